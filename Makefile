@@ -1,0 +1,84 @@
+# `make demo` and `make test` are all that a newcomer needs: each sets up .venv on its first run.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+PYTHON_DIRS := $(wildcard llm_comm tests bench_serving)
+CPP_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
+# Directories are listed too: their times change when a file is added or removed.
+BUILD_INPUTS := CMakeLists.txt pyproject.toml $(shell find csrc configs -not -name '.*' 2>/dev/null)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo test test-gpu lint format dist clean
+
+help: ## List the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+demo: $(VENV)/.installed ## Tensor-parallel decoding through llm_comm, on GPUs or emulated ones (ARGS="--help")
+	$(VENV)/bin/llm-comm demo $(ARGS)
+
+test: $(VENV)/.installed ## All tests that need no GPU (ARGS="-k two_shot")
+	$(PY) -m pytest tests -m "not gpu" $(ARGS)
+
+test-gpu: $(VENV)/.installed ## The tests that need GPUs
+	$(PY) -m pytest tests -m gpu $(ARGS)
+
+lint: $(VENV)/.dev ## clang-format, ruff and mypy
+	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_FILES)
+	$(VENV)/bin/ruff check $(PYTHON_DIRS)
+	$(VENV)/bin/ruff format --check $(PYTHON_DIRS)
+	$(VENV)/bin/mypy
+
+format: $(VENV)/.dev ## Rewrite the sources as lint wants them
+	$(VENV)/bin/clang-format -i $(CPP_FILES)
+	$(VENV)/bin/ruff check --fix $(PYTHON_DIRS)
+	$(VENV)/bin/ruff format $(PYTHON_DIRS)
+
+dist: $(VENV)/.dev ## An sdist, and a wheel built from it in a clean environment
+	$(PY) -m build --outdir dist
+
+clean: ## Remove what the builds wrote, .venv included
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ---- The environment -------------------------------------------------------------------------------------------
+
+# On a machine with GPUs, a torch built for CUDA that $(PYTHON) already has is used as it is: it matches the driver,
+# and the pinned torch might come without CUDA and hide the GPUs. A .pth file names the directories of that Python
+# rather than `venv --system-site-packages`, which skips them when that Python is itself a virtual environment.
+$(VENV)/.base:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("llm_comm needs Python 3.10 or newer; this is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	@if nvidia-smi -L >/dev/null 2>&1 \
+	   && $(PYTHON) -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null; then \
+	  echo "GPUs found: using the CUDA torch that $(PYTHON) has"; \
+	  $(PYTHON) -c 'import sys; print(*(f"import site; site.addsitedir({p!r})" for p in sys.path if p.endswith("-packages")), sep="\n")' \
+	    > "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/cuda_torch_of_outer_python.pth"; \
+	else \
+	  echo "installing $(TORCH) into $(VENV) (once)"; \
+	  $(PIP) install --quiet $(TORCH); \
+	fi
+	$(PIP) install --quiet scikit-build-core pybind11 cmake ninja
+	@touch $@
+
+# Without isolation, so that the compiled objects and the build tools stay where the next build finds them.
+define install
+@echo "building llm_comm (LLM_COMM_CUDA and architectures: see CONTRIBUTING.md)"
+$(PIP) install --quiet --no-build-isolation --editable '.[$(1)]'
+@$(PY) -c 'import llm_comm; print("llm_comm is built", "with CUDA kernels" if llm_comm.cuda_compiled() else "without CUDA kernels: emulated GPUs only")'
+@touch $(VENV)/.installed
+endef
+
+$(VENV)/.installed: $(VENV)/.base $(BUILD_INPUTS)
+	$(call install,test)
+
+# Not made anew when C++ changes: linting needs no build.
+$(VENV)/.dev: $(VENV)/.base pyproject.toml
+	$(call install,dev)
+	@touch $@

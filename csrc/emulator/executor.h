@@ -1,0 +1,44 @@
+// One emulated GPU: runs a grid of GPU threads as fibers of the calling OS thread.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "llm_comm/platform_emulator.h"
+
+namespace llm_comm::inline emulated::emulator {
+
+struct LaunchConfig {
+  uint32_t blocks;
+  uint32_t threads;  // of a block
+  size_t shared_bytes;
+};
+
+// Driver "processes": every rank is a process with one Executor, and threads that wait for another rank let
+// the operating system run it. Blocks start in order as far as kResidentThreads allows, like on a GPU, so a
+// kernel whose blocks wait for later blocks of their own grid hangs here as it would there. Not thread-safe.
+class Executor {
+ public:
+  static constexpr uint32_t kResidentThreads = 4096;
+
+  Executor();
+  ~Executor();
+
+  // Runs `kernel` once for each thread of the grid and returns when all have ended. Throws
+  // std::invalid_argument for an empty grid or a block of more than 1024 threads. `kernel` must not throw.
+  void run(const LaunchConfig& config, const std::function<void()>& kernel);
+
+ private:
+  struct Block;
+  void start_blocks(const LaunchConfig& config, const std::function<void()>& kernel);
+  bool advance(Block& block);
+
+  std::vector<std::unique_ptr<Block>> resident_;
+  std::vector<std::unique_ptr<Block>> idle_;
+  uint32_t next_block_ = 0;
+};
+
+}  // namespace llm_comm::inline emulated::emulator

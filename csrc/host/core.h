@@ -1,0 +1,91 @@
+// One rank's half of a communicator, on a GPU or on an emulated one. Raw addresses and stream handles only:
+// the caller owns tensors, streams and the exchange of handles between processes. Not thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace llm_comm::host {
+
+struct CoreOptions {
+  int rank;
+  int world_size;         // 1..8
+  uint64_t slot_bytes;    // a multiple of 16; the workspace holds two slots and a header
+  double timeout_s;       // bound of every wait of a kernel
+  bool dependent_launch;  // programmatic dependent launch, where the device has it
+};
+
+// What a peer needs to map a workspace: a file descriptor, which travels over a unix socket, or bytes
+// (cudaIpc).
+struct WorkspaceHandle {
+  int fd = -1;  // owned by whoever holds the struct
+  std::string bytes;
+};
+
+struct LaunchPlan {
+  uint32_t algorithm;  // AllReduceAlgorithm
+  uint32_t blocks;
+  uint32_t tile_lines_log2;
+  uint32_t depth;
+  uint64_t chunk_count;  // elements of one launch; a longer message takes several
+};
+
+// A wait of a kernel that ended without what it waited for.
+struct ExpiredWait {
+  int rank;
+  int peer;
+  std::string operation;
+  int phase;
+  uint64_t sequence;
+  uint64_t bytes;
+};
+
+class Core {
+ public:
+  virtual ~Core() = default;
+
+  // Allocates and initialises this rank's workspace and returns its handle. `use_ipc`: cudaIpc instead of a
+  // file descriptor. May be called again to change the kind, before any map_peer.
+  virtual WorkspaceHandle create_workspace(bool use_ipc) = 0;
+  // Maps a peer's workspace. Takes the handle's descriptor only for the call.
+  virtual void map_peer(int peer, const WorkspaceHandle& handle) = 0;
+  virtual uint64_t workspace_bytes() const = 0;
+
+  // Marks the header of every rank's workspace; peers_unseen() then, after a barrier of all ranks, names
+  // those whose mark did not come.
+  virtual void send_marks() = 0;
+  virtual std::vector<int> peers_unseen() = 0;
+
+  // Enqueues the sum of `count` > 0 elements over all ranks. data_type: DataType. Throws
+  // std::invalid_argument for a plan that does not fit the workspace or the device. Does not look at
+  // expired().
+  virtual void all_reduce(uint64_t input, uint64_t output, uint64_t count, uint32_t data_type, const LaunchPlan& plan,
+                          uint64_t stream) = 0;
+
+  // The first wait that expired, if any. Reads host memory only.
+  virtual std::optional<ExpiredWait> expired() const = 0;
+  // The same as a cheap flag.
+  virtual bool has_expired() const = 0;
+  // Ends all waits of this rank's kernels, now and later.
+  virtual void abort() = 0;
+};
+
+std::unique_ptr<Core> make_emulated_core(const CoreOptions& options);
+// Throws std::runtime_error where CUDA is not compiled in or the device cannot be used.
+std::unique_ptr<Core> make_cuda_core(const CoreOptions& options, int device);
+
+struct DeviceReport {
+  std::string name;
+  int compute_capability;  // major * 10 + minor
+  int sm_count;
+  bool vmm;
+  bool posix_fd;
+  bool multicast_supported;  // what the driver says; reading it touches no multicast object
+  int driver_version;        // as CUDA reports it: 13000 is 13.0
+};
+DeviceReport cuda_device_report(int device);
+
+}  // namespace llm_comm::host

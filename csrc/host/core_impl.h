@@ -1,0 +1,164 @@
+// What a Core does alike on every target. Compiled once per target (LLM_COMM_TARGET): Memory owns the
+// workspace and its mappings, Launcher starts kernels.
+#pragma once
+
+#include <atomic>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "host/core.h"
+#include "kernels/all_reduce/kernels.cuh"
+#include "kernels/p2p_test.cuh"
+
+namespace llm_comm::host {
+
+inline void check_options(const CoreOptions& options) {
+  if (options.world_size < 1 || options.world_size > kMaxWorldSize || options.rank < 0 ||
+      options.rank >= options.world_size) {
+    throw std::invalid_argument("rank " + std::to_string(options.rank) + " of " + std::to_string(options.world_size) +
+                                ": the world size must be 1 to 8 and the rank below it");
+  }
+  if (options.slot_bytes == 0 || options.slot_bytes % sizeof(Line) != 0) {
+    throw std::invalid_argument("slot_bytes is " + std::to_string(options.slot_bytes) +
+                                "; it must be a positive multiple of 16");
+  }
+  if (!(options.timeout_s > 0)) throw std::invalid_argument("timeout_s must be positive");
+}
+
+inline std::string operation_name(uint32_t kind) {
+  switch (static_cast<OperationKind>(kind)) {
+    case OperationKind::kAllReduceOneShot:
+      return "one-shot all-reduce";
+    case OperationKind::kAllReduceTwoShot:
+      return "two-shot all-reduce";
+    case OperationKind::kUser:
+      break;
+  }
+  return "user kernel";
+}
+
+// Memory:   WorkspaceHandle create(uint64_t bytes, bool use_ipc);   // local workspace, header zero, the rest
+// 0xFF
+//           void map(int peer, const WorkspaceHandle&);   char* local();   char* peer(int);
+//           HostMailbox* mailbox();                         // zeroed, mapped by the device
+//           void read(void* to, const char* from, uint64_t bytes);
+// Launcher: void all_reduce(AllReduceKernel, const AllReduceArgs&, uint32_t blocks, uint32_t threads,
+// uint32_t shared,
+//                           uint64_t stream);
+//           void p2p_test(const DeviceComm&, uint32_t world_size);   // synchronous
+//           void copy(output, input, bytes, stream)                   // world of one
+template <class Memory, class Launcher>
+class CoreImpl final : public Core {
+ public:
+  CoreImpl(const CoreOptions& options, Memory memory, Launcher launcher)
+      : options_(options), memory_(std::move(memory)), launcher_(std::move(launcher)) {
+    comm_.mailbox = memory_.mailbox();
+    comm_.slot_bytes = options.slot_bytes;
+    comm_.timeout_ns = static_cast<uint64_t>(options.timeout_s * 1e9);
+    comm_.rank = static_cast<uint32_t>(options.rank);
+  }
+
+  WorkspaceHandle create_workspace(bool use_ipc) override {
+    WorkspaceHandle handle = memory_.create(workspace_bytes(), use_ipc);
+    comm_.workspace[options_.rank] = memory_.local();
+    return handle;
+  }
+
+  void map_peer(int peer, const WorkspaceHandle& handle) override {
+    if (peer < 0 || peer >= options_.world_size || peer == options_.rank) {
+      throw std::invalid_argument("map_peer: " + std::to_string(peer) + " is not a peer of rank " +
+                                  std::to_string(options_.rank));
+    }
+    comm_.workspace[peer] = memory_.map(peer, handle);
+  }
+
+  uint64_t workspace_bytes() const override { return kHeaderBytes + kSlots * options_.slot_bytes; }
+
+  void send_marks() override { launcher_.p2p_test(comm_, static_cast<uint32_t>(options_.world_size)); }
+
+  std::vector<int> peers_unseen() override {
+    std::vector<int> unseen;
+    for (int peer = 0; peer < options_.world_size; ++peer) {
+      Line mark;
+      memory_.read(&mark, memory_.local() + kMarksOffset + peer * sizeof(Line), sizeof(Line));
+      const bool seen = mark.word[0] == kMarkWord && mark.word[1] == static_cast<uint32_t>(peer) &&
+                        mark.word[2] == static_cast<uint32_t>(options_.rank);
+      if (!seen) unseen.push_back(peer);
+    }
+    return unseen;
+  }
+
+  void all_reduce(uint64_t input, uint64_t output, uint64_t count, uint32_t data_type, const LaunchPlan& plan,
+                  uint64_t stream) override {
+    const auto type = static_cast<DataType>(data_type);
+    const uint64_t element_bytes = type == DataType::kFloat32 ? 4 : 2;
+    if (options_.world_size == 1) {
+      launcher_.copy(output, input, count * element_bytes, stream);
+      return;
+    }
+    for (uint64_t done = 0; done < count; done += plan.chunk_count) {
+      const uint64_t chunk = count - done < plan.chunk_count ? count - done : plan.chunk_count;
+      launch(input + done * element_bytes, output + done * element_bytes, chunk, element_bytes, type, plan, stream);
+    }
+  }
+
+  std::optional<ExpiredWait> expired() const override {
+    if (!has_expired()) return std::nullopt;
+    const ErrorRecord& record = comm_.mailbox->error;
+    return ExpiredWait{static_cast<int>(record.rank),
+                       static_cast<int>(record.peer),
+                       operation_name(record.operation),
+                       static_cast<int>(record.phase),
+                       record.sequence,
+                       record.bytes};
+  }
+
+  bool has_expired() const override { return __atomic_load_n(&comm_.mailbox->error.complete, __ATOMIC_ACQUIRE) != 0; }
+
+  void abort() override { __atomic_store_n(&comm_.mailbox->abort_request, 1u, __ATOMIC_RELEASE); }
+
+ private:
+  void launch(uint64_t input, uint64_t output, uint64_t count, uint64_t element_bytes, DataType type,
+              const LaunchPlan& plan, uint64_t stream) {
+    const auto algorithm = static_cast<AllReduceAlgorithm>(plan.algorithm);
+    const auto world = static_cast<uint64_t>(options_.world_size);
+    const uint64_t lines = (count * element_bytes + sizeof(Line) - 1) / sizeof(Line);
+    const uint64_t slice = (lines + world - 1) / world;
+    const bool one_shot = algorithm == AllReduceAlgorithm::kOneShot;
+    const uint64_t tiled_lines = one_shot ? lines : slice;
+    const uint64_t slot_lines = one_shot ? world * lines : 2 * world * slice;
+    const uint64_t tile_lines = uint64_t{1} << plan.tile_lines_log2;
+    const uint64_t tiles = (tiled_lines + tile_lines - 1) / tile_lines;
+    const uint64_t threads = world * tile_lines;
+    const uint64_t shared_lines = one_shot ? 2 * threads : threads + tile_lines;
+    const uint64_t blocks = plan.blocks < tiles ? plan.blocks : tiles;
+    if (slot_lines * sizeof(Line) > options_.slot_bytes) {
+      throw std::invalid_argument("a message of " + std::to_string(count * element_bytes) + " bytes needs a slot of " +
+                                  std::to_string(slot_lines * sizeof(Line)) + " bytes, the workspace has slots of " +
+                                  std::to_string(options_.slot_bytes) + ": lower chunk_count or raise workspace_bytes");
+    }
+    const AllReduceKernel kernel = all_reduce_kernel(algorithm, type, options_.world_size, blocks == tiles);
+    if (kernel == nullptr || blocks == 0 || blocks >= kArrivalsPerOperation || threads > kMaxBlockThreads) {
+      throw std::invalid_argument("no kernel for algorithm " + std::to_string(plan.algorithm) + ", data type " +
+                                  std::to_string(static_cast<uint32_t>(type)) + ", " + std::to_string(plan.blocks) +
+                                  " blocks of " + std::to_string(threads) + " threads");
+    }
+    AllReduceArgs args{};
+    args.comm = comm_;
+    args.input = reinterpret_cast<const void*>(input);
+    args.output = reinterpret_cast<void*>(output);
+    args.count = count;
+    args.tile_lines_log2 = plan.tile_lines_log2;
+    args.depth = plan.depth;
+    launcher_.all_reduce(kernel, args, static_cast<uint32_t>(blocks), static_cast<uint32_t>(threads),
+                         static_cast<uint32_t>(shared_lines * sizeof(Line)), stream);
+  }
+
+  CoreOptions options_;
+  Memory memory_;
+  Launcher launcher_;
+  DeviceComm comm_{};
+};
+
+}  // namespace llm_comm::host

@@ -1,0 +1,202 @@
+// Core on a CUDA device.
+#include <cuda_runtime.h>
+
+#include <map>
+
+#include "host/core_impl.h"
+#include "host/cuda/device_memory.h"
+
+namespace llm_comm::host {
+
+namespace {
+
+class HostMemory {
+ public:
+  HostMemory() {
+    void* address = nullptr;
+    check(cudaHostAlloc(&address, sizeof(HostMailbox), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
+    mailbox_ = new (address) HostMailbox{};
+    void* device_address = nullptr;
+    check(cudaHostGetDevicePointer(&device_address, address, 0), "cudaHostGetDevicePointer");
+    if (device_address != address) throw std::runtime_error("this device has no unified addressing");
+  }
+  HostMemory(HostMemory&& other) noexcept { std::swap(mailbox_, other.mailbox_); }
+  HostMemory& operator=(HostMemory&&) = delete;
+  ~HostMemory() {
+    if (mailbox_ != nullptr) cudaFreeHost(mailbox_);
+  }
+  HostMailbox* mailbox() const { return mailbox_; }
+
+ private:
+  HostMailbox* mailbox_ = nullptr;
+};
+
+class CudaMemory {
+ public:
+  explicit CudaMemory(int device) : device_(device) {}
+
+  WorkspaceHandle create(uint64_t bytes, bool use_ipc) {
+    const DeviceGuard guard(device_);
+    bytes_ = bytes;
+    local_ = DeviceMemory();
+    local_ = use_ipc ? DeviceMemory::allocate_ipc(device_, bytes) : DeviceMemory::allocate(device_, bytes);
+    check(cudaMemset(local_.address(), 0, kHeaderBytes), "cudaMemset");
+    check(cudaMemset(local_.address() + kHeaderBytes, 0xFF, bytes - kHeaderBytes), "cudaMemset");
+    // Before any peer can have the handle: it may write at once.
+    check(cudaDeviceSynchronize(), "initialising the workspace");
+    return local_.export_handle();
+  }
+
+  char* map(int peer, const WorkspaceHandle& handle) {
+    return (peers_[peer] = DeviceMemory::map(device_, bytes_, handle)).address();
+  }
+
+  char* local() const { return local_.address(); }
+  HostMailbox* mailbox() const { return host_.mailbox(); }
+
+  void read(void* to, const char* from, uint64_t bytes) const {
+    const DeviceGuard guard(device_);
+    check(cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToHost), "cudaMemcpy");
+  }
+
+ private:
+  int device_;
+  uint64_t bytes_ = 0;
+  HostMemory host_;
+  DeviceMemory local_;
+  std::map<int, DeviceMemory> peers_;
+};
+
+class CudaLauncher {
+ public:
+  CudaLauncher(int device, bool dependent_launch) : device_(device) {
+    int major = 0;
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
+    attribute_.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute_.val.programmaticStreamSerializationAllowed = dependent_launch && major >= 9;
+  }
+  CudaLauncher(CudaLauncher&& other) noexcept { *this = std::move(other); }
+  CudaLauncher& operator=(CudaLauncher&& other) noexcept {
+    device_ = other.device_;
+    attribute_ = other.attribute_;
+    std::swap(last_stream_, other.last_stream_);
+    std::swap(has_last_stream_, other.has_last_stream_);
+    std::swap(order_, other.order_);
+    return *this;
+  }
+  ~CudaLauncher() {
+    if (order_ != nullptr) cudaEventDestroy(order_);
+  }
+
+  void all_reduce(AllReduceKernel kernel, const AllReduceArgs& args, uint32_t blocks, uint32_t threads, uint32_t shared,
+                  uint64_t stream) {
+    const DeviceGuard guard(device_);
+    const auto cuda_stream = reinterpret_cast<cudaStream_t>(stream);
+    order_behind_last_call(cuda_stream);
+    cudaLaunchConfig_t config{};
+    config.gridDim = blocks;
+    config.blockDim = threads;
+    config.dynamicSmemBytes = shared;
+    config.stream = cuda_stream;
+    config.attrs = &attribute_;
+    config.numAttrs = attribute_.val.programmaticStreamSerializationAllowed ? 1 : 0;
+    void* parameters[] = {const_cast<AllReduceArgs*>(&args)};
+    check(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), parameters), "launch of all-reduce");
+  }
+
+  void p2p_test(const DeviceComm& comm, uint32_t world_size) {
+    const DeviceGuard guard(device_);
+    cuda::p2p_test<<<1, kMaxWorldSize>>>(comm, world_size);
+    check(cudaGetLastError(), "launch of the P2P test");
+    check(cudaDeviceSynchronize(), "P2P test");
+  }
+
+  void copy(uint64_t output, uint64_t input, uint64_t bytes, uint64_t stream) {
+    if (output == input) return;
+    const DeviceGuard guard(device_);
+    check(cudaMemcpyAsync(reinterpret_cast<void*>(output), reinterpret_cast<const void*>(input), bytes,
+                          cudaMemcpyDeviceToDevice, reinterpret_cast<cudaStream_t>(stream)),
+          "cudaMemcpyAsync");
+  }
+
+ private:
+  // Operations of one communicator use its slots in turn, so they must not run at once: a call on another
+  // stream than the last one waits for it. A stream under capture takes no part: its work runs when the graph
+  // is launched.
+  void order_behind_last_call(cudaStream_t stream) {
+    if (has_last_stream_ && stream == last_stream_) return;
+    cudaStreamCaptureStatus capture{};
+    check(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
+    if (capture != cudaStreamCaptureStatusNone) return;
+    if (has_last_stream_) {
+      if (order_ == nullptr) check(cudaEventCreateWithFlags(&order_, cudaEventDisableTiming), "cudaEventCreate");
+      check(cudaEventRecord(order_, last_stream_), "cudaEventRecord");
+      check(cudaStreamWaitEvent(stream, order_, 0), "cudaStreamWaitEvent");
+    }
+    last_stream_ = stream;
+    has_last_stream_ = true;
+  }
+
+  int device_ = 0;
+  cudaLaunchAttribute attribute_{};
+  cudaStream_t last_stream_ = nullptr;
+  bool has_last_stream_ = false;
+  cudaEvent_t order_ = nullptr;
+};
+
+// Loads every kernel that the communicator may launch: the first launch of one could otherwise fall into a capture,
+// where loading is not allowed. Fails, with the driver's words, where the build has no code for this GPU.
+void load_kernels(int world_size) {
+  cudaFuncAttributes attributes{};
+  const auto load = [&](const void* kernel) {
+    check(cudaFuncGetAttributes(&attributes, kernel), "this build of llm_comm has no kernels for the GPU");
+  };
+  load(reinterpret_cast<const void*>(&cuda::p2p_test));
+  for (const auto algorithm : {AllReduceAlgorithm::kOneShot, AllReduceAlgorithm::kTwoShot}) {
+    for (const auto type : {DataType::kBFloat16, DataType::kFloat16, DataType::kFloat32}) {
+      for (const bool single_tile : {false, true}) {
+        if (const auto kernel = all_reduce_kernel(algorithm, type, world_size, single_tile)) {
+          load(reinterpret_cast<const void*>(kernel));
+        }
+      }
+    }
+  }
+}
+
+int device_attribute(cudaDeviceAttr attribute, int device) {
+  int value = 0;
+  check(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
+  return value;
+}
+
+bool driver_attribute(CUdevice_attribute attribute, int device) {
+  int value = 0;
+  check(Driver::get().device_get_attribute(&value, attribute, device), "cuDeviceGetAttribute");
+  return value != 0;
+}
+
+}  // namespace
+
+std::unique_ptr<Core> make_cuda_core(const CoreOptions& options, int device) {
+  check_options(options);
+  const DeviceGuard guard(device);
+  load_kernels(options.world_size);
+  return std::make_unique<CoreImpl<CudaMemory, CudaLauncher>>(options, CudaMemory(device),
+                                                              CudaLauncher(device, options.dependent_launch));
+}
+
+DeviceReport cuda_device_report(int device) {
+  cudaDeviceProp properties{};
+  check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
+  DeviceReport report;
+  report.name = properties.name;
+  report.compute_capability = properties.major * 10 + properties.minor;
+  report.sm_count = device_attribute(cudaDevAttrMultiProcessorCount, device);
+  report.vmm = driver_attribute(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, device);
+  report.posix_fd = driver_attribute(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, device);
+  report.multicast_supported = driver_attribute(CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED, device);
+  check(cudaDriverGetVersion(&report.driver_version), "cudaDriverGetVersion");
+  return report;
+}
+
+}  // namespace llm_comm::host

@@ -1,0 +1,142 @@
+#include "host/cuda/device_memory.h"
+
+#include <cstring>
+#include <utility>
+
+namespace llm_comm::host {
+
+namespace {
+
+CUmemAllocationProp allocation_properties(int device) {
+  CUmemAllocationProp properties{};
+  properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  properties.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  properties.location.id = device;
+  properties.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+  return properties;
+}
+
+uint64_t round_to_granularity(int device, uint64_t bytes) {
+  const CUmemAllocationProp properties = allocation_properties(device);
+  size_t granularity = 0;
+  check(Driver::get().mem_get_allocation_granularity(&granularity, &properties, CU_MEM_ALLOC_GRANULARITY_MINIMUM),
+        "cuMemGetAllocationGranularity");
+  return (bytes + granularity - 1) / granularity * granularity;
+}
+
+}  // namespace
+
+DeviceMemory DeviceMemory::allocate(int device, uint64_t bytes) {
+  const DeviceGuard guard(device);
+  DeviceMemory memory;
+  memory.kind_ = Kind::kVmm;
+  memory.device_ = device;
+  memory.bytes_ = round_to_granularity(device, bytes);
+  const CUmemAllocationProp properties = allocation_properties(device);
+  check(Driver::get().mem_create(&memory.vmm_, memory.bytes_, &properties, 0), "cuMemCreate");
+  memory.has_vmm_ = true;
+  memory.map_vmm();
+  return memory;
+}
+
+DeviceMemory DeviceMemory::allocate_ipc(int device, uint64_t bytes) {
+  const DeviceGuard guard(device);
+  DeviceMemory memory;
+  void* address = nullptr;
+  check(cudaMalloc(&address, bytes), "cudaMalloc");
+  memory.kind_ = Kind::kMalloc;
+  memory.device_ = device;
+  memory.bytes_ = bytes;
+  memory.address_ = static_cast<char*>(address);
+  return memory;
+}
+
+DeviceMemory DeviceMemory::map(int device, uint64_t bytes, const WorkspaceHandle& handle) {
+  const DeviceGuard guard(device);
+  DeviceMemory memory;
+  memory.device_ = device;
+  if (handle.fd >= 0) {
+    memory.kind_ = Kind::kVmm;
+    memory.bytes_ = round_to_granularity(device, bytes);
+    check(Driver::get().mem_import_from_shareable_handle(&memory.vmm_,
+                                                         reinterpret_cast<void*>(static_cast<uintptr_t>(handle.fd)),
+                                                         CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
+          "cuMemImportFromShareableHandle");
+    memory.has_vmm_ = true;
+    memory.map_vmm();
+    return memory;
+  }
+  cudaIpcMemHandle_t ipc;
+  if (handle.bytes.size() != sizeof(ipc)) {
+    throw std::invalid_argument("a cudaIpc handle has " + std::to_string(sizeof(ipc)) + " bytes, got " +
+                                std::to_string(handle.bytes.size()));
+  }
+  std::memcpy(&ipc, handle.bytes.data(), sizeof(ipc));
+  void* address = nullptr;
+  check(cudaIpcOpenMemHandle(&address, ipc, cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle");
+  memory.kind_ = Kind::kIpcMapping;
+  memory.bytes_ = bytes;
+  memory.address_ = static_cast<char*>(address);
+  return memory;
+}
+
+WorkspaceHandle DeviceMemory::export_handle() const {
+  WorkspaceHandle handle;
+  if (kind_ == Kind::kVmm) {
+    check(Driver::get().mem_export_to_shareable_handle(&handle.fd, vmm_, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
+          "cuMemExportToShareableHandle");
+    return handle;
+  }
+  const DeviceGuard guard(device_);
+  cudaIpcMemHandle_t ipc;
+  check(cudaIpcGetMemHandle(&ipc, address_), "cudaIpcGetMemHandle");
+  handle.bytes.assign(reinterpret_cast<const char*>(&ipc), sizeof(ipc));
+  return handle;
+}
+
+void DeviceMemory::map_vmm() {
+  const Driver& driver = Driver::get();
+  CUdeviceptr address = 0;
+  check(driver.mem_address_reserve(&address, bytes_, 0, 0, 0), "cuMemAddressReserve");
+  address_ = reinterpret_cast<char*>(address);
+  check(driver.mem_map(address, bytes_, 0, vmm_, 0), "cuMemMap");
+  mapped_ = true;
+  CUmemAccessDesc access{};
+  access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  access.location.id = device_;
+  access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  check(driver.mem_set_access(address, bytes_, &access, 1), "cuMemSetAccess");
+}
+
+// Errors are ignored: at the end of a process the driver may be gone, and with it the memory.
+DeviceMemory::~DeviceMemory() {
+  switch (kind_) {
+    case Kind::kNone:
+      return;
+    case Kind::kMalloc:
+      cudaFree(address_);
+      return;
+    case Kind::kIpcMapping:
+      cudaIpcCloseMemHandle(address_);
+      return;
+    case Kind::kVmm:
+      break;
+  }
+  const Driver& driver = Driver::get();
+  const auto address = reinterpret_cast<CUdeviceptr>(address_);
+  if (mapped_) driver.mem_unmap(address, bytes_);
+  if (address_ != nullptr) driver.mem_address_free(address, bytes_);
+  if (has_vmm_) driver.mem_release(vmm_);
+}
+
+void DeviceMemory::swap(DeviceMemory& other) noexcept {
+  std::swap(kind_, other.kind_);
+  std::swap(device_, other.device_);
+  std::swap(address_, other.address_);
+  std::swap(bytes_, other.bytes_);
+  std::swap(vmm_, other.vmm_);
+  std::swap(has_vmm_, other.has_vmm_);
+  std::swap(mapped_, other.mapped_);
+}
+
+}  // namespace llm_comm::host

@@ -1,0 +1,75 @@
+#include "host/cuda/driver.h"
+
+#include <stdexcept>
+#include <string>
+
+namespace llm_comm::host {
+
+namespace {
+
+template <class Function>
+void load(Function& function, const char* name) {
+  void* address = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+#if CUDART_VERSION >= 12050
+  constexpr unsigned kVersion = 12000;
+  const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &address, kVersion, cudaEnableDefault, &found);
+#else
+  const cudaError_t error = cudaGetDriverEntryPoint(name, &address, cudaEnableDefault, &found);
+#endif
+  if (error != cudaSuccess || found != cudaDriverEntryPointSuccess || address == nullptr) {
+    throw std::runtime_error(std::string("the CUDA driver has no ") + name + " (" + cudaGetErrorString(error) + ")");
+  }
+  function = reinterpret_cast<Function>(address);
+}
+
+Driver load_driver() {
+  Driver driver{};
+  load(driver.device_get_attribute, "cuDeviceGetAttribute");
+  load(driver.get_error_string, "cuGetErrorString");
+  load(driver.mem_get_allocation_granularity, "cuMemGetAllocationGranularity");
+  load(driver.mem_create, "cuMemCreate");
+  load(driver.mem_release, "cuMemRelease");
+  load(driver.mem_export_to_shareable_handle, "cuMemExportToShareableHandle");
+  load(driver.mem_import_from_shareable_handle, "cuMemImportFromShareableHandle");
+  load(driver.mem_address_reserve, "cuMemAddressReserve");
+  load(driver.mem_address_free, "cuMemAddressFree");
+  load(driver.mem_map, "cuMemMap");
+  load(driver.mem_unmap, "cuMemUnmap");
+  load(driver.mem_set_access, "cuMemSetAccess");
+  return driver;
+}
+
+}  // namespace
+
+const Driver& Driver::get() {
+  static const Driver driver = load_driver();
+  return driver;
+}
+
+void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // an error that is reported here must not come up again in the caller's next CUDA call
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
+}
+
+void check(CUresult error, const char* what) {
+  if (error == CUDA_SUCCESS) return;
+  const char* text = nullptr;
+  Driver::get().get_error_string(error, &text);
+  throw std::runtime_error(std::string(what) + ": " + (text != nullptr ? text : "unknown driver error"));
+}
+
+DeviceGuard::DeviceGuard(int device) {
+  int current = -1;
+  check(cudaGetDevice(&current), "cudaGetDevice");
+  if (current == device) return;
+  check(cudaSetDevice(device), "cudaSetDevice");
+  previous_ = current;
+}
+
+DeviceGuard::~DeviceGuard() {
+  if (previous_ >= 0) cudaSetDevice(previous_);
+}
+
+}  // namespace llm_comm::host

@@ -1,0 +1,44 @@
+// The driver functions that the runtime has no form of, asked for at run time: the library loads without a
+// driver.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+namespace llm_comm::host {
+
+struct Driver {
+  decltype(&cuDeviceGetAttribute) device_get_attribute;
+  decltype(&cuGetErrorString) get_error_string;
+  decltype(&cuMemGetAllocationGranularity) mem_get_allocation_granularity;
+  decltype(&cuMemCreate) mem_create;
+  decltype(&cuMemRelease) mem_release;
+  decltype(&cuMemExportToShareableHandle) mem_export_to_shareable_handle;
+  decltype(&cuMemImportFromShareableHandle) mem_import_from_shareable_handle;
+  decltype(&cuMemAddressReserve) mem_address_reserve;
+  decltype(&cuMemAddressFree) mem_address_free;
+  decltype(&cuMemMap) mem_map;
+  decltype(&cuMemUnmap) mem_unmap;
+  decltype(&cuMemSetAccess) mem_set_access;
+
+  // Throws std::runtime_error where there is no driver or it lacks one of the functions.
+  static const Driver& get();
+};
+
+// Throw std::runtime_error that names `what` and the error.
+void check(cudaError_t error, const char* what);
+void check(CUresult error, const char* what);
+
+// Makes a device current for a scope. Calls that find it current already cost one read.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device);
+  ~DeviceGuard();
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int previous_ = -1;
+};
+
+}  // namespace llm_comm::host

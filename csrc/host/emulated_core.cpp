@@ -1,0 +1,103 @@
+// Core on an emulated GPU: workspaces in anonymous shared memory, kernels on the executor of the calling
+// thread.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <map>
+#include <system_error>
+
+#include "emulator/executor.h"
+#include "host/core_impl.h"
+
+namespace llm_comm::host {
+
+namespace {
+
+class SharedMapping {
+ public:
+  SharedMapping() = default;
+  SharedMapping(int fd, uint64_t bytes) : bytes_(bytes) {
+    void* const address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (address == MAP_FAILED) {
+      throw std::system_error(errno, std::generic_category(), "cannot map " + std::to_string(bytes) + " bytes");
+    }
+    address_ = static_cast<char*>(address);
+  }
+  SharedMapping(SharedMapping&& other) noexcept { *this = std::move(other); }
+  SharedMapping& operator=(SharedMapping&& other) noexcept {
+    std::swap(address_, other.address_);
+    std::swap(bytes_, other.bytes_);
+    return *this;
+  }
+  ~SharedMapping() {
+    if (address_ != nullptr) munmap(address_, bytes_);
+  }
+  char* address() const { return address_; }
+
+ private:
+  char* address_ = nullptr;
+  uint64_t bytes_ = 0;
+};
+
+class EmulatedMemory {
+ public:
+  WorkspaceHandle create(uint64_t bytes, bool use_ipc) {
+    if (use_ipc) throw std::invalid_argument("an emulated device has no cudaIpc handles");
+    WorkspaceHandle handle;
+    handle.fd = memfd_create("llm_comm_workspace", MFD_CLOEXEC);
+    if (handle.fd < 0 || ftruncate(handle.fd, static_cast<off_t>(bytes)) != 0) {
+      const int error = errno;
+      if (handle.fd >= 0) close(handle.fd);
+      throw std::system_error(error, std::generic_category(),
+                              "cannot create " + std::to_string(bytes) + " bytes of shared memory");
+    }
+    bytes_ = bytes;
+    local_ = SharedMapping(handle.fd, bytes);
+    std::memset(local_.address() + kHeaderBytes, 0xFF, bytes - kHeaderBytes);
+    return handle;
+  }
+
+  char* map(int peer, const WorkspaceHandle& handle) {
+    return (peers_[peer] = SharedMapping(handle.fd, bytes_)).address();
+  }
+
+  char* local() const { return local_.address(); }
+  HostMailbox* mailbox() const { return mailbox_.get(); }
+  void read(void* to, const char* from, uint64_t bytes) const { std::memcpy(to, from, bytes); }
+
+ private:
+  uint64_t bytes_ = 0;
+  SharedMapping local_;
+  std::map<int, SharedMapping> peers_;
+  std::unique_ptr<HostMailbox> mailbox_ = std::make_unique<HostMailbox>();
+};
+
+class EmulatedLauncher {
+ public:
+  void all_reduce(AllReduceKernel kernel, const AllReduceArgs& args, uint32_t blocks, uint32_t threads, uint32_t shared,
+                  uint64_t) {
+    executor_->run({blocks, threads, shared}, [&] { kernel(args); });
+  }
+
+  void p2p_test(const DeviceComm& comm, uint32_t world_size) {
+    executor_->run({1, kMaxWorldSize, 0}, [&] { emulated::p2p_test(comm, world_size); });
+  }
+
+  void copy(uint64_t output, uint64_t input, uint64_t bytes, uint64_t) {
+    std::memmove(reinterpret_cast<void*>(output), reinterpret_cast<const void*>(input), bytes);
+  }
+
+ private:
+  std::unique_ptr<emulator::Executor> executor_ = std::make_unique<emulator::Executor>();
+};
+
+}  // namespace
+
+std::unique_ptr<Core> make_emulated_core(const CoreOptions& options) {
+  check_options(options);
+  return std::make_unique<CoreImpl<EmulatedMemory, EmulatedLauncher>>(options, EmulatedMemory(), EmulatedLauncher());
+}
+
+}  // namespace llm_comm::host

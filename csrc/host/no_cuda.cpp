@@ -1,0 +1,16 @@
+// Stands in for host/cuda where nvcc was not found at build time.
+#include <stdexcept>
+
+#include "host/core.h"
+
+namespace llm_comm::host {
+
+namespace {
+constexpr const char* kNoCuda =
+    "llm_comm was built without CUDA (no nvcc was found); rebuild where nvcc is on the PATH";
+}  // namespace
+
+std::unique_ptr<Core> make_cuda_core(const CoreOptions&, int) { throw std::runtime_error(kNoCuda); }
+DeviceReport cuda_device_report(int) { throw std::runtime_error(kNoCuda); }
+
+}  // namespace llm_comm::host

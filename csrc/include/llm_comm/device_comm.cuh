@@ -1,0 +1,107 @@
+// What a kernel knows of its communicator, and the session object of one collective operation.
+//
+// Workspace of a rank, mapped by all ranks:   [ header, kHeaderBytes ][ slot 0 ][ slot 1 ]
+//
+// Why two slots are enough, whatever the size, grid and algorithm of each operation
+// ---------------------------------------------------------------------------------
+// Operations of a communicator are numbered 0, 1, 2, ... in the same order on all ranks; operation e uses
+// slot e % 2. Two rules bind every algorithm:
+//   (R1) a rank that ends operation e has received, directly or through others, something that every other
+//   rank sent
+//        in e. So it knows that every rank has begun e.
+//   (R2) in operation e a rank re-arms each line of its own slot that it received, and ends e only when that
+//   is done.
+// A grid begins after the grids before it on its stream have ended (grid_dependency_wait), so a rank that has
+// begun e has ended e - 1. Let rank B write into the slot of rank A for operation e. B has begun e, so it has
+// ended e - 1, so by (R1) A has begun e - 1, so A has ended e - 2, the last operation in that slot, and by
+// (R2) all its lines are armed. Nothing in the argument depends on which block or thread handles a line, so
+// sizes and grids may change from one operation to the next. One slot would not do: B may end e before A has
+// read what B sent in e.
+//
+// The number of the operation lives in device memory, so a CUDA graph can be replayed any number of times,
+// between other graphs and eager calls. It is derived from one word that all blocks read and all blocks add
+// to, without waiting: block 0 adds kArrivalsPerOperation - (blocks - 1), each other block 1. The quotient by
+// kArrivalsPerOperation turns over only when the last block of an operation has arrived, so a block that
+// starts late still reads its own operation's number, and different grids need no reset.
+#pragma once
+
+#include "llm_comm/wait.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+inline constexpr int kMaxWorldSize = 8;
+inline constexpr uint64_t kHeaderBytes = 64 * 1024;
+inline constexpr int kSlots = 2;
+inline constexpr uint64_t kArrivalsPerOperation = 1 << 16;  // bounds the blocks of a launch
+
+// First 16 bytes of a rank's own workspace; no peer touches them. One line, so that one load brings it all.
+struct alignas(16) CommState {
+  uint64_t arrivals;
+  uint32_t aborted;
+  uint32_t reserved;
+};
+
+// Kernel parameter, by value.
+struct DeviceComm {
+  char* workspace[kMaxWorldSize];  // every rank's workspace, as this rank maps it
+  HostMailbox* mailbox;
+  uint64_t slot_bytes;
+  uint64_t timeout_ns;
+  uint32_t rank;
+};
+
+// One collective operation as one thread sees it. Construct it before grid_dependency_wait(), so that
+// addresses are ready, and begin() it after.
+class Operation {
+ public:
+  LLM_COMM_DEVICE Operation(const DeviceComm& comm, OperationKind kind, uint64_t bytes)
+      : comm_(comm),
+        state_(reinterpret_cast<CommState*>(comm.workspace[comm.rank])),
+        slot_bytes_(comm.slot_bytes),
+        kind_(kind),
+        bytes_(bytes) {}
+
+  // Reads this operation's number. False once a wait of this communicator has expired: slots are no longer
+  // armed as they should be, so do nothing.
+  LLM_COMM_DEVICE bool begin() {
+    const Line state = load_line(state_);
+    arrivals_ = static_cast<uint64_t>(state.word[1]) << 32 | state.word[0];
+    return state.word[2] == 0;
+  }
+
+  LLM_COMM_DEVICE uint64_t sequence() const { return arrivals_ / kArrivalsPerOperation; }
+
+  // Byte 0 of slot 0 in the workspace of `rank`. Known before begin().
+  LLM_COMM_DEVICE char* slots(uint32_t rank) const { return comm_.workspace[rank] + kHeaderBytes; }
+
+  LLM_COMM_DEVICE uint64_t fingerprint() const { return reinterpret_cast<uint64_t>(state_) + slot_bytes_; }
+
+  // What to add to an address in slot 0 for the same place in this operation's slot.
+  LLM_COMM_DEVICE uint64_t slot_offset() const {
+    return static_cast<uint32_t>(arrivals_) & kArrivalsPerOperation ? slot_bytes_ : 0;  // sequence() % kSlots
+  }
+
+  template <class Poll>
+  LLM_COMM_DEVICE bool wait_until(Poll poll, uint32_t peer, uint32_t phase) const {
+    return llm_comm::wait_until(poll, {comm_.mailbox, &state_->aborted, comm_.timeout_ns},
+                                {comm_.rank, kind_, sequence(), bytes_}, peer, phase);
+  }
+
+  // Every block ends with one call by one of its threads, made after all its threads have begun the operation
+  // (a block_sync() lies between).
+  LLM_COMM_DEVICE void arrive() const {
+    add_relaxed(&state_->arrivals, block_index() == 0 ? kArrivalsPerOperation - (block_count() - 1) : 1);
+  }
+
+ private:
+  static_assert(kSlots == 2, "slot_offset() takes the parity of the sequence number");
+
+  const DeviceComm& comm_;
+  CommState* state_;
+  uint64_t slot_bytes_;
+  OperationKind kind_;
+  uint64_t bytes_;
+  uint64_t arrivals_ = 0;
+};
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -1,0 +1,109 @@
+// MemoryChannel: threads of one GPU store to and load from the memory of one peer (MSCCL++, arXiv
+// 2504.09014).
+//
+// Two protocols over the same memory, never mixed in the same bytes (a raw data word could look like a flag):
+//  * HB: put/get/read/write move plain 16-byte lines; signal/wait order them, one synchronization per large
+//  chunk.
+//  * LL: put_packets/read_packets move lines that carry their own readiness (line.cuh); no signal at all.
+// Offsets are in bytes from the channel's two bases. Bulk calls are made by `threads` threads with ids
+// 0..threads-1.
+#pragma once
+
+#include "llm_comm/line.cuh"
+#include "llm_comm/semaphore.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+struct MemoryChannel {
+  Semaphore semaphore;
+  char* local;   // this GPU's buffer, where the peer's writes land
+  char* remote;  // the peer's buffer, as this GPU maps it
+  WaitBounds bounds;
+  WaitSite site;
+  uint32_t peer;
+
+  // Copies `bytes` (a multiple of 16; offsets and bases 16-byte aligned) from this GPU to the peer.
+  LLM_COMM_DEVICE void put(uint64_t remote_offset, const void* source, uint64_t bytes, uint32_t thread,
+                           uint32_t threads) const {
+    copy(remote + remote_offset, static_cast<const char*>(source), bytes, thread, threads);
+  }
+
+  // Copies `bytes` from the peer to this GPU; alignment as for put.
+  LLM_COMM_DEVICE void get(void* destination, uint64_t remote_offset, uint64_t bytes, uint32_t thread,
+                           uint32_t threads) const {
+    copy(static_cast<char*>(destination), remote + remote_offset, bytes, thread, threads);
+  }
+
+  template <class T>
+  LLM_COMM_DEVICE T read(uint64_t remote_offset) const {
+    return *reinterpret_cast<const T*>(remote + remote_offset);
+  }
+
+  template <class T>
+  LLM_COMM_DEVICE void write(uint64_t remote_offset, T value) const {
+    *reinterpret_cast<T*>(remote + remote_offset) = value;
+  }
+
+  LLM_COMM_DEVICE void signal() const { semaphore.signal(); }
+  LLM_COMM_DEVICE void relaxed_signal() const { semaphore.relaxed_signal(); }
+  LLM_COMM_DEVICE bool wait() const { return semaphore.wait(bounds, site, peer); }
+  LLM_COMM_DEVICE bool relaxed_wait() const { return semaphore.relaxed_wait(bounds, site, peer); }
+
+  // Sends `bytes` (a multiple of 8; source 8-byte aligned) as flag lines: 2 * bytes at remote_offset, which
+  // must be 16-byte aligned. `flag` must differ from the flags that the lines have carried before.
+  LLM_COMM_DEVICE void put_packets(uint64_t remote_offset, const void* source, uint64_t bytes, uint32_t flag,
+                                   uint32_t thread, uint32_t threads) const {
+    const FlagLine* payload = static_cast<const FlagLine*>(source);
+    for (uint64_t i = thread; i < bytes / sizeof(FlagLine); i += threads) {
+      store_line_relaxed(remote + remote_offset + i * sizeof(Line), FlagLine::encode(payload[i], flag));
+    }
+  }
+
+  // Receives what the peer sent with put_packets of the same size and flag. False if a wait ended without the
+  // data.
+  LLM_COMM_DEVICE bool read_packets(void* destination, uint64_t local_offset, uint64_t bytes, uint32_t flag,
+                                    uint32_t thread, uint32_t threads) const {
+    FlagLine* payload = static_cast<FlagLine*>(destination);
+    for (uint64_t i = thread; i < bytes / sizeof(FlagLine); i += threads) {
+      Line line;
+      const bool arrived = wait_until(
+          [&] {
+            line = load_line_relaxed(local + local_offset + i * sizeof(Line));
+            return FlagLine::has_arrived(line, flag);
+          },
+          bounds, site, peer, 0);
+      if (!arrived) return false;
+      payload[i] = FlagLine::decode(line);
+    }
+    return true;
+  }
+
+ private:
+  static LLM_COMM_DEVICE void copy(char* to, const char* from, uint64_t bytes, uint32_t thread, uint32_t threads) {
+    for (uint64_t offset = thread * sizeof(Line); offset < bytes; offset += threads * sizeof(Line)) {
+      store_line(to + offset, load_line(from + offset));
+    }
+  }
+};
+
+// Sentinel lines, the form that the collective kernels use. `line` of send is in the peer's slot, of receive
+// and re_arm in this rank's own.
+LLM_COMM_DEVICE void send_line(Line* line, Line payload) { store_line_relaxed(line, encode_sentinel(payload)); }
+
+// `op` is an Operation (device_comm.cuh). On a wait that ends without the line, the result is NaN in every
+// word, so that nobody takes it for a sum.
+template <class Op>
+LLM_COMM_DEVICE Line receive_line(const Line* line, const Op& op, uint32_t peer, uint32_t phase) {
+  Line value;
+  op.wait_until(
+      [&] {
+        value = load_line_relaxed(line);
+        return has_arrived(value);
+      },
+      peer, phase);
+  return value;
+}
+
+LLM_COMM_DEVICE void re_arm_line(Line* line) { store_line_relaxed(line, armed_line()); }
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

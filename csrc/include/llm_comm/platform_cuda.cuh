@@ -1,0 +1,160 @@
+// CUDA definitions of the platform contract (platform.cuh). All inline PTX of the project is in this file.
+#pragma once
+
+#include "llm_comm/platform_types.h"
+
+#define LLM_COMM_DEVICE __device__ __forceinline__
+#define LLM_COMM_KERNEL(max_threads) __global__ void __launch_bounds__(max_threads, 1)
+#define LLM_COMM_KERNEL_PARAM const __grid_constant__
+#define LLM_COMM_PRAGMA(text) _Pragma(#text)
+#define LLM_COMM_UNROLL(n) LLM_COMM_PRAGMA(unroll n)
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+LLM_COMM_DEVICE uint32_t thread_index() { return threadIdx.x; }
+LLM_COMM_DEVICE uint32_t block_index() { return blockIdx.x; }
+LLM_COMM_DEVICE uint32_t block_threads() { return blockDim.x; }
+LLM_COMM_DEVICE uint32_t block_count() { return gridDim.x; }
+
+LLM_COMM_DEVICE void block_sync() { __syncthreads(); }
+
+template <class T>
+LLM_COMM_DEVICE T* shared_memory() {
+  extern __shared__ __align__(16) unsigned char llm_comm_shared_memory[];
+  return reinterpret_cast<T*>(llm_comm_shared_memory);
+}
+
+// Programmatic dependent launch (sm_90 and later). Elsewhere grids of a stream never overlap and both are
+// no-ops.
+LLM_COMM_DEVICE void grid_dependency_trigger() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+LLM_COMM_DEVICE void grid_dependency_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The predicate is always true. It is there because ptxas sinks address arithmetic below an unconditional
+// wait, out of the time in which the block has nothing else to do and onto the critical path.
+LLM_COMM_DEVICE void grid_dependency_wait_after(uint64_t nonzero) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("{ .reg .pred p; setp.ne.u64 p, %0, 0; @p griddepcontrol.wait; }" ::"l"(nonzero) : "memory");
+#endif
+}
+
+// In PTX because the compiler splits a load of a struct when it can use a part earlier, which makes two
+// trips.
+LLM_COMM_DEVICE Line load_line(const void* address) {
+  Line v;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+               : "l"(address)
+               : "memory");
+  return v;
+}
+
+LLM_COMM_DEVICE void store_line(void* address, Line line) {
+  *static_cast<uint4*>(address) = make_uint4(line.word[0], line.word[1], line.word[2], line.word[3]);
+}
+
+LLM_COMM_DEVICE Line load_line_relaxed(const void* address) {
+  Line v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+               : "l"(address)
+               : "memory");
+  return v;
+}
+
+LLM_COMM_DEVICE void store_line_relaxed(void* address, Line v) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(address), "r"(v.word[0]), "r"(v.word[1]),
+               "r"(v.word[2]), "r"(v.word[3])
+               : "memory");
+}
+
+LLM_COMM_DEVICE uint32_t load_relaxed(const uint32_t* address) {
+  uint32_t v;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
+  return v;
+}
+
+LLM_COMM_DEVICE uint64_t load_relaxed(const uint64_t* address) {
+  uint64_t v;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(address) : "memory");
+  return v;
+}
+
+LLM_COMM_DEVICE uint32_t load_acquire(const uint32_t* address) {
+  uint32_t v;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
+  return v;
+}
+
+LLM_COMM_DEVICE uint64_t load_acquire(const uint64_t* address) {
+  uint64_t v;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(address) : "memory");
+  return v;
+}
+
+LLM_COMM_DEVICE void store_relaxed(uint32_t* address, uint32_t v) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
+}
+
+LLM_COMM_DEVICE void store_relaxed(uint64_t* address, uint64_t v) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(v) : "memory");
+}
+
+LLM_COMM_DEVICE void store_release(uint32_t* address, uint32_t v) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
+}
+
+LLM_COMM_DEVICE void store_release(uint64_t* address, uint64_t v) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(v) : "memory");
+}
+
+LLM_COMM_DEVICE void fence_system() { __threadfence_system(); }
+
+LLM_COMM_DEVICE void add_relaxed(uint64_t* address, uint64_t n) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(address), "l"(n) : "memory");
+}
+
+LLM_COMM_DEVICE uint32_t compare_and_swap(uint32_t* address, uint32_t expected, uint32_t desired) {
+  return atomicCAS(address, expected, desired);
+}
+
+LLM_COMM_DEVICE uint64_t clock_ns() {
+  uint64_t ns;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns)::"memory");
+  return ns;
+}
+
+// A GPU's scheduler switches warps by itself.
+LLM_COMM_DEVICE void spin_hint() {}
+
+LLM_COMM_DEVICE float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
+LLM_COMM_DEVICE uint32_t float_to_bits(float value) { return __float_as_uint(value); }
+
+LLM_COMM_DEVICE float fp16_to_float(uint16_t bits) {
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(bits));
+  return f;
+}
+
+LLM_COMM_DEVICE uint16_t float_to_fp16(float value) {
+  uint16_t bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+
+// Packs with +0.0: the one-value form of the conversion needs sm_90.
+LLM_COMM_DEVICE uint16_t float_to_bf16(float value) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(0.0f), "f"(value));
+  return static_cast<uint16_t>(packed);
+}
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

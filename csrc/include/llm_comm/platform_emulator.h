@@ -1,0 +1,124 @@
+// Emulator definitions of the platform contract (platform.cuh): a GPU thread is a fiber of the executor, peer
+// memory is memory that other emulated GPUs map too. Every access to shared memory passes through this file,
+// which is where a deterministic driver can delay, reorder and tear it.
+#pragma once
+
+#include <bit>
+#include <chrono>
+#include <cmath>
+
+#include "llm_comm/platform_types.h"
+
+#define LLM_COMM_DEVICE inline
+#define LLM_COMM_KERNEL(max_threads) void
+#define LLM_COMM_KERNEL_PARAM const
+#define LLM_COMM_UNROLL(n)
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+namespace emulator {
+
+// What a running fiber knows of itself. The executor sets it before it resumes a fiber.
+struct ThreadContext {
+  uint32_t thread_index;
+  uint32_t block_index;
+  uint32_t block_threads;
+  uint32_t block_count;
+  void* shared_memory;
+};
+
+const ThreadContext& self();
+// Suspends this fiber until every unfinished fiber of its block has called it.
+void block_barrier();
+// Suspends this fiber after a poll that found nothing; the executor runs others first.
+void yield();
+
+}  // namespace emulator
+
+LLM_COMM_DEVICE uint32_t thread_index() { return emulator::self().thread_index; }
+LLM_COMM_DEVICE uint32_t block_index() { return emulator::self().block_index; }
+LLM_COMM_DEVICE uint32_t block_threads() { return emulator::self().block_threads; }
+LLM_COMM_DEVICE uint32_t block_count() { return emulator::self().block_count; }
+
+LLM_COMM_DEVICE void block_sync() { emulator::block_barrier(); }
+
+template <class T>
+LLM_COMM_DEVICE T* shared_memory() {
+  return static_cast<T*>(emulator::self().shared_memory);
+}
+
+// Launches of an emulated GPU run one after the other.
+LLM_COMM_DEVICE void grid_dependency_trigger() {}
+LLM_COMM_DEVICE void grid_dependency_wait() {}
+LLM_COMM_DEVICE void grid_dependency_wait_after(uint64_t) {}
+
+LLM_COMM_DEVICE Line load_line(const void* address) { return *static_cast<const Line*>(address); }
+LLM_COMM_DEVICE void store_line(void* address, Line line) { *static_cast<Line*>(address) = line; }
+
+template <class T>
+LLM_COMM_DEVICE T load_relaxed(const T* address) {
+  return __atomic_load_n(address, __ATOMIC_RELAXED);
+}
+
+template <class T>
+LLM_COMM_DEVICE T load_acquire(const T* address) {
+  return __atomic_load_n(address, __ATOMIC_ACQUIRE);
+}
+
+template <class T>
+LLM_COMM_DEVICE void store_relaxed(T* address, T value) {
+  __atomic_store_n(address, value, __ATOMIC_RELAXED);
+}
+
+template <class T>
+LLM_COMM_DEVICE void store_release(T* address, T value) {
+  __atomic_store_n(address, value, __ATOMIC_RELEASE);
+}
+
+LLM_COMM_DEVICE Line load_line_relaxed(const void* address) {
+  const uint32_t* words = static_cast<const uint32_t*>(address);
+  return {{load_relaxed(words), load_relaxed(words + 1), load_relaxed(words + 2), load_relaxed(words + 3)}};
+}
+
+LLM_COMM_DEVICE void store_line_relaxed(void* address, Line line) {
+  uint32_t* words = static_cast<uint32_t*>(address);
+  for (int i = 0; i < 4; ++i) store_relaxed(words + i, line.word[i]);
+}
+
+LLM_COMM_DEVICE void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
+LLM_COMM_DEVICE void add_relaxed(uint64_t* address, uint64_t n) { __atomic_fetch_add(address, n, __ATOMIC_RELAXED); }
+
+LLM_COMM_DEVICE uint32_t compare_and_swap(uint32_t* address, uint32_t expected, uint32_t desired) {
+  __atomic_compare_exchange_n(address, &expected, desired, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+  return expected;
+}
+
+LLM_COMM_DEVICE uint64_t clock_ns() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
+}
+
+LLM_COMM_DEVICE void spin_hint() { emulator::yield(); }
+
+LLM_COMM_DEVICE float bits_to_float(uint32_t bits) { return std::bit_cast<float>(bits); }
+
+// Arithmetic of a GPU returns one NaN, 0x7FFFFFFF, where a CPU passes payloads on; all targets must agree on
+// the bits.
+LLM_COMM_DEVICE uint32_t float_to_bits(float value) {
+  return std::isnan(value) ? 0x7FFFFFFFu : std::bit_cast<uint32_t>(value);
+}
+
+LLM_COMM_DEVICE float fp16_to_float(uint16_t bits) { return static_cast<float>(std::bit_cast<_Float16>(bits)); }
+
+LLM_COMM_DEVICE uint16_t float_to_fp16(float value) {
+  return std::isnan(value) ? uint16_t{0x7FFF} : std::bit_cast<uint16_t>(static_cast<_Float16>(value));
+}
+
+LLM_COMM_DEVICE uint16_t float_to_bf16(float value) {
+  if (std::isnan(value)) return 0x7FFF;
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);  // round to nearest, ties to even
+}
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -1,0 +1,35 @@
+// Types that every platform header shares.
+#pragma once
+
+// A binary may hold a kernel for a GPU and for the emulator. The namespace keeps the linker from taking one
+// for the other.
+#if defined(LLM_COMM_EMULATOR)
+#define LLM_COMM_TARGET emulated
+#else
+#define LLM_COMM_TARGET cuda
+#endif
+
+#if defined(__CUDACC_RTC__)
+#include <cuda/std/cstdint>
+namespace llm_comm {
+using cuda::std::uint16_t;
+using cuda::std::uint32_t;
+using cuda::std::uint64_t;
+}  // namespace llm_comm
+#else
+#include <cstdint>
+namespace llm_comm {
+using std::uint16_t;
+using std::uint32_t;
+using std::uint64_t;
+}  // namespace llm_comm
+#endif
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+// The unit of traffic: the widest access of a GPU thread.
+struct alignas(16) Line {
+  uint32_t word[4];
+};
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

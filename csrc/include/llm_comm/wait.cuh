@@ -1,0 +1,83 @@
+// Waits that always end. A wait that expires leaves a record that names the peer, and every later operation
+// of the communicator on this GPU returns at once, so a stream of queued calls drains in one time-out.
+#pragma once
+
+#include "llm_comm/platform.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+// What a rank was doing when a wait expired. `phase` is the algorithm's own numbering, from 0.
+enum class OperationKind : uint32_t { kUser = 0, kAllReduceOneShot = 1, kAllReduceTwoShot = 2 };
+
+// Lies in host memory that the device maps.
+struct ErrorRecord {
+  uint32_t complete;  // 1 once all other fields are written
+  uint32_t rank;
+  uint32_t peer;
+  uint32_t operation;  // OperationKind
+  uint32_t phase;
+  uint32_t reserved;
+  uint64_t sequence;  // number of the operation on this communicator, from 0
+  uint64_t bytes;     // of the message
+};
+
+struct HostMailbox {
+  ErrorRecord error;
+  uint32_t abort_request;  // the host sets it to end all waits of this GPU now
+};
+
+struct WaitBounds {
+  HostMailbox* mailbox;
+  uint32_t* aborted;  // device memory: set once a wait of this communicator has expired
+  uint64_t timeout_ns;
+};
+
+// Identity of a wait, for the record.
+struct WaitSite {
+  uint32_t rank;
+  OperationKind operation;
+  uint64_t sequence;
+  uint64_t bytes;
+};
+
+LLM_COMM_DEVICE void record_expired_wait(const WaitBounds& bounds, const WaitSite& site, uint32_t peer,
+                                         uint32_t phase) {
+  if (compare_and_swap(bounds.aborted, 0u, 1u) != 0u) return;  // the first one to expire is the one to report
+  ErrorRecord& record = bounds.mailbox->error;
+  record.rank = site.rank;
+  record.peer = peer;
+  record.operation = static_cast<uint32_t>(site.operation);
+  record.phase = phase;
+  record.sequence = site.sequence;
+  record.bytes = site.bytes;
+  fence_system();
+  store_relaxed(&record.complete, 1u);
+}
+
+// Polls until poll() returns true. Returns false if the bound expired, another wait of this communicator
+// expired or the host asked to abort. The clock and the abort words are read once in kPollsPerCheck failed
+// polls only: a wait that the peer answers in time never touches them.
+template <class Poll>
+LLM_COMM_DEVICE bool wait_until(Poll poll, const WaitBounds& bounds, const WaitSite& site, uint32_t peer,
+                                uint32_t phase) {
+  constexpr uint32_t kPollsPerCheck = 2048;
+  uint64_t start = 0;
+  for (;;) {
+    // A loop of its own, unrolled: with the check inside, or a jump at every poll, calls take 2 to 3 %
+    // longer.
+    LLM_COMM_UNROLL(4)
+    for (uint32_t i = 0; i < kPollsPerCheck; ++i) {
+      if (poll()) return true;
+      spin_hint();
+    }
+    const uint64_t now = clock_ns();
+    if (start == 0) start = now;
+    if (load_relaxed(bounds.aborted) != 0 || load_relaxed(&bounds.mailbox->abort_request) != 0) return false;
+    if (now - start > bounds.timeout_ns) {
+      record_expired_wait(bounds, site, peer, phase);
+      return false;
+    }
+  }
+}
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -1,0 +1,103 @@
+// Parameters of every all-reduce kernel, and the caller's message seen as 16-byte lines.
+#pragma once
+
+#include "llm_comm/device_comm.cuh"
+#include "llm_comm/reduce.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+inline constexpr uint32_t kMaxBlockThreads = 1024;
+
+struct AllReduceArgs {
+  DeviceComm comm;
+  const void* input;         // element-aligned
+  void* output;              // element-aligned; may be `input`, must not overlap it otherwise
+  uint64_t count;            // elements, at least 1, the same on all ranks
+  uint32_t tile_lines_log2;  // lines that one peer's threads of a block handle at a time
+  uint32_t depth;            // tiles that a block sends ahead of the one it reduces
+};
+
+// Threads (k, c) of a block: thread (k, c) talks to peer k about line c of the block's tile. Sending to one
+// peer and polling one line per thread keeps all links and all polls of a block in flight at once; a thread
+// that serves all peers in turn was measured slower (docs/performance.md).
+struct PeerParallel {
+  uint32_t tile_lines;
+  uint32_t peer;
+  uint32_t column;
+
+  LLM_COMM_DEVICE explicit PeerParallel(uint32_t tile_lines_log2)
+      : tile_lines(1u << tile_lines_log2),
+        peer(thread_index() >> tile_lines_log2),
+        column(thread_index() & (tile_lines - 1)) {}
+};
+
+// Input and output of this rank. The last line may be partial and pointers only element-aligned: both go the
+// slow way, element by element, with zeros sent in place of what is not there.
+template <DataType D>
+class Message {
+ public:
+  using Storage = typename Element<D>::Storage;
+  static constexpr uint32_t kPerLine = sizeof(Line) / sizeof(Storage);
+
+  LLM_COMM_DEVICE explicit Message(const AllReduceArgs& args)
+      : input_(static_cast<const Storage*>(args.input)),
+        output_(static_cast<Storage*>(args.output)),
+        count_(args.count),
+        input_whole_lines_(is_aligned(input_) ? static_cast<uint32_t>(count_ / kPerLine) : 0),
+        output_whole_lines_(is_aligned(output_) ? static_cast<uint32_t>(count_ / kPerLine) : 0) {}
+
+  LLM_COMM_DEVICE uint64_t bytes() const { return count_ * sizeof(Storage); }
+  LLM_COMM_DEVICE uint32_t lines() const { return static_cast<uint32_t>((count_ + kPerLine - 1) / kPerLine); }
+
+  // Changes with every address and bound that load() and store() use (for grid_dependency_wait_after).
+  LLM_COMM_DEVICE uint64_t fingerprint() const {
+    return reinterpret_cast<uint64_t>(input_) + reinterpret_cast<uint64_t>(output_) + input_whole_lines_ +
+           output_whole_lines_;
+  }
+
+  LLM_COMM_DEVICE Line load(uint32_t line) const {
+    const uint64_t first = static_cast<uint64_t>(line) * kPerLine;
+    if (line < input_whole_lines_) return load_line(input_ + first);
+    Line value{};
+    for (uint32_t i = 0; i < kPerLine && first + i < count_; ++i) {
+      value.word[i * sizeof(Storage) / 4] |= static_cast<uint32_t>(input_[first + i]) << (i * sizeof(Storage) % 4 * 8);
+    }
+    return value;
+  }
+
+  LLM_COMM_DEVICE void store(uint32_t line, Line value) const {
+    const uint64_t first = static_cast<uint64_t>(line) * kPerLine;
+    if (line < output_whole_lines_) {
+      store_line(output_ + first, value);
+      return;
+    }
+    for (uint32_t i = 0; i < kPerLine && first + i < count_; ++i) {
+      output_[first + i] = static_cast<Storage>(value.word[i * sizeof(Storage) / 4] >> (i * sizeof(Storage) % 4 * 8));
+    }
+  }
+
+  LLM_COMM_DEVICE void store_element(uint64_t element, Storage value) const { output_[element] = value; }
+
+  // Elements of `tile`, of the tile size in lines, that exist. A thread sums one element, whoever sent it:
+  // with more threads than elements to sum in each line, more of them take part than with a line or a word a
+  // thread.
+  LLM_COMM_DEVICE uint32_t elements_in_tile(uint32_t first_line, uint32_t tile_lines) const {
+    const uint64_t first = static_cast<uint64_t>(first_line) * kPerLine;
+    const uint32_t whole = tile_lines * kPerLine;
+    return first >= count_ ? 0 : (count_ - first < whole ? static_cast<uint32_t>(count_ - first) : whole);
+  }
+
+ private:
+  static LLM_COMM_DEVICE bool is_aligned(const void* pointer) {
+    return reinterpret_cast<uint64_t>(pointer) % sizeof(Line) == 0;
+  }
+
+  const Storage* input_;
+  Storage* output_;
+  uint64_t count_;
+  // How many can be accessed whole.
+  uint32_t input_whole_lines_;
+  uint32_t output_whole_lines_;
+};
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

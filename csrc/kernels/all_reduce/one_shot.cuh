@@ -1,0 +1,83 @@
+// One-shot all-reduce (1PA, LL): every rank sends its whole message to every other rank, and sums what it
+// gets.
+//
+// One hop. Each rank sends (N-1) x bytes, which is why larger messages take two_shot.cuh. Slot:
+// [sender][line]. Satisfies the rules of device_comm.cuh: (R1) a rank ends after it has received line 0 from
+// every peer; (R2) the thread that receives a line re-arms it.
+#pragma once
+
+#include "kernels/all_reduce/args.cuh"
+#include "llm_comm/memory_channel.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+template <DataType D, int World, bool SingleTile>
+LLM_COMM_KERNEL(kMaxBlockThreads)
+all_reduce_one_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
+  grid_dependency_trigger();
+  const PeerParallel self(args.tile_lines_log2);
+  const uint32_t rank = args.comm.rank;
+  const bool is_own = self.peer == rank;
+  const Message<D> message(args);
+  const uint32_t lines = message.lines();
+  const uint32_t first = block_index() * self.tile_lines;
+  const uint32_t stride = block_count() * self.tile_lines;
+  // Contributions of a tile by rank, twice: a tile is written while slow threads still sum the one before.
+  Line* const contributions = shared_memory<Line>();
+
+  Operation op(args.comm, OperationKind::kAllReduceOneShot, message.bytes());
+  Line* outgoing = reinterpret_cast<Line*>(op.slots(self.peer)) + static_cast<uint64_t>(rank) * lines;
+  Line* incoming = reinterpret_cast<Line*>(op.slots(rank)) + static_cast<uint64_t>(self.peer) * lines;
+
+  grid_dependency_wait_after(reinterpret_cast<uint64_t>(outgoing) + reinterpret_cast<uint64_t>(incoming) +
+                             message.fingerprint() + first + op.fingerprint());
+  // The next line to send is always on its way; the first beside the operation's number, which is as far
+  // away.
+  Line next = first + self.column < lines ? message.load(first + self.column) : Line{};
+  if (!op.begin()) return;
+  outgoing += op.slot_offset() / sizeof(Line);
+  incoming += op.slot_offset() / sizeof(Line);
+
+  const auto send = [&](uint32_t tile) {
+    const uint32_t line = tile + self.column;
+    if (!is_own && line < lines) send_line(outgoing + line, next);
+    if (!SingleTile && line + stride < lines) next = message.load(line + stride);
+  };
+  uint32_t parity = 0;
+  const auto reduce = [&](uint32_t tile) {
+    const uint32_t line = tile + self.column;
+    Line* const columns = contributions + parity * block_threads();
+    parity ^= 1;
+    if (line < lines) {
+      columns[thread_index()] =
+          is_own ? (SingleTile ? next : message.load(line)) : receive_line(incoming + line, op, self.peer, 0);
+    }
+    block_sync();
+    using Storage = typename Message<D>::Storage;
+    constexpr uint32_t kPerLine = Message<D>::kPerLine;
+    const Storage* const elements = reinterpret_cast<const Storage*>(columns);
+    const uint32_t count = message.elements_in_tile(tile, self.tile_lines);
+    for (uint32_t i = thread_index(); i < count; i += block_threads()) {
+      message.store_element(static_cast<uint64_t>(tile) * kPerLine + i,
+                            sum_in_rank_order<D, World>(elements + i, self.tile_lines * kPerLine));
+    }
+    // After the result is out: the next operation that uses the line cannot start before this one has ended.
+    if (!is_own && line < lines) re_arm_line(incoming + line);
+  };
+
+  if constexpr (SingleTile) {
+    send(first);
+    reduce(first);
+  } else {
+    // Reducing runs `depth` tiles behind sending, so that the links carry later tiles while earlier ones are
+    // waited for.
+    const uint32_t lag = args.depth * stride;
+    for (uint32_t tile = first; tile < lines + lag; tile += stride) {
+      if (tile < lines) send(tile);
+      if (tile >= first + lag && tile - lag < lines) reduce(tile - lag);
+    }
+  }
+  if (thread_index() == 0) op.arrive();
+}
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -1,0 +1,276 @@
+"""What the commands report: a run's environment and a benchmark's results, as text, JSON and PNG."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import llm_comm
+from llm_comm.errors import ConfigError
+from llm_comm.launch import Placement
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+OURS = "llm_comm"
+_RELEVANT_VARIABLES = (
+    "LLM_COMM_",
+    "NCCL_",
+    "TORCH_NCCL_",
+    "TORCH_SYMM_MEM_",
+    "NVSHMEM_",
+    "CUDA_VISIBLE_DEVICES",
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One library at one size in one mode.
+
+    Attributes:
+        us: median microseconds a call on the slowest rank; None when the library did not run.
+        min_us: the fastest timed run, on the slowest rank.
+        host_us: host time to issue one call, in microseconds; None where the host issues a whole graph.
+        error: largest difference from the float64 reference, as a fraction of what rounding explains; above 1
+            (or NaN) the result is wrong.
+        skipped: why it did not run; empty if it ran.
+    """
+
+    us: float | None = None
+    min_us: float | None = None
+    host_us: float | None = None
+    error: float | None = None
+    skipped: str = ""
+
+    @property
+    def wrong(self) -> bool:
+        """True when the library ran and its sums are not the reference's."""
+        return self.error is not None and not self.error <= 1.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """All libraries at one message size in one mode ("eager" or "graph")."""
+
+    message_bytes: int
+    mode: str
+    plan: Mapping[str, Any]
+    results: Mapping[str, Result]
+
+    @property
+    def best_other(self) -> str | None:
+        """Name of the fastest other library that ran and was right."""
+        others = {
+            name: result.us
+            for name, result in self.results.items()
+            if name != OURS and result.us is not None and not result.wrong
+        }
+        return min(others, key=others.__getitem__) if others else None
+
+    @property
+    def speedup(self) -> float | None:
+        """Time of the best other library over ours."""
+        ours = self.results[OURS].us
+        other = self.results[self.best_other].us if self.best_other else None
+        return other / ours if other and ours else None
+
+    @property
+    def wrong(self) -> bool:
+        """True when any library's result is wrong."""
+        return any(result.wrong for result in self.results.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row for JSON."""
+        return {
+            **dataclasses.asdict(self),
+            "best_other": self.best_other,
+            "speedup": self.speedup,
+            "wrong": [name for name, result in self.results.items() if result.wrong],
+        }
+
+
+class Progress:
+    """One status line on stderr, rewritten in place on a terminal and kept off everything else."""
+
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled and sys.stderr.isatty()
+
+    def show(self, text: str) -> None:
+        """Replaces the line by ``text``."""
+        if self._enabled:
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Removes the line."""
+        self.show("")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Short name of a supported dtype: bf16, fp16 or fp32."""
+    return next(name for name, known in DTYPES.items() if known == dtype)
+
+
+def format_bytes(count: int) -> str:
+    """``512``, ``64K``, ``19.6K``, ``8M``: powers of 1024."""
+    for unit, size in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
+        if count >= size:
+            return f"{count // size}{unit}" if count % size == 0 else f"{count / size:.1f}{unit}"
+    return str(count)
+
+
+def plan_text(plan: Mapping[str, Any]) -> str:
+    """A plan in one phrase: ``one_shot LL, 8 blocks x 512 threads``."""
+    if plan["blocks"] == 0:
+        return str(plan["algorithm"])
+    return f"{plan['algorithm']} {plan['protocol']}, {plan['blocks']} blocks x {plan['threads']} threads"
+
+
+def environment(placement: Placement) -> dict[str, Any]:
+    """Date, ranks, versions and relevant environment variables of this run, for its JSON."""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "ranks": {
+            "world": placement.world,
+            "on_gpu": placement.on_gpu,
+            "device": torch.cuda.get_device_name() if placement.on_gpu else platform.machine(),
+            "description": placement.describe(),
+        },
+        "versions": versions(),
+        "variables": {
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(_RELEVANT_VARIABLES)
+        },
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of everything a measurement depends on; None for what is not there."""
+    return {
+        "llm_comm": llm_comm.__version__,
+        "commit": _source_commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
+        "driver": driver_version(),
+    }
+
+
+def installed_version(package: str) -> str | None:
+    """Version of an installed distribution, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def driver_version() -> str | None:
+    """Version of the NVIDIA kernel driver, or None."""
+    output = run_tool("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return output.splitlines()[0].strip() if output else None
+
+
+def run_tool(*command: str) -> str | None:
+    """Standard output of a command, stripped, or None when it is missing, fails or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _source_commit() -> str | None:
+    """Commit of the checkout that this package is imported from; None for an installed copy."""
+    source = Path(llm_comm.__file__).parent
+    git = ("git", "-C", str(source))
+    # An installed copy can lie inside somebody else's checkout: only a tracked file proves that it is ours.
+    if run_tool(*git, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    return run_tool(*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
+def table(rows: Sequence[Row], mode: str) -> str:
+    """The rows of one mode as a text table: microseconds a call by library, and our lead over the best."""
+    rows = [row for row in rows if row.mode == mode]
+    names = list(rows[0].results)
+    host = any(row.results[OURS].host_us is not None for row in rows)
+    head = ["bytes", *names, *(["host"] if host else []), "speedup", "over", "plan"]
+    body = [
+        [
+            format_bytes(row.message_bytes),
+            *(_cell(row.results[name]) for name in names),
+            *([_microseconds(row.results[OURS].host_us)] if host else []),
+            "-" if row.speedup is None else f"{row.speedup:.2f}x",
+            row.best_other or "-",
+            plan_text(row.plan),
+        ]
+        for row in rows
+    ]
+    widths = [max(len(line[column]) for line in [head, *body]) for column in range(len(head))]
+    return "\n".join(_aligned(line, widths) for line in [head, *body])
+
+
+def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join([*(cell.rjust(width) for cell, width in zip(line[:-1], widths, strict=False)), line[-1]])
+
+
+def _cell(result: Result) -> str:
+    return _microseconds(result.us) + (" BAD" if result.wrong else "")
+
+
+def _microseconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def skipped_notes(rows: Sequence[Row]) -> list[str]:
+    """One line for each reason why a library did not run somewhere."""
+    sizes: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        for name, result in row.results.items():
+            if result.skipped:
+                sizes.setdefault((name, row.mode, result.skipped), []).append(format_bytes(row.message_bytes))
+    return [f"{name} ({mode}) left out at {', '.join(at)}: {why}" for (name, mode, why), at in sizes.items()]
+
+
+def write_json(path: Path, report: Mapping[str, Any]) -> None:
+    """Writes a report; the directory must exist."""
+    path.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def require_matplotlib() -> None:
+    """Raises ConfigError, saying what to install, unless matplotlib can be imported."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib: pip install 'llm_comm[plot]', or leave --plot out") from None
+
+
+def plot(path: Path, rows: Sequence[Row], title: str) -> None:
+    """Draws microseconds over message size, one panel a mode, as a PNG."""
+    from matplotlib.figure import Figure
+
+    modes = list(dict.fromkeys(row.mode for row in rows))
+    figure = Figure(figsize=(7 * len(modes), 5), layout="constrained")
+    figure.suptitle(title)
+    for axes, mode in zip(figure.subplots(1, len(modes), squeeze=False)[0], modes, strict=True):
+        chosen = [row for row in rows if row.mode == mode]
+        for name in chosen[0].results:
+            points = [(row.message_bytes, us) for row in chosen if (us := row.results[name].us) is not None]
+            if points:
+                axes.plot(*zip(*points, strict=True), marker="o", linewidth=2.5 if name == OURS else 1.2, label=name)
+        ticks = [row.message_bytes for row in chosen]
+        axes.set(xscale="log", yscale="log", xlabel="message (bytes)", ylabel="microseconds a call", title=mode)
+        axes.set_xticks(ticks, [format_bytes(tick) for tick in ticks], rotation=45)
+        axes.minorticks_off()
+        axes.grid(True, alpha=0.3)
+        axes.legend()
+    figure.savefig(path, format="png")

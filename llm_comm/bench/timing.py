@@ -1,0 +1,157 @@
+"""How a collective is timed.
+
+*Aligned* starts the ranks together on the GPU: each queues a delay longer than the hosts are apart and two
+untimed calls, which synchronize the ranks, before the clock starts. That times the kernel. *Plain* starts the
+clock right after a host barrier and so adds the skew between the hosts' launches to every call.
+
+Eager runs are never preceded by the delay: it would let the host run ahead, and its time to issue a call,
+    which the user pays, would vanish from the result.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from llm_comm import launch
+
+_WARM_UP_RUNS = 3
+_ALIGNING_CALLS = 2
+# About 0.3 ms: longer than ranks leave a host barrier apart and than a graph takes to launch.
+_ALIGNING_DELAY_CYCLES = 600_000
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """``reps`` timed runs of ``calls`` calls each, ``aligned`` or plain."""
+
+    calls: int
+    reps: int
+    aligned: bool
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds a call, each the largest over the ranks: median run, fastest run, and the host's part.
+
+    ``host_us`` is None where the host issues a graph instead of calls.
+    """
+
+    us: float
+    min_us: float
+    host_us: float | None
+
+
+def capture(call: Call, calls: int) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of ``calls`` calls in a row. The call must have run before, outside of a capture."""
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: NCCL's watchdog thread may query its own events while we capture.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(calls):
+            call()
+    return graph
+
+
+def time_graph(call: Call, reset: Call, schedule: Schedule, group: dist.ProcessGroup) -> Timing:
+    """Times replays of a CUDA graph of ``schedule.calls`` calls. Collective.
+
+    Args:
+        call: enqueues one collective.
+        reset: restores the input before each run, untimed.
+        group: the ranks; its CPU backend aligns the hosts.
+    """
+    graph = capture(call, schedule.calls)
+    lead_in = capture(call, _ALIGNING_CALLS) if schedule.aligned else None
+
+    def align() -> None:
+        if lead_in is not None:
+            torch.cuda._sleep(_ALIGNING_DELAY_CYCLES)
+            lead_in.replay()
+
+    seconds, _ = _timed_runs(graph.replay, align, reset, schedule.reps, _CudaClock(), group)
+    return _slowest_rank(seconds, None, schedule.calls, group)
+
+
+def time_eager(call: Call, reset: Call, schedule: Schedule, device: torch.device, group: dist.ProcessGroup) -> Timing:
+    """Times ``schedule.calls`` eager calls in a row, on GPU or CPU. Collective; arguments as above."""
+
+    def repeat(calls: int) -> None:
+        for _ in range(calls):
+            call()
+
+    clock = _CudaClock() if device.type == "cuda" else _HostClock()
+    aligning = _ALIGNING_CALLS if schedule.aligned else 0
+    seconds, host_seconds = _timed_runs(
+        lambda: repeat(schedule.calls), lambda: repeat(aligning), reset, schedule.reps, clock, group
+    )
+    return _slowest_rank(seconds, host_seconds, schedule.calls, group)
+
+
+class _CudaClock:
+    """Measures between two points of the current stream."""
+
+    def __init__(self) -> None:
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True)
+
+    def settle(self) -> None:
+        torch.cuda.synchronize()
+
+    def start(self) -> None:
+        self._start.record()
+
+    def stop(self) -> float:
+        self._end.record()
+        self._end.synchronize()
+        return float(self._start.elapsed_time(self._end)) * 1e-3
+
+
+class _HostClock:
+    """Measures host time; for calls that return when they are done."""
+
+    def settle(self) -> None:
+        pass
+
+    def start(self) -> None:
+        self._start = time.perf_counter()
+
+    def stop(self) -> float:
+        return time.perf_counter() - self._start
+
+
+def _timed_runs(
+    run: Call, align: Call, reset: Call, reps: int, clock: _CudaClock | _HostClock, group: dist.ProcessGroup
+) -> tuple[list[float], list[float]]:
+    """Seconds of each run by the clock, and seconds the host needed to issue it."""
+    seconds, host_seconds = [], []
+    for index in range(_WARM_UP_RUNS + reps):
+        reset()
+        clock.settle()
+        launch.barrier(group)
+        align()
+        clock.start()
+        issued = time.perf_counter()
+        run()
+        issued = time.perf_counter() - issued
+        taken = clock.stop()
+        if index >= _WARM_UP_RUNS:
+            seconds.append(taken)
+            host_seconds.append(issued)
+    return seconds, host_seconds
+
+
+def _slowest_rank(
+    seconds: list[float], host_seconds: list[float] | None, calls: int, group: dist.ProcessGroup
+) -> Timing:
+    mine = [statistics.median(seconds), min(seconds), statistics.median(host_seconds or [0.0])]
+    worst = torch.tensor(mine, dtype=torch.float64) * (1e6 / calls)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
+    us, min_us, host_us = worst.tolist()
+    return Timing(us, min_us, None if host_seconds is None else host_us)

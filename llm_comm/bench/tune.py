@@ -1,0 +1,179 @@
+"""``llm-comm tune``: measures every sensible kernel shape at every size on this machine and writes a tuning table."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import yaml
+
+from llm_comm import Communicator, launch, selection
+from llm_comm.bench import report, timing
+from llm_comm.bench.report import Progress, format_bytes
+from llm_comm.bench.timing import Schedule
+from llm_comm.config import MIB
+from llm_comm.errors import ConfigError
+from llm_comm.selection import TuningRow, TuningTable
+
+_CALLS = 20
+# From here NCCL is timed too: the table ends where NCCL wins.
+_COMPARE_FROM = MIB
+# One-shot sends world - 1 copies of the message: far above this it only costs time to measure.
+_ONE_SHOT_MAX_SENT = 4 * MIB
+# A simpler candidate is kept when another is better by less than the spread of repeated runs.
+_NOISE = 0.01
+
+
+class Measured(NamedTuple):
+    """Time of one candidate, in microseconds a call."""
+
+    row: TuningRow
+    us: float
+
+
+def run(args: argparse.Namespace) -> int:
+    """Entry point of the command; returns the exit status.
+
+    Raises:
+        ConfigError: There are no GPUs to tune for.
+    """
+    placement = launch.place(args.world, args.device)
+    if not placement.on_gpu:
+        raise ConfigError(f"tune measures GPUs: {placement.reason}")
+    if not launch.in_rank():
+        return launch.spawn(placement, args.argv)
+    with launch.process_group(placement) as group, Communicator(group, placement.device) as comm:
+        best, nccl, everything = _measure(comm, group, args)
+        if comm.rank == 0:
+            _report(best, nccl)
+            environment = report.environment(placement)
+            if args.out is not None:
+                _write_table(comm, best, nccl, environment, args.out)
+            if args.json is not None:
+                rows = [{"bytes": size, "nccl_us": round(us, 3)} for size, us in nccl.items()]
+                report.write_json(args.json, {**environment, "candidates": everything, "nccl": rows})
+    return 0
+
+
+def _measure(
+    comm: Communicator, group: dist.ProcessGroup, args: argparse.Namespace
+) -> tuple[list[Measured], dict[int, float], list[dict[str, Any]]]:
+    schedule = Schedule(_CALLS, args.reps, aligned=True)
+    sm_count = torch.cuda.get_device_properties(comm.device).multi_processor_count
+    progress = Progress(enabled=comm.rank == 0)
+    best: list[Measured] = []
+    nccl: dict[int, float] = {}
+    everything: list[dict[str, Any]] = []
+    for size in ladder(args.min, args.max):
+        progress.show(f"tuning {format_bytes(size)}")
+        x = torch.randn(size // 2, device=comm.device, dtype=torch.bfloat16)
+        out = torch.empty_like(x)
+        measured = []
+        for row in candidates(size, comm.world_size, sm_count):
+            comm.use_table(TuningTable("tune", (row,), 1 << 40))
+            comm.all_reduce(x, out)
+            us = timing.time_graph(partial(comm.all_reduce, x, out), _nothing, schedule, group).us
+            measured.append(Measured(row, us))
+        best.append(choose(measured))
+        everything += [{"bytes": size, "us": round(m.us, 3), **m.row._asdict()} for m in measured]
+        if size >= _COMPARE_FROM:
+            dist.all_reduce(x, group=group)
+            nccl[size] = timing.time_graph(partial(dist.all_reduce, x, group=group), x.zero_, schedule, group).us
+    progress.clear()
+    return best, nccl, everything
+
+
+def _nothing() -> None:
+    """all_reduce into a separate tensor leaves its input as it was."""
+
+
+def ladder(smallest: int, largest: int) -> Iterator[int]:
+    """Powers of two and the sizes halfway between, in bytes."""
+    size = smallest
+    while size <= largest:
+        yield size
+        if size * 3 // 2 <= largest:
+            yield size * 3 // 2
+        size *= 2
+
+
+def candidates(size: int, world_size: int, sm_count: int) -> Iterator[TuningRow]:
+    """Rows worth measuring at a size, simplest first."""
+    lines = size // selection.LINE_BYTES
+    for algorithm, tiled in (("one_shot", lines), ("two_shot", -(-lines // world_size))):
+        if algorithm == "one_shot" and size * (world_size - 1) > _ONE_SHOT_MAX_SENT:
+            continue
+        for tile_lines in (8, 16, 32, 64):
+            tiles = -(-tiled // tile_lines)
+            for waves in (1, 2, 4, 8):
+                blocks = waves * sm_count
+                if waves > 1 and tiles <= blocks // 2:
+                    break  # the grid would be the same
+                rounds = -(-tiles // blocks)
+                if rounds <= 8:
+                    yield TuningRow(size, algorithm, blocks, tile_lines, 0)
+                if 1 < rounds <= 32:
+                    yield TuningRow(size, algorithm, blocks, tile_lines, 1)
+
+
+def choose(measured: Sequence[Measured]) -> Measured:
+    """The fastest, or an earlier candidate that cannot be told from it."""
+    limit = min(m.us for m in measured) * (1 + _NOISE)
+    return next(m for m in measured if m.us <= limit)
+
+
+def merge(best: Sequence[Measured]) -> list[TuningRow]:
+    """One row for neighbouring sizes that run alike."""
+    rows: list[TuningRow] = []
+    for row, _ in best:
+        if rows and rows[-1]._replace(up_to=row.up_to) == row:
+            rows.pop()
+        rows.append(row)
+    return rows
+
+
+def largest_won(best: Sequence[Measured], nccl: dict[int, float]) -> int:
+    """The largest measured size up to which NCCL was never faster."""
+    won = 0
+    for row, us in best:
+        if us > nccl.get(row.up_to, us):
+            break
+        won = row.up_to
+    return won
+
+
+def _report(best: Sequence[Measured], nccl: dict[int, float]) -> None:
+    for row, us in best:
+        beside = f"   NCCL {nccl[row.up_to]:8.2f}" if row.up_to in nccl else ""
+        shape = f"blocks<={row.blocks} tile_lines={row.tile_lines} depth={row.depth}"
+        print(f"{format_bytes(row.up_to):>10} {us:8.2f} us  {row.algorithm}  {shape}{beside}")
+
+
+def _write_table(
+    comm: Communicator,
+    best: Sequence[Measured],
+    nccl: dict[int, float],
+    environment: dict[str, Any],
+    path: Path,
+) -> None:
+    head = {
+        "device": torch.cuda.get_device_name(comm.device),
+        "world_size": comm.world_size,
+        "max_message_bytes": largest_won(best, nccl),
+        "measured": {"date": environment["date"], **environment["versions"]},
+    }
+    # A row a line: tables are read by people who compare rows.
+    rows = "".join(
+        "  - " + yaml.safe_dump(row._asdict(), sort_keys=False, default_flow_style=True, width=200)
+        for row in merge(best)
+    )
+    path.write_text(
+        "# Written by `llm-comm tune`. The last row serves all larger messages, up to max_message_bytes.\n"
+        f"{yaml.safe_dump(head, sort_keys=False)}all_reduce:\n{rows}",
+        encoding="utf-8",
+    )

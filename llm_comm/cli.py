@@ -1,0 +1,143 @@
+"""The ``llm-comm`` command: parses the command line and hands over to the module that does the work.
+
+Exit status: 0 success, 1 a run or one of its checks failed, 2 the command line or the configuration is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from llm_comm.errors import ConfigError, LlmCommError
+
+_UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
+_BENCH_MODES = ("eager", "graph")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. ``argv`` defaults to the process's arguments; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    args = build_parser().parse_args(argv)
+    args.argv = argv
+    try:
+        # Imported on use: each command needs only its own dependencies, and --help none.
+        return int(importlib.import_module(args.module).run(args))
+    except LlmCommError as error:
+        speaker = f"llm-comm, rank {os.environ['RANK']}" if "RANK" in os.environ else "llm-comm"
+        print(f"{speaker}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all subcommands. A parse yields ``module``, whose ``run(args) -> int`` does the work."""
+    parser = argparse.ArgumentParser(prog="llm-comm", description="Low-latency tensor-parallel collectives.")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_demo(commands)
+    _add_bench(commands)
+    _add_tune(commands)
+    _add_doctor(commands)
+    return parser
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "decode with a small tensor-parallel Llama and check it against an unsharded run"
+    parser = commands.add_parser("demo", help=text, description=_sentence(text))
+    parser.set_defaults(module="llm_comm.demo.run")
+    _add_ranks(parser)
+    parser.add_argument("--tokens", type=_positive, default=256, help="tokens to generate per sequence (%(default)s)")
+    parser.add_argument("--batch", type=_positive, default=1, help="sequences decoded together (%(default)s)")
+    parser.add_argument("--prompt-len", type=_positive, default=16, help="prompt length in tokens (%(default)s)")
+    parser.add_argument("--hidden", type=_positive, default=1024, help="hidden size (%(default)s)")
+    parser.add_argument("--layers", type=_positive, default=4, help="layers (%(default)s)")
+    parser.add_argument("--heads", type=_positive, default=16, help="attention heads (%(default)s)")
+    parser.add_argument("--kv-heads", type=_positive, default=8, help="key/value heads (%(default)s)")
+    parser.add_argument("--intermediate", type=_positive, help="MLP size (2.75 x hidden)")
+    parser.add_argument("--vocab", type=_positive, default=2048, help="vocabulary size (%(default)s)")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="bf16 on GPUs, fp32 on emulated ones")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and prompts (%(default)s)")
+    parser.add_argument("--timeout-s", type=float, help="longest wait for a peer, in seconds")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report as JSON")
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    bench = commands.add_parser("bench", help="time a collective beside other libraries")
+    collectives = bench.add_subparsers(title="collectives", required=True, metavar="COLLECTIVE")
+    text = "time and check all-reduce beside NCCL and torch symmetric memory (beside gloo on emulated GPUs)"
+    parser = collectives.add_parser("all-reduce", help=text, description=_sentence(text))
+    parser.set_defaults(module="llm_comm.bench.all_reduce")
+    _add_ranks(parser)
+    parser.add_argument("--min", type=byte_count, default=byte_count("1K"), help="smallest message (1K)")
+    parser.add_argument("--max", type=byte_count, help="largest message (8M; emulated 64K)")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="(%(default)s)")
+    parser.add_argument("--mode", type=_modes, help="eager, graph, or both: eager,graph (both; emulated eager)")
+    parser.add_argument("--calls", type=_positive, help="calls in one timed run (20; emulated 2)")
+    parser.add_argument("--reps", type=_positive, help="timed runs, of which the median counts (20; emulated 3)")
+    parser.add_argument(
+        "--method",
+        choices=("aligned", "plain"),
+        default="aligned",
+        help="aligned: the ranks start together on the GPU, which times the kernel; "
+        "plain: after a host barrier, which adds launch skew (%(default)s)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also draw them (needs matplotlib)")
+
+
+def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "measure which algorithm is fastest at each size here and write a tuning table"
+    parser = commands.add_parser("tune", help=text, description=_sentence(text))
+    parser.set_defaults(module="llm_comm.bench.tune")
+    _add_ranks(parser)
+    parser.add_argument("--min", type=byte_count, default=byte_count("1K"), help="smallest message (1K)")
+    parser.add_argument("--max", type=byte_count, default=byte_count("64M"), help="largest message (64M)")
+    parser.add_argument("--reps", type=_positive, default=9, help="timed runs of each candidate (%(default)s)")
+    parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="where to write the table")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the time of every candidate")
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "report what this machine offers and what llm_comm would do with it"
+    parser = commands.add_parser("doctor", help=text, description=_sentence(text))
+    parser.set_defaults(module="llm_comm.doctor")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--world", type=_positive, metavar="N", help="ranks, 2 to 8 (one a GPU; without GPUs 4)")
+    parser.add_argument("--device", choices=("auto", "cuda", "emulated"), default="auto", help="(%(default)s)")
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def byte_count(text: str) -> int:
+    """Parses a size such as ``512``, ``64K``, ``8M`` or ``1G`` (powers of 1024, optional trailing B)."""
+    match = re.fullmatch(r"(\d+)([KMG]?)B?", text.strip().upper())
+    if match is None or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write 512, 64K or 8M")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _modes(text: str) -> tuple[str, ...]:
+    chosen = text.split(",")
+    if not set(chosen) <= set(_BENCH_MODES):
+        raise argparse.ArgumentTypeError(f"{text!r}: choose from {', '.join(_BENCH_MODES)}")
+    return tuple(mode for mode in _BENCH_MODES if mode in chosen)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

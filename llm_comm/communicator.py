@@ -1,0 +1,354 @@
+"""The communicator: one group's collectives, on GPUs or on emulated ones."""
+
+from __future__ import annotations
+
+import logging
+import os
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from llm_comm import _core, arrays, ops, selection
+from llm_comm.bootstrap import Rendezvous, host_identity
+from llm_comm.config import Config
+from llm_comm.errors import PeerTimeout, RendezvousError, UnsupportedInputError
+from llm_comm.selection import Plan
+
+logger = logging.getLogger("llm_comm")
+
+# DataType in csrc/include/llm_comm/reduce.cuh.
+_DATA_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_ALGORITHMS = {name: number for number, name in enumerate(selection.ALGORITHMS)}
+# A kernel gives up this much of the limit early, for the exception to reach the caller within it.
+_KERNEL_SHARE_OF_TIMEOUT = 0.9
+
+
+class _Prepared(NamedTuple):
+    plan: Plan
+    launch: _core.LaunchPlan | None
+    data_type: int
+
+
+class Communicator:
+    """All-reduce and its kin for the ranks of one process group on one machine.
+
+    Making one is collective over the group: either all ranks get one or all raise. Calls are collective too: all ranks
+    make the same calls, with the same shapes and dtypes, in the same order. Work is enqueued on the current CUDA stream
+    and can be captured in CUDA graphs; a call on another stream than the last one waits for it, but graphs of one
+    communicator must not run on two streams at once. For inference: nothing is differentiated.
+
+    Args:
+        group: The ranks: 1 to 8 processes of this machine, each with a device of its own. gloo or NCCL.
+        device: CUDA device of this rank, or ``"cpu"`` for an emulated GPU that works on CPU tensors. None takes the
+            current CUDA device if there is one and the build has CUDA kernels, else an emulated GPU.
+        config: Options, the same on all ranks; None loads them (``Config.load``).
+
+    Raises:
+        RendezvousError: Ranks are missing, on other machines, configured differently, or cannot reach each other's
+            memory. The text says which and why.
+        ConfigError: An option is not allowed.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device | str | int | None = None,
+        config: Config | None = None,
+    ) -> None:
+        self.config = Config.load() if config is None else config
+        logger.setLevel(self.config.log.upper())
+        self.device = _device(device)
+        self.is_emulated = self.device.type == "cpu"
+        self._device_index = -1 if self.is_emulated else self.device.index
+        rendezvous = Rendezvous(group, self.config.timeout_s)
+        self.rank, self.world_size = rendezvous.rank, rendezvous.world_size
+        self._prepared: dict[tuple[int, torch.dtype], _Prepared] = {}
+        self._core: _core.Core | None = None
+
+        _check_hosts(rendezvous, self)
+        self._table = rendezvous.attempt("choice of a tuning table", self._find_table)
+        self._core = rendezvous.attempt("set-up of the device", self._make_core)
+        self.memory_kind = self._connect(rendezvous)
+        _check_reachable(rendezvous, self._core)
+        self.name = ops.register(self)
+        logger.info(
+            "rank %d of %d on %s: workspace %d bytes (%s), %s",
+            self.rank,
+            self.world_size,
+            "an emulated GPU" if self.is_emulated else self.device,
+            self.workspace_bytes,
+            self.memory_kind,
+            self._table.name,
+        )
+
+    # ---- Operations ---------------------------------------------------------------------------------------------
+
+    def all_reduce(self, x: Any, out: Any = None) -> Any:
+        """Sums ``x`` over all ranks, accumulated in fp32 in rank order and rounded once: bitwise the same on all ranks.
+
+        Args:
+            x: Contiguous tensor of any shape, bfloat16, float16 or float32, on this communicator's device; or an array
+                with DLPack or ``__cuda_array_interface__``.
+            out: Where the sum goes: like ``x``, which it may be, but must not overlap otherwise. None: a new tensor.
+
+        Returns:
+            ``out``, or a new tensor (array) like ``x``.
+
+        Raises:
+            UnsupportedInputError: ``accepts(x)`` is false, or ``out`` does not fit ``x``.
+            PeerTimeout: A wait of this or an earlier call expired.
+        """
+        if torch.compiler.is_compiling():
+            result = torch.ops.llm_comm.all_reduce(x, self.name)
+            return result if out is None else out.copy_(result)
+        if not isinstance(x, torch.Tensor):
+            return self._all_reduce_array(x, out)
+        prepared = self._prepare(x)
+        if prepared is None:
+            raise UnsupportedInputError(f"all_reduce: {self._why_declined(x)}")
+        if out is None:
+            out = torch.empty_like(x)
+        else:
+            _check_out(x, out)
+        if prepared.launch is None:
+            return out.copy_(x) if out is not x else out
+        if not self._live_core().all_reduce(
+            x.data_ptr(), out.data_ptr(), x.numel(), prepared.data_type, prepared.launch, self._stream()
+        ):
+            self.check()
+        return out
+
+    def accepts(self, x: Any) -> bool:
+        """Whether ``all_reduce(x)`` is served. Depends on shape, dtype, layout and kind of device only, so all ranks
+        that hold the same kind of tensor get the same answer."""
+        tensor = x if isinstance(x, torch.Tensor) else arrays.as_tensor(x)
+        return self._prepare(tensor) is not None
+
+    def plan(self, x: Any) -> Plan:
+        """What ``all_reduce(x)`` would run, and why; ``"declined"`` is the algorithm of an input that is not served."""
+        tensor = arrays.as_tensor(x)
+        prepared = self._prepare(tensor)
+        if prepared is not None:
+            return prepared.plan
+        return selection.declined(tensor.numel() * tensor.element_size(), self._why_declined(tensor))
+
+    def check(self) -> None:
+        """Raises PeerTimeout if a wait of an earlier call has expired; costs no synchronization."""
+        expired = self._live_core().expired()
+        if expired is not None:
+            raise PeerTimeout(_describe(expired, self.config.timeout_s), rank=expired.rank, peer=expired.peer)
+
+    def use_table(self, table: selection.TuningTable) -> None:
+        """Selects by another tuning table from now on. For tuning; make the same call on every rank."""
+        self._table = table
+        self._prepared.clear()
+
+    # ---- State --------------------------------------------------------------------------------------------------
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Device memory that this rank holds for the communicator, allocated once."""
+        return self._live_core().workspace_bytes()
+
+    def close(self) -> None:
+        """Frees the workspace. Call it on every rank when the last operation has ended; more than once is no error."""
+        if self._core is not None and not self.is_emulated:
+            torch.cuda.synchronize(self.device)
+        self._core = None
+        self._prepared.clear()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- Calls --------------------------------------------------------------------------------------------------
+
+    def _prepare(self, x: torch.Tensor) -> _Prepared | None:
+        """What to launch for ``x``, or None if it is declined. Plans are kept: the host time of a call is a bar."""
+        if x.get_device() != self._device_index or not x.is_contiguous():
+            return None
+        key = (x.numel(), x.dtype)
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            prepared = self._plan_launch(*key)
+            if prepared is not None:
+                self._prepared[key] = prepared
+        return prepared
+
+    def _plan_launch(self, count: int, dtype: torch.dtype) -> _Prepared | None:
+        data_type = _DATA_TYPES.get(dtype)
+        if data_type is None:
+            return None
+        plan = selection.select(count, dtype.itemsize, self.world_size, self._table, self.config)
+        if plan.algorithm == "declined":
+            return None
+        if plan.algorithm == "none":
+            return _Prepared(plan, None, data_type)
+        launch = _core.LaunchPlan(
+            algorithm=_ALGORITHMS[plan.algorithm],
+            blocks=plan.blocks,
+            tile_lines_log2=plan.tile_lines.bit_length() - 1,
+            depth=plan.depth,
+            chunk_count=plan.chunk_elements,
+        )
+        return _Prepared(plan, launch, data_type)
+
+    def _why_declined(self, x: torch.Tensor) -> str:
+        if x.get_device() != self._device_index:
+            return f"the tensor is on {x.device}, the communicator on {self.device}"
+        if not x.is_contiguous():
+            return f"the tensor is not contiguous: shape {tuple(x.shape)}, strides {x.stride()}"
+        if x.dtype not in _DATA_TYPES:
+            return f"{x.dtype} is not one of {', '.join(map(str, _DATA_TYPES))}"
+        return selection.select(x.numel(), x.element_size(), self.world_size, self._table, self.config).reason
+
+    def _all_reduce_array(self, x: Any, out: Any) -> Any:
+        result = self.all_reduce(arrays.as_tensor(x), None if out is None else arrays.as_tensor(out))
+        return arrays.like(x, result) if out is None else out
+
+    def _stream(self) -> int:
+        # The raw handle: making a Stream object would take a fifth of the host time of a call.
+        return 0 if self.is_emulated else torch._C._cuda_getCurrentRawStream(self._device_index)
+
+    def _live_core(self) -> _core.Core:
+        if self._core is None:
+            raise RuntimeError("this communicator is closed")
+        return self._core
+
+    # ---- Set-up -------------------------------------------------------------------------------------------------
+
+    def _find_table(self) -> selection.TuningTable:
+        if self.is_emulated:
+            return selection.find_table("emulated", self.world_size, 1, self.config)
+        properties = torch.cuda.get_device_properties(self.device)
+        return selection.find_table(properties.name, self.world_size, properties.multi_processor_count, self.config)
+
+    def _make_core(self) -> _core.Core:
+        options = _core.CoreOptions(
+            rank=self.rank,
+            world_size=self.world_size,
+            slot_bytes=selection.slot_bytes(self.config),
+            timeout_s=self.config.timeout_s * _KERNEL_SHARE_OF_TIMEOUT,
+            dependent_launch=self.config.pdl,
+        )
+        return (
+            _core.make_emulated_core(options) if self.is_emulated else _core.make_cuda_core(options, self.device.index)
+        )
+
+    def _connect(self, rendezvous: Rendezvous) -> str:
+        """Allocates the workspace and maps those of the peers. Returns how."""
+        if self.is_emulated:
+            self._connect_by_descriptor(rendezvous)
+            return "POSIX shared memory"
+        try:
+            self._connect_by_descriptor(rendezvous)
+            return "VMM"
+        except RendezvousError as error:  # the same on all ranks: all fall back
+            logger.info("VMM is not permitted here, using cudaIpc: %s", error)
+        self._connect_by_ipc(rendezvous)
+        return "cudaIpc"
+
+    def _connect_by_descriptor(self, rendezvous: Rendezvous) -> None:
+        core = self._live_core()
+        descriptor, _ = rendezvous.attempt("allocation of the workspace", lambda: core.create_workspace(False))
+        try:
+            peers = rendezvous.exchange_descriptors(descriptor)
+        finally:
+            os.close(descriptor)
+
+        def map_peers() -> None:
+            for peer, fd in peers.items():
+                core.map_peer(peer, fd, b"")
+
+        try:
+            rendezvous.attempt("mapping of the peers' memory", map_peers)
+        finally:
+            for fd in peers.values():
+                os.close(fd)
+
+    def _connect_by_ipc(self, rendezvous: Rendezvous) -> None:
+        core = self._live_core()
+        _, handle = rendezvous.attempt("allocation of the workspace", lambda: core.create_workspace(True))
+        handles = [bytes.fromhex(text) for text in rendezvous.gather(handle.hex())]
+
+        def map_peers() -> None:
+            for peer, peer_handle in enumerate(handles):
+                if peer != self.rank:
+                    core.map_peer(peer, -1, peer_handle)
+
+        rendezvous.attempt("mapping of the peers' memory", map_peers)
+
+
+def _device(device: torch.device | str | int | None) -> torch.device:
+    if device is None:
+        use_cuda = bool(_core.cuda_archs) and torch.cuda.is_available()
+        device = torch.device("cuda" if use_cuda else "cpu")
+    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedInputError(f"device {device}: llm_comm runs on CUDA devices and, emulated, on 'cpu'")
+    return torch.empty(0, device=device).device  # with its index
+
+
+def _check_hosts(rendezvous: Rendezvous, communicator: Communicator) -> None:
+    """Compares what must be alike on all ranks. Before anything else: a rank elsewhere cannot map memory at all."""
+    config = communicator.config
+    hello = {
+        **host_identity(),
+        "version": _core.version,
+        "device": communicator.device.type,
+        "config": {name: getattr(config, name) for name in ("workspace_bytes", "max_message_bytes", "algorithm")},
+    }
+    if rendezvous.world_size > selection.MAX_WORLD_SIZE:
+        raise RendezvousError(
+            f"the group has {rendezvous.world_size} ranks; llm_comm serves up to {selection.MAX_WORLD_SIZE}"
+        )
+    everyone = rendezvous.gather(hello)
+    for key, what in (
+        ("boot_id", "are on different machines"),
+        ("version", "have different versions of llm_comm"),
+        ("device", "have different kinds of device"),
+        ("config", "have different options"),
+    ):
+        if len({str(other[key]) for other in everyone}) > 1:
+            shown = "host" if key == "boot_id" else key
+            found = ", ".join(f"rank {rank}: {other[shown]}" for rank, other in enumerate(everyone))
+            raise RendezvousError(f"the ranks {what}: {found}")
+
+
+def _check_reachable(rendezvous: Rendezvous, core: _core.Core) -> None:
+    """A store from every rank to every other one: links that map but do not carry (a bridge that blocks P2P) exist."""
+    rendezvous.attempt("peer-to-peer write", core.send_marks)
+
+    def look() -> None:
+        unseen = core.peers_unseen()
+        if unseen:
+            raise RuntimeError(f"stores of ranks {unseen} did not arrive: the devices cannot write to each other")
+
+    rendezvous.attempt("peer-to-peer test", look)
+
+
+def _check_out(x: torch.Tensor, out: torch.Tensor) -> None:
+    fits = out.dtype == x.dtype and out.numel() == x.numel() and out.device == x.device and out.is_contiguous()
+    if not fits:
+        raise UnsupportedInputError(
+            f"all_reduce: out ({tuple(out.shape)}, {out.dtype}, {out.device}) must be contiguous and like x "
+            f"({tuple(x.shape)}, {x.dtype}, {x.device})"
+        )
+    distance = abs(x.data_ptr() - out.data_ptr())
+    if 0 < distance < x.numel() * x.element_size():
+        raise UnsupportedInputError("all_reduce: out overlaps x; it may be x itself or must not share memory with it")
+
+
+def _describe(expired: _core.ExpiredWait, timeout_s: float) -> str:
+    return (
+        f"rank {expired.rank}: nothing came from rank {expired.peer} for {timeout_s * _KERNEL_SHARE_OF_TIMEOUT:g} s "
+        f"in a {expired.operation} of {expired.bytes} bytes (operation {expired.sequence} of this communicator, "
+        f"phase {expired.phase}). Rank {expired.peer} has died, hangs, or makes other calls than this rank. "
+        "This communicator cannot be used any more. LLM_COMM_TIMEOUT_S sets the limit."
+    )

@@ -1,0 +1,201 @@
+"""One configuration, from four places: defaults < file < environment < Python."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llm_comm.errors import ConfigError
+
+MIB = 1 << 20
+
+#: Variables by which a machine says that NVLink multicast must not be used, and the value that says so.
+MULTICAST_OFF_VARIABLES = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+
+
+def _boolean(text: str) -> bool:
+    values = {
+        "0": False,
+        "false": False,
+        "off": False,
+        "no": False,
+        "1": True,
+        "true": True,
+        "on": True,
+        "yes": True,
+    }
+    return values[text.lower()]
+
+
+def _optional_path(text: str) -> str | None:
+    return text or None
+
+
+@dataclass(frozen=True)
+class _Option:
+    parse: Callable[[str], Any]
+    is_valid: Callable[[Any], bool]
+    valid_values: str
+
+
+def _one_of(*values: str) -> _Option:
+    return _Option(str, lambda v: v in values, " or ".join(repr(v) for v in values))
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_BOOLEAN = _Option(_boolean, lambda v: isinstance(v, bool), "true or false (environment: 1 or 0)")
+
+_OPTIONS: dict[str, _Option] = {
+    "enable": _BOOLEAN,
+    "multicast": _one_of("auto", "0", "1"),
+    "timeout_s": _Option(
+        float,
+        lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v < 1e6,
+        "a number of seconds > 0",
+    ),
+    "log": _one_of("debug", "info", "warning", "error"),
+    "workspace_bytes": _Option(int, lambda v: _is_int(v) and MIB <= v <= 4096 * MIB, "bytes, 1 MiB to 4 GiB"),
+    "max_message_bytes": _Option(
+        int, lambda v: v is None or (_is_int(v) and v >= 0), "bytes >= 0 (default: that of the tuning table)"
+    ),
+    "algorithm": _one_of("auto", "one_shot", "two_shot"),
+    "pdl": _BOOLEAN,
+    "table": _Option(_optional_path, lambda v: v is None or isinstance(v, str), "path of a tuning table"),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of a communicator; every rank of a group must have the same.
+
+    Each is also an environment variable, ``LLM_COMM_`` and the name in capitals, and a key of the YAML file that
+    ``LLM_COMM_CONFIG`` names. The constructor takes values as they are; ``Config.load`` reads all four places.
+
+    Args:
+        enable: Whether engine integrations use llm_comm.
+        multicast: Whether NVLink multicast may be used: ``"auto"``, ``"0"`` or ``"1"``. Any of the variables in
+            ``MULTICAST_OFF_VARIABLES`` turns it off whatever is said here.
+        timeout_s: Bound in seconds of every wait for a peer, at set-up and in kernels.
+        log: Level of the ``llm_comm`` logger.
+        workspace_bytes: Device memory of each rank for messages in flight. Half of it, a slot, bounds what one kernel
+            launch can carry: ``slot / 2`` for two-shot, ``slot / world_size`` for one-shot.
+        max_message_bytes: Larger messages are declined; None takes the bound of the tuning table.
+        algorithm: ``"auto"`` selects by the table; a name forces that algorithm at every size.
+        pdl: Programmatic dependent launch, on GPUs that have it.
+        table: Tuning table to use in place of the one shipped for the device.
+
+    Raises:
+        ConfigError: A value is not allowed.
+    """
+
+    enable: bool = True
+    multicast: str = "auto"
+    timeout_s: float = 30.0
+    log: str = "warning"
+    workspace_bytes: int = 32 * MIB
+    max_message_bytes: int | None = None
+    algorithm: str = "auto"
+    pdl: bool = True
+    table: str | None = None
+    #: Where each value that is not a default comes from.
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, option in _OPTIONS.items():
+            value = getattr(self, name)
+            if not option.is_valid(value):
+                raise ConfigError(
+                    f"option {name} is {value!r} ({self.origins.get(name, 'Python')}); valid: {option.valid_values}"
+                )
+
+    @classmethod
+    def load(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Config:
+        """Reads defaults, the file of ``LLM_COMM_CONFIG``, ``LLM_COMM_*`` and ``overrides``, later ones winning.
+
+        Raises:
+            ConfigError: An unknown option, a value that is not allowed, or a file that cannot be read.
+        """
+        environ = os.environ if environ is None else environ
+        values: dict[str, Any] = {}
+        origins: dict[str, str] = {}
+
+        def take(found: Mapping[str, Any], origin: Callable[[str], str]) -> None:
+            for name, value in found.items():
+                if name not in _OPTIONS:
+                    raise ConfigError(f"unknown option {name!r} ({origin(name)}); valid: {', '.join(_OPTIONS)}")
+                values[name] = value
+                origins[name] = origin(name)
+
+        path = environ.get("LLM_COMM_CONFIG")
+        if path:
+            take(_read_file(path), lambda _: path)
+        take(_read_environment(environ), _variable)
+        take(overrides, lambda _: "Python")
+        return cls(**values, origins=origins)
+
+    def replace(self, **changes: Any) -> Config:
+        """A copy with some options changed."""
+        origins = {**self.origins, **dict.fromkeys(changes, "Python")}
+        return dataclasses.replace(self, **changes, origins=origins)
+
+
+def option_names() -> tuple[str, ...]:
+    """The names of all options, in the order of ``Config``."""
+    return tuple(_OPTIONS)
+
+
+def _variable(name: str) -> str:
+    return f"LLM_COMM_{name.upper()}"
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"LLM_COMM_CONFIG={path}: cannot read the configuration: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"LLM_COMM_CONFIG={path}: expected 'option: value' lines, found {type(content).__name__}")
+    # YAML reads 0 and 1 as numbers where the option is spelt as a word.
+    if _is_int(content.get("multicast")):
+        content["multicast"] = str(content["multicast"])
+    return content
+
+
+def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, option in _OPTIONS.items():
+        text = environ.get(_variable(name))
+        if text is None:
+            continue
+        try:
+            values[name] = option.parse(text)
+        except (ValueError, KeyError) as error:
+            raise ConfigError(f"{_variable(name)}={text!r} is not allowed; valid: {option.valid_values}") from error
+    return values
+
+
+def multicast_state(config: Config | None = None, environ: Mapping[str, str] | None = None) -> tuple[bool, str]:
+    """Whether NVLink multicast may be used, and why. Looks at variables and options only, never at the driver."""
+    environ = os.environ if environ is None else environ
+    config = Config.load(environ) if config is None else config
+    for name, off in MULTICAST_OFF_VARIABLES.items():
+        if environ.get(name) == off:
+            return False, f"{name}={off}"
+    if config.multicast == "0":
+        return False, f"multicast is '0' ({config.origins.get('multicast', 'Python')})"
+    return False, "this version has no algorithm that uses it"

@@ -1,0 +1,358 @@
+"""Runs the demo: decodes with the sharded model, then checks it against the unsharded one.
+
+The model runs in bf16 on GPUs, as it would be served. On emulated devices it runs in float32: CPUs multiply
+float32 matrices faster, and the agreement that can be asked for is two hundred times sharper.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import llm_comm
+from llm_comm import launch
+from llm_comm.bench.report import DTYPES, dtype_name, environment, format_bytes, plan_text, write_json
+from llm_comm.demo.model import KVCache, Llama, LlamaConfig
+from llm_comm.errors import ConfigError
+from llm_comm.launch import Placement
+
+PLAN_LADDER = tuple(1024 << step for step in range(11))
+# Relative norm of the difference between the logits of one step. What one rounding of every partial sum to
+# the model's dtype explains, with a margin of several times; a wrong or missing partial sum is off by more
+# than 0.1.
+LOGIT_TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-4}
+_REFERENCE_SPAN = 64  # positions in one forward pass of the reference; bounds its memory
+
+
+class CountedAllReduce:
+    """The model's all-reduce: goes through the communicator and counts what ran, by message size in bytes.
+
+    What the communicator declines goes to torch.distributed, as an engine would do, and is counted apart.
+    """
+
+    def __init__(self, comm: llm_comm.Communicator, group: dist.ProcessGroup) -> None:
+        self._comm, self._group = comm, group
+        self.ran: Counter[tuple[bool, int]] = Counter()  # by (accepted by the communicator, message size)
+
+    def __call__(self, partial: Tensor) -> Tensor:
+        accepted = self._comm.accepts(partial)
+        self.ran[accepted, partial.numel() * partial.element_size()] += 1
+        if not accepted:
+            dist.all_reduce(partial, group=self._group)
+            return partial
+        total: Tensor = self._comm.all_reduce(partial)
+        return total
+
+    def calls(self, accepted: bool) -> dict[int, int]:
+        """Number of calls by message size, of those that the communicator accepted or of the others."""
+        return {size: count for (served, size), count in sorted(self.ran.items()) if served == accepted}
+
+
+class Decoder:
+    """Greedy decode with static shapes; on GPUs a step is one replay of a CUDA graph.
+
+    All state (current token, position, histories, KV cache) lives on the device and a step advances it there,
+    so the host only launches.
+
+    Args:
+        prompts: (batch, prompt length) int64, equal on all ranks.
+        tokens: how many tokens to generate.
+    """
+
+    def __init__(self, model: Llama, all_reduce: CountedAllReduce, prompts: Tensor, tokens: int) -> None:
+        batch, prompt_length = prompts.shape
+        self._model, self._all_reduce = model, all_reduce
+        self._cache = KVCache(model, batch, prompt_length + tokens)
+        self._prompts = prompts
+        self._token = torch.empty(batch, 1, dtype=torch.int64, device=model.device)
+        self._position = torch.empty(1, dtype=torch.int64, device=model.device)
+        self._index = torch.empty(1, dtype=torch.int64, device=model.device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._captured: Counter[tuple[bool, int]] = Counter()
+        self.logits = torch.zeros(tokens, batch, model.config.vocab, device=model.device)
+        self.generated = torch.zeros(tokens, batch, dtype=torch.int64, device=model.device)
+
+    def prefill(self) -> None:
+        """Runs the prompts and generates the first token; sets the decode back to there when called again."""
+        length = self._prompts.shape[1]
+        positions = torch.arange(length, device=self._model.device)
+        logits = self._model.forward(self._prompts, positions, self._cache)
+        self._position.fill_(length - 1)
+        self._index.fill_(-1)
+        self._record(logits[:, -1])
+
+    def capture(self) -> None:
+        """Captures the step into a CUDA graph. Call after :meth:`prefill`, and repeat that afterwards.
+
+        Needs room for one generated token beside the first: the step runs once to warm up.
+        """
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._step()
+        torch.cuda.current_stream().wait_stream(stream)
+        ran = self._all_reduce.ran.copy()
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: NCCL's watchdog thread may query its own events while we capture.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            self._step()
+        self._captured = self._all_reduce.ran - ran
+        self._all_reduce.ran = ran
+        self._graph = graph
+
+    def decode(self, steps: int) -> None:
+        """Generates ``steps`` more tokens per sequence."""
+        if self._graph is None:
+            for _ in range(steps):
+                self._step()
+            return
+        for _ in range(steps):
+            self._graph.replay()
+        for kind, calls in self._captured.items():
+            self._all_reduce.ran[kind] += calls * steps
+
+    def _step(self) -> None:
+        logits = self._model.forward(self._token, self._position, self._cache)
+        self._record(logits[:, -1])
+
+    def _record(self, logits: Tensor) -> None:
+        """Takes the greedy token, writes token and logits to the histories and advances the state."""
+        self._index.add_(1)
+        self._position.add_(1)
+        chosen = logits.argmax(dim=-1)
+        self._token.copy_(chosen[:, None])
+        self.generated.index_copy_(0, self._index, chosen[None])
+        self.logits.index_copy_(0, self._index, logits[None])
+
+
+@dataclass(frozen=True)
+class Check:
+    """Outcome of the comparison with the unsharded run.
+
+    Attributes:
+        logits_error: largest relative norm of (sharded - unsharded) logits over all steps.
+        worst_step: the step it belongs to.
+        tolerance: what is allowed.
+        rank_spread: largest such difference between any rank and rank 0; 0 means bitwise equal.
+        tokens_identical: every rank generated the same tokens.
+    """
+
+    logits_error: float
+    worst_step: int
+    tolerance: float
+    rank_spread: float
+    tokens_identical: bool
+
+    @property
+    def passed(self) -> bool:
+        # Written so that a NaN fails.
+        agree = self.logits_error <= self.tolerance and self.rank_spread <= self.tolerance
+        return agree and self.tokens_identical
+
+
+def run(args: argparse.Namespace) -> int:
+    """``llm-comm demo``. Returns 0 when every check passed, else 1.
+
+    Raises:
+        ConfigError: the options do not fit together or this machine.
+    """
+    if args.tokens < 2:
+        raise ConfigError(f"--tokens {args.tokens}: at least 2, because the first one comes from the prompt")
+    config = _model_config(args)
+    placement = launch.place(args.world, args.device, preferred=[w for w in launch.WORLDS if config.divides(w)])
+    config.require_divides(placement.world)
+    if not launch.in_rank():
+        return launch.spawn(placement, args.argv)
+    with launch.process_group(placement) as group, torch.inference_mode():
+        return _run_rank(args, config, placement, group)
+
+
+def _model_config(args: argparse.Namespace) -> LlamaConfig:
+    return LlamaConfig(
+        hidden=args.hidden,
+        layers=args.layers,
+        heads=args.heads,
+        kv_heads=args.kv_heads,
+        intermediate=args.intermediate or args.hidden * 11 // 4,
+        vocab=args.vocab,
+    )
+
+
+def _run_rank(args: argparse.Namespace, config: LlamaConfig, placement: Placement, group: dist.ProcessGroup) -> int:
+    rank, device = launch.rank(), placement.device
+    dtype = DTYPES[args.dtype] if args.dtype else torch.bfloat16 if placement.on_gpu else torch.float32
+    if rank == 0:
+        print(introduction(config, dtype, placement), flush=True)
+    prompts = _draw_prompts(config, args.batch, args.prompt_len, args.seed).to(device)
+    max_length = args.prompt_len + args.tokens
+    build = partial(Llama, config, seed=args.seed, max_length=max_length, dtype=dtype, device=device)
+    overrides = {} if args.timeout_s is None else {"timeout_s": args.timeout_s}
+    with llm_comm.Communicator(group, device, llm_comm.Config.load(**overrides)) as comm:
+        all_reduce = CountedAllReduce(comm, group)
+        model = build(rank=rank, world=placement.world, all_reduce=all_reduce)
+        decoder = Decoder(model, all_reduce, prompts, args.tokens)
+        seconds = timed_decode(decoder, args.tokens - 1, device, group)
+        comm.check()
+        traffic = _traffic(comm, all_reduce, dtype)
+
+    # The peers wait inside the check's first collective while rank 0 runs the whole model.
+    reference = reference_logits(build(), prompts, decoder.generated) if rank == 0 else None
+    check = check_agreement(decoder.logits, decoder.generated, reference, LOGIT_TOLERANCE[dtype], group)
+    if rank == 0:
+        report = {
+            "command": "demo",
+            **environment(placement),
+            "model": dataclasses.asdict(config),
+            "dtype": dtype_name(dtype),
+            "decode": {
+                "tokens": args.tokens,
+                "batch": args.batch,
+                "prompt_len": args.prompt_len,
+                "seconds": seconds,
+                "tokens_per_s": (args.tokens - 1) * args.batch / seconds,
+                "cuda_graph": placement.on_gpu,
+                "generated": decoder.generated.T.tolist(),
+            },
+            "all_reduce": traffic,
+            "check": {**dataclasses.asdict(check), "passed": check.passed},
+        }
+        print(render(report))
+        if args.json:
+            write_json(args.json, report)
+    return 0 if check.passed else 1
+
+
+def _draw_prompts(config: LlamaConfig, batch: int, length: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(config.vocab, (batch, length), generator=generator)
+
+
+def _traffic(comm: llm_comm.Communicator, all_reduce: CountedAllReduce, dtype: torch.dtype) -> dict[str, Any]:
+    """How many all-reduces ran, and the plans for their sizes and for a ladder of others."""
+    served, declined = all_reduce.calls(accepted=True), all_reduce.calls(accepted=False)
+    sizes = sorted({*PLAN_LADDER, *served, *declined})
+    messages = [torch.empty(size // dtype.itemsize, dtype=dtype, device=comm.device) for size in sizes]
+    return {
+        "served": served,
+        "declined": declined,
+        "workspace_bytes": comm.workspace_bytes,
+        "plans": [dataclasses.asdict(comm.plan(message)) for message in messages],
+    }
+
+
+def timed_decode(decoder: Decoder, steps: int, device: torch.device, group: dist.ProcessGroup) -> float:
+    """Runs the prompts and ``steps`` decode steps; returns the seconds that the decode steps took."""
+    on_gpu = device.type == "cuda"
+    decoder.prefill()
+    if on_gpu:
+        decoder.capture()
+        decoder.prefill()
+        torch.cuda.synchronize()
+    launch.barrier(group)
+    start = time.perf_counter()
+    decoder.decode(steps)
+    if on_gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def reference_logits(model: Llama, prompts: Tensor, generated: Tensor) -> Tensor:
+    """Logits of the unsharded model fed with what was generated (teacher forcing).
+
+    Args:
+        prompts: (batch, prompt length) int64.
+        generated: (tokens, batch) int64.
+
+    Returns:
+        (tokens, batch, vocab) float32: the logits from which each generated token should have been chosen.
+    """
+    sequences = torch.cat((prompts, generated[:-1].T), dim=1)
+    batch, length = sequences.shape
+    cache = KVCache(model, batch, length)
+    positions = torch.arange(length, device=sequences.device)
+    logits = [model.forward(sequences[:, span], span, cache) for span in positions.split(_REFERENCE_SPAN)]
+    return torch.cat(logits, dim=1)[:, prompts.shape[1] - 1 :].transpose(0, 1)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> Tensor:
+    """Norm of the difference over norm of ``expected``, along the last dimension, in float64."""
+    expected = expected.double()
+    difference = torch.linalg.vector_norm(actual.double() - expected, dim=-1)
+    ratio: Tensor = difference / torch.linalg.vector_norm(expected, dim=-1)
+    return ratio
+
+
+def check_agreement(
+    logits: Tensor, generated: Tensor, reference: Tensor | None, tolerance: float, group: dist.ProcessGroup
+) -> Check:
+    """Compares the ranks with each other and rank 0 with the unsharded model. Collective; one result for all.
+
+    Args:
+        logits: this rank's (tokens, batch, vocab) float32.
+        generated: this rank's (tokens, batch) int64.
+        reference: the unsharded model's logits, on rank 0; ignored elsewhere.
+        tolerance: largest relative error allowed.
+    """
+    logits, generated = logits.cpu(), generated.cpu()
+    first_logits, first_generated = logits.clone(), generated.clone()
+    dist.broadcast(first_logits, src=0, group=group)
+    dist.broadcast(first_generated, src=0, group=group)
+    spread = relative_error(logits, first_logits).max().item()
+    outcomes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(outcomes, (spread, torch.equal(generated, first_generated)), group=group)
+    spreads, identical = zip(*outcomes, strict=True)
+
+    verdict: list[Any] = [None]
+    if reference is not None:
+        errors = relative_error(logits, reference.cpu()).amax(dim=1)
+        verdict = [(errors.max().item(), int(errors.argmax()))]
+    dist.broadcast_object_list(verdict, src=0, group=group)
+    error, step = verdict[0]
+    # torch's max, unlike Python's, lets no NaN slip through.
+    return Check(error, step, tolerance, torch.tensor(spreads).max().item(), all(identical))
+
+
+def introduction(config: LlamaConfig, dtype: torch.dtype, placement: Placement) -> str:
+    """What is about to run, and on what."""
+    return (
+        f"llm-comm demo: tensor-parallel decode on {placement.describe()}\n"
+        f"model:       Llama, {config.parameters / 1e6:.1f} M random weights in {dtype_name(dtype)}: "
+        f"{config.layers} layers, hidden {config.hidden}, {config.heads} heads on {config.kv_heads} KV heads"
+    )
+
+
+def render(report: dict[str, Any]) -> str:
+    """What ran, for people; the last line says whether it passed, and on what."""
+    decode, traffic, check = (report[key] for key in ("decode", "all_reduce", "check"))
+    served, declined = sum(traffic["served"].values()), sum(traffic["declined"].values())
+    how = "one CUDA graph replay a step" if decode["cuda_graph"] else "eager"
+    lines = [
+        f"decode:      batch {decode['batch']}, {decode['prompt_len']} prompt tokens, "
+        f"{decode['tokens']} generated, {how}: {decode['tokens_per_s']:.1f} tokens/s",
+        f"all-reduces: {served} through llm_comm ({2 * report['model']['layers']} a step), "
+        f"{declined} declined; workspace {format_bytes(traffic['workspace_bytes'])} a rank",
+        "plan by message size (* sizes of this run):",
+    ]
+    used = {*traffic["served"], *traffic["declined"]}
+    for plan in traffic["plans"]:
+        size = plan["message_bytes"]
+        lines.append(f"  {format_bytes(size):>8} {'*' if size in used else ' '} {plan_text(plan)}; {plan['reason']}")
+    spread = check["rank_spread"]
+    among_ranks = "bitwise equal" if spread == 0 else f"differ by up to {spread:.1e}"
+    lines += [
+        f"check:       logits differ from the unsharded model's by at most {check['logits_error']:.1e} "
+        f"(step {check['worst_step']}; {check['tolerance']:.0e} allowed)",
+        f"check:       logits of all ranks {among_ranks}, "
+        f"generated tokens {'identical' if check['tokens_identical'] else 'DIFFERENT'}",
+        f"demo {'passed' if check['passed'] else 'FAILED'} on {report['ranks']['description']}",
+    ]
+    return "\n".join(lines)

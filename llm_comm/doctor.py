@@ -1,0 +1,267 @@
+"""``llm-comm doctor``: what this machine offers, and what llm_comm and the engines would do with it.
+
+Every section is gathered on its own: where one fails, the report says why and goes on. Nothing here creates a
+communicator or touches the driver's multicast interface.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+import llm_comm
+from llm_comm import _core, launch
+from llm_comm.bench.report import format_bytes, installed_version, run_tool, versions
+from llm_comm.config import MULTICAST_OFF_VARIABLES, multicast_state, option_names
+from llm_comm.selection import TuningTable, find_table
+
+_MULTICAST_VARIABLES = ("LLM_COMM_MULTICAST", *MULTICAST_OFF_VARIABLES)
+_ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
+_PCIE_LEVELS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+
+
+def run(args: argparse.Namespace) -> int:
+    """``llm-comm doctor``. Prints the report; always returns 0, because finding faults is its purpose."""
+    report = collect()
+    print(json.dumps(report, indent=2, default=str) if args.json else render(report))
+    return 0
+
+
+def collect() -> dict[str, Any]:
+    """The whole report by section; a section that failed is ``{"error": why}``."""
+    return {title: _attempt(gather) for title, gather in _SECTIONS.items()}
+
+
+def _attempt(gather: Callable[[], Any]) -> Any:
+    # The one place that may catch everything: a report on a broken machine must not break as well.
+    try:
+        return gather()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _verdict() -> dict[str, Any]:
+    return {"demo_would_run_on": launch.place(None, "auto").describe()}
+
+
+def _build() -> dict[str, Any]:
+    archs, ptx = _core.cuda_archs, _core.cuda_ptx_archs
+    kernels = f"for compute capability {archs}, and PTX for {ptx}" if archs else "none: built without nvcc"
+    return {
+        "cuda_kernels": kernels,
+        "nvcc": _core.nvcc_version or None,
+        "emulated_gpus": "available",
+        "device_headers": llm_comm.get_include(),
+    }
+
+
+def _gpus() -> Any:
+    if not torch.cuda.is_available():
+        return {"found": 0, "why": launch.usable_gpus()[1]}
+    return {f"GPU {index}": _attempt(partial(_gpu, index)) for index in range(torch.cuda.device_count())}
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    facts = {
+        "name": properties.name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "sm_count": properties.multi_processor_count,
+        "memory": format_bytes(properties.total_memory),
+    }
+    return {**facts, **_attempt(partial(_core_facts, index))}
+
+
+def _core_facts(index: int) -> dict[str, Any]:
+    """What only the compiled core can ask the driver for."""
+    found = _core.device_report(index)
+    return {
+        "vmm": found["vmm"],
+        "posix_fd_handles": found["posix_fd"],
+        "multicast_supported": found["multicast_supported"],
+        "driver_version": found["driver_version"],
+    }
+
+
+def _links() -> Any:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < 2:
+        return {"pairs": "none: fewer than two GPUs"}
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    blocked = [f"{a}->{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+    return {
+        "peer_access": f"missing: {', '.join(blocked)}" if blocked else "between all GPUs",
+        "links": _attempt(lambda: link_matrix([_uuid(index) for index in range(count)])),
+    }
+
+
+def _uuid(index: int) -> str:
+    return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+
+
+def link_matrix(uuids: Sequence[str]) -> list[list[str]]:
+    """Kind of link between each two GPUs: NV<number of NVLinks>, or the PCIe level as nvidia-smi names it.
+
+    Args:
+        uuids: the GPUs, as the driver names them: CUDA's numbering need not be the driver's.
+
+    Raises:
+        RuntimeError: neither pynvml nor nvidia-smi can tell.
+    """
+    if importlib.util.find_spec("pynvml") is not None:
+        return _links_from_nvml(uuids)
+    topology = run_tool("nvidia-smi", "topo", "-m")
+    numbering = run_tool("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader")
+    if topology is None or numbering is None:
+        raise RuntimeError("pynvml is not installed and nvidia-smi does not answer")
+    matrix = parse_topology(topology)
+    order = [numbering.split().index(uuid) for uuid in uuids]
+    return [[matrix[a][b] for b in order] for a in order]
+
+
+def parse_topology(text: str) -> list[list[str]]:
+    """The GPU part of ``nvidia-smi topo -m``, in the driver's numbering; "X" on the diagonal."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    rows = [line.split() for line in plain.splitlines() if re.match(r"GPU\d+\s", line)]
+    # Columns of network cards and affinities follow those of the GPUs.
+    return [row[1 : 1 + len(rows)] for row in rows]
+
+
+def _links_from_nvml(uuids: Sequence[str]) -> list[list[str]]:
+    pynvml = importlib.import_module("pynvml")
+    pynvml.nvmlInit()
+    try:
+        gpus = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
+        return [[_link_from_nvml(pynvml, a, b, gpus) for b in gpus] for a in gpus]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _link_from_nvml(nvml: Any, a: Any, b: Any, gpus: Sequence[Any]) -> str:
+    if a is b:
+        return "X"
+    if nvml.nvmlDeviceGetP2PStatus(a, b, nvml.NVML_P2P_CAPS_INDEX_NVLINK) != nvml.NVML_P2P_STATUS_OK:
+        level = nvml.nvmlDeviceGetTopologyCommonAncestor(a, b)
+        return _PCIE_LEVELS.get(level, f"PCIe level {level}")
+    addresses = {nvml.nvmlDeviceGetPciInfo(gpu).busId for gpu in gpus}
+    elsewhere = addresses - {nvml.nvmlDeviceGetPciInfo(b).busId}
+    # A link that ends at no other GPU ends at this one or at a switch, which leads to all of them.
+    return f"NV{sum(end not in elsewhere for end in _link_ends(nvml, a))}"
+
+
+def _link_ends(nvml: Any, gpu: Any) -> list[Any]:
+    """PCI addresses at the far ends of a GPU's active NVLinks."""
+    ends = []
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            if nvml.nvmlDeviceGetNvLinkState(gpu, link):
+                ends.append(nvml.nvmlDeviceGetNvLinkRemotePciInfo(gpu, link).busId)
+        except nvml.NVMLError:  # this GPU has fewer links
+            break
+    return ends
+
+
+def _multicast() -> dict[str, Any]:
+    on, why = multicast_state()
+    variables = {name: os.environ[name] for name in _MULTICAST_VARIABLES if name in os.environ}
+    return {"state": "on" if on else "off", "why": why, "variables": variables or "none set"}
+
+
+def _workspace() -> dict[str, Any]:
+    config = llm_comm.Config.load()
+    return {
+        "bytes_per_gpu": config.workspace_bytes,
+        "bound": f"{format_bytes(config.workspace_bytes)} for messages in flight, and less than 4M of flags and "
+        "rounding, for each communicator; allocated once, outside of torch's pool",
+    }
+
+
+def _tuning() -> dict[str, str]:
+    config = llm_comm.Config.load()
+    gpus = launch.usable_gpus()[0]
+    if gpus < launch.WORLDS[0]:
+        tables = {launch.DEFAULT_EMULATED_WORLD: find_table("emulated", launch.DEFAULT_EMULATED_WORLD, 1, config)}
+    else:
+        gpu = torch.cuda.get_device_properties(0)
+        worlds = [world for world in launch.WORLDS if world <= gpus]
+        tables = {world: find_table(gpu.name, world, gpu.multi_processor_count, config) for world in worlds}
+    return {f"{world} ranks": _describe_table(table, config) for world, table in tables.items()}
+
+
+def _describe_table(table: TuningTable, config: llm_comm.Config) -> str:
+    limit = table.max_message_bytes if config.max_message_bytes is None else config.max_message_bytes
+    return f"{table.name}; messages above {format_bytes(limit)} are left to the engine"
+
+
+def _engines() -> dict[str, str]:
+    return {name: _engine(module) for module, name in _ENGINES.items()}
+
+
+def _engine(module: str) -> str:
+    version = installed_version(module)
+    if version is None:
+        return "not installed"
+    if _importable(f"llm_comm.integrations.{module}"):
+        return f"{version}; its all-reduces go through llm_comm"
+    return f"{version}; keeps its own all-reduce: the integration is not in this release of llm_comm"
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent package is missing
+        return False
+
+
+def _config() -> dict[str, str]:
+    config = llm_comm.Config.load()
+    return {name: f"{getattr(config, name)} ({config.origins.get(name, 'default')})" for name in option_names()}
+
+
+_SECTIONS: Mapping[str, Callable[[], Any]] = {
+    "verdict": _verdict,
+    "versions": versions,
+    "build": _build,
+    "gpus": _gpus,
+    "links": _links,
+    "multicast": _multicast,
+    "workspace": _workspace,
+    "tuning": _tuning,
+    "engines": _engines,
+    "configuration": _config,
+}
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """The report as indented text."""
+    return "\n".join(line for title, section in report.items() for line in [title, *_lines(section, "  ")])
+
+
+def _lines(value: Any, indent: str) -> list[str]:
+    if isinstance(value, Mapping):
+        lines = []
+        for key, item in value.items():
+            if isinstance(item, (Mapping, list)):
+                lines += [f"{indent}{key}:", *_lines(item, indent + "  ")]
+            else:
+                lines.append(f"{indent}{key}: {_plain(item)}")
+        return lines
+    if isinstance(value, list):
+        # Rows of a matrix.
+        return [indent + "  ".join(str(cell).rjust(4) for cell in row) for row in value]
+    return [f"{indent}{_plain(value)}"]
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return "-"
+    return ("no", "yes")[value] if isinstance(value, bool) else str(value)

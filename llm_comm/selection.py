@@ -1,0 +1,218 @@
+"""Which kernel runs for a message: a pure function of its size, the group and a tuning table. No CUDA here.
+
+A tuning table is a YAML file in ``configs/``, written by ``llm-comm tune``: rows sorted by ``up_to``, the largest
+message in bytes that a row serves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+from llm_comm.config import MIB, Config
+from llm_comm.errors import ConfigError
+
+LINE_BYTES = 16
+MAX_WORLD_SIZE = 8
+MAX_BLOCK_THREADS = 1024
+ALGORITHMS = ("one_shot", "two_shot")
+
+
+class TuningRow(NamedTuple):
+    """How to run messages of up to ``up_to`` bytes."""
+
+    up_to: int
+    algorithm: str
+    #: Most blocks of a launch; a message with fewer tiles takes fewer.
+    blocks: int
+    #: 16-byte lines that a block exchanges with each peer at a time: a power of two.
+    tile_lines: int
+    #: Tiles that a block sends ahead of the one it waits for.
+    depth: int
+
+
+class TuningTable(NamedTuple):
+    """Rows for one device and world size. The last row serves all larger messages."""
+
+    name: str
+    rows: tuple[TuningRow, ...]
+    max_message_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What ``Communicator.all_reduce`` runs for a message.
+
+    Attributes:
+        algorithm: ``"one_shot"``, ``"two_shot"``, ``"none"`` where nothing has to be exchanged, or ``"declined"``.
+        protocol: ``"LL"``, or ``"none"``.
+        blocks: Blocks of a launch.
+        threads: Threads of a block.
+        tile_lines: Lines of 16 bytes that a block exchanges with each peer at a time.
+        depth: Tiles sent ahead of the one waited for.
+        chunks: Launches that the message takes.
+        chunk_elements: Elements of all launches but the last.
+        message_bytes: Size of the message.
+        reason: Why this plan.
+    """
+
+    algorithm: str
+    protocol: str
+    blocks: int
+    threads: int
+    tile_lines: int
+    depth: int
+    chunks: int
+    chunk_elements: int
+    message_bytes: int
+    reason: str
+
+
+def _nothing(message_bytes: int, reason: str) -> Plan:
+    return Plan("none", "none", 0, 0, 0, 0, 0, 0, message_bytes, reason)
+
+
+def declined(message_bytes: int, why: str) -> Plan:
+    """The plan of a message that llm_comm does not serve."""
+    return Plan("declined", "none", 0, 0, 0, 0, 0, 0, message_bytes, why)
+
+
+def select(count: int, element_bytes: int, world_size: int, table: TuningTable, config: Config) -> Plan:
+    """The plan for a message of ``count`` elements of ``element_bytes`` each.
+
+    The same on every rank that has the same table and config. A message that is too large is declined.
+    """
+    message_bytes = count * element_bytes
+    limit = table.max_message_bytes if config.max_message_bytes is None else config.max_message_bytes
+    if count == 0:
+        return _nothing(0, "empty message")
+    if world_size == 1:
+        return _nothing(message_bytes, "one rank")
+    if message_bytes > limit:
+        return declined(message_bytes, f"more than max_message_bytes={limit}")
+
+    row = next((row for row in table.rows if message_bytes <= row.up_to), table.rows[-1])
+    algorithm = row.algorithm if config.algorithm == "auto" else config.algorithm
+    slot_lines = slot_bytes(config) // LINE_BYTES
+    chunk_lines = max_lines_of_launch(algorithm, slot_lines, world_size)
+    chunk_elements = chunk_lines * LINE_BYTES // element_bytes
+    chunks = math.ceil(count / chunk_elements)
+    launch_lines = min(math.ceil(message_bytes / LINE_BYTES), chunk_lines)
+    tiled_lines = launch_lines if algorithm == "one_shot" else math.ceil(launch_lines / world_size)
+    tile_lines = min(row.tile_lines, 1 << int(math.log2(MAX_BLOCK_THREADS // world_size)))
+    return Plan(
+        algorithm=algorithm,
+        protocol="LL",
+        blocks=min(row.blocks, math.ceil(tiled_lines / tile_lines)),
+        threads=tile_lines * world_size,
+        tile_lines=tile_lines,
+        depth=row.depth,
+        chunks=chunks,
+        chunk_elements=chunk_elements,
+        message_bytes=message_bytes,
+        reason=f"{table.name}, up to {row.up_to} bytes"
+        + ("" if config.algorithm == "auto" else f"; algorithm forced to {algorithm}"),
+    )
+
+
+def slot_bytes(config: Config) -> int:
+    """Bytes of each of the two slots of a workspace: whole lines."""
+    return config.workspace_bytes // 2 // LINE_BYTES * LINE_BYTES
+
+
+def max_lines_of_launch(algorithm: str, slot_lines: int, world_size: int) -> int:
+    """Lines of the largest message that one launch can carry through a slot.
+
+    One-shot keeps a copy of the message for each sender; two-shot a slice of it for each sender in both phases.
+    """
+    if algorithm == "one_shot":
+        return slot_lines // world_size
+    return slot_lines // (2 * world_size) * world_size
+
+
+def load_table(path: Path | resources.abc.Traversable) -> tuple[str, int, TuningTable]:
+    """Reads a tuning table: (device it is for, world size, table).
+
+    Raises:
+        ConfigError: The file cannot be read or a row is not valid.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        rows = tuple(TuningRow(**row) for row in content["all_reduce"])
+        table = TuningTable(path.name, rows, int(content["max_message_bytes"]))
+        device, world_size = str(content["device"]), int(content["world_size"])
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"tuning table {path}: {type(error).__name__}: {error}") from error
+    _check_rows(str(path), rows)
+    return device, world_size, table
+
+
+def _check_rows(path: str, rows: Sequence[TuningRow]) -> None:
+    if not rows:
+        raise ConfigError(f"tuning table {path}: no rows")
+    for previous, row in zip((None, *rows), rows, strict=False):
+        is_power_of_two = row.tile_lines > 0 and row.tile_lines & (row.tile_lines - 1) == 0
+        valid = row.algorithm in ALGORITHMS and 0 < row.blocks < 65536 and is_power_of_two and row.depth >= 0
+        if not valid or (previous is not None and row.up_to <= previous.up_to):
+            raise ConfigError(
+                f"tuning table {path}: {row} is not valid: algorithm is one of {', '.join(ALGORITHMS)}, blocks 1 to "
+                "65535, tile_lines a power of two, depth >= 0, and rows are sorted by up_to"
+            )
+
+
+def shipped_tables() -> Iterator[resources.abc.Traversable]:
+    """The tuning tables that come with the package."""
+    directory = resources.files("llm_comm") / "configs"
+    if directory.is_dir():
+        yield from sorted((f for f in directory.iterdir() if f.name.startswith("tune_")), key=lambda f: f.name)
+
+
+def find_table(device_name: str, world_size: int, sm_count: int, config: Config) -> TuningTable:
+    """The table of ``config.table``, the shipped one for the device and world size, or a general one.
+
+    Args:
+        device_name: As the driver gives it, for example ``"NVIDIA H200"``, or ``"emulated"``.
+        sm_count: Multiprocessors of the device.
+
+    Raises:
+        ConfigError: A table cannot be used.
+    """
+    if config.table is not None:
+        return load_table(Path(config.table))[2]
+    for path in shipped_tables():
+        device, world, table = load_table(path)
+        if device == device_name and world == world_size:
+            return table
+    if device_name == "emulated":
+        return emulated_table()
+    return general_table(world_size, sm_count)
+
+
+def general_table(world_size: int, sm_count: int) -> TuningTable:
+    """For devices without a table of their own.
+
+    One-shot sends (N-1) x bytes in one hop, two-shot 2 (N-1)/N x bytes in two: by the H200 tables they break even near
+    300 KiB / (N-1), which is the time of a hop on NVLink. Tile and grid are the H200's too.
+    """
+    one_shot = 300 * 1024 // max(1, world_size - 1)
+    rows = (
+        TuningRow(one_shot, "one_shot", sm_count, 32, 0),
+        TuningRow(512 * 1024, "two_shot", 2 * sm_count, 16, 0),
+        TuningRow(64 * MIB, "two_shot", 4 * sm_count, 32, 0),
+    )
+    return TuningTable("general table", rows, 8 * MIB)
+
+
+def emulated_table() -> TuningTable:
+    """Small blocks: an emulated GPU has few lanes, and what matters is that every path is taken."""
+    rows = (
+        TuningRow(8 * 1024, "one_shot", 2, 16, 0),
+        TuningRow(64 * MIB, "two_shot", 4, 16, 1),
+    )
+    return TuningTable("emulated", rows, 64 * MIB)
