@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -27,8 +28,8 @@ _KERNEL_SHARE_OF_TIMEOUT = 0.9
 
 class _Prepared(NamedTuple):
     plan: Plan
-    launch: _core.LaunchPlan | None
-    data_type: int
+    #: PreparedCall.run of the core; None where there is nothing to exchange.
+    run: Callable[[int, int, int], bool] | None
 
 
 class Communicator:
@@ -62,6 +63,8 @@ class Communicator:
         self.device = _device(device)
         self.is_emulated = self.device.type == "cpu"
         self._device_index = -1 if self.is_emulated else self.device.index
+        # The raw handle: making a Stream object would take a good part of the host time of a call.
+        self._current_stream = _no_stream if self.is_emulated else torch._C._cuda_getCurrentRawStream
         rendezvous = Rendezvous(group, self.config.timeout_s)
         self.rank, self.world_size = rendezvous.rank, rendezvous.world_size
         self._prepared: dict[tuple[int, torch.dtype], _Prepared] = {}
@@ -110,13 +113,12 @@ class Communicator:
             raise UnsupportedInputError(f"all_reduce: {self._why_declined(x)}")
         if out is None:
             out = torch.empty_like(x)
-        else:
+        elif out is not x:
             _check_out(x, out)
-        if prepared.launch is None:
-            return out.copy_(x) if out is not x else out
-        if not self._live_core().all_reduce(
-            x.data_ptr(), out.data_ptr(), x.numel(), prepared.data_type, prepared.launch, self._stream()
-        ):
+        run = prepared.run
+        if run is None:
+            return out if out is x else out.copy_(x)
+        if not run(x.data_ptr(), out.data_ptr(), self._current_stream(self._device_index)):
             self.check()
         return out
 
@@ -182,6 +184,7 @@ class Communicator:
         return prepared
 
     def _plan_launch(self, count: int, dtype: torch.dtype) -> _Prepared | None:
+        core = self._live_core()
         data_type = _DATA_TYPES.get(dtype)
         if data_type is None:
             return None
@@ -189,7 +192,7 @@ class Communicator:
         if plan.algorithm == "declined":
             return None
         if plan.algorithm == "none":
-            return _Prepared(plan, None, data_type)
+            return _Prepared(plan, None)
         launch = _core.LaunchPlan(
             algorithm=_ALGORITHMS[plan.algorithm],
             blocks=plan.blocks,
@@ -197,7 +200,7 @@ class Communicator:
             depth=plan.depth,
             chunk_count=plan.chunk_elements,
         )
-        return _Prepared(plan, launch, data_type)
+        return _Prepared(plan, core.prepare_all_reduce(count, data_type, launch).run)
 
     def _why_declined(self, x: torch.Tensor) -> str:
         if x.get_device() != self._device_index:
@@ -211,10 +214,6 @@ class Communicator:
     def _all_reduce_array(self, x: Any, out: Any) -> Any:
         result = self.all_reduce(arrays.as_tensor(x), None if out is None else arrays.as_tensor(out))
         return arrays.like(x, result) if out is None else out
-
-    def _stream(self) -> int:
-        # The raw handle: making a Stream object would take a fifth of the host time of a call.
-        return 0 if self.is_emulated else torch._C._cuda_getCurrentRawStream(self._device_index)
 
     def _live_core(self) -> _core.Core:
         if self._core is None:
@@ -285,6 +284,10 @@ class Communicator:
         rendezvous.attempt("mapping of the peers' memory", map_peers)
 
 
+def _no_stream(_device_index: int) -> int:
+    return 0
+
+
 def _device(device: torch.device | str | int | None) -> torch.device:
     if device is None:
         use_cuda = bool(_core.cuda_archs) and torch.cuda.is_available()
@@ -334,7 +337,10 @@ def _check_reachable(rendezvous: Rendezvous, core: _core.Core) -> None:
 
 
 def _check_out(x: torch.Tensor, out: torch.Tensor) -> None:
-    fits = out.dtype == x.dtype and out.numel() == x.numel() and out.device == x.device and out.is_contiguous()
+    # get_device rather than device, and dtypes by identity: each comparison of objects is host time of every call.
+    fits = (
+        out.dtype is x.dtype and out.numel() == x.numel() and out.get_device() == x.get_device() and out.is_contiguous()
+    )
     if not fits:
         raise UnsupportedInputError(
             f"all_reduce: out ({tuple(out.shape)}, {out.dtype}, {out.device}) must be contiguous and like x "

@@ -198,13 +198,13 @@ def general_table(world_size: int, sm_count: int) -> TuningTable:
     """For devices without a table of their own.
 
     One-shot sends (N-1) x bytes in one hop, two-shot 2 (N-1)/N x bytes in two: by the H200 tables they break even near
-    300 KiB / (N-1), which is the time of a hop on NVLink. Tile and grid are the H200's too.
+    400 KiB / (N-1), which is the time of a hop on NVLink. Tiles and grids are the H200's too.
     """
-    one_shot = 300 * 1024 // max(1, world_size - 1)
+    one_shot = 400 * 1024 // max(1, world_size - 1)
     rows = (
-        TuningRow(one_shot, "one_shot", sm_count, 32, 0),
-        TuningRow(512 * 1024, "two_shot", 2 * sm_count, 16, 0),
-        TuningRow(64 * MIB, "two_shot", 4 * sm_count, 32, 0),
+        TuningRow(one_shot, "one_shot", 2 * sm_count, 16, 0),
+        TuningRow(512 * 1024, "two_shot", 4 * sm_count, 16, 0),
+        TuningRow(64 * MIB, "two_shot", 8 * sm_count, 32, 0),
     )
     return TuningTable("general table", rows, 8 * MIB)
 

@@ -43,6 +43,15 @@ struct ExpiredWait {
   uint64_t bytes;
 };
 
+// One kind of call, checked and laid out beforehand: what is left to do is to enqueue it. Must not outlive its Core.
+class PreparedCall {
+ public:
+  virtual ~PreparedCall() = default;
+
+  // Enqueues the call. False, with nothing or not everything done, once a wait of the communicator has expired.
+  virtual bool run(uint64_t input, uint64_t output, uint64_t stream) = 0;
+};
+
 class Core {
  public:
   virtual ~Core() = default;
@@ -59,16 +68,13 @@ class Core {
   virtual void send_marks() = 0;
   virtual std::vector<int> peers_unseen() = 0;
 
-  // Enqueues the sum of `count` > 0 elements over all ranks. data_type: DataType. Throws
-  // std::invalid_argument for a plan that does not fit the workspace or the device. Does not look at
-  // expired().
-  virtual void all_reduce(uint64_t input, uint64_t output, uint64_t count, uint32_t data_type, const LaunchPlan& plan,
-                          uint64_t stream) = 0;
+  // The sum of `count` > 0 elements over all ranks. data_type: DataType. Throws std::invalid_argument for a plan that
+  // does not fit the workspace or the device.
+  virtual std::unique_ptr<PreparedCall> prepare_all_reduce(uint64_t count, uint32_t data_type,
+                                                           const LaunchPlan& plan) = 0;
 
   // The first wait that expired, if any. Reads host memory only.
   virtual std::optional<ExpiredWait> expired() const = 0;
-  // The same as a cheap flag.
-  virtual bool has_expired() const = 0;
   // Ends all waits of this rank's kernels, now and later.
   virtual void abort() = 0;
 };

@@ -43,11 +43,79 @@ inline std::string operation_name(uint32_t kind) {
 //           void map(int peer, const WorkspaceHandle&);   char* local();   char* peer(int);
 //           HostMailbox* mailbox();                         // zeroed, mapped by the device
 //           void read(void* to, const char* from, uint64_t bytes);
-// Launcher: void all_reduce(AllReduceKernel, const AllReduceArgs&, uint32_t blocks, uint32_t threads,
-// uint32_t shared,
-//                           uint64_t stream);
+// Launcher: Function function(AllReduceKernel);               // what launch() takes
+//           void launch(const Function&, const AllReduceArgs&, const Grid&, uint64_t stream);
 //           void p2p_test(const DeviceComm&, uint32_t world_size);   // synchronous
 //           void copy(output, input, bytes, stream)                   // world of one
+struct Grid {
+  uint32_t blocks;
+  uint32_t threads;       // of a block
+  uint32_t shared_bytes;  // dynamic shared memory of a block
+};
+
+inline bool has_expired(const HostMailbox& mailbox) {
+  return __atomic_load_n(&mailbox.error.complete, __ATOMIC_ACQUIRE) != 0;
+}
+
+// An all-reduce in chunks: all but the last have `chunk` elements and share a grid.
+template <class Launcher>
+class PreparedAllReduce final : public PreparedCall {
+ public:
+  using Function = typename Launcher::Function;
+  struct Shape {
+    Function function;
+    Grid grid;
+  };
+
+  PreparedAllReduce(Launcher& launcher, const AllReduceArgs& args, uint64_t count, uint64_t chunk,
+                    uint64_t element_bytes, Shape whole, Shape last)
+      : launcher_(launcher),
+        args_(args),
+        count_(count),
+        chunk_(chunk),
+        element_bytes_(element_bytes),
+        whole_(whole),
+        last_(last) {}
+
+  bool run(uint64_t input, uint64_t output, uint64_t stream) override {
+    const HostMailbox& mailbox = *args_.comm.mailbox;
+    if (has_expired(mailbox)) return false;
+    for (uint64_t done = 0; done < count_; done += chunk_) {
+      const bool is_last = count_ - done <= chunk_;
+      args_.input = reinterpret_cast<const void*>(input + done * element_bytes_);
+      args_.output = reinterpret_cast<void*>(output + done * element_bytes_);
+      args_.count = is_last ? count_ - done : chunk_;
+      const Shape& shape = is_last ? last_ : whole_;
+      launcher_.launch(shape.function, args_, shape.grid, stream);
+    }
+    return !has_expired(mailbox);
+  }
+
+ private:
+  Launcher& launcher_;
+  AllReduceArgs args_;
+  uint64_t count_;
+  uint64_t chunk_;
+  uint64_t element_bytes_;
+  Shape whole_;
+  Shape last_;
+};
+
+template <class Launcher>
+class PreparedCopy final : public PreparedCall {
+ public:
+  PreparedCopy(Launcher& launcher, uint64_t bytes) : launcher_(launcher), bytes_(bytes) {}
+
+  bool run(uint64_t input, uint64_t output, uint64_t stream) override {
+    launcher_.copy(output, input, bytes_, stream);
+    return true;
+  }
+
+ private:
+  Launcher& launcher_;
+  uint64_t bytes_;
+};
+
 template <class Memory, class Launcher>
 class CoreImpl final : public Core {
  public:
@@ -89,22 +157,25 @@ class CoreImpl final : public Core {
     return unseen;
   }
 
-  void all_reduce(uint64_t input, uint64_t output, uint64_t count, uint32_t data_type, const LaunchPlan& plan,
-                  uint64_t stream) override {
+  std::unique_ptr<PreparedCall> prepare_all_reduce(uint64_t count, uint32_t data_type,
+                                                   const LaunchPlan& plan) override {
     const auto type = static_cast<DataType>(data_type);
     const uint64_t element_bytes = type == DataType::kFloat32 ? 4 : 2;
-    if (options_.world_size == 1) {
-      launcher_.copy(output, input, count * element_bytes, stream);
-      return;
-    }
-    for (uint64_t done = 0; done < count; done += plan.chunk_count) {
-      const uint64_t chunk = count - done < plan.chunk_count ? count - done : plan.chunk_count;
-      launch(input + done * element_bytes, output + done * element_bytes, chunk, element_bytes, type, plan, stream);
-    }
+    if (options_.world_size == 1) return std::make_unique<PreparedCopy<Launcher>>(launcher_, count * element_bytes);
+    if (count == 0 || plan.chunk_count == 0) throw std::invalid_argument("count and chunk_count must be positive");
+    const uint64_t chunk = count < plan.chunk_count ? count : plan.chunk_count;
+    const uint64_t last = (count - 1) % chunk + 1;
+    AllReduceArgs args{};
+    args.comm = comm_;
+    args.tile_lines_log2 = plan.tile_lines_log2;
+    args.depth = plan.depth;
+    return std::make_unique<PreparedAllReduce<Launcher>>(launcher_, args, count, chunk, element_bytes,
+                                                         shape(chunk, element_bytes, type, plan),
+                                                         shape(last, element_bytes, type, plan));
   }
 
   std::optional<ExpiredWait> expired() const override {
-    if (!has_expired()) return std::nullopt;
+    if (!has_expired(*comm_.mailbox)) return std::nullopt;
     const ErrorRecord& record = comm_.mailbox->error;
     return ExpiredWait{static_cast<int>(record.rank),
                        static_cast<int>(record.peer),
@@ -114,13 +185,11 @@ class CoreImpl final : public Core {
                        record.bytes};
   }
 
-  bool has_expired() const override { return __atomic_load_n(&comm_.mailbox->error.complete, __ATOMIC_ACQUIRE) != 0; }
-
   void abort() override { __atomic_store_n(&comm_.mailbox->abort_request, 1u, __ATOMIC_RELEASE); }
 
  private:
-  void launch(uint64_t input, uint64_t output, uint64_t count, uint64_t element_bytes, DataType type,
-              const LaunchPlan& plan, uint64_t stream) {
+  typename PreparedAllReduce<Launcher>::Shape shape(uint64_t count, uint64_t element_bytes, DataType type,
+                                                    const LaunchPlan& plan) {
     const auto algorithm = static_cast<AllReduceAlgorithm>(plan.algorithm);
     const auto world = static_cast<uint64_t>(options_.world_size);
     const uint64_t lines = (count * element_bytes + sizeof(Line) - 1) / sizeof(Line);
@@ -144,15 +213,9 @@ class CoreImpl final : public Core {
                                   std::to_string(static_cast<uint32_t>(type)) + ", " + std::to_string(plan.blocks) +
                                   " blocks of " + std::to_string(threads) + " threads");
     }
-    AllReduceArgs args{};
-    args.comm = comm_;
-    args.input = reinterpret_cast<const void*>(input);
-    args.output = reinterpret_cast<void*>(output);
-    args.count = count;
-    args.tile_lines_log2 = plan.tile_lines_log2;
-    args.depth = plan.depth;
-    launcher_.all_reduce(kernel, args, static_cast<uint32_t>(blocks), static_cast<uint32_t>(threads),
-                         static_cast<uint32_t>(shared_lines * sizeof(Line)), stream);
+    const Grid grid{static_cast<uint32_t>(blocks), static_cast<uint32_t>(threads),
+                    static_cast<uint32_t>(shared_lines * sizeof(Line))};
+    return {launcher_.function(kernel), grid};
   }
 
   CoreOptions options_;

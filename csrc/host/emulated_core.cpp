@@ -76,9 +76,11 @@ class EmulatedMemory {
 
 class EmulatedLauncher {
  public:
-  void all_reduce(AllReduceKernel kernel, const AllReduceArgs& args, uint32_t blocks, uint32_t threads, uint32_t shared,
-                  uint64_t) {
-    executor_->run({blocks, threads, shared}, [&] { kernel(args); });
+  using Function = AllReduceKernel;
+  Function function(AllReduceKernel kernel) const { return kernel; }
+
+  void launch(Function kernel, const AllReduceArgs& args, const Grid& grid, uint64_t) {
+    executor_->run({grid.blocks, grid.threads, grid.shared_bytes}, [&] { kernel(args); });
   }
 
   void p2p_test(const DeviceComm& comm, uint32_t world_size) {

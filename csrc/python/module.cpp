@@ -37,6 +37,9 @@ PYBIND11_MODULE(_core, module) {
       .def_readonly("sequence", &ExpiredWait::sequence)
       .def_readonly("bytes", &ExpiredWait::bytes);
 
+  py::class_<PreparedCall>(module, "PreparedCall")
+      .def("run", &PreparedCall::run, py::call_guard<py::gil_scoped_release>());
+
   // Handles are (fd, bytes): a descriptor that the caller now owns and b"", or -1 and the bytes of a cudaIpc
   // handle.
   py::class_<Core>(module, "Core")
@@ -53,16 +56,7 @@ PYBIND11_MODULE(_core, module) {
       .def("workspace_bytes", &Core::workspace_bytes)
       .def("send_marks", &Core::send_marks, py::call_guard<py::gil_scoped_release>())
       .def("peers_unseen", &Core::peers_unseen, py::call_guard<py::gil_scoped_release>())
-      // False, with nothing or not everything done, once a wait has expired.
-      .def(
-          "all_reduce",
-          [](Core& core, uint64_t input, uint64_t output, uint64_t count, uint32_t data_type, const LaunchPlan& plan,
-             uint64_t stream) {
-            if (core.has_expired()) return false;
-            core.all_reduce(input, output, count, data_type, plan, stream);
-            return !core.has_expired();
-          },
-          py::call_guard<py::gil_scoped_release>())
+      .def("prepare_all_reduce", &Core::prepare_all_reduce, py::keep_alive<0, 1>())
       .def("expired", &Core::expired)
       .def("abort", &Core::abort);
 

@@ -169,10 +169,11 @@ def sizes(smallest: int, largest: int) -> Iterator[int]:
 def _libraries(
     comm: llm_comm.Communicator, dtype: torch.dtype, max_bytes: int, group: dist.ProcessGroup
 ) -> tuple[list[Library], list[str]]:
-    """The libraries to compare, and a remark for each that is not there."""
+    """The libraries to compare, and remarks on what is missing or to be read with care."""
     ours = _LlmComm(comm, dtype)
     if comm.is_emulated:
-        return [ours, _TorchDistributed("gloo", group, dtype, comm.device)], []
+        remark = "emulated GPUs: these times compare CPU code and say nothing about GPUs"
+        return [ours, _TorchDistributed("gloo", group, dtype, comm.device)], [remark]
     libraries: list[Library] = [ours, _TorchDistributed("nccl", group, dtype, comm.device)]
     try:
         from torch.distributed import _symmetric_memory as symmetric_memory

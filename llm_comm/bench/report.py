@@ -158,7 +158,7 @@ def versions() -> dict[str, str | None]:
         "llm_comm": llm_comm.__version__,
         "commit": _source_commit(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # a subclass of str, which YAML does not write
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
         "driver": driver_version(),

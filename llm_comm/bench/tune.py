@@ -25,6 +25,8 @@ _CALLS = 20
 _COMPARE_FROM = MIB
 # One-shot sends world - 1 copies of the message: far above this it only costs time to measure.
 _ONE_SHOT_MAX_SENT = 4 * MIB
+# Blocks of 1024 threads were slower at every size: their barrier waits for 32 warps.
+_MAX_THREADS = 512
 # A simpler candidate is kept when another is better by less than the spread of repeated runs.
 _NOISE = 0.01
 
@@ -108,7 +110,9 @@ def candidates(size: int, world_size: int, sm_count: int) -> Iterator[TuningRow]
     for algorithm, tiled in (("one_shot", lines), ("two_shot", -(-lines // world_size))):
         if algorithm == "one_shot" and size * (world_size - 1) > _ONE_SHOT_MAX_SENT:
             continue
-        for tile_lines in (8, 16, 32, 64):
+        for tile_lines in (8, 16, 32, 64, 128, 256):
+            if tile_lines * world_size > _MAX_THREADS:
+                break
             tiles = -(-tiled // tile_lines)
             for waves in (1, 2, 4, 8):
                 blocks = waves * sm_count

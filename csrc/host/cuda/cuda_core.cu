@@ -2,6 +2,8 @@
 #include <cuda_runtime.h>
 
 #include <map>
+#include <optional>
+#include <utility>
 
 #include "host/core_impl.h"
 #include "host/cuda/device_memory.h"
@@ -34,6 +36,17 @@ class HostMemory {
 class CudaMemory {
  public:
   explicit CudaMemory(int device) : device_(device) {}
+  CudaMemory(CudaMemory&&) = default;
+  CudaMemory& operator=(CudaMemory&&) = delete;
+  ~CudaMemory() {
+    // Whoever drops a communicator may have left kernels running that use the memory.
+    if (local_.address() == nullptr) return;
+    int current = 0;
+    cudaGetDevice(&current);
+    cudaSetDevice(device_);
+    cudaDeviceSynchronize();
+    cudaSetDevice(current);
+  }
 
   WorkspaceHandle create(uint64_t bytes, bool use_ipc) {
     const DeviceGuard guard(device_);
@@ -67,41 +80,56 @@ class CudaMemory {
   std::map<int, DeviceMemory> peers_;
 };
 
+// Launches through the driver: the runtime looks the kernel up in a table at every launch, which is host time of every
+// eager call.
 class CudaLauncher {
  public:
+  using Function = CUfunction;
+
   CudaLauncher(int device, bool dependent_launch) : device_(device) {
     int major = 0;
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
-    attribute_.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute_.val.programmaticStreamSerializationAllowed = dependent_launch && major >= 9;
+    check(driver_.ctx_get_current(&context_), "cuCtxGetCurrent");
+    attribute_.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    attribute_.value.programmaticStreamSerializationAllowed = dependent_launch && major >= 9;
   }
-  CudaLauncher(CudaLauncher&& other) noexcept { *this = std::move(other); }
-  CudaLauncher& operator=(CudaLauncher&& other) noexcept {
-    device_ = other.device_;
-    attribute_ = other.attribute_;
-    std::swap(last_stream_, other.last_stream_);
-    std::swap(has_last_stream_, other.has_last_stream_);
-    std::swap(order_, other.order_);
-    return *this;
-  }
+  CudaLauncher(CudaLauncher&& other) noexcept
+      : device_(other.device_),
+        context_(other.context_),
+        attribute_(other.attribute_),
+        last_stream_(other.last_stream_),
+        has_last_stream_(other.has_last_stream_),
+        order_(std::exchange(other.order_, nullptr)) {}
+  CudaLauncher& operator=(CudaLauncher&&) = delete;
   ~CudaLauncher() {
     if (order_ != nullptr) cudaEventDestroy(order_);
   }
 
-  void all_reduce(AllReduceKernel kernel, const AllReduceArgs& args, uint32_t blocks, uint32_t threads, uint32_t shared,
-                  uint64_t stream) {
+  Function function(AllReduceKernel kernel) const {
     const DeviceGuard guard(device_);
+    cudaFunction_t function = nullptr;
+    check(cudaGetFuncBySymbol(&function, reinterpret_cast<const void*>(kernel)), "cudaGetFuncBySymbol");
+    return function;
+  }
+
+  void launch(Function function, const AllReduceArgs& args, const Grid& grid, uint64_t stream) {
+    CUcontext current = nullptr;
+    check(driver_.ctx_get_current(&current), "cuCtxGetCurrent");
+    std::optional<DeviceGuard> guard;
+    if (current != context_) guard.emplace(device_);
     const auto cuda_stream = reinterpret_cast<cudaStream_t>(stream);
     order_behind_last_call(cuda_stream);
-    cudaLaunchConfig_t config{};
-    config.gridDim = blocks;
-    config.blockDim = threads;
-    config.dynamicSmemBytes = shared;
-    config.stream = cuda_stream;
+    CUlaunchConfig config{};
+    config.gridDimX = grid.blocks;
+    config.gridDimY = config.gridDimZ = 1;
+    config.blockDimX = grid.threads;
+    config.blockDimY = config.blockDimZ = 1;
+    config.sharedMemBytes = grid.shared_bytes;
+    config.hStream = cuda_stream;
     config.attrs = &attribute_;
-    config.numAttrs = attribute_.val.programmaticStreamSerializationAllowed ? 1 : 0;
+    config.numAttrs = attribute_.value.programmaticStreamSerializationAllowed ? 1 : 0;
     void* parameters[] = {const_cast<AllReduceArgs*>(&args)};
-    check(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), parameters), "launch of all-reduce");
+    check(driver_.launch_kernel_ex(&config, function, parameters, nullptr), "launch of all-reduce");
   }
 
   void p2p_test(const DeviceComm& comm, uint32_t world_size) {
@@ -137,8 +165,10 @@ class CudaLauncher {
     has_last_stream_ = true;
   }
 
-  int device_ = 0;
-  cudaLaunchAttribute attribute_{};
+  const Driver& driver_ = Driver::get();
+  int device_;
+  CUcontext context_ = nullptr;  // the device's primary context
+  CUlaunchAttribute attribute_{};
   cudaStream_t last_stream_ = nullptr;
   bool has_last_stream_ = false;
   cudaEvent_t order_ = nullptr;

@@ -25,8 +25,10 @@ void load(Function& function, const char* name) {
 
 Driver load_driver() {
   Driver driver{};
+  load(driver.ctx_get_current, "cuCtxGetCurrent");
   load(driver.device_get_attribute, "cuDeviceGetAttribute");
   load(driver.get_error_string, "cuGetErrorString");
+  load(driver.launch_kernel_ex, "cuLaunchKernelEx");
   load(driver.mem_get_allocation_granularity, "cuMemGetAllocationGranularity");
   load(driver.mem_create, "cuMemCreate");
   load(driver.mem_release, "cuMemRelease");

@@ -8,8 +8,10 @@
 namespace llm_comm::host {
 
 struct Driver {
+  decltype(&cuCtxGetCurrent) ctx_get_current;
   decltype(&cuDeviceGetAttribute) device_get_attribute;
   decltype(&cuGetErrorString) get_error_string;
+  decltype(&cuLaunchKernelEx) launch_kernel_ex;
   decltype(&cuMemGetAllocationGranularity) mem_get_allocation_granularity;
   decltype(&cuMemCreate) mem_create;
   decltype(&cuMemRelease) mem_release;

@@ -33,19 +33,29 @@ struct Element<DataType::kFloat32> {
   static LLM_COMM_DEVICE uint32_t round(float value) { return float_to_bits(value); }
 };
 
-// Sums one element over World contributions that lie `stride` elements apart, contribution r being rank r's.
-// The sum starts from rank 0's value, not from +0.0, so that -0.0 survives where all ranks hold it.
-template <DataType D, int World>
-LLM_COMM_DEVICE typename Element<D>::Storage sum_in_rank_order(const typename Element<D>::Storage* elements,
-                                                               uint32_t stride) {
+// Neighbouring elements that one thread loads, sums and stores together.
+template <DataType D, uint32_t Width>
+struct alignas(sizeof(typename Element<D>::Storage) * Width) Pack {
+  typename Element<D>::Storage element[Width];
+};
+
+// Sums packs over World contributions that lie `stride` packs apart, contribution r being rank r's. The sum starts from
+// rank 0's value, not from +0.0, so that -0.0 survives where all ranks hold it.
+template <DataType D, int World, uint32_t Width>
+LLM_COMM_DEVICE Pack<D, Width> sum_in_rank_order(const Pack<D, Width>* packs, uint32_t stride) {
   using E = Element<D>;
-  typename E::Storage contribution[World];
+  Pack<D, Width> contribution[World];
   LLM_COMM_UNROLL(8)
-  for (int r = 0; r < World; ++r) contribution[r] = elements[r * stride];
-  float sum = E::value(contribution[0]);
-  LLM_COMM_UNROLL(8)
-  for (int r = 1; r < World; ++r) sum += E::value(contribution[r]);
-  return E::round(sum);
+  for (int r = 0; r < World; ++r) contribution[r] = packs[r * stride];
+  Pack<D, Width> sums;
+  LLM_COMM_UNROLL(4)
+  for (uint32_t i = 0; i < Width; ++i) {
+    float sum = E::value(contribution[0].element[i]);
+    LLM_COMM_UNROLL(8)
+    for (int r = 1; r < World; ++r) sum += E::value(contribution[r].element[i]);
+    sums.element[i] = E::round(sum);
+  }
+  return sums;
 }
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

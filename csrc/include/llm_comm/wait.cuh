@@ -61,6 +61,9 @@ template <class Poll>
 LLM_COMM_DEVICE bool wait_until(Poll poll, const WaitBounds& bounds, const WaitSite& site, uint32_t peer,
                                 uint32_t phase) {
   constexpr uint32_t kPollsPerCheck = 2048;
+  // Of the waits that a missing rank holds up, those of later phases wait for ranks that wait themselves: they expire a
+  // little later, so that the record names the rank that is missing.
+  const uint64_t timeout_ns = bounds.timeout_ns + bounds.timeout_ns / 16 * phase;
   uint64_t start = 0;
   for (;;) {
     // A loop of its own, unrolled: with the check inside, or a jump at every poll, calls take 2 to 3 %
@@ -73,7 +76,7 @@ LLM_COMM_DEVICE bool wait_until(Poll poll, const WaitBounds& bounds, const WaitS
     const uint64_t now = clock_ns();
     if (start == 0) start = now;
     if (load_relaxed(bounds.aborted) != 0 || load_relaxed(&bounds.mailbox->abort_request) != 0) return false;
-    if (now - start > bounds.timeout_ns) {
+    if (now - start > timeout_ns) {
       record_expired_wait(bounds, site, peer, phase);
       return false;
     }

@@ -31,6 +31,16 @@ struct PeerParallel {
         column(thread_index() & (tile_lines - 1)) {}
 };
 
+// Elements that a thread sums together: as many as give every thread of a block one pack of its tile. Measured: sums by
+// whole lines leave most threads idle, sums by elements make few ranks loop.
+template <DataType D, int World>
+inline constexpr uint32_t kSumWidth = [] {
+  constexpr uint32_t kPerLine = sizeof(Line) / sizeof(typename Element<D>::Storage);
+  uint32_t width = 1;
+  while (width * 2 * World <= kPerLine) width *= 2;
+  return width;
+}();
+
 // Input and output of this rank. The last line may be partial and pointers only element-aligned: both go the
 // slow way, element by element, with zeros sent in place of what is not there.
 template <DataType D>
@@ -76,15 +86,14 @@ class Message {
     }
   }
 
-  LLM_COMM_DEVICE void store_element(uint64_t element, Storage value) const { output_[element] = value; }
-
-  // Elements of `tile`, of the tile size in lines, that exist. A thread sums one element, whoever sent it:
-  // with more threads than elements to sum in each line, more of them take part than with a line or a word a
-  // thread.
-  LLM_COMM_DEVICE uint32_t elements_in_tile(uint32_t first_line, uint32_t tile_lines) const {
-    const uint64_t first = static_cast<uint64_t>(first_line) * kPerLine;
-    const uint32_t whole = tile_lines * kPerLine;
-    return first >= count_ ? 0 : (count_ - first < whole ? static_cast<uint32_t>(count_ - first) : whole);
+  // Stores the pack whose first element is `first`, a multiple of Width, as far as it exists.
+  template <uint32_t Width>
+  LLM_COMM_DEVICE void store_pack(uint64_t first, Pack<D, Width> pack) const {
+    if (first / kPerLine < output_whole_lines_) {
+      *reinterpret_cast<Pack<D, Width>*>(output_ + first) = pack;
+      return;
+    }
+    for (uint32_t i = 0; i < Width && first + i < count_; ++i) output_[first + i] = pack.element[i];
   }
 
  private:

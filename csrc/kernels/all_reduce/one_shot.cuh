@@ -53,13 +53,13 @@ all_reduce_one_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
           is_own ? (SingleTile ? next : message.load(line)) : receive_line(incoming + line, op, self.peer, 0);
     }
     block_sync();
-    using Storage = typename Message<D>::Storage;
-    constexpr uint32_t kPerLine = Message<D>::kPerLine;
-    const Storage* const elements = reinterpret_cast<const Storage*>(columns);
-    const uint32_t count = message.elements_in_tile(tile, self.tile_lines);
+    constexpr uint32_t kWidth = kSumWidth<D, World>;
+    constexpr uint32_t kPacksPerLine = Message<D>::kPerLine / kWidth;
+    const auto* const packs = reinterpret_cast<const Pack<D, kWidth>*>(columns);
+    const uint32_t count = (lines - tile < self.tile_lines ? lines - tile : self.tile_lines) * kPacksPerLine;
     for (uint32_t i = thread_index(); i < count; i += block_threads()) {
-      message.store_element(static_cast<uint64_t>(tile) * kPerLine + i,
-                            sum_in_rank_order<D, World>(elements + i, self.tile_lines * kPerLine));
+      message.store_pack((static_cast<uint64_t>(tile) * kPacksPerLine + i) * kWidth,
+                         sum_in_rank_order<D, World>(packs + i, self.tile_lines * kPacksPerLine));
     }
     // After the result is out: the next operation that uses the line cannot start before this one has ended.
     if (!is_own && line < lines) re_arm_line(incoming + line);

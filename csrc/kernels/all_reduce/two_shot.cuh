@@ -61,11 +61,11 @@ all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
           is_own ? (SingleTile ? next : message.load(rank * slice + i)) : receive_line(incoming + i, op, self.peer, 0);
     }
     block_sync();
-    using Storage = typename Message<D>::Storage;
-    const Storage* const elements = reinterpret_cast<const Storage*>(contributions);
-    const uint32_t tile_elements = self.tile_lines * Message<D>::kPerLine;
-    for (uint32_t e = thread_index(); e < tile_elements; e += block_threads()) {
-      reinterpret_cast<Storage*>(sums)[e] = sum_in_rank_order<D, World>(elements + e, tile_elements);
+    constexpr uint32_t kWidth = kSumWidth<D, World>;
+    const uint32_t count = self.tile_lines * Message<D>::kPerLine / kWidth;
+    const auto* const packs = reinterpret_cast<const Pack<D, kWidth>*>(contributions);
+    for (uint32_t p = thread_index(); p < count; p += block_threads()) {
+      reinterpret_cast<Pack<D, kWidth>*>(sums)[p] = sum_in_rank_order<D, World>(packs + p, count);
     }
     // The sums are read before the next tile's first block_sync() and written after it; contributions are
     // written after this one and read before it.

@@ -1,0 +1,239 @@
+"""The benchmark: what it calls wrong, how it ranks, and how it reports."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llm_comm.bench import all_reduce, report, timing
+from llm_comm.bench.all_reduce import Reference
+from llm_comm.bench.report import Result, Row
+from llm_comm.bench.timing import Schedule
+from llm_comm.errors import ConfigError
+
+CPU = torch.device("cpu")
+PLAN = {"algorithm": "one_shot", "protocol": "LL", "blocks": 8, "threads": 512}
+
+
+def rank_order_sum(reference: Reference, world: int, dtype: torch.dtype) -> torch.Tensor:
+    """What a correct all-reduce returns: a float32 sum in rank order, rounded once."""
+    total = reference.addend(0, salt=1).float()
+    for rank in range(1, world):
+        total += reference.addend(rank, salt=1).float()
+    return total.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_reference_accepts_a_right_sum(world: int, dtype: torch.dtype) -> None:
+    reference = Reference(10_007, world, dtype, CPU)
+    total = rank_order_sum(reference, world, dtype)
+    assert reference.error(total, salt=1, rounds_once=True) <= 1.0
+    assert reference.error(total, salt=1, rounds_once=False) <= 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_reference_finds_a_sum_that_was_rounded_twice(dtype: torch.dtype) -> None:
+    world = 4
+    reference = Reference(10_007, world, dtype, CPU)
+    total = reference.addend(0, salt=1)
+    for rank in range(1, world):
+        total = total + reference.addend(rank, salt=1)
+    assert reference.error(total, salt=1, rounds_once=True) > 1.0
+    assert reference.error(total, salt=1, rounds_once=False) <= 1.0
+
+
+@pytest.mark.parametrize("position", [0, 5_000, 10_006])
+@pytest.mark.parametrize("rounds_once", [True, False])
+def test_reference_finds_one_missing_addend(position: int, rounds_once: bool) -> None:
+    reference = Reference(10_007, 4, torch.bfloat16, CPU)
+    total = rank_order_sum(reference, 4, torch.bfloat16)
+    total[position] -= reference.addend(2, salt=1)[position]
+    assert reference.error(total, salt=1, rounds_once=rounds_once) > 1.0
+
+
+def test_reference_finds_stale_and_missing_results() -> None:
+    reference = Reference(1_000, 2, torch.float32, CPU)
+    total = rank_order_sum(reference, 2, torch.float32)
+    assert reference.error(total, salt=0, rounds_once=False) > 1.0
+    total[3] = float("nan")
+    assert reference.error(total, salt=1, rounds_once=False) > 1.0
+
+
+def test_sizes_double() -> None:
+    assert list(all_reduce.sizes(1000, 4000)) == [1000, 2000, 4000]
+    assert list(all_reduce.sizes(1000, 3999)) == [1000, 2000]
+
+
+def row(**us: float | Result) -> Row:
+    results = {name: value if isinstance(value, Result) else Result(us=value, error=0.0) for name, value in us.items()}
+    return Row(2048, "graph", PLAN, results)
+
+
+def test_speedup_is_over_the_best_other_that_was_right() -> None:
+    measured = row(llm_comm=2.0, nccl=9.0, slow=20.0, wrong=Result(us=1.0, error=3.0), absent=Result(skipped="why"))
+    assert measured.best_other == "nccl"
+    assert measured.speedup == 4.5
+    assert measured.wrong
+
+
+def test_no_speedup_without_a_time_or_a_rival() -> None:
+    assert row(llm_comm=Result(skipped="too large"), nccl=9.0).speedup is None
+    assert row(llm_comm=2.0, nccl=Result(skipped="why")).speedup is None
+
+
+@pytest.mark.parametrize(("error", "wrong"), [(1.0, False), (1.01, True), (float("nan"), True), (None, False)])
+def test_wrong(error: float | None, wrong: bool) -> None:
+    assert Result(us=1.0, error=error).wrong is wrong
+
+
+def test_table_marks_wrong_results_and_shows_the_lead() -> None:
+    text = report.table([row(llm_comm=2.0, nccl=9.0), row(llm_comm=Result(us=1.0, error=2.0), nccl=9.0)], "graph")
+    head, good, bad = text.splitlines()
+    assert head.split() == ["bytes", "llm_comm", "nccl", "speedup", "over", "plan"]
+    assert good.split()[:5] == ["2K", "2.00", "9.00", "4.50x", "nccl"]
+    assert "1.00 BAD" in bad
+    assert "BAD" not in good
+
+
+def test_table_shows_host_time_where_the_host_issues_calls() -> None:
+    text = report.table([row(llm_comm=Result(us=2.0, host_us=1.5, error=0.0), nccl=9.0)], "graph")
+    assert text.splitlines()[0].split()[3] == "host"
+    assert text.splitlines()[1].split()[3] == "1.50"
+
+
+def test_skipped_notes_name_library_sizes_and_reason() -> None:
+    rows = [row(llm_comm=2.0, symm=Result(skipped="no fp16"))] * 2
+    assert report.skipped_notes(rows) == ["symm (graph) left out at 2K, 2K: no fp16"]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(1, "1"), (1023, "1023"), (1024, "1K"), (20036, "19.6K"), (8 << 20, "8M"), (3 << 30, "3G")],
+)
+def test_format_bytes(count: int, text: str) -> None:
+    assert report.format_bytes(count) == text
+
+
+def test_row_survives_json() -> None:
+    found = json.loads(json.dumps(row(llm_comm=2.0, nccl=Result(us=9.0, error=2.0)).as_dict()))
+    assert found["message_bytes"] == 2048
+    assert found["results"]["llm_comm"]["us"] == 2.0
+    assert found["wrong"] == ["nccl"]
+
+
+def test_plot_writes_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plot.png"
+    report.plot(path, [row(llm_comm=2.0, nccl=9.0, absent=Result(skipped="why"))], "title")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match="pip install"):
+        report.require_matplotlib()
+
+
+def arguments(**given: object) -> argparse.Namespace:
+    defaults = {
+        "world": 2,
+        "device": "emulated",
+        "min": 1024,
+        "max": None,
+        "mode": None,
+        "calls": None,
+        "reps": None,
+    }
+    return argparse.Namespace(**{**defaults, "plot": None, "argv": [], **given})
+
+
+@pytest.mark.parametrize("given", [{"mode": ("graph",)}, {"min": 4096, "max": 1024}])
+def test_options_that_cannot_work_are_refused_before_any_rank_starts(
+    given: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(all_reduce.launch, "spawn", lambda *_: pytest.fail("started ranks"))
+    with pytest.raises(ConfigError):
+        all_reduce.run(arguments(**given))
+
+
+def test_multicast_of_torch_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "")
+    monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST")
+    environ = all_reduce.os.environ
+    monkeypatch.setattr(
+        all_reduce.launch, "spawn", lambda *_: seen.append(environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"]) or 0
+    )
+    assert all_reduce.run(arguments()) == 0
+    assert seen == ["1"]
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world = dist.group.WORLD
+    assert world is not None
+    yield world
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("aligned", "calls_a_run"), [(True, 5 + 2), (False, 5)])
+def test_eager_runs_reset_before_each_and_time_the_right_calls(
+    aligned: bool, calls_a_run: int, group: dist.ProcessGroup
+) -> None:
+    done: list[str] = []
+    schedule = Schedule(calls=5, reps=4, aligned=aligned)
+    timed = timing.time_eager(lambda: done.append("call"), lambda: done.append("reset"), schedule, CPU, group)
+    runs = 4 + timing._WARM_UP_RUNS
+    assert done == (["reset"] + ["call"] * calls_a_run) * runs
+    assert timed.min_us <= timed.us
+    assert timed.host_us is not None
+
+
+class WrongOnFreshData:
+    """A library whose result is right once and stale ever after."""
+
+    name, in_place, rounds_once = "stale", False, True
+
+    def bind(self, count: int) -> all_reduce.Bound:
+        x = torch.empty(count)
+        first: list[torch.Tensor] = []
+
+        def call() -> torch.Tensor:
+            first[:] = first or [x.clone()]
+            return first[0]
+
+        return all_reduce.Bound(x, call)
+
+
+class Unsupported:
+    """A library that takes no input."""
+
+    name, in_place, rounds_once = "none", False, True
+
+    def bind(self, count: int) -> all_reduce.Bound:
+        raise RuntimeError(f"cannot take {count} elements\nand a long explanation")
+
+
+class LoneComm:
+    """Stands for a communicator of one rank."""
+
+    rank, world_size, device = 0, 1, CPU
+
+
+def test_measuring_notices_stale_results_and_keeps_reasons(group: dist.ProcessGroup) -> None:
+    bench = all_reduce._Bench(LoneComm(), group, torch.float32, Schedule(1, 1, False))  # type: ignore[arg-type]
+    reference = Reference(100, 1, torch.float32, CPU)
+    assert bench._measure(WrongOnFreshData(), 100, "eager", reference).wrong
+    assert bench._measure(Unsupported(), 100, "eager", reference) == Result(skipped="cannot take 100 elements")

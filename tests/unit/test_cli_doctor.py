@@ -1,0 +1,173 @@
+"""The doctor: reports what it finds, survives what it does not find, and reads the machine's tools right."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from llm_comm import cli, doctor
+
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV18\tSYS\tPIX\t0-63\t0\t\tN/A
+GPU1\tNV18\t X \tNODE\tSYS\t0-63\t0\t\tN/A
+GPU2\tSYS\tNODE\t X \tSYS\t64-127\t1\t\tN/A
+NIC0\tPIX\tSYS\tSYS\t X
+
+Legend:
+
+  X    = Self
+  NV#  = Connection traversing a bonded set of # NVLinks
+"""
+
+
+def test_every_section_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert set(report) == {
+        "verdict",
+        "versions",
+        "build",
+        "gpus",
+        "links",
+        "multicast",
+        "workspace",
+        "tuning",
+        "engines",
+        "configuration",
+    }
+    assert not [title for title, section in report.items() if "error" in section]
+
+
+def test_a_failing_section_is_reported_and_the_others_stay(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> None:
+        raise OSError("driver is gone")
+
+    monkeypatch.setattr(doctor, "_SECTIONS", {"gpus": broken, "engines": lambda: {"vLLM": "not installed"}})
+    assert doctor.run(argparse.Namespace(json=False)) == 0
+    assert capsys.readouterr().out == "gpus\n  error: OSError: driver is gone\nengines\n  vLLM: not installed\n"
+
+
+def test_render_shows_nesting_matrices_and_plain_words() -> None:
+    report = {
+        "gpus": {"GPU 0": {"vmm": True, "posix_fd": False, "driver": None}},
+        "links": {"links": [["X", "NV18"]]},
+    }
+    assert doctor.render(report).splitlines() == [
+        "gpus",
+        "  GPU 0:",
+        "    vmm: yes",
+        "    posix_fd: no",
+        "    driver: -",
+        "links",
+        "  links:",
+        "       X  NV18",
+    ]
+
+
+def test_multicast_says_which_variables_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    found = doctor.collect()["multicast"]
+    assert found["state"] == "off"
+    assert found["variables"]["NCCL_NVLS_ENABLE"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("version", "integrated", "phrase"),
+    [
+        (None, True, "not installed"),
+        ("0.26.0", True, "go through llm_comm"),
+        ("0.26.0", False, "not in this release"),
+    ],
+)
+def test_engines(version: str | None, integrated: bool, phrase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "installed_version", lambda _: version)
+    monkeypatch.setattr(doctor, "_importable", lambda _: integrated)
+    assert all(phrase in gets for gets in doctor.collect()["engines"].values())
+
+
+def test_importable_without_the_parent_package() -> None:
+    assert doctor._importable("json.decoder")
+    assert not doctor._importable("no_such_package.module")
+
+
+def test_configuration_names_the_variable_a_value_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLM_COMM_TIMEOUT_S", "12.5")
+    found = doctor.collect()["configuration"]
+    assert found["timeout_s"] == "12.5 (LLM_COMM_TIMEOUT_S)"
+    assert found["multicast"] == "auto (default)"
+
+
+def test_topology_of_nvidia_smi() -> None:
+    assert doctor.parse_topology(TOPOLOGY) == [
+        ["X", "NV18", "SYS"],
+        ["NV18", "X", "NODE"],
+        ["SYS", "NODE", "X"],
+    ]
+
+
+def test_links_follow_cudas_numbering(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = {"topo": TOPOLOGY, "--query-gpu=uuid": "GPU-a\nGPU-b\nGPU-c"}
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(doctor, "run_tool", lambda _, option, *__: outputs[option])
+    assert doctor.link_matrix(["GPU-c", "GPU-b"]) == [["X", "NODE"], ["NODE", "X"]]
+
+
+def test_links_say_when_nobody_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(doctor, "run_tool", lambda *_: None)
+    with pytest.raises(RuntimeError, match="nvidia-smi does not answer"):
+        doctor.link_matrix(["GPU-a", "GPU-b"])
+
+
+class FakeNvml:
+    """Three GPUs: a and b share two NVLinks, a has one to a switch, c hangs on PCIe."""
+
+    NVML_P2P_CAPS_INDEX_NVLINK = 2
+    NVML_P2P_STATUS_OK = 0
+    NVML_NVLINK_MAX_LINKS = 18
+
+    class NVMLError(Exception):
+        """As raised for a link that a GPU does not have."""
+
+    ends: ClassVar = {"a": ["b", "b", "switch", "c"], "b": ["a", "a"], "c": []}
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlShutdown(self) -> None: ...
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        return uuid
+
+    def nvmlDeviceGetPciInfo(self, gpu: str) -> Any:
+        return SimpleNamespace(busId=gpu)
+
+    def nvmlDeviceGetP2PStatus(self, a: str, b: str, _index: int) -> int:
+        return 0 if "c" not in (a, b) else 1
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, _a: str, _b: str) -> int:
+        return 50
+
+    def nvmlDeviceGetNvLinkState(self, gpu: str, link: int) -> int:
+        if link >= len(self.ends[gpu]):
+            raise self.NVMLError
+        return 1
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, gpu: str, link: int) -> Any:
+        return SimpleNamespace(busId=self.ends[gpu][link])
+
+
+def test_links_from_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(doctor.importlib, "import_module", lambda _: FakeNvml())
+    assert doctor.link_matrix(["a", "b", "c"]) == [
+        ["X", "NV3", "SYS"],
+        ["NV2", "X", "SYS"],
+        ["SYS", "SYS", "X"],
+    ]

@@ -1,0 +1,109 @@
+"""The commands as a user runs them, on emulated GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llm_comm import launch
+from llm_comm.launch import Placement
+
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+SMALL = ["--hidden", "64", "--layers", "2", "--vocab", "64", "--tokens", "6", "--prompt-len", "3"]
+
+# Runs the command line with a communicator of which one rank returns the sum of all but the last element.
+SABOTAGE = """
+import os, sys
+sys.path[:] = {path!r}
+import llm_comm
+from llm_comm import cli
+right = llm_comm.Communicator.all_reduce
+def wrong(self, x, out=None):
+    total = right(self, x, out)
+    total.view(-1)[-1] = 0
+    return total
+if os.environ["RANK"] == "{saboteur}":
+    llm_comm.Communicator.all_reduce = wrong
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def run(argv: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    start = f"import sys; sys.path[:] = {sys.path!r}; from llm_comm import cli; sys.exit(cli.main())"
+    command = [sys.executable, "-c", start, *argv]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_demo(batch: int, tmp_path: Path) -> None:
+    report = tmp_path / "demo.json"
+    argv = [
+        "demo",
+        "--device",
+        "emulated",
+        "--world",
+        "2",
+        "--batch",
+        str(batch),
+        "--json",
+        str(report),
+        *SMALL,
+    ]
+    done = run(argv)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "2 emulated GPUs" in lines[0]
+    assert lines[-1].startswith("demo passed on 2 emulated GPUs")
+    found = json.loads(report.read_text())
+    assert found["check"]["passed"]
+    assert found["check"]["rank_spread"] == 0
+    # Two all-reduces a layer: one prefill and five steps.
+    assert found["all_reduce"]["served"] == {
+        str(batch * 3 * 64 * 4): 4,
+        str(batch * 64 * 4): 20,
+    }
+    assert {plan["message_bytes"] for plan in found["all_reduce"]["plans"]} >= {1024 << step for step in range(11)}
+
+
+def test_demo_refuses_a_world_that_does_not_divide_the_model() -> None:
+    done = run(["demo", "--device", "emulated", "--world", "3"])
+    assert done.returncode == 2
+    assert "does not split over 3 ranks" in done.stderr
+
+
+@pytest.mark.parametrize("saboteur", [0, 1])
+def test_demo_fails_when_one_rank_gets_one_wrong_element(saboteur: int, capfd: pytest.CaptureFixture[str]) -> None:
+    status, output = run_sabotaged(["demo", "--device", "emulated", *SMALL], saboteur, capfd)
+    assert status == 1
+    assert "demo FAILED" in output
+
+
+def test_bench_all_reduce(tmp_path: Path) -> None:
+    report = tmp_path / "bench.json"
+    done = run(["bench", "all-reduce", "--device", "emulated", "--world", "2", "--max", "2K", "--json", str(report)])
+    assert done.returncode == 0, done.stderr
+    found = json.loads(report.read_text())
+    assert [row["message_bytes"] for row in found["rows"]] == [1024, 2048]
+    assert all(set(row["results"]) == {"llm_comm", "gloo"} for row in found["rows"])
+    assert all(row["results"]["llm_comm"]["error"] <= 1 for row in found["rows"])
+    assert "llm_comm" in done.stdout
+
+
+def test_bench_marks_wrong_sums_and_fails(capfd: pytest.CaptureFixture[str]) -> None:
+    argv = ["bench", "all-reduce", "--device", "emulated", "--max", "1K"]
+    status, output = run_sabotaged(argv, saboteur=1, capfd=capfd)
+    assert status == 1
+    assert " BAD" in output
+
+
+def run_sabotaged(argv: list[str], saboteur: int, capfd: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Exit status and output of two ranks, one of which gets wrong sums."""
+    script = SABOTAGE.format(path=sys.path, saboteur=saboteur)
+    status = launch.run_ranks(Placement(2, on_gpu=False), [sys.executable, "-c", script, *argv])
+    return status, capfd.readouterr().out

@@ -1,0 +1,131 @@
+"""Launching ranks: where they are placed, what they are given, and that none survives a failure."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from llm_comm import launch
+from llm_comm.errors import ConfigError
+from llm_comm.launch import Placement
+
+EMULATED = Placement(world=3, on_gpu=False, reason="test")
+SLEEPS_UNLESS_RANK_1 = """
+import os, pathlib, sys, time
+rank = os.environ["RANK"]
+pathlib.Path(sys.argv[1], rank).write_text(str(os.getpid()))
+while len(os.listdir(sys.argv[1])) < 3:
+    time.sleep(0.01)
+if rank == "1":
+    {ending}
+time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _outside_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(launch, "usable_gpus", lambda: (count, "" if count > 1 else "not enough GPUs"))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "world", "device", "expected"),
+    [
+        (0, None, "auto", (4, False)),
+        (1, None, "auto", (4, False)),
+        (2, None, "auto", (2, True)),
+        (8, None, "auto", (8, True)),
+        (16, None, "auto", (8, True)),
+        (8, 3, "auto", (3, True)),
+        (2, 4, "auto", (4, False)),
+        (8, None, "emulated", (4, False)),
+        (8, 8, "cuda", (8, True)),
+    ],
+)
+def test_place(
+    gpus: int, world: int | None, device: str, expected: tuple[int, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_gpus(monkeypatch, gpus)
+    placement = launch.place(world, device)
+    assert (placement.world, placement.on_gpu) == expected
+    assert bool(placement.reason) is not placement.on_gpu
+
+
+def test_default_world_is_one_that_the_command_prefers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, 7)
+    assert launch.place(None, "auto", preferred=[2, 4, 8]).world == 4
+
+
+@pytest.mark.parametrize(("world", "device"), [(1, "auto"), (9, "auto"), (4, "cuda"), (None, "cuda")])
+def test_place_rejects(world: int | None, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, 0)
+    with pytest.raises(ConfigError):
+        launch.place(world, device)
+
+
+def test_launched_group_decides_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, 0)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    assert launch.place(None, "auto").world == 5
+    assert launch.place(5, "auto").world == 5
+    with pytest.raises(ConfigError, match="contradicts"):
+        launch.place(4, "auto")
+
+
+def test_ranks_get_the_environment_of_torchrun(tmp_path: Path) -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    script = (
+        "import os, pathlib, sys; pathlib.Path(sys.argv[1], os.environ['RANK'])"
+        f".write_text(' '.join(os.environ[n] for n in {names!r}))"
+    )
+    assert launch.run_ranks(EMULATED, [sys.executable, "-c", script, str(tmp_path)]) == 0
+    found = [(tmp_path / str(rank)).read_text().split() for rank in range(3)]
+    assert [values[:5] for values in found] == [[str(r), str(r), "3", "3", "127.0.0.1"] for r in range(3)]
+    assert len({values[5] for values in found}) == 1
+
+
+@pytest.mark.parametrize(("ending", "status"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 128 + signal.SIGKILL)])
+def test_one_failing_rank_stops_all(ending: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_GRACE_S", 0.1)
+    script = SLEEPS_UNLESS_RANK_1.format(ending=ending)
+    assert launch.run_ranks(EMULATED, [sys.executable, "-c", script, str(tmp_path)]) == status
+    assert not any(is_running(int(path.read_text())) for path in tmp_path.iterdir())
+
+
+def test_ranks_end_with_a_terminated_launcher(tmp_path: Path) -> None:
+    rank = SLEEPS_UNLESS_RANK_1.format(ending="pass")
+    launcher = (
+        f"import sys; sys.path[:] = {sys.path!r}\n"
+        "from llm_comm import launch\n"
+        f"command = [sys.executable, '-c', {rank!r}, {str(tmp_path)!r}]\n"
+        "sys.exit(launch.run_ranks(launch.Placement(3, False), command))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", launcher])
+    try:
+        while len(list(tmp_path.iterdir())) < 3:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+    assert not any(is_running(int(path.read_text())) for path in tmp_path.iterdir())
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

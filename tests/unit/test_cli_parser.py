@@ -1,0 +1,73 @@
+"""The command line: what it parses, to whom it hands over, and which exit status it returns."""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+
+import pytest
+
+from llm_comm import cli
+from llm_comm.errors import ConfigError, PeerTimeout
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("512", 512), ("1K", 1024), ("64k", 65536), ("8M", 8 << 20), ("8MB", 8 << 20), ("1G", 1 << 30)],
+)
+def test_byte_count(text: str, count: int) -> None:
+    assert cli.byte_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "0", "K", "4Q", "-1K", "1.5K"])
+def test_byte_count_rejects(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="not a size"):
+        cli.byte_count(text)
+
+
+@pytest.mark.parametrize(
+    ("argv", "module"),
+    [
+        (["demo"], "llm_comm.demo.run"),
+        (["bench", "all-reduce"], "llm_comm.bench.all_reduce"),
+        (["tune"], "llm_comm.bench.tune"),
+        (["doctor"], "llm_comm.doctor"),
+    ],
+)
+def test_every_command_is_handed_to_its_module(argv: list[str], module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def load(name: str) -> SimpleNamespace:
+        return SimpleNamespace(run=lambda args: seen.append((name, args.argv)) or 5)
+
+    monkeypatch.setattr(cli.importlib, "import_module", load)
+    assert cli.main(argv) == 5
+    assert seen == [(module, argv)]
+
+
+@pytest.mark.parametrize("argv", [[], ["bench"], ["demo", "--world", "0"], ["bench", "all-reduce", "--mode", "x"]])
+def test_wrong_command_line_exits_with_2(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(argv)
+    assert exit_.value.code == 2
+
+
+@pytest.mark.parametrize(("text", "modes"), [("graph,eager", ("eager", "graph")), ("eager,eager", ("eager",))])
+def test_bench_modes_are_ordered_and_unique(text: str, modes: tuple[str, ...]) -> None:
+    args = cli.build_parser().parse_args(["bench", "all-reduce", "--mode", text])
+    assert args.mode == modes
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ConfigError("too wide"), 2), (PeerTimeout("rank 3 is gone", rank=1, peer=3), 1)]
+)
+def test_known_errors_become_one_line_and_a_status(
+    error: Exception, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_args: argparse.Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr(cli.importlib, "import_module", lambda _: SimpleNamespace(run=fail))
+    monkeypatch.setenv("RANK", "1")
+    assert cli.main(["doctor"]) == status
+    assert capsys.readouterr().err == f"llm-comm, rank 1: {type(error).__name__}: {error}\n"
