@@ -19,6 +19,8 @@ from llm_comm.selection import Plan
 
 logger = logging.getLogger("llm_comm")
 
+_is_compiling = torch.compiler.is_compiling
+
 # DataType in csrc/include/llm_comm/reduce.cuh.
 _DATA_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _ALGORITHMS = {name: number for number, name in enumerate(selection.ALGORITHMS)}
@@ -103,22 +105,26 @@ class Communicator:
             UnsupportedInputError: ``accepts(x)`` is false, or ``out`` does not fit ``x``.
             PeerTimeout: A wait of this or an earlier call expired.
         """
-        if torch.compiler.is_compiling():
+        # Host time of a call is a bar: this path makes no Python call that it can do without.
+        if _is_compiling():
             result = torch.ops.llm_comm.all_reduce(x, self.name)
             return result if out is None else out.copy_(result)
         if not isinstance(x, torch.Tensor):
             return self._all_reduce_array(x, out)
-        prepared = self._prepare(x)
-        if prepared is None:
-            raise UnsupportedInputError(f"all_reduce: {self._why_declined(x)}")
+        count, dtype, device_index = x.numel(), x.dtype, self._device_index
+        prepared = self._prepared.get((count, dtype))
+        if prepared is None or x.get_device() != device_index or not x.is_contiguous():
+            prepared = self._prepare(x)
+            if prepared is None:
+                raise UnsupportedInputError(f"all_reduce: {self._why_declined(x)}")
         if out is None:
             out = torch.empty_like(x)
         elif out is not x:
-            _check_out(x, out)
+            _check_out(x, out, count, dtype)
         run = prepared.run
         if run is None:
             return out if out is x else out.copy_(x)
-        if not run(x.data_ptr(), out.data_ptr(), self._current_stream(self._device_index)):
+        if not run(x.data_ptr(), out.data_ptr(), self._current_stream(device_index)):
             self.check()
         return out
 
@@ -150,6 +156,11 @@ class Communicator:
     # ---- State --------------------------------------------------------------------------------------------------
 
     @property
+    def table(self) -> selection.TuningTable:
+        """The tuning table that selects."""
+        return self._table
+
+    @property
     def workspace_bytes(self) -> int:
         """Device memory that this rank holds for the communicator, allocated once."""
         return self._live_core().workspace_bytes()
@@ -172,7 +183,7 @@ class Communicator:
     # ---- Calls --------------------------------------------------------------------------------------------------
 
     def _prepare(self, x: torch.Tensor) -> _Prepared | None:
-        """What to launch for ``x``, or None if it is declined. Plans are kept: the host time of a call is a bar."""
+        """What to launch for ``x``, or None if it is declined."""
         if x.get_device() != self._device_index or not x.is_contiguous():
             return None
         key = (x.numel(), x.dtype)
@@ -336,18 +347,13 @@ def _check_reachable(rendezvous: Rendezvous, core: _core.Core) -> None:
     rendezvous.attempt("peer-to-peer test", look)
 
 
-def _check_out(x: torch.Tensor, out: torch.Tensor) -> None:
-    # get_device rather than device, and dtypes by identity: each comparison of objects is host time of every call.
-    fits = (
-        out.dtype is x.dtype and out.numel() == x.numel() and out.get_device() == x.get_device() and out.is_contiguous()
-    )
-    if not fits:
+def _check_out(x: torch.Tensor, out: torch.Tensor, count: int, dtype: torch.dtype) -> None:
+    if out.numel() != count or out.dtype is not dtype or out.get_device() != x.get_device() or not out.is_contiguous():
         raise UnsupportedInputError(
             f"all_reduce: out ({tuple(out.shape)}, {out.dtype}, {out.device}) must be contiguous and like x "
             f"({tuple(x.shape)}, {x.dtype}, {x.device})"
         )
-    distance = abs(x.data_ptr() - out.data_ptr())
-    if 0 < distance < x.numel() * x.element_size():
+    if 0 < abs(x.data_ptr() - out.data_ptr()) < count * x.element_size():
         raise UnsupportedInputError("all_reduce: out overlaps x; it may be x itself or must not share memory with it")
 
 
