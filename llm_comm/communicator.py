@@ -24,6 +24,8 @@ _is_compiling = torch.compiler.is_compiling
 # DataType in csrc/include/llm_comm/reduce.cuh.
 _DATA_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _ALGORITHMS = {name: number for number, name in enumerate(selection.ALGORITHMS)}
+# Prefill brings ever new sizes; each takes about a kilobyte.
+_MAX_PREPARED = 4096
 # A kernel gives up this much of the limit early, for the exception to reach the caller within it.
 _KERNEL_SHARE_OF_TIMEOUT = 0.9
 
@@ -39,8 +41,8 @@ class Communicator:
 
     Making one is collective over the group: either all ranks get one or all raise. Calls are collective too: all ranks
     make the same calls, with the same shapes and dtypes, in the same order. Work is enqueued on the current CUDA stream
-    and can be captured in CUDA graphs; a call on another stream than the last one waits for it, but graphs of one
-    communicator must not run on two streams at once. For inference: nothing is differentiated.
+    and can be captured in CUDA graphs. A call on another stream than the last one waits for that one, which must still
+    exist; graphs of one communicator must not run on two streams at once. For inference: nothing is differentiated.
 
     Args:
         group: The ranks: 1 to 8 processes of this machine, each with a device of its own. gloo or NCCL.
@@ -211,6 +213,8 @@ class Communicator:
             depth=plan.depth,
             chunk_count=plan.chunk_elements,
         )
+        if len(self._prepared) >= _MAX_PREPARED:
+            self._prepared.clear()
         return _Prepared(plan, core.prepare_all_reduce(count, data_type, launch).run)
 
     def _why_declined(self, x: torch.Tensor) -> str:

@@ -164,6 +164,7 @@ class CoreImpl final : public Core {
     if (options_.world_size == 1) return std::make_unique<PreparedCopy<Launcher>>(launcher_, count * element_bytes);
     if (count == 0 || plan.chunk_count == 0) throw std::invalid_argument("count and chunk_count must be positive");
     const uint64_t chunk = count < plan.chunk_count ? count : plan.chunk_count;
+    if (chunk >> 32 != 0) throw std::invalid_argument("chunk_count must be below 2^32");
     const uint64_t last = (count - 1) % chunk + 1;
     AllReduceArgs args{};
     args.comm = comm_;

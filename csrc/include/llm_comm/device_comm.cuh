@@ -81,14 +81,19 @@ class Operation {
     return static_cast<uint32_t>(arrivals_) & kArrivalsPerOperation ? slot_bytes_ : 0;  // sequence() % kSlots
   }
 
+  // After a wait that ended in vain, this thread's later ones end at once: a kernel of many tiles drains in one
+  // time-out.
   template <class Poll>
-  LLM_COMM_DEVICE bool wait_until(Poll poll, uint32_t peer, uint32_t phase) const {
-    return llm_comm::wait_until(poll, {comm_.mailbox, &state_->aborted, comm_.timeout_ns},
-                                {comm_.rank, kind_, sequence(), bytes_}, peer, phase);
+  LLM_COMM_DEVICE bool wait_until(Poll poll, uint32_t peer, uint32_t phase) {
+    if (in_vain_) return false;
+    in_vain_ = !llm_comm::wait_until(poll, {comm_.mailbox, &state_->aborted, comm_.timeout_ns},
+                                     {comm_.rank, kind_, sequence(), bytes_}, peer, phase);
+    return !in_vain_;
   }
 
-  // Every block ends with one call by one of its threads, made after all its threads have begun the operation
-  // (a block_sync() lies between).
+  // Every block makes one call, by one of its threads, after all its threads have begun the operation (a block_sync()
+  // lies between). It need not be the last thing: what the number tells the next operation is true because that begins
+  // when this grid has ended.
   LLM_COMM_DEVICE void arrive() const {
     add_relaxed(&state_->arrivals, block_index() == 0 ? kArrivalsPerOperation - (block_count() - 1) : 1);
   }
@@ -102,6 +107,7 @@ class Operation {
   OperationKind kind_;
   uint64_t bytes_;
   uint64_t arrivals_ = 0;
+  bool in_vain_ = false;
 };
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

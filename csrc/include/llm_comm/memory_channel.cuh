@@ -93,8 +93,8 @@ LLM_COMM_DEVICE void send_line(Line* line, Line payload) { store_line_relaxed(li
 // `op` is an Operation (device_comm.cuh). On a wait that ends without the line, the result is NaN in every
 // word, so that nobody takes it for a sum.
 template <class Op>
-LLM_COMM_DEVICE Line receive_line(const Line* line, const Op& op, uint32_t peer, uint32_t phase) {
-  Line value;
+LLM_COMM_DEVICE Line receive_line(const Line* line, Op& op, uint32_t peer, uint32_t phase) {
+  Line value = armed_line();
   op.wait_until(
       [&] {
         value = load_line_relaxed(line);

@@ -126,6 +126,9 @@ LLM_COMM_DEVICE uint32_t compare_and_swap(uint32_t* address, uint32_t expected, 
   return atomicCAS(address, expected, desired);
 }
 
+// About a millisecond of polls: what a wait that is to be given up may last on.
+inline constexpr uint32_t kPollsPerCheck = 2048;
+
 LLM_COMM_DEVICE uint64_t clock_ns() {
   uint64_t ns;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns)::"memory");

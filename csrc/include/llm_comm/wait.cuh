@@ -60,7 +60,6 @@ LLM_COMM_DEVICE void record_expired_wait(const WaitBounds& bounds, const WaitSit
 template <class Poll>
 LLM_COMM_DEVICE bool wait_until(Poll poll, const WaitBounds& bounds, const WaitSite& site, uint32_t peer,
                                 uint32_t phase) {
-  constexpr uint32_t kPollsPerCheck = 2048;
   // Of the waits that a missing rank holds up, those of later phases wait for ranks that wait themselves: they expire a
   // little later, so that the record names the rank that is missing.
   const uint64_t timeout_ns = bounds.timeout_ns + bounds.timeout_ns / 16 * phase;

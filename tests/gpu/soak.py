@@ -1,0 +1,174 @@
+"""Memory and cost: many calls of mixed sizes, eager and in graphs, with nothing growing.
+
+    torchrun --standalone --nproc-per-node 8 tests/gpu/soak.py
+
+Prints the host time of an eager call, too: microseconds to enqueue an all-reduce of 16 KiB while the stream is blocked,
+so that the GPU has no part in it.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from common import Recording, Session, parser, report, run, session
+from values import Inputs, Values, expect_sum
+
+from llm_comm import Communicator, Config
+
+MIB = 1 << 20
+MOST_WORKSPACE_BYTES = 64 * MIB
+#: What may grow by chance: the driver's and the C library's own pools, not a leak of even 1 KiB a call.
+SLACK = {"device_bytes": 4 * MIB, "rss_bytes": 32 * MIB, "open_files": 0}
+
+COUNTS = (1, 513, 1000, 2048, 8192, 10018, 16384, 40000, 131072, 262145)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CALLS_OF_A_GRAPH = 50
+SYNCHRONIZE_EVERY = 1000
+CHECKPOINTS = 10
+
+HOST_TIME_BYTES = 16 * 1024
+# Fewer launches than a stream can hold, or enqueuing would wait for the GPU.
+HOST_TIME_CALLS = 200
+HOST_TIME_REPEATS = 25
+BLOCK_CYCLES = 100_000_000  # about 50 ms
+
+
+@dataclass(frozen=True)
+class Usage:
+    device_bytes: int
+    rss_bytes: int
+    open_files: int
+
+    @staticmethod
+    def now(ranks: Session) -> Usage:
+        ranks.synchronize()
+        device_bytes = 0
+        if ranks.on_gpu:
+            free, total = torch.cuda.mem_get_info()
+            device_bytes = total - free
+        with open("/proc/self/statm", encoding="ascii") as file:
+            resident_pages = int(file.read().split()[1])
+        rss = resident_pages * os.sysconf("SC_PAGE_SIZE")
+        return Usage(device_bytes, rss, len(os.listdir("/proc/self/fd")))
+
+
+def make_work(ranks: Session, communicator: Communicator) -> tuple[Callable[[int], None], Callable[[], None]]:
+    """(call number i, eager; a graph's worth of calls)."""
+    inputs = [
+        torch.ones(count, dtype=dtype, device=ranks.device)
+        for count in COUNTS
+        for dtype in DTYPES
+        if ranks.on_gpu or count <= 2048
+    ]
+    outputs = [torch.empty_like(x) for x in inputs]
+
+    def eager(i: int) -> None:
+        x = inputs[i % len(inputs)]
+        if i % 3 == 0:
+            communicator.all_reduce(x)
+        else:
+            communicator.all_reduce(x, outputs[i % len(inputs)])
+
+    def many() -> None:
+        for i in range(CALLS_OF_A_GRAPH):
+            eager(i)
+
+    many()
+    return eager, Recording(many, ranks.device).replay
+
+
+def soak(ranks: Session, communicator: Communicator, calls: int) -> list[Usage]:
+    """Makes ``calls`` calls, half of them in graphs. Returns the usage at every checkpoint, the first a tenth in."""
+    eager, replay = make_work(ranks, communicator)
+    checkpoints: list[Usage] = []
+    done = 0
+    while done < calls:
+        for i in range(CALLS_OF_A_GRAPH):
+            eager(done + i)
+        replay()
+        done += 2 * CALLS_OF_A_GRAPH
+        if done % SYNCHRONIZE_EVERY == 0:
+            ranks.synchronize()
+            communicator.check()
+            ranks.watchdog.progress(f"{done} calls")
+        if done * CHECKPOINTS >= calls * (len(checkpoints) + 1):
+            checkpoints.append(Usage.now(ranks))
+    return checkpoints
+
+
+def host_time_us(ranks: Session, communicator: Communicator, with_out: bool) -> tuple[float, float]:
+    """(median, minimum) over repeats of the host time of a call; on emulated devices the call's work is in it."""
+    x = torch.ones(HOST_TIME_BYTES // 2, dtype=torch.bfloat16, device=ranks.device)
+    out = torch.empty_like(x) if with_out else None
+    calls = HOST_TIME_CALLS if ranks.on_gpu else 5
+    times = []
+    for _ in range(HOST_TIME_REPEATS):
+        ranks.barrier()
+        ranks.synchronize()
+        if ranks.on_gpu:
+            torch.cuda._sleep(BLOCK_CYCLES)
+        begin = time.perf_counter()
+        for _ in range(calls):
+            communicator.all_reduce(x, out)
+        times.append((time.perf_counter() - begin) / calls * 1e6)
+    ranks.synchronize()
+    return statistics.median(times), min(times)
+
+
+def main() -> int:
+    options = parser((__doc__ or "").partition("\n")[0])
+    options.add_argument("--calls", type=int, help="default: 100000 on GPUs, 5000 on emulated ones")
+    arguments = options.parse_args()
+    with session(arguments) as ranks:
+        calls = arguments.calls or (100_000 if ranks.on_gpu else 5_000)
+        torch.zeros(1, device=ranks.device)  # the CUDA context is not the communicator's
+        before = Usage.now(ranks)
+        with Communicator(ranks.group, ranks.device, Config.load()) as communicator:
+            made = Usage.now(ranks)
+            workspace_bytes = communicator.workspace_bytes
+            begin = time.monotonic()
+            checkpoints = soak(ranks, communicator, calls)
+            seconds = time.monotonic() - begin
+            host_times = {
+                f"host_us_{name}_{kind}": round(value, 2)
+                for name, with_out in (("out_given", True), ("new_tensor", False))
+                for kind, value in zip(("median", "min"), host_time_us(ranks, communicator, with_out), strict=True)
+            }
+            rows = Inputs(ranks.device, ranks.world).rows(Values("normal", 0, 1), 10018, torch.bfloat16, seed=1)
+            expect_sum(communicator.all_reduce(rows[ranks.rank].contiguous()), rows, f"after {calls} calls")
+            ranks.barrier()
+
+        own_growth = {
+            name: max(getattr(usage, name) for usage in checkpoints) - getattr(checkpoints[0], name) for name in SLACK
+        }
+        growth = ranks.gather(torch.tensor(list(own_growth.values()))).amax(0).tolist()
+        figures = {
+            "calls": calls,
+            "seconds": round(seconds, 2),
+            "workspace_bytes": workspace_bytes,
+            "device_bytes_for_communicator": made.device_bytes - before.device_bytes,
+            **{f"{name}_growth": most for name, most in zip(SLACK, growth, strict=True)},
+            **host_times,
+        }
+        problems = [
+            f"{name} grew by {most} over {calls} calls (slack {slack})"
+            for (name, slack), most in zip(SLACK.items(), growth, strict=True)
+            if most > slack
+        ]
+        if workspace_bytes > MOST_WORKSPACE_BYTES:
+            problems.append(f"the workspace has {workspace_bytes} bytes, more than {MOST_WORKSPACE_BYTES}")
+        if ranks.rank == 0:
+            table = [("figure", "value"), *((name.replace("_", " "), str(v)) for name, v in figures.items())]
+            table.append(("verdict", "; ".join(problems) or "ok"))
+            figures["checkpoints"] = [vars(usage) for usage in checkpoints]
+            report("soak", ranks.device.type, ranks.world, table, figures, arguments.json)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    run(main)

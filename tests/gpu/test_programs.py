@@ -1,0 +1,51 @@
+"""The programs of this directory with their default settings, on up to 8 GPUs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llm_comm import launch
+
+HERE = Path(__file__).parent
+GPUS, WHY_NONE = launch.usable_gpus()
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs: {WHY_NONE}"),
+]
+
+
+def run_program(command: list[str], limit_s: float) -> None:
+    """Output goes to pytest. The ranks of a program that is killed at its limit end with it."""
+    done = subprocess.run([sys.executable, *command], timeout=limit_s, check=False)
+    assert done.returncode == 0, f"{' '.join(command)} ended with status {done.returncode}"
+
+
+def run_ranks(program: str, limit_s: float) -> None:
+    ranks = str(min(8, GPUS))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", ranks]
+    run_program([*torchrun, str(HERE / program)], limit_s)
+
+
+@pytest.mark.timeout(620)
+def test_random_cases() -> None:
+    run_ranks("random_cases.py", 600)
+
+
+@pytest.mark.timeout(320)
+def test_dead_peer() -> None:
+    run_program([str(HERE / "dead_peer.py")], 300)
+
+
+@pytest.mark.timeout(320)
+def test_soak() -> None:
+    run_ranks("soak.py", 300)
+
+
+@pytest.mark.timeout(420)
+def test_environments() -> None:
+    run_program([str(HERE / "environments.py")], 400)
