@@ -90,8 +90,8 @@ struct MemoryChannel {
 // and re_arm in this rank's own.
 LLM_COMM_DEVICE void send_line(Line* line, Line payload) { store_line_relaxed(line, encode_sentinel(payload)); }
 
-// `op` is an Operation (device_comm.cuh). On a wait that ends without the line, the result is NaN in every
-// word, so that nobody takes it for a sum.
+// `op` is an Operation (device_comm.cuh). On a wait that ends without the line, words that have not come are
+// NaN, so that nobody takes the result for a sum.
 template <class Op>
 LLM_COMM_DEVICE Line receive_line(const Line* line, Op& op, uint32_t peer, uint32_t phase) {
   Line value = armed_line();

@@ -13,9 +13,8 @@
 //                    {load,store}_relaxed, load_acquire, store_release on uint32_t and uint64_t;
 //                    fence_system()
 // Device scope       add_relaxed(uint64_t*, n): no value comes back, so nobody waits for it; compare_and_swap
-// Waiting            clock_ns(): monotonic; spin_hint(): called between two polls of a wait that failed;
-// kPollsPerCheck:
-//                    failed polls after which a wait looks at the clock
+// Waiting            clock_ns(): monotonic; spin_hint(): called after a poll that failed;
+//                    kPollsPerCheck: failed polls after which a wait looks at the clock
 // Conversions        bf16 and fp16 bits <-> float, round to nearest even, NaN always becomes 0x7FFF
 #pragma once
 
