@@ -18,8 +18,7 @@ struct CoreOptions {
   bool dependent_launch;  // programmatic dependent launch, where the device has it
 };
 
-// What a peer needs to map a workspace: a file descriptor, which travels over a unix socket, or bytes
-// (cudaIpc).
+// What a peer needs to map a workspace: a file descriptor, which travels over a unix socket, or bytes (cudaIpc).
 struct WorkspaceHandle {
   int fd = -1;  // owned by whoever holds the struct
   std::string bytes;

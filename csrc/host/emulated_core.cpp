@@ -1,5 +1,4 @@
-// Core on an emulated GPU: workspaces in anonymous shared memory, kernels on the executor of the calling
-// thread.
+// Core on an emulated GPU: workspaces in anonymous shared memory, kernels on the executor of the calling thread.
 #include <sys/mman.h>
 #include <unistd.h>
 

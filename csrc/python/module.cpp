@@ -40,8 +40,7 @@ PYBIND11_MODULE(_core, module) {
   py::class_<PreparedCall>(module, "PreparedCall")
       .def("run", &PreparedCall::run, py::call_guard<py::gil_scoped_release>());
 
-  // Handles are (fd, bytes): a descriptor that the caller now owns and b"", or -1 and the bytes of a cudaIpc
-  // handle.
+  // Handles are (fd, bytes): a descriptor that the caller now owns and b"", or -1 and the bytes of a cudaIpc handle.
   py::class_<Core>(module, "Core")
       .def(
           "create_workspace",

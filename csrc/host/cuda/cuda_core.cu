@@ -148,9 +148,8 @@ class CudaLauncher {
   }
 
  private:
-  // Operations of one communicator use its slots in turn, so they must not run at once: a call on another
-  // stream than the last one waits for it. A stream under capture takes no part: its work runs when the graph
-  // is launched.
+  // Operations of one communicator use its slots in turn, so they must not run at once: a call on another stream than
+  // the last one waits for it. A stream under capture takes no part: its work runs when the graph is launched.
   void order_behind_last_call(cudaStream_t stream) {
     if (has_last_stream_ && stream == last_stream_) return;
     cudaStreamCaptureStatus capture{};

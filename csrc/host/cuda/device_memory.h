@@ -1,5 +1,4 @@
-// Device memory that other processes can map: VMM with POSIX file descriptors, or cudaMalloc with cudaIpc
-// handles.
+// Device memory that other processes can map: VMM with POSIX file descriptors, or cudaMalloc with cudaIpc handles.
 #pragma once
 
 #include <string>

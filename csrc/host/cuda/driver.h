@@ -1,5 +1,4 @@
-// The driver functions that the runtime has no form of, asked for at run time: the library loads without a
-// driver.
+// The driver functions that the runtime has no form of, asked for at run time: the library loads without a driver.
 #pragma once
 
 #include <cuda.h>

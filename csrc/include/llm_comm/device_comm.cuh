@@ -4,25 +4,24 @@
 //
 // Why two slots are enough, whatever the size, grid and algorithm of each operation
 // ---------------------------------------------------------------------------------
-// Operations of a communicator are numbered 0, 1, 2, ... in the same order on all ranks; operation e uses
-// slot e % 2. Two rules bind every algorithm:
-//   (R1) a rank that ends operation e has received, directly or through others, something that every other
-//   rank sent
-//        in e. So it knows that every rank has begun e.
-//   (R2) in operation e a rank re-arms each line of its own slot that it received, and ends e only when that
-//   is done.
-// A grid begins after the grids before it on its stream have ended (grid_dependency_wait), so a rank that has
-// begun e has ended e - 1. Let rank B write into the slot of rank A for operation e. B has begun e, so it has
-// ended e - 1, so by (R1) A has begun e - 1, so A has ended e - 2, the last operation in that slot, and by
-// (R2) all its lines are armed. Nothing in the argument depends on which block or thread handles a line, so
-// sizes and grids may change from one operation to the next. One slot would not do: B may end e before A has
-// read what B sent in e.
+// Operations of a communicator are numbered 0, 1, 2, ... in the same order on all ranks; operation e uses slot e % 2.
+// Two rules bind every algorithm:
 //
-// The number of the operation lives in device memory, so a CUDA graph can be replayed any number of times,
-// between other graphs and eager calls. It is derived from one word that all blocks read and all blocks add
-// to, without waiting: block 0 adds kArrivalsPerOperation - (blocks - 1), each other block 1. The quotient by
-// kArrivalsPerOperation turns over only when the last block of an operation has arrived, so a block that
-// starts late still reads its own operation's number, and different grids need no reset.
+//   R1: a rank that ends operation e has received, directly or through others, something that every other rank sent in
+//       e. So it knows that every rank has begun e.
+//   R2: in operation e a rank re-arms each line of its own slot that it received, and ends e only when that is done.
+//
+// A grid begins after the grids before it on its stream have ended (grid_dependency_wait), so a rank that has begun e
+// has ended e - 1. Let rank B write into the slot of rank A for operation e. B has begun e, so it has ended e - 1, so by
+// R1 A has begun e - 1, so A has ended e - 2, the last operation in that slot, and by R2 all its lines are armed.
+// Nothing in the argument depends on which block or thread handles a line, so sizes and grids may change from one
+// operation to the next. One slot would not do: B may end e before A has read what B sent in e.
+//
+// The number of the operation lives in device memory, so a CUDA graph can be replayed any number of times, between other
+// graphs and eager calls. It is derived from one word that all blocks read and all blocks add to, without waiting: block
+// 0 adds kArrivalsPerOperation - (blocks - 1), each other block 1. The quotient by kArrivalsPerOperation turns over only
+// when the last block of an operation has arrived, so a block that starts late still reads its own operation's number,
+// and different grids need no reset.
 #pragma once
 
 #include "llm_comm/wait.cuh"

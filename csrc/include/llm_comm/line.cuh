@@ -1,5 +1,4 @@
-// Lines that carry their own readiness (the LL protocol): the receiver polls the data itself, no barrier, no
-// fence.
+// Lines that carry their own readiness (the LL protocol): the receiver polls the data itself, no barrier, no fence.
 //
 // Two encodings of 16 bytes:
 //  * sentinel: 16 bytes of payload. A word that has not arrived reads kSentinel; the receiver puts the
@@ -11,8 +10,7 @@
 //  must
 //    differ from that of the last use of the line.
 //
-// Both rely only on 4-byte words (flag: a word and its flag 8 bytes apart, see FlagLine) being written as a
-// unit.
+// Both rely only on 4-byte words (flag: a word and its flag 8 bytes apart, see FlagLine) being written as a unit.
 #pragma once
 
 #include "llm_comm/platform.cuh"
@@ -20,8 +18,7 @@
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 // All bits set: a NaN in bf16, fp16 and fp32, whatever the type of the next message in the slot, and what
-// memset(0xFF) writes. Hardware arithmetic returns 0x7FFF and 0x7FFFFFFF for NaN, so only caller's data can
-// equal it.
+// memset(0xFF) writes. Hardware arithmetic returns 0x7FFF and 0x7FFFFFFF for NaN, so only caller's data can equal it.
 inline constexpr uint32_t kSentinel = 0xFFFFFFFFu;
 
 LLM_COMM_DEVICE Line armed_line() { return {{kSentinel, kSentinel, kSentinel, kSentinel}}; }

@@ -1,12 +1,10 @@
-// MemoryChannel: threads of one GPU store to and load from the memory of one peer (MSCCL++, arXiv
-// 2504.09014).
+// MemoryChannel: threads of one GPU store to and load from the memory of one peer (MSCCL++, arXiv 2504.09014).
 //
 // Two protocols over the same memory, never mixed in the same bytes (a raw data word could look like a flag):
 //  * HB: put/get/read/write move plain 16-byte lines; signal/wait order them, one synchronization per large
 //  chunk.
 //  * LL: put_packets/read_packets move lines that carry their own readiness (line.cuh); no signal at all.
-// Offsets are in bytes from the channel's two bases. Bulk calls are made by `threads` threads with ids
-// 0..threads-1.
+// Offsets are in bytes from the channel's two bases. Bulk calls are made by `threads` threads with ids 0..threads-1.
 #pragma once
 
 #include "llm_comm/line.cuh"
@@ -59,8 +57,7 @@ struct MemoryChannel {
     }
   }
 
-  // Receives what the peer sent with put_packets of the same size and flag. False if a wait ended without the
-  // data.
+  // Receives what the peer sent with put_packets of the same size and flag. False if a wait ended without the data.
   LLM_COMM_DEVICE bool read_packets(void* destination, uint64_t local_offset, uint64_t bytes, uint32_t flag,
                                     uint32_t thread, uint32_t threads) const {
     FlagLine* payload = static_cast<FlagLine*>(destination);

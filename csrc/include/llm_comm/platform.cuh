@@ -1,17 +1,14 @@
-// The one door to the target: CUDA GPUs or the emulator. Kernels and primitives use only what is declared
-// here, so the same source runs on both. A new target (HIP, say) is a new platform_*.h with these
-// definitions.
+// The one door to the target: CUDA GPUs or the emulator. Kernels and primitives use only what is declared here, so the
+// same source runs on both. A new target (HIP, say) is a new platform_*.h with these definitions.
 //
 // Thread geometry    thread_index() block_index() block_threads() block_count()   (one-dimensional launches)
-// Block              block_sync(); shared_memory<T>(): the dynamic shared memory of this block, 16-byte
-// aligned Grid order         grid_dependency_trigger(): the next grid of the stream may be scheduled
+// Block              block_sync(); shared_memory<T>(): dynamic shared memory of this block, 16-byte aligned
+// Grid order         grid_dependency_trigger(): the next grid of the stream may be scheduled
 //                    grid_dependency_wait(): all earlier grids of the stream are complete and visible
 //                    grid_dependency_wait_after(x): the same, once x (any value but 0) has been computed
 // Plain memory       load_line / store_line: one 16-byte access
-// System scope       load_line_relaxed / store_line_relaxed: 16 bytes, of which only each 4-byte word is a
-// unit;
-//                    {load,store}_relaxed, load_acquire, store_release on uint32_t and uint64_t;
-//                    fence_system()
+// System scope       load_line_relaxed / store_line_relaxed: 16 bytes, of which only each 4-byte word is a unit;
+//                    {load,store}_relaxed, load_acquire, store_release on uint32_t, uint64_t; fence_system()
 // Device scope       add_relaxed(uint64_t*, n): no value comes back, so nobody waits for it; compare_and_swap
 // Waiting            clock_ns(): monotonic; spin_hint(): called after a poll that failed;
 //                    kPollsPerCheck: failed polls after which a wait looks at the clock

@@ -24,8 +24,7 @@ LLM_COMM_DEVICE T* shared_memory() {
   return reinterpret_cast<T*>(llm_comm_shared_memory);
 }
 
-// Programmatic dependent launch (sm_90 and later). Elsewhere grids of a stream never overlap and both are
-// no-ops.
+// Programmatic dependent launch (sm_90 and later). Elsewhere grids of a stream never overlap and both are no-ops.
 LLM_COMM_DEVICE void grid_dependency_trigger() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -46,8 +45,7 @@ LLM_COMM_DEVICE void grid_dependency_wait_after(uint64_t nonzero) {
 #endif
 }
 
-// In PTX because the compiler splits a load of a struct when it can use a part earlier, which makes two
-// trips.
+// In PTX because the compiler splits a load of a struct when it can use a part earlier, which makes two trips.
 LLM_COMM_DEVICE Line load_line(const void* address) {
   Line v;
   asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"

@@ -1,5 +1,4 @@
-// Sums in rank order 0..N-1, accumulated in fp32 and rounded once: the one sum of every algorithm of this
-// library.
+// Sums in rank order 0..N-1, accumulated in fp32 and rounded once: the one sum of every algorithm of this library.
 #pragma once
 
 #include "llm_comm/platform.cuh"

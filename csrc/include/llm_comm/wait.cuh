@@ -65,8 +65,7 @@ LLM_COMM_DEVICE bool wait_until(Poll poll, const WaitBounds& bounds, const WaitS
   const uint64_t timeout_ns = bounds.timeout_ns + bounds.timeout_ns / 16 * phase;
   uint64_t start = 0;
   for (;;) {
-    // A loop of its own, unrolled: with the check inside, or a jump at every poll, calls take 2 to 3 %
-    // longer.
+    // A loop of its own, unrolled: with the check inside, or a jump at every poll, calls take 2 to 3 % longer.
     LLM_COMM_UNROLL(4)
     for (uint32_t i = 0; i < kPollsPerCheck; ++i) {
       if (poll()) return true;

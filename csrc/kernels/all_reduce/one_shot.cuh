@@ -1,9 +1,9 @@
-// One-shot all-reduce (1PA, LL): every rank sends its whole message to every other rank, and sums what it
-// gets.
+// One-shot all-reduce (1PA, LL): every rank sends its whole message to every other rank, and sums what it gets.
 //
-// One hop. Each rank sends (N-1) x bytes, which is why larger messages take two_shot.cuh. Slot:
-// [sender][line]. Satisfies the rules of device_comm.cuh: (R1) a rank ends after it has received line 0 from
-// every peer; (R2) the thread that receives a line re-arms it.
+// One hop. Each rank sends (N-1) x bytes, which is why larger messages take two_shot.cuh. Slot: [sender][line].
+//
+// The rules of device_comm.cuh: R1, a rank ends after it has received line 0 from every peer; R2, the thread that
+// receives a line re-arms it.
 #pragma once
 
 #include "kernels/all_reduce/args.cuh"
@@ -31,8 +31,7 @@ all_reduce_one_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
 
   grid_dependency_wait_after(reinterpret_cast<uint64_t>(outgoing) + reinterpret_cast<uint64_t>(incoming) +
                              message.fingerprint() + first + op.fingerprint());
-  // The next line to send is always on its way; the first beside the operation's number, which is as far
-  // away.
+  // The next line to send is always on its way; the first beside the operation's number, which is as far away.
   Line next = first + self.column < lines ? message.load(first + self.column) : Line{};
   if (!op.begin()) return;
   outgoing += op.slot_offset() / sizeof(Line);

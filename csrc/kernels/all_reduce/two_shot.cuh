@@ -1,12 +1,12 @@
-// Two-shot all-reduce (2PA, LL): reduce-scatter, then all-gather, both by pushed lines, in one kernel without
-// a barrier.
+// Two-shot all-reduce (2PA, LL): reduce-scatter, then all-gather, both by pushed lines, in one kernel without a barrier.
 //
-// Lines are cut into World slices of ceil(lines / World); rank k owns slice k: it sums the slice and sends
-// the sums to all. Two hops, 2 (N-1)/N x bytes sent by each rank. Slot: [phase][rank][line of slice], where
-// rank is the sender in phase 0 (scatter) and the owner in phase 1 (gather): again the sender. Satisfies the
-// rules of device_comm.cuh: (R1) slice 0 is never empty and its owner sums it only after a line of every rank
-// has come; every rank ends after it has received those sums (the owner: made them); (R2) the thread that
-// receives a line re-arms it.
+// Lines are cut into World slices of ceil(lines / World); rank k owns slice k: it sums the slice and sends the sums to
+// all. Two hops, 2 (N-1)/N x bytes sent by each rank. Slot: [phase][rank][line of slice], where rank is the sender in
+// phase 0 (scatter) and the owner in phase 1 (gather): again the sender.
+//
+// The rules of device_comm.cuh: R1, slice 0 is never empty and its owner sums it only after a line of every rank has
+// come, and every rank ends after it has received those sums (the owner: made them); R2, the thread that receives a
+// line re-arms it.
 #pragma once
 
 #include "kernels/all_reduce/args.cuh"
@@ -42,8 +42,7 @@ all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
 
   grid_dependency_wait_after(reinterpret_cast<uint64_t>(outgoing) + reinterpret_cast<uint64_t>(incoming) +
                              message.fingerprint() + first + op.fingerprint());
-  // The next line to send is always on its way; the first beside the operation's number, which is as far
-  // away.
+  // The next line to send is always on its way; the first beside the operation's number, which is as far away.
   Line next = first + self.column < peer_lines ? message.load(self.peer * slice + first + self.column) : Line{};
   if (!op.begin()) return;
   outgoing += op.slot_offset() / sizeof(Line);
