@@ -23,7 +23,7 @@ from llm_comm.errors import RendezvousError
 T = TypeVar("T")
 
 _MESSAGE_BYTES = 4096
-_MAX_ERROR_CHARACTERS = 1500
+_MAX_ERROR_BYTES = 1500
 
 
 class Rendezvous:
@@ -48,7 +48,7 @@ class Rendezvous:
         Raises:
             RendezvousError: A rank did not come within the time limit.
         """
-        text = json.dumps(value).encode()
+        text = json.dumps(value, ensure_ascii=False).encode()
         if len(text) > _MESSAGE_BYTES:
             raise ValueError(f"a rendezvous message has {len(text)} bytes, at most {_MESSAGE_BYTES} fit")
         mine = torch.frombuffer(bytearray(text.ljust(_MESSAGE_BYTES)), dtype=torch.uint8).to(self._device)
@@ -76,7 +76,7 @@ class Rendezvous:
 
     def vote(self, what: str, error: str | None) -> None:
         """Raises RendezvousError on all ranks if any rank has an error."""
-        errors = self.gather(error and error[:_MAX_ERROR_CHARACTERS])
+        errors = self.gather(error and _fit(error))
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
         if failed:
             raise RendezvousError(f"{what} failed on {len(failed)} of {self.world_size} ranks: " + "; ".join(failed))
@@ -103,7 +103,8 @@ class Rendezvous:
             return self.attempt("exchange of file descriptors", lambda: self._exchange(server, names, descriptor))
 
     def _exchange(self, server: socket.socket, names: list[str], descriptor: int) -> dict[int, int]:
-        deadline = time.monotonic() + self._timeout_s
+        # Half of the time limit: a rank that failed at once already waits in the vote, for as long as that.
+        deadline = time.monotonic() + self._timeout_s / 2
         received: dict[int, int] = {}
         try:
             for peer, name in enumerate(names):
@@ -137,6 +138,12 @@ def host_identity() -> dict[str, str]:
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return {"host": socket.gethostname(), "boot_id": file.read().strip()}
     return {"host": socket.gethostname(), "boot_id": socket.gethostname()}
+
+
+def _fit(error: str) -> str:
+    """What of an error text fits a rendezvous message. JSON writes control characters at length, so they go."""
+    printable = "".join(c if c.isprintable() else " " for c in error)
+    return printable.encode(errors="replace")[:_MAX_ERROR_BYTES].decode(errors="ignore")
 
 
 def _left(deadline: float) -> float:

@@ -76,6 +76,7 @@ class Communicator:
 
         _check_hosts(rendezvous, self)
         self._table = rendezvous.attempt("choice of a tuning table", self._find_table)
+        _check_alike("have different tuning tables", rendezvous.gather(self._table.fingerprint()))
         self._core = rendezvous.attempt("set-up of the device", self._make_core)
         self.memory_kind = self._connect(rendezvous)
         _check_reachable(rendezvous, self._core)
@@ -113,9 +114,9 @@ class Communicator:
             return result if out is None else out.copy_(result)
         if not isinstance(x, torch.Tensor):
             return self._all_reduce_array(x, out)
-        count, dtype, device_index = x.numel(), x.dtype, self._device_index
+        count, dtype = x.numel(), x.dtype
         prepared = self._prepared.get((count, dtype))
-        if prepared is None or x.get_device() != device_index or not x.is_contiguous():
+        if prepared is None or x.device != self.device or not x.is_contiguous():
             prepared = self._prepare(x)
             if prepared is None:
                 raise UnsupportedInputError(f"all_reduce: {self._why_declined(x)}")
@@ -126,7 +127,7 @@ class Communicator:
         run = prepared.run
         if run is None:
             return out if out is x else out.copy_(x)
-        if not run(x.data_ptr(), out.data_ptr(), self._current_stream(device_index)):
+        if not run(x.data_ptr(), out.data_ptr(), self._current_stream(self._device_index)):
             self.check()
         return out
 
@@ -186,7 +187,7 @@ class Communicator:
 
     def _prepare(self, x: torch.Tensor) -> _Prepared | None:
         """What to launch for ``x``, or None if it is declined."""
-        if x.get_device() != self._device_index or not x.is_contiguous():
+        if x.device != self.device or not x.is_contiguous():
             return None
         key = (x.numel(), x.dtype)
         prepared = self._prepared.get(key)
@@ -218,7 +219,7 @@ class Communicator:
         return _Prepared(plan, core.prepare_all_reduce(count, data_type, launch).run)
 
     def _why_declined(self, x: torch.Tensor) -> str:
-        if x.get_device() != self._device_index:
+        if x.device != self.device:
             return f"the tensor is on {x.device}, the communicator on {self.device}"
         if not x.is_contiguous():
             return f"the tensor is not contiguous: shape {tuple(x.shape)}, strides {x.stride()}"
@@ -270,11 +271,15 @@ class Communicator:
 
     def _connect_by_descriptor(self, rendezvous: Rendezvous) -> None:
         core = self._live_core()
-        descriptor, _ = rendezvous.attempt("allocation of the workspace", lambda: core.create_workspace(False))
+        descriptors: list[int] = []
         try:
-            peers = rendezvous.exchange_descriptors(descriptor)
+            rendezvous.attempt(
+                "allocation of the workspace", lambda: descriptors.append(core.create_workspace(False)[0])
+            )
+            peers = rendezvous.exchange_descriptors(descriptors[0])
         finally:
-            os.close(descriptor)
+            for descriptor in descriptors:
+                os.close(descriptor)
 
         def map_peers() -> None:
             for peer, fd in peers.items():
@@ -327,16 +332,18 @@ def _check_hosts(rendezvous: Rendezvous, communicator: Communicator) -> None:
             f"the group has {rendezvous.world_size} ranks; llm_comm serves up to {selection.MAX_WORLD_SIZE}"
         )
     everyone = rendezvous.gather(hello)
-    for key, what in (
-        ("boot_id", "are on different machines"),
-        ("version", "have different versions of llm_comm"),
-        ("device", "have different kinds of device"),
-        ("config", "have different options"),
-    ):
-        if len({str(other[key]) for other in everyone}) > 1:
-            shown = "host" if key == "boot_id" else key
-            found = ", ".join(f"rank {rank}: {other[shown]}" for rank, other in enumerate(everyone))
-            raise RendezvousError(f"the ranks {what}: {found}")
+    hosts = [other["host"] for other in everyone]
+    _check_alike("are on different machines", [other["boot_id"] for other in everyone], shown=hosts)
+    _check_alike("have different versions of llm_comm", [other["version"] for other in everyone])
+    _check_alike("have different kinds of device", [other["device"] for other in everyone])
+    _check_alike("have different options", [other["config"] for other in everyone])
+
+
+def _check_alike(what: str, values: list[Any], shown: list[Any] | None = None) -> None:
+    """Raises RendezvousError, on all ranks alike, unless all values are equal."""
+    if any(value != values[0] for value in values):
+        found = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(shown or values))
+        raise RendezvousError(f"the ranks {what}: {found}")
 
 
 def _check_reachable(rendezvous: Rendezvous, core: _core.Core) -> None:
@@ -352,7 +359,7 @@ def _check_reachable(rendezvous: Rendezvous, core: _core.Core) -> None:
 
 
 def _check_out(x: torch.Tensor, out: torch.Tensor, count: int, dtype: torch.dtype) -> None:
-    if out.numel() != count or out.dtype is not dtype or out.get_device() != x.get_device() or not out.is_contiguous():
+    if out.numel() != count or out.dtype is not dtype or out.device != x.device or not out.is_contiguous():
         raise UnsupportedInputError(
             f"all_reduce: out ({tuple(out.shape)}, {out.dtype}, {out.device}) must be contiguous and like x "
             f"({tuple(x.shape)}, {x.dtype}, {x.device})"

@@ -164,7 +164,7 @@ def _variable(name: str) -> str:
 def _read_file(path: str) -> dict[str, Any]:
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"LLM_COMM_CONFIG={path}: cannot read the configuration: {error}") from error
     if content is None:
         return {}

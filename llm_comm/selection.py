@@ -6,6 +6,7 @@ message in bytes that a row serves.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,11 @@ class TuningTable(NamedTuple):
     name: str
     rows: tuple[TuningRow, ...]
     max_message_bytes: int
+
+    def fingerprint(self) -> str:
+        """The name, and a digest of the content: what ranks compare."""
+        digest = hashlib.sha256(repr((self.rows, self.max_message_bytes)).encode()).hexdigest()
+        return f"{self.name} ({digest[:12]})"
 
 
 @dataclass(frozen=True)
@@ -150,20 +156,34 @@ def load_table(path: Path | resources.abc.Traversable) -> tuple[str, int, Tuning
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"tuning table {path}: {type(error).__name__}: {error}") from error
     _check_rows(str(path), rows)
+    if table.max_message_bytes < 0:
+        raise ConfigError(f"tuning table {path}: max_message_bytes is {table.max_message_bytes}; it must be at least 0")
     return device, world_size, table
 
 
 def _check_rows(path: str, rows: Sequence[TuningRow]) -> None:
     if not rows:
         raise ConfigError(f"tuning table {path}: no rows")
-    for previous, row in zip((None, *rows), rows, strict=False):
-        is_power_of_two = row.tile_lines > 0 and row.tile_lines & (row.tile_lines - 1) == 0
-        valid = row.algorithm in ALGORITHMS and 0 < row.blocks < 65536 and is_power_of_two and row.depth >= 0
-        if not valid or (previous is not None and row.up_to <= previous.up_to):
+    previous = 0
+    for row in rows:
+        if not _is_valid(row) or row.up_to <= previous:
             raise ConfigError(
                 f"tuning table {path}: {row} is not valid: algorithm is one of {', '.join(ALGORITHMS)}, blocks 1 to "
-                "65535, tile_lines a power of two, depth >= 0, and rows are sorted by up_to"
+                "65535, tile_lines a power of two, depth at least 0, and rows are sorted by up_to, in bytes"
             )
+        previous = row.up_to
+
+
+def _is_valid(row: TuningRow) -> bool:
+    numbers = (row.up_to, row.blocks, row.tile_lines, row.depth)
+    return (
+        all(type(number) is int for number in numbers)
+        and row.algorithm in ALGORITHMS
+        and 0 < row.blocks < 65536
+        and row.tile_lines > 0
+        and row.tile_lines & (row.tile_lines - 1) == 0
+        and row.depth >= 0
+    )
 
 
 def shipped_tables() -> Iterator[resources.abc.Traversable]:

@@ -45,7 +45,7 @@ inline std::string operation_name(uint32_t kind) {
 //           void read(void* to, const char* from, uint64_t bytes);
 // Launcher: Function function(AllReduceKernel);               // what launch() takes
 //           void launch(const Function&, const AllReduceArgs&, const Grid&, uint64_t stream);
-//           void p2p_test(const DeviceComm&, uint32_t world_size);   // synchronous
+//           void p2p_test(const DeviceComm&);   // synchronous
 //           void copy(output, input, bytes, stream)                   // world of one
 struct Grid {
   uint32_t blocks;
@@ -125,6 +125,7 @@ class CoreImpl final : public Core {
     comm_.slot_bytes = options.slot_bytes;
     comm_.timeout_ns = static_cast<uint64_t>(options.timeout_s * 1e9);
     comm_.rank = static_cast<uint32_t>(options.rank);
+    comm_.world_size = static_cast<uint32_t>(options.world_size);
   }
 
   WorkspaceHandle create_workspace(bool use_ipc) override {
@@ -143,7 +144,7 @@ class CoreImpl final : public Core {
 
   uint64_t workspace_bytes() const override { return kHeaderBytes + kSlots * options_.slot_bytes; }
 
-  void send_marks() override { launcher_.p2p_test(comm_, static_cast<uint32_t>(options_.world_size)); }
+  void send_marks() override { launcher_.p2p_test(comm_); }
 
   std::vector<int> peers_unseen() override {
     std::vector<int> unseen;
@@ -201,7 +202,7 @@ class CoreImpl final : public Core {
     const uint64_t tile_lines = uint64_t{1} << plan.tile_lines_log2;
     const uint64_t tiles = (tiled_lines + tile_lines - 1) / tile_lines;
     const uint64_t threads = world * tile_lines;
-    const uint64_t shared_lines = one_shot ? 2 * threads : threads + tile_lines;
+    const uint64_t shared_lines = one_shot ? 2 * threads : threads + tile_lines + 1;
     const uint64_t blocks = plan.blocks < tiles ? plan.blocks : tiles;
     if (slot_lines * sizeof(Line) > options_.slot_bytes) {
       throw std::invalid_argument("a message of " + std::to_string(count * element_bytes) + " bytes needs a slot of " +

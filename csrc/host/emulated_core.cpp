@@ -82,8 +82,8 @@ class EmulatedLauncher {
     executor_->run({grid.blocks, grid.threads, grid.shared_bytes}, [&] { kernel(args); });
   }
 
-  void p2p_test(const DeviceComm& comm, uint32_t world_size) {
-    executor_->run({1, kMaxWorldSize, 0}, [&] { emulated::p2p_test(comm, world_size); });
+  void p2p_test(const DeviceComm& comm) {
+    executor_->run({1, kMaxWorldSize, 0}, [&] { emulated::p2p_test(comm); });
   }
 
   void copy(uint64_t output, uint64_t input, uint64_t bytes, uint64_t) {

@@ -5,15 +5,13 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-// One line per sender, behind the CommState line.
-inline constexpr uint64_t kMarksOffset = 4096;
 // First word of a mark; then sender, receiver, 0.
 inline constexpr uint32_t kMarkWord = 0x70327000u;
 
 // One block of at least world_size threads.
-LLM_COMM_KERNEL(kMaxWorldSize) p2p_test(LLM_COMM_KERNEL_PARAM DeviceComm comm, uint32_t world_size) {
+LLM_COMM_KERNEL(kMaxWorldSize) p2p_test(LLM_COMM_KERNEL_PARAM DeviceComm comm) {
   const uint32_t peer = thread_index();
-  if (peer >= world_size) return;
+  if (peer >= comm.world_size) return;
   store_line_relaxed(comm.workspace[peer] + kMarksOffset + comm.rank * sizeof(Line),
                      Line{{kMarkWord, comm.rank, peer, 0}});
 }

@@ -132,9 +132,9 @@ class CudaLauncher {
     check(driver_.launch_kernel_ex(&config, function, parameters, nullptr), "launch of all-reduce");
   }
 
-  void p2p_test(const DeviceComm& comm, uint32_t world_size) {
+  void p2p_test(const DeviceComm& comm) {
     const DeviceGuard guard(device_);
-    cuda::p2p_test<<<1, kMaxWorldSize>>>(comm, world_size);
+    cuda::p2p_test<<<1, kMaxWorldSize>>>(comm);
     check(cudaGetLastError(), "launch of the P2P test");
     check(cudaDeviceSynchronize(), "P2P test");
   }

@@ -30,6 +30,9 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr int kMaxWorldSize = 8;
 inline constexpr uint64_t kHeaderBytes = 64 * 1024;
+// In the header, behind the CommState: a line for each sender of a mark (kernels/p2p_test.cuh), then of a note.
+inline constexpr uint64_t kMarksOffset = 4096;
+inline constexpr uint64_t kNotesOffset = 8192;
 inline constexpr int kSlots = 2;
 inline constexpr uint64_t kArrivalsPerOperation = 1 << 16;  // bounds the blocks of a launch
 
@@ -47,6 +50,7 @@ struct DeviceComm {
   uint64_t slot_bytes;
   uint64_t timeout_ns;
   uint32_t rank;
+  uint32_t world_size;
 };
 
 // One collective operation as one thread sees it. Construct it before grid_dependency_wait(), so that
@@ -85,10 +89,15 @@ class Operation {
   template <class Poll>
   LLM_COMM_DEVICE bool wait_until(Poll poll, uint32_t peer, uint32_t phase) {
     if (in_vain_) return false;
-    in_vain_ = !llm_comm::wait_until(poll, {comm_.mailbox, &state_->aborted, comm_.timeout_ns},
+    in_vain_ = !llm_comm::wait_until(poll,
+                                     {comm_.mailbox, &state_->aborted, comm_.timeout_ns,
+                                      Suspicions(comm_.workspace, kNotesOffset, comm_.rank, comm_.world_size)},
                                      {comm_.rank, kind_, sequence(), bytes_}, peer, phase);
     return !in_vain_;
   }
+
+  // Whether a wait of this thread has ended in vain.
+  LLM_COMM_DEVICE bool in_vain() const { return in_vain_; }
 
   // Every block ends with one call by one of its threads, made after all its threads have begun the operation
   // (a block_sync() lies between).

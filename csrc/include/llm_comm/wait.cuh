@@ -2,7 +2,7 @@
 // of the communicator on this GPU returns at once, so a stream of queued calls drains in one time-out.
 #pragma once
 
-#include "llm_comm/platform.cuh"
+#include "llm_comm/suspicion.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
@@ -30,6 +30,7 @@ struct WaitBounds {
   HostMailbox* mailbox;
   uint32_t* aborted;  // device memory: set once a wait of this communicator has expired
   uint64_t timeout_ns;
+  Suspicions suspicions = {};
 };
 
 // Identity of a wait, for the record.
@@ -40,12 +41,17 @@ struct WaitSite {
   uint64_t bytes;
 };
 
+// `peer` is whom the wait was for, or whom a note names.
 LLM_COMM_DEVICE void record_expired_wait(const WaitBounds& bounds, const WaitSite& site, uint32_t peer,
                                          uint32_t phase) {
   if (compare_and_swap(bounds.aborted, 0u, 1u) != 0u) return;  // the first one to expire is the one to report
+  bounds.suspicions.tell(peer);
+  // Time for the notes of ranks whose waits expire now too.
+  const uint64_t grace_ns = bounds.timeout_ns / 32;
+  for (const uint64_t start = clock_ns(); clock_ns() - start < grace_ns;) spin_hint();
   ErrorRecord& record = bounds.mailbox->error;
   record.rank = site.rank;
-  record.peer = peer;
+  record.peer = bounds.suspicions.culprit(peer);
   record.operation = static_cast<uint32_t>(site.operation);
   record.phase = phase;
   record.sequence = site.sequence;
@@ -60,9 +66,6 @@ LLM_COMM_DEVICE void record_expired_wait(const WaitBounds& bounds, const WaitSit
 template <class Poll>
 LLM_COMM_DEVICE bool wait_until(Poll poll, const WaitBounds& bounds, const WaitSite& site, uint32_t peer,
                                 uint32_t phase) {
-  // Of the waits that a missing rank holds up, those of later phases wait for ranks that wait themselves: they expire a
-  // little later, so that the record names the rank that is missing.
-  const uint64_t timeout_ns = bounds.timeout_ns + bounds.timeout_ns / 16 * phase;
   uint64_t start = 0;
   for (;;) {
     // A loop of its own, unrolled: with the check inside, or a jump at every poll, calls take 2 to 3 % longer.
@@ -74,8 +77,9 @@ LLM_COMM_DEVICE bool wait_until(Poll poll, const WaitBounds& bounds, const WaitS
     const uint64_t now = clock_ns();
     if (start == 0) start = now;
     if (load_relaxed(bounds.aborted) != 0 || load_relaxed(&bounds.mailbox->abort_request) != 0) return false;
-    if (now - start > timeout_ns) {
-      record_expired_wait(bounds, site, peer, phase);
+    uint32_t suspect = peer;
+    if (bounds.suspicions.find(suspect) || now - start > bounds.timeout_ns) {
+      record_expired_wait(bounds, site, suspect, phase);
       return false;
     }
   }

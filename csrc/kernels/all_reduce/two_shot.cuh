@@ -34,6 +34,9 @@ all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   const uint32_t stride = block_count() * self.tile_lines;
   Line* const contributions = shared_memory<Line>();           // [rank][column]
   Line* const sums = contributions + World * self.tile_lines;  // [column]
+  // Set by the first thread of the block whose wait ended in vain: there is no sum to send then.
+  uint32_t* const incomplete = (sums + self.tile_lines)->word;
+  if (thread_index() == 0) *incomplete = 0;  // long before anybody sets it
 
   Operation op(args.comm, OperationKind::kAllReduceTwoShot, message.bytes());
   Line* outgoing = reinterpret_cast<Line*>(op.slots(self.peer)) + static_cast<uint64_t>(rank) * slice;
@@ -59,6 +62,7 @@ all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
       contributions[thread_index()] =
           is_own ? (SingleTile ? next : message.load(rank * slice + i)) : receive_line(incoming + i, op, self.peer, 0);
     }
+    if (op.in_vain()) *incomplete = 1;
     block_sync();
     constexpr uint32_t kWidth = kSumWidth<D, World>;
     const uint32_t count = self.tile_lines * Message<D>::kPerLine / kWidth;
@@ -69,7 +73,7 @@ all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
     // The sums are read before the next tile's first block_sync() and written after it; contributions are
     // written after this one and read before it.
     block_sync();
-    if (i >= own_lines) return;
+    if (i >= own_lines || *incomplete != 0) return;
     if (is_own) {
       message.store(rank * slice + i, sums[self.column]);
     } else {

@@ -1,0 +1,66 @@
+// How all ranks come to name the rank that is missing, not one that waits for it as they do.
+//
+// A rank whose wait expires leaves a note with every rank: whom it waited for. A rank that left a note is alive, so
+// whoever suspects it goes on to the one whom its note names, and so on to a rank without a note. A rank that finds a
+// note in the middle of a wait gives up too, so all end together and none waits for a rank that has given up.
+#pragma once
+
+#include "llm_comm/platform.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+class Suspicions {
+ public:
+  // For waits outside of a communicator: nobody to tell.
+  Suspicions() = default;
+
+  // `workspace`: every rank's, as this rank maps it, with `offset` bytes before `world_size` lines for notes, which are
+  // zero at first.
+  LLM_COMM_DEVICE Suspicions(char* const* workspace, uint64_t offset, uint32_t rank, uint32_t world_size)
+      : workspace_(workspace), offset_(offset), rank_(rank), world_size_(world_size) {}
+
+  // Whether a rank has left a note here; then `suspect` is set to whom it names.
+  LLM_COMM_DEVICE bool find(uint32_t& suspect) const {
+    LLM_COMM_UNROLL(1)
+    for (uint32_t rank = 0; rank < world_size_; ++rank) {
+      if (noted_by(rank, suspect)) return true;
+    }
+    return false;
+  }
+
+  // Leaves a note with every rank, this one too.
+  LLM_COMM_DEVICE void tell(uint32_t suspect) const {
+    LLM_COMM_UNROLL(1)
+    for (uint32_t rank = 0; rank < world_size_; ++rank) store_relaxed(note(rank, rank_), suspect + 1);
+  }
+
+  // Follows the notes from `suspect` to a rank that has left none. Where they lead round (ranks that wait for each
+  // other make different calls), or back here, it stays with `suspect`.
+  LLM_COMM_DEVICE uint32_t culprit(uint32_t suspect) const {
+    uint32_t candidate = suspect;
+    LLM_COMM_UNROLL(1)
+    for (uint32_t steps = 0; steps < world_size_; ++steps) {
+      if (!noted_by(candidate, candidate)) return candidate;
+      if (candidate == rank_) break;
+    }
+    return suspect;
+  }
+
+ private:
+  LLM_COMM_DEVICE uint32_t* note(uint32_t at, uint32_t by) const {
+    return reinterpret_cast<uint32_t*>(workspace_[at] + offset_ + by * sizeof(Line));
+  }
+
+  LLM_COMM_DEVICE bool noted_by(uint32_t rank, uint32_t& suspect) const {
+    const uint32_t word = load_relaxed(note(rank_, rank));
+    if (word != 0) suspect = word - 1;
+    return word != 0;
+  }
+
+  char* const* workspace_ = nullptr;
+  uint64_t offset_ = 0;
+  uint32_t rank_ = 0;
+  uint32_t world_size_ = 0;
+};
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

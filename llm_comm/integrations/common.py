@@ -1,0 +1,186 @@
+"""What the engine integrations share: when to step in, how to join a group, what to log, when to give up."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from llm_comm import _core, selection
+from llm_comm.bootstrap import Rendezvous
+from llm_comm.communicator import Communicator
+from llm_comm.config import MIB, Config
+from llm_comm.errors import ConfigError, LlmCommError, PeerTimeout
+
+logger = logging.getLogger("llm_comm")
+
+#: Bound of waits in seconds where the operator set none. Longer than the library's own: the ranks of an engine compile
+#: and tune kernels at different speeds, and whoever is first waits in an all-reduce. torch gives NCCL as long.
+ENGINE_TIMEOUT_S = 600.0
+
+# ASCII characters of what a rank can say in a vote: they fit in a message of the rendezvous, also if all are escaped.
+_MAX_WORD = 600
+_EXIT_CODE = 1
+
+
+class NotJoinedError(LlmCommError):
+    """The ranks of a group agreed to do without llm_comm. The text says why and is the same on all of them."""
+
+
+class SwitchedOffError(NotJoinedError):
+    """They do without it because the operator wants it so."""
+
+
+def switched_off() -> bool:
+    """Whether ``LLM_COMM_ENABLE`` says that the engine is to be left alone, whatever the other options are."""
+    name = "LLM_COMM_ENABLE"
+    try:
+        return name in os.environ and not Config.load({name: os.environ[name]}).enable
+    except ConfigError:
+        return False  # told when the ranks join
+
+
+def join(group: dist.ProcessGroup, device: torch.device, load_config: Callable[[], Config]) -> Communicator:
+    """A communicator for ``group``, on all of its ranks or on none. Collective.
+
+    Args:
+        group: gloo group of the ranks.
+        device: CUDA device of this rank; emulated GPUs take its place where torch has no CUDA.
+        load_config: Returns the options of this rank.
+
+    Raises:
+        ConfigError: A rank has a wrong option. Raised on all ranks.
+        NotJoinedError: A rank does without llm_comm, cannot use it, or failed to set it up. Raised on all ranks.
+    """
+    device = device if torch.cuda.is_available() else torch.device("cpu")
+    rendezvous = Rendezvous(group, ENGINE_TIMEOUT_S)
+    config, objection = None, None
+    try:
+        config = load_config()
+        _check(config, device, rendezvous.world_size)
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        objection = error
+    _vote(rendezvous, objection)
+
+    communicator = None
+    try:
+        communicator = Communicator(group, device, config)
+    except Exception as error:
+        logger.debug("set-up failed", exc_info=True)
+        objection = error
+    try:
+        # Communicator fails on all ranks or on none. If it ever did not, the others would wait in an all-reduce for a
+        # rank that takes the engine's own way.
+        _vote(rendezvous, objection)
+    except LlmCommError:
+        if communicator is not None:
+            communicator.close()
+        raise
+    assert communicator is not None
+    return communicator
+
+
+def _check(config: Config, device: torch.device, world_size: int) -> None:
+    """Raises if this rank does without llm_comm, as far as it can tell alone."""
+    if not config.enable:
+        raise SwitchedOffError(f"enable is false ({config.origins.get('enable', 'Python')})")
+    if world_size > selection.MAX_WORLD_SIZE:
+        raise NotJoinedError(f"the group has {world_size} ranks, llm_comm serves up to {selection.MAX_WORLD_SIZE}")
+    if device.type == "cuda" and not _core.cuda_archs:
+        raise NotJoinedError("this build of llm_comm has no CUDA kernels; install it where nvcc is found")
+    if config.table is not None:
+        try:
+            selection.load_table(Path(config.table))
+        except ConfigError as error:
+            raise ConfigError(f"option table ({config.origins.get('table', 'Python')}): {error}") from error
+
+
+# What a rank can object with, most important first: an error of the operator is not to hide behind anything else.
+_OBJECTIONS: tuple[type[LlmCommError], ...] = (ConfigError, SwitchedOffError, NotJoinedError)
+
+
+def _vote(rendezvous: Rendezvous, objection: Exception | None) -> None:
+    """Raises one of ``_OBJECTIONS``, the same on all ranks, if a rank has an objection."""
+    word = None
+    if objection is not None:
+        kind = next((i for i, error in enumerate(_OBJECTIONS) if isinstance(objection, error)), len(_OBJECTIONS) - 1)
+        word = [kind, _in_words(objection).encode("ascii", "backslashreplace").decode()[:_MAX_WORD]]
+    try:
+        words = rendezvous.gather(word)
+    except LlmCommError as missing:
+        raise NotJoinedError(str(missing)) from missing
+    said = {rank: word for rank, word in enumerate(words) if word is not None}
+    if not said:
+        return
+    kind = min(kind for kind, _ in said.values())
+    texts = {rank: text for rank, (its_kind, text) in said.items() if its_kind == kind}
+    if len(texts) == len(words) and len(set(texts.values())) == 1:
+        raise _OBJECTIONS[kind](texts[0])
+    raise _OBJECTIONS[kind]("; ".join(f"rank {rank}: {text}" for rank, text in texts.items()))
+
+
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, LlmCommError) else f"{type(error).__name__}: {error}"
+
+
+def describe_plans(table: selection.TuningTable, config: Config, engine: str) -> str:
+    """Which algorithm serves which message sizes, in words: "one_shot to 48 KiB, two_shot to 48 MiB, then vLLM"."""
+    limit = table.max_message_bytes if config.max_message_bytes is None else config.max_message_bytes
+    parts: list[tuple[str, int]] = []
+    for row in table.rows:
+        algorithm = row.algorithm if config.algorithm == "auto" else config.algorithm
+        if parts and parts[-1][0] == algorithm:
+            parts.pop()
+        parts.append((algorithm, min(row.up_to, limit)))
+        if row.up_to >= limit:
+            break
+    parts[-1] = (parts[-1][0], limit)  # the last row serves all larger messages
+    return ", ".join(f"{algorithm} to {format_bytes(up_to)}" for algorithm, up_to in parts) + f", then {engine}"
+
+
+def format_bytes(count: int) -> str:
+    """1536 as "1.5 KiB"."""
+    for unit, size in (("TiB", MIB << 20), ("GiB", MIB << 10), ("MiB", MIB), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count} B"
+
+
+class Watchdog(threading.Thread):
+    """Ends this process when a wait of ``communicator`` has expired.
+
+    A CUDA graph is replayed without Python, so nobody would call ``check``, and the engine would serve sums that lack
+    a peer. An engine notices when one of its processes ends, and stops with an error; torch's watchdog of NCCL relies
+    on the same. ``check`` reads one word of host memory.
+
+    Args:
+        communicator: What to watch, until ``stop``.
+        report: Takes the last words of the process, which name the peer.
+        interval_s: Seconds between looks: the most for which wrong results can go unnoticed.
+    """
+
+    def __init__(self, communicator: Communicator, report: Callable[[str], None], interval_s: float = 0.05) -> None:
+        super().__init__(name="llm_comm watchdog", daemon=True)
+        self._communicator = communicator
+        self._report = report
+        self._interval_s = interval_s
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        while not self._stopped.wait(self._interval_s):
+            try:
+                self._communicator.check()
+            except PeerTimeout as error:
+                self._report(f"{error} Ending this process: what the engine computes from here on would be wrong.")
+                # Not sys.exit: the main thread may be waiting for the GPU or for another rank.
+                os._exit(_EXIT_CODE)
+
+    def stop(self) -> None:
+        """Returns once the communicator is not looked at any more."""
+        self._stopped.set()
+        self.join()

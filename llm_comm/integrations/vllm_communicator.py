@@ -1,0 +1,172 @@
+"""vLLM's CUDA communicator with the all-reduce of llm_comm in front of its own.
+
+All names of vLLM that llm_comm relies on, but for the platform's in ``vllm.py``, are imported or used here.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import vllm.envs as envs
+from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
+
+import llm_comm
+from llm_comm.communicator import Communicator
+from llm_comm.config import Config, option_names
+from llm_comm.errors import ConfigError
+from llm_comm.integrations import common
+
+logger = logging.getLogger("vllm.llm_comm")
+
+SECTION = "llm_comm"
+#: Groups in whose name the models sum activations. Those of pipeline, data and expert parallelism do not, and one that
+#: spans data-parallel replicas must not depend on all of them being set up alike.
+GROUPS = ("tp", "dcp")
+_EVERY_SIZE = 1 << 60
+
+
+def why_not() -> str | None:
+    """Why the current configuration of vLLM rules llm_comm out on all ranks, if it does."""
+    vllm_config = get_current_vllm_config_or_none()
+    if vllm_config is None:
+        return None
+    if vllm_config.parallel_config.enable_elastic_ep:
+        return "elastic expert parallelism insists on vLLM's own communicator"
+    section = _section(vllm_config)
+    if isinstance(section, dict) and section.get("enable") is False:
+        return f"enable is false in additional_config[{SECTION!r}]"
+    return None
+
+
+def load_config() -> Config:
+    """The options: defaults < LLM_COMM_CONFIG < LLM_COMM_* < ``additional_config["llm_comm"]`` of vLLM.
+
+    Raises:
+        ConfigError: An unknown option, a value that is not allowed, or a file that cannot be read.
+    """
+    vllm_config = get_current_vllm_config_or_none()
+    config = Config.load()
+    section = {} if vllm_config is None else _section(vllm_config)
+    if not isinstance(section, dict):
+        raise ConfigError(
+            f"additional_config[{SECTION!r}] is {section!r}; expected options by name: {', '.join(option_names())}"
+        )
+    unknown = sorted(str(name) for name in section if name not in option_names())
+    if unknown:
+        raise ConfigError(
+            f"unknown option {unknown[0]!r} in additional_config[{SECTION!r}]; valid: {', '.join(option_names())}"
+        )
+    if section:
+        try:
+            config = Config.load(**section)
+        except ConfigError as error:
+            raise ConfigError(f"additional_config[{SECTION!r}]: {error}") from error
+    if "timeout_s" not in config.origins:
+        theirs = None if vllm_config is None else vllm_config.parallel_config.distributed_timeout_seconds
+        config = config.replace(timeout_s=float(theirs or common.ENGINE_TIMEOUT_S))
+    if envs.VLLM_BATCH_INVARIANT and "max_message_bytes" not in config.origins:
+        # A sum must not depend on the size of its batch. llm_comm sums alike at every size; to change over to vLLM's
+        # all-reduce at some size would change the order of summation there.
+        config = config.replace(max_message_bytes=_EVERY_SIZE)
+    return config
+
+
+def _section(vllm_config: Any) -> Any:
+    # A platform plugin may have put an object of its own there.
+    additional = vllm_config.additional_config
+    return additional.get(SECTION, {}) if isinstance(additional, dict) else {}
+
+
+def _keep_norms_apart() -> bool:
+    """Turns off vLLM's fusion of an all-reduce with the norm after it; returns whether it was on.
+
+    With FlashInfer installed, vLLM fuses at decode sizes by default, and none of these all-reduces would come here.
+    The passes are made when the model is compiled, later than this.
+    """
+    vllm_config = get_current_vllm_config_or_none()
+    if vllm_config is None or not vllm_config.compilation_config.pass_config.fuse_allreduce_rms:
+        return False
+    vllm_config.compilation_config.pass_config.fuse_allreduce_rms = False
+    return True
+
+
+class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
+    """Sums with llm_comm what it accepts, and takes vLLM's way for the rest and for all other collectives.
+
+    llm_comm is set up in the constructor, where all ranks of a group come together and before vLLM measures what memory
+    is left. It registers no tensors and bakes nothing into graphs that their replay depends on, so graphs that are
+    captured to measure their memory and thrown away leave nothing behind, and expandable segments and sleep mode do
+    not concern it: its workspace lies outside torch's pool.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._llm_comm: Communicator | None = None
+        self._watchdog: common.Watchdog | None = None
+        self._kind = self.unique_name.split(":")[0]
+        if self.world_size > 1 and self._kind in GROUPS:
+            self._join()
+
+    def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
+        """The sum over the group, a new tensor."""
+        communicator = self._llm_comm
+        if communicator is not None and communicator.accepts(input_):
+            result: torch.Tensor = communicator.all_reduce(input_)
+            return result
+        return super().all_reduce(input_)  # type: ignore[no-any-return]
+
+    def destroy(self) -> None:
+        communicator, self._llm_comm = self._llm_comm, None
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        if communicator is not None:
+            communicator.close()
+        super().destroy()
+
+    def _join(self) -> None:
+        """Makes the communicator on all ranks of the group or on none.
+
+        Raises:
+            ConfigError: A rank has a wrong option: raised on all ranks, so that vLLM does not start.
+        """
+        _show_log()
+        try:
+            self._llm_comm = common.join(self.cpu_group, self.device, load_config)
+        except common.SwitchedOffError as error:
+            if self.global_rank == 0:
+                logger.info("llm_comm is not active: %s. vLLM's own all-reduce is used.", error)
+            return
+        except common.NotJoinedError as error:
+            # Every rank says so: whichever log is read, it tells why decoding is slower than hoped for.
+            logger.warning(
+                "llm_comm %s is not active for group %s: %s. vLLM's own all-reduce is used.",
+                llm_comm.__version__,
+                self.unique_name,
+                error,
+            )
+            return
+        self._watchdog = common.Watchdog(self._llm_comm, lambda text: logger.critical("llm_comm: %s", text))
+        self._watchdog.start()
+        unfused = self._kind == "tp" and _keep_norms_apart()
+        if self.global_rank == 0:
+            logger.info("%s%s", self._summary(self._llm_comm), "; vLLM's fuse_allreduce_rms is off" if unfused else "")
+
+    def _summary(self, communicator: Communicator) -> str:
+        group = f"group {self.unique_name} ({self.world_size} ranks"
+        plans = common.describe_plans(communicator.table, communicator.config, "vLLM's own")
+        where = "emulated GPUs" if communicator.is_emulated else communicator.memory_kind
+        return (
+            f"llm_comm {llm_comm.__version__} is active for {group}, {where}): "
+            f"all-reduce {plans} ({communicator.table.name}); timeout {communicator.config.timeout_s:g} s"
+        )
+
+
+def _show_log() -> None:
+    """Lets what llm_comm itself logs come out as vLLM's messages do."""
+    ours = logging.getLogger("llm_comm")
+    if not ours.handlers:
+        for handler in logging.getLogger("vllm").handlers:
+            ours.addHandler(handler)

@@ -1,0 +1,231 @@
+"""All-reduce on emulated GPUs: the promised bits for any size, type, world and pointer.
+
+Every rank compares with the same reference, so results that pass are bitwise equal on all ranks and between algorithms.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RankPool, make_communicator
+from reference import (
+    ALGORITHMS,
+    DTYPES,
+    WORLDS,
+    assert_bitwise_equal,
+    assert_is_sum,
+    contributions,
+    from_bits,
+    rank_order_sum,
+    special_patterns,
+)
+
+from llm_comm import Communicator
+
+ODD_BYTES = (1026, 20004, 20036)
+every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+some_worlds = pytest.mark.parametrize("world", [2, 3, 8])
+
+
+def counts(world: int, dtype: torch.dtype) -> list[int]:
+    """Elements: around a line and a few, the sizes of old bugs, around multiples of 64 bytes x ranks, and large."""
+    small = [0, 1, 2, 7, 8, 9, 63, 64, 65, 513]
+    odd = [-(-size // dtype.itemsize) for size in ODD_BYTES]
+    per_rank = 64 // dtype.itemsize
+    uneven = [per_rank * world * k + d for k, d in itertools.product((1, 5), (-1, 1, per_rank))]
+    return [*small, *odd, *uneven, 131_073, 300_007]
+
+
+def communicators(**options: object) -> Iterator[tuple[int, int, Communicator, str]]:
+    """On a rank: (rank, world, communicator, algorithm) for every algorithm."""
+    for algorithm in ALGORITHMS:
+        with make_communicator(algorithm=algorithm, **options) as comm:
+            yield dist.get_rank(), dist.get_world_size(), comm, algorithm
+
+
+def check_sizes(dtype: torch.dtype) -> None:
+    for rank, world, comm, algorithm in communicators():
+        for count in counts(world, dtype):
+            what = f"{algorithm}, {count} elements"
+            inputs = contributions(world, count, dtype)
+            x = inputs[rank].clone()
+            out = comm.all_reduce(x)
+            assert_is_sum(out, inputs, what)
+            assert_bitwise_equal(x, inputs[rank], f"{what}: the input")
+            assert comm.plan(x).algorithm == (algorithm if count else "none")
+
+
+@every_dtype
+@pytest.mark.parametrize("world", WORLDS)
+def test_sum_is_bitwise_right(ranks: RankPool, world: int, dtype: torch.dtype) -> None:
+    ranks.run(world, check_sizes, dtype)
+
+
+def check_chunks(dtype: torch.dtype) -> None:
+    """Messages that take several launches, the last one of a few elements."""
+    for rank, world, comm, algorithm in communicators(workspace_bytes=1 << 20):
+        chunk = comm.plan(torch.empty(1, dtype=dtype)).chunk_elements
+        for count in (chunk, chunk + 1, 2 * chunk + 13):
+            inputs = contributions(world, count, dtype)
+            assert comm.plan(inputs[rank]).chunks == -(-count // chunk)
+            assert_is_sum(comm.all_reduce(inputs[rank]), inputs, f"{algorithm}, chunks of {chunk}, {count} elements")
+
+
+@some_worlds
+@every_dtype
+def test_message_larger_than_a_slot(ranks: RankPool, world: int, dtype: torch.dtype) -> None:
+    ranks.run(world, check_chunks, dtype)
+
+
+def check_large(count: int) -> None:
+    with make_communicator() as comm:
+        inputs = contributions(comm.world_size, count, torch.bfloat16)
+        assert_is_sum(comm.all_reduce(inputs[comm.rank], out=inputs[comm.rank].clone()), inputs, f"{count} elements")
+
+
+def test_message_of_more_than_8_mib(ranks: RankPool) -> None:
+    ranks.run(3, check_large, (5 << 20) + 3)
+
+
+# ---- Values --------------------------------------------------------------------------------------------------------
+
+
+def special_inputs(world: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Every pair of special patterns on ranks 0 and 1, at every place of a line; drawn ones on the others."""
+    patterns = special_patterns(dtype)
+    pairs = torch.cartesian_prod(patterns, patterns)
+    odd_period = torch.cat([pairs, pairs[:1]])  # so that repeating it moves it through the line
+    first, second = odd_period.repeat(16 // dtype.itemsize, 1).unbind(1)
+    generator = torch.Generator().manual_seed(world)
+    drawn = patterns[torch.randint(len(patterns), (world - 2, len(first)), generator=generator)]
+    return [from_bits(chosen, dtype) for chosen in (first, second, *drawn)]
+
+
+def check_special_values(dtype: torch.dtype) -> None:
+    for rank, world, comm, algorithm in communicators():
+        inputs = special_inputs(world, dtype)
+        for _ in range(3):  # both slots are used again
+            assert_bitwise_equal(comm.all_reduce(inputs[rank]), rank_order_sum(inputs), f"{algorithm}, special values")
+
+
+@every_dtype
+@pytest.mark.parametrize("world", WORLDS)
+def test_special_values(ranks: RankPool, world: int, dtype: torch.dtype) -> None:
+    """Signed zeros, subnormals, infinities and NaNs of all kinds, the pattern of an empty line among them."""
+    ranks.run(world, check_special_values, dtype)
+
+
+def check_sentinel_of_one_rank(dtype: torch.dtype) -> None:
+    everywhere = torch.full((100 * dtype.itemsize,), 0xFF, dtype=torch.uint8).view(dtype)
+    for rank, world, comm, algorithm in communicators():
+        for sender in range(world):
+            inputs = contributions(world, 100, dtype)
+            inputs[sender] = everywhere
+            for what in (f"{algorithm}, only sentinels from rank {sender}", "the same again"):
+                out = comm.all_reduce(inputs[rank])
+                assert_bitwise_equal(out, rank_order_sum(inputs), what)
+                assert out.isnan().all()
+
+
+@some_worlds
+@every_dtype
+def test_message_that_looks_like_an_empty_slot(ranks: RankPool, world: int, dtype: torch.dtype) -> None:
+    ranks.run(world, check_sentinel_of_one_rank, dtype)
+
+
+def check_negative_zero(dtype: torch.dtype) -> None:
+    minus_zero = torch.full((67,), -0.0, dtype=dtype)
+    for rank, world, comm, algorithm in communicators():
+        assert_bitwise_equal(comm.all_reduce(minus_zero), minus_zero, f"{algorithm}, -0.0 on all ranks")
+        for positive in range(world):
+            x = minus_zero.abs() if rank == positive else minus_zero
+            what = f"{algorithm}, +0.0 on rank {positive} alone"
+            assert_bitwise_equal(comm.all_reduce(x), minus_zero.abs(), what)
+
+
+@some_worlds
+@every_dtype
+def test_negative_zero(ranks: RankPool, world: int, dtype: torch.dtype) -> None:
+    ranks.run(world, check_negative_zero, dtype)
+
+
+# ---- Pointers ------------------------------------------------------------------------------------------------------
+
+
+def guarded(values: torch.Tensor, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A copy of ``values`` that starts ``offset`` elements into a buffer, and the buffer."""
+    buffer = torch.full((offset + values.numel() + 16,), 77.0, dtype=values.dtype)
+    inside = buffer[offset : offset + values.numel()]
+    inside.copy_(values)
+    return inside, buffer
+
+
+def assert_untouched_outside(buffer: torch.Tensor, offset: int, count: int, what: str) -> None:
+    outside = torch.cat([buffer[:offset], buffer[offset + count :]])
+    if not outside.eq(77.0).all():
+        raise AssertionError(f"{what}: wrote outside of the output")
+
+
+def check_alignment(dtype: torch.dtype, count: int) -> None:
+    for rank, world, comm, algorithm in communicators():
+        inputs = contributions(world, count, dtype)
+        total = rank_order_sum(inputs)
+        for step in range(8):
+            in_offset, out_offset = (step + 3 * rank) % 8, (3 * step + rank) % 8
+            what = f"{algorithm}, {count} elements, input at {in_offset}, output at {out_offset}"
+            x, _ = guarded(inputs[rank], in_offset)
+            out, buffer = guarded(torch.zeros_like(x), out_offset)
+            assert comm.all_reduce(x, out=out) is out
+            assert_bitwise_equal(out, total, what)
+            assert_bitwise_equal(x, inputs[rank], f"{what}: the input")
+            assert_untouched_outside(buffer, out_offset, count, what)
+
+            in_place, buffer = guarded(inputs[rank], in_offset)
+            assert comm.all_reduce(in_place, out=in_place) is in_place
+            assert_bitwise_equal(in_place, total, f"{what}, in place")
+            assert_untouched_outside(buffer, in_offset, count, f"{what}, in place")
+
+
+@some_worlds
+@every_dtype
+@pytest.mark.parametrize("count", [1, 9, 513, 5009])
+def test_pointers_unaligned_differently_on_every_rank(
+    ranks: RankPool, world: int, dtype: torch.dtype, count: int
+) -> None:
+    ranks.run(world, check_alignment, dtype, count)
+
+
+def check_shapes() -> None:
+    for rank, world, comm, algorithm in communicators():
+        for shape in ((), (1,), (3, 5, 7), (2, 0, 4)):
+            count = torch.Size(shape).numel()
+            inputs = [t.view(shape) for t in contributions(world, count, torch.bfloat16)]
+            assert_is_sum(comm.all_reduce(inputs[rank]), inputs, f"{algorithm}, shape {shape}")
+
+
+def test_shape_is_kept(ranks: RankPool) -> None:
+    ranks.run(2, check_shapes)
+
+
+def check_world_of_one(dtype: torch.dtype) -> None:
+    with make_communicator() as comm:
+        x = from_bits(special_patterns(dtype), dtype)
+        assert comm.plan(x).algorithm == "none"
+        out = comm.all_reduce(x)
+        assert out.data_ptr() != x.data_ptr()
+        assert_bitwise_equal(out, x, "a copy")
+        out.zero_()
+        assert comm.all_reduce(x, out=out) is out
+        assert_bitwise_equal(out, x, "a copy into out")
+        assert comm.all_reduce(x, out=x) is x
+        assert_bitwise_equal(out, x, "in place")
+
+
+@every_dtype
+def test_world_of_one_copies(ranks: RankPool, dtype: torch.dtype) -> None:
+    ranks.run(1, check_world_of_one, dtype)

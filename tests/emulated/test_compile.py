@@ -1,0 +1,92 @@
+"""The torch operator: models that call a communicator compile as one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import RankPool, make_communicator
+from reference import assert_bitwise_equal, assert_is_sum, contributions
+from torch._subclasses import FakeTensorMode
+
+from llm_comm import Communicator, UnsupportedInputError
+
+FEATURES = 48
+
+
+class RowParallel(torch.nn.Module):
+    """A layer whose weight is split over the ranks by rows, in two ways to write the sum."""
+
+    def __init__(self, comm: Communicator, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.comm = comm
+        generator = torch.Generator().manual_seed(comm.rank)
+        self.weight = torch.randn(FEATURES, FEATURES, generator=generator).to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.comm.all_reduce(x @ self.weight)
+        second = torch.relu(first) @ self.weight
+        return self.comm.all_reduce(second, out=second) + 1
+
+
+class Recorder:
+    """Backend of torch.compile that keeps the graphs and hands them on."""
+
+    def __init__(self, backend: str) -> None:
+        self.calls: list[list[Any]] = []
+        self._compile = torch._dynamo.lookup_backend(backend)
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        self.calls.append([node.target for node in graph.graph.nodes])
+        return self._compile(graph, inputs)
+
+
+@torch.inference_mode()
+def compile_layer(backend: str) -> None:
+    with make_communicator() as comm:
+        for dtype in (torch.bfloat16, torch.float32):
+            torch._dynamo.reset()
+            layer, recorder = RowParallel(comm, dtype), Recorder(backend)
+            compiled = torch.compile(layer, fullgraph=True, backend=recorder)
+            for rows in (1, 5, 9):  # the second makes the batch dynamic
+                x = torch.randn(rows, FEATURES, generator=torch.Generator().manual_seed(rows)).to(dtype)
+                assert_bitwise_equal(compiled(x), layer(x), f"{backend}, {rows} rows of {dtype}")
+            operator = torch.ops.llm_comm.all_reduce
+            for targets in recorder.calls:
+                assert sum(target in (operator, operator.default) for target in targets) == 2
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_model_compiles_as_one_graph(ranks: RankPool, backend: str) -> None:
+    ranks.run(2, compile_layer, backend)
+
+
+def check_operator() -> None:
+    with make_communicator() as comm:
+        inputs = contributions(comm.world_size, 60, torch.bfloat16)
+        x = inputs[comm.rank].view(6, 10)
+        assert_is_sum(torch.ops.llm_comm.all_reduce(x, comm.name).view(-1), inputs, "the operator")
+        torch.library.opcheck(torch.ops.llm_comm.all_reduce.default, (x, comm.name))
+        with pytest.raises(UnsupportedInputError, match="not contiguous"):
+            torch.ops.llm_comm.all_reduce(x.t(), comm.name)
+    with pytest.raises(RuntimeError, match="closed"):
+        torch.ops.llm_comm.all_reduce(x, comm.name)
+    name = comm.name
+    del comm
+    with pytest.raises(RuntimeError, match=f"no communicator '{name}'"):
+        torch.ops.llm_comm.all_reduce(x, name)
+
+
+def test_operator(ranks: RankPool) -> None:
+    ranks.run(2, check_operator)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5)])
+def test_fake_result_is_like_the_input(shape: tuple[int, ...]) -> None:
+    with FakeTensorMode():
+        x = torch.empty(shape, dtype=torch.float16)
+        out = torch.ops.llm_comm.all_reduce(x, "any")
+    assert (out.shape, out.dtype, out.device) == (x.shape, x.dtype, x.device)
+    assert out is not x

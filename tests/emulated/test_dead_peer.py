@@ -1,0 +1,145 @@
+"""A rank that dies: the others stop in time, know whom they lost, and can go on without it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RankPool, make_communicator, regroup
+from reference import ALGORITHMS, assert_is_sum, contributions
+
+from llm_comm import Communicator, PeerTimeout
+
+TIMEOUT_S = 2.0
+# A kernel looks at the clock once in many polls, and the ranks share few CPUs.
+SLACK_S = 10.0
+WORLD = 4
+every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
+# On one line two-shot has work for the owner of slice 0 alone; 40000 elements are many tiles for every rank.
+every_count = pytest.mark.parametrize("count", [4, 40_000])
+
+
+@dataclass(frozen=True)
+class Loss:
+    """How a rank learnt of a death."""
+
+    rank: int
+    peer: int
+    text: str
+    seconds: float
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def reduce_until_lost(comm: Communicator, count: int, calls: int = 1_000_000) -> Loss:
+    x = torch.ones(count)
+    for _ in range(calls):
+        start = time.monotonic()
+        try:
+            out = comm.all_reduce(x)
+        except PeerTimeout as error:
+            return Loss(error.rank, error.peer, str(error), time.monotonic() - start)
+        if not out.eq(comm.world_size).all():
+            raise AssertionError(f"a wrong sum came back without an error: {out}")
+    raise AssertionError(f"{calls} all-reduces without the dead rank succeeded")
+
+
+def check_aftermath(comm: Communicator, loss: Loss, victim: int) -> None:
+    """The communicator raises at once from now on; a new one of the survivors works."""
+    again = reduce_until_lost(comm, 100, calls=1)
+    assert again.peer == loss.peer
+    assert again.seconds < TIMEOUT_S / 2, "a communicator that has lost a peer waits again"
+    with pytest.raises(PeerTimeout):
+        comm.check()
+    survivors = [rank for rank in range(dist.get_world_size()) if rank != victim]
+    regroup("survivors", survivors)
+    inputs = contributions(len(survivors), 1000, torch.bfloat16)
+    with make_communicator() as fresh:
+        assert_is_sum(fresh.all_reduce(inputs[fresh.rank]), inputs, "the sum of the survivors")
+
+
+def lose(algorithm: str, count: int, victim: int, meet_death: Callable[[Communicator, int], None]) -> Loss:
+    """On a rank: some all-reduces, then the death of ``victim``, which ``meet_death`` brings about there."""
+    comm = make_communicator(algorithm=algorithm, timeout_s=TIMEOUT_S)
+    for _ in range(3):
+        comm.all_reduce(torch.ones(count))
+    if comm.rank == victim:
+        meet_death(comm, count)
+    loss = reduce_until_lost(comm, count)
+    check_aftermath(comm, loss, victim)
+    return loss
+
+
+def die_between_calls(_comm: Communicator, _count: int) -> None:
+    die()
+
+
+def die_at_any_moment(_comm: Communicator, _count: int) -> None:
+    threading.Timer(0.3, die).start()
+
+
+def die_after_serving_some_peers(comm: Communicator, count: int) -> None:
+    """Dies in an operation to which rank 0 got no contribution, all others the whole one."""
+    nowhere = os.memfd_create("nowhere")
+    os.ftruncate(nowhere, comm.workspace_bytes)
+    comm._live_core().map_peer(0, nowhere, b"")
+    comm._prepared.clear()  # the calls so far were laid out for the old address
+    threading.Timer(0.3, die).start()
+    comm.all_reduce(torch.ones(count))
+    time.sleep(60)
+
+
+def check_losses(losses: list[Loss | None], victim: int) -> None:
+    survivors = {rank: loss for rank, loss in enumerate(losses) if loss is not None}
+    assert set(survivors) == set(range(len(losses))) - {victim}
+    assert {rank: loss.peer for rank, loss in survivors.items()} == dict.fromkeys(survivors, victim)
+    for rank, loss in survivors.items():
+        assert loss.rank == rank
+        assert f"rank {rank}: nothing came from rank {victim} " in loss.text
+        assert loss.seconds < TIMEOUT_S + SLACK_S
+
+
+@every_algorithm
+@every_count
+@pytest.mark.parametrize("victim", [0, 3])
+def test_death_between_calls(mortal_ranks: RankPool, algorithm: str, count: int, victim: int) -> None:
+    losses = mortal_ranks.run(WORLD, lose, algorithm, count, victim, die_between_calls, dying=[victim])
+    check_losses(losses, victim)
+
+
+@every_algorithm
+def test_death_in_the_middle_of_a_loop(mortal_ranks: RankPool, algorithm: str) -> None:
+    check_losses(mortal_ranks.run(8, lose, algorithm, 3000, 5, die_at_any_moment, dying=[5]), victim=5)
+
+
+@every_algorithm
+def test_death_after_serving_some_peers(mortal_ranks: RankPool, algorithm: str) -> None:
+    """Ranks 1 and 2 get one operation further than rank 0, and wait for it too: it must not be blamed."""
+    losses = mortal_ranks.run(WORLD, lose, algorithm, 3000, 3, die_after_serving_some_peers, dying=[3])
+    check_losses(losses, victim=3)
+
+
+def call_more_often_than_the_others(calls: int) -> str | None:
+    with make_communicator(timeout_s=TIMEOUT_S) as comm:
+        for _ in range(calls):
+            comm.all_reduce(torch.ones(10))
+        if comm.rank == 1:
+            return reduce_until_lost(comm, 10, calls=1).text
+    return None
+
+
+def test_rank_that_makes_fewer_calls_is_like_a_dead_one(mortal_ranks: RankPool) -> None:
+    _, text = mortal_ranks.run(2, call_more_often_than_the_others, 4)
+    assert text is not None
+    assert text.startswith("rank 1: nothing came from rank 0 ")
+    assert "all-reduce of 40 bytes (operation 4 of this communicator" in text
+    assert "LLM_COMM_TIMEOUT_S" in text

@@ -1,0 +1,116 @@
+"""What is accepted, and that what is not is declined alike on all ranks, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from harness import RankPool, make_communicator
+from reference import assert_is_sum, contributions
+
+from llm_comm import Communicator, UnsupportedInputError
+
+LIMIT = 4096
+DECLINED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
+    "transposed": (lambda: torch.ones(4, 6).t(), "not contiguous: shape (6, 4), strides (1, 6)"),
+    "strided": (lambda: torch.ones(20)[::2], "not contiguous"),
+    "expanded": (lambda: torch.ones(1).expand(8), "not contiguous"),
+    "int32": (lambda: torch.ones(8, dtype=torch.int32), "torch.int32 is not one of torch.bfloat16"),
+    "bool": (lambda: torch.ones(8, dtype=torch.bool), "torch.bool is not one of"),
+    "float64": (lambda: torch.ones(8, dtype=torch.float64), "torch.float64 is not one of"),
+    "complex64": (lambda: torch.ones(8, dtype=torch.complex64), "torch.complex64 is not one of"),
+    "other device": (lambda: torch.ones(8, device="meta"), "the tensor is on meta, the communicator on cpu"),
+    "sparse": (lambda: torch.ones(8).to_sparse(), "not contiguous"),
+    "too large": (lambda: torch.ones(LIMIT // 4 + 1), f"more than max_message_bytes={LIMIT}"),
+}
+
+
+def reduce_right(comm: Communicator) -> None:
+    inputs = contributions(comm.world_size, 50, torch.float32)
+    assert_is_sum(comm.all_reduce(inputs[comm.rank].clone()), inputs, "a call after an error")
+
+
+def decline(name: str) -> str:
+    with make_communicator(max_message_bytes=LIMIT) as comm:
+        x = DECLINED[name][0]()
+        like_x = torch.ones(x.shape, dtype=x.dtype)
+        if comm.accepts(like_x):  # a plan for its size and type is known
+            comm.all_reduce(like_x)
+        assert not comm.accepts(x)
+        plan = comm.plan(x)
+        assert plan.algorithm == "declined"
+        with pytest.raises(UnsupportedInputError) as error:
+            comm.all_reduce(x)
+        assert plan.reason in str(error.value)
+        reduce_right(comm)
+        return plan.reason
+
+
+@pytest.mark.parametrize("name", DECLINED)
+def test_declined_input(ranks: RankPool, name: str) -> None:
+    (reason,) = set(ranks.run(2, decline, name))
+    assert DECLINED[name][1] in reason
+
+
+def accept() -> None:
+    with make_communicator(max_message_bytes=LIMIT) as comm:
+        for x in (
+            torch.ones(LIMIT // 4),
+            torch.ones(3, 5, dtype=torch.bfloat16),
+            torch.ones(7, dtype=torch.float16)[1:],
+            torch.ones(0),
+            torch.tensor(1.0),
+            torch.ones(1, 5).t(),  # one column: its strides do not matter
+        ):
+            assert comm.accepts(x)
+            plan = comm.plan(x)
+            assert plan.algorithm == ("none" if x.numel() == 0 else "one_shot")
+            assert plan.message_bytes == x.numel() * x.element_size()
+            assert comm.all_reduce(x).eq(comm.world_size).all()
+
+
+def test_accepted_input(ranks: RankPool) -> None:
+    ranks.run(2, accept)
+
+
+BUFFER = torch.ones(40)
+MISMATCHES: dict[str, tuple[torch.Tensor, torch.Tensor, str]] = {
+    "shorter": (BUFFER[:10], torch.ones(9), r"out \(\(9,\), torch.float32, cpu\) must be contiguous and like x"),
+    "longer": (BUFFER[:10], torch.ones(11), "like x"),
+    "other dtype": (BUFFER[:10], torch.ones(10, dtype=torch.float16), "like x"),
+    "strided": (BUFFER[:10], torch.ones(20)[::2], "like x"),
+    "other device": (BUFFER[:10], torch.ones(10, device="meta"), "like x"),
+    "one element on": (BUFFER[:10], BUFFER[1:11], "out overlaps x"),
+    "one element back": (BUFFER[1:11], BUFFER[:10], "out overlaps x"),
+    "last element": (BUFFER[:10], BUFFER[9:19], "out overlaps x"),
+}
+
+
+def reject_out(name: str) -> None:
+    x, out, message = MISMATCHES[name]
+    with make_communicator() as comm:
+        with pytest.raises(UnsupportedInputError, match=message):
+            comm.all_reduce(x, out=out)
+        reduce_right(comm)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_out_that_does_not_fit(ranks: RankPool, name: str, world: int) -> None:
+    ranks.run(world, reject_out, name)
+
+
+def write_next_to_input() -> None:
+    with make_communicator() as comm:
+        inputs = contributions(comm.world_size, 100, torch.float32)
+        buffer = torch.empty(200)
+        x, out = buffer[:100], buffer[100:]
+        x.copy_(inputs[comm.rank])
+        assert_is_sum(comm.all_reduce(x, out=out), inputs, "out beside x")
+        same_memory = x.view(10, 10)
+        assert_is_sum(comm.all_reduce(x, out=same_memory).view(-1), inputs, "out a view of x")
+
+
+def test_out_beside_the_input_or_a_view_of_it(ranks: RankPool) -> None:
+    ranks.run(2, write_next_to_input)

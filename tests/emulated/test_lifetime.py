@@ -1,0 +1,79 @@
+"""Closing, reopening and dropping communicators."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from harness import RankPool, make_communicator, nothing_leaked
+from reference import assert_is_sum, contributions
+
+from llm_comm import Communicator
+
+X = torch.ones(10)
+USES: dict[str, Callable[[Communicator], object]] = {
+    "all_reduce": lambda comm: comm.all_reduce(X),
+    "all_reduce in place": lambda comm: comm.all_reduce(X, out=X),
+    "all_reduce of nothing": lambda comm: comm.all_reduce(X[:0]),
+    "all_reduce of a new size": lambda comm: comm.all_reduce(X[:5]),
+    "check": lambda comm: comm.check(),
+    "workspace_bytes": lambda comm: comm.workspace_bytes,
+}
+
+
+def use_after_close(use: str) -> None:
+    comm = make_communicator()
+    USES[use](comm)
+    comm.close()
+    with pytest.raises(RuntimeError, match="communicator is closed"):
+        USES[use](comm)
+    comm.close()  # again: no error
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("world", [1, 2])
+def test_closed_communicator_says_so(ranks: RankPool, world: int, use: str) -> None:
+    ranks.run(world, use_after_close, use)
+
+
+def close_at_different_times() -> None:
+    """A rank may close as soon as its own last operation has ended."""
+    for call in range(20):
+        inputs = contributions(3, 4000, torch.bfloat16, call)
+        with make_communicator() as comm:
+            assert comm.workspace_bytes == 65536 + comm.config.workspace_bytes
+            assert_is_sum(comm.all_reduce(inputs[comm.rank]), inputs, f"communicator {call}")
+
+
+def test_new_communicator_after_close(ranks: RankPool) -> None:
+    ranks.run(3, close_at_different_times)
+
+
+def open_and_close(cycles: int) -> None:
+    make_communicator().close()
+    with nothing_leaked():
+        for _ in range(cycles):
+            with make_communicator() as comm:
+                comm.all_reduce(torch.ones(100))
+
+
+def test_nothing_is_left_of_closed_communicators(ranks: RankPool) -> None:
+    ranks.run(3, open_and_close, 30)
+
+
+def drop() -> None:
+    make_communicator().close()
+    with nothing_leaked():
+        comm = make_communicator()
+        comm.all_reduce(torch.ones(100))
+        found = weakref.ref(comm)
+        del comm
+        gc.collect()
+        assert found() is None
+
+
+def test_nothing_is_left_of_dropped_communicators(ranks: RankPool) -> None:
+    ranks.run(2, drop)

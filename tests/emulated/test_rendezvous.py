@@ -1,0 +1,229 @@
+"""Making a communicator: either all ranks get one, or all raise the same error in time, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RankPool, make_communicator, nothing_leaked, store
+from reference import assert_is_sum, contributions
+from tables import write_table
+
+import llm_comm
+from llm_comm import RendezvousError, _core, bootstrap
+from llm_comm.selection import TuningRow
+
+TIMEOUT_S = 2.0
+SLACK_S = 20.0
+WORLD = 3
+CULPRIT = 1
+LONG_TEXT = "äöü🙂" * 1000
+
+
+def rendezvous_error(**options: Any) -> str:
+    with pytest.raises(RendezvousError) as error:
+        make_communicator(**options)
+    return str(error.value)
+
+
+def same_on_all(texts: list[str]) -> str:
+    assert len(set(texts)) == 1, "\n".join(texts)
+    return texts[0]
+
+
+# ---- Ranks that do not come ----------------------------------------------------------------------------------------
+
+
+def come_without(missing: int, is_alive: bool) -> tuple[str, float] | None:
+    rank, others = dist.get_rank(), [rank for rank in range(dist.get_world_size()) if rank != missing]
+    if rank == missing:
+        if is_alive:
+            store().wait([f"gave up {other}" for other in others], timedelta(seconds=60))
+        return None
+    start = time.monotonic()
+    text = rendezvous_error(timeout_s=TIMEOUT_S)
+    seconds = time.monotonic() - start
+    store().set(f"gave up {rank}", "")
+    return text, seconds
+
+
+@pytest.mark.parametrize("is_alive", [True, False], ids=["elsewhere", "gone"])
+@pytest.mark.parametrize("missing", [0, 2])
+def test_missing_rank(mortal_ranks: RankPool, missing: int, is_alive: bool) -> None:
+    found = mortal_ranks.run(WORLD, come_without, missing, is_alive)
+    assert found.pop(missing) is None
+    for text, seconds in found:
+        assert "not all 3 ranks came" in text
+        assert "LLM_COMM_TIMEOUT_S" in text
+        assert seconds < TIMEOUT_S + SLACK_S
+
+
+def die_during_set_up() -> str:
+    def die(_options: _core.CoreOptions) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == CULPRIT:
+            patch.setattr(_core, "make_emulated_core", die)
+        return rendezvous_error(timeout_s=TIMEOUT_S)
+
+
+def test_rank_dies_during_set_up(mortal_ranks: RankPool) -> None:
+    texts = mortal_ranks.run(WORLD, die_during_set_up, dying=[CULPRIT])
+    assert texts.pop(CULPRIT) is None
+    assert all("not all 3 ranks came" in text for text in texts)
+
+
+# ---- Ranks that do not fit together --------------------------------------------------------------------------------
+
+
+def come_with(options_of_culprit: dict[str, Any], options_of_others: dict[str, Any]) -> str:
+    return rendezvous_error(**(options_of_culprit if dist.get_rank() == CULPRIT else options_of_others))
+
+
+@pytest.mark.parametrize(
+    ("option", "usual", "other"),
+    [
+        ("workspace_bytes", 4 << 20, 8 << 20),
+        ("max_message_bytes", None, 65536),
+        ("algorithm", "auto", "two_shot"),
+    ],
+)
+def test_different_options(ranks: RankPool, option: str, usual: object, other: object) -> None:
+    text = same_on_all(ranks.run(WORLD, come_with, {option: other}, {option: usual}))
+    for rank in range(WORLD):
+        value = other if rank == CULPRIT else usual
+        assert f"rank {rank}: " in text
+        assert repr(value) in text.partition(f"rank {rank}: ")[2]
+
+
+def test_different_tuning_tables(ranks: RankPool, tmp_path: Path) -> None:
+    """With other grids on one rank, sums would be wrong or never come."""
+    paths = []
+    for directory, algorithm in (("a", "one_shot"), ("b", "two_shot")):
+        (tmp_path / directory).mkdir()
+        rows = [TuningRow(1024, algorithm, 1, 4, 0)]
+        paths.append(str(write_table(tmp_path / directory / "table.yaml", rows)))
+    options = [{"table": path, "timeout_s": TIMEOUT_S} for path in paths]
+    text = same_on_all(ranks.run(WORLD, come_with, *options))
+    assert f"rank {CULPRIT}" in text
+
+
+def test_more_ranks_than_a_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda _group: 3)
+    monkeypatch.setattr(dist, "get_world_size", lambda _group: 9)
+    monkeypatch.setattr(dist, "get_backend", lambda _group: "gloo")
+    monkeypatch.setattr(dist, "get_backend_config", lambda _group: "cpu:gloo")
+    with pytest.raises(RendezvousError, match=r"9 ranks.* up to 8"):
+        llm_comm.Communicator(object(), device="cpu")
+
+
+def pretend_to_be_elsewhere() -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == CULPRIT:
+            patch.setattr("llm_comm.communicator.host_identity", lambda: {"host": "far-away", "boot_id": "another"})
+        return rendezvous_error()
+
+
+def test_rank_on_another_machine(ranks: RankPool) -> None:
+    text = same_on_all(ranks.run(WORLD, pretend_to_be_elsewhere))
+    assert "different machines" in text
+    assert f"rank {CULPRIT}: far-away" in text
+
+
+# ---- Steps that fail on one rank -----------------------------------------------------------------------------------
+
+
+class FailingCore:
+    """A core of which one method fails."""
+
+    def __init__(self, core: _core.Core, method: str, failure: Callable[..., Any]) -> None:
+        self._core, self._method, self._failure = core, method, failure
+
+    def __getattr__(self, name: str) -> Any:
+        return self._failure if name == self._method else getattr(self._core, name)
+
+
+def no_memory(*_: object) -> None:
+    raise OSError("out of memory, say")
+
+
+def complain_at_length(*_: object) -> None:
+    raise OSError(LONG_TEXT)
+
+
+def failing_method(patch: pytest.MonkeyPatch, method: str, failure: Callable[..., Any]) -> None:
+    make = _core.make_emulated_core
+    patch.setattr(_core, "make_emulated_core", lambda options: FailingCore(make(options), method, failure))
+
+
+@contextmanager
+def no_large_files() -> Iterator[None]:
+    """The system refuses shared memory of more than a few KiB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextmanager
+def failing(step: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if step == "core":
+            patch.setattr(_core, "make_emulated_core", no_memory)
+        elif step == "long text":
+            patch.setattr(_core, "make_emulated_core", complain_at_length)
+        elif step == "exchange":
+            patch.setattr(bootstrap.Rendezvous, "_exchange", no_memory)
+        elif step == "p2p test":
+            failing_method(patch, "peers_unseen", lambda: [0])
+        elif step != "allocation":
+            failing_method(patch, step, no_memory)
+        with no_large_files() if step == "allocation" else nullcontext():
+            yield
+
+
+def come_with_failure(step: str) -> str:
+    """Fails to make a communicator, and makes one after all."""
+    make_communicator().close()
+    with nothing_leaked():
+        if dist.get_rank() == CULPRIT:
+            with failing(step):
+                text = rendezvous_error(timeout_s=5.0)
+        else:
+            text = rendezvous_error(timeout_s=5.0)
+    with make_communicator() as comm:
+        inputs = contributions(comm.world_size, 100, torch.float16)
+        assert_is_sum(comm.all_reduce(inputs[comm.rank]), inputs, "after a failure")
+    return text
+
+
+REASONS = {
+    "core": "out of memory, say",
+    "allocation": "shared memory",
+    "create_workspace": "out of memory, say",
+    "exchange": "out of memory, say",
+    "map_peer": "out of memory, say",
+    "send_marks": "out of memory, say",
+    "p2p test": "stores of ranks [0] did not arrive",
+    "long text": LONG_TEXT[:100],
+}
+
+
+@pytest.mark.parametrize("step", REASONS)
+def test_failure_of_one_rank(ranks: RankPool, step: str) -> None:
+    text = same_on_all(ranks.run(WORLD, come_with_failure, step))
+    assert f" of {WORLD} ranks: " in text
+    assert REASONS[step] in text.partition(f"rank {CULPRIT}: ")[2]

@@ -1,0 +1,224 @@
+"""Options: where they come from, which wins, and that a wrong one is named together with what is valid."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from llm_comm import Config, ConfigError
+from llm_comm.config import MULTICAST_OFF_VARIABLES, multicast_state, option_names
+
+# For every option: a value of its own for the file, the environment (as text and as a value) and Python.
+VALUES: dict[str, tuple[object, str, object, object]] = {
+    "enable": (False, "0", False, False),
+    "multicast": ("0", "1", "1", "0"),
+    "timeout_s": (1.5, "2.5", 2.5, 3),
+    "log": ("debug", "info", "info", "error"),
+    "workspace_bytes": (1 << 20, str(2 << 20), 2 << 20, 3 << 20),
+    "max_message_bytes": (1, "2", 2, 0),
+    "algorithm": ("one_shot", "two_shot", "two_shot", "one_shot"),
+    "pdl": (False, "off", False, False),
+    "table": ("a.yaml", "b.yaml", "b.yaml", "c.yaml"),
+}
+
+INVALID: list[tuple[str, object, str]] = [
+    ("enable", 1, "true or false"),
+    ("enable", "yes", "true or false"),
+    ("multicast", "2", "'auto' or '0' or '1'"),
+    ("multicast", 0, "'auto' or '0' or '1'"),
+    ("timeout_s", 0, "a number of seconds > 0"),
+    ("timeout_s", -1.0, "a number of seconds > 0"),
+    ("timeout_s", float("nan"), "a number of seconds > 0"),
+    ("timeout_s", float("inf"), "a number of seconds > 0"),
+    ("timeout_s", True, "a number of seconds > 0"),
+    ("log", "loud", "'debug' or 'info' or 'warning' or 'error'"),
+    ("workspace_bytes", (1 << 20) - 1, "1 MiB to 4 GiB"),
+    ("workspace_bytes", (4 << 30) + 1, "1 MiB to 4 GiB"),
+    ("workspace_bytes", 2e6, "1 MiB to 4 GiB"),
+    ("max_message_bytes", -1, "bytes >= 0"),
+    ("max_message_bytes", True, "bytes >= 0"),
+    ("algorithm", "ring", "'auto' or 'one_shot' or 'two_shot'"),
+    ("algorithm", None, "'auto' or 'one_shot' or 'two_shot'"),
+    ("pdl", 0, "true or false"),
+    ("table", 7, "path of a tuning table"),
+]
+
+INVALID_TEXTS = [
+    ("enable", "maybe", "true or false"),
+    ("multicast", "on", "'auto' or '0' or '1'"),
+    ("timeout_s", "soon", "a number of seconds > 0"),
+    ("timeout_s", "-3", "a number of seconds > 0"),
+    ("log", "LOUD", "'debug' or 'info' or 'warning' or 'error'"),
+    ("workspace_bytes", "1e9", "1 MiB to 4 GiB"),
+    ("workspace_bytes", "", "1 MiB to 4 GiB"),
+    ("max_message_bytes", "8M", "bytes >= 0"),
+    ("algorithm", "ONE_SHOT", "'auto' or 'one_shot' or 'two_shot'"),
+    ("pdl", "2", "true or false"),
+]
+
+
+def variable(option: str) -> str:
+    return f"LLM_COMM_{option.upper()}"
+
+
+def file_environment(path: Path, text: str) -> dict[str, str]:
+    path.write_text(text, encoding="utf-8")
+    return {"LLM_COMM_CONFIG": str(path)}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "config.yaml"
+
+
+def test_every_option_is_tested_here() -> None:
+    fields = [field.name for field in dataclasses.fields(Config) if field.name != "origins"]
+    assert list(option_names()) == fields == list(VALUES)
+
+
+def test_defaults() -> None:
+    assert Config.load(environ={}) == Config()
+    assert Config.load(environ={}).origins == {}
+
+
+@pytest.mark.parametrize("option", VALUES)
+def test_file_then_environment_then_python(option: str, file: Path) -> None:
+    in_file, text, in_environment, in_python = VALUES[option]
+    assert in_file != getattr(Config(), option)
+    environ = file_environment(file, f"{option}: {in_file!r}\n")
+    loaded = Config.load(environ)
+    assert (getattr(loaded, option), loaded.origins[option]) == (in_file, str(file))
+
+    environ[variable(option)] = text
+    loaded = Config.load(environ)
+    assert (getattr(loaded, option), loaded.origins[option]) == (in_environment, variable(option))
+
+    loaded = Config.load(environ, **{option: in_python})
+    assert (getattr(loaded, option), loaded.origins[option]) == (in_python, "Python")
+
+
+def test_sources_are_merged(file: Path) -> None:
+    environ = {**file_environment(file, "timeout_s: 5\npdl: false\n"), "LLM_COMM_LOG": "debug"}
+    assert Config.load(environ, algorithm="one_shot") == Config(
+        timeout_s=5, pdl=False, log="debug", algorithm="one_shot"
+    )
+
+
+def test_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLM_COMM_TIMEOUT_S", "7")
+    assert Config.load().timeout_s == 7
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", True), ("on", True), ("YES", True), ("False", False), ("no", False)])
+def test_spellings_of_booleans(text: str, value: bool) -> None:
+    assert Config.load({"LLM_COMM_ENABLE": text}).enable is value
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_multicast_in_a_file_may_be_a_number(value: str, file: Path) -> None:
+    assert Config.load(file_environment(file, f"multicast: {value}")).multicast == value
+
+
+@pytest.mark.parametrize("content", ["", "# nothing\n"])
+def test_empty_file(content: str, file: Path) -> None:
+    assert Config.load(file_environment(file, content)) == Config()
+
+
+@pytest.mark.parametrize(("option", "value", "valid"), INVALID)
+def test_invalid_value_in_python(option: str, value: object, valid: str) -> None:
+    for make in (Config, lambda **options: Config.load({}, **options), Config().replace):
+        with pytest.raises(ConfigError) as error:
+            make(**{option: value})
+        assert f"option {option} is {value!r} (Python); valid: " in str(error.value)
+        assert valid in str(error.value)
+
+
+@pytest.mark.parametrize(("option", "text", "valid"), INVALID_TEXTS)
+def test_invalid_value_in_the_environment(option: str, text: str, valid: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Config.load({variable(option): text})
+    assert variable(option) in str(error.value)
+    assert text in str(error.value)
+    assert valid in str(error.value)
+
+
+def test_invalid_value_in_a_file(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"timeout_s is 'soon' .*config\.yaml\); valid: a number"):
+        Config.load(file_environment(file, "timeout_s: soon"))
+
+
+def test_unknown_option(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown option 'timeout'.*config\.yaml.*valid: enable, .*timeout_s"):
+        Config.load(file_environment(file, "timeout: 3"))
+    with pytest.raises(ConfigError, match=r"unknown option 'timeout' \(Python\).*timeout_s"):
+        Config.load({}, timeout=3)
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [(b"- a\n- b\n", "found list"), (b"word", "found str"), (b"a: [", "cannot read"), (b"log: \xff", "cannot read")],
+)
+def test_unusable_file(content: bytes, found: str, file: Path) -> None:
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=found) as error:
+        Config.load({"LLM_COMM_CONFIG": str(file)})
+    assert str(file) in str(error.value)
+
+
+def test_missing_file(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the configuration.*config\.yaml"):
+        Config.load({"LLM_COMM_CONFIG": str(file)})
+
+
+def test_replace_leaves_the_original() -> None:
+    config = Config.load({"LLM_COMM_TIMEOUT_S": "7"})
+    changed = config.replace(timeout_s=8.0)
+    assert (config.timeout_s, changed.timeout_s) == (7, 8)
+    assert (config.origins["timeout_s"], changed.origins["timeout_s"]) == ("LLM_COMM_TIMEOUT_S", "Python")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.timeout_s = 9.0  # type: ignore[misc]
+
+
+# ---- Multicast -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", ["auto", "0", "1"])
+@pytest.mark.parametrize("name", MULTICAST_OFF_VARIABLES)
+def test_machine_turns_multicast_off(name: str, option: str) -> None:
+    off = MULTICAST_OFF_VARIABLES[name]
+    assert multicast_state(Config(multicast=option), {name: off}) == (False, f"{name}={off}")
+
+
+@pytest.mark.parametrize("name", MULTICAST_OFF_VARIABLES)
+def test_other_values_do_not_turn_multicast_off(name: str) -> None:
+    allowing = {"0": "1", "1": "0"}[MULTICAST_OFF_VARIABLES[name]]
+    assert name not in multicast_state(Config(), {name: allowing})[1]
+
+
+def test_known_variables_are_heeded() -> None:
+    assert MULTICAST_OFF_VARIABLES == {
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        "NVSHMEM_DISABLE_NVLS": "1",
+    }
+
+
+def test_option_turns_multicast_off() -> None:
+    assert multicast_state(Config(multicast="0"), {}) == (False, "multicast is '0' (Python)")
+    environ = {"LLM_COMM_MULTICAST": "0"}
+    assert multicast_state(environ=environ) == (False, "multicast is '0' (LLM_COMM_MULTICAST)")
+
+
+def test_multicast_is_off_as_long_as_nothing_uses_it() -> None:
+    used, why = multicast_state(Config(multicast="1"), {})
+    assert not used
+    assert "no algorithm" in why
+
+
+def test_multicast_defaults_to_the_process_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*MULTICAST_OFF_VARIABLES, "LLM_COMM_CONFIG", "LLM_COMM_MULTICAST"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NVSHMEM_DISABLE_NVLS", "1")
+    assert multicast_state()[1] == "NVSHMEM_DISABLE_NVLS=1"

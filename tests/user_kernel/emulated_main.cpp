@@ -1,0 +1,80 @@
+// Runs the kernels of exchange.cuh on two emulated GPUs, each a thread of this process. Exit status 0: all data was
+// right, and the wait in vain ended with a record of whom it had waited for.
+#include <cstdio>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "exchange.cuh"
+#include "llm_comm/emulator/executor.h"
+
+namespace {
+
+using user::Exchange;
+
+constexpr uint64_t kLines = 777;
+constexpr uint32_t kRounds = 50;
+constexpr uint32_t kThreads = 96;
+
+struct Gpu {
+  std::vector<llm_comm::Line> buffer = std::vector<llm_comm::Line>(3 * kLines + 1);
+  std::vector<llm_comm::Line> source = std::vector<llm_comm::Line>(kLines);
+  std::vector<llm_comm::Line> received = std::vector<llm_comm::Line>(kLines);
+  uint64_t signals_received = 0;
+  uint64_t signals_sent = 0;
+  uint64_t signals_awaited = 0;
+  uint32_t aborted = 0;
+  uint32_t failures = 0;
+  llm_comm::HostMailbox mailbox{};
+  llm_comm::emulator::Executor executor;
+
+  Exchange exchange(uint32_t rank, Gpu& peer, uint64_t timeout_ns) {
+    Exchange e{};
+    e.channel.semaphore = {&peer.signals_received, &signals_received, &signals_sent, &signals_awaited};
+    e.channel.local = reinterpret_cast<char*>(buffer.data());
+    e.channel.remote = reinterpret_cast<char*>(peer.buffer.data());
+    e.channel.bounds = {&mailbox, &aborted, timeout_ns};
+    e.channel.site = {rank, llm_comm::OperationKind::kUser, 7, kLines};
+    e.channel.peer = 1 - rank;
+    e.source = source.data();
+    e.received = received.data();
+    e.lines = kLines;
+    e.rounds = kRounds;
+    e.failures = &failures;
+    return e;
+  }
+
+  void launch(void (*kernel)(Exchange), const Exchange& e) {
+    executor.run({1, kThreads, 0}, [&] { kernel(e); });
+  }
+};
+
+bool run_on_both(const char* name, void (*kernel)(Exchange)) {
+  Gpu gpus[2];
+  constexpr uint64_t kMinuteNs = 60'000'000'000;
+  std::thread other([&] { gpus[1].launch(kernel, gpus[1].exchange(1, gpus[0], kMinuteNs)); });
+  gpus[0].launch(kernel, gpus[0].exchange(0, gpus[1], kMinuteNs));
+  other.join();
+  std::printf("%s: failures %u and %u\n", name, gpus[0].failures, gpus[1].failures);
+  return gpus[0].failures == 0 && gpus[1].failures == 0;
+}
+
+bool wait_ends() {
+  Gpu gpus[2];
+  gpus[1].launch(&user::wait_in_vain, gpus[1].exchange(1, gpus[0], 50'000'000));
+  const llm_comm::ErrorRecord& record = gpus[1].mailbox.error;
+  std::printf("wait_in_vain: failures %u, complete %u, rank %u waited for %u in operation %llu\n", gpus[1].failures,
+              record.complete, record.rank, record.peer, static_cast<unsigned long long>(record.sequence));
+  return gpus[1].failures == user::kCountDiffers && gpus[1].aborted == 1 && record.complete == 1 && record.rank == 1 &&
+         record.peer == 0 && record.sequence == 7 && record.bytes == kLines;
+}
+
+}  // namespace
+
+int main() {
+  bool all = run_on_both("exchange_with_signals", &user::exchange_with_signals);
+  all &= run_on_both("exchange_packets", &user::exchange_packets);
+  all &= run_on_both("count_signals", &user::count_signals);
+  all &= wait_ends();
+  return all ? 0 : 1;
+}
