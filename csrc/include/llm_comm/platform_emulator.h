@@ -95,7 +95,7 @@ LLM_COMM_DEVICE uint32_t compare_and_swap(uint32_t* address, uint32_t expected, 
 }
 
 // A failed poll gives way to other ranks, which may take a scheduler's tick.
-inline constexpr uint32_t kPollsPerCheck = 16;
+inline constexpr uint32_t kPollsPerCheck = 4;
 
 LLM_COMM_DEVICE uint64_t clock_ns() {
   const auto now = std::chrono::steady_clock::now().time_since_epoch();

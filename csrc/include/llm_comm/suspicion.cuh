@@ -19,13 +19,17 @@ class Suspicions {
   LLM_COMM_DEVICE Suspicions(char* const* workspace, uint64_t offset, uint32_t rank, uint32_t world_size)
       : workspace_(workspace), offset_(offset), rank_(rank), world_size_(world_size) {}
 
-  // Whether a rank has left a note here; then `suspect` is set to whom it names.
+  // Whether a rank has left a note here. `suspect` is then whom one of the notes names, unless they all name this rank,
+  // which is alive: it keeps to whom it waits for itself.
   LLM_COMM_DEVICE bool find(uint32_t& suspect) const {
+    bool found = false;
     LLM_COMM_UNROLL(1)
     for (uint32_t rank = 0; rank < world_size_; ++rank) {
-      if (noted_by(rank, suspect)) return true;
+      uint32_t named = rank_;
+      found |= noted_by(rank, named);
+      if (named != rank_) suspect = named;
     }
-    return false;
+    return found;
   }
 
   // Leaves a note with every rank, this one too.

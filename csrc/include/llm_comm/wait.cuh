@@ -47,7 +47,7 @@ LLM_COMM_DEVICE void record_expired_wait(const WaitBounds& bounds, const WaitSit
   if (compare_and_swap(bounds.aborted, 0u, 1u) != 0u) return;  // the first one to expire is the one to report
   bounds.suspicions.tell(peer);
   // Time for the notes of ranks whose waits expire now too.
-  const uint64_t grace_ns = bounds.timeout_ns / 32;
+  const uint64_t grace_ns = bounds.timeout_ns / 16;
   for (const uint64_t start = clock_ns(); clock_ns() - start < grace_ns;) spin_hint();
   ErrorRecord& record = bounds.mailbox->error;
   record.rank = site.rank;
