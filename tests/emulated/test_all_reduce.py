@@ -5,7 +5,9 @@ Every rank compares with the same reference, so results that pass are bitwise eq
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import mmap
 from collections.abc import Iterator
 
 import pytest
@@ -26,6 +28,7 @@ from reference import (
 
 from llm_comm import Communicator
 
+PROT_NONE = 0  # of <sys/mman.h>; not in the mmap module
 ODD_BYTES = (1026, 20004, 20036)
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -198,6 +201,42 @@ def test_pointers_unaligned_differently_on_every_rank(
     ranks: RankPool, world: int, dtype: torch.dtype, count: int
 ) -> None:
     ranks.run(world, check_alignment, dtype, count)
+
+
+class FencedPage:
+    """A page of memory between two that a process dies of touching."""
+
+    def __init__(self) -> None:
+        size = mmap.PAGESIZE
+        self._memory = mmap.mmap(-1, 3 * size)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        libc = ctypes.CDLL(None, use_errno=True)
+        for fence in (address, address + 2 * size):
+            if libc.mprotect(ctypes.c_void_p(fence), ctypes.c_size_t(size), PROT_NONE) != 0:
+                raise OSError(ctypes.get_errno(), "mprotect")
+        self._page = torch.frombuffer(self._memory, dtype=torch.uint8)[size : 2 * size]
+
+    def at_start(self, values: torch.Tensor) -> torch.Tensor:
+        return self._page[: values.nbytes].view(values.dtype).copy_(values)
+
+    def at_end(self, values: torch.Tensor) -> torch.Tensor:
+        return self._page[mmap.PAGESIZE - values.nbytes :].view(values.dtype).copy_(values)
+
+
+def check_bounds(dtype: torch.dtype) -> None:
+    pages = FencedPage(), FencedPage()
+    for rank, world, comm, algorithm in communicators():
+        for count in (1, 7, 9, 64, 513):
+            inputs = contributions(world, count, dtype)
+            for place in (FencedPage.at_start, FencedPage.at_end):
+                x, out = (place(page, inputs[rank]) for page in pages)
+                what = f"{algorithm}, {count} elements, {place.__name__} of a page"
+                assert_is_sum(comm.all_reduce(x, out=out), inputs, what)
+
+
+@every_dtype
+def test_nothing_beside_the_message_is_touched(ranks: RankPool, dtype: torch.dtype) -> None:
+    ranks.run(3, check_bounds, dtype)
 
 
 def check_shapes() -> None:

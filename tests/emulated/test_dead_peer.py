@@ -67,13 +67,17 @@ def check_aftermath(comm: Communicator, loss: Loss, victim: int) -> None:
         assert_is_sum(fresh.all_reduce(inputs[fresh.rank]), inputs, "the sum of the survivors")
 
 
-def lose(algorithm: str, count: int, victim: int, meet_death: Callable[[Communicator, int], None]) -> Loss:
+def lose(
+    algorithm: str, count: int, victim: int, meet_death: Callable[[Communicator, int], None], late_rank: int = -1
+) -> Loss:
     """On a rank: some all-reduces, then the death of ``victim``, which ``meet_death`` brings about there."""
     comm = make_communicator(algorithm=algorithm, timeout_s=TIMEOUT_S)
     for _ in range(3):
         comm.all_reduce(torch.ones(count))
     if comm.rank == victim:
         meet_death(comm, count)
+    if comm.rank == late_rank:
+        time.sleep(TIMEOUT_S / 2)
     loss = reduce_until_lost(comm, count)
     check_aftermath(comm, loss, victim)
     return loss
@@ -126,6 +130,14 @@ def test_death_after_serving_some_peers(mortal_ranks: RankPool, algorithm: str) 
     """Ranks 1 and 2 get one operation further than rank 0, and wait for it too: it must not be blamed."""
     losses = mortal_ranks.run(WORLD, lose, algorithm, 3000, 3, die_after_serving_some_peers, dying=[3])
     check_losses(losses, victim=3)
+
+
+@every_algorithm
+@every_count
+def test_death_that_a_rank_meets_late(mortal_ranks: RankPool, algorithm: str, count: int) -> None:
+    """The others wait for rank 0 too, and give up before it would: it is late, but it comes."""
+    arguments = (algorithm, count, 3, die_between_calls, 0)
+    check_losses(mortal_ranks.run(WORLD, lose, *arguments, dying=[3]), victim=3)
 
 
 def call_more_often_than_the_others(calls: int) -> str | None:
