@@ -19,7 +19,9 @@ from llm_comm.selection import Plan
 
 logger = logging.getLogger("llm_comm")
 
+# Global names cost less than attributes.
 _is_compiling = torch.compiler.is_compiling
+_Tensor = torch.Tensor
 
 # DataType in csrc/include/llm_comm/reduce.cuh.
 _DATA_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -32,7 +34,7 @@ _KERNEL_SHARE_OF_TIMEOUT = 0.9
 
 class _Prepared(NamedTuple):
     plan: Plan
-    #: PreparedCall.run of the core; None where there is nothing to exchange.
+    #: What ``prepare_all_reduce`` of the core returned; None where there is nothing to exchange.
     run: Callable[[int, int, int], bool] | None
 
 
@@ -112,7 +114,7 @@ class Communicator:
         if _is_compiling():
             result = torch.ops.llm_comm.all_reduce(x, self.name)
             return result if out is None else out.copy_(result)
-        if not isinstance(x, torch.Tensor):
+        if not isinstance(x, _Tensor):
             return self._all_reduce_array(x, out)
         count, dtype = x.numel(), x.dtype
         prepared = self._prepared.get((count, dtype))
@@ -122,8 +124,14 @@ class Communicator:
                 raise UnsupportedInputError(f"all_reduce: {self._why_declined(x)}")
         if out is None:
             out = torch.empty_like(x)
-        elif out is not x:
-            _check_out(x, out, count, dtype)
+        elif out is not x and (
+            out.numel() != count
+            or out.dtype is not dtype
+            or out.device != self.device
+            or not out.is_contiguous()
+            or 0 < abs(x.data_ptr() - out.data_ptr()) < x.nbytes
+        ):
+            raise UnsupportedInputError(_why_not_out(x, out))
         run = prepared.run
         if run is None:
             return out if out is x else out.copy_(x)
@@ -216,7 +224,7 @@ class Communicator:
         )
         if len(self._prepared) >= _MAX_PREPARED:
             self._prepared.clear()
-        return _Prepared(plan, core.prepare_all_reduce(count, data_type, launch).run)
+        return _Prepared(plan, core.prepare_all_reduce(count, data_type, launch))
 
     def _why_declined(self, x: torch.Tensor) -> str:
         if x.device != self.device:
@@ -358,14 +366,13 @@ def _check_reachable(rendezvous: Rendezvous, core: _core.Core) -> None:
     rendezvous.attempt("peer-to-peer test", look)
 
 
-def _check_out(x: torch.Tensor, out: torch.Tensor, count: int, dtype: torch.dtype) -> None:
-    if out.numel() != count or out.dtype is not dtype or out.device != x.device or not out.is_contiguous():
-        raise UnsupportedInputError(
+def _why_not_out(x: torch.Tensor, out: torch.Tensor) -> str:
+    if out.numel() != x.numel() or out.dtype != x.dtype or out.device != x.device or not out.is_contiguous():
+        return (
             f"all_reduce: out ({tuple(out.shape)}, {out.dtype}, {out.device}) must be contiguous and like x "
             f"({tuple(x.shape)}, {x.dtype}, {x.device})"
         )
-    if 0 < abs(x.data_ptr() - out.data_ptr()) < count * x.element_size():
-        raise UnsupportedInputError("all_reduce: out overlaps x; it may be x itself or must not share memory with it")
+    return "all_reduce: out overlaps x; it may be x itself or must not share memory with it"
 
 
 def _describe(expired: _core.ExpiredWait, timeout_s: float) -> str:

@@ -2,11 +2,63 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <memory>
+#include <string>
+#include <utility>
+
 #include "host/build_config.h"
 #include "host/core.h"
 
 namespace py = pybind11;
 using namespace llm_comm::host;  // NOLINT: a binding file
+
+namespace {
+
+// Members are destroyed last to first: the call before the core that it belongs to.
+struct BoundCall {
+  py::object core;
+  std::unique_ptr<PreparedCall> call;
+};
+
+// run(input, output, stream) -> bool. Every eager call goes through it, so it uses CPython's own calling convention:
+// pybind11's takes twice the time.
+PyObject* run_bound_call(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 3) {
+    PyErr_Format(PyExc_TypeError, "run() takes input, output and stream; %zd arguments given", count);
+    return nullptr;
+  }
+  const uint64_t input = PyLong_AsUnsignedLongLong(arguments[0]);
+  const uint64_t output = PyLong_AsUnsignedLongLong(arguments[1]);
+  const uint64_t stream = PyLong_AsUnsignedLongLong(arguments[2]);
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  PreparedCall& call = *static_cast<BoundCall*>(PyCapsule_GetPointer(capsule, nullptr))->call;
+  bool enqueued = false;
+  std::string error;
+  PyThreadState* const thread = PyEval_SaveThread();  // a launch waits where the queue of the GPU is full
+  try {
+    enqueued = call.run(input, output, stream);
+  } catch (const std::exception& exception) {
+    error = exception.what();
+  }
+  PyEval_RestoreThread(thread);
+  if (!error.empty()) {
+    PyErr_SetString(PyExc_RuntimeError, error.c_str());
+    return nullptr;
+  }
+  return PyBool_FromLong(enqueued);
+}
+
+py::object as_function(py::object core, std::unique_ptr<PreparedCall> call) {
+  static PyMethodDef definition = {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&run_bound_call)),
+                                   METH_FASTCALL, nullptr};
+  const py::capsule capsule(new BoundCall{std::move(core), std::move(call)},
+                            [](void* bound) { delete static_cast<BoundCall*>(bound); });
+  auto function = py::reinterpret_steal<py::object>(PyCFunction_New(&definition, capsule.ptr()));
+  if (!function) throw py::error_already_set();
+  return function;
+}
+
+}  // namespace
 
 PYBIND11_MODULE(_core, module) {
   module.attr("version") = LLM_COMM_VERSION;
@@ -37,9 +89,6 @@ PYBIND11_MODULE(_core, module) {
       .def_readonly("sequence", &ExpiredWait::sequence)
       .def_readonly("bytes", &ExpiredWait::bytes);
 
-  py::class_<PreparedCall>(module, "PreparedCall")
-      .def("run", &PreparedCall::run, py::call_guard<py::gil_scoped_release>());
-
   // Handles are (fd, bytes): a descriptor that the caller now owns and b"", or -1 and the bytes of a cudaIpc handle.
   py::class_<Core>(module, "Core")
       .def(
@@ -55,7 +104,11 @@ PYBIND11_MODULE(_core, module) {
       .def("workspace_bytes", &Core::workspace_bytes)
       .def("send_marks", &Core::send_marks, py::call_guard<py::gil_scoped_release>())
       .def("peers_unseen", &Core::peers_unseen, py::call_guard<py::gil_scoped_release>())
-      .def("prepare_all_reduce", &Core::prepare_all_reduce, py::keep_alive<0, 1>())
+      .def("prepare_all_reduce",
+           [](py::object core, uint64_t count, uint32_t data_type, const LaunchPlan& plan) {
+             auto call = core.cast<Core&>().prepare_all_reduce(count, data_type, plan);
+             return as_function(std::move(core), std::move(call));
+           })
       .def("expired", &Core::expired)
       .def("abort", &Core::abort);
 

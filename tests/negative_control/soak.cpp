@@ -1,5 +1,6 @@
 // All-reduces of changing size, grid and algorithm on emulated GPUs that run ahead of each other, each a thread of this
 // process; checks every sum. Usage: soak <operations>. Exit status: 0 all right, 1 a wrong sum, 2 an expired wait.
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -18,6 +19,7 @@ using namespace llm_comm;  // NOLINT: a test of its kernels
 constexpr int kWorld = 3;
 constexpr uint32_t kMaxCount = 1500;
 constexpr uint32_t kTileLinesLog2 = 2;
+constexpr uint32_t kTileLines = 1 << kTileLinesLog2;
 constexpr uint64_t kSlotBytes = 64 * 1024;
 constexpr uint64_t kTimeoutNs = 1'000'000'000;
 constexpr uint32_t kSentinelNan = 0xFFFFFFFFu;
@@ -30,7 +32,12 @@ struct Call {
   uint32_t operation;
 
   uint32_t count() const { return 1 + operation * 7919 % kMaxCount; }
-  uint32_t blocks() const { return 1 + operation % 3; }
+  // At most one for each tile, as the kernels demand.
+  uint32_t blocks() const {
+    const uint32_t lines = (count() * sizeof(float) + sizeof(Line) - 1) / sizeof(Line);
+    const uint32_t tiled = one_shot() ? lines : (lines + kWorld - 1) / kWorld;
+    return std::min(1 + operation % 3, (tiled + kTileLines - 1) / kTileLines);
+  }
   uint32_t depth() const { return operation / 3 % 2; }
   bool one_shot() const { return operation % 5 < 3; }
   uint32_t nan_element() const { return operation * 31 % count(); }
@@ -67,7 +74,7 @@ AllReduceArgs arguments(std::vector<Gpu>& gpus, uint32_t rank) {
 }
 
 void launch(emulator::Executor& executor, const Call& call, const AllReduceArgs& args) {
-  constexpr uint32_t kThreads = kWorld << kTileLinesLog2;
+  constexpr uint32_t kThreads = kWorld * kTileLines;
   const size_t shared_bytes = 2 * kThreads * sizeof(Line);
   executor.run({call.blocks(), kThreads, shared_bytes}, [&] {
     if (call.one_shot()) {

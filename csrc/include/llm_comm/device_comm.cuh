@@ -99,8 +99,9 @@ class Operation {
   // Whether a wait of this thread has ended in vain.
   LLM_COMM_DEVICE bool in_vain() const { return in_vain_; }
 
-  // Every block ends with one call by one of its threads, made after all its threads have begun the operation
-  // (a block_sync() lies between).
+  // Every block makes one call, by one of its threads, after all its threads have begun the operation (a block_sync()
+  // lies between). It need not be the last thing: what the number tells the next operation is true because that begins
+  // when this grid has ended.
   LLM_COMM_DEVICE void arrive() const {
     add_relaxed(&state_->arrivals, block_index() == 0 ? kArrivalsPerOperation - (block_count() - 1) : 1);
   }

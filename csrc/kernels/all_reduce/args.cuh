@@ -1,4 +1,7 @@
 // Parameters of every all-reduce kernel, and the caller's message seen as 16-byte lines.
+//
+// A grid has World << tile_lines_log2 threads a block, and no more blocks than there are tiles: a block arrives
+// (Operation::arrive) in its first tile.
 #pragma once
 
 #include "llm_comm/device_comm.cuh"
@@ -12,7 +15,7 @@ struct AllReduceArgs {
   DeviceComm comm;
   const void* input;         // element-aligned
   void* output;              // element-aligned; may be `input`, must not overlap it otherwise
-  uint64_t count;            // elements, at least 1, the same on all ranks
+  uint64_t count;            // elements, at least 1 and below 2^32, the same on all ranks
   uint32_t tile_lines_log2;  // lines that one peer's threads of a block handle at a time
   uint32_t depth;            // tiles that a block sends ahead of the one it reduces
 };
@@ -40,6 +43,18 @@ inline constexpr uint32_t kSumWidth = [] {
   while (width * 2 * World <= kPerLine) width *= 2;
   return width;
 }();
+
+// Runs step(i) for each of the `packs` packs of a tile that falls to this thread. Where no thread has more than one, a
+// loop would only cost time.
+template <DataType D, int World, class Step>
+LLM_COMM_DEVICE void for_each_pack(uint32_t packs, Step step) {
+  constexpr uint32_t kPacksPerLine = sizeof(Line) / sizeof(Pack<D, kSumWidth<D, World>>);
+  if constexpr (kPacksPerLine <= World) {
+    if (thread_index() < packs) step(thread_index());
+  } else {
+    for (uint32_t i = thread_index(); i < packs; i += block_threads()) step(i);
+  }
+}
 
 // Input and output of this rank. The last line may be partial and pointers only element-aligned: both go the
 // slow way, element by element, with zeros sent in place of what is not there.
@@ -88,12 +103,14 @@ class Message {
 
   // Stores the pack whose first element is `first`, a multiple of Width, as far as it exists.
   template <uint32_t Width>
-  LLM_COMM_DEVICE void store_pack(uint64_t first, Pack<D, Width> pack) const {
-    if (first / kPerLine < output_whole_lines_) {
+  LLM_COMM_DEVICE void store_pack(uint32_t first, Pack<D, Width> pack) const {
+    if (Width > 1 && first + Width <= output_whole_lines_ * kPerLine) {
       *reinterpret_cast<Pack<D, Width>*>(output_ + first) = pack;
       return;
     }
-    for (uint32_t i = 0; i < Width && first + i < count_; ++i) output_[first + i] = pack.element[i];
+    for (uint32_t i = 0; i < Width; ++i) {
+      if (first + i < static_cast<uint32_t>(count_)) output_[first + i] = pack.element[i];
+    }
   }
 
  private:

@@ -30,7 +30,8 @@ all_reduce_one_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   Line* incoming = reinterpret_cast<Line*>(op.slots(rank)) + static_cast<uint64_t>(self.peer) * lines;
 
   grid_dependency_wait_after(reinterpret_cast<uint64_t>(outgoing) + reinterpret_cast<uint64_t>(incoming) +
-                             message.fingerprint() + first + op.fingerprint());
+                             message.fingerprint() + op.fingerprint() + first +
+                             reinterpret_cast<uint64_t>(contributions));
   // The next line to send is always on its way; the first beside the operation's number, which is as far away.
   Line next = first + self.column < lines ? message.load(first + self.column) : Line{};
   if (!op.begin()) return;
@@ -52,14 +53,13 @@ all_reduce_one_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
           is_own ? (SingleTile ? next : message.load(line)) : receive_line(incoming + line, op, self.peer, 0);
     }
     block_sync();
+    if (tile == first && thread_index() == 0) op.arrive();
     constexpr uint32_t kWidth = kSumWidth<D, World>;
-    constexpr uint32_t kPacksPerLine = Message<D>::kPerLine / kWidth;
+    const uint32_t tile_packs = self.tile_lines * Message<D>::kPerLine / kWidth;
     const auto* const packs = reinterpret_cast<const Pack<D, kWidth>*>(columns);
-    const uint32_t count = (lines - tile < self.tile_lines ? lines - tile : self.tile_lines) * kPacksPerLine;
-    for (uint32_t i = thread_index(); i < count; i += block_threads()) {
-      message.store_pack((static_cast<uint64_t>(tile) * kPacksPerLine + i) * kWidth,
-                         sum_in_rank_order<D, World>(packs + i, self.tile_lines * kPacksPerLine));
-    }
+    for_each_pack<D, World>(tile_packs, [&](uint32_t i) {
+      message.store_pack(tile * Message<D>::kPerLine + i * kWidth, sum_in_rank_order<D, World>(packs + i, tile_packs));
+    });
     // After the result is out: the next operation that uses the line cannot start before this one has ended.
     if (!is_own && line < lines) re_arm_line(incoming + line);
   };
@@ -76,7 +76,6 @@ all_reduce_one_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
       if (tile >= first + lag && tile - lag < lines) reduce(tile - lag);
     }
   }
-  if (thread_index() == 0) op.arrive();
 }
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -44,7 +44,8 @@ all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   const uint64_t gather = static_cast<uint64_t>(World) * slice;  // where phase 1 starts in a slot
 
   grid_dependency_wait_after(reinterpret_cast<uint64_t>(outgoing) + reinterpret_cast<uint64_t>(incoming) +
-                             message.fingerprint() + first + op.fingerprint());
+                             message.fingerprint() + op.fingerprint() + first +
+                             reinterpret_cast<uint64_t>(contributions));
   // The next line to send is always on its way; the first beside the operation's number, which is as far away.
   Line next = first + self.column < peer_lines ? message.load(self.peer * slice + first + self.column) : Line{};
   if (!op.begin()) return;
@@ -64,12 +65,13 @@ all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
     }
     if (op.in_vain()) *incomplete = 1;
     block_sync();
+    if (tile == first && thread_index() == 0) op.arrive();
     constexpr uint32_t kWidth = kSumWidth<D, World>;
-    const uint32_t count = self.tile_lines * Message<D>::kPerLine / kWidth;
+    const uint32_t tile_packs = self.tile_lines * Message<D>::kPerLine / kWidth;
     const auto* const packs = reinterpret_cast<const Pack<D, kWidth>*>(contributions);
-    for (uint32_t p = thread_index(); p < count; p += block_threads()) {
-      reinterpret_cast<Pack<D, kWidth>*>(sums)[p] = sum_in_rank_order<D, World>(packs + p, count);
-    }
+    for_each_pack<D, World>(tile_packs, [&](uint32_t i) {
+      reinterpret_cast<Pack<D, kWidth>*>(sums)[i] = sum_in_rank_order<D, World>(packs + i, tile_packs);
+    });
     // The sums are read before the next tile's first block_sync() and written after it; contributions are
     // written after this one and read before it.
     block_sync();
@@ -102,7 +104,6 @@ all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
       if (tile >= first + 2 * lag && tile - 2 * lag < slice) collect(tile - 2 * lag);
     }
   }
-  if (thread_index() == 0) op.arrive();
 }
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET
