@@ -8,12 +8,14 @@ from llm_comm import _core
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError, LlmCommError, PeerTimeout, RendezvousError, UnsupportedInputError
+from llm_comm.fused_selection import FusedPlan
 from llm_comm.selection import Plan
 
 __all__ = [
     "Communicator",
     "Config",
     "ConfigError",
+    "FusedPlan",
     "LlmCommError",
     "PeerTimeout",
     "Plan",

@@ -15,6 +15,8 @@ from llm_comm import _core, arrays, ops, selection
 from llm_comm.bootstrap import Rendezvous, host_identity
 from llm_comm.config import Config
 from llm_comm.errors import PeerTimeout, RendezvousError, UnsupportedInputError
+from llm_comm.fused import FusedCalls, max_cluster
+from llm_comm.fused_selection import FusedPlan
 from llm_comm.selection import Plan
 
 logger = logging.getLogger("llm_comm")
@@ -75,12 +77,14 @@ class Communicator:
         self.rank, self.world_size = rendezvous.rank, rendezvous.world_size
         self._prepared: dict[tuple[int, torch.dtype], _Prepared] = {}
         self._core: _core.Core | None = None
+        self._max_cluster = max_cluster(self.device)
 
         _check_hosts(rendezvous, self)
         self._table = rendezvous.attempt("choice of a tuning table", self._find_table)
         _check_alike("have different tuning tables", rendezvous.gather(self._table.fingerprint()))
         self._core = rendezvous.attempt("set-up of the device", self._make_core)
         self.memory_kind = self._connect(rendezvous)
+        self._fused = self._make_fused_calls()
         _check_reachable(rendezvous, self._core)
         self.name = ops.register(self)
         logger.info(
@@ -139,6 +143,73 @@ class Communicator:
             self.check()
         return out
 
+    def all_reduce_add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        out: torch.Tensor | None = None,
+        residual_out: torch.Tensor | None = None,
+        quantize: str | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Sums ``x`` over all ranks, adds ``residual`` and norms each row, in one kernel.
+
+        The sum is bitwise that of ``all_reduce``, and the new residual bitwise the torch sum of it and ``residual``.
+        The normed rows are ``new_residual / sqrt(mean(new_residual ** 2) + eps) * weight`` computed in fp32 and rounded
+        once; a row's bits do not depend on the rows beside it. (Engines round before the multiplication by the weight
+        too.) Where the sum of the squares overflows fp32 a row becomes zeros, as in the engines.
+
+        With ``quantize`` the normed rows, rounded to the dtype of ``x``, become FP8 e4m3, beyond +-448 saturated; NaN
+        stays NaN. ``"static"``: multiplied by ``1 / scale``, as vLLM's ``static_scaled_fp8_quant``. ``"dynamic"``:
+        divided by a scale for each row, its largest magnitude / 448 but at least 1 / (448 * 512), as vLLM's
+        ``rms_norm_dynamic_per_token_quant``. (SGLang's per-token kernel multiplies by the reciprocal and has no least
+        scale.)
+
+        Args:
+            x: [..., hidden], contiguous, bfloat16 or float16; hidden is a multiple of 8 up to 16384.
+            residual: Like ``x``, the same on all ranks; None adds nothing, and the new residual is the sum.
+            weight: [hidden], of the dtype of ``x``.
+            eps: Added to the mean of the squares.
+            out: Where the normed rows go: like ``x``, which it may be, or float8_e4m3fn. None: a new tensor.
+            residual_out: Where the new residual goes: like ``x``; it may be ``residual``. None: a new tensor.
+            quantize: None, ``"static"`` or ``"dynamic"``.
+            scale: ``"static"``: float32, one element, required. ``"dynamic"``: where the scales go, float32 with an
+                element for each row; None: a new tensor [..., 1].
+
+        Returns:
+            ``(normed, new_residual)``; with ``"dynamic"`` ``(normed, new_residual, scale)``.
+
+        Raises:
+            UnsupportedInputError: ``accepts_fused(x, weight, quantize)`` is false, or another tensor does not fit. The
+                sum has not been made then: call ``all_reduce``.
+            PeerTimeout: A wait of this or an earlier call expired.
+        """
+        if _is_compiling():
+            results = ops.fused(x, residual, weight, eps, quantize, scale, self.name)
+            given = (out, residual_out, scale if quantize == "dynamic" else None)
+            return tuple(
+                made if wanted is None else wanted.copy_(made.view(wanted.shape))
+                for made, wanted in zip(results, given, strict=False)
+            )
+        stream = self._current_stream(self._device_index)
+        results, enqueued = self._live_fused().run(x, residual, weight, eps, out, residual_out, quantize, scale, stream)
+        if not enqueued:
+            self.check()
+        return results
+
+    def accepts_fused(self, x: torch.Tensor, weight: torch.Tensor, quantize: str | None = None) -> bool:
+        """Whether ``all_reduce_add_rms_norm`` of ``x`` and ``weight`` is served. Depends on shapes, dtypes, layout and
+        kind of device only, so all ranks that hold the same kinds of tensors get the same answer."""
+        return self.plan_fused(x, weight, quantize).algorithm != "declined"
+
+    def plan_fused(self, x: torch.Tensor, weight: torch.Tensor, quantize: str | None = None) -> FusedPlan:
+        """What ``all_reduce_add_rms_norm`` of ``x`` and ``weight`` would run, and why; ``"declined"`` is the algorithm
+        of an input that is not served."""
+        return self._live_fused().plan(x, weight, quantize)
+
     def accepts(self, x: Any) -> bool:
         """Whether ``all_reduce(x)`` is served. Depends on shape, dtype, layout and kind of device only, so all ranks
         that hold the same kind of tensor get the same answer."""
@@ -163,6 +234,7 @@ class Communicator:
         """Selects by another tuning table from now on. For tuning; make the same call on every rank."""
         self._table = table
         self._prepared.clear()
+        self._fused = self._make_fused_calls()
 
     # ---- State --------------------------------------------------------------------------------------------------
 
@@ -181,6 +253,7 @@ class Communicator:
         if self._core is not None and not self.is_emulated:
             torch.cuda.synchronize(self.device)
         self._core = None
+        self._fused = None
         self._prepared.clear()
 
     def __enter__(self) -> Communicator:
@@ -239,6 +312,11 @@ class Communicator:
         result = self.all_reduce(arrays.as_tensor(x), None if out is None else arrays.as_tensor(out))
         return arrays.like(x, result) if out is None else out
 
+    def _live_fused(self) -> FusedCalls:
+        if self._fused is None:
+            raise RuntimeError("this communicator is closed")
+        return self._fused
+
     def _live_core(self) -> _core.Core:
         if self._core is None:
             raise RuntimeError("this communicator is closed")
@@ -263,6 +341,9 @@ class Communicator:
         return (
             _core.make_emulated_core(options) if self.is_emulated else _core.make_cuda_core(options, self.device.index)
         )
+
+    def _make_fused_calls(self) -> FusedCalls | None:
+        return FusedCalls(self._live_core(), self.device, self.world_size, self._table, self.config, self._max_cluster)
 
     def _connect(self, rendezvous: Rendezvous) -> str:
         """Allocates the workspace and maps those of the peers. Returns how."""
@@ -333,6 +414,7 @@ def _check_hosts(rendezvous: Rendezvous, communicator: Communicator) -> None:
         **host_identity(),
         "version": _core.version,
         "device": communicator.device.type,
+        "max_cluster": communicator._max_cluster,
         "config": {name: getattr(config, name) for name in ("workspace_bytes", "max_message_bytes", "algorithm")},
     }
     if rendezvous.world_size > selection.MAX_WORLD_SIZE:
@@ -344,6 +426,7 @@ def _check_hosts(rendezvous: Rendezvous, communicator: Communicator) -> None:
     _check_alike("are on different machines", [other["boot_id"] for other in everyone], shown=hosts)
     _check_alike("have different versions of llm_comm", [other["version"] for other in everyone])
     _check_alike("have different kinds of device", [other["device"] for other in everyone])
+    _check_alike("have devices of different generations", [other["max_cluster"] for other in everyone])
     _check_alike("have different options", [other["config"] for other in everyone])
 
 

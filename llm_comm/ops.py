@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +19,10 @@ _communicators: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakVal
 _numbers = itertools.count()
 _library = torch.library.Library("llm_comm", "DEF")
 _library.define("all_reduce(Tensor x, str communicator) -> Tensor")
+_FUSED = "Tensor x, Tensor? residual, Tensor weight, float eps, str communicator"
+_library.define(f"all_reduce_add_rms_norm({_FUSED}) -> (Tensor, Tensor)")
+_library.define(f"all_reduce_add_rms_norm_static_fp8({_FUSED}, Tensor scale) -> (Tensor, Tensor)")
+_library.define(f"all_reduce_add_rms_norm_dynamic_fp8({_FUSED}) -> (Tensor, Tensor, Tensor)")
 
 
 def register(communicator: Communicator) -> str:
@@ -28,11 +33,15 @@ def register(communicator: Communicator) -> str:
     return name
 
 
-def _all_reduce(x: torch.Tensor, communicator: str) -> torch.Tensor:
+def _find(communicator: str) -> Communicator:
     found = _communicators.get(communicator)
     if found is None:
         raise RuntimeError(f"there is no communicator {communicator!r} in this process (any more)")
-    result: torch.Tensor = found.all_reduce(x)
+    return found
+
+
+def _all_reduce(x: torch.Tensor, communicator: str) -> torch.Tensor:
+    result: torch.Tensor = _find(communicator).all_reduce(x)
     return result
 
 
@@ -40,6 +49,82 @@ def _all_reduce_fake(x: torch.Tensor, communicator: str) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-_library.impl("all_reduce", _all_reduce, "CPU")
-_library.impl("all_reduce", _all_reduce, "CUDA")
-torch.library.register_fake("llm_comm::all_reduce", _all_reduce_fake, lib=_library)
+_Results = tuple[torch.Tensor, ...]
+
+
+def _fused(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, name: str) -> _Results:
+    return _find(name).all_reduce_add_rms_norm(x, residual, weight, eps)
+
+
+def _fused_fake(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, communicator: str
+) -> _Results:
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+def _fused_static(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    name: str,
+    scale: torch.Tensor,
+) -> _Results:
+    return _find(name).all_reduce_add_rms_norm(x, residual, weight, eps, quantize="static", scale=scale)
+
+
+def _fused_static_fake(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    communicator: str,
+    scale: torch.Tensor,
+) -> _Results:
+    return torch.empty_like(x, dtype=torch.float8_e4m3fn), torch.empty_like(x)
+
+
+def _fused_dynamic(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, name: str
+) -> _Results:
+    return _find(name).all_reduce_add_rms_norm(x, residual, weight, eps, quantize="dynamic")
+
+
+def _fused_dynamic_fake(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, communicator: str
+) -> _Results:
+    scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    return torch.empty_like(x, dtype=torch.float8_e4m3fn), torch.empty_like(x), scale
+
+
+def fused(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    quantize: str | None,
+    scale: torch.Tensor | None,
+    communicator: str,
+) -> _Results:
+    """The operator for a call of ``Communicator.all_reduce_add_rms_norm`` without given outputs."""
+    operators = torch.ops.llm_comm
+    results: _Results
+    if quantize is None:
+        results = operators.all_reduce_add_rms_norm(x, residual, weight, eps, communicator)
+    elif quantize == "static":
+        results = operators.all_reduce_add_rms_norm_static_fp8(x, residual, weight, eps, communicator, scale)
+    else:
+        results = operators.all_reduce_add_rms_norm_dynamic_fp8(x, residual, weight, eps, communicator)
+    return results
+
+
+def _implement(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, function, device)
+    torch.library.register_fake(f"llm_comm::{name}", fake, lib=_library)
+
+
+_implement("all_reduce", _all_reduce, _all_reduce_fake)
+_implement("all_reduce_add_rms_norm", _fused, _fused_fake)
+_implement("all_reduce_add_rms_norm_static_fp8", _fused_static, _fused_static_fake)
+_implement("all_reduce_add_rms_norm_dynamic_fp8", _fused_dynamic, _fused_dynamic_fake)

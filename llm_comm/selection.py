@@ -38,16 +38,33 @@ class TuningRow(NamedTuple):
     depth: int
 
 
+class FusedRow(NamedTuple):
+    """How to run messages of up to ``up_to`` bytes that are normed too (``fused_selection``)."""
+
+    up_to: int
+    algorithm: str
+    #: Most blocks of a launch; fewer where there are fewer rows.
+    blocks: int
+    #: Most threads of a block.
+    threads: int
+    #: Most blocks that share a row: a power of two up to 16; more than 8 only where the device permits it.
+    cluster: int
+    #: Tiles that a block sends ahead of the one it waits for.
+    depth: int
+
+
 class TuningTable(NamedTuple):
     """Rows for one device and world size. The last row serves all larger messages."""
 
     name: str
     rows: tuple[TuningRow, ...]
     max_message_bytes: int
+    #: For fused operations; empty: derived from ``rows``.
+    fused: tuple[FusedRow, ...] = ()
 
     def fingerprint(self) -> str:
         """The name, and a digest of the content: what ranks compare."""
-        digest = hashlib.sha256(repr((self.rows, self.max_message_bytes)).encode()).hexdigest()
+        digest = hashlib.sha256(repr((self.rows, self.max_message_bytes, self.fused)).encode()).hexdigest()
         return f"{self.name} ({digest[:12]})"
 
 
@@ -151,11 +168,13 @@ def load_table(path: Path | resources.abc.Traversable) -> tuple[str, int, Tuning
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         rows = tuple(TuningRow(**row) for row in content["all_reduce"])
-        table = TuningTable(path.name, rows, int(content["max_message_bytes"]))
+        fused = tuple(FusedRow(**row) for row in content.get("fused") or ())
+        table = TuningTable(path.name, rows, int(content["max_message_bytes"]), fused)
         device, world_size = str(content["device"]), int(content["world_size"])
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"tuning table {path}: {type(error).__name__}: {error}") from error
     _check_rows(str(path), rows)
+    _check_fused_rows(str(path), fused)
     if table.max_message_bytes < 0:
         raise ConfigError(f"tuning table {path}: max_message_bytes is {table.max_message_bytes}; it must be at least 0")
     return device, world_size, table
@@ -172,6 +191,30 @@ def _check_rows(path: str, rows: Sequence[TuningRow]) -> None:
                 "65535, tile_lines a power of two, depth at least 0, and rows are sorted by up_to, in bytes"
             )
         previous = row.up_to
+
+
+def _check_fused_rows(path: str, rows: Sequence[FusedRow]) -> None:
+    previous = 0
+    for row in rows:
+        if (
+            not _are_counts(row.up_to, row.blocks, row.threads, row.cluster)
+            or not _are_counts(row.depth + 1)
+            or row.algorithm not in ALGORITHMS
+            or row.blocks >= 65536
+            or not 64 <= row.threads <= MAX_BLOCK_THREADS
+            or row.cluster not in (1, 2, 4, 8, 16)
+            or row.up_to <= previous
+        ):
+            raise ConfigError(
+                f"tuning table {path}: {row} is not valid: algorithm is one of {', '.join(ALGORITHMS)}, blocks 1 to "
+                f"65535, threads 64 to {MAX_BLOCK_THREADS}, cluster 1, 2, 4, 8 or 16, depth at least 0, and rows are "
+                "sorted by up_to, in bytes"
+            )
+        previous = row.up_to
+
+
+def _are_counts(*numbers: object) -> bool:
+    return all(type(number) is int and number > 0 for number in numbers)
 
 
 def _is_valid(row: TuningRow) -> bool:
@@ -235,4 +278,8 @@ def emulated_table() -> TuningTable:
         TuningRow(8 * 1024, "one_shot", 2, 16, 0),
         TuningRow(64 * MIB, "two_shot", 4, 16, 1),
     )
-    return TuningTable("emulated", rows, 64 * MIB)
+    fused = (
+        FusedRow(8 * 1024, "one_shot", 4, 128, 2, 0),
+        FusedRow(64 * MIB, "two_shot", 4, 128, 2, 1),
+    )
+    return TuningTable("emulated", rows, 64 * MIB, fused)

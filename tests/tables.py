@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from llm_comm.selection import ALGORITHMS, TuningRow
+from llm_comm.selection import ALGORITHMS, FusedRow, TuningRow
 
 #: Every way to run a message that differs in code path: grids of one block and of several, one tile and many, sent
 #: ahead or not.
@@ -31,3 +31,9 @@ def table_of_all_variants(path: Path) -> Path:
     """A table with a row for every variant, in a shuffled order."""
     order = random.Random(0).sample(VARIANTS, len(VARIANTS))
     return write_table(path, [TuningRow(STEP_BYTES * n, *variant) for n, variant in enumerate(order, start=1)])
+
+
+def write_fused_table(path: Path, rows: list[FusedRow]) -> Path:
+    """A table of all variants whose rows for fused operations are ``rows``."""
+    plain = [TuningRow(STEP_BYTES * n, *variant) for n, variant in enumerate(VARIANTS, start=1)]
+    return write_table(path, plain, fused=[row._asdict() for row in rows])

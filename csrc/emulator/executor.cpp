@@ -4,6 +4,7 @@
 #include <time.h>
 
 #include <algorithm>
+#include <array>
 #include <stdexcept>
 #include <string>
 
@@ -13,13 +14,25 @@ namespace llm_comm::inline emulated::emulator {
 
 namespace {
 
-enum class ThreadState { kRunning, kAtBarrier, kEnded };
+enum class ThreadState { kRunning, kAtWarpBarrier, kAtBlockBarrier, kAtClusterBarrier, kEnded };
+
+struct Warp {
+  std::array<float, kWarpThreads> exchanged[2];  // in turn: one is written while slow threads still read the other
+  uint32_t threads = 0;
+  uint32_t ended = 0;
+  uint32_t at_barrier = 0;
+  uint32_t exchanges = 0;
+};
 
 struct GpuThread {
   Fiber fiber;
   ThreadContext context;
   ThreadState state;
-  bool found_nothing;  // it gave way after a poll that failed
+  Warp* warp;
+  bool found_nothing;                 // it gave way after a poll that failed
+  bool at_cluster_barrier;            // it has arrived there, and may go on until it waits
+  const uint32_t* cluster_barriers;   // that its cluster has passed
+  uint32_t cluster_barriers_arrived;  // how many it had passed when this thread arrived
 };
 
 thread_local GpuThread* running = nullptr;
@@ -41,10 +54,34 @@ void let_others_run(int fruitless_rounds) {
 
 const ThreadContext& self() { return running->context; }
 
-void block_barrier() {
+namespace {
+
+void suspend_as(ThreadState state) {
   GpuThread* const thread = running;
-  thread->state = ThreadState::kAtBarrier;
+  thread->state = state;
   thread->fiber.suspend();
+}
+
+}  // namespace
+
+void block_barrier() { suspend_as(ThreadState::kAtBlockBarrier); }
+
+float warp_exchange(float value, uint32_t lane) {
+  GpuThread* const thread = running;
+  Warp& warp = *thread->warp;
+  auto& exchanged = warp.exchanged[warp.exchanges % 2];
+  exchanged[thread->context.thread_index % kWarpThreads] = value;
+  suspend_as(ThreadState::kAtWarpBarrier);
+  return exchanged[lane];
+}
+
+void cluster_barrier_arrive() {
+  running->at_cluster_barrier = true;
+  running->cluster_barriers_arrived = *running->cluster_barriers;
+}
+
+void cluster_barrier_wait() {
+  if (running->cluster_barriers_arrived == *running->cluster_barriers) suspend_as(ThreadState::kAtClusterBarrier);
 }
 
 void yield() {
@@ -55,9 +92,16 @@ void yield() {
 
 struct Executor::Block {
   std::vector<std::unique_ptr<GpuThread>> threads;
+  std::vector<Warp> warps;
   std::vector<Line> shared;  // of Line, for the alignment
   uint32_t ended = 0;
   uint32_t at_barrier = 0;
+};
+
+struct Executor::Cluster {
+  std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<void*> shared;  // of each block
+  uint32_t barriers = 0;      // passed
 };
 
 Executor::Executor() = default;
@@ -68,42 +112,70 @@ void Executor::run(const LaunchConfig& config, const std::function<void()>& kern
     throw std::invalid_argument("emulator: cannot launch " + std::to_string(config.blocks) + " blocks of " +
                                 std::to_string(config.threads) + " threads: need at least 1 block of 1 to 1024");
   }
+  if (config.cluster_blocks == 0 || config.blocks % config.cluster_blocks != 0) {
+    throw std::invalid_argument("emulator: " + std::to_string(config.blocks) + " blocks are no whole clusters of " +
+                                std::to_string(config.cluster_blocks));
+  }
   next_block_ = 0;
   int fruitless_rounds = 0;
-  for (start_blocks(config, kernel); !resident_.empty(); start_blocks(config, kernel)) {
+  for (start_clusters(config, kernel); !resident_.empty(); start_clusters(config, kernel)) {
     bool progress = false;
-    for (auto& block : resident_) progress |= advance(*block);
-    const auto ended = [](const auto& block) { return block->ended == block->threads.size(); };
-    const auto first_ended = std::stable_partition(resident_.begin(), resident_.end(), std::not_fn(ended));
-    std::move(first_ended, resident_.end(), std::back_inserter(idle_));
+    for (auto& cluster : resident_) progress |= advance(*cluster);
+    const auto runs = [](const auto& cluster) {
+      const auto ended = [](const auto& block) { return block->ended == block->threads.size(); };
+      return !std::all_of(cluster->blocks.begin(), cluster->blocks.end(), ended);
+    };
+    const auto first_ended = std::stable_partition(resident_.begin(), resident_.end(), runs);
+    for (auto cluster = first_ended; cluster != resident_.end(); ++cluster) {
+      std::move((*cluster)->blocks.begin(), (*cluster)->blocks.end(), std::back_inserter(idle_));
+    }
     resident_.erase(first_ended, resident_.end());
     fruitless_rounds = progress ? 0 : fruitless_rounds + 1;
     if (!progress) let_others_run(fruitless_rounds);
   }
 }
 
-void Executor::start_blocks(const LaunchConfig& config, const std::function<void()>& kernel) {
-  const size_t limit = std::max<size_t>(1, kResidentThreads / config.threads);
-  for (; next_block_ < config.blocks && resident_.size() < limit; ++next_block_) {
-    if (idle_.empty()) idle_.push_back(std::make_unique<Block>());
-    std::unique_ptr<Block> block = std::move(idle_.back());
-    idle_.pop_back();
-    block->ended = block->at_barrier = 0;
-    block->shared.resize((config.shared_bytes + sizeof(Line) - 1) / sizeof(Line));
-    block->threads.resize(config.threads);
-    for (uint32_t i = 0; i < config.threads; ++i) {
-      auto& thread = block->threads[i];
-      if (!thread) thread = std::make_unique<GpuThread>();
-      thread->context = {i, next_block_, config.threads, config.blocks, block->shared.data()};
-      thread->state = ThreadState::kRunning;
-      thread->fiber.assign(kernel);
+void Executor::start_clusters(const LaunchConfig& config, const std::function<void()>& kernel) {
+  const size_t limit = std::max<size_t>(1, kResidentThreads / (config.threads * config.cluster_blocks));
+  while (next_block_ < config.blocks && resident_.size() < limit) {
+    auto cluster = std::make_unique<Cluster>();
+    for (uint32_t i = 0; i < config.cluster_blocks; ++i) {
+      if (idle_.empty()) idle_.push_back(std::make_unique<Block>());
+      cluster->blocks.push_back(std::move(idle_.back()));
+      idle_.pop_back();
+      auto& shared = cluster->blocks.back()->shared;
+      shared.resize((config.shared_bytes + sizeof(Line) - 1) / sizeof(Line));
+      cluster->shared.push_back(shared.data());
     }
-    resident_.push_back(std::move(block));
+    for (auto& block : cluster->blocks) {
+      block->ended = block->at_barrier = 0;
+      block->threads.resize(config.threads);
+      block->warps.assign((config.threads + kWarpThreads - 1) / kWarpThreads, Warp{});
+      for (uint32_t i = 0; i < config.threads; ++i) {
+        auto& thread = block->threads[i];
+        if (!thread) thread = std::make_unique<GpuThread>();
+        thread->context = {i, next_block_, config.threads, config.blocks, block->shared.data(), cluster->shared.data()};
+        thread->state = ThreadState::kRunning;
+        thread->warp = &block->warps[i / kWarpThreads];
+        thread->at_cluster_barrier = false;
+        thread->cluster_barriers = &cluster->barriers;
+        ++thread->warp->threads;
+        thread->fiber.assign(kernel);
+      }
+      ++next_block_;
+    }
+    resident_.push_back(std::move(cluster));
   }
 }
 
+bool Executor::advance(Cluster& cluster) {
+  bool progress = false;
+  for (auto& block : cluster.blocks) progress |= advance(cluster, *block);
+  return progress;
+}
+
 // One turn for every thread of the block that can run. Returns whether any did more than poll in vain.
-bool Executor::advance(Block& block) {
+bool Executor::advance(Cluster& cluster, Block& block) {
   bool progress = false;
   for (auto& thread : block.threads) {
     if (thread->state != ThreadState::kRunning) continue;
@@ -115,15 +187,42 @@ bool Executor::advance(Block& block) {
     if (ended) {
       thread->state = ThreadState::kEnded;
       ++block.ended;
-    } else if (thread->state == ThreadState::kAtBarrier) {
+      ++thread->warp->ended;
+    } else if (thread->state == ThreadState::kAtBlockBarrier) {
       ++block.at_barrier;
+    } else if (thread->state == ThreadState::kAtWarpBarrier) {
+      ++thread->warp->at_barrier;
+    }
+  }
+  const auto release = [](Block& where, ThreadState state) {
+    for (auto& thread : where.threads) {
+      if (thread->state == state) thread->state = ThreadState::kRunning;
+    }
+  };
+  for (uint32_t i = 0; i < block.warps.size(); ++i) {
+    Warp& warp = block.warps[i];
+    if (warp.at_barrier == 0 || warp.at_barrier + warp.ended != warp.threads) continue;
+    warp.at_barrier = 0;
+    ++warp.exchanges;
+    for (uint32_t lane = 0; lane < warp.threads; ++lane) {
+      auto& thread = block.threads[i * kWarpThreads + lane];
+      if (thread->state == ThreadState::kAtWarpBarrier) thread->state = ThreadState::kRunning;
     }
   }
   if (block.at_barrier != 0 && block.at_barrier + block.ended == block.threads.size()) {
     block.at_barrier = 0;
-    for (auto& thread : block.threads) {
-      if (thread->state == ThreadState::kAtBarrier) thread->state = ThreadState::kRunning;
-    }
+    release(block, ThreadState::kAtBlockBarrier);
+  }
+  const auto has_arrived = [](const auto& thread) {
+    return thread->at_cluster_barrier || thread->state == ThreadState::kEnded;
+  };
+  for (auto& other : cluster.blocks) {
+    if (!std::all_of(other->threads.begin(), other->threads.end(), has_arrived)) return progress;
+  }
+  ++cluster.barriers;
+  for (auto& other : cluster.blocks) {
+    for (auto& thread : other->threads) thread->at_cluster_barrier = false;
+    release(*other, ThreadState::kAtClusterBarrier);
   }
   return progress;
 }

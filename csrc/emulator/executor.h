@@ -15,6 +15,7 @@ struct LaunchConfig {
   uint32_t blocks;
   uint32_t threads;  // of a block
   size_t shared_bytes;
+  uint32_t cluster_blocks = 1;  // neighbours that run at once and reach each other's shared memory
 };
 
 // Driver "processes": every rank is a process with one Executor, and threads that wait for another rank let
@@ -28,15 +29,18 @@ class Executor {
   ~Executor();
 
   // Runs `kernel` once for each thread of the grid and returns when all have ended. Throws
-  // std::invalid_argument for an empty grid or a block of more than 1024 threads. `kernel` must not throw.
+  // std::invalid_argument for an empty grid, a block of more than 1024 threads or a grid that is not whole clusters.
+  // `kernel` must not throw.
   void run(const LaunchConfig& config, const std::function<void()>& kernel);
 
  private:
   struct Block;
-  void start_blocks(const LaunchConfig& config, const std::function<void()>& kernel);
-  bool advance(Block& block);
+  struct Cluster;
+  void start_clusters(const LaunchConfig& config, const std::function<void()>& kernel);
+  bool advance(Cluster& cluster);
+  bool advance(Cluster& cluster, Block& block);
 
-  std::vector<std::unique_ptr<Block>> resident_;
+  std::vector<std::unique_ptr<Cluster>> resident_;
   std::vector<std::unique_ptr<Block>> idle_;
   uint32_t next_block_ = 0;
 };

@@ -32,6 +32,35 @@ struct LaunchPlan {
   uint64_t chunk_count;  // elements of one launch; a longer message takes several
 };
 
+// Of prepare_add_rms_norm.
+struct FusedPlan {
+  uint32_t algorithm;       // AllReduceAlgorithm
+  uint32_t blocks;          // at most; whole clusters
+  uint32_t tile_lines;      // a multiple of 8
+  uint32_t cluster_blocks;  // that share a row
+  uint32_t depth;
+  uint64_t chunk_rows;  // rows of one launch; more take several
+};
+
+// What prepare_add_rms_norm does with the sums: new_residual = sum + residual, normed = rms_norm(new_residual) * weight.
+struct AddRmsNorm {
+  uint64_t rows;
+  uint32_t hidden;        // elements of a row: a multiple of 8 up to 16384
+  uint32_t data_type;     // DataType: bf16 or fp16
+  uint32_t quantization;  // Quantization, of `normed`
+  float epsilon;
+};
+
+// Of one call. `residual` may be 0: none; `scale` is 0 without quantization.
+struct AddRmsNormAddresses {
+  uint64_t input;
+  uint64_t residual;
+  uint64_t weight;
+  uint64_t normed;
+  uint64_t new_residual;
+  uint64_t scale;
+};
+
 // A wait of a kernel that ended without what it waited for.
 struct ExpiredWait {
   int rank;
@@ -49,6 +78,14 @@ class PreparedCall {
 
   // Enqueues the call. False, with nothing or not everything done, once a wait of the communicator has expired.
   virtual bool run(uint64_t input, uint64_t output, uint64_t stream) = 0;
+};
+
+class PreparedAddRmsNorm {
+ public:
+  virtual ~PreparedAddRmsNorm() = default;
+
+  // As PreparedCall::run.
+  virtual bool run(const AddRmsNormAddresses& addresses, uint64_t stream) = 0;
 };
 
 class Core {
@@ -71,6 +108,10 @@ class Core {
   // does not fit the workspace or the device.
   virtual std::unique_ptr<PreparedCall> prepare_all_reduce(uint64_t count, uint32_t data_type,
                                                            const LaunchPlan& plan) = 0;
+
+  // The same, with what follows it in a transformer, in one kernel. For worlds of 2 and more.
+  virtual std::unique_ptr<PreparedAddRmsNorm> prepare_add_rms_norm(const AddRmsNorm& operation,
+                                                                   const FusedPlan& plan) = 0;
 
   // The first wait that expired, if any. Reads host memory only.
   virtual std::optional<ExpiredWait> expired() const = 0;

@@ -9,6 +9,7 @@
 
 #include "host/core.h"
 #include "kernels/all_reduce/kernels.cuh"
+#include "kernels/fused/kernels.cuh"
 #include "kernels/p2p_test.cuh"
 
 namespace llm_comm::host {
@@ -32,6 +33,10 @@ inline std::string operation_name(uint32_t kind) {
       return "one-shot all-reduce";
     case OperationKind::kAllReduceTwoShot:
       return "two-shot all-reduce";
+    case OperationKind::kAddRmsNormOneShot:
+      return "one-shot all-reduce + RMSNorm";
+    case OperationKind::kAddRmsNormTwoShot:
+      return "two-shot all-reduce + RMSNorm";
     case OperationKind::kUser:
       break;
   }
@@ -43,14 +48,16 @@ inline std::string operation_name(uint32_t kind) {
 //           void map(int peer, const WorkspaceHandle&);   char* local();   char* peer(int);
 //           HostMailbox* mailbox();                         // zeroed, mapped by the device
 //           void read(void* to, const char* from, uint64_t bytes);
-// Launcher: Function function(AllReduceKernel);               // what launch() takes
-//           void launch(const Function&, const AllReduceArgs&, const Grid&, uint64_t stream);
+// Launcher: Function<Args> function(void (*)(Args));          // what launch() takes
+//           void launch(const Function<Args>&, const Args&, const Grid&, uint64_t stream);
+//           uint32_t max_cluster_blocks();                    // 1 where the device has no clusters
 //           void p2p_test(const DeviceComm&);   // synchronous
 //           void copy(output, input, bytes, stream)                   // world of one
 struct Grid {
   uint32_t blocks;
   uint32_t threads;       // of a block
   uint32_t shared_bytes;  // dynamic shared memory of a block
+  uint32_t cluster_blocks = 1;
 };
 
 inline bool has_expired(const HostMailbox& mailbox) {
@@ -61,9 +68,8 @@ inline bool has_expired(const HostMailbox& mailbox) {
 template <class Launcher>
 class PreparedAllReduce final : public PreparedCall {
  public:
-  using Function = typename Launcher::Function;
   struct Shape {
-    Function function;
+    typename Launcher::template Function<AllReduceArgs> function;
     Grid grid;
   };
 
@@ -97,6 +103,49 @@ class PreparedAllReduce final : public PreparedCall {
   uint64_t count_;
   uint64_t chunk_;
   uint64_t element_bytes_;
+  Shape whole_;
+  Shape last_;
+};
+
+// In chunks of rows: all but the last have `chunk` rows and share a grid.
+template <class Launcher>
+class PreparedFused final : public PreparedAddRmsNorm {
+ public:
+  struct Shape {
+    typename Launcher::template Function<AddRmsNormArgs> function;
+    Grid grid;
+  };
+
+  PreparedFused(Launcher& launcher, const AddRmsNormArgs& args, uint64_t rows, uint64_t chunk, Shape whole, Shape last)
+      : launcher_(launcher), args_(args), rows_(rows), chunk_(chunk), whole_(whole), last_(last) {}
+
+  bool run(const AddRmsNormAddresses& addresses, uint64_t stream) override {
+    const HostMailbox& mailbox = *args_.comm.mailbox;
+    if (has_expired(mailbox)) return false;
+    const uint64_t row_bytes = args_.row_lines * sizeof(Line);
+    const bool is_quantized = args_.quantization != Quantization::kNone;
+    args_.weight = reinterpret_cast<const void*>(addresses.weight);
+    for (uint64_t done = 0; done < rows_; done += chunk_) {
+      const bool is_last = rows_ - done <= chunk_;
+      const uint64_t skipped = done * row_bytes;
+      args_.input = reinterpret_cast<const void*>(addresses.input + skipped);
+      args_.residual = addresses.residual == 0 ? nullptr : reinterpret_cast<const void*>(addresses.residual + skipped);
+      args_.normed = reinterpret_cast<void*>(addresses.normed + (is_quantized ? skipped / 2 : skipped));
+      args_.new_residual = reinterpret_cast<void*>(addresses.new_residual + skipped);
+      const bool has_scale_per_row = args_.quantization == Quantization::kDynamic;
+      args_.scale = reinterpret_cast<float*>(addresses.scale) + (has_scale_per_row ? done : 0);
+      args_.rows = static_cast<uint32_t>(is_last ? rows_ - done : chunk_);
+      const Shape& shape = is_last ? last_ : whole_;
+      launcher_.launch(shape.function, args_, shape.grid, stream);
+    }
+    return !has_expired(mailbox);
+  }
+
+ private:
+  Launcher& launcher_;
+  AddRmsNormArgs args_;
+  uint64_t rows_;
+  uint64_t chunk_;
   Shape whole_;
   Shape last_;
 };
@@ -176,6 +225,40 @@ class CoreImpl final : public Core {
                                                          shape(last, element_bytes, type, plan));
   }
 
+  std::unique_ptr<PreparedAddRmsNorm> prepare_add_rms_norm(const AddRmsNorm& operation,
+                                                           const FusedPlan& plan) override {
+    const auto world = static_cast<uint32_t>(options_.world_size);
+    if (world == 1) throw std::invalid_argument("a world of one has nothing to fuse with");
+    if (operation.hidden == 0 || operation.hidden % kElementsPerLine != 0 || operation.hidden > kMaxHidden) {
+      throw std::invalid_argument("hidden is " + std::to_string(operation.hidden) +
+                                  "; it must be a multiple of 8 up to 16384");
+    }
+    if (operation.quantization > static_cast<uint32_t>(Quantization::kDynamic)) {
+      throw std::invalid_argument("there is no quantization " + std::to_string(operation.quantization));
+    }
+    if (operation.rows == 0 || plan.chunk_rows == 0) {
+      throw std::invalid_argument("rows and chunk_rows must be positive");
+    }
+    const uint64_t chunk = operation.rows < plan.chunk_rows ? operation.rows : plan.chunk_rows;
+    const uint64_t last = (operation.rows - 1) % chunk + 1;
+    const uint32_t segment_unit = kChunkLines * world;
+    AddRmsNormArgs args{};
+    args.comm = comm_;
+    args.row_lines = operation.hidden / kElementsPerLine;
+    args.segment_lines = (args.row_lines + segment_unit - 1) / segment_unit * kChunkLines;
+    args.tile_lines = plan.tile_lines;
+    args.cluster_blocks = plan.cluster_blocks;
+    args.depth = plan.depth;
+    args.quantization = static_cast<Quantization>(operation.quantization);
+    args.epsilon = operation.epsilon;
+    args.reciprocal_hidden = 1.0f / static_cast<float>(operation.hidden);
+    if (chunk * args.row_lines >> 32 != 0) throw std::invalid_argument("chunk_rows holds more than 2^32 lines");
+    const auto type = static_cast<DataType>(operation.data_type);
+    return std::make_unique<PreparedFused<Launcher>>(launcher_, args, operation.rows, chunk,
+                                                     fused_shape(args, chunk, type, plan),
+                                                     fused_shape(args, last, type, plan));
+  }
+
   std::optional<ExpiredWait> expired() const override {
     if (!has_expired(*comm_.mailbox)) return std::nullopt;
     const ErrorRecord& record = comm_.mailbox->error;
@@ -217,6 +300,47 @@ class CoreImpl final : public Core {
     }
     const Grid grid{static_cast<uint32_t>(blocks), static_cast<uint32_t>(threads),
                     static_cast<uint32_t>(shared_lines * sizeof(Line))};
+    return {launcher_.function(kernel), grid};
+  }
+
+  typename PreparedFused<Launcher>::Shape fused_shape(const AddRmsNormArgs& args, uint64_t rows, DataType type,
+                                                      const FusedPlan& plan) const {
+    const auto algorithm = static_cast<AllReduceAlgorithm>(plan.algorithm);
+    const auto world = static_cast<uint64_t>(options_.world_size);
+    const bool one_shot = algorithm == AllReduceAlgorithm::kOneShot;
+    const uint64_t slot_lines = rows * world * (one_shot ? args.row_lines : 2 * args.segment_lines);
+    if (slot_lines * sizeof(Line) > options_.slot_bytes) {
+      throw std::invalid_argument(std::to_string(rows) + " rows of " + std::to_string(args.row_lines * sizeof(Line)) +
+                                  " bytes need a slot of " + std::to_string(slot_lines * sizeof(Line)) +
+                                  " bytes, the workspace has slots of " + std::to_string(options_.slot_bytes) +
+                                  ": lower chunk_rows or raise workspace_bytes");
+    }
+    const uint64_t exchanging = world * plan.tile_lines;
+    const uint64_t threads = (exchanging + kWarpThreads - 1) / kWarpThreads * kWarpThreads;
+    if (plan.tile_lines == 0 || plan.tile_lines % kChunkLines != 0 || threads > kMaxFusedThreads) {
+      throw std::invalid_argument("tile_lines is " + std::to_string(plan.tile_lines) +
+                                  "; it must be a multiple of 8, and world_size times it at most 1024");
+    }
+    const uint64_t cluster = plan.cluster_blocks;
+    if (cluster == 0 || cluster > launcher_.max_cluster_blocks()) {
+      throw std::invalid_argument("cluster_blocks is " + std::to_string(cluster) + "; this device takes 1 to " +
+                                  std::to_string(launcher_.max_cluster_blocks()));
+    }
+    const uint64_t clusters = plan.blocks / cluster < rows ? plan.blocks / cluster : rows;
+    const uint64_t span = one_shot ? args.row_lines : args.segment_lines;
+    const bool single_tile = clusters == rows && span <= cluster * plan.tile_lines;
+    const AddRmsNormKernel kernel = add_rms_norm_kernel(algorithm, type, options_.world_size, single_tile);
+    if (kernel == nullptr || clusters == 0 || clusters * cluster >= kArrivalsPerOperation ||
+        (!single_tile && threads > kMaxLoopThreads)) {
+      throw std::invalid_argument("no kernel for algorithm " + std::to_string(plan.algorithm) + ", data type " +
+                                  std::to_string(static_cast<uint32_t>(type)) + ", " + std::to_string(plan.blocks) +
+                                  " blocks of " + std::to_string(threads) + " threads in clusters of " +
+                                  std::to_string(cluster));
+    }
+    const uint64_t shared_lines = kPartialBytes / sizeof(Line) +
+                                  (one_shot ? (single_tile ? threads : 2 * threads) : exchanging + plan.tile_lines + 1);
+    const Grid grid{static_cast<uint32_t>(clusters * cluster), static_cast<uint32_t>(threads),
+                    static_cast<uint32_t>(shared_lines * sizeof(Line)), static_cast<uint32_t>(cluster)};
     return {launcher_.function(kernel), grid};
   }
 

@@ -75,12 +75,20 @@ class EmulatedMemory {
 
 class EmulatedLauncher {
  public:
-  using Function = AllReduceKernel;
-  Function function(AllReduceKernel kernel) const { return kernel; }
+  template <class Args>
+  using Function = void (*)(Args);
 
-  void launch(Function kernel, const AllReduceArgs& args, const Grid& grid, uint64_t) {
-    executor_->run({grid.blocks, grid.threads, grid.shared_bytes}, [&] { kernel(args); });
+  template <class Args>
+  Function<Args> function(void (*kernel)(Args)) const {
+    return kernel;
   }
+
+  template <class Args>
+  void launch(Function<Args> kernel, const Args& args, const Grid& grid, uint64_t) {
+    executor_->run({grid.blocks, grid.threads, grid.shared_bytes, grid.cluster_blocks}, [&] { kernel(args); });
+  }
+
+  uint32_t max_cluster_blocks() const { return kMaxClusterBlocks; }
 
   void p2p_test(const DeviceComm& comm) {
     executor_->run({1, kMaxWorldSize, 0}, [&] { emulated::p2p_test(comm); });

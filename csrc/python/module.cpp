@@ -15,28 +15,37 @@ using namespace llm_comm::host;  // NOLINT: a binding file
 namespace {
 
 // Members are destroyed last to first: the call before the core that it belongs to.
+template <class Call>
 struct BoundCall {
   py::object core;
-  std::unique_ptr<PreparedCall> call;
+  std::unique_ptr<Call> call;
 };
 
-// run(input, output, stream) -> bool. Every eager call goes through it, so it uses CPython's own calling convention:
+// Addresses of tensors, then the handle of a stream.
+constexpr Py_ssize_t argument_count(const PreparedCall*) { return 3; }
+bool run(PreparedCall& call, const uint64_t* a) { return call.run(a[0], a[1], a[2]); }
+
+constexpr Py_ssize_t argument_count(const PreparedAddRmsNorm*) { return 7; }
+bool run(PreparedAddRmsNorm& call, const uint64_t* a) { return call.run({a[0], a[1], a[2], a[3], a[4], a[5]}, a[6]); }
+
+// run(address, ..., stream) -> bool. Every eager call goes through it, so it uses CPython's own calling convention:
 // pybind11's takes twice the time.
+template <class Call>
 PyObject* run_bound_call(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 3) {
-    PyErr_Format(PyExc_TypeError, "run() takes input, output and stream; %zd arguments given", count);
+  constexpr Py_ssize_t kCount = argument_count(static_cast<const Call*>(nullptr));
+  if (count != kCount) {
+    PyErr_Format(PyExc_TypeError, "run() takes %zd addresses and a stream; %zd arguments given", kCount - 1, count);
     return nullptr;
   }
-  const uint64_t input = PyLong_AsUnsignedLongLong(arguments[0]);
-  const uint64_t output = PyLong_AsUnsignedLongLong(arguments[1]);
-  const uint64_t stream = PyLong_AsUnsignedLongLong(arguments[2]);
+  uint64_t values[kCount];
+  for (Py_ssize_t i = 0; i < kCount; ++i) values[i] = PyLong_AsUnsignedLongLong(arguments[i]);
   if (PyErr_Occurred() != nullptr) return nullptr;
-  PreparedCall& call = *static_cast<BoundCall*>(PyCapsule_GetPointer(capsule, nullptr))->call;
+  Call& call = *static_cast<BoundCall<Call>*>(PyCapsule_GetPointer(capsule, nullptr))->call;
   bool enqueued = false;
   std::string error;
   PyThreadState* const thread = PyEval_SaveThread();  // a launch waits where the queue of the GPU is full
   try {
-    enqueued = call.run(input, output, stream);
+    enqueued = run(call, values);
   } catch (const std::exception& exception) {
     error = exception.what();
   }
@@ -48,11 +57,13 @@ PyObject* run_bound_call(PyObject* capsule, PyObject* const* arguments, Py_ssize
   return PyBool_FromLong(enqueued);
 }
 
-py::object as_function(py::object core, std::unique_ptr<PreparedCall> call) {
-  static PyMethodDef definition = {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&run_bound_call)),
+template <class Call>
+py::object as_function(py::object core, std::unique_ptr<Call> call) {
+  static PyMethodDef definition = {"run",
+                                   reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&run_bound_call<Call>)),
                                    METH_FASTCALL, nullptr};
-  const py::capsule capsule(new BoundCall{std::move(core), std::move(call)},
-                            [](void* bound) { delete static_cast<BoundCall*>(bound); });
+  const py::capsule capsule(new BoundCall<Call>{std::move(core), std::move(call)},
+                            [](void* bound) { delete static_cast<BoundCall<Call>*>(bound); });
   auto function = py::reinterpret_steal<py::object>(PyCFunction_New(&definition, capsule.ptr()));
   if (!function) throw py::error_already_set();
   return function;
@@ -81,6 +92,21 @@ PYBIND11_MODULE(_core, module) {
            py::kw_only(), py::arg("algorithm"), py::arg("blocks"), py::arg("tile_lines_log2"), py::arg("depth"),
            py::arg("chunk_count"));
 
+  py::class_<FusedPlan>(module, "FusedPlan")
+      .def(py::init([](uint32_t algorithm, uint32_t blocks, uint32_t tile_lines, uint32_t cluster_blocks,
+                       uint32_t depth, uint64_t chunk_rows) {
+             return FusedPlan{algorithm, blocks, tile_lines, cluster_blocks, depth, chunk_rows};
+           }),
+           py::kw_only(), py::arg("algorithm"), py::arg("blocks"), py::arg("tile_lines"), py::arg("cluster_blocks"),
+           py::arg("depth"), py::arg("chunk_rows"));
+
+  py::class_<AddRmsNorm>(module, "AddRmsNorm")
+      .def(py::init([](uint64_t rows, uint32_t hidden, uint32_t data_type, uint32_t quantization, float epsilon) {
+             return AddRmsNorm{rows, hidden, data_type, quantization, epsilon};
+           }),
+           py::kw_only(), py::arg("rows"), py::arg("hidden"), py::arg("data_type"), py::arg("quantization"),
+           py::arg("epsilon"));
+
   py::class_<ExpiredWait>(module, "ExpiredWait")
       .def_readonly("rank", &ExpiredWait::rank)
       .def_readonly("peer", &ExpiredWait::peer)
@@ -107,6 +133,11 @@ PYBIND11_MODULE(_core, module) {
       .def("prepare_all_reduce",
            [](py::object core, uint64_t count, uint32_t data_type, const LaunchPlan& plan) {
              auto call = core.cast<Core&>().prepare_all_reduce(count, data_type, plan);
+             return as_function(std::move(core), std::move(call));
+           })
+      .def("prepare_add_rms_norm",
+           [](py::object core, const AddRmsNorm& operation, const FusedPlan& plan) {
+             auto call = core.cast<Core&>().prepare_add_rms_norm(operation, plan);
              return as_function(std::move(core), std::move(call));
            })
       .def("expired", &Core::expired)

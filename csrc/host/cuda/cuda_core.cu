@@ -84,19 +84,21 @@ class CudaMemory {
 // eager call.
 class CudaLauncher {
  public:
+  template <class Args>
   using Function = CUfunction;
 
   CudaLauncher(int device, bool dependent_launch) : device_(device) {
     int major = 0;
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
     check(driver_.ctx_get_current(&context_), "cuCtxGetCurrent");
-    attribute_.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-    attribute_.value.programmaticStreamSerializationAllowed = dependent_launch && major >= 9;
+    dependent_launch_ = dependent_launch && major >= 9;
+    max_cluster_blocks_ = major >= 9 ? kMaxClusterBlocks : 1;
   }
   CudaLauncher(CudaLauncher&& other) noexcept
       : device_(other.device_),
         context_(other.context_),
-        attribute_(other.attribute_),
+        dependent_launch_(other.dependent_launch_),
+        max_cluster_blocks_(other.max_cluster_blocks_),
         last_stream_(other.last_stream_),
         has_last_stream_(other.has_last_stream_),
         order_(std::exchange(other.order_, nullptr)) {}
@@ -105,14 +107,22 @@ class CudaLauncher {
     if (order_ != nullptr) cudaEventDestroy(order_);
   }
 
-  Function function(AllReduceKernel kernel) const {
+  template <class Args>
+  CUfunction function(void (*kernel)(Args)) const {
     const DeviceGuard guard(device_);
+    const auto symbol = reinterpret_cast<const void*>(kernel);
+    if (max_cluster_blocks_ > kPortableClusterBlocks) {
+      check(cudaFuncSetAttribute(symbol, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "cudaFuncSetAttribute");
+    }
     cudaFunction_t function = nullptr;
-    check(cudaGetFuncBySymbol(&function, reinterpret_cast<const void*>(kernel)), "cudaGetFuncBySymbol");
+    check(cudaGetFuncBySymbol(&function, symbol), "cudaGetFuncBySymbol");
     return function;
   }
 
-  void launch(Function function, const AllReduceArgs& args, const Grid& grid, uint64_t stream) {
+  uint32_t max_cluster_blocks() const { return max_cluster_blocks_; }
+
+  template <class Args>
+  void launch(CUfunction function, const Args& args, const Grid& grid, uint64_t stream) {
     CUcontext current = nullptr;
     check(driver_.ctx_get_current(&current), "cuCtxGetCurrent");
     std::optional<DeviceGuard> guard;
@@ -126,10 +136,20 @@ class CudaLauncher {
     config.blockDimY = config.blockDimZ = 1;
     config.sharedMemBytes = grid.shared_bytes;
     config.hStream = cuda_stream;
-    config.attrs = &attribute_;
-    config.numAttrs = attribute_.value.programmaticStreamSerializationAllowed ? 1 : 0;
-    void* parameters[] = {const_cast<AllReduceArgs*>(&args)};
-    check(driver_.launch_kernel_ex(&config, function, parameters, nullptr), "launch of all-reduce");
+    CUlaunchAttribute attributes[2];
+    config.attrs = attributes;
+    if (dependent_launch_) {
+      CUlaunchAttribute& attribute = attributes[config.numAttrs++];
+      attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+      attribute.value.programmaticStreamSerializationAllowed = 1;
+    }
+    if (grid.cluster_blocks > 1) {
+      CUlaunchAttribute& attribute = attributes[config.numAttrs++];
+      attribute.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+      attribute.value.clusterDim = {grid.cluster_blocks, 1, 1};
+    }
+    void* parameters[] = {const_cast<Args*>(&args)};
+    check(driver_.launch_kernel_ex(&config, function, parameters, nullptr), "launch of a collective");
   }
 
   void p2p_test(const DeviceComm& comm) {
@@ -148,6 +168,8 @@ class CudaLauncher {
   }
 
  private:
+  static constexpr uint32_t kPortableClusterBlocks = 8;
+
   // Operations of one communicator use its slots in turn, so they must not run at once: a call on another stream than
   // the last one waits for it. A stream under capture takes no part: its work runs when the graph is launched.
   void order_behind_last_call(cudaStream_t stream) {
@@ -167,7 +189,8 @@ class CudaLauncher {
   const Driver& driver_ = Driver::get();
   int device_;
   CUcontext context_ = nullptr;  // the device's primary context
-  CUlaunchAttribute attribute_{};
+  bool dependent_launch_ = false;
+  uint32_t max_cluster_blocks_ = 1;
   cudaStream_t last_stream_ = nullptr;
   bool has_last_stream_ = false;
   cudaEvent_t order_ = nullptr;
@@ -185,6 +208,9 @@ void load_kernels(int world_size) {
     for (const auto type : {DataType::kBFloat16, DataType::kFloat16, DataType::kFloat32}) {
       for (const bool single_tile : {false, true}) {
         if (const auto kernel = all_reduce_kernel(algorithm, type, world_size, single_tile)) {
+          load(reinterpret_cast<const void*>(kernel));
+        }
+        if (const auto kernel = add_rms_norm_kernel(algorithm, type, world_size, single_tile)) {
           load(reinterpret_cast<const void*>(kernel));
         }
       }

@@ -69,7 +69,8 @@ class Operation {
   LLM_COMM_DEVICE bool begin() {
     const Line state = load_line(state_);
     arrivals_ = static_cast<uint64_t>(state.word[1]) << 32 | state.word[0];
-    return state.word[2] == 0;
+    in_vain_ = state.word[2] != 0;
+    return !in_vain_;
   }
 
   LLM_COMM_DEVICE uint64_t sequence() const { return arrivals_ / kArrivalsPerOperation; }

@@ -3,6 +3,12 @@
 //
 // Thread geometry    thread_index() block_index() block_threads() block_count()   (one-dimensional launches)
 // Block              block_sync(); shared_memory<T>(): dynamic shared memory of this block, 16-byte aligned
+// Warp               shuffle_xor(x, mask): x of the lane whose number differs by mask; all lanes of a warp (32 threads in
+//                    a row) make the call, in a block whose size is a multiple of 32
+// Cluster            blocks of a launch that run at once and reach each other's shared memory: `blocks` neighbours, of
+//                    which the first has an index divisible by `blocks`; 1 on devices without clusters
+//                    cluster_arrive(), cluster_wait(): the two halves of a barrier of all threads of the cluster;
+//                    store_to_block(p, b, x): *p = x in the shared memory of block b of the cluster, once it runs
 // Grid order         grid_dependency_trigger(): the next grid of the stream may be scheduled
 //                    grid_dependency_wait(): all earlier grids of the stream are complete and visible
 //                    grid_dependency_wait_after(x): the same, once x (any value but 0) has been computed
@@ -12,7 +18,9 @@
 // Device scope       add_relaxed(uint64_t*, n): no value comes back, so nobody waits for it; compare_and_swap
 // Waiting            clock_ns(): monotonic; spin_hint(): called after a poll that failed;
 //                    kPollsPerCheck: failed polls after which a wait looks at the clock
-// Conversions        bf16 and fp16 bits <-> float, round to nearest even, NaN always becomes 0x7FFF
+// Conversions        bf16 and fp16 bits <-> float, round to nearest even, NaN always becomes 0x7FFF;
+//                    convert_to_e4m3(x, bits): as float_to_e4m3 of fp8.cuh; false where the target cannot
+// Arithmetic         multiply_add(a, b, c): a * b + c, rounded once; reciprocal_sqrt; larger(a, b): NaN if both are
 #pragma once
 
 #if defined(LLM_COMM_EMULATOR)

@@ -24,6 +24,34 @@ LLM_COMM_DEVICE T* shared_memory() {
   return reinterpret_cast<T*>(llm_comm_shared_memory);
 }
 
+LLM_COMM_DEVICE float shuffle_xor(float value, uint32_t lane_mask) {
+  return __shfl_xor_sync(0xFFFFFFFFu, value, static_cast<int>(lane_mask));
+}
+
+// Clusters (sm_90 and later). Not the .aligned forms: threads of a warp may come from polls of different length.
+LLM_COMM_DEVICE void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+#endif
+}
+
+LLM_COMM_DEVICE void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
+
+LLM_COMM_DEVICE void store_to_block(float* address, uint32_t block, float value) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("{ .reg .u32 a; mapa.shared::cluster.u32 a, %0, %1; st.shared::cluster.f32 [a], %2; }" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(address))),
+               "r"(block), "f"(value)
+               : "memory");
+#else
+  *address = value;
+#endif
+}
+
 // Programmatic dependent launch (sm_90 and later). Elsewhere grids of a stream never overlap and both are no-ops.
 LLM_COMM_DEVICE void grid_dependency_trigger() {
 #if __CUDA_ARCH__ >= 900
@@ -156,6 +184,21 @@ LLM_COMM_DEVICE uint16_t float_to_bf16(float value) {
   uint32_t packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(0.0f), "f"(value));
   return static_cast<uint16_t>(packed);
+}
+
+LLM_COMM_DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+LLM_COMM_DEVICE float reciprocal_sqrt(float value) { return rsqrtf(value); }
+LLM_COMM_DEVICE float larger(float a, float b) { return fmaxf(a, b); }
+
+LLM_COMM_DEVICE bool convert_to_e4m3(float value, uint8_t& bits) {
+#if __CUDA_ARCH__ >= 890
+  uint16_t packed;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(0.0f), "f"(value));
+  bits = static_cast<uint8_t>(packed);
+  return true;
+#else
+  return false;
+#endif
 }
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

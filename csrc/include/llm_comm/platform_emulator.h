@@ -25,11 +25,17 @@ struct ThreadContext {
   uint32_t block_threads;
   uint32_t block_count;
   void* shared_memory;
+  void* const* cluster_shared_memory;  // of each block of the cluster
 };
 
 const ThreadContext& self();
 // Suspends this fiber until every unfinished fiber of its block has called it.
 void block_barrier();
+// Suspends this fiber until every unfinished fiber of its warp has called it; returns what fiber `lane` passed.
+float warp_exchange(float value, uint32_t lane);
+// Counts this fiber in; wait suspends it until every unfinished fiber of its cluster has been counted.
+void cluster_barrier_arrive();
+void cluster_barrier_wait();
 // Suspends this fiber after a poll that found nothing; the executor runs others first.
 void yield();
 
@@ -45,6 +51,19 @@ LLM_COMM_DEVICE void block_sync() { emulator::block_barrier(); }
 template <class T>
 LLM_COMM_DEVICE T* shared_memory() {
   return static_cast<T*>(emulator::self().shared_memory);
+}
+
+LLM_COMM_DEVICE float shuffle_xor(float value, uint32_t lane_mask) {
+  return emulator::warp_exchange(value, thread_index() % kWarpThreads ^ lane_mask);
+}
+
+LLM_COMM_DEVICE void cluster_arrive() { emulator::cluster_barrier_arrive(); }
+LLM_COMM_DEVICE void cluster_wait() { emulator::cluster_barrier_wait(); }
+
+LLM_COMM_DEVICE void store_to_block(float* address, uint32_t block, float value) {
+  const auto& thread = emulator::self();
+  const auto offset = reinterpret_cast<char*>(address) - static_cast<char*>(thread.shared_memory);
+  *reinterpret_cast<float*>(static_cast<char*>(thread.cluster_shared_memory[block]) + offset) = value;
 }
 
 // Launches of an emulated GPU run one after the other.
@@ -123,5 +142,10 @@ LLM_COMM_DEVICE uint16_t float_to_bf16(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);  // round to nearest, ties to even
 }
+
+LLM_COMM_DEVICE float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
+LLM_COMM_DEVICE float reciprocal_sqrt(float value) { return 1.0f / std::sqrt(value); }
+LLM_COMM_DEVICE float larger(float a, float b) { return std::fmax(a, b); }
+LLM_COMM_DEVICE bool convert_to_e4m3(float, uint8_t&) { return false; }
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -15,6 +15,7 @@ namespace llm_comm {
 using cuda::std::uint16_t;
 using cuda::std::uint32_t;
 using cuda::std::uint64_t;
+using cuda::std::uint8_t;
 }  // namespace llm_comm
 #else
 #include <cstdint>
@@ -22,10 +23,13 @@ namespace llm_comm {
 using std::uint16_t;
 using std::uint32_t;
 using std::uint64_t;
+using std::uint8_t;
 }  // namespace llm_comm
 #endif
 
 namespace llm_comm::inline LLM_COMM_TARGET {
+
+inline constexpr uint32_t kWarpThreads = 32;
 
 // The unit of traffic: the widest access of a GPU thread.
 struct alignas(16) Line {

@@ -7,7 +7,13 @@
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 // What a rank was doing when a wait expired. `phase` is the algorithm's own numbering, from 0.
-enum class OperationKind : uint32_t { kUser = 0, kAllReduceOneShot = 1, kAllReduceTwoShot = 2 };
+enum class OperationKind : uint32_t {
+  kUser = 0,
+  kAllReduceOneShot = 1,
+  kAllReduceTwoShot = 2,
+  kAddRmsNormOneShot = 3,
+  kAddRmsNormTwoShot = 4
+};
 
 // Lies in host memory that the device maps.
 struct ErrorRecord {

@@ -1,0 +1,37 @@
+// FP8 e4m3: 4 bits of exponent with bias 7, 3 of mantissa, no infinity; the largest value is 448.
+#pragma once
+
+#include "llm_comm/platform.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+inline constexpr float kLargestE4m3 = 448.0f;
+
+// float_to_e4m3 in integer arithmetic, from the bits of a float: for targets without the conversion, which are the
+// emulator and GPUs before sm_89.
+LLM_COMM_DEVICE uint8_t e4m3_from_bits(uint32_t bits) {
+  constexpr uint32_t kLargest = 0x43E00000u;         // 448.0f
+  constexpr uint32_t kSmallestNormal = 0x3C800000u;  // 2^-6
+  constexpr uint32_t kBiasDifference = (127u - 7u) << 23;
+  const auto sign = static_cast<uint8_t>(bits >> 24 & 0x80u);
+  const uint32_t magnitude = bits & 0x7FFFFFFFu;
+  if (magnitude > 0x7F800000u) return 0x7F;
+  if (magnitude >= kLargest) return sign | 0x7E;
+  const auto drop = [](uint32_t value, uint32_t dropped_bits) {
+    return (value + (1u << (dropped_bits - 1)) - 1 + (value >> dropped_bits & 1u)) >> dropped_bits;
+  };
+  // The carry of the rounding goes into the exponent, as it should.
+  if (magnitude >= kSmallestNormal) return static_cast<uint8_t>(sign | drop(magnitude - kBiasDifference, 20));
+  // Multiples of 2^-9: the mantissa with its leading one, shifted to that place.
+  const uint32_t exponent = magnitude >> 23;
+  if (exponent < 127 - 10) return sign;  // less than half of the smallest
+  return static_cast<uint8_t>(sign | drop((magnitude & 0x7FFFFFu) | 0x800000u, 20 + 127 - 6 - exponent));
+}
+
+// The nearest e4m3 value, ties to even; beyond +-448 saturated, NaN becomes 0x7F.
+LLM_COMM_DEVICE uint8_t float_to_e4m3(float value) {
+  uint8_t bits;
+  return convert_to_e4m3(value, bits) ? bits : e4m3_from_bits(float_to_bits(value));
+}
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

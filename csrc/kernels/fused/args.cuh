@@ -1,0 +1,135 @@
+// Parameters of every fused kernel (all-reduce, residual add, RMSNorm), and how a row is spread over threads.
+//
+// A row of `row_lines` lines belongs to a cluster: its blocks take one tile of `tile_lines` lines for each peer at a time,
+// block m the m-th of every `cluster_blocks` tiles. Rows go to clusters in turn. Threads (k, c) of a block are those of
+// the plain kernels (kernels/all_reduce/args.cuh); a block is rounded up to whole warps, whose last threads have no line.
+#pragma once
+
+#include "llm_comm/device_comm.cuh"
+#include "llm_comm/reduce.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+inline constexpr uint32_t kMaxFusedThreads = 1024;
+inline constexpr uint32_t kMaxLoopThreads = 512;   // of blocks that walk over several tiles, which takes more registers
+inline constexpr uint32_t kMaxClusterBlocks = 16;  // 8 on every GPU with clusters, 16 where the device permits it
+inline constexpr uint32_t kMaxHidden = 16384;
+// Squares are summed in chunks of this many lines, in an order that only `row_lines` determines, so that a row's norm does
+// not depend on the kernel, the grid or the rows beside it. Tiles and segments are whole chunks.
+inline constexpr uint32_t kChunkLines = 8;
+inline constexpr uint32_t kElementsPerLine = 8;  // of bf16 and fp16, the types of these kernels
+inline constexpr uint32_t kMaxChunks = kMaxHidden / (kChunkLines * kElementsPerLine);
+
+// Of the normed rows. kStatic: e4m3(normed / *scale); kDynamic: scale[row] = max(|normed row|) / 448, at least
+// 1 / (448 * 512), and e4m3(normed / scale[row]); both from the values that kNone would return, rounded to their type.
+enum class Quantization : uint32_t { kNone = 0, kStatic = 1, kDynamic = 2 };
+
+struct AddRmsNormArgs {
+  DeviceComm comm;
+  const void* input;     // [rows, row_lines * 8]; this and all other tensors: element-aligned, rows contiguous
+  const void* residual;  // like the input; nullptr for none
+  const void* weight;    // [row_lines * 8]
+  void* normed;          // like the input (may be it), or FP8
+  void* new_residual;    // like the input (may be the residual): the sum plus the residual
+  float* scale;          // Quantization
+  uint32_t rows;         // at least 1, the same on all ranks, as are row_lines and tile_lines
+  uint32_t row_lines;
+  uint32_t segment_lines;  // two-shot: of a row, that one rank owns; a multiple of kChunkLines
+  uint32_t tile_lines;     // a multiple of kChunkLines
+  uint32_t cluster_blocks;
+  uint32_t depth;  // tiles that a block sends ahead of the one it reduces
+  Quantization quantization;
+  float epsilon;
+  float reciprocal_hidden;
+};
+
+// Thread (k, c), and the rows of its cluster.
+struct RowThread {
+  uint32_t peer;
+  uint32_t column;
+  bool has_line;
+  uint32_t member;   // of the cluster, this block
+  uint32_t cluster;  // its number in the grid
+  uint32_t clusters;
+
+  template <int World>
+  static LLM_COMM_DEVICE RowThread of(const AddRmsNormArgs& args) {
+    const uint32_t peer = thread_index() / args.tile_lines;
+    RowThread self;
+    self.has_line = peer < World;
+    self.peer = self.has_line ? peer : World - 1;
+    self.column = thread_index() - peer * args.tile_lines;
+    self.cluster = block_index() / args.cluster_blocks;
+    self.member = block_index() - self.cluster * args.cluster_blocks;
+    self.clusters = block_count() / args.cluster_blocks;
+    return self;
+  }
+};
+
+// The tiles of a block in their order: all of its first row, all of its next row, ...
+struct TileCursor {
+  uint32_t row;
+  uint32_t first;  // line of the row (two-shot: of the segment) at which this round of the cluster begins
+
+  LLM_COMM_DEVICE bool is_last_of_row(uint32_t span, uint32_t round_lines) const { return first + round_lines >= span; }
+
+  // `span`: lines that the tiles of a row cover; `round_lines`: those of one tile of each block of the cluster.
+  LLM_COMM_DEVICE void advance(uint32_t span, uint32_t round_lines, uint32_t clusters) {
+    first += round_lines;
+    if (first < span) return;
+    first = 0;
+    row += clusters;
+  }
+};
+
+template <DataType D>
+LLM_COMM_DEVICE Pack<D, kElementsPerLine> as_pack(Line line) {
+  return __builtin_bit_cast(Pack<D, kElementsPerLine>, line);
+}
+
+// A caller's tensor, read and written in packs of Width neighbours that start at multiples of Width.
+template <DataType D>
+class Elements {
+ public:
+  using Storage = typename Element<D>::Storage;
+
+  LLM_COMM_DEVICE explicit Elements(const void* tensor)
+      : first_(static_cast<Storage*>(const_cast<void*>(tensor))),
+        is_aligned_(reinterpret_cast<uint64_t>(tensor) % sizeof(Line) == 0) {}
+
+  // Changes with the addresses of load() and store() (for grid_dependency_wait_after).
+  LLM_COMM_DEVICE uint64_t fingerprint() const { return reinterpret_cast<uint64_t>(first_) + is_aligned_; }
+
+  template <uint32_t Width>
+  LLM_COMM_DEVICE Pack<D, Width> load(uint64_t index) const {
+    if (is_aligned_) return *reinterpret_cast<const Pack<D, Width>*>(first_ + index);
+    Pack<D, Width> pack;
+    for (uint32_t i = 0; i < Width; ++i) pack.element[i] = first_[index + i];
+    return pack;
+  }
+
+  template <uint32_t Width>
+  LLM_COMM_DEVICE void store(uint64_t index, Pack<D, Width> pack) const {
+    if (is_aligned_) {
+      *reinterpret_cast<Pack<D, Width>*>(first_ + index) = pack;
+      return;
+    }
+    for (uint32_t i = 0; i < Width; ++i) first_[index + i] = pack.element[i];
+  }
+
+  LLM_COMM_DEVICE Line load_line(uint64_t line) const {
+    const uint64_t index = line * kElementsPerLine;
+    if (is_aligned_) return llm_comm::load_line(first_ + index);
+    Line value{};
+    for (uint32_t i = 0; i < kElementsPerLine; ++i) {
+      value.word[i / 2] |= static_cast<uint32_t>(first_[index + i]) << (i % 2 * 16);
+    }
+    return value;
+  }
+
+ private:
+  Storage* first_;
+  bool is_aligned_;
+};
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -1,0 +1,129 @@
+// One-shot all-reduce + residual add + RMSNorm: every rank sends its whole message to every other rank, sums what it
+// gets and norms all rows.
+//
+// One hop, as in all_reduce/one_shot.cuh. Slot: [sender][row][line].
+//
+// The rules of device_comm.cuh: R1, a rank ends after it has received line 0 from every peer; R2, the thread that
+// receives a line re-arms it.
+#pragma once
+
+#include "kernels/fused/rms_norm.cuh"
+#include "llm_comm/memory_channel.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+// Elements that a thread sums and norms together: few, so that all threads of a warp have some, but no more than gives
+// every pack of a tile a thread of its own.
+template <int World>
+inline constexpr uint32_t kNormWidth = World < 4 ? 4 : 2;
+
+// `SingleTile`: the grid has a block for every tile.
+template <DataType D, int World, bool SingleTile>
+LLM_COMM_KERNEL(SingleTile ? kMaxFusedThreads : kMaxLoopThreads)
+add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
+  constexpr uint32_t kWidth = kNormWidth<World>;
+  using Norm = RmsNorm<D, kWidth>;
+  using Values = typename Norm::Values;
+
+  grid_dependency_trigger();
+  const auto self = RowThread::of<World>(args);
+  const uint32_t rank = args.comm.rank;
+  const bool is_own = self.peer == rank;
+  const uint32_t round_lines = args.tile_lines * args.cluster_blocks;
+  const uint32_t tiles = SingleTile ? 1 : (args.row_lines + round_lines - 1) / round_lines;
+  const uint32_t tile_packs = args.tile_lines * kElementsPerLine / kWidth;
+  const Elements<D> input(args.input);
+  Norm norm(args, shared_memory<float>());
+  // Contributions to a tile by rank, twice: a tile is written while slow threads still sum the one before.
+  Line* const contributions = shared_memory<Line>() + kPartialBytes / sizeof(Line);
+
+  Operation op(args.comm, OperationKind::kAddRmsNormOneShot,
+               static_cast<uint64_t>(args.rows) * args.row_lines * sizeof(Line));
+  const uint64_t lines = static_cast<uint64_t>(args.rows) * args.row_lines;
+  Line* outgoing = reinterpret_cast<Line*>(op.slots(self.peer)) + rank * lines;
+  Line* incoming = reinterpret_cast<Line*>(op.slots(rank)) + self.peer * lines;
+
+  // The line of the row that this thread exchanges, and the values of the row that it norms.
+  const auto line_of = [&](const TileCursor& at) { return at.first + self.member * args.tile_lines + self.column; };
+  const auto has_line = [&](const TileCursor& at) { return self.has_line && line_of(at) < args.row_lines; };
+  const auto line_index = [&](const TileCursor& at) { return at.row * args.row_lines + line_of(at); };
+  const auto place_of = [&](uint32_t first) -> typename Norm::Place {
+    const uint32_t index = (first + self.member * args.tile_lines) * kElementsPerLine + thread_index() * kWidth;
+    return {index, thread_index() < tile_packs && index < args.row_lines * kElementsPerLine};
+  };
+  const bool takes_part = thread_index() / kWarpThreads * kWarpThreads < tile_packs;
+
+  TileCursor sending{self.cluster, 0};
+  TileCursor reducing = sending;
+  grid_dependency_wait_after(reinterpret_cast<uint64_t>(outgoing) + reinterpret_cast<uint64_t>(incoming) +
+                             input.fingerprint() + norm.fingerprint() + op.fingerprint() + line_index(sending) +
+                             reinterpret_cast<uint64_t>(contributions));
+  // The next line to send is always on its way; the first beside the operation's number, which is as far away, as are
+  // what the sums meet later.
+  Line next = has_line(sending) ? input.load_line(line_index(sending)) : Line{};
+  Values residual = norm.load_residual(sending.row, place_of(0));
+  Values weight = norm.load_weight(place_of(0));
+  const float reciprocal_scale = norm.load_scale();
+  // Blocks of a cluster reach into each other's shared memory, so none may leave alone: it goes on without waiting.
+  if (!op.begin() && args.cluster_blocks == 1) return;
+  outgoing += op.slot_offset() / sizeof(Line);
+  incoming += op.slot_offset() / sizeof(Line);
+
+  const auto send = [&] {
+    if (!is_own && has_line(sending) && !op.in_vain()) send_line(outgoing + line_index(sending), next);
+    if (SingleTile) return;
+    sending.advance(args.row_lines, round_lines, self.clusters);
+    if (sending.row < args.rows && has_line(sending)) next = input.load_line(line_index(sending));
+  };
+  bool is_first = true;
+  uint32_t parity = 0;
+  const auto reduce = [&] {
+    const bool has = has_line(reducing);
+    const uint64_t index = line_index(reducing);
+    const auto at = place_of(reducing.first);
+    if (!is_first) {
+      residual = norm.load_residual(reducing.row, at);
+      if (tiles > 1) weight = norm.load_weight(at);
+    }
+    Line* const columns = contributions + parity * block_threads();
+    parity ^= 1;
+    if (has) {
+      columns[thread_index()] =
+          is_own ? (SingleTile ? next : input.load_line(index)) : receive_line(incoming + index, op, self.peer, 0);
+    }
+    block_sync();
+    if (is_first) {
+      if (thread_index() == 0) op.arrive();
+      norm.meet();
+      is_first = false;
+    }
+    Values sums{};
+    if (takes_part) {
+      const auto* const packs = reinterpret_cast<const Values*>(columns);
+      if (at.exists) sums = sum_in_rank_order<D, World>(packs + thread_index(), tile_packs);
+      sums = norm.add(reducing.row, at, sums, residual);
+    }
+    if (SingleTile || reducing.is_last_of_row(args.row_lines, round_lines)) {
+      norm.finish(
+          reducing.row, tiles, [&](uint32_t tile) { return place_of(tile * round_lines); }, sums, weight,
+          reciprocal_scale, takes_part);
+    }
+    // After the result is out: the next operation that uses the line cannot start before this one has ended.
+    if (!is_own && has) re_arm_line(incoming + index);
+    if (!SingleTile) reducing.advance(args.row_lines, round_lines, self.clusters);
+  };
+
+  if constexpr (SingleTile) {
+    send();
+    reduce();
+  } else {
+    // Reducing runs `depth` tiles behind sending, so that the links carry later tiles while earlier ones are waited for.
+    for (uint32_t ahead = 0; ahead < args.depth && sending.row < args.rows; ++ahead) send();
+    while (reducing.row < args.rows) {
+      if (sending.row < args.rows) send();
+      reduce();
+    }
+  }
+}
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

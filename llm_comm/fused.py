@@ -1,0 +1,234 @@
+"""The fused operation of a communicator: all-reduce + residual add + RMSNorm (+ FP8 quantization) in one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from llm_comm import _core, selection
+from llm_comm.config import Config
+from llm_comm.errors import UnsupportedInputError
+from llm_comm.fused_selection import FusedPlan, select_fused, without_kernel
+from llm_comm.selection import TuningTable
+
+#: DataType in csrc/include/llm_comm/reduce.cuh, of the types that rows may have.
+_DATA_TYPES = {torch.bfloat16: 0, torch.float16: 1}
+#: Quantization in csrc/kernels/fused/args.cuh.
+_QUANTIZATIONS = {None: 0, "static": 1, "dynamic": 2}
+_ALGORITHMS = {name: number for number, name in enumerate(selection.ALGORITHMS)}
+FP8 = torch.float8_e4m3fn
+_MAX_PREPARED = 4096
+
+_Tensor = torch.Tensor
+#: The results, and whether everything was enqueued.
+_Outcome = tuple[tuple[_Tensor, ...], bool]
+
+
+class _Prepared(NamedTuple):
+    plan: FusedPlan
+    #: What ``prepare_add_rms_norm`` of the core returned; None where there are no rows.
+    run: Callable[[int, int, int, int, int, int, int], bool] | None
+
+
+class FusedCalls:
+    """Checks, lays out and enqueues fused calls. Holds nothing of the communicator but its core.
+
+    Args:
+        max_cluster: Blocks that a cluster of the device may have.
+    """
+
+    def __init__(
+        self,
+        core: _core.Core,
+        device: torch.device,
+        world_size: int,
+        table: TuningTable,
+        config: Config,
+        max_cluster: int,
+    ) -> None:
+        self._core = core
+        self._device = device
+        self._world_size = world_size
+        self._table = table
+        self._config = config
+        self._max_cluster = max_cluster
+        self._prepared: dict[tuple[int, int, torch.dtype, float, str | None], _Prepared] = {}
+
+    def run(
+        self,
+        x: _Tensor,
+        residual: _Tensor | None,
+        weight: _Tensor,
+        eps: float,
+        out: _Tensor | None,
+        residual_out: _Tensor | None,
+        quantize: str | None,
+        scale: _Tensor | None,
+        stream: int,
+    ) -> _Outcome:
+        """``Communicator.all_reduce_add_rms_norm`` on a stream."""
+        prepared = self._prepared.get((x.numel(), weight.numel(), x.dtype, eps, quantize))
+        if prepared is None or not self._fits(x, weight):
+            prepared = self._prepare(x, weight, eps, quantize)
+            if prepared is None:
+                raise _error(self.why_declined(x, weight, quantize))
+        if residual is not None:
+            _check_like("residual", residual, x)
+        rows = x.numel() // weight.numel()
+        if quantize is None:
+            if scale is not None:
+                raise _error("scale without quantize")
+        else:
+            scale = self._scale(x, rows, quantize, scale)
+        if out is None:
+            out = torch.empty_like(x) if quantize is None else torch.empty_like(x, dtype=FP8)
+        elif out is not x or quantize is not None:
+            _check_like("out", out, x, dtype=x.dtype if quantize is None else FP8)
+            _check_apart("out", out, x=x, residual=residual, weight=weight, scale=scale)
+        if residual_out is None:
+            residual_out = torch.empty_like(x)
+        elif residual_out is not residual:
+            _check_like("residual_out", residual_out, x)
+            _check_apart("residual_out", residual_out, x=x, residual=residual, weight=weight, out=out, scale=scale)
+        if out is residual or residual_out is out:
+            raise _error("out and residual_out or residual are the same tensor")
+        results = (out, residual_out) if quantize != "dynamic" or scale is None else (out, residual_out, scale)
+        if prepared.run is None:
+            return results, True
+        enqueued = prepared.run(
+            x.data_ptr(),
+            0 if residual is None else residual.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            residual_out.data_ptr(),
+            0 if scale is None else scale.data_ptr(),
+            stream,
+        )
+        return results, enqueued
+
+    def plan(self, x: _Tensor, weight: _Tensor, quantize: str | None) -> FusedPlan:
+        """What would run for rows like ``x``."""
+        why = self._why_not_fitting(x, weight, quantize)
+        if why:
+            return without_kernel("declined", x.nbytes, why)
+        hidden = weight.numel()
+        rows = x.numel() // hidden if hidden else 0
+        return select_fused(rows, hidden, self._world_size, self._table, self._config, self._max_cluster)
+
+    def why_declined(self, x: _Tensor, weight: _Tensor, quantize: str | None) -> str:
+        """The reason of a plan that is declined."""
+        return self.plan(x, weight, quantize).reason
+
+    def _prepare(self, x: _Tensor, weight: _Tensor, eps: float, quantize: str | None) -> _Prepared | None:
+        plan = self.plan(x, weight, quantize)
+        if plan.algorithm == "declined":
+            return None
+        prepared = _Prepared(plan, None if plan.algorithm == "none" else self._lay_out(x, weight, eps, quantize, plan))
+        if len(self._prepared) >= _MAX_PREPARED:
+            self._prepared.clear()
+        self._prepared[x.numel(), weight.numel(), x.dtype, eps, quantize] = prepared
+        return prepared
+
+    def _lay_out(
+        self, x: _Tensor, weight: _Tensor, eps: float, quantize: str | None, plan: FusedPlan
+    ) -> Callable[[int, int, int, int, int, int, int], bool]:
+        operation = _core.AddRmsNorm(
+            rows=x.numel() // weight.numel(),
+            hidden=weight.numel(),
+            data_type=_DATA_TYPES[x.dtype],
+            quantization=_QUANTIZATIONS[quantize],
+            epsilon=eps,
+        )
+        launch = _core.FusedPlan(
+            algorithm=_ALGORITHMS[plan.algorithm],
+            blocks=plan.blocks,
+            tile_lines=plan.tile_lines,
+            cluster_blocks=plan.cluster,
+            depth=plan.depth,
+            chunk_rows=plan.chunk_rows,
+        )
+        return self._core.prepare_add_rms_norm(operation, launch)
+
+    def _fits(self, x: _Tensor, weight: _Tensor) -> bool:
+        """What a prepared call does not say: everything but sizes, type, eps and quantization."""
+        device = self._device
+        return (
+            x.device == device
+            and weight.device == device
+            and weight.dtype is x.dtype
+            and x.is_contiguous()
+            and weight.is_contiguous()
+            and x.shape[-1] == weight.numel()
+        )
+
+    def _why_not_fitting(self, x: _Tensor, weight: _Tensor, quantize: str | None) -> str:
+        for name, tensor in (("x", x), ("weight", weight)):
+            if tensor.device != self._device:
+                return f"{name} is on {tensor.device}, the communicator on {self._device}"
+            if not tensor.is_contiguous():
+                return f"{name} is not contiguous: shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+        if x.dtype not in _DATA_TYPES:
+            return f"{x.dtype} is not one of {', '.join(map(str, _DATA_TYPES))}"
+        if weight.dtype != x.dtype:
+            return f"weight is {weight.dtype}, x is {x.dtype}"
+        if weight.dim() != 1 or x.dim() == 0 or x.shape[-1] != weight.numel():
+            return f"weight has shape {tuple(weight.shape)}: it must be that of a row of x, {tuple(x.shape)}"
+        if quantize not in _QUANTIZATIONS:
+            return f"quantize is {quantize!r}: it must be None, 'static' or 'dynamic'"
+        return ""
+
+    def _scale(self, x: _Tensor, rows: int, quantize: str, scale: _Tensor | None) -> _Tensor:
+        if scale is None:
+            if quantize == "static":
+                raise _error("quantize='static' needs scale, a float32 tensor of one element")
+            return torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+        count = 1 if quantize == "static" else rows
+        if (
+            scale.numel() != count
+            or scale.dtype is not torch.float32
+            or scale.device != x.device
+            or not scale.is_contiguous()
+        ):
+            raise _error(
+                f"scale ({tuple(scale.shape)}, {scale.dtype}, {scale.device}) must be contiguous, float32 and have "
+                f"{count} elements on {x.device}"
+            )
+        return scale
+
+
+def max_cluster(device: torch.device) -> int:
+    """Blocks that a cluster may have on a device: 1 where it has no clusters, 16 on an emulated one."""
+    if device.type == "cpu":
+        return 16
+    return 16 if torch.cuda.get_device_capability(device)[0] >= 9 else 1
+
+
+def _error(why: str) -> UnsupportedInputError:
+    return UnsupportedInputError(f"all_reduce_add_rms_norm: {why}")
+
+
+def _check_like(name: str, tensor: _Tensor, x: _Tensor, dtype: torch.dtype | None = None) -> None:
+    dtype = dtype or x.dtype
+    if tensor.shape != x.shape or tensor.dtype != dtype or tensor.device != x.device or not tensor.is_contiguous():
+        raise _error(
+            f"{name} ({tuple(tensor.shape)}, {tensor.dtype}, {tensor.device}) must be contiguous and be "
+            f"({tuple(x.shape)}, {dtype}, {x.device})"
+        )
+
+
+def _check_apart(name: str, tensor: _Tensor, **others: _Tensor | None) -> None:
+    start = tensor.data_ptr()
+    for other_name, other in others.items():
+        if other is None:
+            continue
+        other_start = other.data_ptr()
+        # Exactly x under out, and exactly the residual under residual_out: a thread writes what it alone has read.
+        if start == other_start and tensor.nbytes == other.nbytes and (name, other_name) in _MAY_BE_THE_SAME:
+            continue
+        if start < other_start + other.nbytes and other_start < start + tensor.nbytes:
+            raise _error(f"{name} overlaps {other_name}")
+
+
+_MAY_BE_THE_SAME = {("out", "x"), ("residual_out", "residual")}

@@ -1,0 +1,138 @@
+"""Which kernel runs a fused all-reduce + residual add + RMSNorm: ``selection`` for rows instead of elements.
+
+A row is spread over a cluster of blocks that exchange their sums of squares through shared memory (sm_90 and later;
+elsewhere a block has a row for itself).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llm_comm.config import MIB, Config
+from llm_comm.selection import LINE_BYTES, MAX_BLOCK_THREADS, FusedRow, TuningRow, TuningTable, slot_bytes
+
+MAX_HIDDEN = 16384
+ELEMENT_BYTES = 2  # of bf16 and fp16
+ELEMENTS_PER_LINE = LINE_BYTES // ELEMENT_BYTES
+#: kChunkLines in csrc/kernels/fused/args.cuh: tiles and segments are whole chunks.
+CHUNK_LINES = 8
+#: Of a block that walks over several tiles: those kernels need more registers (kMaxLoopThreads there).
+MAX_LOOP_THREADS = 512
+
+
+@dataclass(frozen=True)
+class FusedPlan:
+    """What ``Communicator.all_reduce_add_rms_norm`` runs.
+
+    Attributes:
+        algorithm: ``"one_shot"``, ``"two_shot"``, ``"none"`` where there are no rows, or ``"declined"``.
+        protocol: ``"LL"``, or ``"none"``.
+        blocks: Blocks of a launch.
+        threads: Threads of a block.
+        tile_lines: Lines of 16 bytes that a block exchanges with each peer at a time.
+        cluster: Blocks that share a row.
+        depth: Tiles sent ahead of the one waited for.
+        chunks: Launches that the message takes.
+        chunk_rows: Rows of all launches but the last.
+        message_bytes: Size of the message.
+        reason: Why this plan.
+    """
+
+    algorithm: str
+    protocol: str
+    blocks: int
+    threads: int
+    tile_lines: int
+    cluster: int
+    depth: int
+    chunks: int
+    chunk_rows: int
+    message_bytes: int
+    reason: str
+
+
+def without_kernel(algorithm: str, message_bytes: int, why: str) -> FusedPlan:
+    """The plan of a message that is ``"declined"``, or for which there is nothing to do (``"none"``)."""
+    return FusedPlan(algorithm, "none", 0, 0, 0, 0, 0, 0, 0, message_bytes, why)
+
+
+def select_fused(
+    rows: int, hidden: int, world_size: int, table: TuningTable, config: Config, max_cluster: int
+) -> FusedPlan:
+    """The plan for ``rows`` rows of ``hidden`` elements of 2 bytes.
+
+    The same on every rank that has the same table and config.
+
+    Args:
+        max_cluster: Blocks that a cluster of the device may have: 1 where it has no clusters.
+    """
+    message_bytes = rows * hidden * ELEMENT_BYTES
+    limit = table.max_message_bytes if config.max_message_bytes is None else config.max_message_bytes
+    if hidden <= 0 or hidden % ELEMENTS_PER_LINE or hidden > MAX_HIDDEN:
+        why = f"rows of {hidden} elements: they must have a multiple of {ELEMENTS_PER_LINE} up to {MAX_HIDDEN}"
+        return without_kernel("declined", message_bytes, why)
+    if world_size == 1:
+        return without_kernel("declined", message_bytes, "one rank: nothing to fuse with")
+    if rows == 0:
+        return without_kernel("none", 0, "no rows")
+    if message_bytes > limit:
+        return without_kernel("declined", message_bytes, f"more than max_message_bytes={limit}")
+
+    candidates = table.fused or derive_fused_rows(table.rows)
+    row = next((row for row in candidates if message_bytes <= row.up_to), candidates[-1])
+    algorithm = row.algorithm if config.algorithm == "auto" else config.algorithm
+    row_lines = hidden // ELEMENTS_PER_LINE
+    segment = math.ceil(row_lines / (CHUNK_LINES * world_size)) * CHUNK_LINES
+    span, row_slot_lines = (
+        (row_lines, world_size * row_lines) if algorithm == "one_shot" else (segment, 2 * world_size * segment)
+    )
+    chunk_rows = slot_bytes(config) // LINE_BYTES // row_slot_lines
+    launch_rows = min(rows, chunk_rows)
+    span_chunks = math.ceil(span / CHUNK_LINES)
+    cluster = min(row.cluster, max_cluster, 1 << int(math.log2(span_chunks)))
+    # A block that gets more of the row than the table has in mind may have more threads.
+    most_threads = row.threads if row.cluster <= max_cluster else MAX_BLOCK_THREADS
+    clusters = max(1, min(row.blocks // cluster, launch_rows))
+    chunk_threads = CHUNK_LINES * world_size
+    tile_chunks = math.ceil(span_chunks / cluster)
+    if clusters < launch_rows or tile_chunks > most_threads // chunk_threads:
+        tile_chunks = min(tile_chunks, min(most_threads, MAX_LOOP_THREADS) // chunk_threads)
+    tile_lines = CHUNK_LINES * max(1, tile_chunks)
+    return FusedPlan(
+        algorithm=algorithm,
+        protocol="LL",
+        blocks=cluster * clusters,
+        threads=math.ceil(tile_lines * world_size / 32) * 32,
+        tile_lines=tile_lines,
+        cluster=cluster,
+        depth=row.depth,
+        chunks=math.ceil(rows / chunk_rows),
+        chunk_rows=chunk_rows,
+        message_bytes=message_bytes,
+        reason=f"{table.name}, fused, up to {row.up_to} bytes"
+        + ("" if table.fused else " (derived from all_reduce, not measured)")
+        + ("" if config.algorithm == "auto" else f"; algorithm forced to {algorithm}"),
+    )
+
+
+def derive_fused_rows(rows: Sequence[TuningRow]) -> tuple[FusedRow, ...]:
+    """Rows for fused operations where none have been measured: the algorithm of the plain all-reduce at each size.
+
+    One-shot receives the row from every rank, so its blocks are as large as they can be. Two-shot has 1/N of that to
+    do: small blocks, as the plain kernels' tables prefer, and smaller clusters where there are more rows than SMs.
+    """
+    derived: list[FusedRow] = []
+    for row in rows:
+        for up_to in (min(row.up_to, MIB), row.up_to):
+            if derived and up_to <= derived[-1].up_to:
+                continue
+            if row.algorithm == "one_shot":
+                fused = FusedRow(up_to, "one_shot", 264, MAX_BLOCK_THREADS, 8, 0)
+            else:
+                fused = FusedRow(up_to, "two_shot", 1056, 512, 8 if up_to <= MIB else 4, 0 if up_to <= MIB else 1)
+            if derived and derived[-1]._replace(up_to=up_to) == fused:
+                derived.pop()
+            derived.append(fused)
+    return tuple(derived)

@@ -1,0 +1,111 @@
+"""What an all-reduce + residual add + RMSNorm must return."""
+
+from __future__ import annotations
+
+import torch
+from reference import assert_bitwise_equal, bits, contributions, from_bits, rank_order_sum, special_patterns
+
+from llm_comm import Communicator
+
+FUSED_DTYPES = (torch.bfloat16, torch.float16)
+FP8 = torch.float8_e4m3fn
+LARGEST_FP8 = 448.0
+SMALLEST_SCALE = 1 / (448.0 * 512.0)
+EPS = 1e-5
+
+
+def canonical(values: torch.Tensor) -> torch.Tensor:
+    """``values`` with one NaN, 0x7FFF, which is what GPU arithmetic returns."""
+    patterns = bits(values.clone())
+    patterns[values.isnan()] = torch.iinfo(patterns.dtype).max
+    return patterns.view(values.dtype)
+
+
+def new_residual_of(inputs: list[torch.Tensor], residual: torch.Tensor | None) -> torch.Tensor:
+    """The promised sum, and torch's addition of the residual to it."""
+    total = rank_order_sum(inputs)
+    return total if residual is None else canonical(total + residual)
+
+
+def exact_norm(new_residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """In float64. Rows whose squares sum up to more than fp32 holds are zeros, as they are in the engines."""
+    x = new_residual.double()
+    squares = x.square().sum(-1, keepdim=True)
+    factor = (squares / x.shape[-1] + eps).rsqrt()
+    return x * torch.where(squares > torch.finfo(torch.float32).max, 0.0, factor) * weight.double()
+
+
+def places(values: torch.Tensor) -> torch.Tensor:
+    """The place of each value among all values of its dtype, as an integer: neighbours are one ulp apart."""
+    patterns = bits(values).int()
+    return torch.where(patterns < 0, -(patterns & 0x7FFF), patterns)
+
+
+def assert_normed(found: torch.Tensor, exact: torch.Tensor, what: str) -> None:
+    """Within one ulp of the float64 norm, rounded; NaN where that is NaN."""
+    expected = exact.to(found.dtype)
+    if not torch.equal(found.isnan(), expected.isnan()):
+        raise AssertionError(f"{what}: NaNs are at {found.isnan().nonzero()[:3]}, not {expected.isnan().nonzero()[:3]}")
+    off = torch.where(expected.isnan(), 0, (places(found) - places(expected)).abs())
+    if off.max() > 1:
+        worst = int(off.argmax())
+        values = float(found.flatten()[worst]), float(exact.flatten()[worst])
+        raise AssertionError(f"{what}: element {worst} is {values[0]}, not {values[1]}: {int(off.max())} ulp off")
+
+
+def quantized(normed: torch.Tensor, quantize: str, scale: torch.Tensor) -> torch.Tensor:
+    """What vLLM's kernels make of the normed rows, except that a NaN stays one."""
+    x = normed.float()
+    scaled = x * (1 / scale.float()) if quantize == "static" else x / scale.float()
+    return scaled.clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8)
+
+
+def row_scales(normed: torch.Tensor) -> torch.Tensor:
+    """[..., 1]"""
+    largest = normed.float().nan_to_num(0.0, torch.inf, -torch.inf).abs().amax(-1, keepdim=True)
+    return (largest / LARGEST_FP8).clamp(min=torch.tensor(1.0) / torch.tensor(LARGEST_FP8 * 512))
+
+
+def rows_of(world: int, rows: int, hidden: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+    """What each rank puts in, [rows, hidden]."""
+    return [row.view(rows, hidden) for row in contributions(world, rows * hidden, dtype, seed)]
+
+
+def operands_of(rows: int, hidden: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """A residual [rows, hidden] and a weight [hidden], the same in every process."""
+    generator = torch.Generator().manual_seed(seed + 77)
+    residual = torch.randn(rows, hidden, generator=generator) * 4
+    weight = torch.randn(hidden, generator=generator)
+    return residual.to(dtype), weight.to(dtype)
+
+
+def special_rows(world: int, dtype: torch.dtype, hidden: int) -> list[torch.Tensor]:
+    """Rows each of which holds one pair of special patterns on ranks 0 and 1, besides ordinary values."""
+    patterns = special_patterns(dtype)
+    pairs = torch.cartesian_prod(patterns, patterns)
+    inputs = rows_of(world, len(pairs), hidden, dtype)
+    for rank in (0, 1):
+        column = torch.arange(len(pairs)) * 7 % hidden
+        inputs[rank][torch.arange(len(pairs)), column] = from_bits(pairs[:, rank], dtype)
+    return inputs
+
+
+def check_call(
+    comm: Communicator,
+    inputs: list[torch.Tensor],
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    what: str,
+    eps: float = EPS,
+) -> torch.Tensor:
+    """One call without options; returns the normed rows."""
+    expected = new_residual_of(inputs, residual)
+    x = inputs[comm.rank].clone()
+    before = None if residual is None else residual.clone()
+    normed, new_residual = comm.all_reduce_add_rms_norm(x, residual, weight, eps)
+    assert_bitwise_equal(canonical(new_residual), expected, f"{what}: the new residual")
+    assert_normed(normed, exact_norm(new_residual, weight, eps), what)
+    assert_bitwise_equal(x, inputs[comm.rank], f"{what}: the input")
+    if residual is not None and before is not None:
+        assert_bitwise_equal(residual, before, f"{what}: the residual")
+    return normed
