@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import llm_comm
 from llm_comm import _core, selection
 from llm_comm.bootstrap import Rendezvous
 from llm_comm.communicator import Communicator
@@ -22,6 +23,9 @@ logger = logging.getLogger("llm_comm")
 #: Bound of waits in seconds where the operator set none. Longer than the library's own: the ranks of an engine compile
 #: and tune kernels at different speeds, and whoever is first waits in an all-reduce. torch gives NCCL as long.
 ENGINE_TIMEOUT_S = 600.0
+
+#: For ``max_message_bytes``, where a sum must not depend on its size: larger than any message.
+EVERY_SIZE = 1 << 60
 
 # ASCII characters of what a rank can say in a vote: they fit in a message of the rendezvous, also if all are escaped.
 _MAX_WORD = 600
@@ -126,6 +130,71 @@ def _vote(rendezvous: Rendezvous, objection: Exception | None) -> None:
 
 def _in_words(error: Exception) -> str:
     return str(error) if isinstance(error, LlmCommError) else f"{type(error).__name__}: {error}"
+
+
+class Member:
+    """This rank's part in a group that llm_comm serves: its communicator, and the watchdog over it.
+
+    Args:
+        communicator: Closed by ``close``.
+        group_name: The engine's name of the group.
+        report: Takes the last words of the process, if it has to end.
+    """
+
+    def __init__(self, communicator: Communicator, group_name: str, report: Callable[[str], None]) -> None:
+        self.communicator = communicator
+        self._group_name = group_name
+        self._watchdog = Watchdog(communicator, report)
+        self._watchdog.start()
+
+    def summary(self, engine: str) -> str:
+        """The line for the log of rank 0 that says what sums from now on."""
+        communicator = self.communicator
+        where = "emulated GPUs" if communicator.is_emulated else communicator.memory_kind
+        plans = describe_plans(communicator.table, communicator.config, f"{engine}'s own")
+        return (
+            f"llm_comm {llm_comm.__version__} is active for group {self._group_name} ({communicator.world_size} ranks, "
+            f"{where}): all-reduce {plans} ({communicator.table.name}); timeout {communicator.config.timeout_s:g} s"
+        )
+
+    def close(self) -> None:
+        """Makes no use of the group, which may be gone."""
+        self._watchdog.stop()
+        self.communicator.close()
+
+
+def enter(
+    group_name: str,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    load_config: Callable[[], Config],
+    *,
+    engine: str,
+    log: logging.Logger,
+) -> Member | None:
+    """Joins ``group``; None, on all of its ranks, if they do without llm_comm, and a line in ``log`` that says why.
+
+    Args:
+        group_name: The engine's name of the group.
+        engine: Name of the engine.
+        log: Comes out where the engine's messages do.
+        group, device, load_config: See ``join``.
+
+    Raises:
+        ConfigError: A rank has a wrong option. Raised on all ranks, so that the engine does not start.
+    """
+    try:
+        communicator = join(group, device, load_config)
+    except SwitchedOffError as error:
+        if dist.get_rank() == 0:
+            log.info("llm_comm is not active: %s. %s's own all-reduce is used.", error, engine)
+        return None
+    except NotJoinedError as error:
+        # Every rank says so: whichever log is read, it tells why decoding is slower than hoped for.
+        text = "llm_comm %s is not active for group %s: %s. %s's own all-reduce is used."
+        log.warning(text, llm_comm.__version__, group_name, error, engine)
+        return None
+    return Member(communicator, group_name, lambda last_words: log.critical("llm_comm: %s", last_words))
 
 
 def describe_plans(table: selection.TuningTable, config: Config, engine: str) -> str:

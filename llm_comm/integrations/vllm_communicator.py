@@ -13,7 +13,6 @@ import vllm.envs as envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 
-import llm_comm
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config, option_names
 from llm_comm.errors import ConfigError
@@ -25,7 +24,6 @@ SECTION = "llm_comm"
 #: Groups in whose name the models sum activations. Those of pipeline, data and expert parallelism do not, and one that
 #: spans data-parallel replicas must not depend on all of them being set up alike.
 GROUPS = ("tp", "dcp")
-_EVERY_SIZE = 1 << 60
 
 
 def why_not() -> str | None:
@@ -70,7 +68,7 @@ def load_config() -> Config:
     if envs.VLLM_BATCH_INVARIANT and "max_message_bytes" not in config.origins:
         # A sum must not depend on the size of its batch. llm_comm sums alike at every size; to change over to vLLM's
         # all-reduce at some size would change the order of summation there.
-        config = config.replace(max_message_bytes=_EVERY_SIZE)
+        config = config.replace(max_message_bytes=common.EVERY_SIZE)
     return config
 
 
@@ -105,7 +103,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._llm_comm: Communicator | None = None
-        self._watchdog: common.Watchdog | None = None
+        self._member: common.Member | None = None
         self._kind = self.unique_name.split(":")[0]
         if self.world_size > 1 and self._kind in GROUPS:
             self._join()
@@ -119,11 +117,9 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         return super().all_reduce(input_)  # type: ignore[no-any-return]
 
     def destroy(self) -> None:
-        communicator, self._llm_comm = self._llm_comm, None
-        if self._watchdog is not None:
-            self._watchdog.stop()
-        if communicator is not None:
-            communicator.close()
+        member, self._member, self._llm_comm = self._member, None, None
+        if member is not None:
+            member.close()
         super().destroy()
 
     def _join(self) -> None:
@@ -133,35 +129,13 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
             ConfigError: A rank has a wrong option: raised on all ranks, so that vLLM does not start.
         """
         _show_log()
-        try:
-            self._llm_comm = common.join(self.cpu_group, self.device, load_config)
-        except common.SwitchedOffError as error:
-            if self.global_rank == 0:
-                logger.info("llm_comm is not active: %s. vLLM's own all-reduce is used.", error)
+        member = common.enter(self.unique_name, self.cpu_group, self.device, load_config, engine="vLLM", log=logger)
+        if member is None:
             return
-        except common.NotJoinedError as error:
-            # Every rank says so: whichever log is read, it tells why decoding is slower than hoped for.
-            logger.warning(
-                "llm_comm %s is not active for group %s: %s. vLLM's own all-reduce is used.",
-                llm_comm.__version__,
-                self.unique_name,
-                error,
-            )
-            return
-        self._watchdog = common.Watchdog(self._llm_comm, lambda text: logger.critical("llm_comm: %s", text))
-        self._watchdog.start()
+        self._member, self._llm_comm = member, member.communicator
         unfused = self._kind == "tp" and _keep_norms_apart()
         if self.global_rank == 0:
-            logger.info("%s%s", self._summary(self._llm_comm), "; vLLM's fuse_allreduce_rms is off" if unfused else "")
-
-    def _summary(self, communicator: Communicator) -> str:
-        group = f"group {self.unique_name} ({self.world_size} ranks"
-        plans = common.describe_plans(communicator.table, communicator.config, "vLLM's own")
-        where = "emulated GPUs" if communicator.is_emulated else communicator.memory_kind
-        return (
-            f"llm_comm {llm_comm.__version__} is active for {group}, {where}): "
-            f"all-reduce {plans} ({communicator.table.name}); timeout {communicator.config.timeout_s:g} s"
-        )
+            logger.info("%s%s", member.summary("vLLM"), "; vLLM's fuse_allreduce_rms is off" if unfused else "")
 
 
 def _show_log() -> None:

@@ -1,13 +1,9 @@
 """What vLLM and llm_comm do together: run by ``test_vllm_contract.py`` with the Python of an environment that has vLLM.
 
-``python scenarios.py FD`` imports vLLM once, then reads names of scenarios from stdin. For each it forks the ranks,
-lets them run the function of that name, and writes one line to the descriptor: {"name": ..., "errors": [...]}. A rank
-leaves one error, the traceback, if its function raises or its process does not end as the scenario says.
-
 The code of vLLM is that of the published wheel. What it is not given, and what takes its place:
 
-- NVML, the compiled operators and xgrammar: the stand-ins of ``setup_vllm.py``, by which vLLM takes this machine for
-  one with a GPU: platform, GroupCoordinator and CudaCommunicator are those of CUDA.
+- NVML, the compiled operators and xgrammar: the stand-ins of ``vllm_environment.py``, by which vLLM takes this machine
+  for one with a GPU: platform, GroupCoordinator and CudaCommunicator are those of CUDA.
 - NCCL: the device group is gloo. vLLM's own CUDA all-reduces find no CUDA and disable themselves, all but torch's
   symmetric memory, which a variable switches off. So vLLM's own way ends in torch.distributed.
 - CUDA tensors: they are CPU tensors, as llm_comm runs on emulated GPUs. vLLM's operators are registered for them
@@ -19,20 +15,29 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import multiprocessing
 import os
 import sys
-import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from functools import wraps
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from rank_processes import (
+    DIED_OF_THE_WATCHDOG,
+    Log,
+    calls_of,
+    data,
+    dist_rank,
+    expected_sum,
+    scenario,
+    serve,
+    shared_directory,
+    use_config_file,
+    wait_for_text,
+)
 
 os.environ.update(VLLM_ALLREDUCE_USE_SYMM_MEM="0", GLOO_SOCKET_IFNAME="lo")
 
@@ -53,26 +58,7 @@ from llm_comm import _core  # noqa: E402
 from llm_comm.errors import ConfigError, PeerTimeout  # noqa: E402
 from llm_comm.integrations import vllm as plugin  # noqa: E402
 
-DIED_OF_THE_WATCHDOG = 1
-_RANKS_S = 120.0
-
-
 # ---- Scenarios: each runs in every rank, in processes that have not touched vLLM before ----------------------------
-
-
-def scenario(world: int = 2, exit_codes: tuple[int, ...] | None = None, **environment: str) -> Callable[[Any], Any]:
-    """Marks a scenario: how many ranks, how their processes end, and what the operator had set."""
-
-    def mark(function: Any) -> Any:
-        @wraps(function)
-        def run() -> None:
-            os.environ.update(environment)
-            function()
-
-        run.world, run.exit_codes = world, exit_codes or (0,) * world
-        return run
-
-    return mark
 
 
 @scenario()
@@ -322,7 +308,7 @@ def a_version_of_vllm_that_llm_comm_does_not_know_is_left_alone() -> None:
 
 @scenario()
 def a_platform_that_does_not_name_its_communicator_is_left_alone() -> None:
-    log = Log()
+    log = Log("vllm")
     with mock.patch("vllm.platforms.current_platform", mock.Mock(spec=["is_cuda"])):
         load_plugins()
     assert log.having("it does not know this version of vLLM", logging.WARNING)
@@ -354,30 +340,11 @@ def a_peer_that_stays_away_ends_the_process_with_its_name() -> None:
         with contextlib.suppress(PeerTimeout):
             parallel_state.get_tp_group().all_reduce(data((4, 4)))
         time.sleep(60)  # the engine takes no notice
-    deadline = time.monotonic() + 30
-    while not (last_words.exists() and "Ending this process" in last_words.read_text()):
-        assert time.monotonic() < deadline, "rank 0 said nothing"
-        time.sleep(0.1)
-    assert "llm_comm: rank 0: nothing came from rank 1" in last_words.read_text()
+    said = wait_for_text(last_words, "Ending this process")
+    assert "llm_comm: rank 0: nothing came from rank 1" in said, said
 
 
 # ---- What they are made of ------------------------------------------------------------------------------------------
-
-
-class Log(logging.Handler):
-    """All that vLLM logs from now on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._records: list[logging.LogRecord] = []
-        logging.getLogger("vllm").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._records.append(record)
-
-    def having(self, text: str, level: int = logging.DEBUG, of: str = "vllm") -> list[str]:
-        records = [r for r in self._records if r.name.startswith(of) and r.levelno >= level]
-        return [r.getMessage() for r in records if text in r.getMessage()]
 
 
 def load_plugins() -> None:
@@ -391,7 +358,7 @@ def vllm_groups(
     tensor_parallel: int = 2, pipeline_parallel: int = 1, config: VllmConfig | None = None
 ) -> Iterator[Log]:
     """The groups of vLLM, made as its GPU worker makes them and destroyed as it destroys them."""
-    log = Log()
+    log = Log("vllm")
     load_plugins()
     rank, world = dist_rank(), int(os.environ["WORLD_SIZE"])
     with set_current_vllm_config(config or VllmConfig()):
@@ -412,18 +379,6 @@ def start_error(config: VllmConfig) -> str:
         return str(error)
 
 
-def use_config_file(text: str, name: str = "options.yaml") -> None:
-    path = shared_directory() / name
-    mine = path.with_suffix(f".{dist_rank()}")
-    mine.write_text(text)
-    mine.replace(path)  # the other rank may be reading it
-    os.environ["LLM_COMM_CONFIG"] = str(path)
-
-
-def shared_directory() -> Path:
-    return Path(os.environ["SHARED_DIRECTORY"])
-
-
 def plugin_class() -> type:
     from llm_comm.integrations.vllm_communicator import LlmCommCommunicator
 
@@ -432,94 +387,13 @@ def plugin_class() -> type:
 
 def calls_of_llm_comm() -> list[torch.Size]:
     """The shapes that the communicator of the tensor-parallel group sums from now on."""
-    communicator: llm_comm.Communicator = parallel_state.get_tp_group().device_communicator._llm_comm
-    shapes: list[torch.Size] = []
-    original = communicator.all_reduce
-
-    def all_reduce(x: torch.Tensor) -> torch.Tensor:
-        shapes.append(x.shape)
-        return original(x)
-
-    communicator.all_reduce = all_reduce
-    return shapes
-
-
-def data(shape: tuple[int, ...], rank: int | None = None) -> torch.Tensor:
-    """Different at every place and on every rank, and small enough for all sums to be exact in bfloat16."""
-    rank = dist.get_rank() if rank is None else rank
-    places = torch.arange(torch.Size(shape).numel()).reshape(shape)
-    return ((places * 7 + rank * 5) % 17 - rank).to(torch.bfloat16)
-
-
-def expected_sum(shape: tuple[int, ...], ranks: tuple[int, ...] = (0, 1)) -> torch.Tensor:
-    return torch.stack([data(shape, rank) for rank in ranks]).float().sum(0).to(torch.bfloat16)
-
-
-def dist_rank() -> int:
-    """The rank of this process, also before there are groups."""
-    return int(os.environ["RANK"])
-
-
-# ---- The process that forks the ranks -------------------------------------------------------------------------------
-
-
-def run(name: str) -> list[str]:
-    function = globals()[name]
-    with tempfile.TemporaryDirectory() as directory:
-        ranks = [fork_rank(function, rank, Path(directory)) for rank in range(function.world)]
-        codes = wait_for(ranks)
-        errors = []
-        for rank, (code, wanted) in enumerate(zip(codes, function.exit_codes, strict=True)):
-            trace = Path(directory, f"error{rank}")
-            if trace.exists():
-                errors.append(f"rank {rank}: {trace.read_text()}")
-            elif code != wanted:
-                errors.append(f"rank {rank}: the process ended with {code}, not {wanted} (negative: a signal)")
-        return errors
-
-
-def fork_rank(function: Any, rank: int, directory: Path) -> int:
-    pid = os.fork()
-    if pid != 0:
-        return pid
-    code = 0
-    try:
-        multiprocessing.current_process().name = f"VllmWorker-{rank}"
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(function.world), SHARED_DIRECTORY=str(directory))
-        torch.set_num_threads(1)
-        function()
-    except BaseException:
-        (directory / f"error{rank}").write_text(traceback.format_exc())
-        code = 3
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def wait_for(pids: list[int]) -> list[int]:
-    """Exit codes. Whoever is still there when the time is up is killed."""
-    codes: dict[int, int] = {}
-    deadline = time.monotonic() + _RANKS_S
-    while len(codes) < len(pids):
-        for pid in pids:
-            if pid in codes:
-                continue
-            if time.monotonic() > deadline:
-                os.kill(pid, 9)
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                codes[pid] = os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
-    return [codes[pid] for pid in pids]
+    return calls_of(parallel_state.get_tp_group().device_communicator._llm_comm)
 
 
 def main() -> None:
     if hasattr(vllm.logger, "configure_logging"):  # since 0.33; before, importing it is enough
         vllm.logger.configure_logging(VllmConfig().logging_config)
-    results = os.fdopen(int(sys.argv[1]), "w")
-    for line in sys.stdin:
-        name = line.strip()
-        print(json.dumps({"name": name, "errors": run(name)}), file=results, flush=True)
+    serve(globals(), plugin.RANK_0_PROCESS.removesuffix("0") + "{}")
 
 
 if __name__ == "__main__":

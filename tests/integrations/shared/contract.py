@@ -1,0 +1,81 @@
+"""Runs the scenarios of an engine under the Python of its environment, for the tests named ``test_*_contract.py``."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from engine_environment import Engine, InstallError
+
+# What pip says then. That a registry which can be reached lacks the release is not among it.
+_UNREACHABLE = ("connection broken by", "from versions: none", "ReadTimeout", "ConnectionError")
+
+
+def names(scenarios: Path) -> list[str]:
+    """The functions marked as scenarios. Importing them would take the engine."""
+    functions = (node for node in ast.parse(scenarios.read_text()).body if isinstance(node, ast.FunctionDef))
+    return [f.name for f in functions if any("scenario(" in ast.unparse(mark) for mark in f.decorator_list)]
+
+
+class Runner:
+    """A process that has imported one version of an engine and forks the ranks of each scenario."""
+
+    def __init__(self, python: Path, scenarios: Path, log: Path, own_variables: str) -> None:
+        self._log = log
+        ours, theirs = os.pipe()
+        # Options of whoever runs the tests are not to reach them.
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("LLM_COMM_", "RANK", own_variables))}
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # emulated GPUs, also where there are others
+        environment["PYTHONPATH"] = str(Path(__file__).parent)
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [python, scenarios, str(theirs)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs],
+                env=environment,
+                text=True,
+            )
+        os.close(theirs)
+        self._results = os.fdopen(ours)
+
+    def run(self, name: str) -> list[str]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(name + "\n")
+        self._process.stdin.flush()
+        line = self._results.readline()
+        if not line:
+            return [f"the process with the engine has ended:\n{self._log.read_text(errors='replace')[-4000:]}"]
+        result = json.loads(line)
+        assert result["name"] == name
+        errors: list[str] = result["errors"]
+        return errors
+
+    def stop(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._results.close()
+        self._process.wait(timeout=60)
+
+
+@contextmanager
+def running(engine: Engine, version: str, scenarios: Path, logs: Path) -> Iterator[Runner]:
+    """A runner for ``version``. Skips the test where the package registry cannot be reached."""
+    try:
+        python = engine.install(version)
+    except InstallError as error:
+        if any(sign in str(error) for sign in _UNREACHABLE):
+            pytest.skip(f"{engine.name} {version} cannot be had from the package registry: {str(error)[-300:]}")
+        raise
+    runner = Runner(python, scenarios, logs / f"{version}.log", f"{engine.name.upper()}_")
+    try:
+        yield runner
+    finally:
+        runner.stop()

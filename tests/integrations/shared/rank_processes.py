@@ -1,0 +1,170 @@
+"""The processes in which scenarios run, and what scenarios of all engines are made of.
+
+``python scenarios.py FD`` imports an engine once, then reads names of scenarios from stdin. For each it forks the
+ranks, lets them run the function of that name, and writes one line to the descriptor: {"name": ..., "errors": [...]}.
+A rank leaves one error, the traceback, if its function raises or its process does not end as the scenario says.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import llm_comm
+
+DIED_OF_THE_WATCHDOG = 1
+_RANKS_S = 120.0
+
+
+def scenario(world: int = 2, exit_codes: tuple[int, ...] | None = None, **environment: str) -> Callable[[Any], Any]:
+    """Marks a scenario: how many ranks, how their processes end, and what the operator had set."""
+
+    def mark(function: Any) -> Any:
+        @wraps(function)
+        def run() -> None:
+            os.environ.update(environment)
+            function()
+
+        run.world, run.exit_codes = world, exit_codes or (0,) * world
+        return run
+
+    return mark
+
+
+class Log(logging.Handler):
+    """All that comes out through the logger ``name`` from now on."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._records: list[logging.LogRecord] = []
+        logging.getLogger(name).addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._records.append(record)
+
+    def having(self, text: str, level: int = logging.DEBUG, of: str = "") -> list[str]:
+        records = [r for r in self._records if r.name.startswith(of) and r.levelno >= level]
+        return [r.getMessage() for r in records if text in r.getMessage()]
+
+
+def calls_of(communicator: llm_comm.Communicator) -> list[torch.Size]:
+    """The shapes that ``communicator`` sums from now on."""
+    shapes: list[torch.Size] = []
+    original = communicator.all_reduce
+
+    def all_reduce(x: torch.Tensor) -> torch.Tensor:
+        shapes.append(x.shape)
+        return original(x)
+
+    communicator.all_reduce = all_reduce  # type: ignore[method-assign]
+    return shapes
+
+
+def wait_for_text(path: Path, text: str) -> str:
+    """What another rank has written to ``path``, once ``text`` is in it."""
+    deadline = time.monotonic() + 30
+    while not (path.exists() and text in path.read_text()):
+        assert time.monotonic() < deadline, f"{path.name} does not say {text!r}"
+        time.sleep(0.1)
+    return path.read_text()
+
+
+def use_config_file(text: str, name: str = "options.yaml") -> None:
+    path = shared_directory() / name
+    mine = path.with_suffix(f".{dist_rank()}")
+    mine.write_text(text)
+    mine.replace(path)  # the other rank may be reading it
+    os.environ["LLM_COMM_CONFIG"] = str(path)
+
+
+def shared_directory() -> Path:
+    return Path(os.environ["SHARED_DIRECTORY"])
+
+
+def data(shape: tuple[int, ...], rank: int | None = None) -> torch.Tensor:
+    """Different at every place and on every rank, and small enough for all sums to be exact in bfloat16."""
+    rank = dist.get_rank() if rank is None else rank
+    places = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    return ((places * 7 + rank * 5) % 17 - rank).to(torch.bfloat16)
+
+
+def expected_sum(shape: tuple[int, ...], ranks: tuple[int, ...] = (0, 1)) -> torch.Tensor:
+    return torch.stack([data(shape, rank) for rank in ranks]).float().sum(0).to(torch.bfloat16)
+
+
+def dist_rank() -> int:
+    """The rank of this process, also before there are groups."""
+    return int(os.environ["RANK"])
+
+
+# ---- The process that forks the ranks -------------------------------------------------------------------------------
+
+
+def serve(scenarios: Mapping[str, Any], process_name: str) -> None:
+    """Runs scenarios by name until stdin ends; ``process_name`` is what the engine calls the process of a rank."""
+    results = os.fdopen(int(sys.argv[1]), "w")
+    for line in sys.stdin:
+        name = line.strip()
+        print(json.dumps({"name": name, "errors": _run(scenarios[name], process_name)}), file=results, flush=True)
+
+
+def _run(function: Any, process_name: str) -> list[str]:
+    with tempfile.TemporaryDirectory() as directory:
+        ranks = [_fork_rank(function, rank, process_name, Path(directory)) for rank in range(function.world)]
+        codes = _wait_for(ranks)
+        errors = []
+        for rank, (code, wanted) in enumerate(zip(codes, function.exit_codes, strict=True)):
+            trace = Path(directory, f"error{rank}")
+            if trace.exists():
+                errors.append(f"rank {rank}: {trace.read_text()}")
+            elif code != wanted:
+                errors.append(f"rank {rank}: the process ended with {code}, not {wanted} (negative: a signal)")
+        return errors
+
+
+def _fork_rank(function: Any, rank: int, process_name: str, directory: Path) -> int:
+    pid = os.fork()
+    if pid != 0:
+        return pid
+    code = 0
+    try:
+        multiprocessing.current_process().name = process_name.format(rank)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(function.world), SHARED_DIRECTORY=str(directory))
+        torch.set_num_threads(1)
+        function()
+    except BaseException:
+        (directory / f"error{rank}").write_text(traceback.format_exc())
+        code = 3
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _wait_for(pids: list[int]) -> list[int]:
+    """Exit codes. Whoever is still there when the time is up is killed."""
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + _RANKS_S
+    while len(codes) < len(pids):
+        for pid in pids:
+            if pid in codes:
+                continue
+            if time.monotonic() > deadline:
+                os.kill(pid, 9)
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    return [codes[pid] for pid in pids]
