@@ -1,0 +1,194 @@
+"""What SGLang's groups get as their custom all-reduce: llm_comm, in front of SGLang's own.
+
+All names of SGLang that llm_comm relies on, but for those in ``sglang.py``, are imported or used here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sglang.srt.distributed import parallel_state
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_exec
+from sglang.srt.utils import is_cuda
+
+from llm_comm.bootstrap import Rendezvous
+from llm_comm.communicator import Communicator
+from llm_comm.config import Config
+from llm_comm.integrations import common
+
+logger = logging.getLogger("sglang.llm_comm")
+
+#: Groups in whose name the models sum activations; SGLang makes a group of its own only where it differs from "tp".
+#: Those of pipeline parallelism, of data parallelism and of context parallelism gather and scatter.
+GROUPS = ("tp", "pdmux_prefill_tp", "attention_tp", "moe_tp", "moe_ep", "dcp")
+# Arguments of the constructor by which ranks come and go while the others serve.
+_ELASTIC = ("recovered_rank", "rank_offset", "max_world_size")
+
+
+def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
+    """Puts llm_comm in front of the custom all-reduce of ``group``, on all of its ranks or on none. Collective.
+
+    Args:
+        group: A GroupCoordinator that has just been made.
+        arguments: What it was made with.
+
+    Raises:
+        ConfigError: A rank has a wrong option. Raised on all ranks.
+        RendezvousError: A rank is gone.
+    """
+    if group.world_size == 1 or group.unique_name.split(":")[0] not in GROUPS:
+        return
+    why_not = _why_not(group, arguments)
+    if why_not is not None:
+        _log_once(why_not)
+        return
+    theirs = group.ca_comm
+    usable = theirs is not None and not theirs.disabled
+    member = common.enter(group.unique_name, group.cpu_group, group.device, load_config, engine="SGLang", log=logger)
+    if member is None:
+        return
+    # SGLang's constructor fails and disables itself on each rank alone. Ranks that took different ways for what
+    # llm_comm declines would wait for each other.
+    everywhere = Rendezvous(group.cpu_group, common.ENGINE_TIMEOUT_S).gather(usable)
+    if usable and not all(everywhere):
+        absent = [rank for rank, there in enumerate(everywhere) if not there]
+        logger.warning("SGLang's own custom all-reduce is not used: it is disabled on ranks %s of the group.", absent)
+    group.ca_comm = LlmCommAllReduce(member, theirs, uses_theirs=all(everywhere))
+    if dist.get_rank() == 0:
+        logger.info("%s%s", member.summary("SGLang"), _summed_elsewhere())
+
+
+def load_config() -> Config:
+    """The options: defaults < LLM_COMM_CONFIG < LLM_COMM_*.
+
+    Raises:
+        ConfigError: An unknown option, a value that is not allowed, or a file that cannot be read.
+        SwitchedOffError: SGLang is in deterministic mode, and llm_comm was not asked to be.
+    """
+    config = Config.load()
+    if "timeout_s" not in config.origins:
+        theirs = parallel_state._MODEL_PARALLEL_GROUP_TIMEOUT
+        config = config.replace(timeout_s=common.ENGINE_TIMEOUT_S if theirs is None else theirs.total_seconds())
+    if _is_deterministic():
+        if not config.deterministic:
+            raise common.SwitchedOffError("deterministic inference is on, and LLM_COMM_DETERMINISTIC is not")
+        if "max_message_bytes" not in config.origins:
+            # A sum must not depend on the size of its batch. llm_comm sums alike at every size; to change over to NCCL
+            # at some size would change the order of summation there.
+            config = config.replace(max_message_bytes=common.EVERY_SIZE)
+    return config
+
+
+def _why_not(group: Any, arguments: Mapping[str, Any]) -> str | None:
+    """Why llm_comm is ruled out on all ranks, if it is. What may differ between ranks is voted on later."""
+    if common.switched_off():
+        return "LLM_COMM_ENABLE is off"
+    if not is_cuda():
+        return "the platform is not CUDA"
+    if (
+        _server_option("moe", "elastic_ep_backend") is not None
+        or dist.get_backend(group.cpu_group) != "gloo"
+        or any(arguments.get(name) for name in _ELASTIC)
+    ):
+        return "elastic expert parallelism replaces ranks while the others serve"
+    if not parallel_state._ENABLE_CUSTOM_ALL_REDUCE and not _is_deterministic():
+        return "--disable-custom-all-reduce is set"
+    return None
+
+
+def _is_deterministic() -> bool:
+    # Set by the launcher from --enable-deterministic-inference, which also sets --disable-custom-all-reduce.
+    return bool(envs.SGLANG_ENABLE_DETERMINISTIC_INFERENCE.get())
+
+
+def _server_option(section: str, name: str) -> Any:
+    try:
+        options = get_exec()
+    except ValueError:  # nothing is published: groups without a server
+        return None
+    return getattr(getattr(options, section), name)
+
+
+def _summed_elsewhere() -> str:
+    if _server_option("comm", "flashinfer_allreduce_fusion_backend") is None:
+        return ""
+    return (
+        "; but SGLang's FlashInfer all-reduce fusion comes first where it applies "
+        "(--enforce-disable-flashinfer-allreduce-fusion)"
+    )
+
+
+@functools.cache
+def _log_once(why_not: str) -> None:
+    if dist.get_rank() == 0:
+        logger.info("llm_comm is not active: %s. SGLang's own all-reduce is used.", why_not)
+
+
+class LlmCommAllReduce:
+    """Sums with llm_comm what it accepts, and leaves the rest to SGLang's custom all-reduce if there is one.
+
+    Passes for SGLang's own: it has its class and its attributes, which the fusions of some models look for.
+
+    Args:
+        member: This rank's part in the group.
+        theirs: The object that SGLang made for the group, if it did.
+        uses_theirs: Whether it may be asked: the same on all ranks.
+    """
+
+    def __init__(self, member: common.Member, theirs: Any, uses_theirs: bool) -> None:
+        #: SGLang asks no further while this is set, by whomever.
+        self.disabled = False
+        self._member = member
+        self._llm_comm: Communicator | None = member.communicator
+        # Also kept if it is not to be asked: at its end it meets the other ranks in a barrier.
+        self._unused = None if uses_theirs else theirs
+        self._theirs = theirs if uses_theirs else None
+
+    def should_custom_ar(self, inp: torch.Tensor) -> bool:
+        """Whether ``custom_all_reduce`` takes ``inp``: the same on all ranks."""
+        if self._llm_comm is not None and self._llm_comm.accepts(inp):
+            return True
+        return self._theirs is not None and bool(self._theirs.should_custom_ar(inp))
+
+    def custom_all_reduce(self, input: torch.Tensor) -> torch.Tensor | None:
+        """The sum over the group, a new tensor; None if nobody takes ``input``."""
+        communicator = self._llm_comm
+        if communicator is not None and communicator.accepts(input):
+            result: torch.Tensor = communicator.all_reduce(input)
+            return result
+        if self._theirs is None:
+            return None
+        return self._theirs.custom_all_reduce(input)  # type: ignore[no-any-return]
+
+    def capture(self) -> contextlib.AbstractContextManager[None]:
+        """Entered around the capture of CUDA graphs. llm_comm needs none: it registers no tensors."""
+        return contextlib.nullcontext() if self._theirs is None else self._theirs.capture()
+
+    def leave(self) -> None:
+        """Closes llm_comm; whoever asks from now on is served by SGLang's own."""
+        if self._llm_comm is not None:
+            self._llm_comm = None
+            self._member.close()
+
+    def close(self) -> None:
+        self.leave()
+        if self._theirs is not None:
+            self._theirs.close()
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        theirs = self._theirs
+        return LlmCommAllReduce if theirs is None else type(theirs)
+
+    def __getattr__(self, name: str) -> Any:
+        theirs = self.__dict__.get("_theirs")
+        if theirs is None:
+            raise AttributeError(f"{name!r}: llm_comm has no such attribute, and stands in front of nothing")
+        return getattr(theirs, name)

@@ -1,0 +1,623 @@
+"""What SGLang and llm_comm do together: run by ``test_sglang_contract.py`` in an environment that has SGLang.
+
+The code of SGLang is that of the published wheel. What it is not given, and what takes its place:
+
+- triton and torchvision: the stand-ins of ``sglang_environment.py``.
+- CUDA: SGLang takes this machine for one with a CPU, so its GroupCoordinator is the one of all platforms, with gloo for
+  NCCL; only llm_comm is told that the platform is CUDA. Its own custom all-reduce cannot be made then, and takes the
+  place of itself on a machine where it fails; where a test needs one that works, ``Theirs`` stands in.
+- CUDA tensors: CPU tensors, as llm_comm runs on emulated GPUs. SGLang's operators are registered for them
+  (``_for_cpu_tensors``), and ``GroupCoordinator.all_reduce`` does not ask whether a tensor is on the CPU, of which it
+  would not tell its communicators (``_without_the_question_for_cpu_tensors``).
+- Modules that import models, of which groups need one name only: modules of the same names (``_take_the_place_of``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.utils._triton
+from rank_processes import (
+    DIED_OF_THE_WATCHDOG,
+    Log,
+    calls_of,
+    data,
+    dist_rank,
+    expected_sum,
+    scenario,
+    serve,
+    shared_directory,
+    use_config_file,
+    wait_for_text,
+)
+
+os.environ.update(GLOO_SOCKET_IFNAME="lo")
+
+_register_operator = torch.library.Library.impl
+
+
+def _for_cpu_tensors(library: Any, name: Any, function: Any, key: str = "", **options: Any) -> Any:
+    return _register_operator(library, name, function, "CPU" if key == "CUDA" else key, **options)
+
+
+torch.library.Library.impl = _for_cpu_tensors
+
+import sglang  # noqa: E402
+import sglang.srt.layers.dp_attention  # noqa: E402
+import sglang.srt.plugins  # noqa: E402
+from sglang.srt.distributed import parallel_state  # noqa: E402
+from sglang.srt.distributed.device_communicators import custom_all_reduce  # noqa: E402
+from sglang.srt.distributed.parallel_state import GroupCoordinator  # noqa: E402
+from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
+from sglang.srt.runtime_context import get_parallel  # noqa: E402
+
+from llm_comm import _core  # noqa: E402
+from llm_comm.errors import ConfigError, PeerTimeout  # noqa: E402
+from llm_comm.integrations import common  # noqa: E402
+
+
+def _take_the_place_of(name: str, **attributes: Any) -> None:
+    sys.modules[name] = ModuleType(name)
+    vars(sys.modules[name]).update(attributes)
+
+
+def _without_the_question_for_cpu_tensors(function: Any) -> Any:
+    source, count = re.subn(r"\bif input_\.is_cpu:", "if False:", textwrap.dedent(inspect.getsource(function)))
+    assert count == 1, "GroupCoordinator.all_reduce has changed"
+    scope: dict[str, Any] = {}
+    exec(source, function.__globals__, scope)
+    return scope[function.__name__]
+
+
+GroupCoordinator.all_reduce = _without_the_question_for_cpu_tensors(GroupCoordinator.all_reduce)
+_take_the_place_of("sglang.srt.layers.sampler", SYNC_TOKEN_IDS_ACROSS_TP=False)
+_take_the_place_of("sglang.srt.distributed.bootstrap", reset_parallel_initialised=lambda: None)
+# torch.compile is not to find the stand-in.
+sys.modules.update({name: None for name in sys.modules if name.split(".")[0] == "triton"})
+torch.utils._triton.has_triton_package.cache_clear()
+
+_SOURCES = Path(sglang.__file__).parent / "srt"
+
+
+# ---- Scenarios: each runs in every rank, in processes that have not made a group before -----------------------------
+
+
+@scenario()
+def eager_all_reduces_reach_llm_comm() -> None:
+    with sglang_groups() as log:
+        calls = calls_of(ours("tp")._llm_comm)
+        for shape in ((16, 128), (1, 1), (3, 1001), (256, 4096)):
+            x = data(shape)
+            before = x.clone()
+            result = group("tp").all_reduce(x)
+            assert result.data_ptr() != x.data_ptr()
+            assert torch.equal(x, before), "the input was changed"
+            assert torch.equal(result, expected_sum(shape))
+        assert len(calls) == 4
+    assert len(log.having("is active for group tp:0 (2 ranks")) == (dist_rank() == 0)
+
+
+@scenario(LLM_COMM_MAX_MESSAGE_BYTES="1024")
+def compiled_all_reduces_reach_llm_comm_first() -> None:
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return tp.all_reduce(x * 2) + 1
+
+    with sglang_groups(theirs=True):
+        tp, calls = group("tp"), calls_of(ours("tp")._llm_comm)
+        compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+        for rows in (4, 7, 9):
+            assert torch.equal(compiled(data((rows, 64))), expected_sum((rows, 64)) * 2 + 1)
+        assert calls == [(4, 64), (7, 64)]
+        assert ours("tp")._theirs.shapes == [(9, 64)]
+
+
+@scenario(LLM_COMM_MAX_MESSAGE_BYTES="4096")
+def what_llm_comm_declines_goes_to_nccl_where_sglang_has_no_custom_all_reduce() -> None:
+    with sglang_groups():
+        calls = calls_of(ours("tp")._llm_comm)
+        check_declined()
+        assert not calls
+        assert torch.equal(group("tp").all_reduce(data((16, 64))), expected_sum((16, 64)))
+        assert len(calls) == 1
+
+
+@scenario(LLM_COMM_MAX_MESSAGE_BYTES="4096")
+def what_llm_comm_declines_goes_to_the_custom_all_reduce_of_sglang() -> None:
+    with sglang_groups(theirs=True):
+        calls = calls_of(ours("tp")._llm_comm)
+        theirs = ours("tp")._theirs
+        check_declined()
+        assert (len(theirs.shapes), len(calls)) == (3, 0)
+        assert torch.equal(group("tp").all_reduce(data((16, 64))), expected_sum((16, 64)))
+        assert (len(theirs.shapes), len(calls)) == (3, 1)
+
+
+@scenario()
+def it_passes_for_the_custom_all_reduce_of_sglang() -> None:
+    with sglang_groups(theirs=True):
+        ca_comm = group("tp").ca_comm
+        assert isinstance(ca_comm, Theirs)
+        assert ca_comm.max_size == Theirs.max_size
+        assert not hasattr(ca_comm, "reduce_scatter")
+        with ca_comm.capture():
+            assert ca_comm._theirs.is_capturing
+        assert not ca_comm._theirs.is_capturing
+
+
+@scenario()
+def where_sglang_has_none_it_passes_for_none() -> None:
+    with sglang_groups():
+        ca_comm = group("tp").ca_comm
+        assert not isinstance(ca_comm, Theirs)
+        assert not hasattr(ca_comm, "max_size")
+        with ca_comm.capture():
+            assert torch.equal(group("tp").all_reduce(data((8, 32))), expected_sum((8, 32)))
+
+
+@scenario(world=1)
+def all_that_groups_use_of_a_custom_all_reduce_is_there() -> None:
+    source = (_SOURCES / "distributed/parallel_state.py").read_text()
+    used = set(re.findall(r"\bca_comm\.(\w+)", source))
+    for_amd = {"all_gather_reg", "all_gather_unreg", "should_custom_ag", "reduce_scatter", "fused_allreduce_rmsnorm",
+               "fused_ar_rms", "custom_fused_ar_rms", "custom_fused_ar_rms_per_group_quant"}  # fmt: skip
+    from llm_comm.integrations.sglang_communicator import LlmCommAllReduce
+
+    member = SimpleNamespace(communicator=None)
+    assert {"should_custom_ar", "custom_all_reduce", "capture", "disabled"} <= used
+    assert not [name for name in used - for_amd if not hasattr(LlmCommAllReduce(member, None, False), name)]
+
+
+@scenario()
+def sglang_is_alone_in_its_way_once_it_disables_us() -> None:
+    with sglang_groups():
+        calls = calls_of(ours("tp")._llm_comm)
+        group("tp").ca_comm.disabled = True
+        assert torch.equal(group("tp").all_reduce(data((4, 4))), expected_sum((4, 4)))
+        assert not calls
+
+
+@scenario()
+def one_rank_whose_custom_all_reduce_is_disabled_takes_that_of_the_others_along() -> None:
+    with sglang_groups(theirs=True, theirs_disabled=dist_rank() == 1) as log:
+        assert ours("tp")._theirs is None
+        check_declined()
+        assert torch.equal(group("tp").all_reduce(data((4, 4))), expected_sum((4, 4)))
+    assert len(log.having("own custom all-reduce is not used: it is disabled on ranks [1]")) == (dist_rank() == 0)
+
+
+@scenario(world=4)
+def tensor_parallel_groups_of_a_pipeline_are_joined_one_by_one() -> None:
+    with sglang_groups(tp=2, pp=2):
+        communicator = ours("tp")._llm_comm
+        assert (communicator.rank, communicator.world_size) == (dist.get_rank() % 2, 2)
+        assert group("pp").ca_comm is None
+        first = dist.get_rank() // 2 * 2
+        assert torch.equal(group("tp").all_reduce(data((4, 8))), expected_sum((4, 8), (first, first + 1)))
+
+
+@scenario(world=4)
+def attention_of_data_parallel_replicas_is_summed_in_groups_of_its_own() -> None:
+    with sglang_groups(tp=4, attn_dp=2):
+        assert ours("tp")._llm_comm.world_size == 4
+        first = dist.get_rank() // 2 * 2
+        assert ours("attn_tp")._llm_comm.world_size == 2
+        result = group("attn_tp").all_reduce(data((4, 8)))
+        assert torch.equal(result, expected_sum((4, 8), (first, first + 1)))
+
+
+@scenario(world=4)
+def experts_are_summed_in_groups_of_their_own() -> None:
+    with sglang_groups(tp=4, moe_ep=2):
+        rank = dist.get_rank()
+        for name, ranks in (("moe_ep", (rank % 2, rank % 2 + 2)), ("moe_tp", (rank // 2 * 2, rank // 2 * 2 + 1))):
+            assert ours(name)._llm_comm.world_size == 2
+            assert torch.equal(group(name).all_reduce(data((4, 8))), expected_sum((4, 8), ranks))
+
+
+@scenario(world=1)
+def a_group_of_one_is_left_alone() -> None:
+    with sglang_groups(tp=1):
+        assert group("tp").ca_comm is None
+
+
+@scenario(LLM_COMM_ENABLE="0", LLM_COMM_ALGORITHM="nonsense")
+def llm_comm_enable_0_leaves_sglang_untouched() -> None:
+    with sglang_groups(theirs=True) as log:
+        assert type(group("tp").ca_comm) is Theirs
+        assert torch.equal(group("tp").all_reduce(data((4, 4))), expected_sum((4, 4)))
+        assert len(log.having("is not active: LLM_COMM_ENABLE is off")) == (dist_rank() == 0)
+
+
+@scenario(SGLANG_PLUGINS="another")
+def sglang_plugins_selects() -> None:
+    with sglang_groups():
+        assert group("tp").ca_comm is None
+        assert not HookRegistry._hooks
+
+
+@scenario()
+def disable_custom_all_reduce_is_respected() -> None:
+    parallel_state.set_custom_all_reduce(False)
+    with sglang_groups(tp=2) as log:
+        assert group("tp").ca_comm is None
+        assert torch.equal(group("tp").all_reduce(data((4, 4))), expected_sum((4, 4)))
+        assert len(log.having("is not active: --disable-custom-all-reduce is set")) == (dist_rank() == 0)
+
+
+@scenario(SGLANG_ENABLE_DETERMINISTIC_INFERENCE="1")
+def deterministic_mode_is_left_to_nccl() -> None:
+    parallel_state.set_custom_all_reduce(False)  # as the mode does
+    with sglang_groups() as log:
+        assert group("tp").ca_comm is None
+        assert len(log.having("is not active: deterministic inference is on")) == (dist_rank() == 0)
+
+
+@scenario(SGLANG_ENABLE_DETERMINISTIC_INFERENCE="1", LLM_COMM_DETERMINISTIC="1")
+def deterministic_mode_can_have_one_order_of_sums_at_all_sizes() -> None:
+    parallel_state.set_custom_all_reduce(False)
+    with sglang_groups():
+        communicator = ours("tp")._llm_comm
+        assert communicator.config.max_message_bytes > 1 << 40
+        calls = calls_of(communicator)
+        # Sums that depend on the order of their terms in fp32 as well.
+        row = torch.randn(1, 512, generator=torch.Generator().manual_seed(dist.get_rank())).to(torch.bfloat16)
+        alone = group("tp").all_reduce(row)
+        for rows in (3, 4096):
+            together = group("tp").all_reduce(row.repeat(rows, 1))
+            assert torch.equal(together, alone.expand(rows, -1))
+        assert len(calls) == 3
+
+
+@scenario(world=1)
+def deterministic_mode_is_known_by_its_variable() -> None:
+    setters = [p for p in (_SOURCES / "server_args.py", _SOURCES / "arg_groups/serving_hook.py") if p.exists()]
+    assert any("envs.SGLANG_ENABLE_DETERMINISTIC_INFERENCE.set(" in path.read_text() for path in setters)
+
+
+@scenario()
+def elastic_expert_parallelism_is_left_alone() -> None:
+    with server_options(moe={"elastic_ep_backend": "nixl"}), sglang_groups() as log:
+        assert group("tp").ca_comm is None
+        assert len(log.having("is not active: elastic expert parallelism")) == (dist_rank() == 0)
+
+
+@scenario()
+def a_fusion_that_sums_past_llm_comm_is_told() -> None:
+    with server_options(comm={"flashinfer_allreduce_fusion_backend": "auto"}), sglang_groups() as log:
+        assert len(log.having("but SGLang's FlashInfer all-reduce fusion comes first")) == (dist_rank() == 0)
+
+
+@scenario(world=1)
+def the_options_that_are_looked_at_have_these_names() -> None:
+    runner = (_SOURCES / "model_executor/model_runner.py").read_text()
+    assert "get_exec().moe.elastic_ep_backend is not None" in runner
+    runners = (_SOURCES / "model_executor/runner/base_runner.py").read_text()
+    assert "flashinfer_allreduce_fusion_backend is None" in runners
+
+
+@scenario()
+def a_configuration_file_switches_off() -> None:
+    use_config_file("enable: false")
+    with sglang_groups(theirs=True) as log:
+        assert type(group("tp").ca_comm) is Theirs
+        assert torch.equal(group("tp").all_reduce(data((4, 4))), expected_sum((4, 4)))
+        assert len(log.having("is not active: enable is false")) == (dist_rank() == 0)
+        assert not log.having("llm_comm", logging.WARNING)
+
+
+@scenario()
+def one_rank_that_is_switched_off_takes_the_others_along() -> None:
+    use_config_file("enable: false" if dist_rank() == 1 else "", f"options{dist_rank()}.yaml")
+    with sglang_groups() as log:
+        assert group("tp").ca_comm is None
+        assert len(log.having("is not active: rank 1: enable is false")) == (dist_rank() == 0)
+
+
+@scenario()
+def the_time_limit_is_that_of_sglang_unless_set() -> None:
+    parallel_state._MODEL_PARALLEL_GROUP_TIMEOUT = timedelta(seconds=77)
+    with sglang_groups():
+        assert ours("tp")._llm_comm.config.timeout_s == 77.0
+
+
+@scenario()
+def the_time_limit_is_that_of_engines_if_sglang_has_none() -> None:
+    with sglang_groups():
+        assert ours("tp")._llm_comm.config.timeout_s == common.ENGINE_TIMEOUT_S
+
+
+@scenario(world=1)
+def the_deployment_example_is_valid() -> None:
+    from llm_comm.integrations import sglang_communicator
+
+    os.environ["LLM_COMM_CONFIG"] = str(Path(__file__).parents[3] / "configs/sglang_deployment.yaml")
+    config = sglang_communicator.load_config()
+    assert config.origins["algorithm"] == os.environ["LLM_COMM_CONFIG"]
+    assert config == sglang_communicator.Config(timeout_s=600.0)
+
+
+@scenario()
+def a_wrong_variable_of_one_rank_stops_sglang_on_every_rank() -> None:
+    if dist_rank() == 1:
+        os.environ["LLM_COMM_TIMEOUT_S"] = "soon"
+    error = start_error()
+    assert "rank 1: LLM_COMM_TIMEOUT_S='soon' is not allowed; valid: a number of seconds > 0" in error, error
+
+
+@scenario()
+def an_unknown_option_stops_sglang_on_every_rank() -> None:
+    use_config_file("algoritm: one_shot")
+    error = start_error()
+    assert "unknown option 'algoritm'" in error, error
+    assert "valid: enable, " in error, error
+
+
+@scenario(LLM_COMM_TABLE="/does/not/exist.yaml")
+def a_tuning_table_that_cannot_be_read_stops_sglang() -> None:
+    error = start_error()
+    assert "option table (LLM_COMM_TABLE): tuning table /does/not/exist.yaml" in error, error
+
+
+@scenario(world=1)
+def what_ends_the_constructor_of_a_group_ends_the_server() -> None:
+    scheduler = (_SOURCES / "managers/scheduler.py").read_text()
+    body = scheduler[scheduler.index("\ndef run_scheduler_process(") :]
+    making, handling = body.index("scheduler = Scheduler("), body.index("except Exception:")
+    assert making < handling < body.index("parent_process.send_signal(signal.SIGQUIT)")
+
+
+@scenario()
+def a_set_up_that_fails_on_one_rank_leaves_sglang_working() -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of emulated memory")
+
+    with mock.patch.object(_core, "make_emulated_core", fail if dist_rank() == 1 else _core.make_emulated_core):
+        context = sglang_groups(theirs=True)
+        log = context.__enter__()
+    assert torch.equal(group("tp").all_reduce(data((4, 4))), expected_sum((4, 4)))
+    assert group("tp").ca_comm.shapes == [(4, 4)]
+    (warning,) = log.having("is not active for group tp:0", logging.WARNING)
+    assert "rank 1: RuntimeError: out of emulated memory" in warning, warning
+    context.__exit__(None, None, None)
+
+
+@scenario()
+def a_version_of_sglang_that_llm_comm_does_not_know_is_left_alone() -> None:
+    del parallel_state._ENABLE_CUSTOM_ALL_REDUCE
+    load_plugins()
+    log = Log("sglang")
+    with mock.patch("sglang.srt.utils.is_cuda", return_value=True), distributed():
+        made = parallel_state.init_model_parallel_group(
+            [[0, 1]], dist.get_rank(), "gloo", use_custom_allreduce=True, group_name="tp"
+        )
+        assert made.ca_comm is None
+        assert torch.equal(made.all_reduce(data((4, 4))), expected_sum((4, 4)))
+        (warning,) = log.having("it does not know this version of SGLang", logging.WARNING)
+        assert "_ENABLE_CUSTOM_ALL_REDUCE" in warning, warning
+
+
+@scenario()
+def a_platform_that_is_not_cuda_is_left_alone() -> None:
+    with sglang_groups(cuda=False) as log:
+        assert group("tp").ca_comm is None
+        assert len(log.having("is not active: the platform is not CUDA")) == (dist_rank() == 0)
+
+
+@scenario(world=1)
+def loading_twice_is_harmless() -> None:
+    load_plugins()
+    hooked = GroupCoordinator.__init__
+    load_plugins()
+    assert GroupCoordinator.__init__ is hooked
+    assert hooked.__wrapped__ is not hooked
+
+
+@scenario(world=1, LLM_COMM_ALGORITHM="two_shot")
+def a_new_process_finds_the_plugin_and_its_options() -> None:
+    assert in_a_new_process() == "True two_shot"
+
+
+@scenario(world=1, SGLANG_PLUGINS="another")
+def a_new_process_loads_no_plugin_that_is_not_selected() -> None:
+    assert in_a_new_process() == "False"
+
+
+@scenario()
+def leaving_a_group_closes_llm_comm() -> None:
+    with sglang_groups():
+        ca_comm = ours("tp")
+        communicator = ca_comm._llm_comm
+    assert ca_comm._llm_comm is None
+    assert communicator._core is None
+
+
+@scenario(exit_codes=(DIED_OF_THE_WATCHDOG, 0), LLM_COMM_TIMEOUT_S="1")
+def a_peer_that_stays_away_ends_the_process_with_its_name() -> None:
+    last_words = shared_directory() / "last_words"
+    context = sglang_groups()
+    context.__enter__()
+    if dist_rank() == 0:
+        logging.getLogger("sglang").addHandler(logging.FileHandler(last_words))
+        with contextlib.suppress(PeerTimeout):
+            group("tp").all_reduce(data((4, 4)))
+        time.sleep(60)  # the engine takes no notice
+    said = wait_for_text(last_words, "Ending this process")
+    assert "llm_comm: rank 0: nothing came from rank 1" in said, said
+
+
+# ---- What they are made of ------------------------------------------------------------------------------------------
+
+
+class Theirs:
+    """Stands in for SGLang's custom all-reduce on a machine where it works: takes all tensors, sums over gloo."""
+
+    max_size = 1 << 24
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.disabled = False
+        self.is_capturing = False
+        self.shapes: list[tuple[int, ...]] = []
+        self._group = group
+
+    def should_custom_ar(self, inp: torch.Tensor) -> bool:
+        return not self.disabled
+
+    def custom_all_reduce(self, input: torch.Tensor) -> torch.Tensor:
+        self.shapes.append(tuple(input.shape))
+        result = input.clone()
+        dist.all_reduce(result, group=self._group)
+        return result
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        self.is_capturing = True
+        yield
+        self.is_capturing = False
+
+
+def check_declined() -> None:
+    """Sums what llm_comm never takes, and what a limit of 4096 bytes leaves over."""
+    tp = group("tp")
+    whole = torch.full((5,), dist.get_rank(), dtype=torch.int64)
+    assert torch.equal(tp.all_reduce(data((64, 64))), expected_sum((64, 64)))
+    assert torch.equal(tp.all_reduce(whole), torch.full((5,), 1, dtype=torch.int64))
+    assert torch.equal(tp.all_reduce(data((16, 8)).t()), expected_sum((16, 8)).t())
+
+
+def load_plugins() -> None:
+    """As each process of SGLang does."""
+    sglang.srt.plugins._plugins_loaded = False
+    sglang.srt.plugins.load_plugins()
+
+
+@contextlib.contextmanager
+def distributed() -> Iterator[None]:
+    rank, world = dist_rank(), int(os.environ["WORLD_SIZE"])
+    # A file: a port could be taken by the time it is used.
+    method = f"file://{shared_directory() / 'rendezvous'}"
+    timeout = parallel_state._MODEL_PARALLEL_GROUP_TIMEOUT
+    seconds = None if timeout is None else int(timeout.total_seconds())
+    parallel_state.init_distributed_environment(world, rank, method, rank, "gloo", timeout=seconds)
+    yield
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+
+
+@contextlib.contextmanager
+def sglang_groups(
+    tp: int = 2,
+    pp: int = 1,
+    attn_dp: int = 1,
+    moe_ep: int = 1,
+    cuda: bool = True,
+    theirs: bool = False,
+    theirs_disabled: bool = False,
+) -> Iterator[Log]:
+    """The groups of SGLang, made as its scheduler makes them, after its plugins; destroyed as it destroys them.
+
+    Args:
+        tp, pp, attn_dp, moe_ep: Sizes.
+        cuda: What llm_comm is told of the platform.
+        theirs: Whether SGLang has a custom all-reduce that works.
+        theirs_disabled: Whether it has disabled itself on this rank.
+    """
+    log = Log("sglang")
+    load_plugins()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch("sglang.srt.utils.is_cuda", return_value=cuda))
+        if theirs:
+
+            def make(group: dist.ProcessGroup, device: torch.device) -> Theirs:
+                made = Theirs(group, device)
+                made.disabled = theirs_disabled
+                return made
+
+            chosen = make if theirs_disabled else Theirs
+            stack.enter_context(mock.patch.object(custom_all_reduce, "dispatch_custom_allreduce", return_value=chosen))
+        stack.enter_context(distributed())
+        make_groups(tp, pp, attn_dp, moe_ep)
+        yield log
+
+
+def make_groups(tp: int, pp: int, attn_dp: int, moe_ep: int) -> None:
+    if "tensor_model_parallel_size" in parallel_state.initialize_model_parallel.__annotations__:  # 0.5.17
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            attention_data_parallel_size=attn_dp,
+            expert_model_parallel_size=moe_ep,
+        )
+        return
+    sizes = {"tp_size": tp, "pp_size": pp, "attn_dp_size": attn_dp, "moe_ep_size": moe_ep}
+    others = {"attn_cp_size": 1, "moe_dp_size": 1, "attn_dcp_size": 1, "shared_experts_tp_size": None}
+    with get_parallel().override(**sizes, **others):
+        parallel_state.initialize_model_parallel()
+
+
+def group(name: str) -> GroupCoordinator:
+    found: GroupCoordinator = getattr(parallel_state, f"_{name.upper()}")
+    return found
+
+
+def ours(name: str) -> Any:
+    from llm_comm.integrations.sglang_communicator import LlmCommAllReduce
+
+    ca_comm = group(name).ca_comm
+    assert type(ca_comm) is LlmCommAllReduce
+    return ca_comm
+
+
+@contextlib.contextmanager
+def server_options(**sections: dict[str, Any]) -> Iterator[None]:
+    """What a server publishes of its options, as far as llm_comm looks at it."""
+    options = {"moe": {"elastic_ep_backend": None}, "comm": {"flashinfer_allreduce_fusion_backend": None}, **sections}
+    published = SimpleNamespace(**{name: SimpleNamespace(**values) for name, values in options.items()})
+    with mock.patch("sglang.srt.runtime_context.get_exec", return_value=published):
+        yield
+
+
+def start_error() -> str:
+    try:
+        with sglang_groups():
+            raise AssertionError("SGLang has started")
+    except ConfigError as error:
+        return str(error)
+
+
+def in_a_new_process() -> str:
+    """What a scheduler, which SGLang starts with a new interpreter, has after it has loaded its plugins."""
+    code = """
+import sys
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.distributed.parallel_state import GroupCoordinator
+hooked = hasattr(GroupCoordinator.__init__, "__wrapped__") and hasattr(GroupCoordinator.destroy, "__wrapped__")
+if "llm_comm.integrations.sglang" in sys.modules:
+    from llm_comm.integrations.sglang_communicator import load_config
+    print(hooked, load_config().algorithm)
+else:
+    print(hooked)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True)
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)  # as SGLang does
+    serve(globals(), "sglang_scheduler_{}")
