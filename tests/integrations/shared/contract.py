@@ -6,9 +6,10 @@ import ast
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 from engine_environment import Engine, InstallError
@@ -17,10 +18,26 @@ from engine_environment import Engine, InstallError
 _UNREACHABLE = ("connection broken by", "from versions: none", "ReadTimeout", "ConnectionError")
 
 
-def names(scenarios: Path) -> list[str]:
-    """The functions marked as scenarios. Importing them would take the engine."""
-    functions = (node for node in ast.parse(scenarios.read_text()).body if isinstance(node, ast.FunctionDef))
-    return [f.name for f in functions if any("scenario(" in ast.unparse(mark) for mark in f.decorator_list)]
+class Contract(NamedTuple):
+    """What is to hold in each of the versions of an engine."""
+
+    engine: Engine
+    versions: tuple[str, ...]
+    #: A script of functions marked as scenarios, which ``rank_processes.serve`` runs.
+    scenarios: Path
+
+    def parametrized(self) -> Callable[[Any], Any]:
+        """Makes a test that takes ``runner`` and ``name`` one test for each version and scenario."""
+        # Read rather than imported, which would take the engine.
+        functions = (node for node in ast.parse(self.scenarios.read_text()).body if isinstance(node, ast.FunctionDef))
+        names = [f.name for f in functions if any("scenario(" in ast.unparse(mark) for mark in f.decorator_list)]
+        runners = [pytest.param((self, version), id=version) for version in self.versions]
+
+        def mark(test: Any) -> Any:
+            by_name = pytest.mark.parametrize("name", names)(test)
+            return pytest.mark.parametrize("runner", runners, indirect=True, scope="module")(by_name)
+
+        return mark
 
 
 class Runner:
@@ -66,15 +83,16 @@ class Runner:
 
 
 @contextmanager
-def running(engine: Engine, version: str, scenarios: Path, logs: Path) -> Iterator[Runner]:
+def running(contract: Contract, version: str, logs: Path) -> Iterator[Runner]:
     """A runner for ``version``. Skips the test where the package registry cannot be reached."""
+    name = contract.engine.name
     try:
-        python = engine.install(version)
+        python = contract.engine.install(version)
     except InstallError as error:
         if any(sign in str(error) for sign in _UNREACHABLE):
-            pytest.skip(f"{engine.name} {version} cannot be had from the package registry: {str(error)[-300:]}")
+            pytest.skip(f"{name} {version} cannot be had from the package registry: {str(error)[-300:]}")
         raise
-    runner = Runner(python, scenarios, logs / f"{version}.log", f"{engine.name.upper()}_")
+    runner = Runner(python, contract.scenarios, logs / f"{name}-{version}.log", f"{name.upper()}_")
     try:
         yield runner
     finally:

@@ -6,25 +6,15 @@ made in about a minute when a release is first met (``vllm_environment.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import contract
-import pytest
+from contract import Contract, Runner
 from vllm_environment import VLLM
 
-VERSIONS = ("0.26.0", "0.33.0")
-_SCENARIOS = Path(__file__).parent / "scenarios.py"
+CONTRACT = Contract(VLLM, ("0.26.0", "0.33.0"), Path(__file__).parent / "scenarios.py")
 
 
-@pytest.fixture(scope="module")
-def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[contract.Runner]:
-    with contract.running(VLLM, request.param, _SCENARIOS, tmp_path_factory.mktemp("vllm")) as runner:
-        yield runner
-
-
-@pytest.mark.parametrize("name", contract.names(_SCENARIOS))
-@pytest.mark.parametrize("runner", VERSIONS, indirect=True, scope="module")
-def test_vllm_contract(runner: contract.Runner, name: str) -> None:
+@CONTRACT.parametrized()
+def test_vllm_contract(runner: Runner, name: str) -> None:
     errors = runner.run(name)
     assert not errors, "\n".join(errors)
