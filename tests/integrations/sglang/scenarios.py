@@ -170,6 +170,27 @@ def where_sglang_has_none_it_passes_for_none() -> None:
             assert torch.equal(group("tp").all_reduce(data((8, 32))), expected_sum((8, 32)))
 
 
+@scenario()
+def where_that_of_sglang_is_disabled_on_all_ranks_it_passes_for_none() -> None:
+    with sglang_groups(theirs=True, theirs_disabled=True) as log:
+        assert not isinstance(group("tp").ca_comm, Theirs)
+        assert torch.equal(group("tp").all_reduce(data((4, 4))), expected_sum((4, 4)))
+        check_declined()
+        assert not log.having("llm_comm", logging.WARNING)
+
+
+@scenario()
+def groups_capture_graphs_within_the_context_of_sglang() -> None:
+    stream = torch.cpu.Stream()
+    current = mock.patch.object(parallel_state, "get_current_device_stream_fast", return_value=stream)
+    with sglang_groups(theirs=True), current:
+        calls, theirs = calls_of(ours("tp")._llm_comm), ours("tp")._theirs
+        with group("tp").graph_capture(parallel_state.GraphCaptureContext(stream)):
+            assert theirs.is_capturing
+            assert torch.equal(group("tp").all_reduce(data((8, 32))), expected_sum((8, 32)))
+        assert (len(calls), theirs.is_capturing) == (1, False)
+
+
 @scenario(world=1)
 def all_that_groups_use_of_a_custom_all_reduce_is_there() -> None:
     source = (_SOURCES / "distributed/parallel_state.py").read_text()
