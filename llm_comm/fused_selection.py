@@ -92,6 +92,8 @@ def select_fused(
     launch_rows = min(rows, chunk_rows)
     span_chunks = math.ceil(span / CHUNK_LINES)
     cluster = min(row.cluster, max_cluster, 1 << int(math.log2(span_chunks)))
+    while (cluster - 1) * math.ceil(span_chunks / cluster) >= span_chunks:
+        cluster //= 2  # the last block would have nothing
     # A block that gets more of the row than the table has in mind may have more threads.
     most_threads = row.threads if row.cluster <= max_cluster else MAX_BLOCK_THREADS
     clusters = max(1, min(row.blocks // cluster, launch_rows))

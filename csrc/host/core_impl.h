@@ -329,9 +329,11 @@ class CoreImpl final : public Core {
     const uint64_t clusters = plan.blocks / cluster < rows ? plan.blocks / cluster : rows;
     const uint64_t span = one_shot ? args.row_lines : args.segment_lines;
     const bool single_tile = clusters == rows && span <= cluster * plan.tile_lines;
+    // The argument in rms_norm.cuh about rows after each other wants a share of every row for every block.
+    const bool has_empty_block = (cluster - 1) * plan.tile_lines >= span;
     const AddRmsNormKernel kernel = add_rms_norm_kernel(algorithm, type, options_.world_size, single_tile);
     if (kernel == nullptr || clusters == 0 || clusters * cluster >= kArrivalsPerOperation ||
-        (!single_tile && threads > kMaxLoopThreads)) {
+        (!single_tile && (threads > kMaxLoopThreads || has_empty_block))) {
       throw std::invalid_argument("no kernel for algorithm " + std::to_string(plan.algorithm) + ", data type " +
                                   std::to_string(static_cast<uint32_t>(type)) + ", " + std::to_string(plan.blocks) +
                                   " blocks of " + std::to_string(threads) + " threads in clusters of " +

@@ -5,10 +5,15 @@
 // Block              block_sync(); shared_memory<T>(): dynamic shared memory of this block, 16-byte aligned
 // Warp               shuffle_xor(x, mask): x of the lane whose number differs by mask; all lanes of a warp (32 threads in
 //                    a row) make the call, in a block whose size is a multiple of 32
+//                    any_lane(b): whether b holds in any of them
 // Cluster            blocks of a launch that run at once and reach each other's shared memory: `blocks` neighbours, of
 //                    which the first has an index divisible by `blocks`; 1 on devices without clusters
-//                    cluster_arrive(), cluster_wait(): the two halves of a barrier of all threads of the cluster;
-//                    store_to_block(p, b, x): *p = x in the shared memory of block b of the cluster, once it runs
+//                    cluster_arrive(), cluster_wait(): the two halves of a barrier of all threads of the cluster
+// Delivery           stores into the shared memory of another block, counted there (a transaction barrier): a uint64_t of
+//                    shared memory, delivery_init() by one thread, before the cluster's barrier; delivery_expect(d, n) by
+//                    one thread in each phase: n bytes end it; deliver(p, b, x, d): *p = x in block b of the cluster,
+//                    counted in its d; delivery_wait(d, parity): until the phase of that parity (the first has 0) is over
+//                    and what was delivered in it can be read
 // Grid order         grid_dependency_trigger(): the next grid of the stream may be scheduled
 //                    grid_dependency_wait(): all earlier grids of the stream are complete and visible
 //                    grid_dependency_wait_after(x): the same, once x (any value but 0) has been computed

@@ -28,6 +28,18 @@ LLM_COMM_DEVICE float shuffle_xor(float value, uint32_t lane_mask) {
   return __shfl_xor_sync(0xFFFFFFFFu, value, static_cast<int>(lane_mask));
 }
 
+LLM_COMM_DEVICE bool any_lane(bool holds) { return __any_sync(0xFFFFFFFFu, holds) != 0; }
+
+// A transaction barrier in software, where the device has none: phases that are over in the upper half; in the lower one
+// bytes to come, more by kDeliveryUnexpected until they are expected.
+inline constexpr uint64_t kDeliveryUnexpected = 1 << 20;
+
+LLM_COMM_DEVICE void count_delivery(uint64_t* delivery, uint64_t change) {
+  auto* const count = reinterpret_cast<unsigned long long*>(delivery);
+  const uint64_t now = atomicAdd(count, change) + change;
+  if (static_cast<uint32_t>(now) == 0) atomicAdd(count, (uint64_t{1} << 32) + kDeliveryUnexpected);
+}
+
 // Clusters (sm_90 and later). Not the .aligned forms: threads of a warp may come from polls of different length.
 LLM_COMM_DEVICE void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
@@ -41,14 +53,61 @@ LLM_COMM_DEVICE void cluster_wait() {
 #endif
 }
 
-LLM_COMM_DEVICE void store_to_block(float* address, uint32_t block, float value) {
+// Transaction barriers (sm_90 and later). The cluster's own barrier would do, but its release is a fence that waits for
+// all stores of the thread, those to other GPUs too.
 #if __CUDA_ARCH__ >= 900
-  asm volatile("{ .reg .u32 a; mapa.shared::cluster.u32 a, %0, %1; st.shared::cluster.f32 [a], %2; }" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(address))),
-               "r"(block), "f"(value)
+LLM_COMM_DEVICE uint32_t shared_address(const void* address) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(address));
+}
+#endif
+
+LLM_COMM_DEVICE void delivery_init(uint64_t* delivery) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "mbarrier.init.shared::cta.b64 [%0], 1; fence.mbarrier_init.release.cluster;" ::"r"(shared_address(delivery))
+      : "memory");
+#else
+  *delivery = kDeliveryUnexpected;
+#endif
+}
+
+LLM_COMM_DEVICE void delivery_expect(uint64_t* delivery, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(delivery)), "r"(bytes)
                : "memory");
 #else
+  count_delivery(delivery, uint64_t{bytes} - kDeliveryUnexpected);
+#endif
+}
+
+LLM_COMM_DEVICE void deliver(float* address, uint32_t block, float value, uint64_t* delivery) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{ .reg .u32 a, d; mapa.shared::cluster.u32 a, %0, %1; mapa.shared::cluster.u32 d, %2, %1;"
+      "  st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [a], %3, [d]; }" ::"r"(shared_address(address)),
+      "r"(block), "r"(shared_address(delivery)), "f"(value)
+      : "memory");
+#else
   *address = value;
+  __threadfence_block();
+  count_delivery(delivery, -uint64_t{sizeof(float)});
+#endif
+}
+
+LLM_COMM_DEVICE void delivery_wait(uint64_t* delivery, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t is_over = 0;
+  do {
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(is_over)
+        : "r"(shared_address(delivery)), "r"(parity)
+        : "memory");
+  } while (is_over == 0);
+#else
+  while ((*static_cast<volatile uint64_t*>(delivery) >> 32 & 1) == parity) {
+  }
+  __threadfence_block();
 #endif
 }
 

@@ -57,13 +57,45 @@ LLM_COMM_DEVICE float shuffle_xor(float value, uint32_t lane_mask) {
   return emulator::warp_exchange(value, thread_index() % kWarpThreads ^ lane_mask);
 }
 
+LLM_COMM_DEVICE bool any_lane(bool holds) {
+  float any = holds ? 1.0f : 0.0f;
+  for (uint32_t mask = 1; mask < kWarpThreads; mask *= 2) any = std::fmax(any, shuffle_xor(any, mask));
+  return any != 0.0f;
+}
+
 LLM_COMM_DEVICE void cluster_arrive() { emulator::cluster_barrier_arrive(); }
 LLM_COMM_DEVICE void cluster_wait() { emulator::cluster_barrier_wait(); }
 
-LLM_COMM_DEVICE void store_to_block(float* address, uint32_t block, float value) {
+// The block of the cluster whose shared memory holds what corresponds to `address` here.
+template <class T>
+LLM_COMM_DEVICE T* in_block(T* address, uint32_t block) {
   const auto& thread = emulator::self();
   const auto offset = reinterpret_cast<char*>(address) - static_cast<char*>(thread.shared_memory);
-  *reinterpret_cast<float*>(static_cast<char*>(thread.cluster_shared_memory[block]) + offset) = value;
+  return reinterpret_cast<T*>(static_cast<char*>(thread.cluster_shared_memory[block]) + offset);
+}
+
+// Phases that are over in the upper half; in the lower one bytes to come, more by kDeliveryUnexpected until they are
+// expected. The threads of a cluster are fibers of one OS thread.
+inline constexpr uint64_t kDeliveryUnexpected = 1 << 20;
+
+LLM_COMM_DEVICE void count_delivery(uint64_t* delivery, uint64_t change) {
+  *delivery += change;
+  if (static_cast<uint32_t>(*delivery) == 0) *delivery += (uint64_t{1} << 32) + kDeliveryUnexpected;
+}
+
+LLM_COMM_DEVICE void delivery_init(uint64_t* delivery) { *delivery = kDeliveryUnexpected; }
+
+LLM_COMM_DEVICE void delivery_expect(uint64_t* delivery, uint32_t bytes) {
+  count_delivery(delivery, uint64_t{bytes} - kDeliveryUnexpected);
+}
+
+LLM_COMM_DEVICE void deliver(float* address, uint32_t block, float value, uint64_t* delivery) {
+  *in_block(address, block) = value;
+  count_delivery(in_block(delivery, block), -uint64_t{sizeof(float)});
+}
+
+LLM_COMM_DEVICE void delivery_wait(uint64_t* delivery, uint32_t parity) {
+  while ((*delivery >> 32 & 1) == parity) emulator::yield();
 }
 
 // Launches of an emulated GPU run one after the other.

@@ -102,7 +102,10 @@ class Elements {
 
   template <uint32_t Width>
   LLM_COMM_DEVICE Pack<D, Width> load(uint64_t index) const {
-    if (is_aligned_) return *reinterpret_cast<const Pack<D, Width>*>(first_ + index);
+    if (is_aligned_) {
+      if constexpr (Width == kElementsPerLine) return as_pack<D>(llm_comm::load_line(first_ + index));
+      return *reinterpret_cast<const Pack<D, Width>*>(first_ + index);
+    }
     Pack<D, Width> pack;
     for (uint32_t i = 0; i < Width; ++i) pack.element[i] = first_[index + i];
     return pack;
@@ -111,7 +114,12 @@ class Elements {
   template <uint32_t Width>
   LLM_COMM_DEVICE void store(uint64_t index, Pack<D, Width> pack) const {
     if (is_aligned_) {
-      *reinterpret_cast<Pack<D, Width>*>(first_ + index) = pack;
+      // By line: a struct of 16 bytes may be stored in parts.
+      if constexpr (Width == kElementsPerLine) {
+        store_line(first_ + index, __builtin_bit_cast(Line, pack));
+      } else {
+        *reinterpret_cast<Pack<D, Width>*>(first_ + index) = pack;
+      }
       return;
     }
     for (uint32_t i = 0; i < Width; ++i) first_[index + i] = pack.element[i];

@@ -22,7 +22,7 @@ template <DataType D, int World, bool SingleTile>
 LLM_COMM_KERNEL(SingleTile ? kMaxFusedThreads : kMaxLoopThreads)
 add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   constexpr uint32_t kWidth = kNormWidth<World>;
-  using Norm = RmsNorm<D, kWidth>;
+  using Norm = RmsNorm<D, kWidth, SingleTile>;
   using Values = typename Norm::Values;
 
   grid_dependency_trigger();
@@ -51,7 +51,10 @@ add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
     const uint32_t index = (first + self.member * args.tile_lines) * kElementsPerLine + thread_index() * kWidth;
     return {index, thread_index() < tile_packs && index < args.row_lines * kElementsPerLine};
   };
-  const bool takes_part = thread_index() / kWarpThreads * kWarpThreads < tile_packs;
+  // Whether this warp has values to norm: in the first tile of a row if in any.
+  const uint32_t warp = thread_index() / kWarpThreads * kWarpThreads;
+  const bool norms = warp < tile_packs && self.member * args.tile_lines * kElementsPerLine + warp * kWidth <
+                                              args.row_lines * kElementsPerLine;
 
   TileCursor sending{self.cluster, 0};
   TileCursor reducing = sending;
@@ -98,15 +101,17 @@ add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
       is_first = false;
     }
     Values sums{};
-    if (takes_part) {
+    if (norms) {
       const auto* const packs = reinterpret_cast<const Values*>(columns);
       if (at.exists) sums = sum_in_rank_order<D, World>(packs + thread_index(), tile_packs);
       sums = norm.add(reducing.row, at, sums, residual);
     }
     if (SingleTile || reducing.is_last_of_row(args.row_lines, round_lines)) {
-      norm.finish(
-          reducing.row, tiles, [&](uint32_t tile) { return place_of(tile * round_lines); }, sums, weight,
-          reciprocal_scale, takes_part);
+      if (norms || warp == 0) {
+        norm.finish(
+            reducing.row, tiles, [&](uint32_t tile) { return place_of(tile * round_lines); }, sums, weight,
+            reciprocal_scale);
+      }
     }
     // After the result is out: the next operation that uses the line cannot start before this one has ended.
     if (!is_own && has) re_arm_line(incoming + index);

@@ -1,11 +1,11 @@
 // What follows a row's sums: the residual add, the RMS norm over the cluster that holds the row, and the outputs.
 //
-// The sum of squares meets in the shared memory of every block of the cluster: a warp stores the partial sums of its
-// chunks there, and after one barrier every warp adds all partial sums up. That saves the second barrier that one adder
-// would take to publish its total.
+// The sum of squares meets in the shared memory of every block of the cluster: a warp delivers the partial sums of its
+// chunks there, and a warp that has seen all of them arrive adds them up. Nobody waits for a barrier of the cluster, whose
+// release would wait for the stores to other GPUs.
 //
-// Two sets of partial sums are used in turn. A block that stores those of row r + 2 has passed the barrier of row r + 1,
-// at which every block of the cluster has arrived after it read those of row r.
+// Two sets of partial sums are used in turn. A warp delivers to the set of row r + 2 after it has seen the partial sums of
+// row r + 1, some of every warp that reads them; those warps have read the ones of row r by then.
 #pragma once
 
 #include "kernels/fused/args.cuh"
@@ -15,11 +15,13 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 // At the start of a block's shared memory: sums for two rows in turn, then, likewise, largest magnitudes.
 inline constexpr uint32_t kPartialSets = 4;
-inline constexpr uint64_t kPartialBytes = kPartialSets * kMaxChunks * sizeof(float);
+inline constexpr uint64_t kPartialBytes = kPartialSets * (kMaxChunks * sizeof(float) + sizeof(uint64_t));
+static_assert(kPartialBytes % sizeof(Line) == 0);
 // So that a row of zeros has a scale too: as vLLM's rms_norm_dynamic_per_token_quant.
 inline constexpr float kSmallestScale = 1.0f / (kLargestE4m3 * 512.0f);
 
-template <DataType D, uint32_t Width>
+// `Once`: the block takes part in one row.
+template <DataType D, uint32_t Width, bool Once>
 class RmsNorm {
  public:
   using Values = Pack<D, Width>;
@@ -38,15 +40,23 @@ class RmsNorm {
         normed_(args.normed),
         new_residual_(args.new_residual),
         partials_(partials),
+        deliveries_(reinterpret_cast<uint64_t*>(partials + kPartialSets * kMaxChunks)),
         chunks_((args.row_lines + kChunkLines - 1) / kChunkLines) {
     // total() reads past the last chunk.
     for (uint32_t i = thread_index(); i < kPartialSets * kMaxChunks; i += block_threads()) partials_[i] = 0.0f;
-    if (is_clustered()) cluster_arrive();
+    if (thread_index() == 0) {
+      for (uint32_t set = 0; set < kPartialSets; ++set) {
+        delivery_init(deliveries_ + set);
+        expect(set);
+      }
+    }
+    if (args_.cluster_blocks > 1) cluster_arrive();
   }
 
-  // All threads: before the first contribute(). Blocks of the cluster have begun then, and their partial sums are zero.
+  // All threads make the call, before the first add() and with a block_sync() in between: every block of the cluster has
+  // made its RmsNorm then.
   LLM_COMM_DEVICE void meet() const {
-    if (is_clustered()) cluster_wait();
+    if (args_.cluster_blocks > 1) cluster_wait();
   }
 
   LLM_COMM_DEVICE uint64_t fingerprint() const {
@@ -77,16 +87,17 @@ class RmsNorm {
     float squares = at.exists ? sum_of_squares(result) : 0.0f;
     LLM_COMM_UNROLL(8)
     for (uint32_t mask = 1; mask < kLanesPerChunk; mask *= 2) squares += shuffle_xor(squares, mask);
-    contribute(parity_, at, squares);
+    contribute(set_of_row(), at, squares);
     return result;
   }
 
-  // Ends a row, whose values have all been given to add(): norms it and stores that. All threads of the block make the
-  // call; `takes_part` is false in warps without values. `place(tile)` is where this thread's values of tile `tile` of
-  // `tiles` lie; where there is one tile, `values` and `weight` are what add() and load_weight() returned for it.
+  // Ends a row, whose values have all been given to add(): norms it and stores that. Every warp that holds values makes
+  // the call, and in each block at least the first warp: a block must be there for as long as others deliver to it.
+  // `place(tile)` is where this thread's values of tile `tile` of `tiles` lie; where there is one tile, `values` and
+  // `weight` are what add() and load_weight() returned for it.
   template <class PlaceOf>
   LLM_COMM_DEVICE void finish(uint32_t row, uint32_t tiles, PlaceOf place, Values values, Values weight,
-                              float reciprocal_scale, bool takes_part) {
+                              float reciprocal_scale) {
     const auto each_tile = [&](auto step) {
       if (tiles == 1) {
         step(place(0), values, weight);
@@ -98,36 +109,34 @@ class RmsNorm {
         step(at, at.exists ? new_residual_.template load<Width>(element(row, at)) : Values{}, load_weight(at));
       }
     };
-    sync();
-    const float factor =
-        takes_part ? reciprocal_sqrt(multiply_add(total(), args_.reciprocal_hidden, args_.epsilon)) : 0.0f;
+    const float squares = combine_partials(set_of_row(), [](float a, float b) { return a + b; });
+    const float factor = reciprocal_sqrt(multiply_add(squares, args_.reciprocal_hidden, args_.epsilon));
     if (args_.quantization == Quantization::kNone) {
-      if (takes_part) {
-        each_tile([&](Place at, Values x, Values w) {
-          if (at.exists) normed_.template store<Width>(element(row, at), normalize(x, w, factor));
-        });
-      }
+      each_tile([&](Place at, Values x, Values w) {
+        if (at.exists) normed_.template store<Width>(element(row, at), normalize(x, w, factor));
+      });
     } else if (args_.quantization == Quantization::kStatic) {
-      if (takes_part) {
-        each_tile([&](Place at, Values x, Values w) {
-          store_quantized(row, at, normalize(x, w, factor), [&](float value) { return value * reciprocal_scale; });
-        });
-      }
+      each_tile([&](Place at, Values x, Values w) {
+        store_quantized(row, at, normalize(x, w, factor), [&](float value) { return value * reciprocal_scale; });
+      });
     } else {
-      if (takes_part) {
-        each_tile([&](Place at, Values x, Values w) { contribute_largest(at, normalize(x, w, factor)); });
-      }
-      sync();
-      if (takes_part) {
-        // Divides, as vLLM does, rather than multiply by the reciprocal: other bits.
-        const float scale = larger(largest() / kLargestE4m3, kSmallestScale);
-        if (block_index() % args_.cluster_blocks == 0 && thread_index() == 0) args_.scale[row] = scale;
-        each_tile([&](Place at, Values x, Values w) {
-          store_quantized(row, at, normalize(x, w, factor), [&](float value) { return value / scale; });
-        });
-      }
+      float magnitude = 0.0f;
+      each_tile([&](Place at, Values x, Values w) {
+        magnitude = largest_of(normalize(x, w, factor));
+        LLM_COMM_UNROLL(8)
+        for (uint32_t mask = 1; mask < kLanesPerChunk; mask *= 2) {
+          magnitude = larger(magnitude, shuffle_xor(magnitude, mask));
+        }
+        contribute(2 + set_of_row(), at, magnitude);
+      });
+      // Divides, as vLLM does, rather than multiply by the reciprocal: other bits.
+      const float scale = larger(combine_partials(2 + set_of_row(), &larger) / kLargestE4m3, kSmallestScale);
+      if (block_index() % args_.cluster_blocks == 0 && thread_index() == 0) args_.scale[row] = scale;
+      each_tile([&](Place at, Values x, Values w) {
+        store_quantized(row, at, normalize(x, w, factor), [&](float value) { return value / scale; });
+      });
     }
-    parity_ ^= 1;
+    ++rows_;
   }
 
  private:
@@ -138,15 +147,10 @@ class RmsNorm {
     uint8_t element[Width];
   };
 
-  LLM_COMM_DEVICE bool is_clustered() const { return args_.cluster_blocks > 1; }
+  LLM_COMM_DEVICE uint32_t set_of_row() const { return rows_ % 2; }
 
-  LLM_COMM_DEVICE void sync() const {
-    if (is_clustered()) {
-      cluster_arrive();
-      cluster_wait();
-    } else {
-      block_sync();
-    }
+  LLM_COMM_DEVICE void expect(uint32_t set) const {
+    delivery_expect(deliveries_ + set, chunks_ * static_cast<uint32_t>(sizeof(float)));
   }
 
   LLM_COMM_DEVICE uint64_t element(uint32_t row, Place at) const {
@@ -171,40 +175,25 @@ class RmsNorm {
     return sums[0];
   }
 
-  // Stores the value of a chunk, which all its lanes hold, in every block of the cluster.
+  // Delivers the value of a chunk, which all its lanes hold, to every block of the cluster.
   LLM_COMM_DEVICE void contribute(uint32_t set, Place at, float value) const {
     if (!at.exists) return;
-    // A partial chunk at the end of a row has fewer lanes.
-    const uint32_t lanes = chunk_lanes(at);
-    float* const partial = partials_ + set * kMaxChunks + at.index / (kChunkLines * kElementsPerLine);
-    for (uint32_t block = thread_index() % kLanesPerChunk; block < args_.cluster_blocks; block += lanes) {
-      store_to_block(partial, block, value);
-    }
-  }
-
-  // Lanes of the chunk that hold values: all but at the end of a row.
-  LLM_COMM_DEVICE uint32_t chunk_lanes(Place at) const {
     const uint32_t chunk = at.index / (kChunkLines * kElementsPerLine);
+    // A partial chunk at the end of a row has fewer lanes.
     const uint32_t lines = args_.row_lines - chunk * kChunkLines;
-    return lines < kChunkLines ? lines * (kElementsPerLine / Width) : kLanesPerChunk;
-  }
-
-  LLM_COMM_DEVICE void contribute_largest(Place at, Values values) const {
-    float magnitude = 0.0f;
-    LLM_COMM_UNROLL(8)
-    for (uint32_t i = 0; at.exists && i < Width; ++i) {
-      const float value = E::value(values.element[i]);
-      magnitude = larger(magnitude, value < 0.0f ? -value : value);
+    const uint32_t lanes = lines < kChunkLines ? lines * (kElementsPerLine / Width) : kLanesPerChunk;
+    float* const partial = partials_ + set * kMaxChunks + chunk;
+    for (uint32_t block = thread_index() % kLanesPerChunk; block < args_.cluster_blocks; block += lanes) {
+      deliver(partial, block, value, deliveries_ + set);
     }
-    LLM_COMM_UNROLL(8)
-    for (uint32_t mask = 1; mask < kLanesPerChunk; mask *= 2)
-      magnitude = larger(magnitude, shuffle_xor(magnitude, mask));
-    contribute(2 + parity_, at, magnitude);
   }
 
-  // Four partial values a lane and round; then the lanes, as a tree. Its result is the same in all lanes.
+  // All partial values of a row, combined: four by each lane, then those of the lanes, as a tree.
   template <class Combine>
   LLM_COMM_DEVICE float combine_partials(uint32_t set, Combine combine) const {
+    delivery_wait(deliveries_ + set, rows_ / 2 % 2);
+    // For the next row but one.
+    if (!Once && thread_index() == 0) expect(set);
     const Line* const lines = reinterpret_cast<const Line*>(partials_ + set * kMaxChunks);
     float result = 0.0f;
     for (uint32_t first = 0; first * 4 < chunks_; first += kWarpThreads) {
@@ -217,10 +206,15 @@ class RmsNorm {
     return result;
   }
 
-  LLM_COMM_DEVICE float total() const {
-    return combine_partials(parity_, [](float a, float b) { return a + b; });
+  static LLM_COMM_DEVICE float largest_of(Values values) {
+    float magnitude = 0.0f;
+    LLM_COMM_UNROLL(8)
+    for (uint32_t i = 0; i < Width; ++i) {
+      const float value = E::value(values.element[i]);
+      magnitude = larger(magnitude, value < 0.0f ? -value : value);
+    }
+    return magnitude;
   }
-  LLM_COMM_DEVICE float largest() const { return combine_partials(2 + parity_, &larger); }
 
   static LLM_COMM_DEVICE Values normalize(Values values, Values weight, float factor) {
     Values result;
@@ -251,8 +245,9 @@ class RmsNorm {
   Elements<D> normed_;
   Elements<D> new_residual_;
   float* partials_;
+  uint64_t* deliveries_;  // one for each set
   uint32_t chunks_;
-  uint32_t parity_ = 0;
+  uint32_t rows_ = 0;  // ended so far
 };
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

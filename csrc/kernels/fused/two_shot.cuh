@@ -20,7 +20,7 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 template <DataType D, int World, bool SingleTile>
 LLM_COMM_KERNEL(SingleTile ? kMaxFusedThreads : kMaxLoopThreads)
 add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
-  using Norm = RmsNorm<D, kElementsPerLine>;
+  using Norm = RmsNorm<D, kElementsPerLine, SingleTile>;
   using Values = typename Norm::Values;
 
   grid_dependency_trigger();
@@ -59,6 +59,9 @@ add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
     const TileCursor at{0, first};
     return {(self.peer * segment + line_of(at)) * kElementsPerLine, has_line(at, self.peer)};
   };
+
+  // Whether this warp has values to norm: in the first tile of a row if in any.
+  const bool norms = any_lane(place_of(0).exists);
 
   TileCursor scattering{self.cluster, 0};
   TileCursor reducing = scattering;
@@ -130,11 +133,13 @@ add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
     } else if (at.exists) {
       line = sums[self.column];
     }
-    const Values values = norm.add(collecting.row, at, as_pack<D>(line), residual);
+    const Values values = norms ? norm.add(collecting.row, at, as_pack<D>(line), residual) : Values{};
     if (SingleTile || collecting.is_last_of_row(segment, round_lines)) {
-      norm.finish(
-          collecting.row, tiles, [&](uint32_t tile) { return place_of(tile * round_lines); }, values, weight,
-          reciprocal_scale, true);
+      if (norms || thread_index() < kWarpThreads) {
+        norm.finish(
+            collecting.row, tiles, [&](uint32_t tile) { return place_of(tile * round_lines); }, values, weight,
+            reciprocal_scale);
+      }
     }
     if (receives) re_arm_line(incoming + index);
     if (!SingleTile) collecting.advance(segment, round_lines, self.clusters);
