@@ -415,7 +415,9 @@ def _check_hosts(rendezvous: Rendezvous, communicator: Communicator) -> None:
         "version": _core.version,
         "device": communicator.device.type,
         "max_cluster": communicator._max_cluster,
-        "config": {name: getattr(config, name) for name in ("workspace_bytes", "max_message_bytes", "algorithm")},
+        "config": {
+            name: getattr(config, name) for name in ("workspace_bytes", "max_message_bytes", "algorithm", "fuse")
+        },
     }
     if rendezvous.world_size > selection.MAX_WORLD_SIZE:
         raise RendezvousError(

@@ -73,6 +73,7 @@ _OPTIONS: dict[str, _Option] = {
     ),
     "algorithm": _one_of("auto", "one_shot", "two_shot"),
     "pdl": _BOOLEAN,
+    "fuse": _BOOLEAN,
     "deterministic": _BOOLEAN,
     "table": _Option(_optional_path, lambda v: v is None or isinstance(v, str), "path of a tuning table"),
 }
@@ -96,6 +97,7 @@ class Config:
         max_message_bytes: Larger messages are declined; None takes the bound of the tuning table.
         algorithm: ``"auto"`` selects by the table; a name forces that algorithm at every size.
         pdl: Programmatic dependent launch, on GPUs that have it.
+        fuse: Whether engine integrations put the residual add and the RMSNorm after an all-reduce into its kernel.
         deterministic: Whether llm_comm also sums in SGLang's deterministic mode, in place of NCCL. It changes no sum:
             each is accumulated in rank order anyway.
         table: Tuning table to use in place of the one shipped for the device.
@@ -112,6 +114,7 @@ class Config:
     max_message_bytes: int | None = None
     algorithm: str = "auto"
     pdl: bool = True
+    fuse: bool = True
     deterministic: bool = False
     table: str | None = None
     #: Where each value that is not a default comes from.

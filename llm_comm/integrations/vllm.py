@@ -3,8 +3,10 @@
 vLLM asks its platform for the class of the communicator that each group of ranks gets. ``register`` makes the CUDA
 platform answer with a subclass of vLLM's own (``vllm_communicator.py``). Model code calls
 ``torch.ops.vllm.all_reduce``, opaque to torch.compile, which ends in the ``all_reduce`` of that class: eager, compiled
-and captured calls take the same way, and the V1 and V2 model runners share it. The one thing besides is an option of
-vLLM's compiler that would fuse all-reduces away; it is turned off where llm_comm is active.
+and captured calls take the same way, and the V1 and V2 model runners share it.
+
+The platform also names the class that runs the passes of vLLM's compiler. Where llm_comm is active, that becomes a
+subclass with one pass more (``vllm_fusion.py``). vLLM's own pass of the kind, which goes past llm_comm, is turned off.
 
 This module is loaded in every process of vLLM, most of which never make a communicator. So it imports little, and what
 it cannot decide yet it leaves to the moment when the class is asked for.
@@ -25,9 +27,11 @@ custom all-reduce                    off                 deterministic       all
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import multiprocessing
 import os
+import sys
 from typing import Any
 
 from llm_comm.integrations import common
@@ -38,6 +42,8 @@ logger = logging.getLogger("vllm.llm_comm")
 THEIR_CLASS = "vllm.distributed.device_communicators.cuda_communicator.CudaCommunicator"
 RANK_0_PROCESS = "VllmWorker-0"
 OUR_CLASS = "llm_comm.integrations.vllm_communicator.LlmCommCommunicator"
+THEIR_PASS_MANAGER = "vllm.compilation.passes.pass_manager.PostGradPassManager"
+OUR_PASS_MANAGER = "llm_comm.integrations.vllm_fusion.LlmCommPassManager"
 
 
 def register() -> None:
@@ -56,7 +62,7 @@ def register() -> None:
 
 
 def _step_in() -> str | None:
-    """Wraps the method by which the platform names its communicator class. Returns why it did not, if so."""
+    """Wraps the methods by which the platform names its classes. Returns why it did not, if so."""
     if common.switched_off():
         return "LLM_COMM_ENABLE is off"
     from vllm.platforms import current_platform
@@ -67,6 +73,7 @@ def _step_in() -> str | None:
     theirs = platform.get_device_communicator_cls
     if not getattr(theirs, "by_llm_comm", False):
         platform.get_device_communicator_cls = classmethod(_choosing(theirs))
+        platform.get_pass_manager_cls = classmethod(_choosing_pass_manager(platform.get_pass_manager_cls))
     return None
 
 
@@ -82,6 +89,26 @@ def _choosing(theirs: Any) -> Any:
 
     get_device_communicator_cls.by_llm_comm = True  # type: ignore[attr-defined]
     return get_device_communicator_cls
+
+
+def _choosing_pass_manager(theirs: Any) -> Any:
+    @functools.wraps(theirs.__func__)
+    def get_pass_manager_cls(cls: type) -> str:
+        name: str = theirs()
+        communicator = sys.modules.get("llm_comm.integrations.vllm_communicator")
+        if communicator is None or not communicator.fuses():
+            return name
+        try:
+            if name != THEIR_PASS_MANAGER:
+                raise TypeError(f"the pass manager is {name}")
+            importlib.import_module(OUR_PASS_MANAGER.rpartition(".")[0])
+        except Exception as error:
+            text = "llm_comm does not fuse: it does not know the compiler of this vLLM (%s: %s)"
+            logger.warning(text, type(error).__name__, error)
+            return name
+        return OUR_PASS_MANAGER
+
+    return get_pass_manager_cls
 
 
 def _why_not(name: str) -> str | None:

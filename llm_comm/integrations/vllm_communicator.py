@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import vllm.envs as envs
-from vllm.config import get_current_vllm_config_or_none
+from vllm.config import CompilationMode, get_current_vllm_config_or_none
+from vllm.distributed import get_tp_group
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 
 from llm_comm.communicator import Communicator
@@ -21,6 +22,8 @@ from llm_comm.integrations import common
 logger = logging.getLogger("vllm.llm_comm")
 
 SECTION = "llm_comm"
+#: Key of additional_config that tells compiled graphs with the fused operator from those without.
+FUSION_MARK = "llm_comm_fusion"
 #: Groups in whose name the models sum activations. Those of pipeline, data and expert parallelism do not, and one that
 #: spans data-parallel replicas must not depend on all of them being set up alike.
 GROUPS = ("tp", "dcp")
@@ -91,6 +94,31 @@ def _keep_norms_apart() -> bool:
     return True
 
 
+def fuses() -> bool:
+    """Whether the group in whose name a model sums its activations, at this moment, is one whose norms are fused."""
+    return getattr(get_tp_group().device_communicator, "fuses", False)
+
+
+def _why_not_fused(config: Config) -> str | None:
+    """Makes ready for compiled graphs that hold the fused operator, or returns why there are to be none."""
+    vllm_config = get_current_vllm_config_or_none()
+    if not config.fuse:
+        return f"fuse is false ({config.origins.get('fuse', 'Python')})"
+    if envs.VLLM_BATCH_INVARIANT:
+        return "VLLM_BATCH_INVARIANT asks for vLLM's own norms"
+    if vllm_config is None or vllm_config.compilation_config.mode != CompilationMode.VLLM_COMPILE:
+        return "vLLM does not compile the model"
+    if not isinstance(vllm_config.additional_config, dict):
+        return f"additional_config is of {type(vllm_config.additional_config)}"
+    try:
+        from llm_comm.integrations import vllm_fused_op
+    except Exception as error:
+        return f"it does not know this version of vLLM ({type(error).__name__}: {error})"
+    # What vLLM keeps compiled graphs under is made of its configuration. additional_config is the part for plugins.
+    vllm_config.additional_config = {**vllm_config.additional_config, FUSION_MARK: vllm_fused_op.fingerprint()}
+    return None
+
+
 class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
     """Sums with llm_comm what it accepts, and takes vLLM's way for the rest and for all other collectives.
 
@@ -105,6 +133,8 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         self._llm_comm: Communicator | None = None
         self._member: common.Member | None = None
         self._kind = self.unique_name.split(":")[0]
+        #: Whether compiled graphs hold llm_comm's operator where an all-reduce of this group and a norm were.
+        self.fuses = False
         if self.world_size > 1 and self._kind in GROUPS:
             self._join()
 
@@ -115,6 +145,28 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
             result: torch.Tensor = communicator.all_reduce(input_)
             return result
         return super().all_reduce(input_)  # type: ignore[no-any-return]
+
+    def all_reduce_add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        epsilon: float,
+        scale: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See ``vllm_fused_op.py``; None, the same on all ranks, if it is not served: nothing has been summed then."""
+        communicator = self._llm_comm
+        quantize = None if scale is None else "static"
+        if (
+            communicator is None
+            or not communicator.accepts_fused(x, weight, quantize)
+            or (residual is not None and not residual.is_contiguous())
+        ):
+            return None
+        normed, new_residual = communicator.all_reduce_add_rms_norm(
+            x, residual, weight, epsilon, quantize=quantize, scale=scale
+        )
+        return normed, new_residual
 
     def destroy(self) -> None:
         member, self._member, self._llm_comm = self._member, None, None
@@ -133,9 +185,18 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         if member is None:
             return
         self._member, self._llm_comm = member, member.communicator
-        unfused = self._kind == "tp" and _keep_norms_apart()
+        about_norms = self._set_up_fusion(member.communicator.config) if self._kind == "tp" else ""
         if self.global_rank == 0:
-            logger.info("%s%s", member.summary("vLLM"), "; vLLM's fuse_allreduce_rms is off" if unfused else "")
+            logger.info("%s%s", member.summary("vLLM"), about_norms)
+
+    def _set_up_fusion(self, config: Config) -> str:
+        """Decides whether compiled graphs are to hold the fused operator, alike on all ranks. Returns what to log."""
+        theirs_is_off = "; vLLM's fuse_allreduce_rms is off" if _keep_norms_apart() else ""
+        why_not = _why_not_fused(config)
+        if why_not is not None:
+            return f"; not fused with RMSNorm: {why_not}{theirs_is_off}"
+        self.fuses = True
+        return f"; fused with RMSNorm in compiled graphs{theirs_is_off}"
 
 
 def _show_log() -> None:

@@ -390,11 +390,11 @@ def calls_of_llm_comm() -> list[torch.Size]:
     return calls_of(parallel_state.get_tp_group().device_communicator._llm_comm)
 
 
-def main() -> None:
+def main(found: dict[str, Any]) -> None:
     if hasattr(vllm.logger, "configure_logging"):  # since 0.33; before, importing it is enough
         vllm.logger.configure_logging(VllmConfig().logging_config)
-    serve(globals(), plugin.RANK_0_PROCESS.removesuffix("0") + "{}")
+    serve(found, plugin.RANK_0_PROCESS.removesuffix("0") + "{}")
 
 
 if __name__ == "__main__":
-    main()
+    main(globals())

@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from contract import Contract, Runner
-from vllm_environment import VLLM
+from vllm_environment import VERSIONS, VLLM
 
-CONTRACT = Contract(VLLM, ("0.26.0", "0.33.0"), Path(__file__).parent / "scenarios.py")
+CONTRACT = Contract(VLLM, VERSIONS, Path(__file__).parent / "scenarios.py")
 
 
 @CONTRACT.parametrized()

@@ -1,0 +1,536 @@
+"""vLLM's compiler with the pass of llm_comm: run by ``test_vllm_fusion.py``, as ``scenarios.py`` is by its test.
+
+Models of a few layers, made of vLLM's own norms and quantization, go through vLLM's ``VllmBackend`` and inductor, with
+the compiler's passes as they are in the published wheel. Inductor generates code for CPU tensors; vLLM's compiled
+operators are those of ``stand_in_operators.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import scenarios
+import torch
+import vllm.ir.ops as vllm_ir
+from rank_processes import data, dist_rank, expected_sum, scenario, shared_directory
+from scenarios import Log, current_platform, parallel_state, plugin, tensor_model_parallel_all_reduce, vllm_groups
+from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
+from torch._inductor.decomposition import select_decomp_table
+from vllm.compilation.backends import VllmBackend
+from vllm.compilation.passes.inductor_pass import pass_context
+from vllm.compilation.passes.pass_manager import PostGradPassManager
+from vllm.compilation.passes.vllm_inductor_pass import get_match_table
+from vllm.config import CompilationConfig, CompilationMode, PassConfig, VllmConfig, set_current_vllm_config
+from vllm.config.kernel import IrOpPriorityConfig, KernelConfig
+from vllm.config.utils import Range
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+import llm_comm
+
+HIDDEN = 64
+FP8_SCALE = 0.25
+OUR_PASS = "AllReduceNormPass"
+Model = Callable[[torch.Tensor], Any]
+
+# Where a graph is cut in pieces, as at attention.
+torch.library.define("llm_comm_tests::cut", "(Tensor x) -> Tensor")
+torch.library.impl("llm_comm_tests::cut", "CPU", torch.clone)
+torch.library.register_fake("llm_comm_tests::cut", torch.empty_like)
+
+# ---- What is fused --------------------------------------------------------------------------------------------------
+
+
+@scenario()
+def norms_of_any_epsilon_are_fused_with_and_without_residual() -> None:
+    with compiler() as vllm:
+        first, *others = norms(1e-5, 1e-6, 3e-6, 0.1)
+
+        def model(x: torch.Tensor) -> torch.Tensor:
+            x = residual = tensor_model_parallel_all_reduce(x)
+            x = first(x)
+            for norm in others:
+                x, residual = norm(tensor_model_parallel_all_reduce(x), residual)
+            return x  # nobody takes the last residual
+
+        vllm.expect(model, fused=4)
+
+
+@scenario()
+def norms_that_inductor_would_generate_are_fused_too() -> None:
+    """As by default: vLLM's norms become chains of torch operators, after this pass."""
+    with compiler(norms_by="native") as vllm:
+        before, after, end = norms(1e-5, 1e-5, 1e-5)
+
+        def model(x: torch.Tensor) -> Any:
+            x, residual = after(tensor_model_parallel_all_reduce(before(x) * 2), x)
+            return end(x + residual), residual
+
+        vllm.expect(model, fused=1)
+
+
+@scenario(LLM_COMM_ALGORITHM="two_shot")
+def a_batch_of_any_size_takes_the_same_graph() -> None:
+    with compiler() as vllm:
+        (norm,) = norms(1e-5)
+
+        def model(x: torch.Tensor) -> Any:
+            return norm(tensor_model_parallel_all_reduce(x), x)
+
+        compiled = vllm.compile(model)
+        for rows in (3, 2, 7, 40):
+            vllm.check(compiled, model, rows)
+        assert vllm.fused_calls == [(rows, HIDDEN) for rows in (3, 2, 7, 40)], vllm.fused_calls
+
+
+@scenario()
+def static_quantization_is_fused_too() -> None:
+    with compiler() as vllm:
+        first, second, third = norms(1e-5, 2e-5, 3e-5)
+        quantize = quantization()
+        scale = torch.tensor([FP8_SCALE])
+
+        def model(x: torch.Tensor) -> Any:
+            total = tensor_model_parallel_all_reduce(x)
+            a, _ = quantize(first(total), scale)
+            normed, residual = second(tensor_model_parallel_all_reduce(x * 2), total)
+            b, _ = quantize(normed, scale)
+            c, _ = quantize(third(tensor_model_parallel_all_reduce(x * 4), residual + 1)[0], scale)
+            return a, b, residual, c
+
+        vllm.expect(model, fused=3)
+
+
+@scenario()
+def static_quantization_by_the_operator_of_vllm_is_fused_too() -> None:
+    config = compiler_config(custom_ops=["+quant_fp8"])
+    with compiler(config) as vllm:
+        (norm,) = norms(1e-5)
+        quantize = quantization()
+        scale = torch.tensor([FP8_SCALE])
+
+        def model(x: torch.Tensor) -> Any:
+            normed, residual = norm(tensor_model_parallel_all_reduce(x), x)
+            return quantize(normed, scale)[0], residual
+
+        vllm.expect(model, fused=1)
+
+
+@scenario()
+def quantization_of_one_use_of_a_norm_leaves_the_norm_whole() -> None:
+    with compiler() as vllm:
+        (norm,) = norms(1e-5)
+        quantize = quantization()
+        scale = torch.tensor([FP8_SCALE])
+
+        def model(x: torch.Tensor) -> Any:
+            normed, residual = norm(tensor_model_parallel_all_reduce(x), x)
+            return quantize(normed, scale)[0], normed, residual
+
+        vllm.expect(model, fused=1)
+
+
+@scenario()
+def the_fusion_of_vllm_works_on_what_is_left() -> None:
+    config = compiler_config(fuse_norm_quant=True, custom_ops=["+quant_fp8"])
+    with compiler(config) as vllm:
+        reduced, alone = norms(1e-5, 1e-6)
+        quantize = quantization()
+        scale = torch.tensor([FP8_SCALE])
+
+        def model(x: torch.Tensor) -> Any:
+            normed, residual = reduced(tensor_model_parallel_all_reduce(x), x)
+            return residual, quantize(alone(normed), scale)[0]
+
+        backend = vllm.backend()
+        backend.configure_post_pass()
+        names = [type(its_pass).__name__ for its_pass in backend.pass_manager.passes]
+        assert names == ["NoOpEliminationPass", OUR_PASS, "RMSNormQuantFusionPass"], names
+        vllm.expect(model, fused=1)
+        (of_vllm,) = (p for p in vllm.backends[-1].pass_manager.passes if type(p).__name__ == names[-1])
+        assert of_vllm.matched_count == 1
+
+
+@scenario(world=4)
+def each_group_sums_its_own_ranks() -> None:
+    with compiler(tensor_parallel=2, pipeline_parallel=2) as vllm:
+        (norm,) = norms(1e-5)
+
+        def model(x: torch.Tensor) -> Any:
+            return norm(tensor_model_parallel_all_reduce(x), torch.ones_like(x))
+
+        _, residual = vllm.trace(model)(data((4, HIDDEN)))
+        first = dist_rank() // 2 * 2
+        assert torch.equal(residual, expected_sum((4, HIDDEN), (first, first + 1)) + 1)
+        assert vllm.fused_calls == [(4, HIDDEN)]
+
+
+# ---- What is not ----------------------------------------------------------------------------------------------------
+
+
+@scenario()
+def norms_that_compute_something_else_are_left_alone() -> None:
+    with compiler() as vllm:
+        gemma = GemmaRMSNorm(HIDDEN)
+        gemma.weight.data.uniform_(-0.5, 0.5)
+        gemma.weight.data = gemma.weight.data.bfloat16()
+        weightless = RMSNorm(HIDDEN, has_weight=False)
+        half = RMSNorm(HIDDEN, var_hidden_size=HIDDEN // 2, dtype=torch.bfloat16)
+        of_float = RMSNorm(HIDDEN, dtype=torch.float32)
+
+        def model(x: torch.Tensor) -> Any:
+            total = tensor_model_parallel_all_reduce(x)
+            a, residual = gemma(total, x * 8)
+            b = weightless(tensor_model_parallel_all_reduce(x * 2))
+            c, _ = half(tensor_model_parallel_all_reduce(x * 4), x * 16)
+            d = of_float(tensor_model_parallel_all_reduce(x.float()))
+            return a, residual, b, c, d
+
+        vllm.expect(model, fused=0)
+
+
+@scenario()
+def a_sum_that_others_need_stays_a_sum() -> None:
+    with compiler() as vllm:
+        (norm,) = norms(1e-5)
+
+        def model(x: torch.Tensor) -> Any:
+            total = tensor_model_parallel_all_reduce(x)
+            # The overload that may overwrite its inputs, which norms of vLLM take, would refuse this.
+            return *vllm_ir.fused_add_rms_norm(total, x, norm.weight, 1e-5), total
+
+        vllm.expect(model, fused=0)
+
+
+@scenario(world=4)
+def all_reduces_of_other_groups_stay() -> None:
+    with compiler(tensor_parallel=2, pipeline_parallel=2) as vllm:
+        (norm,) = norms(1e-5)
+
+        def model(x: torch.Tensor) -> Any:
+            return norm(parallel_state.get_pp_group().all_reduce(x), x * 1)
+
+        vllm.expect(model, fused=0)
+
+
+@scenario()
+def a_norm_in_another_piece_of_the_graph_than_its_all_reduce_is_left_alone() -> None:
+    with compiler(compiler_config(splitting_ops=["llm_comm_tests::cut"])) as vllm:
+        first, second = norms(1e-5, 1e-6)
+
+        def model(x: torch.Tensor) -> Any:
+            total = tensor_model_parallel_all_reduce(x)
+            x, residual = first(total, torch.ops.llm_comm_tests.cut(x))
+            return second(tensor_model_parallel_all_reduce(x), residual)
+
+        vllm.expect(model, fused=1, compile=vllm.compile)
+
+
+@scenario()
+def a_graph_break_is_no_obstacle() -> None:
+    with compiler() as vllm:
+        first, second = norms(1e-5, 1e-6)
+
+        def model(x: torch.Tensor) -> Any:
+            x, residual = first(tensor_model_parallel_all_reduce(x), x)
+            torch._dynamo.graph_break()
+            return second(tensor_model_parallel_all_reduce(x), residual)
+
+        def own_backend(*graph: Any) -> Any:
+            return vllm.backend()(*graph)  # one of vLLM's serves one graph
+
+        compiled = torch.compile(model, backend=own_backend)
+        vllm.check(compiled, model)
+        assert len(vllm.fused_calls) == 2
+
+
+# ---- Nothing is left out when the kernel declines -------------------------------------------------------------------
+
+
+@scenario(LLM_COMM_MAX_MESSAGE_BYTES="1024")
+def what_the_kernel_declines_is_reduced_all_the_same() -> None:
+    with compiler() as vllm:
+        norm, other = norms(1e-5, 1e-6)
+        quantize = quantization()
+        scale = torch.tensor([FP8_SCALE])
+
+        def model(x: torch.Tensor) -> Any:
+            normed, residual = norm(tensor_model_parallel_all_reduce(x), x * 1)
+            total = tensor_model_parallel_all_reduce(x * 2)
+            return normed, residual, total, quantize(other(total), scale)[0]
+
+        compiled = vllm.trace(model)
+        rows = 9  # 1,152 bytes
+        x = data((rows, HIDDEN))
+        residual = vllm.check(compiled, model, rows)[1]
+        assert torch.equal(residual, expected_sum((rows, HIDDEN)) + x), "not reduced"
+        assert not vllm.fused_calls
+        vllm.check(compiled, model, 8)
+        assert len(vllm.fused_calls) == 2
+        # Without a communicator of llm_comm, the graph is as right.
+        parallel_state.get_tp_group().device_communicator._llm_comm = None
+        residual = vllm.check(compiled, model, 8)[1]
+        assert torch.equal(residual, expected_sum((8, HIDDEN)) + data((8, HIDDEN))), "not reduced"
+        assert len(vllm.fused_calls) == 2
+
+
+@scenario(LLM_COMM_MAX_MESSAGE_BYTES="0")
+def inputs_of_the_operator_are_not_changed() -> None:
+    with compiler():
+        (norm,) = norms(1e-5)
+        x, residual = data((4, HIDDEN)), torch.ones(4, HIDDEN, dtype=torch.bfloat16)
+        before = x.clone()
+        operator = torch.ops.llm_comm_vllm.all_reduce_add_rms_norm
+        _, new_residual = operator(x, residual, norm.weight, 1e-5, None, "tp:0")
+        assert torch.equal(x, before)
+        assert torch.equal(residual, torch.ones_like(residual))
+        assert torch.equal(new_residual, expected_sum((4, HIDDEN)) + 1)
+
+
+# ---- Switches and caches --------------------------------------------------------------------------------------------
+
+
+@scenario()
+def the_log_says_that_it_fuses() -> None:
+    with compiler() as vllm:
+        lines = vllm.log.having("is active for group tp:0")
+        assert len(lines) == (dist_rank() == 0)
+        assert all(line.endswith("; fused with RMSNorm in compiled graphs") for line in lines), lines
+
+
+@scenario(LLM_COMM_FUSE="0")
+def a_variable_switches_fusion_off() -> None:
+    expect_no_fusion(compiler_config(), "fuse is false (LLM_COMM_FUSE)")
+
+
+@scenario()
+def additional_config_switches_fusion_off() -> None:
+    config = compiler_config(additional_config={"llm_comm": {"fuse": False}})
+    expect_no_fusion(config, "fuse is false (Python)")
+
+
+@scenario(VLLM_BATCH_INVARIANT="1")
+def batch_invariant_norms_are_those_of_vllm() -> None:
+    expect_no_fusion(compiler_config(), "VLLM_BATCH_INVARIANT asks for vLLM's own norms")
+
+
+@scenario()
+def eager_mode_is_not_fused() -> None:
+    config = VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))
+    expect_no_fusion(config, "vLLM does not compile the model")
+
+
+@scenario(LLM_COMM_ENABLE="0")
+def llm_comm_enable_0_leaves_the_compiler_untouched() -> None:
+    config = compiler_config()
+    before = config.compute_hash()
+    with compiler(config):
+        assert current_platform.get_pass_manager_cls() == plugin.THEIR_PASS_MANAGER
+        assert config.compute_hash() == before
+
+
+@scenario()
+def compiled_graphs_are_kept_apart_by_what_they_hold() -> None:
+    config, again = compiler_config(), compiler_config()
+    untouched = config.compute_hash()
+    with compiler(config) as vllm:
+        fused = config.compute_hash()
+        assert fused != untouched
+        with set_current_vllm_config(again):
+            assert parallel_state.get_tp_group().device_communicator._set_up_fusion(llm_comm.Config())
+        assert again.compute_hash() == fused, "not the same at every start"
+        backend = vllm.backend()
+        backend.configure_post_pass()
+        theirs = PostGradPassManager()
+        theirs.configure(config)
+        with pass_context(Range(1, 8)):
+            assert backend.pass_manager.uuid() != theirs.uuid()
+
+
+@scenario()
+def a_graph_that_was_compiled_before_finds_its_operator() -> None:
+    """The process that loads it runs no pass, so nothing but the communicator has defined the operator."""
+    sys.modules.pop("llm_comm.integrations.vllm_fusion", None)
+    with compiler():
+        assert hasattr(torch.ops.llm_comm_vllm, "all_reduce_add_rms_norm")
+        assert "llm_comm.integrations.vllm_fusion" not in sys.modules
+
+
+@scenario()
+def a_compiler_that_llm_comm_does_not_know_is_left_alone() -> None:
+    with compiler() as vllm, mock.patch.dict("sys.modules", {"llm_comm.integrations.vllm_fusion": None}):
+        (norm,) = norms(1e-5)
+
+        def model(x: torch.Tensor) -> Any:
+            return norm(tensor_model_parallel_all_reduce(x), x)
+
+        assert current_platform.get_pass_manager_cls() == plugin.THEIR_PASS_MANAGER
+        assert vllm.log.having("llm_comm does not fuse: it does not know the compiler of this vLLM")
+        vllm.expect(model, fused=0)
+
+
+# ---- What they are made of ------------------------------------------------------------------------------------------
+
+
+class Compiler(NamedTuple):
+    """vLLM with its groups, ready to compile."""
+
+    config: VllmConfig
+    log: Log
+    #: Shapes that went through the fused kernel.
+    fused_calls: list[tuple[int, ...]]
+    backends: list[VllmBackend]
+
+    def backend(self) -> VllmBackend:
+        self.backends.append(VllmBackend(self.config))
+        return self.backends[-1]
+
+    def compile(self, model: Model) -> Model:
+        """Through vLLM's backend as it is: inductor and the C++ compiler."""
+        return self._compile(model, self.backend())
+
+    def trace(self, model: Model) -> Model:
+        """Through vLLM's passes only; torch runs the graph that they leave."""
+        return self._compile(model, self._run_passes)
+
+    def _compile(self, model: Model, backend: Any) -> Model:
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+
+        def run(x: torch.Tensor) -> Any:
+            torch._dynamo.mark_dynamic(x, 0)
+            return compiled(x)
+
+        return run
+
+    def _run_passes(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        backend = self.backend()
+        backend.configure_post_pass()
+
+        def after_autograd(graph: torch.fx.GraphModule, _: Any) -> Any:
+            backend.inductor_config[backend.pass_key](graph.graph)
+            graph.recompile()
+            return make_boxed_func(graph)
+
+        with pass_context(Range(1, 1024)):
+            backend.inductor_config["pre_grad_custom_pass"](graph.graph)
+            return aot_module_simplified(
+                graph, inputs, fw_compiler=after_autograd, decompositions=select_decomp_table()
+            )
+
+    def check(self, compiled: Model, model: Model, rows: int = 4) -> list[torch.Tensor]:
+        """Runs both; returns the results of ``compiled``, which must be those of ``model`` but for rounding."""
+        want, got = as_list(model(data((rows, HIDDEN)))), as_list(compiled(data((rows, HIDDEN))))
+        for one, other in zip(want, got, strict=True):
+            assert one.dtype == other.dtype
+            tolerance = 0.13 if one.dtype.itemsize == 1 else 0.02
+            torch.testing.assert_close(other.float(), one.float(), rtol=tolerance, atol=tolerance)
+        return got
+
+    def expect(self, model: Model, fused: int, compile: Callable[[Model], Model] | None = None) -> None:
+        """Compiles and runs ``model``, of whose all-reduces ``fused`` are to go."""
+        self.fused_calls.clear()
+        before = matches(OUR_PASS)
+        self.check((compile or self.trace)(model), model)
+        assert matches(OUR_PASS) - before == fused, f"{matches(OUR_PASS) - before} instead of {fused}"
+        assert len(self.fused_calls) == fused, self.fused_calls
+
+
+def compiler_config(
+    norms_by: str = "vllm_c",
+    fuse_norm_quant: bool = False,
+    splitting_ops: list[str] | None = None,
+    custom_ops: list[str] | None = None,
+    additional_config: dict[str, Any] | None = None,
+) -> VllmConfig:
+    """vLLM's defaults, but norms by ``norms_by`` and no CUDA graphs."""
+    return VllmConfig(
+        compilation_config=CompilationConfig(
+            mode=CompilationMode.VLLM_COMPILE,
+            cudagraph_mode="NONE",
+            splitting_ops=splitting_ops,
+            custom_ops=custom_ops or [],
+            pass_config=PassConfig(fuse_norm_quant=fuse_norm_quant, fuse_act_quant=False),
+        ),
+        kernel_config=KernelConfig(ir_op_priority=IrOpPriorityConfig.with_default([norms_by, "native"])),
+        additional_config=additional_config or {},
+    )
+
+
+@contextmanager
+def compiler(
+    config: VllmConfig | None = None,
+    norms_by: str = "vllm_c",
+    tensor_parallel: int = 2,
+    pipeline_parallel: int = 1,
+) -> Iterator[Compiler]:
+    # What another run has left there would be taken instead of compiling.
+    mine = shared_directory() / f"cache{dist_rank()}"
+    os.environ.update(VLLM_CACHE_ROOT=str(mine), TORCHINDUCTOR_CACHE_DIR=str(mine / "inductor"))
+    config = config or compiler_config(norms_by)
+    with vllm_groups(tensor_parallel, pipeline_parallel, config) as log, torch.no_grad():
+        config.kernel_config.ir_op_priority.set_default()  # as vLLM's worker does
+        yield Compiler(config, log, calls_of_the_fused_kernel(), [])
+
+
+def calls_of_the_fused_kernel() -> list[tuple[int, ...]]:
+    shapes: list[tuple[int, ...]] = []
+    communicator = getattr(parallel_state.get_tp_group().device_communicator, "_llm_comm", None)
+    if communicator is not None:
+        original = communicator.all_reduce_add_rms_norm
+
+        def all_reduce_add_rms_norm(x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            shapes.append(tuple(x.shape))
+            return original(x, *arguments, **options)
+
+        communicator.all_reduce_add_rms_norm = all_reduce_add_rms_norm
+    return shapes
+
+
+def expect_no_fusion(config: VllmConfig, reason: str) -> None:
+    before = config.compute_hash()
+    with compiler(config) as vllm:
+        assert config.compute_hash() == before
+        (norm,) = norms(1e-5)
+
+        def model(x: torch.Tensor) -> Any:
+            return norm(tensor_model_parallel_all_reduce(x), x)
+
+        assert current_platform.get_pass_manager_cls() == plugin.THEIR_PASS_MANAGER
+        assert len(vllm.log.having(f"not fused with RMSNorm: {reason}")) == (dist_rank() == 0)
+        if config.compilation_config.mode == CompilationMode.VLLM_COMPILE:
+            vllm.check(vllm.trace(model), model)
+        assert not vllm.fused_calls
+        assert matches(OUR_PASS) == 0
+
+
+def norms(*epsilons: float) -> list[RMSNorm]:
+    """Norms with weights that are not one, the same on all ranks."""
+    torch.manual_seed(0)
+    made = [RMSNorm(HIDDEN, eps=epsilon, dtype=torch.bfloat16) for epsilon in epsilons]
+    for norm in made:
+        norm.weight.data.uniform_(0.5, 1.5)
+    return made
+
+
+def quantization() -> QuantFP8:
+    return QuantFP8(static=True, group_shape=GroupShape.PER_TENSOR, compile_native=False)
+
+
+def matches(its_pass: str) -> int:
+    """How often a pass has replaced something in this process."""
+    return get_match_table().get(its_pass, 0)
+
+
+def as_list(results: Any) -> list[torch.Tensor]:
+    return [results] if isinstance(results, torch.Tensor) else list(results)
+
+
+if __name__ == "__main__":
+    scenarios.main(globals())

@@ -1,0 +1,75 @@
+"""Stands in for vLLM's compiled operators: registers those that its compiler passes name.
+
+The schemas are those of vLLM 0.26. What llm_comm calls computes, on CPU tensors; the rest only has its name.
+"""
+
+import torch
+
+SCHEMAS = (
+    "cutlass_group_gemm_supported(int cuda_device_capability) -> bool",
+    "cutlass_scaled_mm_supports_block_fp8(int cuda_device_capability) -> bool",
+    "cutlass_scaled_mm_supports_fp8(int cuda_device_capability) -> bool",
+    "dynamic_per_token_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale, Tensor? scale_ub) -> ()",
+    "dynamic_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale) -> ()",
+    "fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor? weight, float epsilon) -> ()",
+    "fused_add_rms_norm_static_fp8_quant(Tensor! result, Tensor input, Tensor! residual, Tensor weight, Tensor scale, "
+    "float epsilon) -> ()",
+    "fused_qk_norm_rope(Tensor! qkv, int num_heads_q, int num_heads_k, int num_heads_v, int head_dim, float eps, "
+    "Tensor q_weight, Tensor k_weight, Tensor cos_sin_cache, bool is_neox, Tensor position_ids, "
+    "int forced_token_heads_per_warp=-1) -> ()",
+    "per_token_group_fp8_quant(Tensor input, Tensor! output_q, Tensor! output_s, int group_size, float eps, "
+    "float fp8_min, float fp8_max, bool scale_ue8m0, bool dummy_is_scale_transposed, bool dummy_is_tma_aligned) -> ()",
+    "rms_norm(Tensor! result, Tensor input, Tensor? weight, float epsilon) -> ()",
+    "rms_norm_dynamic_per_token_quant(Tensor! result, Tensor input, Tensor weight, Tensor! scale, float epsilon, "
+    "Tensor? scale_ub, Tensor!? residual) -> ()",
+    "rms_norm_per_block_quant(Tensor! result, Tensor input, Tensor weight, Tensor! scale, float epsilon, "
+    "Tensor? scale_ub, Tensor!? residual, int group_size, bool is_scale_transposed) -> ()",
+    "rms_norm_static_fp8_quant(Tensor! result, Tensor input, Tensor weight, Tensor scale, float epsilon) -> ()",
+    "rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, int head_size, Tensor cos_sin_cache, "
+    "bool is_neox, int rope_dim_offset=0, bool inverse=False) -> ()",
+    "silu_and_mul(Tensor! result, Tensor input) -> ()",
+    "silu_and_mul_per_block_quant(Tensor! out, Tensor input, Tensor! scales, int group_size, Tensor? scale_ub=None, "
+    "bool is_scale_transposed=False) -> ()",
+    "silu_and_mul_quant(Tensor! result, Tensor input, Tensor scale) -> ()",
+    "static_scaled_fp8_quant(Tensor! result, Tensor input, Tensor scale, int[]? group_shape=None) -> ()",
+)
+
+
+def rms_norm(result: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> None:
+    values = x.float()
+    values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + epsilon)
+    result.copy_(values if weight is None else values * weight.float())
+
+
+def fused_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> None:
+    residual.add_(x)
+    rms_norm(x, residual, weight, epsilon)
+
+
+def static_scaled_fp8_quant(
+    result: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, group_shape: list[int] | None = None
+) -> None:
+    largest = torch.finfo(result.dtype).max
+    result.copy_((x.float() / scale).clamp(-largest, largest).to(result.dtype))
+
+
+def rms_norm_static_fp8_quant(
+    result: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, epsilon: float
+) -> None:
+    normed = torch.empty_like(x)
+    rms_norm(normed, x, weight, epsilon)
+    static_scaled_fp8_quant(result, normed, scale)
+
+
+def no(cuda_device_capability: int) -> bool:
+    return False
+
+
+library = torch.library.Library("_C", "DEF")
+for schema in SCHEMAS:
+    library.define(schema)
+for kernel in (rms_norm, fused_add_rms_norm, static_scaled_fp8_quant, rms_norm_static_fp8_quant):
+    library.impl(kernel.__name__, kernel, "CPU")
+for schema in SCHEMAS:
+    if schema.startswith("cutlass_"):
+        library.impl(schema.partition("(")[0], no, "CompositeExplicitAutograd")
