@@ -86,7 +86,7 @@ def a_batch_of_any_size_takes_the_same_graph() -> None:
         compiled = vllm.compile(model)
         for rows in (3, 2, 7, 40):
             vllm.check(compiled, model, rows)
-        assert vllm.fused_calls == [(rows, HIDDEN) for rows in (3, 2, 7, 40)], vllm.fused_calls
+        assert vllm.fused_calls == [((rows, HIDDEN), None) for rows in (3, 2, 7, 40)], vllm.fused_calls
 
 
 @scenario()
@@ -104,7 +104,7 @@ def static_quantization_is_fused_too() -> None:
             c, _ = quantize(third(tensor_model_parallel_all_reduce(x * 4), residual + 1)[0], scale)
             return a, b, residual, c
 
-        vllm.expect(model, fused=3)
+        vllm.expect(model, fused=3, quantized=3)
 
 
 @scenario()
@@ -119,7 +119,7 @@ def static_quantization_by_the_operator_of_vllm_is_fused_too() -> None:
             normed, residual = norm(tensor_model_parallel_all_reduce(x), x)
             return quantize(normed, scale)[0], residual
 
-        vllm.expect(model, fused=1)
+        vllm.expect(model, fused=1, quantized=1)
 
 
 @scenario()
@@ -168,7 +168,7 @@ def each_group_sums_its_own_ranks() -> None:
         _, residual = vllm.trace(model)(data((4, HIDDEN)))
         first = dist_rank() // 2 * 2
         assert torch.equal(residual, expected_sum((4, HIDDEN), (first, first + 1)) + 1)
-        assert vllm.fused_calls == [(4, HIDDEN)]
+        assert vllm.fused_calls == [((4, HIDDEN), None)]
 
 
 # ---- What is not ----------------------------------------------------------------------------------------------------
@@ -383,8 +383,8 @@ class Compiler(NamedTuple):
 
     config: VllmConfig
     log: Log
-    #: Shapes that went through the fused kernel.
-    fused_calls: list[tuple[int, ...]]
+    #: Shapes that went through the fused kernel, and how it quantized them.
+    fused_calls: list[tuple[tuple[int, ...], str | None]]
     backends: list[VllmBackend]
 
     def backend(self) -> VllmBackend:
@@ -418,7 +418,8 @@ class Compiler(NamedTuple):
             graph.recompile()
             return make_boxed_func(graph)
 
-        with pass_context(Range(1, 1024)):
+        v1 = {"enable_auto_functionalized_v2": backend.inductor_config["enable_auto_functionalized_v2"]}
+        with pass_context(Range(1, 1024)), torch._inductor.config.patch(v1):
             backend.inductor_config["pre_grad_custom_pass"](graph.graph)
             return aot_module_simplified(
                 graph, inputs, fw_compiler=after_autograd, decompositions=select_decomp_table()
@@ -433,13 +434,16 @@ class Compiler(NamedTuple):
             torch.testing.assert_close(other.float(), one.float(), rtol=tolerance, atol=tolerance)
         return got
 
-    def expect(self, model: Model, fused: int, compile: Callable[[Model], Model] | None = None) -> None:
-        """Compiles and runs ``model``, of whose all-reduces ``fused`` are to go."""
+    def expect(
+        self, model: Model, fused: int, quantized: int = 0, compile: Callable[[Model], Model] | None = None
+    ) -> None:
+        """Compiles and runs ``model``, of whose all-reduces ``fused`` are to go, ``quantized`` of them to FP8."""
         self.fused_calls.clear()
         before = matches(OUR_PASS)
         self.check((compile or self.trace)(model), model)
         assert matches(OUR_PASS) - before == fused, f"{matches(OUR_PASS) - before} instead of {fused}"
-        assert len(self.fused_calls) == fused, self.fused_calls
+        ways = [quantize for _, quantize in self.fused_calls]
+        assert (len(ways), ways.count("static")) == (fused, quantized), ways
 
 
 def compiler_config(
@@ -479,18 +483,18 @@ def compiler(
         yield Compiler(config, log, calls_of_the_fused_kernel(), [])
 
 
-def calls_of_the_fused_kernel() -> list[tuple[int, ...]]:
-    shapes: list[tuple[int, ...]] = []
+def calls_of_the_fused_kernel() -> list[tuple[tuple[int, ...], str | None]]:
+    calls: list[tuple[tuple[int, ...], str | None]] = []
     communicator = getattr(parallel_state.get_tp_group().device_communicator, "_llm_comm", None)
     if communicator is not None:
         original = communicator.all_reduce_add_rms_norm
 
         def all_reduce_add_rms_norm(x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-            shapes.append(tuple(x.shape))
+            calls.append((tuple(x.shape), options.get("quantize")))
             return original(x, *arguments, **options)
 
         communicator.all_reduce_add_rms_norm = all_reduce_add_rms_norm
-    return shapes
+    return calls
 
 
 def expect_no_fusion(config: VllmConfig, reason: str) -> None:
