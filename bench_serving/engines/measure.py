@@ -1,0 +1,115 @@
+"""What is measured in a running engine, whichever it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from bench_serving import metrics
+from bench_serving.metrics import Request
+from bench_serving.settings import CHECK_BATCHES, CHECK_TOKENS, Job
+
+_WARM_UP_TOKENS = 8
+
+
+class Engine(Protocol):
+    """A running engine."""
+
+    def generate(self, prompts: list[list[int]], output_tokens: int) -> list[Request]:
+        """Greedy generation of so many tokens for each prompt, whatever they are; all are sent at once."""
+
+    def generate_together(self, prompts: list[list[int]], output_tokens: int) -> list[Request]:
+        """The same, but all prompts are sure to be prefilled in one step: the same arithmetic every time."""
+
+    def first_logits(self, prompt: list[int]) -> list[float]:
+        """Logits (or log probabilities) of the first token after ``prompt``, of the whole vocabulary."""
+
+    def versions(self) -> dict[str, str]:
+        """The engine's and what it stands on."""
+
+    def close(self) -> None:
+        """Ends the engine's processes."""
+
+
+def common_versions() -> dict[str, str]:
+    """Of what both engines stand on, in this process."""
+    import torch
+
+    found: dict[str, str | None] = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    found["cuda"] = torch.version.cuda
+    try:
+        from llm_comm.bench import report
+    except ImportError:  # not installed: the arms without it can be measured all the same
+        return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in (found | report.versions()).items() if value}
+
+
+def say(text: str) -> None:
+    """Shows progress, by way of the log."""
+    print(f"[bench] {text}", flush=True)
+
+
+def measure(engine: Engine, job: Job, start_s: float) -> None:
+    """Does what the job asks for and writes its result."""
+    settings = job.settings
+    result: dict[str, Any] = {"arm": job.arm, "start_s": round(start_s, 3), "versions": engine.versions()}
+    say(f"engine is up after {start_s:.0f} s")
+    if settings.timing:
+        result["batches"] = {}
+        for count in settings.batch_sizes:
+            result["batches"][count] = _decode(engine, job, count)
+        if settings.prefill_tokens:
+            result["prefill_s"] = _prefill(engine, job)
+    if settings.check:
+        result["check"] = _check(engine, job)
+    partial = Path(job.result + ".partial")
+    partial.write_text(json.dumps(result), encoding="utf-8")
+    partial.replace(job.result)
+    say("done")
+
+
+def _decode(engine: Engine, job: Job, count: int) -> list[list[dict[str, Any]]]:
+    settings = job.settings
+    prompts = settings.prompts(count, settings.prompt_tokens, "decode")
+    engine.generate(prompts, _WARM_UP_TOKENS)
+    batches = [engine.generate(prompts, settings.output_tokens) for _ in range(settings.iterations)]
+    shown = ", ".join(f"{metrics.decode_ms(batch):.2f}" for batch in batches)
+    say(f"batch {count}: {shown} ms a step")
+    return [metrics.to_json(batch) for batch in batches]
+
+
+def _prefill(engine: Engine, job: Job) -> list[float]:
+    (prompt,) = job.settings.prompts(1, job.settings.prefill_tokens, "prefill")
+    engine.generate([prompt], 1)
+    seconds = [engine.generate([prompt], 1)[0].ttft for _ in range(job.settings.prefill_iterations)]
+    say(f"prefill of {len(prompt)} tokens: {sorted(seconds)[len(seconds) // 2] * 1e3:.1f} ms")
+    return seconds
+
+
+def _check(engine: Engine, job: Job) -> dict[str, Any]:
+    settings = job.settings
+    tokens = {}
+    for count in CHECK_BATCHES:
+        prompts = settings.prompts(count, settings.prompt_tokens, "check")
+        tokens[count] = [request.tokens for request in engine.generate_together(prompts, CHECK_TOKENS)]
+    prompts = settings.prompts(max(CHECK_BATCHES[:2]), settings.prompt_tokens, "check")
+    logits = [engine.first_logits(prompt) for prompt in prompts]
+    say(f"check: tokens of {sum(CHECK_BATCHES)} requests, logits of {len(logits)}")
+    return {"tokens": tokens, "logits": logits}
+
+
+def run(start: Any) -> None:
+    """The main program of an engine's process: ``start(job)`` returns the running engine."""
+    job = Job.read(Path(sys.argv[1]))
+    begin = time.perf_counter()
+    engine = start(job)
+    measure(engine, job, time.perf_counter() - begin)
+    engine.close()
+    sys.stdout.flush()
+    # Threads of the engine may keep the interpreter from ending.
+    os._exit(0)
