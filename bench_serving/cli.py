@@ -19,7 +19,7 @@ from bench_serving.arms import ARMS, Arm
 from bench_serving.settings import SHAPES, Job, Settings, settings_from_dict
 from bench_serving.summary import Run
 
-ENGINES = ("vllm",)
+ENGINES = ("vllm", "sglang")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,6 +54,14 @@ def parser() -> argparse.ArgumentParser:
         choices=("dummy", "scaled"),
         help="dummy: the engine's own (default); scaled: as large as a trained model's, other ones on each rank",
     )
+    options.add_argument(
+        "--engine-option",
+        type=_engine_option,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a further argument of vllm.LLM or sglang.Engine, in all arms; the value is JSON or text",
+    )
     options.add_argument("--seed", type=int, default=0, help="of the prompts")
     options.add_argument(
         "--timeout", type=float, default=300, metavar="S", help="of each run, start of the engine included"
@@ -85,6 +93,16 @@ def _arms(text: str) -> list[str]:
     return names
 
 
+def _engine_option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=VALUE, e.g. attention_backend=triton")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
 def settings_of(options: argparse.Namespace) -> Settings:
     """What the options mean for a run.
 
@@ -114,6 +132,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         prefill_tokens=options.prefill_tokens,
         enforce_eager=options.enforce_eager,
         weights=options.weights or ("scaled" if check else "dummy"),
+        engine_options=dict(options.engine_option),
         timing=options.mode == "latency",
         check=check,
         seed=options.seed,
@@ -164,7 +183,8 @@ def run_once(settings: Settings, arm: Arm, repeat: int, directory: Path, timeout
     }
     outcome = processes.run(
         processes.module_command(f"bench_serving.engines.{settings.engine}", str(directory / "job.json")),
-        processes.environment(extra, os.environ, with_plugins=arm.free or scaled),
+        # In SGLang, whose log is terse, the plugin also tells which all-reduce a group has.
+        processes.environment(extra, os.environ, with_plugins=arm.free or scaled or settings.engine == "sglang"),
         log,
         result,
         timeout_s,

@@ -11,9 +11,12 @@ from bench_serving.arms import Arm
 FREE_MARK = "bench_serving: all-reduces of this group return uninitialised memory"
 #: What the plugin that makes scaled weights logs.
 WEIGHTS_MARK = "bench_serving: scaled weights"
+#: What the plugin logs of a group in SGLang.
+BACKEND_MARK = "bench_serving: custom all-reduce"
 
 _ACTIVE = re.compile(r"llm_comm \S+ is active for (?:group )?\S*tp")
 _VLLM_BACKENDS = re.compile(r"Using \[([^\]]*)\] all-reduce backends[^\n]*for group 'tp[^\n]*")
+_SGLANG_BACKEND = re.compile(re.escape(BACKEND_MARK) + r" of group tp:[^\n]*")
 
 
 def evidence(engine: str, arm: Arm, weights: str, world_size: int, log: str) -> list[str]:
@@ -26,7 +29,7 @@ def evidence(engine: str, arm: Arm, weights: str, world_size: int, log: str) -> 
     found += _expect(log, _ACTIVE, arm.llm_comm, "llm_comm is active for the tensor-parallel group")
     found += _expect(log, re.compile(re.escape(FREE_MARK)), arm.free, "all-reduces are replaced by nothing")
     found += _expect(log, re.compile(re.escape(WEIGHTS_MARK)), weights == "scaled", "weights are scaled")
-    found += {"vllm": _vllm}[engine](arm, world_size, log)
+    found += {"vllm": _vllm, "sglang": _sglang}[engine](arm, world_size, log)
     return found
 
 
@@ -50,6 +53,18 @@ def _vllm(arm: Arm, world_size: int, log: str) -> Iterable[str]:
         raise ValueError(f"vLLM's custom all-reduce is on, but this arm turns it off: {line}")
     if not custom and not arm.disable_custom_all_reduce and world_size in (2, 4, 6, 8):
         raise ValueError(f"vLLM's custom all-reduce should be on but is not: {line}")
+    return [line]
+
+
+def _sglang(arm: Arm, world_size: int, log: str) -> Iterable[str]:
+    line = _line(log, _SGLANG_BACKEND)
+    if line is None:
+        raise ValueError("the log lacks the line about the custom all-reduce of the group tp")
+    custom = "disabled=False" in line
+    if custom and arm.disable_custom_all_reduce:
+        raise ValueError(f"SGLang's custom all-reduce is on, but this arm turns it off: {line}")
+    if not custom and not arm.disable_custom_all_reduce and world_size in (2, 4, 6, 8):
+        raise ValueError(f"SGLang's custom all-reduce should be on but is not: {line}")
     return [line]
 
 

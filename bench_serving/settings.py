@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Settings:
         prefill_iterations: Timed prefills.
         weights: "dummy" for the engine's own ``--load-format dummy``; "scaled" for random weights of the scale of a
             trained model that differ from rank to rank (see plugins/llm_comm_bench/weights.py).
+        engine_options: Further arguments of the engine's Python class, by name.
         timing: Whether to time at all.
         check: Whether to generate what the arms are compared by.
         seed: Of the prompts.
@@ -48,6 +49,7 @@ class Settings:
     prefill_iterations: int = 8
     enforce_eager: bool = False
     weights: str = "dummy"
+    engine_options: dict[str, Any] = field(default_factory=dict)
     timing: bool = True
     check: bool = False
     seed: int = 0

@@ -53,9 +53,10 @@ def summarize(runs: Sequence[Run]) -> dict[str, Any]:
         requests: dict[str, list[metrics.Request]] = {}
         for run in good:
             assert run.result is not None
-            batches = [metrics.from_json(batch) for batch in run.result["batches"][size]]
-            times.setdefault(run.arm, {})[run.repeat] = median(metrics.decode_ms(batch) for batch in batches)
-            requests.setdefault(run.arm, []).extend(request for batch in batches for request in batch)
+            batch = run.result["batches"][size]
+            times.setdefault(run.arm, {})[run.repeat] = median(batch["decode_ms"])
+            streams = [metrics.from_json(stream) for stream in batch["streams"]]
+            requests.setdefault(run.arm, []).extend(request for stream in streams for request in stream)
         compared = compare(times, "decode_ms")
         decode[size] = {arm: {**metrics.latencies(requests[arm]), **compared[arm]} for arm in compared}
     prefills: dict[str, dict[int, float]] = {}

@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +15,8 @@ from bench_serving import metrics
 from bench_serving.metrics import Request
 from bench_serving.settings import CHECK_BATCHES, CHECK_TOKENS, Job
 
-_WARM_UP_TOKENS = 8
+#: Tokens of a short generation: to warm up, and to subtract from a long one.
+WARM_UP_TOKENS = 8
 
 
 class Engine(Protocol):
@@ -26,22 +28,41 @@ class Engine(Protocol):
     def generate_together(self, prompts: list[list[int]], output_tokens: int) -> list[Request]:
         """The same, but all prompts are sure to be prefilled in one step: the same arithmetic every time."""
 
+    def decode(self, prompts: list[list[int]], output_tokens: int, iterations: int) -> Decoded:
+        """Times a batch, ``iterations`` times over."""
+
     def first_logits(self, prompt: list[int]) -> list[float]:
         """Logits (or log probabilities) of the first token after ``prompt``, of the whole vocabulary."""
 
-    def versions(self) -> dict[str, str]:
-        """The engine's and what it stands on."""
+    def version(self) -> str:
+        """The engine's."""
 
     def close(self) -> None:
         """Ends the engine's processes."""
 
 
-def common_versions() -> dict[str, str]:
-    """Of what both engines stand on, in this process."""
+@dataclass
+class Decoded:
+    """A timed batch size.
+
+    Attributes:
+        method: How ``decode_ms`` was found: "arrivals" (``metrics.decode_ms``) or "difference" between the durations of
+            a long and a short generation.
+        decode_ms: Milliseconds of a decode step, once an iteration.
+        streams: The arrivals that clients saw, for TTFT, TPOT and ITL; batches of requests.
+    """
+
+    method: str
+    decode_ms: list[float]
+    streams: list[list[Request]]
+
+
+def versions(job: Job, engine: Engine) -> dict[str, str]:
+    """Of the engine and of what it stands on, in this process."""
     import torch
 
-    found: dict[str, str | None] = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    found["cuda"] = torch.version.cuda
+    found: dict[str, str | None] = {job.settings.engine: engine.version(), "python": platform.python_version()}
+    found |= {"torch": str(torch.__version__), "cuda": torch.version.cuda}
     try:
         from llm_comm.bench import report
     except ImportError:  # not installed: the arms without it can be measured all the same
@@ -57,7 +78,7 @@ def say(text: str) -> None:
 def measure(engine: Engine, job: Job, start_s: float) -> None:
     """Does what the job asks for and writes its result."""
     settings = job.settings
-    result: dict[str, Any] = {"arm": job.arm, "start_s": round(start_s, 3), "versions": engine.versions()}
+    result: dict[str, Any] = {"arm": job.arm, "start_s": round(start_s, 3), "versions": versions(job, engine)}
     say(f"engine is up after {start_s:.0f} s")
     if settings.timing:
         result["batches"] = {}
@@ -73,14 +94,17 @@ def measure(engine: Engine, job: Job, start_s: float) -> None:
     say("done")
 
 
-def _decode(engine: Engine, job: Job, count: int) -> list[list[dict[str, Any]]]:
+def _decode(engine: Engine, job: Job, count: int) -> dict[str, Any]:
     settings = job.settings
     prompts = settings.prompts(count, settings.prompt_tokens, "decode")
-    engine.generate(prompts, _WARM_UP_TOKENS)
-    batches = [engine.generate(prompts, settings.output_tokens) for _ in range(settings.iterations)]
-    shown = ", ".join(f"{metrics.decode_ms(batch):.2f}" for batch in batches)
-    say(f"batch {count}: {shown} ms a step")
-    return [metrics.to_json(batch) for batch in batches]
+    engine.generate(prompts, WARM_UP_TOKENS)
+    decoded = engine.decode(prompts, settings.output_tokens, settings.iterations)
+    say(f"batch {count}: {', '.join(f'{ms:.2f}' for ms in decoded.decode_ms)} ms a step")
+    return {
+        "method": decoded.method,
+        "decode_ms": decoded.decode_ms,
+        "streams": [metrics.to_json(batch) for batch in decoded.streams],
+    }
 
 
 def _prefill(engine: Engine, job: Job) -> list[float]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from bench_serving import metrics
 from bench_serving.engines import measure
+from bench_serving.engines.measure import Decoded
 from bench_serving.metrics import Request
 from bench_serving.settings import Job, Settings
 
@@ -29,9 +31,11 @@ def options(settings: Settings, disable_custom_all_reduce: bool) -> dict[str, An
     }
     if not settings.enforce_eager:
         result["compilation_config"] = {"cudagraph_capture_sizes": settings.captured}
+    if settings.weights == "scaled":
+        result["worker_extension_cls"] = "llm_comm_bench.vllm_weights.ScaledWeights"
     if settings.check:
         result |= {"max_logprobs": -1, "logprobs_mode": "raw_logits"}
-    return result
+    return result | settings.engine_options
 
 
 class Vllm:
@@ -43,6 +47,13 @@ class Vllm:
         self._llm = LLM(**options(job.settings, job.disable_custom_all_reduce))
         self._engine = self._llm.llm_engine
         self._sent = 0
+        if job.settings.weights == "scaled":
+            self._llm.collective_rpc("fill_with_scaled_weights")
+
+    def decode(self, prompts: list[list[int]], output_tokens: int, iterations: int) -> Decoded:
+        # The engine's processes send tokens after every step in any case; handling them takes time of this one only.
+        streams = [self.generate(prompts, output_tokens) for _ in range(iterations)]
+        return Decoded("arrivals", [metrics.decode_ms(batch) for batch in streams], streams)
 
     def generate(self, prompts: list[list[int]], output_tokens: int) -> list[Request]:
         begin = time.perf_counter()
@@ -64,10 +75,10 @@ class Vllm:
         (entries,) = output.outputs[0].logprobs
         return [entries[token].logprob for token in sorted(entries)]
 
-    def versions(self) -> dict[str, str]:
+    def version(self) -> str:
         import vllm
 
-        return {"vllm": vllm.__version__, **measure.common_versions()}
+        return str(vllm.__version__)
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()

@@ -15,3 +15,4 @@ SCALED_WEIGHTS = os.environ.get("BENCH_SERVING_WEIGHTS") == "scaled"
 # The harness looks for these in the log.
 FREE_MARK = "bench_serving: all-reduces of this group return uninitialised memory"
 WEIGHTS_MARK = "bench_serving: scaled weights"
+BACKEND_MARK = "bench_serving: custom all-reduce"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llm_comm_bench import FREE, SCALED_WEIGHTS
+from llm_comm_bench import FREE
 
 
 def register() -> None:
@@ -16,9 +16,3 @@ def register() -> None:
         platform.get_device_communicator_cls = classmethod(
             lambda cls: "llm_comm_bench.vllm_free_communicator.FreeCommunicator"
         )
-    if SCALED_WEIGHTS:
-        from vllm.model_executor.model_loader import register_model_loader
-
-        from llm_comm_bench.vllm_weights import ScaledWeightsLoader
-
-        register_model_loader("dummy")(ScaledWeightsLoader)
