@@ -30,7 +30,13 @@ def parser() -> argparse.ArgumentParser:
         "by llm_comm, with random weights. Each run is a fresh start of the engine.",
     )
     options.add_argument("--engine", choices=ENGINES, default="vllm")
-    options.add_argument("--mode", choices=("latency", "check"), default="latency")
+    options.add_argument(
+        "--mode",
+        choices=("latency", "serve", "check"),
+        default="latency",
+        help="latency: the engine in its own process (default); serve: a server, timed by the engine's own serving "
+        "benchmark; check: no times, only --check",
+    )
     options.add_argument("--model", default="llama-2-70b", help=f"a directory with a config.json, or one of: {shapes}")
     options.add_argument("--layers", type=_positive, metavar="N", help="shorten the model, to try things out")
     options.add_argument("--tensor-parallel-size", "--tp", type=_positive, default=8, metavar="N")
@@ -118,6 +124,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
             "--check needs --weights scaled: the engine's dummy weights are the same on all ranks and so small that an "
             "all-reduce hardly shows in the logits"
         )
+    if options.mode == "serve" and (check or options.weights == "scaled"):
+        raise SystemExit("--mode serve takes neither --check nor --weights scaled: use --mode latency or check")
     if options.output_tokens < 2:
         raise SystemExit("--output-tokens must be at least 2: decoding begins with the second token")
     return Settings(
@@ -133,7 +141,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
         enforce_eager=options.enforce_eager,
         weights=options.weights or ("scaled" if check else "dummy"),
         engine_options=dict(options.engine_option),
-        timing=options.mode == "latency",
+        serving=options.mode == "serve",
+        timing=options.mode != "check",
         check=check,
         seed=options.seed,
     )
@@ -182,7 +191,9 @@ def run_once(settings: Settings, arm: Arm, repeat: int, directory: Path, timeout
         "BENCH_SERVING_WEIGHTS": settings.weights,
     }
     outcome = processes.run(
-        processes.module_command(f"bench_serving.engines.{settings.engine}", str(directory / "job.json")),
+        processes.module_command(
+            f"bench_serving.engines.{'serve' if settings.serving else settings.engine}", str(directory / "job.json")
+        ),
         # In SGLang, whose log is terse, the plugin also tells which all-reduce a group has.
         processes.environment(extra, os.environ, with_plugins=arm.free or scaled or settings.engine == "sglang"),
         log,

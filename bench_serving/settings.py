@@ -32,6 +32,7 @@ class Settings:
         weights: "dummy" for the engine's own ``--load-format dummy``; "scaled" for random weights of the scale of a
             trained model that differ from rank to rank (see plugins/llm_comm_bench/weights.py).
         engine_options: Further arguments of the engine's Python class, by name.
+        serving: Whether to time a server by the engine's own benchmark, rather than the engine in its process.
         timing: Whether to time at all.
         check: Whether to generate what the arms are compared by.
         seed: Of the prompts.
@@ -50,6 +51,7 @@ class Settings:
     enforce_eager: bool = False
     weights: str = "dummy"
     engine_options: dict[str, Any] = field(default_factory=dict)
+    serving: bool = False
     timing: bool = True
     check: bool = False
     seed: int = 0
@@ -91,12 +93,21 @@ class Settings:
 
 @dataclass(frozen=True)
 class Job:
-    """One start of the engine: written by the harness, read by the process that runs the engine."""
+    """One start of the engine: written by the harness, read by the process that runs the engine.
+
+    Attributes:
+        settings: What to do.
+        arm: Name of the arm.
+        disable_custom_all_reduce: Of the arm.
+        result: File to write.
+        endless: Decode until something ends the engine, instead of what ``settings`` says.
+    """
 
     settings: Settings
     arm: str
     disable_custom_all_reduce: bool
     result: str
+    endless: bool = False
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")

@@ -51,19 +51,28 @@ def summarize(runs: Sequence[Run]) -> dict[str, Any]:
     for size in sorted(sizes, key=int):
         times: dict[str, dict[int, float]] = {}
         requests: dict[str, list[metrics.Request]] = {}
+        served: dict[str, list[Mapping[str, float]]] = {}
         for run in good:
             assert run.result is not None
             batch = run.result["batches"][size]
             times.setdefault(run.arm, {})[run.repeat] = median(batch["decode_ms"])
-            streams = [metrics.from_json(stream) for stream in batch["streams"]]
+            served.setdefault(run.arm, []).append(batch.get("latencies", {}))
+            streams = [metrics.from_json(stream) for stream in batch.get("streams", [])]
             requests.setdefault(run.arm, []).extend(request for stream in streams for request in stream)
         compared = compare(times, "decode_ms")
-        decode[size] = {arm: {**metrics.latencies(requests[arm]), **compared[arm]} for arm in compared}
+        decode[size] = {
+            arm: {**metrics.latencies(requests[arm]), **_means(served[arm]), **compared[arm]} for arm in compared
+        }
     prefills: dict[str, dict[int, float]] = {}
     for run in good:
         if run.result and run.result.get("prefill_s"):
             prefills.setdefault(run.arm, {})[run.repeat] = median(run.result["prefill_s"]) * 1e3
     return {"decode": decode, "prefill": compare(prefills, "ttft_ms")}
+
+
+def _means(latencies: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Over the repeats, of what an engine's own benchmark reported."""
+    return {name: sum(values[name] for values in latencies) / len(latencies) for name in latencies[0]}
 
 
 def compare(times: Mapping[str, Mapping[int, float]], name: str) -> dict[str, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import platform
@@ -17,6 +18,8 @@ from bench_serving.settings import CHECK_BATCHES, CHECK_TOKENS, Job
 
 #: Tokens of a short generation: to warm up, and to subtract from a long one.
 WARM_UP_TOKENS = 8
+#: Said when `endless` has begun.
+DECODING = "decoding without end"
 
 
 class Engine(Protocol):
@@ -33,9 +36,6 @@ class Engine(Protocol):
 
     def first_logits(self, prompt: list[int]) -> list[float]:
         """Logits (or log probabilities) of the first token after ``prompt``, of the whole vocabulary."""
-
-    def version(self) -> str:
-        """The engine's."""
 
     def close(self) -> None:
         """Ends the engine's processes."""
@@ -57,11 +57,11 @@ class Decoded:
     streams: list[list[Request]]
 
 
-def versions(job: Job, engine: Engine) -> dict[str, str]:
-    """Of the engine and of what it stands on, in this process."""
+def versions(engine: str) -> dict[str, str]:
+    """Of the engine and of what it stands on, in this environment."""
     import torch
 
-    found: dict[str, str | None] = {job.settings.engine: engine.version(), "python": platform.python_version()}
+    found: dict[str, str | None] = {engine: importlib.metadata.version(engine), "python": platform.python_version()}
     found |= {"torch": str(torch.__version__), "cuda": torch.version.cuda}
     try:
         from llm_comm.bench import report
@@ -78,7 +78,7 @@ def say(text: str) -> None:
 def measure(engine: Engine, job: Job, start_s: float) -> None:
     """Does what the job asks for and writes its result."""
     settings = job.settings
-    result: dict[str, Any] = {"arm": job.arm, "start_s": round(start_s, 3), "versions": versions(job, engine)}
+    result: dict[str, Any] = {"arm": job.arm, "start_s": round(start_s, 3), "versions": versions(settings.engine)}
     say(f"engine is up after {start_s:.0f} s")
     if settings.timing:
         result["batches"] = {}
@@ -88,10 +88,24 @@ def measure(engine: Engine, job: Job, start_s: float) -> None:
             result["prefill_s"] = _prefill(engine, job)
     if settings.check:
         result["check"] = _check(engine, job)
+    write_result(job, result)
+    say("done")
+
+
+def write_result(job: Job, result: dict[str, Any]) -> None:
+    """Puts the result where the harness looks for it, all at once."""
     partial = Path(job.result + ".partial")
     partial.write_text(json.dumps(result), encoding="utf-8")
     partial.replace(job.result)
-    say("done")
+
+
+def endless(engine: Engine, job: Job) -> None:
+    """Decodes until something ends this process."""
+    (prompts, tokens) = job.settings.prompts(4, job.settings.prompt_tokens, "endless"), job.settings.output_tokens
+    engine.generate(prompts, WARM_UP_TOKENS)
+    say(DECODING)
+    while True:
+        engine.generate(prompts, tokens)
 
 
 def _decode(engine: Engine, job: Job, count: int) -> dict[str, Any]:
@@ -132,6 +146,8 @@ def run(start: Any) -> None:
     job = Job.read(Path(sys.argv[1]))
     begin = time.perf_counter()
     engine = start(job)
+    if job.endless:
+        endless(engine, job)
     measure(engine, job, time.perf_counter() - begin)
     engine.close()
     sys.stdout.flush()

@@ -99,11 +99,6 @@ class Sglang:
         by_token = {token: logprob for logprob, token, _ in entries}
         return [by_token[token] for token in sorted(by_token)]
 
-    def version(self) -> str:
-        import sglang
-
-        return str(sglang.__version__)
-
     def close(self) -> None:
         self._engine.shutdown()
 

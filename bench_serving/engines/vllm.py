@@ -75,11 +75,6 @@ class Vllm:
         (entries,) = output.outputs[0].logprobs
         return [entries[token].logprob for token in sorted(entries)]
 
-    def version(self) -> str:
-        import vllm
-
-        return str(vllm.__version__)
-
     def close(self) -> None:
         self._engine.engine_core.shutdown()
 
