@@ -1,23 +1,19 @@
-"""The command line, and the comparison from start to end."""
+"""The command line."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-import os
 import shlex
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_serving import checks, engine_logs, processes, report, schedule, summary
-from bench_serving.arms import ARMS, Arm
-from bench_serving.settings import SHAPES, Job, Settings, settings_from_dict
-from bench_serving.summary import Run
+from bench_serving import report
+from bench_serving.arms import ARMS
+from bench_serving.comparison import Comparison
+from bench_serving.settings import SHAPES, Settings
 
 ENGINES = ("vllm", "sglang")
 
@@ -149,141 +145,27 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the comparison. Returns 0 if every run succeeded and the check, if any, passed."""
+    """Runs the comparison and shows it. Returns 0 if every run succeeded and the check, if any, passed."""
+    argv = sys.argv[1:] if argv is None else argv
     options = parser().parse_args(argv)
     settings = settings_of(options)
     out: Path = options.out.resolve()
-    (out / "runs").mkdir(parents=True, exist_ok=True)
-    order = schedule.interleaved(options.arms, options.repeats)
-    runs: list[Run] = []
-    for number, (repeat, name) in enumerate(order, 1):
-        title = f"[{number}/{len(order)}] {name}, repeat {repeat + 1} of {options.repeats}"
-        directory = out / "runs" / f"{repeat:02}-{name}"
-        run = _kept(directory, settings, repeat, name) if options.resume else None
-        if run is None:
-            print(title, flush=True)
-            run = run_once(settings, ARMS[name], repeat, directory, options.timeout)
-        else:
-            print(f"{title}: kept", flush=True)
-        runs.append(run)
-        if run.failure:
-            print(f"  FAILED: {run.failure}", flush=True)
-        # After every run: whoever is interrupted keeps what there is.
-        content = _write(out, options, settings, runs, argv)
+    out.mkdir(parents=True, exist_ok=True)
+    content = Comparison(
+        settings,
+        options.arms,
+        options.repeats,
+        options.timeout,
+        out,
+        shlex.join(["python", "-m", "bench_serving", *argv]),
+        options.commit,
+        options.resume,
+    ).run()
     print(f"\n{report.text(content)}\n\n{out / 'report.json'}")
-    try:
-        report.plot(out / "report.png", content)
-    except ImportError:
-        print("no plot: matplotlib is not installed. --resume where it is makes the plot from these results")
-    passed = content["check"].get("passed", True) if content["check"] else True
-    return 0 if passed and not any(run.failure for run in runs) else 1
-
-
-def run_once(settings: Settings, arm: Arm, repeat: int, directory: Path, timeout_s: float) -> Run:
-    """Starts the engine, measures, and makes sure that it was the arm that ran."""
-    directory.mkdir(parents=True, exist_ok=True)
-    result, log = directory / "result.json", directory / "log.txt"
-    Job(settings, arm.name, arm.disable_custom_all_reduce, str(result)).write(directory / "job.json")
-    scaled = settings.weights == "scaled"
-    extra = {
-        **arm.environment,
-        "BENCH_SERVING_FREE": str(int(arm.free)),
-        "BENCH_SERVING_WEIGHTS": settings.weights,
-    }
-    outcome = processes.run(
-        processes.module_command(
-            f"bench_serving.engines.{'serve' if settings.serving else settings.engine}", str(directory / "job.json")
-        ),
-        # In SGLang, whose log is terse, the plugin also tells which all-reduce a group has.
-        processes.environment(extra, os.environ, with_plugins=arm.free or scaled or settings.engine == "sglang"),
-        log,
-        result,
-        timeout_s,
-        lambda line: print(f"  {line}", flush=True),
-    )
-    return _judged(settings, arm, repeat, outcome, result, log)
-
-
-def _judged(settings: Settings, arm: Arm, repeat: int, outcome: processes.Outcome, result: Path, log: Path) -> Run:
-    if outcome.failure:
-        shown = engine_logs.tail(outcome.log)
-        return Run(repeat, arm.name, outcome.seconds, f"{outcome.failure}; the log ({log}) ends with:\n{shown}")
-    try:
-        found = engine_logs.evidence(settings.engine, arm, settings.weights, settings.tensor_parallel_size, outcome.log)
-    except ValueError as error:
-        return Run(repeat, arm.name, outcome.seconds, f"not the arm {arm.name}: {error} ({log})")
-    return Run(repeat, arm.name, outcome.seconds, evidence=found, result=json.loads(result.read_text(encoding="utf-8")))
-
-
-def _kept(directory: Path, settings: Settings, repeat: int, name: str) -> Run | None:
-    """The run that lies in ``directory``, if it is complete and was made with the same settings."""
-    result, log, job = (directory / file for file in ("result.json", "log.txt", "job.json"))
-    if not (result.is_file() and log.is_file() and job.is_file()):
-        return None
-    theirs = settings_from_dict(json.loads(job.read_text(encoding="utf-8"))["settings"])
-    if dataclasses.replace(theirs, model=settings.model) != settings:
-        raise SystemExit(f"--resume: {directory} was made with other settings; give another --out")
-    outcome = processes.Outcome(0.0, "", log.read_text(encoding="utf-8", errors="replace"))
-    run = _judged(settings, ARMS[name], repeat, outcome, result, log)
-    return None if run.failure else run
-
-
-def _write(
-    out: Path, options: argparse.Namespace, settings: Settings, runs: Sequence[Run], argv: Sequence[str] | None
-) -> dict[str, Any]:
-    done = next((run.result for run in runs if run.result is not None), {})
-    versions = {**done.get("versions", {})}
-    gpu, _, driver = _first_line("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").partition(
-        ", "
-    )
-    content = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "bench_serving", *(sys.argv[1:] if argv is None else argv)]),
-        "engine": settings.engine,
-        "device": f"{settings.tensor_parallel_size}x {gpu or 'unknown GPU'}",
-        "driver": driver or None,
-        "versions": versions,
-        "commit": options.commit or versions.get("commit") or _commit(),
-        "variables": _variables(os.environ),
-        "settings": dataclasses.asdict(settings),
-        "repeats": options.repeats,
-        "arms": {name: ARMS[name].label for name in options.arms},
-        **summary.summarize(runs),
-        "check": checks.summarize(runs),
-        "runs": [
-            {
-                "repeat": run.repeat,
-                "arm": run.arm,
-                "seconds": round(run.seconds, 1),
-                "start_s": run.result["start_s"] if run.result else None,
-                "failure": run.failure,
-                "evidence": list(run.evidence),
-            }
-            for run in runs
-        ],
-    }
-    report.write_json(out / "report.json", content)
-    return content
-
-
-def _variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What of the environment may bear on the figures."""
-    prefixes = ("LLM_COMM_", "NCCL_", "VLLM_", "SGLANG_", "TORCH_SYMM_MEM_", "NVSHMEM_", "CUDA_VISIBLE_DEVICES")
-    return {
-        name: value
-        for name, value in sorted(processes.environment({}, environment, with_plugins=False).items())
-        if name.startswith(prefixes)
-    }
-
-
-def _commit() -> str | None:
-    git = ("git", "-C", str(processes.ROOT))
-    return _first_line(*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") or None
-
-
-def _first_line(*command: str) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.partition("\n")[0].strip()
+    if content["decode"]:
+        try:
+            report.plot(out / "report.png", content)
+        except ImportError:
+            print("no plot: matplotlib is not installed. --resume where it is makes the plot from these results")
+    failed = any(run["failure"] for run in content["runs"])
+    return 1 if failed or not content["check"].get("passed", True) else 0

@@ -36,21 +36,17 @@ _POLL_S = 0.1
 _PROGRESS = re.compile(r"^\[bench\] (.*)$", re.MULTILINE)
 
 
-def environment(extra: Mapping[str, str], inherited: Mapping[str, str], with_plugins: bool) -> dict[str, str]:
+def environment(extra: Mapping[str, str], inherited: Mapping[str, str]) -> dict[str, str]:
     """The variables of an engine's processes.
 
     Args:
         extra: Of the arm.
         inherited: Of the harness; the rest of it is passed on.
-        with_plugins: Whether the engine is to find the plugins of this directory, by the entry points beside them.
     """
     result = {name: value for name, value in inherited.items() if name not in _REMOVED}
     # The processes run in another directory.
     path = [os.path.abspath(entry) for entry in result.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    if with_plugins:
-        path.append(str(PLUGINS))
-    if path:
-        result["PYTHONPATH"] = os.pathsep.join(path)
+    result["PYTHONPATH"] = os.pathsep.join([*path, str(PLUGINS)])
     return {**_DEFAULTS, **result, **MULTICAST_OFF, **_FORCED, **extra}
 
 

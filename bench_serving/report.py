@@ -40,11 +40,11 @@ def _title(report: Mapping[str, Any]) -> str:
     settings, versions = report["settings"], report["versions"]
     layers = "" if settings["layers"] is None else f" cut to {settings['layers']} layers"
     return (
-        f"{report['engine']} {versions.get(report['engine'], '?')}, {Path(settings['model']).name}{layers}, "
+        f"{report['engine']} {versions[report['engine']]}, {Path(settings['model']).name}{layers}, "
         f"{settings['weights']} weights, TP={settings['tensor_parallel_size']} on {report['device']}, "
         f"{settings['prompt_tokens']} + {settings['output_tokens']} tokens, {report['repeats']} repeats, "
-        f"{'eager' if settings['enforce_eager'] else 'CUDA graphs'}, torch {versions.get('torch', '?')}, "
-        f"llm_comm {versions.get('llm_comm', '?')} ({report['commit'] or 'commit unknown'}), {report['date']}"
+        f"{'eager' if settings['enforce_eager'] else 'CUDA graphs'}, torch {versions['torch']}, "
+        f"llm_comm {versions['llm_comm']} ({report['commit'] or 'commit unknown'}), {report['date']}"
     )
 
 
@@ -134,7 +134,7 @@ def plot(path: Path, report: Mapping[str, Any]) -> None:
     axes.set_ylabel("decode, ms a token")
     settings, engine = report["settings"], report["engine"]
     axes.set_title(
-        f"{engine} {report['versions'].get(engine, '')}, {Path(settings['model']).name}, "
+        f"{engine} {report['versions'][engine]}, {Path(settings['model']).name}, "
         f"TP={settings['tensor_parallel_size']}, {report['device']}",
         fontsize=10,
     )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
-import platform
 import sys
 import time
 from dataclasses import dataclass
@@ -57,19 +55,6 @@ class Decoded:
     streams: list[list[Request]]
 
 
-def versions(engine: str) -> dict[str, str]:
-    """Of the engine and of what it stands on, in this environment."""
-    import torch
-
-    found: dict[str, str | None] = {engine: importlib.metadata.version(engine), "python": platform.python_version()}
-    found |= {"torch": str(torch.__version__), "cuda": torch.version.cuda}
-    try:
-        from llm_comm.bench import report
-    except ImportError:  # not installed: the arms without it can be measured all the same
-        return {name: value for name, value in found.items() if value}
-    return {name: value for name, value in (found | report.versions()).items() if value}
-
-
 def say(text: str) -> None:
     """Shows progress, by way of the log."""
     print(f"[bench] {text}", flush=True)
@@ -78,7 +63,7 @@ def say(text: str) -> None:
 def measure(engine: Engine, job: Job, start_s: float) -> None:
     """Does what the job asks for and writes its result."""
     settings = job.settings
-    result: dict[str, Any] = {"arm": job.arm, "start_s": round(start_s, 3), "versions": versions(settings.engine)}
+    result: dict[str, Any] = {"arm": job.arm, "start_s": round(start_s, 3)}
     say(f"engine is up after {start_s:.0f} s")
     if settings.timing:
         result["batches"] = {}

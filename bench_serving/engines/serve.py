@@ -27,7 +27,7 @@ _LATENCIES = [f"{kind}_{name}_ms" for name in ("ttft", "tpot", "itl") for kind i
 def model_directory(settings: Settings, parent: Path) -> Path:
     """The model's config.json beside a tokenizer of its vocabulary: token 17 is the word "t17".
 
-    The serving benchmarks send text. This tokenizer takes no download, and the number of tokens survives the way through
+    The serving benchmarks send text. This tokenizer takes no download, and keeps the number of tokens on the way to
     text and back.
     """
     directory = parent / Path(settings.model).name
@@ -148,8 +148,7 @@ def main() -> None:
         subprocess.run(client_command(settings, model, port, count, file), check=True)
         batches[count] = read_result(file)
         measure.say(f"batch {count}: {batches[count]['decode_ms'][0]:.2f} ms a token")
-    versions = measure.versions(settings.engine)
-    measure.write_result(job, {"arm": job.arm, "start_s": start_s, "versions": versions, "batches": batches})
+    measure.write_result(job, {"arm": job.arm, "start_s": start_s, "batches": batches})
     server.terminate()
     server.wait()
 

@@ -31,8 +31,6 @@ def options(settings: Settings, disable_custom_all_reduce: bool) -> dict[str, An
     }
     if not settings.enforce_eager:
         result["compilation_config"] = {"cudagraph_capture_sizes": settings.captured}
-    if settings.weights == "scaled":
-        result["worker_extension_cls"] = "llm_comm_bench.vllm_weights.ScaledWeights"
     if settings.check:
         result |= {"max_logprobs": -1, "logprobs_mode": "raw_logits"}
     return result | settings.engine_options
@@ -44,11 +42,14 @@ class Vllm:
     def __init__(self, job: Job) -> None:
         from vllm import LLM
 
-        self._llm = LLM(**options(job.settings, job.disable_custom_all_reduce))
+        extension = "llm_comm_bench.vllm_worker.Extension"
+        self._llm = LLM(worker_extension_cls=extension, **options(job.settings, job.disable_custom_all_reduce))
         self._engine = self._llm.llm_engine
         self._sent = 0
         if job.settings.weights == "scaled":
             self._llm.collective_rpc("fill_with_scaled_weights")
+        if job.endless:
+            self._llm.collective_rpc("tell_process")
 
     def decode(self, prompts: list[list[int]], output_tokens: int, iterations: int) -> Decoded:
         # The engine's processes send tokens after every step in any case; handling them takes time of this one only.

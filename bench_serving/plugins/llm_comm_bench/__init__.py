@@ -1,7 +1,8 @@
 """Plugins for the engines that bench_serving starts: the arm ``free``, and weights of a realistic scale.
 
-This directory is not part of any package. The harness puts it on the PYTHONPATH of an engine that needs it; the
-``dist-info`` beside it lets the engine find the entry points as if it were installed, in all of its processes.
+This directory is not part of any package. The harness puts it on the PYTHONPATH of the engines that it starts; the
+``dist-info`` beside it lets them find the entry points as if it were installed, in all of their processes. Unless the
+environment asks for something, it changes nothing.
 """
 
 from __future__ import annotations
@@ -16,3 +17,4 @@ SCALED_WEIGHTS = os.environ.get("BENCH_SERVING_WEIGHTS") == "scaled"
 FREE_MARK = "bench_serving: all-reduces of this group return uninitialised memory"
 WEIGHTS_MARK = "bench_serving: scaled weights"
 BACKEND_MARK = "bench_serving: custom all-reduce"
+PROCESS_MARK = "bench_serving: rank %d of group tp is process %d"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from llm_comm_bench import BACKEND_MARK, FREE, FREE_MARK, SCALED_WEIGHTS, WEIGHTS_MARK, weights
+from llm_comm_bench import BACKEND_MARK, FREE, FREE_MARK, PROCESS_MARK, SCALED_WEIGHTS, WEIGHTS_MARK, weights
 
 logger = logging.getLogger("sglang.llm_comm_bench")
 
@@ -25,7 +26,9 @@ def register() -> None:
 
 
 def _tell(result: None, group: Any, /, *args: Any, **kwargs: Any) -> None:
-    """Logs which custom all-reduce a group has, which SGLang itself does at debug level only."""
+    """Logs who is in a group, and which custom all-reduce it has: SGLang itself says so at debug level only."""
+    if group.unique_name.split(":")[0] == "tp":
+        logger.info(PROCESS_MARK, group.rank_in_group, os.getpid())
     if SCALED_WEIGHTS:
         # Here, because plugins are loaded too early to import the loader, and groups are made before the model.
         from sglang.srt.model_loader import loader

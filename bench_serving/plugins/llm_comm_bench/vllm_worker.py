@@ -1,18 +1,19 @@
-"""Scaled weights in vLLM: the harness names the class as ``worker_extension_cls`` and calls its method."""
+"""Methods that the harness calls in vLLM's workers; it names the class as ``worker_extension_cls``."""
 
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
-from llm_comm_bench import WEIGHTS_MARK, weights
+from llm_comm_bench import PROCESS_MARK, WEIGHTS_MARK, weights
 
 logger = logging.getLogger("vllm.llm_comm_bench")
 
 
-class ScaledWeights:
+class Extension:
     """Becomes a base class of vLLM's worker."""
 
     def fill_with_scaled_weights(self: Any) -> None:
@@ -21,3 +22,7 @@ class ScaledWeights:
         weights.fill(self.get_model(), rank, get_tensor_model_parallel_world_size())
         if rank == 0:
             logger.info("%s", WEIGHTS_MARK)
+
+    def tell_process(self) -> None:
+        """Logs which process is which rank."""
+        logger.info(PROCESS_MARK, get_tensor_model_parallel_rank(), os.getpid())
