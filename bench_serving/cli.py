@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--batch-sizes", type=_sizes, default=(1, 4, 16, 64), metavar="N,N")
     options.add_argument("--prompt-tokens", type=_positive, default=128, metavar="N")
     options.add_argument("--output-tokens", type=_positive, default=136, metavar="N")
-    options.add_argument("--iterations", type=_positive, default=3, metavar="N", help="timed batches of each size")
+    options.add_argument("--iterations", type=_positive, default=2, metavar="N", help="timed batches of each size")
     options.add_argument(
         "--prefill-tokens", type=int, default=4096, metavar="N", help="time a prefill of so many tokens; 0: do not"
     )
@@ -161,11 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.commit,
         options.resume,
     ).run()
-    print(f"\n{report.text(content)}\n\n{out / 'report.json'}")
-    if content["decode"]:
-        try:
-            report.plot(out / "report.png", content)
-        except ImportError:
-            print("no plot: matplotlib is not installed. --resume where it is makes the plot from these results")
+    print()
+    report.show(out / "report.json")
+    print(f"\n{out / 'report.json'}")
     failed = any(run["failure"] for run in content["runs"])
     return 1 if failed or not content["check"].get("passed", True) else 0

@@ -23,7 +23,7 @@ MULTICAST_OFF = {
     "VLLM_USE_NCCL_SYMM_MEM": "0",
 }
 # The arms decide which plugins run, and their logs are read.
-_FORCED = {"VLLM_LOGGING_LEVEL": "INFO", "PYTHONUNBUFFERED": "1"}
+_FORCED = {"VLLM_LOGGING_LEVEL": "INFO", "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
 _REMOVED = ("VLLM_PLUGINS", "SGLANG_PLUGINS", "LLM_COMM_ENABLE")
 _DEFAULTS = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -166,7 +166,7 @@ def run(
     result: Path,
     timeout_s: float,
     show: Callable[[str], None],
-    grace_s: float = 15.0,
+    grace_s: float = 6.0,
 ) -> Outcome:
     """Runs a command until it has written ``result`` and has ended.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -142,3 +143,19 @@ def plot(path: Path, report: Mapping[str, Any]) -> None:
     axes.margins(y=0.25)
     axes.grid(True, axis="y", alpha=0.3)
     figure.savefig(path, format="png", dpi=130)
+
+
+def show(file: Path) -> None:
+    """Prints what is in a ``report.json`` and draws the plot beside it, if matplotlib is there."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    print(text(content))
+    if not content["decode"]:
+        return
+    try:
+        plot(file.with_suffix(".png"), content)
+    except ImportError:
+        print(f"no plot: matplotlib is not installed. Where it is: python -m bench_serving.report {file}")
+
+
+if __name__ == "__main__":
+    show(Path(sys.argv[1]))

@@ -45,9 +45,9 @@ class Settings:
     batch_sizes: tuple[int, ...] = (1, 4, 16, 64)
     prompt_tokens: int = 128
     output_tokens: int = 136
-    iterations: int = 3
+    iterations: int = 2
     prefill_tokens: int = 4096
-    prefill_iterations: int = 8
+    prefill_iterations: int = 6
     enforce_eager: bool = False
     weights: str = "dummy"
     engine_options: dict[str, Any] = field(default_factory=dict)

@@ -7,8 +7,8 @@ are those of a streamed batch, as a client of this process sees them.
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
 import time
 from typing import Any
 
@@ -16,6 +16,9 @@ from bench_serving.engines import measure
 from bench_serving.engines.measure import WARM_UP_TOKENS, Decoded
 from bench_serving.metrics import Request
 from bench_serving.settings import Job, Settings
+
+#: Ample time for requests on their way to the scheduler.
+_SENDING_S = 0.5
 
 
 def options(settings: Settings, disable_custom_all_reduce: bool) -> dict[str, Any]:
@@ -54,9 +57,6 @@ class Sglang:
     """See ``measure.Engine``."""
 
     def __init__(self, job: Job) -> None:
-        if job.settings.check:
-            # SGLang then holds the requests of one call back until all are there. Read by its processes.
-            os.environ["SGLANG_ENABLE_COLOCATED_BATCH_GEN"] = "1"
         import sglang
 
         self._engine = sglang.Engine(**options(job.settings, job.disable_custom_all_reduce))
@@ -84,11 +84,25 @@ class Sglang:
 
     def generate_together(self, prompts: list[list[int]], output_tokens: int) -> list[Request]:
         requests = []
-        for output in self._engine.generate(input_ids=prompts, sampling_params=_greedy(output_tokens)):
+        for output in self._engine.loop.run_until_complete(self._together(prompts, output_tokens)):
             request = Request()
             request.arrived(0.0, output["output_ids"])
             requests.append(request)
         return requests
+
+    async def _together(self, prompts: list[list[int]], output_tokens: int) -> list[dict[str, Any]]:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput, GenerateReqInput, PauseGenerationReqInput
+
+        manager = self._engine.tokenizer_manager
+        # To the scheduler only: its queue fills up meanwhile. The manager's own pause would hold the requests back, and
+        # SGLANG_ENABLE_COLOCATED_BATCH_GEN would slow down every decode step, timed ones included.
+        await manager._async_dispatch_to_scheduler(PauseGenerationReqInput(mode="in_place"))
+        request = GenerateReqInput(input_ids=prompts, sampling_params=_greedy(output_tokens))
+        answer = asyncio.ensure_future(manager.generate_request(request, None).__anext__())
+        await asyncio.sleep(_SENDING_S)
+        await manager._async_dispatch_to_scheduler(ContinueGenerationReqInput(torch_empty_cache=False))
+        outputs: list[dict[str, Any]] = await answer
+        return outputs
 
     def first_logits(self, prompt: list[int]) -> list[float]:
         vocabulary = self._engine.tokenizer_manager.model_config.vocab_size

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+import asyncio
+from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import fake_model
+
+from sglang.srt.managers import io_struct
 
 
 class Engine:
@@ -18,7 +20,8 @@ class Engine:
         state = "none" if self._arm == "nccl" else "CustomAllReduceV2, disabled=False"
         line = f"[TP0] bench_serving: custom all-reduce of group tp:0: {state}"
         self._fault = fake_model.start(self._arm, line)
-        self.tokenizer_manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=fake_model.VOCABULARY))
+        self.loop = asyncio.new_event_loop()
+        self.tokenizer_manager = _TokenizerManager(self)
 
     def generate(
         self,
@@ -39,7 +42,7 @@ class Engine:
         return [{"output_ids": tokens, "meta_info": meta} for tokens in last]
 
     def shutdown(self) -> None:
-        assert "SGLANG_ENABLE_COLOCATED_BATCH_GEN" not in os.environ or os.environ["BENCH_SERVING_WEIGHTS"] == "scaled"
+        assert not self.tokenizer_manager.paused
 
     def _stream(self, input_ids: list[list[int]], count: int) -> Iterator[dict[str, Any]]:
         for tokens in self._steps(input_ids, count):
@@ -53,3 +56,19 @@ class Engine:
             for own, prompt in zip(tokens, input_ids, strict=True):
                 own.append(fake_model.token(prompt, position, self._fault))
             yield tokens
+
+
+class _TokenizerManager:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.paused = False
+        self.model_config = SimpleNamespace(vocab_size=fake_model.VOCABULARY)
+
+    async def _async_dispatch_to_scheduler(self, message: io_struct.Message) -> None:
+        self.paused = message.pauses
+
+    async def generate_request(self, request: io_struct.GenerateReqInput, _: None) -> AsyncIterator[Any]:
+        assert self.paused
+        while self.paused:
+            await asyncio.sleep(0.001)
+        yield self._engine.generate(request.input_ids, request.sampling_params)
