@@ -28,10 +28,10 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--engine", choices=ENGINES, default="vllm")
     options.add_argument(
         "--mode",
-        choices=("latency", "serve", "check"),
+        choices=("latency", "serve", "bench-latency", "check"),
         default="latency",
         help="latency: the engine in its own process (default); serve: a server, timed by the engine's own serving "
-        "benchmark; check: no times, only --check",
+        "benchmark; bench-latency: vllm bench latency, slow; check: no times, only --check",
     )
     options.add_argument("--model", default="llama-2-70b", help=f"a directory with a config.json, or one of: {shapes}")
     options.add_argument("--layers", type=_positive, metavar="N", help="shorten the model, to try things out")
@@ -120,8 +120,14 @@ def settings_of(options: argparse.Namespace) -> Settings:
             "--check needs --weights scaled: the engine's dummy weights are the same on all ranks and so small that an "
             "all-reduce hardly shows in the logits"
         )
-    if options.mode == "serve" and (check or options.weights == "scaled"):
-        raise SystemExit("--mode serve takes neither --check nor --weights scaled: use --mode latency or check")
+    if options.mode in ("serve", "bench-latency") and (check or options.weights == "scaled"):
+        raise SystemExit(
+            f"--mode {options.mode} takes neither --check nor --weights scaled: use --mode latency or check"
+        )
+    if options.mode == "bench-latency" and options.engine != "vllm":
+        raise SystemExit(
+            "--mode bench-latency is vLLM's; SGLang's bench_one_batch loads no plugins, so it has no such arm"
+        )
     if options.output_tokens < 2:
         raise SystemExit("--output-tokens must be at least 2: decoding begins with the second token")
     return Settings(
@@ -137,8 +143,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         enforce_eager=options.enforce_eager,
         weights=options.weights or ("scaled" if check else "dummy"),
         engine_options=dict(options.engine_option),
-        serving=options.mode == "serve",
-        timing=options.mode != "check",
+        mode=options.mode,
         check=check,
         seed=options.seed,
     )

@@ -106,9 +106,7 @@ def run_once(settings: Settings, arm: Arm, repeat: int, directory: Path, timeout
     result, log = directory / "result.json", directory / "log.txt"
     Job(settings, arm.name, arm.disable_custom_all_reduce, str(result)).write(directory / "job.json")
     outcome = processes.run(
-        processes.module_command(
-            f"bench_serving.engines.{'serve' if settings.serving else settings.engine}", str(directory / "job.json")
-        ),
+        processes.module_command(f"bench_serving.engines.{settings.program}", str(directory / "job.json")),
         processes.environment(arm_environment(arm, settings), os.environ),
         log,
         result,

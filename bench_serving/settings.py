@@ -32,8 +32,8 @@ class Settings:
         weights: "dummy" for the engine's own ``--load-format dummy``; "scaled" for random weights of the scale of a
             trained model that differ from rank to rank (see plugins/llm_comm_bench/weights.py).
         engine_options: Further arguments of the engine's Python class, by name.
-        serving: Whether to time a server by the engine's own benchmark, rather than the engine in its process.
-        timing: Whether to time at all.
+        mode: What runs: the engine in a process of the harness ("latency", "check") or its own benchmark ("serve",
+            "bench-latency").
         check: Whether to generate what the arms are compared by.
         seed: Of the prompts.
     """
@@ -51,10 +51,14 @@ class Settings:
     enforce_eager: bool = False
     weights: str = "dummy"
     engine_options: dict[str, Any] = field(default_factory=dict)
-    serving: bool = False
-    timing: bool = True
+    mode: str = "latency"
     check: bool = False
     seed: int = 0
+
+    @property
+    def program(self) -> str:
+        """Module of ``bench_serving.engines`` that does it."""
+        return {"serve": "serve", "bench-latency": "bench_latency"}.get(self.mode, self.engine)
 
     @property
     def max_model_len(self) -> int:

@@ -65,7 +65,7 @@ def measure(engine: Engine, job: Job, start_s: float) -> None:
     settings = job.settings
     result: dict[str, Any] = {"arm": job.arm, "start_s": round(start_s, 3)}
     say(f"engine is up after {start_s:.0f} s")
-    if settings.timing:
+    if settings.mode != "check":
         result["batches"] = {}
         for count in settings.batch_sizes:
             result["batches"][count] = _decode(engine, job, count)

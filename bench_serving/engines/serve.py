@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_serving.engines import measure, sglang, vllm
+from bench_serving.engines.command_line import arguments
 from bench_serving.settings import Job, Settings
 
 _LATENCIES = [f"{kind}_{name}_ms" for name in ("ttft", "tpot", "itl") for kind in ("mean", "median", "p99")]
@@ -69,22 +70,6 @@ def server_command(job: Job, model: Path, port: int) -> list[str]:
         options["model_path"] = str(model)
     del options["skip_tokenizer_init"]
     return [sys.executable, "-m", *command, "--host", "127.0.0.1", "--port", str(port), *arguments(options)]
-
-
-def arguments(options: dict[str, Any]) -> list[str]:
-    """Python arguments of an engine as its command line takes them."""
-    result: list[str] = []
-    for name, value in options.items():
-        flag = "--" + name.replace("_", "-")
-        if value is True:
-            result.append(flag)
-        elif name == "enable_prefix_caching":
-            result.append("--no-enable-prefix-caching")
-        elif isinstance(value, list):
-            result += [flag, *map(str, value)]
-        elif value is not False and value != {}:
-            result += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
-    return result
 
 
 def client_command(settings: Settings, model: Path, port: int, count: int, result: Path) -> list[str]:

@@ -81,6 +81,16 @@ def test_the_whole_comparison(harness: Harness, engine: str, capsys: pytest.Capt
     assert "free is a bound, not an engine" in printed
 
 
+@pytest.mark.parametrize(("mode", "milliseconds"), [("serve", 2.0), ("bench-latency", 10.0)])
+def test_the_engines_own_benchmarks(harness: Harness, mode: str, milliseconds: float) -> None:
+    status, report = harness.run("--mode", mode, "--arms", "nccl,llm_comm", "--repeats", "1")
+    assert status == 0
+    for by_arm in report["decode"].values():
+        assert by_arm["llm_comm"]["decode_ms"]["median"] == pytest.approx(milliseconds)
+        assert by_arm["llm_comm"]["speedup_over"]["nccl"]["median"] == pytest.approx(1)
+        assert by_arm["llm_comm"].get("p99_itl_ms") == (2.0 if mode == "serve" else None)
+
+
 def test_a_failing_arm_is_reported_and_costs_no_other_result(
     harness: Harness, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from bench_serving import cli
 from bench_serving.arms import ARMS
-from bench_serving.engines import serve, sglang, vllm
+from bench_serving.engines import bench_latency, command_line, serve, sglang, vllm
 from bench_serving.settings import SHAPES, Job, Settings
 
 
@@ -23,7 +23,7 @@ def test_defaults_are_those_of_the_comparison() -> None:
     default = settings()
     assert (default.engine, Path(default.model).name, default.tensor_parallel_size) == ("vllm", "llama-2-70b", 8)
     assert default.batch_sizes == (1, 4, 16, 64)
-    assert (default.weights, default.check, default.timing) == ("dummy", False, True)
+    assert (default.weights, default.check, default.mode) == ("dummy", False, "latency")
     assert cli.parser().parse_args([]).arms == list(ARMS)
 
 
@@ -48,6 +48,7 @@ def test_wrong_options_are_named(options: list[str], said: str, capsys: pytest.C
         (["--model", "none"], "neither a known shape nor a directory"),
         (["--check", "--weights", "dummy"], "needs --weights scaled"),
         (["--mode", "serve", "--check"], "--mode serve takes neither"),
+        (["--mode", "bench-latency", "--engine", "sglang"], "is vLLM's"),
         (["--output-tokens", "1"], "at least 2"),
     ],
 )
@@ -59,7 +60,7 @@ def test_options_that_contradict_each_other_are_refused(options: list[str], said
 def test_a_check_takes_weights_that_show_something() -> None:
     assert settings("--check").weights == "scaled"
     checked = settings("--mode", "check")
-    assert (checked.weights, checked.check, checked.timing) == ("scaled", True, False)
+    assert (checked.weights, checked.check, checked.program) == ("scaled", True, "vllm")
 
 
 def test_a_job_survives_its_file(tmp_path: Path) -> None:
@@ -128,7 +129,7 @@ def test_python_arguments_become_those_of_the_command_line() -> None:
         "hf_overrides": {"num_hidden_layers": 4},
         "cuda_graph_bs_decode": [1, 4],
     }
-    assert serve.arguments(options) == [
+    assert command_line.arguments(options) == [
         *("--load-format", "dummy", "--disable-custom-all-reduce", "--no-enable-prefix-caching"),
         *("--hf-overrides", '{"num_hidden_layers": 4}', "--cuda-graph-bs-decode", "1", "4"),
     ]
@@ -145,6 +146,15 @@ def test_server_and_client_fit_together(engine: str, tmp_path: Path) -> None:
     assert "--disable-custom-all-reduce" in server
     assert "--skip-tokenizer-init" not in server
     assert client[client.index("--max-concurrency") + 1] == "16"
+
+
+def test_bench_latency_gets_the_options_of_the_engine(tmp_path: Path) -> None:
+    job = Job(settings("--mode", "bench-latency"), "nccl", True, "")
+    assert job.settings.program == "bench_latency"
+    command = bench_latency.command(job, 16, 136, tmp_path / "latency.json")
+    assert command[command.index("--batch-size") + 1] == "16"
+    assert command[command.index("--output-len") + 1] == "136"
+    assert "--disable-custom-all-reduce" in command
 
 
 def test_the_tokenizer_keeps_the_number_of_tokens(tmp_path: Path) -> None:
