@@ -1,0 +1,45 @@
+"""The arms of the comparison: what is switched in the engine, and nothing besides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to reduce, in an engine that is otherwise the same.
+
+    Attributes:
+        name: On the command line and in results.
+        label: In tables and plots.
+        environment: Variables of the engine's processes.
+        disable_custom_all_reduce: The option of this name, which vLLM and SGLang share.
+        llm_comm: Whether the log must say that llm_comm is active; else it must not.
+        free: All-reduces return uninitialised memory: a bound, not an engine.
+    """
+
+    name: str
+    label: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    disable_custom_all_reduce: bool = False
+    llm_comm: bool = False
+    free: bool = False
+
+
+_OFF = {"LLM_COMM_ENABLE": "0"}
+_ON = {"LLM_COMM_ENABLE": "1"}
+
+ARMS: dict[str, Arm] = {
+    arm.name: arm
+    for arm in (
+        Arm("nccl", "NCCL", _OFF, disable_custom_all_reduce=True),
+        Arm("default", "engine's own", _OFF),
+        Arm("llm_comm", "llm_comm", _ON, llm_comm=True),
+        Arm("llm_comm_unfused", "llm_comm, norms apart", {**_ON, "LLM_COMM_FUSE": "0"}, llm_comm=True),
+        Arm("free", "free (bound: no communication, wrong results)", _OFF, free=True),
+    )
+}
+
+#: What the others are compared with, and the bound.
+NCCL, DEFAULT, OURS, FREE = "nccl", "default", "llm_comm", "free"

@@ -1,0 +1,173 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench_serving import report
+from bench_serving.arms import ARMS
+from bench_serving.comparison import Comparison
+from bench_serving.settings import SHAPES, Settings
+
+ENGINES = ("vllm", "sglang")
+
+
+def parser() -> argparse.ArgumentParser:
+    shapes = ", ".join(sorted(path.parent.name for path in SHAPES.glob("*/config.json")))
+    options = argparse.ArgumentParser(
+        prog="python -m bench_serving",
+        description="Compares decode latency in a real engine with all-reduces done by NCCL, by the engine itself and "
+        "by llm_comm, with random weights. Each run is a fresh start of the engine.",
+    )
+    options.add_argument("--engine", choices=ENGINES, default="vllm")
+    options.add_argument(
+        "--mode",
+        choices=("latency", "serve", "bench-latency", "check"),
+        default="latency",
+        help="latency: the engine in its own process (default); serve: a server, timed by the engine's own serving "
+        "benchmark; bench-latency: vllm bench latency, slow; check: no times, only --check",
+    )
+    options.add_argument("--model", default="llama-2-70b", help=f"a directory with a config.json, or one of: {shapes}")
+    options.add_argument("--layers", type=_positive, metavar="N", help="shorten the model, to try things out")
+    options.add_argument("--tensor-parallel-size", "--tp", type=_positive, default=8, metavar="N")
+    options.add_argument("--arms", type=_arms, default=list(ARMS), metavar="A,B", help=f"of {', '.join(ARMS)}")
+    options.add_argument("--batch-sizes", type=_sizes, default=(1, 4, 16, 64), metavar="N,N")
+    options.add_argument("--prompt-tokens", type=_positive, default=128, metavar="N")
+    options.add_argument("--output-tokens", type=_positive, default=136, metavar="N")
+    options.add_argument("--iterations", type=_positive, default=2, metavar="N", help="timed batches of each size")
+    options.add_argument(
+        "--prefill-tokens", type=int, default=4096, metavar="N", help="time a prefill of so many tokens; 0: do not"
+    )
+    options.add_argument("--repeats", type=_positive, default=2, metavar="N", help="starts of each arm")
+    options.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    options.add_argument(
+        "--check",
+        action="store_true",
+        help="also compare tokens over the repeats and logits with nccl's (scaled weights)",
+    )
+    options.add_argument(
+        "--weights",
+        choices=("dummy", "scaled"),
+        help="dummy: the engine's own (default); scaled: as large as a trained model's, other ones on each rank",
+    )
+    options.add_argument(
+        "--engine-option",
+        type=_engine_option,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a further argument of vllm.LLM or sglang.Engine, in all arms; the value is JSON or text",
+    )
+    options.add_argument("--seed", type=int, default=0, help="of the prompts")
+    options.add_argument(
+        "--timeout", type=float, default=300, metavar="S", help="of each run, start of the engine included"
+    )
+    options.add_argument("--out", type=Path, default=Path("bench_serving_results"), metavar="DIR")
+    options.add_argument(
+        "--resume", action="store_true", help="keep the runs that are complete in --out and do the rest"
+    )
+    options.add_argument("--commit", help="of llm_comm, for the report, where git cannot tell")
+    return options
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}: must be at least 1")
+    return value
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(_positive(part) for part in text.split(",")))
+
+
+def _arms(text: str) -> list[str]:
+    names = list(dict.fromkeys(text.split(",")))
+    unknown = [name for name in names if name not in ARMS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown arm {unknown[0]!r}; valid: {', '.join(ARMS)}")
+    return names
+
+
+def _engine_option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=VALUE, e.g. attention_backend=triton")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def settings_of(options: argparse.Namespace) -> Settings:
+    """What the options mean for a run.
+
+    Raises:
+        SystemExit: They contradict each other, or the model is not there.
+    """
+    check = options.check or options.mode == "check"
+    model = SHAPES / options.model if (SHAPES / options.model).is_dir() else Path(options.model)
+    if not (model / "config.json").is_file():
+        raise SystemExit(f"--model {options.model}: neither a known shape nor a directory with a config.json")
+    if check and options.weights == "dummy":
+        raise SystemExit(
+            "--check needs --weights scaled: the engine's dummy weights are the same on all ranks and so small that an "
+            "all-reduce hardly shows in the logits"
+        )
+    if options.mode in ("serve", "bench-latency") and (check or options.weights == "scaled"):
+        raise SystemExit(
+            f"--mode {options.mode} takes neither --check nor --weights scaled: use --mode latency or check"
+        )
+    if options.mode == "bench-latency" and options.engine != "vllm":
+        raise SystemExit(
+            "--mode bench-latency is vLLM's; SGLang's bench_one_batch loads no plugins, so it has no such arm"
+        )
+    if options.output_tokens < 2:
+        raise SystemExit("--output-tokens must be at least 2: decoding begins with the second token")
+    return Settings(
+        engine=options.engine,
+        model=str(model.resolve()),
+        layers=options.layers,
+        tensor_parallel_size=options.tensor_parallel_size,
+        batch_sizes=options.batch_sizes,
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        iterations=options.iterations,
+        prefill_tokens=options.prefill_tokens,
+        enforce_eager=options.enforce_eager,
+        weights=options.weights or ("scaled" if check else "dummy"),
+        engine_options=dict(options.engine_option),
+        mode=options.mode,
+        check=check,
+        seed=options.seed,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the comparison and shows it. Returns 0 if every run succeeded and the check, if any, passed."""
+    argv = sys.argv[1:] if argv is None else argv
+    options = parser().parse_args(argv)
+    settings = settings_of(options)
+    out: Path = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    content = Comparison(
+        settings,
+        options.arms,
+        options.repeats,
+        options.timeout,
+        out,
+        shlex.join(["python", "-m", "bench_serving", *argv]),
+        options.commit,
+        options.resume,
+    ).run()
+    print()
+    report.show(out / "report.json")
+    print(f"\n{out / 'report.json'}")
+    failed = any(run["failure"] for run in content["runs"])
+    return 1 if failed or not content["check"].get("passed", True) else 0

@@ -1,0 +1,150 @@
+"""The comparison from start to end: runs in their order, what counts as one, and the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from bench_serving import checks, engine_logs, processes, report, schedule, summary, versions
+from bench_serving.arms import ARMS, Arm
+from bench_serving.settings import Job, Settings, settings_from_dict
+from bench_serving.summary import Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What is compared.
+
+    Attributes:
+        settings: What the arms have in common.
+        arms: Their names.
+        repeats: Starts of each arm.
+        timeout_s: Of each run.
+        out: Directory for the results; exists.
+        command: How the comparison was called, for the report.
+        commit: Of llm_comm; None to ask git.
+        resume: Whether to keep runs that lie in ``out``.
+    """
+
+    settings: Settings
+    arms: Sequence[str]
+    repeats: int
+    timeout_s: float
+    out: Path
+    command: str
+    commit: str | None = None
+    resume: bool = False
+
+    def run(self) -> dict[str, Any]:
+        """Does all runs and returns the report, which ``report.json`` holds after each of them."""
+        settings = self.settings
+        ran_on = {
+            "device": f"{settings.tensor_parallel_size}x {versions.device() or 'unknown GPU'}",
+            "versions": versions.versions(settings.engine),
+            "commit": self.commit or versions.commit(processes.ROOT),
+        }
+        order = schedule.interleaved(self.arms, self.repeats)
+        runs: list[Run] = []
+        content: dict[str, Any] = {}
+        for number, (repeat, name) in enumerate(order, 1):
+            title = f"[{number}/{len(order)}] {name}, repeat {repeat + 1} of {self.repeats}"
+            directory = self.out / "runs" / f"{repeat:02}-{name}"
+            run = kept(directory, settings, repeat, name) if self.resume else None
+            if run is None:
+                print(title, flush=True)
+                run = run_once(settings, ARMS[name], repeat, directory, self.timeout_s)
+            else:
+                print(f"{title}: kept", flush=True)
+            runs.append(run)
+            if run.failure:
+                print(f"  FAILED: {run.failure}", flush=True)
+            # After every run: whoever is interrupted keeps what there is.
+            content = self._report(runs, ran_on)
+            report.write_json(self.out / "report.json", content)
+        return content
+
+    def _report(self, runs: Sequence[Run], ran_on: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": self.command,
+            "engine": self.settings.engine,
+            **ran_on,
+            "variables": _variables(os.environ),
+            "settings": dataclasses.asdict(self.settings),
+            "repeats": self.repeats,
+            "arms": {name: ARMS[name].label for name in self.arms},
+            **summary.summarize(runs),
+            "check": checks.summarize(runs),
+            "runs": [
+                {
+                    "repeat": run.repeat,
+                    "arm": run.arm,
+                    "seconds": round(run.seconds, 1),
+                    "start_s": run.result["start_s"] if run.result else None,
+                    "failure": run.failure,
+                    "evidence": list(run.evidence),
+                }
+                for run in runs
+            ],
+        }
+
+
+def arm_environment(arm: Arm, settings: Settings) -> dict[str, str]:
+    """The variables of an arm, those that its plugins read included."""
+    plugins = {"BENCH_SERVING_FREE": str(int(arm.free)), "BENCH_SERVING_WEIGHTS": settings.weights}
+    return {**arm.environment, **plugins}
+
+
+def run_once(settings: Settings, arm: Arm, repeat: int, directory: Path, timeout_s: float) -> Run:
+    """Starts the engine, measures, and makes sure that it was the arm that ran."""
+    directory.mkdir(parents=True, exist_ok=True)
+    result, log = directory / "result.json", directory / "log.txt"
+    Job(settings, arm.name, arm.disable_custom_all_reduce, str(result)).write(directory / "job.json")
+    outcome = processes.run(
+        processes.module_command(f"bench_serving.engines.{settings.program}", str(directory / "job.json")),
+        processes.environment(arm_environment(arm, settings), os.environ),
+        log,
+        result,
+        timeout_s,
+        lambda line: print(f"  {line}", flush=True),
+    )
+    return _judged(settings, arm, repeat, outcome, result, log)
+
+
+def _judged(settings: Settings, arm: Arm, repeat: int, outcome: processes.Outcome, result: Path, log: Path) -> Run:
+    if outcome.failure:
+        shown = engine_logs.tail(outcome.log)
+        return Run(repeat, arm.name, outcome.seconds, f"{outcome.failure}; the log ({log}) ends with:\n{shown}")
+    try:
+        found = engine_logs.evidence(settings.engine, arm, settings.weights, settings.tensor_parallel_size, outcome.log)
+    except ValueError as error:
+        return Run(repeat, arm.name, outcome.seconds, f"not the arm {arm.name}: {error} ({log})")
+    return Run(repeat, arm.name, outcome.seconds, evidence=found, result=json.loads(result.read_text(encoding="utf-8")))
+
+
+def kept(directory: Path, settings: Settings, repeat: int, name: str) -> Run | None:
+    """The run that lies in ``directory``, if it is complete and was made with the same settings."""
+    result, log, job = (directory / file for file in ("result.json", "log.txt", "job.json"))
+    if not (result.is_file() and log.is_file() and job.is_file()):
+        return None
+    theirs = settings_from_dict(json.loads(job.read_text(encoding="utf-8"))["settings"])
+    if dataclasses.replace(theirs, model=settings.model) != settings:
+        raise SystemExit(f"--resume: {directory} was made with other settings; give another --out")
+    outcome = processes.Outcome(0.0, "", log.read_text(encoding="utf-8", errors="replace"))
+    run = _judged(settings, ARMS[name], repeat, outcome, result, log)
+    return None if run.failure else run
+
+
+def _variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """What of the environment may bear on the figures."""
+    prefixes = ("LLM_COMM_", "NCCL_", "VLLM_", "SGLANG_", "TORCH_SYMM_MEM_", "NVSHMEM_", "CUDA_VISIBLE_DEVICES")
+    return {
+        name: value
+        for name, value in sorted(processes.environment({}, environment).items())
+        if name.startswith(prefixes)
+    }

@@ -1,0 +1,86 @@
+"""Whether an engine did what its arm says, by what its log says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from bench_serving.arms import Arm
+
+#: What the plugin of the arm `free` logs.
+FREE_MARK = "bench_serving: all-reduces of this group return uninitialised memory"
+#: What the plugin that makes scaled weights logs.
+WEIGHTS_MARK = "bench_serving: scaled weights"
+#: What the plugin logs of a group in SGLang.
+BACKEND_MARK = "bench_serving: custom all-reduce"
+
+_ACTIVE = re.compile(r"llm_comm \S+ is active for (?:group )?\S*tp")
+_VLLM_BACKENDS = re.compile(r"Using \[([^\]]*)\] all-reduce backends[^\n]*for group 'tp[^\n]*")
+_SGLANG_BACKEND = re.compile(re.escape(BACKEND_MARK) + r" of group tp:[^\n]*")
+
+
+def evidence(engine: str, arm: Arm, weights: str, world_size: int, log: str) -> list[str]:
+    """The lines by which the log confirms that the engine ran ``arm``.
+
+    Raises:
+        ValueError: The log says otherwise, or does not say it. The text says what is amiss.
+    """
+    found = []
+    found += _expect(log, _ACTIVE, arm.llm_comm, "llm_comm is active for the tensor-parallel group")
+    found += _expect(log, re.compile(re.escape(FREE_MARK)), arm.free, "all-reduces are replaced by nothing")
+    found += _expect(log, re.compile(re.escape(WEIGHTS_MARK)), weights == "scaled", "weights are scaled")
+    found += {"vllm": _vllm, "sglang": _sglang}[engine](arm, world_size, log)
+    return found
+
+
+def _expect(log: str, pattern: re.Pattern[str], wanted: bool, what: str) -> list[str]:
+    line = _line(log, pattern)
+    if wanted and line is None:
+        raise ValueError(f"the log does not say that {what}{_hints(log)}")
+    if not wanted and line is not None:
+        raise ValueError(f"the log says that {what}, which this arm must not: {line}")
+    return [] if line is None else [line]
+
+
+def _vllm(arm: Arm, world_size: int, log: str) -> Iterable[str]:
+    line = _line(log, _VLLM_BACKENDS)
+    if line is None:
+        raise ValueError("the log lacks vLLM's line about its all-reduce backends for the group tp")
+    match = _VLLM_BACKENDS.search(line)
+    assert match is not None
+    custom = "'CUSTOM'" in match.group(1)
+    if custom and arm.disable_custom_all_reduce:
+        raise ValueError(f"vLLM's custom all-reduce is on, but this arm turns it off: {line}")
+    if not custom and not arm.disable_custom_all_reduce and world_size in (2, 4, 6, 8):
+        raise ValueError(f"vLLM's custom all-reduce should be on but is not: {line}")
+    return [line]
+
+
+def _sglang(arm: Arm, world_size: int, log: str) -> Iterable[str]:
+    line = _line(log, _SGLANG_BACKEND)
+    if line is None:
+        raise ValueError("the log lacks the line about the custom all-reduce of the group tp")
+    custom = "disabled=False" in line
+    if custom and arm.disable_custom_all_reduce:
+        raise ValueError(f"SGLang's custom all-reduce is on, but this arm turns it off: {line}")
+    if not custom and not arm.disable_custom_all_reduce and world_size in (2, 4, 6, 8):
+        raise ValueError(f"SGLang's custom all-reduce should be on but is not: {line}")
+    return [line]
+
+
+def _line(log: str, pattern: re.Pattern[str]) -> str | None:
+    match = pattern.search(log)
+    if match is None:
+        return None
+    begin, end = log.rfind("\n", 0, match.start()) + 1, log.find("\n", match.end())
+    return log[begin : end if end >= 0 else len(log)].strip()
+
+
+def _hints(log: str) -> str:
+    lines = [line.strip() for line in log.splitlines() if "llm_comm" in line and "not active" in line]
+    return f"; it says: {lines[0]}" if lines else ""
+
+
+def tail(log: str, lines: int = 25) -> str:
+    """The end of a log, where the reason of a failure usually stands."""
+    return "\n".join(log.rstrip().splitlines()[-lines:])

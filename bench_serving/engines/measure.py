@@ -1,0 +1,140 @@
+"""What is measured in a running engine, whichever it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from bench_serving import metrics
+from bench_serving.metrics import Request
+from bench_serving.settings import CHECK_BATCHES, CHECK_TOKENS, Job
+
+#: Tokens of a short generation: to warm up, and to subtract from a long one.
+WARM_UP_TOKENS = 8
+#: Said when `endless` has begun.
+DECODING = "decoding without end"
+
+
+class Engine(Protocol):
+    """A running engine."""
+
+    def generate(self, prompts: list[list[int]], output_tokens: int) -> list[Request]:
+        """Greedy generation of so many tokens for each prompt, whatever they are; all are sent at once."""
+
+    def generate_together(self, prompts: list[list[int]], output_tokens: int) -> list[Request]:
+        """The same, but all prompts are sure to be prefilled in one step: the same arithmetic every time."""
+
+    def decode(self, prompts: list[list[int]], output_tokens: int, iterations: int) -> Decoded:
+        """Times a batch, ``iterations`` times over."""
+
+    def first_logits(self, prompt: list[int]) -> list[float]:
+        """Logits (or log probabilities) of the first token after ``prompt``, of the whole vocabulary."""
+
+    def close(self) -> None:
+        """Ends the engine's processes."""
+
+
+@dataclass
+class Decoded:
+    """A timed batch size.
+
+    Attributes:
+        method: How ``decode_ms`` was found: "arrivals" (``metrics.decode_ms``) or "difference" between the durations of
+            a long and a short generation.
+        decode_ms: Milliseconds of a decode step, once an iteration.
+        streams: The arrivals that clients saw, for TTFT, TPOT and ITL; batches of requests.
+    """
+
+    method: str
+    decode_ms: list[float]
+    streams: list[list[Request]]
+
+
+def say(text: str) -> None:
+    """Shows progress, by way of the log."""
+    print(f"[bench] {text}", flush=True)
+
+
+def measure(engine: Engine, job: Job, start_s: float) -> None:
+    """Does what the job asks for and writes its result."""
+    settings = job.settings
+    result: dict[str, Any] = {"arm": job.arm, "start_s": round(start_s, 3)}
+    say(f"engine is up after {start_s:.0f} s")
+    if settings.mode != "check":
+        result["batches"] = {}
+        for count in settings.batch_sizes:
+            result["batches"][count] = _decode(engine, job, count)
+        if settings.prefill_tokens:
+            result["prefill_s"] = _prefill(engine, job)
+    if settings.check:
+        result["check"] = _check(engine, job)
+    write_result(job, result)
+    say("done")
+
+
+def write_result(job: Job, result: dict[str, Any]) -> None:
+    """Puts the result where the harness looks for it, all at once."""
+    partial = Path(job.result + ".partial")
+    partial.write_text(json.dumps(result), encoding="utf-8")
+    partial.replace(job.result)
+
+
+def endless(engine: Engine, job: Job) -> None:
+    """Decodes until something ends this process."""
+    (prompts, tokens) = job.settings.prompts(4, job.settings.prompt_tokens, "endless"), job.settings.output_tokens
+    engine.generate(prompts, WARM_UP_TOKENS)
+    say(DECODING)
+    while True:
+        engine.generate(prompts, tokens)
+
+
+def _decode(engine: Engine, job: Job, count: int) -> dict[str, Any]:
+    settings = job.settings
+    prompts = settings.prompts(count, settings.prompt_tokens, "decode")
+    engine.generate(prompts, WARM_UP_TOKENS)
+    decoded = engine.decode(prompts, settings.output_tokens, settings.iterations)
+    say(f"batch {count}: {', '.join(f'{ms:.2f}' for ms in decoded.decode_ms)} ms a step")
+    return {
+        "method": decoded.method,
+        "decode_ms": decoded.decode_ms,
+        "streams": [metrics.to_json(batch) for batch in decoded.streams],
+    }
+
+
+def _prefill(engine: Engine, job: Job) -> list[float]:
+    (prompt,) = job.settings.prompts(1, job.settings.prefill_tokens, "prefill")
+    engine.generate([prompt], 1)
+    seconds = [engine.generate([prompt], 1)[0].ttft for _ in range(job.settings.prefill_iterations)]
+    say(f"prefill of {len(prompt)} tokens: {sorted(seconds)[len(seconds) // 2] * 1e3:.1f} ms")
+    return seconds
+
+
+def _check(engine: Engine, job: Job) -> dict[str, Any]:
+    settings = job.settings
+    tokens = {}
+    for count in CHECK_BATCHES:
+        prompts = settings.prompts(count, settings.prompt_tokens, "check")
+        tokens[count] = [request.tokens for request in engine.generate_together(prompts, CHECK_TOKENS)]
+    prompts = settings.prompts(max(CHECK_BATCHES[:2]), settings.prompt_tokens, "check")
+    logits = [engine.first_logits(prompt) for prompt in prompts]
+    say(f"check: tokens of {sum(CHECK_BATCHES)} requests, logits of {len(logits)}")
+    return {"tokens": tokens, "logits": logits}
+
+
+def run(start: Any) -> None:
+    """The main program of an engine's process: ``start(job)`` returns the running engine."""
+    job = Job.read(Path(sys.argv[1]))
+    begin = time.perf_counter()
+    engine = start(job)
+    if job.endless:
+        endless(engine, job)
+    measure(engine, job, time.perf_counter() - begin)
+    engine.close()
+    sys.stdout.flush()
+    # Threads of the engine may keep the interpreter from ending.
+    os._exit(0)

@@ -1,0 +1,130 @@
+"""Measures in real SGLang, in its offline engine, which starts the same scheduler processes as the server.
+
+A decode step is timed as the difference between a long and a short generation without streaming: with streaming, the
+one Python process that hands out the tokens of all requests would be timed with it at large batches. TTFT, TPOT and ITL
+are those of a streamed batch, as a client of this process sees them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+from bench_serving.engines import measure
+from bench_serving.engines.measure import WARM_UP_TOKENS, Decoded
+from bench_serving.metrics import Request
+from bench_serving.settings import Job, Settings
+
+#: Ample time for requests on their way to the scheduler.
+_SENDING_S = 0.5
+
+
+def options(settings: Settings, disable_custom_all_reduce: bool) -> dict[str, Any]:
+    """Arguments of ``sglang.Engine``. Attention and sampling need no kernels beyond SGLang's own and Triton's."""
+    result: dict[str, Any] = {
+        "model_path": settings.model,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "tp_size": settings.tensor_parallel_size,
+        "dtype": "bfloat16",
+        "attention_backend": "triton",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "disable_radix_cache": True,
+        "mem_fraction_static": 0.7,
+        "max_running_requests": max(settings.captured),
+        "chunked_prefill_size": 8192,
+        "disable_prefill_cuda_graph": True,
+        "disable_custom_all_reduce": disable_custom_all_reduce,
+        # It would take all-reduces past the seam, and through NVLink multicast.
+        "enforce_disable_flashinfer_allreduce_fusion": True,
+        "random_seed": settings.seed,
+        "log_level": "info",
+    }
+    if settings.enforce_eager:
+        result["disable_decode_cuda_graph"] = True
+    else:
+        result |= {"cuda_graph_max_bs_decode": max(settings.captured), "cuda_graph_bs_decode": settings.captured}
+    overrides = settings.config_overrides()
+    if overrides:
+        result["json_model_override_args"] = json.dumps(overrides)
+    return result | settings.engine_options
+
+
+class Sglang:
+    """See ``measure.Engine``."""
+
+    def __init__(self, job: Job) -> None:
+        import sglang
+
+        self._engine = sglang.Engine(**options(job.settings, job.disable_custom_all_reduce))
+
+    def decode(self, prompts: list[list[int]], output_tokens: int, iterations: int) -> Decoded:
+        short = min(WARM_UP_TOKENS, output_tokens - 1)
+        steps = []
+        for _ in range(iterations):
+            seconds = self._duration(prompts, output_tokens) - self._duration(prompts, short)
+            steps.append(seconds / (output_tokens - short) * 1e3)
+        return Decoded("difference", steps, [self.generate(prompts, output_tokens)])
+
+    def generate(self, prompts: list[list[int]], output_tokens: int) -> list[Request]:
+        requests = [Request() for _ in prompts]
+        begin = time.perf_counter()
+        chunks = self._engine.generate(input_ids=prompts, sampling_params=_greedy(output_tokens), stream=True)
+        for chunk in chunks:
+            now = time.perf_counter() - begin
+            request = requests[chunk["index"]]
+            # A chunk holds all tokens so far.
+            new = chunk["output_ids"][len(request.tokens) :]
+            if new:
+                request.arrived(now, new)
+        return requests
+
+    def generate_together(self, prompts: list[list[int]], output_tokens: int) -> list[Request]:
+        requests = []
+        for output in self._engine.loop.run_until_complete(self._together(prompts, output_tokens)):
+            request = Request()
+            request.arrived(0.0, output["output_ids"])
+            requests.append(request)
+        return requests
+
+    async def _together(self, prompts: list[list[int]], output_tokens: int) -> list[dict[str, Any]]:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput, GenerateReqInput, PauseGenerationReqInput
+
+        manager = self._engine.tokenizer_manager
+        # To the scheduler only: its queue fills up meanwhile. The manager's own pause would hold the requests back, and
+        # SGLANG_ENABLE_COLOCATED_BATCH_GEN would slow down every decode step, timed ones included.
+        await manager._async_dispatch_to_scheduler(PauseGenerationReqInput(mode="in_place"))
+        request = GenerateReqInput(input_ids=prompts, sampling_params=_greedy(output_tokens))
+        answer = asyncio.ensure_future(manager.generate_request(request, None).__anext__())
+        await asyncio.sleep(_SENDING_S)
+        await manager._async_dispatch_to_scheduler(ContinueGenerationReqInput(torch_empty_cache=False))
+        outputs: list[dict[str, Any]] = await answer
+        return outputs
+
+    def first_logits(self, prompt: list[int]) -> list[float]:
+        vocabulary = self._engine.tokenizer_manager.model_config.vocab_size
+        (output,) = self._engine.generate(
+            input_ids=[prompt], sampling_params=_greedy(1), return_logprob=True, top_logprobs_num=vocabulary
+        )
+        (entries,) = output["meta_info"]["output_top_logprobs"]
+        by_token = {token: logprob for logprob, token, _ in entries}
+        return [by_token[token] for token in sorted(by_token)]
+
+    def close(self) -> None:
+        self._engine.shutdown()
+
+    def _duration(self, prompts: list[list[int]], output_tokens: int) -> float:
+        begin = time.perf_counter()
+        self._engine.generate(input_ids=prompts, sampling_params=_greedy(output_tokens))
+        return time.perf_counter() - begin
+
+
+def _greedy(tokens: int) -> dict[str, Any]:
+    return {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0.0}
+
+
+if __name__ == "__main__":
+    measure.run(Sglang)

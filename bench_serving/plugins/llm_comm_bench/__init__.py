@@ -1,0 +1,20 @@
+"""Plugins for the engines that bench_serving starts: the arm ``free``, and weights of a realistic scale.
+
+This directory is not part of any package. The harness puts it on the PYTHONPATH of the engines that it starts; the
+``dist-info`` beside it lets them find the entry points as if it were installed, in all of their processes. Unless the
+environment asks for something, it changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+
+#: Set by the harness to what is wanted.
+FREE = os.environ.get("BENCH_SERVING_FREE") == "1"
+SCALED_WEIGHTS = os.environ.get("BENCH_SERVING_WEIGHTS") == "scaled"
+
+# The harness looks for these in the log.
+FREE_MARK = "bench_serving: all-reduces of this group return uninitialised memory"
+WEIGHTS_MARK = "bench_serving: scaled weights"
+BACKEND_MARK = "bench_serving: custom all-reduce"
+PROCESS_MARK = "bench_serving: rank %d of group tp is process %d"

@@ -1,0 +1,57 @@
+"""For SGLang: entry point of the group ``sglang.srt.plugins``, loaded in each of its processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from llm_comm_bench import BACKEND_MARK, FREE, FREE_MARK, PROCESS_MARK, SCALED_WEIGHTS, WEIGHTS_MARK, weights
+
+logger = logging.getLogger("sglang.llm_comm_bench")
+
+_GROUP = "sglang.srt.distributed.parallel_state.GroupCoordinator"
+#: Groups that do not sum activations.
+_OTHERS = ("world", "pp")
+
+
+def register() -> None:
+    """Hooks what the environment asks for."""
+    HookRegistry.register(f"{_GROUP}.__init__", _tell, HookType.AFTER)
+    if FREE:
+        HookRegistry.register(f"{_GROUP}.all_reduce", _free, HookType.AROUND)
+
+
+def _tell(result: None, group: Any, /, *args: Any, **kwargs: Any) -> None:
+    """Logs who is in a group, and which custom all-reduce it has: SGLang itself says so at debug level only."""
+    if group.unique_name.split(":")[0] == "tp":
+        logger.info(PROCESS_MARK, group.rank_in_group, os.getpid())
+    if SCALED_WEIGHTS:
+        # Here, because plugins are loaded too early to import the loader, and groups are made before the model.
+        from sglang.srt.model_loader import loader
+
+        loader.initialize_dummy_weights = _fill
+    if group.world_size > 1 and group.rank_in_group == 0:
+        custom = group.ca_comm
+        state = "none" if custom is None else f"{type(custom).__name__}, disabled={getattr(custom, 'disabled', None)}"
+        logger.info("%s of group %s: %s", BACKEND_MARK, group.unique_name, state)
+        if FREE and group.unique_name.split(":")[0] not in _OTHERS:
+            logger.info("%s (%s)", FREE_MARK, group.unique_name)
+
+
+def _free(original: Any, group: Any, input_: torch.Tensor, /) -> Any:
+    if group.world_size > 1 and input_.is_cuda and group.unique_name.split(":")[0] not in _OTHERS:
+        return torch.empty_like(input_)
+    return original(group, input_)
+
+
+def _fill(model: torch.nn.Module) -> None:
+    from sglang.srt.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    rank = get_tensor_model_parallel_rank()
+    weights.fill(model, rank, get_tensor_model_parallel_world_size())
+    if rank == 0:
+        logger.info("%s", WEIGHTS_MARK)

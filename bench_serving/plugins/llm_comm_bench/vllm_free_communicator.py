@@ -1,0 +1,32 @@
+"""vLLM's communicator without the communication of its all-reduces."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
+
+from llm_comm_bench import FREE_MARK
+
+logger = logging.getLogger("vllm.llm_comm_bench")
+
+
+class FreeCommunicator(CudaCommunicator):  # type: ignore[misc]
+    """What no engine can beat without changing more than its all-reduce; what it computes is meaningless."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._free = self.unique_name.split(":")[0] == "tp" and self.world_size > 1
+        if not self._free:
+            return
+        logger.info("%s (%s)", FREE_MARK, self.unique_name)
+        vllm_config = get_current_vllm_config_or_none()
+        if vllm_config is not None:
+            # Fused with the norm after it, an all-reduce would not come here.
+            vllm_config.compilation_config.pass_config.fuse_allreduce_rms = False
+
+    def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(input_) if self._free else super().all_reduce(input_)

@@ -1,0 +1,28 @@
+"""Methods that the harness calls in vLLM's workers; it names the class as ``worker_extension_cls``."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+from llm_comm_bench import PROCESS_MARK, WEIGHTS_MARK, weights
+
+logger = logging.getLogger("vllm.llm_comm_bench")
+
+
+class Extension:
+    """Becomes a base class of vLLM's worker."""
+
+    def fill_with_scaled_weights(self: Any) -> None:
+        """Overwrites the dummy weights in place: CUDA graphs and compiled code stay valid."""
+        rank = get_tensor_model_parallel_rank()
+        weights.fill(self.get_model(), rank, get_tensor_model_parallel_world_size())
+        if rank == 0:
+            logger.info("%s", WEIGHTS_MARK)
+
+    def tell_process(self) -> None:
+        """Logs which process is which rank."""
+        logger.info(PROCESS_MARK, get_tensor_model_parallel_rank(), os.getpid())

@@ -1,0 +1,185 @@
+"""Runs the processes of an engine: one session of Unix for each, a log, a time limit, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+#: NVLink multicast stays off in all arms, so that they use the same hardware.
+MULTICAST_OFF = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_USE_NCCL_SYMM_MEM": "0",
+}
+# The arms decide which plugins run, and their logs are read.
+_FORCED = {"VLLM_LOGGING_LEVEL": "INFO", "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
+_REMOVED = ("VLLM_PLUGINS", "SGLANG_PLUGINS", "LLM_COMM_ENABLE", "LLM_COMM_FUSE")
+_DEFAULTS = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+
+ROOT = Path(__file__).resolve().parents[1]
+PLUGINS = Path(__file__).resolve().parent / "plugins"
+# The working tree goes to the end of the path: an installed llm_comm must not be hidden by its own sources.
+_BOOT = "import runpy, sys; sys.path.append(sys.argv.pop(1)); runpy.run_module(sys.argv.pop(1), run_name='__main__')"
+
+_POLL_S = 0.1
+_PROGRESS = re.compile(r"^\[bench\] (.*)$", re.MULTILINE)
+
+
+def environment(extra: Mapping[str, str], inherited: Mapping[str, str]) -> dict[str, str]:
+    """The variables of an engine's processes.
+
+    Args:
+        extra: Of the arm.
+        inherited: Of the harness; the rest of it is passed on.
+    """
+    result = {name: value for name, value in inherited.items() if name not in _REMOVED}
+    # The processes run in another directory.
+    path = [os.path.abspath(entry) for entry in result.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    result["PYTHONPATH"] = os.pathsep.join([*path, str(PLUGINS)])
+    return {**_DEFAULTS, **result, **MULTICAST_OFF, **_FORCED, **extra}
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """The command that runs a module of this package in the engine's environment."""
+    return [sys.executable, "-c", _BOOT, str(ROOT), module, *arguments]
+
+
+def members(session: int) -> list[int]:
+    """The processes of a session that have not ended."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError, IndexError):
+                # After the name, which is in brackets and may hold anything: state, parent, group, session.
+                fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
+                if int(fields[3]) == session and fields[0] not in "ZX":
+                    found.append(int(entry))
+    return found
+
+
+class Session:
+    """A command in a session of its own, with all processes that it starts. None outlives the ``with`` block.
+
+    Args:
+        command: What to run.
+        environment: Its variables.
+        log: Takes stdout and stderr.
+        directory: Where it runs.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, directory: Path) -> None:
+        self.log = log
+        self._read_to = 0
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command,
+                env=dict(environment),
+                cwd=directory,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    @property
+    def processes(self) -> list[int]:
+        """All living processes of the session."""
+        return members(self.process.pid)
+
+    def text(self) -> str:
+        """The log so far."""
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def progress(self) -> list[str]:
+        """What the process has told of its progress since the last call: lines that begin with ``[bench]``."""
+        with self.log.open("rb") as file:
+            file.seek(self._read_to)
+            new = file.read()
+        complete = new.rfind(b"\n") + 1
+        self._read_to += complete
+        return _PROGRESS.findall(new[:complete].decode(errors="replace"))
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float, show: Callable[[str], None]) -> bool:
+        """Whether ``condition`` came true within the time; also looked at when the process ends."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            ended = self.process.poll() is not None
+            for line in self.progress():
+                show(line)
+            if condition():
+                return True
+            if ended or time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+
+    def kill(self) -> None:
+        """Ends all processes of the session and returns when they are gone."""
+        deadline = time.monotonic() + 30
+        while left := self.processes:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"processes {left} do not end after SIGKILL: a GPU driver may hold them")
+            time.sleep(_POLL_S)
+        self.process.wait()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run went.
+
+    Attributes:
+        seconds: From its start to its end.
+        failure: Why there is no result; empty if there is one.
+        log: What its processes said.
+    """
+
+    seconds: float
+    failure: str
+    log: str
+
+
+def run(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    result: Path,
+    timeout_s: float,
+    show: Callable[[str], None],
+    grace_s: float = 6.0,
+) -> Outcome:
+    """Runs a command until it has written ``result`` and has ended.
+
+    One that does not end by itself within ``grace_s`` after its result is killed; the result counts.
+    """
+    begin = time.monotonic()
+    result.unlink(missing_ok=True)
+    with Session(command, environment, log, log.parent) as session:
+        there = session.wait_for(result.exists, timeout_s, show)
+        if there:
+            session.wait_for(lambda: session.process.poll() is not None, grace_s, show)
+        status = session.process.poll()
+    failure = ""
+    if not there:
+        failure = f"no result within {timeout_s:g} s" if status is None else f"ended with status {status}, no result"
+    return Outcome(time.monotonic() - begin, failure, session.text())

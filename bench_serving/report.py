@@ -1,0 +1,161 @@
+"""The comparison as text, JSON and PNG."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench_serving.arms import ARMS, DEFAULT, NCCL
+
+_HEAD = (
+    "arm", "decode ms/token", "(min-max)", "vs nccl", "(min-max)", "vs default", "(min-max)", "recovered",
+    "TTFT mean", "median", "P99", "TPOT mean", "median", "P99", "ITL mean", "median", "P99",
+)  # fmt: skip
+_LATENCIES = [f"{kind}_{name}_ms" for name in ("ttft", "tpot", "itl") for kind in ("mean", "median", "p99")]
+
+
+def text(report: Mapping[str, Any]) -> str:
+    """Tables, the check and the failures, for people."""
+    parts = [_title(report)]
+    for size, by_arm in report["decode"].items():
+        rows = [_HEAD, *(_row(arm, entry, "decode_ms") for arm, entry in by_arm.items())]
+        parts.append(f"batch {size} (times in ms)\n{_aligned(rows)}")
+    if report["prefill"]:
+        head = ("arm", "TTFT ms", *_HEAD[2:8])
+        rows = [head, *(_row(arm, entry, "ttft_ms")[: len(head)] for arm, entry in report["prefill"].items())]
+        parts.append(f"prefill of {report['settings']['prefill_tokens']} tokens, batch 1\n{_aligned(rows)}")
+    if report.get("check"):
+        parts.append(_check(report["check"]))
+    bounds = [arm for arm in report["arms"] if ARMS[arm].free]
+    parts += [f"{arm} is a bound, not an engine: its all-reduces return uninitialised memory" for arm in bounds]
+    parts += [
+        f"FAILED {run['arm']}, repeat {run['repeat']}: {run['failure']}" for run in report["runs"] if run["failure"]
+    ]
+    return "\n\n".join(parts)
+
+
+def _title(report: Mapping[str, Any]) -> str:
+    settings, versions = report["settings"], report["versions"]
+    layers = "" if settings["layers"] is None else f" cut to {settings['layers']} layers"
+    return (
+        f"{report['engine']} {versions[report['engine']]}, {Path(settings['model']).name}{layers}, "
+        f"{settings['weights']} weights, TP={settings['tensor_parallel_size']} on {report['device']}, "
+        f"{settings['prompt_tokens']} + {settings['output_tokens']} tokens, {report['repeats']} repeats, "
+        f"{'eager' if settings['enforce_eager'] else 'CUDA graphs'}, torch {versions['torch']}, "
+        f"llm_comm {versions['llm_comm']} ({report['commit'] or 'commit unknown'}), {report['date']}"
+    )
+
+
+def _row(arm: str, entry: Mapping[str, Any], time: str) -> tuple[str, ...]:
+    cells = [arm, f"{entry[time]['median']:.3f}", _range(entry[time], 3)]
+    for baseline in (NCCL, DEFAULT):
+        ratio = entry["speedup_over"].get(baseline)
+        cells += ["-", "-"] if ratio is None else [f"{ratio['median']:.3f}x", _range(ratio, 3)]
+    share = entry.get("recovered_share")
+    cells.append("-" if share is None else f"{share:.0%}")
+    cells += [f"{entry[name]:.2f}" if name in entry else "-" for name in _LATENCIES]
+    return tuple(cells)
+
+
+def _range(values: Mapping[str, Any], digits: int) -> str:
+    return f"{values['min']:.{digits}f}-{values['max']:.{digits}f}" if len(values["values"]) > 1 else "-"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in rows
+    )
+
+
+def _check(check: Mapping[str, Any]) -> str:
+    lines = ["check " + ("passed" if check["passed"] else "FAILED")]
+    for arm, entry in check["tokens"].items():
+        same = "identical" if entry["identical"] else "DIFFERENT"
+        lines.append(
+            f"  {arm}: {entry['tokens']} greedy tokens of {entry['requests']} requests "
+            f"({entry['distinct_tokens']} distinct), {same} in {entry['repeats']} repeats"
+        )
+    for arm, entry in check["logits"].items():
+        if "distance_to_nccl" in entry:
+            prompts = entry["prompts"]
+            lines.append(
+                f"  {arm}: first-token logits differ from nccl's by {entry['distance_to_nccl']:.2e} (relative L2 norm, "
+                f"worst of {prompts} prompts); same most likely token in {entry['same_first_token']} of {prompts}"
+            )
+    return "\n".join([*lines, *(f"  {failure}" for failure in check["failures"])])
+
+
+def write_json(path: Path, report: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def plot(path: Path, report: Mapping[str, Any]) -> None:
+    """Bars of decode ms per token by batch size and arm, with the spread over the repeats, as a PNG.
+
+    Raises:
+        ImportError: There is no matplotlib.
+    """
+    from matplotlib.figure import Figure
+
+    sizes = list(report["decode"])
+    names = [arm for arm in report["arms"] if any(arm in report["decode"][size] for size in sizes)]
+    figure = Figure(figsize=(2.5 + 2.2 * len(sizes), 5), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / max(1, len(names))
+    for index, arm in enumerate(names):
+        drawn = [
+            (x, report["decode"][size][arm]["decode_ms"])
+            for x, size in enumerate(sizes)
+            if arm in report["decode"][size]
+        ]
+        middle = [time["median"] for _, time in drawn]
+        bars = axes.bar(
+            [x + (index - (len(names) - 1) / 2) * width for x, _ in drawn],
+            middle,
+            width,
+            yerr=[
+                [m - time["min"] for m, (_, time) in zip(middle, drawn, strict=True)],
+                [time["max"] - m for m, (_, time) in zip(middle, drawn, strict=True)],
+            ],
+            capsize=3,
+            label=ARMS[arm].label,
+            color="none" if ARMS[arm].free else f"C{index}",
+            edgecolor="grey" if ARMS[arm].free else None,
+            hatch="//" if ARMS[arm].free else None,
+        )
+        axes.bar_label(bars, [f"{m:.2f}" for m in middle], fontsize=7, padding=2)
+    axes.set_xticks(range(len(sizes)), [f"batch {size}" for size in sizes])
+    axes.set_ylabel("decode, ms a token")
+    settings, engine = report["settings"], report["engine"]
+    axes.set_title(
+        f"{engine} {report['versions'][engine]}, {Path(settings['model']).name}, "
+        f"TP={settings['tensor_parallel_size']}, {report['device']}",
+        fontsize=10,
+    )
+    axes.legend(fontsize=8, ncols=2, loc="upper left")
+    axes.margins(y=0.25)
+    axes.grid(True, axis="y", alpha=0.3)
+    figure.savefig(path, format="png", dpi=130)
+
+
+def show(file: Path) -> None:
+    """Prints what is in a ``report.json`` and draws the plot beside it, if matplotlib is there."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    print(text(content))
+    if not content["decode"]:
+        return
+    try:
+        plot(file.with_suffix(".png"), content)
+    except ImportError:
+        print(f"no plot: matplotlib is not installed. Where it is: python -m bench_serving.report {file}")
+
+
+if __name__ == "__main__":
+    show(Path(sys.argv[1]))

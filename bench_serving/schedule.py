@@ -1,0 +1,16 @@
+"""The order of the runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def interleaved(arms: Sequence[str], repeats: int) -> list[tuple[int, str]]:
+    """(repeat, arm) in the order of the runs: all arms, then all again in the opposite order, and so on.
+
+    What drifts with time (temperature, clocks, other tenants) so weighs on all arms alike.
+    """
+    order: list[tuple[int, str]] = []
+    for repeat in range(repeats):
+        order += [(repeat, arm) for arm in (arms if repeat % 2 == 0 else reversed(arms))]
+    return order

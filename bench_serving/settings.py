@@ -1,0 +1,127 @@
+"""What one run measures, as the harness hands it to the process that runs the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SHAPES = Path(__file__).parent / "model_shapes"
+#: Requests of the check are generated in batches of these sizes, so that each all-reduce algorithm takes part.
+CHECK_BATCHES = (1, 4, 16)
+CHECK_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that the arms have in common.
+
+    Attributes:
+        engine: "vllm" or "sglang".
+        model: Directory with a config.json.
+        layers: Number of layers, None for the model's own.
+        batch_sizes: Requests that decode at once; one measurement each.
+        prompt_tokens: Length of their prompts.
+        output_tokens: Tokens generated for each request.
+        iterations: Timed batches of each size.
+        prefill_tokens: Prompt length of the prefill measurement, 0 to leave it out.
+        prefill_iterations: Timed prefills.
+        weights: "dummy" for the engine's own ``--load-format dummy``; "scaled" for random weights of the scale of a
+            trained model that differ from rank to rank (see plugins/llm_comm_bench/weights.py).
+        engine_options: Further arguments of the engine's Python class, by name.
+        mode: What runs: the engine in a process of the harness ("latency", "check") or its own benchmark ("serve",
+            "bench-latency").
+        check: Whether to generate what the arms are compared by.
+        seed: Of the prompts.
+    """
+
+    engine: str
+    model: str
+    layers: int | None = None
+    tensor_parallel_size: int = 8
+    batch_sizes: tuple[int, ...] = (1, 4, 16, 64)
+    prompt_tokens: int = 128
+    output_tokens: int = 136
+    iterations: int = 2
+    prefill_tokens: int = 4096
+    prefill_iterations: int = 6
+    enforce_eager: bool = False
+    weights: str = "dummy"
+    engine_options: dict[str, Any] = field(default_factory=dict)
+    mode: str = "latency"
+    check: bool = False
+    seed: int = 0
+
+    @property
+    def program(self) -> str:
+        """Module of ``bench_serving.engines`` that does it."""
+        return {"serve": "serve", "bench-latency": "bench_latency"}.get(self.mode, self.engine)
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest request in tokens, rounded up so that small changes of the options keep compiled caches valid."""
+        longest = max(
+            self.prompt_tokens + self.output_tokens, self.prefill_tokens + 1, self.prompt_tokens + CHECK_TOKENS
+        )
+        return -(-(longest + 8) // 128) * 128
+
+    @property
+    def captured(self) -> list[int]:
+        """Batch sizes that occur, for which CUDA graphs are captured; ascending."""
+        return sorted({*self.batch_sizes, *(CHECK_BATCHES if self.check else ())})
+
+    def config(self) -> dict[str, Any]:
+        """The model's config.json."""
+        content: dict[str, Any] = json.loads((Path(self.model) / "config.json").read_text(encoding="utf-8"))
+        return content
+
+    def config_overrides(self) -> dict[str, Any]:
+        """What the engine is to change in the model's configuration."""
+        overrides: dict[str, Any] = {}
+        if self.layers is not None:
+            overrides["num_hidden_layers"] = self.layers
+        if self.config()["max_position_embeddings"] < self.max_model_len:
+            # Longer than the model was trained for: it changes the length of the rotary table and nothing else.
+            overrides["max_position_embeddings"] = self.max_model_len
+        return overrides
+
+    def prompts(self, count: int, length: int, purpose: str) -> list[list[int]]:
+        """Token ids [count][length], the same in all arms and repeats."""
+        source = random.Random(f"{self.seed} {purpose} {count} {length}")
+        vocabulary = self.config()["vocab_size"]
+        return [[source.randrange(10, vocabulary) for _ in range(length)] for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One start of the engine: written by the harness, read by the process that runs the engine.
+
+    Attributes:
+        settings: What to do.
+        arm: Name of the arm.
+        disable_custom_all_reduce: Of the arm.
+        result: File to write.
+        endless: Decode until something ends the engine, instead of what ``settings`` says.
+    """
+
+    settings: Settings
+    arm: str
+    disable_custom_all_reduce: bool
+    result: str
+    endless: bool = False
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def read(path: Path) -> Job:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return Job(**{**content, "settings": settings_from_dict(content["settings"])})
+
+
+def settings_from_dict(content: dict[str, Any]) -> Settings:
+    """The inverse of ``dataclasses.asdict``, also after a way through JSON."""
+    return Settings(**{**content, "batch_sizes": tuple(content["batch_sizes"])})

@@ -1,0 +1,60 @@
+"""What the fake engines have in common: a model whose greedy tokens depend on the prompt, and what they are told to do.
+
+``FAKE_ENGINE`` in the environment: a JSON object {arm: what goes wrong}, where the arm is told from the options and the
+environment, as in a real engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+VOCABULARY = 50
+_STEP_S = {"nccl": 0.0008, "default": 0.0006, "llm_comm": 0.0004, "free": 0.0002}
+
+
+def arm(disable_custom_all_reduce: bool) -> str:
+    if disable_custom_all_reduce:
+        return "nccl"
+    if os.environ["LLM_COMM_ENABLE"] == "1":
+        return "llm_comm"
+    return "free" if os.environ["BENCH_SERVING_FREE"] == "1" else "default"
+
+
+def fault(name: str) -> str:
+    return str(json.loads(os.environ.get("FAKE_ENGINE", "{}")).get(name, ""))
+
+
+def start(name: str, backend_line: str) -> str:
+    """Writes what the log of the engine would say; returns the fault of this arm."""
+    what = fault(name)
+    if what == "crash":
+        raise RuntimeError("CUDA error: no kernel image is available")
+    if what == "hang":
+        time.sleep(600)
+    print(backend_line)
+    if (name == "llm_comm") != (what == "pretends"):
+        print(
+            "INFO llm_comm 0.1.0 is active for group tp:0 (2 ranks, VMM): all-reduce one_shot to 48 KiB, then the rest"
+        )
+    if name == "free":
+        print("INFO bench_serving: all-reduces of this group return uninitialised memory (tp:0)")
+    if os.environ["BENCH_SERVING_WEIGHTS"] == "scaled":
+        print("INFO bench_serving: scaled weights")
+    sys.stdout.flush()
+    return what
+
+
+def step(name: str) -> None:
+    time.sleep(_STEP_S[name])
+
+
+def token(prompt: list[int], position: int, what: str) -> int:
+    noise = time.perf_counter_ns() if what == "random tokens" else 0
+    return (sum(prompt) + 7 * position + noise) % VOCABULARY
+
+
+def logit(prompt: list[int], token: int, what: str) -> float:
+    return ((sum(prompt) + token * 31) % 17) * (1.5 if what == "wrong logits" and token % 2 else 1.0)

@@ -1,0 +1,175 @@
+"""The whole comparison, with fake engines in place of the real ones: processes, logs, results, failures, reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench_serving import cli, processes
+
+FAKES = Path(__file__).parent / "fakes"
+ARMS = ("nccl", "default", "llm_comm", "free")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "tiny"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"vocab_size": 50, "max_position_embeddings": 64}))
+    return directory
+
+
+class Harness:
+    """Runs the comparison on a fake engine; ``faults`` says by arm what the engine does wrong."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, model: Path, out: Path) -> None:
+        self._monkeypatch, self._model, self.out = monkeypatch, model, out
+        monkeypatch.setenv("PYTHONPATH", str(FAKES))
+        monkeypatch.syspath_prepend(FAKES)  # where the versions are looked up
+
+    def run(self, *options: str, faults: dict[str, str] | None = None) -> tuple[int, dict[str, Any]]:
+        self._monkeypatch.setenv("FAKE_ENGINE", json.dumps(faults or {}))
+        status = cli.main(
+            [
+                *("--model", str(self._model), "--tp", "2", "--batch-sizes", "1,3", "--output-tokens", "12"),
+                *("--prompt-tokens", "4", "--prefill-tokens", "16", "--iterations", "2", "--out", str(self.out)),
+                *options,
+            ]
+        )
+        return status, json.loads((self.out / "report.json").read_text())
+
+
+@pytest.fixture
+def harness(monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path) -> Harness:
+    return Harness(monkeypatch, model, tmp_path / "out")
+
+
+@pytest.mark.parametrize("engine", cli.ENGINES)
+def test_the_whole_comparison(harness: Harness, engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, report = harness.run("--engine", engine, "--check", "--repeats", "2")
+    assert status == 0, capsys.readouterr().out
+    assert [(run["repeat"], run["arm"]) for run in report["runs"]] == [
+        *((0, arm) for arm in ARMS),
+        *((1, arm) for arm in reversed(ARMS)),
+    ]
+    assert all(run["evidence"] for run in report["runs"])
+    assert list(report["decode"]) == ["1", "3"]
+    for by_arm in report["decode"].values():
+        assert set(by_arm) == set(ARMS)
+        for arm, entry in by_arm.items():
+            assert len(entry["decode_ms"]["values"]) == 2
+            assert entry["decode_ms"]["min"] <= entry["decode_ms"]["median"] <= entry["decode_ms"]["max"]
+            for name in ("ttft", "tpot", "itl"):
+                assert all(entry[f"{kind}_{name}_ms"] > 0 for kind in ("mean", "median", "p99"))
+            assert set(entry["speedup_over"]) == {"nccl", "default"} - {arm}
+    assert report["prefill"]["llm_comm"]["ttft_ms"]["median"] > 0
+    assert report["check"]["passed"]
+    assert report["check"]["tokens"]["llm_comm"]["identical"]
+    assert report["check"]["tokens"]["llm_comm"]["repeats"] == 2
+    assert report["check"]["logits"]["llm_comm"]["distance_to_nccl"] == 0
+    assert "free" not in report["check"]["tokens"]
+    assert report["versions"][engine]
+    assert report["variables"]["NCCL_NVLS_ENABLE"] == "0"
+    assert (harness.out / "report.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "[8/8] nccl, repeat 2 of 2" in printed
+    assert "free is a bound, not an engine" in printed
+
+
+@pytest.mark.parametrize(("mode", "milliseconds"), [("serve", 2.0), ("bench-latency", 10.0)])
+def test_the_engines_own_benchmarks(harness: Harness, mode: str, milliseconds: float) -> None:
+    status, report = harness.run("--mode", mode, "--arms", "nccl,llm_comm", "--repeats", "1")
+    assert status == 0
+    for by_arm in report["decode"].values():
+        assert by_arm["llm_comm"]["decode_ms"]["median"] == pytest.approx(milliseconds)
+        assert by_arm["llm_comm"]["speedup_over"]["nccl"]["median"] == pytest.approx(1)
+        assert by_arm["llm_comm"].get("p99_itl_ms") == (2.0 if mode == "serve" else None)
+
+
+def test_a_failing_arm_is_reported_and_costs_no_other_result(
+    harness: Harness, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, report = harness.run("--repeats", "1", faults={"default": "crash"})
+    assert status == 1
+    assert set(report["decode"]["1"]) == {"nccl", "llm_comm", "free"}
+    assert set(report["decode"]["1"]["llm_comm"]["speedup_over"]) == {"nccl"}
+    failures = {run["arm"]: run["failure"] for run in report["runs"]}
+    assert "no kernel image is available" in failures["default"]
+    assert not failures["llm_comm"]
+    assert "FAILED default, repeat 0: ended with status 1, no result" in capsys.readouterr().out
+
+
+def test_a_hanging_arm_is_ended(harness: Harness) -> None:
+    status, report = harness.run(
+        "--arms", "llm_comm,nccl", "--repeats", "1", "--timeout", "6", faults={"llm_comm": "hang"}
+    )
+    assert status == 1
+    assert report["runs"][0]["failure"].startswith("no result within 6 s")
+    assert set(report["decode"]["1"]) == {"nccl"}
+
+
+@pytest.mark.parametrize("arm", ["llm_comm", "default"])
+def test_an_arm_that_is_not_what_it_says_does_not_count(harness: Harness, arm: str) -> None:
+    status, report = harness.run("--arms", f"nccl,{arm}", "--repeats", "1", faults={arm: "pretends"})
+    assert status == 1
+    assert report["runs"][1]["failure"].startswith(f"not the arm {arm}: the log")
+    assert set(report["decode"]["1"]) == {"nccl"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"), [("random tokens", "tokens differ"), ("wrong logits", "logits differ from nccl's")]
+)
+def test_the_check_fails_on_wrong_results(harness: Harness, fault: str, said: str) -> None:
+    options = ("--mode", "check", "--arms", "nccl,llm_comm", "--repeats", "2")
+    status, report = harness.run(*options, faults={"llm_comm": fault})
+    assert status == 1
+    assert not report["decode"]
+    assert any(said in failure for failure in report["check"]["failures"])
+
+
+def test_an_interrupted_comparison_is_resumed(harness: Harness, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--arms", "nccl,llm_comm", "--repeats", "1")
+    status, _ = harness.run(*options, faults={"llm_comm": "crash"})
+    assert status == 1
+    capsys.readouterr()
+    status, report = harness.run(*options, "--resume")
+    assert status == 0
+    assert "nccl, repeat 1 of 1: kept" in capsys.readouterr().out
+    assert set(report["decode"]["1"]) == {"nccl", "llm_comm"}
+    with pytest.raises(SystemExit, match="made with other settings"):
+        harness.run(*options, "--resume", "--enforce-eager")
+
+
+def test_the_environment_of_an_engine(tmp_path: Path) -> None:
+    inherited = {
+        "LLM_COMM_ENABLE": "1",
+        "VLLM_PLUGINS": "x",
+        "NCCL_NVLS_ENABLE": "1",
+        "LLM_COMM_PDL": "0",
+        "PYTHONPATH": "a",
+    }
+    environment = processes.environment({"LLM_COMM_ENABLE": "0"}, inherited)
+    assert environment["LLM_COMM_ENABLE"] == "0"
+    assert "VLLM_PLUGINS" not in environment
+    assert environment["NCCL_NVLS_ENABLE"] == "0"
+    assert environment["LLM_COMM_PDL"] == "0"
+    assert environment["PYTHONPATH"].split(os.pathsep) == [os.path.abspath("a"), str(processes.PLUGINS)]
+
+
+def test_a_session_leaves_no_process_behind(tmp_path: Path) -> None:
+    grandchild = (
+        "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
+    )
+    command = [sys.executable, "-c", f"{grandchild} print('[bench] up', flush=True); time.sleep(600)"]
+    shown: list[str] = []
+    with processes.Session(command, dict(os.environ), tmp_path / "log", tmp_path) as session:
+        session.wait_for(lambda: "up" in shown and len(session.processes) == 2, 30, shown.append)
+        running = session.processes
+        assert len(running) == 2
+    assert shown == ["up"]
+    assert not processes.members(session.process.pid)

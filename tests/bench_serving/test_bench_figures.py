@@ -1,0 +1,210 @@
+"""What is made of the times and the logs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bench_serving import checks, engine_logs, metrics, report, schedule, summary
+from bench_serving.arms import ARMS
+from bench_serving.metrics import Request
+from bench_serving.summary import Run
+
+
+def request(*times: float) -> Request:
+    return Request(list(times), [1] * len(times))
+
+
+def test_latencies_of_known_times() -> None:
+    figures = metrics.latencies([request(0.1, 0.2, 0.4), request(0.3, 0.4, 0.5)])
+    assert figures["mean_ttft_ms"] == pytest.approx(200)
+    assert figures["median_ttft_ms"] == pytest.approx(200)
+    assert figures["p99_ttft_ms"] == pytest.approx(298)
+    assert figures["mean_tpot_ms"] == pytest.approx(125)
+    assert figures["mean_itl_ms"] == pytest.approx(125)
+    assert figures["median_itl_ms"] == pytest.approx(100)
+    assert figures["p99_itl_ms"] == pytest.approx(197)
+
+
+def test_tokens_that_arrive_together_count_each() -> None:
+    several = Request()
+    several.arrived(1.0, [5])
+    several.arrived(1.6, [6, 7, 8])
+    assert several.tpot == pytest.approx(0.2)
+    assert several.itl == pytest.approx([0.6])
+    assert several.tokens == [5, 6, 7, 8]
+
+
+def test_one_token_has_no_tpot() -> None:
+    assert request(0.5).tpot is None
+    assert "mean_tpot_ms" not in metrics.latencies([request(0.5)])
+
+
+def test_decode_counts_only_steps_of_the_whole_batch() -> None:
+    early = request(0.0, 0.9, 1.0, 1.01, 1.02)  # waits 0.9 s while the other is prefilled
+    late = request(1.0, 1.01, 1.02, 1.03, 1.04)
+    assert metrics.decode_ms([early, late]) == pytest.approx(10)
+    assert metrics.decode_ms([request(0.1, 0.2, 0.3)]) == pytest.approx(100)
+
+
+def test_decode_without_common_steps_is_an_error() -> None:
+    with pytest.raises(ValueError, match="output-tokens"):
+        metrics.decode_ms([request(0.0, 0.1), request(0.1, 0.2)])
+
+
+def test_a_batch_survives_json() -> None:
+    batch = [request(0.25, 0.5), request(0.25, 0.75)]
+    assert [r.times for r in metrics.from_json(metrics.to_json(batch))] == [[0.25, 0.5], [0.25, 0.75]]
+
+
+def test_repeats_alternate_in_direction() -> None:
+    assert schedule.interleaved(["a", "b"], 3) == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a"), (2, "b")]
+
+
+def test_speedups_are_taken_repeat_by_repeat() -> None:
+    times = {
+        "nccl": {0: 12.0, 1: 15.0},
+        "default": {0: 10.0, 1: 12.0},
+        "llm_comm": {0: 8.0, 1: 10.0},
+        "free": {0: 7.0, 1: 7.0},
+    }
+    compared = summary.compare(times, "decode_ms")
+    over = compared["llm_comm"]["speedup_over"]
+    assert over["default"]["values"] == pytest.approx([1.25, 1.2])
+    assert (over["nccl"]["min"], over["nccl"]["max"]) == pytest.approx((1.5, 1.5))
+    assert compared["llm_comm"]["recovered_share"] == pytest.approx((11 - 9) / (11 - 7))
+    assert set(compared["default"]["speedup_over"]) == {"nccl"}
+    assert "recovered_share" not in compared["free"]
+
+
+def test_a_repeat_without_baseline_is_left_out() -> None:
+    compared = summary.compare({"default": {1: 12.0}, "llm_comm": {0: 8.0, 1: 10.0}}, "decode_ms")
+    assert compared["llm_comm"]["speedup_over"]["default"]["values"] == pytest.approx([1.2])
+    assert "recovered_share" not in compared["llm_comm"]
+
+
+ACTIVE = "(Worker_TP0 pid=7) INFO llm_comm 0.1.0 is active for group tp:0 (4 ranks, VMM): all-reduce one_shot to 48 KiB"
+VLLM = (
+    "INFO 11-21 [cuda_communicator.py:264] Using [{}] all-reduce backends (in dispatch order) for group 'tp:0' out of"
+)
+CUSTOM, NCCL_ONLY = VLLM.format("'CUSTOM', 'PYNCCL'"), VLLM.format("'PYNCCL'")
+FREE = f"INFO {engine_logs.FREE_MARK} (tp:0)"
+
+
+@pytest.mark.parametrize(
+    ("arm", "log"),
+    [("nccl", NCCL_ONLY), ("default", CUSTOM), ("llm_comm", f"{CUSTOM}\n{ACTIVE}"), ("free", f"{FREE}\n{CUSTOM}")],
+)
+def test_logs_confirm_their_arm_and_no_other(arm: str, log: str) -> None:
+    assert engine_logs.evidence("vllm", ARMS[arm], "dummy", 4, f"first line\n{log}\nlast line")
+    for other in ARMS.values():
+        if other.name != arm:
+            with pytest.raises(ValueError, match=r"log|custom all-reduce"):
+                engine_logs.evidence("vllm", other, "dummy", 4, log)
+
+
+def test_a_silent_log_confirms_nothing() -> None:
+    for engine in ("vllm", "sglang"):
+        for arm in ARMS.values():
+            with pytest.raises(ValueError, match="the log"):
+                engine_logs.evidence(engine, arm, "dummy", 4, "")
+
+
+def test_the_reason_why_llm_comm_is_not_active_is_told() -> None:
+    log = f"{CUSTOM}\nWARNING llm_comm is not active for group tp:0: no nvcc"
+    with pytest.raises(ValueError, match="no nvcc"):
+        engine_logs.evidence("vllm", ARMS["llm_comm"], "dummy", 4, log)
+
+
+def test_weights_must_be_the_ones_asked_for() -> None:
+    with pytest.raises(ValueError, match="weights are scaled"):
+        engine_logs.evidence("vllm", ARMS["default"], "scaled", 4, CUSTOM)
+    with pytest.raises(ValueError, match="weights are scaled"):
+        engine_logs.evidence("vllm", ARMS["default"], "dummy", 4, f"{CUSTOM}\nINFO {engine_logs.WEIGHTS_MARK}")
+
+
+@pytest.mark.parametrize(
+    ("arm", "state", "right"),
+    [
+        ("default", "CustomAllReduceV2, disabled=False", True),
+        ("default", "CustomAllReduceV2, disabled=True", False),
+        ("default", "none", False),
+        ("nccl", "none", True),
+        ("nccl", "CustomAllReduceV2, disabled=False", False),
+    ],
+)
+def test_sglang_tells_its_custom_all_reduce(arm: str, state: str, right: bool) -> None:
+    log = f"[TP0] {engine_logs.BACKEND_MARK} of group tp:0: {state}"
+    if right:
+        assert engine_logs.evidence("sglang", ARMS[arm], "dummy", 4, log)
+    else:
+        with pytest.raises(ValueError, match="SGLang's custom all-reduce"):
+            engine_logs.evidence("sglang", ARMS[arm], "dummy", 4, log)
+
+
+def checked(arm: str, repeat: int, tokens: list[int], logits: list[float]) -> Run:
+    return Run(repeat, arm, 1.0, result={"check": {"tokens": {"1": [tokens]}, "logits": [logits]}})
+
+
+def test_log_probabilities_are_compared_like_logits() -> None:
+    assert checks.distance([1.0, 2.0, 4.0], [-9.0, -8.0, -6.0]) == pytest.approx(0)
+    assert checks.distance([0.0, 0.0, 3.0], [0.0, 0.0, 1.0]) == pytest.approx(2)
+
+
+@pytest.mark.parametrize("logits", [[float("nan"), 1.0, 2.0], [1.0, 1.0, 1.0]])
+def test_logits_without_information_fail_the_check(logits: list[float]) -> None:
+    result = checks.summarize([checked("llm_comm", 0, [1], logits)])
+    assert result["failures"] == ["llm_comm: logits are not finite, or all equal"]
+
+
+def test_another_token_in_one_repeat_fails_the_check() -> None:
+    runs = [checked("llm_comm", repeat, [1, 2 + (repeat == 2)], [1.0, 2.0, 3.0]) for repeat in range(3)]
+    result = checks.summarize(runs)
+    assert not result["passed"]
+    assert result["failures"] == ["llm_comm: tokens differ from those of repeat 0 at repeat 2, batch 1, request 0"]
+
+
+def test_what_failed_or_computes_nonsense_is_not_checked() -> None:
+    runs = [checked("free", 0, [1], [1.0, 2.0]), Run(0, "llm_comm", 1.0, failure="crashed")]
+    assert checks.summarize(runs) == {}
+
+
+def test_the_table_shows_ratios_with_their_spread() -> None:
+    times = {"nccl": {0: 12.0, 1: 12.0}, "default": {0: 10.0, 1: 10.0}, "llm_comm": {0: 8.0, 1: 10.0}, "free": {0: 7.0}}
+    content: dict[str, Any] = {
+        "decode": {"4": summary.compare(times, "decode_ms")},
+        "prefill": {},
+        "check": {},
+        "arms": {name: ARMS[name].label for name in times},
+        "runs": [],
+        "engine": "vllm",
+        "device": "4x H200",
+        "commit": None,
+        "date": "today",
+        "repeats": 2,
+        "versions": {"vllm": "0.26.0", "torch": "2.11.0", "llm_comm": "0.1.0"},
+        "settings": {
+            "layers": 4,
+            "model": "/x/llama-2-70b",
+            "weights": "dummy",
+            "tensor_parallel_size": 4,
+            "prompt_tokens": 128,
+            "output_tokens": 136,
+            "prefill_tokens": 0,
+            "enforce_eager": False,
+        },
+    }
+    shown = report.text(content)
+    row = next(line for line in shown.splitlines() if line.startswith("llm_comm"))
+    assert row.split()[:8] == [
+        "llm_comm",
+        "9.000",
+        "8.000-10.000",
+        "1.350x",
+        "1.200-1.500",
+        "1.125x",
+        "1.000-1.250",
+        "33%",
+    ]
+    assert "llama-2-70b cut to 4 layers" in shown

@@ -1,0 +1,182 @@
+"""The command line, the model shapes and what the engines are given."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench_serving import cli
+from bench_serving.arms import ARMS
+from bench_serving.engines import bench_latency, command_line, serve, sglang, vllm
+from bench_serving.settings import SHAPES, Job, Settings
+
+
+def settings(*options: str) -> Settings:
+    return cli.settings_of(cli.parser().parse_args(list(options)))
+
+
+def test_defaults_are_those_of_the_comparison() -> None:
+    default = settings()
+    assert (default.engine, Path(default.model).name, default.tensor_parallel_size) == ("vllm", "llama-2-70b", 8)
+    assert default.batch_sizes == (1, 4, 16, 64)
+    assert (default.weights, default.check, default.mode) == ("dummy", False, "latency")
+    assert cli.parser().parse_args([]).arms == list(ARMS)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--arms", "nccl,mine"], "unknown arm 'mine'; valid: nccl, default, llm_comm, free"),
+        (["--batch-sizes", "0"], "must be at least 1"),
+        (["--engine-option", "attention_backend"], "expected NAME=VALUE"),
+        (["--engine", "other"], "invalid choice"),
+    ],
+)
+def test_wrong_options_are_named(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.parser().parse_args(options)
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--model", "none"], "neither a known shape nor a directory"),
+        (["--check", "--weights", "dummy"], "needs --weights scaled"),
+        (["--mode", "serve", "--check"], "--mode serve takes neither"),
+        (["--mode", "bench-latency", "--engine", "sglang"], "is vLLM's"),
+        (["--output-tokens", "1"], "at least 2"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options: list[str], said: str) -> None:
+    with pytest.raises(SystemExit, match=said):
+        settings(*options)
+
+
+def test_a_check_takes_weights_that_show_something() -> None:
+    assert settings("--check").weights == "scaled"
+    checked = settings("--mode", "check")
+    assert (checked.weights, checked.check, checked.program) == ("scaled", True, "vllm")
+
+
+def test_a_job_survives_its_file(tmp_path: Path) -> None:
+    job = Job(settings("--layers", "4", "--engine-option", "seed=3"), "nccl", True, "/x/result.json")
+    job.write(tmp_path / "job.json")
+    assert Job.read(tmp_path / "job.json") == job
+
+
+@pytest.mark.parametrize("shape", ["llama-2-70b", "llama-3-8b", "qwen3-32b"])
+def test_shapes_can_be_split_over_8_ranks(shape: str) -> None:
+    config = json.loads((SHAPES / shape / "config.json").read_text())
+    assert config["num_attention_heads"] % 8 == config["num_key_value_heads"] % 8 == 0
+    assert config["intermediate_size"] % 8 == config["vocab_size"] % 8 == 0
+    assert config["architectures"][0].lower().startswith(config["model_type"])
+
+
+def test_prompts_are_the_same_in_every_process() -> None:
+    one, other = settings(), settings("--arms", "free")
+    assert one.prompts(2, 5, "decode") == other.prompts(2, 5, "decode")
+    assert one.prompts(2, 5, "decode") != one.prompts(2, 5, "check")
+    assert one.prompts(2, 5, "decode") != settings("--seed", "1").prompts(2, 5, "decode")
+    assert all(10 <= token < 32000 for prompt in one.prompts(8, 100, "decode") for token in prompt)
+
+
+def test_a_model_that_is_too_short_is_stretched() -> None:
+    # 4096 tokens of prompt and one more do not fit into the 4096 positions of Llama-2.
+    assert settings().config_overrides() == {"max_position_embeddings": settings().max_model_len}
+    assert settings().max_model_len > 4096
+    assert settings("--prefill-tokens", "0", "--layers", "2").config_overrides() == {"num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize("disable", [True, False])
+def test_the_arm_is_all_that_differs_in_the_options(disable: bool) -> None:
+    for engine in (vllm, sglang):
+        given = engine.options(settings("--check"), disable)
+        assert given == engine.options(settings("--check"), not disable) | {"disable_custom_all_reduce": disable}
+
+
+def test_graphs_are_captured_for_the_batch_sizes_that_occur() -> None:
+    assert vllm.options(settings("--batch-sizes", "8,2"), False)["compilation_config"] == {
+        "cudagraph_capture_sizes": [2, 8]
+    }
+    assert sglang.options(settings("--batch-sizes", "8,2", "--check"), False)["cuda_graph_bs_decode"] == [
+        1,
+        2,
+        4,
+        8,
+        16,
+    ]
+    assert "compilation_config" not in vllm.options(settings("--enforce-eager"), False)
+    assert sglang.options(settings("--enforce-eager"), False)["disable_decode_cuda_graph"]
+
+
+def test_further_engine_options_win() -> None:
+    given = settings("--engine-option", "gpu_memory_utilization=0.5", "--engine-option", "kv_cache_dtype=fp8")
+    options = vllm.options(given, False)
+    assert (options["gpu_memory_utilization"], options["kv_cache_dtype"]) == (0.5, "fp8")
+
+
+def test_python_arguments_become_those_of_the_command_line() -> None:
+    options: dict[str, Any] = {
+        "load_format": "dummy",
+        "enforce_eager": False,
+        "disable_custom_all_reduce": True,
+        "enable_prefix_caching": False,
+        "hf_overrides": {"num_hidden_layers": 4},
+        "cuda_graph_bs_decode": [1, 4],
+    }
+    assert command_line.arguments(options) == [
+        *("--load-format", "dummy", "--disable-custom-all-reduce", "--no-enable-prefix-caching"),
+        *("--hf-overrides", '{"num_hidden_layers": 4}', "--cuda-graph-bs-decode", "1", "4"),
+    ]
+
+
+@pytest.mark.parametrize("engine", cli.ENGINES)
+def test_server_and_client_fit_together(engine: str, tmp_path: Path) -> None:
+    job = Job(dataclasses.replace(settings("--mode", "serve"), engine=engine), "nccl", True, "")
+    server = serve.server_command(job, tmp_path, 4711)
+    client = serve.client_command(job.settings, tmp_path, 4711, 16, tmp_path / "result.json")
+    for command in (server, client):
+        assert command[command.index("--port") + 1] == "4711"
+        assert str(tmp_path) in command
+    assert "--disable-custom-all-reduce" in server
+    assert "--skip-tokenizer-init" not in server
+    assert client[client.index("--max-concurrency") + 1] == "16"
+
+
+def test_bench_latency_gets_the_options_of_the_engine(tmp_path: Path) -> None:
+    job = Job(settings("--mode", "bench-latency"), "nccl", True, "")
+    assert job.settings.program == "bench_latency"
+    command = bench_latency.command(job, 16, 136, tmp_path / "latency.json")
+    assert command[command.index("--batch-size") + 1] == "16"
+    assert command[command.index("--output-len") + 1] == "136"
+    assert "--disable-custom-all-reduce" in command
+
+
+def test_the_tokenizer_keeps_the_number_of_tokens(tmp_path: Path) -> None:
+    directory = serve.model_directory(settings(), tmp_path)
+    vocabulary = json.loads((directory / "tokenizer.json").read_text())["model"]["vocab"]
+    assert sorted(vocabulary.values()) == list(range(32000))
+    # The end-of-sequence token is looked for inside of words.
+    assert not any("</s>" in word for word in vocabulary if word != "</s>")
+
+
+@pytest.mark.parametrize("lines", [1, 2])
+def test_results_of_serving_benchmarks_are_read(lines: int, tmp_path: Path) -> None:
+    names = [f"{kind}_{name}_ms" for name in ("ttft", "tpot", "itl") for kind in ("mean", "median", "p99")]
+    content = {"completed": 12, **{name: float(index) for index, name in enumerate(names)}}
+    file = tmp_path / "result.json"
+    file.write_text("\n".join([json.dumps({"completed": 0}), json.dumps(content)][-lines:]) + "\n")
+    result = serve.read_result(file)
+    assert result["decode_ms"] == [content["median_tpot_ms"]]
+    assert result["latencies"] == {name: content[name] for name in names}
+
+
+def test_requests_that_failed_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text(json.dumps({"completed": 3, "failed": 1}))
+    with pytest.raises(RuntimeError, match="3 requests completed, 1 failed"):
+        serve.read_result(tmp_path / "result.json")

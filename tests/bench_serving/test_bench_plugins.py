@@ -1,0 +1,92 @@
+"""The plugins of the harness: found by the engines, not by anybody else; and the weights they make."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from bench_serving import engine_logs, processes
+
+sys.path.append(str(processes.PLUGINS))
+
+import llm_comm_bench
+from llm_comm_bench import weights
+
+
+def entry_points(environment: dict[str, str]) -> dict[str, str]:
+    """{group: value} of the entry points named llm_comm_bench that a process finds."""
+    program = (
+        "import json; from importlib.metadata import entry_points; "
+        "print(json.dumps({e.group: e.value for e in entry_points(name='llm_comm_bench')}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+def test_engines_of_the_harness_find_the_plugins() -> None:
+    assert entry_points(processes.environment({}, os.environ)) == {
+        "vllm.general_plugins": "llm_comm_bench.vllm_plugin:register",
+        "sglang.srt.plugins": "llm_comm_bench.sglang_plugin:register",
+    }
+
+
+def test_nobody_else_finds_them() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    assert entry_points(environment) == {}
+
+
+def test_the_harness_looks_for_what_the_plugins_log() -> None:
+    assert llm_comm_bench.FREE_MARK == engine_logs.FREE_MARK
+    assert llm_comm_bench.WEIGHTS_MARK == engine_logs.WEIGHTS_MARK
+    assert llm_comm_bench.BACKEND_MARK == engine_logs.BACKEND_MARK
+
+
+class Block(torch.nn.Module):
+    """The parameters of a layer, in the shapes of one shard of ``world`` ranks."""
+
+    def __init__(self, hidden: int, world: int) -> None:
+        super().__init__()
+        self.embed_tokens = torch.nn.Embedding(64 // world, hidden)
+        self.qkv_proj = torch.nn.Linear(hidden, hidden // world)
+        self.o_proj = torch.nn.Linear(hidden // world, hidden, bias=False)
+        self.norm = torch.nn.LayerNorm(hidden)
+
+
+def filled(rank: int, world: int = 4) -> Block:
+    block = Block(256, world).to(torch.bfloat16)
+    weights.fill(block, rank, world)
+    return block
+
+
+def test_weights_are_the_same_at_every_start() -> None:
+    for first, second in zip(filled(1).parameters(), filled(1).parameters(), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "qkv_proj", "o_proj"])
+def test_matrices_differ_from_rank_to_rank(name: str) -> None:
+    assert not torch.equal(getattr(filled(0), name).weight, getattr(filled(1), name).weight)
+
+
+def test_replicated_vectors_are_equal_on_all_ranks() -> None:
+    one, other = filled(0), filled(3)
+    assert torch.equal(one.norm.weight, other.norm.weight)
+    assert one.norm.weight.float().mean().item() == pytest.approx(1, abs=0.05)
+    assert not one.qkv_proj.bias.any()
+
+
+def test_activations_stay_of_order_1() -> None:
+    world = 4
+    blocks = [filled(rank, world) for rank in range(world)]
+    hidden = torch.randn(512, 256, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    inner = [block.qkv_proj(hidden) for block in blocks]
+    assert torch.cat(inner, dim=1).float().std().item() == pytest.approx(1, rel=0.1)
+    total = sum(block.o_proj(part).float() for block, part in zip(blocks, inner, strict=True))
+    assert isinstance(total, torch.Tensor)
+    assert total.std().item() == pytest.approx(0.5, rel=0.1)
