@@ -16,6 +16,7 @@ class Arm:
         environment: Variables of the engine's processes.
         disable_custom_all_reduce: The option of this name, which vLLM and SGLang share.
         llm_comm: Whether the log must say that llm_comm is active; else it must not.
+        norms_apart: Whether the log must say that llm_comm was told not to fuse; else it must not.
         free: All-reduces return uninitialised memory: a bound, not an engine.
     """
 
@@ -24,6 +25,7 @@ class Arm:
     environment: Mapping[str, str] = field(default_factory=dict)
     disable_custom_all_reduce: bool = False
     llm_comm: bool = False
+    norms_apart: bool = False
     free: bool = False
 
 
@@ -36,7 +38,7 @@ ARMS: dict[str, Arm] = {
         Arm("nccl", "NCCL", _OFF, disable_custom_all_reduce=True),
         Arm("default", "engine's own", _OFF),
         Arm("llm_comm", "llm_comm", _ON, llm_comm=True),
-        Arm("llm_comm_unfused", "llm_comm, norms apart", {**_ON, "LLM_COMM_FUSE": "0"}, llm_comm=True),
+        Arm("llm_comm_unfused", "llm_comm, norms apart", {**_ON, "LLM_COMM_FUSE": "0"}, llm_comm=True, norms_apart=True),
         Arm("free", "free (bound: no communication, wrong results)", _OFF, free=True),
     )
 }

@@ -15,6 +15,7 @@ WEIGHTS_MARK = "bench_serving: scaled weights"
 BACKEND_MARK = "bench_serving: custom all-reduce"
 
 _ACTIVE = re.compile(r"llm_comm \S+ is active for (?:group )?\S*tp")
+_NORMS_APART = re.compile(r"not fused with RMSNorm: fuse is false")
 _VLLM_BACKENDS = re.compile(r"Using \[([^\]]*)\] all-reduce backends[^\n]*for group 'tp[^\n]*")
 _SGLANG_BACKEND = re.compile(re.escape(BACKEND_MARK) + r" of group tp:[^\n]*")
 
@@ -27,6 +28,7 @@ def evidence(engine: str, arm: Arm, weights: str, world_size: int, log: str) -> 
     """
     found = []
     found += _expect(log, _ACTIVE, arm.llm_comm, "llm_comm is active for the tensor-parallel group")
+    found += _expect(log, _NORMS_APART, arm.norms_apart, "llm_comm was told not to fuse")
     found += _expect(log, re.compile(re.escape(FREE_MARK)), arm.free, "all-reduces are replaced by nothing")
     found += _expect(log, re.compile(re.escape(WEIGHTS_MARK)), weights == "scaled", "weights are scaled")
     found += {"vllm": _vllm, "sglang": _sglang}[engine](arm, world_size, log)

@@ -13,7 +13,7 @@ import pytest
 from bench_serving import cli, processes
 
 FAKES = Path(__file__).parent / "fakes"
-ARMS = ("nccl", "default", "llm_comm", "free")
+ARMS = ("nccl", "default", "llm_comm", "llm_comm_unfused", "free")
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_the_whole_comparison(harness: Harness, engine: str, capsys: pytest.Capt
     assert report["variables"]["NCCL_NVLS_ENABLE"] == "0"
     assert (harness.out / "report.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    assert "[8/8] nccl, repeat 2 of 2" in printed
+    assert "[10/10] nccl, repeat 2 of 2" in printed
     assert "free is a bound, not an engine" in printed
 
 
@@ -96,7 +96,7 @@ def test_a_failing_arm_is_reported_and_costs_no_other_result(
 ) -> None:
     status, report = harness.run("--repeats", "1", faults={"default": "crash"})
     assert status == 1
-    assert set(report["decode"]["1"]) == {"nccl", "llm_comm", "free"}
+    assert set(report["decode"]["1"]) == {*ARMS} - {"default"}
     assert set(report["decode"]["1"]["llm_comm"]["speedup_over"]) == {"nccl"}
     failures = {run["arm"]: run["failure"] for run in report["runs"]}
     assert "no kernel image is available" in failures["default"]

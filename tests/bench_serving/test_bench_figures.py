@@ -94,7 +94,13 @@ FREE = f"INFO {engine_logs.FREE_MARK} (tp:0)"
 
 @pytest.mark.parametrize(
     ("arm", "log"),
-    [("nccl", NCCL_ONLY), ("default", CUSTOM), ("llm_comm", f"{CUSTOM}\n{ACTIVE}"), ("free", f"{FREE}\n{CUSTOM}")],
+    [
+        ("nccl", NCCL_ONLY),
+        ("default", CUSTOM),
+        ("llm_comm", f"{CUSTOM}\n{ACTIVE}"),
+        ("llm_comm_unfused", f"{CUSTOM}\n{ACTIVE}; not fused with RMSNorm: fuse is false (environment)"),
+        ("free", f"{FREE}\n{CUSTOM}"),
+    ],
 )
 def test_logs_confirm_their_arm_and_no_other(arm: str, log: str) -> None:
     assert engine_logs.evidence("vllm", ARMS[arm], "dummy", 4, f"first line\n{log}\nlast line")

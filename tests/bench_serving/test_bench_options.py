@@ -30,7 +30,7 @@ def test_defaults_are_those_of_the_comparison() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--arms", "nccl,mine"], "unknown arm 'mine'; valid: nccl, default, llm_comm, free"),
+        (["--arms", "nccl,mine"], "unknown arm 'mine'; valid: nccl, default, llm_comm, llm_comm_unfused, free"),
         (["--batch-sizes", "0"], "must be at least 1"),
         (["--engine-option", "attention_backend"], "expected NAME=VALUE"),
         (["--engine", "other"], "invalid choice"),

@@ -12,14 +12,14 @@ import sys
 import time
 
 VOCABULARY = 50
-_STEP_S = {"nccl": 0.0008, "default": 0.0006, "llm_comm": 0.0004, "free": 0.0002}
+_STEP_S = {"nccl": 0.0008, "default": 0.0006, "llm_comm": 0.0004, "llm_comm_unfused": 0.0005, "free": 0.0002}
 
 
 def arm(disable_custom_all_reduce: bool) -> str:
     if disable_custom_all_reduce:
         return "nccl"
     if os.environ["LLM_COMM_ENABLE"] == "1":
-        return "llm_comm"
+        return "llm_comm_unfused" if os.environ.get("LLM_COMM_FUSE") == "0" else "llm_comm"
     return "free" if os.environ["BENCH_SERVING_FREE"] == "1" else "default"
 
 
@@ -35,9 +35,10 @@ def start(name: str, backend_line: str) -> str:
     if what == "hang":
         time.sleep(600)
     print(backend_line)
-    if (name == "llm_comm") != (what == "pretends"):
+    if name.startswith("llm_comm") != (what == "pretends"):
         print(
             "INFO llm_comm 0.1.0 is active for group tp:0 (2 ranks, VMM): all-reduce one_shot to 48 KiB, then the rest"
+            + ("; not fused with RMSNorm: fuse is false (LLM_COMM_FUSE)" if name == "llm_comm_unfused" else "")
         )
     if name == "free":
         print("INFO bench_serving: all-reduces of this group return uninitialised memory (tp:0)")
