@@ -38,7 +38,9 @@ ARMS: dict[str, Arm] = {
         Arm("nccl", "NCCL", _OFF, disable_custom_all_reduce=True),
         Arm("default", "engine's own", _OFF),
         Arm("llm_comm", "llm_comm", _ON, llm_comm=True),
-        Arm("llm_comm_unfused", "llm_comm, norms apart", {**_ON, "LLM_COMM_FUSE": "0"}, llm_comm=True, norms_apart=True),
+        Arm(
+            "llm_comm_unfused", "llm_comm, norms apart", {**_ON, "LLM_COMM_FUSE": "0"}, llm_comm=True, norms_apart=True
+        ),
         Arm("free", "free (bound: no communication, wrong results)", _OFF, free=True),
     )
 }
