@@ -17,6 +17,7 @@ from llm_comm.errors import ConfigError, LlmCommError
 
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 _BENCH_MODES = ("eager", "graph")
+_TUNED = ("all-reduce", "fused")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,13 +70,25 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     bench = commands.add_parser("bench", help="time a collective beside other libraries")
     collectives = bench.add_subparsers(title="collectives", required=True, metavar="COLLECTIVE")
+    text = "time and check all-reduce + residual add + RMSNorm in one kernel beside the same in two, and FlashInfer"
+    parser = collectives.add_parser("fused", help=text, description=_sentence(text))
+    parser.set_defaults(module="llm_comm.bench.fused")
+    parser.add_argument("--min", type=byte_count, default=byte_count("16K"), help="smallest message (16K)")
+    parser.add_argument("--max", type=byte_count, help="largest message (1M; emulated 64K)")
+    parser.add_argument("--hidden", type=_positive, default=8192, help="elements of a row (%(default)s)")
+    parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16", help="(%(default)s)")
+    _add_bench_options(parser)
     text = "time and check all-reduce beside NCCL and torch symmetric memory (beside gloo on emulated GPUs)"
     parser = collectives.add_parser("all-reduce", help=text, description=_sentence(text))
     parser.set_defaults(module="llm_comm.bench.all_reduce")
-    _add_ranks(parser)
     parser.add_argument("--min", type=byte_count, default=byte_count("1K"), help="smallest message (1K)")
     parser.add_argument("--max", type=byte_count, help="largest message (8M; emulated 64K)")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="(%(default)s)")
+    _add_bench_options(parser)
+
+
+def _add_bench_options(parser: argparse.ArgumentParser) -> None:
+    _add_ranks(parser)
     parser.add_argument("--mode", type=_modes, help="eager, graph, or both: eager,graph (both; emulated eager)")
     parser.add_argument("--calls", type=_positive, help="calls in one timed run (20; emulated 2)")
     parser.add_argument("--reps", type=_positive, help="timed runs, of which the median counts (20; emulated 3)")
@@ -98,6 +111,10 @@ def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("--min", type=byte_count, default=byte_count("1K"), help="smallest message (1K)")
     parser.add_argument("--max", type=byte_count, default=byte_count("64M"), help="largest message (64M)")
     parser.add_argument("--reps", type=_positive, default=9, help="timed runs of each candidate (%(default)s)")
+    parser.add_argument(
+        "--operations", type=_operations, default=_TUNED, help="all-reduce, fused, or both: all-reduce,fused (both)"
+    )
+    parser.add_argument("--hidden", type=_positive, default=8192, help="elements of a row of fused (%(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="where to write the table")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the time of every candidate")
 
@@ -132,11 +149,19 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _modes(text: str) -> tuple[str, ...]:
+def _some_of(text: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
     chosen = text.split(",")
-    if not set(chosen) <= set(_BENCH_MODES):
-        raise argparse.ArgumentTypeError(f"{text!r}: choose from {', '.join(_BENCH_MODES)}")
-    return tuple(mode for mode in _BENCH_MODES if mode in chosen)
+    if not set(chosen) <= set(allowed):
+        raise argparse.ArgumentTypeError(f"{text!r}: choose from {', '.join(allowed)}")
+    return tuple(name for name in allowed if name in chosen)
+
+
+def _modes(text: str) -> tuple[str, ...]:
+    return _some_of(text, _BENCH_MODES)
+
+
+def _operations(text: str) -> tuple[str, ...]:
+    return _some_of(text, _TUNED)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from llm_comm import _core, arrays, ops, selection
 from llm_comm.bootstrap import Rendezvous, host_identity
 from llm_comm.config import Config
 from llm_comm.errors import PeerTimeout, RendezvousError, UnsupportedInputError
-from llm_comm.fused import FusedCalls, max_cluster
+from llm_comm.fused import FusedCalls, device_limits
 from llm_comm.fused_selection import FusedPlan
 from llm_comm.selection import Plan
 
@@ -77,7 +77,7 @@ class Communicator:
         self.rank, self.world_size = rendezvous.rank, rendezvous.world_size
         self._prepared: dict[tuple[int, torch.dtype], _Prepared] = {}
         self._core: _core.Core | None = None
-        self._max_cluster = max_cluster(self.device)
+        self._limits = device_limits(self.device)
 
         _check_hosts(rendezvous, self)
         self._table = rendezvous.attempt("choice of a tuning table", self._find_table)
@@ -343,7 +343,7 @@ class Communicator:
         )
 
     def _make_fused_calls(self) -> FusedCalls | None:
-        return FusedCalls(self._live_core(), self.device, self.world_size, self._table, self.config, self._max_cluster)
+        return FusedCalls(self._live_core(), self.device, self.world_size, self._table, self.config, self._limits)
 
     def _connect(self, rendezvous: Rendezvous) -> str:
         """Allocates the workspace and maps those of the peers. Returns how."""
@@ -414,7 +414,7 @@ def _check_hosts(rendezvous: Rendezvous, communicator: Communicator) -> None:
         **host_identity(),
         "version": _core.version,
         "device": communicator.device.type,
-        "max_cluster": communicator._max_cluster,
+        "limits": communicator._limits,
         "config": {
             name: getattr(config, name) for name in ("workspace_bytes", "max_message_bytes", "algorithm", "fuse")
         },
@@ -428,7 +428,7 @@ def _check_hosts(rendezvous: Rendezvous, communicator: Communicator) -> None:
     _check_alike("are on different machines", [other["boot_id"] for other in everyone], shown=hosts)
     _check_alike("have different versions of llm_comm", [other["version"] for other in everyone])
     _check_alike("have different kinds of device", [other["device"] for other in everyone])
-    _check_alike("have devices of different generations", [other["max_cluster"] for other in everyone])
+    _check_alike("have devices of different kinds", [other["limits"] for other in everyone])
     _check_alike("have different options", [other["config"] for other in everyone])
 
 

@@ -10,7 +10,7 @@ import torch
 from llm_comm import _core, selection
 from llm_comm.config import Config
 from llm_comm.errors import UnsupportedInputError
-from llm_comm.fused_selection import FusedPlan, select_fused, without_kernel
+from llm_comm.fused_selection import DeviceLimits, FusedPlan, select_fused, without_kernel
 from llm_comm.selection import TuningTable
 
 #: DataType in csrc/include/llm_comm/reduce.cuh, of the types that rows may have.
@@ -33,11 +33,7 @@ class _Prepared(NamedTuple):
 
 
 class FusedCalls:
-    """Checks, lays out and enqueues fused calls. Holds nothing of the communicator but its core.
-
-    Args:
-        max_cluster: Blocks that a cluster of the device may have.
-    """
+    """Checks, lays out and enqueues fused calls. Holds nothing of the communicator but its core."""
 
     def __init__(
         self,
@@ -46,14 +42,14 @@ class FusedCalls:
         world_size: int,
         table: TuningTable,
         config: Config,
-        max_cluster: int,
+        limits: DeviceLimits,
     ) -> None:
         self._core = core
         self._device = device
         self._world_size = world_size
         self._table = table
         self._config = config
-        self._max_cluster = max_cluster
+        self._limits = limits
         self._prepared: dict[tuple[int, int, torch.dtype, float, str | None], _Prepared] = {}
 
     def run(
@@ -115,7 +111,7 @@ class FusedCalls:
             return without_kernel("declined", x.nbytes, why)
         hidden = weight.numel()
         rows = x.numel() // hidden if hidden else 0
-        return select_fused(rows, hidden, self._world_size, self._table, self._config, self._max_cluster)
+        return select_fused(rows, hidden, self._world_size, self._table, self._config, self._limits)
 
     def why_declined(self, x: _Tensor, weight: _Tensor, quantize: str | None) -> str:
         """The reason of a plan that is declined."""
@@ -198,11 +194,12 @@ class FusedCalls:
         return scale
 
 
-def max_cluster(device: torch.device) -> int:
-    """Blocks that a cluster may have on a device: 1 where it has no clusters, 16 on an emulated one."""
+def device_limits(device: torch.device) -> DeviceLimits:
+    """Of a CUDA device, or of an emulated one (kResidentThreads in csrc/emulator/executor.h)."""
     if device.type == "cpu":
-        return 16
-    return 16 if torch.cuda.get_device_capability(device)[0] >= 9 else 1
+        return DeviceLimits(max_cluster=16, sm_count=4)
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceLimits(16 if properties.major >= 9 else 1, properties.multi_processor_count)
 
 
 def _error(why: str) -> UnsupportedInputError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from llm_comm.config import MIB, Config
 from llm_comm.selection import LINE_BYTES, MAX_BLOCK_THREADS, FusedRow, TuningRow, TuningTable, slot_bytes
@@ -18,8 +19,17 @@ ELEMENT_BYTES = 2  # of bf16 and fp16
 ELEMENTS_PER_LINE = LINE_BYTES // ELEMENT_BYTES
 #: kChunkLines in csrc/kernels/fused/args.cuh: tiles and segments are whole chunks.
 CHUNK_LINES = 8
+WARP_THREADS = 32
 #: Of a block that walks over several tiles: those kernels need more registers (kMaxLoopThreads there).
 MAX_LOOP_THREADS = 512
+
+
+class DeviceLimits(NamedTuple):
+    """What a device lets a launch have."""
+
+    #: Blocks of a cluster: 1 where it has no clusters.
+    max_cluster: int
+    sm_count: int
 
 
 @dataclass(frozen=True)
@@ -59,14 +69,11 @@ def without_kernel(algorithm: str, message_bytes: int, why: str) -> FusedPlan:
 
 
 def select_fused(
-    rows: int, hidden: int, world_size: int, table: TuningTable, config: Config, max_cluster: int
+    rows: int, hidden: int, world_size: int, table: TuningTable, config: Config, limits: DeviceLimits
 ) -> FusedPlan:
     """The plan for ``rows`` rows of ``hidden`` elements of 2 bytes.
 
-    The same on every rank that has the same table and config.
-
-    Args:
-        max_cluster: Blocks that a cluster of the device may have: 1 where it has no clusters.
+    The same on every rank that has the same table, config and limits.
     """
     message_bytes = rows * hidden * ELEMENT_BYTES
     limit = table.max_message_bytes if config.max_message_bytes is None else config.max_message_bytes
@@ -91,23 +98,27 @@ def select_fused(
     chunk_rows = slot_bytes(config) // LINE_BYTES // row_slot_lines
     launch_rows = min(rows, chunk_rows)
     span_chunks = math.ceil(span / CHUNK_LINES)
-    cluster = min(row.cluster, max_cluster, 1 << int(math.log2(span_chunks)))
+    cluster = min(row.cluster, limits.max_cluster, 1 << int(math.log2(span_chunks)))
     while (cluster - 1) * math.ceil(span_chunks / cluster) >= span_chunks:
         cluster //= 2  # the last block would have nothing
     # A block that gets more of the row than the table has in mind may have more threads.
-    most_threads = row.threads if row.cluster <= max_cluster else MAX_BLOCK_THREADS
-    clusters = max(1, min(row.blocks // cluster, launch_rows))
+    most_threads = row.threads if row.cluster <= limits.max_cluster else MAX_BLOCK_THREADS
+    most_clusters = min(launch_rows, max(1, row.blocks // cluster))
     chunk_threads = CHUNK_LINES * world_size
     tile_chunks = math.ceil(span_chunks / cluster)
-    if clusters < launch_rows or tile_chunks > most_threads // chunk_threads:
-        tile_chunks = min(tile_chunks, min(most_threads, MAX_LOOP_THREADS) // chunk_threads)
-    tile_lines = CHUNK_LINES * max(1, tile_chunks)
+    threads = tile_chunks * chunk_threads
+    # All blocks run at once: that does not rest on the order in which a device starts clusters.
+    clusters = min(most_clusters, limits.sm_count * MAX_BLOCK_THREADS // (threads * cluster))
+    if clusters < launch_rows or threads > most_threads:
+        tile_chunks = max(1, min(tile_chunks, min(most_threads, MAX_LOOP_THREADS) // chunk_threads))
+        threads = tile_chunks * chunk_threads
+        clusters = max(1, min(most_clusters, limits.sm_count * MAX_LOOP_THREADS // (threads * cluster)))
     return FusedPlan(
         algorithm=algorithm,
         protocol="LL",
         blocks=cluster * clusters,
-        threads=math.ceil(tile_lines * world_size / 32) * 32,
-        tile_lines=tile_lines,
+        threads=math.ceil(threads / WARP_THREADS) * WARP_THREADS,
+        tile_lines=CHUNK_LINES * tile_chunks,
         cluster=cluster,
         depth=row.depth,
         chunks=math.ceil(rows / chunk_rows),

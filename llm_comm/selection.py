@@ -196,15 +196,7 @@ def _check_rows(path: str, rows: Sequence[TuningRow]) -> None:
 def _check_fused_rows(path: str, rows: Sequence[FusedRow]) -> None:
     previous = 0
     for row in rows:
-        if (
-            not _are_counts(row.up_to, row.blocks, row.threads, row.cluster)
-            or not _are_counts(row.depth + 1)
-            or row.algorithm not in ALGORITHMS
-            or row.blocks >= 65536
-            or not 64 <= row.threads <= MAX_BLOCK_THREADS
-            or row.cluster not in (1, 2, 4, 8, 16)
-            or row.up_to <= previous
-        ):
+        if not _is_valid_fused(row) or row.up_to <= previous:
             raise ConfigError(
                 f"tuning table {path}: {row} is not valid: algorithm is one of {', '.join(ALGORITHMS)}, blocks 1 to "
                 f"65535, threads 64 to {MAX_BLOCK_THREADS}, cluster 1, 2, 4, 8 or 16, depth at least 0, and rows are "
@@ -213,8 +205,15 @@ def _check_fused_rows(path: str, rows: Sequence[FusedRow]) -> None:
         previous = row.up_to
 
 
-def _are_counts(*numbers: object) -> bool:
-    return all(type(number) is int and number > 0 for number in numbers)
+def _is_valid_fused(row: FusedRow) -> bool:
+    return (
+        all(type(number) is int for number in (row.up_to, row.blocks, row.threads, row.cluster, row.depth))
+        and row.algorithm in ALGORITHMS
+        and 0 < row.blocks < 65536
+        and 64 <= row.threads <= MAX_BLOCK_THREADS
+        and row.cluster in (1, 2, 4, 8, 16)
+        and row.depth >= 0
+    )
 
 
 def _is_valid(row: TuningRow) -> bool:

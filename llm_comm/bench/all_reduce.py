@@ -181,7 +181,7 @@ def _libraries(
         buffer = symmetric_memory.empty(max_bytes // dtype.itemsize, dtype=dtype, device=comm.device)
         symmetric_memory.rendezvous(buffer, group)
     except (ImportError, RuntimeError) as error:
-        return libraries, [f"torch symmetric memory is not usable here: {_first_line(error)}"]
+        return libraries, [f"torch symmetric memory is not usable here: {report.first_line(error)}"]
     libraries.append(_SymmetricMemory("symm 1-shot", "one_shot_all_reduce", False, buffer, group))
     libraries.append(_SymmetricMemory("symm 2-shot", "two_shot_all_reduce_", True, buffer, group))
     return libraries, []
@@ -215,7 +215,7 @@ class _Bench:
         except LlmCommError:
             raise
         except RuntimeError as reason:
-            failure = _first_line(reason)
+            failure = report.first_line(reason)
         failure, error = self._agree(failure, error)
         if failure:
             return Result(skipped=failure)
@@ -312,10 +312,6 @@ class Reference:
             total = torch.stack(addends).sum(dim=0)
             self._expected[salt] = total, torch.stack(addends).abs().sum(dim=0)
         return self._expected[salt]
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _publish(args: argparse.Namespace, placement: Placement, rows: list[Row], remarks: list[str]) -> None:

@@ -231,6 +231,11 @@ def _microseconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, or else its type, in one line."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def skipped_notes(rows: Sequence[Row]) -> list[str]:
     """One line for each reason why a library did not run somewhere."""
     sizes: dict[tuple[str, str, str], list[str]] = {}

@@ -13,12 +13,12 @@ import torch.distributed as dist
 import yaml
 
 from llm_comm import Communicator, launch, selection
-from llm_comm.bench import report, timing
+from llm_comm.bench import report, timing, tune_fused
 from llm_comm.bench.report import Progress, format_bytes
 from llm_comm.bench.timing import Schedule
 from llm_comm.config import MIB
 from llm_comm.errors import ConfigError
-from llm_comm.selection import TuningRow, TuningTable
+from llm_comm.selection import FusedRow, TuningRow, TuningTable
 
 _CALLS = 20
 # From here NCCL is timed too: the table ends where NCCL wins.
@@ -50,15 +50,30 @@ def run(args: argparse.Namespace) -> int:
     if not launch.in_rank():
         return launch.spawn(placement, args.argv)
     with launch.process_group(placement) as group, Communicator(group, placement.device) as comm:
-        best, nccl, everything = _measure(comm, group, args)
+        shipped = comm.table
+        best, nccl, everything = _measure(comm, group, args) if "all-reduce" in args.operations else ([], {}, [])
+        comm.use_table(shipped)
+        fused = tune_fused.measure(comm, group, args) if "fused" in args.operations else tune_fused.Found([], [])
         if comm.rank == 0:
             _report(best, nccl)
+            tune_fused.report_best(fused)
             environment = report.environment(placement)
             if args.out is not None:
-                _write_table(comm, best, nccl, environment, args.out)
+                table = TuningTable(
+                    "",
+                    tuple(merge(best)) or shipped.rows,
+                    largest_won(best, nccl) if best else shipped.max_message_bytes,
+                    tuple(tune_fused.merge(fused.best)) or shipped.fused,
+                )
+                _write_table(comm, table, args.operations, environment, args.out)
             if args.json is not None:
                 rows = [{"bytes": size, "nccl_us": round(us, 3)} for size, us in nccl.items()]
-                report.write_json(args.json, {**environment, "candidates": everything, "nccl": rows})
+                content = {
+                    "candidates": everything,
+                    "nccl": rows,
+                    "fused": {"hidden": args.hidden, "candidates": fused.everything},
+                }
+                report.write_json(args.json, {**environment, **content})
     return 0
 
 
@@ -159,25 +174,24 @@ def _report(best: Sequence[Measured], nccl: dict[int, float]) -> None:
 
 
 def _write_table(
-    comm: Communicator,
-    best: Sequence[Measured],
-    nccl: dict[int, float],
-    environment: dict[str, Any],
-    path: Path,
+    comm: Communicator, table: TuningTable, operations: Sequence[str], environment: dict[str, Any], path: Path
 ) -> None:
     head = {
         "device": torch.cuda.get_device_name(comm.device),
         "world_size": comm.world_size,
-        "max_message_bytes": largest_won(best, nccl),
-        "measured": {"date": environment["date"], **environment["versions"]},
+        "max_message_bytes": table.max_message_bytes,
+        "measured": {"date": environment["date"], **environment["versions"], "operations": list(operations)},
     }
+
     # A row a line: tables are read by people who compare rows.
-    rows = "".join(
-        "  - " + yaml.safe_dump(row._asdict(), sort_keys=False, default_flow_style=True, width=200)
-        for row in merge(best)
-    )
+    def lines(rows: Sequence[TuningRow] | Sequence[FusedRow]) -> str:
+        return "".join(
+            "  - " + yaml.safe_dump(row._asdict(), sort_keys=False, default_flow_style=True, width=200) for row in rows
+        )
+
     path.write_text(
         "# Written by `llm-comm tune`. The last row serves all larger messages, up to max_message_bytes.\n"
-        f"{yaml.safe_dump(head, sort_keys=False)}all_reduce:\n{rows}",
+        f"{yaml.safe_dump(head, sort_keys=False)}all_reduce:\n{lines(table.rows)}"
+        + (f"fused:\n{lines(table.fused)}" if table.fused else ""),
         encoding="utf-8",
     )

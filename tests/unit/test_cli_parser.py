@@ -30,6 +30,7 @@ def test_byte_count_rejects(text: str) -> None:
     [
         (["demo"], "llm_comm.demo.run"),
         (["bench", "all-reduce"], "llm_comm.bench.all_reduce"),
+        (["bench", "fused"], "llm_comm.bench.fused"),
         (["tune"], "llm_comm.bench.tune"),
         (["doctor"], "llm_comm.doctor"),
     ],

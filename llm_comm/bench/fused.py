@@ -1,0 +1,335 @@
+"""``llm-comm bench fused``: all-reduce + residual add + RMSNorm, in one kernel and in two, in one run.
+
+Beside the fused operation stand llm_comm's and NCCL's plain all-reduce, each followed by the add and the norm as one
+kernel (on GPUs what ``torch.compile`` makes of them, as in an engine that compiles its model; on emulated devices plain
+torch), and FlashInfer's fused all-reduce where it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import llm_comm
+from llm_comm import launch
+from llm_comm.bench import report, timing
+from llm_comm.bench.all_reduce import Reference, sizes
+from llm_comm.bench.report import DTYPES, OURS, Progress, Result, Row, format_bytes
+from llm_comm.bench.timing import Schedule
+from llm_comm.errors import ConfigError, LlmCommError
+from llm_comm.launch import Placement
+
+_EPS = 1e-5
+_CHECKS = 2
+
+#: Normed rows and new residual.
+Outputs = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What a call works on: [rows, hidden], the same residual and weight on all ranks."""
+
+    x: Tensor
+    residual: Tensor
+    weight: Tensor
+
+
+class Library(Protocol):
+    """One way to do it.
+
+    Attributes:
+        name: column head.
+        rounds_once: sums are accumulated in float32 and rounded once.
+    """
+
+    name: str
+    rounds_once: bool
+
+    def bind(self, operands: Operands) -> Callable[[], Outputs]:
+        """A call, which may overwrite ``x``. Raises RuntimeError, on all ranks, where unsupported."""
+
+
+def add_rms_norm(summed: Tensor, residual: Tensor, weight: Tensor) -> Outputs:
+    """The residual add and the norm after an all-reduce, as engines write them for their compiler."""
+    new_residual = summed + residual
+    x = new_residual.float()
+    factor = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + _EPS)
+    return (x * factor * weight.float()).to(summed.dtype), new_residual
+
+
+class _Fused:
+    name, rounds_once = OURS, True
+
+    def __init__(self, comm: llm_comm.Communicator) -> None:
+        self._comm = comm
+
+    def bind(self, operands: Operands) -> Callable[[], Outputs]:
+        x, residual, weight = operands.x, operands.residual, operands.weight
+        if not self._comm.accepts_fused(x, weight):
+            raise RuntimeError(self._comm.plan_fused(x, weight).reason)
+        out, residual_out = torch.empty_like(x), torch.empty_like(x)
+
+        def call() -> Outputs:
+            self._comm.all_reduce_add_rms_norm(x, residual, weight, _EPS, out=out, residual_out=residual_out)
+            return out, residual_out
+
+        return call
+
+
+class _Unfused:
+    rounds_once = False
+
+    def __init__(self, name: str, reduce: Callable[[Tensor, Tensor], Tensor], norm: Callable[..., Outputs]) -> None:
+        self.name, self._reduce, self._norm = name, reduce, norm
+
+    def bind(self, operands: Operands) -> Callable[[], Outputs]:
+        summed = torch.empty_like(operands.x)
+        return lambda: self._norm(self._reduce(operands.x, summed), operands.residual, operands.weight)
+
+
+class _FlashInfer:
+    """TensorRT-LLM's fused kernel through FlashInfer, with the FlashInfer workspace that needs no multicast object."""
+
+    rounds_once = True
+
+    def __init__(self, one_shot: bool, comm: llm_comm.Communicator, group: dist.ProcessGroup, tokens: int, hidden: int):
+        from flashinfer import comm as flashinfer
+
+        self.name = f"flashinfer {1 if one_shot else 2}-shot"
+        self._module, self._one_shot, self._comm = flashinfer, one_shot, comm
+        # The default memory is torch's symmetric memory or cudaIpc; multicast of the former is off (run()).
+        self._handles, self._workspace = flashinfer.trtllm_create_ipc_workspace_for_all_reduce_fusion(
+            comm.rank, comm.world_size, tokens, hidden, group=group
+        )
+
+    def bind(self, operands: Operands) -> Callable[[], Outputs]:
+        x = operands.x
+        if not self._one_shot and len(x) <= self._comm.world_size:
+            raise RuntimeError("two-shot needs more rows than ranks")
+        out, residual_out = torch.empty_like(x), torch.empty_like(x)
+
+        def call() -> Outputs:
+            self._module.trtllm_allreduce_fusion(
+                allreduce_in=x,
+                world_size=self._comm.world_size,
+                world_rank=self._comm.rank,
+                token_num=x.shape[0],
+                hidden_dim=x.shape[1],
+                workspace_ptrs=self._workspace,
+                launch_with_pdl=True,
+                trigger_completion_at_end=True,
+                fp32_acc=True,
+                pattern_code=self._module.AllReduceFusionPattern.kARResidualRMSNorm,
+                use_oneshot=self._one_shot,
+                allreduce_out=None,
+                residual_in=operands.residual,
+                residual_out=residual_out,
+                norm_out=out,
+                quant_out=None,
+                scale_out=None,
+                rms_gamma=operands.weight,
+                rms_eps=_EPS,
+                scale_factor=None,
+                layout_code=None,
+            )
+            return out, residual_out
+
+        return call
+
+
+def run(args: argparse.Namespace) -> int:
+    """``llm-comm bench fused``. Returns 0, or 1 when any library's result was wrong.
+
+    Raises:
+        ConfigError: the options do not fit together or this machine.
+    """
+    # Set before the ranks start: torch reads it when it first allocates symmetric memory.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    placement = launch.place(args.world, args.device)
+    args.max = args.max or max(args.min, (1 << 20) if placement.on_gpu else (64 << 10))
+    args.mode = args.mode or (("graph",) if placement.on_gpu else ("eager",))
+    args.calls = args.calls or (20 if placement.on_gpu else 2)
+    args.reps = args.reps or (20 if placement.on_gpu else 3)
+    if "graph" in args.mode and not placement.on_gpu:
+        raise ConfigError("--mode graph needs GPUs: emulated devices have no CUDA graphs")
+    if args.max < args.min or args.min < args.hidden * 2:
+        raise ConfigError(
+            f"--min {format_bytes(args.min)}, --max {format_bytes(args.max)}: the smallest message is a row of "
+            f"--hidden {args.hidden} elements, and the largest is no smaller"
+        )
+    if args.plot:
+        report.require_matplotlib()
+    if not launch.in_rank():
+        return launch.spawn(placement, args.argv)
+    with launch.process_group(placement) as group:
+        return _run_rank(args, placement, group)
+
+
+def _run_rank(args: argparse.Namespace, placement: Placement, group: dist.ProcessGroup) -> int:
+    rows = []
+    with llm_comm.Communicator(group, placement.device) as comm:
+        libraries, remarks = _libraries(comm, group, args.max // (2 * args.hidden), args.hidden)
+        schedule = Schedule(args.calls, args.reps, args.method == "aligned")
+        bench = _Bench(comm, group, DTYPES[args.dtype], args.hidden, schedule)
+        progress = Progress(enabled=comm.rank == 0)
+        for message_bytes in sizes(args.min, args.max):
+            for mode in args.mode:
+                rows.append(bench.row(message_bytes // (2 * args.hidden), mode, libraries, progress))
+        progress.clear()
+    if launch.rank() == 0:
+        _publish(args, placement, rows, remarks)
+    return 1 if any(row.wrong for row in rows) else 0
+
+
+def _libraries(
+    comm: llm_comm.Communicator, group: dist.ProcessGroup, tokens: int, hidden: int
+) -> tuple[list[Library], list[str]]:
+    def ours(x: Tensor, out: Tensor) -> Tensor:
+        result: Tensor = comm.all_reduce(x, out=out)
+        return result
+
+    def other(x: Tensor, _out: Tensor) -> Tensor:
+        dist.all_reduce(x, group=group)
+        return x
+
+    if comm.is_emulated:
+        remark = "emulated GPUs: these times compare CPU code and say nothing about GPUs"
+        return [
+            _Fused(comm),
+            _Unfused("plain + norm", ours, add_rms_norm),
+            _Unfused("gloo + norm", other, add_rms_norm),
+        ], [remark]
+    norm = torch.compile(add_rms_norm, dynamic=False)
+    libraries: list[Library] = [
+        _Fused(comm),
+        _Unfused("plain + norm", ours, norm),
+        _Unfused("nccl + norm", other, norm),
+    ]
+    remarks = ["norm: the residual add and the norm as torch.compile makes one kernel of them"]
+    try:
+        libraries += [_FlashInfer(one_shot, comm, group, tokens, hidden) for one_shot in (True, False)]
+    except (ImportError, AttributeError, TypeError, RuntimeError, ValueError) as error:
+        remarks.append(f"FlashInfer is not usable here: {report.first_line(error)}")
+    return libraries, remarks
+
+
+class _Bench:
+    """Measures on this rank; its methods are collective."""
+
+    def __init__(
+        self,
+        comm: llm_comm.Communicator,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        hidden: int,
+        schedule: Schedule,
+    ) -> None:
+        self._comm, self._group, self._dtype, self._hidden, self._schedule = comm, group, dtype, hidden, schedule
+
+    def row(self, rows: int, mode: str, libraries: list[Library], progress: Progress) -> Row:
+        """Checks and times all libraries at one size."""
+        reference = FusedReference(rows, self._hidden, self._comm.world_size, self._dtype, self._comm.device)
+        results = {}
+        for library in libraries:
+            progress.show(f"fused {rows} rows {mode}: {library.name}")
+            results[library.name] = self._measure(library, mode, reference)
+        self._comm.check()
+        operands = reference.operands(0, 0)
+        plan = self._comm.plan_fused(operands.x, operands.weight)
+        return Row(plan.message_bytes, mode, dataclasses.asdict(plan), results)
+
+    def _measure(self, library: Library, mode: str, reference: FusedReference) -> Result:
+        operands = reference.operands(self._comm.rank, 0)
+        failure, error = "", 0.0
+        try:
+            call = library.bind(operands)
+            for salt in range(_CHECKS):
+                operands.x.copy_(reference.operands(self._comm.rank, salt).x)
+                error = max(error, reference.error(call(), salt, library.rounds_once))
+        except LlmCommError:
+            raise
+        except RuntimeError as reason:
+            failure = report.first_line(reason)
+        outcomes: list[Any] = [None] * self._comm.world_size
+        dist.all_gather_object(outcomes, (failure, error), group=self._group)
+        failure = next((text for text, _ in outcomes if text), "")
+        if failure:
+            return Result(skipped=failure)
+        if mode == "graph":
+            timed = timing.time_graph(call, _nothing, self._schedule, self._group)
+            error = max(worst for _, worst in outcomes)
+        else:
+            timed = timing.time_eager(call, _nothing, self._schedule, self._comm.device, self._group)
+            error = max(worst for _, worst in outcomes)
+        return Result(timed.us, timed.min_us, timed.host_us, error)
+
+
+def _nothing() -> None:
+    """What a library that works in place makes of its input in the end does not matter to its time."""
+
+
+class FusedReference:
+    """Operands that depend on rank and position, and float64 results, which judge a library."""
+
+    def __init__(self, rows: int, hidden: int, world: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._shape, self._world = (rows, hidden), world
+        self._sums = Reference(rows * hidden, world, dtype, device)
+
+    def operands(self, rank: int, salt: int) -> Operands:
+        """Of one rank; another ``salt`` gives another ``x``. The residual is that of a rank that does not exist."""
+        x = self._sums.addend(rank, salt).view(self._shape)
+        residual = self._sums.addend(self._world, 0).view(self._shape)
+        weight = self._sums.addend(self._world + 1, 0).view(self._shape)[0].clone()
+        return Operands(x, residual, weight)
+
+    def error(self, outputs: Outputs, salt: int, rounds_once: bool) -> float:
+        """Largest difference from the float64 results, as a fraction of what rounding explains; huge for a NaN.
+
+        The norm is judged by the library's own new residual: what that is off by is counted once.
+        """
+        normed, new_residual = outputs
+        addends = torch.stack([self.operands(rank, salt).x.double() for rank in range(self._world)])
+        operands = self.operands(0, salt)
+        epsilon = torch.finfo(normed.dtype).eps
+        total = addends.sum(0)
+        exact = total + operands.residual.double()
+        magnitude = addends.abs().sum(0)
+        summing = magnitude * self._world * (torch.finfo(torch.float32).eps if rounds_once else epsilon)
+        allowed = summing + (total.abs() + exact.abs() + epsilon) * (epsilon / 2) * 1.01
+        worst = _ratio(new_residual.double() - exact, allowed)
+        x = new_residual.double()
+        norm = x * (x.square().mean(-1, keepdim=True) + _EPS).rsqrt() * operands.weight.double()
+        # One ulp more than half of one; and a rounding before the weight, as some kernels do.
+        return max(worst, _ratio(normed.double() - norm, norm.abs() * epsilon * 1.5 + 1e-30))
+
+
+def _ratio(difference: Tensor, allowed: Tensor) -> float:
+    ratio = torch.where(difference == 0, 0.0, difference.abs() / allowed)
+    return float(ratio.nan_to_num(nan=torch.inf).max())
+
+
+def _publish(args: argparse.Namespace, placement: Placement, rows: list[Row], remarks: list[str]) -> None:
+    title = f"all-reduce + add + RMSNorm, hidden {args.hidden}, {args.dtype}, {placement.describe()}"
+    method = f"{args.method}: median of {args.reps} runs of {args.calls} calls, slowest rank"
+    for mode in args.mode:
+        print(f"{title}, {mode}; microseconds a call; {method}")
+        print(report.table(rows, mode) + "\n")
+    for remark in [*remarks, *report.skipped_notes(rows)]:
+        print(remark)
+    if any(row.wrong for row in rows):
+        print("BAD: the result differs from the float64 reference by more than rounding explains")
+    if args.json:
+        settings = {"dtype": args.dtype, "hidden": args.hidden, "method": args.method, "calls": args.calls}
+        found = {"reps": args.reps, "rows": [row.as_dict() for row in rows], "remarks": remarks}
+        report.write_json(args.json, {"command": "bench fused", **report.environment(placement), **settings, **found})
+    if args.plot:
+        report.plot(args.plot, rows, f"{title}\n{method}")
