@@ -106,18 +106,18 @@ def select_fused(
     most_clusters = min(launch_rows, max(1, row.blocks // cluster))
     chunk_threads = CHUNK_LINES * world_size
     tile_chunks = math.ceil(span_chunks / cluster)
-    threads = tile_chunks * chunk_threads
+    threads = _whole_warps(tile_chunks * chunk_threads)
     # All blocks run at once: that does not rest on the order in which a device starts clusters.
     clusters = min(most_clusters, limits.sm_count * MAX_BLOCK_THREADS // (threads * cluster))
     if clusters < launch_rows or threads > most_threads:
         tile_chunks = max(1, min(tile_chunks, min(most_threads, MAX_LOOP_THREADS) // chunk_threads))
-        threads = tile_chunks * chunk_threads
+        threads = _whole_warps(tile_chunks * chunk_threads)
         clusters = max(1, min(most_clusters, limits.sm_count * MAX_LOOP_THREADS // (threads * cluster)))
     return FusedPlan(
         algorithm=algorithm,
         protocol="LL",
         blocks=cluster * clusters,
-        threads=math.ceil(threads / WARP_THREADS) * WARP_THREADS,
+        threads=threads,
         tile_lines=CHUNK_LINES * tile_chunks,
         cluster=cluster,
         depth=row.depth,
@@ -128,6 +128,10 @@ def select_fused(
         + ("" if table.fused else " (derived from all_reduce, not measured)")
         + ("" if config.algorithm == "auto" else f"; algorithm forced to {algorithm}"),
     )
+
+
+def _whole_warps(threads: int) -> int:
+    return math.ceil(threads / WARP_THREADS) * WARP_THREADS
 
 
 def derive_fused_rows(rows: Sequence[TuningRow]) -> tuple[FusedRow, ...]:

@@ -140,6 +140,38 @@ def test_death_that_a_rank_meets_late(mortal_ranks: RankPool, algorithm: str, co
     check_losses(mortal_ranks.run(WORLD, lose, *arguments, dying=[3]), victim=3)
 
 
+def lose_in_fused(algorithm: str, rows: int, victim: int, at_once: bool) -> Loss:
+    """On a rank: fused calls whose blocks share rows in clusters, and the death of ``victim``."""
+    comm = make_communicator(algorithm=algorithm, timeout_s=TIMEOUT_S)
+    x, weight = torch.ones(rows, 1024, dtype=torch.bfloat16), torch.ones(1024, dtype=torch.bfloat16)
+    assert comm.plan_fused(x, weight).cluster > 1
+    if comm.rank == victim:
+        threading.Timer(0.0 if at_once else 0.3, die).start()
+        if at_once:
+            time.sleep(60)
+    for _ in range(1_000_000):
+        start = time.monotonic()
+        try:
+            normed, total = comm.all_reduce_add_rms_norm(x, None, weight, 0.0)
+        except PeerTimeout as error:
+            loss = Loss(error.rank, error.peer, str(error), time.monotonic() - start)
+            check_aftermath(comm, loss, victim)
+            return loss
+        if not (total.eq(comm.world_size).all() and normed.eq(1).all()):
+            raise AssertionError(f"a wrong result came back without an error: {total}, {normed}")
+    raise AssertionError("fused calls without the dead rank succeeded")
+
+
+@every_algorithm
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_death_in_fused_calls(mortal_ranks: RankPool, algorithm: str, rows: int, at_once: bool) -> None:
+    losses = mortal_ranks.run(WORLD, lose_in_fused, algorithm, rows, 3, at_once, dying=[3])
+    check_losses(losses, victim=3)
+    shot = algorithm.replace("_", "-")
+    assert all(f"{shot} all-reduce + RMSNorm of " in loss.text for loss in losses if loss is not None)
+
+
 def call_more_often_than_the_others(calls: int) -> str | None:
     with make_communicator(timeout_s=TIMEOUT_S) as comm:
         for _ in range(calls):

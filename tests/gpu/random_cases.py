@@ -6,6 +6,8 @@ A case is one eager message through every communicator, or a few CUDA graphs of 
 new inputs in a drawn order with eager calls in between. All ranks draw the same cases and know all ranks' inputs, so
 each compares its result with the fp32 sum in rank order and with the float64 sum; every 50 cases the ranks compare
 digests of what they got. After a failure ``--only CASE`` runs that case alone and shows elements.
+
+``--fused`` draws cases of the fused all-reduce + residual add + RMSNorm instead (``fused_cases.py``).
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ from pathlib import Path
 
 import torch
 from common import GraphPool, Recording, Session, parser, report, run, session
+from fused_cases import FusedCase, FusedRunner, draw_fused_case
 from values import DTYPES, Inputs, Values, beyond_bound, bits, describe, differs, draw_values, rank_order_sum
+from verdicts import Guarded, Verdicts, Where, weights_of
 
 from llm_comm import Communicator, Config
 
 LINE_BYTES = 16
-GUARD_BYTES = 1024
-POISON = 0xA5
 SETTLE_EVERY = 50
 MOST_FAILURES = 10
 COMMUNICATORS = ("one_shot", "two_shot", "auto", "odd_table")
@@ -44,6 +46,12 @@ all_reduce:
   - {up_to: 30000, algorithm: one_shot, blocks: 3, tile_lines: 8, depth: 1}
   - {up_to: 200000, algorithm: two_shot, blocks: 7, tile_lines: 16, depth: 3}
   - {up_to: 1073741824, algorithm: two_shot, blocks: 40, tile_lines: 64, depth: 1}
+fused:
+  - {up_to: 2048, algorithm: two_shot, blocks: 2, threads: 64, cluster: 2, depth: 1}
+  - {up_to: 20000, algorithm: one_shot, blocks: 3, threads: 128, cluster: 1, depth: 2}
+  - {up_to: 70000, algorithm: one_shot, blocks: 16, threads: 512, cluster: 4, depth: 1}
+  - {up_to: 300000, algorithm: two_shot, blocks: 24, threads: 64, cluster: 8, depth: 3}
+  - {up_to: 1073741824, algorithm: two_shot, blocks: 7, threads: 256, cluster: 1, depth: 0}
 """
 
 
@@ -167,75 +175,6 @@ def _draw_call(rng: random.Random, communicator: str, world: int, chained: bool 
 # ---- Running ---------------------------------------------------------------------------------------------------
 
 
-class Guarded:
-    """``count`` elements at an element-aligned place between guard bytes, poisoned."""
-
-    def __init__(self, count: int, dtype: torch.dtype, offset: int, device: torch.device) -> None:
-        start = GUARD_BYTES + offset * dtype.itemsize
-        end = start + count * dtype.itemsize
-        self._bytes = torch.empty(end + GUARD_BYTES, dtype=torch.uint8, device=device)
-        self._guards = (self._bytes[:start], self._bytes[end:])
-        self.data = self._bytes[start:end].view(dtype)
-        self.poison()
-
-    def poison(self) -> None:
-        self._bytes.fill_(POISON)
-
-    def damage(self) -> torch.Tensor:
-        """Number of guard bytes that something has written."""
-        return torch.stack([(guard != POISON).sum() for guard in self._guards]).sum()
-
-
-@dataclass(frozen=True)
-class Where:
-    """What a verdict is about. Calls of one ``result`` must give the same bits, whatever algorithm they took."""
-
-    case: int
-    result: str
-    message: Message
-    call: Call
-
-
-class Verdicts:
-    """Outcomes of calls. They stay on the device until `settle`, so that calls follow each other closely."""
-
-    FINDINGS = ("wrong", "beyond the float64 bound", "guard bytes overwritten", "input elements changed")
-
-    def __init__(self, ranks: Session) -> None:
-        self._ranks = ranks
-        self._pending: list[tuple[Where, torch.Tensor]] = []
-
-    def add(self, where: Where, findings: list[torch.Tensor], digest: torch.Tensor) -> None:
-        self._pending.append((where, torch.stack([*findings, digest])))
-
-    def settle(self) -> list[str]:
-        """Compares with the other ranks; waits for them. Returns one text a failed call, the same on all ranks."""
-        if not self._pending:
-            return []
-        by_rank = self._ranks.gather(torch.stack([outcome for _, outcome in self._pending]).cpu())
-        digest_of: dict[tuple[int, str], int] = {}
-        failures = []
-        for i, (where, _) in enumerate(self._pending):
-            outcomes = by_rank[:, i].tolist()
-            problems = [
-                f"rank {rank}: {number} {finding}"
-                for rank, outcome in enumerate(outcomes)
-                for finding, number in zip(self.FINDINGS, outcome[:-1], strict=True)
-                if number
-            ]
-            digests = [outcome[-1] for outcome in outcomes]
-            if len(set(digests)) > 1:
-                problems.append(f"the ranks' results differ: digests {digests}")
-            elif digest_of.setdefault((where.case, where.result), digests[0]) != digests[0]:
-                problems.append("the result differs from that of another algorithm")
-            if problems:
-                failures.append(
-                    f"case {where.case}, {where.result}: {where.message}; {where.call}: " + "; ".join(problems)
-                )
-        self._pending.clear()
-        return failures
-
-
 class Runner:
     def __init__(self, ranks: Session, communicators: dict[str, Communicator], options: argparse.Namespace):
         self._ranks = ranks
@@ -244,9 +183,7 @@ class Runner:
         self._shows_elements = options.only is not None
         self._inputs = Inputs(ranks.device, ranks.world)
         self._graph_pool = GraphPool(ranks.device)
-        # Odd, so that a change of one element always changes the digest. They wrap around, as the digests do.
-        places = torch.arange(options.max_count, dtype=torch.int64, device=ranks.device)
-        self._weights = places * 0x1E3779B97F4A7C16 | 1
+        self._weights = weights_of(options.max_count, ranks.device)
         self.verdicts = Verdicts(ranks)
         self.calls: Counter[tuple[str, str]] = Counter()
         self.replays = 0
@@ -381,14 +318,15 @@ def open_communicators(ranks: Session) -> Iterator[dict[str, Communicator]]:
         yield {name: stack.enter_context(make(name)) for name in COMMUNICATORS}
 
 
-def run_cases(runner: Runner, ranks: Session, options: argparse.Namespace) -> tuple[int, list[str]]:
+def run_cases(runner: Runner | FusedRunner, ranks: Session, options: argparse.Namespace) -> tuple[int, list[str]]:
     """Returns the number of cases run, and the failures."""
     numbers = range(options.cases) if options.only is None else [options.only]
     failures: list[str] = []
     done = 0
     shown = begin = time.monotonic()
     for number in numbers:
-        case = draw_case(number, options, ranks.world)
+        case: Case | FusedCase
+        case = (draw_fused_case if options.fused else draw_case)(number, options, ranks.world)
         ranks.watchdog.progress(f"case {number}")
         try:
             runner.run(case)
@@ -410,7 +348,8 @@ def run_cases(runner: Runner, ranks: Session, options: argparse.Namespace) -> tu
 
 def main() -> int:
     options = parser((__doc__ or "").partition("\n")[0])
-    options.add_argument("--cases", type=int, help="default: 10000 on GPUs, 300 on emulated ones")
+    options.add_argument("--fused", action="store_true", help="the fused all-reduce + residual add + RMSNorm")
+    options.add_argument("--cases", type=int, help="default: 10000 (--fused 5000) on GPUs, 300 (50) on emulated ones")
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--only", type=int, metavar="CASE", help="run this case alone and show wrong elements")
     options.add_argument("--max-count", type=int, help="elements; default: 2 Mi on GPUs, 20000 on emulated ones")
@@ -418,11 +357,12 @@ def main() -> int:
     arguments = options.parse_args()
     with session(arguments) as ranks:
         if arguments.cases is None:
-            arguments.cases = 10_000 if ranks.on_gpu else 300
+            on_gpu, emulated = (5_000, 50) if arguments.fused else (10_000, 300)
+            arguments.cases = on_gpu if ranks.on_gpu else emulated
         if arguments.max_count is None:
             arguments.max_count = 1 << 21 if ranks.on_gpu else 20_000
         with open_communicators(ranks) as communicators:
-            runner = Runner(ranks, communicators, arguments)
+            runner = (FusedRunner if arguments.fused else Runner)(ranks, communicators, arguments)
             ranks.synchronize()
             begin = time.monotonic()
             done, failures = run_cases(runner, ranks, arguments)
@@ -435,7 +375,7 @@ def main() -> int:
 def _report(
     ranks: Session,
     options: argparse.Namespace,
-    runner: Runner,
+    runner: Runner | FusedRunner,
     cases: int,
     failures: list[str],
     seconds: float,
@@ -458,7 +398,14 @@ def _report(
     }
     table += [(name.replace("_", " "), str(value), "") for name, value in figures.items()]
     calls = {f"{name}/{mode}": number for (name, mode), number in sorted(runner.calls.items())}
-    report("random cases", ranks.device.type, ranks.world, table, {**figures, "calls": calls}, options.json)
+    report(
+        "random fused cases" if options.fused else "random cases",
+        ranks.device.type,
+        ranks.world,
+        table,
+        {**figures, "calls": calls},
+        options.json,
+    )
 
 
 if __name__ == "__main__":

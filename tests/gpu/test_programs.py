@@ -25,15 +25,20 @@ def run_program(command: list[str], limit_s: float) -> None:
     assert done.returncode == 0, f"{' '.join(command)} ended with status {done.returncode}"
 
 
-def run_ranks(program: str, limit_s: float) -> None:
+def run_ranks(program: str, limit_s: float, *options: str) -> None:
     ranks = str(min(8, GPUS))
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", ranks]
-    run_program([*torchrun, str(HERE / program)], limit_s)
+    run_program([*torchrun, str(HERE / program), *options], limit_s)
 
 
 @pytest.mark.timeout(620)
 def test_random_cases() -> None:
     run_ranks("random_cases.py", 600)
+
+
+@pytest.mark.timeout(620)
+def test_random_fused_cases() -> None:
+    run_ranks("random_cases.py", 600, "--fused")
 
 
 @pytest.mark.timeout(320)
