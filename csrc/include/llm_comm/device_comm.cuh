@@ -66,8 +66,11 @@ class Operation {
 
   // Reads this operation's number. False once a wait of this communicator has expired: slots are no longer
   // armed as they should be, so do nothing.
-  LLM_COMM_DEVICE bool begin() {
-    const Line state = load_line(state_);
+  LLM_COMM_DEVICE bool begin() { return begin(load_state()); }
+
+  // In two steps, for a kernel that has other loads to make before it waits for this one.
+  LLM_COMM_DEVICE Line load_state() const { return load_line(state_); }
+  LLM_COMM_DEVICE bool begin(Line state) {
     arrivals_ = static_cast<uint64_t>(state.word[1]) << 32 | state.word[0];
     in_vain_ = state.word[2] != 0;
     return !in_vain_;

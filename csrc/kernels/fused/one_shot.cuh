@@ -64,11 +64,12 @@ add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   // The next line to send is always on its way; the first beside the operation's number, which is as far away, as are
   // what the sums meet later.
   Line next = has_line(sending) ? input.load_line(line_index(sending)) : Line{};
+  const Line state = op.load_state();
   Values residual = norm.load_residual(sending.row, place_of(0));
   Values weight = norm.load_weight(place_of(0));
-  const float reciprocal_scale = norm.load_scale();
+  const float static_scale = norm.load_scale();
   // Blocks of a cluster reach into each other's shared memory, so none may leave alone: it goes on without waiting.
-  if (!op.begin() && args.cluster_blocks == 1) return;
+  if (!op.begin(state) && args.cluster_blocks == 1) return;
   outgoing += op.slot_offset() / sizeof(Line);
   incoming += op.slot_offset() / sizeof(Line);
 
@@ -84,7 +85,9 @@ add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
     const bool has = has_line(reducing);
     const uint64_t index = line_index(reducing);
     const auto at = place_of(reducing.first);
-    if (!is_first) {
+    if (is_first) {
+      norm.meet();  // while the first lines are on their way
+    } else {
       residual = norm.load_residual(reducing.row, at);
       if (tiles > 1) weight = norm.load_weight(at);
     }
@@ -95,11 +98,8 @@ add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
           is_own ? (SingleTile ? next : input.load_line(index)) : receive_line(incoming + index, op, self.peer, 0);
     }
     block_sync();
-    if (is_first) {
-      if (thread_index() == 0) op.arrive();
-      norm.meet();
-      is_first = false;
-    }
+    if (is_first && thread_index() == 0) op.arrive();
+    is_first = false;
     Values sums{};
     if (norms) {
       const auto* const packs = reinterpret_cast<const Values*>(columns);
@@ -110,7 +110,7 @@ add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
       if (norms || warp == 0) {
         norm.finish(
             reducing.row, tiles, [&](uint32_t tile) { return place_of(tile * round_lines); }, sums, weight,
-            reciprocal_scale);
+            static_scale);
       }
     }
     // After the result is out: the next operation that uses the line cannot start before this one has ended.

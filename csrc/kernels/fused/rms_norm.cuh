@@ -69,9 +69,8 @@ class RmsNorm {
   LLM_COMM_DEVICE Values load_weight(Place at) const {
     return at.exists ? weight_.template load<Width>(at.index) : Values{};
   }
-  LLM_COMM_DEVICE float load_scale() const {
-    return args_.quantization == Quantization::kStatic ? 1.0f / *args_.scale : 0.0f;
-  }
+  // Of a static quantization.
+  LLM_COMM_DEVICE float load_scale() const { return args_.quantization == Quantization::kStatic ? *args_.scale : 0.0f; }
 
   // Adds the residual to a row's sums, stores that, and contributes its squares. All threads of a warp make the call;
   // those without values (`at` does not exist) as well. Returns the new residual.
@@ -97,7 +96,7 @@ class RmsNorm {
   // `weight` are what add() and load_weight() returned for it.
   template <class PlaceOf>
   LLM_COMM_DEVICE void finish(uint32_t row, uint32_t tiles, PlaceOf place, Values values, Values weight,
-                              float reciprocal_scale) {
+                              float static_scale) {
     const auto each_tile = [&](auto step) {
       if (tiles == 1) {
         step(place(0), values, weight);
@@ -116,6 +115,8 @@ class RmsNorm {
         if (at.exists) normed_.template store<Width>(element(row, at), normalize(x, w, factor));
       });
     } else if (args_.quantization == Quantization::kStatic) {
+      // As vLLM's kernels, which do not divide.
+      const float reciprocal_scale = 1.0f / static_scale;
       each_tile([&](Place at, Values x, Values w) {
         store_quantized(row, at, normalize(x, w, factor), [&](float value) { return value * reciprocal_scale; });
       });

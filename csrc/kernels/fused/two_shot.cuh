@@ -72,11 +72,12 @@ add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   // The next line to send is always on its way; the first beside the operation's number, which is as far away, as are
   // what the sums meet later.
   Line next = has_line(scattering, self.peer) ? load(scattering, self.peer) : Line{};
+  const Line state = op.load_state();
   Values residual = norm.load_residual(collecting.row, place_of(0));
   Values weight = norm.load_weight(place_of(0));
-  const float reciprocal_scale = norm.load_scale();
+  const float static_scale = norm.load_scale();
   // Blocks of a cluster reach into each other's shared memory, so none may leave alone: it goes on without waiting.
-  if (!op.begin() && args.cluster_blocks == 1) return;
+  if (!op.begin(state) && args.cluster_blocks == 1) return;
   outgoing += op.slot_offset() / sizeof(Line);
   incoming += op.slot_offset() / sizeof(Line);
 
@@ -90,17 +91,15 @@ add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   const auto reduce = [&] {
     const bool has = has_line(reducing, rank);
     const uint64_t index = slot_index(reducing);
+    if (is_first) norm.meet();  // while the first lines are on their way
     if (has) {
       contributions[thread_index()] =
           is_own ? (SingleTile ? next : load(reducing, rank)) : receive_line(incoming + index, op, self.peer, 0);
     }
     if (op.in_vain()) *incomplete = 1;
     block_sync();
-    if (is_first) {
-      if (thread_index() == 0) op.arrive();
-      norm.meet();
-      is_first = false;
-    }
+    if (is_first && thread_index() == 0) op.arrive();
+    is_first = false;
     constexpr uint32_t kWidth = kSumWidth<D, World>;
     const uint32_t tile_packs = args.tile_lines * kElementsPerLine / kWidth;
     const auto* const packs = reinterpret_cast<const Pack<D, kWidth>*>(contributions);
@@ -138,7 +137,7 @@ add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
       if (norms || thread_index() < kWarpThreads) {
         norm.finish(
             collecting.row, tiles, [&](uint32_t tile) { return place_of(tile * round_lines); }, values, weight,
-            reciprocal_scale);
+            static_scale);
       }
     }
     if (receives) re_arm_line(incoming + index);
