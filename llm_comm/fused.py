@@ -51,6 +51,8 @@ class FusedCalls:
         self._config = config
         self._limits = limits
         self._prepared: dict[tuple[int, int, torch.dtype, float, str | None], _Prepared] = {}
+        # By elements of the message and of a row: engines ask before each call whether it will be served.
+        self._plans: dict[tuple[int, int], FusedPlan] = {}
 
     def run(
         self,
@@ -109,9 +111,15 @@ class FusedCalls:
         why = self._why_not_fitting(x, weight, quantize)
         if why:
             return without_kernel("declined", x.nbytes, why)
-        hidden = weight.numel()
-        rows = x.numel() // hidden if hidden else 0
-        return select_fused(rows, hidden, self._world_size, self._table, self._config, self._limits)
+        count, hidden = x.numel(), weight.numel()
+        plan = self._plans.get((count, hidden))
+        if plan is None:
+            rows = count // hidden if hidden else 0
+            plan = select_fused(rows, hidden, self._world_size, self._table, self._config, self._limits)
+            if len(self._plans) >= _MAX_PREPARED:
+                self._plans.clear()
+            self._plans[count, hidden] = plan
+        return plan
 
     def why_declined(self, x: _Tensor, weight: _Tensor, quantize: str | None) -> str:
         """The reason of a plan that is declined."""
