@@ -43,7 +43,7 @@ def _tell(result: None, group: Any, /, *args: Any, **kwargs: Any) -> None:
 
 
 def _free(original: Any, group: Any, input_: torch.Tensor, /) -> Any:
-    if group.world_size > 1 and input_.is_cuda and group.unique_name.split(":")[0] not in _OTHERS:
+    if group.world_size > 1 and group.unique_name.split(":")[0] not in _OTHERS:
         return torch.empty_like(input_)
     return original(group, input_)
 

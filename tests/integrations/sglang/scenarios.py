@@ -94,6 +94,8 @@ torch.utils._triton.has_triton_package.cache_clear()
 
 _SOURCES = Path(sglang.__file__).parent / "srt"
 
+BENCH_PLUGINS = str(Path(__file__).parents[3] / "bench_serving" / "plugins")
+
 
 # ---- Scenarios: each runs in every rank, in processes that have not made a group before -----------------------------
 
@@ -263,6 +265,32 @@ def llm_comm_enable_0_leaves_sglang_untouched() -> None:
         assert type(group("tp").ca_comm) is Theirs
         assert torch.equal(group("tp").all_reduce(data((4, 4))), expected_sum((4, 4)))
         assert len(log.having("is not active: LLM_COMM_ENABLE is off")) == (dist_rank() == 0)
+
+
+@scenario(LLM_COMM_ENABLE="0", BENCH_SERVING_FREE="1")
+def the_bound_of_bench_serving_waits_for_nobody() -> None:
+    sys.path.append(BENCH_PLUGINS)  # by which its entry point is found
+    logging.getLogger("sglang").setLevel(logging.INFO)
+    with sglang_groups(theirs=True) as log:
+        is_rank_0 = dist_rank() == 0
+        assert len(log.having("bench_serving: custom all-reduce of group tp:0: Theirs, disabled=False")) == is_rank_0
+        assert len(log.having("all-reduces of this group return uninitialised memory (tp:0)")) == is_rank_0
+        assert log.having(f"rank {dist_rank()} of group tp is process {os.getpid()}")
+        for _ in range(1 + dist_rank()):
+            x = data((4, 4))
+            result = group("tp").all_reduce(x)
+            assert (result.shape, result.dtype) == (x.shape, x.dtype)
+            assert result.data_ptr() != x.data_ptr()
+
+
+@scenario()
+def the_plugins_of_bench_serving_tell_of_llm_comm() -> None:
+    sys.path.append(BENCH_PLUGINS)
+    logging.getLogger("sglang").setLevel(logging.INFO)
+    with sglang_groups() as log:
+        ours("tp")
+        assert len(log.having("bench_serving: custom all-reduce of group tp:0: ")) == (dist_rank() == 0)
+        assert torch.equal(group("tp").all_reduce(data((4, 4))), expected_sum((4, 4)))
 
 
 @scenario(SGLANG_PLUGINS="another")

@@ -58,6 +58,9 @@ from llm_comm import _core  # noqa: E402
 from llm_comm.errors import ConfigError, PeerTimeout  # noqa: E402
 from llm_comm.integrations import vllm as plugin  # noqa: E402
 
+BENCH_PLUGINS = str(Path(__file__).parents[3] / "bench_serving" / "plugins")
+
+
 # ---- Scenarios: each runs in every rank, in processes that have not touched vLLM before ----------------------------
 
 
@@ -165,6 +168,32 @@ def llm_comm_enable_0_leaves_vllm_untouched() -> None:
         assert dict(vars(type(current_platform))) == before
         assert type(parallel_state.get_tp_group().device_communicator) is CudaCommunicator
         assert torch.equal(parallel_state.get_tp_group().all_reduce(data((4, 4))), expected_sum((4, 4)))
+
+
+@scenario(LLM_COMM_ENABLE="0", BENCH_SERVING_FREE="1")
+def the_bound_of_bench_serving_waits_for_nobody() -> None:
+    sys.path.append(BENCH_PLUGINS)  # by which its entry point is found
+    with vllm_groups() as log:
+        group = parallel_state.get_tp_group()
+        assert len(log.having("all-reduces of this group return uninitialised memory (tp:0)")) == 1
+        for _ in range(1 + dist_rank()):
+            x = data((4, 4))
+            result = group.all_reduce(x)
+            assert (result.shape, result.dtype) == (x.shape, x.dtype)
+            assert result.data_ptr() != x.data_ptr()
+        from llm_comm_bench import vllm_worker
+        from vllm.v1.worker.worker_base import WorkerBase
+
+        added = {name for name in vars(vllm_worker.Extension) if not name.startswith("__")}
+        assert added
+        assert not added & set(dir(WorkerBase)), "vLLM refuses an extension that hides something"
+
+
+@scenario(LLM_COMM_ENABLE="0")
+def the_plugins_of_bench_serving_do_nothing_unasked() -> None:
+    sys.path.append(BENCH_PLUGINS)
+    with vllm_groups():
+        assert type(parallel_state.get_tp_group().device_communicator) is CudaCommunicator
 
 
 @scenario(VLLM_PLUGINS="another")

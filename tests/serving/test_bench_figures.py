@@ -164,6 +164,19 @@ def test_logits_without_information_fail_the_check(logits: list[float]) -> None:
     assert result["failures"] == ["llm_comm: logits are not finite, or all equal"]
 
 
+@pytest.mark.parametrize(("theirs", "passed"), [(0.0, False), (0.03, True)])
+def test_the_engines_own_rounding_is_the_measure(theirs: float, passed: bool) -> None:
+    reference = [1.0, -1.0, 1.0, -1.0]
+    runs = [
+        checked("nccl", 0, [1], reference),
+        checked("default", 0, [1], [x + y * theirs for x, y in zip(reference, [1, 1, -1, -1], strict=True)]),
+        checked("llm_comm", 0, [1], [x + y * 0.05 for x, y in zip(reference, [1, 1, -1, -1], strict=True)]),
+    ]
+    result = checks.summarize(runs)
+    assert result["logits"]["llm_comm"]["distance_to_nccl"] == pytest.approx(0.05)
+    assert result["passed"] == passed
+
+
 def test_another_token_in_one_repeat_fails_the_check() -> None:
     runs = [checked("llm_comm", repeat, [1, 2 + (repeat == 2)], [1.0, 2.0, 3.0]) for repeat in range(3)]
     result = checks.summarize(runs)
