@@ -20,6 +20,7 @@ VALUES: dict[str, tuple[object, str, object, object]] = {
     "max_message_bytes": (1, "2", 2, 0),
     "algorithm": ("one_shot", "two_shot", "two_shot", "one_shot"),
     "pdl": (False, "off", False, False),
+    "fuse": (False, "0", False, False),
     "deterministic": (True, "1", True, True),
     "table": ("a.yaml", "b.yaml", "b.yaml", "c.yaml"),
 }
@@ -43,6 +44,7 @@ INVALID: list[tuple[str, object, str]] = [
     ("algorithm", "ring", "'auto' or 'one_shot' or 'two_shot'"),
     ("algorithm", None, "'auto' or 'one_shot' or 'two_shot'"),
     ("pdl", 0, "true or false"),
+    ("fuse", None, "true or false"),
     ("deterministic", 1, "true or false"),
     ("table", 7, "path of a tuning table"),
 ]
@@ -58,6 +60,7 @@ INVALID_TEXTS = [
     ("max_message_bytes", "8M", "bytes >= 0"),
     ("algorithm", "ONE_SHOT", "'auto' or 'one_shot' or 'two_shot'"),
     ("pdl", "2", "true or false"),
+    ("fuse", "sometimes", "true or false"),
     ("deterministic", "always", "true or false"),
 ]
 
