@@ -61,8 +61,9 @@ def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
         absent = [rank for rank, there in enumerate(everywhere) if not there]
         logger.warning("SGLang's own custom all-reduce is not used: it is disabled on ranks %s of the group.", absent)
     group.ca_comm = LlmCommAllReduce(member, theirs, uses_theirs=all(everywhere))
+    about_norms = _set_up_fusion(group, member.communicator.config) if group.unique_name.startswith("tp:") else ""
     if dist.get_rank() == 0:
-        logger.info("%s%s", member.summary("SGLang"), _summed_elsewhere())
+        logger.info("%s%s%s", member.summary("SGLang"), about_norms, _summed_elsewhere())
 
 
 def load_config() -> Config:
@@ -101,6 +102,22 @@ def _why_not(group: Any, arguments: Mapping[str, Any]) -> str | None:
     if not parallel_state._ENABLE_CUSTOM_ALL_REDUCE and not _is_deterministic():
         return "--disable-custom-all-reduce is set"
     return None
+
+
+def _set_up_fusion(group: Any, config: Config) -> str:
+    """Puts norms and the all-reduces before them in one kernel, alike on all ranks. Returns what to log."""
+    if not config.fuse:
+        return f"; not fused with RMSNorm: fuse is false ({config.origins.get('fuse', 'Python')})"
+    if _is_deterministic():
+        return "; not fused with RMSNorm: deterministic inference has norms of its own"
+    try:
+        from llm_comm.integrations import sglang_fusion
+
+        sglang_fusion.set_up(group)
+    except Exception as error:  # a name that is not there: the same on all ranks
+        logger.debug("fusion cannot be set up", exc_info=True)
+        return f"; not fused with RMSNorm: unknown version of SGLang ({type(error).__name__}: {error})"
+    return "; fused with RMSNorm"
 
 
 def _is_deterministic() -> bool:
@@ -166,6 +183,17 @@ class LlmCommAllReduce:
         if self._theirs is None:
             return None
         return self._theirs.custom_all_reduce(input)  # type: ignore[no-any-return]
+
+    def all_reduce_add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The RMSNorm of (the sum of ``x`` over the group + ``residual``), and what was normed; None, the same on all
+        ranks, if that is not served: nothing has been summed then."""
+        communicator = self._llm_comm
+        if communicator is None or not communicator.accepts_fused(x, weight) or not residual.is_contiguous():
+            return None
+        normed, new_residual = communicator.all_reduce_add_rms_norm(x, residual, weight, epsilon)
+        return normed, new_residual
 
     def capture(self) -> contextlib.AbstractContextManager[None]:
         """Entered around the capture of CUDA graphs. llm_comm needs none: it registers no tensors."""

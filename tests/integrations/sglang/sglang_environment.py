@@ -48,6 +48,8 @@ sys.meta_path.append(_Finder)
 sys.modules[__name__].__class__ = _Anything
 '''
 
+#: The oldest and the newest supported.
+VERSIONS = ("0.5.17", "0.5.23")
 SGLANG = Engine(
     "sglang",
     needed=(

@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from contract import Contract, Runner
-from sglang_environment import SGLANG
+from sglang_environment import SGLANG, VERSIONS
 
-CONTRACT = Contract(SGLANG, ("0.5.17", "0.5.23"), Path(__file__).parent / "scenarios.py")
+CONTRACT = Contract(SGLANG, VERSIONS, Path(__file__).parent / "scenarios.py")
 
 
 @CONTRACT.parametrized()

@@ -454,6 +454,7 @@ def compiler_config(
     additional_config: dict[str, Any] | None = None,
 ) -> VllmConfig:
     """vLLM's defaults, but norms by ``norms_by`` and no CUDA graphs."""
+    priority = IrOpPriorityConfig(rms_norm=[norms_by, "native"], fused_add_rms_norm=[norms_by, "native"])
     return VllmConfig(
         compilation_config=CompilationConfig(
             mode=CompilationMode.VLLM_COMPILE,
@@ -462,7 +463,7 @@ def compiler_config(
             custom_ops=custom_ops or [],
             pass_config=PassConfig(fuse_norm_quant=fuse_norm_quant, fuse_act_quant=False),
         ),
-        kernel_config=KernelConfig(ir_op_priority=IrOpPriorityConfig.with_default([norms_by, "native"])),
+        kernel_config=KernelConfig(ir_op_priority=priority),
         additional_config=additional_config or {},
     )
 

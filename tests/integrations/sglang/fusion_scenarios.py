@@ -1,0 +1,390 @@
+"""SGLang's norms with the all-reduce before them: run by ``test_sglang_fusion.py``, as ``scenarios.py`` is by its test.
+
+The modules of norms and models import all of SGLang. Here they hold excerpts: the functions and classes that llm_comm
+relies on, with their source out of the published wheel; what those need of other modules is made here. Groups and the
+registry of hooks are SGLang's own, as in ``scenarios.py``.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import logging
+import sys
+import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._dynamo.utils
+from rank_processes import data, dist_rank, expected_sum, scenario, serve
+from scenarios import group, ours, parallel_state, sglang_groups
+from sglang.srt.runtime_context import get_exec
+from torch import nn
+
+# SGLang 0.5.23 imports torch's compiler while the stand-in of triton is there, of which torch keeps a "type".
+constants = torch._dynamo.utils.common_constant_types
+constants -= {kind for kind in constants if not isinstance(kind, type)}
+
+HIDDEN = 64
+IS_OLD = importlib.util.find_spec("sglang.srt.layers.layer_boundary") is None  # before 0.5.21
+_SOURCES = Path(parallel_state.__file__).parents[1]
+
+# ---- Excerpts -------------------------------------------------------------------------------------------------------
+
+
+#: The sizes of groups, which SGLang reads off the options of its server.
+SIZES = SimpleNamespace(tp_size=2, attn_tp_size=2, moe_tp_size=2, moe_ep_size=1)
+
+
+def parallel() -> Any:
+    return SIZES
+
+
+def excerpt(module: str, *names: str, **others: Any) -> ModuleType:
+    """Puts a module in place that holds ``names`` as in the wheel, and ``others``."""
+    path = _SOURCES.joinpath(*module.split(".")[2:]).with_suffix(".py")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree.body = [node for node in tree.body if getattr(node, "name", None) in names]
+    assert {node.name for node in tree.body} == set(names), f"{module} has changed"  # type: ignore[attr-defined]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            node.returns = None
+            for argument in node.args.args:
+                argument.annotation = None
+    made = ModuleType(module)
+    made.__dict__.update({name: getattr(typing, name) for name in ("Any", "Callable", "Optional", "Tuple", "Union")})
+    made.__dict__.update(torch=torch, nn=nn, get_parallel=parallel, get_exec=get_exec, _use_aiter=False, **others)
+    exec(compile(tree, str(path), "exec"), made.__dict__)
+    parent, _, name = module.rpartition(".")
+    setattr(importlib.import_module(parent), name, made)
+    sys.modules[module] = made
+    return made
+
+
+class Norm(nn.Module):
+    """The base of SGLang's norms, which chooses by platform."""
+
+    def forward(self, *args: Any) -> Any:
+        return self.forward_native(*args)  # type: ignore[operator]
+
+
+layernorm = excerpt(
+    "sglang.srt.layers.layernorm",
+    "RMSNorm",
+    "_forward_with_allreduce_fusion",
+    **{"MultiPlatformOp" if IS_OLD else "BaseFusedOp": Norm},
+)
+
+
+class GemmaLike(layernorm.RMSNorm):  # type: ignore[name-defined,misc]
+    def forward(self, x: torch.Tensor, residual: torch.Tensor, _: None) -> Any:
+        residual = residual + x
+        values = residual.float()
+        values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (values * (1 + self.weight.float())).to(x.dtype), residual
+
+
+def make_gate() -> ModuleType:
+    module = "communicator" if IS_OLD else "layer_boundary.residual.add_norm"
+    return excerpt(
+        f"sglang.srt.layers.{module}",
+        "apply_flashinfer_allreduce_fusion" if IS_OLD else "flashinfer_ar_fusion_applies",
+        _is_sm90_supported=False,
+        _is_sm100_supported=False,
+    )
+
+
+if not IS_OLD:
+    for name in ("layer_boundary", "layer_boundary.residual"):
+        package = ModuleType(f"sglang.srt.layers.{name}")
+        package.__path__, package.__spec__ = [], ModuleSpec(package.__name__, None, is_package=True)
+        sys.modules[package.__name__] = package
+        setattr(importlib.import_module(package.__name__.rpartition(".")[0]), name.rpartition(".")[2], package)
+gate = make_gate()
+
+
+class Attention(nn.Module):
+    def __init__(self, hidden_size: int, **_: Any) -> None:
+        super().__init__()
+        self.o_proj = RowParallelLinear(0.5)
+
+    def forward(self, positions: Any, hidden_states: torch.Tensor, forward_batch: Any) -> torch.Tensor:
+        return self.o_proj(hidden_states)
+
+
+class Mlp(nn.Module):
+    def __init__(self, hidden_size: int, **_: Any) -> None:
+        super().__init__()
+        self.down_proj = RowParallelLinear(0.25)
+
+    def forward(self, x: torch.Tensor, forward_batch: Any = None) -> torch.Tensor:
+        return self.down_proj(x)
+
+
+class RowParallelLinear(nn.Module):
+    """As SGLang's, the matrix apart: each rank has an addend of its own."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+        self.reduce_results = True
+        self.tp_size = 2
+        self.use_dp_attention_reduce = self.use_decode_attn_tp = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        addend = x * self.factor * (1 + dist_rank())
+        return group("tp").all_reduce(addend) if self.reduce_results else addend
+
+
+def make_layers(count: int, make: Any, prefix: str, **_: Any) -> Any:
+    return nn.ModuleList([make(idx=i, prefix=f"{prefix}.{i}") for i in range(count)]), 0, count
+
+
+def make_llama() -> ModuleType:
+    if not IS_OLD:
+        return excerpt("sglang.srt.models.llama", "LlamaDecoderLayer", RMSNorm=layernorm.RMSNorm)
+    return excerpt(
+        "sglang.srt.models.llama",
+        "LlamaDecoderLayer",
+        "LlamaModel",
+        LlamaAttention=Attention,
+        LlamaMLP=Mlp,
+        RMSNorm=layernorm.RMSNorm,
+        VocabParallelEmbedding=lambda *_, **__: nn.Identity(),
+        add_prefix=lambda name, prefix: f"{prefix}.{name}",
+        get_pp_group=lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True, rank_in_group=0, world_size=1),
+        get_pp_indices=lambda layers, *_: (0, layers),
+        make_layers=make_layers,
+    )
+
+
+# ``LlamaConfig`` and the like are only named in annotations.
+if IS_OLD:
+    llama = make_llama()
+else:
+    llama = ModuleType("sglang.srt.models.llama")
+    source = (_SOURCES / "models/llama.py").read_text(encoding="utf-8")
+    (layer,) = (n for n in ast.parse(source).body if getattr(n, "name", None) == "LlamaDecoderLayer")
+    members = {node.name: None for node in layer.body if isinstance(node, ast.FunctionDef)}  # type: ignore[attr-defined]
+    llama.LlamaDecoderLayer = type("LlamaDecoderLayer", (), members)  # type: ignore[attr-defined]
+    sys.modules["sglang.srt.models.llama"] = llama
+
+
+# ---- Scenarios ------------------------------------------------------------------------------------------------------
+
+
+@scenario()
+def norms_of_sglang_sum_by_the_fused_kernel() -> None:
+    with sglang_groups() as log, server():
+        calls = fused_calls()
+        assert gate_says(4)
+        check_norm(norm(1e-5))
+        check_norm(norm(0.1), use_attn_tp_group=False)
+        assert calls == [(4, HIDDEN)] * 2
+        assert len(log.having("; fused with RMSNorm")) == (dist_rank() == 0)
+
+
+@scenario()
+def an_addition_to_the_residual_is_made_before() -> None:
+    with sglang_groups(), server():
+        calls = fused_calls()
+        x, residual = data((4, HIDDEN)), torch.ones(4, HIDDEN, dtype=torch.bfloat16)
+        addition = torch.full_like(residual, 2)
+        _, new_residual = forward(norm(1e-5), x, residual, addition)
+        assert torch.equal(new_residual, expected_sum((4, HIDDEN)) + 3)
+        assert len(calls) == 1
+
+
+@scenario(LLM_COMM_MAX_MESSAGE_BYTES="256")
+def what_the_kernel_declines_is_reduced_all_the_same() -> None:
+    with sglang_groups(), server():
+        calls = fused_calls()
+        assert gate_says(4)
+        check_norm(norm(1e-5))
+        assert not calls
+        # Also once llm_comm has left the group.
+        ours("tp").leave()
+        check_norm(norm(1e-5))
+
+
+@scenario()
+def norms_that_compute_something_else_are_summed_and_left_to_sglang() -> None:
+    with sglang_groups(), server():
+        calls = fused_calls()
+        for other in (GemmaLike(HIDDEN, eps=1e-5), layernorm.RMSNorm(HIDDEN, cast_x_before_out_mul=True)):
+            other.weight.data = torch.rand(HIDDEN).bfloat16()
+            check_norm(other)
+        check_norm(layernorm.RMSNorm(HIDDEN, weight_dtype=torch.float32))
+        assert not calls
+
+
+@scenario()
+def compiled_norms_sum_by_the_fused_kernel() -> None:
+    with sglang_groups(), server(), torch.no_grad():
+        calls = fused_calls()
+        norm_ = norm(1e-5)
+
+        def model(x: torch.Tensor, residual: torch.Tensor) -> Any:
+            return layernorm._forward_with_allreduce_fusion(norm_, x * 2, residual, None, norm_.weight)
+
+        compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+        for rows in (4, 7):
+            residual = torch.ones(rows, HIDDEN, dtype=torch.bfloat16)
+            got, new_residual = compiled(data((rows, HIDDEN)), residual)
+            total = expected_sum((rows, HIDDEN)) * 2
+            want, _ = norm_.forward_native(total, residual)
+            assert torch.equal(new_residual, total + residual)
+            close(got, want)
+        assert calls == [(4, HIDDEN), (7, HIDDEN)]
+
+
+@scenario()
+def where_attention_sums_in_other_groups_norms_are_left_alone() -> None:
+    with sglang_groups(), server():
+        assert gate_says(4)
+        with mock.patch.object(SIZES, "attn_tp_size", 1):
+            assert not gate_says(4)
+        with mock.patch("llm_comm.integrations.sglang_fusion.is_dp_attention_enabled", return_value=True):
+            assert not gate_says(4)
+
+
+@scenario(LLM_COMM_FUSE="0")
+def a_variable_switches_fusion_off() -> None:
+    before = (layernorm._forward_with_allreduce_fusion, gate_function())
+    with sglang_groups() as log:
+        assert (layernorm._forward_with_allreduce_fusion, gate_function()) == before
+        assert len(log.having("not fused with RMSNorm: fuse is false (LLM_COMM_FUSE)")) == (dist_rank() == 0)
+        assert torch.equal(group("tp").all_reduce(data((4, HIDDEN))), expected_sum((4, HIDDEN)))
+
+
+@scenario()
+def a_norm_that_cannot_be_hooked_keeps_its_sums() -> None:
+    del layernorm._forward_with_allreduce_fusion
+    before = gate_function()
+    with sglang_groups() as log:
+        assert gate_function() is before, "sums would be left to norms that do not make them"
+        assert len(log.having("not fused with RMSNorm: unknown version of SGLang")) == (dist_rank() == 0)
+        assert torch.equal(group("tp").all_reduce(data((4, HIDDEN))), expected_sum((4, HIDDEN)))
+
+
+@scenario()
+def dense_llama_is_fused() -> None:
+    if not IS_OLD:  # it takes the path of the other models
+        assert hasattr(llama.LlamaDecoderLayer, "stage_facts")
+        return
+    unfused = make_model()  # before anything is hooked
+    with sglang_groups(), server():
+        calls, model = fused_calls(), make_model()
+        close(run_llama(model), run_llama(unfused))
+        assert calls == [(4, HIDDEN)] * 5, calls  # of 6: the last sum is of no layer's norm
+        calls.clear()
+        # Someone else reads what lies between the layers.
+        model.layers_to_capture = unfused.layers_to_capture = [1]
+        (got, captured), (want, wanted) = run_llama(model), run_llama(unfused)
+        close(got, want)
+        close(captured[0], wanted[0])
+        assert len(calls) == 3
+
+
+@scenario(LLM_COMM_MAX_MESSAGE_BYTES="256")
+def dense_llama_is_reduced_where_the_kernel_declines() -> None:
+    if not IS_OLD:
+        return
+    unfused = make_model()
+    with sglang_groups(), server():
+        calls = fused_calls()
+        close(run_llama(make_model()), run_llama(unfused))
+        assert not calls
+
+
+# ---- What they are made of ------------------------------------------------------------------------------------------
+
+
+def norm(epsilon: float) -> Any:
+    torch.manual_seed(0)
+    made = layernorm.RMSNorm(HIDDEN, eps=epsilon, weight_dtype=torch.bfloat16)
+    made.weight.data.uniform_(0.5, 1.5)
+    return made
+
+
+def forward(module: Any, x: torch.Tensor, residual: torch.Tensor, addition: Any = None, **options: Any) -> Any:
+    with torch.no_grad():
+        return layernorm._forward_with_allreduce_fusion(module, x, residual, addition, module.weight, **options)
+
+
+def check_norm(module: Any, **options: Any) -> None:
+    x, residual = data((4, HIDDEN)), torch.ones(4, HIDDEN, dtype=torch.bfloat16)
+    before = x.clone()
+    normed, new_residual = forward(module, x, residual, **options)
+    assert torch.equal(x, before)
+    assert torch.equal(residual, torch.ones_like(residual)), "the residual was changed"
+    assert torch.equal(new_residual, expected_sum((4, HIDDEN)) + 1), "not reduced"
+    want, _ = module(expected_sum((4, HIDDEN)), residual, None)
+    close(normed, want)
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert got.dtype == want.dtype
+    torch.testing.assert_close(got.float(), want.float(), rtol=0.02, atol=0.02)
+
+
+def gate_function() -> Any:
+    return gate.apply_flashinfer_allreduce_fusion if IS_OLD else gate.flashinfer_ar_fusion_applies
+
+
+def gate_says(batch_size: int) -> bool:
+    return bool(gate_function()(batch_size))
+
+
+def fused_calls() -> list[tuple[int, ...]]:
+    shapes: list[tuple[int, ...]] = []
+    communicator = ours("tp")._llm_comm
+    original = communicator.all_reduce_add_rms_norm
+
+    def all_reduce_add_rms_norm(x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        shapes.append(tuple(x.shape))
+        return original(x, *arguments, **options)
+
+    communicator.all_reduce_add_rms_norm = all_reduce_add_rms_norm
+    return shapes
+
+
+def make_model() -> Any:
+    config = SimpleNamespace(pad_token_id=0, vocab_size=8, hidden_size=HIDDEN, num_hidden_layers=3, rms_norm_eps=1e-5)
+    config.num_attention_heads = config.num_key_value_heads = 1
+    config.intermediate_size, config.hidden_act = HIDDEN, "silu"
+    model = llama.LlamaModel(config)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data = torch.rand(parameter.shape).add(0.5).bfloat16()
+    return model
+
+
+def without_data_parallelism() -> bool:  # a mock cannot be compiled
+    return False
+
+
+@contextmanager
+def server() -> Iterator[None]:
+    """The options of a server with these groups, as the hooks see them."""
+    with (
+        mock.patch("llm_comm.integrations.sglang_fusion.get_parallel", parallel),
+        mock.patch("llm_comm.integrations.sglang_fusion.is_dp_attention_enabled", without_data_parallelism),
+    ):
+        yield
+
+
+def run_llama(model: Any) -> Any:
+    with torch.no_grad():
+        return model(None, torch.arange(4), None, input_embeds=data((4, HIDDEN), rank=0))
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)  # as SGLang does
+    serve(globals(), "sglang_scheduler_{}")
