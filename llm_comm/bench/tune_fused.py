@@ -23,6 +23,7 @@ _CALLS = 20
 _EPS = 1e-5
 #: Where a block has a row's tile for itself the kernels differ little above this: what the largest size says holds on.
 LARGEST = 16 * MIB
+_FEWEST_THREADS = 64  # that a row of a table may ask for
 # As in ``tune``.
 _ONE_SHOT_MAX_SENT = 4 * MIB
 _NOISE = 0.01
@@ -106,11 +107,11 @@ def candidates(rows: int, hidden: int, world_size: int, sm_count: int) -> Iterat
         if algorithm == "one_shot" and size * (world_size - 1) > _ONE_SHOT_MAX_SENT:
             continue
         for cluster in (1, 2, 4, 8, 16):
-            whole = math.ceil(span / (CHUNK_LINES * cluster)) * CHUNK_LINES * world_size
-            if whole < 64:
-                break
+            if cluster * CHUNK_LINES > span and cluster > 1:
+                break  # a block would have nothing
+            whole = max(_FEWEST_THREADS, math.ceil(span / (CHUNK_LINES * cluster)) * CHUNK_LINES * world_size)
             for threads in dict.fromkeys((whole, whole // 2, MAX_LOOP_THREADS)):
-                if not 64 <= threads <= min(whole, selection.MAX_BLOCK_THREADS) or whole > 4 * threads:
+                if not _FEWEST_THREADS <= threads <= min(whole, selection.MAX_BLOCK_THREADS) or whole > 4 * threads:
                     continue
                 resident = max(1, sm_count * selection.MAX_BLOCK_THREADS // threads)
                 loops = threads < whole
