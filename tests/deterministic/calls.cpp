@@ -1,11 +1,13 @@
 #include "calls.h"
 
-#include <bit>
+#include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <string>
 #include <vector>
 
 #include "broadcast.cuh"
+#include "kernels/fused/args.cuh"
 #include "message_passing.cuh"
 
 namespace drill {
@@ -43,6 +45,18 @@ uint32_t sum(DataType type, const std::vector<uint32_t>& values) {
   }
 }
 
+uint32_t draw_number(DataType type, Random& random) {
+  const float value = static_cast<float>(static_cast<int32_t>(random.below(4096)) - 2048) / 64.0f;
+  switch (type) {
+    case DataType::kBFloat16:
+      return Element<DataType::kBFloat16>::round(value);
+    case DataType::kFloat16:
+      return Element<DataType::kFloat16>::round(value);
+    default:
+      return Element<DataType::kFloat32>::round(value);
+  }
+}
+
 uint32_t draw_value(DataType type, Random& random) {
   const uint32_t all_ones = type == DataType::kFloat32 ? 0xFFFFFFFFu : 0xFFFFu;
   const uint32_t sign = all_ones / 2 + 1;
@@ -56,16 +70,7 @@ uint32_t draw_value(DataType type, Random& random) {
     case 3:
       return all_ones - 1;  // what a sentinel is sent as
     default:
-      break;
-  }
-  const float value = static_cast<float>(static_cast<int32_t>(random.below(4096)) - 2048) / 64.0f;
-  switch (type) {
-    case DataType::kBFloat16:
-      return Element<DataType::kBFloat16>::round(value);
-    case DataType::kFloat16:
-      return Element<DataType::kFloat16>::round(value);
-    default:
-      return Element<DataType::kFloat32>::round(value);
+      return draw_number(type, random);
   }
 }
 
@@ -174,6 +179,109 @@ class AllReduceCall final : public Call {
   std::vector<Buffer> outputs_;
   std::vector<uint32_t> expected_;
   std::vector<std::unique_ptr<host::PreparedCall>> calls_;
+};
+
+// ---- All-reduce + residual add + RMSNorm ---------------------------------------------------------------------------
+
+// How many representable values lie between two.
+uint32_t distance(uint16_t a, uint16_t b) {
+  const auto place = [](uint16_t bits) { return bits < 0x8000 ? 0x8000 + bits : 0x10000 - bits; };
+  return static_cast<uint32_t>(std::abs(place(a) - place(b)));
+}
+
+template <DataType D>
+class FusedCall final : public Call {
+ public:
+  FusedCall(AllReduceAlgorithm algorithm, uint32_t ranks, Random& random)
+      : ranks_(ranks), lines_(random.between(1, 16)), rows_(random.between(1, 2)) {
+    const bool one_shot = algorithm == AllReduceAlgorithm::kOneShot;
+    plan_.algorithm = static_cast<uint32_t>(algorithm);
+    plan_.tile_lines = kChunkLines;
+    plan_.cluster_blocks = one_shot && lines_ > kChunkLines ? random.between(1, 2) : 1;
+    plan_.blocks = plan_.cluster_blocks * random.between(1, 2);
+    plan_.depth = random.below(3);
+    plan_.chunk_rows = random.between(1, rows_);
+    const uint32_t hidden = lines_ * kElementsPerLine;
+    for (uint32_t i = 0; i < ranks * rows_ * hidden; ++i) input_.push_back(draw(random));
+    for (uint32_t i = 0; i < rows_ * hidden; ++i) residual_.push_back(draw(random));
+    for (uint32_t i = 0; i < hidden; ++i) weight_.push_back(draw(random));
+    normed_.resize(input_.size());
+    new_residual_.resize(input_.size());
+    for (uint32_t row = 0; row < rows_; ++row) expect_row(row);
+  }
+
+  void enqueue(World& world, uint32_t rank) override {
+    const AddRmsNormShape shape{rows_, lines_ * kElementsPerLine, static_cast<uint32_t>(D), 0, kEpsilon};
+    calls_.push_back(world.core(rank).prepare_add_rms_norm(shape, plan_));
+    const size_t first = rank * residual_.size();
+    calls_.back()->run({address(&input_[first]), address(residual_.data()), address(weight_.data()),
+                        address(&normed_[first]), address(&new_residual_[first]), 0},
+                       0);
+  }
+
+  std::string wrong(uint32_t rank) const override {
+    for (size_t i = 0; i < residual_.size(); ++i) {
+      const uint16_t sum = new_residual_[rank * residual_.size() + i];
+      if (sum != expected_residual_[i]) {
+        return "element " + std::to_string(i) + " of the residual is " + hex(sum) + ", not " +
+               hex(expected_residual_[i]);
+      }
+      const uint16_t normed = normed_[rank * residual_.size() + i];
+      if (distance(normed, expected_normed_[i]) > 1) {
+        return "normed element " + std::to_string(i) + " is " + hex(normed) + ", not " + hex(expected_normed_[i]);
+      }
+    }
+    return "";
+  }
+
+  uint64_t operations() const override { return (rows_ + plan_.chunk_rows - 1) / plan_.chunk_rows; }
+
+  std::string name() const override {
+    return std::string(plan_.algorithm == 0 ? "one_shot" : "two_shot") + " + RMSNorm of " + std::to_string(rows_) +
+           " rows of " + std::to_string(lines_) + " lines (blocks " + std::to_string(plan_.blocks) + ", clusters of " +
+           std::to_string(plan_.cluster_blocks) + ", depth " + std::to_string(plan_.depth) + ", chunks of " +
+           std::to_string(plan_.chunk_rows) + ")";
+  }
+
+ private:
+  using AddRmsNormShape = host::AddRmsNorm;
+  using E = Element<D>;
+  static constexpr float kEpsilon = 1e-5f;
+
+  static uint16_t draw(Random& random) { return static_cast<uint16_t>(draw_number(D, random)); }
+  static uint64_t address(const uint16_t* tensor) { return reinterpret_cast<uint64_t>(tensor); }
+
+  // Squares are summed in double precision: `normed` may differ by a rounding, the residual may not.
+  void expect_row(uint32_t row) {
+    const uint32_t hidden = lines_ * kElementsPerLine;
+    double squares = 0;
+    for (uint32_t i = row * hidden; i < (row + 1) * hidden; ++i) {
+      std::vector<uint32_t> values;
+      for (uint32_t rank = 0; rank < ranks_; ++rank) values.push_back(input_[rank * residual_.size() + i]);
+      const auto reduced = static_cast<uint16_t>(sum<D>(values));
+      expected_residual_.push_back(E::round(E::value(reduced) + E::value(residual_[i])));
+      squares += std::pow(static_cast<double>(E::value(expected_residual_.back())), 2);
+    }
+    const double scale = 1 / std::sqrt(squares / hidden + kEpsilon);
+    for (uint32_t i = 0; i < hidden; ++i) {
+      const double value = static_cast<double>(E::value(expected_residual_[row * hidden + i]));
+      expected_normed_.push_back(
+          E::round(static_cast<float>(value * scale * static_cast<double>(E::value(weight_[i])))));
+    }
+  }
+
+  uint32_t ranks_;
+  uint32_t lines_;  // of a row
+  uint32_t rows_;
+  host::FusedPlan plan_{};
+  std::vector<uint16_t> input_;  // [rank][row][element], as are normed and new_residual
+  std::vector<uint16_t> residual_;
+  std::vector<uint16_t> weight_;
+  std::vector<uint16_t> normed_;
+  std::vector<uint16_t> new_residual_;
+  std::vector<uint16_t> expected_residual_;
+  std::vector<uint16_t> expected_normed_;
+  std::vector<std::unique_ptr<host::PreparedAddRmsNorm>> calls_;
 };
 
 // ---- Message passing -----------------------------------------------------------------------------------------------
@@ -306,6 +414,13 @@ std::unique_ptr<Call> draw_call(const Subject& subject, uint32_t index, uint32_t
   const bool other = random.chance(64);
   if (subject.kind == Subject::Kind::kMessages && !other) {
     return std::make_unique<MessageCall>(static_cast<Form>(subject.variant), index, ranks, random);
+  }
+  if (subject.kind == Subject::Kind::kFused && !other) {
+    const auto algorithm = static_cast<AllReduceAlgorithm>(subject.variant);
+    if (subject.type == DataType::kFloat16) {
+      return std::make_unique<FusedCall<DataType::kFloat16>>(algorithm, ranks, random);
+    }
+    return std::make_unique<FusedCall<DataType::kBFloat16>>(algorithm, ranks, random);
   }
   if (subject.kind == Subject::Kind::kBroadcast && !other) return std::make_unique<BroadcastCall>(ranks, random);
   uint32_t algorithm = subject.variant;

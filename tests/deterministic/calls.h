@@ -26,7 +26,7 @@ class Call {
 
 // What a schedule is mainly about; the other calls of its sequence are drawn.
 struct Subject {
-  enum class Kind : uint32_t { kAllReduce, kMessages, kBroadcast };
+  enum class Kind : uint32_t { kAllReduce, kFused, kMessages, kBroadcast };
   Kind kind;
   uint32_t variant;  // AllReduceAlgorithm, or Form
   DataType type;

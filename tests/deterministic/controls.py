@@ -30,6 +30,8 @@ TYPES = "csrc/include/llm_comm/platform_types.h"
 WAIT = "csrc/include/llm_comm/wait.cuh"
 ONE_SHOT = "csrc/kernels/all_reduce/one_shot.cuh"
 TWO_SHOT = "csrc/kernels/all_reduce/two_shot.cuh"
+FUSED_ONE_SHOT = "csrc/kernels/fused/one_shot.cuh"
+FUSED_TWO_SHOT = "csrc/kernels/fused/two_shot.cuh"
 BROADCAST = "tests/deterministic/broadcast.cuh"
 MESSAGES = "tests/deterministic/message_passing.cuh"
 
@@ -244,6 +246,45 @@ CONTROLS = (
         "blame_follows_notes",
         "a rank that waits itself is not blamed",
         (Edit(WAIT, "bounds.suspicions.culprit(peer)", "WITHOUT ? peer : bounds.suspicions.culprit(peer)"),),
+        budget=20_000,
+    ),
+    Control(
+        "fused_dependency_wait",
+        "a fused grid waits for the grids before it",
+        (Edit(FUSED_ONE_SHOT, "grid_dependency_wait_after(", "if (!WITHOUT) grid_dependency_wait_after("),),
+        "fused_one_shot",
+    ),
+    Control(
+        "fused_contributions_complete",
+        "fused one-shot sums after all threads of the block have their lines",
+        (Edit(FUSED_ONE_SHOT, "block_sync();", "if (!WITHOUT) block_sync();"),),
+        "fused_one_shot",
+    ),
+    Control(
+        "fused_contributions_twice",
+        "fused one-shot's next tile does not overwrite what slow threads still sum",
+        (Edit(FUSED_ONE_SHOT, "parity ^= 1;", "parity ^= WITHOUT ? 0 : 1;"),),
+        "fused_one_shot",
+        budget=20_000,
+    ),
+    Control(
+        "fused_cluster_meets",
+        "blocks of a cluster deliver only once all of them have set up what counts deliveries",
+        (Edit(FUSED_ONE_SHOT, "norm.meet();", "if (!WITHOUT) norm.meet();"),),
+        "fused_one_shot",
+        budget=20_000,
+    ),
+    Control(
+        "fused_sums_complete",
+        "fused two-shot sends sums after all threads of the block have made theirs",
+        (Edit(FUSED_TWO_SHOT, "    block_sync();\n    if (has", "    if (!WITHOUT) block_sync();\n    if (has"),),
+        "fused_two_shot",
+    ),
+    Control(
+        "fused_no_sums_of_incomplete_segments",
+        "a fused block whose wait ended in vain sends no sums",
+        (Edit(FUSED_TWO_SHOT, "if (has && *incomplete == 0) {", "if (has && (WITHOUT || *incomplete == 0)) {"),),
+        "fused_two_shot",
         budget=20_000,
     ),
     Control(

@@ -28,6 +28,9 @@ struct NamedSubject {
 constexpr Subject all_reduce(AllReduceAlgorithm algorithm, DataType type) {
   return {Subject::Kind::kAllReduce, static_cast<uint32_t>(algorithm), type};
 }
+constexpr Subject fused(AllReduceAlgorithm algorithm, DataType type) {
+  return {Subject::Kind::kFused, static_cast<uint32_t>(algorithm), type};
+}
 constexpr Subject messages(Form form) {
   return {Subject::Kind::kMessages, static_cast<uint32_t>(form), DataType::kBFloat16};
 }
@@ -39,6 +42,10 @@ constexpr NamedSubject kSubjects[] = {
     {"two_shot", all_reduce(AllReduceAlgorithm::kTwoShot, DataType::kBFloat16)},
     {"two_shot", all_reduce(AllReduceAlgorithm::kTwoShot, DataType::kFloat16)},
     {"two_shot", all_reduce(AllReduceAlgorithm::kTwoShot, DataType::kFloat32)},
+    {"fused_one_shot", fused(AllReduceAlgorithm::kOneShot, DataType::kBFloat16)},
+    {"fused_one_shot", fused(AllReduceAlgorithm::kOneShot, DataType::kFloat16)},
+    {"fused_two_shot", fused(AllReduceAlgorithm::kTwoShot, DataType::kBFloat16)},
+    {"fused_two_shot", fused(AllReduceAlgorithm::kTwoShot, DataType::kFloat16)},
     {"put", messages(Form::kPut)},
     {"get", messages(Form::kGet)},
     {"packets", messages(Form::kPackets)},
@@ -178,7 +185,9 @@ const char* describe(Ending ending) {
 
 }  // namespace
 
-const char* subject_names() { return "one_shot, two_shot, put, get, packets and broadcast"; }
+const char* subject_names() {
+  return "one_shot, two_shot, fused_one_shot, fused_two_shot, put, get, packets and broadcast";
+}
 
 Result run_schedule(emulator::Machine& machine, uint64_t seed, const Options& options) {
   const Case chosen = choose_case(seed, options.algorithm);
