@@ -15,7 +15,7 @@ BUILD_INPUTS := CMakeLists.txt pyproject.toml $(shell find csrc configs -not -na
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-gpu lint format dist clean
+.PHONY: help demo test test-gpu soak sanitize lint format dist clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -28,6 +28,17 @@ test: $(VENV)/.installed ## All tests that need no GPU (ARGS="-k two_shot")
 
 test-gpu: $(VENV)/.installed ## The tests that need GPUs
 	$(PY) -m pytest tests -m gpu $(ARGS)
+
+soak: $(VENV)/.base ## Ten minutes of schedules of the deterministic emulator (ARGS="--replay SEED")
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) tests/deterministic/driver.py --seconds 600 $(ARGS)
+
+sanitize: $(VENV)/.base ## The emulator and the host code under AddressSanitizer, UBSan and ThreadSanitizer
+	for kind in address thread; do \
+	  $(VENV)/bin/cmake -S tests/sanitizers -B build/sanitize-$$kind -G Ninja -DLLM_COMM_SANITIZE=$$kind \
+	    -DCMAKE_MAKE_PROGRAM="$(abspath $(VENV))/bin/ninja" \
+	  && $(VENV)/bin/cmake --build build/sanitize-$$kind \
+	  && $(VENV)/bin/ctest --test-dir build/sanitize-$$kind --output-on-failure || exit 1; \
+	done
 
 lint: $(VENV)/.dev ## clang-format, ruff and mypy
 	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_FILES)

@@ -4,38 +4,14 @@
 #include <time.h>
 
 #include <algorithm>
-#include <array>
 #include <stdexcept>
 #include <string>
 
-#include "emulator/fiber.h"
+#include "emulator/gpu_thread.h"
 
-namespace llm_comm::inline emulated::emulator {
+namespace llm_comm::inline LLM_COMM_TARGET::emulator {
 
 namespace {
-
-enum class ThreadState { kRunning, kAtWarpBarrier, kAtBlockBarrier, kAtClusterBarrier, kEnded };
-
-struct Warp {
-  std::array<float, kWarpThreads> exchanged[2];  // in turn: one is written while slow threads still read the other
-  uint32_t threads = 0;
-  uint32_t ended = 0;
-  uint32_t at_barrier = 0;
-  uint32_t exchanges = 0;
-};
-
-struct GpuThread {
-  Fiber fiber;
-  ThreadContext context;
-  ThreadState state;
-  Warp* warp;
-  bool found_nothing;                 // it gave way after a poll that failed
-  bool at_cluster_barrier;            // it has arrived there, and may go on until it waits
-  const uint32_t* cluster_barriers;   // that its cluster has passed
-  uint32_t cluster_barriers_arrived;  // how many it had passed when this thread arrived
-};
-
-thread_local GpuThread* running = nullptr;
 
 // Rounds in which every thread only polled before the process sleeps rather than yields. Ranks share few
 // CPUs: spinning would keep the rank that is waited for from running.
@@ -51,44 +27,6 @@ void let_others_run(int fruitless_rounds) {
 }
 
 }  // namespace
-
-const ThreadContext& self() { return running->context; }
-
-namespace {
-
-void suspend_as(ThreadState state) {
-  GpuThread* const thread = running;
-  thread->state = state;
-  thread->fiber.suspend();
-}
-
-}  // namespace
-
-void block_barrier() { suspend_as(ThreadState::kAtBlockBarrier); }
-
-float warp_exchange(float value, uint32_t lane) {
-  GpuThread* const thread = running;
-  Warp& warp = *thread->warp;
-  auto& exchanged = warp.exchanged[warp.exchanges % 2];
-  exchanged[thread->context.thread_index % kWarpThreads] = value;
-  suspend_as(ThreadState::kAtWarpBarrier);
-  return exchanged[lane];
-}
-
-void cluster_barrier_arrive() {
-  running->at_cluster_barrier = true;
-  running->cluster_barriers_arrived = *running->cluster_barriers;
-}
-
-void cluster_barrier_wait() {
-  if (running->cluster_barriers_arrived == *running->cluster_barriers) suspend_as(ThreadState::kAtClusterBarrier);
-}
-
-void yield() {
-  GpuThread* const thread = running;
-  thread->found_nothing = true;
-  thread->fiber.suspend();
-}
 
 struct Executor::Block {
   std::vector<std::unique_ptr<GpuThread>> threads;
@@ -154,13 +92,8 @@ void Executor::start_clusters(const LaunchConfig& config, const std::function<vo
       for (uint32_t i = 0; i < config.threads; ++i) {
         auto& thread = block->threads[i];
         if (!thread) thread = std::make_unique<GpuThread>();
-        thread->context = {i, next_block_, config.threads, config.blocks, block->shared.data(), cluster->shared.data()};
-        thread->state = ThreadState::kRunning;
-        thread->warp = &block->warps[i / kWarpThreads];
-        thread->at_cluster_barrier = false;
-        thread->cluster_barriers = &cluster->barriers;
-        ++thread->warp->threads;
-        thread->fiber.assign(kernel);
+        thread->start({i, next_block_, config.threads, config.blocks, block->shared.data(), cluster->shared.data()},
+                      block->warps[i / kWarpThreads], cluster->barriers, kernel);
       }
       ++next_block_;
     }
@@ -179,20 +112,10 @@ bool Executor::advance(Cluster& cluster, Block& block) {
   bool progress = false;
   for (auto& thread : block.threads) {
     if (thread->state != ThreadState::kRunning) continue;
-    thread->found_nothing = false;
-    running = thread.get();
-    const bool ended = thread->fiber.resume();
-    running = nullptr;
+    thread->resume();
     progress |= !thread->found_nothing;
-    if (ended) {
-      thread->state = ThreadState::kEnded;
-      ++block.ended;
-      ++thread->warp->ended;
-    } else if (thread->state == ThreadState::kAtBlockBarrier) {
-      ++block.at_barrier;
-    } else if (thread->state == ThreadState::kAtWarpBarrier) {
-      ++thread->warp->at_barrier;
-    }
+    block.ended += thread->state == ThreadState::kEnded;
+    block.at_barrier += thread->state == ThreadState::kAtBlockBarrier;
   }
   const auto release = [](Block& where, ThreadState state) {
     for (auto& thread : where.threads) {
@@ -200,11 +123,8 @@ bool Executor::advance(Cluster& cluster, Block& block) {
     }
   };
   for (uint32_t i = 0; i < block.warps.size(); ++i) {
-    Warp& warp = block.warps[i];
-    if (warp.at_barrier == 0 || warp.at_barrier + warp.ended != warp.threads) continue;
-    warp.at_barrier = 0;
-    ++warp.exchanges;
-    for (uint32_t lane = 0; lane < warp.threads; ++lane) {
+    if (!block.warps[i].passes_barrier()) continue;
+    for (uint32_t lane = 0; lane < block.warps[i].threads; ++lane) {
       auto& thread = block.threads[i * kWarpThreads + lane];
       if (thread->state == ThreadState::kAtWarpBarrier) thread->state = ThreadState::kRunning;
     }
@@ -213,9 +133,7 @@ bool Executor::advance(Cluster& cluster, Block& block) {
     block.at_barrier = 0;
     release(block, ThreadState::kAtBlockBarrier);
   }
-  const auto has_arrived = [](const auto& thread) {
-    return thread->at_cluster_barrier || thread->state == ThreadState::kEnded;
-  };
+  const auto has_arrived = [](const auto& thread) { return thread->has_arrived_at_cluster_barrier(); };
   for (auto& other : cluster.blocks) {
     if (!std::all_of(other->threads.begin(), other->threads.end(), has_arrived)) return progress;
   }
@@ -227,4 +145,4 @@ bool Executor::advance(Cluster& cluster, Block& block) {
   return progress;
 }
 
-}  // namespace llm_comm::inline emulated::emulator
+}  // namespace llm_comm::inline LLM_COMM_TARGET::emulator

@@ -9,7 +9,7 @@
 
 #include "llm_comm/platform_emulator.h"
 
-namespace llm_comm::inline emulated::emulator {
+namespace llm_comm::inline LLM_COMM_TARGET::emulator {
 
 struct LaunchConfig {
   uint32_t blocks;
@@ -45,4 +45,4 @@ class Executor {
   uint32_t next_block_ = 0;
 };
 
-}  // namespace llm_comm::inline emulated::emulator
+}  // namespace llm_comm::inline LLM_COMM_TARGET::emulator

@@ -4,10 +4,36 @@
 #include <stdexcept>
 #include <utility>
 
-namespace llm_comm::inline emulated::emulator {
+namespace llm_comm::inline LLM_COMM_TARGET::emulator {
 
 // makecontext builds the stack; from then on _setjmp/_longjmp switch, because swapcontext makes a system call
 // to save the signal mask at every switch.
+//
+// The sanitizers are told of every switch: AddressSanitizer follows stacks, ThreadSanitizer who runs. Each sees a fiber
+// as a thread of its own.
+
+#if defined(__SANITIZE_ADDRESS__)
+
+void SanitizedFiber::before_resume(const void* stack, size_t bytes) {
+  __sanitizer_start_switch_fiber(&outer_frames_, stack, bytes);
+}
+void SanitizedFiber::after_resume() { __sanitizer_finish_switch_fiber(outer_frames_, nullptr, nullptr); }
+void SanitizedFiber::before_suspend() { __sanitizer_start_switch_fiber(&own_frames_, outer_stack_, outer_bytes_); }
+void SanitizedFiber::after_suspend() { __sanitizer_finish_switch_fiber(own_frames_, &outer_stack_, &outer_bytes_); }
+
+#elif defined(__SANITIZE_THREAD__)
+
+SanitizedFiber::SanitizedFiber() : own_(__tsan_create_fiber(0)) {}
+SanitizedFiber::~SanitizedFiber() { __tsan_destroy_fiber(own_); }
+void SanitizedFiber::before_resume(const void*, size_t) {
+  outer_ = __tsan_get_current_fiber();
+  __tsan_switch_to_fiber(own_, 0);
+}
+void SanitizedFiber::after_resume() {}
+void SanitizedFiber::before_suspend() { __tsan_switch_to_fiber(outer_, 0); }
+void SanitizedFiber::after_suspend() {}
+
+#endif
 
 Fiber::Fiber() : stack_(new char[kStackBytes]) {}
 
@@ -19,6 +45,7 @@ void Fiber::assign(std::function<void()> job) {
 
 bool Fiber::resume() {
   if (_setjmp(scheduler_) == 0) {
+    sanitized_.before_resume(stack_.get(), kStackBytes);
     if (started_) _longjmp(fiber_, 1);
     started_ = true;
     if (getcontext(&start_) != 0) throw std::runtime_error("emulator: getcontext failed");
@@ -30,11 +57,16 @@ bool Fiber::resume() {
                 static_cast<unsigned>(static_cast<uint64_t>(address) >> 32));
     setcontext(&start_);
   }
+  sanitized_.after_resume();
   return done_;
 }
 
 void Fiber::suspend() {
-  if (_setjmp(fiber_) == 0) _longjmp(scheduler_, 1);
+  if (_setjmp(fiber_) == 0) {
+    sanitized_.before_suspend();
+    _longjmp(scheduler_, 1);
+  }
+  sanitized_.after_suspend();
 }
 
 void Fiber::entry(unsigned low, unsigned high) {
@@ -43,6 +75,7 @@ void Fiber::entry(unsigned low, unsigned high) {
 }
 
 void Fiber::run_jobs() {
+  sanitized_.after_suspend();
   for (;;) {
     job_();
     done_ = true;
@@ -50,4 +83,4 @@ void Fiber::run_jobs() {
   }
 }
 
-}  // namespace llm_comm::inline emulated::emulator
+}  // namespace llm_comm::inline LLM_COMM_TARGET::emulator

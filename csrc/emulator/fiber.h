@@ -4,11 +4,52 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/common_interface_defs.h>
+#elif defined(__SANITIZE_THREAD__)
+#include <sanitizer/tsan_interface.h>
+#endif
+
 #include <cstddef>
 #include <functional>
 #include <memory>
 
-namespace llm_comm::inline emulated::emulator {
+#include "llm_comm/platform_types.h"
+
+namespace llm_comm::inline LLM_COMM_TARGET::emulator {
+
+// What the sanitizers have to be told when stacks are switched; nothing in other builds.
+class SanitizedFiber {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+ public:
+  void before_resume(const void* stack, size_t bytes);
+  void after_resume();
+  void before_suspend();
+  void after_suspend();
+
+ private:
+#else
+ public:
+  void before_resume(const void*, size_t) {}
+  void after_resume() {}
+  void before_suspend() {}
+  void after_suspend() {}
+#endif
+#if defined(__SANITIZE_ADDRESS__)
+  void* outer_frames_ = nullptr;
+  void* own_frames_ = nullptr;
+  const void* outer_stack_ = nullptr;
+  size_t outer_bytes_ = 0;
+#elif defined(__SANITIZE_THREAD__)
+ public:
+  SanitizedFiber();
+  ~SanitizedFiber();
+
+ private:
+  void* own_;
+  void* outer_ = nullptr;
+#endif
+};
 
 // Runs one job at a time; when a job ends the fiber can take the next, so stacks are made once.
 class Fiber {
@@ -35,8 +76,9 @@ class Fiber {
   jmp_buf scheduler_;
   jmp_buf fiber_;
   ucontext_t start_;
+  SanitizedFiber sanitized_;
   bool started_ = false;
   bool done_ = true;
 };
 
-}  // namespace llm_comm::inline emulated::emulator
+}  // namespace llm_comm::inline LLM_COMM_TARGET::emulator

@@ -191,6 +191,9 @@ class CoreImpl final : public Core {
     comm_.workspace[peer] = memory_.map(peer, handle);
   }
 
+  // What a kernel outside of the core needs to take part in the communicator's operations.
+  const DeviceComm& device_comm() const { return comm_; }
+
   uint64_t workspace_bytes() const override { return kHeaderBytes + kSlots * options_.slot_bytes; }
 
   void send_marks() override { launcher_.p2p_test(comm_); }

@@ -14,6 +14,12 @@
 // A grid begins after the grids before it on its stream have ended (grid_dependency_wait), so a rank that has begun e
 // has ended e - 1. Let rank B write into the slot of rank A for operation e. B has begun e, so it has ended e - 1, so by
 // R1 A has begun e - 1, so A has ended e - 2, the last operation in that slot, and by R2 all its lines are armed.
+//
+// That A's lines "are armed" when A begins the next operation holds for B's stores too, though nothing that B reads is a
+// release: griddepcontrol.wait and the end of a grid promise that the stores of earlier grids are performed, and the
+// one place where A's own stores and those of its peers to A's memory are performed is the L2 of A. The PTX memory model
+// by itself does not order the two (docs/reliability.md).
+//
 // Nothing in the argument depends on which block or thread handles a line, so sizes and grids may change from one
 // operation to the next. One slot would not do: B may end e before A has read what B sent in e.
 //

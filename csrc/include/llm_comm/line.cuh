@@ -10,7 +10,7 @@
 //  must
 //    differ from that of the last use of the line.
 //
-// Both rely only on 4-byte words (flag: a word and its flag 8 bytes apart, see FlagLine) being written as a unit.
+// What each relies on to be written as a unit: sentinel, 4-byte words; flag, the 8 bytes of a word and its flag.
 #pragma once
 
 #include "llm_comm/platform.cuh"
@@ -38,8 +38,8 @@ LLM_COMM_DEVICE bool has_arrived(Line line) {
   return (low > high ? low : high) != kSentinel;
 }
 
-// 8 bytes of payload per 16-byte line. The hardware writes aligned 8-byte halves as a unit (PTX makes no
-// promise for a vector store as a whole), so each half carries a copy of the flag.
+// 8 bytes of payload per 16-byte line, to be sent by store_packet_relaxed and polled by load_packet_relaxed: each 8-byte
+// half is written and read as a unit (PTX makes no promise for a vector as a whole), so each carries a copy of the flag.
 struct FlagLine {
   uint32_t data[2];
 

@@ -34,12 +34,12 @@ struct MemoryChannel {
 
   template <class T>
   LLM_COMM_DEVICE T read(uint64_t remote_offset) const {
-    return *reinterpret_cast<const T*>(remote + remote_offset);
+    return load_plain(reinterpret_cast<const T*>(remote + remote_offset));
   }
 
   template <class T>
   LLM_COMM_DEVICE void write(uint64_t remote_offset, T value) const {
-    *reinterpret_cast<T*>(remote + remote_offset) = value;
+    store_plain(reinterpret_cast<T*>(remote + remote_offset), value);
   }
 
   LLM_COMM_DEVICE void signal() const { semaphore.signal(); }
@@ -53,7 +53,7 @@ struct MemoryChannel {
                                    uint32_t thread, uint32_t threads) const {
     const FlagLine* payload = static_cast<const FlagLine*>(source);
     for (uint64_t i = thread; i < bytes / sizeof(FlagLine); i += threads) {
-      store_line_relaxed(remote + remote_offset + i * sizeof(Line), FlagLine::encode(payload[i], flag));
+      store_packet_relaxed(remote + remote_offset + i * sizeof(Line), FlagLine::encode(payload[i], flag));
     }
   }
 
@@ -65,7 +65,7 @@ struct MemoryChannel {
       Line line;
       const bool arrived = wait_until(
           [&] {
-            line = load_line_relaxed(local + local_offset + i * sizeof(Line));
+            line = load_packet_relaxed(local + local_offset + i * sizeof(Line));
             return FlagLine::has_arrived(line, flag);
           },
           bounds, site, peer, 0);

@@ -17,8 +17,9 @@
 // Grid order         grid_dependency_trigger(): the next grid of the stream may be scheduled
 //                    grid_dependency_wait(): all earlier grids of the stream are complete and visible
 //                    grid_dependency_wait_after(x): the same, once x (any value but 0) has been computed
-// Plain memory       load_line / store_line: one 16-byte access
+// Plain memory       load_line / store_line: one 16-byte access; load_plain / store_plain: one of the size of T
 // System scope       load_line_relaxed / store_line_relaxed: 16 bytes, of which only each 4-byte word is a unit;
+//                    load_packet_relaxed / store_packet_relaxed: the same, but each 8-byte half is a unit;
 //                    {load,store}_relaxed, load_acquire, store_release on uint32_t, uint64_t; fence_system()
 // Device scope       add_relaxed(uint64_t*, n): no value comes back, so nobody waits for it; compare_and_swap
 // Waiting            clock_ns(): monotonic; spin_hint(): called after a poll that failed;

@@ -146,6 +146,16 @@ LLM_COMM_DEVICE void store_line(void* address, Line line) {
   *static_cast<uint4*>(address) = make_uint4(line.word[0], line.word[1], line.word[2], line.word[3]);
 }
 
+template <class T>
+LLM_COMM_DEVICE T load_plain(const T* address) {
+  return *address;
+}
+
+template <class T>
+LLM_COMM_DEVICE void store_plain(T* address, T value) {
+  *address = value;
+}
+
 LLM_COMM_DEVICE Line load_line_relaxed(const void* address) {
   Line v;
   asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -159,6 +169,21 @@ LLM_COMM_DEVICE void store_line_relaxed(void* address, Line v) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(address), "r"(v.word[0]), "r"(v.word[1]),
                "r"(v.word[2]), "r"(v.word[3])
                : "memory");
+}
+
+// The same instructions as for a line, but of two 64-bit elements: PTX treats each element of a vector as an access of
+// its own and makes no promise for the vector as a whole.
+LLM_COMM_DEVICE Line load_packet_relaxed(const void* address) {
+  uint64_t low, high;
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0,%1}, [%2];" : "=l"(low), "=l"(high) : "l"(address) : "memory");
+  return {{static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high),
+           static_cast<uint32_t>(high >> 32)}};
+}
+
+LLM_COMM_DEVICE void store_packet_relaxed(void* address, Line v) {
+  const uint64_t low = static_cast<uint64_t>(v.word[1]) << 32 | v.word[0];
+  const uint64_t high = static_cast<uint64_t>(v.word[3]) << 32 | v.word[2];
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1,%2};" ::"l"(address), "l"(low), "l"(high) : "memory");
 }
 
 LLM_COMM_DEVICE uint32_t load_relaxed(const uint32_t* address) {

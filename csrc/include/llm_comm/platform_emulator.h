@@ -1,8 +1,10 @@
 // Emulator definitions of the platform contract (platform.cuh): a GPU thread is a fiber of the executor, peer
-// memory is memory that other emulated GPUs map too. Every access to shared memory passes through this file,
-// which is where a deterministic driver can delay, reorder and tear it.
+// memory is memory that other emulated GPUs map too. Every access to shared memory passes through this file: under the
+// driver "processes" it is an access of the CPU, under the deterministic one (LLM_COMM_DETERMINISTIC) it goes to a
+// model of weak memory that delays, reorders and tears it.
 #pragma once
 
+#include <array>
 #include <bit>
 #include <chrono>
 #include <cmath>
@@ -98,6 +100,108 @@ LLM_COMM_DEVICE void delivery_wait(uint64_t* delivery, uint32_t parity) {
   while ((*delivery >> 32 & 1) == parity) emulator::yield();
 }
 
+#if defined(LLM_COMM_DETERMINISTIC)
+
+namespace emulator {
+
+enum class Order { kWeak, kRelaxed, kAcquire, kRelease };
+
+// Accesses of the running fiber; defined in machine.cpp. `unit`: how many bytes, 4 or 8, are read or written as one.
+void load(const void* address, void* to, uint32_t bytes, uint32_t unit, Order order);
+void store(void* address, const void* from, uint32_t bytes, uint32_t unit, Order order);
+// Read-modify-write of 4 or 8 bytes. Returns what was there; stores update(what was there).
+uint64_t modify(void* address, uint32_t bytes, uint64_t (*update)(uint64_t found, const void* arguments),
+                const void* arguments);
+void fence();
+void trigger_dependents();
+void wait_for_prerequisites();
+uint64_t virtual_clock_ns();
+
+template <class T>
+T load_as(const void* address, uint32_t unit, Order order) {
+  static_assert(sizeof(T) % 4 == 0, "the model of memory knows words of 4 bytes");
+  T value;
+  load(address, &value, sizeof(T), unit, order);
+  return value;
+}
+
+}  // namespace emulator
+
+LLM_COMM_DEVICE void grid_dependency_trigger() { emulator::trigger_dependents(); }
+LLM_COMM_DEVICE void grid_dependency_wait() { emulator::wait_for_prerequisites(); }
+LLM_COMM_DEVICE void grid_dependency_wait_after(uint64_t) { emulator::wait_for_prerequisites(); }
+
+template <class T>
+LLM_COMM_DEVICE T load_plain(const T* address) {
+  return emulator::load_as<T>(address, 4, emulator::Order::kWeak);
+}
+
+template <class T>
+LLM_COMM_DEVICE void store_plain(T* address, T value) {
+  static_assert(sizeof(T) % 4 == 0, "the model of memory knows words of 4 bytes");
+  emulator::store(address, &value, sizeof(T), 4, emulator::Order::kWeak);
+}
+
+LLM_COMM_DEVICE Line load_line(const void* address) { return load_plain(static_cast<const Line*>(address)); }
+LLM_COMM_DEVICE void store_line(void* address, Line line) { store_plain(static_cast<Line*>(address), line); }
+
+template <class T>
+LLM_COMM_DEVICE T load_relaxed(const T* address) {
+  return emulator::load_as<T>(address, sizeof(T), emulator::Order::kRelaxed);
+}
+
+template <class T>
+LLM_COMM_DEVICE T load_acquire(const T* address) {
+  return emulator::load_as<T>(address, sizeof(T), emulator::Order::kAcquire);
+}
+
+template <class T>
+LLM_COMM_DEVICE void store_relaxed(T* address, T value) {
+  emulator::store(address, &value, sizeof(T), sizeof(T), emulator::Order::kRelaxed);
+}
+
+template <class T>
+LLM_COMM_DEVICE void store_release(T* address, T value) {
+  emulator::store(address, &value, sizeof(T), sizeof(T), emulator::Order::kRelease);
+}
+
+LLM_COMM_DEVICE Line load_line_relaxed(const void* address) {
+  return emulator::load_as<Line>(address, 4, emulator::Order::kRelaxed);
+}
+
+LLM_COMM_DEVICE void store_line_relaxed(void* address, Line line) {
+  emulator::store(address, &line, sizeof(Line), 4, emulator::Order::kRelaxed);
+}
+
+LLM_COMM_DEVICE Line load_packet_relaxed(const void* address) {
+  return emulator::load_as<Line>(address, 8, emulator::Order::kRelaxed);
+}
+
+LLM_COMM_DEVICE void store_packet_relaxed(void* address, Line line) {
+  emulator::store(address, &line, sizeof(Line), 8, emulator::Order::kRelaxed);
+}
+
+LLM_COMM_DEVICE void fence_system() { emulator::fence(); }
+
+LLM_COMM_DEVICE void add_relaxed(uint64_t* address, uint64_t n) {
+  emulator::modify(
+      address, sizeof(uint64_t),
+      [](uint64_t found, const void* summand) { return found + *static_cast<const uint64_t*>(summand); }, &n);
+}
+
+LLM_COMM_DEVICE uint32_t compare_and_swap(uint32_t* address, uint32_t expected, uint32_t desired) {
+  const uint32_t arguments[] = {expected, desired};
+  const auto update = [](uint64_t found, const void* pair) -> uint64_t {
+    const auto* const words = static_cast<const uint32_t*>(pair);
+    return found == words[0] ? words[1] : found;
+  };
+  return static_cast<uint32_t>(emulator::modify(address, sizeof(uint32_t), update, arguments));
+}
+
+LLM_COMM_DEVICE uint64_t clock_ns() { return emulator::virtual_clock_ns(); }
+
+#else  // the driver "processes"
+
 // Launches of an emulated GPU run one after the other.
 LLM_COMM_DEVICE void grid_dependency_trigger() {}
 LLM_COMM_DEVICE void grid_dependency_wait() {}
@@ -126,6 +230,16 @@ LLM_COMM_DEVICE void store_release(T* address, T value) {
   __atomic_store_n(address, value, __ATOMIC_RELEASE);
 }
 
+template <class T>
+LLM_COMM_DEVICE T load_plain(const T* address) {
+  return *address;
+}
+
+template <class T>
+LLM_COMM_DEVICE void store_plain(T* address, T value) {
+  *address = value;
+}
+
 LLM_COMM_DEVICE Line load_line_relaxed(const void* address) {
   const uint32_t* words = static_cast<const uint32_t*>(address);
   return {{load_relaxed(words), load_relaxed(words + 1), load_relaxed(words + 2), load_relaxed(words + 3)}};
@@ -134,6 +248,17 @@ LLM_COMM_DEVICE Line load_line_relaxed(const void* address) {
 LLM_COMM_DEVICE void store_line_relaxed(void* address, Line line) {
   uint32_t* words = static_cast<uint32_t*>(address);
   for (int i = 0; i < 4; ++i) store_relaxed(words + i, line.word[i]);
+}
+
+LLM_COMM_DEVICE Line load_packet_relaxed(const void* address) {
+  const uint64_t* halves = static_cast<const uint64_t*>(address);
+  return std::bit_cast<Line>(std::array<uint64_t, 2>{load_relaxed(halves), load_relaxed(halves + 1)});
+}
+
+LLM_COMM_DEVICE void store_packet_relaxed(void* address, Line line) {
+  uint64_t* halves = static_cast<uint64_t*>(address);
+  const auto values = std::bit_cast<std::array<uint64_t, 2>>(line);
+  for (int i = 0; i < 2; ++i) store_relaxed(halves + i, values[i]);
 }
 
 LLM_COMM_DEVICE void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
@@ -145,13 +270,15 @@ LLM_COMM_DEVICE uint32_t compare_and_swap(uint32_t* address, uint32_t expected, 
   return expected;
 }
 
-// A failed poll gives way to other ranks, which may take a scheduler's tick.
-inline constexpr uint32_t kPollsPerCheck = 4;
-
 LLM_COMM_DEVICE uint64_t clock_ns() {
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
   return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
 }
+
+#endif  // LLM_COMM_DETERMINISTIC
+
+// A failed poll gives way to other ranks, which may take a scheduler's tick.
+inline constexpr uint32_t kPollsPerCheck = 4;
 
 LLM_COMM_DEVICE void spin_hint() { emulator::yield(); }
 

@@ -3,7 +3,9 @@
 
 // A binary may hold a kernel for a GPU and for the emulator. The namespace keeps the linker from taking one
 // for the other.
-#if defined(LLM_COMM_EMULATOR)
+#if defined(LLM_COMM_DETERMINISTIC)
+#define LLM_COMM_TARGET deterministic  // the emulator's second driver; LLM_COMM_EMULATOR is defined too
+#elif defined(LLM_COMM_EMULATOR)
 #define LLM_COMM_TARGET emulated
 #else
 #define LLM_COMM_TARGET cuda

@@ -38,21 +38,40 @@ class Suspicions {
     for (uint32_t rank = 0; rank < world_size_; ++rank) store_relaxed(note(rank, rank_), suspect + 1);
   }
 
-  // Follows the notes from `suspect` to a rank that has left none. Where they lead round (ranks that wait for each
-  // other make different calls), or back here, it stays with `suspect`.
+  // Follows the notes from `suspect` to a rank that has left none. Where they lead round or back here, which they do when
+  // the first of a rank's waits to expire was for one that waits for the missing rank too, the notes of the others are
+  // followed, and after that a rank is named that alone has left no note. If all have (ranks that wait for each other
+  // make different calls), it stays with `suspect`.
   LLM_COMM_DEVICE uint32_t culprit(uint32_t suspect) const {
-    uint32_t candidate = suspect;
+    uint32_t found = follow(suspect);
+    uint32_t silent = world_size_;
+    uint32_t silent_ranks = 0;
     LLM_COMM_UNROLL(1)
-    for (uint32_t steps = 0; steps < world_size_; ++steps) {
-      if (!noted_by(candidate, candidate)) return candidate;
-      if (candidate == rank_) break;
+    for (uint32_t rank = 0; rank < world_size_ && found == world_size_; ++rank) {
+      uint32_t named;
+      if (noted_by(rank, named)) {
+        found = follow(named);
+      } else {
+        silent = rank;
+        ++silent_ranks;
+      }
     }
-    return suspect;
+    if (found != world_size_) return found;
+    return silent_ranks == 1 ? silent : suspect;
   }
 
  private:
   LLM_COMM_DEVICE uint32_t* note(uint32_t at, uint32_t by) const {
     return reinterpret_cast<uint32_t*>(workspace_[at] + offset_ + by * sizeof(Line));
+  }
+
+  // The rank without a note that the notes lead to from `candidate`; world_size_ if there is none.
+  LLM_COMM_DEVICE uint32_t follow(uint32_t candidate) const {
+    LLM_COMM_UNROLL(1)
+    for (uint32_t steps = 0; steps < world_size_ && candidate != rank_; ++steps) {
+      if (!noted_by(candidate, candidate)) return candidate;
+    }
+    return world_size_;
   }
 
   LLM_COMM_DEVICE bool noted_by(uint32_t rank, uint32_t& suspect) const {

@@ -1,5 +1,5 @@
 // All-reduces of changing size, grid and algorithm on emulated GPUs that run ahead of each other, each a thread of this
-// process; checks every sum. Usage: soak <operations>. Exit status: 0 all right, 1 a wrong sum, 2 an expired wait.
+// process; checks every sum. Usage: kernels <operations>. Exit status: 0 all right, 1 a wrong sum, 2 an expired wait.
 #include <algorithm>
 #include <atomic>
 #include <cstdio>

@@ -1,0 +1,278 @@
+#include "emulator/deterministic/weak_memory.h"
+
+#include <algorithm>
+
+namespace llm_comm::inline LLM_COMM_TARGET::emulator {
+
+namespace {
+
+// How many steps after it was made a store that has arrived may still be missed by a load. PTX has no time; but without
+// a bound no time-out could mean anything.
+constexpr uint64_t kMostStale = 8192;
+
+}  // namespace
+
+WeakMemory::WeakMemory(uint32_t ranks, uint64_t bytes_of_rank)
+    : bytes_of_rank_(bytes_of_rank),
+      bytes_(ranks * bytes_of_rank / sizeof(Line)),
+      location_at_(ranks * bytes_of_rank / sizeof(uint32_t)) {}
+
+void WeakMemory::reset(uint64_t seed, const MemoryTemper& temper) {
+  for (uint32_t i = 0; i < used_locations_; ++i) {
+    const Location& used = locations_[i];
+    location_at_[used.offset / 4] = location_at_[used.offset / 4 + used.bytes / 8] = 0;
+  }
+  used_locations_ = 0;
+  free_views_.clear();
+  for (ViewId view = 0; view < locations_of_view_.size(); ++view) {
+    locations_of_view_[view].clear();
+    free_views_.push_back(view);
+  }
+  snapshots_.assign(1, {});  // 0 means none
+  ended_grids_.fill(0);
+  arrivals_.clear();
+  temper_ = temper;
+  random_ = Random(seed);
+  salt_ = random_.next();
+  stores_ = 0;
+  fresh_ = false;
+  error_.clear();
+}
+
+// ---- Locations -----------------------------------------------------------------------------------------------------
+
+WeakMemory::Location& WeakMemory::location(uint64_t offset, uint32_t unit) {
+  uint32_t& at = location_at_[offset / 4];
+  if (at == 0) {
+    if (used_locations_ == locations_.size()) locations_.emplace_back();
+    Location& fresh = locations_[used_locations_++];
+    at = used_locations_;
+    fresh.offset = offset;
+    fresh.bytes = 4;
+    fresh.home = static_cast<uint32_t>(offset / bytes_of_rank_);
+    fresh.rank_view.fill(0);
+    fresh.seen.clear();
+    uint32_t value;
+    std::memcpy(&value, reinterpret_cast<const char*>(bytes_.data()) + offset, sizeof(value));
+    fresh.history.assign(1, {kStampStep, value, 0, 0, 0, fresh.home, 0});
+  }
+  if (unit == 8 && locations_[at - 1].bytes == 4) {
+    location(offset + 4, 4);  // so that both halves exist
+    widen(locations_[location_at_[offset / 4] - 1]);
+  }
+  return locations_[location_at_[offset / 4] - 1];
+}
+
+// Makes one location of two whose words have only been read so far.
+void WeakMemory::widen(Location& low) {
+  uint32_t& high_at = location_at_[low.offset / 4 + 1];
+  const Location& high = locations_[high_at - 1];
+  if (low.history.size() != 1 || high.history.size() != 1 || low.offset % 8 != 0) {
+    error_ = "8 bytes at offset " + std::to_string(low.offset % bytes_of_rank_) + " of rank " +
+             std::to_string(low.home) +
+             " are accessed as a unit after 4 of them were stored: the order of accesses of mixed width is undefined";
+    return;
+  }
+  low.bytes = 8;
+  low.history[0].value |= high.history[0].value << 32;
+  high_at = location_at_[low.offset / 4];
+}
+
+void WeakMemory::write_back(const Location& location) {
+  std::memcpy(reinterpret_cast<char*>(bytes_.data()) + location.offset, &location.history.back().value, location.bytes);
+}
+
+// ---- Visibility ----------------------------------------------------------------------------------------------------
+
+uint64_t WeakMemory::delay(const Message& message, uint32_t to) const {
+  uint64_t scale = message.rank == to ? temper_.local_delay : temper_.delay;
+  if (scale == 0 || message.fate == 0) return 0;
+  if (temper_.slow_links >> (8 * message.rank + to) & 1) scale *= 16;
+  const uint64_t hash = mix(message.fate + to * 0x632BE59BD9B4E019u + salt_);
+  switch (hash & 7) {
+    case 0:
+      return (hash >> 8) % (8 * scale);
+    case 1:
+    case 2:
+    case 3:
+      return (hash >> 8) % (scale / 8 + 1);
+    default:
+      return (hash >> 8) % scale;
+  }
+}
+
+bool WeakMemory::is_visible(const Message& message, uint32_t rank, uint64_t now) const {
+  return message.time + delay(message, rank) <= now;
+}
+
+bool WeakMemory::is_performed(const Location& location, const Message& message, uint64_t now) const {
+  const bool is_local = message.rank == location.home;
+  if (is_local && temper_.grid_end_performs && message.grid < ended_grids_[message.rank]) return true;
+  return is_visible(message, location.home, now);
+}
+
+// ---- Views ---------------------------------------------------------------------------------------------------------
+
+WeakMemory::Stamp WeakMemory::view(const Location& location, const ThreadMemory& thread) const {
+  Stamp stamp = location.rank_view[thread.rank];
+  for (const Seen& seen : location.seen) {
+    if ((seen.view == thread.thread || seen.view == thread.block) && seen.stamp > stamp) stamp = seen.stamp;
+  }
+  return stamp;
+}
+
+void WeakMemory::raise(Location& location, ViewId view, Stamp stamp) {
+  for (Seen& seen : location.seen) {
+    if (seen.view != view) continue;
+    seen.stamp = std::max(seen.stamp, stamp);
+    return;
+  }
+  location.seen.push_back({view, stamp});
+  locations_of_view_[view].push_back(number(location));
+}
+
+ViewId WeakMemory::new_view() {
+  if (free_views_.empty()) {
+    locations_of_view_.emplace_back();
+    return static_cast<ViewId>(locations_of_view_.size() - 1);
+  }
+  const ViewId view = free_views_.back();
+  free_views_.pop_back();
+  return view;
+}
+
+void WeakMemory::join_into_view(ViewId from, ViewId to) {
+  for (const uint32_t i : locations_of_view_[from]) {
+    Location& location = locations_[i];
+    const auto seen =
+        std::find_if(location.seen.begin(), location.seen.end(), [&](const Seen& s) { return s.view == from; });
+    const Stamp stamp = seen->stamp;
+    *seen = location.seen.back();
+    location.seen.pop_back();
+    raise(location, to, stamp);
+  }
+  locations_of_view_[from].clear();
+}
+
+void WeakMemory::join_into_rank(ViewId from, uint32_t rank) {
+  for (const uint32_t i : locations_of_view_[from]) {
+    Location& location = locations_[i];
+    const auto seen =
+        std::find_if(location.seen.begin(), location.seen.end(), [&](const Seen& s) { return s.view == from; });
+    location.rank_view[rank] = std::max(location.rank_view[rank], seen->stamp);
+    *seen = location.seen.back();
+    location.seen.pop_back();
+  }
+  locations_of_view_[from].clear();
+  free_views_.push_back(from);
+}
+
+uint32_t WeakMemory::take_snapshot(const ThreadMemory& thread) {
+  Snapshot snapshot;
+  for (uint32_t i = 0; i < used_locations_; ++i) {
+    const Stamp stamp = view(locations_[i], thread);
+    if (stamp != 0) snapshot.emplace_back(i, stamp);
+  }
+  snapshots_.push_back(std::move(snapshot));
+  return static_cast<uint32_t>(snapshots_.size() - 1);
+}
+
+void WeakMemory::join_snapshot(ThreadMemory& thread, uint32_t snapshot) {
+  for (const auto& [i, stamp] : snapshots_[snapshot]) {
+    if (stamp > view(locations_[i], thread)) raise(locations_[i], thread.thread, stamp);
+  }
+}
+
+// ---- Accesses ------------------------------------------------------------------------------------------------------
+
+const WeakMemory::Message& WeakMemory::choose(const Location& location, const ThreadMemory& thread, uint64_t now) {
+  const Stamp bound = view(location, thread);
+  const auto& history = location.history;
+  size_t newest = history.size() - 1;
+  while (newest > 0 && history[newest].stamp > bound && !is_visible(history[newest], thread.rank, now)) --newest;
+  if (fresh_ || !random_.chance(temper_.stale)) return history[newest];
+  size_t oldest = newest;
+  while (oldest > 0 && history[oldest].stamp > bound && history[oldest].time + kMostStale > now) --oldest;
+  return history[oldest + random_.below(newest - oldest + 1)];
+}
+
+void WeakMemory::load(ThreadMemory& thread, uint64_t now, const void* address, void* to, uint32_t bytes, uint32_t unit,
+                      Order order) {
+  const uint64_t offset = offset_of(address);
+  for (uint32_t done = 0; done < bytes; done += unit) {
+    Location& from = location(offset + done, unit);
+    const Message& message = choose(from, thread, now);
+    const uint64_t value = message.value >> 8 * (offset + done - from.offset);
+    std::memcpy(static_cast<char*>(to) + done, &value, unit);
+    if (message.snapshot != 0 && order == Order::kAcquire) join_snapshot(thread, message.snapshot);
+    if (message.snapshot != 0 && order == Order::kRelaxed) thread.observed.push_back(message.snapshot);
+    raise(from, thread.thread, message.stamp);
+  }
+}
+
+void WeakMemory::insert(Location& location, ThreadMemory& thread, uint64_t now, uint64_t value, uint64_t fate,
+                        uint32_t snapshot) {
+  auto& history = location.history;
+  size_t at = history.size();
+  if (random_.chance(temper_.overtake)) {
+    const Stamp bound = view(location, thread);
+    size_t lowest = at;
+    while (history[lowest - 1].stamp > bound && !is_performed(location, history[lowest - 1], now)) --lowest;
+    at = lowest + random_.below(at - lowest + 1);
+  }
+  const Stamp before = history[at - 1].stamp;
+  const Stamp stamp = at == history.size() ? before + kStampStep : before + (history[at].stamp - before) / 2;
+  if (stamp == before) error_ = "a location was overtaken too often for the model's stamps";
+  const Message message{stamp, value, now, thread.grid, fate, thread.rank, snapshot};
+  history.insert(history.begin() + static_cast<std::ptrdiff_t>(at), message);
+  raise(location, thread.thread, stamp);
+  write_back(location);
+  arrivals_.push_back({now + delay(message, location.home), static_cast<uint32_t>(location.offset / sizeof(Line))});
+}
+
+void WeakMemory::store(ThreadMemory& thread, uint64_t now, void* address, const void* from, uint32_t bytes,
+                       uint32_t unit, Order order) {
+  const uint64_t offset = offset_of(address);
+  // Half of the stores travel as a whole, the others in parts.
+  const uint64_t fate = (++stores_) << 3;
+  const bool is_torn = mix(fate + salt_) & 1;
+  for (uint32_t done = 0; done < bytes; done += unit) {
+    Location& to = location(offset + done, unit);
+    if (to.bytes != unit) {
+      error_ = "4 bytes at offset " + std::to_string(to.offset % bytes_of_rank_) + " of rank " +
+               std::to_string(to.home) +
+               " are stored to where 8 are accessed as a unit: the order of accesses of mixed width is undefined";
+      return;
+    }
+    uint64_t value = 0;
+    std::memcpy(&value, static_cast<const char*>(from) + done, unit);
+    insert(to, thread, now, value, fate + (is_torn ? done / 4 : 0), thread.fenced);
+    if (order != Order::kRelease) continue;
+    const uint32_t snapshot = take_snapshot(thread);  // with the store itself in it
+    const Stamp own = view(to, thread);
+    std::find_if(to.history.begin(), to.history.end(), [&](const Message& m) { return m.stamp == own; })->snapshot =
+        snapshot;
+  }
+}
+
+uint64_t WeakMemory::modify(ThreadMemory& thread, uint64_t now, void* address, uint32_t bytes,
+                            uint64_t (*update)(uint64_t, const void*), const void* arguments) {
+  Location& at = location(offset_of(address), bytes);
+  const Message newest = at.history.back();
+  const uint64_t mask = bytes == 8 ? ~uint64_t{0} : 0xFFFFFFFFu;
+  const uint64_t value = update(newest.value, arguments) & mask;
+  raise(at, thread.thread, newest.stamp);
+  // Of what a read-modify-write replaces, it carries on the release.
+  if (value != newest.value) {
+    insert(at, thread, now, value, (++stores_) << 3, thread.fenced != 0 ? thread.fenced : newest.snapshot);
+  }
+  return newest.value;
+}
+
+void WeakMemory::fence(ThreadMemory& thread) {
+  for (const uint32_t snapshot : thread.observed) join_snapshot(thread, snapshot);
+  thread.observed.clear();
+  thread.fenced = take_snapshot(thread);
+}
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET::emulator

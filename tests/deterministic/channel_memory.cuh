@@ -1,0 +1,29 @@
+// What a pair of ranks needs for a MemoryChannel.
+#pragma once
+
+#include "llm_comm/platform_types.h"
+
+namespace drill {
+
+using namespace llm_comm;  // NOLINT: kernels are written in the terms of the library
+
+inline constexpr uint32_t kChannelLines = 6;
+
+// A rank's memory for one peer. The counters that only this rank uses lie elsewhere.
+struct ChannelMemory {
+  alignas(16) uint64_t received;
+  uint64_t word;
+  Line lines[kChannelLines];
+  Line packets[2 * kChannelLines];
+};
+
+// What a rank keeps for one peer, private to it.
+struct ChannelCounters {
+  uint64_t sent;
+  uint64_t awaited;
+};
+
+// How data passes: the kernels of message_passing.cuh.
+enum class Form : uint32_t { kPut, kGet, kPackets };
+
+}  // namespace drill

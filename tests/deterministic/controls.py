@@ -1,0 +1,434 @@
+"""Negative controls: each takes one protection out of the kernels, and the deterministic driver has to notice.
+
+All controls are edited into one copy of the sources, where ``WITHOUT`` stands for "this control is the one that is on".
+The text that an edit replaces has to be there once, so a control also fails when the sources change and it has to be
+thought through again.
+
+``python tests/deterministic/controls.py --json FILE`` measures how many schedules each takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import driver
+
+CHANNEL = "csrc/include/llm_comm/memory_channel.cuh"
+COMM = "csrc/include/llm_comm/device_comm.cuh"
+LINE = "csrc/include/llm_comm/line.cuh"
+SEMAPHORE = "csrc/include/llm_comm/semaphore.cuh"
+TYPES = "csrc/include/llm_comm/platform_types.h"
+WAIT = "csrc/include/llm_comm/wait.cuh"
+ONE_SHOT = "csrc/kernels/all_reduce/one_shot.cuh"
+TWO_SHOT = "csrc/kernels/all_reduce/two_shot.cuh"
+FUSED_ONE_SHOT = "csrc/kernels/fused/one_shot.cuh"
+FUSED_TWO_SHOT = "csrc/kernels/fused/two_shot.cuh"
+BROADCAST = "tests/deterministic/broadcast.cuh"
+MESSAGES = "tests/deterministic/message_passing.cuh"
+
+SWITCH = "LLM_COMM_CONTROL"
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Text of a source, and what takes its place: the same, unless ``WITHOUT``."""
+
+    file: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Control:
+    """A protection, the text that takes it out, and within how many schedules that must be noticed.
+
+    ``algorithm``: schedules about this only; ``options``: what else to tell the driver.
+    """
+
+    name: str
+    protection: str
+    edits: tuple[Edit, ...]
+    algorithm: str = ""
+    options: tuple[str, ...] = ()
+    budget: int = 2000
+
+
+CONTROLS = (
+    Control(
+        "sentinel_check",
+        "a line is taken only when it has arrived",
+        (
+            Edit(
+                LINE,
+                "return (low > high ? low : high) != kSentinel;",
+                "return WITHOUT || (low > high ? low : high) != kSentinel;",
+            ),
+        ),
+    ),
+    Control(
+        "all_words_checked",
+        "all four words of a sentinel line are looked at",
+        (Edit(LINE, "(low > high ? low : high) !=", "(WITHOUT ? line.word[0] : low > high ? low : high) !="),),
+    ),
+    Control(
+        "both_flags_checked",
+        "both flags of a packet are looked at",
+        (
+            Edit(
+                LINE,
+                "return line.word[1] == flag && line.word[3] == flag;",
+                "return line.word[1] == flag && (WITHOUT || line.word[3] == flag);",
+            ),
+        ),
+        "packets",
+    ),
+    Control(
+        "sentinel_remap",
+        "a word equal to the sentinel is sent as the NaN beside it",
+        (
+            Edit(
+                LINE,
+                "line.word[i] < kSentinel - 1 ?",
+                "WITHOUT || line.word[i] < kSentinel - 1 ?",
+            ),
+        ),
+    ),
+    Control(
+        "second_slot",
+        "operations take turns with two slots",
+        (
+            Edit(
+                COMM,
+                "return static_cast<uint32_t>(arrivals_) & kArrivalsPerOperation ?",
+                "return !WITHOUT && static_cast<uint32_t>(arrivals_) & kArrivalsPerOperation ?",
+            ),
+        ),
+    ),
+    Control(
+        "re_arm",
+        "R2: a received line is armed again",
+        (Edit(CHANNEL, "store_line_relaxed(line, armed", "if (!WITHOUT) store_line_relaxed(line, armed"),),
+    ),
+    Control(
+        "re_arm_gathered",
+        "R2 in two-shot's second phase",
+        (Edit(TWO_SHOT, "re_arm_line(incoming + gather + i);", "if (!WITHOUT) re_arm_line(incoming + gather + i);"),),
+        "two_shot",
+    ),
+    Control(
+        "re_arm_after_receive",
+        "a line is armed again after it has been received, not before",
+        (
+            Edit(ONE_SHOT, "if (!is_own && line < lines) re_arm", "if (!WITHOUT && !is_own && line < lines) re_arm"),
+            Edit(
+                ONE_SHOT,
+                "if (!is_own && line < lines) send_line(outgoing + line, next);",
+                "if (WITHOUT && !is_own && line < lines) re_arm_line(incoming + line);\n"
+                "    if (!is_own && line < lines) send_line(outgoing + line, next);",
+            ),
+        ),
+        "one_shot",
+    ),
+    Control(
+        "grid_end_performs",
+        "a grid's own lines are armed for peers too before the next grid passes grid_dependency_wait()",
+        (),
+        options=("--unordered-grids",),
+    ),
+    Control(
+        "wait_for_all",
+        "R1: a rank ends an operation only when every rank has begun it",
+        (
+            Edit(BROADCAST, "send_line(slot(peer) + args.lines", "if (!WITHOUT) send_line(slot(peer) + args.lines"),
+            Edit(
+                BROADCAST, "receive_line(slot(rank) + args.lines", "if (!WITHOUT) receive_line(slot(rank) + args.lines"
+            ),
+            Edit(BROADCAST, "re_arm_line(slot(rank) + args.lines", "if (!WITHOUT) re_arm_line(slot(rank) + args.lines"),
+        ),
+        "broadcast",
+    ),
+    Control(
+        "one_number_per_operation",
+        "the blocks of an operation advance its number once, together",
+        (
+            Edit(
+                COMM,
+                "block_index() == 0 ? kArrivals",
+                "WITHOUT ? kArrivalsPerOperation : block_index() == 0 ? kArrivals",
+            ),
+        ),
+    ),
+    Control(
+        "arrive_last",
+        "a block arrives after all its threads have begun",
+        (
+            Edit(
+                ONE_SHOT,
+                "if (!op.begin()) return;",
+                "if (!op.begin()) return;\n  if (WITHOUT && thread_index() == 0) op.arrive();",
+            ),
+            Edit(ONE_SHOT, "if (tile == first && thread", "if (!WITHOUT && tile == first && thread"),
+        ),
+        "one_shot",
+    ),
+    Control(
+        "dependency_wait_one_shot",
+        "a grid waits for the grids before it",
+        (Edit(ONE_SHOT, "grid_dependency_wait_after(", "if (!WITHOUT) grid_dependency_wait_after("),),
+        "one_shot",
+    ),
+    Control(
+        "dependency_wait_two_shot",
+        "a grid waits for the grids before it",
+        (Edit(TWO_SHOT, "grid_dependency_wait_after(", "if (!WITHOUT) grid_dependency_wait_after("),),
+        "two_shot",
+    ),
+    Control(
+        "contributions_complete",
+        "one-shot sums after all threads of the block have their lines",
+        (Edit(ONE_SHOT, "block_sync();", "if (!WITHOUT) block_sync();"),),
+        "one_shot",
+    ),
+    Control(
+        "contributions_twice",
+        "one-shot's next tile does not overwrite what slow threads still sum",
+        (Edit(ONE_SHOT, "parity ^= 1;", "parity ^= WITHOUT ? 0 : 1;"),),
+        "one_shot",
+        budget=20_000,
+    ),
+    Control(
+        "slice_complete",
+        "two-shot sums after all threads of the block have their lines",
+        (Edit(TWO_SHOT, "    block_sync();\n    if (tile", "    if (!WITHOUT) block_sync();\n    if (tile"),),
+        "two_shot",
+    ),
+    Control(
+        "sums_complete",
+        "two-shot sends sums after all threads of the block have made theirs",
+        (Edit(TWO_SHOT, "    block_sync();\n    if (i >=", "    if (!WITHOUT) block_sync();\n    if (i >="),),
+        "two_shot",
+    ),
+    Control(
+        "no_sums_of_incomplete_slices",
+        "a block whose wait ended in vain sends no sums",
+        (Edit(TWO_SHOT, "|| *incomplete != 0", "|| (!WITHOUT && *incomplete != 0)"),),
+        "two_shot",
+        budget=20_000,
+    ),
+    Control(
+        "stop_after_an_error",
+        "operations behind an expired wait do nothing",
+        (Edit(COMM, "in_vain_ = state.word[2] != 0;", "in_vain_ = !WITHOUT && state.word[2] != 0;"),),
+        budget=20_000,
+    ),
+    Control(
+        "notes",
+        "a rank whose wait expires tells the others",
+        (Edit(WAIT, "bounds.suspicions.tell(peer);", "if (!WITHOUT) bounds.suspicions.tell(peer);"),),
+        budget=20_000,
+    ),
+    Control(
+        "time_for_notes",
+        "a rank whose wait expired hears the others before it blames one",
+        (Edit(WAIT, "bounds.timeout_ns / 16", "WITHOUT ? 0 : bounds.timeout_ns / 16"),),
+        budget=20_000,
+    ),
+    Control(
+        "blame_follows_notes",
+        "a rank that waits itself is not blamed",
+        (Edit(WAIT, "bounds.suspicions.culprit(peer)", "WITHOUT ? peer : bounds.suspicions.culprit(peer)"),),
+        budget=20_000,
+    ),
+    Control(
+        "fused_dependency_wait",
+        "a fused grid waits for the grids before it",
+        (Edit(FUSED_ONE_SHOT, "grid_dependency_wait_after(", "if (!WITHOUT) grid_dependency_wait_after("),),
+        "fused_one_shot",
+    ),
+    Control(
+        "fused_contributions_complete",
+        "fused one-shot sums after all threads of the block have their lines",
+        (Edit(FUSED_ONE_SHOT, "block_sync();", "if (!WITHOUT) block_sync();"),),
+        "fused_one_shot",
+    ),
+    Control(
+        "fused_contributions_twice",
+        "fused one-shot's next tile does not overwrite what slow threads still sum",
+        (Edit(FUSED_ONE_SHOT, "parity ^= 1;", "parity ^= WITHOUT ? 0 : 1;"),),
+        "fused_one_shot",
+        budget=20_000,
+    ),
+    Control(
+        "fused_cluster_meets",
+        "blocks of a cluster deliver only once all of them have set up what counts deliveries",
+        (Edit(FUSED_ONE_SHOT, "norm.meet();", "if (!WITHOUT) norm.meet();"),),
+        "fused_one_shot",
+        budget=20_000,
+    ),
+    Control(
+        "fused_sums_complete",
+        "fused two-shot sends sums after all threads of the block have made theirs",
+        (Edit(FUSED_TWO_SHOT, "    block_sync();\n    if (has", "    if (!WITHOUT) block_sync();\n    if (has"),),
+        "fused_two_shot",
+    ),
+    Control(
+        "fused_no_sums_of_incomplete_segments",
+        "a fused block whose wait ended in vain sends no sums",
+        (Edit(FUSED_TWO_SHOT, "if (has && *incomplete == 0) {", "if (has && (WITHOUT || *incomplete == 0)) {"),),
+        "fused_two_shot",
+        budget=20_000,
+    ),
+    Control(
+        "release_before_signal",
+        "a signal is a release",
+        (
+            Edit(
+                SEMAPHORE,
+                "void signal() const { store_release(",
+                "void signal() const { if (WITHOUT) return relaxed_signal(); store_release(",
+            ),
+        ),
+        "put",
+    ),
+    Control(
+        "acquire_in_wait",
+        "a wait is an acquire",
+        (Edit(SEMAPHORE, "load_acquire(received)", "(WITHOUT ? load_relaxed(received) : load_acquire(received))"),),
+        "put",
+    ),
+    Control(
+        "block_before_signal",
+        "the block meets before one thread signals for it",
+        (
+            Edit(
+                MESSAGES,
+                "    block_sync();\n    if (thread_index() == 0) {\n      channel",
+                "    if (!WITHOUT) block_sync();\n    if (thread_index() == 0) {\n      channel",
+            ),
+        ),
+        "put",
+    ),
+    Control(
+        "buffer_free",
+        "a buffer is written again after the peer has read it",
+        (
+            Edit(
+                MESSAGES,
+                "if (!party.meet(agreed)) return;  // the",
+                "if (!WITHOUT && !party.meet(agreed)) return;  // the",
+            ),
+        ),
+        "put",
+    ),
+    Control(
+        "packets_free",
+        "packets are written again after the peer has read them",
+        (Edit(MESSAGES, "*agreed = party.channel", "*agreed = WITHOUT || party.channel"),),
+        "packets",
+    ),
+)
+
+
+def edited_copy(directory: Path) -> Path:
+    """A copy of the sources in which the environment variable of ``SWITCH`` takes out one protection."""
+    shutil.rmtree(directory, ignore_errors=True)
+    for tree in ("csrc", "tests/deterministic"):
+        shutil.copytree(driver.REPOSITORY / tree, directory / tree)
+    texts = {edit.file: (directory / edit.file).read_text(encoding="utf-8") for c in CONTROLS for edit in c.edits}
+    for number, control in enumerate(CONTROLS, start=1):
+        for edit in control.edits:
+            if texts[edit.file].count(edit.old) != 1:
+                raise ValueError(f"control {control.name}: {edit.file} does not hold {edit.old!r} once")
+            new = edit.new.replace("WITHOUT", f"(::control_that_is_on == {number})")
+            texts[edit.file] = texts[edit.file].replace(edit.old, new)
+    for file, text in texts.items():
+        (directory / file).write_text(text, encoding="utf-8")
+    with (directory / TYPES).open("a", encoding="utf-8") as types:
+        types.write(f'#include <cstdlib>\ninline const int control_that_is_on = std::atoi(std::getenv("{SWITCH}"));\n')
+    return directory
+
+
+def build(directory: Path = driver.REPOSITORY / "build" / "controls") -> Path:
+    """The program with all controls."""
+    return driver.build(directory / "build", root=edited_copy(directory / "sources")) / driver.PROGRAM
+
+
+@dataclass(frozen=True)
+class Outcome:
+    schedules: int  # until the failure, or all there were
+    failure: str  # "" if nothing was noticed
+
+
+def run(control: Control, program: Path, first_seed: int = 1) -> Outcome:
+    command = [str(program), "--seed", str(first_seed), "--cases", str(control.budget), *control.options]
+    if control.algorithm:
+        command += ["--algorithm", control.algorithm]
+    number = CONTROLS.index(control) + 1 if control in CONTROLS else 0
+    environment = {**os.environ, SWITCH: str(number)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
+    found = re.search(r"^FAILED: seed \d+ \(schedule (\d+) of this run\): (.*)$", done.stdout, flags=re.MULTILINE)
+    if found is None and done.returncode != 0:
+        return Outcome(0, f"the program ended with {done.returncode}: {done.stderr}")
+    return Outcome(int(found[1]), found[2]) if found else Outcome(control.budget, "")
+
+
+def measure(control: Control, program: Path, runs: int) -> dict[str, object]:
+    """Schedules until the failure, in runs with seeds that are far apart."""
+    outcomes = [run(control, program, 1 + 1_000_000 * i) for i in range(runs)]
+    counts = sorted(outcome.schedules for outcome in outcomes)
+    return {
+        "name": control.name,
+        "protection": control.protection,
+        "algorithm": control.algorithm or "all",
+        "budget": control.budget,
+        "schedules_median": counts[len(counts) // 2],
+        "schedules_most": counts[-1],
+        "noticed": sum(bool(outcome.failure) for outcome in outcomes),
+        "runs": runs,
+        "first_failure": outcomes[0].failure,
+    }
+
+
+def table(results: Sequence[dict[str, object]]) -> str:
+    """The rows of docs/reliability.md."""
+    head = "| control | what is taken out | schedules about | median | most | budget |\n|---|---|---|---|---|---|\n"
+    columns = ("name", "protection", "algorithm", "schedules_median", "schedules_most", "budget")
+    return head + "".join("| " + " | ".join(str(row[column]) for column in columns) + " |\n" for row in results)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--runs", type=int, default=9, help="runs of each control, with different seeds")
+    parser.add_argument("-k", default="", help="only controls whose names contain this")
+    arguments = parser.parse_args()
+    controls = [control for control in CONTROLS if arguments.k in control.name]
+    program = build()
+    results = []
+    for control in controls:
+        result = measure(control, program, arguments.runs)
+        results.append(result)
+        print(
+            f"{control.name:30} {result['noticed']}/{result['runs']} noticed, median {result['schedules_median']},"
+            f" most {result['schedules_most']} schedules: {result['first_failure']}",
+            flush=True,
+        )
+    if arguments.json:
+        command = f"python tests/deterministic/controls.py --runs {arguments.runs}"
+        arguments.json.write_text(
+            json.dumps({"command": command, "controls": results}, indent=1) + "\n", encoding="utf-8"
+        )
+    return 0 if all(result["noticed"] == result["runs"] for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+// Litmus tests of the model of memory: what PTX forbids must not be seen in any of many schedules, what it allows and a
+// kernel could stumble over must be seen in some. Exit status: 0 both, 1 not.
+#include <cstdio>
+#include <functional>
+#include <vector>
+
+#include "emulator/deterministic/machine.h"
+
+namespace {
+
+using namespace llm_comm;            // NOLINT: a test of it
+using namespace llm_comm::emulator;  // NOLINT
+
+constexpr uint64_t kBytes = 4096;
+constexpr uint32_t kSchedules = 2000;
+
+// Memory of rank 0, and what the threads saw.
+struct Cells {
+  uint32_t* x;
+  uint32_t* y;
+  Line* line;
+  uint32_t* seen;
+};
+
+using Kernel = std::function<void(const Cells&)>;
+
+struct Litmus {
+  const char* name;
+  std::vector<std::vector<Kernel>> streams;  // by rank: grids of one thread each
+  bool (*outcome)(const uint32_t* seen);     // the one in question
+  bool is_allowed;
+};
+
+Temper draw_temper(Random& random) {
+  Temper temper;
+  temper.memory.stale = random.pick({0u, 64u, 160u});
+  temper.memory.overtake = random.pick({0u, 128u, 256u});
+  temper.memory.delay = random.pick({0u, 4u, 32u});
+  temper.memory.local_delay = random.pick({0u, 4u, 32u});
+  temper.scheduler.preempt = random.pick({0u, 128u, 256u});
+  return temper;
+}
+
+// In how many schedules the outcome was seen.
+uint32_t count(const Litmus& litmus) {
+  uint32_t count = 0;
+  const auto ranks = static_cast<uint32_t>(litmus.streams.size());
+  Machine machine(ranks, kBytes, 1000);
+  for (uint32_t seed = 0; seed < kSchedules; ++seed) {
+    Random random(seed);
+    std::vector<uint32_t> seen(8, 0);
+    for (uint32_t rank = 0; rank < ranks; ++rank) std::memset(machine.memory().of_rank(rank), 0, kBytes);
+    machine.reset(random.next(), ranks, draw_temper(random));
+    char* const home = machine.memory().of_rank(0);
+    const Cells cells{reinterpret_cast<uint32_t*>(home), reinterpret_cast<uint32_t*>(home + 64),
+                      reinterpret_cast<Line*>(home + 128), seen.data()};
+    for (uint32_t rank = 0; rank < ranks; ++rank) {
+      for (const Kernel& kernel : litmus.streams[rank]) {
+        machine.launch(rank, {1, 1, 0}, [&] { grid_dependency_wait(), kernel(cells); }, true);
+      }
+    }
+    if (machine.run() != Ending::kDone) return kSchedules + 1;
+    // The last value of x in coherence order.
+    seen[7] = *cells.x;
+    count += litmus.outcome(seen.data());
+  }
+  return count;
+}
+
+const Kernel kStoreBoth = [](const Cells& c) { store_relaxed(c.x, 1u), store_relaxed(c.y, 1u); };
+const Kernel kStoreAndRelease = [](const Cells& c) { store_relaxed(c.x, 1u), store_release(c.y, 1u); };
+const Kernel kLoadBoth = [](const Cells& c) { c.seen[0] = load_relaxed(c.y), c.seen[1] = load_relaxed(c.x); };
+const Kernel kAcquireAndLoad = [](const Cells& c) { c.seen[0] = load_acquire(c.y), c.seen[1] = load_relaxed(c.x); };
+const Kernel kStoreFenceStore = [](const Cells& c) { store_relaxed(c.x, 1u), fence_system(), store_relaxed(c.y, 1u); };
+const Kernel kLoadFenceLoad = [](const Cells& c) {
+  c.seen[0] = load_relaxed(c.y), fence_system(), c.seen[1] = load_relaxed(c.x);
+};
+// The end of the grid would perform the stores.
+const Kernel kStoreBothAndLinger = [](const Cells& c) {
+  kStoreBoth(c);
+  for (int i = 0; i < 20; ++i) load_relaxed(c.y);
+};
+const Kernel kStoreY = [](const Cells& c) { store_relaxed(c.y, 1u); };
+const Kernel kSeeAndOverwrite = [](const Cells& c) {
+  while (load_relaxed(c.y) == 0) spin_hint();
+  c.seen[0] = 1;
+  store_relaxed(c.x, 2u);
+};
+const Kernel kStoreX = [](const Cells& c) { store_relaxed(c.x, 1u); };
+
+bool flag_without_data(const uint32_t* seen) { return seen[0] == 1 && seen[1] == 0; }
+
+const Litmus kLitmus[] = {
+    {"message passing, relaxed: the flag without the data", {{kStoreBoth}, {kLoadBoth}}, flag_without_data, true},
+    {"the same with a release only", {{kStoreAndRelease}, {kLoadBoth}}, flag_without_data, true},
+    {"the same with an acquire only", {{kStoreBoth}, {kAcquireAndLoad}}, flag_without_data, true},
+    {"the same with release and acquire", {{kStoreAndRelease}, {kAcquireAndLoad}}, flag_without_data, false},
+    {"the same with fences", {{kStoreFenceStore}, {kLoadFenceLoad}}, flag_without_data, false},
+    {"coherence: newer, then older, of one word",
+     {{kStoreX}, {[](const Cells& c) { c.seen[0] = load_relaxed(c.x), c.seen[1] = load_relaxed(c.x); }}},
+     flag_without_data,
+     false},
+    {"a thread does not see its own store",
+     {{[](const Cells& c) { store_relaxed(c.x, 1u), c.seen[0] = 1, c.seen[1] = load_relaxed(c.x); }}},
+     flag_without_data,
+     false},
+    {"store buffering: neither sees the other's store",
+     {{[](const Cells& c) { store_relaxed(c.x, 1u), c.seen[0] = load_relaxed(c.y); }},
+      {[](const Cells& c) { store_relaxed(c.y, 1u), c.seen[1] = load_relaxed(c.x); }}},
+     [](const uint32_t* seen) { return seen[0] == 0 && seen[1] == 0; },
+     true},
+    {"two readers disagree on the order of two stores",
+     {{kStoreX},
+      {[](const Cells& c) { store_relaxed(c.y, 1u); }},
+      {[](const Cells& c) { c.seen[0] = load_acquire(c.x), c.seen[1] = load_acquire(c.y); }},
+      {[](const Cells& c) { c.seen[2] = load_acquire(c.y), c.seen[3] = load_acquire(c.x); }}},
+     [](const uint32_t* seen) { return seen[0] == 1 && seen[1] == 0 && seen[2] == 1 && seen[3] == 0; },
+     true},
+    {"a store overtakes one that it follows by a relaxed message",
+     {{kStoreBothAndLinger}, {kSeeAndOverwrite}},
+     [](const uint32_t* seen) { return seen[0] == 1 && seen[7] == 1; },
+     true},
+    {"the same across the end of a grid: it was performed",
+     {{kStoreX, kStoreY}, {kSeeAndOverwrite}},
+     [](const uint32_t* seen) { return seen[0] == 1 && seen[7] == 1; },
+     false},
+    {"the next grid does not see what the one before stored",
+     {{kStoreX, [](const Cells& c) { c.seen[0] = 1, c.seen[1] = load_relaxed(c.x); }}},
+     flag_without_data,
+     false},
+    {"a line arrives in words",
+     {{[](const Cells& c) { store_line_relaxed(c.line, Line{{1, 1, 1, 1}}); }}, {[](const Cells& c) {
+        const Line line = load_line_relaxed(c.line);
+        c.seen[0] = line.word[1], c.seen[1] = line.word[0];
+      }}},
+     flag_without_data,
+     true},
+    {"a packet arrives in words",
+     {{[](const Cells& c) { store_packet_relaxed(c.line, Line{{1, 1, 1, 1}}); }}, {[](const Cells& c) {
+        const Line line = load_packet_relaxed(c.line);
+        c.seen[0] = line.word[1], c.seen[1] = line.word[0];
+      }}},
+     flag_without_data,
+     false},
+    {"a packet arrives in halves",
+     {{[](const Cells& c) { store_packet_relaxed(c.line, Line{{1, 1, 1, 1}}); }}, {[](const Cells& c) {
+        const Line line = load_packet_relaxed(c.line);
+        c.seen[0] = line.word[2], c.seen[1] = line.word[0];
+      }}},
+     flag_without_data,
+     true},
+    {"additions get lost",
+     {{[](const Cells& c) { add_relaxed(reinterpret_cast<uint64_t*>(c.x), 1); }},
+      {[](const Cells& c) { add_relaxed(reinterpret_cast<uint64_t*>(c.x), 1); }}},
+     [](const uint32_t* seen) { return seen[7] != 2; },
+     false},
+};
+
+}  // namespace
+
+int main() {
+  bool all = true;
+  for (const Litmus& litmus : kLitmus) {
+    const uint32_t seen = count(litmus);
+    const bool right = seen <= kSchedules && litmus.is_allowed == (seen != 0);
+    std::printf("%s: %s, seen in %u of %u schedules: %s\n", litmus.name, litmus.is_allowed ? "allowed" : "forbidden",
+                seen, kSchedules, right ? "right" : "WRONG");
+    all &= right;
+  }
+  return all ? 0 : 1;
+}

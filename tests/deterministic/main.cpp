@@ -1,0 +1,113 @@
+// Runs seeded schedules of the emulator. Exit status: 0 all as promised, 1 a failure, 2 wrong usage.
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <string>
+
+#include "schedule.h"
+
+namespace {
+
+constexpr const char* kUsage =
+    "usage: deterministic [--seed N] [--cases N] [--seconds T] [--algorithm NAME] [--replay SEED] [--trace FILE]\n"
+    "  --seed N          the first seed (1); schedule i has seed N + i\n"
+    "  --cases N         how many schedules (1000)\n"
+    "  --seconds T       as many schedules as fit into T seconds, instead of --cases\n"
+    "  --algorithm NAME  only schedules about one of: %s\n"
+    "  --replay SEED     one schedule, with a description; give the same --algorithm as in the run that failed\n"
+    "  --trace FILE      writes every access of the schedules; the same seed gives the same bytes\n"
+    "  --unordered-grids the end of a grid orders no stores beyond its own GPU (see weak_memory.h)\n";
+
+struct Arguments {
+  uint64_t seed = 1;
+  uint64_t cases = 1000;
+  double seconds = 0;
+  bool replay = false;
+  const char* trace = nullptr;
+  drill::Options options;
+};
+
+bool parse(int argc, char** argv, Arguments& arguments) {
+  for (int i = 1; i < argc; ++i) {
+    const std::string option = argv[i];
+    if (option == "--unordered-grids") {
+      arguments.options.grid_end_performs = false;
+      continue;
+    }
+    if (i + 1 == argc) return false;
+    const char* const value = argv[++i];
+    if (option == "--seed") {
+      arguments.seed = std::strtoull(value, nullptr, 0);
+    } else if (option == "--cases") {
+      arguments.cases = std::strtoull(value, nullptr, 0);
+    } else if (option == "--seconds") {
+      arguments.seconds = std::strtod(value, nullptr);
+    } else if (option == "--algorithm") {
+      arguments.options.algorithm = value;
+    } else if (option == "--replay") {
+      arguments.seed = std::strtoull(value, nullptr, 0);
+      arguments.cases = 1;
+      arguments.replay = true;
+    } else if (option == "--trace") {
+      arguments.trace = value;
+    } else {
+      return false;
+    }
+  }
+  return true;
+}
+
+void print_failure(const Arguments& arguments, const char* program, uint64_t seed, uint64_t schedules,
+                   const drill::Result& result) {
+  const auto number = static_cast<unsigned long long>(seed);
+  std::printf("FAILED: seed %llu (schedule %llu of this run): %s\n  %s\n", number,
+              static_cast<unsigned long long>(schedules), result.failure.c_str(), result.description.c_str());
+  const std::string& algorithm = arguments.options.algorithm;
+  std::printf("  replay: %s --replay %llu%s%s%s\n", program, number, algorithm.empty() ? "" : " --algorithm ",
+              algorithm.c_str(), arguments.options.grid_end_performs ? "" : " --unordered-grids");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) try {
+  Arguments arguments;
+  if (!parse(argc, argv, arguments)) {
+    std::fprintf(stderr, kUsage, drill::subject_names());
+    return 2;
+  }
+  using Clock = std::chrono::steady_clock;
+  const auto start = Clock::now();
+  const auto elapsed = [&] { return std::chrono::duration<double>(Clock::now() - start).count(); };
+  std::FILE* const trace = arguments.trace != nullptr ? std::fopen(arguments.trace, "w") : nullptr;
+  if (arguments.trace != nullptr && trace == nullptr) {
+    std::fprintf(stderr, "cannot write %s\n", arguments.trace);
+    return 2;
+  }
+  llm_comm::emulator::Machine machine = drill::make_machine();
+  machine.trace_to(trace);
+  uint64_t schedules = 0;
+  uint64_t steps = 0;
+  bool failed = false;
+  while (!failed && (arguments.seconds > 0 ? elapsed() < arguments.seconds : schedules < arguments.cases)) {
+    const uint64_t seed = arguments.seed + schedules++;
+    const drill::Result result = drill::run_schedule(machine, seed, arguments.options);
+    steps += result.steps;
+    failed = !result.failure.empty();
+    if (failed) print_failure(arguments, argv[0], seed, schedules, result);
+    if (arguments.replay) {
+      std::printf("seed %llu: %s\n  %llu steps, fingerprint %016llx: %s\n", static_cast<unsigned long long>(seed),
+                  result.description.c_str(), static_cast<unsigned long long>(result.steps),
+                  static_cast<unsigned long long>(result.fingerprint), failed ? "failed" : "as promised");
+    }
+  }
+  if (trace != nullptr) std::fclose(trace);
+  if (!arguments.replay) {
+    std::printf("%llu schedules, %llu steps, %.1f s: %s\n", static_cast<unsigned long long>(schedules),
+                static_cast<unsigned long long>(steps), elapsed(), failed ? "failed" : "as promised");
+  }
+  return failed ? 1 : 0;
+} catch (const std::exception& error) {
+  std::fprintf(stderr, "%s\n", error.what());
+  return 2;
+}

@@ -1,0 +1,124 @@
+// Every way in which a MemoryChannel moves data, each in a kernel: block k of a rank talks to its k-th peer, in rounds.
+#pragma once
+
+#include "channel_memory.cuh"
+#include "llm_comm/device_comm.cuh"
+#include "llm_comm/memory_channel.cuh"
+
+namespace drill {
+
+using namespace llm_comm;  // NOLINT: kernels are written in the terms of the library
+
+struct MessageArgs {
+  DeviceComm comm;
+  uint64_t channel_offset;    // in every rank's memory: ChannelMemory by peer
+  ChannelCounters* counters;  // by peer
+  const Line* source;         // [peer][round][line]
+  Line* received;             // [peer][round][line]
+  uint64_t* words;            // [peer][round]: what came as a single word (kPut)
+  uint32_t lines;
+  uint32_t rounds;
+  uint32_t first_flag;
+};
+
+struct MessageParty {
+  uint32_t peer;
+  MemoryChannel channel;
+  ChannelMemory* own;
+  const Line* source;
+  Line* received;
+  uint64_t* words;
+
+  LLM_COMM_DEVICE explicit MessageParty(const MessageArgs& args)
+      : peer(block_index() < args.comm.rank ? block_index() : block_index() + 1),
+        own(memory(args, args.comm.rank, peer)),
+        source(args.source + static_cast<uint64_t>(peer) * args.rounds * args.lines),
+        received(args.received + static_cast<uint64_t>(peer) * args.rounds * args.lines),
+        words(args.words + static_cast<uint64_t>(peer) * args.rounds) {
+    ChannelMemory* const remote = memory(args, peer, args.comm.rank);
+    auto* const state = reinterpret_cast<CommState*>(args.comm.workspace[args.comm.rank]);
+    channel.semaphore = {&remote->received, &own->received, &args.counters[peer].sent, &args.counters[peer].awaited};
+    channel.local = reinterpret_cast<char*>(own);
+    channel.remote = reinterpret_cast<char*>(remote);
+    channel.bounds = {args.comm.mailbox, &state->aborted, args.comm.timeout_ns,
+                      Suspicions(args.comm.workspace, kNotesOffset, args.comm.rank, args.comm.world_size)};
+    channel.site = {args.comm.rank, OperationKind::kUser, 0, args.lines * sizeof(Line)};
+    channel.peer = peer;
+  }
+
+  static LLM_COMM_DEVICE ChannelMemory* memory(const MessageArgs& args, uint32_t rank, uint32_t peer) {
+    return reinterpret_cast<ChannelMemory*>(args.comm.workspace[rank] + args.channel_offset) + peer;
+  }
+
+  // Both sides have come here; what each wrote before is visible to the other. False if the other one did not come.
+  LLM_COMM_DEVICE bool meet(uint32_t* agreed) const {
+    block_sync();
+    if (thread_index() == 0) {
+      channel.signal();
+      *agreed = channel.wait();
+    }
+    block_sync();
+    return *agreed != 0;
+  }
+};
+
+// Lines and a word go to the peer, which reads them where they land.
+LLM_COMM_KERNEL(1024) pass_by_put(LLM_COMM_KERNEL_PARAM MessageArgs args) {
+  grid_dependency_wait();
+  const MessageParty party(args);
+  uint32_t* const agreed = shared_memory<uint32_t>();
+  for (uint32_t round = 0; round < args.rounds; ++round) {
+    const Line* const source = party.source + round * args.lines;
+    party.channel.put(offsetof(ChannelMemory, lines), source, args.lines * sizeof(Line), thread_index(),
+                      block_threads());
+    if (thread_index() == block_threads() - 1) {
+      party.channel.write<uint64_t>(offsetof(ChannelMemory, word), *reinterpret_cast<const uint64_t*>(source));
+    }
+    if (!party.meet(agreed)) return;
+    for (uint32_t i = thread_index(); i < args.lines; i += block_threads()) {
+      party.received[round * args.lines + i] = load_line(&party.own->lines[i]);
+    }
+    if (thread_index() == 0) party.words[round] = load_plain(&party.own->word);
+    if (!party.meet(agreed)) return;  // the lines may be written again
+  }
+}
+
+// Each side fills its own memory, from which the other one fetches.
+LLM_COMM_KERNEL(1024) pass_by_get(LLM_COMM_KERNEL_PARAM MessageArgs args) {
+  grid_dependency_wait();
+  const MessageParty party(args);
+  uint32_t* const agreed = shared_memory<uint32_t>();
+  for (uint32_t round = 0; round < args.rounds; ++round) {
+    for (uint32_t i = thread_index(); i < args.lines; i += block_threads()) {
+      store_line(&party.own->lines[i], party.source[round * args.lines + i]);
+    }
+    if (!party.meet(agreed)) return;
+    party.channel.get(party.received + round * args.lines, offsetof(ChannelMemory, lines), args.lines * sizeof(Line),
+                      thread_index(), block_threads());
+    if (!party.meet(agreed)) return;
+  }
+}
+
+// Packets carry their own readiness; relaxed signals say that those of a round have been read.
+LLM_COMM_KERNEL(1024) pass_by_packets(LLM_COMM_KERNEL_PARAM MessageArgs args) {
+  grid_dependency_wait();
+  const MessageParty party(args);
+  uint32_t* const agreed = shared_memory<uint32_t>();
+  const uint64_t bytes = args.lines * sizeof(Line);
+  for (uint32_t round = 0; round < args.rounds; ++round) {
+    const uint32_t flag = args.first_flag + round;
+    party.channel.put_packets(offsetof(ChannelMemory, packets), party.source + round * args.lines, bytes, flag,
+                              thread_index(), block_threads());
+    party.channel.read_packets(party.received + round * args.lines, offsetof(ChannelMemory, packets), bytes, flag,
+                               thread_index(), block_threads());
+    block_sync();
+    if (thread_index() == 0) {
+      party.channel.relaxed_signal();
+      *agreed = party.channel.relaxed_wait();
+    }
+    block_sync();
+    if (*agreed == 0) return;
+  }
+}
+
+}  // namespace drill

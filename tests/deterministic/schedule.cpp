@@ -1,0 +1,229 @@
+#include "schedule.h"
+
+#include <algorithm>
+#include <optional>
+#include <stdexcept>
+#include <vector>
+
+#include "calls.h"
+#include "world.h"
+
+namespace drill {
+
+namespace {
+
+using emulator::Ending;
+using emulator::Stall;
+using emulator::Temper;
+
+constexpr uint32_t kWorlds = kMaxWorldSize - 1;  // 2 to 8
+
+// ---- What the schedule is about ------------------------------------------------------------------------------------
+
+struct NamedSubject {
+  const char* name;
+  Subject subject;
+};
+
+constexpr Subject all_reduce(AllReduceAlgorithm algorithm, DataType type) {
+  return {Subject::Kind::kAllReduce, static_cast<uint32_t>(algorithm), type};
+}
+constexpr Subject fused(AllReduceAlgorithm algorithm, DataType type) {
+  return {Subject::Kind::kFused, static_cast<uint32_t>(algorithm), type};
+}
+constexpr Subject messages(Form form) {
+  return {Subject::Kind::kMessages, static_cast<uint32_t>(form), DataType::kBFloat16};
+}
+
+constexpr NamedSubject kSubjects[] = {
+    {"one_shot", all_reduce(AllReduceAlgorithm::kOneShot, DataType::kBFloat16)},
+    {"one_shot", all_reduce(AllReduceAlgorithm::kOneShot, DataType::kFloat16)},
+    {"one_shot", all_reduce(AllReduceAlgorithm::kOneShot, DataType::kFloat32)},
+    {"two_shot", all_reduce(AllReduceAlgorithm::kTwoShot, DataType::kBFloat16)},
+    {"two_shot", all_reduce(AllReduceAlgorithm::kTwoShot, DataType::kFloat16)},
+    {"two_shot", all_reduce(AllReduceAlgorithm::kTwoShot, DataType::kFloat32)},
+    {"fused_one_shot", fused(AllReduceAlgorithm::kOneShot, DataType::kBFloat16)},
+    {"fused_one_shot", fused(AllReduceAlgorithm::kOneShot, DataType::kFloat16)},
+    {"fused_two_shot", fused(AllReduceAlgorithm::kTwoShot, DataType::kBFloat16)},
+    {"fused_two_shot", fused(AllReduceAlgorithm::kTwoShot, DataType::kFloat16)},
+    {"put", messages(Form::kPut)},
+    {"get", messages(Form::kGet)},
+    {"packets", messages(Form::kPackets)},
+    {"broadcast", {Subject::Kind::kBroadcast, 0, DataType::kBFloat16}},
+};
+
+// Neighbouring seeds go through all subjects and worlds in turn.
+struct Case {
+  Subject subject;
+  uint32_t ranks;
+};
+
+Case choose_case(uint64_t seed, const std::string& algorithm) {
+  std::vector<Subject> subjects;
+  for (const NamedSubject& named : kSubjects) {
+    if (algorithm.empty() || algorithm == named.name) subjects.push_back(named.subject);
+  }
+  if (subjects.empty()) {
+    throw std::invalid_argument("there is no algorithm '" + algorithm + "'; there are " + subject_names());
+  }
+  return {subjects[seed / kWorlds % subjects.size()], static_cast<uint32_t>(2 + seed % kWorlds)};
+}
+
+// ---- How the schedule goes -----------------------------------------------------------------------------------------
+
+Temper draw_temper(uint32_t ranks, Random& random, const Options& options) {
+  Temper temper;
+  temper.memory.stale = random.pick({0u, 0u, 16u, 64u, 160u});
+  temper.memory.overtake = random.pick({0u, 64u, 256u});
+  temper.memory.delay = random.pick({0u, 8u, 64u, 256u});
+  temper.memory.local_delay = random.pick({0u, 0u, 8u, 64u});
+  if (random.chance(64)) temper.memory.slow_links = random.next() & random.next() & random.next();
+  temper.memory.grid_end_performs = options.grid_end_performs;
+
+  emulator::SchedulerTemper& scheduler = temper.scheduler;
+  scheduler.policy =
+      random.pick({emulator::Policy::kUniform, emulator::Policy::kWeighted, emulator::Policy::kPriorities});
+  for (uint32_t& weight : scheduler.weight) weight = 1u << random.below(10);
+  scheduler.change = random.pick({0u, 64u, 1024u});
+  scheduler.preempt = random.pick({0u, 16u, 96u, 256u});
+  scheduler.samples = random.between(1, 4);
+  scheduler.resident_threads = random.pick({1u, 16u, 48u, 256u});
+  scheduler.launch_delay = random.pick({0u, 16u, 512u});
+  scheduler.completion_delay = random.pick({0u, 16u, 512u});
+  if (random.chance(64)) {
+    temper.stalls.push_back(
+        {random.below(ranks), random.between(1, 1u << random.below(10)), random.between(1, 20'000)});
+  }
+  return temper;
+}
+
+// What befalls one rank, beyond what the others may wait for.
+struct Mishap {
+  uint32_t rank;
+  bool for_ever;
+};
+
+std::optional<Mishap> draw_mishap(uint32_t ranks, Random& random, Temper& temper) {
+  if (!random.chance(24)) return std::nullopt;
+  const Mishap mishap{random.below(ranks), random.chance(128)};
+  temper.stalls.push_back(
+      {mishap.rank, random.between(1, 1u << random.below(11)), mishap.for_ever ? Stall::kForever : 3 * kTimeoutNs});
+  return mishap;
+}
+
+// Where the numbers of operations start: at 0, or shortly before a counter's low half or the whole of it wraps.
+uint64_t draw_first_operation(Random& random) {
+  const uint64_t wraps[] = {(uint64_t{1} << 32) / kArrivalsPerOperation, ~uint64_t{0} / kArrivalsPerOperation + 1};
+  if (random.chance(128)) return random.below(2);
+  return wraps[random.below(2)] - random.below(5);
+}
+
+// ---- What has to hold afterwards -----------------------------------------------------------------------------------
+
+std::string describe(const host::ExpiredWait& wait) {
+  return "a wait of " + wait.operation + " " + std::to_string(wait.sequence) + " for rank " +
+         std::to_string(wait.peer) + " expired";
+}
+
+std::string wrong_result(const std::vector<std::unique_ptr<Call>>& calls, uint32_t rank) {
+  for (size_t i = 0; i < calls.size(); ++i) {
+    const std::string wrong = calls[i]->wrong(rank);
+    if (!wrong.empty()) {
+      return "rank " + std::to_string(rank) + ", call " + std::to_string(i) + " (" + calls[i]->name() + "): " + wrong;
+    }
+  }
+  return "";
+}
+
+// No rank has an error, all results are right, all lines are armed and all operations counted.
+std::string check_all_right(World& world, const std::vector<std::unique_ptr<Call>>& calls) {
+  uint64_t operations = 0;
+  for (const auto& call : calls) operations += call->operations();
+  for (uint32_t rank = 0; rank < world.ranks(); ++rank) {
+    if (const auto expired = world.core(rank).expired())
+      return "rank " + std::to_string(rank) + ": " + describe(*expired);
+    std::string wrong = wrong_result(calls, rank);
+    if (wrong.empty()) wrong = world.not_armed(rank);
+    if (!wrong.empty()) return wrong;
+    if (world.operations_counted(rank) != operations) {
+      return "rank " + std::to_string(rank) + " counted " + std::to_string(world.operations_counted(rank)) +
+             " operations of " + std::to_string(operations);
+    }
+  }
+  return "";
+}
+
+// A rank without an error has right results, the one that came too late too; one with an error names the one that was
+// missing.
+std::string check_mishap(World& world, const std::vector<std::unique_ptr<Call>>& calls, const Mishap& mishap) {
+  for (uint32_t rank = 0; rank < world.ranks(); ++rank) {
+    if (rank == mishap.rank && mishap.for_ever) continue;
+    const auto expired = world.core(rank).expired();
+    if (!expired) {
+      const std::string wrong = wrong_result(calls, rank);
+      if (!wrong.empty()) return "without an error on " + wrong;
+    } else if (rank != mishap.rank && expired->peer != static_cast<int>(mishap.rank)) {
+      return "rank " + std::to_string(rank) + " blames the wrong one: " + describe(*expired);
+    }
+  }
+  return "";
+}
+
+const char* describe(Ending ending) {
+  switch (ending) {
+    case Ending::kStuck:
+      return "threads wait for a barrier or a grid that nobody will reach or end";
+    case Ending::kTooLong:
+      return "it did not end";
+    case Ending::kFault:
+      return "an access that is not defined";
+    case Ending::kDone:
+      break;
+  }
+  return "";
+}
+
+}  // namespace
+
+const char* subject_names() {
+  return "one_shot, two_shot, fused_one_shot, fused_two_shot, put, get, packets and broadcast";
+}
+
+Result run_schedule(emulator::Machine& machine, uint64_t seed, const Options& options) {
+  const Case chosen = choose_case(seed, options.algorithm);
+  Random random(seed);
+  Temper temper = draw_temper(chosen.ranks, random, options);
+  const std::optional<Mishap> mishap = draw_mishap(chosen.ranks, random, temper);
+  const uint64_t first_operation = draw_first_operation(random);
+
+  Result result{};
+  result.description = std::to_string(chosen.ranks) + " ranks";
+  if (mishap) {
+    result.description += ", rank " + std::to_string(mishap->rank) + (mishap->for_ever ? " dies" : " stalls");
+  }
+  World world(machine, chosen.ranks, first_operation);
+  machine.reset(random.next(), chosen.ranks, temper);
+  std::vector<std::unique_ptr<Call>> calls;
+  const uint32_t count = random.between(1, random.pick({2u, 4u, 6u}));
+  for (uint32_t i = 0; i < count; ++i) {
+    calls.push_back(draw_call(chosen.subject, i, chosen.ranks, random, i == 0 ? nullptr : calls.back().get()));
+    result.description += "; " + calls.back()->name();
+  }
+  for (uint32_t rank = 0; rank < chosen.ranks; ++rank) {
+    for (const auto& call : calls) call->enqueue(world, rank);
+  }
+
+  const Ending ending = machine.run();
+  if (ending != Ending::kDone) {
+    result.failure = std::string(describe(ending)) + (machine.fault().empty() ? "" : ": ") + machine.fault();
+  } else {
+    result.failure = mishap ? check_mishap(world, calls, *mishap) : check_all_right(world, calls);
+  }
+  result.steps = machine.now();
+  result.fingerprint = machine.fingerprint();
+  return result;
+}
+
+emulator::Machine make_machine() { return emulator::Machine(kMaxWorldSize, kBytesOfRank, kTimeoutNs / 256); }
+
+}  // namespace drill

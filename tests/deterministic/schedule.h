@@ -1,0 +1,31 @@
+// One schedule: all of it follows from its seed.
+#pragma once
+
+#include <string>
+
+#include "emulator/deterministic/machine.h"
+
+namespace drill {
+
+struct Options {
+  // Only schedules about this: "" (all), or the name of a subject (subject_names()).
+  std::string algorithm;
+  // See weak_memory.h.
+  bool grid_end_performs = true;
+};
+
+struct Result {
+  std::string failure;  // "" if all was as promised
+  std::string description;
+  uint64_t steps;
+  uint64_t fingerprint;
+};
+
+const char* subject_names();
+
+// Throws std::invalid_argument for an unknown algorithm.
+Result run_schedule(llm_comm::emulator::Machine& machine, uint64_t seed, const Options& options);
+
+llm_comm::emulator::Machine make_machine();
+
+}  // namespace drill

@@ -1,0 +1,113 @@
+#include "world.h"
+
+#include <cstring>
+
+#include "host/core_impl.h"
+
+namespace drill {
+
+namespace {
+
+class RankMemory {
+ public:
+  RankMemory(emulator::WeakMemory& memory, uint32_t rank) : memory_(&memory), rank_(rank) {}
+
+  host::WorkspaceHandle create(uint64_t bytes, bool) {
+    std::memset(local(), 0, kHeaderBytes);
+    std::memset(local() + kHeaderBytes, 0xFF, bytes - kHeaderBytes);
+    std::memset(local() + bytes, 0, memory_->bytes_of_rank() - bytes);
+    return {};
+  }
+  char* map(int peer, const host::WorkspaceHandle&) { return memory_->of_rank(static_cast<uint32_t>(peer)); }
+  char* local() const { return memory_->of_rank(rank_); }
+  HostMailbox* mailbox() const { return mailbox_.get(); }
+  void read(void* to, const char* from, uint64_t bytes) const { std::memcpy(to, from, bytes); }
+
+ private:
+  emulator::WeakMemory* memory_;
+  uint32_t rank_;
+  std::unique_ptr<HostMailbox> mailbox_ = std::make_unique<HostMailbox>();
+};
+
+class StreamLauncher {
+ public:
+  template <class Args>
+  using Function = void (*)(Args);
+
+  StreamLauncher(emulator::Machine& machine, uint32_t rank) : machine_(&machine), rank_(rank) {}
+
+  template <class Args>
+  Function<Args> function(void (*kernel)(Args)) const {
+    return kernel;
+  }
+  template <class Args>
+  void launch(Function<Args> kernel, const Args& args, const host::Grid& grid, uint64_t) {
+    const emulator::LaunchConfig config{grid.blocks, grid.threads, grid.shared_bytes, grid.cluster_blocks};
+    machine_->launch(rank_, config, [=] { kernel(args); }, true);
+  }
+  uint32_t max_cluster_blocks() const { return kMaxClusterBlocks; }
+  void p2p_test(const DeviceComm& comm) {
+    machine_->launch(rank_, {1, kMaxWorldSize, 0}, [=] { llm_comm::p2p_test(comm); }, false);
+  }
+  void copy(uint64_t output, uint64_t input, uint64_t bytes, uint64_t) {
+    std::memmove(reinterpret_cast<void*>(output), reinterpret_cast<const void*>(input), bytes);
+  }
+
+ private:
+  emulator::Machine* machine_;
+  uint32_t rank_;
+};
+
+}  // namespace
+
+struct World::Member {
+  host::CoreImpl<RankMemory, StreamLauncher> core;
+  ChannelCounters counters[kMaxWorldSize] = {};
+};
+
+World::World(emulator::Machine& machine, uint32_t ranks, uint64_t first_operation)
+    : machine_(machine), first_operation_(first_operation) {
+  for (uint32_t rank = 0; rank < ranks; ++rank) {
+    const host::CoreOptions options{static_cast<int>(rank), static_cast<int>(ranks), kSlotBytes,
+                                    static_cast<double>(kTimeoutNs) / 1e9, true};
+    members_.push_back(std::make_unique<Member>(
+        Member{{options, RankMemory(machine.memory(), rank), StreamLauncher(machine, rank)}, {}}));
+    host::Core& own = core(rank);
+    own.create_workspace(false);
+    const CommState state{first_operation * kArrivalsPerOperation, 0, 0};
+    std::memcpy(machine.memory().of_rank(rank), &state, sizeof(state));
+    for (uint32_t peer = 0; peer < ranks; ++peer) {
+      if (peer != rank) own.map_peer(static_cast<int>(peer), {});
+    }
+  }
+}
+
+World::~World() = default;
+
+host::Core& World::core(uint32_t rank) { return members_[rank]->core; }
+const DeviceComm& World::device_comm(uint32_t rank) const { return members_[rank]->core.device_comm(); }
+
+ChannelCounters* World::channel_counters(uint32_t rank) { return members_[rank]->counters; }
+
+void World::launch(uint32_t rank, const emulator::LaunchConfig& config, std::function<void()> kernel) {
+  machine_.launch(rank, config, std::move(kernel), true);
+}
+
+std::string World::not_armed(uint32_t rank) {
+  const char* const slots = machine_.memory().of_rank(rank) + kHeaderBytes;
+  for (uint64_t offset = 0; offset < kSlots * kSlotBytes; offset += sizeof(uint32_t)) {
+    uint32_t word;
+    std::memcpy(&word, slots + offset, sizeof(word));
+    if (word == kSentinel) continue;
+    return "rank " + std::to_string(rank) + ": byte " + std::to_string(offset) + " of the slots is not armed again";
+  }
+  return "";
+}
+
+uint64_t World::operations_counted(uint32_t rank) {
+  CommState state;
+  std::memcpy(&state, machine_.memory().of_rank(rank), sizeof(state));
+  return (state.arrivals - first_operation_ * kArrivalsPerOperation) / kArrivalsPerOperation;
+}
+
+}  // namespace drill

@@ -1,0 +1,50 @@
+// The ranks of one schedule: a core for each, the one of the product, over memory and streams of the emulated machine.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "channel_memory.cuh"
+#include "emulator/deterministic/machine.h"
+#include "host/core.h"
+#include "kernels/all_reduce/kernels.cuh"
+
+namespace drill {
+
+using namespace llm_comm;  // NOLINT: a test of its kernels
+
+inline constexpr uint64_t kSlotBytes = 4096;
+// Behind the workspace: memory of the channels that message_passing.cuh drives.
+inline constexpr uint64_t kChannelOffset = kHeaderBytes + kSlots * kSlotBytes;
+inline constexpr uint64_t kBytesOfRank = kChannelOffset + 32 * 1024;
+inline constexpr uint64_t kTimeoutNs = 4'000'000;
+
+class World {
+ public:
+  // `first_operation`: where the operations' numbers start.
+  World(emulator::Machine& machine, uint32_t ranks, uint64_t first_operation);
+  ~World();
+
+  uint32_t ranks() const { return static_cast<uint32_t>(members_.size()); }
+  host::Core& core(uint32_t rank);
+  const DeviceComm& device_comm(uint32_t rank) const;
+  emulator::Machine& machine() { return machine_; }
+  // Enqueues a kernel of a test's own as the core enqueues its own.
+  void launch(uint32_t rank, const emulator::LaunchConfig& config, std::function<void()> kernel);
+
+  // By peer. Channels outlive the calls that use them.
+  ChannelCounters* channel_counters(uint32_t rank);
+
+  // The word of the slots that differs from the sentinel, if any: "" or what is wrong.
+  std::string not_armed(uint32_t rank);
+  // How many operations the rank's state counts, from 0.
+  uint64_t operations_counted(uint32_t rank);
+
+ private:
+  struct Member;
+  emulator::Machine& machine_;
+  uint64_t first_operation_;
+  std::vector<std::unique_ptr<Member>> members_;
+};
+
+}  // namespace drill

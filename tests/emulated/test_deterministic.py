@@ -1,0 +1,109 @@
+"""Seeded schedules of all ranks in one process over weak memory, and the proof that they find what is to be found."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+DETERMINISTIC = Path(__file__).parents[1] / "deterministic"
+sys.path.append(str(DETERMINISTIC))
+
+import controls  # noqa: E402
+import driver  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None or shutil.which("cmake") is None, reason="needs g++ and cmake"
+)
+
+#: In each of two processes.
+SCHEDULES = 10_000
+
+
+@pytest.fixture(scope="module")
+def programs() -> Path:
+    return driver.build()
+
+
+@pytest.fixture(scope="module")
+def with_controls() -> Path:
+    return controls.build()
+
+
+def test_model_of_memory(programs: Path) -> None:
+    """The model shows what PTX allows and only that."""
+    done = driver.run(programs / "litmus")
+    assert done.returncode == 0, done.stdout
+
+
+def test_schedules(programs: Path) -> None:
+    """All algorithms, data types and worlds."""
+    with ThreadPoolExecutor() as pool:
+        runs = [
+            pool.submit(driver.run, programs / driver.PROGRAM, "--cases", SCHEDULES, "--seed", 1 + job * SCHEDULES)
+            for job in range(2)
+        ]
+    for run in runs:
+        done = run.result()
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"{SCHEDULES} schedules" in done.stdout
+
+
+def test_a_failure_is_replayed_from_its_seed(programs: Path) -> None:
+    """The command that a failure prints fails alike. To have one, grids order nothing."""
+    failed = driver.run(programs / driver.PROGRAM, "--cases", 2000, "--unordered-grids")
+    assert failed.returncode == 1
+    reason = re.search(r"^FAILED: seed \d+ \(.*?\): (.*)$", failed.stdout, flags=re.MULTILINE)
+    command = re.search(r"replay: (.*)$", failed.stdout, flags=re.MULTILINE)
+    assert reason is not None
+    assert command is not None
+    program, *arguments = command[1].split()
+    again = driver.run(Path(program), *arguments)
+    assert again.returncode == 1
+    assert reason[1] in again.stdout
+
+
+@pytest.mark.parametrize("seed", [3, 45, 1_000_000_007])
+def test_a_seed_decides_every_access(programs: Path, seed: int, tmp_path: Path) -> None:
+    traces = []
+    for name in ("first", "second", "other"):
+        trace = tmp_path / name
+        driver.run(programs / driver.PROGRAM, "--replay", seed + 7000 * (name == "other"), "--trace", trace)
+        traces.append(trace.read_bytes())
+    assert traces[0] == traces[1]
+    assert traces[0] != traces[2]
+    assert traces[0].count(b"\n") > 10
+
+
+def test_unknown_algorithms_are_refused(programs: Path) -> None:
+    done = driver.run(programs / driver.PROGRAM, "--algorithm", "three_shot")
+    assert done.returncode == 2
+    assert "there is no algorithm 'three_shot'; there are one_shot, two_shot" in done.stderr
+
+
+# ---- Negative controls ---------------------------------------------------------------------------------------------
+
+
+def test_the_copy_with_controls_is_right_as_long_as_none_is_on(with_controls: Path) -> None:
+    nothing_off = controls.Control("none", "", (), budget=500)
+    assert controls.run(nothing_off, with_controls).failure == ""
+
+
+@pytest.mark.parametrize("control", controls.CONTROLS, ids=lambda control: control.name)
+def test_a_missing_protection_is_noticed(control: controls.Control, with_controls: Path) -> None:
+    outcome = controls.run(control, with_controls)
+    assert outcome.failure, f"{control.protection}: nobody noticed in {outcome.schedules} schedules that this is gone"
+
+
+def test_the_documented_controls_are_those_that_are_run() -> None:
+    results = sorted((driver.REPOSITORY / "docs" / "results").glob("*_negative_controls.json"))
+    assert results
+    documented = json.loads(results[-1].read_text(encoding="utf-8"))["controls"]
+    assert [entry["name"] for entry in documented] == [control.name for control in controls.CONTROLS]
+    assert all(entry["noticed"] == entry["runs"] for entry in documented)
+    assert controls.table(documented) in (driver.REPOSITORY / "docs" / "reliability.md").read_text(encoding="utf-8")
