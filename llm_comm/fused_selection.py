@@ -86,6 +86,9 @@ def select_fused(
         return without_kernel("none", 0, "no rows")
     if message_bytes > limit:
         return without_kernel("declined", message_bytes, f"more than max_message_bytes={limit}")
+    if message_bytes > table.max_fused_bytes:
+        why = f"more than max_fused_bytes={table.max_fused_bytes} of {table.name}: two kernels are as fast"
+        return without_kernel("declined", message_bytes, why)
 
     candidates = table.fused or derive_fused_rows(table.rows)
     row = next((row for row in candidates if message_bytes <= row.up_to), candidates[-1])

@@ -61,10 +61,12 @@ class TuningTable(NamedTuple):
     max_message_bytes: int
     #: For fused operations; empty: derived from ``rows``.
     fused: tuple[FusedRow, ...] = ()
+    #: Larger messages are not fused: an all-reduce and a norm of its own are as fast.
+    max_fused_bytes: int = MIB
 
     def fingerprint(self) -> str:
         """The name, and a digest of the content: what ranks compare."""
-        digest = hashlib.sha256(repr((self.rows, self.max_message_bytes, self.fused)).encode()).hexdigest()
+        digest = hashlib.sha256(repr(self[1:]).encode()).hexdigest()
         return f"{self.name} ({digest[:12]})"
 
 
@@ -170,13 +172,16 @@ def load_table(path: Path | resources.abc.Traversable) -> tuple[str, int, Tuning
         rows = tuple(TuningRow(**row) for row in content["all_reduce"])
         fused = tuple(FusedRow(**row) for row in content.get("fused") or ())
         table = TuningTable(path.name, rows, int(content["max_message_bytes"]), fused)
+        if "max_fused_bytes" in content:
+            table = table._replace(max_fused_bytes=int(content["max_fused_bytes"]))
         device, world_size = str(content["device"]), int(content["world_size"])
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"tuning table {path}: {type(error).__name__}: {error}") from error
     _check_rows(str(path), rows)
     _check_fused_rows(str(path), fused)
-    if table.max_message_bytes < 0:
-        raise ConfigError(f"tuning table {path}: max_message_bytes is {table.max_message_bytes}; it must be at least 0")
+    for name in ("max_message_bytes", "max_fused_bytes"):
+        if getattr(table, name) < 0:
+            raise ConfigError(f"tuning table {path}: {name} is {getattr(table, name)}; it must be at least 0")
     return device, world_size, table
 
 
@@ -281,4 +286,4 @@ def emulated_table() -> TuningTable:
         FusedRow(8 * 1024, "one_shot", 4, 128, 2, 0),
         FusedRow(64 * MIB, "two_shot", 4, 128, 2, 1),
     )
-    return TuningTable("emulated", rows, 64 * MIB, fused)
+    return TuningTable("emulated", rows, 64 * MIB, fused, max_fused_bytes=64 * MIB)

@@ -180,6 +180,7 @@ def _write_table(
         "device": torch.cuda.get_device_name(comm.device),
         "world_size": comm.world_size,
         "max_message_bytes": table.max_message_bytes,
+        "max_fused_bytes": table.max_fused_bytes,
         "measured": {"date": environment["date"], **environment["versions"], "operations": list(operations)},
     }
 

@@ -60,7 +60,7 @@ def measure(comm: Communicator, group: dist.ProcessGroup, args: argparse.Namespa
         measured = []
         plans = set()
         for row in candidates(rows, args.hidden, comm.world_size, sm_count):
-            comm.use_table(TuningTable("tune", comm.table.rows, 1 << 40, (row,)))
+            comm.use_table(TuningTable("tune", comm.table.rows, 1 << 40, (row,), 1 << 40))
             plan = comm.plan_fused(x, weight)
             if plan in plans or not _launches(call, group):
                 continue

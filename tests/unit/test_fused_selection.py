@@ -60,6 +60,7 @@ def test_table_without_fused_rows() -> None:
         (4, 0, 2, None, "declined", "rows of 0 elements"),
         (1, MAX_HIDDEN + 8, 2, None, "declined", "multiple of 8 up to 16384"),
         (2, 64, 2, 255, "declined", "more than max_message_bytes=255"),
+        (4097, 128, 2, 1 << 30, "declined", "more than max_fused_bytes=1048576 of test table"),
     ],
 )
 def test_nothing_to_launch(rows: int, hidden: int, world: int, limit: int | None, algorithm: str, reason: str) -> None:
@@ -90,7 +91,7 @@ def random_cases(number: int) -> Iterator[tuple[int, int, int, Config, FusedRow,
 
 
 def one_row(row: FusedRow) -> TuningTable:
-    return TuningTable("one row", PLAIN, 1 << 40, (row,))
+    return TuningTable("one row", PLAIN, 1 << 40, (row,), 1 << 40)
 
 
 def core_of(world: int, config: Config) -> _core.Core:
@@ -221,5 +222,5 @@ def test_shipped_table(path: Path) -> None:
     assert table.fused
     for row in table.fused:
         for hidden in (2880, 4096, 8192):
-            rows = max(1, min(row.up_to, table.max_message_bytes) // (2 * hidden))
+            rows = max(1, min(row.up_to, table.max_fused_bytes) // (2 * hidden))
             prepare(core_of(world, CONFIG), select_fused(rows, hidden, world, table, CONFIG, LIMITS), rows, hidden)
