@@ -143,6 +143,7 @@ CONTROLS = (
         "a grid's own lines are armed for peers too before the next grid passes grid_dependency_wait()",
         (),
         options=("--unordered-grids",),
+        budget=5000,
     ),
     Control(
         "wait_for_all",

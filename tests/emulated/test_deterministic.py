@@ -56,7 +56,7 @@ def test_schedules(programs: Path) -> None:
 
 def test_a_failure_is_replayed_from_its_seed(programs: Path) -> None:
     """The command that a failure prints fails alike. To have one, grids order nothing."""
-    failed = driver.run(programs / driver.PROGRAM, "--cases", 2000, "--unordered-grids")
+    failed = driver.run(programs / driver.PROGRAM, "--cases", 20_000, "--unordered-grids")
     assert failed.returncode == 1
     reason = re.search(r"^FAILED: seed \d+ \(.*?\): (.*)$", failed.stdout, flags=re.MULTILINE)
     command = re.search(r"replay: (.*)$", failed.stdout, flags=re.MULTILINE)
