@@ -9,11 +9,11 @@
 // Cluster            blocks of a launch that run at once and reach each other's shared memory: `blocks` neighbours, of
 //                    which the first has an index divisible by `blocks`; 1 on devices without clusters
 //                    cluster_arrive(), cluster_wait(): the two halves of a barrier of all threads of the cluster
-// Delivery           stores into the shared memory of another block, counted there (a transaction barrier): a uint64_t of
-//                    shared memory, delivery_init() by one thread, before the cluster's barrier; delivery_expect(d, n) by
-//                    one thread in each phase: n bytes end it; deliver(p, b, x, d): *p = x in block b of the cluster,
-//                    counted in its d; delivery_wait(d, parity): until the phase of that parity (the first has 0) is over
-//                    and what was delivered in it can be read
+// Delivery           stores of floats into the shared memory of blocks of a cluster of k, counted there: a uint64_t of
+//                    shared memory, delivery_init(d, n, k) by one thread, before the cluster's barrier;
+//                    delivery_expect(d, n, k) by one thread in each phase: n values end it, the same number in all;
+//                    deliver(p, b, x, d, k): *p = x in block b, counted in its d; delivery_wait(d, parity): until the
+//                    phase of that parity (the first has 0) is over and what was delivered in it can be read
 // Grid order         grid_dependency_trigger(): the next grid of the stream may be scheduled
 //                    grid_dependency_wait(): all earlier grids of the stream are complete and visible
 //                    grid_dependency_wait_after(x): the same, once x (any value but 0) has been computed

@@ -61,18 +61,21 @@ LLM_COMM_DEVICE uint32_t shared_address(const void* address) {
 }
 #endif
 
-LLM_COMM_DEVICE void delivery_init(uint64_t* delivery) {
+LLM_COMM_DEVICE void delivery_init(uint64_t* delivery, uint32_t values, uint32_t blocks) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
-      "mbarrier.init.shared::cta.b64 [%0], 1; fence.mbarrier_init.release.cluster;" ::"r"(shared_address(delivery))
+      "mbarrier.init.shared::cta.b64 [%0], %1; fence.mbarrier_init.release.cluster;" ::"r"(shared_address(delivery)),
+      "r"(blocks == 1 ? values : 1)
       : "memory");
 #else
   *delivery = kDeliveryUnexpected;
 #endif
 }
 
-LLM_COMM_DEVICE void delivery_expect(uint64_t* delivery, uint32_t bytes) {
+LLM_COMM_DEVICE void delivery_expect(uint64_t* delivery, uint32_t values, uint32_t blocks) {
+  const uint32_t bytes = values * static_cast<uint32_t>(sizeof(float));
 #if __CUDA_ARCH__ >= 900
+  if (blocks == 1) return;  // every phase takes as many arrivals as the first
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(delivery)), "r"(bytes)
                : "memory");
 #else
@@ -80,8 +83,18 @@ LLM_COMM_DEVICE void delivery_expect(uint64_t* delivery, uint32_t bytes) {
 #endif
 }
 
-LLM_COMM_DEVICE void deliver(float* address, uint32_t block, float value, uint64_t* delivery) {
+// In a cluster of one block st.async is undefined (an illegal instruction on sm_90, even to the block itself): there a
+// value is a plain store and an arrival, with release at the scope of the block.
+LLM_COMM_DEVICE void deliver(float* address, uint32_t block, float value, uint64_t* delivery, uint32_t blocks) {
 #if __CUDA_ARCH__ >= 900
+  if (blocks == 1) {
+    asm volatile(
+        "st.shared::cta.f32 [%0], %1; mbarrier.arrive.release.cta.shared::cta.b64 _, [%2];" ::"r"(
+            shared_address(address)),
+        "f"(value), "r"(shared_address(delivery))
+        : "memory");
+    return;
+  }
   asm volatile(
       "{ .reg .u32 a, d; mapa.shared::cluster.u32 a, %0, %1; mapa.shared::cluster.u32 d, %2, %1;"
       "  st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [a], %3, [d]; }" ::"r"(shared_address(address)),

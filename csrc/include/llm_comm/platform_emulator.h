@@ -85,13 +85,15 @@ LLM_COMM_DEVICE void count_delivery(uint64_t* delivery, uint64_t change) {
   if (static_cast<uint32_t>(*delivery) == 0) *delivery += (uint64_t{1} << 32) + kDeliveryUnexpected;
 }
 
-LLM_COMM_DEVICE void delivery_init(uint64_t* delivery) { *delivery = kDeliveryUnexpected; }
-
-LLM_COMM_DEVICE void delivery_expect(uint64_t* delivery, uint32_t bytes) {
-  count_delivery(delivery, uint64_t{bytes} - kDeliveryUnexpected);
+LLM_COMM_DEVICE void delivery_init(uint64_t* delivery, uint32_t /*values*/, uint32_t /*blocks*/) {
+  *delivery = kDeliveryUnexpected;
 }
 
-LLM_COMM_DEVICE void deliver(float* address, uint32_t block, float value, uint64_t* delivery) {
+LLM_COMM_DEVICE void delivery_expect(uint64_t* delivery, uint32_t values, uint32_t /*blocks*/) {
+  count_delivery(delivery, uint64_t{values} * sizeof(float) - kDeliveryUnexpected);
+}
+
+LLM_COMM_DEVICE void deliver(float* address, uint32_t block, float value, uint64_t* delivery, uint32_t /*blocks*/) {
   *in_block(address, block) = value;
   count_delivery(in_block(delivery, block), -uint64_t{sizeof(float)});
 }

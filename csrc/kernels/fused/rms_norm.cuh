@@ -46,7 +46,7 @@ class RmsNorm {
     for (uint32_t i = thread_index(); i < kPartialSets * kMaxChunks; i += block_threads()) partials_[i] = 0.0f;
     if (thread_index() == 0) {
       for (uint32_t set = 0; set < kPartialSets; ++set) {
-        delivery_init(deliveries_ + set);
+        delivery_init(deliveries_ + set, chunks_, args_.cluster_blocks);
         expect(set);
       }
     }
@@ -151,7 +151,7 @@ class RmsNorm {
   LLM_COMM_DEVICE uint32_t set_of_row() const { return rows_ % 2; }
 
   LLM_COMM_DEVICE void expect(uint32_t set) const {
-    delivery_expect(deliveries_ + set, chunks_ * static_cast<uint32_t>(sizeof(float)));
+    delivery_expect(deliveries_ + set, chunks_, args_.cluster_blocks);
   }
 
   LLM_COMM_DEVICE uint64_t element(uint32_t row, Place at) const {
@@ -185,7 +185,7 @@ class RmsNorm {
     const uint32_t lanes = lines < kChunkLines ? lines * (kElementsPerLine / Width) : kLanesPerChunk;
     float* const partial = partials_ + set * kMaxChunks + chunk;
     for (uint32_t block = thread_index() % kLanesPerChunk; block < args_.cluster_blocks; block += lanes) {
-      deliver(partial, block, value, deliveries_ + set);
+      deliver(partial, block, value, deliveries_ + set, args_.cluster_blocks);
     }
   }
 
