@@ -88,11 +88,10 @@ LLM_COMM_DEVICE void delivery_expect(uint64_t* delivery, uint32_t values, uint32
 LLM_COMM_DEVICE void deliver(float* address, uint32_t block, float value, uint64_t* delivery, uint32_t blocks) {
 #if __CUDA_ARCH__ >= 900
   if (blocks == 1) {
-    asm volatile(
-        "st.shared::cta.f32 [%0], %1; mbarrier.arrive.release.cta.shared::cta.b64 _, [%2];" ::"r"(
-            shared_address(address)),
-        "f"(value), "r"(shared_address(delivery))
-        : "memory");
+    asm volatile("st.shared::cta.f32 [%0], %1; mbarrier.arrive.release.cta.shared::cta.b64 _, [%2];" ::"r"(
+                     shared_address(address)),
+                 "f"(value), "r"(shared_address(delivery))
+                 : "memory");
     return;
   }
   asm volatile(

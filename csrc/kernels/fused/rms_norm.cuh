@@ -150,9 +150,7 @@ class RmsNorm {
 
   LLM_COMM_DEVICE uint32_t set_of_row() const { return rows_ % 2; }
 
-  LLM_COMM_DEVICE void expect(uint32_t set) const {
-    delivery_expect(deliveries_ + set, chunks_, args_.cluster_blocks);
-  }
+  LLM_COMM_DEVICE void expect(uint32_t set) const { delivery_expect(deliveries_ + set, chunks_, args_.cluster_blocks); }
 
   LLM_COMM_DEVICE uint64_t element(uint32_t row, Place at) const {
     return static_cast<uint64_t>(row) * (args_.row_lines * kElementsPerLine) + at.index;
