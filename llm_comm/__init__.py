@@ -7,16 +7,28 @@ from importlib import resources
 from llm_comm import _core
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
-from llm_comm.errors import ConfigError, LlmCommError, PeerTimeout, RendezvousError, UnsupportedInputError
+from llm_comm.errors import (
+    CommunicatorError,
+    ConcurrentUseError,
+    ConfigError,
+    LlmCommError,
+    MismatchError,
+    PeerTimeout,
+    RendezvousError,
+    UnsupportedInputError,
+)
 from llm_comm.fused_selection import FusedPlan
 from llm_comm.selection import Plan
 
 __all__ = [
     "Communicator",
+    "CommunicatorError",
+    "ConcurrentUseError",
     "Config",
     "ConfigError",
     "FusedPlan",
     "LlmCommError",
+    "MismatchError",
     "PeerTimeout",
     "Plan",
     "RendezvousError",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -14,10 +15,12 @@ import torch.distributed as dist
 from llm_comm import _core, arrays, ops, selection
 from llm_comm.bootstrap import Rendezvous, host_identity
 from llm_comm.config import Config
-from llm_comm.errors import PeerTimeout, RendezvousError, UnsupportedInputError
+from llm_comm.errors import CommunicatorError, RendezvousError, UnsupportedInputError
 from llm_comm.fused import FusedCalls, device_limits
 from llm_comm.fused_selection import FusedPlan
 from llm_comm.selection import Plan
+from llm_comm.status import StatusBoard
+from llm_comm.watchdog import KERNEL_SHARE_OF_TIMEOUT, Watchdog
 
 logger = logging.getLogger("llm_comm")
 
@@ -30,8 +33,8 @@ _DATA_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _ALGORITHMS = {name: number for number, name in enumerate(selection.ALGORITHMS)}
 # Prefill brings ever new sizes; each takes about a kilobyte.
 _MAX_PREPARED = 4096
-# A kernel gives up this much of the limit early, for the exception to reach the caller within it.
-_KERNEL_SHARE_OF_TIMEOUT = 0.9
+# What would make the ranks of a group run different kernels, or expect other messages.
+_OPTIONS_OF_ALL_RANKS = ("workspace_bytes", "max_message_bytes", "algorithm", "fuse", "debug")
 
 
 class _Prepared(NamedTuple):
@@ -46,7 +49,8 @@ class Communicator:
     Making one is collective over the group: either all ranks get one or all raise. Calls are collective too: all ranks
     make the same calls, with the same shapes and dtypes, in the same order. Work is enqueued on the current CUDA stream
     and can be captured in CUDA graphs. A call on another stream than the last one waits for that one, which must still
-    exist; graphs of one communicator must not run on two streams at once. For inference: nothing is differentiated.
+    exist; graphs of one communicator must not run on two streams at once (``Config.debug`` notices). For inference:
+    nothing is differentiated.
 
     Args:
         group: The ranks: 1 to 8 processes of this machine, each with a device of its own. gloo or NCCL.
@@ -78,6 +82,8 @@ class Communicator:
         self._prepared: dict[tuple[int, torch.dtype], _Prepared] = {}
         self._core: _core.Core | None = None
         self._limits = device_limits(self.device)
+        self._watchdog: Watchdog | None = None
+        self._stop_watching: Callable[[], object] | None = None
 
         _check_hosts(rendezvous, self)
         self._table = rendezvous.attempt("choice of a tuning table", self._find_table)
@@ -86,6 +92,7 @@ class Communicator:
         self.memory_kind = self._connect(rendezvous)
         self._fused = self._make_fused_calls()
         _check_reachable(rendezvous, self._core)
+        self._watch(rendezvous)
         self.name = ops.register(self)
         logger.info(
             "rank %d of %d on %s: workspace %d bytes (%s), %s",
@@ -112,7 +119,7 @@ class Communicator:
 
         Raises:
             UnsupportedInputError: ``accepts(x)`` is false, or ``out`` does not fit ``x``.
-            PeerTimeout: A wait of this or an earlier call expired.
+            CommunicatorError: This or an earlier call has failed: PeerTimeout, MismatchError or ConcurrentUseError.
         """
         # Host time of a call is a bar: this path makes no Python call that it can do without.
         if _is_compiling():
@@ -185,7 +192,7 @@ class Communicator:
         Raises:
             UnsupportedInputError: ``accepts_fused(x, weight, quantize)`` is false, or another tensor does not fit. The
                 sum has not been made then: call ``all_reduce``.
-            PeerTimeout: A wait of this or an earlier call expired.
+            CommunicatorError: This or an earlier call has failed, as of ``all_reduce``.
         """
         if _is_compiling():
             results = ops.fused(x, residual, weight, eps, quantize, scale, self.name)
@@ -225,10 +232,22 @@ class Communicator:
         return selection.declined(tensor.numel() * tensor.element_size(), self._why_declined(tensor))
 
     def check(self) -> None:
-        """Raises PeerTimeout if a wait of an earlier call has expired; costs no synchronization."""
-        expired = self._live_core().expired()
-        if expired is not None:
-            raise PeerTimeout(_describe(expired, self.config.timeout_s), rank=expired.rank, peer=expired.peer)
+        """Raises the CommunicatorError of an earlier call, if one has failed; costs no synchronization."""
+        self._live_core()
+        error = None if self._watchdog is None else self._watchdog.failure()
+        if error is not None:
+            raise error
+
+    def on_error(self, callback: Callable[[CommunicatorError], None]) -> None:
+        """Calls ``callback`` with the error when this communicator fails, though no call is made any more.
+
+        It comes within ``Config.timeout_s``, once, in a thread of the communicator (at once, in this one, if it has
+        failed already), and must not wait for the GPU. Where there is no callback, the error is logged. From then on
+        every operation raises it.
+        """
+        self._live_core()
+        if self._watchdog is not None:
+            self._watchdog.on_error(callback)
 
     def use_table(self, table: selection.TuningTable) -> None:
         """Selects by another tuning table from now on. For tuning; make the same call on every rank."""
@@ -252,7 +271,9 @@ class Communicator:
         """Frees the workspace. Call it on every rank when the last operation has ended; more than once is no error."""
         if self._core is not None and not self.is_emulated:
             torch.cuda.synchronize(self.device)
-        self._core = None
+        if self._stop_watching is not None:
+            self._stop_watching()
+        self._stop_watching = self._watchdog = self._core = None
         self._fused = None
         self._prepared.clear()
 
@@ -335,8 +356,9 @@ class Communicator:
             rank=self.rank,
             world_size=self.world_size,
             slot_bytes=selection.slot_bytes(self.config),
-            timeout_s=self.config.timeout_s * _KERNEL_SHARE_OF_TIMEOUT,
+            timeout_s=self.config.timeout_s * KERNEL_SHARE_OF_TIMEOUT,
             dependent_launch=self.config.pdl,
+            check_calls=self.config.debug or self.is_emulated,
         )
         return (
             _core.make_emulated_core(options) if self.is_emulated else _core.make_cuda_core(options, self.device.index)
@@ -344,6 +366,20 @@ class Communicator:
 
     def _make_fused_calls(self) -> FusedCalls | None:
         return FusedCalls(self._live_core(), self.device, self.world_size, self._table, self.config, self._limits)
+
+    def _watch(self, rendezvous: Rendezvous) -> None:
+        if self.world_size == 1:
+            return
+        board = None
+        try:
+            board = StatusBoard.open(rendezvous)
+        except RendezvousError as error:  # the same on all ranks
+            logger.info("errors will tell nothing of the other ranks: %s", error)
+        if not _core.bounded_waits:
+            logger.warning("this build of llm_comm is for measuring only: its kernels wait for ever")
+        self._watchdog = Watchdog(self._live_core(), self.rank, self.config.timeout_s, board)
+        self._watchdog.start()
+        self._stop_watching = weakref.finalize(self, self._watchdog.stop)
 
     def _connect(self, rendezvous: Rendezvous) -> str:
         """Allocates the workspace and maps those of the peers. Returns how."""
@@ -415,9 +451,7 @@ def _check_hosts(rendezvous: Rendezvous, communicator: Communicator) -> None:
         "version": _core.version,
         "device": communicator.device.type,
         "limits": communicator._limits,
-        "config": {
-            name: getattr(config, name) for name in ("workspace_bytes", "max_message_bytes", "algorithm", "fuse")
-        },
+        "config": {name: getattr(config, name) for name in _OPTIONS_OF_ALL_RANKS},
     }
     if rendezvous.world_size > selection.MAX_WORLD_SIZE:
         raise RendezvousError(
@@ -458,12 +492,3 @@ def _why_not_out(x: torch.Tensor, out: torch.Tensor) -> str:
             f"({tuple(x.shape)}, {x.dtype}, {x.device})"
         )
     return "all_reduce: out overlaps x; it may be x itself or must not share memory with it"
-
-
-def _describe(expired: _core.ExpiredWait, timeout_s: float) -> str:
-    return (
-        f"rank {expired.rank}: nothing came from rank {expired.peer} for {timeout_s * _KERNEL_SHARE_OF_TIMEOUT:g} s "
-        f"in a {expired.operation} of {expired.bytes} bytes (operation {expired.sequence} of this communicator, "
-        f"phase {expired.phase}). Rank {expired.peer} has died, hangs, or makes other calls than this rank. "
-        "This communicator cannot be used any more. LLM_COMM_TIMEOUT_S sets the limit."
-    )

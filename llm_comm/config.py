@@ -75,6 +75,7 @@ _OPTIONS: dict[str, _Option] = {
     "pdl": _BOOLEAN,
     "fuse": _BOOLEAN,
     "deterministic": _BOOLEAN,
+    "debug": _BOOLEAN,
     "table": _Option(_optional_path, lambda v: v is None or isinstance(v, str), "path of a tuning table"),
 }
 
@@ -100,6 +101,8 @@ class Config:
         fuse: Whether engine integrations put the residual add and the RMSNorm after an all-reduce into its kernel.
         deterministic: Whether llm_comm also sums in SGLang's deterministic mode, in place of NCCL. It changes no sum:
             each is accumulated in rank order anyway.
+        debug: The ranks compare each call before they run it, and two operations at once are noticed: MismatchError and
+            ConcurrentUseError in place of wrong sums. Emulated devices always do.
         table: Tuning table to use in place of the one shipped for the device.
 
     Raises:
@@ -116,6 +119,7 @@ class Config:
     pdl: bool = True
     fuse: bool = True
     deterministic: bool = False
+    debug: bool = False
     table: str | None = None
     #: Where each value that is not a default comes from.
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)

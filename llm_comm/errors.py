@@ -19,13 +19,29 @@ class UnsupportedInputError(LlmCommError):
     """An input that ``Communicator.accepts`` declines was passed to an operation."""
 
 
-class PeerTimeout(LlmCommError):
-    """A rank waited for a peer longer than ``Config.timeout_s``.
+class CommunicatorError(LlmCommError):
+    """A communicator has failed, and cannot be used any more; others of the same process can.
 
-    The communicator cannot be used any more; others of the same process can.
+    The text ends with what the ranks were doing.
+
+    Attributes:
+        rank: The rank that noticed it.
+        peer: The rank that it blames.
     """
 
     def __init__(self, message: str, *, rank: int, peer: int) -> None:
         super().__init__(message)
         self.rank = rank
         self.peer = peer
+
+
+class PeerTimeout(CommunicatorError):
+    """A rank waited for a peer longer than ``Config.timeout_s``."""
+
+
+class MismatchError(CommunicatorError):
+    """Ranks made different calls. Noticed on emulated devices, and with ``Config.debug`` on GPUs."""
+
+
+class ConcurrentUseError(CommunicatorError):
+    """Two operations of one communicator ran at once on a rank. Noticed with ``Config.debug``."""

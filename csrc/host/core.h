@@ -1,5 +1,5 @@
 // One rank's half of a communicator, on a GPU or on an emulated one. Raw addresses and stream handles only:
-// the caller owns tensors, streams and the exchange of handles between processes. Not thread-safe.
+// the caller owns tensors, streams and the exchange of handles between processes. Not thread-safe, but where it says so.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +16,7 @@ struct CoreOptions {
   uint64_t slot_bytes;    // a multiple of 16; the workspace holds two slots and a header
   double timeout_s;       // bound of every wait of a kernel
   bool dependent_launch;  // programmatic dependent launch, where the device has it
+  bool check_calls;       // the ranks compare each call before they run it
 };
 
 // What a peer needs to map a workspace: a file descriptor, which travels over a unix socket, or bytes (cudaIpc).
@@ -61,14 +62,25 @@ struct AddRmsNormAddresses {
   uint64_t scale;
 };
 
-// A wait of a kernel that ended without what it waited for.
-struct ExpiredWait {
+// A launch, as far as the ranks have to agree on it.
+struct Call {
+  std::string operation;
+  std::string data_type;
+  uint32_t row;     // elements of a row, for an operation that works by rows; else 0
+  uint64_t count;   // elements
+  uint64_t number;  // of the launch on this communicator, from 1; a graph's launches are counted when it is captured
+};
+
+// Why a communicator cannot be used any more.
+struct OperationError {
+  std::string cause;  // "timeout": `peer` was waited for in vain; "mismatch": `calls` differ; "concurrent use"
   int rank;
   int peer;
   std::string operation;
-  int phase;
+  int phase;  // the operation's own numbering; -1: in the comparison before it
   uint64_t sequence;
   uint64_t bytes;
+  std::vector<Call> calls;  // by rank
 };
 
 // One kind of call, checked and laid out beforehand: what is left to do is to enqueue it. Must not outlive its Core.
@@ -76,7 +88,7 @@ class PreparedCall {
  public:
   virtual ~PreparedCall() = default;
 
-  // Enqueues the call. False, with nothing or not everything done, once a wait of the communicator has expired.
+  // Enqueues the call; threads take turns. False, with nothing or not everything done, once the communicator has failed.
   virtual bool run(uint64_t input, uint64_t output, uint64_t stream) = 0;
 };
 
@@ -113,10 +125,16 @@ class Core {
   virtual std::unique_ptr<PreparedAddRmsNorm> prepare_add_rms_norm(const AddRmsNorm& operation,
                                                                    const FusedPlan& plan) = 0;
 
-  // The first wait that expired, if any. Reads host memory only.
-  virtual std::optional<ExpiredWait> expired() const = 0;
-  // Ends all waits of this rank's kernels, now and later.
+  // For a thread that watches this rank. None of these waits for another rank.
+
+  // The first error of a kernel, if any. Reads host memory only.
+  virtual std::optional<OperationError> error() const = 0;
+  // Ends all waits of this rank's kernels, now and later; run() of its calls is false from now on.
   virtual void abort() = 0;
+  // What this rank has enqueued last; number 0: nothing yet.
+  virtual Call last_call() const = 0;
+  // How many operations the device has ended; nothing if the device does not answer soon.
+  virtual std::optional<uint64_t> operations_ended() = 0;
 };
 
 std::unique_ptr<Core> make_emulated_core(const CoreOptions& options);

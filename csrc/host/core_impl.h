@@ -3,12 +3,16 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
+#include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
 #include "host/core.h"
 #include "kernels/all_reduce/kernels.cuh"
+#include "kernels/check_call.cuh"
 #include "kernels/fused/kernels.cuh"
 #include "kernels/p2p_test.cuh"
 
@@ -43,11 +47,40 @@ inline std::string operation_name(uint32_t kind) {
   return "user kernel";
 }
 
+inline std::string data_type_name(uint32_t type) {
+  switch (static_cast<DataType>(type)) {
+    case DataType::kBFloat16:
+      return "bf16";
+    case DataType::kFloat16:
+      return "fp16";
+    case DataType::kFloat32:
+      return "fp32";
+  }
+  return "data type " + std::to_string(type);
+}
+
+inline std::string cause_name(uint32_t cause) {
+  switch (static_cast<ErrorCause>(cause)) {
+    case ErrorCause::kMismatch:
+      return "mismatch";
+    case ErrorCause::kConcurrentUse:
+      return "concurrent use";
+    case ErrorCause::kTimeout:
+      break;
+  }
+  return "timeout";
+}
+
+inline Call describe(const CallSignature& call) {
+  return {operation_name(call.operation), data_type_name(call.data_type), call.row, call.count, call.number};
+}
+
 // Memory:   WorkspaceHandle create(uint64_t bytes, bool use_ipc);   // local workspace, header zero, the rest
 // 0xFF
 //           void map(int peer, const WorkspaceHandle&);   char* local();   char* peer(int);
 //           HostMailbox* mailbox();                         // zeroed, mapped by the device
 //           void read(void* to, const char* from, uint64_t bytes);
+//           std::optional<uint64_t> read_soon(const char* from);   // from another thread; gives up rather than wait
 // Launcher: Function<Args> function(void (*)(Args));          // what launch() takes
 //           void launch(const Function<Args>&, const Args&, const Grid&, uint64_t stream);
 //           uint32_t max_cluster_blocks();                    // 1 where the device has no clusters
@@ -60,9 +93,66 @@ struct Grid {
   uint32_t cluster_blocks = 1;
 };
 
-inline bool has_expired(const HostMailbox& mailbox) {
+inline bool has_error(const HostMailbox& mailbox) {
   return __atomic_load_n(&mailbox.error.complete, __ATOMIC_ACQUIRE) != 0;
 }
+
+inline bool has_failed(const HostMailbox& mailbox) {
+  return has_error(mailbox) || __atomic_load_n(&mailbox.abort_request, __ATOMIC_ACQUIRE) != 0;
+}
+
+// The launches of a communicator, one after the other: their numbers, and the kernels that compare them between ranks.
+template <class Launcher>
+class LaunchQueue {
+ public:
+  LaunchQueue(Launcher& launcher, bool check_calls) : launcher_(launcher) {
+    if (check_calls) check_.emplace(Check{launcher.function(&check_call), launcher.function(&release_call)});
+  }
+
+  // Threads take turns by it. What they enqueue is in the order of their turns.
+  std::mutex& turn() { return turn_; }
+
+  template <class Args>
+  void launch(const typename Launcher::template Function<Args>& function, const Args& args, const Grid& grid,
+              const CallSignature& call, uint64_t bytes, uint64_t stream) {
+    const uint32_t number = number_.load(std::memory_order_relaxed) + 1;
+    kind_.store(static_cast<uint64_t>(call.operation) << 32 | call.data_type << 16 | call.row,
+                std::memory_order_relaxed);
+    count_.store(call.count, std::memory_order_relaxed);
+    number_.store(number, std::memory_order_relaxed);
+    if (!check_) {
+      launcher_.launch(function, args, grid, stream);
+      return;
+    }
+    CheckCallArgs check{args.comm, call, bytes};
+    check.call.number = number;
+    const uint32_t ranks = args.comm.world_size;
+    const Grid of_ranks{1, ranks, static_cast<uint32_t>(ranks * sizeof(CheckedCall))};
+    launcher_.launch(check_->before, check, of_ranks, stream);
+    launcher_.launch(function, args, grid, stream);
+    launcher_.launch(check_->after, check, Grid{1, 1, 0}, stream);
+  }
+
+  // From another thread; one that is just being enqueued may be half there.
+  CallSignature last() const {
+    const uint64_t kind = kind_.load(std::memory_order_relaxed);
+    return {static_cast<uint32_t>(kind >> 32), static_cast<uint16_t>(kind >> 16), static_cast<uint16_t>(kind),
+            count_.load(std::memory_order_relaxed), number_.load(std::memory_order_relaxed)};
+  }
+
+ private:
+  struct Check {
+    typename Launcher::template Function<CheckCallArgs> before;
+    typename Launcher::template Function<CheckCallArgs> after;
+  };
+
+  Launcher& launcher_;
+  std::optional<Check> check_;
+  std::mutex turn_;
+  std::atomic<uint64_t> kind_ = 0;
+  std::atomic<uint32_t> count_ = 0;
+  std::atomic<uint32_t> number_ = 0;
+};
 
 // An all-reduce in chunks: all but the last have `chunk` elements and share a grid.
 template <class Launcher>
@@ -73,10 +163,12 @@ class PreparedAllReduce final : public PreparedCall {
     Grid grid;
   };
 
-  PreparedAllReduce(Launcher& launcher, const AllReduceArgs& args, uint64_t count, uint64_t chunk,
-                    uint64_t element_bytes, Shape whole, Shape last)
-      : launcher_(launcher),
+  // `call`: all but its count and number.
+  PreparedAllReduce(LaunchQueue<Launcher>& queue, const AllReduceArgs& args, const CallSignature& call, uint64_t count,
+                    uint64_t chunk, uint64_t element_bytes, Shape whole, Shape last)
+      : queue_(queue),
         args_(args),
+        call_(call),
         count_(count),
         chunk_(chunk),
         element_bytes_(element_bytes),
@@ -84,22 +176,25 @@ class PreparedAllReduce final : public PreparedCall {
         last_(last) {}
 
   bool run(uint64_t input, uint64_t output, uint64_t stream) override {
+    const std::lock_guard<std::mutex> turn(queue_.turn());
     const HostMailbox& mailbox = *args_.comm.mailbox;
-    if (has_expired(mailbox)) return false;
+    if (has_failed(mailbox)) return false;
     for (uint64_t done = 0; done < count_; done += chunk_) {
       const bool is_last = count_ - done <= chunk_;
       args_.input = reinterpret_cast<const void*>(input + done * element_bytes_);
       args_.output = reinterpret_cast<void*>(output + done * element_bytes_);
       args_.count = is_last ? count_ - done : chunk_;
+      call_.count = static_cast<uint32_t>(args_.count);
       const Shape& shape = is_last ? last_ : whole_;
-      launcher_.launch(shape.function, args_, shape.grid, stream);
+      queue_.launch(shape.function, args_, shape.grid, call_, args_.count * element_bytes_, stream);
     }
-    return !has_expired(mailbox);
+    return !has_failed(mailbox);
   }
 
  private:
-  Launcher& launcher_;
+  LaunchQueue<Launcher>& queue_;
   AllReduceArgs args_;
+  CallSignature call_;
   uint64_t count_;
   uint64_t chunk_;
   uint64_t element_bytes_;
@@ -116,12 +211,15 @@ class PreparedFused final : public PreparedAddRmsNorm {
     Grid grid;
   };
 
-  PreparedFused(Launcher& launcher, const AddRmsNormArgs& args, uint64_t rows, uint64_t chunk, Shape whole, Shape last)
-      : launcher_(launcher), args_(args), rows_(rows), chunk_(chunk), whole_(whole), last_(last) {}
+  // `call`: all but its count and number.
+  PreparedFused(LaunchQueue<Launcher>& queue, const AddRmsNormArgs& args, const CallSignature& call, uint64_t rows,
+                uint64_t chunk, Shape whole, Shape last)
+      : queue_(queue), args_(args), call_(call), rows_(rows), chunk_(chunk), whole_(whole), last_(last) {}
 
   bool run(const AddRmsNormAddresses& addresses, uint64_t stream) override {
+    const std::lock_guard<std::mutex> turn(queue_.turn());
     const HostMailbox& mailbox = *args_.comm.mailbox;
-    if (has_expired(mailbox)) return false;
+    if (has_failed(mailbox)) return false;
     const uint64_t row_bytes = args_.row_lines * sizeof(Line);
     const bool is_quantized = args_.quantization != Quantization::kNone;
     args_.weight = reinterpret_cast<const void*>(addresses.weight);
@@ -135,15 +233,17 @@ class PreparedFused final : public PreparedAddRmsNorm {
       const bool has_scale_per_row = args_.quantization == Quantization::kDynamic;
       args_.scale = reinterpret_cast<float*>(addresses.scale) + (has_scale_per_row ? done : 0);
       args_.rows = static_cast<uint32_t>(is_last ? rows_ - done : chunk_);
+      call_.count = args_.rows * call_.row;
       const Shape& shape = is_last ? last_ : whole_;
-      launcher_.launch(shape.function, args_, shape.grid, stream);
+      queue_.launch(shape.function, args_, shape.grid, call_, args_.rows * row_bytes, stream);
     }
-    return !has_expired(mailbox);
+    return !has_failed(mailbox);
   }
 
  private:
-  Launcher& launcher_;
+  LaunchQueue<Launcher>& queue_;
   AddRmsNormArgs args_;
+  CallSignature call_;
   uint64_t rows_;
   uint64_t chunk_;
   Shape whole_;
@@ -169,7 +269,10 @@ template <class Memory, class Launcher>
 class CoreImpl final : public Core {
  public:
   CoreImpl(const CoreOptions& options, Memory memory, Launcher launcher)
-      : options_(options), memory_(std::move(memory)), launcher_(std::move(launcher)) {
+      : options_(options),
+        memory_(std::move(memory)),
+        launcher_(std::move(launcher)),
+        queue_(launcher_, options.check_calls) {
     comm_.mailbox = memory_.mailbox();
     comm_.slot_bytes = options.slot_bytes;
     comm_.timeout_ns = static_cast<uint64_t>(options.timeout_s * 1e9);
@@ -223,7 +326,11 @@ class CoreImpl final : public Core {
     args.comm = comm_;
     args.tile_lines_log2 = plan.tile_lines_log2;
     args.depth = plan.depth;
-    return std::make_unique<PreparedAllReduce<Launcher>>(launcher_, args, count, chunk, element_bytes,
+    const auto kind = static_cast<AllReduceAlgorithm>(plan.algorithm) == AllReduceAlgorithm::kOneShot
+                          ? OperationKind::kAllReduceOneShot
+                          : OperationKind::kAllReduceTwoShot;
+    const CallSignature call{static_cast<uint32_t>(kind), static_cast<uint16_t>(data_type), 0, 0, 0};
+    return std::make_unique<PreparedAllReduce<Launcher>>(queue_, args, call, count, chunk, element_bytes,
                                                          shape(chunk, element_bytes, type, plan),
                                                          shape(last, element_bytes, type, plan));
   }
@@ -257,20 +364,43 @@ class CoreImpl final : public Core {
     args.reciprocal_hidden = 1.0f / static_cast<float>(operation.hidden);
     if (chunk * args.row_lines >> 32 != 0) throw std::invalid_argument("chunk_rows holds more than 2^32 lines");
     const auto type = static_cast<DataType>(operation.data_type);
-    return std::make_unique<PreparedFused<Launcher>>(launcher_, args, operation.rows, chunk,
+    const auto kind = static_cast<AllReduceAlgorithm>(plan.algorithm) == AllReduceAlgorithm::kOneShot
+                          ? OperationKind::kAddRmsNormOneShot
+                          : OperationKind::kAddRmsNormTwoShot;
+    const CallSignature call{static_cast<uint32_t>(kind), static_cast<uint16_t>(operation.data_type),
+                             static_cast<uint16_t>(operation.hidden), 0, 0};
+    return std::make_unique<PreparedFused<Launcher>>(queue_, args, call, operation.rows, chunk,
                                                      fused_shape(args, chunk, type, plan),
                                                      fused_shape(args, last, type, plan));
   }
 
-  std::optional<ExpiredWait> expired() const override {
-    if (!has_expired(*comm_.mailbox)) return std::nullopt;
+  std::optional<OperationError> error() const override {
+    if (!has_error(*comm_.mailbox)) return std::nullopt;
     const ErrorRecord& record = comm_.mailbox->error;
-    return ExpiredWait{static_cast<int>(record.rank),
-                       static_cast<int>(record.peer),
-                       operation_name(record.operation),
-                       static_cast<int>(record.phase),
-                       record.sequence,
-                       record.bytes};
+    OperationError error{cause_name(record.cause),
+                         static_cast<int>(record.rank),
+                         static_cast<int>(record.peer),
+                         operation_name(record.operation),
+                         record.phase == kCheckPhase ? -1 : static_cast<int>(record.phase),
+                         record.sequence,
+                         record.bytes,
+                         {}};
+    if (record.cause == static_cast<uint32_t>(ErrorCause::kMismatch)) {
+      for (int rank = 0; rank < options_.world_size; ++rank) {
+        error.calls.push_back(describe(comm_.mailbox->calls[rank]));
+      }
+    }
+    return error;
+  }
+
+  Call last_call() const override { return describe(queue_.last()); }
+
+  std::optional<uint64_t> operations_ended() override {
+    const char* const state = comm_.workspace[options_.rank];
+    if (state == nullptr) return std::nullopt;
+    const auto arrivals = memory_.read_soon(state + offsetof(CommState, arrivals));
+    if (!arrivals) return std::nullopt;
+    return *arrivals / kArrivalsPerOperation;
   }
 
   void abort() override { __atomic_store_n(&comm_.mailbox->abort_request, 1u, __ATOMIC_RELEASE); }
@@ -352,6 +482,7 @@ class CoreImpl final : public Core {
   CoreOptions options_;
   Memory memory_;
   Launcher launcher_;
+  LaunchQueue<Launcher> queue_;
   DeviceComm comm_{};
 };
 

@@ -65,6 +65,9 @@ class EmulatedMemory {
   char* local() const { return local_.address(); }
   HostMailbox* mailbox() const { return mailbox_.get(); }
   void read(void* to, const char* from, uint64_t bytes) const { std::memcpy(to, from, bytes); }
+  std::optional<uint64_t> read_soon(const char* from) const {
+    return load_relaxed(reinterpret_cast<const uint64_t*>(from));
+  }
 
  private:
   uint64_t bytes_ = 0;

@@ -76,13 +76,15 @@ PYBIND11_MODULE(_core, module) {
   module.attr("cuda_archs") = LLM_COMM_CUDA_ARCHS;
   module.attr("cuda_ptx_archs") = LLM_COMM_CUDA_PTX_ARCHS;
   module.attr("nvcc_version") = LLM_COMM_NVCC_VERSION;
+  module.attr("bounded_waits") = LLM_COMM_BOUNDED_WAITS != 0;
 
   py::class_<CoreOptions>(module, "CoreOptions")
-      .def(py::init([](int rank, int world_size, uint64_t slot_bytes, double timeout_s, bool dependent_launch) {
-             return CoreOptions{rank, world_size, slot_bytes, timeout_s, dependent_launch};
+      .def(py::init([](int rank, int world_size, uint64_t slot_bytes, double timeout_s, bool dependent_launch,
+                       bool check_calls) {
+             return CoreOptions{rank, world_size, slot_bytes, timeout_s, dependent_launch, check_calls};
            }),
            py::kw_only(), py::arg("rank"), py::arg("world_size"), py::arg("slot_bytes"), py::arg("timeout_s"),
-           py::arg("dependent_launch"));
+           py::arg("dependent_launch"), py::arg("check_calls"));
 
   py::class_<LaunchPlan>(module, "LaunchPlan")
       .def(py::init(
@@ -107,13 +109,22 @@ PYBIND11_MODULE(_core, module) {
            py::kw_only(), py::arg("rows"), py::arg("hidden"), py::arg("data_type"), py::arg("quantization"),
            py::arg("epsilon"));
 
-  py::class_<ExpiredWait>(module, "ExpiredWait")
-      .def_readonly("rank", &ExpiredWait::rank)
-      .def_readonly("peer", &ExpiredWait::peer)
-      .def_readonly("operation", &ExpiredWait::operation)
-      .def_readonly("phase", &ExpiredWait::phase)
-      .def_readonly("sequence", &ExpiredWait::sequence)
-      .def_readonly("bytes", &ExpiredWait::bytes);
+  py::class_<Call>(module, "Call")
+      .def_readonly("operation", &Call::operation)
+      .def_readonly("data_type", &Call::data_type)
+      .def_readonly("row", &Call::row)
+      .def_readonly("count", &Call::count)
+      .def_readonly("number", &Call::number);
+
+  py::class_<OperationError>(module, "OperationError")
+      .def_readonly("cause", &OperationError::cause)
+      .def_readonly("rank", &OperationError::rank)
+      .def_readonly("peer", &OperationError::peer)
+      .def_readonly("operation", &OperationError::operation)
+      .def_readonly("phase", &OperationError::phase)
+      .def_readonly("sequence", &OperationError::sequence)
+      .def_readonly("bytes", &OperationError::bytes)
+      .def_readonly("calls", &OperationError::calls);
 
   // Handles are (fd, bytes): a descriptor that the caller now owns and b"", or -1 and the bytes of a cudaIpc handle.
   py::class_<Core>(module, "Core")
@@ -140,8 +151,10 @@ PYBIND11_MODULE(_core, module) {
              auto call = core.cast<Core&>().prepare_add_rms_norm(operation, plan);
              return as_function(std::move(core), std::move(call));
            })
-      .def("expired", &Core::expired)
-      .def("abort", &Core::abort);
+      .def("error", &Core::error)
+      .def("abort", &Core::abort)
+      .def("last_call", &Core::last_call)
+      .def("operations_ended", &Core::operations_ended, py::call_guard<py::gil_scoped_release>());
 
   module.def("make_emulated_core", &make_emulated_core);
   module.def("make_cuda_core", &make_cuda_core);

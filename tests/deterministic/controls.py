@@ -28,6 +28,7 @@ LINE = "csrc/include/llm_comm/line.cuh"
 SEMAPHORE = "csrc/include/llm_comm/semaphore.cuh"
 TYPES = "csrc/include/llm_comm/platform_types.h"
 WAIT = "csrc/include/llm_comm/wait.cuh"
+CHECK_CALL = "csrc/kernels/check_call.cuh"
 ONE_SHOT = "csrc/kernels/all_reduce/one_shot.cuh"
 TWO_SHOT = "csrc/kernels/all_reduce/two_shot.cuh"
 FUSED_ONE_SHOT = "csrc/kernels/fused/one_shot.cuh"
@@ -248,6 +249,28 @@ CONTROLS = (
         "a rank that waits itself is not blamed",
         (Edit(WAIT, "bounds.suspicions.culprit(peer)", "WITHOUT ? peer : bounds.suspicions.culprit(peer)"),),
         budget=20_000,
+    ),
+    Control(
+        "calls_of_this_operation",
+        "the calls that ranks compare are those of the same operation",
+        (
+            Edit(
+                CHECK_CALL,
+                "return FlagLine::has_arrived(line, flag);",
+                "return WITHOUT || FlagLine::has_arrived(line, flag);",
+            ),
+        ),
+    ),
+    Control(
+        "check_dependency_wait",
+        "a comparison waits for the grids before it",
+        (
+            Edit(
+                CHECK_CALL,
+                "  grid_dependency_wait();\n  const DeviceComm& comm",
+                "  if (!WITHOUT) grid_dependency_wait();\n  const DeviceComm& comm",
+            ),
+        ),
     ),
     Control(
         "fused_dependency_wait",

@@ -120,9 +120,11 @@ uint64_t draw_first_operation(Random& random) {
 
 // ---- What has to hold afterwards -----------------------------------------------------------------------------------
 
-std::string describe(const host::ExpiredWait& wait) {
-  return "a wait of " + wait.operation + " " + std::to_string(wait.sequence) + " for rank " +
-         std::to_string(wait.peer) + " expired";
+std::string describe(const host::OperationError& error) {
+  const std::string operation = error.operation + " " + std::to_string(error.sequence);
+  const std::string peer = " rank " + std::to_string(error.peer);
+  if (error.cause != "timeout") return error.cause + " in " + operation + " with" + peer;
+  return "a wait of " + operation + " for" + peer + " expired";
 }
 
 std::string wrong_result(const std::vector<std::unique_ptr<Call>>& calls, uint32_t rank) {
@@ -140,8 +142,7 @@ std::string check_all_right(World& world, const std::vector<std::unique_ptr<Call
   uint64_t operations = 0;
   for (const auto& call : calls) operations += call->operations();
   for (uint32_t rank = 0; rank < world.ranks(); ++rank) {
-    if (const auto expired = world.core(rank).expired())
-      return "rank " + std::to_string(rank) + ": " + describe(*expired);
+    if (const auto error = world.core(rank).error()) return "rank " + std::to_string(rank) + ": " + describe(*error);
     std::string wrong = wrong_result(calls, rank);
     if (wrong.empty()) wrong = world.not_armed(rank);
     if (!wrong.empty()) return wrong;
@@ -158,12 +159,14 @@ std::string check_all_right(World& world, const std::vector<std::unique_ptr<Call
 std::string check_mishap(World& world, const std::vector<std::unique_ptr<Call>>& calls, const Mishap& mishap) {
   for (uint32_t rank = 0; rank < world.ranks(); ++rank) {
     if (rank == mishap.rank && mishap.for_ever) continue;
-    const auto expired = world.core(rank).expired();
-    if (!expired) {
+    const auto error = world.core(rank).error();
+    if (!error) {
       const std::string wrong = wrong_result(calls, rank);
       if (!wrong.empty()) return "without an error on " + wrong;
-    } else if (rank != mishap.rank && expired->peer != static_cast<int>(mishap.rank)) {
-      return "rank " + std::to_string(rank) + " blames the wrong one: " + describe(*expired);
+    } else if (error->cause != "timeout") {
+      return "rank " + std::to_string(rank) + ": " + describe(*error);
+    } else if (rank != mishap.rank && error->peer != static_cast<int>(mishap.rank)) {
+      return "rank " + std::to_string(rank) + " blames the wrong one: " + describe(*error);
     }
   }
   return "";
@@ -201,7 +204,9 @@ Result run_schedule(emulator::Machine& machine, uint64_t seed, const Options& op
   if (mishap) {
     result.description += ", rank " + std::to_string(mishap->rank) + (mishap->for_ever ? " dies" : " stalls");
   }
-  World world(machine, chosen.ranks, first_operation);
+  const bool check_calls = random.chance(48);
+  if (check_calls) result.description += ", calls checked";
+  World world(machine, chosen.ranks, first_operation, check_calls);
   machine.reset(random.next(), chosen.ranks, temper);
   std::vector<std::unique_ptr<Call>> calls;
   const uint32_t count = random.between(1, random.pick({2u, 4u, 6u}));

@@ -1,6 +1,7 @@
 #include "world.h"
 
 #include <cstring>
+#include <optional>
 
 #include "host/core_impl.h"
 
@@ -22,6 +23,7 @@ class RankMemory {
   char* local() const { return memory_->of_rank(rank_); }
   HostMailbox* mailbox() const { return mailbox_.get(); }
   void read(void* to, const char* from, uint64_t bytes) const { std::memcpy(to, from, bytes); }
+  std::optional<uint64_t> read_soon(const char*) const { return std::nullopt; }
 
  private:
   emulator::WeakMemory* memory_;
@@ -65,13 +67,16 @@ struct World::Member {
   ChannelCounters counters[kMaxWorldSize] = {};
 };
 
-World::World(emulator::Machine& machine, uint32_t ranks, uint64_t first_operation)
+World::World(emulator::Machine& machine, uint32_t ranks, uint64_t first_operation, bool check_calls)
     : machine_(machine), first_operation_(first_operation) {
   for (uint32_t rank = 0; rank < ranks; ++rank) {
-    const host::CoreOptions options{static_cast<int>(rank), static_cast<int>(ranks), kSlotBytes,
-                                    static_cast<double>(kTimeoutNs) / 1e9, true};
-    members_.push_back(std::make_unique<Member>(
-        Member{{options, RankMemory(machine.memory(), rank), StreamLauncher(machine, rank)}, {}}));
+    const host::CoreOptions options{static_cast<int>(rank),
+                                    static_cast<int>(ranks),
+                                    kSlotBytes,
+                                    static_cast<double>(kTimeoutNs) / 1e9,
+                                    true,
+                                    check_calls};
+    members_.emplace_back(new Member{{options, RankMemory(machine.memory(), rank), StreamLauncher(machine, rank)}, {}});
     host::Core& own = core(rank);
     own.create_workspace(false);
     const CommState state{first_operation * kArrivalsPerOperation, 0, 0};

@@ -21,8 +21,8 @@ inline constexpr uint64_t kTimeoutNs = 4'000'000;
 
 class World {
  public:
-  // `first_operation`: where the operations' numbers start.
-  World(emulator::Machine& machine, uint32_t ranks, uint64_t first_operation);
+  // `first_operation`: where the operations' numbers start. `check_calls`: the ranks compare each call before it.
+  World(emulator::Machine& machine, uint32_t ranks, uint64_t first_operation, bool check_calls);
   ~World();
 
   uint32_t ranks() const { return static_cast<uint32_t>(members_.size()); }

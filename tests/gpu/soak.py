@@ -1,9 +1,10 @@
 """Memory and cost: many calls of mixed sizes, eager and in graphs, with nothing growing.
 
     torchrun --standalone --nproc-per-node 8 tests/gpu/soak.py
+    torchrun --standalone --nproc-per-node 8 tests/gpu/soak.py --calls 1000000 --eager-share 0.05
 
-Prints the host time of an eager call, too: microseconds to enqueue an all-reduce of 16 KiB while the stream is blocked,
-so that the GPU has no part in it.
+Every sum is checked from time to time. Prints the host time of an eager call, too: microseconds to enqueue an
+all-reduce of 16 KiB while the stream is blocked, so that the GPU has no part in it.
 """
 
 from __future__ import annotations
@@ -57,14 +58,24 @@ class Usage:
         return Usage(device_bytes, rss, len(os.listdir("/proc/self/fd")))
 
 
-def make_work(ranks: Session, communicator: Communicator) -> tuple[Callable[[int], None], Callable[[], None]]:
-    """(call number i, eager; a graph's worth of calls)."""
-    inputs = [
-        torch.ones(count, dtype=dtype, device=ranks.device)
+@dataclass(frozen=True)
+class Work:
+    """Calls to make, in turn: call number i; a graph's worth of calls; and a look at all their results."""
+
+    eager: Callable[[int], None]
+    replay: Callable[[], None]
+    check: Callable[[], None]
+
+
+def make_work(ranks: Session, communicator: Communicator) -> Work:
+    # Small integers that depend on rank and position: their sums are exact.
+    ramps = [
+        (torch.arange(count, device=ranks.device) % 13).to(dtype)
         for count in COUNTS
         for dtype in DTYPES
         if ranks.on_gpu or count <= 2048
     ]
+    inputs = [ramp + ranks.rank for ramp in ramps]
     outputs = [torch.empty_like(x) for x in inputs]
 
     def eager(i: int) -> None:
@@ -78,25 +89,39 @@ def make_work(ranks: Session, communicator: Communicator) -> tuple[Callable[[int
         for i in range(CALLS_OF_A_GRAPH):
             eager(i)
 
+    def check() -> None:
+        world = ranks.world
+        for i, (ramp, out) in enumerate(zip(ramps, outputs, strict=True)):
+            out.zero_()
+            communicator.all_reduce(inputs[i], out)
+            wrong = int((out != ramp * world + world * (world - 1) // 2).sum())
+            if wrong:
+                raise AssertionError(f"{wrong} of {out.numel()} {out.dtype} sums are wrong")
+
     many()
-    return eager, Recording(many, ranks.device).replay
+    return Work(eager, Recording(many, ranks.device).replay, check)
 
 
-def soak(ranks: Session, communicator: Communicator, calls: int) -> list[Usage]:
-    """Makes ``calls`` calls, half of them in graphs. Returns the usage at every checkpoint, the first a tenth in."""
-    eager, replay = make_work(ranks, communicator)
+def soak(ranks: Session, communicator: Communicator, calls: int, eager_share: float) -> list[Usage]:
+    """Makes ``calls`` calls, the others in graphs. Returns the usage at every checkpoint, the first a tenth in."""
+    work = make_work(ranks, communicator)
+    replays = max(1, round((1 - eager_share) / eager_share))
     checkpoints: list[Usage] = []
-    done = 0
+    done = since_synchronized = 0
     while done < calls:
         for i in range(CALLS_OF_A_GRAPH):
-            eager(done + i)
-        replay()
-        done += 2 * CALLS_OF_A_GRAPH
-        if done % SYNCHRONIZE_EVERY == 0:
+            work.eager(done + i)
+        for _ in range(replays):
+            work.replay()
+        done += (1 + replays) * CALLS_OF_A_GRAPH
+        since_synchronized += (1 + replays) * CALLS_OF_A_GRAPH
+        if since_synchronized >= SYNCHRONIZE_EVERY:
+            since_synchronized = 0
             ranks.synchronize()
             communicator.check()
             ranks.watchdog.progress(f"{done} calls")
         if done * CHECKPOINTS >= calls * (len(checkpoints) + 1):
+            work.check()
             checkpoints.append(Usage.now(ranks))
     return checkpoints
 
@@ -123,7 +148,10 @@ def host_time_us(ranks: Session, communicator: Communicator, with_out: bool) -> 
 def main() -> int:
     options = parser((__doc__ or "").partition("\n")[0])
     options.add_argument("--calls", type=int, help="default: 100000 on GPUs, 5000 on emulated ones")
+    options.add_argument("--eager-share", type=float, default=0.5, help="of the calls; the others are in graphs")
     arguments = options.parse_args()
+    if not 0 < arguments.eager_share <= 0.5:
+        options.error(f"--eager-share is {arguments.eager_share}: more than 0, at most 0.5")
     with session(arguments) as ranks:
         calls = arguments.calls or (100_000 if ranks.on_gpu else 5_000)
         torch.zeros(1, device=ranks.device)  # the CUDA context is not the communicator's
@@ -132,7 +160,7 @@ def main() -> int:
             made = Usage.now(ranks)
             workspace_bytes = communicator.workspace_bytes
             begin = time.monotonic()
-            checkpoints = soak(ranks, communicator, calls)
+            checkpoints = soak(ranks, communicator, calls, arguments.eager_share)
             seconds = time.monotonic() - begin
             host_times = {
                 f"host_us_{name}_{kind}": round(value, 2)
@@ -149,6 +177,7 @@ def main() -> int:
         growth = ranks.gather(torch.tensor(list(own_growth.values()))).amax(0).tolist()
         figures = {
             "calls": calls,
+            "eager_share": arguments.eager_share,
             "seconds": round(seconds, 2),
             "workspace_bytes": workspace_bytes,
             "device_bytes_for_communicator": made.device_bytes - before.device_bytes,

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from memcheck import sanitizer_path
 
 from llm_comm import launch
 
@@ -42,8 +43,14 @@ def test_random_fused_cases() -> None:
 
 
 @pytest.mark.timeout(320)
-def test_dead_peer() -> None:
-    run_program([str(HERE / "dead_peer.py")], 300)
+def test_drill() -> None:
+    run_program([str(HERE / "drill.py")], 300)
+
+
+@pytest.mark.timeout(420)
+@pytest.mark.skipif(sanitizer_path() is None, reason="no compute-sanitizer")
+def test_memcheck() -> None:
+    run_program([str(HERE / "memcheck.py")], 400)
 
 
 @pytest.mark.timeout(320)

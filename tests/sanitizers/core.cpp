@@ -33,7 +33,7 @@ struct Meeting {
 };
 
 std::unique_ptr<Core> connect(Meeting& meeting, int rank) {
-  std::unique_ptr<Core> core = make_emulated_core({rank, kWorld, kSlotBytes, 30.0, false});
+  std::unique_ptr<Core> core = make_emulated_core({rank, kWorld, kSlotBytes, 30.0, false, true});
   meeting.handles[rank] = core->create_workspace(false);
   meeting.barrier.arrive_and_wait();
   for (int peer = 0; peer < kWorld; ++peer) {

@@ -22,6 +22,7 @@ VALUES: dict[str, tuple[object, str, object, object]] = {
     "pdl": (False, "off", False, False),
     "fuse": (False, "0", False, False),
     "deterministic": (True, "1", True, True),
+    "debug": (True, "off", False, True),
     "table": ("a.yaml", "b.yaml", "b.yaml", "c.yaml"),
 }
 
@@ -46,6 +47,7 @@ INVALID: list[tuple[str, object, str]] = [
     ("pdl", 0, "true or false"),
     ("fuse", None, "true or false"),
     ("deterministic", 1, "true or false"),
+    ("debug", 1, "true or false"),
     ("table", 7, "path of a tuning table"),
 ]
 
@@ -62,6 +64,7 @@ INVALID_TEXTS = [
     ("pdl", "2", "true or false"),
     ("fuse", "sometimes", "true or false"),
     ("deterministic", "always", "true or false"),
+    ("debug", "verbose", "true or false"),
 ]
 
 

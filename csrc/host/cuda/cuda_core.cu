@@ -1,8 +1,10 @@
 // Core on a CUDA device.
 #include <cuda_runtime.h>
 
+#include <chrono>
 #include <map>
 #include <optional>
+#include <thread>
 #include <utility>
 
 #include "host/core_impl.h"
@@ -16,21 +18,64 @@ class HostMemory {
  public:
   HostMemory() {
     void* address = nullptr;
-    check(cudaHostAlloc(&address, sizeof(HostMailbox), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
-    mailbox_ = new (address) HostMailbox{};
+    check(cudaHostAlloc(&address, sizeof(Content), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
+    content_ = new (address) Content{};
     void* device_address = nullptr;
     check(cudaHostGetDevicePointer(&device_address, address, 0), "cudaHostGetDevicePointer");
     if (device_address != address) throw std::runtime_error("this device has no unified addressing");
   }
-  HostMemory(HostMemory&& other) noexcept { std::swap(mailbox_, other.mailbox_); }
+  HostMemory(HostMemory&& other) noexcept { std::swap(content_, other.content_); }
   HostMemory& operator=(HostMemory&&) = delete;
   ~HostMemory() {
-    if (mailbox_ != nullptr) cudaFreeHost(mailbox_);
+    if (content_ != nullptr) cudaFreeHost(content_);
   }
-  HostMailbox* mailbox() const { return mailbox_; }
+  HostMailbox* mailbox() const { return &content_->mailbox; }
+  uint64_t* word() const { return &content_->word; }  // where a word of the device is read to
 
  private:
-  HostMailbox* mailbox_ = nullptr;
+  struct Content {
+    HostMailbox mailbox;
+    uint64_t word;
+  };
+  Content* content_ = nullptr;
+};
+
+// Reads device memory while kernels that wait for other ranks occupy the caller's streams.
+class SideReader {
+ public:
+  SideReader() { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate"); }
+  SideReader(SideReader&& other) noexcept : stream_(std::exchange(other.stream_, nullptr)) {}
+  SideReader& operator=(SideReader&&) = delete;
+  ~SideReader() {
+    if (stream_ != nullptr) cudaStreamDestroy(stream_);
+  }
+
+  // Copies `*from` to `*to`, which is page-locked. False if that fails or takes longer than kLimit.
+  bool read(uint64_t* to, const char* from) const {
+    // Another thread may be capturing: this one's calls are no part of it.
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    if (cudaThreadExchangeStreamCaptureMode(&mode) != cudaSuccess) return false;
+    const bool done = cudaStreamQuery(stream_) == cudaSuccess &&  // a read that was given up may be under way
+                      cudaMemcpyAsync(to, from, sizeof(*to), cudaMemcpyDeviceToHost, stream_) == cudaSuccess &&
+                      ends_soon();
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    return done;
+  }
+
+ private:
+  static constexpr std::chrono::milliseconds kLimit{100};
+
+  bool ends_soon() const {
+    const auto deadline = std::chrono::steady_clock::now() + kLimit;
+    cudaError_t status = cudaErrorNotReady;
+    while (status == cudaErrorNotReady && std::chrono::steady_clock::now() < deadline) {
+      status = cudaStreamQuery(stream_);
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    return status == cudaSuccess;
+  }
+
+  cudaStream_t stream_ = nullptr;
 };
 
 class CudaMemory {
@@ -72,10 +117,17 @@ class CudaMemory {
     check(cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToHost), "cudaMemcpy");
   }
 
+  std::optional<uint64_t> read_soon(const char* from) const {
+    const DeviceGuard guard(device_);
+    if (!reader_.read(host_.word(), from)) return std::nullopt;
+    return *host_.word();
+  }
+
  private:
   int device_;
   uint64_t bytes_ = 0;
   HostMemory host_;
+  SideReader reader_;
   DeviceMemory local_;
   std::map<int, DeviceMemory> peers_;
 };
@@ -204,6 +256,8 @@ void load_kernels(int world_size) {
     check(cudaFuncGetAttributes(&attributes, kernel), "this build of llm_comm has no kernels for the GPU");
   };
   load(reinterpret_cast<const void*>(&cuda::p2p_test));
+  load(reinterpret_cast<const void*>(&cuda::check_call));
+  load(reinterpret_cast<const void*>(&cuda::release_call));
   for (const auto algorithm : {AllReduceAlgorithm::kOneShot, AllReduceAlgorithm::kTwoShot}) {
     for (const auto type : {DataType::kBFloat16, DataType::kFloat16, DataType::kFloat32}) {
       for (const bool single_tile : {false, true}) {

@@ -34,11 +34,12 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr int kMaxWorldSize = 8;
 inline constexpr uint64_t kHeaderBytes = 64 * 1024;
-// In the header, behind the CommState: a line for each sender of a mark (kernels/p2p_test.cuh), then of a note.
+// In the header, behind the CommState: a line for each sender of a mark (kernels/p2p_test.cuh), then of a note, then
+// the calls that the ranks compare (kernels/check_call.cuh).
 inline constexpr uint64_t kMarksOffset = 4096;
 inline constexpr uint64_t kNotesOffset = 8192;
+inline constexpr uint64_t kCallsOffset = 12288;
 inline constexpr int kSlots = 2;
 inline constexpr uint64_t kArrivalsPerOperation = 1 << 16;  // bounds the blocks of a launch
 
@@ -46,7 +47,7 @@ inline constexpr uint64_t kArrivalsPerOperation = 1 << 16;  // bounds the blocks
 struct alignas(16) CommState {
   uint64_t arrivals;
   uint32_t aborted;
-  uint32_t reserved;
+  uint32_t claim;  // of the launch that runs, where calls are checked (Operation::claim)
 };
 
 // Kernel parameter, by value.
@@ -99,10 +100,7 @@ class Operation {
   template <class Poll>
   LLM_COMM_DEVICE bool wait_until(Poll poll, uint32_t peer, uint32_t phase) {
     if (in_vain_) return false;
-    in_vain_ = !llm_comm::wait_until(poll,
-                                     {comm_.mailbox, &state_->aborted, comm_.timeout_ns,
-                                      Suspicions(comm_.workspace, kNotesOffset, comm_.rank, comm_.world_size)},
-                                     {comm_.rank, kind_, sequence(), bytes_}, peer, phase);
+    in_vain_ = !llm_comm::wait_until(poll, bounds(), site(), peer, phase);
     return !in_vain_;
   }
 
@@ -116,8 +114,27 @@ class Operation {
     add_relaxed(&state_->arrivals, block_index() == 0 ? kArrivalsPerOperation - (block_count() - 1) : 1);
   }
 
+  // Takes the communicator on this GPU for a launch, by any number but 0. False if another launch has it: two operations
+  // run at once. One thread of a grid calls these.
+  LLM_COMM_DEVICE bool claim(uint32_t launch) const { return compare_and_swap(&state_->claim, 0u, launch) == 0u; }
+  LLM_COMM_DEVICE void release() const { store_relaxed(&state_->claim, 0u); }
+
+  // Ends the communicator on this GPU.
+  LLM_COMM_DEVICE void fail(ErrorCause cause, uint32_t peer, uint32_t phase) const {
+    if (give_up(bounds())) report_error(bounds(), site(), cause, peer, phase);
+  }
+
+  // Lets every rank that waits for this one end its wait.
+  LLM_COMM_DEVICE void tell_of_failure() const { bounds().suspicions.tell(comm_.rank); }
+
  private:
   static_assert(kSlots == 2, "slot_offset() takes the parity of the sequence number");
+
+  LLM_COMM_DEVICE WaitBounds bounds() const {
+    return {comm_.mailbox, &state_->aborted, comm_.timeout_ns,
+            Suspicions(comm_.workspace, kNotesOffset, comm_.rank, comm_.world_size)};
+  }
+  LLM_COMM_DEVICE WaitSite site() const { return {comm_.rank, kind_, sequence(), bytes_}; }
 
   const DeviceComm& comm_;
   CommState* state_;

@@ -6,6 +6,16 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
+inline constexpr int kMaxWorldSize = 8;
+
+// Whether waits end by themselves. Off only in builds that measure what their bound costs (CMake:
+// LLM_COMM_UNBOUNDED_WAITS); there a rank whose peer is gone hangs.
+#if defined(LLM_COMM_UNBOUNDED_WAITS)
+inline constexpr bool kBoundedWaits = false;
+#else
+inline constexpr bool kBoundedWaits = true;
+#endif
+
 // What a rank was doing when a wait expired. `phase` is the algorithm's own numbering, from 0.
 enum class OperationKind : uint32_t {
   kUser = 0,
@@ -15,6 +25,15 @@ enum class OperationKind : uint32_t {
   kAddRmsNormTwoShot = 4
 };
 
+// The phase before an operation's own, in which the ranks compare their calls (kernels/check_call.cuh).
+inline constexpr uint32_t kCheckPhase = 0xFFFF;
+
+enum class ErrorCause : uint32_t {
+  kTimeout = 0,        // a wait for `peer` expired
+  kMismatch = 1,       // `peer` is about to do something else
+  kConcurrentUse = 2,  // two operations of this rank run at once
+};
+
 // Lies in host memory that the device maps.
 struct ErrorRecord {
   uint32_t complete;  // 1 once all other fields are written
@@ -22,14 +41,24 @@ struct ErrorRecord {
   uint32_t peer;
   uint32_t operation;  // OperationKind
   uint32_t phase;
-  uint32_t reserved;
+  uint32_t cause;     // ErrorCause
   uint64_t sequence;  // number of the operation on this communicator, from 0
   uint64_t bytes;     // of the message
 };
 
+// What a rank is about to do, as far as the ranks have to agree on it. Grids may differ: nothing depends on them.
+struct CallSignature {
+  uint32_t operation;  // OperationKind
+  uint16_t data_type;  // DataType
+  uint16_t row;        // elements of a row, for an operation that works by rows; else 0
+  uint32_t count;      // elements
+  uint32_t number;     // of the launch, as the host counts them from 1; a replay has that of the captured one
+};
+
 struct HostMailbox {
   ErrorRecord error;
-  uint32_t abort_request;  // the host sets it to end all waits of this GPU now
+  uint32_t abort_request;              // the host sets it to end all waits of this GPU now
+  CallSignature calls[kMaxWorldSize];  // by rank, where the cause is kMismatch
 };
 
 struct WaitBounds {
@@ -47,23 +76,33 @@ struct WaitSite {
   uint64_t bytes;
 };
 
-// `peer` is whom the wait was for, or whom a note names.
-LLM_COMM_DEVICE void record_expired_wait(const WaitBounds& bounds, const WaitSite& site, uint32_t peer,
-                                         uint32_t phase) {
-  if (compare_and_swap(bounds.aborted, 0u, 1u) != 0u) return;  // the first one to expire is the one to report
-  bounds.suspicions.tell(peer);
-  // Time for the notes of ranks whose waits expire now too.
-  const uint64_t grace_ns = bounds.timeout_ns / 16;
-  for (const uint64_t start = clock_ns(); clock_ns() - start < grace_ns;) spin_hint();
+// Ends the communicator on this GPU. True for the first one to call it, which is the one to report.
+LLM_COMM_DEVICE bool give_up(const WaitBounds& bounds) { return compare_and_swap(bounds.aborted, 0u, 1u) == 0u; }
+
+// After give_up().
+LLM_COMM_DEVICE void report_error(const WaitBounds& bounds, const WaitSite& site, ErrorCause cause, uint32_t peer,
+                                  uint32_t phase) {
   ErrorRecord& record = bounds.mailbox->error;
   record.rank = site.rank;
-  record.peer = bounds.suspicions.culprit(peer);
+  record.peer = peer;
   record.operation = static_cast<uint32_t>(site.operation);
   record.phase = phase;
+  record.cause = static_cast<uint32_t>(cause);
   record.sequence = site.sequence;
   record.bytes = site.bytes;
   fence_system();
   store_relaxed(&record.complete, 1u);
+}
+
+// `peer` is whom the wait was for, or whom a note names.
+LLM_COMM_DEVICE void record_expired_wait(const WaitBounds& bounds, const WaitSite& site, uint32_t peer,
+                                         uint32_t phase) {
+  if (!give_up(bounds)) return;
+  bounds.suspicions.tell(peer);
+  // Time for the notes of ranks whose waits expire now too.
+  const uint64_t grace_ns = bounds.timeout_ns / 16;
+  for (const uint64_t start = clock_ns(); clock_ns() - start < grace_ns;) spin_hint();
+  report_error(bounds, site, ErrorCause::kTimeout, bounds.suspicions.culprit(peer), phase);
 }
 
 // Polls until poll() returns true. Returns false if the bound expired, another wait of this communicator
@@ -72,6 +111,10 @@ LLM_COMM_DEVICE void record_expired_wait(const WaitBounds& bounds, const WaitSit
 template <class Poll>
 LLM_COMM_DEVICE bool wait_until(Poll poll, const WaitBounds& bounds, const WaitSite& site, uint32_t peer,
                                 uint32_t phase) {
+  if constexpr (!kBoundedWaits) {
+    while (!poll()) spin_hint();
+    return true;
+  }
   uint64_t start = 0;
   for (;;) {
     // A loop of its own, unrolled: with the check inside, or a jump at every poll, calls take 2 to 3 % longer.

@@ -56,6 +56,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 import llm_comm  # noqa: E402
 from llm_comm import _core  # noqa: E402
 from llm_comm.errors import ConfigError, PeerTimeout  # noqa: E402
+from llm_comm.integrations import common  # noqa: E402
 from llm_comm.integrations import vllm as plugin  # noqa: E402
 
 BENCH_PLUGINS = str(Path(__file__).parents[3] / "bench_serving" / "plugins")
@@ -362,6 +363,8 @@ def elastic_expert_parallelism_keeps_its_exact_class() -> None:
 @scenario(exit_codes=(DIED_OF_THE_WATCHDOG, 0), LLM_COMM_TIMEOUT_S="1")
 def a_peer_that_stays_away_ends_the_process_with_its_name() -> None:
     last_words = shared_directory() / "last_words"
+    if dist_rank() == 1:  # it hears of the error, and would end too
+        mock.patch.object(common.Watchdog, "start").start()
     context = vllm_groups()
     context.__enter__()
     if dist_rank() == 0:

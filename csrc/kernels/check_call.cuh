@@ -1,0 +1,98 @@
+// Compares what the ranks are about to do, before they do it: in debug mode, and always on emulated devices.
+//
+// check_call runs before each operation and release_call after it, on the same stream and in the same graph, so the
+// kernels of the operations know nothing of them. Every rank sends its call to all and looks at everybody's. If two
+// differ, the communicator ends on all ranks, each of which knows all calls, and the operation that follows does
+// nothing. Between the two kernels the launch has the communicator to itself: another one that begins on this GPU, on
+// another stream, ends the communicator too.
+//
+// Header, from kCallsOffset: [sender][2 flag lines]. The flag follows from the number of the operation, so nothing is
+// re-armed, and one place for a sender is enough: a rank that sends its call of operation e + 1 has ended e, so by R1 of
+// device_comm.cuh every rank has begun e, which each does only after it has compared the calls of e.
+#pragma once
+
+#include "llm_comm/device_comm.cuh"
+#include "llm_comm/line.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+struct CheckCallArgs {
+  DeviceComm comm;
+  CallSignature call;
+  uint64_t bytes;  // of the message
+};
+
+inline constexpr uint32_t kLinesPerCall = sizeof(CallSignature) / sizeof(FlagLine);
+
+LLM_COMM_DEVICE bool is_same_call(const CallSignature& a, const CallSignature& b) {
+  return a.operation == b.operation && a.data_type == b.data_type && a.row == b.row && a.count == b.count &&
+         a.number == b.number;
+}
+
+// Where a call of `sender` lies in the workspace of `receiver`.
+LLM_COMM_DEVICE Line* call_lines(const DeviceComm& comm, uint32_t receiver, uint32_t sender) {
+  return reinterpret_cast<Line*>(comm.workspace[receiver] + kCallsOffset) + sender * kLinesPerCall;
+}
+
+// One block of world_size threads; dynamic shared memory for as many CheckedCall.
+struct CheckedCall {
+  CallSignature call;
+  uint32_t has_arrived;
+};
+
+LLM_COMM_KERNEL(kMaxWorldSize) check_call(LLM_COMM_KERNEL_PARAM CheckCallArgs args) {
+  grid_dependency_trigger();
+  grid_dependency_wait();
+  const DeviceComm& comm = args.comm;
+  const uint32_t peer = thread_index();
+  CheckedCall* const checked = shared_memory<CheckedCall>();  // [rank]
+  CheckedCall& mine = checked[peer];
+
+  Operation op(comm, static_cast<OperationKind>(args.call.operation), args.bytes);
+  if (!op.begin()) return;
+  if (peer == comm.rank) {
+    if (!op.claim(args.call.number)) {
+      op.fail(ErrorCause::kConcurrentUse, comm.rank, kCheckPhase);
+      op.tell_of_failure();
+    }
+    mine = {args.call, 1};
+  } else {
+    const auto flag = static_cast<uint32_t>(op.sequence() % 0xFFFFFFFFu + 1);  // not 0, which the header holds at first
+    Line* const outgoing = call_lines(comm, peer, comm.rank);
+    const Line* const incoming = call_lines(comm, comm.rank, peer);
+    const auto* const sent = reinterpret_cast<const FlagLine*>(&args.call);
+    auto* const received = reinterpret_cast<FlagLine*>(&mine.call);
+    for (uint32_t i = 0; i < kLinesPerCall; ++i) store_packet_relaxed(outgoing + i, FlagLine::encode(sent[i], flag));
+    mine.has_arrived = 1;
+    for (uint32_t i = 0; i < kLinesPerCall; ++i) {
+      Line line{};
+      const auto poll = [&] {
+        line = load_packet_relaxed(incoming + i);
+        return FlagLine::has_arrived(line, flag);
+      };
+      mine.has_arrived &= op.wait_until(poll, peer, kCheckPhase) ? 1 : 0;
+      received[i] = FlagLine::decode(line);
+    }
+  }
+  block_sync();
+
+  if (peer != 0) return;
+  uint32_t odd_one = 0;  // the first that differs from rank 0, which is the same on all ranks
+  for (uint32_t rank = comm.world_size; rank-- > 0;) {
+    if (checked[rank].has_arrived == 0) return;  // a wait that ended in vain has been reported
+    if (!is_same_call(checked[rank].call, checked[0].call)) odd_one = rank;
+  }
+  if (odd_one == 0) return;
+  // The others find it themselves. A note could reach one of them before the call that tells it why.
+  for (uint32_t rank = 0; rank < comm.world_size; ++rank) comm.mailbox->calls[rank] = checked[rank].call;
+  op.fail(ErrorCause::kMismatch, odd_one, kCheckPhase);
+}
+
+// One thread.
+LLM_COMM_KERNEL(1) release_call(LLM_COMM_KERNEL_PARAM CheckCallArgs args) {
+  grid_dependency_trigger();
+  grid_dependency_wait();
+  Operation(args.comm, static_cast<OperationKind>(args.call.operation), args.bytes).release();
+}
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -1,0 +1,126 @@
+"""What the ranks of a communicator know of each other when one of them fails: a page of shared memory each.
+
+A rank writes its own page and reads those of the others, so nobody waits for anybody, and the page of a rank that has
+died still says what it did last.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import time
+import zlib
+from dataclasses import asdict, dataclass
+
+from llm_comm.bootstrap import Rendezvous
+
+_PAGE_BYTES = 4096
+_BEAT = struct.Struct("d")  # time.monotonic(), which the processes of a machine share
+_HEAD = struct.Struct("II")  # length and checksum of the state behind it, which may be read while it is written
+_STATE_OFFSET = _BEAT.size + _HEAD.size
+_MAX_TEXT = 2000
+
+
+@dataclass(frozen=True)
+class RankError:
+    """Why a rank has given up: a class of ``llm_comm.errors`` by name, what goes into it, and the same in brief."""
+
+    kind: str
+    text: str
+    brief: str
+    rank: int
+    peer: int
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What a rank says of itself.
+
+    Attributes:
+        pid: Process, as the rank itself knows it.
+        calls: Kernel launches that it has enqueued or captured.
+        last_call: The last of them in words, or "".
+        operations_ended: On its device, when it noticed that a rank has failed; else None, or where that is not known.
+        error: Its own error.
+        is_closed: It has closed its communicator.
+    """
+
+    pid: int
+    calls: int
+    last_call: str
+    operations_ended: int | None = None
+    error: RankError | None = None
+    is_closed: bool = False
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """The state of a rank and the seconds since it last gave a sign of life; nothing where it has written none."""
+
+    state: RankState | None
+    age_s: float
+
+
+class StatusBoard:
+    """The pages of all ranks. Use it from one thread."""
+
+    def __init__(self, rank: int, pages: dict[int, mmap.mmap]) -> None:
+        self._own = pages[rank]
+        self._pages = pages
+
+    @classmethod
+    def open(cls, rendezvous: Rendezvous) -> StatusBoard:
+        """Makes this rank's page and maps those of the peers. Collective.
+
+        Raises:
+            RendezvousError: The ranks cannot exchange file descriptors.
+        """
+        own = os.memfd_create("llm_comm_status", os.MFD_CLOEXEC)
+        peers: dict[int, int] = {}
+        try:
+            os.ftruncate(own, _PAGE_BYTES)
+            peers = rendezvous.exchange_descriptors(own)
+
+            def map_pages() -> dict[int, mmap.mmap]:
+                pages = {rank: mmap.mmap(fd, _PAGE_BYTES, prot=mmap.PROT_READ) for rank, fd in peers.items()}
+                return pages | {rendezvous.rank: mmap.mmap(own, _PAGE_BYTES)}
+
+            return cls(rendezvous.rank, rendezvous.attempt("mapping of the status pages", map_pages))
+        finally:
+            for fd in (own, *peers.values()):
+                os.close(fd)
+
+    def publish(self, state: RankState) -> None:
+        """Says what this rank does, and that it lives."""
+        text = json.dumps(asdict(state)).encode()
+        head = _HEAD.pack(len(text), zlib.crc32(text))
+        self._own[_BEAT.size : _STATE_OFFSET + len(text)] = head + text
+        _BEAT.pack_into(self._own, 0, time.monotonic())
+
+    def look(self) -> list[Sighting]:
+        """The ranks' states, by rank."""
+        now = time.monotonic()
+        return [_read(self._pages[rank], now) for rank in sorted(self._pages)]
+
+    def close(self) -> None:
+        for page in self._pages.values():
+            page.close()
+
+
+def fit(text: str) -> str:
+    """What of an error text fits a page."""
+    return text[:_MAX_TEXT]
+
+
+def _read(page: mmap.mmap, now: float) -> Sighting:
+    (beat,) = _BEAT.unpack_from(page, 0)
+    for _ in range(3):  # another try where the writer was in the middle of it
+        length, checksum = _HEAD.unpack_from(page, _BEAT.size)
+        text = page[_STATE_OFFSET : _STATE_OFFSET + length]
+        if length > 0 and zlib.crc32(text) == checksum:
+            fields = json.loads(text)
+            error = fields.pop("error")
+            return Sighting(RankState(**fields, error=error and RankError(**error)), now - beat)
+    return Sighting(None, now - beat)

@@ -1,0 +1,234 @@
+"""A thread that notices when a communicator fails, whether or not anybody calls it, and says what the ranks were doing.
+
+A CUDA graph is replayed without Python, and a rank may wait for its GPU, so somebody else has to look. A look reads a
+few words of host memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from llm_comm import _core, errors, status
+from llm_comm.errors import CommunicatorError, ConcurrentUseError, MismatchError, PeerTimeout
+from llm_comm.status import RankError, RankState, Sighting, StatusBoard
+
+logger = logging.getLogger("llm_comm")
+
+#: What a kernel waits for a peer, as a share of ``timeout_s``. The rest is for the ranks to agree whom they miss
+#: (1/16 of it, ``record_expired_wait`` in wait.cuh), for a look of this thread, and for it to hear from the others.
+KERNEL_SHARE_OF_TIMEOUT = 0.8
+_LOOK_SHARE, _LONGEST_LOOK_S = 1 / 40, 0.05
+_HEAR_SHARE, _LONGEST_HEAR_S = 1 / 20, 0.5
+#: A rank that gave no sign of life for so long is not waited for.
+_LIFE_S = 1.0
+
+
+class Watchdog(threading.Thread):
+    """Watches one communicator until ``stop``. It holds the core, not the communicator, which may be dropped.
+
+    Args:
+        core: What to watch.
+        board: What the ranks know of each other, or None. Belongs to the watchdog from now on.
+    """
+
+    def __init__(self, core: _core.Core, rank: int, timeout_s: float, board: StatusBoard | None) -> None:
+        super().__init__(name="llm_comm watchdog", daemon=True)
+        self._core = core
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._board = board
+        self._look_s = min(_LONGEST_LOOK_S, timeout_s * _LOOK_SHARE)
+        self._hear_s = min(_LONGEST_HEAR_S, timeout_s * _HEAR_SHARE)
+        self._stopping = threading.Event()
+        self._has_failed = threading.Event()
+        self._lock = threading.Lock()
+        self._error: RankError | None = None  # with the state of all ranks, once _has_failed is set
+        self._callbacks: list[Callable[[CommunicatorError], None]] = []
+
+    # ---- For the communicator -----------------------------------------------------------------------------------
+
+    def failure(self) -> CommunicatorError | None:
+        """The error of the communicator, always with the same text. Waits for the other ranks' states if it is new."""
+        if self._error is None:
+            found = self._core.error()
+            if found is None:
+                return None
+            if not self._has_failed.wait(self._look_s + self._hear_s + _LIFE_S):  # this thread got no CPU time
+                return _exception(explain(found, self._timeout_s))
+        assert self._error is not None
+        return _exception(self._error)
+
+    def on_error(self, callback: Callable[[CommunicatorError], None]) -> None:
+        """Calls ``callback`` once with the error: from this thread, or now if there is one already."""
+        with self._lock:
+            if self._error is None:
+                self._callbacks.append(callback)
+                return
+        callback(_exception(self._error))
+
+    def stop(self) -> None:
+        """Returns once nothing is looked at any more."""
+        self._stopping.set()
+        # A communicator can be collected, and with it its watchdog stopped, in any thread.
+        if self.is_alive() and threading.current_thread() is not self:
+            self.join()
+
+    # ---- The thread ---------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        state = self._state()
+        self._publish(state)
+        while not self._stopping.wait(self._look_s):
+            if self._error is None:
+                state = self._state()
+                if self._core.error() is not None or any(s.state and s.state.error for s in self._look()):
+                    state = self._fail()
+            self._publish(state)  # a sign of life, also after an error
+        if self._error is None:
+            state = self._state()
+        self._publish(replace(state, is_closed=True))
+        if self._board is not None:
+            self._board.close()
+
+    def _state(self) -> RankState:
+        call = self._core.last_call()
+        return RankState(os.getpid(), call.number, _call_in_words(call) if call.number else "")
+
+    def _fail(self) -> RankState:
+        """Finds out what happened, ends the communicator and tells those who asked for it."""
+        state, sightings = self._hear()
+        error = _root_cause(self._rank, state.error, sightings)
+        with self._lock:
+            self._error = replace(error, text=error.text + _describe_ranks(sightings))
+            callbacks = self._callbacks
+        self._has_failed.set()
+        self._core.abort()  # where another rank has failed, nothing that waits for it comes to an end
+        if not callbacks:
+            logger.error("%s", self._error.text)
+        for callback in callbacks:
+            try:
+                callback(_exception(self._error))
+            except Exception:
+                logger.exception("a callback of on_error failed")
+        return state
+
+    def _hear(self) -> tuple[RankState, list[Sighting]]:
+        """This rank's state, and the states of all ranks once those that live have an error too, or after a while."""
+        state = replace(self._state(), operations_ended=self._operations_ended())
+        deadline = time.monotonic() + self._hear_s
+        while True:
+            found = self._core.error()
+            if found is not None and state.error is None:
+                state = replace(state, error=explain(found, self._timeout_s))
+            self._publish(state)
+            sightings = self._look()
+            have_errors = all(
+                s.state is None or s.state.error is not None or s.state.is_closed or s.age_s > _LIFE_S
+                for s in sightings
+            )
+            if (have_errors and state.error is not None) or time.monotonic() > deadline:
+                return state, sightings
+            time.sleep(0.002)
+
+    def _operations_ended(self) -> int | None:
+        try:
+            return self._core.operations_ended()
+        except RuntimeError:  # the device has an error of its own
+            return None
+
+    def _publish(self, state: RankState) -> None:
+        if self._board is not None:
+            self._board.publish(state)
+
+    def _look(self) -> list[Sighting]:
+        return [] if self._board is None else self._board.look()
+
+
+# ---- In words ------------------------------------------------------------------------------------------------------
+
+
+def explain(error: _core.OperationError, timeout_s: float) -> RankError:
+    """What happened on this rank, and what to do about it."""
+    phase = "comparison of calls" if error.phase < 0 else f"phase {error.phase}"
+    where = f"{error.operation} of {error.bytes} bytes (operation {error.sequence} of this communicator, {phase})"
+    kind: type[CommunicatorError]
+    if error.cause == "mismatch":
+        kind, brief = MismatchError, f"disagrees with rank {error.peer}"
+        text = (
+            f"the ranks disagree about operation {error.sequence} of this communicator: "
+            f"{_calls_in_words(error.calls)}. All ranks must make the same calls in the same order."
+        )
+    elif error.cause == "concurrent use":
+        kind, brief = ConcurrentUseError, f"two operations at once: {where}"
+        text = (
+            f"a {where} began on this GPU while another operation of the communicator was under way. Graphs that "
+            "run at once, or with eager calls, need a communicator each, or must wait for each other."
+        )
+    else:
+        kind, brief = PeerTimeout, f"waited for rank {error.peer} in a {where}"
+        text = (
+            f"nothing came from rank {error.peer} for {timeout_s * KERNEL_SHARE_OF_TIMEOUT:g} s in a {where}. "
+            f"Rank {error.peer} has died, hangs, or makes other calls than this rank. "
+            "LLM_COMM_TIMEOUT_S sets the limit."
+        )
+    text = f"rank {error.rank}: {text} This communicator cannot be used any more."
+    return RankError(kind.__name__, status.fit(text), brief, error.rank, error.peer)
+
+
+def _describe_ranks(sightings: Sequence[Sighting]) -> str:
+    """A line for each rank, or nothing where nothing is known."""
+    lines = [f"\n  rank {rank}{_sighting_in_words(sighting)}" for rank, sighting in enumerate(sightings)]
+    return "\nState of the ranks:" + "".join(lines) if lines else ""
+
+
+def _sighting_in_words(sighting: Sighting) -> str:
+    state = sighting.state
+    if state is None:
+        return ": nothing is known of it"
+    facts = []
+    if state.is_closed:
+        facts.append("has closed its communicator")
+    elif sighting.age_s > _LIFE_S:
+        facts.append(f"no sign of life for {sighting.age_s:.1f} s")
+    else:
+        facts.append("alive")
+    if state.error is not None:
+        facts.append(state.error.brief)
+    facts.append(f"last call: {state.last_call}" if state.last_call else "has made no call")
+    if state.operations_ended is not None:
+        facts.append(f"{state.operations_ended} operations ended on its device")
+    return f" (pid {state.pid}): " + "; ".join(facts)
+
+
+def _calls_in_words(calls: Sequence[_core.Call]) -> str:
+    """ "ranks 0, 1: one-shot all-reduce of 8 bf16 (call 3); rank 2: ..." """
+    ranks: dict[str, list[str]] = {}
+    for rank, call in enumerate(calls):
+        ranks.setdefault(_call_in_words(call), []).append(str(rank))
+    return "; ".join(f"rank{'s' * (len(who) > 1)} {', '.join(who)}: {what}" for what, who in ranks.items())
+
+
+def _call_in_words(call: _core.Call) -> str:
+    rows = f" in rows of {call.row}" if call.row else ""
+    return f"{call.operation} of {call.count} {call.data_type}{rows} (call {call.number})"
+
+
+def _root_cause(rank: int, own: RankError | None, sightings: Sequence[Sighting]) -> RankError:
+    """The error to report: this rank's own, unless it has none or waited for a rank that stopped for another reason."""
+    others = [s.state.error for s in sightings if s.state is not None and s.state.error not in (None, own)]
+    timeout = PeerTimeout.__name__
+    if own is not None and own.kind != timeout:
+        return own
+    first = next((error for error in others if error is not None and error.kind != timeout), own or others[0])
+    assert first is not None  # or nobody had called this
+    return first if first is own else replace(first, text=f"rank {rank} has learnt that {first.text}")
+
+
+def _exception(error: RankError) -> CommunicatorError:
+    kind: type[CommunicatorError] = getattr(errors, error.kind)
+    return kind(error.text, rank=error.rank, peer=error.peer)

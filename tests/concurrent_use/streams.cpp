@@ -1,0 +1,143 @@
+// Streams of emulated GPUs that use one communicator without an order, as graphs replayed on two streams do. Each stream
+// is a thread with an executor of its own. Usage: streams overlap | order | ordered. Prints for each rank
+// "rank R: cause C, peer P, sums N right M".
+#include <atomic>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "emulator/executor.h"
+#include "kernels/all_reduce/one_shot.cuh"
+#include "kernels/check_call.cuh"
+
+namespace {
+
+using namespace llm_comm;  // NOLINT: a test of its kernels
+
+constexpr uint32_t kWorld = 2;
+constexpr uint32_t kCount = 64;
+constexpr uint32_t kTileLinesLog2 = 2;
+constexpr uint64_t kSlotBytes = 64 * 1024;
+// Longer than the test may take: whoever waits so long hangs.
+constexpr uint64_t kTimeoutNs = 100'000'000'000;
+
+struct Gpu {
+  std::vector<Line> workspace = std::vector<Line>((kHeaderBytes + kSlots * kSlotBytes) / sizeof(Line));
+  HostMailbox mailbox{};
+  std::atomic<int> sums = 0;
+  std::atomic<int> right_sums = 0;
+};
+
+std::vector<Gpu> gpus(kWorld);
+
+// What a stream of `rank` executes for launch `number`, whose input is that number on every rank.
+void all_reduce(emulator::Executor& stream, uint32_t rank, uint32_t number) {
+  std::vector<float> input(kCount, static_cast<float>(number));
+  std::vector<float> output(kCount);
+  AllReduceArgs args{};
+  for (uint32_t peer = 0; peer < kWorld; ++peer) {
+    args.comm.workspace[peer] = reinterpret_cast<char*>(gpus[peer].workspace.data());
+  }
+  args.comm.mailbox = &gpus[rank].mailbox;
+  args.comm.slot_bytes = kSlotBytes;
+  args.comm.timeout_ns = kTimeoutNs;
+  args.comm.rank = rank;
+  args.comm.world_size = kWorld;
+  args.input = input.data();
+  args.output = output.data();
+  args.count = kCount;
+  args.tile_lines_log2 = kTileLinesLog2;
+  const CheckCallArgs check{args.comm,
+                            {static_cast<uint32_t>(OperationKind::kAllReduceOneShot),
+                             static_cast<uint16_t>(DataType::kFloat32), 0, kCount, number},
+                            kCount * sizeof(float)};
+  constexpr uint32_t kThreads = kWorld << kTileLinesLog2;
+  stream.run({1, kWorld, kWorld * sizeof(CheckedCall)}, [&] { check_call(check); });
+  stream.run({2, kThreads, 2 * kThreads * sizeof(Line)},
+             [&] { all_reduce_one_shot<DataType::kFloat32, kWorld, false>(args); });
+  stream.run({1, 1, 0}, [&] { release_call(check); });
+  bool is_right = true;
+  for (const float element : output) is_right &= element == static_cast<float>(kWorld * number);
+  ++gpus[rank].sums;
+  if (is_right) ++gpus[rank].right_sums;
+}
+
+bool has_error(uint32_t rank) { return load_relaxed(&gpus[rank].mailbox.error.complete) != 0; }
+
+uint32_t claim_of(uint32_t rank) {
+  return load_relaxed(&reinterpret_cast<const CommState*>(gpus[rank].workspace.data())->claim);
+}
+
+std::thread stream(const std::function<void(emulator::Executor&)>& work) {
+  return std::thread([work] {
+    emulator::Executor executor;
+    work(executor);
+  });
+}
+
+// Rank 0 begins a second operation while the first waits for rank 1, which comes late.
+void overlap() {
+  std::thread first = stream([](auto& executor) { all_reduce(executor, 0, 1); });
+  while (claim_of(0) == 0) std::this_thread::yield();
+  std::thread second = stream([](auto& executor) { all_reduce(executor, 0, 2); });
+  second.join();
+  std::thread late = stream([](auto& executor) { all_reduce(executor, 1, 1); });
+  first.join();
+  late.join();
+}
+
+// Two launches alike in all but their numbers, in another order on each rank.
+void order() {
+  std::vector<std::thread> ranks;
+  for (uint32_t rank = 0; rank < kWorld; ++rank) {
+    ranks.push_back(stream([rank](auto& executor) {
+      all_reduce(executor, rank, 1 + rank);
+      all_reduce(executor, rank, 2 - rank);
+    }));
+  }
+  for (std::thread& rank : ranks) rank.join();
+}
+
+// Two streams that take turns: as it should be.
+void ordered() {
+  std::vector<std::thread> ranks;
+  for (uint32_t rank = 0; rank < kWorld; ++rank) {
+    for (uint32_t parity = 0; parity < 2; ++parity) {
+      ranks.push_back(stream([rank, parity](auto& executor) {
+        for (int turn = 0; turn < 100; ++turn) {
+          const int before = 2 * turn + static_cast<int>(parity);
+          while (gpus[rank].sums != before && !has_error(rank)) std::this_thread::yield();
+          all_reduce(executor, rank, parity + 1);
+        }
+      }));
+    }
+  }
+  for (std::thread& rank : ranks) rank.join();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  for (Gpu& gpu : gpus) {
+    std::memset(gpu.workspace.data() + kHeaderBytes / sizeof(Line), 0xFF, kSlots * kSlotBytes);
+  }
+  const std::string scenario = argc > 1 ? argv[1] : "";
+  if (scenario == "overlap") {
+    overlap();
+  } else if (scenario == "order") {
+    order();
+  } else if (scenario == "ordered") {
+    ordered();
+  } else {
+    return 2;
+  }
+  for (uint32_t rank = 0; rank < kWorld; ++rank) {
+    const ErrorRecord& error = gpus[rank].mailbox.error;
+    const int cause = error.complete != 0 ? static_cast<int>(error.cause) : -1;
+    std::printf("rank %u: cause %d, peer %u, sums %d, right %d\n", rank, cause, error.peer, gpus[rank].sums.load(),
+                gpus[rank].right_sums.load());
+  }
+}

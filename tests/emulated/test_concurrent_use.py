@@ -1,0 +1,135 @@
+"""One communicator used from two streams or threads, and several communicators at once."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RankPool, make_communicator
+from reference import assert_is_sum, contributions
+
+import llm_comm
+from llm_comm import Communicator
+
+TESTS = Path(__file__).parents[1]
+CSRC = TESTS.parent / "csrc"
+# ErrorCause in csrc/include/llm_comm/wait.cuh.
+NONE, TIMEOUT, MISMATCH, CONCURRENT_USE = range(-1, 3)
+
+
+# ---- Streams, which an emulated Communicator does not have: kernels alone --------------------------------------------
+
+
+def build(directory: Path, *more_flags: str) -> Path:
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    built = directory / "streams"
+    flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-DLLM_COMM_EMULATOR", *more_flags]
+    flags += [f"-I{CSRC}", f"-I{CSRC / 'include'}"]
+    libraries = [f"-L{llm_comm.get_library_dir()}", "-lllm_comm_emulator", "-pthread"]
+    source = TESTS / "concurrent_use" / "streams.cpp"
+    subprocess.run(["g++", *flags, str(source), "-o", str(built), *libraries], check=True)
+    return built
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("concurrent_use"))
+
+
+def causes(program: Path, scenario: str) -> tuple[list[int], list[int], list[str]]:
+    """Cause and peer of each rank's error, and what is printed of its sums."""
+    done = subprocess.run([program, scenario], capture_output=True, text=True, timeout=60, check=True)
+    lines = [line.split(", ", 2) for line in done.stdout.splitlines()]
+    return (
+        [int(a.rpartition(" ")[2]) for a, _, _ in lines],
+        [int(b.split()[1]) for _, b, _ in lines],
+        [c for _, _, c in lines],
+    )
+
+
+def test_operation_that_begins_within_another_one(program: Path) -> None:
+    """The rank on which it happens says so; the other one does not wait for it until its time is up."""
+    found, peers, sums = causes(program, "overlap")
+    assert found == [CONCURRENT_USE, TIMEOUT]
+    assert peers == [0, 0]
+    assert sums == ["sums 2, right 0", "sums 1, right 0"]
+
+
+def test_launches_in_another_order_on_each_rank(program: Path) -> None:
+    found, peers, sums = causes(program, "order")
+    assert found == [MISMATCH, MISMATCH]
+    assert peers == [1, 1]
+    assert sums == ["sums 2, right 0"] * 2
+
+
+def test_streams_that_take_turns(program: Path) -> None:
+    found, _, sums = causes(program, "ordered")
+    assert found == [NONE, NONE]
+    assert sums == ["sums 200, right 200"] * 2
+
+
+def test_kernels_without_bounded_waits(tmp_path: Path) -> None:
+    """The build that measures what the bound costs does the same work."""
+    found, _, sums = causes(build(tmp_path, "-DLLM_COMM_UNBOUNDED_WAITS"), "ordered")
+    assert found == [NONE, NONE]
+    assert sums == ["sums 200, right 200"] * 2
+
+
+# ---- Threads ---------------------------------------------------------------------------------------------------------
+
+
+def in_threads(*work: Callable[[], None]) -> None:
+    """Runs all at once; raises what one of them raised."""
+    errors: list[BaseException] = []
+
+    def run(one: Callable[[], None]) -> None:
+        try:
+            one()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=[one]) for one in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def reduce_often(comm: Communicator, count: int, calls: int, seed: int = 0) -> None:
+    inputs = contributions(comm.world_size, count, torch.bfloat16, seed)
+    for call in range(calls):
+        assert_is_sum(comm.all_reduce(inputs[comm.rank]), inputs, f"call {call}")
+
+
+def share_a_communicator(threads: int, calls: int) -> None:
+    with make_communicator() as comm:
+        in_threads(*[lambda: reduce_often(comm, 3000, calls)] * threads)
+
+
+def test_threads_take_turns(ranks: RankPool) -> None:
+    """All calls are alike: which thread's comes first on which rank is up to chance."""
+    ranks.run(2, share_a_communicator, 3, 40)
+
+
+def communicators_at_once(memberships: list[list[int]], calls: list[int]) -> None:
+    rank = dist.get_rank()
+    groups = [dist.new_group(members) for members in memberships]
+    mine = {n: make_communicator(group) for n, group in enumerate(groups) if rank in memberships[n]}
+    in_threads(*[lambda n=n, comm=comm: reduce_often(comm, 500 * (n + 1), calls[n], n) for n, comm in mine.items()])
+    for comm in mine.values():
+        comm.close()
+
+
+def test_overlapping_groups_at_once_with_unequal_call_counts(ranks: RankPool) -> None:
+    """Tensor parallel pairs, an expert parallel group across them, and all: each group in a thread of its own."""
+    memberships = [[0, 1], [2, 3], [1, 2], [0, 1, 2, 3]]
+    ranks.run(4, communicators_at_once, memberships, [90, 40, 20, 60])

@@ -1,0 +1,258 @@
+"""Errors that come without a further call, with what all ranks were doing; and ranks that are late or stay away."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RankPool, make_communicator
+from reference import assert_is_sum, contributions
+
+from llm_comm import Communicator, CommunicatorError, PeerTimeout, RendezvousError
+from llm_comm.status import StatusBoard
+
+TIMEOUT_S = 2.0
+# A busy machine may be slow; whoever waits so long waits for ever.
+LIMIT_S = 30.0
+X = torch.ones(20)
+
+
+class Loss(NamedTuple):
+    pid: int
+    text: str
+    peer: int
+
+
+def sum_three_times(comm: Communicator) -> None:
+    for _ in range(3):
+        assert comm.all_reduce(X).eq(comm.world_size).all()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_in_vain(comm: Communicator) -> None:
+    with pytest.raises(PeerTimeout):
+        comm.all_reduce(X)
+
+
+def told_of_error(comm: Communicator) -> Callable[[], CommunicatorError]:
+    """A function that waits until ``on_error`` has been called back, and returns with what."""
+    told = threading.Event()
+    errors: list[CommunicatorError] = []
+
+    def callback(error: CommunicatorError) -> None:
+        errors.append(error)
+        told.set()
+
+    comm.on_error(callback)
+
+    def wait() -> CommunicatorError:
+        assert told.wait(LIMIT_S), "on_error was not called back"
+        time.sleep(0.2)
+        assert len(errors) == 1
+        return errors[0]
+
+    return wait
+
+
+# ---- A rank that dies ------------------------------------------------------------------------------------------------
+
+
+def lose_rank(victim: int, idle_rank: int) -> Loss:
+    """Ranks wait for the victim in a thread that nobody asks; ``idle_rank`` makes no call at all."""
+    # What the ranks have for hearing of each other is a share of it.
+    comm = make_communicator(timeout_s=3 * TIMEOUT_S)
+    sum_three_times(comm)
+    if comm.rank == victim:
+        time.sleep(0.3)  # its page is to have its last call
+        die()
+    error_of = told_of_error(comm)
+    if comm.rank != idle_rank:
+        threading.Thread(target=wait_in_vain, args=[comm]).start()
+    error = error_of()
+    with pytest.raises(PeerTimeout) as refused:
+        comm.all_reduce(X)
+    assert str(refused.value) == str(error), "the communicator refuses with another text"
+    return Loss(os.getpid(), str(error), error.peer)
+
+
+def test_all_ranks_are_told_without_a_further_call(mortal_ranks: RankPool) -> None:
+    """Ranks 0 and 1 miss two others, of which one lives: what the ranks were doing tells which."""
+    victim, idle = 3, 2
+    losses = mortal_ranks.run(4, lose_rank, victim, idle, dying=[victim])
+    for rank in (0, 1, 2):
+        loss = losses[rank]
+        assert loss.peer in (victim, idle)
+        head, *states = loss.text.splitlines()
+        blame = f"nothing came from rank {loss.peer} for 4.8 s in a one-shot all-reduce of 80 bytes (operation 3 "
+        who = (
+            ("rank 2 has learnt that rank 0: ", "rank 2 has learnt that rank 1: ") if rank == idle else f"rank {rank}: "
+        )
+        assert head.startswith(who)
+        assert blame in head
+        last = "last call: one-shot all-reduce of 20 fp32 (call {}); 3 operations ended on its device"
+        waits = "alive; waited for rank "
+        assert states[0] == "State of the ranks:"
+        for other in (0, 1):
+            assert states[1 + other].startswith(f"  rank {other} (pid {losses[other].pid}): {waits}")
+            assert states[1 + other].endswith(last.format(4))
+        assert states[3] == f"  rank 2 (pid {losses[2].pid}): alive; {last.format(3)}"
+        assert states[4].startswith("  rank 3 (pid ")
+        assert ": no sign of life for " in states[4]
+        assert states[4].endswith("last call: one-shot all-reduce of 20 fp32 (call 3)")
+
+
+# ---- Ranks that stay away or come late -------------------------------------------------------------------------------
+
+
+def stay_away(how: str) -> list[str]:
+    """Rank 1 makes a call less. Returns what the logger said on this rank."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("llm_comm").addHandler(handler)
+    comm = make_communicator(timeout_s=TIMEOUT_S)
+    sum_three_times(comm)
+    if comm.rank == 1 and how == "closed":
+        comm.close()
+    elif comm.rank == 1:
+        deadline = time.monotonic() + LIMIT_S
+        while not records and time.monotonic() < deadline:
+            time.sleep(0.05)
+        with pytest.raises(PeerTimeout):
+            comm.check()
+    else:
+        with pytest.raises(PeerTimeout):
+            comm.all_reduce(X)
+        time.sleep(0.2)
+    comm.close()
+    with make_communicator() as fresh:
+        inputs = contributions(fresh.world_size, 1000, torch.bfloat16)
+        assert_is_sum(fresh.all_reduce(inputs[fresh.rank]), inputs, "the sum of a new communicator")
+    return records
+
+
+def test_errors_are_logged_where_nobody_asked_to_be_told(ranks: RankPool) -> None:
+    first, second = ranks.run(2, stay_away, "stalled")
+    assert len(first) == len(second) == 1
+    assert first[0].startswith("rank 0: nothing came from rank 1 ")
+    assert second[0].startswith("rank 1 has learnt that rank 0: nothing came from rank 1 ")
+
+
+def test_rank_that_has_closed(ranks: RankPool) -> None:
+    first, second = ranks.run(2, stay_away, "closed")
+    assert "): has closed its communicator; last call: one-shot" in first[0]
+    assert second == []
+
+
+def come_late(delay_s: float) -> None:
+    with make_communicator(timeout_s=LIMIT_S) as comm:
+        sum_three_times(comm)
+        if comm.rank == 1:
+            time.sleep(delay_s)
+        sum_three_times(comm)
+        comm.check()
+
+
+def test_rank_that_is_late_is_waited_for(ranks: RankPool) -> None:
+    ranks.run(3, come_late, 1.5)
+
+
+# ---- Callbacks -------------------------------------------------------------------------------------------------------
+
+
+def fail_with_callbacks() -> None:
+    comm = make_communicator(timeout_s=TIMEOUT_S)
+    told: list[str] = []
+
+    def clumsy(error: CommunicatorError) -> None:
+        told.append("clumsy")
+        raise ValueError("of the callback")
+
+    comm.on_error(clumsy)
+    comm.on_error(lambda error: told.append(str(error)))
+    if comm.rank == 0:
+        with pytest.raises(PeerTimeout) as caught:
+            comm.all_reduce(X)
+        text = str(caught.value)
+    deadline = time.monotonic() + LIMIT_S
+    while len(told) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if comm.rank == 0:
+        assert told == ["clumsy", text]
+    late: list[str] = []
+    comm.on_error(lambda error: late.append(str(error)))
+    assert late == told[1:]
+
+
+def test_callbacks(ranks: RankPool) -> None:
+    """One that raises does not keep the others from being called, and one that comes late is called at once."""
+    ranks.run(2, fail_with_callbacks)
+
+
+# ---- Without status pages --------------------------------------------------------------------------------------------
+
+
+def fail_without_pages(victim: int) -> str:
+    with mock.patch.object(StatusBoard, "open", side_effect=RendezvousError("no descriptors here")):
+        comm = make_communicator(timeout_s=TIMEOUT_S)
+    sum_three_times(comm)
+    if comm.rank == victim:
+        die()
+    error_of = told_of_error(comm)
+    wait_in_vain(comm)
+    return str(error_of())
+
+
+def test_error_where_ranks_cannot_share_pages(mortal_ranks: RankPool) -> None:
+    texts = mortal_ranks.run(3, fail_without_pages, 1, dying=[1])
+    for rank in (0, 2):
+        assert texts[rank].startswith(f"rank {rank}: nothing came from rank 1 ")
+        assert "State of the ranks" not in texts[rank]
+
+
+# ---- Threads ---------------------------------------------------------------------------------------------------------
+
+
+def watchdogs() -> int:
+    return sum(thread.name == "llm_comm watchdog" for thread in threading.enumerate())
+
+
+def count_threads() -> None:
+    gc.collect()
+    before = watchdogs()
+    closed, dropped = make_communicator(), make_communicator()
+    assert watchdogs() == before + 2
+    closed.close()
+    assert watchdogs() == before + 1
+    del dropped
+    gc.collect()
+    assert watchdogs() == before
+
+
+def test_watchdog_ends_with_its_communicator(ranks: RankPool) -> None:
+    ranks.run(2, count_threads)
+
+
+def has_no_watchdog() -> None:
+    with make_communicator() as comm:
+        comm.on_error(lambda error: None)
+        comm.check()
+        assert watchdogs() == 0
+        assert dist.get_world_size() == 1
+
+
+def test_rank_alone_has_none(ranks: RankPool) -> None:
+    ranks.run(1, has_no_watchdog)

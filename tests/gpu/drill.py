@@ -1,0 +1,166 @@
+"""Ranks that die, stall, disagree and use several streams and groups: does each fault end as docs/reliability.md says?
+
+    python tests/gpu/drill.py --world 4
+
+A killed rank, and one that stalls for ever, must be named by all others, to `on_error` and by an exception, within the
+time limit of the communicator; a stalled one must hear of it too. No process may be left 2 s later. Of the other
+faults every rank must come back with right sums, or with the error that is expected, and go on with a new communicator.
+torchrun would stop all ranks when one dies, so this program starts them itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Ranks, parser, report, run, session, wants_cuda
+from drill_ranks import ENDED_BY_WATCHDOG, LOSSES, be_lost, survive
+
+SURVIVED = "all others"
+START_LIMIT_S = 60.0
+#: In which the processes of the ranks have to end after their time limit.
+END_S = 2.0
+SURVIVE_LIMIT_S = 100.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the table. ``seconds``: to the end of the last process, or of the drill."""
+
+    name: str
+    expected: str
+    outcome: str
+    seconds: float
+    problems: list[str]
+
+
+def rank_main(arguments: argparse.Namespace) -> int:
+    with session(arguments) as ranks:
+        if arguments.part == SURVIVED:
+            survive(ranks, arguments.timeout_s, arguments.directory)
+        else:
+            be_lost(ranks, LOSSES[arguments.part], arguments.timeout_s, arguments.directory)
+            sys.stdout.flush()
+    return 0
+
+
+# ---- The parent ----------------------------------------------------------------------------------------------------
+
+
+class Part:
+    """The ranks of one part of the drill, in processes of their own."""
+
+    def __init__(self, name: str, world: int, arguments: argparse.Namespace, directory: Path) -> None:
+        command = [sys.executable, __file__, "--part", name, "--directory", str(directory)]
+        command += ["--timeout-s", str(arguments.timeout_s), "--device", arguments.device]
+        command += ["--watchdog", str(START_LIMIT_S)]
+        self.directory = directory
+        self.ranks = Ranks(command, [{}] * world, directory)
+
+    def content(self, name: str) -> dict[str, Any]:
+        path = self.directory / name
+        content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        return content
+
+
+def lose(name: str, world: int, arguments: argparse.Namespace) -> Result:
+    loss, victim, timeout_s = LOSSES[name], LOSSES[name].victim(world), arguments.timeout_s
+    others = [rank for rank in range(world) if rank != victim]
+    problems: list[str] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        part = Part(name, world, arguments, Path(temporary))
+        with part.ranks as ranks:
+            deadline = time.monotonic() + START_LIMIT_S
+            while not part.content("fault") and time.monotonic() < deadline and not ranks.wait(0.02):
+                pass
+            begin = part.content("fault").get("at", time.monotonic())
+            all_ended = ranks.wait(max(0.0, begin + timeout_s + END_S - time.monotonic()))
+            ended = time.monotonic() - begin
+            statuses = ranks.statuses
+            outputs = [ranks.output(rank) for rank in range(world)]
+        if not all_ended:
+            left = [rank for rank, status in enumerate(statuses) if status is None]
+            problems.append(f"ranks {left} were still there {timeout_s + END_S:g} s after the fault")
+        expected_status = -signal.SIGKILL if loss.is_killed else ENDED_BY_WATCHDOG
+        if statuses[victim] != expected_status:
+            problems.append(f"rank {victim} ended with status {statuses[victim]}, not {expected_status}")
+        slowest = 0.0
+        for rank in others if loss.is_killed else range(world):
+            for how in ("told", "raised") if rank != victim else ("told",):
+                outcome = part.content(f"{how}.{rank}")
+                if not outcome:
+                    problems.append(f"rank {rank} (status {statuses[rank]}) was not {how}: {outputs[rank][-1500:]}")
+                    continue
+                slowest = max(slowest, outcome["at"] - begin)
+                if outcome["at"] - begin > timeout_s:
+                    problems.append(f"rank {rank} was {how} after {outcome['at'] - begin:.2f} s")
+                if f"nothing came from rank {victim} " not in outcome["text"]:
+                    problems.append(f"rank {rank} does not name rank {victim}: {outcome['text']}")
+                if "State of the ranks:" not in outcome["text"]:
+                    problems.append(f"rank {rank} does not say what the ranks were doing: {outcome['text']}")
+    names = f"PeerTimeout names {victim}"
+    return Result(name, names, f"{names if not problems else 'see below'}, {slowest:.2f} s", round(ended, 2), problems)
+
+
+def go_on(world: int, arguments: argparse.Namespace) -> list[Result]:
+    with tempfile.TemporaryDirectory() as temporary:
+        part = Part(SURVIVED, world, arguments, Path(temporary))
+        with part.ranks as ranks:
+            all_ended = ranks.wait(SURVIVE_LIMIT_S)
+            statuses = ranks.statuses
+            outputs = [ranks.output(rank) for rank in range(world)]
+        content: Any = part.content("survived")
+    results = []
+    for drill in content or []:
+        distinct = {str(text)[:100] for text in drill["outcome"]}
+        what = "not on this device" if distinct == {"None"} else sorted(distinct)[0]
+        problems = [] if drill["is_right"] else [f"by rank: {drill['outcome']}"]
+        results.append(Result(drill["name"], drill["expected"], what, drill["seconds"], problems))
+    if not all_ended or any(statuses):
+        text = "; ".join(f"rank {rank} printed {output[-1500:]}" for rank, output in enumerate(outputs))
+        results.append(Result(SURVIVED, "all ranks end", f"statuses {statuses}", SURVIVE_LIMIT_S, [text]))
+    return results
+
+
+def main() -> int:
+    options = parser((__doc__ or "").partition("\n")[0])
+    options.add_argument("--world", type=int, help="ranks, at least 4; default: one a GPU, up to 8; 4 emulated ones")
+    options.add_argument("--timeout-s", type=float, default=3.0, help="LLM_COMM_TIMEOUT_S of the ranks")
+    options.add_argument("--only", choices=(*LOSSES, SURVIVED), help="run this part alone")
+    options.add_argument("--part", choices=(*LOSSES, SURVIVED), help=argparse.SUPPRESS)
+    options.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
+    arguments = options.parse_args()
+    if arguments.part is not None:
+        return rank_main(arguments)
+
+    on_gpu = wants_cuda(arguments.device, arguments.world or 2)
+    world = arguments.world or (min(8, torch.cuda.device_count()) if on_gpu else 4)
+    begin = time.monotonic()
+    results = [lose(name, world, arguments) for name in LOSSES if arguments.only in (None, name)]
+    if arguments.only in (None, SURVIVED):
+        results += go_on(world, arguments)
+    for result in results:
+        for problem in result.problems:
+            print(f"FAIL {result.name}: {problem}", file=sys.stderr, flush=True)
+    table = [("drill", "expected", "outcome", "ended (s)", "")]
+    for r in results:
+        table.append((r.name, r.expected, r.outcome[:60], f"{r.seconds:.2f}", "FAIL" if r.problems else "ok"))
+    figures = {
+        "timeout_s": arguments.timeout_s,
+        "seconds": round(time.monotonic() - begin, 1),
+        "drills": [vars(result) for result in results],
+    }
+    report("drill", "cuda" if on_gpu else "cpu", world, table, figures, arguments.json)
+    return 1 if any(result.problems for result in results) else 0
+
+
+if __name__ == "__main__":
+    run(main)

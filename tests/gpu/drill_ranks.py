@@ -1,0 +1,345 @@
+"""What the ranks of drill.py do: faults from which no rank comes back, and faults after which all go on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import Recording, Session
+
+from llm_comm import Communicator, CommunicatorError, ConcurrentUseError, Config, MismatchError, PeerTimeout
+
+LOOP_BEFORE_FAULT_S = 0.5
+STALL_S = 3.0
+#: Exit status of a rank that stalls, which its communicator's `on_error` ends.
+ENDED_BY_WATCHDOG = 5
+DTYPE = torch.bfloat16
+
+
+def message(rank: int, count: int, device: torch.device) -> torch.Tensor:
+    """Small integers that depend on rank and position: their sums are exact."""
+    return (torch.arange(count, device=device) % 13 + rank).to(DTYPE)
+
+
+def expect_sum(out: torch.Tensor, members: list[int], what: str) -> None:
+    expected = sum(message(rank, out.numel(), out.device) for rank in members)
+    assert isinstance(expected, torch.Tensor)
+    if not torch.equal(out, expected):
+        raise AssertionError(f"{what}: {int((out != expected).sum())} of {out.numel()} sums are wrong")
+
+
+def write(path: Path, content: Any) -> None:
+    """As a whole, for a reader that waits for the file."""
+    unfinished = path.with_name(f"{path.name}.new")
+    unfinished.write_text(json.dumps(content), encoding="utf-8")
+    unfinished.rename(path)
+
+
+# ---- A rank is lost ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Loss:
+    """How a rank is lost while all make the same calls for ever.
+
+    Attributes:
+        sizes: bytes of the messages of one turn of the loop.
+        is_killed: else it goes on to live, and calls no more.
+        victim: the rank that is lost, by world size.
+    """
+
+    algorithm: str
+    sizes: tuple[int, ...]
+    in_graph: bool
+    is_killed: bool
+    victim: Callable[[int], int]
+
+
+LOSSES = {
+    "killed, one_shot": Loss("one_shot", (1024, 16384, 4098), False, True, lambda world: world - 1),
+    "killed, two_shot": Loss("two_shot", (262144, 20036, 1048576), False, True, lambda world: 0),
+    "killed, graph": Loss("auto", (1024, 65536, 524288, 16384), True, True, lambda world: world // 2),
+    "stalled for ever": Loss("auto", (1024, 65536, 524288), False, False, lambda world: 0),
+    "stalled for ever, graph": Loss("auto", (16384, 524288), True, False, lambda world: world - 1),
+}
+
+
+def be_lost(ranks: Session, loss: Loss, timeout_s: float, directory: Path) -> None:
+    """Writes when the fault began, and on every other rank what it got and when."""
+    config = Config.load(timeout_s=timeout_s, algorithm=loss.algorithm)
+    communicator = Communicator(ranks.group, ranks.device, config)
+    turn = _turn(ranks, communicator, loss)
+    is_victim = ranks.rank == loss.victim(ranks.world)
+    told = threading.Event()
+
+    def tell(error: CommunicatorError) -> None:
+        outcome = {"at": time.monotonic(), "peer": error.peer, "kind": type(error).__name__, "text": str(error)}
+        write(directory / f"told.{ranks.rank}", outcome)
+        told.set()
+        if is_victim:
+            os._exit(ENDED_BY_WATCHDOG)
+
+    communicator.on_error(tell)
+    ranks.barrier()
+    begin = time.monotonic()
+    if is_victim and loss.is_killed:
+        # From a thread, so that death comes anywhere: within a call, between two, while the GPU works.
+        threading.Timer(LOOP_BEFORE_FAULT_S, _die, [directory]).start()
+    try:
+        while time.monotonic() < begin + LOOP_BEFORE_FAULT_S + 3 * timeout_s:
+            turn()
+            if is_victim and not loss.is_killed and time.monotonic() > begin + LOOP_BEFORE_FAULT_S:
+                ranks.synchronize()
+                write(directory / "fault", {"at": time.monotonic()})
+                time.sleep(1000)
+    except PeerTimeout as error:
+        write(directory / f"raised.{ranks.rank}", {"at": time.monotonic(), "text": str(error)})
+    told.wait(timeout_s)
+    communicator.close()
+
+
+def _turn(ranks: Session, communicator: Communicator, loss: Loss) -> Callable[[], None]:
+    inputs = [message(ranks.rank, size // 2, ranks.device) for size in loss.sizes]
+    outputs = [torch.empty_like(x) for x in inputs]
+
+    def calls() -> None:
+        for x, out in zip(inputs, outputs, strict=True):
+            communicator.all_reduce(x, out)
+
+    if not loss.in_graph:
+        return calls
+    calls()
+    recording = Recording(calls, ranks.device)
+
+    def replay() -> None:
+        recording.replay()
+        ranks.synchronize()
+        communicator.check()
+
+    return replay
+
+
+def _die(directory: Path) -> None:
+    write(directory / "fault", {"at": time.monotonic()})
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# ---- All ranks go on -----------------------------------------------------------------------------------------------
+
+
+class Drill:
+    """One rank of the drills that all ranks survive. Every drill makes communicators of its own."""
+
+    def __init__(self, ranks: Session, timeout_s: float) -> None:
+        self.ranks = ranks
+        self.timeout_s = timeout_s
+
+    def communicator(self, group: dist.ProcessGroup | None = None, **options: Any) -> Communicator:
+        config = Config.load(**{"timeout_s": self.timeout_s, **options})
+        return Communicator(group or self.ranks.group, self.ranks.device, config)
+
+    def message(self, count: int) -> torch.Tensor:
+        return message(self.ranks.rank, count, self.ranks.device)
+
+    def stream(self) -> contextlib.AbstractContextManager[Any]:
+        """A stream of its own for what is called within, behind what has been called before."""
+        if not self.ranks.on_gpu:
+            return contextlib.nullcontext()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(stream)
+
+    def expect(
+        self, kind: type[CommunicatorError], communicator: Communicator, calls: Callable[[], Any], words: str
+    ) -> str:
+        """Fails unless ``calls`` end in an error of this kind that holds ``words``. Returns its first line."""
+        try:
+            calls()
+            self.ranks.synchronize()
+            communicator.check()
+        except CommunicatorError as error:
+            if type(error) is not kind or words not in str(error):
+                raise AssertionError(f"expected {kind.__name__} with {words!r}, got {error!r}") from error
+            return f"{kind.__name__}: {str(error).splitlines()[0]}"
+        raise AssertionError(f"no {kind.__name__}")
+
+    # ---- The drills: each returns what happened ----------------------------------------------------------------
+
+    def stall(self, in_graph: bool) -> str:
+        """A rank that comes late is waited for."""
+        count = 8192
+        with self.communicator(timeout_s=self.timeout_s + 3 * STALL_S) as communicator:
+            x = self.message(count)
+            out = torch.empty_like(x)
+            calls: Callable[[], Any] = partial(communicator.all_reduce, x, out)
+            calls()
+            replay = Recording(calls, self.ranks.device).replay if in_graph else calls
+            self.ranks.synchronize()
+            self.ranks.barrier()
+            if self.ranks.rank == 1:
+                time.sleep(STALL_S)
+            out.zero_()
+            replay()
+            self.ranks.synchronize()
+            communicator.check()
+            expect_sum(out, list(range(self.ranks.world)), "after the stall")
+            self.ranks.barrier()
+        return "right sums"
+
+    def sizes_disagree(self, in_graph: bool) -> str:
+        odd_rank = self.ranks.world - 1
+        with self.communicator(debug=True) as communicator:
+            x = self.message(4096 if self.ranks.rank != odd_rank else 5000)
+            out = torch.full_like(x, -1)
+            calls: Callable[[], Any] = partial(communicator.all_reduce, x, out)
+            replay = Recording(calls, self.ranks.device).replay if in_graph and self.ranks.on_gpu else calls
+            words = f"of 4096 bf16 (call 1); rank {odd_rank}: "
+            text = self.expect(MismatchError, communicator, replay, words)
+            assert out.eq(-1).all(), "something was written"
+            self.ranks.barrier()
+        return text
+
+    def order_disagrees(self, in_graph: bool) -> str:
+        """Equal calls but for their order: on GPUs two graphs, which only their numbers tell apart."""
+        in_graph &= self.ranks.on_gpu
+        counts = (4096, 4096) if in_graph else (4096, 2048)
+        with self.communicator(debug=True) as communicator:
+            calls = [partial(communicator.all_reduce, self.message(count)) for count in counts]
+            turns = [Recording(call, self.ranks.device).replay if in_graph else call for call in calls]
+            if self.ranks.rank == 0:
+                turns.reverse()
+
+            def run() -> None:
+                for turn in turns:
+                    turn()
+
+            text = self.expect(MismatchError, communicator, run, "rank 0: ")
+            self.ranks.barrier()
+        return text
+
+    def streams(self, in_graph: bool) -> str:
+        """Eager calls on two streams are put in order; graphs that wait for each other are right."""
+        everyone = list(range(self.ranks.world))
+        with self.communicator() as communicator:
+            counts = (1000, 300_000) if self.ranks.on_gpu else (1000, 3000)
+            x = [self.message(count) for count in counts]
+            out = [torch.empty_like(one) for one in x]
+            calls = [partial(communicator.all_reduce, a, b) for a, b in zip(x, out, strict=True)]
+            calls[0]()
+            turns = [Recording(call, self.ranks.device).replay if in_graph else call for call in calls]
+            streams = [torch.cuda.Stream() for _ in turns] if self.ranks.on_gpu else []
+            for stream in streams:
+                stream.wait_stream(torch.cuda.current_stream())
+            for i in range(200):
+                turn = i % 2
+                if not streams:
+                    turns[turn]()
+                    continue
+                if in_graph:
+                    streams[turn].wait_stream(streams[1 - turn])
+                with torch.cuda.stream(streams[turn]):
+                    turns[turn]()
+            self.ranks.synchronize()
+            communicator.check()
+            for one in out:
+                expect_sum(one, everyone, f"{one.numel()} elements")
+            self.ranks.barrier()
+        return "right sums"
+
+    def graphs_at_once(self, in_graph: bool) -> str | None:
+        """Rank 0 replays a graph on a second stream while the one on the first waits for the others."""
+        if not self.ranks.on_gpu:
+            return None
+        with self.communicator(debug=True) as communicator:
+            x = self.message(4096)
+            graphs = [Recording(partial(communicator.all_reduce, x), self.ranks.device) for _ in range(2)]
+            self.ranks.synchronize()
+            self.ranks.barrier()
+
+            def run() -> None:
+                if self.ranks.rank != 0:
+                    time.sleep(self.timeout_s / 4)
+                    graphs[0].replay()
+                    return
+                graphs[0].replay()
+                time.sleep(self.timeout_s / 8)
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    graphs[1].replay()
+
+            text = self.expect(ConcurrentUseError, communicator, run, "rank 0: a one-shot all-reduce of 8192 bytes")
+            self.ranks.barrier()
+        return text
+
+    def overlapping_groups(self, in_graph: bool) -> str:
+        """Tensor parallel halves and an expert parallel group of all, at once, with unequal numbers of calls."""
+        world = self.ranks.world
+        memberships = [list(range(world // 2)), list(range(world // 2, world)), list(range(world))]
+        calls_of = (300, 120, 170)
+        groups = [dist.new_group(members, backend="gloo") for members in memberships]
+        mine = [n for n, members in enumerate(memberships) if self.ranks.rank in members]
+        with contextlib.ExitStack() as stack:
+            communicators = {n: stack.enter_context(self.communicator(groups[n])) for n in mine}
+            x = {n: self.message(700 * (n + 1)) for n in mine}
+            out = {n: torch.empty_like(x[n]) for n in mine}
+            calls = {n: partial(communicators[n].all_reduce, x[n], out[n]) for n in mine}
+            for n in mine:
+                calls[n]()
+            turns = {n: Recording(calls[n], self.ranks.device).replay if in_graph else calls[n] for n in mine}
+            streams = {n: self.stream() for n in mine}
+            for i in range(max(calls_of)):
+                for n in mine:
+                    with streams[n] if self.ranks.on_gpu else contextlib.nullcontext():
+                        if i < calls_of[n]:
+                            turns[n]()
+            self.ranks.synchronize()
+            for n in mine:
+                communicators[n].check()
+                expect_sum(out[n], memberships[n], f"group {memberships[n]}")
+            self.ranks.barrier()
+        return "right sums"
+
+    def all(self) -> Iterator[tuple[str, str, Callable[[], str | None]]]:
+        """(name, what is expected, drill)."""
+        drills = (
+            (f"stalled {STALL_S:g} s", "right sums", self.stall),
+            ("sizes disagree, debug", "MismatchError", self.sizes_disagree),
+            ("order disagrees, debug", "MismatchError", self.order_disagrees),
+            ("two streams", "right sums", self.streams),
+            ("overlapping groups", "right sums", self.overlapping_groups),
+        )
+        for name, expected, drill in drills:
+            yield name, expected, partial(drill, False)
+            yield f"{name}, graph", expected, partial(drill, True)
+        yield "two graphs at once, debug", "ConcurrentUseError", partial(self.graphs_at_once, True)
+
+
+def survive(ranks: Session, timeout_s: float, directory: Path) -> None:
+    """Runs all drills. Rank 0 writes what happened: {"name", "expected", "outcome" by rank, "seconds", "is_right"}."""
+    outcomes: list[dict[str, Any]] = []
+    for name, expected, drill in Drill(ranks, timeout_s).all():
+        ranks.watchdog.progress(name)
+        begin = time.monotonic()
+        try:
+            outcome: Any = drill()
+            is_right = outcome is None or outcome.startswith(expected)
+        except Exception as error:
+            outcome, is_right = f"{type(error).__name__}: {error}", False
+        everyone: list[Any] = [None] * ranks.world
+        dist.all_gather_object(everyone, (outcome, is_right), group=ranks.control)
+        seconds = round(time.monotonic() - begin, 2)
+        texts = [text for text, _ in everyone]
+        right = all(verdict for _, verdict in everyone)
+        outcomes.append({"name": name, "expected": expected, "outcome": texts, "seconds": seconds, "is_right": right})
+        if ranks.rank == 0:
+            write(directory / "survived", outcomes)

@@ -1,0 +1,58 @@
+"""Status pages as bytes: what a reader makes of one that is being written, or never was."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import replace
+
+import pytest
+
+from llm_comm.status import RankError, RankState, StatusBoard, fit
+
+STATE = RankState(pid=17, calls=3, last_call="one-shot all-reduce of 8 bf16 (call 3)")
+
+
+@pytest.fixture
+def page() -> mmap.mmap:
+    return mmap.mmap(-1, 4096)
+
+
+def look(page: mmap.mmap) -> RankState | None:
+    return StatusBoard(0, {0: page}).look()[0].state
+
+
+def test_page_that_was_never_written(page: mmap.mmap) -> None:
+    assert look(page) is None
+
+
+def test_state_comes_back_as_it_was(page: mmap.mmap) -> None:
+    error = RankError("PeerTimeout", "rank 0: „…“", "waited", 0, 1)
+    for state in (STATE, replace(STATE, operations_ended=2, error=error, is_closed=True)):
+        StatusBoard(0, {0: page}).publish(state)
+        assert look(page) == state
+
+
+def test_signs_of_life_have_an_age(page: mmap.mmap) -> None:
+    board = StatusBoard(0, {0: page})
+    board.publish(STATE)
+    first = board.look()[0].age_s
+    assert 0 <= first <= board.look()[0].age_s
+
+
+@pytest.mark.parametrize("offset", [8, 12, 16, 60])
+def test_page_that_is_being_written(page: mmap.mmap, offset: int) -> None:
+    """Whatever byte is not there yet: no state rather than a wrong one."""
+    StatusBoard(0, {0: page}).publish(STATE)
+    page[offset] ^= 0xFF
+    assert look(page) is None
+
+
+def test_longest_texts_fit(page: mmap.mmap) -> None:
+    error = RankError("MismatchError", fit("é" * 100_000), fit("b" * 500), 7, 6)
+    with pytest.raises((ValueError, IndexError)):
+        StatusBoard(0, {0: page}).publish(replace(STATE, last_call="x" * 5000))
+    StatusBoard(0, {0: page}).publish(replace(STATE, error=replace(error, text=fit("e" * 100_000))))
+    state = look(page)
+    assert state is not None
+    assert state.error is not None
+    assert set(state.error.text) == {"e"}
