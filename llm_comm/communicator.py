@@ -30,9 +30,6 @@ _Tensor = torch.Tensor
 
 # DataType in csrc/include/llm_comm/reduce.cuh.
 _DATA_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-_ALGORITHMS = {name: number for number, name in enumerate(selection.ALGORITHMS)}
-# Prefill brings ever new sizes; each takes about a kilobyte.
-_MAX_PREPARED = 4096
 # What would make the ranks of a group run different kernels, or expect other messages.
 _OPTIONS_OF_ALL_RANKS = ("workspace_bytes", "max_message_bytes", "algorithm", "fuse", "debug")
 
@@ -310,13 +307,13 @@ class Communicator:
         if plan.algorithm == "none":
             return _Prepared(plan, None)
         launch = _core.LaunchPlan(
-            algorithm=_ALGORITHMS[plan.algorithm],
+            algorithm=selection.ALGORITHMS.index(plan.algorithm),
             blocks=plan.blocks,
             tile_lines_log2=plan.tile_lines.bit_length() - 1,
             depth=plan.depth,
             chunk_count=plan.chunk_elements,
         )
-        if len(self._prepared) >= _MAX_PREPARED:
+        if len(self._prepared) >= selection.MAX_PREPARED:
             self._prepared.clear()
         return _Prepared(plan, core.prepare_all_reduce(count, data_type, launch))
 

@@ -17,9 +17,7 @@ from llm_comm.selection import TuningTable
 _DATA_TYPES = {torch.bfloat16: 0, torch.float16: 1}
 #: Quantization in csrc/kernels/fused/args.cuh.
 _QUANTIZATIONS = {None: 0, "static": 1, "dynamic": 2}
-_ALGORITHMS = {name: number for number, name in enumerate(selection.ALGORITHMS)}
 FP8 = torch.float8_e4m3fn
-_MAX_PREPARED = 4096
 
 _Tensor = torch.Tensor
 #: The results, and whether everything was enqueued.
@@ -116,12 +114,7 @@ class FusedCalls:
         if plan is None:
             rows = count // hidden if hidden else 0
             plan = select_fused(rows, hidden, self._world_size, self._table, self._config, self._limits)
-            if plan.cluster == 1 and self._device.type == "cuda" and all(row.cluster > 1 for row in self._table.fused):
-                # st.async in a cluster of one block was an illegal instruction on H200. What has replaced it there has
-                # run in the emulator only; a table that asks for clusters of one runs it.
-                why = f"rows of {hidden} elements take one block, which has not been verified on GPUs yet"
-                plan = without_kernel("declined", plan.message_bytes, why)
-            if len(self._plans) >= _MAX_PREPARED:
+            if len(self._plans) >= selection.MAX_PREPARED:
                 self._plans.clear()
             self._plans[count, hidden] = plan
         return plan
@@ -135,7 +128,7 @@ class FusedCalls:
         if plan.algorithm == "declined":
             return None
         prepared = _Prepared(plan, None if plan.algorithm == "none" else self._lay_out(x, weight, eps, quantize, plan))
-        if len(self._prepared) >= _MAX_PREPARED:
+        if len(self._prepared) >= selection.MAX_PREPARED:
             self._prepared.clear()
         self._prepared[x.numel(), weight.numel(), x.dtype, eps, quantize] = prepared
         return prepared
@@ -151,7 +144,7 @@ class FusedCalls:
             epsilon=eps,
         )
         launch = _core.FusedPlan(
-            algorithm=_ALGORITHMS[plan.algorithm],
+            algorithm=selection.ALGORITHMS.index(plan.algorithm),
             blocks=plan.blocks,
             tile_lines=plan.tile_lines,
             cluster_blocks=plan.cluster,
@@ -212,7 +205,9 @@ def device_limits(device: torch.device) -> DeviceLimits:
     if device.type == "cpu":
         return DeviceLimits(max_cluster=16, sm_count=4)
     properties = torch.cuda.get_device_properties(device)
-    return DeviceLimits(16 if properties.major >= 9 else 1, properties.multi_processor_count)
+    # st.async in a cluster of one block was an illegal instruction on H200. What has replaced it there has run in the
+    # emulator only.
+    return DeviceLimits(16 if properties.major >= 9 else 1, properties.multi_processor_count, verified_cluster=2)
 
 
 def _error(why: str) -> UnsupportedInputError:

@@ -30,6 +30,8 @@ class DeviceLimits(NamedTuple):
     #: Blocks of a cluster: 1 where it has no clusters.
     max_cluster: int
     sm_count: int
+    #: The smallest cluster that has been verified there. Smaller ones run only if a table asks for them.
+    verified_cluster: int = 1
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,9 @@ def select_fused(
     cluster = min(row.cluster, limits.max_cluster, 1 << int(math.log2(span_chunks)))
     while (cluster - 1) * math.ceil(span_chunks / cluster) >= span_chunks:
         cluster //= 2  # the last block would have nothing
+    if cluster < limits.verified_cluster <= min(row.cluster for row in candidates):
+        why = f"rows of {hidden} elements take {cluster} block, which has not been verified on GPUs yet"
+        return without_kernel("declined", message_bytes, why)
     # A block that gets more of the row than the table has in mind may have more threads.
     most_threads = row.threads if row.cluster <= limits.max_cluster else MAX_BLOCK_THREADS
     most_clusters = min(launch_rows, max(1, row.blocks // cluster))

@@ -19,6 +19,10 @@ import yaml
 from llm_comm.config import MIB, Config
 from llm_comm.errors import ConfigError
 
+#: Calls whose lay-out is kept. Prefill brings ever new sizes; each takes about a kilobyte.
+MAX_PREPARED = 4096
+# Of a table that does not say: what was found on 4 H200s.
+_MAX_FUSED_BYTES = MIB
 LINE_BYTES = 16
 MAX_WORLD_SIZE = 8
 MAX_BLOCK_THREADS = 1024
@@ -62,7 +66,7 @@ class TuningTable(NamedTuple):
     #: For fused operations; empty: derived from ``rows``.
     fused: tuple[FusedRow, ...] = ()
     #: Larger messages are not fused: an all-reduce and a norm of its own are as fast.
-    max_fused_bytes: int = MIB
+    max_fused_bytes: int = _MAX_FUSED_BYTES
 
     def fingerprint(self) -> str:
         """The name, and a digest of the content: what ranks compare."""
@@ -171,9 +175,8 @@ def load_table(path: Path | resources.abc.Traversable) -> tuple[str, int, Tuning
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         rows = tuple(TuningRow(**row) for row in content["all_reduce"])
         fused = tuple(FusedRow(**row) for row in content.get("fused") or ())
-        table = TuningTable(path.name, rows, int(content["max_message_bytes"]), fused)
-        if "max_fused_bytes" in content:
-            table = table._replace(max_fused_bytes=int(content["max_fused_bytes"]))
+        max_fused_bytes = int(content.get("max_fused_bytes", _MAX_FUSED_BYTES))
+        table = TuningTable(path.name, rows, int(content["max_message_bytes"]), fused, max_fused_bytes)
         device, world_size = str(content["device"]), int(content["world_size"])
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"tuning table {path}: {type(error).__name__}: {error}") from error

@@ -10,7 +10,6 @@ from llm_comm import Communicator
 FUSED_DTYPES = (torch.bfloat16, torch.float16)
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
-SMALLEST_SCALE = 1 / (448.0 * 512.0)
 EPS = 1e-5
 
 

@@ -1,4 +1,4 @@
-"""Tuning tables written for a test."""
+"""Tuning tables written for a test, and cores that judge the plans made from tables."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from llm_comm import Config, _core, selection
 from llm_comm.selection import ALGORITHMS, FusedRow, TuningRow
 
 #: Every way to run a message that differs in code path: grids of one block and of several, one tile and many, sent
@@ -37,3 +38,17 @@ def write_fused_table(path: Path, rows: list[FusedRow]) -> Path:
     """A table of all variants whose rows for fused operations are ``rows``."""
     plain = [TuningRow(STEP_BYTES * n, *variant) for n, variant in enumerate(VARIANTS, start=1)]
     return write_table(path, plain, fused=[row._asdict() for row in rows])
+
+
+def core_of(world: int, config: Config) -> _core.Core:
+    """An emulated core, which refuses plans that do not fit."""
+    return _core.make_emulated_core(
+        _core.CoreOptions(
+            rank=0,
+            world_size=world,
+            slot_bytes=selection.slot_bytes(config),
+            timeout_s=1.0,
+            dependent_launch=False,
+            check_calls=False,
+        )
+    )

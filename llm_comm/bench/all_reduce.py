@@ -155,7 +155,8 @@ def _run_rank(args: argparse.Namespace, placement: Placement, group: dist.Proces
                 rows.append(bench.row(message_bytes, mode, libraries, progress))
         progress.clear()
     if speaks:
-        _publish(args, placement, rows, remarks)
+        title = f"all-reduce, {args.dtype}, {placement.describe()}"
+        report.publish(title, args, placement, rows, remarks, {"command": "bench all-reduce"})
     return 1 if any(row.wrong for row in rows) else 0
 
 
@@ -312,24 +313,3 @@ class Reference:
             total = torch.stack(addends).sum(dim=0)
             self._expected[salt] = total, torch.stack(addends).abs().sum(dim=0)
         return self._expected[salt]
-
-
-def _publish(args: argparse.Namespace, placement: Placement, rows: list[Row], remarks: list[str]) -> None:
-    """Prints the tables and writes the files that were asked for."""
-    title = f"all-reduce, {args.dtype}, {placement.describe()}"
-    method = f"{args.method}: median of {args.reps} runs of {args.calls} calls, slowest rank"
-    for mode in args.mode:
-        print(f"{title}, {mode}; microseconds a call; {method}")
-        print(report.table(rows, mode) + "\n")
-    for remark in [*remarks, *report.skipped_notes(rows)]:
-        print(remark)
-    if any(row.wrong for row in rows):
-        print("BAD: the result differs from the float64 reference by more than rounding explains")
-    if args.json:
-        settings = {"dtype": args.dtype, "method": args.method, "calls": args.calls, "reps": args.reps}
-        found = {"rows": [row.as_dict() for row in rows], "remarks": remarks}
-        report.write_json(
-            args.json, {"command": "bench all-reduce", **report.environment(placement), **settings, **found}
-        )
-    if args.plot:
-        report.plot(args.plot, rows, f"{title}\n{method}")

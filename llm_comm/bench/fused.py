@@ -186,7 +186,8 @@ def _run_rank(args: argparse.Namespace, placement: Placement, group: dist.Proces
                 rows.append(bench.row(message_bytes // (2 * args.hidden), mode, libraries, progress))
         progress.clear()
     if launch.rank() == 0:
-        _publish(args, placement, rows, remarks)
+        title = f"all-reduce + add + RMSNorm, hidden {args.hidden}, {args.dtype}, {placement.describe()}"
+        report.publish(title, args, placement, rows, remarks, {"command": "bench fused", "hidden": args.hidden})
     return 1 if any(row.wrong for row in rows) else 0
 
 
@@ -315,21 +316,3 @@ class FusedReference:
 def _ratio(difference: Tensor, allowed: Tensor) -> float:
     ratio = torch.where(difference == 0, 0.0, difference.abs() / allowed)
     return float(ratio.nan_to_num(nan=torch.inf).max())
-
-
-def _publish(args: argparse.Namespace, placement: Placement, rows: list[Row], remarks: list[str]) -> None:
-    title = f"all-reduce + add + RMSNorm, hidden {args.hidden}, {args.dtype}, {placement.describe()}"
-    method = f"{args.method}: median of {args.reps} runs of {args.calls} calls, slowest rank"
-    for mode in args.mode:
-        print(f"{title}, {mode}; microseconds a call; {method}")
-        print(report.table(rows, mode) + "\n")
-    for remark in [*remarks, *report.skipped_notes(rows)]:
-        print(remark)
-    if any(row.wrong for row in rows):
-        print("BAD: the result differs from the float64 reference by more than rounding explains")
-    if args.json:
-        settings = {"dtype": args.dtype, "hidden": args.hidden, "method": args.method, "calls": args.calls}
-        found = {"reps": args.reps, "rows": [row.as_dict() for row in rows], "remarks": remarks}
-        report.write_json(args.json, {"command": "bench fused", **report.environment(placement), **settings, **found})
-    if args.plot:
-        report.plot(args.plot, rows, f"{title}\n{method}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.metadata
 import json
@@ -249,6 +250,31 @@ def skipped_notes(rows: Sequence[Row]) -> list[str]:
 def write_json(path: Path, report: Mapping[str, Any]) -> None:
     """Writes a report; the directory must exist."""
     path.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def publish(
+    title: str,
+    args: argparse.Namespace,
+    placement: Placement,
+    rows: Sequence[Row],
+    remarks: Sequence[str],
+    content: Mapping[str, Any],
+) -> None:
+    """Prints the tables of a benchmark and writes the files that were asked for; ``content`` goes into the JSON too."""
+    method = f"{args.method}: median of {args.reps} runs of {args.calls} calls, slowest rank"
+    for mode in args.mode:
+        print(f"{title}, {mode}; microseconds a call; {method}")
+        print(table(rows, mode) + "\n")
+    for remark in [*remarks, *skipped_notes(rows)]:
+        print(remark)
+    if any(row.wrong for row in rows):
+        print("BAD: the result differs from the float64 reference by more than rounding explains")
+    if args.json:
+        settings = {"dtype": args.dtype, "method": args.method, "calls": args.calls, "reps": args.reps}
+        found = {"rows": [row.as_dict() for row in rows], "remarks": remarks}
+        write_json(args.json, {**content, **environment(placement), **settings, **found})
+    if args.plot:
+        plot(args.plot, rows, f"{title}\n{method}")
 
 
 def require_matplotlib() -> None:

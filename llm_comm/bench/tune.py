@@ -14,6 +14,7 @@ import yaml
 
 from llm_comm import Communicator, launch, selection
 from llm_comm.bench import report, timing, tune_fused
+from llm_comm.bench.choosing import ONE_SHOT_MAX_SENT, choose, merge
 from llm_comm.bench.report import Progress, format_bytes
 from llm_comm.bench.timing import Schedule
 from llm_comm.config import MIB
@@ -23,12 +24,8 @@ from llm_comm.selection import FusedRow, TuningRow, TuningTable
 _CALLS = 20
 # From here NCCL is timed too: the table ends where NCCL wins.
 _COMPARE_FROM = MIB
-# One-shot sends world - 1 copies of the message: far above this it only costs time to measure.
-_ONE_SHOT_MAX_SENT = 4 * MIB
 # Blocks of 1024 threads were slower at every size: their barrier waits for 32 warps.
 _MAX_THREADS = 512
-# A simpler candidate is kept when another is better by less than the spread of repeated runs.
-_NOISE = 0.01
 
 
 class Measured(NamedTuple):
@@ -63,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
                     "",
                     tuple(merge(best)) or shipped.rows,
                     largest_won(best, nccl) if best else shipped.max_message_bytes,
-                    tuple(tune_fused.merge(fused.best)) or shipped.fused,
+                    tuple(merge(fused.best)) or shipped.fused,
                 )
                 _write_table(comm, table, args.operations, environment, args.out)
             if args.json is not None:
@@ -123,7 +120,7 @@ def candidates(size: int, world_size: int, sm_count: int) -> Iterator[TuningRow]
     """Rows worth measuring at a size, simplest first."""
     lines = size // selection.LINE_BYTES
     for algorithm, tiled in (("one_shot", lines), ("two_shot", -(-lines // world_size))):
-        if algorithm == "one_shot" and size * (world_size - 1) > _ONE_SHOT_MAX_SENT:
+        if algorithm == "one_shot" and size * (world_size - 1) > ONE_SHOT_MAX_SENT:
             continue
         for tile_lines in (8, 16, 32, 64, 128, 256):
             if tile_lines * world_size > _MAX_THREADS:
@@ -138,22 +135,6 @@ def candidates(size: int, world_size: int, sm_count: int) -> Iterator[TuningRow]
                     yield TuningRow(size, algorithm, blocks, tile_lines, 0)
                 if 1 < rounds <= 32:
                     yield TuningRow(size, algorithm, blocks, tile_lines, 1)
-
-
-def choose(measured: Sequence[Measured]) -> Measured:
-    """The fastest, or an earlier candidate that cannot be told from it."""
-    limit = min(m.us for m in measured) * (1 + _NOISE)
-    return next(m for m in measured if m.us <= limit)
-
-
-def merge(best: Sequence[Measured]) -> list[TuningRow]:
-    """One row for neighbouring sizes that run alike."""
-    rows: list[TuningRow] = []
-    for row, _ in best:
-        if rows and rows[-1]._replace(up_to=row.up_to) == row:
-            rows.pop()
-        rows.append(row)
-    return rows
 
 
 def largest_won(best: Sequence[Measured], nccl: dict[int, float]) -> int:

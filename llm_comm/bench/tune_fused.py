@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from llm_comm import Communicator, selection
 from llm_comm.bench import timing
+from llm_comm.bench.choosing import ONE_SHOT_MAX_SENT, choose
 from llm_comm.bench.report import Progress, format_bytes
 from llm_comm.bench.timing import Schedule
 from llm_comm.config import MIB
@@ -24,9 +25,6 @@ _EPS = 1e-5
 #: Where a block has a row's tile for itself the kernels differ little above this: what the largest size says holds on.
 LARGEST = 16 * MIB
 _FEWEST_THREADS = 64  # that a row of a table may ask for
-# As in ``tune``.
-_ONE_SHOT_MAX_SENT = 4 * MIB
-_NOISE = 0.01
 
 
 class Measured(NamedTuple):
@@ -66,8 +64,7 @@ def measure(comm: Communicator, group: dist.ProcessGroup, args: argparse.Namespa
                 continue
             plans.add(plan)
             measured.append(Measured(row, timing.time_graph(call, _nothing, schedule, group).us))
-        limit = min(m.us for m in measured) * (1 + _NOISE)
-        found.best.append(next(m for m in measured if m.us <= limit))
+        found.best.append(choose(measured))
         found.everything.extend({"bytes": size, "us": round(m.us, 3), **m.row._asdict()} for m in measured)
     progress.clear()
     return found
@@ -104,7 +101,7 @@ def candidates(rows: int, hidden: int, world_size: int, sm_count: int) -> Iterat
     row_lines = hidden // ELEMENTS_PER_LINE
     segment = math.ceil(row_lines / (CHUNK_LINES * world_size)) * CHUNK_LINES
     for algorithm, span in (("one_shot", row_lines), ("two_shot", segment)):
-        if algorithm == "one_shot" and size * (world_size - 1) > _ONE_SHOT_MAX_SENT:
+        if algorithm == "one_shot" and size * (world_size - 1) > ONE_SHOT_MAX_SENT:
             continue
         for cluster in (1, 2, 4, 8, 16):
             if cluster * CHUNK_LINES > span and cluster > 1:
@@ -123,16 +120,6 @@ def candidates(rows: int, hidden: int, world_size: int, sm_count: int) -> Iterat
                         yield FusedRow(size, algorithm, blocks, threads, cluster, 1)
                     if rows * cluster <= blocks // 2:
                         break  # smaller grids would be the same
-
-
-def merge(best: Sequence[Measured]) -> list[FusedRow]:
-    """One row for neighbouring sizes that run alike."""
-    rows: list[FusedRow] = []
-    for row, _ in best:
-        if rows and rows[-1]._replace(up_to=row.up_to) == row:
-            rows.pop()
-        rows.append(row)
-    return rows
 
 
 def report_best(found: Found) -> None:

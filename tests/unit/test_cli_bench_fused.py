@@ -9,7 +9,7 @@ import pytest
 import torch
 from tables import write_fused_table
 
-from llm_comm.bench import fused, tune_fused
+from llm_comm.bench import choosing, fused, tune_fused
 from llm_comm.bench.fused import FusedReference, add_rms_norm
 from llm_comm.errors import ConfigError
 from llm_comm.selection import load_table
@@ -83,4 +83,4 @@ def test_candidates_are_rows_of_a_table(world: int, hidden: int, tmp_path: Path)
 def test_neighbours_that_run_alike_are_one_row() -> None:
     first, *_, last = tune_fused.candidates(1, 8192, 8, 132)
     best = [first, first._replace(up_to=2 * first.up_to), last._replace(up_to=3 * first.up_to)]
-    assert tune_fused.merge([tune_fused.Measured(row, 1.0) for row in best]) == best[1:]
+    assert choosing.merge([tune_fused.Measured(row, 1.0) for row in best]) == best[1:]

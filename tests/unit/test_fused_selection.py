@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tables import write_fused_table
+from tables import core_of, write_fused_table
 
 from llm_comm import Config, ConfigError, FusedPlan, _core, selection
 from llm_comm.fused_selection import (
@@ -35,6 +35,16 @@ def test_row_by_message_bytes(message_bytes: int, row: int) -> None:
     assert (plan.algorithm, plan.depth) == (ROWS[row].algorithm, ROWS[row].depth)
     assert plan.reason == f"test table, fused, up to {ROWS[row].up_to} bytes"
     assert plan.message_bytes == message_bytes
+
+
+def test_clusters_that_are_not_verified_run_only_where_a_table_asks_for_them() -> None:
+    limits = LIMITS._replace(verified_cluster=2)
+    plan = select_fused(3, 64, 4, TABLE, CONFIG, limits)
+    assert plan.algorithm == "declined"
+    assert "not been verified" in plan.reason
+    asking = TABLE._replace(fused=(ROWS[0]._replace(cluster=1), ROWS[1]))
+    assert select_fused(3, 64, 4, asking, CONFIG, limits) == select_fused(3, 64, 4, asking, CONFIG, LIMITS)
+    assert select_fused(3, 64, 4, asking, CONFIG, limits).cluster == 1
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -92,19 +102,6 @@ def random_cases(number: int) -> Iterator[tuple[int, int, int, Config, FusedRow,
 
 def one_row(row: FusedRow) -> TuningTable:
     return TuningTable("one row", PLAIN, 1 << 40, (row,), 1 << 40)
-
-
-def core_of(world: int, config: Config) -> _core.Core:
-    return _core.make_emulated_core(
-        _core.CoreOptions(
-            rank=0,
-            world_size=world,
-            slot_bytes=selection.slot_bytes(config),
-            timeout_s=1.0,
-            dependent_launch=False,
-            check_calls=False,
-        )
-    )
 
 
 def prepare(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tables import write_table
+from tables import core_of, write_table
 
 from llm_comm import Config, ConfigError, Plan, _core, selection
 from llm_comm.selection import ALGORITHMS, TuningRow, TuningTable, select
@@ -145,19 +145,6 @@ def launch_plan(plan: Plan) -> _core.LaunchPlan:
         tile_lines_log2=plan.tile_lines.bit_length() - 1,
         depth=plan.depth,
         chunk_count=plan.chunk_elements,
-    )
-
-
-def core_of(world: int, config: Config) -> _core.Core:
-    return _core.make_emulated_core(
-        _core.CoreOptions(
-            rank=0,
-            world_size=world,
-            slot_bytes=selection.slot_bytes(config),
-            timeout_s=1.0,
-            dependent_launch=False,
-            check_calls=False,
-        )
     )
 
 
