@@ -21,15 +21,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch._dynamo.utils
 from rank_processes import data, dist_rank, expected_sum, scenario, serve
 from scenarios import group, ours, parallel_state, sglang_groups
 from sglang.srt.runtime_context import get_exec
 from torch import nn
-
-# SGLang 0.5.23 imports torch's compiler while the stand-in of triton is there, of which torch keeps a "type".
-constants = torch._dynamo.utils.common_constant_types
-constants -= {kind for kind in constants if not isinstance(kind, type)}
 
 HIDDEN = 64
 IS_OLD = importlib.util.find_spec("sglang.srt.layers.layer_boundary") is None  # before 0.5.21

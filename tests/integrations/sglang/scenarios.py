@@ -32,7 +32,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.utils._triton
 from rank_processes import (
     DIED_OF_THE_WATCHDOG,
     Log,
@@ -48,6 +47,12 @@ from rank_processes import (
 )
 
 os.environ.update(GLOO_SOCKET_IFNAME="lo")
+
+# torch.compile asks for triton when it is imported, which SGLang 0.5.23 does, and would keep the stand-in's "types".
+sys.modules["triton"] = None  # type: ignore[assignment]
+import torch._dynamo  # noqa: E402
+
+del sys.modules["triton"]
 
 _register_operator = torch.library.Library.impl
 
@@ -88,9 +93,8 @@ def _without_the_question_for_cpu_tensors(function: Any) -> Any:
 GroupCoordinator.all_reduce = _without_the_question_for_cpu_tensors(GroupCoordinator.all_reduce)
 _take_the_place_of("sglang.srt.layers.sampler", SYNC_TOKEN_IDS_ACROSS_TP=False)
 _take_the_place_of("sglang.srt.distributed.bootstrap", reset_parallel_initialised=lambda: None)
-# torch.compile is not to find the stand-in.
+# Nor is it to find the stand-in when it runs.
 sys.modules.update({name: None for name in sys.modules if name.split(".")[0] == "triton"})
-torch.utils._triton.has_triton_package.cache_clear()
 
 _SOURCES = Path(sglang.__file__).parent / "srt"
 
