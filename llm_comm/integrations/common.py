@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -23,6 +23,14 @@ logger = logging.getLogger("llm_comm")
 #: and tune kernels at different speeds, and whoever is first waits in an all-reduce. torch gives NCCL as long.
 ENGINE_TIMEOUT_S = 600.0
 
+#: Bound in seconds of the wait for the other ranks to say whether they use llm_comm. They make the group together: just
+#: before, gloo has connected all of them and the engine's own communicators have talked to each other, so what is
+#: waited for is an import and the reading of a file. Who is not there by then has no llm_comm, or it is switched off.
+JOIN_TIMEOUT_S = 120.0
+
+#: Logged once by rank 0, with number of ranks and shape: that norms are set up to be fused does not mean that any is.
+FIRST_FUSED = "llm_comm: first all-reduce fused with its RMSNorm (%d ranks, shape %s)"
+
 #: For ``max_message_bytes``, where a sum must not depend on its size: larger than any message.
 EVERY_SIZE = 1 << 60
 
@@ -37,6 +45,11 @@ class NotJoinedError(LlmCommError):
 
 class SwitchedOffError(NotJoinedError):
     """They do without it because the operator wants it so."""
+
+
+class AbsentRanksError(LlmCommError):
+    """Some ranks of a group never asked for llm_comm. The engine cannot go on: an operation that they have no part in
+    is pending in its group of CPU ranks, and the next one of the engine's own would be matched with that."""
 
 
 def switched_off() -> bool:
@@ -59,9 +72,10 @@ def join(group: dist.ProcessGroup, device: torch.device, load_config: Callable[[
     Raises:
         ConfigError: A rank has a wrong option. Raised on all ranks.
         NotJoinedError: A rank does without llm_comm, cannot use it, or failed to set it up. Raised on all ranks.
+        AbsentRanksError: A rank did not come. Raised on those that did.
     """
     device = device if torch.cuda.is_available() else torch.device("cpu")
-    rendezvous = Rendezvous(group, ENGINE_TIMEOUT_S)
+    rendezvous = Rendezvous(group, JOIN_TIMEOUT_S)
     config, objection = None, None
     try:
         config = load_config()
@@ -78,8 +92,8 @@ def join(group: dist.ProcessGroup, device: torch.device, load_config: Callable[[
         objection = error
     try:
         # Communicator fails on all ranks or on none. If it ever did not, the others would wait in an all-reduce for a
-        # rank that takes the engine's own way.
-        _vote(rendezvous, objection)
+        # rank that takes the engine's own way. A rank may have waited for others in there, as long as an engine waits.
+        _vote(Rendezvous(group, ENGINE_TIMEOUT_S), objection)
     except LlmCommError:
         if communicator is not None:
             communicator.close()
@@ -108,23 +122,55 @@ _OBJECTIONS: tuple[type[LlmCommError], ...] = (ConfigError, SwitchedOffError, No
 
 
 def _vote(rendezvous: Rendezvous, objection: Exception | None) -> None:
-    """Raises one of ``_OBJECTIONS``, the same on all ranks, if a rank has an objection."""
+    """Raises one of ``_OBJECTIONS``, the same on all ranks, if a rank has an objection.
+
+    Raises:
+        AbsentRanksError: A rank did not come.
+    """
     word = None
     if objection is not None:
         kind = next((i for i, error in enumerate(_OBJECTIONS) if isinstance(objection, error)), len(_OBJECTIONS) - 1)
-        word = [kind, _in_words(objection).encode("ascii", "backslashreplace").decode()[:_MAX_WORD]]
+        word = [kind, _fit(_in_words(objection))]
     try:
         words = rendezvous.gather(word)
     except LlmCommError as missing:
-        raise NotJoinedError(str(missing)) from missing
+        raise AbsentRanksError(
+            f"not every rank of the engine came to set up llm_comm ({missing}). On each node, check that llm_comm is "
+            "installed in the environment of the engine, and that LLM_COMM_ENABLE, VLLM_PLUGINS and SGLANG_PLUGINS are "
+            "set as on the others. LLM_COMM_ENABLE=0 on all of them starts the engine without it."
+        ) from missing
     said = {rank: word for rank, word in enumerate(words) if word is not None}
     if not said:
         return
     kind = min(kind for kind, _ in said.values())
     texts = {rank: text for rank, (its_kind, text) in said.items() if its_kind == kind}
-    if len(texts) == len(words) and len(set(texts.values())) == 1:
-        raise _OBJECTIONS[kind](texts[0])
-    raise _OBJECTIONS[kind]("; ".join(f"rank {rank}: {text}" for rank, text in texts.items()))
+    raise _OBJECTIONS[kind](_together(texts, len(words)))
+
+
+def objection_of_any(group: dist.ProcessGroup, objection: str | None) -> str | None:
+    """What the ranks of ``group`` have against going on, in words; None if nobody has anything. Collective.
+
+    Args:
+        group: gloo group of the ranks.
+        objection: Of this rank.
+
+    Raises:
+        RendezvousError: A rank is gone.
+    """
+    words = Rendezvous(group, ENGINE_TIMEOUT_S).gather(None if objection is None else _fit(objection))
+    said = {rank: word for rank, word in enumerate(words) if word is not None}
+    return _together(said, len(words)) if said else None
+
+
+def _together(texts: Mapping[int, str], world_size: int) -> str:
+    """What some ranks say, in one line; once, if all say the same."""
+    if len(texts) == world_size and len(set(texts.values())) == 1:
+        return texts[0]
+    return "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
+
+
+def _fit(text: str) -> str:
+    return text.encode("ascii", "backslashreplace").decode()[:_MAX_WORD]
 
 
 def _in_words(error: Exception) -> str:
@@ -181,6 +227,7 @@ def enter(
 
     Raises:
         ConfigError: A rank has a wrong option. Raised on all ranks, so that the engine does not start.
+        AbsentRanksError: A rank did not come. Raised on those that did, so that the engine does not start.
     """
     try:
         communicator = join(group, device, load_config)

@@ -8,14 +8,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from sglang.srt.distributed import parallel_state
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_exec
+from sglang.srt.runtime_context import get_disagg, get_exec
 from sglang.srt.utils import is_cuda
 
 from llm_comm.bootstrap import Rendezvous
@@ -28,6 +29,8 @@ logger = logging.getLogger("sglang.llm_comm")
 #: Groups in whose name the models sum activations; SGLang makes a group of its own only where it differs from "tp".
 #: Those of pipeline parallelism, of data parallelism and of context parallelism gather and scatter.
 GROUPS = ("tp", "pdmux_prefill_tp", "attention_tp", "moe_tp", "moe_ep", "dcp")
+# Sums for prefills while another stream decodes. Made right after "tp", before any model.
+_PDMUX = "pdmux_prefill_tp"
 # Arguments of the constructor by which ranks come and go while the others serve.
 _ELASTIC = ("recovered_rank", "rank_offset", "max_world_size")
 
@@ -40,11 +43,15 @@ def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
         arguments: What it was made with.
 
     Raises:
+        AbsentRanksError: A rank did not come. Raised on those that did.
         ConfigError: A rank has a wrong option. Raised on all ranks.
         RendezvousError: A rank is gone.
     """
-    if group.world_size == 1 or group.unique_name.split(":")[0] not in GROUPS:
+    kind = group.unique_name.split(":")[0]
+    if group.world_size == 1 or kind not in GROUPS:
         return
+    if kind == _PDMUX:
+        _leave_norms_to_sglang()
     why_not = _why_not(group, arguments)
     if why_not is not None:
         _log_once(why_not)
@@ -61,7 +68,7 @@ def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
         absent = [rank for rank, there in enumerate(everywhere) if not there]
         logger.warning("SGLang's own custom all-reduce is not used: it is disabled on ranks %s of the group.", absent)
     group.ca_comm = LlmCommAllReduce(member, theirs, uses_theirs=all(everywhere))
-    about_norms = _set_up_fusion(group, member.communicator.config) if group.unique_name.startswith("tp:") else ""
+    about_norms = _set_up_fusion(group, member.communicator.config) if kind == "tp" else ""
     if dist.get_rank() == 0:
         logger.info("%s%s%s", member.summary("SGLang"), about_norms, _summed_elsewhere())
 
@@ -93,6 +100,9 @@ def _why_not(group: Any, arguments: Mapping[str, Any]) -> str | None:
         return "LLM_COMM_ENABLE is off"
     if not is_cuda():
         return "the platform is not CUDA"
+    if _option(get_disagg, "encoder_only"):
+        # Its main process is rank 0 and has loaded plugins; the other ranks, processes that it starts, load none.
+        return "--encoder-only loads plugins in the process of rank 0 alone"
     if (
         _server_option("moe", "elastic_ep_backend") is not None
         or dist.get_backend(group.cpu_group) != "gloo"
@@ -105,19 +115,37 @@ def _why_not(group: Any, arguments: Mapping[str, Any]) -> str | None:
 
 
 def _set_up_fusion(group: Any, config: Config) -> str:
-    """Puts norms and the all-reduces before them in one kernel, alike on all ranks. Returns what to log."""
+    """Puts norms and the all-reduces before them in one kernel, on all ranks or on none. Returns what to log."""
+    why_not = common.objection_of_any(group.cpu_group, _hook_norms(group, config))
+    if why_not is not None:
+        return f"; not fused with RMSNorm: {why_not}"
+    from llm_comm.integrations import sglang_fusion
+
+    sglang_fusion.activate()
+    return "; fused with RMSNorm"
+
+
+def _hook_norms(group: Any, config: Config) -> str | None:
+    """Makes SGLang ready for it on this rank; nothing changes yet. Returns why it cannot be, if so."""
     if not config.fuse:
-        return f"; not fused with RMSNorm: fuse is false ({config.origins.get('fuse', 'Python')})"
+        return f"fuse is false ({config.origins.get('fuse', 'Python')})"
     if _is_deterministic():
-        return "; not fused with RMSNorm: deterministic inference has norms of its own"
+        return "deterministic inference has norms of its own"
     try:
         from llm_comm.integrations import sglang_fusion
 
         sglang_fusion.set_up(group)
-    except Exception as error:  # a name that is not there: the same on all ranks
+    except Exception as error:
         logger.debug("fusion cannot be set up", exc_info=True)
-        return f"; not fused with RMSNorm: unknown version of SGLang ({type(error).__name__}: {error})"
-    return "; fused with RMSNorm"
+        return f"unknown version of SGLang ({type(error).__name__}: {error})"
+    return None
+
+
+def _leave_norms_to_sglang() -> None:
+    """With --enable-pdmux a prefill sums in a group of its own, which norms that sum for themselves do not know."""
+    fusion = sys.modules.get("llm_comm.integrations.sglang_fusion")
+    if fusion is not None and fusion.deactivate() and dist.get_rank() == 0:
+        logger.info("llm_comm: norms are not fused after all: --enable-pdmux sums prefills in a group of their own.")
 
 
 def _is_deterministic() -> bool:
@@ -126,11 +154,16 @@ def _is_deterministic() -> bool:
 
 
 def _server_option(section: str, name: str) -> Any:
+    options = _option(get_exec, section)
+    return None if options is None else getattr(options, name)
+
+
+def _option(options: Callable[[], Any], name: str) -> Any:
+    """An option of the server; None where there is none."""
     try:
-        options = get_exec()
+        return getattr(options(), name)
     except ValueError:  # nothing is published: groups without a server
         return None
-    return getattr(getattr(options, section), name)
 
 
 def _summed_elsewhere() -> str:
@@ -164,6 +197,7 @@ class LlmCommAllReduce:
         self.disabled = False
         self._member = member
         self._llm_comm: Communicator | None = member.communicator
+        self._has_fused = False
         # Also kept if it is not to be asked: at its end it meets the other ranks in a barrier.
         self._unused = None if uses_theirs else theirs
         self._theirs = theirs if uses_theirs else None
@@ -176,12 +210,9 @@ class LlmCommAllReduce:
 
     def custom_all_reduce(self, input: torch.Tensor) -> torch.Tensor | None:
         """The sum over the group, a new tensor; None if nobody takes ``input``."""
-        communicator = self._llm_comm
-        if communicator is not None and communicator.accepts(input):
-            result: torch.Tensor = communicator.all_reduce(input)
+        result = self.sum_of(input)
+        if result is not None or self._theirs is None:
             return result
-        if self._theirs is None:
-            return None
         return self._theirs.custom_all_reduce(input)  # type: ignore[no-any-return]
 
     def all_reduce_add_rms_norm(
@@ -193,7 +224,19 @@ class LlmCommAllReduce:
         if communicator is None or not communicator.accepts_fused(x, weight) or not residual.is_contiguous():
             return None
         normed, new_residual = communicator.all_reduce_add_rms_norm(x, residual, weight, epsilon)
+        if not self._has_fused:
+            self._has_fused = True
+            if dist.get_rank() == 0:
+                logger.info(common.FIRST_FUSED, communicator.world_size, tuple(x.shape))
         return normed, new_residual
+
+    def sum_of(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The sum over the group by llm_comm, a new tensor; None, the same on all ranks, if it declines ``x``."""
+        communicator = self._llm_comm
+        if communicator is None or not communicator.accepts(x):
+            return None
+        result: torch.Tensor = communicator.all_reduce(x)
+        return result
 
     def capture(self) -> contextlib.AbstractContextManager[None]:
         """Entered around the capture of CUDA graphs. llm_comm needs none: it registers no tensors."""

@@ -5,6 +5,10 @@ Most models of SGLang leave a sum to the norm that follows it, where ``flashinfe
 ``_forward_with_allreduce_fusion``. Both are hooked: the former says yes, and the latter asks llm_comm. That function
 reduces whatever the kernel declines: SGLang's own of 0.5.17 would norm what has not been reduced.
 
+The sum of an attention has one reader, the norm after it. That of an MLP is left to the next layer, and before 0.5.21
+(``layer_boundary``) SGLang leaves it whoever else may read it: the next stage of a pipeline, a draft model. There the
+yes to that question stays SGLang's own, but where nobody else can be (``_why_not_deferred``).
+
 Dense Llama takes that path by itself since it has ``stage_facts``, in 0.5.23. Before, its layers reduce in their
 linears. There the linears are told not to (``reduce_results``, an option of theirs), and the layer's forward is
 replaced by one that sums in its norms. A layer whose output someone but the next layer reads sums at its end: the last
@@ -12,23 +16,30 @@ one, those of a model whose hidden states are captured for a draft model. Hooks 
 without a forward of our own, but could not know who reads a tensor that lacks its sum.
 
 The hooks are set when the tensor-parallel group is made and llm_comm serves it, and only then: the modules that they
-import belong to the processes with models.
+import belong to the processes with models. They do nothing until ``activate``, which waits for all ranks to have set
+them: ranks that leave a sum to different places would wait for each other.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import logging
 import pkgutil
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import layernorm
 from sglang.srt.layers.dp_attention import is_dp_attention_enabled
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_parallel, get_server_args, get_spec
+
+logger = logging.getLogger("sglang.llm_comm")
 
 _NORM = "sglang.srt.layers.layernorm._forward_with_allreduce_fusion"
+_BOUNDARY = "sglang.srt.layers.communicator.LayerCommunicator"
 _LLAMA = "sglang.srt.models.llama"
 # Set on a tensor that still lacks its sum, between layers of Llama.
 _OWED = "_llm_comm_owed"
@@ -41,21 +52,37 @@ _library.define(
 
 
 def set_up(group: Any) -> None:
-    """Hooks SGLang, once, so that norms sum over ``group``, the tensor-parallel one, themselves.
+    """Hooks SGLang, once, so that norms can sum over ``group``, the tensor-parallel one, themselves.
 
     Raises:
         RuntimeError: SGLang could not be hooked. It works as before then.
     """
-    first = _Fusion.group is None
     _Fusion.group = group
-    if not first:
+    if _Fusion.is_hooked:
         return
-    # In this order: nothing leaves a sum to a norm that does not make it.
+    gate = _gate()
+    _Fusion.their_gate = pkgutil.resolve_name(gate)
     _hook(_NORM, _around_norm, HookType.AROUND)
-    _hook(_gate(), _around_gate, HookType.AROUND)
+    if _defers_to_anyone():
+        _hook(f"{_BOUNDARY}.__init__", _after_boundary_init, HookType.AFTER)
+        _hook(f"{_BOUNDARY}.should_fuse_mlp_allreduce_with_next_layer", _around_deferral, HookType.AROUND)
+    _hook(gate, _around_gate, HookType.AROUND)
     if _llama_reduces_in_its_linears():
         _hook(f"{_LLAMA}.LlamaDecoderLayer.forward", _around_llama_layer, HookType.AROUND)
         _hook(f"{_LLAMA}.LlamaModel.__init__", _after_llama_init, HookType.AFTER)
+    _Fusion.is_hooked = True
+
+
+def activate() -> None:
+    """Norms sum from now on. To be called on all ranks, before there is a model."""
+    _Fusion.is_active = True
+    _Fusion.overwrites_residuals = not _speculates()
+
+
+def deactivate() -> bool:
+    """The opposite, as long as there is no model; returns whether norms did."""
+    was_active, _Fusion.is_active = _Fusion.is_active, False
+    return was_active
 
 
 def _hook(target: str, function: Any, kind: HookType) -> None:
@@ -67,18 +94,44 @@ def _hook(target: str, function: Any, kind: HookType) -> None:
 
 
 class _Fusion:
-    """Where the hooks find the group that they serve."""
+    """What the hooks share.
+
+    Attributes:
+        group: The one that they serve.
+        is_hooked: Whether all of them are set.
+        is_active: Whether norms sum. Looked at by every hook, and the same on all ranks.
+        their_gate: SGLang's own decision, without ours.
+        overwrites_residuals: Whether a norm may write the residual that it is given, as norms of SGLang do. A draft
+            model's captures are not copied where SGLang takes the norm for one that leaves it alone.
+    """
 
     group: Any = None
+    is_hooked = False
+    is_active = False
+    their_gate: Any = None
+    overwrites_residuals = False
 
 
 def _gate() -> str:
     """The function by which SGLang decides whether a norm is to sum."""
-    if importlib.util.find_spec("sglang.srt.layers.layer_boundary") is None:
+    if _defers_to_anyone():
         return "sglang.srt.layers.communicator.apply_flashinfer_allreduce_fusion"
     module = importlib.import_module("sglang.srt.layers.layer_boundary.residual.add_norm")
     newer = "flashinfer_ar_fusion_applies"
     return f"{module.__name__}.{newer if hasattr(module, newer) else 'apply_flashinfer_allreduce_fusion'}"
+
+
+def _defers_to_anyone() -> bool:
+    """Whether this SGLang leaves the sum of an MLP to the next layer whoever else may read it: before 0.5.21."""
+    return importlib.util.find_spec("sglang.srt.layers.layer_boundary") is None
+
+
+def _speculates() -> bool:
+    """Whether there is, or may be, a draft model."""
+    try:
+        return get_spec().speculative_algorithm is not None
+    except ValueError:  # nothing is published: groups without a server
+        return True
 
 
 def _llama_reduces_in_its_linears() -> bool:
@@ -89,7 +142,43 @@ def _llama_reduces_in_its_linears() -> bool:
 
 
 def _around_gate(theirs: Any, batch_size: int) -> bool:
-    return (_all_sums_are_of_the_group() and batch_size > 0) or theirs(batch_size)
+    return (_Fusion.is_active and _all_sums_are_of_the_group() and batch_size > 0) or theirs(batch_size)
+
+
+def _after_boundary_init(_: None, boundary: Any, *args: Any, **kwargs: Any) -> None:
+    # By now all groups are made. Kept with the layer: its forward may be compiled.
+    boundary.llm_comm_defers = _Fusion.is_active and _may_defer()
+
+
+def _around_deferral(theirs: Any, boundary: Any, forward_batch: Any) -> bool:
+    """Whether a layer leaves the sum of its MLP to the next one."""
+    leaves = bool(theirs(boundary, forward_batch))
+    if not leaves or not _Fusion.is_active or getattr(boundary, "llm_comm_defers", False):
+        return leaves
+    return bool(_Fusion.their_gate(forward_batch.input_ids.shape[0]))  # it has them: the gate has been asked
+
+
+@functools.cache
+def _may_defer() -> bool:
+    why_not = _why_not_deferred()
+    if why_not is not None and dist.get_rank() == 0:
+        logger.info("llm_comm: sums of MLPs and experts are not fused with the next layer's norm: %s", why_not)
+    return why_not is None
+
+
+def _why_not_deferred() -> str | None:
+    """Why someone but the next layer may read the output of an MLP, if so."""
+    if get_parallel().pp_size > 1:
+        return "with pipeline parallelism, the next stage reads that of the last layer"
+    if _speculates():
+        return "with speculative decoding, the draft model reads some"
+    try:
+        from sglang.srt.arg_groups.overrides import _FLASHINFER_ALLREDUCE_FUSION_ARCHS as known
+
+        architecture = get_server_args().get_model_config().hf_config.architectures[0]
+    except Exception as error:
+        return f"this version of SGLang does not tell the model ({type(error).__name__}: {error})"
+    return None if architecture in known else f"SGLang does not do so for {architecture}"
 
 
 def _all_sums_are_of_the_group() -> bool:
@@ -112,26 +201,43 @@ def _around_norm(
     weight: torch.Tensor,
     use_attn_tp_group: bool = True,
 ) -> Any:
-    if residual is None or not _all_sums_are_of_the_group():
+    if residual is None or not _Fusion.is_active or not _all_sums_are_of_the_group():
         return theirs(norm_module, x, residual, post_residual_addition, weight, use_attn_tp_group)
     if post_residual_addition is not None:
         residual = residual + post_residual_addition
-    return _sum_and_norm(norm_module, x, residual)
+        return _sum_and_norm(norm_module, x, residual, may_overwrite=True)
+    return _sum_and_norm(norm_module, x, residual, may_overwrite=_Fusion.overwrites_residuals)
 
 
-def _sum_and_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``norm`` of (the sum of ``x`` + ``residual``), and what was normed, in new tensors."""
+def _sum_and_norm(
+    norm: Any, x: torch.Tensor, residual: torch.Tensor, may_overwrite: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``norm`` of (the sum of ``x`` + ``residual``), and what was normed.
+
+    Args:
+        norm: Of SGLang.
+        x: This rank's addend; nobody's afterwards, as where SGLang reduces it in place.
+        residual: Like ``x``, the same on all ranks.
+        may_overwrite: Whether what was normed may take the place of ``residual``.
+    """
     if x.shape[0] == 0:
         return x, residual
-    if _is_plain(norm):
-        name = _Fusion.group.unique_name
-        if torch.compiler.is_compiling():
+    group = _Fusion.group
+    if torch.compiler.is_compiling():
+        # Graphs are functional: a tensor that is written in them would be copied anyway.
+        if _is_plain(norm):
             result: tuple[torch.Tensor, torch.Tensor] = torch.ops.llm_comm_sglang.all_reduce_add_rms_norm(
-                x, residual, norm.weight.data, norm.variance_epsilon, name
+                x, residual, norm.weight.data, norm.variance_epsilon, group.unique_name
             )
             return result
-        return _all_reduce_add_rms_norm(x, residual, norm.weight.data, norm.variance_epsilon, name)
-    normed, new_residual = norm.forward(_Fusion.group.all_reduce(x.clone()), residual.clone(), None)
+        normed, new_residual = norm.forward(group.all_reduce(x.clone()), residual.clone(), None)
+        return normed, new_residual
+    if _is_plain(norm):
+        fused = _fused(group, x, residual, norm.weight.data, norm.variance_epsilon)
+        if fused is not None:
+            return fused
+    # What SGLang does where it does not fuse, in the tensors that it would use.
+    normed, new_residual = norm.forward(group.all_reduce(x), residual if may_overwrite else residual.clone(), None)
     return normed, new_residual
 
 
@@ -150,17 +256,31 @@ def _is_plain(norm: Any) -> bool:
 def _all_reduce_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, group_name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same for a plain norm; an operator of compiled graphs as well."""
+    """The same for a plain norm, in new tensors: the operator of compiled graphs."""
     reference = parallel_state._groups.get(group_name)
     group = None if reference is None else reference()
     if group is None:
         raise ValueError(f"there is no group {group_name!r} in this process (any more)")
+    result = _fused(group, x, residual, weight, epsilon)
+    return _one_by_one(_sum(group, x), residual, weight, epsilon) if result is None else result
+
+
+def _fused(
+    group: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """By llm_comm, in new tensors; None if it declines, or has left the group."""
     fused = getattr(group.ca_comm, "all_reduce_add_rms_norm", None)
-    result = None if fused is None else fused(x, residual, weight, epsilon)
-    if result is not None:
-        return result  # type: ignore[no-any-return]
-    # A copy: where llm_comm declines, SGLang may sum in place, but a graph may go on to read its tensor.
-    return _one_by_one(group.all_reduce(x.clone()), residual, weight, epsilon)
+    return None if fused is None else fused(x, residual, weight, epsilon)
+
+
+def _sum(group: Any, x: torch.Tensor) -> torch.Tensor:
+    """The sum of ``x``, which is left as it is, in a new tensor."""
+    by_llm_comm = getattr(group.ca_comm, "sum_of", None)
+    total: torch.Tensor | None = None if by_llm_comm is None else by_llm_comm(x)
+    if total is None:
+        # SGLang may sum in place, but a graph may go on to read its tensor.
+        total = group.all_reduce(x.clone())
+    return total
 
 
 def _one_by_one(
@@ -206,22 +326,30 @@ class _Place:
 def _after_llama_init(_: None, model: Any, *args: Any, **kwargs: Any) -> None:
     from sglang.srt.models.llama import LlamaDecoderLayer
 
+    if not _Fusion.is_active:
+        return
     group = _Fusion.group
     layers = [layer for layer in model.layers if type(layer) is LlamaDecoderLayer]
     linears = [linear for layer in layers for linear in (layer.self_attn.o_proj, layer.mlp.down_proj)]
-    if not all(
+    sum_alike = all(
         linear.reduce_results
         and linear.tp_size == group.world_size
         and not linear.use_dp_attention_reduce
         and not linear.use_decode_attn_tp
         for linear in linears
-    ):
-        return
-    for linear in linears:
-        linear.reduce_results = False
-    for layer in layers:
-        # The last layer of this pipeline stage.
-        layer.llm_comm_place = _Place(model, is_last=layer is layers[-1])
+    )
+    if sum_alike:
+        for linear in linears:
+            linear.reduce_results = False
+        for layer in layers:
+            # The last layer of this pipeline stage.
+            layer.llm_comm_place = _Place(model, is_last=layer is layers[-1])
+    if linears and dist.get_rank() == 0:
+        name = type(model).__name__
+        if sum_alike:
+            logger.info("llm_comm: %d of the linears of %s leave their sums to norms", len(linears), name)
+        else:
+            logger.info("llm_comm: norms of %s are not fused: its linears sum in another group or not at all", name)
 
 
 def _around_llama_layer(
@@ -240,11 +368,12 @@ def _around_llama_layer(
         residual = hidden_states
         hidden_states = layer.input_layernorm(hidden_states)
     elif getattr(hidden_states, _OWED, False):
-        hidden_states, residual = _sum_and_norm(layer.input_layernorm, hidden_states, residual)
+        hidden_states, residual = _sum_and_norm(layer.input_layernorm, hidden_states, residual, may_overwrite=True)
     else:
         hidden_states, residual = layer.input_layernorm(hidden_states, residual)
     hidden_states = layer.self_attn(positions=positions, hidden_states=hidden_states, forward_batch=forward_batch)
-    hidden_states, residual = _sum_and_norm(layer.post_attention_layernorm, hidden_states, residual)
+    norm = layer.post_attention_layernorm
+    hidden_states, residual = _sum_and_norm(norm, hidden_states, residual, may_overwrite=True)
     hidden_states = layer.mlp(hidden_states)
     if place.carries_on():
         setattr(hidden_states, _OWED, True)

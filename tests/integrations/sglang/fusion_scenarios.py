@@ -21,8 +21,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from rank_processes import data, dist_rank, expected_sum, scenario, serve
-from scenarios import group, ours, parallel_state, sglang_groups
+from rank_processes import Log, data, dist_rank, expected_sum, scenario, serve
+from scenarios import distributed, group, load_plugins, ours, parallel_state, sglang_groups
 from sglang.srt.runtime_context import get_exec
 from torch import nn
 
@@ -34,7 +34,9 @@ _SOURCES = Path(parallel_state.__file__).parents[1]
 
 
 #: The sizes of groups, which SGLang reads off the options of its server.
-SIZES = SimpleNamespace(tp_size=2, attn_tp_size=2, moe_tp_size=2, moe_ep_size=1)
+SIZES = SimpleNamespace(tp_size=2, attn_tp_size=2, moe_tp_size=2, moe_ep_size=1, pp_size=1)
+SPECULATION = SimpleNamespace(speculative_algorithm=None)
+MODEL = SimpleNamespace(architectures=["Qwen3MoeForCausalLM"])
 
 
 def parallel() -> Any:
@@ -85,13 +87,35 @@ class GemmaLike(layernorm.RMSNorm):  # type: ignore[name-defined,misc]
         return (values * (1 + self.weight.float())).to(x.dtype), residual
 
 
+class ScatterMode:
+    SCATTERED, FULL = range(2)
+
+
+def no(*_: Any, **__: Any) -> Any:
+    return None
+
+
 def make_gate() -> ModuleType:
-    module = "communicator" if IS_OLD else "layer_boundary.residual.add_norm"
+    no_flashinfer = {"_is_sm90_supported": False, "_is_sm100_supported": False}
+    if not IS_OLD:
+        module = "sglang.srt.layers.layer_boundary.residual.add_norm"
+        return excerpt(module, "flashinfer_ar_fusion_applies", **no_flashinfer)
+    choice = SimpleNamespace(get_fn=no)
     return excerpt(
-        f"sglang.srt.layers.{module}",
-        "apply_flashinfer_allreduce_fusion" if IS_OLD else "flashinfer_ar_fusion_applies",
-        _is_sm90_supported=False,
-        _is_sm100_supported=False,
+        "sglang.srt.layers.communicator",
+        "apply_flashinfer_allreduce_fusion",
+        "LayerCommunicator",
+        **no_flashinfer,
+        ScatterMode=ScatterMode,
+        CommunicateContext=SimpleNamespace(init_new=lambda: SimpleNamespace(tp_size=2)),
+        CommunicateSimpleFn=choice,
+        CommunicateWithAllReduceAndLayerNormFn=choice,
+        CommunicateSummableTensorPairFn=choice,
+        SpeculativeAlgorithm=SimpleNamespace(from_string=no),
+        get_spec=lambda: SPECULATION,
+        get_attn_tp_context=lambda: SimpleNamespace(input_scattered=False),
+        is_dp_attention_enabled=no,
+        is_enable_moe_cp_allgather=no,
     )
 
 
@@ -125,12 +149,14 @@ class Mlp(nn.Module):
 class RowParallelLinear(nn.Module):
     """As SGLang's, the matrix apart: each rank has an addend of its own."""
 
+    of_data_parallel_attention = False
+
     def __init__(self, factor: float) -> None:
         super().__init__()
         self.factor = factor
         self.reduce_results = True
         self.tp_size = 2
-        self.use_dp_attention_reduce = self.use_decode_attn_tp = False
+        self.use_dp_attention_reduce, self.use_decode_attn_tp = self.of_data_parallel_attention, False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         addend = x * self.factor * (1 + dist_rank())
@@ -249,6 +275,73 @@ def where_attention_sums_in_other_groups_norms_are_left_alone() -> None:
             assert not gate_says(4)
 
 
+@scenario()
+def an_mlp_leaves_its_sum_to_the_next_layer() -> None:
+    if IS_OLD:  # later ones ask who reads it
+        assert mlp_leaves_its_sum()
+
+
+@scenario()
+def with_pipeline_parallelism_an_mlp_sums_itself() -> None:
+    """The last layer of a stage is not the last one of the model."""
+    if IS_OLD:
+        with mock.patch.object(SIZES, "pp_size", 2):
+            assert not mlp_leaves_its_sum("with pipeline parallelism")
+
+
+@scenario()
+def with_speculative_decoding_an_mlp_sums_itself() -> None:
+    if IS_OLD:
+        with mock.patch.object(SPECULATION, "speculative_algorithm", "EAGLE3"):
+            assert not mlp_leaves_its_sum("with speculative decoding")
+
+
+@scenario()
+def where_sglang_does_not_an_mlp_sums_itself() -> None:
+    if IS_OLD:
+        with mock.patch.object(MODEL, "architectures", ["Another"]):
+            assert not mlp_leaves_its_sum("SGLang does not do so for Another")
+
+
+@scenario()
+def where_sglang_leaves_the_sum_of_an_mlp_we_follow() -> None:
+    if IS_OLD:
+        with mock.patch.object(SIZES, "pp_size", 2), mock.patch.dict(vars(gate), flashinfer_applies()):
+            assert mlp_leaves_its_sum("with pipeline parallelism")
+
+
+@scenario()
+def prefills_beside_decodes_sum_in_their_own_group() -> None:
+    if not IS_OLD:  # pdmux makes groups by other options there
+        return
+    unfused = make_model()
+    load_plugins()
+    log = Log("sglang")
+    with mock.patch("sglang.srt.utils.is_cuda", return_value=True), distributed():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, duplicate_tp_group=True)
+        with server():
+            of_decodes, of_prefills = fused_calls("tp"), fused_calls("pdmux_prefill_tp_group")
+            assert not gate_says(4)
+            close(run_llama(make_model()), run_llama(unfused))
+            assert not of_decodes
+            assert not of_prefills
+        assert len(log.having("norms are not fused after all: --enable-pdmux")) == (dist_rank() == 0)
+
+
+@scenario()
+def one_rank_that_cannot_be_hooked_takes_the_others_along() -> None:
+    if dist_rank() == 1:
+        del layernorm._forward_with_allreduce_fusion
+    unfused = make_model() if IS_OLD else None
+    with sglang_groups() as log, server():
+        assert not gate_says(4)
+        assert len(log.having("not fused with RMSNorm: rank 1: unknown version of SGLang")) == (dist_rank() == 0)
+        if IS_OLD:
+            calls = fused_calls()
+            close(run_llama(make_model()), run_llama(unfused))
+            assert not calls
+
+
 @scenario(LLM_COMM_FUSE="0")
 def a_variable_switches_fusion_off() -> None:
     before = (layernorm._forward_with_allreduce_fusion, gate_function())
@@ -274,10 +367,12 @@ def dense_llama_is_fused() -> None:
         assert hasattr(llama.LlamaDecoderLayer, "stage_facts")
         return
     unfused = make_model()  # before anything is hooked
-    with sglang_groups(), server():
+    with sglang_groups() as log, server():
         calls, model = fused_calls(), make_model()
         close(run_llama(model), run_llama(unfused))
         assert calls == [(4, HIDDEN)] * 5, calls  # of 6: the last sum is of no layer's norm
+        assert len(log.having("llm_comm: 6 of the linears of LlamaModel leave their sums")) == (dist_rank() == 0)
+        assert len(log.having("llm_comm: first all-reduce fused with its RMSNorm")) == (dist_rank() == 0)
         calls.clear()
         # Someone else reads what lies between the layers.
         model.layers_to_capture = unfused.layers_to_capture = [1]
@@ -285,6 +380,54 @@ def dense_llama_is_fused() -> None:
         close(got, want)
         close(captured[0], wanted[0])
         assert len(calls) == 3
+
+
+@scenario()
+def dense_llama_is_fused_in_a_compiled_graph() -> None:
+    """Of several layers: the mark on what they hand over is seen by the compiler."""
+    if not IS_OLD:
+        return
+    unfused = make_model()
+    with sglang_groups(), server(), torch.no_grad():
+        calls, model = fused_calls(), make_model()
+        for captures, fused in (([], 5), ([1], 3)):
+            model.layers_to_capture = unfused.layers_to_capture = captures
+            torch._dynamo.reset()
+            calls.clear()
+            compiled = torch.compile(model.forward, fullgraph=True, dynamic=True, backend="aot_eager")
+            got = compiled(None, torch.arange(4), None, input_embeds=data((4, HIDDEN), rank=0))
+            want = run_llama(unfused)
+            if captures:
+                (got, captured), (want, wanted) = got, want
+                close(captured[0], wanted[0])
+            close(got, want)
+            assert calls == [(4, HIDDEN)] * fused, calls
+
+
+@scenario()
+def linears_of_llama_that_sum_elsewhere_are_left_alone() -> None:
+    if not IS_OLD:
+        return
+    with sglang_groups() as log, server():
+        calls = fused_calls()
+        with mock.patch.object(RowParallelLinear, "of_data_parallel_attention", True):
+            model = make_model()
+        assert not any(hasattr(layer, "llm_comm_place") for layer in model.layers)
+        run_llama(model)
+        assert not calls
+        assert len(log.having("norms of LlamaModel are not fused: its linears sum in another")) == (dist_rank() == 0)
+
+
+@scenario(LLM_COMM_MAX_MESSAGE_BYTES="256")
+def a_residual_that_nobody_else_reads_is_not_copied() -> None:
+    with speculation_is_known(None), sglang_groups(), server():
+        assert residual_that_a_norm_gets() == "as it is"
+
+
+@scenario(LLM_COMM_MAX_MESSAGE_BYTES="256")
+def a_residual_that_a_draft_model_may_read_is_copied() -> None:
+    with speculation_is_known("EAGLE3"), sglang_groups(), server():
+        assert residual_that_a_norm_gets() == "copied"
 
 
 @scenario(LLM_COMM_MAX_MESSAGE_BYTES="256")
@@ -315,12 +458,10 @@ def forward(module: Any, x: torch.Tensor, residual: torch.Tensor, addition: Any 
 
 def check_norm(module: Any, **options: Any) -> None:
     x, residual = data((4, HIDDEN)), torch.ones(4, HIDDEN, dtype=torch.bfloat16)
-    before = x.clone()
     normed, new_residual = forward(module, x, residual, **options)
-    assert torch.equal(x, before)
     assert torch.equal(residual, torch.ones_like(residual)), "the residual was changed"
     assert torch.equal(new_residual, expected_sum((4, HIDDEN)) + 1), "not reduced"
-    want, _ = module(expected_sum((4, HIDDEN)), residual, None)
+    want, _ = module(expected_sum((4, HIDDEN)), torch.ones_like(residual), None)
     close(normed, want)
 
 
@@ -337,9 +478,58 @@ def gate_says(batch_size: int) -> bool:
     return bool(gate_function()(batch_size))
 
 
-def fused_calls() -> list[tuple[int, ...]]:
+def mlp_leaves_its_sum(why_not: str = "") -> bool:
+    """What a layer of SGLang's is told, and that the log says ``why_not``."""
+    batch = SimpleNamespace(input_ids=torch.zeros(4))
+    modes = mock.Mock(mlp_mode=ScatterMode.FULL)
+    with speculation_is_known(SPECULATION.speculative_algorithm), sglang_groups() as log, server():
+        leaves = gate.LayerCommunicator(modes, None, None).should_fuse_mlp_allreduce_with_next_layer(batch)
+        last = gate.LayerCommunicator(modes, None, None, is_last_layer=True)
+        assert not last.should_fuse_mlp_allreduce_with_next_layer(batch)
+        assert gate_says(4), "the sum of an attention has one reader"
+        said = log.having("sums of MLPs and experts are not fused with the next layer's norm: " + why_not)
+        assert len(said) == (bool(why_not) and dist_rank() == 0), said
+        return bool(leaves)
+
+
+def flashinfer_applies() -> dict[str, Any]:
+    comm = SimpleNamespace(flashinfer_allreduce_fusion_backend="auto")
+    return {
+        "_is_sm90_supported": True,
+        "_is_flashinfer_available": True,
+        "is_flashinfer_allreduce_unavailable": no,
+        "get_exec": lambda: SimpleNamespace(comm=comm),
+        "FUSE_ALLREDUCE_MAX_BATCH_SIZE": 2048,
+    }
+
+
+@contextmanager
+def speculation_is_known(algorithm: str | None) -> Iterator[None]:
+    """As in a server, which has published its options."""
+    spec, arguments = SimpleNamespace(speculative_algorithm=algorithm), mock.Mock()
+    arguments.get_model_config.return_value.hf_config = MODEL
+    with (
+        mock.patch("llm_comm.integrations.sglang_fusion.get_spec", return_value=spec),
+        mock.patch("llm_comm.integrations.sglang_fusion.get_server_args", return_value=arguments),
+    ):
+        yield
+
+
+def residual_that_a_norm_gets() -> str:
+    """Where llm_comm declines and SGLang's norm, which may write it, takes over."""
+    norm_ = norm(1e-5)
+    residual = torch.ones(4, HIDDEN, dtype=torch.bfloat16)
+    places = []
+    original = norm_.forward
+    norm_.forward = lambda x, residual, _: places.append(residual.data_ptr()) or original(x, residual, None)
+    _, new_residual = forward(norm_, data((4, HIDDEN)), residual)
+    assert torch.equal(new_residual, expected_sum((4, HIDDEN)) + 1), "not reduced"
+    return "as it is" if places == [residual.data_ptr()] else "copied"
+
+
+def fused_calls(group_name: str = "tp") -> list[tuple[int, ...]]:
     shapes: list[tuple[int, ...]] = []
-    communicator = ours("tp")._llm_comm
+    communicator = ours(group_name)._llm_comm
     original = communicator.all_reduce_add_rms_norm
 
     def all_reduce_add_rms_norm(x: torch.Tensor, *arguments: Any, **options: Any) -> Any:

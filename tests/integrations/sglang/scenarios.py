@@ -351,6 +351,59 @@ def elastic_expert_parallelism_is_left_alone() -> None:
 
 
 @scenario()
+def encoder_servers_are_left_alone() -> None:
+    """Only their rank 0 has loaded plugins."""
+    if dist_rank() == 0:
+        load_plugins()
+    with (
+        mock.patch("sglang.srt.runtime_context.get_disagg", return_value=SimpleNamespace(encoder_only=True)),
+        mock.patch("sglang.srt.utils.is_cuda", return_value=True),
+        mock.patch.object(common, "JOIN_TIMEOUT_S", 5.0),
+        distributed(),
+    ):
+        log = Log("sglang")
+        make_groups(2, 1, 1, 1)
+        assert group("tp").ca_comm is None
+        assert torch.equal(group("tp").all_reduce(data((4, 4))), expected_sum((4, 4)))
+        assert len(log.having("is not active: --encoder-only loads plugins in the process of rank 0 alone")) == (
+            dist_rank() == 0
+        )
+
+
+@scenario(world=1)
+def encoder_servers_are_known_by_their_option() -> None:
+    files = [_SOURCES / "server_args.py", *(_SOURCES / "arg_groups").rglob("*.py")]
+    (file,) = (path for path in files if "\n    encoder_only: A[" in path.read_text(encoding="utf-8"))
+    declaration = file.read_text(encoding="utf-8").partition("encoder_only: A[")[2].partition("= False")[0]
+    assert 'NS("disagg")' in declaration or file.name == "disagg.py"
+
+
+@scenario()
+def a_rank_without_llm_comm_ends_the_start_of_the_others() -> None:
+    if dist_rank() == 1:
+        os.environ["LLM_COMM_ENABLE"] = "0"
+    load_plugins()
+    with (
+        mock.patch("sglang.srt.utils.is_cuda", return_value=True),
+        mock.patch.object(common, "JOIN_TIMEOUT_S", 2.0),
+    ):
+        context = distributed()
+        context.__enter__()
+        if dist_rank() == 1:
+            make_groups(2, 1, 1, 1)  # which waits for nobody
+            wait_for_text(shared_directory() / "error", "llm_comm")
+            return
+        try:
+            make_groups(2, 1, 1, 1)
+            error = "SGLang has started"
+        except common.AbsentRanksError as absent:
+            error = str(absent)
+        (shared_directory() / "error").write_text(f"{error}\n{'llm_comm'}")
+        assert "not every rank of the engine came to set up llm_comm" in error, error
+        assert "LLM_COMM_ENABLE, VLLM_PLUGINS and SGLANG_PLUGINS are set as on the others" in error, error
+
+
+@scenario()
 def a_fusion_that_sums_past_llm_comm_is_told() -> None:
     with server_options(comm={"flashinfer_allreduce_fusion_backend": "auto"}), sglang_groups() as log:
         assert len(log.having("but SGLang's FlashInfer all-reduce fusion comes first")) == (dist_rank() == 0)
