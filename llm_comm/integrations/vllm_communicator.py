@@ -85,7 +85,8 @@ def _keep_norms_apart() -> bool:
     """Turns off vLLM's fusion of an all-reduce with the norm after it; returns whether it was on.
 
     With FlashInfer installed, vLLM fuses at decode sizes by default, and none of these all-reduces would come here.
-    The passes are made when the model is compiled, later than this.
+    That is so whether or not we fuse: who switches our fusion off wants sums by llm_comm and norms by vLLM; who wants
+    vLLM's fusion switches llm_comm off. The passes are made when the model is compiled, later than this.
     """
     vllm_config = get_current_vllm_config_or_none()
     if vllm_config is None or not vllm_config.compilation_config.pass_config.fuse_allreduce_rms:
@@ -100,7 +101,8 @@ def fuses() -> bool:
 
 
 def _why_not_fused(config: Config) -> str | None:
-    """Makes ready for compiled graphs that hold the fused operator, or returns why there are to be none."""
+    """Makes ready for compiled graphs that hold the fused operator; nothing changes yet. Returns why there are to be
+    none, if so."""
     vllm_config = get_current_vllm_config_or_none()
     if not config.fuse:
         return f"fuse is false ({config.origins.get('fuse', 'Python')})"
@@ -110,13 +112,39 @@ def _why_not_fused(config: Config) -> str | None:
         return "vLLM does not compile the model"
     if not isinstance(vllm_config.additional_config, dict):
         return f"additional_config is of {type(vllm_config.additional_config)}"
+    if vllm_config.compilation_config.cache_dir:
+        # The graphs in there are taken whatever they hold, also by a vLLM without llm_comm and so without its operator.
+        return "vLLM tells graphs with and without it apart by their directory, and compilation_config.cache_dir is set"
     try:
-        from llm_comm.integrations import vllm_fused_op
+        from llm_comm.integrations import vllm_fused_op  # noqa: F401
     except Exception as error:
         return f"it does not know this version of vLLM ({type(error).__name__}: {error})"
-    # What vLLM keeps compiled graphs under is made of its configuration. additional_config is the part for plugins.
-    vllm_config.additional_config = {**vllm_config.additional_config, FUSION_MARK: vllm_fused_op.fingerprint()}
     return None
+
+
+def _prepare_compiler(max_fused_bytes: int) -> None:
+    """Has vLLM compile graphs for what is fused and for larger batches apart, and keep them apart from those of others.
+
+    A graph for all sizes would have the largest ones take the operator as well, which then does one by one what
+    inductor would have generated one kernel for.
+    """
+    from llm_comm.integrations import vllm_fused_op
+
+    vllm_config = get_current_vllm_config_or_none()
+    # What vLLM keeps compiled graphs under is made of its configuration. additional_config is the part for plugins.
+    mark = f"{vllm_fused_op.fingerprint()} {max_fused_bytes}"
+    vllm_config.additional_config = {**vllm_config.additional_config, FUSION_MARK: mark}
+    endpoints = vllm_config.compilation_config.compile_ranges_endpoints
+    tokens = max_fused_tokens(vllm_config, max_fused_bytes)
+    # The last one is vLLM's bound of a batch. A graph for one token alone would not be worth its compilation.
+    if endpoints and tokens is not None and 1 < tokens < endpoints[-1]:
+        vllm_config.compilation_config.compile_ranges_endpoints = sorted({*endpoints, tokens})
+
+
+def max_fused_tokens(vllm_config: Any, max_fused_bytes: int) -> int | None:
+    """The largest batch, in tokens, that is fused; None if the configuration has no model."""
+    model = vllm_config.model_config
+    return None if model is None else max_fused_bytes // (model.get_hidden_size() * model.dtype.itemsize)
 
 
 class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
@@ -135,6 +163,8 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         self._kind = self.unique_name.split(":")[0]
         #: Whether compiled graphs hold llm_comm's operator where an all-reduce of this group and a norm were.
         self.fuses = False
+        self.max_fused_bytes = 0
+        self._has_fused = False
         if self.world_size > 1 and self._kind in GROUPS:
             self._join()
 
@@ -166,6 +196,10 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         normed, new_residual = communicator.all_reduce_add_rms_norm(
             x, residual, weight, epsilon, quantize=quantize, scale=scale
         )
+        if not self._has_fused:
+            self._has_fused = True
+            if self.global_rank == 0:
+                logger.info(common.FIRST_FUSED, self.world_size, tuple(x.shape))
         return normed, new_residual
 
     def destroy(self) -> None:
@@ -179,22 +213,26 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
 
         Raises:
             ConfigError: A rank has a wrong option: raised on all ranks, so that vLLM does not start.
+            AbsentRanksError: A rank did not come: raised on those that did, so that vLLM does not start.
         """
         _show_log()
         member = common.enter(self.unique_name, self.cpu_group, self.device, load_config, engine="vLLM", log=logger)
         if member is None:
             return
         self._member, self._llm_comm = member, member.communicator
-        about_norms = self._set_up_fusion(member.communicator.config) if self._kind == "tp" else ""
+        about_norms = self._set_up_fusion(member.communicator) if self._kind == "tp" else ""
         if self.global_rank == 0:
             logger.info("%s%s", member.summary("vLLM"), about_norms)
 
-    def _set_up_fusion(self, config: Config) -> str:
+    def _set_up_fusion(self, communicator: Communicator) -> str:
         """Decides whether compiled graphs are to hold the fused operator, alike on all ranks. Returns what to log."""
-        theirs_is_off = "; vLLM's fuse_allreduce_rms is off" if _keep_norms_apart() else ""
-        why_not = _why_not_fused(config)
+        theirs_is_off = "; vLLM's fuse_allreduce_rms, which sums past llm_comm, is off" if _keep_norms_apart() else ""
+        why_not = common.objection_of_any(self.cpu_group, _why_not_fused(communicator.config))
         if why_not is not None:
             return f"; not fused with RMSNorm: {why_not}{theirs_is_off}"
+        table, limit = communicator.table, communicator.config.max_message_bytes
+        self.max_fused_bytes = min(table.max_fused_bytes, table.max_message_bytes if limit is None else limit)
+        _prepare_compiler(self.max_fused_bytes)
         self.fuses = True
         return f"; fused with RMSNorm in compiled graphs{theirs_is_off}"
 

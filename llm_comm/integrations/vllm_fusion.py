@@ -19,17 +19,24 @@ from typing import Any, NamedTuple
 
 import torch
 import torch._inductor.pattern_matcher as pm
+import torch.distributed as dist
 import vllm.ir.ops
 from vllm.compilation.passes.fusion.matcher_utils import MatcherQuantFP8
-from vllm.compilation.passes.inductor_pass import enable_fake_mode
+from vllm.compilation.passes.inductor_pass import enable_fake_mode, get_pass_context
 from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass, VllmPatternMatcherPass
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config.utils import Range
 from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 
-from llm_comm.integrations import vllm_fused_op
+from llm_comm.integrations import vllm_communicator, vllm_fused_op
 from llm_comm.integrations.vllm_fused_op import all_reduce_add_rms_norm
+
+try:
+    from vllm.compilation.passes.fusion.add_rms_fusion import AddRMSNormFusionPass as _AddNormPass
+except ImportError:  # before 0.33
+    _AddNormPass = None
 
 logger = logging.getLogger("vllm.llm_comm")
 
@@ -54,6 +61,8 @@ class AllReduceNormPass(VllmPatternMatcherPass):  # type: ignore[misc]
 
     def __init__(self, config: VllmConfig) -> None:
         super().__init__(config)
+        communicator = get_tp_group().device_communicator
+        self._max_tokens = vllm_communicator.max_fused_tokens(config, communicator.max_fused_bytes)
         self.pm_pass = pm.PatternMatcherPass(pass_name=self.pass_name)
         self._register()
         self.dump_patterns(config, self.pm_pass)
@@ -73,9 +82,18 @@ class AllReduceNormPass(VllmPatternMatcherPass):  # type: ignore[misc]
 
     @VllmInductorPass.time_and_log  # type: ignore[untyped-decorator]
     def __call__(self, graph: torch.fx.Graph) -> None:
+        sums = sum(node.target is torch.ops.vllm.all_reduce.default for node in graph.nodes)
         self.matched_count = self.pm_pass.apply(graph)
         VllmPatternMatcherPass.match_table[self.pass_name] += self.matched_count
-        logger.debug("llm_comm fused %d all-reduces with the RMSNorms after them", self.matched_count)
+        batches = get_pass_context().compile_range
+        _log_once(
+            f"llm_comm fused {self.matched_count} of {sums} all-reduces of a graph for batches of {batches.start} "
+            f"to {batches.end} tokens with the RMSNorms after them"
+        )
+
+    def is_applicable_for_range(self, compile_range: Range) -> bool:
+        """Larger batches keep their all-reduces, and the kernels that inductor generates for their norms."""
+        return self._max_tokens is None or compile_range.end <= self._max_tokens
 
     def uuid(self) -> str:
         return vllm_fused_op.fingerprint()
@@ -90,7 +108,27 @@ class LlmCommPassManager(PostGradPassManager):  # type: ignore[misc]
             ours = AllReduceNormPass(config)
         names = [type(theirs).__name__ for theirs in self.passes]
         place = max((names.index(name) + 1 for name in BEFORE_OURS if name in names), default=0)
-        self.passes.insert(place, ours)
+        self.passes[place:place] = [*_makes_norms(config, names), ours]
+
+
+def _makes_norms(config: VllmConfig, there: list[str]) -> list[Any]:
+    """The pass that makes vLLM's norms of those of transformers, which has a backend for models that vLLM lacks.
+
+    vLLM 0.33 has it, where another pass needs it; the one that llm_comm stands in for is off.
+    """
+    if _AddNormPass is None or _AddNormPass.__name__ in there or config.model_config is None:
+        return []
+    if not config.model_config.using_transformers_backend():
+        return []
+    with set_current_vllm_config(config, check_compile=False):
+        return [_AddNormPass(config)]
+
+
+@functools.cache
+def _log_once(text: str) -> None:
+    # The layers of a model are graphs of their own, most of them alike.
+    if dist.get_rank() == 0:
+        logger.info(text)
 
 
 def _patterns(group: str, device: str | None) -> Iterator[_Pattern]:

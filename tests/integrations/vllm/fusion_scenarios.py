@@ -11,11 +11,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import scenarios
 import torch
+import vllm as vllm_package
 import vllm.ir.ops as vllm_ir
 from rank_processes import data, dist_rank, expected_sum, scenario, shared_directory
 from scenarios import Log, current_platform, parallel_state, plugin, tensor_model_parallel_all_reduce, vllm_groups
@@ -31,8 +33,6 @@ from vllm.config.utils import Range
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
-
-import llm_comm
 
 HIDDEN = 64
 FP8_SCALE = 0.25
@@ -280,6 +280,48 @@ def what_the_kernel_declines_is_reduced_all_the_same() -> None:
         assert len(vllm.fused_calls) == 2
 
 
+@scenario(LLM_COMM_MAX_MESSAGE_BYTES="1024")
+def batches_that_are_too_large_have_a_graph_without_the_operator() -> None:
+    config = with_model(compiler_config(norms_by="native"))
+    before = config.compilation_config.compile_ranges_endpoints
+    with compiler(config) as vllm:
+        assert config.compilation_config.compile_ranges_endpoints == [8, *before]  # of 128 bytes each
+        (norm,) = norms(1e-5)
+
+        def model(x: torch.Tensor) -> Any:
+            return norm(tensor_model_parallel_all_reduce(x), x)
+
+        compiled = vllm.compile(model)
+        vllm.check(compiled, model, 8)
+        assert vllm.fused_calls == [((8, HIDDEN), None)]
+        with mock.patch("llm_comm.integrations.vllm_fused_op._one_by_one", side_effect=AssertionError):
+            _, residual = vllm.check(compiled, model, 9)
+        assert torch.equal(residual, expected_sum((9, HIDDEN)) + data((9, HIDDEN))), "not reduced"
+        assert len(vllm.fused_calls) == 1
+
+
+@scenario()
+def where_all_batches_are_fused_there_is_one_graph() -> None:
+    config = with_model(compiler_config())
+    before = config.compilation_config.compile_ranges_endpoints
+    with compiler(config):
+        assert config.compilation_config.compile_ranges_endpoints == before
+
+
+@scenario()
+def norms_of_transformers_become_those_of_vllm_first() -> None:
+    with compiler(with_model(compiler_config(), transformers=True)) as vllm:
+        backend = vllm.backend()
+        backend.configure_post_pass()
+        names = [type(its_pass).__name__ for its_pass in backend.pass_manager.passes]
+        place = names.index(OUR_PASS)
+        if Path(vllm_package.__file__).with_name("compilation").joinpath("passes/fusion/add_rms_fusion.py").exists():
+            assert names[place - 1] == "AddRMSNormFusionPass", names
+            assert len(names) == len(set(names)), names
+        else:  # before 0.33
+            assert names[:place] == ["NoOpEliminationPass"], names
+
+
 @scenario(LLM_COMM_MAX_MESSAGE_BYTES="0")
 def inputs_of_the_operator_are_not_changed() -> None:
     with compiler():
@@ -302,6 +344,39 @@ def the_log_says_that_it_fuses() -> None:
         lines = vllm.log.having("is active for group tp:0")
         assert len(lines) == (dist_rank() == 0)
         assert all(line.endswith("; fused with RMSNorm in compiled graphs") for line in lines), lines
+
+
+@scenario()
+def the_log_says_what_was_fused() -> None:
+    with compiler() as vllm:
+        first, second = norms(1e-5, 1e-6)
+
+        def model(x: torch.Tensor) -> Any:
+            x, residual = first(tensor_model_parallel_all_reduce(x), x)
+            total = tensor_model_parallel_all_reduce(x * 2)
+            return *second(tensor_model_parallel_all_reduce(x), residual), total, total * 2
+
+        compiled = vllm.trace(model)
+        vllm.check(compiled, model)
+        vllm.check(compiled, model)
+        is_rank_0 = dist_rank() == 0
+        said = "llm_comm fused 2 of 3 all-reduces of a graph for batches of 1 to 1024"
+        assert len(vllm.log.having(said)) == is_rank_0
+        assert len(vllm.log.having("llm_comm: first all-reduce fused with its RMSNorm (2 ranks")) == is_rank_0
+
+
+@scenario()
+def one_rank_that_cannot_fuse_takes_the_others_along() -> None:
+    missing = {"llm_comm.integrations.vllm_fused_op": None} if dist_rank() == 1 else {}
+    with mock.patch.dict("sys.modules", missing):
+        expect_no_fusion(compiler_config(), "rank 1: it does not know this version of vLLM")
+
+
+@scenario()
+def graphs_in_a_directory_of_the_operator_do_not_hold_ours() -> None:
+    config = compiler_config()
+    config.compilation_config.cache_dir = str(shared_directory() / f"graphs{dist_rank()}")
+    expect_no_fusion(config, "vLLM tells graphs with and without it apart by their directory")
 
 
 @scenario(LLM_COMM_FUSE="0")
@@ -343,7 +418,8 @@ def compiled_graphs_are_kept_apart_by_what_they_hold() -> None:
         fused = config.compute_hash()
         assert fused != untouched
         with set_current_vllm_config(again):
-            assert parallel_state.get_tp_group().device_communicator._set_up_fusion(llm_comm.Config())
+            communicator = parallel_state.get_tp_group().device_communicator
+            assert communicator._set_up_fusion(communicator._llm_comm)
         assert again.compute_hash() == fused, "not the same at every start"
         backend = vllm.backend()
         backend.configure_post_pass()
@@ -466,6 +542,16 @@ def compiler_config(
         kernel_config=KernelConfig(ir_op_priority=priority),
         additional_config=additional_config or {},
     )
+
+
+def with_model(config: VllmConfig, transformers: bool = False) -> VllmConfig:
+    """As where vLLM has a model to serve, of this hidden size."""
+    model = mock.Mock(dtype=torch.bfloat16)
+    model.get_hidden_size.return_value = HIDDEN
+    model.using_transformers_backend.return_value = transformers
+    model.compute_hash.return_value = "a model"
+    config.model_config = model
+    return config
 
 
 @contextmanager

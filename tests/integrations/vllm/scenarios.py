@@ -228,6 +228,28 @@ def one_rank_that_is_switched_off_takes_the_others_along() -> None:
         assert len(log.having("is not active: rank 1: enable is false")) == (dist_rank() == 0)
 
 
+@scenario()
+def a_rank_without_llm_comm_ends_the_start_of_the_others() -> None:
+    if dist_rank() == 1:
+        os.environ["LLM_COMM_ENABLE"] = "0"
+    said = shared_directory() / "error"
+    with mock.patch.object(common, "JOIN_TIMEOUT_S", 2.0):
+        context = vllm_groups()
+        if dist_rank() == 1:
+            with contextlib.suppress(RuntimeError):  # the other rank is gone when vLLM makes the next group
+                context.__enter__()
+            wait_for_text(said, "set up llm_comm")
+            return
+        try:
+            context.__enter__()
+            error = "vLLM has started, and has not set up llm_comm"
+        except common.AbsentRanksError as absent:
+            error = str(absent)
+        said.write_text(error)
+        assert "not every rank of the engine came to set up llm_comm" in error, error
+        assert "LLM_COMM_ENABLE, VLLM_PLUGINS and SGLANG_PLUGINS are set as on the others" in error, error
+
+
 @scenario(LLM_COMM_ALGORITHM="one_shot", LLM_COMM_LOG="error")
 def options_come_from_all_places_in_order() -> None:
     section = {"algorithm": "two_shot", "workspace_bytes": 8 << 20}
@@ -253,7 +275,18 @@ def norms_are_not_fused_with_all_reduces() -> None:
     config.compilation_config.pass_config.fuse_allreduce_rms = True
     with vllm_groups(config=config) as log:
         assert config.compilation_config.pass_config.fuse_allreduce_rms is False
-        assert len(log.having("vLLM's fuse_allreduce_rms is off")) == (dist_rank() == 0)
+        assert len(log.having("vLLM's fuse_allreduce_rms, which sums past llm_comm, is off")) == (dist_rank() == 0)
+
+
+@scenario(LLM_COMM_FUSE="0")
+def norms_are_left_alone_where_ours_are_not_fused_either() -> None:
+    """Who switches our fusion off still wants sums by llm_comm, which vLLM's goes past."""
+    config = VllmConfig()
+    config.compilation_config.pass_config.fuse_allreduce_rms = True
+    with vllm_groups(config=config) as log:
+        assert config.compilation_config.pass_config.fuse_allreduce_rms is False
+        said = "not fused with RMSNorm: fuse is false (LLM_COMM_FUSE); vLLM's fuse_allreduce_rms, which sums past"
+        assert len(log.having(said)) == (dist_rank() == 0)
 
 
 @scenario(LLM_COMM_ENABLE="0")
