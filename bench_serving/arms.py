@@ -15,7 +15,9 @@ class Arm:
         label: In tables and plots.
         environment: Variables of the engine's processes.
         disable_custom_all_reduce: The option of this name, which vLLM and SGLang share.
+        own_fusion: Whether vLLM may fuse all-reduces with the norms after them by FlashInfer, as it does by default.
         llm_comm: Whether the log must say that llm_comm is active; else it must not.
+        fuses: Whether the log must say that llm_comm has fused a sum with its norm; else it must not.
         norms_apart: Whether the log must say that llm_comm was told not to fuse; else it must not.
         free: All-reduces return uninitialised memory: a bound, not an engine.
     """
@@ -24,7 +26,9 @@ class Arm:
     label: str
     environment: Mapping[str, str] = field(default_factory=dict)
     disable_custom_all_reduce: bool = False
+    own_fusion: bool = True
     llm_comm: bool = False
+    fuses: bool = False
     norms_apart: bool = False
     free: bool = False
 
@@ -35,13 +39,20 @@ _ON = {"LLM_COMM_ENABLE": "1"}
 ARMS: dict[str, Arm] = {
     arm.name: arm
     for arm in (
-        Arm("nccl", "NCCL", _OFF, disable_custom_all_reduce=True),
+        # vLLM's FlashInfer all-reduces are no custom all-reduce of that option.
+        Arm(
+            "nccl",
+            "NCCL",
+            {**_OFF, "VLLM_ALLREDUCE_USE_FLASHINFER": "0"},
+            disable_custom_all_reduce=True,
+            own_fusion=False,
+        ),
         Arm("default", "engine's own", _OFF),
-        Arm("llm_comm", "llm_comm", _ON, llm_comm=True),
+        Arm("llm_comm", "llm_comm", _ON, llm_comm=True, fuses=True),
         Arm(
             "llm_comm_unfused", "llm_comm, norms apart", {**_ON, "LLM_COMM_FUSE": "0"}, llm_comm=True, norms_apart=True
         ),
-        Arm("free", "free (bound: no communication, wrong results)", _OFF, free=True),
+        Arm("free", "free (bound: no communication, wrong results)", _OFF, own_fusion=False, free=True),
     )
 }
 

@@ -121,7 +121,7 @@ def _judged(settings: Settings, arm: Arm, repeat: int, outcome: processes.Outcom
         shown = engine_logs.tail(outcome.log)
         return Run(repeat, arm.name, outcome.seconds, f"{outcome.failure}; the log ({log}) ends with:\n{shown}")
     try:
-        found = engine_logs.evidence(settings.engine, arm, settings.weights, settings.tensor_parallel_size, outcome.log)
+        found = engine_logs.evidence(settings, arm, outcome.log)
     except ValueError as error:
         return Run(repeat, arm.name, outcome.seconds, f"not the arm {arm.name}: {error} ({log})")
     return Run(repeat, arm.name, outcome.seconds, evidence=found, result=json.loads(result.read_text(encoding="utf-8")))

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 
 from bench_serving.arms import Arm
+from bench_serving.settings import Settings
 
 #: What the plugin of the arm `free` logs.
 FREE_MARK = "bench_serving: all-reduces of this group return uninitialised memory"
@@ -15,23 +16,32 @@ WEIGHTS_MARK = "bench_serving: scaled weights"
 BACKEND_MARK = "bench_serving: custom all-reduce"
 
 _ACTIVE = re.compile(r"llm_comm \S+ is active for (?:group )?\S*tp")
+_FUSED = re.compile(r"llm_comm: first all-reduce fused with its RMSNorm")
 _NORMS_APART = re.compile(r"not fused with RMSNorm: fuse is false")
 _VLLM_BACKENDS = re.compile(r"Using \[([^\]]*)\] all-reduce backends[^\n]*for group 'tp[^\n]*")
+# What vLLM's fusion with FlashInfer says of its workspace, and FlashInfer's way of using multicast.
+_FLASHINFER = re.compile(r"Initialized FlashInfer All-?[Rr]educe")
+_MULTICAST = re.compile(r"backend[=:] ?mnnvl")
 _SGLANG_BACKEND = re.compile(re.escape(BACKEND_MARK) + r" of group tp:[^\n]*")
 
 
-def evidence(engine: str, arm: Arm, weights: str, world_size: int, log: str) -> list[str]:
-    """The lines by which the log confirms that the engine ran ``arm``.
+def evidence(settings: Settings, arm: Arm, log: str) -> list[str]:
+    """The lines by which the log confirms that the engine ran ``arm`` with ``settings``.
 
     Raises:
         ValueError: The log says otherwise, or does not say it. The text says what is amiss.
     """
     found = []
+    # vLLM fuses in compiled graphs.
+    fuses = arm.fuses and not (settings.enforce_eager and settings.engine == "vllm")
     found += _expect(log, _ACTIVE, arm.llm_comm, "llm_comm is active for the tensor-parallel group")
+    found += _expect(log, _FUSED, fuses, "llm_comm has fused an all-reduce with its RMSNorm")
     found += _expect(log, _NORMS_APART, arm.norms_apart, "llm_comm was told not to fuse")
     found += _expect(log, re.compile(re.escape(FREE_MARK)), arm.free, "all-reduces are replaced by nothing")
-    found += _expect(log, re.compile(re.escape(WEIGHTS_MARK)), weights == "scaled", "weights are scaled")
-    found += {"vllm": _vllm, "sglang": _sglang}[engine](arm, world_size, log)
+    scaled = settings.weights == "scaled"
+    found += _expect(log, re.compile(re.escape(WEIGHTS_MARK)), scaled, "weights are scaled")
+    _expect(log, _MULTICAST, False, "FlashInfer uses multicast")
+    found += {"vllm": _vllm, "sglang": _sglang}[settings.engine](arm, settings.tensor_parallel_size, log)
     return found
 
 
@@ -50,9 +60,14 @@ def _vllm(arm: Arm, world_size: int, log: str) -> Iterable[str]:
         raise ValueError("the log lacks vLLM's line about its all-reduce backends for the group tp")
     match = _VLLM_BACKENDS.search(line)
     assert match is not None
+    if not arm.own_fusion:
+        _expect(log, _FLASHINFER, False, "vLLM fuses by FlashInfer")
     custom = "'CUSTOM'" in match.group(1)
     if custom and arm.disable_custom_all_reduce:
         raise ValueError(f"vLLM's custom all-reduce is on, but this arm turns it off: {line}")
+    others = set(re.findall(r"'(\w+)'", match.group(1))) - {"PYNCCL"}
+    if others and arm.disable_custom_all_reduce:
+        raise ValueError(f"not NCCL alone sums: {', '.join(sorted(others))} can be chosen as well: {line}")
     if not custom and not arm.disable_custom_all_reduce and world_size in (2, 4, 6, 8):
         raise ValueError(f"vLLM's custom all-reduce should be on but is not: {line}")
     return [line]

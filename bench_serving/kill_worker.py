@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not up:
             print(f"FAILED: the engine did not come to decode; its log ends with:\n{engine_logs.tail(session.text())}")
             return 1
-        evidence = engine_logs.evidence(options.engine, arm, "dummy", options.tensor_parallel_size, session.text())
+        evidence = engine_logs.evidence(settings, arm, session.text())
         time.sleep(_INTO_DECODING_S)
         before = session.text()
         pid = ranks(before)[victim]

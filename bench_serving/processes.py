@@ -21,6 +21,8 @@ MULTICAST_OFF = {
     "NVSHMEM_DISABLE_NVLS": "1",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_USE_NCCL_SYMM_MEM": "0",
+    # "auto" prefers mnnvl, which is multicast.
+    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
 }
 # The arms decide which plugins run, and their logs are read.
 _FORCED = {"VLLM_LOGGING_LEVEL": "INFO", "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}

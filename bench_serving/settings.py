@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench_serving.arms import ARMS
+
 SHAPES = Path(__file__).parent / "model_shapes"
 #: Requests of the check are generated in batches of these sizes, so that each all-reduce algorithm takes part.
 CHECK_BATCHES = (1, 4, 16)
@@ -112,6 +114,11 @@ class Job:
     disable_custom_all_reduce: bool
     result: str
     endless: bool = False
+
+    @property
+    def own_fusion(self) -> bool:
+        """Of the arm."""
+        return ARMS[self.arm].own_fusion
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")

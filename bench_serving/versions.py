@@ -9,7 +9,7 @@ import runpy
 import subprocess
 from pathlib import Path
 
-_PACKAGES = ("torch", "llm_comm", "triton", "transformers")
+_PACKAGES = ("torch", "llm_comm", "triton", "transformers", "flashinfer-python")
 
 
 def versions(engine: str) -> dict[str, str | None]:

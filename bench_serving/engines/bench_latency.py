@@ -23,7 +23,7 @@ def command(job: Job, batch: int, output_tokens: int, result: Path) -> list[str]
     settings = job.settings
     return [
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "latency"),
-        *arguments(vllm.options(settings, job.disable_custom_all_reduce)),
+        *arguments(vllm.options(settings, job.disable_custom_all_reduce, job.own_fusion)),
         *("--input-len", str(settings.prompt_tokens), "--output-len", str(output_tokens), "--batch-size", str(batch)),
         *("--num-iters-warmup", "1", "--num-iters", str(settings.iterations), "--disable-detokenize"),
         *("--output-json", str(result)),

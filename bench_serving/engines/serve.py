@@ -61,7 +61,7 @@ def model_directory(settings: Settings, parent: Path) -> Path:
 def server_command(job: Job, model: Path, port: int) -> list[str]:
     """The command that starts the engine's server."""
     if job.settings.engine == "vllm":
-        options = vllm.options(job.settings, job.disable_custom_all_reduce)
+        options = vllm.options(job.settings, job.disable_custom_all_reduce, job.own_fusion)
         command = ["vllm.entrypoints.cli.main", "serve", str(model)]
         del options["model"]
     else:

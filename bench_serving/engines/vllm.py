@@ -12,8 +12,8 @@ from bench_serving.metrics import Request
 from bench_serving.settings import Job, Settings
 
 
-def options(settings: Settings, disable_custom_all_reduce: bool) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM``."""
+def options(settings: Settings, disable_custom_all_reduce: bool, own_fusion: bool = True) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM``; ``own_fusion`` as in ``arms.Arm``."""
     result: dict[str, Any] = {
         "model": settings.model,
         "load_format": "dummy",
@@ -33,7 +33,17 @@ def options(settings: Settings, disable_custom_all_reduce: bool) -> dict[str, An
         result["compilation_config"] = {"cudagraph_capture_sizes": settings.captured}
     if settings.check:
         result |= {"max_logprobs": -1, "logprobs_mode": "raw_logits"}
-    return result | settings.engine_options
+    result |= settings.engine_options
+    if not own_fusion:
+        # Whatever else --engine-option says of the compiler, in all arms alike.
+        compilation = dict(result.get("compilation_config", {}))
+        compilation["pass_config"] = {**compilation.get("pass_config", {}), "fuse_allreduce_rms": False}
+        result["compilation_config"] = compilation
+    return result
+
+
+def _options_of(job: Job) -> dict[str, Any]:
+    return options(job.settings, job.disable_custom_all_reduce, job.own_fusion)
 
 
 class Vllm:
@@ -43,7 +53,7 @@ class Vllm:
         from vllm import LLM
 
         extension = "llm_comm_bench.vllm_worker.Extension"
-        self._llm = LLM(worker_extension_cls=extension, **options(job.settings, job.disable_custom_all_reduce))
+        self._llm = LLM(worker_extension_cls=extension, **_options_of(job))
         self._engine = self._llm.llm_engine
         self._sent = 0
         if job.settings.weights == "scaled":

@@ -74,6 +74,8 @@ def test_the_whole_comparison(harness: Harness, engine: str, capsys: pytest.Capt
     assert report["check"]["logits"]["llm_comm"]["distance_to_nccl"] == 0
     assert "free" not in report["check"]["tokens"]
     assert report["versions"][engine]
+    assert "flashinfer-python" in report["versions"]
+    assert report["variables"]["VLLM_FLASHINFER_ALLREDUCE_BACKEND"] == "trtllm"
     assert report["variables"]["NCCL_NVLS_ENABLE"] == "0"
     assert (harness.out / "report.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
@@ -121,6 +123,15 @@ def test_an_arm_that_is_not_what_it_says_does_not_count(harness: Harness, arm: s
     assert set(report["decode"]["1"]) == {"nccl"}
 
 
+def test_an_arm_that_was_to_fuse_and_did_not_does_not_count(harness: Harness) -> None:
+    options = ("--arms", "llm_comm", "--repeats", "1")
+    status, report = harness.run(*options, faults={"llm_comm": "does not fuse"})
+    assert status == 1
+    assert "does not say that llm_comm has fused an all-reduce" in report["runs"][0]["failure"]
+    status, _ = harness.run(*options, "--enforce-eager", faults={"llm_comm": "does not fuse"})
+    assert status == 0
+
+
 @pytest.mark.parametrize(
     ("fault", "said"), [("random tokens", "tokens differ"), ("wrong logits", "logits differ from nccl's")]
 )
@@ -150,6 +161,7 @@ def test_the_environment_of_an_engine(tmp_path: Path) -> None:
         "LLM_COMM_ENABLE": "1",
         "VLLM_PLUGINS": "x",
         "NCCL_NVLS_ENABLE": "1",
+        "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "mnnvl",
         "LLM_COMM_PDL": "0",
         "PYTHONPATH": "a",
     }
@@ -157,6 +169,7 @@ def test_the_environment_of_an_engine(tmp_path: Path) -> None:
     assert environment["LLM_COMM_ENABLE"] == "0"
     assert "VLLM_PLUGINS" not in environment
     assert environment["NCCL_NVLS_ENABLE"] == "0"
+    assert environment["VLLM_FLASHINFER_ALLREDUCE_BACKEND"] == "trtllm"
     assert environment["LLM_COMM_PDL"] == "0"
     assert environment["PYTHONPATH"].split(os.pathsep) == [os.path.abspath("a"), str(processes.PLUGINS)]
 

@@ -9,6 +9,7 @@ import pytest
 from bench_serving import checks, engine_logs, metrics, report, schedule, summary
 from bench_serving.arms import ARMS
 from bench_serving.metrics import Request
+from bench_serving.settings import Settings
 from bench_serving.summary import Run
 
 
@@ -89,7 +90,12 @@ VLLM = (
     "INFO 11-21 [cuda_communicator.py:264] Using [{}] all-reduce backends (in dispatch order) for group 'tp:0' out of"
 )
 CUSTOM, NCCL_ONLY = VLLM.format("'CUSTOM', 'PYNCCL'"), VLLM.format("'PYNCCL'")
+FUSED = "INFO llm_comm: first all-reduce fused with its RMSNorm (4 ranks, shape (1, 8192))"
 FREE = f"INFO {engine_logs.FREE_MARK} (tp:0)"
+
+
+def ran(engine: str = "vllm", **others: Any) -> Settings:
+    return Settings(engine, "", tensor_parallel_size=4, **others)
 
 
 @pytest.mark.parametrize(
@@ -97,37 +103,65 @@ FREE = f"INFO {engine_logs.FREE_MARK} (tp:0)"
     [
         ("nccl", NCCL_ONLY),
         ("default", CUSTOM),
-        ("llm_comm", f"{CUSTOM}\n{ACTIVE}"),
+        ("llm_comm", f"{CUSTOM}\n{ACTIVE}; fused with RMSNorm in compiled graphs\n{FUSED}"),
         ("llm_comm_unfused", f"{CUSTOM}\n{ACTIVE}; not fused with RMSNorm: fuse is false (environment)"),
         ("free", f"{FREE}\n{CUSTOM}"),
     ],
 )
 def test_logs_confirm_their_arm_and_no_other(arm: str, log: str) -> None:
-    assert engine_logs.evidence("vllm", ARMS[arm], "dummy", 4, f"first line\n{log}\nlast line")
+    assert engine_logs.evidence(ran(), ARMS[arm], f"first line\n{log}\nlast line")
     for other in ARMS.values():
         if other.name != arm:
             with pytest.raises(ValueError, match=r"log|custom all-reduce"):
-                engine_logs.evidence("vllm", other, "dummy", 4, log)
+                engine_logs.evidence(ran(), other, log)
+
+
+def test_eager_vllm_has_no_graphs_to_fuse_in() -> None:
+    log = f"{CUSTOM}\n{ACTIVE}; not fused with RMSNorm: vLLM does not compile the model"
+    assert engine_logs.evidence(ran(enforce_eager=True), ARMS["llm_comm"], log)
+    with pytest.raises(ValueError, match="llm_comm has fused an all-reduce"):
+        engine_logs.evidence(ran(), ARMS["llm_comm"], log)
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        VLLM.format("'FLASHINFER', 'PYNCCL'"),
+        VLLM.format("'NCCL_SYMM_MEM', 'PYNCCL'"),
+        VLLM.format("'SYMM_MEM', 'PYNCCL'"),
+        f"{NCCL_ONLY}\nINFO Initialized FlashInfer Allreduce norm fusion workspace with backend=trtllm",
+    ],
+)
+def test_nccl_means_nccl_alone(log: str) -> None:
+    with pytest.raises(ValueError, match=r"not NCCL alone|by FlashInfer"):
+        engine_logs.evidence(ran(), ARMS["nccl"], log)
+
+
+def test_no_arm_may_use_multicast() -> None:
+    log = f"{CUSTOM}\nINFO Initialized FlashInfer Allreduce norm fusion workspace with backend="
+    assert engine_logs.evidence(ran(), ARMS["default"], f"{log}trtllm")
+    with pytest.raises(ValueError, match="FlashInfer uses multicast"):
+        engine_logs.evidence(ran(), ARMS["default"], f"{log}mnnvl")
 
 
 def test_a_silent_log_confirms_nothing() -> None:
     for engine in ("vllm", "sglang"):
         for arm in ARMS.values():
             with pytest.raises(ValueError, match="the log"):
-                engine_logs.evidence(engine, arm, "dummy", 4, "")
+                engine_logs.evidence(ran(engine), arm, "")
 
 
 def test_the_reason_why_llm_comm_is_not_active_is_told() -> None:
     log = f"{CUSTOM}\nWARNING llm_comm is not active for group tp:0: no nvcc"
     with pytest.raises(ValueError, match="no nvcc"):
-        engine_logs.evidence("vllm", ARMS["llm_comm"], "dummy", 4, log)
+        engine_logs.evidence(ran(), ARMS["llm_comm"], log)
 
 
 def test_weights_must_be_the_ones_asked_for() -> None:
     with pytest.raises(ValueError, match="weights are scaled"):
-        engine_logs.evidence("vllm", ARMS["default"], "scaled", 4, CUSTOM)
+        engine_logs.evidence(ran(weights="scaled"), ARMS["default"], CUSTOM)
     with pytest.raises(ValueError, match="weights are scaled"):
-        engine_logs.evidence("vllm", ARMS["default"], "dummy", 4, f"{CUSTOM}\nINFO {engine_logs.WEIGHTS_MARK}")
+        engine_logs.evidence(ran(), ARMS["default"], f"{CUSTOM}\nINFO {engine_logs.WEIGHTS_MARK}")
 
 
 @pytest.mark.parametrize(
@@ -143,10 +177,10 @@ def test_weights_must_be_the_ones_asked_for() -> None:
 def test_sglang_tells_its_custom_all_reduce(arm: str, state: str, right: bool) -> None:
     log = f"[TP0] {engine_logs.BACKEND_MARK} of group tp:0: {state}"
     if right:
-        assert engine_logs.evidence("sglang", ARMS[arm], "dummy", 4, log)
+        assert engine_logs.evidence(ran("sglang"), ARMS[arm], log)
     else:
         with pytest.raises(ValueError, match="SGLang's custom all-reduce"):
-            engine_logs.evidence("sglang", ARMS[arm], "dummy", 4, log)
+            engine_logs.evidence(ran("sglang"), ARMS[arm], log)
 
 
 def checked(arm: str, repeat: int, tokens: list[int], logits: list[float]) -> Run:

@@ -99,6 +99,20 @@ def test_the_arm_is_all_that_differs_in_the_options(disable: bool) -> None:
         assert given == engine.options(settings("--check"), not disable) | {"disable_custom_all_reduce": disable}
 
 
+def test_nccl_sums_without_the_fusion_of_vllm() -> None:
+    given = settings(
+        "--batch-sizes", "8,2", "--engine-option", 'compilation_config={"pass_config": {"enable_sp": true}}'
+    )
+    wanted = {"pass_config": {"enable_sp": True, "fuse_allreduce_rms": False}}
+    assert vllm.options(given, True, own_fusion=False)["compilation_config"] == wanted
+    by_arm = {name: Job(settings(), name, arm.disable_custom_all_reduce, "").own_fusion for name, arm in ARMS.items()}
+    # Nor may FlashInfer sum where nothing is to sum.
+    assert [name for name, own_fusion in by_arm.items() if not own_fusion] == ["nccl", "free"]
+    assert ARMS["nccl"].environment["VLLM_ALLREDUCE_USE_FLASHINFER"] == "0"
+    command = bench_latency.command(Job(settings(), "nccl", True, ""), 16, 136, Path("latency.json"))
+    assert "fuse_allreduce_rms" in command[command.index("--compilation-config") + 1]
+
+
 def test_graphs_are_captured_for_the_batch_sizes_that_occur() -> None:
     assert vllm.options(settings("--batch-sizes", "8,2"), False)["compilation_config"] == {
         "cudagraph_capture_sizes": [2, 8]

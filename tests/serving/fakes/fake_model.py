@@ -40,6 +40,8 @@ def start(name: str, backend_line: str) -> str:
             "INFO llm_comm 0.1.0 is active for group tp:0 (2 ranks, VMM): all-reduce one_shot to 48 KiB, then the rest"
             + ("; not fused with RMSNorm: fuse is false (LLM_COMM_FUSE)" if name == "llm_comm_unfused" else "")
         )
+    if name == "llm_comm" and what not in ("pretends", "does not fuse"):
+        print("INFO llm_comm: first all-reduce fused with its RMSNorm (2 ranks, shape (1, 64))")
     if name == "free":
         print("INFO bench_serving: all-reduces of this group return uninitialised memory (tp:0)")
     if os.environ["BENCH_SERVING_WEIGHTS"] == "scaled":
