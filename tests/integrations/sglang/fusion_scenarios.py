@@ -22,7 +22,7 @@ from unittest import mock
 
 import torch
 from rank_processes import Log, data, dist_rank, expected_sum, scenario, serve
-from scenarios import distributed, group, load_plugins, ours, parallel_state, sglang_groups
+from scenarios import distributed, group, load_plugins, make_groups, ours, parallel_state, sglang_groups
 from sglang.srt.runtime_context import get_exec
 from torch import nn
 
@@ -312,17 +312,16 @@ def where_sglang_leaves_the_sum_of_an_mlp_we_follow() -> None:
 
 @scenario()
 def prefills_beside_decodes_sum_in_their_own_group() -> None:
-    if not IS_OLD:  # pdmux makes groups by other options there
-        return
-    unfused = make_model()
+    unfused = make_model() if IS_OLD else None
     load_plugins()
     log = Log("sglang")
     with mock.patch("sglang.srt.utils.is_cuda", return_value=True), distributed():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, duplicate_tp_group=True)
+        make_groups(2, 1, 1, 1, pdmux=True)
         with server():
             of_decodes, of_prefills = fused_calls("tp"), fused_calls("pdmux_prefill_tp_group")
             assert not gate_says(4)
-            close(run_llama(make_model()), run_llama(unfused))
+            if IS_OLD:
+                close(run_llama(make_model()), run_llama(unfused))
             assert not of_decodes
             assert not of_prefills
         assert len(log.having("norms are not fused after all: --enable-pdmux")) == (dist_rank() == 0)

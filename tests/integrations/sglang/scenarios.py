@@ -663,19 +663,20 @@ def sglang_groups(
         yield log
 
 
-def make_groups(tp: int, pp: int, attn_dp: int, moe_ep: int) -> None:
+def make_groups(tp: int, pp: int, attn_dp: int, moe_ep: int, pdmux: bool = False) -> None:
     if "tensor_model_parallel_size" in parallel_state.initialize_model_parallel.__annotations__:  # 0.5.17
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
             attention_data_parallel_size=attn_dp,
             expert_model_parallel_size=moe_ep,
+            duplicate_tp_group=pdmux,
         )
         return
     sizes = {"tp_size": tp, "pp_size": pp, "attn_dp_size": attn_dp, "moe_ep_size": moe_ep}
     others = {"attn_cp_size": 1, "moe_dp_size": 1, "attn_dcp_size": 1, "shared_experts_tp_size": None}
     with get_parallel().override(**sizes, **others):
-        parallel_state.initialize_model_parallel()
+        parallel_state.initialize_model_parallel(duplicate_tp_group=pdmux)
 
 
 def group(name: str) -> GroupCoordinator:
