@@ -68,7 +68,9 @@ class Communicator:
         config: Config | None = None,
     ) -> None:
         self.config = Config.load() if config is None else config
-        logger.setLevel(self.config.log.upper())
+        # Where nobody chose a level here, one that the application has set for this logger stays.
+        if "log" in self.config.origins or logger.level == logging.NOTSET:
+            logger.setLevel(self.config.log.upper())
         self.device = _device(device)
         self.is_emulated = self.device.type == "cpu"
         self._device_index = -1 if self.is_emulated else self.device.index

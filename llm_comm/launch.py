@@ -62,19 +62,24 @@ class Placement:
         return f"{self.world} emulated GPUs on the CPU ({self.reason})"
 
 
+# What torchrun gives each rank. Kubeflow and other schedulers set RANK and WORLD_SIZE of *containers*, in which nobody
+# has launched a rank yet: LOCAL_RANK tells the two apart.
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
 def in_rank() -> bool:
     """True when this process is one rank of a launched group (by ``torchrun`` or by :func:`spawn`)."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return all(name in os.environ for name in _RANK_VARIABLES)
 
 
 def rank() -> int:
     """Rank of this process in the launched group; 0 outside of one."""
-    return int(os.environ.get("RANK", "0"))
+    return int(os.environ["RANK"]) if in_rank() else 0
 
 
 def local_rank() -> int:
     """Index of this process among the ranks of its host; 0 outside a launched group."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return int(os.environ["LOCAL_RANK"]) if in_rank() else 0
 
 
 def usable_gpus() -> tuple[int, str]:
@@ -112,7 +117,7 @@ def place(world: int | None, device: str, preferred: Sequence[int] = WORLDS) -> 
         world = _default_world(gpus if device != "emulated" else 0, preferred)
     if world not in WORLDS:
         raise ConfigError(f"{world} ranks: a communicator serves {WORLDS[0]} to {WORLDS[-1]}")
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(world))) if in_rank() else world
     if device == "emulated":
         return Placement(world, on_gpu=False, reason="as asked")
     if gpus >= ranks_here:
