@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import llm_comm
-from llm_comm import launch
+from llm_comm import launch, preflight
 from llm_comm.bench import report, timing
 from llm_comm.bench.report import DTYPES, OURS, Progress, Result, Row, format_bytes
 from llm_comm.bench.timing import Schedule
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     """``llm-comm bench all-reduce``. Returns 0, or 1 when any library's result was wrong.
 
     Raises:
-        ConfigError: the options do not fit together or this machine.
+        ConfigError: the options do not fit together or this machine, or the configuration is wrong.
     """
     # Set before the ranks start: torch reads it when it first allocates symmetric memory.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -127,6 +127,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--mode graph needs GPUs: emulated devices have no CUDA graphs")
     if args.max < args.min:
         raise ConfigError(f"--max {format_bytes(args.max)} is smaller than --min {format_bytes(args.min)}")
+    preflight.check({"--json": args.json, "--plot": args.plot})
     if args.plot:
         report.require_matplotlib()
     if not launch.in_rank():

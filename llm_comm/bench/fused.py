@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import llm_comm
-from llm_comm import launch
+from llm_comm import launch, preflight
 from llm_comm.bench import report, timing
 from llm_comm.bench.all_reduce import Reference, sizes
 from llm_comm.bench.report import DTYPES, OURS, Progress, Result, Row, format_bytes
@@ -150,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
     """``llm-comm bench fused``. Returns 0, or 1 when any library's result was wrong.
 
     Raises:
-        ConfigError: the options do not fit together or this machine.
+        ConfigError: the options do not fit together or this machine, or the configuration is wrong.
     """
     # Set before the ranks start: torch reads it when it first allocates symmetric memory.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -166,6 +166,7 @@ def run(args: argparse.Namespace) -> int:
             f"--min {format_bytes(args.min)}, --max {format_bytes(args.max)}: the smallest message is a row of "
             f"--hidden {args.hidden} elements, and the largest is no smaller"
         )
+    preflight.check({"--json": args.json, "--plot": args.plot})
     if args.plot:
         report.require_matplotlib()
     if not launch.in_rank():
