@@ -33,7 +33,8 @@ _POLL_S = 0.05
 # A rank that failed a check exits together with the others: let them finish their own reports first.
 _GRACE_S = 3.0
 _TERMINATE_S = 5.0
-_GROUP_TIMEOUT = timedelta(minutes=10)
+#: Bound of waits in torch's collectives.
+GROUP_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
@@ -237,10 +238,10 @@ def process_group(placement: Placement) -> Iterator[dist.ProcessGroup]:
     """
     if placement.on_gpu:
         torch.cuda.set_device(placement.device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=_GROUP_TIMEOUT)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=GROUP_TIMEOUT)
     else:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", timeout=_GROUP_TIMEOUT)
+        dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
     group = dist.group.WORLD
     assert group is not None
     yield group

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,11 +22,11 @@ from torch import Tensor
 
 import llm_comm
 from llm_comm import launch, preflight
-from llm_comm.bench import report, timing
+from llm_comm.bench import others, report, timing
 from llm_comm.bench.all_reduce import Reference, sizes
 from llm_comm.bench.report import DTYPES, OURS, Progress, Result, Row, format_bytes
 from llm_comm.bench.timing import Schedule
-from llm_comm.errors import ConfigError, LlmCommError
+from llm_comm.errors import ConfigError, LlmCommError, RendezvousError
 from llm_comm.launch import Placement
 
 _EPS = 1e-5
@@ -195,6 +197,8 @@ def _run_rank(args: argparse.Namespace, placement: Placement, group: dist.Proces
 def _libraries(
     comm: llm_comm.Communicator, group: dist.ProcessGroup, tokens: int, hidden: int
 ) -> tuple[list[Library], list[str]]:
+    """The libraries to compare, the same on all ranks, and remarks on what is missing or to be read with care."""
+
     def ours(x: Tensor, out: Tensor) -> Tensor:
         result: Tensor = comm.all_reduce(x, out=out)
         return result
@@ -218,9 +222,12 @@ def _libraries(
     ]
     remarks = ["norm: the residual add and the norm as torch.compile makes one kernel of them"]
     try:
-        libraries += [_FlashInfer(one_shot, comm, group, tokens, hidden) for one_shot in (True, False)]
-    except (ImportError, AttributeError, TypeError, RuntimeError, ValueError) as error:
-        remarks.append(f"FlashInfer is not usable here: {report.first_line(error)}")
+        others.set_up("import", lambda: importlib.import_module("flashinfer.comm"), group)
+        for one_shot in (True, False):
+            make = partial(_FlashInfer, one_shot, comm, group, tokens, hidden)
+            libraries.append(others.set_up("set-up of its workspace", make, group))
+    except RendezvousError as error:
+        remarks.append(f"FlashInfer is not usable here: {error}")
     return libraries, remarks
 
 
