@@ -22,7 +22,7 @@ from llm_comm import launch, preflight
 from llm_comm.bench import others, report, timing
 from llm_comm.bench.report import DTYPES, OURS, Progress, Result, Row, format_bytes
 from llm_comm.bench.timing import Schedule
-from llm_comm.errors import ConfigError, LlmCommError, RendezvousError
+from llm_comm.errors import ConfigError, LlmCommError
 from llm_comm.launch import Placement
 
 
@@ -187,7 +187,7 @@ def _libraries(
     try:
         module, buffer = others.set_up("allocation", allocate, group)
         others.set_up("exchange of handles", lambda: module.rendezvous(buffer, group), group)
-    except RendezvousError as error:
+    except others.NotUsableError as error:
         return libraries, [f"torch symmetric memory is not usable here: {error}"]
     libraries.append(_SymmetricMemory("symm 1-shot", "one_shot_all_reduce", False, buffer, group))
     libraries.append(_SymmetricMemory("symm 2-shot", "two_shot_all_reduce_", True, buffer, group))

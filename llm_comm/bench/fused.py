@@ -26,7 +26,7 @@ from llm_comm.bench import others, report, timing
 from llm_comm.bench.all_reduce import Reference, sizes
 from llm_comm.bench.report import DTYPES, OURS, Progress, Result, Row, format_bytes
 from llm_comm.bench.timing import Schedule
-from llm_comm.errors import ConfigError, LlmCommError, RendezvousError
+from llm_comm.errors import ConfigError, LlmCommError
 from llm_comm.launch import Placement
 
 _EPS = 1e-5
@@ -226,7 +226,7 @@ def _libraries(
         for one_shot in (True, False):
             make = partial(_FlashInfer, one_shot, comm, group, tokens, hidden)
             libraries.append(others.set_up("set-up of its workspace", make, group))
-    except RendezvousError as error:
+    except others.NotUsableError as error:
         remarks.append(f"FlashInfer is not usable here: {error}")
     return libraries, remarks
 

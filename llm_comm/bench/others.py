@@ -13,12 +13,17 @@ import torch.distributed as dist
 from llm_comm import launch
 from llm_comm.bench import report
 from llm_comm.bootstrap import Rendezvous
+from llm_comm.errors import MissingRankError, RendezvousError
 
 T = TypeVar("T")
 
 # A rank that has failed waits in the vote for those that wait for it in the library's own set-up: until the limit of
 # the group ends that, and then some.
 _VOTE_TIMEOUT_S = 2 * launch.GROUP_TIMEOUT.total_seconds()
+
+
+class NotUsableError(RuntimeError):
+    """A library could not be set up on some rank. Raised on all ranks, with the same text."""
 
 
 def set_up(what: str, step: Callable[[], T], group: dist.ProcessGroup) -> T:
@@ -28,12 +33,18 @@ def set_up(what: str, step: Callable[[], T], group: dist.ProcessGroup) -> T:
     other.
 
     Raises:
-        RendezvousError: It failed somewhere; the text names ``what``, the ranks and the reasons, the same on all.
+        NotUsableError: It failed somewhere; the text names ``what``, the ranks and the reasons.
+        MissingRankError: A rank did not come to the vote.
     """
     result, failure = None, None
     try:
         result = step()
     except Exception as error:  # whatever it is, the other ranks must hear of it
         failure = report.first_line(error)
-    Rendezvous(group, _VOTE_TIMEOUT_S).vote(what, failure)
+    try:
+        Rendezvous(group, _VOTE_TIMEOUT_S).vote(what, failure)
+    except MissingRankError:  # no vote: the others may not know that there is none
+        raise
+    except RendezvousError as error:
+        raise NotUsableError(str(error)) from None
     return result  # type: ignore[return-value]
