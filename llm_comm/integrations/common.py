@@ -15,7 +15,7 @@ from llm_comm import _core, selection
 from llm_comm.bootstrap import Rendezvous
 from llm_comm.communicator import Communicator
 from llm_comm.config import MIB, Config
-from llm_comm.errors import CommunicatorError, ConfigError, LlmCommError
+from llm_comm.errors import CommunicatorError, ConfigError, LlmCommError, MissingRankError
 
 logger = logging.getLogger("llm_comm")
 
@@ -87,6 +87,8 @@ def join(group: dist.ProcessGroup, device: torch.device, load_config: Callable[[
     communicator = None
     try:
         communicator = Communicator(group, device, config)
+    except MissingRankError as error:  # there is nobody to vote with
+        raise NotJoinedError(str(error)) from error
     except Exception as error:
         logger.debug("set-up failed", exc_info=True)
         objection = error
@@ -132,10 +134,11 @@ def _vote(rendezvous: Rendezvous, objection: Exception | None) -> None:
         kind = next((i for i, error in enumerate(_OBJECTIONS) if isinstance(objection, error)), len(_OBJECTIONS) - 1)
         word = [kind, _fit(_in_words(objection))]
     try:
-        words = rendezvous.gather(word)
+        words = rendezvous.gather("vote on llm_comm", word)
     except LlmCommError as missing:
+        text = str(missing).replace(" (LLM_COMM_TIMEOUT_S)", "")  # which does not bound this wait
         raise AbsentRanksError(
-            f"not every rank of the engine came to set up llm_comm ({missing}). On each node, check that llm_comm is "
+            f"not every rank of the engine came to set up llm_comm ({text}). On each node, check that llm_comm is "
             "installed in the environment of the engine, and that LLM_COMM_ENABLE, VLLM_PLUGINS and SGLANG_PLUGINS are "
             "set as on the others. LLM_COMM_ENABLE=0 on all of them starts the engine without it."
         ) from missing
@@ -157,7 +160,8 @@ def objection_of_any(group: dist.ProcessGroup, objection: str | None) -> str | N
     Raises:
         RendezvousError: A rank is gone.
     """
-    words = Rendezvous(group, ENGINE_TIMEOUT_S).gather(None if objection is None else _fit(objection))
+    word = None if objection is None else _fit(objection)
+    words = Rendezvous(group, ENGINE_TIMEOUT_S).gather("vote on norms", word)
     said = {rank: word for rank, word in enumerate(words) if word is not None}
     return _together(said, len(words)) if said else None
 
