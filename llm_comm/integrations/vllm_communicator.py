@@ -117,6 +117,8 @@ def _why_not_fused(config: Config) -> str | None:
         return "vLLM tells graphs with and without it apart by their directory, and compilation_config.cache_dir is set"
     try:
         from llm_comm.integrations import vllm_fused_op  # noqa: F401
+
+        _new_endpoint(vllm_config, 0)
     except Exception as error:
         return f"it does not know this version of vLLM ({type(error).__name__}: {error})"
     return None
@@ -134,11 +136,18 @@ def _prepare_compiler(max_fused_bytes: int) -> None:
     # What vLLM keeps compiled graphs under is made of its configuration. additional_config is the part for plugins.
     mark = f"{vllm_fused_op.fingerprint()} {max_fused_bytes}"
     vllm_config.additional_config = {**vllm_config.additional_config, FUSION_MARK: mark}
+    endpoint = _new_endpoint(vllm_config, max_fused_bytes)
+    if endpoint is not None:
+        compilation = vllm_config.compilation_config
+        compilation.compile_ranges_endpoints = sorted({*compilation.compile_ranges_endpoints, endpoint})
+
+
+def _new_endpoint(vllm_config: Any, max_fused_bytes: int) -> int | None:
+    """Batches up to this size need a graph of their own; None if one serves all."""
     endpoints = vllm_config.compilation_config.compile_ranges_endpoints
     tokens = max_fused_tokens(vllm_config, max_fused_bytes)
     # The last one is vLLM's bound of a batch. A graph for one token alone would not be worth its compilation.
-    if endpoints and tokens is not None and 1 < tokens < endpoints[-1]:
-        vllm_config.compilation_config.compile_ranges_endpoints = sorted({*endpoints, tokens})
+    return tokens if endpoints and tokens is not None and 1 < tokens < endpoints[-1] else None
 
 
 def max_fused_tokens(vllm_config: Any, max_fused_bytes: int) -> int | None:

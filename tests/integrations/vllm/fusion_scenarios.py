@@ -373,6 +373,13 @@ def one_rank_that_cannot_fuse_takes_the_others_along() -> None:
 
 
 @scenario()
+def a_configuration_that_llm_comm_does_not_know_is_left_alone() -> None:
+    config = with_model(compiler_config())
+    config.model_config.get_hidden_size.side_effect = AttributeError("renamed")
+    expect_no_fusion(config, "it does not know this version of vLLM (AttributeError: renamed)")
+
+
+@scenario()
 def graphs_in_a_directory_of_the_operator_do_not_hold_ours() -> None:
     config = compiler_config()
     config.compilation_config.cache_dir = str(shared_directory() / f"graphs{dist_rank()}")
