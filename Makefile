@@ -24,7 +24,7 @@ demo: $(VENV)/.installed ## Tensor-parallel decoding through llm_comm, on GPUs o
 	$(VENV)/bin/llm-comm demo $(ARGS)
 
 test: $(VENV)/.installed ## All tests that need no GPU (ARGS="-k two_shot")
-	$(PY) -m pytest tests -m "not gpu" $(ARGS)
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest tests -m "not gpu" $(ARGS)
 
 test-gpu: $(VENV)/.installed ## The tests that need GPUs
 	$(PY) -m pytest tests -m gpu $(ARGS)

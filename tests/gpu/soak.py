@@ -3,8 +3,9 @@
     torchrun --standalone --nproc-per-node 8 tests/gpu/soak.py
     torchrun --standalone --nproc-per-node 8 tests/gpu/soak.py --calls 1000000 --eager-share 0.05
 
-Every sum is checked from time to time. Prints the host time of an eager call, too: microseconds to enqueue an
-all-reduce of 16 KiB while the stream is blocked, so that the GPU has no part in it.
+Every sum is compared on the device, those within graphs too, and inputs change with every turn. Prints the host time of
+an eager call, too: microseconds to enqueue an all-reduce of 16 KiB while the stream is blocked, so that the GPU has no
+part in it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ SLACK = {"device_bytes": 4 * MIB, "rss_bytes": 32 * MIB, "open_files": 0}
 
 COUNTS = (1, 513, 1000, 2048, 8192, 10018, 16384, 40000, 131072, 262145)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FUSED_HIDDEN = 1024  # some of the counts are rows of it
 CALLS_OF_A_GRAPH = 50
 SYNCHRONIZE_EVERY = 1000
 CHECKPOINTS = 10
@@ -60,46 +62,58 @@ class Usage:
 
 @dataclass(frozen=True)
 class Work:
-    """Calls to make, in turn: call number i; a graph's worth of calls; and a look at all their results."""
+    """A turn of ``CALLS_OF_A_GRAPH`` calls, eager or as a graph, and a look at what all turns so far have found."""
 
-    eager: Callable[[int], None]
+    eager: Callable[[], None]
     replay: Callable[[], None]
     check: Callable[[], None]
 
 
 def make_work(ranks: Session, communicator: Communicator) -> Work:
-    # Small integers that depend on rank and position: their sums are exact.
+    world, device = ranks.world, ranks.device
+    # Small integers that depend on rank, position and turn: their sums are exact, also in bfloat16.
     ramps = [
-        (torch.arange(count, device=ranks.device) % 13).to(dtype)
+        (torch.arange(count, device=device) % 13).to(dtype)
         for count in COUNTS
         for dtype in DTYPES
         if ranks.on_gpu or count <= 2048
     ]
-    inputs = [ramp + ranks.rank for ramp in ramps]
-    outputs = [torch.empty_like(x) for x in inputs]
+    own = [ramp + ranks.rank for ramp in ramps]
+    total = [ramp * world + world * (world - 1) // 2 for ramp in ramps]
+    inputs, outputs, expected = ([torch.empty_like(ramp) for ramp in ramps] for _ in range(3))
+    turn = torch.zeros((), device=device)
+    bad_calls = torch.zeros((), dtype=torch.int64, device=device)
+    fused = [
+        (x.view(-1, FUSED_HIDDEN), sums.view(-1, FUSED_HIDDEN), torch.ones(FUSED_HIDDEN, dtype=x.dtype, device=device))
+        for x, sums in zip(inputs, expected, strict=True)
+        if x.numel() % FUSED_HIDDEN == 0 and x.dtype != torch.float32
+    ]
 
-    def eager(i: int) -> None:
-        x = inputs[i % len(inputs)]
-        if i % 3 == 0:
-            communicator.all_reduce(x)
-        else:
-            communicator.all_reduce(x, outputs[i % len(inputs)])
+    def count_bad(out: torch.Tensor, sums: torch.Tensor) -> None:
+        bad_calls.add_((out != sums).any())
 
-    def many() -> None:
-        for i in range(CALLS_OF_A_GRAPH):
-            eager(i)
+    def one_turn() -> None:
+        turn.add_(1).remainder_(5)
+        for i, x in enumerate(inputs):
+            torch.add(own[i], turn, out=x)
+            torch.add(total[i], turn * world, out=expected[i])
+        for call in range(CALLS_OF_A_GRAPH):
+            i = call % len(inputs)
+            if call % 10 == 9:
+                x, sums, weight = fused[call // 10 % len(fused)]
+                _, residual = communicator.all_reduce_add_rms_norm(x, None, weight, 1e-5)
+                count_bad(residual, sums)
+            else:
+                count_bad(communicator.all_reduce(inputs[i], outputs[i] if call % 3 else None), expected[i])
 
     def check() -> None:
-        world = ranks.world
-        for i, (ramp, out) in enumerate(zip(ramps, outputs, strict=True)):
-            out.zero_()
-            communicator.all_reduce(inputs[i], out)
-            wrong = int((out != ramp * world + world * (world - 1) // 2).sum())
-            if wrong:
-                raise AssertionError(f"{wrong} of {out.numel()} {out.dtype} sums are wrong")
+        bad = int(bad_calls)
+        if bad:
+            raise AssertionError(f"{bad} calls had wrong sums")
 
-    many()
-    return Work(eager, Recording(many, ranks.device).replay, check)
+    one_turn()
+    check()
+    return Work(one_turn, Recording(one_turn, device).replay, check)
 
 
 def soak(ranks: Session, communicator: Communicator, calls: int, eager_share: float) -> list[Usage]:
@@ -109,8 +123,7 @@ def soak(ranks: Session, communicator: Communicator, calls: int, eager_share: fl
     checkpoints: list[Usage] = []
     done = since_synchronized = 0
     while done < calls:
-        for i in range(CALLS_OF_A_GRAPH):
-            work.eager(done + i)
+        work.eager()
         for _ in range(replays):
             work.replay()
         done += (1 + replays) * CALLS_OF_A_GRAPH
@@ -123,6 +136,7 @@ def soak(ranks: Session, communicator: Communicator, calls: int, eager_share: fl
         if done * CHECKPOINTS >= calls * (len(checkpoints) + 1):
             work.check()
             checkpoints.append(Usage.now(ranks))
+    work.check()
     return checkpoints
 
 

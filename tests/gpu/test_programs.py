@@ -49,13 +49,14 @@ def test_drill() -> None:
 
 @pytest.mark.timeout(420)
 @pytest.mark.skipif(sanitizer_path() is None, reason="no compute-sanitizer")
-def test_memcheck() -> None:
-    run_program([str(HERE / "memcheck.py")], 400)
+@pytest.mark.parametrize("world", sorted({2, min(3, GPUS), min(8, GPUS)}))
+def test_memcheck(world: int) -> None:
+    run_program([str(HERE / "memcheck.py"), "--world", str(world)], 400)
 
 
-@pytest.mark.timeout(320)
+@pytest.mark.timeout(620)
 def test_soak() -> None:
-    run_ranks("soak.py", 300)
+    run_ranks("soak.py", 600, "--calls", "1000000", "--eager-share", "0.05")
 
 
 @pytest.mark.timeout(420)
