@@ -87,8 +87,8 @@ def join(group: dist.ProcessGroup, device: torch.device, load_config: Callable[[
     communicator = None
     try:
         communicator = Communicator(group, device, config)
-    except MissingRankError as error:  # there is nobody to vote with
-        raise NotJoinedError(str(error)) from error
+    except MissingRankError as error:  # it has voted, and is lost since: there is nobody to vote with
+        raise AbsentRanksError(f"a rank of the engine was lost while llm_comm was set up: {error}") from error
     except Exception as error:
         logger.debug("set-up failed", exc_info=True)
         objection = error
