@@ -112,7 +112,12 @@ std::string World::not_armed(uint32_t rank) {
 uint64_t World::operations_counted(uint32_t rank) {
   CommState state;
   std::memcpy(&state, machine_.memory().of_rank(rank), sizeof(state));
-  return (state.arrivals - first_operation_ * kArrivalsPerOperation) / kArrivalsPerOperation;
+  return operations_before(state.arrivals / kArrivalsPerOperation);
+}
+
+uint64_t World::operations_before(uint64_t sequence) const {
+  return (sequence - first_operation_) * kArrivalsPerOperation /
+         kArrivalsPerOperation;  // numbers wrap with the counter
 }
 
 }  // namespace drill

@@ -71,8 +71,12 @@ class Operation {
         kind_(kind),
         bytes_(bytes) {}
 
-  // Reads this operation's number. False once a wait of this communicator has expired: slots are no longer
-  // armed as they should be, so do nothing.
+  // Reads this operation's number. False once a wait of this communicator has ended in vain: slots are no longer armed as
+  // they should be, and peers may still read what this rank sent, so send nothing.
+  //
+  // Each thread finds out by a load of its own, so where that happens at this moment, threads of one block differ. Those
+  // that leave must not be missed by the others: a barrier of the block goes on without them, but what they would have
+  // written to shared memory or delivered does not come.
   LLM_COMM_DEVICE bool begin() { return begin(load_state()); }
 
   // In two steps, for a kernel that has other loads to make before it waits for this one.

@@ -68,8 +68,9 @@ add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   Values residual = norm.load_residual(sending.row, place_of(0));
   Values weight = norm.load_weight(place_of(0));
   const float static_scale = norm.load_scale();
-  // Blocks of a cluster reach into each other's shared memory, so none may leave alone: it goes on without waiting.
-  if (!op.begin(state) && args.cluster_blocks == 1) return;
+  // A thread that may not begin goes on without waiting, sending, or storing results: those that have begun, in its block
+  // and in others of the cluster, wait for what it delivers.
+  norm.set_begun(op.begin(state));
   outgoing += op.slot_offset() / sizeof(Line);
   incoming += op.slot_offset() / sizeof(Line);
 

@@ -42,7 +42,7 @@ class RmsNorm {
         partials_(partials),
         deliveries_(reinterpret_cast<uint64_t*>(partials + kPartialSets * kMaxChunks)),
         chunks_((args.row_lines + kChunkLines - 1) / kChunkLines) {
-    // total() reads past the last chunk.
+    // combine_partials() reads past the last chunk.
     for (uint32_t i = thread_index(); i < kPartialSets * kMaxChunks; i += block_threads()) partials_[i] = 0.0f;
     if (thread_index() == 0) {
       for (uint32_t set = 0; set < kPartialSets; ++set) {
@@ -58,6 +58,9 @@ class RmsNorm {
   LLM_COMM_DEVICE void meet() const {
     if (args_.cluster_blocks > 1) cluster_wait();
   }
+
+  // A thread whose operation may not begin delivers what others wait for, and stores nothing.
+  LLM_COMM_DEVICE void set_begun(bool begun) { stores_ = begun; }
 
   LLM_COMM_DEVICE uint64_t fingerprint() const {
     return residual_.fingerprint() + weight_.fingerprint() + normed_.fingerprint() + new_residual_.fingerprint();
@@ -82,7 +85,7 @@ class RmsNorm {
         result.element[i] = E::round(E::value(sums.element[i]) + E::value(residual.element[i]));
       }
     }
-    if (at.exists) new_residual_.template store<Width>(element(row, at), result);
+    if (at.exists && stores_) new_residual_.template store<Width>(element(row, at), result);
     float squares = at.exists ? sum_of_squares(result) : 0.0f;
     LLM_COMM_UNROLL(8)
     for (uint32_t mask = 1; mask < kLanesPerChunk; mask *= 2) squares += shuffle_xor(squares, mask);
@@ -112,7 +115,7 @@ class RmsNorm {
     const float factor = reciprocal_sqrt(multiply_add(squares, args_.reciprocal_hidden, args_.epsilon));
     if (args_.quantization == Quantization::kNone) {
       each_tile([&](Place at, Values x, Values w) {
-        if (at.exists) normed_.template store<Width>(element(row, at), normalize(x, w, factor));
+        if (at.exists && stores_) normed_.template store<Width>(element(row, at), normalize(x, w, factor));
       });
     } else if (args_.quantization == Quantization::kStatic) {
       // As vLLM's kernels, which do not divide.
@@ -132,7 +135,7 @@ class RmsNorm {
       });
       // Divides, as vLLM does, rather than multiply by the reciprocal: other bits.
       const float scale = larger(combine_partials(2 + set_of_row(), &larger) / kLargestE4m3, kSmallestScale);
-      if (block_index() % args_.cluster_blocks == 0 && thread_index() == 0) args_.scale[row] = scale;
+      if (stores_ && block_index() % args_.cluster_blocks == 0 && thread_index() == 0) args_.scale[row] = scale;
       each_tile([&](Place at, Values x, Values w) {
         store_quantized(row, at, normalize(x, w, factor), [&](float value) { return value / scale; });
       });
@@ -226,7 +229,7 @@ class RmsNorm {
 
   template <class Scaled>
   LLM_COMM_DEVICE void store_quantized(uint32_t row, Place at, Values values, Scaled scaled) const {
-    if (!at.exists) return;
+    if (!at.exists || !stores_) return;
     Quantized quantized;
     LLM_COMM_UNROLL(8)
     for (uint32_t i = 0; i < Width; ++i) quantized.element[i] = float_to_e4m3(scaled(E::value(values.element[i])));
@@ -247,6 +250,7 @@ class RmsNorm {
   uint64_t* deliveries_;  // one for each set
   uint32_t chunks_;
   uint32_t rows_ = 0;  // ended so far
+  bool stores_ = true;
 };
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -34,9 +34,9 @@ add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   Norm norm(args, shared_memory<float>());
   Line* const contributions = shared_memory<Line>() + kPartialBytes / sizeof(Line);  // [rank][column]
   Line* const sums = contributions + World * args.tile_lines;                        // [column]
-  // Set by the first thread of the block whose wait ended in vain: there is no sum to send then.
+  // Set by threads of the block whose wait ended in vain: there is no sum to send then.
   uint32_t* const incomplete = (sums + args.tile_lines)->word;
-  if (thread_index() == 0) *incomplete = 0;  // long before anybody sets it
+  if (thread_index() == 0) *incomplete = 0;
 
   Operation op(args.comm, OperationKind::kAddRmsNormTwoShot,
                static_cast<uint64_t>(args.rows) * args.row_lines * sizeof(Line));
@@ -76,8 +76,9 @@ add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   Values residual = norm.load_residual(collecting.row, place_of(0));
   Values weight = norm.load_weight(place_of(0));
   const float static_scale = norm.load_scale();
-  // Blocks of a cluster reach into each other's shared memory, so none may leave alone: it goes on without waiting.
-  if (!op.begin(state) && args.cluster_blocks == 1) return;
+  // A thread that may not begin goes on without waiting, sending, or storing results: those that have begun, in its block
+  // and in others of the cluster, wait for what it delivers.
+  norm.set_begun(op.begin(state));
   outgoing += op.slot_offset() / sizeof(Line);
   incoming += op.slot_offset() / sizeof(Line);
 
@@ -96,8 +97,8 @@ add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
       contributions[thread_index()] =
           is_own ? (SingleTile ? next : load(reducing, rank)) : receive_line(incoming + index, op, self.peer, 0);
     }
-    if (op.in_vain()) *incomplete = 1;
     block_sync();
+    if (op.in_vain()) *incomplete = 1;  // between the barriers: it has been zero before, and is read after
     if (is_first && thread_index() == 0) op.arrive();
     is_first = false;
     constexpr uint32_t kWidth = kSumWidth<D, World>;
