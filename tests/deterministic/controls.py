@@ -260,7 +260,7 @@ CONTROLS = (
     Control(
         "stop_after_an_error",
         "operations behind an expired wait do nothing",
-        (Edit(COMM, "in_vain_ = state.word[2] != 0;", "in_vain_ = !WITHOUT && state.word[2] != 0;"),),
+        (Edit(COMM, "in_vain_ = (state.word", "in_vain_ = !WITHOUT && (state.word"),),
         budget=20_000,
     ),
     Control(

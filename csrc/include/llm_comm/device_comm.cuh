@@ -43,10 +43,12 @@ inline constexpr uint64_t kCallsOffset = 12288;
 inline constexpr int kSlots = 2;
 inline constexpr uint64_t kArrivalsPerOperation = 1 << 16;  // bounds the blocks of a launch
 
-// First 16 bytes of a rank's own workspace; no peer touches them. One line, so that one load brings it all.
+// At the start of a rank's own workspace; no peer touches it. What every operation reads is one line, so that one load
+// brings it all.
 struct alignas(16) CommState {
   uint64_t arrivals;
   uint32_t aborted;
+  uint32_t zero;   // always; begin() says why it is read
   uint32_t claim;  // of the launch that runs, where calls are checked (Operation::claim)
 };
 
@@ -83,7 +85,8 @@ class Operation {
   LLM_COMM_DEVICE Line load_state() const { return load_line(state_); }
   LLM_COMM_DEVICE bool begin(Line state) {
     arrivals_ = static_cast<uint64_t>(state.word[1]) << 32 | state.word[0];
-    in_vain_ = state.word[2] != 0;
+    // The register of a word that nobody reads is given to the next load, which then waits for this one.
+    in_vain_ = (state.word[2] | state.word[3]) != 0;
     return !in_vain_;
   }
 
