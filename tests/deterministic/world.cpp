@@ -48,6 +48,10 @@ class StreamLauncher {
     machine_->launch(rank_, config, [=] { kernel(args); }, true);
   }
   uint32_t max_cluster_blocks() const { return kMaxClusterBlocks; }
+  template <class Args>
+  bool has_room_for_cluster(Function<Args>, const host::Grid&) const {
+    return true;
+  }
   void p2p_test(const DeviceComm& comm) {
     machine_->launch(rank_, {1, kMaxWorldSize, 0}, [=] { llm_comm::p2p_test(comm); }, false);
   }

@@ -11,6 +11,7 @@ struct Driver {
   decltype(&cuDeviceGetAttribute) device_get_attribute;
   decltype(&cuGetErrorString) get_error_string;
   decltype(&cuLaunchKernelEx) launch_kernel_ex;
+  decltype(&cuOccupancyMaxActiveClusters) occupancy_max_active_clusters;
   decltype(&cuMemGetAllocationGranularity) mem_get_allocation_granularity;
   decltype(&cuMemCreate) mem_create;
   decltype(&cuMemRelease) mem_release;

@@ -41,7 +41,7 @@ inline constexpr uint64_t kMarksOffset = 4096;
 inline constexpr uint64_t kNotesOffset = 8192;
 inline constexpr uint64_t kCallsOffset = 12288;
 inline constexpr int kSlots = 2;
-inline constexpr uint64_t kArrivalsPerOperation = 1 << 16;  // bounds the blocks of a launch
+inline constexpr uint32_t kArrivalsPerOperation = 1 << 16;  // bounds the blocks of a launch
 
 // At the start of a rank's own workspace; no peer touches it. What every operation reads is one line, so that one load
 // brings it all.
@@ -71,7 +71,8 @@ class Operation {
         state_(reinterpret_cast<CommState*>(comm.workspace[comm.rank])),
         slot_bytes_(comm.slot_bytes),
         kind_(kind),
-        bytes_(bytes) {}
+        bytes_(bytes),
+        arrival_(block_index() == 0 ? kArrivalsPerOperation - (block_count() - 1) : 1) {}
 
   // Reads this operation's number. False once a wait of this communicator has ended in vain: slots are no longer armed as
   // they should be, and peers may still read what this rank sent, so send nothing.
@@ -95,7 +96,7 @@ class Operation {
   // Byte 0 of slot 0 in the workspace of `rank`. Known before begin().
   LLM_COMM_DEVICE char* slots(uint32_t rank) const { return comm_.workspace[rank] + kHeaderBytes; }
 
-  LLM_COMM_DEVICE uint64_t fingerprint() const { return reinterpret_cast<uint64_t>(state_) + slot_bytes_; }
+  LLM_COMM_DEVICE uint64_t fingerprint() const { return reinterpret_cast<uint64_t>(state_) + slot_bytes_ + arrival_; }
 
   // What to add to an address in slot 0 for the same place in this operation's slot.
   LLM_COMM_DEVICE uint64_t slot_offset() const {
@@ -117,9 +118,7 @@ class Operation {
   // Every block makes one call, by one of its threads, after all its threads have begun the operation (a block_sync()
   // lies between). It need not be the last thing: what the number tells the next operation is true because that begins
   // when this grid has ended.
-  LLM_COMM_DEVICE void arrive() const {
-    add_relaxed(&state_->arrivals, block_index() == 0 ? kArrivalsPerOperation - (block_count() - 1) : 1);
-  }
+  LLM_COMM_DEVICE void arrive() const { add_relaxed(&state_->arrivals, arrival_); }
 
   // Takes the communicator on this GPU for a launch, by any number but 0. False if another launch has it: two operations
   // run at once. One thread of a grid calls these.
@@ -148,6 +147,7 @@ class Operation {
   uint64_t slot_bytes_;
   OperationKind kind_;
   uint64_t bytes_;
+  uint32_t arrival_;
   uint64_t arrivals_ = 0;
   bool in_vain_ = false;
 };

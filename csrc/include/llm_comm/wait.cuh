@@ -94,7 +94,8 @@ LLM_COMM_DEVICE void report_error(const WaitBounds& bounds, const WaitSite& site
   store_relaxed(&record.complete, 1u);
 }
 
-// `peer` is whom the wait was for, or whom a note names.
+// `peer` is whom the wait was for, or whom a note names. Not a function that is called: what it is given would then have to
+// lie in certain registers, and ptxas waits for the operation's number before it loads the input (docs/performance.md).
 LLM_COMM_DEVICE void record_expired_wait(const WaitBounds& bounds, const WaitSite& site, uint32_t peer,
                                          uint32_t phase) {
   if (!give_up(bounds)) return;

@@ -120,6 +120,8 @@ add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
       if (at.exists) sums = sum_in_rank_order<D, World>(packs + thread_index(), tile_packs);
       sums = norm.add(reducing.row, at, sums, residual);
     }
+    // While the squares are on their way to the other blocks.
+    if (!is_own && has) re_arm_line(incoming + index);
     if (SingleTile || reducing.is_last_of_row(args.row_lines, round_lines)) {
       if (norms || warp == 0) {
         norm.finish(
@@ -127,8 +129,6 @@ add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
             static_scale);
       }
     }
-    // After the result is out: the next operation that uses the line cannot start before this one has ended.
-    if (!is_own && has) re_arm_line(incoming + index);
     if (!SingleTile) reducing.advance(args.row_lines, round_lines, self.clusters);
   };
 

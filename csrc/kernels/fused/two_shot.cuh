@@ -147,6 +147,8 @@ add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
       sum = sums[self.column];
     }
     const Values values = norms ? norm.add(collecting.row, at, as_pack<D>(sum), residual) : Values{};
+    // While the squares are on their way to the other blocks.
+    if (receives) re_arm_line(incoming + index);
     if (SingleTile || collecting.is_last_of_row(segment, round_lines)) {
       if (norms || thread_index() < kWarpThreads) {
         norm.finish(
@@ -154,7 +156,6 @@ add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
             static_scale);
       }
     }
-    if (receives) re_arm_line(incoming + index);
     if (!SingleTile) collecting.advance(segment, round_lines, self.clusters);
   };
 
