@@ -227,22 +227,6 @@ CONTROLS = (
         budget=20_000,
     ),
     Control(
-        "incomplete_slices_marked_in_order",
-        "no mark of an incomplete slice is overwritten by the first thread of the block, which comes late",
-        (
-            Edit(TWO_SHOT, "(op.in_vain()) *incomplete = 1;", "(!WITHOUT && op.in_vain()) *incomplete = 1;"),
-            Edit(
-                TWO_SHOT,
-                "receive_line(incoming + i, op, self.peer, 0);\n    }",
-                "receive_line(incoming + i, op, self.peer, 0);\n    }\n"
-                "    if (WITHOUT && op.in_vain()) *incomplete = 1;",
-            ),
-        ),
-        "two_shot",
-        options=("--mishaps",),
-        budget=20_000,
-    ),
-    Control(
         "two_shot_stays",
         "a thread that may not begin stays to tell its block, which may have begun, that a slice is incomplete",
         (Edit(TWO_SHOT, "bool begun = op.begin();", "bool begun = op.begin();\n  if (WITHOUT && !begun) return;"),),

@@ -105,11 +105,21 @@ struct Mishap {
   // error elsewhere.
   std::optional<uint32_t> aborted;
   uint64_t abort_time;
+  // The rank is not late: its communicator ends on the device while it begins the call of this number, as it does where
+  // another block gives up at that moment. Threads of one block find out or not.
+  std::optional<uint32_t> broken_call;
+
+  // Whether this rank has failed without a record that says why.
+  bool is_silent(uint32_t which) const { return which == aborted || (broken_call && which == rank); }
 };
 
 std::optional<Mishap> draw_mishap(uint32_t ranks, Random& random, Temper& temper, const Options& options) {
   if (!random.chance(options.mishaps ? 256 : 24)) return std::nullopt;
-  Mishap mishap{random.below(ranks), random.chance(128), std::nullopt, 0};
+  Mishap mishap{random.below(ranks), random.chance(128), std::nullopt, 0, std::nullopt};
+  if (!mishap.for_ever && random.chance(128)) {
+    mishap.broken_call = random.below(2);
+    return mishap;
+  }
   temper.stalls.push_back(
       {mishap.rank, random.between(1, 1u << random.below(11)), mishap.for_ever ? Stall::kForever : 3 * kTimeoutNs});
   if (!mishap.for_ever && random.chance(128)) {
@@ -118,6 +128,14 @@ std::optional<Mishap> draw_mishap(uint32_t ranks, Random& random, Temper& temper
     temper.stalls.push_back({*mishap.aborted, random.between(1, 1u << random.below(11)), 2 * kTimeoutNs});
   }
   return mishap;
+}
+
+// Ends the communicator of a rank on its device, beside the grid that is enqueued last, if that has triggered.
+void break_off(World& world, uint32_t rank) {
+  const DeviceComm comm = world.device_comm(rank);
+  world.launch(rank, {1, 1, 0}, [comm] {
+    give_up({comm.mailbox, &reinterpret_cast<CommState*>(comm.workspace[comm.rank])->aborted, comm.timeout_ns});
+  });
 }
 
 // Where the numbers of operations start: at 0, or shortly before a counter's low half or the whole of it wraps.
@@ -177,7 +195,7 @@ std::string check_mishap(World& world, const std::vector<std::unique_ptr<Call>>&
     if (rank == mishap.rank && mishap.for_ever) continue;
     const auto error = world.core(rank).error();
     if (!error) {
-      const std::string wrong = rank == mishap.aborted ? "" : wrong_result(calls, rank);
+      const std::string wrong = mishap.is_silent(rank) ? "" : wrong_result(calls, rank);
       if (!wrong.empty()) return "without an error on " + wrong;
       continue;
     }
@@ -223,7 +241,10 @@ Result run_schedule(emulator::Machine& machine, uint64_t seed, const Options& op
   Result result{};
   result.description = std::to_string(chosen.ranks) + " ranks";
   if (mishap) {
-    result.description += ", rank " + std::to_string(mishap->rank) + (mishap->for_ever ? " dies" : " stalls");
+    result.description += ", rank " + std::to_string(mishap->rank) +
+                          (mishap->for_ever      ? " dies"
+                           : mishap->broken_call ? " breaks off"
+                                                 : " stalls");
     if (mishap->aborted) result.description += ", rank " + std::to_string(*mishap->aborted) + " is aborted";
   }
   const bool check_calls = random.chance(48);
@@ -240,7 +261,10 @@ Result run_schedule(emulator::Machine& machine, uint64_t seed, const Options& op
     result.description += "; " + calls.back()->name();
   }
   for (uint32_t rank = 0; rank < chosen.ranks; ++rank) {
-    for (const auto& call : calls) call->enqueue(world, rank);
+    for (uint32_t i = 0; i < count; ++i) {
+      calls[i]->enqueue(world, rank);
+      if (mishap && rank == mishap->rank && i == mishap->broken_call) break_off(world, rank);
+    }
   }
 
   const Ending ending = machine.run();
