@@ -121,7 +121,8 @@ class Core {
   virtual std::unique_ptr<PreparedCall> prepare_all_reduce(uint64_t count, uint32_t data_type,
                                                            const LaunchPlan& plan) = 0;
 
-  // The same, with what follows it in a transformer, in one kernel. For worlds of 2 and more.
+  // The same, with what follows it in a transformer, in one kernel. For worlds of 2 and more. A plan whose clusters the
+  // device has no room for is one that does not fit it.
   virtual std::unique_ptr<PreparedAddRmsNorm> prepare_add_rms_norm(const AddRmsNorm& operation,
                                                                    const FusedPlan& plan) = 0;
 

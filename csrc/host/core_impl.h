@@ -84,6 +84,7 @@ inline Call describe(const CallSignature& call) {
 // Launcher: Function<Args> function(void (*)(Args));          // what launch() takes
 //           void launch(const Function<Args>&, const Args&, const Grid&, uint64_t stream);
 //           uint32_t max_cluster_blocks();                    // 1 where the device has no clusters
+//           bool has_room_for_cluster(const Function<Args>&, const Grid&);
 //           void p2p_test(const DeviceComm&);   // synchronous
 //           void copy(output, input, bytes, stream)                   // world of one
 struct Grid {
@@ -476,7 +477,13 @@ class CoreImpl final : public Core {
                                   (one_shot ? (single_tile ? threads : 2 * threads) : exchanging + plan.tile_lines + 1);
     const Grid grid{static_cast<uint32_t>(clusters * cluster), static_cast<uint32_t>(threads),
                     static_cast<uint32_t>(shared_lines * sizeof(Line)), static_cast<uint32_t>(cluster)};
-    return {launcher_.function(kernel), grid};
+    const auto function = launcher_.function(kernel);
+    if (!launcher_.has_room_for_cluster(function, grid)) {
+      throw std::invalid_argument("this device has no room for clusters of " + std::to_string(cluster) + " blocks of " +
+                                  std::to_string(threads) + " threads and " + std::to_string(grid.shared_bytes) +
+                                  " bytes of shared memory: lower cluster_blocks");
+    }
+    return {function, grid};
   }
 
   CoreOptions options_;

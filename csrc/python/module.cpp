@@ -14,6 +14,15 @@ using namespace llm_comm::host;  // NOLINT: a binding file
 
 namespace {
 
+// A core on a GPU waits for its kernels before it goes: up to their time-out, in which other threads must run.
+struct DeleteWithoutGil {
+  void operator()(Core* core) const {
+    const py::gil_scoped_release release;
+    delete core;
+  }
+};
+using CoreHolder = std::unique_ptr<Core, DeleteWithoutGil>;
+
 // Members are destroyed last to first: the call before the core that it belongs to.
 template <class Call>
 struct BoundCall {
@@ -139,7 +148,7 @@ PYBIND11_MODULE(_core, module) {
       .def_readonly("calls", &OperationError::calls);
 
   // Handles are (fd, bytes): a descriptor that the caller now owns and b"", or -1 and the bytes of a cudaIpc handle.
-  py::class_<Core>(module, "Core")
+  py::class_<Core, CoreHolder>(module, "Core")
       .def(
           "create_workspace",
           [](Core& core, bool use_ipc) {
@@ -168,8 +177,11 @@ PYBIND11_MODULE(_core, module) {
       .def("last_call", &Core::last_call)
       .def("operations_ended", &Core::operations_ended, py::call_guard<py::gil_scoped_release>());
 
-  module.def("make_emulated_core", &make_emulated_core);
-  module.def("make_cuda_core", &make_cuda_core);
+  module.def("make_emulated_core",
+             [](const CoreOptions& options) { return CoreHolder(make_emulated_core(options).release()); });
+  module.def("make_cuda_core", [](const CoreOptions& options, int device) {
+    return CoreHolder(make_cuda_core(options, device).release());
+  });
   module.def("device_report", [](int device) {
     const DeviceReport report = cuda_device_report(device);
     py::dict result;

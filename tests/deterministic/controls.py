@@ -210,7 +210,7 @@ CONTROLS = (
     Control(
         "slice_complete",
         "two-shot sums after all threads of the block have their lines",
-        (Edit(TWO_SHOT, "    block_sync();\n    if (tile", "    if (!WITHOUT) block_sync();\n    if (tile"),),
+        (Edit(TWO_SHOT, "    block_sync();\n    if (op.in", "    if (!WITHOUT) block_sync();\n    if (op.in"),),
         "two_shot",
     ),
     Control(
@@ -227,9 +227,24 @@ CONTROLS = (
         budget=20_000,
     ),
     Control(
+        "two_shot_stays",
+        "a thread that may not begin stays to tell its block, which may have begun, that a slice is incomplete",
+        (Edit(TWO_SHOT, "bool begun = op.begin();", "bool begun = op.begin();\n  if (WITHOUT && !begun) return;"),),
+        "two_shot",
+        options=("--mishaps",),
+        budget=20_000,
+    ),
+    Control(
+        "abort_ends_the_communicator",
+        "operations behind a wait that the host aborted do nothing",
+        (Edit(WAIT, "      give_up(bounds);\n", "      if (!WITHOUT) give_up(bounds);\n"),),
+        options=("--mishaps",),
+        budget=20_000,
+    ),
+    Control(
         "stop_after_an_error",
         "operations behind an expired wait do nothing",
-        (Edit(COMM, "in_vain_ = state.word[2] != 0;", "in_vain_ = !WITHOUT && state.word[2] != 0;"),),
+        (Edit(COMM, "in_vain_ = (state.word", "in_vain_ = !WITHOUT && (state.word"),),
         budget=20_000,
     ),
     Control(
@@ -296,6 +311,20 @@ CONTROLS = (
         "blocks of a cluster deliver only once all of them have set up what counts deliveries",
         (Edit(FUSED_ONE_SHOT, "norm.meet();", "if (!WITHOUT) norm.meet();"),),
         "fused_one_shot",
+        budget=20_000,
+    ),
+    Control(
+        "fused_stays",
+        "a thread that may not begin stays to deliver what its block, which may have begun, waits for",
+        (
+            Edit(
+                FUSED_ONE_SHOT,
+                "norm.set_begun(op.begin(state));",
+                "norm.set_begun(op.begin(state));\n  if (WITHOUT && op.in_vain()) return;",
+            ),
+        ),
+        "fused_one_shot",
+        options=("--mishaps",),
         budget=20_000,
     ),
     Control(

@@ -11,12 +11,14 @@ namespace {
 
 constexpr const char* kUsage =
     "usage: deterministic [--seed N] [--cases N] [--seconds T] [--algorithm NAME] [--replay SEED] [--trace FILE]\n"
+    "                     [--mishaps] [--unordered-grids]\n"
     "  --seed N          the first seed (1); schedule i has seed N + i\n"
     "  --cases N         how many schedules (1000)\n"
     "  --seconds T       as many schedules as fit into T seconds, instead of --cases\n"
     "  --algorithm NAME  only schedules about one of: %s\n"
     "  --replay SEED     one schedule, with a description; give the same --algorithm as in the run that failed\n"
     "  --trace FILE      writes every access of the schedules; the same seed gives the same bytes\n"
+    "  --mishaps         in every schedule a rank dies or comes too late, not in some\n"
     "  --unordered-grids the end of a grid orders no stores beyond its own GPU (see weak_memory.h)\n";
 
 struct Arguments {
@@ -33,6 +35,10 @@ bool parse(int argc, char** argv, Arguments& arguments) {
     const std::string option = argv[i];
     if (option == "--unordered-grids") {
       arguments.options.grid_end_performs = false;
+      continue;
+    }
+    if (option == "--mishaps") {
+      arguments.options.mishaps = true;
       continue;
     }
     if (i + 1 == argc) return false;
@@ -64,8 +70,9 @@ void print_failure(const Arguments& arguments, const char* program, uint64_t see
   std::printf("FAILED: seed %llu (schedule %llu of this run): %s\n  %s\n", number,
               static_cast<unsigned long long>(schedules), result.failure.c_str(), result.description.c_str());
   const std::string& algorithm = arguments.options.algorithm;
-  std::printf("  replay: %s --replay %llu%s%s%s\n", program, number, algorithm.empty() ? "" : " --algorithm ",
-              algorithm.c_str(), arguments.options.grid_end_performs ? "" : " --unordered-grids");
+  std::printf("  replay: %s --replay %llu%s%s%s%s\n", program, number, algorithm.empty() ? "" : " --algorithm ",
+              algorithm.c_str(), arguments.options.grid_end_performs ? "" : " --unordered-grids",
+              arguments.options.mishaps ? " --mishaps" : "");
 }
 
 }  // namespace

@@ -101,14 +101,41 @@ Temper draw_temper(uint32_t ranks, Random& random, const Options& options) {
 struct Mishap {
   uint32_t rank;
   bool for_ever;
+  // Another one that comes too late, though before the first. Its host aborts it, as a watchdog does that has heard of an
+  // error elsewhere.
+  std::optional<uint32_t> aborted;
+  uint64_t abort_time;
+  // The rank is not late: its communicator ends on the device while it begins the call of this number, as it does where
+  // another block gives up at that moment. Threads of one block find out or not.
+  std::optional<uint32_t> broken_call;
+
+  // Whether this rank has failed without a record that says why.
+  bool is_silent(uint32_t which) const { return which == aborted || (broken_call && which == rank); }
 };
 
-std::optional<Mishap> draw_mishap(uint32_t ranks, Random& random, Temper& temper) {
-  if (!random.chance(24)) return std::nullopt;
-  const Mishap mishap{random.below(ranks), random.chance(128)};
+std::optional<Mishap> draw_mishap(uint32_t ranks, Random& random, Temper& temper, const Options& options) {
+  if (!random.chance(options.mishaps ? 256 : 24)) return std::nullopt;
+  Mishap mishap{random.below(ranks), random.chance(128), std::nullopt, 0, std::nullopt};
+  if (!mishap.for_ever && random.chance(128)) {
+    mishap.broken_call = random.below(2);
+    return mishap;
+  }
   temper.stalls.push_back(
       {mishap.rank, random.between(1, 1u << random.below(11)), mishap.for_ever ? Stall::kForever : 3 * kTimeoutNs});
+  if (!mishap.for_ever && random.chance(128)) {
+    mishap.aborted = (mishap.rank + random.between(1, ranks - 1)) % ranks;
+    mishap.abort_time = random.between(1, 2 * kTimeoutNs);
+    temper.stalls.push_back({*mishap.aborted, random.between(1, 1u << random.below(11)), 2 * kTimeoutNs});
+  }
   return mishap;
+}
+
+// Ends the communicator of a rank on its device, beside the grid that is enqueued last, if that has triggered.
+void break_off(World& world, uint32_t rank) {
+  const DeviceComm comm = world.device_comm(rank);
+  world.launch(rank, {1, 1, 0}, [comm] {
+    give_up({comm.mailbox, &reinterpret_cast<CommState*>(comm.workspace[comm.rank])->aborted, comm.timeout_ns});
+  });
 }
 
 // Where the numbers of operations start: at 0, or shortly before a counter's low half or the whole of it wraps.
@@ -127,8 +154,15 @@ std::string describe(const host::OperationError& error) {
   return "a wait of " + operation + " for" + peer + " expired";
 }
 
-std::string wrong_result(const std::vector<std::unique_ptr<Call>>& calls, uint32_t rank) {
-  for (size_t i = 0; i < calls.size(); ++i) {
+constexpr uint64_t kAll = ~uint64_t{0};
+
+// Of calls that take no more than `operations` operations together. Message passing takes none: where that is a bound, its
+// results are not looked at, as its kernels do not ask whether the communicator has failed.
+std::string wrong_result(const std::vector<std::unique_ptr<Call>>& calls, uint32_t rank, uint64_t operations = kAll) {
+  uint64_t left = operations;
+  for (size_t i = 0; i < calls.size() && calls[i]->operations() <= left; ++i) {
+    left -= calls[i]->operations();
+    if (operations != kAll && calls[i]->operations() == 0) continue;
     const std::string wrong = calls[i]->wrong(rank);
     if (!wrong.empty()) {
       return "rank " + std::to_string(rank) + ", call " + std::to_string(i) + " (" + calls[i]->name() + "): " + wrong;
@@ -154,20 +188,25 @@ std::string check_all_right(World& world, const std::vector<std::unique_ptr<Call
   return "";
 }
 
-// A rank without an error has right results, the one that came too late too; one with an error names the one that was
-// missing.
+// A rank without an error has right results, the one that came too late too, but not one that its host aborted; one with
+// an error names one that was missing, and has right results of what it ended before.
 std::string check_mishap(World& world, const std::vector<std::unique_ptr<Call>>& calls, const Mishap& mishap) {
   for (uint32_t rank = 0; rank < world.ranks(); ++rank) {
     if (rank == mishap.rank && mishap.for_ever) continue;
     const auto error = world.core(rank).error();
     if (!error) {
-      const std::string wrong = wrong_result(calls, rank);
+      const std::string wrong = mishap.is_silent(rank) ? "" : wrong_result(calls, rank);
       if (!wrong.empty()) return "without an error on " + wrong;
-    } else if (error->cause != "timeout") {
-      return "rank " + std::to_string(rank) + ": " + describe(*error);
-    } else if (rank != mishap.rank && error->peer != static_cast<int>(mishap.rank)) {
+      continue;
+    }
+    if (error->cause != "timeout") return "rank " + std::to_string(rank) + ": " + describe(*error);
+    const auto named = static_cast<uint32_t>(error->peer);
+    if (rank != mishap.rank && rank != mishap.aborted && named != mishap.rank && named != mishap.aborted) {
       return "rank " + std::to_string(rank) + " blames the wrong one: " + describe(*error);
     }
+    if (error->operation == "user kernel") continue;  // may have no number
+    const std::string wrong = wrong_result(calls, rank, world.operations_before(error->sequence));
+    if (!wrong.empty()) return "before the error of " + wrong;
   }
   return "";
 }
@@ -196,18 +235,25 @@ Result run_schedule(emulator::Machine& machine, uint64_t seed, const Options& op
   const Case chosen = choose_case(seed, options.algorithm);
   Random random(seed);
   Temper temper = draw_temper(chosen.ranks, random, options);
-  const std::optional<Mishap> mishap = draw_mishap(chosen.ranks, random, temper);
+  const std::optional<Mishap> mishap = draw_mishap(chosen.ranks, random, temper, options);
   const uint64_t first_operation = draw_first_operation(random);
 
   Result result{};
   result.description = std::to_string(chosen.ranks) + " ranks";
   if (mishap) {
-    result.description += ", rank " + std::to_string(mishap->rank) + (mishap->for_ever ? " dies" : " stalls");
+    result.description += ", rank " + std::to_string(mishap->rank) +
+                          (mishap->for_ever      ? " dies"
+                           : mishap->broken_call ? " breaks off"
+                                                 : " stalls");
+    if (mishap->aborted) result.description += ", rank " + std::to_string(*mishap->aborted) + " is aborted";
   }
   const bool check_calls = random.chance(48);
   if (check_calls) result.description += ", calls checked";
   World world(machine, chosen.ranks, first_operation, check_calls);
   machine.reset(random.next(), chosen.ranks, temper);
+  if (mishap && mishap->aborted) {
+    machine.at(mishap->abort_time, [&world, rank = *mishap->aborted] { world.core(rank).abort(); });
+  }
   std::vector<std::unique_ptr<Call>> calls;
   const uint32_t count = random.between(1, random.pick({2u, 4u, 6u}));
   for (uint32_t i = 0; i < count; ++i) {
@@ -215,7 +261,10 @@ Result run_schedule(emulator::Machine& machine, uint64_t seed, const Options& op
     result.description += "; " + calls.back()->name();
   }
   for (uint32_t rank = 0; rank < chosen.ranks; ++rank) {
-    for (const auto& call : calls) call->enqueue(world, rank);
+    for (uint32_t i = 0; i < count; ++i) {
+      calls[i]->enqueue(world, rank);
+      if (mishap && rank == mishap->rank && i == mishap->broken_call) break_off(world, rank);
+    }
   }
 
   const Ending ending = machine.run();

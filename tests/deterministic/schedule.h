@@ -12,6 +12,8 @@ struct Options {
   std::string algorithm;
   // See weak_memory.h.
   bool grid_end_performs = true;
+  // In every schedule a rank dies or comes too late, not in some.
+  bool mishaps = false;
 };
 
 struct Result {

@@ -48,6 +48,10 @@ class StreamLauncher {
     machine_->launch(rank_, config, [=] { kernel(args); }, true);
   }
   uint32_t max_cluster_blocks() const { return kMaxClusterBlocks; }
+  template <class Args>
+  bool has_room_for_cluster(Function<Args>, const host::Grid&) const {
+    return true;
+  }
   void p2p_test(const DeviceComm& comm) {
     machine_->launch(rank_, {1, kMaxWorldSize, 0}, [=] { llm_comm::p2p_test(comm); }, false);
   }
@@ -79,7 +83,7 @@ World::World(emulator::Machine& machine, uint32_t ranks, uint64_t first_operatio
     members_.emplace_back(new Member{{options, RankMemory(machine.memory(), rank), StreamLauncher(machine, rank)}, {}});
     host::Core& own = core(rank);
     own.create_workspace(false);
-    const CommState state{first_operation * kArrivalsPerOperation, 0, 0};
+    const CommState state{first_operation * kArrivalsPerOperation, 0, 0, 0};
     std::memcpy(machine.memory().of_rank(rank), &state, sizeof(state));
     for (uint32_t peer = 0; peer < ranks; ++peer) {
       if (peer != rank) own.map_peer(static_cast<int>(peer), {});
@@ -112,7 +116,12 @@ std::string World::not_armed(uint32_t rank) {
 uint64_t World::operations_counted(uint32_t rank) {
   CommState state;
   std::memcpy(&state, machine_.memory().of_rank(rank), sizeof(state));
-  return (state.arrivals - first_operation_ * kArrivalsPerOperation) / kArrivalsPerOperation;
+  return operations_before(state.arrivals / kArrivalsPerOperation);
+}
+
+uint64_t World::operations_before(uint64_t sequence) const {
+  return (sequence - first_operation_) * kArrivalsPerOperation /
+         kArrivalsPerOperation;  // numbers wrap with the counter
 }
 
 }  // namespace drill

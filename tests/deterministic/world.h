@@ -39,6 +39,8 @@ class World {
   std::string not_armed(uint32_t rank);
   // How many operations the rank's state counts, from 0.
   uint64_t operations_counted(uint32_t rank);
+  // How many operations of the schedule come before the one of this number.
+  uint64_t operations_before(uint64_t sequence) const;
 
  private:
   struct Member;

@@ -97,7 +97,13 @@ void Machine::reset(uint64_t seed, uint32_t ranks, const Temper& temper) {
   ranks_ = std::vector<Rank>(ranks);
   for (Rank& rank : ranks_) rank.priority = random_.next();
   events_ = {};
+  host_actions_.clear();
   event_count_ = now_ = turns_ = quiet_turns_ = fingerprint_ = 0;
+}
+
+void Machine::at(uint64_t time, std::function<void()> action) {
+  host_actions_.push_back(std::move(action));
+  add_event(time, EventKind::kHost, static_cast<uint32_t>(host_actions_.size() - 1));
 }
 
 void Machine::launch(uint32_t rank, const LaunchConfig& config, std::function<void()> kernel, bool dependent) {
@@ -242,6 +248,9 @@ void Machine::handle_due_events() {
         break;
       case EventKind::kThaw:
         break;  // the time has come, and that is all
+      case EventKind::kHost:
+        host_actions_[event.argument]();
+        break;
     }
   }
 }

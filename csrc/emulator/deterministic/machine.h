@@ -67,6 +67,8 @@ class Machine {
 
   // Begins a new schedule: no grids, time 0, memory visible as it is.
   void reset(uint64_t seed, uint32_t ranks, const Temper& temper);
+  // What the host does at a time of the schedule.
+  void at(uint64_t time, std::function<void()> action);
   // Enqueues a grid on the stream of a rank. `dependent`: it may start once the blocks of the one before have called
   // grid_dependency_trigger().
   void launch(uint32_t rank, const LaunchConfig& config, std::function<void()> kernel, bool dependent);
@@ -95,12 +97,12 @@ class Machine {
   struct Thread;
   struct Launch;
   struct Rank;
-  enum class EventKind { kArrival, kStart, kComplete, kThaw };
+  enum class EventKind { kArrival, kStart, kComplete, kThaw, kHost };
   struct Event {
     uint64_t time;
     uint64_t order;
     EventKind kind;
-    uint32_t argument;  // a line, or a rank
+    uint32_t argument;  // a line, a rank, or an index into host_actions_
     bool operator>(const Event& other) const { return time != other.time ? time > other.time : order > other.order; }
   };
 
@@ -140,6 +142,7 @@ class Machine {
   std::vector<std::unique_ptr<Thread>> threads_;  // all there are
   std::vector<Thread*> idle_;
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
+  std::vector<std::function<void()>> host_actions_;
   uint64_t event_count_ = 0;
   uint64_t now_ = 0;
   uint64_t turns_ = 0;

@@ -173,6 +173,18 @@ class CudaLauncher {
 
   uint32_t max_cluster_blocks() const { return max_cluster_blocks_; }
 
+  // Whether the device has room for a cluster of the grid. The size alone does not tell: clusters of more than 8 blocks
+  // need that many multiprocessors in one GPC, which parts of a GPU, and some whole ones, do not have.
+  bool has_room_for_cluster(CUfunction function, const Grid& grid) const {
+    if (grid.cluster_blocks == 1) return true;
+    const DeviceGuard guard(device_);
+    CUlaunchAttribute attributes[1];
+    const CUlaunchConfig config = configuration(grid, attributes);
+    int clusters = 0;
+    check(driver_.occupancy_max_active_clusters(&clusters, function, &config), "cuOccupancyMaxActiveClusters");
+    return clusters > 0;
+  }
+
   template <class Args>
   void launch(CUfunction function, const Args& args, const Grid& grid, uint64_t stream) {
     CUcontext current = nullptr;
@@ -181,24 +193,13 @@ class CudaLauncher {
     if (current != context_) guard.emplace(device_);
     const auto cuda_stream = reinterpret_cast<cudaStream_t>(stream);
     order_behind_last_call(cuda_stream);
-    CUlaunchConfig config{};
-    config.gridDimX = grid.blocks;
-    config.gridDimY = config.gridDimZ = 1;
-    config.blockDimX = grid.threads;
-    config.blockDimY = config.blockDimZ = 1;
-    config.sharedMemBytes = grid.shared_bytes;
-    config.hStream = cuda_stream;
     CUlaunchAttribute attributes[2];
-    config.attrs = attributes;
+    CUlaunchConfig config = configuration(grid, attributes);
+    config.hStream = cuda_stream;
     if (dependent_launch_) {
       CUlaunchAttribute& attribute = attributes[config.numAttrs++];
       attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
       attribute.value.programmaticStreamSerializationAllowed = 1;
-    }
-    if (grid.cluster_blocks > 1) {
-      CUlaunchAttribute& attribute = attributes[config.numAttrs++];
-      attribute.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
-      attribute.value.clusterDim = {grid.cluster_blocks, 1, 1};
     }
     void* parameters[] = {const_cast<Args*>(&args)};
     check(driver_.launch_kernel_ex(&config, function, parameters, nullptr), "launch of a collective");
@@ -222,20 +223,48 @@ class CudaLauncher {
  private:
   static constexpr uint32_t kPortableClusterBlocks = 8;
 
+  // `attributes` has room for one, and goes with what is returned.
+  static CUlaunchConfig configuration(const Grid& grid, CUlaunchAttribute* attributes) {
+    CUlaunchConfig config{};
+    config.gridDimX = grid.blocks;
+    config.gridDimY = config.gridDimZ = 1;
+    config.blockDimX = grid.threads;
+    config.blockDimY = config.blockDimZ = 1;
+    config.sharedMemBytes = grid.shared_bytes;
+    config.attrs = attributes;
+    if (grid.cluster_blocks > 1) {
+      CUlaunchAttribute& attribute = attributes[config.numAttrs++];
+      attribute.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+      attribute.value.clusterDim = {grid.cluster_blocks, 1, 1};
+    }
+    return config;
+  }
+
   // Operations of one communicator use its slots in turn, so they must not run at once: a call on another stream than
   // the last one waits for it. A stream under capture takes no part: its work runs when the graph is launched.
   void order_behind_last_call(cudaStream_t stream) {
     if (has_last_stream_ && stream == last_stream_) return;
-    cudaStreamCaptureStatus capture{};
-    check(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
-    if (capture != cudaStreamCaptureStatusNone) return;
+    if (is_capturing(stream)) return;
     if (has_last_stream_) {
+      // An event recorded there would draw this call into the graph.
+      if (is_capturing(last_stream_)) {
+        throw std::runtime_error(
+            "an eager call has to wait for the communicator's last eager call, on another stream, which is being "
+            "captured "
+            "into a graph now: make the call before the capture begins or after it ends, or use two communicators");
+      }
       if (order_ == nullptr) check(cudaEventCreateWithFlags(&order_, cudaEventDisableTiming), "cudaEventCreate");
       check(cudaEventRecord(order_, last_stream_), "cudaEventRecord");
       check(cudaStreamWaitEvent(stream, order_, 0), "cudaStreamWaitEvent");
     }
     last_stream_ = stream;
     has_last_stream_ = true;
+  }
+
+  static bool is_capturing(cudaStream_t stream) {
+    cudaStreamCaptureStatus capture{};
+    check(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
+    return capture != cudaStreamCaptureStatusNone;
   }
 
   const Driver& driver_ = Driver::get();

@@ -41,12 +41,14 @@ inline constexpr uint64_t kMarksOffset = 4096;
 inline constexpr uint64_t kNotesOffset = 8192;
 inline constexpr uint64_t kCallsOffset = 12288;
 inline constexpr int kSlots = 2;
-inline constexpr uint64_t kArrivalsPerOperation = 1 << 16;  // bounds the blocks of a launch
+inline constexpr uint32_t kArrivalsPerOperation = 1 << 16;  // bounds the blocks of a launch
 
-// First 16 bytes of a rank's own workspace; no peer touches them. One line, so that one load brings it all.
+// At the start of a rank's own workspace; no peer touches it. What every operation reads is one line, so that one load
+// brings it all.
 struct alignas(16) CommState {
   uint64_t arrivals;
   uint32_t aborted;
+  uint32_t zero;   // always; begin() says why it is read
   uint32_t claim;  // of the launch that runs, where calls are checked (Operation::claim)
 };
 
@@ -69,17 +71,23 @@ class Operation {
         state_(reinterpret_cast<CommState*>(comm.workspace[comm.rank])),
         slot_bytes_(comm.slot_bytes),
         kind_(kind),
-        bytes_(bytes) {}
+        bytes_(bytes),
+        arrival_(block_index() == 0 ? kArrivalsPerOperation - (block_count() - 1) : 1) {}
 
-  // Reads this operation's number. False once a wait of this communicator has expired: slots are no longer
-  // armed as they should be, so do nothing.
+  // Reads this operation's number. False once a wait of this communicator has ended in vain: slots are no longer armed as
+  // they should be, and peers may still read what this rank sent, so send nothing.
+  //
+  // Each thread finds out by a load of its own, so where that happens at this moment, threads of one block differ. Those
+  // that leave must not be missed by the others: a barrier of the block goes on without them, but what they would have
+  // written to shared memory or delivered does not come.
   LLM_COMM_DEVICE bool begin() { return begin(load_state()); }
 
   // In two steps, for a kernel that has other loads to make before it waits for this one.
   LLM_COMM_DEVICE Line load_state() const { return load_line(state_); }
   LLM_COMM_DEVICE bool begin(Line state) {
     arrivals_ = static_cast<uint64_t>(state.word[1]) << 32 | state.word[0];
-    in_vain_ = state.word[2] != 0;
+    // The register of a word that nobody reads is given to the next load, which then waits for this one.
+    in_vain_ = (state.word[2] | state.word[3]) != 0;
     return !in_vain_;
   }
 
@@ -88,7 +96,7 @@ class Operation {
   // Byte 0 of slot 0 in the workspace of `rank`. Known before begin().
   LLM_COMM_DEVICE char* slots(uint32_t rank) const { return comm_.workspace[rank] + kHeaderBytes; }
 
-  LLM_COMM_DEVICE uint64_t fingerprint() const { return reinterpret_cast<uint64_t>(state_) + slot_bytes_; }
+  LLM_COMM_DEVICE uint64_t fingerprint() const { return reinterpret_cast<uint64_t>(state_) + slot_bytes_ + arrival_; }
 
   // What to add to an address in slot 0 for the same place in this operation's slot.
   LLM_COMM_DEVICE uint64_t slot_offset() const {
@@ -110,9 +118,7 @@ class Operation {
   // Every block makes one call, by one of its threads, after all its threads have begun the operation (a block_sync()
   // lies between). It need not be the last thing: what the number tells the next operation is true because that begins
   // when this grid has ended.
-  LLM_COMM_DEVICE void arrive() const {
-    add_relaxed(&state_->arrivals, block_index() == 0 ? kArrivalsPerOperation - (block_count() - 1) : 1);
-  }
+  LLM_COMM_DEVICE void arrive() const { add_relaxed(&state_->arrivals, arrival_); }
 
   // Takes the communicator on this GPU for a launch, by any number but 0. False if another launch has it: two operations
   // run at once. One thread of a grid calls these.
@@ -141,6 +147,7 @@ class Operation {
   uint64_t slot_bytes_;
   OperationKind kind_;
   uint64_t bytes_;
+  uint32_t arrival_;
   uint64_t arrivals_ = 0;
   bool in_vain_ = false;
 };

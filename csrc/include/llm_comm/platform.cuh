@@ -8,7 +8,8 @@
 //                    any_lane(b): whether b holds in any of them
 // Cluster            blocks of a launch that run at once and reach each other's shared memory: `blocks` neighbours, of
 //                    which the first has an index divisible by `blocks`; 1 on devices without clusters
-//                    cluster_arrive(), cluster_wait(): the two halves of a barrier of all threads of the cluster
+//                    cluster_arrive_relaxed(), cluster_wait(): the two halves of a barrier of all threads of the cluster;
+//                    of what a thread did before, only delivery_init() is known to others after it
 // Delivery           stores of floats into the shared memory of blocks of a cluster of k, counted there: a uint64_t of
 //                    shared memory, delivery_init(d, n, k) by one thread, before the cluster's barrier;
 //                    delivery_expect(d, n, k) by one thread in each phase: n values end it, the same number in all;
@@ -17,7 +18,8 @@
 // Grid order         grid_dependency_trigger(): the next grid of the stream may be scheduled
 //                    grid_dependency_wait(): all earlier grids of the stream are complete and visible
 //                    grid_dependency_wait_after(x): the same, once x (any value but 0) has been computed
-// Plain memory       load_line / store_line: one 16-byte access; load_plain / store_plain: one of the size of T
+// Plain memory       load_line / store_line: one 16-byte access; load_plain / store_plain: one of the size of T;
+//                    load_words(p, words): 1, 2 or 4 words by one access, which is not waited for before they are used
 // System scope       load_line_relaxed / store_line_relaxed: 16 bytes, of which only each 4-byte word is a unit;
 //                    load_packet_relaxed / store_packet_relaxed: the same, but each 8-byte half is a unit;
 //                    {load,store}_relaxed, load_acquire, store_release on uint32_t, uint64_t; fence_system()

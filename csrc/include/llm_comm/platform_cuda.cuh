@@ -41,9 +41,11 @@ LLM_COMM_DEVICE void count_delivery(uint64_t* delivery, uint64_t change) {
 }
 
 // Clusters (sm_90 and later). Not the .aligned forms: threads of a warp may come from polls of different length.
-LLM_COMM_DEVICE void cluster_arrive() {
+// The arrival is relaxed: a release would be a fence at the scope of the GPU in every thread. Of what a thread did before
+// it, others see after cluster_wait() that its block runs, and what delivery_init() set up, which is a release of its own.
+LLM_COMM_DEVICE void cluster_arrive_relaxed() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 #endif
 }
 
@@ -152,6 +154,23 @@ LLM_COMM_DEVICE Line load_line(const void* address) {
                : "l"(address)
                : "memory");
   return v;
+}
+
+// In PTX so that they stay as they are until their first use: elements of a pack would be taken apart at once, for which
+// the thread waits before it issues the next load.
+LLM_COMM_DEVICE void load_words(const void* address, uint32_t (&word)[1]) {
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(word[0]) : "l"(address) : "memory");
+}
+
+LLM_COMM_DEVICE void load_words(const void* address, uint32_t (&word)[2]) {
+  asm volatile("ld.global.v2.u32 {%0,%1}, [%2];" : "=r"(word[0]), "=r"(word[1]) : "l"(address) : "memory");
+}
+
+LLM_COMM_DEVICE void load_words(const void* address, uint32_t (&word)[4]) {
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+               : "l"(address)
+               : "memory");
 }
 
 LLM_COMM_DEVICE void store_line(void* address, Line line) {

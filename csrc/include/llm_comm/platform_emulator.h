@@ -65,7 +65,7 @@ LLM_COMM_DEVICE bool any_lane(bool holds) {
   return any != 0.0f;
 }
 
-LLM_COMM_DEVICE void cluster_arrive() { emulator::cluster_barrier_arrive(); }
+LLM_COMM_DEVICE void cluster_arrive_relaxed() { emulator::cluster_barrier_arrive(); }
 LLM_COMM_DEVICE void cluster_wait() { emulator::cluster_barrier_wait(); }
 
 // The block of the cluster whose shared memory holds what corresponds to `address` here.
@@ -278,6 +278,11 @@ LLM_COMM_DEVICE uint64_t clock_ns() {
 }
 
 #endif  // LLM_COMM_DETERMINISTIC
+
+template <uint32_t Words>
+void load_words(const void* address, uint32_t (&word)[Words]) {
+  for (uint32_t i = 0; i < Words; ++i) word[i] = load_plain(static_cast<const uint32_t*>(address) + i);
+}
 
 // A failed poll gives way to other ranks, which may take a scheduler's tick.
 inline constexpr uint32_t kPollsPerCheck = 4;

@@ -40,24 +40,22 @@ class Suspicions {
 
   // Follows the notes from `suspect` to a rank that has left none. Where they lead round or back here, which they do when
   // the first of a rank's waits to expire was for one that waits for the missing rank too, the notes of the others are
-  // followed, and after that a rank is named that alone has left no note. If all have (ranks that wait for each other
-  // make different calls), it stays with `suspect`.
+  // followed, and after that the first rank is named that has left no note: whoever has come and waits has left one. If all
+  // have (ranks that wait for each other make different calls), it stays with `suspect`.
   LLM_COMM_DEVICE uint32_t culprit(uint32_t suspect) const {
     uint32_t found = follow(suspect);
     uint32_t silent = world_size_;
-    uint32_t silent_ranks = 0;
     LLM_COMM_UNROLL(1)
     for (uint32_t rank = 0; rank < world_size_ && found == world_size_; ++rank) {
       uint32_t named;
       if (noted_by(rank, named)) {
         found = follow(named);
-      } else {
+      } else if (silent == world_size_) {
         silent = rank;
-        ++silent_ranks;
       }
     }
     if (found != world_size_) return found;
-    return silent_ranks == 1 ? silent : suspect;
+    return silent != world_size_ ? silent : suspect;
   }
 
  private:

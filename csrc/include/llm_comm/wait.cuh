@@ -57,13 +57,13 @@ struct CallSignature {
 
 struct HostMailbox {
   ErrorRecord error;
-  uint32_t abort_request;              // the host sets it to end all waits of this GPU now
+  uint32_t abort_request;              // the host sets it to end all waits of this GPU now, and all later operations
   CallSignature calls[kMaxWorldSize];  // by rank, where the cause is kMismatch
 };
 
 struct WaitBounds {
   HostMailbox* mailbox;
-  uint32_t* aborted;  // device memory: set once a wait of this communicator has expired
+  uint32_t* aborted;  // device memory: set once a wait of this communicator has ended in vain
   uint64_t timeout_ns;
   Suspicions suspicions = {};
 };
@@ -94,7 +94,8 @@ LLM_COMM_DEVICE void report_error(const WaitBounds& bounds, const WaitSite& site
   store_relaxed(&record.complete, 1u);
 }
 
-// `peer` is whom the wait was for, or whom a note names.
+// `peer` is whom the wait was for, or whom a note names. Not a function that is called: what it is given would then have to
+// lie in certain registers, and ptxas waits for the operation's number before it loads the input (docs/performance.md).
 LLM_COMM_DEVICE void record_expired_wait(const WaitBounds& bounds, const WaitSite& site, uint32_t peer,
                                          uint32_t phase) {
   if (!give_up(bounds)) return;
@@ -125,7 +126,14 @@ LLM_COMM_DEVICE bool wait_until(Poll poll, const WaitBounds& bounds, const WaitS
     }
     const uint64_t now = clock_ns();
     if (start == 0) start = now;
-    if (load_relaxed(bounds.aborted) != 0 || load_relaxed(&bounds.mailbox->abort_request) != 0) return false;
+    if (load_relaxed(bounds.aborted) != 0) return false;
+    // Of all operations, not of this wait alone: this rank ends the operation without what R1 of device_comm.cuh asks for,
+    // so it must send nothing in later ones. There is nothing to report and no note to leave: the host knows why, and
+    // nobody is missing whom this wait could name.
+    if (load_relaxed(&bounds.mailbox->abort_request) != 0) {
+      give_up(bounds);
+      return false;
+    }
     uint32_t suspect = peer;
     if (bounds.suspicions.find(suspect) || now - start > bounds.timeout_ns) {
       record_expired_wait(bounds, site, suspect, phase);

@@ -83,9 +83,15 @@ class Message {
   LLM_COMM_DEVICE Line load(uint32_t line) const {
     const uint64_t first = static_cast<uint64_t>(line) * kPerLine;
     if (line < input_whole_lines_) return load_line(input_ + first);
+    // All loads first: a loop that ends with the message would wait for each before the next.
+    const uint64_t left = count_ - first;
+    Storage element[kPerLine];
+    LLM_COMM_UNROLL(8)
+    for (uint32_t i = 0; i < kPerLine; ++i) element[i] = i < left ? input_[first + i] : 0;
     Line value{};
-    for (uint32_t i = 0; i < kPerLine && first + i < count_; ++i) {
-      value.word[i * sizeof(Storage) / 4] |= static_cast<uint32_t>(input_[first + i]) << (i * sizeof(Storage) % 4 * 8);
+    LLM_COMM_UNROLL(8)
+    for (uint32_t i = 0; i < kPerLine; ++i) {
+      value.word[i * sizeof(Storage) / 4] |= static_cast<uint32_t>(element[i]) << (i * sizeof(Storage) % 4 * 8);
     }
     return value;
   }

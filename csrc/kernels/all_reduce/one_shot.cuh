@@ -34,6 +34,7 @@ all_reduce_one_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
                              reinterpret_cast<uint64_t>(contributions));
   // The next line to send is always on its way; the first beside the operation's number, which is as far away.
   Line next = first + self.column < lines ? message.load(first + self.column) : Line{};
+  // Threads that leave are missed only in the sums of this rank, which has an error.
   if (!op.begin()) return;
   outgoing += op.slot_offset() / sizeof(Line);
   incoming += op.slot_offset() / sizeof(Line);

@@ -34,9 +34,9 @@ all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   const uint32_t stride = block_count() * self.tile_lines;
   Line* const contributions = shared_memory<Line>();           // [rank][column]
   Line* const sums = contributions + World * self.tile_lines;  // [column]
-  // Set by the first thread of the block whose wait ended in vain: there is no sum to send then.
+  // Set by threads of the block whose wait ended in vain: there is no sum to send then.
   uint32_t* const incomplete = (sums + self.tile_lines)->word;
-  if (thread_index() == 0) *incomplete = 0;  // long before anybody sets it
+  if (thread_index() == 0) *incomplete = 0;
 
   Operation op(args.comm, OperationKind::kAllReduceTwoShot, message.bytes());
   Line* outgoing = reinterpret_cast<Line*>(op.slots(self.peer)) + static_cast<uint64_t>(rank) * slice;
@@ -48,13 +48,15 @@ all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
                              reinterpret_cast<uint64_t>(contributions));
   // The next line to send is always on its way; the first beside the operation's number, which is as far away.
   Line next = first + self.column < peer_lines ? message.load(self.peer * slice + first + self.column) : Line{};
-  if (!op.begin()) return;
+  // A thread that may not begin stays without doing anything: others of its block may have begun, and must learn that a
+  // slice is incomplete.
+  const bool begun = op.begin();
   outgoing += op.slot_offset() / sizeof(Line);
   incoming += op.slot_offset() / sizeof(Line);
 
   const auto scatter = [&](uint32_t tile) {
     const uint32_t i = tile + self.column;
-    if (!is_own && i < peer_lines) send_line(outgoing + i, next);
+    if (begun && !is_own && i < peer_lines) send_line(outgoing + i, next);
     if (!SingleTile && i + stride < peer_lines) next = message.load(self.peer * slice + i + stride);
   };
   const auto reduce = [&](uint32_t tile) {
@@ -63,8 +65,8 @@ all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
       contributions[thread_index()] =
           is_own ? (SingleTile ? next : message.load(rank * slice + i)) : receive_line(incoming + i, op, self.peer, 0);
     }
-    if (op.in_vain()) *incomplete = 1;
     block_sync();
+    if (op.in_vain()) *incomplete = 1;  // between the barriers: it has been zero before, and is read after
     if (tile == first && thread_index() == 0) op.arrive();
     constexpr uint32_t kWidth = kSumWidth<D, World>;
     const uint32_t tile_packs = self.tile_lines * Message<D>::kPerLine / kWidth;
@@ -85,7 +87,7 @@ all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   };
   const auto collect = [&](uint32_t tile) {
     const uint32_t i = tile + self.column;
-    if (is_own || i >= peer_lines) return;
+    if (!begun || is_own || i >= peer_lines) return;
     message.store(self.peer * slice + i, receive_line(incoming + gather + i, op, self.peer, 1));
     re_arm_line(incoming + gather + i);
   };

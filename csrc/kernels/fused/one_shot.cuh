@@ -32,7 +32,7 @@ add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   const uint32_t round_lines = args.tile_lines * args.cluster_blocks;
   const uint32_t tiles = SingleTile ? 1 : (args.row_lines + round_lines - 1) / round_lines;
   const uint32_t tile_packs = args.tile_lines * kElementsPerLine / kWidth;
-  const Elements<D> input(args.input);
+  const Elements<D> input(args, args.input);
   Norm norm(args, shared_memory<float>());
   // Contributions to a tile by rank, twice: a tile is written while slow threads still sum the one before.
   Line* const contributions = shared_memory<Line>() + kPartialBytes / sizeof(Line);
@@ -58,26 +58,36 @@ add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
 
   TileCursor sending{self.cluster, 0};
   TileCursor reducing = sending;
+  LineLoad<D> coming = input.load_of_line(has_line(sending), line_index(sending));
+  auto first_residual = norm.residual_load(sending.row, place_of(0));
+  auto first_weight = norm.weight_load(place_of(0));
   grid_dependency_wait_after(reinterpret_cast<uint64_t>(outgoing) + reinterpret_cast<uint64_t>(incoming) +
-                             input.fingerprint() + norm.fingerprint() + op.fingerprint() + line_index(sending) +
+                             coming.fingerprint() + first_residual.fingerprint() + first_weight.fingerprint() +
+                             norm.fingerprint() + op.fingerprint() + line_index(sending) +
                              reinterpret_cast<uint64_t>(contributions));
-  // The next line to send is always on its way; the first beside the operation's number, which is as far away, as are
-  // what the sums meet later.
-  Line next = has_line(sending) ? input.load_line(line_index(sending)) : Line{};
+  // The next line to send is always on its way; the first beside the operation's number, which is as far away, as is what
+  // the sums meet later. Nothing is waited for in between.
   const Line state = op.load_state();
-  Values residual = norm.load_residual(sending.row, place_of(0));
-  Values weight = norm.load_weight(place_of(0));
+  coming.begin();
+  first_residual.begin();
+  first_weight.begin();
+  Values residual{};
+  Values weight{};
   const float static_scale = norm.load_scale();
-  // Blocks of a cluster reach into each other's shared memory, so none may leave alone: it goes on without waiting.
-  if (!op.begin(state) && args.cluster_blocks == 1) return;
+  // A thread that may not begin goes on without waiting, sending, or storing results: those that have begun, in its block
+  // and in others of the cluster, wait for what it delivers.
+  norm.set_begun(op.begin(state));
   outgoing += op.slot_offset() / sizeof(Line);
   incoming += op.slot_offset() / sizeof(Line);
 
+  Line line{};  // sent last
   const auto send = [&] {
-    if (!is_own && has_line(sending) && !op.in_vain()) send_line(outgoing + line_index(sending), next);
+    line = __builtin_bit_cast(Line, coming.end());
+    if (!is_own && has_line(sending) && !op.in_vain()) send_line(outgoing + line_index(sending), line);
     if (SingleTile) return;
     sending.advance(args.row_lines, round_lines, self.clusters);
-    if (sending.row < args.rows && has_line(sending)) next = input.load_line(line_index(sending));
+    coming = input.load_of_line(sending.row < args.rows && has_line(sending), line_index(sending));
+    coming.begin();
   };
   bool is_first = true;
   uint32_t parity = 0;
@@ -95,7 +105,11 @@ add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
     parity ^= 1;
     if (has) {
       columns[thread_index()] =
-          is_own ? (SingleTile ? next : input.load_line(index)) : receive_line(incoming + index, op, self.peer, 0);
+          is_own ? (SingleTile ? line : input.load_line(index)) : receive_line(incoming + index, op, self.peer, 0);
+    }
+    if (is_first) {
+      residual = first_residual.end();
+      weight = first_weight.end();
     }
     block_sync();
     if (is_first && thread_index() == 0) op.arrive();
@@ -106,6 +120,8 @@ add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
       if (at.exists) sums = sum_in_rank_order<D, World>(packs + thread_index(), tile_packs);
       sums = norm.add(reducing.row, at, sums, residual);
     }
+    // While the squares are on their way to the other blocks.
+    if (!is_own && has) re_arm_line(incoming + index);
     if (SingleTile || reducing.is_last_of_row(args.row_lines, round_lines)) {
       if (norms || warp == 0) {
         norm.finish(
@@ -113,8 +129,6 @@ add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
             static_scale);
       }
     }
-    // After the result is out: the next operation that uses the line cannot start before this one has ended.
-    if (!is_own && has) re_arm_line(incoming + index);
     if (!SingleTile) reducing.advance(args.row_lines, round_lines, self.clusters);
   };
 

@@ -35,22 +35,26 @@ class RmsNorm {
   // Every thread of the block makes one, before grid_dependency_wait(). `partials`: the start of shared memory.
   LLM_COMM_DEVICE RmsNorm(const AddRmsNormArgs& args, float* partials)
       : args_(args),
-        residual_(args.residual),
-        weight_(args.weight),
-        normed_(args.normed),
-        new_residual_(args.new_residual),
+        residual_(args, args.residual),
+        weight_(args, args.weight),
+        normed_(args, args.normed),
+        new_residual_(args, args.new_residual),
         partials_(partials),
         deliveries_(reinterpret_cast<uint64_t*>(partials + kPartialSets * kMaxChunks)),
         chunks_((args.row_lines + kChunkLines - 1) / kChunkLines) {
-    // total() reads past the last chunk.
-    for (uint32_t i = thread_index(); i < kPartialSets * kMaxChunks; i += block_threads()) partials_[i] = 0.0f;
+    // combine_partials() reads past the last chunk. Only there are zeros: where blocks deliver to each other, nothing orders
+    // the stores of a block behind which a delivery may come.
+    const uint32_t sets = args.quantization == Quantization::kDynamic ? kPartialSets : kPartialSets / 2;
+    for (uint32_t i = chunks_ + thread_index(); i < kMaxChunks; i += block_threads()) {
+      for (uint32_t set = 0; set < sets; ++set) partials_[set * kMaxChunks + i] = 0.0f;
+    }
     if (thread_index() == 0) {
       for (uint32_t set = 0; set < kPartialSets; ++set) {
         delivery_init(deliveries_ + set, chunks_, args_.cluster_blocks);
         expect(set);
       }
     }
-    if (args_.cluster_blocks > 1) cluster_arrive();
+    if (args_.cluster_blocks > 1) cluster_arrive_relaxed();
   }
 
   // All threads make the call, before the first add() and with a block_sync() in between: every block of the cluster has
@@ -59,15 +63,26 @@ class RmsNorm {
     if (args_.cluster_blocks > 1) cluster_wait();
   }
 
-  LLM_COMM_DEVICE uint64_t fingerprint() const {
-    return residual_.fingerprint() + weight_.fingerprint() + normed_.fingerprint() + new_residual_.fingerprint();
-  }
+  // A thread whose operation may not begin delivers what others wait for, and stores nothing.
+  LLM_COMM_DEVICE void set_begun(bool begun) { stores_ = begun; }
 
+  LLM_COMM_DEVICE uint64_t fingerprint() const { return normed_.fingerprint() + new_residual_.fingerprint(); }
+
+  LLM_COMM_DEVICE PackLoad<D, Width> residual_load(uint32_t row, Place at) const {
+    return residual_.template load_of<Width>(at.exists && args_.residual != nullptr, element(row, at));
+  }
+  LLM_COMM_DEVICE PackLoad<D, Width> weight_load(Place at) const {
+    return weight_.template load_of<Width>(at.exists, at.index);
+  }
   LLM_COMM_DEVICE Values load_residual(uint32_t row, Place at) const {
-    return at.exists && args_.residual != nullptr ? residual_.template load<Width>(element(row, at)) : Values{};
+    auto load = residual_load(row, at);
+    load.begin();
+    return load.end();
   }
   LLM_COMM_DEVICE Values load_weight(Place at) const {
-    return at.exists ? weight_.template load<Width>(at.index) : Values{};
+    auto load = weight_load(at);
+    load.begin();
+    return load.end();
   }
   // Of a static quantization.
   LLM_COMM_DEVICE float load_scale() const { return args_.quantization == Quantization::kStatic ? *args_.scale : 0.0f; }
@@ -82,7 +97,7 @@ class RmsNorm {
         result.element[i] = E::round(E::value(sums.element[i]) + E::value(residual.element[i]));
       }
     }
-    if (at.exists) new_residual_.template store<Width>(element(row, at), result);
+    if (at.exists && stores_) new_residual_.template store<Width>(element(row, at), result);
     float squares = at.exists ? sum_of_squares(result) : 0.0f;
     LLM_COMM_UNROLL(8)
     for (uint32_t mask = 1; mask < kLanesPerChunk; mask *= 2) squares += shuffle_xor(squares, mask);
@@ -112,7 +127,7 @@ class RmsNorm {
     const float factor = reciprocal_sqrt(multiply_add(squares, args_.reciprocal_hidden, args_.epsilon));
     if (args_.quantization == Quantization::kNone) {
       each_tile([&](Place at, Values x, Values w) {
-        if (at.exists) normed_.template store<Width>(element(row, at), normalize(x, w, factor));
+        if (at.exists && stores_) normed_.template store<Width>(element(row, at), normalize(x, w, factor));
       });
     } else if (args_.quantization == Quantization::kStatic) {
       // As vLLM's kernels, which do not divide.
@@ -123,7 +138,7 @@ class RmsNorm {
     } else {
       float magnitude = 0.0f;
       each_tile([&](Place at, Values x, Values w) {
-        magnitude = largest_of(normalize(x, w, factor));
+        magnitude = at.exists ? largest_of(normalize(x, w, factor)) : 0.0f;
         LLM_COMM_UNROLL(8)
         for (uint32_t mask = 1; mask < kLanesPerChunk; mask *= 2) {
           magnitude = larger(magnitude, shuffle_xor(magnitude, mask));
@@ -132,7 +147,7 @@ class RmsNorm {
       });
       // Divides, as vLLM does, rather than multiply by the reciprocal: other bits.
       const float scale = larger(combine_partials(2 + set_of_row(), &larger) / kLargestE4m3, kSmallestScale);
-      if (block_index() % args_.cluster_blocks == 0 && thread_index() == 0) args_.scale[row] = scale;
+      if (stores_ && block_index() % args_.cluster_blocks == 0 && thread_index() == 0) args_.scale[row] = scale;
       each_tile([&](Place at, Values x, Values w) {
         store_quantized(row, at, normalize(x, w, factor), [&](float value) { return value / scale; });
       });
@@ -187,19 +202,23 @@ class RmsNorm {
     }
   }
 
-  // All partial values of a row, combined: four by each lane, then those of the lanes, as a tree.
+  // All partial values of a row, combined: four by each lane, twice, then those of the lanes, as a tree. Without a look at
+  // how many there are: behind the last one lie zeros.
   template <class Combine>
   LLM_COMM_DEVICE float combine_partials(uint32_t set, Combine combine) const {
     delivery_wait(deliveries_ + set, rows_ / 2 % 2);
     // For the next row but one.
     if (!Once && thread_index() == 0) expect(set);
-    const Line* const lines = reinterpret_cast<const Line*>(partials_ + set * kMaxChunks);
-    float result = 0.0f;
-    for (uint32_t first = 0; first * 4 < chunks_; first += kWarpThreads) {
-      const Line partial = lines[first + thread_index() % kWarpThreads];
-      result = combine(result, combine(combine(bits_to_float(partial.word[0]), bits_to_float(partial.word[1])),
-                                       combine(bits_to_float(partial.word[2]), bits_to_float(partial.word[3]))));
-    }
+    const auto four = [&](const Line& partial) {
+      return combine(combine(bits_to_float(partial.word[0]), bits_to_float(partial.word[1])),
+                     combine(bits_to_float(partial.word[2]), bits_to_float(partial.word[3])));
+    };
+    static_assert(kMaxChunks == 2 * 4 * kWarpThreads);
+    const Line* const lines =
+        reinterpret_cast<const Line*>(partials_ + set * kMaxChunks) + thread_index() % kWarpThreads;
+    const Line low = lines[0];
+    const Line high = lines[kWarpThreads];
+    float result = combine(four(low), four(high));
     LLM_COMM_UNROLL(5)
     for (uint32_t mask = kWarpThreads / 2; mask > 0; mask /= 2) result = combine(result, shuffle_xor(result, mask));
     return result;
@@ -226,7 +245,7 @@ class RmsNorm {
 
   template <class Scaled>
   LLM_COMM_DEVICE void store_quantized(uint32_t row, Place at, Values values, Scaled scaled) const {
-    if (!at.exists) return;
+    if (!at.exists || !stores_) return;
     Quantized quantized;
     LLM_COMM_UNROLL(8)
     for (uint32_t i = 0; i < Width; ++i) quantized.element[i] = float_to_e4m3(scaled(E::value(values.element[i])));
@@ -247,6 +266,7 @@ class RmsNorm {
   uint64_t* deliveries_;  // one for each set
   uint32_t chunks_;
   uint32_t rows_ = 0;  // ended so far
+  bool stores_ = true;
 };
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

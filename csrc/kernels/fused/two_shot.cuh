@@ -30,13 +30,13 @@ add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   const uint32_t segment = args.segment_lines;
   const uint32_t round_lines = args.tile_lines * args.cluster_blocks;
   const uint32_t tiles = SingleTile ? 1 : (segment + round_lines - 1) / round_lines;
-  const Elements<D> input(args.input);
+  const Elements<D> input(args, args.input);
   Norm norm(args, shared_memory<float>());
   Line* const contributions = shared_memory<Line>() + kPartialBytes / sizeof(Line);  // [rank][column]
   Line* const sums = contributions + World * args.tile_lines;                        // [column]
-  // Set by the first thread of the block whose wait ended in vain: there is no sum to send then.
+  // Set by threads of the block whose wait ended in vain: there is no sum to send then.
   uint32_t* const incomplete = (sums + args.tile_lines)->word;
-  if (thread_index() == 0) *incomplete = 0;  // long before anybody sets it
+  if (thread_index() == 0) *incomplete = 0;
 
   Operation op(args.comm, OperationKind::kAddRmsNormTwoShot,
                static_cast<uint64_t>(args.rows) * args.row_lines * sizeof(Line));
@@ -51,8 +51,8 @@ add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
     return self.has_line && line_of(at) < segment && owner * segment + line_of(at) < args.row_lines;
   };
   const auto slot_index = [&](const TileCursor& at) { return at.row * segment + line_of(at); };
-  const auto load = [&](const TileCursor& at, uint32_t owner) {
-    return input.load_line(at.row * args.row_lines + owner * segment + line_of(at));
+  const auto line_index = [&](const TileCursor& at, uint32_t owner) {
+    return at.row * args.row_lines + owner * segment + line_of(at);
   };
   // The line of the row that this thread collects and norms.
   const auto place_of = [&](uint32_t first) -> typename Norm::Place {
@@ -66,26 +66,37 @@ add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   TileCursor scattering{self.cluster, 0};
   TileCursor reducing = scattering;
   TileCursor collecting = scattering;
+  LineLoad<D> coming = input.load_of_line(has_line(scattering, self.peer), line_index(scattering, self.peer));
+  auto first_residual = norm.residual_load(collecting.row, place_of(0));
+  auto first_weight = norm.weight_load(place_of(0));
   grid_dependency_wait_after(reinterpret_cast<uint64_t>(outgoing) + reinterpret_cast<uint64_t>(incoming) +
-                             input.fingerprint() + norm.fingerprint() + op.fingerprint() + slot_index(scattering) +
+                             coming.fingerprint() + first_residual.fingerprint() + first_weight.fingerprint() +
+                             norm.fingerprint() + op.fingerprint() + slot_index(scattering) +
                              reinterpret_cast<uint64_t>(contributions));
-  // The next line to send is always on its way; the first beside the operation's number, which is as far away, as are
-  // what the sums meet later.
-  Line next = has_line(scattering, self.peer) ? load(scattering, self.peer) : Line{};
+  // The next line to send is always on its way; the first beside the operation's number, which is as far away, as is what
+  // the sums meet later. Nothing is waited for in between.
   const Line state = op.load_state();
-  Values residual = norm.load_residual(collecting.row, place_of(0));
-  Values weight = norm.load_weight(place_of(0));
+  coming.begin();
+  first_residual.begin();
+  first_weight.begin();
+  Values residual{};
+  Values weight{};
   const float static_scale = norm.load_scale();
-  // Blocks of a cluster reach into each other's shared memory, so none may leave alone: it goes on without waiting.
-  if (!op.begin(state) && args.cluster_blocks == 1) return;
+  // A thread that may not begin goes on without waiting, sending, or storing results: those that have begun, in its block
+  // and in others of the cluster, wait for what it delivers.
+  norm.set_begun(op.begin(state));
   outgoing += op.slot_offset() / sizeof(Line);
   incoming += op.slot_offset() / sizeof(Line);
 
+  Line line{};  // sent last
   const auto scatter = [&] {
-    if (!is_own && has_line(scattering, self.peer) && !op.in_vain()) send_line(outgoing + slot_index(scattering), next);
+    line = __builtin_bit_cast(Line, coming.end());
+    if (!is_own && has_line(scattering, self.peer) && !op.in_vain()) send_line(outgoing + slot_index(scattering), line);
     if (SingleTile) return;
     scattering.advance(segment, round_lines, self.clusters);
-    if (scattering.row < args.rows && has_line(scattering, self.peer)) next = load(scattering, self.peer);
+    const bool has_next = scattering.row < args.rows && has_line(scattering, self.peer);
+    coming = input.load_of_line(has_next, line_index(scattering, self.peer));
+    coming.begin();
   };
   bool is_first = true;
   const auto reduce = [&] {
@@ -93,11 +104,11 @@ add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
     const uint64_t index = slot_index(reducing);
     if (is_first) norm.meet();  // while the first lines are on their way
     if (has) {
-      contributions[thread_index()] =
-          is_own ? (SingleTile ? next : load(reducing, rank)) : receive_line(incoming + index, op, self.peer, 0);
+      contributions[thread_index()] = is_own ? (SingleTile ? line : input.load_line(line_index(reducing, rank)))
+                                             : receive_line(incoming + index, op, self.peer, 0);
     }
-    if (op.in_vain()) *incomplete = 1;
     block_sync();
+    if (op.in_vain()) *incomplete = 1;  // between the barriers: it has been zero before, and is read after
     if (is_first && thread_index() == 0) op.arrive();
     is_first = false;
     constexpr uint32_t kWidth = kSumWidth<D, World>;
@@ -120,19 +131,24 @@ add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   const auto collect = [&] {
     const auto at = place_of(collecting.first);
     const uint64_t index = gather + slot_index(collecting);
-    if (!is_first_collected) {
+    if (is_first_collected) {
+      residual = first_residual.end();
+      weight = first_weight.end();
+    } else {
       residual = norm.load_residual(collecting.row, at);
       if (tiles > 1) weight = norm.load_weight(at);
     }
     is_first_collected = false;
     const bool receives = at.exists && (!is_own || !SingleTile);
-    Line line = armed_line();
+    Line sum = armed_line();
     if (receives) {
-      line = receive_line(incoming + index, op, self.peer, 1);
+      sum = receive_line(incoming + index, op, self.peer, 1);
     } else if (at.exists) {
-      line = sums[self.column];
+      sum = sums[self.column];
     }
-    const Values values = norms ? norm.add(collecting.row, at, as_pack<D>(line), residual) : Values{};
+    const Values values = norms ? norm.add(collecting.row, at, as_pack<D>(sum), residual) : Values{};
+    // While the squares are on their way to the other blocks.
+    if (receives) re_arm_line(incoming + index);
     if (SingleTile || collecting.is_last_of_row(segment, round_lines)) {
       if (norms || thread_index() < kWarpThreads) {
         norm.finish(
@@ -140,7 +156,6 @@ add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
             static_scale);
       }
     }
-    if (receives) re_arm_line(incoming + index);
     if (!SingleTile) collecting.advance(segment, round_lines, self.clusters);
   };
 
