@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 import torch
@@ -24,17 +25,66 @@ def as_tensor(array: Any) -> torch.Tensor:
         return array
     if hasattr(array, "__dlpack__"):
         return torch.utils.dlpack.from_dlpack(array)
-    if hasattr(array, "__cuda_array_interface__"):
-        return torch.as_tensor(array, device="cuda")
+    interface = getattr(array, "__cuda_array_interface__", None)
+    if interface is not None:
+        tensor = torch.as_tensor(array, device="cuda")
+        if tensor.data_ptr() == interface["data"][0]:
+            return tensor
+        # torch takes it for one of the current device.
+        raise UnsupportedInputError(
+            f"the memory of the {type(array).__name__} is not on the current CUDA device, {tensor.device}: "
+            "make its device the current one"
+        )
     raise UnsupportedInputError(
         f"cannot use a {type(array).__name__}: pass a torch tensor or an array with DLPack or __cuda_array_interface__"
     )
 
 
+def as_output(array: Any) -> torch.Tensor:
+    """The same for an array that is to be written.
+
+    Raises:
+        UnsupportedInputError: It cannot be used, or not be written.
+    """
+    library = _library(array)
+    flags, interface = getattr(array, "flags", None), getattr(array, "__cuda_array_interface__", None)
+    # CuPy's flags do not have it: all of its arrays can be written.
+    is_read_only = not getattr(flags, "writeable", True) or (interface is not None and interface["data"][1])
+    if is_read_only or library in _IMMUTABLE:
+        raise UnsupportedInputError(f"out is a {type(array).__name__} that is read-only; leave out out, or copy it")
+    return as_tensor(array)
+
+
 def like(array: Any, tensor: torch.Tensor) -> Any:
-    """``tensor`` as an array of the library that ``array`` belongs to, over the same memory."""
+    """``tensor`` as an array of the library that ``array`` belongs to, over the same memory; the tensor itself where
+    that library takes none."""
     if isinstance(array, torch.Tensor):
         return tensor
-    library = importlib.import_module(type(array).__module__.partition(".")[0])
-    from_dlpack = getattr(library, "from_dlpack", None)
+    module = importlib.import_module(_MODULES.get(_library(array), _library(array)))
+    from_dlpack = getattr(module, "from_dlpack", None)
     return tensor if from_dlpack is None else from_dlpack(tensor)
+
+
+def why_not_plain(tensor: torch.Tensor) -> str:
+    """Why the memory of a contiguous tensor does not hold its values, or "".
+
+    Under torch.compile, which cannot trace the question, it is left to the operator in the graph.
+    """
+    if torch.compiler.is_compiling():
+        return ""
+    if tensor.is_neg():
+        return "the tensor is a negated view of another's memory: pass tensor.resolve_neg()"
+    # Whoever has no DTensor has not imported this.
+    sharded = sys.modules.get("torch.distributed.tensor")
+    if sharded is not None and isinstance(tensor, sharded.DTensor):
+        return "the tensor is a DTensor: pass tensor.to_local()"
+    return ""
+
+
+# Modules with from_dlpack, where it is not the library's own.
+_MODULES = {"jaxlib": "jax.dlpack"}
+_IMMUTABLE = ("jaxlib", "jax")
+
+
+def _library(array: Any) -> str:
+    return type(array).__module__.partition(".")[0]

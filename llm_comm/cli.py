@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
+import logging
 import re
 import sys
 from collections.abc import Sequence
@@ -25,15 +25,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(argv)
     args.argv = argv
+    _show_log()
     try:
         # Imported on use: each command needs only its own dependencies, and --help none.
         return int(importlib.import_module(args.module).run(args))
     except LlmCommError as error:
-        speaker = f"llm-comm, rank {os.environ['RANK']}" if "RANK" in os.environ else "llm-comm"
-        print(f"{speaker}: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{_speaker()}: {type(error).__name__}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
+
+
+def _show_log() -> None:
+    """Lets what llm_comm logs come out on stderr; python alone would drop all that is below a warning."""
+    logger = logging.getLogger("llm_comm")
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(f"{_speaker()}: %(levelname)s: %(message)s"))
+        logger.addHandler(handler)
+
+
+def _speaker() -> str:
+    from llm_comm import launch
+
+    return f"llm-comm, rank {launch.rank()}" if launch.in_rank() else "llm-comm"
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from llm_comm import _core, arrays, ops, selection
 from llm_comm.bootstrap import Rendezvous, host_identity
 from llm_comm.config import Config
-from llm_comm.errors import CommunicatorError, RendezvousError, UnsupportedInputError
+from llm_comm.errors import CommunicatorError, MissingRankError, RendezvousError, UnsupportedInputError
 from llm_comm.fused import FusedCalls, device_limits
 from llm_comm.fused_selection import FusedPlan
 from llm_comm.selection import Plan
@@ -68,13 +68,15 @@ class Communicator:
         config: Config | None = None,
     ) -> None:
         self.config = Config.load() if config is None else config
-        logger.setLevel(self.config.log.upper())
+        # Where nobody chose a level here, one that the application has set for this logger stays.
+        if "log" in self.config.origins or logger.level == logging.NOTSET:
+            logger.setLevel(self.config.log.upper())
         self.device = _device(device)
         self.is_emulated = self.device.type == "cpu"
         self._device_index = -1 if self.is_emulated else self.device.index
         # The raw handle: making a Stream object would take a good part of the host time of a call.
         self._current_stream = _no_stream if self.is_emulated else torch._C._cuda_getCurrentRawStream
-        rendezvous = Rendezvous(group, self.config.timeout_s)
+        rendezvous = Rendezvous(group, self.config.timeout_s, self.device)
         self.rank, self.world_size = rendezvous.rank, rendezvous.world_size
         self._prepared: dict[tuple[int, torch.dtype], _Prepared] = {}
         self._core: _core.Core | None = None
@@ -84,7 +86,8 @@ class Communicator:
 
         _check_hosts(rendezvous, self)
         self._table = rendezvous.attempt("choice of a tuning table", self._find_table)
-        _check_alike("have different tuning tables", rendezvous.gather(self._table.fingerprint()))
+        fingerprints = rendezvous.gather("comparison of tuning tables", self._table.fingerprint())
+        _check_alike("have different tuning tables", fingerprints)
         self._core = rendezvous.attempt("set-up of the device", self._make_core)
         self.memory_kind = self._connect(rendezvous)
         self._fused = self._make_fused_calls()
@@ -119,24 +122,27 @@ class Communicator:
             CommunicatorError: This or an earlier call has failed: PeerTimeout, MismatchError or ConcurrentUseError.
         """
         # Host time of a call is a bar: this path makes no Python call that it can do without.
-        if _is_compiling():
-            result = torch.ops.llm_comm.all_reduce(x, self.name)
-            return result if out is None else out.copy_(result)
-        if not isinstance(x, _Tensor):
-            return self._all_reduce_array(x, out)
+        if _is_compiling() or type(x) is not _Tensor:
+            return self._dispatch_all_reduce(x, out)
+        return self._all_reduce(x, out)
+
+    def _all_reduce(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """``all_reduce`` of a tensor that has memory of its own, now; what the operator for torch.compile runs."""
         count, dtype = x.numel(), x.dtype
         prepared = self._prepared.get((count, dtype))
-        if prepared is None or x.device != self.device or not x.is_contiguous():
+        if prepared is None or x.device != self.device or not x.is_contiguous() or x.is_neg():
             prepared = self._prepare(x)
             if prepared is None:
                 raise UnsupportedInputError(f"all_reduce: {self._why_declined(x)}")
         if out is None:
             out = torch.empty_like(x)
         elif out is not x and (
-            out.numel() != count
+            not isinstance(out, _Tensor)
+            or out.numel() != count
             or out.dtype is not dtype
             or out.device != self.device
             or not out.is_contiguous()
+            or out.is_neg()
             or 0 < abs(x.data_ptr() - out.data_ptr()) < x.nbytes
         ):
             raise UnsupportedInputError(_why_not_out(x, out))
@@ -191,13 +197,27 @@ class Communicator:
                 sum has not been made then: call ``all_reduce``.
             CommunicatorError: This or an earlier call has failed, as of ``all_reduce``.
         """
-        if _is_compiling():
+        if _is_compiling() or type(x) is not _Tensor:
             results = ops.fused(x, residual, weight, eps, quantize, scale, self.name)
             given = (out, residual_out, scale if quantize == "dynamic" else None)
             return tuple(
                 made if wanted is None else wanted.copy_(made.view(wanted.shape))
                 for made, wanted in zip(results, given, strict=False)
             )
+        return self._all_reduce_add_rms_norm(x, residual, weight, eps, out, residual_out, quantize, scale)
+
+    def _all_reduce_add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        out: torch.Tensor | None = None,
+        residual_out: torch.Tensor | None = None,
+        quantize: str | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """The same now, as ``_all_reduce``."""
         stream = self._current_stream(self._device_index)
         results, enqueued = self._live_fused().run(x, residual, weight, eps, out, residual_out, quantize, scale, stream)
         if not enqueued:
@@ -218,15 +238,15 @@ class Communicator:
         """Whether ``all_reduce(x)`` is served. Depends on shape, dtype, layout and kind of device only, so all ranks
         that hold the same kind of tensor get the same answer."""
         tensor = x if isinstance(x, torch.Tensor) else arrays.as_tensor(x)
+        if _is_compiling():  # which cannot trace the layout of a launch
+            return self._plan(tensor).algorithm != "declined"
         return self._prepare(tensor) is not None
 
     def plan(self, x: Any) -> Plan:
         """What ``all_reduce(x)`` would run, and why; ``"declined"`` is the algorithm of an input that is not served."""
         tensor = arrays.as_tensor(x)
         prepared = self._prepare(tensor)
-        if prepared is not None:
-            return prepared.plan
-        return selection.declined(tensor.numel() * tensor.element_size(), self._why_declined(tensor))
+        return self._plan(tensor) if prepared is None else prepared.plan
 
     def check(self) -> None:
         """Raises the CommunicatorError of an earlier call, if one has failed; costs no synchronization."""
@@ -239,8 +259,9 @@ class Communicator:
         """Calls ``callback`` with the error when this communicator fails, though no call is made any more.
 
         It comes within ``Config.timeout_s``, once, in a thread of the communicator (at once, in this one, if it has
-        failed already), and must not wait for the GPU. Where there is no callback, the error is logged. From then on
-        every operation raises it.
+        failed already), and must not wait for the GPU; to end the process it has to use ``os._exit``. A bound method
+        does not keep its object alive. Where there is no callback, the error is logged. From then on every operation
+        raises it.
         """
         self._live_core()
         if self._watchdog is not None:
@@ -266,13 +287,15 @@ class Communicator:
 
     def close(self) -> None:
         """Frees the workspace. Call it on every rank when the last operation has ended; more than once is no error."""
-        if self._core is not None and not self.is_emulated:
-            torch.cuda.synchronize(self.device)
-        if self._stop_watching is not None:
-            self._stop_watching()
-        self._stop_watching = self._watchdog = self._core = None
-        self._fused = None
-        self._prepared.clear()
+        try:
+            if self._core is not None and not self.is_emulated:
+                torch.cuda.synchronize(self.device)
+        finally:  # also where the CUDA context is broken
+            if self._stop_watching is not None:
+                self._stop_watching()
+            self._stop_watching = self._watchdog = self._core = None
+            self._fused = None
+            self._prepared.clear()
 
     def __enter__(self) -> Communicator:
         return self
@@ -286,7 +309,7 @@ class Communicator:
 
     def _prepare(self, x: torch.Tensor) -> _Prepared | None:
         """What to launch for ``x``, or None if it is declined."""
-        if x.device != self.device or not x.is_contiguous():
+        if self._why_not(x):
             return None
         key = (x.numel(), x.dtype)
         prepared = self._prepared.get(key)
@@ -317,18 +340,37 @@ class Communicator:
             self._prepared.clear()
         return _Prepared(plan, core.prepare_all_reduce(count, data_type, launch))
 
+    def _plan(self, x: torch.Tensor) -> Plan:
+        why = self._why_not(x)
+        if why:
+            return selection.declined(x.numel() * x.element_size(), why)
+        return selection.select(x.numel(), x.element_size(), self.world_size, self._table, self.config)
+
     def _why_declined(self, x: torch.Tensor) -> str:
+        return self._plan(x).reason
+
+    def _why_not(self, x: torch.Tensor) -> str:
+        """Why ``x`` is no input whatever its size, or ""."""
         if x.device != self.device:
             return f"the tensor is on {x.device}, the communicator on {self.device}"
         if not x.is_contiguous():
             return f"the tensor is not contiguous: shape {tuple(x.shape)}, strides {x.stride()}"
         if x.dtype not in _DATA_TYPES:
             return f"{x.dtype} is not one of {', '.join(map(str, _DATA_TYPES))}"
-        return selection.select(x.numel(), x.element_size(), self.world_size, self._table, self.config).reason
+        return arrays.why_not_plain(x)
 
-    def _all_reduce_array(self, x: Any, out: Any) -> Any:
-        result = self.all_reduce(arrays.as_tensor(x), None if out is None else arrays.as_tensor(out))
-        return arrays.like(x, result) if out is None else out
+    def _dispatch_all_reduce(self, x: Any, out: Any) -> Any:
+        """What is no ordinary tensor, or not one yet."""
+        if isinstance(x, _Tensor):
+            # torch's dispatcher knows what to make of it: a graph while compiling, a fake result for a fake tensor, a
+            # wait for one that is still on its way (AsyncCollectiveTensor), an error for a part of a DTensor.
+            result = torch.ops.llm_comm.all_reduce(x, self.name)
+            return result if out is None else out.copy_(result)
+        tensor = arrays.as_tensor(x)
+        if out is None:
+            return arrays.like(x, self._all_reduce(tensor))
+        self._all_reduce(tensor, tensor if out is x else arrays.as_output(out))
+        return out
 
     def _live_fused(self) -> FusedCalls:
         if self._fused is None:
@@ -370,13 +412,15 @@ class Communicator:
         board = None
         try:
             board = StatusBoard.open(rendezvous)
+        except MissingRankError:
+            raise
         except RendezvousError as error:  # the same on all ranks
             logger.info("errors will tell nothing of the other ranks: %s", error)
         if not _core.bounded_waits:
             logger.warning("this build of llm_comm is for measuring only: its kernels wait for ever")
         self._watchdog = Watchdog(self._live_core(), self.rank, self.config.timeout_s, board)
-        self._watchdog.start()
         self._stop_watching = weakref.finalize(self, self._watchdog.stop)
+        rendezvous.attempt("start of the watchdog", self._watchdog.start)
 
     def _connect(self, rendezvous: Rendezvous) -> str:
         """Allocates the workspace and maps those of the peers. Returns how."""
@@ -386,9 +430,17 @@ class Communicator:
         try:
             self._connect_by_descriptor(rendezvous)
             return "VMM"
+        except MissingRankError:
+            raise
         except RendezvousError as error:  # the same on all ranks: all fall back
             logger.info("VMM is not permitted here, using cudaIpc: %s", error)
-        self._connect_by_ipc(rendezvous)
+            why_not_vmm = str(error)
+        try:
+            self._connect_by_ipc(rendezvous)
+        except MissingRankError:
+            raise
+        except RendezvousError as error:
+            raise RendezvousError(f"{error}. Before that, by VMM: {why_not_vmm}") from error
         return "cudaIpc"
 
     def _connect_by_descriptor(self, rendezvous: Rendezvous) -> None:
@@ -416,7 +468,7 @@ class Communicator:
     def _connect_by_ipc(self, rendezvous: Rendezvous) -> None:
         core = self._live_core()
         _, handle = rendezvous.attempt("allocation of the workspace", lambda: core.create_workspace(True))
-        handles = [bytes.fromhex(text) for text in rendezvous.gather(handle.hex())]
+        handles = [bytes.fromhex(text) for text in rendezvous.gather("handles of workspaces", handle.hex())]
 
         def map_peers() -> None:
             for peer, peer_handle in enumerate(handles):
@@ -432,12 +484,23 @@ def _no_stream(_device_index: int) -> int:
 
 def _device(device: torch.device | str | int | None) -> torch.device:
     if device is None:
-        use_cuda = bool(_core.cuda_archs) and torch.cuda.is_available()
+        use_cuda = torch.cuda.is_available()
+        if use_cuda and not _core.cuda_archs:
+            use_cuda = False
+            logger.warning(
+                "there are GPUs, but this build of llm_comm has no CUDA kernels: it emulates GPUs, on CPU tensors. "
+                "Install it where nvcc is found"
+            )
         device = torch.device("cuda" if use_cuda else "cpu")
     device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedInputError(f"device {device}: llm_comm runs on CUDA devices and, emulated, on 'cpu'")
     return torch.empty(0, device=device).device  # with its index
+
+
+def _gpu(device: torch.device) -> str | None:
+    """The same on all ranks that use the same GPU, and nowhere else; None for emulated ones."""
+    return None if device.type == "cpu" else f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def _check_hosts(rendezvous: Rendezvous, communicator: Communicator) -> None:
@@ -447,6 +510,7 @@ def _check_hosts(rendezvous: Rendezvous, communicator: Communicator) -> None:
         **host_identity(),
         "version": _core.version,
         "device": communicator.device.type,
+        "gpu": _gpu(communicator.device),
         "limits": communicator._limits,
         "config": {name: getattr(config, name) for name in _OPTIONS_OF_ALL_RANKS},
     }
@@ -454,9 +518,14 @@ def _check_hosts(rendezvous: Rendezvous, communicator: Communicator) -> None:
         raise RendezvousError(
             f"the group has {rendezvous.world_size} ranks; llm_comm serves up to {selection.MAX_WORLD_SIZE}"
         )
-    everyone = rendezvous.gather(hello)
-    hosts = [other["host"] for other in everyone]
+    everyone = rendezvous.gather("comparison of ranks", hello)
+    hosts = [f"{other['host']} (boot id {other['boot_id']})" for other in everyone]
     _check_alike("are on different machines", [other["boot_id"] for other in everyone], shown=hosts)
+    gpus = [other["gpu"] for other in everyone]
+    shared = {gpu: [rank for rank, of in enumerate(gpus) if of == gpu] for gpu in gpus if gpu and gpus.count(gpu) > 1}
+    if shared:
+        found = "; ".join(f"ranks {', '.join(map(str, ranks))} use {gpu}" for gpu, ranks in shared.items())
+        raise RendezvousError(f"ranks share a GPU, each needs one of its own (torch.cuda.set_device): {found}")
     _check_alike("have different versions of llm_comm", [other["version"] for other in everyone])
     _check_alike("have different kinds of device", [other["device"] for other in everyone])
     _check_alike("have devices of different kinds", [other["limits"] for other in everyone])
@@ -482,7 +551,11 @@ def _check_reachable(rendezvous: Rendezvous, core: _core.Core) -> None:
     rendezvous.attempt("peer-to-peer test", look)
 
 
-def _why_not_out(x: torch.Tensor, out: torch.Tensor) -> str:
+def _why_not_out(x: torch.Tensor, out: Any) -> str:
+    if not isinstance(out, _Tensor):
+        return f"all_reduce: x is a tensor, out a {type(out).__name__}; they must be of one library"
+    if out.is_neg():
+        return f"all_reduce: out: {arrays.why_not_plain(out)}"
     if out.numel() != x.numel() or out.dtype != x.dtype or out.device != x.device or not out.is_contiguous():
         return (
             f"all_reduce: out ({tuple(out.shape)}, {out.dtype}, {out.device}) must be contiguous and like x "

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,19 @@ MULTICAST_OFF_VARIABLES = {
     "NVSHMEM_DISABLE_NVLS": "1",
 }
 
+_PREFIX = "LLM_COMM_"
+_CONFIG_VARIABLE = f"{_PREFIX}CONFIG"
+# Names after the prefix that are no options, and yet no misspelt ones.
+_RESERVED = re.compile(
+    r"CONFIG"
+    # Whatever tests and benchmarks of this project want to tell their own processes.
+    r"|(TEST|BENCH)_\w+"
+    # Options of the build (CMake), which some export; and what the authors of images like to set.
+    r"|CUDA|WERROR|PTXAS_VERBOSE|UNBOUNDED_WAITS|SANITIZE|VERSION"
+    # Kubernetes sets these in every container beside a Service whose name begins with llm-comm.
+    r"|(\w+_)?SERVICE_(HOST|PORT(_\w+)?)|(\w+_)?PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?"
+)
+
 
 def _boolean(text: str) -> bool:
     values = {
@@ -35,10 +50,6 @@ def _boolean(text: str) -> bool:
         "yes": True,
     }
     return values[text.lower()]
-
-
-def _optional_path(text: str) -> str | None:
-    return text or None
 
 
 @dataclass(frozen=True)
@@ -76,7 +87,7 @@ _OPTIONS: dict[str, _Option] = {
     "fuse": _BOOLEAN,
     "deterministic": _BOOLEAN,
     "debug": _BOOLEAN,
-    "table": _Option(_optional_path, lambda v: v is None or isinstance(v, str), "path of a tuning table"),
+    "table": _Option(str, lambda v: v is None or isinstance(v, str), "path of a tuning table"),
 }
 
 
@@ -85,14 +96,15 @@ class Config:
     """Options of a communicator; every rank of a group must have the same.
 
     Each is also an environment variable, ``LLM_COMM_`` and the name in capitals, and a key of the YAML file that
-    ``LLM_COMM_CONFIG`` names. The constructor takes values as they are; ``Config.load`` reads all four places.
+    ``LLM_COMM_CONFIG`` names. A variable that is empty counts as not set. The constructor takes values as they are;
+    ``Config.load`` reads all four places.
 
     Args:
         enable: Whether engine integrations use llm_comm.
         multicast: Whether NVLink multicast may be used: ``"auto"``, ``"0"`` or ``"1"``. Any of the variables in
             ``MULTICAST_OFF_VARIABLES`` turns it off whatever is said here.
         timeout_s: Bound in seconds of every wait for a peer, at set-up and in kernels.
-        log: Level of the ``llm_comm`` logger.
+        log: Level of the ``llm_comm`` logger. Where it is not chosen, a level that the application has set stays.
         workspace_bytes: Device memory of each rank for messages in flight. Half of it, a slot, bounds what one kernel
             launch can carry: ``slot / 2`` for two-shot, ``slot / world_size`` for one-shot.
         max_message_bytes: Larger messages are declined; None takes the bound of the tuning table.
@@ -131,13 +143,16 @@ class Config:
                 raise ConfigError(
                     f"option {name} is {value!r} ({self.origins.get(name, 'Python')}); valid: {option.valid_values}"
                 )
+        # What a caller has handed to the constructor was chosen too, and there is nowhere else that it can come from.
+        given = {f.name for f in dataclasses.fields(self) if f.name in _OPTIONS and getattr(self, f.name) != f.default}
+        object.__setattr__(self, "origins", {**dict.fromkeys(sorted(given), "Python"), **self.origins})
 
     @classmethod
     def load(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Config:
         """Reads defaults, the file of ``LLM_COMM_CONFIG``, ``LLM_COMM_*`` and ``overrides``, later ones winning.
 
         Raises:
-            ConfigError: An unknown option, a value that is not allowed, or a file that cannot be read.
+            ConfigError: An unknown option or variable, a value that is not allowed, or a file that cannot be read.
         """
         environ = os.environ if environ is None else environ
         values: dict[str, Any] = {}
@@ -146,11 +161,15 @@ class Config:
         def take(found: Mapping[str, Any], origin: Callable[[str], str]) -> None:
             for name, value in found.items():
                 if name not in _OPTIONS:
-                    raise ConfigError(f"unknown option {name!r} ({origin(name)}); valid: {', '.join(_OPTIONS)}")
+                    raise ConfigError(
+                        f"unknown option {name!r} ({origin(name)}){_guess(str(name), _OPTIONS)}; "
+                        f"valid: {', '.join(_OPTIONS)}"
+                    )
                 values[name] = value
                 origins[name] = origin(name)
 
-        path = environ.get("LLM_COMM_CONFIG")
+        _check_variables(environ)
+        path = environ.get(_CONFIG_VARIABLE)
         if path:
             take(_read_file(path), lambda _: path)
         take(_read_environment(environ), _variable)
@@ -169,18 +188,36 @@ def option_names() -> tuple[str, ...]:
 
 
 def _variable(name: str) -> str:
-    return f"LLM_COMM_{name.upper()}"
+    return f"{_PREFIX}{name.upper()}"
+
+
+def _guess(name: str, valid: Iterable[str], prefix: str = "") -> str:
+    close = difflib.get_close_matches(name, list(valid), n=1)
+    return f" (did you mean {prefix}{close[0]}?)" if close else ""
+
+
+def _check_variables(environ: Mapping[str, str]) -> None:
+    """Raises ConfigError for a variable that would be passed over: who misspells one believes that it holds."""
+    valid = [name.upper() for name in _OPTIONS] + [_CONFIG_VARIABLE.removeprefix(_PREFIX)]
+    for variable, text in sorted(environ.items()):
+        name = variable.removeprefix(_PREFIX)
+        if not variable.startswith(_PREFIX) or not text or name in valid or _RESERVED.fullmatch(name):
+            continue
+        raise ConfigError(
+            f"unknown variable {variable}{_guess(name.upper(), valid, _PREFIX)}: unset it; "
+            f"valid: {', '.join(_PREFIX + known for known in valid)}"
+        )
 
 
 def _read_file(path: str) -> dict[str, Any]:
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"LLM_COMM_CONFIG={path}: cannot read the configuration: {error}") from error
+        raise ConfigError(f"{_CONFIG_VARIABLE}={path}: cannot read the configuration: {error}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"LLM_COMM_CONFIG={path}: expected 'option: value' lines, found {type(content).__name__}")
+        raise ConfigError(f"{_CONFIG_VARIABLE}={path}: expected 'option: value' lines, found {type(content).__name__}")
     # YAML reads 0 and 1 as numbers where the option is spelt as a word.
     if _is_int(content.get("multicast")):
         content["multicast"] = str(content["multicast"])
@@ -191,7 +228,7 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, option in _OPTIONS.items():
         text = environ.get(_variable(name))
-        if text is None:
+        if not text:  # compose files cannot leave a variable out, only leave it empty
             continue
         try:
             values[name] = option.parse(text)

@@ -19,13 +19,12 @@ from typing import Any
 import torch
 
 import llm_comm
-from llm_comm import _core, launch
-from llm_comm.bench.report import format_bytes, installed_version, run_tool, versions
+from llm_comm import _core, engine_verdicts, launch
+from llm_comm.bench.report import format_bytes, run_tool, versions
 from llm_comm.config import MULTICAST_OFF_VARIABLES, multicast_state, option_names
 from llm_comm.selection import TuningTable, find_table
 
 _MULTICAST_VARIABLES = ("LLM_COMM_MULTICAST", *MULTICAST_OFF_VARIABLES)
-_ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 _PCIE_LEVELS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
 
@@ -202,26 +201,6 @@ def _describe_table(table: TuningTable, config: llm_comm.Config) -> str:
     return f"{table.name}; messages above {format_bytes(limit)} are left to the engine"
 
 
-def _engines() -> dict[str, str]:
-    return {name: _engine(module) for module, name in _ENGINES.items()}
-
-
-def _engine(module: str) -> str:
-    version = installed_version(module)
-    if version is None:
-        return "not installed"
-    if _importable(f"llm_comm.integrations.{module}"):
-        return f"{version}; its all-reduces go through llm_comm"
-    return f"{version}; keeps its own all-reduce: the integration is not in this release of llm_comm"
-
-
-def _importable(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent package is missing
-        return False
-
-
 def _config() -> dict[str, str]:
     config = llm_comm.Config.load()
     return {name: f"{getattr(config, name)} ({config.origins.get(name, 'default')})" for name in option_names()}
@@ -236,7 +215,7 @@ _SECTIONS: Mapping[str, Callable[[], Any]] = {
     "multicast": _multicast,
     "workspace": _workspace,
     "tuning": _tuning,
-    "engines": _engines,
+    "engines": engine_verdicts.verdicts,
     "configuration": _config,
 }
 

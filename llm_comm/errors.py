@@ -15,6 +15,10 @@ class RendezvousError(LlmCommError):
     """The ranks could not set up a communicator together. Raised on all ranks alike."""
 
 
+class MissingRankError(RendezvousError):
+    """A rank did not come to a step of the set-up in time. Others may know more: what they raise can differ."""
+
+
 class UnsupportedInputError(LlmCommError):
     """An input that ``Communicator.accepts`` declines was passed to an operation."""
 

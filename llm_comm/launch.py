@@ -33,7 +33,8 @@ _POLL_S = 0.05
 # A rank that failed a check exits together with the others: let them finish their own reports first.
 _GRACE_S = 3.0
 _TERMINATE_S = 5.0
-_GROUP_TIMEOUT = timedelta(minutes=10)
+#: Bound of waits in torch's collectives.
+GROUP_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
@@ -62,19 +63,24 @@ class Placement:
         return f"{self.world} emulated GPUs on the CPU ({self.reason})"
 
 
+# What torchrun gives each rank. Kubeflow and other schedulers set RANK and WORLD_SIZE of *containers*, in which nobody
+# has launched a rank yet: LOCAL_RANK tells the two apart.
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
 def in_rank() -> bool:
     """True when this process is one rank of a launched group (by ``torchrun`` or by :func:`spawn`)."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return all(name in os.environ for name in _RANK_VARIABLES)
 
 
 def rank() -> int:
     """Rank of this process in the launched group; 0 outside of one."""
-    return int(os.environ.get("RANK", "0"))
+    return int(os.environ["RANK"]) if in_rank() else 0
 
 
 def local_rank() -> int:
     """Index of this process among the ranks of its host; 0 outside a launched group."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return int(os.environ["LOCAL_RANK"]) if in_rank() else 0
 
 
 def usable_gpus() -> tuple[int, str]:
@@ -112,7 +118,7 @@ def place(world: int | None, device: str, preferred: Sequence[int] = WORLDS) -> 
         world = _default_world(gpus if device != "emulated" else 0, preferred)
     if world not in WORLDS:
         raise ConfigError(f"{world} ranks: a communicator serves {WORLDS[0]} to {WORLDS[-1]}")
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(world))) if in_rank() else world
     if device == "emulated":
         return Placement(world, on_gpu=False, reason="as asked")
     if gpus >= ranks_here:
@@ -232,10 +238,10 @@ def process_group(placement: Placement) -> Iterator[dist.ProcessGroup]:
     """
     if placement.on_gpu:
         torch.cuda.set_device(placement.device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=_GROUP_TIMEOUT)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=GROUP_TIMEOUT)
     else:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", timeout=_GROUP_TIMEOUT)
+        dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
     group = dist.group.WORLD
     assert group is not None
     yield group

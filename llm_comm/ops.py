@@ -41,8 +41,7 @@ def _find(communicator: str) -> Communicator:
 
 
 def _all_reduce(x: torch.Tensor, communicator: str) -> torch.Tensor:
-    result: torch.Tensor = _find(communicator).all_reduce(x)
-    return result
+    return _find(communicator)._all_reduce(x)
 
 
 def _all_reduce_fake(x: torch.Tensor, communicator: str) -> torch.Tensor:
@@ -53,7 +52,7 @@ _Results = tuple[torch.Tensor, ...]
 
 
 def _fused(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, name: str) -> _Results:
-    return _find(name).all_reduce_add_rms_norm(x, residual, weight, eps)
+    return _find(name)._all_reduce_add_rms_norm(x, residual, weight, eps)
 
 
 def _fused_fake(
@@ -70,7 +69,7 @@ def _fused_static(
     name: str,
     scale: torch.Tensor,
 ) -> _Results:
-    return _find(name).all_reduce_add_rms_norm(x, residual, weight, eps, quantize="static", scale=scale)
+    return _find(name)._all_reduce_add_rms_norm(x, residual, weight, eps, quantize="static", scale=scale)
 
 
 def _fused_static_fake(
@@ -87,7 +86,7 @@ def _fused_static_fake(
 def _fused_dynamic(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, name: str
 ) -> _Results:
-    return _find(name).all_reduce_add_rms_norm(x, residual, weight, eps, quantize="dynamic")
+    return _find(name)._all_reduce_add_rms_norm(x, residual, weight, eps, quantize="dynamic")
 
 
 def _fused_dynamic_fake(

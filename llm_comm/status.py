@@ -77,10 +77,9 @@ class StatusBoard:
         Raises:
             RendezvousError: The ranks cannot exchange file descriptors.
         """
-        own = os.memfd_create("llm_comm_status", os.MFD_CLOEXEC)
+        own = rendezvous.attempt("status page", _make_page, undo=os.close)
         peers: dict[int, int] = {}
         try:
-            os.ftruncate(own, _PAGE_BYTES)
             peers = rendezvous.exchange_descriptors(own)
 
             def map_pages() -> dict[int, mmap.mmap]:
@@ -107,6 +106,16 @@ class StatusBoard:
     def close(self) -> None:
         for page in self._pages.values():
             page.close()
+
+
+def _make_page() -> int:
+    descriptor = os.memfd_create("llm_comm_status", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, _PAGE_BYTES)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def fit(text: str) -> str:

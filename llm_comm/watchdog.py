@@ -6,10 +6,12 @@ few words of host memory.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -26,6 +28,15 @@ _LOOK_SHARE, _LONGEST_LOOK_S = 1 / 40, 0.05
 _HEAR_SHARE, _LONGEST_HEAR_S = 1 / 20, 0.5
 #: A rank that gave no sign of life for so long is not waited for.
 _LIFE_S = 1.0
+
+
+_Callback = Callable[[CommunicatorError], None]
+_CallbackRef = Callable[[], _Callback | None]
+
+
+def _reference(callback: _Callback) -> _CallbackRef:
+    # The object of a bound method often holds the communicator, whose watchdog is not to keep it alive in turn.
+    return weakref.WeakMethod(callback) if inspect.ismethod(callback) else lambda: callback
 
 
 class Watchdog(threading.Thread):
@@ -48,7 +59,7 @@ class Watchdog(threading.Thread):
         self._has_failed = threading.Event()
         self._lock = threading.Lock()
         self._error: RankError | None = None  # with the state of all ranks, once _has_failed is set
-        self._callbacks: list[Callable[[CommunicatorError], None]] = []
+        self._callbacks: list[_CallbackRef] = []  # each returns the callback, or None once it is gone
 
     # ---- For the communicator -----------------------------------------------------------------------------------
 
@@ -63,11 +74,11 @@ class Watchdog(threading.Thread):
         assert self._error is not None
         return _exception(self._error)
 
-    def on_error(self, callback: Callable[[CommunicatorError], None]) -> None:
+    def on_error(self, callback: _Callback) -> None:
         """Calls ``callback`` once with the error: from this thread, or now if there is one already."""
         with self._lock:
             if self._error is None:
-                self._callbacks.append(callback)
+                self._callbacks.append(_reference(callback))
                 return
         callback(_exception(self._error))
 
@@ -105,7 +116,7 @@ class Watchdog(threading.Thread):
         error = _root_cause(self._rank, state.error, sightings)
         with self._lock:
             self._error = replace(error, text=error.text + _describe_ranks(sightings))
-            callbacks = self._callbacks
+            callbacks = [callback for reference in self._callbacks if (callback := reference()) is not None]
         self._has_failed.set()
         self._core.abort()  # where another rank has failed, nothing that waits for it comes to an end
         if not callbacks:
@@ -113,8 +124,8 @@ class Watchdog(threading.Thread):
         for callback in callbacks:
             try:
                 callback(_exception(self._error))
-            except Exception:
-                logger.exception("a callback of on_error failed")
+            except BaseException:  # SystemExit too: a thread that it ends leaves no word, and no process ends
+                logger.exception("a callback of on_error failed (to end the process, use os._exit)")
         return state
 
     def _hear(self) -> tuple[RankState, list[Sighting]]:

@@ -21,7 +21,13 @@ struct BoundCall {
   std::unique_ptr<Call> call;
 };
 
-// Addresses of tensors, then the handle of a stream.
+// Addresses of tensors, then the handle of a stream. Those in kOptional may be 0; another tensor without memory (one of
+// torch's fake tensors, say) would break the CUDA context.
+template <class Call>
+constexpr uint32_t kOptional = 0;
+template <>
+constexpr uint32_t kOptional<PreparedAddRmsNorm> = 1u << 1 | 1u << 5;  // residual and scale
+
 constexpr Py_ssize_t argument_count(const PreparedCall*) { return 3; }
 bool run(PreparedCall& call, const uint64_t* a) { return call.run(a[0], a[1], a[2]); }
 
@@ -40,6 +46,12 @@ PyObject* run_bound_call(PyObject* capsule, PyObject* const* arguments, Py_ssize
   uint64_t values[kCount];
   for (Py_ssize_t i = 0; i < kCount; ++i) values[i] = PyLong_AsUnsignedLongLong(arguments[i]);
   if (PyErr_Occurred() != nullptr) return nullptr;
+  for (Py_ssize_t i = 0; i < kCount - 1; ++i) {
+    if (values[i] == 0 && (kOptional<Call> >> i & 1) == 0) {
+      PyErr_SetString(PyExc_ValueError, "a tensor has no memory: it is a fake tensor or a wrapper of others");
+      return nullptr;
+    }
+  }
   Call& call = *static_cast<BoundCall<Call>*>(PyCapsule_GetPointer(capsule, nullptr))->call;
   bool enqueued = false;
   std::string error;

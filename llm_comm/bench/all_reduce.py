@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import llm_comm
-from llm_comm import launch
-from llm_comm.bench import report, timing
+from llm_comm import launch, preflight
+from llm_comm.bench import others, report, timing
 from llm_comm.bench.report import DTYPES, OURS, Progress, Result, Row, format_bytes
 from llm_comm.bench.timing import Schedule
 from llm_comm.errors import ConfigError, LlmCommError
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     """``llm-comm bench all-reduce``. Returns 0, or 1 when any library's result was wrong.
 
     Raises:
-        ConfigError: the options do not fit together or this machine.
+        ConfigError: the options do not fit together or this machine, or the configuration is wrong.
     """
     # Set before the ranks start: torch reads it when it first allocates symmetric memory.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -127,6 +127,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--mode graph needs GPUs: emulated devices have no CUDA graphs")
     if args.max < args.min:
         raise ConfigError(f"--max {format_bytes(args.max)} is smaller than --min {format_bytes(args.min)}")
+    preflight.check({"--json": args.json, "--plot": args.plot})
     if args.plot:
         report.require_matplotlib()
     if not launch.in_rank():
@@ -170,19 +171,24 @@ def sizes(smallest: int, largest: int) -> Iterator[int]:
 def _libraries(
     comm: llm_comm.Communicator, dtype: torch.dtype, max_bytes: int, group: dist.ProcessGroup
 ) -> tuple[list[Library], list[str]]:
-    """The libraries to compare, and remarks on what is missing or to be read with care."""
+    """The libraries to compare, the same on all ranks, and remarks on what is missing or to be read with care."""
     ours = _LlmComm(comm, dtype)
     if comm.is_emulated:
         remark = "emulated GPUs: these times compare CPU code and say nothing about GPUs"
         return [ours, _TorchDistributed("gloo", group, dtype, comm.device)], [remark]
     libraries: list[Library] = [ours, _TorchDistributed("nccl", group, dtype, comm.device)]
-    try:
+
+    def allocate() -> tuple[Any, Tensor]:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
-        buffer = symmetric_memory.empty(max_bytes // dtype.itemsize, dtype=dtype, device=comm.device)
-        symmetric_memory.rendezvous(buffer, group)
-    except (ImportError, RuntimeError) as error:
-        return libraries, [f"torch symmetric memory is not usable here: {report.first_line(error)}"]
+        count = max_bytes // dtype.itemsize
+        return symmetric_memory, symmetric_memory.empty(count, dtype=dtype, device=comm.device)
+
+    try:
+        module, buffer = others.set_up("allocation", allocate, group)
+        others.set_up("exchange of handles", lambda: module.rendezvous(buffer, group), group)
+    except others.NotUsableError as error:
+        return libraries, [f"torch symmetric memory is not usable here: {error}"]
     libraries.append(_SymmetricMemory("symm 1-shot", "one_shot_all_reduce", False, buffer, group))
     libraries.append(_SymmetricMemory("symm 2-shot", "two_shot_all_reduce_", True, buffer, group))
     return libraries, []

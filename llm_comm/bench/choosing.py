@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
+from llm_comm.bench.report import format_bytes
 from llm_comm.config import MIB
+from llm_comm.errors import ConfigError
 from llm_comm.selection import FusedRow, TuningRow
 
 #: One-shot sends world - 1 copies of the message: far above this it only costs time to measure.
@@ -18,8 +20,22 @@ RowT = TypeVar("RowT", TuningRow, FusedRow)
 MeasuredT = TypeVar("MeasuredT", bound="tuple[Any, float]")
 
 
-def choose(measured: Sequence[MeasuredT]) -> MeasuredT:
-    """The fastest, or an earlier candidate that cannot be told from it."""
+def choose(measured: Sequence[MeasuredT], size: int, refusals: Iterable[str]) -> MeasuredT:
+    """The fastest, or an earlier candidate that cannot be told from it.
+
+    Args:
+        measured: The candidates that ran, simplest first.
+        size: Of the message, in bytes.
+        refusals: Why others did not run.
+
+    Raises:
+        ConfigError: None ran.
+    """
+    if not measured:
+        reasons = "; ".join(dict.fromkeys(refusals)) or "there is no candidate"
+        raise ConfigError(
+            f"no kernel can be measured at {format_bytes(size)}: {reasons}; leave it out by --min or --max"
+        )
     limit = min(us for _, us in measured) * (1 + _NOISE)
     return next(candidate for candidate in measured if candidate[1] <= limit)
 

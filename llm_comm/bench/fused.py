@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import llm_comm
-from llm_comm import launch
-from llm_comm.bench import report, timing
+from llm_comm import launch, preflight
+from llm_comm.bench import others, report, timing
 from llm_comm.bench.all_reduce import Reference, sizes
 from llm_comm.bench.report import DTYPES, OURS, Progress, Result, Row, format_bytes
 from llm_comm.bench.timing import Schedule
@@ -150,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
     """``llm-comm bench fused``. Returns 0, or 1 when any library's result was wrong.
 
     Raises:
-        ConfigError: the options do not fit together or this machine.
+        ConfigError: the options do not fit together or this machine, or the configuration is wrong.
     """
     # Set before the ranks start: torch reads it when it first allocates symmetric memory.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -166,6 +168,7 @@ def run(args: argparse.Namespace) -> int:
             f"--min {format_bytes(args.min)}, --max {format_bytes(args.max)}: the smallest message is a row of "
             f"--hidden {args.hidden} elements, and the largest is no smaller"
         )
+    preflight.check({"--json": args.json, "--plot": args.plot})
     if args.plot:
         report.require_matplotlib()
     if not launch.in_rank():
@@ -194,6 +197,8 @@ def _run_rank(args: argparse.Namespace, placement: Placement, group: dist.Proces
 def _libraries(
     comm: llm_comm.Communicator, group: dist.ProcessGroup, tokens: int, hidden: int
 ) -> tuple[list[Library], list[str]]:
+    """The libraries to compare, the same on all ranks, and remarks on what is missing or to be read with care."""
+
     def ours(x: Tensor, out: Tensor) -> Tensor:
         result: Tensor = comm.all_reduce(x, out=out)
         return result
@@ -217,9 +222,12 @@ def _libraries(
     ]
     remarks = ["norm: the residual add and the norm as torch.compile makes one kernel of them"]
     try:
-        libraries += [_FlashInfer(one_shot, comm, group, tokens, hidden) for one_shot in (True, False)]
-    except (ImportError, AttributeError, TypeError, RuntimeError, ValueError) as error:
-        remarks.append(f"FlashInfer is not usable here: {report.first_line(error)}")
+        others.set_up("import", lambda: importlib.import_module("flashinfer.comm"), group)
+        for one_shot in (True, False):
+            make = partial(_FlashInfer, one_shot, comm, group, tokens, hidden)
+            libraries.append(others.set_up("set-up of its workspace", make, group))
+    except others.NotUsableError as error:
+        remarks.append(f"FlashInfer is not usable here: {error}")
     return libraries, remarks
 
 

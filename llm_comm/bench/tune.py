@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from llm_comm import Communicator, launch, selection
+from llm_comm import Communicator, Config, launch, preflight, selection
 from llm_comm.bench import report, timing, tune_fused
 from llm_comm.bench.choosing import ONE_SHOT_MAX_SENT, choose, merge
 from llm_comm.bench.report import Progress, format_bytes
 from llm_comm.bench.timing import Schedule
 from llm_comm.config import MIB
 from llm_comm.errors import ConfigError
+from llm_comm.fused_selection import ELEMENT_BYTES, ELEMENTS_PER_LINE, MAX_HIDDEN
 from llm_comm.selection import FusedRow, TuningRow, TuningTable
 
 _CALLS = 20
@@ -39,14 +40,16 @@ def run(args: argparse.Namespace) -> int:
     """Entry point of the command; returns the exit status.
 
     Raises:
-        ConfigError: There are no GPUs to tune for.
+        ConfigError: There are no GPUs to tune for, the options name nothing to measure, or the configuration is wrong.
     """
     placement = launch.place(args.world, args.device)
     if not placement.on_gpu:
         raise ConfigError(f"tune measures GPUs: {placement.reason}")
+    _check_options(args, preflight.check({"--out": args.out, "--json": args.json}))
     if not launch.in_rank():
         return launch.spawn(placement, args.argv)
     with launch.process_group(placement) as group, Communicator(group, placement.device) as comm:
+        _require_candidates(args, comm.world_size, _sm_count(comm))
         shipped = comm.table
         best, nccl, everything = _measure(comm, group, args) if "all-reduce" in args.operations else ([], {}, [])
         comm.use_table(shipped)
@@ -56,13 +59,7 @@ def run(args: argparse.Namespace) -> int:
             tune_fused.report_best(fused)
             environment = report.environment(placement)
             if args.out is not None:
-                table = TuningTable(
-                    "",
-                    tuple(merge(best)) or shipped.rows,
-                    largest_won(best, nccl) if best else shipped.max_message_bytes,
-                    tuple(merge(fused.best)) or shipped.fused,
-                )
-                _write_table(comm, table, args.operations, environment, args.out)
+                _write_table(comm, tuned(shipped, best, nccl, fused), args.operations, environment, args.out)
             if args.json is not None:
                 rows = [{"bytes": size, "nccl_us": round(us, 3)} for size, us in nccl.items()]
                 content = {
@@ -74,11 +71,71 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_options(args: argparse.Namespace, config: Config) -> None:
+    bounds = f"--min {format_bytes(args.min)}, --max {format_bytes(args.max)}"
+    if args.max < args.min:
+        raise ConfigError(f"{bounds}: the largest message is smaller than the smallest")
+    if "fused" in args.operations:
+        if args.hidden % ELEMENTS_PER_LINE or args.hidden > MAX_HIDDEN:
+            raise ConfigError(
+                f"--hidden {args.hidden}: rows of fused operations have a multiple of {ELEMENTS_PER_LINE} elements, up "
+                f"to {MAX_HIDDEN}"
+            )
+        if not any(tune_fused.row_counts(args.min, min(args.max, tune_fused.LARGEST), args.hidden)):
+            raise ConfigError(
+                f"{bounds}: no fused message lies between; they are rows of {args.hidden * ELEMENT_BYTES} bytes "
+                f"(--hidden {args.hidden}), up to {format_bytes(tune_fused.LARGEST)}"
+            )
+    # They would have candidates declined, or run another algorithm than the table then says.
+    for name in ("algorithm", "max_message_bytes"):
+        if name in config.origins and getattr(config, name) != getattr(Config(), name):
+            raise ConfigError(
+                f"option {name} is {getattr(config, name)!r} ({config.origins[name]}), but tune measures every "
+                "algorithm and size: unset it"
+            )
+
+
+def _sm_count(comm: Communicator) -> int:
+    return int(torch.cuda.get_device_properties(comm.device).multi_processor_count)
+
+
+def _require_candidates(args: argparse.Namespace, world_size: int, sm_count: int) -> None:
+    """Raises ConfigError if there is a size at which nothing would be measured: small ones take minutes."""
+    found: list[tuple[int, Iterator[Any]]] = []
+    if "all-reduce" in args.operations:
+        found += [(size, candidates(size, world_size, sm_count)) for size in ladder(args.min, args.max)]
+    if "fused" in args.operations:
+        found += [
+            (rows * args.hidden * ELEMENT_BYTES, tune_fused.candidates(rows, args.hidden, world_size, sm_count))
+            for rows in tune_fused.row_counts(args.min, min(args.max, tune_fused.LARGEST), args.hidden)
+        ]
+    for size, rows_of_table in found:
+        if next(rows_of_table, None) is None:
+            raise ConfigError(
+                f"--max {format_bytes(args.max)}: no shape of grid and tile is worth measuring at {format_bytes(size)} "
+                "on this device; give a smaller one"
+            )
+
+
+def tuned(
+    shipped: TuningTable, best: Sequence[Measured], nccl: dict[int, float], fused: tune_fused.Found
+) -> TuningTable:
+    """The table to write: what was measured, and for the rest what the device's present table says."""
+    return TuningTable(
+        "",
+        tuple(merge(best)) or shipped.rows,
+        largest_won(best, nccl) if best else shipped.max_message_bytes,
+        tuple(merge(fused.best)) or shipped.fused,
+        # From where on two kernels are as fast is not measured here.
+        shipped.max_fused_bytes,
+    )
+
+
 def _measure(
     comm: Communicator, group: dist.ProcessGroup, args: argparse.Namespace
 ) -> tuple[list[Measured], dict[int, float], list[dict[str, Any]]]:
     schedule = Schedule(_CALLS, args.reps, aligned=True)
-    sm_count = torch.cuda.get_device_properties(comm.device).multi_processor_count
+    sm_count = _sm_count(comm)
     progress = Progress(enabled=comm.rank == 0)
     best: list[Measured] = []
     nccl: dict[int, float] = {}
@@ -87,13 +144,18 @@ def _measure(
         progress.show(f"tuning {format_bytes(size)}")
         x = torch.randn(size // 2, device=comm.device, dtype=torch.bfloat16)
         out = torch.empty_like(x)
-        measured = []
+        measured: list[Measured] = []
+        refusals: list[str] = []
         for row in candidates(size, comm.world_size, sm_count):
             comm.use_table(TuningTable("tune", (row,), 1 << 40))
+            plan = comm.plan(x)
+            if plan.algorithm == "declined":
+                refusals.append(plan.reason)
+                continue
             comm.all_reduce(x, out)
             us = timing.time_graph(partial(comm.all_reduce, x, out), _nothing, schedule, group).us
             measured.append(Measured(row, us))
-        best.append(choose(measured))
+        best.append(choose(measured, size, refusals))
         everything += [{"bytes": size, "us": round(m.us, 3), **m.row._asdict()} for m in measured]
         if size >= _COMPARE_FROM:
             dist.all_reduce(x, group=group)

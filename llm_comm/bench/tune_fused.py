@@ -17,6 +17,7 @@ from llm_comm.bench.choosing import ONE_SHOT_MAX_SENT, choose
 from llm_comm.bench.report import Progress, format_bytes
 from llm_comm.bench.timing import Schedule
 from llm_comm.config import MIB
+from llm_comm.errors import LlmCommError
 from llm_comm.fused_selection import CHUNK_LINES, ELEMENTS_PER_LINE, MAX_LOOP_THREADS
 from llm_comm.selection import FusedRow, TuningTable
 
@@ -42,7 +43,11 @@ class Found(NamedTuple):
 
 
 def measure(comm: Communicator, group: dist.ProcessGroup, args: argparse.Namespace) -> Found:
-    """Times all candidates for rows of ``args.hidden``. Collective."""
+    """Times all candidates for rows of ``args.hidden``. Collective.
+
+    Raises:
+        ConfigError: At some size there is nothing to measure.
+    """
     schedule = Schedule(_CALLS, args.reps, aligned=True)
     sm_count = torch.cuda.get_device_properties(comm.device).multi_processor_count
     progress = Progress(enabled=comm.rank == 0)
@@ -55,16 +60,25 @@ def measure(comm: Communicator, group: dist.ProcessGroup, args: argparse.Namespa
         )
         weight = torch.ones(args.hidden, device=comm.device, dtype=torch.bfloat16)
         call = partial(comm.all_reduce_add_rms_norm, x, residual, weight, _EPS, out=out, residual_out=residual_out)
-        measured = []
+        measured: list[Measured] = []
+        refusals: list[str] = []
         plans = set()
         for row in candidates(rows, args.hidden, comm.world_size, sm_count):
             comm.use_table(TuningTable("tune", comm.table.rows, 1 << 40, (row,), 1 << 40))
             plan = comm.plan_fused(x, weight)
-            if plan in plans or not _launches(call, group):
+            if plan in plans:
+                continue
+            if plan.algorithm == "declined":
+                refusals.append(plan.reason)
+                continue
+            if not _launches(call, group):
+                refusals.append(
+                    f"the device does not launch clusters of {plan.cluster} blocks of {plan.threads} threads"
+                )
                 continue
             plans.add(plan)
             measured.append(Measured(row, timing.time_graph(call, _nothing, schedule, group).us))
-        found.best.append(choose(measured))
+        found.best.append(choose(measured, size, refusals))
         found.everything.extend({"bytes": size, "us": round(m.us, 3), **m.row._asdict()} for m in measured)
     progress.clear()
     return found
@@ -79,6 +93,8 @@ def _launches(call: timing.Call, group: dist.ProcessGroup) -> bool:
     refused = torch.zeros(1)
     try:
         call()
+    except LlmCommError:  # not the device's word
+        raise
     except RuntimeError:
         refused[0] = 1
     dist.all_reduce(refused, group=group)

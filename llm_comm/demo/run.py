@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import llm_comm
-from llm_comm import launch
+from llm_comm import launch, preflight
 from llm_comm.bench.report import DTYPES, dtype_name, environment, format_bytes, plan_text, write_json
 from llm_comm.demo.model import KVCache, Llama, LlamaConfig
 from llm_comm.errors import ConfigError
@@ -163,17 +163,22 @@ def run(args: argparse.Namespace) -> int:
     """``llm-comm demo``. Returns 0 when every check passed, else 1.
 
     Raises:
-        ConfigError: the options do not fit together or this machine.
+        ConfigError: the options do not fit together or this machine, or the configuration is wrong.
     """
     if args.tokens < 2:
         raise ConfigError(f"--tokens {args.tokens}: at least 2, because the first one comes from the prompt")
     config = _model_config(args)
     placement = launch.place(args.world, args.device, preferred=[w for w in launch.WORLDS if config.divides(w)])
     config.require_divides(placement.world)
+    preflight.check({"--json": args.json}, **_overrides(args))
     if not launch.in_rank():
         return launch.spawn(placement, args.argv)
     with launch.process_group(placement) as group, torch.inference_mode():
         return _run_rank(args, config, placement, group)
+
+
+def _overrides(args: argparse.Namespace) -> dict[str, Any]:
+    return {} if args.timeout_s is None else {"timeout_s": args.timeout_s}
 
 
 def _model_config(args: argparse.Namespace) -> LlamaConfig:
@@ -195,8 +200,7 @@ def _run_rank(args: argparse.Namespace, config: LlamaConfig, placement: Placemen
     prompts = _draw_prompts(config, args.batch, args.prompt_len, args.seed).to(device)
     max_length = args.prompt_len + args.tokens
     build = partial(Llama, config, seed=args.seed, max_length=max_length, dtype=dtype, device=device)
-    overrides = {} if args.timeout_s is None else {"timeout_s": args.timeout_s}
-    with llm_comm.Communicator(group, device, llm_comm.Config.load(**overrides)) as comm:
+    with llm_comm.Communicator(group, device, llm_comm.Config.load(**_overrides(args))) as comm:
         all_reduce = CountedAllReduce(comm, group)
         model = build(rank=rank, world=placement.world, all_reduce=all_reduce)
         decoder = Decoder(model, all_reduce, prompts, args.tokens)

@@ -15,7 +15,7 @@ from llm_comm import _core, selection
 from llm_comm.bootstrap import Rendezvous
 from llm_comm.communicator import Communicator
 from llm_comm.config import MIB, Config
-from llm_comm.errors import CommunicatorError, ConfigError, LlmCommError
+from llm_comm.errors import CommunicatorError, ConfigError, LlmCommError, MissingRankError
 
 logger = logging.getLogger("llm_comm")
 
@@ -73,6 +73,8 @@ def join(group: dist.ProcessGroup, device: torch.device, load_config: Callable[[
     communicator = None
     try:
         communicator = Communicator(group, device, config)
+    except MissingRankError as error:  # there is nobody to vote with
+        raise NotJoinedError(str(error)) from error
     except Exception as error:
         logger.debug("set-up failed", exc_info=True)
         objection = error
@@ -114,7 +116,7 @@ def _vote(rendezvous: Rendezvous, objection: Exception | None) -> None:
         kind = next((i for i, error in enumerate(_OBJECTIONS) if isinstance(objection, error)), len(_OBJECTIONS) - 1)
         word = [kind, _in_words(objection).encode("ascii", "backslashreplace").decode()[:_MAX_WORD]]
     try:
-        words = rendezvous.gather(word)
+        words = rendezvous.gather("vote on llm_comm", word)
     except LlmCommError as missing:
         raise NotJoinedError(str(missing)) from missing
     said = {rank: word for rank, word in enumerate(words) if word is not None}

@@ -56,7 +56,7 @@ def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
         return
     # SGLang's constructor fails and disables itself on each rank alone. Ranks that took different ways for what
     # llm_comm declines would wait for each other.
-    everywhere = Rendezvous(group.cpu_group, common.ENGINE_TIMEOUT_S).gather(usable)
+    everywhere = Rendezvous(group.cpu_group, common.ENGINE_TIMEOUT_S).gather("SGLang's own all-reduce", usable)
     if usable and not all(everywhere):
         absent = [rank for rank, there in enumerate(everywhere) if not there]
         logger.warning("SGLang's own custom all-reduce is not used: it is disabled on ranks %s of the group.", absent)

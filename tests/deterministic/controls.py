@@ -36,7 +36,7 @@ FUSED_TWO_SHOT = "csrc/kernels/fused/two_shot.cuh"
 BROADCAST = "tests/deterministic/broadcast.cuh"
 MESSAGES = "tests/deterministic/message_passing.cuh"
 
-SWITCH = "LLM_COMM_CONTROL"
+SWITCH = "LLM_COMM_TEST_CONTROL"
 
 
 @dataclass(frozen=True)

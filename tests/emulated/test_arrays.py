@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from harness import RankPool, make_communicator
 from reference import assert_is_sum, contributions
 
@@ -47,6 +51,43 @@ def reduce_read_only_array() -> None:
 def test_read_only_input(ranks: RankPool) -> None:
     """Only ``out`` is written."""
     ranks.run(2, reduce_read_only_array)
+
+
+class Immutable:
+    """Like an array of JAX: hands out its memory, but nobody is to write it."""
+
+    __module__ = "jaxlib.fake"
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._array.__dlpack_device__()
+
+
+def decline_outputs(directory: Path) -> None:
+    read_only = np.ones(4, dtype=np.float32)
+    read_only.flags.writeable = False
+    path = directory / f"numbers{dist.get_rank()}"
+    path.write_bytes(np.ones(4, dtype=np.float32).tobytes())
+    x = np.ones(4, dtype=np.float32)
+    with make_communicator() as comm:
+        for out in (read_only, np.memmap(path, dtype=np.float32, mode="r"), Immutable(x.copy())):
+            with pytest.raises(UnsupportedInputError, match="read-only"):
+                comm.all_reduce(x, out=out)
+        assert (read_only == 1).all()
+        with pytest.raises(UnsupportedInputError, match="x is a tensor, out a ndarray"):
+            comm.all_reduce(torch.from_numpy(x), out=x)
+        out = torch.empty(4)
+        assert comm.all_reduce(x, out=out) is out
+        assert out.eq(comm.world_size).all()
+
+
+def test_outputs_that_cannot_be_written(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, decline_outputs, tmp_path)
 
 
 def decline_arrays() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +62,51 @@ def compile_layer(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_model_compiles_as_one_graph(ranks: RankPool, backend: str) -> None:
     ranks.run(2, compile_layer, backend)
+
+
+def ask_first() -> None:
+    with make_communicator(max_message_bytes=4096) as comm:
+
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            return comm.all_reduce(x) if comm.accepts(x) else x
+
+        for count, factor in ((1024, comm.world_size), (1025, 1)):  # sizes that have not been asked about yet
+            torch._dynamo.reset()
+            compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+            assert compiled(torch.ones(count)).eq(factor).all()
+
+
+def test_accepts_in_a_graph(ranks: RankPool) -> None:
+    ranks.run(2, ask_first)
+
+
+def sum_beside_a_compilation() -> None:
+    """torch's flag that says it is compiling holds for all threads of the process."""
+    is_compiling, is_done = threading.Event(), threading.Event()
+
+    def slow(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        is_compiling.set()
+        assert is_done.wait(60)
+        return graph.forward
+
+    with make_communicator() as comm:
+        compiled = torch.compile(lambda x: x * 2, backend=slow)
+        thread = threading.Thread(target=lambda: compiled(torch.ones(3)))
+        thread.start()
+        try:
+            assert is_compiling.wait(60)
+            assert torch.compiler.is_compiling()
+            x = torch.ones(2, 64, dtype=torch.bfloat16)
+            assert comm.all_reduce(x).eq(comm.world_size).all()
+            _, total = comm.all_reduce_add_rms_norm(x, None, x[0], 1e-5)
+            assert total.eq(comm.world_size).all()
+        finally:
+            is_done.set()
+            thread.join()
+
+
+def test_sum_while_another_thread_compiles(ranks: RankPool) -> None:
+    ranks.run(2, sum_beside_a_compilation)
 
 
 def check_operator() -> None:

@@ -6,8 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import RankPool, make_communicator
 from reference import assert_is_sum, contributions
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.distributed._functional_collectives import all_gather_tensor
+from torch.distributed.tensor import DTensor, Partial, init_device_mesh
 
 from llm_comm import Communicator, UnsupportedInputError
 
@@ -21,6 +25,7 @@ DECLINED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "float64": (lambda: torch.ones(8, dtype=torch.float64), "torch.float64 is not one of"),
     "complex64": (lambda: torch.ones(8, dtype=torch.complex64), "torch.complex64 is not one of"),
     "other device": (lambda: torch.ones(8, device="meta"), "the tensor is on meta, the communicator on cpu"),
+    "negated view": (lambda: torch.tensor([1 + 2j]).conj().imag, "negated view of another's memory"),
     "sparse": (lambda: torch.ones(8).to_sparse(), "not contiguous"),
     "too large": (lambda: torch.ones(LIMIT // 4 + 1), f"more than max_message_bytes={LIMIT}"),
 }
@@ -74,6 +79,53 @@ def test_accepted_input(ranks: RankPool) -> None:
     ranks.run(2, accept)
 
 
+class Named(torch.Tensor):
+    """A subclass with memory of its own."""
+
+
+def sum_wrappers() -> None:
+    """What stands for other tensors goes by torch's dispatcher, which knows where the values are."""
+    with make_communicator() as comm:
+        world = comm.world_size
+        for x in (torch.nn.Parameter(torch.ones(6), requires_grad=False), torch.ones(6).as_subclass(Named)):
+            assert comm.accepts(x)
+            assert comm.all_reduce(x).eq(world).all()
+            assert comm.all_reduce(x, out=x) is x
+            assert x.eq(world).all()
+        gathered = all_gather_tensor(torch.ones(4), 0, dist.group.WORLD)  # may still be on its way
+        assert type(gathered) is not torch.Tensor
+        assert comm.all_reduce(gathered).tolist() == [world] * 4 * world
+        with FakeTensorMode():
+            fake = torch.empty(3, 5, dtype=torch.bfloat16)
+            assert comm.accepts(fake)
+            assert isinstance(comm.all_reduce(fake), FakeTensor)
+            normed, _ = comm.all_reduce_add_rms_norm(torch.empty(2, 64).half(), None, torch.empty(64).half(), 1e-5)
+            assert isinstance(normed, FakeTensor)
+        reduce_right(comm)
+
+
+def test_tensors_that_stand_for_others(ranks: RankPool) -> None:
+    ranks.run(2, sum_wrappers)
+
+
+def decline_without_memory() -> None:
+    with make_communicator() as comm:
+        mesh = init_device_mesh("cpu", (comm.world_size,))
+        partial = DTensor.from_local(torch.ones(64), mesh, [Partial()])
+        assert not comm.accepts(partial)
+        assert "to_local" in comm.plan(partial).reason
+        with pytest.raises(NotImplementedError, match="llm_comm"):
+            comm.all_reduce(partial)
+        x = torch.ones(2, 64, dtype=torch.bfloat16)
+        with pytest.raises(ValueError, match="no memory"):
+            comm.all_reduce_add_rms_norm(x, None, DTensor.from_local(x[0], mesh), 1e-5)
+        reduce_right(comm)
+
+
+def test_tensors_without_memory(ranks: RankPool) -> None:
+    ranks.run(2, decline_without_memory)
+
+
 BUFFER = torch.ones(40)
 MISMATCHES: dict[str, tuple[torch.Tensor, torch.Tensor, str]] = {
     "shorter": (BUFFER[:10], torch.ones(9), r"out \(\(9,\), torch.float32, cpu\) must be contiguous and like x"),
@@ -83,6 +135,7 @@ MISMATCHES: dict[str, tuple[torch.Tensor, torch.Tensor, str]] = {
     "other device": (BUFFER[:10], torch.ones(10, device="meta"), "like x"),
     "one element on": (BUFFER[:10], BUFFER[1:11], "out overlaps x"),
     "one element back": (BUFFER[1:11], BUFFER[:10], "out overlaps x"),
+    "negated view": (BUFFER[:1], torch.tensor([1 + 2j]).conj().imag, "out: the tensor is a negated view"),
     "last element": (BUFFER[:10], BUFFER[9:19], "out overlaps x"),
 }
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
 from harness import RankPool, make_communicator, nothing_leaked
 from reference import assert_is_sum, contributions
 
-from llm_comm import Communicator
+from llm_comm import Communicator, CommunicatorError
 
 X = torch.ones(10)
 USES: dict[str, Callable[[Communicator], object]] = {
@@ -77,3 +79,40 @@ def drop() -> None:
 
 def test_nothing_is_left_of_dropped_communicators(ranks: RankPool) -> None:
     ranks.run(2, drop)
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.comm = make_communicator()
+        self.comm.on_error(self.failed)
+
+    def failed(self, _error: CommunicatorError) -> None:
+        pass
+
+
+def drop_owner() -> None:
+    owner = Owner()
+    found = weakref.ref(owner.comm)
+    del owner
+    gc.collect()
+    assert found() is None
+
+
+def test_a_callback_does_not_keep_the_communicator(ranks: RankPool) -> None:
+    ranks.run(2, drop_owner)
+
+
+def close_on_broken_device() -> None:
+    comm = make_communicator()
+    comm.is_emulated = False
+    with mock.patch("torch.cuda.synchronize", side_effect=RuntimeError("an illegal memory access")):
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            comm.close()
+        comm.close()
+    assert all(thread.name != "llm_comm watchdog" for thread in threading.enumerate())
+    with pytest.raises(RuntimeError, match="communicator is closed"):
+        comm.all_reduce(X)
+
+
+def test_close_on_a_broken_device(ranks: RankPool) -> None:
+    ranks.run(2, close_on_broken_device)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,6 +23,7 @@ from tables import write_table
 
 import llm_comm
 from llm_comm import RendezvousError, _core, bootstrap
+from llm_comm.errors import MissingRankError
 from llm_comm.selection import TuningRow
 
 TIMEOUT_S = 2.0
@@ -135,10 +138,21 @@ def pretend_to_be_elsewhere() -> str:
         return rendezvous_error()
 
 
+def share_gpus() -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("llm_comm.communicator._gpu", lambda _device: "GPU-a" if dist.get_rank() != CULPRIT else "GPU-b")
+        return rendezvous_error()
+
+
+def test_ranks_on_one_gpu(ranks: RankPool) -> None:
+    assert "share a GPU" in (text := same_on_all(ranks.run(WORLD, share_gpus)))
+    assert "ranks 0, 2 use GPU-a" in text
+
+
 def test_rank_on_another_machine(ranks: RankPool) -> None:
     text = same_on_all(ranks.run(WORLD, pretend_to_be_elsewhere))
     assert "different machines" in text
-    assert f"rank {CULPRIT}: far-away" in text
+    assert f"rank {CULPRIT}: far-away (boot id another)" in text
 
 
 # ---- Steps that fail on one rank -----------------------------------------------------------------------------------
@@ -185,8 +199,20 @@ def failing(step: str) -> Iterator[None]:
             patch.setattr(_core, "make_emulated_core", no_memory)
         elif step == "long text":
             patch.setattr(_core, "make_emulated_core", complain_at_length)
+        elif step == "socket":
+            patch.setattr(bootstrap.Rendezvous, "_listen", no_memory)
         elif step == "exchange":
             patch.setattr(bootstrap.Rendezvous, "_exchange", no_memory)
+        elif step == "end of the exchange":
+            exchange = bootstrap.Rendezvous._exchange
+
+            def exchange_and_fail(*arguments: Any) -> None:
+                bootstrap._close_all(exchange(*arguments).values())
+                no_memory()
+
+            patch.setattr(bootstrap.Rendezvous, "_exchange", exchange_and_fail)
+        elif step == "thread":
+            patch.setattr("llm_comm.watchdog.Watchdog.start", no_memory)
         elif step == "p2p test":
             failing_method(patch, "peers_unseen", lambda: [0])
         elif step != "allocation":
@@ -214,7 +240,10 @@ REASONS = {
     "core": "out of memory, say",
     "allocation": "shared memory",
     "create_workspace": "out of memory, say",
+    "socket": "out of memory, say",
     "exchange": "out of memory, say",
+    "end of the exchange": "out of memory, say",
+    "thread": "out of memory, say",
     "map_peer": "out of memory, say",
     "send_marks": "out of memory, say",
     "p2p test": "stores of ranks [0] did not arrive",
@@ -227,3 +256,87 @@ def test_failure_of_one_rank(ranks: RankPool, step: str) -> None:
     text = same_on_all(ranks.run(WORLD, come_with_failure, step))
     assert f" of {WORLD} ranks: " in text
     assert REASONS[step] in text.partition(f"rank {CULPRIT}: ")[2]
+
+
+def come_without_status_page() -> None:
+    """Errors are told without the states of the ranks then; nothing else is lost."""
+    with pytest.MonkeyPatch.context() as patch, nothing_leaked():
+        if dist.get_rank() == CULPRIT:
+            patch.setattr(os, "memfd_create", no_memory)
+        with make_communicator() as comm:
+            inputs = contributions(comm.world_size, 100, torch.float16)
+            assert_is_sum(comm.all_reduce(inputs[comm.rank]), inputs, "without status pages")
+
+
+def test_rank_without_status_page(ranks: RankPool) -> None:
+    ranks.run(WORLD, come_without_status_page)
+
+
+def come_with_few_descriptors(free: int) -> str:
+    """The error on this rank, or "" if it got a communicator."""
+    make_communicator().close()
+    with nothing_leaked():
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if dist.get_rank() == CULPRIT:
+            # Files that are open stay so: those of lower numbers are counted too.
+            numbers = {int(name) for name in os.listdir("/proc/self/fd")}
+            limit = next(n for n in range(limits[0]) if len(set(range(n)) - numbers) == free)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limits[1]))
+        try:
+            make_communicator(timeout_s=5.0).close()
+            text = ""
+        except RendezvousError as error:
+            text = str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    return text
+
+
+@pytest.mark.parametrize("free", range(1, 9))
+def test_rank_without_file_descriptors(ranks: RankPool, free: int) -> None:
+    """Wherever they end, all ranks raise or none does."""
+    text = same_on_all(ranks.run(WORLD, come_with_few_descriptors, free))
+    assert free < 8 or text == ""
+    assert free > 1 or f"rank {CULPRIT}: OSError" in text
+
+
+def come_to_another_step() -> str:
+    rendezvous = bootstrap.Rendezvous(dist.group.WORLD, TIMEOUT_S)
+    with pytest.raises(MissingRankError) as error:
+        rendezvous.gather("supper" if dist.get_rank() == CULPRIT else "lunch", None)
+    return str(error.value)
+
+
+def test_ranks_at_different_steps(ranks: RankPool) -> None:
+    text = same_on_all(ranks.run(WORLD, come_to_another_step))
+    assert f"rank 0: lunch, rank {CULPRIT}: supper" in text
+
+
+# ---- Strangers -----------------------------------------------------------------------------------------------------
+
+
+def come_among_strangers(message: bytes | None) -> None:
+    """Somebody else connects to every socket first, hands in a file of its own, and then waits."""
+    exchange, strangers = bootstrap.Rendezvous._exchange, contextlib.ExitStack()
+
+    def exchange_late(rendezvous: Any, server: socket.socket, *arguments: Any) -> Any:
+        stranger = strangers.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        stranger.connect(server.getsockname())
+        if message is not None:
+            with open("/dev/zero", "rb") as file:
+                socket.send_fds(stranger, [message], [file.fileno()])
+        return exchange(rendezvous, server, *arguments)
+
+    make_communicator().close()
+    with nothing_leaked():
+        with pytest.MonkeyPatch.context() as patch, strangers:
+            patch.setattr(bootstrap.Rendezvous, "_exchange", exchange_late)
+            comm = make_communicator()
+        with comm:
+            inputs = contributions(comm.world_size, 100, torch.float16)
+            assert_is_sum(comm.all_reduce(inputs[comm.rank]), inputs, "among strangers")
+
+
+@pytest.mark.parametrize("message", [None, b"", b"0", b"not the word 1", b" 1", b"\xff\xfe 1"])
+def test_strangers_are_not_listened_to(ranks: RankPool, message: bytes | None) -> None:
+    ranks.run(WORLD, come_among_strangers, message)

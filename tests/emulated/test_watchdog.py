@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -181,20 +182,25 @@ def fail_with_callbacks() -> None:
         told.append("clumsy")
         raise ValueError("of the callback")
 
+    def desperate(error: CommunicatorError) -> None:
+        told.append("desperate")
+        sys.exit("which ends a thread, not the process")
+
     comm.on_error(clumsy)
+    comm.on_error(desperate)
     comm.on_error(lambda error: told.append(str(error)))
     if comm.rank == 0:
         with pytest.raises(PeerTimeout) as caught:
             comm.all_reduce(X)
         text = str(caught.value)
     deadline = time.monotonic() + LIMIT_S
-    while len(told) < 2 and time.monotonic() < deadline:
+    while len(told) < 3 and time.monotonic() < deadline:
         time.sleep(0.02)
     if comm.rank == 0:
-        assert told == ["clumsy", text]
+        assert told == ["clumsy", "desperate", text]
     late: list[str] = []
     comm.on_error(lambda error: late.append(str(error)))
-    assert late == told[1:]
+    assert late == told[2:]
 
 
 def test_callbacks(ranks: RankPool) -> None:

@@ -152,10 +152,18 @@ def arguments(**given: object) -> argparse.Namespace:
         "calls": None,
         "reps": None,
     }
-    return argparse.Namespace(**{**defaults, "plot": None, "argv": [], **given})
+    return argparse.Namespace(**{**defaults, "json": None, "plot": None, "argv": [], **given})
 
 
-@pytest.mark.parametrize("given", [{"mode": ("graph",)}, {"min": 4096, "max": 1024}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"mode": ("graph",)},
+        {"min": 4096, "max": 1024},
+        {"json": Path("/no/such/directory/x.json")},
+        {"plot": Path("/no/such/directory/x.png")},
+    ],
+)
 def test_options_that_cannot_work_are_refused_before_any_rank_starts(
     given: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

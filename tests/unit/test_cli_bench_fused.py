@@ -51,14 +51,23 @@ def test_reference_finds_stale_results_and_rows_normed_by_others() -> None:
     assert reference.error((normed, new_residual), salt=1, rounds_once=False) > 1.0
 
 
-@pytest.mark.parametrize("given", [{"mode": ("graph",)}, {"min": 4096, "max": 1024}, {"min": 1024, "hidden": 8192}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"mode": ("graph",)},
+        {"min": 4096, "max": 1024},
+        {"min": 1024, "hidden": 8192},
+        {"json": Path("/no/such/directory/x.json")},
+        {"plot": Path("/no/such/directory/x.png")},
+    ],
+)
 def test_options_that_cannot_work_are_refused_before_any_rank_starts(
     given: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(fused.launch, "spawn", lambda *_: pytest.fail("started ranks"))
     defaults = {"world": 2, "device": "emulated", "min": 1024, "max": None, "mode": None, "calls": None, "reps": None}
-    options = argparse.Namespace(**{**defaults, "hidden": 64, "plot": None, "argv": [], **given})
+    options = argparse.Namespace(**{**defaults, "hidden": 64, "json": None, "plot": None, "argv": [], **given})
     with pytest.raises(ConfigError):
         fused.run(options)
 

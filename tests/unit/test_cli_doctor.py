@@ -78,25 +78,6 @@ def test_multicast_says_which_variables_are_set(monkeypatch: pytest.MonkeyPatch)
     assert found["variables"]["NCCL_NVLS_ENABLE"] == "0"
 
 
-@pytest.mark.parametrize(
-    ("version", "integrated", "phrase"),
-    [
-        (None, True, "not installed"),
-        ("0.26.0", True, "go through llm_comm"),
-        ("0.26.0", False, "not in this release"),
-    ],
-)
-def test_engines(version: str | None, integrated: bool, phrase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "installed_version", lambda _: version)
-    monkeypatch.setattr(doctor, "_importable", lambda _: integrated)
-    assert all(phrase in gets for gets in doctor.collect()["engines"].values())
-
-
-def test_importable_without_the_parent_package() -> None:
-    assert doctor._importable("json.decoder")
-    assert not doctor._importable("no_such_package.module")
-
-
 def test_configuration_names_the_variable_a_value_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLM_COMM_TIMEOUT_S", "12.5")
     found = doctor.collect()["configuration"]

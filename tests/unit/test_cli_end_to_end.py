@@ -33,8 +33,8 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-def run(argv: list[str]) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+def run(argv: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES} | variables
     start = f"import sys; sys.path[:] = {sys.path!r}; from llm_comm import cli; sys.exit(cli.main())"
     command = [sys.executable, "-c", start, *argv]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
@@ -93,6 +93,14 @@ def test_bench_all_reduce(tmp_path: Path) -> None:
     assert all(set(row["results"]) == {"llm_comm", "gloo"} for row in found["rows"])
     assert all(row["results"]["llm_comm"]["error"] <= 1 for row in found["rows"])
     assert "llm_comm" in done.stdout
+
+
+@pytest.mark.parametrize("level", ["info", ""])
+def test_the_log_of_all_ranks_comes_out_if_asked_for(level: str) -> None:
+    done = run(["bench", "all-reduce", "--device", "emulated", "--world", "2", "--max", "1K"], LLM_COMM_LOG=level)
+    assert done.returncode == 0, done.stderr
+    shown = {line.partition(" of 2 ")[0] for line in done.stderr.splitlines() if line.startswith("llm-comm")}
+    assert shown == ({f"llm-comm, rank {rank}: INFO: rank {rank}" for rank in (0, 1)} if level else set())
 
 
 def test_bench_marks_wrong_sums_and_fails(capfd: pytest.CaptureFixture[str]) -> None:

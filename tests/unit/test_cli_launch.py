@@ -75,12 +75,22 @@ def test_place_rejects(world: int | None, device: str, monkeypatch: pytest.Monke
 
 def test_launched_group_decides_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(monkeypatch, 0)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "5")
+    for name, value in {"RANK": "2", "WORLD_SIZE": "5", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert (launch.in_rank(), launch.rank(), launch.local_rank()) == (True, 2, 1)
     assert launch.place(None, "auto").world == 5
     assert launch.place(5, "auto").world == 5
     with pytest.raises(ConfigError, match="contradicts"):
         launch.place(4, "auto")
+
+
+def test_numbers_of_containers_are_not_those_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, 2)
+    for name, value in {"RANK": "3", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    assert (launch.in_rank(), launch.rank(), launch.local_rank()) == (False, 0, 0)
+    assert launch.place(None, "auto") == Placement(2, on_gpu=True)
+    assert launch.place(2, "cuda") == Placement(2, on_gpu=True)
 
 
 def test_ranks_get_the_environment_of_torchrun(tmp_path: Path) -> None:

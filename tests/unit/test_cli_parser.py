@@ -69,6 +69,10 @@ def test_known_errors_become_one_line_and_a_status(
         raise error
 
     monkeypatch.setattr(cli.importlib, "import_module", lambda _: SimpleNamespace(run=fail))
-    monkeypatch.setenv("RANK", "1")
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
     assert cli.main(["doctor"]) == status
     assert capsys.readouterr().err == f"llm-comm, rank 1: {type(error).__name__}: {error}\n"
+    monkeypatch.delenv("LOCAL_RANK")
+    assert cli.main(["doctor"]) == status
+    assert capsys.readouterr().err == f"llm-comm: {type(error).__name__}: {error}\n"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -58,7 +60,6 @@ INVALID_TEXTS = [
     ("timeout_s", "-3", "a number of seconds > 0"),
     ("log", "LOUD", "'debug' or 'info' or 'warning' or 'error'"),
     ("workspace_bytes", "1e9", "1 MiB to 4 GiB"),
-    ("workspace_bytes", "", "1 MiB to 4 GiB"),
     ("max_message_bytes", "8M", "bytes >= 0"),
     ("algorithm", "ONE_SHOT", "'auto' or 'one_shot' or 'two_shot'"),
     ("pdl", "2", "true or false"),
@@ -66,6 +67,9 @@ INVALID_TEXTS = [
     ("deterministic", "always", "true or false"),
     ("debug", "verbose", "true or false"),
 ]
+
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 def variable(option: str) -> str:
@@ -163,6 +167,91 @@ def test_unknown_option(file: Path) -> None:
         Config.load(file_environment(file, "timeout: 3"))
     with pytest.raises(ConfigError, match=r"unknown option 'timeout' \(Python\).*timeout_s"):
         Config.load({}, timeout=3)
+
+
+def test_unknown_option_is_guessed(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown option 'algoritm' .*config\.yaml\) \(did you mean algorithm\?\)"):
+        Config.load(file_environment(file, "algoritm: two_shot"))
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("LLM_COMM_WORKSPACE", "LLM_COMM_WORKSPACE_BYTES"),
+        ("LLM_COMM_ALGORITM", "LLM_COMM_ALGORITHM"),
+        ("LLM_COMM_timeout_s", "LLM_COMM_TIMEOUT_S"),
+        ("LLM_COMM_CONFIGS", "LLM_COMM_CONFIG"),
+    ],
+)
+def test_unknown_variable(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Config.load({"LLM_COMM_LOG": "info", name: "1"})
+    assert f"unknown variable {name} (did you mean {meant}?): unset it; valid: LLM_COMM_ENABLE, " in str(error.value)
+    assert all(variable(option) in str(error.value) for option in (*option_names(), "config"))
+
+
+def test_unknown_variable_that_resembles_none() -> None:
+    with pytest.raises(ConfigError, match="unknown variable LLM_COMM_XYZ: unset it; valid: "):
+        Config.load({"LLM_COMM_XYZ": "1"})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "LLM_COMM_CUDA",
+        "LLM_COMM_VERSION",
+        "LLM_COMM_TEST_ANYTHING",
+        "LLM_COMM_BENCH_ANYTHING",
+        # Kubernetes, for a Service "llm-comm" and for "llm-comm-web"
+        "LLM_COMM_SERVICE_HOST",
+        "LLM_COMM_SERVICE_PORT_HTTP",
+        "LLM_COMM_PORT",
+        "LLM_COMM_PORT_8000_TCP_ADDR",
+        "LLM_COMM_WEB_SERVICE_PORT",
+        "LLM_COMM_WEB_PORT_8000_TCP",
+        # other projects
+        "LLM_COMMUNITY",
+        "MY_LLM_COMM_SETTING",
+    ],
+)
+def test_variables_that_are_no_options(name: str) -> None:
+    assert Config.load({name: "8"}) == Config()
+
+
+def test_variables_of_this_project_are_known() -> None:
+    """What a source of this repository names can be set without ending the start of whoever sets it."""
+    names = {
+        node.value
+        for directory in ("llm_comm", "bench_serving", "tests/gpu", "tests/integrations", "tests/deterministic")
+        for path in (REPOSITORY / directory).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    names = {name for name in names if re.fullmatch(r"LLM_COMM_[A-Z_]*[A-Z]", name)}
+    cmake = (REPOSITORY / "CMakeLists.txt").read_text(encoding="utf-8")
+    build = set(re.findall(r"^(?:option\(|set\((?=\w+ \w+ CACHE))(LLM_COMM_\w+)", cmake, flags=re.MULTILINE))
+    assert names >= {"LLM_COMM_ENABLE", "LLM_COMM_TEST_MEETING_POINT"}
+    assert build >= {"LLM_COMM_CUDA", "LLM_COMM_WERROR"}
+    assert [name for name in names | build if "unknown variable" in complaint({name: "1"})] == []
+
+
+def complaint(environ: dict[str, str]) -> str:
+    try:
+        Config.load(environ)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", [*map(variable, VALUES), "LLM_COMM_CONFIG", "LLM_COMM_MISSPELT"])
+def test_empty_variable_is_not_set(name: str, file: Path) -> None:
+    loaded = Config.load({**file_environment(file, "timeout_s: 5\ntable: a.yaml"), name: ""})
+    expected = Config() if name == "LLM_COMM_CONFIG" else Config(timeout_s=5, table="a.yaml")
+    assert (loaded, len(loaded.origins)) == (expected, len(expected.origins))
+
+
+def test_what_the_constructor_is_given_was_chosen() -> None:
+    assert Config(log="debug", table="a.yaml").origins == {"log": "Python", "table": "Python"}
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ Driver load_driver() {
   Driver driver{};
   load(driver.ctx_get_current, "cuCtxGetCurrent");
   load(driver.device_get_attribute, "cuDeviceGetAttribute");
+  load(driver.device_primary_ctx_get_state, "cuDevicePrimaryCtxGetState");
   load(driver.get_error_string, "cuGetErrorString");
   load(driver.launch_kernel_ex, "cuLaunchKernelEx");
   load(driver.mem_get_allocation_granularity, "cuMemGetAllocationGranularity");
@@ -71,7 +72,11 @@ DeviceGuard::DeviceGuard(int device) {
 }
 
 DeviceGuard::~DeviceGuard() {
-  if (previous_ >= 0) cudaSetDevice(previous_);
+  if (previous_ < 0) return;
+  unsigned flags = 0;
+  int is_active = 0;
+  const CUresult error = Driver::get().device_primary_ctx_get_state(previous_, &flags, &is_active);
+  if (error == CUDA_SUCCESS && is_active != 0) cudaSetDevice(previous_);
 }
 
 }  // namespace llm_comm::host

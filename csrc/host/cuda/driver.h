@@ -9,6 +9,7 @@ namespace llm_comm::host {
 struct Driver {
   decltype(&cuCtxGetCurrent) ctx_get_current;
   decltype(&cuDeviceGetAttribute) device_get_attribute;
+  decltype(&cuDevicePrimaryCtxGetState) device_primary_ctx_get_state;
   decltype(&cuGetErrorString) get_error_string;
   decltype(&cuLaunchKernelEx) launch_kernel_ex;
   decltype(&cuMemGetAllocationGranularity) mem_get_allocation_granularity;
@@ -30,7 +31,9 @@ struct Driver {
 void check(cudaError_t error, const char* what);
 void check(CUresult error, const char* what);
 
-// Makes a device current for a scope. Calls that find it current already cost one read.
+// Makes a device current for a scope. Calls that find it current already cost one read. The device before becomes current
+// again unless this process has no context on it: a thread that has not used CUDA has device 0 by default, and to return to
+// it would take some hundred MiB there for every rank.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device);

@@ -1,0 +1,113 @@
+"""What ``llm-comm doctor`` says about the engines: whether their all-reduces go through llm_comm, and why not.
+
+Answers come from variables, options and what is installed; no engine is imported. What only a running engine knows (its
+command line, its groups) is in the line that the engine's log has about llm_comm.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import metadata
+
+from llm_comm import launch
+from llm_comm.bench.report import installed_version
+from llm_comm.config import Config
+from llm_comm.errors import ConfigError
+from llm_comm.integrations import common
+
+_PLUGIN = "llm_comm"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine that llm_comm has a plugin for.
+
+    Attributes:
+        name: as people write it.
+        package: its distribution.
+        entry_points: the group in which it looks for plugins.
+        allowed: the variable that names the only plugins it may load.
+        empty_allows_all: whether that variable, empty, is as good as unset; otherwise it allows none.
+        oldest, newest: supported versions, both included.
+    """
+
+    name: str
+    package: str
+    entry_points: str
+    allowed: str
+    empty_allows_all: bool
+    oldest: str
+    newest: str
+
+
+ENGINES = (
+    Engine("vLLM", "vllm", "vllm.general_plugins", "VLLM_PLUGINS", False, "0.26", "0.33"),
+    Engine("SGLang", "sglang", "sglang.srt.plugins", "SGLANG_PLUGINS", True, "0.5.17", "0.5.23"),
+)
+
+
+def verdicts() -> dict[str, str]:
+    """A sentence for each engine."""
+    return {engine.name: verdict(engine) for engine in ENGINES}
+
+
+def verdict(engine: Engine) -> str:
+    """Whether the installed version of ``engine`` sums with llm_comm, or else the first reason why it does not."""
+    version = installed_version(engine.package)
+    if version is None:
+        return "not installed"
+    if common.switched_off():
+        return f"{version}; keeps its own all-reduce: LLM_COMM_ENABLE is off"
+    why_not_loaded = _why_not_loaded(engine)
+    if why_not_loaded is not None:
+        return f"{version}; keeps its own all-reduce: {why_not_loaded}"
+    try:
+        config = Config.load()
+    except ConfigError as error:
+        return f"{version}; does not start with tensor parallelism: {error}"
+    why_not = _why_not_active(engine, version, config)
+    if why_not is not None:
+        return f"{version}; keeps its own all-reduce: {why_not}"
+    return f"{version}; its all-reduces go through llm_comm"
+
+
+def _why_not_loaded(engine: Engine) -> str | None:
+    if not _has_entry_point(engine.entry_points):
+        return f"this llm_comm is not installed as a plugin (entry point {_PLUGIN} of {engine.entry_points}): use pip"
+    allowed = os.environ.get(engine.allowed)
+    if allowed is None or (not allowed and engine.empty_allows_all):
+        return None
+    # vLLM takes the names as they stand between the commas, SGLang without the spaces around them.
+    names = allowed.split(",")
+    if _PLUGIN in ([name.strip() for name in names] if engine.empty_allows_all else names):
+        return None
+    return f"{engine.allowed}={allowed} leaves {_PLUGIN} out"
+
+
+def _why_not_active(engine: Engine, version: str, config: Config) -> str | None:
+    if not config.enable:
+        return f"enable is false ({config.origins.get('enable', 'Python')})"
+    if not is_supported(engine, version):
+        return f"llm_comm supports {engine.name} {engine.oldest} to {engine.newest}"
+    return launch.usable_gpus()[1] or None
+
+
+def is_supported(engine: Engine, version: str) -> bool:
+    """Whether a version lies between the oldest and the newest, patches of the newest included."""
+    found = _release(version)
+    oldest, newest = _release(engine.oldest), _release(engine.newest)
+    return oldest <= found and found[: len(newest)] <= newest
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers that a version begins with: ``0.26.0rc1+cu129`` is (0, 26, 0)."""
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(number) for number in numbers[0].split(".")) if numbers else ()
+
+
+def _has_entry_point(group: str) -> bool:
+    found: Iterable[metadata.EntryPoint] = metadata.entry_points(group=group)
+    return any(point.name == _PLUGIN for point in found)

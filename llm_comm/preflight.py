@@ -1,0 +1,44 @@
+"""What a command checks before it starts ranks: a mistake is told once, and not after minutes of measuring."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llm_comm.config import Config
+from llm_comm.errors import ConfigError
+from llm_comm.selection import load_table
+
+
+def check(outputs: Mapping[str, Path | None], **overrides: Any) -> Config:
+    """Returns the configuration that communicators of this command will load.
+
+    Args:
+        outputs: By option, the files that the command is to write at its end; None where there is none.
+        overrides: Options of ``Config`` from the command line.
+
+    Raises:
+        ConfigError: An option or the tuning table that it names is wrong, or a file cannot be written.
+    """
+    config = Config.load(**overrides)
+    if config.table is not None:
+        try:
+            load_table(Path(config.table))
+        except ConfigError as error:
+            raise ConfigError(f"option table ({config.origins.get('table', 'Python')}): {error}") from error
+    for option, path in outputs.items():
+        if path is not None:
+            _check_output(option, path)
+    return config
+
+
+def _check_output(option: str, path: Path) -> None:
+    directory = path.parent
+    if not directory.is_dir():
+        raise ConfigError(f"{option} {path}: there is no directory {directory}; make it, or name another")
+    if path.is_dir():
+        raise ConfigError(f"{option} {path} is a directory: name a file in it")
+    if not os.access(path if path.exists() else directory, os.W_OK):
+        raise ConfigError(f"{option} {path}: no permission to write there; name another file")

@@ -1,0 +1,183 @@
+"""Tuning: what it refuses to measure, and what it writes where it did not measure."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tables import write_table
+
+from llm_comm import cli, launch
+from llm_comm.bench import choosing, tune, tune_fused
+from llm_comm.errors import ConfigError, PeerTimeout
+from llm_comm.fused_selection import without_kernel
+from llm_comm.selection import FusedRow, TuningRow, TuningTable, declined, load_table
+
+ROW = TuningRow(4096, "one_shot", 8, 16, 0)
+FUSED_ROW = FusedRow(16384, "one_shot", 8, 128, 2, 0)
+SHIPPED = TuningTable("shipped", (ROW,), 8 << 20, (FUSED_ROW,), max_fused_bytes=123456)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was started on a machine of two GPUs."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LLM_COMM_TABLE", "LLM_COMM_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    calls: list[Any] = []
+    monkeypatch.setattr(launch, "place", lambda *_: launch.Placement(2, on_gpu=True))
+    monkeypatch.setattr(launch, "spawn", lambda *call: calls.append(call) or 0)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--hidden", "100"], "--hidden 100: rows of fused operations have a multiple of 8 elements, up to 16384"),
+        (["--hidden", "16392"], "--hidden 16392: rows"),
+        (["--max", "8K"], "--min 1K, --max 8K: no fused message lies between; they are rows of 16384 bytes"),
+        (["--min", "32M"], "--min 32M, --max 64M: no fused message lies between"),
+        (["--min", "2M", "--max", "1M", "--operations", "all-reduce"], "--min 2M, --max 1M: the largest"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_before_any_rank_starts(
+    options: list[str], complaint: str, started: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["tune", *options]) == 2
+    assert f"ConfigError: {complaint}" in capsys.readouterr().err
+    assert not started
+
+
+@pytest.mark.parametrize("options", [[], ["--hidden", "100", "--operations", "all-reduce"], ["--hidden", "16384"]])
+def test_options_that_can_work_start_ranks(options: list[str], started: list[Any]) -> None:
+    assert cli.main(["tune", *options]) == 0
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize(("name", "value"), [("ALGORITHM", "two_shot"), ("MAX_MESSAGE_BYTES", "4096")])
+def test_options_that_would_falsify_the_table_are_refused(
+    name: str, value: str, started: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(f"LLM_COMM_{name}", value)
+    assert cli.main(["tune"]) == 2
+    assert f"(LLM_COMM_{name}), but tune measures every algorithm and size: unset it" in capsys.readouterr().err
+    assert not started
+
+
+# ---- Sizes at which nothing can be measured ------------------------------------------------------------------------
+
+
+class DecliningComm(SimpleNamespace):
+    """A communicator of two ranks on an imagined GPU; what it is asked to run, it refuses."""
+
+    rank, world_size, device, table = 1, 2, torch.device("cpu"), SHIPPED
+
+    def use_table(self, table: TuningTable) -> None: ...
+
+    def plan(self, x: torch.Tensor) -> Any:
+        return declined(x.nbytes, "too plain")
+
+    def plan_fused(self, x: torch.Tensor, weight: torch.Tensor) -> Any:
+        return without_kernel("declined", x.nbytes, f"rows of {len(weight)}: too odd")
+
+    def all_reduce_add_rms_norm(self, *_: object, **__: object) -> None:
+        raise AssertionError("a plan said that this is declined")
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.ProcessGroup]:
+    """A process group of this process alone, on a device of 132 multiprocessors."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world = dist.group.WORLD
+    assert world is not None
+    yield world
+    dist.destroy_process_group()
+
+
+def arguments(**given: object) -> argparse.Namespace:
+    return argparse.Namespace(**{"min": 16384, "max": 32768, "hidden": 8192, "reps": 1, **given})
+
+
+def test_a_size_at_which_all_candidates_decline_is_named(group: dist.ProcessGroup) -> None:
+    with pytest.raises(ConfigError, match="no kernel can be measured at 16K: too plain; leave it out"):
+        tune._measure(DecliningComm(), group, arguments())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no kernel can be measured at 16K: rows of 8192: too odd; leave it out"):
+        tune_fused.measure(DecliningComm(), group, arguments())  # type: ignore[arg-type]
+
+
+def test_a_size_that_no_device_launches_is_named(group: dist.ProcessGroup) -> None:
+    class Refusing(DecliningComm):
+        def plan_fused(self, x: torch.Tensor, weight: torch.Tensor) -> Any:
+            return dataclasses.replace(without_kernel("one_shot", x.nbytes, ""), cluster=16, threads=64)
+
+        def all_reduce_add_rms_norm(self, *_: object, **__: object) -> None:
+            raise RuntimeError("cluster misconfiguration")
+
+    with pytest.raises(ConfigError, match="at 16K: the device does not launch clusters of 16 blocks of 64 threads"):
+        tune_fused.measure(Refusing(), group, arguments())  # type: ignore[arg-type]
+
+
+def test_a_failed_communicator_is_no_refusal(group: dist.ProcessGroup) -> None:
+    class Failed(DecliningComm):
+        def plan_fused(self, x: torch.Tensor, weight: torch.Tensor) -> Any:
+            return without_kernel("one_shot", x.nbytes, "")
+
+        def all_reduce_add_rms_norm(self, *_: object, **__: object) -> None:
+            raise PeerTimeout("rank 0 is gone", rank=1, peer=0)
+
+    with pytest.raises(PeerTimeout):
+        tune_fused.measure(Failed(), group, arguments())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("operation", "largest", "hidden", "size"), [("all-reduce", 4 << 30, 8192, "384M"), ("fused", 8 << 20, 64, "6M")]
+)
+def test_a_size_without_candidates_is_noticed_before_any_is_measured(
+    operation: str, largest: int, hidden: int, size: str
+) -> None:
+    given = arguments(min=1024, max=largest, hidden=hidden, operations=(operation,))
+    with pytest.raises(ConfigError, match=f"no shape of grid and tile is worth measuring at {size} on this device"):
+        tune._require_candidates(given, 8, 132)
+
+
+@pytest.mark.parametrize("world", launch.WORLDS)
+@pytest.mark.parametrize("sm_count", [58, 108, 132, 148])
+def test_by_default_every_size_has_candidates(world: int, sm_count: int) -> None:
+    args = cli.build_parser().parse_args(["tune"])
+    tune._require_candidates(args, world, sm_count)
+
+
+def test_choosing_prefers_the_simpler_of_two_that_cannot_be_told_apart() -> None:
+    fast, slow = ROW._replace(blocks=1), ROW._replace(blocks=2)
+    assert choosing.choose([(slow, 2.0), (ROW, 1.001), (fast, 1.0)], 1024, ["never mind"]) == (ROW, 1.001)
+
+
+# ---- The table -----------------------------------------------------------------------------------------------------
+
+
+def test_what_was_not_measured_stays_as_it_was() -> None:
+    nothing = tune_fused.Found([], [])
+    assert tune.tuned(SHIPPED, [], {}, nothing) == SHIPPED._replace(name="")
+    plain = [tune.Measured(ROW._replace(up_to=1 << 20), 5.0)]
+    assert tune.tuned(SHIPPED, plain, {}, nothing) == SHIPPED._replace(
+        name="", rows=(plain[0].row,), max_message_bytes=1 << 20
+    )
+    fused = tune_fused.Found([tune_fused.Measured(FUSED_ROW._replace(cluster=4), 5.0)], [])
+    assert tune.tuned(SHIPPED, [], {}, fused) == SHIPPED._replace(name="", fused=(fused.best[0].row,))
+
+
+def test_the_bound_of_fused_messages_survives_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "test device")
+    path = tmp_path / "table.yaml"
+    shipped = load_table(write_table(path, [ROW], max_fused_bytes=123456))[2]
+    table = tune.tuned(shipped, [], {}, tune_fused.Found([], []))
+    comm: Any = SimpleNamespace(device=torch.device("cpu"), world_size=8)
+    tune._write_table(comm, table, ["fused"], {"date": "today", "versions": {}}, path)
+    assert load_table(path)[2].max_fused_bytes == 123456
