@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -38,6 +37,9 @@ MESSAGES = "tests/deterministic/message_passing.cuh"
 
 SWITCH = "LLM_COMM_TEST_CONTROL"
 
+# Failures that the driver reports. An "it did not end" is none that a control may lead to: it says nothing about why.
+WRONG = "."
+
 
 @dataclass(frozen=True)
 class Edit:
@@ -52,7 +54,8 @@ class Edit:
 class Control:
     """A protection, the text that takes it out, and within how many schedules that must be noticed.
 
-    ``algorithm``: schedules about this only; ``options``: what else to tell the driver.
+    ``algorithm``: schedules about this only; ``options``: what else to tell the driver. ``failure``: the failures that
+    the missing protection explains, as a regular expression; any other is one of the test.
     """
 
     name: str
@@ -61,6 +64,7 @@ class Control:
     algorithm: str = ""
     options: tuple[str, ...] = ()
     budget: int = 2000
+    failure: str = WRONG
 
 
 CONTROLS = (
@@ -261,6 +265,7 @@ CONTROLS = (
         "stop_after_an_error",
         "operations behind an expired wait do nothing",
         (Edit(COMM, "in_vain_ = (state.word", "in_vain_ = !WITHOUT && (state.word"),),
+        "one_shot",
         budget=20_000,
     ),
     Control(
@@ -407,22 +412,43 @@ CONTROLS = (
 )
 
 
-def edited_copy(directory: Path) -> Path:
-    """A copy of the sources in which the environment variable of ``SWITCH`` takes out one protection."""
-    shutil.rmtree(directory, ignore_errors=True)
-    for tree in ("csrc", "tests/deterministic"):
-        shutil.copytree(driver.REPOSITORY / tree, directory / tree)
-    texts = {edit.file: (directory / edit.file).read_text(encoding="utf-8") for c in CONTROLS for edit in c.edits}
+def edited(text: str, edit: Edit, switch: str) -> str:
+    """``text`` after the edit. However the lines of the old text are broken: the sources are formatted by a tool."""
+    pattern = r"\s+".join(re.escape(word) for word in edit.old.split())
+    if len(re.findall(pattern, text)) != 1:
+        raise ValueError(f"{edit.file} does not hold {edit.old!r} once")
+    return re.sub(pattern, lambda _: edit.new.replace("WITHOUT", switch), text)
+
+
+def edited_sources() -> dict[str, bytes]:
+    """The sources, by path, in which the environment variable of ``SWITCH`` takes out one protection."""
+    found = [p for tree in ("csrc", "tests/deterministic") for p in (driver.REPOSITORY / tree).rglob("*") if p.is_file()]
+    texts = {str(p.relative_to(driver.REPOSITORY)): p.read_bytes() for p in found if "__pycache__" not in p.parts}
     for number, control in enumerate(CONTROLS, start=1):
         for edit in control.edits:
-            if texts[edit.file].count(edit.old) != 1:
-                raise ValueError(f"control {control.name}: {edit.file} does not hold {edit.old!r} once")
-            new = edit.new.replace("WITHOUT", f"(::control_that_is_on == {number})")
-            texts[edit.file] = texts[edit.file].replace(edit.old, new)
-    for file, text in texts.items():
-        (directory / file).write_text(text, encoding="utf-8")
-    with (directory / TYPES).open("a", encoding="utf-8") as types:
-        types.write(f'#include <cstdlib>\ninline const int control_that_is_on = std::atoi(std::getenv("{SWITCH}"));\n')
+            try:
+                new = edited(texts[edit.file].decode(), edit, f"(::control_that_is_on == {number})")
+            except ValueError as error:
+                raise ValueError(f"control {control.name}: {error}") from None
+            texts[edit.file] = new.encode()
+    variable = f'#include <cstdlib>\ninline const int control_that_is_on = std::atoi(std::getenv("{SWITCH}"));\n'
+    texts[TYPES] += variable.encode()
+    return texts
+
+
+def edited_copy(directory: Path) -> Path:
+    """Brings ``directory`` to hold ``edited_sources()``. What is there already keeps its time and is not built again."""
+    texts = edited_sources()
+    if directory.exists():
+        for path in directory.rglob("*"):
+            if path.is_file() and str(path.relative_to(directory)) not in texts:
+                path.unlink()
+    for name, text in texts.items():
+        path = directory / name
+        if path.exists() and path.read_bytes() == text:
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text)
     return directory
 
 
@@ -445,9 +471,13 @@ def run(control: Control, program: Path, first_seed: int = 1) -> Outcome:
     environment = {**os.environ, SWITCH: str(number)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
     found = re.search(r"^FAILED: seed \d+ \(schedule (\d+) of this run\): (.*)$", done.stdout, flags=re.MULTILINE)
-    if found is None and done.returncode != 0:
-        return Outcome(0, f"the program ended with {done.returncode}: {done.stderr}")
-    return Outcome(int(found[1]), found[2]) if found else Outcome(control.budget, "")
+    if done.returncode != (0 if found is None else 1):
+        raise RuntimeError(f"{control.name}: the program ended with {done.returncode}: {done.stdout}{done.stderr}")
+    if found is None:
+        return Outcome(control.budget, "")
+    if not re.search(control.failure, found[2]):
+        raise RuntimeError(f"{control.name}: not what this leads to ({control.failure}): {found[0]}")
+    return Outcome(int(found[1]), found[2])
 
 
 def measure(control: Control, program: Path, runs: int) -> dict[str, object]:
