@@ -9,6 +9,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <queue>
 #include <string>
 #include <vector>
@@ -76,6 +77,10 @@ class Machine {
 
   const std::string& fault() const { return memory_.error(); }
   uint64_t now() const { return now_; }
+  // How many accesses the rank's threads have made, as stalls count them.
+  uint64_t accesses(uint32_t rank) const;
+  // When a stall for ever began, if it did.
+  std::optional<uint64_t> stopped_at(uint32_t rank) const;
   // Changes with every access, its order and its value.
   uint64_t fingerprint() const { return fingerprint_; }
   void trace_to(std::FILE* file) { trace_ = file; }
@@ -127,6 +132,7 @@ class Machine {
   void release_barrier(Block& block);
   void release_cluster(Cluster& cluster);
   void end_thread(Thread& thread);
+  void check_ended(const Cluster& cluster);
   void try_start(uint32_t rank);
   void start_grid(uint32_t rank);
   void start_clusters(Grid& grid);
