@@ -207,6 +207,11 @@ class FusedCall final : public Call {
     plan_.blocks = plan_.cluster_blocks * random.between(1, 2);
     plan_.depth = random.below(3);
     plan_.chunk_rows = random.between(1, rows_);
+    // Blocks without a share of the row, which only grids with a cluster for each row may have.
+    if (random.chance(48)) {
+      plan_.cluster_blocks = (span + plan_.tile_lines - 1) / plan_.tile_lines + 1;
+      plan_.blocks = plan_.cluster_blocks * static_cast<uint32_t>(plan_.chunk_rows);
+    }
     const uint32_t hidden = lines_ * kElementsPerLine;
     for (uint32_t i = 0; i < ranks * rows_ * hidden; ++i) input_.push_back(draw(random));
     for (uint32_t i = 0; i < rows_ * hidden; ++i) residual_.push_back(draw(random));

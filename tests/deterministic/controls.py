@@ -26,12 +26,14 @@ COMM = "csrc/include/llm_comm/device_comm.cuh"
 LINE = "csrc/include/llm_comm/line.cuh"
 SEMAPHORE = "csrc/include/llm_comm/semaphore.cuh"
 TYPES = "csrc/include/llm_comm/platform_types.h"
+SUSPICION = "csrc/include/llm_comm/suspicion.cuh"
 WAIT = "csrc/include/llm_comm/wait.cuh"
 CHECK_CALL = "csrc/kernels/check_call.cuh"
 ONE_SHOT = "csrc/kernels/all_reduce/one_shot.cuh"
 TWO_SHOT = "csrc/kernels/all_reduce/two_shot.cuh"
 FUSED_ONE_SHOT = "csrc/kernels/fused/one_shot.cuh"
 FUSED_TWO_SHOT = "csrc/kernels/fused/two_shot.cuh"
+RMS_NORM = "csrc/kernels/fused/rms_norm.cuh"
 BROADCAST = "tests/deterministic/broadcast.cuh"
 MESSAGES = "tests/deterministic/message_passing.cuh"
 
@@ -362,6 +364,182 @@ CONTROLS = (
         budget=20_000,
     ),
     Control(
+        "arrive_last_two_shot",
+        "a block arrives after all its threads have begun",
+        (
+            Edit(TWO_SHOT, 'begun = op.begin();', 'begun = op.begin();\n  if (WITHOUT && thread_index() == 0) op.arrive();'),
+            Edit(TWO_SHOT, 'if (tile == first && thread', 'if (!WITHOUT && tile == first && thread'),
+        ),
+        "two_shot",
+    ),
+    Control(
+        "arrive_last_fused_one_shot",
+        "a block arrives after all its threads have begun",
+        (
+            Edit(FUSED_ONE_SHOT, 'norm.set_begun(op.begin(state));', 'norm.set_begun(op.begin(state));\n  if (WITHOUT && thread_index() == 0) op.arrive();'),
+            Edit(FUSED_ONE_SHOT, 'if (is_first && thread_index() == 0) op.arrive', 'if (!WITHOUT && is_first && thread_index() == 0) op.arrive'),
+        ),
+        "fused_one_shot",
+    ),
+    Control(
+        "arrive_last_fused_two_shot",
+        "a block arrives after all its threads have begun",
+        (
+            Edit(FUSED_TWO_SHOT, 'norm.set_begun(op.begin(state));', 'norm.set_begun(op.begin(state));\n  if (WITHOUT && thread_index() == 0) op.arrive();'),
+            Edit(FUSED_TWO_SHOT, 'if (is_first && thread_index() == 0) op.arrive', 'if (!WITHOUT && is_first && thread_index() == 0) op.arrive'),
+        ),
+        "fused_two_shot",
+    ),
+    Control(
+        "fused_re_arm",
+        "R2 in fused one-shot",
+        (
+            Edit(FUSED_ONE_SHOT, 're_arm_line(incoming + index);', 'if (!WITHOUT) re_arm_line(incoming + index);'),
+        ),
+        "fused_one_shot",
+    ),
+    Control(
+        "fused_re_arm_scattered",
+        "R2 in fused two-shot's first phase",
+        (
+            Edit(FUSED_TWO_SHOT, 'if (!is_own) re_arm_line(incoming + index);', 'if (!WITHOUT && !is_own) re_arm_line(incoming + index);'),
+        ),
+        "fused_two_shot",
+    ),
+    Control(
+        "fused_re_arm_gathered",
+        "R2 in fused two-shot's second phase",
+        (
+            Edit(FUSED_TWO_SHOT, 'if (receives) re_arm_line(incoming + index);', 'if (!WITHOUT && receives) re_arm_line(incoming + index);'),
+        ),
+        "fused_two_shot",
+    ),
+    Control(
+        "fused_dependency_wait_two_shot",
+        "a fused grid waits for the grids before it",
+        (
+            Edit(FUSED_TWO_SHOT, 'grid_dependency_wait_after(', 'if (!WITHOUT) grid_dependency_wait_after('),
+        ),
+        "fused_two_shot",
+    ),
+    Control(
+        "fused_segment_complete",
+        "fused two-shot sums after all threads of the block have their lines",
+        (
+            Edit(FUSED_TWO_SHOT, 'block_sync();\n    if (op.in', 'if (!WITHOUT) block_sync();\n    if (op.in'),
+        ),
+        "fused_two_shot",
+    ),
+    Control(
+        "fused_cluster_meets_two_shot",
+        "the same in fused two-shot",
+        (
+            Edit(FUSED_TWO_SHOT, 'norm.meet();', 'if (!WITHOUT) norm.meet();'),
+        ),
+        "fused_two_shot",
+        budget=20_000,
+    ),
+    Control(
+        "fused_two_sets",
+        "rows take turns with two sets of partial sums",
+        (
+            Edit(RMS_NORM, 'return rows_ % 2;', 'return WITHOUT ? 0 : rows_ % 2;'),
+            Edit(RMS_NORM, 'rows_ / 2 % 2', '(WITHOUT ? rows_ : rows_ / 2) % 2'),
+        ),
+        "fused_one_shot",
+    ),
+    Control(
+        "fused_expects_again",
+        "a set of partial sums counts deliveries of the row after next too",
+        (
+            Edit(RMS_NORM, 'if (!Once && thread_index() == 0) expect(set);', 'if (!WITHOUT && !Once && thread_index() == 0) expect(set);'),
+        ),
+        "fused_one_shot",
+    ),
+    Control(
+        "fused_nobody_leaves_alone",
+        "a block stays as long as others of its cluster deliver to it",
+        (
+            Edit(FUSED_ONE_SHOT, 'if (norms || warp == 0) {', 'if (norms || (!WITHOUT && warp == 0)) {'),
+        ),
+        "fused_one_shot",
+        budget=20_000,
+    ),
+    Control(
+        "fused_nobody_leaves_alone_two_shot",
+        "the same in fused two-shot",
+        (
+            Edit(FUSED_TWO_SHOT, 'if (norms || thread_index() < kWarpThreads) {', 'if (norms || (!WITHOUT && thread_index() < kWarpThreads)) {'),
+        ),
+        "fused_two_shot",
+        budget=20_000,
+    ),
+    Control(
+        "fused_sends_nothing_in_vain_one_shot",
+        "a thread whose operation is in vain sends nothing",
+        (
+            Edit(FUSED_ONE_SHOT, 'if (!is_own && has_line(sending) && !op.in_vain())', 'if (!is_own && has_line(sending) && (WITHOUT || !op.in_vain()))'),
+        ),
+        "fused_one_shot",
+        options=("--mishaps",),
+        budget=20_000,
+    ),
+    Control(
+        "fused_sends_nothing_in_vain_two_shot",
+        "a thread whose operation is in vain sends nothing",
+        (
+            Edit(FUSED_TWO_SHOT, 'if (!is_own && has_line(scattering, self.peer) && !op.in_vain())', 'if (!is_own && has_line(scattering, self.peer) && (WITHOUT || !op.in_vain()))'),
+        ),
+        "fused_two_shot",
+        options=("--mishaps",),
+        budget=20_000,
+    ),
+    Control(
+        "notes_end_waits",
+        "a rank that finds a note in the middle of a wait gives up too",
+        (
+            Edit(WAIT, 'bounds.suspicions.find(suspect) ||', '(!WITHOUT && bounds.suspicions.find(suspect)) ||'),
+        ),
+        options=("--mishaps",),
+        budget=20_000,
+    ),
+    Control(
+        "errors_end_waits",
+        "a wait ends when another one of its rank has expired",
+        (
+            Edit(WAIT, 'if (load_relaxed(bounds.aborted) != 0) return false;', 'if (!WITHOUT && load_relaxed(bounds.aborted) != 0) return false;'),
+        ),
+        options=("--mishaps",),
+        budget=20_000,
+    ),
+    Control(
+        "notes_of_others",
+        "a rank that can follow no notes from its own suspect follows those of the others",
+        (
+            Edit(SUSPICION, 'if (noted_by(rank, named)) {', 'if (noted_by(rank, named)) {\n        if (WITHOUT) continue;'),
+        ),
+        options=("--mishaps",),
+        budget=20_000,
+    ),
+    Control(
+        "silent_rank",
+        "where notes lead nowhere, the rank without one is blamed",
+        (
+            Edit(SUSPICION, 'return silent != world_size_ ?', 'return !WITHOUT && silent != world_size_ ?'),
+        ),
+        options=("--mishaps",),
+        budget=20_000,
+    ),
+    Control(
+        "notes_that_name_this_rank",
+        "a rank is not led to blame itself by notes that name it",
+        (
+            Edit(SUSPICION, 'if (named != rank_) suspect = named;', 'if (WITHOUT || named != rank_) suspect = named;'),
+        ),
+        options=("--mishaps",),
+        budget=20_000,
+    ),
+    Control(
         "release_before_signal",
         "a signal is a release",
         (
@@ -402,6 +580,14 @@ CONTROLS = (
             ),
         ),
         "put",
+    ),
+    Control(
+        "block_before_packets_signal",
+        "the block meets before one thread signals that packets are read",
+        (
+            Edit(MESSAGES, 'block_sync();\n    if (thread_index() == 0) {\n      party', 'if (!WITHOUT) block_sync();\n    if (thread_index() == 0) {\n      party'),
+        ),
+        "packets",
     ),
     Control(
         "packets_free",

@@ -107,12 +107,19 @@ struct Mishap {
   uint64_t abort_time;
 };
 
-// One of the accesses that the rank makes where nothing befalls it: a stall changes nothing before it begins. Some come late
-// among them, when some ranks need the others no more.
+// One of the accesses that the rank makes where nothing befalls it: a stall changes nothing before it begins. A third come
+// early, when blocks begin, a third late, when some ranks need the others no more; most in between are polls.
 uint64_t draw_access(uint64_t accesses, Random& random) {
   const auto last = static_cast<uint32_t>(accesses);
   if (last == 0) return 1;
-  return random.between(random.chance(96) ? last - last / 4 : 1, last);
+  switch (random.below(3)) {
+    case 0:
+      return random.between(1, std::min(last, 1u << random.below(11)));
+    case 1:
+      return random.between(last - last / 4, last);
+    default:
+      return random.between(1, last);
+  }
 }
 
 // `machine`: has run the schedule without it.

@@ -9,6 +9,8 @@ namespace {
 
 // More than any schedule of small messages takes.
 constexpr uint64_t kMostTurns = 20'000'000;
+// The same in time, which a thread that waits without a bound makes pass for nothing.
+constexpr uint64_t kMostImpatience = 4096;
 // Of 256 turns: a thread whose last poll failed, though nothing has arrived for it since.
 constexpr uint32_t kIdlePolls = 8;
 
@@ -139,7 +141,7 @@ Ending Machine::run() {
     handle_due_events();
     if (!memory_.error().empty()) return Ending::kFault;
     if (!is_unfinished()) return Ending::kDone;
-    if (turns_ > kMostTurns) return Ending::kTooLong;
+    if (turns_ > kMostTurns || now_ > kMostImpatience * impatience_ns_) return Ending::kTooLong;
     Thread* const thread = is_quiet() ? nullptr : choose();
     if (thread != nullptr) {
       turn(*thread);

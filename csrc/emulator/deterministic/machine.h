@@ -55,12 +55,13 @@ struct Temper {
 enum class Ending {
   kDone,     // all ranks that are not stalled for ever have run all their grids
   kStuck,    // threads wait for a barrier or a grid that nobody will reach or end
-  kTooLong,  // more turns than any schedule needs
+  kTooLong,  // more turns, or time, than any schedule needs
   kFault,    // an access that no target defines: fault() says which
 };
 
 class Machine {
  public:
+  // `impatience_ns`: by how much time jumps where nothing happens. A schedule has to end within 4096 of them.
   Machine(uint32_t ranks, uint64_t bytes_of_rank, uint64_t impatience_ns);
   ~Machine();
 
