@@ -196,8 +196,8 @@ class FusedCall final : public Call {
   // does a block meet itself again in what it keeps for two rows, and blocks come to a row at different times.
   FusedCall(AllReduceAlgorithm algorithm, uint32_t ranks, Random& random)
       : ranks_(ranks),
-        lines_(random.between(1, random.pick({8u, 16u, 40u}))),
-        rows_(random.between(1, random.pick({1u, 3u, 5u}))) {
+        lines_(random.between(1, random.pick({8u, 16u, ranks > 4 ? 16u : 40u}))),
+        rows_(random.between(1, random.pick({1u, 2u, 5u}))) {
     const bool one_shot = algorithm == AllReduceAlgorithm::kOneShot;
     const uint32_t segment_unit = kChunkLines * ranks;
     const uint32_t span = one_shot ? lines_ : (lines_ + segment_unit - 1) / segment_unit * kChunkLines;
@@ -250,8 +250,8 @@ class FusedCall final : public Call {
   std::string name() const override {
     return std::string(plan_.algorithm == 0 ? "one_shot" : "two_shot") + " + RMSNorm of " + std::to_string(rows_) +
            " rows of " + std::to_string(lines_) + " lines (blocks " + std::to_string(plan_.blocks) + ", clusters of " +
-           std::to_string(plan_.cluster_blocks) + ", tile lines " + std::to_string(plan_.tile_lines) + ", depth " + std::to_string(plan_.depth) + ", chunks of " +
-           std::to_string(plan_.chunk_rows) + ")";
+           std::to_string(plan_.cluster_blocks) + ", tile lines " + std::to_string(plan_.tile_lines) + ", depth " +
+           std::to_string(plan_.depth) + ", chunks of " + std::to_string(plan_.chunk_rows) + ")";
   }
 
  private:

@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,8 +40,21 @@ MESSAGES = "tests/deterministic/message_passing.cuh"
 
 SWITCH = "LLM_COMM_TEST_CONTROL"
 
-# Failures that the driver reports. An "it did not end" is none that a control may lead to: it says nothing about why.
-WRONG = "."
+# What the driver says of a failure, as regular expressions. Any other failure proves nothing: a crash, a wrong
+# option, or a schedule that does not end where nobody should hang.
+WRONG_RESULT = r"^((without an error on|before the error of|though nobody failed,) )?rank \d+, call \d+"
+#: A rank whose operation was cut short ends it as if it were right.
+UNTOLD = r"^(without an error on|before the error of) rank \d+, call \d+"
+NOBODY_IS_MISSING = r"^rank \d+: a wait of .* expired"
+#: Of the protections of lines and slots: any of these, as it happens.
+WRONG = "|".join((WRONG_RESULT, NOBODY_IS_MISSING, "is not armed again", r"counted \d+ operations"))
+BLAME = "blames the wrong one"
+MISMATCH = r"^rank \d+: mismatch in"
+CONCURRENT = r"^rank \d+: concurrent use in"
+TOO_LATE = r"ranks went on for \d+ steps after one had stopped"
+#: A thread waits for deliveries, which has no bound.
+HANGS = "it did not end"
+LEFT_ALONE = "has ended when another one writes to its memory"
 
 
 @dataclass(frozen=True)
@@ -80,11 +94,13 @@ CONTROLS = (
                 "return WITHOUT || (low > high ? low : high) != kSentinel;",
             ),
         ),
+        failure=WRONG_RESULT,
     ),
     Control(
         "all_words_checked",
         "all four words of a sentinel line are looked at",
         (Edit(LINE, "(low > high ? low : high) !=", "(WITHOUT ? line.word[0] : low > high ? low : high) !="),),
+        failure=WRONG_RESULT,
     ),
     Control(
         "both_flags_checked",
@@ -97,6 +113,7 @@ CONTROLS = (
             ),
         ),
         "packets",
+        failure=WRONG_RESULT,
     ),
     Control(
         "sentinel_remap",
@@ -212,6 +229,7 @@ CONTROLS = (
         (Edit(ONE_SHOT, "parity ^= 1;", "parity ^= WITHOUT ? 0 : 1;"),),
         "one_shot",
         budget=20_000,
+        failure=WRONG_RESULT,
     ),
     Control(
         "slice_complete",
@@ -224,6 +242,7 @@ CONTROLS = (
         "two-shot sends sums after all threads of the block have made theirs",
         (Edit(TWO_SHOT, "    block_sync();\n    if (i >=", "    if (!WITHOUT) block_sync();\n    if (i >="),),
         "two_shot",
+        failure=WRONG_RESULT,
     ),
     Control(
         "no_sums_of_incomplete_slices",
@@ -231,30 +250,7 @@ CONTROLS = (
         (Edit(TWO_SHOT, "|| *incomplete != 0", "|| (!WITHOUT && *incomplete != 0)"),),
         "two_shot",
         budget=20_000,
-    ),
-    Control(
-        "incomplete_slices_marked_in_order",
-        "no mark of an incomplete slice is overwritten by the first thread of the block, which comes late",
-        (
-            Edit(TWO_SHOT, "(op.in_vain()) *incomplete = 1;", "(!WITHOUT && op.in_vain()) *incomplete = 1;"),
-            Edit(
-                TWO_SHOT,
-                "receive_line(incoming + i, op, self.peer, 0);\n    }",
-                "receive_line(incoming + i, op, self.peer, 0);\n    }\n"
-                "    if (WITHOUT && op.in_vain()) *incomplete = 1;",
-            ),
-        ),
-        "two_shot",
-        options=("--mishaps",),
-        budget=20_000,
-    ),
-    Control(
-        "two_shot_stays",
-        "a thread that may not begin stays to tell its block, which may have begun, that a slice is incomplete",
-        (Edit(TWO_SHOT, "bool begun = op.begin();", "bool begun = op.begin();\n  if (WITHOUT && !begun) return;"),),
-        "two_shot",
-        options=("--mishaps",),
-        budget=20_000,
+        failure=UNTOLD,
     ),
     Control(
         "abort_ends_the_communicator",
@@ -262,6 +258,7 @@ CONTROLS = (
         (Edit(WAIT, "      give_up(bounds);\n", "      if (!WITHOUT) give_up(bounds);\n"),),
         options=("--mishaps",),
         budget=20_000,
+        failure=UNTOLD,
     ),
     Control(
         "stop_after_an_error",
@@ -269,24 +266,28 @@ CONTROLS = (
         (Edit(COMM, "in_vain_ = (state.word", "in_vain_ = !WITHOUT && (state.word"),),
         "one_shot",
         budget=20_000,
+        failure=UNTOLD,
     ),
     Control(
         "notes",
         "a rank whose wait expires tells the others",
         (Edit(WAIT, "bounds.suspicions.tell(peer);", "if (!WITHOUT) bounds.suspicions.tell(peer);"),),
         budget=20_000,
+        failure=BLAME,
     ),
     Control(
         "time_for_notes",
         "a rank whose wait expired hears the others before it blames one",
         (Edit(WAIT, "bounds.timeout_ns / 16", "WITHOUT ? 0 : bounds.timeout_ns / 16"),),
         budget=20_000,
+        failure=BLAME,
     ),
     Control(
         "blame_follows_notes",
         "a rank that waits itself is not blamed",
         (Edit(WAIT, "bounds.suspicions.culprit(peer)", "WITHOUT ? peer : bounds.suspicions.culprit(peer)"),),
         budget=20_000,
+        failure=BLAME,
     ),
     Control(
         "calls_of_this_operation",
@@ -298,6 +299,7 @@ CONTROLS = (
                 "return WITHOUT || FlagLine::has_arrived(line, flag);",
             ),
         ),
+        failure=MISMATCH,
     ),
     Control(
         "check_dependency_wait",
@@ -309,6 +311,7 @@ CONTROLS = (
                 "  if (!WITHOUT) grid_dependency_wait();\n  const DeviceComm& comm",
             ),
         ),
+        failure=f"{NOBODY_IS_MISSING}|{CONCURRENT}",
     ),
     Control(
         "fused_dependency_wait",
@@ -328,6 +331,7 @@ CONTROLS = (
         (Edit(FUSED_ONE_SHOT, "parity ^= 1;", "parity ^= WITHOUT ? 0 : 1;"),),
         "fused_one_shot",
         budget=20_000,
+        failure=WRONG_RESULT,
     ),
     Control(
         "fused_cluster_meets",
@@ -335,6 +339,7 @@ CONTROLS = (
         (Edit(FUSED_ONE_SHOT, "norm.meet();", "if (!WITHOUT) norm.meet();"),),
         "fused_one_shot",
         budget=20_000,
+        failure=HANGS,
     ),
     Control(
         "fused_stays",
@@ -349,12 +354,14 @@ CONTROLS = (
         "fused_one_shot",
         options=("--mishaps",),
         budget=20_000,
+        failure=HANGS,
     ),
     Control(
         "fused_sums_complete",
         "fused two-shot sends sums after all threads of the block have made theirs",
         (Edit(FUSED_TWO_SHOT, "    block_sync();\n    if (has", "    if (!WITHOUT) block_sync();\n    if (has"),),
         "fused_two_shot",
+        failure=WRONG_RESULT,
     ),
     Control(
         "fused_no_sums_of_incomplete_segments",
@@ -362,13 +369,18 @@ CONTROLS = (
         (Edit(FUSED_TWO_SHOT, "if (has && *incomplete == 0) {", "if (has && (WITHOUT || *incomplete == 0)) {"),),
         "fused_two_shot",
         budget=20_000,
+        failure=UNTOLD,
     ),
     Control(
         "arrive_last_two_shot",
         "a block arrives after all its threads have begun",
         (
-            Edit(TWO_SHOT, 'begun = op.begin();', 'begun = op.begin();\n  if (WITHOUT && thread_index() == 0) op.arrive();'),
-            Edit(TWO_SHOT, 'if (tile == first && thread', 'if (!WITHOUT && tile == first && thread'),
+            Edit(
+                TWO_SHOT,
+                "begun = op.begin();",
+                "begun = op.begin();\n  if (WITHOUT && thread_index() == 0) op.arrive();",
+            ),
+            Edit(TWO_SHOT, "if (tile == first && thread", "if (!WITHOUT && tile == first && thread"),
         ),
         "two_shot",
     ),
@@ -376,8 +388,16 @@ CONTROLS = (
         "arrive_last_fused_one_shot",
         "a block arrives after all its threads have begun",
         (
-            Edit(FUSED_ONE_SHOT, 'norm.set_begun(op.begin(state));', 'norm.set_begun(op.begin(state));\n  if (WITHOUT && thread_index() == 0) op.arrive();'),
-            Edit(FUSED_ONE_SHOT, 'if (is_first && thread_index() == 0) op.arrive', 'if (!WITHOUT && is_first && thread_index() == 0) op.arrive'),
+            Edit(
+                FUSED_ONE_SHOT,
+                "norm.set_begun(op.begin(state));",
+                "norm.set_begun(op.begin(state));\n  if (WITHOUT && thread_index() == 0) op.arrive();",
+            ),
+            Edit(
+                FUSED_ONE_SHOT,
+                "if (is_first && thread_index() == 0) op.arrive",
+                "if (!WITHOUT && is_first && thread_index() == 0) op.arrive",
+            ),
         ),
         "fused_one_shot",
     ),
@@ -385,24 +405,34 @@ CONTROLS = (
         "arrive_last_fused_two_shot",
         "a block arrives after all its threads have begun",
         (
-            Edit(FUSED_TWO_SHOT, 'norm.set_begun(op.begin(state));', 'norm.set_begun(op.begin(state));\n  if (WITHOUT && thread_index() == 0) op.arrive();'),
-            Edit(FUSED_TWO_SHOT, 'if (is_first && thread_index() == 0) op.arrive', 'if (!WITHOUT && is_first && thread_index() == 0) op.arrive'),
+            Edit(
+                FUSED_TWO_SHOT,
+                "norm.set_begun(op.begin(state));",
+                "norm.set_begun(op.begin(state));\n  if (WITHOUT && thread_index() == 0) op.arrive();",
+            ),
+            Edit(
+                FUSED_TWO_SHOT,
+                "if (is_first && thread_index() == 0) op.arrive",
+                "if (!WITHOUT && is_first && thread_index() == 0) op.arrive",
+            ),
         ),
         "fused_two_shot",
     ),
     Control(
         "fused_re_arm",
         "R2 in fused one-shot",
-        (
-            Edit(FUSED_ONE_SHOT, 're_arm_line(incoming + index);', 'if (!WITHOUT) re_arm_line(incoming + index);'),
-        ),
+        (Edit(FUSED_ONE_SHOT, "re_arm_line(incoming + index);", "if (!WITHOUT) re_arm_line(incoming + index);"),),
         "fused_one_shot",
     ),
     Control(
         "fused_re_arm_scattered",
         "R2 in fused two-shot's first phase",
         (
-            Edit(FUSED_TWO_SHOT, 'if (!is_own) re_arm_line(incoming + index);', 'if (!WITHOUT && !is_own) re_arm_line(incoming + index);'),
+            Edit(
+                FUSED_TWO_SHOT,
+                "if (!is_own) re_arm_line(incoming + index);",
+                "if (!WITHOUT && !is_own) re_arm_line(incoming + index);",
+            ),
         ),
         "fused_two_shot",
     ),
@@ -410,134 +440,132 @@ CONTROLS = (
         "fused_re_arm_gathered",
         "R2 in fused two-shot's second phase",
         (
-            Edit(FUSED_TWO_SHOT, 'if (receives) re_arm_line(incoming + index);', 'if (!WITHOUT && receives) re_arm_line(incoming + index);'),
+            Edit(
+                FUSED_TWO_SHOT,
+                "if (receives) re_arm_line(incoming + index);",
+                "if (!WITHOUT && receives) re_arm_line(incoming + index);",
+            ),
         ),
         "fused_two_shot",
     ),
     Control(
         "fused_dependency_wait_two_shot",
         "a fused grid waits for the grids before it",
-        (
-            Edit(FUSED_TWO_SHOT, 'grid_dependency_wait_after(', 'if (!WITHOUT) grid_dependency_wait_after('),
-        ),
+        (Edit(FUSED_TWO_SHOT, "grid_dependency_wait_after(", "if (!WITHOUT) grid_dependency_wait_after("),),
         "fused_two_shot",
     ),
     Control(
         "fused_segment_complete",
         "fused two-shot sums after all threads of the block have their lines",
-        (
-            Edit(FUSED_TWO_SHOT, 'block_sync();\n    if (op.in', 'if (!WITHOUT) block_sync();\n    if (op.in'),
-        ),
+        (Edit(FUSED_TWO_SHOT, "block_sync();\n    if (op.in", "if (!WITHOUT) block_sync();\n    if (op.in"),),
         "fused_two_shot",
     ),
     Control(
         "fused_cluster_meets_two_shot",
         "the same in fused two-shot",
-        (
-            Edit(FUSED_TWO_SHOT, 'norm.meet();', 'if (!WITHOUT) norm.meet();'),
-        ),
+        (Edit(FUSED_TWO_SHOT, "norm.meet();", "if (!WITHOUT) norm.meet();"),),
         "fused_two_shot",
         budget=20_000,
+        failure=HANGS,
     ),
     Control(
         "fused_two_sets",
         "rows take turns with two sets of partial sums",
         (
-            Edit(RMS_NORM, 'return rows_ % 2;', 'return WITHOUT ? 0 : rows_ % 2;'),
-            Edit(RMS_NORM, 'rows_ / 2 % 2', '(WITHOUT ? rows_ : rows_ / 2) % 2'),
+            Edit(RMS_NORM, "return rows_ % 2;", "return WITHOUT ? 0 : rows_ % 2;"),
+            Edit(RMS_NORM, "rows_ / 2 % 2", "(WITHOUT ? rows_ : rows_ / 2) % 2"),
         ),
         "fused_one_shot",
+        failure=WRONG_RESULT,
     ),
     Control(
         "fused_expects_again",
         "a set of partial sums counts deliveries of the row after next too",
         (
-            Edit(RMS_NORM, 'if (!Once && thread_index() == 0) expect(set);', 'if (!WITHOUT && !Once && thread_index() == 0) expect(set);'),
+            Edit(
+                RMS_NORM,
+                "if (!Once && thread_index() == 0) expect(set);",
+                "if (!WITHOUT && !Once && thread_index() == 0) expect(set);",
+            ),
         ),
         "fused_one_shot",
+        failure=HANGS,
     ),
     Control(
         "fused_nobody_leaves_alone",
         "a block stays as long as others of its cluster deliver to it",
-        (
-            Edit(FUSED_ONE_SHOT, 'if (norms || warp == 0) {', 'if (norms || (!WITHOUT && warp == 0)) {'),
-        ),
+        (Edit(FUSED_ONE_SHOT, "if (norms || warp == 0) {", "if (norms || (!WITHOUT && warp == 0)) {"),),
         "fused_one_shot",
         budget=20_000,
+        failure=LEFT_ALONE,
     ),
     Control(
         "fused_nobody_leaves_alone_two_shot",
         "the same in fused two-shot",
         (
-            Edit(FUSED_TWO_SHOT, 'if (norms || thread_index() < kWarpThreads) {', 'if (norms || (!WITHOUT && thread_index() < kWarpThreads)) {'),
+            Edit(
+                FUSED_TWO_SHOT,
+                "if (norms || thread_index() < kWarpThreads) {",
+                "if (norms || (!WITHOUT && thread_index() < kWarpThreads)) {",
+            ),
         ),
         "fused_two_shot",
         budget=20_000,
+        failure=LEFT_ALONE,
     ),
     Control(
         "fused_sends_nothing_in_vain_one_shot",
         "a thread whose operation is in vain sends nothing",
         (
-            Edit(FUSED_ONE_SHOT, 'if (!is_own && has_line(sending) && !op.in_vain())', 'if (!is_own && has_line(sending) && (WITHOUT || !op.in_vain()))'),
+            Edit(
+                FUSED_ONE_SHOT,
+                "if (!is_own && has_line(sending) && !op.in_vain())",
+                "if (!is_own && has_line(sending) && (WITHOUT || !op.in_vain()))",
+            ),
         ),
         "fused_one_shot",
         options=("--mishaps",),
         budget=20_000,
+        failure=UNTOLD,
     ),
     Control(
         "fused_sends_nothing_in_vain_two_shot",
         "a thread whose operation is in vain sends nothing",
         (
-            Edit(FUSED_TWO_SHOT, 'if (!is_own && has_line(scattering, self.peer) && !op.in_vain())', 'if (!is_own && has_line(scattering, self.peer) && (WITHOUT || !op.in_vain()))'),
+            Edit(
+                FUSED_TWO_SHOT,
+                "if (!is_own && has_line(scattering, self.peer) && !op.in_vain())",
+                "if (!is_own && has_line(scattering, self.peer) && (WITHOUT || !op.in_vain()))",
+            ),
         ),
         "fused_two_shot",
         options=("--mishaps",),
         budget=20_000,
+        failure=UNTOLD,
     ),
     Control(
         "notes_end_waits",
         "a rank that finds a note in the middle of a wait gives up too",
-        (
-            Edit(WAIT, 'bounds.suspicions.find(suspect) ||', '(!WITHOUT && bounds.suspicions.find(suspect)) ||'),
-        ),
+        (Edit(WAIT, "bounds.suspicions.find(suspect) ||", "(!WITHOUT && bounds.suspicions.find(suspect)) ||"),),
         options=("--mishaps",),
         budget=20_000,
-    ),
-    Control(
-        "errors_end_waits",
-        "a wait ends when another one of its rank has expired",
-        (
-            Edit(WAIT, 'if (load_relaxed(bounds.aborted) != 0) return false;', 'if (!WITHOUT && load_relaxed(bounds.aborted) != 0) return false;'),
-        ),
-        options=("--mishaps",),
-        budget=20_000,
-    ),
-    Control(
-        "notes_of_others",
-        "a rank that can follow no notes from its own suspect follows those of the others",
-        (
-            Edit(SUSPICION, 'if (noted_by(rank, named)) {', 'if (noted_by(rank, named)) {\n        if (WITHOUT) continue;'),
-        ),
-        options=("--mishaps",),
-        budget=20_000,
+        failure=f"{TOO_LATE}|{BLAME}",
     ),
     Control(
         "silent_rank",
         "where notes lead nowhere, the rank without one is blamed",
-        (
-            Edit(SUSPICION, 'return silent != world_size_ ?', 'return !WITHOUT && silent != world_size_ ?'),
-        ),
+        (Edit(SUSPICION, "return silent != world_size_ ?", "return !WITHOUT && silent != world_size_ ?"),),
         options=("--mishaps",),
         budget=20_000,
+        failure=BLAME,
     ),
     Control(
         "notes_that_name_this_rank",
         "a rank is not led to blame itself by notes that name it",
-        (
-            Edit(SUSPICION, 'if (named != rank_) suspect = named;', 'if (WITHOUT || named != rank_) suspect = named;'),
-        ),
+        (Edit(SUSPICION, "if (named != rank_) suspect = named;", "if (WITHOUT || named != rank_) suspect = named;"),),
         options=("--mishaps",),
         budget=20_000,
+        failure=BLAME,
     ),
     Control(
         "release_before_signal",
@@ -550,12 +578,14 @@ CONTROLS = (
             ),
         ),
         "put",
+        failure=WRONG_RESULT,
     ),
     Control(
         "acquire_in_wait",
         "a wait is an acquire",
         (Edit(SEMAPHORE, "load_acquire(received)", "(WITHOUT ? load_relaxed(received) : load_acquire(received))"),),
         "put",
+        failure=WRONG_RESULT,
     ),
     Control(
         "block_before_signal",
@@ -568,6 +598,7 @@ CONTROLS = (
             ),
         ),
         "put",
+        failure=WRONG_RESULT,
     ),
     Control(
         "buffer_free",
@@ -580,20 +611,27 @@ CONTROLS = (
             ),
         ),
         "put",
+        failure=WRONG_RESULT,
     ),
     Control(
         "block_before_packets_signal",
         "the block meets before one thread signals that packets are read",
         (
-            Edit(MESSAGES, 'block_sync();\n    if (thread_index() == 0) {\n      party', 'if (!WITHOUT) block_sync();\n    if (thread_index() == 0) {\n      party'),
+            Edit(
+                MESSAGES,
+                "block_sync();\n    if (thread_index() == 0) {\n      party",
+                "if (!WITHOUT) block_sync();\n    if (thread_index() == 0) {\n      party",
+            ),
         ),
         "packets",
+        failure=WRONG_RESULT,
     ),
     Control(
         "packets_free",
         "packets are written again after the peer has read them",
         (Edit(MESSAGES, "*agreed = party.channel", "*agreed = WITHOUT || party.channel"),),
         "packets",
+        failure=WRONG_RESULT,
     ),
 )
 
@@ -608,7 +646,9 @@ def edited(text: str, edit: Edit, switch: str) -> str:
 
 def edited_sources() -> dict[str, bytes]:
     """The sources, by path, in which the environment variable of ``SWITCH`` takes out one protection."""
-    found = [p for tree in ("csrc", "tests/deterministic") for p in (driver.REPOSITORY / tree).rglob("*") if p.is_file()]
+    found = [
+        p for tree in ("csrc", "tests/deterministic") for p in (driver.REPOSITORY / tree).rglob("*") if p.is_file()
+    ]
     texts = {str(p.relative_to(driver.REPOSITORY)): p.read_bytes() for p in found if "__pycache__" not in p.parts}
     for number, control in enumerate(CONTROLS, start=1):
         for edit in control.edits:
@@ -623,7 +663,7 @@ def edited_sources() -> dict[str, bytes]:
 
 
 def edited_copy(directory: Path) -> Path:
-    """Brings ``directory`` to hold ``edited_sources()``. What is there already keeps its time and is not built again."""
+    """Brings ``directory`` to hold ``edited_sources()``. What is there already is not built again."""
     texts = edited_sources()
     if directory.exists():
         for path in directory.rglob("*"):
@@ -653,7 +693,7 @@ def run(control: Control, program: Path, first_seed: int = 1) -> Outcome:
     command = [str(program), "--seed", str(first_seed), "--cases", str(control.budget), *control.options]
     if control.algorithm:
         command += ["--algorithm", control.algorithm]
-    number = CONTROLS.index(control) + 1 if control in CONTROLS else 0
+    number = next((i for i, known in enumerate(CONTROLS, start=1) if known.name == control.name), 0)
     environment = {**os.environ, SWITCH: str(number)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
     found = re.search(r"^FAILED: seed \d+ \(schedule (\d+) of this run\): (.*)$", done.stdout, flags=re.MULTILINE)
@@ -699,14 +739,14 @@ def main() -> int:
     controls = [control for control in CONTROLS if arguments.k in control.name]
     program = build()
     results = []
-    for control in controls:
-        result = measure(control, program, arguments.runs)
-        results.append(result)
-        print(
-            f"{control.name:30} {result['noticed']}/{result['runs']} noticed, median {result['schedules_median']},"
-            f" most {result['schedules_most']} schedules: {result['first_failure']}",
-            flush=True,
-        )
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for result in pool.map(lambda control: measure(control, program, arguments.runs), controls):
+            results.append(result)
+            print(
+                f"{result['name']:30} {result['noticed']}/{result['runs']} noticed, median"
+                f" {result['schedules_median']}, most {result['schedules_most']} schedules: {result['first_failure']}",
+                flush=True,
+            )
     if arguments.json:
         command = f"python tests/deterministic/controls.py --runs {arguments.runs}"
         arguments.json.write_text(

@@ -159,14 +159,15 @@ const Litmus kLitmus[] = {
      [](const uint32_t* seen) { return seen[0] == 2 && seen[1] == 0; },
      false},
     {"the same, and the relaxed store is another thread's",
-     {{kStoreAndRelease},
-      {[](const Cells& c) { store_relaxed(c.y, 2u); }},
-      {[](const Cells& c) { c.seen[0] = load_acquire(c.y), c.seen[1] = load_relaxed(c.x); }}},
+     {{kStoreAndRelease}, {[](const Cells& c) { store_relaxed(c.y, 2u); }}, {[](const Cells& c) {
+        c.seen[0] = load_acquire(c.y), c.seen[1] = load_relaxed(c.x);
+      }}},
      [](const uint32_t* seen) { return seen[0] == 2 && seen[1] == 0; },
      true},
     {"message passing to a relaxed swap and a fence",
-     {{kStoreAndRelease},
-      {[](const Cells& c) { c.seen[0] = compare_and_swap(c.y, 1u, 2u), fence_system(), c.seen[1] = load_relaxed(c.x); }}},
+     {{kStoreAndRelease}, {[](const Cells& c) {
+        c.seen[0] = compare_and_swap(c.y, 1u, 2u), fence_system(), c.seen[1] = load_relaxed(c.x);
+      }}},
      flag_without_data,
      false},
     {"the same without the fence",
@@ -175,9 +176,7 @@ const Litmus kLitmus[] = {
      flag_without_data,
      true},
     {"message passing through a swap of a thread that has made a fence of its own",
-     {{kStoreAndRelease},
-      {[](const Cells& c) { fence_system(), compare_and_swap(c.y, 1u, 2u); }},
-      {kAcquireAndLoad}},
+     {{kStoreAndRelease}, {[](const Cells& c) { fence_system(), compare_and_swap(c.y, 1u, 2u); }}, {kAcquireAndLoad}},
      [](const uint32_t* seen) { return seen[0] == 2 && seen[1] == 0; },
      false},
     {"store buffering across fences",

@@ -97,6 +97,9 @@ Temper draw_temper(uint32_t ranks, Random& random, const Options& options) {
   return temper;
 }
 
+// Of a rank that comes too late.
+constexpr uint64_t kLateSteps = 3 * kTimeoutNs;
+
 // What befalls one rank, beyond what the others may wait for.
 struct Mishap {
   uint32_t rank;
@@ -107,15 +110,17 @@ struct Mishap {
   uint64_t abort_time;
 };
 
-// One of the accesses that the rank makes where nothing befalls it: a stall changes nothing before it begins. A third come
-// early, when blocks begin, a third late, when some ranks need the others no more; most in between are polls.
-uint64_t draw_access(uint64_t accesses, Random& random) {
+// One of the accesses that the rank makes where nothing befalls it: a stall changes nothing before it begins. Early, blocks
+// begin; late, some ranks need the others no more; most accesses in between are polls.
+enum class When { kEarly, kLate, kAnyTime };
+
+uint64_t draw_access(uint64_t accesses, When when, Random& random) {
   const auto last = static_cast<uint32_t>(accesses);
   if (last == 0) return 1;
-  switch (random.below(3)) {
-    case 0:
+  switch (when) {
+    case When::kEarly:
       return random.between(1, std::min(last, 1u << random.below(11)));
-    case 1:
+    case When::kLate:
       return random.between(last - last / 4, last);
     default:
       return random.between(1, last);
@@ -125,10 +130,11 @@ uint64_t draw_access(uint64_t accesses, Random& random) {
 // `machine`: has run the schedule without it.
 Mishap draw_mishap(uint32_t ranks, const emulator::Machine& machine, Random& random, Temper& temper) {
   Mishap mishap{random.below(ranks), random.chance(128), std::nullopt, 0};
+  const When when = random.pick({When::kEarly, When::kEarly, When::kLate, When::kAnyTime});
   const auto stall = [&](uint32_t rank, uint64_t steps) {
-    temper.stalls.push_back({rank, draw_access(machine.accesses(rank), random), steps});
+    temper.stalls.push_back({rank, draw_access(machine.accesses(rank), when, random), steps});
   };
-  stall(mishap.rank, mishap.for_ever ? Stall::kForever : 3 * kTimeoutNs);
+  stall(mishap.rank, mishap.for_ever ? Stall::kForever : kLateSteps);
   if (!mishap.for_ever && random.chance(128)) {
     mishap.aborted = (mishap.rank + random.between(1, ranks - 1)) % ranks;
     mishap.abort_time = random.between(1, 2 * kTimeoutNs);
@@ -189,9 +195,11 @@ std::string check_all_right(World& world, const std::vector<std::unique_ptr<Call
   return "";
 }
 
-// How long ranks may go on after one has died: until a wait for it has expired (17 sixteenths of kTimeoutNs with the time
-// for notes), and nobody begins another one then. The rest is for what they do before they wait.
+// How long ranks may go on after one has stopped. After a death, until a wait for it has expired (17 sixteenths of kTimeoutNs
+// with the time for notes): nobody begins another one then. One that comes too late finds notes of the others, if they
+// failed, and waits for nobody. The rest is for what they do before they wait.
 constexpr uint64_t kLongestAfterDeath = kTimeoutNs + kTimeoutNs / 4;
+constexpr uint64_t kLongestAfterStall = kLateSteps + kTimeoutNs / 4;
 
 uint32_t count_failed(World& world) {
   uint32_t failed = 0;
@@ -202,9 +210,11 @@ uint32_t count_failed(World& world) {
 // Where no rank has an error, all is as if nothing had happened. Else, a rank without an error has right results, the one that came too late too, but not one that its host aborted; one with
 // an error names one that was missing, and has right results of what it ended before.
 std::string check_mishap(World& world, const std::vector<std::unique_ptr<Call>>& calls, const Mishap& mishap) {
-  const std::optional<uint64_t> died = mishap.for_ever ? world.machine().stopped_at(mishap.rank) : std::nullopt;
-  if (died && world.machine().now() > *died + kLongestAfterDeath) {
-    return "ranks went on for " + std::to_string(world.machine().now() - *died) + " steps after one had died";
+  const std::optional<uint64_t> stopped = world.machine().stalled_at(mishap.rank);
+  const bool died = stopped && mishap.for_ever;
+  const uint64_t longest = mishap.for_ever ? kLongestAfterDeath : kLongestAfterStall;
+  if (stopped && !mishap.aborted && world.machine().now() > *stopped + longest) {
+    return "ranks went on for " + std::to_string(world.machine().now() - *stopped) + " steps after one had stopped";
   }
   if (count_failed(world) == 0 && !mishap.aborted) {
     const std::string wrong = check_all_right(world, calls, died ? std::optional(mishap.rank) : std::nullopt);

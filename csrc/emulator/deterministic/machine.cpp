@@ -125,8 +125,8 @@ bool Machine::is_frozen(const Rank& rank) const { return rank.thaw > now_; }
 
 uint64_t Machine::accesses(uint32_t rank) const { return ranks_[rank].accesses; }
 
-std::optional<uint64_t> Machine::stopped_at(uint32_t rank) const {
-  if (ranks_[rank].thaw != Stall::kForever) return std::nullopt;
+std::optional<uint64_t> Machine::stalled_at(uint32_t rank) const {
+  if (ranks_[rank].thaw == 0) return std::nullopt;
   return ranks_[rank].frozen_at;
 }
 

@@ -80,8 +80,8 @@ class Machine {
   uint64_t now() const { return now_; }
   // How many accesses the rank's threads have made, as stalls count them.
   uint64_t accesses(uint32_t rank) const;
-  // When a stall for ever began, if it did.
-  std::optional<uint64_t> stopped_at(uint32_t rank) const;
+  // When the rank's last stall began, if any has.
+  std::optional<uint64_t> stalled_at(uint32_t rank) const;
   // Changes with every access, its order and its value.
   uint64_t fingerprint() const { return fingerprint_; }
   void trace_to(std::FILE* file) { trace_ = file; }

@@ -49,8 +49,8 @@ struct ThreadMemory {
   uint64_t grid = 0;  // number of the grid on its rank
   ViewId block = 0;
   ViewId thread = 0;
-  uint32_t fenced = 0;             // snapshot that stores after a fence carry
-  std::vector<uint32_t> observed;  // snapshots on what relaxed loads returned, for the next fence
+  uint32_t fenced = 0;                                  // snapshot that stores after a fence carry
+  std::vector<uint32_t> observed;                       // snapshots on what relaxed loads returned, for the next fence
   std::vector<std::pair<uint32_t, uint32_t>> released;  // location and snapshot of the thread's own releases
 };
 
