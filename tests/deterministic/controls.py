@@ -273,7 +273,7 @@ CONTROLS = (
         "a rank whose wait expires tells the others",
         (Edit(WAIT, "bounds.suspicions.tell(peer);", "if (!WITHOUT) bounds.suspicions.tell(peer);"),),
         budget=20_000,
-        failure=BLAME,
+        failure=f"{BLAME}|{TOO_LATE}",
     ),
     Control(
         "time_for_notes",
@@ -624,7 +624,7 @@ CONTROLS = (
             ),
         ),
         "packets",
-        failure=WRONG_RESULT,
+        failure=f"{WRONG_RESULT}|{NOBODY_IS_MISSING}",
     ),
     Control(
         "packets_free",
