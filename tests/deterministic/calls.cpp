@@ -192,15 +192,26 @@ uint32_t distance(uint16_t a, uint16_t b) {
 template <DataType D>
 class FusedCall final : public Call {
  public:
+  // Rows of several tiles, clusters of as many blocks as have a share of the row, and more rows than clusters: only then
+  // does a block meet itself again in what it keeps for two rows, and blocks come to a row at different times.
   FusedCall(AllReduceAlgorithm algorithm, uint32_t ranks, Random& random)
-      : ranks_(ranks), lines_(random.between(1, 16)), rows_(random.between(1, 2)) {
+      : ranks_(ranks),
+        lines_(random.between(1, random.pick({8u, 16u, ranks > 4 ? 16u : 40u}))),
+        rows_(random.between(1, random.pick({1u, 2u, 5u}))) {
     const bool one_shot = algorithm == AllReduceAlgorithm::kOneShot;
+    const uint32_t segment_unit = kChunkLines * ranks;
+    const uint32_t span = one_shot ? lines_ : (lines_ + segment_unit - 1) / segment_unit * kChunkLines;
     plan_.algorithm = static_cast<uint32_t>(algorithm);
-    plan_.tile_lines = kChunkLines;
-    plan_.cluster_blocks = one_shot && lines_ > kChunkLines ? random.between(1, 2) : 1;
+    plan_.tile_lines = kChunkLines * (ranks <= 4 && random.chance(64) ? 2 : 1);
+    plan_.cluster_blocks = random.between(1, (span + plan_.tile_lines - 1) / plan_.tile_lines);
     plan_.blocks = plan_.cluster_blocks * random.between(1, 2);
     plan_.depth = random.below(3);
     plan_.chunk_rows = random.between(1, rows_);
+    // Blocks without a share of the row, which only grids with a cluster for each row may have.
+    if (random.chance(48)) {
+      plan_.cluster_blocks = (span + plan_.tile_lines - 1) / plan_.tile_lines + 1;
+      plan_.blocks = plan_.cluster_blocks * static_cast<uint32_t>(plan_.chunk_rows);
+    }
     const uint32_t hidden = lines_ * kElementsPerLine;
     for (uint32_t i = 0; i < ranks * rows_ * hidden; ++i) input_.push_back(draw(random));
     for (uint32_t i = 0; i < rows_ * hidden; ++i) residual_.push_back(draw(random));
@@ -239,8 +250,8 @@ class FusedCall final : public Call {
   std::string name() const override {
     return std::string(plan_.algorithm == 0 ? "one_shot" : "two_shot") + " + RMSNorm of " + std::to_string(rows_) +
            " rows of " + std::to_string(lines_) + " lines (blocks " + std::to_string(plan_.blocks) + ", clusters of " +
-           std::to_string(plan_.cluster_blocks) + ", depth " + std::to_string(plan_.depth) + ", chunks of " +
-           std::to_string(plan_.chunk_rows) + ")";
+           std::to_string(plan_.cluster_blocks) + ", tile lines " + std::to_string(plan_.tile_lines) + ", depth " +
+           std::to_string(plan_.depth) + ", chunks of " + std::to_string(plan_.chunk_rows) + ")";
   }
 
  private:

@@ -51,7 +51,8 @@ def main() -> int:
         subprocess.Popen([program, *others, "--seed", str(arguments.seed + job * SEEDS_OF_A_PROCESS)])
         for job in range(arguments.jobs)
     ]
-    return max(process.wait() for process in running)
+    statuses = [process.wait() for process in running]  # of all; of one that crashed, a negative one
+    return int(any(statuses))
 
 
 if __name__ == "__main__":

@@ -97,6 +97,9 @@ Temper draw_temper(uint32_t ranks, Random& random, const Options& options) {
   return temper;
 }
 
+// Of a rank that comes too late.
+constexpr uint64_t kLateSteps = 3 * kTimeoutNs;
+
 // What befalls one rank, beyond what the others may wait for.
 struct Mishap {
   uint32_t rank;
@@ -113,19 +116,39 @@ struct Mishap {
   bool is_silent(uint32_t which) const { return which == aborted || (broken_call && which == rank); }
 };
 
-std::optional<Mishap> draw_mishap(uint32_t ranks, Random& random, Temper& temper, const Options& options) {
-  if (!random.chance(options.mishaps ? 256 : 24)) return std::nullopt;
+// One of the accesses that the rank makes where nothing befalls it: a stall changes nothing before it begins. Early, blocks
+// begin; late, some ranks need the others no more; most accesses in between are polls.
+enum class When { kEarly, kLate, kAnyTime };
+
+uint64_t draw_access(uint64_t accesses, When when, Random& random) {
+  const auto last = static_cast<uint32_t>(accesses);
+  if (last == 0) return 1;
+  switch (when) {
+    case When::kEarly:
+      return random.between(1, std::min(last, 1u << random.below(11)));
+    case When::kLate:
+      return random.between(last - last / 4, last);
+    default:
+      return random.between(1, last);
+  }
+}
+
+// `machine`: has run the schedule without it.
+Mishap draw_mishap(uint32_t ranks, const emulator::Machine& machine, Random& random, Temper& temper) {
   Mishap mishap{random.below(ranks), random.chance(128), std::nullopt, 0, std::nullopt};
   if (!mishap.for_ever && random.chance(128)) {
     mishap.broken_call = random.below(2);
     return mishap;
   }
-  temper.stalls.push_back(
-      {mishap.rank, random.between(1, 1u << random.below(11)), mishap.for_ever ? Stall::kForever : 3 * kTimeoutNs});
+  const When when = random.pick({When::kEarly, When::kEarly, When::kLate, When::kAnyTime});
+  const auto stall = [&](uint32_t rank, uint64_t steps) {
+    temper.stalls.push_back({rank, draw_access(machine.accesses(rank), when, random), steps});
+  };
+  stall(mishap.rank, mishap.for_ever ? Stall::kForever : kLateSteps);
   if (!mishap.for_ever && random.chance(128)) {
     mishap.aborted = (mishap.rank + random.between(1, ranks - 1)) % ranks;
     mishap.abort_time = random.between(1, 2 * kTimeoutNs);
-    temper.stalls.push_back({*mishap.aborted, random.between(1, 1u << random.below(11)), 2 * kTimeoutNs});
+    stall(*mishap.aborted, 2 * kTimeoutNs);
   }
   return mishap;
 }
@@ -171,11 +194,13 @@ std::string wrong_result(const std::vector<std::unique_ptr<Call>>& calls, uint32
   return "";
 }
 
-// No rank has an error, all results are right, all lines are armed and all operations counted.
-std::string check_all_right(World& world, const std::vector<std::unique_ptr<Call>>& calls) {
+// No rank has an error, all results are right, all lines are armed and all operations counted. `but`: not on this one.
+std::string check_all_right(World& world, const std::vector<std::unique_ptr<Call>>& calls,
+                            std::optional<uint32_t> but = std::nullopt) {
   uint64_t operations = 0;
   for (const auto& call : calls) operations += call->operations();
   for (uint32_t rank = 0; rank < world.ranks(); ++rank) {
+    if (rank == but) continue;
     if (const auto error = world.core(rank).error()) return "rank " + std::to_string(rank) + ": " + describe(*error);
     std::string wrong = wrong_result(calls, rank);
     if (wrong.empty()) wrong = world.not_armed(rank);
@@ -188,9 +213,32 @@ std::string check_all_right(World& world, const std::vector<std::unique_ptr<Call
   return "";
 }
 
-// A rank without an error has right results, the one that came too late too, but not one that its host aborted; one with
-// an error names one that was missing, and has right results of what it ended before.
+// How long ranks may go on after one has stopped. After a death, until a wait for it has expired (17 sixteenths of kTimeoutNs
+// with the time for notes): nobody begins another one then. One that comes too late finds notes of the others, if they
+// failed, and waits for nobody. The rest is for what they do before they wait.
+constexpr uint64_t kLongestAfterDeath = kTimeoutNs + kTimeoutNs / 4;
+constexpr uint64_t kLongestAfterStall = kLateSteps + kTimeoutNs / 4;
+
+uint32_t count_failed(World& world) {
+  uint32_t failed = 0;
+  for (uint32_t rank = 0; rank < world.ranks(); ++rank) failed += world.core(rank).error() ? 1 : 0;
+  return failed;
+}
+
+// Where no rank has failed, all is as if nothing had happened. Else, a rank without an error has right results, the one
+// that came too late too, but not one that failed without a record; one with an error names one that was missing, and has
+// right results of what it ended before.
 std::string check_mishap(World& world, const std::vector<std::unique_ptr<Call>>& calls, const Mishap& mishap) {
+  const std::optional<uint64_t> stopped = world.machine().stalled_at(mishap.rank);
+  const bool died = stopped && mishap.for_ever;
+  const uint64_t longest = mishap.for_ever ? kLongestAfterDeath : kLongestAfterStall;
+  if (stopped && !mishap.aborted && world.machine().now() > *stopped + longest) {
+    return "ranks went on for " + std::to_string(world.machine().now() - *stopped) + " steps after one had stopped";
+  }
+  if (count_failed(world) == 0 && !mishap.aborted && !mishap.broken_call) {
+    const std::string wrong = check_all_right(world, calls, died ? std::optional(mishap.rank) : std::nullopt);
+    return wrong.empty() ? "" : "though nobody failed, " + wrong;
+  }
   for (uint32_t rank = 0; rank < world.ranks(); ++rank) {
     if (rank == mishap.rank && mishap.for_ever) continue;
     const auto error = world.core(rank).error();
@@ -231,48 +279,86 @@ const char* subject_names() {
   return "one_shot, two_shot, fused_one_shot, fused_two_shot, put, get, packets and broadcast";
 }
 
+namespace {
+
+// What the ranks do, and the world that they do it in. Made anew for each run: calls may overwrite their inputs.
+struct Run {
+  World world;
+  std::vector<std::unique_ptr<Call>> calls;
+  Ending ending;
+};
+
+struct Script {
+  Case chosen;
+  uint64_t first_operation;
+  bool check_calls;
+  uint64_t machine_seed;
+  Random calls;
+
+  std::unique_ptr<Run> run(emulator::Machine& machine, const Temper& temper,
+                           const std::optional<Mishap>& mishap) const {
+    std::unique_ptr<Run> run(new Run{World(machine, chosen.ranks, first_operation, check_calls), {}, Ending::kDone});
+    machine.reset(machine_seed, chosen.ranks, temper);
+    if (mishap && mishap->aborted) {
+      machine.at(mishap->abort_time, [&world = run->world, rank = *mishap->aborted] { world.core(rank).abort(); });
+    }
+    Random random = calls;
+    const uint32_t count = random.between(1, random.pick({2u, 4u, 6u}));
+    for (uint32_t i = 0; i < count; ++i) {
+      const Call* const before = i == 0 ? nullptr : run->calls.back().get();
+      run->calls.push_back(draw_call(chosen.subject, i, chosen.ranks, random, before));
+    }
+    for (uint32_t rank = 0; rank < chosen.ranks; ++rank) {
+      for (uint32_t i = 0; i < count; ++i) {
+        run->calls[i]->enqueue(run->world, rank);
+        if (mishap && rank == mishap->rank && i == mishap->broken_call) break_off(run->world, rank);
+      }
+    }
+    run->ending = machine.run();
+    return run;
+  }
+};
+
+std::string failure(Run& run, const emulator::Machine& machine, const std::optional<Mishap>& mishap) {
+  if (run.ending != Ending::kDone) {
+    return std::string(describe(run.ending)) + (machine.fault().empty() ? "" : ": ") + machine.fault();
+  }
+  return mishap ? check_mishap(run.world, run.calls, *mishap) : check_all_right(run.world, run.calls);
+}
+
+MishapOutcome outcome(World& world) {
+  const uint32_t failed = count_failed(world);
+  if (failed == 0) return MishapOutcome::kNobodyFailed;
+  return failed + 1 < world.ranks() ? MishapOutcome::kSomeFailed : MishapOutcome::kAllFailed;
+}
+
+}  // namespace
+
 Result run_schedule(emulator::Machine& machine, uint64_t seed, const Options& options) {
   const Case chosen = choose_case(seed, options.algorithm);
   Random random(seed);
   Temper temper = draw_temper(chosen.ranks, random, options);
-  const std::optional<Mishap> mishap = draw_mishap(chosen.ranks, random, temper, options);
   const uint64_t first_operation = draw_first_operation(random);
+  const bool check_calls = random.chance(48);
+  const Script script{chosen, first_operation, check_calls, random.next(), Random(random.next())};
 
   Result result{};
   result.description = std::to_string(chosen.ranks) + " ranks";
-  if (mishap) {
-    result.description += ", rank " + std::to_string(mishap->rank) +
-                          (mishap->for_ever      ? " dies"
-                           : mishap->broken_call ? " breaks off"
-                                                 : " stalls");
-    if (mishap->aborted) result.description += ", rank " + std::to_string(*mishap->aborted) + " is aborted";
+  std::unique_ptr<Run> run = script.run(machine, temper, std::nullopt);
+  result.failure = failure(*run, machine, std::nullopt);
+  if (result.failure.empty() && random.chance(options.mishaps ? 256 : 24)) {
+    const Mishap mishap = draw_mishap(chosen.ranks, machine, random, temper);
+    result.description += ", rank " + std::to_string(mishap.rank) +
+                          (mishap.for_ever      ? " dies"
+                           : mishap.broken_call ? " breaks off"
+                                                : " stalls");
+    if (mishap.aborted) result.description += ", rank " + std::to_string(*mishap.aborted) + " is aborted";
+    run = script.run(machine, temper, mishap);
+    result.failure = failure(*run, machine, mishap);
+    result.mishap = outcome(run->world);
   }
-  const bool check_calls = random.chance(48);
   if (check_calls) result.description += ", calls checked";
-  World world(machine, chosen.ranks, first_operation, check_calls);
-  machine.reset(random.next(), chosen.ranks, temper);
-  if (mishap && mishap->aborted) {
-    machine.at(mishap->abort_time, [&world, rank = *mishap->aborted] { world.core(rank).abort(); });
-  }
-  std::vector<std::unique_ptr<Call>> calls;
-  const uint32_t count = random.between(1, random.pick({2u, 4u, 6u}));
-  for (uint32_t i = 0; i < count; ++i) {
-    calls.push_back(draw_call(chosen.subject, i, chosen.ranks, random, i == 0 ? nullptr : calls.back().get()));
-    result.description += "; " + calls.back()->name();
-  }
-  for (uint32_t rank = 0; rank < chosen.ranks; ++rank) {
-    for (uint32_t i = 0; i < count; ++i) {
-      calls[i]->enqueue(world, rank);
-      if (mishap && rank == mishap->rank && i == mishap->broken_call) break_off(world, rank);
-    }
-  }
-
-  const Ending ending = machine.run();
-  if (ending != Ending::kDone) {
-    result.failure = std::string(describe(ending)) + (machine.fault().empty() ? "" : ": ") + machine.fault();
-  } else {
-    result.failure = mishap ? check_mishap(world, calls, *mishap) : check_all_right(world, calls);
-  }
+  for (const auto& call : run->calls) result.description += "; " + call->name();
   result.steps = machine.now();
   result.fingerprint = machine.fingerprint();
   return result;

@@ -16,11 +16,15 @@ struct Options {
   bool mishaps = false;
 };
 
+// What a mishap led to. `kAllFailed`: all ranks but one at most.
+enum class MishapOutcome { kNone, kNobodyFailed, kSomeFailed, kAllFailed };
+
 struct Result {
   std::string failure;  // "" if all was as promised
   std::string description;
   uint64_t steps;
   uint64_t fingerprint;
+  MishapOutcome mishap;
 };
 
 const char* subject_names();

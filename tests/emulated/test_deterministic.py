@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -86,12 +87,53 @@ def test_unknown_algorithms_are_refused(programs: Path) -> None:
     assert "there is no algorithm 'three_shot'; there are one_shot, two_shot" in done.stderr
 
 
+def test_a_process_that_crashes_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of several; the others are as promised."""
+    program = tmp_path / driver.PROGRAM
+    program.write_text('#!/bin/sh\n[ "$2" != 1 ] || kill -SEGV $$\n', encoding="utf-8")
+    program.chmod(0o755)
+    monkeypatch.setattr(driver, "build", lambda: tmp_path)
+    monkeypatch.setattr(sys, "argv", ["driver.py", "--jobs", "2", "--seed", "1"])
+    assert driver.main() == 1
+    monkeypatch.setattr(sys, "argv", ["driver.py", "--jobs", "2", "--seed", "2"])
+    assert driver.main() == 0
+
+
 # ---- Negative controls ---------------------------------------------------------------------------------------------
 
 
 def test_the_copy_with_controls_is_right_as_long_as_none_is_on(with_controls: Path) -> None:
     nothing_off = controls.Control("none", "", (), budget=500)
     assert controls.run(nothing_off, with_controls).failure == ""
+
+
+def test_a_control_that_fails_otherwise_than_expected_proves_nothing(with_controls: Path, tmp_path: Path) -> None:
+    """Misused, crashed, or a failure that its missing protection does not explain."""
+    with pytest.raises(RuntimeError, match=r"ended with 2: .*there is no algorithm 'three_shot'"):
+        controls.run(controls.Control("misused", "", (), "three_shot"), with_controls)
+    crashing = tmp_path / "crashing"
+    crashing.write_text("#!/bin/sh\nkill -SEGV $$\n", encoding="utf-8")
+    crashing.chmod(0o755)
+    with pytest.raises(RuntimeError, match="ended with -11"):
+        controls.run(controls.Control("crashed", "", ()), crashing)
+    (first,) = [control for control in controls.CONTROLS if control.name == "sentinel_check"]
+    explained_otherwise = dataclasses.replace(first, failure=controls.HANGS)
+    with pytest.raises(RuntimeError, match="not what this leads to"):
+        controls.run(explained_otherwise, with_controls)
+
+
+def test_a_copy_that_is_there_already_is_not_written_again(tmp_path: Path) -> None:
+    """So that a build compiles only what has changed."""
+    controls.edited_copy(tmp_path)
+    changed = tmp_path / controls.WAIT
+    others = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file() and path != changed}
+    changed.write_text("", encoding="utf-8")
+    (tmp_path / "csrc" / "removed.h").touch()
+    controls.edited_copy(tmp_path)
+    assert {
+        path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file() and path != changed
+    } == others
+    assert "control_that_is_on" in changed.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("control", controls.CONTROLS, ids=lambda control: control.name)
@@ -104,6 +146,7 @@ def test_the_documented_controls_are_those_that_are_run() -> None:
     results = sorted((driver.REPOSITORY / "docs" / "results").glob("*_negative_controls.json"))
     assert results
     documented = json.loads(results[-1].read_text(encoding="utf-8"))["controls"]
-    assert [entry["name"] for entry in documented] == [control.name for control in controls.CONTROLS]
+    run = [(control.name, control.algorithm or "all", control.budget) for control in controls.CONTROLS]
+    assert [(entry["name"], entry["algorithm"], entry["budget"]) for entry in documented] == run
     assert all(entry["noticed"] == entry["runs"] for entry in documented)
     assert controls.table(documented) in (driver.REPOSITORY / "docs" / "reliability.md").read_text(encoding="utf-8")

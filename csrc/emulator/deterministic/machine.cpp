@@ -9,8 +9,13 @@ namespace {
 
 // More than any schedule of small messages takes.
 constexpr uint64_t kMostTurns = 20'000'000;
+// The same in time, which a thread that waits without a bound makes pass for nothing.
+constexpr uint64_t kMostImpatience = 4096;
 // Of 256 turns: a thread whose last poll failed, though nothing has arrived for it since.
 constexpr uint32_t kIdlePolls = 8;
+
+// What is written over the shared memory of a block that has ended.
+constexpr uint32_t kOfNobody = 0xDEADB10C;
 
 Machine* active = nullptr;
 
@@ -31,6 +36,7 @@ struct Machine::Cluster {
   std::vector<Block*> blocks;
   std::vector<void*> shared;  // of each block
   uint32_t barriers = 0;      // passed
+  uint32_t ended_blocks = 0;
 };
 
 struct Machine::Block {
@@ -76,6 +82,7 @@ struct Machine::Rank {
   uint64_t completed = 0;
   uint64_t accesses = 0;
   uint64_t thaw = 0;
+  uint64_t frozen_at = 0;
   uint64_t priority = 0;
 };
 
@@ -116,6 +123,13 @@ void Machine::launch(uint32_t rank, const LaunchConfig& config, std::function<vo
 
 bool Machine::is_frozen(const Rank& rank) const { return rank.thaw > now_; }
 
+uint64_t Machine::accesses(uint32_t rank) const { return ranks_[rank].accesses; }
+
+std::optional<uint64_t> Machine::stalled_at(uint32_t rank) const {
+  if (ranks_[rank].thaw == 0) return std::nullopt;
+  return ranks_[rank].frozen_at;
+}
+
 bool Machine::is_unfinished() const {
   return std::any_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) {
     return rank.thaw != Stall::kForever && (rank.starting || !rank.queue.empty() || !rank.resident.empty());
@@ -127,7 +141,7 @@ Ending Machine::run() {
     handle_due_events();
     if (!memory_.error().empty()) return Ending::kFault;
     if (!is_unfinished()) return Ending::kDone;
-    if (turns_ > kMostTurns) return Ending::kTooLong;
+    if (turns_ > kMostTurns || now_ > kMostImpatience * impatience_ns_) return Ending::kTooLong;
     Thread* const thread = is_quiet() ? nullptr : choose();
     if (thread != nullptr) {
       turn(*thread);
@@ -354,7 +368,7 @@ void Machine::start_threads(Block& block) {
     thread.start({i, block.index, config.threads, config.blocks, block.shared.data(), block.cluster->shared.data()},
                  block.warps[i / kWarpThreads], block.cluster->barriers, [&grid] { grid.launch.kernel(); });
     thread.block = &block;
-    thread.memory = {grid.rank, grid.number, block.view, memory_.new_view(), 0, {}};
+    thread.memory = {grid.rank, grid.number, block.view, memory_.new_view(), 0, {}, {}};
     thread.priority = random_.next();
     thread.list = nullptr;
     block.threads.push_back(&thread);
@@ -416,12 +430,27 @@ void Machine::end_thread(Thread& thread) {
     idle_.push_back(ended);
   }
   block.threads.clear();  // other blocks take them, maybe while this one's cluster still runs
+  std::fill(block.shared.begin(), block.shared.end(), Line{{kOfNobody, kOfNobody, kOfNobody, kOfNobody}});
+  if (++block.cluster->ended_blocks == block.cluster->blocks.size()) check_ended(*block.cluster);
   grid.resident_threads -= grid.launch.config.threads;
   ++grid.ended_blocks;
   if (!block.triggered) ++grid.triggered_blocks;
   start_clusters(grid);
   try_start(grid.rank);
   complete_if_ended(grid.rank);
+}
+
+// The shared memory of a block that has ended belongs to another one. Who still wrote there is found by what it left.
+void Machine::check_ended(const Cluster& cluster) {
+  for (const Block* const block : cluster.blocks) {
+    for (const Line& line : block->shared) {
+      for (const uint32_t word : line.word) {
+        if (word == kOfNobody) continue;
+        memory_.fail("block " + std::to_string(block->index) + " has ended when another one writes to its memory");
+        return;
+      }
+    }
+  }
 }
 
 void Machine::complete_if_ended(uint32_t r) {
@@ -457,6 +486,7 @@ void Machine::access_begins(Thread& thread) {
   ++now_;
   for (const Stall& stall : temper_.stalls) {
     if (stall.rank != thread.rank() || stall.after != rank.accesses) continue;
+    rank.frozen_at = now_;
     rank.thaw = stall.steps == Stall::kForever ? Stall::kForever : now_ + stall.steps;
     if (stall.steps != Stall::kForever) add_event(rank.thaw, EventKind::kThaw, thread.rank());
     thread.fiber.suspend();

@@ -9,6 +9,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <queue>
 #include <string>
 #include <vector>
@@ -54,12 +55,13 @@ struct Temper {
 enum class Ending {
   kDone,     // all ranks that are not stalled for ever have run all their grids
   kStuck,    // threads wait for a barrier or a grid that nobody will reach or end
-  kTooLong,  // more turns than any schedule needs
+  kTooLong,  // more turns, or time, than any schedule needs
   kFault,    // an access that no target defines: fault() says which
 };
 
 class Machine {
  public:
+  // `impatience_ns`: by how much time jumps where nothing happens. A schedule has to end within 4096 of them.
   Machine(uint32_t ranks, uint64_t bytes_of_rank, uint64_t impatience_ns);
   ~Machine();
 
@@ -76,6 +78,10 @@ class Machine {
 
   const std::string& fault() const { return memory_.error(); }
   uint64_t now() const { return now_; }
+  // How many accesses the rank's threads have made, as stalls count them.
+  uint64_t accesses(uint32_t rank) const;
+  // When the rank's last stall began, if any has.
+  std::optional<uint64_t> stalled_at(uint32_t rank) const;
   // Changes with every access, its order and its value.
   uint64_t fingerprint() const { return fingerprint_; }
   void trace_to(std::FILE* file) { trace_ = file; }
@@ -127,6 +133,7 @@ class Machine {
   void release_barrier(Block& block);
   void release_cluster(Cluster& cluster);
   void end_thread(Thread& thread);
+  void check_ended(const Cluster& cluster);
   void try_start(uint32_t rank);
   void start_grid(uint32_t rank);
   void start_clusters(Grid& grid);

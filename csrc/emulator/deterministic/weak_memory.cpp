@@ -34,6 +34,7 @@ void WeakMemory::reset(uint64_t seed, const MemoryTemper& temper) {
   temper_ = temper;
   random_ = Random(seed);
   salt_ = random_.next();
+  last_fence_ = 0;
   stores_ = 0;
   fresh_ = false;
   error_.clear();
@@ -54,7 +55,7 @@ WeakMemory::Location& WeakMemory::location(uint64_t offset, uint32_t unit) {
     fresh.seen.clear();
     uint32_t value;
     std::memcpy(&value, reinterpret_cast<const char*>(bytes_.data()) + offset, sizeof(value));
-    fresh.history.assign(1, {kStampStep, value, 0, 0, 0, fresh.home, 0});
+    fresh.history.assign(1, {kStampStep, value, 0, 0, 0, fresh.home, 0, false});
   }
   if (unit == 8 && locations_[at - 1].bytes == 4) {
     location(offset + 4, 4);  // so that both halves exist
@@ -183,6 +184,32 @@ void WeakMemory::join_snapshot(ThreadMemory& thread, uint32_t snapshot) {
   }
 }
 
+// What a strong store of the thread carries: its view at its last fence, or its last release of the location. A thread's
+// view only grows, so the later snapshot, which has the higher number, holds the other one.
+uint32_t WeakMemory::carried(const Location& location, const ThreadMemory& thread) const {
+  uint32_t latest = thread.fenced;
+  for (const auto& [released, snapshot] : thread.released) {
+    if (released == number(location)) latest = std::max(latest, snapshot);
+  }
+  return latest;
+}
+
+// The views of both: of two threads.
+uint32_t WeakMemory::merge(uint32_t a, uint32_t b) {
+  if (a == 0 || b == 0 || a == b) return a == 0 ? b : a;
+  Snapshot merged;
+  auto right = snapshots_[b].begin();
+  for (const auto& [i, stamp] : snapshots_[a]) {  // both are in the order of locations
+    while (right != snapshots_[b].end() && right->first < i) merged.push_back(*right++);
+    const bool in_both = right != snapshots_[b].end() && right->first == i;
+    merged.emplace_back(i, in_both ? std::max(stamp, right->second) : stamp);
+    if (in_both) ++right;
+  }
+  merged.insert(merged.end(), right, snapshots_[b].end());
+  snapshots_.push_back(std::move(merged));
+  return static_cast<uint32_t>(snapshots_.size() - 1);
+}
+
 // ---- Accesses ------------------------------------------------------------------------------------------------------
 
 const WeakMemory::Message& WeakMemory::choose(const Location& location, const ThreadMemory& thread, uint64_t now) {
@@ -211,7 +238,7 @@ void WeakMemory::load(ThreadMemory& thread, uint64_t now, const void* address, v
 }
 
 void WeakMemory::insert(Location& location, ThreadMemory& thread, uint64_t now, uint64_t value, uint64_t fate,
-                        uint32_t snapshot) {
+                        uint32_t snapshot, bool is_update) {
   auto& history = location.history;
   size_t at = history.size();
   if (random_.chance(temper_.overtake)) {
@@ -219,11 +246,12 @@ void WeakMemory::insert(Location& location, ThreadMemory& thread, uint64_t now, 
     size_t lowest = at;
     while (history[lowest - 1].stamp > bound && !is_performed(location, history[lowest - 1], now)) --lowest;
     at = lowest + random_.below(at - lowest + 1);
+    while (at < history.size() && history[at].is_update) ++at;
   }
   const Stamp before = history[at - 1].stamp;
   const Stamp stamp = at == history.size() ? before + kStampStep : before + (history[at].stamp - before) / 2;
   if (stamp == before) error_ = "a location was overtaken too often for the model's stamps";
-  const Message message{stamp, value, now, thread.grid, fate, thread.rank, snapshot};
+  const Message message{stamp, value, now, thread.grid, fate, thread.rank, snapshot, is_update};
   history.insert(history.begin() + static_cast<std::ptrdiff_t>(at), message);
   raise(location, thread.thread, stamp);
   write_back(location);
@@ -246,12 +274,14 @@ void WeakMemory::store(ThreadMemory& thread, uint64_t now, void* address, const 
     }
     uint64_t value = 0;
     std::memcpy(&value, static_cast<const char*>(from) + done, unit);
-    insert(to, thread, now, value, fate + (is_torn ? done / 4 : 0), thread.fenced);
+    const uint32_t attached = order == Order::kWeak ? 0 : carried(to, thread);
+    insert(to, thread, now, value, fate + (is_torn ? done / 4 : 0), attached, false);
     if (order != Order::kRelease) continue;
     const uint32_t snapshot = take_snapshot(thread);  // with the store itself in it
     const Stamp own = view(to, thread);
     std::find_if(to.history.begin(), to.history.end(), [&](const Message& m) { return m.stamp == own; })->snapshot =
         snapshot;
+    thread.released.emplace_back(number(to), snapshot);
   }
 }
 
@@ -262,9 +292,10 @@ uint64_t WeakMemory::modify(ThreadMemory& thread, uint64_t now, void* address, u
   const uint64_t mask = bytes == 8 ? ~uint64_t{0} : 0xFFFFFFFFu;
   const uint64_t value = update(newest.value, arguments) & mask;
   raise(at, thread.thread, newest.stamp);
+  if (newest.snapshot != 0) thread.observed.push_back(newest.snapshot);
   // Of what a read-modify-write replaces, it carries on the release.
   if (value != newest.value) {
-    insert(at, thread, now, value, (++stores_) << 3, thread.fenced != 0 ? thread.fenced : newest.snapshot);
+    insert(at, thread, now, value, (++stores_) << 3, merge(carried(at, thread), newest.snapshot), true);
   }
   return newest.value;
 }
@@ -272,7 +303,8 @@ uint64_t WeakMemory::modify(ThreadMemory& thread, uint64_t now, void* address, u
 void WeakMemory::fence(ThreadMemory& thread) {
   for (const uint32_t snapshot : thread.observed) join_snapshot(thread, snapshot);
   thread.observed.clear();
-  thread.fenced = take_snapshot(thread);
+  join_snapshot(thread, last_fence_);
+  last_fence_ = thread.fenced = take_snapshot(thread);
 }
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET::emulator

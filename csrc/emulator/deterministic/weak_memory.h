@@ -6,8 +6,12 @@
 //   * a load may return any store that is not older than the thread's view of the location, and raises the view;
 //   * a store goes behind the thread's view. It may go before stores that are not performed yet and not in the view:
 //     one that is still under way is overtaken;
-//   * a release attaches the thread's view to the store, an acquire that reads it joins that view. A fence does so for
-//     the relaxed stores behind it, and for the relaxed loads before it. A read-modify-write reads the newest store;
+//   * a release attaches the thread's view to the store, and to the thread's relaxed stores to that location after it; an
+//     acquire that reads one joins that view. A fence does so for the relaxed stores behind it, and for the relaxed loads
+//     and read-modify-writes before it; weak ones are not strong enough for either. Fences have an order, in which each
+//     joins the view of the one before (fence.sc);
+//   * a read-modify-write reads the newest store, nothing ever goes between the two, and it carries on the view that is
+//     attached to what it read;
 //   * a block barrier joins the views of the block's threads, the end of a grid those of its blocks into the view that
 //     later grids of the rank start from.
 //
@@ -45,8 +49,9 @@ struct ThreadMemory {
   uint64_t grid = 0;  // number of the grid on its rank
   ViewId block = 0;
   ViewId thread = 0;
-  uint32_t fenced = 0;             // snapshot that stores after a fence carry
-  std::vector<uint32_t> observed;  // snapshots on what relaxed loads returned, for the next fence
+  uint32_t fenced = 0;                                  // snapshot that stores after a fence carry
+  std::vector<uint32_t> observed;                       // snapshots on what relaxed loads returned, for the next fence
+  std::vector<std::pair<uint32_t, uint32_t>> released;  // location and snapshot of the thread's own releases
 };
 
 // How weak memory is in a schedule.
@@ -104,6 +109,7 @@ class WeakMemory {
   std::vector<Arrival>& arrivals() { return arrivals_; }
   // What was wrong with an access, if anything ever was.
   const std::string& error() const { return error_; }
+  void fail(const std::string& error) { error_ = error; }
 
  private:
   using Stamp = uint64_t;                              // place in the coherence order of a location
@@ -118,6 +124,7 @@ class WeakMemory {
     uint64_t fate;  // hashed into delays
     uint32_t rank;
     uint32_t snapshot;  // 0: none
+    bool is_update;     // by a read-modify-write: nothing comes between it and what it read
   };
   struct Seen {
     ViewId view;
@@ -142,7 +149,10 @@ class WeakMemory {
   Stamp view(const Location& location, const ThreadMemory& thread) const;
   void raise(Location& location, ViewId view, Stamp stamp);
   const Message& choose(const Location& location, const ThreadMemory& thread, uint64_t now);
-  void insert(Location& location, ThreadMemory& thread, uint64_t now, uint64_t value, uint64_t fate, uint32_t snapshot);
+  void insert(Location& location, ThreadMemory& thread, uint64_t now, uint64_t value, uint64_t fate, uint32_t snapshot,
+              bool is_update);
+  uint32_t carried(const Location& location, const ThreadMemory& thread) const;
+  uint32_t merge(uint32_t a, uint32_t b);
   void write_back(const Location& location);
   uint32_t take_snapshot(const ThreadMemory& thread);
   void join_snapshot(ThreadMemory& thread, uint32_t snapshot);
@@ -155,6 +165,7 @@ class WeakMemory {
   std::vector<std::vector<uint32_t>> locations_of_view_;
   std::vector<ViewId> free_views_;
   std::vector<Snapshot> snapshots_;
+  uint32_t last_fence_ = 0;  // snapshot of the last fence of any thread
   std::array<uint64_t, kMaxRanks> ended_grids_{};
   std::vector<Arrival> arrivals_;
   MemoryTemper temper_;

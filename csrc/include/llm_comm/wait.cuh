@@ -90,8 +90,7 @@ LLM_COMM_DEVICE void report_error(const WaitBounds& bounds, const WaitSite& site
   record.cause = static_cast<uint32_t>(cause);
   record.sequence = site.sequence;
   record.bytes = site.bytes;
-  fence_system();
-  store_relaxed(&record.complete, 1u);
+  store_release(&record.complete, 1u);
 }
 
 // `peer` is whom the wait was for, or whom a note names. Not a function that is called: what it is given would then have to
