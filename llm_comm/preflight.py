@@ -9,7 +9,7 @@ from typing import Any
 
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
-from llm_comm.selection import load_table
+from llm_comm.selection import check_table_option
 
 
 def check(outputs: Mapping[str, Path | None], **overrides: Any) -> Config:
@@ -23,11 +23,7 @@ def check(outputs: Mapping[str, Path | None], **overrides: Any) -> Config:
         ConfigError: An option or the tuning table that it names is wrong, or a file cannot be written.
     """
     config = Config.load(**overrides)
-    if config.table is not None:
-        try:
-            load_table(Path(config.table))
-        except ConfigError as error:
-            raise ConfigError(f"option table ({config.origins.get('table', 'Python')}): {error}") from error
+    check_table_option(config)
     for option, path in outputs.items():
         if path is not None:
             _check_output(option, path)

@@ -165,6 +165,20 @@ def max_lines_of_launch(algorithm: str, slot_lines: int, world_size: int) -> int
     return slot_lines // (2 * world_size) * world_size
 
 
+def check_table_option(config: Config) -> None:
+    """Reads the table that option ``table`` names, if any: a wrong one is to be told before ranks meet.
+
+    Raises:
+        ConfigError: It cannot be used; the text says where the option comes from.
+    """
+    if config.table is None:
+        return
+    try:
+        load_table(Path(config.table))
+    except ConfigError as error:
+        raise ConfigError(f"option table ({config.origins.get('table', 'Python')}): {error}") from error
+
+
 def load_table(path: Path | resources.abc.Traversable) -> tuple[str, int, TuningTable]:
     """Reads a tuning table: (device it is for, world size, table).
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -112,11 +111,7 @@ def _check(config: Config, device: torch.device, world_size: int) -> None:
         raise NotJoinedError(f"the group has {world_size} ranks, llm_comm serves up to {selection.MAX_WORLD_SIZE}")
     if device.type == "cuda" and not _core.cuda_archs:
         raise NotJoinedError("this build of llm_comm has no CUDA kernels; install it where nvcc is found")
-    if config.table is not None:
-        try:
-            selection.load_table(Path(config.table))
-        except ConfigError as error:
-            raise ConfigError(f"option table ({config.origins.get('table', 'Python')}): {error}") from error
+    selection.check_table_option(config)
 
 
 # What a rank can object with, most important first: an error of the operator is not to hide behind anything else.
