@@ -205,9 +205,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
     if device.type == "cpu":
         return DeviceLimits(max_cluster=16, sm_count=4)
     properties = torch.cuda.get_device_properties(device)
-    # st.async in a cluster of one block was an illegal instruction on H200. What has replaced it there has run in the
-    # emulator only.
-    return DeviceLimits(16 if properties.major >= 9 else 1, properties.multi_processor_count, verified_cluster=2)
+    return DeviceLimits(16 if properties.major >= 9 else 1, properties.multi_processor_count)
 
 
 def _error(why: str) -> UnsupportedInputError:

@@ -20,7 +20,9 @@ ELEMENTS_PER_LINE = LINE_BYTES // ELEMENT_BYTES
 #: kChunkLines in csrc/kernels/fused/args.cuh: tiles and segments are whole chunks.
 CHUNK_LINES = 8
 WARP_THREADS = 32
-#: Of a block that walks over several tiles: those kernels need more registers (kMaxLoopThreads there).
+#: Of a block of two-shot, and of one that walks over several tiles: those kernels need more registers
+#: (kMaxTwoShotThreads and kMaxLoopThreads there).
+MAX_TWO_SHOT_THREADS = 512
 MAX_LOOP_THREADS = 512
 
 
@@ -30,8 +32,6 @@ class DeviceLimits(NamedTuple):
     #: Blocks of a cluster: 1 where it has no clusters.
     max_cluster: int
     sm_count: int
-    #: The smallest cluster that has been verified there. Smaller ones run only if a table asks for them.
-    verified_cluster: int = 1
 
 
 @dataclass(frozen=True)
@@ -106,21 +106,20 @@ def select_fused(
     cluster = min(row.cluster, limits.max_cluster, 1 << int(math.log2(span_chunks)))
     while (cluster - 1) * math.ceil(span_chunks / cluster) >= span_chunks:
         cluster //= 2  # the last block would have nothing
-    if cluster < limits.verified_cluster <= min(row.cluster for row in candidates):
-        why = f"rows of {hidden} elements take {cluster} block, which has not been verified on GPUs yet"
-        return without_kernel("declined", message_bytes, why)
     # A block that gets more of the row than the table has in mind may have more threads.
-    most_threads = row.threads if row.cluster <= limits.max_cluster else MAX_BLOCK_THREADS
+    most_of_kernel = MAX_TWO_SHOT_THREADS if algorithm == "two_shot" else MAX_BLOCK_THREADS
+    most_threads = min(row.threads if row.cluster <= limits.max_cluster else MAX_BLOCK_THREADS, most_of_kernel)
     most_clusters = min(launch_rows, max(1, row.blocks // cluster))
     chunk_threads = CHUNK_LINES * world_size
     tile_chunks = math.ceil(span_chunks / cluster)
     threads = _whole_warps(tile_chunks * chunk_threads)
     # All blocks run at once: that does not rest on the order in which a device starts clusters.
-    clusters = min(most_clusters, limits.sm_count * MAX_BLOCK_THREADS // (threads * cluster))
+    sm_count = _usable_sms(limits.sm_count, cluster)
+    clusters = min(most_clusters, sm_count * most_of_kernel // (threads * cluster))
     if clusters < launch_rows or threads > most_threads:
         tile_chunks = max(1, min(tile_chunks, min(most_threads, MAX_LOOP_THREADS) // chunk_threads))
         threads = _whole_warps(tile_chunks * chunk_threads)
-        clusters = max(1, min(most_clusters, limits.sm_count * MAX_LOOP_THREADS // (threads * cluster)))
+        clusters = max(1, min(most_clusters, sm_count * MAX_LOOP_THREADS // (threads * cluster)))
     return FusedPlan(
         algorithm=algorithm,
         protocol="LL",
@@ -138,6 +137,11 @@ def select_fused(
     )
 
 
+def _usable_sms(sm_count: int, cluster: int) -> int:
+    """SMs that clusters can fill: a cluster lies within a GPC, and of the 18 SMs that one of an H100 has, 2 may be left."""
+    return sm_count if cluster == 1 else sm_count * 16 // 18
+
+
 def _whole_warps(threads: int) -> int:
     return math.ceil(threads / WARP_THREADS) * WARP_THREADS
 
@@ -145,8 +149,9 @@ def _whole_warps(threads: int) -> int:
 def derive_fused_rows(rows: Sequence[TuningRow]) -> tuple[FusedRow, ...]:
     """Rows for fused operations where none have been measured: the algorithm of the plain all-reduce at each size.
 
-    One-shot receives the row from every rank, so its blocks are as large as they can be. Two-shot has 1/N of that to
-    do: small blocks, as the plain kernels' tables prefer, and smaller clusters where there are more rows than SMs.
+    One-shot receives the row from every rank: it takes as many blocks as a cluster can have, so that they are small, which
+    the plain kernels' tables prefer too. Two-shot has 1/N of that to do, and takes smaller clusters where there are more
+    rows than SMs.
     """
     derived: list[FusedRow] = []
     for row in rows:
@@ -154,7 +159,7 @@ def derive_fused_rows(rows: Sequence[TuningRow]) -> tuple[FusedRow, ...]:
             if derived and up_to <= derived[-1].up_to:
                 continue
             if row.algorithm == "one_shot":
-                fused = FusedRow(up_to, "one_shot", 264, MAX_BLOCK_THREADS, 8, 0)
+                fused = FusedRow(up_to, "one_shot", 1056, MAX_BLOCK_THREADS, 16, 0)
             else:
                 fused = FusedRow(up_to, "two_shot", 1056, 512, 8 if up_to <= MIB else 4, 0 if up_to <= MIB else 1)
             if derived and derived[-1]._replace(up_to=up_to) == fused:

@@ -325,6 +325,7 @@ class CoreImpl final : public Core {
     const uint64_t last = (count - 1) % chunk + 1;
     AllReduceArgs args{};
     args.comm = comm_;
+    args.tile_lines = 1u << plan.tile_lines_log2;
     args.tile_lines_log2 = plan.tile_lines_log2;
     args.depth = plan.depth;
     const auto kind = static_cast<AllReduceAlgorithm>(plan.algorithm) == AllReduceAlgorithm::kOneShot
@@ -465,8 +466,10 @@ class CoreImpl final : public Core {
     const bool single_tile = clusters == rows && span <= cluster * plan.tile_lines;
     // The argument in rms_norm.cuh about rows after each other wants a share of every row for every block.
     const bool has_empty_block = (cluster - 1) * plan.tile_lines >= span;
-    const AddRmsNormKernel kernel = add_rms_norm_kernel(algorithm, type, options_.world_size, single_tile);
+    const AddRmsNormKernel kernel = add_rms_norm_kernel(algorithm, type, options_.world_size, single_tile,
+                                                        args.quantization != Quantization::kNone);
     if (kernel == nullptr || clusters == 0 || clusters * cluster >= kArrivalsPerOperation ||
+        (!one_shot && threads > kMaxTwoShotThreads) ||
         (!single_tile && (threads > kMaxLoopThreads || has_empty_block))) {
       throw std::invalid_argument("no kernel for algorithm " + std::to_string(plan.algorithm) + ", data type " +
                                   std::to_string(static_cast<uint32_t>(type)) + ", " + std::to_string(plan.blocks) +

@@ -50,6 +50,7 @@ void all_reduce(emulator::Executor& stream, uint32_t rank, uint32_t number) {
   args.input = input.data();
   args.output = output.data();
   args.count = kCount;
+  args.tile_lines = 1u << kTileLinesLog2;
   args.tile_lines_log2 = kTileLinesLog2;
   const CheckCallArgs check{args.comm,
                             {static_cast<uint32_t>(OperationKind::kAllReduceOneShot),

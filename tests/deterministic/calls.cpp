@@ -196,14 +196,15 @@ class FusedCall final : public Call {
   // does a block meet itself again in what it keeps for two rows, and blocks come to a row at different times.
   FusedCall(AllReduceAlgorithm algorithm, uint32_t ranks, Random& random)
       : ranks_(ranks),
-        lines_(random.between(1, random.pick({8u, 16u, ranks > 4 ? 16u : 40u}))),
+        has_whole_warps_(algorithm == AllReduceAlgorithm::kTwoShot && ranks == 2 && random.chance(12)),
+        lines_(has_whole_warps_ ? 4 * kWarpThreads : random.between(1, random.pick({8u, 16u, ranks > 4 ? 16u : 40u}))),
         rows_(random.between(1, random.pick({1u, 2u, 5u}))) {
     const bool one_shot = algorithm == AllReduceAlgorithm::kOneShot;
     const uint32_t segment_unit = kChunkLines * ranks;
     const uint32_t span = one_shot ? lines_ : (lines_ + segment_unit - 1) / segment_unit * kChunkLines;
     plan_.algorithm = static_cast<uint32_t>(algorithm);
-    plan_.tile_lines = kChunkLines * (ranks <= 4 && random.chance(64) ? 2 : 1);
-    plan_.cluster_blocks = random.between(1, (span + plan_.tile_lines - 1) / plan_.tile_lines);
+    plan_.tile_lines = has_whole_warps_ ? kWarpThreads : kChunkLines * (ranks <= 4 && random.chance(64) ? 2 : 1);
+    plan_.cluster_blocks = has_whole_warps_ ? 2 : random.between(1, (span + plan_.tile_lines - 1) / plan_.tile_lines);
     plan_.blocks = plan_.cluster_blocks * random.between(1, 2);
     plan_.depth = random.below(3);
     plan_.chunk_rows = random.between(1, rows_);
@@ -282,7 +283,8 @@ class FusedCall final : public Call {
   }
 
   uint32_t ranks_;
-  uint32_t lines_;  // of a row
+  bool has_whole_warps_;  // each holds four chunks in a row, which it delivers at once
+  uint32_t lines_;        // of a row
   uint32_t rows_;
   host::FusedPlan plan_{};
   std::vector<uint16_t> input_;  // [rank][row][element], as are normed and new_residual

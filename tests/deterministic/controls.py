@@ -155,9 +155,9 @@ CONTROLS = (
             Edit(ONE_SHOT, "if (!is_own && line < lines) re_arm", "if (!WITHOUT && !is_own && line < lines) re_arm"),
             Edit(
                 ONE_SHOT,
-                "if (!is_own && line < lines) send_line(outgoing + line, next);",
+                "if (begun && !is_own && line < lines) send_line(outgoing + line, next);",
                 "if (WITHOUT && !is_own && line < lines) re_arm_line(incoming + line);\n"
-                "    if (!is_own && line < lines) send_line(outgoing + line, next);",
+                "    if (begun && !is_own && line < lines) send_line(outgoing + line, next);",
             ),
         ),
         "one_shot",
@@ -198,12 +198,21 @@ CONTROLS = (
         (
             Edit(
                 ONE_SHOT,
-                "if (!op.begin()) return;",
-                "if (!op.begin()) return;\n  if (WITHOUT && thread_index() == 0) op.arrive();",
+                "bool begun = op.begin();",
+                "bool begun = op.begin();\n  if (WITHOUT && thread_index() == 0) op.arrive();",
             ),
             Edit(ONE_SHOT, "if (tile == first && thread", "if (!WITHOUT && tile == first && thread"),
         ),
         "one_shot",
+    ),
+    Control(
+        "one_shot_sends_nothing_in_vain",
+        "a thread that may not begin sends nothing",
+        (Edit(ONE_SHOT, "if (begun && !is_own", "if ((WITHOUT || begun) && !is_own"),),
+        "one_shot",
+        options=("--mishaps",),
+        budget=20_000,
+        failure=UNTOLD,
     ),
     Control(
         "dependency_wait_one_shot",
@@ -264,7 +273,7 @@ CONTROLS = (
     Control(
         "abort_ends_the_communicator",
         "operations behind a wait that the host aborted do nothing",
-        (Edit(WAIT, "      give_up(bounds);\n", "      if (!WITHOUT) give_up(bounds);\n"),),
+        (Edit(WAIT, "    give_up(bounds);\n", "    if (!WITHOUT) give_up(bounds);\n"),),
         options=("--mishaps",),
         budget=20_000,
         failure=UNTOLD,
@@ -521,6 +530,13 @@ CONTROLS = (
         "fused_two_shot",
         budget=20_000,
         failure=LEFT_ALONE,
+    ),
+    Control(
+        "four_chunks_of_a_warp",
+        "a warp delivers four chunks at once only where it holds four in a row",
+        (Edit(RMS_NORM, "if (fills_warps_ &&", "if ((WITHOUT || fills_warps_) &&"),),
+        "fused_two_shot",
+        failure=f"{WRONG_RESULT}|{HANGS}",
     ),
     Control(
         "fused_sends_nothing_in_vain_one_shot",

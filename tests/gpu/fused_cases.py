@@ -256,7 +256,9 @@ def _mismatched(buffers: _Buffers, normed: torch.Tensor, case: FusedCase) -> tor
     if case.quantize == "dynamic":
         smallest = torch.tensor(1.0) / torch.tensor(_LARGEST_FP8 * 512)
         largest = torch.where(x.isnan(), 0.0, x.abs()).amax(-1, keepdim=True)
-        wrong_scales = (scale != (largest / _LARGEST_FP8).clamp(min=float(smallest))).sum()
+        # A tensor on the device: on GPUs torch multiplies by the reciprocal of a number, which rounds twice.
+        divisor = torch.full_like(largest, _LARGEST_FP8)
+        wrong_scales = (scale != (largest / divisor).clamp(min=float(smallest))).sum()
         scaled = x / scale
     else:
         scaled = x * (1.0 / scale)

@@ -69,6 +69,7 @@ AllReduceArgs arguments(std::vector<Gpu>& gpus, uint32_t rank) {
   args.comm.slot_bytes = kSlotBytes;
   args.comm.timeout_ns = kTimeoutNs;
   args.comm.rank = rank;
+  args.tile_lines = 1u << kTileLinesLog2;
   args.tile_lines_log2 = kTileLinesLog2;
   return args;
 }

@@ -293,8 +293,10 @@ void load_kernels(int world_size) {
         if (const auto kernel = all_reduce_kernel(algorithm, type, world_size, single_tile)) {
           load(reinterpret_cast<const void*>(kernel));
         }
-        if (const auto kernel = add_rms_norm_kernel(algorithm, type, world_size, single_tile)) {
-          load(reinterpret_cast<const void*>(kernel));
+        for (const bool quantized : {false, true}) {
+          if (const auto kernel = add_rms_norm_kernel(algorithm, type, world_size, single_tile, quantized)) {
+            load(reinterpret_cast<const void*>(kernel));
+          }
         }
       }
     }

@@ -62,13 +62,29 @@ struct DeviceComm {
   uint32_t world_size;
 };
 
+LLM_COMM_DEVICE CommState* state_of(const DeviceComm& comm) {
+  return reinterpret_cast<CommState*>(comm.workspace[comm.rank]);
+}
+
+LLM_COMM_DEVICE WaitBounds bounds_of(const DeviceComm& comm) {
+  return {comm.mailbox, &state_of(comm)->aborted, comm.timeout_ns,
+          Suspicions(comm.workspace, kNotesOffset, comm.rank, comm.world_size)};
+}
+
+// check_wait() of an operation's wait. What it is given is what is at hand in registers or in the kernel's parameters.
+LLM_COMM_DEVICE_CALL LateWait check_wait_of_operation(const DeviceComm& comm, uint64_t start, OperationKind kind,
+                                                      uint64_t arrivals, uint64_t bytes, uint32_t peer,
+                                                      uint32_t phase) {
+  return check_wait(start, bounds_of(comm), {comm.rank, kind, arrivals / kArrivalsPerOperation, bytes}, peer, phase);
+}
+
 // One collective operation as one thread sees it. Construct it before grid_dependency_wait(), so that
 // addresses are ready, and begin() it after.
 class Operation {
  public:
   LLM_COMM_DEVICE Operation(const DeviceComm& comm, OperationKind kind, uint64_t bytes)
       : comm_(comm),
-        state_(reinterpret_cast<CommState*>(comm.workspace[comm.rank])),
+        state_(state_of(comm)),
         slot_bytes_(comm.slot_bytes),
         kind_(kind),
         bytes_(bytes),
@@ -108,7 +124,9 @@ class Operation {
   template <class Poll>
   LLM_COMM_DEVICE bool wait_until(Poll poll, uint32_t peer, uint32_t phase) {
     if (in_vain_) return false;
-    in_vain_ = !llm_comm::wait_until(poll, bounds(), site(), peer, phase);
+    in_vain_ = !poll_until(poll, [&](uint64_t start) {
+      return check_wait_of_operation(comm_, start, kind_, arrivals_, bytes_, peer, phase);
+    });
     return !in_vain_;
   }
 
@@ -136,10 +154,7 @@ class Operation {
  private:
   static_assert(kSlots == 2, "slot_offset() takes the parity of the sequence number");
 
-  LLM_COMM_DEVICE WaitBounds bounds() const {
-    return {comm_.mailbox, &state_->aborted, comm_.timeout_ns,
-            Suspicions(comm_.workspace, kNotesOffset, comm_.rank, comm_.world_size)};
-  }
+  LLM_COMM_DEVICE WaitBounds bounds() const { return bounds_of(comm_); }
   LLM_COMM_DEVICE WaitSite site() const { return {comm_.rank, kind_, sequence(), bytes_}; }
 
   const DeviceComm& comm_;

@@ -1,6 +1,8 @@
 // The one door to the target: CUDA GPUs or the emulator. Kernels and primitives use only what is declared here, so the
 // same source runs on both. A new target (HIP, say) is a new platform_*.h with these definitions.
 //
+// Functions          LLM_COMM_DEVICE: inline in all kernels; LLM_COMM_DEVICE_CALL: called, for what hardly ever runs, so that
+//                    its instructions do not lie among those that do
 // Thread geometry    thread_index() block_index() block_threads() block_count()   (one-dimensional launches)
 // Block              block_sync(); shared_memory<T>(): dynamic shared memory of this block, 16-byte aligned
 // Warp               shuffle_xor(x, mask): x of the lane whose number differs by mask; all lanes of a warp (32 threads in
@@ -13,7 +15,8 @@
 // Delivery           stores of floats into the shared memory of blocks of a cluster of k, counted there: a uint64_t of
 //                    shared memory, delivery_init(d, n, k) by one thread, before the cluster's barrier;
 //                    delivery_expect(d, n, k) by one thread in each phase: n values end it, the same number in all;
-//                    deliver(p, b, x, d, k): *p = x in block b, counted in its d; delivery_wait(d, parity): until the
+//                    deliver(p, b, x, d, k): *p = x in block b, counted in its d; deliver_four(p, b, values, d): the same
+//                    for p[0] to p[3], 16-byte aligned, as one store, where k > 1; delivery_wait(d, parity): until the
 //                    phase of that parity (the first has 0) is over and what was delivered in it can be read
 // Grid order         grid_dependency_trigger(): the next grid of the stream may be scheduled
 //                    grid_dependency_wait(): all earlier grids of the stream are complete and visible

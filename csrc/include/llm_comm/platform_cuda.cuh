@@ -4,6 +4,8 @@
 #include "llm_comm/platform_types.h"
 
 #define LLM_COMM_DEVICE __device__ __forceinline__
+// For what hardly ever runs: called, so that its instructions lie apart from those that do.
+#define LLM_COMM_DEVICE_CALL inline __device__ __noinline__
 #define LLM_COMM_KERNEL(max_threads) __global__ void __launch_bounds__(max_threads, 1)
 #define LLM_COMM_KERNEL_PARAM const __grid_constant__
 #define LLM_COMM_PRAGMA(text) _Pragma(#text)
@@ -105,6 +107,20 @@ LLM_COMM_DEVICE void deliver(float* address, uint32_t block, float value, uint64
   *address = value;
   __threadfence_block();
   count_delivery(delivery, -uint64_t{sizeof(float)});
+#endif
+}
+
+// In a cluster of several blocks.
+LLM_COMM_DEVICE void deliver_four(float* address, uint32_t block, const float (&values)[4], uint64_t* delivery) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{ .reg .u32 a, d; mapa.shared::cluster.u32 a, %0, %1; mapa.shared::cluster.u32 d, %2, %1;"
+      "  st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [a], {%3,%4,%5,%6}, [d]; }" ::"r"(
+          shared_address(address)),
+      "r"(block), "r"(shared_address(delivery)), "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3])
+      : "memory");
+#else
+  for (uint32_t i = 0; i < 4; ++i) deliver(address + i, block, values[i], delivery, 1);
 #endif
 }
 

@@ -12,6 +12,7 @@
 #include "llm_comm/platform_types.h"
 
 #define LLM_COMM_DEVICE inline
+#define LLM_COMM_DEVICE_CALL inline
 #define LLM_COMM_KERNEL(max_threads) void
 #define LLM_COMM_KERNEL_PARAM const
 #define LLM_COMM_UNROLL(n)
@@ -96,6 +97,11 @@ LLM_COMM_DEVICE void delivery_expect(uint64_t* delivery, uint32_t values, uint32
 LLM_COMM_DEVICE void deliver(float* address, uint32_t block, float value, uint64_t* delivery, uint32_t /*blocks*/) {
   *in_block(address, block) = value;
   count_delivery(in_block(delivery, block), -uint64_t{sizeof(float)});
+}
+
+LLM_COMM_DEVICE void deliver_four(float* address, uint32_t block, const float (&values)[4], uint64_t* delivery) {
+  for (uint32_t i = 0; i < 4; ++i) in_block(address, block)[i] = values[i];
+  count_delivery(in_block(delivery, block), -uint64_t{sizeof(values)});
 }
 
 LLM_COMM_DEVICE void delivery_wait(uint64_t* delivery, uint32_t parity) {

@@ -93,8 +93,7 @@ LLM_COMM_DEVICE void report_error(const WaitBounds& bounds, const WaitSite& site
   store_release(&record.complete, 1u);
 }
 
-// `peer` is whom the wait was for, or whom a note names. Not a function that is called: what it is given would then have to
-// lie in certain registers, and ptxas waits for the operation's number before it loads the input (docs/performance.md).
+// `peer` is whom the wait was for, or whom a note names.
 LLM_COMM_DEVICE void record_expired_wait(const WaitBounds& bounds, const WaitSite& site, uint32_t peer,
                                          uint32_t phase) {
   if (!give_up(bounds)) return;
@@ -105,40 +104,64 @@ LLM_COMM_DEVICE void record_expired_wait(const WaitBounds& bounds, const WaitSit
   report_error(bounds, site, ErrorCause::kTimeout, bounds.suspicions.culprit(peer), phase);
 }
 
-// Polls until poll() returns true. Returns false if the bound expired, another wait of this communicator
-// expired or the host asked to abort. The clock and the abort words are read once in kPollsPerCheck failed
-// polls only: a wait that the peer answers in time never touches them.
-template <class Poll>
-LLM_COMM_DEVICE bool wait_until(Poll poll, const WaitBounds& bounds, const WaitSite& site, uint32_t peer,
-                                uint32_t phase) {
+// Where a wait stands whose peer is late.
+struct LateWait {
+  uint64_t start;  // of the wait, by clock_ns(); 0: not looked at yet
+  bool has_ended;  // in vain
+};
+
+// Ends a wait if its bound has expired, another wait of this communicator has, or the host asks to abort.
+LLM_COMM_DEVICE LateWait check_wait(uint64_t start, const WaitBounds& bounds, const WaitSite& site, uint32_t peer,
+                                    uint32_t phase) {
+  const uint64_t now = clock_ns();
+  if (start == 0) start = now;
+  if (load_relaxed(bounds.aborted) != 0) return {start, true};
+  // Of all operations, not of this wait alone: this rank ends the operation without what R1 of device_comm.cuh asks for,
+  // so it must send nothing in later ones. There is nothing to report and no note to leave: the host knows why, and
+  // nobody is missing whom this wait could name.
+  if (load_relaxed(&bounds.mailbox->abort_request) != 0) {
+    give_up(bounds);
+    return {start, true};
+  }
+  uint32_t suspect = peer;
+  if (bounds.suspicions.find(suspect) || now - start > bounds.timeout_ns) {
+    record_expired_wait(bounds, site, suspect, phase);
+    return {start, true};
+  }
+  return {start, false};
+}
+
+// Polls until poll() returns true, or false once check(start), a check_wait(), ends the wait. It is called after every
+// kPollsPerCheck failed polls only: a wait that the peer answers in time reads no clock and no abort word.
+//
+// The loop of polls has one exit: a jump out of it at every poll takes longer. Where kernels wait, the check is a function
+// that is called: its instructions would lie between the loop and what comes next, and be fetched in vain
+// (docs/performance.md has the figures of both).
+template <class Poll, class Check>
+LLM_COMM_DEVICE bool poll_until(Poll poll, Check check) {
   if constexpr (!kBoundedWaits) {
     while (!poll()) spin_hint();
     return true;
   }
-  uint64_t start = 0;
+  LateWait late{};
   for (;;) {
-    // A loop of its own, unrolled: with the check inside, or a jump at every poll, calls take 2 to 3 % longer.
-    LLM_COMM_UNROLL(4)
-    for (uint32_t i = 0; i < kPollsPerCheck; ++i) {
-      if (poll()) return true;
-      spin_hint();
-    }
-    const uint64_t now = clock_ns();
-    if (start == 0) start = now;
-    if (load_relaxed(bounds.aborted) != 0) return false;
-    // Of all operations, not of this wait alone: this rank ends the operation without what R1 of device_comm.cuh asks for,
-    // so it must send nothing in later ones. There is nothing to report and no note to leave: the host knows why, and
-    // nobody is missing whom this wait could name.
-    if (load_relaxed(&bounds.mailbox->abort_request) != 0) {
-      give_up(bounds);
-      return false;
-    }
-    uint32_t suspect = peer;
-    if (bounds.suspicions.find(suspect) || now - start > bounds.timeout_ns) {
-      record_expired_wait(bounds, site, suspect, phase);
-      return false;
-    }
+    uint32_t polls = 0;
+    bool has_come;
+    LLM_COMM_UNROLL(1)
+    do {
+      has_come = poll();
+      if (!has_come) spin_hint();
+    } while (!has_come && ++polls < kPollsPerCheck);
+    if (has_come) return true;
+    late = check(late.start);
+    if (late.has_ended) return false;
   }
+}
+
+template <class Poll>
+LLM_COMM_DEVICE bool wait_until(Poll poll, const WaitBounds& bounds, const WaitSite& site, uint32_t peer,
+                                uint32_t phase) {
+  return poll_until(poll, [&](uint64_t start) { return check_wait(start, bounds, site, peer, phase); });
 }
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

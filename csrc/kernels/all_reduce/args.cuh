@@ -16,7 +16,8 @@ struct AllReduceArgs {
   const void* input;         // element-aligned
   void* output;              // element-aligned; may be `input`, must not overlap it otherwise
   uint64_t count;            // elements, at least 1 and below 2^32, the same on all ranks
-  uint32_t tile_lines_log2;  // lines that one peer's threads of a block handle at a time
+  uint32_t tile_lines;       // that one peer's threads of a block handle at a time: a power of two
+  uint32_t tile_lines_log2;  // given beside it because kernels would compute one from the other where it costs time
   uint32_t depth;            // tiles that a block sends ahead of the one it reduces
 };
 
@@ -28,10 +29,10 @@ struct PeerParallel {
   uint32_t peer;
   uint32_t column;
 
-  LLM_COMM_DEVICE explicit PeerParallel(uint32_t tile_lines_log2)
-      : tile_lines(1u << tile_lines_log2),
-        peer(thread_index() >> tile_lines_log2),
-        column(thread_index() & (tile_lines - 1)) {}
+  LLM_COMM_DEVICE explicit PeerParallel(const AllReduceArgs& args)
+      : tile_lines(args.tile_lines),
+        peer(thread_index() >> args.tile_lines_log2),
+        column(thread_index() & (args.tile_lines - 1)) {}
 };
 
 // Elements that a thread sums together: as many as give every thread of a block one pack of its tile. Measured: sums by
@@ -53,6 +54,34 @@ LLM_COMM_DEVICE void for_each_pack(uint32_t packs, Step step) {
     if (thread_index() < packs) step(thread_index());
   } else {
     for (uint32_t i = thread_index(); i < packs; i += block_threads()) step(i);
+  }
+}
+
+// A line that is not aligned, or of which only the first `count` elements are there, element by element; the rest is zeros.
+template <DataType D>
+LLM_COMM_DEVICE_CALL Line load_elements(const typename Element<D>::Storage* first, uint64_t count) {
+  using Storage = typename Element<D>::Storage;
+  constexpr uint32_t kPerLine = sizeof(Line) / sizeof(Storage);
+  // All loads first: a loop that ends with the message would wait for each before the next.
+  Storage element[kPerLine];
+  LLM_COMM_UNROLL(8)
+  for (uint32_t i = 0; i < kPerLine; ++i) element[i] = i < count ? first[i] : 0;
+  Line line{};
+  LLM_COMM_UNROLL(8)
+  for (uint32_t i = 0; i < kPerLine; ++i) {
+    line.word[i * sizeof(Storage) / 4] |= static_cast<uint32_t>(element[i]) << (i * sizeof(Storage) % 4 * 8);
+  }
+  return line;
+}
+
+// Stores the first `count` elements of a line, or all, where it is not aligned.
+template <DataType D>
+LLM_COMM_DEVICE_CALL void store_elements(typename Element<D>::Storage* first, uint64_t count, Line line) {
+  using Storage = typename Element<D>::Storage;
+  constexpr uint32_t kPerLine = sizeof(Line) / sizeof(Storage);
+  LLM_COMM_UNROLL(8)
+  for (uint32_t i = 0; i < kPerLine; ++i) {
+    if (i < count) first[i] = static_cast<Storage>(line.word[i * sizeof(Storage) / 4] >> (i * sizeof(Storage) % 4 * 8));
   }
 }
 
@@ -80,30 +109,42 @@ class Message {
            output_whole_lines_;
   }
 
+  // A load in two steps, for what else is to be loaded meanwhile. Construct it before grid_dependency_wait(). The first step
+  // is made without a condition, of `spare` memory where no whole line is wanted: branches would come before it.
+  class Load {
+   public:
+    LLM_COMM_DEVICE Load(const Message& message, uint32_t line, bool is_wanted, const void* spare)
+        : message_(message),
+          line_(line),
+          is_later_(is_wanted && line >= message.input_whole_lines_),
+          address_(is_wanted && !is_later_ ? message.input_ + static_cast<uint64_t>(line) * kPerLine : spare) {}
+
+    LLM_COMM_DEVICE uint64_t fingerprint() const { return reinterpret_cast<uint64_t>(address_); }
+
+    LLM_COMM_DEVICE void begin() { value_ = load_line(address_); }
+
+    // The line, or whatever, if it is not wanted.
+    LLM_COMM_DEVICE Line end() const { return is_later_ ? message_.load_by_elements(line_) : value_; }
+
+   private:
+    const Message& message_;
+    uint32_t line_;
+    bool is_later_;
+    const void* address_;
+    Line value_{};
+  };
+
   LLM_COMM_DEVICE Line load(uint32_t line) const {
-    const uint64_t first = static_cast<uint64_t>(line) * kPerLine;
-    if (line < input_whole_lines_) return load_line(input_ + first);
-    // All loads first: a loop that ends with the message would wait for each before the next.
-    const uint64_t left = count_ - first;
-    Storage element[kPerLine];
-    LLM_COMM_UNROLL(8)
-    for (uint32_t i = 0; i < kPerLine; ++i) element[i] = i < left ? input_[first + i] : 0;
-    Line value{};
-    LLM_COMM_UNROLL(8)
-    for (uint32_t i = 0; i < kPerLine; ++i) {
-      value.word[i * sizeof(Storage) / 4] |= static_cast<uint32_t>(element[i]) << (i * sizeof(Storage) % 4 * 8);
-    }
-    return value;
+    return line < input_whole_lines_ ? load_line(input_ + static_cast<uint64_t>(line) * kPerLine)
+                                     : load_by_elements(line);
   }
 
   LLM_COMM_DEVICE void store(uint32_t line, Line value) const {
     const uint64_t first = static_cast<uint64_t>(line) * kPerLine;
     if (line < output_whole_lines_) {
       store_line(output_ + first, value);
-      return;
-    }
-    for (uint32_t i = 0; i < kPerLine && first + i < count_; ++i) {
-      output_[first + i] = static_cast<Storage>(value.word[i * sizeof(Storage) / 4] >> (i * sizeof(Storage) % 4 * 8));
+    } else {
+      store_elements<D>(output_ + first, count_ - first, value);
     }
   }
 
@@ -120,6 +161,11 @@ class Message {
   }
 
  private:
+  LLM_COMM_DEVICE Line load_by_elements(uint32_t line) const {
+    const uint64_t first = static_cast<uint64_t>(line) * kPerLine;
+    return load_elements<D>(input_ + first, count_ - first);
+  }
+
   static LLM_COMM_DEVICE bool is_aligned(const void* pointer) {
     return reinterpret_cast<uint64_t>(pointer) % sizeof(Line) == 0;
   }

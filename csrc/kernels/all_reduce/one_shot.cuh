@@ -15,7 +15,7 @@ template <DataType D, int World, bool SingleTile>
 LLM_COMM_KERNEL(kMaxBlockThreads)
 all_reduce_one_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   grid_dependency_trigger();
-  const PeerParallel self(args.tile_lines_log2);
+  const PeerParallel self(args);
   const uint32_t rank = args.comm.rank;
   const bool is_own = self.peer == rank;
   const Message<D> message(args);
@@ -29,19 +29,21 @@ all_reduce_one_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   Line* outgoing = reinterpret_cast<Line*>(op.slots(self.peer)) + static_cast<uint64_t>(rank) * lines;
   Line* incoming = reinterpret_cast<Line*>(op.slots(rank)) + static_cast<uint64_t>(self.peer) * lines;
 
+  typename Message<D>::Load coming(message, first + self.column, first + self.column < lines,
+                                   args.comm.workspace[rank]);
   grid_dependency_wait_after(reinterpret_cast<uint64_t>(outgoing) + reinterpret_cast<uint64_t>(incoming) +
-                             message.fingerprint() + op.fingerprint() + first +
+                             message.fingerprint() + coming.fingerprint() + op.fingerprint() + first +
                              reinterpret_cast<uint64_t>(contributions));
   // The next line to send is always on its way; the first beside the operation's number, which is as far away.
-  Line next = first + self.column < lines ? message.load(first + self.column) : Line{};
-  // Threads that leave are missed only in the sums of this rank, which has an error.
-  if (!op.begin()) return;
+  coming.begin();
+  const bool begun = op.begin();
+  Line next = coming.end();
   outgoing += op.slot_offset() / sizeof(Line);
   incoming += op.slot_offset() / sizeof(Line);
 
   const auto send = [&](uint32_t tile) {
     const uint32_t line = tile + self.column;
-    if (!is_own && line < lines) send_line(outgoing + line, next);
+    if (begun && !is_own && line < lines) send_line(outgoing + line, next);
     if (!SingleTile && line + stride < lines) next = message.load(line + stride);
   };
   uint32_t parity = 0;
@@ -65,8 +67,11 @@ all_reduce_one_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
     if (!is_own && line < lines) re_arm_line(incoming + line);
   };
 
+  // Threads that may not begin leave behind the first send, which is none. They are missed only in the sums of this rank,
+  // which has an error. Were there a way out before, ptxas would load the line after it, when the number has come.
   if constexpr (SingleTile) {
     send(first);
+    if (!begun) return;
     reduce(first);
   } else {
     // Reducing runs `depth` tiles behind sending, so that the links carry later tiles while earlier ones are
@@ -74,6 +79,7 @@ all_reduce_one_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
     const uint32_t lag = args.depth * stride;
     for (uint32_t tile = first; tile < lines + lag; tile += stride) {
       if (tile < lines) send(tile);
+      if (!begun) return;
       if (tile >= first + lag && tile - lag < lines) reduce(tile - lag);
     }
   }

@@ -18,7 +18,7 @@ template <DataType D, int World, bool SingleTile>
 LLM_COMM_KERNEL(kMaxBlockThreads)
 all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   grid_dependency_trigger();
-  const PeerParallel self(args.tile_lines_log2);
+  const PeerParallel self(args);
   const uint32_t rank = args.comm.rank;
   const bool is_own = self.peer == rank;
   const Message<D> message(args);
@@ -32,10 +32,10 @@ all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   const uint32_t own_lines = slice_lines(rank);
   const uint32_t first = block_index() * self.tile_lines;
   const uint32_t stride = block_count() * self.tile_lines;
-  Line* const contributions = shared_memory<Line>();           // [rank][column]
-  Line* const sums = contributions + World * self.tile_lines;  // [column]
   // Set by threads of the block whose wait ended in vain: there is no sum to send then.
-  uint32_t* const incomplete = (sums + self.tile_lines)->word;
+  uint32_t* const incomplete = shared_memory<Line>()->word;
+  Line* const contributions = shared_memory<Line>() + 1;       // [rank][column]
+  Line* const sums = contributions + World * self.tile_lines;  // [column]
   if (thread_index() == 0) *incomplete = 0;
 
   Operation op(args.comm, OperationKind::kAllReduceTwoShot, message.bytes());
@@ -43,14 +43,17 @@ all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   Line* incoming = reinterpret_cast<Line*>(op.slots(rank)) + static_cast<uint64_t>(self.peer) * slice;
   const uint64_t gather = static_cast<uint64_t>(World) * slice;  // where phase 1 starts in a slot
 
+  typename Message<D>::Load coming(message, self.peer * slice + first + self.column, first + self.column < peer_lines,
+                                   args.comm.workspace[rank]);
   grid_dependency_wait_after(reinterpret_cast<uint64_t>(outgoing) + reinterpret_cast<uint64_t>(incoming) +
-                             message.fingerprint() + op.fingerprint() + first +
+                             message.fingerprint() + coming.fingerprint() + op.fingerprint() + first +
                              reinterpret_cast<uint64_t>(contributions));
   // The next line to send is always on its way; the first beside the operation's number, which is as far away.
-  Line next = first + self.column < peer_lines ? message.load(self.peer * slice + first + self.column) : Line{};
+  coming.begin();
   // A thread that may not begin stays without doing anything: others of its block may have begun, and must learn that a
   // slice is incomplete.
   const bool begun = op.begin();
+  Line next = coming.end();
   outgoing += op.slot_offset() / sizeof(Line);
   incoming += op.slot_offset() / sizeof(Line);
 

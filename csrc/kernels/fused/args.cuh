@@ -10,8 +10,10 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
+// Threads of a block. What needs more registers has fewer: two-shot, and blocks that walk over several tiles.
 inline constexpr uint32_t kMaxFusedThreads = 1024;
-inline constexpr uint32_t kMaxLoopThreads = 512;   // of blocks that walk over several tiles, which takes more registers
+inline constexpr uint32_t kMaxTwoShotThreads = 512;
+inline constexpr uint32_t kMaxLoopThreads = 512;
 inline constexpr uint32_t kMaxClusterBlocks = 16;  // 8 on every GPU with clusters, 16 where the device permits it
 inline constexpr uint32_t kMaxHidden = 16384;
 // Squares are summed in chunks of this many lines, in an order that only `row_lines` determines, so that a row's norm does

@@ -12,17 +12,16 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-// Elements that a thread sums and norms together: few, so that all threads of a warp have some, but no more than gives
-// every pack of a tile a thread of its own.
-template <int World>
-inline constexpr uint32_t kNormWidth = World < 4 ? 4 : 2;
+// Elements that a thread sums and norms together: enough that half of the threads, or fewer, have a pack of the tile each.
+// Measured: with 2, twice as many warps deliver twice as many partial sums; with 8, each thread takes too long.
+inline constexpr uint32_t kNormWidth = 4;
 
 // `SingleTile`: the grid has a block for every tile.
-template <DataType D, int World, bool SingleTile>
+template <DataType D, int World, bool SingleTile, bool Quantized>
 LLM_COMM_KERNEL(SingleTile ? kMaxFusedThreads : kMaxLoopThreads)
 add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
-  constexpr uint32_t kWidth = kNormWidth<World>;
-  using Norm = RmsNorm<D, kWidth, SingleTile>;
+  constexpr uint32_t kWidth = kNormWidth;
+  using Norm = RmsNorm<D, kWidth, SingleTile, Quantized>;
   using Values = typename Norm::Values;
 
   grid_dependency_trigger();
@@ -33,7 +32,7 @@ add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   const uint32_t tiles = SingleTile ? 1 : (args.row_lines + round_lines - 1) / round_lines;
   const uint32_t tile_packs = args.tile_lines * kElementsPerLine / kWidth;
   const Elements<D> input(args, args.input);
-  Norm norm(args, shared_memory<float>());
+  Norm norm(args, shared_memory<float>(), args.row_lines);
   // Contributions to a tile by rank, twice: a tile is written while slow threads still sum the one before.
   Line* const contributions = shared_memory<Line>() + kPartialBytes / sizeof(Line);
 

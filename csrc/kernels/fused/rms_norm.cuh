@@ -20,8 +20,9 @@ static_assert(kPartialBytes % sizeof(Line) == 0);
 // So that a row of zeros has a scale too: as vLLM's rms_norm_dynamic_per_token_quant.
 inline constexpr float kSmallestScale = 1.0f / (kLargestE4m3 * 512.0f);
 
-// `Once`: the block takes part in one row.
-template <DataType D, uint32_t Width, bool Once>
+// `Once`: the block takes part in one row. `Quantized`: the normed rows are FP8; other kernels than those that leave them as
+// they are, because what a kernel never runs is in the way of what it does (docs/performance.md).
+template <DataType D, uint32_t Width, bool Once, bool Quantized>
 class RmsNorm {
  public:
   using Values = Pack<D, Width>;
@@ -32,8 +33,9 @@ class RmsNorm {
     bool exists;
   };
 
-  // Every thread of the block makes one, before grid_dependency_wait(). `partials`: the start of shared memory.
-  LLM_COMM_DEVICE RmsNorm(const AddRmsNormArgs& args, float* partials)
+  // Every thread of the block makes one, before grid_dependency_wait(). `partials`: the start of shared memory. The tiles of
+  // a row begin at multiples of tile_lines in each `span` of its lines.
+  LLM_COMM_DEVICE RmsNorm(const AddRmsNormArgs& args, float* partials, uint32_t span)
       : args_(args),
         residual_(args, args.residual),
         weight_(args, args.weight),
@@ -41,10 +43,11 @@ class RmsNorm {
         new_residual_(args, args.new_residual),
         partials_(partials),
         deliveries_(reinterpret_cast<uint64_t*>(partials + kPartialSets * kMaxChunks)),
-        chunks_((args.row_lines + kChunkLines - 1) / kChunkLines) {
+        chunks_((args.row_lines + kChunkLines - 1) / kChunkLines),
+        fills_warps_(((args.tile_lines | span | args.row_lines) % kWarpThreads) == 0) {
     // combine_partials() reads past the last chunk. Only there are zeros: where blocks deliver to each other, nothing orders
     // the stores of a block behind which a delivery may come.
-    const uint32_t sets = args.quantization == Quantization::kDynamic ? kPartialSets : kPartialSets / 2;
+    const uint32_t sets = Quantized && args.quantization == Quantization::kDynamic ? kPartialSets : kPartialSets / 2;
     for (uint32_t i = chunks_ + thread_index(); i < kMaxChunks; i += block_threads()) {
       for (uint32_t set = 0; set < sets; ++set) partials_[set * kMaxChunks + i] = 0.0f;
     }
@@ -85,7 +88,9 @@ class RmsNorm {
     return load.end();
   }
   // Of a static quantization.
-  LLM_COMM_DEVICE float load_scale() const { return args_.quantization == Quantization::kStatic ? *args_.scale : 0.0f; }
+  LLM_COMM_DEVICE float load_scale() const {
+    return Quantized && args_.quantization == Quantization::kStatic ? *args_.scale : 0.0f;
+  }
 
   // Adds the residual to a row's sums, stores that, and contributes its squares. All threads of a warp make the call;
   // those without values (`at` does not exist) as well. Returns the new residual.
@@ -125,7 +130,7 @@ class RmsNorm {
     };
     const float squares = combine_partials(set_of_row(), [](float a, float b) { return a + b; });
     const float factor = reciprocal_sqrt(multiply_add(squares, args_.reciprocal_hidden, args_.epsilon));
-    if (args_.quantization == Quantization::kNone) {
+    if constexpr (!Quantized) {
       each_tile([&](Place at, Values x, Values w) {
         if (at.exists && stores_) normed_.template store<Width>(element(row, at), normalize(x, w, factor));
       });
@@ -159,7 +164,7 @@ class RmsNorm {
   using E = Element<D>;
   static constexpr uint32_t kLanesPerChunk = kChunkLines * kElementsPerLine / Width;
 
-  struct alignas(Width) Quantized {
+  struct alignas(Width) Bytes {
     uint8_t element[Width];
   };
 
@@ -189,10 +194,24 @@ class RmsNorm {
     return sums[0];
   }
 
-  // Delivers the value of a chunk, which all its lanes hold, to every block of the cluster.
+  // Delivers the value of a chunk, which all its lanes hold, to every block of the cluster. All threads of a warp make the
+  // call.
   LLM_COMM_DEVICE void contribute(uint32_t set, Place at, float value) const {
-    if (!at.exists) return;
     const uint32_t chunk = at.index / (kChunkLines * kElementsPerLine);
+    if constexpr (kLanesPerChunk * 4 == kWarpThreads) {
+      // A quarter of the stores, where the warp holds four chunks in a row: each is counted at its destination.
+      if (fills_warps_ && args_.cluster_blocks > 1) {
+        const float values[4] = {value, shuffle_xor(value, kLanesPerChunk), shuffle_xor(value, 2 * kLanesPerChunk),
+                                 shuffle_xor(value, 3 * kLanesPerChunk)};
+        const uint32_t lane = thread_index() % kWarpThreads;
+        if (!at.exists || lane >= kLanesPerChunk) return;
+        for (uint32_t block = lane; block < args_.cluster_blocks; block += kLanesPerChunk) {
+          deliver_four(partials_ + set * kMaxChunks + chunk, block, values, deliveries_ + set);
+        }
+        return;
+      }
+    }
+    if (!at.exists) return;
     // A partial chunk at the end of a row has fewer lanes.
     const uint32_t lines = args_.row_lines - chunk * kChunkLines;
     const uint32_t lanes = lines < kChunkLines ? lines * (kElementsPerLine / Width) : kLanesPerChunk;
@@ -246,12 +265,12 @@ class RmsNorm {
   template <class Scaled>
   LLM_COMM_DEVICE void store_quantized(uint32_t row, Place at, Values values, Scaled scaled) const {
     if (!at.exists || !stores_) return;
-    Quantized quantized;
+    Bytes quantized;
     LLM_COMM_UNROLL(8)
     for (uint32_t i = 0; i < Width; ++i) quantized.element[i] = float_to_e4m3(scaled(E::value(values.element[i])));
     uint8_t* const to = static_cast<uint8_t*>(args_.normed) + element(row, at);
     if (reinterpret_cast<uint64_t>(args_.normed) % Width == 0) {
-      *reinterpret_cast<Quantized*>(to) = quantized;
+      *reinterpret_cast<Bytes*>(to) = quantized;
       return;
     }
     for (uint32_t i = 0; i < Width; ++i) to[i] = quantized.element[i];
@@ -265,6 +284,7 @@ class RmsNorm {
   float* partials_;
   uint64_t* deliveries_;  // one for each set
   uint32_t chunks_;
+  bool fills_warps_;   // every warp holds values of a whole number of lines per thread, in the row's order, or none
   uint32_t rows_ = 0;  // ended so far
   bool stores_ = true;
 };

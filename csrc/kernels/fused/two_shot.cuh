@@ -17,10 +17,10 @@
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 // `SingleTile`: the grid has a block for every tile.
-template <DataType D, int World, bool SingleTile>
-LLM_COMM_KERNEL(SingleTile ? kMaxFusedThreads : kMaxLoopThreads)
+template <DataType D, int World, bool SingleTile, bool Quantized>
+LLM_COMM_KERNEL(kMaxTwoShotThreads)
 add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
-  using Norm = RmsNorm<D, kElementsPerLine, SingleTile>;
+  using Norm = RmsNorm<D, kElementsPerLine, SingleTile, Quantized>;
   using Values = typename Norm::Values;
 
   grid_dependency_trigger();
@@ -31,7 +31,7 @@ add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   const uint32_t round_lines = args.tile_lines * args.cluster_blocks;
   const uint32_t tiles = SingleTile ? 1 : (segment + round_lines - 1) / round_lines;
   const Elements<D> input(args, args.input);
-  Norm norm(args, shared_memory<float>());
+  Norm norm(args, shared_memory<float>(), args.segment_lines);
   Line* const contributions = shared_memory<Line>() + kPartialBytes / sizeof(Line);  // [rank][column]
   Line* const sums = contributions + World * args.tile_lines;                        // [column]
   // Set by threads of the block whose wait ended in vain: there is no sum to send then.
