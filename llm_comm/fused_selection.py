@@ -24,6 +24,9 @@ WARP_THREADS = 32
 #: (kMaxTwoShotThreads and kMaxLoopThreads there).
 MAX_TWO_SHOT_THREADS = 512
 MAX_LOOP_THREADS = 512
+#: For which an SM has registers (65536), by kernel: one-shot takes up to 64 a thread, two-shot 80, those that walk over
+#: several tiles 128 (docs/performance.md).
+_RESIDENT_THREADS = {"one_shot": 1024, "two_shot": 768}
 
 
 class DeviceLimits(NamedTuple):
@@ -114,12 +117,11 @@ def select_fused(
     tile_chunks = math.ceil(span_chunks / cluster)
     threads = _whole_warps(tile_chunks * chunk_threads)
     # All blocks run at once: that does not rest on the order in which a device starts clusters.
-    sm_count = _usable_sms(limits.sm_count, cluster)
-    clusters = min(most_clusters, sm_count * most_of_kernel // (threads * cluster))
+    clusters = min(most_clusters, resident_clusters(limits, cluster, threads, _RESIDENT_THREADS[algorithm]))
     if clusters < launch_rows or threads > most_threads:
         tile_chunks = max(1, min(tile_chunks, min(most_threads, MAX_LOOP_THREADS) // chunk_threads))
         threads = _whole_warps(tile_chunks * chunk_threads)
-        clusters = max(1, min(most_clusters, sm_count * MAX_LOOP_THREADS // (threads * cluster)))
+        clusters = max(1, min(most_clusters, resident_clusters(limits, cluster, threads, MAX_LOOP_THREADS)))
     return FusedPlan(
         algorithm=algorithm,
         protocol="LL",
@@ -137,9 +139,14 @@ def select_fused(
     )
 
 
-def _usable_sms(sm_count: int, cluster: int) -> int:
-    """SMs that clusters can fill: a cluster lies within a GPC, and of the 18 SMs that one of an H100 has, 2 may be left."""
-    return sm_count if cluster == 1 else sm_count * 16 // 18
+def resident_clusters(limits: DeviceLimits, cluster: int, threads: int, resident_threads: int) -> int:
+    """Clusters of ``cluster`` blocks that surely run at once.
+
+    An SM has registers for ``resident_threads``, so for as many blocks of ``threads`` as those make. A cluster lies
+    within a GPC: of the 18 SMs that one of an H100 has, 2 may be left over.
+    """
+    sm_count = limits.sm_count if cluster == 1 else limits.sm_count * 16 // 18
+    return sm_count * (resident_threads // threads) // cluster
 
 
 def _whole_warps(threads: int) -> int:
@@ -149,9 +156,9 @@ def _whole_warps(threads: int) -> int:
 def derive_fused_rows(rows: Sequence[TuningRow]) -> tuple[FusedRow, ...]:
     """Rows for fused operations where none have been measured: the algorithm of the plain all-reduce at each size.
 
-    One-shot receives the row from every rank: it takes as many blocks as a cluster can have, so that they are small, which
-    the plain kernels' tables prefer too. Two-shot has 1/N of that to do, and takes smaller clusters where there are more
-    rows than SMs.
+    One-shot receives the row from every rank: it takes as many blocks as a cluster can have, so that they are small,
+    which the plain kernels' tables prefer too. Two-shot has 1/N of that to do, and takes smaller clusters where there
+    are more rows than SMs.
     """
     derived: list[FusedRow] = []
     for row in rows:
@@ -161,7 +168,8 @@ def derive_fused_rows(rows: Sequence[TuningRow]) -> tuple[FusedRow, ...]:
             if row.algorithm == "one_shot":
                 fused = FusedRow(up_to, "one_shot", 1056, MAX_BLOCK_THREADS, 16, 0)
             else:
-                fused = FusedRow(up_to, "two_shot", 1056, 512, 8 if up_to <= MIB else 4, 0 if up_to <= MIB else 1)
+                small = FusedRow(up_to, "two_shot", 1056, MAX_TWO_SHOT_THREADS, 8, 0)
+                fused = small if up_to <= MIB else FusedRow(up_to, "two_shot", 1056, MAX_LOOP_THREADS, 4, 1)
             if derived and derived[-1]._replace(up_to=up_to) == fused:
                 derived.pop()
             derived.append(fused)

@@ -15,8 +15,10 @@ from llm_comm.fused_selection import (
     CHUNK_LINES,
     MAX_HIDDEN,
     MAX_LOOP_THREADS,
+    MAX_TWO_SHOT_THREADS,
     DeviceLimits,
     derive_fused_rows,
+    resident_clusters,
     select_fused,
 )
 from llm_comm.selection import ALGORITHMS, FusedRow, TuningRow, TuningTable
@@ -124,16 +126,18 @@ def test_plans_are_within_limits() -> None:
         assert plan.tile_lines % CHUNK_LINES == 0
         assert plan.threads % 32 == 0
         assert 0 <= plan.threads - plan.tile_lines * world < 32
-        most_threads = 1024 if single and plan.algorithm == "one_shot" else MAX_LOOP_THREADS
+        most_threads = (
+            {"one_shot": 1024, "two_shot": MAX_TWO_SHOT_THREADS}[plan.algorithm] if single else MAX_LOOP_THREADS
+        )
+        resident_threads = {"one_shot": 1024, "two_shot": 768}[plan.algorithm] if single else MAX_LOOP_THREADS
         assert plan.threads <= most_threads
         assert plan.cluster <= min(row.cluster, limits.max_cluster)
         assert plan.cluster & (plan.cluster - 1) == 0
         assert plan.blocks % plan.cluster == 0
         assert (plan.cluster - 1) * plan.tile_lines < span, "a block without a share of the row"
         assert plan.blocks <= max(row.blocks, plan.cluster)
-        sm_count = limits.sm_count if plan.cluster == 1 else limits.sm_count * 16 // 18
-        resident = sm_count * most_threads // plan.threads
-        assert plan.blocks <= max(resident, plan.cluster), "blocks that wait for others to end"
+        resident = resident_clusters(limits, plan.cluster, plan.threads, resident_threads)
+        assert plan.blocks <= plan.cluster * max(resident, 1), "blocks that wait for others to end"
         assert (plan.chunks - 1) * plan.chunk_rows < rows <= plan.chunks * plan.chunk_rows
 
 
@@ -214,3 +218,14 @@ def test_shipped_table(path: Path) -> None:
         for hidden in (2880, 4096, 8192):
             rows = max(1, min(row.up_to, table.max_fused_bytes) // (2 * hidden))
             prepare(core_of(world, CONFIG), select_fused(rows, hidden, world, table, CONFIG, LIMITS), rows, hidden)
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("hidden", [4096, 5120, 8192])
+@pytest.mark.parametrize("mib", [1, 0.5, 0.25])
+def test_rows_of_a_decode_batch_take_a_cluster_each(world: int, hidden: int, mib: float) -> None:
+    """On an H200, up to max_fused_bytes, no block walks over several rows: that takes about twice the time."""
+    *_, table = selection.load_table(Path(__file__).parents[2] / "configs" / f"tune_h200_{world}.yaml")
+    rows = int(mib * (1 << 20)) // (2 * hidden)
+    plan = select_fused(rows, hidden, world, table, CONFIG, LIMITS)
+    assert plan.blocks == plan.cluster * rows
