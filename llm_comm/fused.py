@@ -205,7 +205,9 @@ def device_limits(device: torch.device) -> DeviceLimits:
     if device.type == "cpu":
         return DeviceLimits(max_cluster=16, sm_count=4)
     properties = torch.cuda.get_device_properties(device)
-    return DeviceLimits(16 if properties.major >= 9 else 1, properties.multi_processor_count)
+    # Up to 84 registers a thread on sm_100, 80 elsewhere (docs/performance.md).
+    two_shot_threads = 704 if properties.major >= 10 else 768
+    return DeviceLimits(16 if properties.major >= 9 else 1, properties.multi_processor_count, two_shot_threads)
 
 
 def _error(why: str) -> UnsupportedInputError:

@@ -24,9 +24,6 @@ WARP_THREADS = 32
 #: (kMaxTwoShotThreads and kMaxLoopThreads there).
 MAX_TWO_SHOT_THREADS = 512
 MAX_LOOP_THREADS = 512
-#: For which an SM has registers (65536), by kernel: one-shot takes up to 64 a thread, two-shot 80, those that walk over
-#: several tiles 128 (docs/performance.md).
-_RESIDENT_THREADS = {"one_shot": 1024, "two_shot": 768}
 
 
 class DeviceLimits(NamedTuple):
@@ -35,6 +32,8 @@ class DeviceLimits(NamedTuple):
     #: Blocks of a cluster: 1 where it has no clusters.
     max_cluster: int
     sm_count: int
+    #: Threads of two-shot for which an SM has registers (65536): 80 each.
+    two_shot_threads: int = 768
 
 
 @dataclass(frozen=True)
@@ -116,8 +115,9 @@ def select_fused(
     chunk_threads = CHUNK_LINES * world_size
     tile_chunks = math.ceil(span_chunks / cluster)
     threads = _whole_warps(tile_chunks * chunk_threads)
+    resident_threads = limits.two_shot_threads if algorithm == "two_shot" else MAX_BLOCK_THREADS
     # All blocks run at once: that does not rest on the order in which a device starts clusters.
-    clusters = min(most_clusters, resident_clusters(limits, cluster, threads, _RESIDENT_THREADS[algorithm]))
+    clusters = min(most_clusters, resident_clusters(limits, cluster, threads, resident_threads))
     if clusters < launch_rows or threads > most_threads:
         tile_chunks = max(1, min(tile_chunks, min(most_threads, MAX_LOOP_THREADS) // chunk_threads))
         threads = _whole_warps(tile_chunks * chunk_threads)
