@@ -109,9 +109,10 @@ def _add_bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reps", type=_positive, help="timed runs, of which the median counts (20; emulated 3)")
     parser.add_argument(
         "--method",
-        choices=("aligned", "plain"),
+        choices=("aligned", "spaced", "plain"),
         default="aligned",
         help="aligned: the ranks start together on the GPU, which times the kernel; "
+        "spaced: so too, with another kernel before each call as in a model, whose time is taken off; "
         "plain: after a host barrier, which adds launch skew (%(default)s)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results as JSON")

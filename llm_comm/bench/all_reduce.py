@@ -148,7 +148,7 @@ def _run_rank(args: argparse.Namespace, placement: Placement, group: dist.Proces
     dtype = DTYPES[args.dtype]
     with llm_comm.Communicator(group, placement.device) as comm:
         libraries, remarks = _libraries(comm, dtype, args.max, group)
-        bench = _Bench(comm, group, dtype, Schedule(args.calls, args.reps, args.method == "aligned"))
+        bench = _Bench(comm, group, dtype, Schedule.by(args.method, args.calls, args.reps))
         progress = Progress(enabled=speaks)
         rows = []
         for message_bytes in sizes(args.min, args.max):

@@ -181,7 +181,7 @@ def _run_rank(args: argparse.Namespace, placement: Placement, group: dist.Proces
     rows = []
     with llm_comm.Communicator(group, placement.device) as comm:
         libraries, remarks = _libraries(comm, group, args.max // (2 * args.hidden), args.hidden)
-        schedule = Schedule(args.calls, args.reps, args.method == "aligned")
+        schedule = Schedule.by(args.method, args.calls, args.reps)
         bench = _Bench(comm, group, DTYPES[args.dtype], args.hidden, schedule)
         progress = Progress(enabled=comm.rank == 0)
         for message_bytes in sizes(args.min, args.max):

@@ -4,8 +4,12 @@
 untimed calls, which synchronize the ranks, before the clock starts. That times the kernel. *Plain* starts the
 clock right after a host barrier and so adds the skew between the hosts' launches to every call.
 
+In a row of equal calls, what a kernel does before it needs the one before it is hidden (programmatic dependent launch).
+In a model other kernels lie between. *Spaced* is aligned with such a kernel before each call, and takes off what a row
+of those alone takes.
+
 Eager runs are never preceded by the delay: it would let the host run ahead, and its time to issue a call,
-    which the user pays, would vanish from the result.
+which the user pays, would vanish from the result.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -28,13 +32,23 @@ _ALIGNING_DELAY_CYCLES = 600_000
 Call = Callable[[], object]
 
 
+METHODS = ("aligned", "spaced", "plain")
+_SPACER_BYTES = 1 << 20
+
+
 @dataclass(frozen=True)
 class Schedule:
-    """``reps`` timed runs of ``calls`` calls each, ``aligned`` or plain."""
+    """``reps`` timed runs of ``calls`` calls each, ``aligned`` or plain, ``spaced`` or not."""
 
     calls: int
     reps: int
     aligned: bool
+    spaced: bool = False
+
+    @staticmethod
+    def by(method: str, calls: int, reps: int) -> Schedule:
+        """``method``: of ``METHODS``."""
+        return Schedule(calls, reps, aligned=method != "plain", spaced=method == "spaced")
 
 
 @dataclass(frozen=True)
@@ -47,6 +61,11 @@ class Timing:
     us: float
     min_us: float
     host_us: float | None
+
+    def less(self, other: Timing) -> Timing:
+        """What is left of a call without ``other``."""
+        host_us = None if self.host_us is None or other.host_us is None else self.host_us - other.host_us
+        return Timing(self.us - other.us, self.min_us - other.min_us, host_us)
 
 
 def capture(call: Call, calls: int) -> torch.cuda.CUDAGraph:
@@ -67,6 +86,10 @@ def time_graph(call: Call, reset: Call, schedule: Schedule, group: dist.ProcessG
         reset: restores the input before each run, untimed.
         group: the ranks; its CPU backend aligns the hosts.
     """
+    if schedule.spaced:
+        spacer, spaced = _spacing(call, torch.device("cuda"))
+        schedule = replace(schedule, spaced=False)
+        return time_graph(spaced, reset, schedule, group).less(time_graph(spacer, reset, schedule, group))
     graph = capture(call, schedule.calls)
     lead_in = capture(call, _ALIGNING_CALLS) if schedule.aligned else None
 
@@ -81,6 +104,11 @@ def time_graph(call: Call, reset: Call, schedule: Schedule, group: dist.ProcessG
 
 def time_eager(call: Call, reset: Call, schedule: Schedule, device: torch.device, group: dist.ProcessGroup) -> Timing:
     """Times ``schedule.calls`` eager calls in a row, on GPU or CPU. Collective; arguments as above."""
+    if schedule.spaced:
+        spacer, spaced = _spacing(call, device)
+        schedule = replace(schedule, spaced=False)
+        whole = time_eager(spaced, reset, schedule, device, group)
+        return whole.less(time_eager(spacer, reset, schedule, device, group))
 
     def repeat(calls: int) -> None:
         for _ in range(calls):
@@ -92,6 +120,21 @@ def time_eager(call: Call, reset: Call, schedule: Schedule, device: torch.device
         lambda: repeat(schedule.calls), lambda: repeat(aligning), reset, schedule.reps, clock, group
     )
     return _slowest_rank(seconds, host_seconds, schedule.calls, group)
+
+
+def _spacing(call: Call, device: torch.device) -> tuple[Call, Call]:
+    """A kernel that has nothing to do with ``call``, and the two in a row. Both have run once."""
+    scratch = torch.zeros(_SPACER_BYTES // 4, device=device)
+
+    def spacer() -> None:
+        scratch.add_(1.0)
+
+    def spaced() -> None:
+        spacer()
+        call()
+
+    spaced()
+    return spacer, spaced
 
 
 class _CudaClock:

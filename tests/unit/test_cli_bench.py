@@ -209,6 +209,48 @@ def test_eager_runs_reset_before_each_and_time_the_right_calls(
     assert timed.host_us is not None
 
 
+def test_spaced_runs_take_off_what_lies_between_the_calls(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = 0.0
+
+    def advance(seconds: float) -> None:
+        nonlocal clock
+        clock += seconds
+
+    def spacing(call: timing.Call, device: torch.device) -> tuple[timing.Call, timing.Call]:
+        return lambda: advance(3.0), lambda: (advance(3.0), call())
+
+    monkeypatch.setattr(timing, "_spacing", spacing)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock)
+    schedule = Schedule.by("spaced", calls=5, reps=4)
+    timed = timing.time_eager(lambda: advance(2.0), lambda: None, schedule, CPU, group)
+    assert (timed.us, timed.min_us, timed.host_us) == pytest.approx((2e6, 2e6, 2e6))
+
+
+def test_a_spaced_call_comes_behind_another_kernel() -> None:
+    done: list[int] = []
+    spacer, spaced = timing._spacing(lambda: done.append(len(done)), CPU)
+    assert done == [0]  # has run once, as a capture wants it
+    spacer()
+    assert done == [0]
+    spaced()
+    assert done == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("method", "schedule"),
+    [
+        ("aligned", Schedule(5, 4, True)),
+        ("spaced", Schedule(5, 4, True, spaced=True)),
+        ("plain", Schedule(5, 4, False)),
+    ],
+)
+def test_schedule_by_method(method: str, schedule: Schedule) -> None:
+    assert method in timing.METHODS
+    assert Schedule.by(method, 5, 4) == schedule
+
+
 class WrongOnFreshData:
     """A library whose result is right once and stale ever after."""
 
