@@ -536,7 +536,7 @@ CONTROLS = (
         "a warp delivers four chunks at once only where it holds four in a row",
         (Edit(RMS_NORM, "if (fills_warps_ &&", "if ((WITHOUT || fills_warps_) &&"),),
         "fused_two_shot",
-        failure=f"{WRONG_RESULT}|{HANGS}",
+        failure=f"{WRONG_RESULT}|{HANGS}|{LEFT_ALONE}",  # too much or too little is counted
     ),
     Control(
         "fused_sends_nothing_in_vain_one_shot",
