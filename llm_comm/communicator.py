@@ -89,6 +89,7 @@ class Communicator:
         fingerprints = rendezvous.gather("comparison of tuning tables", self._table.fingerprint())
         _check_alike("have different tuning tables", fingerprints)
         self._core = rendezvous.attempt("set-up of the device", self._make_core)
+        self._limits = self._limits._replace(max_cluster=_agree_on_clusters(rendezvous, self._core))
         self.memory_kind = self._connect(rendezvous)
         self._fused = self._make_fused_calls()
         _check_reachable(rendezvous, self._core)
@@ -530,6 +531,13 @@ def _check_hosts(rendezvous: Rendezvous, communicator: Communicator) -> None:
     _check_alike("have different kinds of device", [other["device"] for other in everyone])
     _check_alike("have devices of different kinds", [other["limits"] for other in everyone])
     _check_alike("have different options", [other["config"] for other in everyone])
+
+
+def _agree_on_clusters(rendezvous: Rendezvous, core: _core.Core) -> int:
+    """The most blocks of a cluster that the devices of all ranks have room for."""
+    mine = rendezvous.attempt("look at the clusters of the device", core.max_cluster_blocks)
+    everyone: list[int] = rendezvous.gather("comparison of clusters", mine)
+    return min(everyone)
 
 
 def _check_alike(what: str, values: list[Any], shown: list[Any] | None = None) -> None:

@@ -201,7 +201,10 @@ class FusedCalls:
 
 
 def device_limits(device: torch.device) -> DeviceLimits:
-    """Of a CUDA device, or of an emulated one (kResidentThreads in csrc/emulator/executor.h)."""
+    """Of the kind of CUDA device, or of an emulated one (kResidentThreads in csrc/emulator/executor.h).
+
+    Not every device of a kind has room for clusters of 16 (``Core.max_cluster_blocks``).
+    """
     if device.type == "cpu":
         return DeviceLimits(max_cluster=16, sm_count=4)
     properties = torch.cuda.get_device_properties(device)

@@ -116,6 +116,10 @@ class Core {
   virtual void send_marks() = 0;
   virtual std::vector<int> peers_unseen() = 0;
 
+  // The most blocks of a cluster, a power of two, that this device has room for whatever the fused kernel; 1: it has no
+  // clusters.
+  virtual uint32_t max_cluster_blocks() = 0;
+
   // The sum of `count` > 0 elements over all ranks. data_type: DataType. Throws std::invalid_argument for a plan that
   // does not fit the workspace or the device.
   virtual std::unique_ptr<PreparedCall> prepare_all_reduce(uint64_t count, uint32_t data_type,

@@ -337,6 +337,21 @@ class CoreImpl final : public Core {
                                                          shape(last, element_bytes, type, plan));
   }
 
+  uint32_t max_cluster_blocks() override {
+    const AddRmsNormKernel kernel =
+        add_rms_norm_kernel(AllReduceAlgorithm::kOneShot, DataType::kBFloat16, options_.world_size, true, true);
+    if (kernel == nullptr) return 1;
+    // The largest block that there is: where it fits, all do.
+    Grid grid{0, kMaxFusedThreads, static_cast<uint32_t>(kPartialBytes + kMaxFusedThreads * sizeof(Line))};
+    const auto function = launcher_.function(kernel);
+    uint32_t blocks = launcher_.max_cluster_blocks();
+    for (; blocks > 1; blocks /= 2) {
+      grid.blocks = grid.cluster_blocks = blocks;
+      if (launcher_.has_room_for_cluster(function, grid)) break;
+    }
+    return blocks;
+  }
+
   std::unique_ptr<PreparedAddRmsNorm> prepare_add_rms_norm(const AddRmsNorm& operation,
                                                            const FusedPlan& plan) override {
     const auto world = static_cast<uint32_t>(options_.world_size);

@@ -160,6 +160,7 @@ PYBIND11_MODULE(_core, module) {
           "map_peer", [](Core& core, int peer, int fd, const std::string& bytes) { core.map_peer(peer, {fd, bytes}); },
           py::arg("peer"), py::arg("fd"), py::arg("bytes"))
       .def("workspace_bytes", &Core::workspace_bytes)
+      .def("max_cluster_blocks", &Core::max_cluster_blocks)
       .def("send_marks", &Core::send_marks, py::call_guard<py::gil_scoped_release>())
       .def("peers_unseen", &Core::peers_unseen, py::call_guard<py::gil_scoped_release>())
       .def("prepare_all_reduce",

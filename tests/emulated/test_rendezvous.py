@@ -238,6 +238,7 @@ def come_with_failure(step: str) -> str:
 
 REASONS = {
     "core": "out of memory, say",
+    "max_cluster_blocks": "out of memory, say",
     "allocation": "shared memory",
     "create_workspace": "out of memory, say",
     "socket": "out of memory, say",
@@ -256,6 +257,24 @@ def test_failure_of_one_rank(ranks: RankPool, step: str) -> None:
     text = same_on_all(ranks.run(WORLD, come_with_failure, step))
     assert f" of {WORLD} ranks: " in text
     assert REASONS[step] in text.partition(f"rank {CULPRIT}: ")[2]
+
+
+def come_with_room_for_small_clusters() -> int:
+    """The cluster of a row that the table gives more blocks."""
+    x = torch.ones(2, 8192, dtype=torch.bfloat16)
+    weight = torch.ones(8192, dtype=torch.bfloat16)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == CULPRIT:
+            failing_method(patch, "max_cluster_blocks", lambda: 2)
+        with make_communicator() as comm:
+            normed, sums = comm.all_reduce_add_rms_norm(x, None, weight, 1e-5)
+            assert torch.equal(sums, x * comm.world_size)
+            assert torch.equal(normed, x)
+            return comm.plan_fused(x, weight).cluster
+
+
+def test_all_ranks_go_by_the_smallest_clusters(ranks: RankPool) -> None:
+    assert ranks.run(WORLD, come_with_room_for_small_clusters) == [2] * WORLD
 
 
 def come_without_status_page() -> None:

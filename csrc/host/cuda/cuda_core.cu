@@ -181,8 +181,8 @@ class CudaLauncher {
     CUlaunchAttribute attributes[1];
     const CUlaunchConfig config = configuration(grid, attributes);
     int clusters = 0;
-    check(driver_.occupancy_max_active_clusters(&clusters, function, &config), "cuOccupancyMaxActiveClusters");
-    return clusters > 0;
+    // An error says that the device does not take clusters of this size at all.
+    return driver_.occupancy_max_active_clusters(&clusters, function, &config) == CUDA_SUCCESS && clusters > 0;
   }
 
   template <class Args>
