@@ -50,7 +50,7 @@ class Runner:
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("LLM_COMM_", "RANK", own_variables))}
         environment["CUDA_VISIBLE_DEVICES"] = ""  # emulated GPUs, also where there are others
         environment["PYTHONPATH"] = str(Path(__file__).parent)
-        environment["TMPDIR"] = str(log.parent)  # vLLM leaves the sockets of its message queues there
+        environment["VLLM_RPC_BASE_PATH"] = str(log.parent)  # where vLLM leaves the sockets of its message queues
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 [python, scenarios, str(theirs)],
