@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from llm_comm.bench import METHODS
 from llm_comm.errors import ConfigError, LlmCommError
 
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
@@ -109,7 +110,7 @@ def _add_bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reps", type=_positive, help="timed runs, of which the median counts (20; emulated 3)")
     parser.add_argument(
         "--method",
-        choices=("aligned", "spaced", "plain"),
+        choices=METHODS,
         default="aligned",
         help="aligned: the ranks start together on the GPU, which times the kernel; "
         "spaced: so too, with another kernel before each call as in a model, whose time is taken off; "

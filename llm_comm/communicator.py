@@ -88,8 +88,9 @@ class Communicator:
         self._table = rendezvous.attempt("choice of a tuning table", self._find_table)
         fingerprints = rendezvous.gather("comparison of tuning tables", self._table.fingerprint())
         _check_alike("have different tuning tables", fingerprints)
-        self._core = rendezvous.attempt("set-up of the device", self._make_core)
-        self._limits = self._limits._replace(max_cluster=_agree_on_clusters(rendezvous, self._core))
+        self._core, most_blocks = rendezvous.attempt("set-up of the device", self._make_core)
+        clusters: list[int] = rendezvous.gather("comparison of clusters", most_blocks)
+        self._limits = self._limits._replace(max_cluster=min(clusters))
         self.memory_kind = self._connect(rendezvous)
         self._fused = self._make_fused_calls()
         _check_reachable(rendezvous, self._core)
@@ -391,7 +392,8 @@ class Communicator:
         properties = torch.cuda.get_device_properties(self.device)
         return selection.find_table(properties.name, self.world_size, properties.multi_processor_count, self.config)
 
-    def _make_core(self) -> _core.Core:
+    def _make_core(self) -> tuple[_core.Core, int]:
+        """The core, and the most blocks of a cluster that its device has room for."""
         options = _core.CoreOptions(
             rank=self.rank,
             world_size=self.world_size,
@@ -400,9 +402,10 @@ class Communicator:
             dependent_launch=self.config.pdl,
             check_calls=self.config.debug or self.is_emulated,
         )
-        return (
+        core = (
             _core.make_emulated_core(options) if self.is_emulated else _core.make_cuda_core(options, self.device.index)
         )
+        return core, core.max_cluster_blocks()
 
     def _make_fused_calls(self) -> FusedCalls | None:
         return FusedCalls(self._live_core(), self.device, self.world_size, self._table, self.config, self._limits)
@@ -531,13 +534,6 @@ def _check_hosts(rendezvous: Rendezvous, communicator: Communicator) -> None:
     _check_alike("have different kinds of device", [other["device"] for other in everyone])
     _check_alike("have devices of different kinds", [other["limits"] for other in everyone])
     _check_alike("have different options", [other["config"] for other in everyone])
-
-
-def _agree_on_clusters(rendezvous: Rendezvous, core: _core.Core) -> int:
-    """The most blocks of a cluster that the devices of all ranks have room for."""
-    mine = rendezvous.attempt("look at the clusters of the device", core.max_cluster_blocks)
-    everyone: list[int] = rendezvous.gather("comparison of clusters", mine)
-    return min(everyone)
 
 
 def _check_alike(what: str, values: list[Any], shown: list[Any] | None = None) -> None:

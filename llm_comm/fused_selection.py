@@ -109,13 +109,16 @@ def select_fused(
     while (cluster - 1) * math.ceil(span_chunks / cluster) >= span_chunks:
         cluster //= 2  # the last block would have nothing
     # A block that gets more of the row than the table has in mind may have more threads.
-    most_of_kernel = MAX_TWO_SHOT_THREADS if algorithm == "two_shot" else MAX_BLOCK_THREADS
+    most_of_kernel, resident_threads = (
+        (MAX_TWO_SHOT_THREADS, limits.two_shot_threads)
+        if algorithm == "two_shot"
+        else (MAX_BLOCK_THREADS, MAX_BLOCK_THREADS)
+    )
     most_threads = min(row.threads if row.cluster <= limits.max_cluster else MAX_BLOCK_THREADS, most_of_kernel)
     most_clusters = min(launch_rows, max(1, row.blocks // cluster))
     chunk_threads = CHUNK_LINES * world_size
     tile_chunks = math.ceil(span_chunks / cluster)
     threads = _whole_warps(tile_chunks * chunk_threads)
-    resident_threads = limits.two_shot_threads if algorithm == "two_shot" else MAX_BLOCK_THREADS
     # All blocks run at once: that does not rest on the order in which a device starts clusters.
     clusters = min(most_clusters, resident_clusters(limits, cluster, threads, resident_threads))
     if clusters < launch_rows or threads > most_threads:

@@ -32,7 +32,6 @@ _ALIGNING_DELAY_CYCLES = 600_000
 Call = Callable[[], object]
 
 
-METHODS = ("aligned", "spaced", "plain")
 _SPACER_BYTES = 1 << 20
 
 
@@ -47,7 +46,7 @@ class Schedule:
 
     @staticmethod
     def by(method: str, calls: int, reps: int) -> Schedule:
-        """``method``: of ``METHODS``."""
+        """``method``: of ``llm_comm.bench.METHODS``."""
         return Schedule(calls, reps, aligned=method != "plain", spaced=method == "spaced")
 
 
@@ -87,9 +86,9 @@ def time_graph(call: Call, reset: Call, schedule: Schedule, group: dist.ProcessG
         group: the ranks; its CPU backend aligns the hosts.
     """
     if schedule.spaced:
-        spacer, spaced = _spacing(call, torch.device("cuda"))
-        schedule = replace(schedule, spaced=False)
-        return time_graph(spaced, reset, schedule, group).less(time_graph(spacer, reset, schedule, group))
+        return _time_spaced(
+            lambda call, schedule: time_graph(call, reset, schedule, group), call, schedule, torch.device("cuda")
+        )
     graph = capture(call, schedule.calls)
     lead_in = capture(call, _ALIGNING_CALLS) if schedule.aligned else None
 
@@ -105,10 +104,9 @@ def time_graph(call: Call, reset: Call, schedule: Schedule, group: dist.ProcessG
 def time_eager(call: Call, reset: Call, schedule: Schedule, device: torch.device, group: dist.ProcessGroup) -> Timing:
     """Times ``schedule.calls`` eager calls in a row, on GPU or CPU. Collective; arguments as above."""
     if schedule.spaced:
-        spacer, spaced = _spacing(call, device)
-        schedule = replace(schedule, spaced=False)
-        whole = time_eager(spaced, reset, schedule, device, group)
-        return whole.less(time_eager(spacer, reset, schedule, device, group))
+        return _time_spaced(
+            lambda call, schedule: time_eager(call, reset, schedule, device, group), call, schedule, device
+        )
 
     def repeat(calls: int) -> None:
         for _ in range(calls):
@@ -120,6 +118,14 @@ def time_eager(call: Call, reset: Call, schedule: Schedule, device: torch.device
         lambda: repeat(schedule.calls), lambda: repeat(aligning), reset, schedule.reps, clock, group
     )
     return _slowest_rank(seconds, host_seconds, schedule.calls, group)
+
+
+def _time_spaced(
+    timed: Callable[[Call, Schedule], Timing], call: Call, schedule: Schedule, device: torch.device
+) -> Timing:
+    spacer, spaced = _spacing(call, device)
+    schedule = replace(schedule, spaced=False)
+    return timed(spaced, schedule).less(timed(spacer, schedule))
 
 
 def _spacing(call: Call, device: torch.device) -> tuple[Call, Call]:

@@ -156,9 +156,7 @@ Mishap draw_mishap(uint32_t ranks, const emulator::Machine& machine, Random& ran
 // Ends the communicator of a rank on its device, beside the grid that is enqueued last, if that has triggered.
 void break_off(World& world, uint32_t rank) {
   const DeviceComm comm = world.device_comm(rank);
-  world.launch(rank, {1, 1, 0}, [comm] {
-    give_up({comm.mailbox, &reinterpret_cast<CommState*>(comm.workspace[comm.rank])->aborted, comm.timeout_ns});
-  });
+  world.launch(rank, {1, 1, 0}, [comm] { give_up(bounds_of(comm)); });
 }
 
 // Where the numbers of operations start: at 0, or shortly before a counter's low half or the whole of it wraps.

@@ -96,11 +96,9 @@ class FusedRunner:
     def __init__(self, ranks: Session, communicators: dict[str, Communicator], options: argparse.Namespace) -> None:
         self._ranks = ranks
         self.communicators = communicators
-        for (
-            comm
-        ) in communicators.values():  # tables decline what is not worth fusing, which is to be right all the same
+        # Tables decline what is not worth fusing, which is to be right all the same.
+        for comm in communicators.values():
             comm.use_table(comm.table._replace(max_fused_bytes=1 << 40))
-        self.declined = 0
         self._seed = options.seed
         self._shows_elements = options.only is not None
         self._inputs = Inputs(ranks.device, ranks.world)
@@ -114,10 +112,6 @@ class FusedRunner:
     def run(self, case: FusedCase) -> None:
         for name, comm in self.communicators.items():
             buffers = self._buffers(case)
-            x, weight = buffers.x.data.view(case.rows, case.hidden), buffers.weight.data
-            if not comm.accepts_fused(x, weight, case.quantize):
-                self.declined += 1
-                continue
             rounds = max(1, case.replays)
             replay = None
             for number in range(rounds):
