@@ -92,7 +92,8 @@ void Executor::start_clusters(const LaunchConfig& config, const std::function<vo
       for (uint32_t i = 0; i < config.threads; ++i) {
         auto& thread = block->threads[i];
         if (!thread) thread = std::make_unique<GpuThread>();
-        thread->start({i, next_block_, config.threads, config.blocks, block->shared.data(), cluster->shared.data()},
+        thread->start({i, next_block_, config.threads, config.blocks, config.cluster_blocks, block->shared.data(),
+                       cluster->shared.data()},
                       block->warps[i / kWarpThreads], cluster->barriers, kernel);
       }
       ++next_block_;

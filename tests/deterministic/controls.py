@@ -132,8 +132,8 @@ CONTROLS = (
         (
             Edit(
                 COMM,
-                "return static_cast<uint32_t>(arrivals_) & kArrivalsPerOperation ?",
-                "return !WITHOUT && static_cast<uint32_t>(arrivals_) & kArrivalsPerOperation ?",
+                "is_odd = static_cast<uint32_t>(arrivals_) & kArrivalsPerOperation;",
+                "is_odd = !WITHOUT && static_cast<uint32_t>(arrivals_) & kArrivalsPerOperation;",
             ),
         ),
     ),
@@ -145,7 +145,13 @@ CONTROLS = (
     Control(
         "re_arm_gathered",
         "R2 in two-shot's second phase",
-        (Edit(TWO_SHOT, "re_arm_line(incoming + gather + i);", "if (!WITHOUT) re_arm_line(incoming + gather + i);"),),
+        (
+            Edit(
+                TWO_SHOT,
+                "op, self.peer, 1));\n    re_arm_line(received);",
+                "op, self.peer, 1));\n    if (!WITHOUT) re_arm_line(received);",
+            ),
+        ),
         "two_shot",
     ),
     Control(
@@ -155,9 +161,9 @@ CONTROLS = (
             Edit(ONE_SHOT, "if (!is_own && line < lines) re_arm", "if (!WITHOUT && !is_own && line < lines) re_arm"),
             Edit(
                 ONE_SHOT,
-                "if (begun && !is_own && line < lines) send_line(outgoing + line, next);",
-                "if (WITHOUT && !is_own && line < lines) re_arm_line(incoming + line);\n"
-                "    if (begun && !is_own && line < lines) send_line(outgoing + line, next);",
+                "if (begun && !is_own && line < lines) send_line(",
+                "if (WITHOUT && !is_own && line < lines) re_arm_line(incoming + (tile - first));\n"
+                "    if (begun && !is_own && line < lines) send_line(",
             ),
         ),
         "one_shot",
@@ -439,7 +445,7 @@ CONTROLS = (
     Control(
         "fused_re_arm",
         "R2 in fused one-shot",
-        (Edit(FUSED_ONE_SHOT, "re_arm_line(incoming + index);", "if (!WITHOUT) re_arm_line(incoming + index);"),),
+        (Edit(FUSED_ONE_SHOT, "re_arm_line(received);", "if (!WITHOUT) re_arm_line(received);"),),
         "fused_one_shot",
     ),
     Control(

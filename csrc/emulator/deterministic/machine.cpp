@@ -365,7 +365,8 @@ void Machine::start_threads(Block& block) {
     }
     Thread& thread = *idle_.back();
     idle_.pop_back();
-    thread.start({i, block.index, config.threads, config.blocks, block.shared.data(), block.cluster->shared.data()},
+    thread.start({i, block.index, config.threads, config.blocks, config.cluster_blocks, block.shared.data(),
+                  block.cluster->shared.data()},
                  block.warps[i / kWarpThreads], block.cluster->barriers, [&grid] { grid.launch.kernel(); });
     thread.block = &block;
     thread.memory = {grid.rank, grid.number, block.view, memory_.new_view(), 0, {}, {}};

@@ -114,9 +114,10 @@ class Operation {
 
   LLM_COMM_DEVICE uint64_t fingerprint() const { return reinterpret_cast<uint64_t>(state_) + slot_bytes_ + arrival_; }
 
-  // What to add to an address in slot 0 for the same place in this operation's slot.
-  LLM_COMM_DEVICE uint64_t slot_offset() const {
-    return static_cast<uint32_t>(arrivals_) & kArrivalsPerOperation ? slot_bytes_ : 0;  // sequence() % kSlots
+  // Where `line` of slot 0 has its like in this operation's slot.
+  LLM_COMM_DEVICE Line* in_slot(Line* line) const {
+    const bool is_odd = static_cast<uint32_t>(arrivals_) & kArrivalsPerOperation;  // sequence() % kSlots
+    return reinterpret_cast<Line*>(reinterpret_cast<char*>(line) + (is_odd ? slot_bytes_ : 0));
   }
 
   // After a wait that ended in vain, this thread's later ones end at once: a kernel of many tiles drains in one
@@ -152,7 +153,7 @@ class Operation {
   LLM_COMM_DEVICE void tell_of_failure() const { bounds().suspicions.tell(comm_.rank); }
 
  private:
-  static_assert(kSlots == 2, "slot_offset() takes the parity of the sequence number");
+  static_assert(kSlots == 2, "in_slot() takes the parity of the sequence number");
 
   LLM_COMM_DEVICE WaitBounds bounds() const { return bounds_of(comm_); }
   LLM_COMM_DEVICE WaitSite site() const { return {comm_.rank, kind_, sequence(), bytes_}; }

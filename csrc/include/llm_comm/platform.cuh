@@ -10,6 +10,7 @@
 //                    any_lane(b): whether b holds in any of them
 // Cluster            blocks of a launch that run at once and reach each other's shared memory: `blocks` neighbours, of
 //                    which the first has an index divisible by `blocks`; 1 on devices without clusters
+//                    cluster_index(): block_index() / blocks; cluster_block_rank(): block_index() % blocks
 //                    cluster_arrive_relaxed(), cluster_wait(): the two halves of a barrier of all threads of the cluster;
 //                    of what a thread did before, only delivery_init() is known to others after it
 // Delivery           stores of floats into the shared memory of blocks of a cluster of k, counted there: a uint64_t of
@@ -31,6 +32,7 @@
 //                    kPollsPerCheck: failed polls after which a wait looks at the clock
 // Conversions        bf16 and fp16 bits <-> float, round to nearest even, NaN always becomes 0x7FFF;
 //                    convert_to_e4m3(x, bits): as float_to_e4m3 of fp8.cuh; false where the target cannot
+// Addresses          opaque(p): p, which the compiler takes as it is, not as the sum that it is
 // Arithmetic         multiply_add(a, b, c): a * b + c, rounded once; reciprocal_sqrt; larger(a, b): NaN if both are
 #pragma once
 

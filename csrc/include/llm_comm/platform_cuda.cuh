@@ -18,7 +18,35 @@ LLM_COMM_DEVICE uint32_t block_index() { return blockIdx.x; }
 LLM_COMM_DEVICE uint32_t block_threads() { return blockDim.x; }
 LLM_COMM_DEVICE uint32_t block_count() { return gridDim.x; }
 
+// Special registers: a division by the size of a cluster would take as long as a trip to the L1.
+LLM_COMM_DEVICE uint32_t cluster_index() {
+#if __CUDA_ARCH__ >= 900
+  uint32_t index;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  return index;
+#else
+  return block_index();
+#endif
+}
+
+LLM_COMM_DEVICE uint32_t cluster_block_rank() {
+#if __CUDA_ARCH__ >= 900
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+#else
+  return 0;
+#endif
+}
+
 LLM_COMM_DEVICE void block_sync() { __syncthreads(); }
+
+// Without it the compiler takes a sum of addresses apart, and adds some of its parts only where the whole is used.
+template <class T>
+LLM_COMM_DEVICE T* opaque(T* address) {
+  asm("" : "+l"(address));
+  return address;
+}
 
 template <class T>
 LLM_COMM_DEVICE T* shared_memory() {

@@ -27,6 +27,7 @@ struct ThreadContext {
   uint32_t block_index;
   uint32_t block_threads;
   uint32_t block_count;
+  uint32_t cluster_blocks;
   void* shared_memory;
   void* const* cluster_shared_memory;  // of each block of the cluster
 };
@@ -48,8 +49,15 @@ LLM_COMM_DEVICE uint32_t thread_index() { return emulator::self().thread_index; 
 LLM_COMM_DEVICE uint32_t block_index() { return emulator::self().block_index; }
 LLM_COMM_DEVICE uint32_t block_threads() { return emulator::self().block_threads; }
 LLM_COMM_DEVICE uint32_t block_count() { return emulator::self().block_count; }
+LLM_COMM_DEVICE uint32_t cluster_index() { return block_index() / emulator::self().cluster_blocks; }
+LLM_COMM_DEVICE uint32_t cluster_block_rank() { return block_index() % emulator::self().cluster_blocks; }
 
 LLM_COMM_DEVICE void block_sync() { emulator::block_barrier(); }
+
+template <class T>
+LLM_COMM_DEVICE T* opaque(T* address) {
+  return address;
+}
 
 template <class T>
 LLM_COMM_DEVICE T* shared_memory() {

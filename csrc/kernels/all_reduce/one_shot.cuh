@@ -26,11 +26,14 @@ all_reduce_one_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   Line* const contributions = shared_memory<Line>();
 
   Operation op(args.comm, OperationKind::kAllReduceOneShot, message.bytes());
-  Line* outgoing = reinterpret_cast<Line*>(op.slots(self.peer)) + static_cast<uint64_t>(rank) * lines;
-  Line* incoming = reinterpret_cast<Line*>(op.slots(rank)) + static_cast<uint64_t>(self.peer) * lines;
+  // Where this thread's line of the first tile goes, and where its like comes.
+  const uint32_t first_line = first + self.column;
+  Line* outgoing =
+      opaque(reinterpret_cast<Line*>(op.slots(self.peer)) + static_cast<uint64_t>(rank) * lines + first_line);
+  Line* incoming =
+      opaque(reinterpret_cast<Line*>(op.slots(rank)) + static_cast<uint64_t>(self.peer) * lines + first_line);
 
-  typename Message<D>::Load coming(message, first + self.column, first + self.column < lines,
-                                   args.comm.workspace[rank]);
+  typename Message<D>::Load coming(message, first_line, first_line < lines, args.comm.workspace[rank]);
   grid_dependency_wait_after(reinterpret_cast<uint64_t>(outgoing) + reinterpret_cast<uint64_t>(incoming) +
                              message.fingerprint() + coming.fingerprint() + op.fingerprint() + first +
                              reinterpret_cast<uint64_t>(contributions));
@@ -38,22 +41,23 @@ all_reduce_one_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   coming.begin();
   const bool begun = op.begin();
   Line next = coming.end();
-  outgoing += op.slot_offset() / sizeof(Line);
-  incoming += op.slot_offset() / sizeof(Line);
+  outgoing = op.in_slot(outgoing);
+  incoming = op.in_slot(incoming);
 
   const auto send = [&](uint32_t tile) {
     const uint32_t line = tile + self.column;
-    if (begun && !is_own && line < lines) send_line(outgoing + line, next);
+    if (begun && !is_own && line < lines) send_line(outgoing + (tile - first), next);
     if (!SingleTile && line + stride < lines) next = message.load(line + stride);
   };
   uint32_t parity = 0;
   const auto reduce = [&](uint32_t tile) {
     const uint32_t line = tile + self.column;
+    Line* const received = incoming + (tile - first);
     Line* const columns = contributions + parity * block_threads();
     parity ^= 1;
     if (line < lines) {
       columns[thread_index()] =
-          is_own ? (SingleTile ? next : message.load(line)) : receive_line(incoming + line, op, self.peer, 0);
+          is_own ? (SingleTile ? next : message.load(line)) : receive_line(received, op, self.peer, 0);
     }
     block_sync();
     if (tile == first && thread_index() == 0) op.arrive();
@@ -64,7 +68,7 @@ all_reduce_one_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
       message.store_pack(tile * Message<D>::kPerLine + i * kWidth, sum_in_rank_order<D, World>(packs + i, tile_packs));
     });
     // After the result is out: the next operation that uses the line cannot start before this one has ended.
-    if (!is_own && line < lines) re_arm_line(incoming + line);
+    if (!is_own && line < lines) re_arm_line(received);
   };
 
   // Threads that may not begin leave behind the first send, which is none. They are missed only in the sums of this rank,

@@ -56,13 +56,15 @@ struct RowThread {
 
   template <int World>
   static LLM_COMM_DEVICE RowThread of(const AddRmsNormArgs& args) {
-    const uint32_t peer = thread_index() / args.tile_lines;
     RowThread self;
-    self.has_line = peer < World;
-    self.peer = self.has_line ? peer : World - 1;
-    self.column = thread_index() - peer * args.tile_lines;
-    self.cluster = block_index() / args.cluster_blocks;
-    self.member = block_index() - self.cluster * args.cluster_blocks;
+    // A division would take longer, and lies where nothing else is under way if this grid does not overlap the last one.
+    self.peer = 0;
+    LLM_COMM_UNROLL(8)
+    for (uint32_t k = 1; k < World; ++k) self.peer += thread_index() >= k * args.tile_lines;
+    self.column = thread_index() - self.peer * args.tile_lines;
+    self.has_line = self.column < args.tile_lines;
+    self.cluster = cluster_index();
+    self.member = cluster_block_rank();
     self.clusters = block_count() / args.cluster_blocks;
     return self;
   }

@@ -39,8 +39,6 @@ add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   Operation op(args.comm, OperationKind::kAddRmsNormOneShot,
                static_cast<uint64_t>(args.rows) * args.row_lines * sizeof(Line));
   const uint64_t lines = static_cast<uint64_t>(args.rows) * args.row_lines;
-  Line* outgoing = reinterpret_cast<Line*>(op.slots(self.peer)) + rank * lines;
-  Line* incoming = reinterpret_cast<Line*>(op.slots(rank)) + self.peer * lines;
 
   // The line of the row that this thread exchanges, and the values of the row that it norms.
   const auto line_of = [&](const TileCursor& at) { return at.first + self.member * args.tile_lines + self.column; };
@@ -57,13 +55,17 @@ add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
 
   TileCursor sending{self.cluster, 0};
   TileCursor reducing = sending;
+  // Where this thread's line of the first tile goes, and where its like comes.
+  const uint64_t first_line = line_index(sending);
+  Line* outgoing = opaque(reinterpret_cast<Line*>(op.slots(self.peer)) + rank * lines + first_line);
+  Line* incoming = opaque(reinterpret_cast<Line*>(op.slots(rank)) + self.peer * lines + first_line);
+  const auto from_first = [&](uint64_t line) { return SingleTile ? 0 : line - first_line; };
   LineLoad<D> coming = input.load_of_line(has_line(sending), line_index(sending));
   auto first_residual = norm.residual_load(sending.row, place_of(0));
   auto first_weight = norm.weight_load(place_of(0));
   grid_dependency_wait_after(reinterpret_cast<uint64_t>(outgoing) + reinterpret_cast<uint64_t>(incoming) +
                              coming.fingerprint() + first_residual.fingerprint() + first_weight.fingerprint() +
-                             norm.fingerprint() + op.fingerprint() + line_index(sending) +
-                             reinterpret_cast<uint64_t>(contributions));
+                             norm.fingerprint() + op.fingerprint() + reinterpret_cast<uint64_t>(contributions));
   // The next line to send is always on its way; the first beside the operation's number, which is as far away, as is what
   // the sums meet later. Nothing is waited for in between.
   const Line state = op.load_state();
@@ -76,13 +78,13 @@ add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   // A thread that may not begin goes on without waiting, sending, or storing results: those that have begun, in its block
   // and in others of the cluster, wait for what it delivers.
   norm.set_begun(op.begin(state));
-  outgoing += op.slot_offset() / sizeof(Line);
-  incoming += op.slot_offset() / sizeof(Line);
+  outgoing = op.in_slot(outgoing);
+  incoming = op.in_slot(incoming);
 
   Line line{};  // sent last
   const auto send = [&] {
     line = __builtin_bit_cast(Line, coming.end());
-    if (!is_own && has_line(sending) && !op.in_vain()) send_line(outgoing + line_index(sending), line);
+    if (!is_own && has_line(sending) && !op.in_vain()) send_line(outgoing + from_first(line_index(sending)), line);
     if (SingleTile) return;
     sending.advance(args.row_lines, round_lines, self.clusters);
     coming = input.load_of_line(sending.row < args.rows && has_line(sending), line_index(sending));
@@ -93,6 +95,7 @@ add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   const auto reduce = [&] {
     const bool has = has_line(reducing);
     const uint64_t index = line_index(reducing);
+    Line* const received = incoming + from_first(index);
     const auto at = place_of(reducing.first);
     if (is_first) {
       norm.meet();  // while the first lines are on their way
@@ -104,7 +107,7 @@ add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
     parity ^= 1;
     if (has) {
       columns[thread_index()] =
-          is_own ? (SingleTile ? line : input.load_line(index)) : receive_line(incoming + index, op, self.peer, 0);
+          is_own ? (SingleTile ? line : input.load_line(index)) : receive_line(received, op, self.peer, 0);
     }
     if (is_first) {
       residual = first_residual.end();
@@ -120,7 +123,7 @@ add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
       sums = norm.add(reducing.row, at, sums, residual);
     }
     // While the squares are on their way to the other blocks.
-    if (!is_own && has) re_arm_line(incoming + index);
+    if (!is_own && has) re_arm_line(received);
     if (SingleTile || reducing.is_last_of_row(args.row_lines, round_lines)) {
       if (norms || warp == 0) {
         norm.finish(

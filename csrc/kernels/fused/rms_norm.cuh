@@ -47,15 +47,15 @@ class RmsNorm {
         fills_warps_(((args.tile_lines | span | args.row_lines) % kWarpThreads) == 0) {
     // combine_partials() reads past the last chunk. Only there are zeros: where blocks deliver to each other, nothing orders
     // the stores of a block behind which a delivery may come.
-    const uint32_t sets = Quantized && args.quantization == Quantization::kDynamic ? kPartialSets : kPartialSets / 2;
+    const bool has_magnitudes = Quantized && args.quantization == Quantization::kDynamic;
     for (uint32_t i = chunks_ + thread_index(); i < kMaxChunks; i += block_threads()) {
-      for (uint32_t set = 0; set < sets; ++set) partials_[set * kMaxChunks + i] = 0.0f;
+      for_each_set(has_magnitudes, [&](uint32_t set) { partials_[set * kMaxChunks + i] = 0.0f; });
     }
     if (thread_index() == 0) {
-      for (uint32_t set = 0; set < kPartialSets; ++set) {
+      for_each_set(has_magnitudes, [&](uint32_t set) {
         delivery_init(deliveries_ + set, chunks_, args_.cluster_blocks);
         expect(set);
-      }
+      });
     }
     if (args_.cluster_blocks > 1) cluster_arrive_relaxed();
   }
@@ -167,6 +167,16 @@ class RmsNorm {
   struct alignas(Width) Bytes {
     uint8_t element[Width];
   };
+
+  // Those that are used: for one row or for two in turn, of sums, and of magnitudes if there are any.
+  template <class Step>
+  static LLM_COMM_DEVICE void for_each_set(bool has_magnitudes, Step step) {
+    LLM_COMM_UNROLL(2)
+    for (uint32_t row = 0; row < (Once ? 1 : 2); ++row) {
+      step(row);
+      if (Quantized && has_magnitudes) step(2 + row);
+    }
+  }
 
   LLM_COMM_DEVICE uint32_t set_of_row() const { return rows_ % 2; }
 

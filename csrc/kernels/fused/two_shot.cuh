@@ -85,8 +85,8 @@ add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   // A thread that may not begin goes on without waiting, sending, or storing results: those that have begun, in its block
   // and in others of the cluster, wait for what it delivers.
   norm.set_begun(op.begin(state));
-  outgoing += op.slot_offset() / sizeof(Line);
-  incoming += op.slot_offset() / sizeof(Line);
+  outgoing = op.in_slot(outgoing);
+  incoming = op.in_slot(incoming);
 
   Line line{};  // sent last
   const auto scatter = [&] {
