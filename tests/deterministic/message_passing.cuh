@@ -36,12 +36,10 @@ struct MessageParty {
         received(args.received + static_cast<uint64_t>(peer) * args.rounds * args.lines),
         words(args.words + static_cast<uint64_t>(peer) * args.rounds) {
     ChannelMemory* const remote = memory(args, peer, args.comm.rank);
-    auto* const state = reinterpret_cast<CommState*>(args.comm.workspace[args.comm.rank]);
     channel.semaphore = {&remote->received, &own->received, &args.counters[peer].sent, &args.counters[peer].awaited};
     channel.local = reinterpret_cast<char*>(own);
     channel.remote = reinterpret_cast<char*>(remote);
-    channel.bounds = {args.comm.mailbox, &state->aborted, args.comm.timeout_ns,
-                      Suspicions(args.comm.workspace, kNotesOffset, args.comm.rank, args.comm.world_size)};
+    channel.bounds = bounds_of(args.comm);
     channel.site = {args.comm.rank, OperationKind::kUser, 0, args.lines * sizeof(Line)};
     channel.peer = peer;
   }

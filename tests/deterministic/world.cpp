@@ -83,7 +83,8 @@ World::World(emulator::Machine& machine, uint32_t ranks, uint64_t first_operatio
     members_.emplace_back(new Member{{options, RankMemory(machine.memory(), rank), StreamLauncher(machine, rank)}, {}});
     host::Core& own = core(rank);
     own.create_workspace(false);
-    const CommState state{first_operation * kArrivalsPerOperation, 0, 0, 0};
+    CommState state{};
+    state.arrivals = first_operation * kArrivalsPerOperation;
     std::memcpy(machine.memory().of_rank(rank), &state, sizeof(state));
     for (uint32_t peer = 0; peer < ranks; ++peer) {
       if (peer != rank) own.map_peer(static_cast<int>(peer), {});

@@ -24,6 +24,7 @@ struct Gpu {
   uint64_t signals_sent = 0;
   uint64_t signals_awaited = 0;
   uint32_t aborted = 0;
+  uint32_t last_look = 0;
   uint32_t failures = 0;
   llm_comm::HostMailbox mailbox{};
   llm_comm::emulator::Executor executor;
@@ -33,7 +34,7 @@ struct Gpu {
     e.channel.semaphore = {&peer.signals_received, &signals_received, &signals_sent, &signals_awaited};
     e.channel.local = reinterpret_cast<char*>(buffer.data());
     e.channel.remote = reinterpret_cast<char*>(peer.buffer.data());
-    e.channel.bounds = {&mailbox, &aborted, timeout_ns};
+    e.channel.bounds = {&mailbox, &aborted, &last_look, timeout_ns};
     e.channel.site = {rank, llm_comm::OperationKind::kUser, 7, kLines};
     e.channel.peer = 1 - rank;
     e.source = source.data();

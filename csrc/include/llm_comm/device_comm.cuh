@@ -48,8 +48,9 @@ inline constexpr uint32_t kArrivalsPerOperation = 1 << 16;  // bounds the blocks
 struct alignas(16) CommState {
   uint64_t arrivals;
   uint32_t aborted;
-  uint32_t zero;   // always; begin() says why it is read
-  uint32_t claim;  // of the launch that runs, where calls are checked (Operation::claim)
+  uint32_t zero;       // always; begin() says why it is read
+  uint32_t claim;      // of the launch that runs, where calls are checked (Operation::claim)
+  uint32_t last_look;  // WaitBounds
 };
 
 // Kernel parameter, by value.
@@ -67,7 +68,7 @@ LLM_COMM_DEVICE CommState* state_of(const DeviceComm& comm) {
 }
 
 LLM_COMM_DEVICE WaitBounds bounds_of(const DeviceComm& comm) {
-  return {comm.mailbox, &state_of(comm)->aborted, comm.timeout_ns,
+  return {comm.mailbox, &state_of(comm)->aborted, &state_of(comm)->last_look, comm.timeout_ns,
           Suspicions(comm.workspace, kNotesOffset, comm.rank, comm.world_size)};
 }
 

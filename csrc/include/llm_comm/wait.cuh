@@ -57,15 +57,28 @@ struct CallSignature {
 
 struct HostMailbox {
   ErrorRecord error;
-  uint32_t abort_request;              // the host sets it to end all waits of this GPU now, and all later operations
+  uint32_t abort_request;              // the host sets it to end all waits of this GPU soon, and all later operations
   CallSignature calls[kMaxWorldSize];  // by rank, where the cause is kMismatch
 };
 
 struct WaitBounds {
   HostMailbox* mailbox;
-  uint32_t* aborted;  // device memory: set once a wait of this communicator has ended in vain
+  uint32_t* aborted;    // device memory: set once a wait of this communicator has ended in vain
+  uint32_t* last_look;  // device memory, zero at first (takes_look)
   uint64_t timeout_ns;
   Suspicions suspicions = {};
+
+  // Whether it is this thread that looks now for what ends all waits of this GPU: one in a millisecond, or in a thousandth
+  // of a short time-out. If all that wait did, those reads of host memory, one after the other, would take longer than
+  // the peers poll before they look: from one late peer on, all ranks would be late for each other (docs/performance.md).
+  LLM_COMM_DEVICE bool takes_look(uint64_t now) const {
+    uint32_t shift = 20;
+    LLM_COMM_UNROLL(1)
+    while (shift > 0 && timeout_ns >> shift < 1000) --shift;
+    const auto look = static_cast<uint32_t>(now >> shift);
+    const uint32_t last = load_relaxed(last_look);
+    return look != last && compare_and_swap(last_look, last, look) == last;
+  }
 };
 
 // Identity of a wait, for the record.
@@ -116,6 +129,8 @@ LLM_COMM_DEVICE LateWait check_wait(uint64_t start, const WaitBounds& bounds, co
   const uint64_t now = clock_ns();
   if (start == 0) start = now;
   if (load_relaxed(bounds.aborted) != 0) return {start, true};
+  const bool has_expired = now - start > bounds.timeout_ns;
+  if (!has_expired && !bounds.takes_look(now)) return {start, false};
   // Of all operations, not of this wait alone: this rank ends the operation without what R1 of device_comm.cuh asks for,
   // so it must send nothing in later ones. There is nothing to report and no note to leave: the host knows why, and
   // nobody is missing whom this wait could name.
@@ -124,7 +139,7 @@ LLM_COMM_DEVICE LateWait check_wait(uint64_t start, const WaitBounds& bounds, co
     return {start, true};
   }
   uint32_t suspect = peer;
-  if (bounds.suspicions.find(suspect) || now - start > bounds.timeout_ns) {
+  if (bounds.suspicions.find(suspect) || has_expired) {
     record_expired_wait(bounds, site, suspect, phase);
     return {start, true};
   }
