@@ -19,6 +19,10 @@ from llm_comm.errors import ConfigError, LlmCommError
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 _BENCH_MODES = ("eager", "graph")
 _TUNED = ("all-reduce", "fused")
+_ALIGNED_AND_SPACED = (
+    "aligned: the ranks start together on the GPU, which times the kernel; spaced: so too, with a linear layer before "
+    "each call as in a model, whose time is taken off"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,9 +116,7 @@ def _add_bench_options(parser: argparse.ArgumentParser) -> None:
         "--method",
         choices=METHODS,
         default="aligned",
-        help="aligned: the ranks start together on the GPU, which times the kernel; "
-        "spaced: so too, with another kernel before each call as in a model, whose time is taken off; "
-        "plain: after a host barrier, which adds launch skew (%(default)s)",
+        help=f"{_ALIGNED_AND_SPACED}; plain: after a host barrier, which adds launch skew (%(default)s)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also draw them (needs matplotlib)")
@@ -132,6 +134,9 @@ def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--operations", type=_operations, default=_TUNED, help="all-reduce, fused, or both: all-reduce,fused (both)"
     )
     parser.add_argument("--hidden", type=_positive, default=8192, help="elements of a row of fused (%(default)s)")
+    parser.add_argument(
+        "--method", choices=("aligned", "spaced"), default="aligned", help=f"{_ALIGNED_AND_SPACED} (%(default)s)"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="where to write the table")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the time of every candidate")
 

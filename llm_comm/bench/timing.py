@@ -4,8 +4,9 @@
 untimed calls, which synchronize the ranks, before the clock starts. That times the kernel. *Plain* starts the
 clock right after a host barrier and so adds the skew between the hosts' launches to every call.
 
-In a row of equal calls, what a kernel does before it needs the one before it is hidden (programmatic dependent launch).
-In a model other kernels lie between. *Spaced* is aligned with such a kernel before each call, and takes off what a row
+In a row of equal calls, what a kernel does before it needs the one before it is hidden (programmatic dependent launch),
+and all that it reads is in the L2 cache. In a model other kernels lie between, which stream their weights through the
+cache. *Spaced* is aligned with such a kernel, a linear layer of one token, before each call, and takes off what a row
 of those alone takes.
 
 Eager runs are never preceded by the delay: it would let the host run ahead, and its time to issue a call,
@@ -29,10 +30,9 @@ _ALIGNING_CALLS = 2
 # About 0.3 ms: longer than ranks leave a host barrier apart and than a graph takes to launch.
 _ALIGNING_DELAY_CYCLES = 600_000
 
+_SPACER_HIDDEN = 8192
+
 Call = Callable[[], object]
-
-
-_SPACER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -129,11 +129,15 @@ def _time_spaced(
 
 
 def _spacing(call: Call, device: torch.device) -> tuple[Call, Call]:
-    """A kernel that has nothing to do with ``call``, and the two in a row. Both have run once."""
-    scratch = torch.zeros(_SPACER_BYTES // 4, device=device)
+    """A linear layer that has nothing to do with ``call``, and the two in a row. Both have run once."""
+    weight = torch.ones(
+        _spacer_bytes(device) // (2 * _SPACER_HIDDEN), _SPACER_HIDDEN, dtype=torch.bfloat16, device=device
+    )
+    x = torch.ones(_SPACER_HIDDEN, dtype=torch.bfloat16, device=device)
+    out = torch.empty(len(weight), dtype=torch.bfloat16, device=device)
 
     def spacer() -> None:
-        scratch.add_(1.0)
+        torch.mv(weight, x, out=out)
 
     def spaced() -> None:
         spacer()
@@ -141,6 +145,11 @@ def _spacing(call: Call, device: torch.device) -> tuple[Call, Call]:
 
     spaced()
     return spacer, spaced
+
+
+def _spacer_bytes(device: torch.device) -> int:
+    """Of weights: twice what the L2 cache holds."""
+    return 1 << 20 if device.type == "cpu" else 2 * int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 class _CudaClock:

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         if comm.rank == 0:
             _report(best, nccl)
             tune_fused.report_best(fused)
-            environment = report.environment(placement)
+            environment = {**report.environment(placement), "method": args.method}
             if args.out is not None:
                 _write_table(comm, tuned(shipped, best, nccl, fused), args.operations, environment, args.out)
             if args.json is not None:
@@ -134,7 +134,7 @@ def tuned(
 def _measure(
     comm: Communicator, group: dist.ProcessGroup, args: argparse.Namespace
 ) -> tuple[list[Measured], dict[int, float], list[dict[str, Any]]]:
-    schedule = Schedule(_CALLS, args.reps, aligned=True)
+    schedule = Schedule.by(args.method, _CALLS, args.reps)
     sm_count = _sm_count(comm)
     progress = Progress(enabled=comm.rank == 0)
     best: list[Measured] = []
@@ -224,7 +224,12 @@ def _write_table(
         "world_size": comm.world_size,
         "max_message_bytes": table.max_message_bytes,
         "max_fused_bytes": table.max_fused_bytes,
-        "measured": {"date": environment["date"], **environment["versions"], "operations": list(operations)},
+        "measured": {
+            "date": environment["date"],
+            **environment["versions"],
+            "operations": list(operations),
+            "method": environment["method"],
+        },
     }
 
     # A row a line: tables are read by people who compare rows.

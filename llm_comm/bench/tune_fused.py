@@ -48,7 +48,7 @@ def measure(comm: Communicator, group: dist.ProcessGroup, args: argparse.Namespa
     Raises:
         ConfigError: At some size there is nothing to measure.
     """
-    schedule = Schedule(_CALLS, args.reps, aligned=True)
+    schedule = Schedule.by(args.method, _CALLS, args.reps)
     sm_count = torch.cuda.get_device_properties(comm.device).multi_processor_count
     progress = Progress(enabled=comm.rank == 0)
     found = Found([], [])

@@ -102,7 +102,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.ProcessGroup]:
 
 
 def arguments(**given: object) -> argparse.Namespace:
-    return argparse.Namespace(**{"min": 16384, "max": 32768, "hidden": 8192, "reps": 1, **given})
+    return argparse.Namespace(**{"min": 16384, "max": 32768, "hidden": 8192, "reps": 1, "method": "aligned", **given})
 
 
 def test_a_size_at_which_all_candidates_decline_is_named(group: dist.ProcessGroup) -> None:
@@ -179,5 +179,5 @@ def test_the_bound_of_fused_messages_survives_in_the_file(tmp_path: Path, monkey
     shipped = load_table(write_table(path, [ROW], max_fused_bytes=123456))[2]
     table = tune.tuned(shipped, [], {}, tune_fused.Found([], []))
     comm: Any = SimpleNamespace(device=torch.device("cpu"), world_size=8)
-    tune._write_table(comm, table, ["fused"], {"date": "today", "versions": {}}, path)
+    tune._write_table(comm, table, ["fused"], {"date": "today", "versions": {}, "method": "spaced"}, path)
     assert load_table(path)[2].max_fused_bytes == 123456
