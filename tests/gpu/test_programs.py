@@ -59,6 +59,16 @@ def test_soak() -> None:
     run_ranks("soak.py", 600, "--calls", "1000000", "--eager-share", "0.05")
 
 
+@pytest.mark.timeout(200)
+def test_late_rank() -> None:
+    run_ranks("late_rank.py", 180)
+
+
+@pytest.mark.timeout(200)
+def test_decode_chain() -> None:
+    run_ranks("decode_chain.py", 180, "--layers", "4", "--batch-sizes", "1,16", "--orders", "1")
+
+
 @pytest.mark.timeout(420)
 def test_environments() -> None:
     run_program([str(HERE / "environments.py")], 400)

@@ -70,6 +70,26 @@ bool wait_ends() {
          record.peer == 0 && record.sequence == 7 && record.bytes == kLines;
 }
 
+// However many threads wait, one in each interval looks at host memory and for notes.
+bool looks_are_rationed() {
+  Gpu gpu;
+  const auto looks_at = [&](uint64_t timeout_ns, uint64_t now) {
+    const llm_comm::WaitBounds bounds{&gpu.mailbox, &gpu.aborted, &gpu.last_look, timeout_ns};
+    uint64_t looks = 0;
+    gpu.executor.run({4, kThreads, 0}, [&] { user::count_looks(bounds, now, &looks); });
+    return looks;
+  };
+  constexpr uint64_t kSecondNs = 1'000'000'000;
+  constexpr uint64_t kShortNs = 4'000'000;  // 1000 intervals of about 4 us
+  bool right = looks_at(30 * kSecondNs, 5 * kSecondNs) == 1;
+  right &= looks_at(30 * kSecondNs, 5 * kSecondNs + 1000) == 0;
+  right &= looks_at(30 * kSecondNs, 5 * kSecondNs + 2'000'000) == 1;
+  right &= looks_at(kShortNs, 6 * kSecondNs) == 1;
+  right &= looks_at(kShortNs, 6 * kSecondNs + 5'000) == 1;
+  std::printf("looks are rationed: %s\n", right ? "yes" : "no");
+  return right;
+}
+
 }  // namespace
 
 int main() {
@@ -77,5 +97,6 @@ int main() {
   all &= run_on_both("exchange_packets", &user::exchange_packets);
   all &= run_on_both("count_signals", &user::count_signals);
   all &= wait_ends();
+  all &= looks_are_rationed();
   return all ? 0 : 1;
 }

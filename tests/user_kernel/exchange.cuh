@@ -122,6 +122,11 @@ LLM_COMM_KERNEL(256) count_signals(LLM_COMM_KERNEL_PARAM Exchange e) {
   }
 }
 
+// Asks whether it is this thread that looks at time `now`: one of all threads is to say yes.
+LLM_COMM_KERNEL(256) count_looks(LLM_COMM_KERNEL_PARAM WaitBounds bounds, uint64_t now, uint64_t* looks) {
+  if (bounds.takes_look(now)) add_relaxed(looks, 1);
+}
+
 // Waits for what never comes.
 LLM_COMM_KERNEL(256) wait_in_vain(LLM_COMM_KERNEL_PARAM Exchange e) {
   if (thread_index() == 0) note(e.failures, e.channel.wait(), kCountDiffers);
