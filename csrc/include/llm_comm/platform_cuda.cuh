@@ -18,7 +18,7 @@ LLM_COMM_DEVICE uint32_t block_index() { return blockIdx.x; }
 LLM_COMM_DEVICE uint32_t block_threads() { return blockDim.x; }
 LLM_COMM_DEVICE uint32_t block_count() { return gridDim.x; }
 
-// Special registers: a division by the size of a cluster would take as long as a trip to the L1.
+// Special registers, not divisions by the size of a cluster, which no compiler knows.
 LLM_COMM_DEVICE uint32_t cluster_index() {
 #if __CUDA_ARCH__ >= 900
   uint32_t index;
