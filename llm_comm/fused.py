@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from llm_comm import _core, selection
+from llm_comm import _core, arrays, selection
 from llm_comm.config import Config
 from llm_comm.errors import UnsupportedInputError
 from llm_comm.fused_selection import DeviceLimits, FusedPlan, select_fused, without_kernel
@@ -163,6 +163,8 @@ class FusedCalls:
             and x.is_contiguous()
             and weight.is_contiguous()
             and x.shape[-1] == weight.numel()
+            and not x.is_neg()
+            and not weight.is_neg()
         )
 
     def _why_not_fitting(self, x: _Tensor, weight: _Tensor, quantize: str | None) -> str:
@@ -171,6 +173,9 @@ class FusedCalls:
                 return f"{name} is on {tensor.device}, the communicator on {self._device}"
             if not tensor.is_contiguous():
                 return f"{name} is not contiguous: shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+            why = arrays.why_not_plain(tensor)
+            if why:
+                return f"{name}: {why}"
         if x.dtype not in _DATA_TYPES:
             return f"{x.dtype} is not one of {', '.join(map(str, _DATA_TYPES))}"
         if weight.dtype != x.dtype:
@@ -208,7 +213,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
     if device.type == "cpu":
         return DeviceLimits(max_cluster=16, sm_count=4)
     properties = torch.cuda.get_device_properties(device)
-    # Up to 84 registers a thread on sm_100, 80 elsewhere (docs/performance.md).
+    # Up to 88 registers a thread on sm_100, 80 elsewhere (docs/performance.md).
     two_shot_threads = 704 if properties.major >= 10 else 768
     return DeviceLimits(16 if properties.major >= 9 else 1, properties.multi_processor_count, two_shot_threads)
 
@@ -219,6 +224,8 @@ def _error(why: str) -> UnsupportedInputError:
 
 def _check_like(name: str, tensor: _Tensor, x: _Tensor, dtype: torch.dtype | None = None) -> None:
     dtype = dtype or x.dtype
+    if tensor.is_neg():
+        raise _error(f"{name}: {arrays.why_not_plain(tensor)}")
     if tensor.shape != x.shape or tensor.dtype != dtype or tensor.device != x.device or not tensor.is_contiguous():
         raise _error(
             f"{name} ({tuple(tensor.shape)}, {tensor.dtype}, {tensor.device}) must be contiguous and be "

@@ -117,9 +117,33 @@ def decline_without_memory() -> None:
         with pytest.raises(NotImplementedError, match="llm_comm"):
             comm.all_reduce(partial)
         x = torch.ones(2, 64, dtype=torch.bfloat16)
-        with pytest.raises(ValueError, match="no memory"):
-            comm.all_reduce_add_rms_norm(x, None, DTensor.from_local(x[0], mesh), 1e-5)
+        weight = DTensor.from_local(x[0], mesh)
+        assert not comm.accepts_fused(x, weight)
+        with pytest.raises(UnsupportedInputError, match="weight: the tensor is a DTensor"):
+            comm.all_reduce_add_rms_norm(x, None, weight, 1e-5)
+        comm.all_reduce_add_rms_norm(x, None, x[0], 1e-5)
+        with pytest.raises(ValueError, match="no memory"):  # sizes that have been prepared
+            comm.all_reduce_add_rms_norm(x, None, weight, 1e-5)
         reduce_right(comm)
+
+
+def decline_negated_views() -> None:
+    """Whose memory holds the values of another tensor, with the other sign."""
+    with make_communicator() as comm:
+        plain = [torch.ones(2, 64, dtype=torch.bfloat16) for _ in range(2)] + [torch.ones(64, dtype=torch.bfloat16)]
+        for is_prepared in (False, True):
+            for place, name in enumerate(("x", "residual", "weight")):
+                given = [torch._neg_view(tensor) if i == place else tensor for i, tensor in enumerate(plain)]
+                assert comm.accepts_fused(given[0], given[2]) == (name == "residual"), is_prepared
+                with pytest.raises(UnsupportedInputError, match=f"{name}: the tensor is a negated view"):
+                    comm.all_reduce_add_rms_norm(*given, 1e-5)
+            comm.all_reduce_add_rms_norm(*plain, 1e-5)
+        assert not comm.accepts(torch._neg_view(plain[0]))
+        reduce_right(comm)
+
+
+def test_negated_views(ranks: RankPool) -> None:
+    ranks.run(2, decline_negated_views)
 
 
 def test_tensors_without_memory(ranks: RankPool) -> None:
