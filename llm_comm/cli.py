@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from llm_comm.bench import METHODS
+from llm_comm.bench import ALIGNED_METHODS, METHODS
 from llm_comm.errors import ConfigError, LlmCommError
 
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
@@ -135,7 +135,7 @@ def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     parser.add_argument("--hidden", type=_positive, default=8192, help="elements of a row of fused (%(default)s)")
     parser.add_argument(
-        "--method", choices=("aligned", "spaced"), default="aligned", help=f"{_ALIGNED_AND_SPACED} (%(default)s)"
+        "--method", choices=ALIGNED_METHODS, default="aligned", help=f"{_ALIGNED_AND_SPACED} (%(default)s)"
     )
     parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="where to write the table")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the time of every candidate")

@@ -24,11 +24,12 @@ import torch
 import torch.distributed as dist
 
 from llm_comm import launch
+from llm_comm.bench import ALIGNED_METHODS
 
 _WARM_UP_RUNS = 3
 _ALIGNING_CALLS = 2
-# About 0.3 ms: longer than ranks leave a host barrier apart and than a graph takes to launch.
-_ALIGNING_DELAY_CYCLES = 600_000
+#: About 0.3 ms: longer than ranks leave a host barrier apart and than a graph takes to launch.
+ALIGNING_DELAY_CYCLES = 600_000
 
 _SPACER_HIDDEN = 8192
 
@@ -47,7 +48,7 @@ class Schedule:
     @staticmethod
     def by(method: str, calls: int, reps: int) -> Schedule:
         """``method``: of ``llm_comm.bench.METHODS``."""
-        return Schedule(calls, reps, aligned=method != "plain", spaced=method == "spaced")
+        return Schedule(calls, reps, aligned=method in ALIGNED_METHODS, spaced=method == "spaced")
 
 
 @dataclass(frozen=True)
@@ -94,10 +95,10 @@ def time_graph(call: Call, reset: Call, schedule: Schedule, group: dist.ProcessG
 
     def align() -> None:
         if lead_in is not None:
-            torch.cuda._sleep(_ALIGNING_DELAY_CYCLES)
+            torch.cuda._sleep(ALIGNING_DELAY_CYCLES)
             lead_in.replay()
 
-    seconds, _ = _timed_runs(graph.replay, align, reset, schedule.reps, _CudaClock(), group)
+    seconds, _ = _timed_runs(graph.replay, align, reset, schedule.reps, CudaClock(), group)
     return _slowest_rank(seconds, None, schedule.calls, group)
 
 
@@ -112,7 +113,7 @@ def time_eager(call: Call, reset: Call, schedule: Schedule, device: torch.device
         for _ in range(calls):
             call()
 
-    clock = _CudaClock() if device.type == "cuda" else _HostClock()
+    clock = CudaClock() if device.type == "cuda" else HostClock()
     aligning = _ALIGNING_CALLS if schedule.aligned else 0
     seconds, host_seconds = _timed_runs(
         lambda: repeat(schedule.calls), lambda: repeat(aligning), reset, schedule.reps, clock, group
@@ -152,7 +153,7 @@ def _spacer_bytes(device: torch.device) -> int:
     return 1 << 20 if device.type == "cpu" else 2 * int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
-class _CudaClock:
+class CudaClock:
     """Measures between two points of the current stream."""
 
     def __init__(self) -> None:
@@ -171,7 +172,7 @@ class _CudaClock:
         return float(self._start.elapsed_time(self._end)) * 1e-3
 
 
-class _HostClock:
+class HostClock:
     """Measures host time; for calls that return when they are done."""
 
     def settle(self) -> None:
@@ -184,21 +185,29 @@ class _HostClock:
         return time.perf_counter() - self._start
 
 
+def timed_run(run: Call, align: Call, clock: CudaClock | HostClock, group: dist.ProcessGroup) -> tuple[float, float]:
+    """Seconds of one run by the clock, and seconds the host needed to issue it. Collective.
+
+    ``align`` comes between a host barrier, which all devices reach idle, and the start of the clock.
+    """
+    clock.settle()
+    launch.barrier(group)
+    align()
+    clock.start()
+    issued = time.perf_counter()
+    run()
+    issued = time.perf_counter() - issued
+    return clock.stop(), issued
+
+
 def _timed_runs(
-    run: Call, align: Call, reset: Call, reps: int, clock: _CudaClock | _HostClock, group: dist.ProcessGroup
+    run: Call, align: Call, reset: Call, reps: int, clock: CudaClock | HostClock, group: dist.ProcessGroup
 ) -> tuple[list[float], list[float]]:
     """Seconds of each run by the clock, and seconds the host needed to issue it."""
     seconds, host_seconds = [], []
     for index in range(_WARM_UP_RUNS + reps):
         reset()
-        clock.settle()
-        launch.barrier(group)
-        align()
-        clock.start()
-        issued = time.perf_counter()
-        run()
-        issued = time.perf_counter() - issued
-        taken = clock.stop()
+        taken, issued = timed_run(run, align, clock, group)
         if index >= _WARM_UP_RUNS:
             seconds.append(taken)
             host_seconds.append(issued)

@@ -24,7 +24,7 @@ LLM_COMM_KERNEL(1024) broadcast(LLM_COMM_KERNEL_PARAM BroadcastArgs args) {
   Operation op(args.comm, OperationKind::kUser, args.lines * sizeof(Line));
   grid_dependency_wait();
   if (!op.begin()) return;
-  const auto slot = [&](uint32_t rank) { return op.in_slot(reinterpret_cast<Line*>(op.slots(rank))); };
+  const auto slot = [&](uint32_t rank) { return op.in_slot(op.slots(rank)); };
   const uint32_t rank = args.comm.rank;
   // A thread for each peer.
   const uint32_t peer = thread_index();

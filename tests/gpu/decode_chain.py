@@ -32,20 +32,15 @@ from common import Session, parser, report, run, session
 from torch import Tensor
 
 from llm_comm import Communicator, Config
+from llm_comm.bench import timing
+from llm_comm.bench.fused import add_rms_norm
 
 SHAPES = Path(__file__).parents[2] / "bench_serving" / "model_shapes"
 EPS = 1e-5
 WARM_UP = 2
-LEAD_CYCLES = 600_000
 
 #: Takes a partial sum, the residual and the norm's weight; returns the normed sum and the new residual.
 Join = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-def add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    y = total.float()
-    return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype) * weight, total
 
 
 def activate(x: Tensor) -> Tensor:
@@ -97,7 +92,7 @@ class Model:
 
 
 def arms(ranks: Session, ours: Communicator, undependent: Communicator) -> dict[str, Join]:
-    norm = torch.compile(add_norm, dynamic=False)
+    norm = torch.compile(add_rms_norm, dynamic=False)
     nccl = dist.new_group(backend="nccl")
 
     def by_nccl(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,22 +130,24 @@ def measure(model: Model, joins: dict[str, Join], ranks: Session, batch: int, op
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 model.step(x, join, random.Random(1000 * order + batch), kept)
         ranks.watchdog.progress(f"captured {name}, batch {batch}")
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def align() -> None:
+        torch.cuda._sleep(timing.ALIGNING_DELAY_CYCLES)
+        for _ in range(2):  # the ranks begin together
+            joins["apart"](x, x, model.norm)
+
+    clock = timing.CudaClock()
     times: dict[tuple[str, int], list[float]] = {key: [] for key in graphs}
     for rep in range(WARM_UP + options.reps):
         for key, graph in graphs.items():
-            ranks.synchronize()
-            ranks.barrier()
-            torch.cuda._sleep(LEAD_CYCLES)
-            for _ in range(2):  # the ranks begin together
-                joins["apart"](x, x, model.norm)
-            start.record()
-            graph.replay()
-            graph.replay()
-            end.record()
-            end.synchronize()
+
+            def run(graph: torch.cuda.CUDAGraph = graph) -> None:
+                graph.replay()
+                graph.replay()
+
+            seconds, _ = timing.timed_run(run, align, clock, ranks.control)
             if rep >= WARM_UP:
-                times[key].append(start.elapsed_time(end) / 2)
+                times[key].append(seconds * 1e3 / 2)
     mine = torch.tensor([statistics.median(times[key]) for key in graphs], dtype=torch.float64)
     slowest = dict(zip(graphs, ranks.gather(mine).max(dim=0).values.tolist(), strict=True))
     return {name: [slowest[name, order] for order in range(options.orders)] for name in joins}

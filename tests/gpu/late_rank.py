@@ -35,8 +35,6 @@ GRIDS = tuple(
     )
 )
 CYCLES_OF_A_MS = 1_900_000
-#: Longer than ranks leave a host barrier apart, mostly: not all replays are to begin with a late rank.
-LEAD_CYCLES = 600_000
 SLOW = 10
 
 
@@ -45,20 +43,17 @@ def after_a_late_rank(communicator: Communicator, ranks: Session, size: int, lat
     x = torch.ones(size // 2, dtype=torch.bfloat16, device=ranks.device)
     out = torch.empty_like(x)
     communicator.all_reduce(x, out)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    for _ in range(reps):
-        ranks.synchronize()
-        ranks.barrier()
-        torch.cuda._sleep(LEAD_CYCLES + (late_ms * CYCLES_OF_A_MS if ranks.rank == 0 else 0))
+
+    def come() -> None:
+        late_cycles = late_ms * CYCLES_OF_A_MS if ranks.rank == 0 else 0
+        torch.cuda._sleep(timing.ALIGNING_DELAY_CYCLES + late_cycles)
         communicator.all_reduce(x, out)
-        start.record()
+
+    def call_twice() -> None:
         communicator.all_reduce(x, out)
         communicator.all_reduce(x, out)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return times
+
+    return times_us(call_twice, come, ranks, reps)
 
 
 def replays(communicator: Communicator, ranks: Session, size: int, reps: int) -> list[float]:
@@ -67,19 +62,18 @@ def replays(communicator: Communicator, ranks: Session, size: int, reps: int) ->
     out = torch.empty_like(x)
     communicator.all_reduce(x, out)
     graph = timing.capture(lambda: communicator.all_reduce(x, out), CALLS)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    for _ in range(reps):
-        ranks.synchronize()
-        ranks.barrier()
-        torch.cuda._sleep(LEAD_CYCLES)
+
+    def come() -> None:
+        torch.cuda._sleep(timing.ALIGNING_DELAY_CYCLES)
         communicator.all_reduce(x, out)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / CALLS)
-    return times
+
+    return [us / CALLS for us in times_us(graph.replay, come, ranks, reps)]
+
+
+def times_us(run: timing.Call, come: timing.Call, ranks: Session, reps: int) -> list[float]:
+    """Of each run behind ``come``, in microseconds of this rank's GPU."""
+    clock = timing.CudaClock()
+    return [timing.timed_run(run, come, clock, ranks.control)[0] * 1e6 for _ in range(reps)]
 
 
 def main() -> int:

@@ -110,8 +110,10 @@ class Operation {
 
   LLM_COMM_DEVICE uint64_t sequence() const { return arrivals_ / kArrivalsPerOperation; }
 
-  // Byte 0 of slot 0 in the workspace of `rank`. Known before begin().
-  LLM_COMM_DEVICE char* slots(uint32_t rank) const { return comm_.workspace[rank] + kHeaderBytes; }
+  // Line 0 of slot 0 in the workspace of `rank`. Known before begin().
+  LLM_COMM_DEVICE Line* slots(uint32_t rank) const {
+    return reinterpret_cast<Line*>(comm_.workspace[rank] + kHeaderBytes);
+  }
 
   LLM_COMM_DEVICE uint64_t fingerprint() const { return reinterpret_cast<uint64_t>(state_) + slot_bytes_ + arrival_; }
 

@@ -28,10 +28,8 @@ all_reduce_one_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   Operation op(args.comm, OperationKind::kAllReduceOneShot, message.bytes());
   // Where this thread's line of the first tile goes, and where its like comes.
   const uint32_t first_line = first + self.column;
-  Line* outgoing =
-      opaque(reinterpret_cast<Line*>(op.slots(self.peer)) + static_cast<uint64_t>(rank) * lines + first_line);
-  Line* incoming =
-      opaque(reinterpret_cast<Line*>(op.slots(rank)) + static_cast<uint64_t>(self.peer) * lines + first_line);
+  Line* outgoing = opaque(op.slots(self.peer) + static_cast<uint64_t>(rank) * lines + first_line);
+  Line* incoming = opaque(op.slots(rank) + static_cast<uint64_t>(self.peer) * lines + first_line);
 
   typename Message<D>::Load coming(message, first_line, first_line < lines, args.comm.workspace[rank]);
   grid_dependency_wait_after(reinterpret_cast<uint64_t>(outgoing) + reinterpret_cast<uint64_t>(incoming) +

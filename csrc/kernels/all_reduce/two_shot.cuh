@@ -41,10 +41,8 @@ all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   Operation op(args.comm, OperationKind::kAllReduceTwoShot, message.bytes());
   // Where this thread's line of the first tile goes, and where its like comes.
   const uint32_t first_line = first + self.column;
-  Line* outgoing =
-      opaque(reinterpret_cast<Line*>(op.slots(self.peer)) + static_cast<uint64_t>(rank) * slice + first_line);
-  Line* incoming =
-      opaque(reinterpret_cast<Line*>(op.slots(rank)) + static_cast<uint64_t>(self.peer) * slice + first_line);
+  Line* outgoing = opaque(op.slots(self.peer) + static_cast<uint64_t>(rank) * slice + first_line);
+  Line* incoming = opaque(op.slots(rank) + static_cast<uint64_t>(self.peer) * slice + first_line);
   const uint64_t gather = static_cast<uint64_t>(World) * slice;  // where phase 1 starts in a slot
 
   typename Message<D>::Load coming(message, self.peer * slice + first_line, first_line < peer_lines,

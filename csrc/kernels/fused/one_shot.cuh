@@ -57,10 +57,10 @@ add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   TileCursor reducing = sending;
   // Where this thread's line of the first tile goes, and where its like comes.
   const uint64_t first_line = line_index(sending);
-  Line* outgoing = opaque(reinterpret_cast<Line*>(op.slots(self.peer)) + rank * lines + first_line);
-  Line* incoming = opaque(reinterpret_cast<Line*>(op.slots(rank)) + self.peer * lines + first_line);
+  Line* outgoing = opaque(op.slots(self.peer) + rank * lines + first_line);
+  Line* incoming = opaque(op.slots(rank) + self.peer * lines + first_line);
   const auto from_first = [&](uint64_t line) { return SingleTile ? 0 : line - first_line; };
-  LineLoad<D> coming = input.load_of_line(has_line(sending), line_index(sending));
+  LineLoad<D> coming = input.load_of_line(has_line(sending), first_line);
   auto first_residual = norm.residual_load(sending.row, place_of(0));
   auto first_weight = norm.weight_load(place_of(0));
   grid_dependency_wait_after(reinterpret_cast<uint64_t>(outgoing) + reinterpret_cast<uint64_t>(incoming) +

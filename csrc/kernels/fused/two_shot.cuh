@@ -41,8 +41,8 @@ add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   Operation op(args.comm, OperationKind::kAddRmsNormTwoShot,
                static_cast<uint64_t>(args.rows) * args.row_lines * sizeof(Line));
   const uint64_t sent_lines = static_cast<uint64_t>(args.rows) * segment;  // by a rank to another, in a phase
-  Line* outgoing = reinterpret_cast<Line*>(op.slots(self.peer)) + rank * sent_lines;
-  Line* incoming = reinterpret_cast<Line*>(op.slots(rank)) + self.peer * sent_lines;
+  Line* outgoing = op.slots(self.peer) + rank * sent_lines;
+  Line* incoming = op.slots(rank) + self.peer * sent_lines;
   const uint64_t gather = World * sent_lines;  // where phase 1 starts in a slot
 
   // Lines of segments: whether the tile's column exists there, and its place in the segment's part of a slot.
