@@ -192,6 +192,8 @@ class FusedCalls:
                 raise _error("quantize='static' needs scale, a float32 tensor of one element")
             return torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
         count = 1 if quantize == "static" else rows
+        if scale.is_neg():
+            raise _error(f"scale: {arrays.why_not_plain(scale)}")
         if (
             scale.numel() != count
             or scale.dtype is not torch.float32

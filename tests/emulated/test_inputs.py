@@ -138,6 +138,9 @@ def decline_negated_views() -> None:
                 with pytest.raises(UnsupportedInputError, match=f"{name}: the tensor is a negated view"):
                     comm.all_reduce_add_rms_norm(*given, 1e-5)
             comm.all_reduce_add_rms_norm(*plain, 1e-5)
+        for quantize, scale in (("static", torch.ones(1)), ("dynamic", torch.ones(2))):
+            with pytest.raises(UnsupportedInputError, match="scale: the tensor is a negated view"):
+                comm.all_reduce_add_rms_norm(*plain, 1e-5, quantize=quantize, scale=torch._neg_view(scale))
         assert not comm.accepts(torch._neg_view(plain[0]))
         reduce_right(comm)
 

@@ -132,7 +132,7 @@ def go_on(world: int, arguments: argparse.Namespace) -> list[Result]:
 
 def main() -> int:
     options = parser((__doc__ or "").partition("\n")[0])
-    options.add_argument("--world", type=int, help="ranks, at least 4; default: one a GPU, up to 8; 4 emulated ones")
+    options.add_argument("--world", type=int, help="ranks; default: one a GPU, up to 8; 4 emulated ones")
     options.add_argument("--timeout-s", type=float, default=3.0, help="LLM_COMM_TIMEOUT_S of the ranks")
     options.add_argument("--only", choices=(*LOSSES, SURVIVED), help="run this part alone")
     options.add_argument("--part", choices=(*LOSSES, SURVIVED), help=argparse.SUPPRESS)

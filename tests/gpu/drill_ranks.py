@@ -302,9 +302,14 @@ class Drill:
         return text
 
     def overlapping_groups(self, in_graph: bool) -> str:
-        """Tensor parallel halves and an expert parallel group of all, at once, with unequal numbers of calls."""
+        """Tensor parallel halves and an expert parallel group of all, at once, with unequal numbers of calls.
+
+        Fewer than four ranks have no halves: then both groups are of all.
+        """
         world = self.ranks.world
-        memberships = [list(range(world // 2)), list(range(world // 2, world)), list(range(world))]
+        everyone = list(range(world))
+        halves = [everyone[: world // 2], everyone[world // 2 :]] if world >= 4 else [everyone]
+        memberships = [*halves, everyone]
         calls_of = (300, 120, 170)
         groups = [dist.new_group(members, backend="gloo") for members in memberships]
         mine = [n for n, members in enumerate(memberships) if self.ranks.rank in members]
