@@ -77,6 +77,17 @@ def test_shapes_can_be_split_over_8_ranks(shape: str) -> None:
     assert config["architectures"][0].lower().startswith(config["model_type"])
 
 
+def test_a_rank_of_the_quarter_is_one_of_8() -> None:
+    whole, quarter = (
+        json.loads((SHAPES / f"llama-2-70b{suffix}" / "config.json").read_text()) for suffix in ("", "-quarter")
+    )
+    heads = whole["num_attention_heads"]
+    assert quarter.pop("head_dim") == whole["hidden_size"] // heads
+    for split in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        assert quarter.pop(split) / 2 == whole.pop(split) / 8
+    assert quarter == whole
+
+
 def test_prompts_are_the_same_in_every_process() -> None:
     one, other = settings(), settings("--arms", "free")
     assert one.prompts(2, 5, "decode") == other.prompts(2, 5, "decode")
