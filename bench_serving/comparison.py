@@ -15,6 +15,9 @@ from bench_serving.arms import ARMS, Arm
 from bench_serving.settings import Job, Settings, settings_from_dict
 from bench_serving.summary import Run
 
+#: What a run was made with, beside its settings.
+_RAN_ON = "ran_on.json"
+
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
@@ -47,6 +50,7 @@ class Comparison:
             "device": f"{settings.tensor_parallel_size}x {versions.device() or 'unknown GPU'}",
             "versions": versions.versions(settings.engine),
             "commit": self.commit or versions.commit(processes.ROOT),
+            "variables": _variables(os.environ),
         }
         order = schedule.interleaved(self.arms, self.repeats)
         runs: list[Run] = []
@@ -54,9 +58,11 @@ class Comparison:
         for number, (repeat, name) in enumerate(order, 1):
             title = f"[{number}/{len(order)}] {name}, repeat {repeat + 1} of {self.repeats}"
             directory = self.out / "runs" / f"{repeat:02}-{name}"
-            run = kept(directory, settings, repeat, name) if self.resume else None
+            run = kept(directory, settings, ran_on, repeat, name) if self.resume else None
             if run is None:
                 print(title, flush=True)
+                directory.mkdir(parents=True, exist_ok=True)
+                report.write_json(directory / _RAN_ON, ran_on)
                 run = run_once(settings, ARMS[name], repeat, directory, self.timeout_s)
             else:
                 print(f"{title}: kept", flush=True)
@@ -74,7 +80,6 @@ class Comparison:
             "command": self.command,
             "engine": self.settings.engine,
             **ran_on,
-            "variables": _variables(os.environ),
             "settings": dataclasses.asdict(self.settings),
             "repeats": self.repeats,
             "arms": {name: ARMS[name].label for name in self.arms},
@@ -102,7 +107,6 @@ def arm_environment(arm: Arm, settings: Settings) -> dict[str, str]:
 
 def run_once(settings: Settings, arm: Arm, repeat: int, directory: Path, timeout_s: float) -> Run:
     """Starts the engine, measures, and makes sure that it was the arm that ran."""
-    directory.mkdir(parents=True, exist_ok=True)
     result, log = directory / "result.json", directory / "log.txt"
     Job(settings, arm.name, arm.disable_custom_all_reduce, str(result)).write(directory / "job.json")
     outcome = processes.run(
@@ -127,11 +131,16 @@ def _judged(settings: Settings, arm: Arm, repeat: int, outcome: processes.Outcom
     return Run(repeat, arm.name, outcome.seconds, evidence=found, result=json.loads(result.read_text(encoding="utf-8")))
 
 
-def kept(directory: Path, settings: Settings, repeat: int, name: str) -> Run | None:
-    """The run that lies in ``directory``, if it is complete and was made with the same settings."""
-    result, log, job = (directory / file for file in ("result.json", "log.txt", "job.json"))
-    if not (result.is_file() and log.is_file() and job.is_file()):
+def kept(directory: Path, settings: Settings, ran_on: Mapping[str, Any], repeat: int, name: str) -> Run | None:
+    """The run that lies in ``directory``, if it is complete; it must be of these settings, versions and variables."""
+    result, log, job, on = (directory / file for file in ("result.json", "log.txt", "job.json", _RAN_ON))
+    if not (result.is_file() and log.is_file() and job.is_file() and on.is_file()):
         return None
+    differing = {key for key, value in json.loads(on.read_text(encoding="utf-8")).items() if value != ran_on.get(key)}
+    if differing:
+        raise SystemExit(
+            f"--resume: {directory} was made with another {', '.join(sorted(differing))}; give another --out"
+        )
     theirs = settings_from_dict(json.loads(job.read_text(encoding="utf-8"))["settings"])
     if dataclasses.replace(theirs, model=settings.model) != settings:
         raise SystemExit(f"--resume: {directory} was made with other settings; give another --out")

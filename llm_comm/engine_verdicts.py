@@ -68,9 +68,14 @@ def verdict(engine: Engine) -> str:
         config = Config.load()
     except ConfigError as error:
         return f"{version}; does not start with tensor parallelism: {error}"
-    why_not = _why_not_active(engine, version, config)
+    why_not = _why_not_active(config)
     if why_not is not None:
         return f"{version}; keeps its own all-reduce: {why_not}"
+    if not is_supported(engine, version):
+        return (
+            f"{version}; the line about llm_comm in its log tells whether its all-reduces go through it: tested with "
+            f"{engine.name} {engine.oldest} to {engine.newest}"
+        )
     return f"{version}; its all-reduces go through llm_comm"
 
 
@@ -87,11 +92,9 @@ def _why_not_loaded(engine: Engine) -> str | None:
     return f"{engine.allowed}={allowed} leaves {_PLUGIN} out"
 
 
-def _why_not_active(engine: Engine, version: str, config: Config) -> str | None:
+def _why_not_active(config: Config) -> str | None:
     if not config.enable:
         return f"enable is false ({config.origins.get('enable', 'Python')})"
-    if not is_supported(engine, version):
-        return f"llm_comm supports {engine.name} {engine.oldest} to {engine.newest}"
     return launch.usable_gpus()[1] or None
 
 

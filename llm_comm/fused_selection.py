@@ -119,7 +119,7 @@ def select_fused(
     chunk_threads = CHUNK_LINES * world_size
     tile_chunks = math.ceil(span_chunks / cluster)
     threads = _whole_warps(tile_chunks * chunk_threads)
-    # All blocks run at once: that does not rest on the order in which a device starts clusters.
+    # All blocks run at once, as far as can be told: that does not rest on the order in which a device starts clusters.
     clusters = min(most_clusters, resident_clusters(limits, cluster, threads, resident_threads))
     if clusters < launch_rows or threads > most_threads:
         tile_chunks = max(1, min(tile_chunks, min(most_threads, MAX_LOOP_THREADS) // chunk_threads))
@@ -143,10 +143,11 @@ def select_fused(
 
 
 def resident_clusters(limits: DeviceLimits, cluster: int, threads: int, resident_threads: int) -> int:
-    """Clusters of ``cluster`` blocks that surely run at once.
+    """Clusters of ``cluster`` blocks that run at once, by estimate.
 
     An SM has registers for ``resident_threads``, so for as many blocks of ``threads`` as those make. A cluster lies
-    within a GPC: of the 18 SMs that one of an H100 has, 2 may be left over.
+    within a GPC: of the 18 SMs that one of an H100 has, 2 may be left over. On a GPU with fewer SMs in some GPC the
+    rest of the clusters start when others have ended, in the order of their numbers, as blocks of a plain grid do.
     """
     sm_count = limits.sm_count if cluster == 1 else limits.sm_count * 16 // 18
     return sm_count * (resident_threads // threads) // cluster

@@ -210,7 +210,7 @@ def _check_rows(path: str, rows: Sequence[TuningRow]) -> None:
         if not _is_valid(row) or row.up_to <= previous:
             raise ConfigError(
                 f"tuning table {path}: {row} is not valid: algorithm is one of {', '.join(ALGORITHMS)}, blocks 1 to "
-                "65535, tile_lines a power of two, depth at least 0, and rows are sorted by up_to, in bytes"
+                "65535, tile_lines a power of two, depth 0 to 65535, and rows are sorted by up_to, in bytes"
             )
         previous = row.up_to
 
@@ -221,7 +221,7 @@ def _check_fused_rows(path: str, rows: Sequence[FusedRow]) -> None:
         if not _is_valid_fused(row) or row.up_to <= previous:
             raise ConfigError(
                 f"tuning table {path}: {row} is not valid: algorithm is one of {', '.join(ALGORITHMS)}, blocks 1 to "
-                f"65535, threads 64 to {MAX_BLOCK_THREADS}, cluster 1, 2, 4, 8 or 16, depth at least 0, and rows are "
+                f"65535, threads 64 to {MAX_BLOCK_THREADS}, cluster 1, 2, 4, 8 or 16, depth 0 to 65535, and rows are "
                 "sorted by up_to, in bytes"
             )
         previous = row.up_to
@@ -234,7 +234,7 @@ def _is_valid_fused(row: FusedRow) -> bool:
         and 0 < row.blocks < 65536
         and 64 <= row.threads <= MAX_BLOCK_THREADS
         and row.cluster in (1, 2, 4, 8, 16)
-        and row.depth >= 0
+        and 0 <= row.depth < 65536
     )
 
 
@@ -246,7 +246,7 @@ def _is_valid(row: TuningRow) -> bool:
         and 0 < row.blocks < 65536
         and row.tile_lines > 0
         and row.tile_lines & (row.tile_lines - 1) == 0
-        and row.depth >= 0
+        and 0 <= row.depth < 65536
     )
 
 

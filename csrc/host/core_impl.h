@@ -327,13 +327,14 @@ class CoreImpl final : public Core {
     args.comm = comm_;
     args.tile_lines = 1u << plan.tile_lines_log2;
     args.tile_lines_log2 = plan.tile_lines_log2;
-    args.depth = plan.depth;
+    const auto whole = shape(chunk, element_bytes, type, plan);
+    const uint64_t stride = uint64_t{whole.grid.blocks} << plan.tile_lines_log2;
+    args.depth = useful_depth(plan.depth, (chunk * element_bytes / sizeof(Line) + stride) / stride);
     const auto kind = static_cast<AllReduceAlgorithm>(plan.algorithm) == AllReduceAlgorithm::kOneShot
                           ? OperationKind::kAllReduceOneShot
                           : OperationKind::kAllReduceTwoShot;
     const CallSignature call{static_cast<uint32_t>(kind), static_cast<uint16_t>(data_type), 0, 0, 0};
-    return std::make_unique<PreparedAllReduce<Launcher>>(queue_, args, call, count, chunk, element_bytes,
-                                                         shape(chunk, element_bytes, type, plan),
+    return std::make_unique<PreparedAllReduce<Launcher>>(queue_, args, call, count, chunk, element_bytes, whole,
                                                          shape(last, element_bytes, type, plan));
   }
 
@@ -375,7 +376,7 @@ class CoreImpl final : public Core {
     args.segment_lines = (args.row_lines + segment_unit - 1) / segment_unit * kChunkLines;
     args.tile_lines = plan.tile_lines;
     args.cluster_blocks = plan.cluster_blocks;
-    args.depth = plan.depth;
+    args.depth = useful_depth(plan.depth, chunk * args.row_lines);
     args.quantization = static_cast<Quantization>(operation.quantization);
     args.epsilon = operation.epsilon;
     args.reciprocal_hidden = 1.0f / static_cast<float>(operation.hidden);
@@ -423,6 +424,11 @@ class CoreImpl final : public Core {
   void abort() override { __atomic_store_n(&comm_.mailbox->abort_request, 1u, __ATOMIC_RELEASE); }
 
  private:
+  // No block sends further ahead than its last tile; kernels count tiles of more in 32 bits.
+  static uint32_t useful_depth(uint32_t depth, uint64_t tiles_of_block) {
+    return static_cast<uint32_t>(depth < tiles_of_block ? depth : tiles_of_block);
+  }
+
   typename PreparedAllReduce<Launcher>::Shape shape(uint64_t count, uint64_t element_bytes, DataType type,
                                                     const LaunchPlan& plan) {
     const auto algorithm = static_cast<AllReduceAlgorithm>(plan.algorithm);

@@ -52,7 +52,7 @@ LLM_COMM_KERNEL(kMaxWorldSize) check_call(LLM_COMM_KERNEL_PARAM CheckCallArgs ar
   if (!op.begin()) return;
   if (peer == comm.rank) {
     if (!op.claim(args.call.number)) {
-      op.fail(ErrorCause::kConcurrentUse, comm.rank, kCheckPhase);
+      op.fail(ErrorCause::kConcurrentUse, comm.rank, kCheckPhase, [] {});
       op.tell_of_failure();
     }
     mine = {args.call, 1};
@@ -84,8 +84,9 @@ LLM_COMM_KERNEL(kMaxWorldSize) check_call(LLM_COMM_KERNEL_PARAM CheckCallArgs ar
   }
   if (odd_one == 0) return;
   // The others find it themselves. A note could reach one of them before the call that tells it why.
-  for (uint32_t rank = 0; rank < comm.world_size; ++rank) comm.mailbox->calls[rank] = checked[rank].call;
-  op.fail(ErrorCause::kMismatch, odd_one, kCheckPhase);
+  op.fail(ErrorCause::kMismatch, odd_one, kCheckPhase, [&] {
+    for (uint32_t rank = 0; rank < comm.world_size; ++rank) comm.mailbox->calls[rank] = checked[rank].call;
+  });
 }
 
 // One thread.

@@ -20,8 +20,8 @@ What differs between the supported versions, and where it is taken care of:
 ===================================  =====================  ======================  =================================
 group ``attention_tp``               no custom all-reduce   custom all-reduce       served in both
 group ``shared_experts_tp``          none                   reduce-scatter alone    left alone
-FlashInfer's all-reduce, if on       fused with norms only  all that its workspace  a line in the log says so
-                                                            has room for
+FlashInfer's all-reduce, if on       fused with norms only  all that its workspace  a line in the log says so; 0.5.18 is
+                                                            has room for            as 0.5.23
 ===================================  =====================  ======================  =================================
 """
 

@@ -1,15 +1,16 @@
 """SGLang's norms with the all-reduce before them in one kernel of llm_comm.
 
-Most models of SGLang leave a sum to the norm that follows it, where ``flashinfer_ar_fusion_applies`` (before 0.5.23:
+Most models of SGLang leave a sum to the norm that follows it, where ``flashinfer_ar_fusion_applies`` (before 0.5.22:
 ``apply_flashinfer_allreduce_fusion``) says that FlashInfer's kernel takes both; all of them end in
 ``_forward_with_allreduce_fusion``. Both are hooked: the former says yes, and the latter asks llm_comm. That function
 reduces whatever the kernel declines: SGLang's own of 0.5.17 would norm what has not been reduced.
 
 The sum of an attention has one reader, the norm after it. That of an MLP is left to the next layer, and before 0.5.21
-(``layer_boundary``) SGLang leaves it whoever else may read it: the next stage of a pipeline, a draft model. There the
-yes to that question stays SGLang's own, but where nobody else can be (``_why_not_deferred``).
+(``layer_boundary``) SGLang leaves it whoever else may read it: the next stage of a pipeline, a draft model, what adds
+features of images or splits a batch between layers. There the yes to that question stays SGLang's own, but where nobody
+else can be (``_why_not_deferred``).
 
-Dense Llama takes that path by itself since it has ``stage_facts``, in 0.5.23. Before, its layers reduce in their
+Dense Llama takes that path by itself since it has ``stage_facts``, in 0.5.22. Before, its layers reduce in their
 linears. There the linears are told not to (``reduce_results``, an option of theirs), and the layer's forward is
 replaced by one that sums in its norms. A layer whose output someone but the next layer reads sums at its end: the last
 one, those of a model whose hidden states are captured for a draft model. Hooks of the norm and of the linear would do
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import logging
 import pkgutil
 from typing import Any
@@ -34,7 +36,7 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import layernorm
 from sglang.srt.layers.dp_attention import is_dp_attention_enabled
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.runtime_context import get_parallel, get_server_args, get_spec
+from sglang.srt.runtime_context import get_exec, get_parallel, get_server_args, get_spec
 
 logger = logging.getLogger("sglang.llm_comm")
 
@@ -167,7 +169,7 @@ def _may_defer() -> bool:
 
 
 def _why_not_deferred() -> str | None:
-    """Why someone but the next layer may read the output of an MLP, if so."""
+    """Why the output of an MLP may be read by someone but the next layer, or changed before that reads it, if so."""
     if get_parallel().pp_size > 1:
         return "with pipeline parallelism, the next stage reads that of the last layer"
     if _speculates():
@@ -175,9 +177,15 @@ def _why_not_deferred() -> str | None:
     try:
         from sglang.srt.arg_groups.overrides import _FLASHINFER_ALLREDUCE_FUSION_ARCHS as known
 
-        architecture = get_server_args().get_model_config().hf_config.architectures[0]
+        exchange = get_exec().moe.moe_a2a_backend
+        model = get_server_args().get_model_config().hf_config
+        architecture = model.architectures[0]
     except Exception as error:
-        return f"this version of SGLang does not tell the model ({type(error).__name__}: {error})"
+        return f"this version of SGLang does not tell what it serves ({type(error).__name__}: {error})"
+    if exchange != "none":
+        return f"with --moe-a2a-backend {exchange}, batches may be split between layers"
+    if getattr(getattr(model, "vision_config", None), "deepstack_visual_indexes", None):
+        return f"{architecture} adds features of images between layers"
     return None if architecture in known else f"SGLang does not do so for {architecture}"
 
 
@@ -210,7 +218,7 @@ def _around_norm(
 
 
 def _sum_and_norm(
-    norm: Any, x: torch.Tensor, residual: torch.Tensor, may_overwrite: bool
+    norm: Any, x: torch.Tensor, residual: torch.Tensor, may_overwrite: bool, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``norm`` of (the sum of ``x`` + ``residual``), and what was normed.
 
@@ -219,6 +227,7 @@ def _sum_and_norm(
         x: This rank's addend; nobody's afterwards, as where SGLang reduces it in place.
         residual: Like ``x``, the same on all ranks.
         may_overwrite: Whether what was normed may take the place of ``residual``.
+        options: What SGLang's norm is given besides, where it takes over.
     """
     if x.shape[0] == 0:
         return x, residual
@@ -230,14 +239,15 @@ def _sum_and_norm(
                 x, residual, norm.weight.data, norm.variance_epsilon, group.unique_name
             )
             return result
-        normed, new_residual = norm.forward(group.all_reduce(x.clone()), residual.clone(), None)
+        normed, new_residual = norm.forward(group.all_reduce(x.clone()), residual.clone(), None, **options)
         return normed, new_residual
     if _is_plain(norm):
         fused = _fused(group, x, residual, norm.weight.data, norm.variance_epsilon)
         if fused is not None:
             return fused
     # What SGLang does where it does not fuse, in the tensors that it would use.
-    normed, new_residual = norm.forward(group.all_reduce(x), residual if may_overwrite else residual.clone(), None)
+    residual = residual if may_overwrite else residual.clone()
+    normed, new_residual = norm.forward(group.all_reduce(x), residual, None, **options)
     return normed, new_residual
 
 
@@ -317,6 +327,12 @@ class _Place:
     def __init__(self, model: Any, is_last: bool) -> None:
         self._model = model
         self._is_last = is_last
+        # 0.5.18 to 0.5.21: a norm quantizes for the linear that it is given.
+        self._norms_quantize = "quant_linear" in inspect.signature(layernorm.RMSNorm.forward_cuda).parameters
+
+    def options(self, block: Any, linear: str) -> dict[str, Any]:
+        """What Llama gives a norm, besides tensors, whose output the linear of ``block`` reads."""
+        return {"quant_linear": getattr(block, linear)} if self._norms_quantize else {}
 
     def carries_on(self) -> bool:
         """Whether the sum of the layer's output is left to the next layer, which alone reads it."""
@@ -364,16 +380,17 @@ def _around_llama_layer(
     if place is None:
         result: tuple[torch.Tensor, torch.Tensor] = theirs(layer, positions, hidden_states, forward_batch, residual)
         return result
+    norm, options = layer.input_layernorm, place.options(layer.self_attn, "qkv_proj")
     if residual is None:
         residual = hidden_states
-        hidden_states = layer.input_layernorm(hidden_states)
+        hidden_states = norm(hidden_states, **options)
     elif getattr(hidden_states, _OWED, False):
-        hidden_states, residual = _sum_and_norm(layer.input_layernorm, hidden_states, residual, may_overwrite=True)
+        hidden_states, residual = _sum_and_norm(norm, hidden_states, residual, may_overwrite=True, **options)
     else:
-        hidden_states, residual = layer.input_layernorm(hidden_states, residual)
+        hidden_states, residual = norm(hidden_states, residual, **options)
     hidden_states = layer.self_attn(positions=positions, hidden_states=hidden_states, forward_batch=forward_batch)
-    norm = layer.post_attention_layernorm
-    hidden_states, residual = _sum_and_norm(norm, hidden_states, residual, may_overwrite=True)
+    norm, options = layer.post_attention_layernorm, place.options(layer.mlp, "gate_up_proj")
+    hidden_states, residual = _sum_and_norm(norm, hidden_states, residual, may_overwrite=True, **options)
     hidden_states = layer.mlp(hidden_states)
     if place.carries_on():
         setattr(hidden_states, _OWED, True)

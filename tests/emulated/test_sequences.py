@@ -13,6 +13,7 @@ from reference import ALGORITHMS, DTYPES, assert_bitwise_equal, assert_is_sum, c
 from tables import STEP_BYTES, VARIANTS, table_of_all_variants
 
 from llm_comm import Communicator
+from llm_comm.selection import TuningRow
 
 
 def reduce_once(comm: Communicator, count: int, dtype: torch.dtype, seed: int) -> None:
@@ -35,6 +36,19 @@ def check_every_variant(table: Path) -> None:
 @pytest.mark.parametrize("world", [2, 3, 5, 8])
 def test_every_grid_tile_and_depth(ranks: RankPool, world: int, tmp_path: Path) -> None:
     ranks.run(world, check_every_variant, table_of_all_variants(tmp_path / "variants.yaml"))
+
+
+def check_depth_of_many_tiles() -> None:
+    """More than a block has, as a number whose product with a grid of tiles does not fit into 32 bits."""
+    with make_communicator() as comm:
+        for algorithm in ALGORITHMS:
+            row = TuningRow(1 << 30, algorithm, blocks=2, tile_lines=4, depth=0x1FFFFFFF)
+            comm.use_table(comm.table._replace(rows=(row,)))
+            reduce_once(comm, 768, torch.float32, seed=1)
+
+
+def test_a_depth_of_more_tiles_than_there_are(ranks: RankPool) -> None:
+    ranks.run(3, check_depth_of_many_tiles)
 
 
 def check_random_calls(table: Path, seed: int, calls: int) -> None:

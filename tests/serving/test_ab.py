@@ -143,7 +143,9 @@ def test_the_check_fails_on_wrong_results(harness: Harness, fault: str, said: st
     assert any(said in failure for failure in report["check"]["failures"])
 
 
-def test_an_interrupted_comparison_is_resumed(harness: Harness, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_comparison_is_resumed(
+    harness: Harness, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = ("--arms", "nccl,llm_comm", "--repeats", "1")
     status, _ = harness.run(*options, faults={"llm_comm": "crash"})
     assert status == 1
@@ -154,6 +156,11 @@ def test_an_interrupted_comparison_is_resumed(harness: Harness, capsys: pytest.C
     assert set(report["decode"]["1"]) == {"nccl", "llm_comm"}
     with pytest.raises(SystemExit, match="made with other settings"):
         harness.run(*options, "--resume", "--enforce-eager")
+    with pytest.raises(SystemExit, match="made with another commit; give another --out"):
+        harness.run(*options, "--resume", "--commit", "another")
+    monkeypatch.setenv("LLM_COMM_ALGORITHM", "two_shot")
+    with pytest.raises(SystemExit, match="made with another variables"):
+        harness.run(*options, "--resume")
 
 
 def test_the_environment_of_an_engine(tmp_path: Path) -> None:

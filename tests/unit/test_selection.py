@@ -216,6 +216,7 @@ INVALID_TABLES: dict[str, tuple[list[TuningRow], dict[str, Any]]] = {
     "tile not a power of two": ([GOOD._replace(tile_lines=12)], {}),
     "tile a fraction": ([GOOD._replace(tile_lines=8.0)], {}),
     "negative depth": ([GOOD._replace(depth=-1)], {}),
+    "depth of all tiles and more": ([GOOD._replace(depth=65536)], {}),
     "no depth": ([GOOD._replace(depth=None)], {}),
     "up to nothing": ([GOOD._replace(up_to=0)], {}),
     "up to a word": ([GOOD._replace(up_to="all")], {}),

@@ -67,7 +67,7 @@ bool wait_ends() {
   std::printf("wait_in_vain: failures %u, complete %u, rank %u waited for %u in operation %llu\n", gpus[1].failures,
               record.complete, record.rank, record.peer, static_cast<unsigned long long>(record.sequence));
   return gpus[1].failures == user::kCountDiffers && gpus[1].aborted == 1 && record.complete == 1 && record.rank == 1 &&
-         record.peer == 0 && record.sequence == 7 && record.bytes == kLines;
+         record.peer == 0 && record.sequence == 7 && record.bytes == kLines && gpus[1].last_look != 0;
 }
 
 // However many threads wait, one in each interval looks at host memory and for notes.
@@ -80,7 +80,7 @@ bool looks_are_rationed() {
     return looks;
   };
   constexpr uint64_t kSecondNs = 1'000'000'000;
-  constexpr uint64_t kShortNs = 4'000'000;  // 1000 intervals of about 4 us
+  constexpr uint64_t kShortNs = 4'000'000;  // 1953 intervals of about 2 us
   bool right = looks_at(30 * kSecondNs, 5 * kSecondNs) == 1;
   right &= looks_at(30 * kSecondNs, 5 * kSecondNs + 1000) == 0;
   right &= looks_at(30 * kSecondNs, 5 * kSecondNs + 2'000'000) == 1;

@@ -139,12 +139,13 @@ class CudaLauncher {
   template <class Args>
   using Function = CUfunction;
 
-  CudaLauncher(int device, bool dependent_launch) : device_(device) {
-    int major = 0;
-    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
+  // `architecture`: what the kernels were compiled for. Those for less than sm_90 know nothing of dependent launches and
+  // clusters, also where they run, as PTX, on a GPU that does.
+  CudaLauncher(int device, int architecture, bool dependent_launch)
+      : device_(device),
+        dependent_launch_(dependent_launch && architecture >= 90),
+        max_cluster_blocks_(architecture >= 90 ? kMaxClusterBlocks : 1) {
     check(driver_.ctx_get_current(&context_), "cuCtxGetCurrent");
-    dependent_launch_ = dependent_launch && major >= 9;
-    max_cluster_blocks_ = major >= 9 ? kMaxClusterBlocks : 1;
   }
   CudaLauncher(CudaLauncher&& other) noexcept
       : device_(other.device_),
@@ -270,16 +271,17 @@ class CudaLauncher {
   const Driver& driver_ = Driver::get();
   int device_;
   CUcontext context_ = nullptr;  // the device's primary context
-  bool dependent_launch_ = false;
-  uint32_t max_cluster_blocks_ = 1;
+  bool dependent_launch_;
+  uint32_t max_cluster_blocks_;
   cudaStream_t last_stream_ = nullptr;
   bool has_last_stream_ = false;
   cudaEvent_t order_ = nullptr;
 };
 
 // Loads every kernel that the communicator may launch: the first launch of one could otherwise fall into a capture,
-// where loading is not allowed. Fails, with the driver's words, where the build has no code for this GPU.
-void load_kernels(int world_size) {
+// where loading is not allowed. Fails, with the driver's words, where the build has no code for this GPU. Returns the
+// architecture that they were compiled for: 90, say.
+int load_kernels(int world_size) {
   cudaFuncAttributes attributes{};
   const auto load = [&](const void* kernel) {
     check(cudaFuncGetAttributes(&attributes, kernel), "this build of llm_comm has no kernels for the GPU");
@@ -301,6 +303,7 @@ void load_kernels(int world_size) {
       }
     }
   }
+  return attributes.ptxVersion;  // the same for all: they come out of one build
 }
 
 int device_attribute(cudaDeviceAttr attribute, int device) {
@@ -320,9 +323,9 @@ bool driver_attribute(CUdevice_attribute attribute, int device) {
 std::unique_ptr<Core> make_cuda_core(const CoreOptions& options, int device) {
   check_options(options);
   const DeviceGuard guard(device);
-  load_kernels(options.world_size);
-  return std::make_unique<CoreImpl<CudaMemory, CudaLauncher>>(options, CudaMemory(device),
-                                                              CudaLauncher(device, options.dependent_launch));
+  const int architecture = load_kernels(options.world_size);
+  return std::make_unique<CoreImpl<CudaMemory, CudaLauncher>>(
+      options, CudaMemory(device), CudaLauncher(device, architecture, options.dependent_launch));
 }
 
 DeviceReport cuda_device_report(int device) {

@@ -147,9 +147,12 @@ class Operation {
   LLM_COMM_DEVICE bool claim(uint32_t launch) const { return compare_and_swap(&state_->claim, 0u, launch) == 0u; }
   LLM_COMM_DEVICE void release() const { store_relaxed(&state_->claim, 0u); }
 
-  // Ends the communicator on this GPU.
-  LLM_COMM_DEVICE void fail(ErrorCause cause, uint32_t peer, uint32_t phase) const {
-    if (give_up(bounds())) report_error(bounds(), site(), cause, peer, phase);
+  // Ends the communicator on this GPU. Where it has not ended before, note() writes what goes with the report.
+  template <class Note>
+  LLM_COMM_DEVICE void fail(ErrorCause cause, uint32_t peer, uint32_t phase, Note note) const {
+    if (!give_up(bounds())) return;
+    note();
+    report_error(bounds(), site(), cause, peer, phase);
   }
 
   // Lets every rank that waits for this one end its wait.

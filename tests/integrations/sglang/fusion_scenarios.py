@@ -36,6 +36,7 @@ _SOURCES = Path(parallel_state.__file__).parents[1]
 #: The sizes of groups, which SGLang reads off the options of its server.
 SIZES = SimpleNamespace(tp_size=2, attn_tp_size=2, moe_tp_size=2, moe_ep_size=1, pp_size=1)
 SPECULATION = SimpleNamespace(speculative_algorithm=None)
+EXPERTS = SimpleNamespace(moe_a2a_backend="none")
 MODEL = SimpleNamespace(architectures=["Qwen3MoeForCausalLM"])
 
 
@@ -131,7 +132,7 @@ gate = make_gate()
 class Attention(nn.Module):
     def __init__(self, hidden_size: int, **_: Any) -> None:
         super().__init__()
-        self.o_proj = RowParallelLinear(0.5)
+        self.qkv_proj, self.o_proj = nn.Identity(), RowParallelLinear(0.5)
 
     def forward(self, positions: Any, hidden_states: torch.Tensor, forward_batch: Any) -> torch.Tensor:
         return self.o_proj(hidden_states)
@@ -140,7 +141,7 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     def __init__(self, hidden_size: int, **_: Any) -> None:
         super().__init__()
-        self.down_proj = RowParallelLinear(0.25)
+        self.gate_up_proj, self.down_proj = nn.Identity(), RowParallelLinear(0.25)
 
     def forward(self, x: torch.Tensor, forward_batch: Any = None) -> torch.Tensor:
         return self.down_proj(x)
@@ -304,6 +305,23 @@ def where_sglang_does_not_an_mlp_sums_itself() -> None:
 
 
 @scenario()
+def where_batches_may_be_split_an_mlp_sums_itself() -> None:
+    """Two-batch overlap slices what a layer hands over; the parts do not say that their sum is owed."""
+    if IS_OLD:
+        with mock.patch.object(EXPERTS, "moe_a2a_backend", "deepep"):
+            assert not mlp_leaves_its_sum("with --moe-a2a-backend deepep")
+
+
+@scenario()
+def where_features_of_images_are_added_an_mlp_sums_itself() -> None:
+    """To its output, on every rank, or not at all where the next layer sums."""
+    if IS_OLD:
+        vision = SimpleNamespace(deepstack_visual_indexes=[8, 16, 24])
+        with mock.patch.object(MODEL, "vision_config", vision, create=True):
+            assert not mlp_leaves_its_sum("Qwen3MoeForCausalLM adds features of images")
+
+
+@scenario()
 def where_sglang_leaves_the_sum_of_an_mlp_we_follow() -> None:
     if IS_OLD:
         with mock.patch.object(SIZES, "pp_size", 2), mock.patch.dict(vars(gate), flashinfer_applies()):
@@ -440,6 +458,26 @@ def dense_llama_is_reduced_where_the_kernel_declines() -> None:
         assert not calls
 
 
+@scenario(LLM_COMM_MAX_MESSAGE_BYTES="256")
+def norms_that_quantize_for_a_linear_are_told_of_it() -> None:
+    """Those of 0.5.18 to 0.5.21; here the norm of 0.5.17 with their signature."""
+    if not IS_OLD:
+        return
+    given: list[Any] = []
+
+    def forward(norm_: Any, *tensors: Any, quant_linear: Any = None) -> Any:
+        given.append(quant_linear)
+        return norm_.forward_native(*tensors)
+
+    unfused = make_model()
+    patches = dict.fromkeys(("forward", "forward_cuda"), forward)
+    with mock.patch.multiple(layernorm.RMSNorm, **patches), sglang_groups(), server():
+        model = make_model()
+        close(run_llama(model), run_llama(unfused))
+        linears = [linear for layer in model.layers for linear in (layer.self_attn.qkv_proj, layer.mlp.gate_up_proj)]
+        assert given[: len(linears)] == linears
+
+
 # ---- What they are made of ------------------------------------------------------------------------------------------
 
 
@@ -510,6 +548,7 @@ def speculation_is_known(algorithm: str | None) -> Iterator[None]:
     with (
         mock.patch("llm_comm.integrations.sglang_fusion.get_spec", return_value=spec),
         mock.patch("llm_comm.integrations.sglang_fusion.get_server_args", return_value=arguments),
+        mock.patch("llm_comm.integrations.sglang_fusion.get_exec", return_value=SimpleNamespace(moe=EXPERTS)),
     ):
         yield
 
