@@ -171,7 +171,7 @@ class Rendezvous:
 
     def _receive(self, connection: socket.socket, own_secret: str, received: dict[int, int]) -> None:
         """Takes what a peer has sent; whatever is not from a peer that is still to come is dropped."""
-        message, descriptors, flags, _ = socket.recv_fds(connection, 256, 1)
+        message, descriptors, flags, _ = socket.recv_fds(connection, 256, 1, socket.MSG_CMSG_CLOEXEC)
         sender = _sender(message, own_secret)
         is_awaited = sender is not None and sender in range(self.world_size) and sender not in (self.rank, *received)
         if is_awaited and flags & socket.MSG_CTRUNC:

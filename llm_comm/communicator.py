@@ -82,7 +82,7 @@ class Communicator:
         self._core: _core.Core | None = None
         self._limits = device_limits(self.device)
         self._watchdog: Watchdog | None = None
-        self._stop_watching: Callable[[], object] | None = None
+        self._stop_watching: weakref.finalize[[], Communicator] | None = None
 
         _check_hosts(rendezvous, self)
         self._table = rendezvous.attempt("choice of a tuning table", self._find_table)
@@ -293,8 +293,8 @@ class Communicator:
             if self._core is not None and not self.is_emulated:
                 torch.cuda.synchronize(self.device)
         finally:  # also where the CUDA context is broken
-            if self._stop_watching is not None:
-                self._stop_watching()
+            if self._stop_watching is not None and self._stop_watching.detach() and self._watchdog is not None:
+                self._watchdog.stop()
             self._stop_watching = self._watchdog = self._core = None
             self._fused = None
             self._prepared.clear()
@@ -423,8 +423,12 @@ class Communicator:
         if not _core.bounded_waits:
             logger.warning("this build of llm_comm is for measuring only: its kernels wait for ever")
         self._watchdog = Watchdog(self._live_core(), self.rank, self.config.timeout_s, board)
-        self._stop_watching = weakref.finalize(self, self._watchdog.stop)
-        rendezvous.attempt("start of the watchdog", self._watchdog.start)
+        self._stop_watching = weakref.finalize(self, self._watchdog.abandon)
+        try:
+            rendezvous.attempt("start of the watchdog", self._watchdog.start)
+        except BaseException:
+            self._watchdog.stop()
+            raise
 
     def _connect(self, rendezvous: Rendezvous) -> str:
         """Allocates the workspace and maps those of the peers. Returns how."""

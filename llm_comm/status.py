@@ -1,7 +1,8 @@
 """What the ranks of a communicator know of each other when one of them fails: a page of shared memory each.
 
 A rank writes its own page and reads those of the others, so nobody waits for anybody, and the page of a rank that has
-died still says what it did last.
+died still says what it did last. That its process has ended tells a pidfd, which ranks give each other rather than
+their process numbers: those of another container say nothing here.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import select
 import struct
 import time
 import zlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from llm_comm.bootstrap import Rendezvous
+from llm_comm.errors import MissingRankError, RendezvousError
 
 _PAGE_BYTES = 4096
 _BEAT = struct.Struct("d")  # time.monotonic(), which the processes of a machine share
@@ -57,18 +61,31 @@ class RankState:
 
 @dataclass(frozen=True)
 class Sighting:
-    """The state of a rank and the seconds since it last gave a sign of life; nothing where it has written none."""
+    """What is seen of a rank.
+
+    Attributes:
+        state: What it says of itself, None where it has written nothing.
+        age_s: Seconds since it last gave a sign of life.
+        has_exited: Its process has ended, as far as can be told.
+    """
 
     state: RankState | None
     age_s: float
+    has_exited: bool = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has closed its communicator, or dropped it."""
+        return self.state is not None and self.state.is_closed
 
 
 class StatusBoard:
-    """The pages of all ranks. Use it from one thread."""
+    """The pages of all ranks, and pidfds of the peers' processes where there are any. Use it from one thread."""
 
-    def __init__(self, rank: int, pages: dict[int, mmap.mmap]) -> None:
+    def __init__(self, rank: int, pages: Mapping[int, mmap.mmap], processes: Mapping[int, int] | None = None) -> None:
         self._own = pages[rank]
         self._pages = pages
+        self._processes = processes or {}
 
     @classmethod
     def open(cls, rendezvous: Rendezvous) -> StatusBoard:
@@ -86,10 +103,11 @@ class StatusBoard:
                 pages = {rank: mmap.mmap(fd, _PAGE_BYTES, prot=mmap.PROT_READ) for rank, fd in peers.items()}
                 return pages | {rendezvous.rank: mmap.mmap(own, _PAGE_BYTES)}
 
-            return cls(rendezvous.rank, rendezvous.attempt("mapping of the status pages", map_pages))
+            pages = rendezvous.attempt("mapping of the status pages", map_pages)
         finally:
             for fd in (own, *peers.values()):
                 os.close(fd)
+        return cls(rendezvous.rank, pages, _exchange_processes(rendezvous))
 
     def publish(self, state: RankState) -> None:
         """Says what this rank does, and that it lives."""
@@ -101,11 +119,21 @@ class StatusBoard:
     def look(self) -> list[Sighting]:
         """The ranks' states, by rank."""
         now = time.monotonic()
-        return [_read(self._pages[rank], now) for rank in sorted(self._pages)]
+        return [_read(self._pages[rank], now, self._has_exited(rank)) for rank in sorted(self._pages)]
+
+    def _has_exited(self, rank: int) -> bool:
+        process = self._processes.get(rank)
+        if process is None:
+            return False
+        poll = select.poll()
+        poll.register(process, select.POLLIN)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         for page in self._pages.values():
             page.close()
+        for process in self._processes.values():
+            os.close(process)
 
 
 def _make_page() -> int:
@@ -118,12 +146,26 @@ def _make_page() -> int:
     return descriptor
 
 
+def _exchange_processes(rendezvous: Rendezvous) -> dict[int, int]:
+    """pidfds of the peers, by rank; none where a kernel has no such thing (Linux before 5.3, some sandboxes)."""
+    try:
+        own = rendezvous.attempt("pidfd", lambda: os.pidfd_open(os.getpid()), undo=os.close)
+    except MissingRankError:
+        raise
+    except RendezvousError:  # the same on all ranks
+        return {}
+    try:
+        return rendezvous.exchange_descriptors(own)
+    finally:
+        os.close(own)
+
+
 def fit(text: str) -> str:
     """What of an error text fits a page."""
     return text[:_MAX_TEXT]
 
 
-def _read(page: mmap.mmap, now: float) -> Sighting:
+def _read(page: mmap.mmap, now: float, has_exited: bool) -> Sighting:
     (beat,) = _BEAT.unpack_from(page, 0)
     for _ in range(3):  # another try where the writer was in the middle of it
         length, checksum = _HEAD.unpack_from(page, _BEAT.size)
@@ -131,5 +173,5 @@ def _read(page: mmap.mmap, now: float) -> Sighting:
         if length > 0 and zlib.crc32(text) == checksum:
             fields = json.loads(text)
             error = fields.pop("error")
-            return Sighting(RankState(**fields, error=error and RankError(**error)), now - beat)
-    return Sighting(None, now - beat)
+            return Sighting(RankState(**fields, error=error and RankError(**error)), now - beat, has_exited)
+    return Sighting(None, now - beat, has_exited)

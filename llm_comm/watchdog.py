@@ -1,5 +1,8 @@
 """A thread that notices when a communicator fails, whether or not anybody calls it, and says what the ranks were doing.
 
+It also says, in the log, which rank's process has exited without closing its communicator. That alone ends nothing:
+what the rank has sent is there. But an engine or launcher may be about to end this process too, often in other words.
+
 A CUDA graph is replayed without Python, and a rank may wait for its GPU, so somebody else has to look. A look reads a
 few words of host memory.
 """
@@ -60,6 +63,8 @@ class Watchdog(threading.Thread):
         self._lock = threading.Lock()
         self._error: RankError | None = None  # with the state of all ranks, once _has_failed is set
         self._callbacks: list[_CallbackRef] = []  # each returns the callback, or None once it is gone
+        self._lost: set[int] = set()  # ranks of which the log has said that they are gone
+        self._is_abandoned = False
 
     # ---- For the communicator -----------------------------------------------------------------------------------
 
@@ -85,6 +90,18 @@ class Watchdog(threading.Thread):
     def stop(self) -> None:
         """Returns once nothing is looked at any more."""
         self._stopping.set()
+        self._join()
+
+    def abandon(self) -> None:
+        """The same for a communicator that nobody has closed, because it was dropped or the process ends. That may be
+        for the loss of a rank, so the thread sees to it first that the log says which: for as long as a second."""
+        self._is_abandoned = True
+        self.stop()
+
+    def _join(self) -> None:
+        if self.ident is None and self._board is not None:  # the thread never started
+            self._board.close()
+            self._board = None
         # A communicator can be collected, and with it its watchdog stopped, in any thread.
         if self.is_alive() and threading.current_thread() is not self:
             self.join()
@@ -97,14 +114,54 @@ class Watchdog(threading.Thread):
         while not self._stopping.wait(self._look_s):
             if self._error is None:
                 state = self._state()
-                if self._core.error() is not None or any(s.state and s.state.error for s in self._look()):
+                sightings = self._look()
+                self._log_the_lost(sightings)
+                if self._core.error() is not None or any(s.state and s.state.error for s in sightings):
                     state = self._fail()
             self._publish(state)  # a sign of life, also after an error
         if self._error is None:
+            if self._is_abandoned:
+                self._wait_for_the_silent(state)
             state = self._state()
         self._publish(replace(state, is_closed=True))
         if self._board is not None:
             self._board.close()
+
+    def _log_the_lost(self, sightings: Sequence[Sighting], life_s: float | None = None) -> None:
+        """Says once of a rank that its process has exited; or, with ``life_s``, that it has been silent for longer."""
+        for rank, sighting in enumerate(sightings):
+            is_silent = life_s is not None and self._silent_for(rank, sighting) > life_s
+            if sighting.is_closed or rank in self._lost or not (sighting.has_exited or is_silent):
+                continue
+            self._lost.add(rank)
+            pid = "" if sighting.state is None else f" (pid {sighting.state.pid})"
+            logger.error(
+                "llm_comm: rank %d%s %s. What waits for it ends with PeerTimeout",
+                rank,
+                pid,
+                "has exited without closing its communicator"
+                if sighting.has_exited
+                else f"has died or hangs: no sign of life for {sighting.age_s:.1f} s",
+            )
+
+    def _wait_for_the_silent(self, state: RankState) -> None:
+        """Until every other rank has given a sign of life from now on, or has closed, has exited, or was silent for too
+        long."""
+        begin = time.monotonic()
+        while True:
+            self._publish(state)
+            sightings = self._look()
+            self._log_the_lost(sightings, _LIFE_S)
+            elapsed = time.monotonic() - begin
+            left = (rank for rank in range(len(sightings)) if rank not in self._lost)
+            if all(self._silent_for(rank, sightings[rank]) <= elapsed for rank in left):
+                return
+            time.sleep(self._look_s / 2)
+
+    def _silent_for(self, rank: int, sighting: Sighting) -> float:
+        """Seconds without a sign of life from a peer that owes some: it has given one, and has not closed."""
+        owes_none = rank == self._rank or sighting.state is None or sighting.is_closed
+        return 0.0 if owes_none else sighting.age_s
 
     def _state(self) -> RankState:
         call = self._core.last_call()
@@ -139,7 +196,7 @@ class Watchdog(threading.Thread):
             self._publish(state)
             sightings = self._look()
             have_errors = all(
-                s.state is None or s.state.error is not None or s.state.is_closed or s.age_s > _LIFE_S
+                s.state is None or s.state.error is not None or s.is_closed or s.has_exited or s.age_s > _LIFE_S
                 for s in sightings
             )
             if (have_errors and state.error is not None) or time.monotonic() > deadline:
@@ -204,6 +261,8 @@ def _sighting_in_words(sighting: Sighting) -> str:
     facts = []
     if state.is_closed:
         facts.append("has closed its communicator")
+    elif sighting.has_exited:
+        facts.append(f"its process has exited, no sign of life for {sighting.age_s:.1f} s")
     elif sighting.age_s > _LIFE_S:
         facts.append(f"no sign of life for {sighting.age_s:.1f} s")
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -111,27 +112,87 @@ def test_all_ranks_are_told_without_a_further_call(mortal_ranks: RankPool) -> No
             assert states[1 + other].endswith(last.format(4))
         assert states[3] == f"  rank 2 (pid {losses[2].pid}): alive; {last.format(3)}"
         assert states[4].startswith("  rank 3 (pid ")
-        assert ": no sign of life for " in states[4]
+        assert ": its process has exited, no sign of life for " in states[4]
         assert states[4].endswith("last call: one-shot all-reduce of 20 fp32 (call 3)")
+
+
+def outlive(victim: int, has_pidfds: bool, how: str) -> tuple[int, list[str]]:
+    """Idle ranks lose one. Returns this rank's process and what the logger said on it."""
+    records = said_by_the_logger()
+    why_not = None if has_pidfds else OSError
+    with mock.patch("os.pidfd_open", side_effect=why_not, wraps=os.pidfd_open):
+        comm: Communicator | None = make_communicator(timeout_s=LIMIT_S)
+    assert comm is not None
+    sum_three_times(comm)
+    dist.barrier()
+    if comm.rank == victim:
+        if how == "closed":
+            comm.close()
+            dist.barrier()
+        die()
+    if how == "closed":
+        dist.barrier()
+        comm.close()
+    elif how == "idle":
+        wait_for_a_record(records)
+        comm.check()  # nothing has failed yet
+        comm.close()
+    else:
+        with pytest.raises(RuntimeError):  # as engines do, which then end this process
+            dist.barrier()
+        comm = None
+        gc.collect()
+    return os.getpid(), records
+
+
+@pytest.mark.parametrize("how", ["idle", "dropped"])
+def test_the_log_says_whose_process_has_exited(mortal_ranks: RankPool, how: str) -> None:
+    """Also where an engine ends the other processes at once, for a reason that names nobody."""
+    found = mortal_ranks.run(3, outlive, 1, True, how, dying=[1])
+    for rank in (0, 2):
+        (said,) = found[rank][1]
+        assert re.fullmatch(r"llm_comm: rank 1 \(pid \d+\) has exited without closing its communicator\. .*", said)
+
+
+def test_a_rank_of_which_no_more_is_known_is_silent(mortal_ranks: RankPool) -> None:
+    found = mortal_ranks.run(3, outlive, 1, False, "dropped", dying=[1])
+    for rank in (0, 2):
+        (said,) = found[rank][1]
+        assert re.match(r"llm_comm: rank 1 \(pid \d+\) has died or hangs: no sign of life for [1-9]\.\d s\. ", said)
+
+
+def test_nothing_is_said_of_a_rank_that_had_closed(mortal_ranks: RankPool) -> None:
+    found = mortal_ranks.run(2, outlive, 1, True, "closed", dying=[1])
+    assert found[0][1] == []
 
 
 # ---- Ranks that stay away or come late -------------------------------------------------------------------------------
 
 
-def stay_away(how: str) -> list[str]:
-    """Rank 1 makes a call less. Returns what the logger said on this rank."""
+def said_by_the_logger() -> list[str]:
+    """What it says from now on, in this process."""
     records: list[str] = []
-    handler = logging.Handler()
+    handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("llm_comm").addHandler(handler)
+    return records
+
+
+def wait_for_a_record(records: list[str]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not records and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def stay_away(how: str) -> list[str]:
+    """Rank 1 makes a call less. Returns what the logger said on this rank."""
+    records = said_by_the_logger()
     comm = make_communicator(timeout_s=TIMEOUT_S)
     sum_three_times(comm)
     if comm.rank == 1 and how == "closed":
         comm.close()
     elif comm.rank == 1:
-        deadline = time.monotonic() + LIMIT_S
-        while not records and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_for_a_record(records)
         with pytest.raises(PeerTimeout):
             comm.check()
     else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import os
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -37,6 +39,16 @@ def test_signs_of_life_have_an_age(page: mmap.mmap) -> None:
     board.publish(STATE)
     first = board.look()[0].age_s
     assert 0 <= first <= board.look()[0].age_s
+
+
+def test_a_process_that_has_exited(page: mmap.mmap) -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    board = StatusBoard(0, {0: page, 1: mmap.mmap(-1, 4096)}, {1: os.pidfd_open(process.pid)})
+    assert [sighting.has_exited for sighting in board.look()] == [False, False]
+    process.kill()
+    process.wait()
+    assert [sighting.has_exited for sighting in board.look()] == [False, True]
+    board.close()
 
 
 @pytest.mark.parametrize("offset", [8, 12, 16, 60])
