@@ -19,12 +19,18 @@ def as_tensor(array: Any) -> torch.Tensor:
         array: A tensor, or an object with ``__dlpack__`` or ``__cuda_array_interface__``.
 
     Raises:
-        UnsupportedInputError: It is none of these.
+        UnsupportedInputError: It is none of these, or of a type or layout that torch does not have.
     """
     if isinstance(array, torch.Tensor):
         return array
     if hasattr(array, "__dlpack__"):
-        return torch.utils.dlpack.from_dlpack(array)
+        # torch aborts the process.
+        if any(stride < 0 for stride in getattr(array, "strides", None) or ()):
+            raise UnsupportedInputError(f"the {type(array).__name__} has negative strides, {array.strides}: copy it")
+        try:
+            return torch.utils.dlpack.from_dlpack(array)
+        except BufferError as error:
+            raise UnsupportedInputError(f"torch cannot use the {type(array).__name__}: {error}") from error
     interface = getattr(array, "__cuda_array_interface__", None)
     if interface is not None:
         tensor = torch.as_tensor(array, device="cuda")

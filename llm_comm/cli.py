@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.argv = argv
     _show_log()
     try:
-        # Imported on use: each command needs only its own dependencies, and --help none.
+        # Imported on use: each command needs only its own dependencies.
         return int(importlib.import_module(args.module).run(args))
     except LlmCommError as error:
         print(f"{_speaker()}: {type(error).__name__}: {error}", file=sys.stderr)
@@ -93,7 +93,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     text = "time and check all-reduce + residual add + RMSNorm in one kernel beside the same in two, and FlashInfer"
     parser = collectives.add_parser("fused", help=text, description=_sentence(text))
     parser.set_defaults(module="llm_comm.bench.fused")
-    parser.add_argument("--min", type=byte_count, default=byte_count("16K"), help="smallest message (16K)")
+    parser.add_argument("--min", type=byte_count, help="smallest message (16K, or a row if that is longer)")
     parser.add_argument("--max", type=byte_count, help="largest message (1M; emulated 64K)")
     parser.add_argument("--hidden", type=_positive, default=8192, help="elements of a row (%(default)s)")
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16", help="(%(default)s)")

@@ -27,6 +27,8 @@ logger = logging.getLogger("llm_comm")
 # Global names cost less than attributes.
 _is_compiling = torch.compiler.is_compiling
 _Tensor = torch.Tensor
+#: Types of operands that are what they seem; others are wrappers, which torch's dispatcher knows how to open.
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
 # DataType in csrc/include/llm_comm/reduce.cuh.
 _DATA_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -199,7 +201,7 @@ class Communicator:
                 sum has not been made then: call ``all_reduce``.
             CommunicatorError: This or an earlier call has failed, as of ``all_reduce``.
         """
-        if _is_compiling() or type(x) is not _Tensor:
+        if _is_compiling() or type(x) is not _Tensor or type(residual) not in _PLAIN or type(scale) not in _PLAIN:
             results = ops.fused(x, residual, weight, eps, quantize, scale, self.name)
             given = (out, residual_out, scale if quantize == "dynamic" else None)
             return tuple(

@@ -88,6 +88,8 @@ class FusedCalls:
         elif residual_out is not residual:
             _check_like("residual_out", residual_out, x)
             _check_apart("residual_out", residual_out, x=x, residual=residual, weight=weight, out=out, scale=scale)
+        if residual is not None and (out is x or residual_out is residual):
+            _check_apart("residual", residual, x=x)
         if out is residual or residual_out is out:
             raise _error("out and residual_out or residual are the same tensor")
         results = (out, residual_out) if quantize != "dynamic" or scale is None else (out, residual_out, scale)
@@ -192,8 +194,7 @@ class FusedCalls:
                 raise _error("quantize='static' needs scale, a float32 tensor of one element")
             return torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
         count = 1 if quantize == "static" else rows
-        if scale.is_neg():
-            raise _error(f"scale: {arrays.why_not_plain(scale)}")
+        _check_memory("scale", scale)
         if (
             scale.numel() != count
             or scale.dtype is not torch.float32
@@ -226,13 +227,19 @@ def _error(why: str) -> UnsupportedInputError:
 
 def _check_like(name: str, tensor: _Tensor, x: _Tensor, dtype: torch.dtype | None = None) -> None:
     dtype = dtype or x.dtype
-    if tensor.is_neg():
-        raise _error(f"{name}: {arrays.why_not_plain(tensor)}")
+    _check_memory(name, tensor)
     if tensor.shape != x.shape or tensor.dtype != dtype or tensor.device != x.device or not tensor.is_contiguous():
         raise _error(
             f"{name} ({tuple(tensor.shape)}, {tensor.dtype}, {tensor.device}) must be contiguous and be "
             f"({tuple(x.shape)}, {dtype}, {x.device})"
         )
+
+
+def _check_memory(name: str, tensor: _Tensor) -> None:
+    """Wrappers of other tensors have none."""
+    if tensor.is_neg() or (tensor.data_ptr() == 0 and tensor.numel() > 0):
+        why = arrays.why_not_plain(tensor) or f"a {type(tensor).__name__} has no memory of its own"
+        raise _error(f"{name}: {why}")
 
 
 def _check_apart(name: str, tensor: _Tensor, **others: _Tensor | None) -> None:

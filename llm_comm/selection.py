@@ -7,6 +7,7 @@ message in bytes that a row serves.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ import yaml
 
 from llm_comm.config import MIB, Config
 from llm_comm.errors import ConfigError
+
+logger = logging.getLogger("llm_comm")
 
 #: Calls whose lay-out is kept. Prefill brings ever new sizes; each takes about a kilobyte.
 MAX_PREPARED = 4096
@@ -268,7 +271,13 @@ def find_table(device_name: str, world_size: int, sm_count: int, config: Config)
         ConfigError: A table cannot be used.
     """
     if config.table is not None:
-        return load_table(Path(config.table))[2]
+        device, world, table = load_table(Path(config.table))
+        if (device, world) != (device_name, world_size):
+            logger.warning(
+                "%s was measured on %d ranks of %s, not on %d of %s: sums are right, the choice may not be the fastest",
+                *(table.name, world, device, world_size, device_name),
+            )
+        return table
     for path in shipped_tables():
         device, world, table = load_table(path)
         if device == device_name and world == world_size:

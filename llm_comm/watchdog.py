@@ -171,6 +171,8 @@ class Watchdog(threading.Thread):
         """Finds out what happened, ends the communicator and tells those who asked for it."""
         state, sightings = self._hear()
         error = _root_cause(self._rank, state.error, sightings)
+        if error is None:
+            return state
         with self._lock:
             self._error = replace(error, text=error.text + _describe_ranks(sightings))
             callbacks = [callback for reference in self._callbacks if (callback := reference()) is not None]
@@ -288,14 +290,17 @@ def _call_in_words(call: _core.Call) -> str:
     return f"{call.operation} of {call.count} {call.data_type}{rows} (call {call.number})"
 
 
-def _root_cause(rank: int, own: RankError | None, sightings: Sequence[Sighting]) -> RankError:
-    """The error to report: this rank's own, unless it has none or waited for a rank that stopped for another reason."""
+def _root_cause(rank: int, own: RankError | None, sightings: Sequence[Sighting]) -> RankError | None:
+    """The error to report: this rank's own, unless it has none or waited for a rank that stopped for another reason.
+    None where a page that had one cannot be read now, as its rank died while it wrote."""
     others = [s.state.error for s in sightings if s.state is not None and s.state.error not in (None, own)]
     timeout = PeerTimeout.__name__
     if own is not None and own.kind != timeout:
         return own
-    first = next((error for error in others if error is not None and error.kind != timeout), own or others[0])
-    assert first is not None  # or nobody had called this
+    timed_out = own or next(iter(others), None)
+    first = next((error for error in others if error is not None and error.kind != timeout), timed_out)
+    if first is None:
+        return None
     return first if first is own else replace(first, text=f"rank {rank} has learnt that {first.text}")
 
 

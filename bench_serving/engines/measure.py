@@ -44,7 +44,7 @@ class Decoded:
     """A timed batch size.
 
     Attributes:
-        method: How ``decode_ms`` was found: "arrivals" (``metrics.decode_ms``) or "difference" between the durations of
+        method: How ``decode_ms`` was found: "arrivals" (``metrics.decode_ms``), or the "difference" of the durations of
             a long and a short generation.
         decode_ms: Milliseconds of a decode step, once an iteration.
         streams: The arrivals that clients saw, for TTFT, TPOT and ITL; batches of requests.

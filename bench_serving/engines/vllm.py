@@ -11,6 +11,10 @@ from bench_serving.engines.measure import Decoded
 from bench_serving.metrics import Request
 from bench_serving.settings import Job, Settings
 
+# inductor takes the forms of reductions, and vLLM has it combine kernels, that were the fastest when it tried them:
+# another start has another order of additions.
+_THE_SAME_AT_EACH_START = {"deterministic": True, "combo_kernels": False, "benchmark_combo_kernel": False}
+
 
 def options(settings: Settings, disable_custom_all_reduce: bool, own_fusion: bool = True) -> dict[str, Any]:
     """Arguments of ``vllm.LLM``; ``own_fusion`` as in ``arms.Arm``."""
@@ -31,6 +35,8 @@ def options(settings: Settings, disable_custom_all_reduce: bool, own_fusion: boo
     }
     if not settings.enforce_eager:
         result["compilation_config"] = {"cudagraph_capture_sizes": settings.captured}
+        if settings.check:
+            result["compilation_config"]["inductor_compile_config"] = dict(_THE_SAME_AT_EACH_START)
     if settings.check:
         result |= {"max_logprobs": -1, "logprobs_mode": "raw_logits"}
     result |= settings.engine_options

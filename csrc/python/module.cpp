@@ -152,15 +152,18 @@ PYBIND11_MODULE(_core, module) {
       .def(
           "create_workspace",
           [](Core& core, bool use_ipc) {
-            const WorkspaceHandle handle = core.create_workspace(use_ipc);
+            const WorkspaceHandle handle = [&] {
+              const py::gil_scoped_release others_may_run;
+              return core.create_workspace(use_ipc);
+            }();
             return py::make_tuple(handle.fd, py::bytes(handle.bytes));
           },
           py::arg("use_ipc"))
       .def(
           "map_peer", [](Core& core, int peer, int fd, const std::string& bytes) { core.map_peer(peer, {fd, bytes}); },
-          py::arg("peer"), py::arg("fd"), py::arg("bytes"))
+          py::arg("peer"), py::arg("fd"), py::arg("bytes"), py::call_guard<py::gil_scoped_release>())
       .def("workspace_bytes", &Core::workspace_bytes)
-      .def("max_cluster_blocks", &Core::max_cluster_blocks)
+      .def("max_cluster_blocks", &Core::max_cluster_blocks, py::call_guard<py::gil_scoped_release>())
       .def("send_marks", &Core::send_marks, py::call_guard<py::gil_scoped_release>())
       .def("peers_unseen", &Core::peers_unseen, py::call_guard<py::gil_scoped_release>())
       .def("prepare_all_reduce",
@@ -181,6 +184,7 @@ PYBIND11_MODULE(_core, module) {
   module.def("make_emulated_core",
              [](const CoreOptions& options) { return CoreHolder(make_emulated_core(options).release()); });
   module.def("make_cuda_core", [](const CoreOptions& options, int device) {
+    const py::gil_scoped_release others_may_run;  // loading the kernels takes a while
     return CoreHolder(make_cuda_core(options, device).release());
   });
   module.def("device_report", [](int device) {

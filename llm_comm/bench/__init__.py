@@ -1,6 +1,6 @@
 """``llm-comm bench`` and ``llm-comm tune``: measurements of collectives on this machine."""
 
-#: How a call is timed (``timing``): with ranks that start together on the GPU, and in all. Here, so that the command
-#: line can be parsed without torch.
+#: How a call is timed (``timing``): with ranks that start together on the GPU, and in all. Here, for the
+#: command line.
 ALIGNED_METHODS = ("aligned", "spaced")
 METHODS = (*ALIGNED_METHODS, "plain")

@@ -36,7 +36,8 @@ def choose(measured: Sequence[MeasuredT], size: int, refusals: Iterable[str]) ->
         raise ConfigError(
             f"no kernel can be measured at {format_bytes(size)}: {reasons}; leave it out by --min or --max"
         )
-    limit = min(us for _, us in measured) * (1 + _NOISE)
+    best = min(us for _, us in measured)
+    limit = best + abs(best) * _NOISE  # a time that another was taken off can be negative
     return next(candidate for candidate in measured if candidate[1] <= limit)
 
 

@@ -157,6 +157,7 @@ def run(args: argparse.Namespace) -> int:
     # Set before the ranks start: torch reads it when it first allocates symmetric memory.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     placement = launch.place(args.world, args.device)
+    args.min = args.min or max(16 << 10, args.hidden * 2)
     args.max = args.max or max(args.min, (1 << 20) if placement.on_gpu else (64 << 10))
     args.mode = args.mode or (("graph",) if placement.on_gpu else ("eager",))
     args.calls = args.calls or (20 if placement.on_gpu else 2)
@@ -214,6 +215,8 @@ def _libraries(
             _Unfused("plain + norm", ours, add_rms_norm),
             _Unfused("gloo + norm", other, add_rms_norm),
         ], [remark]
+    # Each size is a graph of its own; beyond the limit torch would run the function as it is.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     norm = torch.compile(add_rms_norm, dynamic=False)
     libraries: list[Library] = [
         _Fused(comm),

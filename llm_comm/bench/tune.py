@@ -73,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_options(args: argparse.Namespace, config: Config) -> None:
     bounds = f"--min {format_bytes(args.min)}, --max {format_bytes(args.max)}"
+    if args.min < 2:
+        raise ConfigError(f"{bounds}: the smallest message has an element, 2 bytes")
     if args.max < args.min:
         raise ConfigError(f"{bounds}: the largest message is smaller than the smallest")
     if "fused" in args.operations:

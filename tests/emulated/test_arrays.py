@@ -100,6 +100,11 @@ def decline_arrays() -> None:
             assert reason in comm.plan(array).reason
             with pytest.raises(UnsupportedInputError, match=reason):
                 comm.all_reduce(array)
+        # Not even tensors.
+        big_endian = np.ones(4, dtype=">f4")
+        for array, reason in ((np.ones(4, "f4")[::-1], "negative strides"), (big_endian, "cannot use the ndarray")):
+            with pytest.raises(UnsupportedInputError, match=reason):
+                comm.accepts(array)
         with pytest.raises(UnsupportedInputError, match="cannot use a list"):
             comm.all_reduce([1.0, 2.0])
 

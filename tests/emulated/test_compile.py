@@ -81,7 +81,7 @@ def test_accepts_in_a_graph(ranks: RankPool) -> None:
 
 
 def sum_beside_a_compilation() -> None:
-    """torch's flag that says it is compiling holds for all threads of the process."""
+    """torch's flag that says it is compiling holds for all threads of the process, from torch 2.13 on."""
     is_compiling, is_done = threading.Event(), threading.Event()
 
     def slow(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> Callable[..., Any]:
@@ -95,7 +95,8 @@ def sum_beside_a_compilation() -> None:
         thread.start()
         try:
             assert is_compiling.wait(60)
-            assert torch.compiler.is_compiling()
+            if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
+                assert torch.compiler.is_compiling()
             x = torch.ones(2, 64, dtype=torch.bfloat16)
             assert comm.all_reduce(x).eq(comm.world_size).all()
             _, total = comm.all_reduce_add_rms_norm(x, None, x[0], 1e-5)

@@ -399,6 +399,10 @@ MISFITS = {
     "out over part of x": ({"x": BUFFER[:128].view(2, 64), "out": BUFFER[1:129].view(2, 64)}, "out overlaps x"),
     "out over the weight": ({"weight": BUFFER[:64], "out": BUFFER[:128].view(2, 64)}, "out overlaps weight"),
     "out is the residual": ({"residual": ROW, "out": ROW}, "out overlaps residual"),
+    "residual, written in place, over part of x": (
+        {"x": BUFFER[:128].view(2, 64), "residual": (part := BUFFER[1:129].view(2, 64)), "residual_out": part},
+        "residual overlaps x",
+    ),
     "residual_out is x": ({"x": ROW, "residual_out": ROW}, "residual_out overlaps x"),
     "both outputs": ({"out": BUFFER[:128].view(2, 64), "residual_out": BUFFER[:128].view(2, 64)}, "overlaps out"),
     "no scale": ({"quantize": "static"}, "needs scale"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from harness import RankPool, make_communicator
 from reference import assert_is_sum, contributions
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import all_gather_tensor
-from torch.distributed.tensor import DTensor, Partial, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, init_device_mesh
 
 from llm_comm import Communicator, UnsupportedInputError
 
@@ -106,6 +107,40 @@ def sum_wrappers() -> None:
 
 def test_tensors_that_stand_for_others(ranks: RankPool) -> None:
     ranks.run(2, sum_wrappers)
+
+
+def norm_with_wrappers() -> None:
+    """Operands and outputs of a fused call. A residual without memory would be taken for none."""
+    with make_communicator() as comm:
+        x = torch.ones(2, 64, dtype=torch.bfloat16)
+        call = partial(comm.all_reduce_add_rms_norm, x, weight=x[0], eps=1e-5)
+        _, total = call(residual=x)
+        on_its_way = all_gather_tensor(torch.ones(2 // comm.world_size, 64).bfloat16(), 0, dist.group.WORLD)
+        assert type(on_its_way) is not torch.Tensor
+        assert torch.equal(call(residual=on_its_way)[1], total)
+        mesh = init_device_mesh("cpu", (comm.world_size,))
+        wrapper = DTensor.from_local(torch.ones(2, 64).bfloat16(), mesh, [Replicate()])
+        for _ in range(2):  # the second time with sizes that are prepared
+            with pytest.raises((RuntimeError, NotImplementedError, UnsupportedInputError)):
+                call(residual=wrapper)
+            for quantize, count in (("static", 1), ("dynamic", 2)):
+                scale = DTensor.from_local(torch.ones(count), mesh, [Replicate()])
+                with pytest.raises((RuntimeError, NotImplementedError, UnsupportedInputError)):
+                    call(residual=None, quantize=quantize, scale=scale)
+            for output in ("out", "residual_out"):
+                with pytest.raises(UnsupportedInputError, match=f"{output}: the tensor is a DTensor"):
+                    call(residual=None, **{output: wrapper})
+            call(residual=None)
+        subclass = x.as_subclass(Named)
+        with pytest.raises(UnsupportedInputError, match="quantize is 'fp4'"):
+            comm.all_reduce_add_rms_norm(subclass, None, x[0], 1e-5, quantize="fp4")
+        with pytest.raises(UnsupportedInputError, match="scale without quantize"):
+            comm.all_reduce_add_rms_norm(subclass, None, x[0], 1e-5, scale=torch.ones(1))
+        reduce_right(comm)
+
+
+def test_fused_operands_that_stand_for_others(ranks: RankPool) -> None:
+    ranks.run(2, norm_with_wrappers)
 
 
 def decline_without_memory() -> None:

@@ -88,6 +88,12 @@ def test_a_rank_of_the_quarter_is_one_of_8() -> None:
     assert quarter == whole
 
 
+def test_a_check_compiles_the_same_at_each_start() -> None:
+    assert vllm.options(settings("--check"), False)["compilation_config"]["inductor_compile_config"]["deterministic"]
+    assert "inductor_compile_config" not in vllm.options(settings(), False)["compilation_config"]
+    assert "compilation_config" not in vllm.options(settings("--check", "--enforce-eager"), False)
+
+
 def test_prompts_are_the_same_in_every_process() -> None:
     one, other = settings(), settings("--arms", "free")
     assert one.prompts(2, 5, "decode") == other.prompts(2, 5, "decode")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ from tables import write_table
 
 from llm_comm import cli, launch
 from llm_comm.bench import choosing, tune, tune_fused
+from llm_comm.config import Config
 from llm_comm.errors import ConfigError, PeerTimeout
 from llm_comm.fused_selection import without_kernel
 from llm_comm.selection import FusedRow, TuningRow, TuningTable, declined, load_table
@@ -112,16 +112,13 @@ def test_a_size_at_which_all_candidates_decline_is_named(group: dist.ProcessGrou
         tune_fused.measure(DecliningComm(), group, arguments())  # type: ignore[arg-type]
 
 
-def test_a_size_that_no_device_launches_is_named(group: dist.ProcessGroup) -> None:
-    class Refusing(DecliningComm):
-        def plan_fused(self, x: torch.Tensor, weight: torch.Tensor) -> Any:
-            return dataclasses.replace(without_kernel("one_shot", x.nbytes, ""), cluster=16, threads=64)
+def test_a_message_without_an_element_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--min 1, .*the smallest message has an element"):
+        tune._check_options(arguments(min=1, operations=("all-reduce",)), Config())
 
-        def all_reduce_add_rms_norm(self, *_: object, **__: object) -> None:
-            raise RuntimeError("cluster misconfiguration")
 
-    with pytest.raises(ConfigError, match="at 16K: the device does not launch clusters of 16 blocks of 64 threads"):
-        tune_fused.measure(Refusing(), group, arguments())  # type: ignore[arg-type]
+def test_times_of_which_another_was_taken_off_can_be_negative() -> None:
+    assert choosing.choose([("a", 0.3), ("b", -0.1), ("c", -0.2)], 1024, []) == ("c", -0.2)
 
 
 def test_a_failed_communicator_is_no_refusal(group: dist.ProcessGroup) -> None:

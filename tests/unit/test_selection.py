@@ -196,10 +196,14 @@ def test_two_slots_fit_in_the_workspace(workspace: int) -> None:
 # ---- Tables --------------------------------------------------------------------------------------------------------
 
 
-def test_table_from_a_file(tmp_path: Path) -> None:
+def test_table_from_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write_table(tmp_path / "mine.yaml", list(TABLE.rows), device="NVIDIA X", world_size=4, max_message_bytes=99)
     assert selection.load_table(path) == ("NVIDIA X", 4, TuningTable("mine.yaml", TABLE.rows, 99))
-    assert selection.find_table("any", 2, 1, Config(table=str(path))).rows == TABLE.rows
+    config = Config(table=str(path))
+    assert selection.find_table("NVIDIA X", 4, 1, config).rows == TABLE.rows
+    assert not caplog.records
+    assert selection.find_table("any", 2, 1, config).rows == TABLE.rows
+    assert "mine.yaml was measured on 4 ranks of NVIDIA X, not on 2 of any" in caplog.text
 
 
 GOOD = TuningRow(256, "one_shot", 4, 8, 0)

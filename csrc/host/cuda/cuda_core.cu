@@ -86,11 +86,12 @@ class CudaMemory {
   ~CudaMemory() {
     // Whoever drops a communicator may have left kernels running that use the memory.
     if (local_.address() == nullptr) return;
-    int current = 0;
-    cudaGetDevice(&current);
-    cudaSetDevice(device_);
+    try {
+      leaving_ = std::make_unique<DeviceGuard>(device_);
+    } catch (const std::exception&) {
+      return;  // the context is broken: nothing runs there any more
+    }
     cudaDeviceSynchronize();
-    cudaSetDevice(current);
   }
 
   WorkspaceHandle create(uint64_t bytes, bool use_ipc) {
@@ -124,6 +125,7 @@ class CudaMemory {
   }
 
  private:
+  std::unique_ptr<DeviceGuard> leaving_;  // first, so that it goes last: memory is freed with its device current
   int device_;
   uint64_t bytes_ = 0;
   HostMemory host_;

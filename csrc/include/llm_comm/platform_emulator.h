@@ -311,10 +311,27 @@ LLM_COMM_DEVICE uint32_t float_to_bits(float value) {
   return std::isnan(value) ? 0x7FFFFFFFu : std::bit_cast<uint32_t>(value);
 }
 
-LLM_COMM_DEVICE float fp16_to_float(uint16_t bits) { return static_cast<float>(std::bit_cast<_Float16>(bits)); }
+// In integers: not every C++20 compiler has a type for fp16 (GCC 11).
+LLM_COMM_DEVICE float fp16_to_float(uint16_t bits) {
+  const uint32_t sign = (bits & 0x8000u) << 16;
+  const uint32_t rest = bits & 0x7FFFu;
+  uint32_t magnitude = (rest << 13) + 0x38000000u;                                       // exponents begin at -14, not -126
+  if (rest >= 0x7C00u) magnitude = (rest << 13) | 0x7F800000u;                           // infinity, NaN
+  if (rest < 0x0400u) magnitude = std::bit_cast<uint32_t>(static_cast<float>(rest) * 0x1p-24f);  // subnormal
+  return std::bit_cast<float>(sign | magnitude);
+}
 
-LLM_COMM_DEVICE uint16_t float_to_fp16(float value) {
-  return std::isnan(value) ? uint16_t{0x7FFF} : std::bit_cast<uint16_t>(static_cast<_Float16>(value));
+LLM_COMM_DEVICE uint16_t float_to_fp16(float value) {  // rounds to nearest, ties to even
+  if (std::isnan(value)) return 0x7FFF;
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const uint32_t rest = bits & 0x7FFFFFFFu;
+  uint32_t magnitude = 0x7C00u;  // infinity, from 65536 on
+  if (rest < 0x38800000u) {      // subnormal: beside 0.5, a unit in the last place is 2^-24
+    magnitude = std::bit_cast<uint32_t>(std::bit_cast<float>(rest) + 0.5f) - 0x3F000000u;
+  } else if (rest < 0x47800000u) {
+    magnitude = (rest - 0x38000000u + 0xFFFu + ((rest >> 13) & 1u)) >> 13;
+  }
+  return static_cast<uint16_t>((bits >> 16 & 0x8000u) | magnitude);
 }
 
 LLM_COMM_DEVICE uint16_t float_to_bf16(float value) {

@@ -253,20 +253,21 @@ def a_rank_without_llm_comm_ends_the_start_of_the_others() -> None:
 @scenario(LLM_COMM_ALGORITHM="one_shot", LLM_COMM_LOG="error")
 def options_come_from_all_places_in_order() -> None:
     section = {"algorithm": "two_shot", "workspace_bytes": 8 << 20}
-    use_config_file("log: info\nalgorithm: one_shot\npdl: false")
+    use_config_file("log: info\nalgorithm: one_shot\npdl: true")
     with vllm_groups(config=VllmConfig(additional_config={"llm_comm": section})) as log:
         config = parallel_state.get_tp_group().device_communicator._llm_comm.config
         found = (config.algorithm, config.workspace_bytes, config.log, config.pdl, config.timeout_s)
-        assert found == ("two_shot", 8 << 20, "error", False, 600.0), found
+        assert found == ("two_shot", 8 << 20, "error", True, 600.0), found
         assert len(log.having("all-reduce two_shot to 64 MiB, then vLLM's own")) == (dist_rank() == 0)
 
 
 @scenario()
-def the_time_limit_is_that_of_vllm_unless_set() -> None:
+def the_time_limit_is_that_of_vllm_and_launches_do_not_depend_unless_set() -> None:
     config = VllmConfig()
     config.parallel_config.distributed_timeout_seconds = 77
     with vllm_groups(config=config):
-        assert parallel_state.get_tp_group().device_communicator._llm_comm.config.timeout_s == 77.0
+        options = parallel_state.get_tp_group().device_communicator._llm_comm.config
+        assert (options.timeout_s, options.pdl) == (77.0, False)
 
 
 @scenario()
@@ -313,7 +314,7 @@ def the_deployment_example_is_valid() -> None:
     additional = json.loads(arguments[arguments.index("--additional-config") + 1])
     with set_current_vllm_config(VllmConfig(additional_config=additional)):
         config = sys.modules[plugin_class().__module__].load_config()
-    defaults = llm_comm.Config(timeout_s=600.0)
+    defaults = llm_comm.Config(timeout_s=600.0, pdl=False)
     assert (config, config.origins["algorithm"]) == (defaults, "Python")
 
 
