@@ -148,8 +148,8 @@ CONTROLS = (
         (
             Edit(
                 TWO_SHOT,
-                "op, self.peer, 1));\n    re_arm_line(received);",
-                "op, self.peer, 1));\n    if (!WITHOUT) re_arm_line(received);",
+                "op, self.peer, 1));\n    re_arm_line(incoming + gather + i);",
+                "op, self.peer, 1));\n    if (!WITHOUT) re_arm_line(incoming + gather + i);",
             ),
         ),
         "two_shot",

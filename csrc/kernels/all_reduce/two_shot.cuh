@@ -39,13 +39,11 @@ all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   if (thread_index() == 0) *incomplete = 0;
 
   Operation op(args.comm, OperationKind::kAllReduceTwoShot, message.bytes());
-  // Where this thread's line of the first tile goes, and where its like comes.
-  const uint32_t first_line = first + self.column;
-  Line* outgoing = opaque(op.slots(self.peer) + static_cast<uint64_t>(rank) * slice + first_line);
-  Line* incoming = opaque(op.slots(rank) + static_cast<uint64_t>(self.peer) * slice + first_line);
+  Line* outgoing = reinterpret_cast<Line*>(op.slots(self.peer)) + static_cast<uint64_t>(rank) * slice;
+  Line* incoming = reinterpret_cast<Line*>(op.slots(rank)) + static_cast<uint64_t>(self.peer) * slice;
   const uint64_t gather = static_cast<uint64_t>(World) * slice;  // where phase 1 starts in a slot
 
-  typename Message<D>::Load coming(message, self.peer * slice + first_line, first_line < peer_lines,
+  typename Message<D>::Load coming(message, self.peer * slice + first + self.column, first + self.column < peer_lines,
                                    args.comm.workspace[rank]);
   grid_dependency_wait_after(reinterpret_cast<uint64_t>(outgoing) + reinterpret_cast<uint64_t>(incoming) +
                              message.fingerprint() + coming.fingerprint() + op.fingerprint() + first +
@@ -61,15 +59,14 @@ all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
 
   const auto scatter = [&](uint32_t tile) {
     const uint32_t i = tile + self.column;
-    if (begun && !is_own && i < peer_lines) send_line(outgoing + (tile - first), next);
+    if (begun && !is_own && i < peer_lines) send_line(outgoing + i, next);
     if (!SingleTile && i + stride < peer_lines) next = message.load(self.peer * slice + i + stride);
   };
   const auto reduce = [&](uint32_t tile) {
     const uint32_t i = tile + self.column;
-    Line* const received = incoming + (tile - first);
     if (i < own_lines) {
       contributions[thread_index()] =
-          is_own ? (SingleTile ? next : message.load(rank * slice + i)) : receive_line(received, op, self.peer, 0);
+          is_own ? (SingleTile ? next : message.load(rank * slice + i)) : receive_line(incoming + i, op, self.peer, 0);
     }
     block_sync();
     if (op.in_vain()) *incomplete = 1;  // between the barriers: it has been zero before, and is read after
@@ -87,16 +84,15 @@ all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
     if (is_own) {
       message.store(rank * slice + i, sums[self.column]);
     } else {
-      send_line(outgoing + gather + (tile - first), sums[self.column]);
-      re_arm_line(received);
+      send_line(outgoing + gather + i, sums[self.column]);
+      re_arm_line(incoming + i);
     }
   };
   const auto collect = [&](uint32_t tile) {
     const uint32_t i = tile + self.column;
     if (!begun || is_own || i >= peer_lines) return;
-    Line* const received = incoming + gather + (tile - first);
-    message.store(self.peer * slice + i, receive_line(received, op, self.peer, 1));
-    re_arm_line(received);
+    message.store(self.peer * slice + i, receive_line(incoming + gather + i, op, self.peer, 1));
+    re_arm_line(incoming + gather + i);
   };
 
   if constexpr (SingleTile) {
