@@ -135,7 +135,7 @@ class Watchdog(threading.Thread):
                 continue
             self._lost.add(rank)
             pid = "" if sighting.state is None else f" (pid {sighting.state.pid})"
-            logger.error(
+            logger.warning(
                 "llm_comm: rank %d%s %s. What waits for it ends with PeerTimeout",
                 rank,
                 pid,

@@ -315,8 +315,8 @@ LLM_COMM_DEVICE uint32_t float_to_bits(float value) {
 LLM_COMM_DEVICE float fp16_to_float(uint16_t bits) {
   const uint32_t sign = (bits & 0x8000u) << 16;
   const uint32_t rest = bits & 0x7FFFu;
-  uint32_t magnitude = (rest << 13) + 0x38000000u;                                       // exponents begin at -14, not -126
-  if (rest >= 0x7C00u) magnitude = (rest << 13) | 0x7F800000u;                           // infinity, NaN
+  uint32_t magnitude = (rest << 13) + 0x38000000u;              // exponents begin at -14, not -126
+  if (rest >= 0x7C00u) magnitude = (rest << 13) | 0x7F800000u;  // infinity, NaN
   if (rest < 0x0400u) magnitude = std::bit_cast<uint32_t>(static_cast<float>(rest) * 0x1p-24f);  // subnormal
   return std::bit_cast<float>(sign | magnitude);
 }

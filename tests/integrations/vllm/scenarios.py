@@ -47,7 +47,7 @@ type(current_platform).dispatch_key = "CPU"  # before the operators are register
 
 import vllm.logger  # noqa: E402
 import vllm.plugins  # noqa: E402
-from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.distributed import parallel_state  # noqa: E402
 from vllm.distributed.communication_op import tensor_model_parallel_all_reduce  # noqa: E402
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator  # noqa: E402
@@ -316,6 +316,22 @@ def the_deployment_example_is_valid() -> None:
         config = sys.modules[plugin_class().__module__].load_config()
     defaults = llm_comm.Config(timeout_s=600.0, pdl=False)
     assert (config, config.origins["algorithm"]) == (defaults, "Python")
+
+
+@scenario(world=1)
+def what_the_check_of_bench_serving_asks_of_the_compiler_is_known() -> None:
+    sys.path.append(str(Path(__file__).parents[3]))
+    from torch._inductor import config as inductor
+
+    from bench_serving.engines import vllm as harness
+    from bench_serving.settings import SHAPES, Settings
+
+    asked = harness.options(Settings("vllm", str(SHAPES / "llama-2-70b"), check=True), False)["compilation_config"]
+    config = CompilationConfig(**asked)
+    VllmConfig(compilation_config=config)
+    options = config.inductor_compile_config
+    assert all(options[name] == value for name, value in asked["inductor_compile_config"].items())
+    assert all(hasattr(inductor, name) for name in asked["inductor_compile_config"])
 
 
 @scenario()
