@@ -46,6 +46,8 @@ def test_an_engine_that_does_not_say_whom_it_lost_fails(monkeypatch: pytest.Monk
         "CRITICAL llm_comm: rank 0: nothing came from rank 3 for 9 s in an all-reduce",
         "ERROR Worker proc VllmWorker-3 died unexpectedly (exit code: -9), shutting down executor.",
         "Scheduler or DataParallelController 4711 terminated with -9",
+        "[TP0] llm_comm: rank 3 (pid 4711) has exited without closing its communicator. What waits for it ends with",
+        "[TP0] llm_comm: rank 3 (pid 4711) has died or hangs: no sign of life for 1.0 s. What waits for it ends with",
     ],
 )
 def test_lines_that_name_the_lost_rank(line: str) -> None:

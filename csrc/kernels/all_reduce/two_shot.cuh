@@ -39,8 +39,8 @@ all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   if (thread_index() == 0) *incomplete = 0;
 
   Operation op(args.comm, OperationKind::kAllReduceTwoShot, message.bytes());
-  Line* outgoing = reinterpret_cast<Line*>(op.slots(self.peer)) + static_cast<uint64_t>(rank) * slice;
-  Line* incoming = reinterpret_cast<Line*>(op.slots(rank)) + static_cast<uint64_t>(self.peer) * slice;
+  Line* outgoing = op.slots(self.peer) + static_cast<uint64_t>(rank) * slice;
+  Line* incoming = op.slots(rank) + static_cast<uint64_t>(self.peer) * slice;
   const uint64_t gather = static_cast<uint64_t>(World) * slice;  // where phase 1 starts in a slot
 
   typename Message<D>::Load coming(message, self.peer * slice + first + self.column, first + self.column < peer_lines,
