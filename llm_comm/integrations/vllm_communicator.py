@@ -17,6 +17,7 @@ from vllm.distributed.device_communicators.cuda_communicator import CudaCommunic
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config, option_names
 from llm_comm.errors import ConfigError
+from llm_comm.fused_selection import ELEMENTS_PER_LINE, MAX_HIDDEN
 from llm_comm.integrations import common
 
 logger = logging.getLogger("vllm.llm_comm")
@@ -122,8 +123,20 @@ def _why_not_fused(config: Config) -> str | None:
         from llm_comm.integrations import vllm_fused_op  # noqa: F401
 
         _new_endpoint(vllm_config, 0)
+        return _why_not_of_this_model(vllm_config.model_config)
     except Exception as error:
         return f"it does not know this version of vLLM ({type(error).__name__}: {error})"
+
+
+def _why_not_of_this_model(model: Any) -> str | None:
+    """Why the fused kernel would decline every message of a model, if it would. None is no model."""
+    if model is None:
+        return None
+    if model.dtype not in (torch.bfloat16, torch.float16):
+        return f"the model is in {model.dtype}"
+    hidden = model.get_hidden_size()
+    if hidden % ELEMENTS_PER_LINE or hidden > MAX_HIDDEN:
+        return f"rows of {hidden} elements: they must have a multiple of {ELEMENTS_PER_LINE} up to {MAX_HIDDEN}"
     return None
 
 

@@ -380,6 +380,20 @@ def a_configuration_that_llm_comm_does_not_know_is_left_alone() -> None:
 
 
 @scenario()
+def a_model_whose_messages_the_kernel_declines_is_left_alone() -> None:
+    in_fp32 = with_model(compiler_config())
+    in_fp32.model_config.dtype = torch.float32
+    expect_no_fusion(in_fp32, "the model is in torch.float32")
+
+
+@scenario()
+def a_model_of_odd_rows_is_left_alone() -> None:
+    odd = with_model(compiler_config())
+    odd.model_config.get_hidden_size.return_value = 2052
+    expect_no_fusion(odd, "rows of 2052 elements: they must have a multiple of 8 up to 16384")
+
+
+@scenario()
 def graphs_in_a_directory_of_the_operator_do_not_hold_ours() -> None:
     config = compiler_config()
     config.compilation_config.cache_dir = str(shared_directory() / f"graphs{dist_rank()}")
