@@ -75,7 +75,7 @@ class FusedCalls:
         rows = x.numel() // weight.numel()
         if quantize is None:
             if scale is not None:
-                raise _error("scale without quantize")
+                raise _error(_SCALE_ALONE)
         else:
             scale = self._scale(x, rows, quantize, scale)
         if out is None:
@@ -184,9 +184,7 @@ class FusedCalls:
             return f"weight is {weight.dtype}, x is {x.dtype}"
         if weight.dim() != 1 or x.dim() == 0 or x.shape[-1] != weight.numel():
             return f"weight has shape {tuple(weight.shape)}: it must be that of a row of x, {tuple(x.shape)}"
-        if quantize not in _QUANTIZATIONS:
-            return f"quantize is {quantize!r}: it must be None, 'static' or 'dynamic'"
-        return ""
+        return _why_not_quantization(quantize)
 
     def _scale(self, x: _Tensor, rows: int, quantize: str, scale: _Tensor | None) -> _Tensor:
         if scale is None:
@@ -219,6 +217,26 @@ def device_limits(device: torch.device) -> DeviceLimits:
     # Up to 88 registers a thread on sm_100, 80 elsewhere (docs/performance.md).
     two_shot_threads = 704 if properties.major >= 10 else 768
     return DeviceLimits(16 if properties.major >= 9 else 1, properties.multi_processor_count, two_shot_threads)
+
+
+def check_quantization(quantize: str | None, scale: _Tensor | None) -> None:
+    """For calls that torch's dispatcher takes to one of several operators.
+
+    Raises:
+        UnsupportedInputError: There is no such quantization, or ``scale`` is given without one.
+    """
+    why = _why_not_quantization(quantize)
+    if why:
+        raise _error(why)
+    if quantize is None and scale is not None:
+        raise _error(_SCALE_ALONE)
+
+
+def _why_not_quantization(quantize: str | None) -> str:
+    return "" if quantize in _QUANTIZATIONS else f"quantize is {quantize!r}: it must be None, 'static' or 'dynamic'"
+
+
+_SCALE_ALONE = "scale without quantize"
 
 
 def _error(why: str) -> UnsupportedInputError:

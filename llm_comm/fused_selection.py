@@ -72,6 +72,13 @@ def without_kernel(algorithm: str, message_bytes: int, why: str) -> FusedPlan:
     return FusedPlan(algorithm, "none", 0, 0, 0, 0, 0, 0, 0, message_bytes, why)
 
 
+def why_not_rows(hidden: int) -> str:
+    """Why rows of ``hidden`` elements are not served, or ""."""
+    if hidden <= 0 or hidden % ELEMENTS_PER_LINE or hidden > MAX_HIDDEN:
+        return f"rows of {hidden} elements: they must have a multiple of {ELEMENTS_PER_LINE} up to {MAX_HIDDEN}"
+    return ""
+
+
 def select_fused(
     rows: int, hidden: int, world_size: int, table: TuningTable, config: Config, limits: DeviceLimits
 ) -> FusedPlan:
@@ -81,8 +88,8 @@ def select_fused(
     """
     message_bytes = rows * hidden * ELEMENT_BYTES
     limit = table.max_message_bytes if config.max_message_bytes is None else config.max_message_bytes
-    if hidden <= 0 or hidden % ELEMENTS_PER_LINE or hidden > MAX_HIDDEN:
-        why = f"rows of {hidden} elements: they must have a multiple of {ELEMENTS_PER_LINE} up to {MAX_HIDDEN}"
+    why = why_not_rows(hidden)
+    if why:
         return without_kernel("declined", message_bytes, why)
     if world_size == 1:
         return without_kernel("declined", message_bytes, "one rank: nothing to fuse with")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from llm_comm.errors import UnsupportedInputError
+from llm_comm.fused import check_quantization
 
 if TYPE_CHECKING:
     from llm_comm.communicator import Communicator
@@ -110,10 +110,7 @@ def fused(
     """The operator for a call of ``Communicator.all_reduce_add_rms_norm`` without given outputs."""
     operators = torch.ops.llm_comm
     results: _Results
-    if quantize not in (None, "static", "dynamic"):
-        raise UnsupportedInputError(f"quantize is {quantize!r}: it must be None, 'static' or 'dynamic'")
-    if quantize is None and scale is not None:
-        raise UnsupportedInputError("scale without quantize")
+    check_quantization(quantize, scale)
     if quantize is None:
         results = operators.all_reduce_add_rms_norm(x, residual, weight, eps, communicator)
     elif quantize == "static":

@@ -90,21 +90,18 @@ class Watchdog(threading.Thread):
     def stop(self) -> None:
         """Returns once nothing is looked at any more."""
         self._stopping.set()
-        self._join()
-
-    def abandon(self) -> None:
-        """The same for a communicator that nobody has closed, because it was dropped or the process ends. That may be
-        for the loss of a rank, so the thread sees to it first that the log says which: for as long as a second."""
-        self._is_abandoned = True
-        self.stop()
-
-    def _join(self) -> None:
         if self.ident is None and self._board is not None:  # the thread never started
             self._board.close()
             self._board = None
         # A communicator can be collected, and with it its watchdog stopped, in any thread.
         if self.is_alive() and threading.current_thread() is not self:
             self.join()
+
+    def abandon(self) -> None:
+        """The same for a communicator that nobody has closed, because it was dropped or the process ends. That may be
+        for the loss of a rank, so the thread sees to it first that the log says which: for as long as a second."""
+        self._is_abandoned = True
+        self.stop()
 
     # ---- The thread ---------------------------------------------------------------------------------------------
 

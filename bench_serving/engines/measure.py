@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,30 +28,11 @@ class Engine(Protocol):
     def generate_together(self, prompts: list[list[int]], output_tokens: int) -> list[Request]:
         """The same, but all prompts are sure to be prefilled in one step: the same arithmetic every time."""
 
-    def decode(self, prompts: list[list[int]], output_tokens: int, iterations: int) -> Decoded:
-        """Times a batch, ``iterations`` times over."""
-
     def first_logits(self, prompt: list[int]) -> list[float]:
         """Logits (or log probabilities) of the first token after ``prompt``, of the whole vocabulary."""
 
     def close(self) -> None:
         """Ends the engine's processes."""
-
-
-@dataclass
-class Decoded:
-    """A timed batch size.
-
-    Attributes:
-        method: How ``decode_ms`` was found: "arrivals" (``metrics.decode_ms``), or the "difference" of the durations of
-            a long and a short generation.
-        decode_ms: Milliseconds of a decode step, once an iteration.
-        streams: The arrivals that clients saw, for TTFT, TPOT and ITL; batches of requests.
-    """
-
-    method: str
-    decode_ms: list[float]
-    streams: list[list[Request]]
 
 
 def say(text: str) -> None:
@@ -97,12 +77,13 @@ def _decode(engine: Engine, job: Job, count: int) -> dict[str, Any]:
     settings = job.settings
     prompts = settings.prompts(count, settings.prompt_tokens, "decode")
     engine.generate(prompts, WARM_UP_TOKENS)
-    decoded = engine.decode(prompts, settings.output_tokens, settings.iterations)
-    say(f"batch {count}: {', '.join(f'{ms:.2f}' for ms in decoded.decode_ms)} ms a step")
+    streams = [engine.generate(prompts, settings.output_tokens) for _ in range(settings.iterations)]
+    decode_ms = [metrics.decode_ms(batch) for batch in streams]
+    say(f"batch {count}: {', '.join(f'{ms:.2f}' for ms in decode_ms)} ms a step")
     return {
-        "method": decoded.method,
-        "decode_ms": decoded.decode_ms,
-        "streams": [metrics.to_json(batch) for batch in decoded.streams],
+        "method": "arrivals",
+        "decode_ms": decode_ms,
+        "streams": [metrics.to_json(batch) for batch in streams],
     }
 
 

@@ -13,9 +13,7 @@ import json
 import time
 from typing import Any
 
-from bench_serving import metrics
 from bench_serving.engines import measure
-from bench_serving.engines.measure import Decoded
 from bench_serving.metrics import Request
 from bench_serving.settings import Job, Settings
 
@@ -62,10 +60,6 @@ class Sglang:
         import sglang
 
         self._engine = sglang.Engine(**options(job.settings, job.disable_custom_all_reduce))
-
-    def decode(self, prompts: list[list[int]], output_tokens: int, iterations: int) -> Decoded:
-        streams = [self.generate(prompts, output_tokens) for _ in range(iterations)]
-        return Decoded("arrivals", [metrics.decode_ms(batch) for batch in streams], streams)
 
     def generate(self, prompts: list[list[int]], output_tokens: int) -> list[Request]:
         requests = [Request() for _ in prompts]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from bench_serving import metrics
 from bench_serving.engines import measure
-from bench_serving.engines.measure import Decoded
 from bench_serving.metrics import Request
 from bench_serving.settings import Job, Settings
 
@@ -66,11 +64,6 @@ class Vllm:
             self._llm.collective_rpc("fill_with_scaled_weights")
         if job.endless:
             self._llm.collective_rpc("tell_process")
-
-    def decode(self, prompts: list[list[int]], output_tokens: int, iterations: int) -> Decoded:
-        # The engine's processes send tokens after every step in any case; handling them takes time of this one only.
-        streams = [self.generate(prompts, output_tokens) for _ in range(iterations)]
-        return Decoded("arrivals", [metrics.decode_ms(batch) for batch in streams], streams)
 
     def generate(self, prompts: list[list[int]], output_tokens: int) -> list[Request]:
         begin = time.perf_counter()

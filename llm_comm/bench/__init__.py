@@ -1,6 +1,5 @@
 """``llm-comm bench`` and ``llm-comm tune``: measurements of collectives on this machine."""
 
-#: How a call is timed (``timing``): with ranks that start together on the GPU, and in all. Here, for the
-#: command line.
+#: How a call is timed (``timing``): with ranks that start together on the GPU, and in all.
 ALIGNED_METHODS = ("aligned", "spaced")
 METHODS = (*ALIGNED_METHODS, "plain")

@@ -17,7 +17,7 @@ from vllm.distributed.device_communicators.cuda_communicator import CudaCommunic
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config, option_names
 from llm_comm.errors import ConfigError
-from llm_comm.fused_selection import ELEMENTS_PER_LINE, MAX_HIDDEN
+from llm_comm.fused_selection import why_not_rows
 from llm_comm.integrations import common
 
 logger = logging.getLogger("vllm.llm_comm")
@@ -134,10 +134,7 @@ def _why_not_of_this_model(model: Any) -> str | None:
         return None
     if model.dtype not in (torch.bfloat16, torch.float16):
         return f"the model is in {model.dtype}"
-    hidden = model.get_hidden_size()
-    if hidden % ELEMENTS_PER_LINE or hidden > MAX_HIDDEN:
-        return f"rows of {hidden} elements: they must have a multiple of {ELEMENTS_PER_LINE} up to {MAX_HIDDEN}"
-    return None
+    return why_not_rows(model.get_hidden_size()) or None
 
 
 def _prepare_compiler(max_fused_bytes: int) -> None:
