@@ -77,12 +77,13 @@ def test_shapes_can_be_split_over_8_ranks(shape: str) -> None:
     assert config["architectures"][0].lower().startswith(config["model_type"])
 
 
-def test_a_rank_of_the_quarter_is_one_of_8() -> None:
+@pytest.mark.parametrize("shape", ["llama-2-70b", "qwen3-32b"])
+def test_a_rank_of_the_quarter_is_one_of_8(shape: str) -> None:
     whole, quarter = (
-        json.loads((SHAPES / f"llama-2-70b{suffix}" / "config.json").read_text()) for suffix in ("", "-quarter")
+        json.loads((SHAPES / f"{shape}{suffix}" / "config.json").read_text()) for suffix in ("", "-quarter")
     )
     heads = whole["num_attention_heads"]
-    assert quarter.pop("head_dim") == whole["hidden_size"] // heads
+    assert quarter.pop("head_dim") == whole.pop("head_dim", whole["hidden_size"] // heads)
     for split in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
         assert quarter.pop(split) / 2 == whole.pop(split) / 8
     assert quarter == whole
