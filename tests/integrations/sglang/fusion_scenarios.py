@@ -8,6 +8,9 @@ registry of hooks are SGLang's own, as in ``scenarios.py``.
 from __future__ import annotations
 
 import ast
+import dataclasses
+import enum
+import functools
 import importlib.util
 import logging
 import sys
@@ -34,8 +37,12 @@ _SOURCES = Path(parallel_state.__file__).parents[1]
 
 
 #: The sizes of groups, which SGLang reads off the options of its server.
-SIZES = SimpleNamespace(tp_size=2, attn_tp_size=2, moe_tp_size=2, moe_ep_size=1, pp_size=1)
+SIZES = SimpleNamespace(
+    tp_size=2, tp_rank=0, attn_tp_size=2, attn_tp_rank=0, attn_dp_size=1, attn_cp_size=1, attn_cp_rank=0
+)
+SIZES.moe_tp_size, SIZES.moe_ep_size, SIZES.moe_dense_tp_size, SIZES.pp_size, SIZES.dwdp_size = 2, 1, None, 1, 1
 SPECULATION = SimpleNamespace(speculative_algorithm=None)
+ATTENTION = SimpleNamespace(input_scattered=False)
 EXPERTS = SimpleNamespace(moe_a2a_backend="none")
 MODEL = SimpleNamespace(architectures=["Qwen3MoeForCausalLM"])
 
@@ -57,11 +64,12 @@ def excerpt(module: str, *names: str, **others: Any) -> ModuleType:
                 argument.annotation = None
     made = ModuleType(module)
     made.__dict__.update({name: getattr(typing, name) for name in ("Any", "Callable", "Optional", "Tuple", "Union")})
-    made.__dict__.update(torch=torch, nn=nn, get_parallel=parallel, get_exec=get_exec, _use_aiter=False, **others)
+    made.__dict__.update(torch=torch, nn=nn, get_parallel=parallel, get_exec=get_exec, _use_aiter=False)
+    made.__dict__.update(others)
+    sys.modules[module] = made  # dataclasses look for it there
     exec(compile(tree, str(path), "exec"), made.__dict__)
     parent, _, name = module.rpartition(".")
     setattr(importlib.import_module(parent), name, made)
-    sys.modules[module] = made
     return made
 
 
@@ -88,10 +96,6 @@ class GemmaLike(layernorm.RMSNorm):  # type: ignore[name-defined,misc]
         return (values * (1 + self.weight.float())).to(x.dtype), residual
 
 
-class ScatterMode:
-    SCATTERED, FULL = range(2)
-
-
 def no(*_: Any, **__: Any) -> Any:
     return None
 
@@ -101,22 +105,38 @@ def make_gate() -> ModuleType:
     if not IS_OLD:
         module = "sglang.srt.layers.layer_boundary.residual.add_norm"
         return excerpt(module, "flashinfer_ar_fusion_applies", **no_flashinfer)
-    choice = SimpleNamespace(get_fn=no)
     return excerpt(
         "sglang.srt.layers.communicator",
         "apply_flashinfer_allreduce_fusion",
+        "enable_moe_dense_fully_dp",
+        "enable_dwdp",
+        "CommunicateContext",
+        "CommunicateSimpleFn",
+        "CommunicateSummableTensorPairFn",
+        "CommunicateWithAllReduceAndLayerNormFn",
         "LayerCommunicator",
+        "LayerScatterModes",
+        "ScatterMode",
+        "_LayerModeComputationContext",
         **no_flashinfer,
-        ScatterMode=ScatterMode,
-        CommunicateContext=SimpleNamespace(init_new=lambda: SimpleNamespace(tp_size=2)),
-        CommunicateSimpleFn=choice,
-        CommunicateWithAllReduceAndLayerNormFn=choice,
-        CommunicateSummableTensorPairFn=choice,
+        **{
+            name: getattr(module, name) for module, name in ((dataclasses, "dataclass"), (enum, "Enum"), (enum, "auto"))
+        },
+        partial=functools.partial,
+        apply_aiter_all_reduce_fusion=no,
+        attention_tensor_model_parallel_all_reduce=lambda x: group("tp").all_reduce(x),
         SpeculativeAlgorithm=SimpleNamespace(from_string=no),
         get_spec=lambda: SPECULATION,
-        get_attn_tp_context=lambda: SimpleNamespace(input_scattered=False),
+        get_attn_tp_context=lambda: ATTENTION,
+        get_moe_a2a_backend=lambda: SimpleNamespace(is_none=lambda: True),
+        get_moe_cp_size=lambda: 1,
         is_dp_attention_enabled=no,
+        is_dsa_enable_prefill_cp=no,
         is_enable_moe_cp_allgather=no,
+        is_mla_prefill_cp_enabled=no,
+        should_use_flashinfer_cutlass_moe_fp4_allgather=no,
+        get_exec=lambda: SimpleNamespace(comm=SimpleNamespace(enable_quant_communications=False)),
+        **dict.fromkeys(("_is_npu", "_use_ag_after_qlora"), False),
     )
 
 
@@ -136,6 +156,12 @@ class Attention(nn.Module):
 
     def forward(self, positions: Any, hidden_states: torch.Tensor, forward_batch: Any) -> torch.Tensor:
         return self.o_proj(hidden_states)
+
+
+class AttentionThatLeavesItsSum(Attention):
+    def __init__(self, hidden_size: int, **_: Any) -> None:
+        super().__init__(hidden_size)
+        self.o_proj.reduce_results = False
 
 
 class Mlp(nn.Module):
@@ -168,27 +194,38 @@ def make_layers(count: int, make: Any, prefix: str, **_: Any) -> Any:
     return nn.ModuleList([make(idx=i, prefix=f"{prefix}.{i}") for i in range(count)]), 0, count
 
 
+#: What the excerpts of models need besides. ``LlamaConfig`` and the like are only named in annotations.
+OF_MODELS: dict[str, Any] = {
+    "RMSNorm": layernorm.RMSNorm,
+    "VocabParallelEmbedding": lambda *_, **__: nn.Identity(),
+    "add_prefix": lambda name, prefix: f"{prefix}.{name}",
+    "get_pp_group": lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True, rank_in_group=0, world_size=1),
+    "get_pp_indices": lambda layers, *_: (0, layers),
+    "make_layers": make_layers,
+}
+
+
 def make_llama() -> ModuleType:
-    if not IS_OLD:
-        return excerpt("sglang.srt.models.llama", "LlamaDecoderLayer", RMSNorm=layernorm.RMSNorm)
-    return excerpt(
-        "sglang.srt.models.llama",
-        "LlamaDecoderLayer",
-        "LlamaModel",
-        LlamaAttention=Attention,
-        LlamaMLP=Mlp,
-        RMSNorm=layernorm.RMSNorm,
-        VocabParallelEmbedding=lambda *_, **__: nn.Identity(),
-        add_prefix=lambda name, prefix: f"{prefix}.{name}",
-        get_pp_group=lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True, rank_in_group=0, world_size=1),
-        get_pp_indices=lambda layers, *_: (0, layers),
-        make_layers=make_layers,
-    )
+    attention_and_mlp = {"LlamaAttention": Attention, "LlamaMLP": Mlp}
+    return excerpt("sglang.srt.models.llama", "LlamaDecoderLayer", "LlamaModel", **OF_MODELS, **attention_and_mlp)
 
 
-# ``LlamaConfig`` and the like are only named in annotations.
+def make_qwen3() -> ModuleType:
+    others = {
+        "get_exec": lambda: SimpleNamespace(deterministic=SimpleNamespace(rl_on_policy_target=None)),
+        "is_dp_attention_enabled": no,
+        "get_stream": no,
+        **dict.fromkeys(("_is_cuda", "_is_npu"), False),
+    }
+    of_layers = {"Qwen3Attention": AttentionThatLeavesItsSum, "Qwen3MLP": Mlp}
+    of_layers |= {name: getattr(gate, name) for name in ("LayerCommunicator", "LayerScatterModes")}
+    base = excerpt("sglang.srt.models.qwen2", "Qwen2Model", Qwen2DecoderLayer=None, **OF_MODELS, **others)
+    names = ("Qwen3DecoderLayer", "Qwen3Model")
+    return excerpt("sglang.srt.models.qwen3", *names, Qwen2Model=base.Qwen2Model, **OF_MODELS, **others, **of_layers)
+
+
 if IS_OLD:
-    llama = make_llama()
+    llama, qwen3 = make_llama(), make_qwen3()
 else:
     llama = ModuleType("sglang.srt.models.llama")
     source = (_SOURCES / "models/llama.py").read_text(encoding="utf-8")
@@ -272,7 +309,7 @@ def where_attention_sums_in_other_groups_norms_are_left_alone() -> None:
         assert gate_says(4)
         with mock.patch.object(SIZES, "attn_tp_size", 1):
             assert not gate_says(4)
-        with mock.patch("llm_comm.integrations.sglang_fusion.is_dp_attention_enabled", return_value=True):
+        with mock.patch("llm_comm.integrations.sglang_fused_norm.is_dp_attention_enabled", return_value=True):
             assert not gate_says(4)
 
 
@@ -339,7 +376,7 @@ def prefills_beside_decodes_sum_in_their_own_group() -> None:
             of_decodes, of_prefills = fused_calls("tp"), fused_calls("pdmux_prefill_tp_group")
             assert not gate_says(4)
             if IS_OLD:
-                close(run_llama(make_model()), run_llama(unfused))
+                close(run_model(make_model()), run_model(unfused))
             assert not of_decodes
             assert not of_prefills
         assert len(log.having("norms are not fused after all: --enable-pdmux")) == (dist_rank() == 0)
@@ -355,7 +392,7 @@ def one_rank_that_cannot_be_hooked_takes_the_others_along() -> None:
         assert len(log.having("not fused with RMSNorm: rank 1: unknown version of SGLang")) == (dist_rank() == 0)
         if IS_OLD:
             calls = fused_calls()
-            close(run_llama(make_model()), run_llama(unfused))
+            close(run_model(make_model()), run_model(unfused))
             assert not calls
 
 
@@ -386,14 +423,14 @@ def dense_llama_is_fused() -> None:
     unfused = make_model()  # before anything is hooked
     with sglang_groups() as log, server():
         calls, model = fused_calls(), make_model()
-        close(run_llama(model), run_llama(unfused))
+        close(run_model(model), run_model(unfused))
         assert calls == [(4, HIDDEN)] * 5, calls  # of 6: the last sum is of no layer's norm
         assert len(log.having("llm_comm: 6 of the linears of LlamaModel leave their sums")) == (dist_rank() == 0)
         assert len(log.having("llm_comm: first all-reduce fused with its RMSNorm")) == (dist_rank() == 0)
         calls.clear()
         # Someone else reads what lies between the layers.
         model.layers_to_capture = unfused.layers_to_capture = [1]
-        (got, captured), (want, wanted) = run_llama(model), run_llama(unfused)
+        (got, captured), (want, wanted) = run_model(model), run_model(unfused)
         close(got, want)
         close(captured[0], wanted[0])
         assert len(calls) == 3
@@ -413,7 +450,7 @@ def dense_llama_is_fused_in_a_compiled_graph() -> None:
             calls.clear()
             compiled = torch.compile(model.forward, fullgraph=True, dynamic=True, backend="aot_eager")
             got = compiled(None, torch.arange(4), None, input_embeds=data((4, HIDDEN), rank=0))
-            want = run_llama(unfused)
+            want = run_model(unfused)
             if captures:
                 (got, captured), (want, wanted) = got, want
                 close(captured[0], wanted[0])
@@ -430,9 +467,77 @@ def linears_of_llama_that_sum_elsewhere_are_left_alone() -> None:
         with mock.patch.object(RowParallelLinear, "of_data_parallel_attention", True):
             model = make_model()
         assert not any(hasattr(layer, "llm_comm_place") for layer in model.layers)
-        run_llama(model)
+        run_model(model)
         assert not calls
         assert len(log.having("norms of LlamaModel are not fused: its linears sum in another")) == (dist_rank() == 0)
+
+
+@scenario()
+def dense_qwen3_is_fused() -> None:
+    """Its attention leaves the sum to a norm by itself, its MLP does not."""
+    if not IS_OLD:
+        return
+    unfused = make_model(qwen3.Qwen3Model)
+    with sglang_groups() as log, server():
+        calls, model = fused_calls(), make_model(qwen3.Qwen3Model)
+        close(run_model(model), run_unfused(unfused))
+        assert calls == [(4, HIDDEN)] * 5, calls  # of 6: the last sum is of no layer's norm
+        assert len(log.having("llm_comm: 3 of the linears of Qwen3Model leave their sums")) == (dist_rank() == 0)
+        assert not log.having("sums of MLPs and experts are not fused")
+        calls.clear()
+        # Someone else reads what lies between the layers.
+        model.layers_to_capture = unfused.layers_to_capture = [1]
+        (got, captured), (want, wanted) = run_model(model), run_unfused(unfused)
+        close(got, want)
+        close(captured[0], wanted[0])
+        assert len(calls) == 3
+
+
+@scenario()
+def dense_qwen3_is_fused_in_a_compiled_graph() -> None:
+    if not IS_OLD:
+        return
+    unfused = make_model(qwen3.Qwen3Model)
+    with sglang_groups(), server(), torch.no_grad():
+        calls, model = fused_calls(), make_model(qwen3.Qwen3Model)
+        compiled = torch.compile(model.forward, fullgraph=True, dynamic=True, backend="aot_eager")
+        got = compiled(None, torch.arange(4), None, input_embeds=data((4, HIDDEN), rank=0))
+        close(got, run_unfused(unfused))
+        assert calls == [(4, HIDDEN)] * 5, calls
+
+
+@scenario(LLM_COMM_MAX_MESSAGE_BYTES="256")
+def dense_qwen3_is_reduced_where_the_kernel_declines() -> None:
+    if not IS_OLD:
+        return
+    unfused = make_model(qwen3.Qwen3Model)
+    with sglang_groups(), server():
+        calls = fused_calls()
+        close(run_model(make_model(qwen3.Qwen3Model)), run_unfused(unfused))
+        assert not calls
+
+
+@scenario()
+def models_derived_from_qwen3_keep_the_sums_of_their_mlps() -> None:
+    """That of Qwen3-VL adds features of images between layers."""
+    if not IS_OLD:
+        return
+    derived = type("Qwen3LLMModel", (qwen3.Qwen3Model,), {})
+    with sglang_groups(), server():
+        model = make_model(derived)
+        assert not any(hasattr(layer, "llm_comm_place") for layer in model.layers)
+        assert all(layer.mlp.down_proj.reduce_results for layer in model.layers)
+
+
+@scenario()
+def mlps_of_qwen3_that_sum_elsewhere_are_left_alone() -> None:
+    """With --moe-dense-tp-size 1 an MLP is not split, and what it makes is gathered behind it."""
+    if not IS_OLD:
+        return
+    with sglang_groups() as log, server(), mock.patch.object(SIZES, "moe_dense_tp_size", 1):
+        model = make_model(qwen3.Qwen3Model)
+        assert not any(hasattr(layer, "llm_comm_place") for layer in model.layers)
+        assert len(log.having("norms of Qwen3Model are not fused: its linears sum in another")) == (dist_rank() == 0)
 
 
 @scenario(LLM_COMM_MAX_MESSAGE_BYTES="256")
@@ -454,7 +559,7 @@ def dense_llama_is_reduced_where_the_kernel_declines() -> None:
     unfused = make_model()
     with sglang_groups(), server():
         calls = fused_calls()
-        close(run_llama(make_model()), run_llama(unfused))
+        close(run_model(make_model()), run_model(unfused))
         assert not calls
 
 
@@ -473,7 +578,7 @@ def norms_that_quantize_for_a_linear_are_told_of_it() -> None:
     patches = dict.fromkeys(("forward", "forward_cuda"), forward)
     with mock.patch.multiple(layernorm.RMSNorm, **patches), sglang_groups(), server():
         model = make_model()
-        close(run_llama(model), run_llama(unfused))
+        close(run_model(model), run_model(unfused))
         linears = [linear for layer in model.layers for linear in (layer.self_attn.qkv_proj, layer.mlp.gate_up_proj)]
         assert given[: len(linears)] == linears
 
@@ -518,7 +623,9 @@ def gate_says(batch_size: int) -> bool:
 def mlp_leaves_its_sum(why_not: str = "") -> bool:
     """What a layer of SGLang's is told, and that the log says ``why_not``."""
     batch = SimpleNamespace(input_ids=torch.zeros(4))
-    modes = mock.Mock(mlp_mode=ScatterMode.FULL)
+    modes = gate.LayerScatterModes.init_new(
+        num_layers=3, layer_id=1, is_layer_sparse=True, is_previous_layer_sparse=True, is_next_layer_sparse=True
+    )
     with speculation_is_known(SPECULATION.speculative_algorithm), sglang_groups() as log, server():
         leaves = gate.LayerCommunicator(modes, None, None).should_fuse_mlp_allreduce_with_next_layer(batch)
         last = gate.LayerCommunicator(modes, None, None, is_last_layer=True)
@@ -578,11 +685,12 @@ def fused_calls(group_name: str = "tp") -> list[tuple[int, ...]]:
     return shapes
 
 
-def make_model() -> Any:
+def make_model(model_type: Any = None) -> Any:
+    """Of Llama unless told otherwise."""
     config = SimpleNamespace(pad_token_id=0, vocab_size=8, hidden_size=HIDDEN, num_hidden_layers=3, rms_norm_eps=1e-5)
     config.num_attention_heads = config.num_key_value_heads = 1
-    config.intermediate_size, config.hidden_act = HIDDEN, "silu"
-    model = llama.LlamaModel(config)
+    config.intermediate_size, config.hidden_act, config.attention_bias = HIDDEN, "silu", False
+    model = (model_type or llama.LlamaModel)(config)
     torch.manual_seed(0)
     for parameter in model.parameters():
         parameter.data = torch.rand(parameter.shape).add(0.5).bfloat16()
@@ -598,14 +706,22 @@ def server() -> Iterator[None]:
     """The options of a server with these groups, as the hooks see them."""
     with (
         mock.patch("llm_comm.integrations.sglang_fusion.get_parallel", parallel),
-        mock.patch("llm_comm.integrations.sglang_fusion.is_dp_attention_enabled", without_data_parallelism),
+        mock.patch("llm_comm.integrations.sglang_fused_norm.get_parallel", parallel),
+        mock.patch("llm_comm.integrations.sglang_fused_norm.is_dp_attention_enabled", without_data_parallelism),
     ):
         yield
 
 
-def run_llama(model: Any) -> Any:
+def run_model(model: Any) -> Any:
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_decode_or_idle=lambda: True))
     with torch.no_grad():
-        return model(None, torch.arange(4), None, input_embeds=data((4, HIDDEN), rank=0))
+        return model(None, torch.arange(4), batch, input_embeds=data((4, HIDDEN), rank=0))
+
+
+def run_unfused(model: Any) -> Any:
+    """The same with the hooks idle, of a model that was made before they were set."""
+    with mock.patch("llm_comm.integrations.sglang_fused_norm.State.is_active", False):
+        return run_model(model)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,165 @@
+"""A norm of SGLang with the all-reduce before it: one kernel of llm_comm, or its parts where that declines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.distributed import parallel_state
+from sglang.srt.layers import layernorm
+from sglang.srt.layers.dp_attention import is_dp_attention_enabled
+from sglang.srt.runtime_context import get_parallel
+
+_library = torch.library.Library("llm_comm_sglang", "DEF")
+_library.define(
+    "all_reduce_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float epsilon, str group_name)"
+    " -> (Tensor, Tensor)"
+)
+
+
+class State:
+    """What the hooks share.
+
+    Attributes:
+        group: The one that they serve.
+        is_hooked: Whether all of them are set.
+        is_active: Whether norms sum. Looked at by every hook, and the same on all ranks.
+        their_gate: SGLang's own decision, without ours.
+        overwrites_residuals: Whether a norm may write the residual that it is given, as norms of SGLang do. A draft
+            model's captures are not copied where SGLang takes the norm for one that leaves it alone.
+    """
+
+    group: Any = None
+    is_hooked = False
+    is_active = False
+    their_gate: Any = None
+    overwrites_residuals = False
+
+
+def all_sums_are_of_the_group() -> bool:
+    """Whether attention and experts sum over the ranks of the tensor-parallel group, all of them."""
+    parallel = get_parallel()
+    size = parallel.tp_size
+    return (
+        not is_dp_attention_enabled()
+        and parallel.attn_tp_size == size
+        and size in (parallel.moe_tp_size, parallel.moe_ep_size)
+    )
+
+
+def around_norm(
+    theirs: Any,
+    norm_module: Any,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    post_residual_addition: torch.Tensor | None,
+    weight: torch.Tensor,
+    use_attn_tp_group: bool = True,
+) -> Any:
+    if residual is None or not State.is_active or not all_sums_are_of_the_group():
+        return theirs(norm_module, x, residual, post_residual_addition, weight, use_attn_tp_group)
+    if post_residual_addition is not None:
+        residual = residual + post_residual_addition
+        return sum_and_norm(norm_module, x, residual, may_overwrite=True)
+    return sum_and_norm(norm_module, x, residual, may_overwrite=State.overwrites_residuals)
+
+
+def sum_and_norm(
+    norm: Any, x: torch.Tensor, residual: torch.Tensor, may_overwrite: bool, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``norm`` of (the sum of ``x`` + ``residual``), and what was normed.
+
+    Args:
+        norm: Of SGLang.
+        x: This rank's addend; nobody's afterwards, as where SGLang reduces it in place.
+        residual: Like ``x``, the same on all ranks.
+        may_overwrite: Whether what was normed may take the place of ``residual``.
+        options: What SGLang's norm is given besides, where it takes over.
+    """
+    if x.shape[0] == 0:
+        return x, residual
+    group = State.group
+    if torch.compiler.is_compiling():
+        # Graphs are functional: a tensor that is written in them would be copied anyway.
+        if _is_plain(norm):
+            result: tuple[torch.Tensor, torch.Tensor] = torch.ops.llm_comm_sglang.all_reduce_add_rms_norm(
+                x, residual, norm.weight.data, norm.variance_epsilon, group.unique_name
+            )
+            return result
+        normed, new_residual = norm.forward(group.all_reduce(x.clone()), residual.clone(), None, **options)
+        return normed, new_residual
+    if _is_plain(norm):
+        fused = _fused(group, x, residual, norm.weight.data, norm.variance_epsilon)
+        if fused is not None:
+            return fused
+    # What SGLang does where it does not fuse, in the tensors that it would use.
+    residual = residual if may_overwrite else residual.clone()
+    normed, new_residual = norm.forward(group.all_reduce(x), residual, None, **options)
+    return normed, new_residual
+
+
+def _is_plain(norm: Any) -> bool:
+    """Whether ``norm`` computes what the fused kernel does. Norms of Gemma, for one, add 1 to the weights in fp32."""
+    return (
+        type(norm) is layernorm.RMSNorm
+        and norm.variance_size_override is None
+        and not norm.cast_x_before_out_mul
+        and not norm.fp32_residual
+        and norm.override_orig_dtype is None
+        and norm.weight.dtype in (torch.bfloat16, torch.float16)
+    )
+
+
+def _all_reduce_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, group_name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for a plain norm, in new tensors: the operator of compiled graphs."""
+    reference = parallel_state._groups.get(group_name)
+    group = None if reference is None else reference()
+    if group is None:
+        raise ValueError(f"there is no group {group_name!r} in this process (any more)")
+    result = _fused(group, x, residual, weight, epsilon)
+    return _one_by_one(_sum(group, x), residual, weight, epsilon) if result is None else result
+
+
+def _fused(
+    group: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """By llm_comm, in new tensors; None if it declines, or has left the group."""
+    fused = getattr(group.ca_comm, "all_reduce_add_rms_norm", None)
+    return None if fused is None else fused(x, residual, weight, epsilon)
+
+
+def _sum(group: Any, x: torch.Tensor) -> torch.Tensor:
+    """The sum of ``x``, which is left as it is, in a new tensor."""
+    by_llm_comm = getattr(group.ca_comm, "sum_of", None)
+    total: torch.Tensor | None = None if by_llm_comm is None else by_llm_comm(x)
+    if total is None:
+        # SGLang may sum in place, but a graph may go on to read its tensor.
+        total = group.all_reduce(x.clone())
+    return total
+
+
+def _one_by_one(
+    total: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What SGLang's norm makes of a sum, in new tensors."""
+    kernel = getattr(layernorm, "fused_add_rmsnorm", None)
+    if kernel is not None and total.is_cuda:
+        new_residual = residual.clone()
+        kernel(total, new_residual, weight, epsilon)  # in place; the sum is nobody else's
+        return total, new_residual
+    new_residual = total + residual
+    values = new_residual.float()
+    values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + epsilon)
+    return (values * weight.float()).to(total.dtype), new_residual
+
+
+def _fake(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, group_name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty_like(residual)
+
+
+_library.impl("all_reduce_add_rms_norm", _all_reduce_add_rms_norm, "CompositeExplicitAutograd")
+torch.library.register_fake("llm_comm_sglang::all_reduce_add_rms_norm", _fake, lib=_library)
