@@ -24,6 +24,9 @@ WARP_THREADS = 32
 #: (kMaxTwoShotThreads and kMaxLoopThreads there).
 MAX_TWO_SHOT_THREADS = 512
 MAX_LOOP_THREADS = 512
+#: Blocks of a launch for each SM, above which fewer of them share a row: among the kernels of a model, each costs 1 to
+#: 2 ns that smaller blocks do not make up for (docs/performance.md).
+BLOCKS_PER_SM = 3
 
 
 class DeviceLimits(NamedTuple):
@@ -112,9 +115,6 @@ def select_fused(
     chunk_rows = slot_bytes(config) // LINE_BYTES // row_slot_lines
     launch_rows = min(rows, chunk_rows)
     span_chunks = math.ceil(span / CHUNK_LINES)
-    cluster = min(row.cluster, limits.max_cluster, 1 << int(math.log2(span_chunks)))
-    while (cluster - 1) * math.ceil(span_chunks / cluster) >= span_chunks:
-        cluster //= 2  # the last block would have nothing
     # A block that gets more of the row than the table has in mind may have more threads.
     most_of_kernel, resident_threads = (
         (MAX_TWO_SHOT_THREADS, limits.two_shot_threads)
@@ -122,10 +122,25 @@ def select_fused(
         else (MAX_BLOCK_THREADS, MAX_BLOCK_THREADS)
     )
     most_threads = min(row.threads if row.cluster <= limits.max_cluster else MAX_BLOCK_THREADS, most_of_kernel)
-    most_clusters = min(launch_rows, max(1, row.blocks // cluster))
     chunk_threads = CHUNK_LINES * world_size
+    few_blocks = min(row.blocks, BLOCKS_PER_SM * limits.sm_count)
+
+    def threads_of(cluster: int) -> int:
+        return _whole_warps(math.ceil(span_chunks / cluster) * chunk_threads)
+
+    def is_enough(cluster: int) -> bool:
+        threads = threads_of(cluster)
+        runs_at_once = resident_clusters(limits, cluster, threads, resident_threads)
+        return threads <= most_threads and runs_at_once >= launch_rows
+
+    cluster = min(row.cluster, limits.max_cluster, 1 << int(math.log2(span_chunks)))
+    while (cluster - 1) * math.ceil(span_chunks / cluster) >= span_chunks:
+        cluster //= 2  # the last block would have nothing
+    while cluster > 1 and launch_rows * cluster > few_blocks and is_enough(cluster // 2):
+        cluster //= 2
+    most_clusters = min(launch_rows, max(1, row.blocks // cluster))
     tile_chunks = math.ceil(span_chunks / cluster)
-    threads = _whole_warps(tile_chunks * chunk_threads)
+    threads = threads_of(cluster)
     # All blocks run at once, as far as can be told: that does not rest on the order in which a device starts clusters.
     clusters = min(most_clusters, resident_clusters(limits, cluster, threads, resident_threads))
     if clusters < launch_rows or threads > most_threads:

@@ -155,7 +155,7 @@ def test_chunks_fill_slots() -> None:
 def test_core_refuses_a_plan_that_does_not_fit(world: int, algorithm: str) -> None:
     config = Config(workspace_bytes=1 << 20)
     rows, hidden = 1000, 1024
-    row = FusedRow(1, algorithm, 16, 256, 2, 0)
+    row = FusedRow(1, algorithm, 16, 64, 2, 0)
     plan = select_fused(rows, hidden, world, one_row(row), config, LIMITS)
     core = core_of(world, config)
     for change, message in (
@@ -221,7 +221,7 @@ def test_shipped_table(path: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
-@pytest.mark.parametrize("hidden", [4096, 5120, 8192])
+@pytest.mark.parametrize("hidden", [1024, 2048, 2880, 4096, 5120, 8192])
 @pytest.mark.parametrize("mib", [1, 0.5, 0.25])
 def test_rows_of_a_decode_batch_take_a_cluster_each(world: int, hidden: int, mib: float) -> None:
     """On an H200, up to max_fused_bytes, no block walks over several rows: that takes about twice the time."""
@@ -229,3 +229,16 @@ def test_rows_of_a_decode_batch_take_a_cluster_each(world: int, hidden: int, mib
     rows = int(mib * (1 << 20)) // (2 * hidden)
     plan = select_fused(rows, hidden, world, table, CONFIG, LIMITS)
     assert plan.blocks == plan.cluster * rows
+
+
+def test_many_rows_share_fewer_blocks_each() -> None:
+    """132 SMs may have 396 blocks."""
+    row = FusedRow(1, "one_shot", 1056, 1024, 16, 0)
+
+    def cluster(rows: int, row: FusedRow = row, hidden: int = 8192) -> int:
+        return select_fused(rows, hidden, 2, one_row(row), CONFIG, LIMITS).cluster
+
+    assert [cluster(rows) for rows in (1, 24, 25, 49, 50)] == [16, 16, 8, 8, 4]
+    assert cluster(24, row._replace(blocks=96)) == 4
+    assert cluster(50, row._replace(threads=128)) == 16, "blocks of more threads than the table allows"
+    assert [cluster(rows, hidden=2880) for rows in (64, 128)] == [4, 4], "with 2, not all of 128 rows run at once"
