@@ -128,11 +128,14 @@ def after_qwen3_init(_: None, model: Any, *args: Any, **kwargs: Any) -> None:
     if not State.is_active or type(model) is not Qwen3Model:
         return
     layers = [layer for layer in model.layers if type(layer) is Qwen3DecoderLayer]
-    # The gate lets norms sum, and nothing is scattered behind the MLP.
-    is_possible = all_sums_are_of_the_group() and all(
-        layer.layer_communicator._communicate_summable_tensor_pair_fn is CommunicateSummableTensorPairFn._trivial
-        for layer in layers
-    )
+
+    def hands_over_all_rows(boundary: Any) -> bool:
+        """Whether a layer neither scatters nor gathers: not with ``--enable-layernorm-sp`` (0.5.20), for one."""
+        trivial = CommunicateSummableTensorPairFn._trivial
+        return boundary._communicate_summable_tensor_pair_fn is trivial and not getattr(boundary, "_sp_variant", None)
+
+    # The gate lets norms sum.
+    is_possible = all_sums_are_of_the_group() and all(hands_over_all_rows(layer.layer_communicator) for layer in layers)
     _leave_sums(model, layers, (layer.mlp.down_proj for layer in layers), is_possible)
 
 

@@ -40,8 +40,10 @@ _SOURCES = Path(parallel_state.__file__).parents[1]
 SIZES = SimpleNamespace(
     tp_size=2, tp_rank=0, attn_tp_size=2, attn_tp_rank=0, attn_dp_size=1, attn_cp_size=1, attn_cp_rank=0
 )
+SIZES.pp_group = SimpleNamespace(is_first_rank=True, is_last_rank=True, rank_in_group=0, world_size=1)
 SIZES.moe_tp_size, SIZES.moe_ep_size, SIZES.moe_dense_tp_size, SIZES.pp_size, SIZES.dwdp_size = 2, 1, None, 1, 1
 SPECULATION = SimpleNamespace(speculative_algorithm=None)
+SEQUENCE_PARALLELISM = SimpleNamespace(layernorm_sp_enabled=lambda: False)
 ATTENTION = SimpleNamespace(input_scattered=False)
 EXPERTS = SimpleNamespace(moe_a2a_backend="none")
 MODEL = SimpleNamespace(architectures=["Qwen3MoeForCausalLM"])
@@ -76,7 +78,7 @@ def excerpt(module: str, *names: str, **others: Any) -> ModuleType:
 class Norm(nn.Module):
     """The base of SGLang's norms, which chooses by platform."""
 
-    def forward(self, *args: Any) -> Any:
+    def forward(self, *args: Any, quant_linear: Any = None) -> Any:
         return self.forward_native(*args)  # type: ignore[operator]
 
 
@@ -84,7 +86,7 @@ layernorm = excerpt(
     "sglang.srt.layers.layernorm",
     "RMSNorm",
     "_forward_with_allreduce_fusion",
-    **{"MultiPlatformOp" if IS_OLD else "BaseFusedOp": Norm},
+    **dict.fromkeys(("MultiPlatformOp", "BaseFusedOp"), Norm),  # the latter since 0.5.18
 )
 
 
@@ -100,14 +102,25 @@ def no(*_: Any, **__: Any) -> Any:
     return None
 
 
+def names_of(module: str) -> set[str]:
+    """Functions and classes of a module of the wheel."""
+    path = _SOURCES.joinpath(*module.split(".")[2:]).with_suffix(".py")
+    return {getattr(node, "name", "") for node in ast.parse(path.read_text(encoding="utf-8")).body}
+
+
+GATE = "apply_flashinfer_allreduce_fusion"
+if not IS_OLD and GATE not in names_of("sglang.srt.layers.layer_boundary.residual.add_norm"):
+    GATE = "flashinfer_ar_fusion_applies"
+
+
 def make_gate() -> ModuleType:
     no_flashinfer = {"_is_sm90_supported": False, "_is_sm100_supported": False}
     if not IS_OLD:
         module = "sglang.srt.layers.layer_boundary.residual.add_norm"
-        return excerpt(module, "flashinfer_ar_fusion_applies", **no_flashinfer)
+        return excerpt(module, GATE, **no_flashinfer)
     return excerpt(
         "sglang.srt.layers.communicator",
-        "apply_flashinfer_allreduce_fusion",
+        GATE,
         "enable_moe_dense_fully_dp",
         "enable_dwdp",
         "CommunicateContext",
@@ -126,13 +139,16 @@ def make_gate() -> ModuleType:
         apply_aiter_all_reduce_fusion=no,
         attention_tensor_model_parallel_all_reduce=lambda x: group("tp").all_reduce(x),
         SpeculativeAlgorithm=SimpleNamespace(from_string=no),
+        layernorm_sp=SEQUENCE_PARALLELISM,
         get_spec=lambda: SPECULATION,
         get_attn_tp_context=lambda: ATTENTION,
         get_moe_a2a_backend=lambda: SimpleNamespace(is_none=lambda: True),
         get_moe_cp_size=lambda: 1,
+        _generic_prefill_cp_shards_tokens=no,
         is_dp_attention_enabled=no,
         is_dsa_enable_prefill_cp=no,
         is_enable_moe_cp_allgather=no,
+        is_mla_cp_enabled=no,
         is_mla_prefill_cp_enabled=no,
         should_use_flashinfer_cutlass_moe_fp4_allgather=no,
         get_exec=lambda: SimpleNamespace(comm=SimpleNamespace(enable_quant_communications=False)),
@@ -199,7 +215,7 @@ OF_MODELS: dict[str, Any] = {
     "RMSNorm": layernorm.RMSNorm,
     "VocabParallelEmbedding": lambda *_, **__: nn.Identity(),
     "add_prefix": lambda name, prefix: f"{prefix}.{name}",
-    "get_pp_group": lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True, rank_in_group=0, world_size=1),
+    "get_pp_group": lambda: SIZES.pp_group,
     "get_pp_indices": lambda layers, *_: (0, layers),
     "make_layers": make_layers,
 }
@@ -224,15 +240,24 @@ def make_qwen3() -> ModuleType:
     return excerpt("sglang.srt.models.qwen3", *names, Qwen2Model=base.Qwen2Model, **OF_MODELS, **others, **of_layers)
 
 
-if IS_OLD:
-    llama, qwen3 = make_llama(), make_qwen3()
+def members_of(module: str, name: str) -> set[str]:
+    """Methods of a class of the wheel."""
+    path = _SOURCES.joinpath(*module.split(".")[2:]).with_suffix(".py")
+    (found,) = (n for n in ast.parse(path.read_text(encoding="utf-8")).body if getattr(n, "name", None) == name)
+    return {node.name for node in found.body if isinstance(node, ast.FunctionDef)}  # type: ignore[attr-defined]
+
+
+_LLAMA_MEMBERS = members_of("sglang.srt.models.llama", "LlamaDecoderLayer")
+#: Whether Llama reduces in its linears: before 0.5.22.
+LLAMA_REDUCES = "stage_facts" not in _LLAMA_MEMBERS
+if LLAMA_REDUCES:
+    llama = make_llama()
 else:
     llama = ModuleType("sglang.srt.models.llama")
-    source = (_SOURCES / "models/llama.py").read_text(encoding="utf-8")
-    (layer,) = (n for n in ast.parse(source).body if getattr(n, "name", None) == "LlamaDecoderLayer")
-    members = {node.name: None for node in layer.body if isinstance(node, ast.FunctionDef)}  # type: ignore[attr-defined]
-    llama.LlamaDecoderLayer = type("LlamaDecoderLayer", (), members)  # type: ignore[attr-defined]
+    llama.LlamaDecoderLayer = type("LlamaDecoderLayer", (), dict.fromkeys(_LLAMA_MEMBERS))  # type: ignore[attr-defined]
     sys.modules["sglang.srt.models.llama"] = llama
+if IS_OLD:
+    qwen3 = make_qwen3()
 
 
 # ---- Scenarios ------------------------------------------------------------------------------------------------------
@@ -367,7 +392,7 @@ def where_sglang_leaves_the_sum_of_an_mlp_we_follow() -> None:
 
 @scenario()
 def prefills_beside_decodes_sum_in_their_own_group() -> None:
-    unfused = make_model() if IS_OLD else None
+    unfused = make_model() if LLAMA_REDUCES else None
     load_plugins()
     log = Log("sglang")
     with mock.patch("sglang.srt.utils.is_cuda", return_value=True), distributed():
@@ -375,7 +400,7 @@ def prefills_beside_decodes_sum_in_their_own_group() -> None:
         with server():
             of_decodes, of_prefills = fused_calls("tp"), fused_calls("pdmux_prefill_tp_group")
             assert not gate_says(4)
-            if IS_OLD:
+            if LLAMA_REDUCES:
                 close(run_model(make_model()), run_model(unfused))
             assert not of_decodes
             assert not of_prefills
@@ -386,11 +411,11 @@ def prefills_beside_decodes_sum_in_their_own_group() -> None:
 def one_rank_that_cannot_be_hooked_takes_the_others_along() -> None:
     if dist_rank() == 1:
         del layernorm._forward_with_allreduce_fusion
-    unfused = make_model() if IS_OLD else None
+    unfused = make_model() if LLAMA_REDUCES else None
     with sglang_groups() as log, server():
         assert not gate_says(4)
         assert len(log.having("not fused with RMSNorm: rank 1: unknown version of SGLang")) == (dist_rank() == 0)
-        if IS_OLD:
+        if LLAMA_REDUCES:
             calls = fused_calls()
             close(run_model(make_model()), run_model(unfused))
             assert not calls
@@ -417,8 +442,7 @@ def a_norm_that_cannot_be_hooked_keeps_its_sums() -> None:
 
 @scenario()
 def dense_llama_is_fused() -> None:
-    if not IS_OLD:  # it takes the path of the other models
-        assert hasattr(llama.LlamaDecoderLayer, "stage_facts")
+    if not LLAMA_REDUCES:  # it takes the path of the other models
         return
     unfused = make_model()  # before anything is hooked
     with sglang_groups() as log, server():
@@ -439,7 +463,7 @@ def dense_llama_is_fused() -> None:
 @scenario()
 def dense_llama_is_fused_in_a_compiled_graph() -> None:
     """Of several layers: the mark on what they hand over is seen by the compiler."""
-    if not IS_OLD:
+    if not LLAMA_REDUCES:
         return
     unfused = make_model()
     with sglang_groups(), server(), torch.no_grad():
@@ -460,7 +484,7 @@ def dense_llama_is_fused_in_a_compiled_graph() -> None:
 
 @scenario()
 def linears_of_llama_that_sum_elsewhere_are_left_alone() -> None:
-    if not IS_OLD:
+    if not LLAMA_REDUCES:
         return
     with sglang_groups() as log, server():
         calls = fused_calls()
@@ -540,6 +564,17 @@ def mlps_of_qwen3_that_sum_elsewhere_are_left_alone() -> None:
         assert len(log.having("norms of Qwen3Model are not fused: its linears sum in another")) == (dist_rank() == 0)
 
 
+@scenario()
+def qwen3_with_sequence_parallelism_keeps_the_sums_of_its_mlps() -> None:
+    """They are scattered in prefills (``--enable-layernorm-sp``)."""
+    if not IS_OLD or importlib.util.find_spec("sglang.srt.layers.layernorm_sp") is None:
+        return
+    is_on = mock.patch.object(SEQUENCE_PARALLELISM, "layernorm_sp_enabled", return_value=True)
+    with sglang_groups(), server(), is_on:
+        model = make_model(qwen3.Qwen3Model)
+        assert not any(hasattr(layer, "llm_comm_place") for layer in model.layers)
+
+
 @scenario(LLM_COMM_MAX_MESSAGE_BYTES="256")
 def a_residual_that_nobody_else_reads_is_not_copied() -> None:
     with speculation_is_known(None), sglang_groups(), server():
@@ -554,7 +589,7 @@ def a_residual_that_a_draft_model_may_read_is_copied() -> None:
 
 @scenario(LLM_COMM_MAX_MESSAGE_BYTES="256")
 def dense_llama_is_reduced_where_the_kernel_declines() -> None:
-    if not IS_OLD:
+    if not LLAMA_REDUCES:
         return
     unfused = make_model()
     with sglang_groups(), server():
@@ -566,7 +601,7 @@ def dense_llama_is_reduced_where_the_kernel_declines() -> None:
 @scenario(LLM_COMM_MAX_MESSAGE_BYTES="256")
 def norms_that_quantize_for_a_linear_are_told_of_it() -> None:
     """Those of 0.5.18 to 0.5.21; here the norm of 0.5.17 with their signature."""
-    if not IS_OLD:
+    if not LLAMA_REDUCES:
         return
     given: list[Any] = []
 
@@ -613,7 +648,7 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def gate_function() -> Any:
-    return gate.apply_flashinfer_allreduce_fusion if IS_OLD else gate.flashinfer_ar_fusion_applies
+    return getattr(gate, GATE)
 
 
 def gate_says(batch_size: int) -> bool:
