@@ -204,9 +204,10 @@ class Communicator:
         if _is_compiling() or type(x) is not _Tensor or type(residual) not in _PLAIN or type(scale) not in _PLAIN:
             results = ops.fused(x, residual, weight, eps, quantize, scale, self.name)
             given = (out, residual_out, scale if quantize == "dynamic" else None)
+            names = ("out", "residual_out", "scale")
             return tuple(
-                made if wanted is None else wanted.copy_(made.view(wanted.shape))
-                for made, wanted in zip(results, given, strict=False)
+                made if wanted is None else _copy(made, f"all_reduce_add_rms_norm: {name}", wanted)
+                for made, name, wanted in zip(results, names, given, strict=False)
             )
         return self._all_reduce_add_rms_norm(x, residual, weight, eps, out, residual_out, quantize, scale)
 
@@ -369,7 +370,7 @@ class Communicator:
             # torch's dispatcher knows what to make of it: a graph while compiling, a fake result for a fake tensor, a
             # wait for one that is still on its way (AsyncCollectiveTensor), an error for a part of a DTensor.
             result = torch.ops.llm_comm.all_reduce(x, self.name)
-            return result if out is None else out.copy_(result)
+            return result if out is None else _copy(result, "all_reduce: out", out)
         tensor = arrays.as_tensor(x)
         if out is None:
             return arrays.like(x, self._all_reduce(tensor))
@@ -559,6 +560,18 @@ def _check_reachable(rendezvous: Rendezvous, core: _core.Core) -> None:
             raise RuntimeError(f"stores of ranks {unseen} did not arrive: the devices cannot write to each other")
 
     rendezvous.attempt("peer-to-peer test", look)
+
+
+def _copy(made: torch.Tensor, name: str, out: torch.Tensor) -> torch.Tensor:
+    """Puts what an operator has made where the caller wants it; ``copy_`` alone would convert and repeat it."""
+    if not isinstance(out, _Tensor):
+        raise UnsupportedInputError(f"{name} is a {type(out).__name__}; it must be a tensor")
+    if out.numel() != made.numel() or out.dtype != made.dtype or out.device != made.device:
+        raise UnsupportedInputError(
+            f"{name} ({tuple(out.shape)}, {out.dtype}, {out.device}) must be like what goes there "
+            f"({tuple(made.shape)}, {made.dtype}, {made.device})"
+        )
+    return out.copy_(made.view(out.shape))
 
 
 def _why_not_out(x: torch.Tensor, out: Any) -> str:

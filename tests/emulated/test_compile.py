@@ -80,6 +80,33 @@ def test_accepts_in_a_graph(ranks: RankPool) -> None:
     ranks.run(2, ask_first)
 
 
+def give_outputs_that_do_not_fit() -> None:
+    """``copy_`` would convert them, or repeat a result of one element."""
+    x = torch.ones(2, 1, 8, dtype=torch.bfloat16)
+    weight = torch.ones(8, dtype=torch.bfloat16)
+    with make_communicator() as comm:
+
+        def add(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            return comm.all_reduce(x, out=out) + 1
+
+        def norm(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            return comm.all_reduce_add_rms_norm(x, None, weight, 1e-5, residual_out=out)[1] + 1
+
+        for function, name in ((add, "all_reduce: out"), (norm, "all_reduce_add_rms_norm: residual_out")):
+            for out in (torch.empty(2, 2, 8, dtype=x.dtype), torch.empty(x.shape)):
+                torch._dynamo.reset()
+                with pytest.raises(torch._dynamo.exc.Unsupported, match=rf"{name} .* must be like what goes there"):
+                    torch.compile(function, fullgraph=True, backend="aot_eager")(x, out)
+            out = torch.empty(16, dtype=x.dtype)
+            torch._dynamo.reset()
+            assert torch.compile(function, fullgraph=True, backend="aot_eager")(x, out).eq(comm.world_size + 1).all()
+            assert out.eq(comm.world_size).all()
+
+
+def test_outputs_that_do_not_fit(ranks: RankPool) -> None:
+    ranks.run(2, give_outputs_that_do_not_fit)
+
+
 def sum_beside_a_compilation() -> None:
     """torch's flag that says it is compiling holds for all threads of the process, from torch 2.13 on."""
     is_compiling, is_done = threading.Event(), threading.Event()
