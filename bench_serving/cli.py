@@ -16,6 +16,8 @@ from bench_serving.comparison import Comparison
 from bench_serving.settings import SHAPES, Settings
 
 ENGINES = ("vllm", "sglang")
+#: Of vLLM's command, whatever the model.
+_IDS_OF_BENCH_LATENCY = 10000
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,7 +44,11 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--output-tokens", type=_positive, default=136, metavar="N")
     options.add_argument("--iterations", type=_positive, default=2, metavar="N", help="timed batches of each size")
     options.add_argument(
-        "--prefill-tokens", type=int, default=4096, metavar="N", help="time a prefill of so many tokens; 0: do not"
+        "--prefill-tokens",
+        type=_natural,
+        default=4096,
+        metavar="N",
+        help="time a prefill of so many tokens; 0: do not. Engines' own benchmarks never do",
     )
     options.add_argument("--repeats", type=_positive, default=2, metavar="N", help="starts of each arm")
     options.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
@@ -76,11 +82,14 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
+def _natural(text: str, least: int = 0) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least {least}")
+    return int(text)
+
+
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: must be at least 1")
-    return value
+    return _natural(text, 1)
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -115,6 +124,12 @@ def settings_of(options: argparse.Namespace) -> Settings:
     model = SHAPES / options.model if (SHAPES / options.model).is_dir() else Path(options.model)
     if not (model / "config.json").is_file():
         raise SystemExit(f"--model {options.model}: neither a known shape nor a directory with a config.json")
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    for needed in ("vocab_size", "max_position_embeddings"):
+        if needed not in config:
+            raise SystemExit(
+                f"--model {options.model}: its config.json has no {needed}; only language models are served"
+            )
     if check and options.weights == "dummy":
         raise SystemExit(
             "--check needs --weights scaled: the engine's dummy weights are the same on all ranks and so small that an "
@@ -128,6 +143,11 @@ def settings_of(options: argparse.Namespace) -> Settings:
         raise SystemExit(
             "--mode bench-latency is vLLM's; SGLang's bench_one_batch loads no plugins, so it has no such arm"
         )
+    if options.mode == "bench-latency" and config["vocab_size"] < _IDS_OF_BENCH_LATENCY:
+        raise SystemExit(
+            f"--mode bench-latency draws token ids below {_IDS_OF_BENCH_LATENCY}, and the vocabulary of "
+            f"{options.model} has {config['vocab_size']}"
+        )
     if options.output_tokens < 2:
         raise SystemExit("--output-tokens must be at least 2: decoding begins with the second token")
     return Settings(
@@ -139,7 +159,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         prompt_tokens=options.prompt_tokens,
         output_tokens=options.output_tokens,
         iterations=options.iterations,
-        prefill_tokens=options.prefill_tokens,
+        prefill_tokens=0 if options.mode in ("serve", "bench-latency") else options.prefill_tokens,
         enforce_eager=options.enforce_eager,
         weights=options.weights or ("scaled" if check else "dummy"),
         engine_options=dict(options.engine_option),

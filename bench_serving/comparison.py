@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -51,6 +52,7 @@ class Comparison:
             "versions": versions.versions(settings.engine),
             "commit": self.commit or versions.commit(processes.ROOT),
             "variables": _variables(os.environ),
+            "model": _digest(settings.config()),
         }
         order = schedule.interleaved(self.arms, self.repeats)
         runs: list[Run] = []
@@ -136,17 +138,24 @@ def kept(directory: Path, settings: Settings, ran_on: Mapping[str, Any], repeat:
     result, log, job, on = (directory / file for file in ("result.json", "log.txt", "job.json", _RAN_ON))
     if not (result.is_file() and log.is_file() and job.is_file() and on.is_file()):
         return None
-    differing = {key for key, value in json.loads(on.read_text(encoding="utf-8")).items() if value != ran_on.get(key)}
+    then = json.loads(on.read_text(encoding="utf-8"))
+    differing = {key for key in {*then, *ran_on} if then.get(key) != ran_on.get(key)}
     if differing:
         raise SystemExit(
             f"--resume: {directory} was made with another {', '.join(sorted(differing))}; give another --out"
         )
     theirs = settings_from_dict(json.loads(job.read_text(encoding="utf-8"))["settings"])
+    # The directories may have been moved since; the model is compared by its content.
     if dataclasses.replace(theirs, model=settings.model) != settings:
         raise SystemExit(f"--resume: {directory} was made with other settings; give another --out")
     outcome = processes.Outcome(0.0, "", log.read_text(encoding="utf-8", errors="replace"))
     run = _judged(settings, ARMS[name], repeat, outcome, result, log)
     return None if run.failure else run
+
+
+def _digest(config: Mapping[str, Any]) -> str:
+    """By which a model's configuration is known."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _variables(environment: Mapping[str, str]) -> dict[str, str]:

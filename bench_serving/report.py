@@ -29,12 +29,17 @@ def text(report: Mapping[str, Any]) -> str:
         parts.append(f"prefill of {report['settings']['prefill_tokens']} tokens, batch 1\n{_aligned(rows)}")
     if report.get("check"):
         parts.append(_check(report["check"]))
-    bounds = [arm for arm in report["arms"] if ARMS[arm].free]
+    bounds = [arm for arm in report["arms"] if _is_free(arm)]
     parts += [f"{arm} is a bound, not an engine: its all-reduces return uninitialised memory" for arm in bounds]
     parts += [
-        f"FAILED {run['arm']}, repeat {run['repeat']}: {run['failure']}" for run in report["runs"] if run["failure"]
+        f"FAILED {run['arm']}, repeat {run['repeat']}: {run['failure']}" for run in report["runs"] if run.get("failure")
     ]
     return "\n\n".join(parts)
+
+
+def _is_free(arm: str) -> bool:
+    """Also of an arm that an older or a patched harness had."""
+    return arm in ARMS and ARMS[arm].free
 
 
 def _title(report: Mapping[str, Any]) -> str:
@@ -89,6 +94,8 @@ def _check(check: Mapping[str, Any]) -> str:
                 f"  {arm}: first-token logits differ from nccl's by {entry['distance_to_nccl']:.2e} (relative L2 norm, "
                 f"worst of {prompts} prompts); same most likely token in {entry['same_first_token']} of {prompts}"
             )
+    if NCCL not in check["logits"]:
+        lines.append(f"  logits were compared with nothing: there is no arm {NCCL}")
     return "\n".join([*lines, *(f"  {failure}" for failure in check["failures"])])
 
 
@@ -125,10 +132,10 @@ def plot(path: Path, report: Mapping[str, Any]) -> None:
                 [time["max"] - m for m, (_, time) in zip(middle, drawn, strict=True)],
             ],
             capsize=3,
-            label=ARMS[arm].label,
-            color="none" if ARMS[arm].free else f"C{index}",
-            edgecolor="grey" if ARMS[arm].free else None,
-            hatch="//" if ARMS[arm].free else None,
+            label=report["arms"][arm],
+            color="none" if _is_free(arm) else f"C{index}",
+            edgecolor="grey" if _is_free(arm) else None,
+            hatch="//" if _is_free(arm) else None,
         )
         axes.bar_label(bars, [f"{m:.2f}" for m in middle], fontsize=7, padding=2)
     axes.set_xticks(range(len(sizes)), [f"batch {size}" for size in sizes])
@@ -158,4 +165,6 @@ def show(file: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m bench_serving.report REPORT.json")
     show(Path(sys.argv[1]))

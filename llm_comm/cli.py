@@ -97,19 +97,19 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--max", type=byte_count, help="largest message (1M; emulated 64K)")
     parser.add_argument("--hidden", type=_positive, default=8192, help="elements of a row (%(default)s)")
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16", help="(%(default)s)")
-    _add_bench_options(parser)
+    _add_bench_options(parser, "graph")
     text = "time and check all-reduce beside NCCL and torch symmetric memory (beside gloo on emulated GPUs)"
     parser = collectives.add_parser("all-reduce", help=text, description=_sentence(text))
     parser.set_defaults(module="llm_comm.bench.all_reduce")
     parser.add_argument("--min", type=byte_count, default=byte_count("1K"), help="smallest message (1K)")
     parser.add_argument("--max", type=byte_count, help="largest message (8M; emulated 64K)")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="(%(default)s)")
-    _add_bench_options(parser)
+    _add_bench_options(parser, "both")
 
 
-def _add_bench_options(parser: argparse.ArgumentParser) -> None:
+def _add_bench_options(parser: argparse.ArgumentParser, modes: str) -> None:
     _add_ranks(parser)
-    parser.add_argument("--mode", type=_modes, help="eager, graph, or both: eager,graph (both; emulated eager)")
+    parser.add_argument("--mode", type=_modes, help=f"eager, graph, or both: eager,graph ({modes}; emulated eager)")
     parser.add_argument("--calls", type=_positive, help="calls in one timed run (20; emulated 2)")
     parser.add_argument("--reps", type=_positive, help="timed runs, of which the median counts (20; emulated 3)")
     parser.add_argument(

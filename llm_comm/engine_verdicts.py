@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
 
-from llm_comm import launch
+from llm_comm import launch, selection
 from llm_comm.bench.report import installed_version
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
@@ -66,6 +66,7 @@ def verdict(engine: Engine) -> str:
         return f"{version}; keeps its own all-reduce: {why_not_loaded}"
     try:
         config = Config.load()
+        selection.check_table_option(config)
     except ConfigError as error:
         return f"{version}; does not start with tensor parallelism: {error}"
     why_not = _why_not_active(config)

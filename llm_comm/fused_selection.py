@@ -24,9 +24,6 @@ WARP_THREADS = 32
 #: (kMaxTwoShotThreads and kMaxLoopThreads there).
 MAX_TWO_SHOT_THREADS = 512
 MAX_LOOP_THREADS = 512
-#: Blocks of a launch for each SM, above which fewer of them share a row: among the kernels of a model, each costs 1 to
-#: 2 ns that smaller blocks do not make up for (docs/performance.md).
-BLOCKS_PER_SM = 3
 
 
 class DeviceLimits(NamedTuple):
@@ -123,7 +120,6 @@ def select_fused(
     )
     most_threads = min(row.threads if row.cluster <= limits.max_cluster else MAX_BLOCK_THREADS, most_of_kernel)
     chunk_threads = CHUNK_LINES * world_size
-    few_blocks = min(row.blocks, BLOCKS_PER_SM * limits.sm_count)
 
     def threads_of(cluster: int) -> int:
         return _whole_warps(math.ceil(span_chunks / cluster) * chunk_threads)
@@ -136,7 +132,7 @@ def select_fused(
     cluster = min(row.cluster, limits.max_cluster, 1 << int(math.log2(span_chunks)))
     while (cluster - 1) * math.ceil(span_chunks / cluster) >= span_chunks:
         cluster //= 2  # the last block would have nothing
-    while cluster > 1 and launch_rows * cluster > few_blocks and is_enough(cluster // 2):
+    while cluster > 1 and launch_rows * cluster > table.fused_blocks and is_enough(cluster // 2):
         cluster //= 2
     most_clusters = min(launch_rows, max(1, row.blocks // cluster))
     tile_chunks = math.ceil(span_chunks / cluster)

@@ -26,6 +26,9 @@ logger = logging.getLogger("llm_comm")
 MAX_PREPARED = 4096
 # Of a table that does not say: what was found on 4 H200s.
 _MAX_FUSED_BYTES = MIB
+#: Of tables for devices on which nothing has been measured, for each SM; what is best on an H200.
+_FUSED_BLOCKS_PER_SM = 3
+_ANY_NUMBER_OF_BLOCKS = 1 << 40
 LINE_BYTES = 16
 MAX_WORLD_SIZE = 8
 MAX_BLOCK_THREADS = 1024
@@ -70,6 +73,9 @@ class TuningTable(NamedTuple):
     fused: tuple[FusedRow, ...] = ()
     #: Larger messages are not fused: an all-reduce and a norm of its own are as fast.
     max_fused_bytes: int = _MAX_FUSED_BYTES
+    #: Where fused rows would take more blocks than this, fewer of them share a row: among the kernels of a model, many
+    #: small blocks cost more than they gain (docs/performance.md).
+    fused_blocks: int = _ANY_NUMBER_OF_BLOCKS
 
     def fingerprint(self) -> str:
         """The name, and a digest of the content: what ranks compare."""
@@ -192,14 +198,15 @@ def load_table(path: Path | resources.abc.Traversable) -> tuple[str, int, Tuning
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         rows = tuple(TuningRow(**row) for row in content["all_reduce"])
         fused = tuple(FusedRow(**row) for row in content.get("fused") or ())
-        max_fused_bytes = int(content.get("max_fused_bytes", _MAX_FUSED_BYTES))
-        table = TuningTable(path.name, rows, int(content["max_message_bytes"]), fused, max_fused_bytes)
+        defaults = {"max_fused_bytes": _MAX_FUSED_BYTES, "fused_blocks": _ANY_NUMBER_OF_BLOCKS}
+        limits = {name: int(content.get(name, default)) for name, default in defaults.items()}
+        table = TuningTable(path.name, rows, int(content["max_message_bytes"]), fused, **limits)
         device, world_size = str(content["device"]), int(content["world_size"])
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"tuning table {path}: {type(error).__name__}: {error}") from error
     _check_rows(str(path), rows)
     _check_fused_rows(str(path), fused)
-    for name in ("max_message_bytes", "max_fused_bytes"):
+    for name in ("max_message_bytes", "max_fused_bytes", "fused_blocks"):
         if getattr(table, name) < 0:
             raise ConfigError(f"tuning table {path}: {name} is {getattr(table, name)}; it must be at least 0")
     return device, world_size, table
@@ -299,7 +306,7 @@ def general_table(world_size: int, sm_count: int) -> TuningTable:
         TuningRow(512 * 1024, "two_shot", 4 * sm_count, 16, 0),
         TuningRow(64 * MIB, "two_shot", 8 * sm_count, 32, 0),
     )
-    return TuningTable("general table", rows, 8 * MIB)
+    return TuningTable("general table", rows, 8 * MIB, fused_blocks=_FUSED_BLOCKS_PER_SM * sm_count)
 
 
 def emulated_table() -> TuningTable:

@@ -128,8 +128,9 @@ def tuned(
         tuple(merge(best)) or shipped.rows,
         largest_won(best, nccl) if best else shipped.max_message_bytes,
         tuple(merge(fused.best)) or shipped.fused,
-        # From where on two kernels are as fast is not measured here.
+        # From where on two kernels are as fast, and how many blocks are too many, is not measured here.
         shipped.max_fused_bytes,
+        shipped.fused_blocks,
     )
 
 
@@ -226,6 +227,7 @@ def _write_table(
         "world_size": comm.world_size,
         "max_message_bytes": table.max_message_bytes,
         "max_fused_bytes": table.max_fused_bytes,
+        "fused_blocks": table.fused_blocks,
         "measured": {
             "date": environment["date"],
             **environment["versions"],

@@ -281,7 +281,8 @@ class Parent:
         self._on_gpu = on_gpu
         self._device = arguments.device
         # Numbers are those that this process sees, which may itself be confined to some GPUs.
-        self._names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES") if on_gpu else None
+        self._names = seen or ",".join(map(str, range(gpus)))
         self._free = set(range(gpus))
         self.outcomes: dict[str, Outcome] = {}
 

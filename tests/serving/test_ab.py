@@ -20,7 +20,7 @@ ARMS = ("nccl", "default", "llm_comm", "llm_comm_unfused", "free")
 def model(tmp_path: Path) -> Path:
     directory = tmp_path / "tiny"
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps({"vocab_size": 50, "max_position_embeddings": 64}))
+    (directory / "config.json").write_text(json.dumps({"vocab_size": 20000, "max_position_embeddings": 64}))
     return directory
 
 
@@ -144,7 +144,7 @@ def test_the_check_fails_on_wrong_results(harness: Harness, fault: str, said: st
 
 
 def test_an_interrupted_comparison_is_resumed(
-    harness: Harness, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    harness: Harness, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ("--arms", "nccl,llm_comm", "--repeats", "1")
     status, _ = harness.run(*options, faults={"llm_comm": "crash"})
@@ -158,6 +158,11 @@ def test_an_interrupted_comparison_is_resumed(
         harness.run(*options, "--resume", "--enforce-eager")
     with pytest.raises(SystemExit, match="made with another commit; give another --out"):
         harness.run(*options, "--resume", "--commit", "another")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "hidden_size": 64}))
+    with pytest.raises(SystemExit, match="made with another model"):
+        harness.run(*options, "--resume")
+    (model / "config.json").write_text(json.dumps(config))
     monkeypatch.setenv("LLM_COMM_ALGORITHM", "two_shot")
     with pytest.raises(SystemExit, match="made with another variables"):
         harness.run(*options, "--resume")

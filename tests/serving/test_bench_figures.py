@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from bench_serving.arms import ARMS
 from bench_serving.metrics import Request
 from bench_serving.settings import Settings
 from bench_serving.summary import Run
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
 def request(*times: float) -> Request:
@@ -261,3 +265,13 @@ def test_the_table_shows_ratios_with_their_spread() -> None:
         "33%",
     ]
     assert "llama-2-70b cut to 4 layers" in shown
+
+
+@pytest.mark.parametrize(
+    "path", sorted([*RESULTS.glob("*_vllm*.json"), *RESULTS.glob("*_sglang*.json")]), ids=lambda path: path.stem
+)
+def test_committed_reports_can_be_shown(path: Path, tmp_path: Path) -> None:
+    content = json.loads(path.read_text())
+    assert "vs default" in report.text(content)
+    pytest.importorskip("matplotlib")
+    report.plot(tmp_path / "report.png", content)

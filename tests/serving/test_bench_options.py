@@ -31,7 +31,9 @@ def test_defaults_are_those_of_the_comparison() -> None:
     ("options", "said"),
     [
         (["--arms", "nccl,mine"], "unknown arm 'mine'; valid: nccl, default, llm_comm, llm_comm_unfused, free"),
-        (["--batch-sizes", "0"], "must be at least 1"),
+        (["--batch-sizes", "0"], "'0': must be a whole number of at least 1"),
+        (["--layers", "abc"], "'abc': must be a whole number of at least 1"),
+        (["--prefill-tokens", "-5"], "'-5': must be a whole number of at least 0"),
         (["--engine-option", "attention_backend"], "expected NAME=VALUE"),
         (["--engine", "other"], "invalid choice"),
     ],
@@ -49,12 +51,24 @@ def test_wrong_options_are_named(options: list[str], said: str, capsys: pytest.C
         (["--check", "--weights", "dummy"], "needs --weights scaled"),
         (["--mode", "serve", "--check"], "--mode serve takes neither"),
         (["--mode", "bench-latency", "--engine", "sglang"], "is vLLM's"),
+        (["--mode", "bench-latency", "--model", "llama-2-70b-quarter"], "ids below 10000, and .* has 8000"),
         (["--output-tokens", "1"], "at least 2"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options: list[str], said: str) -> None:
     with pytest.raises(SystemExit, match=said):
         settings(*options)
+
+
+def test_a_model_with_a_configuration_inside_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 50}}))
+    with pytest.raises(SystemExit, match=r"config\.json has no vocab_size"):
+        settings("--model", str(tmp_path))
+
+
+def test_engines_own_benchmarks_have_no_prefill_of_ours() -> None:
+    assert settings("--mode", "serve").prefill_tokens == 0
+    assert settings("--mode", "serve").max_model_len < settings().max_model_len
 
 
 def test_a_check_takes_weights_that_show_something() -> None:
@@ -203,12 +217,12 @@ def test_results_of_serving_benchmarks_are_read(lines: int, tmp_path: Path) -> N
     content = {"completed": 12, **{name: float(index) for index, name in enumerate(names)}}
     file = tmp_path / "result.json"
     file.write_text("\n".join([json.dumps({"completed": 0}), json.dumps(content)][-lines:]) + "\n")
-    result = serve.read_result(file)
+    result = serve.read_result(file, 12)
     assert result["decode_ms"] == [content["median_tpot_ms"]]
     assert result["latencies"] == {name: content[name] for name in names}
 
 
 def test_requests_that_failed_are_an_error(tmp_path: Path) -> None:
-    (tmp_path / "result.json").write_text(json.dumps({"completed": 3, "failed": 1}))
-    with pytest.raises(RuntimeError, match="3 requests completed, 1 failed"):
-        serve.read_result(tmp_path / "result.json")
+    (tmp_path / "result.json").write_text(json.dumps({"completed": 3}))
+    with pytest.raises(RuntimeError, match="3 of 4 requests were completed"):
+        serve.read_result(tmp_path / "result.json", 4)

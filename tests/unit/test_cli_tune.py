@@ -22,7 +22,7 @@ from llm_comm.selection import FusedRow, TuningRow, TuningTable, declined, load_
 
 ROW = TuningRow(4096, "one_shot", 8, 16, 0)
 FUSED_ROW = FusedRow(16384, "one_shot", 8, 128, 2, 0)
-SHIPPED = TuningTable("shipped", (ROW,), 8 << 20, (FUSED_ROW,), max_fused_bytes=123456)
+SHIPPED = TuningTable("shipped", (ROW,), 8 << 20, (FUSED_ROW,), max_fused_bytes=123456, fused_blocks=77)
 
 
 @pytest.fixture
@@ -170,11 +170,12 @@ def test_what_was_not_measured_stays_as_it_was() -> None:
     assert tune.tuned(SHIPPED, [], {}, fused) == SHIPPED._replace(name="", fused=(fused.best[0].row,))
 
 
-def test_the_bound_of_fused_messages_survives_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bounds_of_fused_messages_survive_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "test device")
     path = tmp_path / "table.yaml"
-    shipped = load_table(write_table(path, [ROW], max_fused_bytes=123456))[2]
+    shipped = load_table(write_table(path, [ROW], max_fused_bytes=123456, fused_blocks=77))[2]
     table = tune.tuned(shipped, [], {}, tune_fused.Found([], []))
     comm: Any = SimpleNamespace(device=torch.device("cpu"), world_size=8)
     tune._write_table(comm, table, ["fused"], {"date": "today", "versions": {}, "method": "spaced"}, path)
-    assert load_table(path)[2].max_fused_bytes == 123456
+    written = load_table(path)[2]
+    assert (written.max_fused_bytes, written.fused_blocks) == (123456, 77)

@@ -93,6 +93,12 @@ def test_a_wrong_option_ends_the_start(machine: pytest.MonkeyPatch) -> None:
     assert said.startswith("0.5.23; does not start with tensor parallelism: unknown variable LLM_COMM_ALGORITM")
 
 
+def test_a_wrong_table_ends_the_start(machine: pytest.MonkeyPatch) -> None:
+    machine.setenv("LLM_COMM_TABLE", "/no/such/table.yaml")
+    said = engine_verdicts.verdict(VLLM)
+    assert said.startswith("0.33; does not start with tensor parallelism: option table (LLM_COMM_TABLE)")
+
+
 def test_without_an_entry_point(machine: pytest.MonkeyPatch) -> None:
     machine.setattr(engine_verdicts, "_has_entry_point", lambda group: group == SGLANG.entry_points)
     assert "not installed as a plugin (entry point llm_comm of vllm.general_plugins)" in engine_verdicts.verdict(VLLM)

@@ -155,7 +155,7 @@ def test_chunks_fill_slots() -> None:
 def test_core_refuses_a_plan_that_does_not_fit(world: int, algorithm: str) -> None:
     config = Config(workspace_bytes=1 << 20)
     rows, hidden = 1000, 1024
-    row = FusedRow(1, algorithm, 16, 64, 2, 0)
+    row = FusedRow(1, algorithm, 16, 256, 2, 0)
     plan = select_fused(rows, hidden, world, one_row(row), config, LIMITS)
     core = core_of(world, config)
     for change, message in (
@@ -232,13 +232,19 @@ def test_rows_of_a_decode_batch_take_a_cluster_each(world: int, hidden: int, mib
 
 
 def test_many_rows_share_fewer_blocks_each() -> None:
-    """132 SMs may have 396 blocks."""
     row = FusedRow(1, "one_shot", 1056, 1024, 16, 0)
 
     def cluster(rows: int, row: FusedRow = row, hidden: int = 8192) -> int:
-        return select_fused(rows, hidden, 2, one_row(row), CONFIG, LIMITS).cluster
+        table = one_row(row)._replace(fused_blocks=396)
+        return select_fused(rows, hidden, 2, table, CONFIG, LIMITS).cluster
 
     assert [cluster(rows) for rows in (1, 24, 25, 49, 50)] == [16, 16, 8, 8, 4]
-    assert cluster(24, row._replace(blocks=96)) == 4
     assert cluster(50, row._replace(threads=128)) == 16, "blocks of more threads than the table allows"
     assert [cluster(rows, hidden=2880) for rows in (64, 128)] == [4, 4], "with 2, not all of 128 rows run at once"
+    assert select_fused(50, 8192, 2, one_row(row), CONFIG, LIMITS).cluster == 16
+
+
+def test_tables_limit_blocks() -> None:
+    assert selection.general_table(4, 100).fused_blocks == 300
+    tables = [selection.load_table(path)[2] for path in selection.shipped_tables()]
+    assert {table.fused_blocks for table in tables} == {3 * 132}
