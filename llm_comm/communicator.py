@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import traceback
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -16,7 +17,7 @@ from llm_comm import _core, arrays, ops, selection
 from llm_comm.bootstrap import Rendezvous, host_identity
 from llm_comm.config import Config
 from llm_comm.errors import CommunicatorError, MissingRankError, RendezvousError, UnsupportedInputError
-from llm_comm.fused import FusedCalls, device_limits
+from llm_comm.fused import FusedCalls, NotLaunchedError, device_limits
 from llm_comm.fused_selection import FusedPlan
 from llm_comm.selection import Plan
 from llm_comm.status import StatusBoard
@@ -82,10 +83,30 @@ class Communicator:
         self.rank, self.world_size = rendezvous.rank, rendezvous.world_size
         self._prepared: dict[tuple[int, torch.dtype], _Prepared] = {}
         self._core: _core.Core | None = None
+        self._fused: FusedCalls | None = None
         self._limits = device_limits(self.device)
         self._watchdog: Watchdog | None = None
         self._stop_watching: weakref.finalize[[], Communicator] | None = None
 
+        try:
+            self._set_up(rendezvous)
+        except BaseException as error:
+            # Whoever keeps the error keeps the frames that it went through, and what they hold: the device's memory.
+            self._core = self._fused = None
+            _clear_frames(error)
+            raise
+        self.name = ops.register(self)
+        logger.info(
+            "rank %d of %d on %s: workspace %d bytes (%s), %s",
+            self.rank,
+            self.world_size,
+            "an emulated GPU" if self.is_emulated else self.device,
+            self.workspace_bytes,
+            self.memory_kind,
+            self._table.name,
+        )
+
+    def _set_up(self, rendezvous: Rendezvous) -> None:
         _check_hosts(rendezvous, self)
         self._table = rendezvous.attempt("choice of a tuning table", self._find_table)
         fingerprints = rendezvous.gather("comparison of tuning tables", self._table.fingerprint())
@@ -97,16 +118,6 @@ class Communicator:
         self._fused = self._make_fused_calls()
         _check_reachable(rendezvous, self._core)
         self._watch(rendezvous)
-        self.name = ops.register(self)
-        logger.info(
-            "rank %d of %d on %s: workspace %d bytes (%s), %s",
-            self.rank,
-            self.world_size,
-            "an emulated GPU" if self.is_emulated else self.device,
-            self.workspace_bytes,
-            self.memory_kind,
-            self._table.name,
-        )
 
     # ---- Operations ---------------------------------------------------------------------------------------------
 
@@ -123,7 +134,8 @@ class Communicator:
 
         Raises:
             UnsupportedInputError: ``accepts(x)`` is false, or ``out`` does not fit ``x``.
-            CommunicatorError: This or an earlier call has failed: PeerTimeout, MismatchError or ConcurrentUseError.
+            CommunicatorError: This or an earlier call has failed: PeerTimeout, LaunchError, MismatchError or
+                ConcurrentUseError.
         """
         # Host time of a call is a bar: this path makes no Python call that it can do without.
         if _is_compiling() or type(x) is not _Tensor:
@@ -153,7 +165,11 @@ class Communicator:
         run = prepared.run
         if run is None:
             return out if out is x else out.copy_(x)
-        if not run(x.data_ptr(), out.data_ptr(), self._current_stream(self._device_index)):
+        try:
+            is_enqueued = run(x.data_ptr(), out.data_ptr(), self._current_stream(self._device_index))
+        except RuntimeError as error:
+            raise self._end(error) from error
+        if not is_enqueued:
             self.check()
         return out
 
@@ -224,7 +240,12 @@ class Communicator:
     ) -> tuple[torch.Tensor, ...]:
         """The same now, as ``_all_reduce``."""
         stream = self._current_stream(self._device_index)
-        results, enqueued = self._live_fused().run(x, residual, weight, eps, out, residual_out, quantize, scale, stream)
+        try:
+            results, enqueued = self._live_fused().run(
+                x, residual, weight, eps, out, residual_out, quantize, scale, stream
+            )
+        except NotLaunchedError as error:
+            raise self._end(error) from error
         if not enqueued:
             self.check()
         return results
@@ -259,6 +280,11 @@ class Communicator:
         error = None if self._watchdog is None else self._watchdog.failure()
         if error is not None:
             raise error
+
+    def _end(self, error: Exception) -> Exception:
+        """What to raise where an operation could not be launched. Others may have launched theirs: the next ones, of
+        other numbers, would meet, and give wrong sums."""
+        return error if self._watchdog is None else self._watchdog.end(str(error))
 
     def on_error(self, callback: Callable[[CommunicatorError], None]) -> None:
         """Calls ``callback`` with the error when this communicator fails, though no call is made any more.
@@ -512,6 +538,12 @@ def _device(device: torch.device | str | int | None) -> torch.device:
 def _gpu(device: torch.device) -> str | None:
     """The same on all ranks that use the same GPU, and nowhere else; None for emulated ones."""
     return None if device.type == "cpu" else f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _check_hosts(rendezvous: Rendezvous, communicator: Communicator) -> None:

@@ -47,5 +47,9 @@ class MismatchError(CommunicatorError):
     """Ranks made different calls. Noticed on emulated devices, and with ``Config.debug`` on GPUs."""
 
 
+class LaunchError(CommunicatorError):
+    """An operation could not be launched on a rank, though it may have been on others: the next ones would not meet."""
+
+
 class ConcurrentUseError(CommunicatorError):
     """Two operations of one communicator ran at once on a rank. Noticed with ``Config.debug``."""

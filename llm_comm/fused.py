@@ -30,6 +30,10 @@ class _Prepared(NamedTuple):
     run: Callable[[int, int, int, int, int, int, int], bool] | None
 
 
+class NotLaunchedError(Exception):
+    """For the communicator, which it is the end of."""
+
+
 class FusedCalls:
     """Checks, lays out and enqueues fused calls. Holds nothing of the communicator but its core."""
 
@@ -64,7 +68,11 @@ class FusedCalls:
         scale: _Tensor | None,
         stream: int,
     ) -> _Outcome:
-        """``Communicator.all_reduce_add_rms_norm`` on a stream."""
+        """``Communicator.all_reduce_add_rms_norm`` on a stream.
+
+        Raises:
+            NotLaunchedError: The operation, or a part of it, could not be launched.
+        """
         prepared = self._prepared.get((x.numel(), weight.numel(), x.dtype, eps, quantize))
         if prepared is None or not self._fits(x, weight):
             prepared = self._prepare(x, weight, eps, quantize)
@@ -95,15 +103,18 @@ class FusedCalls:
         results = (out, residual_out) if quantize != "dynamic" or scale is None else (out, residual_out, scale)
         if prepared.run is None:
             return results, True
-        enqueued = prepared.run(
-            x.data_ptr(),
-            0 if residual is None else residual.data_ptr(),
-            weight.data_ptr(),
-            out.data_ptr(),
-            residual_out.data_ptr(),
-            0 if scale is None else scale.data_ptr(),
-            stream,
-        )
+        try:
+            enqueued = prepared.run(
+                x.data_ptr(),
+                0 if residual is None else residual.data_ptr(),
+                weight.data_ptr(),
+                out.data_ptr(),
+                residual_out.data_ptr(),
+                0 if scale is None else scale.data_ptr(),
+                stream,
+            )
+        except RuntimeError as error:
+            raise NotLaunchedError(str(error)) from error
         return results, enqueued
 
     def plan(self, x: _Tensor, weight: _Tensor, quantize: str | None) -> FusedPlan:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from llm_comm import _core, errors, status
-from llm_comm.errors import CommunicatorError, ConcurrentUseError, MismatchError, PeerTimeout
+from llm_comm.errors import CommunicatorError, ConcurrentUseError, LaunchError, MismatchError, PeerTimeout
 from llm_comm.status import RankError, RankState, Sighting, StatusBoard
 
 logger = logging.getLogger("llm_comm")
@@ -31,6 +31,9 @@ _LOOK_SHARE, _LONGEST_LOOK_S = 1 / 40, 0.05
 _HEAR_SHARE, _LONGEST_HEAR_S = 1 / 20, 0.5
 #: A rank that gave no sign of life for so long is not waited for.
 _LIFE_S = 1.0
+#: What a communicator that is collected waits for its thread. The collection may have come upon the holder of a lock
+#: that the thread wants, of a handler of logging for one.
+_LONGEST_STOP_S = 3.0
 
 
 _Callback = Callable[[CommunicatorError], None]
@@ -62,6 +65,7 @@ class Watchdog(threading.Thread):
         self._has_failed = threading.Event()
         self._lock = threading.Lock()
         self._error: RankError | None = None  # with the state of all ranks, once _has_failed is set
+        self._not_launched: RankError | None = None  # what the device knows nothing of
         self._callbacks: list[_CallbackRef] = []  # each returns the callback, or None once it is gone
         self._lost: set[int] = set()  # ranks of which the log has said that they are gone
         self._is_abandoned = False
@@ -71,13 +75,26 @@ class Watchdog(threading.Thread):
     def failure(self) -> CommunicatorError | None:
         """The error of the communicator, always with the same text. Waits for the other ranks' states if it is new."""
         if self._error is None:
-            found = self._core.error()
+            found = self._own_error()
             if found is None:
                 return None
             if not self._has_failed.wait(self._look_s + self._hear_s + _LIFE_S):  # this thread got no CPU time
-                return _exception(explain(found, self._timeout_s))
+                return _exception(found)
         assert self._error is not None
         return _exception(self._error)
+
+    def end(self, why: str) -> CommunicatorError:
+        """Ends the communicator, on all ranks, because an operation could not be launched here. Returns the error."""
+        text = (
+            f"rank {self._rank}: an operation could not be launched ({why}), and other ranks may have launched theirs. "
+            "This communicator cannot be used any more."
+        )
+        kind, brief = LaunchError.__name__, "could not launch an operation"
+        self._not_launched = RankError(kind, status.fit(text), brief, self._rank, self._rank)
+        self._core.abort()  # nothing is enqueued from now on, and what waits for this rank learns of it by its page
+        error = self.failure()
+        assert error is not None
+        return error
 
     def on_error(self, callback: _Callback) -> None:
         """Calls ``callback`` once with the error: from this thread, or now if there is one already."""
@@ -87,21 +104,21 @@ class Watchdog(threading.Thread):
                 return
         callback(_exception(self._error))
 
-    def stop(self) -> None:
-        """Returns once nothing is looked at any more."""
+    def stop(self, longest_s: float | None = None) -> None:
+        """Returns once nothing is looked at any more, or after a while."""
         self._stopping.set()
         if self.ident is None and self._board is not None:  # the thread never started
             self._board.close()
             self._board = None
         # A communicator can be collected, and with it its watchdog stopped, in any thread.
         if self.is_alive() and threading.current_thread() is not self:
-            self.join()
+            self.join(longest_s)
 
     def abandon(self) -> None:
         """The same for a communicator that nobody has closed, because it was dropped or the process ends. That may be
         for the loss of a rank, so the thread sees to it first that the log says which: for as long as a second."""
         self._is_abandoned = True
-        self.stop()
+        self.stop(_LONGEST_STOP_S)
 
     # ---- The thread ---------------------------------------------------------------------------------------------
 
@@ -113,7 +130,7 @@ class Watchdog(threading.Thread):
                 state = self._state()
                 sightings = self._look()
                 self._log_the_lost(sightings)
-                if self._core.error() is not None or any(s.state and s.state.error for s in sightings):
+                if self._own_error() is not None or any(s.state and s.state.error for s in sightings):
                     state = self._fail()
             self._publish(state)  # a sign of life, also after an error
         if self._error is None:
@@ -189,9 +206,8 @@ class Watchdog(threading.Thread):
         state = replace(self._state(), operations_ended=self._operations_ended())
         deadline = time.monotonic() + self._hear_s
         while True:
-            found = self._core.error()
-            if found is not None and state.error is None:
-                state = replace(state, error=explain(found, self._timeout_s))
+            if state.error is None:
+                state = replace(state, error=self._own_error())
             self._publish(state)
             sightings = self._look()
             have_errors = all(
@@ -201,6 +217,10 @@ class Watchdog(threading.Thread):
             if (have_errors and state.error is not None) or time.monotonic() > deadline:
                 return state, sightings
             time.sleep(0.002)
+
+    def _own_error(self) -> RankError | None:
+        found = self._core.error()
+        return self._not_launched if found is None else explain(found, self._timeout_s)
 
     def _operations_ended(self) -> int | None:
         try:

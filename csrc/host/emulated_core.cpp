@@ -53,7 +53,12 @@ class EmulatedMemory {
                               "cannot create " + std::to_string(bytes) + " bytes of shared memory");
     }
     bytes_ = bytes;
-    local_ = SharedMapping(handle.fd, bytes);
+    try {
+      local_ = SharedMapping(handle.fd, bytes);
+    } catch (...) {
+      close(handle.fd);
+      throw;
+    }
     std::memset(local_.address() + kHeaderBytes, 0xFF, bytes - kHeaderBytes);
     return handle;
   }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import signal
@@ -257,6 +258,22 @@ def test_failure_of_one_rank(ranks: RankPool, step: str) -> None:
     text = same_on_all(ranks.run(WORLD, come_with_failure, step))
     assert f" of {WORLD} ranks: " in text
     assert REASONS[step] in text.partition(f"rank {CULPRIT}: ")[2]
+
+
+def keep_the_error() -> None:
+    gc.disable()
+    try:
+        faults = failing("p2p test") if dist.get_rank() == CULPRIT else nullcontext()
+        with faults, pytest.raises(RendezvousError) as kept:
+            make_communicator()
+        assert "llm_comm_workspace" not in Path("/proc/self/maps").read_text(), "the workspace lives with the error"
+        assert kept.value.__traceback__ is not None
+    finally:
+        gc.enable()
+
+
+def test_an_error_that_is_kept_holds_no_memory(ranks: RankPool) -> None:
+    ranks.run(WORLD, keep_the_error)
 
 
 def come_with_room_for_small_clusters() -> int:

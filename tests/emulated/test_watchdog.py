@@ -20,7 +20,7 @@ import torch.distributed as dist
 from harness import RankPool, make_communicator
 from reference import assert_is_sum, contributions
 
-from llm_comm import Communicator, CommunicatorError, PeerTimeout, RendezvousError
+from llm_comm import Communicator, CommunicatorError, LaunchError, PeerTimeout, RendezvousError
 from llm_comm.status import StatusBoard
 
 TIMEOUT_S = 2.0
@@ -42,6 +42,43 @@ def sum_three_times(comm: Communicator) -> None:
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_to_launch(*_: int) -> bool:
+    raise RuntimeError("launch of a collective: invalid device context")
+
+
+def lose_a_launch(fused: bool) -> str:
+    """On rank 1 an operation is not launched that the others launch. Returns what is raised."""
+    x, weight = torch.ones(2, 64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
+    with make_communicator(timeout_s=30.0) as comm:
+
+        def call() -> None:
+            if fused:
+                comm.all_reduce_add_rms_norm(x, None, weight, 1e-5)
+            else:
+                comm.all_reduce(x)
+
+        call()
+        if comm.rank == 1:
+            prepared = comm._live_fused()._prepared if fused else comm._prepared
+            prepared.update({key: entry._replace(run=fail_to_launch) for key, entry in prepared.items()})
+        texts = []
+        for _ in range(2):  # the second time nothing is tried any more
+            with pytest.raises(LaunchError) as caught:
+                call()
+            assert caught.value.peer == 1
+            texts.append(str(caught.value))
+        assert texts[0] == texts[1]
+        return texts[0]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_operation_that_is_not_launched_ends_the_communicator(ranks: RankPool, fused: bool) -> None:
+    why = "rank 1: an operation could not be launched (launch of a collective: invalid device context)"
+    texts = ranks.run(3, lose_a_launch, fused)
+    assert texts[1].startswith(why)
+    assert all(texts[rank].startswith(f"rank {rank} has learnt that {why}") for rank in (0, 2))
 
 
 def wait_in_vain(comm: Communicator) -> None:

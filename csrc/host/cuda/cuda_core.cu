@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <map>
+#include <new>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -19,10 +20,14 @@ class HostMemory {
   HostMemory() {
     void* address = nullptr;
     check(cudaHostAlloc(&address, sizeof(Content), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
-    content_ = new (address) Content{};
     void* device_address = nullptr;
-    check(cudaHostGetDevicePointer(&device_address, address, 0), "cudaHostGetDevicePointer");
-    if (device_address != address) throw std::runtime_error("this device has no unified addressing");
+    const cudaError_t error = cudaHostGetDevicePointer(&device_address, address, 0);
+    if (error != cudaSuccess || device_address != address) {
+      cudaFreeHost(address);
+      check(error, "cudaHostGetDevicePointer");
+      throw std::runtime_error("this device has no unified addressing");
+    }
+    content_ = new (address) Content{};
   }
   HostMemory(HostMemory&& other) noexcept { std::swap(content_, other.content_); }
   HostMemory& operator=(HostMemory&&) = delete;
@@ -91,7 +96,13 @@ class CudaMemory {
     } catch (const std::exception&) {
       return;  // the context is broken: nothing runs there any more
     }
-    cudaDeviceSynchronize();
+    const cudaError_t error = cudaDeviceSynchronize();
+    if (error == cudaErrorStreamCaptureUnsupported || error == cudaErrorStreamCaptureInvalidated) {
+      cudaGetLastError();
+      // Something on this device is being captured, so nobody can wait for the kernels. The memory stays.
+      auto* const kept = new (std::nothrow) CudaMemory(std::move(*this));
+      if (kept != nullptr) leaving_ = std::move(kept->leaving_);
+    }
   }
 
   WorkspaceHandle create(uint64_t bytes, bool use_ipc) {
@@ -184,8 +195,11 @@ class CudaLauncher {
     CUlaunchAttribute attributes[1];
     const CUlaunchConfig config = configuration(grid, attributes);
     int clusters = 0;
-    // An error says that the device does not take clusters of this size at all.
-    return driver_.occupancy_max_active_clusters(&clusters, function, &config) == CUDA_SUCCESS && clusters > 0;
+    const CUresult error = driver_.occupancy_max_active_clusters(&clusters, function, &config);
+    // The device does not take clusters of this size at all.
+    if (error == CUDA_ERROR_INVALID_CLUSTER_SIZE || error == CUDA_ERROR_INVALID_VALUE) return false;
+    check(error, "cuOccupancyMaxActiveClusters");
+    return clusters > 0;
   }
 
   template <class Args>
@@ -210,6 +224,7 @@ class CudaLauncher {
 
   void p2p_test(const DeviceComm& comm) {
     const DeviceGuard guard(device_);
+    cudaGetLastError();  // of calls before, which somebody has ignored
     cuda::p2p_test<<<1, kMaxWorldSize>>>(comm);
     check(cudaGetLastError(), "launch of the P2P test");
     check(cudaDeviceSynchronize(), "P2P test");
@@ -316,7 +331,9 @@ int device_attribute(cudaDeviceAttr attribute, int device) {
 
 bool driver_attribute(CUdevice_attribute attribute, int device) {
   int value = 0;
-  check(Driver::get().device_get_attribute(&value, attribute, device), "cuDeviceGetAttribute");
+  const CUresult error = Driver::get().device_get_attribute(&value, attribute, device);
+  if (error == CUDA_ERROR_INVALID_VALUE) return false;  // a driver that is older than the attribute
+  check(error, "cuDeviceGetAttribute");
   return value != 0;
 }
 

@@ -67,9 +67,11 @@ void check(CUresult error, const char* what) {
 DeviceGuard::DeviceGuard(int device) {
   int current = -1;
   check(cudaGetDevice(&current), "cudaGetDevice");
-  if (current == device) return;
+  CUcontext bound = nullptr;
+  check(Driver::get().ctx_get_current(&bound), "cuCtxGetCurrent");
+  if (current == device && bound != nullptr) return;
   check(cudaSetDevice(device), "cudaSetDevice");
-  previous_ = current;
+  if (current != device) previous_ = current;
 }
 
 DeviceGuard::~DeviceGuard() {

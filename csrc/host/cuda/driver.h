@@ -32,8 +32,8 @@ struct Driver {
 void check(cudaError_t error, const char* what);
 void check(CUresult error, const char* what);
 
-// Makes a device current for a scope. Calls that find it current already cost one read. The device before becomes current
-// again unless this process has no context on it: a thread that has not used CUDA has device 0 by default, and to return to
+// Makes a device current for a scope, and its context, which the driver's functions need: a thread that has not used CUDA
+// has device 0 but no context. Calls that find both already cost two reads. The device before becomes current again unless this process has no context on it: a thread that has not used CUDA has device 0 by default, and to return to
 // it would take some hundred MiB there for every rank.
 class DeviceGuard {
  public:
