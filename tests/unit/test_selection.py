@@ -13,6 +13,7 @@ import pytest
 from tables import core_of, write_table
 
 from llm_comm import Config, ConfigError, Plan, _core, selection
+from llm_comm.integrations import common
 from llm_comm.selection import ALGORITHMS, TuningRow, TuningTable, select
 
 WORLDS = range(2, 9)
@@ -294,3 +295,11 @@ def test_table_of_the_emulator(world: int) -> None:
     table = selection.find_table("emulated", world, 1, CONFIG)
     assert {row.algorithm for row in table.rows} == set(ALGORITHMS)
     check_table(table, world)
+
+
+@pytest.mark.parametrize("engine", ["vLLM", "SGLang"])
+def test_the_log_line_in_the_documentation_is_that_of_the_table(engine: str) -> None:
+    own = "'s own"
+    *_, table = selection.load_table(REPOSITORY / "configs" / "tune_h200_8.yaml")
+    line = f"all-reduce {common.describe_plans(table, CONFIG, engine + own)} (tune_h200_8.yaml)"
+    assert line in (REPOSITORY / "docs" / f"{engine.lower()}.md").read_text()
