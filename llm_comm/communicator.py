@@ -168,7 +168,8 @@ class Communicator:
         try:
             is_enqueued = run(x.data_ptr(), out.data_ptr(), self._current_stream(self._device_index))
         except RuntimeError as error:
-            raise self._end(error) from error
+            self._end_for(error)
+            raise
         if not is_enqueued:
             self.check()
         return out
@@ -244,8 +245,9 @@ class Communicator:
             results, enqueued = self._live_fused().run(
                 x, residual, weight, eps, out, residual_out, quantize, scale, stream
             )
-        except NotLaunchedError as error:
-            raise self._end(error) from error
+        except NotLaunchedError as wrapped:
+            self._end_for(wrapped.error)
+            raise wrapped.error from None
         if not enqueued:
             self.check()
         return results
@@ -281,10 +283,20 @@ class Communicator:
         if error is not None:
             raise error
 
-    def _end(self, error: Exception) -> Exception:
-        """What to raise where an operation could not be launched. Others may have launched theirs: the next ones, of
-        other numbers, would meet, and give wrong sums."""
-        return error if self._watchdog is None else self._watchdog.end(str(error))
+    def _end_for(self, error: RuntimeError) -> None:
+        """Ends the communicator because an operation could not be launched. Others may have launched theirs: the next
+        ones, of other numbers, would meet, and give wrong sums. In a capture nothing runs, and nothing has to end.
+
+        Raises:
+            LaunchError: It has ended.
+        """
+        if self._watchdog is None:
+            return
+        if not self.is_emulated:
+            with torch.cuda.device(self.device):
+                if torch.cuda.is_current_stream_capturing():
+                    return
+        raise self._watchdog.end(str(error)) from error
 
     def on_error(self, callback: Callable[[CommunicatorError], None]) -> None:
         """Calls ``callback`` with the error when this communicator fails, though no call is made any more.

@@ -31,7 +31,15 @@ class _Prepared(NamedTuple):
 
 
 class NotLaunchedError(Exception):
-    """For the communicator, which it is the end of."""
+    """For the communicator, which may be at its end.
+
+    Attributes:
+        error: Why.
+    """
+
+    def __init__(self, error: RuntimeError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class FusedCalls:
@@ -114,7 +122,7 @@ class FusedCalls:
                 stream,
             )
         except RuntimeError as error:
-            raise NotLaunchedError(str(error)) from error
+            raise NotLaunchedError(error) from error
         return results, enqueued
 
     def plan(self, x: _Tensor, weight: _Tensor, quantize: str | None) -> FusedPlan:

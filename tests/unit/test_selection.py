@@ -299,7 +299,6 @@ def test_table_of_the_emulator(world: int) -> None:
 
 @pytest.mark.parametrize("engine", ["vLLM", "SGLang"])
 def test_the_log_line_in_the_documentation_is_that_of_the_table(engine: str) -> None:
-    own = "'s own"
     *_, table = selection.load_table(REPOSITORY / "configs" / "tune_h200_8.yaml")
-    line = f"all-reduce {common.describe_plans(table, CONFIG, engine + own)} (tune_h200_8.yaml)"
-    assert line in (REPOSITORY / "docs" / f"{engine.lower()}.md").read_text()
+    plans = common.describe_plans(table, CONFIG, f"{engine}'s own")
+    assert f"all-reduce {plans} (tune_h200_8.yaml)" in (REPOSITORY / "docs" / f"{engine.lower()}.md").read_text()

@@ -196,10 +196,17 @@ class CudaLauncher {
     const CUlaunchConfig config = configuration(grid, attributes);
     int clusters = 0;
     const CUresult error = driver_.occupancy_max_active_clusters(&clusters, function, &config);
-    // The device does not take clusters of this size at all.
-    if (error == CUDA_ERROR_INVALID_CLUSTER_SIZE || error == CUDA_ERROR_INVALID_VALUE) return false;
-    check(error, "cuOccupancyMaxActiveClusters");
-    return clusters > 0;
+    switch (error) {
+      case CUDA_ERROR_INVALID_CLUSTER_SIZE:  // the device does not take clusters of this size at all
+      case CUDA_ERROR_INVALID_VALUE:
+      case CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES:
+      case CUDA_ERROR_NOT_SUPPORTED:
+      case CUDA_ERROR_UNKNOWN:
+        return false;
+      default:
+        check(error, "cuOccupancyMaxActiveClusters");
+        return clusters > 0;
+    }
   }
 
   template <class Args>

@@ -33,8 +33,9 @@ void check(cudaError_t error, const char* what);
 void check(CUresult error, const char* what);
 
 // Makes a device current for a scope, and its context, which the driver's functions need: a thread that has not used CUDA
-// has device 0 but no context. Calls that find both already cost two reads. The device before becomes current again unless this process has no context on it: a thread that has not used CUDA has device 0 by default, and to return to
-// it would take some hundred MiB there for every rank.
+// has device 0 but no context. Calls that find both already cost two reads. The device before becomes current again
+// unless this process has no context on it: to return to device 0, which nobody has asked for, would take some hundred
+// MiB there for every rank.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device);
