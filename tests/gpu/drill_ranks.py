@@ -18,7 +18,15 @@ import torch
 import torch.distributed as dist
 from common import Recording, Session
 
-from llm_comm import Communicator, CommunicatorError, ConcurrentUseError, Config, MismatchError, PeerTimeout
+from llm_comm import (
+    Communicator,
+    CommunicatorError,
+    ConcurrentUseError,
+    Config,
+    LaunchError,
+    MismatchError,
+    PeerTimeout,
+)
 
 LOOP_BEFORE_FAULT_S = 0.5
 STALL_S = 3.0
@@ -301,6 +309,60 @@ class Drill:
             self.ranks.barrier()
         return text
 
+    def fresh_thread(self) -> str:
+        """A call from a thread that has used no CUDA, whose device is 0 and which has no context there."""
+        with self.communicator() as communicator:
+            x = self.message(4096)
+            out = torch.empty_like(x)
+            communicator.all_reduce(x, out)
+            self.ranks.synchronize()
+            out.fill_(-1)
+            self.ranks.synchronize()
+            errors: list[Exception] = []
+
+            def call() -> None:
+                try:
+                    communicator.all_reduce(x, out)
+                except Exception as error:
+                    errors.append(error)
+
+            thread = threading.Thread(target=call)
+            thread.start()
+            thread.join()
+            if errors:
+                raise errors[0]
+            self.ranks.synchronize()
+            communicator.check()
+            expect_sum(out, list(range(self.ranks.world)), "from a fresh thread")
+            self.ranks.barrier()
+        return "right sums"
+
+    def not_launched(self) -> str | None:
+        """Rank 0's call would have to wait for its last one, whose stream is being captured; the others make theirs."""
+        if not self.ranks.on_gpu:
+            return None
+        with self.communicator() as communicator:
+            x = self.message(4096)
+            out = torch.empty_like(x)
+            captured, other = torch.cuda.Stream(), torch.cuda.Stream()
+            self.ranks.synchronize()
+            with torch.cuda.stream(captured):
+                communicator.all_reduce(x, out)
+            self.ranks.synchronize()
+            self.ranks.barrier()
+
+            def run() -> None:
+                if self.ranks.rank != 0:
+                    communicator.all_reduce(x, out)
+                    return
+                capture = torch.cuda.graph(torch.cuda.CUDAGraph(), stream=captured, capture_error_mode="thread_local")
+                with capture, torch.cuda.stream(other):
+                    communicator.all_reduce(x, out)
+
+            text = self.expect(LaunchError, communicator, run, "rank 0: an operation could not be launched")
+            self.ranks.barrier()
+        return text
+
     def overlapping_groups(self, in_graph: bool) -> str:
         """Tensor parallel halves and an expert parallel group of all, at once, with unequal numbers of calls.
 
@@ -347,6 +409,8 @@ class Drill:
             yield name, expected, partial(drill, False)
             yield f"{name}, graph", expected, partial(drill, True)
         yield "two graphs at once, debug", "ConcurrentUseError", partial(self.graphs_at_once, True)
+        yield "fresh thread", "right sums", self.fresh_thread
+        yield "not launched", "LaunchError", self.not_launched
 
 
 def survive(ranks: Session, timeout_s: float, directory: Path) -> None:
