@@ -124,18 +124,13 @@ def settings_of(options: argparse.Namespace) -> Settings:
     model = SHAPES / options.model if (SHAPES / options.model).is_dir() else Path(options.model)
     if not (model / "config.json").is_file():
         raise SystemExit(f"--model {options.model}: neither a known shape nor a directory with a config.json")
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    for needed in ("vocab_size", "max_position_embeddings"):
-        if needed not in config:
-            raise SystemExit(
-                f"--model {options.model}: its config.json has no {needed}; only language models are served"
-            )
     if check and options.weights == "dummy":
         raise SystemExit(
             "--check needs --weights scaled: the engine's dummy weights are the same on all ranks and so small that an "
             "all-reduce hardly shows in the logits"
         )
-    if options.mode in ("serve", "bench-latency") and (check or options.weights == "scaled"):
+    by_the_engine = options.mode in ("serve", "bench-latency")
+    if by_the_engine and (check or options.weights == "scaled"):
         raise SystemExit(
             f"--mode {options.mode} takes neither --check nor --weights scaled: use --mode latency or check"
         )
@@ -143,14 +138,9 @@ def settings_of(options: argparse.Namespace) -> Settings:
         raise SystemExit(
             "--mode bench-latency is vLLM's; SGLang's bench_one_batch loads no plugins, so it has no such arm"
         )
-    if options.mode == "bench-latency" and config["vocab_size"] < _IDS_OF_BENCH_LATENCY:
-        raise SystemExit(
-            f"--mode bench-latency draws token ids below {_IDS_OF_BENCH_LATENCY}, and the vocabulary of "
-            f"{options.model} has {config['vocab_size']}"
-        )
     if options.output_tokens < 2:
         raise SystemExit("--output-tokens must be at least 2: decoding begins with the second token")
-    return Settings(
+    settings = Settings(
         engine=options.engine,
         model=str(model.resolve()),
         layers=options.layers,
@@ -159,7 +149,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         prompt_tokens=options.prompt_tokens,
         output_tokens=options.output_tokens,
         iterations=options.iterations,
-        prefill_tokens=0 if options.mode in ("serve", "bench-latency") else options.prefill_tokens,
+        prefill_tokens=0 if by_the_engine else options.prefill_tokens,
         enforce_eager=options.enforce_eager,
         weights=options.weights or ("scaled" if check else "dummy"),
         engine_options=dict(options.engine_option),
@@ -167,6 +157,20 @@ def settings_of(options: argparse.Namespace) -> Settings:
         check=check,
         seed=options.seed,
     )
+    _check_model(settings, options.model)
+    return settings
+
+
+def _check_model(settings: Settings, name: str) -> None:
+    config = settings.config()
+    for needed in ("vocab_size", "max_position_embeddings"):
+        if needed not in config:
+            raise SystemExit(f"--model {name}: its config.json has no {needed}; only language models are served")
+    if settings.mode == "bench-latency" and config["vocab_size"] < _IDS_OF_BENCH_LATENCY:
+        raise SystemExit(
+            f"--mode bench-latency draws token ids below {_IDS_OF_BENCH_LATENCY}, and the vocabulary of {name} has "
+            f"{config['vocab_size']}"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

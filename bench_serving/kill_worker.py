@@ -91,17 +91,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         begin = time.monotonic()
         limit = options.timeout_s + GRACE_S
         # One second more, to see by how much a late one is late.
-        # The first process has no status while threads of it, which are not seen any more, let go of a GPU.
-        while (session.processes or session.process.poll() is None) and time.monotonic() - begin < limit + 1:
+        while session.processes and time.monotonic() - begin < limit + 1:
             time.sleep(0.05)
         seconds, left = time.monotonic() - begin, session.processes
         status = session.process.poll()
         after = session.text()[len(before) :]
     named = lines_that_name(after, victim, pid)
     failures = []
-    if left or status is None or seconds > limit:
-        count = len(left) or int(status is None)
-        failures.append(f"{count} processes are left after {seconds:.1f} s; the limit is {limit:g} s")
+    if left or seconds > limit:
+        failures.append(f"{len(left)} processes are left after {seconds:.1f} s; the limit is {limit:g} s")
     if status == 0:
         failures.append("the engine ended with status 0, as if all were well")
     if not named:

@@ -104,8 +104,10 @@ class Session:
 
     @property
     def processes(self) -> list[int]:
-        """All living processes of the session."""
-        return members(self.process.pid)
+        """All living processes of the session. The first one is one of them as long as it has no status: threads of it
+        that let go of a GPU are not seen any more."""
+        first = self.process.pid
+        return members(first) if self.process.poll() is not None else sorted({first, *members(first)})
 
     def text(self) -> str:
         """The log so far."""

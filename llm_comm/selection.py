@@ -198,8 +198,7 @@ def load_table(path: Path | resources.abc.Traversable) -> tuple[str, int, Tuning
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         rows = tuple(TuningRow(**row) for row in content["all_reduce"])
         fused = tuple(FusedRow(**row) for row in content.get("fused") or ())
-        defaults = {"max_fused_bytes": _MAX_FUSED_BYTES, "fused_blocks": _ANY_NUMBER_OF_BLOCKS}
-        limits = {name: int(content.get(name, default)) for name, default in defaults.items()}
+        limits = {name: int(content[name]) for name in ("max_fused_bytes", "fused_blocks") if name in content}
         table = TuningTable(path.name, rows, int(content["max_message_bytes"]), fused, **limits)
         device, world_size = str(content["device"]), int(content["world_size"])
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:

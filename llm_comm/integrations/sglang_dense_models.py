@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -51,9 +50,8 @@ class _Place:
         return not (self._is_last or self._model.layers_to_capture)
 
 
-def _leave_sums(model: Any, layers: list[Any], linears: Iterable[Any], is_possible: bool = True) -> None:
+def _leave_sums(model: Any, layers: list[Any], linears: list[Any], is_possible: bool = True) -> None:
     """Has ``linears`` leave their sums to norms, if all of them sum over the group."""
-    linears = list(linears)
     sum_alike = is_possible and all(
         linear.reduce_results
         and linear.tp_size == State.group.world_size
@@ -83,7 +81,7 @@ def after_llama_init(_: None, model: Any, *args: Any, **kwargs: Any) -> None:
 
     if State.is_active:
         layers = [layer for layer in model.layers if type(layer) is LlamaDecoderLayer]
-        _leave_sums(model, layers, (x for layer in layers for x in (layer.self_attn.o_proj, layer.mlp.down_proj)))
+        _leave_sums(model, layers, [x for layer in layers for x in (layer.self_attn.o_proj, layer.mlp.down_proj)])
 
 
 def around_llama_layer(
@@ -136,7 +134,7 @@ def after_qwen3_init(_: None, model: Any, *args: Any, **kwargs: Any) -> None:
 
     # The gate lets norms sum.
     is_possible = all_sums_are_of_the_group() and all(hands_over_all_rows(layer.layer_communicator) for layer in layers)
-    _leave_sums(model, layers, (layer.mlp.down_proj for layer in layers), is_possible)
+    _leave_sums(model, layers, [layer.mlp.down_proj for layer in layers], is_possible)
 
 
 def around_qwen3_layer(theirs: Any, layer: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -54,13 +54,12 @@ def set_up(group: Any) -> None:
     if _defers_to_anyone():
         _hook(f"{_BOUNDARY}.__init__", _after_boundary_init, HookType.AFTER)
         _hook(f"{_BOUNDARY}.should_fuse_mlp_allreduce_with_next_layer", _around_deferral, HookType.AROUND)
+        _hook(f"{dense.QWEN3}.Qwen3DecoderLayer.forward", dense.around_qwen3_layer, HookType.AROUND)
+        _hook(f"{dense.QWEN3}.Qwen3Model.__init__", dense.after_qwen3_init, HookType.AFTER)
     _hook(gate, _around_gate, HookType.AROUND)
     if _llama_reduces_in_its_linears():
         _hook(f"{dense.LLAMA}.LlamaDecoderLayer.forward", dense.around_llama_layer, HookType.AROUND)
         _hook(f"{dense.LLAMA}.LlamaModel.__init__", dense.after_llama_init, HookType.AFTER)
-    if _defers_to_anyone():
-        _hook(f"{dense.QWEN3}.Qwen3DecoderLayer.forward", dense.around_qwen3_layer, HookType.AROUND)
-        _hook(f"{dense.QWEN3}.Qwen3Model.__init__", dense.after_qwen3_init, HookType.AFTER)
     State.is_hooked = True
 
 

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -318,19 +319,8 @@ class Drill:
             self.ranks.synchronize()
             out.fill_(-1)
             self.ranks.synchronize()
-            errors: list[Exception] = []
-
-            def call() -> None:
-                try:
-                    communicator.all_reduce(x, out)
-                except Exception as error:
-                    errors.append(error)
-
-            thread = threading.Thread(target=call)
-            thread.start()
-            thread.join()
-            if errors:
-                raise errors[0]
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(communicator.all_reduce, x, out).result()
             self.ranks.synchronize()
             communicator.check()
             expect_sum(out, list(range(self.ranks.world)), "from a fresh thread")

@@ -15,7 +15,7 @@ import importlib.util
 import logging
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -38,10 +38,12 @@ _SOURCES = Path(parallel_state.__file__).parents[1]
 
 #: The sizes of groups, which SGLang reads off the options of its server.
 SIZES = SimpleNamespace(
-    tp_size=2, tp_rank=0, attn_tp_size=2, attn_tp_rank=0, attn_dp_size=1, attn_cp_size=1, attn_cp_rank=0
+    **dict.fromkeys(("tp_size", "attn_tp_size", "moe_tp_size"), 2),
+    **dict.fromkeys(("attn_dp_size", "attn_cp_size", "moe_ep_size", "pp_size", "dwdp_size"), 1),
+    **dict.fromkeys(("tp_rank", "attn_tp_rank", "attn_cp_rank"), 0),
+    moe_dense_tp_size=None,
+    pp_group=SimpleNamespace(is_first_rank=True, is_last_rank=True, rank_in_group=0, world_size=1),
 )
-SIZES.pp_group = SimpleNamespace(is_first_rank=True, is_last_rank=True, rank_in_group=0, world_size=1)
-SIZES.moe_tp_size, SIZES.moe_ep_size, SIZES.moe_dense_tp_size, SIZES.pp_size, SIZES.dwdp_size = 2, 1, None, 1, 1
 SPECULATION = SimpleNamespace(speculative_algorithm=None)
 SEQUENCE_PARALLELISM = SimpleNamespace(layernorm_sp_enabled=lambda: False)
 ATTENTION = SimpleNamespace(input_scattered=False)
@@ -53,12 +55,22 @@ def parallel() -> Any:
     return SIZES
 
 
+def source_of(module: str) -> tuple[Path, ast.Module]:
+    """A module of the wheel."""
+    path = _SOURCES.joinpath(*module.split(".")[2:]).with_suffix(".py")
+    return path, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def names_in(body: list[ast.stmt]) -> set[str]:
+    """Functions and classes there."""
+    return {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+
+
 def excerpt(module: str, *names: str, **others: Any) -> ModuleType:
     """Puts a module in place that holds ``names`` as in the wheel, and ``others``."""
-    path = _SOURCES.joinpath(*module.split(".")[2:]).with_suffix(".py")
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    path, tree = source_of(module)
     tree.body = [node for node in tree.body if getattr(node, "name", None) in names]
-    assert {node.name for node in tree.body} == set(names), f"{module} has changed"  # type: ignore[attr-defined]
+    assert names_in(tree.body) == set(names), f"{module} has changed"
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             node.returns = None
@@ -102,22 +114,16 @@ def no(*_: Any, **__: Any) -> Any:
     return None
 
 
-def names_of(module: str) -> set[str]:
-    """Functions and classes of a module of the wheel."""
-    path = _SOURCES.joinpath(*module.split(".")[2:]).with_suffix(".py")
-    return {getattr(node, "name", "") for node in ast.parse(path.read_text(encoding="utf-8")).body}
-
-
+ADD_NORM = "sglang.srt.layers.layer_boundary.residual.add_norm"
 GATE = "apply_flashinfer_allreduce_fusion"
-if not IS_OLD and GATE not in names_of("sglang.srt.layers.layer_boundary.residual.add_norm"):
+if not IS_OLD and GATE not in names_in(source_of(ADD_NORM)[1].body):
     GATE = "flashinfer_ar_fusion_applies"
 
 
 def make_gate() -> ModuleType:
     no_flashinfer = {"_is_sm90_supported": False, "_is_sm100_supported": False}
     if not IS_OLD:
-        module = "sglang.srt.layers.layer_boundary.residual.add_norm"
-        return excerpt(module, GATE, **no_flashinfer)
+        return excerpt(ADD_NORM, GATE, **no_flashinfer)
     return excerpt(
         "sglang.srt.layers.communicator",
         GATE,
@@ -132,9 +138,9 @@ def make_gate() -> ModuleType:
         "ScatterMode",
         "_LayerModeComputationContext",
         **no_flashinfer,
-        **{
-            name: getattr(module, name) for module, name in ((dataclasses, "dataclass"), (enum, "Enum"), (enum, "auto"))
-        },
+        Enum=enum.Enum,
+        auto=enum.auto,
+        dataclass=dataclasses.dataclass,
         partial=functools.partial,
         apply_aiter_all_reduce_fusion=no,
         attention_tensor_model_parallel_all_reduce=lambda x: group("tp").all_reduce(x),
@@ -240,14 +246,10 @@ def make_qwen3() -> ModuleType:
     return excerpt("sglang.srt.models.qwen3", *names, Qwen2Model=base.Qwen2Model, **OF_MODELS, **others, **of_layers)
 
 
-def members_of(module: str, name: str) -> set[str]:
-    """Methods of a class of the wheel."""
-    path = _SOURCES.joinpath(*module.split(".")[2:]).with_suffix(".py")
-    (found,) = (n for n in ast.parse(path.read_text(encoding="utf-8")).body if getattr(n, "name", None) == name)
-    return {node.name for node in found.body if isinstance(node, ast.FunctionDef)}  # type: ignore[attr-defined]
-
-
-_LLAMA_MEMBERS = members_of("sglang.srt.models.llama", "LlamaDecoderLayer")
+_LLAMA_BODY = source_of("sglang.srt.models.llama")[1].body
+_LLAMA_MEMBERS = names_in(
+    next(node.body for node in _LLAMA_BODY if isinstance(node, ast.ClassDef) and node.name == "LlamaDecoderLayer")
+)
 #: Whether Llama reduces in its linears: before 0.5.22.
 LLAMA_REDUCES = "stage_facts" not in _LLAMA_MEMBERS
 if LLAMA_REDUCES:
@@ -442,22 +444,8 @@ def a_norm_that_cannot_be_hooked_keeps_its_sums() -> None:
 
 @scenario()
 def dense_llama_is_fused() -> None:
-    if not LLAMA_REDUCES:  # it takes the path of the other models
-        return
-    unfused = make_model()  # before anything is hooked
-    with sglang_groups() as log, server():
-        calls, model = fused_calls(), make_model()
-        close(run_model(model), run_model(unfused))
-        assert calls == [(4, HIDDEN)] * 5, calls  # of 6: the last sum is of no layer's norm
-        assert len(log.having("llm_comm: 6 of the linears of LlamaModel leave their sums")) == (dist_rank() == 0)
-        assert len(log.having("llm_comm: first all-reduce fused with its RMSNorm")) == (dist_rank() == 0)
-        calls.clear()
-        # Someone else reads what lies between the layers.
-        model.layers_to_capture = unfused.layers_to_capture = [1]
-        (got, captured), (want, wanted) = run_model(model), run_model(unfused)
-        close(got, want)
-        close(captured[0], wanted[0])
-        assert len(calls) == 3
+    if LLAMA_REDUCES:  # else it takes the path of the other models
+        check_dense(llama.LlamaModel, 6, run_model)
 
 
 @scenario()
@@ -499,22 +487,8 @@ def linears_of_llama_that_sum_elsewhere_are_left_alone() -> None:
 @scenario()
 def dense_qwen3_is_fused() -> None:
     """Its attention leaves the sum to a norm by itself, its MLP does not."""
-    if not IS_OLD:
-        return
-    unfused = make_model(qwen3.Qwen3Model)
-    with sglang_groups() as log, server():
-        calls, model = fused_calls(), make_model(qwen3.Qwen3Model)
-        close(run_model(model), run_unfused(unfused))
-        assert calls == [(4, HIDDEN)] * 5, calls  # of 6: the last sum is of no layer's norm
-        assert len(log.having("llm_comm: 3 of the linears of Qwen3Model leave their sums")) == (dist_rank() == 0)
-        assert not log.having("sums of MLPs and experts are not fused")
-        calls.clear()
-        # Someone else reads what lies between the layers.
-        model.layers_to_capture = unfused.layers_to_capture = [1]
-        (got, captured), (want, wanted) = run_model(model), run_unfused(unfused)
-        close(got, want)
-        close(captured[0], wanted[0])
-        assert len(calls) == 3
+    if IS_OLD:
+        check_dense(qwen3.Qwen3Model, 3, run_unfused)
 
 
 @scenario()
@@ -532,13 +506,8 @@ def dense_qwen3_is_fused_in_a_compiled_graph() -> None:
 
 @scenario(LLM_COMM_MAX_MESSAGE_BYTES="256")
 def dense_qwen3_is_reduced_where_the_kernel_declines() -> None:
-    if not IS_OLD:
-        return
-    unfused = make_model(qwen3.Qwen3Model)
-    with sglang_groups(), server():
-        calls = fused_calls()
-        close(run_model(make_model(qwen3.Qwen3Model)), run_unfused(unfused))
-        assert not calls
+    if IS_OLD:
+        check_dense_where_declined(qwen3.Qwen3Model, run_unfused)
 
 
 @scenario()
@@ -589,13 +558,8 @@ def a_residual_that_a_draft_model_may_read_is_copied() -> None:
 
 @scenario(LLM_COMM_MAX_MESSAGE_BYTES="256")
 def dense_llama_is_reduced_where_the_kernel_declines() -> None:
-    if not LLAMA_REDUCES:
-        return
-    unfused = make_model()
-    with sglang_groups(), server():
-        calls = fused_calls()
-        close(run_model(make_model()), run_model(unfused))
-        assert not calls
+    if LLAMA_REDUCES:
+        check_dense_where_declined(llama.LlamaModel, run_model)
 
 
 @scenario(LLM_COMM_MAX_MESSAGE_BYTES="256")
@@ -640,6 +604,34 @@ def check_norm(module: Any, **options: Any) -> None:
     assert torch.equal(new_residual, expected_sum((4, HIDDEN)) + 1), "not reduced"
     want, _ = module(expected_sum((4, HIDDEN)), torch.ones_like(residual), None)
     close(normed, want)
+
+
+def check_dense(model_type: Any, linears: int, run_reference: Callable[[Any], Any]) -> None:
+    """A model of three layers is fused, and computes what ``run_reference`` makes of one that was made before."""
+    unfused = make_model(model_type)  # before anything is hooked
+    with sglang_groups() as log, server():
+        calls, model = fused_calls(), make_model(model_type)
+        close(run_model(model), run_reference(unfused))
+        assert calls == [(4, HIDDEN)] * 5, calls  # of 6: the last sum is of no layer's norm
+        said = f"llm_comm: {linears} of the linears of {model_type.__name__} leave their sums"
+        assert len(log.having(said)) == (dist_rank() == 0)
+        assert len(log.having("llm_comm: first all-reduce fused with its RMSNorm")) == (dist_rank() == 0)
+        assert not log.having("sums of MLPs and experts are not fused")
+        calls.clear()
+        # Someone else reads what lies between the layers.
+        model.layers_to_capture = unfused.layers_to_capture = [1]
+        (got, captured), (want, wanted) = run_model(model), run_reference(unfused)
+        close(got, want)
+        close(captured[0], wanted[0])
+        assert len(calls) == 3
+
+
+def check_dense_where_declined(model_type: Any, run_reference: Callable[[Any], Any]) -> None:
+    unfused = make_model(model_type)
+    with sglang_groups(), server():
+        calls = fused_calls()
+        close(run_model(make_model(model_type)), run_reference(unfused))
+        assert not calls
 
 
 def close(got: torch.Tensor, want: torch.Tensor) -> None:
