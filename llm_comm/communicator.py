@@ -16,8 +16,8 @@ import torch.distributed as dist
 from llm_comm import _core, arrays, ops, selection
 from llm_comm.bootstrap import Rendezvous, host_identity
 from llm_comm.config import Config
-from llm_comm.errors import CommunicatorError, MissingRankError, RendezvousError, UnsupportedInputError
-from llm_comm.fused import FusedCalls, NotLaunchedError, device_limits
+from llm_comm.errors import CommunicatorError, LlmCommError, MissingRankError, RendezvousError, UnsupportedInputError
+from llm_comm.fused import FusedCalls, device_limits
 from llm_comm.fused_selection import FusedPlan
 from llm_comm.selection import Plan
 from llm_comm.status import StatusBoard
@@ -150,22 +150,27 @@ class Communicator:
             prepared = self._prepare(x)
             if prepared is None:
                 raise UnsupportedInputError(f"all_reduce: {self._why_declined(x)}")
-        if out is None:
-            out = torch.empty_like(x)
-        elif out is not x and (
-            not isinstance(out, _Tensor)
-            or out.numel() != count
-            or out.dtype is not dtype
-            or out.device != self.device
-            or not out.is_contiguous()
-            or out.is_neg()
-            or 0 < abs(x.data_ptr() - out.data_ptr()) < x.nbytes
+        if (
+            out is not None
+            and out is not x
+            and (
+                not isinstance(out, _Tensor)
+                or out.numel() != count
+                or out.dtype is not dtype
+                or out.device != self.device
+                or not out.is_contiguous()
+                or out.is_neg()
+                or 0 < abs(x.data_ptr() - out.data_ptr()) < x.nbytes
+            )
         ):
             raise UnsupportedInputError(_why_not_out(x, out))
         run = prepared.run
-        if run is None:
-            return out if out is x else out.copy_(x)
+        if run is None:  # of one rank, or empty
+            self.check()
+            return x.clone() if out is None else out if out is x else out.copy_(x)
         try:
+            if out is None:
+                out = torch.empty_like(x)
             is_enqueued = run(x.data_ptr(), out.data_ptr(), self._current_stream(self._device_index))
         except RuntimeError as error:
             self._end_for(error)
@@ -219,6 +224,11 @@ class Communicator:
             CommunicatorError: This or an earlier call has failed, as of ``all_reduce``.
         """
         if _is_compiling() or type(x) is not _Tensor or type(residual) not in _PLAIN or type(scale) not in _PLAIN:
+            for name, tensor in (("x", x), ("residual", residual), ("weight", weight), ("scale", scale)):
+                if not isinstance(tensor, _Tensor) and (tensor is not None or name in ("x", "weight")):
+                    raise UnsupportedInputError(
+                        f"all_reduce_add_rms_norm: {name} is a {type(tensor).__name__}, not a tensor"
+                    )
             results = ops.fused(x, residual, weight, eps, quantize, scale, self.name)
             given = (out, residual_out, scale if quantize == "dynamic" else None)
             names = ("out", "residual_out", "scale")
@@ -245,9 +255,11 @@ class Communicator:
             results, enqueued = self._live_fused().run(
                 x, residual, weight, eps, out, residual_out, quantize, scale, stream
             )
-        except NotLaunchedError as wrapped:
-            self._end_for(wrapped.error)
-            raise wrapped.error from None
+        except LlmCommError:  # what does not fit, on all ranks alike
+            raise
+        except RuntimeError as error:
+            self._end_for(error)
+            raise
         if not enqueued:
             self.check()
         return results
@@ -255,6 +267,8 @@ class Communicator:
     def accepts_fused(self, x: torch.Tensor, weight: torch.Tensor, quantize: str | None = None) -> bool:
         """Whether ``all_reduce_add_rms_norm`` of ``x`` and ``weight`` is served. Depends on shapes, dtypes, layout and
         kind of device only, so all ranks that hold the same kinds of tensors get the same answer."""
+        if _is_compiling():
+            return self._live_fused().accepts_traced(x, weight, quantize)
         return self.plan_fused(x, weight, quantize).algorithm != "declined"
 
     def plan_fused(self, x: torch.Tensor, weight: torch.Tensor, quantize: str | None = None) -> FusedPlan:
@@ -264,14 +278,24 @@ class Communicator:
 
     def accepts(self, x: Any) -> bool:
         """Whether ``all_reduce(x)`` is served. Depends on shape, dtype, layout and kind of device only, so all ranks
-        that hold the same kind of tensor get the same answer."""
+        that hold the same kind of tensor get the same answer.
+
+        Raises:
+            UnsupportedInputError: ``x`` is neither a tensor nor an array that torch can use.
+        """
         tensor = x if isinstance(x, torch.Tensor) else arrays.as_tensor(x)
-        if _is_compiling():  # which cannot trace the layout of a launch
-            return self._plan(tensor).algorithm != "declined"
+        if _is_compiling():  # which cannot trace the layout of a launch, nor texts with sizes
+            count, nbytes = tensor.numel(), tensor.numel() * tensor.element_size()
+            limit = selection.message_limit(self._table, self.config)
+            return self._is_input(tensor) and (self.world_size == 1 or count == 0 or nbytes <= limit)
         return self._prepare(tensor) is not None
 
     def plan(self, x: Any) -> Plan:
-        """What ``all_reduce(x)`` would run, and why; ``"declined"`` is the algorithm of an input that is not served."""
+        """What ``all_reduce(x)`` would run, and why; ``"declined"`` is the algorithm of an input that is not served.
+
+        Raises:
+            UnsupportedInputError: As of ``accepts``.
+        """
         tensor = arrays.as_tensor(x)
         prepared = self._prepare(tensor)
         return self._plan(tensor) if prepared is None else prepared.plan
@@ -284,19 +308,25 @@ class Communicator:
             raise error
 
     def _end_for(self, error: RuntimeError) -> None:
-        """Ends the communicator because an operation could not be launched. Others may have launched theirs: the next
-        ones, of other numbers, would meet, and give wrong sums. In a capture nothing runs, and nothing has to end.
+        """Ends the communicator because an operation that this rank accepts could not be launched, for want of memory
+        for one. Others may have launched theirs: the next ones, of other numbers, would meet, and give wrong sums. In a
+        capture nothing runs, and nothing has to end.
 
         Raises:
             LaunchError: It has ended.
         """
-        if self._watchdog is None:
+        if self._watchdog is None or self._is_capturing():
             return
-        if not self.is_emulated:
-            with torch.cuda.device(self.device):
-                if torch.cuda.is_current_stream_capturing():
-                    return
         raise self._watchdog.end(str(error)) from error
+
+    def _is_capturing(self) -> bool:
+        if self.is_emulated:
+            return False
+        try:
+            with torch.cuda.device(self.device):
+                return torch.cuda.is_current_stream_capturing()
+        except RuntimeError:  # the context is broken
+            return False
 
     def on_error(self, callback: Callable[[CommunicatorError], None]) -> None:
         """Calls ``callback`` with the error when this communicator fails, though no call is made any more.
@@ -381,7 +411,11 @@ class Communicator:
         )
         if len(self._prepared) >= selection.MAX_PREPARED:
             self._prepared.clear()
-        return _Prepared(plan, core.prepare_all_reduce(count, data_type, launch))
+        try:
+            return _Prepared(plan, core.prepare_all_reduce(count, data_type, launch))
+        except RuntimeError as error:
+            self._end_for(error)
+            raise
 
     def _plan(self, x: torch.Tensor) -> Plan:
         why = self._why_not(x)
@@ -392,10 +426,22 @@ class Communicator:
     def _why_declined(self, x: torch.Tensor) -> str:
         return self._plan(x).reason
 
+    def _is_input(self, x: torch.Tensor) -> bool:
+        """``not _why_not(x)``, for torch.compile."""
+        return (
+            x.device == self.device
+            and x.layout is torch.strided
+            and not x.is_nested
+            and x.is_contiguous()
+            and x.dtype in _DATA_TYPES
+        )
+
     def _why_not(self, x: torch.Tensor) -> str:
         """Why ``x`` is no input whatever its size, or ""."""
         if x.device != self.device:
             return f"the tensor is on {x.device}, the communicator on {self.device}"
+        if x.layout is not torch.strided or x.is_nested:
+            return f"the tensor is {'nested' if x.is_nested else x.layout}"
         if not x.is_contiguous():
             return f"the tensor is not contiguous: shape {tuple(x.shape)}, strides {x.stride()}"
         if x.dtype not in _DATA_TYPES:
@@ -463,13 +509,14 @@ class Communicator:
             logger.info("errors will tell nothing of the other ranks: %s", error)
         if not _core.bounded_waits:
             logger.warning("this build of llm_comm is for measuring only: its kernels wait for ever")
-        self._watchdog = Watchdog(self._live_core(), self.rank, self.config.timeout_s, board)
-        self._stop_watching = weakref.finalize(self, self._watchdog.abandon)
+        watchdog = Watchdog(self._live_core(), self.rank, self.config.timeout_s, board)
         try:
-            rendezvous.attempt("start of the watchdog", self._watchdog.start)
+            rendezvous.attempt("start of the watchdog", watchdog.start)
         except BaseException:
-            self._watchdog.stop()
+            watchdog.stop()
             raise
+        self._watchdog = watchdog
+        self._stop_watching = weakref.finalize(self, watchdog.abandon)
 
     def _connect(self, rendezvous: Rendezvous) -> str:
         """Allocates the workspace and maps those of the peers. Returns how."""

@@ -75,7 +75,7 @@ _OPTIONS: dict[str, _Option] = {
     "timeout_s": _Option(
         float,
         lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v < 1e6,
-        "a number of seconds > 0",
+        "a number of seconds above 0 and below 1000000",
     ),
     "log": _one_of("debug", "info", "warning", "error"),
     "workspace_bytes": _Option(int, lambda v: _is_int(v) and MIB <= v <= 4096 * MIB, "bytes, 1 MiB to 4 GiB"),

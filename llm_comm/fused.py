@@ -10,8 +10,8 @@ import torch
 from llm_comm import _core, arrays, selection
 from llm_comm.config import Config
 from llm_comm.errors import UnsupportedInputError
-from llm_comm.fused_selection import DeviceLimits, FusedPlan, select_fused, without_kernel
-from llm_comm.selection import TuningTable
+from llm_comm.fused_selection import DeviceLimits, FusedPlan, select_fused, why_not_rows, without_kernel
+from llm_comm.selection import TuningTable, message_limit
 
 #: DataType in csrc/include/llm_comm/reduce.cuh, of the types that rows may have.
 _DATA_TYPES = {torch.bfloat16: 0, torch.float16: 1}
@@ -28,18 +28,6 @@ class _Prepared(NamedTuple):
     plan: FusedPlan
     #: What ``prepare_add_rms_norm`` of the core returned; None where there are no rows.
     run: Callable[[int, int, int, int, int, int, int], bool] | None
-
-
-class NotLaunchedError(Exception):
-    """For the communicator, which may be at its end.
-
-    Attributes:
-        error: Why.
-    """
-
-    def __init__(self, error: RuntimeError) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 class FusedCalls:
@@ -79,7 +67,8 @@ class FusedCalls:
         """``Communicator.all_reduce_add_rms_norm`` on a stream.
 
         Raises:
-            NotLaunchedError: The operation, or a part of it, could not be launched.
+            UnsupportedInputError: Something does not fit.
+            RuntimeError: The operation, or a part of it, could not be launched.
         """
         prepared = self._prepared.get((x.numel(), weight.numel(), x.dtype, eps, quantize))
         if prepared is None or not self._fits(x, weight):
@@ -110,19 +99,16 @@ class FusedCalls:
             raise _error("out and residual_out or residual are the same tensor")
         results = (out, residual_out) if quantize != "dynamic" or scale is None else (out, residual_out, scale)
         if prepared.run is None:
-            return results, True
-        try:
-            enqueued = prepared.run(
-                x.data_ptr(),
-                0 if residual is None else residual.data_ptr(),
-                weight.data_ptr(),
-                out.data_ptr(),
-                residual_out.data_ptr(),
-                0 if scale is None else scale.data_ptr(),
-                stream,
-            )
-        except RuntimeError as error:
-            raise NotLaunchedError(error) from error
+            return results, False
+        enqueued = prepared.run(
+            x.data_ptr(),
+            0 if residual is None else residual.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            residual_out.data_ptr(),
+            0 if scale is None else scale.data_ptr(),
+            stream,
+        )
         return results, enqueued
 
     def plan(self, x: _Tensor, weight: _Tensor, quantize: str | None) -> FusedPlan:
@@ -183,6 +169,7 @@ class FusedCalls:
             and weight.dtype is x.dtype
             and x.is_contiguous()
             and weight.is_contiguous()
+            and weight.dim() == 1
             and x.shape[-1] == weight.numel()
             and not x.is_neg()
             and not weight.is_neg()
@@ -192,6 +179,8 @@ class FusedCalls:
         for name, tensor in (("x", x), ("weight", weight)):
             if tensor.device != self._device:
                 return f"{name} is on {tensor.device}, the communicator on {self._device}"
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                return f"{name} is {'nested' if tensor.is_nested else tensor.layout}"
             if not tensor.is_contiguous():
                 return f"{name} is not contiguous: shape {tuple(tensor.shape)}, strides {tensor.stride()}"
             why = arrays.why_not_plain(tensor)
@@ -204,6 +193,28 @@ class FusedCalls:
         if weight.dim() != 1 or x.dim() == 0 or x.shape[-1] != weight.numel():
             return f"weight has shape {tuple(weight.shape)}: it must be that of a row of x, {tuple(x.shape)}"
         return _why_not_quantization(quantize)
+
+    def accepts_traced(self, x: _Tensor, weight: _Tensor, quantize: str | None) -> bool:
+        """Whether ``plan`` declines nothing, for torch.compile, which can trace neither caches nor texts with sizes."""
+        limit = min(message_limit(self._table, self._config), self._table.max_fused_bytes)
+        return (
+            self._world_size > 1
+            and all(
+                tensor.device == self._device
+                and tensor.layout is torch.strided
+                and not tensor.is_nested
+                and tensor.is_contiguous()
+                for tensor in (x, weight)
+            )
+            and x.dtype in _DATA_TYPES
+            and weight.dtype == x.dtype
+            and weight.dim() == 1
+            and x.dim() > 0
+            and x.shape[-1] == weight.numel()
+            and not why_not_rows(weight.numel())
+            and quantize in _QUANTIZATIONS
+            and x.numel() * x.element_size() <= limit
+        )
 
     def _scale(self, x: _Tensor, rows: int, quantize: str, scale: _Tensor | None) -> _Tensor:
         if scale is None:
@@ -274,6 +285,10 @@ def _check_like(name: str, tensor: _Tensor, x: _Tensor, dtype: torch.dtype | Non
 
 def _check_memory(name: str, tensor: _Tensor) -> None:
     """Wrappers of other tensors have none."""
+    if not isinstance(tensor, _Tensor):
+        raise _error(f"{name} is a {type(tensor).__name__}, not a tensor")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise _error(f"{name} is {'nested' if tensor.is_nested else tensor.layout}")
     if tensor.is_neg() or (tensor.data_ptr() == 0 and tensor.numel() > 0):
         why = arrays.why_not_plain(tensor) or f"a {type(tensor).__name__} has no memory of its own"
         raise _error(f"{name}: {why}")

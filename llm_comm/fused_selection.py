@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from llm_comm.config import MIB, Config
-from llm_comm.selection import LINE_BYTES, MAX_BLOCK_THREADS, FusedRow, TuningRow, TuningTable, slot_bytes
+from llm_comm.selection import (
+    LINE_BYTES,
+    MAX_BLOCK_THREADS,
+    FusedRow,
+    TuningRow,
+    TuningTable,
+    message_limit,
+    slot_bytes,
+)
 
 MAX_HIDDEN = 16384
 ELEMENT_BYTES = 2  # of bf16 and fp16
@@ -87,7 +95,7 @@ def select_fused(
     The same on every rank that has the same table, config and limits.
     """
     message_bytes = rows * hidden * ELEMENT_BYTES
-    limit = table.max_message_bytes if config.max_message_bytes is None else config.max_message_bytes
+    limit = message_limit(table, config)
     why = why_not_rows(hidden)
     if why:
         return without_kernel("declined", message_bytes, why)

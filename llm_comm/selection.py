@@ -33,6 +33,9 @@ LINE_BYTES = 16
 MAX_WORLD_SIZE = 8
 MAX_BLOCK_THREADS = 1024
 ALGORITHMS = ("one_shot", "two_shot")
+_TABLE_KEYS = ("device", "world_size", "max_message_bytes", "all_reduce")
+_TABLE_LIMITS = ("max_fused_bytes", "fused_blocks")
+_OPTIONAL_TABLE_KEYS = (*_TABLE_LIMITS, "fused", "measured")
 
 
 class TuningRow(NamedTuple):
@@ -121,13 +124,18 @@ def declined(message_bytes: int, why: str) -> Plan:
     return Plan("declined", "none", 0, 0, 0, 0, 0, 0, message_bytes, why)
 
 
+def message_limit(table: TuningTable, config: Config) -> int:
+    """Larger messages are declined, in bytes."""
+    return table.max_message_bytes if config.max_message_bytes is None else config.max_message_bytes
+
+
 def select(count: int, element_bytes: int, world_size: int, table: TuningTable, config: Config) -> Plan:
     """The plan for a message of ``count`` elements of ``element_bytes`` each.
 
     The same on every rank that has the same table and config. A message that is too large is declined.
     """
     message_bytes = count * element_bytes
-    limit = table.max_message_bytes if config.max_message_bytes is None else config.max_message_bytes
+    limit = message_limit(table, config)
     if count == 0:
         return _nothing(0, "empty message")
     if world_size == 1:
@@ -196,19 +204,32 @@ def load_table(path: Path | resources.abc.Traversable) -> tuple[str, int, Tuning
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        rows = tuple(TuningRow(**row) for row in content["all_reduce"])
-        fused = tuple(FusedRow(**row) for row in content.get("fused") or ())
-        limits = {name: int(content[name]) for name in ("max_fused_bytes", "fused_blocks") if name in content}
-        table = TuningTable(path.name, rows, int(content["max_message_bytes"]), fused, **limits)
-        device, world_size = str(content["device"]), int(content["world_size"])
-    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"tuning table {path}: {type(error).__name__}: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"tuning table {path}: expected 'key: value' lines, found {type(content).__name__}")
+    missing = [key for key in _TABLE_KEYS if key not in content]
+    # A limit that is misspelt would not hold.
+    unknown = [key for key in content if key not in (*_TABLE_KEYS, *_OPTIONAL_TABLE_KEYS)]
+    if missing or unknown:
+        what = f"it lacks {', '.join(missing)}" if missing else f"it has no such key as {', '.join(map(str, unknown))}"
+        raise ConfigError(
+            f"tuning table {path}: {what}; keys: {', '.join(_TABLE_KEYS)}; optional: {', '.join(_OPTIONAL_TABLE_KEYS)}"
+        )
+    for name in ("world_size", "max_message_bytes", *_TABLE_LIMITS):
+        value = content.get(name, 0)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ConfigError(f"tuning table {path}: {name} is {value!r}; it must be a whole number of at least 0")
+    try:
+        rows = tuple(TuningRow(**row) for row in content["all_reduce"] or ())
+        fused = tuple(FusedRow(**row) for row in content.get("fused") or ())
+    except TypeError as error:  # not a list of mappings, or other keys
+        raise ConfigError(f"tuning table {path}: a row of all_reduce or fused is not valid: {error}") from error
     _check_rows(str(path), rows)
     _check_fused_rows(str(path), fused)
-    for name in ("max_message_bytes", "max_fused_bytes", "fused_blocks"):
-        if getattr(table, name) < 0:
-            raise ConfigError(f"tuning table {path}: {name} is {getattr(table, name)}; it must be at least 0")
-    return device, world_size, table
+    limits = {name: content[name] for name in _TABLE_LIMITS if name in content}
+    table = TuningTable(path.name, rows, content["max_message_bytes"], fused, **limits)
+    return str(content["device"]), content["world_size"], table
 
 
 def _check_rows(path: str, rows: Sequence[TuningRow]) -> None:

@@ -44,15 +44,13 @@ class RankState:
 
     Attributes:
         pid: Process, as the rank itself knows it.
-        calls: Kernel launches that it has enqueued or captured.
-        last_call: The last of them in words, or "".
+        last_call: The last kernel launch that it has enqueued or captured, in words, or "".
         operations_ended: On its device, when it noticed that a rank has failed; else None, or where that is not known.
         error: Its own error.
         is_closed: It has closed its communicator.
     """
 
     pid: int
-    calls: int
     last_call: str
     operations_ended: int | None = None
     error: RankError | None = None
@@ -114,7 +112,8 @@ class StatusBoard:
         text = json.dumps(asdict(state)).encode()
         head = _HEAD.pack(len(text), zlib.crc32(text))
         self._own[_BEAT.size : _STATE_OFFSET + len(text)] = head + text
-        _BEAT.pack_into(self._own, 0, time.monotonic())
+        # In one piece, for others read it meanwhile: pack_into would write zeros first.
+        self._own[: _BEAT.size] = _BEAT.pack(time.monotonic())
 
     def look(self) -> list[Sighting]:
         """The ranks' states, by rank."""
@@ -161,8 +160,10 @@ def _exchange_processes(rendezvous: Rendezvous) -> dict[int, int]:
 
 
 def fit(text: str) -> str:
-    """What of an error text fits a page."""
-    return text[:_MAX_TEXT]
+    """What of an error text fits a page, where JSON writes other characters than those of ASCII at length."""
+    while len(json.dumps(text)) > _MAX_TEXT:
+        text = text[: len(text) * 9 // 10]
+    return text
 
 
 def _read(page: mmap.mmap, now: float, has_exited: bool) -> Sighting:

@@ -9,6 +9,7 @@ few words of host memory.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
@@ -123,6 +124,20 @@ class Watchdog(threading.Thread):
     # ---- The thread ---------------------------------------------------------------------------------------------
 
     def run(self) -> None:
+        try:
+            self._watch()
+        except Exception as error:
+            logger.exception("llm_comm: the watchdog of rank %d failed", self._rank)
+            text = (
+                f"rank {self._rank}: nobody watches this communicator any more ({type(error).__name__}: {error}). It "
+                "cannot be used any more."
+            )
+            failure = RankError(CommunicatorError.__name__, status.fit(text), "has no watchdog", self._rank, self._rank)
+            with contextlib.suppress(Exception):  # else the others learn of it when they wait for this rank
+                self._publish(replace(self._state(), error=failure))
+            self._tell(failure)
+
+    def _watch(self) -> None:
         state = self._state()
         self._publish(state)
         while not self._stopping.wait(self._look_s):
@@ -179,7 +194,7 @@ class Watchdog(threading.Thread):
 
     def _state(self) -> RankState:
         call = self._core.last_call()
-        return RankState(os.getpid(), call.number, _call_in_words(call) if call.number else "")
+        return RankState(os.getpid(), _call_in_words(call) if call.number else "")
 
     def _fail(self) -> RankState:
         """Finds out what happened, ends the communicator and tells those who asked for it."""
@@ -187,19 +202,22 @@ class Watchdog(threading.Thread):
         error = _root_cause(self._rank, state.error, sightings)
         if error is None:
             return state
+        self._tell(replace(error, text=error.text + _describe_ranks(sightings)))
+        return state
+
+    def _tell(self, error: RankError) -> None:
         with self._lock:
-            self._error = replace(error, text=error.text + _describe_ranks(sightings))
+            self._error = error
             callbacks = [callback for reference in self._callbacks if (callback := reference()) is not None]
         self._has_failed.set()
         self._core.abort()  # where another rank has failed, nothing that waits for it comes to an end
         if not callbacks:
-            logger.error("%s", self._error.text)
+            logger.error("%s", error.text)
         for callback in callbacks:
             try:
-                callback(_exception(self._error))
+                callback(_exception(error))
             except BaseException:  # SystemExit too: a thread that it ends leaves no word, and no process ends
                 logger.exception("a callback of on_error failed (to end the process, use os._exit)")
-        return state
 
     def _hear(self) -> tuple[RankState, list[Sighting]]:
         """This rank's state, and the states of all ranks once those that live have an error too, or after a while."""
@@ -278,6 +296,8 @@ def _sighting_in_words(sighting: Sighting) -> str:
     if state is None:
         return ": nothing is known of it"
     facts = []
+    # It may have gone on since.
+    is_late = not state.is_closed and (sighting.has_exited or sighting.age_s > _LIFE_S)
     if state.is_closed:
         facts.append("has closed its communicator")
     elif sighting.has_exited:
@@ -288,7 +308,10 @@ def _sighting_in_words(sighting: Sighting) -> str:
         facts.append("alive")
     if state.error is not None:
         facts.append(state.error.brief)
-    facts.append(f"last call: {state.last_call}" if state.last_call else "has made no call")
+    if state.last_call:
+        facts.append(f"last call{' seen' * is_late}: {state.last_call}")
+    else:
+        facts.append("no call seen" if is_late else "has made no call")
     if state.operations_ended is not None:
         facts.append(f"{state.operations_ended} operations ended on its device")
     return f" (pid {state.pid}): " + "; ".join(facts)

@@ -254,7 +254,10 @@ def describe_plans(table: selection.TuningTable, config: Config, engine: str) ->
         if row.up_to >= limit:
             break
     parts[-1] = (parts[-1][0], limit)  # the last row serves all larger messages
-    return ", ".join(f"{algorithm} to {format_bytes(up_to)}" for algorithm, up_to in parts) + f", then {engine}"
+    words = [f"{algorithm} to {format_bytes(up_to)}" for algorithm, up_to in parts]
+    if limit >= EVERY_SIZE:
+        return ", ".join([*words[:-1], f"{parts[-1][0]} at all {'other ' * (len(parts) > 1)}sizes"])
+    return ", ".join(words) + f", then {engine}"
 
 
 def format_bytes(count: int) -> str:

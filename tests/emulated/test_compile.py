@@ -10,6 +10,7 @@ import pytest
 import torch
 from harness import RankPool, make_communicator
 from reference import assert_bitwise_equal, assert_is_sum, contributions
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 
 from llm_comm import Communicator, UnsupportedInputError
@@ -78,6 +79,37 @@ def ask_first() -> None:
 
 def test_accepts_in_a_graph(ranks: RankPool) -> None:
     ranks.run(2, ask_first)
+
+
+def ask_first_for_many_sizes(dynamic: bool | None) -> None:
+    """One graph has to do for all sizes, but for the smallest, or torch.compile gives up after eight."""
+    weight = torch.ones(64, dtype=torch.bfloat16)
+    with make_communicator(max_message_bytes=4096) as comm:
+
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            if comm.accepts_fused(x, weight):
+                return comm.all_reduce_add_rms_norm(x, None, weight, 1e-5)[1]
+            return comm.all_reduce(x) if comm.accepts(x) else x
+
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend=counter)
+        for rows in range(2, 40):
+            x = torch.ones(rows, 64, dtype=torch.bfloat16)
+            assert comm.accepts(x) == comm.accepts_fused(x, weight) == (rows <= 32)
+            assert compiled(x).eq(comm.world_size if rows <= 32 else 1).all()
+        assert counter.frame_count <= 3
+        for x in (torch.ones(4, 64), torch.ones(64, 4, dtype=torch.bfloat16).t()):
+            torch._dynamo.reset()
+            assert not comm.accepts_fused(x, weight)
+            assert torch.compile(lambda x: comm.accepts_fused(x, weight), backend="eager")(x) is False
+            accepted = comm.accepts(x)
+            assert torch.compile(lambda x: comm.accepts(x) + 0, backend="eager")(x) == accepted
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_accepts_in_a_graph_for_all_sizes(ranks: RankPool, dynamic: bool | None) -> None:
+    ranks.run(2, ask_first_for_many_sizes, dynamic)
 
 
 def give_outputs_that_do_not_fit() -> None:

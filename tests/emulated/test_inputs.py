@@ -27,7 +27,7 @@ DECLINED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "complex64": (lambda: torch.ones(8, dtype=torch.complex64), "torch.complex64 is not one of"),
     "other device": (lambda: torch.ones(8, device="meta"), "the tensor is on meta, the communicator on cpu"),
     "negated view": (lambda: torch.tensor([1 + 2j]).conj().imag, "negated view of another's memory"),
-    "sparse": (lambda: torch.ones(8).to_sparse(), "not contiguous"),
+    "sparse": (lambda: torch.ones(8).to_sparse(), "the tensor is torch.sparse_coo"),
     "too large": (lambda: torch.ones(LIMIT // 4 + 1), f"more than max_message_bytes={LIMIT}"),
 }
 
@@ -57,6 +57,25 @@ def decline(name: str) -> str:
 def test_declined_input(ranks: RankPool, name: str) -> None:
     (reason,) = set(ranks.run(2, decline, name))
     assert DECLINED[name][1] in reason
+
+
+def decline_layouts() -> None:
+    with make_communicator() as comm:
+        rows = [torch.ones(3), torch.ones(5)]
+        for x, what in (
+            (torch.ones(2, 3).to_sparse_csr(), "torch.sparse_csr"),
+            (torch.ones(2, 3).to_mkldnn(), "torch._mkldnn"),
+            (torch.nested.nested_tensor(rows), "nested"),
+            (torch.nested.nested_tensor(rows, layout=torch.jagged), "nested"),
+        ):
+            assert not comm.accepts(x)
+            assert comm.plan(x).reason == f"the tensor is {what}"
+        reduce_right(comm)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested tensors")
+def test_layouts_without_one_block_of_memory_are_declined(ranks: RankPool) -> None:
+    ranks.run(2, decline_layouts)
 
 
 def accept() -> None:
@@ -131,6 +150,13 @@ def norm_with_wrappers() -> None:
                 with pytest.raises(UnsupportedInputError, match=f"{output}: the tensor is a DTensor"):
                     call(residual=None, **{output: wrapper})
             call(residual=None)
+        for operand, wrong in (("residual", [1.0]), ("weight", None), ("scale", 1.0)):
+            operands = {"residual": None, "weight": x[0], "scale": torch.ones(1), operand: wrong}
+            with pytest.raises(UnsupportedInputError, match=f"{operand} is a {type(wrong).__name__}, not a tensor"):
+                comm.all_reduce_add_rms_norm(x.as_subclass(Named), eps=1e-5, quantize="static", **operands)
+        for output in ("out", "residual_out"):
+            with pytest.raises(UnsupportedInputError, match=f"{output} is a list, not a tensor"):
+                call(residual=None, **{output: [1.0]})
         subclass = x.as_subclass(Named)
         with pytest.raises(UnsupportedInputError, match="quantize is 'fp4'"):
             comm.all_reduce_add_rms_norm(subclass, None, x[0], 1e-5, quantize="fp4")

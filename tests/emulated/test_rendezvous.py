@@ -260,10 +260,10 @@ def test_failure_of_one_rank(ranks: RankPool, step: str) -> None:
     assert REASONS[step] in text.partition(f"rank {CULPRIT}: ")[2]
 
 
-def keep_the_error() -> None:
+def keep_the_error(step: str) -> None:
     gc.disable()
     try:
-        faults = failing("p2p test") if dist.get_rank() == CULPRIT else nullcontext()
+        faults = failing(step) if dist.get_rank() == CULPRIT else nullcontext()
         with faults, pytest.raises(RendezvousError) as kept:
             make_communicator()
         assert "llm_comm_workspace" not in Path("/proc/self/maps").read_text(), "the workspace lives with the error"
@@ -272,8 +272,9 @@ def keep_the_error() -> None:
         gc.enable()
 
 
-def test_an_error_that_is_kept_holds_no_memory(ranks: RankPool) -> None:
-    ranks.run(WORLD, keep_the_error)
+@pytest.mark.parametrize("step", ["p2p test", "thread"])
+def test_an_error_that_is_kept_holds_no_memory(ranks: RankPool, step: str) -> None:
+    ranks.run(WORLD, keep_the_error, step)
 
 
 def come_with_room_for_small_clusters() -> int:

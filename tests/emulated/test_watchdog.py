@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -48,7 +49,7 @@ def fail_to_launch(*_: int) -> bool:
     raise RuntimeError("launch of a collective: invalid device context")
 
 
-def lose_a_launch(fused: bool) -> str:
+def lose_a_launch(fused: bool, why: str) -> str:
     """On rank 1 an operation is not launched that the others launch. Returns what is raised."""
     x, weight = torch.ones(2, 64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
     with make_communicator(timeout_s=30.0) as comm:
@@ -60,12 +61,23 @@ def lose_a_launch(fused: bool) -> str:
                 comm.all_reduce(x)
 
         call()
-        if comm.rank == 1:
+        fault: AbstractContextManager[Any] = nullcontext()
+        if comm.rank == 1 and why == "not launched":
             prepared = comm._live_fused()._prepared if fused else comm._prepared
             prepared.update({key: entry._replace(run=fail_to_launch) for key, entry in prepared.items()})
+        elif comm.rank == 1:
+            out_of_memory = torch.OutOfMemoryError("launch of a collective: invalid device context")
+            if why == "no memory":
+                fault = mock.patch("torch.empty_like", side_effect=out_of_memory)
+            else:
+                comm.use_table(comm.table)  # nothing is prepared any more
+                owner = comm._live_fused() if fused else comm
+                method = "prepare_add_rms_norm" if fused else "prepare_all_reduce"
+                broken = mock.Mock(wraps=comm._core, **{method: mock.Mock(side_effect=out_of_memory)})
+                fault = mock.patch.object(owner, "_core", broken)
         texts = []
         for _ in range(2):  # the second time nothing is tried any more
-            with pytest.raises(LaunchError) as caught:
+            with fault, pytest.raises(LaunchError) as caught:
                 call()
             assert caught.value.peer == 1
             texts.append(str(caught.value))
@@ -73,12 +85,38 @@ def lose_a_launch(fused: bool) -> str:
         return texts[0]
 
 
+@pytest.mark.parametrize("reason", ["not launched", "no memory", "not prepared"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_an_operation_that_is_not_launched_ends_the_communicator(ranks: RankPool, fused: bool) -> None:
+def test_an_operation_that_is_not_launched_ends_the_communicator(ranks: RankPool, fused: bool, reason: str) -> None:
     why = "rank 1: an operation could not be launched (launch of a collective: invalid device context)"
-    texts = ranks.run(3, lose_a_launch, fused)
+    texts = ranks.run(3, lose_a_launch, fused, reason)
     assert texts[1].startswith(why)
     assert all(texts[rank].startswith(f"rank {rank} has learnt that {why}") for rank in (0, 2))
+
+
+def lose_the_watchdog() -> tuple[str, list[str]]:
+    """That of rank 1 fails. What a rank is told by its next call, and its callback."""
+    with make_communicator(timeout_s=LIMIT_S) as comm:
+        told: list[str] = []
+        heard = threading.Event()
+        comm.on_error(lambda error: (told.append(str(error)), heard.set()))  # type: ignore[arg-type, return-value]
+        sum_three_times(comm)
+        dist.barrier()
+        fault = mock.patch.object(StatusBoard, "look", side_effect=MemoryError("no page"))
+        with fault if comm.rank == 1 else nullcontext():
+            assert heard.wait(LIMIT_S)
+        with pytest.raises(CommunicatorError) as caught:
+            comm.all_reduce(X)
+        return str(caught.value), told
+
+
+def test_a_watchdog_that_fails_ends_the_communicator(ranks: RankPool) -> None:
+    why = "rank 1: nobody watches this communicator any more (MemoryError: no page)"
+    for (text, told), start in zip(
+        ranks.run(2, lose_the_watchdog), (f"rank 0 has learnt that {why}", why), strict=True
+    ):
+        assert text.startswith(start)
+        assert told == [text]
 
 
 def wait_in_vain(comm: Communicator) -> None:
@@ -150,7 +188,7 @@ def test_all_ranks_are_told_without_a_further_call(mortal_ranks: RankPool) -> No
         assert states[3] == f"  rank 2 (pid {losses[2].pid}): alive; {last.format(3)}"
         assert states[4].startswith("  rank 3 (pid ")
         assert ": its process has exited, no sign of life for " in states[4]
-        assert states[4].endswith("last call: one-shot all-reduce of 20 fp32 (call 3)")
+        assert states[4].endswith("last call seen: one-shot all-reduce of 20 fp32 (call 3)")
 
 
 def outlive(victim: int, has_pidfds: bool, how: str) -> tuple[int, list[str]]:
@@ -177,9 +215,13 @@ def outlive(victim: int, has_pidfds: bool, how: str) -> tuple[int, list[str]]:
     else:
         with pytest.raises(RuntimeError):  # as engines do, which then end this process
             dist.barrier()
-        # Nothing else holds it. A full collection here would stop this rank's signs of life, for the other to miss.
-        comm = None
+        comm = None  # nothing else holds it
     return os.getpid(), records
+
+
+def said_of(rank: int, records: list[str]) -> list[str]:
+    """The log may speak of others too: of a rank that gets no CPU time for a second, on a machine with other work."""
+    return [text for text in records if text.startswith(f"llm_comm: rank {rank} ")]
 
 
 @pytest.mark.parametrize("how", ["idle", "dropped"])
@@ -187,14 +229,14 @@ def test_the_log_says_whose_process_has_exited(mortal_ranks: RankPool, how: str)
     """Also where an engine ends the other processes at once, for a reason that names nobody."""
     found = mortal_ranks.run(3, outlive, 1, True, how, dying=[1])
     for rank in (0, 2):
-        (said,) = found[rank][1]
+        (said,) = said_of(1, found[rank][1])
         assert re.fullmatch(r"llm_comm: rank 1 \(pid \d+\) has exited without closing its communicator\. .*", said)
 
 
 def test_a_rank_of_which_no_more_is_known_is_silent(mortal_ranks: RankPool) -> None:
     found = mortal_ranks.run(3, outlive, 1, False, "dropped", dying=[1])
     for rank in (0, 2):
-        (said,) = found[rank][1]
+        (said,) = said_of(1, found[rank][1])
         assert re.match(r"llm_comm: rank 1 \(pid \d+\) has died or hangs: no sign of life for [1-9]\.\d s\. ", said)
 
 

@@ -233,7 +233,10 @@ INVALID_TABLES: dict[str, tuple[list[TuningRow], dict[str, Any]]] = {
     "column missing": ([GOOD], {"all_reduce": [{"up_to": 256, "algorithm": "one_shot"}]}),
     "limit a word": ([GOOD], {"max_message_bytes": "much"}),
     "negative limit": ([GOOD], {"max_message_bytes": -1}),
+    "limit a fraction": ([GOOD], {"max_fused_bytes": 1.5}),
+    "limit without a value": ([GOOD], {"fused_blocks": None}),
     "no world": ([GOOD], {"world_size": None}),
+    "misspelt limit": ([GOOD], {"max_fused_byte": 1}),
 }
 
 
@@ -242,6 +245,15 @@ def test_invalid_table(name: str, tmp_path: Path) -> None:
     rows, fields = INVALID_TABLES[name]
     path = write_table(tmp_path / "table.yaml", rows, **fields)
     with pytest.raises(ConfigError, match=r"tuning table .*table\.yaml"):
+        selection.load_table(path)
+
+
+def test_a_key_that_is_missing_or_misspelt_is_named(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "table.yaml", [GOOD], fused_block=1)
+    with pytest.raises(ConfigError, match=r"it has no such key as fused_block; keys: device, .* fused_blocks, "):
+        selection.load_table(path)
+    path.write_text("device: x\nall_reduce: []\n")
+    with pytest.raises(ConfigError, match="it lacks world_size, max_message_bytes; keys: "):
         selection.load_table(path)
 
 
@@ -302,3 +314,11 @@ def test_the_log_line_in_the_documentation_is_that_of_the_table(engine: str) -> 
     *_, table = selection.load_table(REPOSITORY / "configs" / "tune_h200_8.yaml")
     plans = common.describe_plans(table, CONFIG, f"{engine}'s own")
     assert f"all-reduce {plans} (tune_h200_8.yaml)" in (REPOSITORY / "docs" / f"{engine.lower()}.md").read_text()
+
+
+def test_the_log_line_where_all_sizes_are_served() -> None:
+    *_, table = selection.load_table(REPOSITORY / "configs" / "tune_h200_8.yaml")
+    config = CONFIG.replace(max_message_bytes=common.EVERY_SIZE)
+    assert common.describe_plans(table, config, "vLLM's own") == "one_shot to 48 KiB, two_shot at all other sizes"
+    config = config.replace(algorithm="two_shot")
+    assert common.describe_plans(table, config, "vLLM's own") == "two_shot at all sizes"
