@@ -120,8 +120,8 @@ class Core {
   // clusters.
   virtual uint32_t max_cluster_blocks() = 0;
 
-  // The sum of `count` > 0 elements over all ranks. data_type: DataType. Throws std::invalid_argument for a plan that
-  // does not fit the workspace or the device.
+  // The sum of `count` > 0 elements over all ranks, of which there are two or more. data_type: DataType. Throws
+  // std::invalid_argument for a plan that does not fit the workspace or the device.
   virtual std::unique_ptr<PreparedCall> prepare_all_reduce(uint64_t count, uint32_t data_type,
                                                            const LaunchPlan& plan) = 0;
 

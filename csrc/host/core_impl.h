@@ -75,9 +75,8 @@ inline Call describe(const CallSignature& call) {
   return {operation_name(call.operation), data_type_name(call.data_type), call.row, call.count, call.number};
 }
 
-// Memory:   WorkspaceHandle create(uint64_t bytes, bool use_ipc);   // local workspace, header zero, the rest
-// 0xFF
-//           void map(int peer, const WorkspaceHandle&);   char* local();   char* peer(int);
+// Memory:   WorkspaceHandle create(uint64_t bytes, bool use_ipc);   // local workspace, header zero, the rest 0xFF
+//           void map(int peer, const WorkspaceHandle&);   char* local();
 //           HostMailbox* mailbox();                         // zeroed, mapped by the device
 //           void read(void* to, const char* from, uint64_t bytes);
 //           std::optional<uint64_t> read_soon(const char* from);   // from another thread; gives up rather than wait
@@ -86,7 +85,6 @@ inline Call describe(const CallSignature& call) {
 //           uint32_t max_cluster_blocks();                    // 1 where the device has no clusters
 //           bool has_room_for_cluster(const Function<Args>&, const Grid&);
 //           void p2p_test(const DeviceComm&);   // synchronous
-//           void copy(output, input, bytes, stream)                   // world of one
 struct Grid {
   uint32_t blocks;
   uint32_t threads;       // of a block
@@ -251,21 +249,6 @@ class PreparedFused final : public PreparedAddRmsNorm {
   Shape last_;
 };
 
-template <class Launcher>
-class PreparedCopy final : public PreparedCall {
- public:
-  PreparedCopy(Launcher& launcher, uint64_t bytes) : launcher_(launcher), bytes_(bytes) {}
-
-  bool run(uint64_t input, uint64_t output, uint64_t stream) override {
-    launcher_.copy(output, input, bytes_, stream);
-    return true;
-  }
-
- private:
-  Launcher& launcher_;
-  uint64_t bytes_;
-};
-
 template <class Memory, class Launcher>
 class CoreImpl final : public Core {
  public:
@@ -318,7 +301,7 @@ class CoreImpl final : public Core {
                                                    const LaunchPlan& plan) override {
     const auto type = static_cast<DataType>(data_type);
     const uint64_t element_bytes = type == DataType::kFloat32 ? 4 : 2;
-    if (options_.world_size == 1) return std::make_unique<PreparedCopy<Launcher>>(launcher_, count * element_bytes);
+    if (options_.world_size == 1) throw std::invalid_argument("a world of one has nothing to sum");
     if (count == 0 || plan.chunk_count == 0) throw std::invalid_argument("count and chunk_count must be positive");
     const uint64_t chunk = count < plan.chunk_count ? count : plan.chunk_count;
     if (chunk >> 32 != 0) throw std::invalid_argument("chunk_count must be below 2^32");

@@ -106,10 +106,6 @@ class EmulatedLauncher {
     executor_->run({1, kMaxWorldSize, 0}, [&] { emulated::p2p_test(comm); });
   }
 
-  void copy(uint64_t output, uint64_t input, uint64_t bytes, uint64_t) {
-    std::memmove(reinterpret_cast<void*>(output), reinterpret_cast<const void*>(input), bytes);
-  }
-
  private:
   std::unique_ptr<emulator::Executor> executor_ = std::make_unique<emulator::Executor>();
 };

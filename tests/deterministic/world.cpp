@@ -55,9 +55,6 @@ class StreamLauncher {
   void p2p_test(const DeviceComm& comm) {
     machine_->launch(rank_, {1, kMaxWorldSize, 0}, [=] { llm_comm::p2p_test(comm); }, false);
   }
-  void copy(uint64_t output, uint64_t input, uint64_t bytes, uint64_t) {
-    std::memmove(reinterpret_cast<void*>(output), reinterpret_cast<const void*>(input), bytes);
-  }
 
  private:
   emulator::Machine* machine_;

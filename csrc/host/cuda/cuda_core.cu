@@ -237,14 +237,6 @@ class CudaLauncher {
     check(cudaDeviceSynchronize(), "P2P test");
   }
 
-  void copy(uint64_t output, uint64_t input, uint64_t bytes, uint64_t stream) {
-    if (output == input) return;
-    const DeviceGuard guard(device_);
-    check(cudaMemcpyAsync(reinterpret_cast<void*>(output), reinterpret_cast<const void*>(input), bytes,
-                          cudaMemcpyDeviceToDevice, reinterpret_cast<cudaStream_t>(stream)),
-          "cudaMemcpyAsync");
-  }
-
  private:
   static constexpr uint32_t kPortableClusterBlocks = 8;
 
