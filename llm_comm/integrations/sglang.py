@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from typing import Any
 
 from llm_comm.errors import LlmCommError
@@ -72,6 +73,9 @@ def _before_destroy(group: Any) -> None:
     close = getattr(getattr(group, "ca_comm", None), "leave", None)
     if close is not None:
         close()
+    fusion = sys.modules.get("llm_comm.integrations.sglang_fusion")
+    if fusion is not None:
+        fusion.forget(group)
 
 
 @functools.cache

@@ -75,6 +75,14 @@ def deactivate() -> bool:
     return was_active
 
 
+def forget(group: Any) -> None:
+    """If norms sum over ``group``: not any more. It is being destroyed, and the process may start another engine."""
+    if State.group is group:
+        State.is_active, State.group = False, None
+        _why_not_deferred.cache_clear()
+        _say_why_not_deferred.cache_clear()
+
+
 def _hook(target: str, function: Any, kind: HookType) -> None:
     before = pkgutil.resolve_name(target)
     HookRegistry.register(target, function, kind)

@@ -13,6 +13,7 @@ import enum
 import functools
 import importlib.util
 import logging
+import os
 import sys
 import typing
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from rank_processes import Log, data, dist_rank, expected_sum, scenario, serve
+from rank_processes import Log, data, dist_rank, expected_sum, scenario, serve, shared_directory
 from scenarios import distributed, group, load_plugins, make_groups, ours, parallel_state, sglang_groups
 from sglang.srt.runtime_context import get_exec
 from torch import nn
@@ -340,56 +341,65 @@ def where_attention_sums_in_other_groups_norms_are_left_alone() -> None:
             assert not gate_says(4)
 
 
-@scenario()
+@scenario(applies=IS_OLD)
 def an_mlp_leaves_its_sum_to_the_next_layer() -> None:
-    if IS_OLD:  # later ones ask who reads it
-        assert mlp_leaves_its_sum()
+    """Later versions ask who reads it."""
+    assert mlp_leaves_its_sum()
 
 
-@scenario()
+@scenario(applies=IS_OLD)
 def with_pipeline_parallelism_an_mlp_sums_itself() -> None:
     """The last layer of a stage is not the last one of the model."""
-    if IS_OLD:
-        with mock.patch.object(SIZES, "pp_size", 2):
-            assert not mlp_leaves_its_sum("with pipeline parallelism")
+    with mock.patch.object(SIZES, "pp_size", 2):
+        assert not mlp_leaves_its_sum("with pipeline parallelism")
 
 
-@scenario()
+@scenario(applies=IS_OLD)
 def with_speculative_decoding_an_mlp_sums_itself() -> None:
-    if IS_OLD:
-        with mock.patch.object(SPECULATION, "speculative_algorithm", "EAGLE3"):
-            assert not mlp_leaves_its_sum("with speculative decoding")
+    with mock.patch.object(SPECULATION, "speculative_algorithm", "EAGLE3"):
+        assert not mlp_leaves_its_sum("with speculative decoding")
 
 
-@scenario()
+@scenario(applies=IS_OLD)
 def where_sglang_does_not_an_mlp_sums_itself() -> None:
-    if IS_OLD:
-        with mock.patch.object(MODEL, "architectures", ["Another"]):
-            assert not mlp_leaves_its_sum("SGLang does not do so for Another")
+    with mock.patch.object(MODEL, "architectures", ["Another"]):
+        assert not mlp_leaves_its_sum("SGLang does not do so for Another")
 
 
-@scenario()
+@scenario(applies=IS_OLD)
 def where_batches_may_be_split_an_mlp_sums_itself() -> None:
     """Two-batch overlap slices what a layer hands over; the parts do not say that their sum is owed."""
-    if IS_OLD:
-        with mock.patch.object(EXPERTS, "moe_a2a_backend", "deepep"):
-            assert not mlp_leaves_its_sum("with --moe-a2a-backend deepep")
+    with mock.patch.object(EXPERTS, "moe_a2a_backend", "deepep"):
+        assert not mlp_leaves_its_sum("with --moe-a2a-backend deepep")
 
 
-@scenario()
+@scenario(applies=IS_OLD)
 def where_features_of_images_are_added_an_mlp_sums_itself() -> None:
     """To its output, on every rank, or not at all where the next layer sums."""
-    if IS_OLD:
-        vision = SimpleNamespace(deepstack_visual_indexes=[8, 16, 24])
-        with mock.patch.object(MODEL, "vision_config", vision, create=True):
-            assert not mlp_leaves_its_sum("Qwen3MoeForCausalLM adds features of images")
+    vision = SimpleNamespace(deepstack_visual_indexes=[8, 16, 24])
+    with mock.patch.object(MODEL, "vision_config", vision, create=True):
+        assert not mlp_leaves_its_sum("Qwen3MoeForCausalLM adds features of images")
+
+
+@scenario(applies=IS_OLD)
+def where_sglang_leaves_the_sum_of_an_mlp_we_follow() -> None:
+    with mock.patch.object(SIZES, "pp_size", 2), mock.patch.dict(vars(gate), flashinfer_applies()):
+        assert mlp_leaves_its_sum("with pipeline parallelism")
 
 
 @scenario()
-def where_sglang_leaves_the_sum_of_an_mlp_we_follow() -> None:
-    if IS_OLD:
-        with mock.patch.object(SIZES, "pp_size", 2), mock.patch.dict(vars(gate), flashinfer_applies()):
-            assert mlp_leaves_its_sum("with pipeline parallelism")
+def another_engine_of_the_process_keeps_its_norms() -> None:
+    """One that llm_comm does not serve, with the hooks of the first one still there."""
+    with sglang_groups(), server():
+        assert gate_says(4)
+    os.environ["LLM_COMM_ENABLE"] = "0"
+    os.environ["SHARED_DIRECTORY"] = str(shared_directory() / "another")  # groups meet in a file there
+    shared_directory().mkdir(exist_ok=True)
+    with sglang_groups(), server():
+        assert not gate_says(4), "sums would be left to norms that make them in a group that is gone"
+        around_norm = sys.modules["llm_comm.integrations.sglang_fused_norm"].around_norm
+        tensors = [torch.ones(4, HIDDEN, dtype=torch.bfloat16)] * 2
+        assert around_norm(lambda *_: "theirs", norm(1e-5), *tensors, None, tensors[0]) == "theirs"
 
 
 @scenario()
@@ -442,17 +452,15 @@ def a_norm_that_cannot_be_hooked_keeps_its_sums() -> None:
         assert torch.equal(group("tp").all_reduce(data((4, HIDDEN))), expected_sum((4, HIDDEN)))
 
 
-@scenario()
+@scenario(applies=LLAMA_REDUCES)
 def dense_llama_is_fused() -> None:
-    if LLAMA_REDUCES:  # else it takes the path of the other models
-        check_dense(llama.LlamaModel, 6, run_model)
+    """Where its linears reduce; else it takes the path of the other models."""
+    check_dense(llama.LlamaModel, 6, run_model)
 
 
-@scenario()
+@scenario(applies=LLAMA_REDUCES)
 def dense_llama_is_fused_in_a_compiled_graph() -> None:
     """Of several layers: the mark on what they hand over is seen by the compiler."""
-    if not LLAMA_REDUCES:
-        return
     unfused = make_model()
     with sglang_groups(), server(), torch.no_grad():
         calls, model = fused_calls(), make_model()
@@ -470,10 +478,8 @@ def dense_llama_is_fused_in_a_compiled_graph() -> None:
             assert calls == [(4, HIDDEN)] * fused, calls
 
 
-@scenario()
+@scenario(applies=LLAMA_REDUCES)
 def linears_of_llama_that_sum_elsewhere_are_left_alone() -> None:
-    if not LLAMA_REDUCES:
-        return
     with sglang_groups() as log, server():
         calls = fused_calls()
         with mock.patch.object(RowParallelLinear, "of_data_parallel_attention", True):
@@ -484,17 +490,14 @@ def linears_of_llama_that_sum_elsewhere_are_left_alone() -> None:
         assert len(log.having("norms of LlamaModel are not fused: its linears sum in another")) == (dist_rank() == 0)
 
 
-@scenario()
+@scenario(applies=IS_OLD)
 def dense_qwen3_is_fused() -> None:
     """Its attention leaves the sum to a norm by itself, its MLP does not."""
-    if IS_OLD:
-        check_dense(qwen3.Qwen3Model, 3, run_unfused)
+    check_dense(qwen3.Qwen3Model, 3, run_unfused)
 
 
-@scenario()
+@scenario(applies=IS_OLD)
 def dense_qwen3_is_fused_in_a_compiled_graph() -> None:
-    if not IS_OLD:
-        return
     unfused = make_model(qwen3.Qwen3Model)
     with sglang_groups(), server(), torch.no_grad():
         calls, model = fused_calls(), make_model(qwen3.Qwen3Model)
@@ -504,17 +507,14 @@ def dense_qwen3_is_fused_in_a_compiled_graph() -> None:
         assert calls == [(4, HIDDEN)] * 5, calls
 
 
-@scenario(LLM_COMM_MAX_MESSAGE_BYTES="256")
+@scenario(applies=IS_OLD, LLM_COMM_MAX_MESSAGE_BYTES="256")
 def dense_qwen3_is_reduced_where_the_kernel_declines() -> None:
-    if IS_OLD:
-        check_dense_where_declined(qwen3.Qwen3Model, run_unfused)
+    check_dense_where_declined(qwen3.Qwen3Model, run_unfused)
 
 
-@scenario()
+@scenario(applies=IS_OLD)
 def models_derived_from_qwen3_keep_the_sums_of_their_mlps() -> None:
     """That of Qwen3-VL adds features of images between layers."""
-    if not IS_OLD:
-        return
     derived = type("Qwen3LLMModel", (qwen3.Qwen3Model,), {})
     with sglang_groups(), server():
         model = make_model(derived)
@@ -522,22 +522,18 @@ def models_derived_from_qwen3_keep_the_sums_of_their_mlps() -> None:
         assert all(layer.mlp.down_proj.reduce_results for layer in model.layers)
 
 
-@scenario()
+@scenario(applies=IS_OLD)
 def mlps_of_qwen3_that_sum_elsewhere_are_left_alone() -> None:
     """With --moe-dense-tp-size 1 an MLP is not split, and what it makes is gathered behind it."""
-    if not IS_OLD:
-        return
     with sglang_groups() as log, server(), mock.patch.object(SIZES, "moe_dense_tp_size", 1):
         model = make_model(qwen3.Qwen3Model)
         assert not any(hasattr(layer, "llm_comm_place") for layer in model.layers)
         assert len(log.having("norms of Qwen3Model are not fused: its linears sum in another")) == (dist_rank() == 0)
 
 
-@scenario()
+@scenario(applies=IS_OLD and importlib.util.find_spec("sglang.srt.layers.layernorm_sp") is not None)
 def qwen3_with_sequence_parallelism_keeps_the_sums_of_its_mlps() -> None:
     """They are scattered in prefills (``--enable-layernorm-sp``)."""
-    if not IS_OLD or importlib.util.find_spec("sglang.srt.layers.layernorm_sp") is None:
-        return
     is_on = mock.patch.object(SEQUENCE_PARALLELISM, "layernorm_sp_enabled", return_value=True)
     with sglang_groups(), server(), is_on:
         model = make_model(qwen3.Qwen3Model)
@@ -556,17 +552,14 @@ def a_residual_that_a_draft_model_may_read_is_copied() -> None:
         assert residual_that_a_norm_gets() == "copied"
 
 
-@scenario(LLM_COMM_MAX_MESSAGE_BYTES="256")
+@scenario(applies=LLAMA_REDUCES, LLM_COMM_MAX_MESSAGE_BYTES="256")
 def dense_llama_is_reduced_where_the_kernel_declines() -> None:
-    if LLAMA_REDUCES:
-        check_dense_where_declined(llama.LlamaModel, run_model)
+    check_dense_where_declined(llama.LlamaModel, run_model)
 
 
-@scenario(LLM_COMM_MAX_MESSAGE_BYTES="256")
+@scenario(applies=LLAMA_REDUCES, LLM_COMM_MAX_MESSAGE_BYTES="256")
 def norms_that_quantize_for_a_linear_are_told_of_it() -> None:
     """Those of 0.5.18 to 0.5.21; here the norm of 0.5.17 with their signature."""
-    if not LLAMA_REDUCES:
-        return
     given: list[Any] = []
 
     def forward(norm_: Any, *tensors: Any, quant_linear: Any = None) -> Any:

@@ -73,6 +73,8 @@ class Runner:
             return [f"the process with the engine has ended:\n{self._log.read_text(errors='replace')[-4000:]}"]
         result = json.loads(line)
         assert result["name"] == name
+        if not result["applies"]:
+            pytest.skip("this version has nothing of the kind")
         errors: list[str] = result["errors"]
         return errors
 

@@ -1,7 +1,8 @@
 """The processes in which scenarios run, and what scenarios of all engines are made of.
 
 ``python scenarios.py FD`` imports an engine once, then reads names of scenarios from stdin. For each it forks the
-ranks, lets them run the function of that name, and writes one line to the descriptor: {"name": ..., "errors": [...]}.
+ranks, lets them run the function of that name, and writes one line to the descriptor: {"name": ..., "applies": whether
+it has run, "errors": [...]}.
 A rank leaves one error, the traceback, if its function raises or its process does not end as the scenario says.
 """
 
@@ -29,8 +30,11 @@ DIED_OF_THE_WATCHDOG = 1
 _RANKS_S = 120.0
 
 
-def scenario(world: int = 2, exit_codes: tuple[int, ...] | None = None, **environment: str) -> Callable[[Any], Any]:
-    """Marks a scenario: how many ranks, how their processes end, and what the operator had set."""
+def scenario(
+    world: int = 2, exit_codes: tuple[int, ...] | None = None, applies: bool = True, **environment: str
+) -> Callable[[Any], Any]:
+    """Marks a scenario: how many ranks, how their processes end, whether this version of the engine has what it is
+    about, and what the operator had set."""
 
     def mark(function: Any) -> Any:
         @wraps(function)
@@ -38,7 +42,7 @@ def scenario(world: int = 2, exit_codes: tuple[int, ...] | None = None, **enviro
             os.environ.update(environment)
             function()
 
-        run.world, run.exit_codes = world, exit_codes or (0,) * world
+        run.world, run.exit_codes, run.applies = world, exit_codes or (0,) * world, applies
         return run
 
     return mark
@@ -118,7 +122,9 @@ def serve(scenarios: Mapping[str, Any], process_name: str) -> None:
     results = os.fdopen(int(sys.argv[1]), "w")
     for line in sys.stdin:
         name = line.strip()
-        print(json.dumps({"name": name, "errors": _run(scenarios[name], process_name)}), file=results, flush=True)
+        applies = scenarios[name].applies
+        errors = _run(scenarios[name], process_name) if applies else []
+        print(json.dumps({"name": name, "applies": applies, "errors": errors}), file=results, flush=True)
 
 
 def _run(function: Any, process_name: str) -> list[str]:
