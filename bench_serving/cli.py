@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
         description="Compares decode latency in a real engine with all-reduces done by NCCL, by the engine itself and "
         "by llm_comm, with random weights. Each run is a fresh start of the engine.",
     )
-    options.add_argument("--engine", choices=ENGINES, default="vllm")
+    options.add_argument("--engine", choices=ENGINES, default="vllm", help="(%(default)s)")
     options.add_argument(
         "--mode",
         choices=("latency", "serve", "bench-latency", "check"),
@@ -35,22 +35,28 @@ def parser() -> argparse.ArgumentParser:
         help="latency: the engine in its own process (default); serve: a server, timed by the engine's own serving "
         "benchmark; bench-latency: vllm bench latency, slow; check: no times, only --check",
     )
-    options.add_argument("--model", default="llama-2-70b", help=f"a directory with a config.json, or one of: {shapes}")
+    options.add_argument(
+        "--model", default="llama-2-70b", help=f"a directory with a config.json, or one of: {shapes} (%(default)s)"
+    )
     options.add_argument("--layers", type=_positive, metavar="N", help="shorten the model, to try things out")
-    options.add_argument("--tensor-parallel-size", "--tp", type=_positive, default=8, metavar="N")
-    options.add_argument("--arms", type=_arms, default=list(ARMS), metavar="A,B", help=f"of {', '.join(ARMS)}")
-    options.add_argument("--batch-sizes", type=_sizes, default=(1, 4, 16, 64), metavar="N,N")
-    options.add_argument("--prompt-tokens", type=_positive, default=128, metavar="N")
-    options.add_argument("--output-tokens", type=_positive, default=136, metavar="N")
-    options.add_argument("--iterations", type=_positive, default=2, metavar="N", help="timed batches of each size")
+    options.add_argument("--tensor-parallel-size", "--tp", type=_positive, default=8, metavar="N", help="(%(default)s)")
+    options.add_argument(
+        "--arms", type=_arms, default=list(ARMS), metavar="A,B", help=f"of {', '.join(ARMS)} (all of them)"
+    )
+    options.add_argument("--batch-sizes", type=_sizes, default=(1, 4, 16, 64), metavar="N,N", help="(1,4,16,64)")
+    options.add_argument("--prompt-tokens", type=_positive, default=128, metavar="N", help="(%(default)s)")
+    options.add_argument("--output-tokens", type=_positive, default=136, metavar="N", help="(%(default)s)")
+    options.add_argument(
+        "--iterations", type=_positive, default=2, metavar="N", help="timed batches of each size (%(default)s)"
+    )
     options.add_argument(
         "--prefill-tokens",
         type=_natural,
         default=4096,
         metavar="N",
-        help="time a prefill of so many tokens; 0: do not. Engines' own benchmarks never do",
+        help="time a prefill of so many tokens; 0: do not. Engines' own benchmarks never do (%(default)s)",
     )
-    options.add_argument("--repeats", type=_positive, default=2, metavar="N", help="starts of each arm")
+    options.add_argument("--repeats", type=_positive, default=2, metavar="N", help="starts of each arm (%(default)s)")
     options.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     options.add_argument(
         "--check",
@@ -72,9 +78,19 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--seed", type=int, default=0, help="of the prompts")
     options.add_argument(
-        "--timeout", type=float, default=300, metavar="S", help="of each run, start of the engine included"
+        "--timeout",
+        type=float,
+        default=300,
+        metavar="S",
+        help="of each run, start of the engine included (%(default)g)",
     )
-    options.add_argument("--out", type=Path, default=Path("bench_serving_results"), metavar="DIR")
+    options.add_argument(
+        "--out",
+        type=Path,
+        default=Path("bench_serving_results"),
+        metavar="DIR",
+        help="for all that it writes (%(default)s)",
+    )
     options.add_argument(
         "--resume", action="store_true", help="keep the runs that are complete in --out and do the rest"
     )

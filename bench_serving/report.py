@@ -167,4 +167,7 @@ def show(file: Path) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m bench_serving.report REPORT.json")
-    show(Path(sys.argv[1]))
+    try:
+        show(Path(sys.argv[1]))
+    except (OSError, KeyError, ValueError) as error:
+        sys.exit(f"{sys.argv[1]}: no report of bench_serving ({type(error).__name__}: {error})")

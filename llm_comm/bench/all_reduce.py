@@ -127,6 +127,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--mode graph needs GPUs: emulated devices have no CUDA graphs")
     if args.max < args.min:
         raise ConfigError(f"--max {format_bytes(args.max)} is smaller than --min {format_bytes(args.min)}")
+    if args.min % DTYPES[args.dtype].itemsize:
+        raise ConfigError(f"--min {args.min}: a message is made of elements of {DTYPES[args.dtype].itemsize} bytes")
     preflight.check({"--json": args.json, "--plot": args.plot})
     if args.plot:
         report.require_matplotlib()
@@ -204,7 +206,7 @@ class _Bench:
 
     def row(self, message_bytes: int, mode: str, libraries: list[Library], progress: Progress) -> Row:
         """Checks and times all libraries at one size."""
-        count = max(1, message_bytes // self._dtype.itemsize)
+        count = message_bytes // self._dtype.itemsize
         reference = Reference(count, self._comm.world_size, self._dtype, self._comm.device)
         results = {}
         for library in libraries:

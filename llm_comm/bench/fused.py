@@ -27,6 +27,7 @@ from llm_comm.bench.all_reduce import Reference, sizes
 from llm_comm.bench.report import DTYPES, OURS, Progress, Result, Row, format_bytes
 from llm_comm.bench.timing import Schedule
 from llm_comm.errors import ConfigError, LlmCommError
+from llm_comm.fused_selection import why_not_rows
 from llm_comm.launch import Placement
 
 _EPS = 1e-5
@@ -90,12 +91,12 @@ class _Fused:
 class _Unfused:
     rounds_once = False
 
-    def __init__(self, name: str, reduce: Callable[[Tensor, Tensor], Tensor], norm: Callable[..., Outputs]) -> None:
-        self.name, self._reduce, self._norm = name, reduce, norm
+    def __init__(self, name: str, bind_reduce: Callable[[Tensor], Callable[[], Tensor]], norm: Callable[..., Outputs]):
+        self.name, self._bind_reduce, self._norm = name, bind_reduce, norm
 
     def bind(self, operands: Operands) -> Callable[[], Outputs]:
-        summed = torch.empty_like(operands.x)
-        return lambda: self._norm(self._reduce(operands.x, summed), operands.residual, operands.weight)
+        reduce = self._bind_reduce(operands.x)
+        return lambda: self._norm(reduce(), operands.residual, operands.weight)
 
 
 class _FlashInfer:
@@ -164,6 +165,9 @@ def run(args: argparse.Namespace) -> int:
     args.reps = args.reps or (20 if placement.on_gpu else 3)
     if "graph" in args.mode and not placement.on_gpu:
         raise ConfigError("--mode graph needs GPUs: emulated devices have no CUDA graphs")
+    why = why_not_rows(args.hidden)
+    if why:
+        raise ConfigError(f"--hidden: {why}")
     if args.max < args.min or args.min < args.hidden * 2:
         raise ConfigError(
             f"--min {format_bytes(args.min)}, --max {format_bytes(args.max)}: the smallest message is a row of "
@@ -200,13 +204,17 @@ def _libraries(
 ) -> tuple[list[Library], list[str]]:
     """The libraries to compare, the same on all ranks, and remarks on what is missing or to be read with care."""
 
-    def ours(x: Tensor, out: Tensor) -> Tensor:
-        result: Tensor = comm.all_reduce(x, out=out)
-        return result
+    def ours(x: Tensor) -> Callable[[], Tensor]:
+        if not comm.accepts(x):
+            raise RuntimeError(comm.plan(x).reason)
+        return partial(comm.all_reduce, x, out=torch.empty_like(x))
 
-    def other(x: Tensor, _out: Tensor) -> Tensor:
-        dist.all_reduce(x, group=group)
-        return x
+    def other(x: Tensor) -> Callable[[], Tensor]:
+        def call() -> Tensor:
+            dist.all_reduce(x, group=group)
+            return x
+
+        return call
 
     if comm.is_emulated:
         remark = "emulated GPUs: these times compare CPU code and say nothing about GPUs"

@@ -211,6 +211,7 @@ def _run_rank(args: argparse.Namespace, config: LlamaConfig, placement: Placemen
     # The peers wait inside the check's first collective while rank 0 runs the whole model.
     reference = reference_logits(build(), prompts, decoder.generated) if rank == 0 else None
     check = check_agreement(decoder.logits, decoder.generated, reference, LOGIT_TOLERANCE[dtype], group)
+    passed = check.passed and bool(traffic["served"])
     if rank == 0:
         report = {
             "command": "demo",
@@ -227,12 +228,12 @@ def _run_rank(args: argparse.Namespace, config: LlamaConfig, placement: Placemen
                 "generated": decoder.generated.T.tolist(),
             },
             "all_reduce": traffic,
-            "check": {**dataclasses.asdict(check), "passed": check.passed},
+            "check": {**dataclasses.asdict(check), "passed": passed},
         }
         print(render(report))
         if args.json:
             write_json(args.json, report)
-    return 0 if check.passed else 1
+    return 0 if passed else 1
 
 
 def _draw_prompts(config: LlamaConfig, batch: int, length: int, seed: int) -> Tensor:
@@ -352,6 +353,8 @@ def render(report: dict[str, Any]) -> str:
         lines.append(f"  {format_bytes(size):>8} {'*' if size in used else ' '} {plan_text(plan)}; {plan['reason']}")
     spread = check["rank_spread"]
     among_ranks = "bitwise equal" if spread == 0 else f"differ by up to {spread:.1e}"
+    if served == 0:
+        lines.append("check:       NO all-reduce went through llm_comm; the plan says why")
     lines += [
         f"check:       logits differ from the unsharded model's by at most {check['logits_error']:.1e} "
         f"(step {check['worst_step']}; {check['tolerance']:.0e} allowed)",

@@ -134,6 +134,8 @@ def session(options: argparse.Namespace, backend: str = "gloo", device_index: in
     # A rank must not outlive its launcher, however that ends.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # containers often cannot resolve their own name
+    if "RANK" not in os.environ:
+        raise SystemExit(f"start it as ranks: torchrun --standalone --nproc-per-node N {sys.argv[0]} ...")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     watchdog = Watchdog(rank, options.watchdog)
     needed = int(os.environ["LOCAL_WORLD_SIZE"]) if device_index is None else device_index + 1

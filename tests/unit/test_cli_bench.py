@@ -146,6 +146,7 @@ def arguments(**given: object) -> argparse.Namespace:
     defaults = {
         "world": 2,
         "device": "emulated",
+        "dtype": "bf16",
         "min": 1024,
         "max": None,
         "mode": None,
@@ -160,6 +161,8 @@ def arguments(**given: object) -> argparse.Namespace:
     [
         {"mode": ("graph",)},
         {"min": 4096, "max": 1024},
+        {"min": 3},
+        {"min": 2, "dtype": "fp32"},
         {"json": Path("/no/such/directory/x.json")},
         {"plot": Path("/no/such/directory/x.png")},
     ],

@@ -57,6 +57,8 @@ def test_reference_finds_stale_results_and_rows_normed_by_others() -> None:
         {"mode": ("graph",)},
         {"min": 4096, "max": 1024},
         {"min": 1024, "hidden": 8192},
+        {"hidden": 100},
+        {"hidden": 32768, "min": 65536},
         {"json": Path("/no/such/directory/x.json")},
         {"plot": Path("/no/such/directory/x.png")},
     ],

@@ -71,6 +71,39 @@ def test_demo(batch: int, tmp_path: Path) -> None:
     assert {plan["message_bytes"] for plan in found["all_reduce"]["plans"]} >= {1024 << step for step in range(11)}
 
 
+def test_demo_fails_where_nothing_goes_through_llm_comm() -> None:
+    done = run(["demo", "--device", "emulated", "--world", "2", *SMALL], LLM_COMM_MAX_MESSAGE_BYTES="2")
+    assert done.returncode == 1, done.stderr
+    assert "NO all-reduce went through llm_comm" in done.stdout
+    assert "demo FAILED" in done.stdout
+
+
+def test_bench_fused_leaves_out_what_is_declined(tmp_path: Path) -> None:
+    report = tmp_path / "fused.json"
+    argv = [
+        "bench",
+        "fused",
+        "--device",
+        "emulated",
+        "--world",
+        "2",
+        "--hidden",
+        "64",
+        "--min",
+        "128",
+        "--max",
+        "1K",
+        "--json",
+        str(report),
+    ]
+    done = run(argv, LLM_COMM_MAX_MESSAGE_BYTES="256")
+    assert done.returncode == 0, done.stderr
+    small, large = (json.loads(report.read_text())["rows"][which]["results"] for which in (0, -1))
+    assert small["plain + norm"]["us"] > 0
+    assert "max_message_bytes=256" in large["plain + norm"]["skipped"]
+    assert large["gloo + norm"]["us"] > 0
+
+
 def test_demo_refuses_a_world_that_does_not_divide_the_model() -> None:
     done = run(["demo", "--device", "emulated", "--world", "3"])
     assert done.returncode == 2
