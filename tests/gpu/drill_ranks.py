@@ -353,6 +353,27 @@ class Drill:
             self.ranks.barrier()
         return text
 
+    def no_memory(self) -> str | None:
+        """Rank 0 has no memory for the sum; the others make their calls."""
+        if not self.ranks.on_gpu:
+            return None
+        device = self.ranks.device
+        with self.communicator() as communicator:
+            x = self.message(16 << 20)
+            torch.cuda.empty_cache()
+            total = torch.cuda.get_device_properties(device).total_memory
+            self.ranks.synchronize()
+            self.ranks.barrier()
+            if self.ranks.rank == 0:
+                torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved(device) / total, device)
+            try:
+                call = partial(communicator.all_reduce, x)
+                text = self.expect(LaunchError, communicator, call, "rank 0: an operation could not be launched")
+            finally:
+                torch.cuda.set_per_process_memory_fraction(1.0, device)
+            self.ranks.barrier()
+        return text
+
     def overlapping_groups(self, in_graph: bool) -> str:
         """Tensor parallel halves and an expert parallel group of all, at once, with unequal numbers of calls.
 
@@ -401,6 +422,7 @@ class Drill:
         yield "two graphs at once, debug", "ConcurrentUseError", partial(self.graphs_at_once, True)
         yield "fresh thread", "right sums", self.fresh_thread
         yield "not launched", "LaunchError", self.not_launched
+        yield "no memory", "LaunchError", self.no_memory
 
 
 def survive(ranks: Session, timeout_s: float, directory: Path) -> None:
