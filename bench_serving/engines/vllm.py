@@ -37,11 +37,12 @@ def options(settings: Settings, disable_custom_all_reduce: bool, own_fusion: boo
             result["compilation_config"]["inductor_compile_config"] = dict(_THE_SAME_AT_EACH_START)
     if settings.check:
         result |= {"max_logprobs": -1, "logprobs_mode": "raw_logits"}
-    result |= settings.engine_options
+    compilation = result.get("compilation_config", {}) | settings.engine_options.get("compilation_config", {})
     if not own_fusion:
         # Whatever else --engine-option says of the compiler, in all arms alike.
-        compilation = dict(result.get("compilation_config", {}))
         compilation["pass_config"] = {**compilation.get("pass_config", {}), "fuse_allreduce_rms": False}
+    result |= settings.engine_options
+    if compilation:
         result["compilation_config"] = compilation
     return result
 

@@ -114,13 +114,18 @@ def _why_not_fused(config: Config) -> str | None:
         return "VLLM_BATCH_INVARIANT asks for vLLM's own norms"
     if vllm_config is None or vllm_config.compilation_config.mode != CompilationMode.VLLM_COMPILE:
         return "vLLM does not compile the model"
+    if vllm_config.compilation_config.backend != "inductor":
+        return (
+            f"compilation_config.backend is {vllm_config.compilation_config.backend!r}: vLLM changes inductor's graphs"
+        )
     if not isinstance(vllm_config.additional_config, dict):
         return f"additional_config is of {type(vllm_config.additional_config)}"
     if vllm_config.compilation_config.cache_dir:
         # The graphs in there are taken whatever they hold, also by a vLLM without llm_comm and so without its operator.
         return "vLLM tells graphs with and without it apart by their directory, and compilation_config.cache_dir is set"
     try:
-        from llm_comm.integrations import vllm_fused_op  # noqa: F401
+        # The pass too, which is needed later: all ranks are to have it, or none.
+        from llm_comm.integrations import vllm_fused_op, vllm_fusion  # noqa: F401
 
         _new_endpoint(vllm_config, 0)
         return _why_not_of_this_model(vllm_config.model_config)
@@ -226,9 +231,11 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
 
     def destroy(self) -> None:
         member, self._member, self._llm_comm = self._member, None, None
-        if member is not None:
-            member.close()
-        super().destroy()
+        try:
+            if member is not None:
+                member.close()
+        finally:  # also where the CUDA context is broken
+            super().destroy()
 
     def _join(self) -> None:
         """Makes the communicator on all ranks of the group or on none.

@@ -5,9 +5,9 @@ llm_comm is active. This one stands in its place: after the passes that tidy the
 with quantization, which go on to work on what it leaves. It comes in through the platform, which names the class of the
 pass manager: passes that an operator adds (``inductor_passes``) run too late, behind the fusions with quantization.
 
-It matches any epsilon, and one group, that of tensor parallelism at the time when a model is compiled: a draft model
-with a group of its own is compiled for that. It does not match what llm_comm does not compute: weights of another dtype
-than the activations (Gemma's ``weight.float() + 1``), norms without weights or over a part of the row.
+It matches any epsilon, and one group, that of tensor parallelism. It does not match what llm_comm does not compute:
+weights of another dtype than the activations (Gemma's ``weight.float() + 1``), norms without weights or over a part of
+the row.
 """
 
 from __future__ import annotations
@@ -86,10 +86,11 @@ class AllReduceNormPass(VllmPatternMatcherPass):  # type: ignore[misc]
         self.matched_count = self.pm_pass.apply(graph)
         VllmPatternMatcherPass.match_table[self.pass_name] += self.matched_count
         batches = get_pass_context().compile_range
-        _log_once(
-            f"llm_comm fused {self.matched_count} of {sums} all-reduces of a graph for batches of {batches.start} "
-            f"to {batches.end} tokens with the RMSNorms after them"
-        )
+        if sums > 0:
+            _log_once(
+                f"llm_comm fused {self.matched_count} of {sums} all-reduces of a graph for batches of {batches.start} "
+                f"to {batches.end} tokens with the RMSNorms after them"
+            )
 
     def is_applicable_for_range(self, compile_range: Range) -> bool:
         """Larger batches keep their all-reduces, and the kernels that inductor generates for their norms."""

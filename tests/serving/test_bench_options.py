@@ -135,7 +135,8 @@ def test_nccl_sums_without_the_fusion_of_vllm() -> None:
     given = settings(
         "--batch-sizes", "8,2", "--engine-option", 'compilation_config={"pass_config": {"enable_sp": true}}'
     )
-    wanted = {"pass_config": {"enable_sp": True, "fuse_allreduce_rms": False}}
+    passes = {"enable_sp": True, "fuse_allreduce_rms": False}
+    wanted = {"cudagraph_capture_sizes": [2, 8], "pass_config": passes}
     assert vllm.options(given, True, own_fusion=False)["compilation_config"] == wanted
     by_arm = {name: Job(settings(), name, arm.disable_custom_all_reduce, "").own_fusion for name, arm in ARMS.items()}
     # Nor may FlashInfer sum where nothing is to sum.

@@ -463,7 +463,7 @@ def a_wrong_variable_of_one_rank_stops_sglang_on_every_rank() -> None:
     if dist_rank() == 1:
         os.environ["LLM_COMM_TIMEOUT_S"] = "soon"
     error = start_error()
-    assert "rank 1: LLM_COMM_TIMEOUT_S='soon' is not allowed; valid: a number of seconds > 0" in error, error
+    assert "rank 1: LLM_COMM_TIMEOUT_S='soon' is not allowed; valid: a number of seconds" in error, error
 
 
 @scenario()

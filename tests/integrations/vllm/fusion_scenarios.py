@@ -8,7 +8,6 @@ operators are those of ``stand_in_operators.py``.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -373,6 +372,24 @@ def one_rank_that_cannot_fuse_takes_the_others_along() -> None:
 
 
 @scenario()
+def one_rank_that_lacks_the_pass_takes_the_others_along() -> None:
+    missing = {"llm_comm.integrations.vllm_fusion": None} if dist_rank() == 1 else {}
+    with mock.patch.dict("sys.modules", missing):
+        expect_no_fusion(compiler_config(), "rank 1: it does not know this version of vLLM")
+
+
+@scenario()
+def without_inductor_there_are_no_passes() -> None:
+    config = compiler_config()
+    config.compilation_config.backend = "eager"
+    with compiler(config) as vllm:
+        assert len(vllm.log.having("not fused with RMSNorm: compilation_config.backend is 'eager'")) == (
+            dist_rank() == 0
+        )
+        assert current_platform.get_pass_manager_cls() == plugin.THEIR_PASS_MANAGER
+
+
+@scenario()
 def a_configuration_that_llm_comm_does_not_know_is_left_alone() -> None:
     config = with_model(compiler_config())
     config.model_config.get_hidden_size.side_effect = AttributeError("renamed")
@@ -453,23 +470,16 @@ def compiled_graphs_are_kept_apart_by_what_they_hold() -> None:
 @scenario()
 def a_graph_that_was_compiled_before_finds_its_operator() -> None:
     """The process that loads it runs no pass, so nothing but the communicator has defined the operator."""
-    sys.modules.pop("llm_comm.integrations.vllm_fusion", None)
-    with compiler():
+    with compiler() as vllm:
+        assert not vllm.backends
         assert hasattr(torch.ops.llm_comm_vllm, "all_reduce_add_rms_norm")
-        assert "llm_comm.integrations.vllm_fusion" not in sys.modules
 
 
 @scenario()
 def a_compiler_that_llm_comm_does_not_know_is_left_alone() -> None:
-    with compiler() as vllm, mock.patch.dict("sys.modules", {"llm_comm.integrations.vllm_fusion": None}):
-        (norm,) = norms(1e-5)
-
-        def model(x: torch.Tensor) -> Any:
-            return norm(tensor_model_parallel_all_reduce(x), x)
-
-        assert current_platform.get_pass_manager_cls() == plugin.THEIR_PASS_MANAGER
-        assert vllm.log.having("llm_comm does not fuse: it does not know the compiler of this vLLM")
-        vllm.expect(model, fused=0)
+    with compiler() as vllm, mock.patch.object(plugin, "THEIR_PASS_MANAGER", "vllm.passes.Renamed"):
+        assert current_platform.get_pass_manager_cls().startswith("vllm.")
+        assert vllm.log.having("llm_comm does not fuse: the pass manager is vllm.compilation.passes.pass_manager")
 
 
 # ---- What they are made of ------------------------------------------------------------------------------------------

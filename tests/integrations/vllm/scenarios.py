@@ -352,7 +352,7 @@ def a_wrong_variable_of_one_rank_stops_vllm_on_every_rank() -> None:
     if dist_rank() == 1:
         os.environ["LLM_COMM_TIMEOUT_S"] = "soon"
     error = start_error(VllmConfig())
-    assert "rank 1: LLM_COMM_TIMEOUT_S='soon' is not allowed; valid: a number of seconds > 0" in error, error
+    assert "rank 1: LLM_COMM_TIMEOUT_S='soon' is not allowed; valid: a number of seconds" in error, error
 
 
 @scenario(LLM_COMM_TABLE="/does/not/exist.yaml")
