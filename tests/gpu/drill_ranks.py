@@ -360,13 +360,16 @@ class Drill:
         device = self.ranks.device
         with self.communicator() as communicator:
             x = self.message(16 << 20)
-            torch.cuda.empty_cache()
             total = torch.cuda.get_device_properties(device).total_memory
+            fillers: list[torch.Tensor] = []
             self.ranks.synchronize()
             self.ranks.barrier()
-            if self.ranks.rank == 0:
-                torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved(device) / total, device)
             try:
+                if self.ranks.rank == 0:
+                    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved(device) / total, device)
+                    with contextlib.suppress(torch.OutOfMemoryError):  # what torch keeps for later goes too
+                        while True:
+                            fillers.append(torch.empty_like(x))
                 call = partial(communicator.all_reduce, x)
                 text = self.expect(LaunchError, communicator, call, "rank 0: an operation could not be launched")
             finally:
