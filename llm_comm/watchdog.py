@@ -69,6 +69,7 @@ class Watchdog(threading.Thread):
         self._not_launched: RankError | None = None  # what the device knows nothing of
         self._callbacks: list[_CallbackRef] = []  # each returns the callback, or None once it is gone
         self._lost: set[int] = set()  # ranks of which the log has said that they are gone
+        self._has_one_exited = False  # of these, and not only fallen silent
         self._is_abandoned = False
 
     # ---- For the communicator -----------------------------------------------------------------------------------
@@ -151,6 +152,10 @@ class Watchdog(threading.Thread):
         if self._error is None:
             if self._is_abandoned:
                 self._wait_for_the_silent(state)
+                if self._has_one_exited:
+                    # What that rank has sent is there: a wait that lasts is in vain, and would hold up for the time-out
+                    # whoever frees the memory, the end of the process for one.
+                    self._core.abort()
             state = self._state()
         self._publish(replace(state, is_closed=True))
         if self._board is not None:
@@ -163,6 +168,7 @@ class Watchdog(threading.Thread):
             if sighting.is_closed or rank in self._lost or not (sighting.has_exited or is_silent):
                 continue
             self._lost.add(rank)
+            self._has_one_exited |= sighting.has_exited
             pid = "" if sighting.state is None else f" (pid {sighting.state.pid})"
             logger.warning(
                 "llm_comm: rank %d%s %s. What waits for it ends with PeerTimeout",

@@ -6,10 +6,12 @@ import mmap
 import os
 import subprocess
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
 from llm_comm.status import RankError, RankState, StatusBoard, fit
+from llm_comm.watchdog import Watchdog
 
 STATE = RankState(pid=17, last_call="one-shot all-reduce of 8 bf16 (call 3)")
 
@@ -69,3 +71,27 @@ def test_longest_texts_fit(page: mmap.mmap) -> None:
         StatusBoard(0, {0: page}).publish(state)
         assert look(page) == state
     assert fit("short") == "short"
+
+
+def abandon(how: str) -> mock.Mock:
+    """The core of a rank whose communicator is dropped when its peer has closed, has exited without, or is silent."""
+    peer = subprocess.Popen(["sleep", "60"])
+    pages = {rank: mmap.mmap(-1, 4096) for rank in (0, 1)}
+    StatusBoard(1, pages).publish(replace(STATE, is_closed=how == "closed"))
+    core = mock.Mock(**{"error.return_value": None, "last_call.return_value.number": 0})
+    watchdog = Watchdog(core, 0, 60.0, StatusBoard(0, pages, {1: os.pidfd_open(peer.pid)}))
+    watchdog.start()
+    if how != "silent":
+        peer.kill()
+        peer.wait()
+    watchdog.abandon()
+    assert not watchdog.is_alive()
+    peer.kill()
+    peer.wait()
+    return core
+
+
+def test_kernels_of_a_dropped_communicator_do_not_wait_for_a_rank_that_has_exited() -> None:
+    assert abandon("exited").abort.called
+    assert not abandon("closed").abort.called
+    assert not abandon("silent").abort.called
