@@ -71,13 +71,23 @@ def like(array: Any, tensor: torch.Tensor) -> Any:
     return tensor if from_dlpack is None else from_dlpack(tensor)
 
 
+def is_dense_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether a tensor is one block of memory there: what torch.compile can trace of ``why_not_plain`` and the rest."""
+    return (
+        tensor.device == device and tensor.layout is torch.strided and not tensor.is_nested and tensor.is_contiguous()
+    )
+
+
 def why_not_plain(tensor: torch.Tensor) -> str:
-    """Why the memory of a contiguous tensor does not hold its values, or "".
+    """Why the memory of a tensor does not hold its values, or "". Of other layouts torch does not say whether they are
+    contiguous: this is to be asked first.
 
     Under torch.compile, which cannot trace the question, it is left to the operator in the graph.
     """
     if torch.compiler.is_compiling():
         return ""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return f"the tensor is {'nested' if tensor.is_nested else tensor.layout}"
     if tensor.is_neg():
         return "the tensor is a negated view of another's memory: pass tensor.resolve_neg()"
     # Whoever has no DTensor has not imported this.

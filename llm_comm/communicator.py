@@ -287,7 +287,8 @@ class Communicator:
         if _is_compiling():  # which cannot trace the layout of a launch, nor texts with sizes
             count, nbytes = tensor.numel(), tensor.numel() * tensor.element_size()
             limit = selection.message_limit(self._table, self.config)
-            return self._is_input(tensor) and (self.world_size == 1 or count == 0 or nbytes <= limit)
+            is_input = arrays.is_dense_on(tensor, self.device) and tensor.dtype in _DATA_TYPES
+            return is_input and (self.world_size == 1 or count == 0 or nbytes <= limit)
         return self._prepare(tensor) is not None
 
     def plan(self, x: Any) -> Plan:
@@ -426,27 +427,18 @@ class Communicator:
     def _why_declined(self, x: torch.Tensor) -> str:
         return self._plan(x).reason
 
-    def _is_input(self, x: torch.Tensor) -> bool:
-        """``not _why_not(x)``, for torch.compile."""
-        return (
-            x.device == self.device
-            and x.layout is torch.strided
-            and not x.is_nested
-            and x.is_contiguous()
-            and x.dtype in _DATA_TYPES
-        )
-
     def _why_not(self, x: torch.Tensor) -> str:
         """Why ``x`` is no input whatever its size, or ""."""
         if x.device != self.device:
             return f"the tensor is on {x.device}, the communicator on {self.device}"
-        if x.layout is not torch.strided or x.is_nested:
-            return f"the tensor is {'nested' if x.is_nested else x.layout}"
+        why = arrays.why_not_plain(x)
+        if why:
+            return why
         if not x.is_contiguous():
             return f"the tensor is not contiguous: shape {tuple(x.shape)}, strides {x.stride()}"
         if x.dtype not in _DATA_TYPES:
             return f"{x.dtype} is not one of {', '.join(map(str, _DATA_TYPES))}"
-        return arrays.why_not_plain(x)
+        return ""
 
     def _dispatch_all_reduce(self, x: Any, out: Any) -> Any:
         """What is no ordinary tensor, or not one yet."""

@@ -179,13 +179,11 @@ class FusedCalls:
         for name, tensor in (("x", x), ("weight", weight)):
             if tensor.device != self._device:
                 return f"{name} is on {tensor.device}, the communicator on {self._device}"
-            if tensor.layout is not torch.strided or tensor.is_nested:
-                return f"{name} is {'nested' if tensor.is_nested else tensor.layout}"
-            if not tensor.is_contiguous():
-                return f"{name} is not contiguous: shape {tuple(tensor.shape)}, strides {tensor.stride()}"
             why = arrays.why_not_plain(tensor)
             if why:
                 return f"{name}: {why}"
+            if not tensor.is_contiguous():
+                return f"{name} is not contiguous: shape {tuple(tensor.shape)}, strides {tensor.stride()}"
         if x.dtype not in _DATA_TYPES:
             return f"{x.dtype} is not one of {', '.join(map(str, _DATA_TYPES))}"
         if weight.dtype != x.dtype:
@@ -199,13 +197,8 @@ class FusedCalls:
         limit = min(message_limit(self._table, self._config), self._table.max_fused_bytes)
         return (
             self._world_size > 1
-            and all(
-                tensor.device == self._device
-                and tensor.layout is torch.strided
-                and not tensor.is_nested
-                and tensor.is_contiguous()
-                for tensor in (x, weight)
-            )
+            and arrays.is_dense_on(x, self._device)
+            and arrays.is_dense_on(weight, self._device)
             and x.dtype in _DATA_TYPES
             and weight.dtype == x.dtype
             and weight.dim() == 1
@@ -287,10 +280,10 @@ def _check_memory(name: str, tensor: _Tensor) -> None:
     """Wrappers of other tensors have none."""
     if not isinstance(tensor, _Tensor):
         raise _error(f"{name} is a {type(tensor).__name__}, not a tensor")
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        raise _error(f"{name} is {'nested' if tensor.is_nested else tensor.layout}")
-    if tensor.is_neg() or (tensor.data_ptr() == 0 and tensor.numel() > 0):
-        why = arrays.why_not_plain(tensor) or f"a {type(tensor).__name__} has no memory of its own"
+    why = arrays.why_not_plain(tensor)
+    if not why and tensor.data_ptr() == 0 and tensor.numel() > 0:
+        why = f"a {type(tensor).__name__} has no memory of its own"
+    if why:
         raise _error(f"{name}: {why}")
 
 
