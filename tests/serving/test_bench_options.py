@@ -91,16 +91,15 @@ def test_shapes_can_be_split_over_8_ranks(shape: str) -> None:
     assert config["architectures"][0].lower().startswith(config["model_type"])
 
 
+@pytest.mark.parametrize(("part", "ranks"), [("half", 4), ("quarter", 2)])
 @pytest.mark.parametrize("shape", ["llama-2-70b", "qwen3-32b"])
-def test_a_rank_of_the_quarter_is_one_of_8(shape: str) -> None:
-    whole, quarter = (
-        json.loads((SHAPES / f"{shape}{suffix}" / "config.json").read_text()) for suffix in ("", "-quarter")
-    )
+def test_a_rank_of_a_part_is_one_of_8(shape: str, part: str, ranks: int) -> None:
+    whole, less = (json.loads((SHAPES / name / "config.json").read_text()) for name in (shape, f"{shape}-{part}"))
     heads = whole["num_attention_heads"]
-    assert quarter.pop("head_dim") == whole.pop("head_dim", whole["hidden_size"] // heads)
+    assert less.pop("head_dim") == whole.pop("head_dim", whole["hidden_size"] // heads)
     for split in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
-        assert quarter.pop(split) / 2 == whole.pop(split) / 8
-    assert quarter == whole
+        assert less.pop(split) / ranks == whole.pop(split) / 8
+    assert less == whole
 
 
 def test_a_check_compiles_the_same_at_each_start() -> None:
