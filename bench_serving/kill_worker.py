@@ -38,7 +38,7 @@ def lines_that_name(log: str, rank: int, pid: int) -> list[str]:
     """Lines by which llm_comm or the engine says that ``rank`` was lost."""
     lost = "(?:died|dead|crash|exit|fail|terminat|[Kk]illed)"
     theirs = rf"(?:VllmWorker-{rank}|Worker_TP{rank}|TP{rank}|{pid})\b"
-    said = re.compile(rf"llm_comm.*\b(?:from|for|with) rank {rank}\b|{theirs}.*{lost}|{lost}.*\b{theirs}")
+    said = re.compile(rf"llm_comm.*\b(?:from|for|with|of) rank {rank}\b|{theirs}.*{lost}|{lost}.*\b{theirs}")
     return [line.strip() for line in log.splitlines() if said.search(line)]
 
 

@@ -335,7 +335,8 @@ class Communicator:
         It comes within ``Config.timeout_s``, once, in a thread of the communicator (at once, in this one, if it has
         failed already), and must not wait for the GPU; to end the process it has to use ``os._exit``. A bound method
         does not keep its object alive. Where there is no callback, the error is logged. From then on every operation
-        raises it.
+        raises it. It comes too where this communicator is dropped, or the process ends, without ``close`` after the
+        process of another rank has exited.
         """
         self._live_core()
         if self._watchdog is not None:

@@ -40,7 +40,7 @@ class CommunicatorError(LlmCommError):
 
 
 class PeerTimeout(CommunicatorError):
-    """A rank waited for a peer longer than ``Config.timeout_s``."""
+    """A rank waited in vain for a peer: longer than ``Config.timeout_s``, or one whose process has exited."""
 
 
 class MismatchError(CommunicatorError):

@@ -1,7 +1,8 @@
 """A thread that notices when a communicator fails, whether or not anybody calls it, and says what the ranks were doing.
 
-It also says, in the log, which rank's process has exited without closing its communicator. That alone ends nothing:
-what the rank has sent is there. But an engine or launcher may be about to end this process too, often in other words.
+It also notices that a rank's process has exited. That alone ends nothing, for what the rank has sent is there; only
+kernels that wait for more from it end at once, in place of the time-out. The log says which rank it is where it had not
+closed its communicator: an engine or launcher may be about to end this process too, often in other words.
 
 A CUDA graph is replayed without Python, and a rank may wait for its GPU, so somebody else has to look. A look reads a
 few words of host memory.
@@ -26,7 +27,7 @@ from llm_comm.status import RankError, RankState, Sighting, StatusBoard
 logger = logging.getLogger("llm_comm")
 
 #: What a kernel waits for a peer, as a share of ``timeout_s``. The rest is for the ranks to agree whom they miss
-#: (1/16 of it, ``record_expired_wait`` in wait.cuh), for a look of this thread, and for it to hear from the others.
+#: (1/16 of it, ``record_wait_in_vain`` in wait.cuh), for a look of this thread, and for it to hear from the others.
 KERNEL_SHARE_OF_TIMEOUT = 0.8
 _LOOK_SHARE, _LONGEST_LOOK_S = 1 / 40, 0.05
 _HEAR_SHARE, _LONGEST_HEAR_S = 1 / 20, 0.5
@@ -69,7 +70,7 @@ class Watchdog(threading.Thread):
         self._not_launched: RankError | None = None  # what the device knows nothing of
         self._callbacks: list[_CallbackRef] = []  # each returns the callback, or None once it is gone
         self._lost: set[int] = set()  # ranks of which the log has said that they are gone
-        self._has_one_exited = False  # of these, and not only fallen silent
+        self._exited: set[int] = set()  # ranks of which the kernels know that their processes have exited
         self._is_abandoned = False
 
     # ---- For the communicator -----------------------------------------------------------------------------------
@@ -145,30 +146,44 @@ class Watchdog(threading.Thread):
             if self._error is None:
                 state = self._state()
                 sightings = self._look()
-                self._log_the_lost(sightings)
+                self._note_the_lost(sightings)
                 if self._own_error() is not None or any(s.state and s.state.error for s in sightings):
                     state = self._fail()
             self._publish(state)  # a sign of life, also after an error
         if self._error is None:
             if self._is_abandoned:
                 self._wait_for_the_silent(state)
-                if self._has_one_exited:
-                    # What that rank has sent is there: a wait that lasts is in vain, and would hold up for the time-out
-                    # whoever frees the memory, the end of the process for one.
-                    self._core.abort()
             state = self._state()
         self._publish(replace(state, is_closed=True))
+        if self._error is None and self._is_abandoned and (orphans := self._lost & self._exited):
+            self._end_for_good(min(orphans))
         if self._board is not None:
             self._board.close()
 
-    def _log_the_lost(self, sightings: Sequence[Sighting], life_s: float | None = None) -> None:
-        """Says once of a rank that its process has exited; or, with ``life_s``, that it has been silent for longer."""
+    def _end_for_good(self, peer: int) -> None:
+        """Of a communicator that was abandoned, perhaps for the loss of ``peer``.
+
+        Kernels that wait for other ranks, which stop too, would hold up whoever frees the memory, the end of the
+        process for one. So would those of other libraries that wait for that rank: a callback can do something there.
+        """
+        text = (
+            f"rank {self._rank}: the process of rank {peer} has exited, and this one stops without having closed its "
+            "communicator."
+        )
+        brief = f"stopped after rank {peer} had exited"
+        self._tell(RankError(PeerTimeout.__name__, text, brief, self._rank, peer))
+
+    def _note_the_lost(self, sightings: Sequence[Sighting], life_s: float | None = None) -> None:
+        """Tells the kernels of a rank whose process has exited. Says in the log, once, that it has if it had not closed
+        its communicator; or, with ``life_s``, that it has been silent for longer."""
         for rank, sighting in enumerate(sightings):
+            if sighting.has_exited and rank not in self._exited:
+                self._exited.add(rank)
+                self._core.peer_exited(rank)
             is_silent = life_s is not None and self._silent_for(rank, sighting) > life_s
             if sighting.is_closed or rank in self._lost or not (sighting.has_exited or is_silent):
                 continue
             self._lost.add(rank)
-            self._has_one_exited |= sighting.has_exited
             pid = "" if sighting.state is None else f" (pid {sighting.state.pid})"
             logger.warning(
                 "llm_comm: rank %d%s %s. What waits for it ends with PeerTimeout",
@@ -186,7 +201,7 @@ class Watchdog(threading.Thread):
         while True:
             self._publish(state)
             sightings = self._look()
-            self._log_the_lost(sightings, _LIFE_S)
+            self._note_the_lost(sightings, _LIFE_S)
             elapsed = time.monotonic() - begin
             left = (rank for rank in range(len(sightings)) if rank not in self._lost)
             if all(self._silent_for(rank, sightings[rank]) <= elapsed for rank in left):
@@ -217,7 +232,7 @@ class Watchdog(threading.Thread):
             callbacks = [callback for reference in self._callbacks if (callback := reference()) is not None]
         self._has_failed.set()
         self._core.abort()  # where another rank has failed, nothing that waits for it comes to an end
-        if not callbacks:
+        if not callbacks and not self._is_abandoned:
             logger.error("%s", error.text)
         for callback in callbacks:
             try:
@@ -280,6 +295,9 @@ def explain(error: _core.OperationError, timeout_s: float) -> RankError:
             f"a {where} began on this GPU while another operation of the communicator was under way. Graphs that "
             "run at once, or with eager calls, need a communicator each, or must wait for each other."
         )
+    elif error.cause == "peer exited":
+        kind, brief = PeerTimeout, f"waited for rank {error.peer} in a {where}"
+        text = f"the process of rank {error.peer} has exited, and a {where} waits for it."
     else:
         kind, brief = PeerTimeout, f"waited for rank {error.peer} in a {where}"
         text = (

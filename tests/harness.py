@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,13 @@ def make_communicator(group: dist.ProcessGroup | None = None, **options: Any) ->
     defaults = {"workspace_bytes": 4 << 20, "timeout_s": 60.0}
     config = llm_comm.Config(**{**defaults, **options})
     return llm_comm.Communicator(group or dist.group.WORLD, device="cpu", config=config)
+
+
+@contextmanager
+def no_pidfds() -> Iterator[None]:
+    """For a communicator that is to learn nothing of processes that exit, as on Linux before 5.3."""
+    with mock.patch("os.pidfd_open", side_effect=OSError):
+        yield
 
 
 @contextmanager

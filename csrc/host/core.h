@@ -73,7 +73,8 @@ struct Call {
 
 // Why a communicator cannot be used any more.
 struct OperationError {
-  std::string cause;  // "timeout": `peer` was waited for in vain; "mismatch": `calls` differ; "concurrent use"
+  // "timeout", "peer exited": `peer` was waited for in vain; "mismatch": `calls` differ; "concurrent use".
+  std::string cause;
   int rank;
   int peer;
   std::string operation;
@@ -136,6 +137,9 @@ class Core {
   virtual std::optional<OperationError> error() const = 0;
   // Ends all waits of this rank's kernels, now and later; run() of its calls is false from now on.
   virtual void abort() = 0;
+  // The process of `peer` has exited: waits of this rank's kernels for it end, unless what they wait for has come. Throws
+  // std::invalid_argument where there is no such rank.
+  virtual void peer_exited(int peer) = 0;
   // What this rank has enqueued last; number 0: nothing yet.
   virtual Call last_call() const = 0;
   // How many operations the device has ended; nothing if the device does not answer soon.

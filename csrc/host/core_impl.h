@@ -65,6 +65,8 @@ inline std::string cause_name(uint32_t cause) {
       return "mismatch";
     case ErrorCause::kConcurrentUse:
       return "concurrent use";
+    case ErrorCause::kPeerExited:
+      return "peer exited";
     case ErrorCause::kTimeout:
       break;
   }
@@ -97,7 +99,7 @@ inline bool has_error(const HostMailbox& mailbox) {
 }
 
 inline bool has_failed(const HostMailbox& mailbox) {
-  return has_error(mailbox) || __atomic_load_n(&mailbox.abort_request, __ATOMIC_ACQUIRE) != 0;
+  return has_error(mailbox) || (__atomic_load_n(&mailbox.end_reasons, __ATOMIC_ACQUIRE) & kAbortRequest) != 0;
 }
 
 // The launches of a communicator, one after the other: their numbers, and the kernels that compare them between ranks.
@@ -404,9 +406,19 @@ class CoreImpl final : public Core {
     return *arrivals / kArrivalsPerOperation;
   }
 
-  void abort() override { __atomic_store_n(&comm_.mailbox->abort_request, 1u, __ATOMIC_RELEASE); }
+  void abort() override { end_waits(kAbortRequest); }
+
+  void peer_exited(int peer) override {
+    if (peer < 0 || peer >= options_.world_size) {
+      throw std::invalid_argument("there is no rank " + std::to_string(peer) + " among " +
+                                  std::to_string(options_.world_size));
+    }
+    end_waits(1u << peer);
+  }
 
  private:
+  void end_waits(uint32_t reason) { __atomic_fetch_or(&comm_.mailbox->end_reasons, reason, __ATOMIC_RELEASE); }
+
   // No block sends further ahead than its last tile; kernels count tiles of more in 32 bits.
   static uint32_t useful_depth(uint32_t depth, uint64_t tiles_of_block) {
     return static_cast<uint32_t>(depth < tiles_of_block ? depth : tiles_of_block);

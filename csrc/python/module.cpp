@@ -178,6 +178,7 @@ PYBIND11_MODULE(_core, module) {
            })
       .def("error", &Core::error)
       .def("abort", &Core::abort)
+      .def("peer_exited", &Core::peer_exited)
       .def("last_call", &Core::last_call)
       .def("operations_ended", &Core::operations_ended, py::call_guard<py::gil_scoped_release>());
 

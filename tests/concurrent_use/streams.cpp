@@ -22,7 +22,7 @@ constexpr uint32_t kCount = 64;
 constexpr uint32_t kTileLinesLog2 = 2;
 constexpr uint64_t kSlotBytes = 64 * 1024;
 // Longer than the other waits of the test take on a busy machine. A sixteenth of it passes before a rank that finds a note
-// blames one (record_expired_wait).
+// blames one (record_wait_in_vain).
 constexpr uint64_t kTimeoutNs = 16'000'000'000;
 
 struct Gpu {

@@ -285,6 +285,14 @@ CONTROLS = (
         failure=UNTOLD,
     ),
     Control(
+        "exit_ends_waits",
+        "a wait for a rank whose process has exited does not last for the time-out",
+        (Edit(WAIT, "(reasons >> peer & kPeerHasExited)", "(WITHOUT ? 0 : reasons >> peer & kPeerHasExited)"),),
+        options=("--mishaps",),
+        budget=20_000,
+        failure=TOO_LATE,
+    ),
+    Control(
         "stop_after_an_error",
         "operations behind an expired wait do nothing",
         (Edit(COMM, "in_vain_ = (state.word", "in_vain_ = !WITHOUT && (state.word"),),

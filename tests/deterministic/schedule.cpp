@@ -108,6 +108,8 @@ struct Mishap {
   // error elsewhere.
   std::optional<uint32_t> aborted;
   uint64_t abort_time;
+  // The hosts of the others learn that its process has exited, so many steps after it has stopped.
+  std::optional<uint64_t> seen_after;
   // The rank is not late: its communicator ends on the device while it begins the call of this number, as it does where
   // another block gives up at that moment. Threads of one block find out or not.
   std::optional<uint32_t> broken_call;
@@ -135,7 +137,7 @@ uint64_t draw_access(uint64_t accesses, When when, Random& random) {
 
 // `machine`: has run the schedule without it.
 Mishap draw_mishap(uint32_t ranks, const emulator::Machine& machine, Random& random, Temper& temper) {
-  Mishap mishap{random.below(ranks), random.chance(128), std::nullopt, 0, std::nullopt};
+  Mishap mishap{random.below(ranks), random.chance(128), std::nullopt, 0, std::nullopt, std::nullopt};
   if (!mishap.for_ever && random.chance(128)) {
     mishap.broken_call = random.below(2);
     return mishap;
@@ -145,12 +147,30 @@ Mishap draw_mishap(uint32_t ranks, const emulator::Machine& machine, Random& ran
     temper.stalls.push_back({rank, draw_access(machine.accesses(rank), when, random), steps});
   };
   stall(mishap.rank, mishap.for_ever ? Stall::kForever : kLateSteps);
+  if (mishap.for_ever && random.chance(128)) mishap.seen_after = random.below(kTimeoutNs / 2);
   if (!mishap.for_ever && random.chance(128)) {
     mishap.aborted = (mishap.rank + random.between(1, ranks - 1)) % ranks;
     mishap.abort_time = random.between(1, 2 * kTimeoutNs);
     stall(*mishap.aborted, 2 * kTimeoutNs);
   }
   return mishap;
+}
+
+// How often a host looks whether another rank has stopped.
+constexpr uint64_t kLookSteps = kTimeoutNs / 64;
+
+// From now on, until it has been seen that the process of `rank` has exited.
+void watch_for_exit(emulator::Machine& machine, World& world, uint32_t rank, uint64_t seen_after) {
+  const std::optional<uint64_t> stopped = machine.stalled_at(rank);
+  if (!stopped || machine.now() < *stopped + seen_after) {
+    machine.at(machine.now() + kLookSteps, [&machine, &world, rank, seen_after] {  //
+      watch_for_exit(machine, world, rank, seen_after);
+    });
+    return;
+  }
+  for (uint32_t other = 0; other < world.ranks(); ++other) {
+    if (other != rank) world.core(other).peer_exited(static_cast<int>(rank));
+  }
 }
 
 // Ends the communicator of a rank on its device, beside the grid that is enqueued last, if that has triggered.
@@ -213,9 +233,13 @@ std::string check_all_right(World& world, const std::vector<std::unique_ptr<Call
 
 // How long ranks may go on after one has stopped. After a death, until a wait for it has expired (17 sixteenths of kTimeoutNs
 // with the time for notes): nobody begins another one then. One that comes too late finds notes of the others, if they
-// failed, and waits for nobody. The rest is for what they do before they wait.
-constexpr uint64_t kLongestAfterDeath = kTimeoutNs + kTimeoutNs / 4;
-constexpr uint64_t kLongestAfterStall = kLateSteps + kTimeoutNs / 4;
+// failed, and waits for nobody. The rest is for what they do before they wait. Nothing expires where the hosts see in time
+// that the process has exited.
+uint64_t longest_after(const Mishap& mishap) {
+  constexpr uint64_t kOtherSteps = kTimeoutNs / 4;
+  if (!mishap.for_ever) return kLateSteps + kOtherSteps;
+  return mishap.seen_after ? *mishap.seen_after + kOtherSteps : kTimeoutNs + kOtherSteps;
+}
 
 uint32_t count_failed(World& world) {
   uint32_t failed = 0;
@@ -229,8 +253,7 @@ uint32_t count_failed(World& world) {
 std::string check_mishap(World& world, const std::vector<std::unique_ptr<Call>>& calls, const Mishap& mishap) {
   const std::optional<uint64_t> stopped = world.machine().stalled_at(mishap.rank);
   const bool died = stopped && mishap.for_ever;
-  const uint64_t longest = mishap.for_ever ? kLongestAfterDeath : kLongestAfterStall;
-  if (stopped && !mishap.aborted && world.machine().now() > *stopped + longest) {
+  if (stopped && !mishap.aborted && world.machine().now() > *stopped + longest_after(mishap)) {
     return "ranks went on for " + std::to_string(world.machine().now() - *stopped) + " steps after one had stopped";
   }
   if (count_failed(world) == 0 && !mishap.aborted && !mishap.broken_call) {
@@ -245,7 +268,8 @@ std::string check_mishap(World& world, const std::vector<std::unique_ptr<Call>>&
       if (!wrong.empty()) return "without an error on " + wrong;
       continue;
     }
-    if (error->cause != "timeout") return "rank " + std::to_string(rank) + ": " + describe(*error);
+    const bool saw_exit = mishap.seen_after && error->cause == "peer exited";
+    if (error->cause != "timeout" && !saw_exit) return "rank " + std::to_string(rank) + ": " + describe(*error);
     const auto named = static_cast<uint32_t>(error->peer);
     if (rank != mishap.rank && rank != mishap.aborted && named != mishap.rank && named != mishap.aborted) {
       return "rank " + std::to_string(rank) + " blames the wrong one: " + describe(*error);
@@ -300,6 +324,11 @@ struct Script {
     if (mishap && mishap->aborted) {
       machine.at(mishap->abort_time, [&world = run->world, rank = *mishap->aborted] { world.core(rank).abort(); });
     }
+    if (mishap && mishap->seen_after) {
+      machine.at(0, [&machine, &world = run->world, rank = mishap->rank, after = *mishap->seen_after] {
+        watch_for_exit(machine, world, rank, after);
+      });
+    }
     Random random = calls;
     const uint32_t count = random.between(1, random.pick({2u, 4u, 6u}));
     for (uint32_t i = 0; i < count; ++i) {
@@ -347,7 +376,8 @@ Result run_schedule(emulator::Machine& machine, uint64_t seed, const Options& op
   if (result.failure.empty() && random.chance(options.mishaps ? 256 : 24)) {
     const Mishap mishap = draw_mishap(chosen.ranks, machine, random, temper);
     result.description += ", rank " + std::to_string(mishap.rank) +
-                          (mishap.for_ever      ? " dies"
+                          (mishap.seen_after    ? " exits"
+                           : mishap.for_ever    ? " dies"
                            : mishap.broken_call ? " breaks off"
                                                 : " stalls");
     if (mishap.aborted) result.description += ", rank " + std::to_string(*mishap.aborted) + " is aborted";

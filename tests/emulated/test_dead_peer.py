@@ -7,23 +7,28 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RankPool, make_communicator, regroup
+from harness import RankPool, make_communicator, no_pidfds, regroup
 from reference import ALGORITHMS, assert_is_sum, contributions
 
 from llm_comm import Communicator, PeerTimeout
 
 TIMEOUT_S = 2.0
+# Of ranks that see who exits: longer than what follows.
+LONG_TIMEOUT_S = 300.0
 # A kernel looks at the clock once in many polls, and the ranks share few CPUs.
 SLACK_S = 10.0
 WORLD = 4
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 # On one line two-shot has work for the owner of slice 0 alone; 40000 elements are many tiles for every rank.
 every_count = pytest.mark.parametrize("count", [4, 40_000])
+# Without pidfds, the ranks find out by their waits alone who is missing.
+with_and_without_pidfds = pytest.mark.parametrize("has_pidfds", [True, False])
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,11 @@ class Loss:
     peer: int
     text: str
     seconds: float
+
+
+def make_mortal(algorithm: str, has_pidfds: bool) -> Communicator:
+    with nullcontext() if has_pidfds else no_pidfds():
+        return make_communicator(algorithm=algorithm, timeout_s=LONG_TIMEOUT_S if has_pidfds else TIMEOUT_S)
 
 
 def die() -> None:
@@ -68,10 +78,15 @@ def check_aftermath(comm: Communicator, loss: Loss, victim: int) -> None:
 
 
 def lose(
-    algorithm: str, count: int, victim: int, meet_death: Callable[[Communicator, int], None], late_rank: int = -1
+    algorithm: str,
+    count: int,
+    victim: int,
+    has_pidfds: bool,
+    meet_death: Callable[[Communicator, int], None],
+    late_rank: int = -1,
 ) -> Loss:
     """On a rank: some all-reduces, then the death of ``victim``, which ``meet_death`` brings about there."""
-    comm = make_communicator(algorithm=algorithm, timeout_s=TIMEOUT_S)
+    comm = make_mortal(algorithm, has_pidfds)
     for _ in range(3):
         comm.all_reduce(torch.ones(count))
     if comm.rank == victim:
@@ -102,47 +117,52 @@ def die_after_serving_some_peers(comm: Communicator, count: int) -> None:
     time.sleep(60)
 
 
-def check_losses(losses: list[Loss | None], victim: int) -> None:
+def check_losses(losses: list[Loss | None], victim: int, has_pidfds: bool) -> None:
     survivors = {rank: loss for rank, loss in enumerate(losses) if loss is not None}
     assert set(survivors) == set(range(len(losses))) - {victim}
     assert {rank: loss.peer for rank, loss in survivors.items()} == dict.fromkeys(survivors, victim)
     for rank, loss in survivors.items():
         assert loss.rank == rank
-        assert f"rank {rank}: nothing came from rank {victim} " in loss.text
+        why = f"the process of rank {victim} has exited, and " if has_pidfds else f"nothing came from rank {victim} "
+        assert f"rank {rank}: {why}" in loss.text
         assert loss.seconds < TIMEOUT_S + SLACK_S
 
 
 @every_algorithm
 @every_count
 @pytest.mark.parametrize("victim", [0, 3])
-def test_death_between_calls(mortal_ranks: RankPool, algorithm: str, count: int, victim: int) -> None:
-    losses = mortal_ranks.run(WORLD, lose, algorithm, count, victim, die_between_calls, dying=[victim])
-    check_losses(losses, victim)
+@with_and_without_pidfds
+def test_death_between_calls(mortal_ranks: RankPool, algorithm: str, count: int, victim: int, has_pidfds: bool) -> None:
+    losses = mortal_ranks.run(WORLD, lose, algorithm, count, victim, has_pidfds, die_between_calls, dying=[victim])
+    check_losses(losses, victim, has_pidfds)
 
 
 @every_algorithm
-def test_death_in_the_middle_of_a_loop(mortal_ranks: RankPool, algorithm: str) -> None:
-    check_losses(mortal_ranks.run(8, lose, algorithm, 3000, 5, die_at_any_moment, dying=[5]), victim=5)
+@with_and_without_pidfds
+def test_death_in_the_middle_of_a_loop(mortal_ranks: RankPool, algorithm: str, has_pidfds: bool) -> None:
+    losses = mortal_ranks.run(8, lose, algorithm, 3000, 5, has_pidfds, die_at_any_moment, dying=[5])
+    check_losses(losses, 5, has_pidfds)
 
 
 @every_algorithm
-def test_death_after_serving_some_peers(mortal_ranks: RankPool, algorithm: str) -> None:
+@with_and_without_pidfds
+def test_death_after_serving_some_peers(mortal_ranks: RankPool, algorithm: str, has_pidfds: bool) -> None:
     """Ranks 1 and 2 get one operation further than rank 0, and wait for it too: it must not be blamed."""
-    losses = mortal_ranks.run(WORLD, lose, algorithm, 3000, 3, die_after_serving_some_peers, dying=[3])
-    check_losses(losses, victim=3)
+    losses = mortal_ranks.run(WORLD, lose, algorithm, 3000, 3, has_pidfds, die_after_serving_some_peers, dying=[3])
+    check_losses(losses, 3, has_pidfds)
 
 
 @every_algorithm
 @every_count
 def test_death_that_a_rank_meets_late(mortal_ranks: RankPool, algorithm: str, count: int) -> None:
     """The others wait for rank 0 too, and give up before it would: it is late, but it comes."""
-    arguments = (algorithm, count, 3, die_between_calls, 0)
-    check_losses(mortal_ranks.run(WORLD, lose, *arguments, dying=[3]), victim=3)
+    arguments = (algorithm, count, 3, False, die_between_calls, 0)
+    check_losses(mortal_ranks.run(WORLD, lose, *arguments, dying=[3]), 3, has_pidfds=False)
 
 
 def lose_in_fused(algorithm: str, rows: int, victim: int, at_once: bool) -> Loss:
     """On a rank: fused calls whose blocks share rows in clusters, and the death of ``victim``."""
-    comm = make_communicator(algorithm=algorithm, timeout_s=TIMEOUT_S)
+    comm = make_mortal(algorithm, has_pidfds=not at_once)
     x, weight = torch.ones(rows, 1024, dtype=torch.bfloat16), torch.ones(1024, dtype=torch.bfloat16)
     assert comm.plan_fused(x, weight).cluster > 1
     if comm.rank == victim:
@@ -167,7 +187,7 @@ def lose_in_fused(algorithm: str, rows: int, victim: int, at_once: bool) -> Loss
 @pytest.mark.parametrize("at_once", [True, False])
 def test_death_in_fused_calls(mortal_ranks: RankPool, algorithm: str, rows: int, at_once: bool) -> None:
     losses = mortal_ranks.run(WORLD, lose_in_fused, algorithm, rows, 3, at_once, dying=[3])
-    check_losses(losses, victim=3)
+    check_losses(losses, 3, has_pidfds=not at_once)
     shot = algorithm.replace("_", "-")
     assert all(f"{shot} all-reduce + RMSNorm of " in loss.text for loss in losses if loss is not None)
 

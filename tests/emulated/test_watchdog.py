@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RankPool, make_communicator
+from harness import RankPool, make_communicator, no_pidfds
 from reference import assert_is_sum, contributions
 
 from llm_comm import Communicator, CommunicatorError, LaunchError, PeerTimeout, RendezvousError
@@ -147,10 +147,11 @@ def told_of_error(comm: Communicator) -> Callable[[], CommunicatorError]:
 # ---- A rank that dies ------------------------------------------------------------------------------------------------
 
 
-def lose_rank(victim: int, idle_rank: int) -> Loss:
+def lose_rank(victim: int, idle_rank: int, has_pidfds: bool) -> Loss:
     """Ranks wait for the victim in a thread that nobody asks; ``idle_rank`` makes no call at all."""
-    # What the ranks have for hearing of each other is a share of it.
-    comm = make_communicator(timeout_s=3 * TIMEOUT_S)
+    # What the ranks have for hearing of each other is a share of it. Where they see who exits, nobody waits so long.
+    with nullcontext() if has_pidfds else no_pidfds():
+        comm = make_communicator(timeout_s=20 * LIMIT_S if has_pidfds else 3 * TIMEOUT_S)
     sum_three_times(comm)
     if comm.rank == victim:
         time.sleep(0.3)  # its page is to have its last call
@@ -165,15 +166,19 @@ def lose_rank(victim: int, idle_rank: int) -> Loss:
     return Loss(os.getpid(), str(error), error.peer)
 
 
-def test_all_ranks_are_told_without_a_further_call(mortal_ranks: RankPool) -> None:
-    """Ranks 0 and 1 miss two others, of which one lives: what the ranks were doing tells which."""
+@pytest.mark.parametrize("has_pidfds", [True, False])
+def test_all_ranks_are_told_without_a_further_call(mortal_ranks: RankPool, has_pidfds: bool) -> None:
+    """Ranks 0 and 1 miss two others, of which one lives: what the ranks were doing tells which, or who has exited."""
     victim, idle = 3, 2
-    losses = mortal_ranks.run(4, lose_rank, victim, idle, dying=[victim])
+    losses = mortal_ranks.run(4, lose_rank, victim, idle, has_pidfds, dying=[victim])
     for rank in (0, 1, 2):
         loss = losses[rank]
-        assert loss.peer in (victim, idle)
+        assert loss.peer == victim if has_pidfds else loss.peer in (victim, idle)
         head, *states = loss.text.splitlines()
-        blame = f"nothing came from rank {loss.peer} for 4.8 s in a one-shot all-reduce of 80 bytes (operation 3 "
+        where = "a one-shot all-reduce of 80 bytes (operation 3 "
+        blame = f"nothing came from rank {loss.peer} for 4.8 s in {where}"
+        if has_pidfds:
+            blame = f"the process of rank {victim} has exited, and {where}"
         who = (
             ("rank 2 has learnt that rank 0: ", "rank 2 has learnt that rank 1: ") if rank == idle else f"rank {rank}: "
         )
@@ -187,15 +192,14 @@ def test_all_ranks_are_told_without_a_further_call(mortal_ranks: RankPool) -> No
             assert states[1 + other].endswith(last.format(4))
         assert states[3] == f"  rank 2 (pid {losses[2].pid}): alive; {last.format(3)}"
         assert states[4].startswith("  rank 3 (pid ")
-        assert ": its process has exited, no sign of life for " in states[4]
+        assert (": its process has exited, no sign of life for " in states[4]) == has_pidfds
         assert states[4].endswith("last call seen: one-shot all-reduce of 20 fp32 (call 3)")
 
 
 def outlive(victim: int, has_pidfds: bool, how: str) -> tuple[int, list[str]]:
     """Idle ranks lose one. Returns this rank's process and what the logger said on it."""
     records = said_by_the_logger()
-    why_not = None if has_pidfds else OSError
-    with mock.patch("os.pidfd_open", side_effect=why_not, wraps=os.pidfd_open):
+    with nullcontext() if has_pidfds else no_pidfds():
         comm: Communicator | None = make_communicator(timeout_s=LIMIT_S)
     assert comm is not None
     sum_three_times(comm)
@@ -217,6 +221,46 @@ def outlive(victim: int, has_pidfds: bool, how: str) -> tuple[int, list[str]]:
             dist.barrier()
         comm = None  # nothing else holds it
     return os.getpid(), records
+
+
+def drop_after(loss: str) -> list[str]:
+    """Rank 1 is lost, or not; then the other drops its communicator. Returns what its callback is told."""
+    comm: Communicator | None = make_communicator()
+    assert comm is not None
+    sum_three_times(comm)
+    told: list[str] = []
+    comm.on_error(lambda error: told.append(str(error)))
+    dist.barrier()
+    if comm.rank == 1:
+        if loss == "closed":
+            comm.close()
+        dist.barrier()
+        die()
+    dist.barrier()
+    with pytest.raises(RuntimeError):
+        dist.barrier()
+    comm = None
+    return told
+
+
+@pytest.mark.parametrize("loss", ["killed", "closed"])
+def test_whoever_drops_a_communicator_for_a_loss_is_told(mortal_ranks: RankPool, loss: str) -> None:
+    """Engines do so as they end. Kernels of other libraries may wait for the lost rank, and hold up the process."""
+    told, _ = mortal_ranks.run(2, drop_after, loss, dying=[1])
+    why = "rank 0: the process of rank 1 has exited, and this one stops without having closed its communicator."
+    assert told == ([why] if loss == "killed" else [])
+
+
+def lose_nobody() -> None:
+    with make_communicator() as comm:
+        for rank in (-1, comm.world_size):
+            with pytest.raises(ValueError, match=f"there is no rank {rank} among 2"):
+                comm._live_core().peer_exited(rank)
+        sum_three_times(comm)
+
+
+def test_a_rank_that_there_is_not_cannot_exit(ranks: RankPool) -> None:
+    ranks.run(2, lose_nobody)
 
 
 def said_of(rank: int, records: list[str]) -> list[str]:

@@ -93,6 +93,7 @@ def lose(name: str, world: int, arguments: argparse.Namespace) -> Result:
         if statuses[victim] != expected_status:
             problems.append(f"rank {victim} ended with status {statuses[victim]}, not {expected_status}")
         slowest = 0.0
+        blame = f"the process of rank {victim} has exited" if loss.is_killed else f"nothing came from rank {victim} "
         for rank in others if loss.is_killed else range(world):
             for how in ("told", "raised") if rank != victim else ("told",):
                 outcome = part.content(f"{how}.{rank}")
@@ -102,7 +103,7 @@ def lose(name: str, world: int, arguments: argparse.Namespace) -> Result:
                 slowest = max(slowest, outcome["at"] - begin)
                 if outcome["at"] - begin > timeout_s:
                     problems.append(f"rank {rank} was {how} after {outcome['at'] - begin:.2f} s")
-                if f"nothing came from rank {victim} " not in outcome["text"]:
+                if blame not in outcome["text"]:
                     problems.append(f"rank {rank} does not name rank {victim}: {outcome['text']}")
                 if "State of the ranks:" not in outcome["text"]:
                     problems.append(f"rank {rank} does not say what the ranks were doing: {outcome['text']}")

@@ -104,7 +104,7 @@ void run_rank(std::vector<Gpu>& gpus, uint32_t rank, uint32_t operations, std::a
     int none = kRight;
     if (found == kRight || !outcome.compare_exchange_strong(none, found)) continue;
     std::printf("rank %u, operation %u: %s\n", rank, call.operation, found == kExpired ? "expired wait" : "wrong sum");
-    for (Gpu& gpu : gpus) store_relaxed(&gpu.mailbox.abort_request, 1u);  // nobody waits for this rank any more
+    for (Gpu& gpu : gpus) store_relaxed(&gpu.mailbox.end_reasons, kAbortRequest);  // nobody waits for it any more
   }
 }
 

@@ -44,6 +44,7 @@ def test_an_engine_that_does_not_say_whom_it_lost_fails(monkeypatch: pytest.Monk
     "line",
     [
         "CRITICAL llm_comm: rank 0: nothing came from rank 3 for 9 s in an all-reduce",
+        "CRITICAL llm_comm: rank 0: the process of rank 3 has exited, and a one-shot all-reduce of 80 bytes",
         "ERROR Worker proc VllmWorker-3 died unexpectedly (exit code: -9), shutting down executor.",
         "Scheduler or DataParallelController 4711 terminated with -9",
         "[TP0] llm_comm: rank 3 (pid 4711) has exited without closing its communicator. What waits for it ends with",

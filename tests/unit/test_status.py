@@ -95,3 +95,9 @@ def test_kernels_of_a_dropped_communicator_do_not_wait_for_a_rank_that_has_exite
     assert abandon("exited").abort.called
     assert not abandon("closed").abort.called
     assert not abandon("silent").abort.called
+
+
+def test_kernels_are_told_once_of_a_rank_that_has_exited() -> None:
+    assert abandon("exited").peer_exited.mock_calls == [mock.call(1)]
+    assert abandon("closed").peer_exited.mock_calls == [mock.call(1)]  # whoever waits for it nevertheless
+    assert not abandon("silent").peer_exited.called

@@ -90,6 +90,34 @@ bool looks_are_rationed() {
   return right;
 }
 
+// A wait for a rank whose process has exited, of which the host knows: it ends without the time-out, but what comes between
+// the look that finds out and the next one counts.
+bool waits_for_an_exited_rank_end() {
+  constexpr uint64_t kMinuteNs = 60'000'000'000;
+  constexpr uint32_t kExited = 2;
+  const auto wait_for = [](Gpu& gpu, uint32_t peer, uint32_t failed_polls) {
+    const llm_comm::WaitBounds bounds{&gpu.mailbox, &gpu.aborted, &gpu.last_look, kMinuteNs};
+    gpu.mailbox.end_reasons = 1u << kExited;
+    bool has_come = false;
+    gpu.executor.run({1, 1, 0}, [&] {
+      uint32_t polls = 0;
+      has_come = llm_comm::wait_until([&] { return polls++ == failed_polls; }, bounds,
+                                      {0, llm_comm::OperationKind::kUser, 7, kLines}, peer, 0);
+    });
+    return has_come;
+  };
+  constexpr uint32_t kPolls = llm_comm::kPollsPerCheck;
+  Gpu in_time, in_vain, of_another;
+  bool right = wait_for(in_time, kExited, 2 * kPolls - 1) && in_time.aborted == 0;
+  right &= wait_for(of_another, 1, 100 * kPolls) && of_another.aborted == 0;
+  right &= !wait_for(in_vain, kExited, 2 * kPolls) && in_vain.aborted == 1;
+  const llm_comm::ErrorRecord& record = in_vain.mailbox.error;
+  right &= record.complete == 1 && record.peer == kExited &&
+           record.cause == static_cast<uint32_t>(llm_comm::ErrorCause::kPeerExited);
+  std::printf("waits for an exited rank end: %s\n", right ? "yes" : "no");
+  return right;
+}
+
 }  // namespace
 
 int main() {
@@ -98,5 +126,6 @@ int main() {
   all &= run_on_both("count_signals", &user::count_signals);
   all &= wait_ends();
   all &= looks_are_rationed();
+  all &= waits_for_an_exited_rank_end();
   return all ? 0 : 1;
 }

@@ -262,9 +262,11 @@ void Machine::handle_due_events() {
         break;
       case EventKind::kThaw:
         break;  // the time has come, and that is all
-      case EventKind::kHost:
-        host_actions_[event.argument]();
+      case EventKind::kHost: {
+        const std::function<void()> action = host_actions_[event.argument];  // which may add others
+        action();
         break;
+      }
     }
   }
 }

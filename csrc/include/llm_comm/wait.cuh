@@ -32,6 +32,7 @@ enum class ErrorCause : uint32_t {
   kTimeout = 0,        // a wait for `peer` expired
   kMismatch = 1,       // `peer` is about to do something else
   kConcurrentUse = 2,  // two operations of this rank run at once
+  kPeerExited = 3,     // a wait for `peer`, whose process has exited
 };
 
 // Lies in host memory that the device maps.
@@ -55,9 +56,12 @@ struct CallSignature {
   uint32_t number;     // of the launch, as the host counts them from 1; a replay has that of the captured one
 };
 
+// A bit of HostMailbox::end_reasons: all waits of this GPU are to end soon, and all later operations.
+inline constexpr uint32_t kAbortRequest = 1u << 31;
+
 struct HostMailbox {
   ErrorRecord error;
-  uint32_t abort_request;              // the host sets it to end all waits of this GPU soon, and all later operations
+  uint32_t end_reasons;                // set by the host; bit r: waits for rank r, whose process has exited, are to end
   CallSignature calls[kMaxWorldSize];  // by rank, where the cause is kMismatch
 };
 
@@ -107,43 +111,59 @@ LLM_COMM_DEVICE void report_error(const WaitBounds& bounds, const WaitSite& site
 }
 
 // `peer` is whom the wait was for, or whom a note names.
-LLM_COMM_DEVICE void record_expired_wait(const WaitBounds& bounds, const WaitSite& site, uint32_t peer,
+LLM_COMM_DEVICE void record_wait_in_vain(const WaitBounds& bounds, const WaitSite& site, uint32_t peer,
                                          uint32_t phase) {
   if (!give_up(bounds)) return;
   bounds.suspicions.tell(peer);
-  // Time for the notes of ranks whose waits expire now too.
+  // Time for the notes of ranks whose waits expire now too, unless there is nothing more to find out.
   const uint64_t grace_ns = bounds.timeout_ns / 16;
-  for (const uint64_t start = clock_ns(); clock_ns() - start < grace_ns;) spin_hint();
-  report_error(bounds, site, ErrorCause::kTimeout, bounds.suspicions.culprit(peer), phase);
+  const uint64_t start = clock_ns();
+  for (;;) {
+    const uint32_t culprit = bounds.suspicions.culprit(peer);
+    const uint32_t reasons = load_relaxed(&bounds.mailbox->end_reasons);
+    const bool has_exited = (reasons >> culprit & 1) != 0;
+    if (has_exited || (reasons & kAbortRequest) != 0 || clock_ns() - start >= grace_ns) {
+      const ErrorCause cause = has_exited ? ErrorCause::kPeerExited : ErrorCause::kTimeout;
+      report_error(bounds, site, cause, culprit, phase);
+      return;
+    }
+    spin_hint();
+  }
 }
 
 // Where a wait stands whose peer is late.
 struct LateWait {
-  uint64_t start;  // of the wait, by clock_ns(); 0: not looked at yet
+  uint64_t start;  // of the wait, by clock_ns(), and kPeerHasExited; 0: not looked at yet
   bool has_ended;  // in vain
 };
 
-// Ends a wait if its bound has expired, another wait of this communicator has, or the host asks to abort.
+// The last bit of LateWait::start: a look has found that the peer's process has exited.
+inline constexpr uint64_t kPeerHasExited = 1;
+
+// Ends a wait if its bound has expired, another wait of this communicator has, the peer's process has exited, or the host
+// asks to abort.
 LLM_COMM_DEVICE LateWait check_wait(uint64_t start, const WaitBounds& bounds, const WaitSite& site, uint32_t peer,
                                     uint32_t phase) {
   const uint64_t now = clock_ns();
-  if (start == 0) start = now;
+  if (start == 0) start = now & ~kPeerHasExited;
   if (load_relaxed(bounds.aborted) != 0) return {start, true};
-  const bool has_expired = now - start > bounds.timeout_ns;
+  // What a peer that has exited had sent was there when the host learnt of it, and has been polled for since that look.
+  const bool has_expired = (start & kPeerHasExited) != 0 || now - start > bounds.timeout_ns;
   if (!has_expired && !bounds.takes_look(now)) return {start, false};
+  const uint32_t reasons = load_relaxed(&bounds.mailbox->end_reasons);
   // Of all operations, not of this wait alone: this rank ends the operation without what R1 of device_comm.cuh asks for,
   // so it must send nothing in later ones. There is nothing to report and no note to leave: the host knows why, and
   // nobody is missing whom this wait could name.
-  if (load_relaxed(&bounds.mailbox->abort_request) != 0) {
+  if ((reasons & kAbortRequest) != 0) {
     give_up(bounds);
     return {start, true};
   }
   uint32_t suspect = peer;
   if (bounds.suspicions.find(suspect) || has_expired) {
-    record_expired_wait(bounds, site, suspect, phase);
+    record_wait_in_vain(bounds, site, suspect, phase);
     return {start, true};
   }
-  return {start, false};
+  return {start | (reasons >> peer & kPeerHasExited), false};
 }
 
 // Polls until poll() returns true, or false once check(start), a check_wait(), ends the wait. It is called after every

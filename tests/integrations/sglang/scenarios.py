@@ -19,6 +19,7 @@ import inspect
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -567,6 +568,17 @@ def a_peer_that_stays_away_ends_the_process_with_its_name() -> None:
         time.sleep(60)  # the engine takes no notice
     said = wait_for_text(last_words, "Ending this process")
     assert "llm_comm: rank 0: nothing came from rank 1" in said, said
+
+
+@scenario(exit_codes=(DIED_OF_THE_WATCHDOG, -signal.SIGKILL))
+def a_peer_that_dies_ends_the_process_without_the_time_out() -> None:
+    context = sglang_groups()
+    context.__enter__()
+    if dist_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with contextlib.suppress(PeerTimeout):
+        group("tp").all_reduce(data((4, 4)))
+    time.sleep(60)  # the engine takes no notice
 
 
 # ---- What they are made of ------------------------------------------------------------------------------------------

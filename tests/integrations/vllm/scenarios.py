@@ -16,6 +16,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -424,6 +425,17 @@ def a_peer_that_stays_away_ends_the_process_with_its_name() -> None:
         time.sleep(60)  # the engine takes no notice
     said = wait_for_text(last_words, "Ending this process")
     assert "llm_comm: rank 0: nothing came from rank 1" in said, said
+
+
+@scenario(exit_codes=(DIED_OF_THE_WATCHDOG, -signal.SIGKILL))
+def a_peer_that_dies_ends_the_process_without_the_time_out() -> None:
+    context = vllm_groups()
+    context.__enter__()
+    if dist_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with contextlib.suppress(PeerTimeout):
+        parallel_state.get_tp_group().all_reduce(data((4, 4)))
+    time.sleep(60)  # the engine takes no notice
 
 
 # ---- What they are made of ------------------------------------------------------------------------------------------
