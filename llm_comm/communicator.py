@@ -329,18 +329,23 @@ class Communicator:
         except RuntimeError:  # the context is broken
             return False
 
-    def on_error(self, callback: Callable[[CommunicatorError], None]) -> None:
+    def on_error(self, callback: Callable[[CommunicatorError], None], *, exits: bool = False) -> None:
         """Calls ``callback`` with the error when this communicator fails, though no call is made any more.
 
         It comes within ``Config.timeout_s``, once, in a thread of the communicator (at once, in this one, if it has
         failed already), and must not wait for the GPU; to end the process it has to use ``os._exit``. A bound method
         does not keep its object alive. Where there is no callback, the error is logged. From then on every operation
-        raises it. It comes too where this communicator is dropped, or the process ends, without ``close`` after the
-        process of another rank has exited.
+        raises it.
+
+        Args:
+            callback: Called with what the operations raise.
+            exits: From now on this communicator fails too when the process of another rank has exited without closing
+                its own, though no operation waits for that rank: a second later, or as soon as this process ends or
+                drops the communicator.
         """
         self._live_core()
         if self._watchdog is not None:
-            self._watchdog.on_error(callback)
+            self._watchdog.on_error(callback, exits)
 
     def use_table(self, table: selection.TuningTable) -> None:
         """Selects by another tuning table from now on. For tuning; make the same call on every rank."""

@@ -64,12 +64,12 @@ class Sighting:
     Attributes:
         state: What it says of itself, None where it has written nothing.
         age_s: Seconds since it last gave a sign of life.
-        has_exited: Its process has ended, as far as can be told.
+        has_exited: Its process has ended; None where that cannot be told.
     """
 
     state: RankState | None
     age_s: float
-    has_exited: bool = False
+    has_exited: bool | None = None
 
     @property
     def is_closed(self) -> bool:
@@ -120,10 +120,10 @@ class StatusBoard:
         now = time.monotonic()
         return [_read(self._pages[rank], now, self._has_exited(rank)) for rank in sorted(self._pages)]
 
-    def _has_exited(self, rank: int) -> bool:
+    def _has_exited(self, rank: int) -> bool | None:
         process = self._processes.get(rank)
         if process is None:
-            return False
+            return None
         poll = select.poll()
         poll.register(process, select.POLLIN)
         return bool(poll.poll(0))
@@ -166,7 +166,7 @@ def fit(text: str) -> str:
     return text
 
 
-def _read(page: mmap.mmap, now: float, has_exited: bool) -> Sighting:
+def _read(page: mmap.mmap, now: float, has_exited: bool | None) -> Sighting:
     (beat,) = _BEAT.unpack_from(page, 0)
     for _ in range(3):  # another try where the writer was in the middle of it
         length, checksum = _HEAD.unpack_from(page, _BEAT.size)

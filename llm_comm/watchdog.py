@@ -1,8 +1,8 @@
 """A thread that notices when a communicator fails, whether or not anybody calls it, and says what the ranks were doing.
 
-It also notices that a rank's process has exited. That alone ends nothing, for what the rank has sent is there; only
-kernels that wait for more from it end at once, in place of the time-out. The log says which rank it is where it had not
-closed its communicator: an engine or launcher may be about to end this process too, often in other words.
+It also notices, and says in the log, that a rank's process has exited without closing its communicator. That alone ends
+nothing unless a callback asks for it, as what the rank has sent is there. But kernels that wait for more from it end at
+once, in place of the time-out, and an engine or launcher may be about to end this process too, often in other words.
 
 A CUDA graph is replayed without Python, and a rank may wait for its GPU, so somebody else has to look. A look reads a
 few words of host memory.
@@ -33,6 +33,10 @@ _LOOK_SHARE, _LONGEST_LOOK_S = 1 / 40, 0.05
 _HEAR_SHARE, _LONGEST_HEAR_S = 1 / 20, 0.5
 #: A rank that gave no sign of life for so long is not waited for.
 _LIFE_S = 1.0
+#: How long it takes a process that gives no sign of life to exit: the driver frees its memory first.
+_LONGEST_DEATH_S = 2.5
+#: After an exit that is an error by itself: for kernels that wait for the rank, and the engine, to say so first.
+_EXIT_GRACE_S = 1.0
 #: What a communicator that is collected waits for its thread. The collection may have come upon the holder of a lock
 #: that the thread wants, of a handler of logging for one.
 _LONGEST_STOP_S = 3.0
@@ -70,7 +74,8 @@ class Watchdog(threading.Thread):
         self._not_launched: RankError | None = None  # what the device knows nothing of
         self._callbacks: list[_CallbackRef] = []  # each returns the callback, or None once it is gone
         self._lost: set[int] = set()  # ranks of which the log has said that they are gone
-        self._exited: set[int] = set()  # ranks of which the kernels know that their processes have exited
+        self._exits: dict[int, float] = {}  # of these, those whose processes have exited, and when that was seen
+        self._fails_on_exit = False
         self._is_abandoned = False
 
     # ---- For the communicator -----------------------------------------------------------------------------------
@@ -99,9 +104,11 @@ class Watchdog(threading.Thread):
         assert error is not None
         return error
 
-    def on_error(self, callback: _Callback) -> None:
-        """Calls ``callback`` once with the error: from this thread, or now if there is one already."""
+    def on_error(self, callback: _Callback, exits: bool) -> None:
+        """Calls ``callback`` once with the error: from this thread, or now if there is one already. ``exits``: see
+        ``Communicator.on_error``."""
         with self._lock:
+            self._fails_on_exit |= exits
             if self._error is None:
                 self._callbacks.append(_reference(callback))
                 return
@@ -119,7 +126,7 @@ class Watchdog(threading.Thread):
 
     def abandon(self) -> None:
         """The same for a communicator that nobody has closed, because it was dropped or the process ends. That may be
-        for the loss of a rank, so the thread sees to it first that the log says which: for as long as a second."""
+        for the loss of a rank, so the thread sees to it first that the log says which: for up to 2.5 s."""
         self._is_abandoned = True
         self.stop(_LONGEST_STOP_S)
 
@@ -149,39 +156,37 @@ class Watchdog(threading.Thread):
                 self._note_the_lost(sightings)
                 if self._own_error() is not None or any(s.state and s.state.error for s in sightings):
                     state = self._fail()
+                elif self._has_failed_by_exit():
+                    self._tell(self._exit_as_error(sightings))
             self._publish(state)  # a sign of life, also after an error
+        if self._error is None and self._own_error() is not None:  # since the last look
+            state = self._fail()
         if self._error is None:
             if self._is_abandoned:
                 self._wait_for_the_silent(state)
+                if self._exits:
+                    # What that rank has sent is there: a wait that lasts is in vain, and would hold up for the time-out
+                    # whoever frees the memory, the end of the process for one.
+                    self._core.abort()
             state = self._state()
         self._publish(replace(state, is_closed=True))
-        if self._error is None and self._is_abandoned and (orphans := self._lost & self._exited):
-            self._end_for_good(min(orphans))
+        if self._error is None and self._is_abandoned and self._exits and self._fails_on_exit:
+            # Kernels of other libraries, which wait for that rank too, could hold up the process as it ends.
+            self._tell(self._exit_as_error(self._look()))
         if self._board is not None:
             self._board.close()
 
-    def _end_for_good(self, peer: int) -> None:
-        """Of a communicator that was abandoned, perhaps for the loss of ``peer``.
-
-        Kernels that wait for other ranks, which stop too, would hold up whoever frees the memory, the end of the
-        process for one. So would those of other libraries that wait for that rank: a callback can do something there.
-        """
-        text = (
-            f"rank {self._rank}: the process of rank {peer} has exited, and this one stops without having closed its "
-            "communicator."
-        )
-        brief = f"stopped after rank {peer} had exited"
-        self._tell(RankError(PeerTimeout.__name__, text, brief, self._rank, peer))
-
     def _note_the_lost(self, sightings: Sequence[Sighting], life_s: float | None = None) -> None:
-        """Tells the kernels of a rank whose process has exited. Says in the log, once, that it has if it had not closed
-        its communicator; or, with ``life_s``, that it has been silent for longer."""
+        """Tells log and kernels of a rank whose process has exited though it had not closed its communicator; with
+        ``life_s``, the log also of one that has been silent for longer."""
         for rank, sighting in enumerate(sightings):
-            if sighting.has_exited and rank not in self._exited:
-                self._exited.add(rank)
+            if sighting.is_closed:
+                continue
+            if sighting.has_exited and rank not in self._exits:
+                self._exits[rank] = time.monotonic()
                 self._core.peer_exited(rank)
             is_silent = life_s is not None and self._silent_for(rank, sighting) > life_s
-            if sighting.is_closed or rank in self._lost or not (sighting.has_exited or is_silent):
+            if rank in self._lost or not (sighting.has_exited or is_silent):
                 continue
             self._lost.add(rank)
             pid = "" if sighting.state is None else f" (pid {sighting.state.pid})"
@@ -194,9 +199,21 @@ class Watchdog(threading.Thread):
                 else f"has died or hangs: no sign of life for {sighting.age_s:.1f} s",
             )
 
+    def _has_failed_by_exit(self) -> bool:
+        return self._fails_on_exit and any(time.monotonic() - seen > _EXIT_GRACE_S for seen in self._exits.values())
+
+    def _exit_as_error(self, sightings: Sequence[Sighting]) -> RankError:
+        peer = min(self._exits, key=self._exits.__getitem__)
+        text = (
+            f"rank {self._rank}: the process of rank {peer} has exited without closing its communicator. This one "
+            "cannot be used any more."
+        )
+        brief = f"saw that the process of rank {peer} has exited"
+        return RankError(PeerTimeout.__name__, text + _describe_ranks(sightings), brief, self._rank, peer)
+
     def _wait_for_the_silent(self, state: RankState) -> None:
         """Until every other rank has given a sign of life from now on, or has closed, has exited, or was silent for too
-        long."""
+        long; for a while longer where it can be told whether a silent one exits."""
         begin = time.monotonic()
         while True:
             self._publish(state)
@@ -204,7 +221,8 @@ class Watchdog(threading.Thread):
             self._note_the_lost(sightings, _LIFE_S)
             elapsed = time.monotonic() - begin
             left = (rank for rank in range(len(sightings)) if rank not in self._lost)
-            if all(self._silent_for(rank, sightings[rank]) <= elapsed for rank in left):
+            may_exit = elapsed < _LONGEST_DEATH_S and any(sightings[rank].has_exited is False for rank in self._lost)
+            if not may_exit and all(self._silent_for(rank, sightings[rank]) <= elapsed for rank in left):
                 return
             time.sleep(self._look_s / 2)
 
@@ -232,7 +250,7 @@ class Watchdog(threading.Thread):
             callbacks = [callback for reference in self._callbacks if (callback := reference()) is not None]
         self._has_failed.set()
         self._core.abort()  # where another rank has failed, nothing that waits for it comes to an end
-        if not callbacks and not self._is_abandoned:
+        if not callbacks:
             logger.error("%s", error.text)
         for callback in callbacks:
             try:

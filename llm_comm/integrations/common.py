@@ -286,7 +286,8 @@ class Watchdog:
         self._is_stopped = False
 
     def start(self) -> None:
-        self._communicator.on_error(self._end)
+        # Whoever waits for that rank: kernels of other libraries would do so without end, and hold up this process.
+        self._communicator.on_error(self._end, exits=True)
 
     def stop(self) -> None:
         """An error of the communicator does not end the process any more."""

@@ -287,7 +287,7 @@ CONTROLS = (
     Control(
         "exit_ends_waits",
         "a wait for a rank whose process has exited does not last for the time-out",
-        (Edit(WAIT, "(reasons >> peer & kPeerHasExited)", "(WITHOUT ? 0 : reasons >> peer & kPeerHasExited)"),),
+        (Edit(WAIT, "if (reasons != 0) store", "if (!WITHOUT && reasons != 0) store"),),
         options=("--mishaps",),
         budget=20_000,
         failure=TOO_LATE,

@@ -223,13 +223,13 @@ def outlive(victim: int, has_pidfds: bool, how: str) -> tuple[int, list[str]]:
     return os.getpid(), records
 
 
-def drop_after(loss: str) -> list[str]:
-    """Rank 1 is lost, or not; then the other drops its communicator. Returns what its callback is told."""
+def outlive_with_callback(loss: str, exits: bool, drops: bool) -> list[str]:
+    """Rank 1 is lost, or not; nobody makes a call. Returns what the other's callback is told."""
     comm: Communicator | None = make_communicator()
     assert comm is not None
     sum_three_times(comm)
     told: list[str] = []
-    comm.on_error(lambda error: told.append(str(error)))
+    comm.on_error(lambda error: told.append(str(error)), exits=exits)
     dist.barrier()
     if comm.rank == 1:
         if loss == "closed":
@@ -239,16 +239,34 @@ def drop_after(loss: str) -> list[str]:
     dist.barrier()
     with pytest.raises(RuntimeError):
         dist.barrier()
-    comm = None
+    if drops:
+        comm = None
+        return told
+    deadline = time.monotonic() + (3.0 if loss == "closed" or not exits else LIMIT_S)
+    while not told and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if told:
+        with pytest.raises(PeerTimeout) as refused:
+            comm.all_reduce(X)
+        assert str(refused.value) == told[0]
+    comm.close()
     return told
 
 
-@pytest.mark.parametrize("loss", ["killed", "closed"])
-def test_whoever_drops_a_communicator_for_a_loss_is_told(mortal_ranks: RankPool, loss: str) -> None:
-    """Engines do so as they end. Kernels of other libraries may wait for the lost rank, and hold up the process."""
-    told, _ = mortal_ranks.run(2, drop_after, loss, dying=[1])
-    why = "rank 0: the process of rank 1 has exited, and this one stops without having closed its communicator."
-    assert told == ([why] if loss == "killed" else [])
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize(
+    ("loss", "exits", "is_told"), [("killed", True, True), ("killed", False, False), ("closed", True, False)]
+)
+def test_an_exit_is_an_error_for_those_who_want_it_so(
+    mortal_ranks: RankPool, loss: str, exits: bool, is_told: bool, drops: bool
+) -> None:
+    """Though nobody waits: engines do, whose ranks may wait for the lost one in other ways, or drop theirs for it."""
+    told, _ = mortal_ranks.run(2, outlive_with_callback, loss, exits, drops, dying=[1])
+    assert len(told) == is_told
+    for text in told:
+        why = "rank 0: the process of rank 1 has exited without closing its communicator. This one cannot be used any "
+        assert text.startswith(why)
+        assert "  rank 1 (pid " in text
 
 
 def lose_nobody() -> None:

@@ -31,6 +31,10 @@ from llm_comm import (
 
 LOOP_BEFORE_FAULT_S = 0.5
 STALL_S = 3.0
+#: Turns of the loop that a rank makes which makes no more calls after them.
+TURNS_BEFORE_AWAY = 20
+#: In which a process has exited, and whoever waits for it is told: the driver frees its memory first.
+KILLED_LIMIT_S = 3.0
 #: Exit status of a rank that stalls, which its communicator's `on_error` ends.
 ENDED_BY_WATCHDOG = 5
 DTYPE = torch.bfloat16
@@ -68,6 +72,8 @@ class Loss:
         is_killed: else it goes on to live, and calls no more.
         victim: the rank that is lost, by world size.
         norms: whether the calls are fused with an RMSNorm, over rows of ``HIDDEN``.
+        one_is_away: whether the victim and another rank, where there are more than two, soon make no more calls:
+            threads that wait for the one wait beside those that wait for the other.
     """
 
     algorithm: str
@@ -76,6 +82,15 @@ class Loss:
     is_killed: bool
     victim: Callable[[int], int]
     norms: bool = False
+    one_is_away: bool = False
+
+    def limit_s(self, timeout_s: float) -> float:
+        """In which all others have to be told. Nobody waits for the time-out where a process has exited."""
+        return KILLED_LIMIT_S if self.is_killed else timeout_s
+
+    def timeout_s(self, timeout_s: float) -> float:
+        """Of the communicator, where others have ``timeout_s``."""
+        return 10 * KILLED_LIMIT_S if self.is_killed else timeout_s
 
 
 LOSSES = {
@@ -83,6 +98,8 @@ LOSSES = {
     "killed, two_shot": Loss("two_shot", (262144, 20036, 1048576), False, True, lambda world: 0),
     "killed, graph": Loss("auto", (1024, 65536, 524288, 16384), True, True, lambda world: world // 2),
     "killed, fused": Loss("auto", (16384, 262144, 1048576), False, True, lambda world: world - 1, norms=True),
+    "killed, one away": Loss("one_shot", (16384,), False, True, lambda world: world - 1, one_is_away=True),
+    "killed, one away, fused": Loss("auto", (16384,), False, True, lambda world: 0, norms=True, one_is_away=True),
     "stalled for ever": Loss("auto", (1024, 65536, 524288), False, False, lambda world: 0),
     "stalled for ever, graph": Loss("auto", (16384, 524288), True, False, lambda world: world - 1),
 }
@@ -90,10 +107,12 @@ LOSSES = {
 
 def be_lost(ranks: Session, loss: Loss, timeout_s: float, directory: Path) -> None:
     """Writes when the fault began, and on every other rank what it got and when."""
-    config = Config.load(timeout_s=timeout_s, algorithm=loss.algorithm)
+    config = Config.load(timeout_s=loss.timeout_s(timeout_s), algorithm=loss.algorithm)
     communicator = Communicator(ranks.group, ranks.device, config)
     turn = _turn(ranks, communicator, loss)
-    is_victim = ranks.rank == loss.victim(ranks.world)
+    victim = loss.victim(ranks.world)
+    is_victim = ranks.rank == victim
+    goes_away = loss.one_is_away and ranks.world > 2 and ranks.rank in (victim, (victim + 1) % ranks.world)
     told = threading.Event()
 
     def tell(error: CommunicatorError) -> None:
@@ -110,8 +129,12 @@ def be_lost(ranks: Session, loss: Loss, timeout_s: float, directory: Path) -> No
         # From a thread, so that death comes anywhere: within a call, between two, while the GPU works.
         threading.Timer(LOOP_BEFORE_FAULT_S, _die, [directory]).start()
     try:
+        turns = 0
         while time.monotonic() < begin + LOOP_BEFORE_FAULT_S + 3 * timeout_s:
+            if goes_away and turns == TURNS_BEFORE_AWAY:
+                told.wait(3 * timeout_s)
             turn()
+            turns += 1
             if is_victim and not loss.is_killed and time.monotonic() > begin + LOOP_BEFORE_FAULT_S:
                 ranks.synchronize()
                 write(directory / "fault", {"at": time.monotonic()})

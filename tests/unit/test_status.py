@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import subprocess
+import threading
 from dataclasses import replace
 from unittest import mock
 
@@ -46,10 +47,10 @@ def test_signs_of_life_have_an_age(page: mmap.mmap) -> None:
 def test_a_process_that_has_exited(page: mmap.mmap) -> None:
     process = subprocess.Popen(["sleep", "60"])
     board = StatusBoard(0, {0: page, 1: mmap.mmap(-1, 4096)}, {1: os.pidfd_open(process.pid)})
-    assert [sighting.has_exited for sighting in board.look()] == [False, False]
+    assert [sighting.has_exited for sighting in board.look()] == [None, False]
     process.kill()
     process.wait()
-    assert [sighting.has_exited for sighting in board.look()] == [False, True]
+    assert [sighting.has_exited for sighting in board.look()] == [None, True]
     board.close()
 
 
@@ -74,16 +75,19 @@ def test_longest_texts_fit(page: mmap.mmap) -> None:
 
 
 def abandon(how: str) -> mock.Mock:
-    """The core of a rank whose communicator is dropped when its peer has closed, has exited without, or is silent."""
+    """The core of a rank whose communicator is dropped when its peer has closed, has exited without, is silent, or is
+    so for a while before it exits."""
     peer = subprocess.Popen(["sleep", "60"])
     pages = {rank: mmap.mmap(-1, 4096) for rank in (0, 1)}
     StatusBoard(1, pages).publish(replace(STATE, is_closed=how == "closed"))
     core = mock.Mock(**{"error.return_value": None, "last_call.return_value.number": 0})
     watchdog = Watchdog(core, 0, 60.0, StatusBoard(0, pages, {1: os.pidfd_open(peer.pid)}))
     watchdog.start()
-    if how != "silent":
+    if how in ("closed", "exited"):
         peer.kill()
         peer.wait()
+    elif how == "dying":
+        threading.Timer(1.5, peer.kill).start()
     watchdog.abandon()
     assert not watchdog.is_alive()
     peer.kill()
@@ -99,5 +103,12 @@ def test_kernels_of_a_dropped_communicator_do_not_wait_for_a_rank_that_has_exite
 
 def test_kernels_are_told_once_of_a_rank_that_has_exited() -> None:
     assert abandon("exited").peer_exited.mock_calls == [mock.call(1)]
-    assert abandon("closed").peer_exited.mock_calls == [mock.call(1)]  # whoever waits for it nevertheless
+    assert not abandon("closed").peer_exited.called
     assert not abandon("silent").peer_exited.called
+
+
+def test_a_process_that_takes_its_time_to_exit_is_waited_for() -> None:
+    """Its sockets are closed, which an engine may notice first, before the driver has freed its memory."""
+    core = abandon("dying")
+    assert core.peer_exited.mock_calls == [mock.call(1)]
+    assert core.abort.called

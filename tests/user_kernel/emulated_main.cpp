@@ -25,6 +25,7 @@ struct Gpu {
   uint64_t signals_awaited = 0;
   uint32_t aborted = 0;
   uint32_t last_look = 0;
+  uint32_t exited = 0;
   uint32_t failures = 0;
   llm_comm::HostMailbox mailbox{};
   llm_comm::emulator::Executor executor;
@@ -34,7 +35,7 @@ struct Gpu {
     e.channel.semaphore = {&peer.signals_received, &signals_received, &signals_sent, &signals_awaited};
     e.channel.local = reinterpret_cast<char*>(buffer.data());
     e.channel.remote = reinterpret_cast<char*>(peer.buffer.data());
-    e.channel.bounds = {&mailbox, &aborted, &last_look, timeout_ns};
+    e.channel.bounds = {&mailbox, &aborted, &last_look, &exited, timeout_ns};
     e.channel.site = {rank, llm_comm::OperationKind::kUser, 7, kLines};
     e.channel.peer = 1 - rank;
     e.source = source.data();
@@ -74,7 +75,7 @@ bool wait_ends() {
 bool looks_are_rationed() {
   Gpu gpu;
   const auto looks_at = [&](uint64_t timeout_ns, uint64_t now) {
-    const llm_comm::WaitBounds bounds{&gpu.mailbox, &gpu.aborted, &gpu.last_look, timeout_ns};
+    const llm_comm::WaitBounds bounds{&gpu.mailbox, &gpu.aborted, &gpu.last_look, &gpu.exited, timeout_ns};
     uint64_t looks = 0;
     gpu.executor.run({4, kThreads, 0}, [&] { user::count_looks(bounds, now, &looks); });
     return looks;
@@ -95,9 +96,10 @@ bool looks_are_rationed() {
 bool waits_for_an_exited_rank_end() {
   constexpr uint64_t kMinuteNs = 60'000'000'000;
   constexpr uint32_t kExited = 2;
-  const auto wait_for = [](Gpu& gpu, uint32_t peer, uint32_t failed_polls) {
-    const llm_comm::WaitBounds bounds{&gpu.mailbox, &gpu.aborted, &gpu.last_look, kMinuteNs};
-    gpu.mailbox.end_reasons = 1u << kExited;
+  constexpr uint32_t kHostKnows = 1u << kExited;
+  const auto wait_for = [](Gpu& gpu, uint32_t peer, uint32_t failed_polls, uint32_t host_knows) {
+    const llm_comm::WaitBounds bounds{&gpu.mailbox, &gpu.aborted, &gpu.last_look, &gpu.exited, kMinuteNs};
+    gpu.mailbox.end_reasons = host_knows;
     bool has_come = false;
     gpu.executor.run({1, 1, 0}, [&] {
       uint32_t polls = 0;
@@ -107,10 +109,12 @@ bool waits_for_an_exited_rank_end() {
     return has_come;
   };
   constexpr uint32_t kPolls = llm_comm::kPollsPerCheck;
-  Gpu in_time, in_vain, of_another;
-  bool right = wait_for(in_time, kExited, 2 * kPolls - 1) && in_time.aborted == 0;
-  right &= wait_for(of_another, 1, 100 * kPolls) && of_another.aborted == 0;
-  right &= !wait_for(in_vain, kExited, 2 * kPolls) && in_vain.aborted == 1;
+  Gpu in_time, in_vain, of_another, told;
+  bool right = wait_for(in_time, kExited, 2 * kPolls - 1, kHostKnows) && in_time.aborted == 0;
+  right &= wait_for(of_another, 1, 100 * kPolls, kHostKnows) && of_another.aborted == 0;
+  told.exited = kHostKnows;  // by another thread, which took the look though it waits for another rank
+  right &= !wait_for(told, kExited, 2 * kPolls, 0) && told.aborted == 1;
+  right &= !wait_for(in_vain, kExited, 2 * kPolls, kHostKnows) && in_vain.aborted == 1 && in_vain.exited == kHostKnows;
   const llm_comm::ErrorRecord& record = in_vain.mailbox.error;
   right &= record.complete == 1 && record.peer == kExited &&
            record.cause == static_cast<uint32_t>(llm_comm::ErrorCause::kPeerExited);

@@ -51,6 +51,7 @@ struct alignas(16) CommState {
   uint32_t zero;       // always; begin() says why it is read
   uint32_t claim;      // of the launch that runs, where calls are checked (Operation::claim)
   uint32_t last_look;  // WaitBounds
+  uint32_t exited;     // WaitBounds
 };
 
 // Kernel parameter, by value.
@@ -68,8 +69,9 @@ LLM_COMM_DEVICE CommState* state_of(const DeviceComm& comm) {
 }
 
 LLM_COMM_DEVICE WaitBounds bounds_of(const DeviceComm& comm) {
-  return {comm.mailbox, &state_of(comm)->aborted, &state_of(comm)->last_look, comm.timeout_ns,
-          Suspicions(comm.workspace, kNotesOffset, comm.rank, comm.world_size)};
+  CommState& state = *state_of(comm);
+  return {comm.mailbox,  &state.aborted,  &state.last_look,
+          &state.exited, comm.timeout_ns, Suspicions(comm.workspace, kNotesOffset, comm.rank, comm.world_size)};
 }
 
 // check_wait() of an operation's wait. What it is given is what is at hand in registers or in the kernel's parameters.

@@ -69,6 +69,7 @@ struct WaitBounds {
   HostMailbox* mailbox;
   uint32_t* aborted;    // device memory: set once a wait of this communicator has ended in vain
   uint32_t* last_look;  // device memory, zero at first (takes_look)
+  uint32_t* exited;     // device memory, zero at first: ranks that a look has found to have exited, as in the mailbox
   uint64_t timeout_ns;
   Suspicions suspicions = {};
 
@@ -137,7 +138,7 @@ struct LateWait {
   bool has_ended;  // in vain
 };
 
-// The last bit of LateWait::start: a look has found that the peer's process has exited.
+// The last bit of LateWait::start: the peer's process has exited.
 inline constexpr uint64_t kPeerHasExited = 1;
 
 // Ends a wait if its bound has expired, another wait of this communicator has, the peer's process has exited, or the host
@@ -147,23 +148,27 @@ LLM_COMM_DEVICE LateWait check_wait(uint64_t start, const WaitBounds& bounds, co
   const uint64_t now = clock_ns();
   if (start == 0) start = now & ~kPeerHasExited;
   if (load_relaxed(bounds.aborted) != 0) return {start, true};
-  // What a peer that has exited had sent was there when the host learnt of it, and has been polled for since that look.
+  // What a peer that has exited had sent was there when the host learnt of it, and has been polled for since the check
+  // before.
   const bool has_expired = (start & kPeerHasExited) != 0 || now - start > bounds.timeout_ns;
-  if (!has_expired && !bounds.takes_look(now)) return {start, false};
-  const uint32_t reasons = load_relaxed(&bounds.mailbox->end_reasons);
-  // Of all operations, not of this wait alone: this rank ends the operation without what R1 of device_comm.cuh asks for,
-  // so it must send nothing in later ones. There is nothing to report and no note to leave: the host knows why, and
-  // nobody is missing whom this wait could name.
-  if ((reasons & kAbortRequest) != 0) {
-    give_up(bounds);
-    return {start, true};
+  if (has_expired || bounds.takes_look(now)) {
+    const uint32_t reasons = load_relaxed(&bounds.mailbox->end_reasons);
+    // Of all operations, not of this wait alone: this rank ends the operation without what R1 of device_comm.cuh asks for,
+    // so it must send nothing in later ones. There is nothing to report and no note to leave: the host knows why, and
+    // nobody is missing whom this wait could name.
+    if ((reasons & kAbortRequest) != 0) {
+      give_up(bounds);
+      return {start, true};
+    }
+    uint32_t suspect = peer;
+    if (bounds.suspicions.find(suspect) || has_expired) {
+      record_wait_in_vain(bounds, site, suspect, phase);
+      return {start, true};
+    }
+    // For all threads: this one may wait for another rank.
+    if (reasons != 0) store_relaxed(bounds.exited, reasons);
   }
-  uint32_t suspect = peer;
-  if (bounds.suspicions.find(suspect) || has_expired) {
-    record_wait_in_vain(bounds, site, suspect, phase);
-    return {start, true};
-  }
-  return {start | (reasons >> peer & kPeerHasExited), false};
+  return {start | (load_relaxed(bounds.exited) >> peer & kPeerHasExited), false};
 }
 
 // Polls until poll() returns true, or false once check(start), a check_wait(), ends the wait. It is called after every

@@ -433,9 +433,7 @@ def a_peer_that_dies_ends_the_process_without_the_time_out() -> None:
     context.__enter__()
     if dist_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    with contextlib.suppress(PeerTimeout):
-        parallel_state.get_tp_group().all_reduce(data((4, 4)))
-    time.sleep(60)  # the engine takes no notice
+    time.sleep(60)  # idle: no operation of llm_comm waits for it
 
 
 # ---- What they are made of ------------------------------------------------------------------------------------------
