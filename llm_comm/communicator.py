@@ -341,7 +341,8 @@ class Communicator:
             callback: Called with what the operations raise.
             exits: From now on this communicator fails too when the process of another rank has exited without closing
                 its own, though no operation waits for that rank: a second later, or as soon as this process ends or
-                drops the communicator.
+                drops the communicator (where the callback is still there). A rank whose interpreter ends, by an
+                exception for one, counts as one that has closed.
         """
         self._live_core()
         if self._watchdog is not None:

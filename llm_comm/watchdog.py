@@ -1,8 +1,8 @@
 """A thread that notices when a communicator fails, whether or not anybody calls it, and says what the ranks were doing.
 
-It also notices, and says in the log, that a rank's process has exited without closing its communicator. That alone ends
-nothing unless a callback asks for it, as what the rank has sent is there. But kernels that wait for more from it end at
-once, in place of the time-out, and an engine or launcher may be about to end this process too, often in other words.
+It also notices that a rank's process has exited. Kernels that wait for it end at once, in place of the time-out. That
+alone ends nothing else, as what the rank has sent is there, unless a callback asks for it. The log says which rank has
+exited without closing its communicator: an engine or launcher may be about to end this process too, in other words.
 
 A CUDA graph is replayed without Python, and a rank may wait for its GPU, so somebody else has to look. A look reads a
 few words of host memory.
@@ -74,7 +74,8 @@ class Watchdog(threading.Thread):
         self._not_launched: RankError | None = None  # what the device knows nothing of
         self._callbacks: list[_CallbackRef] = []  # each returns the callback, or None once it is gone
         self._lost: set[int] = set()  # ranks of which the log has said that they are gone
-        self._exits: dict[int, float] = {}  # of these, those whose processes have exited, and when that was seen
+        self._exited: set[int] = set()  # ranks of which the kernels know that their processes have exited
+        self._exits: dict[int, float] = {}  # of these, those that had not closed, and when that was seen
         self._fails_on_exit = False
         self._is_abandoned = False
 
@@ -145,6 +146,9 @@ class Watchdog(threading.Thread):
             with contextlib.suppress(Exception):  # else the others learn of it when they wait for this rank
                 self._publish(replace(self._state(), error=failure))
             self._tell(failure)
+        finally:
+            if self._board is not None:
+                self._board.close()
 
     def _watch(self) -> None:
         state = self._state()
@@ -157,6 +161,8 @@ class Watchdog(threading.Thread):
                 if self._own_error() is not None or any(s.state and s.state.error for s in sightings):
                     state = self._fail()
                 elif self._has_failed_by_exit():
+                    state = replace(state, error=self._exit_as_error())
+                    self._publish(state)
                     self._tell(self._exit_as_error(sightings))
             self._publish(state)  # a sign of life, also after an error
         if self._error is None and self._own_error() is not None:  # since the last look
@@ -164,27 +170,24 @@ class Watchdog(threading.Thread):
         if self._error is None:
             if self._is_abandoned:
                 self._wait_for_the_silent(state)
-                if self._exits:
-                    # What that rank has sent is there: a wait that lasts is in vain, and would hold up for the time-out
-                    # whoever frees the memory, the end of the process for one.
-                    self._core.abort()
             state = self._state()
         self._publish(replace(state, is_closed=True))
-        if self._error is None and self._is_abandoned and self._exits and self._fails_on_exit:
-            # Kernels of other libraries, which wait for that rank too, could hold up the process as it ends.
-            self._tell(self._exit_as_error(self._look()))
-        if self._board is not None:
-            self._board.close()
+        if self._error is None and self._is_abandoned and self._exits:
+            # A wait that lasts is in vain, and would hold up for the time-out whoever frees the memory, the end of the
+            # process for one. So could kernels of other libraries that wait for that rank, without end.
+            self._tell(self._exit_as_error(self._look()), quietly=not self._fails_on_exit)
 
     def _note_the_lost(self, sightings: Sequence[Sighting], life_s: float | None = None) -> None:
-        """Tells log and kernels of a rank whose process has exited though it had not closed its communicator; with
-        ``life_s``, the log also of one that has been silent for longer."""
+        """Tells the kernels of a rank whose process has exited. Says once in the log that it has, if it had not closed
+        its communicator; with ``life_s``, also that it has been silent for longer."""
         for rank, sighting in enumerate(sightings):
+            if sighting.has_exited and rank not in self._exited:
+                self._exited.add(rank)
+                self._core.peer_exited(rank)
+                if not sighting.is_closed:
+                    self._exits[rank] = time.monotonic()
             if sighting.is_closed:
                 continue
-            if sighting.has_exited and rank not in self._exits:
-                self._exits[rank] = time.monotonic()
-                self._core.peer_exited(rank)
             is_silent = life_s is not None and self._silent_for(rank, sighting) > life_s
             if rank in self._lost or not (sighting.has_exited or is_silent):
                 continue
@@ -202,7 +205,7 @@ class Watchdog(threading.Thread):
     def _has_failed_by_exit(self) -> bool:
         return self._fails_on_exit and any(time.monotonic() - seen > _EXIT_GRACE_S for seen in self._exits.values())
 
-    def _exit_as_error(self, sightings: Sequence[Sighting]) -> RankError:
+    def _exit_as_error(self, sightings: Sequence[Sighting] = ()) -> RankError:
         peer = min(self._exits, key=self._exits.__getitem__)
         text = (
             f"rank {self._rank}: the process of rank {peer} has exited without closing its communicator. This one "
@@ -244,12 +247,17 @@ class Watchdog(threading.Thread):
         self._tell(replace(error, text=error.text + _describe_ranks(sightings)))
         return state
 
-    def _tell(self, error: RankError) -> None:
+    def _tell(self, error: RankError, quietly: bool = False) -> None:
+        """Ends the communicator with the first error that it is given, of which, if ``quietly``, nobody hears."""
         with self._lock:
+            if self._error is not None:
+                return
             self._error = error
             callbacks = [callback for reference in self._callbacks if (callback := reference()) is not None]
         self._has_failed.set()
         self._core.abort()  # where another rank has failed, nothing that waits for it comes to an end
+        if quietly:
+            return
         if not callbacks:
             logger.error("%s", error.text)
         for callback in callbacks:
@@ -267,6 +275,7 @@ class Watchdog(threading.Thread):
                 state = replace(state, error=self._own_error())
             self._publish(state)
             sightings = self._look()
+            self._note_the_lost(sightings)
             have_errors = all(
                 s.state is None or s.state.error is not None or s.is_closed or s.has_exited or s.age_s > _LIFE_S
                 for s in sightings

@@ -203,8 +203,10 @@ class Member:
 
     def close(self) -> None:
         """Makes no use of the group, which may be gone."""
-        self._watchdog.stop()
-        self.communicator.close()
+        try:
+            self.communicator.close()  # which waits for the GPU: for ever, where a kernel of NCCL waits for a dead rank
+        finally:
+            self._watchdog.stop()
 
 
 def enter(

@@ -241,10 +241,11 @@ def outlive_with_callback(loss: str, exits: bool, drops: bool) -> list[str]:
         dist.barrier()
     if drops:
         comm = None
-        return told
     deadline = time.monotonic() + (3.0 if loss == "closed" or not exits else LIMIT_S)
     while not told and time.monotonic() < deadline:
         time.sleep(0.01)
+    if comm is None:
+        return told
     if told:
         with pytest.raises(PeerTimeout) as refused:
             comm.all_reduce(X)
@@ -267,6 +268,25 @@ def test_an_exit_is_an_error_for_those_who_want_it_so(
         why = "rank 0: the process of rank 1 has exited without closing its communicator. This one cannot be used any "
         assert text.startswith(why)
         assert "  rank 1 (pid " in text
+
+
+def outlive_one_that_had_closed() -> tuple[str, float]:
+    """Rank 1 closes its communicator, as the end of an interpreter does, and exits. The other one waits for it."""
+    comm = make_communicator(timeout_s=20 * LIMIT_S)
+    sum_three_times(comm)
+    if comm.rank == 1:
+        comm.close()
+        die()
+    start = time.monotonic()
+    with pytest.raises(PeerTimeout) as caught:
+        comm.all_reduce(X)
+    return str(caught.value), time.monotonic() - start
+
+
+def test_a_rank_that_has_exited_is_not_waited_for_though_it_had_closed(mortal_ranks: RankPool) -> None:
+    (text, seconds), _ = mortal_ranks.run(2, outlive_one_that_had_closed, dying=[1])
+    assert text.startswith("rank 0: the process of rank 1 has exited, and a one-shot all-reduce of 80 bytes ")
+    assert seconds < LIMIT_S
 
 
 def lose_nobody() -> None:

@@ -130,9 +130,10 @@ def be_lost(ranks: Session, loss: Loss, timeout_s: float, directory: Path) -> No
         threading.Timer(LOOP_BEFORE_FAULT_S, _die, [directory]).start()
     try:
         turns = 0
-        while time.monotonic() < begin + LOOP_BEFORE_FAULT_S + 3 * timeout_s:
+        longest_s = 3 * max(timeout_s, KILLED_LIMIT_S)
+        while time.monotonic() < begin + LOOP_BEFORE_FAULT_S + longest_s:
             if goes_away and turns == TURNS_BEFORE_AWAY:
-                told.wait(3 * timeout_s)
+                told.wait(longest_s)
             turn()
             turns += 1
             if is_victim and not loss.is_killed and time.monotonic() > begin + LOOP_BEFORE_FAULT_S:

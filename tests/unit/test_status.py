@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 
+from llm_comm import watchdog as watchdogs
 from llm_comm.status import RankError, RankState, StatusBoard, fit
 from llm_comm.watchdog import Watchdog
 
@@ -88,7 +89,9 @@ def abandon(how: str) -> mock.Mock:
         peer.wait()
     elif how == "dying":
         threading.Timer(1.5, peer.kill).start()
-    watchdog.abandon()
+    with mock.patch.object(watchdogs, "_LONGEST_DEATH_S", 20.0 if how == "dying" else 1.5):
+        watchdog.abandon()
+        watchdog.join(30)
     assert not watchdog.is_alive()
     peer.kill()
     peer.wait()
@@ -103,7 +106,7 @@ def test_kernels_of_a_dropped_communicator_do_not_wait_for_a_rank_that_has_exite
 
 def test_kernels_are_told_once_of_a_rank_that_has_exited() -> None:
     assert abandon("exited").peer_exited.mock_calls == [mock.call(1)]
-    assert not abandon("closed").peer_exited.called
+    assert abandon("closed").peer_exited.mock_calls == [mock.call(1)]  # whoever waits for it nevertheless
     assert not abandon("silent").peer_exited.called
 
 
