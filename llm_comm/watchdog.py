@@ -75,7 +75,7 @@ class Watchdog(threading.Thread):
         self._callbacks: list[_CallbackRef] = []  # each returns the callback, or None once it is gone
         self._lost: set[int] = set()  # ranks of which the log has said that they are gone
         self._exited: set[int] = set()  # ranks of which the kernels know that their processes have exited
-        self._exits: dict[int, float] = {}  # of these, those that had not closed, and when that was seen
+        self._first_exit: tuple[int, float] | None = None  # the rank, not closed before, and when it was seen
         self._fails_on_exit = False
         self._is_abandoned = False
 
@@ -161,9 +161,10 @@ class Watchdog(threading.Thread):
                 if self._own_error() is not None or any(s.state and s.state.error for s in sightings):
                     state = self._fail()
                 elif self._has_failed_by_exit():
-                    state = replace(state, error=self._exit_as_error())
+                    error = self._exit_as_error()
+                    state = replace(state, error=error)
                     self._publish(state)
-                    self._tell(self._exit_as_error(sightings))
+                    self._tell(error, sightings)
             self._publish(state)  # a sign of life, also after an error
         if self._error is None and self._own_error() is not None:  # since the last look
             state = self._fail()
@@ -172,10 +173,10 @@ class Watchdog(threading.Thread):
                 self._wait_for_the_silent(state)
             state = self._state()
         self._publish(replace(state, is_closed=True))
-        if self._error is None and self._is_abandoned and self._exits:
+        if self._error is None and self._is_abandoned and self._first_exit is not None:
             # A wait that lasts is in vain, and would hold up for the time-out whoever frees the memory, the end of the
             # process for one. So could kernels of other libraries that wait for that rank, without end.
-            self._tell(self._exit_as_error(self._look()), quietly=not self._fails_on_exit)
+            self._tell(self._exit_as_error(), self._look(), quietly=not self._fails_on_exit)
 
     def _note_the_lost(self, sightings: Sequence[Sighting], life_s: float | None = None) -> None:
         """Tells the kernels of a rank whose process has exited. Says once in the log that it has, if it had not closed
@@ -184,8 +185,8 @@ class Watchdog(threading.Thread):
             if sighting.has_exited and rank not in self._exited:
                 self._exited.add(rank)
                 self._core.peer_exited(rank)
-                if not sighting.is_closed:
-                    self._exits[rank] = time.monotonic()
+                if not sighting.is_closed and self._first_exit is None:
+                    self._first_exit = rank, time.monotonic()
             if sighting.is_closed:
                 continue
             is_silent = life_s is not None and self._silent_for(rank, sighting) > life_s
@@ -203,16 +204,19 @@ class Watchdog(threading.Thread):
             )
 
     def _has_failed_by_exit(self) -> bool:
-        return self._fails_on_exit and any(time.monotonic() - seen > _EXIT_GRACE_S for seen in self._exits.values())
+        if not self._fails_on_exit or self._first_exit is None:
+            return False
+        return time.monotonic() - self._first_exit[1] > _EXIT_GRACE_S
 
-    def _exit_as_error(self, sightings: Sequence[Sighting] = ()) -> RankError:
-        peer = min(self._exits, key=self._exits.__getitem__)
+    def _exit_as_error(self) -> RankError:
+        assert self._first_exit is not None
+        peer, _ = self._first_exit
         text = (
             f"rank {self._rank}: the process of rank {peer} has exited without closing its communicator. This one "
             "cannot be used any more."
         )
         brief = f"saw that the process of rank {peer} has exited"
-        return RankError(PeerTimeout.__name__, text + _describe_ranks(sightings), brief, self._rank, peer)
+        return RankError(PeerTimeout.__name__, text, brief, self._rank, peer)
 
     def _wait_for_the_silent(self, state: RankState) -> None:
         """Until every other rank has given a sign of life from now on, or has closed, has exited, or was silent for too
@@ -244,11 +248,13 @@ class Watchdog(threading.Thread):
         error = _root_cause(self._rank, state.error, sightings)
         if error is None:
             return state
-        self._tell(replace(error, text=error.text + _describe_ranks(sightings)))
+        self._tell(error, sightings)
         return state
 
-    def _tell(self, error: RankError, quietly: bool = False) -> None:
-        """Ends the communicator with the first error that it is given, of which, if ``quietly``, nobody hears."""
+    def _tell(self, error: RankError, sightings: Sequence[Sighting] = (), quietly: bool = False) -> None:
+        """Ends the communicator with the first error that it is given, and what the ranks were doing. If ``quietly``,
+        nobody hears of it."""
+        error = replace(error, text=error.text + _describe_ranks(sightings))
         with self._lock:
             if self._error is not None:
                 return
@@ -322,9 +328,6 @@ def explain(error: _core.OperationError, timeout_s: float) -> RankError:
             f"a {where} began on this GPU while another operation of the communicator was under way. Graphs that "
             "run at once, or with eager calls, need a communicator each, or must wait for each other."
         )
-    elif error.cause == "peer exited":
-        kind, brief = PeerTimeout, f"waited for rank {error.peer} in a {where}"
-        text = f"the process of rank {error.peer} has exited, and a {where} waits for it."
     else:
         kind, brief = PeerTimeout, f"waited for rank {error.peer} in a {where}"
         text = (
@@ -332,6 +335,8 @@ def explain(error: _core.OperationError, timeout_s: float) -> RankError:
             f"Rank {error.peer} has died, hangs, or makes other calls than this rank. "
             "LLM_COMM_TIMEOUT_S sets the limit."
         )
+        if error.cause == "peer exited":
+            text = f"the process of rank {error.peer} has exited, and a {where} waits for it."
     text = f"rank {error.rank}: {text} This communicator cannot be used any more."
     return RankError(kind.__name__, status.fit(text), brief, error.rank, error.peer)
 

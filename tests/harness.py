@@ -15,7 +15,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -64,9 +64,9 @@ def make_communicator(group: dist.ProcessGroup | None = None, **options: Any) ->
 
 
 @contextmanager
-def no_pidfds() -> Iterator[None]:
-    """For a communicator that is to learn nothing of processes that exit, as on Linux before 5.3."""
-    with mock.patch("os.pidfd_open", side_effect=OSError):
+def pidfds(exist: bool) -> Iterator[None]:
+    """Where they do not, as on Linux before 5.3, a communicator that is made learns nothing of processes that exit."""
+    with nullcontext() if exist else mock.patch("os.pidfd_open", side_effect=OSError):
         yield
 
 

@@ -7,13 +7,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RankPool, make_communicator, no_pidfds, regroup
+from harness import RankPool, make_communicator, pidfds, regroup
 from reference import ALGORITHMS, assert_is_sum, contributions
 
 from llm_comm import Communicator, PeerTimeout
@@ -42,7 +41,7 @@ class Loss:
 
 
 def make_mortal(algorithm: str, has_pidfds: bool) -> Communicator:
-    with nullcontext() if has_pidfds else no_pidfds():
+    with pidfds(has_pidfds):
         return make_communicator(algorithm=algorithm, timeout_s=LONG_TIMEOUT_S if has_pidfds else TIMEOUT_S)
 
 

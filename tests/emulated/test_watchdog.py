@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RankPool, make_communicator, no_pidfds
+from harness import RankPool, make_communicator, pidfds
 from reference import assert_is_sum, contributions
 
 from llm_comm import Communicator, CommunicatorError, LaunchError, PeerTimeout, RendezvousError
@@ -150,7 +150,7 @@ def told_of_error(comm: Communicator) -> Callable[[], CommunicatorError]:
 def lose_rank(victim: int, idle_rank: int, has_pidfds: bool) -> Loss:
     """Ranks wait for the victim in a thread that nobody asks; ``idle_rank`` makes no call at all."""
     # What the ranks have for hearing of each other is a share of it. Where they see who exits, nobody waits so long.
-    with nullcontext() if has_pidfds else no_pidfds():
+    with pidfds(has_pidfds):
         comm = make_communicator(timeout_s=20 * LIMIT_S if has_pidfds else 3 * TIMEOUT_S)
     sum_three_times(comm)
     if comm.rank == victim:
@@ -199,7 +199,7 @@ def test_all_ranks_are_told_without_a_further_call(mortal_ranks: RankPool, has_p
 def outlive(victim: int, has_pidfds: bool, how: str) -> tuple[int, list[str]]:
     """Idle ranks lose one. Returns this rank's process and what the logger said on it."""
     records = said_by_the_logger()
-    with nullcontext() if has_pidfds else no_pidfds():
+    with pidfds(has_pidfds):
         comm: Communicator | None = make_communicator(timeout_s=LIMIT_S)
     assert comm is not None
     sum_three_times(comm)

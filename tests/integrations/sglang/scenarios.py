@@ -40,6 +40,7 @@ from rank_processes import (
     data,
     dist_rank,
     expected_sum,
+    lose_rank_1,
     scenario,
     serve,
     shared_directory,
@@ -574,10 +575,7 @@ def a_peer_that_stays_away_ends_the_process_with_its_name() -> None:
 def a_peer_that_dies_ends_the_process_without_the_time_out() -> None:
     context = sglang_groups()
     context.__enter__()
-    dist.barrier()
-    if dist_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)  # idle: no operation of llm_comm waits for it
+    lose_rank_1()
 
 
 # ---- What they are made of ------------------------------------------------------------------------------------------

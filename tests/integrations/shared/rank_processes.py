@@ -12,6 +12,7 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -84,6 +85,14 @@ def wait_for_text(path: Path, text: str) -> str:
         assert time.monotonic() < deadline, f"{path.name} does not say {text!r}"
         time.sleep(0.1)
     return path.read_text()
+
+
+def lose_rank_1() -> None:
+    """It dies. The engine of the other rank is idle, and takes no notice for longer than that rank may live."""
+    dist.barrier()
+    if dist_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
 
 
 def use_config_file(text: str, name: str = "options.yaml") -> None:
