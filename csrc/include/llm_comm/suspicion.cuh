@@ -43,18 +43,15 @@ class Suspicions {
   // followed, and after that the first rank is named that has left no note: whoever has come and waits has left one. If all
   // have (ranks that wait for each other make different calls), it stays with `suspect`.
   LLM_COMM_DEVICE uint32_t culprit(uint32_t suspect) const {
-    uint32_t found = follow(suspect);
     uint32_t silent = world_size_;
+    uint32_t candidate = suspect;
     LLM_COMM_UNROLL(1)
-    for (uint32_t rank = 0; rank < world_size_ && found == world_size_; ++rank) {
-      uint32_t named;
-      if (noted_by(rank, named)) {
-        found = follow(named);
-      } else if (silent == world_size_) {
-        silent = rank;
-      }
+    for (uint32_t rank = 0; rank <= world_size_; ++rank) {
+      const uint32_t found = follow(candidate);
+      if (found != world_size_) return found;
+      candidate = rank_;  // leads nowhere
+      if (rank < world_size_ && !noted_by(rank, candidate) && silent == world_size_) silent = rank;
     }
-    if (found != world_size_) return found;
     return silent != world_size_ ? silent : suspect;
   }
 
