@@ -30,6 +30,8 @@ _MAX_FUSED_BYTES = MIB
 _FUSED_BLOCKS_PER_SM = 3
 _ANY_NUMBER_OF_BLOCKS = 1 << 40
 LINE_BYTES = 16
+#: Of a workspace, before its slots (kHeaderBytes of device_comm.cuh).
+HEADER_BYTES = 64 << 10
 MAX_WORLD_SIZE = 8
 MAX_BLOCK_THREADS = 1024
 ALGORITHMS = ("one_shot", "two_shot")
@@ -169,7 +171,7 @@ def select(count: int, element_bytes: int, world_size: int, table: TuningTable, 
 
 def slot_bytes(config: Config) -> int:
     """Bytes of each of the two slots of a workspace: whole lines."""
-    return config.workspace_bytes // 2 // LINE_BYTES * LINE_BYTES
+    return (config.workspace_bytes - HEADER_BYTES) // 2 // LINE_BYTES * LINE_BYTES
 
 
 def max_lines_of_launch(algorithm: str, slot_lines: int, world_size: int) -> int:

@@ -187,11 +187,11 @@ def test_core_refuses_a_plan_that_does_not_fit(world: int, algorithm: str) -> No
             core.prepare_all_reduce(1 << 24, 0, launch_plan(wrong))
 
 
-@pytest.mark.parametrize("workspace", [1 << 20, (1 << 20) + 17, 32 << 20, (4 << 30) - 1])
-def test_two_slots_fit_in_the_workspace(workspace: int) -> None:
-    slot = selection.slot_bytes(Config(workspace_bytes=workspace))
-    assert slot % selection.LINE_BYTES == 0
-    assert workspace - 2 * selection.LINE_BYTES < 2 * slot <= workspace
+@pytest.mark.parametrize("workspace", [1 << 20, (1 << 20) + 17, 64 << 20, (4 << 30) - 1])
+def test_header_and_two_slots_fit_in_the_workspace(workspace: int) -> None:
+    config = Config(workspace_bytes=workspace)
+    assert selection.slot_bytes(config) % selection.LINE_BYTES == 0
+    assert workspace - 2 * selection.LINE_BYTES < core_of(2, config).workspace_bytes() <= workspace
 
 
 # ---- Tables --------------------------------------------------------------------------------------------------------
