@@ -105,9 +105,9 @@ class Config:
             ``MULTICAST_OFF_VARIABLES`` turns it off whatever is said here.
         timeout_s: Bound in seconds of every wait for a peer, at set-up and in kernels.
         log: Level of the ``llm_comm`` logger. Where it is not chosen, a level that the application has set stays.
-        workspace_bytes: Device memory of each rank: a header of 64 KiB and two slots for messages in flight. A slot bounds
-            what one kernel launch can carry: half of it for two-shot, ``1 / world_size`` of it for one-shot. A longer
-            message takes several launches.
+        workspace_bytes: Device memory of each rank: a header of 64 KiB and two slots for messages in flight. A slot
+            bounds what one kernel launch can carry: half of it for two-shot, ``1 / world_size`` of it for one-shot. A
+            longer message takes several launches.
         max_message_bytes: Larger messages are declined; None takes the bound of the tuning table.
         algorithm: ``"auto"`` selects by the table; a name forces that algorithm at every size.
         pdl: Programmatic dependent launch, on GPUs that have it.
