@@ -1,89 +1,140 @@
-"""What two safeguards cost: the bound of every wait, and the comparison of calls with LLM_COMM_DEBUG=1.
+"""What a build costs: the bound of every wait, a change to the kernels, the comparison of calls with LLM_COMM_DEBUG=1.
 
-    torchrun --standalone --nproc-per-node 4 tests/gpu/overhead.py --json bounded.json
+    torchrun --standalone --nproc-per-node 4 tests/gpu/overhead.py --json after1.json --label after
 
-measures this build: `aligned` (llm_comm.bench.timing), microseconds a call in a graph, without and with debug. The
-bound of the waits is compiled in, so its cost takes a second build, and runs of both in turn:
+measures this build: `aligned` (llm_comm.bench.timing), microseconds a call in a graph; all-reduces without and with
+debug, and fused ones. What is compiled in takes a second build, and runs of both in turn. Of a change to the kernels,
+with the sources before it in ../before:
 
-    pip install --no-build-isolation --no-deps --target /tmp/unbounded -C build-dir=/tmp/unbounded_build \\
-        -C cmake.define.LLM_COMM_UNBOUNDED_WAITS=ON .
-    PYTHONPATH=/tmp/unbounded torchrun --standalone --nproc-per-node 4 tests/gpu/overhead.py --json unbounded.json
-    python tests/gpu/overhead.py --compare bounded*.json unbounded*.json
+    pip install --no-build-isolation --no-deps --target /tmp/before -C build-dir=/tmp/before_build ../before
+    PYTHONPATH=/tmp/before torchrun --standalone --nproc-per-node 4 tests/gpu/overhead.py --json before1.json \\
+        --label before
+    python tests/gpu/overhead.py --compare after*.json before*.json
+
+Of the bound of the waits: the same with a build of these sources with `-C cmake.define.LLM_COMM_UNBOUNDED_WAITS=ON`,
+which needs no label.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from common import parser, report, run, session
+from common import Session, parser, report, run, session
 
 from llm_comm import Communicator, Config, _core
 from llm_comm.bench.timing import Schedule, time_eager, time_graph
 
 SIZES = tuple(1024 << i for i in range(11))  # bytes: 1 KiB to 1 MiB
+HIDDEN = 8192
+FUSED_ROWS = tuple(1 << i for i in range(7))  # 16 KiB to 1 MiB
 CALLS = 20
-#: What bounded waits may cost at any size.
+#: What bounded waits, or a change, may cost at any size.
 BAR_PERCENT = 1.0
 
 
 def compare(files: list[Path]) -> int:
-    """Prints the medians over the files of each kind, and what bounded waits cost. 1 if that is above the bar."""
-    runs: dict[bool, list[dict[str, float]]] = {True: [], False: []}
+    """Prints medians over the files of each build, and what the first build costs. 1 if that is above the bar."""
+    builds: dict[str, list[dict[str, dict[str, float]]]] = {}
     for file in files:
         figures = json.loads(file.read_text())["figures"]
-        runs[figures["bounded_waits"]].append(figures["us"])
-    if not all(runs.values()):
-        raise SystemExit("--compare needs results of both builds: with bounded waits and without")
-    print(f"{len(runs[True])} runs with bounded waits, {len(runs[False])} without: us a call, medians")
+        builds.setdefault(figures.get("label") or _waits(figures["bounded_waits"]), []).append(figures)
+    if len(builds) != 2:
+        raise SystemExit(f"--compare needs results of two builds, told apart by --label, not of {', '.join(builds)}")
+    (label, runs), (reference, reference_runs) = builds.items()
+    print(f"{len(runs)} runs of {label}, {len(reference_runs)} of {reference}: us a call, medians")
     costs = []
-    for size in map(str, SIZES):
-        with_bound, without = (statistics.median(one[size] for one in runs[kind]) for kind in (True, False))
-        costs.append((with_bound / without - 1) * 100)
-        print(f"{size:>8}  {with_bound:7.3f}  {without:7.3f}  {costs[-1]:+5.1f} %")
+    for kind, name in (("us", "all-reduce"), ("us_fused", "fused")):
+        if any(kind not in one for one in (*runs, *reference_runs)):
+            continue  # files of before 2026-11-22 know no fused ones
+        for size in runs[0][kind]:
+            us, before = (statistics.median(one[kind][size] for one in of) for of in (runs, reference_runs))
+            costs.append((us / before - 1) * 100)
+            print(f"{name:10}  {size:>8}  {us:7.3f}  {before:7.3f}  {costs[-1]:+5.1f} %")
     is_met = max(costs) <= BAR_PERCENT
     print(f"at most {max(costs):+.1f} %: {'within' if is_met else 'ABOVE'} the bar of {BAR_PERCENT:g} %")
     return 0 if is_met else 1
 
 
+def _waits(are_bounded: bool) -> str:
+    return "bounded waits" if are_bounded else "UNBOUNDED waits"
+
+
+class Clock:
+    """Microseconds a call of what the ranks do together."""
+
+    def __init__(self, ranks: Session, reps: int) -> None:
+        self._ranks = ranks
+        self._schedule = Schedule(CALLS, reps, True) if ranks.on_gpu else Schedule(2, 3, True)
+
+    def us(self, call: Callable[[], object], what: str) -> float:
+        call()
+        ranks = self._ranks
+        if ranks.on_gpu:
+            timing = time_graph(call, lambda: None, self._schedule, ranks.control)
+        else:
+            timing = time_eager(call, lambda: None, self._schedule, ranks.device, ranks.control)
+        ranks.watchdog.progress(what)
+        return round(timing.us, 3)
+
+
+def plain(communicator: Communicator, clock: Clock, device: torch.device) -> dict[str, float]:
+    """{bytes: us} of all-reduces, bf16."""
+    us = {}
+    for size in SIZES:
+        x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+        out = torch.empty_like(x)
+        us[str(size)] = clock.us(partial(communicator.all_reduce, x, out), f"{size} bytes")
+    return us
+
+
+def fused(communicator: Communicator, clock: Clock, device: torch.device) -> dict[str, float]:
+    """{bytes: us} of all-reduces with residual add and RMSNorm, rows of HIDDEN, bf16."""
+    weight = torch.ones(HIDDEN, dtype=torch.bfloat16, device=device)
+    us = {}
+    for rows in FUSED_ROWS:
+        x = torch.zeros(rows, HIDDEN, dtype=torch.bfloat16, device=device)
+        residual, out, residual_out = torch.zeros_like(x), torch.empty_like(x), torch.empty_like(x)
+        call = partial(communicator.all_reduce_add_rms_norm, x, residual, weight, 1e-6, out=out)
+        us[str(x.nbytes)] = clock.us(partial(call, residual_out=residual_out), f"{rows} rows, fused")
+    return us
+
+
 def main() -> int:
     options = parser((__doc__ or "").partition("\n")[0])
     options.add_argument("--reps", type=int, default=200, help="timed replays of each case")
+    options.add_argument("--label", help="of the build, for --compare; default: whether its waits are bounded")
     options.add_argument("--compare", type=Path, nargs="+", metavar="FILE", help="results to compare; runs nothing")
     arguments = options.parse_args()
     if arguments.compare:
         return compare(arguments.compare)
     with session(arguments) as ranks:
-        us: dict[bool, dict[str, float]] = {False: {}, True: {}}
-        for debug, us_of in us.items():
-            with Communicator(ranks.group, ranks.device, Config.load(debug=debug)) as communicator:
-                for size in SIZES:
-                    x = torch.zeros(size // 2, dtype=torch.bfloat16, device=ranks.device)
-                    out = torch.empty_like(x)
-                    communicator.all_reduce(x, out)
-
-                    def call(communicator: Communicator = communicator, x: Any = x, out: Any = out) -> None:
-                        communicator.all_reduce(x, out)
-
-                    schedule = Schedule(CALLS if ranks.on_gpu else 2, arguments.reps if ranks.on_gpu else 3, True)
-                    if ranks.on_gpu:
-                        timing = time_graph(call, lambda: None, schedule, ranks.control)
-                    else:
-                        timing = time_eager(call, lambda: None, schedule, ranks.device, ranks.control)
-                    us_of[str(size)] = round(timing.us, 3)
-                    ranks.watchdog.progress(f"{size} bytes, debug {debug}")
-                ranks.barrier()
+        clock = Clock(ranks, arguments.reps)
+        with Communicator(ranks.group, ranks.device, Config.load(debug=False)) as communicator:
+            us = plain(communicator, clock, ranks.device)
+            us_fused = fused(communicator, clock, ranks.device)
+            ranks.barrier()
+        with Communicator(ranks.group, ranks.device, Config.load(debug=True)) as communicator:
+            us_debug = plain(communicator, clock, ranks.device)
+            ranks.barrier()
         if ranks.rank == 0:
-            table = [("bytes", "us", "us with debug", "debug adds")]
-            for size in map(str, SIZES):
-                plain, checked = us[False][size], us[True][size]
-                table.append((size, f"{plain:.3f}", f"{checked:.3f}", f"{checked - plain:.3f}"))
-            figures = {"bounded_waits": _core.bounded_waits, "us": us[False], "us_debug": us[True]}
-            name = f"overhead, {'bounded' if _core.bounded_waits else 'UNBOUNDED'} waits"
-            report(name, ranks.device.type, ranks.world, table, figures, arguments.json)
+            label = arguments.label or _waits(_core.bounded_waits)
+            table = [("bytes", "us", "us with debug", "debug adds", "us fused")]
+            for size, alone in us.items():
+                in_one = f"{us_fused[size]:.3f}" if size in us_fused else ""
+                table.append((size, f"{alone:.3f}", f"{us_debug[size]:.3f}", f"{us_debug[size] - alone:.3f}", in_one))
+            figures = {
+                "label": label,
+                "bounded_waits": _core.bounded_waits,
+                "us": us,
+                "us_debug": us_debug,
+                "us_fused": us_fused,
+            }
+            report(f"overhead, {label}", ranks.device.type, ranks.world, table, figures, arguments.json)
     return 0
 
 
