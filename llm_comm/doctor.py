@@ -179,8 +179,8 @@ def _workspace() -> dict[str, Any]:
     config = llm_comm.Config.load()
     return {
         "bytes_per_gpu": config.workspace_bytes,
-        "bound": f"{format_bytes(config.workspace_bytes)} for each communicator, rounded up to what the driver "
-        "allocates (2M); allocated once, outside of torch's pool",
+        "bound": f"{format_bytes(config.workspace_bytes)} for each communicator, and up to 4M that the driver takes to "
+        "share it; allocated once, outside of torch's pool",
     }
 
 

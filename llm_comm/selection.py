@@ -147,13 +147,14 @@ def select(count: int, element_bytes: int, world_size: int, table: TuningTable, 
 
     row = next((row for row in table.rows if message_bytes <= row.up_to), table.rows[-1])
     algorithm = row.algorithm if config.algorithm == "auto" else config.algorithm
-    slot_lines = slot_bytes(config) // LINE_BYTES
-    chunk_lines = max_lines_of_launch(algorithm, slot_lines, world_size)
+    tile_lines = min(row.tile_lines, 1 << int(math.log2(MAX_BLOCK_THREADS // world_size)))
+    most_lines = max_lines_of_launch(algorithm, slot_bytes(config) // LINE_BYTES, world_size)
+    message_lines = math.ceil(message_bytes / LINE_BYTES)
+    chunk_lines = _lines_of_launch(message_lines, most_lines, world_size * tile_lines)
     chunk_elements = chunk_lines * LINE_BYTES // element_bytes
     chunks = math.ceil(count / chunk_elements)
-    launch_lines = min(math.ceil(message_bytes / LINE_BYTES), chunk_lines)
+    launch_lines = min(message_lines, chunk_lines)
     tiled_lines = launch_lines if algorithm == "one_shot" else math.ceil(launch_lines / world_size)
-    tile_lines = min(row.tile_lines, 1 << int(math.log2(MAX_BLOCK_THREADS // world_size)))
     return Plan(
         algorithm=algorithm,
         protocol="LL",
@@ -167,6 +168,16 @@ def select(count: int, element_bytes: int, world_size: int, table: TuningTable, 
         reason=f"{table.name}, up to {row.up_to} bytes"
         + ("" if config.algorithm == "auto" else f"; algorithm forced to {algorithm}"),
     )
+
+
+def _lines_of_launch(message_lines: int, most_lines: int, unit: int) -> int:
+    """Lines of all launches but the last: those of a message that takes several are as long as each other, but for
+    ``unit``. The trips to the peers and back take as long in a short one.
+    """
+    if message_lines <= most_lines:
+        return most_lines
+    launches = math.ceil(message_lines / most_lines)
+    return min(most_lines, math.ceil(message_lines / (launches * unit)) * unit)
 
 
 def slot_bytes(config: Config) -> int:

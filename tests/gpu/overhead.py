@@ -11,8 +11,9 @@ with the sources before it in ../before:
         --label before
     python tests/gpu/overhead.py --compare after*.json before*.json
 
-Of the bound of the waits: the same with a build of these sources with `-C cmake.define.LLM_COMM_UNBOUNDED_WAITS=ON`,
-which needs no label.
+says what the build of the first file costs. (The commit in a file is that of this program; only the label tells the
+build.) Of the bound of the waits: the same with a build of these sources with
+`-C cmake.define.LLM_COMM_UNBOUNDED_WAITS=ON`, which needs no label, in any order.
 """
 
 from __future__ import annotations
@@ -38,19 +39,22 @@ BAR_PERCENT = 1.0
 
 
 def compare(files: list[Path]) -> int:
-    """Prints medians over the files of each build, and what the first build costs. 1 if that is above the bar."""
+    """Prints medians over the files of each build, and what that of the first file costs. 1 if it is above the bar."""
     builds: dict[str, list[dict[str, dict[str, float]]]] = {}
     for file in files:
         figures = json.loads(file.read_text())["figures"]
         builds.setdefault(figures.get("label") or _waits(figures["bounded_waits"]), []).append(figures)
     if len(builds) != 2:
         raise SystemExit(f"--compare needs results of two builds, told apart by --label, not of {', '.join(builds)}")
+    if set(builds) == {_waits(True), _waits(False)}:
+        builds = {label: builds[label] for label in (_waits(True), _waits(False))}
     (label, runs), (reference, reference_runs) = builds.items()
     print(f"{len(runs)} runs of {label}, {len(reference_runs)} of {reference}: us a call, medians")
     costs = []
     for kind, name in (("us", "all-reduce"), ("us_fused", "fused")):
         if any(kind not in one for one in (*runs, *reference_runs)):
-            continue  # files of before 2026-11-22 know no fused ones
+            print(f"{name}: not in all of the files")  # those of before 2026-11-22 have no fused ones
+            continue
         for size in runs[0][kind]:
             us, before = (statistics.median(one[kind][size] for one in of) for of in (runs, reference_runs))
             costs.append((us / before - 1) * 100)
@@ -108,7 +112,13 @@ def main() -> int:
     options = parser((__doc__ or "").partition("\n")[0])
     options.add_argument("--reps", type=int, default=200, help="timed replays of each case")
     options.add_argument("--label", help="of the build, for --compare; default: whether its waits are bounded")
-    options.add_argument("--compare", type=Path, nargs="+", metavar="FILE", help="results to compare; runs nothing")
+    options.add_argument(
+        "--compare",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="of two builds: what that of the first file costs; runs nothing",
+    )
     arguments = options.parse_args()
     if arguments.compare:
         return compare(arguments.compare)

@@ -38,8 +38,14 @@ def test_medians_of_two_builds(tmp_path: Path, us: float, us_fused: float, statu
 
 def test_results_without_labels_are_told_apart_by_their_waits(tmp_path: Path) -> None:
     bounded, unbounded = ({"bounded_waits": bounded, "us": {"1024": us}} for bounded, us in ((True, 2.0), (False, 1.0)))
-    returned, text = compare(tmp_path, bounded, unbounded)
-    assert (returned, "+100.0 %" in text, "fused" in text) == (1, True, False), text
+    for files in ((bounded, unbounded), (unbounded, bounded)):
+        returned, text = compare(tmp_path, *files)
+        assert (returned, "+100.0 %" in text, "fused: not in all of the files" in text) == (1, True, True), text
+
+
+def test_what_the_build_of_the_first_file_costs(tmp_path: Path) -> None:
+    returned, text = compare(tmp_path, figures("before", 2.0, 3.0), figures("after", 4.0, 3.0))
+    assert (returned, "-50.0 %" in text) == (0, True), text
 
 
 def test_one_build_is_no_comparison(tmp_path: Path) -> None:

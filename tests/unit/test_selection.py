@@ -149,18 +149,42 @@ def launch_plan(plan: Plan) -> _core.LaunchPlan:
     )
 
 
-def test_chunks_cover_the_message_and_fill_slots() -> None:
+def test_chunks_cover_the_message() -> None:
+    several = 0
     for count, data_type, world, table, config in random_cases(2000):
         element_bytes = ELEMENT_BYTES[data_type]
         plan = select(count, element_bytes, world, table, config)
         assert (plan.chunks - 1) * plan.chunk_elements < count <= plan.chunks * plan.chunk_elements
         # The pointers of later chunks are as aligned as the first.
         assert plan.chunk_elements * element_bytes % selection.LINE_BYTES == 0
-        # A chunk with a line more a rank would not fit.
+        # No more launches than have to be, and none that is much shorter than the others.
+        most = select(1, element_bytes, world, table, config).chunk_elements
+        assert plan.chunks == -(-count // most)
+        if plan.chunks > 1:
+            several += 1
+            unit = world * plan.tile_lines * selection.LINE_BYTES // element_bytes
+            assert plan.chunks * (plan.chunk_elements - unit) < count
+    assert several > 500
+
+
+def test_one_launch_fills_a_slot() -> None:
+    for _, data_type, world, table, config in random_cases(2000):
+        element_bytes = ELEMENT_BYTES[data_type]
+        plan = select(1, element_bytes, world, table, config)
+        # With a line more a rank it would not fit.
         lines = plan.chunk_elements * element_bytes // selection.LINE_BYTES + world
         slot_lines = selection.slot_bytes(config) // selection.LINE_BYTES
         needed = world * lines if plan.algorithm == "one_shot" else 2 * world * -(-lines // world)
         assert needed > slot_lines
+
+
+def test_launches_of_a_prefill() -> None:
+    """4096 tokens of 8192 elements, and a quarter of them."""
+    table = table_of(TuningRow(1, "two_shot", 528, 128, 1))
+    for count, launches in ((1 << 25, 5), (1 << 23, 2)):
+        plan = select(count, 2, 4, table, Config())
+        assert plan.chunks == launches
+        assert plan.chunk_elements * launches - count < launches * 4 * 128 * 8
 
 
 def test_core_accepts_every_plan() -> None:
@@ -174,7 +198,7 @@ def test_core_accepts_every_plan() -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_core_refuses_a_plan_that_does_not_fit(world: int, algorithm: str) -> None:
     config = Config(workspace_bytes=1 << 20)
-    plan = select(1 << 24, 2, world, table_of(TuningRow(1, algorithm, 4, 16, 0)), config)
+    plan = select(1, 2, world, table_of(TuningRow(1, algorithm, 4, 16, 0)), config)  # its chunk is all that fits
     core = core_of(world, config)
     too_large = dataclasses.replace(plan, chunk_elements=plan.chunk_elements + 8 * world)
     for wrong, message in (
