@@ -41,8 +41,9 @@ class Suspicions {
   // Follows the notes from `suspect` to a rank that has left none. Where they lead round or back here, which they do when
   // the first of a rank's waits to expire was for one that waits for the missing rank too, the notes of the others are
   // followed, and after that the first rank is named that has left no note: whoever has come and waits has left one. If all
-  // have (ranks that wait for each other make different calls), it stays with `suspect`. One call
-  // of follow(), not two: a predicate that this takes is one less for what kernels keep across a wait
+  // have (ranks that wait for each other make different calls), it stays with `suspect`.
+  //
+  // One call of follow(), not two: a predicate that this takes is one less for what kernels keep across a wait
   // (docs/performance.md).
   LLM_COMM_DEVICE uint32_t culprit(uint32_t suspect) const {
     uint32_t silent = world_size_;
