@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +14,8 @@ from typing import Any
 import yaml
 
 from llm_comm.errors import ConfigError
+from llm_comm.sizes import parse_size
+from llm_comm.spelling import guess
 
 MIB = 1 << 20
 
@@ -67,6 +69,8 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+_AS_TEXT = "environment and file: 64M is 64 MiB"
+
 _BOOLEAN = _Option(_boolean, lambda v: isinstance(v, bool), "true or false (environment: 1 or 0)")
 
 _OPTIONS: dict[str, _Option] = {
@@ -78,9 +82,15 @@ _OPTIONS: dict[str, _Option] = {
         "a number of seconds above 0 and below 1000000",
     ),
     "log": _one_of("debug", "info", "warning", "error"),
-    "workspace_bytes": _Option(int, lambda v: _is_int(v) and MIB <= v <= 4096 * MIB, "bytes, 1 MiB to 4 GiB"),
+    "workspace_bytes": _Option(
+        parse_size,
+        lambda v: _is_int(v) and MIB <= v <= 4096 * MIB,
+        f"bytes, 1 MiB to 4 GiB ({_AS_TEXT})",
+    ),
     "max_message_bytes": _Option(
-        int, lambda v: v is None or (_is_int(v) and v >= 0), "bytes >= 0 (default: that of the tuning table)"
+        parse_size,
+        lambda v: v is None or (_is_int(v) and v >= 0),
+        f"bytes >= 0 ({_AS_TEXT}; default: that of the tuning table)",
     ),
     "algorithm": _one_of("auto", "one_shot", "two_shot"),
     "pdl": _BOOLEAN,
@@ -90,14 +100,35 @@ _OPTIONS: dict[str, _Option] = {
     "table": _Option(str, lambda v: v is None or isinstance(v, str), "path of a tuning table"),
 }
 
+_SIZES = [name for name, option in _OPTIONS.items() if option.parse is parse_size]
 
-@dataclass(frozen=True)
+
+def _resolving(cls: type[Config]) -> type[Config]:
+    """Makes the constructor, which dataclass wrote, look for what it is not given in the file and the environment."""
+    take: Callable[..., None] = vars(cls)["__init__"]
+
+    @functools.wraps(take)
+    def __init__(self: Config, *positional: object, **given: Any) -> None:
+        if positional:
+            raise ConfigError(f"Config takes options by name, as timeout_s=5; found {positional[0]!r} without one")
+        if "origins" in given:  # the copy of a configuration: nothing is left to look for
+            _check_names(name for name in given if name != "origins")
+            take(self, **given)
+        else:
+            take(self, **_resolve(os.environ, given))
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
+
+
+@_resolving
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """Options of a communicator; every rank of a group must have the same.
 
     Each is also an environment variable, ``LLM_COMM_`` and the name in capitals, and a key of the YAML file that
-    ``LLM_COMM_CONFIG`` names. A variable that is empty counts as not set. The constructor takes values as they are;
-    ``Config.load`` reads all four places.
+    ``LLM_COMM_CONFIG`` names. A variable that is empty counts as not set. The constructor looks in all four places:
+    defaults < file < environment < what it is given. ``Config.load({}, ...)`` looks at no file and no environment.
 
     Args:
         enable: Whether engine integrations use llm_comm.
@@ -119,7 +150,7 @@ class Config:
         table: Tuning table to use in place of the one shipped for the device.
 
     Raises:
-        ConfigError: A value is not allowed.
+        ConfigError: An unknown option or variable, a value that is not allowed, or a file that cannot be read.
     """
 
     enable: bool = True
@@ -134,8 +165,9 @@ class Config:
     deterministic: bool = False
     debug: bool = False
     table: str | None = None
-    #: Where each value that is not a default comes from.
-    origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    #: Where each value comes from; what is not named is a default. Given to the constructor, as ``dataclasses.replace``
+    #: does, it says that all options are: file and environment are not read again.
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         for name, option in _OPTIONS.items():
@@ -144,41 +176,23 @@ class Config:
                 raise ConfigError(
                     f"option {name} is {value!r} ({self.origins.get(name, 'Python')}); valid: {option.valid_values}"
                 )
-        # What a caller has handed to the constructor was chosen too, and there is nowhere else that it can come from.
+        # What dataclasses.replace was given was chosen too.
         given = {f.name for f in dataclasses.fields(self) if f.name in _OPTIONS and getattr(self, f.name) != f.default}
         object.__setattr__(self, "origins", {**dict.fromkeys(sorted(given), "Python"), **self.origins})
 
     @classmethod
     def load(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Config:
-        """Reads defaults, the file of ``LLM_COMM_CONFIG``, ``LLM_COMM_*`` and ``overrides``, later ones winning.
+        """As the constructor, with the variables to read: ``os.environ`` if None.
 
         Raises:
-            ConfigError: An unknown option or variable, a value that is not allowed, or a file that cannot be read.
+            ConfigError: As of the constructor.
         """
-        environ = os.environ if environ is None else environ
-        values: dict[str, Any] = {}
-        origins: dict[str, str] = {}
-
-        def take(found: Mapping[str, Any], origin: Callable[[str], str]) -> None:
-            for name, value in found.items():
-                if name not in _OPTIONS:
-                    raise ConfigError(
-                        f"unknown option {name!r} ({origin(name)}){_guess(str(name), _OPTIONS)}; "
-                        f"valid: {', '.join(_OPTIONS)}"
-                    )
-                values[name] = value
-                origins[name] = origin(name)
-
-        _check_variables(environ)
-        path = environ.get(_CONFIG_VARIABLE)
-        if path:
-            take(_read_file(path), lambda _: path)
-        take(_read_environment(environ), _variable)
-        take(overrides, lambda _: "Python")
-        return cls(**values, origins=origins)
+        if not isinstance(environ, Mapping | None):
+            raise ConfigError(f"Config.load takes a mapping of variables, or options by name; found {environ!r}")
+        return cls(**_resolve(os.environ if environ is None else environ, overrides))
 
     def replace(self, **changes: Any) -> Config:
-        """A copy with some options changed."""
+        """A copy with some options changed. File and environment are not read again."""
         origins = {**self.origins, **dict.fromkeys(changes, "Python")}
         return dataclasses.replace(self, **changes, origins=origins)
 
@@ -188,13 +202,54 @@ def option_names() -> tuple[str, ...]:
     return tuple(_OPTIONS)
 
 
+def parse_option(name: str, text: str, source: str = "") -> Any:
+    """Reads an option from text, as variables and command lines have it.
+
+    Raises:
+        ConfigError: It is not allowed; ``source`` comes before the text.
+    """
+    option = _OPTIONS[name]
+    try:
+        value = option.parse(text)
+    except (ValueError, KeyError):
+        is_valid = False
+    else:
+        is_valid = option.is_valid(value)
+    if not is_valid:
+        raise ConfigError(f"{source}{text!r} is not allowed; valid: {option.valid_values}")
+    return value
+
+
 def _variable(name: str) -> str:
     return f"{_PREFIX}{name.upper()}"
 
 
-def _guess(name: str, valid: Iterable[str], prefix: str = "") -> str:
-    close = difflib.get_close_matches(name, list(valid), n=1)
-    return f" (did you mean {prefix}{close[0]}?)" if close else ""
+def _resolve(environ: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the constructor is to take: all options that are not defaults, and their ``origins``."""
+    _check_variables(environ)
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    path = environ.get(_CONFIG_VARIABLE)
+    if path:
+        values = _read_file(path)
+        _check_names(values, path)
+        origins = dict.fromkeys(values, path)
+    found = _read_environment(environ)
+    _check_names(given)
+    return {
+        **values,
+        **found,
+        **given,
+        "origins": {**origins, **{name: _variable(name) for name in found}, **dict.fromkeys(given, "Python")},
+    }
+
+
+def _check_names(names: Iterable[Any], origin: str = "Python") -> None:
+    for name in names:
+        if name not in _OPTIONS:
+            raise ConfigError(
+                f"unknown option {name!r} ({origin}){guess(str(name), _OPTIONS)}; valid: {', '.join(_OPTIONS)}"
+            )
 
 
 def _check_variables(environ: Mapping[str, str]) -> None:
@@ -205,7 +260,7 @@ def _check_variables(environ: Mapping[str, str]) -> None:
         if not variable.startswith(_PREFIX) or not text or name in valid or _RESERVED.fullmatch(name):
             continue
         raise ConfigError(
-            f"unknown variable {variable}{_guess(name.upper(), valid, _PREFIX)}: unset it; "
+            f"unknown variable {variable}{guess(name.upper(), valid, _PREFIX)}: unset it; "
             f"valid: {', '.join(_PREFIX + known for known in valid)}"
         )
 
@@ -222,19 +277,19 @@ def _read_file(path: str) -> dict[str, Any]:
     # YAML reads 0 and 1 as numbers where the option is spelt as a word.
     if _is_int(content.get("multicast")):
         content["multicast"] = str(content["multicast"])
+    for name in _SIZES:
+        if isinstance(content.get(name), str):
+            content[name] = parse_option(name, content[name], f"{path}: {name}: ")
     return content
 
 
 def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for name, option in _OPTIONS.items():
+    for name in _OPTIONS:
         text = environ.get(_variable(name))
         if not text:  # compose files cannot leave a variable out, only leave it empty
             continue
-        try:
-            values[name] = option.parse(text)
-        except (ValueError, KeyError) as error:
-            raise ConfigError(f"{_variable(name)}={text!r} is not allowed; valid: {option.valid_values}") from error
+        values[name] = parse_option(name, text, f"{_variable(name)}=")
     return values
 
 

@@ -59,7 +59,7 @@ def regroup(name: str, members: list[int]) -> None:
 def make_communicator(group: dist.ProcessGroup | None = None, **options: Any) -> llm_comm.Communicator:
     """An emulated communicator of the task's group. The limit on waits is one that a busy machine keeps."""
     defaults = {"workspace_bytes": 4 << 20, "timeout_s": 60.0}
-    config = llm_comm.Config(**{**defaults, **options})
+    config = llm_comm.Config.load({}, **{**defaults, **options})
     return llm_comm.Communicator(group or dist.group.WORLD, device="cpu", config=config)
 
 

@@ -90,7 +90,7 @@ def _check_options(args: argparse.Namespace, config: Config) -> None:
             )
     # They would have candidates declined, or run another algorithm than the table then says.
     for name in ("algorithm", "max_message_bytes"):
-        if name in config.origins and getattr(config, name) != getattr(Config(), name):
+        if name in config.origins and getattr(config, name) != getattr(Config.load({}), name):
             raise ConfigError(
                 f"option {name} is {getattr(config, name)!r} ({config.origins[name]}), but tune measures every "
                 "algorithm and size: unset it"

@@ -114,7 +114,7 @@ def test_a_size_at_which_all_candidates_decline_is_named(group: dist.ProcessGrou
 
 def test_a_message_without_an_element_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--min 1, .*the smallest message has an element"):
-        tune._check_options(arguments(min=1, operations=("all-reduce",)), Config())
+        tune._check_options(arguments(min=1, operations=("all-reduce",)), Config.load({}))
 
 
 def test_times_of_which_another_was_taken_off_can_be_negative() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
+import inspect
+import pickle
 import re
 from pathlib import Path
 
@@ -60,7 +63,8 @@ INVALID_TEXTS = [
     ("timeout_s", "-3", "a number of seconds above 0 and below 1000000"),
     ("log", "LOUD", "'debug' or 'info' or 'warning' or 'error'"),
     ("workspace_bytes", "1e9", "1 MiB to 4 GiB"),
-    ("max_message_bytes", "8M", "bytes >= 0"),
+    ("max_message_bytes", "8Q", "bytes >= 0"),
+    ("max_message_bytes", "-1", "bytes >= 0"),
     ("algorithm", "ONE_SHOT", "'auto' or 'one_shot' or 'two_shot'"),
     ("pdl", "2", "true or false"),
     ("fuse", "sometimes", "true or false"),
@@ -79,6 +83,12 @@ def variable(option: str) -> str:
 def file_environment(path: Path, text: str) -> dict[str, str]:
     path.write_text(text, encoding="utf-8")
     return {"LLM_COMM_CONFIG": str(path)}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [*map(variable, option_names()), "LLM_COMM_CONFIG", *MULTICAST_OFF_VARIABLES]:
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
@@ -112,6 +122,25 @@ def test_file_then_environment_then_python(option: str, file: Path) -> None:
     assert (getattr(loaded, option), loaded.origins[option]) == (in_python, "Python")
 
 
+@pytest.mark.parametrize("option", VALUES)
+def test_the_constructor_looks_in_all_four_places(option: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_file, text, in_environment, in_python = VALUES[option]
+
+    def found(**given: object) -> tuple[object, str]:
+        config = Config(**given)
+        return getattr(config, option), config.origins[option]
+
+    for name, value in file_environment(file, f"{option}: {in_file!r}\n").items():
+        monkeypatch.setenv(name, value)
+    assert found() == (in_file, str(file))
+    monkeypatch.setenv(variable(option), text)
+    assert found() == (in_environment, variable(option))
+    assert found(**{option: in_python}) == (in_python, "Python")
+    default = getattr(Config.load({}), option)
+    assert found(**{option: default}) == (default, "Python"), "what is given wins, also if it equals the default"
+    assert Config.load({}).origins == {}
+
+
 def test_sources_are_merged(file: Path) -> None:
     environ = {**file_environment(file, "timeout_s: 5\npdl: false\n"), "LLM_COMM_LOG": "debug"}
     assert Config.load(environ, algorithm="one_shot") == Config(
@@ -121,7 +150,58 @@ def test_sources_are_merged(file: Path) -> None:
 
 def test_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLM_COMM_TIMEOUT_S", "7")
-    assert Config.load().timeout_s == 7
+    assert Config.load().timeout_s == Config(fuse=False).timeout_s == 7
+    assert Config.load({}).timeout_s == 30
+
+
+def test_copies_do_not_read_the_environment_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(timeout_s=5)
+    monkeypatch.setenv("LLM_COMM_ALGORITHM", "two_shot")
+    monkeypatch.setenv("LLM_COMM_MISSPELT", "1")
+    same = [
+        config.replace(),
+        copy.copy(config),
+        copy.deepcopy(config),
+        pickle.loads(pickle.dumps(config)),
+        dataclasses.replace(config),
+        eval(repr(config)),
+    ]
+    for other in same:
+        assert (other, hash(other), other.origins) == (config, hash(config), {"timeout_s": "Python"})
+    for other in (config.replace(pdl=False), dataclasses.replace(config, pdl=False)):
+        assert (other.algorithm, other.origins) == ("auto", {"timeout_s": "Python", "pdl": "Python"})
+
+
+def test_origins_are_not_compared() -> None:
+    assert Config(log="debug") == Config.load({"LLM_COMM_LOG": "debug"})
+    assert len({Config(log="debug"), Config.load({"LLM_COMM_LOG": "debug"}), Config()}) == 2
+
+
+def test_the_signature_tells_options_and_defaults() -> None:
+    parameters = inspect.signature(Config).parameters
+    assert list(parameters) == [*option_names(), "origins"]
+    assert parameters["timeout_s"].default == 30
+
+
+def test_options_are_given_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"Config takes options by name, as timeout_s=5; found 5 without"):
+        Config(5)  # type: ignore[misc]
+    with pytest.raises(ConfigError, match=r"takes a mapping of variables, .* found 'a\.yaml'"):
+        Config.load("a.yaml")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["32M", "32m", "32MB", "32MiB", "32 MiB", "32768K", "33554432"])
+@pytest.mark.parametrize("option", ["workspace_bytes", "max_message_bytes"])
+def test_sizes(option: str, text: str, file: Path) -> None:
+    for environ in ({variable(option): text}, file_environment(file, f"{option}: {text}")):
+        assert getattr(Config.load(environ), option) == 32 << 20
+
+
+@pytest.mark.parametrize("text", ["1e9", "64Q", "1.5M", "-1", "M"])
+def test_a_size_in_a_file_that_is_none(text: str, file: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        Config.load(file_environment(file, f"workspace_bytes: '{text}'"))
+    assert f"config.yaml: workspace_bytes: '{text}' is not allowed; valid: bytes, 1 MiB to 4 GiB" in str(error.value)
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", True), ("on", True), ("YES", True), ("False", False), ("no", False)])
@@ -165,8 +245,9 @@ def test_invalid_value_in_a_file(file: Path) -> None:
 def test_unknown_option(file: Path) -> None:
     with pytest.raises(ConfigError, match=r"unknown option 'timeout'.*config\.yaml.*valid: enable, .*timeout_s"):
         Config.load(file_environment(file, "timeout: 3"))
-    with pytest.raises(ConfigError, match=r"unknown option 'timeout' \(Python\).*timeout_s"):
-        Config.load({}, timeout=3)
+    for make in (Config, lambda **options: Config.load({}, **options), Config().replace):
+        with pytest.raises(ConfigError, match=r"unknown option 'timeout' \(Python\) \(did you mean timeout_s\?\); "):
+            make(timeout=3)
 
 
 def test_unknown_option_is_guessed(file: Path) -> None:

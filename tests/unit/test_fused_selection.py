@@ -27,7 +27,7 @@ WORLDS = range(2, 9)
 LIMITS = DeviceLimits(max_cluster=16, sm_count=132)
 PLAIN = (TuningRow(4096, "one_shot", 3, 8, 0), TuningRow(65536, "two_shot", 100, 16, 1))
 ROWS = (FusedRow(4096, "two_shot", 64, 128, 4, 2), FusedRow(65536, "one_shot", 128, 256, 8, 0))
-CONFIG = Config()
+CONFIG = Config.load({})
 TABLE = TuningTable("test table", PLAIN, 1 << 20, ROWS)
 
 
@@ -41,7 +41,7 @@ def test_row_by_message_bytes(message_bytes: int, row: int) -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_forced_algorithm(algorithm: str) -> None:
-    plan = select_fused(3, 1024, 4, TABLE, Config(algorithm=algorithm), LIMITS)
+    plan = select_fused(3, 1024, 4, TABLE, Config.load({}, algorithm=algorithm), LIMITS)
     assert plan.algorithm == algorithm
     assert f"algorithm forced to {algorithm}" in plan.reason
 
@@ -66,7 +66,7 @@ def test_table_without_fused_rows() -> None:
     ],
 )
 def test_nothing_to_launch(rows: int, hidden: int, world: int, limit: int | None, algorithm: str, reason: str) -> None:
-    plan = select_fused(rows, hidden, world, TABLE, Config(max_message_bytes=limit), LIMITS)
+    plan = select_fused(rows, hidden, world, TABLE, Config.load({}, max_message_bytes=limit), LIMITS)
     assert plan.algorithm == algorithm
     assert reason in plan.reason
     assert plan.blocks == plan.chunks == 0
@@ -86,7 +86,7 @@ def random_cases(number: int) -> Iterator[tuple[int, int, int, Config, FusedRow,
             draw.randrange(4),
         )
         limits = DeviceLimits(draw.choice([1, 8, 16]), draw.choice([4, 84, 132]))
-        config = Config(workspace_bytes=(1 << 20) + draw.choice([0, 77, 31 << 20]))
+        config = Config.load({}, workspace_bytes=(1 << 20) + draw.choice([0, 77, 31 << 20]))
         chunk = select_fused(1, hidden, world, one_row(row), config, limits).chunk_rows
         rows = draw.choice([1, draw.randint(1, 300), max(1, draw.randint(0, 2) * chunk + draw.randint(-1, 1))])
         yield rows, hidden, world, config, row, limits, select_fused(rows, hidden, world, one_row(row), config, limits)
@@ -153,7 +153,7 @@ def test_chunks_fill_slots() -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("world", [2, 8])
 def test_core_refuses_a_plan_that_does_not_fit(world: int, algorithm: str) -> None:
-    config = Config(workspace_bytes=1 << 20)
+    config = Config.load({}, workspace_bytes=1 << 20)
     rows, hidden = 1000, 1024
     row = FusedRow(1, algorithm, 16, 256, 2, 0)
     plan = select_fused(rows, hidden, world, one_row(row), config, LIMITS)

@@ -33,11 +33,11 @@ def group() -> Iterator[dist.ProcessGroup]:
 @pytest.mark.parametrize(
     ("applications", "config", "level"),
     [
-        (logging.DEBUG, Config(), logging.DEBUG),
-        (logging.ERROR, Config(timeout_s=5.0), logging.ERROR),
-        (logging.DEBUG, Config(log="error"), logging.ERROR),
+        (logging.DEBUG, Config.load({}), logging.DEBUG),
+        (logging.ERROR, Config.load({}, timeout_s=5.0), logging.ERROR),
+        (logging.DEBUG, Config.load({}, log="error"), logging.ERROR),
         (logging.DEBUG, Config.load({"LLM_COMM_LOG": "warning"}), logging.WARNING),
-        (logging.NOTSET, Config(), logging.WARNING),
+        (logging.NOTSET, Config.load({}), logging.WARNING),
     ],
 )
 def test_a_level_of_the_application_stays_unless_one_is_chosen(

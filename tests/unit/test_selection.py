@@ -18,7 +18,7 @@ from llm_comm.selection import ALGORITHMS, TuningRow, TuningTable, select
 
 WORLDS = range(2, 9)
 ELEMENT_BYTES = {0: 2, 1: 2, 2: 4}  # by DataType of the core
-CONFIG = Config()
+CONFIG = Config.load({})
 TABLE = TuningTable(
     "test table",
     (
@@ -63,14 +63,14 @@ def test_element_size_counts(element_bytes: int) -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_forced_algorithm(algorithm: str) -> None:
     for count in (10, 1000, 10_000):
-        plan = select(count, 4, 4, TABLE, Config(algorithm=algorithm))
+        plan = select(count, 4, 4, TABLE, Config.load({}, algorithm=algorithm))
         assert plan.algorithm == algorithm
         assert f"algorithm forced to {algorithm}" in plan.reason
 
 
 @pytest.mark.parametrize(("limit", "largest"), [(None, 1 << 20), (100, 100), (0, 0), (1 << 30, 1 << 30)], ids=str)
 def test_largest_message(limit: int | None, largest: int) -> None:
-    config = Config(max_message_bytes=limit)
+    config = Config.load({}, max_message_bytes=limit)
     if largest:
         assert select(largest, 1, 2, TABLE, config).algorithm != "declined"
     plan = select(largest + 1, 1, 2, TABLE, config)
@@ -83,7 +83,7 @@ def test_largest_message(limit: int | None, largest: int) -> None:
     ("count", "world", "reason"), [(0, 4, "empty message"), (0, 1, "empty message"), (9, 1, "one rank")]
 )
 def test_nothing_to_exchange(count: int, world: int, reason: str) -> None:
-    plan = select(count, 2, world, TABLE, Config(max_message_bytes=0))
+    plan = select(count, 2, world, TABLE, Config.load({}, max_message_bytes=0))
     assert (plan.algorithm, plan.protocol, plan.message_bytes, plan.reason) == ("none", "none", 2 * count, reason)
 
 
@@ -91,7 +91,7 @@ def test_same_arguments_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else counts: not what was asked before, and not the environment."""
     first = select(5000, 2, 8, TABLE, CONFIG)
     for count in range(0, 10_000, 100):
-        select(count, 4, 3, TABLE, Config(algorithm="one_shot"))
+        select(count, 4, 3, TABLE, Config.load({}, algorithm="one_shot"))
     monkeypatch.setenv("LLM_COMM_ALGORITHM", "one_shot")
     monkeypatch.setenv("LLM_COMM_MAX_MESSAGE_BYTES", "0")
     assert select(5000, 2, 8, TABLE, CONFIG) == first
@@ -133,7 +133,7 @@ def random_cases(number: int) -> Iterator[tuple[int, int, int, TuningTable, Conf
         world, data_type = draw.choice(WORLDS), draw.choice(list(ELEMENT_BYTES))
         row = TuningRow(1, draw.choice(ALGORITHMS), draw.randint(1, 300), 1 << draw.randrange(11), draw.randrange(4))
         workspace = (1 << 20) + draw.choice([0, draw.randrange(1 << 20), draw.randrange(1 << 26)])
-        config = Config(workspace_bytes=workspace)
+        config = Config.load({}, workspace_bytes=workspace)
         chunk = select(1, ELEMENT_BYTES[data_type], world, table_of(row), config).chunk_elements
         count = draw.choice([draw.randint(1, 1 << 24), max(1, chunk * draw.randint(0, 3) + draw.randint(-9, 9))])
         yield count, data_type, world, table_of(row), config
@@ -182,7 +182,7 @@ def test_launches_of_a_prefill() -> None:
     """4096 tokens of 8192 elements, and a quarter of them."""
     table = table_of(TuningRow(1, "two_shot", 528, 128, 1))
     for count, launches in ((1 << 25, 5), (1 << 23, 2)):
-        plan = select(count, 2, 4, table, Config())
+        plan = select(count, 2, 4, table, Config.load({}))
         assert plan.chunks == launches
         assert plan.chunk_elements * launches - count < launches * 4 * 128 * 8
 
@@ -197,7 +197,7 @@ def test_core_accepts_every_plan() -> None:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_core_refuses_a_plan_that_does_not_fit(world: int, algorithm: str) -> None:
-    config = Config(workspace_bytes=1 << 20)
+    config = Config.load({}, workspace_bytes=1 << 20)
     plan = select(1, 2, world, table_of(TuningRow(1, algorithm, 4, 16, 0)), config)  # its chunk is all that fits
     core = core_of(world, config)
     too_large = dataclasses.replace(plan, chunk_elements=plan.chunk_elements + 8 * world)
@@ -213,7 +213,7 @@ def test_core_refuses_a_plan_that_does_not_fit(world: int, algorithm: str) -> No
 
 @pytest.mark.parametrize("workspace", [1 << 20, (1 << 20) + 17, 64 << 20, (4 << 30) - 1])
 def test_header_and_two_slots_fit_in_the_workspace(workspace: int) -> None:
-    config = Config(workspace_bytes=workspace)
+    config = Config.load({}, workspace_bytes=workspace)
     assert selection.slot_bytes(config) % selection.LINE_BYTES == 0
     assert workspace - 2 * selection.LINE_BYTES < core_of(2, config).workspace_bytes() <= workspace
 
@@ -224,7 +224,7 @@ def test_header_and_two_slots_fit_in_the_workspace(workspace: int) -> None:
 def test_table_from_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write_table(tmp_path / "mine.yaml", list(TABLE.rows), device="NVIDIA X", world_size=4, max_message_bytes=99)
     assert selection.load_table(path) == ("NVIDIA X", 4, TuningTable("mine.yaml", TABLE.rows, 99))
-    config = Config(table=str(path))
+    config = Config.load({}, table=str(path))
     assert selection.find_table("NVIDIA X", 4, 1, config).rows == TABLE.rows
     assert not caplog.records
     assert selection.find_table("any", 2, 1, config).rows == TABLE.rows
@@ -291,7 +291,7 @@ def test_file_that_is_no_table(content: bytes, tmp_path: Path) -> None:
 
 def test_missing_table(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no\.yaml"):
-        selection.find_table("any", 2, 1, Config(table=str(tmp_path / "no.yaml")))
+        selection.find_table("any", 2, 1, Config.load({}, table=str(tmp_path / "no.yaml")))
 
 
 def check_table(table: TuningTable, world: int) -> None:

@@ -457,7 +457,7 @@ def the_deployment_example_is_valid() -> None:
     os.environ["LLM_COMM_CONFIG"] = str(Path(__file__).parents[3] / "configs/sglang_deployment.yaml")
     config = sglang_communicator.load_config()
     assert config.origins["algorithm"] == os.environ["LLM_COMM_CONFIG"]
-    assert config == sglang_communicator.Config(timeout_s=600.0)
+    assert config == sglang_communicator.Config.load({}, timeout_s=600.0)
 
 
 @scenario()
