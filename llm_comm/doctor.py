@@ -1,7 +1,8 @@
 """``llm-comm doctor``: what this machine offers, and what llm_comm and the engines would do with it.
 
-Every section is gathered on its own: where one fails, the report says why and goes on. Nothing here creates a
-communicator or touches the driver's multicast interface.
+Every section is gathered on its own: where one fails, the report says why and goes on. A wrong configuration is told
+once, at the top, and what depends on it is not judged. Nothing here creates a communicator or touches the driver's
+multicast interface.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,23 +23,56 @@ import torch
 import llm_comm
 from llm_comm import _core, engine_verdicts, launch
 from llm_comm.bench.report import format_bytes, run_tool, versions
-from llm_comm.config import MULTICAST_OFF_VARIABLES, multicast_state, option_names
-from llm_comm.selection import TuningTable, find_table
+from llm_comm.config import MULTICAST_OFF_VARIABLES, Config, multicast_state, option_names
+from llm_comm.errors import ConfigError
+from llm_comm.selection import TuningTable, check_table_option, find_table
 
 _MULTICAST_VARIABLES = ("LLM_COMM_MULTICAST", *MULTICAST_OFF_VARIABLES)
 _PCIE_LEVELS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
 
+#: Stands in place of what depends on the configuration, if that is wrong.
+NOT_JUDGED = "not judged: the configuration is wrong; the error at the top says how"
+
+
 def run(args: argparse.Namespace) -> int:
-    """``llm-comm doctor``. Prints the report; always returns 0, because finding faults is its purpose."""
+    """``llm-comm doctor``. Prints the report; returns 2 if the configuration is wrong, else 0: faults of the machine
+    are what it is to find."""
     report = collect()
     print(json.dumps(report, indent=2, default=str) if args.json else render(report))
-    return 0
+    return 2 if "error" in report else 0
 
 
 def collect() -> dict[str, Any]:
-    """The whole report by section; a section that failed is ``{"error": why}``."""
-    return {title: _attempt(gather) for title, gather in _SECTIONS.items()}
+    """The whole report by section; a section that failed is ``{"error": why}``. A wrong configuration is the first
+    entry, ``"error"``, and what depends on it is ``NOT_JUDGED``."""
+    config: Config | None = None
+    report: dict[str, Any] = {}
+    try:
+        config = Config.load()
+        check_table_option(config)
+    except ConfigError as error:
+        config, report["error"] = None, f"{type(error).__name__}: {error}"
+    for title, section in _SECTIONS.items():
+        report[title] = _attempt(partial(section.gather, config))
+    return report
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the report; ``gather`` is given the configuration, None if that is wrong."""
+
+    gather: Callable[[Config | None], Any]
+
+
+def fact(gather: Callable[[], Any]) -> Section:
+    """A section that holds whatever the configuration is."""
+    return Section(lambda _: gather())
+
+
+def judgement(gather: Callable[[Config], Any]) -> Section:
+    """A section that follows from the configuration."""
+    return Section(lambda config: NOT_JUDGED if config is None else gather(config))
 
 
 def _attempt(gather: Callable[[], Any]) -> Any:
@@ -48,7 +83,7 @@ def _attempt(gather: Callable[[], Any]) -> Any:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def _verdict() -> dict[str, Any]:
+def _verdict(_config: Config) -> dict[str, Any]:
     return {"demo_would_run_on": launch.place(None, "auto").describe()}
 
 
@@ -169,14 +204,13 @@ def _link_ends(nvml: Any, gpu: Any) -> list[Any]:
     return ends
 
 
-def _multicast() -> dict[str, Any]:
-    on, why = multicast_state()
+def _multicast(config: Config) -> dict[str, Any]:
+    on, why = multicast_state(config)
     variables = {name: os.environ[name] for name in _MULTICAST_VARIABLES if name in os.environ}
     return {"state": "on" if on else "off", "why": why, "variables": variables or "none set"}
 
 
-def _workspace() -> dict[str, Any]:
-    config = llm_comm.Config.load()
+def _workspace(config: Config) -> dict[str, Any]:
     return {
         "bytes_per_gpu": config.workspace_bytes,
         "bound": f"{format_bytes(config.workspace_bytes)} for each communicator, and up to 4M that the driver takes to "
@@ -184,8 +218,7 @@ def _workspace() -> dict[str, Any]:
     }
 
 
-def _tuning() -> dict[str, str]:
-    config = llm_comm.Config.load()
+def _tuning(config: Config) -> dict[str, str]:
     gpus = launch.usable_gpus()[0]
     if gpus < launch.WORLDS[0]:
         tables = {launch.DEFAULT_EMULATED_WORLD: find_table("emulated", launch.DEFAULT_EMULATED_WORLD, 1, config)}
@@ -196,33 +229,34 @@ def _tuning() -> dict[str, str]:
     return {f"{world} ranks": _describe_table(table, config) for world, table in tables.items()}
 
 
-def _describe_table(table: TuningTable, config: llm_comm.Config) -> str:
+def _describe_table(table: TuningTable, config: Config) -> str:
     limit = table.max_message_bytes if config.max_message_bytes is None else config.max_message_bytes
     return f"{table.name}; messages above {format_bytes(limit)} are left to the engine"
 
 
-def _config() -> dict[str, str]:
-    config = llm_comm.Config.load()
+def _configuration(config: Config) -> dict[str, str]:
     return {name: f"{getattr(config, name)} ({config.origins.get(name, 'default')})" for name in option_names()}
 
 
-_SECTIONS: Mapping[str, Callable[[], Any]] = {
-    "verdict": _verdict,
-    "versions": versions,
-    "build": _build,
-    "gpus": _gpus,
-    "links": _links,
-    "multicast": _multicast,
-    "workspace": _workspace,
-    "tuning": _tuning,
-    "engines": engine_verdicts.verdicts,
-    "configuration": _config,
+_SECTIONS: Mapping[str, Section] = {
+    "verdict": judgement(_verdict),
+    "versions": fact(versions),
+    "build": fact(_build),
+    "gpus": fact(_gpus),
+    "links": fact(_links),
+    "multicast": judgement(_multicast),
+    "workspace": judgement(_workspace),
+    "tuning": judgement(_tuning),
+    "engines": Section(engine_verdicts.verdicts),
+    "configuration": judgement(_configuration),
 }
 
 
 def render(report: Mapping[str, Any]) -> str:
     """The report as indented text."""
-    return "\n".join(line for title, section in report.items() for line in [title, *_lines(section, "  ")])
+    error = [f"error: {report['error']}", ""] if "error" in report else []
+    sections = [(title, section) for title, section in report.items() if title != "error"]
+    return "\n".join([*error, *(line for title, section in sections for line in [title, *_lines(section, "  ")])])
 
 
 def _lines(value: Any, indent: str) -> list[str]:

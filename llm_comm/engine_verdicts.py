@@ -12,10 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
 
-from llm_comm import launch, selection
+from llm_comm import launch
 from llm_comm.bench.report import installed_version
 from llm_comm.config import Config
-from llm_comm.errors import ConfigError
 from llm_comm.integrations import common
 
 _PLUGIN = "llm_comm"
@@ -49,12 +48,12 @@ ENGINES = (
 )
 
 
-def verdicts() -> dict[str, str]:
-    """A sentence for each engine."""
-    return {engine.name: verdict(engine) for engine in ENGINES}
+def verdicts(config: Config | None) -> dict[str, str]:
+    """A sentence for each engine; ``config`` is None if the configuration is wrong."""
+    return {engine.name: verdict(engine, config) for engine in ENGINES}
 
 
-def verdict(engine: Engine) -> str:
+def verdict(engine: Engine, config: Config | None) -> str:
     """Whether the installed version of ``engine`` sums with llm_comm, or else the first reason why it does not."""
     version = installed_version(engine.package)
     if version is None:
@@ -64,11 +63,8 @@ def verdict(engine: Engine) -> str:
     why_not_loaded = _why_not_loaded(engine)
     if why_not_loaded is not None:
         return f"{version}; keeps its own all-reduce: {why_not_loaded}"
-    try:
-        config = Config.load()
-        selection.check_table_option(config)
-    except ConfigError as error:
-        return f"{version}; does not start with tensor parallelism: {error}"
+    if config is None:
+        return f"{version}; does not start with tensor parallelism: the configuration is wrong"
     why_not = _why_not_active(config)
     if why_not is not None:
         return f"{version}; keeps its own all-reduce: {why_not}"

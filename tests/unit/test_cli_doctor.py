@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
-from llm_comm import cli, doctor
+from llm_comm import cli, doctor, engine_verdicts
 
 TOPOLOGY = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
@@ -25,21 +26,30 @@ Legend:
 """
 
 
+SECTIONS = {
+    "verdict",
+    "versions",
+    "build",
+    "gpus",
+    "links",
+    "multicast",
+    "workspace",
+    "tuning",
+    "engines",
+    "configuration",
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("LLM_COMM_")]:
+        monkeypatch.delenv(name)
+
+
 def test_every_section_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert set(report) == {
-        "verdict",
-        "versions",
-        "build",
-        "gpus",
-        "links",
-        "multicast",
-        "workspace",
-        "tuning",
-        "engines",
-        "configuration",
-    }
+    assert set(report) == SECTIONS
     assert not [title for title, section in report.items() if "error" in section]
 
 
@@ -49,9 +59,42 @@ def test_a_failing_section_is_reported_and_the_others_stay(
     def broken() -> None:
         raise OSError("driver is gone")
 
-    monkeypatch.setattr(doctor, "_SECTIONS", {"gpus": broken, "engines": lambda: {"vLLM": "not installed"}})
+    sections = {"gpus": doctor.fact(broken), "engines": doctor.fact(lambda: {"vLLM": "not installed"})}
+    monkeypatch.setattr(doctor, "_SECTIONS", sections)
     assert doctor.run(argparse.Namespace(json=False)) == 0
     assert capsys.readouterr().out == "gpus\n  error: OSError: driver is gone\nengines\n  vLLM: not installed\n"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "error"),
+    [
+        ("LLM_COMM_ALGORITHM", "ring", "LLM_COMM_ALGORITHM='ring' is not allowed; valid: 'auto'"),
+        ("LLM_COMM_ALGORITM", "auto", "unknown variable LLM_COMM_ALGORITM (did you mean LLM_COMM_ALGORITHM?)"),
+        ("LLM_COMM_TABLE", "/no/such.yaml", "option table (LLM_COMM_TABLE): "),
+    ],
+)
+def test_a_wrong_option_is_told_once_and_nothing_is_judged_by_it(
+    variable: str, value: str, error: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(engine_verdicts, "installed_version", {"vllm": "0.33"}.get)
+    monkeypatch.setattr(engine_verdicts, "_has_entry_point", lambda _: True)
+    assert cli.main(["doctor"]) == 2
+    text = capsys.readouterr().out
+    assert text.startswith(f"error: ConfigError: {error}")
+    assert text.count("ConfigError") == 1
+    assert "demo_would_run_on" not in text
+
+    assert cli.main(["doctor", "--json"]) == 2
+    report = json.loads(capsys.readouterr().out)
+    assert set(report) == {*SECTIONS, "error"}
+    assert report["error"].startswith(f"ConfigError: {error}")
+    judged = {title for title, section in report.items() if section != doctor.NOT_JUDGED}
+    assert judged == {"error", "versions", "build", "gpus", "links", "engines"}
+    assert report["engines"] == {
+        "vLLM": "0.33; does not start with tensor parallelism: the configuration is wrong",
+        "SGLang": "not installed",
+    }
 
 
 def test_render_shows_nesting_matrices_and_plain_words() -> None:

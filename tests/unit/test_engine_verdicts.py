@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from llm_comm import doctor, engine_verdicts, launch
+from llm_comm.config import Config
 from llm_comm.engine_verdicts import ENGINES, Engine, is_supported
 
 REPOSITORY = Path(__file__).parents[2]
 VLLM, SGLANG = ENGINES
+CONFIG = Config.load({})
 ACTIVE = "; its all-reduces go through llm_comm"
 KEPT = "; keeps its own all-reduce: "
 
@@ -39,7 +41,7 @@ def test_no_engine_is_imported(machine: pytest.MonkeyPatch) -> None:
 
 def test_not_installed(machine: pytest.MonkeyPatch) -> None:
     machine.setattr(engine_verdicts, "installed_version", lambda _: None)
-    assert set(engine_verdicts.verdicts().values()) == {"not installed"}
+    assert set(engine_verdicts.verdicts(CONFIG).values()) == {"not installed"}
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.name)
@@ -47,8 +49,6 @@ def test_not_installed(machine: pytest.MonkeyPatch) -> None:
     ("variables", "reason"),
     [
         ({"LLM_COMM_ENABLE": "0"}, "LLM_COMM_ENABLE is off"),
-        # That variable leaves the engine alone whatever else is set.
-        ({"LLM_COMM_ENABLE": "0", "LLM_COMM_ALGORITM": "two_shot"}, "LLM_COMM_ENABLE is off"),
         ({"VLLM_PLUGINS": "a,b", "SGLANG_PLUGINS": "a,b"}, "_PLUGINS=a,b leaves llm_comm out"),
     ],
 )
@@ -57,9 +57,10 @@ def test_switched_off_by_a_variable(
 ) -> None:
     for name, value in variables.items():
         machine.setenv(name, value)
-    said = engine_verdicts.verdict(engine)
-    assert said.startswith(f"{engine.newest}{KEPT}")
-    assert said.endswith(reason)
+    for config in (CONFIG, None):  # it leaves the engine alone whatever else is set
+        said = engine_verdicts.verdict(engine, config)
+        assert said.startswith(f"{engine.newest}{KEPT}")
+        assert said.endswith(reason)
 
 
 @pytest.mark.parametrize(
@@ -77,32 +78,29 @@ def test_plugins_are_listed_as_the_engine_reads_them(
     engine: Engine, value: str, active: bool, machine: pytest.MonkeyPatch
 ) -> None:
     machine.setenv(engine.allowed, value)
-    assert engine_verdicts.verdict(engine).endswith(ACTIVE) is active
+    assert engine_verdicts.verdict(engine, CONFIG).endswith(ACTIVE) is active
 
 
 def test_switched_off_in_a_file(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "options.yaml"
     file.write_text("enable: false")
     machine.setenv("LLM_COMM_CONFIG", str(file))
-    assert engine_verdicts.verdict(VLLM) == f"0.33{KEPT}enable is false ({file})"
+    assert engine_verdicts.verdict(VLLM, Config.load()) == f"0.33{KEPT}enable is false ({file})"
 
 
-def test_a_wrong_option_ends_the_start(machine: pytest.MonkeyPatch) -> None:
-    machine.setenv("LLM_COMM_ALGORITM", "two_shot")
-    said = engine_verdicts.verdict(SGLANG)
-    assert said.startswith("0.5.23; does not start with tensor parallelism: unknown variable LLM_COMM_ALGORITM")
-
-
-def test_a_wrong_table_ends_the_start(machine: pytest.MonkeyPatch) -> None:
-    machine.setenv("LLM_COMM_TABLE", "/no/such/table.yaml")
-    said = engine_verdicts.verdict(VLLM)
-    assert said.startswith("0.33; does not start with tensor parallelism: option table (LLM_COMM_TABLE)")
+def test_a_wrong_configuration_ends_the_start(machine: pytest.MonkeyPatch) -> None:
+    said = engine_verdicts.verdict(SGLANG, None)
+    assert said == "0.5.23; does not start with tensor parallelism: the configuration is wrong"
+    machine.setattr(engine_verdicts, "_has_entry_point", lambda _: False)
+    assert engine_verdicts.verdict(SGLANG, None).startswith(f"0.5.23{KEPT}"), "it does not load what would end it"
 
 
 def test_without_an_entry_point(machine: pytest.MonkeyPatch) -> None:
     machine.setattr(engine_verdicts, "_has_entry_point", lambda group: group == SGLANG.entry_points)
-    assert "not installed as a plugin (entry point llm_comm of vllm.general_plugins)" in engine_verdicts.verdict(VLLM)
-    assert engine_verdicts.verdict(SGLANG).endswith(ACTIVE)
+    assert "not installed as a plugin (entry point llm_comm of vllm.general_plugins)" in engine_verdicts.verdict(
+        VLLM, CONFIG
+    )
+    assert engine_verdicts.verdict(SGLANG, CONFIG).endswith(ACTIVE)
 
 
 def test_entry_points_of_this_installation() -> None:
@@ -113,13 +111,13 @@ def test_entry_points_of_this_installation() -> None:
 @pytest.mark.parametrize("why", ["llm_comm was built without nvcc", "no GPU that torch can use", "only one GPU"])
 def test_without_kernels_or_gpus(why: str, machine: pytest.MonkeyPatch) -> None:
     machine.setattr(launch, "usable_gpus", lambda: (1, why))
-    assert engine_verdicts.verdict(VLLM) == f"0.33{KEPT}{why}"
+    assert engine_verdicts.verdict(VLLM, CONFIG) == f"0.33{KEPT}{why}"
 
 
 def test_a_version_that_was_not_tested(machine: pytest.MonkeyPatch) -> None:
     """Plugins go by names of the engine, not by its version: only the engine knows."""
     machine.setattr(engine_verdicts, "installed_version", lambda _: "0.34.0")
-    said = engine_verdicts.verdict(VLLM)
+    said = engine_verdicts.verdict(VLLM, CONFIG)
     assert said.startswith("0.34.0; the line about llm_comm in its log tells whether")
     assert said.endswith("tested with vLLM 0.26 to 0.33")
 
