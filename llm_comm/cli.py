@@ -8,15 +8,17 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from llm_comm.bench import ALIGNED_METHODS, METHODS
+from llm_comm import __version__
+from llm_comm.bench import ALIGNED_METHODS, METHODS, PLOT_SUFFIXES
+from llm_comm.config import parse_option
 from llm_comm.errors import ConfigError, LlmCommError
+from llm_comm.sizes import parse_size
+from llm_comm.spelling import guess
 
-_UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 _BENCH_MODES = ("eager", "graph")
 _TUNED = ("all-reduce", "fused")
 _ALIGNED_AND_SPACED = (
@@ -28,7 +30,9 @@ _ALIGNED_AND_SPACED = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. ``argv`` defaults to the process's arguments; returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    args = build_parser().parse_args(argv)
+    args, unknown = build_parser().parse_known_args(argv)
+    if unknown:
+        args.parser.error(f"unrecognized arguments: {_with_guesses(unknown, args.parser)}")
     args.argv = argv
     _show_log()
     try:
@@ -50,6 +54,12 @@ def _show_log() -> None:
         logger.addHandler(handler)
 
 
+def _with_guesses(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    options = [option for action in parser._actions for option in action.option_strings]
+    guesses = [guess(word.partition("=")[0], options) if word.startswith("-") else "" for word in unknown]
+    return " ".join(word + guessed for word, guessed in zip(unknown, guesses, strict=True))
+
+
 def _speaker() -> str:
     from llm_comm import launch
 
@@ -57,8 +67,10 @@ def _speaker() -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all subcommands. A parse yields ``module``, whose ``run(args) -> int`` does the work."""
+    """The parser of all subcommands. A parse yields ``module``, whose ``run(args) -> int`` does the work, and
+    ``parser``, that of the subcommand."""
     parser = argparse.ArgumentParser(prog="llm-comm", description="Low-latency tensor-parallel collectives.")
+    parser.add_argument("--version", action="version", version=f"llm-comm {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_demo(commands)
     _add_bench(commands)
@@ -67,10 +79,17 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str, module: str
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=_sentence(text))
+    parser.set_defaults(module=module, parser=parser)
+    return parser
+
+
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = "decode with a small tensor-parallel Llama and check it against an unsharded run"
-    parser = commands.add_parser("demo", help=text, description=_sentence(text))
-    parser.set_defaults(module="llm_comm.demo.run")
+    parser = _command(commands, "demo", text, "llm_comm.demo.run")
     _add_ranks(parser)
     parser.add_argument("--tokens", type=_positive, default=256, help="tokens to generate per sequence (%(default)s)")
     parser.add_argument("--batch", type=_positive, default=1, help="sequences decoded together (%(default)s)")
@@ -83,7 +102,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("--vocab", type=_positive, default=2048, help="vocabulary size (%(default)s)")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="bf16 on GPUs, fp32 on emulated ones")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and prompts (%(default)s)")
-    parser.add_argument("--timeout-s", type=float, help="longest wait for a peer, in seconds")
+    parser.add_argument("--timeout-s", type=_seconds, help="longest wait for a peer, in seconds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report as JSON")
 
 
@@ -91,16 +110,14 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     bench = commands.add_parser("bench", help="time a collective beside other libraries")
     collectives = bench.add_subparsers(title="collectives", required=True, metavar="COLLECTIVE")
     text = "time and check all-reduce + residual add + RMSNorm in one kernel beside the same in two, and FlashInfer"
-    parser = collectives.add_parser("fused", help=text, description=_sentence(text))
-    parser.set_defaults(module="llm_comm.bench.fused")
+    parser = _command(collectives, "fused", text, "llm_comm.bench.fused")
     parser.add_argument("--min", type=byte_count, help="smallest message (16K, or a row if that is longer)")
     parser.add_argument("--max", type=byte_count, help="largest message (1M; emulated 64K)")
     parser.add_argument("--hidden", type=_positive, default=8192, help="elements of a row (%(default)s)")
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16", help="(%(default)s)")
     _add_bench_options(parser, "graph")
     text = "time and check all-reduce beside NCCL and torch symmetric memory (beside gloo on emulated GPUs)"
-    parser = collectives.add_parser("all-reduce", help=text, description=_sentence(text))
-    parser.set_defaults(module="llm_comm.bench.all_reduce")
+    parser = _command(collectives, "all-reduce", text, "llm_comm.bench.all_reduce")
     parser.add_argument("--min", type=byte_count, default=byte_count("1K"), help="smallest message (1K)")
     parser.add_argument("--max", type=byte_count, help="largest message (8M; emulated 64K)")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="(%(default)s)")
@@ -119,13 +136,17 @@ def _add_bench_options(parser: argparse.ArgumentParser, modes: str) -> None:
         help=f"{_ALIGNED_AND_SPACED}; plain: after a host barrier, which adds launch skew (%(default)s)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also draw them (needs matplotlib)")
+    parser.add_argument(
+        "--plot",
+        type=_plot_file,
+        metavar="FILE.png",
+        help=f"also draw them, as {_or(PLOT_SUFFIXES)} (needs matplotlib)",
+    )
 
 
 def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = "measure which algorithm is fastest at each size here and write a tuning table"
-    parser = commands.add_parser("tune", help=text, description=_sentence(text))
-    parser.set_defaults(module="llm_comm.bench.tune")
+    parser = _command(commands, "tune", text, "llm_comm.bench.tune")
     _add_ranks(parser)
     parser.add_argument("--min", type=byte_count, default=byte_count("1K"), help="smallest message (1K)")
     parser.add_argument("--max", type=byte_count, default=byte_count("64M"), help="largest message (64M)")
@@ -143,8 +164,7 @@ def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = "report what this machine offers and what llm_comm would do with it"
-    parser = commands.add_parser("doctor", help=text, description=_sentence(text))
-    parser.set_defaults(module="llm_comm.doctor")
+    parser = _command(commands, "doctor", text, "llm_comm.doctor")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -158,11 +178,32 @@ def _sentence(text: str) -> str:
 
 
 def byte_count(text: str) -> int:
-    """Parses a size such as ``512``, ``64K``, ``8M`` or ``1G`` (powers of 1024, optional trailing B)."""
-    match = re.fullmatch(r"(\d+)([KMG]?)B?", text.strip().upper())
-    if match is None or int(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write 512, 64K or 8M")
-    return int(match[1]) * _UNITS[match[2]]
+    """Parses a size above 0 as ``parse_size`` does."""
+    try:
+        count = parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if count == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: a message has at least a byte")
+    return count
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(parse_option("timeout_s", text))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _plot_file(text: str) -> Path:
+    path = Path(text)
+    if path.suffix.lower() not in PLOT_SUFFIXES:
+        raise argparse.ArgumentTypeError(f"{text!r} does not end in {_or(PLOT_SUFFIXES)}: name such a file")
+    return path
+
+
+def _or(words: Sequence[str]) -> str:
+    return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def _positive(text: str) -> int:
@@ -184,7 +225,3 @@ def _modes(text: str) -> tuple[str, ...]:
 
 def _operations(text: str) -> tuple[str, ...]:
     return _some_of(text, _TUNED)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -26,9 +26,19 @@ import torch.distributed as dist
 import llm_comm
 from llm_comm.errors import ConfigError
 
+#: Numbers of ranks that commands run. (A communicator can also have one rank, which has nothing to sum.)
 WORLDS = range(2, 9)
 DEFAULT_EMULATED_WORLD = 4
 
+# Starts a rank that the kernel kills when its launcher is gone, however that ended: a launcher that is killed can stop
+# nobody. It stays in force across execv; the launcher may have gone before it came into force. (1: PR_SET_PDEATHSIG)
+_DIE_WITH_LAUNCHER = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("llm-comm: the launcher has ended")
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
 _POLL_S = 0.05
 # A rank that failed a check exits together with the others: let them finish their own reports first.
 _GRACE_S = 3.0
@@ -108,16 +118,17 @@ def place(world: int | None, device: str, preferred: Sequence[int] = WORLDS) -> 
     Raises:
         ConfigError: ``world`` is not in ``WORLDS``, contradicts the launched group, or needs missing GPUs.
     """
+    asked = f"--world {world}"
     if in_rank():
         launched = int(os.environ["WORLD_SIZE"])
         if world not in (None, launched):
             raise ConfigError(f"--world {world} contradicts the {launched} ranks that were launched: leave it out")
-        world = launched
+        world, asked = launched, f"WORLD_SIZE={launched}"
     gpus, why_none = usable_gpus()
     if world is None:
         world = _default_world(gpus if device != "emulated" else 0, preferred)
     if world not in WORLDS:
-        raise ConfigError(f"{world} ranks: a communicator serves {WORLDS[0]} to {WORLDS[-1]}")
+        raise ConfigError(f"{asked}: a command runs {WORLDS[0]} to {WORLDS[-1]} ranks")
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(world))) if in_rank() else world
     if device == "emulated":
         return Placement(world, on_gpu=False, reason="as asked")
@@ -145,7 +156,7 @@ def run_ranks(placement: Placement, command: Sequence[str]) -> int:
     """Runs a command once a rank, in the environment that torchrun would give it, and waits for the ranks.
 
     When a rank fails, the others get a few seconds to end by themselves and are then stopped. No rank
-    outlives this call, also when it is interrupted or this process is told to terminate.
+    outlives this call, also when it is interrupted or this process is told to terminate or killed.
 
     Returns:
         0, or the exit status of the first rank seen to fail (128 + n where signal n killed it).
@@ -153,9 +164,10 @@ def run_ranks(placement: Placement, command: Sequence[str]) -> int:
     port = _free_port()
     ranks: list[subprocess.Popen[bytes]] = []
     previous = signal.signal(signal.SIGTERM, _exit_on_signal)
+    bound = [sys.executable, "-I", "-S", "-c", _DIE_WITH_LAUNCHER, str(os.getpid()), *command]
     try:
         for index in range(placement.world):
-            ranks.append(subprocess.Popen(command, env=_rank_environment(placement, index, port)))
+            ranks.append(subprocess.Popen(bound, env=_rank_environment(placement, index, port)))
         return _wait(ranks)
     finally:
         _stop(ranks)

@@ -3,3 +3,6 @@
 #: How a call is timed (``timing``): with ranks that start together on the GPU, and in all.
 ALIGNED_METHODS = ("aligned", "spaced")
 METHODS = (*ALIGNED_METHODS, "plain")
+
+#: What ``--plot`` can write.
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")

@@ -176,8 +176,7 @@ def _libraries(
     """The libraries to compare, the same on all ranks, and remarks on what is missing or to be read with care."""
     ours = _LlmComm(comm, dtype)
     if comm.is_emulated:
-        remark = "emulated GPUs: these times compare CPU code and say nothing about GPUs"
-        return [ours, _TorchDistributed("gloo", group, dtype, comm.device)], [remark]
+        return [ours, _TorchDistributed("gloo", group, dtype, comm.device)], [report.EMULATED_REMARK]
     libraries: list[Library] = [ours, _TorchDistributed("nccl", group, dtype, comm.device)]
 
     def allocate() -> tuple[Any, Tensor]:

@@ -217,12 +217,11 @@ def _libraries(
         return call
 
     if comm.is_emulated:
-        remark = "emulated GPUs: these times compare CPU code and say nothing about GPUs"
         return [
             _Fused(comm),
             _Unfused("plain + norm", ours, add_rms_norm),
             _Unfused("gloo + norm", other, add_rms_norm),
-        ], [remark]
+        ], [report.EMULATED_REMARK]
     # Each size is a graph of its own; beyond the limit torch would run the function as it is.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     norm = torch.compile(add_rms_norm, dynamic=False)

@@ -24,6 +24,9 @@ from llm_comm.launch import Placement
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 OURS = "llm_comm"
+EMULATED_REMARK = (
+    "emulated GPUs: these times compare CPU code and say nothing about GPUs, so that no speedups are shown"
+)
 _RELEVANT_VARIABLES = (
     "LLM_COMM_",
     "NCCL_",
@@ -90,12 +93,12 @@ class Row:
         """True when any library's result is wrong."""
         return any(result.wrong for result in self.results.values())
 
-    def as_dict(self) -> dict[str, Any]:
-        """The row for JSON."""
+    def as_dict(self, compared: bool) -> dict[str, Any]:
+        """The row for JSON, with the lead over others if it is ``compared``."""
         return {
             **dataclasses.asdict(self),
-            "best_other": self.best_other,
-            "speedup": self.speedup,
+            "best_other": self.best_other if compared else None,
+            "speedup": self.speedup if compared else None,
             "wrong": [name for name, result in self.results.items() if result.wrong],
         }
 
@@ -199,25 +202,29 @@ def _source_commit() -> str | None:
     return run_tool(*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
-def table(rows: Sequence[Row], mode: str) -> str:
-    """The rows of one mode as a text table: microseconds a call by library, and our lead over the best."""
+def table(rows: Sequence[Row], mode: str, compared: bool) -> str:
+    """The rows of one mode as a text table: microseconds a call by library and, if ``compared``, our lead over the best
+    of the others."""
     rows = [row for row in rows if row.mode == mode]
     names = list(rows[0].results)
     host = any(row.results[OURS].host_us is not None for row in rows)
-    head = ["bytes", *names, *(["host"] if host else []), "speedup", "over", "plan"]
+    head = ["bytes", *names, *(["host"] if host else []), *(["speedup", "over"] if compared else []), "plan"]
     body = [
         [
             format_bytes(row.message_bytes),
             *(_cell(row.results[name]) for name in names),
             *([_microseconds(row.results[OURS].host_us)] if host else []),
-            "-" if row.speedup is None else f"{row.speedup:.2f}x",
-            row.best_other or "-",
+            *(_lead(row) if compared else []),
             plan_text(row.plan),
         ]
         for row in rows
     ]
     widths = [max(len(line[column]) for line in [head, *body]) for column in range(len(head))]
     return "\n".join(_aligned(line, widths) for line in [head, *body])
+
+
+def _lead(row: Row) -> list[str]:
+    return ["-" if row.speedup is None else f"{row.speedup:.2f}x", row.best_other or "-"]
 
 
 def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
@@ -264,14 +271,14 @@ def publish(
     method = f"{args.method}: median of {args.reps} runs of {args.calls} calls, slowest rank"
     for mode in args.mode:
         print(f"{title}, {mode}; microseconds a call; {method}")
-        print(table(rows, mode) + "\n")
+        print(table(rows, mode, compared=placement.on_gpu) + "\n")
     for remark in [*remarks, *skipped_notes(rows)]:
         print(remark)
     if any(row.wrong for row in rows):
         print("BAD: the result differs from the float64 reference by more than rounding explains")
     if args.json:
         settings = {"dtype": args.dtype, "method": args.method, "calls": args.calls, "reps": args.reps}
-        found = {"rows": [row.as_dict() for row in rows], "remarks": remarks}
+        found = {"rows": [row.as_dict(compared=placement.on_gpu) for row in rows], "remarks": remarks}
         write_json(args.json, {**content, **environment(placement), **settings, **found})
     if args.plot:
         plot(args.plot, rows, f"{title}\n{method}")
@@ -286,7 +293,7 @@ def require_matplotlib() -> None:
 
 
 def plot(path: Path, rows: Sequence[Row], title: str) -> None:
-    """Draws microseconds over message size, one panel a mode, as a PNG."""
+    """Draws microseconds over message size, one panel a mode, in the format that the file's suffix names."""
     from matplotlib.figure import Figure
 
     modes = list(dict.fromkeys(row.mode for row in rows))
@@ -304,4 +311,4 @@ def plot(path: Path, rows: Sequence[Row], title: str) -> None:
         axes.minorticks_off()
         axes.grid(True, alpha=0.3)
         axes.legend()
-    figure.savefig(path, format="png")
+    figure.savefig(path, format=path.suffix.removeprefix(".").lower())

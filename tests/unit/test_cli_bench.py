@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -95,7 +96,7 @@ def test_wrong(error: float | None, wrong: bool) -> None:
 
 
 def test_table_marks_wrong_results_and_shows_the_lead() -> None:
-    text = report.table([row(llm_comm=2.0, nccl=9.0), row(llm_comm=Result(us=1.0, error=2.0), nccl=9.0)], "graph")
+    text = report.table([row(llm_comm=2.0, nccl=9.0), row(llm_comm=Result(us=1.0, error=2.0), nccl=9.0)], "graph", True)
     head, good, bad = text.splitlines()
     assert head.split() == ["bytes", "llm_comm", "nccl", "speedup", "over", "plan"]
     assert good.split()[:5] == ["2K", "2.00", "9.00", "4.50x", "nccl"]
@@ -103,8 +104,22 @@ def test_table_marks_wrong_results_and_shows_the_lead() -> None:
     assert "BAD" not in good
 
 
+def test_nothing_is_faster_on_emulated_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.json"
+    for on_gpu in (True, False):
+        args = arguments(json=path, mode=("graph",), method="aligned", calls=1, reps=1)
+        placement = SimpleNamespace(world=2, on_gpu=on_gpu, describe=lambda: "two")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+            report.publish("title", args, placement, [row(llm_comm=2.0, nccl=9.0)], [], {})  # type: ignore[arg-type]
+        head = capsys.readouterr().out.splitlines()[1].split()
+        assert head == ["bytes", "llm_comm", "nccl", *(["speedup", "over"] if on_gpu else []), "plan"]
+        found = json.loads(path.read_text())["rows"][0]
+        assert (found["speedup"], found["best_other"]) == ((4.5, "nccl") if on_gpu else (None, None))
+
+
 def test_table_shows_host_time_where_the_host_issues_calls() -> None:
-    text = report.table([row(llm_comm=Result(us=2.0, host_us=1.5, error=0.0), nccl=9.0)], "graph")
+    text = report.table([row(llm_comm=Result(us=2.0, host_us=1.5, error=0.0), nccl=9.0)], "graph", True)
     assert text.splitlines()[0].split()[3] == "host"
     assert text.splitlines()[1].split()[3] == "1.50"
 
@@ -123,17 +138,20 @@ def test_format_bytes(count: int, text: str) -> None:
 
 
 def test_row_survives_json() -> None:
-    found = json.loads(json.dumps(row(llm_comm=2.0, nccl=Result(us=9.0, error=2.0)).as_dict()))
+    found = json.loads(json.dumps(row(llm_comm=2.0, nccl=Result(us=9.0, error=2.0)).as_dict(True)))
     assert found["message_bytes"] == 2048
     assert found["results"]["llm_comm"]["us"] == 2.0
     assert found["wrong"] == ["nccl"]
 
 
-def test_plot_writes_a_png(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "begin"),
+    [("plot.png", b"\x89PNG"), ("plot.PNG", b"\x89PNG"), ("plot.svg", b"<?xml"), ("plot.pdf", b"%PDF")],
+)
+def test_plot_writes_what_the_suffix_says(name: str, begin: bytes, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    path = tmp_path / "plot.png"
-    report.plot(path, [row(llm_comm=2.0, nccl=9.0, absent=Result(skipped="why"))], "title")
-    assert path.read_bytes().startswith(b"\x89PNG")
+    report.plot(tmp_path / name, [row(llm_comm=2.0, nccl=9.0, absent=Result(skipped="why"))], "title")
+    assert (tmp_path / name).read_bytes().startswith(begin)
 
 
 def test_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

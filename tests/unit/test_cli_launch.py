@@ -66,11 +66,26 @@ def test_default_world_is_one_that_the_command_prefers(monkeypatch: pytest.Monke
     assert launch.place(None, "auto", preferred=[2, 4, 8]).world == 4
 
 
-@pytest.mark.parametrize(("world", "device"), [(1, "auto"), (9, "auto"), (4, "cuda"), (None, "cuda")])
-def test_place_rejects(world: int | None, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("world", "device", "complaint"),
+    [
+        (1, "auto", "--world 1: a command runs 2 to 8 ranks"),
+        (9, "auto", "--world 9: a command runs 2 to 8 ranks"),
+        (4, "cuda", "cannot run 4 ranks on GPUs: not enough GPUs"),
+        (None, "cuda", "cannot run 4 ranks on GPUs: not enough GPUs"),
+    ],
+)
+def test_place_rejects(world: int | None, device: str, complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(monkeypatch, 0)
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=complaint):
         launch.place(world, device)
+
+
+def test_a_launched_group_of_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="WORLD_SIZE=1: a command runs 2 to 8 ranks"):
+        launch.place(None, "auto")
 
 
 def test_launched_group_decides_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +128,10 @@ def test_one_failing_rank_stops_all(ending: str, status: int, tmp_path: Path, mo
     assert not any(is_running(int(path.read_text())) for path in tmp_path.iterdir())
 
 
-def test_ranks_end_with_a_terminated_launcher(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sent", "status"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_ranks_end_with_their_launcher(sent: signal.Signals, status: int, tmp_path: Path) -> None:
     rank = SLEEPS_UNLESS_RANK_1.format(ending="pass")
     launcher = (
         f"import sys; sys.path[:] = {sys.path!r}\n"
@@ -126,16 +144,25 @@ def test_ranks_end_with_a_terminated_launcher(tmp_path: Path) -> None:
         while len(list(tmp_path.iterdir())) < 3:
             assert process.poll() is None
             time.sleep(0.05)
-        process.terminate()
-        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+        process.send_signal(sent)
+        assert process.wait(timeout=60) == status
+        deadline = time.monotonic() + 2
+        while any(is_running(int(path.read_text())) for path in tmp_path.iterdir()):
+            assert time.monotonic() < deadline, "a rank outlives its launcher"
+            time.sleep(0.02)
     finally:
         process.kill()
-    assert not any(is_running(int(path.read_text())) for path in tmp_path.iterdir())
+
+
+def test_a_rank_that_starts_after_its_launcher_has_ended_ends_too() -> None:
+    command = [sys.executable, "-c", launch._DIE_WITH_LAUNCHER, str(os.getpid() + 1), "echo", "runs"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "llm-comm: the launcher has ended\n")
 
 
 def is_running(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    return True
+    return status.rpartition(")")[2].split()[0] != "Z"  # an orphan may stay a zombie where nobody waits for it

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
+import llm_comm
 from llm_comm import cli
 from llm_comm.errors import ConfigError, PeerTimeout
 
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("512", 512), ("1K", 1024), ("64k", 65536), ("8M", 8 << 20), ("8MB", 8 << 20), ("1G", 1 << 30)],
+    [("512", 512), ("1K", 1024), ("64k", 65536), ("8M", 8 << 20), ("8MB", 8 << 20), ("1G", 1 << 30), ("8MiB", 8 << 20)],
 )
 def test_byte_count(text: str, count: int) -> None:
     assert cli.byte_count(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "0", "K", "4Q", "-1K", "1.5K"])
+@pytest.mark.parametrize("text", ["", "K", "4Q", "-1K", "1.5K", "4iB"])
 def test_byte_count_rejects(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="not a size"):
+    with pytest.raises(argparse.ArgumentTypeError, match="not a size: write 512, 64K or 8M"):
         cli.byte_count(text)
+    with pytest.raises(argparse.ArgumentTypeError, match="'0K': a message has at least a byte"):
+        cli.byte_count("0K")
 
 
 @pytest.mark.parametrize(
@@ -51,6 +56,44 @@ def test_wrong_command_line_exits_with_2(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main(argv)
     assert exit_.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["demo", "--wrld", "4"], "llm-comm demo: error: unrecognized arguments: --wrld (did you mean --world?) 4"),
+        (["demo", "--wrld=4"], "unrecognized arguments: --wrld=4 (did you mean --world?)"),
+        (
+            ["bench", "fused", "--hiden", "64"],
+            "llm-comm bench fused: error: unrecognized arguments: --hiden (did you me",
+        ),
+        (["doctor", "now"], "llm-comm doctor: error: unrecognized arguments: now\n"),
+        (["demo", "--timeout-s", "0"], "--timeout-s: '0' is not allowed; valid: a number of seconds above 0"),
+        (["demo", "--timeout-s", "soon"], "--timeout-s: 'soon' is not allowed; valid: a number of seconds above 0"),
+        (["bench", "all-reduce", "--plot", "a.xyz"], "--plot: 'a.xyz' does not end in .png, .svg or .pdf: name such"),
+        (["bench", "fused", "--plot", "a"], "--plot: 'a' does not end in .png, .svg or .pdf"),
+    ],
+)
+def test_what_is_wrong_and_what_may_be_meant_is_named(
+    argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(argv)
+    assert exit_.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == f"llm-comm {llm_comm.__version__}\n"
+
+
+def test_the_package_runs_as_the_command() -> None:
+    command = [sys.executable, "-m", "llm_comm", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"llm-comm {llm_comm.__version__}\n"
 
 
 @pytest.mark.parametrize(("text", "modes"), [("graph,eager", ("eager", "graph")), ("eager,eager", ("eager",))])

@@ -76,9 +76,3 @@ def test_tune_checks_where_its_table_goes(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(launch, "spawn", lambda *_: pytest.fail("started ranks"))
     assert cli.main(["tune", "--out", "/no/such/directory/table.yaml"]) == 2
     assert "--out /no/such/directory/table.yaml: there is no directory" in capsys.readouterr().err
-
-
-def test_demo_checks_its_own_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(launch, "spawn", lambda *_: pytest.fail("started ranks"))
-    assert cli.main(["demo", "--device", "emulated", "--timeout-s", "-1"]) == 2
-    assert "option timeout_s is -1.0" in capsys.readouterr().err

@@ -1,0 +1,9 @@
+"""``python -m llm_comm`` is ``llm-comm``."""
+
+from __future__ import annotations
+
+import sys
+
+from llm_comm.cli import main
+
+sys.exit(main())
