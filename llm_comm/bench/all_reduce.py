@@ -114,7 +114,7 @@ class _SymmetricMemory:
 
 
 def run(args: argparse.Namespace) -> int:
-    """``llm-comm bench all-reduce``. Returns 0, or 1 when any library's result was wrong.
+    """``llm-comm bench all-reduce``. Returns 0, or 1 when a result was wrong or a file could not be written.
 
     Raises:
         ConfigError: the options do not fit together or this machine, or the configuration is wrong.
@@ -146,7 +146,7 @@ def _fill_in(args: argparse.Namespace, defaults: _Defaults) -> None:
 
 
 def _run_rank(args: argparse.Namespace, placement: Placement, group: dist.ProcessGroup) -> int:
-    speaks = launch.rank() == 0
+    speaks, written = launch.rank() == 0, True
     dtype = DTYPES[args.dtype]
     with llm_comm.Communicator(group, placement.device) as comm:
         libraries, remarks = _libraries(comm, dtype, args.max, group)
@@ -159,8 +159,8 @@ def _run_rank(args: argparse.Namespace, placement: Placement, group: dist.Proces
         progress.clear()
     if speaks:
         title = f"all-reduce, {args.dtype}, {placement.describe()}"
-        report.publish(title, args, placement, rows, remarks, {"command": "bench all-reduce"})
-    return 1 if any(row.wrong for row in rows) else 0
+        written = report.publish(title, args, placement, rows, remarks, {"command": "bench all-reduce"})
+    return 1 if not written or any(row.wrong for row in rows) else 0
 
 
 def sizes(smallest: int, largest: int) -> Iterator[int]:

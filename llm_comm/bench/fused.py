@@ -150,7 +150,7 @@ class _FlashInfer:
 
 
 def run(args: argparse.Namespace) -> int:
-    """``llm-comm bench fused``. Returns 0, or 1 when any library's result was wrong.
+    """``llm-comm bench fused``. Returns 0, or 1 when a result was wrong or a file could not be written.
 
     Raises:
         ConfigError: the options do not fit together or this machine, or the configuration is wrong.
@@ -183,7 +183,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_rank(args: argparse.Namespace, placement: Placement, group: dist.ProcessGroup) -> int:
-    rows = []
+    rows, written = [], True
     with llm_comm.Communicator(group, placement.device) as comm:
         libraries, remarks = _libraries(comm, group, args.max // (2 * args.hidden), args.hidden)
         schedule = Schedule.by(args.method, args.calls, args.reps)
@@ -195,8 +195,9 @@ def _run_rank(args: argparse.Namespace, placement: Placement, group: dist.Proces
         progress.clear()
     if launch.rank() == 0:
         title = f"all-reduce + add + RMSNorm, hidden {args.hidden}, {args.dtype}, {placement.describe()}"
-        report.publish(title, args, placement, rows, remarks, {"command": "bench fused", "hidden": args.hidden})
-    return 1 if any(row.wrong for row in rows) else 0
+        content = {"command": "bench fused", "hidden": args.hidden}
+        written = report.publish(title, args, placement, rows, remarks, content)
+    return 1 if not written or any(row.wrong for row in rows) else 0
 
 
 def _libraries(

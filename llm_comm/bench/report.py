@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.metadata
-import json
 import os
 import platform
 import subprocess
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 import llm_comm
+from llm_comm import outputs
 from llm_comm.errors import ConfigError
 from llm_comm.launch import Placement
 
@@ -254,11 +254,6 @@ def skipped_notes(rows: Sequence[Row]) -> list[str]:
     return [f"{name} ({mode}) left out at {', '.join(at)}: {why}" for (name, mode, why), at in sizes.items()]
 
 
-def write_json(path: Path, report: Mapping[str, Any]) -> None:
-    """Writes a report; the directory must exist."""
-    path.write_text(json.dumps(report, indent=2) + "\n")
-
-
 def publish(
     title: str,
     args: argparse.Namespace,
@@ -266,8 +261,13 @@ def publish(
     rows: Sequence[Row],
     remarks: Sequence[str],
     content: Mapping[str, Any],
-) -> None:
-    """Prints the tables of a benchmark and writes the files that were asked for; ``content`` goes into the JSON too."""
+) -> bool:
+    """Prints the tables of a benchmark and writes the files that were asked for; ``content`` goes into the JSON too.
+
+    Returns:
+        Whether all files were written.
+    """
+    written = True
     method = f"{args.method}: median of {args.reps} runs of {args.calls} calls, slowest rank"
     for mode in args.mode:
         print(f"{title}, {mode}; microseconds a call; {method}")
@@ -279,9 +279,14 @@ def publish(
     if args.json:
         settings = {"dtype": args.dtype, "method": args.method, "calls": args.calls, "reps": args.reps}
         found = {"rows": [row.as_dict(compared=placement.on_gpu) for row in rows], "remarks": remarks}
-        write_json(args.json, {**content, **environment(placement), **settings, **found})
+        written = outputs.write_json("--json", args.json, {**content, **environment(placement), **settings, **found})
     if args.plot:
-        plot(args.plot, rows, f"{title}\n{method}")
+        try:
+            plot(args.plot, rows, f"{title}\n{method}")
+        except OSError as error:
+            outputs.tell_unwritten("--plot", args.plot, error, "the tables have what it would show")
+            written = False
+    return written
 
 
 def require_matplotlib() -> None:

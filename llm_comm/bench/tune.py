@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from llm_comm import Communicator, Config, launch, preflight, selection
+from llm_comm import Communicator, Config, launch, outputs, preflight, selection
 from llm_comm.bench import report, timing, tune_fused
 from llm_comm.bench.choosing import ONE_SHOT_MAX_SENT, choose, merge
 from llm_comm.bench.report import Progress, format_bytes
@@ -37,7 +37,7 @@ class Measured(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Entry point of the command; returns the exit status.
+    """Entry point of the command; returns 0, or 1 when a file could not be written.
 
     Raises:
         ConfigError: There are no GPUs to tune for, the options name nothing to measure, or the configuration is wrong.
@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     _check_options(args, preflight.check({"--out": args.out, "--json": args.json}))
     if not launch.in_rank():
         return launch.spawn(placement, args.argv)
+    written = True
     with launch.process_group(placement) as group, Communicator(group, placement.device) as comm:
         _require_candidates(args, comm.world_size, _sm_count(comm))
         shipped = comm.table
@@ -59,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
             tune_fused.report_best(fused)
             environment = {**report.environment(placement), "method": args.method}
             if args.out is not None:
-                _write_table(comm, tuned(shipped, best, nccl, fused), args.operations, environment, args.out)
+                table = tuned(shipped, best, nccl, fused)
+                written = _write_table(comm, table, args.operations, environment, args.out)
             if args.json is not None:
                 rows = [{"bytes": size, "nccl_us": round(us, 3)} for size, us in nccl.items()]
                 content = {
@@ -67,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
                     "nccl": rows,
                     "fused": {"hidden": args.hidden, "candidates": fused.everything},
                 }
-                report.write_json(args.json, {**environment, **content})
-    return 0
+                written = outputs.write_json("--json", args.json, {**environment, **content}) and written
+    return 0 if written else 1
 
 
 def _check_options(args: argparse.Namespace, config: Config) -> None:
@@ -221,7 +223,7 @@ def _report(best: Sequence[Measured], nccl: dict[int, float]) -> None:
 
 def _write_table(
     comm: Communicator, table: TuningTable, operations: Sequence[str], environment: dict[str, Any], path: Path
-) -> None:
+) -> bool:
     head = {
         "device": torch.cuda.get_device_name(comm.device),
         "world_size": comm.world_size,
@@ -242,9 +244,10 @@ def _write_table(
             "  - " + yaml.safe_dump(row._asdict(), sort_keys=False, default_flow_style=True, width=200) for row in rows
         )
 
-    path.write_text(
+    return outputs.write_text(
+        "--out",
+        path,
         "# Written by `llm-comm tune`. The last row serves all larger messages, up to max_message_bytes.\n"
         f"{yaml.safe_dump(head, sort_keys=False)}all_reduce:\n{lines(table.rows)}"
         + (f"fused:\n{lines(table.fused)}" if table.fused else ""),
-        encoding="utf-8",
     )

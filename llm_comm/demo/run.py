@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import llm_comm
-from llm_comm import launch, preflight
-from llm_comm.bench.report import DTYPES, dtype_name, environment, format_bytes, plan_text, write_json
+from llm_comm import launch, outputs, preflight
+from llm_comm.bench.report import DTYPES, dtype_name, environment, format_bytes, plan_text
 from llm_comm.demo.model import KVCache, Llama, LlamaConfig
 from llm_comm.errors import ConfigError
 from llm_comm.launch import Placement
@@ -160,7 +160,7 @@ class Check:
 
 
 def run(args: argparse.Namespace) -> int:
-    """``llm-comm demo``. Returns 0 when every check passed, else 1.
+    """``llm-comm demo``. Returns 0 when every check passed and the report was written, else 1.
 
     Raises:
         ConfigError: the options do not fit together or this machine, or the configuration is wrong.
@@ -211,7 +211,7 @@ def _run_rank(args: argparse.Namespace, config: LlamaConfig, placement: Placemen
     # The peers wait inside the check's first collective while rank 0 runs the whole model.
     reference = reference_logits(build(), prompts, decoder.generated) if rank == 0 else None
     check = check_agreement(decoder.logits, decoder.generated, reference, LOGIT_TOLERANCE[dtype], group)
-    passed = check.passed and bool(traffic["served"])
+    passed, written = check.passed and bool(traffic["served"]), True
     if rank == 0:
         report = {
             "command": "demo",
@@ -232,8 +232,8 @@ def _run_rank(args: argparse.Namespace, config: LlamaConfig, placement: Placemen
         }
         print(render(report))
         if args.json:
-            write_json(args.json, report)
-    return 0 if passed else 1
+            written = outputs.write_json("--json", args.json, report)
+    return 0 if passed and written else 1
 
 
 def _draw_prompts(config: LlamaConfig, batch: int, length: int, seed: int) -> Tensor:

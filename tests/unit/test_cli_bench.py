@@ -118,6 +118,24 @@ def test_nothing_is_faster_on_emulated_gpus(tmp_path: Path, capsys: pytest.Captu
         assert (found["speedup"], found["best_other"]) == ((4.5, "nccl") if on_gpu else (None, None))
 
 
+def test_a_full_disk_loses_no_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    placement = SimpleNamespace(world=2, on_gpu=False, describe=lambda: "two")
+    rows = [row(llm_comm=2.0, nccl=9.0)]
+    (tmp_path / "full.png").symlink_to("/dev/full")
+    for name in ("json", "plot"):
+        file = {"json": "/dev/full", "plot": tmp_path / "full.png"}[name]
+        args = arguments(mode=("graph",), method="aligned", calls=1, reps=1, **{name: Path(file)})
+        assert not report.publish("title", args, placement, rows, [], {"command": "x"})  # type: ignore[arg-type]
+        out, err = capsys.readouterr()
+        assert f"--{name} {file} could not be written: No space left on device; " in err
+        assert "2.00" in out
+        if name == "json":
+            assert json.loads(out[out.index("{\n") :])["rows"][0]["results"]["llm_comm"]["us"] == 2.0
+
+
 def test_table_shows_host_time_where_the_host_issues_calls() -> None:
     text = report.table([row(llm_comm=Result(us=2.0, host_us=1.5, error=0.0), nccl=9.0)], "graph", True)
     assert text.splitlines()[0].split()[3] == "host"

@@ -71,6 +71,17 @@ def test_demo(batch: int, tmp_path: Path) -> None:
     assert {plan["message_bytes"] for plan in found["all_reduce"]["plans"]} >= {1024 << step for step in range(11)}
 
 
+def test_a_full_disk_loses_no_report() -> None:
+    done = run(["demo", "--device", "emulated", "--world", "2", "--json", "/dev/full", *SMALL])
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        "llm-comm: --json /dev/full could not be written: No space left on device; its content"
+    )
+    before, _, report = done.stdout.partition("{\n")
+    assert "demo passed" in before
+    assert json.loads("{" + report)["check"]["passed"]
+
+
 def test_demo_fails_where_nothing_goes_through_llm_comm() -> None:
     done = run(["demo", "--device", "emulated", "--world", "2", *SMALL], LLM_COMM_MAX_MESSAGE_BYTES="2")
     assert done.returncode == 1, done.stderr

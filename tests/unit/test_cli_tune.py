@@ -179,3 +179,16 @@ def test_the_bounds_of_fused_messages_survive_in_the_file(tmp_path: Path, monkey
     tune._write_table(comm, table, ["fused"], {"date": "today", "versions": {}, "method": "spaced"}, path)
     written = load_table(path)[2]
     assert (written.max_fused_bytes, written.fused_blocks) == (123456, 77)
+
+
+def test_a_full_disk_does_not_lose_the_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "test device")
+    comm: Any = SimpleNamespace(device=torch.device("cpu"), world_size=8)
+    measured = {"date": "today", "versions": {}, "method": "spaced"}
+    assert not tune._write_table(comm, SHIPPED, ["fused"], measured, Path("/dev/full"))
+    out, err = capsys.readouterr()
+    assert "--out /dev/full could not be written: No space left on device" in err
+    (tmp_path / "table.yaml").write_text(out)
+    assert load_table(tmp_path / "table.yaml")[2].rows == SHIPPED.rows
