@@ -75,6 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_bench(commands)
     _add_tune(commands)
+    _add_algorithms(commands)
     _add_doctor(commands)
     return parser
 
@@ -160,6 +161,12 @@ def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="where to write the table")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the time of every candidate")
+
+
+def _add_algorithms(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "list the operations and algorithms of this build"
+    parser = _command(commands, "algorithms", text, "llm_comm.algorithms_command")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

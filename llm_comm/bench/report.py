@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -219,16 +219,17 @@ def table(rows: Sequence[Row], mode: str, compared: bool) -> str:
         ]
         for row in rows
     ]
-    widths = [max(len(line[column]) for line in [head, *body]) for column in range(len(head))]
-    return "\n".join(_aligned(line, widths) for line in [head, *body])
+    return columns([head, *body], str.rjust)
 
 
 def _lead(row: Row) -> list[str]:
     return ["-" if row.speedup is None else f"{row.speedup:.2f}x", row.best_other or "-"]
 
 
-def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
-    return "  ".join([*(cell.rjust(width) for cell, width in zip(line[:-1], widths, strict=False)), line[-1]])
+def columns(lines: Sequence[Sequence[str]], justify: Callable[[str, int], str]) -> str:
+    """Lines of cells as text; all columns but the last are aligned, by ``str.ljust`` or ``str.rjust``."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]
+    return "\n".join("  ".join([*map(justify, line, widths), line[-1]]) for line in lines)
 
 
 def _cell(result: Result) -> str:

@@ -37,6 +37,7 @@ def test_byte_count_rejects(text: str) -> None:
         (["bench", "all-reduce"], "llm_comm.bench.all_reduce"),
         (["bench", "fused"], "llm_comm.bench.fused"),
         (["tune"], "llm_comm.bench.tune"),
+        (["algorithms"], "llm_comm.algorithms_command"),
         (["doctor"], "llm_comm.doctor"),
     ],
 )
