@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ SHIPPED = TuningTable("shipped", (ROW,), 8 << 20, (FUSED_ROW,), max_fused_bytes=
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What was started on a machine of two GPUs."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LLM_COMM_TABLE", "LLM_COMM_CONFIG"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", *(name for name in os.environ if name.startswith("LLM_COMM_"))):
         monkeypatch.delenv(name, raising=False)
     calls: list[Any] = []
     monkeypatch.setattr(launch, "place", lambda *_: launch.Placement(2, on_gpu=True))
