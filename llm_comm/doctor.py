@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-import llm_comm
 from llm_comm import _core, engine_verdicts, launch
 from llm_comm.bench.report import format_bytes, run_tool, versions
-from llm_comm.config import MULTICAST_OFF_VARIABLES, multicast_state, option_names
-from llm_comm.selection import TuningTable, find_table
+from llm_comm.config import MULTICAST_OFF_VARIABLES, Config, multicast_state, option_names
+from llm_comm.installation import get_include
+from llm_comm.planning.selection import TuningTable, find_table
 
 _MULTICAST_VARIABLES = ("LLM_COMM_MULTICAST", *MULTICAST_OFF_VARIABLES)
 _PCIE_LEVELS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
@@ -59,7 +59,7 @@ def _build() -> dict[str, Any]:
         "cuda_kernels": kernels,
         "nvcc": _core.nvcc_version or None,
         "emulated_gpus": "available",
-        "device_headers": llm_comm.get_include(),
+        "device_headers": get_include(),
     }
 
 
@@ -176,7 +176,7 @@ def _multicast() -> dict[str, Any]:
 
 
 def _workspace() -> dict[str, Any]:
-    config = llm_comm.Config.load()
+    config = Config.load()
     return {
         "bytes_per_gpu": config.workspace_bytes,
         "bound": f"{format_bytes(config.workspace_bytes)} for each communicator, and up to 4M that the driver takes to "
@@ -185,7 +185,7 @@ def _workspace() -> dict[str, Any]:
 
 
 def _tuning() -> dict[str, str]:
-    config = llm_comm.Config.load()
+    config = Config.load()
     gpus = launch.usable_gpus()[0]
     if gpus < launch.WORLDS[0]:
         tables = {launch.DEFAULT_EMULATED_WORLD: find_table("emulated", launch.DEFAULT_EMULATED_WORLD, 1, config)}
@@ -196,13 +196,13 @@ def _tuning() -> dict[str, str]:
     return {f"{world} ranks": _describe_table(table, config) for world, table in tables.items()}
 
 
-def _describe_table(table: TuningTable, config: llm_comm.Config) -> str:
+def _describe_table(table: TuningTable, config: Config) -> str:
     limit = table.max_message_bytes if config.max_message_bytes is None else config.max_message_bytes
     return f"{table.name}; messages above {format_bytes(limit)} are left to the engine"
 
 
 def _config() -> dict[str, str]:
-    config = llm_comm.Config.load()
+    config = Config.load()
     return {name: f"{getattr(config, name)} ({config.origins.get(name, 'default')})" for name in option_names()}
 
 

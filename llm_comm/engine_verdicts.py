@@ -12,11 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
 
-from llm_comm import launch, selection
+from llm_comm import launch
 from llm_comm.bench.report import installed_version
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
 from llm_comm.integrations import common
+from llm_comm.planning import selection
 
 _PLUGIN = "llm_comm"
 

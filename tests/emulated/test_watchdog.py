@@ -22,7 +22,7 @@ from harness import RankPool, make_communicator, pidfds
 from reference import assert_is_sum, contributions
 
 from llm_comm import Communicator, CommunicatorError, LaunchError, PeerTimeout, RendezvousError
-from llm_comm.status import StatusBoard
+from llm_comm.runtime.status import StatusBoard
 
 TIMEOUT_S = 2.0
 # A busy machine may be slow; whoever waits so long waits for ever.
@@ -63,7 +63,8 @@ def lose_a_launch(fused: bool, why: str) -> str:
         call()
         fault: AbstractContextManager[Any] = nullcontext()
         if comm.rank == 1 and why == "not launched":
-            prepared = comm._live_fused()._prepared if fused else comm._prepared
+            calls = comm._operations.all_reduce_add_rms_norm if fused else comm._operations.all_reduce
+            prepared = calls._prepared
             prepared.update({key: entry._replace(run=fail_to_launch) for key, entry in prepared.items()})
         elif comm.rank == 1:
             out_of_memory = torch.OutOfMemoryError("launch of a collective: invalid device context")
@@ -71,10 +72,9 @@ def lose_a_launch(fused: bool, why: str) -> str:
                 fault = mock.patch("torch.empty_like", side_effect=out_of_memory)
             else:
                 comm.use_table(comm.table)  # nothing is prepared any more
-                owner = comm._live_fused() if fused else comm
                 method = "prepare_add_rms_norm" if fused else "prepare_all_reduce"
-                broken = mock.Mock(wraps=comm._core, **{method: mock.Mock(side_effect=out_of_memory)})
-                fault = mock.patch.object(owner, "_core", broken)
+                broken = mock.Mock(wraps=comm._handle._core, **{method: mock.Mock(side_effect=out_of_memory)})
+                fault = mock.patch.object(comm._handle, "_core", broken)
         texts = []
         for _ in range(2):  # the second time nothing is tried any more
             with fault, pytest.raises(LaunchError) as caught:
@@ -293,7 +293,7 @@ def lose_nobody() -> None:
     with make_communicator() as comm:
         for rank in (-1, comm.world_size):
             with pytest.raises(ValueError, match=f"there is no rank {rank} among 2"):
-                comm._live_core().peer_exited(rank)
+                comm._handle.core().peer_exited(rank)
         sum_three_times(comm)
 
 
