@@ -10,10 +10,10 @@ import torch
 from llm_comm import _core, arrays
 from llm_comm.config import Config
 from llm_comm.errors import UnsupportedInputError
+from llm_comm.operations.operation import Operation, keep
 from llm_comm.planning import selection
 from llm_comm.planning.selection import Plan, TuningTable
 from llm_comm.runtime.core_handle import CoreHandle
-from llm_comm.runtime.devices import current_stream_of
 
 # A global name costs less than an attribute.
 _Tensor = torch.Tensor
@@ -28,26 +28,12 @@ class _Prepared(NamedTuple):
     run: Callable[[int, int, int], bool] | None
 
 
-class AllReduce:
+class AllReduce(Operation):
     """The all-reduces of one communicator."""
 
     def __init__(self, handle: CoreHandle, world_size: int, table: TuningTable, config: Config) -> None:
-        self._handle = handle
-        self._device = handle.device
-        self._current_stream = current_stream_of(handle.device)
-        self._world_size = world_size
-        self._table = table
-        self._config = config
+        super().__init__(handle, world_size, table, config)
         self._prepared: dict[tuple[int, torch.dtype], _Prepared] = {}
-
-    def use_table(self, table: TuningTable) -> None:
-        """Selects by another tuning table from now on."""
-        self._table = table
-        self.forget()
-
-    def forget(self) -> None:
-        """Drops what is prepared."""
-        self._prepared.clear()
 
     def run(self, x: torch.Tensor, out: torch.Tensor | None = None, or_none: bool = False) -> Any:
         """The sum of a tensor that has memory of its own, now.
@@ -136,9 +122,7 @@ class AllReduce:
         if prepared is None:
             prepared = self._lay_out(*key)
             if prepared is not None:
-                if len(self._prepared) >= selection.MAX_PREPARED:
-                    self._prepared.clear()
-                self._prepared[key] = prepared
+                keep(self._prepared, key, prepared)
         return prepared
 
     def _lay_out(self, count: int, dtype: torch.dtype) -> _Prepared | None:

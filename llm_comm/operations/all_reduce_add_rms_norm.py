@@ -11,11 +11,11 @@ import torch
 from llm_comm import _core, arrays
 from llm_comm.config import Config
 from llm_comm.errors import LlmCommError, UnsupportedInputError
+from llm_comm.operations.operation import Operation, keep
 from llm_comm.planning import selection
 from llm_comm.planning.fused_selection import DeviceLimits, FusedPlan, select_fused, why_not_rows, without_kernel
 from llm_comm.planning.selection import TuningTable, message_limit
 from llm_comm.runtime.core_handle import CoreHandle
-from llm_comm.runtime.devices import current_stream_of
 
 #: DataType in csrc/include/llm_comm/reduce.cuh, of the types that rows may have.
 _DATA_TYPES = {torch.bfloat16: 0, torch.float16: 1}
@@ -34,31 +34,21 @@ class _Prepared(NamedTuple):
     run: Callable[[int, int, int, int, int, int, int], bool] | None
 
 
-class AllReduceAddRmsNorm:
+class AllReduceAddRmsNorm(Operation):
     """The fused calls of one communicator."""
 
     def __init__(
         self, handle: CoreHandle, world_size: int, table: TuningTable, config: Config, limits: DeviceLimits
     ) -> None:
-        self._handle = handle
-        self._device = handle.device
-        self._current_stream = current_stream_of(handle.device)
-        self._world_size = world_size
-        self._table = table
-        self._config = config
+        super().__init__(handle, world_size, table, config)
         self._limits = limits
         self._prepared: dict[tuple[int, int, torch.dtype, float, str | None], _Prepared] = {}
         # By elements of the message and of a row: engines ask before each call whether it will be served.
         self._plans: dict[tuple[int, int], FusedPlan] = {}
 
-    def use_table(self, table: TuningTable) -> None:
-        """Selects by another tuning table from now on."""
-        self._table = table
-        self.forget()
-
     def forget(self) -> None:
         """Drops what is prepared and planned."""
-        self._prepared.clear()
+        super().forget()
         self._plans.clear()
 
     def run(
@@ -152,9 +142,7 @@ class AllReduceAddRmsNorm:
         if plan is None:
             rows = count // hidden if hidden else 0
             plan = select_fused(rows, hidden, self._world_size, self._table, self._config, self._limits)
-            if len(self._plans) >= selection.MAX_PREPARED:
-                self._plans.clear()
-            self._plans[count, hidden] = plan
+            keep(self._plans, (count, hidden), plan)
         return plan
 
     def _prepare(self, x: _Tensor, weight: _Tensor, eps: float, quantize: str | None) -> _Prepared | None:
@@ -162,9 +150,7 @@ class AllReduceAddRmsNorm:
         if plan.algorithm == "declined":
             return None
         prepared = _Prepared(plan, None if plan.algorithm == "none" else self._lay_out(x, weight, eps, quantize, plan))
-        if len(self._prepared) >= selection.MAX_PREPARED:
-            self._prepared.clear()
-        self._prepared[x.numel(), weight.numel(), x.dtype, eps, quantize] = prepared
+        keep(self._prepared, (x.numel(), weight.numel(), x.dtype, eps, quantize), prepared)
         return prepared
 
     def _lay_out(

@@ -12,14 +12,16 @@ from llm_comm.runtime.status import LIFE_S, RankError, Sighting, fit
 
 def explain(error: _core.OperationError, waited_s: float) -> RankError:
     """What happened on this rank, and what to do about it."""
+    # As calls are counted: from 1. The device counts the replays of graphs too, which no call of the host is.
+    number = f"operation {error.sequence + 1} of this communicator, replays counted"
     phase = "comparison of calls" if error.phase < 0 else f"phase {error.phase}"
-    where = f"{error.operation} of {error.bytes} bytes (operation {error.sequence} of this communicator, {phase})"
+    where = f"{error.operation} of {error.bytes} bytes ({number}; {phase})"
     kind: type[CommunicatorError]
     if error.cause == "mismatch":
         kind, brief = MismatchError, f"disagrees with rank {error.peer}"
         text = (
-            f"the ranks disagree about operation {error.sequence} of this communicator: "
-            f"{_calls_in_words(error.calls)}. All ranks must make the same calls in the same order."
+            f"the ranks disagree about {number}: {_calls_in_words(error.calls)}. "
+            "All ranks must make the same calls in the same order."
         )
     elif error.cause == "concurrent use":
         kind, brief = ConcurrentUseError, f"two operations at once: {where}"

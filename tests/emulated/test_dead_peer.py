@@ -204,5 +204,5 @@ def test_rank_that_makes_fewer_calls_is_like_a_dead_one(mortal_ranks: RankPool) 
     _, text = mortal_ranks.run(2, call_more_often_than_the_others, 4)
     assert text is not None
     assert text.startswith("rank 1: nothing came from rank 0 ")
-    assert "all-reduce of 40 bytes (operation 4 of this communicator" in text
+    assert "all-reduce of 40 bytes (operation 5 of this communicator" in text
     assert "LLM_COMM_TIMEOUT_S" in text

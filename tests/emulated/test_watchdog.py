@@ -82,6 +82,9 @@ def lose_a_launch(fused: bool, why: str) -> str:
             assert caught.value.peer == 1
             texts.append(str(caught.value))
         assert texts[0] == texts[1]
+        with pytest.raises(LaunchError):
+            comm.try_all_reduce(x)
+        assert comm.try_all_reduce(x.t()) is None  # whoever sums it instead is not concerned
         return texts[0]
 
 
@@ -175,7 +178,7 @@ def test_all_ranks_are_told_without_a_further_call(mortal_ranks: RankPool, has_p
         loss = losses[rank]
         assert loss.peer == victim if has_pidfds else loss.peer in (victim, idle)
         head, *states = loss.text.splitlines()
-        where = "a one-shot all-reduce of 80 bytes (operation 3 "
+        where = "a one-shot all-reduce of 80 bytes (operation 4 "
         blame = f"nothing came from rank {loss.peer} for 4.8 s in {where}"
         if has_pidfds:
             blame = f"the process of rank {victim} has exited, and {where}"
