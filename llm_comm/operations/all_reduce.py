@@ -15,8 +15,9 @@ from llm_comm.planning import selection
 from llm_comm.planning.selection import Plan, TuningTable
 from llm_comm.runtime.core_handle import CoreHandle
 
-# A global name costs less than an attribute.
+# Global names cost less than attributes.
 _Tensor = torch.Tensor
+_strided = torch.strided
 
 # DataType in csrc/include/llm_comm/reduce.cuh.
 _DATA_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -49,7 +50,14 @@ class AllReduce(Operation):
         # Host time of a call is a bar: this path makes no Python call that it can do without.
         count, dtype = x.numel(), x.dtype
         prepared = self._prepared.get((count, dtype))
-        if prepared is None or x.device != self._device or not x.is_contiguous() or x.is_neg():
+        if (
+            prepared is None
+            or x.device != self._device
+            or x.layout is not _strided
+            or x.is_nested
+            or not x.is_contiguous()
+            or x.is_neg()
+        ):
             prepared = self._prepare(x)
             if prepared is None:
                 if or_none:

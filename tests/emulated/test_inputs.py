@@ -69,9 +69,14 @@ def decline_layouts() -> None:
             (torch.nested.nested_tensor(rows), "nested"),
             (torch.nested.nested_tensor(rows, layout=torch.jagged), "nested"),
         ):
-            assert not comm.accepts(x)
-            assert comm.plan(x).reason == f"the tensor is {what}"
-            assert comm.try_all_reduce(x) is None
+            for _ in range(2):  # the second time with a size that is prepared
+                assert not comm.accepts(x)
+                assert comm.plan(x).reason == f"the tensor is {what}"
+                assert comm.try_all_reduce(x) is None
+                if type(x) is torch.Tensor:
+                    with pytest.raises(UnsupportedInputError, match=what):
+                        comm.all_reduce(x)
+                comm.all_reduce(torch.ones(x.numel()))
         reduce_right(comm)
 
 

@@ -1,6 +1,7 @@
 """vLLM's CUDA communicator with the all-reduce of llm_comm in front of its own.
 
-All names of vLLM that llm_comm relies on, but for the platform's in ``plugin.py``, are imported or used here.
+All names of vLLM that llm_comm relies on, but for the platform's in ``plugin.py`` and those of the compiler in
+``fusion.py`` and ``fusion_pass.py``, are imported or used here.
 """
 
 from __future__ import annotations

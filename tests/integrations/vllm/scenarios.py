@@ -59,7 +59,7 @@ import llm_comm  # noqa: E402
 from llm_comm import _core  # noqa: E402
 from llm_comm.errors import ConfigError, PeerTimeout  # noqa: E402
 from llm_comm.integrations import common  # noqa: E402
-from llm_comm.integrations import vllm as plugin  # noqa: E402
+from llm_comm.integrations.vllm import plugin  # noqa: E402
 
 BENCH_PLUGINS = str(Path(__file__).parents[3] / "bench_serving" / "plugins")
 
