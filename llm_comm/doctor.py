@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-import llm_comm
 from llm_comm import _core, engine_verdicts, launch
 from llm_comm.bench.report import format_bytes, run_tool, versions
 from llm_comm.config import MULTICAST_OFF_VARIABLES, Config, multicast_state, option_names
 from llm_comm.errors import ConfigError
-from llm_comm.selection import TuningTable, check_table_option, find_table
+from llm_comm.installation import get_include
+from llm_comm.planning.selection import TuningTable, check_table_option, find_table
 
 _MULTICAST_VARIABLES = ("LLM_COMM_MULTICAST", *MULTICAST_OFF_VARIABLES)
 _PCIE_LEVELS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
@@ -94,7 +94,7 @@ def _build() -> dict[str, Any]:
         "cuda_kernels": kernels,
         "nvcc": _core.nvcc_version or None,
         "emulated_gpus": "available",
-        "device_headers": llm_comm.get_include(),
+        "device_headers": get_include(),
     }
 
 

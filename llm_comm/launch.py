@@ -23,8 +23,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-import llm_comm
 from llm_comm.errors import ConfigError
+from llm_comm.installation import cuda_compiled
 
 #: Numbers of ranks that commands run. (A communicator can also have one rank, which has nothing to sum.)
 WORLDS = range(2, 9)
@@ -100,7 +100,7 @@ def usable_gpus() -> tuple[int, str]:
     """
     if not torch.cuda.is_available():
         return 0, "no GPU that torch can use" if torch.version.cuda else "this torch is built without CUDA"
-    if not llm_comm.cuda_compiled():
+    if not cuda_compiled():
         return 0, "llm_comm was built without nvcc"
     count = torch.cuda.device_count()
     return count, "only one GPU" if count == 1 else ""

@@ -9,8 +9,9 @@ from typing import Any
 
 import yaml
 
-from llm_comm import Config, _core, selection
-from llm_comm.selection import ALGORITHMS, FusedRow, TuningRow
+from llm_comm import Config, _core
+from llm_comm.planning import selection
+from llm_comm.planning.selection import ALGORITHMS, FusedRow, TuningRow
 
 #: Every way to run a message that differs in code path: grids of one block and of several, one tile and many, sent
 #: ahead or not.

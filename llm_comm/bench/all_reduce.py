@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import llm_comm
 from llm_comm import launch, preflight
 from llm_comm.bench import others, report, timing
 from llm_comm.bench.report import DTYPES, OURS, Progress, Result, Row, format_bytes
 from llm_comm.bench.timing import Schedule
+from llm_comm.communicator import Communicator
 from llm_comm.errors import ConfigError, LlmCommError
 from llm_comm.launch import Placement
 
@@ -70,7 +70,7 @@ class Library(Protocol):
 class _LlmComm:
     name, in_place, rounds_once = OURS, False, True
 
-    def __init__(self, comm: llm_comm.Communicator, dtype: torch.dtype) -> None:
+    def __init__(self, comm: Communicator, dtype: torch.dtype) -> None:
         self._comm, self._dtype = comm, dtype
 
     def bind(self, count: int) -> Bound:
@@ -148,7 +148,7 @@ def _fill_in(args: argparse.Namespace, defaults: _Defaults) -> None:
 def _run_rank(args: argparse.Namespace, placement: Placement, group: dist.ProcessGroup) -> int:
     speaks, written = launch.rank() == 0, True
     dtype = DTYPES[args.dtype]
-    with llm_comm.Communicator(group, placement.device) as comm:
+    with Communicator(group, placement.device) as comm:
         libraries, remarks = _libraries(comm, dtype, args.max, group)
         bench = _Bench(comm, group, dtype, Schedule.by(args.method, args.calls, args.reps))
         progress = Progress(enabled=speaks)
@@ -171,7 +171,7 @@ def sizes(smallest: int, largest: int) -> Iterator[int]:
 
 
 def _libraries(
-    comm: llm_comm.Communicator, dtype: torch.dtype, max_bytes: int, group: dist.ProcessGroup
+    comm: Communicator, dtype: torch.dtype, max_bytes: int, group: dist.ProcessGroup
 ) -> tuple[list[Library], list[str]]:
     """The libraries to compare, the same on all ranks, and remarks on what is missing or to be read with care."""
     ours = _LlmComm(comm, dtype)
@@ -198,9 +198,7 @@ def _libraries(
 class _Bench:
     """Measures on this rank; its methods are collective."""
 
-    def __init__(
-        self, comm: llm_comm.Communicator, group: dist.ProcessGroup, dtype: torch.dtype, schedule: Schedule
-    ) -> None:
+    def __init__(self, comm: Communicator, group: dist.ProcessGroup, dtype: torch.dtype, schedule: Schedule) -> None:
         self._comm, self._group, self._dtype, self._schedule = comm, group, dtype, schedule
 
     def row(self, message_bytes: int, mode: str, libraries: list[Library], progress: Progress) -> Row:

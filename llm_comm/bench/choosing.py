@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from llm_comm.bench.report import format_bytes
 from llm_comm.config import MIB
 from llm_comm.errors import ConfigError
-from llm_comm.selection import FusedRow, TuningRow
+from llm_comm.planning.selection import FusedRow, TuningRow
 
 #: One-shot sends world - 1 copies of the message: far above this it only costs time to measure.
 ONE_SHOT_MAX_SENT = 4 * MIB

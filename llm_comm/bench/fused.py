@@ -20,15 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import llm_comm
 from llm_comm import launch, preflight
 from llm_comm.bench import others, report, timing
 from llm_comm.bench.all_reduce import Reference, sizes
 from llm_comm.bench.report import DTYPES, OURS, Progress, Result, Row, format_bytes
 from llm_comm.bench.timing import Schedule
+from llm_comm.communicator import Communicator
 from llm_comm.errors import ConfigError, LlmCommError
-from llm_comm.fused_selection import why_not_rows
 from llm_comm.launch import Placement
+from llm_comm.planning.fused_selection import why_not_rows
 
 _EPS = 1e-5
 _CHECKS = 2
@@ -72,7 +72,7 @@ def add_rms_norm(summed: Tensor, residual: Tensor, weight: Tensor) -> Outputs:
 class _Fused:
     name, rounds_once = OURS, True
 
-    def __init__(self, comm: llm_comm.Communicator) -> None:
+    def __init__(self, comm: Communicator) -> None:
         self._comm = comm
 
     def bind(self, operands: Operands) -> Callable[[], Outputs]:
@@ -104,7 +104,7 @@ class _FlashInfer:
 
     rounds_once = True
 
-    def __init__(self, one_shot: bool, comm: llm_comm.Communicator, group: dist.ProcessGroup, tokens: int, hidden: int):
+    def __init__(self, one_shot: bool, comm: Communicator, group: dist.ProcessGroup, tokens: int, hidden: int):
         from flashinfer import comm as flashinfer
 
         self.name = f"flashinfer {1 if one_shot else 2}-shot"
@@ -184,7 +184,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_rank(args: argparse.Namespace, placement: Placement, group: dist.ProcessGroup) -> int:
     rows, written = [], True
-    with llm_comm.Communicator(group, placement.device) as comm:
+    with Communicator(group, placement.device) as comm:
         libraries, remarks = _libraries(comm, group, args.max // (2 * args.hidden), args.hidden)
         schedule = Schedule.by(args.method, args.calls, args.reps)
         bench = _Bench(comm, group, DTYPES[args.dtype], args.hidden, schedule)
@@ -201,7 +201,7 @@ def _run_rank(args: argparse.Namespace, placement: Placement, group: dist.Proces
 
 
 def _libraries(
-    comm: llm_comm.Communicator, group: dist.ProcessGroup, tokens: int, hidden: int
+    comm: Communicator, group: dist.ProcessGroup, tokens: int, hidden: int
 ) -> tuple[list[Library], list[str]]:
     """The libraries to compare, the same on all ranks, and remarks on what is missing or to be read with care."""
 
@@ -247,7 +247,7 @@ class _Bench:
 
     def __init__(
         self,
-        comm: llm_comm.Communicator,
+        comm: Communicator,
         group: dist.ProcessGroup,
         dtype: torch.dtype,
         hidden: int,

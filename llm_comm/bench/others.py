@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from llm_comm import launch
 from llm_comm.bench import report
-from llm_comm.bootstrap import Rendezvous
 from llm_comm.errors import MissingRankError, RendezvousError
+from llm_comm.runtime.rendezvous import Rendezvous
 
 T = TypeVar("T")
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-import llm_comm
 from llm_comm import outputs
 from llm_comm.errors import ConfigError
+from llm_comm.installation import VERSION
 from llm_comm.launch import Placement
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -159,7 +159,7 @@ def environment(placement: Placement) -> dict[str, Any]:
 def versions() -> dict[str, str | None]:
     """Versions of everything a measurement depends on; None for what is not there."""
     return {
-        "llm_comm": llm_comm.__version__,
+        "llm_comm": VERSION,
         "commit": _source_commit(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),  # a subclass of str, which YAML does not write
@@ -194,7 +194,7 @@ def run_tool(*command: str) -> str | None:
 
 def _source_commit() -> str | None:
     """Commit of the checkout that this package is imported from; None for an installed copy."""
-    source = Path(llm_comm.__file__).parent
+    source = Path(__file__).parents[1]
     git = ("git", "-C", str(source))
     # An installed copy can lie inside somebody else's checkout: only a tracked file proves that it is ours.
     if run_tool(*git, "ls-files", "--error-unmatch", "__init__.py") is None:

@@ -12,15 +12,17 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from llm_comm import Communicator, Config, launch, outputs, preflight, selection
+from llm_comm import launch, outputs, preflight
 from llm_comm.bench import report, timing, tune_fused
 from llm_comm.bench.choosing import ONE_SHOT_MAX_SENT, choose, merge
 from llm_comm.bench.report import Progress, format_bytes
 from llm_comm.bench.timing import Schedule
-from llm_comm.config import MIB
+from llm_comm.communicator import Communicator
+from llm_comm.config import MIB, Config
 from llm_comm.errors import ConfigError
-from llm_comm.fused_selection import ELEMENT_BYTES, ELEMENTS_PER_LINE, MAX_HIDDEN
-from llm_comm.selection import FusedRow, TuningRow, TuningTable
+from llm_comm.planning import selection
+from llm_comm.planning.fused_selection import ELEMENT_BYTES, ELEMENTS_PER_LINE, MAX_HIDDEN
+from llm_comm.planning.selection import FusedRow, TuningRow, TuningTable
 
 _CALLS = 20
 # From here NCCL is timed too: the table ends where NCCL wins.

@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from llm_comm import Communicator, selection
 from llm_comm.bench import timing
 from llm_comm.bench.choosing import ONE_SHOT_MAX_SENT, choose
 from llm_comm.bench.report import Progress, format_bytes
 from llm_comm.bench.timing import Schedule
+from llm_comm.communicator import Communicator
 from llm_comm.config import MIB
-from llm_comm.fused_selection import CHUNK_LINES, ELEMENTS_PER_LINE, MAX_LOOP_THREADS
-from llm_comm.selection import FusedRow, TuningTable
+from llm_comm.planning import selection
+from llm_comm.planning.fused_selection import CHUNK_LINES, ELEMENTS_PER_LINE, MAX_LOOP_THREADS
+from llm_comm.planning.selection import FusedRow, TuningTable
 
 _CALLS = 20
 _EPS = 1e-5

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import llm_comm
 from llm_comm import launch, outputs, preflight
 from llm_comm.bench.report import DTYPES, dtype_name, environment, format_bytes, plan_text
+from llm_comm.communicator import Communicator
+from llm_comm.config import Config
 from llm_comm.demo.model import KVCache, Llama, LlamaConfig
 from llm_comm.errors import ConfigError
 from llm_comm.launch import Placement
@@ -39,7 +40,7 @@ class CountedAllReduce:
     What the communicator declines goes to torch.distributed, as an engine would do, and is counted apart.
     """
 
-    def __init__(self, comm: llm_comm.Communicator, group: dist.ProcessGroup) -> None:
+    def __init__(self, comm: Communicator, group: dist.ProcessGroup) -> None:
         self._comm, self._group = comm, group
         self.ran: Counter[tuple[bool, int]] = Counter()  # by (accepted by the communicator, message size)
 
@@ -200,7 +201,7 @@ def _run_rank(args: argparse.Namespace, config: LlamaConfig, placement: Placemen
     prompts = _draw_prompts(config, args.batch, args.prompt_len, args.seed).to(device)
     max_length = args.prompt_len + args.tokens
     build = partial(Llama, config, seed=args.seed, max_length=max_length, dtype=dtype, device=device)
-    with llm_comm.Communicator(group, device, llm_comm.Config.load(**_overrides(args))) as comm:
+    with Communicator(group, device, Config.load(**_overrides(args))) as comm:
         all_reduce = CountedAllReduce(comm, group)
         model = build(rank=rank, world=placement.world, all_reduce=all_reduce)
         decoder = Decoder(model, all_reduce, prompts, args.tokens)
@@ -241,7 +242,7 @@ def _draw_prompts(config: LlamaConfig, batch: int, length: int, seed: int) -> Te
     return torch.randint(config.vocab, (batch, length), generator=generator)
 
 
-def _traffic(comm: llm_comm.Communicator, all_reduce: CountedAllReduce, dtype: torch.dtype) -> dict[str, Any]:
+def _traffic(comm: Communicator, all_reduce: CountedAllReduce, dtype: torch.dtype) -> dict[str, Any]:
     """How many all-reduces ran, and the plans for their sizes and for a ladder of others."""
     served, declined = all_reduce.calls(accepted=True), all_reduce.calls(accepted=False)
     sizes = sorted({*PLAN_LADDER, *served, *declined})

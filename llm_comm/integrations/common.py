@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 
-import llm_comm
-from llm_comm import _core, selection
-from llm_comm.bootstrap import Rendezvous
+from llm_comm import _core
 from llm_comm.communicator import Communicator
 from llm_comm.config import MIB, Config
 from llm_comm.errors import CommunicatorError, ConfigError, LlmCommError, MissingRankError
+from llm_comm.installation import VERSION
+from llm_comm.planning import selection
+from llm_comm.runtime.rendezvous import Rendezvous
 
 logger = logging.getLogger("llm_comm")
 
@@ -197,7 +198,7 @@ class Member:
         where = "emulated GPUs" if communicator.is_emulated else communicator.memory_kind
         plans = describe_plans(communicator.table, communicator.config, f"{engine}'s own")
         return (
-            f"llm_comm {llm_comm.__version__} is active for group {self._group_name} ({communicator.world_size} ranks, "
+            f"llm_comm {VERSION} is active for group {self._group_name} ({communicator.world_size} ranks, "
             f"{where}): all-reduce {plans} ({communicator.table.name}); timeout {communicator.config.timeout_s:g} s"
         )
 
@@ -239,7 +240,7 @@ def enter(
     except NotJoinedError as error:
         # Every rank says so: whichever log is read, it tells why decoding is slower than hoped for.
         text = "llm_comm %s is not active for group %s: %s. %s's own all-reduce is used."
-        log.warning(text, llm_comm.__version__, group_name, error, engine)
+        log.warning(text, VERSION, group_name, error, engine)
         return None
     return Member(communicator, group_name, lambda last_words: log.critical("llm_comm: %s", last_words))
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import ctypes
 import itertools
 import mmap
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 import pytest
 import torch
@@ -268,3 +270,34 @@ def check_world_of_one(dtype: torch.dtype) -> None:
 @every_dtype
 def test_world_of_one_copies(ranks: RankPool, dtype: torch.dtype) -> None:
     ranks.run(1, check_world_of_one, dtype)
+
+
+def python_calls(call: Callable[[], object]) -> list[str]:
+    """The Python functions that a call enters, by name, itself left out."""
+    names: list[str] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            names.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return names[1:]
+
+
+def count_python_calls() -> None:
+    with make_communicator() as comm:
+        x = torch.ones(64)
+        comm.all_reduce(x)
+        is_compiling = ["is_compiling", *python_calls(torch.compiler.is_compiling)]
+        for name in ("all_reduce", "try_all_reduce"):
+            bound = getattr(comm, name)
+            assert python_calls(lambda bound=bound: bound(x)) == [name, *is_compiling, "run", "_no_stream"]
+
+
+def test_a_call_is_short_on_the_host(ranks: RankPool) -> None:
+    """Host time is a bar: what is prepared takes no more Python calls than these (on a GPU, none for the stream)."""
+    ranks.run(2, count_python_calls)

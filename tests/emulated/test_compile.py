@@ -65,20 +65,38 @@ def test_model_compiles_as_one_graph(ranks: RankPool, backend: str) -> None:
     ranks.run(2, compile_layer, backend)
 
 
-def ask_first() -> None:
+def sum_if_accepted(comm: Communicator, x: torch.Tensor) -> torch.Tensor:
+    return comm.all_reduce(x) if comm.accepts(x) else x
+
+
+def sum_by_trying(comm: Communicator, x: torch.Tensor) -> torch.Tensor:
+    total = comm.try_all_reduce(x)
+    return x if total is None else total
+
+
+def sum_what_is_served(layer: Callable[[Communicator, torch.Tensor], torch.Tensor]) -> None:
     with make_communicator(max_message_bytes=4096) as comm:
-
-        def layer(x: torch.Tensor) -> torch.Tensor:
-            return comm.all_reduce(x) if comm.accepts(x) else x
-
-        for count, factor in ((1024, comm.world_size), (1025, 1)):  # sizes that have not been asked about yet
+        # Sizes that have not been asked about yet, and what is declined whatever its size.
+        for x, factor in (
+            (torch.ones(1024), comm.world_size),
+            (torch.ones(1025), 1),
+            (torch.ones(8, dtype=torch.int32), 1),
+            (torch.ones(4, 6).t(), 1),
+        ):
             torch._dynamo.reset()
-            compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-            assert compiled(torch.ones(count)).eq(factor).all()
+            recorder = Recorder("aot_eager")
+            compiled = torch.compile(lambda x: layer(comm, x), fullgraph=True, backend=recorder)
+            assert compiled(x).eq(factor).all()
+            operator = torch.ops.llm_comm.all_reduce
+            targets = [target for call in recorder.calls for target in call]
+            assert sum(target in (operator, operator.default) for target in targets) == (factor > 1)
 
 
-def test_accepts_in_a_graph(ranks: RankPool) -> None:
-    ranks.run(2, ask_first)
+@pytest.mark.parametrize("layer", [sum_if_accepted, sum_by_trying])
+def test_what_is_served_in_a_graph(
+    ranks: RankPool, layer: Callable[[Communicator, torch.Tensor], torch.Tensor]
+) -> None:
+    ranks.run(2, sum_what_is_served, layer)
 
 
 def ask_first_for_many_sizes(dynamic: bool | None) -> None:
@@ -158,6 +176,8 @@ def sum_beside_a_compilation() -> None:
                 assert torch.compiler.is_compiling()
             x = torch.ones(2, 64, dtype=torch.bfloat16)
             assert comm.all_reduce(x).eq(comm.world_size).all()
+            assert comm.try_all_reduce(x).eq(comm.world_size).all()
+            assert comm.try_all_reduce(x.t()) is None
             _, total = comm.all_reduce_add_rms_norm(x, None, x[0], 1e-5)
             assert total.eq(comm.world_size).all()
         finally:

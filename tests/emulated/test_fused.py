@@ -29,7 +29,7 @@ from reference import ALGORITHMS, WORLDS, assert_bitwise_equal, assert_is_sum, c
 from tables import write_fused_table
 
 from llm_comm import Communicator, UnsupportedInputError
-from llm_comm.selection import FusedRow
+from llm_comm.planning.selection import FusedRow
 
 every_dtype = pytest.mark.parametrize("dtype", FUSED_DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -49,6 +49,7 @@ def decline(name: str) -> str:
         with pytest.raises(UnsupportedInputError) as error:
             comm.all_reduce(x)
         assert plan.reason in str(error.value)
+        assert comm.try_all_reduce(x) is None
         reduce_right(comm)
         return plan.reason
 
@@ -68,8 +69,14 @@ def decline_layouts() -> None:
             (torch.nested.nested_tensor(rows), "nested"),
             (torch.nested.nested_tensor(rows, layout=torch.jagged), "nested"),
         ):
-            assert not comm.accepts(x)
-            assert comm.plan(x).reason == f"the tensor is {what}"
+            for _ in range(2):  # the second time with a size that is prepared
+                assert not comm.accepts(x)
+                assert comm.plan(x).reason == f"the tensor is {what}"
+                assert comm.try_all_reduce(x) is None
+                if type(x) is torch.Tensor:
+                    with pytest.raises(UnsupportedInputError, match=what):
+                        comm.all_reduce(x)
+                comm.all_reduce(torch.ones(x.numel()))
         reduce_right(comm)
 
 
@@ -93,6 +100,10 @@ def accept() -> None:
             assert plan.algorithm == ("none" if x.numel() == 0 else "one_shot")
             assert plan.message_bytes == x.numel() * x.element_size()
             assert comm.all_reduce(x).eq(comm.world_size).all()
+            total = comm.try_all_reduce(x)
+            assert total is not None
+            assert total is not x
+            assert total.eq(comm.world_size).all()
 
 
 def test_accepted_input(ranks: RankPool) -> None:
@@ -110,6 +121,7 @@ def sum_wrappers() -> None:
         for x in (torch.nn.Parameter(torch.ones(6), requires_grad=False), torch.ones(6).as_subclass(Named)):
             assert comm.accepts(x)
             assert comm.all_reduce(x).eq(world).all()
+            assert comm.try_all_reduce(x).eq(world).all()
             assert comm.all_reduce(x, out=x) is x
             assert x.eq(world).all()
         gathered = all_gather_tensor(torch.ones(4), 0, dist.group.WORLD)  # may still be on its way
@@ -119,6 +131,8 @@ def sum_wrappers() -> None:
             fake = torch.empty(3, 5, dtype=torch.bfloat16)
             assert comm.accepts(fake)
             assert isinstance(comm.all_reduce(fake), FakeTensor)
+            assert isinstance(comm.try_all_reduce(fake), FakeTensor)
+            assert comm.try_all_reduce(fake.t()) is None
             normed, _ = comm.all_reduce_add_rms_norm(torch.empty(2, 64).half(), None, torch.empty(64).half(), 1e-5)
             assert isinstance(normed, FakeTensor)
         reduce_right(comm)
@@ -175,6 +189,7 @@ def decline_without_memory() -> None:
         partial = DTensor.from_local(torch.ones(64), mesh, [Partial()])
         assert not comm.accepts(partial)
         assert "to_local" in comm.plan(partial).reason
+        assert comm.try_all_reduce(partial) is None
         with pytest.raises(NotImplementedError, match="llm_comm"):
             comm.all_reduce(partial)
         x = torch.ones(2, 64, dtype=torch.bfloat16)
@@ -203,6 +218,7 @@ def decline_negated_views() -> None:
             with pytest.raises(UnsupportedInputError, match="scale: the tensor is a negated view"):
                 comm.all_reduce_add_rms_norm(*plain, 1e-5, quantize=quantize, scale=torch._neg_view(scale))
         assert not comm.accepts(torch._neg_view(plain[0]))
+        assert comm.try_all_reduce(torch._neg_view(plain[0])) is None
         reduce_right(comm)
 
 

@@ -19,6 +19,7 @@ X = torch.ones(10)
 USES: dict[str, Callable[[Communicator], object]] = {
     "all_reduce": lambda comm: comm.all_reduce(X),
     "all_reduce in place": lambda comm: comm.all_reduce(X, out=X),
+    "try_all_reduce": lambda comm: comm.try_all_reduce(X),
     "all_reduce of nothing": lambda comm: comm.all_reduce(X[:0]),
     "all_reduce of a new size": lambda comm: comm.all_reduce(X[:5]),
     "check": lambda comm: comm.check(),

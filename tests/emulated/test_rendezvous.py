@@ -23,9 +23,10 @@ from reference import assert_is_sum, contributions
 from tables import write_table
 
 import llm_comm
-from llm_comm import RendezvousError, _core, bootstrap
+from llm_comm import RendezvousError, _core
 from llm_comm.errors import MissingRankError
-from llm_comm.selection import TuningRow
+from llm_comm.planning.selection import TuningRow
+from llm_comm.runtime import rendezvous as rendezvous_module
 
 TIMEOUT_S = 2.0
 SLACK_S = 20.0
@@ -135,13 +136,17 @@ def test_more_ranks_than_a_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
 def pretend_to_be_elsewhere() -> str:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == CULPRIT:
-            patch.setattr("llm_comm.communicator.host_identity", lambda: {"host": "far-away", "boot_id": "another"})
+            patch.setattr(
+                "llm_comm.runtime.comparison.host_identity", lambda: {"host": "far-away", "boot_id": "another"}
+            )
         return rendezvous_error()
 
 
 def share_gpus() -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llm_comm.communicator._gpu", lambda _device: "GPU-a" if dist.get_rank() != CULPRIT else "GPU-b")
+        patch.setattr(
+            "llm_comm.runtime.comparison.gpu_name", lambda _device: "GPU-a" if dist.get_rank() != CULPRIT else "GPU-b"
+        )
         return rendezvous_error()
 
 
@@ -201,19 +206,19 @@ def failing(step: str) -> Iterator[None]:
         elif step == "long text":
             patch.setattr(_core, "make_emulated_core", complain_at_length)
         elif step == "socket":
-            patch.setattr(bootstrap.Rendezvous, "_listen", no_memory)
+            patch.setattr(rendezvous_module.Rendezvous, "_listen", no_memory)
         elif step == "exchange":
-            patch.setattr(bootstrap.Rendezvous, "_exchange", no_memory)
+            patch.setattr(rendezvous_module.Rendezvous, "_exchange", no_memory)
         elif step == "end of the exchange":
-            exchange = bootstrap.Rendezvous._exchange
+            exchange = rendezvous_module.Rendezvous._exchange
 
             def exchange_and_fail(*arguments: Any) -> None:
-                bootstrap._close_all(exchange(*arguments).values())
+                rendezvous_module._close_all(exchange(*arguments).values())
                 no_memory()
 
-            patch.setattr(bootstrap.Rendezvous, "_exchange", exchange_and_fail)
+            patch.setattr(rendezvous_module.Rendezvous, "_exchange", exchange_and_fail)
         elif step == "thread":
-            patch.setattr("llm_comm.watchdog.Watchdog.start", no_memory)
+            patch.setattr("llm_comm.runtime.watchdog.Watchdog.start", no_memory)
         elif step == "p2p test":
             failing_method(patch, "peers_unseen", lambda: [0])
         elif step != "allocation":
@@ -338,7 +343,7 @@ def test_rank_without_file_descriptors(ranks: RankPool, free: int) -> None:
 
 
 def come_to_another_step() -> str:
-    rendezvous = bootstrap.Rendezvous(dist.group.WORLD, TIMEOUT_S)
+    rendezvous = rendezvous_module.Rendezvous(dist.group.WORLD, TIMEOUT_S)
     with pytest.raises(MissingRankError) as error:
         rendezvous.gather("supper" if dist.get_rank() == CULPRIT else "lunch", None)
     return str(error.value)
@@ -354,7 +359,7 @@ def test_ranks_at_different_steps(ranks: RankPool) -> None:
 
 def come_among_strangers(message: bytes | None) -> None:
     """Somebody else connects to every socket first, hands in a file of its own, and then waits."""
-    exchange, strangers = bootstrap.Rendezvous._exchange, contextlib.ExitStack()
+    exchange, strangers = rendezvous_module.Rendezvous._exchange, contextlib.ExitStack()
 
     def exchange_late(rendezvous: Any, server: socket.socket, *arguments: Any) -> Any:
         stranger = strangers.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -367,7 +372,7 @@ def come_among_strangers(message: bytes | None) -> None:
     make_communicator().close()
     with nothing_leaked():
         with pytest.MonkeyPatch.context() as patch, strangers:
-            patch.setattr(bootstrap.Rendezvous, "_exchange", exchange_late)
+            patch.setattr(rendezvous_module.Rendezvous, "_exchange", exchange_late)
             comm = make_communicator()
         with comm:
             inputs = contributions(comm.world_size, 100, torch.float16)

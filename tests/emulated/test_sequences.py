@@ -13,7 +13,7 @@ from reference import ALGORITHMS, DTYPES, assert_bitwise_equal, assert_is_sum, c
 from tables import STEP_BYTES, VARIANTS, table_of_all_variants
 
 from llm_comm import Communicator
-from llm_comm.selection import TuningRow
+from llm_comm.planning.selection import TuningRow
 
 
 def reduce_once(comm: Communicator, count: int, dtype: torch.dtype, seed: int) -> None:

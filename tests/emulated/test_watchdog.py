@@ -22,7 +22,7 @@ from harness import RankPool, make_communicator, pidfds
 from reference import assert_is_sum, contributions
 
 from llm_comm import Communicator, CommunicatorError, LaunchError, PeerTimeout, RendezvousError
-from llm_comm.status import StatusBoard
+from llm_comm.runtime.status import StatusBoard
 
 TIMEOUT_S = 2.0
 # A busy machine may be slow; whoever waits so long waits for ever.
@@ -63,7 +63,8 @@ def lose_a_launch(fused: bool, why: str) -> str:
         call()
         fault: AbstractContextManager[Any] = nullcontext()
         if comm.rank == 1 and why == "not launched":
-            prepared = comm._live_fused()._prepared if fused else comm._prepared
+            calls = comm._operations.all_reduce_add_rms_norm if fused else comm._operations.all_reduce
+            prepared = calls._prepared
             prepared.update({key: entry._replace(run=fail_to_launch) for key, entry in prepared.items()})
         elif comm.rank == 1:
             out_of_memory = torch.OutOfMemoryError("launch of a collective: invalid device context")
@@ -71,10 +72,9 @@ def lose_a_launch(fused: bool, why: str) -> str:
                 fault = mock.patch("torch.empty_like", side_effect=out_of_memory)
             else:
                 comm.use_table(comm.table)  # nothing is prepared any more
-                owner = comm._live_fused() if fused else comm
                 method = "prepare_add_rms_norm" if fused else "prepare_all_reduce"
-                broken = mock.Mock(wraps=comm._core, **{method: mock.Mock(side_effect=out_of_memory)})
-                fault = mock.patch.object(owner, "_core", broken)
+                broken = mock.Mock(wraps=comm._handle._core, **{method: mock.Mock(side_effect=out_of_memory)})
+                fault = mock.patch.object(comm._handle, "_core", broken)
         texts = []
         for _ in range(2):  # the second time nothing is tried any more
             with fault, pytest.raises(LaunchError) as caught:
@@ -82,6 +82,9 @@ def lose_a_launch(fused: bool, why: str) -> str:
             assert caught.value.peer == 1
             texts.append(str(caught.value))
         assert texts[0] == texts[1]
+        with pytest.raises(LaunchError):
+            comm.try_all_reduce(x)
+        assert comm.try_all_reduce(x.t()) is None  # whoever sums it instead is not concerned
         return texts[0]
 
 
@@ -175,7 +178,7 @@ def test_all_ranks_are_told_without_a_further_call(mortal_ranks: RankPool, has_p
         loss = losses[rank]
         assert loss.peer == victim if has_pidfds else loss.peer in (victim, idle)
         head, *states = loss.text.splitlines()
-        where = "a one-shot all-reduce of 80 bytes (operation 3 "
+        where = "a one-shot all-reduce of 80 bytes (operation 4 "
         blame = f"nothing came from rank {loss.peer} for 4.8 s in {where}"
         if has_pidfds:
             blame = f"the process of rank {victim} has exited, and {where}"
@@ -293,7 +296,7 @@ def lose_nobody() -> None:
     with make_communicator() as comm:
         for rank in (-1, comm.world_size):
             with pytest.raises(ValueError, match=f"there is no rank {rank} among 2"):
-                comm._live_core().peer_exited(rank)
+                comm._handle.core().peer_exited(rank)
         sum_three_times(comm)
 
 

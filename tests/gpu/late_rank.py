@@ -19,7 +19,7 @@ from common import Session, parser, report, run, session
 
 from llm_comm import Communicator
 from llm_comm.bench import timing
-from llm_comm.selection import TuningRow, TuningTable
+from llm_comm.planning.selection import TuningRow, TuningTable
 
 CALLS = 20
 LATE_MS = (0, 1, 3, 10)

@@ -21,7 +21,7 @@ from common import Ranks, Recording, Session, parser, report, run, session, want
 from values import DTYPES, Inputs, Values, expect_sum
 
 from llm_comm import Communicator, Config
-from llm_comm.selection import ALGORITHMS, FusedRow, TuningRow, TuningTable
+from llm_comm.planning.selection import ALGORITHMS, FusedRow, TuningRow, TuningTable
 
 MIB = 1 << 20
 COUNTS = (1, 7, 513, 4096, 10018)

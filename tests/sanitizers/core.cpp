@@ -1,6 +1,7 @@
 // Communicators over the emulated core, each rank a thread of this process: set-up through file descriptors, all-reduces
 // of changing size and plan, plain and fused, by two threads of a rank in turn, an abort, a time-out. All the while another
-// thread of each rank looks on, as the watchdog of the library does (llm_comm/watchdog.py). Usage: core <all-reduces>. Exit status: 0 all right, 1 not.
+// thread of each rank looks on, as the watchdog of the library does (llm_comm/runtime/watchdog.py).
+// Usage: core <all-reduces>. Exit status: 0 all right, 1 not.
 #include <unistd.h>
 
 #include <atomic>

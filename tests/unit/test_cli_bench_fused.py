@@ -12,7 +12,7 @@ from tables import write_fused_table
 from llm_comm.bench import choosing, fused, tune_fused
 from llm_comm.bench.fused import FusedReference, add_rms_norm
 from llm_comm.errors import ConfigError
-from llm_comm.selection import load_table
+from llm_comm.planning.selection import load_table
 
 CPU = torch.device("cpu")
 WORLD = 4

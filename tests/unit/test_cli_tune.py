@@ -18,8 +18,8 @@ from llm_comm import cli, launch
 from llm_comm.bench import choosing, tune, tune_fused
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError, PeerTimeout
-from llm_comm.fused_selection import without_kernel
-from llm_comm.selection import FusedRow, TuningRow, TuningTable, declined, load_table
+from llm_comm.planning.fused_selection import without_kernel
+from llm_comm.planning.selection import FusedRow, TuningRow, TuningTable, declined, load_table
 
 ROW = TuningRow(4096, "one_shot", 8, 16, 0)
 FUSED_ROW = FusedRow(16384, "one_shot", 8, 128, 2, 0)

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from tables import core_of, write_fused_table
 
-from llm_comm import Config, ConfigError, FusedPlan, _core, selection
-from llm_comm.fused_selection import (
+from llm_comm import Config, ConfigError, FusedPlan, _core
+from llm_comm.planning import selection
+from llm_comm.planning.fused_selection import (
     CHUNK_LINES,
     MAX_HIDDEN,
     MAX_LOOP_THREADS,
@@ -21,7 +22,7 @@ from llm_comm.fused_selection import (
     resident_clusters,
     select_fused,
 )
-from llm_comm.selection import ALGORITHMS, FusedRow, TuningRow, TuningTable
+from llm_comm.planning.selection import ALGORITHMS, FusedRow, TuningRow, TuningTable
 
 WORLDS = range(2, 9)
 LIMITS = DeviceLimits(max_cluster=16, sm_count=132)

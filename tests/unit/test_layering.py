@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import shutil
 import subprocess
@@ -126,24 +127,130 @@ def test_header_stands_alone(header: Path, tmp_path: Path) -> None:
 
 # ---- Python --------------------------------------------------------------------------------------------------------
 
+PACKAGE = REPOSITORY / "llm_comm"
+CORE = "llm_comm._core"  # a compiled module
+# What a part imports stands in its own row or above it.
+PYTHON_LAYERS = (
+    {"errors"},
+    {"arrays", "config", "installation"},
+    {"planning"},
+    {"runtime"},
+    {"operations"},
+    {"communicator"},
+    {"integrations", "launch", "preflight"},
+    {"bench"},
+    {"demo", "doctor", "engine_verdicts"},
+    {"cli"},
+)
 
-def imported_by(module: str) -> Iterator[str]:
-    """What the top level of a module imports; imports for type checkers do not count."""
-    tree = ast.parse((REPOSITORY / "llm_comm" / f"{module}.py").read_text(encoding="utf-8"))
-    for node in tree.body:
+
+def python_sources() -> dict[str, str]:
+    """The sources of the package by the names of their modules; of ``__init__.py`` it is the package's."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(REPOSITORY).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text(encoding="utf-8")
+    assert len(found) > 40
+    return found
+
+
+def imported_by(source: str) -> Iterator[tuple[str, str]]:
+    """(module, name) of all imports wherever they stand, in functions and for type checkers too; "" is no name."""
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            assert node.level == 0, "imports name their modules in full"
+            assert node.module is not None
+            yield from ((node.module, alias.name) for alias in node.names)
 
 
-@pytest.mark.parametrize("module", ["config", "errors", "selection"])
-def test_pure_modules_need_neither_torch_nor_the_core(module: str) -> None:
-    names = list(imported_by(module))
-    assert names
-    assert [name for name in names if name.startswith(("torch", "llm_comm._core", "llm_comm.comm"))] == []
+def imports_within(sources: dict[str, str]) -> dict[str, set[str]]:
+    """The modules of ``sources`` that each of them imports by name; the packages around those do not count."""
+
+    def resolve(module: str, name: str) -> str:
+        full_name = f"{module}.{name}"
+        return full_name if full_name in sources or full_name == CORE else module
+
+    return {
+        importer: {resolve(*found) for found in imported_by(source)} & sources.keys()
+        for importer, source in sources.items()
+    }
 
 
-@pytest.mark.parametrize("module", ["bootstrap", "ops", "arrays", "selection", "config"])
-def test_parts_do_not_know_the_communicator(module: str) -> None:
-    assert [name for name in imported_by(module) if "communicator" in name.lower()] == []
+def circle_in(sources: dict[str, str]) -> list[str]:
+    """Modules that import each other in turn, the first one also at the end; none where there is no circle."""
+    try:
+        graphlib.TopologicalSorter(imports_within(sources)).prepare()
+    except graphlib.CycleError as error:
+        circle: list[str] = error.args[1]
+        return circle
+    return []
+
+
+def importers_of_the_root(sources: dict[str, str]) -> set[str]:
+    """Modules that take something from ``llm_comm/__init__.py``."""
+    return {
+        importer
+        for importer, source in sources.items()
+        for module, name in imported_by(source)
+        if module == "llm_comm" and f"llm_comm.{name}" not in {CORE, *sources}
+    }
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    assert circle_in(python_sources()) == []
+
+
+def test_nothing_in_the_package_imports_its_root() -> None:
+    assert importers_of_the_root(python_sources()) == set()
+
+
+@pytest.mark.parametrize("hidden", ["def f():\n    {}", "if TYPE_CHECKING:\n    {}", "try:\n    {}\nfinally: pass"])
+def test_hidden_imports_are_found(hidden: str) -> None:
+    made_up = {
+        "llm_comm": "from llm_comm.a import A",
+        "llm_comm.a": hidden.format("from llm_comm.rooms import b"),
+        "llm_comm.rooms": "",
+        "llm_comm.rooms.b": hidden.format("import llm_comm.c"),
+        "llm_comm.c": hidden.format("from llm_comm.a import A"),
+    }
+    assert set(circle_in(made_up)) == {"llm_comm.a", "llm_comm.rooms.b", "llm_comm.c"}
+    assert importers_of_the_root(made_up) == set()
+    made_up["llm_comm.c"] = hidden.format("from llm_comm import _core, rooms")
+    assert circle_in(made_up) == []
+    assert importers_of_the_root(made_up) == set()
+    for of_the_root in ("from llm_comm import A", "import llm_comm"):
+        made_up["llm_comm.c"] = hidden.format(of_the_root)
+        assert importers_of_the_root(made_up) == {"llm_comm.c"}
+
+
+def test_python_layers() -> None:
+    rows = {part: row for row, parts in enumerate(PYTHON_LAYERS) for part in parts}
+
+    def part_of(module: str) -> str:
+        return module.split(".")[1]
+
+    imports = imports_within(python_sources())
+    del imports["llm_comm"]
+    assert {part_of(importer) for importer in imports} == rows.keys()
+    wrong = [
+        f"{importer} imports {found}"
+        for importer, all_found in imports.items()
+        for found in all_found
+        if rows[part_of(found)] > rows[part_of(importer)]
+    ]
+    assert wrong == []
+
+
+def test_planning_needs_neither_torch_nor_the_core() -> None:
+    pure = ("llm_comm.config", "llm_comm.errors", "llm_comm.planning")
+    checked = {module: source for module, source in python_sources().items() if module.startswith(pure)}
+    assert len(checked) >= 5
+    wrong = [
+        f"{importer} imports {module} {name}"
+        for importer, source in checked.items()
+        for module, name in imported_by(source)
+        if module.split(".")[0] == "torch" or name == "_core"
+    ]
+    assert wrong == []

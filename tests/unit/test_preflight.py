@@ -10,7 +10,7 @@ from tables import write_table
 
 from llm_comm import cli, launch, preflight
 from llm_comm.errors import ConfigError
-from llm_comm.selection import TuningRow
+from llm_comm.planning.selection import TuningRow
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from tables import core_of, write_table
 
-from llm_comm import Config, ConfigError, Plan, _core, selection
+from llm_comm import Config, ConfigError, Plan, _core
 from llm_comm.integrations import common
-from llm_comm.selection import ALGORITHMS, TuningRow, TuningTable, select
+from llm_comm.planning import selection
+from llm_comm.planning.selection import ALGORITHMS, TuningRow, TuningTable, select
 
 WORLDS = range(2, 9)
 ELEMENT_BYTES = {0: 2, 1: 2, 2: 4}  # by DataType of the core

@@ -11,9 +11,9 @@ from unittest import mock
 
 import pytest
 
-from llm_comm import watchdog as watchdogs
-from llm_comm.status import RankError, RankState, StatusBoard, fit
-from llm_comm.watchdog import Watchdog
+from llm_comm.runtime import watchdog as watchdogs
+from llm_comm.runtime.status import RankError, RankState, StatusBoard, fit
+from llm_comm.runtime.watchdog import Watchdog
 
 STATE = RankState(pid=17, last_call="one-shot all-reduce of 8 bf16 (call 3)")
 

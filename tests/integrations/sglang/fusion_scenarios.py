@@ -337,7 +337,7 @@ def where_attention_sums_in_other_groups_norms_are_left_alone() -> None:
         assert gate_says(4)
         with mock.patch.object(SIZES, "attn_tp_size", 1):
             assert not gate_says(4)
-        with mock.patch("llm_comm.integrations.sglang_fused_norm.is_dp_attention_enabled", return_value=True):
+        with mock.patch("llm_comm.integrations.sglang.fused_norm.is_dp_attention_enabled", return_value=True):
             assert not gate_says(4)
 
 
@@ -397,7 +397,7 @@ def another_engine_of_the_process_keeps_its_norms() -> None:
     shared_directory().mkdir(exist_ok=True)
     with sglang_groups(), server():
         assert not gate_says(4), "sums would be left to norms that make them in a group that is gone"
-        around_norm = sys.modules["llm_comm.integrations.sglang_fused_norm"].around_norm
+        around_norm = sys.modules["llm_comm.integrations.sglang.fused_norm"].around_norm
         tensors = [torch.ones(4, HIDDEN, dtype=torch.bfloat16)] * 2
         assert around_norm(lambda *_: "theirs", norm(1e-5), *tensors, None, tensors[0]) == "theirs"
 
@@ -673,9 +673,9 @@ def speculation_is_known(algorithm: str | None) -> Iterator[None]:
     spec, arguments = SimpleNamespace(speculative_algorithm=algorithm), mock.Mock()
     arguments.get_model_config.return_value.hf_config = MODEL
     with (
-        mock.patch("llm_comm.integrations.sglang_fusion.get_spec", return_value=spec),
-        mock.patch("llm_comm.integrations.sglang_fusion.get_server_args", return_value=arguments),
-        mock.patch("llm_comm.integrations.sglang_fusion.get_exec", return_value=SimpleNamespace(moe=EXPERTS)),
+        mock.patch("llm_comm.integrations.sglang.fusion.get_spec", return_value=spec),
+        mock.patch("llm_comm.integrations.sglang.fusion.get_server_args", return_value=arguments),
+        mock.patch("llm_comm.integrations.sglang.fusion.get_exec", return_value=SimpleNamespace(moe=EXPERTS)),
     ):
         yield
 
@@ -725,9 +725,9 @@ def without_data_parallelism() -> bool:  # a mock cannot be compiled
 def server() -> Iterator[None]:
     """The options of a server with these groups, as the hooks see them."""
     with (
-        mock.patch("llm_comm.integrations.sglang_fusion.get_parallel", parallel),
-        mock.patch("llm_comm.integrations.sglang_fused_norm.get_parallel", parallel),
-        mock.patch("llm_comm.integrations.sglang_fused_norm.is_dp_attention_enabled", without_data_parallelism),
+        mock.patch("llm_comm.integrations.sglang.fusion.get_parallel", parallel),
+        mock.patch("llm_comm.integrations.sglang.fused_norm.get_parallel", parallel),
+        mock.patch("llm_comm.integrations.sglang.fused_norm.is_dp_attention_enabled", without_data_parallelism),
     ):
         yield
 
@@ -740,7 +740,7 @@ def run_model(model: Any) -> Any:
 
 def run_unfused(model: Any) -> Any:
     """The same with the hooks idle, of a model that was made before they were set."""
-    with mock.patch("llm_comm.integrations.sglang_fused_norm.State.is_active", False):
+    with mock.patch("llm_comm.integrations.sglang.fused_norm.State.is_active", False):
         return run_model(model)
 
 

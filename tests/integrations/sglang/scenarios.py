@@ -205,7 +205,7 @@ def all_that_groups_use_of_a_custom_all_reduce_is_there() -> None:
     used = set(re.findall(r"\bca_comm\.(\w+)", source))
     for_amd = {"all_gather_reg", "all_gather_unreg", "should_custom_ag", "reduce_scatter", "fused_allreduce_rmsnorm",
                "fused_ar_rms", "custom_fused_ar_rms", "custom_fused_ar_rms_per_group_quant"}  # fmt: skip
-    from llm_comm.integrations.sglang_communicator import LlmCommAllReduce
+    from llm_comm.integrations.sglang.communicator import LlmCommAllReduce
 
     member = SimpleNamespace(communicator=None)
     assert {"should_custom_ar", "custom_all_reduce", "capture", "disabled"} <= used
@@ -452,12 +452,12 @@ def the_time_limit_is_that_of_engines_if_sglang_has_none() -> None:
 
 @scenario(world=1)
 def the_deployment_example_is_valid() -> None:
-    from llm_comm.integrations import sglang_communicator
+    from llm_comm.integrations.sglang import communicator
 
     os.environ["LLM_COMM_CONFIG"] = str(Path(__file__).parents[3] / "configs/sglang_deployment.yaml")
-    config = sglang_communicator.load_config()
+    config = communicator.load_config()
     assert config.origins["algorithm"] == os.environ["LLM_COMM_CONFIG"]
-    assert config == sglang_communicator.Config.load({}, timeout_s=600.0)
+    assert config == communicator.Config.load({}, timeout_s=600.0)
 
 
 @scenario()
@@ -552,7 +552,7 @@ def leaving_a_group_closes_llm_comm() -> None:
         ca_comm = ours("tp")
         communicator = ca_comm._llm_comm
     assert ca_comm._llm_comm is None
-    assert communicator._core is None
+    assert not communicator._handle.is_open
 
 
 @scenario(exit_codes=(DIED_OF_THE_WATCHDOG, 0), LLM_COMM_TIMEOUT_S="1")
@@ -694,7 +694,7 @@ def group(name: str) -> GroupCoordinator:
 
 
 def ours(name: str) -> Any:
-    from llm_comm.integrations.sglang_communicator import LlmCommAllReduce
+    from llm_comm.integrations.sglang.communicator import LlmCommAllReduce
 
     ca_comm = group(name).ca_comm
     assert type(ca_comm) is LlmCommAllReduce
@@ -727,7 +727,7 @@ load_plugins()
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 hooked = hasattr(GroupCoordinator.__init__, "__wrapped__") and hasattr(GroupCoordinator.destroy, "__wrapped__")
 if "llm_comm.integrations.sglang" in sys.modules:
-    from llm_comm.integrations.sglang_communicator import load_config
+    from llm_comm.integrations.sglang.communicator import load_config
     print(hooked, load_config().algorithm)
 else:
     print(hooked)

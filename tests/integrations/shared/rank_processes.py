@@ -66,15 +66,17 @@ class Log(logging.Handler):
 
 
 def calls_of(communicator: llm_comm.Communicator) -> list[torch.Size]:
-    """The shapes that ``communicator`` sums from now on."""
+    """The shapes that ``communicator`` sums from now on, for an engine."""
     shapes: list[torch.Size] = []
-    original = communicator.all_reduce
+    original = communicator.try_all_reduce
 
-    def all_reduce(x: torch.Tensor) -> torch.Tensor:
-        shapes.append(x.shape)
-        return original(x)
+    def try_all_reduce(x: torch.Tensor) -> torch.Tensor | None:
+        total = original(x)
+        if total is not None:
+            shapes.append(x.shape)
+        return total
 
-    communicator.all_reduce = all_reduce  # type: ignore[method-assign]
+    communicator.try_all_reduce = try_all_reduce  # type: ignore[method-assign]
     return shapes
 
 

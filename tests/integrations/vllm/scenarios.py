@@ -59,7 +59,7 @@ import llm_comm  # noqa: E402
 from llm_comm import _core  # noqa: E402
 from llm_comm.errors import ConfigError, PeerTimeout  # noqa: E402
 from llm_comm.integrations import common  # noqa: E402
-from llm_comm.integrations import vllm as plugin  # noqa: E402
+from llm_comm.integrations.vllm import plugin  # noqa: E402
 
 BENCH_PLUGINS = str(Path(__file__).parents[3] / "bench_serving" / "plugins")
 
@@ -383,7 +383,7 @@ def a_version_of_vllm_that_llm_comm_does_not_know_is_left_alone() -> None:
         del renamed  # only to name what is taken away
         del vllm.config.get_current_vllm_config_or_none
         load_plugins()
-        sys.modules.pop("llm_comm.integrations.vllm_communicator", None)
+        sys.modules.pop("llm_comm.integrations.vllm.communicator", None)
         assert current_platform.get_device_communicator_cls() == plugin.THEIR_CLASS
         vllm.config.get_current_vllm_config_or_none = None  # for the patch to put back
 
@@ -471,7 +471,7 @@ def start_error(config: VllmConfig) -> str:
 
 
 def plugin_class() -> type:
-    from llm_comm.integrations.vllm_communicator import LlmCommCommunicator
+    from llm_comm.integrations.vllm.communicator import LlmCommCommunicator
 
     return LlmCommCommunicator
 

@@ -1,6 +1,6 @@
 """What SGLang's groups get as their custom all-reduce: llm_comm, in front of SGLang's own.
 
-All names of SGLang that llm_comm relies on, but for those in ``sglang.py``, are imported or used here.
+All names of SGLang that llm_comm relies on, but for those in ``plugin.py``, are imported or used here.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_disagg, get_exec
 from sglang.srt.utils import is_cuda
 
-from llm_comm.bootstrap import Rendezvous
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
 from llm_comm.integrations import common
+from llm_comm.runtime.rendezvous import Rendezvous
 
 logger = logging.getLogger("sglang.llm_comm")
 
@@ -119,9 +119,9 @@ def _set_up_fusion(group: Any, config: Config) -> str:
     why_not = common.objection_of_any(group.cpu_group, _hook_norms(group, config))
     if why_not is not None:
         return f"; not fused with RMSNorm: {why_not}"
-    from llm_comm.integrations import sglang_fusion
+    from llm_comm.integrations.sglang import fusion
 
-    sglang_fusion.activate()
+    fusion.activate()
     return "; fused with RMSNorm"
 
 
@@ -132,9 +132,9 @@ def _hook_norms(group: Any, config: Config) -> str | None:
     if _is_deterministic():
         return "deterministic inference has norms of its own"
     try:
-        from llm_comm.integrations import sglang_fusion
+        from llm_comm.integrations.sglang import fusion
 
-        sglang_fusion.set_up(group)
+        fusion.set_up(group)
     except Exception as error:
         logger.debug("fusion cannot be set up", exc_info=True)
         return f"unknown version of SGLang ({type(error).__name__}: {error})"
@@ -143,7 +143,7 @@ def _hook_norms(group: Any, config: Config) -> str | None:
 
 def _leave_norms_to_sglang() -> None:
     """With --enable-pdmux a prefill sums in a group of its own, which norms that sum for themselves do not know."""
-    fusion = sys.modules.get("llm_comm.integrations.sglang_fusion")
+    fusion = sys.modules.get("llm_comm.integrations.sglang.fusion")
     if fusion is not None and fusion.deactivate() and dist.get_rank() == 0:
         logger.info("llm_comm: norms are not fused after all: --enable-pdmux sums prefills in a group of their own.")
 
@@ -233,10 +233,7 @@ class LlmCommAllReduce:
     def sum_of(self, x: torch.Tensor) -> torch.Tensor | None:
         """The sum over the group by llm_comm, a new tensor; None, the same on all ranks, if it declines ``x``."""
         communicator = self._llm_comm
-        if communicator is None or not communicator.accepts(x):
-            return None
-        result: torch.Tensor = communicator.all_reduce(x)
-        return result
+        return None if communicator is None else communicator.try_all_reduce(x)
 
     def capture(self) -> contextlib.AbstractContextManager[None]:
         """Entered around the capture of CUDA graphs. llm_comm needs none: it registers no tensors."""

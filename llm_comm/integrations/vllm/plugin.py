@@ -1,12 +1,12 @@
 """The plugin of vLLM: entry point ``llm_comm`` of the group ``vllm.general_plugins``.
 
 vLLM asks its platform for the class of the communicator that each group of ranks gets. ``register`` makes the CUDA
-platform answer with a subclass of vLLM's own (``vllm_communicator.py``). Model code calls
+platform answer with a subclass of vLLM's own (``communicator.py``). Model code calls
 ``torch.ops.vllm.all_reduce``, opaque to torch.compile, which ends in the ``all_reduce`` of that class: eager, compiled
 and captured calls take the same way, and the V1 and V2 model runners share it.
 
 The platform also names the class that runs the passes of vLLM's compiler. Where llm_comm is active, that becomes a
-subclass with one pass more (``vllm_fusion.py``). vLLM's own pass of the kind, which goes past llm_comm, is turned off.
+subclass with one pass more (``fusion_pass.py``). vLLM's own pass of the kind, which goes past llm_comm, is turned off.
 
 This module is loaded in every process of vLLM, most of which never make a communicator. So it imports little, and what
 it cannot decide yet it leaves to the moment when the class is asked for.
@@ -40,9 +40,9 @@ logger = logging.getLogger("vllm.llm_comm")
 
 THEIR_CLASS = "vllm.distributed.device_communicators.cuda_communicator.CudaCommunicator"
 RANK_0_PROCESS = "VllmWorker-0"
-OUR_CLASS = "llm_comm.integrations.vllm_communicator.LlmCommCommunicator"
+OUR_CLASS = "llm_comm.integrations.vllm.communicator.LlmCommCommunicator"
 THEIR_PASS_MANAGER = "vllm.compilation.passes.pass_manager.PostGradPassManager"
-OUR_PASS_MANAGER = "llm_comm.integrations.vllm_fusion.LlmCommPassManager"
+OUR_PASS_MANAGER = "llm_comm.integrations.vllm.fusion_pass.LlmCommPassManager"
 
 
 def register() -> None:
@@ -94,7 +94,7 @@ def _choosing_pass_manager(theirs: Any) -> Any:
     @functools.wraps(theirs.__func__)
     def get_pass_manager_cls(cls: type) -> str:
         name: str = theirs()
-        communicator = sys.modules.get("llm_comm.integrations.vllm_communicator")
+        communicator = sys.modules.get("llm_comm.integrations.vllm.communicator")
         if communicator is None or not communicator.fuses():
             return name
         if name != THEIR_PASS_MANAGER:
@@ -110,10 +110,10 @@ def _why_not(name: str) -> str | None:
     if name != THEIR_CLASS:
         return f"the communicator class is {name}, which llm_comm does not know"
     try:
-        from llm_comm.integrations import vllm_communicator
+        from llm_comm.integrations.vllm import communicator
     except Exception as error:
         return f"it does not know this version of vLLM ({type(error).__name__}: {error})"
-    return vllm_communicator.why_not()
+    return communicator.why_not()
 
 
 def _is_rank_0() -> bool:

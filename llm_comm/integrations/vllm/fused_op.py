@@ -1,4 +1,4 @@
-"""The operator that vLLM's compiled graphs call where an all-reduce and the RMSNorm after it were (``vllm_fusion.py``).
+"""The operator that vLLM's compiled graphs call where an all-reduce and the RMSNorm after it were (``fusion_pass.py``).
 
 Compiled graphs are kept on disk and loaded by processes that compile nothing, so the operator is defined apart from the
 pass, when a communicator is made. It is functional and opaque to inductor, and decides at run time, by the shape of the
@@ -97,10 +97,10 @@ def _run(op: Any, total: torch.Tensor, *arguments: Any) -> Any:
     return kernel.impl_fn(total, *arguments)
 
 
-def fingerprint() -> str:
+def digest_of_sources() -> str:
     """Differs between versions of the operator and of the pass: graphs compiled with one must not meet another."""
     here = Path(__file__)
-    sources = (here, here.with_name("vllm_fusion.py"))
+    sources = (here, here.with_name("fusion_pass.py"))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""A pass of vLLM's compiler: all-reduce, residual add and RMSNorm become one operator (``vllm_fused_op.py``).
+"""A pass of vLLM's compiler: all-reduce, residual add and RMSNorm become one operator (``fused_op.py``).
 
 vLLM has such a pass for FlashInfer (``AllReduceFusionPass``), which goes past the communicator and is off while
 llm_comm is active. This one stands in its place: after the passes that tidy the graph, before those that fuse norms
@@ -30,8 +30,8 @@ from vllm.config.utils import Range
 from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 
-from llm_comm.integrations import vllm_communicator, vllm_fused_op
-from llm_comm.integrations.vllm_fused_op import all_reduce_add_rms_norm
+from llm_comm.integrations.vllm import compile_ranges, fused_op
+from llm_comm.integrations.vllm.fused_op import all_reduce_add_rms_norm
 
 try:
     from vllm.compilation.passes.fusion.add_rms_fusion import AddRMSNormFusionPass as _AddNormPass
@@ -62,7 +62,7 @@ class AllReduceNormPass(VllmPatternMatcherPass):  # type: ignore[misc]
     def __init__(self, config: VllmConfig) -> None:
         super().__init__(config)
         communicator = get_tp_group().device_communicator
-        self._max_tokens = vllm_communicator.max_fused_tokens(config, communicator.max_fused_bytes)
+        self._max_tokens = compile_ranges.max_fused_tokens(config, communicator.max_fused_bytes)
         self.pm_pass = pm.PatternMatcherPass(pass_name=self.pass_name)
         self._register()
         self.dump_patterns(config, self.pm_pass)
@@ -97,7 +97,7 @@ class AllReduceNormPass(VllmPatternMatcherPass):  # type: ignore[misc]
         return self._max_tokens is None or compile_range.end <= self._max_tokens
 
     def uuid(self) -> str:
-        return vllm_fused_op.fingerprint()
+        return fused_op.digest_of_sources()
 
 
 class LlmCommPassManager(PostGradPassManager):  # type: ignore[misc]

@@ -3,7 +3,7 @@
 SGLang makes a ``GroupCoordinator`` for each group of ranks. Its ``all_reduce`` asks ``ca_comm``, the group's custom
 all-reduce, whether it takes a tensor (``should_custom_ar``), and if so calls ``custom_all_reduce``, inside a custom
 operator: eager, compiled and captured calls take the same way. ``register`` hooks the constructor of that class, to put
-an object of ours (``sglang_communicator.py``) in front of what SGLang made.
+an object of ours (``communicator.py``) in front of what SGLang made.
 
 The constructor, rather than ``dispatch_custom_allreduce``, which names the class that SGLang makes: all that is raised
 in there is swallowed, so a wrong option could not end the start; the group's name is not known there; it is not called
@@ -60,9 +60,9 @@ def _around_init(theirs: Any, group: Any, *args: Any, **kwargs: Any) -> None:
     """
     theirs(group, *args, **kwargs)
     try:
-        from llm_comm.integrations import sglang_communicator
+        from llm_comm.integrations.sglang import communicator
 
-        sglang_communicator.step_in(group, kwargs)
+        communicator.step_in(group, kwargs)
     except LlmCommError:
         raise
     except Exception as error:  # a name that is not there: the same on all ranks
@@ -73,7 +73,7 @@ def _before_destroy(group: Any) -> None:
     close = getattr(getattr(group, "ca_comm", None), "leave", None)
     if close is not None:
         close()
-    fusion = sys.modules.get("llm_comm.integrations.sglang_fusion")
+    fusion = sys.modules.get("llm_comm.integrations.sglang.fusion")
     if fusion is not None:
         fusion.forget(group)
 

@@ -10,7 +10,7 @@ The sum of an attention has one reader, the norm after it. That of an MLP is lef
 features of images or splits a batch between layers. There the yes to that question stays SGLang's own, but where nobody
 else can be (``_why_not_deferred``).
 
-Older dense models reduce in linears: see ``sglang_dense_models``.
+Older dense models reduce in linears: see ``dense_models``.
 
 The hooks are set when the tensor-parallel group is made and llm_comm serves it, and only then: the modules that they
 import belong to the processes with models. They do nothing until ``activate``, which waits for all ranks to have set
@@ -30,8 +30,8 @@ import torch.distributed as dist
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_exec, get_parallel, get_server_args, get_spec
 
-from llm_comm.integrations import sglang_dense_models as dense
-from llm_comm.integrations.sglang_fused_norm import State, all_sums_are_of_the_group, around_norm
+from llm_comm.integrations.sglang import dense_models as dense
+from llm_comm.integrations.sglang.fused_norm import State, all_sums_are_of_the_group, around_norm
 
 logger = logging.getLogger("sglang.llm_comm")
 

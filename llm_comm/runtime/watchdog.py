@@ -20,9 +20,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from llm_comm import _core, errors, status
-from llm_comm.errors import CommunicatorError, ConcurrentUseError, LaunchError, MismatchError, PeerTimeout
-from llm_comm.status import RankError, RankState, Sighting, StatusBoard
+from llm_comm import _core
+from llm_comm.errors import CommunicatorError, LaunchError, PeerTimeout
+from llm_comm.runtime.failures import as_exception, call_in_words, describe_ranks, explain, root_cause
+from llm_comm.runtime.status import LIFE_S, RankError, RankState, Sighting, StatusBoard, fit
 
 logger = logging.getLogger("llm_comm")
 
@@ -31,8 +32,6 @@ logger = logging.getLogger("llm_comm")
 KERNEL_SHARE_OF_TIMEOUT = 0.8
 _LOOK_SHARE, _LONGEST_LOOK_S = 1 / 40, 0.05
 _HEAR_SHARE, _LONGEST_HEAR_S = 1 / 20, 0.5
-#: A rank that gave no sign of life for so long is not waited for.
-_LIFE_S = 1.0
 #: How long it takes a process that gives no sign of life to exit: the driver frees its memory first.
 _LONGEST_DEATH_S = 2.5
 #: After an exit that is an error by itself: for kernels that wait for the rank, and the engine, to say so first.
@@ -87,10 +86,10 @@ class Watchdog(threading.Thread):
             found = self._own_error()
             if found is None:
                 return None
-            if not self._has_failed.wait(self._look_s + self._hear_s + _LIFE_S):  # this thread got no CPU time
-                return _exception(found)
+            if not self._has_failed.wait(self._look_s + self._hear_s + LIFE_S):  # this thread got no CPU time
+                return as_exception(found)
         assert self._error is not None
-        return _exception(self._error)
+        return as_exception(self._error)
 
     def end(self, why: str) -> CommunicatorError:
         """Ends the communicator, on all ranks, because an operation could not be launched here. Returns the error."""
@@ -99,7 +98,7 @@ class Watchdog(threading.Thread):
             "This communicator cannot be used any more."
         )
         kind, brief = LaunchError.__name__, "could not launch an operation"
-        self._not_launched = RankError(kind, status.fit(text), brief, self._rank, self._rank)
+        self._not_launched = RankError(kind, fit(text), brief, self._rank, self._rank)
         self._core.abort()  # nothing is enqueued from now on, and what waits for this rank learns of it by its page
         error = self.failure()
         assert error is not None
@@ -113,7 +112,7 @@ class Watchdog(threading.Thread):
             if self._error is None:
                 self._callbacks.append(_reference(callback))
                 return
-        callback(_exception(self._error))
+        callback(as_exception(self._error))
 
     def stop(self, longest_s: float | None = None) -> None:
         """Returns once nothing is looked at any more, or after a while."""
@@ -142,7 +141,7 @@ class Watchdog(threading.Thread):
                 f"rank {self._rank}: nobody watches this communicator any more ({type(error).__name__}: {error}). It "
                 "cannot be used any more."
             )
-            failure = RankError(CommunicatorError.__name__, status.fit(text), "has no watchdog", self._rank, self._rank)
+            failure = RankError(CommunicatorError.__name__, fit(text), "has no watchdog", self._rank, self._rank)
             with contextlib.suppress(Exception):  # else the others learn of it when they wait for this rank
                 self._publish(replace(self._state(), error=failure))
             self._tell(failure)
@@ -225,7 +224,7 @@ class Watchdog(threading.Thread):
         while True:
             self._publish(state)
             sightings = self._look()
-            self._note_the_lost(sightings, _LIFE_S)
+            self._note_the_lost(sightings, LIFE_S)
             elapsed = time.monotonic() - begin
             left = (rank for rank in range(len(sightings)) if rank not in self._lost)
             may_exit = elapsed < _LONGEST_DEATH_S and any(sightings[rank].has_exited is False for rank in self._lost)
@@ -240,12 +239,12 @@ class Watchdog(threading.Thread):
 
     def _state(self) -> RankState:
         call = self._core.last_call()
-        return RankState(os.getpid(), _call_in_words(call) if call.number else "")
+        return RankState(os.getpid(), call_in_words(call) if call.number else "")
 
     def _fail(self) -> RankState:
         """Finds out what happened, ends the communicator and tells those who asked for it."""
         state, sightings = self._hear()
-        error = _root_cause(self._rank, state.error, sightings)
+        error = root_cause(self._rank, state.error, sightings)
         if error is None:
             return state
         self._tell(error, sightings)
@@ -254,7 +253,7 @@ class Watchdog(threading.Thread):
     def _tell(self, error: RankError, sightings: Sequence[Sighting] = (), quietly: bool = False) -> None:
         """Ends the communicator with the first error that it is given, and what the ranks were doing. If ``quietly``,
         nobody hears of it."""
-        error = replace(error, text=error.text + _describe_ranks(sightings))
+        error = replace(error, text=error.text + describe_ranks(sightings))
         with self._lock:
             if self._error is not None:
                 return
@@ -268,7 +267,7 @@ class Watchdog(threading.Thread):
             logger.error("%s", error.text)
         for callback in callbacks:
             try:
-                callback(_exception(error))
+                callback(as_exception(error))
             except BaseException:  # SystemExit too: a thread that it ends leaves no word, and no process ends
                 logger.exception("a callback of on_error failed (to end the process, use os._exit)")
 
@@ -283,7 +282,7 @@ class Watchdog(threading.Thread):
             sightings = self._look()
             self._note_the_lost(sightings)
             have_errors = all(
-                s.state is None or s.state.error is not None or s.is_closed or s.has_exited or s.age_s > _LIFE_S
+                s.state is None or s.state.error is not None or s.is_closed or s.has_exited or s.age_s > LIFE_S
                 for s in sightings
             )
             if (have_errors and state.error is not None) or time.monotonic() > deadline:
@@ -292,7 +291,7 @@ class Watchdog(threading.Thread):
 
     def _own_error(self) -> RankError | None:
         found = self._core.error()
-        return self._not_launched if found is None else explain(found, self._timeout_s)
+        return self._not_launched if found is None else explain(found, self._timeout_s * KERNEL_SHARE_OF_TIMEOUT)
 
     def _operations_ended(self) -> int | None:
         try:
@@ -306,100 +305,3 @@ class Watchdog(threading.Thread):
 
     def _look(self) -> list[Sighting]:
         return [] if self._board is None else self._board.look()
-
-
-# ---- In words ------------------------------------------------------------------------------------------------------
-
-
-def explain(error: _core.OperationError, timeout_s: float) -> RankError:
-    """What happened on this rank, and what to do about it."""
-    phase = "comparison of calls" if error.phase < 0 else f"phase {error.phase}"
-    where = f"{error.operation} of {error.bytes} bytes (operation {error.sequence} of this communicator, {phase})"
-    kind: type[CommunicatorError]
-    if error.cause == "mismatch":
-        kind, brief = MismatchError, f"disagrees with rank {error.peer}"
-        text = (
-            f"the ranks disagree about operation {error.sequence} of this communicator: "
-            f"{_calls_in_words(error.calls)}. All ranks must make the same calls in the same order."
-        )
-    elif error.cause == "concurrent use":
-        kind, brief = ConcurrentUseError, f"two operations at once: {where}"
-        text = (
-            f"a {where} began on this GPU while another operation of the communicator was under way. Graphs that "
-            "run at once, or with eager calls, need a communicator each, or must wait for each other."
-        )
-    else:
-        kind, brief = PeerTimeout, f"waited for rank {error.peer} in a {where}"
-        text = (
-            f"nothing came from rank {error.peer} for {timeout_s * KERNEL_SHARE_OF_TIMEOUT:g} s in a {where}. "
-            f"Rank {error.peer} has died, hangs, or makes other calls than this rank. "
-            "LLM_COMM_TIMEOUT_S sets the limit."
-        )
-        if error.cause == "peer exited":
-            text = f"the process of rank {error.peer} has exited, and a {where} waits for it."
-    text = f"rank {error.rank}: {text} This communicator cannot be used any more."
-    return RankError(kind.__name__, status.fit(text), brief, error.rank, error.peer)
-
-
-def _describe_ranks(sightings: Sequence[Sighting]) -> str:
-    """A line for each rank, or nothing where nothing is known."""
-    lines = [f"\n  rank {rank}{_sighting_in_words(sighting)}" for rank, sighting in enumerate(sightings)]
-    return "\nState of the ranks:" + "".join(lines) if lines else ""
-
-
-def _sighting_in_words(sighting: Sighting) -> str:
-    state = sighting.state
-    if state is None:
-        return ": nothing is known of it"
-    facts = []
-    # It may have gone on since.
-    is_late = not state.is_closed and (sighting.has_exited or sighting.age_s > _LIFE_S)
-    if state.is_closed:
-        facts.append("has closed its communicator")
-    elif sighting.has_exited:
-        facts.append(f"its process has exited, no sign of life for {sighting.age_s:.1f} s")
-    elif sighting.age_s > _LIFE_S:
-        facts.append(f"no sign of life for {sighting.age_s:.1f} s")
-    else:
-        facts.append("alive")
-    if state.error is not None:
-        facts.append(state.error.brief)
-    if state.last_call:
-        facts.append(f"last call{' seen' * is_late}: {state.last_call}")
-    else:
-        facts.append("no call seen" if is_late else "has made no call")
-    if state.operations_ended is not None:
-        facts.append(f"{state.operations_ended} operations ended on its device")
-    return f" (pid {state.pid}): " + "; ".join(facts)
-
-
-def _calls_in_words(calls: Sequence[_core.Call]) -> str:
-    """ "ranks 0, 1: one-shot all-reduce of 8 bf16 (call 3); rank 2: ..." """
-    ranks: dict[str, list[str]] = {}
-    for rank, call in enumerate(calls):
-        ranks.setdefault(_call_in_words(call), []).append(str(rank))
-    return "; ".join(f"rank{'s' * (len(who) > 1)} {', '.join(who)}: {what}" for what, who in ranks.items())
-
-
-def _call_in_words(call: _core.Call) -> str:
-    rows = f" in rows of {call.row}" if call.row else ""
-    return f"{call.operation} of {call.count} {call.data_type}{rows} (call {call.number})"
-
-
-def _root_cause(rank: int, own: RankError | None, sightings: Sequence[Sighting]) -> RankError | None:
-    """The error to report: this rank's own, unless it has none or waited for a rank that stopped for another reason.
-    None where a page that had one cannot be read now, as its rank died while it wrote."""
-    others = [s.state.error for s in sightings if s.state is not None and s.state.error not in (None, own)]
-    timeout = PeerTimeout.__name__
-    if own is not None and own.kind != timeout:
-        return own
-    timed_out = own or next(iter(others), None)
-    first = next((error for error in others if error is not None and error.kind != timeout), timed_out)
-    if first is None:
-        return None
-    return first if first is own else replace(first, text=f"rank {rank} has learnt that {first.text}")
-
-
-def _exception(error: RankError) -> CommunicatorError:
-    kind: type[CommunicatorError] = getattr(errors, error.kind)
-    return kind(error.text, rank=error.rank, peer=error.peer)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from llm_comm.config import MIB, Config
-from llm_comm.selection import (
+from llm_comm.planning.selection import (
     LINE_BYTES,
     MAX_BLOCK_THREADS,
     FusedRow,

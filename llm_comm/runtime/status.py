@@ -17,14 +17,16 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from llm_comm.bootstrap import Rendezvous
 from llm_comm.errors import MissingRankError, RendezvousError
+from llm_comm.runtime.rendezvous import Rendezvous
 
 _PAGE_BYTES = 4096
 _BEAT = struct.Struct("d")  # time.monotonic(), which the processes of a machine share
 _HEAD = struct.Struct("II")  # length and checksum of the state behind it, which may be read while it is written
 _STATE_OFFSET = _BEAT.size + _HEAD.size
 _MAX_TEXT = 2000
+#: A rank that gave no sign of life for so long is not waited for.
+LIFE_S = 1.0
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """vLLM's CUDA communicator with the all-reduce of llm_comm in front of its own.
 
-All names of vLLM that llm_comm relies on, but for the platform's in ``vllm.py``, are imported or used here.
+All names of vLLM that llm_comm relies on, but for the platform's in ``plugin.py`` and those of the compiler in
+``fusion.py`` and ``fusion_pass.py``, are imported or used here.
 """
 
 from __future__ import annotations
@@ -10,21 +11,19 @@ from typing import Any
 
 import torch
 import vllm.envs as envs
-from vllm.config import CompilationMode, get_current_vllm_config_or_none
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import get_tp_group
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config, option_names
 from llm_comm.errors import ConfigError
-from llm_comm.fused_selection import why_not_rows
 from llm_comm.integrations import common
+from llm_comm.integrations.vllm import fusion
 
 logger = logging.getLogger("vllm.llm_comm")
 
 SECTION = "llm_comm"
-#: Key of additional_config that tells compiled graphs with the fused operator from those without.
-FUSION_MARK = "llm_comm_fusion"
 #: Groups in whose name the models sum activations. Those of pipeline, data and expert parallelism do not, and one that
 #: spans data-parallel replicas must not depend on all of them being set up alike.
 GROUPS = ("tp", "dcp")
@@ -85,93 +84,9 @@ def _section(vllm_config: Any) -> Any:
     return additional.get(SECTION, {}) if isinstance(additional, dict) else {}
 
 
-def _keep_norms_apart() -> bool:
-    """Turns off vLLM's fusion of an all-reduce with the norm after it; returns whether it was on.
-
-    With FlashInfer installed, vLLM fuses at decode sizes by default, and none of these all-reduces would come here.
-    That is so whether or not we fuse: who switches our fusion off wants sums by llm_comm and norms by vLLM; who wants
-    vLLM's fusion switches llm_comm off. The passes are made when the model is compiled, later than this.
-    """
-    vllm_config = get_current_vllm_config_or_none()
-    if vllm_config is None or not vllm_config.compilation_config.pass_config.fuse_allreduce_rms:
-        return False
-    vllm_config.compilation_config.pass_config.fuse_allreduce_rms = False
-    return True
-
-
 def fuses() -> bool:
     """Whether the group in whose name a model sums its activations, at this moment, is one whose norms are fused."""
     return getattr(get_tp_group().device_communicator, "fuses", False)
-
-
-def _why_not_fused(config: Config) -> str | None:
-    """Makes ready for compiled graphs that hold the fused operator; nothing changes yet. Returns why there are to be
-    none, if so."""
-    vllm_config = get_current_vllm_config_or_none()
-    if not config.fuse:
-        return f"fuse is false ({config.origins.get('fuse', 'Python')})"
-    if envs.VLLM_BATCH_INVARIANT:
-        return "VLLM_BATCH_INVARIANT asks for vLLM's own norms"
-    if vllm_config is None or vllm_config.compilation_config.mode != CompilationMode.VLLM_COMPILE:
-        return "vLLM does not compile the model"
-    if vllm_config.compilation_config.backend != "inductor":
-        return (
-            f"compilation_config.backend is {vllm_config.compilation_config.backend!r}: vLLM changes inductor's graphs"
-        )
-    if not isinstance(vllm_config.additional_config, dict):
-        return f"additional_config is of {type(vllm_config.additional_config)}"
-    if vllm_config.compilation_config.cache_dir:
-        # The graphs in there are taken whatever they hold, also by a vLLM without llm_comm and so without its operator.
-        return "vLLM tells graphs with and without it apart by their directory, and compilation_config.cache_dir is set"
-    try:
-        # The pass too, which is needed later: all ranks are to have it, or none.
-        from llm_comm.integrations import vllm_fused_op, vllm_fusion  # noqa: F401
-
-        _new_endpoint(vllm_config, 0)
-        return _why_not_of_this_model(vllm_config.model_config)
-    except Exception as error:
-        return f"it does not know this version of vLLM ({type(error).__name__}: {error})"
-
-
-def _why_not_of_this_model(model: Any) -> str | None:
-    """Why the fused kernel would decline every message of a model, if it would. None is no model."""
-    if model is None:
-        return None
-    if model.dtype not in (torch.bfloat16, torch.float16):
-        return f"the model is in {model.dtype}"
-    return why_not_rows(model.get_hidden_size()) or None
-
-
-def _prepare_compiler(max_fused_bytes: int) -> None:
-    """Has vLLM compile graphs for what is fused and for larger batches apart, and keep them apart from those of others.
-
-    A graph for all sizes would have the largest ones take the operator as well, which then does one by one what
-    inductor would have generated one kernel for.
-    """
-    from llm_comm.integrations import vllm_fused_op
-
-    vllm_config = get_current_vllm_config_or_none()
-    # What vLLM keeps compiled graphs under is made of its configuration. additional_config is the part for plugins.
-    mark = f"{vllm_fused_op.fingerprint()} {max_fused_bytes}"
-    vllm_config.additional_config = {**vllm_config.additional_config, FUSION_MARK: mark}
-    endpoint = _new_endpoint(vllm_config, max_fused_bytes)
-    if endpoint is not None:
-        compilation = vllm_config.compilation_config
-        compilation.compile_ranges_endpoints = sorted({*compilation.compile_ranges_endpoints, endpoint})
-
-
-def _new_endpoint(vllm_config: Any, max_fused_bytes: int) -> int | None:
-    """Batches up to this size need a graph of their own; None if one serves all."""
-    endpoints = vllm_config.compilation_config.compile_ranges_endpoints
-    tokens = max_fused_tokens(vllm_config, max_fused_bytes)
-    # The last one is vLLM's bound of a batch. A graph for one token alone would not be worth its compilation.
-    return tokens if endpoints and tokens is not None and 1 < tokens < endpoints[-1] else None
-
-
-def max_fused_tokens(vllm_config: Any, max_fused_bytes: int) -> int | None:
-    """The largest batch, in tokens, that is fused; None if the configuration has no model."""
-    model = vllm_config.model_config
-    return None if model is None else max_fused_bytes // (model.get_hidden_size() * model.dtype.itemsize)
 
 
 class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
@@ -198,8 +113,8 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         """The sum over the group, a new tensor."""
         communicator = self._llm_comm
-        if communicator is not None and communicator.accepts(input_):
-            result: torch.Tensor = communicator.all_reduce(input_)
+        result = None if communicator is None else communicator.try_all_reduce(input_)
+        if result is not None:
             return result
         return super().all_reduce(input_)  # type: ignore[no-any-return]
 
@@ -211,7 +126,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         epsilon: float,
         scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """See ``vllm_fused_op.py``; None, the same on all ranks, if it is not served: nothing has been summed then."""
+        """See ``fused_op.py``; None, the same on all ranks, if it is not served: nothing has been summed then."""
         communicator = self._llm_comm
         quantize = None if scale is None else "static"
         if (
@@ -255,13 +170,15 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
 
     def _set_up_fusion(self, communicator: Communicator) -> str:
         """Decides whether compiled graphs are to hold the fused operator, alike on all ranks. Returns what to log."""
-        theirs_is_off = "; vLLM's fuse_allreduce_rms, which sums past llm_comm, is off" if _keep_norms_apart() else ""
-        why_not = common.objection_of_any(self.cpu_group, _why_not_fused(communicator.config))
+        theirs_is_off = (
+            "; vLLM's fuse_allreduce_rms, which sums past llm_comm, is off" if fusion.keep_norms_apart() else ""
+        )
+        why_not = common.objection_of_any(self.cpu_group, fusion.why_not_fused(communicator.config))
         if why_not is not None:
             return f"; not fused with RMSNorm: {why_not}{theirs_is_off}"
         table, limit = communicator.table, communicator.config.max_message_bytes
         self.max_fused_bytes = min(table.max_fused_bytes, table.max_message_bytes if limit is None else limit)
-        _prepare_compiler(self.max_fused_bytes)
+        fusion.prepare_compiler(self.max_fused_bytes)
         self.fuses = True
         return f"; fused with RMSNorm in compiled graphs{theirs_is_off}"
 

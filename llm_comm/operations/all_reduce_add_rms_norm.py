@@ -1,4 +1,5 @@
-"""The fused operation of a communicator: all-reduce + residual add + RMSNorm (+ FP8 quantization) in one kernel."""
+"""All-reduce + residual add + RMSNorm (+ FP8 quantization) in one kernel, "fused" for short: its checks, what is
+prepared for a size, and the call itself. ``Communicator.all_reduce_add_rms_norm`` says more."""
 
 from __future__ import annotations
 
@@ -7,11 +8,14 @@ from typing import NamedTuple
 
 import torch
 
-from llm_comm import _core, arrays, selection
+from llm_comm import _core, arrays
 from llm_comm.config import Config
-from llm_comm.errors import UnsupportedInputError
-from llm_comm.fused_selection import DeviceLimits, FusedPlan, select_fused, why_not_rows, without_kernel
-from llm_comm.selection import TuningTable, message_limit
+from llm_comm.errors import LlmCommError, UnsupportedInputError
+from llm_comm.operations.operation import Operation, keep
+from llm_comm.planning import selection
+from llm_comm.planning.fused_selection import DeviceLimits, FusedPlan, select_fused, why_not_rows, without_kernel
+from llm_comm.planning.selection import TuningTable, message_limit
+from llm_comm.runtime.core_handle import CoreHandle
 
 #: DataType in csrc/include/llm_comm/reduce.cuh, of the types that rows may have.
 _DATA_TYPES = {torch.bfloat16: 0, torch.float16: 1}
@@ -30,29 +34,52 @@ class _Prepared(NamedTuple):
     run: Callable[[int, int, int, int, int, int, int], bool] | None
 
 
-class FusedCalls:
-    """Checks, lays out and enqueues fused calls. Holds nothing of the communicator but its core."""
+class AllReduceAddRmsNorm(Operation):
+    """The fused calls of one communicator."""
 
     def __init__(
-        self,
-        core: _core.Core,
-        device: torch.device,
-        world_size: int,
-        table: TuningTable,
-        config: Config,
-        limits: DeviceLimits,
+        self, handle: CoreHandle, world_size: int, table: TuningTable, config: Config, limits: DeviceLimits
     ) -> None:
-        self._core = core
-        self._device = device
-        self._world_size = world_size
-        self._table = table
-        self._config = config
+        super().__init__(handle, world_size, table, config)
         self._limits = limits
         self._prepared: dict[tuple[int, int, torch.dtype, float, str | None], _Prepared] = {}
         # By elements of the message and of a row: engines ask before each call whether it will be served.
         self._plans: dict[tuple[int, int], FusedPlan] = {}
 
+    def forget(self) -> None:
+        """Drops what is prepared and planned."""
+        super().forget()
+        self._plans.clear()
+
     def run(
+        self,
+        x: _Tensor,
+        residual: _Tensor | None,
+        weight: _Tensor,
+        eps: float,
+        out: _Tensor | None = None,
+        residual_out: _Tensor | None = None,
+        quantize: str | None = None,
+        scale: _Tensor | None = None,
+    ) -> tuple[_Tensor, ...]:
+        """``Communicator.all_reduce_add_rms_norm`` of tensors that have memory of their own, now.
+
+        Raises:
+            UnsupportedInputError: Something does not fit.
+            CommunicatorError: This or an earlier call has failed.
+        """
+        try:
+            results, enqueued = self._enqueue(x, residual, weight, eps, out, residual_out, quantize, scale)
+        except LlmCommError:  # what does not fit, on all ranks alike
+            raise
+        except RuntimeError as error:
+            self._handle.end_for(error)
+            raise
+        if not enqueued:
+            self._handle.check()
+        return results
+
+    def _enqueue(
         self,
         x: _Tensor,
         residual: _Tensor | None,
@@ -62,19 +89,12 @@ class FusedCalls:
         residual_out: _Tensor | None,
         quantize: str | None,
         scale: _Tensor | None,
-        stream: int,
     ) -> _Outcome:
-        """``Communicator.all_reduce_add_rms_norm`` on a stream.
-
-        Raises:
-            UnsupportedInputError: Something does not fit.
-            RuntimeError: The operation, or a part of it, could not be launched.
-        """
         prepared = self._prepared.get((x.numel(), weight.numel(), x.dtype, eps, quantize))
         if prepared is None or not self._fits(x, weight):
             prepared = self._prepare(x, weight, eps, quantize)
             if prepared is None:
-                raise _error(self.why_declined(x, weight, quantize))
+                raise _error(self.plan(x, weight, quantize).reason)
         if residual is not None:
             _check_like("residual", residual, x)
         rows = x.numel() // weight.numel()
@@ -107,12 +127,13 @@ class FusedCalls:
             out.data_ptr(),
             residual_out.data_ptr(),
             0 if scale is None else scale.data_ptr(),
-            stream,
+            self._current_stream(),
         )
         return results, enqueued
 
     def plan(self, x: _Tensor, weight: _Tensor, quantize: str | None) -> FusedPlan:
         """What would run for rows like ``x``."""
+        self._handle.check_open()
         why = self._why_not_fitting(x, weight, quantize)
         if why:
             return without_kernel("declined", x.nbytes, why)
@@ -121,23 +142,15 @@ class FusedCalls:
         if plan is None:
             rows = count // hidden if hidden else 0
             plan = select_fused(rows, hidden, self._world_size, self._table, self._config, self._limits)
-            if len(self._plans) >= selection.MAX_PREPARED:
-                self._plans.clear()
-            self._plans[count, hidden] = plan
+            keep(self._plans, (count, hidden), plan)
         return plan
-
-    def why_declined(self, x: _Tensor, weight: _Tensor, quantize: str | None) -> str:
-        """The reason of a plan that is declined."""
-        return self.plan(x, weight, quantize).reason
 
     def _prepare(self, x: _Tensor, weight: _Tensor, eps: float, quantize: str | None) -> _Prepared | None:
         plan = self.plan(x, weight, quantize)
         if plan.algorithm == "declined":
             return None
         prepared = _Prepared(plan, None if plan.algorithm == "none" else self._lay_out(x, weight, eps, quantize, plan))
-        if len(self._prepared) >= selection.MAX_PREPARED:
-            self._prepared.clear()
-        self._prepared[x.numel(), weight.numel(), x.dtype, eps, quantize] = prepared
+        keep(self._prepared, (x.numel(), weight.numel(), x.dtype, eps, quantize), prepared)
         return prepared
 
     def _lay_out(
@@ -158,7 +171,7 @@ class FusedCalls:
             depth=plan.depth,
             chunk_rows=plan.chunk_rows,
         )
-        return self._core.prepare_add_rms_norm(operation, launch)
+        return self._handle.core().prepare_add_rms_norm(operation, launch)
 
     def _fits(self, x: _Tensor, weight: _Tensor) -> bool:
         """What a prepared call does not say: everything but sizes, type, eps and quantization."""
@@ -194,6 +207,7 @@ class FusedCalls:
 
     def accepts_traced(self, x: _Tensor, weight: _Tensor, quantize: str | None) -> bool:
         """Whether ``plan`` declines nothing, for torch.compile, which can trace neither caches nor texts with sizes."""
+        self._handle.check_open()
         limit = min(message_limit(self._table, self._config), self._table.max_fused_bytes)
         return (
             self._world_size > 1
@@ -227,19 +241,6 @@ class FusedCalls:
                 f"{count} elements on {x.device}"
             )
         return scale
-
-
-def device_limits(device: torch.device) -> DeviceLimits:
-    """Of the kind of CUDA device, or of an emulated one (kResidentThreads in csrc/emulator/executor.h).
-
-    Not every device of a kind has room for clusters of 16 (``Core.max_cluster_blocks``).
-    """
-    if device.type == "cpu":
-        return DeviceLimits(max_cluster=16, sm_count=4)
-    properties = torch.cuda.get_device_properties(device)
-    # Up to 88 registers a thread on sm_100, 80 elsewhere (docs/performance.md).
-    two_shot_threads = 704 if properties.major >= 10 else 768
-    return DeviceLimits(16 if properties.major >= 9 else 1, properties.multi_processor_count, two_shot_threads)
 
 
 def check_quantization(quantize: str | None, scale: _Tensor | None) -> None:

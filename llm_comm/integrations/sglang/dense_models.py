@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from sglang.srt.layers import layernorm
 
-from llm_comm.integrations.sglang_fused_norm import State, all_sums_are_of_the_group, sum_and_norm
+from llm_comm.integrations.sglang.fused_norm import State, all_sums_are_of_the_group, sum_and_norm
 
 logger = logging.getLogger("sglang.llm_comm")
 

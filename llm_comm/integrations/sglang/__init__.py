@@ -1,0 +1,5 @@
+"""llm_comm in SGLang; the entry point names ``register`` here."""
+
+from llm_comm.integrations.sglang.plugin import register
+
+__all__ = ["register"]

@@ -1,0 +1,86 @@
+"""Whether vLLM's compiler puts all-reduces and the norms after them into one operator, and what it needs for that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import vllm.envs as envs
+from vllm.config import CompilationMode, get_current_vllm_config_or_none
+
+from llm_comm.config import Config
+from llm_comm.integrations.vllm import compile_ranges
+from llm_comm.planning.fused_selection import why_not_rows
+
+#: Key of additional_config that tells compiled graphs with the fused operator from those without.
+FUSION_MARK = "llm_comm_fusion"
+
+
+def keep_norms_apart() -> bool:
+    """Turns off vLLM's fusion of an all-reduce with the norm after it; returns whether it was on.
+
+    With FlashInfer installed, vLLM fuses at decode sizes by default, and none of these all-reduces would come here.
+    That is so whether or not we fuse: who switches our fusion off wants sums by llm_comm and norms by vLLM; who wants
+    vLLM's fusion switches llm_comm off. The passes are made when the model is compiled, later than this.
+    """
+    vllm_config = get_current_vllm_config_or_none()
+    if vllm_config is None or not vllm_config.compilation_config.pass_config.fuse_allreduce_rms:
+        return False
+    vllm_config.compilation_config.pass_config.fuse_allreduce_rms = False
+    return True
+
+
+def why_not_fused(config: Config) -> str | None:
+    """Makes ready for compiled graphs that hold the fused operator; nothing changes yet. Returns why there are to be
+    none, if so."""
+    vllm_config = get_current_vllm_config_or_none()
+    if not config.fuse:
+        return f"fuse is false ({config.origins.get('fuse', 'Python')})"
+    if envs.VLLM_BATCH_INVARIANT:
+        return "VLLM_BATCH_INVARIANT asks for vLLM's own norms"
+    if vllm_config is None or vllm_config.compilation_config.mode != CompilationMode.VLLM_COMPILE:
+        return "vLLM does not compile the model"
+    if vllm_config.compilation_config.backend != "inductor":
+        return (
+            f"compilation_config.backend is {vllm_config.compilation_config.backend!r}: vLLM changes inductor's graphs"
+        )
+    if not isinstance(vllm_config.additional_config, dict):
+        return f"additional_config is of {type(vllm_config.additional_config)}"
+    if vllm_config.compilation_config.cache_dir:
+        # The graphs in there are taken whatever they hold, also by a vLLM without llm_comm and so without its operator.
+        return "vLLM tells graphs with and without it apart by their directory, and compilation_config.cache_dir is set"
+    try:
+        # The pass too, which is needed later: all ranks are to have it, or none.
+        from llm_comm.integrations.vllm import fused_op, fusion_pass  # noqa: F401
+
+        compile_ranges.new_endpoint(vllm_config, 0)
+        return _why_not_of_this_model(vllm_config.model_config)
+    except Exception as error:
+        return f"it does not know this version of vLLM ({type(error).__name__}: {error})"
+
+
+def _why_not_of_this_model(model: Any) -> str | None:
+    """Why the fused kernel would decline every message of a model, if it would. None is no model."""
+    if model is None:
+        return None
+    if model.dtype not in (torch.bfloat16, torch.float16):
+        return f"the model is in {model.dtype}"
+    return why_not_rows(model.get_hidden_size()) or None
+
+
+def prepare_compiler(max_fused_bytes: int) -> None:
+    """Has vLLM compile graphs for what is fused and for larger batches apart, and keep them apart from those of others.
+
+    A graph for all sizes would have the largest ones take the operator as well, which then does one by one what
+    inductor would have generated one kernel for.
+    """
+    from llm_comm.integrations.vllm import fused_op
+
+    vllm_config = get_current_vllm_config_or_none()
+    # What vLLM keeps compiled graphs under is made of its configuration. additional_config is the part for plugins.
+    mark = f"{fused_op.digest_of_sources()} {max_fused_bytes}"
+    vllm_config.additional_config = {**vllm_config.additional_config, FUSION_MARK: mark}
+    endpoint = compile_ranges.new_endpoint(vllm_config, max_fused_bytes)
+    if endpoint is not None:
+        compilation = vllm_config.compilation_config
+        compilation.compile_ranges_endpoints = sorted({*compilation.compile_ranges_endpoints, endpoint})

@@ -1,0 +1,181 @@
+"""The operations as torch custom operators, so that models which call them compile with ``fullgraph=True``, and torch's
+dispatcher finds what to do with tensors that stand for others.
+
+An operator names its communicator by a string, since a compiled graph holds no Python objects.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from llm_comm.errors import UnsupportedInputError
+from llm_comm.operations.all_reduce import AllReduce
+from llm_comm.operations.all_reduce_add_rms_norm import FP8, AllReduceAddRmsNorm, check_quantization
+
+_library = torch.library.Library("llm_comm", "DEF")
+_library.define("all_reduce(Tensor x, str communicator) -> Tensor")
+_FUSED = "Tensor x, Tensor? residual, Tensor weight, float eps, str communicator"
+_library.define(f"all_reduce_add_rms_norm({_FUSED}) -> (Tensor, Tensor)")
+_library.define(f"all_reduce_add_rms_norm_static_fp8({_FUSED}, Tensor scale) -> (Tensor, Tensor)")
+_library.define(f"all_reduce_add_rms_norm_dynamic_fp8({_FUSED}) -> (Tensor, Tensor, Tensor)")
+
+_Tensor = torch.Tensor
+_Results = tuple[torch.Tensor, ...]
+
+
+# ---- The register ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Operations:
+    """Those of one communicator."""
+
+    all_reduce: AllReduce
+    all_reduce_add_rms_norm: AllReduceAddRmsNorm
+
+
+_operations: weakref.WeakValueDictionary[str, Operations] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def register(operations: Operations) -> str:
+    """A name for a communicator by which operators find its operations as long as they live: the same on all ranks
+    that make their communicators in the same order."""
+    name = f"llm_comm.{next(_numbers)}"
+    _operations[name] = operations
+    return name
+
+
+def _find(communicator: str) -> Operations:
+    found = _operations.get(communicator)
+    if found is None:
+        raise RuntimeError(f"there is no communicator {communicator!r} in this process (any more)")
+    return found
+
+
+# ---- Calls that go by the dispatcher --------------------------------------------------------------------------------
+
+
+def all_reduce(x: _Tensor, out: Any, communicator: str) -> Any:
+    """``Communicator.all_reduce`` of a tensor that is no ordinary one, or not one yet.
+
+    torch's dispatcher knows what to make of it: a graph while compiling, a fake result for a fake tensor, a wait for
+    one that is still on its way (AsyncCollectiveTensor), an error for a part of a DTensor.
+    """
+    result = torch.ops.llm_comm.all_reduce(x, communicator)
+    return result if out is None else _copy(result, "all_reduce: out", out)
+
+
+def all_reduce_add_rms_norm(
+    x: _Tensor,
+    residual: _Tensor | None,
+    weight: _Tensor,
+    eps: float,
+    out: Any,
+    residual_out: Any,
+    quantize: str | None,
+    scale: _Tensor | None,
+    communicator: str,
+) -> _Results:
+    """The same for ``Communicator.all_reduce_add_rms_norm``."""
+    for name, tensor in (("x", x), ("residual", residual), ("weight", weight), ("scale", scale)):
+        if not isinstance(tensor, _Tensor) and (tensor is not None or name in ("x", "weight")):
+            raise UnsupportedInputError(f"all_reduce_add_rms_norm: {name} is a {type(tensor).__name__}, not a tensor")
+    check_quantization(quantize, scale)
+    operators = torch.ops.llm_comm
+    results: _Results
+    if quantize is None:
+        results = operators.all_reduce_add_rms_norm(x, residual, weight, eps, communicator)
+    elif quantize == "static":
+        results = operators.all_reduce_add_rms_norm_static_fp8(x, residual, weight, eps, communicator, scale)
+    else:
+        results = operators.all_reduce_add_rms_norm_dynamic_fp8(x, residual, weight, eps, communicator)
+    given = (out, residual_out, scale if quantize == "dynamic" else None)
+    names = ("out", "residual_out", "scale")
+    return tuple(
+        made if wanted is None else _copy(made, f"all_reduce_add_rms_norm: {name}", wanted)
+        for made, name, wanted in zip(results, names, given, strict=False)
+    )
+
+
+def _copy(made: _Tensor, name: str, out: Any) -> _Tensor:
+    """Puts what an operator has made where the caller wants it; ``copy_`` alone would convert and repeat it."""
+    if not isinstance(out, _Tensor):
+        raise UnsupportedInputError(f"{name} is a {type(out).__name__}; it must be a tensor")
+    if out.numel() != made.numel() or out.dtype != made.dtype or out.device != made.device:
+        raise UnsupportedInputError(
+            f"{name} ({tuple(out.shape)}, {out.dtype}, {out.device}) must be like what goes there "
+            f"({tuple(made.shape)}, {made.dtype}, {made.device})"
+        )
+    return out.copy_(made.view(out.shape))
+
+
+# ---- The operators --------------------------------------------------------------------------------------------------
+
+
+def _all_reduce(x: _Tensor, communicator: str) -> _Tensor:
+    result: _Tensor = _find(communicator).all_reduce.run(x)
+    return result
+
+
+def _all_reduce_fake(x: _Tensor, communicator: str) -> _Tensor:
+    return torch.empty_like(x)
+
+
+def _fused(x: _Tensor, residual: _Tensor | None, weight: _Tensor, eps: float, name: str) -> _Results:
+    return _find(name).all_reduce_add_rms_norm.run(x, residual, weight, eps)
+
+
+def _fused_fake(x: _Tensor, residual: _Tensor | None, weight: _Tensor, eps: float, communicator: str) -> _Results:
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+def _fused_static(
+    x: _Tensor,
+    residual: _Tensor | None,
+    weight: _Tensor,
+    eps: float,
+    name: str,
+    scale: _Tensor,
+) -> _Results:
+    return _find(name).all_reduce_add_rms_norm.run(x, residual, weight, eps, quantize="static", scale=scale)
+
+
+def _fused_static_fake(
+    x: _Tensor,
+    residual: _Tensor | None,
+    weight: _Tensor,
+    eps: float,
+    communicator: str,
+    scale: _Tensor,
+) -> _Results:
+    return torch.empty_like(x, dtype=FP8), torch.empty_like(x)
+
+
+def _fused_dynamic(x: _Tensor, residual: _Tensor | None, weight: _Tensor, eps: float, name: str) -> _Results:
+    return _find(name).all_reduce_add_rms_norm.run(x, residual, weight, eps, quantize="dynamic")
+
+
+def _fused_dynamic_fake(
+    x: _Tensor, residual: _Tensor | None, weight: _Tensor, eps: float, communicator: str
+) -> _Results:
+    scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    return torch.empty_like(x, dtype=FP8), torch.empty_like(x), scale
+
+
+def _implement(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, function, device)
+    torch.library.register_fake(f"llm_comm::{name}", fake, lib=_library)
+
+
+_implement("all_reduce", _all_reduce, _all_reduce_fake)
+_implement("all_reduce_add_rms_norm", _fused, _fused_fake)
+_implement("all_reduce_add_rms_norm_static_fp8", _fused_static, _fused_static_fake)
+_implement("all_reduce_add_rms_norm_dynamic_fp8", _fused_dynamic, _fused_dynamic_fake)

@@ -1,0 +1,91 @@
+"""How the ranks of a group set up their cores together: all of them, or none."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import torch
+
+from llm_comm import _core
+from llm_comm.config import Config
+from llm_comm.errors import MissingRankError, RendezvousError
+from llm_comm.planning.fused_selection import DeviceLimits
+from llm_comm.planning.selection import TuningTable, slot_bytes
+from llm_comm.runtime import devices
+from llm_comm.runtime.comparison import check_alike, compare_ranks
+from llm_comm.runtime.core_handle import CoreHandle
+from llm_comm.runtime.rendezvous import Rendezvous
+from llm_comm.runtime.status import StatusBoard
+from llm_comm.runtime.watchdog import KERNEL_SHARE_OF_TIMEOUT, Watchdog
+from llm_comm.runtime.workspaces import check_reachable, map_workspaces
+
+logger = logging.getLogger("llm_comm")
+
+
+class Connected(NamedTuple):
+    """What a rank has once all ranks are set up."""
+
+    handle: CoreHandle
+    table: TuningTable
+    #: What the devices of all ranks have room for.
+    limits: DeviceLimits
+    #: Of the workspaces: "VMM", "cudaIpc" or "POSIX shared memory".
+    memory_kind: str
+
+
+def connect(rendezvous: Rendezvous, device: torch.device, config: Config) -> Connected:
+    """Compares the ranks, makes the core of this one, and maps the memory of the others. Collective.
+
+    Raises:
+        RendezvousError: The ranks do not fit together or a step has failed on one. Raised on all ranks alike.
+    """
+    rank, world_size = rendezvous.rank, rendezvous.world_size
+    limits = devices.limits_of(device)
+    compare_ranks(rendezvous, device, limits, config)
+    table = rendezvous.attempt("choice of a tuning table", lambda: devices.find_table(device, world_size, config))
+    tables = rendezvous.gather("comparison of tuning tables", table.fingerprint())
+    check_alike("have different tuning tables", tables)
+    core, most_blocks = rendezvous.attempt("set-up of the device", lambda: _make_core(rank, world_size, device, config))
+    clusters: list[int] = rendezvous.gather("comparison of clusters", most_blocks)
+    memory_kind = map_workspaces(rendezvous, core, device.type == "cpu")
+    check_reachable(rendezvous, core)
+    watchdog = _watch(rendezvous, core, config.timeout_s)
+    return Connected(CoreHandle(core, device, watchdog), table, limits._replace(max_cluster=min(clusters)), memory_kind)
+
+
+def _make_core(rank: int, world_size: int, device: torch.device, config: Config) -> tuple[_core.Core, int]:
+    """The core, and the most blocks of a cluster that its device has room for."""
+    is_emulated = device.type == "cpu"
+    options = _core.CoreOptions(
+        rank=rank,
+        world_size=world_size,
+        slot_bytes=slot_bytes(config),
+        timeout_s=config.timeout_s * KERNEL_SHARE_OF_TIMEOUT,
+        dependent_launch=config.pdl,
+        check_calls=config.debug or is_emulated,
+    )
+    core = _core.make_emulated_core(options) if is_emulated else _core.make_cuda_core(options, device.index)
+    return core, core.max_cluster_blocks()
+
+
+def _watch(rendezvous: Rendezvous, core: _core.Core, timeout_s: float) -> Watchdog | None:
+    """A watchdog over the core, started; None for one rank."""
+    if rendezvous.world_size == 1:
+        return None
+    board = None
+    try:
+        board = StatusBoard.open(rendezvous)
+    except MissingRankError:
+        raise
+    except RendezvousError as error:  # the same on all ranks
+        logger.info("errors will tell nothing of the other ranks: %s", error)
+    if not _core.bounded_waits:
+        logger.warning("this build of llm_comm is for measuring only: its kernels wait for ever")
+    watchdog = Watchdog(core, rendezvous.rank, timeout_s, board)
+    try:
+        rendezvous.attempt("start of the watchdog", watchdog.start)
+    except BaseException:
+        watchdog.stop()
+        raise
+    return watchdog

@@ -1,0 +1,77 @@
+"""The core of a rank as its operations see it: open or closed, right or failed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from llm_comm import _core
+from llm_comm.errors import CommunicatorError
+from llm_comm.runtime.devices import is_capturing
+from llm_comm.runtime.watchdog import Watchdog
+
+
+class CoreHandle:
+    """A connected core and the watchdog over it. Whoever drops the handle without closing it ends both.
+
+    Args:
+        core: Of this rank.
+        device: That it works on.
+        watchdog: Over the core, started; None where there is one rank, which waits for nobody.
+    """
+
+    def __init__(self, core: _core.Core, device: torch.device, watchdog: Watchdog | None) -> None:
+        self.device = device
+        self.is_open = True
+        self._core: _core.Core | None = core
+        self._watchdog = watchdog
+        self._stop_watching = None if watchdog is None else weakref.finalize(self, watchdog.abandon)
+
+    def core(self) -> _core.Core:
+        """The core.
+
+        Raises:
+            RuntimeError: The communicator is closed.
+        """
+        self.check_open()
+        assert self._core is not None
+        return self._core
+
+    def check_open(self) -> None:
+        """Raises RuntimeError if the communicator is closed."""
+        if not self.is_open:
+            raise RuntimeError("this communicator is closed")
+
+    def check(self) -> None:
+        """Raises the CommunicatorError of an earlier call, if one has failed; costs no synchronization."""
+        self.check_open()
+        error = None if self._watchdog is None else self._watchdog.failure()
+        if error is not None:
+            raise error
+
+    def end_for(self, error: RuntimeError) -> None:
+        """Ends the communicator because an operation that this rank accepts could not be launched, for want of memory
+        for one. Others may have launched theirs: the next ones, of other numbers, would meet, and give wrong sums. In a
+        capture nothing runs, and nothing has to end.
+
+        Raises:
+            LaunchError: It has ended.
+        """
+        if self._watchdog is None or is_capturing(self.device):
+            return
+        raise self._watchdog.end(str(error)) from error
+
+    def on_error(self, callback: Callable[[CommunicatorError], None], exits: bool) -> None:
+        """See ``Communicator.on_error``."""
+        self.check_open()
+        if self._watchdog is not None:
+            self._watchdog.on_error(callback, exits)
+
+    def close(self) -> None:
+        """Stops the watchdog and lets go of the core; more than once is no error."""
+        self.is_open = False
+        if self._stop_watching is not None and self._stop_watching.detach() and self._watchdog is not None:
+            self._watchdog.stop()
+        self._stop_watching = self._watchdog = self._core = None

@@ -1,0 +1,92 @@
+"""The device of a rank: which one it is, what it can do, and the stream that work on it goes to."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+import torch
+
+from llm_comm import _core
+from llm_comm.config import Config
+from llm_comm.errors import UnsupportedInputError
+from llm_comm.planning import selection
+from llm_comm.planning.fused_selection import DeviceLimits
+from llm_comm.planning.selection import TuningTable
+
+logger = logging.getLogger("llm_comm")
+
+
+def resolve(device: torch.device | str | int | None) -> torch.device:
+    """The device that a caller of ``Communicator`` means, with its index.
+
+    Raises:
+        UnsupportedInputError: It is neither a CUDA device nor the CPU.
+    """
+    if device is None:
+        use_cuda = torch.cuda.is_available()
+        if use_cuda and not _core.cuda_archs:
+            use_cuda = False
+            logger.warning(
+                "there are GPUs, but this build of llm_comm has no CUDA kernels: it emulates GPUs, on CPU tensors. "
+                "Install it where nvcc is found"
+            )
+        device = torch.device("cuda" if use_cuda else "cpu")
+    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedInputError(f"device {device}: llm_comm runs on CUDA devices and, emulated, on 'cpu'")
+    return torch.empty(0, device=device).device
+
+
+def gpu_name(device: torch.device) -> str | None:
+    """The same on all ranks that use the same GPU, and nowhere else; None for emulated ones."""
+    return None if device.type == "cpu" else f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def limits_of(device: torch.device) -> DeviceLimits:
+    """Of the kind of CUDA device, or of an emulated one (kResidentThreads in csrc/emulator/executor.h).
+
+    Not every device of a kind has room for clusters of 16 (``Core.max_cluster_blocks``).
+    """
+    if device.type == "cpu":
+        return DeviceLimits(max_cluster=16, sm_count=4)
+    properties = torch.cuda.get_device_properties(device)
+    # Up to 88 registers a thread on sm_100, 80 elsewhere (docs/performance.md).
+    two_shot_threads = 704 if properties.major >= 10 else 768
+    return DeviceLimits(16 if properties.major >= 9 else 1, properties.multi_processor_count, two_shot_threads)
+
+
+def find_table(device: torch.device, world_size: int, config: Config) -> TuningTable:
+    """The tuning table for ranks on such devices.
+
+    Raises:
+        ConfigError: A table cannot be used.
+    """
+    if device.type == "cpu":
+        return selection.find_table("emulated", world_size, 1, config)
+    properties = torch.cuda.get_device_properties(device)
+    return selection.find_table(properties.name, world_size, properties.multi_processor_count, config)
+
+
+def current_stream_of(device: torch.device) -> Callable[[], int]:
+    """What returns the handle of the device's current stream: 0 for an emulated one."""
+    if device.type == "cpu":
+        return _no_stream
+    # The raw handle: making a Stream object would take a good part of the host time of a call.
+    return functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
+
+
+def _no_stream() -> int:
+    return 0
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the device's current stream is being captured in a CUDA graph."""
+    if device.type == "cpu":
+        return False
+    try:
+        with torch.cuda.device(device):
+            return torch.cuda.is_current_stream_capturing()
+    except RuntimeError:  # the context is broken
+        return False

@@ -1,0 +1,106 @@
+"""Failures in words: what a rank says of its own error, of the states of the others, and of whose error it was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from llm_comm import _core, errors
+from llm_comm.errors import CommunicatorError, ConcurrentUseError, MismatchError, PeerTimeout
+from llm_comm.runtime.status import LIFE_S, RankError, Sighting, fit
+
+
+def explain(error: _core.OperationError, waited_s: float) -> RankError:
+    """What happened on this rank, and what to do about it."""
+    # As calls are counted: from 1. The device counts the replays of graphs too, which no call of the host is.
+    number = f"operation {error.sequence + 1} of this communicator, replays counted"
+    phase = "comparison of calls" if error.phase < 0 else f"phase {error.phase}"
+    where = f"{error.operation} of {error.bytes} bytes ({number}; {phase})"
+    kind: type[CommunicatorError]
+    if error.cause == "mismatch":
+        kind, brief = MismatchError, f"disagrees with rank {error.peer}"
+        text = (
+            f"the ranks disagree about {number}: {_calls_in_words(error.calls)}. "
+            "All ranks must make the same calls in the same order."
+        )
+    elif error.cause == "concurrent use":
+        kind, brief = ConcurrentUseError, f"two operations at once: {where}"
+        text = (
+            f"a {where} began on this GPU while another operation of the communicator was under way. Graphs that "
+            "run at once, or with eager calls, need a communicator each, or must wait for each other."
+        )
+    else:
+        kind, brief = PeerTimeout, f"waited for rank {error.peer} in a {where}"
+        text = (
+            f"nothing came from rank {error.peer} for {waited_s:g} s in a {where}. "
+            f"Rank {error.peer} has died, hangs, or makes other calls than this rank. "
+            "LLM_COMM_TIMEOUT_S sets the limit."
+        )
+        if error.cause == "peer exited":
+            text = f"the process of rank {error.peer} has exited, and a {where} waits for it."
+    text = f"rank {error.rank}: {text} This communicator cannot be used any more."
+    return RankError(kind.__name__, fit(text), brief, error.rank, error.peer)
+
+
+def describe_ranks(sightings: Sequence[Sighting]) -> str:
+    """A line for each rank, or nothing where nothing is known."""
+    lines = [f"\n  rank {rank}{_sighting_in_words(sighting)}" for rank, sighting in enumerate(sightings)]
+    return "\nState of the ranks:" + "".join(lines) if lines else ""
+
+
+def _sighting_in_words(sighting: Sighting) -> str:
+    state = sighting.state
+    if state is None:
+        return ": nothing is known of it"
+    facts = []
+    # It may have gone on since.
+    is_late = not state.is_closed and (sighting.has_exited or sighting.age_s > LIFE_S)
+    if state.is_closed:
+        facts.append("has closed its communicator")
+    elif sighting.has_exited:
+        facts.append(f"its process has exited, no sign of life for {sighting.age_s:.1f} s")
+    elif sighting.age_s > LIFE_S:
+        facts.append(f"no sign of life for {sighting.age_s:.1f} s")
+    else:
+        facts.append("alive")
+    if state.error is not None:
+        facts.append(state.error.brief)
+    if state.last_call:
+        facts.append(f"last call{' seen' * is_late}: {state.last_call}")
+    else:
+        facts.append("no call seen" if is_late else "has made no call")
+    if state.operations_ended is not None:
+        facts.append(f"{state.operations_ended} operations ended on its device")
+    return f" (pid {state.pid}): " + "; ".join(facts)
+
+
+def _calls_in_words(calls: Sequence[_core.Call]) -> str:
+    """ "ranks 0, 1: one-shot all-reduce of 8 bf16 (call 3); rank 2: ..." """
+    ranks: dict[str, list[str]] = {}
+    for rank, call in enumerate(calls):
+        ranks.setdefault(call_in_words(call), []).append(str(rank))
+    return "; ".join(f"rank{'s' * (len(who) > 1)} {', '.join(who)}: {what}" for what, who in ranks.items())
+
+
+def call_in_words(call: _core.Call) -> str:
+    rows = f" in rows of {call.row}" if call.row else ""
+    return f"{call.operation} of {call.count} {call.data_type}{rows} (call {call.number})"
+
+
+def root_cause(rank: int, own: RankError | None, sightings: Sequence[Sighting]) -> RankError | None:
+    """The error to report: this rank's own, unless it has none or waited for a rank that stopped for another reason.
+    None where a page that had one cannot be read now, as its rank died while it wrote."""
+    others = [s.state.error for s in sightings if s.state is not None and s.state.error not in (None, own)]
+    timeout = PeerTimeout.__name__
+    if own is not None and own.kind != timeout:
+        return own
+    timed_out = own or next(iter(others), None)
+    first = next((error for error in others if error is not None and error.kind != timeout), timed_out)
+    if first is None:
+        return None
+    return first if first is own else replace(first, text=f"rank {rank} has learnt that {first.text}")
+
+
+def as_exception(error: RankError) -> CommunicatorError:
+    kind: type[CommunicatorError] = getattr(errors, error.kind)
+    return kind(error.text, rank=error.rank, peer=error.peer)
