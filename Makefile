@@ -7,10 +7,10 @@ ARGS ?=
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
-PYTHON_DIRS := $(wildcard llm_comm tests bench_serving)
+PYTHON_DIRS := $(wildcard llm_comm tests bench_serving tools)
 CPP_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 # Directories are listed too: their times change when a file is added or removed.
-BUILD_INPUTS := CMakeLists.txt pyproject.toml $(shell find csrc configs -not -name '.*' 2>/dev/null)
+BUILD_INPUTS := CMakeLists.txt pyproject.toml $(shell find csrc cmake configs -not -name '.*' 2>/dev/null)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -23,11 +23,11 @@ help: ## List the commands
 demo: $(VENV)/.installed ## Tensor-parallel decoding through llm_comm, on GPUs or emulated ones (ARGS="--help")
 	$(VENV)/bin/llm-comm demo $(ARGS)
 
-test: $(VENV)/.installed ## All tests that need no GPU (ARGS="-k two_shot")
-	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest tests -m "not gpu" $(ARGS)
+test: $(VENV)/.installed ## All tests that need no GPU (ARGS="tests/unit -k two_shot")
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -m "not gpu" $(ARGS)
 
 test-gpu: $(VENV)/.installed ## The tests that need GPUs
-	$(PY) -m pytest tests -m gpu $(ARGS)
+	$(PY) -m pytest -m gpu $(ARGS)
 
 soak: $(VENV)/.base ## Ten minutes of schedules of the deterministic emulator (ARGS="--replay SEED")
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) tests/deterministic/driver.py --seconds 600 $(ARGS)
@@ -80,7 +80,7 @@ $(VENV)/.base:
 
 # Without isolation, so that the compiled objects and the build tools stay where the next build finds them.
 define install
-@echo "building llm_comm (LLM_COMM_CUDA and architectures: see CONTRIBUTING.md)"
+@echo "building llm_comm: some minutes the first time, without further output (LLM_COMM_CUDA and architectures: see CONTRIBUTING.md)"
 $(PIP) install --quiet --no-build-isolation --editable '.[$(1)]'
 @$(PY) -c 'import llm_comm; print("llm_comm is built", "with CUDA kernels" if llm_comm.cuda_compiled() else "without CUDA kernels: emulated GPUs only")'
 @touch $(VENV)/.installed

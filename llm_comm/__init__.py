@@ -17,8 +17,10 @@ from llm_comm.errors import (
 )
 from llm_comm.installation import VERSION as __version__
 from llm_comm.installation import cuda_compiled, get_include, get_library_dir
-from llm_comm.planning.fused_selection import FusedPlan
-from llm_comm.planning.selection import Plan
+from llm_comm.planning.plan import Plan
+
+#: Of before all operations had one kind of plan.
+FusedPlan = Plan
 
 __all__ = [
     "Communicator",

@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 version: str
 cuda_archs: str
@@ -6,6 +6,7 @@ cuda_ptx_archs: str
 nvcc_version: str
 #: False in a build that measures what the bound of waits costs.
 bounded_waits: bool
+max_world_size: int
 
 class CoreOptions:
     def __init__(
@@ -19,16 +20,119 @@ class CoreOptions:
         check_calls: bool,
     ) -> None: ...
 
-class LaunchPlan:
-    def __init__(self, *, algorithm: int, blocks: int, tile_lines_log2: int, depth: int, chunk_count: int) -> None: ...
+# ---- The registry (csrc/algorithms/algorithm.h says what the fields mean) ----
 
-class FusedPlan:
+class _Algorithm:
+    number: int
+    operation: str
+    name: str
+    protocol: str
+    title: str
+    data_types: list[str]
+    tunables: list[str]
+    # By tunable: the least, the most, whether it is a power of two.
+    ranges: dict[str, tuple[int, int, bool]]
+
+class _Operation:
+    name: str
+    title: str
+    buffers: list[str]
+    outputs: list[str]
+    optional: list[str]
+    parameters: list[str]
+    row_multiple: int
+    max_row: int
+
+# By number.
+def algorithms() -> list[_Algorithm]: ...
+def operations() -> list[_Operation]: ...
+
+# Bytes of an element by name, in the order of DataType.
+def data_types() -> dict[str, int]: ...
+
+# ---- Shapes of launches (csrc/algorithms/launch_shape.h) ----
+
+class Problem:
     def __init__(
-        self, *, algorithm: int, blocks: int, tile_lines: int, cluster_blocks: int, depth: int, chunk_rows: int
+        self, *, count: int, row: int, data_type: int, world_size: int, parameters: Sequence[float]
     ) -> None: ...
 
-class AddRmsNorm:
-    def __init__(self, *, rows: int, hidden: int, data_type: int, quantization: int, epsilon: float) -> None: ...
+class Choice:
+    def __init__(
+        self,
+        *,
+        blocks: int,
+        threads: int = 0,
+        tile_lines: int = 0,
+        cluster: int = 0,
+        depth: int = 0,
+        crowded_above: int = 0,
+    ) -> None: ...
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def tile_lines(self) -> int: ...
+    @property
+    def cluster(self) -> int: ...
+    @property
+    def depth(self) -> int: ...
+    @property
+    def crowded_above(self) -> int: ...
+
+class Limits:
+    def __init__(self, *, slot_bytes: int, sm_count: int, max_cluster: int, compute_capability: int) -> None: ...
+    @property
+    def slot_bytes(self) -> int: ...
+    @property
+    def sm_count(self) -> int: ...
+    @property
+    def max_cluster(self) -> int: ...
+    @property
+    def compute_capability(self) -> int: ...
+
+class Tiling:
+    def __init__(self, *, blocks: int, tile_lines: int, cluster: int, depth: int, launch_units: int) -> None: ...
+    @property
+    def tile_lines(self) -> int: ...
+    @property
+    def cluster(self) -> int: ...
+    @property
+    def depth(self) -> int: ...
+    @property
+    def launch_units(self) -> int: ...
+
+class Grid:
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def shared_bytes(self) -> int: ...
+    @property
+    def cluster_blocks(self) -> int: ...
+    @property
+    def variant(self) -> int: ...
+
+class Shape:
+    @property
+    def tiling(self) -> Tiling: ...
+    @property
+    def launches(self) -> int: ...
+    @property
+    def whole(self) -> Grid: ...
+    @property
+    def last(self) -> Grid: ...
+
+# Raises ValueError for what the algorithm, the workspace or the device does not take.
+def shape(algorithm: int, problem: Problem, choice: Choice, limits: Limits, /) -> Shape: ...
+
+# Simplest first.
+def candidates(algorithm: int, problem: Problem, limits: Limits, /) -> list[Choice]: ...
+def slot_bytes(workspace_bytes: int, /) -> int: ...
+
+# ---- The core of a rank ----
 
 class Call:
     @property
@@ -67,14 +171,9 @@ class Core:
     def max_cluster_blocks(self) -> int: ...
     def send_marks(self) -> None: ...
     def peers_unseen(self) -> list[int]: ...
-    # The function takes the addresses of input and output and the handle of a stream.
-    def prepare_all_reduce(
-        self, count: int, data_type: int, plan: LaunchPlan, /
-    ) -> Callable[[int, int, int], bool]: ...
-    # Addresses of input, residual (0: none), weight, normed, new residual and scale (0: none); the handle of a stream.
-    def prepare_add_rms_norm(
-        self, operation: AddRmsNorm, plan: FusedPlan, /
-    ) -> Callable[[int, int, int, int, int, int, int], bool]: ...
+    # The function takes the addresses of the operation's buffers, in order, 0 for an optional one that is not there,
+    # and the handle of a stream. It returns False once the communicator has failed.
+    def prepare(self, algorithm: int, problem: Problem, tiling: Tiling, /) -> Callable[..., bool]: ...
     def error(self) -> OperationError | None: ...
     def abort(self) -> None: ...
     def peer_exited(self, peer: int, /) -> None: ...

@@ -16,9 +16,8 @@ _OF_AN_OPERATION = ("name", "title", "buffers", "parameters")
 
 def run(args: argparse.Namespace) -> int:
     """``llm-comm algorithms``. Returns 0."""
-    core: Any = _core
-    algorithms = [_as_dict(entry, _OF_AN_ALGORITHM) for entry in core.algorithms()]
-    operations = [_as_dict(entry, _OF_AN_OPERATION) for entry in core.operations()]
+    algorithms = [_as_dict(entry, _OF_AN_ALGORITHM) for entry in _core.algorithms()]
+    operations = [_as_dict(entry, _OF_AN_OPERATION) for entry in _core.operations()]
     if args.json:
         print(json.dumps({"operations": operations, "algorithms": algorithms}, indent=2))
     else:

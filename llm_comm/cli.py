@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from llm_comm import __version__
 from llm_comm.bench import ALIGNED_METHODS, METHODS, PLOT_SUFFIXES
 from llm_comm.config import parse_option
 from llm_comm.errors import ConfigError, LlmCommError
+from llm_comm.installation import VERSION
 from llm_comm.sizes import parse_size
 from llm_comm.spelling import guess
 
@@ -70,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands. A parse yields ``module``, whose ``run(args) -> int`` does the work, and
     ``parser``, that of the subcommand."""
     parser = argparse.ArgumentParser(prog="llm-comm", description="Low-latency tensor-parallel collectives.")
-    parser.add_argument("--version", action="version", version=f"llm-comm {__version__}")
+    parser.add_argument("--version", action="version", version=f"llm-comm {VERSION}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_demo(commands)
     _add_bench(commands)

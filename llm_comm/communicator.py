@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from llm_comm import arrays
+from llm_comm import _core, arrays
 from llm_comm.config import Config
 from llm_comm.errors import CommunicatorError
 from llm_comm.operations import torch_operators
 from llm_comm.operations.all_reduce import AllReduce
 from llm_comm.operations.all_reduce_add_rms_norm import AllReduceAddRmsNorm
-from llm_comm.planning.fused_selection import FusedPlan
-from llm_comm.planning.selection import Plan, TuningTable
+from llm_comm.operations.generic import GenericOperations
+from llm_comm.planning.plan import Plan
+from llm_comm.planning.tables import TuningTable
 from llm_comm.runtime import devices
 from llm_comm.runtime.connect import connect
 from llm_comm.runtime.rendezvous import Rendezvous
@@ -74,11 +75,10 @@ class Communicator:
             _clear_frames(error)
             raise
         self.memory_kind = connected.memory_kind
-        self._handle, self._table = connected.handle, connected.table
-        common = (self._handle, self.world_size, self._table, self.config)
-        self._operations = torch_operators.Operations(
-            AllReduce(*common), AllReduceAddRmsNorm(*common, connected.limits)
-        )
+        self._handle, self._planner = connected.handle, connected.planner
+        common = (self._handle, self._planner)
+        self._operations = torch_operators.Operations(AllReduce(*common), AllReduceAddRmsNorm(*common))
+        self._other_operations = GenericOperations(*common)
         # Found with one look-up each.
         self._all_reduce = self._operations.all_reduce.run
         self._all_reduce_add_rms_norm = self._operations.all_reduce_add_rms_norm.run
@@ -90,7 +90,7 @@ class Communicator:
             "an emulated GPU" if self.is_emulated else self.device,
             self.workspace_bytes,
             self.memory_kind,
-            self._table.name,
+            self.table.name,
         )
 
     # ---- Operations ---------------------------------------------------------------------------------------------
@@ -191,6 +191,25 @@ class Communicator:
             )
         return self._all_reduce_add_rms_norm(x, residual, weight, eps, out, residual_out, quantize, scale)
 
+    def run(
+        self, operation: str, buffers: Mapping[str, torch.Tensor | None], *, row: int = 0, **parameters: float
+    ) -> None:
+        """Runs an operation of the registry that has no method here: of an algorithm of one's own, say.
+
+        Args:
+            operation: Its name; ``llm-comm algorithms`` lists operations, with their buffers and parameters.
+            buffers: Tensors by name: on this communicator's device, contiguous, of one type and number of elements.
+                Outputs share no memory with any other. An optional one may be None or left out.
+            row: Elements of a row, for an operation that works by rows.
+            parameters: The operation's own, the same on all ranks.
+
+        Raises:
+            UnsupportedInputError: There is no such operation, a tensor or a number does not fit or is missing, or
+                ``plan_for`` of the same is declined.
+            CommunicatorError: This or an earlier call has failed, as of ``all_reduce``.
+        """
+        self._other_operations.run(operation, buffers, row, parameters)
+
     # ---- What would be served -----------------------------------------------------------------------------------
 
     def accepts(self, x: Any) -> bool:
@@ -220,16 +239,29 @@ class Communicator:
         """
         return self._operations.all_reduce.plan(arrays.as_tensor(x))
 
-    def plan_fused(self, x: torch.Tensor, weight: torch.Tensor, quantize: str | None = None) -> FusedPlan:
+    def plan_fused(self, x: torch.Tensor, weight: torch.Tensor, quantize: str | None = None) -> Plan:
         """What ``all_reduce_add_rms_norm`` of ``x`` and ``weight`` would run, and why; ``"declined"`` is the algorithm
         of an input that is not served."""
         return self._operations.all_reduce_add_rms_norm.plan(x, weight, quantize)
 
+    def plan_for(self, operation: str, x: torch.Tensor, *, row: int = 0, **parameters: float) -> Plan:
+        """What ``run`` of an operation would do for buffers like ``x``, and why.
+
+        Raises:
+            UnsupportedInputError: There is no such operation, or a parameter is missing or unknown.
+        """
+        return self._other_operations.plan(operation, x, row, parameters)
+
     def use_table(self, table: TuningTable) -> None:
         """Selects by another tuning table from now on. For tuning; make the same call on every rank."""
-        self._table = table
-        self._operations.all_reduce.use_table(table)
-        self._operations.all_reduce_add_rms_norm.use_table(table)
+        self._planner.table = table
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drops what is prepared and planned."""
+        self._operations.all_reduce.forget()
+        self._operations.all_reduce_add_rms_norm.forget()
+        self._other_operations.forget()
 
     # ---- State --------------------------------------------------------------------------------------------------
 
@@ -257,7 +289,12 @@ class Communicator:
     @property
     def table(self) -> TuningTable:
         """The tuning table that selects."""
-        return self._table
+        return self._planner.table
+
+    @property
+    def limits(self) -> _core.Limits:
+        """What bounds a launch on the devices of all ranks."""
+        return self._planner.limits
 
     @property
     def workspace_bytes(self) -> int:
@@ -271,8 +308,7 @@ class Communicator:
                 torch.cuda.synchronize(self.device)
         finally:  # also where the CUDA context is broken
             self._handle.close()
-            self._operations.all_reduce.forget()
-            self._operations.all_reduce_add_rms_norm.forget()
+            self._forget()
 
     def __enter__(self) -> Communicator:
         return self

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from llm_comm import registry
 from llm_comm.errors import ConfigError
 from llm_comm.sizes import parse_size
 from llm_comm.spelling import guess
@@ -92,7 +93,7 @@ _OPTIONS: dict[str, _Option] = {
         lambda v: v is None or (_is_int(v) and v >= 0),
         f"bytes >= 0 ({_AS_TEXT}; default: that of the tuning table)",
     ),
-    "algorithm": _one_of("auto", "one_shot", "two_shot"),
+    "algorithm": _one_of("auto", *registry.algorithm_names()),
     "pdl": _BOOLEAN,
     "fuse": _BOOLEAN,
     "deterministic": _BOOLEAN,
@@ -140,7 +141,8 @@ class Config:
             bounds what one kernel launch can carry: half of it for two-shot, ``1 / world_size`` of it for one-shot. A
             longer message takes several launches.
         max_message_bytes: Larger messages are declined; None takes the bound of the tuning table.
-        algorithm: ``"auto"`` selects by the table; a name forces that algorithm at every size.
+        algorithm: ``"auto"`` selects by the table; a name (``llm-comm algorithms`` lists them) forces that algorithm
+            at every size, for each operation that has it. The others go by the table.
         pdl: Programmatic dependent launch, on GPUs that have it.
         fuse: Whether engine integrations put the residual add and the RMSNorm after an all-reduce into its kernel.
         deterministic: Whether llm_comm also sums in SGLang's deterministic mode, in place of NCCL. It changes no sum:

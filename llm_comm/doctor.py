@@ -25,7 +25,9 @@ from llm_comm.bench.report import format_bytes, run_tool, versions
 from llm_comm.config import MULTICAST_OFF_VARIABLES, Config, multicast_state, option_names
 from llm_comm.errors import ConfigError
 from llm_comm.installation import get_include
-from llm_comm.planning.selection import TuningTable, check_table_option, find_table
+from llm_comm.planning.catalogue import check_table_option, find_table
+from llm_comm.planning.selection import message_limit
+from llm_comm.planning.tables import ALL_REDUCE, TuningTable
 
 _MULTICAST_VARIABLES = ("LLM_COMM_MULTICAST", *MULTICAST_OFF_VARIABLES)
 _PCIE_LEVELS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
@@ -230,7 +232,7 @@ def _tuning(config: Config) -> dict[str, str]:
 
 
 def _describe_table(table: TuningTable, config: Config) -> str:
-    limit = table.max_message_bytes if config.max_message_bytes is None else config.max_message_bytes
+    limit = message_limit(ALL_REDUCE, table, config)
     return f"{table.name}; messages above {format_bytes(limit)} are left to the engine"
 
 

@@ -16,7 +16,6 @@ from llm_comm import launch
 from llm_comm.bench.report import installed_version
 from llm_comm.config import Config
 from llm_comm.integrations import common
-from llm_comm.planning import selection
 
 _PLUGIN = "llm_comm"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
-from llm_comm.planning.selection import check_table_option
+from llm_comm.planning.catalogue import check_table_option
 
 
 def check(outputs: Mapping[str, Path | None], **overrides: Any) -> Config:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from reference import ALGORITHMS
 
 from llm_comm import Config, _core
-from llm_comm.planning import selection
-from llm_comm.planning.selection import ALGORITHMS, FusedRow, TuningRow
+from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row
 
 #: Every way to run a message that differs in code path: grids of one block and of several, one tile and many, sent
 #: ahead or not.
@@ -21,24 +21,48 @@ VARIANTS = tuple(itertools.product(ALGORITHMS, (1, 2, 5), (1, 4, 32), (0, 1, 3))
 STEP_BYTES = 992
 
 
-def write_table(path: Path, rows: list[TuningRow], **fields: Any) -> Path:
+def plain_row(up_to: int, algorithm: str, blocks: int, tile_lines: int, depth: int) -> Row:
+    """A row of the LL all-reduce."""
+    return Row(up_to, ALL_REDUCE, algorithm, "LL", blocks=blocks, tile_lines=tile_lines, depth=depth)
+
+
+def fused_row(up_to: int, algorithm: str, blocks: int, threads: int, cluster: int, depth: int) -> Row:
+    """A row of the LL all-reduce + RMSNorm."""
+    return Row(up_to, FUSED, algorithm, "LL", blocks=blocks, threads=threads, cluster=cluster, depth=depth)
+
+
+def write_table(path: Path, rows: list[Row], **fields: Any) -> Path:
     """A table of ``rows`` in the format of ``configs/``; ``fields`` replace its other entries."""
     content = {"device": "test device", "world_size": 8, "max_message_bytes": 64 << 20}
-    content |= {"all_reduce": [row._asdict() for row in rows], **fields}
-    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    # Of a row that is not valid, everything but zeros.
+    entries = [row.entry() if is_known(row) else {k: v for k, v in row._asdict().items() if v != 0} for row in rows]
+    path.write_text(yaml.safe_dump({**content, "rows": entries, **fields}), encoding="utf-8")
     return path
+
+
+def is_known(row: Row) -> bool:
+    """Whether the registry has the row's algorithm."""
+    return row.operation in (ALL_REDUCE, FUSED) and row.algorithm in ALGORITHMS and row.protocol == "LL"
 
 
 def table_of_all_variants(path: Path) -> Path:
     """A table with a row for every variant, in a shuffled order."""
     order = random.Random(0).sample(VARIANTS, len(VARIANTS))
-    return write_table(path, [TuningRow(STEP_BYTES * n, *variant) for n, variant in enumerate(order, start=1)])
+    return write_table(path, [plain_row(STEP_BYTES * n, *variant) for n, variant in enumerate(order, start=1)])
 
 
-def write_fused_table(path: Path, rows: list[FusedRow]) -> Path:
+def write_fused_table(path: Path, rows: list[Row]) -> Path:
     """A table of all variants whose rows for fused operations are ``rows``."""
-    plain = [TuningRow(STEP_BYTES * n, *variant) for n, variant in enumerate(VARIANTS, start=1)]
-    return write_table(path, plain, fused=[row._asdict() for row in rows])
+    plain = [plain_row(STEP_BYTES * n, *variant) for n, variant in enumerate(VARIANTS, start=1)]
+    return write_table(path, [*plain, *rows])
+
+
+def limits_of(config: Config, sm_count: int = 132, max_cluster: int = 16, compute_capability: int = 90) -> _core.Limits:
+    """Of an H200, unless said otherwise."""
+    slot_bytes = _core.slot_bytes(config.workspace_bytes)
+    return _core.Limits(
+        slot_bytes=slot_bytes, sm_count=sm_count, max_cluster=max_cluster, compute_capability=compute_capability
+    )
 
 
 def core_of(world: int, config: Config) -> _core.Core:
@@ -47,7 +71,7 @@ def core_of(world: int, config: Config) -> _core.Core:
         _core.CoreOptions(
             rank=0,
             world_size=world,
-            slot_bytes=selection.slot_bytes(config),
+            slot_bytes=_core.slot_bytes(config.workspace_bytes),
             timeout_s=1.0,
             dependent_launch=False,
             check_calls=False,

@@ -108,7 +108,7 @@ bool Executor::advance(Cluster& cluster) {
   return progress;
 }
 
-// One turn for every thread of the block that can run. Returns whether any did more than poll in vain.
+// One turn for every thread of the block that can run. Returns whether any did more than a poll that failed.
 bool Executor::advance(Cluster& cluster, Block& block) {
   bool progress = false;
   for (auto& thread : block.threads) {

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "algorithms/launch_shape.h"
+
 namespace llm_comm::host {
 
 struct CoreOptions {
@@ -25,43 +27,6 @@ struct WorkspaceHandle {
   std::string bytes;
 };
 
-struct LaunchPlan {
-  uint32_t algorithm;  // AllReduceAlgorithm
-  uint32_t blocks;
-  uint32_t tile_lines_log2;
-  uint32_t depth;
-  uint64_t chunk_count;  // elements of one launch; a longer message takes several
-};
-
-// Of prepare_add_rms_norm.
-struct FusedPlan {
-  uint32_t algorithm;       // AllReduceAlgorithm
-  uint32_t blocks;          // at most; whole clusters
-  uint32_t tile_lines;      // a multiple of 8
-  uint32_t cluster_blocks;  // that share a row
-  uint32_t depth;
-  uint64_t chunk_rows;  // rows of one launch; more take several
-};
-
-// What prepare_add_rms_norm does with the sums: new_residual = sum + residual, normed = rms_norm(new_residual) * weight.
-struct AddRmsNorm {
-  uint64_t rows;
-  uint32_t hidden;        // elements of a row: a multiple of 8 up to 16384
-  uint32_t data_type;     // DataType: bf16 or fp16
-  uint32_t quantization;  // Quantization, of `normed`
-  float epsilon;
-};
-
-// Of one call. `residual` may be 0: none; `scale` is 0 without quantization.
-struct AddRmsNormAddresses {
-  uint64_t input;
-  uint64_t residual;
-  uint64_t weight;
-  uint64_t normed;
-  uint64_t new_residual;
-  uint64_t scale;
-};
-
 // A launch, as far as the ranks have to agree on it.
 struct Call {
   std::string operation;
@@ -73,7 +38,7 @@ struct Call {
 
 // Why a communicator cannot be used any more.
 struct OperationError {
-  // "timeout", "peer exited": `peer` was waited for in vain; "mismatch": `calls` differ; "concurrent use".
+  // "timeout", "peer exited": `peer` was waited for, and nothing came; "mismatch": `calls` differ; "concurrent use".
   std::string cause;
   int rank;
   int peer;
@@ -89,16 +54,9 @@ class PreparedCall {
  public:
   virtual ~PreparedCall() = default;
 
-  // Enqueues the call; threads take turns. False, with nothing or not everything done, once the communicator has failed.
-  virtual bool run(uint64_t input, uint64_t output, uint64_t stream) = 0;
-};
-
-class PreparedAddRmsNorm {
- public:
-  virtual ~PreparedAddRmsNorm() = default;
-
-  // As PreparedCall::run.
-  virtual bool run(const AddRmsNormAddresses& addresses, uint64_t stream) = 0;
+  // Enqueues the call; threads take turns. `buffers`: addresses in the order of the operation's descriptor, 0 for an optional
+  // one that is not there. False, with nothing or not everything done, once the communicator has failed.
+  virtual bool run(const uint64_t* buffers, uint64_t stream) = 0;
 };
 
 class Core {
@@ -117,19 +75,12 @@ class Core {
   virtual void send_marks() = 0;
   virtual std::vector<int> peers_unseen() = 0;
 
-  // The most blocks of a cluster, a power of two, that this device has room for whatever the fused kernel; 1: it has no
-  // clusters.
+  // The most blocks of a cluster, a power of two, that this device has room for whatever the kernel; 1: it has no clusters.
   virtual uint32_t max_cluster_blocks() = 0;
 
-  // The sum of `count` > 0 elements over all ranks, of which there are two or more. data_type: DataType. Throws
-  // std::invalid_argument for a plan that does not fit the workspace or the device.
-  virtual std::unique_ptr<PreparedCall> prepare_all_reduce(uint64_t count, uint32_t data_type,
-                                                           const LaunchPlan& plan) = 0;
-
-  // The same, with what follows it in a transformer, in one kernel. For worlds of 2 and more. A plan whose clusters the
-  // device has no room for is one that does not fit it.
-  virtual std::unique_ptr<PreparedAddRmsNorm> prepare_add_rms_norm(const AddRmsNorm& operation,
-                                                                   const FusedPlan& plan) = 0;
+  // `algorithm`: its number in the registry (planner.h). Throws std::invalid_argument for what the algorithm, the workspace or
+  // the device does not take.
+  virtual std::unique_ptr<PreparedCall> prepare(uint32_t algorithm, const Problem& problem, const Tiling& tiling) = 0;
 
   // For a thread that watches this rank. None of these waits for another rank.
 

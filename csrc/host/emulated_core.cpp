@@ -42,7 +42,8 @@ class SharedMapping {
 
 class EmulatedMemory {
  public:
-  WorkspaceHandle create(uint64_t bytes, bool use_ipc) {
+  WorkspaceHandle create(const WorkspaceLayout& layout, bool use_ipc) {
+    const uint64_t bytes = layout.bytes();
     if (use_ipc) throw std::invalid_argument("an emulated device has no cudaIpc handles");
     WorkspaceHandle handle;
     handle.fd = memfd_create("llm_comm_workspace", MFD_CLOEXEC);
@@ -59,7 +60,9 @@ class EmulatedMemory {
       close(handle.fd);
       throw;
     }
-    std::memset(local_.address() + kHeaderBytes, 0xFF, bytes - kHeaderBytes);
+    for (const Region& region : layout.regions().region) {
+      std::memset(local_.address() + region.offset, region.initial_byte, region.bytes);
+    }
     return handle;
   }
 
@@ -81,6 +84,9 @@ class EmulatedMemory {
   std::unique_ptr<HostMailbox> mailbox_ = std::make_unique<HostMailbox>();
 };
 
+// Of an emulated GPU, as of the largest real ones.
+constexpr uint32_t kMaxEmulatedCluster = 16;
+
 class EmulatedLauncher {
  public:
   template <class Args>
@@ -96,7 +102,7 @@ class EmulatedLauncher {
     executor_->run({grid.blocks, grid.threads, grid.shared_bytes, grid.cluster_blocks}, [&] { kernel(args); });
   }
 
-  uint32_t max_cluster_blocks() const { return kMaxClusterBlocks; }
+  uint32_t max_cluster_blocks() const { return kMaxEmulatedCluster; }
   template <class Args>
   bool has_room_for_cluster(Function<Args>, const Grid&) const {
     return true;

@@ -2,15 +2,19 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "host/build_config.h"
 #include "host/core.h"
+#include "host/planner.h"
 
 namespace py = pybind11;
-using namespace llm_comm::host;  // NOLINT: a binding file
+using namespace llm_comm;        // NOLINT: a binding file
+using namespace llm_comm::host;  // NOLINT
 
 namespace {
 
@@ -24,49 +28,36 @@ struct DeleteWithoutGil {
 using CoreHolder = std::unique_ptr<Core, DeleteWithoutGil>;
 
 // Members are destroyed last to first: the call before the core that it belongs to.
-template <class Call>
 struct BoundCall {
   py::object core;
-  std::unique_ptr<Call> call;
+  std::unique_ptr<PreparedCall> call;
+  Py_ssize_t buffers;
+  uint32_t optional;  // bit i: buffer i may be 0
 };
 
-// Addresses of tensors, then the handle of a stream. Those in kOptional may be 0; another tensor without memory (one of
-// torch's fake tensors, say) would break the CUDA context.
-template <class Call>
-constexpr uint32_t kOptional = 0;
-template <>
-constexpr uint32_t kOptional<PreparedAddRmsNorm> = 1u << 1 | 1u << 5;  // residual and scale
-
-constexpr Py_ssize_t argument_count(const PreparedCall*) { return 3; }
-bool run(PreparedCall& call, const uint64_t* a) { return call.run(a[0], a[1], a[2]); }
-
-constexpr Py_ssize_t argument_count(const PreparedAddRmsNorm*) { return 7; }
-bool run(PreparedAddRmsNorm& call, const uint64_t* a) { return call.run({a[0], a[1], a[2], a[3], a[4], a[5]}, a[6]); }
-
 // run(address, ..., stream) -> bool. Every eager call goes through it, so it uses CPython's own calling convention:
-// pybind11's takes twice the time.
-template <class Call>
+// pybind11's takes twice the time. An address of 0 that is not optional is refused: a tensor without memory (one of torch's
+// fake tensors, say) would break the CUDA context.
 PyObject* run_bound_call(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
-  constexpr Py_ssize_t kCount = argument_count(static_cast<const Call*>(nullptr));
-  if (count != kCount) {
-    PyErr_Format(PyExc_TypeError, "run() takes %zd addresses and a stream; %zd arguments given", kCount - 1, count);
+  const BoundCall& bound = *static_cast<BoundCall*>(PyCapsule_GetPointer(capsule, nullptr));
+  if (count != bound.buffers + 1) {
+    PyErr_Format(PyExc_TypeError, "run() takes %zd addresses and a stream; %zd arguments given", bound.buffers, count);
     return nullptr;
   }
-  uint64_t values[kCount];
-  for (Py_ssize_t i = 0; i < kCount; ++i) values[i] = PyLong_AsUnsignedLongLong(arguments[i]);
+  uint64_t values[llm_comm::kMaxBuffers + 1];
+  for (Py_ssize_t i = 0; i < count; ++i) values[i] = PyLong_AsUnsignedLongLong(arguments[i]);
   if (PyErr_Occurred() != nullptr) return nullptr;
-  for (Py_ssize_t i = 0; i < kCount - 1; ++i) {
-    if (values[i] == 0 && (kOptional<Call> >> i & 1) == 0) {
+  for (Py_ssize_t i = 0; i < bound.buffers; ++i) {
+    if (values[i] == 0 && (bound.optional >> i & 1) == 0) {
       PyErr_SetString(PyExc_ValueError, "a tensor has no memory: it is a fake tensor or a wrapper of others");
       return nullptr;
     }
   }
-  Call& call = *static_cast<BoundCall<Call>*>(PyCapsule_GetPointer(capsule, nullptr))->call;
   bool enqueued = false;
   std::string error;
   PyThreadState* const thread = PyEval_SaveThread();  // a launch waits where the queue of the GPU is full
   try {
-    enqueued = run(call, values);
+    enqueued = bound.call->run(values, values[bound.buffers]);
   } catch (const std::exception& exception) {
     error = exception.what();
   }
@@ -78,16 +69,79 @@ PyObject* run_bound_call(PyObject* capsule, PyObject* const* arguments, Py_ssize
   return PyBool_FromLong(enqueued);
 }
 
-template <class Call>
-py::object as_function(py::object core, std::unique_ptr<Call> call) {
-  static PyMethodDef definition = {"run",
-                                   reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&run_bound_call<Call>)),
+py::object as_function(py::object core, std::unique_ptr<PreparedCall> call, const OperationInfo& operation) {
+  static PyMethodDef definition = {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&run_bound_call)),
                                    METH_FASTCALL, nullptr};
-  const py::capsule capsule(new BoundCall<Call>{std::move(core), std::move(call)},
-                            [](void* bound) { delete static_cast<BoundCall<Call>*>(bound); });
+  Py_ssize_t buffers = 0;
+  uint32_t optional = 0;
+  for (const BufferInfo& buffer : operation.buffers) {
+    if (buffer.name == nullptr) break;
+    if (buffer.is_optional) optional |= 1u << buffers;
+    ++buffers;
+  }
+  const py::capsule capsule(new BoundCall{std::move(core), std::move(call), buffers, optional},
+                            [](void* bound) { delete static_cast<BoundCall*>(bound); });
   auto function = py::reinterpret_steal<py::object>(PyCFunction_New(&definition, capsule.ptr()));
   if (!function) throw py::error_already_set();
   return function;
+}
+
+const Algorithm& algorithm_at(uint32_t number) {
+  if (number >= algorithms().size()) {
+    throw std::invalid_argument("there is no algorithm number " + std::to_string(number));
+  }
+  return algorithms()[number];
+}
+
+// The names of those that are there and fit `wanted`.
+template <class Info, size_t N, class Wanted>
+py::list names(const Info (&infos)[N], Wanted wanted) {
+  py::list found;
+  for (const Info& info : infos) {
+    if (info.name != nullptr && wanted(info)) found.append(info.name);
+  }
+  return found;
+}
+constexpr auto kAny = [](const auto&) { return true; };
+
+py::object namespace_of(const py::dict& fields) {
+  return py::module_::import("types").attr("SimpleNamespace")(**fields);
+}
+
+py::object describe(uint32_t number, const Algorithm& algorithm) {
+  py::list types;
+  for (const llm_comm::DataType type : algorithm.types) types.append(llm_comm::data_type_name(type));
+  py::dict ranges;
+  for (const Tunable& tunable : algorithm.tunables->tunable) {
+    if (tunable.name != nullptr)
+      ranges[tunable.name] = py::make_tuple(tunable.min, tunable.max, tunable.is_power_of_two);
+  }
+  return namespace_of(py::dict(py::arg("number") = number, py::arg("operation") = algorithm.operation->name,
+                               py::arg("name") = algorithm.info->name, py::arg("protocol") = algorithm.info->protocol,
+                               py::arg("title") = algorithm.info->title, py::arg("data_types") = types,
+                               py::arg("tunables") = names(algorithm.tunables->tunable, kAny),
+                               py::arg("ranges") = ranges));
+}
+
+py::object describe(const OperationInfo& operation) {
+  return namespace_of(py::dict(
+      py::arg("name") = operation.name, py::arg("title") = operation.title,
+      py::arg("buffers") = names(operation.buffers, kAny),
+      py::arg("outputs") = names(operation.buffers, [](const BufferInfo& buffer) { return buffer.is_output; }),
+      py::arg("optional") = names(operation.buffers, [](const BufferInfo& buffer) { return buffer.is_optional; }),
+      py::arg("parameters") = names(operation.parameters, kAny), py::arg("row_multiple") = operation.row_multiple,
+      py::arg("max_row") = operation.max_row));
+}
+
+Problem problem_of(uint64_t count, uint32_t row, uint32_t data_type, uint32_t world_size,
+                   const std::vector<double>& parameters) {
+  if (data_type >= llm_comm::kDataTypes) {
+    throw std::invalid_argument("there is no data type " + std::to_string(data_type));
+  }
+  if (parameters.size() > llm_comm::kMaxParameters) throw std::invalid_argument("too many parameters");
+  Problem problem{count, row, static_cast<llm_comm::DataType>(data_type), world_size, {}};
+  std::copy(parameters.begin(), parameters.end(), problem.parameter);
+  return problem;
 }
 
 }  // namespace
@@ -98,6 +152,7 @@ PYBIND11_MODULE(_core, module) {
   module.attr("cuda_ptx_archs") = LLM_COMM_CUDA_PTX_ARCHS;
   module.attr("nvcc_version") = LLM_COMM_NVCC_VERSION;
   module.attr("bounded_waits") = LLM_COMM_BOUNDED_WAITS != 0;
+  module.attr("max_world_size") = llm_comm::kMaxWorldSize;
 
   py::class_<CoreOptions>(module, "CoreOptions")
       .def(py::init([](int rank, int world_size, uint64_t slot_bytes, double timeout_s, bool dependent_launch,
@@ -107,28 +162,58 @@ PYBIND11_MODULE(_core, module) {
            py::kw_only(), py::arg("rank"), py::arg("world_size"), py::arg("slot_bytes"), py::arg("timeout_s"),
            py::arg("dependent_launch"), py::arg("check_calls"));
 
-  py::class_<LaunchPlan>(module, "LaunchPlan")
-      .def(py::init(
-               [](uint32_t algorithm, uint32_t blocks, uint32_t tile_lines_log2, uint32_t depth, uint64_t chunk_count) {
-                 return LaunchPlan{algorithm, blocks, tile_lines_log2, depth, chunk_count};
-               }),
-           py::kw_only(), py::arg("algorithm"), py::arg("blocks"), py::arg("tile_lines_log2"), py::arg("depth"),
-           py::arg("chunk_count"));
+  py::class_<Problem>(module, "Problem")
+      .def(py::init(&problem_of), py::kw_only(), py::arg("count"), py::arg("row"), py::arg("data_type"),
+           py::arg("world_size"), py::arg("parameters"));
 
-  py::class_<FusedPlan>(module, "FusedPlan")
-      .def(py::init([](uint32_t algorithm, uint32_t blocks, uint32_t tile_lines, uint32_t cluster_blocks,
-                       uint32_t depth, uint64_t chunk_rows) {
-             return FusedPlan{algorithm, blocks, tile_lines, cluster_blocks, depth, chunk_rows};
+  py::class_<Choice>(module, "Choice")
+      .def(py::init([](uint32_t blocks, uint32_t threads, uint32_t tile_lines, uint32_t cluster, uint32_t depth,
+                       uint32_t crowded_above) {
+             return Choice{blocks, threads, tile_lines, cluster, depth, crowded_above};
            }),
-           py::kw_only(), py::arg("algorithm"), py::arg("blocks"), py::arg("tile_lines"), py::arg("cluster_blocks"),
-           py::arg("depth"), py::arg("chunk_rows"));
+           py::kw_only(), py::arg("blocks"), py::arg("threads") = 0, py::arg("tile_lines") = 0, py::arg("cluster") = 0,
+           py::arg("depth") = 0, py::arg("crowded_above") = 0)
+      .def_readonly("blocks", &Choice::blocks)
+      .def_readonly("threads", &Choice::threads)
+      .def_readonly("tile_lines", &Choice::tile_lines)
+      .def_readonly("cluster", &Choice::cluster)
+      .def_readonly("depth", &Choice::depth)
+      .def_readonly("crowded_above", &Choice::crowded_above);
 
-  py::class_<AddRmsNorm>(module, "AddRmsNorm")
-      .def(py::init([](uint64_t rows, uint32_t hidden, uint32_t data_type, uint32_t quantization, float epsilon) {
-             return AddRmsNorm{rows, hidden, data_type, quantization, epsilon};
+  py::class_<Limits>(module, "Limits")
+      .def(py::init([](uint64_t slot_bytes, uint32_t sm_count, uint32_t max_cluster, uint32_t compute_capability) {
+             return Limits{slot_bytes, sm_count, max_cluster, compute_capability};
            }),
-           py::kw_only(), py::arg("rows"), py::arg("hidden"), py::arg("data_type"), py::arg("quantization"),
-           py::arg("epsilon"));
+           py::kw_only(), py::arg("slot_bytes"), py::arg("sm_count"), py::arg("max_cluster"),
+           py::arg("compute_capability"))
+      .def_readonly("slot_bytes", &Limits::slot_bytes)
+      .def_readonly("sm_count", &Limits::sm_count)
+      .def_readonly("max_cluster", &Limits::max_cluster)
+      .def_readonly("compute_capability", &Limits::compute_capability);
+
+  py::class_<Tiling>(module, "Tiling")
+      .def(py::init([](uint32_t blocks, uint32_t tile_lines, uint32_t cluster, uint32_t depth, uint64_t launch_units) {
+             return Tiling{blocks, tile_lines, cluster, depth, launch_units};
+           }),
+           py::kw_only(), py::arg("blocks"), py::arg("tile_lines"), py::arg("cluster"), py::arg("depth"),
+           py::arg("launch_units"))
+      .def_readonly("tile_lines", &Tiling::tile_lines)
+      .def_readonly("cluster", &Tiling::cluster)
+      .def_readonly("depth", &Tiling::depth)
+      .def_readonly("launch_units", &Tiling::launch_units);
+
+  py::class_<Grid>(module, "Grid")
+      .def_readonly("blocks", &Grid::blocks)
+      .def_readonly("threads", &Grid::threads)
+      .def_readonly("shared_bytes", &Grid::shared_bytes)
+      .def_readonly("cluster_blocks", &Grid::cluster_blocks)
+      .def_readonly("variant", &Grid::variant);
+
+  py::class_<Shape>(module, "Shape")
+      .def_readonly("tiling", &Shape::tiling)
+      .def_readonly("launches", &Shape::launches)
+      .def_readonly("whole", &Shape::whole)
+      .def_readonly("last", &Shape::last);
 
   py::class_<Call>(module, "Call")
       .def_readonly("operation", &Call::operation)
@@ -166,21 +251,50 @@ PYBIND11_MODULE(_core, module) {
       .def("max_cluster_blocks", &Core::max_cluster_blocks, py::call_guard<py::gil_scoped_release>())
       .def("send_marks", &Core::send_marks, py::call_guard<py::gil_scoped_release>())
       .def("peers_unseen", &Core::peers_unseen, py::call_guard<py::gil_scoped_release>())
-      .def("prepare_all_reduce",
-           [](py::object core, uint64_t count, uint32_t data_type, const LaunchPlan& plan) {
-             auto call = core.cast<Core&>().prepare_all_reduce(count, data_type, plan);
-             return as_function(std::move(core), std::move(call));
-           })
-      .def("prepare_add_rms_norm",
-           [](py::object core, const AddRmsNorm& operation, const FusedPlan& plan) {
-             auto call = core.cast<Core&>().prepare_add_rms_norm(operation, plan);
-             return as_function(std::move(core), std::move(call));
+      .def("prepare",
+           [](py::object core, uint32_t algorithm, const Problem& problem, const Tiling& tiling) {
+             const OperationInfo& operation = *algorithm_at(algorithm).operation;
+             auto call = core.cast<Core&>().prepare(algorithm, problem, tiling);
+             return as_function(std::move(core), std::move(call), operation);
            })
       .def("error", &Core::error)
       .def("abort", &Core::abort)
       .def("peer_exited", &Core::peer_exited)
       .def("last_call", &Core::last_call)
       .def("operations_ended", &Core::operations_ended, py::call_guard<py::gil_scoped_release>());
+
+  // Bytes of an element by name, in the order of DataType.
+  module.def("data_types", [] {
+    py::dict types;
+    for (uint32_t i = 0; i < llm_comm::kDataTypes; ++i) {
+      const auto type = static_cast<llm_comm::DataType>(i);
+      types[llm_comm::data_type_name(type)] = llm_comm::element_bytes(type);
+    }
+    return types;
+  });
+  module.def("algorithms", [] {
+    py::list found;
+    for (uint32_t number = 0; number < algorithms().size(); ++number)
+      found.append(describe(number, algorithms()[number]));
+    return found;
+  });
+  module.def("operations", [] {
+    py::list found;
+    const OperationInfo* previous = nullptr;  // algorithms of one operation stand together
+    for (const Algorithm& algorithm : algorithms()) {
+      if (algorithm.operation != previous) found.append(describe(*algorithm.operation));
+      previous = algorithm.operation;
+    }
+    return found;
+  });
+  module.def("shape", [](uint32_t algorithm, const Problem& problem, const Choice& choice, const Limits& limits) {
+    return algorithm_at(algorithm).shape(problem, choice, limits);
+  });
+  module.def("candidates", [](uint32_t algorithm, const Problem& problem, const Limits& limits) {
+    return algorithm_at(algorithm).candidates(problem, limits);
+  });
+  module.def("slot_bytes",
+             [](uint64_t workspace_bytes) { return llm_comm::WorkspaceLayout::within(workspace_bytes).slot_bytes(); });
 
   module.def("make_emulated_core",
              [](const CoreOptions& options) { return CoreHolder(make_emulated_core(options).release()); });

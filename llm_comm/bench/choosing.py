@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import NamedTuple
 
 from llm_comm.bench.report import format_bytes
-from llm_comm.config import MIB
 from llm_comm.errors import ConfigError
-from llm_comm.planning.selection import FusedRow, TuningRow
+from llm_comm.planning.tables import Row
 
-#: One-shot sends world - 1 copies of the message: far above this it only costs time to measure.
-ONE_SHOT_MAX_SENT = 4 * MIB
 # A simpler candidate is kept when another is better by less than the spread of repeated runs.
 _NOISE = 0.01
 
-RowT = TypeVar("RowT", TuningRow, FusedRow)
-#: A row of a table, and its time.
-MeasuredT = TypeVar("MeasuredT", bound="tuple[Any, float]")
+
+class Measured(NamedTuple):
+    """Time of one candidate, in microseconds a call."""
+
+    row: Row
+    us: float
 
 
-def choose(measured: Sequence[MeasuredT], size: int, refusals: Iterable[str]) -> MeasuredT:
+def choose(measured: Sequence[Measured], size: int, refusals: Iterable[str]) -> Measured:
     """The fastest, or an earlier candidate that cannot be told from it.
 
     Args:
@@ -36,14 +36,14 @@ def choose(measured: Sequence[MeasuredT], size: int, refusals: Iterable[str]) ->
         raise ConfigError(
             f"no kernel can be measured at {format_bytes(size)}: {reasons}; leave it out by --min or --max"
         )
-    best = min(us for _, us in measured)
+    best = min(candidate.us for candidate in measured)
     limit = best + abs(best) * _NOISE  # a time that another was taken off can be negative
-    return next(candidate for candidate in measured if candidate[1] <= limit)
+    return next(candidate for candidate in measured if candidate.us <= limit)
 
 
-def merge(best: Sequence[tuple[RowT, float]]) -> list[RowT]:
+def merge(best: Sequence[Measured]) -> list[Row]:
     """One row for neighbouring sizes that run alike."""
-    rows: list[RowT] = []
+    rows: list[Row] = []
     for row, _ in best:
         if rows and rows[-1]._replace(up_to=row.up_to) == row:
             rows.pop()

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llm_comm import launch, preflight
+from llm_comm import launch, preflight, registry
 from llm_comm.bench import others, report, timing
 from llm_comm.bench.all_reduce import Reference, sizes
 from llm_comm.bench.report import DTYPES, OURS, Progress, Result, Row, format_bytes
@@ -28,7 +28,7 @@ from llm_comm.bench.timing import Schedule
 from llm_comm.communicator import Communicator
 from llm_comm.errors import ConfigError, LlmCommError
 from llm_comm.launch import Placement
-from llm_comm.planning.fused_selection import why_not_rows
+from llm_comm.planning.tables import FUSED
 
 _EPS = 1e-5
 _CHECKS = 2
@@ -165,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
     args.reps = args.reps or (20 if placement.on_gpu else 3)
     if "graph" in args.mode and not placement.on_gpu:
         raise ConfigError("--mode graph needs GPUs: emulated devices have no CUDA graphs")
-    why = why_not_rows(args.hidden)
+    why = registry.operations()[FUSED].why_not_rows(args.hidden)
     if why:
         raise ConfigError(f"--hidden: {why}")
     if args.max < args.min or args.min < args.hidden * 2:

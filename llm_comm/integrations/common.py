@@ -9,12 +9,14 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 
-from llm_comm import _core
+from llm_comm import _core, registry
 from llm_comm.communicator import Communicator
 from llm_comm.config import MIB, Config
 from llm_comm.errors import CommunicatorError, ConfigError, LlmCommError, MissingRankError
 from llm_comm.installation import VERSION
-from llm_comm.planning import selection
+from llm_comm.planning.catalogue import check_table_option
+from llm_comm.planning.selection import message_limit
+from llm_comm.planning.tables import ALL_REDUCE, TuningTable
 from llm_comm.runtime.rendezvous import Rendezvous
 
 logger = logging.getLogger("llm_comm")
@@ -108,11 +110,11 @@ def _check(config: Config, device: torch.device, world_size: int) -> None:
     """Raises if this rank does without llm_comm, as far as it can tell alone."""
     if not config.enable:
         raise SwitchedOffError(f"enable is false ({config.origins.get('enable', 'Python')})")
-    if world_size > selection.MAX_WORLD_SIZE:
-        raise NotJoinedError(f"the group has {world_size} ranks, llm_comm serves up to {selection.MAX_WORLD_SIZE}")
+    if world_size > _core.max_world_size:
+        raise NotJoinedError(f"the group has {world_size} ranks, llm_comm serves up to {_core.max_world_size}")
     if device.type == "cuda" and not _core.cuda_archs:
         raise NotJoinedError("this build of llm_comm has no CUDA kernels; install it where nvcc is found")
-    selection.check_table_option(config)
+    check_table_option(config)
 
 
 # What a rank can object with, most important first: an error of the operator is not to hide behind anything else.
@@ -245,17 +247,20 @@ def enter(
     return Member(communicator, group_name, lambda last_words: log.critical("llm_comm: %s", last_words))
 
 
-def describe_plans(table: selection.TuningTable, config: Config, engine: str) -> str:
+def describe_plans(table: TuningTable, config: Config, engine: str) -> str:
     """Which algorithm serves which message sizes, in words: "one_shot to 48 KiB, two_shot to 48 MiB, then vLLM"."""
-    limit = table.max_message_bytes if config.max_message_bytes is None else config.max_message_bytes
+    limit = message_limit(ALL_REDUCE, table, config)
+    forced = {a.name for a in registry.operations()[ALL_REDUCE].algorithms} & {config.algorithm}
     parts: list[tuple[str, int]] = []
-    for row in table.rows:
-        algorithm = row.algorithm if config.algorithm == "auto" else config.algorithm
+    for row in table.rows.get(ALL_REDUCE, ()):
+        algorithm = config.algorithm if forced else row.algorithm
         if parts and parts[-1][0] == algorithm:
             parts.pop()
         parts.append((algorithm, min(row.up_to, limit)))
         if row.up_to >= limit:
             break
+    if not parts:
+        parts = [("what no table chose", limit)]
     parts[-1] = (parts[-1][0], limit)  # the last row serves all larger messages
     words = [f"{algorithm} to {format_bytes(up_to)}" for algorithm, up_to in parts]
     if limit >= EVERY_SIZE:

@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from llm_comm import _core, arrays
-from llm_comm.config import Config
+from llm_comm import arrays
 from llm_comm.errors import UnsupportedInputError
-from llm_comm.operations.operation import Operation, keep
-from llm_comm.planning import selection
-from llm_comm.planning.selection import Plan, TuningTable
+from llm_comm.operations.operation import Operation, Prepared, keep
+from llm_comm.planning.plan import Plan, declined, without_kernel
+from llm_comm.planning.planner import Planner
+from llm_comm.planning.selection import Layout
+from llm_comm.planning.tables import ALL_REDUCE
 from llm_comm.runtime.core_handle import CoreHandle
 
 # Global names cost less than attributes.
 _Tensor = torch.Tensor
 _strided = torch.strided
 
-# DataType in csrc/include/llm_comm/reduce.cuh.
-_DATA_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-
-
-class _Prepared(NamedTuple):
-    plan: Plan
-    #: What ``prepare_all_reduce`` of the core returned; None where there is nothing to exchange.
-    run: Callable[[int, int, int], bool] | None
-
 
 class AllReduce(Operation):
     """The all-reduces of one communicator."""
 
-    def __init__(self, handle: CoreHandle, world_size: int, table: TuningTable, config: Config) -> None:
-        super().__init__(handle, world_size, table, config)
-        self._prepared: dict[tuple[int, torch.dtype], _Prepared] = {}
+    def __init__(self, handle: CoreHandle, planner: Planner) -> None:
+        super().__init__(ALL_REDUCE, handle, planner)
+        self._prepared: dict[tuple[int, torch.dtype], Prepared] = {}
 
     def run(self, x: torch.Tensor, out: torch.Tensor | None = None, or_none: bool = False) -> Any:
         """The sum of a tensor that has memory of its own, now.
@@ -107,9 +98,9 @@ class AllReduce(Operation):
     def accepts_traced(self, x: torch.Tensor) -> bool:
         """The same for torch.compile, which can trace neither the layout of a launch nor texts with sizes."""
         count, nbytes = x.numel(), x.numel() * x.element_size()
-        limit = selection.message_limit(self._table, self._config)
-        is_input = arrays.is_dense_on(x, self._device) and x.dtype in _DATA_TYPES
-        return is_input and (self._world_size == 1 or count == 0 or nbytes <= limit)
+        limit = self._planner.message_limit(ALL_REDUCE)
+        is_input = arrays.is_dense_on(x, self._device) and x.dtype in self._data_types
+        return is_input and (self._planner.world_size == 1 or count == 0 or nbytes <= limit)
 
     def plan(self, x: torch.Tensor) -> Plan:
         """What ``run`` would do for ``x``."""
@@ -118,43 +109,25 @@ class AllReduce(Operation):
             return prepared.plan
         why = self._why_not(x)
         if why:
-            return selection.declined(x.numel() * x.element_size(), why)
-        return self._select(x.numel(), x.dtype)
+            return declined(ALL_REDUCE, x.numel() * x.element_size(), why)
+        return self._layout(x.numel(), x.dtype).plan
 
-    def _prepare(self, x: torch.Tensor) -> _Prepared | None:
+    def _prepare(self, x: torch.Tensor) -> Prepared | None:
         """What to launch for ``x``, or None if it is declined."""
         if self._why_not(x):
             return None
         key = (x.numel(), x.dtype)
         prepared = self._prepared.get(key)
         if prepared is None:
-            prepared = self._lay_out(*key)
+            prepared = self._prepare_call(self._layout(*key))
             if prepared is not None:
                 keep(self._prepared, key, prepared)
         return prepared
 
-    def _lay_out(self, count: int, dtype: torch.dtype) -> _Prepared | None:
-        core = self._handle.core()
-        plan = self._select(count, dtype)
-        if plan.algorithm == "declined":
-            return None
-        if plan.algorithm == "none":
-            return _Prepared(plan, None)
-        launch = _core.LaunchPlan(
-            algorithm=selection.ALGORITHMS.index(plan.algorithm),
-            blocks=plan.blocks,
-            tile_lines_log2=plan.tile_lines.bit_length() - 1,
-            depth=plan.depth,
-            chunk_count=plan.chunk_elements,
-        )
-        try:
-            return _Prepared(plan, core.prepare_all_reduce(count, _DATA_TYPES[dtype], launch))
-        except RuntimeError as error:
-            self._handle.end_for(error)
-            raise
-
-    def _select(self, count: int, dtype: torch.dtype) -> Plan:
-        return selection.select(count, dtype.itemsize, self._world_size, self._table, self._config)
+    def _layout(self, count: int, dtype: torch.dtype) -> Layout:
+        if self._planner.world_size == 1:
+            return Layout(without_kernel(ALL_REDUCE, "none", count * dtype.itemsize, "one rank"), None)
+        return self._lay_out(count, 0, dtype)
 
     def _why_not(self, x: torch.Tensor) -> str:
         """Why ``x`` is no input whatever its size, or ""."""
@@ -165,9 +138,7 @@ class AllReduce(Operation):
             return why
         if not x.is_contiguous():
             return f"the tensor is not contiguous: shape {tuple(x.shape)}, strides {x.stride()}"
-        if x.dtype not in _DATA_TYPES:
-            return f"{x.dtype} is not one of {', '.join(map(str, _DATA_TYPES))}"
-        return ""
+        return self._why_not_type(x.dtype)
 
 
 def _why_not_out(x: torch.Tensor, out: Any) -> str:

@@ -3,23 +3,18 @@ prepared for a size, and the call itself. ``Communicator.all_reduce_add_rms_norm
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 
-from llm_comm import _core, arrays
-from llm_comm.config import Config
+from llm_comm import arrays
 from llm_comm.errors import LlmCommError, UnsupportedInputError
-from llm_comm.operations.operation import Operation, keep
-from llm_comm.planning import selection
-from llm_comm.planning.fused_selection import DeviceLimits, FusedPlan, select_fused, why_not_rows, without_kernel
-from llm_comm.planning.selection import TuningTable, message_limit
+from llm_comm.operations.operation import Operation, Prepared, keep
+from llm_comm.planning.plan import Plan, declined
+from llm_comm.planning.planner import Planner
+from llm_comm.planning.selection import Layout
+from llm_comm.planning.tables import FUSED
 from llm_comm.runtime.core_handle import CoreHandle
 
-#: DataType in csrc/include/llm_comm/reduce.cuh, of the types that rows may have.
-_DATA_TYPES = {torch.bfloat16: 0, torch.float16: 1}
-#: Quantization in csrc/kernels/fused/args.cuh.
+#: Quantization in csrc/algorithms/all_reduce_add_rms_norm/operation.cuh.
 _QUANTIZATIONS = {None: 0, "static": 1, "dynamic": 2}
 FP8 = torch.float8_e4m3fn
 
@@ -28,23 +23,15 @@ _Tensor = torch.Tensor
 _Outcome = tuple[tuple[_Tensor, ...], bool]
 
 
-class _Prepared(NamedTuple):
-    plan: FusedPlan
-    #: What ``prepare_add_rms_norm`` of the core returned; None where there are no rows.
-    run: Callable[[int, int, int, int, int, int, int], bool] | None
-
-
 class AllReduceAddRmsNorm(Operation):
     """The fused calls of one communicator."""
 
-    def __init__(
-        self, handle: CoreHandle, world_size: int, table: TuningTable, config: Config, limits: DeviceLimits
-    ) -> None:
-        super().__init__(handle, world_size, table, config)
-        self._limits = limits
-        self._prepared: dict[tuple[int, int, torch.dtype, float, str | None], _Prepared] = {}
-        # By elements of the message and of a row: engines ask before each call whether it will be served.
-        self._plans: dict[tuple[int, int], FusedPlan] = {}
+    def __init__(self, handle: CoreHandle, planner: Planner) -> None:
+        super().__init__(FUSED, handle, planner)
+        # The row's length is no part of a message's size: without it a call would run with rows of another one.
+        self._prepared: dict[tuple[int, int, torch.dtype, float, str | None], Prepared] = {}
+        # By the same but eps, which no plan depends on: engines ask before each call whether it will be served.
+        self._plans: dict[tuple[int, int, torch.dtype, str | None], Plan] = {}
 
     def forget(self) -> None:
         """Drops what is prepared and planned."""
@@ -131,47 +118,30 @@ class AllReduceAddRmsNorm(Operation):
         )
         return results, enqueued
 
-    def plan(self, x: _Tensor, weight: _Tensor, quantize: str | None) -> FusedPlan:
+    def plan(self, x: _Tensor, weight: _Tensor, quantize: str | None) -> Plan:
         """What would run for rows like ``x``."""
         self._handle.check_open()
         why = self._why_not_fitting(x, weight, quantize)
         if why:
-            return without_kernel("declined", x.nbytes, why)
-        count, hidden = x.numel(), weight.numel()
-        plan = self._plans.get((count, hidden))
+            return declined(FUSED, x.nbytes, why)
+        key = (x.numel(), weight.numel(), x.dtype, quantize)
+        plan = self._plans.get(key)
         if plan is None:
-            rows = count // hidden if hidden else 0
-            plan = select_fused(rows, hidden, self._world_size, self._table, self._config, self._limits)
-            keep(self._plans, (count, hidden), plan)
+            plan = self._layout(x, weight, 0.0, quantize).plan
+            keep(self._plans, key, plan)
         return plan
 
-    def _prepare(self, x: _Tensor, weight: _Tensor, eps: float, quantize: str | None) -> _Prepared | None:
-        plan = self.plan(x, weight, quantize)
-        if plan.algorithm == "declined":
+    def _prepare(self, x: _Tensor, weight: _Tensor, eps: float, quantize: str | None) -> Prepared | None:
+        if self.plan(x, weight, quantize).algorithm == "declined":
             return None
-        prepared = _Prepared(plan, None if plan.algorithm == "none" else self._lay_out(x, weight, eps, quantize, plan))
-        keep(self._prepared, (x.numel(), weight.numel(), x.dtype, eps, quantize), prepared)
+        prepared = self._prepare_call(self._layout(x, weight, eps, quantize))
+        if prepared is not None:
+            keep(self._prepared, (x.numel(), weight.numel(), x.dtype, eps, quantize), prepared)
         return prepared
 
-    def _lay_out(
-        self, x: _Tensor, weight: _Tensor, eps: float, quantize: str | None, plan: FusedPlan
-    ) -> Callable[[int, int, int, int, int, int, int], bool]:
-        operation = _core.AddRmsNorm(
-            rows=x.numel() // weight.numel(),
-            hidden=weight.numel(),
-            data_type=_DATA_TYPES[x.dtype],
-            quantization=_QUANTIZATIONS[quantize],
-            epsilon=eps,
-        )
-        launch = _core.FusedPlan(
-            algorithm=selection.ALGORITHMS.index(plan.algorithm),
-            blocks=plan.blocks,
-            tile_lines=plan.tile_lines,
-            cluster_blocks=plan.cluster,
-            depth=plan.depth,
-            chunk_rows=plan.chunk_rows,
-        )
-        return self._handle.core().prepare_add_rms_norm(operation, launch)
+    def _layout(self, x: _Tensor, weight: _Tensor, eps: float, quantize: str | None) -> Layout:
+        code = _QUANTIZATIONS[quantize]
+        return self._lay_out(x.numel(), weight.numel(), x.dtype, epsilon=eps, quantization=code)
 
     def _fits(self, x: _Tensor, weight: _Tensor) -> bool:
         """What a prepared call does not say: everything but sizes, type, eps and quantization."""
@@ -197,8 +167,9 @@ class AllReduceAddRmsNorm(Operation):
                 return f"{name}: {why}"
             if not tensor.is_contiguous():
                 return f"{name} is not contiguous: shape {tuple(tensor.shape)}, strides {tensor.stride()}"
-        if x.dtype not in _DATA_TYPES:
-            return f"{x.dtype} is not one of {', '.join(map(str, _DATA_TYPES))}"
+        why = self._why_not_type(x.dtype)
+        if why:
+            return why
         if weight.dtype != x.dtype:
             return f"weight is {weight.dtype}, x is {x.dtype}"
         if weight.dim() != 1 or x.dim() == 0 or x.shape[-1] != weight.numel():
@@ -208,19 +179,18 @@ class AllReduceAddRmsNorm(Operation):
     def accepts_traced(self, x: _Tensor, weight: _Tensor, quantize: str | None) -> bool:
         """Whether ``plan`` declines nothing, for torch.compile, which can trace neither caches nor texts with sizes."""
         self._handle.check_open()
-        limit = min(message_limit(self._table, self._config), self._table.max_fused_bytes)
         return (
-            self._world_size > 1
+            self._planner.world_size > 1
             and arrays.is_dense_on(x, self._device)
             and arrays.is_dense_on(weight, self._device)
-            and x.dtype in _DATA_TYPES
+            and x.dtype in self._data_types
             and weight.dtype == x.dtype
             and weight.dim() == 1
             and x.dim() > 0
             and x.shape[-1] == weight.numel()
-            and not why_not_rows(weight.numel())
+            and self._info.takes_rows_of(weight.numel())
             and quantize in _QUANTIZATIONS
-            and x.numel() * x.element_size() <= limit
+            and x.numel() * x.element_size() <= self._planner.message_limit(FUSED)
         )
 
     def _scale(self, x: _Tensor, rows: int, quantize: str, scale: _Tensor | None) -> _Tensor:

@@ -1,46 +1,86 @@
-"""What the operations of a communicator have in common."""
+"""What the operations of a communicator have in common: how a call is laid out and kept."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
-from llm_comm.config import Config
-from llm_comm.planning.selection import MAX_PREPARED, TuningTable
+import torch
+
+from llm_comm import registry
+from llm_comm.planning.plan import Plan
+from llm_comm.planning.planner import Planner
+from llm_comm.planning.selection import Layout
 from llm_comm.runtime.core_handle import CoreHandle
 from llm_comm.runtime.devices import current_stream_of
 
+#: Calls whose lay-out is kept. Prefill brings ever new sizes; each takes about a kilobyte.
+MAX_PREPARED = 4096
+
+#: By the names that the core has for them.
+_TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
+
+
+class Prepared(NamedTuple):
+    """A call that is ready to be launched."""
+
+    plan: Plan
+    #: What ``prepare`` of the core returned: it takes the buffers' addresses and a stream. None where there is nothing
+    #: to exchange.
+    run: Callable[..., bool] | None
 
 
 class Operation:
     """One operation of one communicator.
 
     Args:
+        name: In the registry.
         handle: Of the core that launches it.
-        world_size: Ranks of the communicator.
-        table: Tuning table that selects.
-        config: Options of the communicator.
+        planner: Of the communicator.
     """
 
-    def __init__(self, handle: CoreHandle, world_size: int, table: TuningTable, config: Config) -> None:
+    def __init__(self, name: str, handle: CoreHandle, planner: Planner) -> None:
+        self._info = registry.operations()[name]
         self._handle = handle
         self._device = handle.device
         self._current_stream = current_stream_of(handle.device)
-        self._world_size = world_size
-        self._table = table
-        self._config = config
+        self._planner = planner
+        #: Types of elements that some algorithm has kernels for, and the core's names of them.
+        self._data_types = {
+            _TORCH_TYPES[data_type]: data_type
+            for data_type in registry.data_types()
+            if any(data_type in algorithm.data_types for algorithm in self._info.algorithms)
+        }
         #: What is ready to be launched, by size, type and the like.
         self._prepared: dict[Any, Any] = {}
 
-    def use_table(self, table: TuningTable) -> None:
-        """Selects by another tuning table from now on."""
-        self._table = table
-        self.forget()
-
     def forget(self) -> None:
-        """Drops what is prepared."""
+        """Drops what is prepared: the table is another one, or the core is closed."""
         self._prepared.clear()
+
+    def _lay_out(self, count: int, row: int, dtype: torch.dtype, **parameters: float) -> Layout:
+        """The plan of a call, and what the core takes to prepare it."""
+        in_order = tuple(parameters[name] for name in self._info.parameters)
+        return self._planner.lay_out(self._info.name, count, row, self._data_types[dtype], in_order)
+
+    def _prepare_call(self, layout: Layout) -> Prepared | None:
+        """What to launch, or None where the message is declined."""
+        core = self._handle.core()
+        if layout.plan.algorithm == "declined":
+            return None
+        if layout.launches is None:
+            return Prepared(layout.plan, None)
+        try:
+            return Prepared(layout.plan, core.prepare(*layout.launches))
+        except RuntimeError as error:
+            self._handle.end_for(error)
+            raise
+
+    def _why_not_type(self, dtype: torch.dtype) -> str:
+        return "" if dtype in self._data_types else f"{dtype} is not one of {', '.join(map(str, self._data_types))}"
 
 
 def keep(cache: dict[_Key, _Value], key: _Key, value: _Value) -> None:

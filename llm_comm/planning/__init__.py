@@ -1,1 +1,6 @@
-"""Which kernel serves a message: tuning tables, and what they say for a size. No torch and no core here."""
+"""Which algorithm serves a message, and how it is launched: tuning tables, and what they say for a size. No torch here.
+
+``tables``: rows and tables. ``table_files``: their files. ``default_tables``: those of devices without a file.
+``catalogue``: the table for a device. ``plan``: what is asked, and the answer. ``selection``: from a table to a plan.
+``planner``: the plans of one communicator.
+"""

@@ -9,16 +9,16 @@ import torch
 from llm_comm import _core
 from llm_comm.config import Config
 from llm_comm.errors import RendezvousError
-from llm_comm.planning.fused_selection import DeviceLimits
-from llm_comm.planning.selection import MAX_WORLD_SIZE
 from llm_comm.runtime.devices import gpu_name
 from llm_comm.runtime.rendezvous import Rendezvous, host_identity
 
 # What would make the ranks of a group run different kernels, or expect other messages.
 _OPTIONS_OF_ALL_RANKS = ("workspace_bytes", "max_message_bytes", "algorithm", "fuse", "debug")
 
+_LIMITS_OF_A_DEVICE = ("sm_count", "max_cluster", "compute_capability")
 
-def compare_ranks(rendezvous: Rendezvous, device: torch.device, limits: DeviceLimits, config: Config) -> None:
+
+def compare_ranks(rendezvous: Rendezvous, device: torch.device, limits: _core.Limits, config: Config) -> None:
     """Compares hosts, GPUs, versions, devices and options. Before anything else: a rank elsewhere cannot map memory.
 
     Raises:
@@ -29,11 +29,13 @@ def compare_ranks(rendezvous: Rendezvous, device: torch.device, limits: DeviceLi
         "version": _core.version,
         "device": device.type,
         "gpu": gpu_name(device),
-        "limits": limits,
+        "limits": {name: getattr(limits, name) for name in _LIMITS_OF_A_DEVICE},
         "config": {name: getattr(config, name) for name in _OPTIONS_OF_ALL_RANKS},
     }
-    if rendezvous.world_size > MAX_WORLD_SIZE:
-        raise RendezvousError(f"the group has {rendezvous.world_size} ranks; llm_comm serves up to {MAX_WORLD_SIZE}")
+    if rendezvous.world_size > _core.max_world_size:
+        raise RendezvousError(
+            f"the group has {rendezvous.world_size} ranks; llm_comm serves up to {_core.max_world_size}"
+        )
     everyone = rendezvous.gather("comparison of ranks", hello)
     hosts = [f"{other['host']} (boot id {other['boot_id']})" for other in everyone]
     check_alike("are on different machines", [other["boot_id"] for other in everyone], shown=hosts)

@@ -10,8 +10,7 @@ import torch
 from llm_comm import _core
 from llm_comm.config import Config
 from llm_comm.errors import MissingRankError, RendezvousError
-from llm_comm.planning.fused_selection import DeviceLimits
-from llm_comm.planning.selection import TuningTable, slot_bytes
+from llm_comm.planning.planner import Planner
 from llm_comm.runtime import devices
 from llm_comm.runtime.comparison import check_alike, compare_ranks
 from llm_comm.runtime.core_handle import CoreHandle
@@ -27,9 +26,7 @@ class Connected(NamedTuple):
     """What a rank has once all ranks are set up."""
 
     handle: CoreHandle
-    table: TuningTable
-    #: What the devices of all ranks have room for.
-    limits: DeviceLimits
+    planner: Planner
     #: Of the workspaces: "VMM", "cudaIpc" or "POSIX shared memory".
     memory_kind: str
 
@@ -41,26 +38,34 @@ def connect(rendezvous: Rendezvous, device: torch.device, config: Config) -> Con
         RendezvousError: The ranks do not fit together or a step has failed on one. Raised on all ranks alike.
     """
     rank, world_size = rendezvous.rank, rendezvous.world_size
-    limits = devices.limits_of(device)
+    limits = devices.limits_of(device, config.workspace_bytes)
     compare_ranks(rendezvous, device, limits, config)
     table = rendezvous.attempt("choice of a tuning table", lambda: devices.find_table(device, world_size, config))
-    tables = rendezvous.gather("comparison of tuning tables", table.fingerprint())
+    tables = rendezvous.gather("comparison of tuning tables", table.digest())
     check_alike("have different tuning tables", tables)
-    core, most_blocks = rendezvous.attempt("set-up of the device", lambda: _make_core(rank, world_size, device, config))
+    core, most_blocks = rendezvous.attempt(
+        "set-up of the device", lambda: _make_core(rank, world_size, device, limits, config)
+    )
     clusters: list[int] = rendezvous.gather("comparison of clusters", most_blocks)
     memory_kind = map_workspaces(rendezvous, core, device.type == "cpu")
     check_reachable(rendezvous, core)
     watchdog = _watch(rendezvous, core, config.timeout_s)
-    return Connected(CoreHandle(core, device, watchdog), table, limits._replace(max_cluster=min(clusters)), memory_kind)
+    limits_of_all = devices.make_limits(
+        config.workspace_bytes, limits.sm_count, min(clusters), limits.compute_capability
+    )
+    planner = Planner(world_size, table, config, limits_of_all)
+    return Connected(CoreHandle(core, device, watchdog), planner, memory_kind)
 
 
-def _make_core(rank: int, world_size: int, device: torch.device, config: Config) -> tuple[_core.Core, int]:
+def _make_core(
+    rank: int, world_size: int, device: torch.device, limits: _core.Limits, config: Config
+) -> tuple[_core.Core, int]:
     """The core, and the most blocks of a cluster that its device has room for."""
     is_emulated = device.type == "cpu"
     options = _core.CoreOptions(
         rank=rank,
         world_size=world_size,
-        slot_bytes=slot_bytes(config),
+        slot_bytes=limits.slot_bytes,
         timeout_s=config.timeout_s * KERNEL_SHARE_OF_TIMEOUT,
         dependent_launch=config.pdl,
         check_calls=config.debug or is_emulated,

@@ -11,9 +11,8 @@ import torch
 from llm_comm import _core
 from llm_comm.config import Config
 from llm_comm.errors import UnsupportedInputError
-from llm_comm.planning import selection
-from llm_comm.planning.fused_selection import DeviceLimits
-from llm_comm.planning.selection import TuningTable
+from llm_comm.planning import catalogue
+from llm_comm.planning.tables import TuningTable
 
 logger = logging.getLogger("llm_comm")
 
@@ -44,17 +43,30 @@ def gpu_name(device: torch.device) -> str | None:
     return None if device.type == "cpu" else f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
-def limits_of(device: torch.device) -> DeviceLimits:
-    """Of the kind of CUDA device, or of an emulated one (kResidentThreads in csrc/emulator/executor.h).
+def limits_of(device: torch.device, workspace_bytes: int) -> _core.Limits:
+    """What bounds the launches of a rank: the kind of CUDA device, or an emulated one (kResidentThreads in
+    csrc/emulator/executor.h), and its workspace.
 
     Not every device of a kind has room for clusters of 16 (``Core.max_cluster_blocks``).
     """
-    if device.type == "cpu":
-        return DeviceLimits(max_cluster=16, sm_count=4)
-    properties = torch.cuda.get_device_properties(device)
-    # Up to 88 registers a thread on sm_100, 80 elsewhere (docs/performance.md).
-    two_shot_threads = 704 if properties.major >= 10 else 768
-    return DeviceLimits(16 if properties.major >= 9 else 1, properties.multi_processor_count, two_shot_threads)
+    sm_count, max_cluster, compute_capability = 4, 16, 0
+    if device.type != "cpu":
+        properties = torch.cuda.get_device_properties(device)
+        sm_count = properties.multi_processor_count
+        max_cluster = 16 if properties.major >= 9 else 1
+        # By which the core knows what registers its kernels take (docs/experiments/registers.md).
+        compute_capability = 10 * properties.major + properties.minor
+    return make_limits(workspace_bytes, sm_count, max_cluster, compute_capability)
+
+
+def make_limits(workspace_bytes: int, sm_count: int, max_cluster: int, compute_capability: int) -> _core.Limits:
+    """Limits of launches with a workspace of so many bytes."""
+    return _core.Limits(
+        slot_bytes=_core.slot_bytes(workspace_bytes),
+        sm_count=sm_count,
+        max_cluster=max_cluster,
+        compute_capability=compute_capability,
+    )
 
 
 def find_table(device: torch.device, world_size: int, config: Config) -> TuningTable:
@@ -64,9 +76,9 @@ def find_table(device: torch.device, world_size: int, config: Config) -> TuningT
         ConfigError: A table cannot be used.
     """
     if device.type == "cpu":
-        return selection.find_table("emulated", world_size, 1, config)
+        return catalogue.find_table("emulated", world_size, 1, config)
     properties = torch.cuda.get_device_properties(device)
-    return selection.find_table(properties.name, world_size, properties.multi_processor_count, config)
+    return catalogue.find_table(properties.name, world_size, properties.multi_processor_count, config)
 
 
 def current_stream_of(device: torch.device) -> Callable[[], int]:

@@ -9,9 +9,9 @@
 #include <thread>
 #include <vector>
 
+#include "algorithms/all_reduce/one_shot.cuh"
+#include "algorithms/check_call.cuh"
 #include "emulator/executor.h"
-#include "kernels/all_reduce/one_shot.cuh"
-#include "kernels/check_call.cuh"
 
 namespace {
 
@@ -22,7 +22,7 @@ constexpr uint32_t kCount = 64;
 constexpr uint32_t kTileLinesLog2 = 2;
 constexpr uint64_t kSlotBytes = 64 * 1024;
 // Longer than the other waits of the test take on a busy machine. A sixteenth of it passes before a rank that finds a note
-// blames one (record_wait_in_vain).
+// blames one (record_expired_wait).
 constexpr uint64_t kTimeoutNs = 16'000'000'000;
 
 struct Gpu {
@@ -52,10 +52,10 @@ void all_reduce(emulator::Executor& stream, uint32_t rank, uint32_t number) {
   args.count = kCount;
   args.tile_lines = 1u << kTileLinesLog2;
   args.tile_lines_log2 = kTileLinesLog2;
-  const CheckCallArgs check{args.comm,
-                            {static_cast<uint32_t>(OperationKind::kAllReduceOneShot),
-                             static_cast<uint16_t>(DataType::kFloat32), 0, kCount, number},
-                            kCount * sizeof(float)};
+  const CheckCallArgs check{
+      args.comm,
+      {static_cast<uint32_t>(kAllReduceOneShot), static_cast<uint16_t>(DataType::kFloat32), 0, kCount, number},
+      kCount * sizeof(float)};
   constexpr uint32_t kThreads = kWorld << kTileLinesLog2;
   stream.run({1, kWorld, kWorld * sizeof(CheckedCall)}, [&] { check_call(check); });
   stream.run({2, kThreads, 2 * kThreads * sizeof(Line)},

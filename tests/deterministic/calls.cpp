@@ -1,13 +1,18 @@
 #include "calls.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
+#include <optional>
+#include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
-#include "broadcast.cuh"
-#include "kernels/fused/args.cuh"
+#include "algorithms/registry.h"
+#include "host/planner.h"
 #include "message_passing.cuh"
 
 namespace drill {
@@ -20,30 +25,7 @@ std::string hex(uint64_t value) {
   return text;
 }
 
-// ---- All-reduce ----------------------------------------------------------------------------------------------------
-
-// One element: what the ranks put in, and the sum. The arithmetic is that of reduce.cuh, which is tested against torch;
-// here it matters that the right values meet.
-template <DataType D>
-uint32_t sum(const std::vector<uint32_t>& values) {
-  using E = Element<D>;
-  float total = E::value(static_cast<typename E::Storage>(values[0]));
-  for (size_t rank = 1; rank < values.size(); ++rank) {
-    total += E::value(static_cast<typename E::Storage>(values[rank]));
-  }
-  return E::round(total);
-}
-
-uint32_t sum(DataType type, const std::vector<uint32_t>& values) {
-  switch (type) {
-    case DataType::kBFloat16:
-      return sum<DataType::kBFloat16>(values);
-    case DataType::kFloat16:
-      return sum<DataType::kFloat16>(values);
-    default:
-      return sum<DataType::kFloat32>(values);
-  }
-}
+// ---- Values --------------------------------------------------------------------------------------------------------
 
 uint32_t draw_number(DataType type, Random& random) {
   const float value = static_cast<float>(static_cast<int32_t>(random.below(4096)) - 2048) / 64.0f;
@@ -74,109 +56,195 @@ uint32_t draw_value(DataType type, Random& random) {
   }
 }
 
+// A rank's tensor, whose first element need not be aligned to a line.
+class Tensor {
+ public:
+  Tensor(DataType type, uint64_t count, Random& random) : type_(type), count_(count) {
+    const uint32_t per_line = static_cast<uint32_t>(sizeof(Line)) / bytes();
+    bytes_.assign((count + per_line) * bytes() + sizeof(Line), '\x5A');
+    const uint64_t misaligned = reinterpret_cast<uint64_t>(bytes_.data()) % sizeof(Line);
+    offset_ = sizeof(Line) - misaligned + (random.chance(64) ? random.below(per_line) * bytes() : 0);
+  }
+
+  uint64_t address() const { return reinterpret_cast<uint64_t>(bytes_.data()) + offset_; }
+  uint32_t at(uint64_t i) const {
+    uint32_t value = 0;
+    std::memcpy(&value, bytes_.data() + offset_ + i * bytes(), bytes());
+    return value;
+  }
+  void set(uint64_t i, uint32_t value) { std::memcpy(bytes_.data() + offset_ + i * bytes(), &value, bytes()); }
+
+  // "" or what is wrong.
+  std::string differs_from(const std::vector<uint32_t>& expected) const {
+    for (uint64_t i = 0; i < count_; ++i) {
+      if (at(i) == expected[i]) continue;
+      return "element " + std::to_string(i) + " of " + std::to_string(count_) + " is " + hex(at(i)) + ", not " +
+             hex(expected[i]);
+    }
+    return "";
+  }
+
+ private:
+  uint32_t bytes() const { return element_bytes(type_); }
+
+  DataType type_;
+  uint64_t count_;
+  std::vector<char> bytes_;
+  size_t offset_;
+};
+
+// ---- Tilings -------------------------------------------------------------------------------------------------------
+
+const host::Algorithm& info_of(uint32_t algorithm) { return host::algorithms()[algorithm]; }
+
+std::string name_of(uint32_t algorithm) {
+  return std::string(info_of(algorithm).operation->name) + "/" + info_of(algorithm).info->name;
+}
+
+std::string text(const Tiling& tiling) {
+  return "blocks " + std::to_string(tiling.blocks) +
+         (tiling.cluster > 1 ? ", clusters of " + std::to_string(tiling.cluster) : "") + ", tile lines " +
+         std::to_string(tiling.tile_lines) + ", depth " + std::to_string(tiling.depth) + ", launches of " +
+         std::to_string(tiling.launch_units);
+}
+
+uint64_t launches(const Problem& problem, const Tiling& tiling) {
+  return divide_up(problem.units(), tiling.launch_units);
+}
+
+// A small value of a tunable: schedules are to have few threads, which do more than one thing each.
+uint32_t draw_tunable(const Tunable& tunable, Random& random) {
+  uint32_t value = std::min(tunable.max, tunable.min + random.below(4));
+  if (tunable.is_power_of_two) value = floor_power_of_two(value);
+  return value;
+}
+
+// Of any algorithm, from what its descriptor says of itself. The slots are often small ones, so that a message takes several
+// launches.
+Tiling draw_tiling(uint32_t number, const Problem& problem, Random& random) {
+  const host::Algorithm& algorithm = info_of(number);
+  for (int attempt = 0;; ++attempt) {
+    Choice choice;
+    for (const Tunable& tunable : algorithm.tunables->tunable) {
+      if (tunable.name == nullptr) continue;
+      const std::string name = tunable.name;
+      const uint32_t value = draw_tunable(tunable, random);
+      if (name == "blocks") choice.blocks = value;
+      if (name == "threads") choice.threads = value;
+      if (name == "tile_lines") choice.tile_lines = value;
+      if (name == "cluster") choice.cluster = value;
+      if (name == "depth") choice.depth = value;
+    }
+    Limits limits{kSlotBytes, 132, kMaxClusterBlocks, 0};
+    const bool is_cut = random.chance(96);
+    if (is_cut) limits.slot_bytes = problem.world * sizeof(Line) * random.between(1, 8);
+    if (attempt == 20) {
+      choice = algorithm.candidates(problem, limits).at(0);
+      limits.slot_bytes = kSlotBytes;
+    }
+    try {
+      const Shape shape = algorithm.shape(problem, choice, limits);
+      if (shape.launches <= 4) return shape.tiling;
+    } catch (const std::invalid_argument&) {
+      if (attempt == 20) throw;
+    }
+  }
+}
+
+// ---- All-reduce ----------------------------------------------------------------------------------------------------
+
+// What the schedules know of an algorithm in tiles (TiledAllReduce): draws that let blocks walk over several tiles, and cut
+// messages anywhere.
+Tiling draw_tiling_in_tiles(const Problem& problem, Random& random) {
+  Tiling tiling{};
+  tiling.blocks = random.between(1, 3);
+  tiling.tile_lines = 1u << random.below(problem.world > 4 ? 2 : 3);
+  tiling.cluster = 1;
+  tiling.depth = random.below(3);
+  const auto count = static_cast<uint32_t>(problem.count);
+  tiling.launch_units = random.chance(32) ? random.between(1 + count / 3, 1 + count) : count;
+  return tiling;
+}
+
 class AllReduceCall final : public Call {
  public:
-  AllReduceCall(AllReduceAlgorithm algorithm, DataType type, uint32_t ranks, Random& random,
-                const AllReduceCall* before)
-      : ranks_(ranks) {
+  AllReduceCall(uint32_t algorithm, DataType type, uint32_t ranks, Random& random, const AllReduceCall* before)
+      : algorithm_(algorithm), problem_{0, 0, type, ranks, {}} {
     if (random.chance(64) && before != nullptr) {
-      type_ = before->type_;
-      count_ = before->count_;
+      problem_ = before->problem_;
       continued_ = before;
     } else {
-      type_ = type;
-      const uint32_t most_lines = algorithm == AllReduceAlgorithm::kOneShot ? (ranks > 4 ? 5 : 9) : 2 * ranks + 2;
+      const uint32_t per_line = static_cast<uint32_t>(sizeof(Line)) / element_bytes(type);
+      const uint32_t most_lines = shares_out() ? 2 * ranks + 2 : (ranks > 4 ? 5 : 9);
       const uint32_t lines = random.chance(96) ? 1 : random.between(1, most_lines);
-      count_ = random.chance(96) ? lines * per_line()
-                                 : random.between(lines * per_line() - per_line() + 1, lines * per_line());
+      problem_.count =
+          random.chance(96) ? lines * per_line : random.between(lines * per_line - per_line + 1, lines * per_line);
     }
-    plan_.algorithm = static_cast<uint32_t>(algorithm);
-    plan_.blocks = random.between(1, 3);
-    plan_.tile_lines_log2 = random.below(ranks > 4 ? 2 : 3);
-    plan_.depth = random.below(3);
-    plan_.chunk_count = random.chance(32) ? random.between(1 + count_ / 3, 1 + count_) : count_;
+    Registry::at(algorithm, [&]<class A>() {
+      constexpr bool kInTiles = std::is_base_of_v<TiledAllReduce<A>, A>;
+      tiling_ = kInTiles ? draw_tiling_in_tiles(problem_, random) : draw_tiling(algorithm, problem_, random);
+    });
     in_place_ = continued_ == nullptr && random.chance(80);
     draw_contents(random);
   }
 
   void enqueue(World& world, uint32_t rank) override {
-    calls_.push_back(world.core(rank).prepare_all_reduce(count_, static_cast<uint32_t>(type_), plan_));
-    calls_.back()->run(address(input(rank)), address(output(rank)), 0);
+    calls_.push_back(world.core(rank).prepare(algorithm_, problem_, tiling_));
+    const uint64_t buffers[] = {input(rank).address(), output(rank).address()};
+    calls_.back()->run(buffers, 0);
   }
 
-  std::string wrong(uint32_t rank) const override {
-    const Buffer& found = output(rank);
-    for (uint32_t i = 0; i < count_; ++i) {
-      uint32_t value = 0;
-      std::memcpy(&value, found.bytes.data() + found.offset + i * element_bytes(), element_bytes());
-      if (value == expected_[i]) continue;
-      return "element " + std::to_string(i) + " of " + std::to_string(count_) + " is " + hex(value) + ", not " +
-             hex(expected_[i]);
-    }
-    return "";
-  }
+  std::string wrong(uint32_t rank) const override { return output(rank).differs_from(expected_); }
 
-  uint64_t operations() const override { return (count_ + plan_.chunk_count - 1) / plan_.chunk_count; }
+  uint64_t operations() const override { return launches(problem_, tiling_); }
 
   std::string name() const override {
-    const char* const types[] = {"bf16", "fp16", "fp32"};
-    return std::string(plan_.algorithm == 0 ? "one_shot" : "two_shot") + " of " + std::to_string(count_) + " " +
-           types[static_cast<uint32_t>(type_)] + " (blocks " + std::to_string(plan_.blocks) + ", tile lines " +
-           std::to_string(1u << plan_.tile_lines_log2) + ", depth " + std::to_string(plan_.depth) + ", chunks of " +
-           std::to_string(plan_.chunk_count) + (in_place_ ? ", in place" : "") +
-           (continued_ != nullptr ? ", of the call before)" : ")");
+    return name_of(algorithm_) + " of " + std::to_string(problem_.count) + " " + data_type_name(problem_.type) + " (" +
+           text(tiling_) + (in_place_ ? ", in place" : "") + (continued_ != nullptr ? ", of the call before)" : ")");
   }
 
  private:
-  struct Buffer {
-    std::vector<char> bytes;
-    size_t offset;  // of the first element, which need not be aligned to a line
-  };
-
-  uint32_t element_bytes() const { return type_ == DataType::kFloat32 ? 4 : 2; }
-  uint32_t per_line() const { return static_cast<uint32_t>(sizeof(Line)) / element_bytes(); }
-  static uint64_t address(const Buffer& buffer) {
-    return reinterpret_cast<uint64_t>(buffer.bytes.data()) + buffer.offset;
+  // Whether a rank sums a part of the message only. Such an algorithm is given a message of a few lines for every rank.
+  bool shares_out() const {
+    bool shares = false;
+    Registry::at(algorithm_, [&]<class A>() {
+      if constexpr (std::is_base_of_v<TiledAllReduce<A>, A>) {
+        shares = A::tiled_lines(problem_.world, problem_.world) < problem_.world;
+      }
+    });
+    return shares;
   }
-  const Buffer& input(uint32_t rank) const { return continued_ != nullptr ? continued_->output(rank) : inputs_[rank]; }
-  const Buffer& output(uint32_t rank) const { return in_place_ ? input(rank) : outputs_[rank]; }
 
-  Buffer draw_buffer(Random& random) const {
-    Buffer buffer{std::vector<char>((count_ + per_line()) * element_bytes() + sizeof(Line), '\x5A'), 0};
-    const uint64_t misaligned = reinterpret_cast<uint64_t>(buffer.bytes.data()) % sizeof(Line);
-    buffer.offset = sizeof(Line) - misaligned + (random.chance(64) ? random.below(per_line()) * element_bytes() : 0);
-    return buffer;
-  }
+  const Tensor& input(uint32_t rank) const { return continued_ != nullptr ? continued_->output(rank) : inputs_[rank]; }
+  const Tensor& output(uint32_t rank) const { return in_place_ ? input(rank) : outputs_[rank]; }
 
   void draw_contents(Random& random) {
-    for (uint32_t rank = 0; rank < ranks_; ++rank) {
-      if (continued_ == nullptr) inputs_.push_back(draw_buffer(random));
-      if (!in_place_) outputs_.push_back(draw_buffer(random));
+    for (uint32_t rank = 0; rank < problem_.world; ++rank) {
+      if (continued_ == nullptr) inputs_.emplace_back(problem_.type, problem_.count, random);
+      if (!in_place_) outputs_.emplace_back(problem_.type, problem_.count, random);
     }
-    for (uint32_t i = 0; i < count_; ++i) {
+    for (uint64_t i = 0; i < problem_.count; ++i) {
       const bool all_alike = random.chance(16);  // -0.0 of all ranks stays -0.0
-      std::vector<uint32_t> values(ranks_, draw_value(type_, random));
-      for (uint32_t rank = 0; rank < ranks_; ++rank) {
+      std::vector<uint32_t> values(problem_.world, draw_value(problem_.type, random));
+      for (uint32_t rank = 0; rank < problem_.world; ++rank) {
         if (continued_ != nullptr) {
           values[rank] = continued_->expected_[i];
           continue;
         }
-        if (!all_alike) values[rank] = draw_value(type_, random);
-        std::memcpy(inputs_[rank].bytes.data() + inputs_[rank].offset + i * element_bytes(), &values[rank],
-                    element_bytes());
+        if (!all_alike) values[rank] = draw_value(problem_.type, random);
+        inputs_[rank].set(i, values[rank]);
       }
-      expected_.push_back(sum(type_, values));
+      expected_.push_back(AllReduce::expect(problem_, 0, i, [&](uint32_t rank, uint64_t) { return values[rank]; }));
     }
   }
 
-  uint32_t ranks_;
-  DataType type_;
-  uint32_t count_;
-  host::LaunchPlan plan_{};
+  uint32_t algorithm_;
+  Problem problem_;
+  Tiling tiling_{};
   bool in_place_;
   const AllReduceCall* continued_ = nullptr;  // whose results are summed
-  std::vector<Buffer> inputs_;
-  std::vector<Buffer> outputs_;
+  std::vector<Tensor> inputs_;
+  std::vector<Tensor> outputs_;
   std::vector<uint32_t> expected_;
   std::vector<std::unique_ptr<host::PreparedCall>> calls_;
 };
@@ -194,25 +262,20 @@ class FusedCall final : public Call {
  public:
   // Rows of several tiles, clusters of as many blocks as have a share of the row, and more rows than clusters: only then
   // does a block meet itself again in what it keeps for two rows, and blocks come to a row at different times.
-  FusedCall(AllReduceAlgorithm algorithm, uint32_t ranks, Random& random)
-      : ranks_(ranks),
-        has_whole_warps_(algorithm == AllReduceAlgorithm::kTwoShot && ranks == 2 && random.chance(12)),
+  FusedCall(uint32_t algorithm, uint32_t ranks, Random& random)
+      : algorithm_(algorithm),
+        ranks_(ranks),
+        has_whole_warps_(shares_out() && ranks == 2 && random.chance(12)),
         lines_(has_whole_warps_ ? 4 * kWarpThreads : random.between(1, random.pick({8u, 16u, ranks > 4 ? 16u : 40u}))),
-        rows_(random.between(1, random.pick({1u, 2u, 5u}))) {
-    const bool one_shot = algorithm == AllReduceAlgorithm::kOneShot;
-    const uint32_t segment_unit = kChunkLines * ranks;
-    const uint32_t span = one_shot ? lines_ : (lines_ + segment_unit - 1) / segment_unit * kChunkLines;
-    plan_.algorithm = static_cast<uint32_t>(algorithm);
-    plan_.tile_lines = has_whole_warps_ ? kWarpThreads : kChunkLines * (ranks <= 4 && random.chance(64) ? 2 : 1);
-    plan_.cluster_blocks = has_whole_warps_ ? 2 : random.between(1, (span + plan_.tile_lines - 1) / plan_.tile_lines);
-    plan_.blocks = plan_.cluster_blocks * random.between(1, 2);
-    plan_.depth = random.below(3);
-    plan_.chunk_rows = random.between(1, rows_);
-    // Blocks without a share of the row, which only grids with a cluster for each row may have.
-    if (random.chance(48)) {
-      plan_.cluster_blocks = (span + plan_.tile_lines - 1) / plan_.tile_lines + 1;
-      plan_.blocks = plan_.cluster_blocks * static_cast<uint32_t>(plan_.chunk_rows);
-    }
+        rows_(random.between(1, random.pick({1u, 2u, 5u}))),
+        problem_{uint64_t{rows_} * lines_ * kElementsPerLine, lines_ * kElementsPerLine, D, ranks, {kEpsilon, 0}} {
+    Registry::at(algorithm, [&]<class A>() {
+      if constexpr (std::is_base_of_v<RowsInClusters<A>, A>) {
+        tiling_ = draw_tiling_of_rows(A::span(problem_), random);
+      } else {
+        tiling_ = draw_tiling(algorithm, problem_, random);
+      }
+    });
     const uint32_t hidden = lines_ * kElementsPerLine;
     for (uint32_t i = 0; i < ranks * rows_ * hidden; ++i) input_.push_back(draw(random));
     for (uint32_t i = 0; i < rows_ * hidden; ++i) residual_.push_back(draw(random));
@@ -223,12 +286,11 @@ class FusedCall final : public Call {
   }
 
   void enqueue(World& world, uint32_t rank) override {
-    const AddRmsNormShape shape{rows_, lines_ * kElementsPerLine, static_cast<uint32_t>(D), 0, kEpsilon};
-    calls_.push_back(world.core(rank).prepare_add_rms_norm(shape, plan_));
+    calls_.push_back(world.core(rank).prepare(algorithm_, problem_, tiling_));
     const size_t first = rank * residual_.size();
-    calls_.back()->run({address(&input_[first]), address(residual_.data()), address(weight_.data()),
-                        address(&normed_[first]), address(&new_residual_[first]), 0},
-                       0);
+    const uint64_t buffers[] = {address(&input_[first]),  address(residual_.data()),      address(weight_.data()),
+                                address(&normed_[first]), address(&new_residual_[first]), 0};
+    calls_.back()->run(buffers, 0);
   }
 
   std::string wrong(uint32_t rank) const override {
@@ -246,31 +308,55 @@ class FusedCall final : public Call {
     return "";
   }
 
-  uint64_t operations() const override { return (rows_ + plan_.chunk_rows - 1) / plan_.chunk_rows; }
+  uint64_t operations() const override { return launches(problem_, tiling_); }
 
   std::string name() const override {
-    return std::string(plan_.algorithm == 0 ? "one_shot" : "two_shot") + " + RMSNorm of " + std::to_string(rows_) +
-           " rows of " + std::to_string(lines_) + " lines (blocks " + std::to_string(plan_.blocks) + ", clusters of " +
-           std::to_string(plan_.cluster_blocks) + ", tile lines " + std::to_string(plan_.tile_lines) + ", depth " +
-           std::to_string(plan_.depth) + ", chunks of " + std::to_string(plan_.chunk_rows) + ")";
+    return name_of(algorithm_) + " of " + std::to_string(rows_) + " rows of " + std::to_string(lines_) + " lines (" +
+           text(tiling_) + ")";
   }
 
  private:
-  using AddRmsNormShape = host::AddRmsNorm;
   using E = Element<D>;
   static constexpr float kEpsilon = 1e-5f;
 
   static uint16_t draw(Random& random) { return static_cast<uint16_t>(draw_number(D, random)); }
   static uint64_t address(const uint16_t* tensor) { return reinterpret_cast<uint64_t>(tensor); }
 
+  // Whether a rank sums a part of each row only.
+  bool shares_out() const {
+    bool shares = false;
+    Registry::at(algorithm_, [&]<class A>() {
+      if constexpr (std::is_base_of_v<RowsInClusters<A>, A>) {
+        const Problem of_chunks{0, ranks_ * kChunkLines * kElementsPerLine, D, ranks_, {}};
+        shares = A::span(of_chunks) < ranks_ * kChunkLines;
+      }
+    });
+    return shares;
+  }
+
+  // `span`: lines of a row that a cluster walks over.
+  Tiling draw_tiling_of_rows(uint32_t span, Random& random) const {
+    Tiling tiling{};
+    tiling.tile_lines = has_whole_warps_ ? kWarpThreads : kChunkLines * (ranks_ <= 4 && random.chance(64) ? 2 : 1);
+    tiling.cluster = has_whole_warps_ ? 2 : random.between(1, divide_up(span, tiling.tile_lines));
+    tiling.blocks = tiling.cluster * random.between(1, 2);
+    tiling.depth = random.below(3);
+    tiling.launch_units = random.between(1, rows_);
+    // Blocks without a share of the row, which only grids with a cluster for each row may have.
+    if (random.chance(48)) {
+      tiling.cluster = divide_up(span, tiling.tile_lines) + 1;
+      tiling.blocks = tiling.cluster * static_cast<uint32_t>(tiling.launch_units);
+    }
+    return tiling;
+  }
+
   // Squares are summed in double precision: `normed` may differ by a rounding, the residual may not.
   void expect_row(uint32_t row) {
     const uint32_t hidden = lines_ * kElementsPerLine;
     double squares = 0;
     for (uint32_t i = row * hidden; i < (row + 1) * hidden; ++i) {
-      std::vector<uint32_t> values;
-      for (uint32_t rank = 0; rank < ranks_; ++rank) values.push_back(input_[rank * residual_.size() + i]);
-      const auto reduced = static_cast<uint16_t>(sum<D>(values));
+      const auto reduced = static_cast<uint16_t>(
+          sum_of_one(D, ranks_, [&](uint32_t rank) { return input_[rank * residual_.size() + i]; }));
       expected_residual_.push_back(E::round(E::value(reduced) + E::value(residual_[i])));
       squares += std::pow(static_cast<double>(E::value(expected_residual_.back())), 2);
     }
@@ -282,11 +368,13 @@ class FusedCall final : public Call {
     }
   }
 
+  uint32_t algorithm_;
   uint32_t ranks_;
   bool has_whole_warps_;  // each holds four chunks in a row, which it delivers at once
   uint32_t lines_;        // of a row
   uint32_t rows_;
-  host::FusedPlan plan_{};
+  Problem problem_;
+  Tiling tiling_{};
   std::vector<uint16_t> input_;  // [rank][row][element], as are normed and new_residual
   std::vector<uint16_t> residual_;
   std::vector<uint16_t> weight_;
@@ -294,7 +382,7 @@ class FusedCall final : public Call {
   std::vector<uint16_t> new_residual_;
   std::vector<uint16_t> expected_residual_;
   std::vector<uint16_t> expected_normed_;
-  std::vector<std::unique_ptr<host::PreparedAddRmsNorm>> calls_;
+  std::vector<std::unique_ptr<host::PreparedCall>> calls_;
 };
 
 // ---- Message passing -----------------------------------------------------------------------------------------------
@@ -380,70 +468,158 @@ class MessageCall final : public Call {
   std::vector<uint64_t> words_;
 };
 
-// ---- Broadcast -----------------------------------------------------------------------------------------------------
+// ---- Any other operation -------------------------------------------------------------------------------------------
 
-class BroadcastCall final : public Call {
+// An algorithm of an operation that has expect(), which is about its first output. All buffers are like the input.
+template <class Algorithm>
+class AnyCall final : public Call {
  public:
-  BroadcastCall(uint32_t ranks, Random& random) : ranks_(ranks), root_(random.below(ranks)) {
-    const uint32_t lines = random.between(1, 4);
-    for (uint32_t i = 0; i < lines; ++i) {
-      lines_.push_back(draw_line(random));
-      for (uint32_t& word : lines_.back().word) word &= 0x7FFFFFFFu;  // no sentinels, which would change
+  using Operation = typename Algorithm::Operation;
+
+  AnyCall(uint32_t algorithm, DataType type, uint32_t ranks, Random& random)
+      : algorithm_(algorithm),
+        problem_(draw_problem(type, ranks, random)),
+        tiling_(draw_tiling(algorithm, problem_, random)) {
+    for (uint32_t rank = 0; rank < ranks; ++rank) {
+      for (uint32_t buffer = 0; buffer < kMaxBuffers; ++buffer) {
+        const BufferInfo& info = Operation::kInfo.buffers[buffer];
+        if (info.name == nullptr) continue;
+        tensors_[buffer].emplace_back(type, problem_.count, random);
+        if (info.is_output) continue;
+        for (uint64_t i = 0; i < problem_.count; ++i) tensors_[buffer].back().set(i, draw_value(type, random));
+      }
     }
-    received_.resize(ranks * lines);
+    const auto input = [&](uint32_t rank, uint64_t i) { return tensors_[0][rank].at(i); };
+    for (uint32_t rank = 0; rank < ranks; ++rank) {
+      for (uint64_t i = 0; i < problem_.count; ++i) {
+        expected_[rank].push_back(Operation::expect(problem_, rank, i, input));
+      }
+    }
   }
 
   void enqueue(World& world, uint32_t rank) override {
-    const auto lines = static_cast<uint32_t>(lines_.size());
-    const BroadcastArgs args{world.device_comm(rank), lines_.data(), received_.data() + rank * lines, lines, root_};
-    world.launch(rank, {1, ranks_, 0}, [=] { broadcast(args); });
+    calls_.push_back(world.core(rank).prepare(algorithm_, problem_, tiling_));
+    uint64_t buffers[kMaxBuffers] = {};
+    for (uint32_t buffer = 0; buffer < kMaxBuffers; ++buffer) {
+      if (!tensors_[buffer].empty()) buffers[buffer] = tensors_[buffer][rank].address();
+    }
+    calls_.back()->run(buffers, 0);
   }
 
   std::string wrong(uint32_t rank) const override {
-    for (size_t i = 0; rank != root_ && i < lines_.size(); ++i) {
-      if (differ(received_[rank * lines_.size() + i], lines_[i])) {
-        return "line " + std::to_string(i) + " is not what rank " + std::to_string(root_) + " sent";
-      }
-    }
-    return "";
+    return tensors_[first_output()][rank].differs_from(expected_[rank]);
   }
 
-  uint64_t operations() const override { return 1; }
+  uint64_t operations() const override { return launches(problem_, tiling_); }
+
   std::string name() const override {
-    return "broadcast of " + std::to_string(lines_.size()) + " lines by rank " + std::to_string(root_);
+    std::string parameters;
+    for (uint32_t i = 0; i < kMaxParameters; ++i) {
+      if (Operation::kInfo.parameters[i].name == nullptr) continue;
+      parameters += std::string(Operation::kInfo.parameters[i].name) + " " +
+                    std::to_string(static_cast<int64_t>(problem_.parameter[i])) + ", ";
+    }
+    return name_of(algorithm_) + " of " + std::to_string(problem_.count) + " " + data_type_name(problem_.type) + " (" +
+           parameters + text(tiling_) + ")";
   }
 
  private:
-  uint32_t ranks_;
-  uint32_t root_;
-  std::vector<Line> lines_;
-  std::vector<Line> received_;
+  static constexpr uint32_t first_output() {
+    uint32_t buffer = 0;
+    while (!Operation::kInfo.buffers[buffer].is_output) ++buffer;
+    return buffer;
+  }
+
+  static Problem draw_problem(DataType type, uint32_t ranks, Random& random) {
+    constexpr const OperationInfo& info = Operation::kInfo;
+    for (;;) {
+      Problem problem{0, 0, type, ranks, {}};
+      if (info.row_multiple != 0) {
+        problem.row = info.row_multiple * random.between(1, std::min(8u, info.max_row / info.row_multiple));
+        problem.count = uint64_t{problem.row} * random.between(1, 4);
+      } else {
+        const uint32_t per_line = static_cast<uint32_t>(sizeof(Line)) / element_bytes(type);
+        const uint32_t lines = random.between(1, ranks > 4 ? 6 : 10);
+        problem.count =
+            random.chance(96) ? lines * per_line : random.between(lines * per_line - per_line + 1, lines * per_line);
+      }
+      for (uint32_t i = 0; i < kMaxParameters; ++i) {
+        const ParameterInfo& parameter = info.parameters[i];
+        if (parameter.name == nullptr) continue;
+        problem.parameter[i] = parameter.is_rank ? random.below(ranks) : random.below(3);
+      }
+      try {
+        check_problem<Operation>(problem);
+        return problem;
+      } catch (const std::invalid_argument&) {  // of parameters that do not go together
+      }
+    }
+  }
+
+  uint32_t algorithm_;
+  Problem problem_;
+  Tiling tiling_;
+  std::vector<Tensor> tensors_[kMaxBuffers];  // by rank
+  std::vector<uint32_t> expected_[kMaxWorldSize];
+  std::vector<std::unique_ptr<host::PreparedCall>> calls_;
 };
+
+// ---- Which calls there are -----------------------------------------------------------------------------------------
+
+std::unique_ptr<Call> draw_call_of(uint32_t algorithm, DataType type, uint32_t ranks, Random& random,
+                                   const Call* before) {
+  std::unique_ptr<Call> call;
+  Registry::at(algorithm, [&]<class A>() {
+    if constexpr (std::is_same_v<typename A::Operation, AllReduce>) {
+      const auto* const sums = dynamic_cast<const AllReduceCall*>(before);
+      call = std::make_unique<AllReduceCall>(algorithm, type, ranks, random, sums);
+    } else if constexpr (std::is_same_v<typename A::Operation, AllReduceAddRmsNorm>) {
+      if (type == DataType::kFloat16) {
+        call = std::make_unique<FusedCall<DataType::kFloat16>>(algorithm, ranks, random);
+      } else {
+        call = std::make_unique<FusedCall<DataType::kBFloat16>>(algorithm, ranks, random);
+      }
+    } else {
+      call = std::make_unique<AnyCall<A>>(algorithm, type, ranks, random);
+    }
+  });
+  return call;
+}
 
 }  // namespace
 
-std::unique_ptr<Call> draw_call(const Subject& subject, uint32_t index, uint32_t ranks, Random& random,
-                                const Call* before) {
-  const bool other = random.chance(64);
-  if (subject.kind == Subject::Kind::kMessages && !other) {
-    return std::make_unique<MessageCall>(static_cast<Form>(subject.variant), index, ranks, random);
-  }
-  if (subject.kind == Subject::Kind::kFused && !other) {
-    const auto algorithm = static_cast<AllReduceAlgorithm>(subject.variant);
-    if (subject.type == DataType::kFloat16) {
-      return std::make_unique<FusedCall<DataType::kFloat16>>(algorithm, ranks, random);
+const std::vector<NamedSubject>& subjects() {
+  static const std::vector<NamedSubject> all = [] {
+    std::vector<NamedSubject> found;
+    for (uint32_t number = 0; number < Registry::kCount; ++number) {
+      for (const DataType type : info_of(number).types)
+        found.push_back({name_of(number), {number, std::nullopt, type}});
     }
-    return std::make_unique<FusedCall<DataType::kBFloat16>>(algorithm, ranks, random);
+    const char* const forms[] = {"put", "get", "packets"};
+    for (uint32_t form = 0; form < std::size(forms); ++form) {
+      found.push_back({forms[form], {0, static_cast<Form>(form), DataType::kBFloat16}});
+    }
+    return found;
+  }();
+  return all;
+}
+
+std::unique_ptr<Call> draw_call(const Subject& subject, bool alone, uint32_t index, uint32_t ranks, Random& random,
+                                const Call* before) {
+  if (random.chance(64) && !alone) {
+    static const std::vector<uint32_t> all_reduces = [] {
+      std::vector<uint32_t> found;
+      Registry::for_each([&]<class A>() {
+        if (std::is_same_v<typename A::Operation, AllReduce>) found.push_back(Registry::index_of<A>());
+      });
+      return found;
+    }();
+    const uint32_t algorithm = all_reduces[random.below(all_reduces.size())];
+    const auto type = static_cast<DataType>(random.below(kDataTypes));
+    return draw_call_of(algorithm, type, ranks, random, before);
   }
-  if (subject.kind == Subject::Kind::kBroadcast && !other) return std::make_unique<BroadcastCall>(ranks, random);
-  uint32_t algorithm = subject.variant;
-  DataType type = subject.type;
-  if (subject.kind != Subject::Kind::kAllReduce || other) {
-    algorithm = random.below(2);
-    type = static_cast<DataType>(random.below(3));
-  }
-  return std::make_unique<AllReduceCall>(static_cast<AllReduceAlgorithm>(algorithm), type, ranks, random,
-                                         dynamic_cast<const AllReduceCall*>(before));
+  if (subject.form) return std::make_unique<MessageCall>(*subject.form, index, ranks, random);
+  return draw_call_of(subject.algorithm, subject.type, ranks, random, before);
 }
 
 }  // namespace drill

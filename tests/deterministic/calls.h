@@ -1,9 +1,11 @@
-// What a schedule consists of: calls that all ranks make in the same order. A new algorithm is a new Call, and a line in
-// draw_call().
+// What a schedule consists of: calls that all ranks make in the same order. They follow from the registry: a new algorithm
+// needs nothing here, and a new operation neither, if it says what it computes (Operation::expect, algorithm.h).
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "emulator/deterministic/random.h"
 #include "world.h"
@@ -24,17 +26,25 @@ class Call {
   virtual std::string name() const = 0;
 };
 
-// What a schedule is mainly about; the other calls of its sequence are drawn.
+// What a schedule is mainly about: an algorithm of the registry, or a form of message passing. The other calls of its sequence
+// are all-reduces.
 struct Subject {
-  enum class Kind : uint32_t { kAllReduce, kFused, kMessages, kBroadcast };
-  Kind kind;
-  uint32_t variant;  // AllReduceAlgorithm, or Form
+  uint32_t algorithm;
+  std::optional<Form> form;
   DataType type;
 };
 
-// The call number `index` of a schedule. `before`: the one made before it, or nullptr; an all-reduce may sum what that
-// one returns.
-std::unique_ptr<Call> draw_call(const Subject& subject, uint32_t index, uint32_t ranks, Random& random,
+struct NamedSubject {
+  std::string name;  // "all_reduce/one_shot", or "put"
+  Subject subject;
+};
+
+// Each algorithm with each of its data types, then the forms of message passing.
+const std::vector<NamedSubject>& subjects();
+
+// The call number `index` of a schedule. `alone`: about its subject, as all of them. `before`: the one made before it, or
+// nullptr; an all-reduce may sum what that one returns.
+std::unique_ptr<Call> draw_call(const Subject& subject, bool alone, uint32_t index, uint32_t ranks, Random& random,
                                 const Call* before);
 
 }  // namespace drill

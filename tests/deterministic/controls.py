@@ -1,10 +1,17 @@
-"""Negative controls: each takes one protection out of the kernels, and the deterministic driver has to notice.
+"""Negative controls: each takes one protection out of the sources, and the deterministic driver has to notice.
 
-All controls are edited into one copy of the sources, where ``WITHOUT`` stands for "this control is the one that is on".
-The text that an edit replaces has to be there once, so a control also fails when the sources change and it has to be
-thought through again.
+A control is a protection and an algorithm of the registry. Which there are follows from the sources:
 
-``python tests/deterministic/controls.py --json FILE`` measures how many schedules each takes.
+- A protection in a primitive (``Edit``) is taken out there, once, and is tried with every algorithm whose file includes
+  the primitive, in schedules of this algorithm alone.
+- A protection in the text of an algorithm (``Everywhere``) is looked for in the file of every algorithm. Each place
+  that holds it is a control.
+
+So an algorithm gets its controls by its row in the registry. All are edited into one copy of the sources, where
+``WITHOUT`` stands for "this control is the one that is on". The text of an edit has to be there, so a control also
+fails when the sources change and it has to be thought through again.
+
+``--list`` prints the controls; ``--json FILE`` measures how many schedules each takes.
 """
 
 from __future__ import annotations
@@ -15,28 +22,32 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import driver
 
-CHANNEL = "csrc/include/llm_comm/memory_channel.cuh"
-COMM = "csrc/include/llm_comm/device_comm.cuh"
+REGISTRIES = ("csrc/algorithms/registry.def", "tests/toy/registry.def")
+INCLUDES = ("csrc", "csrc/include")
+#: What the copy holds.
+TREES = ("cmake", "csrc", "tests/deterministic", "tests/toy")
+
 LINE = "csrc/include/llm_comm/line.cuh"
+SESSION = "csrc/include/llm_comm/ll_session.cuh"
+OPERATION = "csrc/include/llm_comm/operation.cuh"
 SEMAPHORE = "csrc/include/llm_comm/semaphore.cuh"
-TYPES = "csrc/include/llm_comm/platform_types.h"
 SUSPICION = "csrc/include/llm_comm/suspicion.cuh"
+TYPES = "csrc/include/llm_comm/platform_types.h"
 WAIT = "csrc/include/llm_comm/wait.cuh"
-CHECK_CALL = "csrc/kernels/check_call.cuh"
-ONE_SHOT = "csrc/kernels/all_reduce/one_shot.cuh"
-TWO_SHOT = "csrc/kernels/all_reduce/two_shot.cuh"
-FUSED_ONE_SHOT = "csrc/kernels/fused/one_shot.cuh"
-FUSED_TWO_SHOT = "csrc/kernels/fused/two_shot.cuh"
-RMS_NORM = "csrc/kernels/fused/rms_norm.cuh"
-BROADCAST = "tests/deterministic/broadcast.cuh"
+CHECK_CALL = "csrc/algorithms/check_call.cuh"
+RMS_NORM = "csrc/algorithms/all_reduce_add_rms_norm/rms_norm.cuh"
 MESSAGES = "tests/deterministic/message_passing.cuh"
+#: The core launches its kernels around those of every algorithm.
+AROUND_ALL = CHECK_CALL
 
 SWITCH = "LLM_COMM_TEST_CONTROL"
 
@@ -56,272 +67,339 @@ TOO_LATE = r"ranks went on for \d+ steps after one had stopped"
 HANGS = "it did not end"
 LEFT_ALONE = "has ended when another one writes to its memory"
 
+MISHAPS = ("--mishaps",)
+
 
 @dataclass(frozen=True)
 class Edit:
-    """Text of a source, and what takes its place: the same, unless ``WITHOUT``."""
+    """Text of a source, which is there once, and what takes its place: the same, unless ``WITHOUT``."""
 
     file: str
     old: str
     new: str
 
+    def places(self, text: str) -> list[re.Match[str]]:
+        found = list(re.finditer(r"\s+".join(re.escape(word) for word in self.old.split()), text))
+        if len(found) != 1:
+            raise ValueError(f"{self.file} does not hold {self.old!r} once")
+        return found
+
+    def replacement(self, _: re.Match[str]) -> str:
+        return self.new
+
+
+class Everywhere:
+    """The same for every place of an algorithm's file that one of some regular expressions matches, each with what
+    takes its place. A blank is any white space.
+    """
+
+    def __init__(self, *alternatives: tuple[str, str]) -> None:
+        self.alternatives = tuple((re.compile(old.replace(" ", r"\s+")), new) for old, new in alternatives)
+
+    def places(self, text: str) -> list[re.Match[str]]:
+        found = [place for pattern, _ in self.alternatives for place in pattern.finditer(text)]
+        return sorted(found, key=lambda place: place.start())
+
+    def replacement(self, place: re.Match[str]) -> str:
+        return next(place.expand(new) for pattern, new in self.alternatives if pattern is place.re)
+
 
 @dataclass(frozen=True)
-class Control:
-    """A protection, the text that takes it out, and within how many schedules that must be noticed.
+class Protection:
+    """What is protected, the text that takes it out, and within how many schedules that must be noticed.
 
-    ``algorithm``: schedules about this only; ``options``: what else to tell the driver. ``failure``: the failures that
-    the missing protection explains, as a regular expression; any other is one of the test.
+    ``subjects``: what it is tried with, where that does not follow from the sources. ``exempt``: algorithms (a regular
+    expression) with which nobody can notice, and why. ``options``: what else to tell the driver. ``failure``: the
+    failures that the missing protection explains, as a regular expression; any other is one of the test.
     """
 
     name: str
-    protection: str
-    edits: tuple[Edit, ...]
-    algorithm: str = ""
+    text: str
+    edits: tuple[Edit, ...] | Everywhere
     options: tuple[str, ...] = ()
     budget: int = 2000
     failure: str = WRONG
+    subjects: tuple[str, ...] = ()
+    exempt: Mapping[str, str] = field(default_factory=dict)
 
 
-CONTROLS = (
-    Control(
+PROTECTIONS = (
+    # ---- Lines ----
+    Protection(
         "sentinel_check",
         "a line is taken only when it has arrived",
-        (
-            Edit(
-                LINE,
-                "return (low > high ? low : high) != kSentinel;",
-                "return WITHOUT || (low > high ? low : high) != kSentinel;",
-            ),
-        ),
+        (Edit(LINE, "!= kSentinel;", "!= kSentinel || WITHOUT;"),),
         failure=WRONG_RESULT,
     ),
-    Control(
+    Protection(
         "all_words_checked",
         "all four words of a sentinel line are looked at",
-        (Edit(LINE, "(low > high ? low : high) !=", "(WITHOUT ? line.word[0] : low > high ? low : high) !="),),
+        (Edit(LINE, "(low > high ? low : high)", "(WITHOUT ? line.word[0] : low > high ? low : high)"),),
         failure=WRONG_RESULT,
     ),
-    Control(
-        "both_flags_checked",
-        "both flags of a packet are looked at",
-        (
-            Edit(
-                LINE,
-                "return line.word[1] == flag && line.word[3] == flag;",
-                "return line.word[1] == flag && (WITHOUT || line.word[3] == flag);",
-            ),
-        ),
-        "packets",
-        failure=WRONG_RESULT,
-    ),
-    Control(
+    Protection(
         "sentinel_remap",
         "a word equal to the sentinel is sent as the NaN beside it",
-        (
-            Edit(
-                LINE,
-                "line.word[i] < kSentinel - 1 ?",
-                "WITHOUT || line.word[i] < kSentinel - 1 ?",
-            ),
-        ),
+        (Edit(LINE, "line.word[i] < kSentinel - 1 ?", "WITHOUT || line.word[i] < kSentinel - 1 ?"),),
+        exempt={"all_reduce_add_rms_norm/.*": "its schedules draw numbers only"},
     ),
-    Control(
+    # ---- Operations and their slots ----
+    Protection(
         "second_slot",
         "operations take turns with two slots",
         (
             Edit(
-                COMM,
+                OPERATION,
                 "is_odd = static_cast<uint32_t>(arrivals_) & kArrivalsPerOperation;",
                 "is_odd = !WITHOUT && static_cast<uint32_t>(arrivals_) & kArrivalsPerOperation;",
             ),
         ),
     ),
-    Control(
+    Protection(
         "re_arm",
         "R2: a received line is armed again",
-        (Edit(CHANNEL, "store_line_relaxed(line, armed", "if (!WITHOUT) store_line_relaxed(line, armed"),),
+        Everywhere((r"session\.re_arm\(", "if (!WITHOUT) session.re_arm(")),
     ),
-    Control(
-        "re_arm_gathered",
-        "R2 in two-shot's second phase",
-        (
-            Edit(
-                TWO_SHOT,
-                "op, self.peer, 1));\n    re_arm_line(incoming + gather + i);",
-                "op, self.peer, 1));\n    if (!WITHOUT) re_arm_line(incoming + gather + i);",
-            ),
-        ),
-        "two_shot",
-    ),
-    Control(
+    Protection(
         "re_arm_after_receive",
         "a line is armed again after it has been received, not before",
         (
-            Edit(ONE_SHOT, "if (!is_own && line < lines) re_arm", "if (!WITHOUT && !is_own && line < lines) re_arm"),
             Edit(
-                ONE_SHOT,
-                "if (begun && !is_own && line < lines) send_line(",
-                "if (WITHOUT && !is_own && line < lines) re_arm_line(incoming + (tile - first));\n"
-                "    if (begun && !is_own && line < lines) send_line(",
+                SESSION,
+                "return receive_line(line, op_, peer_, phase);",
+                "if (WITHOUT) re_arm_line(const_cast<Line*>(line));\n return receive_line(line, op_, peer_, phase);",
             ),
+            Edit(SESSION, "{ re_arm_line(line); }", "{ if (!WITHOUT) re_arm_line(line); }"),
         ),
-        "one_shot",
     ),
-    Control(
+    Protection(
+        "greeting",
+        "R1: a rank ends an operation only when every rank has begun it, also where that does not follow from the data",
+        Everywhere((r"greeting = 1;", "greeting = WITHOUT ? 0 : 1;")),
+    ),
+    Protection(
         "grid_end_performs",
         "a grid's own lines are armed for peers too before the next grid passes grid_dependency_wait()",
         (),
         options=("--unordered-grids",),
         budget=5000,
+        exempt={"all_reduce_add_rms_norm/.*": "their grids last long: of 10,000 schedules about one notices"},
     ),
-    Control(
-        "wait_for_all",
-        "R1: a rank ends an operation only when every rank has begun it",
-        (
-            Edit(BROADCAST, "send_line(slot(peer) + args.lines", "if (!WITHOUT) send_line(slot(peer) + args.lines"),
-            Edit(
-                BROADCAST, "receive_line(slot(rank) + args.lines", "if (!WITHOUT) receive_line(slot(rank) + args.lines"
-            ),
-            Edit(BROADCAST, "re_arm_line(slot(rank) + args.lines", "if (!WITHOUT) re_arm_line(slot(rank) + args.lines"),
-        ),
-        "broadcast",
+    Protection(
+        "dependency_wait",
+        "a grid waits for the grids before it",
+        (Edit(SESSION, "grid_dependency_wait_after(", "if (!WITHOUT) grid_dependency_wait_after("),),
     ),
-    Control(
+    Protection(
         "one_number_per_operation",
         "the blocks of an operation advance its number once, together",
         (
             Edit(
-                COMM,
+                OPERATION,
                 "block_index() == 0 ? kArrivals",
                 "WITHOUT ? kArrivalsPerOperation : block_index() == 0 ? kArrivals",
             ),
         ),
     ),
-    Control(
+    Protection(
         "arrive_last",
         "a block arrives after all its threads have begun",
         (
             Edit(
-                ONE_SHOT,
-                "bool begun = op.begin();",
-                "bool begun = op.begin();\n  if (WITHOUT && thread_index() == 0) op.arrive();",
+                SESSION,
+                "{ return op_.begin(state); }",
+                "{ const bool begun = op_.begin(state); if (WITHOUT && thread_index() == 0) op_.arrive();\n"
+                " return begun; }",
             ),
-            Edit(ONE_SHOT, "if (tile == first && thread", "if (!WITHOUT && tile == first && thread"),
+            Edit(SESSION, "arrive() const { op_.arrive(); }", "arrive() const { if (!WITHOUT) op_.arrive(); }"),
         ),
-        "one_shot",
     ),
-    Control(
-        "one_shot_sends_nothing_in_vain",
-        "a thread that may not begin sends nothing",
-        (Edit(ONE_SHOT, "if (begun && !is_own", "if ((WITHOUT || begun) && !is_own"),),
-        "one_shot",
-        options=("--mishaps",),
-        budget=20_000,
-        failure=UNTOLD,
+    # ---- In blocks and clusters ----
+    Protection(
+        "lines_complete",
+        "what a block has received, or whether it has begun, is used after all its threads are there",
+        Everywhere((r"block_sync\(\);(?! if \([^;{]*\*incomplete [!=]=)", "if (!WITHOUT) block_sync();")),
     ),
-    Control(
-        "dependency_wait_one_shot",
-        "a grid waits for the grids before it",
-        (Edit(ONE_SHOT, "grid_dependency_wait_after(", "if (!WITHOUT) grid_dependency_wait_after("),),
-        "one_shot",
-    ),
-    Control(
-        "dependency_wait_two_shot",
-        "a grid waits for the grids before it",
-        (Edit(TWO_SHOT, "grid_dependency_wait_after(", "if (!WITHOUT) grid_dependency_wait_after("),),
-        "two_shot",
-    ),
-    Control(
-        "contributions_complete",
-        "one-shot sums after all threads of the block have their lines",
-        (Edit(ONE_SHOT, "block_sync();", "if (!WITHOUT) block_sync();"),),
-        "one_shot",
-    ),
-    Control(
-        "contributions_twice",
-        "one-shot's next tile does not overwrite what slow threads still sum",
-        (Edit(ONE_SHOT, "parity ^= 1;", "parity ^= WITHOUT ? 0 : 1;"),),
-        "one_shot",
-        budget=20_000,
-        failure=WRONG_RESULT,
-    ),
-    Control(
-        "slice_complete",
-        "two-shot sums after all threads of the block have their lines",
-        (Edit(TWO_SHOT, "    block_sync();\n    if (op.in", "    if (!WITHOUT) block_sync();\n    if (op.in"),),
-        "two_shot",
-    ),
-    Control(
+    Protection(
         "sums_complete",
-        "two-shot sends sums after all threads of the block have made theirs",
-        (Edit(TWO_SHOT, "    block_sync();\n    if (i >=", "    if (!WITHOUT) block_sync();\n    if (i >="),),
-        "two_shot",
+        "sums are sent after all threads of the block have made theirs",
+        Everywhere((r"block_sync\(\);(?= if \([^;{]*\*incomplete [!=]=)", "if (!WITHOUT) block_sync();")),
         failure=WRONG_RESULT,
     ),
-    Control(
+    Protection(
+        "contributions_twice",
+        "the next tile does not overwrite what slow threads still sum",
+        Everywhere((r"parity \^= 1;", "parity ^= WITHOUT ? 0 : 1;")),
+        budget=20_000,
+        failure=WRONG_RESULT,
+    ),
+    Protection(
+        "cluster_meets",
+        "blocks of a cluster deliver only once all of them have set up what counts deliveries",
+        Everywhere((r"norm\.meet\(\);", "if (!WITHOUT) norm.meet();")),
+        budget=20_000,
+        failure=HANGS,
+    ),
+    Protection(
+        "two_sets",
+        "rows take turns with two sets of partial sums",
+        (
+            Edit(RMS_NORM, "return rows_ % 2;", "return WITHOUT ? 0 : rows_ % 2;"),
+            Edit(RMS_NORM, "rows_ / 2 % 2", "(WITHOUT ? rows_ : rows_ / 2) % 2"),
+        ),
+        budget=20_000,
+        failure=WRONG_RESULT,
+    ),
+    Protection(
+        "expects_again",
+        "a set of partial sums counts deliveries of the row after next too",
+        (
+            Edit(
+                RMS_NORM,
+                "if (!SingleRow && thread_index() == 0) expect(set);",
+                "if (!WITHOUT && !SingleRow && thread_index() == 0) expect(set);",
+            ),
+        ),
+        failure=HANGS,
+    ),
+    Protection(
+        "four_chunks_of_a_warp",
+        "a warp delivers four chunks at once only where it holds four in a row",
+        (Edit(RMS_NORM, "if (fills_warps_ &&", "if ((WITHOUT || fills_warps_) &&"),),
+        failure=f"{WRONG_RESULT}|{HANGS}|{LEFT_ALONE}",  # too much or too little is counted
+        exempt={"all_reduce_add_rms_norm/one_shot": "its warps hold two chunks"},
+    ),
+    Protection(
+        "nobody_leaves_alone",
+        "a block stays as long as others of its cluster deliver to it",
+        Everywhere((r"if \(norms \|\| ([^{]*)\) \{", r"if (norms || (!WITHOUT && (\1))) {")),
+        budget=20_000,
+        failure=LEFT_ALONE,
+    ),
+    # ---- After an error ----
+    Protection(
+        "stop_after_an_error",
+        "operations behind an expired wait do nothing",
+        (Edit(OPERATION, "aborted_ = (state.word", "aborted_ = !WITHOUT && (state.word"),),
+        options=MISHAPS,
+        budget=20_000,
+        failure=UNTOLD,
+    ),
+    Protection(
+        "sends_nothing_in_vain",
+        "a thread that may not begin sends nothing",
+        Everywhere(
+            (r"(\bbegun|!session\.aborted\(\))(?=[^;{}]*\)\s*\{?\s*session\.send\()", r"(WITHOUT || \1)"),
+            (r"if \((!session\.begin\w*\([^;{}]*\))\) return;", r"if (\1 && !WITHOUT) return;"),
+        ),
+        options=MISHAPS,
+        budget=20_000,
+        failure=UNTOLD,
+    ),
+    Protection(
         "no_sums_of_incomplete_slices",
-        "a block whose wait ended in vain sends no sums",
-        (Edit(TWO_SHOT, "|| *incomplete != 0", "|| (!WITHOUT && *incomplete != 0)"),),
-        "two_shot",
+        "a block whose wait has been aborted sends no sums",
+        Everywhere((r"\*incomplete(?= [!=]= 0)", "(WITHOUT ? 0 : *incomplete)")),
         budget=20_000,
         failure=UNTOLD,
     ),
-    Control(
-        "two_shot_stays",
+    Protection(
+        "stays_to_tell",
         "a thread that may not begin stays to tell its block, which may have begun, that a slice is incomplete",
-        (Edit(TWO_SHOT, "bool begun = op.begin();", "bool begun = op.begin();\n  if (WITHOUT && !begun) return;"),),
-        "two_shot",
-        options=("--mishaps",),
+        Everywhere(
+            (
+                r"const bool begun = session\.begin\w*\([^;]*\);(?=[\s\S]*\*incomplete = 1)",
+                r"\g<0> if (WITHOUT && !begun) return;",
+            )
+        ),
+        options=MISHAPS,
         budget=20_000,
         failure=UNTOLD,
     ),
-    Control(
+    Protection(
+        "stays_to_deliver",
+        "a thread that may not begin stays to deliver what its block, which may have begun, waits for",
+        Everywhere(
+            (r"norm\.set_begun\(session\.begin\w*\([^;]*\)\);", r"\g<0> if (WITHOUT && session.aborted()) return;")
+        ),
+        options=MISHAPS,
+        budget=20_000,
+        failure=HANGS,
+    ),
+    Protection(
         "abort_ends_the_communicator",
         "operations behind a wait that the host aborted do nothing",
-        (Edit(WAIT, "    give_up(bounds);\n", "    if (!WITHOUT) give_up(bounds);\n"),),
-        options=("--mishaps",),
+        (
+            Edit(
+                WAIT,
+                "abort_communicator(bounds); return {start, true};",
+                "if (!WITHOUT) abort_communicator(bounds);\n return {start, true};",
+            ),
+        ),
+        options=MISHAPS,
         budget=20_000,
         failure=UNTOLD,
     ),
-    Control(
+    Protection(
         "exit_ends_waits",
         "a wait for a rank whose process has exited does not last for the time-out",
         (Edit(WAIT, "if (reasons != 0) store", "if (!WITHOUT && reasons != 0) store"),),
-        options=("--mishaps",),
+        options=MISHAPS,
         budget=20_000,
         failure=TOO_LATE,
     ),
-    Control(
-        "stop_after_an_error",
-        "operations behind an expired wait do nothing",
-        (Edit(COMM, "in_vain_ = (state.word", "in_vain_ = !WITHOUT && (state.word"),),
-        "one_shot",
-        budget=20_000,
-        failure=UNTOLD,
-    ),
-    Control(
+    # ---- Who is to blame ----
+    Protection(
         "notes",
         "a rank whose wait expires tells the others",
         (Edit(WAIT, "bounds.suspicions.tell(peer);", "if (!WITHOUT) bounds.suspicions.tell(peer);"),),
+        options=MISHAPS,
         budget=20_000,
         failure=f"{BLAME}|{TOO_LATE}",
     ),
-    Control(
+    Protection(
         "time_for_notes",
         "a rank whose wait expired hears the others before it blames one",
         (Edit(WAIT, "bounds.timeout_ns / 16", "WITHOUT ? 0 : bounds.timeout_ns / 16"),),
+        options=MISHAPS,
         budget=20_000,
         failure=BLAME,
     ),
-    Control(
+    Protection(
         "blame_follows_notes",
         "a rank that waits itself is not blamed",
         (Edit(WAIT, "bounds.suspicions.culprit(peer)", "WITHOUT ? peer : bounds.suspicions.culprit(peer)"),),
+        options=MISHAPS,
         budget=20_000,
         failure=BLAME,
     ),
-    Control(
+    Protection(
+        "notes_end_waits",
+        "a rank that finds a note in the middle of a wait gives up too",
+        (Edit(WAIT, "bounds.suspicions.find(suspect) ||", "(!WITHOUT && bounds.suspicions.find(suspect)) ||"),),
+        options=MISHAPS,
+        budget=20_000,
+        failure=f"{TOO_LATE}|{BLAME}",
+    ),
+    Protection(
+        "silent_rank",
+        "where notes lead nowhere, the rank without one is blamed",
+        (Edit(SUSPICION, "return silent != world_size_ ?", "return !WITHOUT && silent != world_size_ ?"),),
+        options=MISHAPS,
+        budget=20_000,
+        failure=BLAME,
+        exempt={"all_reduce_add_rms_norm/.*": "a schedule with a mishap takes long: nobody notices within ten minutes"},
+    ),
+    Protection(
+        "notes_that_name_this_rank",
+        "a rank is not led to blame itself by notes that name it",
+        (Edit(SUSPICION, "if (named != rank_) suspect = named;", "if (WITHOUT || named != rank_) suspect = named;"),),
+        options=MISHAPS,
+        budget=20_000,
+        failure=BLAME,
+    ),
+    # ---- Comparison of calls ----
+    Protection(
         "calls_of_this_operation",
         "the calls that ranks compare are those of the same operation",
         (
@@ -333,7 +411,7 @@ CONTROLS = (
         ),
         failure=MISMATCH,
     ),
-    Control(
+    Protection(
         "check_dependency_wait",
         "a comparison waits for the grids before it",
         (
@@ -345,268 +423,21 @@ CONTROLS = (
         ),
         failure=f"{NOBODY_IS_MISSING}|{CONCURRENT}",
     ),
-    Control(
-        "fused_dependency_wait",
-        "a fused grid waits for the grids before it",
-        (Edit(FUSED_ONE_SHOT, "grid_dependency_wait_after(", "if (!WITHOUT) grid_dependency_wait_after("),),
-        "fused_one_shot",
-    ),
-    Control(
-        "fused_contributions_complete",
-        "fused one-shot sums after all threads of the block have their lines",
-        (Edit(FUSED_ONE_SHOT, "block_sync();", "if (!WITHOUT) block_sync();"),),
-        "fused_one_shot",
-    ),
-    Control(
-        "fused_contributions_twice",
-        "fused one-shot's next tile does not overwrite what slow threads still sum",
-        (Edit(FUSED_ONE_SHOT, "parity ^= 1;", "parity ^= WITHOUT ? 0 : 1;"),),
-        "fused_one_shot",
-        budget=20_000,
+    # ---- Message passing ----
+    Protection(
+        "both_flags_checked",
+        "both flags of a packet are looked at",
+        (
+            Edit(
+                LINE,
+                "return line.word[1] == flag && line.word[3] == flag;",
+                "return line.word[1] == flag && (WITHOUT || line.word[3] == flag);",
+            ),
+        ),
         failure=WRONG_RESULT,
+        subjects=("packets",),
     ),
-    Control(
-        "fused_cluster_meets",
-        "blocks of a cluster deliver only once all of them have set up what counts deliveries",
-        (Edit(FUSED_ONE_SHOT, "norm.meet();", "if (!WITHOUT) norm.meet();"),),
-        "fused_one_shot",
-        budget=20_000,
-        failure=HANGS,
-    ),
-    Control(
-        "fused_stays",
-        "a thread that may not begin stays to deliver what its block, which may have begun, waits for",
-        (
-            Edit(
-                FUSED_ONE_SHOT,
-                "norm.set_begun(op.begin(state));",
-                "norm.set_begun(op.begin(state));\n  if (WITHOUT && op.in_vain()) return;",
-            ),
-        ),
-        "fused_one_shot",
-        options=("--mishaps",),
-        budget=20_000,
-        failure=HANGS,
-    ),
-    Control(
-        "fused_sums_complete",
-        "fused two-shot sends sums after all threads of the block have made theirs",
-        (Edit(FUSED_TWO_SHOT, "    block_sync();\n    if (has", "    if (!WITHOUT) block_sync();\n    if (has"),),
-        "fused_two_shot",
-        failure=WRONG_RESULT,
-    ),
-    Control(
-        "fused_no_sums_of_incomplete_segments",
-        "a fused block whose wait ended in vain sends no sums",
-        (Edit(FUSED_TWO_SHOT, "if (has && *incomplete == 0) {", "if (has && (WITHOUT || *incomplete == 0)) {"),),
-        "fused_two_shot",
-        budget=20_000,
-        failure=UNTOLD,
-    ),
-    Control(
-        "arrive_last_two_shot",
-        "a block arrives after all its threads have begun",
-        (
-            Edit(
-                TWO_SHOT,
-                "begun = op.begin();",
-                "begun = op.begin();\n  if (WITHOUT && thread_index() == 0) op.arrive();",
-            ),
-            Edit(TWO_SHOT, "if (tile == first && thread", "if (!WITHOUT && tile == first && thread"),
-        ),
-        "two_shot",
-    ),
-    Control(
-        "arrive_last_fused_one_shot",
-        "a block arrives after all its threads have begun",
-        (
-            Edit(
-                FUSED_ONE_SHOT,
-                "norm.set_begun(op.begin(state));",
-                "norm.set_begun(op.begin(state));\n  if (WITHOUT && thread_index() == 0) op.arrive();",
-            ),
-            Edit(
-                FUSED_ONE_SHOT,
-                "if (is_first && thread_index() == 0) op.arrive",
-                "if (!WITHOUT && is_first && thread_index() == 0) op.arrive",
-            ),
-        ),
-        "fused_one_shot",
-    ),
-    Control(
-        "arrive_last_fused_two_shot",
-        "a block arrives after all its threads have begun",
-        (
-            Edit(
-                FUSED_TWO_SHOT,
-                "norm.set_begun(op.begin(state));",
-                "norm.set_begun(op.begin(state));\n  if (WITHOUT && thread_index() == 0) op.arrive();",
-            ),
-            Edit(
-                FUSED_TWO_SHOT,
-                "if (is_first && thread_index() == 0) op.arrive",
-                "if (!WITHOUT && is_first && thread_index() == 0) op.arrive",
-            ),
-        ),
-        "fused_two_shot",
-    ),
-    Control(
-        "fused_re_arm",
-        "R2 in fused one-shot",
-        (Edit(FUSED_ONE_SHOT, "re_arm_line(received);", "if (!WITHOUT) re_arm_line(received);"),),
-        "fused_one_shot",
-    ),
-    Control(
-        "fused_re_arm_scattered",
-        "R2 in fused two-shot's first phase",
-        (
-            Edit(
-                FUSED_TWO_SHOT,
-                "if (!is_own) re_arm_line(incoming + index);",
-                "if (!WITHOUT && !is_own) re_arm_line(incoming + index);",
-            ),
-        ),
-        "fused_two_shot",
-    ),
-    Control(
-        "fused_re_arm_gathered",
-        "R2 in fused two-shot's second phase",
-        (
-            Edit(
-                FUSED_TWO_SHOT,
-                "if (receives) re_arm_line(incoming + index);",
-                "if (!WITHOUT && receives) re_arm_line(incoming + index);",
-            ),
-        ),
-        "fused_two_shot",
-    ),
-    Control(
-        "fused_dependency_wait_two_shot",
-        "a fused grid waits for the grids before it",
-        (Edit(FUSED_TWO_SHOT, "grid_dependency_wait_after(", "if (!WITHOUT) grid_dependency_wait_after("),),
-        "fused_two_shot",
-    ),
-    Control(
-        "fused_segment_complete",
-        "fused two-shot sums after all threads of the block have their lines",
-        (Edit(FUSED_TWO_SHOT, "block_sync();\n    if (op.in", "if (!WITHOUT) block_sync();\n    if (op.in"),),
-        "fused_two_shot",
-    ),
-    Control(
-        "fused_cluster_meets_two_shot",
-        "the same in fused two-shot",
-        (Edit(FUSED_TWO_SHOT, "norm.meet();", "if (!WITHOUT) norm.meet();"),),
-        "fused_two_shot",
-        budget=20_000,
-        failure=HANGS,
-    ),
-    Control(
-        "fused_two_sets",
-        "rows take turns with two sets of partial sums",
-        (
-            Edit(RMS_NORM, "return rows_ % 2;", "return WITHOUT ? 0 : rows_ % 2;"),
-            Edit(RMS_NORM, "rows_ / 2 % 2", "(WITHOUT ? rows_ : rows_ / 2) % 2"),
-        ),
-        "fused_one_shot",
-        failure=WRONG_RESULT,
-    ),
-    Control(
-        "fused_expects_again",
-        "a set of partial sums counts deliveries of the row after next too",
-        (
-            Edit(
-                RMS_NORM,
-                "if (!Once && thread_index() == 0) expect(set);",
-                "if (!WITHOUT && !Once && thread_index() == 0) expect(set);",
-            ),
-        ),
-        "fused_one_shot",
-        failure=HANGS,
-    ),
-    Control(
-        "fused_nobody_leaves_alone",
-        "a block stays as long as others of its cluster deliver to it",
-        (Edit(FUSED_ONE_SHOT, "if (norms || warp == 0) {", "if (norms || (!WITHOUT && warp == 0)) {"),),
-        "fused_one_shot",
-        budget=20_000,
-        failure=LEFT_ALONE,
-    ),
-    Control(
-        "fused_nobody_leaves_alone_two_shot",
-        "the same in fused two-shot",
-        (
-            Edit(
-                FUSED_TWO_SHOT,
-                "if (norms || thread_index() < kWarpThreads) {",
-                "if (norms || (!WITHOUT && thread_index() < kWarpThreads)) {",
-            ),
-        ),
-        "fused_two_shot",
-        budget=20_000,
-        failure=LEFT_ALONE,
-    ),
-    Control(
-        "four_chunks_of_a_warp",
-        "a warp delivers four chunks at once only where it holds four in a row",
-        (Edit(RMS_NORM, "if (fills_warps_ &&", "if ((WITHOUT || fills_warps_) &&"),),
-        "fused_two_shot",
-        failure=f"{WRONG_RESULT}|{HANGS}|{LEFT_ALONE}",  # too much or too little is counted
-    ),
-    Control(
-        "fused_sends_nothing_in_vain_one_shot",
-        "a thread whose operation is in vain sends nothing",
-        (
-            Edit(
-                FUSED_ONE_SHOT,
-                "if (!is_own && has_line(sending) && !op.in_vain())",
-                "if (!is_own && has_line(sending) && (WITHOUT || !op.in_vain()))",
-            ),
-        ),
-        "fused_one_shot",
-        options=("--mishaps",),
-        budget=20_000,
-        failure=UNTOLD,
-    ),
-    Control(
-        "fused_sends_nothing_in_vain_two_shot",
-        "a thread whose operation is in vain sends nothing",
-        (
-            Edit(
-                FUSED_TWO_SHOT,
-                "if (!is_own && has_line(scattering, self.peer) && !op.in_vain())",
-                "if (!is_own && has_line(scattering, self.peer) && (WITHOUT || !op.in_vain()))",
-            ),
-        ),
-        "fused_two_shot",
-        options=("--mishaps",),
-        budget=20_000,
-        failure=UNTOLD,
-    ),
-    Control(
-        "notes_end_waits",
-        "a rank that finds a note in the middle of a wait gives up too",
-        (Edit(WAIT, "bounds.suspicions.find(suspect) ||", "(!WITHOUT && bounds.suspicions.find(suspect)) ||"),),
-        options=("--mishaps",),
-        budget=20_000,
-        failure=f"{TOO_LATE}|{BLAME}",
-    ),
-    Control(
-        "silent_rank",
-        "where notes lead nowhere, the rank without one is blamed",
-        (Edit(SUSPICION, "return silent != world_size_ ?", "return !WITHOUT && silent != world_size_ ?"),),
-        options=("--mishaps",),
-        budget=20_000,
-        failure=BLAME,
-    ),
-    Control(
-        "notes_that_name_this_rank",
-        "a rank is not led to blame itself by notes that name it",
-        (Edit(SUSPICION, "if (named != rank_) suspect = named;", "if (WITHOUT || named != rank_) suspect = named;"),),
-        options=("--mishaps",),
-        budget=20_000,
-        failure=BLAME,
-    ),
-    Control(
+    Protection(
         "release_before_signal",
         "a signal is a release",
         (
@@ -616,17 +447,17 @@ CONTROLS = (
                 "void signal() const { if (WITHOUT) return relaxed_signal(); store_release(",
             ),
         ),
-        "put",
         failure=WRONG_RESULT,
+        subjects=("put",),
     ),
-    Control(
+    Protection(
         "acquire_in_wait",
         "a wait is an acquire",
         (Edit(SEMAPHORE, "load_acquire(received)", "(WITHOUT ? load_relaxed(received) : load_acquire(received))"),),
-        "put",
         failure=WRONG_RESULT,
+        subjects=("put",),
     ),
-    Control(
+    Protection(
         "block_before_signal",
         "the block meets before one thread signals for it",
         (
@@ -636,10 +467,10 @@ CONTROLS = (
                 "    if (!WITHOUT) block_sync();\n    if (thread_index() == 0) {\n      channel",
             ),
         ),
-        "put",
         failure=WRONG_RESULT,
+        subjects=("put",),
     ),
-    Control(
+    Protection(
         "buffer_free",
         "a buffer is written again after the peer has read it",
         (
@@ -649,10 +480,10 @@ CONTROLS = (
                 "if (!WITHOUT && !party.meet(agreed)) return;  // the",
             ),
         ),
-        "put",
         failure=WRONG_RESULT,
+        subjects=("put",),
     ),
-    Control(
+    Protection(
         "block_before_packets_signal",
         "the block meets before one thread signals that packets are read",
         (
@@ -662,40 +493,146 @@ CONTROLS = (
                 "if (!WITHOUT) block_sync();\n    if (thread_index() == 0) {\n      party",
             ),
         ),
-        "packets",
         failure=f"{WRONG_RESULT}|{NOBODY_IS_MISSING}",
+        subjects=("packets",),
     ),
-    Control(
+    Protection(
         "packets_free",
         "packets are written again after the peer has read them",
         (Edit(MESSAGES, "*agreed = party.channel", "*agreed = WITHOUT || party.channel"),),
-        "packets",
         failure=f"{WRONG_RESULT}|{NOBODY_IS_MISSING}",
+        subjects=("packets",),
     ),
 )
 
 
-def edited(text: str, edit: Edit, switch: str) -> str:
-    """``text`` after the edit. However the lines of the old text are broken: the sources are formatted by a tool."""
-    pattern = r"\s+".join(re.escape(word) for word in edit.old.split())
-    if len(re.findall(pattern, text)) != 1:
-        raise ValueError(f"{edit.file} does not hold {edit.old!r} once")
-    return re.sub(pattern, lambda _: edit.new.replace("WITHOUT", switch), text)
+# ---- The algorithms ------------------------------------------------------------------------------------------------
+
+
+@cache
+def source(file: str) -> str:
+    return (driver.REPOSITORY / file).read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    subject: str  # as the driver names it: operation/algorithm
+    file: str
+    included: tuple[str, ...]  # files, itself first, the nearest first
+
+
+def included_by(file: str) -> tuple[str, ...]:
+    found = [file]
+    for name in found:  # grows
+        for header in re.findall(r'^#include "(.+)"', source(name), flags=re.MULTILINE):
+            paths = [f"{directory}/{header}" for directory in (*INCLUDES, str(Path(name).parent))]
+            found += [p for p in paths if p not in found and (driver.REPOSITORY / p).is_file()]
+    return tuple(found)
+
+
+def read_registry() -> tuple[Algorithm, ...]:
+    found = []
+    for registry in REGISTRIES:
+        for header, descriptor in re.findall(
+            r"^LLM_COMM_ALGORITHM\((\S+), *(\w+)\)", source(registry), flags=re.MULTILINE
+        ):
+            paths = [f"{directory}/{header}" for directory in (str(Path(registry).parent), *INCLUDES)]
+            files = included_by(next(p for p in paths if (driver.REPOSITORY / p).is_file()))
+            own = source(files[0])
+            names = re.findall(
+                r'AlgorithmInfo kInfo\{\s*(?:\.name = )?"(\w+)"', own[own.index(f"struct {descriptor}") :]
+            )
+            operations = [re.search(r'OperationInfo kInfo\{\s*(?:\.name = )?"(\w+)"', source(file)) for file in files]
+            operation = next(match[1] for match in operations if match is not None)
+            found.append(Algorithm(f"{operation}/{names[0]}", files[0], files))
+    return tuple(found)
+
+
+ALGORITHMS = read_registry()
+
+
+# ---- The controls ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Control:
+    """A protection that is taken out at one place, and the algorithm whose schedules have to notice."""
+
+    protection: Protection
+    subject: str
+    number: int  # of the switch that takes it out; 0: nothing is taken out
+    place: int = 1  # of several in the algorithm's file
+
+    @property
+    def name(self) -> str:
+        return f"{self.protection.name}{'' if self.place == 1 else f'.{self.place}'}:{self.subject}"
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Where a primitive is edited, it must be this algorithm that shows it, not the calls beside it."""
+        alone = ("--alone",) if isinstance(self.protection.edits, tuple) else ()
+        return (*self.protection.options, *alone, *(("--algorithm", self.subject) if self.subject else ()))
+
+
+@dataclass(frozen=True)
+class Change:
+    """A place of a source, and what stands there in the copy."""
+
+    file: str
+    start: int
+    end: int
+    text: str
+
+
+def uses(algorithm: Algorithm, edits: Iterable[Edit]) -> bool:
+    return all(edit.file in algorithm.included or edit.file == AROUND_ALL for edit in edits)
+
+
+def find_controls() -> tuple[tuple[Control, ...], tuple[Change, ...]]:
+    controls: list[Control] = []
+    changes: list[Change] = []
+    number = 0
+
+    def take_out(file: str, edit: Edit | Everywhere, place: re.Match[str]) -> None:
+        text = edit.replacement(place).replace("WITHOUT", f"(::control_that_is_on == {number})")
+        changes.append(Change(file, place.start(), place.end(), text))
+
+    for protection in PROTECTIONS:
+        exempt = "|".join(protection.exempt) or "(?!)"
+        algorithms = [algorithm for algorithm in ALGORITHMS if not re.fullmatch(exempt, algorithm.subject)]
+        before = len(controls)
+        if isinstance(protection.edits, Everywhere):
+            for algorithm in algorithms:
+                for index, place in enumerate(protection.edits.places(source(algorithm.file)), start=1):
+                    number += 1
+                    take_out(algorithm.file, protection.edits, place)
+                    controls.append(Control(protection, algorithm.subject, number, index))
+        else:
+            number += 1
+            for edit in protection.edits:
+                take_out(edit.file, edit, edit.places(source(edit.file))[0])
+            users = [algorithm.subject for algorithm in algorithms if uses(algorithm, protection.edits)]
+            controls += [Control(protection, subject, number) for subject in protection.subjects or users]
+        if len(controls) == before:
+            raise ValueError(f"{protection.name}: no algorithm holds what is to be taken out")
+    return tuple(controls), tuple(changes)
+
+
+CONTROLS, CHANGES = find_controls()
 
 
 def edited_sources() -> dict[str, bytes]:
     """The sources, by path, in which the environment variable of ``SWITCH`` takes out one protection."""
-    found = [
-        p for tree in ("csrc", "tests/deterministic") for p in (driver.REPOSITORY / tree).rglob("*") if p.is_file()
-    ]
+    found = [path for tree in TREES for path in (driver.REPOSITORY / tree).rglob("*") if path.is_file()]
     texts = {str(p.relative_to(driver.REPOSITORY)): p.read_bytes() for p in found if "__pycache__" not in p.parts}
-    for number, control in enumerate(CONTROLS, start=1):
-        for edit in control.edits:
-            try:
-                new = edited(texts[edit.file].decode(), edit, f"(::control_that_is_on == {number})")
-            except ValueError as error:
-                raise ValueError(f"control {control.name}: {error}") from None
-            texts[edit.file] = new.encode()
+    for file in {change.file for change in CHANGES}:
+        text, end = "", 0
+        for change in sorted((c for c in CHANGES if c.file == file), key=lambda c: (c.start, c.end)):
+            if change.start < end:
+                raise ValueError(f"{file}: two controls edit {source(file)[change.start : end]!r}")
+            text += source(file)[end : change.start] + change.text
+            end = change.end
+        texts[file] = (text + source(file)[end:]).encode()
     variable = f'#include <cstdlib>\ninline const int control_that_is_on = std::atoi(std::getenv("{SWITCH}"));\n'
     texts[TYPES] += variable.encode()
     return texts
@@ -729,61 +666,106 @@ class Outcome:
 
 
 def run(control: Control, program: Path, first_seed: int = 1) -> Outcome:
-    command = [str(program), "--seed", str(first_seed), "--cases", str(control.budget), *control.options]
-    if control.algorithm:
-        command += ["--algorithm", control.algorithm]
-    number = next((i for i, known in enumerate(CONTROLS, start=1) if known.name == control.name), 0)
-    environment = {**os.environ, SWITCH: str(number)}
+    budget, expected = control.protection.budget, control.protection.failure
+    command = [str(program), "--seed", str(first_seed), "--cases", str(budget), *control.options]
+    environment = {**os.environ, SWITCH: str(control.number)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
     found = re.search(r"^FAILED: seed \d+ \(schedule (\d+) of this run\): (.*)$", done.stdout, flags=re.MULTILINE)
     if done.returncode != (0 if found is None else 1):
         raise RuntimeError(f"{control.name}: the program ended with {done.returncode}: {done.stdout}{done.stderr}")
     if found is None:
-        return Outcome(control.budget, "")
-    if not re.search(control.failure, found[2]):
-        raise RuntimeError(f"{control.name}: not what this leads to ({control.failure}): {found[0]}")
+        return Outcome(budget, "")
+    if not re.search(expected, found[2]):
+        raise RuntimeError(f"{control.name}: not what this leads to ({expected}): {found[0]}")
     return Outcome(int(found[1]), found[2])
 
 
 def measure(control: Control, program: Path, runs: int) -> dict[str, object]:
     """Schedules until the failure, in runs with seeds that are far apart."""
-    outcomes = [run(control, program, 1 + 1_000_000 * i) for i in range(runs)]
+    start = time.monotonic()
+    outcomes = []
+    for i in range(runs):
+        try:
+            outcomes.append(run(control, program, 1 + 1_000_000 * i))
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            print(error, file=sys.stderr, flush=True)
+            outcomes.append(Outcome(control.protection.budget, ""))
     counts = sorted(outcome.schedules for outcome in outcomes)
     return {
         "name": control.name,
-        "protection": control.protection,
-        "algorithm": control.algorithm or "all",
-        "budget": control.budget,
         "schedules_median": counts[len(counts) // 2],
         "schedules_most": counts[-1],
+        "budget": control.protection.budget,
         "noticed": sum(bool(outcome.failure) for outcome in outcomes),
         "runs": runs,
+        "seconds": round((time.monotonic() - start) / runs, 2),
         "first_failure": outcomes[0].failure,
     }
 
 
-def table(results: Sequence[dict[str, object]]) -> str:
-    """The rows of docs/reliability.md."""
-    head = "| control | what is taken out | schedules about | median | most | budget |\n|---|---|---|---|---|---|\n"
-    columns = ("name", "protection", "algorithm", "schedules_median", "schedules_most", "budget")
-    return head + "".join("| " + " | ".join(str(row[column]) for column in columns) + " |\n" for row in results)
+def table(results: Sequence[Mapping[str, object]]) -> str:
+    """The rows of docs/reliability.md: a protection, and for each algorithm the median and the most of its runs."""
+    columns = [algorithm.subject for algorithm in ALGORITHMS]
+    heads = ["control", "what is taken out", *columns, "message passing", "budget"]
+    rows = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    measured = {str(result["name"]): result for result in results}
+    for protection in PROTECTIONS:
+        cells: dict[str, list[str]] = {}
+        for control in CONTROLS:
+            if control.protection is not protection:
+                continue
+            result = measured[control.name]
+            column = control.subject if control.subject in columns else "message passing"
+            figures = f"{result['schedules_median']} ({result['schedules_most']})"
+            cells.setdefault(column, []).append(
+                figures if column == control.subject else f"{control.subject} {figures}"
+            )
+        row = [protection.name, protection.text, *("; ".join(cells.get(c, [])) for c in heads[2:-1])]
+        rows.append("| " + " | ".join([*row, str(protection.budget)]) + " |")
+    return "".join(row + "\n" for row in rows)
+
+
+def documented_results() -> list[dict[str, object]]:
+    """The newest in docs/results."""
+    files = sorted((driver.REPOSITORY / "docs" / "results").glob("*_negative_controls.json"))
+    return json.loads(files[-1].read_text(encoding="utf-8"))["controls"]
+
+
+#: For a run of a control in every run of the tests.
+SLOW_S = 5.0
+
+
+def fast_controls() -> list[Control]:
+    """All but pairs of a primitive and an algorithm that took long when they were measured."""
+    slow = {r["name"] for r in documented_results() if r["seconds"] > SLOW_S}  # type: ignore[operator]
+    return [c for c in CONTROLS if isinstance(c.protection.edits, Everywhere) or c.name not in slow]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="print the controls and what each takes out, and run none")
+    parser.add_argument("--table", action="store_true", help="print the table of docs/reliability.md, and run none")
     parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--runs", type=int, default=9, help="runs of each control, with different seeds")
-    parser.add_argument("-k", default="", help="only controls whose names contain this")
+    parser.add_argument("-k", default="", help="only controls whose names contain this: a protection, an algorithm")
     arguments = parser.parse_args()
     controls = [control for control in CONTROLS if arguments.k in control.name]
+    if arguments.list:
+        for control in controls:
+            print(f"{control.name:60} {control.protection.text}")
+        return 0
+    if arguments.table:
+        print(table(documented_results()), end="")
+        return 0
     program = build()
     results = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for result in pool.map(lambda control: measure(control, program, arguments.runs), controls):
             results.append(result)
             print(
-                f"{result['name']:30} {result['noticed']}/{result['runs']} noticed, median"
-                f" {result['schedules_median']}, most {result['schedules_most']} schedules: {result['first_failure']}",
+                f"{result['name']:60} {result['noticed']}/{result['runs']} noticed, median"
+                f" {result['schedules_median']}, most {result['schedules_most']} schedules,"
+                f" {result['seconds']} s: {result['first_failure']}",
                 flush=True,
             )
     if arguments.json:

@@ -11,21 +11,24 @@ namespace {
 
 constexpr const char* kUsage =
     "usage: deterministic [--seed N] [--cases N] [--seconds T] [--algorithm NAME] [--replay SEED] [--trace FILE]\n"
-    "                     [--mishaps] [--unordered-grids]\n"
+    "                     [--alone] [--mishaps] [--unordered-grids] [--list]\n"
     "  --seed N          the first seed (1); schedule i has seed N + i\n"
     "  --cases N         how many schedules (1000)\n"
     "  --seconds T       as many schedules as fit into T seconds, instead of --cases\n"
-    "  --algorithm NAME  only schedules about one of: %s\n"
-    "  --replay SEED     one schedule, with a description; give the same --algorithm as in the run that failed\n"
+    "  --algorithm NAME  only schedules about one of those that --list prints\n"
+    "  --alone           no calls but those that a schedule is about\n"
+    "  --replay SEED     one schedule, with a description; give the same options as in the run that failed\n"
     "  --trace FILE      writes every access of the schedules; the same seed gives the same bytes\n"
     "  --mishaps         in every schedule a rank dies or comes too late, not in some\n"
-    "  --unordered-grids the end of a grid orders no stores beyond its own GPU (see weak_memory.h)\n";
+    "  --unordered-grids the end of a grid orders no stores beyond its own GPU (see weak_memory.h)\n"
+    "  --list            prints what schedules may be about\n";
 
 struct Arguments {
   uint64_t seed = 1;
   uint64_t cases = 1000;
   double seconds = 0;
   bool replay = false;
+  bool list = false;
   const char* trace = nullptr;
   drill::Options options;
 };
@@ -35,6 +38,14 @@ bool parse(int argc, char** argv, Arguments& arguments) {
     const std::string option = argv[i];
     if (option == "--unordered-grids") {
       arguments.options.grid_end_performs = false;
+      continue;
+    }
+    if (option == "--alone") {
+      arguments.options.alone = true;
+      continue;
+    }
+    if (option == "--list") {
+      arguments.list = true;
       continue;
     }
     if (option == "--mishaps") {
@@ -70,8 +81,9 @@ void print_failure(const Arguments& arguments, const char* program, uint64_t see
   std::printf("FAILED: seed %llu (schedule %llu of this run): %s\n  %s\n", number,
               static_cast<unsigned long long>(schedules), result.failure.c_str(), result.description.c_str());
   const std::string& algorithm = arguments.options.algorithm;
-  std::printf("  replay: %s --replay %llu%s%s%s%s\n", program, number, algorithm.empty() ? "" : " --algorithm ",
-              algorithm.c_str(), arguments.options.grid_end_performs ? "" : " --unordered-grids",
+  std::printf("  replay: %s --replay %llu%s%s%s%s%s\n", program, number, algorithm.empty() ? "" : " --algorithm ",
+              algorithm.c_str(), arguments.options.alone ? " --alone" : "",
+              arguments.options.grid_end_performs ? "" : " --unordered-grids",
               arguments.options.mishaps ? " --mishaps" : "");
 }
 
@@ -80,8 +92,12 @@ void print_failure(const Arguments& arguments, const char* program, uint64_t see
 int main(int argc, char** argv) try {
   Arguments arguments;
   if (!parse(argc, argv, arguments)) {
-    std::fprintf(stderr, kUsage, drill::subject_names());
+    std::fputs(kUsage, stderr);
     return 2;
+  }
+  if (arguments.list) {
+    for (const std::string& name : drill::subject_names()) std::printf("%s\n", name.c_str());
+    return 0;
   }
   using Clock = std::chrono::steady_clock;
   const auto start = Clock::now();

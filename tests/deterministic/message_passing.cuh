@@ -2,8 +2,8 @@
 #pragma once
 
 #include "channel_memory.cuh"
-#include "llm_comm/device_comm.cuh"
 #include "llm_comm/memory_channel.cuh"
+#include "llm_comm/operation.cuh"
 
 namespace drill {
 

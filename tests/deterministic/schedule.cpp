@@ -20,38 +20,6 @@ constexpr uint32_t kWorlds = kMaxWorldSize - 1;  // 2 to 8
 
 // ---- What the schedule is about ------------------------------------------------------------------------------------
 
-struct NamedSubject {
-  const char* name;
-  Subject subject;
-};
-
-constexpr Subject all_reduce(AllReduceAlgorithm algorithm, DataType type) {
-  return {Subject::Kind::kAllReduce, static_cast<uint32_t>(algorithm), type};
-}
-constexpr Subject fused(AllReduceAlgorithm algorithm, DataType type) {
-  return {Subject::Kind::kFused, static_cast<uint32_t>(algorithm), type};
-}
-constexpr Subject messages(Form form) {
-  return {Subject::Kind::kMessages, static_cast<uint32_t>(form), DataType::kBFloat16};
-}
-
-constexpr NamedSubject kSubjects[] = {
-    {"one_shot", all_reduce(AllReduceAlgorithm::kOneShot, DataType::kBFloat16)},
-    {"one_shot", all_reduce(AllReduceAlgorithm::kOneShot, DataType::kFloat16)},
-    {"one_shot", all_reduce(AllReduceAlgorithm::kOneShot, DataType::kFloat32)},
-    {"two_shot", all_reduce(AllReduceAlgorithm::kTwoShot, DataType::kBFloat16)},
-    {"two_shot", all_reduce(AllReduceAlgorithm::kTwoShot, DataType::kFloat16)},
-    {"two_shot", all_reduce(AllReduceAlgorithm::kTwoShot, DataType::kFloat32)},
-    {"fused_one_shot", fused(AllReduceAlgorithm::kOneShot, DataType::kBFloat16)},
-    {"fused_one_shot", fused(AllReduceAlgorithm::kOneShot, DataType::kFloat16)},
-    {"fused_two_shot", fused(AllReduceAlgorithm::kTwoShot, DataType::kBFloat16)},
-    {"fused_two_shot", fused(AllReduceAlgorithm::kTwoShot, DataType::kFloat16)},
-    {"put", messages(Form::kPut)},
-    {"get", messages(Form::kGet)},
-    {"packets", messages(Form::kPackets)},
-    {"broadcast", {Subject::Kind::kBroadcast, 0, DataType::kBFloat16}},
-};
-
 // Neighbouring seeds go through all subjects and worlds in turn.
 struct Case {
   Subject subject;
@@ -59,14 +27,16 @@ struct Case {
 };
 
 Case choose_case(uint64_t seed, const std::string& algorithm) {
-  std::vector<Subject> subjects;
-  for (const NamedSubject& named : kSubjects) {
-    if (algorithm.empty() || algorithm == named.name) subjects.push_back(named.subject);
+  std::vector<Subject> wanted;
+  for (const NamedSubject& named : subjects()) {
+    if (algorithm.empty() || algorithm == named.name) wanted.push_back(named.subject);
   }
-  if (subjects.empty()) {
-    throw std::invalid_argument("there is no algorithm '" + algorithm + "'; there are " + subject_names());
+  if (wanted.empty()) {
+    std::string names;
+    for (const std::string& name : subject_names()) names += (names.empty() ? "" : ", ") + name;
+    throw std::invalid_argument("there is no algorithm '" + algorithm + "'; there are " + names);
   }
-  return {subjects[seed / kWorlds % subjects.size()], static_cast<uint32_t>(2 + seed % kWorlds)};
+  return {wanted[seed / kWorlds % wanted.size()], static_cast<uint32_t>(2 + seed % kWorlds)};
 }
 
 // ---- How the schedule goes -----------------------------------------------------------------------------------------
@@ -176,7 +146,7 @@ void watch_for_exit(emulator::Machine& machine, World& world, uint32_t rank, uin
 // Ends the communicator of a rank on its device, beside the grid that is enqueued last, if that has triggered.
 void break_off(World& world, uint32_t rank) {
   const DeviceComm comm = world.device_comm(rank);
-  world.launch(rank, {1, 1, 0}, [comm] { give_up(bounds_of(comm)); });
+  world.launch(rank, {1, 1, 0}, [comm] { abort_communicator(bounds_of(comm)); });
 }
 
 // Where the numbers of operations start: at 0, or shortly before a counter's low half or the whole of it wraps.
@@ -297,8 +267,12 @@ const char* describe(Ending ending) {
 
 }  // namespace
 
-const char* subject_names() {
-  return "one_shot, two_shot, fused_one_shot, fused_two_shot, put, get, packets and broadcast";
+std::vector<std::string> subject_names() {
+  std::vector<std::string> names;
+  for (const NamedSubject& named : subjects()) {
+    if (names.empty() || names.back() != named.name) names.push_back(named.name);
+  }
+  return names;
 }
 
 namespace {
@@ -312,6 +286,7 @@ struct Run {
 
 struct Script {
   Case chosen;
+  bool alone;
   uint64_t first_operation;
   bool check_calls;
   uint64_t machine_seed;
@@ -333,7 +308,7 @@ struct Script {
     const uint32_t count = random.between(1, random.pick({2u, 4u, 6u}));
     for (uint32_t i = 0; i < count; ++i) {
       const Call* const before = i == 0 ? nullptr : run->calls.back().get();
-      run->calls.push_back(draw_call(chosen.subject, i, chosen.ranks, random, before));
+      run->calls.push_back(draw_call(chosen.subject, alone, i, chosen.ranks, random, before));
     }
     for (uint32_t rank = 0; rank < chosen.ranks; ++rank) {
       for (uint32_t i = 0; i < count; ++i) {
@@ -367,7 +342,7 @@ Result run_schedule(emulator::Machine& machine, uint64_t seed, const Options& op
   Temper temper = draw_temper(chosen.ranks, random, options);
   const uint64_t first_operation = draw_first_operation(random);
   const bool check_calls = random.chance(48);
-  const Script script{chosen, first_operation, check_calls, random.next(), Random(random.next())};
+  const Script script{chosen, options.alone, first_operation, check_calls, random.next(), Random(random.next())};
 
   Result result{};
   result.description = std::to_string(chosen.ranks) + " ranks";

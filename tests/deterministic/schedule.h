@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "emulator/deterministic/machine.h"
 
@@ -10,6 +11,8 @@ namespace drill {
 struct Options {
   // Only schedules about this: "" (all), or the name of a subject (subject_names()).
   std::string algorithm;
+  // No calls but those that a schedule is about.
+  bool alone = false;
   // See weak_memory.h.
   bool grid_end_performs = true;
   // In every schedule a rank dies or comes too late, not in some.
@@ -27,7 +30,8 @@ struct Result {
   MishapOutcome mishap;
 };
 
-const char* subject_names();
+// Algorithms as operation/algorithm, and forms of message passing.
+std::vector<std::string> subject_names();
 
 // Throws std::invalid_argument for an unknown algorithm.
 Result run_schedule(llm_comm::emulator::Machine& machine, uint64_t seed, const Options& options);

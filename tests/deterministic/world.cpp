@@ -13,10 +13,11 @@ class RankMemory {
  public:
   RankMemory(emulator::WeakMemory& memory, uint32_t rank) : memory_(&memory), rank_(rank) {}
 
-  host::WorkspaceHandle create(uint64_t bytes, bool) {
-    std::memset(local(), 0, kHeaderBytes);
-    std::memset(local() + kHeaderBytes, 0xFF, bytes - kHeaderBytes);
-    std::memset(local() + bytes, 0, memory_->bytes_of_rank() - bytes);
+  host::WorkspaceHandle create(const WorkspaceLayout& layout, bool) {
+    std::memset(local(), 0, memory_->bytes_of_rank());
+    for (const Region& region : layout.regions().region) {
+      std::memset(local() + region.offset, region.initial_byte, region.bytes);
+    }
     return {};
   }
   char* map(int peer, const host::WorkspaceHandle&) { return memory_->of_rank(static_cast<uint32_t>(peer)); }
@@ -43,13 +44,13 @@ class StreamLauncher {
     return kernel;
   }
   template <class Args>
-  void launch(Function<Args> kernel, const Args& args, const host::Grid& grid, uint64_t) {
+  void launch(Function<Args> kernel, const Args& args, const Grid& grid, uint64_t) {
     const emulator::LaunchConfig config{grid.blocks, grid.threads, grid.shared_bytes, grid.cluster_blocks};
     machine_->launch(rank_, config, [=] { kernel(args); }, true);
   }
   uint32_t max_cluster_blocks() const { return kMaxClusterBlocks; }
   template <class Args>
-  bool has_room_for_cluster(Function<Args>, const host::Grid&) const {
+  bool has_room_for_cluster(Function<Args>, const Grid&) const {
     return true;
   }
   void p2p_test(const DeviceComm& comm) {

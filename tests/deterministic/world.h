@@ -7,7 +7,7 @@
 #include "channel_memory.cuh"
 #include "emulator/deterministic/machine.h"
 #include "host/core.h"
-#include "kernels/all_reduce/kernels.cuh"
+#include "llm_comm/operation.cuh"
 
 namespace drill {
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,7 +84,16 @@ def test_a_seed_decides_every_access(programs: Path, seed: int, tmp_path: Path) 
 def test_unknown_algorithms_are_refused(programs: Path) -> None:
     done = driver.run(programs / driver.PROGRAM, "--algorithm", "three_shot")
     assert done.returncode == 2
-    assert "there is no algorithm 'three_shot'; there are one_shot, two_shot" in done.stderr
+    assert "there is no algorithm 'three_shot'; there are all_reduce/one_shot, all_reduce/two_shot" in done.stderr
+
+
+def test_subjects_are_the_algorithms_of_the_registry(programs: Path) -> None:
+    """As the program has them, and as the controls read them."""
+    listed = driver.run(programs / driver.PROGRAM, "--list").stdout.splitlines()
+    algorithms = [algorithm.subject for algorithm in controls.ALGORITHMS]
+    assert listed[: len(algorithms)] == algorithms
+    assert listed[len(algorithms) :] == ["put", "get", "packets"]
+    assert "broadcast/direct" in algorithms
 
 
 def test_a_process_that_crashes_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,22 +111,26 @@ def test_a_process_that_crashes_fails_the_run(tmp_path: Path, monkeypatch: pytes
 # ---- Negative controls ---------------------------------------------------------------------------------------------
 
 
+def control(name: str, number: int = 0, subject: str = "", **protection: Any) -> controls.Control:
+    return controls.Control(controls.Protection(name, "", (), **protection), subject, number)
+
+
 def test_the_copy_with_controls_is_right_as_long_as_none_is_on(with_controls: Path) -> None:
-    nothing_off = controls.Control("none", "", (), budget=500)
-    assert controls.run(nothing_off, with_controls).failure == ""
+    assert controls.run(control("none", budget=500), with_controls).failure == ""
 
 
 def test_a_control_that_fails_otherwise_than_expected_proves_nothing(with_controls: Path, tmp_path: Path) -> None:
     """Misused, crashed, or a failure that its missing protection does not explain."""
     with pytest.raises(RuntimeError, match=r"ended with 2: .*there is no algorithm 'three_shot'"):
-        controls.run(controls.Control("misused", "", (), "three_shot"), with_controls)
+        controls.run(control("misused", subject="three_shot"), with_controls)
     crashing = tmp_path / "crashing"
     crashing.write_text("#!/bin/sh\nkill -SEGV $$\n", encoding="utf-8")
     crashing.chmod(0o755)
     with pytest.raises(RuntimeError, match="ended with -11"):
-        controls.run(controls.Control("crashed", "", ()), crashing)
-    (first,) = [control for control in controls.CONTROLS if control.name == "sentinel_check"]
-    explained_otherwise = dataclasses.replace(first, failure=controls.HANGS)
+        controls.run(control("crashed"), crashing)
+    first = next(control for control in controls.CONTROLS if control.protection.name == "sentinel_check")
+    other_failure = dataclasses.replace(first.protection, failure=controls.HANGS)
+    explained_otherwise = dataclasses.replace(first, protection=other_failure)
     with pytest.raises(RuntimeError, match="not what this leads to"):
         controls.run(explained_otherwise, with_controls)
 
@@ -136,17 +149,32 @@ def test_a_copy_that_is_there_already_is_not_written_again(tmp_path: Path) -> No
     assert "control_that_is_on" in changed.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("control", controls.CONTROLS, ids=lambda control: control.name)
+def test_a_text_that_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a primitive, and of all algorithms."""
+    gone = controls.Edit(controls.WAIT, "text that is not there", "")
+    for edits, message in (((gone,), "does not hold"), (controls.Everywhere(("not there", "")), "no algorithm holds")):
+        monkeypatch.setattr(controls, "PROTECTIONS", (controls.Protection("gone", "", edits),))
+        with pytest.raises(ValueError, match=message):
+            controls.find_controls()
+
+
+def test_every_algorithm_has_controls_of_what_all_rely_on() -> None:
+    """Without a word about it in controls.py; the example of an algorithm of one's own too."""
+    for algorithm in controls.ALGORITHMS:
+        found = {control.protection.name for control in controls.CONTROLS if control.subject == algorithm.subject}
+        assert {"arrive_last", "dependency_wait", "re_arm", "second_slot", "sends_nothing_in_vain"} <= found
+
+
+@pytest.mark.parametrize("control", controls.fast_controls(), ids=lambda control: control.name)
 def test_a_missing_protection_is_noticed(control: controls.Control, with_controls: Path) -> None:
     outcome = controls.run(control, with_controls)
-    assert outcome.failure, f"{control.protection}: nobody noticed in {outcome.schedules} schedules that this is gone"
+    text = control.protection.text
+    assert outcome.failure, f"{text}: nobody noticed in {outcome.schedules} schedules that this is gone"
 
 
-def test_the_documented_controls_are_those_that_are_run() -> None:
-    results = sorted((driver.REPOSITORY / "docs" / "results").glob("*_negative_controls.json"))
-    assert results
-    documented = json.loads(results[-1].read_text(encoding="utf-8"))["controls"]
-    run = [(control.name, control.algorithm or "all", control.budget) for control in controls.CONTROLS]
-    assert [(entry["name"], entry["algorithm"], entry["budget"]) for entry in documented] == run
+def test_the_documented_controls_are_those_that_there_are() -> None:
+    documented = controls.documented_results()
+    run = [(control.name, control.protection.budget) for control in controls.CONTROLS]
+    assert [(entry["name"], entry["budget"]) for entry in documented] == run
     assert all(entry["noticed"] == entry["runs"] for entry in documented)
     assert controls.table(documented) in (driver.REPOSITORY / "docs" / "reliability.md").read_text(encoding="utf-8")

@@ -26,10 +26,9 @@ from fused_reference import (
 )
 from harness import RankPool, make_communicator
 from reference import ALGORITHMS, WORLDS, assert_bitwise_equal, assert_is_sum, contributions
-from tables import write_fused_table
+from tables import fused_row, write_fused_table
 
 from llm_comm import Communicator, UnsupportedInputError
-from llm_comm.planning.selection import FusedRow
 
 every_dtype = pytest.mark.parametrize("dtype", FUSED_DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -69,7 +68,7 @@ def test_sum_residual_and_norm(ranks: RankPool, world: int, dtype: torch.dtype) 
 #: Every way to run rows that differs in code path: one cluster and several, clusters of one block and of many, blocks
 #: that take a row in one tile and in several, tiles sent ahead or not.
 VARIANTS = tuple(
-    FusedRow(1, algorithm, blocks, threads, cluster, depth)
+    fused_row(1, algorithm, blocks, threads, cluster, depth)
     for algorithm in ALGORITHMS
     for blocks, threads, cluster, depths in (
         (1, 64, 1, (0, 3)),
@@ -86,7 +85,7 @@ VARIANTS = tuple(
 def variants(comm: Communicator) -> Iterator[str]:
     """Makes the communicator run one variant after the other; yields their plans for rows of 1024."""
     for row in VARIANTS:
-        comm.use_table(comm.table._replace(fused=(row,)))
+        comm.use_table(comm.table.with_rows(row))
         yield str(comm.plan_fused(torch.empty(5, 1024, dtype=torch.bfloat16), torch.empty(1024, dtype=torch.bfloat16)))
 
 

@@ -20,12 +20,11 @@ import torch
 import torch.distributed as dist
 from harness import RankPool, make_communicator, nothing_leaked, store
 from reference import assert_is_sum, contributions
-from tables import write_table
+from tables import plain_row, write_table
 
 import llm_comm
 from llm_comm import RendezvousError, _core
 from llm_comm.errors import MissingRankError
-from llm_comm.planning.selection import TuningRow
 from llm_comm.runtime import rendezvous as rendezvous_module
 
 TIMEOUT_S = 2.0
@@ -117,7 +116,7 @@ def test_different_tuning_tables(ranks: RankPool, tmp_path: Path) -> None:
     paths = []
     for directory, algorithm in (("a", "one_shot"), ("b", "two_shot")):
         (tmp_path / directory).mkdir()
-        rows = [TuningRow(1024, algorithm, 1, 4, 0)]
+        rows = [plain_row(1024, algorithm, 1, 4, 0)]
         paths.append(str(write_table(tmp_path / directory / "table.yaml", rows)))
     options = [{"table": path, "timeout_s": TIMEOUT_S} for path in paths]
     text = same_on_all(ranks.run(WORLD, come_with, *options))

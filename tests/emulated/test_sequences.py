@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from harness import RankPool, make_communicator
 from reference import ALGORITHMS, DTYPES, assert_bitwise_equal, assert_is_sum, contributions, rank_order_sum
-from tables import STEP_BYTES, VARIANTS, table_of_all_variants
+from tables import STEP_BYTES, VARIANTS, plain_row, table_of_all_variants
 
 from llm_comm import Communicator
-from llm_comm.planning.selection import TuningRow
 
 
 def reduce_once(comm: Communicator, count: int, dtype: torch.dtype, seed: int) -> None:
@@ -42,8 +41,8 @@ def check_depth_of_many_tiles() -> None:
     """More than a block has, as a number whose product with a grid of tiles does not fit into 32 bits."""
     with make_communicator() as comm:
         for algorithm in ALGORITHMS:
-            row = TuningRow(1 << 30, algorithm, blocks=2, tile_lines=4, depth=0x1FFFFFFF)
-            comm.use_table(comm.table._replace(rows=(row,)))
+            row = plain_row(1 << 30, algorithm, blocks=2, tile_lines=4, depth=0x1FFFFFFF)
+            comm.use_table(comm.table.with_rows(row))
             reduce_once(comm, 768, torch.float32, seed=1)
 
 

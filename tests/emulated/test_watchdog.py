@@ -72,8 +72,7 @@ def lose_a_launch(fused: bool, why: str) -> str:
                 fault = mock.patch("torch.empty_like", side_effect=out_of_memory)
             else:
                 comm.use_table(comm.table)  # nothing is prepared any more
-                method = "prepare_add_rms_norm" if fused else "prepare_all_reduce"
-                broken = mock.Mock(wraps=comm._handle._core, **{method: mock.Mock(side_effect=out_of_memory)})
+                broken = mock.Mock(wraps=comm._handle._core, prepare=mock.Mock(side_effect=out_of_memory))
                 fault = mock.patch.object(comm._handle, "_core", broken)
         texts = []
         for _ in range(2):  # the second time nothing is tried any more

@@ -19,14 +19,14 @@ from common import Session, parser, report, run, session
 
 from llm_comm import Communicator
 from llm_comm.bench import timing
-from llm_comm.planning.selection import TuningRow, TuningTable
+from llm_comm.planning.tables import ALL_REDUCE, Row, TuningTable, by_operation
 
 CALLS = 20
 LATE_MS = (0, 1, 3, 10)
 LATE_SIZES = (1 << 10, 64 << 10, 128 << 10, 512 << 10, 1 << 20)
 #: Bytes, and the table's row for the replays: up to 1024 blocks of one or two warps.
 GRIDS = tuple(
-    (size, TuningRow(1 << 40, algorithm, 1056, tile_lines, 0))
+    (size, Row(1 << 40, ALL_REDUCE, algorithm, "LL", blocks=1056, tile_lines=tile_lines))
     for size, algorithm, tile_lines in (
         (64 << 10, "one_shot", 8),
         (96 << 10, "one_shot", 8),
@@ -94,11 +94,11 @@ def main() -> int:
                     late.append({"bytes": size, "late_ms": late_ms, **_summary(times)})
                     ranks.watchdog.progress(f"{size} bytes, {late_ms} ms late")
             for size, row in GRIDS:
-                communicator.use_table(TuningTable("late_rank", (row,), 1 << 40))
+                communicator.use_table(TuningTable("late_rank", by_operation([row]), 1 << 40))
                 times = replays(communicator, ranks, size, arguments.reps)
                 # A slow replay is slow on all ranks, give or take one.
                 slowest = ranks.gather(torch.tensor(times)).max(dim=0).values.tolist()
-                replayed.append({"bytes": size, **row._asdict(), **_summary(slowest)})
+                replayed.append({"bytes": size, **row.entry(), **_summary(slowest)})
                 ranks.watchdog.progress(f"{size} bytes, {row}")
             ranks.barrier()
         slow = sum(int(case["slow"]) for case in replayed)

@@ -21,9 +21,10 @@ from common import Ranks, Recording, Session, parser, report, run, session, want
 from values import DTYPES, Inputs, Values, expect_sum
 
 from llm_comm import Communicator, Config
-from llm_comm.planning.selection import ALGORITHMS, FusedRow, TuningRow, TuningTable
+from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, by_operation
 
 MIB = 1 << 20
+ALGORITHMS = ("one_shot", "two_shot")
 COUNTS = (1, 7, 513, 4096, 10018)
 #: (blocks, tile lines, depth): a block for every tile, and blocks of many tiles.
 GRIDS = ((4096, 16, 0), (2, 8, 1))
@@ -42,7 +43,10 @@ def check_kernels(ranks: Session, communicator: Communicator) -> int:
     inputs = Inputs(ranks.device, ranks.world)
     calls = 0
     for algorithm, grid, dtype in itertools.product(ALGORITHMS, GRIDS, DTYPES):
-        communicator.use_table(TuningTable("memcheck", (TuningRow(64 * MIB, algorithm, *grid),), 64 * MIB))
+        blocks, tile_lines, depth = grid
+        tunables = {"blocks": blocks, "tile_lines": tile_lines, "depth": depth}
+        row = Row(64 * MIB, ALL_REDUCE, algorithm, "LL", **tunables)
+        communicator.use_table(TuningTable("memcheck", by_operation([row]), 64 * MIB))
         for count, offset in itertools.product(COUNTS, (0, 1)):
             rows = inputs.rows(PLAIN, count, dtype, seed=count)
             x = torch.empty(count + offset, dtype=dtype, device=ranks.device)[offset:].copy_(rows[ranks.rank])
@@ -60,11 +64,12 @@ def check_fused_kernels(ranks: Session, communicator: Communicator) -> int:
     """The same of the kernels that norm too. Checks the new residual, which is the sum; the norm is not looked at."""
     inputs = Inputs(ranks.device, ranks.world)
     calls = 0
-    plain = (TuningRow(64 * MIB, "one_shot", *GRIDS[0]),)
     scale = torch.ones(1, device=ranks.device)
     for algorithm, grid, dtype in itertools.product(ALGORITHMS, FUSED_GRIDS, (torch.bfloat16, torch.float16)):
-        fused = (FusedRow(64 * MIB, algorithm, *grid),)
-        communicator.use_table(TuningTable("memcheck", plain, 64 * MIB, fused))
+        blocks, threads, cluster, depth = grid
+        tunables = {"blocks": blocks, "threads": threads, "cluster": cluster, "depth": depth}
+        row = Row(64 * MIB, FUSED, algorithm, "LL", **tunables)
+        communicator.use_table(TuningTable("memcheck", by_operation([row]), 64 * MIB))
         for (rows, hidden), quantize in itertools.product(SHAPES, (None, "static", "dynamic")):
             values = inputs.rows(PLAIN, rows * hidden, dtype, seed=hidden)
             x = values[ranks.rank].reshape(rows, hidden).contiguous()

@@ -40,18 +40,22 @@ ODD_TABLE = """
 device: any
 world_size: 0
 max_message_bytes: 1073741824
-all_reduce:
-  - {up_to: 2048, algorithm: one_shot, blocks: 1, tile_lines: 1, depth: 2}
-  - {up_to: 6000, algorithm: two_shot, blocks: 2, tile_lines: 2, depth: 0}
-  - {up_to: 30000, algorithm: one_shot, blocks: 3, tile_lines: 8, depth: 1}
-  - {up_to: 200000, algorithm: two_shot, blocks: 7, tile_lines: 16, depth: 3}
-  - {up_to: 1073741824, algorithm: two_shot, blocks: 40, tile_lines: 64, depth: 1}
-fused:
-  - {up_to: 2048, algorithm: two_shot, blocks: 2, threads: 64, cluster: 2, depth: 1}
-  - {up_to: 20000, algorithm: one_shot, blocks: 3, threads: 128, cluster: 1, depth: 2}
-  - {up_to: 70000, algorithm: one_shot, blocks: 16, threads: 512, cluster: 4, depth: 1}
-  - {up_to: 300000, algorithm: two_shot, blocks: 24, threads: 64, cluster: 8, depth: 3}
-  - {up_to: 1073741824, algorithm: two_shot, blocks: 7, threads: 256, cluster: 1, depth: 0}
+rows:
+  - {operation: all_reduce, up_to: 2048, algorithm: one_shot, protocol: LL, blocks: 1, tile_lines: 1, depth: 2}
+  - {operation: all_reduce, up_to: 6000, algorithm: two_shot, protocol: LL, blocks: 2, tile_lines: 2, depth: 0}
+  - {operation: all_reduce, up_to: 30000, algorithm: one_shot, protocol: LL, blocks: 3, tile_lines: 8, depth: 1}
+  - {operation: all_reduce, up_to: 200000, algorithm: two_shot, protocol: LL, blocks: 7, tile_lines: 16, depth: 3}
+  - {operation: all_reduce, up_to: 1073741824, algorithm: two_shot, protocol: LL, blocks: 40, tile_lines: 64, depth: 1}
+  - {operation: all_reduce_add_rms_norm, up_to: 2048, algorithm: two_shot, protocol: LL,
+     blocks: 2, threads: 64, cluster: 2, depth: 1}
+  - {operation: all_reduce_add_rms_norm, up_to: 20000, algorithm: one_shot, protocol: LL,
+     blocks: 3, threads: 128, cluster: 1, depth: 2}
+  - {operation: all_reduce_add_rms_norm, up_to: 70000, algorithm: one_shot, protocol: LL,
+     blocks: 16, threads: 512, cluster: 4, depth: 1}
+  - {operation: all_reduce_add_rms_norm, up_to: 300000, algorithm: two_shot, protocol: LL,
+     blocks: 24, threads: 64, cluster: 8, depth: 3}
+  - {operation: all_reduce_add_rms_norm, up_to: 1073741824, algorithm: two_shot, protocol: LL,
+     blocks: 7, threads: 256, cluster: 1, depth: 0}
 """
 
 

@@ -13,14 +13,14 @@
 #include <vector>
 
 #include "host/core.h"
+#include "host/planner.h"
 
 namespace {
 
-using namespace llm_comm::host;  // NOLINT: a test of it
+using namespace llm_comm;        // NOLINT: a test of it
+using namespace llm_comm::host;  // NOLINT
 
 constexpr int kWorld = 3;
-constexpr uint32_t kFloat32 = 2;
-constexpr uint32_t kBFloat16 = 0;
 constexpr uint64_t kSlotBytes = 64 * 1024;
 // Of waits that nobody ends otherwise, and of one that is to expire.
 constexpr double kLongTimeout = 30.0;
@@ -54,15 +54,42 @@ std::unique_ptr<Core> connect(Meeting& meeting, int rank, double timeout_s) {
   return core;
 }
 
+// Algorithm `index` of an operation, modulo how many there are.
+uint32_t algorithm_of(const std::string& operation, uint64_t index) {
+  std::vector<uint32_t> found;
+  for (uint32_t number = 0; number < algorithms().size(); ++number) {
+    if (algorithms()[number].operation->name == operation) found.push_back(number);
+  }
+  return found[index % found.size()];
+}
+
+std::unique_ptr<PreparedCall> prepare_all_reduce(Core& core, uint64_t count, uint64_t algorithm, const Tiling& tiling) {
+  const Problem problem{count, 0, DataType::kFloat32, kWorld, {}};
+  return core.prepare(algorithm_of("all_reduce", algorithm), problem, tiling);
+}
+
+// Of one element, one-shot.
+std::unique_ptr<PreparedCall> prepare_one_element(Core& core) {
+  return prepare_all_reduce(core, 1, 0, {.blocks = 1, .tile_lines = 4, .cluster = 1, .depth = 0, .launch_units = 1});
+}
+
+template <size_t N>
+bool run(PreparedCall& call, const uint64_t (&buffers)[N]) {
+  return call.run(buffers, 0);
+}
+
 bool reduce(Core& core, int rank, uint64_t call) {
   const uint64_t count = 1 + call * 7919 % 1500;
-  const LaunchPlan plan{static_cast<uint32_t>(call % 2), static_cast<uint32_t>(1 + call % 3), 2,
-                        static_cast<uint32_t>(call % 2), call % 5 == 0 ? count / 2 + 1 : count};
+  const Tiling tiling{.blocks = static_cast<uint32_t>(1 + call % 3),
+                      .tile_lines = 4,
+                      .cluster = 1,
+                      .depth = static_cast<uint32_t>(call % 2),
+                      .launch_units = call % 5 == 0 ? count / 2 + 1 : count};
   std::vector<float> values(count);
   for (uint64_t i = 0; i < count; ++i) values[i] = static_cast<float>((rank + 1) * call + i);
-  const auto prepared = core.prepare_all_reduce(count, kFloat32, plan);
+  const auto prepared = prepare_all_reduce(core, count, call, tiling);
   const auto address = reinterpret_cast<uint64_t>(values.data());
-  if (!prepared->run(address, address, 0)) return false;
+  if (!run(*prepared, {address, address})) return false;
   for (uint64_t i = 0; i < count; ++i) {
     if (values[i] != static_cast<float>(6 * call + kWorld * i)) return false;
   }
@@ -73,13 +100,14 @@ bool reduce(Core& core, int rank, uint64_t call) {
 bool reduce_fused(Core& core, uint64_t call) {
   constexpr uint32_t kHidden = 96;
   const uint64_t rows = 1 + call % 3;
-  const FusedPlan plan{static_cast<uint32_t>(call % 2), 2, 8, 1, 1, rows};
-  const auto prepared = core.prepare_add_rms_norm({rows, kHidden, kBFloat16, 0, 1e-5f}, plan);
+  const Problem problem{rows * kHidden, kHidden, DataType::kBFloat16, kWorld, {1e-5, 0}};
+  const Tiling tiling{.blocks = 2, .tile_lines = 8, .cluster = 1, .depth = 1, .launch_units = rows};
+  const auto prepared = core.prepare(algorithm_of("all_reduce_add_rms_norm", call), problem, tiling);
   const std::vector<uint16_t> zeros(rows * kHidden);
   std::vector<uint16_t> normed(rows * kHidden, 1);
   std::vector<uint16_t> residual(rows * kHidden, 1);
   const auto address = [](const std::vector<uint16_t>& tensor) { return reinterpret_cast<uint64_t>(tensor.data()); };
-  if (!prepared->run({address(zeros), address(zeros), address(zeros), address(normed), address(residual), 0}, 0)) {
+  if (!run(*prepared, {address(zeros), address(zeros), address(zeros), address(normed), address(residual), 0})) {
     return false;
   }
   return normed == zeros && residual == zeros;
@@ -125,12 +153,12 @@ class Watch {
 
 // Alike on all ranks whichever of the two threads comes first: a call of one element, whose input is its result's third.
 void share_a_call(Core& core, int rank, uint64_t calls) {
-  const auto prepared = core.prepare_all_reduce(1, kFloat32, {0, 1, 2, 0, 1});
+  const auto prepared = prepare_one_element(core);
   const auto use = [&] {
     for (uint64_t call = 0; call < calls; ++call) {
       const float value = 1;
       float sum = 0;
-      prepared->run(reinterpret_cast<uint64_t>(&value), reinterpret_cast<uint64_t>(&sum), 0);
+      run(*prepared, {reinterpret_cast<uint64_t>(&value), reinterpret_cast<uint64_t>(&sum)});
       expect(sum == kWorld, rank, "a sum of two threads' call is wrong");
     }
   };
@@ -147,8 +175,7 @@ void expire(Meeting& meeting, int rank) {
     if (rank == 0) {
       float value = 1;
       const auto address = reinterpret_cast<uint64_t>(&value);
-      expect(!core->prepare_all_reduce(1, kFloat32, {0, 1, 2, 0, 1})->run(address, address, 0), rank,
-             "a call succeeds that nobody else makes");
+      expect(!run(*prepare_one_element(*core), {address, address}), rank, "a call succeeds that nobody else makes");
       const OperationError error = watch.error();
       expect(error.cause == "timeout" && error.peer != rank, rank, "the error is not the one of an expired wait");
     }
@@ -172,7 +199,7 @@ void run_rank(Meeting& meeting, int rank, uint64_t calls) {
     std::thread monitor([&] { core->abort(); });
     float value = 1;
     const auto address = reinterpret_cast<uint64_t>(&value);
-    core->prepare_all_reduce(1, kFloat32, {0, 1, 2, 0, 1})->run(address, address, 0);
+    run(*prepare_one_element(*core), {address, address});
     monitor.join();
   }
   meeting.barrier.arrive_and_wait();  // nobody unmaps what others still use

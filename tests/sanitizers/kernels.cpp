@@ -8,9 +8,9 @@
 #include <thread>
 #include <vector>
 
+#include "algorithms/all_reduce/one_shot.cuh"
+#include "algorithms/all_reduce/two_shot.cuh"
 #include "emulator/executor.h"
-#include "kernels/all_reduce/one_shot.cuh"
-#include "kernels/all_reduce/two_shot.cuh"
 
 namespace {
 

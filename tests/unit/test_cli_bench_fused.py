@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from tables import write_fused_table
+from tables import limits_of, write_table
 
-from llm_comm.bench import choosing, fused, tune_fused
+from llm_comm.bench import choosing, fused
+from llm_comm.bench.choosing import Measured
 from llm_comm.bench.fused import FusedReference, add_rms_norm
+from llm_comm.bench.tune_subjects import LARGEST_FUSED, AllReduceSubject, FusedSubject, candidates
+from llm_comm.config import Config
 from llm_comm.errors import ConfigError
-from llm_comm.planning.selection import load_table
+from llm_comm.planning.table_files import load_table
 
 CPU = torch.device("cpu")
 WORLD = 4
@@ -74,24 +77,39 @@ def test_options_that_cannot_work_are_refused_before_any_rank_starts(
         fused.run(options)
 
 
+def sizes(smallest: int, largest: int, hidden: int) -> list[int]:
+    """In rows."""
+    return [size // (2 * hidden) for size in FusedSubject(hidden).sizes(smallest, largest)]
+
+
 def test_row_counts_lie_within_the_bounds() -> None:
-    assert list(tune_fused.row_counts(16 << 10, 128 << 10, 8192)) == [1, 2, 3, 4, 6, 8]
-    assert list(tune_fused.row_counts(1 << 10, 8 << 10, 4096)) == [1]
+    assert sizes(16 << 10, 128 << 10, 8192) == [1, 2, 3, 4, 6, 8]
+    assert sizes(1 << 10, 8 << 10, 4096) == [1]
+    assert max(FusedSubject(8192).sizes(1 << 10, 1 << 30)) == LARGEST_FUSED
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("hidden", [64, 2880, 8192])
 def test_candidates_are_rows_of_a_table(world: int, hidden: int, tmp_path: Path) -> None:
     for rows in (1, 16, 64, 500):
-        tried = list(tune_fused.candidates(rows, hidden, world, 132))
-        assert tried
-        assert len(set(tried)) == len(tried)
-        numbered = [row._replace(up_to=n) for n, row in enumerate(tried, start=1)]
-        path = write_fused_table(tmp_path / "table.yaml", numbered)
-        assert load_table(path)[2].fused == tuple(numbered)
+        for subject in (FusedSubject(hidden), AllReduceSubject()):
+            tried = list(candidates(subject.problem(rows * hidden * 2, world), limits_of(Config.load({}))))
+            assert tried
+            assert len(set(tried)) == len(tried)
+            numbered = tuple(row._replace(up_to=n) for n, row in enumerate(tried, start=1))
+            path = write_table(tmp_path / "table.yaml", list(numbered))
+            assert load_table(path).table.rows == {subject.operation: numbered}
+
+
+@pytest.mark.parametrize(("world", "largest"), [(2, 4 << 20), (5, 1 << 20), (8, (4 << 20) // 7)])
+def test_one_shot_is_not_tried_far_above_where_it_can_win(world: int, largest: int) -> None:
+    limits = limits_of(Config.load({}))
+    for size, algorithms in ((largest, {"one_shot", "two_shot"}), (largest + 2, {"two_shot"})):
+        problem = AllReduceSubject().problem(size // 2 * 2, world)
+        assert {row.algorithm for row in candidates(problem, limits)} == algorithms
 
 
 def test_neighbours_that_run_alike_are_one_row() -> None:
-    first, *_, last = tune_fused.candidates(1, 8192, 8, 132)
+    first, *_, last = candidates(FusedSubject(8192).problem(16384, 8), limits_of(Config.load({})))
     best = [first, first._replace(up_to=2 * first.up_to), last._replace(up_to=3 * first.up_to)]
-    assert choosing.merge([tune_fused.Measured(row, 1.0) for row in best]) == best[1:]
+    assert choosing.merge([Measured(row, 1.0) for row in best]) == best[1:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,18 +13,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tables import write_table
+from tables import fused_row, limits_of, plain_row, write_table
 
 from llm_comm import cli, launch
-from llm_comm.bench import choosing, tune, tune_fused
+from llm_comm.bench import choosing, timing, tune
+from llm_comm.bench.choosing import Measured
+from llm_comm.bench.tune_subjects import AllReduceSubject, FusedSubject, candidates
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError, PeerTimeout
-from llm_comm.planning.fused_selection import without_kernel
-from llm_comm.planning.selection import FusedRow, TuningRow, TuningTable, declined, load_table
+from llm_comm.planning.plan import Problem, declined, without_kernel
+from llm_comm.planning.selection import select
+from llm_comm.planning.table_files import load_table
+from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, by_operation
 
-ROW = TuningRow(4096, "one_shot", 8, 16, 0)
-FUSED_ROW = FusedRow(16384, "one_shot", 8, 128, 2, 0)
-SHIPPED = TuningTable("shipped", (ROW,), 8 << 20, (FUSED_ROW,), max_fused_bytes=123456, fused_blocks=77)
+ROW = plain_row(4096, "one_shot", 8, 16, 0)
+FUSED_ROW = fused_row(16384, "one_shot", 8, 128, 2, 0)
+SHIPPED = TuningTable("shipped", by_operation([ROW, FUSED_ROW]), 8 << 20, max_fused_bytes=123456, fused_blocks=77)
+CONFIG = Config.load({})
 
 
 @pytest.fixture
@@ -77,24 +83,26 @@ def test_options_that_would_falsify_the_table_are_refused(
 class DecliningComm(SimpleNamespace):
     """A communicator of two ranks on an imagined GPU; what it is asked to run, it refuses."""
 
-    rank, world_size, device, table = 1, 2, torch.device("cpu"), SHIPPED
+    rank, world_size, device, table, limits = 1, 2, torch.device("cpu"), SHIPPED, limits_of(CONFIG)
 
     def use_table(self, table: TuningTable) -> None: ...
 
     def plan(self, x: torch.Tensor) -> Any:
-        return declined(x.nbytes, "too plain")
+        return declined(ALL_REDUCE, x.nbytes, "too plain")
 
     def plan_fused(self, x: torch.Tensor, weight: torch.Tensor) -> Any:
-        return without_kernel("declined", x.nbytes, f"rows of {len(weight)}: too odd")
+        return declined(FUSED, x.nbytes, f"rows of {len(weight)}: too odd")
+
+    def all_reduce(self, *_: object) -> None:
+        raise AssertionError("a plan said that this is declined")
 
     def all_reduce_add_rms_norm(self, *_: object, **__: object) -> None:
         raise AssertionError("a plan said that this is declined")
 
 
 @pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.ProcessGroup]:
-    """A process group of this process alone, on a device of 132 multiprocessors."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+def group() -> Iterator[dist.ProcessGroup]:
+    """A process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     world = dist.group.WORLD
     assert world is not None
@@ -108,9 +116,40 @@ def arguments(**given: object) -> argparse.Namespace:
 
 def test_a_size_at_which_all_candidates_decline_is_named(group: dist.ProcessGroup) -> None:
     with pytest.raises(ConfigError, match="no kernel can be measured at 16K: too plain; leave it out"):
-        tune._measure(DecliningComm(), group, arguments())  # type: ignore[arg-type]
+        tune.measure(DecliningComm(), group, AllReduceSubject(), arguments())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no kernel can be measured at 16K: rows of 8192: too odd; leave it out"):
-        tune_fused.measure(DecliningComm(), group, arguments())  # type: ignore[arg-type]
+        tune.measure(DecliningComm(), group, FusedSubject(8192), arguments())  # type: ignore[arg-type]
+
+
+class WillingComm(DecliningComm):
+    """One that runs everything, in ever less time, by whatever table it was given last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[Row] = []
+
+    def use_table(self, table: TuningTable) -> None:
+        (rows,) = table.rows.values()
+        self.given.extend(rows)
+
+    def plan_fused(self, x: torch.Tensor, weight: torch.Tensor) -> Any:
+        problem = Problem(FUSED, x.numel(), len(weight), "bf16", 2, (0, 0))
+        table = TuningTable("tune", by_operation(self.given[-1:]), 1 << 40, 1 << 40)
+        return select(problem, table, CONFIG, self.limits)
+
+    def all_reduce_add_rms_norm(self, *_: object, **__: object) -> None: ...
+
+
+def test_what_runs_alike_is_measured_once(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = (2.0**-n for n in itertools.count())
+    monkeypatch.setattr(timing, "time_graph", lambda *_: SimpleNamespace(us=next(times)))
+    comm = WillingComm()
+    measured = tune.measure(comm, group, FusedSubject(8192), arguments(max=16384))  # type: ignore[arg-type]
+    tried = [row for row in comm.given if row.up_to == 16384]
+    assert tried == list(candidates(FusedSubject(8192).problem(16384, 2), comm.limits))
+    assert 1 < len(measured.everything) < len(tried)
+    last = measured.everything[-1]
+    assert measured.best[0].row.entry() == {name: last[name] for name in last if name not in ("bytes", "us")}
 
 
 def test_a_message_without_an_element_is_refused() -> None:
@@ -119,19 +158,20 @@ def test_a_message_without_an_element_is_refused() -> None:
 
 
 def test_times_of_which_another_was_taken_off_can_be_negative() -> None:
-    assert choosing.choose([("a", 0.3), ("b", -0.1), ("c", -0.2)], 1024, []) == ("c", -0.2)
+    first, second, third = (Measured(ROW._replace(blocks=n), us) for n, us in ((1, 0.3), (2, -0.1), (3, -0.2)))
+    assert choosing.choose([first, second, third], 1024, []) == third
 
 
 def test_a_failed_communicator_is_no_refusal(group: dist.ProcessGroup) -> None:
     class Failed(DecliningComm):
         def plan_fused(self, x: torch.Tensor, weight: torch.Tensor) -> Any:
-            return without_kernel("one_shot", x.nbytes, "")
+            return without_kernel(FUSED, "one_shot", x.nbytes, "")
 
         def all_reduce_add_rms_norm(self, *_: object, **__: object) -> None:
             raise PeerTimeout("rank 0 is gone", rank=1, peer=0)
 
     with pytest.raises(PeerTimeout):
-        tune_fused.measure(Failed(), group, arguments())  # type: ignore[arg-type]
+        tune.measure(Failed(), group, FusedSubject(8192), arguments())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -142,40 +182,65 @@ def test_a_size_without_candidates_is_noticed_before_any_is_measured(
 ) -> None:
     given = arguments(min=1024, max=largest, hidden=hidden, operations=(operation,))
     with pytest.raises(ConfigError, match=f"no shape of grid and tile is worth measuring at {size} on this device"):
-        tune._require_candidates(given, 8, 132)
+        tune._require_candidates(given, tune._subjects(given), 8, limits_of(CONFIG))
 
 
 @pytest.mark.parametrize("world", launch.WORLDS)
 @pytest.mark.parametrize("sm_count", [58, 108, 132, 148])
 def test_by_default_every_size_has_candidates(world: int, sm_count: int) -> None:
     args = cli.build_parser().parse_args(["tune"])
-    tune._require_candidates(args, world, sm_count)
+    tune._require_candidates(args, tune._subjects(args), world, limits_of(CONFIG, sm_count))
 
 
 def test_choosing_prefers_the_simpler_of_two_that_cannot_be_told_apart() -> None:
     fast, slow = ROW._replace(blocks=1), ROW._replace(blocks=2)
-    assert choosing.choose([(slow, 2.0), (ROW, 1.001), (fast, 1.0)], 1024, ["never mind"]) == (ROW, 1.001)
+    tried = [Measured(slow, 2.0), Measured(ROW, 1.001), Measured(fast, 1.0)]
+    assert choosing.choose(tried, 1024, ["never mind"]) == Measured(ROW, 1.001)
+
+
+@pytest.mark.parametrize(("us", "chosen"), [(1.0099, 0), (1.0101, 1)])
+def test_what_differs_by_more_than_noise_is_told_apart(us: float, chosen: int) -> None:
+    tried = [Measured(ROW._replace(blocks=1), us), Measured(ROW._replace(blocks=2), 1.0)]
+    assert choosing.choose(tried, 1024, []) == tried[chosen]
 
 
 # ---- The table -----------------------------------------------------------------------------------------------------
 
 
+def found(*rows: Row) -> tune.Found:
+    return tune.Found([Measured(row, 5.0) for row in rows], {}, [])
+
+
 def test_what_was_not_measured_stays_as_it_was() -> None:
-    nothing = tune_fused.Found([], [])
-    assert tune.tuned(SHIPPED, [], {}, nothing) == SHIPPED._replace(name="")
-    plain = [tune.Measured(ROW._replace(up_to=1 << 20), 5.0)]
-    assert tune.tuned(SHIPPED, plain, {}, nothing) == SHIPPED._replace(
-        name="", rows=(plain[0].row,), max_message_bytes=1 << 20
+    assert tune.tuned(SHIPPED, tune.NOTHING, tune.NOTHING) == SHIPPED._replace(name="")
+    plain = ROW._replace(up_to=1 << 20)
+    assert tune.tuned(SHIPPED, found(plain), tune.NOTHING) == SHIPPED._replace(
+        name="", rows=by_operation([plain, FUSED_ROW]), max_message_bytes=1 << 20
     )
-    fused = tune_fused.Found([tune_fused.Measured(FUSED_ROW._replace(cluster=4), 5.0)], [])
-    assert tune.tuned(SHIPPED, [], {}, fused) == SHIPPED._replace(name="", fused=(fused.best[0].row,))
+    fused = FUSED_ROW._replace(cluster=4)
+    assert tune.tuned(SHIPPED, tune.NOTHING, found(fused)) == SHIPPED.with_rows(fused)._replace(name="")
+
+
+def test_the_table_ends_where_nccl_wins() -> None:
+    rows = [ROW._replace(up_to=size, blocks=size) for size in (1 << 20, 2 << 20, 3 << 20)]
+    measured = found(*rows)._replace(nccl={1 << 20: 6.0, 2 << 20: 5.0, 3 << 20: 4.9})
+    assert tune.tuned(SHIPPED, measured, tune.NOTHING).max_message_bytes == 2 << 20
+
+
+def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    tune._report(AllReduceSubject(), found(ROW)._replace(nccl={4096: 7.25}))
+    tune._report(FusedSubject(8192), found(FUSED_ROW))
+    assert capsys.readouterr().out.splitlines() == [
+        "        4K     5.00 us  one_shot LL  blocks<=8 tile_lines=16 depth=0   NCCL     7.25",
+        "       16K     5.00 us  fused one_shot LL  blocks<=8 threads<=128 cluster=2 depth=0",
+    ]
 
 
 def test_the_bounds_of_fused_messages_survive_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "test device")
     path = tmp_path / "table.yaml"
     shipped = load_table(write_table(path, [ROW], max_fused_bytes=123456, fused_blocks=77))[2]
-    table = tune.tuned(shipped, [], {}, tune_fused.Found([], []))
+    table = tune.tuned(shipped, tune.NOTHING, tune.NOTHING)
     comm: Any = SimpleNamespace(device=torch.device("cpu"), world_size=8)
     tune._write_table(comm, table, ["fused"], {"date": "today", "versions": {}, "method": "spaced"}, path)
     written = load_table(path)[2]
@@ -192,4 +257,4 @@ def test_a_full_disk_does_not_lose_the_table(
     out, err = capsys.readouterr()
     assert "--out /dev/full could not be written: No space left on device" in err
     (tmp_path / "table.yaml").write_text(out)
-    assert load_table(tmp_path / "table.yaml")[2].rows == SHIPPED.rows
+    assert load_table(tmp_path / "table.yaml").table.rows == SHIPPED.rows

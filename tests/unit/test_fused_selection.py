@@ -2,41 +2,55 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tables import core_of, write_fused_table
+from reference import ALGORITHMS
+from tables import core_of, fused_row, limits_of, plain_row
 
-from llm_comm import Config, ConfigError, FusedPlan, _core
+from llm_comm import Config, FusedPlan, Plan, _core, registry
 from llm_comm.planning import selection
-from llm_comm.planning.fused_selection import (
-    CHUNK_LINES,
-    MAX_HIDDEN,
-    MAX_LOOP_THREADS,
-    MAX_TWO_SHOT_THREADS,
-    DeviceLimits,
-    derive_fused_rows,
-    resident_clusters,
-    select_fused,
-)
-from llm_comm.planning.selection import ALGORITHMS, FusedRow, TuningRow, TuningTable
+from llm_comm.planning.default_tables import derive_fused_rows
+from llm_comm.planning.plan import Problem
+from llm_comm.planning.table_files import load_table
+from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, by_operation
 
+# Of the kernels (csrc/algorithms/all_reduce_add_rms_norm/operation.cuh).
+CHUNK_LINES = 8
+MAX_HIDDEN = 16384
+MAX_TWO_SHOT_THREADS = 512
+MAX_LOOP_THREADS = 512
 WORLDS = range(2, 9)
-LIMITS = DeviceLimits(max_cluster=16, sm_count=132)
-PLAIN = (TuningRow(4096, "one_shot", 3, 8, 0), TuningRow(65536, "two_shot", 100, 16, 1))
-ROWS = (FusedRow(4096, "two_shot", 64, 128, 4, 2), FusedRow(65536, "one_shot", 128, 256, 8, 0))
+PLAIN = (plain_row(4096, "one_shot", 3, 8, 0), plain_row(65536, "two_shot", 100, 16, 1))
+ROWS = (fused_row(4096, "two_shot", 64, 128, 4, 2), fused_row(65536, "one_shot", 128, 256, 8, 0))
 CONFIG = Config.load({})
-TABLE = TuningTable("test table", PLAIN, 1 << 20, ROWS)
+LIMITS = limits_of(CONFIG)
+TABLE = TuningTable("test table", by_operation((*PLAIN, *ROWS)), 1 << 20)
+NUMBERS = {algorithm.name: algorithm.number for algorithm in registry.operations()[FUSED].algorithms}
+
+
+def problem_of(rows: int, hidden: int, world: int) -> Problem:
+    return Problem(FUSED, rows * hidden, hidden, "bf16", world, (1e-5, 0))
+
+
+def select_fused(
+    rows: int, hidden: int, world: int, table: TuningTable, config: Config, limits: _core.Limits | None = None
+) -> Plan:
+    return selection.select(problem_of(rows, hidden, world), table, config, limits or limits_of(config))
+
+
+def test_plans_of_all_operations_are_of_one_kind() -> None:
+    assert FusedPlan is Plan
 
 
 @pytest.mark.parametrize(("message_bytes", "row"), [(256, 0), (4096, 0), (4352, 1), (65536, 1), (1 << 20, 1)])
 def test_row_by_message_bytes(message_bytes: int, row: int) -> None:
     plan = select_fused(message_bytes // 256, 128, 2, TABLE, CONFIG, LIMITS)
     assert (plan.algorithm, plan.depth) == (ROWS[row].algorithm, ROWS[row].depth)
-    assert plan.reason == f"test table, fused, up to {ROWS[row].up_to} bytes"
+    assert plan.reason == f"test table, up to {ROWS[row].up_to} bytes"
     assert plan.message_bytes == message_bytes
 
 
@@ -48,10 +62,37 @@ def test_forced_algorithm(algorithm: str) -> None:
 
 
 def test_table_without_fused_rows() -> None:
-    plan = select_fused(1, 1024, 4, TABLE._replace(fused=()), CONFIG, LIMITS)
+    plan = select_fused(1, 1024, 4, TABLE._replace(rows={ALL_REDUCE: PLAIN}), CONFIG, LIMITS)
     assert plan.algorithm == "one_shot"
     assert "not measured" in plan.reason
     assert [row.algorithm for row in derive_fused_rows(PLAIN)] == ["one_shot", "two_shot"]
+
+
+def test_rows_that_are_derived() -> None:
+    plain = (plain_row(4096, "one_shot", 3, 8, 0), plain_row(8192, "one_shot", 9, 8, 0))
+    plain += (plain_row(65536, "two_shot", 1, 8, 0), plain_row(64 << 20, "two_shot", 1, 8, 0))
+    assert derive_fused_rows(plain) == (
+        fused_row(8192, "one_shot", 1056, 1024, 16, 0),
+        fused_row(1 << 20, "two_shot", 1056, 512, 8, 0),
+        fused_row(64 << 20, "two_shot", 1056, 512, 4, 1),
+    )
+    assert derive_fused_rows(()) == ()
+
+
+def test_without_any_row_the_first_candidate_runs() -> None:
+    plan = select_fused(1, 1024, 4, TABLE._replace(rows={}), CONFIG, LIMITS)
+    assert (plan.algorithm, plan.cluster) == ("one_shot", 1)
+    assert "the first candidate" in plan.reason
+
+
+def test_a_row_that_fits_no_slot_is_declined() -> None:
+    limits = _core.Limits(slot_bytes=1024, sm_count=132, max_cluster=16, compute_capability=90)
+    for algorithm in ALGORITHMS:
+        config = Config.load({}, algorithm=algorithm)
+        plan = select_fused(3, 8192, 4, TABLE, config, limits)
+        assert plan.algorithm == "declined"
+        assert "a slot of 1024 bytes holds no part of the message: raise workspace_bytes" in plan.reason
+        assert select_fused(3, 8, 2, TABLE, config, limits).algorithm == algorithm
 
 
 @pytest.mark.parametrize(
@@ -73,12 +114,12 @@ def test_nothing_to_launch(rows: int, hidden: int, world: int, limit: int | None
     assert plan.blocks == plan.chunks == 0
 
 
-def random_cases(number: int) -> Iterator[tuple[int, int, int, Config, FusedRow, DeviceLimits, FusedPlan]]:
+def random_cases(number: int) -> Iterator[tuple[int, int, int, Config, Row, _core.Limits, Plan]]:
     draw = random.Random(7)
     for _ in range(number):
         world = draw.choice(WORLDS)
         hidden = 8 * draw.choice([draw.randint(1, 2048), draw.choice([64, 360, 640, 1024, 2048])])
-        row = FusedRow(
+        row = fused_row(
             1,
             draw.choice(ALGORITHMS),
             draw.randint(1, 1200),
@@ -86,35 +127,28 @@ def random_cases(number: int) -> Iterator[tuple[int, int, int, Config, FusedRow,
             draw.choice([1, 2, 4, 8, 16]),
             draw.randrange(4),
         )
-        limits = DeviceLimits(draw.choice([1, 8, 16]), draw.choice([4, 84, 132]))
         config = Config.load({}, workspace_bytes=(1 << 20) + draw.choice([0, 77, 31 << 20]))
+        limits = limits_of(config, draw.choice([4, 84, 132]), draw.choice([1, 8, 16]), draw.choice([0, 80, 90, 100]))
         chunk = select_fused(1, hidden, world, one_row(row), config, limits).chunk_rows
         rows = draw.choice([1, draw.randint(1, 300), max(1, draw.randint(0, 2) * chunk + draw.randint(-1, 1))])
         yield rows, hidden, world, config, row, limits, select_fused(rows, hidden, world, one_row(row), config, limits)
 
 
-def one_row(row: FusedRow) -> TuningTable:
-    return TuningTable("one row", PLAIN, 1 << 40, (row,), 1 << 40)
-
-
-def prepare(
-    core: _core.Core, plan: FusedPlan, rows: int, hidden: int, data_type: int = 0, quantization: int = 0
-) -> None:
-    launch = _core.FusedPlan(
-        algorithm=ALGORITHMS.index(plan.algorithm),
-        blocks=plan.blocks,
-        tile_lines=plan.tile_lines,
-        cluster_blocks=plan.cluster,
-        depth=plan.depth,
-        chunk_rows=plan.chunk_rows,
-    )
-    operation = _core.AddRmsNorm(rows=rows, hidden=hidden, data_type=data_type, quantization=quantization, epsilon=1e-5)
-    core.prepare_add_rms_norm(operation, launch)
+def one_row(row: Row) -> TuningTable:
+    return TuningTable("one row", by_operation([row]), 1 << 40, 1 << 40)
 
 
 def test_core_accepts_every_plan() -> None:
-    for rows, hidden, world, config, *_, plan in random_cases(3000):
-        prepare(core_of(world, config), plan, rows, hidden)
+    for rows, hidden, world, config, row, limits, _ in random_cases(3000):
+        launches = selection.lay_out(problem_of(rows, hidden, world), one_row(row), config, limits).launches
+        assert launches is not None
+        core_of(world, config).prepare(*launches)
+
+
+def resident_clusters(limits: _core.Limits, cluster: int, threads: int, resident_threads: int) -> int:
+    """Clusters that run at once: of 18 multiprocessors that a GPC of an H100 has, 2 may be left over."""
+    sms = limits.sm_count if cluster == 1 else limits.sm_count * 16 // 18
+    return sms * (resident_threads // threads) // cluster
 
 
 def test_plans_are_within_limits() -> None:
@@ -130,7 +164,11 @@ def test_plans_are_within_limits() -> None:
         most_threads = (
             {"one_shot": 1024, "two_shot": MAX_TWO_SHOT_THREADS}[plan.algorithm] if single else MAX_LOOP_THREADS
         )
-        resident_threads = {"one_shot": 1024, "two_shot": 768}[plan.algorithm] if single else MAX_LOOP_THREADS
+        # By the registers that its kernels take (docs/experiments/registers.md).
+        two_shot_threads = 704 if limits.compute_capability >= 100 else 768
+        resident_threads = (
+            {"one_shot": 1024, "two_shot": two_shot_threads}[plan.algorithm] if single else MAX_LOOP_THREADS
+        )
         assert plan.threads <= most_threads
         assert plan.cluster <= min(row.cluster, limits.max_cluster)
         assert plan.cluster & (plan.cluster - 1) == 0
@@ -147,7 +185,7 @@ def test_chunks_fill_slots() -> None:
         lines = hidden // 8
         segment = -(-lines // (CHUNK_LINES * world)) * CHUNK_LINES
         row_lines = world * lines if plan.algorithm == "one_shot" else 2 * world * segment
-        slot_lines = selection.slot_bytes(config) // selection.LINE_BYTES
+        slot_lines = _core.slot_bytes(config.workspace_bytes) // 16
         assert plan.chunk_rows * row_lines <= slot_lines < (plan.chunk_rows + 1) * row_lines
 
 
@@ -156,69 +194,42 @@ def test_chunks_fill_slots() -> None:
 def test_core_refuses_a_plan_that_does_not_fit(world: int, algorithm: str) -> None:
     config = Config.load({}, workspace_bytes=1 << 20)
     rows, hidden = 1000, 1024
-    row = FusedRow(1, algorithm, 16, 256, 2, 0)
-    plan = select_fused(rows, hidden, world, one_row(row), config, LIMITS)
+    row = fused_row(1, algorithm, 16, 256, 2, 0)
+    plan = select_fused(rows, hidden, world, one_row(row), config)
     core = core_of(world, config)
-    for change, message in (
-        ({"chunk_rows": plan.chunk_rows + 1}, "lower chunk_rows or raise workspace_bytes"),
-        ({"chunk_rows": 0}, "must be positive"),
+
+    def prepare(hidden: int = hidden, data_type: int = 0, quantization: float = 0, **change: int) -> None:
+        problem = _core.Problem(
+            count=rows * hidden,
+            row=hidden,
+            data_type=data_type,
+            world_size=world,
+            parameters=(1e-5, quantization),
+        )
+        right = {name: getattr(plan, name) for name in ("blocks", "tile_lines", "cluster", "depth")}
+        tiling = _core.Tiling(**{**right, "launch_units": plan.chunk_rows, **change})
+        core.prepare(NUMBERS[algorithm], problem, tiling)
+
+    prepare()
+    changes: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"launch_units": plan.chunk_rows + 1}, "lower launch_units or raise workspace_bytes"),
+        ({"launch_units": 0}, "holds no part of the message"),
         ({"tile_lines": 0}, "multiple of 8"),
         ({"tile_lines": 12}, "multiple of 8"),
-        ({"tile_lines": 1024}, "at most 1024"),
-        ({"tile_lines": 1024 // world}, "no kernel"),  # more threads than a block that loops may have
-        ({"cluster": 0}, "cluster_blocks is 0"),
+        ({"tile_lines": 1024}, "at most (1024|512)"),
+        # More threads than a block that loops, or one of two-shot, may have.
+        ({"tile_lines": 1024 // world}, "cannot walk over rows|at most 512"),
+        ({"cluster": 0}, "cluster is 0"),
         ({"cluster": 32}, "this device takes 1 to 16"),
-        ({"blocks": 1}, "no kernel"),
-    ):
+        ({"blocks": 1}, "blocks is 1; it must be 2"),
+        ({"hidden": 1020}, "multiple of 8 up to 16384"),
+        ({"hidden": 16392}, "multiple of 8 up to 16384"),
+        ({"data_type": 2}, "no kernels for fp32"),
+        ({"quantization": 3}, "no quantization 3"),
+    )
+    for change, message in changes:
         with pytest.raises(ValueError, match=message):
-            prepare(core, dataclasses.replace(plan, **change), rows, hidden)
-    for hidden_, data_type, quantization, message in (
-        (1020, 0, 0, "multiple of 8 up to 16384"),
-        (16392, 0, 0, "multiple of 8 up to 16384"),
-        (1024, 2, 0, "no kernel"),
-        (1024, 0, 3, "no quantization 3"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            prepare(core, plan, rows, hidden_, data_type, quantization)
-
-
-GOOD = ROWS[0]
-INVALID = {
-    "algorithm": GOOD._replace(algorithm="ring"),
-    "no blocks": GOOD._replace(blocks=0),
-    "too many blocks": GOOD._replace(blocks=65536),
-    "few threads": GOOD._replace(threads=32),
-    "many threads": GOOD._replace(threads=1025),
-    "cluster": GOOD._replace(cluster=3),
-    "depth": GOOD._replace(depth=-1),
-    "depth missing": GOOD._replace(depth=None),
-    "up to nothing": GOOD._replace(up_to=0),
-    "blocks a word": GOOD._replace(blocks="4"),
-}
-
-
-@pytest.mark.parametrize("name", INVALID)
-def test_invalid_row(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tuning table .*table\.yaml"):
-        selection.load_table(write_fused_table(tmp_path / "table.yaml", [INVALID[name]]))
-
-
-def test_rows_from_a_file(tmp_path: Path) -> None:
-    table = selection.load_table(write_fused_table(tmp_path / "table.yaml", list(ROWS)))[2]
-    assert table.fused == ROWS
-    assert table.fingerprint() != table._replace(fused=()).fingerprint()
-    with pytest.raises(ConfigError, match="sorted by up_to"):
-        selection.load_table(write_fused_table(tmp_path / "table.yaml", [GOOD, GOOD]))
-
-
-@pytest.mark.parametrize("path", list(selection.shipped_tables()), ids=lambda path: path.name)
-def test_shipped_table(path: Path) -> None:
-    _, world, table = selection.load_table(path)
-    assert table.fused
-    for row in table.fused:
-        for hidden in (2880, 4096, 8192):
-            rows = max(1, min(row.up_to, table.max_fused_bytes) // (2 * hidden))
-            prepare(core_of(world, CONFIG), select_fused(rows, hidden, world, table, CONFIG, LIMITS), rows, hidden)
+            prepare(**change)
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
@@ -226,16 +237,16 @@ def test_shipped_table(path: Path) -> None:
 @pytest.mark.parametrize("mib", [1, 0.5, 0.25])
 def test_rows_of_a_decode_batch_take_a_cluster_each(world: int, hidden: int, mib: float) -> None:
     """On an H200, up to max_fused_bytes, no block walks over several rows: that takes about twice the time."""
-    *_, table = selection.load_table(Path(__file__).parents[2] / "configs" / f"tune_h200_{world}.yaml")
+    *_, table = load_table(Path(__file__).parents[2] / "configs" / f"tune_h200_{world}.yaml")
     rows = int(mib * (1 << 20)) // (2 * hidden)
     plan = select_fused(rows, hidden, world, table, CONFIG, LIMITS)
     assert plan.blocks == plan.cluster * rows
 
 
 def test_many_rows_share_fewer_blocks_each() -> None:
-    row = FusedRow(1, "one_shot", 1056, 1024, 16, 0)
+    row = fused_row(1, "one_shot", 1056, 1024, 16, 0)
 
-    def cluster(rows: int, row: FusedRow = row, hidden: int = 8192) -> int:
+    def cluster(rows: int, row: Row = row, hidden: int = 8192) -> int:
         table = one_row(row)._replace(fused_blocks=396)
         return select_fused(rows, hidden, 2, table, CONFIG, LIMITS).cluster
 
@@ -243,9 +254,3 @@ def test_many_rows_share_fewer_blocks_each() -> None:
     assert cluster(50, row._replace(threads=128)) == 16, "blocks of more threads than the table allows"
     assert [cluster(rows, hidden=2880) for rows in (64, 128)] == [4, 4], "with 2, not all of 128 rows run at once"
     assert select_fused(50, 8192, 2, one_row(row), CONFIG, LIMITS).cluster == 16
-
-
-def test_tables_limit_blocks() -> None:
-    assert selection.general_table(4, 100).fused_blocks == 300
-    tables = [selection.load_table(path)[2] for path in selection.shipped_tables()]
-    assert {table.fused_blocks for table in tables} == {3 * 132}

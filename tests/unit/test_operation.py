@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from llm_comm.operations.operation import keep
-from llm_comm.planning.selection import MAX_PREPARED
+from llm_comm.operations.operation import MAX_PREPARED, keep
 
 
 def test_what_is_kept_is_bounded() -> None:

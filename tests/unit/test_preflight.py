@@ -6,11 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
-from tables import write_table
+from tables import plain_row, write_table
 
 from llm_comm import cli, launch, preflight
 from llm_comm.errors import ConfigError
-from llm_comm.planning.selection import TuningRow
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +44,7 @@ def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_table(tmp_path / "table.yaml", [TuningRow(1024, "one_shot", 1, 8, 0)])
+    path = write_table(tmp_path / "table.yaml", [plain_row(1024, "one_shot", 1, 8, 0)])
     monkeypatch.setenv("LLM_COMM_TABLE", str(path))
     assert preflight.check({}, timeout_s=3.0).timeout_s == 3.0
     path.write_text("all_reduce: []")

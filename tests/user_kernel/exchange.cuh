@@ -124,7 +124,7 @@ LLM_COMM_KERNEL(256) count_signals(LLM_COMM_KERNEL_PARAM Exchange e) {
 
 // Asks whether it is this thread that looks at time `now`: one of all threads is to say yes.
 LLM_COMM_KERNEL(256) count_looks(LLM_COMM_KERNEL_PARAM WaitBounds bounds, uint64_t now, uint64_t* looks) {
-  if (bounds.takes_look(now)) add_relaxed(looks, 1);
+  if (bounds.elect_poller(now)) add_relaxed(looks, 1);
 }
 
 // Waits for what never comes.

@@ -105,13 +105,14 @@ class CudaMemory {
     }
   }
 
-  WorkspaceHandle create(uint64_t bytes, bool use_ipc) {
+  WorkspaceHandle create(const WorkspaceLayout& layout, bool use_ipc) {
     const DeviceGuard guard(device_);
-    bytes_ = bytes;
+    const uint64_t bytes = bytes_ = layout.bytes();
     local_ = DeviceMemory();
     local_ = use_ipc ? DeviceMemory::allocate_ipc(device_, bytes) : DeviceMemory::allocate(device_, bytes);
-    check(cudaMemset(local_.address(), 0, kHeaderBytes), "cudaMemset");
-    check(cudaMemset(local_.address() + kHeaderBytes, 0xFF, bytes - kHeaderBytes), "cudaMemset");
+    for (const Region& region : layout.regions().region) {
+      check(cudaMemset(local_.address() + region.offset, region.initial_byte, region.bytes), "cudaMemset");
+    }
     // Before any peer can have the handle: it may write at once.
     check(cudaDeviceSynchronize(), "initialising the workspace");
     return local_.export_handle();
@@ -157,7 +158,7 @@ class CudaLauncher {
   CudaLauncher(int device, int architecture, bool dependent_launch)
       : device_(device),
         dependent_launch_(dependent_launch && architecture >= 90),
-        max_cluster_blocks_(architecture >= 90 ? kMaxClusterBlocks : 1) {
+        max_cluster_blocks_(architecture >= 90 ? kMostClusterBlocks : 1) {
     check(driver_.ctx_get_current(&context_), "cuCtxGetCurrent");
   }
   CudaLauncher(CudaLauncher&& other) noexcept
@@ -239,6 +240,7 @@ class CudaLauncher {
 
  private:
   static constexpr uint32_t kPortableClusterBlocks = 8;
+  static constexpr uint32_t kMostClusterBlocks = 16;  // of any device; the driver says whether this one has room
 
   // `attributes` has room for one, and goes with what is returned.
   static CUlaunchConfig configuration(const Grid& grid, CUlaunchAttribute* attributes) {
@@ -297,7 +299,7 @@ class CudaLauncher {
 // Loads every kernel that the communicator may launch: the first launch of one could otherwise fall into a capture,
 // where loading is not allowed. Fails, with the driver's words, where the build has no code for this GPU. Returns the
 // architecture that they were compiled for: 90, say.
-int load_kernels(int world_size) {
+int load_kernels(uint32_t world_size) {
   cudaFuncAttributes attributes{};
   const auto load = [&](const void* kernel) {
     check(cudaFuncGetAttributes(&attributes, kernel), "this build of llm_comm has no kernels for the GPU");
@@ -305,20 +307,15 @@ int load_kernels(int world_size) {
   load(reinterpret_cast<const void*>(&cuda::p2p_test));
   load(reinterpret_cast<const void*>(&cuda::check_call));
   load(reinterpret_cast<const void*>(&cuda::release_call));
-  for (const auto algorithm : {AllReduceAlgorithm::kOneShot, AllReduceAlgorithm::kTwoShot}) {
-    for (const auto type : {DataType::kBFloat16, DataType::kFloat16, DataType::kFloat32}) {
-      for (const bool single_tile : {false, true}) {
-        if (const auto kernel = all_reduce_kernel(algorithm, type, world_size, single_tile)) {
+  Registry::for_each([&]<class Algorithm>() {
+    for (const DataType type : types_of<Algorithm>()) {
+      for (uint32_t variant = 0; variant < Algorithm::kVariants; ++variant) {
+        if (const auto kernel = find_kernel<Algorithm>(type, world_size, variant)) {
           load(reinterpret_cast<const void*>(kernel));
-        }
-        for (const bool quantized : {false, true}) {
-          if (const auto kernel = add_rms_norm_kernel(algorithm, type, world_size, single_tile, quantized)) {
-            load(reinterpret_cast<const void*>(kernel));
-          }
         }
       }
     }
-  }
+  });
   return attributes.ptxVersion;  // the same for all: they come out of one build
 }
 
@@ -341,7 +338,7 @@ bool driver_attribute(CUdevice_attribute attribute, int device) {
 std::unique_ptr<Core> make_cuda_core(const CoreOptions& options, int device) {
   check_options(options);
   const DeviceGuard guard(device);
-  const int architecture = load_kernels(options.world_size);
+  const int architecture = load_kernels(static_cast<uint32_t>(options.world_size));
   return std::make_unique<CoreImpl<CudaMemory, CudaLauncher>>(
       options, CudaMemory(device), CudaLauncher(device, architecture, options.dependent_launch));
 }

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "llm_comm/line.cuh"
+#include "llm_comm/ll_exchange.cuh"
 #include "llm_comm/semaphore.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
@@ -82,25 +83,5 @@ struct MemoryChannel {
     }
   }
 };
-
-// Sentinel lines, the form that the collective kernels use. `line` of send is in the peer's slot, of receive
-// and re_arm in this rank's own.
-LLM_COMM_DEVICE void send_line(Line* line, Line payload) { store_line_relaxed(line, encode_sentinel(payload)); }
-
-// `op` is an Operation (device_comm.cuh). On a wait that ends without the line, words that have not come are
-// NaN, so that nobody takes the result for a sum.
-template <class Op>
-LLM_COMM_DEVICE Line receive_line(const Line* line, Op& op, uint32_t peer, uint32_t phase) {
-  Line value = armed_line();
-  op.wait_until(
-      [&] {
-        value = load_line_relaxed(line);
-        return has_arrived(value);
-      },
-      peer, phase);
-  return value;
-}
-
-LLM_COMM_DEVICE void re_arm_line(Line* line) { store_line_relaxed(line, armed_line()); }
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

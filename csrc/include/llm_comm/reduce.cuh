@@ -1,11 +1,10 @@
 // Sums in rank order 0..N-1, accumulated in fp32 and rounded once: the one sum of every algorithm of this library.
 #pragma once
 
+#include "llm_comm/data_type.h"
 #include "llm_comm/platform.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
-
-enum class DataType : uint32_t { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
 
 // Storage of an element, and its arithmetic.
 template <DataType D>

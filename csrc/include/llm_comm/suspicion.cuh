@@ -44,7 +44,7 @@ class Suspicions {
   // have (ranks that wait for each other make different calls), it stays with `suspect`.
   //
   // One call of follow(), not two: a predicate that this takes is one less for what kernels keep across a wait
-  // (docs/performance.md).
+  // (docs/experiments/cold_code.md).
   LLM_COMM_DEVICE uint32_t culprit(uint32_t suspect) const {
     uint32_t silent = world_size_;
     uint32_t candidate = suspect;

@@ -1,12 +1,12 @@
-// Waits that always end. A wait that expires leaves a record that names the peer, and every later operation
-// of the communicator on this GPU returns at once, so a stream of queued calls drains in one time-out.
+// Waits that always end. A wait that ends without what it waited for is aborted: its communicator ends on this GPU. It leaves
+// a record that names the peer, and every later operation returns at once, so a stream of queued calls drains in one
+// time-out.
 #pragma once
 
 #include "llm_comm/suspicion.cuh"
+#include "llm_comm/workspace_layout.h"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
-
-inline constexpr int kMaxWorldSize = 8;
 
 // Whether waits end by themselves. Off only in builds that measure what their bound costs (CMake:
 // LLM_COMM_UNBOUNDED_WAITS); there a rank whose peer is gone hangs.
@@ -16,16 +16,12 @@ inline constexpr bool kBoundedWaits = false;
 inline constexpr bool kBoundedWaits = true;
 #endif
 
-// What a rank was doing when a wait expired. `phase` is the algorithm's own numbering, from 0.
-enum class OperationKind : uint32_t {
-  kUser = 0,
-  kAllReduceOneShot = 1,
-  kAllReduceTwoShot = 2,
-  kAddRmsNormOneShot = 3,
-  kAddRmsNormTwoShot = 4
-};
+// What a rank was doing when a wait expired. Each algorithm of the registry has a number of its own, which its file
+// states; all kernels outside of the library share kUser.
+enum class OperationKind : uint32_t { kUser = 0 };
 
-// The phase before an operation's own, in which the ranks compare their calls (kernels/check_call.cuh).
+// Phases are numbered by each algorithm, from 0. Before them lies the one in which the ranks compare their calls
+// (algorithms/check_call.cuh).
 inline constexpr uint32_t kCheckPhase = 0xFFFF;
 
 enum class ErrorCause : uint32_t {
@@ -67,22 +63,22 @@ struct HostMailbox {
 
 struct WaitBounds {
   HostMailbox* mailbox;
-  uint32_t* aborted;    // device memory: set once a wait of this communicator has ended in vain
-  uint32_t* last_look;  // device memory, zero at first (takes_look)
-  uint32_t* exited;     // device memory, zero at first: ranks that a look has found to have exited, as in the mailbox
+  uint32_t* aborted;    // device memory: set once a wait of this communicator has been aborted
+  uint32_t* last_poll;  // device memory, zero at first (elect_poller)
+  uint32_t* exited;     // device memory, zero at first: what a poller found in the mailbox: ranks that have exited
   uint64_t timeout_ns;
   Suspicions suspicions = {};
 
-  // Whether it is this thread that looks now for what ends all waits of this GPU: one in a millisecond, or in a thousandth
-  // of a short time-out. If all that wait did, those reads of host memory, one after the other, would take longer than
-  // the peers poll before they look: from one late peer on, all ranks would be late for each other (docs/performance.md).
-  LLM_COMM_DEVICE bool takes_look(uint64_t now) const {
+  // Elects one thread a millisecond (a thousandth of the time-out, if that is shorter) to read host memory for what ends all
+  // waits of this GPU. If all threads that wait read it, one after the other, the reads would take longer than the peers poll
+  // before they read it too: one late peer would make all ranks late for each other (docs/experiments/late_rank.md).
+  LLM_COMM_DEVICE bool elect_poller(uint64_t now) const {
     uint32_t shift = 20;
     LLM_COMM_UNROLL(1)
     while (shift > 0 && timeout_ns >> shift < 1000) --shift;
     const auto look = static_cast<uint32_t>(now >> shift);
-    const uint32_t last = load_relaxed(last_look);
-    return look != last && compare_and_swap(last_look, last, look) == last;
+    const uint32_t last = load_relaxed(last_poll);
+    return look != last && compare_and_swap(last_poll, last, look) == last;
   }
 };
 
@@ -95,9 +91,11 @@ struct WaitSite {
 };
 
 // Ends the communicator on this GPU. True for the first one to call it, which is the one to report.
-LLM_COMM_DEVICE bool give_up(const WaitBounds& bounds) { return compare_and_swap(bounds.aborted, 0u, 1u) == 0u; }
+LLM_COMM_DEVICE bool abort_communicator(const WaitBounds& bounds) {
+  return compare_and_swap(bounds.aborted, 0u, 1u) == 0u;
+}
 
-// After give_up().
+// After abort_communicator().
 LLM_COMM_DEVICE void report_error(const WaitBounds& bounds, const WaitSite& site, ErrorCause cause, uint32_t peer,
                                   uint32_t phase) {
   ErrorRecord& record = bounds.mailbox->error;
@@ -112,9 +110,9 @@ LLM_COMM_DEVICE void report_error(const WaitBounds& bounds, const WaitSite& site
 }
 
 // `peer` is whom the wait was for, or whom a note names.
-LLM_COMM_DEVICE void record_wait_in_vain(const WaitBounds& bounds, const WaitSite& site, uint32_t peer,
+LLM_COMM_DEVICE void record_expired_wait(const WaitBounds& bounds, const WaitSite& site, uint32_t peer,
                                          uint32_t phase) {
-  if (!give_up(bounds)) return;
+  if (!abort_communicator(bounds)) return;
   bounds.suspicions.tell(peer);
   // Time for the notes of ranks whose waits expire now too, unless there is nothing more to find out.
   const uint64_t grace_ns = bounds.timeout_ns / 16;
@@ -135,7 +133,7 @@ LLM_COMM_DEVICE void record_wait_in_vain(const WaitBounds& bounds, const WaitSit
 // Where a wait stands whose peer is late.
 struct LateWait {
   uint64_t start;  // of the wait, by clock_ns(), and kPeerHasExited; 0: not looked at yet
-  bool has_ended;  // in vain
+  bool is_aborted;
 };
 
 // The last bit of LateWait::start: the peer's process has exited.
@@ -151,18 +149,18 @@ LLM_COMM_DEVICE LateWait check_wait(uint64_t start, const WaitBounds& bounds, co
   // What a peer that has exited had sent was there when the host learnt of it, and has been polled for since the check
   // before.
   const bool has_expired = (start & kPeerHasExited) != 0 || now - start > bounds.timeout_ns;
-  if (has_expired || bounds.takes_look(now)) {
+  if (has_expired || bounds.elect_poller(now)) {
     const uint32_t reasons = load_relaxed(&bounds.mailbox->end_reasons);
-    // Of all operations, not of this wait alone: this rank ends the operation without what R1 of device_comm.cuh asks for,
+    // Of all operations, not of this wait alone: this rank ends the operation without what R1 of operation.cuh asks for,
     // so it must send nothing in later ones. There is nothing to report and no note to leave: the host knows why, and
     // nobody is missing whom this wait could name.
     if ((reasons & kAbortRequest) != 0) {
-      give_up(bounds);
+      abort_communicator(bounds);
       return {start, true};
     }
     uint32_t suspect = peer;
     if (bounds.suspicions.find(suspect) || has_expired) {
-      record_wait_in_vain(bounds, site, suspect, phase);
+      record_expired_wait(bounds, site, suspect, phase);
       return {start, true};
     }
     // For all threads: this one may wait for another rank.
@@ -175,8 +173,8 @@ LLM_COMM_DEVICE LateWait check_wait(uint64_t start, const WaitBounds& bounds, co
 // kPollsPerCheck failed polls only: a wait that the peer answers in time reads no clock and no abort word.
 //
 // The loop of polls has one exit: a jump out of it at every poll takes longer. Where kernels wait, the check is a function
-// that is called: its instructions would lie between the loop and what comes next, and be fetched in vain
-// (docs/performance.md has the figures of both).
+// that is called. Inlined, its instructions would lie between the loop and what comes next, and be fetched for nothing
+// (docs/experiments/cold_code.md has the figures of both).
 template <class Poll, class Check>
 LLM_COMM_DEVICE bool poll_until(Poll poll, Check check) {
   if constexpr (!kBoundedWaits) {
@@ -194,7 +192,7 @@ LLM_COMM_DEVICE bool poll_until(Poll poll, Check check) {
     } while (!has_come && ++polls < kPollsPerCheck);
     if (has_come) return true;
     late = check(late.start);
-    if (late.has_ended) return false;
+    if (late.is_aborted) return false;
   }
 }
 

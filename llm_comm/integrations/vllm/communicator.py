@@ -69,7 +69,7 @@ def load_config() -> Config:
         theirs = None if vllm_config is None else vllm_config.parallel_config.distributed_timeout_seconds
         config = config.replace(timeout_s=float(theirs or common.ENGINE_TIMEOUT_S))
     if "pdl" not in config.origins:
-        # Behind and before the kernels of a model it is slower (docs/performance.md).
+        # Behind and before the kernels of a model it is slower (docs/experiments/engines.md).
         config = config.replace(pdl=False)
     if envs.VLLM_BATCH_INVARIANT and "max_message_bytes" not in config.origins:
         # A sum must not depend on the size of its batch. llm_comm sums alike at every size; to change over to vLLM's

@@ -8,9 +8,10 @@ import torch
 import vllm.envs as envs
 from vllm.config import CompilationMode, get_current_vllm_config_or_none
 
+from llm_comm import registry
 from llm_comm.config import Config
 from llm_comm.integrations.vllm import compile_ranges
-from llm_comm.planning.fused_selection import why_not_rows
+from llm_comm.planning.tables import FUSED
 
 #: Key of additional_config that tells compiled graphs with the fused operator from those without.
 FUSION_MARK = "llm_comm_fusion"
@@ -65,7 +66,7 @@ def _why_not_of_this_model(model: Any) -> str | None:
         return None
     if model.dtype not in (torch.bfloat16, torch.float16):
         return f"the model is in {model.dtype}"
-    return why_not_rows(model.get_hidden_size()) or None
+    return registry.operations()[FUSED].why_not_rows(model.get_hidden_size()) or None
 
 
 def prepare_compiler(max_fused_bytes: int) -> None:

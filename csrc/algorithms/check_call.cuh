@@ -8,11 +8,11 @@
 //
 // Header, from kCallsOffset: [sender][2 flag lines]. The flag follows from the number of the operation, so nothing is
 // re-armed, and one place for a sender is enough: a rank that sends its call of operation e + 1 has ended e, so by R1 of
-// device_comm.cuh every rank has begun e, which each does only after it has compared the calls of e.
+// operation.cuh every rank has begun e, which each does only after it has compared the calls of e.
 #pragma once
 
-#include "llm_comm/device_comm.cuh"
 #include "llm_comm/line.cuh"
+#include "llm_comm/operation.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
@@ -79,7 +79,7 @@ LLM_COMM_KERNEL(kMaxWorldSize) check_call(LLM_COMM_KERNEL_PARAM CheckCallArgs ar
   if (peer != 0) return;
   uint32_t odd_one = 0;  // the first that differs from rank 0, which is the same on all ranks
   for (uint32_t rank = comm.world_size; rank-- > 0;) {
-    if (checked[rank].has_arrived == 0) return;  // a wait that ended in vain has been reported
+    if (checked[rank].has_arrived == 0) return;  // an aborted wait has been reported
     if (!is_same_call(checked[rank].call, checked[0].call)) odd_one = rank;
   }
   if (odd_one == 0) return;

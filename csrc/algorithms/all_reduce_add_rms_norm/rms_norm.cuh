@@ -8,7 +8,7 @@
 // row r + 1, some of every warp that reads them; those warps have read the ones of row r by then.
 #pragma once
 
-#include "kernels/fused/args.cuh"
+#include "algorithms/all_reduce_add_rms_norm/elements.cuh"
 #include "llm_comm/fp8.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
@@ -20,9 +20,9 @@ static_assert(kPartialBytes % sizeof(Line) == 0);
 // So that a row of zeros has a scale too: as vLLM's rms_norm_dynamic_per_token_quant.
 inline constexpr float kSmallestScale = 1.0f / (kLargestE4m3 * 512.0f);
 
-// `Once`: the block takes part in one row. `Quantized`: the normed rows are FP8; other kernels than those that leave them as
-// they are, because what a kernel never runs is in the way of what it does (docs/performance.md).
-template <DataType D, uint32_t Width, bool Once, bool Quantized>
+// `SingleRow`: the block takes part in one row. `Quantized`: the normed rows are FP8. Those are kernels of their own, because
+// code that a kernel does not run slows down what it does run (docs/experiments/cold_code.md).
+template <DataType D, uint32_t Width, bool SingleRow, bool Quantized>
 class RmsNorm {
  public:
   using Values = Pack<D, Width>;
@@ -69,7 +69,7 @@ class RmsNorm {
   // A thread whose operation may not begin delivers what others wait for, and stores nothing.
   LLM_COMM_DEVICE void set_begun(bool begun) { stores_ = begun; }
 
-  LLM_COMM_DEVICE uint64_t fingerprint() const { return normed_.fingerprint() + new_residual_.fingerprint(); }
+  LLM_COMM_DEVICE uint64_t precomputed() const { return normed_.precomputed() + new_residual_.precomputed(); }
 
   LLM_COMM_DEVICE PackLoad<D, Width> residual_load(uint32_t row, Place at) const {
     return residual_.template load_of<Width>(at.exists && args_.residual != nullptr, element(row, at));
@@ -172,7 +172,7 @@ class RmsNorm {
   template <class Step>
   static LLM_COMM_DEVICE void for_each_set(bool has_magnitudes, Step step) {
     LLM_COMM_UNROLL(2)
-    for (uint32_t row = 0; row < (Once ? 1 : 2); ++row) {
+    for (uint32_t row = 0; row < (SingleRow ? 1 : 2); ++row) {
       step(row);
       if (Quantized && has_magnitudes) step(2 + row);
     }
@@ -231,13 +231,13 @@ class RmsNorm {
     }
   }
 
-  // All partial values of a row, combined: four by each lane, twice, then those of the lanes, as a tree. Without a look at
-  // how many there are: behind the last one lie zeros.
+  // All partial values of a row, combined: four by each lane, twice, then those of the lanes, as a tree. It reads as many as a
+  // row can have: behind the last one lie zeros.
   template <class Combine>
   LLM_COMM_DEVICE float combine_partials(uint32_t set, Combine combine) const {
     delivery_wait(deliveries_ + set, rows_ / 2 % 2);
     // For the next row but one.
-    if (!Once && thread_index() == 0) expect(set);
+    if (!SingleRow && thread_index() == 0) expect(set);
     const auto four = [&](const Line& partial) {
       return combine(combine(bits_to_float(partial.word[0]), bits_to_float(partial.word[1])),
                      combine(bits_to_float(partial.word[2]), bits_to_float(partial.word[3])));

@@ -1,7 +1,7 @@
 // Writes a mark into the header of every peer's workspace: the proof that a mapping really carries stores.
 #pragma once
 
-#include "llm_comm/device_comm.cuh"
+#include "llm_comm/operation.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 

@@ -3,14 +3,16 @@
 //
 // One hop, as in all_reduce/one_shot.cuh. Slot: [sender][row][line].
 //
-// The rules of device_comm.cuh: R1, a rank ends after it has received line 0 from every peer; R2, the thread that
+// The rules of operation.cuh: R1, a rank ends after it has received line 0 from every peer; R2, the thread that
 // receives a line re-arms it.
 #pragma once
 
-#include "kernels/fused/rms_norm.cuh"
-#include "llm_comm/memory_channel.cuh"
+#include "algorithms/all_reduce_add_rms_norm/rms_norm.cuh"
+#include "llm_comm/ll_session.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
+
+inline constexpr OperationKind kAllReduceAddRmsNormOneShot{3};
 
 // Elements that a thread sums and norms together: enough that half of the threads, or fewer, have a pack of the tile each.
 // Measured: with 2, twice as many warps deliver twice as many partial sums; with 8, each thread takes too long.
@@ -19,15 +21,13 @@ inline constexpr uint32_t kNormWidth = 4;
 // `SingleTile`: the grid has a block for every tile.
 template <DataType D, int World, bool SingleTile, bool Quantized>
 LLM_COMM_KERNEL(SingleTile ? kMaxFusedThreads : kMaxLoopThreads)
-add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
+all_reduce_add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   constexpr uint32_t kWidth = kNormWidth;
   using Norm = RmsNorm<D, kWidth, SingleTile, Quantized>;
   using Values = typename Norm::Values;
 
   grid_dependency_trigger();
   const auto self = RowThread::of<World>(args);
-  const uint32_t rank = args.comm.rank;
-  const bool is_own = self.peer == rank;
   const uint32_t round_lines = args.tile_lines * args.cluster_blocks;
   const uint32_t tiles = SingleTile ? 1 : (args.row_lines + round_lines - 1) / round_lines;
   const uint32_t tile_packs = args.tile_lines * kElementsPerLine / kWidth;
@@ -36,8 +36,8 @@ add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   // Contributions to a tile by rank, twice: a tile is written while slow threads still sum the one before.
   Line* const contributions = shared_memory<Line>() + kPartialBytes / sizeof(Line);
 
-  Operation op(args.comm, OperationKind::kAddRmsNormOneShot,
-               static_cast<uint64_t>(args.rows) * args.row_lines * sizeof(Line));
+  LLSession session(args.comm, kAllReduceAddRmsNormOneShot,
+                    static_cast<uint64_t>(args.rows) * args.row_lines * sizeof(Line), self.rank, self.peer);
   const uint64_t lines = static_cast<uint64_t>(args.rows) * args.row_lines;
 
   // The line of the row that this thread exchanges, and the values of the row that it norms.
@@ -55,20 +55,18 @@ add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
 
   TileCursor sending{self.cluster, 0};
   TileCursor reducing = sending;
-  // Where this thread's line of the first tile goes, and where its like comes.
+  // This thread's line of the first tile.
   const uint64_t first_line = line_index(sending);
-  Line* outgoing = opaque(op.slots(self.peer) + rank * lines + first_line);
-  Line* incoming = opaque(op.slots(rank) + self.peer * lines + first_line);
+  session.divide_slots(lines, first_line);
   const auto from_first = [&](uint64_t line) { return SingleTile ? 0 : line - first_line; };
   LineLoad<D> coming = input.load_of_line(has_line(sending), first_line);
   auto first_residual = norm.residual_load(sending.row, place_of(0));
   auto first_weight = norm.weight_load(place_of(0));
-  grid_dependency_wait_after(reinterpret_cast<uint64_t>(outgoing) + reinterpret_cast<uint64_t>(incoming) +
-                             coming.fingerprint() + first_residual.fingerprint() + first_weight.fingerprint() +
-                             norm.fingerprint() + op.fingerprint() + reinterpret_cast<uint64_t>(contributions));
+  session.wait_for_grids_before(coming.precomputed(), first_residual.precomputed(), first_weight.precomputed(),
+                                norm.precomputed(), reinterpret_cast<uint64_t>(contributions));
   // The next line to send is always on its way; the first beside the operation's number, which is as far away, as is what
   // the sums meet later. Nothing is waited for in between.
-  const Line state = op.load_state();
+  const Line state = session.load_state();
   coming.begin();
   first_residual.begin();
   first_weight.begin();
@@ -77,14 +75,12 @@ add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   const float static_scale = norm.load_scale();
   // A thread that may not begin goes on without waiting, sending, or storing results: those that have begun, in its block
   // and in others of the cluster, wait for what it delivers.
-  norm.set_begun(op.begin(state));
-  outgoing = op.in_slot(outgoing);
-  incoming = op.in_slot(incoming);
+  norm.set_begun(session.begin_in_slot(state));
 
   Line line{};  // sent last
   const auto send = [&] {
     line = __builtin_bit_cast(Line, coming.end());
-    if (!is_own && has_line(sending) && !op.in_vain()) send_line(outgoing + from_first(line_index(sending)), line);
+    if (!self.is_own && has_line(sending) && !session.aborted()) session.send(from_first(line_index(sending)), line);
     if (SingleTile) return;
     sending.advance(args.row_lines, round_lines, self.clusters);
     coming = input.load_of_line(sending.row < args.rows && has_line(sending), line_index(sending));
@@ -95,7 +91,7 @@ add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   const auto reduce = [&] {
     const bool has = has_line(reducing);
     const uint64_t index = line_index(reducing);
-    Line* const received = incoming + from_first(index);
+    Line* const received = session.incoming(from_first(index));
     const auto at = place_of(reducing.first);
     if (is_first) {
       norm.meet();  // while the first lines are on their way
@@ -107,14 +103,14 @@ add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
     parity ^= 1;
     if (has) {
       columns[thread_index()] =
-          is_own ? (SingleTile ? line : input.load_line(index)) : receive_line(received, op, self.peer, 0);
+          self.is_own ? (SingleTile ? line : input.load_line(index)) : session.receive(received, 0);
     }
     if (is_first) {
       residual = first_residual.end();
       weight = first_weight.end();
     }
     block_sync();
-    if (is_first && thread_index() == 0) op.arrive();
+    if (is_first && thread_index() == 0) session.arrive();
     is_first = false;
     Values sums{};
     if (norms) {
@@ -123,7 +119,7 @@ add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
       sums = norm.add(reducing.row, at, sums, residual);
     }
     // While the squares are on their way to the other blocks.
-    if (!is_own && has) re_arm_line(received);
+    if (!self.is_own && has) session.re_arm(received);
     if (SingleTile || reducing.is_last_of_row(args.row_lines, round_lines)) {
       if (norms || warp == 0) {
         norm.finish(
@@ -146,5 +142,37 @@ add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
     }
   }
 }
+
+// ---- Descriptor ----------------------------------------------------------------------------------------------------
+
+struct AllReduceAddRmsNormOneShot : RowsInClusters<AllReduceAddRmsNormOneShot> {
+  static constexpr AlgorithmInfo kInfo{"one_shot", "LL", "one-shot all-reduce + RMSNorm"};
+  static constexpr OperationKind kKind = kAllReduceAddRmsNormOneShot;
+  static constexpr uint32_t kMaxThreads = kMaxFusedThreads;
+
+  template <DataType D, int World, uint32_t Variant>
+  static KernelPointer kernel() {
+    return &all_reduce_add_rms_norm_one_shot<D, World, (Variant & 1) != 0, (Variant & 2) != 0>;
+  }
+
+  static constexpr uint32_t resident_threads(const Limits&) { return kMaxThreads; }
+  static constexpr uint32_t span(const Problem& problem) { return Operation::row_lines(problem); }
+  // A copy of the row for each sender.
+  static constexpr uint64_t row_slot_lines(const Problem& problem) {
+    return uint64_t{problem.world} * Operation::row_lines(problem);
+  }
+  // What the norm keeps, and the contributions to a tile; twice, if another tile follows.
+  static constexpr uint64_t shared_lines(uint64_t, uint64_t, uint64_t threads, bool is_single_tile) {
+    return kPartialBytes / sizeof(Line) + (is_single_tile ? threads : 2 * threads);
+  }
+  // As of the plain one-shot.
+  static constexpr bool is_worth_measuring(uint64_t bytes, uint64_t world) { return bytes * (world - 1) <= 4 << 20; }
+
+  // The largest block that any fused kernel has: where it fits, all do.
+  static constexpr Grid widest_cluster() {
+    return {kMaxClusterBlocks, kMaxThreads, static_cast<uint32_t>(kPartialBytes + kMaxThreads * sizeof(Line)),
+            kMaxClusterBlocks, 3};
+  }
+};
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

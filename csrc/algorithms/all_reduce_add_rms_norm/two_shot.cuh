@@ -5,28 +5,28 @@
 // chunks (args.cuh), so the last ones may be short or empty. Slot: [phase][rank][row][line of segment], where rank is the
 // sender in phase 0 (scatter) and the owner in phase 1 (gather): again the sender.
 //
-// The rules of device_comm.cuh: R1, segment 0 is never empty and its owner sums it only after a line of every rank has
+// The rules of operation.cuh: R1, segment 0 is never empty and its owner sums it only after a line of every rank has
 // come, and every rank ends after it has received those sums (the owner: made them); R2, the thread that receives a line
 // re-arms it.
 #pragma once
 
-#include "kernels/all_reduce/args.cuh"
-#include "kernels/fused/rms_norm.cuh"
-#include "llm_comm/memory_channel.cuh"
+#include "algorithms/all_reduce_add_rms_norm/rms_norm.cuh"
+#include "algorithms/block_sum.cuh"
+#include "llm_comm/ll_session.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
+
+inline constexpr OperationKind kAllReduceAddRmsNormTwoShot{4};
 
 // `SingleTile`: the grid has a block for every tile.
 template <DataType D, int World, bool SingleTile, bool Quantized>
 LLM_COMM_KERNEL(kMaxTwoShotThreads)
-add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
+all_reduce_add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   using Norm = RmsNorm<D, kElementsPerLine, SingleTile, Quantized>;
   using Values = typename Norm::Values;
 
   grid_dependency_trigger();
   const auto self = RowThread::of<World>(args);
-  const uint32_t rank = args.comm.rank;
-  const bool is_own = self.peer == rank;
   const uint32_t segment = args.segment_lines;
   const uint32_t round_lines = args.tile_lines * args.cluster_blocks;
   const uint32_t tiles = SingleTile ? 1 : (segment + round_lines - 1) / round_lines;
@@ -34,15 +34,14 @@ add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   Norm norm(args, shared_memory<float>(), args.segment_lines);
   Line* const contributions = shared_memory<Line>() + kPartialBytes / sizeof(Line);  // [rank][column]
   Line* const sums = contributions + World * args.tile_lines;                        // [column]
-  // Set by threads of the block whose wait ended in vain: there is no sum to send then.
+  // Set by threads of the block whose wait has been aborted: there is no sum to send then.
   uint32_t* const incomplete = (sums + args.tile_lines)->word;
   if (thread_index() == 0) *incomplete = 0;
 
-  Operation op(args.comm, OperationKind::kAddRmsNormTwoShot,
-               static_cast<uint64_t>(args.rows) * args.row_lines * sizeof(Line));
+  LLSession session(args.comm, kAllReduceAddRmsNormTwoShot,
+                    static_cast<uint64_t>(args.rows) * args.row_lines * sizeof(Line), self.rank, self.peer);
   const uint64_t sent_lines = static_cast<uint64_t>(args.rows) * segment;  // by a rank to another, in a phase
-  Line* outgoing = op.slots(self.peer) + rank * sent_lines;
-  Line* incoming = op.slots(rank) + self.peer * sent_lines;
+  session.divide_slots(sent_lines);
   const uint64_t gather = World * sent_lines;  // where phase 1 starts in a slot
 
   // Lines of segments: whether the tile's column exists there, and its place in the segment's part of a slot.
@@ -69,29 +68,25 @@ add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   LineLoad<D> coming = input.load_of_line(has_line(scattering, self.peer), line_index(scattering, self.peer));
   auto first_residual = norm.residual_load(collecting.row, place_of(0));
   auto first_weight = norm.weight_load(place_of(0));
-  grid_dependency_wait_after(reinterpret_cast<uint64_t>(outgoing) + reinterpret_cast<uint64_t>(incoming) +
-                             coming.fingerprint() + first_residual.fingerprint() + first_weight.fingerprint() +
-                             norm.fingerprint() + op.fingerprint() + slot_index(scattering) +
-                             reinterpret_cast<uint64_t>(contributions));
+  session.wait_for_grids_before(coming.precomputed(), first_residual.precomputed(), first_weight.precomputed(),
+                                norm.precomputed(), slot_index(scattering), reinterpret_cast<uint64_t>(contributions));
   // The next line to send is always on its way; the first beside the operation's number, which is as far away, as is what
   // the sums meet later. Nothing is waited for in between.
-  const Line state = op.load_state();
+  const Line state = session.load_state();
   coming.begin();
   first_residual.begin();
   first_weight.begin();
-  Values residual{};
-  Values weight{};
   const float static_scale = norm.load_scale();
+  Line line{};  // sent last
   // A thread that may not begin goes on without waiting, sending, or storing results: those that have begun, in its block
   // and in others of the cluster, wait for what it delivers.
-  norm.set_begun(op.begin(state));
-  outgoing = op.in_slot(outgoing);
-  incoming = op.in_slot(incoming);
+  norm.set_begun(session.begin_in_slot(state));
 
-  Line line{};  // sent last
   const auto scatter = [&] {
     line = __builtin_bit_cast(Line, coming.end());
-    if (!is_own && has_line(scattering, self.peer) && !op.in_vain()) send_line(outgoing + slot_index(scattering), line);
+    if (!self.is_own && has_line(scattering, self.peer) && !session.aborted()) {
+      session.send(slot_index(scattering), line);
+    }
     if (SingleTile) return;
     scattering.advance(segment, round_lines, self.clusters);
     const bool has_next = scattering.row < args.rows && has_line(scattering, self.peer);
@@ -100,34 +95,32 @@ add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   };
   bool is_first = true;
   const auto reduce = [&] {
-    const bool has = has_line(reducing, rank);
+    const bool has = has_line(reducing, self.rank);
     const uint64_t index = slot_index(reducing);
     if (is_first) norm.meet();  // while the first lines are on their way
     if (has) {
-      contributions[thread_index()] = is_own ? (SingleTile ? line : input.load_line(line_index(reducing, rank)))
-                                             : receive_line(incoming + index, op, self.peer, 0);
+      contributions[thread_index()] = self.is_own
+                                          ? (SingleTile ? line : input.load_line(line_index(reducing, self.rank)))
+                                          : session.receive(index, kScatter);
     }
     block_sync();
-    if (op.in_vain()) *incomplete = 1;  // between the barriers: it has been zero before, and is read after
-    if (is_first && thread_index() == 0) op.arrive();
+    if (session.aborted()) *incomplete = 1;  // between the barriers: it has been zero before, and is read after
+    if (is_first && thread_index() == 0) session.arrive();
     is_first = false;
-    constexpr uint32_t kWidth = kSumWidth<D, World>;
-    const uint32_t tile_packs = args.tile_lines * kElementsPerLine / kWidth;
-    const auto* const packs = reinterpret_cast<const Pack<D, kWidth>*>(contributions);
-    for_each_pack<D, World>(tile_packs, [&](uint32_t i) {
-      reinterpret_cast<Pack<D, kWidth>*>(sums)[i] = sum_in_rank_order<D, World>(packs + i, tile_packs);
-    });
+    sum_tile<D, World>(contributions, args.tile_lines, sums);
     // The sums are read before the next tile's first block_sync() and written after it; contributions are written after
     // this one and read before it.
     block_sync();
     if (has && *incomplete == 0) {
       // Where a row takes several tiles, or comes later, the owner collects from its own slot as the others do.
-      if (!is_own || !SingleTile) send_line(outgoing + gather + index, sums[self.column]);
-      if (!is_own) re_arm_line(incoming + index);
+      if (!self.is_own || !SingleTile) session.send(index, sums[self.column], gather);
+      if (!self.is_own) session.re_arm(index);
     }
     if (!SingleTile) reducing.advance(segment, round_lines, self.clusters);
   };
   bool is_first_collected = true;
+  Values residual{};
+  Values weight{};
   const auto collect = [&] {
     const auto at = place_of(collecting.first);
     const uint64_t index = gather + slot_index(collecting);
@@ -139,16 +132,16 @@ add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
       if (tiles > 1) weight = norm.load_weight(at);
     }
     is_first_collected = false;
-    const bool receives = at.exists && (!is_own || !SingleTile);
+    const bool receives = at.exists && (!self.is_own || !SingleTile);
     Line sum = armed_line();
     if (receives) {
-      sum = receive_line(incoming + index, op, self.peer, 1);
+      sum = session.receive(index, kGather);
     } else if (at.exists) {
       sum = sums[self.column];
     }
     const Values values = norms ? norm.add(collecting.row, at, as_pack<D>(sum), residual) : Values{};
     // While the squares are on their way to the other blocks.
-    if (receives) re_arm_line(incoming + index);
+    if (receives) session.re_arm(index);
     if (SingleTile || collecting.is_last_of_row(segment, round_lines)) {
       if (norms || thread_index() < kWarpThreads) {
         norm.finish(
@@ -176,5 +169,33 @@ add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
     }
   }
 }
+
+// ---- Descriptor ----------------------------------------------------------------------------------------------------
+
+struct AllReduceAddRmsNormTwoShot : RowsInClusters<AllReduceAddRmsNormTwoShot> {
+  static constexpr AlgorithmInfo kInfo{"two_shot", "LL", "two-shot all-reduce + RMSNorm"};
+  static constexpr OperationKind kKind = kAllReduceAddRmsNormTwoShot;
+  static constexpr uint32_t kMaxThreads = kMaxTwoShotThreads;
+
+  // Its kernels have up to 88 registers a thread on sm_100 and 80 elsewhere (docs/results/2026-11-22_ptxas.json).
+  static constexpr uint32_t resident_threads(const Limits& limits) {
+    return limits.compute_capability >= 100 ? 704 : 768;
+  }
+  static constexpr uint32_t span(const Problem& problem) { return Operation::segment_lines(problem); }
+  // A segment of the row for each sender, in both phases.
+  static constexpr uint64_t row_slot_lines(const Problem& problem) {
+    return 2 * uint64_t{problem.world} * Operation::segment_lines(problem);
+  }
+  // What the norm keeps, the contributions to a tile, its sums, and `incomplete`.
+  static constexpr uint64_t shared_lines(uint64_t tile_lines, uint64_t world, uint64_t, bool) {
+    return kPartialBytes / sizeof(Line) + (world + 1) * tile_lines + 1;
+  }
+  static constexpr bool is_worth_measuring(uint64_t, uint64_t) { return true; }
+
+  template <DataType D, int World, uint32_t Variant>
+  static KernelPointer kernel() {
+    return &all_reduce_add_rms_norm_two_shot<D, World, (Variant & 1) != 0, (Variant & 2) != 0>;
+  }
+};
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

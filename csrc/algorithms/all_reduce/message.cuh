@@ -1,61 +1,10 @@
-// Parameters of every all-reduce kernel, and the caller's message seen as 16-byte lines.
-//
-// A grid has World << tile_lines_log2 threads a block, and no more blocks than there are tiles: a block arrives
-// (Operation::arrive) in its first tile.
+// The caller's message seen as 16-byte lines: whole ones where pointers are aligned, else element by element.
 #pragma once
 
-#include "llm_comm/device_comm.cuh"
+#include "algorithms/all_reduce/operation.cuh"
 #include "llm_comm/reduce.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
-
-inline constexpr uint32_t kMaxBlockThreads = 1024;
-
-struct AllReduceArgs {
-  DeviceComm comm;
-  const void* input;         // element-aligned
-  void* output;              // element-aligned; may be `input`, must not overlap it otherwise
-  uint64_t count;            // elements, at least 1 and below 2^32, the same on all ranks
-  uint32_t tile_lines;       // that one peer's threads of a block handle at a time: a power of two
-  uint32_t tile_lines_log2;  // given beside it because kernels would compute one from the other where it costs time
-  uint32_t depth;            // tiles that a block sends ahead of the one it reduces
-};
-
-// Threads (k, c) of a block: thread (k, c) talks to peer k about line c of the block's tile. Sending to one
-// peer and polling one line per thread keeps all links and all polls of a block in flight at once; a thread
-// that serves all peers in turn was measured slower (docs/performance.md).
-struct PeerParallel {
-  uint32_t tile_lines;
-  uint32_t peer;
-  uint32_t column;
-
-  LLM_COMM_DEVICE explicit PeerParallel(const AllReduceArgs& args)
-      : tile_lines(args.tile_lines),
-        peer(thread_index() >> args.tile_lines_log2),
-        column(thread_index() & (args.tile_lines - 1)) {}
-};
-
-// Elements that a thread sums together: as many as give every thread of a block one pack of its tile. Measured: sums by
-// whole lines leave most threads idle, sums by elements make few ranks loop.
-template <DataType D, int World>
-inline constexpr uint32_t kSumWidth = [] {
-  constexpr uint32_t kPerLine = sizeof(Line) / sizeof(typename Element<D>::Storage);
-  uint32_t width = 1;
-  while (width * 2 * World <= kPerLine) width *= 2;
-  return width;
-}();
-
-// Runs step(i) for each of the `packs` packs of a tile that falls to this thread. Where no thread has more than one, a
-// loop would only cost time.
-template <DataType D, int World, class Step>
-LLM_COMM_DEVICE void for_each_pack(uint32_t packs, Step step) {
-  constexpr uint32_t kPacksPerLine = sizeof(Line) / sizeof(Pack<D, kSumWidth<D, World>>);
-  if constexpr (kPacksPerLine <= World) {
-    if (thread_index() < packs) step(thread_index());
-  } else {
-    for (uint32_t i = thread_index(); i < packs; i += block_threads()) step(i);
-  }
-}
 
 // A line that is not aligned, or of which only the first `count` elements are there, element by element; the rest is zeros.
 template <DataType D>
@@ -104,7 +53,7 @@ class Message {
   LLM_COMM_DEVICE uint32_t lines() const { return static_cast<uint32_t>((count_ + kPerLine - 1) / kPerLine); }
 
   // Changes with every address and bound that load() and store() use (for grid_dependency_wait_after).
-  LLM_COMM_DEVICE uint64_t fingerprint() const {
+  LLM_COMM_DEVICE uint64_t precomputed() const {
     return reinterpret_cast<uint64_t>(input_) + reinterpret_cast<uint64_t>(output_) + input_whole_lines_ +
            output_whole_lines_;
   }
@@ -119,11 +68,11 @@ class Message {
           is_later_(is_wanted && line >= message.input_whole_lines_),
           address_(is_wanted && !is_later_ ? message.input_ + static_cast<uint64_t>(line) * kPerLine : spare) {}
 
-    LLM_COMM_DEVICE uint64_t fingerprint() const { return reinterpret_cast<uint64_t>(address_); }
+    LLM_COMM_DEVICE uint64_t precomputed() const { return reinterpret_cast<uint64_t>(address_); }
 
     LLM_COMM_DEVICE void begin() { value_ = load_line(address_); }
 
-    // The line, or whatever, if it is not wanted.
+    // The line; unspecified unless wanted.
     LLM_COMM_DEVICE Line end() const { return is_later_ ? message_.load_by_elements(line_) : value_; }
 
    private:

@@ -1,0 +1,121 @@
+# From the list of algorithms (csrc/algorithms/registry.def, and a list of the user's own) to sources in
+# <build>/generated/algorithms:
+#
+#   registry.h                              the list as a C++ type, for everybody who asks what there is
+#   kernels_<descriptor>_<type>_<half>.cu   kernels for GPUs, of one data type and half of the worlds: they take nvcc long
+#   kernels_<descriptor>.cpp                the same for the emulator, all of an algorithm
+#
+# llm_comm_algorithm_sources(<list variable> cu|cpp) names the sources to compile; include directories are csrc,
+# csrc/include and <build>/generated. The files that a list names are relative to its own directory, or to csrc.
+set(LLM_COMM_EXTRA_ALGORITHMS "" CACHE STRING "Lists of more algorithms, in the format of csrc/algorithms/registry.def")
+
+get_filename_component(LLM_COMM_CSRC "${CMAKE_CURRENT_LIST_DIR}/../csrc" ABSOLUTE)
+set(LLM_COMM_GENERATED "${CMAKE_CURRENT_BINARY_DIR}/generated")
+set(LLM_COMM_DATA_TYPES kBFloat16 kFloat16 kFloat32)
+set(LLM_COMM_WORLDS kEven kOdd)
+set(LLM_COMM_ALGORITHM_LISTS "${LLM_COMM_CSRC}/algorithms/registry.def" ${LLM_COMM_EXTRA_ALGORITHMS})
+
+# Sets in the caller: headers, descriptors.
+function(llm_comm_read_algorithms)
+  set(headers "")
+  set(descriptors "")
+  foreach(list IN LISTS LLM_COMM_ALGORITHM_LISTS)
+    get_filename_component(list "${list}" ABSOLUTE)
+    get_filename_component(directory "${list}" DIRECTORY)
+    set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${list}")
+    file(STRINGS "${list}" rows REGEX "^[A-Z]")
+    foreach(row IN LISTS rows)
+      if(NOT row MATCHES "^LLM_COMM_ALGORITHM\\(([^ ,]+), *([A-Za-z0-9_]+)\\)$")
+        message(FATAL_ERROR "${list}: '${row}' is not LLM_COMM_ALGORITHM(file, descriptor)")
+      endif()
+      list(APPEND descriptors "${CMAKE_MATCH_2}")
+      if(EXISTS "${directory}/${CMAKE_MATCH_1}")
+        list(APPEND headers "${directory}/${CMAKE_MATCH_1}")
+      else()
+        list(APPEND headers "${CMAKE_MATCH_1}")
+      endif()
+    endforeach()
+  endforeach()
+  set(headers "${headers}" PARENT_SCOPE)
+  set(descriptors "${descriptors}" PARENT_SCOPE)
+endfunction()
+
+# Leaves a file alone that would not change, so that nothing is compiled again.
+function(llm_comm_write file content)
+  if(EXISTS "${file}")
+    file(READ "${file}" present)
+    if(present STREQUAL content)
+      return()
+    endif()
+  endif()
+  file(WRITE "${file}" "${content}")
+endfunction()
+
+function(llm_comm_write_registry)
+  llm_comm_read_algorithms()
+  set(includes "")
+  foreach(header IN LISTS headers)
+    string(APPEND includes "#include \"${header}\"\n")
+  endforeach()
+  set(extern "")
+  foreach(descriptor IN LISTS descriptors)
+    foreach(type IN LISTS LLM_COMM_DATA_TYPES)
+      foreach(half IN LISTS LLM_COMM_WORLDS)
+        string(APPEND extern "extern template struct Kernels<${descriptor}, DataType::${type}, Worlds::${half}>;\n")
+      endforeach()
+    endforeach()
+  endforeach()
+  list(JOIN descriptors ", " all)
+  llm_comm_write("${LLM_COMM_GENERATED}/algorithms/registry.h"
+"// Written by cmake/algorithms.cmake from registry.def: the algorithms of this build.
+#pragma once
+
+#include \"algorithms/kernels.h\"
+${includes}
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+using Registry = AlgorithmList<${all}>;
+static_assert(Registry::have_kinds_of_their_own(), \"two algorithms have the same OperationKind, or that of user kernels\");
+
+${extern}
+}  // namespace llm_comm::inline LLM_COMM_TARGET
+")
+endfunction()
+
+function(llm_comm_write_kernels source header instantiations)
+  llm_comm_write("${source}"
+"// Written by cmake/algorithms.cmake from registry.def.
+#include \"algorithms/kernels.h\"
+#include \"${header}\"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+${instantiations}
+}  // namespace llm_comm::inline LLM_COMM_TARGET
+")
+endfunction()
+
+function(llm_comm_algorithm_sources variable extension)
+  llm_comm_read_algorithms()
+  set(sources "")
+  foreach(header descriptor IN ZIP_LISTS headers descriptors)
+    set(all "")
+    foreach(type IN LISTS LLM_COMM_DATA_TYPES)
+      foreach(half IN LISTS LLM_COMM_WORLDS)
+        set(one "template struct Kernels<${descriptor}, DataType::${type}, Worlds::${half}>;\n")
+        string(APPEND all "${one}")
+        if(extension STREQUAL "cu")
+          set(source "${LLM_COMM_GENERATED}/algorithms/kernels_${descriptor}_${type}_${half}.cu")
+          llm_comm_write_kernels("${source}" "${header}" "${one}")
+          list(APPEND sources "${source}")
+        endif()
+      endforeach()
+    endforeach()
+    if(extension STREQUAL "cpp")
+      set(source "${LLM_COMM_GENERATED}/algorithms/kernels_${descriptor}.cpp")
+      llm_comm_write_kernels("${source}" "${header}" "${all}")
+      list(APPEND sources "${source}")
+    endif()
+  endforeach()
+  set(${variable} "${sources}" PARENT_SCOPE)
+endfunction()

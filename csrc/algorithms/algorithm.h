@@ -1,0 +1,179 @@
+// What is to be known about an operation and about an algorithm: the vocabulary of their descriptors.
+//
+// An operation says what is computed. Its descriptor is a struct (all_reduce/operation.cuh is one) with
+//
+//   Args                                        parameter of its kernels; has a DeviceComm `comm`
+//   kInfo                                       OperationInfo
+//   serves(type)                                whether it has kernels for a data type
+//   check(problem)                              throws std::invalid_argument for what no algorithm of it can do
+//   arguments(problem, tiling, grid) -> Args    what all launches of a call share; `comm` is filled in by the caller
+//   set_launch(args, problem, buffers, first, units)   what one launch adds: its part of the buffers
+//   expect(problem, rank, i, input) -> bits     element i of what `rank` ends up with, where input(r, j) is element j of
+//                                               rank r's input: for tests, which check any operation that has it
+//
+// An algorithm says how. Its descriptor stands at the end of its file, and has
+//
+//   Operation, kInfo                            AlgorithmInfo
+//   kKind                                       OperationKind, unlike that of any other algorithm
+//   kTunables                                   Tunables: the fields of Choice that it reads
+//   kVariants, kernel<type, World, Variant>()   its kernels, all with the signature void(Operation::Args)
+//   tile(problem, choice, limits) -> Tiling     may throw std::invalid_argument
+//   grid(problem, tiling, units, limits) -> Grid   of a launch of so many units; throws std::invalid_argument for a tiling
+//                                               that the workspace, the device or the kernels do not take
+//   candidates(problem, limits)                 choices worth measuring, simplest first; the first serves where no table
+//                                               has a row
+//   widest_cluster() -> Grid                    (optional) of a kernel in clusters: the launch that asks most of a device
+//
+// registry.def lists the algorithms, and everything else is derived from that list: kernels and how they are loaded, names
+// in errors and tables, candidates of the tuner, schedules of the deterministic emulator, `llm-comm algorithms`.
+#pragma once
+
+#include <vector>
+
+#include "algorithms/launch_shape.h"
+#include "llm_comm/wait.cuh"
+
+namespace llm_comm {
+
+// The phases of two-shot algorithms, as errors number them.
+inline constexpr uint32_t kScatter = 0;
+inline constexpr uint32_t kGather = 1;
+
+inline constexpr int kMaxBuffers = 6;
+inline constexpr int kMaxTunables = 5;
+
+// A tensor of a call. Buffers are like the input (same shape and type) unless the operation has a file of its own in
+// Python that says otherwise.
+struct BufferInfo {
+  const char* name = nullptr;
+  bool is_output = false;
+  bool is_optional = false;
+};
+
+// Of a call, the same on all ranks.
+struct ParameterInfo {
+  const char* name = nullptr;
+  bool is_rank = false;  // 0 to world - 1
+};
+
+struct OperationInfo {
+  const char* name;   // "all_reduce"
+  const char* title;  // "all-reduce"
+  BufferInfo buffers[kMaxBuffers];
+  ParameterInfo parameters[kMaxParameters] = {};
+  // Of an operation that works by rows: their elements are a multiple of the first and at most the second. Else 0.
+  uint32_t row_multiple = 0;
+  uint32_t max_row = 0;
+};
+
+// A field of Choice that an algorithm reads, and what a table may say there.
+struct Tunable {
+  const char* name = nullptr;
+  uint32_t min = 0;
+  uint32_t max = 0;
+  bool is_power_of_two = false;
+};
+
+struct Tunables {
+  Tunable tunable[kMaxTunables];
+};
+
+struct AlgorithmInfo {
+  const char* name;      // "one_shot"
+  const char* protocol;  // "LL"
+  const char* title;     // "one-shot all-reduce", in errors
+};
+
+// A list of descriptors.
+template <class... Algorithms>
+struct AlgorithmList {
+  static constexpr uint32_t kCount = sizeof...(Algorithms);
+
+  // step.operator()<Algorithm>() for each, in order.
+  template <class Step>
+  static void for_each(Step step) {
+    (step.template operator()<Algorithms>(), ...);
+  }
+
+  // The same for the one at `index`.
+  template <class Step>
+  static void at(uint32_t index, Step step) {
+    uint32_t i = 0;
+    ((i++ == index ? step.template operator()<Algorithms>() : void()), ...);
+  }
+
+  // The number of a descriptor in the list.
+  template <class Algorithm>
+  static constexpr uint32_t index_of() {
+    uint32_t index = 0;
+    uint32_t i = 0;
+    ((index = __is_same(Algorithm, Algorithms) ? i : index, ++i), ...);
+    return index;
+  }
+
+  static constexpr bool have_kinds_of_their_own() {
+    const uint32_t kinds[] = {static_cast<uint32_t>(Algorithms::kKind)...};
+    for (uint32_t i = 0; i < kCount; ++i) {
+      if (kinds[i] == static_cast<uint32_t>(OperationKind::kUser)) return false;
+      for (uint32_t j = 0; j < i; ++j) {
+        if (kinds[i] == kinds[j]) return false;
+      }
+    }
+    return true;
+  }
+};
+
+// What no algorithm of an operation can do.
+template <class Operation>
+void check_problem(const Problem& problem) {
+  constexpr const OperationInfo& info = Operation::kInfo;
+  const auto refuse = [&](const std::string& why) {
+    throw std::invalid_argument(std::string(info.title) + ": " + why);
+  };
+  if (problem.count == 0) refuse("there are no elements");
+  if (problem.world < 2 || problem.world > static_cast<uint32_t>(kMaxWorldSize)) {
+    refuse("a world of " + std::to_string(problem.world) + "; it takes 2 to " + std::to_string(kMaxWorldSize));
+  }
+  if (!Operation::serves(problem.type)) refuse(std::string("it has no kernels for ") + data_type_name(problem.type));
+  const bool has_rows = info.row_multiple != 0;
+  if (has_rows && (problem.row == 0 || problem.row % info.row_multiple != 0 || problem.row > info.max_row)) {
+    refuse("rows of " + std::to_string(problem.row) + " elements; they must have a multiple of " +
+           std::to_string(info.row_multiple) + " up to " + std::to_string(info.max_row));
+  }
+  if (has_rows ? problem.count % problem.row != 0 : problem.row != 0) {
+    refuse(std::to_string(problem.count) + " elements are not rows of " + std::to_string(problem.row));
+  }
+  for (int i = 0; i < kMaxParameters; ++i) {
+    const double value = problem.parameter[i];
+    if (info.parameters[i].name == nullptr || !info.parameters[i].is_rank) continue;
+    if (!(value >= 0 && value < problem.world))
+      refuse(std::string(info.parameters[i].name) + " is not one of its ranks");
+  }
+  Operation::check(problem);
+}
+
+// All launches of a call.
+template <class Algorithm>
+Shape shape_of(const Problem& problem, const Tiling& tiling, const Limits& limits) {
+  check_problem<typename Algorithm::Operation>(problem);
+  if (tiling.launch_units == 0) {
+    throw std::invalid_argument("a slot of " + std::to_string(limits.slot_bytes) +
+                                " bytes holds no part of the message: raise workspace_bytes");
+  }
+  const uint64_t units = problem.units();
+  const uint64_t whole = units < tiling.launch_units ? units : tiling.launch_units;
+  const uint64_t launches = divide_up(units, whole);
+  return {tiling, launches, Algorithm::grid(problem, tiling, whole, limits),
+          Algorithm::grid(problem, tiling, units - (launches - 1) * whole, limits)};
+}
+
+template <class Algorithm>
+std::vector<DataType> types_of() {
+  std::vector<DataType> types;
+  for (uint32_t i = 0; i < kDataTypes; ++i) {
+    if (Algorithm::Operation::serves(static_cast<DataType>(i))) types.push_back(static_cast<DataType>(i));
+  }
+  return types;
+}
+
+}  // namespace llm_comm

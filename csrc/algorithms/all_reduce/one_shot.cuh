@@ -1,0 +1,107 @@
+// One-shot all-reduce (1PA, LL): every rank sends its whole message to every other rank, and sums what it gets.
+//
+// One hop. Each rank sends (N-1) x bytes, which is why larger messages take two_shot.cuh. Slot: [sender][line].
+//
+// The rules of operation.cuh: R1, a rank ends after it has received line 0 from every peer; R2, the thread that
+// receives a line re-arms it.
+#pragma once
+
+#include "algorithms/all_reduce/message.cuh"
+#include "algorithms/block_sum.cuh"
+#include "llm_comm/ll_session.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+inline constexpr OperationKind kAllReduceOneShot{1};
+
+// `SingleTile`: the grid has a block for every tile.
+template <DataType D, int World, bool SingleTile>
+LLM_COMM_KERNEL(kMaxBlockThreads)
+all_reduce_one_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
+  constexpr uint32_t kPerLine = Message<D>::kPerLine;
+  constexpr uint32_t kWidth = kSumWidth<D, World>;
+
+  grid_dependency_trigger();
+  const PeerParallel self(args);
+  const Message<D> message(args);
+  const uint32_t lines = message.lines();
+  const uint32_t first = block_index() * self.tile_lines;
+  const uint32_t stride = block_count() * self.tile_lines;
+  // Contributions of a tile by rank, twice: a tile is written while slow threads still sum the one before.
+  Line* const contributions = shared_memory<Line>();
+
+  LLSession session(args.comm, kAllReduceOneShot, message.bytes(), self.rank, self.peer);
+  const uint32_t first_line = first + self.column;
+  session.divide_slots(lines, first_line);
+
+  typename Message<D>::Load coming(message, first_line, first_line < lines, args.comm.workspace[self.rank]);
+  session.wait_for_grids_before(message.precomputed(), coming.precomputed(), first,
+                                reinterpret_cast<uint64_t>(contributions));
+  // The next line to send is always on its way; the first beside the operation's number, which is as far away.
+  Line next;
+  const bool begun = session.begin_beside(coming, next);
+
+  const auto send = [&](uint32_t tile) {
+    const uint32_t line = tile + self.column;
+    if (begun && !self.is_own && line < lines) session.send(tile - first, next);
+    if (!SingleTile && line + stride < lines) next = message.load(line + stride);
+  };
+  uint32_t parity = 0;
+  const auto reduce = [&](uint32_t tile) {
+    const uint32_t line = tile + self.column;
+    Line* const received = session.incoming(tile - first);
+    Line* const columns = contributions + parity * block_threads();
+    parity ^= 1;
+    if (line < lines) {
+      columns[thread_index()] = self.is_own ? (SingleTile ? next : message.load(line)) : session.receive(received, 0);
+    }
+    block_sync();
+    if (tile == first && thread_index() == 0) session.arrive();
+    const uint32_t tile_packs = self.tile_lines * kPerLine / kWidth;
+    const auto* const packs = reinterpret_cast<const Pack<D, kWidth>*>(columns);
+    for_each_pack<D, World>(tile_packs, [&](uint32_t i) {
+      message.store_pack(tile * kPerLine + i * kWidth, sum_in_rank_order<D, World>(packs + i, tile_packs));
+    });
+    // After the result is out: the next operation that uses the line cannot start before this one has ended.
+    if (!self.is_own && line < lines) session.re_arm(received);
+  };
+
+  // Threads that may not begin leave behind the first send, which is none. They are missed only in the sums of this self.rank,
+  // which has an error. Were there a way out before, ptxas would load the line after it, when the number has come.
+  if constexpr (SingleTile) {
+    send(first);
+    if (!begun) return;
+    reduce(first);
+  } else {
+    // Reducing runs `depth` tiles behind sending, so that the links carry later tiles while earlier ones are
+    // waited for.
+    const uint32_t lag = args.depth * stride;
+    for (uint32_t tile = first; tile < lines + lag; tile += stride) {
+      if (tile < lines) send(tile);
+      if (!begun) return;
+      if (tile >= first + lag && tile - lag < lines) reduce(tile - lag);
+    }
+  }
+}
+
+// ---- Descriptor ----------------------------------------------------------------------------------------------------
+
+struct AllReduceOneShot : TiledAllReduce<AllReduceOneShot> {
+  static constexpr AlgorithmInfo kInfo{"one_shot", "LL", "one-shot all-reduce"};
+  static constexpr OperationKind kKind = kAllReduceOneShot;
+
+  template <DataType D, int World, uint32_t Variant>
+  static KernelPointer kernel() {
+    return &all_reduce_one_shot<D, World, Variant == 1>;
+  }
+
+  // A copy of the message for each sender.
+  static constexpr uint64_t slot_lines(uint64_t lines, uint64_t world) { return world * lines; }
+  static constexpr uint64_t tiled_lines(uint64_t lines, uint64_t) { return lines; }
+  // The contributions to a tile, twice.
+  static constexpr uint64_t shared_lines(uint64_t tile_lines, uint64_t world) { return 2 * world * tile_lines; }
+  // It sends world - 1 copies of the message: above 4 MiB of them two-shot is far ahead.
+  static constexpr bool is_worth_measuring(uint64_t bytes, uint64_t world) { return bytes * (world - 1) <= 4 << 20; }
+};
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -1,0 +1,319 @@
+// All-reduce, then the residual add and the RMSNorm that follow it in a transformer (fused: in one kernel).
+//
+// Parameters of its kernels, how a row is spread over threads, and how the launches of such a kernel are shaped. A row of
+// `row_lines` lines belongs to a cluster: its blocks take one tile of `tile_lines` lines for each peer at a time, block m the
+// m-th of every `cluster_blocks` tiles. Rows go to clusters in turn. Threads (k, c) of a block are those of the plain kernels
+// (all_reduce/operation.cuh); a block is rounded up to whole warps, whose last threads have no line.
+#pragma once
+
+#include "algorithms/algorithm.h"
+#include "llm_comm/operation.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+// Threads of a block. What needs more registers has fewer: two-shot, and blocks that walk over several tiles.
+inline constexpr uint32_t kMaxFusedThreads = 1024;
+inline constexpr uint32_t kFewestThreads = 64;  // that a table may ask for
+inline constexpr uint32_t kMaxTwoShotThreads = 512;
+inline constexpr uint32_t kMaxLoopThreads = 512;
+inline constexpr uint32_t kMaxClusterBlocks = 16;  // 8 on every GPU with clusters, 16 where the device permits it
+inline constexpr uint32_t kMaxHidden = 16384;
+// Squares are summed in chunks of this many lines, in an order that only `row_lines` determines, so that a row's norm does
+// not depend on the kernel, the grid or the rows beside it. Tiles and segments are whole chunks.
+inline constexpr uint32_t kChunkLines = 8;
+inline constexpr uint32_t kElementsPerLine = 8;  // of bf16 and fp16, the types of these kernels
+inline constexpr uint32_t kMaxChunks = kMaxHidden / (kChunkLines * kElementsPerLine);
+
+// Of the normed rows. kStatic: e4m3(normed / *scale); kDynamic: scale[row] = max(|normed row|) / 448, at least
+// 1 / (448 * 512), and e4m3(normed / scale[row]); both from the values that kNone would return, rounded to their type.
+enum class Quantization : uint32_t { kNone = 0, kStatic = 1, kDynamic = 2 };
+
+struct AddRmsNormArgs {
+  DeviceComm comm;
+  const void* input;     // [rows, row_lines * 8]; this and all other tensors: element-aligned, rows contiguous
+  const void* residual;  // like the input; nullptr for none
+  const void* weight;    // [row_lines * 8]
+  void* normed;          // like the input (may be it), or FP8
+  void* new_residual;    // like the input (may be the residual): the sum plus the residual
+  float* scale;          // Quantization
+  uint32_t rows;         // at least 1, the same on all ranks, as are row_lines and tile_lines
+  uint32_t row_lines;
+  uint32_t segment_lines;  // two-shot: of a row, that one rank owns; a multiple of kChunkLines
+  uint32_t tile_lines;     // a multiple of kChunkLines
+  uint32_t cluster_blocks;
+  uint32_t depth;  // tiles that a block sends ahead of the one it reduces
+  Quantization quantization;
+  float epsilon;
+  float reciprocal_hidden;
+};
+
+// Thread (k, c), and the rows of its cluster.
+struct RowThread {
+  uint32_t peer;
+  uint32_t column;
+  bool has_line;
+  uint32_t member;   // of the cluster, this block
+  uint32_t cluster;  // its number in the grid
+  uint32_t clusters;
+  uint32_t rank;
+  bool is_own;  // it talks to nobody, but contributes this rank's own lines
+
+  template <int World>
+  static LLM_COMM_DEVICE RowThread of(const AddRmsNormArgs& args) {
+    RowThread self;
+    // A division would take longer, and lies where nothing else is under way if this grid does not overlap the last one.
+    self.peer = 0;
+    LLM_COMM_UNROLL(8)
+    for (uint32_t k = 1; k < World; ++k) self.peer += thread_index() >= k * args.tile_lines;
+    self.column = thread_index() - self.peer * args.tile_lines;
+    self.has_line = self.column < args.tile_lines;
+    self.cluster = cluster_index();
+    self.member = cluster_block_rank();
+    self.clusters = block_count() / args.cluster_blocks;
+    self.rank = args.comm.rank;
+    self.is_own = self.peer == self.rank;
+    return self;
+  }
+};
+
+// The tiles of a block in their order: all of its first row, all of its next row, ...
+struct TileCursor {
+  uint32_t row;
+  uint32_t first;  // line of the row (two-shot: of the segment) at which this round of the cluster begins
+
+  LLM_COMM_DEVICE bool is_last_of_row(uint32_t span, uint32_t round_lines) const { return first + round_lines >= span; }
+
+  // `span`: lines that the tiles of a row cover; `round_lines`: those of one tile of each block of the cluster.
+  LLM_COMM_DEVICE void advance(uint32_t span, uint32_t round_lines, uint32_t clusters) {
+    first += round_lines;
+    if (first < span) return;
+    first = 0;
+    row += clusters;
+  }
+};
+
+// ---- Descriptor of the operation -----------------------------------------------------------------------------------
+
+struct AllReduceAddRmsNorm {
+  using Args = AddRmsNormArgs;
+  enum Parameter { kEpsilon, kQuantization };
+  static constexpr OperationInfo kInfo{.name = "all_reduce_add_rms_norm",
+                                       .title = "all-reduce + RMSNorm",
+                                       .buffers = {{"input"},
+                                                   {.name = "residual", .is_optional = true},
+                                                   {"weight"},
+                                                   {.name = "normed", .is_output = true},
+                                                   {.name = "new_residual", .is_output = true},
+                                                   {.name = "scale", .is_optional = true}},
+                                       .parameters = {{"epsilon"}, {"quantization"}},
+                                       .row_multiple = kElementsPerLine,
+                                       .max_row = kMaxHidden};
+
+  static constexpr bool serves(DataType type) { return type != DataType::kFloat32; }
+
+  static Quantization quantization(const Problem& problem) {
+    return static_cast<Quantization>(static_cast<uint32_t>(problem.parameter[kQuantization]));
+  }
+
+  static void check(const Problem& problem) {
+    const double quantization = problem.parameter[kQuantization];
+    if (quantization != 0 && quantization != 1 && quantization != 2) {
+      throw std::invalid_argument("there is no quantization " + std::to_string(quantization));
+    }
+  }
+
+  static constexpr uint32_t row_lines(const Problem& problem) { return problem.row / kElementsPerLine; }
+  // Of a row, what one rank owns in two-shot: whole chunks.
+  static constexpr uint32_t segment_lines(const Problem& problem) {
+    return divide_up(row_lines(problem), kChunkLines * problem.world) * kChunkLines;
+  }
+
+  static Args arguments(const Problem& problem, const Tiling& tiling, const Grid&) {
+    Args args{};
+    args.row_lines = row_lines(problem);
+    args.segment_lines = segment_lines(problem);
+    args.tile_lines = tiling.tile_lines;
+    args.cluster_blocks = tiling.cluster;
+    // No block sends further ahead than its last tile; kernels count tiles of more in 32 bits.
+    const uint64_t launch_rows = problem.units() < tiling.launch_units ? problem.units() : tiling.launch_units;
+    const uint64_t tiles_of_block = launch_rows * args.row_lines;
+    args.depth = static_cast<uint32_t>(tiling.depth < tiles_of_block ? tiling.depth : tiles_of_block);
+    args.quantization = quantization(problem);
+    args.epsilon = static_cast<float>(problem.parameter[kEpsilon]);
+    args.reciprocal_hidden = 1.0f / static_cast<float>(problem.row);
+    return args;
+  }
+
+  static void set_launch(Args& args, const Problem& problem, const uint64_t* buffers, uint64_t first, uint64_t units) {
+    const uint64_t skipped = first * problem.unit_bytes();
+    const bool is_quantized = args.quantization != Quantization::kNone;
+    args.input = reinterpret_cast<const void*>(buffers[0] + skipped);
+    args.residual = buffers[1] == 0 ? nullptr : reinterpret_cast<const void*>(buffers[1] + skipped);
+    args.weight = reinterpret_cast<const void*>(buffers[2]);
+    args.normed = reinterpret_cast<void*>(buffers[3] + (is_quantized ? skipped / 2 : skipped));
+    args.new_residual = reinterpret_cast<void*>(buffers[4] + skipped);
+    args.scale = reinterpret_cast<float*>(buffers[5]) + (args.quantization == Quantization::kDynamic ? first : 0);
+    args.rows = static_cast<uint32_t>(units);
+  }
+};
+
+// How a launch of a fused algorithm is shaped. Algorithm says:
+//   kMaxThreads                            of a block
+//   resident_threads(limits)               of its blocks, for which a multiprocessor has registers
+//   span(problem)                          lines of a row that a cluster walks over
+//   row_slot_lines(problem)                what a row takes of a slot
+//   shared_lines(tile_lines, world, threads, is_single_tile)   what a block keeps in shared memory
+//   is_worth_measuring(bytes, world)       whether the tuner tries it
+template <class Algorithm>
+struct RowsInClusters {
+  using Operation = AllReduceAddRmsNorm;
+  using KernelPointer = void (*)(AddRmsNormArgs);
+  static constexpr Tunables kTunables{{{"blocks", 1, kArrivalsPerOperation - 1},
+                                       {"threads", kFewestThreads, kMaxFusedThreads},
+                                       {"cluster", 1, kMaxClusterBlocks, true},
+                                       {"depth", 0, 65535}}};
+  // Bit 0: the grid has a block for every tile; bit 1: the normed rows are FP8.
+  static constexpr uint32_t kVariants = 4;
+
+  static Tiling tile(const Problem& problem, const Choice& choice, const Limits& limits) {
+    const uint64_t rows = problem.units();
+    const uint64_t fitting_rows = most_units(limits.slot_bytes / sizeof(Line),
+                                             [&](uint64_t n) { return n * Algorithm::row_slot_lines(problem); });
+    const uint64_t launch_rows = rows < fitting_rows ? rows : fitting_rows;
+    const uint32_t span_chunks = divide_up(Algorithm::span(problem), kChunkLines);
+    const uint32_t chunk_threads = kChunkLines * problem.world;
+    const uint32_t resident_threads = Algorithm::resident_threads(limits);
+    // A block that gets more of the row than the table has in mind may have more threads.
+    const uint32_t chosen_threads = choice.cluster <= limits.max_cluster ? choice.threads : kMaxFusedThreads;
+    const uint32_t most_threads = chosen_threads < Algorithm::kMaxThreads ? chosen_threads : Algorithm::kMaxThreads;
+
+    const auto threads_of = [&](uint32_t in_cluster) {
+      return whole_warps(divide_up(span_chunks, in_cluster) * chunk_threads);
+    };
+    const auto is_enough = [&](uint32_t in_cluster) {
+      const uint32_t threads = threads_of(in_cluster);
+      return threads <= most_threads && resident_clusters(limits, in_cluster, threads, resident_threads) >= launch_rows;
+    };
+
+    uint32_t cluster = floor_power_of_two(span_chunks);
+    if (cluster > choice.cluster) cluster = choice.cluster;
+    if (cluster > limits.max_cluster) cluster = limits.max_cluster;
+    while (has_empty_block(span_chunks, cluster, divide_up(span_chunks, cluster))) cluster /= 2;
+    const auto is_crowded = [&] { return choice.crowded_above != 0 && launch_rows * cluster > choice.crowded_above; };
+    while (cluster > 1 && is_crowded() && is_enough(cluster / 2)) cluster /= 2;
+
+    const uint64_t chosen_clusters = choice.blocks < cluster ? 1 : choice.blocks / cluster;
+    const uint64_t most_clusters = launch_rows < chosen_clusters ? launch_rows : chosen_clusters;
+    uint32_t tile_chunks = divide_up(span_chunks, cluster);
+    uint32_t threads = threads_of(cluster);
+    // All blocks run at once, as far as can be told: that does not rest on the order in which a device starts clusters.
+    uint64_t clusters = resident_clusters(limits, cluster, threads, resident_threads);
+    if (clusters > most_clusters) clusters = most_clusters;
+    if (clusters < launch_rows || threads > most_threads) {
+      const uint32_t loop_threads = most_threads < kMaxLoopThreads ? most_threads : kMaxLoopThreads;
+      if (tile_chunks > loop_threads / chunk_threads) tile_chunks = loop_threads / chunk_threads;
+      if (tile_chunks == 0) tile_chunks = 1;
+      threads = whole_warps(tile_chunks * chunk_threads);
+      clusters = resident_clusters(limits, cluster, threads, kMaxLoopThreads);
+      if (clusters > most_clusters) clusters = most_clusters;
+      if (clusters == 0) clusters = 1;
+    }
+    return {static_cast<uint32_t>(cluster * clusters), kChunkLines * tile_chunks, cluster, choice.depth, fitting_rows};
+  }
+
+  static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {
+    const uint64_t world = problem.world;
+    const uint64_t row_bytes = problem.unit_bytes();
+    const uint64_t slot_bytes = units * Algorithm::row_slot_lines(problem) * sizeof(Line);
+    if (units * row_bytes / sizeof(Line) >> 32 != 0)
+      throw std::invalid_argument("a launch must have fewer than 2^32 lines");
+    if (slot_bytes > limits.slot_bytes) {
+      throw std::invalid_argument(std::to_string(units) + " rows of " + std::to_string(row_bytes) +
+                                  " bytes need a slot of " + std::to_string(slot_bytes) +
+                                  " bytes, the workspace has slots of " + std::to_string(limits.slot_bytes) +
+                                  ": lower launch_units or raise workspace_bytes");
+    }
+    const uint64_t exchanging = world * tiling.tile_lines;
+    const uint32_t threads = whole_warps(static_cast<uint32_t>(exchanging));
+    if (tiling.tile_lines == 0 || tiling.tile_lines % kChunkLines != 0 || exchanging > Algorithm::kMaxThreads) {
+      throw std::invalid_argument("tile_lines is " + std::to_string(tiling.tile_lines) +
+                                  "; it must be a multiple of 8, and world times it at most " +
+                                  std::to_string(Algorithm::kMaxThreads));
+    }
+    const uint64_t cluster = tiling.cluster;
+    if (cluster == 0 || cluster > limits.max_cluster) {
+      throw std::invalid_argument("cluster is " + std::to_string(cluster) + "; this device takes 1 to " +
+                                  std::to_string(limits.max_cluster));
+    }
+    const uint64_t clusters = tiling.blocks / cluster < units ? tiling.blocks / cluster : units;
+    if (clusters == 0 || clusters * cluster >= kArrivalsPerOperation) {
+      throw std::invalid_argument("blocks is " + std::to_string(tiling.blocks) + "; it must be " +
+                                  std::to_string(cluster) + " (a cluster) to 65535");
+    }
+    const uint64_t span = Algorithm::span(problem);
+    const bool is_single_tile = clusters == units && span <= cluster * tiling.tile_lines;
+    // The argument in rms_norm.cuh about rows after each other wants a share of every row for every block.
+    if (!is_single_tile && (threads > kMaxLoopThreads || has_empty_block(span, cluster, tiling.tile_lines))) {
+      throw std::invalid_argument("blocks of " + std::to_string(threads) + " threads in clusters of " +
+                                  std::to_string(cluster) + " cannot walk over rows of " + std::to_string(row_bytes) +
+                                  " bytes: they have more than 512 threads, or no share of a row");
+    }
+    const uint64_t shared_lines = Algorithm::shared_lines(tiling.tile_lines, world, threads, is_single_tile);
+    const bool is_quantized = Operation::quantization(problem) != Quantization::kNone;
+    return {static_cast<uint32_t>(clusters * cluster), threads, static_cast<uint32_t>(shared_lines * sizeof(Line)),
+            static_cast<uint32_t>(cluster), (is_single_tile ? 1u : 0u) | (is_quantized ? 2u : 0u)};
+  }
+
+  static std::vector<Choice> candidates(const Problem& problem, const Limits& limits) {
+    std::vector<Choice> found;
+    if (!Algorithm::is_worth_measuring(problem.bytes(), problem.world)) return found;
+    const uint64_t rows = problem.units();
+    const uint32_t span = Algorithm::span(problem);
+    const uint32_t sms = limits.sm_count;
+    for (uint32_t cluster = 1; cluster <= kMaxClusterBlocks; cluster *= 2) {
+      if (cluster > 1 && cluster * kChunkLines > span) break;  // a block would have nothing
+      const uint32_t share = divide_up(span, kChunkLines * cluster) * kChunkLines * problem.world;
+      const uint32_t whole = share < kFewestThreads ? kFewestThreads : share;  // threads that take a row in one tile
+      for (const uint32_t threads : without_repeats(whole, whole / 2, kMaxLoopThreads)) {
+        if (threads < kFewestThreads || threads > whole || threads > kMaxFusedThreads || whole > 4 * threads) continue;
+        const uint32_t resident = sms * kMaxFusedThreads / threads > 0 ? sms * kMaxFusedThreads / threads : 1;
+        const uint32_t many = 4 * resident < 8 * sms ? 4 * resident : 8 * sms;
+        for (const uint32_t blocks : without_repeats(many, resident, sms)) {
+          if (blocks < cluster || rows * cluster > 16 * uint64_t{blocks}) continue;
+          found.push_back({.blocks = blocks, .threads = threads, .cluster = cluster});
+          if (threads < whole || rows * cluster > blocks) {
+            found.push_back({.blocks = blocks, .threads = threads, .cluster = cluster, .depth = 1});
+          }
+          if (rows * cluster <= blocks / 2) break;  // smaller grids would be the same
+        }
+      }
+    }
+    return found;
+  }
+
+ private:
+  static constexpr uint32_t whole_warps(uint32_t threads) { return divide_up(threads, kWarpThreads) * kWarpThreads; }
+
+  static constexpr bool has_empty_block(uint64_t span, uint64_t cluster, uint64_t tile) {
+    return (cluster - 1) * tile >= span;
+  }
+
+  // Clusters that run at once, by estimate: a multiprocessor has registers for as many blocks as make `resident_threads`. A
+  // cluster lies within a GPC: of the 18 multiprocessors that one of an H100 has, 2 may be left over. On a GPU with fewer in
+  // some GPC the rest of the clusters start when others have ended, in the order of their numbers, as blocks of a plain grid
+  // do.
+  static constexpr uint64_t resident_clusters(const Limits& limits, uint32_t cluster, uint32_t threads,
+                                              uint32_t resident_threads) {
+    const uint64_t sms = cluster == 1 ? limits.sm_count : limits.sm_count * 16 / 18;
+    return sms * (resident_threads / threads) / cluster;
+  }
+
+  static std::vector<uint32_t> without_repeats(uint32_t a, uint32_t b, uint32_t c) {
+    std::vector<uint32_t> values{a};
+    if (b != a) values.push_back(b);
+    if (c != a && c != b) values.push_back(c);
+    return values;
+  }
+};
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

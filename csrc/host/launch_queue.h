@@ -1,0 +1,113 @@
+// The launches of a communicator in their order, and a call that is ready to be launched.
+#pragma once
+
+#include <atomic>
+#include <mutex>
+#include <optional>
+
+#include "algorithms/check_call.cuh"
+#include "host/core.h"
+
+namespace llm_comm::host {
+
+inline bool has_error(const HostMailbox& mailbox) {
+  return __atomic_load_n(&mailbox.error.complete, __ATOMIC_ACQUIRE) != 0;
+}
+
+inline bool has_failed(const HostMailbox& mailbox) {
+  return has_error(mailbox) || (__atomic_load_n(&mailbox.end_reasons, __ATOMIC_ACQUIRE) & kAbortRequest) != 0;
+}
+
+// The launches of a communicator, one after the other: their numbers, and the kernels that compare them between ranks.
+template <class Launcher>
+class LaunchQueue {
+ public:
+  LaunchQueue(Launcher& launcher, bool check_calls) : launcher_(launcher) {
+    if (check_calls) check_.emplace(Check{launcher.function(&check_call), launcher.function(&release_call)});
+  }
+
+  // Threads take turns by it. What they enqueue is in the order of their turns.
+  std::mutex& turn() { return turn_; }
+
+  template <class Args>
+  void launch(const typename Launcher::template Function<Args>& function, const Args& args, const Grid& grid,
+              const CallSignature& call, uint64_t bytes, uint64_t stream) {
+    const uint32_t number = number_.load(std::memory_order_relaxed) + 1;
+    kind_.store(static_cast<uint64_t>(call.operation) << 32 | call.data_type << 16 | call.row,
+                std::memory_order_relaxed);
+    count_.store(call.count, std::memory_order_relaxed);
+    number_.store(number, std::memory_order_relaxed);
+    if (!check_) {
+      launcher_.launch(function, args, grid, stream);
+      return;
+    }
+    CheckCallArgs check{args.comm, call, bytes};
+    check.call.number = number;
+    const uint32_t ranks = args.comm.world_size;
+    const Grid of_ranks{1, ranks, static_cast<uint32_t>(ranks * sizeof(CheckedCall))};
+    launcher_.launch(check_->before, check, of_ranks, stream);
+    launcher_.launch(function, args, grid, stream);
+    launcher_.launch(check_->after, check, Grid{1, 1, 0}, stream);
+  }
+
+  // From another thread; one that is just being enqueued may be half there.
+  CallSignature last() const {
+    const uint64_t kind = kind_.load(std::memory_order_relaxed);
+    return {static_cast<uint32_t>(kind >> 32), static_cast<uint16_t>(kind >> 16), static_cast<uint16_t>(kind),
+            count_.load(std::memory_order_relaxed), number_.load(std::memory_order_relaxed)};
+  }
+
+ private:
+  struct Check {
+    typename Launcher::template Function<CheckCallArgs> before;
+    typename Launcher::template Function<CheckCallArgs> after;
+  };
+
+  Launcher& launcher_;
+  std::optional<Check> check_;
+  std::mutex turn_;
+  std::atomic<uint64_t> kind_ = 0;
+  std::atomic<uint32_t> count_ = 0;
+  std::atomic<uint32_t> number_ = 0;
+};
+
+// A call of an algorithm whose kernels take Operation::Args: all launches but the last share a grid.
+template <class Launcher, class Operation>
+class PreparedLaunches final : public PreparedCall {
+ public:
+  using Args = typename Operation::Args;
+  using Function = typename Launcher::template Function<Args>;
+
+  // `call`: all but its count and number.
+  PreparedLaunches(LaunchQueue<Launcher>& queue, const Args& args, const CallSignature& call, const Problem& problem,
+                   const Shape& shape, Function whole, Function last)
+      : queue_(queue), args_(args), call_(call), problem_(problem), shape_(shape), whole_(whole), last_(last) {}
+
+  bool run(const uint64_t* buffers, uint64_t stream) override {
+    const std::lock_guard<std::mutex> turn(queue_.turn());
+    const HostMailbox& mailbox = *args_.comm.mailbox;
+    if (has_failed(mailbox)) return false;
+    const uint64_t units = problem_.units();
+    const uint64_t launch_units = shape_.tiling.launch_units;
+    for (uint64_t done = 0; done < units; done += launch_units) {
+      const bool is_last = units - done <= launch_units;
+      const uint64_t taken = is_last ? units - done : launch_units;
+      Operation::set_launch(args_, problem_, buffers, done, taken);
+      call_.count = static_cast<uint32_t>(taken * problem_.unit_elements());
+      queue_.launch(is_last ? last_ : whole_, args_, is_last ? shape_.last : shape_.whole, call_,
+                    taken * problem_.unit_bytes(), stream);
+    }
+    return !has_failed(mailbox);
+  }
+
+ private:
+  LaunchQueue<Launcher>& queue_;
+  Args args_;
+  CallSignature call_;
+  Problem problem_;
+  Shape shape_;
+  Function whole_;
+  Function last_;
+};
+
+}  // namespace llm_comm::host

@@ -1,0 +1,26 @@
+// Element types of messages: one enumeration for device code, the host and Python.
+#pragma once
+
+#include "llm_comm/platform_types.h"
+
+namespace llm_comm {
+
+enum class DataType : uint32_t { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
+
+inline constexpr uint32_t kDataTypes = 3;
+
+constexpr uint32_t element_bytes(DataType type) { return type == DataType::kFloat32 ? 4 : 2; }
+
+constexpr const char* data_type_name(DataType type) {
+  switch (type) {
+    case DataType::kBFloat16:
+      return "bf16";
+    case DataType::kFloat16:
+      return "fp16";
+    case DataType::kFloat32:
+      return "fp32";
+  }
+  return "unknown data type";
+}
+
+}  // namespace llm_comm

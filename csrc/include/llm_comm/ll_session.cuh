@@ -1,0 +1,113 @@
+// One LL operation as one thread sees it, which exchanges lines with one peer:
+//
+//   LLSession session(comm, kind, bytes, rank, peer);
+//   session.divide_slots(lines);                  // every rank sends so many lines to each peer
+//   session.wait_for_grids_before();
+//   if (session.begin()) ...                      // which operation this is, and whether it may go on
+//   session.enter_slot();
+//   session.send(place, line);                    // to the peer
+//   line = session.receive(place, phase);         // what the peer has sent to the same place
+//   session.re_arm(place);                        // R2 of operation.cuh
+//   block_sync(); session.arrive();               // one thread of each block
+//
+// A slot is divided among the senders: rank r's lines begin r times `sender_lines` behind its beginning, in every rank's
+// slots alike. A place is a line of that part. An algorithm of two phases has two such divisions, one behind the other; `part`
+// is where its second one begins. A thread whose peer is its own rank must not send: nobody receives.
+//
+// The steps are separate, and begin() does not enter the slot, because their order in a kernel is worth microseconds: what is
+// loaded between them is under way at the same time (docs/experiments/first_send.md).
+#pragma once
+
+#include "llm_comm/ll_exchange.cuh"
+#include "llm_comm/operation.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+class LLSession {
+ public:
+  // Construct it, and divide the slots, before the wait for the grids before this one. `bytes`: of the message, for errors.
+  LLM_COMM_DEVICE LLSession(const DeviceComm& comm, OperationKind kind, uint64_t bytes, uint32_t rank, uint32_t peer)
+      : op_(comm, kind, bytes), rank_(rank), peer_(peer) {}
+
+  template <class Count>
+  LLM_COMM_DEVICE void divide_slots(Count sender_lines) {
+    outgoing_ = op_.slots(peer_) + static_cast<uint64_t>(rank_) * sender_lines;
+    incoming_ = op_.slots(rank_) + static_cast<uint64_t>(peer_) * sender_lines;
+  }
+
+  // The same for a kernel whose threads keep to few lines: places count from `first_line`, and the sum is not made again.
+  template <class Count>
+  LLM_COMM_DEVICE void divide_slots(Count sender_lines, Count first_line) {
+    outgoing_ = opaque(op_.slots(peer_) + static_cast<uint64_t>(rank_) * sender_lines + first_line);
+    incoming_ = opaque(op_.slots(rank_) + static_cast<uint64_t>(peer_) * sender_lines + first_line);
+  }
+
+  // `precomputed`: values that change with every address that the kernel loads from or stores to besides. They are computed
+  // before the wait, as are those of this session; behind it they would be computed while nothing else is under way.
+  template <class... Values>
+  LLM_COMM_DEVICE void wait_for_grids_before(Values... precomputed) const {
+    grid_dependency_wait_after(
+        ((reinterpret_cast<uint64_t>(outgoing_) + reinterpret_cast<uint64_t>(incoming_)) + ... + precomputed) +
+        op_.precomputed());
+  }
+
+  // As of Operation, in one step or in two. False: send nothing, and mind what Operation::begin() says of the other threads
+  // of the block.
+  LLM_COMM_DEVICE bool begin() { return begin(load_state()); }
+  LLM_COMM_DEVICE Line load_state() const { return op_.load_state(); }
+  LLM_COMM_DEVICE bool begin(Line state) { return op_.begin(state); }
+
+  // After begin(): from now on lines are those of this operation's slot.
+  LLM_COMM_DEVICE void enter_slot() {
+    outgoing_ = op_.in_slot(outgoing_);
+    incoming_ = op_.in_slot(incoming_);
+  }
+
+  LLM_COMM_DEVICE bool begin_in_slot(Line state) {
+    const bool begun = begin(state);
+    enter_slot();
+    return begun;
+  }
+
+  // Both steps, beside a load of the caller's that is as far away as the operation's number.
+  template <class Load>
+  LLM_COMM_DEVICE bool begin_beside(Load& load, Line& loaded) {
+    load.begin();
+    const bool begun = begin();
+    loaded = load.end();
+    enter_slot();
+    return begun;
+  }
+
+  LLM_COMM_DEVICE void send(uint64_t place, Line payload, uint64_t part = 0) const {
+    send_line(outgoing_ + part + place, payload);
+  }
+
+  // Where the wait ends without the line, words that have not arrived are NaN, and aborted() is true from then on. `phase`:
+  // for errors.
+  LLM_COMM_DEVICE Line receive(uint64_t place, uint32_t phase, uint64_t part = 0) {
+    return receive(incoming(place, part), phase);
+  }
+  LLM_COMM_DEVICE Line receive(const Line* line, uint32_t phase) { return receive_line(line, op_, peer_, phase); }
+
+  // Every line that was received, by the thread that received it.
+  LLM_COMM_DEVICE void re_arm(uint64_t place, uint64_t part = 0) const { re_arm(incoming(place, part)); }
+  LLM_COMM_DEVICE void re_arm(Line* line) const { re_arm_line(line); }
+
+  // For a kernel that receives and re-arms far apart: the address, which is computed once.
+  LLM_COMM_DEVICE Line* incoming(uint64_t place, uint64_t part = 0) const { return incoming_ + part + place; }
+
+  LLM_COMM_DEVICE bool aborted() const { return op_.aborted(); }
+
+  // As of Operation: by one thread of each block, after all its threads have begun.
+  LLM_COMM_DEVICE void arrive() const { op_.arrive(); }
+
+ private:
+  Operation op_;
+  uint32_t rank_;
+  uint32_t peer_;
+  Line* outgoing_ = nullptr;
+  Line* incoming_ = nullptr;
+};
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -1,0 +1,158 @@
+// What a kernel knows of its communicator, and the session object of one collective operation.
+//
+// Why two slots are enough for any sequence of sizes, grids and algorithms
+// ---------------------------------------------------------------------------------
+// Operations of a communicator are numbered 0, 1, 2, ... in the same order on all ranks; operation e uses slot e % 2.
+// Two rules bind every algorithm:
+//
+//   R1: a rank that ends operation e has received, directly or through others, something that every other rank sent in
+//       e. So it knows that every rank has begun e.
+//   R2: in operation e a rank re-arms each line of its own slot that it received, and ends e only when that is done.
+//
+// A grid begins after the grids before it on its stream have ended (grid_dependency_wait), so a rank that has begun e
+// has ended e - 1. Let rank B write into the slot of rank A for operation e. B has begun e, so it has ended e - 1, so by
+// R1 A has begun e - 1, so A has ended e - 2, the last operation in that slot, and by R2 all its lines are armed.
+//
+// That A's lines "are armed" when A begins the next operation holds for B's stores too, though nothing that B reads is a
+// release: griddepcontrol.wait and the end of a grid promise that the stores of earlier grids are performed, and the
+// one place where A's own stores and those of its peers to A's memory are performed is the L2 of A. The PTX memory model
+// by itself does not order the two (docs/reliability.md).
+//
+// Nothing in the argument depends on which block or thread handles a line, so sizes and grids may change from one
+// operation to the next. One slot would not do: B may end e before A has read what B sent in e.
+//
+// The number of the operation lives in device memory, so a CUDA graph can be replayed any number of times, between other
+// graphs and eager calls. It is derived from one word that all blocks read and all blocks add to, without waiting: block
+// 0 adds kArrivalsPerOperation - (blocks - 1), each other block 1. The quotient by kArrivalsPerOperation turns over only
+// when the last block of an operation has arrived, so a block that starts late still reads its own operation's number,
+// and different grids need no reset.
+#pragma once
+
+#include "llm_comm/wait.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+inline constexpr uint32_t kArrivalsPerOperation = 1 << 16;  // bounds the blocks of a launch
+
+// Kernel parameter, by value.
+struct DeviceComm {
+  char* workspace[kMaxWorldSize];  // every rank's workspace, as this rank maps it
+  HostMailbox* mailbox;
+  uint64_t slot_bytes;
+  uint64_t timeout_ns;
+  uint32_t rank;
+  uint32_t world_size;
+};
+
+LLM_COMM_DEVICE CommState* state_of(const DeviceComm& comm) {
+  return reinterpret_cast<CommState*>(comm.workspace[comm.rank]);
+}
+
+LLM_COMM_DEVICE WaitBounds bounds_of(const DeviceComm& comm) {
+  CommState& state = *state_of(comm);
+  return {comm.mailbox,  &state.aborted,  &state.last_poll,
+          &state.exited, comm.timeout_ns, Suspicions(comm.workspace, kNotesOffset, comm.rank, comm.world_size)};
+}
+
+// check_wait() of an operation's wait. What it is given is what is at hand in registers or in the kernel's parameters.
+LLM_COMM_DEVICE_CALL LateWait check_wait_of_operation(const DeviceComm& comm, uint64_t start, OperationKind kind,
+                                                      uint64_t arrivals, uint64_t bytes, uint32_t peer,
+                                                      uint32_t phase) {
+  return check_wait(start, bounds_of(comm), {comm.rank, kind, arrivals / kArrivalsPerOperation, bytes}, peer, phase);
+}
+
+// One collective operation as one thread sees it. Construct it before grid_dependency_wait(), so that
+// addresses are ready, and begin() it after.
+class Operation {
+ public:
+  LLM_COMM_DEVICE Operation(const DeviceComm& comm, OperationKind kind, uint64_t bytes)
+      : comm_(comm),
+        state_(state_of(comm)),
+        slot_bytes_(comm.slot_bytes),
+        kind_(kind),
+        bytes_(bytes),
+        arrival_(block_index() == 0 ? kArrivalsPerOperation - (block_count() - 1) : 1) {}
+
+  // Reads this operation's number. False once a wait of this communicator has been aborted: slots are no longer armed as
+  // they should be, and peers may still read what this rank sent. So send nothing.
+  //
+  // Each thread loads the word for itself. If the abort happens at this moment, threads of one block get different answers.
+  // A thread that returns is not waited for by a barrier of the block, but what it would have written to shared memory, or
+  // delivered, does not come: the others must not need it.
+  LLM_COMM_DEVICE bool begin() { return begin(load_state()); }
+
+  // In two steps, for a kernel that has other loads to make before it waits for this one.
+  LLM_COMM_DEVICE Line load_state() const { return load_line(state_); }
+  LLM_COMM_DEVICE bool begin(Line state) {
+    arrivals_ = static_cast<uint64_t>(state.word[1]) << 32 | state.word[0];
+    // `zero` is read too: ptxas gives the register of a word that nobody reads to the next load, which then waits for this one.
+    aborted_ = (state.word[2] | state.word[3]) != 0;
+    return !aborted_;
+  }
+
+  LLM_COMM_DEVICE uint64_t sequence() const { return arrivals_ / kArrivalsPerOperation; }
+
+  // Line 0 of slot 0 in the workspace of `rank`. Known before begin().
+  LLM_COMM_DEVICE Line* slots(uint32_t rank) const {
+    return reinterpret_cast<Line*>(comm_.workspace[rank] + kHeaderBytes);
+  }
+
+  LLM_COMM_DEVICE uint64_t precomputed() const { return reinterpret_cast<uint64_t>(state_) + slot_bytes_ + arrival_; }
+
+  // The same offset as `line` has in slot 0, in this operation's slot.
+  LLM_COMM_DEVICE Line* in_slot(Line* line) const {
+    const bool is_odd = static_cast<uint32_t>(arrivals_) & kArrivalsPerOperation;  // sequence() % kSlots
+    return reinterpret_cast<Line*>(reinterpret_cast<char*>(line) + (is_odd ? slot_bytes_ : 0));
+  }
+
+  // After an aborted wait, this thread's later ones end at once: a kernel of many tiles drains in one time-out.
+  template <class Poll>
+  LLM_COMM_DEVICE bool wait_until(Poll poll, uint32_t peer, uint32_t phase) {
+    if (aborted_) return false;
+    aborted_ = !poll_until(poll, [&](uint64_t start) {
+      return check_wait_of_operation(comm_, start, kind_, arrivals_, bytes_, peer, phase);
+    });
+    return !aborted_;
+  }
+
+  // Whether a wait of this thread has been aborted, or begin() was false.
+  LLM_COMM_DEVICE bool aborted() const { return aborted_; }
+
+  // Every block makes one call, by one of its threads, after all its threads have begun the operation (a block_sync()
+  // lies between). It need not be the last thing: what the number tells the next operation is true because that begins
+  // when this grid has ended.
+  LLM_COMM_DEVICE void arrive() const { add_relaxed(&state_->arrivals, arrival_); }
+
+  // Takes the communicator on this GPU for a launch, by any number but 0. False if another launch has it: two operations
+  // run at once. One thread of a grid calls these.
+  LLM_COMM_DEVICE bool claim(uint32_t launch) const { return compare_and_swap(&state_->claim, 0u, launch) == 0u; }
+  LLM_COMM_DEVICE void release() const { store_relaxed(&state_->claim, 0u); }
+
+  // Ends the communicator on this GPU. Where it has not ended before, note() writes what goes with the report.
+  template <class Note>
+  LLM_COMM_DEVICE void fail(ErrorCause cause, uint32_t peer, uint32_t phase, Note note) const {
+    if (!abort_communicator(bounds())) return;
+    note();
+    report_error(bounds(), site(), cause, peer, phase);
+  }
+
+  // Lets every rank that waits for this one end its wait.
+  LLM_COMM_DEVICE void tell_of_failure() const { bounds().suspicions.tell(comm_.rank); }
+
+ private:
+  static_assert(kSlots == 2, "in_slot() takes the parity of the sequence number");
+
+  LLM_COMM_DEVICE WaitBounds bounds() const { return bounds_of(comm_); }
+  LLM_COMM_DEVICE WaitSite site() const { return {comm_.rank, kind_, sequence(), bytes_}; }
+
+  const DeviceComm& comm_;
+  CommState* state_;
+  uint64_t slot_bytes_;
+  OperationKind kind_;
+  uint64_t bytes_;
+  uint32_t arrival_;
+  uint64_t arrivals_ = 0;
+  bool aborted_ = false;
+};
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -1,0 +1,78 @@
+// The workspace of a rank, mapped by all ranks: named regions, each with the rule that its bytes obey. Host and device
+// share this file; the host initialises a new workspace from regions(), and nothing else knows an offset.
+//
+//   region   begins at       at first   who writes, and the rule
+//   state    0               zero       this rank's GPU alone: CommState
+//   marks    kMarksOffset    zero       each peer one line at set-up: the proof that a mapping carries stores
+//   notes    kNotesOffset    zero       each rank one word after an error: whom it waited for (suspicion.cuh)
+//   calls    kCallsOffset    zero       each rank its next call, where calls are compared, as flag lines (check_call.cuh)
+//   slots    kHeaderBytes    armed      peers send LL lines here. Every line holds the sentinel whenever no operation uses
+//                                       its slot; who receives a line re-arms it (the rules R1 and R2 of operation.cuh)
+//
+// A region for another protocol is a row of regions() and of this table. It must not share bytes with the slots: a word
+// that is not LL could look like a line that has arrived.
+#pragma once
+
+#include "llm_comm/platform_types.h"
+
+namespace llm_comm {
+
+inline constexpr int kMaxWorldSize = 8;
+
+inline constexpr uint64_t kHeaderBytes = 64 * 1024;
+inline constexpr uint64_t kMarksOffset = 4096;
+inline constexpr uint64_t kNotesOffset = 8192;
+inline constexpr uint64_t kCallsOffset = 12288;
+inline constexpr int kSlots = 2;
+inline constexpr uint64_t kLineBytes = 16;
+
+// What every operation reads lies in the first line, so that one load brings it all.
+struct alignas(16) CommState {
+  uint64_t arrivals;   // the number of the operation (operation.cuh)
+  uint32_t aborted;    // set once a wait of this communicator has ended without what it waited for
+  uint32_t zero;       // always; Operation::begin() says why it is read
+  uint32_t claim;      // of the launch that runs, where calls are compared (Operation::claim)
+  uint32_t last_poll;  // of host memory by a late wait (WaitBounds::elect_poller)
+  uint32_t exited;     // WaitBounds
+};
+
+struct Region {
+  const char* name;
+  uint64_t offset;
+  uint64_t bytes;
+  uint8_t initial_byte;
+};
+
+class WorkspaceLayout {
+ public:
+  static constexpr int kRegions = 5;
+  struct Regions {
+    Region region[kRegions];
+  };
+
+  constexpr explicit WorkspaceLayout(uint64_t slot_bytes) : slot_bytes_(slot_bytes) {}
+
+  // The layout that makes the most of so many bytes: two slots of whole lines. Slots of 0 bytes where it is too small.
+  static constexpr WorkspaceLayout within(uint64_t bytes) {
+    const uint64_t of_slots = bytes < kHeaderBytes ? 0 : bytes - kHeaderBytes;
+    return WorkspaceLayout(of_slots / kSlots / kLineBytes * kLineBytes);
+  }
+
+  constexpr uint64_t slot_bytes() const { return slot_bytes_; }
+  constexpr uint64_t bytes() const { return kHeaderBytes + kSlots * slot_bytes_; }
+
+  constexpr Regions regions() const {
+    return {{
+        {"state", 0, kMarksOffset, 0},
+        {"marks", kMarksOffset, kNotesOffset - kMarksOffset, 0},
+        {"notes", kNotesOffset, kCallsOffset - kNotesOffset, 0},
+        {"calls", kCallsOffset, kHeaderBytes - kCallsOffset, 0},
+        {"slots", kHeaderBytes, kSlots * slot_bytes_, 0xFF},  // the sentinel (line.cuh)
+    }};
+  }
+
+ private:
+  uint64_t slot_bytes_;
+};
+
+}  // namespace llm_comm

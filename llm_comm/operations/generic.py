@@ -1,0 +1,161 @@
+"""The operations that have no file of their own: calls by name, with buffers that are all like the input.
+
+``Communicator.run`` says more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from llm_comm import arrays, registry
+from llm_comm.errors import UnsupportedInputError
+from llm_comm.operations.operation import Operation, Prepared, keep
+from llm_comm.planning.plan import Plan, declined
+from llm_comm.planning.planner import Planner
+from llm_comm.planning.tables import ALL_REDUCE, FUSED
+from llm_comm.runtime.core_handle import CoreHandle
+
+_WITH_METHODS = (ALL_REDUCE, FUSED)
+
+_Buffers = Mapping[str, "torch.Tensor | None"]
+_Parameters = Mapping[str, float]
+
+
+class GenericOperations:
+    """Those of one communicator, by name."""
+
+    def __init__(self, handle: CoreHandle, planner: Planner) -> None:
+        self._common = (handle, planner)
+        self._operations: dict[str, GenericOperation] = {}
+
+    def run(self, operation: str, buffers: _Buffers, row: int, parameters: _Parameters) -> None:
+        """``Communicator.run``."""
+        self._find(operation).run(buffers, row, parameters)
+
+    def plan(self, operation: str, x: torch.Tensor, row: int, parameters: _Parameters) -> Plan:
+        """``Communicator.plan_for``."""
+        return self._find(operation).plan(x, row, parameters)
+
+    def forget(self) -> None:
+        """Drops what is prepared."""
+        for operation in self._operations.values():
+            operation.forget()
+
+    def _find(self, name: str) -> GenericOperation:
+        found = self._operations.get(name)
+        if found is not None:
+            return found
+        if name in _WITH_METHODS:
+            raise UnsupportedInputError(f"{name} has a method of its own: call Communicator.{name}")
+        why = registry.why_not_known("operation", name, (n for n in registry.operations() if n not in _WITH_METHODS))
+        if why:
+            raise UnsupportedInputError(why)
+        self._operations[name] = GenericOperation(name, *self._common)
+        return self._operations[name]
+
+
+class GenericOperation(Operation):
+    """One of them. Its input is its first buffer."""
+
+    def __init__(self, name: str, handle: CoreHandle, planner: Planner) -> None:
+        super().__init__(name, handle, planner)
+        self._prepared: dict[tuple[int, int, torch.dtype, tuple[float, ...]], Prepared] = {}
+
+    def run(self, buffers: _Buffers, row: int, parameters: _Parameters) -> None:
+        """``Communicator.run``."""
+        in_order = self._in_order(parameters)
+        x = self._check_buffers(buffers)
+        key = (x.numel(), row, x.dtype, in_order)
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            layout = self._lay_out(x.numel(), row, x.dtype, **parameters)
+            prepared = self._prepare_call(layout)
+            if prepared is None:
+                raise self._error(layout.plan.reason)
+            keep(self._prepared, key, prepared)
+        if prepared.run is None:
+            self._handle.check()
+            return
+        given = [buffers.get(name) for name in self._info.buffers]
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
+        try:
+            is_enqueued = prepared.run(*addresses, self._current_stream())
+        except RuntimeError as error:
+            self._handle.end_for(error)
+            raise
+        if not is_enqueued:
+            self._handle.check()
+
+    def plan(self, x: torch.Tensor, row: int, parameters: _Parameters) -> Plan:
+        """``Communicator.plan_for``."""
+        self._handle.check_open()
+        self._in_order(parameters)
+        why = self._why_not(x)
+        if why:
+            return declined(self._info.name, x.nbytes, why)
+        return self._lay_out(x.numel(), row, x.dtype, **parameters).plan
+
+    def _in_order(self, parameters: _Parameters) -> tuple[float, ...]:
+        for name, value in parameters.items():
+            why = registry.why_not_known("parameter", name, self._info.parameters)
+            if why:
+                raise self._error(why)
+            if not isinstance(value, int | float):
+                raise self._error(f"parameter {name} is {value!r}; it must be a number")
+        missing = [name for name in self._info.parameters if name not in parameters]
+        if missing:
+            raise self._error(f"it needs parameter {', '.join(missing)}")
+        return tuple(float(parameters[name]) for name in self._info.parameters)
+
+    def _check_buffers(self, buffers: _Buffers) -> torch.Tensor:
+        """Raises UnsupportedInputError unless they fit each other; returns the input."""
+        for name in buffers:
+            why = registry.why_not_known("buffer", name, self._info.buffers)
+            if why:
+                raise self._error(why)
+        given: dict[str, torch.Tensor] = {}
+        for name in self._info.buffers:
+            tensor = buffers.get(name)
+            if tensor is None:
+                if name not in self._info.optional:
+                    raise self._error(f"it needs buffer {name}")
+                continue
+            if not isinstance(tensor, torch.Tensor):
+                raise self._error(f"{name} is a {type(tensor).__name__}, not a tensor")
+            why = self._why_not(tensor)
+            if why:
+                raise self._error(f"{name}: {why}")
+            given[name] = tensor
+        first, x = next(iter(given.items()))
+        for name, tensor in given.items():
+            if tensor.numel() != x.numel() or tensor.dtype != x.dtype:
+                raise self._error(
+                    f"{name} has {tensor.numel()} elements of {tensor.dtype}, {first} {x.numel()} of {x.dtype}; they "
+                    "must be alike"
+                )
+            for other_name, other in given.items():
+                if name in self._info.outputs and name != other_name and _overlap(tensor, other):
+                    raise self._error(f"{name} overlaps {other_name}")
+        return x
+
+    def _why_not(self, tensor: torch.Tensor) -> str:
+        """Why a tensor is no buffer whatever its size, or ""."""
+        if tensor.device != self._device:
+            return f"the tensor is on {tensor.device}, the communicator on {self._device}"
+        why = arrays.why_not_plain(tensor)
+        if why:
+            return why
+        if not tensor.is_contiguous():
+            return f"the tensor is not contiguous: shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return f"a {type(tensor).__name__} is a wrapper of other tensors"
+        return self._why_not_type(tensor.dtype)
+
+    def _error(self, why: str) -> UnsupportedInputError:
+        return UnsupportedInputError(f"{self._info.name}: {why}")
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes

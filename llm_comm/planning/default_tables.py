@@ -1,0 +1,60 @@
+"""What is chosen where nothing has been measured."""
+
+from __future__ import annotations
+
+from llm_comm.config import MIB
+from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, by_operation
+
+#: For each SM; what is best on an H200.
+_FUSED_BLOCKS_PER_SM = 3
+
+
+def general_table(world_size: int, sm_count: int) -> TuningTable:
+    """For devices without a table of their own.
+
+    One-shot sends (N-1) x bytes in one hop, two-shot 2 (N-1)/N x bytes in two: by the H200 tables they break even near
+    400 KiB / (N-1), which is the time of a hop on NVLink. Tiles and grids are the H200's too.
+    """
+    one_shot = 400 * 1024 // max(1, world_size - 1)
+    rows = (
+        Row(one_shot, ALL_REDUCE, "one_shot", "LL", blocks=2 * sm_count, tile_lines=16),
+        Row(512 * 1024, ALL_REDUCE, "two_shot", "LL", blocks=4 * sm_count, tile_lines=16),
+        Row(64 * MIB, ALL_REDUCE, "two_shot", "LL", blocks=8 * sm_count, tile_lines=32),
+    )
+    return TuningTable("general table", by_operation(rows), 8 * MIB, fused_blocks=_FUSED_BLOCKS_PER_SM * sm_count)
+
+
+def emulated_table() -> TuningTable:
+    """Small blocks: an emulated GPU has few lanes, and what matters is that every path is taken."""
+    rows = (
+        Row(8 * 1024, ALL_REDUCE, "one_shot", "LL", blocks=2, tile_lines=16),
+        Row(64 * MIB, ALL_REDUCE, "two_shot", "LL", blocks=4, tile_lines=16, depth=1),
+        Row(8 * 1024, FUSED, "one_shot", "LL", blocks=4, threads=128, cluster=2),
+        Row(64 * MIB, FUSED, "two_shot", "LL", blocks=4, threads=128, cluster=2, depth=1),
+    )
+    return TuningTable("emulated", by_operation(rows), 64 * MIB, max_fused_bytes=64 * MIB)
+
+
+# One-shot receives the row from every rank: it takes as many blocks as a cluster can have, so that they are small, as
+# the plain kernels' tables prefer them too. Two-shot has 1/N of that to do, and takes smaller clusters where there are
+# more rows than SMs.
+_FUSED_ONE_SHOT = Row(0, FUSED, "one_shot", "LL", blocks=1056, threads=1024, cluster=16)
+_FUSED_TWO_SHOT = Row(0, FUSED, "two_shot", "LL", blocks=1056, threads=512, cluster=8)
+_FUSED_TWO_SHOT_OF_MANY = _FUSED_TWO_SHOT._replace(cluster=4, depth=1)
+
+
+def derive_fused_rows(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Rows for fused operations where none have been measured: the algorithm of the plain all-reduce at each size."""
+    derived: list[Row] = []
+    for row in rows:
+        for up_to in sorted({min(row.up_to, MIB), row.up_to}):
+            if derived and up_to <= derived[-1].up_to:
+                continue
+            if row.algorithm == "one_shot":
+                fused = _FUSED_ONE_SHOT
+            else:
+                fused = _FUSED_TWO_SHOT if up_to <= MIB else _FUSED_TWO_SHOT_OF_MANY
+            if derived and derived[-1]._replace(up_to=0) == fused:
+                derived.pop()
+            derived.append(fused._replace(up_to=up_to))
+    return tuple(derived)

@@ -1,0 +1,38 @@
+"""The plans of one communicator."""
+
+from __future__ import annotations
+
+from llm_comm import _core
+from llm_comm.config import Config
+from llm_comm.planning import selection
+from llm_comm.planning.plan import Problem
+from llm_comm.planning.selection import Layout
+from llm_comm.planning.tables import TuningTable
+
+
+class Planner:
+    """What its operations go by.
+
+    Args:
+        world_size: Ranks of the communicator.
+        table: Tuning table that selects.
+        config: Options of the communicator.
+        limits: What the devices of all ranks have room for.
+    """
+
+    def __init__(self, world_size: int, table: TuningTable, config: Config, limits: _core.Limits) -> None:
+        self.world_size = world_size
+        self.table = table
+        self.config = config
+        self.limits = limits
+
+    def lay_out(
+        self, operation: str, count: int, row: int, data_type: str, parameters: tuple[float, ...] = ()
+    ) -> Layout:
+        """The plan of a call, ready for the core."""
+        problem = Problem(operation, count, row, data_type, self.world_size, parameters)
+        return selection.lay_out(problem, self.table, self.config, self.limits)
+
+    def message_limit(self, operation: str) -> int:
+        """Larger messages are declined, in bytes."""
+        return selection.message_limit(operation, self.table, self.config)

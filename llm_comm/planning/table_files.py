@@ -1,0 +1,162 @@
+"""Tuning tables as YAML files, as ``configs/`` has them and ``llm-comm tune`` writes them."""
+
+from __future__ import annotations
+
+import itertools
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from llm_comm import registry
+from llm_comm.errors import ConfigError
+from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, by_operation
+
+_KEYS = ("device", "world_size", "max_message_bytes", "rows")
+_LIMITS = ("max_fused_bytes", "fused_blocks")
+_OPTIONAL_KEYS = (*_LIMITS, "measured")
+#: Files of before have a list for each operation in place of ``rows``, and no protocols: there was one.
+_KEYS_OF_BEFORE = {"all_reduce": ALL_REDUCE, "fused": FUSED}
+_PROTOCOL_OF_BEFORE = "LL"
+_OF_EVERY_ROW = ("operation", "up_to", "algorithm", "protocol")
+
+
+class TableFile(NamedTuple):
+    """A table, and what it was measured on."""
+
+    device: str
+    world_size: int
+    table: TuningTable
+
+
+def load_table(path: Path | resources.abc.Traversable) -> TableFile:
+    """Reads a tuning table.
+
+    Raises:
+        ConfigError: The file cannot be read, or something in it is not valid; the text says what would be.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"tuning table {path}: {type(error).__name__}: {error}") from error
+    try:
+        return _read(path.name, content)
+    except _InvalidError as error:
+        raise ConfigError(f"tuning table {path}: {error}") from None
+
+
+class _InvalidError(Exception):
+    """What is wrong with a table, without its name."""
+
+
+def _read(name: str, content: Any) -> TableFile:
+    if not isinstance(content, dict):
+        raise _InvalidError(f"expected 'key: value' lines, found {type(content).__name__}")
+    entries = _entries(content)
+    missing = [key for key in _KEYS if key not in content]
+    # A limit that is misspelt would not hold.
+    unknown = [key for key in content if key not in (*_KEYS, *_OPTIONAL_KEYS)]
+    if missing or unknown:
+        what = f"it lacks {', '.join(missing)}" if missing else f"it has no such key as {', '.join(map(str, unknown))}"
+        raise _InvalidError(f"{what}; keys: {', '.join(_KEYS)}; optional: {', '.join(_OPTIONAL_KEYS)}")
+    for key in ("world_size", "max_message_bytes", *_LIMITS):
+        value = content.get(key, 0)
+        if type(value) is not int or value < 0:
+            raise _InvalidError(f"{key} is {value!r}; it must be a whole number of at least 0")
+    rows = by_operation(_row(number, entry) for number, entry in enumerate(entries, start=1))
+    if not rows:
+        raise _InvalidError("no rows")
+    for operation, of_operation in rows.items():
+        for previous, row in itertools.pairwise(of_operation):
+            if row.up_to <= previous.up_to:
+                raise _InvalidError(
+                    f"{row}: the rows of {operation} must be sorted by up_to, in bytes; the one before says "
+                    f"{previous.up_to}"
+                )
+    limits = {key: content[key] for key in _LIMITS if key in content}
+    table = TuningTable(name, rows, content["max_message_bytes"], **limits)
+    return TableFile(str(content["device"]), content["world_size"], table)
+
+
+def _entries(content: dict[Any, Any]) -> list[Any]:
+    """The rows of a file in either form; turns ``content`` into the present one."""
+    lists = {key: content.pop(key) for key in _KEYS_OF_BEFORE if key in content}
+    if not lists:
+        return _list("rows", content.get("rows"))
+    if "rows" in content:
+        raise _InvalidError(f"it has both rows and {' and '.join(lists)}: put all of them under rows")
+    content["rows"] = entries = []
+    for key, found in lists.items():
+        usual = {"operation": _KEYS_OF_BEFORE[key], "protocol": _PROTOCOL_OF_BEFORE}
+        entries += [{**usual, **entry} if isinstance(entry, dict) else entry for entry in _list(key, found)]
+    return entries
+
+
+def _list(key: str, value: Any) -> list[Any]:
+    if not isinstance(value, list | None):
+        raise _InvalidError(f"{key} is {value!r}; it must be a list of rows")
+    return value or []
+
+
+def _row(number: int, entry: Any) -> Row:
+    """Checks a row of a file."""
+    try:
+        return _checked(entry)
+    except _InvalidError as error:
+        raise _InvalidError(f"row {number}, {entry}: {error}") from None
+
+
+def _checked(entry: Any) -> Row:
+    if not isinstance(entry, dict):
+        raise _InvalidError("it must be 'key: value' pairs")
+    missing = [name for name in _OF_EVERY_ROW if name not in entry]
+    if missing:
+        raise _InvalidError(f"it lacks {', '.join(missing)}")
+    operations = registry.operations()
+    _require(registry.why_not_known("operation", entry["operation"], operations))
+    algorithms = operations[entry["operation"]].algorithms
+    _require(registry.why_not_known("algorithm", entry["algorithm"], (a.name for a in algorithms)))
+    of_name = [a for a in algorithms if a.name == entry["algorithm"]]
+    _require(registry.why_not_known("protocol", entry["protocol"], (a.protocol for a in of_name)))
+    ranges = next(a.ranges for a in of_name if a.protocol == entry["protocol"])
+    for name in entry:
+        if name not in _OF_EVERY_ROW:
+            _require(registry.why_not_known("tunable", name, ranges))
+    missing = [name for name in ranges if name not in entry]
+    if missing:
+        raise _InvalidError(f"it lacks {', '.join(missing)}; {entry['algorithm']} has {', '.join(ranges)}")
+    if type(entry["up_to"]) is not int or entry["up_to"] <= 0:
+        raise _InvalidError(f"up_to is {entry['up_to']!r}; it must be a number of bytes above 0")
+    for name, range_ in ranges.items():
+        why = range_.why_not(entry[name])
+        if why:
+            raise _InvalidError(f"{name}: {why}")
+    return Row(**entry)
+
+
+def _require(why_not: str) -> None:
+    if why_not:
+        raise _InvalidError(why_not)
+
+
+def table_text(device: str, world_size: int, table: TuningTable, measured: dict[str, Any]) -> str:
+    """What a file says of a table; ``measured``: when, and by what."""
+    head = {
+        "device": device,
+        "world_size": world_size,
+        "max_message_bytes": table.max_message_bytes,
+        "max_fused_bytes": table.max_fused_bytes,
+        "fused_blocks": table.fused_blocks,
+        "measured": measured,
+    }
+    # A row a line: tables are read by people who compare rows.
+    rows = "".join(
+        "  - " + yaml.safe_dump(row.entry(), sort_keys=False, default_flow_style=True, width=400)
+        for of_operation in table.rows.values()
+        for row in of_operation
+    )
+    return (
+        "# Written by `llm-comm tune`. The last row of an operation serves all larger messages, up to "
+        f"max_message_bytes.\n{yaml.safe_dump(head, sort_keys=False)}rows:\n{rows}"
+    )

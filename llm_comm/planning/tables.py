@@ -1,0 +1,87 @@
+"""Tuning tables: by operation and message size, which algorithm runs, and with which tunables."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from llm_comm import registry
+from llm_comm.config import MIB
+
+ALL_REDUCE = "all_reduce"
+FUSED = "all_reduce_add_rms_norm"
+
+
+class Row(NamedTuple):
+    """How an operation runs on messages of up to ``up_to`` bytes. A tunable that the algorithm does not have is 0."""
+
+    up_to: int
+    operation: str
+    algorithm: str
+    protocol: str
+    #: Most blocks of a launch; a message with less to do takes fewer.
+    blocks: int = 0
+    #: Most threads of a block.
+    threads: int = 0
+    #: 16-byte lines that a block exchanges with each peer at a time.
+    tile_lines: int = 0
+    #: Most blocks that share a row of the message; fewer where the device permits no more.
+    cluster: int = 0
+    #: Tiles that a block sends ahead of the one it waits for.
+    depth: int = 0
+
+    def tunables(self) -> dict[str, int]:
+        """Those that the algorithm has, by name."""
+        algorithm = registry.operations()[self.operation].find(self.algorithm, self.protocol)
+        return {} if algorithm is None else {name: getattr(self, name) for name in algorithm.ranges}
+
+    def entry(self) -> dict[str, str | int]:
+        """What a file says of it."""
+        return {
+            "operation": self.operation,
+            "up_to": self.up_to,
+            "algorithm": self.algorithm,
+            "protocol": self.protocol,
+            **self.tunables(),
+        }
+
+
+class TuningTable(NamedTuple):
+    """Rows for one device and world size, by operation and size. An operation's last row serves all larger messages."""
+
+    name: str
+    rows: Mapping[str, tuple[Row, ...]]
+    max_message_bytes: int
+    #: Larger messages are not fused: an all-reduce and a norm of its own are as fast. The default is what was found on
+    #: 4 H200s.
+    max_fused_bytes: int = MIB
+    #: Where fused rows would take more blocks than this, fewer of them share a row: among the kernels of a model, many
+    #: small blocks cost more than they gain (docs/experiments/model_kernels.md). 0: any number.
+    fused_blocks: int = 0
+
+    def with_rows(self, *rows: Row) -> TuningTable:
+        """A table with these in place of all rows of their operations."""
+        return self._replace(rows={**self.rows, **by_operation(rows)})
+
+    def row_for(self, operation: str, message_bytes: int) -> Row | None:
+        """The row that serves a message, if the operation has any."""
+        return row_of(self.rows.get(operation, ()), message_bytes)
+
+    def digest(self) -> str:
+        """The name, and a digest of the content: what ranks compare."""
+        content = repr((sorted(self.rows.items()), *self[2:]))
+        return f"{self.name} ({hashlib.sha256(content.encode()).hexdigest()[:12]})"
+
+
+def by_operation(rows: Iterable[Row]) -> dict[str, tuple[Row, ...]]:
+    """Rows as a table has them."""
+    found: dict[str, tuple[Row, ...]] = {}
+    for row in rows:
+        found[row.operation] = (*found.get(row.operation, ()), row)
+    return found
+
+
+def row_of(rows: tuple[Row, ...], message_bytes: int) -> Row | None:
+    """The row that serves a message, the last one if it is larger than all; None where there are no rows."""
+    return next((row for row in rows if message_bytes <= row.up_to), rows[-1] if rows else None)

@@ -1,0 +1,146 @@
+"""The registry of the core as Python sees it: the operations, the algorithms of each, and what a table may say of them.
+
+Whatever is said here comes from the descriptors in ``csrc/algorithms``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from llm_comm import _core
+from llm_comm.spelling import guess
+
+
+class Range(NamedTuple):
+    """What a tunable may be."""
+
+    least: int
+    most: int
+    is_power_of_two: bool
+
+    def why_not(self, value: Any) -> str:
+        """Why it may not be ``value``, or ""."""
+        is_right = (
+            type(value) is int
+            and self.least <= value <= self.most
+            and not (self.is_power_of_two and value & (value - 1))
+        )
+        return "" if is_right else f"{value!r} is not {self}"
+
+    def __str__(self) -> str:
+        return f"{self.least} to {self.most}" + ", a power of two" * self.is_power_of_two
+
+
+class Algorithm(NamedTuple):
+    """One algorithm of an operation, with one protocol.
+
+    Attributes:
+        number: By which the core knows it.
+        operation: That it does.
+        name, protocol: By which tables and people know it, beside the operation.
+        title: In errors.
+        data_types: Names of the types that it has kernels for.
+        ranges: Its tunables, and what each may be.
+    """
+
+    number: int
+    operation: str
+    name: str
+    protocol: str
+    title: str
+    data_types: tuple[str, ...]
+    ranges: dict[str, Range]
+
+
+class Operation(NamedTuple):
+    """What is computed.
+
+    Attributes:
+        name, title: By which programs and people know it.
+        buffers: Names of the tensors of a call, in order.
+        outputs, optional: Those that are written, and those that may be left out.
+        parameters: Names of the numbers of a call, in order.
+        row_multiple, max_row: Of an operation that works by rows: their elements are a multiple of the first and at
+            most the second. Else 0.
+        algorithms: In the order of the registry.
+    """
+
+    name: str
+    title: str
+    buffers: tuple[str, ...]
+    outputs: frozenset[str]
+    optional: frozenset[str]
+    parameters: tuple[str, ...]
+    row_multiple: int
+    max_row: int
+    algorithms: tuple[Algorithm, ...]
+
+    def takes_rows_of(self, elements: int) -> bool:
+        """Whether it works on rows of so many elements; 0 for an operation that knows no rows."""
+        if self.row_multiple == 0:
+            return elements == 0
+        return 0 < elements <= self.max_row and elements % self.row_multiple == 0
+
+    def why_not_rows(self, elements: int) -> str:
+        """Why it does not work on rows of so many elements, or ""."""
+        if self.takes_rows_of(elements):
+            return ""
+        if self.row_multiple == 0:
+            return f"rows of {elements} elements: {self.name} knows no rows"
+        return f"rows of {elements} elements: they must have a multiple of {self.row_multiple} up to {self.max_row}"
+
+    def find(self, algorithm: str, protocol: str) -> Algorithm | None:
+        """The algorithm of that name and protocol, if there is one."""
+        return next((a for a in self.algorithms if (a.name, a.protocol) == (algorithm, protocol)), None)
+
+
+@functools.cache
+def data_types() -> dict[str, int]:
+    """Bytes of an element by the type's name, in the order in which the core numbers them."""
+    return _core.data_types()
+
+
+@functools.cache
+def operations() -> dict[str, Operation]:
+    """The operations by name, in the order of the registry."""
+    algorithms = [
+        Algorithm(
+            number=found.number,
+            operation=found.operation,
+            name=found.name,
+            protocol=found.protocol,
+            title=found.title,
+            data_types=tuple(found.data_types),
+            ranges={name: Range(*found.ranges[name]) for name in found.tunables},
+        )
+        for found in _core.algorithms()
+    ]
+    return {
+        found.name: Operation(
+            name=found.name,
+            title=found.title,
+            buffers=tuple(found.buffers),
+            outputs=frozenset(found.outputs),
+            optional=frozenset(found.optional),
+            parameters=tuple(found.parameters),
+            row_multiple=found.row_multiple,
+            max_row=found.max_row,
+            algorithms=tuple(algorithm for algorithm in algorithms if algorithm.operation == found.name),
+        )
+        for found in _core.operations()
+    }
+
+
+def algorithm_names() -> tuple[str, ...]:
+    """The names of all algorithms, whatever they do, once each."""
+    return tuple(dict.fromkeys(a.name for operation in operations().values() for a in operation.algorithms))
+
+
+def why_not_known(what: str, name: Any, valid: Iterable[str]) -> str:
+    """Why there is no such name, with a guess and what is valid; "" if there is."""
+    known = tuple(dict.fromkeys(valid))
+    if name in known:
+        return ""
+    return f"{what} is {name!r}{guess(str(name), known)}; valid: {', '.join(known) or 'none'}"

@@ -1,0 +1,289 @@
+"""Tuning tables: their files in both forms, those that are shipped, and those of devices without one."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from reference import ALGORITHMS
+from tables import core_of, fused_row, limits_of, plain_row, write_fused_table, write_table
+
+from llm_comm import Config, ConfigError
+from llm_comm.integrations import common
+from llm_comm.planning import catalogue, selection
+from llm_comm.planning.default_tables import general_table
+from llm_comm.planning.plan import Problem
+from llm_comm.planning.table_files import load_table, table_text
+from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, by_operation
+
+WORLDS = range(2, 9)
+CONFIG = Config.load({})
+REPOSITORY = Path(__file__).parents[2]
+SHIPPED = {path.name: path for path in catalogue.shipped_tables()}
+ROWS = (
+    plain_row(256, "two_shot", 1, 4, 2),
+    plain_row(4096, "one_shot", 3, 8, 0),
+    fused_row(4096, "two_shot", 64, 128, 4, 2),
+    fused_row(65536, "one_shot", 128, 256, 8, 0),
+)
+PLAIN, FUSED_ROWS = ROWS[:2], ROWS[2:]
+
+
+def test_table_from_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_table(tmp_path / "mine.yaml", list(ROWS), device="NVIDIA X", world_size=4, max_message_bytes=99)
+    table = TuningTable("mine.yaml", {ALL_REDUCE: PLAIN, FUSED: FUSED_ROWS}, 99)
+    assert load_table(path) == ("NVIDIA X", 4, table)
+    config = Config.load({}, table=str(path))
+    assert catalogue.find_table("NVIDIA X", 4, 1, config) == table
+    assert not caplog.records
+    assert catalogue.find_table("any", 2, 1, config) == table
+    assert "mine.yaml was measured on 4 ranks of NVIDIA X, not on 2 of any" in caplog.text
+
+
+GOOD = plain_row(256, "one_shot", 4, 8, 0)
+FUSED_GOOD = FUSED_ROWS[0]
+
+
+ENTRY = GOOD.entry()
+
+#: Entries of rows, other entries of the file, and what the error says.
+INVALID_TABLES: dict[str, tuple[list[Any], dict[str, Any], str]] = {
+    "no rows": ([], {}, "no rows"),
+    "unknown operation": (
+        [{**ENTRY, "operation": "all_reduc"}],
+        {},
+        "row 1, .*: operation is 'all_reduc' \\(did you mean all_reduce\\?\\); valid: all_reduce, all_reduce_add_rms",
+    ),
+    "unknown algorithm": (
+        [ENTRY, {**ENTRY, "algorithm": "oneshot"}],
+        {},
+        "row 2, .*: algorithm is 'oneshot' \\(did you mean one_shot\\?\\); valid: one_shot, two_shot",
+    ),
+    "unknown protocol": ([{**ENTRY, "protocol": "ll"}], {}, "row 1, .*: protocol is 'll'.*; valid: LL"),
+    "algorithm a list": ([{**ENTRY, "algorithm": ["one_shot"]}], {}, "algorithm is"),
+    "no blocks": ([{**ENTRY, "blocks": 0}], {}, "row 1, .*: blocks: 0 is not 1 to 65535"),
+    "too many blocks": ([{**ENTRY, "blocks": 65536}], {}, "blocks: 65536"),
+    "blocks a word": ([{**ENTRY, "blocks": "4"}], {}, "blocks: '4'"),
+    "blocks a fraction": ([{**ENTRY, "blocks": 4.5}], {}, "blocks: 4.5"),
+    "blocks a truth": ([{**ENTRY, "blocks": True}], {}, "blocks: True"),
+    "no tile": ([{**ENTRY, "tile_lines": 0}], {}, "tile_lines: 0"),
+    "tile not a power of two": ([{**ENTRY, "tile_lines": 12}], {}, "tile_lines: 12 is not 1 to .*, a power of two"),
+    "tile a fraction": ([{**ENTRY, "tile_lines": 8.0}], {}, "tile_lines: 8.0"),
+    "negative depth": ([{**ENTRY, "depth": -1}], {}, "depth: -1 is not 0 to 65535"),
+    "depth of all tiles and more": ([{**ENTRY, "depth": 65536}], {}, "depth: 65536"),
+    "no depth": ([{**ENTRY, "depth": None}], {}, "depth: None"),
+    "up to nothing": ([{**ENTRY, "up_to": 0}], {}, "up_to is 0"),
+    "up to a word": ([{**ENTRY, "up_to": "all"}], {}, "up_to is 'all'"),
+    "same size twice": ([ENTRY, ENTRY], {}, "sorted by up_to, in bytes; the one before says 256"),
+    "falling sizes": ([{**ENTRY, "up_to": 512}, ENTRY], {}, "sorted by up_to, in bytes; the one before says 512"),
+    "rows missing": ([ENTRY], {"rows": None}, "no rows"),
+    "rows a mapping": ([ENTRY], {"rows": {"a": 1}}, "rows is .*; it must be a list"),
+    "row a list": ([list(GOOD)], {}, "row 1, .*: it must be 'key: value' pairs"),
+    "tunable of another": ([{**ENTRY, "threads": 7}], {}, "tunable is 'threads'.*; valid: blocks, tile_lines, depth"),
+    "misspelt tunable": ([{**ENTRY, "block": 7}], {}, "tunable is 'block' \\(did you mean blocks\\?\\)"),
+    "tunable missing": (
+        [{key: value for key, value in ENTRY.items() if key != "depth"}],
+        {},
+        "it lacks depth; one_shot has blocks, tile_lines, depth",
+    ),
+    "no protocol": ([{key: value for key, value in ENTRY.items() if key != "protocol"}], {}, "it lacks protocol"),
+    "limit a word": ([ENTRY], {"max_message_bytes": "much"}, "max_message_bytes is 'much'"),
+    "negative limit": ([ENTRY], {"max_message_bytes": -1}, "max_message_bytes is -1"),
+    "limit a fraction": ([ENTRY], {"max_fused_bytes": 1.5}, "max_fused_bytes is 1.5"),
+    "limit without a value": ([ENTRY], {"fused_blocks": None}, "fused_blocks is None"),
+    "no world": ([ENTRY], {"world_size": None}, "world_size is None"),
+    "misspelt limit": ([ENTRY], {"max_fused_byte": 1}, "no such key as max_fused_byte"),
+    "both forms": ([ENTRY], {"all_reduce": [], "fused": []}, "it has both rows and all_reduce and fused"),
+    "few threads": ([{**FUSED_GOOD.entry(), "threads": 32}], {}, "threads: 32 is not 64 to 1024"),
+    "many threads": ([{**FUSED_GOOD.entry(), "threads": 1025}], {}, "threads: 1025"),
+    "odd cluster": ([{**FUSED_GOOD.entry(), "cluster": 3}], {}, "cluster: 3 is not 1 to 16, a power of two"),
+    "large cluster": ([{**FUSED_GOOD.entry(), "cluster": 32}], {}, "cluster: 32"),
+    "tile of a fused row": ([{**FUSED_GOOD.entry(), "tile_lines": 8}], {}, "tunable is 'tile_lines'"),
+}
+
+
+def content_of(entries: list[Any], **fields: Any) -> dict[str, Any]:
+    return {"device": "test device", "world_size": 8, "max_message_bytes": 64 << 20, "rows": entries, **fields}
+
+
+@pytest.mark.parametrize("name", INVALID_TABLES)
+def test_invalid_table(name: str, tmp_path: Path) -> None:
+    entries, fields, message = INVALID_TABLES[name]
+    path = tmp_path / "table.yaml"
+    path.write_text(yaml.safe_dump(content_of(entries, **fields)))
+    with pytest.raises(ConfigError, match=rf"tuning table .*table\.yaml: (?s:.*){message}"):
+        load_table(path)
+
+
+def test_a_key_that_is_missing_or_misspelt_is_named(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "table.yaml", [GOOD], fused_block=1)
+    with pytest.raises(ConfigError, match=r"it has no such key as fused_block; keys: device, .* fused_blocks, "):
+        load_table(path)
+    path.write_text("device: x\nrows: []\n")
+    with pytest.raises(ConfigError, match="it lacks world_size, max_message_bytes; keys: "):
+        load_table(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"word", b"a: [", b"\xff", b"[]"])
+def test_file_that_is_no_table(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "table.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"tuning table .*table\.yaml"):
+        load_table(path)
+
+
+def test_missing_table(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no\.yaml"):
+        catalogue.find_table("any", 2, 1, Config.load({}, table=str(tmp_path / "no.yaml")))
+
+
+def check_table(table: TuningTable, world: int) -> None:
+    """The core takes what is chosen at the bounds of every row."""
+    assert table.max_message_bytes > 0
+    for rows in table.rows.values():
+        assert [row.up_to for row in rows] == sorted({row.up_to for row in rows})
+    for row, data_type in itertools.product(table.rows[ALL_REDUCE], ("bf16", "fp32")):
+        for size in (1, row.up_to, row.up_to + 4):
+            prepare(Problem(ALL_REDUCE, -(-size // 4), 0, data_type, world), table)
+    for row, hidden in itertools.product(table.rows.get(FUSED, ()), (2880, 4096, 8192)):
+        rows_of_message = max(1, min(row.up_to, table.max_fused_bytes) // (2 * hidden))
+        prepare(Problem(FUSED, rows_of_message * hidden, hidden, "bf16", world, (1e-5, 0)), table)
+
+
+def prepare(problem: Problem, table: TuningTable) -> None:
+    layout = selection.lay_out(problem, table, CONFIG, limits_of(CONFIG))
+    if problem.message_bytes() <= table.max_message_bytes:
+        assert layout.launches is not None, layout.plan.reason
+        core_of(problem.world_size, CONFIG).prepare(*layout.launches)
+
+
+def test_all_tables_of_the_repository_are_shipped() -> None:
+    assert set(SHIPPED) == {path.name for path in (REPOSITORY / "configs").glob("tune_*.yaml")}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_table(name: str) -> None:
+    device, world, table = load_table(SHIPPED[name])
+    assert device
+    assert world in WORLDS
+    assert set(table.rows) == {ALL_REDUCE, FUSED}
+    check_table(table, world)
+    assert catalogue.find_table(device, world, 1, CONFIG) == table, "another table is for the same device and world"
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_table_of_any_other_device(world: int) -> None:
+    table = catalogue.find_table("a device that nobody tuned for", world, 132, CONFIG)
+    assert table == general_table(world, 132)
+    check_table(table, world)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_table_of_the_emulator(world: int) -> None:
+    table = catalogue.find_table("emulated", world, 1, CONFIG)
+    for rows in table.rows.values():
+        assert {row.algorithm for row in rows} == set(ALGORITHMS)
+    check_table(table, world)
+
+
+@pytest.mark.parametrize("engine", ["vLLM", "SGLang"])
+def test_the_log_line_in_the_documentation_is_that_of_the_table(engine: str) -> None:
+    *_, table = load_table(REPOSITORY / "configs" / "tune_h200_8.yaml")
+    plans = common.describe_plans(table, CONFIG, f"{engine}'s own")
+    assert f"all-reduce {plans} (tune_h200_8.yaml)" in (REPOSITORY / "docs" / f"{engine.lower()}.md").read_text()
+
+
+def test_the_log_line_where_all_sizes_are_served() -> None:
+    *_, table = load_table(REPOSITORY / "configs" / "tune_h200_8.yaml")
+    config = CONFIG.replace(max_message_bytes=common.EVERY_SIZE)
+    assert common.describe_plans(table, config, "vLLM's own") == "one_shot to 48 KiB, two_shot at all other sizes"
+    config = config.replace(algorithm="two_shot")
+    assert common.describe_plans(table, config, "vLLM's own") == "two_shot at all sizes"
+
+
+def test_the_log_line_of_a_table_without_rows() -> None:
+    config = CONFIG.replace(max_message_bytes=1 << 20)
+    table = TuningTable("empty", {}, 1)
+    assert common.describe_plans(table, config, "vLLM's own") == "what no table chose to 1 MiB, then vLLM's own"
+
+
+# ---- Both forms of files --------------------------------------------------------------------------------------------
+
+
+def in_the_form_of_before(path: Path) -> dict[str, Any]:
+    """The content of a file as it was written when there was one protocol."""
+    content: dict[str, Any] = yaml.safe_load(path.read_text())
+    rows = content.pop("rows")
+    for key, operation in (("all_reduce", ALL_REDUCE), ("fused", FUSED)):
+        content[key] = [dict(row) for row in rows if row["operation"] == operation]
+        for row in content[key]:
+            del row["operation"], row["protocol"]
+    return content
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_files_of_before_are_read(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(yaml.safe_dump(in_the_form_of_before(REPOSITORY / "configs" / name)))
+    assert load_table(path) == load_table(SHIPPED[name])
+    assert load_table(path).table.digest() == load_table(SHIPPED[name]).table.digest()
+
+
+def test_a_wrong_row_of_a_file_of_before_is_named(tmp_path: Path) -> None:
+    content = content_of([])
+    del content["rows"]
+    row = {"up_to": 256, "algorithm": "one_shot", "blocks": 4, "tile_lines": 8, "depth": 0}
+    path = tmp_path / "table.yaml"
+    for change, message in (
+        ({"all_reduce": [row], "fused": [{**row, "algorithm": "ring"}]}, "row 2, .*: algorithm is 'ring'"),
+        ({"all_reduce": [{**row, "protocol": "HB"}]}, "protocol is 'HB'"),
+        ({"all_reduce": [{**row, "threads": 7}]}, "tunable is 'threads'"),
+        ({"all_reduce": [{"up_to": 256, "algorithm": "one_shot"}]}, "it lacks blocks, tile_lines, depth"),
+        ({"all_reduce": [list(GOOD)]}, "row 1, .*: it must be"),
+        ({"all_reduce": None}, "no rows"),
+        ({"all_reduce": [row], "rows": []}, "both rows and all_reduce"),
+    ):
+        path.write_text(yaml.safe_dump({**content, **change}))
+        with pytest.raises(ConfigError, match=message):
+            load_table(path)
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    table = TuningTable("table.yaml", by_operation(ROWS), 1 << 20, max_fused_bytes=123456, fused_blocks=77)
+    path = tmp_path / "table.yaml"
+    text = table_text("NVIDIA X", 4, table, {"date": "today"})
+    path.write_text(text)
+    assert load_table(path) == ("NVIDIA X", 4, table)
+    lines = [line for line in text.splitlines() if line.startswith("  - ")]
+    assert lines[0] == (
+        "  - {operation: all_reduce, up_to: 256, algorithm: two_shot, protocol: LL, blocks: 1, tile_lines: 4, depth: 2}"
+    )
+    assert len(lines) == len(ROWS)
+
+
+def test_digests_tell_tables_apart(tmp_path: Path) -> None:
+    table = load_table(write_fused_table(tmp_path / "table.yaml", list(FUSED_ROWS))).table
+    assert table.rows[FUSED] == FUSED_ROWS
+    others = [
+        table._replace(rows={ALL_REDUCE: table.rows[ALL_REDUCE]}),
+        table.with_rows(FUSED_ROWS[0]),
+        table._replace(max_fused_bytes=1),
+        table._replace(fused_blocks=1),
+        table._replace(name="other"),
+    ]
+    assert len({t.digest() for t in (table, *others)}) == 1 + len(others)
+    assert table._replace(rows=dict(reversed(table.rows.items()))).digest() == table.digest()
+
+
+def test_tables_limit_blocks() -> None:
+    assert general_table(4, 100).fused_blocks == 300
+    tables = [load_table(path).table for path in SHIPPED.values()]
+    assert {table.fused_blocks for table in tables} == {3 * 132}
+
+
+def test_a_row_says_what_its_algorithm_names() -> None:
+    assert FUSED_GOOD.tunables() == {"blocks": 64, "threads": 128, "cluster": 4, "depth": 2}
+    assert Row(1, ALL_REDUCE, "ring", "LL", blocks=3).tunables() == {}
