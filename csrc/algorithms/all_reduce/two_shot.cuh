@@ -45,6 +45,7 @@ all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   LLSession session(args.comm, kAllReduceTwoShot, message.bytes(), self.rank, self.peer);
   session.divide_slots(slice);
   const uint64_t gather = static_cast<uint64_t>(World) * slice;  // where phase 1 starts in a slot
+  Line next;                                                     // to send
 
   typename Message<D>::Load coming(message, self.peer * slice + first + self.column, first + self.column < peer_lines,
                                    args.comm.workspace[self.rank]);
@@ -53,7 +54,6 @@ all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   // The next line to send is always on its way; the first beside the operation's number, which is as far away.
   // A thread that may not begin stays without doing anything: others of its block may have begun, and must learn that a
   // slice is incomplete.
-  Line next;
   const bool begun = session.begin_beside(coming, next);
 
   const auto scatter = [&](uint32_t tile) {
