@@ -64,10 +64,6 @@ class TuningTable(NamedTuple):
         """A table with these in place of all rows of their operations."""
         return self._replace(rows={**self.rows, **by_operation(rows)})
 
-    def row_for(self, operation: str, message_bytes: int) -> Row | None:
-        """The row that serves a message, if the operation has any."""
-        return row_of(self.rows.get(operation, ()), message_bytes)
-
     def digest(self) -> str:
         """The name, and a digest of the content: what ranks compare."""
         content = repr((sorted(self.rows.items()), *self[2:]))
