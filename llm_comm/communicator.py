@@ -302,13 +302,14 @@ class Communicator:
         return self._handle.core().workspace_bytes()
 
     def close(self) -> None:
-        """Frees the workspace. Call it on every rank when the last operation has ended; more than once is no error."""
-        try:
-            if self._handle.is_open and not self.is_emulated:
-                torch.cuda.synchronize(self.device)
-        finally:  # also where the CUDA context is broken
-            self._handle.close()
-            self._forget()
+        """Frees the workspace. Call it on every rank when the last operation has ended; more than once is no error.
+
+        Waits for the eager calls of this communicator and for the current stream, not for graphs that are replayed on
+        other streams. Where a CUDA graph holds operations of it, the workspace (``workspace_bytes``) stays until the
+        process ends, as the graph might be replayed: operations that begin from now on do nothing.
+        """
+        self._forget()
+        self._handle.close()
 
     def __enter__(self) -> Communicator:
         return self

@@ -41,8 +41,8 @@ struct CheckedCall {
 };
 
 LLM_COMM_KERNEL(kMaxWorldSize) check_call(LLM_COMM_KERNEL_PARAM CheckCallArgs args) {
-  grid_dependency_trigger();
   grid_dependency_wait();
+  grid_dependency_trigger();
   const DeviceComm& comm = args.comm;
   const uint32_t peer = thread_index();
   CheckedCall* const checked = shared_memory<CheckedCall>();  // [rank]
@@ -91,8 +91,8 @@ LLM_COMM_KERNEL(kMaxWorldSize) check_call(LLM_COMM_KERNEL_PARAM CheckCallArgs ar
 
 // One thread.
 LLM_COMM_KERNEL(1) release_call(LLM_COMM_KERNEL_PARAM CheckCallArgs args) {
-  grid_dependency_trigger();
   grid_dependency_wait();
+  grid_dependency_trigger();
   Operation(args.comm, static_cast<OperationKind>(args.call.operation), args.bytes).release();
 }
 

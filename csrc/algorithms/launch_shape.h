@@ -67,6 +67,8 @@ struct Grid {
   uint32_t shared_bytes;  // dynamic shared memory of a block
   uint32_t cluster_blocks = 1;
   uint32_t variant = 0;  // of the algorithm's kernels
+  // Not all blocks run at once on the device that launches it (operation.cuh, "Progress"). The core finds out.
+  bool takes_tickets = false;
 };
 
 struct Shape {

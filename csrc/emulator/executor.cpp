@@ -4,6 +4,7 @@
 #include <time.h>
 
 #include <algorithm>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 
@@ -42,7 +43,7 @@ struct Executor::Cluster {
   uint32_t barriers = 0;      // passed
 };
 
-Executor::Executor() = default;
+Executor::Executor(uint32_t seed) : random_(seed + 1) {}
 Executor::~Executor() = default;
 
 void Executor::run(const LaunchConfig& config, const std::function<void()>& kernel) {
@@ -54,7 +55,7 @@ void Executor::run(const LaunchConfig& config, const std::function<void()>& kern
     throw std::invalid_argument("emulator: " + std::to_string(config.blocks) + " blocks are no whole clusters of " +
                                 std::to_string(config.cluster_blocks));
   }
-  next_block_ = 0;
+  draw_order(config.blocks / config.cluster_blocks);
   int fruitless_rounds = 0;
   for (start_clusters(config, kernel); !resident_.empty(); start_clusters(config, kernel)) {
     bool progress = false;
@@ -73,9 +74,26 @@ void Executor::run(const LaunchConfig& config, const std::function<void()>& kern
   }
 }
 
+void Executor::draw_order(uint32_t clusters) {
+  order_.resize(clusters);
+  std::iota(order_.begin(), order_.end(), 0);
+  switch (random_() % 3) {
+    case 0:
+      std::reverse(order_.begin(), order_.end());
+      break;
+    case 1:
+      std::shuffle(order_.begin(), order_.end(), random_);
+      break;
+    default:
+      break;
+  }
+}
+
 void Executor::start_clusters(const LaunchConfig& config, const std::function<void()>& kernel) {
-  const size_t limit = std::max<size_t>(1, kResidentThreads / (config.threads * config.cluster_blocks));
-  while (next_block_ < config.blocks && resident_.size() < limit) {
+  const size_t limit = resident_blocks(config.threads, config.cluster_blocks) / config.cluster_blocks;
+  while (!order_.empty() && resident_.size() < limit) {
+    uint32_t next_block = order_.back() * config.cluster_blocks;
+    order_.pop_back();
     auto cluster = std::make_unique<Cluster>();
     for (uint32_t i = 0; i < config.cluster_blocks; ++i) {
       if (idle_.empty()) idle_.push_back(std::make_unique<Block>());
@@ -92,11 +110,11 @@ void Executor::start_clusters(const LaunchConfig& config, const std::function<vo
       for (uint32_t i = 0; i < config.threads; ++i) {
         auto& thread = block->threads[i];
         if (!thread) thread = std::make_unique<GpuThread>();
-        thread->start({i, next_block_, config.threads, config.blocks, config.cluster_blocks, block->shared.data(),
+        thread->start({i, next_block, config.threads, config.blocks, config.cluster_blocks, block->shared.data(),
                        cluster->shared.data()},
                       block->warps[i / kWarpThreads], cluster->barriers, kernel);
       }
-      ++next_block_;
+      ++next_block;
     }
     resident_.push_back(std::move(cluster));
   }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <random>
 #include <vector>
 
 #include "llm_comm/platform_emulator.h"
@@ -19,13 +20,15 @@ struct LaunchConfig {
 };
 
 // Driver "processes": every rank is a process with one Executor, and threads that wait for another rank let
-// the operating system run it. Blocks start in order as far as kResidentThreads allows, like on a GPU, so a
-// kernel whose blocks wait for later blocks of their own grid hangs here as it would there. Not thread-safe.
+// the operating system run it. Clusters of blocks start as far as kResidentThreads allows, in the order of their numbers, in
+// the opposite one, or in any, as CUDA promises none: a kernel whose blocks wait for blocks that have not started hangs here
+// as it would on a GPU. Not thread-safe.
 class Executor {
  public:
-  static constexpr uint32_t kResidentThreads = 4096;
+  static constexpr uint32_t kResidentThreads = 1024;
 
-  Executor();
+  // The orders follow from the seed.
+  explicit Executor(uint32_t seed = 0);
   ~Executor();
 
   // Runs `kernel` once for each thread of the grid and returns when all have ended. Throws
@@ -33,16 +36,25 @@ class Executor {
   // `kernel` must not throw.
   void run(const LaunchConfig& config, const std::function<void()>& kernel);
 
+  // Blocks of such grids that run at once: those of one cluster at least.
+  static uint32_t resident_blocks(uint32_t threads, uint32_t cluster_blocks) {
+    const uint32_t clusters = kResidentThreads / (threads * cluster_blocks);
+    return (clusters == 0 ? 1 : clusters) * cluster_blocks;
+  }
+
  private:
   struct Block;
   struct Cluster;
+  void draw_order(uint32_t clusters);
   void start_clusters(const LaunchConfig& config, const std::function<void()>& kernel);
   bool advance(Cluster& cluster);
   bool advance(Cluster& cluster, Block& block);
 
   std::vector<std::unique_ptr<Cluster>> resident_;
   std::vector<std::unique_ptr<Block>> idle_;
-  uint32_t next_block_ = 0;
+  std::minstd_rand random_;
+  std::vector<uint32_t>
+      order_;  // of the clusters of the grid that runs: those that have not started, the next one last
 };
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET::emulator

@@ -93,6 +93,12 @@ class Core {
   virtual void peer_exited(int peer) = 0;
   // What this rank has enqueued last; number 0: nothing yet.
   virtual Call last_call() const = 0;
+  // Graphs hold launches of this core: its workspace stays mapped until the process ends, and what a graph that outlives the core
+  // launches does nothing.
+  virtual bool has_been_captured() const = 0;
+  // Waits until what a stream holds has ended, unless it is being captured. Ends no capture of any stream.
+  virtual void wait_for(uint64_t stream) = 0;
+
   // How many operations the device has ended; nothing if the device does not answer soon.
   virtual std::optional<uint64_t> operations_ended() = 0;
 };

@@ -6,10 +6,15 @@
 //           HostMailbox* mailbox();                         // zeroed, mapped by the device
 //           void read(void* to, const char* from, uint64_t bytes);
 //           std::optional<uint64_t> read_soon(const char* from);   // from another thread; gives up rather than wait
+//           void leave_to_graphs();   // keeps the memory for what may still use it, and lets it do nothing
 // Launcher: Function<Args> function(void (*)(Args));          // what launch() takes
 //           void launch(const Function<Args>&, const Args&, const Grid&, uint64_t stream);
 //           uint32_t max_cluster_blocks();                    // 1 where the device has no clusters
 //           bool has_room_for_cluster(const Function<Args>&, const Grid&);
+//           uint64_t resident_blocks(const Function<Args>&, const Grid&);   // of such grids that run at once
+//           bool has_been_captured() const;     // launches may still come, from graphs
+//           bool wait_for(uint64_t stream);     // until what it holds has ended
+//           bool wait_for_last_call();          // until all launches but those have ended; false if that cannot be
 //           void p2p_test(const DeviceComm&);   // synchronous
 #pragma once
 
@@ -52,6 +57,16 @@ class CoreImpl final : public Core {
     comm_.timeout_ns = static_cast<uint64_t>(options.timeout_s * 1e9);
     comm_.rank = static_cast<uint32_t>(options.rank);
     comm_.world_size = static_cast<uint32_t>(options.world_size);
+  }
+
+  CoreImpl(const CoreImpl&) = delete;
+  CoreImpl& operator=(const CoreImpl&) = delete;
+
+  // Kernels that run, and graphs, hold addresses of the workspaces: those are freed only where neither is left.
+  ~CoreImpl() override {
+    if (comm_.workspace[options_.rank] == nullptr) return;
+    const bool has_ended = launcher_.wait_for_last_call();
+    if (!has_ended || launcher_.has_been_captured()) memory_.leave_to_graphs();
   }
 
   WorkspaceHandle create_workspace(bool use_ipc) override {
@@ -148,6 +163,9 @@ class CoreImpl final : public Core {
     return *arrivals / kArrivalsPerOperation;
   }
 
+  bool has_been_captured() const override { return launcher_.has_been_captured(); }
+  void wait_for(uint64_t stream) override { launcher_.wait_for(stream); }
+
   void abort() override { end_waits(kAbortRequest); }
 
   void peer_exited(int peer) override {
@@ -165,22 +183,25 @@ class CoreImpl final : public Core {
   std::unique_ptr<PreparedCall> prepare_with(const Problem& problem, const Tiling& tiling) {
     using Operation = typename Algorithm::Operation;
     const Limits limits{options_.slot_bytes, 0, launcher_.max_cluster_blocks(), 0};
-    const Shape shape = shape_of<Algorithm>(problem, tiling, limits);
-    const auto function_of = [&](const Grid& grid) {
+    Shape shape = shape_of<Algorithm>(problem, tiling, limits);
+    const auto function_of = [&](Grid& grid) {
       const auto function = launcher_.function(find_kernel<Algorithm>(problem.type, problem.world, grid.variant));
       if (!launcher_.has_room_for_cluster(function, grid)) {
         throw std::invalid_argument("this device has no room for clusters of " + std::to_string(grid.cluster_blocks) +
                                     " blocks of " + std::to_string(grid.threads) + " threads and " +
                                     std::to_string(grid.shared_bytes) + " bytes of shared memory: lower cluster");
       }
+      grid.takes_tickets = launcher_.resident_blocks(function, grid) < grid.blocks;
+      if (grid.takes_tickets && grid.shared_bytes < sizeof(Line)) grid.shared_bytes = sizeof(Line);
       return function;
     };
+    const auto whole = function_of(shape.whole);
+    const auto last = function_of(shape.last);
     typename Operation::Args args = Operation::arguments(problem, tiling, shape.whole);
     args.comm = comm_;
     const CallSignature call{static_cast<uint32_t>(Algorithm::kKind), static_cast<uint16_t>(problem.type),
                              static_cast<uint16_t>(problem.row), 0, 0};
-    return std::make_unique<PreparedLaunches<Launcher, Operation>>(queue_, args, call, problem, shape,
-                                                                   function_of(shape.whole), function_of(shape.last));
+    return std::make_unique<PreparedLaunches<Launcher, Operation>>(queue_, args, call, problem, shape, whole, last);
   }
 
   CoreOptions options_;

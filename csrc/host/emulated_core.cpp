@@ -72,6 +72,7 @@ class EmulatedMemory {
 
   char* local() const { return local_.address(); }
   HostMailbox* mailbox() const { return mailbox_.get(); }
+  void leave_to_graphs() {}
   void read(void* to, const char* from, uint64_t bytes) const { std::memcpy(to, from, bytes); }
   std::optional<uint64_t> read_soon(const char* from) const {
     return load_relaxed(reinterpret_cast<const uint64_t*>(from));
@@ -89,6 +90,8 @@ constexpr uint32_t kMaxEmulatedCluster = 16;
 
 class EmulatedLauncher {
  public:
+  explicit EmulatedLauncher(uint32_t rank) : executor_(std::make_unique<emulator::Executor>(rank)) {}
+
   template <class Args>
   using Function = void (*)(Args);
 
@@ -108,19 +111,28 @@ class EmulatedLauncher {
     return true;
   }
 
+  template <class Args>
+  uint64_t resident_blocks(Function<Args>, const Grid& grid) const {
+    return emulator::Executor::resident_blocks(grid.threads, grid.cluster_blocks);
+  }
+
+  bool has_been_captured() const { return false; }
+  bool wait_for(uint64_t) { return true; }
+  bool wait_for_last_call() { return true; }
   void p2p_test(const DeviceComm& comm) {
     executor_->run({1, kMaxWorldSize, 0}, [&] { emulated::p2p_test(comm); });
   }
 
  private:
-  std::unique_ptr<emulator::Executor> executor_ = std::make_unique<emulator::Executor>();
+  std::unique_ptr<emulator::Executor> executor_;
 };
 
 }  // namespace
 
 std::unique_ptr<Core> make_emulated_core(const CoreOptions& options) {
   check_options(options);
-  return std::make_unique<CoreImpl<EmulatedMemory, EmulatedLauncher>>(options, EmulatedMemory(), EmulatedLauncher());
+  return std::make_unique<CoreImpl<EmulatedMemory, EmulatedLauncher>>(
+      options, EmulatedMemory(), EmulatedLauncher(static_cast<uint32_t>(options.rank)));
 }
 
 }  // namespace llm_comm::host

@@ -92,10 +92,11 @@ class PreparedLaunches final : public PreparedCall {
     for (uint64_t done = 0; done < units; done += launch_units) {
       const bool is_last = units - done <= launch_units;
       const uint64_t taken = is_last ? units - done : launch_units;
+      const Grid& grid = is_last ? shape_.last : shape_.whole;
       Operation::set_launch(args_, problem_, buffers, done, taken);
+      args_.comm.takes_tickets = grid.takes_tickets;
       call_.count = static_cast<uint32_t>(taken * problem_.unit_elements());
-      queue_.launch(is_last ? last_ : whole_, args_, is_last ? shape_.last : shape_.whole, call_,
-                    taken * problem_.unit_bytes(), stream);
+      queue_.launch(is_last ? last_ : whole_, args_, grid, call_, taken * problem_.unit_bytes(), stream);
     }
     return !has_failed(mailbox);
   }

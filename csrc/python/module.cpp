@@ -260,6 +260,8 @@ PYBIND11_MODULE(_core, module) {
       .def("error", &Core::error)
       .def("abort", &Core::abort)
       .def("peer_exited", &Core::peer_exited)
+      .def("has_been_captured", &Core::has_been_captured)
+      .def("wait_for", &Core::wait_for, py::arg("stream"), py::call_guard<py::gil_scoped_release>())
       .def("last_call", &Core::last_call)
       .def("operations_ended", &Core::operations_ended, py::call_guard<py::gil_scoped_release>());
 

@@ -25,6 +25,7 @@ class CoreHandle:
     def __init__(self, core: _core.Core, device: torch.device, watchdog: Watchdog | None) -> None:
         self.device = device
         self.is_open = True
+        self._is_in_graphs = False
         self._core: _core.Core | None = core
         self._watchdog = watchdog
         self._stop_watching = None if watchdog is None else weakref.finalize(self, watchdog.abandon)
@@ -42,7 +43,8 @@ class CoreHandle:
     def check_open(self) -> None:
         """Raises RuntimeError if the communicator is closed."""
         if not self.is_open:
-            raise RuntimeError("this communicator is closed")
+            replays = "; operations of it in CUDA graphs do nothing any more" if self._is_in_graphs else ""
+            raise RuntimeError(f"this communicator is closed{replays}")
 
     def check(self) -> None:
         """Raises the CommunicatorError of an earlier call, if one has failed; costs no synchronization."""
@@ -72,6 +74,9 @@ class CoreHandle:
     def close(self) -> None:
         """Stops the watchdog and lets go of the core; more than once is no error."""
         self.is_open = False
+        if self._core is not None and self.device.type == "cuda":
+            self._core.wait_for(torch.cuda.current_stream(self.device).cuda_stream)
+            self._is_in_graphs = self._core.has_been_captured()
         if self._stop_watching is not None and self._stop_watching.detach() and self._watchdog is not None:
             self._watchdog.stop()
         self._stop_watching = self._watchdog = self._core = None

@@ -422,7 +422,9 @@ class MessageCall final : public Call {
     args.first_flag = first_flag_;
     void (*const kernels[])(MessageArgs) = {&pass_by_put, &pass_by_get, &pass_by_packets};
     const auto kernel = kernels[static_cast<uint32_t>(form_)];
-    world.launch(rank, {ranks_ - 1, threads_, sizeof(Line)}, [=] { kernel(args); });
+    const emulator::LaunchConfig config{ranks_ - 1, threads_, sizeof(Line)};
+    args.comm.takes_tickets = world.machine().resident_blocks(config) < config.blocks;
+    world.launch(rank, config, [=] { kernel(args); });
   }
 
   std::string wrong(uint32_t rank) const override {

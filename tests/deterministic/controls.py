@@ -65,6 +65,7 @@ CONCURRENT = r"^rank \d+: concurrent use in"
 TOO_LATE = r"ranks went on for \d+ steps after one had stopped"
 #: A thread waits for deliveries, which has no bound.
 HANGS = "it did not end"
+AHEAD = "comes ahead of the one that runs"
 LEFT_ALONE = "has ended when another one writes to its memory"
 
 MISHAPS = ("--mishaps",)
@@ -189,6 +190,7 @@ PROTECTIONS = (
         "dependency_wait",
         "a grid waits for the grids before it",
         (Edit(SESSION, "grid_dependency_wait_after(", "if (!WITHOUT) grid_dependency_wait_after("),),
+        failure=f"{WRONG}|{AHEAD}",  # grids that do not wait let further ones come
     ),
     Protection(
         "one_number_per_operation",
@@ -213,6 +215,51 @@ PROTECTIONS = (
             ),
             Edit(SESSION, "arrive() const { op_.arrive(); }", "arrive() const { if (!WITHOUT) op_.arrive(); }"),
         ),
+    ),
+    # ---- Progress ----
+    Protection(
+        "tickets",
+        "P2: blocks of a grid that do not all run at once are numbered as they start",
+        (
+            Edit(
+                OPERATION,
+                "comm.takes_tickets != 0 ? take_ticket(state_of(comm), 1)",
+                "comm.takes_tickets != 0 && !WITHOUT ? take_ticket(state_of(comm), 1)",
+            ),
+            Edit(
+                OPERATION,
+                "comm.takes_tickets != 0 ? take_ticket(state_of(comm), cluster_blocks)",
+                "comm.takes_tickets != 0 && !WITHOUT ? take_ticket(state_of(comm), cluster_blocks)",
+            ),
+        ),
+        failure=NOBODY_IS_MISSING,
+    ),
+    Protection(
+        "ticket_before_trigger",
+        "a block takes its ticket before it lets the next grid be launched",
+        (
+            Edit(
+                OPERATION,
+                "auto* const ticket = shared_memory<uint32_t>();",
+                "auto* const ticket = shared_memory<uint32_t>();\n if (WITHOUT) grid_dependency_trigger();",
+            ),
+        ),
+        budget=20_000,
+        exempt={
+            "all_reduce_add_rms_norm/.*": "numbers beyond the grid are those of rows that do not exist: it crashes"
+        },
+    ),
+    Protection(
+        "trigger_after_wait",
+        "one grid of a stream at most comes ahead of the one that runs",
+        (
+            Edit(
+                SESSION,
+                "rank_(rank), peer_(peer) {}",
+                "rank_(rank), peer_(peer) { if (WITHOUT) grid_dependency_trigger(); }",
+            ),
+        ),
+        failure=AHEAD,
     ),
     # ---- In blocks and clusters ----
     Protection(
@@ -417,11 +464,11 @@ PROTECTIONS = (
         (
             Edit(
                 CHECK_CALL,
-                "  grid_dependency_wait();\n  const DeviceComm& comm",
-                "  if (!WITHOUT) grid_dependency_wait();\n  const DeviceComm& comm",
+                "grid_dependency_wait();\n  grid_dependency_trigger();\n  const DeviceComm& comm",
+                "if (!WITHOUT) grid_dependency_wait();\n  grid_dependency_trigger();\n  const DeviceComm& comm",
             ),
         ),
-        failure=f"{NOBODY_IS_MISSING}|{CONCURRENT}",
+        failure=f"{NOBODY_IS_MISSING}|{CONCURRENT}|{AHEAD}",
     ),
     # ---- Message passing ----
     Protection(

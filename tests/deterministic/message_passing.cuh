@@ -1,4 +1,6 @@
 // Every way in which a MemoryChannel moves data, each in a kernel: block k of a rank talks to its k-th peer, in rounds.
+// Of the pairs of ranks that have not met, the first in the order of (lower rank, higher rank) waits for no other: so blocks that
+// start by number meet, however few of them run at once.
 #pragma once
 
 #include "channel_memory.cuh"
@@ -29,8 +31,8 @@ struct MessageParty {
   Line* received;
   uint64_t* words;
 
-  LLM_COMM_DEVICE explicit MessageParty(const MessageArgs& args)
-      : peer(block_index() < args.comm.rank ? block_index() : block_index() + 1),
+  LLM_COMM_DEVICE MessageParty(const MessageArgs& args, uint32_t block)
+      : peer(block < args.comm.rank ? block : block + 1),
         own(memory(args, args.comm.rank, peer)),
         source(args.source + static_cast<uint64_t>(peer) * args.rounds * args.lines),
         received(args.received + static_cast<uint64_t>(peer) * args.rounds * args.lines),
@@ -62,8 +64,9 @@ struct MessageParty {
 
 // Lines and a word go to the peer, which reads them where they land.
 LLM_COMM_KERNEL(1024) pass_by_put(LLM_COMM_KERNEL_PARAM MessageArgs args) {
+  const uint32_t block = block_number(args.comm);
   grid_dependency_wait();
-  const MessageParty party(args);
+  const MessageParty party(args, block);
   uint32_t* const agreed = shared_memory<uint32_t>();
   for (uint32_t round = 0; round < args.rounds; ++round) {
     const Line* const source = party.source + round * args.lines;
@@ -83,8 +86,9 @@ LLM_COMM_KERNEL(1024) pass_by_put(LLM_COMM_KERNEL_PARAM MessageArgs args) {
 
 // Each side fills its own memory, from which the other one fetches.
 LLM_COMM_KERNEL(1024) pass_by_get(LLM_COMM_KERNEL_PARAM MessageArgs args) {
+  const uint32_t block = block_number(args.comm);
   grid_dependency_wait();
-  const MessageParty party(args);
+  const MessageParty party(args, block);
   uint32_t* const agreed = shared_memory<uint32_t>();
   for (uint32_t round = 0; round < args.rounds; ++round) {
     for (uint32_t i = thread_index(); i < args.lines; i += block_threads()) {
@@ -99,8 +103,9 @@ LLM_COMM_KERNEL(1024) pass_by_get(LLM_COMM_KERNEL_PARAM MessageArgs args) {
 
 // Packets carry their own readiness; relaxed signals say that those of a round have been read.
 LLM_COMM_KERNEL(1024) pass_by_packets(LLM_COMM_KERNEL_PARAM MessageArgs args) {
+  const uint32_t block = block_number(args.comm);
   grid_dependency_wait();
-  const MessageParty party(args);
+  const MessageParty party(args, block);
   uint32_t* const agreed = shared_memory<uint32_t>();
   const uint64_t bytes = args.lines * sizeof(Line);
   for (uint32_t round = 0; round < args.rounds; ++round) {

@@ -58,6 +58,8 @@ Temper draw_temper(uint32_t ranks, Random& random, const Options& options) {
   scheduler.preempt = random.pick({0u, 16u, 96u, 256u});
   scheduler.samples = random.between(1, 4);
   scheduler.resident_threads = random.pick({1u, 16u, 48u, 256u});
+  scheduler.start_order =
+      random.pick({emulator::StartOrder::kAscending, emulator::StartOrder::kDescending, emulator::StartOrder::kAny});
   scheduler.launch_delay = random.pick({0u, 16u, 512u});
   scheduler.completion_delay = random.pick({0u, 16u, 512u});
   if (random.chance(64)) {

@@ -23,6 +23,7 @@ class RankMemory {
   char* map(int peer, const host::WorkspaceHandle&) { return memory_->of_rank(static_cast<uint32_t>(peer)); }
   char* local() const { return memory_->of_rank(rank_); }
   HostMailbox* mailbox() const { return mailbox_.get(); }
+  void leave_to_graphs() {}
   void read(void* to, const char* from, uint64_t bytes) const { std::memcpy(to, from, bytes); }
   std::optional<uint64_t> read_soon(const char*) const { return std::nullopt; }
 
@@ -45,19 +46,29 @@ class StreamLauncher {
   }
   template <class Args>
   void launch(Function<Args> kernel, const Args& args, const Grid& grid, uint64_t) {
-    const emulator::LaunchConfig config{grid.blocks, grid.threads, grid.shared_bytes, grid.cluster_blocks};
-    machine_->launch(rank_, config, [=] { kernel(args); }, true);
+    machine_->launch(rank_, config_of(grid), [=] { kernel(args); }, true);
   }
   uint32_t max_cluster_blocks() const { return kMaxClusterBlocks; }
   template <class Args>
   bool has_room_for_cluster(Function<Args>, const Grid&) const {
     return true;
   }
+  template <class Args>
+  uint64_t resident_blocks(Function<Args>, const Grid& grid) const {
+    return machine_->resident_blocks(config_of(grid));
+  }
+  bool has_been_captured() const { return false; }
+  bool wait_for(uint64_t) { return true; }
+  bool wait_for_last_call() { return true; }
   void p2p_test(const DeviceComm& comm) {
     machine_->launch(rank_, {1, kMaxWorldSize, 0}, [=] { llm_comm::p2p_test(comm); }, false);
   }
 
  private:
+  static emulator::LaunchConfig config_of(const Grid& grid) {
+    return {grid.blocks, grid.threads, grid.shared_bytes, grid.cluster_blocks};
+  }
+
   emulator::Machine* machine_;
   uint32_t rank_;
 };

@@ -30,7 +30,7 @@ from common import Session, parser, report, run, session
 from llm_comm import Communicator, Config, _core
 from llm_comm.bench.timing import Schedule, time_eager, time_graph
 
-SIZES = tuple(1024 << i for i in range(11))  # bytes: 1 KiB to 1 MiB
+SIZES = (*(1024 << i for i in range(15)), *(3 << i for i in range(20, 23)))  # bytes: 1 KiB to 16 MiB
 HIDDEN = 8192
 FUSED_ROWS = tuple(1 << i for i in range(7))  # 16 KiB to 1 MiB
 CALLS = 20

@@ -40,7 +40,7 @@ broadcast_direct(LLM_COMM_KERNEL_PARAM BroadcastArgs args) {
   using Storage = typename Element<D>::Storage;
   constexpr uint32_t kPerLine = sizeof(Line) / sizeof(Storage);
 
-  grid_dependency_trigger();  // the next kernel of the stream may come and do what precedes its wait
+  const uint32_t block = block_number(args.comm);
   const uint32_t rank = args.comm.rank;
   const uint32_t peer = thread_index() / args.tile_lines;
   const uint32_t column = thread_index() % args.tile_lines;
@@ -68,7 +68,7 @@ broadcast_direct(LLM_COMM_KERNEL_PARAM BroadcastArgs args) {
   };
 
   const uint64_t stride = static_cast<uint64_t>(block_count()) * args.tile_lines;
-  for (uint64_t line = block_index() * args.tile_lines + column; line < lines; line += stride) {
+  for (uint64_t line = block * args.tile_lines + column; line < lines; line += stride) {
     if (peer == rank) {
       if (rank == args.root) store(line, encode_sentinel(load(line)));
       continue;

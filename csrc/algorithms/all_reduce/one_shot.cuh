@@ -21,11 +21,11 @@ all_reduce_one_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   constexpr uint32_t kPerLine = Message<D>::kPerLine;
   constexpr uint32_t kWidth = kSumWidth<D, World>;
 
-  grid_dependency_trigger();
+  const uint32_t block = block_number(args.comm);
   const PeerParallel self(args);
   const Message<D> message(args);
   const uint32_t lines = message.lines();
-  const uint32_t first = block_index() * self.tile_lines;
+  const uint32_t first = block * self.tile_lines;
   const uint32_t stride = block_count() * self.tile_lines;
   // Contributions of a tile by rank, twice: a tile is written while slow threads still sum the one before.
   Line* const contributions = shared_memory<Line>();

@@ -27,14 +27,14 @@ LLM_COMM_DEVICE uint32_t lines_of_slice(uint32_t owner, uint32_t slice, uint32_t
 template <DataType D, int World, bool SingleTile>
 LLM_COMM_KERNEL(kMaxBlockThreads)
 all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
-  grid_dependency_trigger();
+  const uint32_t block = block_number(args.comm);
   const PeerParallel self(args);
   const Message<D> message(args);
   const uint32_t lines = message.lines();
   const uint32_t slice = (lines + World - 1) / World;
   const uint32_t peer_lines = lines_of_slice(self.peer, slice, lines);
   const uint32_t own_lines = lines_of_slice(self.rank, slice, lines);
-  const uint32_t first = block_index() * self.tile_lines;
+  const uint32_t first = block * self.tile_lines;
   const uint32_t stride = block_count() * self.tile_lines;
   // Set by threads of the block whose wait has been aborted: there is no sum to send then.
   uint32_t* const incomplete = shared_memory<Line>()->word;

@@ -26,8 +26,7 @@ all_reduce_add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   using Norm = RmsNorm<D, kWidth, SingleTile, Quantized>;
   using Values = typename Norm::Values;
 
-  grid_dependency_trigger();
-  const auto self = RowThread::of<World>(args);
+  const auto self = RowThread::of<World>(args, cluster_number(args.comm, args.cluster_blocks));
   const uint32_t round_lines = args.tile_lines * args.cluster_blocks;
   const uint32_t tiles = SingleTile ? 1 : (args.row_lines + round_lines - 1) / round_lines;
   const uint32_t tile_packs = args.tile_lines * kElementsPerLine / kWidth;

@@ -53,13 +53,13 @@ struct RowThread {
   uint32_t column;
   bool has_line;
   uint32_t member;   // of the cluster, this block
-  uint32_t cluster;  // its number in the grid
+  uint32_t cluster;  // its number (cluster_number)
   uint32_t clusters;
   uint32_t rank;
   bool is_own;  // it talks to nobody, but contributes this rank's own lines
 
   template <int World>
-  static LLM_COMM_DEVICE RowThread of(const AddRmsNormArgs& args) {
+  static LLM_COMM_DEVICE RowThread of(const AddRmsNormArgs& args, uint32_t cluster) {
     RowThread self;
     // A division would take longer, and lies where nothing else is under way if this grid does not overlap the last one.
     self.peer = 0;
@@ -67,7 +67,7 @@ struct RowThread {
     for (uint32_t k = 1; k < World; ++k) self.peer += thread_index() >= k * args.tile_lines;
     self.column = thread_index() - self.peer * args.tile_lines;
     self.has_line = self.column < args.tile_lines;
-    self.cluster = cluster_index();
+    self.cluster = cluster;
     self.member = cluster_block_rank();
     self.clusters = block_count() / args.cluster_blocks;
     self.rank = args.comm.rank;

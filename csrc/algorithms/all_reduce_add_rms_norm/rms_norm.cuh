@@ -152,7 +152,7 @@ class RmsNorm {
       });
       // Divides, as vLLM does, rather than multiply by the reciprocal: other bits.
       const float scale = larger(combine_partials(2 + set_of_row(), &larger) / kLargestE4m3, kSmallestScale);
-      if (stores_ && block_index() % args_.cluster_blocks == 0 && thread_index() == 0) args_.scale[row] = scale;
+      if (stores_ && cluster_block_rank() == 0 && thread_index() == 0) args_.scale[row] = scale;
       each_tile([&](Place at, Values x, Values w) {
         store_quantized(row, at, normalize(x, w, factor), [&](float value) { return value / scale; });
       });

@@ -25,8 +25,7 @@ all_reduce_add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   using Norm = RmsNorm<D, kElementsPerLine, SingleTile, Quantized>;
   using Values = typename Norm::Values;
 
-  grid_dependency_trigger();
-  const auto self = RowThread::of<World>(args);
+  const auto self = RowThread::of<World>(args, cluster_number(args.comm, args.cluster_blocks));
   const uint32_t segment = args.segment_lines;
   const uint32_t round_lines = args.tile_lines * args.cluster_blocks;
   const uint32_t tiles = SingleTile ? 1 : (segment + round_lines - 1) / round_lines;

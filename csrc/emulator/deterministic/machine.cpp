@@ -62,8 +62,9 @@ struct Machine::Grid {
   uint32_t rank;
   uint64_t number;
   Launch launch;
-  std::deque<Block> blocks;
-  std::deque<Cluster> clusters;
+  std::deque<Block> blocks;        // that have started
+  std::deque<Cluster> clusters;    // the same
+  std::vector<uint32_t> to_start;  // numbers of clusters, the next one last
   uint32_t resident_threads = 0;
   uint32_t ended_blocks = 0;
   uint32_t triggered_blocks = 0;
@@ -75,7 +76,7 @@ struct Machine::Grid {
 
 struct Machine::Rank {
   std::deque<Launch> queue;
-  std::deque<std::unique_ptr<Grid>> resident;  // on a GPU at most two of a stream are
+  std::deque<std::unique_ptr<Grid>> resident;  // the one that runs, and those that have come ahead
   std::vector<Thread*> runnable;
   std::vector<Thread*> polling;
   bool starting = false;
@@ -312,9 +313,7 @@ void Machine::try_start(uint32_t r) {
   if (rank.starting || rank.queue.empty()) return;
   if (!rank.resident.empty()) {
     const Grid& before = *rank.resident.back();
-    const bool may_overlap = rank.queue.front().dependent && rank.resident.size() == 1 &&
-                             before.triggered_blocks == before.launch.config.blocks;
-    if (!may_overlap) return;
+    if (!rank.queue.front().dependent || before.triggered_blocks != before.launch.config.blocks) return;
   }
   rank.starting = true;
   add_event(now_ + random_.below(temper_.scheduler.launch_delay + uint64_t{1}), EventKind::kStart, r);
@@ -329,20 +328,43 @@ void Machine::start_grid(uint32_t r) {
   grid->launch = std::move(rank.queue.front());
   rank.queue.pop_front();
   rank.resident.push_back(std::move(grid));
+  // A GPU would take any number. But each takes room that grids of other ranks or streams on the same GPU may need before the
+  // first one can end (operation.cuh, "Progress").
+  const auto takes_room = [](const auto& one) { return !one->is_ended(); };
+  if (std::count_if(rank.resident.begin(), rank.resident.end(), takes_room) > 2) {
+    memory_.fail("a second grid of rank " + std::to_string(r) + " comes ahead of the one that runs");
+  }
+  draw_order(*rank.resident.back());
   start_clusters(*rank.resident.back());
+}
+
+uint32_t Machine::resident_blocks(const LaunchConfig& config) const {
+  const uint32_t clusters = temper_.scheduler.resident_threads / (config.threads * config.cluster_blocks);
+  return std::max(clusters, 1u) * config.cluster_blocks;
+}
+
+void Machine::draw_order(Grid& grid) {
+  const LaunchConfig& config = grid.launch.config;
+  for (uint32_t cluster = config.blocks / config.cluster_blocks; cluster-- > 0;) grid.to_start.push_back(cluster);
+  if (temper_.scheduler.start_order == StartOrder::kDescending)
+    std::reverse(grid.to_start.begin(), grid.to_start.end());
+  if (temper_.scheduler.start_order != StartOrder::kAny) return;
+  for (size_t i = grid.to_start.size(); i > 1; --i) std::swap(grid.to_start[i - 1], grid.to_start[random_.below(i)]);
 }
 
 void Machine::start_clusters(Grid& grid) {
   const LaunchConfig& config = grid.launch.config;
   const uint32_t threads = config.threads * config.cluster_blocks;
-  while (grid.blocks.size() < config.blocks &&
-         (grid.resident_threads == 0 || grid.resident_threads + threads <= temper_.scheduler.resident_threads)) {
+  const uint32_t most = resident_blocks(config) * config.threads;
+  while (!grid.to_start.empty() && grid.resident_threads + threads <= most) {
+    const uint32_t first = grid.to_start.back() * config.cluster_blocks;
+    grid.to_start.pop_back();
     Cluster& cluster = grid.clusters.emplace_back();
     for (uint32_t i = 0; i < config.cluster_blocks; ++i) {
       Block& block = grid.blocks.emplace_back();
       block.grid = &grid;
       block.cluster = &cluster;
-      block.index = static_cast<uint32_t>(grid.blocks.size() - 1);
+      block.index = first + i;
       block.view = memory_.new_view();
       block.warps.resize((config.threads + kWarpThreads - 1) / kWarpThreads);
       // Garbage, as a block finds it on a GPU.

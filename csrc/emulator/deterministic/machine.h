@@ -26,6 +26,9 @@ enum class Policy : uint32_t {
   kPriorities,  // the foremost rank that can run; at times another becomes foremost (PCT, Burckhardt, ASPLOS 2010)
 };
 
+// In which order the clusters of a grid start, as far as not all of them run at once.
+enum class StartOrder : uint32_t { kAscending, kDescending, kAny };
+
 // How the scheduler is biased in a schedule.
 struct SchedulerTemper {
   Policy policy = Policy::kUniform;
@@ -33,9 +36,10 @@ struct SchedulerTemper {
   uint32_t change = 0;             // of 65536 turns: priorities change
   uint32_t preempt = 0;            // of 256 accesses: another thread goes first
   uint32_t samples = 1;            // a rank's next thread is the foremost of so many drawn
-  uint32_t resident_threads = 64;  // blocks of a grid start as long as they fit in, one always
-  uint32_t launch_delay = 0;       // steps at most until a grid that may start does
-  uint32_t completion_delay = 0;   // steps at most until a grid whose threads have ended is complete
+  uint32_t resident_threads = 64;  // clusters of a grid start as long as they fit in, one always
+  StartOrder start_order = StartOrder::kAny;
+  uint32_t launch_delay = 0;      // steps at most until a grid that may start does
+  uint32_t completion_delay = 0;  // steps at most until a grid whose threads have ended is complete
 };
 
 // A rank does nothing for a time, from its `after`-th access on.
@@ -75,6 +79,9 @@ class Machine {
   // grid_dependency_trigger().
   void launch(uint32_t rank, const LaunchConfig& config, std::function<void()> kernel, bool dependent);
   Ending run();
+
+  // Blocks of such grids that run at once.
+  uint32_t resident_blocks(const LaunchConfig& config) const;
 
   const std::string& fault() const { return memory_.error(); }
   uint64_t now() const { return now_; }
@@ -136,6 +143,7 @@ class Machine {
   void check_ended(const Cluster& cluster);
   void try_start(uint32_t rank);
   void start_grid(uint32_t rank);
+  void draw_order(Grid& grid);
   void start_clusters(Grid& grid);
   void start_threads(Block& block);
   void complete_if_ended(uint32_t rank);

@@ -15,6 +15,12 @@ namespace llm_comm::host {
 
 namespace {
 
+int device_attribute(cudaDeviceAttr attribute, int device) {
+  int value = 0;
+  check(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
+  return value;
+}
+
 class HostMemory {
  public:
   HostMemory() {
@@ -45,29 +51,55 @@ class HostMemory {
   Content* content_ = nullptr;
 };
 
-// Reads device memory while kernels that wait for other ranks occupy the caller's streams.
-class SideReader {
+// For its scope, what this thread calls is no part of a capture, and ends none, whoever captures which stream. It is not
+// enough for cudaDeviceSynchronize(), which invalidates every capture of the device.
+class BesideCaptures {
  public:
-  SideReader() { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate"); }
-  SideReader(SideReader&& other) noexcept : stream_(std::exchange(other.stream_, nullptr)) {}
-  SideReader& operator=(SideReader&&) = delete;
-  ~SideReader() {
+  BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  BesideCaptures(const BesideCaptures&) = delete;
+  BesideCaptures& operator=(const BesideCaptures&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+// Copies to and from device memory while kernels that wait for other ranks occupy the caller's streams.
+class SideStream {
+ public:
+  SideStream() { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate"); }
+  SideStream(SideStream&& other) noexcept : stream_(std::exchange(other.stream_, nullptr)) {}
+  SideStream& operator=(SideStream&&) = delete;
+  ~SideStream() {
     if (stream_ != nullptr) cudaStreamDestroy(stream_);
   }
 
-  // Copies `*from` to `*to`, which is page-locked. False if that fails or takes longer than kLimit.
-  bool read(uint64_t* to, const char* from) const {
-    // Another thread may be capturing: this one's calls are no part of it.
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    if (cudaThreadExchangeStreamCaptureMode(&mode) != cudaSuccess) return false;
-    const bool done = cudaStreamQuery(stream_) == cudaSuccess &&  // a read that was given up may be under way
-                      cudaMemcpyAsync(to, from, sizeof(*to), cudaMemcpyDeviceToHost, stream_) == cudaSuccess &&
-                      ends_soon();
-    cudaThreadExchangeStreamCaptureMode(&mode);
-    return done;
+  // These wait as long as it takes.
+  void fill(char* to, uint8_t byte, uint64_t bytes) const {
+    const BesideCaptures beside;
+    check(cudaMemsetAsync(to, byte, bytes, stream_), "cudaMemsetAsync");
+  }
+  void read_all(void* to, const char* from, uint64_t bytes) const {
+    const BesideCaptures beside;
+    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream_), "cudaMemcpyAsync");
+    wait("reading the workspace");
+  }
+  void wait(const char* what) const {
+    const BesideCaptures beside;
+    check(cudaStreamSynchronize(stream_), what);
   }
 
+  // The host's memory is page-locked. False if the copy fails or takes longer than kLimit.
+  bool read(void* to, const char* from, uint64_t bytes) const { return copy(to, from, bytes, cudaMemcpyDeviceToHost); }
+  bool write(char* to, const void* from, uint64_t bytes) const { return copy(to, from, bytes, cudaMemcpyHostToDevice); }
+
  private:
+  bool copy(void* to, const void* from, uint64_t bytes, cudaMemcpyKind kind) const {
+    const BesideCaptures beside;
+    return cudaStreamQuery(stream_) == cudaSuccess &&  // a copy that was given up may be under way
+           cudaMemcpyAsync(to, from, bytes, kind, stream_) == cudaSuccess && ends_soon();
+  }
+
   static constexpr std::chrono::milliseconds kLimit{100};
 
   bool ends_soon() const {
@@ -89,19 +121,26 @@ class CudaMemory {
   CudaMemory(CudaMemory&&) = default;
   CudaMemory& operator=(CudaMemory&&) = delete;
   ~CudaMemory() {
-    // Whoever drops a communicator may have left kernels running that use the memory.
     if (local_.address() == nullptr) return;
     try {
-      leaving_ = std::make_unique<DeviceGuard>(device_);
+      leaving_ = std::make_unique<Leaving>(device_);
     } catch (const std::exception&) {
-      return;  // the context is broken: nothing runs there any more
+      // The context is broken: nothing runs there any more.
     }
-    const cudaError_t error = cudaDeviceSynchronize();
-    if (error == cudaErrorStreamCaptureUnsupported || error == cudaErrorStreamCaptureInvalidated) {
-      cudaGetLastError();
-      // Something on this device is being captured, so nobody can wait for the kernels. The memory stays.
-      auto* const kept = new (std::nothrow) CudaMemory(std::move(*this));
-      if (kept != nullptr) leaving_ = std::move(kept->leaving_);
+  }
+
+  // For graphs that hold launches and may outlive the communicator: the memory stays mapped until the process ends, and what
+  // begins from now on does nothing.
+  void leave_to_graphs() {
+    auto* const kept = new (std::nothrow) CudaMemory(std::move(*this));
+    if (kept == nullptr) return;
+    __atomic_fetch_or(&kept->mailbox()->end_reasons, kAbortRequest, __ATOMIC_RELEASE);
+    try {
+      const DeviceGuard guard(kept->device_);
+      *kept->host_.word() = 1;
+      kept->side_stream_.write(kept->local() + offsetof(CommState, aborted), kept->host_.word(), sizeof(uint32_t));
+    } catch (const std::exception&) {
+      // The context is broken: nothing begins there any more.
     }
   }
 
@@ -111,10 +150,9 @@ class CudaMemory {
     local_ = DeviceMemory();
     local_ = use_ipc ? DeviceMemory::allocate_ipc(device_, bytes) : DeviceMemory::allocate(device_, bytes);
     for (const Region& region : layout.regions().region) {
-      check(cudaMemset(local_.address() + region.offset, region.initial_byte, region.bytes), "cudaMemset");
+      side_stream_.fill(local_.address() + region.offset, region.initial_byte, region.bytes);
     }
-    // Before any peer can have the handle: it may write at once.
-    check(cudaDeviceSynchronize(), "initialising the workspace");
+    side_stream_.wait("initialising the workspace");  // before any peer can have the handle: it may write at once
     return local_.export_handle();
   }
 
@@ -127,21 +165,28 @@ class CudaMemory {
 
   void read(void* to, const char* from, uint64_t bytes) const {
     const DeviceGuard guard(device_);
-    check(cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToHost), "cudaMemcpy");
+    side_stream_.read_all(to, from, bytes);
   }
 
   std::optional<uint64_t> read_soon(const char* from) const {
     const DeviceGuard guard(device_);
-    if (!reader_.read(host_.word(), from)) return std::nullopt;
+    if (!side_stream_.read(host_.word(), from, sizeof(uint64_t))) return std::nullopt;
     return *host_.word();
   }
 
  private:
-  std::unique_ptr<DeviceGuard> leaving_;  // first, so that it goes last: memory is freed with its device current
+  // What it takes to free memory: its device, and that a stream may be captured meanwhile, by whomever.
+  struct Leaving {
+    explicit Leaving(int device) : guard(device) {}
+    DeviceGuard guard;
+    BesideCaptures beside;
+  };
+
+  std::unique_ptr<Leaving> leaving_;  // first, so that it goes last
   int device_;
   uint64_t bytes_ = 0;
   HostMemory host_;
-  SideReader reader_;
+  SideStream side_stream_;
   DeviceMemory local_;
   std::map<int, DeviceMemory> peers_;
 };
@@ -158,7 +203,8 @@ class CudaLauncher {
   CudaLauncher(int device, int architecture, bool dependent_launch)
       : device_(device),
         dependent_launch_(dependent_launch && architecture >= 90),
-        max_cluster_blocks_(architecture >= 90 ? kMostClusterBlocks : 1) {
+        max_cluster_blocks_(architecture >= 90 ? kMostClusterBlocks : 1),
+        sm_count_(static_cast<uint32_t>(device_attribute(cudaDevAttrMultiProcessorCount, device))) {
     check(driver_.ctx_get_current(&context_), "cuCtxGetCurrent");
   }
   CudaLauncher(CudaLauncher&& other) noexcept
@@ -166,8 +212,10 @@ class CudaLauncher {
         context_(other.context_),
         dependent_launch_(other.dependent_launch_),
         max_cluster_blocks_(other.max_cluster_blocks_),
+        sm_count_(other.sm_count_),
         last_stream_(other.last_stream_),
         has_last_stream_(other.has_last_stream_),
+        has_been_captured_(other.has_been_captured_),
         order_(std::exchange(other.order_, nullptr)) {}
   CudaLauncher& operator=(CudaLauncher&&) = delete;
   ~CudaLauncher() {
@@ -210,6 +258,21 @@ class CudaLauncher {
     }
   }
 
+  // By what the kernel takes of a multiprocessor. Fewer run while kernels of others occupy the device.
+  uint64_t resident_blocks(CUfunction function, const Grid& grid) const {
+    const DeviceGuard guard(device_);
+    int count = 0;
+    if (grid.cluster_blocks > 1) {
+      CUlaunchAttribute attributes[1];
+      const CUlaunchConfig config = configuration(grid, attributes);
+      check(driver_.occupancy_max_active_clusters(&count, function, &config), "cuOccupancyMaxActiveClusters");
+      return static_cast<uint64_t>(count) * grid.cluster_blocks;
+    }
+    check(driver_.occupancy_max_active_blocks(&count, function, static_cast<int>(grid.threads), grid.shared_bytes),
+          "cuOccupancyMaxActiveBlocksPerMultiprocessor");
+    return static_cast<uint64_t>(count) * sm_count_;
+  }
+
   template <class Args>
   void launch(CUfunction function, const Args& args, const Grid& grid, uint64_t stream) {
     CUcontext current = nullptr;
@@ -217,7 +280,12 @@ class CudaLauncher {
     std::optional<DeviceGuard> guard;
     if (current != context_) guard.emplace(device_);
     const auto cuda_stream = reinterpret_cast<cudaStream_t>(stream);
-    order_behind_last_call(cuda_stream);
+    if (is_capturing(cuda_stream)) {
+      // A stream under capture takes no part in the order of calls: its work runs when the graph is launched.
+      has_been_captured_ = true;
+    } else {
+      order_behind_last_call(cuda_stream);
+    }
     CUlaunchAttribute attributes[2];
     CUlaunchConfig config = configuration(grid, attributes);
     config.hStream = cuda_stream;
@@ -230,12 +298,36 @@ class CudaLauncher {
     check(driver_.launch_kernel_ex(&config, function, parameters, nullptr), "launch of a collective");
   }
 
+  // Whether graphs hold launches that were made by this.
+  bool has_been_captured() const { return has_been_captured_; }
+
+  // Waits until what has been launched, other than in graphs, has ended. False if that cannot be waited for: the stream is
+  // being captured now, or is gone.
+  bool wait_for_last_call() const { return !has_last_stream_ || wait_for(reinterpret_cast<uint64_t>(last_stream_)); }
+
+  bool wait_for(uint64_t handle) const {
+    const auto stream = reinterpret_cast<cudaStream_t>(handle);
+    try {
+      const DeviceGuard guard(device_);
+      const BesideCaptures beside;
+      return !is_capturing(stream) && cudaStreamSynchronize(stream) == cudaSuccess;
+    } catch (const std::exception&) {
+      return false;
+    }
+  }
+
   void p2p_test(const DeviceComm& comm) {
     const DeviceGuard guard(device_);
+    const BesideCaptures beside;
     cudaGetLastError();  // of calls before, which somebody has ignored
-    cuda::p2p_test<<<1, kMaxWorldSize>>>(comm);
-    check(cudaGetLastError(), "launch of the P2P test");
-    check(cudaDeviceSynchronize(), "P2P test");
+    cudaStream_t stream = nullptr;
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    cuda::p2p_test<<<1, kMaxWorldSize, 0, stream>>>(comm);
+    const cudaError_t launched = cudaGetLastError();
+    const cudaError_t ended = cudaStreamSynchronize(stream);
+    cudaStreamDestroy(stream);
+    check(launched, "launch of the P2P test");
+    check(ended, "P2P test");
   }
 
  private:
@@ -260,10 +352,9 @@ class CudaLauncher {
   }
 
   // Operations of one communicator use its slots in turn, so they must not run at once: a call on another stream than
-  // the last one waits for it. A stream under capture takes no part: its work runs when the graph is launched.
+  // the last one waits for it.
   void order_behind_last_call(cudaStream_t stream) {
     if (has_last_stream_ && stream == last_stream_) return;
-    if (is_capturing(stream)) return;
     if (has_last_stream_) {
       // An event recorded there would draw this call into the graph.
       if (is_capturing(last_stream_)) {
@@ -291,8 +382,10 @@ class CudaLauncher {
   CUcontext context_ = nullptr;  // the device's primary context
   bool dependent_launch_;
   uint32_t max_cluster_blocks_;
+  uint32_t sm_count_;
   cudaStream_t last_stream_ = nullptr;
   bool has_last_stream_ = false;
+  bool has_been_captured_ = false;
   cudaEvent_t order_ = nullptr;
 };
 
@@ -317,12 +410,6 @@ int load_kernels(uint32_t world_size) {
     }
   });
   return attributes.ptxVersion;  // the same for all: they come out of one build
-}
-
-int device_attribute(cudaDeviceAttr attribute, int device) {
-  int value = 0;
-  check(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
-  return value;
 }
 
 bool driver_attribute(CUdevice_attribute attribute, int device) {

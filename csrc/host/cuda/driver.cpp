@@ -30,6 +30,7 @@ Driver load_driver() {
   load(driver.device_primary_ctx_get_state, "cuDevicePrimaryCtxGetState");
   load(driver.get_error_string, "cuGetErrorString");
   load(driver.launch_kernel_ex, "cuLaunchKernelEx");
+  load(driver.occupancy_max_active_blocks, "cuOccupancyMaxActiveBlocksPerMultiprocessor");
   load(driver.occupancy_max_active_clusters, "cuOccupancyMaxActiveClusters");
   load(driver.mem_get_allocation_granularity, "cuMemGetAllocationGranularity");
   load(driver.mem_create, "cuMemCreate");

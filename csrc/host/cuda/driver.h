@@ -12,6 +12,7 @@ struct Driver {
   decltype(&cuDevicePrimaryCtxGetState) device_primary_ctx_get_state;
   decltype(&cuGetErrorString) get_error_string;
   decltype(&cuLaunchKernelEx) launch_kernel_ex;
+  decltype(&cuOccupancyMaxActiveBlocksPerMultiprocessor) occupancy_max_active_blocks;
   decltype(&cuOccupancyMaxActiveClusters) occupancy_max_active_clusters;
   decltype(&cuMemGetAllocationGranularity) mem_get_allocation_granularity;
   decltype(&cuMemCreate) mem_create;

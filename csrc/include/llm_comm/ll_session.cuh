@@ -43,12 +43,14 @@ class LLSession {
   }
 
   // `precomputed`: values that change with every address that the kernel loads from or stores to besides. They are computed
-  // before the wait, as are those of this session; behind it they would be computed while nothing else is under way.
+  // before the wait, as are those of this session; behind it they would be computed while nothing else is under way. The next
+  // grid of the stream may be launched from then on.
   template <class... Values>
   LLM_COMM_DEVICE void wait_for_grids_before(Values... precomputed) const {
     grid_dependency_wait_after(
         ((reinterpret_cast<uint64_t>(outgoing_) + reinterpret_cast<uint64_t>(incoming_)) + ... + precomputed) +
         op_.precomputed());
+    grid_dependency_trigger();
   }
 
   // As of Operation, in one step or in two. False: send nothing, and mind what Operation::begin() says of the other threads

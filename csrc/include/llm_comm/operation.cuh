@@ -26,6 +26,26 @@
 // 0 adds kArrivalsPerOperation - (blocks - 1), each other block 1. The quotient by kArrivalsPerOperation turns over only
 // when the last block of an operation has arrived, so a block that starts late still reads its own operation's number,
 // and different grids need no reset.
+//
+// Progress: which blocks of a grid wait for each other
+// ---------------------------------------------------------------------------------
+// A block waits for the blocks of other ranks that send what it is to receive, which may not have started there: a grid may
+// have more blocks than fit on a device, and a device starts them in an order of its own. Two rules make every grid end:
+//
+//   P1: what a block waits for is sent by blocks of the same number or of lower ones. All ranks have the same grid.
+//   P2: numbers follow the order in which blocks start. Where all blocks of a grid run at once any numbers will do, so they
+//       are those of the hardware. Else a block takes a ticket when it starts.
+//
+// So the lowest number that has not ended on every rank has started everywhere, or starts as soon as a lower one has ended,
+// and by P1 it does not wait for what starts later.
+//
+// The tickets are a counter that starts again with the last ticket of a grid. A block takes its ticket before it lets the next
+// grid be launched, so no two grids of a stream take tickets at once.
+//
+// A block lets the next grid be launched only when it has passed grid_dependency_wait(): so of a stream, one grid at most is
+// on the device besides the one that runs. Were it earlier, all grids that are enqueued would come, each as far as its own
+// wait. They would take the room that grids of other ranks on this device, or of another communicator, need before the first
+// of them can end (docs/experiments/progress.md).
 #pragma once
 
 #include "llm_comm/wait.cuh"
@@ -42,6 +62,7 @@ struct DeviceComm {
   uint64_t timeout_ns;
   uint32_t rank;
   uint32_t world_size;
+  uint32_t takes_tickets;  // of this launch: not all of its blocks run at once
 };
 
 LLM_COMM_DEVICE CommState* state_of(const DeviceComm& comm) {
@@ -52,6 +73,28 @@ LLM_COMM_DEVICE WaitBounds bounds_of(const DeviceComm& comm) {
   CommState& state = *state_of(comm);
   return {comm.mailbox,  &state.aborted,  &state.last_poll,
           &state.exited, comm.timeout_ns, Suspicions(comm.workspace, kNotesOffset, comm.rank, comm.world_size)};
+}
+
+// The number that a block's start gives it; of a cluster, the number of its first block. All threads make the call, before
+// anything of shared memory is used, of which there must be a word.
+LLM_COMM_DEVICE_CALL uint32_t take_ticket(CommState* state, uint32_t cluster_blocks) {
+  auto* const ticket = shared_memory<uint32_t>();
+  if (thread_index() == 0 && cluster_block_rank() == 0) {
+    *ticket = count_up(&state->tickets, block_count() / cluster_blocks - 1);
+  }
+  block_sync();
+  const uint32_t number = cluster_blocks == 1 ? *ticket : of_first_in_cluster(ticket);
+  block_sync();
+  return number;
+}
+
+// What a kernel of collectives asks first, with all its threads: this block's number, from 0 (P2).
+LLM_COMM_DEVICE uint32_t block_number(const DeviceComm& comm) {
+  return comm.takes_tickets != 0 ? take_ticket(state_of(comm), 1) : block_index();
+}
+// The same of a block's cluster, which has so many blocks.
+LLM_COMM_DEVICE uint32_t cluster_number(const DeviceComm& comm, uint32_t cluster_blocks) {
+  return comm.takes_tickets != 0 ? take_ticket(state_of(comm), cluster_blocks) : cluster_index();
 }
 
 // check_wait() of an operation's wait. What it is given is what is at hand in registers or in the kernel's parameters.

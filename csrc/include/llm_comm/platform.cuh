@@ -13,6 +13,8 @@
 //                    cluster_index(): block_index() / blocks; cluster_block_rank(): block_index() % blocks
 //                    cluster_arrive_relaxed(), cluster_wait(): the two halves of a barrier of all threads of the cluster;
 //                    of what a thread did before, only delivery_init() is known to others after it
+//                    of_first_in_cluster(p): the word at p in the shared memory of the cluster's first block; all threads
+//                    of the cluster make the call, which is a barrier of them
 // Delivery           stores of floats into the shared memory of blocks of a cluster of k, counted there: a uint64_t of
 //                    shared memory, delivery_init(d, n, k) by one thread, before the cluster's barrier;
 //                    delivery_expect(d, n, k) by one thread in each phase: n values end it, the same number in all;
@@ -27,7 +29,8 @@
 // System scope       load_line_relaxed / store_line_relaxed: 16 bytes, of which only each 4-byte word is a unit;
 //                    load_packet_relaxed / store_packet_relaxed: the same, but each 8-byte half is a unit;
 //                    {load,store}_relaxed, load_acquire, store_release on uint32_t, uint64_t; fence_system()
-// Device scope       add_relaxed(uint64_t*, n): no value comes back, so nobody waits for it; compare_and_swap
+// Device scope       add_relaxed(uint64_t*, n): no value comes back, so nobody waits for it; compare_and_swap;
+//                    count_up(uint32_t*, last): what was there; adds 1, or starts again at 0 from `last` on
 // Waiting            clock_ns(): monotonic; spin_hint(): called after a poll that failed;
 //                    kPollsPerCheck: failed polls after which a wait looks at the clock
 // Conversions        bf16 and fp16 bits <-> float, round to nearest even, NaN always becomes 0x7FFF;

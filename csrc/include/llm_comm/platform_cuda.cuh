@@ -85,6 +85,19 @@ LLM_COMM_DEVICE void cluster_wait() {
 #endif
 }
 
+LLM_COMM_DEVICE uint32_t of_first_in_cluster(uint32_t* address) {
+  uint32_t value = *address;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
+  asm volatile("{ .reg .u32 a; mapa.shared::cluster.u32 a, %1, 0; ld.shared::cluster.u32 %0, [a]; }"
+               : "=r"(value)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(address)))
+               : "memory");
+  asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
+#endif
+  return value;
+}
+
 // Transaction barriers (sm_90 and later). The cluster's own barrier would do, but its release is a fence that waits for
 // all stores of the thread, those to other GPUs too.
 #if __CUDA_ARCH__ >= 900
@@ -310,6 +323,8 @@ LLM_COMM_DEVICE void add_relaxed(uint64_t* address, uint64_t n) {
 LLM_COMM_DEVICE uint32_t compare_and_swap(uint32_t* address, uint32_t expected, uint32_t desired) {
   return atomicCAS(address, expected, desired);
 }
+
+LLM_COMM_DEVICE uint32_t count_up(uint32_t* address, uint32_t last) { return atomicInc(address, last); }
 
 // About a millisecond of polls: what a wait that is to be given up may last on.
 inline constexpr uint32_t kPollsPerCheck = 2048;

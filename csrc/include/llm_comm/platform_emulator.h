@@ -85,6 +85,15 @@ LLM_COMM_DEVICE T* in_block(T* address, uint32_t block) {
   return reinterpret_cast<T*>(static_cast<char*>(thread.cluster_shared_memory[block]) + offset);
 }
 
+LLM_COMM_DEVICE uint32_t of_first_in_cluster(uint32_t* address) {
+  cluster_arrive_relaxed();
+  cluster_wait();
+  const uint32_t value = *in_block(address, 0);
+  cluster_arrive_relaxed();
+  cluster_wait();
+  return value;
+}
+
 // Phases that are over in the upper half; in the lower one bytes to come, more by kDeliveryUnexpected until they are
 // expected. The threads of a cluster are fibers of one OS thread.
 inline constexpr uint64_t kDeliveryUnexpected = 1 << 20;
@@ -214,6 +223,13 @@ LLM_COMM_DEVICE uint32_t compare_and_swap(uint32_t* address, uint32_t expected, 
   return static_cast<uint32_t>(emulator::modify(address, sizeof(uint32_t), update, arguments));
 }
 
+LLM_COMM_DEVICE uint32_t count_up(uint32_t* address, uint32_t last) {
+  const auto update = [](uint64_t found, const void* most) -> uint64_t {
+    return found >= *static_cast<const uint32_t*>(most) ? 0 : found + 1;
+  };
+  return static_cast<uint32_t>(emulator::modify(address, sizeof(uint32_t), update, &last));
+}
+
 LLM_COMM_DEVICE uint64_t clock_ns() { return emulator::virtual_clock_ns(); }
 
 #else  // the driver "processes"
@@ -284,6 +300,14 @@ LLM_COMM_DEVICE void add_relaxed(uint64_t* address, uint64_t n) { __atomic_fetch
 LLM_COMM_DEVICE uint32_t compare_and_swap(uint32_t* address, uint32_t expected, uint32_t desired) {
   __atomic_compare_exchange_n(address, &expected, desired, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
   return expected;
+}
+
+LLM_COMM_DEVICE uint32_t count_up(uint32_t* address, uint32_t last) {
+  uint32_t found = __atomic_load_n(address, __ATOMIC_RELAXED);
+  while (!__atomic_compare_exchange_n(address, &found, found >= last ? 0 : found + 1, false, __ATOMIC_SEQ_CST,
+                                      __ATOMIC_SEQ_CST)) {
+  }
+  return found;
 }
 
 LLM_COMM_DEVICE uint64_t clock_ns() {

@@ -34,6 +34,7 @@ struct alignas(16) CommState {
   uint32_t claim;      // of the launch that runs, where calls are compared (Operation::claim)
   uint32_t last_poll;  // of host memory by a late wait (WaitBounds::elect_poller)
   uint32_t exited;     // WaitBounds
+  uint32_t tickets;    // that blocks of the grid which starts have taken (operation.cuh, "Progress")
 };
 
 struct Region {
