@@ -4,8 +4,9 @@
 
 A killed rank, and one that stalls for ever, must be named by all others, to `on_error` and by an exception: a killed
 one within 3 s, though the time limit of the communicator is 30 s; a stalled one within that limit, and it must hear
-of it too. No process may be left 2 s later. Of the other faults every rank must come back with right sums, or with the
-error that is expected, and go on with a new communicator.
+of it too. No process may be left 2 s later. Where ranks share a GPU, which serves one of them at a time, also while a
+process ends, all of these limits are twice as long. Of the other faults every rank must come back with right sums, or
+with the error that is expected, and go on with a new communicator.
 torchrun would stop all ranks when one dies, so this program starts them itself.
 """
 
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Ranks, parser, report, run, session, wants_cuda
+from common import Ranks, gpus_or, parser, report, run, session
 from drill_ranks import ENDED_BY_WATCHDOG, LOSSES, be_lost, survive
 
 SURVIVED = "all others"
@@ -74,7 +75,8 @@ class Part:
 
 def lose(name: str, world: int, arguments: argparse.Namespace) -> Result:
     loss, victim = LOSSES[name], LOSSES[name].victim(world)
-    limit_s = loss.limit_s(arguments.timeout_s)
+    limit_s = loss.limit_s(arguments.timeout_s) * (arguments.slowness if loss.is_killed else 1)
+    end_s = END_S * arguments.slowness
     others = [rank for rank in range(world) if rank != victim]
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -84,13 +86,13 @@ def lose(name: str, world: int, arguments: argparse.Namespace) -> Result:
             while not part.content("fault") and time.monotonic() < deadline and not ranks.wait(0.02):
                 pass
             begin = part.content("fault").get("at", time.monotonic())
-            all_ended = ranks.wait(max(0.0, begin + limit_s + END_S - time.monotonic()))
+            all_ended = ranks.wait(max(0.0, begin + limit_s + end_s - time.monotonic()))
             ended = time.monotonic() - begin
             statuses = ranks.statuses
             outputs = [ranks.output(rank) for rank in range(world)]
         if not all_ended:
             left = [rank for rank, status in enumerate(statuses) if status is None]
-            problems.append(f"ranks {left} were still there {limit_s + END_S:g} s after the fault")
+            problems.append(f"ranks {left} were still there {limit_s + end_s:g} s after the fault")
         expected_status = -signal.SIGKILL if loss.is_killed else ENDED_BY_WATCHDOG
         if statuses[victim] != expected_status:
             problems.append(f"rank {victim} ended with status {statuses[victim]}, not {expected_status}")
@@ -135,8 +137,10 @@ def go_on(world: int, arguments: argparse.Namespace) -> list[Result]:
 
 def main() -> int:
     options = parser((__doc__ or "").partition("\n")[0])
-    options.add_argument("--world", type=int, help="ranks; default: one a GPU, up to 8; 4 emulated ones")
-    options.add_argument("--timeout-s", type=float, default=3.0, help="LLM_COMM_TIMEOUT_S of the ranks")
+    options.add_argument("--world", type=int, help="default: one a GPU, up to 8; 8 on the only GPU; 4 emulated ones")
+    options.add_argument(
+        "--timeout-s", type=float, help="LLM_COMM_TIMEOUT_S of the ranks; default: 3, 6 on a shared GPU"
+    )
     options.add_argument("--only", choices=(*LOSSES, SURVIVED), help="run this part alone")
     options.add_argument("--part", choices=(*LOSSES, SURVIVED), help=argparse.SUPPRESS)
     options.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
@@ -144,8 +148,11 @@ def main() -> int:
     if arguments.part is not None:
         return rank_main(arguments)
 
-    on_gpu = wants_cuda(arguments.device, arguments.world or 2)
-    world = arguments.world or (min(8, torch.cuda.device_count()) if on_gpu else 4)
+    on_gpu, default_world = gpus_or(arguments.device, emulated=4)
+    world = arguments.world or default_world
+    arguments.slowness = 2.0 if on_gpu and torch.cuda.device_count() < world else 1.0
+    if arguments.timeout_s is None:
+        arguments.timeout_s = 3.0 * arguments.slowness
     begin = time.monotonic()
     results = [lose(name, world, arguments) for name in LOSSES if arguments.only in (None, name)]
     if arguments.only in (None, SURVIVED):
