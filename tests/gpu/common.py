@@ -136,6 +136,11 @@ class Session:
             torch.cuda.synchronize()
 
 
+def end_with_launcher() -> None:
+    """From now on this rank does not outlive its launcher, however that ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 @contextlib.contextmanager
 def session(
     options: argparse.Namespace, backend: str = "gloo", device_index: int | None = None, measures: bool = False
@@ -148,8 +153,7 @@ def session(
         device_index: GPU of this rank; None takes its local rank, and shares one where there are fewer GPUs than ranks.
         measures: the program measures time, which says nothing where ranks share a GPU.
     """
-    # A rank must not outlive its launcher, however that ends.
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    end_with_launcher()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # containers often cannot resolve their own name
     if "RANK" not in os.environ:
         raise SystemExit(f"start it as ranks: torchrun --standalone --nproc-per-node N {sys.argv[0]} ...")
