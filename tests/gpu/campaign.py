@@ -100,7 +100,7 @@ def all_parts(options: argparse.Namespace, on_gpu: bool) -> list[Part]:
         Part(
             f"random_{ranks}",
             "random_cases.py",
-            ("--both", "--cases", str(options.cases), "--fused-cases", str(options.fused_cases)),
+            ("--both", "--cases", str(options.cases), "--fused-cases", str(options.fused_cases), "--seconds", "380"),
             ranks,
             420,
             _cases(options.cases),
@@ -112,7 +112,7 @@ def all_parts(options: argparse.Namespace, on_gpu: bool) -> list[Part]:
     return [
         *randoms,
         Part("drill", "drill.py", ("--world", str(world)), world, 330, _drills, starts_ranks=True, alone=True),
-        Part("soak", "soak.py", ("--calls", str(options.calls)), world, 420, soak, alone=True),
+        Part("soak", "soak.py", ("--calls", str(options.calls), "--seconds", "380"), world, 420, soak, alone=True),
         Part(
             "memcheck",
             "memcheck.py",
@@ -126,9 +126,9 @@ def all_parts(options: argparse.Namespace, on_gpu: bool) -> list[Part]:
         Part(
             "cycles",
             "cycles.py",
-            ("--cycles", str(options.cycles)),
+            ("--cycles", str(options.cycles), "--seconds", "160"),
             options.cycles_world,
-            300,
+            200,
             _all_of(_is("cycles", options.cycles), _is("wrong_results", 0)),
             alone=True,
         ),
@@ -320,7 +320,7 @@ def main() -> int:
     options.add_argument("--fused-cases", type=int, default=1000, help="(%(default)s)")
     options.add_argument("--calls", type=int, default=10_000, help="of the soak (%(default)s)")
     options.add_argument("--cycles", type=int, default=1000, help="(%(default)s)")
-    options.add_argument("--cycles-world", type=int, default=8, help="(%(default)s)")
+    options.add_argument("--cycles-world", type=int, default=4, help="(%(default)s)")
     options.add_argument("--list", action="store_true", help="print the parts, and run nothing")
     options.set_defaults(watchdog=120.0)
     arguments = options.parse_args()

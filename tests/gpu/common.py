@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 import llm_comm
-from llm_comm import launch
+from llm_comm import Config, launch
 
 T = TypeVar("T")
 
@@ -53,6 +53,13 @@ def parser(description: str) -> argparse.ArgumentParser:
         "--watchdog", type=float, default=60, metavar="S", help="end a rank that makes no progress for so long"
     )
     return options
+
+
+def add_seconds(options: argparse.ArgumentParser) -> None:
+    """For programs that can stop early (`Session.is_late`)."""
+    options.add_argument(
+        "--seconds", type=float, metavar="S", help="stop after so many, and report what has been done; default: never"
+    )
 
 
 def wants_cuda(device: str) -> bool:
@@ -112,6 +119,7 @@ class Session:
     watchdog: Watchdog
     #: Ranks take turns on a GPU: an operation takes milliseconds, and fewer of them have to do.
     shares_gpu: bool
+    begin: float = field(default_factory=time.monotonic)
 
     @property
     def on_gpu(self) -> bool:
@@ -130,6 +138,13 @@ class Session:
 
     def barrier(self) -> None:
         self.gather(torch.zeros(1))
+
+    def is_late(self, options: argparse.Namespace) -> bool:
+        """Whether ``--seconds`` have passed: the same on all ranks, which it waits for."""
+        if options.seconds is None:
+            return False
+        is_late = time.monotonic() - self.begin > options.seconds
+        return bool(self.gather(torch.tensor([is_late])).any())
 
     def synchronize(self) -> None:
         if self.on_gpu:
@@ -165,7 +180,7 @@ def session(
             device_index = int(os.environ["LOCAL_RANK"]) % gpus
             if gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
                 os.environ[SHARE_GPU] = "1"
-        if measures and os.environ.get(SHARE_GPU):
+        if measures and Config.load().share_gpu:
             raise SystemExit(f"{Path(sys.argv[0]).name} measures time: each rank needs a GPU of its own; found {gpus}")
         device = torch.device("cuda", device_index)
         torch.cuda.set_device(device)
@@ -184,7 +199,7 @@ def session(
     control = default if backend == "gloo" else dist.new_group(backend="gloo")
     stream = torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else contextlib.nullcontext()
     with stream:
-        shares_gpu = device.type == "cuda" and bool(os.environ.get(SHARE_GPU))
+        shares_gpu = device.type == "cuda" and Config.load().share_gpu
         yield Session(rank, world, device, default, control, watchdog, shares_gpu)
     # Not after an error: the peers may never come.
     dist.destroy_process_group()

@@ -12,8 +12,8 @@ import threading
 import time
 
 import torch
-from common import Session, parser, report, run, session
-from soak import SLACK, Usage
+from common import Session, add_seconds, parser, report, run, session
+from soak import Usage, slack_of
 
 from llm_comm import Communicator, Config
 
@@ -39,6 +39,7 @@ def cycle(ranks: Session, number: int, wrong: torch.Tensor) -> None:
 
 def main() -> int:
     options = parser((__doc__ or "").partition("\n")[0])
+    add_seconds(options)
     options.add_argument("--cycles", type=int, help="default: 1000 on GPUs, 100 on a shared one, 50 on emulated ones")
     arguments = options.parse_args()
     with session(arguments) as ranks:
@@ -52,16 +53,18 @@ def main() -> int:
             if (number + 1) % max(1, cycles // 10) == 0:
                 ranks.barrier()  # until all have closed theirs: ranks may share a GPU
                 usage = Usage.now(ranks)
-                held.append((*(getattr(usage, name) for name in SLACK), threading.active_count()))
+                held.append((*(getattr(usage, name) for name in slack_of(ranks)), threading.active_count()))
                 ranks.barrier()
                 ranks.say(f"{number + 1} of {cycles} cycles, {time.monotonic() - begin:.0f} s")
+                if ranks.is_late(arguments):
+                    break
         seconds = time.monotonic() - begin
         own_growth = [max(values) - values[0] for values in zip(*held, strict=True)]
         growth = ranks.gather(torch.tensor(own_growth)).amax(0).tolist()
         bad = int(ranks.gather(wrong.cpu()).sum())
-        slack = {**SLACK, "threads": 0}
+        slack = {**slack_of(ranks), "threads": 0}
         figures = {
-            "cycles": cycles,
+            "cycles": number + 1,
             "seconds": round(seconds, 2),
             "wrong_results": bad,
             **{f"{name}_growth": most for name, most in zip(slack, growth, strict=True)},

@@ -293,6 +293,7 @@ class Parent:
         names = (seen or ",".join(map(str, range(found)))).split(",")
         self._names = [names[gpu % found] for gpu in range(gpus)]
         self._shares_gpu = found < gpus
+        self._patience = 2.0 if self._shares_gpu else 1.0
         self._free = set(range(gpus))
         self.outcomes: dict[str, Outcome] = {}
 
@@ -336,7 +337,7 @@ class Parent:
         environments = [{**variables, "CUDA_VISIBLE_DEVICES": own if case.own_gpu_only else visible} for own in names]
         directory = tempfile.TemporaryDirectory()
         command = [sys.executable, __file__, "--case", name, "--device", self._device]
-        command += ["--watchdog", str(case.timeout_s - 10)]  # so that a rank that hangs says where
+        command += ["--watchdog", str(case.timeout_s * self._patience - 10)]  # so that a rank that hangs says where
         ranks = Ranks(command, environments, Path(directory.name))
         return Running(name, gpus, directory, ranks, time.monotonic())
 
@@ -344,7 +345,7 @@ class Parent:
         statuses = running.ranks.statuses
         seconds = time.monotonic() - running.begin
         failed = [rank for rank, status in enumerate(statuses) if status not in (None, 0, SKIPPED)]
-        timed_out = None in statuses and seconds > CASES[running.name].timeout_s
+        timed_out = None in statuses and seconds > CASES[running.name].timeout_s * self._patience
         if None in statuses and not failed and not timed_out:
             return False
         running.ranks.kill()

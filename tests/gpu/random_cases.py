@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import GraphPool, Recording, Session, parser, report, run, session
+from common import GraphPool, Recording, Session, add_seconds, parser, report, run, session
 from fused_cases import FusedCase, FusedRunner, draw_fused_case
 from plain_cases import COMMUNICATORS, Call, Case, EagerStep, Message, ReplayStep, draw_case
 from values import Inputs, beyond_bound, bits, describe, differs, rank_order_sum
@@ -228,7 +228,7 @@ def run_cases(runner: Runner | FusedRunner, ranks: Session, options: argparse.Na
             failures += runner.verdicts.settle()
             for communicator in runner.communicators.values():
                 communicator.check()
-            if len(failures) > MOST_FAILURES:
+            if len(failures) > MOST_FAILURES or ranks.is_late(options):
                 break
             if time.monotonic() - shown > 10:
                 shown = time.monotonic()
@@ -267,6 +267,7 @@ def run_kind(ranks: Session, communicators: dict[str, Communicator], options: ar
 
 def main() -> int:
     options = parser((__doc__ or "").partition("\n")[0])
+    add_seconds(options)
     kinds = options.add_mutually_exclusive_group()
     kinds.add_argument("--fused", action="store_true", help="the fused all-reduce + residual add + RMSNorm")
     kinds.add_argument("--both", action="store_true", help="plain cases, then fused ones; --json writes FILE_fused too")
