@@ -26,7 +26,7 @@ demo: $(VENV)/.installed ## Tensor-parallel decoding through llm_comm, on GPUs o
 test: $(VENV)/.installed ## All tests that need no GPU (ARGS="tests/unit -k two_shot")
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -m "not gpu" $(ARGS)
 
-test-gpu: $(VENV)/.installed ## The tests that need GPUs
+test-gpu: $(VENV)/.installed ## The tests that need a GPU, or several (ARGS="-k soak")
 	$(PY) -m pytest -m gpu $(ARGS)
 
 soak: $(VENV)/.base ## Ten minutes of schedules of the deterministic emulator (ARGS="--replay SEED")

@@ -98,6 +98,7 @@ _OPTIONS: dict[str, _Option] = {
     "fuse": _BOOLEAN,
     "deterministic": _BOOLEAN,
     "debug": _BOOLEAN,
+    "share_gpu": _BOOLEAN,
     "table": _Option(str, lambda v: v is None or isinstance(v, str), "path of a tuning table"),
 }
 
@@ -149,6 +150,8 @@ class Config:
             each is accumulated in rank order anyway.
         debug: The ranks compare each call before they run it, and two operations at once are noticed: MismatchError and
             ConcurrentUseError in place of wrong sums. Emulated devices always do.
+        share_gpu: Ranks may use one GPU together. For tests only: the driver gives them time slices in turn, so that an
+            operation takes milliseconds.
         table: Tuning table to use in place of the one shipped for the device.
 
     Raises:
@@ -166,6 +169,7 @@ class Config:
     fuse: bool = True
     deterministic: bool = False
     debug: bool = False
+    share_gpu: bool = False
     table: str | None = None
     #: Where each value comes from; what is not named is a default. Given to the constructor, as ``dataclasses.replace``
     #: does, it says that all options are: file and environment are not read again.

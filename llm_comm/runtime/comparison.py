@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from llm_comm.errors import RendezvousError
 from llm_comm.runtime.devices import gpu_name
 from llm_comm.runtime.rendezvous import Rendezvous, host_identity
 
+logger = logging.getLogger("llm_comm")
+
 # What would make the ranks of a group run different kernels, or expect other messages.
-_OPTIONS_OF_ALL_RANKS = ("workspace_bytes", "max_message_bytes", "algorithm", "fuse", "debug")
+_OPTIONS_OF_ALL_RANKS = ("workspace_bytes", "max_message_bytes", "algorithm", "fuse", "debug", "share_gpu")
 
 _LIMITS_OF_A_DEVICE = ("sm_count", "max_cluster", "compute_capability")
 
@@ -39,15 +42,29 @@ def compare_ranks(rendezvous: Rendezvous, device: torch.device, limits: _core.Li
     everyone = rendezvous.gather("comparison of ranks", hello)
     hosts = [f"{other['host']} (boot id {other['boot_id']})" for other in everyone]
     check_alike("are on different machines", [other["boot_id"] for other in everyone], shown=hosts)
-    gpus = [other["gpu"] for other in everyone]
-    shared = {gpu: [rank for rank, of in enumerate(gpus) if of == gpu] for gpu in gpus if gpu and gpus.count(gpu) > 1}
-    if shared:
-        found = "; ".join(f"ranks {', '.join(map(str, ranks))} use {gpu}" for gpu, ranks in shared.items())
-        raise RendezvousError(f"ranks share a GPU, each needs one of its own (torch.cuda.set_device): {found}")
+    shared = _shared_gpus([other["gpu"] for other in everyone])
+    # Where only some have the option, the comparison of options says so.
+    if shared and not any(other["config"].get("share_gpu") for other in everyone):
+        raise RendezvousError(
+            f"ranks share a GPU, each needs one of its own (torch.cuda.set_device): {shared}. "
+            "For tests only, LLM_COMM_SHARE_GPU=1 permits it"
+        )
     check_alike("have different versions of llm_comm", [other["version"] for other in everyone])
     check_alike("have different kinds of device", [other["device"] for other in everyone])
     check_alike("have devices of different kinds", [other["limits"] for other in everyone])
     check_alike("have different options", [other["config"] for other in everyone])
+    if config.share_gpu and rendezvous.rank == 0:
+        logger.warning(
+            "llm_comm: share_gpu is on (%s), for tests only: %s",
+            config.origins.get("share_gpu", "Python"),
+            f"{shared}. They take turns, so that an operation takes milliseconds" if shared else "no ranks share a GPU",
+        )
+
+
+def _shared_gpus(gpus: list[str | None]) -> str:
+    """Which ranks use the same GPU, in words; empty where each has one of its own, or is emulated."""
+    users = {gpu: [str(rank) for rank, of in enumerate(gpus) if of == gpu] for gpu in gpus if gpu}
+    return "; ".join(f"ranks {', '.join(ranks)} use {gpu}" for gpu, ranks in users.items() if len(ranks) > 1)
 
 
 def check_alike(what: str, values: list[Any], shown: list[Any] | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import resource
 import signal
@@ -141,17 +142,63 @@ def pretend_to_be_elsewhere() -> str:
         return rendezvous_error()
 
 
-def share_gpus() -> str:
+@contextmanager
+def gpus_of_ranks(gpus: list[str]) -> Iterator[None]:
+    """The ranks, which are emulated, say that they are on these GPUs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "llm_comm.runtime.comparison.gpu_name", lambda _device: "GPU-a" if dist.get_rank() != CULPRIT else "GPU-b"
-        )
-        return rendezvous_error()
+        patch.setattr("llm_comm.runtime.comparison.gpu_name", lambda _device: gpus[dist.get_rank()])
+        yield
+
+
+def share_gpus(**options: Any) -> str:
+    with gpus_of_ranks(["GPU-a", "GPU-b", "GPU-a"]):
+        return rendezvous_error(**options)
 
 
 def test_ranks_on_one_gpu(ranks: RankPool) -> None:
     assert "share a GPU" in (text := same_on_all(ranks.run(WORLD, share_gpus)))
     assert "ranks 0, 2 use GPU-a" in text
+    assert text.endswith("For tests only, LLM_COMM_SHARE_GPU=1 permits it")
+
+
+def permit_on_one_rank() -> str:
+    return share_gpus(share_gpu=dist.get_rank() == CULPRIT)
+
+
+def test_permission_to_share_that_only_one_rank_has(ranks: RankPool) -> None:
+    text = same_on_all(ranks.run(WORLD, permit_on_one_rank))
+    assert "different options" in text
+    assert "'share_gpu': True" in text.partition(f"rank {CULPRIT}: ")[2].partition("rank ")[0]
+
+
+def share_with_permission(gpus: list[str]) -> list[str]:
+    """What is logged from warnings upwards while a communicator is made, which then works."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("llm_comm")
+    logger.addHandler(handler)
+    try:
+        with gpus_of_ranks(gpus), make_communicator(share_gpu=True) as comm:
+            inputs = contributions(WORLD, 1000, torch.bfloat16, 0)
+            assert_is_sum(comm.all_reduce(inputs[comm.rank]), inputs, "with permission")
+    finally:
+        logger.removeHandler(handler)
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("gpus", "said"),
+    [
+        (["GPU-a", "GPU-b", "GPU-a"], "ranks 0, 2 use GPU-a. They take turns, so that an operation takes milliseconds"),
+        (["GPU-a", "GPU-b", "GPU-c"], "no ranks share a GPU"),
+    ],
+    ids=["shared", "not shared"],
+)
+def test_permission_to_share_is_said_loudly_once(ranks: RankPool, gpus: list[str], said: str) -> None:
+    first, *others = ranks.run(WORLD, share_with_permission, gpus)
+    assert first == [f"llm_comm: share_gpu is on (Python), for tests only: {said}"]
+    assert others == [[], []]
 
 
 def test_rank_on_another_machine(ranks: RankPool) -> None:

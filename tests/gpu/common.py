@@ -1,6 +1,7 @@
 """What the GPU programs share: ranks under a watchdog, CUDA graphs, and the report at the end.
 
-Every program runs on GPUs and, with fewer cases, on emulated GPUs, where there is no CUDA at all.
+Every program runs on GPUs, where there are fewer of them than ranks on shared ones, and where there is none, with fewer
+cases, on emulated ones.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 import llm_comm
-from llm_comm import launch
+from llm_comm import Config, launch
 
 T = TypeVar("T")
 
@@ -36,6 +37,8 @@ T = TypeVar("T")
 HUNG = 3
 #: Set for ranks that were started by `Ranks`: they meet through a file, which no port and no dying rank can spoil.
 _MEETING_POINT = "LLM_COMM_TEST_MEETING_POINT"
+#: Set for ranks that share a GPU.
+SHARE_GPU = "LLM_COMM_SHARE_GPU"
 
 
 # ---- Command line ----------------------------------------------------------------------------------------------
@@ -52,12 +55,28 @@ def parser(description: str) -> argparse.ArgumentParser:
     return options
 
 
-def wants_cuda(device: str, ranks_here: int) -> bool:
-    """Whether ``--device`` means GPUs for this many ranks. Creates no CUDA context."""
+def add_seconds(options: argparse.ArgumentParser) -> None:
+    """For programs that can stop early (`Session.is_late`)."""
+    options.add_argument(
+        "--seconds", type=float, metavar="S", help="stop after so many, and report what has been done; default: never"
+    )
+
+
+def wants_cuda(device: str) -> bool:
+    """Whether ``--device`` means GPUs: where there is one at all. Creates no CUDA context."""
     gpus, why_none = launch.usable_gpus()
-    if device == "cuda" and gpus < ranks_here:
-        raise SystemExit(f"{ranks_here} ranks need {ranks_here} GPUs; found {gpus} {why_none}")
-    return device != "emulated" and gpus >= ranks_here
+    if device == "cuda" and gpus == 0:
+        raise SystemExit(f"--device cuda: {why_none}")
+    return device != "emulated" and gpus > 0
+
+
+def gpus_or(device: str, emulated: int) -> tuple[bool, int]:
+    """Whether ``--device`` means GPUs, and the ranks that a program starts by default: one a GPU, up to 8, but 8 that
+    share the only GPU; ``emulated`` ones without GPUs."""
+    if not wants_cuda(device):
+        return False, emulated
+    gpus = torch.cuda.device_count()
+    return True, min(8, gpus) if gpus > 1 else 8
 
 
 # ---- One rank --------------------------------------------------------------------------------------------------
@@ -98,6 +117,9 @@ class Session:
     group: dist.ProcessGroup
     control: dist.ProcessGroup
     watchdog: Watchdog
+    #: Ranks take turns on a GPU: an operation takes milliseconds, and fewer of them have to do.
+    shares_gpu: bool
+    begin: float = field(default_factory=time.monotonic)
 
     @property
     def on_gpu(self) -> bool:
@@ -117,30 +139,50 @@ class Session:
     def barrier(self) -> None:
         self.gather(torch.zeros(1))
 
+    def is_late(self, options: argparse.Namespace) -> bool:
+        """Whether ``--seconds`` have passed: the same on all ranks, which it waits for."""
+        if options.seconds is None:
+            return False
+        is_late = time.monotonic() - self.begin > options.seconds
+        return bool(self.gather(torch.tensor([is_late])).any())
+
     def synchronize(self) -> None:
         if self.on_gpu:
             torch.cuda.synchronize()
 
 
+def end_with_launcher() -> None:
+    """From now on this rank does not outlive its launcher, however that ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 @contextlib.contextmanager
-def session(options: argparse.Namespace, backend: str = "gloo", device_index: int | None = None) -> Iterator[Session]:
+def session(
+    options: argparse.Namespace, backend: str = "gloo", device_index: int | None = None, measures: bool = False
+) -> Iterator[Session]:
     """Opens the process group of this rank, which torchrun or `Ranks` has started, on a CUDA stream of its own.
 
     Args:
         options: of `parser`.
         backend: of the default group.
-        device_index: GPU of this rank; None takes its local rank.
+        device_index: GPU of this rank; None takes its local rank, and shares one where there are fewer GPUs than ranks.
+        measures: the program measures time, which says nothing where ranks share a GPU.
     """
-    # A rank must not outlive its launcher, however that ends.
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    end_with_launcher()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # containers often cannot resolve their own name
     if "RANK" not in os.environ:
         raise SystemExit(f"start it as ranks: torchrun --standalone --nproc-per-node N {sys.argv[0]} ...")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     watchdog = Watchdog(rank, options.watchdog)
-    needed = int(os.environ["LOCAL_WORLD_SIZE"]) if device_index is None else device_index + 1
-    if wants_cuda(options.device, needed):
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if device_index is None else device_index)
+    if wants_cuda(options.device):
+        gpus = torch.cuda.device_count()
+        if device_index is None:
+            device_index = int(os.environ["LOCAL_RANK"]) % gpus
+            if gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
+                os.environ[SHARE_GPU] = "1"
+        if measures and Config.load().share_gpu:
+            raise SystemExit(f"{Path(sys.argv[0]).name} measures time: each rank needs a GPU of its own; found {gpus}")
+        device = torch.device("cuda", device_index)
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
@@ -157,7 +199,8 @@ def session(options: argparse.Namespace, backend: str = "gloo", device_index: in
     control = default if backend == "gloo" else dist.new_group(backend="gloo")
     stream = torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else contextlib.nullcontext()
     with stream:
-        yield Session(rank, world, device, default, control, watchdog)
+        shares_gpu = device.type == "cuda" and Config.load().share_gpu
+        yield Session(rank, world, device, default, control, watchdog, shares_gpu)
     # Not after an error: the peers may never come.
     dist.destroy_process_group()
 

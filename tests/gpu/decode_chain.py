@@ -164,7 +164,7 @@ def main() -> int:
     shape = json.loads((SHAPES / arguments.model / "config.json").read_text(encoding="utf-8"))
     figures: dict[str, Any] = {"model": arguments.model, "layers": arguments.layers, "batches": {}}
     table: list[tuple[str, ...]] = []
-    with session(arguments) as ranks:
+    with session(arguments, measures=True) as ranks:
         if not ranks.on_gpu:
             raise SystemExit("decode_chain.py measures GPUs")
         torch.manual_seed(ranks.rank)

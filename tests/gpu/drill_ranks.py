@@ -29,10 +29,28 @@ from llm_comm import (
     PeerTimeout,
 )
 
-LOOP_BEFORE_FAULT_S = 0.5
 STALL_S = 3.0
-#: Turns of the loop that a rank makes which makes no more calls after them.
-TURNS_BEFORE_AWAY = 20
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long things go on.
+
+    Attributes:
+        loop_s: until the fault.
+        turns_before_away: turns of the loop that a rank makes which makes no more calls after them.
+        calls_of_groups: of two halves and of all ranks.
+    """
+
+    loop_s: float
+    turns_before_away: int
+    calls_on_streams: int
+    calls_of_groups: tuple[int, int, int]
+
+
+PACE = Pace(0.5, 20, 200, (300, 120, 170))
+#: Where an operation takes a time slice of every rank.
+PACE_OF_SHARED_GPU = Pace(2.0, 5, 40, (30, 12, 17))
 #: In which a process has exited, and whoever waits for it is told: the driver frees its memory first.
 KILLED_LIMIT_S = 3.0
 #: Exit status of a rank that stalls, which its communicator's `on_error` ends.
@@ -114,6 +132,7 @@ def be_lost(ranks: Session, loss: Loss, timeout_s: float, directory: Path) -> No
     is_victim = ranks.rank == victim
     goes_away = loss.one_is_away and ranks.world > 2 and ranks.rank in (victim, (victim + 1) % ranks.world)
     told = threading.Event()
+    pace = PACE_OF_SHARED_GPU if ranks.shares_gpu else PACE
 
     def tell(error: CommunicatorError) -> None:
         outcome = {"at": time.monotonic(), "peer": error.peer, "kind": type(error).__name__, "text": str(error)}
@@ -127,16 +146,16 @@ def be_lost(ranks: Session, loss: Loss, timeout_s: float, directory: Path) -> No
     begin = time.monotonic()
     if is_victim and loss.is_killed:
         # From a thread, so that death comes anywhere: within a call, between two, while the GPU works.
-        threading.Timer(LOOP_BEFORE_FAULT_S, _die, [directory]).start()
+        threading.Timer(pace.loop_s, _die, [directory]).start()
     try:
         turns = 0
         longest_s = 3 * max(timeout_s, KILLED_LIMIT_S)
-        while time.monotonic() < begin + LOOP_BEFORE_FAULT_S + longest_s:
-            if goes_away and turns == TURNS_BEFORE_AWAY:
+        while time.monotonic() < begin + pace.loop_s + longest_s:
+            if goes_away and turns == pace.turns_before_away:
                 told.wait(longest_s)
             turn()
             turns += 1
-            if is_victim and not loss.is_killed and time.monotonic() > begin + LOOP_BEFORE_FAULT_S:
+            if is_victim and not loss.is_killed and time.monotonic() > begin + pace.loop_s:
                 ranks.synchronize()
                 write(directory / "fault", {"at": time.monotonic()})
                 time.sleep(1000)
@@ -158,17 +177,20 @@ def _turn(ranks: Session, communicator: Communicator, loss: Loss) -> Callable[[]
             else:
                 communicator.all_reduce(x, out)
 
-    if not loss.in_graph:
+    # Calls on a shared GPU would be enqueued for many seconds ahead.
+    if not loss.in_graph and not ranks.shares_gpu:
         return calls
-    calls()
-    recording = Recording(calls, ranks.device)
+    turn: Callable[[], Any] = calls
+    if loss.in_graph:
+        calls()
+        turn = Recording(calls, ranks.device).replay
 
-    def replay() -> None:
-        recording.replay()
+    def turn_and_wait() -> None:
+        turn()
         ranks.synchronize()
         communicator.check()
 
-    return replay
+    return turn_and_wait
 
 
 def _die(directory: Path) -> None:
@@ -185,6 +207,7 @@ class Drill:
     def __init__(self, ranks: Session, timeout_s: float) -> None:
         self.ranks = ranks
         self.timeout_s = timeout_s
+        self.pace = PACE_OF_SHARED_GPU if ranks.shares_gpu else PACE
 
     def communicator(self, group: dist.ProcessGroup | None = None, **options: Any) -> Communicator:
         config = Config.load(**{"timeout_s": self.timeout_s, **options})
@@ -294,7 +317,7 @@ class Drill:
             streams = [torch.cuda.Stream() for _ in turns] if self.ranks.on_gpu else []
             for stream in streams:
                 stream.wait_stream(torch.cuda.current_stream())
-            for i in range(200):
+            for i in range(self.pace.calls_on_streams):
                 turn = i % 2
                 if not streams:
                     turns[turn]()
@@ -410,7 +433,7 @@ class Drill:
         everyone = list(range(world))
         halves = [everyone[: world // 2], everyone[world // 2 :]] if world >= 4 else [everyone]
         memberships = [*halves, everyone]
-        calls_of = (300, 120, 170)
+        calls_of = self.pace.calls_of_groups
         groups = [dist.new_group(members, backend="gloo") for members in memberships]
         mine = [n for n, members in enumerate(memberships) if self.ranks.rank in members]
         with contextlib.ExitStack() as stack:

@@ -19,10 +19,11 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from common import Ranks, Recording, Session, parser, report, run, session, wants_cuda
+from common import SHARE_GPU, Ranks, Recording, Session, gpus_or, parser, report, run, session
 from values import DTYPES, Inputs, Values, expect_sum, rank_order_sum
 
 from llm_comm import Communicator, Config, RendezvousError
+from llm_comm.runtime import workspaces
 
 #: Exit status of a rank that cannot run its case here; its last line says why.
 SKIPPED = 77
@@ -75,10 +76,10 @@ def expandable_segments(ranks: Session) -> None:
 def cuda_ipc(ranks: Session) -> None:
     """As on a machine that does not permit virtual memory management."""
 
-    def refuse(self: Communicator, rendezvous: Any) -> None:
+    def refuse(rendezvous: Any, core: Any) -> None:
         raise RendezvousError("refused by the test")
 
-    Communicator._connect_by_descriptor = refuse  # type: ignore[method-assign]
+    workspaces._map_by_descriptor = refuse
     with Communicator(ranks.group, ranks.device, Config.load()) as communicator:
         if communicator.memory_kind != "cudaIpc":
             raise AssertionError(f"the communicator uses {communicator.memory_kind}")
@@ -202,6 +203,7 @@ class Case:
     Attributes:
         world: ranks, given the number of GPUs; the case is skipped if there are fewer GPUs or it is below 2.
         needs_gpus: skipped on emulated devices.
+        shares_gpu: whether it also runs where ranks share a GPU.
         own_gpu_only: every rank sees its own GPU alone, as device 0.
         reversed_gpus: the highest GPU comes first.
         backend: of the group that the communicator is made from.
@@ -210,6 +212,7 @@ class Case:
     body: Callable[[Session], None]
     world: Callable[[int], int]
     needs_gpus: bool = True
+    shares_gpu: bool = True
     own_gpu_only: bool = False
     reversed_gpus: bool = False
     backend: str = "gloo"
@@ -231,15 +234,15 @@ def _exactly(world: int) -> Callable[[int], int]:
 
 # In the order in which they get GPUs: so that the long ones start early and pairs fill 8 GPUs.
 CASES = {
-    "own GPU only": Case(plain, _all, own_gpu_only=True),
+    "own GPU only": Case(plain, _all, own_gpu_only=True, shares_gpu=False),
     "torch.compile": Case(compiled, _exactly(2), needs_gpus=False, timeout_s=110),
     "6 ranks": Case(plain, _exactly(6), needs_gpus=False),
     "5 ranks": Case(plain, _exactly(5), needs_gpus=False),
     "3 ranks": Case(plain, _exactly(3), needs_gpus=False),
-    "subset of the GPUs": Case(plain, _half),
-    "subset, reversed": Case(plain, _half, reversed_gpus=True),
+    "subset of the GPUs": Case(plain, _half, shares_gpu=False),
+    "subset, reversed": Case(plain, _half, reversed_gpus=True, shares_gpu=False),
     "cudaIpc": Case(cuda_ipc, _half),
-    "NCCL group": Case(plain, _half, backend="nccl"),
+    "NCCL group": Case(plain, _half, backend="nccl", shares_gpu=False),  # NCCL takes no two ranks on a GPU
     "groups beside WORLD": Case(tensor_parallel_groups, _exactly(4), needs_gpus=False),
     "expandable segments": Case(
         expandable_segments,
@@ -274,7 +277,11 @@ class Outcome:
 
 
 class Parent:
-    """Starts cases as GPUs become free. On emulated devices a number stands for each."""
+    """Starts cases as GPUs become free. On emulated devices a number stands for each.
+
+    Args:
+        gpus: numbers; where there are fewer GPUs, several stand for the same one.
+    """
 
     def __init__(self, gpus: int, on_gpu: bool, arguments: argparse.Namespace) -> None:
         self._gpus = gpus
@@ -282,7 +289,11 @@ class Parent:
         self._device = arguments.device
         # Numbers are those that this process sees, which may itself be confined to some GPUs.
         seen = os.environ.get("CUDA_VISIBLE_DEVICES") if on_gpu else None
-        self._names = seen or ",".join(map(str, range(gpus)))
+        found = torch.cuda.device_count() if on_gpu else gpus
+        names = (seen or ",".join(map(str, range(found)))).split(",")
+        self._names = [names[gpu % found] for gpu in range(gpus)]
+        self._shares_gpu = found < gpus
+        self._patience = 2.0 if self._shares_gpu else 1.0
         self._free = set(range(gpus))
         self.outcomes: dict[str, Outcome] = {}
 
@@ -307,6 +318,8 @@ class Parent:
         case, world = CASES[name], CASES[name].world(self._gpus)
         if case.needs_gpus and not self._on_gpu:
             self._end(name, Outcome("skipped", "needs GPUs"))
+        elif self._shares_gpu and not case.shares_gpu:
+            self._end(name, Outcome("skipped", "needs a GPU for each rank"))
         elif not 2 <= world <= self._gpus:
             self._end(name, Outcome("skipped", f"too few GPUs: {self._gpus}"))
         return name in self.outcomes
@@ -318,13 +331,13 @@ class Parent:
         self._free -= set(gpus)
         if case.reversed_gpus:
             gpus.reverse()
-        names = [self._names.split(",")[gpu] for gpu in gpus]
-        environments = [
-            {**case.variables, "CUDA_VISIBLE_DEVICES": own if case.own_gpu_only else ",".join(names)} for own in names
-        ]
+        names = [self._names[gpu] for gpu in gpus]
+        visible = ",".join(dict.fromkeys(names))
+        variables = {**case.variables, **({SHARE_GPU: "1"} if self._shares_gpu else {})}
+        environments = [{**variables, "CUDA_VISIBLE_DEVICES": own if case.own_gpu_only else visible} for own in names]
         directory = tempfile.TemporaryDirectory()
         command = [sys.executable, __file__, "--case", name, "--device", self._device]
-        command += ["--watchdog", str(case.timeout_s - 10)]  # so that a rank that hangs says where
+        command += ["--watchdog", str(case.timeout_s * self._patience - 10)]  # so that a rank that hangs says where
         ranks = Ranks(command, environments, Path(directory.name))
         return Running(name, gpus, directory, ranks, time.monotonic())
 
@@ -332,7 +345,7 @@ class Parent:
         statuses = running.ranks.statuses
         seconds = time.monotonic() - running.begin
         failed = [rank for rank, status in enumerate(statuses) if status not in (None, 0, SKIPPED)]
-        timed_out = None in statuses and seconds > CASES[running.name].timeout_s
+        timed_out = None in statuses and seconds > CASES[running.name].timeout_s * self._patience
         if None in statuses and not failed and not timed_out:
             return False
         running.ranks.kill()
@@ -373,15 +386,17 @@ def rank_main(arguments: argparse.Namespace) -> int:
 
 def main() -> int:
     options = parser((__doc__ or "").partition("\n")[0])
-    options.add_argument("--gpus", type=int, help="use so many; default: all, up to 8; 8 emulated ones")
+    options.add_argument(
+        "--gpus", type=int, help="use so many; default: all, up to 8; 8 ranks share the only one; 8 emulated ones"
+    )
     options.add_argument("--only", choices=tuple(CASES), action="append", help="run this case; may be repeated")
     options.add_argument("--case", help=argparse.SUPPRESS)
     arguments = options.parse_args()
     if arguments.case is not None:
         return rank_main(arguments)
 
-    on_gpu = wants_cuda(arguments.device, arguments.gpus or 2)
-    gpus = arguments.gpus or (min(8, torch.cuda.device_count()) if on_gpu else 8)
+    on_gpu, default_gpus = gpus_or(arguments.device, emulated=8)
+    gpus = arguments.gpus or default_gpus
     begin = time.monotonic()
     parent = Parent(gpus, on_gpu, arguments)
     parent.run(arguments.only or list(CASES))

@@ -43,6 +43,7 @@ class FusedCase:
     scale: float
     replays: int
     offsets: tuple[tuple[int, ...], ...]
+    communicators: tuple[str, ...]
 
     def __str__(self) -> str:
         shape = f"{self.rows} x {self.hidden} {str(self.dtype).removeprefix('torch.')}, {self.values}"
@@ -50,7 +51,7 @@ class FusedCase:
         return f"{shape}, {how}, {self.replays} replays, offsets {self.offsets}"
 
 
-def draw_fused_case(number: int, options: argparse.Namespace, world: int) -> FusedCase:
+def draw_fused_case(number: int, options: argparse.Namespace, world: int, communicators: tuple[str, ...]) -> FusedCase:
     rng = random.Random(f"fused/{options.seed}/{number}")
     dtype = rng.choice(_DTYPES)
     hidden = rng.choice(_HIDDEN) if rng.random() < 0.8 else 8 * rng.randint(1, 2048)
@@ -73,8 +74,9 @@ def draw_fused_case(number: int, options: argparse.Namespace, world: int) -> Fus
         in_place=rng.random() < 0.4,
         quantize=rng.choice((None, None, "static", "dynamic")),
         scale=rng.choice((0.002, 0.031, 1.7)),
-        replays=rng.choice((1, 2, 5)) if rng.random() < options.graph_share else 0,
+        replays=rng.choice((1, 2) if options.few_calls else (1, 2, 5)) if rng.random() < options.graph_share else 0,
         offsets=tuple(offsets() for _ in range(5)),
+        communicators=(rng.choice(communicators),) if options.few_calls else communicators,
     )
 
 
@@ -110,7 +112,8 @@ class FusedRunner:
         self.elements = 0
 
     def run(self, case: FusedCase) -> None:
-        for name, comm in self.communicators.items():
+        for name in case.communicators:
+            comm = self.communicators[name]
             buffers = self._buffers(case)
             rounds = max(1, case.replays)
             replay = None

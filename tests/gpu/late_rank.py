@@ -84,7 +84,7 @@ def main() -> int:
     arguments = options.parse_args()
     late: list[dict[str, Any]] = []
     replayed: list[dict[str, Any]] = []
-    with session(arguments) as ranks:
+    with session(arguments, measures=True) as ranks:
         if not ranks.on_gpu:
             raise SystemExit("late_rank.py measures GPUs; on emulated ones nothing reads from the host")
         with Communicator(ranks.group, ranks.device) as communicator:

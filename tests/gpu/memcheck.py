@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from common import Ranks, Recording, Session, parser, report, run, session, wants_cuda
-from values import DTYPES, Inputs, Values, expect_sum
+from values import DTYPES, Inputs, Sums, Values
 
 from llm_comm import Communicator, Config
 from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, by_operation
@@ -41,6 +41,7 @@ PLAIN = Values("normal", 0, 1)
 def check_kernels(ranks: Session, communicator: Communicator) -> int:
     """All algorithms, types, grids and alignments, eager and in a graph. Returns the number of calls."""
     inputs = Inputs(ranks.device, ranks.world)
+    sums = Sums()
     calls = 0
     for algorithm, grid, dtype in itertools.product(ALGORITHMS, GRIDS, DTYPES):
         blocks, tile_lines, depth = grid
@@ -51,10 +52,11 @@ def check_kernels(ranks: Session, communicator: Communicator) -> int:
             rows = inputs.rows(PLAIN, count, dtype, seed=count)
             x = torch.empty(count + offset, dtype=dtype, device=ranks.device)[offset:].copy_(rows[ranks.rank])
             what = f"{algorithm} {grid} {dtype} {count}+{offset}"
-            expect_sum(communicator.all_reduce(x), rows, what)
+            sums.expect(communicator.all_reduce(x), rows, what)
             calls += 1
         recording = Recording(lambda x=x: communicator.all_reduce(x), ranks.device)
-        expect_sum(recording.replay(), rows, f"{what}, graph")
+        sums.expect(recording.replay(), rows, f"{what}, graph")
+        sums.check()
         calls += 1
         ranks.watchdog.progress(what)
     return calls
@@ -63,6 +65,7 @@ def check_kernels(ranks: Session, communicator: Communicator) -> int:
 def check_fused_kernels(ranks: Session, communicator: Communicator) -> int:
     """The same of the kernels that norm too. Checks the new residual, which is the sum; the norm is not looked at."""
     inputs = Inputs(ranks.device, ranks.world)
+    sums = Sums()
     calls = 0
     scale = torch.ones(1, device=ranks.device)
     for algorithm, grid, dtype in itertools.product(ALGORITHMS, FUSED_GRIDS, (torch.bfloat16, torch.float16)):
@@ -77,8 +80,9 @@ def check_fused_kernels(ranks: Session, communicator: Communicator) -> int:
             given = scale if quantize == "static" else None
             what = f"fused {algorithm} {grid} {dtype} {rows}x{hidden} {quantize}"
             results = communicator.all_reduce_add_rms_norm(x, None, weight, 1e-5, quantize=quantize, scale=given)
-            expect_sum(results[1].flatten(), values, what)
+            sums.expect(results[1].flatten(), values, what)
             calls += 1
+        sums.check()
         ranks.watchdog.progress(what)
     return calls
 
@@ -118,13 +122,13 @@ def main() -> int:
     options = parser((__doc__ or "").partition("\n")[0])
     options.add_argument("--world", type=int, default=2)
     options.add_argument("--tool", choices=TOOLS, default="memcheck")
-    options.add_argument("--limit-s", type=float, default=300, help="for all ranks to end")
+    options.add_argument("--limit-s", type=float, default=300, help="for all ranks to end (%(default)s)")
     options.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     arguments = options.parse_args()
     if arguments.rank:
         return rank_main(arguments)
 
-    on_gpu = wants_cuda(arguments.device, arguments.world)
+    on_gpu = wants_cuda(arguments.device)
     command = [sys.executable, __file__, "--rank", "--device", arguments.device]
     command += ["--watchdog", str(max(arguments.watchdog, 120))]
     if on_gpu:

@@ -123,7 +123,7 @@ def main() -> int:
     arguments = options.parse_args()
     if arguments.compare:
         return compare(arguments.compare)
-    with session(arguments) as ranks:
+    with session(arguments, measures=True) as ranks:
         clock = Clock(ranks, arguments.reps)
         with Communicator(ranks.group, ranks.device, Config.load(debug=False)) as communicator:
             us = plain(communicator, clock, ranks.device)

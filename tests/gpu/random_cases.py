@@ -7,7 +7,9 @@ new inputs in a drawn order with eager calls in between. All ranks draw the same
 each compares its result with the fp32 sum in rank order and with the float64 sum; every 50 cases the ranks compare
 digests of what they got. After a failure ``--only CASE`` runs that case alone and shows elements.
 
-``--fused`` draws cases of the fused all-reduce + residual add + RMSNorm instead (``fused_cases.py``).
+``--fused`` draws cases of the fused all-reduce + residual add + RMSNorm instead (``fused_cases.py``), ``--both`` after
+the plain ones. Where ranks share a GPU every operation costs time slices: there an eager message goes through one
+communicator, which is drawn too, and graphs are fewer and smaller.
 """
 
 from __future__ import annotations
@@ -24,17 +26,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import GraphPool, Recording, Session, parser, report, run, session
+from common import GraphPool, Recording, Session, add_seconds, parser, report, run, session
 from fused_cases import FusedCase, FusedRunner, draw_fused_case
-from values import DTYPES, Inputs, Values, beyond_bound, bits, describe, differs, draw_values, rank_order_sum
+from plain_cases import COMMUNICATORS, Call, Case, EagerStep, Message, ReplayStep, draw_case
+from values import Inputs, beyond_bound, bits, describe, differs, rank_order_sum
 from verdicts import Guarded, Verdicts, Where, weights_of
 
 from llm_comm import Communicator, Config
 
-LINE_BYTES = 16
 SETTLE_EVERY = 50
 MOST_FAILURES = 10
-COMMUNICATORS = ("one_shot", "two_shot", "auto", "odd_table")
 # Grids and tiles that nobody would choose, so that blocks walk over many tiles with work in flight.
 ODD_TABLE = """
 device: any
@@ -57,123 +58,6 @@ rows:
   - {operation: all_reduce_add_rms_norm, up_to: 1073741824, algorithm: two_shot, protocol: LL,
      blocks: 7, threads: 256, cluster: 1, depth: 0}
 """
-
-
-# ---- Drawing ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Message:
-    count: int
-    dtype: torch.dtype
-    values: Values
-
-    def __str__(self) -> str:
-        size = self.count * self.dtype.itemsize
-        return f"{self.count} {str(self.dtype).removeprefix('torch.')} ({size} bytes), {self.values}"
-
-
-@dataclass(frozen=True)
-class Call:
-    """One all-reduce. Offsets are elements from a 16-byte boundary, by rank.
-
-    ``placement`` is "in_place", "out" or "new". A chained call of a graph takes the result of the call before as input.
-    """
-
-    communicator: str
-    placement: str
-    input_offsets: tuple[int, ...]
-    output_offsets: tuple[int, ...]
-    chained: bool = False
-
-    def __str__(self) -> str:
-        offsets = f"offsets {self.input_offsets} -> {self.output_offsets}"
-        return f"{self.communicator}, {self.placement}{', chained' if self.chained else ''}, {offsets}"
-
-
-@dataclass(frozen=True)
-class EagerStep:
-    """One message through each of ``calls``."""
-
-    message: Message
-    calls: tuple[Call, ...]
-
-
-@dataclass(frozen=True)
-class ReplayStep:
-    """New inputs for a graph, then ``times`` replays of it."""
-
-    graph: int
-    times: int
-
-
-@dataclass(frozen=True)
-class Case:
-    number: int
-    graphs: tuple[tuple[tuple[Message, Call], ...], ...]
-    steps: tuple[EagerStep | ReplayStep, ...]
-
-
-def draw_case(number: int, options: argparse.Namespace, world: int) -> Case:
-    rng = random.Random(f"{options.seed}/{number}")
-    if rng.random() >= options.graph_share:
-        calls = tuple(_draw_call(rng, name, world) for name in rng.sample(COMMUNICATORS, len(COMMUNICATORS)))
-        return Case(number, (), (EagerStep(_draw_message(rng, options.max_count, world), calls),))
-    graphs = tuple(_draw_graph(rng, options.max_count // 4, world) for _ in range(rng.randint(1, 3)))
-    steps: list[EagerStep | ReplayStep] = []
-    for _ in range(rng.randint(4, 10)):
-        if rng.random() < 0.3:
-            calls = (_draw_call(rng, rng.choice(COMMUNICATORS), world),)
-            steps.append(EagerStep(_draw_message(rng, options.max_count // 16, world), calls))
-        else:
-            steps.append(ReplayStep(rng.randrange(len(graphs)), rng.choice((1, 1, 1, 2, 5, 17))))
-    return Case(number, graphs, tuple(steps))
-
-
-def _draw_graph(rng: random.Random, max_count: int, world: int) -> tuple[tuple[Message, Call], ...]:
-    calls: list[tuple[Message, Call]] = []
-    for _ in range(rng.randint(2, 6)):
-        name = rng.choice(COMMUNICATORS)
-        if calls and rng.random() < 0.2:
-            calls.append((calls[-1][0], _draw_call(rng, name, world, chained=True)))
-            continue
-        message = _draw_message(rng, max_count, world)
-        if not calls and message.count == 0:  # an empty graph is no test
-            message = Message(1, message.dtype, message.values)
-        calls.append((message, _draw_call(rng, name, world)))
-    return tuple(calls)
-
-
-def _draw_message(rng: random.Random, max_count: int, world: int) -> Message:
-    dtype = rng.choice(DTYPES)
-    per_line = LINE_BYTES // dtype.itemsize
-    kind = rng.random()
-    if kind < 0.55:
-        count = int(2 ** rng.uniform(0, max_count.bit_length() - 1))
-    elif kind < 0.62:
-        count = rng.choice((0, 1, 2, 3, 5, 7, 9, 15, 17))
-    elif kind < 0.72:
-        count = rng.choice((1026, 20004, 20036)) // dtype.itemsize
-    elif kind < 0.82:
-        count = (1 << rng.randint(1, max_count.bit_length() - 1)) + rng.randint(-1, 1)
-    else:  # lines, slices of lines, tiles, and tiles of slices, and one element less or more
-        unit = rng.choice((1, world, 8, 16, 32, 16 * world, 32 * world))
-        count = per_line * unit * rng.randint(1, 40) + rng.randint(-1, 1)
-    return Message(min(count, max_count), dtype, draw_values(rng, dtype))
-
-
-def _draw_call(rng: random.Random, communicator: str, world: int, chained: bool = False) -> Call:
-    def offsets() -> tuple[int, ...]:
-        kind = rng.random()
-        if kind < 0.4:
-            return (0,) * world
-        if kind < 0.6:
-            return (rng.randrange(8),) * world
-        return tuple(rng.randrange(8) for _ in range(world))
-
-    # A chained call in place would destroy the result that is to be compared.
-    placement = rng.choice(("out", "new") if chained else ("in_place", "out", "new"))
-    return Call(communicator, placement, offsets(), offsets(), chained)
 
 
 # ---- Running ---------------------------------------------------------------------------------------------------
@@ -330,7 +214,10 @@ def run_cases(runner: Runner | FusedRunner, ranks: Session, options: argparse.Na
     shown = begin = time.monotonic()
     for number in numbers:
         case: Case | FusedCase
-        case = (draw_fused_case if options.fused else draw_case)(number, options, ranks.world)
+        if options.fused:
+            case = draw_fused_case(number, options, ranks.world, COMMUNICATORS)
+        else:
+            case = draw_case(number, options, ranks.world)
         ranks.watchdog.progress(f"case {number}")
         try:
             runner.run(case)
@@ -341,7 +228,7 @@ def run_cases(runner: Runner | FusedRunner, ranks: Session, options: argparse.Na
             failures += runner.verdicts.settle()
             for communicator in runner.communicators.values():
                 communicator.check()
-            if len(failures) > MOST_FAILURES:
+            if len(failures) > MOST_FAILURES or ranks.is_late(options):
                 break
             if time.monotonic() - shown > 10:
                 shown = time.monotonic()
@@ -350,30 +237,70 @@ def run_cases(runner: Runner | FusedRunner, ranks: Session, options: argparse.Na
     return done, failures
 
 
+@dataclass(frozen=True)
+class Defaults:
+    """What is run unless an option says otherwise. ``few_calls``: see the top of this file."""
+
+    cases: int
+    fused_cases: int
+    max_count: int
+    graph_share: float
+    few_calls: bool = False
+
+
+ON_GPUS = Defaults(10_000, 5_000, 1 << 21, 0.1)
+ON_A_SHARED_GPU = Defaults(200, 100, 1 << 20, 0.05, few_calls=True)
+EMULATED = Defaults(300, 50, 20_000, 0.1)
+
+
+def run_kind(ranks: Session, communicators: dict[str, Communicator], options: argparse.Namespace) -> bool:
+    """Runs and reports plain or fused cases. Returns whether all were right."""
+    runner = (FusedRunner if options.fused else Runner)(ranks, communicators, options)
+    ranks.synchronize()
+    begin = time.monotonic()
+    done, failures = run_cases(runner, ranks, options)
+    seconds = time.monotonic() - begin
+    if ranks.rank == 0:
+        _report(ranks, options, runner, done, failures, seconds)
+    return not failures
+
+
 def main() -> int:
     options = parser((__doc__ or "").partition("\n")[0])
-    options.add_argument("--fused", action="store_true", help="the fused all-reduce + residual add + RMSNorm")
-    options.add_argument("--cases", type=int, help="default: 10000 (--fused 5000) on GPUs, 300 (50) on emulated ones")
+    add_seconds(options)
+    kinds = options.add_mutually_exclusive_group()
+    kinds.add_argument("--fused", action="store_true", help="the fused all-reduce + residual add + RMSNorm")
+    kinds.add_argument("--both", action="store_true", help="plain cases, then fused ones; --json writes FILE_fused too")
+    options.add_argument("--cases", type=int, help=_by_default("cases"))
+    options.add_argument("--fused-cases", type=int, help=f"{_by_default('fused_cases')}; with --fused also --cases")
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--only", type=int, metavar="CASE", help="run this case alone and show wrong elements")
-    options.add_argument("--max-count", type=int, help="elements; default: 2 Mi on GPUs, 20000 on emulated ones")
-    options.add_argument("--graph-share", type=float, default=0.1, help="share of the cases that are graphs")
+    options.add_argument("--max-count", type=int, help=f"elements; {_by_default('max_count')}")
+    options.add_argument("--graph-share", type=float, help=f"share of graphs; {_by_default('graph_share')}")
+    options.add_argument("--few-calls", action="store_true", help="as where ranks share a GPU")
     arguments = options.parse_args()
     with session(arguments) as ranks:
-        if arguments.cases is None:
-            on_gpu, emulated = (5_000, 50) if arguments.fused else (10_000, 300)
-            arguments.cases = on_gpu if ranks.on_gpu else emulated
-        if arguments.max_count is None:
-            arguments.max_count = 1 << 21 if ranks.on_gpu else 20_000
+        defaults = ON_A_SHARED_GPU if ranks.shares_gpu else ON_GPUS if ranks.on_gpu else EMULATED
+        arguments.few_calls |= defaults.few_calls
+        if arguments.fused and arguments.fused_cases is None:
+            arguments.fused_cases = arguments.cases
+        for name in ("cases", "fused_cases", "max_count", "graph_share"):
+            if getattr(arguments, name) is None:
+                setattr(arguments, name, getattr(defaults, name))
+        plain, fused = (argparse.Namespace(**vars(arguments)) for _ in range(2))
+        plain.fused, fused.fused = False, True
+        fused.cases = arguments.fused_cases
+        if arguments.both and arguments.json is not None:
+            fused.json = arguments.json.with_stem(f"{arguments.json.stem}_fused")
         with open_communicators(ranks) as communicators:
-            runner = (FusedRunner if arguments.fused else Runner)(ranks, communicators, arguments)
-            ranks.synchronize()
-            begin = time.monotonic()
-            done, failures = run_cases(runner, ranks, arguments)
-            seconds = time.monotonic() - begin
-        if ranks.rank == 0:
-            _report(ranks, arguments, runner, done, failures, seconds)
-    return 1 if failures else 0
+            kinds_to_run = [plain, fused] if arguments.both else [fused if arguments.fused else plain]
+            wrong = [kind for kind in kinds_to_run if not run_kind(ranks, communicators, kind)]
+    return 1 if wrong else 0
+
+
+def _by_default(name: str) -> str:
+    values = (getattr(defaults, name) for defaults in (ON_GPUS, ON_A_SHARED_GPU, EMULATED))
+    return "default: {} on GPUs, {} on a shared one, {} on emulated ones".format(*values)
 
 
 def _report(
@@ -387,7 +314,7 @@ def _report(
     for failure in failures[:MOST_FAILURES]:
         print(f"WRONG {failure}", file=sys.stderr)
     if failures:
-        print(f"again with --seed {options.seed} --only CASE and the same number of ranks", file=sys.stderr)
+        print("again with --only CASE, the same other options and the same number of ranks", file=sys.stderr)
     table = [("communicator", "eager results", "graph results")]
     table += [(n, str(runner.calls[n, "eager"]), str(runner.calls[n, "graph"])) for n in COMMUNICATORS]
     table += [("", "", "")]

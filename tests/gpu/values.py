@@ -162,6 +162,25 @@ def expect_sum(got: torch.Tensor, rows: torch.Tensor, what: str) -> None:
         )
 
 
+class Sums:
+    """As ``expect_sum`` of many results, which follow each other closely: nothing synchronizes until `check`."""
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[str, torch.Tensor]] = []
+
+    def expect(self, got: torch.Tensor, rows: torch.Tensor, what: str) -> None:
+        self._pending.append((what, differs(got, rank_order_sum(rows)).sum()))
+
+    def check(self) -> None:
+        """Raises AssertionError unless all were right."""
+        names = [what for what, _ in self._pending]
+        wrong = torch.stack([number for _, number in self._pending]).tolist() if names else []
+        self._pending.clear()
+        found = [f"{what}: {number} elements are wrong" for what, number in zip(names, wrong, strict=True) if number]
+        if found:
+            raise AssertionError("; ".join(found))
+
+
 def describe(got: torch.Tensor, expected: torch.Tensor, places: list[int]) -> str:
     """``[place] got bits, expected bits`` for people."""
     width = got.element_size() * 2

@@ -28,6 +28,7 @@ VALUES: dict[str, tuple[object, str, object, object]] = {
     "fuse": (False, "0", False, False),
     "deterministic": (True, "1", True, True),
     "debug": (True, "off", False, True),
+    "share_gpu": (True, "1", True, True),
     "table": ("a.yaml", "b.yaml", "b.yaml", "c.yaml"),
 }
 
@@ -53,6 +54,7 @@ INVALID: list[tuple[str, object, str]] = [
     ("fuse", None, "true or false"),
     ("deterministic", 1, "true or false"),
     ("debug", 1, "true or false"),
+    ("share_gpu", 1, "true or false"),
     ("table", 7, "path of a tuning table"),
 ]
 
@@ -70,6 +72,7 @@ INVALID_TEXTS = [
     ("fuse", "sometimes", "true or false"),
     ("deterministic", "always", "true or false"),
     ("debug", "verbose", "true or false"),
+    ("share_gpu", "all", "true or false"),
 ]
 
 
