@@ -15,7 +15,7 @@ BUILD_INPUTS := CMakeLists.txt pyproject.toml $(shell find csrc cmake configs -n
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-gpu soak sanitize lint format dist clean
+.PHONY: help demo test test-gpu soak fuzz sanitize lint format dist clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -31,6 +31,9 @@ test-gpu: $(VENV)/.installed ## The tests that need a GPU, or several (ARGS="-k 
 
 soak: $(VENV)/.base ## Ten minutes of schedules of the deterministic emulator (ARGS="--replay SEED")
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) tests/deterministic/driver.py --seconds 600 $(ARGS)
+
+fuzz: $(VENV)/.fuzz ## Hostile configuration files, tables and messages, a minute of them (ARGS="--seconds 600")
+	$(PY) tests/fuzz/fuzz.py $(ARGS)
 
 sanitize: $(VENV)/.base ## The emulator and the host code under AddressSanitizer, UBSan and ThreadSanitizer
 	for kind in address thread; do \
@@ -88,6 +91,11 @@ endef
 
 $(VENV)/.installed: $(VENV)/.base $(BUILD_INPUTS)
 	$(call install,test)
+
+# The fuzzer comes as a wheel for some versions of Python only; to build it takes clang.
+$(VENV)/.fuzz: $(VENV)/.installed
+	$(PIP) install --quiet --only-binary :all: 'atheris>=3,<4'
+	@touch $@
 
 # Not made anew when C++ changes: linting needs no build.
 $(VENV)/.dev: $(VENV)/.base pyproject.toml

@@ -20,9 +20,7 @@ from llm_comm.operations.all_reduce_add_rms_norm import AllReduceAddRmsNorm
 from llm_comm.operations.generic import GenericOperations
 from llm_comm.planning.plan import Plan
 from llm_comm.planning.tables import TuningTable
-from llm_comm.runtime import devices
-from llm_comm.runtime.connect import connect
-from llm_comm.runtime.rendezvous import Rendezvous
+from llm_comm.runtime.connect import agree, connect
 
 logger = logging.getLogger("llm_comm")
 
@@ -51,7 +49,8 @@ class Communicator:
     Raises:
         RendezvousError: Ranks are missing, on other machines, configured differently, or cannot reach each other's
             memory. The text says which and why.
-        ConfigError: An option is not allowed.
+        ConfigError: An option of a rank is not allowed, or its tuning table cannot be used.
+        UnsupportedInputError: The device of a rank is neither a CUDA device nor the CPU.
     """
 
     def __init__(
@@ -60,13 +59,11 @@ class Communicator:
         device: torch.device | str | int | None = None,
         config: Config | None = None,
     ) -> None:
-        self.config = Config.load() if config is None else config
+        rendezvous, self.device, self.config = agree(group, device, config)
         # Where nobody chose a level here, one that the application has set for this logger stays.
         if "log" in self.config.origins or logger.level == logging.NOTSET:
             logger.setLevel(self.config.log.upper())
-        self.device = devices.resolve(device)
         self.is_emulated = self.device.type == "cpu"
-        rendezvous = Rendezvous(group, self.config.timeout_s, self.device)
         self.rank, self.world_size = rendezvous.rank, rendezvous.world_size
         try:
             connected = connect(rendezvous, self.device, self.config)

@@ -9,14 +9,15 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
-
-import yaml
 
 from llm_comm import registry
 from llm_comm.errors import ConfigError
+from llm_comm.quoting import quoted, shortened
 from llm_comm.sizes import parse_size
 from llm_comm.spelling import guess
+from llm_comm.yaml_files import InvalidYamlError, YamlMapping, kind_of, read_yaml
 
 MIB = 1 << 20
 
@@ -28,6 +29,8 @@ MULTICAST_OFF_VARIABLES = {
 }
 
 _PREFIX = "LLM_COMM_"
+_MAX_NAME = 256
+_MAX_PATH = 4096
 _CONFIG_VARIABLE = f"{_PREFIX}CONFIG"
 # Names after the prefix that are no options, and yet no misspelt ones.
 _RESERVED = re.compile(
@@ -39,6 +42,10 @@ _RESERVED = re.compile(
     # Kubernetes sets these in every container beside a Service whose name begins with llm-comm.
     r"|(\w+_)?SERVICE_(HOST|PORT(_\w+)?)|(\w+_)?PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?"
 )
+
+
+def _is_reserved(name: str) -> bool:
+    return len(name) <= _MAX_NAME and _RESERVED.fullmatch(name) is not None
 
 
 def _boolean(text: str) -> bool:
@@ -70,6 +77,10 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) and "\0" not in value and len(value) <= _MAX_PATH
+
+
 _AS_TEXT = "environment and file: 64M is 64 MiB"
 
 _BOOLEAN = _Option(_boolean, lambda v: isinstance(v, bool), "true or false (environment: 1 or 0)")
@@ -90,8 +101,8 @@ _OPTIONS: dict[str, _Option] = {
     ),
     "max_message_bytes": _Option(
         parse_size,
-        lambda v: v is None or (_is_int(v) and v >= 0),
-        f"bytes >= 0 ({_AS_TEXT}; default: that of the tuning table)",
+        lambda v: v is None or (_is_int(v) and 0 <= v < 1 << 63),
+        f"bytes >= 0 and below 8 EiB ({_AS_TEXT}; default: that of the tuning table)",
     ),
     "algorithm": _one_of("auto", *registry.algorithm_names()),
     "pdl": _BOOLEAN,
@@ -99,7 +110,7 @@ _OPTIONS: dict[str, _Option] = {
     "deterministic": _BOOLEAN,
     "debug": _BOOLEAN,
     "share_gpu": _BOOLEAN,
-    "table": _Option(str, lambda v: v is None or isinstance(v, str), "path of a tuning table"),
+    "table": _Option(str, lambda v: v is None or _is_path(v), "path of a tuning table"),
 }
 
 _SIZES = [name for name, option in _OPTIONS.items() if option.parse is parse_size]
@@ -112,7 +123,9 @@ def _resolving(cls: type[Config]) -> type[Config]:
     @functools.wraps(take)
     def __init__(self: Config, *positional: object, **given: Any) -> None:
         if positional:
-            raise ConfigError(f"Config takes options by name, as timeout_s=5; found {positional[0]!r} without one")
+            raise ConfigError(
+                f"Config takes options by name, as timeout_s=5; found {quoted(positional[0])} without one"
+            )
         if "origins" in given:  # the copy of a configuration: nothing is left to look for
             _check_names(name for name in given if name != "origins")
             take(self, **given)
@@ -180,7 +193,8 @@ class Config:
             value = getattr(self, name)
             if not option.is_valid(value):
                 raise ConfigError(
-                    f"option {name} is {value!r} ({self.origins.get(name, 'Python')}); valid: {option.valid_values}"
+                    f"option {name} is {quoted(value)} ({self.origins.get(name, 'Python')}); "
+                    f"valid: {option.valid_values}"
                 )
         # What dataclasses.replace was given was chosen too.
         given = {f.name for f in dataclasses.fields(self) if f.name in _OPTIONS and getattr(self, f.name) != f.default}
@@ -194,7 +208,7 @@ class Config:
             ConfigError: As of the constructor.
         """
         if not isinstance(environ, Mapping | None):
-            raise ConfigError(f"Config.load takes a mapping of variables, or options by name; found {environ!r}")
+            raise ConfigError(f"Config.load takes a mapping of variables, or options by name; found {quoted(environ)}")
         return cls(**_resolve(os.environ if environ is None else environ, overrides))
 
     def replace(self, **changes: Any) -> Config:
@@ -222,7 +236,7 @@ def parse_option(name: str, text: str, source: str = "") -> Any:
     else:
         is_valid = option.is_valid(value)
     if not is_valid:
-        raise ConfigError(f"{source}{text!r} is not allowed; valid: {option.valid_values}")
+        raise ConfigError(f"{source}{quoted(text)} is not allowed; valid: {option.valid_values}")
     return value
 
 
@@ -237,9 +251,7 @@ def _resolve(environ: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, 
     origins: dict[str, str] = {}
     path = environ.get(_CONFIG_VARIABLE)
     if path:
-        values = _read_file(path)
-        _check_names(values, path)
-        origins = dict.fromkeys(values, path)
+        values, origins = _read_file(path)
     found = _read_environment(environ)
     _check_names(given)
     return {
@@ -250,11 +262,12 @@ def _resolve(environ: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def _check_names(names: Iterable[Any], origin: str = "Python") -> None:
+def _check_names(names: Iterable[Any], origins: Mapping[Any, str] = MappingProxyType({})) -> None:
     for name in names:
         if name not in _OPTIONS:
             raise ConfigError(
-                f"unknown option {name!r} ({origin}){guess(str(name), _OPTIONS)}; valid: {', '.join(_OPTIONS)}"
+                f"unknown option {quoted(name)} ({origins.get(name, 'Python')}){guess(str(name), _OPTIONS)}; "
+                f"valid: {', '.join(_OPTIONS)}"
             )
 
 
@@ -263,30 +276,34 @@ def _check_variables(environ: Mapping[str, str]) -> None:
     valid = [name.upper() for name in _OPTIONS] + [_CONFIG_VARIABLE.removeprefix(_PREFIX)]
     for variable, text in sorted(environ.items()):
         name = variable.removeprefix(_PREFIX)
-        if not variable.startswith(_PREFIX) or not text or name in valid or _RESERVED.fullmatch(name):
+        if not variable.startswith(_PREFIX) or not text or name in valid or _is_reserved(name):
             continue
         raise ConfigError(
-            f"unknown variable {variable}{guess(name.upper(), valid, _PREFIX)}: unset it; "
+            f"unknown variable {shortened(variable)}{guess(name.upper(), valid, _PREFIX)}: unset it; "
             f"valid: {', '.join(_PREFIX + known for known in valid)}"
         )
 
 
-def _read_file(path: str) -> dict[str, Any]:
+def _read_file(path: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Options of a file, and in which line of it each stands."""
+    name = f"{_CONFIG_VARIABLE}={shortened(path)}"
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{_CONFIG_VARIABLE}={path}: cannot read the configuration: {error}") from error
+        content = read_yaml(Path(path))
+    except InvalidYamlError as error:
+        raise ConfigError(f"{name}: cannot read the configuration: {error}") from error
     if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"{_CONFIG_VARIABLE}={path}: expected 'option: value' lines, found {type(content).__name__}")
+        return {}, {}
+    if not isinstance(content, YamlMapping):
+        raise ConfigError(f"{name}: expected 'option: value' lines, found {kind_of(content)}")
+    origins = {option: f"{shortened(path)}:{line}" for option, line in content.lines.items()}
+    _check_names(content, origins)
     # YAML reads 0 and 1 as numbers where the option is spelt as a word.
     if _is_int(content.get("multicast")):
         content["multicast"] = str(content["multicast"])
-    for name in _SIZES:
-        if isinstance(content.get(name), str):
-            content[name] = parse_option(name, content[name], f"{path}: {name}: ")
-    return content
+    for option in _SIZES:
+        if isinstance(content.get(option), str):
+            content[option] = parse_option(option, content[option], f"{origins[option]}: {option}: ")
+    return content, origins
 
 
 def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:

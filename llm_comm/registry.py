@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from llm_comm import _core
+from llm_comm.quoting import quoted
 from llm_comm.spelling import guess
 
 
@@ -27,7 +28,7 @@ class Range(NamedTuple):
             and self.least <= value <= self.most
             and not (self.is_power_of_two and value & (value - 1))
         )
-        return "" if is_right else f"{value!r} is not {self}"
+        return "" if is_right else f"{quoted(value)} is not {self}"
 
     def __str__(self) -> str:
         return f"{self.least} to {self.most}" + ", a power of two" * self.is_power_of_two
@@ -143,4 +144,4 @@ def why_not_known(what: str, name: Any, valid: Iterable[str]) -> str:
     known = tuple(dict.fromkeys(valid))
     if name in known:
         return ""
-    return f"{what} is {name!r}{guess(str(name), known)}; valid: {', '.join(known) or 'none'}"
+    return f"{what} is {quoted(name)}{guess(str(name), known)}; valid: {', '.join(known) or 'none'}"

@@ -12,6 +12,8 @@ import yaml
 from llm_comm import registry
 from llm_comm.errors import ConfigError
 from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, by_operation
+from llm_comm.quoting import quoted, shortened
+from llm_comm.yaml_files import InvalidYamlError, YamlList, YamlMapping, kind_of, read_yaml
 
 _KEYS = ("device", "world_size", "max_message_bytes", "rows")
 _LIMITS = ("max_fused_bytes", "fused_blocks")
@@ -37,34 +39,42 @@ def load_table(path: Path | resources.abc.Traversable) -> TableFile:
         ConfigError: The file cannot be read, or something in it is not valid; the text says what would be.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"tuning table {path}: {type(error).__name__}: {error}") from error
-    try:
-        return _read(path.name, content)
-    except _InvalidError as error:
-        raise ConfigError(f"tuning table {path}: {error}") from None
+        return _read(path.name, read_yaml(path))
+    except (InvalidYamlError, _InvalidError) as error:
+        raise ConfigError(f"tuning table {shortened(str(path))}: {error}") from None
 
 
 class _InvalidError(Exception):
-    """What is wrong with a table, without its name."""
+    """What is wrong with a table, without its name.
+
+    Args:
+        line: Where it stands in the file.
+    """
+
+    def __init__(self, what: str, line: int | None = None) -> None:
+        super().__init__(what if line is None else f"line {line}: {what}")
 
 
 def _read(name: str, content: Any) -> TableFile:
-    if not isinstance(content, dict):
-        raise _InvalidError(f"expected 'key: value' lines, found {type(content).__name__}")
+    if not isinstance(content, YamlMapping):
+        raise _InvalidError(f"expected 'key: value' lines, found {kind_of(content)}")
     entries = _entries(content)
     missing = [key for key in _KEYS if key not in content]
     # A limit that is misspelt would not hold.
     unknown = [key for key in content if key not in (*_KEYS, *_OPTIONAL_KEYS)]
     if missing or unknown:
-        what = f"it lacks {', '.join(missing)}" if missing else f"it has no such key as {', '.join(map(str, unknown))}"
-        raise _InvalidError(f"{what}; keys: {', '.join(_KEYS)}; optional: {', '.join(_OPTIONAL_KEYS)}")
+        what = f"it lacks {', '.join(missing)}" if missing else f"it has no such key as {_listed(unknown)}"
+        raise _InvalidError(
+            f"{what}; keys: {', '.join(_KEYS)}; optional: {', '.join(_OPTIONAL_KEYS)}",
+            None if missing else content.lines[unknown[0]],
+        )
     for key in ("world_size", "max_message_bytes", *_LIMITS):
         value = content.get(key, 0)
         if type(value) is not int or value < 0:
-            raise _InvalidError(f"{key} is {value!r}; it must be a whole number of at least 0")
-    rows = by_operation(_row(number, entry) for number, entry in enumerate(entries, start=1))
+            raise _InvalidError(
+                f"{key} is {quoted(value)}; it must be a whole number of at least 0", content.lines[key]
+            )
+    rows = by_operation(_row(number, line, entry) for number, (line, entry) in enumerate(entries, start=1))
     if not rows:
         raise _InvalidError("no rows")
     for operation, of_operation in rows.items():
@@ -79,32 +89,41 @@ def _read(name: str, content: Any) -> TableFile:
     return TableFile(str(content["device"]), content["world_size"], table)
 
 
-def _entries(content: dict[Any, Any]) -> list[Any]:
-    """The rows of a file in either form; turns ``content`` into the present one."""
+def _entries(content: YamlMapping) -> list[tuple[int, Any]]:
+    """The rows of a file in either form, each with its line; turns ``content`` into the present one."""
     lists = {key: content.pop(key) for key in _KEYS_OF_BEFORE if key in content}
     if not lists:
-        return _list("rows", content.get("rows"))
+        return _list(content, "rows", content.get("rows"))
     if "rows" in content:
         raise _InvalidError(f"it has both rows and {' and '.join(lists)}: put all of them under rows")
-    content["rows"] = entries = []
+    content["rows"] = []
+    entries = []
     for key, found in lists.items():
         usual = {"operation": _KEYS_OF_BEFORE[key], "protocol": _PROTOCOL_OF_BEFORE}
-        entries += [{**usual, **entry} if isinstance(entry, dict) else entry for entry in _list(key, found)]
+        for line, entry in _list(content, key, found):
+            entries.append((line, {**usual, **entry} if isinstance(entry, dict) else entry))
     return entries
 
 
-def _list(key: str, value: Any) -> list[Any]:
-    if not isinstance(value, list | None):
-        raise _InvalidError(f"{key} is {value!r}; it must be a list of rows")
-    return value or []
+def _list(content: YamlMapping, key: str, value: Any) -> list[tuple[int, Any]]:
+    """The entries of a list, each with its line."""
+    if value is None:
+        return []
+    if not isinstance(value, YamlList):
+        raise _InvalidError(f"{key} is {quoted(value)}; it must be a list of rows", content.lines[key])
+    return list(zip(value.lines, value, strict=True))
 
 
-def _row(number: int, entry: Any) -> Row:
+def _listed(names: list[Any]) -> str:
+    return shortened(", ".join(map(str, names)))
+
+
+def _row(number: int, line: int, entry: Any) -> Row:
     """Checks a row of a file."""
     try:
         return _checked(entry)
     except _InvalidError as error:
-        raise _InvalidError(f"row {number}, {entry}: {error}") from None
+        raise _InvalidError(f"row {number}, {quoted(entry)}: {error}", line) from None
 
 
 def _checked(entry: Any) -> Row:
@@ -127,7 +146,7 @@ def _checked(entry: Any) -> Row:
     if missing:
         raise _InvalidError(f"it lacks {', '.join(missing)}; {entry['algorithm']} has {', '.join(ranges)}")
     if type(entry["up_to"]) is not int or entry["up_to"] <= 0:
-        raise _InvalidError(f"up_to is {entry['up_to']!r}; it must be a number of bytes above 0")
+        raise _InvalidError(f"up_to is {quoted(entry['up_to'])}; it must be a number of bytes above 0")
     for name, range_ in ranges.items():
         why = range_.why_not(entry[name])
         if why:
@@ -138,6 +157,13 @@ def _checked(entry: Any) -> Row:
 def _require(why_not: str) -> None:
     if why_not:
         raise _InvalidError(why_not)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what appears twice out twice: ``read_yaml`` takes no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
 def table_text(device: str, world_size: int, table: TuningTable, measured: dict[str, Any]) -> str:
@@ -152,11 +178,11 @@ def table_text(device: str, world_size: int, table: TuningTable, measured: dict[
     }
     # A row a line: tables are read by people who compare rows.
     rows = "".join(
-        "  - " + yaml.safe_dump(row.entry(), sort_keys=False, default_flow_style=True, width=400)
+        "  - " + yaml.dump(row.entry(), Dumper=_Dumper, sort_keys=False, default_flow_style=True, width=400)
         for of_operation in table.rows.values()
         for row in of_operation
     )
     return (
         "# Written by `llm-comm tune`. The last row of an operation serves all larger messages, up to "
-        f"max_message_bytes.\n{yaml.safe_dump(head, sort_keys=False)}rows:\n{rows}"
+        f"max_message_bytes.\n{yaml.dump(head, Dumper=_Dumper, sort_keys=False)}rows:\n{rows}"
     )

@@ -10,6 +10,7 @@ import torch
 from llm_comm import _core
 from llm_comm.config import Config
 from llm_comm.errors import RendezvousError
+from llm_comm.runtime import devices
 from llm_comm.runtime.devices import gpu_name
 from llm_comm.runtime.rendezvous import Rendezvous, host_identity
 
@@ -21,25 +22,27 @@ _OPTIONS_OF_ALL_RANKS = ("workspace_bytes", "max_message_bytes", "algorithm", "f
 _LIMITS_OF_A_DEVICE = ("sm_count", "max_cluster", "compute_capability")
 
 
-def compare_ranks(rendezvous: Rendezvous, device: torch.device, limits: _core.Limits, config: Config) -> None:
+def compare_ranks(rendezvous: Rendezvous, device: torch.device, config: Config) -> _core.Limits:
     """Compares hosts, GPUs, versions, devices and options. Before anything else: a rank elsewhere cannot map memory.
+    Returns what bounds the launches of this rank.
 
     Raises:
-        RendezvousError: They differ. Raised on all ranks alike.
+        RendezvousError: They differ, or a rank cannot tell them. Raised on all ranks alike.
     """
-    hello = {
-        **host_identity(),
-        "version": _core.version,
-        "device": device.type,
-        "gpu": gpu_name(device),
-        "limits": {name: getattr(limits, name) for name in _LIMITS_OF_A_DEVICE},
-        "config": {name: getattr(config, name) for name in _OPTIONS_OF_ALL_RANKS},
-    }
-    if rendezvous.world_size > _core.max_world_size:
-        raise RendezvousError(
-            f"the group has {rendezvous.world_size} ranks; llm_comm serves up to {_core.max_world_size}"
-        )
-    everyone = rendezvous.gather("comparison of ranks", hello)
+    limits: list[_core.Limits] = []
+
+    def introduction() -> dict[str, Any]:
+        limits.append(devices.limits_of(device, config.workspace_bytes))
+        return {
+            **host_identity(),
+            "version": _core.version,
+            "device": device.type,
+            "gpu": gpu_name(device),
+            "limits": {name: getattr(limits[0], name) for name in _LIMITS_OF_A_DEVICE},
+            "config": {name: getattr(config, name) for name in _OPTIONS_OF_ALL_RANKS},
+        }
+
+    everyone = rendezvous.collect("comparison of ranks", introduction)
     hosts = [f"{other['host']} (boot id {other['boot_id']})" for other in everyone]
     check_alike("are on different machines", [other["boot_id"] for other in everyone], shown=hosts)
     shared = _shared_gpus([other["gpu"] for other in everyone])
@@ -59,6 +62,7 @@ def compare_ranks(rendezvous: Rendezvous, device: torch.device, limits: _core.Li
             config.origins.get("share_gpu", "Python"),
             f"{shared}. They take turns, so that an operation takes milliseconds" if shared else "no ranks share a GPU",
         )
+    return limits[0]
 
 
 def _shared_gpus(gpus: list[str | None]) -> str:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from llm_comm import _core
 from llm_comm.config import Config
-from llm_comm.errors import MissingRankError, RendezvousError
+from llm_comm.errors import ConfigError, MissingRankError, RendezvousError
 from llm_comm.planning.planner import Planner
+from llm_comm.quoting import quoted
 from llm_comm.runtime import devices
 from llm_comm.runtime.comparison import check_alike, compare_ranks
 from llm_comm.runtime.core_handle import CoreHandle
@@ -22,6 +24,14 @@ from llm_comm.runtime.workspaces import check_reachable, map_workspaces
 logger = logging.getLogger("llm_comm")
 
 
+class Agreed(NamedTuple):
+    """What a rank sets out with, once all ranks can."""
+
+    rendezvous: Rendezvous
+    device: torch.device
+    config: Config
+
+
 class Connected(NamedTuple):
     """What a rank has once all ranks are set up."""
 
@@ -31,17 +41,61 @@ class Connected(NamedTuple):
     memory_kind: str
 
 
+def agree(group: dist.ProcessGroup, device: torch.device | str | int | None, config: Config | None) -> Agreed:
+    """Finds the options and the device of this rank, on all ranks or on none. Collective.
+
+    Args:
+        group: The ranks.
+        device, config: As of ``Communicator``.
+
+    Raises:
+        ConfigError, UnsupportedInputError, RendezvousError: Those of a rank are wrong. Raised on all ranks alike.
+    """
+    options, found, objection = None, None, None
+    try:
+        options = _options(config)
+        found = devices.resolve(device)
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        objection = error
+    # A rank that cannot read how long it is to wait takes the usual time.
+    timeout_s = Config.load({}).timeout_s if options is None else options.timeout_s
+    rendezvous = Rendezvous(group, timeout_s, found)
+    if rendezvous.world_size > _core.max_world_size:  # known to all ranks
+        raise RendezvousError(
+            f"the group has {rendezvous.world_size} ranks; llm_comm serves up to {_core.max_world_size}"
+        )
+
+    def answer() -> tuple[torch.device, Config]:
+        if objection is not None:
+            raise objection
+        assert found is not None
+        assert options is not None
+        return found, options
+
+    return Agreed(rendezvous, *rendezvous.attempt("reading of the options", answer))
+
+
+def _options(config: Any) -> Config:
+    if config is None:
+        return Config.load()
+    if not isinstance(config, Config):
+        raise ConfigError(f"config is {quoted(config)}, which is no llm_comm.Config")
+    return config
+
+
 def connect(rendezvous: Rendezvous, device: torch.device, config: Config) -> Connected:
     """Compares the ranks, makes the core of this one, and maps the memory of the others. Collective.
 
+    Whatever can fail on one rank is a step of the rendezvous: see there.
+
     Raises:
+        ConfigError: A tuning table cannot be used. Raised on all ranks alike.
         RendezvousError: The ranks do not fit together or a step has failed on one. Raised on all ranks alike.
     """
     rank, world_size = rendezvous.rank, rendezvous.world_size
-    limits = devices.limits_of(device, config.workspace_bytes)
-    compare_ranks(rendezvous, device, limits, config)
+    limits = compare_ranks(rendezvous, device, config)
     table = rendezvous.attempt("choice of a tuning table", lambda: devices.find_table(device, world_size, config))
-    tables = rendezvous.gather("comparison of tuning tables", table.digest())
+    tables = rendezvous.collect("comparison of tuning tables", table.digest)
     check_alike("have different tuning tables", tables)
     core, most_blocks = rendezvous.attempt(
         "set-up of the device", lambda: _make_core(rank, world_size, device, limits, config)

@@ -8,14 +8,7 @@ rank does alone and can fail at belongs into an ``attempt``, or the others would
 from __future__ import annotations
 
 import contextlib
-import errno
-import hmac
-import json
-import os
-import secrets
-import selectors
 import socket
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,12 +16,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from llm_comm.errors import MissingRankError, RendezvousError
+from llm_comm.errors import ConfigError, LlmCommError, MissingRankError, RendezvousError, UnsupportedInputError
+from llm_comm.quoting import quoted
+from llm_comm.runtime.descriptors import Exchange, Invitation, close_all, invite, listen
+from llm_comm.runtime.messages import Failure, Message, decode, encode
 
 T = TypeVar("T")
 
-_MESSAGE_BYTES = 4096
-_MAX_ERROR_BYTES = 1500
+#: Errors of one rank that are raised as what they are on all of them; others become RendezvousError.
+_RAISED_AS_THEY_ARE: dict[str, type[LlmCommError]] = {
+    kind.__name__: kind for kind in (ConfigError, UnsupportedInputError)
+}
 
 
 class Rendezvous:
@@ -59,25 +57,17 @@ class Rendezvous:
 
         Raises:
             MissingRankError: A rank did not come within the time limit, or is at another step.
+            RendezvousError: A rank has a value that does not fit a message, or sent something else.
         """
-        text = json.dumps([what, value], ensure_ascii=False).encode()
-        if len(text) > _MESSAGE_BYTES:
-            raise ValueError(f"a rendezvous message has {len(text)} bytes, at most {_MESSAGE_BYTES} fit")
-        mine = torch.frombuffer(bytearray(text.ljust(_MESSAGE_BYTES)), dtype=torch.uint8).to(self._device)
-        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
-        try:
-            work = dist.all_gather(everyone, mine, group=self.group, async_op=True)
-            work.wait(timedelta(seconds=self._timeout_s))
-        except RuntimeError as error:
-            raise MissingRankError(
-                f"rank {self.rank}: not all {self.world_size} ranks came to the rendezvous of llm_comm within "
-                f"{self._timeout_s:g} s (LLM_COMM_TIMEOUT_S): {error}"
-            ) from error
-        said = [json.loads(bytes(t.cpu().tolist())) for t in everyone]
-        if any(step != what for step, _ in said):
-            steps = ", ".join(f"rank {rank}: {step}" for rank, (step, _) in enumerate(said))
-            raise MissingRankError(f"the ranks are at different steps of the rendezvous of llm_comm: {steps}")
-        return [word for _, word in said]
+        return self._meet(what, value, None)
+
+    def collect(self, what: str, step: Callable[[], Any]) -> list[Any]:
+        """What ``step`` returns on every rank, by rank: JSON-able, and for a step that can fail.
+
+        Raises:
+            RendezvousError: As of ``attempt``.
+        """
+        return self._meet(what, *self._try(step))
 
     def attempt(self, what: str, step: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
         """Runs ``step`` here, and returns its result once it has succeeded on every rank.
@@ -89,29 +79,62 @@ class Rendezvous:
 
         Raises:
             RendezvousError: It failed somewhere; the text says on which ranks and why, and is the same on all.
+            ConfigError, UnsupportedInputError: The same, where each rank at which it failed has failed by this.
         """
-        result, error = self._try(step)
+        result, failure = self._try(step)
         try:
-            self.vote(what, error)
+            self._meet(what, None, failure)
         except BaseException:
-            if undo is not None and error is None:
+            if undo is not None and failure is None:
                 undo(result)  # type: ignore[arg-type]
             raise
         return result  # type: ignore[return-value]
 
     def vote(self, what: str, error: str | None) -> None:
         """Raises RendezvousError on all ranks if any rank has an error."""
-        errors = self.gather(what, error and _fit(error))
-        failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
-        if failed:
-            raise RendezvousError(f"{what} failed on {len(failed)} of {self.world_size} ranks: " + "; ".join(failed))
+        self._meet(what, None, None if error is None else Failure("", error))
+
+    def _meet(self, what: str, value: Any, failure: Failure | None) -> list[Any]:
+        """The values of all ranks, if no rank has failed."""
+        try:
+            data = encode(Message(what, value, failure))
+        except (ValueError, TypeError, RecursionError) as error:
+            data = encode(Message(what, None, _failure_of(error)))
+        said = [self._decode(rank, found) for rank, found in enumerate(self._gather(data))]
+        if any(message.step != what for message in said):
+            steps = ", ".join(f"rank {rank}: {quoted(message.step)}" for rank, message in enumerate(said))
+            raise MissingRankError(f"the ranks are at different steps of the rendezvous of llm_comm: {steps}")
+        failures = {rank: message.failure for rank, message in enumerate(said) if message.failure is not None}
+        if failures:
+            raise _error_of_all(what, failures, self.world_size)
+        return [message.value for message in said]
+
+    def _gather(self, data: bytes) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
+        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        try:
+            work = dist.all_gather(everyone, mine, group=self.group, async_op=True)
+            work.wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            raise MissingRankError(
+                f"rank {self.rank}: not all {self.world_size} ranks came to the rendezvous of llm_comm within "
+                f"{self._timeout_s:g} s (LLM_COMM_TIMEOUT_S): {error}"
+            ) from error
+        return [bytes(found.cpu().tolist()) for found in everyone]
 
     @staticmethod
-    def _try(step: Callable[[], T]) -> tuple[T | None, str | None]:
+    def _decode(rank: int, data: bytes) -> Message:
+        try:
+            return decode(data)
+        except RendezvousError as error:  # the same on all ranks
+            raise RendezvousError(f"of rank {rank}: {error}") from None
+
+    @staticmethod
+    def _try(step: Callable[[], T]) -> tuple[T | None, Failure | None]:
         try:
             return step(), None
         except Exception as error:  # whatever it is, the other ranks must hear of it
-            return None, f"{type(error).__name__}: {error}"
+            return None, _failure_of(error)
 
     def exchange_descriptors(self, descriptor: int) -> dict[int, int]:
         """Sends a file descriptor to every peer; returns theirs by rank, for the caller to close.
@@ -120,67 +143,20 @@ class Rendezvous:
             RendezvousError: A peer could not be reached or did not send in time.
         """
         with self.attempt("socket for file descriptors", self._listen, undo=socket.socket.close) as server:
-            # The names of sockets are public on a machine, so a peer shows that it belongs to the group by a word.
-            invitations = self.gather("names of sockets", [server.getsockname()[1:].decode(), secrets.token_hex(16)])
+            said = self.collect("names of sockets", lambda: invite(server))
             return self.attempt(
                 "exchange of file descriptors",
-                lambda: self._exchange(server, invitations, descriptor),
-                undo=lambda received: _close_all(received.values()),
+                lambda: self._exchange(server, said, descriptor),
+                undo=lambda received: close_all(received.values()),
             )
 
     def _listen(self) -> socket.socket:
-        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            # Abstract sockets leave nothing behind in the file system, whatever becomes of the process.
-            server.bind(f"\0llm_comm-{secrets.token_hex(16)}")
-            server.listen(self.world_size)
-        except BaseException:
-            server.close()
-            raise
-        return server
+        return listen()
 
-    def _exchange(self, server: socket.socket, invitations: list[list[str]], descriptor: int) -> dict[int, int]:
+    def _exchange(self, server: socket.socket, said: list[Any], descriptor: int) -> dict[int, int]:
+        invitations = [Invitation(name, secret) for name, secret in said]
         # Half of the time limit: a rank that failed at once already waits in the vote, for as long as that.
-        deadline = time.monotonic() + self._timeout_s / 2
-        for peer, (name, secret) in enumerate(invitations):
-            if peer == self.rank:
-                continue
-            # The sockets listen since before their names were gathered, and their queues hold all ranks: neither
-            # connect nor send waits for the peer.
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-                connection.settimeout(_left(deadline))
-                connection.connect("\0" + name)
-                socket.send_fds(connection, [f"{secret} {self.rank}".encode()], [descriptor])
-        received: dict[int, int] = {}
-        try:
-            # Whoever connects is listened to at the same time: a stranger who says nothing holds nobody up.
-            with selectors.DefaultSelector() as selector, contextlib.ExitStack() as connections:
-                selector.register(server, selectors.EVENT_READ)
-                while len(received) < self.world_size - 1:
-                    for key, _ in selector.select(_left(deadline)):
-                        if key.fileobj is server:
-                            connection = connections.enter_context(server.accept()[0])
-                            selector.register(connection, selectors.EVENT_READ, connection)
-                        else:
-                            selector.unregister(key.fileobj)
-                            self._receive(key.data, invitations[self.rank][1], received)
-        except BaseException:
-            _close_all(received.values())
-            raise
-        return received
-
-    def _receive(self, connection: socket.socket, own_secret: str, received: dict[int, int]) -> None:
-        """Takes what a peer has sent; whatever is not from a peer that is still to come is dropped."""
-        message, descriptors, flags, _ = socket.recv_fds(connection, 256, 1, socket.MSG_CMSG_CLOEXEC)
-        sender = _sender(message, own_secret)
-        is_awaited = sender is not None and sender in range(self.world_size) and sender not in (self.rank, *received)
-        if is_awaited and flags & socket.MSG_CTRUNC:
-            _close_all(descriptors)
-            raise OSError(errno.EMFILE, f"no room for the file descriptor of rank {sender}: raise RLIMIT_NOFILE")
-        if sender is None or not is_awaited or len(descriptors) != 1:
-            _close_all(descriptors)
-            return
-        received[sender] = descriptors[0]
+        return Exchange(self.rank, server, invitations, descriptor, self._timeout_s / 2).run()
 
 
 def host_identity() -> dict[str, str]:
@@ -191,25 +167,16 @@ def host_identity() -> dict[str, str]:
     return {"host": socket.gethostname(), "boot_id": socket.gethostname()}
 
 
-def _fit(error: str) -> str:
-    """What of an error text fits a rendezvous message. JSON writes control characters at length, so they go."""
-    printable = "".join(c if c.isprintable() else " " for c in error)
-    return printable.encode(errors="replace")[:_MAX_ERROR_BYTES].decode(errors="ignore")
+def _failure_of(error: Exception) -> Failure:
+    return Failure(type(error).__name__, str(error))
 
 
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("the other ranks did not send their file descriptors in time")
-    return left
-
-
-def _sender(message: bytes, own_secret: str) -> int | None:
-    secret, _, rank = message.decode(errors="replace").rpartition(" ")
-    is_ours = hmac.compare_digest(secret.encode(), own_secret.encode())
-    return int(rank) if is_ours and rank.isdecimal() else None
-
-
-def _close_all(descriptors: Any) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+def _error_of_all(what: str, failures: dict[int, Failure], world_size: int) -> LlmCommError:
+    """What all ranks raise when some have failed."""
+    kinds = {failure.kind for failure in failures.values()}
+    kind = _RAISED_AS_THEY_ARE.get(kinds.pop()) if len(kinds) == 1 else None
+    texts = {rank: text if kind or not name else f"{name}: {text}" for rank, (name, text) in failures.items()}
+    if kind and len(failures) == world_size and len(set(texts.values())) == 1:
+        return kind(texts[0])  # what a process alone would say
+    listed = "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
+    return (kind or RendezvousError)(f"{what} failed on {len(failures)} of {world_size} ranks: {listed}")

@@ -60,12 +60,12 @@ def _map_by_descriptor(rendezvous: Rendezvous, core: _core.Core) -> None:
 
 def _map_by_ipc(rendezvous: Rendezvous, core: _core.Core) -> None:
     _, handle = rendezvous.attempt("allocation of the workspace", lambda: core.create_workspace(True))
-    handles = [bytes.fromhex(text) for text in rendezvous.gather("handles of workspaces", handle.hex())]
+    handles = rendezvous.collect("handles of workspaces", handle.hex)
 
     def map_peers() -> None:
         for peer, peer_handle in enumerate(handles):
             if peer != rendezvous.rank:
-                core.map_peer(peer, -1, peer_handle)
+                core.map_peer(peer, -1, bytes.fromhex(peer_handle))
 
     rendezvous.attempt("mapping of the peers' memory", map_peers)
 

@@ -27,6 +27,7 @@ import llm_comm
 from llm_comm import RendezvousError, _core
 from llm_comm.errors import MissingRankError
 from llm_comm.runtime import rendezvous as rendezvous_module
+from llm_comm.runtime.descriptors import close_all
 
 TIMEOUT_S = 2.0
 SLACK_S = 20.0
@@ -259,7 +260,7 @@ def failing(step: str) -> Iterator[None]:
             exchange = rendezvous_module.Rendezvous._exchange
 
             def exchange_and_fail(*arguments: Any) -> None:
-                rendezvous_module._close_all(exchange(*arguments).values())
+                close_all(exchange(*arguments).values())
                 no_memory()
 
             patch.setattr(rendezvous_module.Rendezvous, "_exchange", exchange_and_fail)
@@ -397,7 +398,7 @@ def come_to_another_step() -> str:
 
 def test_ranks_at_different_steps(ranks: RankPool) -> None:
     text = same_on_all(ranks.run(WORLD, come_to_another_step))
-    assert f"rank 0: lunch, rank {CULPRIT}: supper" in text
+    assert f"rank 0: 'lunch', rank {CULPRIT}: 'supper'" in text
 
 
 # ---- Strangers -----------------------------------------------------------------------------------------------------

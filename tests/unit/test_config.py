@@ -115,7 +115,7 @@ def test_file_then_environment_then_python(option: str, file: Path) -> None:
     assert in_file != getattr(Config(), option)
     environ = file_environment(file, f"{option}: {in_file!r}\n")
     loaded = Config.load(environ)
-    assert (getattr(loaded, option), loaded.origins[option]) == (in_file, str(file))
+    assert (getattr(loaded, option), loaded.origins[option]) == (in_file, f"{file}:1")
 
     environ[variable(option)] = text
     loaded = Config.load(environ)
@@ -135,7 +135,7 @@ def test_the_constructor_looks_in_all_four_places(option: str, file: Path, monke
 
     for name, value in file_environment(file, f"{option}: {in_file!r}\n").items():
         monkeypatch.setenv(name, value)
-    assert found() == (in_file, str(file))
+    assert found() == (in_file, f"{file}:1")
     monkeypatch.setenv(variable(option), text)
     assert found() == (in_environment, variable(option))
     assert found(**{option: in_python}) == (in_python, "Python")
@@ -204,7 +204,7 @@ def test_sizes(option: str, text: str, file: Path) -> None:
 def test_a_size_in_a_file_that_is_none(text: str, file: Path) -> None:
     with pytest.raises(ConfigError) as error:
         Config.load(file_environment(file, f"workspace_bytes: '{text}'"))
-    assert f"config.yaml: workspace_bytes: '{text}' is not allowed; valid: bytes, 1 MiB to 4 GiB" in str(error.value)
+    assert f"config.yaml:1: workspace_bytes: '{text}' is not allowed; valid: bytes, 1 MiB to 4 GiB" in str(error.value)
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", True), ("on", True), ("YES", True), ("False", False), ("no", False)])
@@ -241,7 +241,7 @@ def test_invalid_value_in_the_environment(option: str, text: str, valid: str) ->
 
 
 def test_invalid_value_in_a_file(file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"timeout_s is 'soon' .*config\.yaml\); valid: a number"):
+    with pytest.raises(ConfigError, match=r"timeout_s is 'soon' .*config\.yaml:1\); valid: a number"):
         Config.load(file_environment(file, "timeout_s: soon"))
 
 
@@ -254,7 +254,7 @@ def test_unknown_option(file: Path) -> None:
 
 
 def test_unknown_option_is_guessed(file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"unknown option 'algoritm' .*config\.yaml\) \(did you mean algorithm\?\)"):
+    with pytest.raises(ConfigError, match=r"unknown option 'algoritm' .*config\.yaml:1\) \(did you mean algorithm\?\)"):
         Config.load(file_environment(file, "algoritm: two_shot"))
 
 
@@ -350,7 +350,7 @@ def test_unusable_file(content: bytes, found: str, file: Path) -> None:
 
 
 def test_missing_file(file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read the configuration.*config\.yaml"):
+    with pytest.raises(ConfigError, match=r"config\.yaml: cannot read the configuration: FileNotFoundError: No such"):
         Config.load({"LLM_COMM_CONFIG": str(file)})
 
 
