@@ -12,8 +12,8 @@ from llm_comm.errors import RendezvousError
 from llm_comm.runtime.devices import gpu_name
 from llm_comm.runtime.rendezvous import Rendezvous, host_identity
 
-# What would make the ranks of a group run different kernels, or expect other messages.
-_OPTIONS_OF_ALL_RANKS = ("workspace_bytes", "max_message_bytes", "algorithm", "fuse", "debug")
+# What would make the ranks of a group run different kernels, expect other messages, or give up at different times.
+_OPTIONS_OF_ALL_RANKS = ("workspace_bytes", "max_message_bytes", "algorithm", "fuse", "debug", "timeout_s", "pdl")
 
 _LIMITS_OF_A_DEVICE = ("sm_count", "max_cluster", "compute_capability")
 

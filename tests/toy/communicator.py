@@ -19,7 +19,7 @@ def main(module: str, meeting_point: str, rank: int, world: int) -> None:
     ranks.load(Path(module))  # before anything imports llm_comm
     from llm_comm.communicator import Communicator
     from llm_comm.config import Config
-    from llm_comm.errors import UnsupportedInputError
+    from llm_comm.errors import MismatchError, UnsupportedInputError
 
     dist.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=world)
     group = dist.group.WORLD
@@ -36,6 +36,8 @@ def main(module: str, meeting_point: str, rank: int, world: int) -> None:
                 assert torch.equal(comm.all_reduce(x), world * (x - rank) + sum(range(world)))  # slots are armed again
         with pytest.raises(UnsupportedInputError, match="root"):
             comm.run("broadcast", {"input": x, "output": y}, root=world)
+        with pytest.raises(MismatchError, match=rf"root 0 \(call .*rank {world - 1}: direct .* root {world - 1} \("):
+            comm.run("broadcast", {"input": x, "output": y}, root=rank)
 
 
 if __name__ == "__main__":
