@@ -13,6 +13,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def main(module: str, meeting_point: str, rank: int, world: int) -> None:
@@ -34,6 +35,15 @@ def main(module: str, meeting_point: str, rank: int, world: int) -> None:
                 comm.run("broadcast", {"input": x, "output": y}, root=root)
                 assert torch.equal(y, x - rank + root), f"rank {rank}: {count} {dtype} of rank {root}"
                 assert torch.equal(comm.all_reduce(x), world * (x - rank) + sum(range(world)))  # slots are armed again
+        written = y._version
+        comm.run("broadcast", {"input": x, "output": y}, root=0)
+        assert y._version > written  # autograd is told
+        for name in ("input", "output"):
+            buffers = {"input": x, "output": y, name: x.clone().requires_grad_()}
+            with pytest.raises(UnsupportedInputError, match=f"{name}: the tensor requires grad"):
+                comm.run("broadcast", buffers, root=0)
+        with TorchDispatchMode(), pytest.raises(UnsupportedInputError, match="TorchDispatchMode"):
+            comm.run("broadcast", {"input": x, "output": y}, root=0)
         with pytest.raises(UnsupportedInputError, match="root"):
             comm.run("broadcast", {"input": x, "output": y}, root=world)
         with pytest.raises(MismatchError, match=rf"root 0 \(call .*rank {world - 1}: direct .* root {world - 1} \("):
