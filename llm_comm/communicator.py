@@ -18,6 +18,7 @@ from llm_comm.operations import torch_operators
 from llm_comm.operations.all_reduce import AllReduce
 from llm_comm.operations.all_reduce_add_rms_norm import AllReduceAddRmsNorm
 from llm_comm.operations.generic import GenericOperations
+from llm_comm.operations.watched import is_watched as _is_watched
 from llm_comm.planning.plan import Plan
 from llm_comm.planning.tables import TuningTable
 from llm_comm.runtime.connect import agree, connect
@@ -109,7 +110,7 @@ class Communicator:
                 ConcurrentUseError.
         """
         # Host time of a call is a bar: this path makes no Python call that it can do without.
-        if _is_compiling() or type(x) is not _Tensor:
+        if _is_compiling() or type(x) is not _Tensor or _is_watched():
             return self._dispatch_all_reduce(x, out)
         return self._all_reduce(x, out)
 
@@ -126,7 +127,7 @@ class Communicator:
         Raises:
             CommunicatorError: ``x`` is accepted, and this or an earlier call has failed, as of ``all_reduce``.
         """
-        if _is_compiling() or type(x) is not _Tensor:
+        if _is_compiling() or type(x) is not _Tensor or _is_watched():
             result: torch.Tensor | None = self._dispatch_all_reduce(x, None) if self.accepts(x) else None
         else:
             result = self._all_reduce(x, None, True)
@@ -182,7 +183,13 @@ class Communicator:
                 sum has not been made then: call ``all_reduce``.
             CommunicatorError: This or an earlier call has failed, as of ``all_reduce``.
         """
-        if _is_compiling() or type(x) is not _Tensor or type(residual) not in _PLAIN or type(scale) not in _PLAIN:
+        if (
+            _is_compiling()
+            or type(x) is not _Tensor
+            or type(residual) not in _PLAIN
+            or type(scale) not in _PLAIN
+            or _is_watched()
+        ):
             return torch_operators.all_reduce_add_rms_norm(
                 x, residual, weight, eps, out, residual_out, quantize, scale, self.name
             )

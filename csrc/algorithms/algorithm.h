@@ -41,6 +41,7 @@ inline constexpr uint32_t kGather = 1;
 
 inline constexpr int kMaxBuffers = 6;
 inline constexpr int kMaxTunables = 5;
+inline constexpr int kMaxNamedValues = 4;
 
 // A tensor of a call. Buffers are like the input (same shape and type) unless the operation has a file of its own in
 // Python that says otherwise.
@@ -53,7 +54,8 @@ struct BufferInfo {
 // Of a call, the same on all ranks.
 struct ParameterInfo {
   const char* name = nullptr;
-  bool is_rank = false;  // 0 to world - 1
+  bool is_rank = false;                           // 0 to world - 1
+  const char* value_names[kMaxNamedValues] = {};  // of its values 0, 1, ..., in errors; none: it is a number
 };
 
 struct OperationInfo {

@@ -6,7 +6,7 @@
 // nothing. Between the two kernels the launch has the communicator to itself: another one that begins on this GPU, on
 // another stream, ends the communicator too.
 //
-// Header, from kCallsOffset: [sender][2 flag lines]. The flag follows from the number of the operation, so nothing is
+// Header, from kCallsOffset: [sender][kLinesPerCall flag lines]. The flag follows from the number of the operation, so nothing is
 // re-armed, and one place for a sender is enough: a rank that sends its call of operation e + 1 has ended e, so by R1 of
 // operation.cuh every rank has begun e, which each does only after it has compared the calls of e.
 #pragma once
@@ -23,10 +23,19 @@ struct CheckCallArgs {
 };
 
 inline constexpr uint32_t kLinesPerCall = sizeof(CallSignature) / sizeof(FlagLine);
+static_assert(sizeof(CallSignature) == 4 * sizeof(uint32_t) + (1 + kMaxParameters) * sizeof(uint64_t), "it has gaps");
+static_assert(kLinesPerCall * sizeof(FlagLine) == sizeof(CallSignature), "it is sent in whole lines");
+static_assert(kCallsOffset + kMaxWorldSize * kLinesPerCall * sizeof(Line) <= kHeaderBytes,
+              "the region holds all calls");
 
 LLM_COMM_DEVICE bool is_same_call(const CallSignature& a, const CallSignature& b) {
-  return a.operation == b.operation && a.data_type == b.data_type && a.row == b.row && a.count == b.count &&
-         a.number == b.number;
+  const auto* const of_a = reinterpret_cast<const FlagLine*>(&a);
+  const auto* const of_b = reinterpret_cast<const FlagLine*>(&b);
+  bool is_same = true;
+  for (uint32_t i = 0; i < kLinesPerCall; ++i) {
+    is_same &= of_a[i].data[0] == of_b[i].data[0] && of_a[i].data[1] == of_b[i].data[1];
+  }
+  return is_same;
 }
 
 // Where a call of `sender` lies in the workspace of `receiver`.

@@ -20,8 +20,6 @@
 
 namespace llm_comm {
 
-inline constexpr int kMaxParameters = 4;
-
 struct Problem {
   uint64_t count;  // elements of a rank's input, at least 1
   uint32_t row;    // of these, elements of a row, for an operation that works by rows; else 0

@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "algorithms/launch_shape.h"
@@ -34,6 +35,8 @@ struct Call {
   uint32_t row;     // elements of a row, for an operation that works by rows; else 0
   uint64_t count;   // elements
   uint64_t number;  // of the launch on this communicator, from 1; a graph's launches are counted when it is captured
+  // Of parameters and optional buffers, by name: {"epsilon", "epsilon 1e-05"}, {"residual", "without residual"}.
+  std::vector<std::pair<std::string, std::string>> details;
 };
 
 // Why a communicator cannot be used any more.
@@ -91,7 +94,7 @@ class Core {
   // The process of `peer` has exited: waits of this rank's kernels for it end, unless what they wait for has come. Throws
   // std::invalid_argument where there is no such rank.
   virtual void peer_exited(int peer) = 0;
-  // What this rank has enqueued last; number 0: nothing yet.
+  // What this rank has enqueued last, without its details; number 0: nothing yet.
   virtual Call last_call() const = 0;
   // Graphs hold launches of this core: its workspace stays mapped until the process ends, and what a graph that outlives the core
   // launches does nothing.

@@ -19,6 +19,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -147,7 +148,7 @@ class CoreImpl final : public Core {
                          {}};
     if (record.cause == static_cast<uint32_t>(ErrorCause::kMismatch)) {
       for (int rank = 0; rank < options_.world_size; ++rank) {
-        error.calls.push_back(describe(comm_.mailbox->calls[rank]));
+        error.calls.push_back(describe_in_full(comm_.mailbox->calls[rank]));
       }
     }
     return error;
@@ -199,8 +200,15 @@ class CoreImpl final : public Core {
     const auto last = function_of(shape.last);
     typename Operation::Args args = Operation::arguments(problem, tiling, shape.whole);
     args.comm = comm_;
-    const CallSignature call{static_cast<uint32_t>(Algorithm::kKind), static_cast<uint16_t>(problem.type),
-                             static_cast<uint16_t>(problem.row), 0, 0};
+    CallSignature call{static_cast<uint32_t>(Algorithm::kKind),
+                       static_cast<uint16_t>(problem.type),
+                       static_cast<uint16_t>(problem.row),
+                       0,
+                       0,
+                       0,
+                       {}};
+    static_assert(sizeof(call.parameter_bits) == sizeof(problem.parameter));
+    std::memcpy(call.parameter_bits, problem.parameter, sizeof(problem.parameter));
     return std::make_unique<PreparedLaunches<Launcher, Operation>>(queue_, args, call, problem, shape, whole, last);
   }
 

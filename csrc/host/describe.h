@@ -1,6 +1,8 @@
 // Numbers of kernels in words, for errors and for the watchdog.
 #pragma once
 
+#include <charconv>
+#include <cstring>
 #include <string>
 
 #include "algorithms/registry.h"
@@ -31,8 +33,42 @@ inline std::string cause_name(uint32_t cause) {
 }
 
 inline Call describe(const CallSignature& call) {
-  return {operation_title(call.operation), data_type_name(static_cast<DataType>(call.data_type)), call.row, call.count,
-          call.number};
+  return {operation_title(call.operation),
+          data_type_name(static_cast<DataType>(call.data_type)),
+          call.row,
+          call.count,
+          call.number,
+          {}};
+}
+
+// 1e-05 as "1e-05", 2.0 as "2"; a value that has a name, by it.
+inline std::string parameter_in_words(const ParameterInfo& parameter, double value) {
+  for (int i = 0; i < kMaxNamedValues; ++i) {
+    if (parameter.value_names[i] != nullptr && value == i) return parameter.value_names[i];
+  }
+  char digits[32];
+  return {digits, std::to_chars(digits, digits + sizeof(digits), value).ptr};
+}
+
+// With what an error needs to say in which details calls of one operation differ.
+inline Call describe_in_full(const CallSignature& call) {
+  Call described = describe(call);
+  Registry::for_each([&]<class Algorithm>() {
+    if (static_cast<uint32_t>(Algorithm::kKind) != call.operation) return;
+    constexpr const OperationInfo& info = Algorithm::Operation::kInfo;
+    for (int i = 0; i < kMaxParameters && info.parameters[i].name != nullptr; ++i) {
+      double value;
+      std::memcpy(&value, &call.parameter_bits[i], sizeof(value));
+      const std::string name = info.parameters[i].name;
+      described.details.emplace_back(name, name + " " + parameter_in_words(info.parameters[i], value));
+    }
+    for (int i = 0; i < kMaxBuffers && info.buffers[i].name != nullptr; ++i) {
+      if (!info.buffers[i].is_optional) continue;
+      const std::string name = info.buffers[i].name;
+      described.details.emplace_back(name, ((call.buffers >> i & 1) != 0 ? "with " : "without ") + name);
+    }
+  });
+  return described;
 }
 
 }  // namespace llm_comm::host

@@ -50,11 +50,16 @@ class LaunchQueue {
     launcher_.launch(check_->after, check, Grid{1, 1, 0}, stream);
   }
 
-  // From another thread; one that is just being enqueued may be half there.
+  // From another thread; one that is just being enqueued may be half there. Without buffers and parameters.
   CallSignature last() const {
     const uint64_t kind = kind_.load(std::memory_order_relaxed);
-    return {static_cast<uint32_t>(kind >> 32), static_cast<uint16_t>(kind >> 16), static_cast<uint16_t>(kind),
-            count_.load(std::memory_order_relaxed), number_.load(std::memory_order_relaxed)};
+    return {static_cast<uint32_t>(kind >> 32),
+            static_cast<uint16_t>(kind >> 16),
+            static_cast<uint16_t>(kind),
+            count_.load(std::memory_order_relaxed),
+            number_.load(std::memory_order_relaxed),
+            0,
+            {}};
   }
 
  private:
@@ -78,7 +83,7 @@ class PreparedLaunches final : public PreparedCall {
   using Args = typename Operation::Args;
   using Function = typename Launcher::template Function<Args>;
 
-  // `call`: all but its count and number.
+  // `call`: all but its count, number and buffers.
   PreparedLaunches(LaunchQueue<Launcher>& queue, const Args& args, const CallSignature& call, const Problem& problem,
                    const Shape& shape, Function whole, Function last)
       : queue_(queue), args_(args), call_(call), problem_(problem), shape_(shape), whole_(whole), last_(last) {}
@@ -87,6 +92,10 @@ class PreparedLaunches final : public PreparedCall {
     const std::lock_guard<std::mutex> turn(queue_.turn());
     const HostMailbox& mailbox = *args_.comm.mailbox;
     if (has_failed(mailbox)) return false;
+    call_.buffers = 0;
+    for (int i = 0; i < kMaxBuffers; ++i) {
+      if (Operation::kInfo.buffers[i].is_optional && buffers[i] != 0) call_.buffers |= uint64_t{1} << i;
+    }
     const uint64_t units = problem_.units();
     const uint64_t launch_units = shape_.tiling.launch_units;
     for (uint64_t done = 0; done < units; done += launch_units) {

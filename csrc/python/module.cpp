@@ -220,7 +220,8 @@ PYBIND11_MODULE(_core, module) {
       .def_readonly("data_type", &Call::data_type)
       .def_readonly("row", &Call::row)
       .def_readonly("count", &Call::count)
-      .def_readonly("number", &Call::number);
+      .def_readonly("number", &Call::number)
+      .def_readonly("details", &Call::details);
 
   py::class_<OperationError>(module, "OperationError")
       .def_readonly("cause", &OperationError::cause)

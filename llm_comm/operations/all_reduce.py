@@ -9,6 +9,7 @@ import torch
 from llm_comm import arrays
 from llm_comm.errors import UnsupportedInputError
 from llm_comm.operations.operation import Operation, Prepared, keep
+from llm_comm.operations.watched import check_memory, count_write, why_not_constant
 from llm_comm.planning.plan import Plan, declined, without_kernel
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.selection import Layout
@@ -18,6 +19,7 @@ from llm_comm.runtime.core_handle import CoreHandle
 # Global names cost less than attributes.
 _Tensor = torch.Tensor
 _strided = torch.strided
+_is_grad_enabled = torch.is_grad_enabled
 
 
 class AllReduce(Operation):
@@ -41,8 +43,10 @@ class AllReduce(Operation):
         # Host time of a call is a bar: this path makes no Python call that it can do without.
         count, dtype = x.numel(), x.dtype
         prepared = self._prepared.get((count, dtype))
+        differentiates = _is_grad_enabled()
         if (
             prepared is None
+            or (differentiates and x.requires_grad)
             or x.device != self._device
             or x.layout is not _strided
             or x.is_nested
@@ -64,6 +68,7 @@ class AllReduce(Operation):
                 or out.device != self._device
                 or not out.is_contiguous()
                 or out.is_neg()
+                or (differentiates and out.requires_grad)
                 or 0 < abs(x.data_ptr() - out.data_ptr()) < x.nbytes
             )
         ):
@@ -73,15 +78,17 @@ class AllReduce(Operation):
             self._handle.check()
             return x.clone() if out is None else out if out is x else out.copy_(x)
         try:
-            if out is None:
-                out = torch.empty_like(x)
-            is_enqueued = run(x.data_ptr(), out.data_ptr(), self._current_stream())
+            total = torch.empty_like(x) if out is None else out
+            is_enqueued = run(x.data_ptr(), total.data_ptr(), self._current_stream())
+            if out is not None:
+                count_write((out,))
         except RuntimeError as error:
+            check_memory("all_reduce", x=x, out=out)
             self._handle.end_for(error)
             raise
         if not is_enqueued:
             self._handle.check()
-        return out
+        return total
 
     def run_array(self, x: Any, out: Any) -> Any:
         """The same for an array of another library."""
@@ -100,6 +107,7 @@ class AllReduce(Operation):
         count, nbytes = x.numel(), x.numel() * x.element_size()
         limit = self._planner.message_limit(ALL_REDUCE)
         is_input = arrays.is_dense_on(x, self._device) and x.dtype in self._data_types
+        is_input = is_input and not (x.requires_grad and torch.is_grad_enabled())
         return is_input and (self._planner.world_size == 1 or count == 0 or nbytes <= limit)
 
     def plan(self, x: torch.Tensor) -> Plan:
@@ -138,7 +146,7 @@ class AllReduce(Operation):
             return why
         if not x.is_contiguous():
             return f"the tensor is not contiguous: shape {tuple(x.shape)}, strides {x.stride()}"
-        return self._why_not_type(x.dtype)
+        return why_not_constant(x) or self._why_not_type(x.dtype)
 
 
 def _why_not_out(x: torch.Tensor, out: Any) -> str:
@@ -151,4 +159,7 @@ def _why_not_out(x: torch.Tensor, out: Any) -> str:
             f"all_reduce: out ({tuple(out.shape)}, {out.dtype}, {out.device}) must be contiguous and like x "
             f"({tuple(x.shape)}, {x.dtype}, {x.device})"
         )
+    why = why_not_constant(out)
+    if why:
+        return f"all_reduce: out: {why}"
     return "all_reduce: out overlaps x; it may be x itself or must not share memory with it"

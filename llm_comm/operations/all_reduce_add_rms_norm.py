@@ -8,6 +8,7 @@ import torch
 from llm_comm import arrays
 from llm_comm.errors import LlmCommError, UnsupportedInputError
 from llm_comm.operations.operation import Operation, Prepared, keep
+from llm_comm.operations.watched import check_constant, check_memory, count_write, why_not_constant
 from llm_comm.planning.plan import Plan, declined
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.selection import Layout
@@ -19,6 +20,7 @@ _QUANTIZATIONS = {None: 0, "static": 1, "dynamic": 2}
 FP8 = torch.float8_e4m3fn
 
 _Tensor = torch.Tensor
+_is_grad_enabled = torch.is_grad_enabled
 #: The results, and whether everything was enqueued.
 _Outcome = tuple[tuple[_Tensor, ...], bool]
 
@@ -60,6 +62,8 @@ class AllReduceAddRmsNorm(Operation):
         except LlmCommError:  # what does not fit, on all ranks alike
             raise
         except RuntimeError as error:
+            given = {"x": x, "residual": residual, "weight": weight, "scale": scale}
+            check_memory("all_reduce_add_rms_norm", **given, out=out, residual_out=residual_out)
             self._handle.end_for(error)
             raise
         if not enqueued:
@@ -78,6 +82,11 @@ class AllReduceAddRmsNorm(Operation):
         scale: _Tensor | None,
     ) -> _Outcome:
         prepared = self._prepared.get((x.numel(), weight.numel(), x.dtype, eps, quantize))
+        if _is_grad_enabled():
+            for tensor in (x, residual, weight, out, residual_out, scale):
+                if tensor is not None and getattr(tensor, "requires_grad", False):
+                    given = {"x": x, "residual": residual, "weight": weight, "scale": scale}
+                    check_constant("all_reduce_add_rms_norm", **given, out=out, residual_out=residual_out)
         if prepared is None or not self._fits(x, weight):
             prepared = self._prepare(x, weight, eps, quantize)
             if prepared is None:
@@ -116,6 +125,7 @@ class AllReduceAddRmsNorm(Operation):
             0 if scale is None else scale.data_ptr(),
             self._current_stream(),
         )
+        count_write(results)
         return results, enqueued
 
     def plan(self, x: _Tensor, weight: _Tensor, quantize: str | None) -> Plan:
@@ -167,6 +177,9 @@ class AllReduceAddRmsNorm(Operation):
                 return f"{name}: {why}"
             if not tensor.is_contiguous():
                 return f"{name} is not contiguous: shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+            why = why_not_constant(tensor)
+            if why:
+                return f"{name}: {why}"
         why = self._why_not_type(x.dtype)
         if why:
             return why
@@ -183,6 +196,7 @@ class AllReduceAddRmsNorm(Operation):
             self._planner.world_size > 1
             and arrays.is_dense_on(x, self._device)
             and arrays.is_dense_on(weight, self._device)
+            and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
             and x.dtype in self._data_types
             and weight.dtype == x.dtype
             and weight.dim() == 1

@@ -12,12 +12,19 @@ import torch
 from llm_comm import arrays, registry
 from llm_comm.errors import UnsupportedInputError
 from llm_comm.operations.operation import Operation, Prepared, keep
+from llm_comm.operations.watched import count_write, is_watched, why_not_constant
 from llm_comm.planning.plan import Plan, declined
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.tables import ALL_REDUCE, FUSED
 from llm_comm.runtime.core_handle import CoreHandle
 
 _WITH_METHODS = (ALL_REDUCE, FUSED)
+
+#: Methods have torch operators; what goes by its name has none.
+_LOST = (
+    "a TorchDispatchMode, torch.jit.trace, a transform of torch.func, or forward-mode differentiation is active, and "
+    "would miss the call: make it outside"
+)
 
 _Buffers = Mapping[str, "torch.Tensor | None"]
 _Parameters = Mapping[str, float]
@@ -67,6 +74,8 @@ class GenericOperation(Operation):
         """``Communicator.run``."""
         in_order = self._in_order(parameters)
         x = self._check_buffers(buffers)
+        if is_watched():
+            raise self._error(_LOST)
         key = (x.numel(), row, x.dtype, in_order)
         prepared = self._prepared.get(key)
         if prepared is None:
@@ -85,6 +94,7 @@ class GenericOperation(Operation):
         except RuntimeError as error:
             self._handle.end_for(error)
             raise
+        count_write([tensor for name in self._info.outputs if (tensor := buffers.get(name)) is not None])
         if not is_enqueued:
             self._handle.check()
 
@@ -151,7 +161,7 @@ class GenericOperation(Operation):
             return f"the tensor is not contiguous: shape {tuple(tensor.shape)}, strides {tensor.stride()}"
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             return f"a {type(tensor).__name__} is a wrapper of other tensors"
-        return self._why_not_type(tensor.dtype)
+        return why_not_constant(tensor) or self._why_not_type(tensor.dtype)
 
     def _error(self, why: str) -> UnsupportedInputError:
         return UnsupportedInputError(f"{self._info.name}: {why}")

@@ -17,6 +17,7 @@ import torch
 from llm_comm.errors import UnsupportedInputError
 from llm_comm.operations.all_reduce import AllReduce
 from llm_comm.operations.all_reduce_add_rms_norm import FP8, AllReduceAddRmsNorm, check_quantization
+from llm_comm.operations.watched import check_constant
 
 _library = torch.library.Library("llm_comm", "DEF")
 _library.define("all_reduce(Tensor x, str communicator) -> Tensor")
@@ -68,6 +69,7 @@ def all_reduce(x: _Tensor, out: Any, communicator: str) -> Any:
     torch's dispatcher knows what to make of it: a graph while compiling, a fake result for a fake tensor, a wait for
     one that is still on its way (AsyncCollectiveTensor), an error for a part of a DTensor.
     """
+    check_constant("all_reduce", x=x, out=out)
     result = torch.ops.llm_comm.all_reduce(x, communicator)
     return result if out is None else _copy(result, "all_reduce: out", out)
 
@@ -88,6 +90,8 @@ def all_reduce_add_rms_norm(
         if not isinstance(tensor, _Tensor) and (tensor is not None or name in ("x", "weight")):
             raise UnsupportedInputError(f"all_reduce_add_rms_norm: {name} is a {type(tensor).__name__}, not a tensor")
     check_quantization(quantize, scale)
+    written = {"out": out, "residual_out": residual_out, "scale": scale}
+    check_constant("all_reduce_add_rms_norm", x=x, residual=residual, weight=weight, **written)
     operators = torch.ops.llm_comm
     results: _Results
     if quantize is None:
@@ -125,6 +129,7 @@ def _all_reduce(x: _Tensor, communicator: str) -> _Tensor:
 
 
 def _all_reduce_fake(x: _Tensor, communicator: str) -> _Tensor:
+    check_constant("all_reduce", x=x)
     return torch.empty_like(x)
 
 
@@ -133,6 +138,7 @@ def _fused(x: _Tensor, residual: _Tensor | None, weight: _Tensor, eps: float, na
 
 
 def _fused_fake(x: _Tensor, residual: _Tensor | None, weight: _Tensor, eps: float, communicator: str) -> _Results:
+    check_constant("all_reduce_add_rms_norm", x=x, residual=residual, weight=weight)
     return torch.empty_like(x), torch.empty_like(x)
 
 
@@ -155,6 +161,7 @@ def _fused_static_fake(
     communicator: str,
     scale: _Tensor,
 ) -> _Results:
+    check_constant("all_reduce_add_rms_norm", x=x, residual=residual, weight=weight)
     return torch.empty_like(x, dtype=FP8), torch.empty_like(x)
 
 
@@ -165,6 +172,7 @@ def _fused_dynamic(x: _Tensor, residual: _Tensor | None, weight: _Tensor, eps: f
 def _fused_dynamic_fake(
     x: _Tensor, residual: _Tensor | None, weight: _Tensor, eps: float, communicator: str
 ) -> _Results:
+    check_constant("all_reduce_add_rms_norm", x=x, residual=residual, weight=weight)
     scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     return torch.empty_like(x, dtype=FP8), torch.empty_like(x), scale
 
@@ -175,7 +183,13 @@ def _implement(name: str, function: Callable[..., Any], fake: Callable[..., Any]
     torch.library.register_fake(f"llm_comm::{name}", fake, lib=_library)
 
 
+def _all_reduce_of_batch(_info: Any, in_dims: Any, x: _Tensor, communicator: str) -> Any:
+    """For torch.vmap: sums go element by element, so one sum does for the batch."""
+    return torch.ops.llm_comm.all_reduce(x.contiguous(), communicator), in_dims[0]
+
+
 _implement("all_reduce", _all_reduce, _all_reduce_fake)
+torch.library.register_vmap("llm_comm::all_reduce", _all_reduce_of_batch, lib=_library)
 _implement("all_reduce_add_rms_norm", _fused, _fused_fake)
 _implement("all_reduce_add_rms_norm_static_fp8", _fused_static, _fused_static_fake)
 _implement("all_reduce_add_rms_norm_dynamic_fp8", _fused_dynamic, _fused_dynamic_fake)

@@ -16,8 +16,17 @@ from llm_comm.runtime.rendezvous import Rendezvous, host_identity
 
 logger = logging.getLogger("llm_comm")
 
-# What would make the ranks of a group run different kernels, or expect other messages.
-_OPTIONS_OF_ALL_RANKS = ("workspace_bytes", "max_message_bytes", "algorithm", "fuse", "debug", "share_gpu")
+# What would make the ranks of a group run different kernels, expect other messages, or give up at different times.
+_OPTIONS_OF_ALL_RANKS = (
+    "workspace_bytes",
+    "max_message_bytes",
+    "algorithm",
+    "fuse",
+    "debug",
+    "timeout_s",
+    "pdl",
+    "share_gpu",
+)
 
 _LIMITS_OF_A_DEVICE = ("sm_count", "max_cluster", "compute_capability")
 

@@ -75,16 +75,23 @@ def _sighting_in_words(sighting: Sighting) -> str:
 
 
 def _calls_in_words(calls: Sequence[_core.Call]) -> str:
-    """ "ranks 0, 1: one-shot all-reduce of 8 bf16 (call 3); rank 2: ..." """
+    """ "ranks 0, 1: one-shot all-reduce of 8 bf16 (call 3); rank 2: ...", with the details in which calls differ."""
+    words: dict[str, set[str]] = {}  # of a detail, by its name
+    for call in calls:
+        for name, detail in call.details:
+            words.setdefault(name, set()).add(detail)
+    differing = {name for name, said in words.items() if len(said) > 1}
     ranks: dict[str, list[str]] = {}
     for rank, call in enumerate(calls):
-        ranks.setdefault(call_in_words(call), []).append(str(rank))
+        details = [detail for name, detail in call.details if name in differing]
+        ranks.setdefault(call_in_words(call, details), []).append(str(rank))
     return "; ".join(f"rank{'s' * (len(who) > 1)} {', '.join(who)}: {what}" for what, who in ranks.items())
 
 
-def call_in_words(call: _core.Call) -> str:
+def call_in_words(call: _core.Call, details: Sequence[str] = ()) -> str:
     rows = f" in rows of {call.row}" if call.row else ""
-    return f"{call.operation} of {call.count} {call.data_type}{rows} (call {call.number})"
+    extra = "".join(f", {detail}" for detail in details)
+    return f"{call.operation} of {call.count} {call.data_type}{rows}{extra} (call {call.number})"
 
 
 def root_cause(rank: int, own: RankError | None, sightings: Sequence[Sighting]) -> RankError | None:

@@ -54,7 +54,7 @@ void all_reduce(emulator::Executor& stream, uint32_t rank, uint32_t number) {
   args.tile_lines_log2 = kTileLinesLog2;
   const CheckCallArgs check{
       args.comm,
-      {static_cast<uint32_t>(kAllReduceOneShot), static_cast<uint16_t>(DataType::kFloat32), 0, kCount, number},
+      {static_cast<uint32_t>(kAllReduceOneShot), static_cast<uint16_t>(DataType::kFloat32), 0, kCount, number, 0, {}},
       kCount * sizeof(float)};
   constexpr uint32_t kThreads = kWorld << kTileLinesLog2;
   stream.run({1, kWorld, kWorld * sizeof(CheckedCall)}, [&] { check_call(check); });

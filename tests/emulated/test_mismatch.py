@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -100,35 +100,60 @@ def test_calls_in_another_order(ranks: RankPool) -> None:
         assert "rank 1: two-shot all-reduce of 150016 fp32 (call 1)" in text
 
 
-def differ_in_debug() -> None:
-    with pytest.raises(RendezvousError, match="have different options"):
-        make_communicator(debug=dist.get_rank() == 0)
+def differ_in(option: str, values: list[Any]) -> None:
+    mine, theirs = values[dist.get_rank()], values[1 - dist.get_rank()]
+    with pytest.raises(RendezvousError, match="have different options") as caught:
+        make_communicator(**{option: mine})
+    for value in (mine, theirs):
+        assert f"'{option}': {value}" in str(caught.value)
 
 
-def test_debug_is_an_option_of_all_ranks(ranks: RankPool) -> None:
-    ranks.run(2, differ_in_debug)
+@pytest.mark.parametrize(
+    ("option", "values"), [("debug", [False, True]), ("timeout_s", [60.0, 61.0]), ("pdl", [False, True])]
+)
+def test_options_of_all_ranks(ranks: RankPool, option: str, values: list[Any]) -> None:
+    ranks.run(2, differ_in, option, values)
 
 
 def disagree_when_fused(odd_one: str) -> str:
-    """Rank 1 norms other rows of as many elements, or does not norm."""
+    """Rank 1 norms other rows of as many elements, or otherwise, or does not norm."""
     with make_communicator() as comm:
-        hidden = 128 if comm.rank == 1 and odd_one == "rows" else 64
+        odd = odd_one if comm.rank == 1 else None
+        hidden = 128 if odd == "rows" else 64
         x = torch.ones(512 // hidden, hidden, dtype=torch.bfloat16)
-        usual = partial(comm.all_reduce_add_rms_norm, x, x, x[0].clone(), 1e-6)
-        call = partial(comm.all_reduce, x) if comm.rank == 1 and odd_one == "operation" else usual
+        options: dict[str, Any] = {"quantize": "static", "scale": torch.ones(1)}
+        if odd == "quantization":
+            options = {"quantize": "dynamic"}
+        elif odd == "no quantization":
+            options = {}
+        residual = None if odd == "residual" else x
+        epsilon = 1.0 if odd == "epsilon" else 1e-5
+        fused = partial(comm.all_reduce_add_rms_norm, x, residual, x[0].clone(), epsilon, **options)
+        call = partial(comm.all_reduce, x) if odd == "operation" else fused
         with pytest.raises(MismatchError) as caught:
             call()
         return str(caught.value)
 
 
+FUSED = "one-shot all-reduce + RMSNorm of 512 bf16 in rows of 64"
+
+
 @pytest.mark.parametrize(
-    ("odd_one", "words"),
+    ("odd_one", "usual", "odd"),
     [
-        ("rows", "one-shot all-reduce + RMSNorm of 512 bf16 in rows of 128 (call 1)"),
-        ("operation", "one-shot all-reduce of 512 bf16 (call 1)"),
+        ("rows", FUSED, "one-shot all-reduce + RMSNorm of 512 bf16 in rows of 128"),
+        ("operation", FUSED, "one-shot all-reduce of 512 bf16"),
+        ("epsilon", f"{FUSED}, epsilon 1e-05", f"{FUSED}, epsilon 1"),
+        ("residual", f"{FUSED}, with residual", f"{FUSED}, without residual"),
+        ("quantization", f"{FUSED}, quantization static", f"{FUSED}, quantization dynamic"),
+        (
+            "no quantization",
+            f"{FUSED}, quantization static, with scale",
+            f"{FUSED}, quantization none, without scale",
+        ),
     ],
+    ids=["rows", "operation", "epsilon", "residual", "quantization", "no quantization"],
 )
-def test_fused_calls(ranks: RankPool, odd_one: str, words: str) -> None:
-    usual = "one-shot all-reduce + RMSNorm of 512 bf16 in rows of 64 (call 1)"
+def test_fused_calls(ranks: RankPool, odd_one: str, usual: str, odd: str) -> None:
     for text in ranks.run(2, disagree_when_fused, odd_one):
-        assert f"rank 0: {usual}; rank 1: {words}. " in text
+        assert f"rank 0: {usual} (call 1); rank 1: {odd} (call 1). " in text

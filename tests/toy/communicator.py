@@ -13,13 +13,14 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def main(module: str, meeting_point: str, rank: int, world: int) -> None:
     ranks.load(Path(module))  # before anything imports llm_comm
     from llm_comm.communicator import Communicator
     from llm_comm.config import Config
-    from llm_comm.errors import UnsupportedInputError
+    from llm_comm.errors import MismatchError, UnsupportedInputError
 
     dist.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=world)
     group = dist.group.WORLD
@@ -34,8 +35,19 @@ def main(module: str, meeting_point: str, rank: int, world: int) -> None:
                 comm.run("broadcast", {"input": x, "output": y}, root=root)
                 assert torch.equal(y, x - rank + root), f"rank {rank}: {count} {dtype} of rank {root}"
                 assert torch.equal(comm.all_reduce(x), world * (x - rank) + sum(range(world)))  # slots are armed again
+        written = y._version
+        comm.run("broadcast", {"input": x, "output": y}, root=0)
+        assert y._version > written  # autograd is told
+        for name in ("input", "output"):
+            buffers = {"input": x, "output": y, name: x.clone().requires_grad_()}
+            with pytest.raises(UnsupportedInputError, match=f"{name}: the tensor requires grad"):
+                comm.run("broadcast", buffers, root=0)
+        with TorchDispatchMode(), pytest.raises(UnsupportedInputError, match="TorchDispatchMode"):
+            comm.run("broadcast", {"input": x, "output": y}, root=0)
         with pytest.raises(UnsupportedInputError, match="root"):
             comm.run("broadcast", {"input": x, "output": y}, root=world)
+        with pytest.raises(MismatchError, match=rf"root 0 \(call .*rank {world - 1}: direct .* root {world - 1} \("):
+            comm.run("broadcast", {"input": x, "output": y}, root=rank)
 
 
 if __name__ == "__main__":

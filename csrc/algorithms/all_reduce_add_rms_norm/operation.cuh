@@ -97,17 +97,18 @@ struct TileCursor {
 struct AllReduceAddRmsNorm {
   using Args = AddRmsNormArgs;
   enum Parameter { kEpsilon, kQuantization };
-  static constexpr OperationInfo kInfo{.name = "all_reduce_add_rms_norm",
-                                       .title = "all-reduce + RMSNorm",
-                                       .buffers = {{"input"},
-                                                   {.name = "residual", .is_optional = true},
-                                                   {"weight"},
-                                                   {.name = "normed", .is_output = true},
-                                                   {.name = "new_residual", .is_output = true},
-                                                   {.name = "scale", .is_optional = true}},
-                                       .parameters = {{"epsilon"}, {"quantization"}},
-                                       .row_multiple = kElementsPerLine,
-                                       .max_row = kMaxHidden};
+  static constexpr OperationInfo kInfo{
+      .name = "all_reduce_add_rms_norm",
+      .title = "all-reduce + RMSNorm",
+      .buffers = {{"input"},
+                  {.name = "residual", .is_optional = true},
+                  {"weight"},
+                  {.name = "normed", .is_output = true},
+                  {.name = "new_residual", .is_output = true},
+                  {.name = "scale", .is_optional = true}},
+      .parameters = {{"epsilon"}, {.name = "quantization", .value_names = {"none", "static", "dynamic"}}},
+      .row_multiple = kElementsPerLine,
+      .max_row = kMaxHidden};
 
   static constexpr bool serves(DataType type) { return type != DataType::kFloat32; }
 

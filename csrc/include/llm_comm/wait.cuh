@@ -43,13 +43,16 @@ struct ErrorRecord {
   uint64_t bytes;     // of the message
 };
 
-// What a rank is about to do, as far as the ranks have to agree on it. Grids may differ: nothing depends on them.
+// What a rank is about to do, as far as the ranks have to agree on it. Grids may differ: nothing depends on them. Ranks
+// compare all of its words, so it has no gaps.
 struct CallSignature {
   uint32_t operation;  // OperationKind
   uint16_t data_type;  // DataType
   uint16_t row;        // elements of a row, for an operation that works by rows; else 0
   uint32_t count;      // elements
   uint32_t number;     // of the launch, as the host counts them from 1; a replay has that of the captured one
+  uint64_t buffers;    // bit i: buffer i, which is optional, is there
+  uint64_t parameter_bits[kMaxParameters];  // of the operation's parameters, which are of type double
 };
 
 // A bit of HostMailbox::end_reasons: all waits of this GPU are to end soon, and all later operations.

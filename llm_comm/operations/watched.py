@@ -1,0 +1,58 @@
+"""What torch must know of calls that its dispatcher does not see: who watches, who differentiates, what is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from llm_comm.errors import UnsupportedInputError
+
+# Global names cost less than attributes: this lies on the path of every call.
+_modes = torch._C._len_torch_dispatch_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+_is_tracing = torch._C._is_tracing
+
+#: Tells autograd that tensors have been written, in about 0.1 us. Those of inference mode have no version to count up.
+count_write = torch._C._increment_version
+
+_REQUIRES_GRAD = (
+    "the tensor requires grad, and nothing is differentiated: call under torch.no_grad(), or pass x.detach()"
+)
+_HAS_TANGENT = "the tensor has a tangent, and nothing is differentiated: pass x.detach()"
+
+
+def is_watched() -> bool:
+    """Whether calls of this thread have to go by torch's dispatcher, because someone would miss them or has wrappers
+    that look like ordinary tensors: a TorchDispatchMode (make_fx, fake tensors), torch.jit.trace, a transform of
+    torch.func, or forward-mode differentiation."""
+    return _modes() > 0 or _transform() is not None or _is_tracing() or forward_ad._current_level >= 0
+
+
+def why_not_constant(tensor: torch.Tensor) -> str:
+    """Why a derivative by a tensor would be lost, or ""."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return _REQUIRES_GRAD
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        return _HAS_TANGENT
+    return ""
+
+
+def check_constant(operation: str, **tensors: Any) -> None:
+    """Raises UnsupportedInputError if a derivative by one of the tensors would be lost. Whatever is none passes."""
+    for name, tensor in tensors.items():
+        why = why_not_constant(tensor) if isinstance(tensor, torch.Tensor) else ""
+        if why:
+            raise UnsupportedInputError(f"{operation}: {name}: {why}")
+
+
+def check_memory(operation: str, **tensors: Any) -> None:
+    """Raises UnsupportedInputError if torch does not tell where one of the tensors lies. For calls that have failed:
+    of wrappers, such as those of a transform of torch.func, all ranks have the same."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor):
+            try:
+                tensor.data_ptr()
+            except RuntimeError as error:
+                raise UnsupportedInputError(f"{operation}: {name} has no memory of its own: {error}") from error
