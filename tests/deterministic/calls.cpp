@@ -56,14 +56,25 @@ uint32_t draw_value(DataType type, Random& random) {
   }
 }
 
+// What outputs hold at first.
+constexpr char kUntouched = '\x5A';
+
+// "" or where bytes are not as they were at first.
+std::string touched_in(const char* first, size_t bytes) {
+  for (size_t i = 0; i < bytes; ++i) {
+    if (first[i] != kUntouched) return "byte " + std::to_string(i) + " has been written";
+  }
+  return "";
+}
+
 // A rank's tensor, whose first element need not be aligned to a line.
 class Tensor {
  public:
   Tensor(DataType type, uint64_t count, Random& random) : type_(type), count_(count) {
     const uint32_t per_line = static_cast<uint32_t>(sizeof(Line)) / bytes();
-    bytes_.assign((count + per_line) * bytes() + sizeof(Line), '\x5A');
-    const uint64_t misaligned = reinterpret_cast<uint64_t>(bytes_.data()) % sizeof(Line);
-    offset_ = sizeof(Line) - misaligned + (random.chance(64) ? random.below(per_line) * bytes() : 0);
+    offset_ = random.chance(64) ? random.below(per_line) * bytes() : 0;
+    // To the byte: a sanitizer sees the first one behind it. The heap aligns to lines.
+    bytes_ = std::vector<char>(offset_ + count * bytes(), kUntouched);
   }
 
   uint64_t address() const { return reinterpret_cast<uint64_t>(bytes_.data()) + offset_; }
@@ -83,6 +94,8 @@ class Tensor {
     }
     return "";
   }
+
+  std::string touched() const { return touched_in(bytes_.data(), bytes_.size()); }
 
  private:
   uint32_t bytes() const { return element_bytes(type_); }
@@ -106,6 +119,11 @@ std::string text(const Tiling& tiling) {
          (tiling.cluster > 1 ? ", clusters of " + std::to_string(tiling.cluster) : "") + ", tile lines " +
          std::to_string(tiling.tile_lines) + ", depth " + std::to_string(tiling.depth) + ", launches of " +
          std::to_string(tiling.launch_units);
+}
+
+const char* suffix_of(Quantization quantization) {
+  const char* const suffixes[] = {"", "+static", "+dynamic"};
+  return suffixes[static_cast<uint32_t>(quantization)];
 }
 
 uint64_t launches(const Problem& problem, const Tiling& tiling) {
@@ -195,6 +213,7 @@ class AllReduceCall final : public Call {
   }
 
   std::string wrong(uint32_t rank) const override { return output(rank).differs_from(expected_); }
+  std::string touched(uint32_t rank) const override { return in_place_ ? "" : output(rank).touched(); }
 
   uint64_t operations() const override { return launches(problem_, tiling_); }
 
@@ -251,9 +270,11 @@ class AllReduceCall final : public Call {
 
 // ---- All-reduce + residual add + RMSNorm ---------------------------------------------------------------------------
 
-// How many representable values lie between two.
-uint32_t distance(uint16_t a, uint16_t b) {
-  const auto place = [](uint16_t bits) { return bits < 0x8000 ? 0x8000 + bits : 0x10000 - bits; };
+// How many representable values lie between two, whose highest bit is the sign.
+template <class Bits>
+uint32_t distance(Bits a, Bits b) {
+  constexpr int kSign = 1 << (8 * sizeof(Bits) - 1);
+  const auto place = [](int bits) { return bits < kSign ? kSign + bits : 2 * kSign - bits; };
   return static_cast<uint32_t>(std::abs(place(a) - place(b)));
 }
 
@@ -262,13 +283,18 @@ class FusedCall final : public Call {
  public:
   // Rows of several tiles, clusters of as many blocks as have a share of the row, and more rows than clusters: only then
   // does a block meet itself again in what it keeps for two rows, and blocks come to a row at different times.
-  FusedCall(uint32_t algorithm, uint32_t ranks, Random& random)
+  FusedCall(uint32_t algorithm, Quantization quantization, uint32_t ranks, Random& random)
       : algorithm_(algorithm),
+        quantization_(quantization),
         ranks_(ranks),
         has_whole_warps_(shares_out() && ranks == 2 && random.chance(12)),
         lines_(has_whole_warps_ ? 4 * kWarpThreads : random.between(1, random.pick({8u, 16u, ranks > 4 ? 16u : 40u}))),
         rows_(random.between(1, random.pick({1u, 2u, 5u}))),
-        problem_{uint64_t{rows_} * lines_ * kElementsPerLine, lines_ * kElementsPerLine, D, ranks, {kEpsilon, 0}} {
+        problem_{uint64_t{rows_} * lines_ * kElementsPerLine,
+                 lines_ * kElementsPerLine,
+                 D,
+                 ranks,
+                 {kEpsilon, static_cast<double>(quantization)}} {
     Registry::at(algorithm, [&]<class A>() {
       if constexpr (std::is_base_of_v<RowsInClusters<A>, A>) {
         tiling_ = draw_tiling_of_rows(A::span(problem_), random);
@@ -277,50 +303,118 @@ class FusedCall final : public Call {
       }
     });
     const uint32_t hidden = lines_ * kElementsPerLine;
-    for (uint32_t i = 0; i < ranks * rows_ * hidden; ++i) input_.push_back(draw(random));
-    for (uint32_t i = 0; i < rows_ * hidden; ++i) residual_.push_back(draw(random));
-    for (uint32_t i = 0; i < hidden; ++i) weight_.push_back(draw(random));
-    normed_.resize(input_.size());
-    new_residual_.resize(input_.size());
+    for (uint32_t rank = 0; rank < ranks; ++rank) input_.push_back(draw(rows_ * hidden, random));
+    residual_ = draw(rows_ * hidden, random);
+    weight_ = draw(hidden, random);
+    outputs_.assign(ranks, Outputs(rows_, hidden, quantization));
     for (uint32_t row = 0; row < rows_; ++row) expect_row(row);
   }
 
   void enqueue(World& world, uint32_t rank) override {
     calls_.push_back(world.core(rank).prepare(algorithm_, problem_, tiling_));
-    const size_t first = rank * residual_.size();
-    const uint64_t buffers[] = {address(&input_[first]),  address(residual_.data()),      address(weight_.data()),
-                                address(&normed_[first]), address(&new_residual_[first]), 0};
+    const auto address = [](const auto& tensor) { return reinterpret_cast<uint64_t>(tensor.data()); };
+    const bool is_static = quantization_ == Quantization::kStatic;
+    const Outputs& outputs = outputs_[rank];
+    const uint64_t buffers[] = {address(input_[rank]),     address(residual_),
+                                address(weight_),          address(outputs.normed),
+                                address(outputs.residual), is_static ? address(static_scale_) : address(outputs.scale)};
     calls_.back()->run(buffers, 0);
   }
 
   std::string wrong(uint32_t rank) const override {
+    const Outputs& outputs = outputs_[rank];
+    for (uint32_t row = 0; row < rows_; ++row) {
+      const std::string wrong = quantization_ == Quantization::kDynamic ? wrong_scale(outputs, row) : "";
+      if (!wrong.empty()) return wrong;
+    }
     for (size_t i = 0; i < residual_.size(); ++i) {
-      const uint16_t sum = new_residual_[rank * residual_.size() + i];
-      if (sum != expected_residual_[i]) {
-        return "element " + std::to_string(i) + " of the residual is " + hex(sum) + ", not " +
+      if (outputs.residual[i] != expected_residual_[i]) {
+        return "element " + std::to_string(i) + " of the residual is " + hex(outputs.residual[i]) + ", not " +
                hex(expected_residual_[i]);
       }
-      const uint16_t normed = normed_[rank * residual_.size() + i];
-      if (distance(normed, expected_normed_[i]) > 1) {
-        return "normed element " + std::to_string(i) + " is " + hex(normed) + ", not " + hex(expected_normed_[i]);
-      }
+      const std::string wrong = wrong_norm(outputs, i);
+      if (!wrong.empty()) return "normed element " + std::to_string(i) + wrong;
     }
     return "";
+  }
+
+  std::string touched(uint32_t rank) const override {
+    const Outputs& outputs = outputs_[rank];
+    const auto what = [](const char* name, const auto& tensor) {
+      const auto* const first = reinterpret_cast<const char*>(tensor.data());
+      const std::string touched = touched_in(first, tensor.size() * sizeof(tensor[0]));
+      return touched.empty() ? "" : std::string(name) + ": " + touched;
+    };
+    const std::string scale = what("scale", outputs.scale);
+    const std::string residual = what("new_residual", outputs.residual);
+    return !scale.empty() ? scale : !residual.empty() ? residual : what("normed", outputs.normed);
   }
 
   uint64_t operations() const override { return launches(problem_, tiling_); }
 
   std::string name() const override {
-    return name_of(algorithm_) + " of " + std::to_string(rows_) + " rows of " + std::to_string(lines_) + " lines (" +
-           text(tiling_) + ")";
+    return name_of(algorithm_) + suffix_of(quantization_) + " of " + std::to_string(rows_) + " rows of " +
+           std::to_string(lines_) + " lines (" + text(tiling_) + ")";
   }
 
  private:
   using E = Element<D>;
   static constexpr float kEpsilon = 1e-5f;
 
-  static uint16_t draw(Random& random) { return static_cast<uint16_t>(draw_number(D, random)); }
-  static uint64_t address(const uint16_t* tensor) { return reinterpret_cast<uint64_t>(tensor); }
+  static constexpr float kStaticScale = 0.0371f;
+
+  // What a call writes on one rank, each of exactly the bytes that are its own.
+  struct Outputs {
+    std::vector<uint8_t> normed;
+    std::vector<uint16_t> residual;
+    std::vector<float> scale;  // empty unless the call makes it
+
+    Outputs(uint32_t rows, uint32_t hidden, Quantization quantization)
+        : normed(rows * hidden * (quantization == Quantization::kNone ? 2 : 1)),
+          residual(rows * hidden),
+          scale(quantization == Quantization::kDynamic ? rows : 0) {
+      std::memset(normed.data(), kUntouched, normed.size());
+      std::memset(residual.data(), kUntouched, residual.size() * sizeof(residual[0]));
+      if (!scale.empty()) std::memset(scale.data(), kUntouched, scale.size() * sizeof(float));
+    }
+  };
+
+  static std::vector<uint16_t> draw(uint32_t count, Random& random) {
+    std::vector<uint16_t> values(count);
+    for (uint16_t& value : values) value = static_cast<uint16_t>(draw_number(D, random));
+    return values;
+  }
+
+  float expected_scale(uint32_t row) const {
+    if (quantization_ == Quantization::kStatic) return kStaticScale;
+    const uint32_t hidden = lines_ * kElementsPerLine;
+    float largest = 0;
+    for (uint32_t i = row * hidden; i < (row + 1) * hidden; ++i) {
+      largest = std::max(largest, std::abs(E::value(expected_normed_[i])));
+    }
+    return std::max(largest / kLargestE4m3, kSmallestScale);
+  }
+
+  // A norm may differ by a rounding, and with the largest of a row its scale.
+  std::string wrong_scale(const Outputs& outputs, uint32_t row) const {
+    const float expected = expected_scale(row);
+    if (std::abs(outputs.scale[row] - expected) <= expected / 64) return "";
+    return "the scale of row " + std::to_string(row) + " is " + std::to_string(outputs.scale[row]) + ", not " +
+           std::to_string(expected);
+  }
+
+  std::string wrong_norm(const Outputs& outputs, size_t i) const {
+    if (quantization_ == Quantization::kNone) {
+      uint16_t normed;
+      std::memcpy(&normed, outputs.normed.data() + i * sizeof(normed), sizeof(normed));
+      if (distance(normed, expected_normed_[i]) <= 1) return "";
+      return " is " + hex(normed) + ", not " + hex(expected_normed_[i]);
+    }
+    const auto row = static_cast<uint32_t>(i / (lines_ * kElementsPerLine));
+    const uint8_t expected = float_to_e4m3(E::value(expected_normed_[i]) / expected_scale(row));
+    if (distance(outputs.normed[i], expected) <= 1) return "";
+    return " is " + hex(outputs.normed[i]) + ", not " + hex(expected) + " (FP8)";
+  }
 
   // Whether a rank sums a part of each row only.
   bool shares_out() const {
@@ -355,8 +449,7 @@ class FusedCall final : public Call {
     const uint32_t hidden = lines_ * kElementsPerLine;
     double squares = 0;
     for (uint32_t i = row * hidden; i < (row + 1) * hidden; ++i) {
-      const auto reduced = static_cast<uint16_t>(
-          sum_of_one(D, ranks_, [&](uint32_t rank) { return input_[rank * residual_.size() + i]; }));
+      const auto reduced = static_cast<uint16_t>(sum_of_one(D, ranks_, [&](uint32_t rank) { return input_[rank][i]; }));
       expected_residual_.push_back(E::round(E::value(reduced) + E::value(residual_[i])));
       squares += std::pow(static_cast<double>(E::value(expected_residual_.back())), 2);
     }
@@ -369,17 +462,18 @@ class FusedCall final : public Call {
   }
 
   uint32_t algorithm_;
+  Quantization quantization_;
   uint32_t ranks_;
   bool has_whole_warps_;  // each holds four chunks in a row, which it delivers at once
   uint32_t lines_;        // of a row
   uint32_t rows_;
   Problem problem_;
   Tiling tiling_{};
-  std::vector<uint16_t> input_;  // [rank][row][element], as are normed and new_residual
+  std::vector<std::vector<uint16_t>> input_;  // [rank][row and element]
   std::vector<uint16_t> residual_;
   std::vector<uint16_t> weight_;
-  std::vector<uint16_t> normed_;
-  std::vector<uint16_t> new_residual_;
+  const std::vector<float> static_scale_{kStaticScale};
+  std::vector<Outputs> outputs_;  // by rank
   std::vector<uint16_t> expected_residual_;
   std::vector<uint16_t> expected_normed_;
   std::vector<std::unique_ptr<host::PreparedCall>> calls_;
@@ -511,6 +605,7 @@ class AnyCall final : public Call {
   std::string wrong(uint32_t rank) const override {
     return tensors_[first_output()][rank].differs_from(expected_[rank]);
   }
+  std::string touched(uint32_t rank) const override { return tensors_[first_output()][rank].touched(); }
 
   uint64_t operations() const override { return launches(problem_, tiling_); }
 
@@ -568,8 +663,9 @@ class AnyCall final : public Call {
 
 // ---- Which calls there are -----------------------------------------------------------------------------------------
 
-std::unique_ptr<Call> draw_call_of(uint32_t algorithm, DataType type, uint32_t ranks, Random& random,
-                                   const Call* before) {
+std::unique_ptr<Call> draw_call_of(const Subject& subject, uint32_t ranks, Random& random, const Call* before) {
+  const uint32_t algorithm = subject.algorithm;
+  const DataType type = subject.type;
   std::unique_ptr<Call> call;
   Registry::at(algorithm, [&]<class A>() {
     if constexpr (std::is_same_v<typename A::Operation, AllReduce>) {
@@ -577,9 +673,9 @@ std::unique_ptr<Call> draw_call_of(uint32_t algorithm, DataType type, uint32_t r
       call = std::make_unique<AllReduceCall>(algorithm, type, ranks, random, sums);
     } else if constexpr (std::is_same_v<typename A::Operation, AllReduceAddRmsNorm>) {
       if (type == DataType::kFloat16) {
-        call = std::make_unique<FusedCall<DataType::kFloat16>>(algorithm, ranks, random);
+        call = std::make_unique<FusedCall<DataType::kFloat16>>(algorithm, subject.quantization, ranks, random);
       } else {
-        call = std::make_unique<FusedCall<DataType::kBFloat16>>(algorithm, ranks, random);
+        call = std::make_unique<FusedCall<DataType::kBFloat16>>(algorithm, subject.quantization, ranks, random);
       }
     } else {
       call = std::make_unique<AnyCall<A>>(algorithm, type, ranks, random);
@@ -593,13 +689,20 @@ std::unique_ptr<Call> draw_call_of(uint32_t algorithm, DataType type, uint32_t r
 const std::vector<NamedSubject>& subjects() {
   static const std::vector<NamedSubject> all = [] {
     std::vector<NamedSubject> found;
-    for (uint32_t number = 0; number < Registry::kCount; ++number) {
-      for (const DataType type : info_of(number).types)
-        found.push_back({name_of(number), {number, std::nullopt, type}});
-    }
+    const auto add = [&](uint32_t number, Quantization quantization) {
+      for (const DataType type : info_of(number).types) {
+        found.push_back({name_of(number) + suffix_of(quantization), {number, std::nullopt, type, quantization}});
+      }
+    };
+    for (uint32_t number = 0; number < Registry::kCount; ++number) add(number, Quantization::kNone);
+    Registry::for_each([&]<class A>() {
+      if (!std::is_same_v<typename A::Operation, AllReduceAddRmsNorm>) return;
+      add(Registry::index_of<A>(), Quantization::kStatic);
+      add(Registry::index_of<A>(), Quantization::kDynamic);
+    });
     const char* const forms[] = {"put", "get", "packets"};
     for (uint32_t form = 0; form < std::size(forms); ++form) {
-      found.push_back({forms[form], {0, static_cast<Form>(form), DataType::kBFloat16}});
+      found.push_back({forms[form], {0, static_cast<Form>(form), DataType::kBFloat16, Quantization::kNone}});
     }
     return found;
   }();
@@ -618,10 +721,10 @@ std::unique_ptr<Call> draw_call(const Subject& subject, bool alone, uint32_t ind
     }();
     const uint32_t algorithm = all_reduces[random.below(all_reduces.size())];
     const auto type = static_cast<DataType>(random.below(kDataTypes));
-    return draw_call_of(algorithm, type, ranks, random, before);
+    return draw_call_of({algorithm, std::nullopt, type, Quantization::kNone}, ranks, random, before);
   }
   if (subject.form) return std::make_unique<MessageCall>(*subject.form, index, ranks, random);
-  return draw_call_of(subject.algorithm, subject.type, ranks, random, before);
+  return draw_call_of(subject, ranks, random, before);
 }
 
 }  // namespace drill

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "algorithms/all_reduce_add_rms_norm/operation.cuh"
 #include "emulator/deterministic/random.h"
 #include "world.h"
 
@@ -21,6 +22,8 @@ class Call {
   virtual void enqueue(World& world, uint32_t rank) = 0;
   // After the schedule: "" or what is wrong with the rank's result.
   virtual std::string wrong(uint32_t rank) const = 0;
+  // Where the rank's operations had ended before this call began: "" or what it has written nevertheless.
+  virtual std::string touched(uint32_t) const { return ""; }
   // How many numbers of operations it takes.
   virtual uint64_t operations() const = 0;
   virtual std::string name() const = 0;
@@ -32,14 +35,15 @@ struct Subject {
   uint32_t algorithm;
   std::optional<Form> form;
   DataType type;
+  Quantization quantization;  // of a fused operation
 };
 
 struct NamedSubject {
-  std::string name;  // "all_reduce/one_shot", or "put"
+  std::string name;  // "all_reduce/one_shot", "all_reduce_add_rms_norm/one_shot+static", or "put"
   Subject subject;
 };
 
-// Each algorithm with each of its data types, then the forms of message passing.
+// Each algorithm with each of its data types, then the fused ones with FP8, then the forms of message passing.
 const std::vector<NamedSubject>& subjects();
 
 // The call number `index` of a schedule. `alone`: about its subject, as all of them. `before`: the one made before it, or

@@ -26,10 +26,11 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
 import driver
+import edits
+from edits import SWITCH, Change, Edit, source
 
 REGISTRIES = ("csrc/algorithms/registry.def", "tests/toy/registry.def")
 INCLUDES = ("csrc", "csrc/include")
@@ -41,7 +42,6 @@ SESSION = "csrc/include/llm_comm/ll_session.cuh"
 OPERATION = "csrc/include/llm_comm/operation.cuh"
 SEMAPHORE = "csrc/include/llm_comm/semaphore.cuh"
 SUSPICION = "csrc/include/llm_comm/suspicion.cuh"
-TYPES = "csrc/include/llm_comm/platform_types.h"
 WAIT = "csrc/include/llm_comm/wait.cuh"
 CHECK_CALL = "csrc/algorithms/check_call.cuh"
 RMS_NORM = "csrc/algorithms/all_reduce_add_rms_norm/rms_norm.cuh"
@@ -49,13 +49,11 @@ MESSAGES = "tests/deterministic/message_passing.cuh"
 #: The core launches its kernels around those of every algorithm.
 AROUND_ALL = CHECK_CALL
 
-SWITCH = "LLM_COMM_TEST_CONTROL"
-
 # What the driver says of a failure, as regular expressions. Any other failure proves nothing: a crash, a wrong
 # option, or a schedule that does not end where nobody should hang.
-WRONG_RESULT = r"^((without an error on|before the error of|though nobody failed,) )?rank \d+, call \d+"
-#: A rank whose operation was cut short ends it as if it were right.
-UNTOLD = r"^(without an error on|before the error of) rank \d+, call \d+"
+WRONG_RESULT = r"^((without an error on|(before|behind) the error of|though nobody failed,) )?rank \d+, call \d+"
+#: A rank whose operation was cut short ends it as if it were right, or goes on with the next.
+UNTOLD = r"^(without an error on|(before|behind) the error of) rank \d+, call \d+"
 NOBODY_IS_MISSING = r"^rank \d+: a wait of .* expired"
 #: Of the protections of lines and slots: any of these, as it happens.
 WRONG = "|".join((WRONG_RESULT, NOBODY_IS_MISSING, "is not armed again", r"counted \d+ operations"))
@@ -70,23 +68,9 @@ LEFT_ALONE = "has ended when another one writes to its memory"
 
 MISHAPS = ("--mishaps",)
 
-
-@dataclass(frozen=True)
-class Edit:
-    """Text of a source, which is there once, and what takes its place: the same, unless ``WITHOUT``."""
-
-    file: str
-    old: str
-    new: str
-
-    def places(self, text: str) -> list[re.Match[str]]:
-        found = list(re.finditer(r"\s+".join(re.escape(word) for word in self.old.split()), text))
-        if len(found) != 1:
-            raise ValueError(f"{self.file} does not hold {self.old!r} once")
-        return found
-
-    def replacement(self, _: re.Match[str]) -> str:
-        return self.new
+#: FP8 with a scale for each row, which blocks of a cluster find together.
+FP8 = "+dynamic"
+FP8_SUBJECTS = tuple(f"all_reduce_add_rms_norm/{algorithm}{FP8}" for algorithm in ("one_shot", "two_shot"))
 
 
 class Everywhere:
@@ -122,6 +106,7 @@ class Protection:
     failure: str = WRONG
     subjects: tuple[str, ...] = ()
     exempt: Mapping[str, str] = field(default_factory=dict)
+    fp8: bool = False
 
 
 PROTECTIONS = (
@@ -308,6 +293,17 @@ PROTECTIONS = (
             ),
         ),
         failure=HANGS,
+        fp8=True,
+    ),
+    Protection(
+        "sets_of_magnitudes",
+        "the largest magnitudes of a row meet apart from its sums of squares",
+        (
+            Edit(RMS_NORM, "contribute(2 + set_of_row()", "contribute((WITHOUT ? 0 : 2) + set_of_row()"),
+            Edit(RMS_NORM, "combine_partials(2 + set_of_row()", "combine_partials((WITHOUT ? 0 : 2) + set_of_row()"),
+        ),
+        failure=f"{WRONG_RESULT}|{HANGS}|{LEFT_ALONE}",
+        subjects=FP8_SUBJECTS,
     ),
     Protection(
         "four_chunks_of_a_warp",
@@ -342,6 +338,15 @@ PROTECTIONS = (
         options=MISHAPS,
         budget=20_000,
         failure=UNTOLD,
+    ),
+    Protection(
+        "stores_nothing_in_vain",
+        "a thread that may not begin, but goes on for the sake of others, stores no results",
+        (Edit(RMS_NORM, "{ stores_ = begun; }", "{ stores_ = WITHOUT || begun; }"),),
+        options=MISHAPS,
+        budget=20_000,
+        failure=UNTOLD,
+        fp8=True,
     ),
     Protection(
         "no_sums_of_incomplete_slices",
@@ -556,11 +561,6 @@ PROTECTIONS = (
 # ---- The algorithms ------------------------------------------------------------------------------------------------
 
 
-@cache
-def source(file: str) -> str:
-    return (driver.REPOSITORY / file).read_text(encoding="utf-8")
-
-
 @dataclass(frozen=True)
 class Algorithm:
     subject: str  # as the driver names it: operation/algorithm
@@ -621,16 +621,6 @@ class Control:
         return (*self.protection.options, *alone, *(("--algorithm", self.subject) if self.subject else ()))
 
 
-@dataclass(frozen=True)
-class Change:
-    """A place of a source, and what stands there in the copy."""
-
-    file: str
-    start: int
-    end: int
-    text: str
-
-
 def uses(algorithm: Algorithm, edits: Iterable[Edit]) -> bool:
     return all(edit.file in algorithm.included or edit.file == AROUND_ALL for edit in edits)
 
@@ -641,8 +631,7 @@ def find_controls() -> tuple[tuple[Control, ...], tuple[Change, ...]]:
     number = 0
 
     def take_out(file: str, edit: Edit | Everywhere, place: re.Match[str]) -> None:
-        text = edit.replacement(place).replace("WITHOUT", f"(::control_that_is_on == {number})")
-        changes.append(Change(file, place.start(), place.end(), text))
+        changes.append(Change.behind_switch(file, place, edit.replacement(place), number))
 
     for protection in PROTECTIONS:
         exempt = "|".join(protection.exempt) or "(?!)"
@@ -659,6 +648,7 @@ def find_controls() -> tuple[tuple[Control, ...], tuple[Change, ...]]:
             for edit in protection.edits:
                 take_out(edit.file, edit, edit.places(source(edit.file))[0])
             users = [algorithm.subject for algorithm in algorithms if uses(algorithm, protection.edits)]
+            users += [f"{subject}{FP8}" for subject in users] if protection.fp8 else []
             controls += [Control(protection, subject, number) for subject in protection.subjects or users]
         if len(controls) == before:
             raise ValueError(f"{protection.name}: no algorithm holds what is to be taken out")
@@ -669,36 +659,15 @@ CONTROLS, CHANGES = find_controls()
 
 
 def edited_sources() -> dict[str, bytes]:
-    """The sources, by path, in which the environment variable of ``SWITCH`` takes out one protection."""
+    """The sources, by path, in which the environment variable of ``edits.SWITCH`` takes out one protection."""
     found = [path for tree in TREES for path in (driver.REPOSITORY / tree).rglob("*") if path.is_file()]
-    texts = {str(p.relative_to(driver.REPOSITORY)): p.read_bytes() for p in found if "__pycache__" not in p.parts}
-    for file in {change.file for change in CHANGES}:
-        text, end = "", 0
-        for change in sorted((c for c in CHANGES if c.file == file), key=lambda c: (c.start, c.end)):
-            if change.start < end:
-                raise ValueError(f"{file}: two controls edit {source(file)[change.start : end]!r}")
-            text += source(file)[end : change.start] + change.text
-            end = change.end
-        texts[file] = (text + source(file)[end:]).encode()
-    variable = f'#include <cstdlib>\ninline const int control_that_is_on = std::atoi(std::getenv("{SWITCH}"));\n'
-    texts[TYPES] += variable.encode()
-    return texts
+    files = [str(p.relative_to(driver.REPOSITORY)) for p in found if "__pycache__" not in p.parts]
+    return edits.switched(files, CHANGES)
 
 
 def edited_copy(directory: Path) -> Path:
-    """Brings ``directory`` to hold ``edited_sources()``. What is there already is not built again."""
-    texts = edited_sources()
-    if directory.exists():
-        for path in directory.rglob("*"):
-            if path.is_file() and str(path.relative_to(directory)) not in texts:
-                path.unlink()
-    for name, text in texts.items():
-        path = directory / name
-        if path.exists() and path.read_bytes() == text:
-            continue
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(text)
-    return directory
+    """Brings ``directory`` to hold ``edited_sources()``."""
+    return edits.write(directory, edited_sources())
 
 
 def build(directory: Path = driver.REPOSITORY / "build" / "controls") -> Path:
@@ -762,11 +731,10 @@ def table(results: Sequence[Mapping[str, object]]) -> str:
             if control.protection is not protection:
                 continue
             result = measured[control.name]
-            column = control.subject if control.subject in columns else "message passing"
-            figures = f"{result['schedules_median']} ({result['schedules_most']})"
-            cells.setdefault(column, []).append(
-                figures if column == control.subject else f"{control.subject} {figures}"
-            )
+            algorithm, is_fp8, _ = control.subject.partition("+")
+            column = algorithm if algorithm in columns else "message passing"
+            what = "" if column == control.subject else "FP8 " if is_fp8 else f"{control.subject} "
+            cells.setdefault(column, []).append(f"{what}{result['schedules_median']} ({result['schedules_most']})")
         row = [protection.name, protection.text, *("; ".join(cells.get(c, [])) for c in heads[2:-1])]
         rows.append("| " + " | ".join([*row, str(protection.budget)]) + " |")
     return "".join(row + "\n" for row in rows)

@@ -184,6 +184,19 @@ std::string wrong_result(const std::vector<std::unique_ptr<Call>>& calls, uint32
   return "";
 }
 
+// Of calls that begin behind operation number `operations`, with which the rank's communicator ended.
+std::string written_after_the_end(const std::vector<std::unique_ptr<Call>>& calls, uint32_t rank, uint64_t operations) {
+  uint64_t first = 0;
+  for (size_t i = 0; i < calls.size(); ++i) {
+    const std::string touched = first > operations ? calls[i]->touched(rank) : "";
+    if (!touched.empty()) {
+      return "rank " + std::to_string(rank) + ", call " + std::to_string(i) + " (" + calls[i]->name() + "): " + touched;
+    }
+    first += calls[i]->operations();
+  }
+  return "";
+}
+
 // No rank has an error, all results are right, all lines are armed and all operations counted. `but`: not on this one.
 std::string check_all_right(World& world, const std::vector<std::unique_ptr<Call>>& calls,
                             std::optional<uint32_t> but = std::nullopt) {
@@ -221,7 +234,7 @@ uint32_t count_failed(World& world) {
 
 // Where no rank has failed, all is as if nothing had happened. Else, a rank without an error has right results, the one
 // that came too late too, but not one that failed without a record; one with an error names one that was missing, and has
-// right results of what it ended before.
+// right results of what it ended before, and has written nothing in calls behind it.
 std::string check_mishap(World& world, const std::vector<std::unique_ptr<Call>>& calls, const Mishap& mishap) {
   const std::optional<uint64_t> stopped = world.machine().stalled_at(mishap.rank);
   const bool died = stopped && mishap.for_ever;
@@ -247,8 +260,11 @@ std::string check_mishap(World& world, const std::vector<std::unique_ptr<Call>>&
       return "rank " + std::to_string(rank) + " blames the wrong one: " + describe(*error);
     }
     if (error->operation == "user kernel") continue;  // may have no number
-    const std::string wrong = wrong_result(calls, rank, world.operations_before(error->sequence));
+    const uint64_t ended = world.operations_before(error->sequence);
+    const std::string wrong = wrong_result(calls, rank, ended);
     if (!wrong.empty()) return "before the error of " + wrong;
+    const std::string written = written_after_the_end(calls, rank, ended);
+    if (!written.empty()) return "behind the error of " + written;
   }
   return "";
 }

@@ -92,7 +92,9 @@ def test_subjects_are_the_algorithms_of_the_registry(programs: Path) -> None:
     listed = driver.run(programs / driver.PROGRAM, "--list").stdout.splitlines()
     algorithms = [algorithm.subject for algorithm in controls.ALGORITHMS]
     assert listed[: len(algorithms)] == algorithms
-    assert listed[len(algorithms) :] == ["put", "get", "packets"]
+    fused = [name for name in algorithms if name.startswith("all_reduce_add_rms_norm/")]
+    fp8 = [f"{name}+{quantization}" for name in fused for quantization in ("static", "dynamic")]
+    assert listed[len(algorithms) :] == [*fp8, "put", "get", "packets"]
     assert "broadcast/direct" in algorithms
 
 

@@ -97,20 +97,26 @@ bool reduce(Core& core, int rank, uint64_t call) {
 }
 
 // Rows of zeros: what matters is who accesses what.
+// Of zeros, without FP8, with a given scale and with one for each row. Every buffer ends where its last element does.
 bool reduce_fused(Core& core, uint64_t call) {
   constexpr uint32_t kHidden = 96;
   const uint64_t rows = 1 + call % 3;
-  const Problem problem{rows * kHidden, kHidden, DataType::kBFloat16, kWorld, {1e-5, 0}};
+  const uint64_t quantization = call / 3 % 3;
+  const Problem problem{
+      rows * kHidden, kHidden, DataType::kBFloat16, kWorld, {1e-5, static_cast<double>(quantization)}};
   const Tiling tiling{.blocks = 2, .tile_lines = 8, .cluster = 1, .depth = 1, .launch_units = rows};
   const auto prepared = core.prepare(algorithm_of("all_reduce_add_rms_norm", call), problem, tiling);
   const std::vector<uint16_t> zeros(rows * kHidden);
-  std::vector<uint16_t> normed(rows * kHidden, 1);
+  const std::vector<uint16_t> weight(kHidden);
+  std::vector<uint8_t> normed(rows * kHidden * (quantization == 0 ? 2 : 1), 1);
   std::vector<uint16_t> residual(rows * kHidden, 1);
-  const auto address = [](const std::vector<uint16_t>& tensor) { return reinterpret_cast<uint64_t>(tensor.data()); };
-  if (!run(*prepared, {address(zeros), address(zeros), address(zeros), address(normed), address(residual), 0})) {
+  std::vector<float> scale(quantization == 2 ? rows : 1, 1.0f);
+  const auto address = [](const auto& tensor) { return reinterpret_cast<uint64_t>(tensor.data()); };
+  if (!run(*prepared, {address(zeros), address(zeros), address(weight), address(normed), address(residual),
+                       quantization == 0 ? 0 : address(scale)})) {
     return false;
   }
-  return normed == zeros && residual == zeros;
+  return normed == std::vector<uint8_t>(normed.size()) && residual == zeros && scale[0] > 0;
 }
 
 // What the watchdog asks a core while kernels run.
