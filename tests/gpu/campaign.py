@@ -27,6 +27,7 @@ from typing import Any
 
 from common import Ranks, environment, parser, run, wants_cuda
 from memcheck import sanitizer_path
+from overlap import mps_control_path
 from user_kernels import nvcc_path
 
 HERE = Path(__file__).parent
@@ -142,6 +143,18 @@ def all_parts(options: argparse.Namespace, on_gpu: bool) -> list[Part]:
             _by_status,
             starts_ranks=True,
             lacks=no_gpu or ("nvcc" if nvcc_path() is None else ""),
+        ),
+        Part("overlap", "overlap.py", (), 2, 120, _by_status),
+        Part(
+            "overlap_mps",
+            "overlap.py",
+            ("--mps", "--world", str(world)),
+            world,
+            120,
+            _by_status,
+            starts_ranks=True,
+            alone=True,
+            lacks=no_gpu or ("nvidia-cuda-mps-control" if mps_control_path() is None else ""),
         ),
         Part(
             "graph_outlives", "graph_outlives.py", (), 2, 200, _by_status, starts_ranks=True, alone=True, lacks=no_gpu

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from memcheck import sanitizer_path
+from overlap import mps_control_path
 from user_kernels import nvcc_path
 
 from llm_comm import launch
@@ -79,6 +80,17 @@ def test_environments() -> None:
 @pytest.mark.timeout(320)
 def test_graph_outlives_communicator() -> None:
     run_program([str(HERE / "graph_outlives.py")], 300)
+
+
+@pytest.mark.timeout(200)
+def test_overlapping_communicators() -> None:
+    run_ranks("overlap.py", 180, world=2)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.skipif(mps_control_path() is None, reason="no nvidia-cuda-mps-control")
+def test_overlapping_communicators_under_mps() -> None:
+    run_program([str(HERE / "overlap.py"), "--mps"], 180)
 
 
 @pytest.mark.timeout(320)
