@@ -33,6 +33,8 @@ from user_kernels import nvcc_path
 HERE = Path(__file__).parent
 #: What the others get once a rank has failed, for their own words.
 GRACE_S = 10.0
+#: So long before it would be killed a part stops by itself, where it can.
+STOP_BEFORE_S = 30.0
 
 Figures = Any
 #: Says what of the figures of a part does not meet its bar.
@@ -47,6 +49,7 @@ class Part:
         world: its ranks.
         starts_ranks: whether the program starts them itself.
         alone: nothing else runs meanwhile.
+        can_stop: whether the program takes ``--seconds``: it stops in time, so that what it has done is not lost.
         bar: by the JSON file that the program writes.
         second: what the name of a second JSON file ends in, and its bar.
         lacks: what this machine lacks for it.
@@ -60,6 +63,7 @@ class Part:
     bar: Bar
     starts_ranks: bool = False
     alone: bool = False
+    can_stop: bool = False
     second: tuple[str, Bar] | None = None
     lacks: str = ""
 
@@ -101,11 +105,12 @@ def all_parts(options: argparse.Namespace, on_gpu: bool) -> list[Part]:
         Part(
             f"random_{ranks}",
             "random_cases.py",
-            ("--both", "--cases", str(options.cases), "--fused-cases", str(options.fused_cases), "--seconds", "380"),
+            ("--both", "--cases", str(options.cases), "--fused-cases", str(options.fused_cases)),
             ranks,
             420,
             _cases(options.cases),
             second=("_fused", _cases(options.fused_cases)),
+            can_stop=True,
         )
         for ranks in options.worlds
     ]
@@ -113,7 +118,7 @@ def all_parts(options: argparse.Namespace, on_gpu: bool) -> list[Part]:
     return [
         *randoms,
         Part("drill", "drill.py", ("--world", str(world)), world, 330, _drills, starts_ranks=True, alone=True),
-        Part("soak", "soak.py", ("--calls", str(options.calls), "--seconds", "380"), world, 420, soak, alone=True),
+        Part("soak", "soak.py", ("--calls", str(options.calls)), world, 420, soak, alone=True, can_stop=True),
         Part(
             "memcheck",
             "memcheck.py",
@@ -127,11 +132,12 @@ def all_parts(options: argparse.Namespace, on_gpu: bool) -> list[Part]:
         Part(
             "cycles",
             "cycles.py",
-            ("--cycles", str(options.cycles), "--seconds", "160"),
+            ("--cycles", str(options.cycles)),
             options.cycles_world,
             200,
             _all_of(_is("cycles", options.cycles), _is("wrong_results", 0)),
             alone=True,
+            can_stop=True,
         ),
         Part("environments", "environments.py", (), world, 200, _by_status, starts_ranks=True),
         Part(
@@ -233,6 +239,8 @@ class Campaign:
         command = [sys.executable, "-u", str(HERE / part.program), *part.options]
         command += ["--device", self.options.device, "--json", str(path / "result.json")]
         command += ["--watchdog", str(self.options.watchdog)]
+        if part.can_stop:
+            command += ["--seconds", f"{min(part.limit_s, self.left_s()) - STOP_BEFORE_S:.0f}"]
         started: Ranks | subprocess.Popen[bytes]
         if part.starts_ranks:
             with (path / "output.0").open("wb") as output:
@@ -325,7 +333,7 @@ def main() -> int:
     options.add_argument("--commit", help="of the build that is tested, for the JSON file; default: that of git")
     options.add_argument("--parts", help="names with commas between; default: all")
     options.add_argument("--budget-s", type=float, default=1200, help="for all parts together (%(default)s)")
-    options.add_argument("--least-s", type=float, default=20, help="no part starts with less than this (%(default)s)")
+    options.add_argument("--least-s", type=float, default=60, help="no part starts with less than this (%(default)s)")
     options.add_argument("--ranks-at-once", type=int, default=16, help="(%(default)s)")
     options.add_argument("--world", type=int, default=8, help="of all parts but random ones (%(default)s)")
     options.add_argument("--worlds", default="8,7,5,3", help="of random cases (%(default)s)")

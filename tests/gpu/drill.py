@@ -26,7 +26,8 @@ from typing import Any
 
 import torch
 from common import Ranks, end_with_launcher, gpus_or, parser, report, run, session
-from drill_ranks import ENDED_BY_WATCHDOG, LOSSES, be_lost, survive
+from drill_losses import ENDED_BY_WATCHDOG, LOSSES, be_lost
+from drill_ranks import survive
 
 SURVIVED = "all others"
 START_LIMIT_S = 60.0
