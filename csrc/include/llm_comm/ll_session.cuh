@@ -44,7 +44,7 @@ class LLSession {
 
   // `precomputed`: values that change with every address that the kernel loads from or stores to besides. They are computed
   // before the wait, as are those of this session; behind it they would be computed while nothing else is under way. The next
-  // grid of the stream may be launched from then on.
+  // grid of the stream may be launched from then on (operation.cuh, "Progress"); later was slower.
   template <class... Values>
   LLM_COMM_DEVICE void wait_for_grids_before(Values... precomputed) const {
     grid_dependency_wait_after(
