@@ -39,7 +39,9 @@ class Communicator:
     make the same calls, with the same shapes and dtypes, in the same order. Work is enqueued on the current CUDA stream
     and can be captured in CUDA graphs. A call on another stream than the last one waits for that one, which must still
     exist; graphs of one communicator must not run on two streams at once (``Config.debug`` notices). For inference:
-    nothing is differentiated.
+    nothing is differentiated, so in grad mode an operand that requires grad is an UnsupportedInputError. Tensors that
+    are written count up their version. Under a TorchDispatchMode, a tracer or a transform of torch.func, calls go by
+    the registered torch operators.
 
     Args:
         group: The ranks: 1 to 8 processes of this machine, each with a device of its own. gloo or NCCL.
@@ -208,8 +210,8 @@ class Communicator:
             parameters: The operation's own, the same on all ranks.
 
         Raises:
-            UnsupportedInputError: There is no such operation, a tensor or a number does not fit or is missing, or
-                ``plan_for`` of the same is declined.
+            UnsupportedInputError: There is no such operation, a tensor or a number does not fit or is missing,
+                ``plan_for`` of the same is declined, or a mode, tracer or transform of torch would miss the call.
             CommunicatorError: This or an earlier call has failed, as of ``all_reduce``.
         """
         self._other_operations.run(operation, buffers, row, parameters)
@@ -217,8 +219,9 @@ class Communicator:
     # ---- What would be served -----------------------------------------------------------------------------------
 
     def accepts(self, x: Any) -> bool:
-        """Whether ``all_reduce(x)`` is served. Depends on shape, dtype, layout and kind of device only, so all ranks
-        that hold the same kind of tensor get the same answer.
+        """Whether ``all_reduce(x)`` is served. Depends on shape, dtype, layout, kind of device, and whether a gradient
+        by ``x`` would be asked for (not under no_grad or inference_mode), so all ranks that run the same program with
+        the same kind of tensor get the same answer.
 
         Raises:
             UnsupportedInputError: ``x`` is neither a tensor nor an array that torch can use.
@@ -228,8 +231,8 @@ class Communicator:
         return calls.accepts_traced(tensor) if _is_compiling() else calls.accepts(tensor)
 
     def accepts_fused(self, x: torch.Tensor, weight: torch.Tensor, quantize: str | None = None) -> bool:
-        """Whether ``all_reduce_add_rms_norm`` of ``x`` and ``weight`` is served. Depends on shapes, dtypes, layout and
-        kind of device only, so all ranks that hold the same kinds of tensors get the same answer."""
+        """Whether ``all_reduce_add_rms_norm`` of ``x`` and ``weight`` is served. Depends on the same as ``accepts``, of
+        both, so all ranks that run the same program with the same kinds of tensors get the same answer."""
         calls = self._operations.all_reduce_add_rms_norm
         if _is_compiling():
             return calls.accepts_traced(x, weight, quantize)

@@ -1,7 +1,8 @@
 """The operations as torch custom operators, so that models which call them compile with ``fullgraph=True``, and torch's
 dispatcher finds what to do with tensors that stand for others.
 
-An operator names its communicator by a string, since a compiled graph holds no Python objects.
+An operator names its communicator by a string, since a compiled graph holds no Python objects. ``after`` keeps calls in
+order (graph_order.py).
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ import torch
 from llm_comm.errors import UnsupportedInputError
 from llm_comm.operations.all_reduce import AllReduce
 from llm_comm.operations.all_reduce_add_rms_norm import FP8, AllReduceAddRmsNorm, check_quantization
+from llm_comm.operations.graph_order import OPERAND, keep_in_order
 from llm_comm.operations.watched import check_constant
 
 _library = torch.library.Library("llm_comm", "DEF")
-_library.define("all_reduce(Tensor x, str communicator) -> Tensor")
+_library.define(f"all_reduce(Tensor x, str communicator, {OPERAND}) -> Tensor")
 _FUSED = "Tensor x, Tensor? residual, Tensor weight, float eps, str communicator"
-_library.define(f"all_reduce_add_rms_norm({_FUSED}) -> (Tensor, Tensor)")
-_library.define(f"all_reduce_add_rms_norm_static_fp8({_FUSED}, Tensor scale) -> (Tensor, Tensor)")
-_library.define(f"all_reduce_add_rms_norm_dynamic_fp8({_FUSED}) -> (Tensor, Tensor, Tensor)")
+_library.define(f"all_reduce_add_rms_norm({_FUSED}, {OPERAND}) -> (Tensor, Tensor)")
+_library.define(f"all_reduce_add_rms_norm_static_fp8({_FUSED}, Tensor scale, {OPERAND}) -> (Tensor, Tensor)")
+_library.define(f"all_reduce_add_rms_norm_dynamic_fp8({_FUSED}, {OPERAND}) -> (Tensor, Tensor, Tensor)")
 
 _Tensor = torch.Tensor
 _Results = tuple[torch.Tensor, ...]
+_After = torch.Tensor | None
 
 
 # ---- The register ---------------------------------------------------------------------------------------------------
@@ -123,32 +126,31 @@ def _copy(made: _Tensor, name: str, out: Any) -> _Tensor:
 # ---- The operators --------------------------------------------------------------------------------------------------
 
 
-def _all_reduce(x: _Tensor, communicator: str) -> _Tensor:
+def _all_reduce(x: _Tensor, communicator: str, after: _After = None) -> _Tensor:
     result: _Tensor = _find(communicator).all_reduce.run(x)
     return result
 
 
-def _all_reduce_fake(x: _Tensor, communicator: str) -> _Tensor:
+def _all_reduce_fake(x: _Tensor, communicator: str, after: _After = None) -> _Tensor:
     check_constant("all_reduce", x=x)
     return torch.empty_like(x)
 
 
-def _fused(x: _Tensor, residual: _Tensor | None, weight: _Tensor, eps: float, name: str) -> _Results:
+def _fused(
+    x: _Tensor, residual: _Tensor | None, weight: _Tensor, eps: float, name: str, after: _After = None
+) -> _Results:
     return _find(name).all_reduce_add_rms_norm.run(x, residual, weight, eps)
 
 
-def _fused_fake(x: _Tensor, residual: _Tensor | None, weight: _Tensor, eps: float, communicator: str) -> _Results:
+def _fused_fake(
+    x: _Tensor, residual: _Tensor | None, weight: _Tensor, eps: float, communicator: str, after: _After = None
+) -> _Results:
     check_constant("all_reduce_add_rms_norm", x=x, residual=residual, weight=weight)
     return torch.empty_like(x), torch.empty_like(x)
 
 
 def _fused_static(
-    x: _Tensor,
-    residual: _Tensor | None,
-    weight: _Tensor,
-    eps: float,
-    name: str,
-    scale: _Tensor,
+    x: _Tensor, residual: _Tensor | None, weight: _Tensor, eps: float, name: str, scale: _Tensor, after: _After = None
 ) -> _Results:
     return _find(name).all_reduce_add_rms_norm.run(x, residual, weight, eps, quantize="static", scale=scale)
 
@@ -160,17 +162,20 @@ def _fused_static_fake(
     eps: float,
     communicator: str,
     scale: _Tensor,
+    after: _After = None,
 ) -> _Results:
     check_constant("all_reduce_add_rms_norm", x=x, residual=residual, weight=weight)
     return torch.empty_like(x, dtype=FP8), torch.empty_like(x)
 
 
-def _fused_dynamic(x: _Tensor, residual: _Tensor | None, weight: _Tensor, eps: float, name: str) -> _Results:
+def _fused_dynamic(
+    x: _Tensor, residual: _Tensor | None, weight: _Tensor, eps: float, name: str, after: _After = None
+) -> _Results:
     return _find(name).all_reduce_add_rms_norm.run(x, residual, weight, eps, quantize="dynamic")
 
 
 def _fused_dynamic_fake(
-    x: _Tensor, residual: _Tensor | None, weight: _Tensor, eps: float, communicator: str
+    x: _Tensor, residual: _Tensor | None, weight: _Tensor, eps: float, communicator: str, after: _After = None
 ) -> _Results:
     check_constant("all_reduce_add_rms_norm", x=x, residual=residual, weight=weight)
     scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
@@ -181,9 +186,10 @@ def _implement(name: str, function: Callable[..., Any], fake: Callable[..., Any]
     for device in ("CPU", "CUDA"):
         _library.impl(name, function, device)
     torch.library.register_fake(f"llm_comm::{name}", fake, lib=_library)
+    keep_in_order(getattr(torch.ops.llm_comm, name).default)
 
 
-def _all_reduce_of_batch(_info: Any, in_dims: Any, x: _Tensor, communicator: str) -> Any:
+def _all_reduce_of_batch(_info: Any, in_dims: Any, x: _Tensor, communicator: str, after: _After = None) -> Any:
     """For torch.vmap: sums go element by element, so one sum does for the batch."""
     return torch.ops.llm_comm.all_reduce(x.contiguous(), communicator), in_dims[0]
 
