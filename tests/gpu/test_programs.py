@@ -55,6 +55,11 @@ def test_memcheck(world: int) -> None:
 
 
 @pytest.mark.timeout(620)
+def test_cycles() -> None:
+    run_ranks("cycles.py", 600, "--cycles", "200", "--rss-slack", str(32 << 20))
+
+
+@pytest.mark.timeout(620)
 def test_soak() -> None:
     run_ranks("soak.py", 600, "--calls", "1000000", "--eager-share", "0.05")
 
