@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import re
 from typing import Any, NamedTuple
 
 from llm_comm.errors import RendezvousError
@@ -77,7 +78,8 @@ def sender_of(data: bytes, own_secret: str) -> int | None:
     """The rank that said ``hello`` with this rank's secret; None if nobody did."""
     secret, _, rank = data[:MAX_HELLO_BYTES].partition(b" ")
     is_ours = hmac.compare_digest(secret, own_secret.encode())
-    return int(rank) if is_ours and rank.isdigit() and len(rank) <= 3 else None
+    # Digits in one spelling only: 1 and not 01, which int takes too.
+    return int(rank) if is_ours and re.fullmatch(rb"0|[1-9][0-9]{0,2}", rank) else None
 
 
 def _fit(error: str) -> str:

@@ -1,8 +1,9 @@
 """How the ranks of a group find each other: votes and gathers over torch.distributed, descriptors over unix sockets.
 
-Every step either succeeds on all ranks or raises the same RendezvousError on all, and ends within a time limit. What a
-rank does alone and can fail at belongs into an ``attempt``, or the others would wait for it in vain: then they raise
-``MissingRankError``, which nobody may take for an answer that all ranks have got.
+Every step either succeeds on all ranks or raises the same error on all, and ends within a time limit. What a rank does
+alone and can fail at belongs into an ``attempt`` or a ``collect``, or the others would wait for it in vain: then they
+raise ``MissingRankError``, which nobody may take for an answer that all ranks have got. The process group is lost then:
+gloo ends all its connections. After any other error it can be used.
 """
 
 from __future__ import annotations

@@ -60,16 +60,16 @@ def test_memcheck(world: int) -> None:
 
 
 @pytest.mark.timeout(620)
+def test_cycles() -> None:
+    run_ranks("cycles.py", 600, "--cycles", "200", "--rss-slack", str(32 << 20))
+
+
+@pytest.mark.timeout(620)
 def test_soak() -> None:
     if SHARED:  # as many calls at world 8 take minutes: tests/gpu/campaign.py makes them
         run_ranks("soak.py", 600, "--calls", "10000", world=2)
     else:
         run_ranks("soak.py", 600, "--calls", "1000000", "--eager-share", "0.05")
-
-
-@pytest.mark.timeout(420)
-def test_cycles() -> None:
-    run_ranks("cycles.py", 400)
 
 
 @pytest.mark.timeout(420)

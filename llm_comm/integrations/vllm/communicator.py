@@ -20,6 +20,7 @@ from llm_comm.config import Config, option_names
 from llm_comm.errors import ConfigError
 from llm_comm.integrations import common
 from llm_comm.integrations.vllm import fusion
+from llm_comm.quoting import quoted
 
 logger = logging.getLogger("vllm.llm_comm")
 
@@ -53,12 +54,13 @@ def load_config() -> Config:
     section = {} if vllm_config is None else _section(vllm_config)
     if not isinstance(section, dict):
         raise ConfigError(
-            f"additional_config[{SECTION!r}] is {section!r}; expected options by name: {', '.join(option_names())}"
+            f"additional_config[{SECTION!r}] is {quoted(section)}; "
+            f"expected options by name: {', '.join(option_names())}"
         )
     unknown = sorted(str(name) for name in section if name not in option_names())
     if unknown:
         raise ConfigError(
-            f"unknown option {unknown[0]!r} in additional_config[{SECTION!r}]; valid: {', '.join(option_names())}"
+            f"unknown option {quoted(unknown[0])} in additional_config[{SECTION!r}]; valid: {', '.join(option_names())}"
         )
     if section:
         try:
