@@ -8,109 +8,95 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cores import connected, number_of, problem_of, run_on_all, tiling_of
 from fused_reference import EPS, FP8, operands_of, rows_of
-from harness import RankPool, make_communicator
-from reference import ALGORITHMS, assert_bitwise_equal, assert_is_sum, contributions
-from tables import fused_row, plain_row
+from reference import ALGORITHMS, assert_is_sum, contributions
 
-from llm_comm import Communicator
+from llm_comm import _core
+from llm_comm.planning.tables import ALL_REDUCE, FUSED
 
-#: The least there is: 480 KiB a slot.
-SMALL = 1 << 20
-HIDDEN = 2048
-#: Many blocks: more than a last launch of one row or element has tiles.
-BLOCKS = 16
-ways = pytest.mark.parametrize(("world", "is_one_tile_a_block"), [(2, False), (2, True), (5, False)])
+#: So long that both blocks of a cluster have a share in every world.
+HIDDEN = 1000
+#: Rows of a launch.
+ROWS = 5
+#: Stands behind every output.
+GUARD = 77.0
 
-
-def make(algorithm: str, workspace_bytes: int, is_one_tile_a_block: bool) -> Communicator:
-    comm = make_communicator(workspace_bytes=workspace_bytes)
-    blocks = 4096 if is_one_tile_a_block else BLOCKS
-    rows = (
-        plain_row(1 << 30, algorithm, blocks=blocks, tile_lines=16, depth=0 if is_one_tile_a_block else 1),
-        fused_row(1 << 30, algorithm, blocks=blocks, threads=128, cluster=2, depth=0 if is_one_tile_a_block else 1),
-    )
-    comm.use_table(comm.table.with_rows(*rows))
-    return comm
+every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
+some_worlds = pytest.mark.parametrize("world", [2, 3, 8])
+#: Grids in which blocks walk over several tiles, and with a block for every tile.
+some_grids = pytest.mark.parametrize("blocks", [8, 4096])
 
 
-def launches_counted(comm: Communicator) -> int:
-    ended = comm._handle.core().operations_ended()
-    assert ended is not None
-    return ended
+def check_counts(cores: list[_core.Core], launches: int, last_elements: int) -> None:
+    for core in cores:
+        assert core.operations_ended() == launches
+        assert core.last_call().count == last_elements
+        assert core.last_call().number == launches
 
 
-def check_count(comm: Communicator, before: int, launches: int, last_elements: int) -> None:
-    core = comm._handle.core()
-    assert launches > 1
-    assert launches_counted(comm) == before + launches
-    assert core.last_call().count == last_elements
-
-
-def check_plain(is_one_tile_a_block: bool) -> None:
-    for algorithm in ALGORITHMS:
-        with make(algorithm, SMALL, is_one_tile_a_block) as comm:
-            for dtype, more in ((torch.bfloat16, 1), (torch.float32, 700)):
-                count = comm.plan(torch.empty(1, dtype=dtype)).chunk_elements + more
-                inputs = contributions(comm.world_size, count, dtype)
-                plan = comm.plan(inputs[0])
-                assert plan.algorithm == algorithm
-                before = launches_counted(comm)
-                out = torch.full([count + 16], 77.0, dtype=dtype)
-                comm.all_reduce(inputs[comm.rank], out[:count])
-                assert_is_sum(out[:count], inputs, f"{algorithm}, {count} elements")
-                assert bool(out[count:].eq(77.0).all()), "wrote behind the output"
-                last = count - (plan.chunks - 1) * plan.chunk_elements
-                check_count(comm, before, plan.chunks, last)
-
-
-@ways
-def test_sums(ranks: RankPool, world: int, is_one_tile_a_block: bool) -> None:
-    ranks.run(world, check_plain, is_one_tile_a_block)
+@every_algorithm
+@some_worlds
+@some_grids
+@pytest.mark.parametrize("last", [1, 8, 61])
+def test_sums(algorithm: str, world: int, blocks: int, last: int) -> None:
+    """With another message behind them, which meets what they have left."""
+    launch, launches = 1000, 3
+    cores = connected(world)
+    inputs = contributions(world, (launches - 1) * launch + last, torch.bfloat16)
+    count = inputs[0].numel()
+    for turn in (1, 2):
+        outs = [torch.full([count + 16], GUARD, dtype=torch.bfloat16) for _ in inputs]
+        run_on_all(
+            cores,
+            number_of(ALL_REDUCE, algorithm),
+            problem_of(inputs[0], world),
+            tiling_of(launch, blocks=blocks, depth=0 if blocks > 8 else 1),
+            list(zip(inputs, outs, strict=True)),
+        )
+        for out in outs:
+            assert_is_sum(out[:count], inputs, f"turn {turn}")
+            assert bool(out[count:].eq(GUARD).all()), "wrote behind the output"
+        check_counts(cores, turn * launches, last)
 
 
 def fused(
-    comm: Communicator, rows: int, quantize: str | None, in_place: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The normed rows, the new residual and the scales, each followed by what must stay as it is."""
-    x = rows_of(comm.world_size, rows, HIDDEN, torch.bfloat16)[comm.rank].clone()
+    algorithm: str, world: int, blocks: int, launch_rows: int, quantize: str | None
+) -> tuple[list[tuple[torch.Tensor, ...]], list[_core.Core]]:
+    """What each rank has of a fused call, twice: the normed rows, the new residual and the scales, guarded."""
+    rows = 2 * ROWS + 1
+    inputs = rows_of(world, rows, HIDDEN, torch.bfloat16)
     residual, weight = operands_of(rows, HIDDEN, torch.bfloat16)
-    normed = torch.full([rows + 2, HIDDEN], 77.0).to(torch.bfloat16 if quantize is None else FP8)
-    new_residual = torch.full([rows + 2, HIDDEN], 77.0, dtype=torch.bfloat16)
-    new_residual[:rows] = residual
-    scale = torch.full([rows + 2 if quantize == "dynamic" else 1], 0.125)
-    comm.all_reduce_add_rms_norm(
-        x,
-        new_residual[:rows] if in_place else residual,
-        weight,
-        EPS,
-        out=normed[:rows],
-        residual_out=new_residual[:rows],
-        quantize=quantize,
-        scale=None if quantize is None else scale[:rows] if quantize == "dynamic" else scale,
-    )
-    return normed, new_residual, scale
+    cores = connected(world)
+    for _ in range(2):
+        results = [
+            (
+                torch.full([rows + 2, HIDDEN], GUARD).to(torch.bfloat16 if quantize is None else FP8),
+                torch.full([rows + 2, HIDDEN], GUARD, dtype=torch.bfloat16),
+                torch.full([rows + 2 if quantize == "dynamic" else 1], 0.125),
+            )
+            for _ in inputs
+        ]
+        run_on_all(
+            cores,
+            number_of(FUSED, algorithm),
+            problem_of(inputs[0], world, EPS, {None: 0, "static": 1, "dynamic": 2}[quantize]),
+            tiling_of(launch_rows, blocks=blocks, cluster=2, depth=0 if blocks > 8 else 1),
+            [(x, residual, weight, *outputs) for x, outputs in zip(inputs, results, strict=True)],
+        )
+    return results, cores
 
 
-def check_fused(is_one_tile_a_block: bool) -> None:
+@every_algorithm
+@some_worlds
+@some_grids
+@pytest.mark.parametrize("quantize", [None, "static", "dynamic"])
+def test_norms(algorithm: str, world: int, blocks: int, quantize: str | None) -> None:
     """As in one launch, to the bit, and nothing behind it."""
-    for algorithm in ALGORITHMS:
-        with make(algorithm, SMALL, is_one_tile_a_block) as comm, make(algorithm, 64 << 20, True) as large:
-            row = torch.empty(1, HIDDEN, dtype=torch.bfloat16)
-            most = comm.plan_fused(row, row[0]).chunk_rows
-            rows = most + 1
-            plan = comm.plan_fused(row.expand(rows, HIDDEN).contiguous(), row[0])
-            for quantize, in_place in ((None, True), ("static", False), ("dynamic", True)):
-                before = launches_counted(comm)
-                found = fused(comm, rows, quantize, in_place)
-                check_count(comm, before, plan.chunks, HIDDEN)
-                expected = fused(large, rows, quantize, in_place)
-                what = f"{algorithm}, {rows} rows, {quantize}, in place {in_place}"
-                assert torch.equal(found[0].float(), expected[0].float()), what
-                assert_bitwise_equal(found[1], expected[1], what)
-                assert torch.equal(found[2], expected[2]), what
-
-
-@ways
-def test_norms(ranks: RankPool, world: int, is_one_tile_a_block: bool) -> None:
-    ranks.run(world, check_fused, is_one_tile_a_block)
+    found, cores = fused(algorithm, world, blocks, ROWS, quantize)
+    expected, _ = fused(algorithm, world, 4096, 1000, quantize)
+    check_counts(cores, 2 * 3, HIDDEN)
+    for rank, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        for name, one, other in zip(("normed", "residual", "scale"), ours, theirs, strict=True):
+            assert torch.equal(one.float(), other.float()), f"rank {rank}: {name}"
+    assert not bool(expected[0][0][-3].float().eq(GUARD).all())
