@@ -42,6 +42,23 @@ def lines_that_name(log: str, rank: int, pid: int) -> list[str]:
     return [line.strip() for line in log.splitlines() if said.search(line)]
 
 
+def what_failed(left: int, seconds: float, limit: float, status: int | None) -> list[str]:
+    """What is wrong with how an engine ended.
+
+    Args:
+        left: Processes that are still there.
+        seconds: Until the last one had ended, or nobody waited any more.
+        limit: Within which all should have ended.
+        status: Of the engine.
+    """
+    failures = []
+    if left or seconds > limit:
+        failures.append(f"{left} processes are left after {seconds:.1f} s; the limit is {limit:g} s")
+    if status == 0:
+        failures.append("the engine ended with status 0, as if all were well")
+    return failures
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 if the engine ended as it should."""
     parser = argparse.ArgumentParser(prog="python -m bench_serving.kill_worker", description=__doc__)
@@ -97,11 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = session.process.poll()
         after = session.text()[len(before) :]
     named = lines_that_name(after, victim, pid)
-    failures = []
-    if left or seconds > limit:
-        failures.append(f"{len(left)} processes are left after {seconds:.1f} s; the limit is {limit:g} s")
-    if status == 0:
-        failures.append("the engine ended with status 0, as if all were well")
+    failures = what_failed(len(left), seconds, limit, status)
     if not named:
         failures.append(f"no error names rank {victim}; the log ends with:\n{engine_logs.tail(after)}")
     report = {

@@ -43,7 +43,11 @@ def check_depth_of_many_tiles() -> None:
         for algorithm in ALGORITHMS:
             row = plain_row(1 << 30, algorithm, blocks=2, tile_lines=4, depth=0x1FFFFFFF)
             comm.use_table(comm.table.with_rows(row))
+            plan = comm.plan(torch.empty(768))
+            assert (plan.algorithm, plan.depth) == (algorithm, 0x1FFFFFFF)
             reduce_once(comm, 768, torch.float32, seed=1)
+            title = algorithm.replace("_", "-")
+            assert comm._handle.core().last_call().operation == f"{title} all-reduce"
 
 
 def test_a_depth_of_more_tiles_than_there_are(ranks: RankPool) -> None:

@@ -40,6 +40,38 @@ def test_an_engine_that_does_not_say_whom_it_lost_fails(monkeypatch: pytest.Monk
     assert "no error names rank 1" in failures[0]
 
 
+def test_an_engine_that_ends_as_if_all_were_well_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    status, failures = drill(monkeypatch, tmp_path, "content")
+    assert status == 1
+    assert failures == ["the engine ended with status 0, as if all were well"]
+
+
+def test_what_was_logged_before_the_loss_names_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of an engine that had trouble before, with the same worker."""
+    status, failures = drill(monkeypatch, tmp_path, "prophetic")
+    assert status == 1
+    assert "no error names rank 1" in failures[0]
+
+
+@pytest.mark.parametrize(
+    ("left", "seconds", "status", "failed"),
+    [
+        (0, 11.9, 1, []),
+        (0, 12.0, -9, []),
+        (0, 12.1, 1, ["0 processes are left after 12.1 s; the limit is 12 s"]),
+        (2, 11.9, None, ["2 processes are left after 11.9 s; the limit is 12 s"]),
+        (2, 13.0, None, ["2 processes are left after 13.0 s; the limit is 12 s"]),
+        (0, 5.0, 0, ["the engine ended with status 0, as if all were well"]),
+        (1, 13.0, 0, ["1 processes are left after 13.0 s; the limit is 12 s", "the engine ended with status 0, as if"]),
+    ],
+)
+def test_how_an_engine_may_end(left: int, seconds: float, status: int | None, failed: list[str]) -> None:
+    """All of it, in time, and not as if all were well: late is late, though nothing is left."""
+    found = kill_worker.what_failed(left, seconds, 12.0, status)
+    assert len(found) == len(failed)
+    assert all(text.startswith(start) for text, start in zip(found, failed, strict=True))
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -53,4 +85,10 @@ def test_an_engine_that_does_not_say_whom_it_lost_fails(monkeypatch: pytest.Monk
 )
 def test_lines_that_name_the_lost_rank(line: str) -> None:
     assert kill_worker.lines_that_name(f"before\n{line}\nafter", 3, 4711) == [line]
-    assert not kill_worker.lines_that_name(line, 2, 4712)
+    for other, pid in ((2, 4712), (33, 47110), (13, 471)):
+        assert not kill_worker.lines_that_name(line, other, pid)
+
+
+def test_a_longer_number_names_another() -> None:
+    for line in ("rank 0: nothing came from rank 13 for 9 s", "VllmWorker-13 died", "Scheduler 47110 terminated"):
+        assert not kill_worker.lines_that_name(f"llm_comm: {line}", 1, 4711)

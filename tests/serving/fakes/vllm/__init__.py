@@ -76,17 +76,19 @@ class LLM:
             process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             self._workers.append(process)
             print(f"INFO bench_serving: rank {rank} of group tp is process {process.pid}", flush=True)
+            if self._fault == "prophetic":
+                print(f"ERROR Worker proc VllmWorker-{rank} died unexpectedly (exit code: -9)", flush=True)
             threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         process.wait()
         if self._fault == "ignores the dead":
             return
-        if self._fault != "nameless":
+        if self._fault not in ("nameless", "prophetic"):
             print(f"ERROR Worker proc VllmWorker-{rank} died unexpectedly (exit code: -9)", flush=True)
         for worker in self._workers:
             worker.kill()
-        os._exit(1)
+        os._exit(0 if self._fault == "content" else 1)
 
     def sleep(self, level: int, mode: str) -> None:
         assert (level, mode) == (0, "keep")

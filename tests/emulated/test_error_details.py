@@ -1,0 +1,120 @@
+"""What an error says of the operation that it is about: which one, of how many bytes, in which phase, and whose fault.
+
+With and without the comparison of calls before each operation, in which ranks of emulated GPUs wait otherwise.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cores import connected, number_of, problem_of, tiling_of, together
+
+from llm_comm import _core, registry
+from llm_comm.planning.tables import ALL_REDUCE, FUSED
+
+HIDDEN = 64
+ROWS = 2  # of a launch
+ALGORITHMS = [(a.operation, a.name) for name in (ALL_REDUCE, FUSED) for a in registry.operations()[name].algorithms]
+every_algorithm = pytest.mark.parametrize(("operation", "algorithm"), ALGORITHMS)
+
+
+def prepared(
+    core: _core.Core,
+    world: int,
+    operation: str,
+    algorithm: str,
+    launches: int = 1,
+    rows: int = ROWS,
+    hidden: int = HIDDEN,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Callable[[], bool]:
+    """A call of so many launches of ``rows`` rows each; of several, the last of one."""
+    is_fused = operation == FUSED
+    x = torch.ones((launches - 1) * rows + 1 if launches > 1 else rows, hidden, dtype=dtype)
+    out, residual, weight = torch.empty_like(x), torch.empty_like(x), torch.ones(hidden, dtype=dtype)
+    problem = problem_of(x, world, *((1e-5, 0) if is_fused else ()))
+    tiling = tiling_of(rows if is_fused else rows * hidden, blocks=1)
+    run = core.prepare(number_of(operation, algorithm), problem, tiling)
+
+    def call() -> bool:
+        if is_fused:
+            return run(x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), residual.data_ptr(), 0, 0)
+        return run(x.data_ptr(), out.data_ptr(), 0)
+
+    return call
+
+
+@every_algorithm
+@pytest.mark.parametrize("check_calls", [False, True])
+@pytest.mark.parametrize("missed", [1, 2])
+def test_a_launch_that_a_peer_does_not_make(operation: str, algorithm: str, check_calls: bool, missed: int) -> None:
+    """Of three, the last of them shorter. The error is about that launch, not about the whole call."""
+    cores = connected(2, check_calls, timeout_s=0.5)
+    whole = prepared(cores[0], 2, operation, algorithm, 3)
+    others = [prepared(cores[1], 2, operation, algorithm, 1) for _ in range(missed)]
+    assert together(whole, lambda: all(other() for other in others)) == [False, True]
+    error = cores[0].error()
+    assert error is not None
+    assert (error.cause, error.rank, error.peer) == ("timeout", 0, 1)
+    assert error.phase == (-1 if check_calls else 0)
+    assert error.sequence == missed
+    assert error.bytes == (ROWS if missed < 2 else 1) * HIDDEN * 2
+    assert error.operation == next(a.title for a in registry.operations()[operation].algorithms if a.name == algorithm)
+    assert cores[1].operations_ended() == missed
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_process_that_has_exited(lost: int) -> None:
+    """Both peers are missing; one is known to have exited. That ends the wait long before the time-out, and is told."""
+    cores = connected(3, False, timeout_s=600.0)
+    call = prepared(cores[0], 3, ALL_REDUCE, "one_shot")
+
+    def tell() -> bool:
+        time.sleep(0.2)
+        cores[0].peer_exited(lost)
+        return True
+
+    assert together(call, tell) == [False, True]
+    error = cores[0].error()
+    assert error is not None
+    assert (error.cause, error.peer, error.sequence, error.bytes) == ("peer exited", lost, 0, ROWS * HIDDEN * 2)
+
+
+@pytest.mark.parametrize(("rows", "odd_one"), [((2, 4, 6), 1), ((2, 2, 4), 2), ((4, 2, 2), 1), ((2, 4, 4), 1)])
+def test_ranks_that_disagree_name_the_first_that_differs_from_rank_0(rows: tuple[int, ...], odd_one: int) -> None:
+    cores = connected(3, True, timeout_s=60.0)
+    calls = [prepared(core, 3, FUSED, "one_shot", rows=of_rank) for core, of_rank in zip(cores, rows, strict=True)]
+    assert together(*calls) == [False] * 3
+    for rank, core in enumerate(cores):
+        error = core.error()
+        assert error is not None
+        assert (error.cause, error.rank, error.peer) == ("mismatch", rank, odd_one)
+        assert (error.phase, error.sequence, error.bytes) == (-1, 0, rows[rank] * HIDDEN * 2)
+        assert [(call.count, call.row, call.number) for call in error.calls] == [(n * HIDDEN, HIDDEN, 1) for n in rows]
+
+
+@pytest.mark.parametrize(
+    ("operation", "algorithm", "odd"),
+    [
+        (ALL_REDUCE, "two_shot", {}),
+        (FUSED, "one_shot", {}),
+        (ALL_REDUCE, "one_shot", {"dtype": torch.float16}),
+        (ALL_REDUCE, "one_shot", {"rows": 1}),
+        (FUSED, "two_shot", {"rows": 1, "hidden": 2 * HIDDEN}),
+    ],
+    ids=["algorithm", "operation", "type", "count", "rows"],
+)
+def test_calls_that_differ_in_one_thing_alone(operation: str, algorithm: str, odd: dict[str, Any]) -> None:
+    usual = (operation, algorithm) if odd else (ALL_REDUCE, "one_shot")
+    cores = connected(2, True)
+    calls = prepared(cores[0], 2, *usual), prepared(cores[1], 2, operation, algorithm, **odd)
+    assert together(*calls) == [False, False]
+    for core in cores:
+        error = core.error()
+        assert error is not None
+        assert (error.cause, error.peer) == ("mismatch", 1)
+        assert error.calls[0].number == error.calls[1].number == 1

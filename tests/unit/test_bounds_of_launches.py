@@ -1,0 +1,217 @@
+"""What the core refuses to launch: anything beyond a bound, and nothing up to it. In this process, without peers."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from llm_comm import _core, registry
+from llm_comm.planning.tables import ALL_REDUCE, FUSED
+
+LINE = 16
+HIDDEN = 1024
+MAX_CLUSTER = 16
+CHUNK_LINES = 8
+BF16 = tuple(registry.data_types()).index("bf16")
+ALGORITHMS = [(a.operation, a.name) for name in (ALL_REDUCE, FUSED) for a in registry.operations()[name].algorithms]
+every_algorithm = pytest.mark.parametrize(("operation", "algorithm"), ALGORITHMS)
+some_worlds = pytest.mark.parametrize("world", [2, 3, 8])
+
+
+def core_of(world: int, slot_bytes: int, rank: int = 0) -> _core.Core:
+    options = _core.CoreOptions(
+        rank=rank, world_size=world, slot_bytes=slot_bytes, timeout_s=1.0, dependent_launch=False, check_calls=False
+    )
+    return _core.make_emulated_core(options)
+
+
+def number_of(operation: str, algorithm: str) -> int:
+    return next(a.number for a in registry.operations()[operation].algorithms if a.name == algorithm)
+
+
+def problem_of(operation: str, units: int, world: int, **changes: int) -> _core.Problem:
+    """Of so many elements, or rows."""
+    is_fused = operation == FUSED
+    usual = {"count": units * (HIDDEN if is_fused else 1), "row": HIDDEN if is_fused else 0}
+    parameters = (1e-5, 0) if is_fused else ()
+    return _core.Problem(**{**usual, "data_type": BF16, "world_size": world, **changes}, parameters=parameters)
+
+
+def prepare(operation: str, algorithm: str, slot_bytes: int, units: int, world: int, **changes: int) -> None:
+    """One launch that takes all, with a tiling that is usual but for ``changes``."""
+    usual = {"blocks": 2, "tile_lines": 8, "cluster": 1, "depth": 0, "launch_units": units}
+    problem = problem_of(operation, units, world)
+    core = core_of(world, slot_bytes)
+    core.prepare(number_of(operation, algorithm), problem, _core.Tiling(**{**usual, **changes}))
+
+
+def slot_lines(operation: str, algorithm: str, units: int, world: int) -> int:
+    """What a launch needs, as docs and headers say: of one-shot the message for each sender, of two-shot a share of it
+    in two phases."""
+    if operation == ALL_REDUCE:
+        lines = -(-units * 2 // LINE)
+        return world * lines if algorithm == "one_shot" else 2 * world * -(-lines // world)
+    row_lines = HIDDEN * 2 // LINE
+    segment = -(-row_lines // (CHUNK_LINES * world)) * CHUNK_LINES
+    return units * (world * row_lines if algorithm == "one_shot" else 2 * world * segment)
+
+
+@every_algorithm
+@some_worlds
+@pytest.mark.parametrize("units", [1, 7, 40])
+def test_a_slot_is_as_large_as_its_message_needs(operation: str, algorithm: str, world: int, units: int) -> None:
+    lines = slot_lines(operation, algorithm, units, world)
+    prepare(operation, algorithm, lines * LINE, units, world)
+    prepare(operation, algorithm, (lines + 1) * LINE, units, world)
+    if lines > 1:
+        with pytest.raises(ValueError, match="lower launch_units or raise workspace_bytes"):
+            prepare(operation, algorithm, (lines - 1) * LINE, units, world)
+
+
+@every_algorithm
+@some_worlds
+@pytest.mark.parametrize("spare_lines", [0, 1, -1])
+def test_a_shape_takes_all_that_fits(operation: str, algorithm: str, world: int, spare_lines: int) -> None:
+    """As many rows as a slot holds; of a message that is cut, no launch needs more than the slot has."""
+    rows_that_fit = 5
+    slot = slot_lines(operation, algorithm, 5 * world * 8, world) + spare_lines
+    if operation == FUSED:
+        slot = slot_lines(operation, algorithm, rows_that_fit, world) + spare_lines
+    limits = _core.Limits(slot_bytes=slot * LINE, sm_count=132, max_cluster=MAX_CLUSTER, compute_capability=90)
+    problem = problem_of(operation, 4000, world)
+    number = number_of(operation, algorithm)
+    choice = _core.Choice(blocks=64, threads=256, tile_lines=8, cluster=1)
+    units = _core.shape(number, problem, choice, limits).tiling.launch_units
+    assert slot_lines(operation, algorithm, units, world) <= slot
+    if operation == FUSED:
+        assert units == rows_that_fit - (spare_lines < 0)
+
+
+@every_algorithm
+def test_blocks(operation: str, algorithm: str) -> None:
+    """65536 would turn the operation's number over at once: blocks count in its low half."""
+    units = 65537 if operation == FUSED else 65537 * 8 * 8 * 2
+    slot_bytes = slot_lines(operation, algorithm, units, 2) * LINE
+    prepare(operation, algorithm, slot_bytes, units, 2, blocks=65535)
+    for blocks in (0, 65536):
+        with pytest.raises(ValueError, match=r"it must be 1( \(a cluster\))? to 65535"):
+            prepare(operation, algorithm, slot_bytes, units, 2, blocks=blocks)
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+def test_clusters(algorithm: str) -> None:
+    """Of a row that has a share for every block."""
+    slot_bytes = slot_lines(FUSED, algorithm, 4, 2) * LINE
+    rows = {"blocks": 4 * MAX_CLUSTER, "tile_lines": 8}
+    prepare(FUSED, algorithm, slot_bytes, 4, 2, cluster=8, **rows)
+    prepare(FUSED, algorithm, slot_bytes, 4, 2, cluster=MAX_CLUSTER, **rows)
+    for cluster in (0, MAX_CLUSTER + 1):
+        with pytest.raises(ValueError, match=f"cluster is {cluster}; this device takes 1 to 16"):
+            prepare(FUSED, algorithm, slot_bytes, 4, 2, cluster=cluster, **{**rows, "blocks": 4 * (MAX_CLUSTER + 1)})
+
+
+@every_algorithm
+@some_worlds
+def test_threads(operation: str, algorithm: str, world: int) -> None:
+    """A thread for each line of a tile and each peer, no more than a block may have: two-shot with a norm has half."""
+    most = 512 if (operation, algorithm) == (FUSED, "two_shot") else 1024
+    slot_bytes = slot_lines(operation, algorithm, 8, world) * LINE
+    fitting = 8
+    while world * fitting * 2 <= most:
+        fitting *= 2
+    tiles = {"blocks": 8}
+    prepare(operation, algorithm, slot_bytes, 8, world, tile_lines=fitting, **tiles)
+    too_many = fitting * 2
+    if operation == FUSED:
+        too_many = (most // world // CHUNK_LINES + 1) * CHUNK_LINES
+        prepare(operation, algorithm, slot_bytes, 8, world, tile_lines=too_many - CHUNK_LINES, **tiles)
+    for tile_lines in (0, too_many, fitting + 1):
+        with pytest.raises(ValueError, match=f"tile_lines is {tile_lines}; it must be"):
+            prepare(operation, algorithm, slot_bytes, 8, world, tile_lines=tile_lines, **tiles)
+
+
+@pytest.mark.parametrize(
+    ("row", "count", "why"),
+    [
+        (16384, 16384, ""),
+        (8, 8, ""),
+        (16392, 16392, "a multiple of 8 up to 16384"),
+        (12, 12, "a multiple of 8 up to 16384"),
+        (0, 8, "a multiple of 8 up to 16384"),
+        (16, 24, "24 elements are not rows of 16"),
+        (16, 0, "there are no elements"),
+    ],
+)
+def test_rows(row: int, count: int, why: str) -> None:
+    problem = problem_of(FUSED, 1, 2, row=row, count=count)
+    tiling = _core.Tiling(blocks=2, tile_lines=8, cluster=1, depth=0, launch_units=1)
+    core = core_of(2, 1 << 20)
+    if not why:
+        core.prepare(number_of(FUSED, "one_shot"), problem, tiling)
+        return
+    with pytest.raises(ValueError, match=why):
+        core.prepare(number_of(FUSED, "one_shot"), problem, tiling)
+
+
+def test_a_call_for_another_world() -> None:
+    tiling = _core.Tiling(blocks=2, tile_lines=8, cluster=1, depth=0, launch_units=8)
+    with pytest.raises(ValueError, match="a call for 3 ranks of a communicator of 2"):
+        core_of(2, 1 << 20).prepare(number_of(ALL_REDUCE, "one_shot"), problem_of(ALL_REDUCE, 8, 3), tiling)
+
+
+@pytest.mark.parametrize("slot_bytes", [0, 8, 24, (1 << 20) + 1])
+def test_slots_are_whole_lines(slot_bytes: int) -> None:
+    with pytest.raises(ValueError, match="it must be a positive multiple of 16"):
+        core_of(2, slot_bytes)
+
+
+@pytest.mark.parametrize("given", [1, 2, 4])
+def test_addresses_of_a_call(given: int) -> None:
+    """As many as the operation has buffers, and a stream; memory behind each."""
+    core = core_of(2, 1 << 20)
+    tiling = _core.Tiling(blocks=1, tile_lines=1, cluster=1, depth=0, launch_units=8)
+    run = core.prepare(number_of(ALL_REDUCE, "one_shot"), problem_of(ALL_REDUCE, 8, 2), tiling)
+    x = torch.ones(8, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match=f"run.. takes 2 addresses and a stream; {given} arguments given"):
+        run(*[x.data_ptr()] * given)
+    for addresses in ((0, x.data_ptr()), (x.data_ptr(), 0)):
+        with pytest.raises(ValueError, match="a tensor has no memory"):
+            run(*addresses, 0)
+
+
+# ---- The proof that mappings carry stores ---------------------------------------------------------------------------
+
+
+def connected(world: int, swapped: tuple[int, int] | None) -> list[_core.Core]:
+    """Cores of which rank 0 takes the workspaces of two peers for each other's."""
+    cores = [core_of(world, 1 << 16, rank) for rank in range(world)]
+    handles = [core.create_workspace(False) for core in cores]
+    for rank, core in enumerate(cores):
+        for peer in range(world):
+            if peer == rank:
+                continue
+            real = peer
+            if rank == 0 and swapped is not None and peer in swapped:
+                real = swapped[1 - swapped.index(peer)]
+            core.map_peer(peer, *handles[real])
+    for fd, _ in handles:
+        os.close(fd)
+    return cores
+
+
+def test_marks_arrive() -> None:
+    cores = connected(3, None)
+    for core in cores[:2]:
+        core.send_marks()
+    assert [core.peers_unseen() for core in cores] == [[2], [2], [2]]
+    cores[2].send_marks()
+    assert [core.peers_unseen() for core in cores] == [[], [], []]
+
+
+def test_marks_that_were_meant_for_another_rank_prove_nothing() -> None:
+    cores = connected(3, (1, 2))
+    for core in cores:
+        core.send_marks()
+    assert [core.peers_unseen() for core in cores] == [[], [0], [0]]

@@ -1,0 +1,108 @@
+"""Ranks that differ in anything that they must have in common do not come together, whichever of them it is."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from llm_comm import _core
+from llm_comm.config import Config
+from llm_comm.errors import RendezvousError
+from llm_comm.runtime import comparison
+from llm_comm.runtime.devices import make_limits
+
+WORLD = 3
+CONFIG = Config.load({})
+LIMITS = make_limits(64 << 20, 132, 16, 90)
+
+
+def compare(odd_rank: int = 0, *path: str, other: object = None) -> None:
+    """Compares ranks of which ``odd_rank`` says ``other`` of what lies at ``path`` of its hello."""
+
+    def gather(_: str, hello: dict[str, Any]) -> list[dict[str, Any]]:
+        everyone = [copy.deepcopy(hello) for _ in range(WORLD)]
+        if path:
+            *outer, name = path
+            fields = everyone[odd_rank]
+            for key in outer:
+                fields = fields[key]
+            assert name in fields, f"ranks do not compare {name}"
+            assert fields[name] != other
+            fields[name] = other
+        return everyone
+
+    rendezvous: Any = SimpleNamespace(world_size=WORLD, rank=0, gather=gather)
+    comparison.compare_ranks(rendezvous, torch.device("cpu"), LIMITS, CONFIG)
+
+
+def test_ranks_that_are_alike() -> None:
+    compare()
+
+
+@pytest.mark.parametrize("odd_rank", range(WORLD))
+@pytest.mark.parametrize(
+    ("path", "other", "words"),
+    [
+        (("boot_id",), "another", "are on different machines"),
+        (("version",), "0.0.9", "have different versions of llm_comm"),
+        (("device",), "cuda", "have different kinds of device"),
+        (("limits", "sm_count"), 78, "have devices of different kinds"),
+        (("limits", "max_cluster"), 8, "have devices of different kinds"),
+        (("limits", "compute_capability"), 80, "have devices of different kinds"),
+        (("config", "workspace_bytes"), 1 << 20, "have different options"),
+        (("config", "max_message_bytes"), 17, "have different options"),
+        (("config", "algorithm"), "one_shot", "have different options"),
+        (("config", "fuse"), False, "have different options"),
+        (("config", "debug"), True, "have different options"),
+    ],
+    ids=lambda value: ".".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_rank_that_differs_is_named(odd_rank: int, path: tuple[str, ...], other: object, words: str) -> None:
+    with pytest.raises(RendezvousError) as caught:
+        compare(odd_rank, *path, other=other)
+    text = str(caught.value)
+    assert text.startswith(f"the ranks {words}: rank 0: ")
+    of_odd_one = text.partition(f"rank {odd_rank}: ")[2].partition(f", rank {odd_rank + 1}: ")[0]
+    assert str(other) in of_odd_one
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words"),
+    [
+        (("a", "b", "a"), "ranks 0, 2 use a"),
+        (("a", "a", "a"), "ranks 0, 1, 2 use a"),
+        (("b", "a", "a"), "ranks 1, 2 use a"),
+        (("a", "b", "c"), ""),
+        ((None, None, None), ""),
+    ],
+)
+def test_gpus_that_are_shared(gpus: tuple[str | None, ...], words: str) -> None:
+    def gather(_: str, hello: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{**hello, "gpu": gpu} for gpu in gpus]
+
+    rendezvous: Any = SimpleNamespace(world_size=WORLD, rank=0, gather=gather)
+    if not words:
+        comparison.compare_ranks(rendezvous, torch.device("cpu"), LIMITS, CONFIG)
+        return
+    with pytest.raises(RendezvousError, match="share a GPU") as caught:
+        comparison.compare_ranks(rendezvous, torch.device("cpu"), LIMITS, CONFIG)
+    assert words in str(caught.value)
+
+
+def test_a_rank_says_what_it_has() -> None:
+    """What is compared are this build's version and this rank's device, limits and options."""
+    said: dict[str, Any] = {}
+
+    def gather(_: str, hello: dict[str, Any]) -> list[dict[str, Any]]:
+        said.update(hello)
+        return [hello] * WORLD
+
+    rendezvous: Any = SimpleNamespace(world_size=WORLD, rank=0, gather=gather)
+    comparison.compare_ranks(rendezvous, torch.device("cpu"), LIMITS, CONFIG)
+    assert (said["version"], said["device"], said["gpu"]) == (_core.version, "cpu", None)
+    assert said["limits"] == {"sm_count": 132, "max_cluster": 16, "compute_capability": 90}
+    assert said["config"] == {name: getattr(CONFIG, name) for name in said["config"]}

@@ -1,0 +1,59 @@
+"""What the engine integrations say in logs: which algorithms serve which sizes, and which rank said what."""
+
+from __future__ import annotations
+
+import pytest
+from tables import plain_row
+
+from llm_comm.config import Config
+from llm_comm.integrations import common
+from llm_comm.planning.tables import TuningTable, by_operation
+
+KIB = 1024
+ROWS = [
+    plain_row(8 * KIB, "one_shot", 1, 16, 0),
+    plain_row(48 * KIB, "one_shot", 2, 16, 0),
+    plain_row(512 * KIB, "two_shot", 1, 16, 0),
+    plain_row(4096 * KIB, "two_shot", 2, 16, 1),
+]
+TABLE = TuningTable("table", by_operation(ROWS), 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "one_shot to 48 KiB, two_shot to 1 MiB, then vLLM"),
+        ({"max_message_bytes": 48 * KIB}, "one_shot to 48 KiB, then vLLM"),
+        ({"max_message_bytes": 20 * KIB}, "one_shot to 20 KiB, then vLLM"),
+        ({"max_message_bytes": 48 * KIB + 1}, "one_shot to 48 KiB, two_shot to 48 KiB, then vLLM"),
+        ({"max_message_bytes": 8 << 20}, "one_shot to 48 KiB, two_shot to 8 MiB, then vLLM"),
+        ({"max_message_bytes": common.EVERY_SIZE}, "one_shot to 48 KiB, two_shot at all other sizes"),
+        ({"algorithm": "two_shot"}, "two_shot to 1 MiB, then vLLM"),
+        ({"algorithm": "one_shot", "max_message_bytes": common.EVERY_SIZE}, "one_shot at all sizes"),
+    ],
+)
+def test_which_algorithm_serves_which_sizes(options: dict[str, object], words: str) -> None:
+    assert common.describe_plans(TABLE, Config.load({}, **options), "vLLM") == words
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (1 << 20, "1 MiB"), (3 << 29, "1.5 GiB")],
+)
+def test_bytes_in_words(count: int, words: str) -> None:
+    assert common.format_bytes(count) == words
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({0: "no"}, "rank 0: no"),
+        ({1: "no"}, "rank 1: no"),
+        ({0: "no", 1: "no"}, "rank 0: no; rank 1: no"),
+        ({0: "no", 1: "no", 2: "no"}, "no"),
+        ({0: "no", 1: "never", 2: "no"}, "rank 0: no; rank 1: never; rank 2: no"),
+    ],
+)
+def test_who_said_what(said: dict[int, str], words: str) -> None:
+    """What all say is said once; what some say is theirs."""
+    assert common._together(said, 3) == words
