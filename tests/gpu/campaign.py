@@ -132,7 +132,7 @@ def all_parts(options: argparse.Namespace, on_gpu: bool) -> list[Part]:
         Part(
             "cycles",
             "cycles.py",
-            ("--cycles", str(options.cycles), "--seconds", "170", "--rss-slack", str(32 << 20)),
+            ("--cycles", str(options.cycles), "--rss-slack", str(32 << 20)),
             options.cycles_world,
             200,
             _is("cycles", options.cycles),
