@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 NAMES = ("config", "table", "messages")
 #: What takes about 20 s each on a core that has nothing else to do.
-RUNS = {"config": 8_000, "table": 6_000, "messages": 200_000}
+RUNS = {"config": 8_000, "table": 6_000, "messages": 400_000}
 SEED = 1
 LONGEST_INPUT = 4096
 #: Of one input: a hang.
