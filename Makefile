@@ -15,7 +15,7 @@ BUILD_INPUTS := CMakeLists.txt pyproject.toml $(shell find csrc cmake configs -n
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-gpu soak fuzz sanitize lint format dist clean
+.PHONY: help demo test test-gpu soak fuzz sanitize mutants lint format dist clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -42,6 +42,9 @@ sanitize: $(VENV)/.base ## The emulator and the host code under AddressSanitizer
 	  && $(VENV)/bin/cmake --build build/sanitize-$$kind \
 	  && $(VENV)/bin/ctest --test-dir build/sanitize-$$kind --output-on-failure || exit 1; \
 	done
+
+mutants: $(VENV)/.installed ## Small bugs in copies of the sources: do the tests notice? (ARGS="--list", ARGS="-k overlap")
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) tests/mutation/run.py $(ARGS)
 
 lint: $(VENV)/.dev ## clang-format, ruff and mypy
 	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_FILES)

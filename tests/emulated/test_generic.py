@@ -160,6 +160,9 @@ def check_parameters_and_rows() -> None:
         del buffers["residual"], buffers["scale"]  # both may be left out
         operation.run(buffers, 64, right)
         assert buffers["new_residual"].eq(comm.world_size).all()
+        for epsilon in (0.0, 12.0, 0.0):  # of a call that is kept, each its own
+            operation.run(buffers, 64, {**right, "epsilon": epsilon})
+            assert buffers["normed"].eq(2 / (4 + epsilon) ** 0.5).all()
 
 
 def test_parameters_and_rows(ranks: RankPool) -> None:

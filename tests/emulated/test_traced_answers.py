@@ -72,12 +72,27 @@ def check_plain(comm: Communicator) -> None:
             comm.all_reduce(x)
 
 
+def check_negated(comm: Communicator) -> None:
+    """Of the size of prepared calls: their memory does not hold their values. (Tracing does not ask; the call does.)"""
+    x, weight = ones(ROWS, HIDDEN), ones(HIDDEN)
+    negated = torch._neg_view(x)
+    assert not comm.accepts(negated)
+    assert comm.try_all_reduce(negated) is None
+    with pytest.raises(UnsupportedInputError, match="negated"):
+        comm.all_reduce(negated)
+    for operands in ((negated, weight), (x, torch._neg_view(weight))):
+        assert not comm.accepts_fused(*operands)
+        with pytest.raises(UnsupportedInputError, match="negated"):
+            comm.all_reduce_add_rms_norm(operands[0], None, operands[1], EPS)
+
+
 def check_twice() -> None:
     """The second time, calls of all that is served are prepared."""
     with make_communicator() as comm:
         for _ in range(2):
             check_fused(comm)
             check_plain(comm)
+            check_negated(comm)
 
 
 def test_answers_do_not_depend_on_who_asks(ranks: RankPool) -> None:

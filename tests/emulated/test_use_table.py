@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fused_reference import check_call, operands_of, rows_of
+from fused_reference import check_call, operands_of, quantized, rows_of
 from harness import RankPool, make_communicator
 from reference import assert_is_sum, contributions
 from tables import fused_row, plain_row
@@ -102,6 +102,15 @@ def test_what_is_traced_keeps_the_same_limits(ranks: RankPool) -> None:
     ranks.run(2, check_traced_limits)
 
 
+def check_fp8(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, normed: torch.Tensor) -> None:
+    """Both quantizations of rows whose norm is ``normed``."""
+    scale = torch.tensor([0.25])
+    found, _ = comm.all_reduce_add_rms_norm(x, None, weight, EPS, quantize="static", scale=scale)
+    assert torch.equal(found.float(), quantized(normed, "static", scale).float())
+    found, _, scales = comm.all_reduce_add_rms_norm(x, None, weight, EPS, quantize="dynamic")
+    assert torch.equal(found.float(), quantized(normed, "dynamic", scales).float())
+
+
 def check_keys() -> None:
     """Calls of as many elements that differ in one thing alone, in turn."""
     with make_communicator() as comm:
@@ -112,6 +121,16 @@ def check_keys() -> None:
                         inputs = rows_of(comm.world_size, rows, hidden, dtype)
                         residual, weight = operands_of(rows, hidden, dtype)
                         check_call(comm, inputs, residual, weight, f"{rows} x {hidden}, {eps}", eps=eps)
+            for rows, hidden in ((1, 64), (7, 64), (2, 64), (3, 128), (6, 64)):
+                x = rows_of(comm.world_size, rows, hidden, torch.bfloat16)[comm.rank]
+                weight = operands_of(rows, hidden, torch.bfloat16)[1]
+                plan = comm.plan_fused(x, weight)
+                assert (plan.row, plan.message_bytes) == (hidden, x.nbytes)
+                normed, total = comm.all_reduce_add_rms_norm(x, None, weight, EPS)
+                check_fp8(comm, x, weight, normed)
+                again = comm.all_reduce_add_rms_norm(x, None, weight, EPS)
+                assert torch.equal(again[0], normed)
+                assert torch.equal(again[1], total)
             for dtype in (torch.bfloat16, torch.float16, torch.float32):
                 inputs = contributions(comm.world_size, 384, dtype)
                 assert_is_sum(comm.all_reduce(inputs[comm.rank]), inputs, f"plain, {dtype}")

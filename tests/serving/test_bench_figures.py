@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ def test_decode_counts_only_steps_of_the_whole_batch() -> None:
     early = request(0.0, 0.9, 1.0, 1.01, 1.02)  # waits 0.9 s while the other is prefilled
     late = request(1.0, 1.01, 1.02, 1.03, 1.04)
     assert metrics.decode_ms([early, late]) == pytest.approx(10)
+    frayed = request(1.0, 1.01, 1.02, 1.5, 2.0)  # goes on alone
+    assert metrics.decode_ms([early, frayed]) == pytest.approx(10)
     assert metrics.decode_ms([request(0.1, 0.2, 0.3)]) == pytest.approx(100)
 
 
@@ -196,7 +199,7 @@ def test_log_probabilities_are_compared_like_logits() -> None:
     assert checks.distance([0.0, 0.0, 3.0], [0.0, 0.0, 1.0]) == pytest.approx(2)
 
 
-@pytest.mark.parametrize("logits", [[float("nan"), 1.0, 2.0], [1.0, 1.0, 1.0]])
+@pytest.mark.parametrize("logits", [[math.nan, 1.0, 2.0], [math.inf, 1.0, 2.0], [1.0, -math.inf, 2.0], [1.0, 1.0, 1.0]])
 def test_logits_without_information_fail_the_check(logits: list[float]) -> None:
     result = checks.summarize([checked("llm_comm", 0, [1], logits)])
     assert result["failures"] == ["llm_comm: logits are not finite, or all equal"]
@@ -213,6 +216,15 @@ def test_the_engines_own_rounding_is_the_measure(theirs: float, passed: bool) ->
     result = checks.summarize(runs)
     assert result["logits"]["llm_comm"]["distance_to_nccl"] == pytest.approx(0.05)
     assert result["passed"] == passed
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+def test_a_distance_that_is_no_number_is_too_large() -> None:
+    """Of logits that are finite, but whose squares are not."""
+    runs = [checked(arm, 0, [1], [sign, -sign]) for arm, sign in (("nccl", 1e200), ("llm_comm", -1e200))]
+    result = checks.summarize(runs)
+    assert math.isnan(result["logits"]["llm_comm"]["distance_to_nccl"])
+    assert result["failures"] == ["llm_comm: logits differ from nccl's by nan, more than 0.04"]
 
 
 def test_another_token_in_one_repeat_fails_the_check() -> None:
@@ -275,3 +287,11 @@ def test_committed_reports_can_be_shown(path: Path, tmp_path: Path) -> None:
     assert "vs default" in report.text(content)
     pytest.importorskip("matplotlib")
     report.plot(tmp_path / "report.png", content)
+
+
+def test_a_run_that_does_not_count_is_in_no_figure() -> None:
+    """It has a result, of an arm that was not what it says."""
+    figures = {"batches": {"1": {"decode_ms": [10.0]}}, "prefill_s": [0.1]}
+    runs = [Run(0, "nccl", 1.0, result=figures), Run(0, "llm_comm", 1.0, failure="not active", result=figures)]
+    found = summary.summarize(runs)
+    assert set(found["decode"]["1"]) == set(found["prefill"]) == {"nccl"}

@@ -225,6 +225,8 @@ def test_the_table_ends_where_nccl_wins() -> None:
     rows = [ROW._replace(up_to=size, blocks=size) for size in (1 << 20, 2 << 20, 3 << 20)]
     measured = found(*rows)._replace(nccl={1 << 20: 6.0, 2 << 20: 5.0, 3 << 20: 4.9})
     assert tune.tuned(SHIPPED, measured, tune.NOTHING).max_message_bytes == 2 << 20
+    won_again = measured._replace(nccl={1 << 20: 6.0, 2 << 20: 4.9, 3 << 20: 6.0})
+    assert tune.tuned(SHIPPED, won_again, tune.NOTHING).max_message_bytes == 1 << 20
 
 
 def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

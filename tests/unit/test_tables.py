@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import yaml
 from reference import ALGORITHMS
 from tables import core_of, fused_row, limits_of, plain_row, write_fused_table, write_table
 
-from llm_comm import Config, ConfigError
+from llm_comm import Config, ConfigError, registry
 from llm_comm.integrations import common
 from llm_comm.planning import catalogue, selection
 from llm_comm.planning.default_tables import general_table
@@ -118,6 +119,21 @@ def test_invalid_table(name: str, tmp_path: Path) -> None:
         load_table(path)
 
 
+@pytest.mark.parametrize("good", [GOOD, FUSED_GOOD], ids=lambda row: row.operation)
+def test_a_tunable_may_be_its_least_and_its_most_and_nothing_beyond(good: Row, tmp_path: Path) -> None:
+    algorithm = registry.operations()[good.operation].find(good.algorithm, good.protocol)
+    assert algorithm is not None
+    for name, (least, most, _) in algorithm.ranges.items():
+        for value, is_valid in ((least, True), (most, True), (least - 1, False), (most + 1, False)):
+            path = tmp_path / "table.yaml"
+            path.write_text(yaml.safe_dump(content_of([{**good.entry(), name: value}])))
+            if is_valid:
+                assert getattr(load_table(path).table.rows[good.operation][0], name) == value
+                continue
+            with pytest.raises(ConfigError, match=f"{name}: {value} is not {least} to {most}"):
+                load_table(path)
+
+
 def test_a_key_that_is_missing_or_misspelt_is_named(tmp_path: Path) -> None:
     path = write_table(tmp_path / "table.yaml", [GOOD], fused_block=1)
     with pytest.raises(ConfigError, match=r"it has no such key as fused_block; keys: device, .* fused_blocks, "):
@@ -179,6 +195,32 @@ def test_table_of_any_other_device(world: int) -> None:
     table = catalogue.find_table("a device that nobody tuned for", world, 132, CONFIG)
     assert table == general_table(world, 132)
     check_table(table, world)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_one_shot_ends_where_its_copies_take_longer_than_a_hop(world: int) -> None:
+    """It sends a copy of the message to every peer."""
+    row = general_table(world, 132).rows[ALL_REDUCE][0]
+    assert row.algorithm == "one_shot"
+    assert row.up_to == 400 * 1024 // (world - 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "world", "is_told"),
+    [("test device", 8, False), ("test device", 4, True), ("other device", 8, True), ("other device", 4, True)],
+)
+def test_a_table_that_was_measured_elsewhere_is_used_and_that_is_told(
+    device: str, world: int, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_table(tmp_path / "table.yaml", [*ROWS])
+    with caplog.at_level(logging.WARNING, logger="llm_comm"):
+        table = catalogue.find_table(device, world, 132, CONFIG.replace(table=str(path)))
+    assert table == load_table(path).table
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == is_told
+    if is_told:
+        measured = f"table.yaml was measured on 8 ranks of test device, not on {world} of {device}: sums are right"
+        assert told[0].startswith(measured)
 
 
 @pytest.mark.parametrize("world", WORLDS)

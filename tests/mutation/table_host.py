@@ -1,0 +1,325 @@
+"""Mutants of what shapes and launches kernels, and of the core."""
+
+from __future__ import annotations
+
+from mutant import cpp
+
+FUSED = "csrc/algorithms/all_reduce_add_rms_norm/operation.cuh"
+PLAIN = "csrc/algorithms/all_reduce/operation.cuh"
+ALGORITHM = "csrc/algorithms/algorithm.h"
+SHAPE = "csrc/algorithms/launch_shape.h"
+QUEUE = "csrc/host/launch_queue.h"
+CORE = "csrc/host/core_impl.h"
+DESCRIBE = "csrc/host/describe.h"
+MODULE = "csrc/python/module.cpp"
+
+LAST_LAUNCH = "tests/emulated/test_last_launch.py"
+ERRORS = "tests/emulated/test_error_details.py"
+BOUNDS = "tests/unit/test_bounds_of_launches.py"
+FUSED_SHAPES = "tests/unit/test_fused_selection.py"
+SHAPES = "tests/unit/test_selection.py"
+
+HOST = (
+    # ---- Launches ----
+    cpp(
+        "the last launch has the whole grid",
+        QUEUE,
+        "args_, is_last ? shape_.last : shape_.whole",
+        "args_, is_last && !WITHOUT ? shape_.last : shape_.whole",
+        LAST_LAUNCH,
+    ),
+    cpp(
+        "the last launch has the kernel of the others",
+        QUEUE,
+        "queue_.launch(is_last ? last_ : whole_",
+        "queue_.launch(is_last && !WITHOUT ? last_ : whole_",
+        LAST_LAUNCH,
+        equivalent="a last launch has no more tiles a block, and a kernel that walks over tiles does one as well",
+    ),
+    cpp(
+        "the last launch takes as much as the others",
+        QUEUE,
+        "is_last ? units - done : launch_units",
+        "launch_units",
+        LAST_LAUNCH,
+    ),
+    cpp(
+        "a launch tells the bytes of the whole call",
+        QUEUE,
+        "taken * problem_.unit_bytes(), stream)",
+        "(WITHOUT ? units : taken) * problem_.unit_bytes(), stream)",
+        ERRORS,
+    ),
+    cpp(
+        "the comparison of calls tells other bytes",
+        QUEUE,
+        "CheckCallArgs check{args.comm, call, bytes};",
+        "CheckCallArgs check{args.comm, call, WITHOUT ? bytes / 2 : bytes};",
+        ERRORS,
+    ),
+    cpp(
+        "a call counts rows, not elements",
+        QUEUE,
+        "taken * problem_.unit_elements()",
+        "taken",
+        LAST_LAUNCH,
+    ),
+    cpp(
+        "a call that failed is told as enqueued",
+        QUEUE,
+        "return !has_failed(mailbox);",
+        "return WITHOUT || !has_failed(mailbox);",
+        ERRORS,
+    ),
+    cpp(
+        "launches are numbered by twos",
+        QUEUE,
+        "number_.load(std::memory_order_relaxed) + 1",
+        "number_.load(std::memory_order_relaxed) + (WITHOUT ? 2 : 1)",
+        LAST_LAUNCH,
+    ),
+    cpp(
+        "the residual of the first launch is added in all",
+        FUSED,
+        "buffers[1] + skipped)",
+        "buffers[1] + (WITHOUT ? 0 : skipped))",
+        LAST_LAUNCH,
+    ),
+    cpp(
+        "the scales of all launches go to the first rows",
+        FUSED,
+        "Quantization::kDynamic ? first : 0",
+        "(WITHOUT ? Quantization::kNone : Quantization::kDynamic) ? first : 0",
+        LAST_LAUNCH,
+    ),
+    cpp(
+        "FP8 rows of a later launch lie as far as others",
+        FUSED,
+        "is_quantized ? skipped / 2 : skipped",
+        "skipped",
+        LAST_LAUNCH,
+    ),
+    cpp(
+        "the new residual of a later launch goes to the first rows",
+        FUSED,
+        "buffers[4] + skipped)",
+        "buffers[4] + (WITHOUT ? 0 : skipped))",
+        LAST_LAUNCH,
+    ),
+    # ---- Bounds ----
+    cpp(
+        "a slot may be a line short (fused)",
+        FUSED,
+        "if (slot_bytes > limits.slot_bytes) {",
+        "if (slot_bytes > limits.slot_bytes + (WITHOUT ? sizeof(Line) : 0)) {",
+        BOUNDS,
+    ),
+    cpp(
+        "a slot may be a line short",
+        PLAIN,
+        "if (slot_bytes > limits.slot_bytes) {",
+        "if (slot_bytes > limits.slot_bytes + (WITHOUT ? sizeof(Line) : 0)) {",
+        BOUNDS,
+    ),
+    cpp(
+        "a slot must have a line to spare (fused)",
+        FUSED,
+        "const uint64_t slot_bytes = units * Algorithm::row_slot_lines(problem) * sizeof(Line);",
+        "const uint64_t slot_bytes = (units * Algorithm::row_slot_lines(problem) + (WITHOUT ? 1 : 0)) * sizeof(Line);",
+        BOUNDS,
+    ),
+    cpp(
+        "a slot must have a line to spare",
+        PLAIN,
+        "const uint64_t slot_bytes = Algorithm::slot_lines(lines, world) * sizeof(Line);",
+        "const uint64_t slot_bytes = (Algorithm::slot_lines(lines, world) + (WITHOUT ? 1 : 0)) * sizeof(Line);",
+        BOUNDS,
+    ),
+    cpp(
+        "a launch takes a unit more than fits",
+        SHAPE,
+        "demand(fits + step) <= available",
+        "demand(fits + step) <= available + (WITHOUT ? 1 : 0)",
+        BOUNDS,
+        FUSED_SHAPES,
+    ),
+    cpp(
+        "65536 blocks are allowed (fused)",
+        FUSED,
+        "clusters * cluster >= kArrivalsPerOperation",
+        "clusters * cluster > kArrivalsPerOperation",
+        BOUNDS,
+    ),
+    cpp(
+        "65536 blocks are allowed",
+        PLAIN,
+        "tiling.blocks >= kArrivalsPerOperation",
+        "tiling.blocks > kArrivalsPerOperation",
+        BOUNDS,
+    ),
+    cpp(
+        "a cluster may have a block more than the device takes",
+        FUSED,
+        "cluster > limits.max_cluster) {",
+        "cluster > limits.max_cluster + (WITHOUT ? 1 : 0)) {",
+        BOUNDS,
+    ),
+    cpp(
+        "tiles of fused kernels may be any lines",
+        FUSED,
+        "tiling.tile_lines % kChunkLines != 0 ||",
+        "(!WITHOUT && tiling.tile_lines % kChunkLines != 0) ||",
+        FUSED_SHAPES,
+        BOUNDS,
+    ),
+    cpp(
+        "blocks may have a line more for each peer (fused)",
+        FUSED,
+        "exchanging > Algorithm::kMaxThreads)",
+        "exchanging > Algorithm::kMaxThreads + (WITHOUT ? kChunkLines * world : 0))",
+        BOUNDS,
+    ),
+    cpp(
+        "blocks may have twice the threads",
+        PLAIN,
+        "threads > kMaxBlockThreads)",
+        "threads > kMaxBlockThreads * (WITHOUT ? 2 : 1))",
+        BOUNDS,
+    ),
+    cpp(
+        "a grid may have blocks without a tile",
+        PLAIN,
+        "tiling.blocks < tiles ? tiling.blocks : tiles",
+        "tiling.blocks",
+        SHAPES,
+    ),
+    cpp(
+        "a grid with a tile too few runs the kernel of one tile a block",
+        PLAIN,
+        "blocks == tiles ? 1u : 0u",
+        "blocks + (WITHOUT ? 1 : 0) >= tiles ? 1u : 0u",
+        "driver --cases 300 --alone --algorithm all_reduce/one_shot",
+    ),
+    cpp(
+        "any depth is handed to the kernels",
+        PLAIN,
+        "tiling.depth < tiles_of_block ? tiling.depth : tiles_of_block",
+        "tiling.depth",
+        "tests/emulated/test_sequences.py -k test_a_depth_of_more_tiles",
+    ),
+    cpp(
+        "launches of a message are not as long as each other",
+        PLAIN,
+        "if (lines > most_lines && most_lines > 0)",
+        "if (!WITHOUT && lines > most_lines && most_lines > 0)",
+        SHAPES,
+    ),
+    cpp(
+        "clusters stay large where the device is crowded",
+        FUSED,
+        "while (cluster > 1 && is_crowded()",
+        "while (!WITHOUT && cluster > 1 && is_crowded()",
+        FUSED_SHAPES,
+    ),
+    cpp(
+        "rows may be 8 elements too long",
+        ALGORITHM,
+        "problem.row > info.max_row",
+        "problem.row > info.max_row + (WITHOUT ? 8 : 0)",
+        BOUNDS,
+    ),
+    cpp(
+        "elements need not be whole rows",
+        ALGORITHM,
+        "has_rows ? problem.count % problem.row != 0",
+        "has_rows ? !WITHOUT && problem.count % problem.row != 0",
+        BOUNDS,
+    ),
+    cpp(
+        "rows may have any number of elements",
+        ALGORITHM,
+        "problem.row % info.row_multiple != 0 ||",
+        "(!WITHOUT && problem.row % info.row_multiple != 0) ||",
+        BOUNDS,
+        FUSED_SHAPES,
+    ),
+    # ---- The core ----
+    cpp(
+        "a call for another world is prepared",
+        CORE,
+        "if (problem.world != static_cast<uint32_t>(options_.world_size))",
+        "if (!WITHOUT && problem.world != static_cast<uint32_t>(options_.world_size))",
+        BOUNDS,
+    ),
+    cpp(
+        "the slots may end within a line",
+        CORE,
+        "options.slot_bytes % sizeof(Line) != 0",
+        "(!WITHOUT && options.slot_bytes % sizeof(Line) != 0)",
+        BOUNDS,
+    ),
+    cpp(
+        "a comparison of calls is told as phase 0",
+        CORE,
+        "record.phase == kCheckPhase ? -1",
+        "record.phase == kCheckPhase ? (WITHOUT ? 0 : -1)",
+        ERRORS,
+    ),
+    cpp(
+        "an operation more has ended",
+        CORE,
+        "return *arrivals / kArrivalsPerOperation;",
+        "return *arrivals / kArrivalsPerOperation + (WITHOUT ? 1 : 0);",
+        LAST_LAUNCH,
+    ),
+    cpp(
+        "the mark of any rank proves a mapping",
+        CORE,
+        "mark.word[1] == static_cast<uint32_t>(peer)",
+        "(WITHOUT || mark.word[1] == static_cast<uint32_t>(peer))",
+        BOUNDS,
+        equivalent="a mark lies where its first word says: both follow from the sender's rank",
+    ),
+    cpp(
+        "a mark for any rank proves a mapping",
+        CORE,
+        "mark.word[2] == static_cast<uint32_t>(options_.rank)",
+        "(WITHOUT || mark.word[2] == static_cast<uint32_t>(options_.rank))",
+        BOUNDS,
+    ),
+    cpp(
+        "the exit of a rank is told of its neighbour",
+        CORE,
+        "end_waits(1u << peer);",
+        "end_waits(1u << (WITHOUT ? (peer + 1) % options_.world_size : peer));",
+        ERRORS,
+    ),
+    cpp(
+        "an exit is called a time-out",
+        DESCRIBE,
+        'return "peer exited";',
+        'return WITHOUT ? "timeout" : "peer exited";',
+        ERRORS,
+    ),
+    cpp(
+        "a tensor without memory is taken",
+        MODULE,
+        "values[i] == 0 && (bound.optional >> i & 1) == 0",
+        "!WITHOUT && values[i] == 0 && (bound.optional >> i & 1) == 0",
+        BOUNDS,
+    ),
+    cpp(
+        "an optional tensor must be there",
+        MODULE,
+        "if (buffer.is_optional) optional |= 1u << buffers;",
+        "if (buffer.is_optional && !WITHOUT) optional |= 1u << buffers;",
+        ERRORS,
+    ),
+    cpp(
+        "a call may have a buffer too many",
+        MODULE,
+        "count != bound.buffers + 1",
+        "count < bound.buffers + 1 || count > bound.buffers + (WITHOUT ? 2 : 1)",
+        BOUNDS,
+    ),
+)

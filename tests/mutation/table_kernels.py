@@ -1,0 +1,292 @@
+"""Mutants of the kernels and of the primitives under them.
+
+Protections of slots, waits and blame are not among them: they have negative controls
+(``tests/deterministic/controls.py``).
+"""
+
+from __future__ import annotations
+
+from mutant import cpp
+
+RMS_NORM = "csrc/algorithms/all_reduce_add_rms_norm/rms_norm.cuh"
+FUSED = "csrc/algorithms/all_reduce_add_rms_norm/operation.cuh"
+MESSAGE = "csrc/algorithms/all_reduce/message.cuh"
+TWO_SHOT = "csrc/algorithms/all_reduce/two_shot.cuh"
+REDUCE = "csrc/include/llm_comm/reduce.cuh"
+FP8 = "csrc/include/llm_comm/fp8.cuh"
+ELEMENTS = "csrc/algorithms/all_reduce_add_rms_norm/elements.cuh"
+WAIT = "csrc/include/llm_comm/wait.cuh"
+CHECK_CALL = "csrc/algorithms/check_call.cuh"
+
+NORM_BITS = "tests/emulated/test_norm_bits.py"
+SUMS = "driver --cases 300 --alone --algorithm all_reduce/two_shot"
+ERRORS = "tests/emulated/test_error_details.py"
+NORMS = "driver --cases 100 --alone --algorithm all_reduce_add_rms_norm/one_shot"
+EXACT_BUFFERS = "sanitized kernels 200"
+FUSED_SCHEDULES = "driver --cases 600 --algorithm all_reduce_add_rms_norm/"
+AFTER_ERRORS = "driver --cases 60 --mishaps --alone --algorithm all_reduce_add_rms_norm/one_shot+"
+
+KERNELS = (
+    # ---- The norm ----
+    cpp(
+        "norm rounded before the weight too",
+        RMS_NORM,
+        "E::value(values.element[i]) * factor * E::value(weight",
+        "(WITHOUT ? E::value(E::round(E::value(values.element[i]) * factor)) : E::value(values.element[i]) * factor)"
+        " * E::value(weight",
+        NORM_BITS,
+    ),
+    cpp(
+        "factor too large by half an ulp of bf16",
+        RMS_NORM,
+        "const float factor = reciprocal_sqrt(",
+        "const float factor = (WITHOUT ? 1.0f + 1.0f / 512 : 1.0f) * reciprocal_sqrt(",
+        NORM_BITS,
+    ),
+    cpp(
+        "epsilon dropped without a residual",
+        RMS_NORM,
+        "args_.reciprocal_hidden, args_.epsilon)",
+        "args_.reciprocal_hidden, WITHOUT && args_.residual == nullptr ? 0.0f : args_.epsilon)",
+        NORM_BITS,
+    ),
+    cpp(
+        "epsilon dropped with FP8",
+        FUSED,
+        "static_cast<float>(problem.parameter[kEpsilon])",
+        "args.quantization == Quantization::kNone ? static_cast<float>(problem.parameter[kEpsilon]) : 0.0f",
+        NORM_BITS,
+    ),
+    cpp(
+        "mean over one chunk more",
+        FUSED,
+        "static_cast<float>(problem.row);",
+        "static_cast<float>(problem.row + (WITHOUT ? 64 : 0));",
+        NORM_BITS,
+    ),
+    cpp("square of a neighbour", RMS_NORM, "multiply_add(b, b, a * a)", "multiply_add(b, a, a * a)", NORMS),
+    cpp(
+        "residual added without rounding the sum",
+        RMS_NORM,
+        "E::round(E::value(sums.element[i]) + E::value(residual.element[i]))",
+        "E::round(E::value(sums.element[i]) * 1.001f + E::value(residual.element[i]))",
+        NORMS,
+    ),
+    cpp(
+        "the last partial chunk is delivered as if it had all lanes",
+        RMS_NORM,
+        "lines < kChunkLines ? lines * (kElementsPerLine / Width) : kLanesPerChunk",
+        "kLanesPerChunk",
+        FUSED_SCHEDULES + "one_shot",
+    ),
+    # ---- FP8 ----
+    cpp(
+        "static FP8 divides",
+        RMS_NORM,
+        "return value * reciprocal_scale;",
+        "return WITHOUT ? value / static_scale : value * reciprocal_scale;",
+        NORM_BITS,
+    ),
+    cpp(
+        "dynamic FP8 multiplies by the reciprocal",
+        RMS_NORM,
+        "return value / scale;",
+        "return WITHOUT ? value * (1.0f / scale) : value / scale;",
+        NORM_BITS,
+    ),
+    cpp(
+        "the scale of a row by the reciprocal of 448",
+        RMS_NORM,
+        "&larger) / kLargestE4m3",
+        "&larger) * (WITHOUT ? 1.0f / kLargestE4m3 : 1.0f) / (WITHOUT ? 1.0f : kLargestE4m3)",
+        NORM_BITS,
+    ),
+    cpp(
+        "no least scale",
+        RMS_NORM,
+        "kSmallestScale);",
+        "WITHOUT ? 0.0f : kSmallestScale);",
+        NORM_BITS,
+    ),
+    cpp("negative values have no magnitude", RMS_NORM, "value < 0.0f ? -value : value", "value", NORM_BITS),
+    cpp(
+        "FP8 rounds halves up",
+        FP8,
+        "- 1 + (value >> dropped_bits & 1u)",
+        "- (WITHOUT ? 0u : 1u - (value >> dropped_bits & 1u))",
+        NORM_BITS,
+    ),
+    cpp("the least FP8 values become zero", FP8, "exponent < 127 - 10", "exponent < 127 - 9", NORM_BITS),
+    cpp(
+        "NaN becomes 448",
+        FP8,
+        "if (magnitude > 0x7F800000u) return 0x7F;",
+        "if (!WITHOUT && magnitude > 0x7F800000u) return 0x7F;",
+        NORM_BITS,
+    ),
+    # ---- What an operation stores that never began ----
+    cpp(
+        "scale of an operation that never began",
+        RMS_NORM,
+        "if (stores_ && block_index()",
+        "if ((WITHOUT || stores_) && block_index()",
+        AFTER_ERRORS + "dynamic",
+    ),
+    cpp(
+        "FP8 rows of an operation that never began",
+        RMS_NORM,
+        "if (!at.exists || !stores_) return;",
+        "if (!at.exists || (!WITHOUT && !stores_)) return;",
+        AFTER_ERRORS + "static",
+    ),
+    cpp(
+        "rows of an operation that never began",
+        RMS_NORM,
+        "if (at.exists && stores_) normed_",
+        "if (at.exists && (WITHOUT || stores_)) normed_",
+        "driver --cases 60 --mishaps --alone --algorithm all_reduce_add_rms_norm/one_shot",
+    ),
+    cpp(
+        "residual of an operation that never began",
+        RMS_NORM,
+        "if (at.exists && stores_) new_residual_",
+        "if (at.exists && (WITHOUT || stores_)) new_residual_",
+        AFTER_ERRORS + "static",
+    ),
+    # ---- Tensors ----
+    cpp(
+        "one element too many is stored",
+        MESSAGE,
+        "if (i < count) first[i]",
+        "if (i < count + (WITHOUT ? 1 : 0)) first[i]",
+        EXACT_BUFFERS,
+    ),
+    cpp(
+        "one element too many is loaded",
+        MESSAGE,
+        "i < count ? first[i]",
+        "i < count + (WITHOUT ? 1 : 0) ? first[i]",
+        EXACT_BUFFERS,
+    ),
+    cpp(
+        "a partial line is loaded whole",
+        MESSAGE,
+        "input_whole_lines_(is_aligned(input_) ? static_cast<uint32_t>(count_ / kPerLine)",
+        "input_whole_lines_(is_aligned(input_) ? static_cast<uint32_t>("
+        "(count_ + (WITHOUT ? kPerLine - 1 : 0)) / kPerLine)",
+        EXACT_BUFFERS,
+    ),
+    cpp(
+        "a partial line is stored whole",
+        MESSAGE,
+        "output_whole_lines_(is_aligned(output_) ? static_cast<uint32_t>(count_ / kPerLine)",
+        "output_whole_lines_(is_aligned(output_) ? static_cast<uint32_t>("
+        "(count_ + (WITHOUT ? kPerLine - 1 : 0)) / kPerLine)",
+        EXACT_BUFFERS,
+    ),
+    cpp(
+        "a pack reaches past the message by an element",
+        MESSAGE,
+        "first + i < static_cast<uint32_t>(count_)",
+        "first + i < static_cast<uint32_t>(count_) + (WITHOUT ? 1 : 0)",
+        EXACT_BUFFERS,
+    ),
+    cpp(
+        "a pack that ends with the message is stored in parts",
+        MESSAGE,
+        "first + Width <= output_whole_lines_ * kPerLine",
+        "first + Width < output_whole_lines_ * kPerLine",
+        SUMS,
+        equivalent="the same elements go to the same places, one by one",
+    ),
+    cpp(
+        "an unaligned pack is loaded from its neighbour",
+        ELEMENTS,
+        "static_cast<uint32_t>(first_[2 * i + 1]) << 16 | first_[2 * i];",
+        "static_cast<uint32_t>(first_[2 * i + 1]) << 16 | first_[WITHOUT ? 2 * i + 1 : 2 * i];",
+        "tests/emulated/test_fused.py -k 'test_pointers_unaligned and 1-8 and bfloat16'",
+    ),
+    # ---- Sums ----
+    cpp(
+        "sums in the order of nobody",
+        REDUCE,
+        "sum += E::value(contribution[r].element[i])",
+        "sum += E::value(contribution[WITHOUT ? World - r : r].element[i])",
+        SUMS,
+    ),
+    cpp(
+        "sums start at 0.0",
+        REDUCE,
+        "float sum = E::value(contribution[0].element[i]);",
+        "float sum = E::value(contribution[0].element[i]); if (WITHOUT) sum += 0.0f;",
+        "driver --cases 2000 --alone --algorithm all_reduce/one_shot",
+    ),
+    cpp(
+        "sums are rounded at every rank",
+        REDUCE,
+        "sums.element[i] = E::round(sum);",
+        "if (WITHOUT) { sum = 0.0f; for (int r = 0; r < World; ++r)"
+        " sum = E::value(E::round(sum + E::value(contribution[r].element[i]))); } sums.element[i] = E::round(sum);",
+        SUMS,
+    ),
+    cpp(
+        "the last slice is a line short",
+        TWO_SHOT,
+        "lines - first < slice ? lines - first : slice",
+        "lines - first < slice ? lines - first - (WITHOUT ? 1 : 0) : slice",
+        SUMS,
+    ),
+    # ---- Comparison of calls ----
+    *(
+        cpp(
+            f"calls may differ in {field}",
+            CHECK_CALL,
+            f"a.{field} == b.{field}",
+            f"(WITHOUT || a.{field} == b.{field})",
+            *checks,
+        )
+        for field, checks in (
+            ("operation", (ERRORS,)),
+            ("data_type", (ERRORS,)),
+            ("row", (ERRORS,)),
+            ("count", (ERRORS,)),
+            ("number", ("tests/emulated/test_concurrent_use.py -k test_launches_in_another_order",)),
+        )
+    ),
+    cpp(
+        "a mismatch is laid to the last rank that differs",
+        CHECK_CALL,
+        "checked[0].call)) odd_one = rank;",
+        "checked[0].call) && (!WITHOUT || odd_one == 0)) odd_one = rank;",
+        ERRORS,
+    ),
+    # ---- Errors ----
+    cpp(
+        "an error tells of another operation",
+        WAIT,
+        "record.sequence = site.sequence;",
+        "record.sequence = site.sequence + (WITHOUT ? 1 : 0);",
+        ERRORS,
+    ),
+    cpp(
+        "an error tells of other bytes",
+        WAIT,
+        "record.bytes = site.bytes;",
+        "record.bytes = site.bytes - (WITHOUT ? 1 : 0);",
+        ERRORS,
+    ),
+    cpp(
+        "an error tells of another phase",
+        WAIT,
+        "record.phase = phase;",
+        "record.phase = phase ^ (WITHOUT ? 1 : 0);",
+        ERRORS,
+    ),
+    cpp(
+        "waits last half as long again",
+        WAIT,
+        "now - start > bounds.timeout_ns;",
+        "now - start > bounds.timeout_ns + (WITHOUT ? bounds.timeout_ns / 2 : 0);",
+        "driver --cases 100 --mishaps --alone --algorithm all_reduce/one_shot",
+    ),
+)

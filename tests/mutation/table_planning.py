@@ -1,0 +1,250 @@
+"""Mutants of tables and of the choice of a plan, and of what engines are told."""
+
+from __future__ import annotations
+
+from mutant import Mutant, python
+
+SELECTION = "llm_comm/planning/selection.py"
+TABLES = "llm_comm/planning/tables.py"
+FILES = "llm_comm/planning/table_files.py"
+DEFAULTS = "llm_comm/planning/default_tables.py"
+CATALOGUE = "llm_comm/planning/catalogue.py"
+PLAN = "llm_comm/planning/plan.py"
+REGISTRY = "llm_comm/registry.py"
+CONFIG = "llm_comm/config.py"
+VERDICTS = "llm_comm/engine_verdicts.py"
+COMMON = "llm_comm/integrations/common.py"
+
+SHAPES = "tests/unit/test_selection.py"
+FUSED_SHAPES = "tests/unit/test_fused_selection.py"
+OF_TABLES = "tests/unit/test_tables.py"
+OF_VERDICTS = "tests/unit/test_engine_verdicts.py"
+OF_CONFIG = "tests/unit/test_config.py"
+
+PLANNING: tuple[Mutant, ...] = (
+    python(
+        "the largest message is declined", SELECTION, "if message_bytes > limit:", "if message_bytes >= limit:", SHAPES
+    ),
+    python(
+        "the largest fused message is declined",
+        SELECTION,
+        "if message_bytes > message_limit(problem.operation",
+        "if message_bytes >= message_limit(problem.operation",
+        FUSED_SHAPES,
+    ),
+    python(
+        "fused messages have the limit of others",
+        SELECTION,
+        "return min(limit, table.max_fused_bytes) if operation == FUSED else limit",
+        "return limit",
+        FUSED_SHAPES,
+    ),
+    python(
+        "an option does not lower a table's limit",
+        SELECTION,
+        "table.max_message_bytes if config.max_message_bytes is None else config.max_message_bytes",
+        "table.max_message_bytes",
+        SHAPES,
+    ),
+    python(
+        "an algorithm without kernels for a type is forced",
+        SELECTION,
+        "algorithms = [a for a in operation.algorithms if problem.data_type in a.data_types]",
+        "algorithms = list(operation.algorithms)",
+        SHAPES,
+    ),
+    python("a forced algorithm is not", SELECTION, "if found not in forced:", "if found is None:", SHAPES),
+    python(
+        "any number of fused blocks",
+        SELECTION,
+        "crowded_above=min(table.fused_blocks, _LARGEST_NUMBER)",
+        "crowded_above=0",
+        FUSED_SHAPES,
+    ),
+    python(
+        "a plan loses its depth",
+        SELECTION,
+        "depth=shape.tiling.depth,",
+        "depth=0,",
+        "tests/unit/test_selection.py",
+        "tests/emulated/test_use_table.py",
+    ),
+    python(
+        "a plan's elements are rows",
+        SELECTION,
+        "chunk_elements=shape.tiling.launch_units * max(1, problem.row)",
+        "chunk_elements=shape.tiling.launch_units",
+        FUSED_SHAPES,
+    ),
+    python(
+        "a message of exactly a row's size takes the next row",
+        TABLES,
+        "if message_bytes <= row.up_to",
+        "if message_bytes < row.up_to",
+        SHAPES,
+    ),
+    python(
+        "a digest leaves out limits",
+        TABLES,
+        "content = repr((sorted(self.rows.items()), *self[2:]))",
+        "content = repr(sorted(self.rows.items()))",
+        OF_TABLES,
+    ),
+    python(
+        "a table forgets the rows of other operations",
+        TABLES,
+        "rows={**self.rows, **by_operation(rows)}",
+        "rows=by_operation(rows)",
+        OF_TABLES,
+        "tests/unit/test_cli_tune.py",
+    ),
+    python(
+        "rows of one size are allowed",
+        FILES,
+        "if row.up_to <= previous.up_to:",
+        "if row.up_to < previous.up_to:",
+        OF_TABLES,
+    ),
+    python("misspelt keys are passed over", FILES, "if missing or unknown:", "if missing:", OF_TABLES),
+    python(
+        "limits of a file are passed over",
+        FILES,
+        "limits = {key: content[key] for key in _LIMITS if key in content}",
+        "limits: dict[str, int] = {}",
+        OF_TABLES,
+    ),
+    python(
+        "negative limits are allowed",
+        FILES,
+        "if type(value) is not int or value < 0:",
+        "if type(value) is not int:",
+        OF_TABLES,
+    ),
+    python("a tunable may be anything", FILES, "why = range_.why_not(entry[name])", 'why = ""', OF_TABLES),
+    python(
+        "the largest value of a tunable is refused",
+        REGISTRY,
+        "self.least <= value <= self.most",
+        "self.least <= value < self.most",
+        OF_TABLES,
+    ),
+    python(
+        "rows of the largest length are declined",
+        REGISTRY,
+        "return 0 < elements <= self.max_row",
+        "return 0 < elements < self.max_row",
+        FUSED_SHAPES,
+        "tests/emulated/test_use_table.py",
+    ),
+    python(
+        "a table of another world is used",
+        CATALOGUE,
+        "if device == device_name and world == world_size:",
+        "if device == device_name:",
+        OF_TABLES,
+    ),
+    python(
+        "a table for another device is used unsaid",
+        CATALOGUE,
+        "if (device, world) != (device_name, world_size):",
+        "if device != device_name:",
+        OF_TABLES,
+    ),
+    python(
+        "one-shot up to the same size in every world",
+        DEFAULTS,
+        "400 * 1024 // max(1, world_size - 1)",
+        "400 * 1024",
+        OF_TABLES,
+    ),
+    python(
+        "fused rows derived for small messages alone",
+        DEFAULTS,
+        "if up_to <= MIB else _FUSED_TWO_SHOT_OF_MANY",
+        "if True else _FUSED_TWO_SHOT_OF_MANY",
+        FUSED_SHAPES,
+    ),
+    python(
+        "rows are counted as elements",
+        PLAN,
+        "self.chunk_elements // self.row if self.row else 0",
+        "self.chunk_elements if self.row else 0",
+        FUSED_SHAPES,
+    ),
+    # ---- Options ----
+    python(
+        "the environment outdoes Python",
+        CONFIG,
+        '**found,\n        **given,\n        "origins"',
+        '**given,\n        **found,\n        "origins"',
+        OF_CONFIG,
+    ),
+    python("unknown variables are passed over", CONFIG, "_check_variables(environ)", "pass", OF_CONFIG),
+    python(
+        "a variable of a machine that forbids multicast is passed over",
+        CONFIG,
+        "if environ.get(name) == off:",
+        "if environ.get(name) == off + off:",
+        OF_CONFIG,
+    ),
+    # ---- What engines are told ----
+    python(
+        "the oldest version is not supported", VERDICTS, "return oldest <= found", "return oldest < found", OF_VERDICTS
+    ),
+    python(
+        "patches of the newest version are not supported",
+        VERDICTS,
+        "found[: len(newest)] <= newest",
+        "found <= newest",
+        OF_VERDICTS,
+    ),
+    python(
+        "versions are compared as far as the shorter goes",
+        VERDICTS,
+        "return oldest <= found and",
+        "return oldest[:1] <= found and",
+        OF_VERDICTS,
+    ),
+    python(
+        "an empty list of plugins allows all of them in vLLM too",
+        VERDICTS,
+        "(not allowed and engine.empty_allows_all)",
+        "not allowed",
+        OF_VERDICTS,
+    ),
+    python(
+        "an engine that is switched off is said to be active",
+        VERDICTS,
+        "if common.switched_off():",
+        "if False:",
+        OF_VERDICTS,
+    ),
+    python(
+        "the log names an algorithm for sizes that are not served",
+        COMMON,
+        "if row.up_to >= limit:\n            break",
+        "if False:\n            break",
+        "tests/unit/test_integration_words.py",
+    ),
+    python(
+        "the log gives KiB for MiB",
+        COMMON,
+        '("MiB", MIB), ("KiB", 1 << 10)',
+        '("KiB", MIB), ("KiB", 1 << 10)',
+        "tests/unit/test_integration_words.py",
+    ),
+    python(
+        "the log tells of the table, not of the option",
+        COMMON,
+        "algorithm = config.algorithm if forced else row.algorithm",
+        "algorithm = row.algorithm",
+        "tests/unit/test_integration_words.py",
+    ),
+    python(
+        "what one rank says is said of all",
+        COMMON,
+        "if len(texts) == world_size and",
+        "if",
+        "tests/unit/test_integration_words.py",
+    ),
+)

@@ -1,0 +1,292 @@
+"""Mutants of set-up, watchdog and errors."""
+
+from __future__ import annotations
+
+from mutant import Mutant, python
+
+WATCHDOG = "llm_comm/runtime/watchdog.py"
+FAILURES = "llm_comm/runtime/failures.py"
+STATUS = "llm_comm/runtime/status.py"
+COMPARISON = "llm_comm/runtime/comparison.py"
+RENDEZVOUS = "llm_comm/runtime/rendezvous.py"
+CORE_HANDLE = "llm_comm/runtime/core_handle.py"
+WORKSPACES = "llm_comm/runtime/workspaces.py"
+
+OF_FAILURES = "tests/unit/test_failures.py"
+OF_STATUS = "tests/unit/test_status.py"
+OF_EXITS = "tests/unit/test_exits.py"
+OF_COMPARISON = "tests/unit/test_comparison.py"
+OF_RENDEZVOUS = "tests/emulated/test_rendezvous.py"
+OF_WATCHDOG = "tests/emulated/test_watchdog.py"
+
+RUNTIME: tuple[Mutant, ...] = (
+    # ---- Whose error it is ----
+    python(
+        "an own time-out hides the error of another rank",
+        FAILURES,
+        "if error is not None and error.kind != timeout), timed_out)",
+        "if error is not None and error.kind != timeout and own is None), timed_out)",
+        OF_FAILURES,
+    ),
+    python(
+        "an error of another rank hides this one's",
+        FAILURES,
+        "if own is not None and own.kind != timeout:\n        return own",
+        "",
+        OF_FAILURES,
+    ),
+    python(
+        "another's time-out hides this one's",
+        FAILURES,
+        "timed_out = own or next(iter(others), None)",
+        "timed_out = next(iter(others), None) or own",
+        OF_FAILURES,
+    ),
+    python(
+        "an error of another rank is told as this one's",
+        FAILURES,
+        "return first if first is own else replace(",
+        "return first if first is not None else replace(",
+        OF_FAILURES,
+    ),
+    # ---- What is said of the ranks ----
+    python(
+        "a silent rank is called alive",
+        FAILURES,
+        "elif sighting.age_s > LIFE_S:",
+        "elif sighting.age_s > LIFE_S * 1000:",
+        OF_FAILURES,
+    ),
+    python(
+        "a rank that has exited is called silent", FAILURES, "elif sighting.has_exited:", "elif False:", OF_FAILURES
+    ),
+    python(
+        "the last call of a silent rank is taken for its last",
+        FAILURES,
+        "is_late = not state.is_closed and (sighting.has_exited or sighting.age_s > LIFE_S)",
+        "is_late = not state.is_closed and sighting.has_exited",
+        OF_FAILURES,
+    ),
+    python(
+        "a closed communicator is called silent",
+        FAILURES,
+        "if state.is_closed:\n        facts",
+        "if False:\n        facts",
+        OF_FAILURES,
+    ),
+    python(
+        "the error of a rank is left out",
+        FAILURES,
+        "if state.error is not None:\n        facts",
+        "if False:\n        facts",
+        OF_FAILURES,
+    ),
+    python(
+        "operations are counted from 0",
+        FAILURES,
+        "operation {error.sequence + 1} of",
+        "operation {error.sequence} of",
+        OF_FAILURES,
+        "tests/emulated/test_mismatch.py",
+    ),
+    python(
+        "the comparison of calls is called a phase",
+        FAILURES,
+        "if error.phase < 0 else",
+        "if error.phase < -1 else",
+        OF_FAILURES,
+    ),
+    python("rows are left out of a call", FAILURES, 'if call.row else ""', 'if False else ""', OF_FAILURES),
+    python("an exit is told as a time-out", FAILURES, 'if error.cause == "peer exited":', "if False:", OF_FAILURES),
+    python(
+        "concurrent use is told as a time-out",
+        FAILURES,
+        'elif error.cause == "concurrent use":',
+        "elif False:",
+        OF_FAILURES,
+    ),
+    # ---- Exits ----
+    python(
+        "a later exit takes the place of the first",
+        WATCHDOG,
+        "if not sighting.is_closed and self._first_exit is None:",
+        "if not sighting.is_closed:",
+        OF_EXITS,
+    ),
+    python(
+        "the exit of a rank that had closed is an error",
+        WATCHDOG,
+        "if not sighting.is_closed and self._first_exit is None:",
+        "if self._first_exit is None:",
+        OF_EXITS,
+    ),
+    python(
+        "who asks for less about exits turns it off",
+        WATCHDOG,
+        "self._fails_on_exit |= exits",
+        "self._fails_on_exit = exits",
+        OF_EXITS,
+    ),
+    python(
+        "exits are errors for everybody",
+        WATCHDOG,
+        "if not self._fails_on_exit or self._first_exit is None:",
+        "if self._first_exit is None:",
+        OF_EXITS,
+    ),
+    python(
+        "exits are errors at once",
+        WATCHDOG,
+        "return time.monotonic() - self._first_exit[1] > _EXIT_GRACE_S",
+        "return True",
+        OF_EXITS,
+    ),
+    python("kernels hear of an exit again and again", WATCHDOG, "self._exited.add(rank)", "pass", OF_EXITS),
+    python("kernels do not hear of exits", WATCHDOG, "self._core.peer_exited(rank)", "pass", OF_EXITS),
+    python(
+        "the log names a lost rank again and again",
+        WATCHDOG,
+        "if rank in self._lost or not",
+        "if not",
+        OF_EXITS,
+        OF_WATCHDOG,
+    ),
+    python("the log says nothing of exits", WATCHDOG, "(sighting.has_exited or is_silent)", "is_silent", OF_EXITS),
+    python(
+        "a rank that gives no sign of life is not said to be lost",
+        WATCHDOG,
+        "is_silent = life_s is not None and",
+        "is_silent = False and life_s is not None and",
+        OF_WATCHDOG + " -k test_a_rank_of_which_no_more_is_known",
+    ),
+    # ---- The error ----
+    python(
+        "a second error takes the place of the first",
+        WATCHDOG,
+        "if self._error is not None:\n                return\n            self._error = error",
+        "self._error = error",
+        OF_EXITS,
+    ),
+    python("an error leaves the kernels waiting", WATCHDOG, "self._core.abort()  # where", "pass  # where", OF_EXITS),
+    python(
+        "a callback that raises keeps the others from being called",
+        WATCHDOG,
+        "except BaseException:  # SystemExit too",
+        "except OSError:  #",
+        OF_WATCHDOG + " -k test_callbacks",
+    ),
+    python(
+        "a late callback is not called",
+        WATCHDOG,
+        "callback(as_exception(self._error))\n\n    def stop",
+        "pass\n\n    def stop",
+        OF_WATCHDOG + " -k test_callbacks",
+    ),
+    python(
+        "errors are not logged",
+        WATCHDOG,
+        "if not callbacks:\n            logger",
+        "if False:\n            logger",
+        OF_WATCHDOG + " -k test_errors_are_logged",
+    ),
+    python(
+        "an error that is learnt is dropped",
+        WATCHDOG,
+        "or any(s.state and s.state.error for s in sightings)",
+        "",
+        OF_WATCHDOG + " -k test_all_ranks_are_told_without",
+    ),
+    # ---- Pages ----
+    python(
+        "a page that is being written is read",
+        STATUS,
+        "if length > 0 and zlib.crc32(text) == checksum:",
+        "if length > 0:",
+        OF_STATUS,
+    ),
+    python(
+        "long texts do not fit",
+        STATUS,
+        "while len(json.dumps(text)) > _MAX_TEXT:",
+        "while len(text) > _MAX_TEXT:",
+        OF_STATUS,
+    ),
+    python(
+        "a state is taken for open",
+        STATUS,
+        "return self.state is not None and self.state.is_closed",
+        "return False",
+        OF_STATUS,
+        OF_WATCHDOG + " -k test_nothing_is_said",
+    ),
+    # ---- Set-up ----
+    *(
+        python(
+            f"ranks may differ in {what}",
+            COMPARISON,
+            f'check_alike("{text}",',
+            f'check_alike("{text}", [0]) if 1 else check_alike("{text}",',
+            OF_COMPARISON,
+        )
+        for what, text in (
+            ("machine", "are on different machines"),
+            ("version", "have different versions of llm_comm"),
+            ("kind of device", "have different kinds of device"),
+            ("limits", "have devices of different kinds"),
+            ("options", "have different options"),
+        )
+    ),
+    *(
+        python(f"ranks may differ in option {option}", COMPARISON, f'"{option}"', '"enable"', OF_COMPARISON)
+        for option in ("workspace_bytes", "max_message_bytes", "algorithm", "fuse", "debug")
+    ),
+    python(
+        "only neighbours are compared",
+        COMPARISON,
+        "if any(value != values[0] for value in values):",
+        "if values[-1] != values[0]:",
+        OF_COMPARISON,
+    ),
+    python(
+        "ranks may share a GPU",
+        COMPARISON,
+        "if gpu and gpus.count(gpu) > 1",
+        "if gpu and gpus.count(gpu) > 2",
+        OF_COMPARISON,
+    ),
+    python(
+        "ranks at different steps go on",
+        RENDEZVOUS,
+        "if any(step != what for step, _ in said):",
+        "if False:",
+        OF_RENDEZVOUS + " -k test_ranks_at_different_steps",
+    ),
+    python(
+        "descriptors of strangers are taken",
+        RENDEZVOUS,
+        "int(rank) if is_ours and rank.isdecimal()",
+        "int(rank) if rank.isdecimal()",
+        OF_RENDEZVOUS + " -k test_strangers",
+    ),
+    python(
+        "a failed step of another rank is passed over",
+        RENDEZVOUS,
+        "enumerate(errors) if text]",
+        "enumerate(errors) if text and rank == self.rank]",
+        OF_RENDEZVOUS + " -k test_failure_of_one_rank",
+    ),
+    python(
+        "a step that failed elsewhere is not undone",
+        RENDEZVOUS,
+        "if undo is not None and error is None:",
+        "if False:",
+        OF_RENDEZVOUS + " -k test_failure_of_one_rank",
+    ),
+    python(
+        "a closed communicator goes on",
+        CORE_HANDLE,
+        "if not self.is_open:",
+        "if False:",
+        "tests/emulated/test_lifetime.py",
+    ),
+)
