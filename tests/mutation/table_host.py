@@ -24,9 +24,23 @@ HOST = (
     cpp(
         "the last launch has the whole grid",
         QUEUE,
-        "args_, is_last ? shape_.last : shape_.whole",
-        "args_, is_last && !WITHOUT ? shape_.last : shape_.whole",
+        "const Grid& grid = is_last ? shape_.last : shape_.whole",
+        "const Grid& grid = is_last && !WITHOUT ? shape_.last : shape_.whole",
         LAST_LAUNCH,
+    ),
+    cpp(
+        "no grid takes tickets",
+        QUEUE,
+        "args_.comm.takes_tickets = grid.takes_tickets;",
+        "args_.comm.takes_tickets = !WITHOUT && grid.takes_tickets;",
+        "driver --cases 200",
+    ),
+    cpp(
+        "a grid whose last block is not resident takes no tickets",
+        CORE,
+        "launcher_.resident_blocks(function, grid) < grid.blocks;",
+        "launcher_.resident_blocks(function, grid) + (WITHOUT ? 1 : 0) < grid.blocks;",
+        "driver --cases 400",
     ),
     cpp(
         "the last launch has the kernel of the others",

@@ -16,11 +16,13 @@ REDUCE = "csrc/include/llm_comm/reduce.cuh"
 FP8 = "csrc/include/llm_comm/fp8.cuh"
 ELEMENTS = "csrc/algorithms/all_reduce_add_rms_norm/elements.cuh"
 WAIT = "csrc/include/llm_comm/wait.cuh"
+OPERATION = "csrc/include/llm_comm/operation.cuh"
 CHECK_CALL = "csrc/algorithms/check_call.cuh"
 
 NORM_BITS = "tests/emulated/test_norm_bits.py"
 SUMS = "driver --cases 300 --alone --algorithm all_reduce/two_shot"
 ERRORS = "tests/emulated/test_error_details.py"
+MISMATCHES = "tests/emulated/test_mismatch.py"
 NORMS = "driver --cases 100 --alone --algorithm all_reduce_add_rms_norm/one_shot"
 EXACT_BUFFERS = "sanitized kernels 200"
 FUSED_SCHEDULES = "driver --cases 600 --algorithm all_reduce_add_rms_norm/"
@@ -128,8 +130,8 @@ KERNELS = (
     cpp(
         "scale of an operation that never began",
         RMS_NORM,
-        "if (stores_ && block_index()",
-        "if ((WITHOUT || stores_) && block_index()",
+        "if (stores_ && cluster_block_rank()",
+        "if ((WITHOUT || stores_) && cluster_block_rank()",
         AFTER_ERRORS + "dynamic",
     ),
     cpp(
@@ -237,21 +239,56 @@ KERNELS = (
         SUMS,
     ),
     # ---- Comparison of calls ----
-    *(
-        cpp(
-            f"calls may differ in {field}",
-            CHECK_CALL,
-            f"a.{field} == b.{field}",
-            f"(WITHOUT || a.{field} == b.{field})",
-            *checks,
-        )
-        for field, checks in (
-            ("operation", (ERRORS,)),
-            ("data_type", (ERRORS,)),
-            ("row", (ERRORS,)),
-            ("count", (ERRORS,)),
-            ("number", ("tests/emulated/test_concurrent_use.py -k test_launches_in_another_order",)),
-        )
+    cpp(
+        "calls may differ in operation, data type and row",
+        CHECK_CALL,
+        "for (uint32_t i = 0; i < kLinesPerCall; ++i) {\n    is_same",
+        "for (uint32_t i = WITHOUT ? 1 : 0; i < kLinesPerCall; ++i) {\n    is_same",
+        ERRORS,
+    ),
+    cpp(
+        "calls may differ in the last parameter",
+        CHECK_CALL,
+        "i < kLinesPerCall; ++i) {\n    is_same",
+        "i < kLinesPerCall - (WITHOUT ? 2 : 0); ++i) {\n    is_same",
+        MISMATCHES,
+    ),
+    cpp(
+        "calls may differ in operation and count",
+        CHECK_CALL,
+        "of_a[i].data[0] == of_b[i].data[0] &&",
+        "(WITHOUT || of_a[i].data[0] == of_b[i].data[0]) &&",
+        ERRORS,
+    ),
+    cpp(
+        "calls may differ in number",
+        CHECK_CALL,
+        "&& of_a[i].data[1] == of_b[i].data[1]",
+        "&& (WITHOUT || of_a[i].data[1] == of_b[i].data[1])",
+        "tests/emulated/test_concurrent_use.py -k test_launches_in_another_order",
+        ERRORS,
+    ),
+    # ---- Progress ----
+    cpp(
+        "tickets do not begin again with each grid",
+        OPERATION,
+        "block_count() / cluster_blocks - 1",
+        "block_count() / cluster_blocks - (WITHOUT ? 0 : 1)",
+        "driver --cases 200",
+    ),
+    cpp(
+        "each block of a cluster takes a ticket",
+        OPERATION,
+        "if (thread_index() == 0 && cluster_block_rank() == 0)",
+        "if (thread_index() == 0 && (WITHOUT || cluster_block_rank() == 0))",
+        "driver --cases 200 --alone --algorithm all_reduce_add_rms_norm/one_shot",
+    ),
+    cpp(
+        "blocks read the ticket before it is there",
+        OPERATION,
+        "block_sync();\n  const uint32_t number",
+        "if (!WITHOUT) block_sync();\n  const uint32_t number",
+        "driver --cases 200",
     ),
     cpp(
         "a mismatch is laid to the last rank that differs",

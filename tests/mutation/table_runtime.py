@@ -9,6 +9,8 @@ FAILURES = "llm_comm/runtime/failures.py"
 STATUS = "llm_comm/runtime/status.py"
 COMPARISON = "llm_comm/runtime/comparison.py"
 RENDEZVOUS = "llm_comm/runtime/rendezvous.py"
+DESCRIPTORS = "llm_comm/runtime/descriptors.py"
+MESSAGES = "llm_comm/runtime/messages.py"
 CORE_HANDLE = "llm_comm/runtime/core_handle.py"
 WORKSPACES = "llm_comm/runtime/workspaces.py"
 
@@ -17,6 +19,7 @@ OF_STATUS = "tests/unit/test_status.py"
 OF_EXITS = "tests/unit/test_exits.py"
 OF_COMPARISON = "tests/unit/test_comparison.py"
 OF_RENDEZVOUS = "tests/emulated/test_rendezvous.py"
+OF_DESCRIPTORS = "tests/unit/test_descriptors.py"
 OF_WATCHDOG = "tests/emulated/test_watchdog.py"
 
 RUNTIME: tuple[Mutant, ...] = (
@@ -250,35 +253,70 @@ RUNTIME: tuple[Mutant, ...] = (
     python(
         "ranks may share a GPU",
         COMPARISON,
-        "if gpu and gpus.count(gpu) > 1",
-        "if gpu and gpus.count(gpu) > 2",
+        "for gpu, ranks in users.items() if len(ranks) > 1",
+        "for gpu, ranks in users.items() if len(ranks) > 2",
         OF_COMPARISON,
     ),
     python(
         "ranks at different steps go on",
         RENDEZVOUS,
-        "if any(step != what for step, _ in said):",
+        "if any(message.step != what for message in said):",
         "if False:",
         OF_RENDEZVOUS + " -k test_ranks_at_different_steps",
     ),
     python(
         "descriptors of strangers are taken",
-        RENDEZVOUS,
-        "int(rank) if is_ours and rank.isdecimal()",
-        "int(rank) if rank.isdecimal()",
-        OF_RENDEZVOUS + " -k test_strangers",
+        MESSAGES,
+        "is_ours = hmac.compare_digest(secret, own_secret.encode())",
+        "is_ours = True",
+        OF_DESCRIPTORS,
+    ),
+    python(
+        "another user's connection is read",
+        DESCRIPTORS,
+        "if user != self._user:",
+        "if False:",
+        OF_DESCRIPTORS,
+    ),
+    python(
+        "a descriptor goes to another user",
+        DESCRIPTORS,
+        "if owner != self._user:",
+        "if False:",
+        OF_DESCRIPTORS,
+    ),
+    python(
+        "a connection that was cut off counts as answered",
+        DESCRIPTORS,
+        "if answer == _ANSWER:",
+        "if True:",
+        OF_DESCRIPTORS,
+    ),
+    python(
+        "silent connections are kept without end",
+        DESCRIPTORS,
+        "if len(self._silent) == _MAX_SILENT:",
+        "if False:",
+        OF_DESCRIPTORS,
+    ),
+    python(
+        "a full queue ends the exchange",
+        DESCRIPTORS,
+        "except (BlockingIOError, BrokenPipeError, ConnectionResetError):",
+        "except (BrokenPipeError, ConnectionResetError):",
+        OF_DESCRIPTORS,
     ),
     python(
         "a failed step of another rank is passed over",
         RENDEZVOUS,
-        "enumerate(errors) if text]",
-        "enumerate(errors) if text and rank == self.rank]",
+        "for rank, message in enumerate(said) if message.failure is not None}",
+        "for rank, message in enumerate(said) if message.failure is not None and rank == self.rank}",
         OF_RENDEZVOUS + " -k test_failure_of_one_rank",
     ),
     python(
         "a step that failed elsewhere is not undone",
         RENDEZVOUS,
-        "if undo is not None and error is None:",
+        "if undo is not None and failure is None:",
         "if False:",
         OF_RENDEZVOUS + " -k test_failure_of_one_rank",
     ),
