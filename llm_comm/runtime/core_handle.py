@@ -74,9 +74,11 @@ class CoreHandle:
     def close(self) -> None:
         """Stops the watchdog and lets go of the core; more than once is no error."""
         self.is_open = False
-        if self._core is not None and self.device.type == "cuda":
-            self._core.wait_for(torch.cuda.current_stream(self.device).cuda_stream)
-            self._is_in_graphs = self._core.has_been_captured()
-        if self._stop_watching is not None and self._stop_watching.detach() and self._watchdog is not None:
-            self._watchdog.stop()
-        self._stop_watching = self._watchdog = self._core = None
+        try:
+            if self._core is not None and self.device.type == "cuda":
+                self._core.wait_for(torch.cuda.current_stream(self.device).cuda_stream)
+                self._is_in_graphs = self._core.has_been_captured()
+        finally:  # also where the CUDA context is broken
+            if self._stop_watching is not None and self._stop_watching.detach() and self._watchdog is not None:
+                self._watchdog.stop()
+            self._stop_watching = self._watchdog = self._core = None

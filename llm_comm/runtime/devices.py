@@ -44,8 +44,10 @@ def gpu_name(device: torch.device) -> str | None:
 
 
 def limits_of(device: torch.device, workspace_bytes: int) -> _core.Limits:
-    """What bounds the launches of a rank: the kind of CUDA device, or an emulated one (kResidentThreads in
-    csrc/emulator/executor.h), and its workspace.
+    """What bounds the launches of a rank: the kind of CUDA device, or an emulated one, and its workspace.
+
+    Of an emulated device fewer threads run at once than these multiprocessors suggest (kResidentThreads in
+    csrc/emulator/executor.h), so that the tests have grids that do not.
 
     Not every device of a kind has room for clusters of 16 (``Core.max_cluster_blocks``).
     """

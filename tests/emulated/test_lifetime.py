@@ -105,8 +105,8 @@ def test_a_callback_does_not_keep_the_communicator(ranks: RankPool) -> None:
 
 def close_on_broken_device() -> None:
     comm = make_communicator()
-    comm.is_emulated = False
-    with mock.patch("torch.cuda.synchronize", side_effect=RuntimeError("an illegal memory access")):
+    comm._handle.device = torch.device("cuda", 0)
+    with mock.patch("torch.cuda.current_stream", side_effect=RuntimeError("an illegal memory access")):
         with pytest.raises(RuntimeError, match="illegal memory access"):
             comm.close()
         comm.close()

@@ -43,6 +43,13 @@ HOST = (
         "driver --cases 400",
     ),
     cpp(
+        "an emulated GPU says that all blocks run at once",
+        "csrc/host/emulated_core.cpp",
+        "return emulator::Executor::resident_blocks(grid.threads, grid.cluster_blocks);",
+        "return WITHOUT ? grid.blocks : emulator::Executor::resident_blocks(grid.threads, grid.cluster_blocks);",
+        "tests/emulated/test_progress.py",
+    ),
+    cpp(
         "the last launch has the kernel of the others",
         QUEUE,
         "queue_.launch(is_last ? last_ : whole_",

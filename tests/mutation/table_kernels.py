@@ -242,8 +242,8 @@ KERNELS = (
     cpp(
         "calls may differ in operation, data type and row",
         CHECK_CALL,
-        "for (uint32_t i = 0; i < kLinesPerCall; ++i) {\n    is_same",
-        "for (uint32_t i = WITHOUT ? 1 : 0; i < kLinesPerCall; ++i) {\n    is_same",
+        "bool is_same = true;\n  for (uint32_t i = 0;",
+        "bool is_same = true;\n  for (uint32_t i = WITHOUT ? 1 : 0;",
         ERRORS,
     ),
     cpp(
@@ -256,15 +256,15 @@ KERNELS = (
     cpp(
         "calls may differ in operation and count",
         CHECK_CALL,
-        "of_a[i].data[0] == of_b[i].data[0] &&",
-        "(WITHOUT || of_a[i].data[0] == of_b[i].data[0]) &&",
+        "of_a[i].data[0] == of_b[i].data[0]",
+        "(WITHOUT || of_a[i].data[0] == of_b[i].data[0])",
         ERRORS,
     ),
     cpp(
         "calls may differ in number",
         CHECK_CALL,
-        "&& of_a[i].data[1] == of_b[i].data[1]",
-        "&& (WITHOUT || of_a[i].data[1] == of_b[i].data[1])",
+        "of_a[i].data[1] == of_b[i].data[1]",
+        "(WITHOUT || of_a[i].data[1] == of_b[i].data[1])",
         "tests/emulated/test_concurrent_use.py -k test_launches_in_another_order",
         ERRORS,
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,18 +13,24 @@ import torch
 from llm_comm import _core
 from llm_comm.config import Config
 from llm_comm.errors import RendezvousError
-from llm_comm.runtime import comparison
+from llm_comm.runtime import comparison, devices
 from llm_comm.runtime.devices import make_limits
 
 WORLD = 3
 CONFIG = Config.load({})
-LIMITS = make_limits(64 << 20, 132, 16, 90)
+DEVICE = {"sm_count": 132, "max_cluster": 16, "compute_capability": 90}
+
+
+@pytest.fixture(autouse=True)
+def device_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "limits_of", lambda _, workspace_bytes: make_limits(workspace_bytes, *DEVICE.values()))
 
 
 def compare(odd_rank: int = 0, *path: str, other: object = None) -> None:
     """Compares ranks of which ``odd_rank`` says ``other`` of what lies at ``path`` of its hello."""
 
-    def gather(_: str, hello: dict[str, Any]) -> list[dict[str, Any]]:
+    def collect(_: str, introduction: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+        hello = introduction()
         everyone = [copy.deepcopy(hello) for _ in range(WORLD)]
         if path:
             *outer, name = path
@@ -35,8 +42,8 @@ def compare(odd_rank: int = 0, *path: str, other: object = None) -> None:
             fields[name] = other
         return everyone
 
-    rendezvous: Any = SimpleNamespace(world_size=WORLD, rank=0, gather=gather)
-    comparison.compare_ranks(rendezvous, torch.device("cpu"), LIMITS, CONFIG)
+    rendezvous: Any = SimpleNamespace(world_size=WORLD, rank=0, collect=collect)
+    comparison.compare_ranks(rendezvous, torch.device("cpu"), CONFIG)
 
 
 def test_ranks_that_are_alike() -> None:
@@ -81,15 +88,15 @@ def test_a_rank_that_differs_is_named(odd_rank: int, path: tuple[str, ...], othe
     ],
 )
 def test_gpus_that_are_shared(gpus: tuple[str | None, ...], words: str) -> None:
-    def gather(_: str, hello: dict[str, Any]) -> list[dict[str, Any]]:
-        return [{**hello, "gpu": gpu} for gpu in gpus]
+    def collect(_: str, introduction: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{**introduction(), "gpu": gpu} for gpu in gpus]
 
-    rendezvous: Any = SimpleNamespace(world_size=WORLD, rank=0, gather=gather)
+    rendezvous: Any = SimpleNamespace(world_size=WORLD, rank=0, collect=collect)
     if not words:
-        comparison.compare_ranks(rendezvous, torch.device("cpu"), LIMITS, CONFIG)
+        comparison.compare_ranks(rendezvous, torch.device("cpu"), CONFIG)
         return
     with pytest.raises(RendezvousError, match="share a GPU") as caught:
-        comparison.compare_ranks(rendezvous, torch.device("cpu"), LIMITS, CONFIG)
+        comparison.compare_ranks(rendezvous, torch.device("cpu"), CONFIG)
     assert words in str(caught.value)
 
 
@@ -97,12 +104,12 @@ def test_a_rank_says_what_it_has() -> None:
     """What is compared are this build's version and this rank's device, limits and options."""
     said: dict[str, Any] = {}
 
-    def gather(_: str, hello: dict[str, Any]) -> list[dict[str, Any]]:
-        said.update(hello)
-        return [hello] * WORLD
+    def collect(_: str, introduction: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+        said.update(introduction())
+        return [said] * WORLD
 
-    rendezvous: Any = SimpleNamespace(world_size=WORLD, rank=0, gather=gather)
-    comparison.compare_ranks(rendezvous, torch.device("cpu"), LIMITS, CONFIG)
+    rendezvous: Any = SimpleNamespace(world_size=WORLD, rank=0, collect=collect)
+    comparison.compare_ranks(rendezvous, torch.device("cpu"), CONFIG)
     assert (said["version"], said["device"], said["gpu"]) == (_core.version, "cpu", None)
-    assert said["limits"] == {"sm_count": 132, "max_cluster": 16, "compute_capability": 90}
+    assert said["limits"] == DEVICE
     assert said["config"] == {name: getattr(CONFIG, name) for name in said["config"]}

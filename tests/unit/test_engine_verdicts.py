@@ -85,7 +85,7 @@ def test_switched_off_in_a_file(machine: pytest.MonkeyPatch, tmp_path: Path) -> 
     file = tmp_path / "options.yaml"
     file.write_text("enable: false")
     machine.setenv("LLM_COMM_CONFIG", str(file))
-    assert engine_verdicts.verdict(VLLM, Config.load()) == f"0.33{KEPT}enable is false ({file})"
+    assert engine_verdicts.verdict(VLLM, Config.load()) == f"0.33{KEPT}enable is false ({file}:1)"
 
 
 def test_a_wrong_configuration_ends_the_start(machine: pytest.MonkeyPatch) -> None:

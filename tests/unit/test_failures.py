@@ -96,7 +96,9 @@ def operation_error(cause: str, **fields: Any) -> Any:
 
 
 def call(count: int, number: int, row: int = 0) -> Any:
-    return SimpleNamespace(operation="two-shot all-reduce", data_type="fp16", row=row, count=count, number=number)
+    return SimpleNamespace(
+        operation="two-shot all-reduce", data_type="fp16", row=row, count=count, number=number, details=[]
+    )
 
 
 @pytest.mark.parametrize(
