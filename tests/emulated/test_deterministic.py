@@ -17,6 +17,8 @@ sys.path.append(str(DETERMINISTIC))
 
 import controls  # noqa: E402
 import driver  # noqa: E402
+from edits import Edit  # noqa: E402
+from protection import HANGS, WAIT, Everywhere, Protection  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or shutil.which("cmake") is None, reason="needs g++ and cmake"
@@ -114,7 +116,7 @@ def test_a_process_that_crashes_fails_the_run(tmp_path: Path, monkeypatch: pytes
 
 
 def control(name: str, number: int = 0, subject: str = "", **protection: Any) -> controls.Control:
-    return controls.Control(controls.Protection(name, "", (), **protection), subject, number)
+    return controls.Control(Protection(name, "", (), **protection), subject, number)
 
 
 def test_the_copy_with_controls_is_right_as_long_as_none_is_on(with_controls: Path) -> None:
@@ -131,7 +133,7 @@ def test_a_control_that_fails_otherwise_than_expected_proves_nothing(with_contro
     with pytest.raises(RuntimeError, match="ended with -11"):
         controls.run(control("crashed"), crashing)
     first = next(control for control in controls.CONTROLS if control.protection.name == "sentinel_check")
-    other_failure = dataclasses.replace(first.protection, failure=controls.HANGS)
+    other_failure = dataclasses.replace(first.protection, failure=HANGS)
     explained_otherwise = dataclasses.replace(first, protection=other_failure)
     with pytest.raises(RuntimeError, match="not what this leads to"):
         controls.run(explained_otherwise, with_controls)
@@ -140,7 +142,7 @@ def test_a_control_that_fails_otherwise_than_expected_proves_nothing(with_contro
 def test_a_copy_that_is_there_already_is_not_written_again(tmp_path: Path) -> None:
     """So that a build compiles only what has changed."""
     controls.edited_copy(tmp_path)
-    changed = tmp_path / controls.WAIT
+    changed = tmp_path / WAIT
     others = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file() and path != changed}
     changed.write_text("", encoding="utf-8")
     (tmp_path / "csrc" / "removed.h").touch()
@@ -153,15 +155,15 @@ def test_a_copy_that_is_there_already_is_not_written_again(tmp_path: Path) -> No
 
 def test_a_text_that_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a primitive, and of all algorithms."""
-    gone = controls.Edit(controls.WAIT, "text that is not there", "")
-    for edits, message in (((gone,), "does not hold"), (controls.Everywhere(("not there", "")), "no algorithm holds")):
-        monkeypatch.setattr(controls, "PROTECTIONS", (controls.Protection("gone", "", edits),))
+    gone = Edit(WAIT, "text that is not there", "")
+    for edits, message in (((gone,), "does not hold"), (Everywhere(("not there", "")), "no algorithm holds")):
+        monkeypatch.setattr(controls, "PROTECTIONS", (Protection("gone", "", edits),))
         with pytest.raises(ValueError, match=message):
             controls.find_controls()
 
 
 def test_every_algorithm_has_controls_of_what_all_rely_on() -> None:
-    """Without a word about it in controls.py; the example of an algorithm of one's own too."""
+    """Without a word about it in the protections; the example of an algorithm of one's own too."""
     for algorithm in controls.ALGORITHMS:
         found = {control.protection.name for control in controls.CONTROLS if control.subject == algorithm.subject}
         assert {"arrive_last", "dependency_wait", "re_arm", "second_slot", "sends_nothing_in_vain"} <= found

@@ -68,11 +68,12 @@ class Runner:
         assert self._process.stdin is not None
         self._process.stdin.write(name + "\n")
         self._process.stdin.flush()
-        line = self._results.readline()
-        if not line:
-            return [f"the process with the engine has ended:\n{self._log.read_text(errors='replace')[-4000:]}"]
-        result = json.loads(line)
-        assert result["name"] == name
+        result = None
+        while result is None or result["name"] != name:  # results of tests that were stopped come late
+            line = self._results.readline()
+            if not line:
+                return [f"the process with the engine has ended:\n{self._log.read_text(errors='replace')[-4000:]}"]
+            result = json.loads(line)
         if not result["applies"]:
             pytest.skip("this version has nothing of the kind")
         errors: list[str] = result["errors"]

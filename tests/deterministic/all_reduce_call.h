@@ -1,0 +1,113 @@
+// An all-reduce of a schedule.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "algorithms/registry.h"
+#include "calls.h"
+#include "operands.h"
+#include "tilings.h"
+
+namespace drill {
+
+// What the schedules know of an algorithm in tiles (TiledAllReduce): draws that let blocks walk over several tiles, and cut
+// messages anywhere.
+inline Tiling draw_tiling_in_tiles(const Problem& problem, Random& random) {
+  Tiling tiling{};
+  tiling.blocks = random.between(1, 3);
+  tiling.tile_lines = 1u << random.below(problem.world > 4 ? 2 : 3);
+  tiling.cluster = 1;
+  tiling.depth = random.below(3);
+  const auto count = static_cast<uint32_t>(problem.count);
+  tiling.launch_units = random.chance(32) ? random.between(1 + count / 3, 1 + count) : count;
+  return tiling;
+}
+
+class AllReduceCall final : public Call {
+ public:
+  AllReduceCall(uint32_t algorithm, DataType type, uint32_t ranks, Random& random, const AllReduceCall* before)
+      : algorithm_(algorithm), problem_{0, 0, type, ranks, {}} {
+    if (random.chance(64) && before != nullptr) {
+      problem_ = before->problem_;
+      continued_ = before;
+    } else {
+      const uint32_t per_line = static_cast<uint32_t>(sizeof(Line)) / element_bytes(type);
+      const uint32_t most_lines = shares_out() ? 2 * ranks + 2 : (ranks > 4 ? 5 : 9);
+      const uint32_t lines = random.chance(96) ? 1 : random.between(1, most_lines);
+      problem_.count =
+          random.chance(96) ? lines * per_line : random.between(lines * per_line - per_line + 1, lines * per_line);
+    }
+    Registry::at(algorithm, [&]<class A>() {
+      constexpr bool kInTiles = std::is_base_of_v<TiledAllReduce<A>, A>;
+      tiling_ = kInTiles ? draw_tiling_in_tiles(problem_, random) : draw_tiling(algorithm, problem_, random);
+    });
+    in_place_ = continued_ == nullptr && random.chance(80);
+    draw_contents(random);
+  }
+
+  void enqueue(World& world, uint32_t rank) override {
+    calls_.push_back(world.core(rank).prepare(algorithm_, problem_, tiling_));
+    const uint64_t buffers[] = {input(rank).address(), output(rank).address()};
+    calls_.back()->run(buffers, 0);
+  }
+
+  std::string wrong(uint32_t rank) const override { return output(rank).differs_from(expected_); }
+  std::string touched(uint32_t rank) const override { return in_place_ ? "" : output(rank).touched(); }
+
+  uint64_t operations() const override { return launches(problem_, tiling_); }
+
+  std::string name() const override {
+    return name_of(algorithm_) + " of " + std::to_string(problem_.count) + " " + data_type_name(problem_.type) + " (" +
+           text(tiling_) + (in_place_ ? ", in place" : "") + (continued_ != nullptr ? ", of the call before)" : ")");
+  }
+
+ private:
+  // Whether a rank sums a part of the message only. Such an algorithm is given a message of a few lines for every rank.
+  bool shares_out() const {
+    bool shares = false;
+    Registry::at(algorithm_, [&]<class A>() {
+      if constexpr (std::is_base_of_v<TiledAllReduce<A>, A>) {
+        shares = A::tiled_lines(problem_.world, problem_.world) < problem_.world;
+      }
+    });
+    return shares;
+  }
+
+  const Tensor& input(uint32_t rank) const { return continued_ != nullptr ? continued_->output(rank) : inputs_[rank]; }
+  const Tensor& output(uint32_t rank) const { return in_place_ ? input(rank) : outputs_[rank]; }
+
+  void draw_contents(Random& random) {
+    for (uint32_t rank = 0; rank < problem_.world; ++rank) {
+      if (continued_ == nullptr) inputs_.emplace_back(problem_.type, problem_.count, random);
+      if (!in_place_) outputs_.emplace_back(problem_.type, problem_.count, random);
+    }
+    for (uint64_t i = 0; i < problem_.count; ++i) {
+      const bool all_alike = random.chance(16);  // -0.0 of all ranks stays -0.0
+      std::vector<uint32_t> values(problem_.world, draw_value(problem_.type, random));
+      for (uint32_t rank = 0; rank < problem_.world; ++rank) {
+        if (continued_ != nullptr) {
+          values[rank] = continued_->expected_[i];
+          continue;
+        }
+        if (!all_alike) values[rank] = draw_value(problem_.type, random);
+        inputs_[rank].set(i, values[rank]);
+      }
+      expected_.push_back(AllReduce::expect(problem_, 0, i, [&](uint32_t rank, uint64_t) { return values[rank]; }));
+    }
+  }
+
+  uint32_t algorithm_;
+  Problem problem_;
+  Tiling tiling_{};
+  bool in_place_;
+  const AllReduceCall* continued_ = nullptr;  // whose results are summed
+  std::vector<Tensor> inputs_;
+  std::vector<Tensor> outputs_;
+  std::vector<uint32_t> expected_;
+  std::vector<std::unique_ptr<host::PreparedCall>> calls_;
+};
+
+}  // namespace drill

@@ -1,0 +1,112 @@
+// A call of any other operation, by what its descriptor says.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "algorithms/registry.h"
+#include "calls.h"
+#include "operands.h"
+#include "tilings.h"
+
+namespace drill {
+
+// An algorithm of an operation that has expect(), which is about its first output. All buffers are like the input.
+template <class Algorithm>
+class AnyCall final : public Call {
+ public:
+  using Operation = typename Algorithm::Operation;
+
+  AnyCall(uint32_t algorithm, DataType type, uint32_t ranks, Random& random)
+      : algorithm_(algorithm),
+        problem_(draw_problem(type, ranks, random)),
+        tiling_(draw_tiling(algorithm, problem_, random)) {
+    for (uint32_t rank = 0; rank < ranks; ++rank) {
+      for (uint32_t buffer = 0; buffer < kMaxBuffers; ++buffer) {
+        const BufferInfo& info = Operation::kInfo.buffers[buffer];
+        if (info.name == nullptr) continue;
+        tensors_[buffer].emplace_back(type, problem_.count, random);
+        if (info.is_output) continue;
+        for (uint64_t i = 0; i < problem_.count; ++i) tensors_[buffer].back().set(i, draw_value(type, random));
+      }
+    }
+    const auto input = [&](uint32_t rank, uint64_t i) { return tensors_[0][rank].at(i); };
+    for (uint32_t rank = 0; rank < ranks; ++rank) {
+      for (uint64_t i = 0; i < problem_.count; ++i) {
+        expected_[rank].push_back(Operation::expect(problem_, rank, i, input));
+      }
+    }
+  }
+
+  void enqueue(World& world, uint32_t rank) override {
+    calls_.push_back(world.core(rank).prepare(algorithm_, problem_, tiling_));
+    uint64_t buffers[kMaxBuffers] = {};
+    for (uint32_t buffer = 0; buffer < kMaxBuffers; ++buffer) {
+      if (!tensors_[buffer].empty()) buffers[buffer] = tensors_[buffer][rank].address();
+    }
+    calls_.back()->run(buffers, 0);
+  }
+
+  std::string wrong(uint32_t rank) const override {
+    return tensors_[first_output()][rank].differs_from(expected_[rank]);
+  }
+  std::string touched(uint32_t rank) const override { return tensors_[first_output()][rank].touched(); }
+
+  uint64_t operations() const override { return launches(problem_, tiling_); }
+
+  std::string name() const override {
+    std::string parameters;
+    for (uint32_t i = 0; i < kMaxParameters; ++i) {
+      if (Operation::kInfo.parameters[i].name == nullptr) continue;
+      parameters += std::string(Operation::kInfo.parameters[i].name) + " " +
+                    std::to_string(static_cast<int64_t>(problem_.parameter[i])) + ", ";
+    }
+    return name_of(algorithm_) + " of " + std::to_string(problem_.count) + " " + data_type_name(problem_.type) + " (" +
+           parameters + text(tiling_) + ")";
+  }
+
+ private:
+  static constexpr uint32_t first_output() {
+    uint32_t buffer = 0;
+    while (!Operation::kInfo.buffers[buffer].is_output) ++buffer;
+    return buffer;
+  }
+
+  static Problem draw_problem(DataType type, uint32_t ranks, Random& random) {
+    constexpr const OperationInfo& info = Operation::kInfo;
+    for (;;) {
+      Problem problem{0, 0, type, ranks, {}};
+      if (info.row_multiple != 0) {
+        problem.row = info.row_multiple * random.between(1, std::min(8u, info.max_row / info.row_multiple));
+        problem.count = uint64_t{problem.row} * random.between(1, 4);
+      } else {
+        const uint32_t per_line = static_cast<uint32_t>(sizeof(Line)) / element_bytes(type);
+        const uint32_t lines = random.between(1, ranks > 4 ? 6 : 10);
+        problem.count =
+            random.chance(96) ? lines * per_line : random.between(lines * per_line - per_line + 1, lines * per_line);
+      }
+      for (uint32_t i = 0; i < kMaxParameters; ++i) {
+        const ParameterInfo& parameter = info.parameters[i];
+        if (parameter.name == nullptr) continue;
+        problem.parameter[i] = parameter.is_rank ? random.below(ranks) : random.below(3);
+      }
+      try {
+        check_problem<Operation>(problem);
+        return problem;
+      } catch (const std::invalid_argument&) {  // of parameters that do not go together
+      }
+    }
+  }
+
+  uint32_t algorithm_;
+  Problem problem_;
+  Tiling tiling_;
+  std::vector<Tensor> tensors_[kMaxBuffers];  // by rank
+  std::vector<uint32_t> expected_[kMaxWorldSize];
+  std::vector<std::unique_ptr<host::PreparedCall>> calls_;
+};
+
+}  // namespace drill

@@ -1,0 +1,232 @@
+// An all-reduce + residual add + RMSNorm of a schedule, with FP8 or without.
+#pragma once
+
+#include <cmath>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "algorithms/registry.h"
+#include "calls.h"
+#include "operands.h"
+#include "tilings.h"
+
+namespace drill {
+
+inline const char* suffix_of(Quantization quantization) {
+  const char* const suffixes[] = {"", "+static", "+dynamic"};
+  return suffixes[static_cast<uint32_t>(quantization)];
+}
+
+// How many representable values lie between two, whose highest bit is the sign.
+template <class Bits>
+uint32_t distance(Bits a, Bits b) {
+  constexpr int kSign = 1 << (8 * sizeof(Bits) - 1);
+  const auto place = [](int bits) { return bits < kSign ? kSign + bits : 2 * kSign - bits; };
+  return static_cast<uint32_t>(std::abs(place(a) - place(b)));
+}
+
+template <DataType D>
+class FusedCall final : public Call {
+ public:
+  // Rows of several tiles, clusters of as many blocks as have a share of the row, and more rows than clusters: only then
+  // does a block meet itself again in what it keeps for two rows, and blocks come to a row at different times.
+  FusedCall(uint32_t algorithm, Quantization quantization, uint32_t ranks, Random& random)
+      : algorithm_(algorithm),
+        quantization_(quantization),
+        ranks_(ranks),
+        has_whole_warps_(shares_out() && ranks == 2 && random.chance(12)),
+        lines_(has_whole_warps_ ? 4 * kWarpThreads : random.between(1, random.pick({8u, 16u, ranks > 4 ? 16u : 40u}))),
+        rows_(random.between(1, random.pick({1u, 2u, 5u}))),
+        problem_{uint64_t{rows_} * lines_ * kElementsPerLine,
+                 lines_ * kElementsPerLine,
+                 D,
+                 ranks,
+                 {kEpsilon, static_cast<double>(quantization)}} {
+    Registry::at(algorithm, [&]<class A>() {
+      if constexpr (std::is_base_of_v<RowsInClusters<A>, A>) {
+        tiling_ = draw_tiling_of_rows(A::span(problem_), random);
+      } else {
+        tiling_ = draw_tiling(algorithm, problem_, random);
+      }
+    });
+    const uint32_t hidden = lines_ * kElementsPerLine;
+    for (uint32_t rank = 0; rank < ranks; ++rank) input_.push_back(draw(rows_ * hidden, random));
+    residual_ = draw(rows_ * hidden, random);
+    weight_ = draw(hidden, random);
+    outputs_.assign(ranks, Outputs(rows_, hidden, quantization));
+    for (uint32_t row = 0; row < rows_; ++row) expect_row(row);
+  }
+
+  void enqueue(World& world, uint32_t rank) override {
+    calls_.push_back(world.core(rank).prepare(algorithm_, problem_, tiling_));
+    const auto address = [](const auto& tensor) { return reinterpret_cast<uint64_t>(tensor.data()); };
+    const bool is_static = quantization_ == Quantization::kStatic;
+    const Outputs& outputs = outputs_[rank];
+    const uint64_t buffers[] = {address(input_[rank]),     address(residual_),
+                                address(weight_),          address(outputs.normed),
+                                address(outputs.residual), is_static ? address(static_scale_) : address(outputs.scale)};
+    calls_.back()->run(buffers, 0);
+  }
+
+  std::string wrong(uint32_t rank) const override {
+    const Outputs& outputs = outputs_[rank];
+    for (uint32_t row = 0; row < rows_; ++row) {
+      const std::string wrong = quantization_ == Quantization::kDynamic ? wrong_scale(outputs, row) : "";
+      if (!wrong.empty()) return wrong;
+    }
+    for (size_t i = 0; i < residual_.size(); ++i) {
+      if (outputs.residual[i] != expected_residual_[i]) {
+        return "element " + std::to_string(i) + " of the residual is " + hex(outputs.residual[i]) + ", not " +
+               hex(expected_residual_[i]);
+      }
+      const std::string wrong = wrong_norm(outputs, i);
+      if (!wrong.empty()) return "normed element " + std::to_string(i) + wrong;
+    }
+    return "";
+  }
+
+  std::string touched(uint32_t rank) const override {
+    const Outputs& outputs = outputs_[rank];
+    const auto what = [](const char* name, const auto& tensor) {
+      const auto* const first = reinterpret_cast<const char*>(tensor.data());
+      const std::string touched = touched_in(first, tensor.size() * sizeof(tensor[0]));
+      return touched.empty() ? "" : std::string(name) + ": " + touched;
+    };
+    const std::string scale = what("scale", outputs.scale);
+    const std::string residual = what("new_residual", outputs.residual);
+    return !scale.empty() ? scale : !residual.empty() ? residual : what("normed", outputs.normed);
+  }
+
+  uint64_t operations() const override { return launches(problem_, tiling_); }
+
+  std::string name() const override {
+    return name_of(algorithm_) + suffix_of(quantization_) + " of " + std::to_string(rows_) + " rows of " +
+           std::to_string(lines_) + " lines (" + text(tiling_) + ")";
+  }
+
+ private:
+  using E = Element<D>;
+  static constexpr float kEpsilon = 1e-5f;
+
+  static constexpr float kStaticScale = 0.0371f;
+
+  // What a call writes on one rank, each of exactly the bytes that are its own.
+  struct Outputs {
+    std::vector<uint8_t> normed;
+    std::vector<uint16_t> residual;
+    std::vector<float> scale;  // empty unless the call makes it
+
+    Outputs(uint32_t rows, uint32_t hidden, Quantization quantization)
+        : normed(rows * hidden * (quantization == Quantization::kNone ? 2 : 1)),
+          residual(rows * hidden),
+          scale(quantization == Quantization::kDynamic ? rows : 0) {
+      std::memset(normed.data(), kUntouched, normed.size());
+      std::memset(residual.data(), kUntouched, residual.size() * sizeof(residual[0]));
+      if (!scale.empty()) std::memset(scale.data(), kUntouched, scale.size() * sizeof(float));
+    }
+  };
+
+  static std::vector<uint16_t> draw(uint32_t count, Random& random) {
+    std::vector<uint16_t> values(count);
+    for (uint16_t& value : values) value = static_cast<uint16_t>(draw_number(D, random));
+    return values;
+  }
+
+  float expected_scale(uint32_t row) const {
+    if (quantization_ == Quantization::kStatic) return kStaticScale;
+    const uint32_t hidden = lines_ * kElementsPerLine;
+    float largest = 0;
+    for (uint32_t i = row * hidden; i < (row + 1) * hidden; ++i) {
+      largest = std::max(largest, std::abs(E::value(expected_normed_[i])));
+    }
+    return std::max(largest / kLargestE4m3, kSmallestScale);
+  }
+
+  // A norm may differ by a rounding, and with the largest of a row its scale.
+  std::string wrong_scale(const Outputs& outputs, uint32_t row) const {
+    const float expected = expected_scale(row);
+    if (std::abs(outputs.scale[row] - expected) <= expected / 64) return "";
+    return "the scale of row " + std::to_string(row) + " is " + std::to_string(outputs.scale[row]) + ", not " +
+           std::to_string(expected);
+  }
+
+  std::string wrong_norm(const Outputs& outputs, size_t i) const {
+    if (quantization_ == Quantization::kNone) {
+      uint16_t normed;
+      std::memcpy(&normed, outputs.normed.data() + i * sizeof(normed), sizeof(normed));
+      if (distance(normed, expected_normed_[i]) <= 1) return "";
+      return " is " + hex(normed) + ", not " + hex(expected_normed_[i]);
+    }
+    const auto row = static_cast<uint32_t>(i / (lines_ * kElementsPerLine));
+    const uint8_t expected = float_to_e4m3(E::value(expected_normed_[i]) / expected_scale(row));
+    if (distance(outputs.normed[i], expected) <= 1) return "";
+    return " is " + hex(outputs.normed[i]) + ", not " + hex(expected) + " (FP8)";
+  }
+
+  // Whether a rank sums a part of each row only.
+  bool shares_out() const {
+    bool shares = false;
+    Registry::at(algorithm_, [&]<class A>() {
+      if constexpr (std::is_base_of_v<RowsInClusters<A>, A>) {
+        const Problem of_chunks{0, ranks_ * kChunkLines * kElementsPerLine, D, ranks_, {}};
+        shares = A::span(of_chunks) < ranks_ * kChunkLines;
+      }
+    });
+    return shares;
+  }
+
+  // `span`: lines of a row that a cluster walks over.
+  Tiling draw_tiling_of_rows(uint32_t span, Random& random) const {
+    Tiling tiling{};
+    tiling.tile_lines = has_whole_warps_ ? kWarpThreads : kChunkLines * (ranks_ <= 4 && random.chance(64) ? 2 : 1);
+    tiling.cluster = has_whole_warps_ ? 2 : random.between(1, divide_up(span, tiling.tile_lines));
+    tiling.blocks = tiling.cluster * random.between(1, 2);
+    tiling.depth = random.below(3);
+    tiling.launch_units = random.between(1, rows_);
+    // Blocks without a share of the row, which only grids with a cluster for each row may have.
+    if (random.chance(48)) {
+      tiling.cluster = divide_up(span, tiling.tile_lines) + 1;
+      tiling.blocks = tiling.cluster * static_cast<uint32_t>(tiling.launch_units);
+    }
+    return tiling;
+  }
+
+  // Squares are summed in double precision: `normed` may differ by a rounding, the residual may not.
+  void expect_row(uint32_t row) {
+    const uint32_t hidden = lines_ * kElementsPerLine;
+    double squares = 0;
+    for (uint32_t i = row * hidden; i < (row + 1) * hidden; ++i) {
+      const auto reduced = static_cast<uint16_t>(sum_of_one(D, ranks_, [&](uint32_t rank) { return input_[rank][i]; }));
+      expected_residual_.push_back(E::round(E::value(reduced) + E::value(residual_[i])));
+      squares += std::pow(static_cast<double>(E::value(expected_residual_.back())), 2);
+    }
+    const double scale = 1 / std::sqrt(squares / hidden + kEpsilon);
+    for (uint32_t i = 0; i < hidden; ++i) {
+      const double value = static_cast<double>(E::value(expected_residual_[row * hidden + i]));
+      expected_normed_.push_back(
+          E::round(static_cast<float>(value * scale * static_cast<double>(E::value(weight_[i])))));
+    }
+  }
+
+  uint32_t algorithm_;
+  Quantization quantization_;
+  uint32_t ranks_;
+  bool has_whole_warps_;  // each holds four chunks in a row, which it delivers at once
+  uint32_t lines_;        // of a row
+  uint32_t rows_;
+  Problem problem_;
+  Tiling tiling_{};
+  std::vector<std::vector<uint16_t>> input_;  // [rank][row and element]
+  std::vector<uint16_t> residual_;
+  std::vector<uint16_t> weight_;
+  const std::vector<float> static_scale_{kStaticScale};
+  std::vector<Outputs> outputs_;  // by rank
+  std::vector<uint16_t> expected_residual_;
+  std::vector<uint16_t> expected_normed_;
+  std::vector<std::unique_ptr<host::PreparedCall>> calls_;
+};
+
+}  // namespace drill

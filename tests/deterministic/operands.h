@@ -1,0 +1,72 @@
+// Tensors of a schedule: what they hold before, and how they differ from what they should hold after.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "emulator/deterministic/random.h"
+#include "llm_comm/data_type.h"
+#include "llm_comm/line.cuh"
+
+namespace drill {
+
+using namespace llm_comm;  // NOLINT: a test of its kernels
+using emulator::Random;
+
+std::string hex(uint64_t value);
+
+// A number between -32 and 32.
+uint32_t draw_number(DataType type, Random& random);
+
+// Most often a number; else any bits, or those that algorithms treat in a way of their own.
+uint32_t draw_value(DataType type, Random& random);
+
+// What outputs hold at first.
+constexpr char kUntouched = '\x5A';
+
+// "" or where bytes are not as they were at first.
+std::string touched_in(const char* first, size_t bytes);
+
+// A rank's tensor, whose first element need not be aligned to a line.
+class Tensor {
+ public:
+  Tensor(DataType type, uint64_t count, Random& random) : type_(type), count_(count) {
+    const uint32_t per_line = static_cast<uint32_t>(sizeof(Line)) / bytes();
+    offset_ = random.chance(64) ? random.below(per_line) * bytes() : 0;
+    // To the byte: a sanitizer sees the first one behind it. The heap aligns to lines.
+    bytes_ = std::vector<char>(offset_ + count * bytes(), kUntouched);
+  }
+
+  uint64_t address() const { return reinterpret_cast<uint64_t>(bytes_.data()) + offset_; }
+  uint32_t at(uint64_t i) const {
+    uint32_t value = 0;
+    std::memcpy(&value, bytes_.data() + offset_ + i * bytes(), bytes());
+    return value;
+  }
+  void set(uint64_t i, uint32_t value) { std::memcpy(bytes_.data() + offset_ + i * bytes(), &value, bytes()); }
+
+  // "" or what is wrong.
+  std::string differs_from(const std::vector<uint32_t>& expected) const {
+    for (uint64_t i = 0; i < count_; ++i) {
+      if (at(i) == expected[i]) continue;
+      return "element " + std::to_string(i) + " of " + std::to_string(count_) + " is " + hex(at(i)) + ", not " +
+             hex(expected[i]);
+    }
+    return "";
+  }
+
+  std::string touched() const { return touched_in(bytes_.data(), bytes_.size()); }
+
+ private:
+  uint32_t bytes() const { return element_bytes(type_); }
+
+  DataType type_;
+  uint64_t count_;
+  std::vector<char> bytes_;
+  size_t offset_;
+};
+
+}  // namespace drill
