@@ -8,6 +8,7 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy
 import pytest
 
 from llm_comm import Config, ConfigError
@@ -158,10 +159,31 @@ def test_hostile_variables(variable: str, text: str) -> None:
     assert len(str(error.value)) < LONGEST_ERROR
 
 
+class Mute:
+    """Can neither be compared nor written."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError
+
+    def __repr__(self) -> str:
+        raise TypeError
+
+
+HOSTILE_VALUES = {
+    "huge": 10**5000,
+    "-huge": -(10**5000),
+    "word": "x" * 10**6,
+    "NUL": "a\0b",
+    "list": ["x"] * 10**5,
+    "array": numpy.array(["info", "auto"]),
+    "mute": Mute(),
+}
+
+
 @pytest.mark.parametrize("option", ["timeout_s", "workspace_bytes", "max_message_bytes", "log", "table", "pdl"])
-@pytest.mark.parametrize(
-    "value", [10**5000, -(10**5000), "x" * 10**6, "a\0b", ["x"] * 10**5], ids=["huge", "-huge", "word", "NUL", "list"]
-)
+@pytest.mark.parametrize("value", HOSTILE_VALUES.values(), ids=HOSTILE_VALUES)
 def test_hostile_values_in_python(option: str, value: object) -> None:
     with pytest.raises(ConfigError) as error:
         Config.load({}, **{option: value})
