@@ -228,13 +228,13 @@ class Communicator:
         """
         tensor = x if isinstance(x, torch.Tensor) else arrays.as_tensor(x)
         calls = self._operations.all_reduce
-        return calls.accepts_traced(tensor) if _is_compiling() else calls.accepts(tensor)
+        return calls.accepts_traced(tensor) if _is_traced(tensor) else calls.accepts(tensor)
 
     def accepts_fused(self, x: torch.Tensor, weight: torch.Tensor, quantize: str | None = None) -> bool:
         """Whether ``all_reduce_add_rms_norm`` of ``x`` and ``weight`` is served. Depends on the same as ``accepts``, of
         both, so all ranks that run the same program with the same kinds of tensors get the same answer."""
         calls = self._operations.all_reduce_add_rms_norm
-        if _is_compiling():
+        if _is_traced(x):
             return calls.accepts_traced(x, weight, quantize)
         return calls.plan(x, weight, quantize).algorithm != "declined"
 
@@ -325,6 +325,11 @@ class Communicator:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _is_traced(x: torch.Tensor) -> bool:
+    """Whether the sizes of ``x`` may be symbols, by which nothing can be looked up."""
+    return _is_compiling() or isinstance(x.numel(), torch.SymInt)
 
 
 def _clear_frames(error: BaseException | None) -> None:

@@ -70,7 +70,7 @@ class _Option:
 
 
 def _one_of(*values: str) -> _Option:
-    return _Option(str, lambda v: v in values, " or ".join(repr(v) for v in values))
+    return _Option(str, lambda v: isinstance(v, str) and v in values, " or ".join(repr(v) for v in values))
 
 
 def _is_int(value: Any) -> bool:

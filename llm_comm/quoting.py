@@ -12,7 +12,7 @@ def quoted(value: object) -> str:
         return f"a number of {value.bit_length()} bits"
     try:
         text = repr(value)
-    except (ValueError, RecursionError) as error:
+    except Exception as error:  # whatever its class says of itself
         return f"{type(value).__name__} ({type(error).__name__})"
     return shortened(text, MOST_OF_A_VALUE)
 

@@ -65,12 +65,20 @@ def read_yaml(path: Path | resources.abc.Traversable) -> Any:
 def parse_yaml(content: bytes) -> Any:
     """The same of what is in a file."""
     try:
-        return _Reader(content.decode("utf-8")).document()
+        reader = _Reader(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise InvalidYamlError(f"line {line}: {type(error).__name__}: {error}") from error
+    except yaml.reader.ReaderError as error:
+        line = content.decode("utf-8").count("\n", 0, error.position) + 1
+        raise InvalidYamlError(f"line {line}: character #x{error.character:04x} is not allowed") from error
+    try:
+        return reader.document()
     except yaml.MarkedYAMLError as error:
         raise InvalidYamlError(shortened(str(error))) from error
     # Escapes and directives with numbers that stand for nothing end in ValueError or OverflowError.
     except (yaml.YAMLError, ValueError, OverflowError) as error:
-        raise InvalidYamlError(f"{type(error).__name__}: {shortened(str(error))}") from error
+        raise InvalidYamlError(f"line {reader.line()}: {type(error).__name__}: {shortened(str(error))}") from error
 
 
 def _read(path: Path | resources.abc.Traversable) -> bytes:
@@ -95,6 +103,10 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self._loader = yaml.SafeLoader(text)
         self._loader.name = "this file"
+
+    def line(self) -> int:
+        """How far it has read."""
+        return int(self._loader.line) + 1
 
     def document(self) -> Any:
         self._next()  # the begin of the stream

@@ -58,20 +58,25 @@ class AllReduce(Operation):
                 if or_none:
                     return None
                 raise UnsupportedInputError(f"all_reduce: {self.plan(x).reason}")
-        if (
-            out is not None
-            and out is not x
-            and (
-                not isinstance(out, _Tensor)
-                or out.numel() != count
-                or out.dtype is not dtype
-                or out.device != self._device
-                or not out.is_contiguous()
-                or out.is_neg()
-                or (differentiates and out.requires_grad)
-                or 0 < abs(x.data_ptr() - out.data_ptr()) < x.nbytes
+        try:
+            does_not_fit = (
+                out is not None
+                and out is not x
+                and (
+                    not isinstance(out, _Tensor)
+                    or out.numel() != count
+                    or out.dtype is not dtype
+                    or out.device != self._device
+                    or not out.is_contiguous()
+                    or out.is_neg()
+                    or (differentiates and out.requires_grad)
+                    or 0 < abs(x.data_ptr() - out.data_ptr()) < x.nbytes
+                )
             )
-        ):
+        except RuntimeError:
+            check_memory("all_reduce", x=x, out=out)
+            raise
+        if does_not_fit:
             raise UnsupportedInputError(_why_not_out(x, out))
         run = prepared.run
         if run is None:  # of one rank, or empty

@@ -12,7 +12,7 @@ import torch
 from llm_comm import arrays, registry
 from llm_comm.errors import UnsupportedInputError
 from llm_comm.operations.operation import Operation, Prepared, keep
-from llm_comm.operations.watched import count_write, is_watched, why_not_constant
+from llm_comm.operations.watched import check_memory, count_write, is_watched, why_not_constant
 from llm_comm.planning.plan import Plan, declined
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.tables import ALL_REDUCE, FUSED
@@ -138,6 +138,7 @@ class GenericOperation(Operation):
             if why:
                 raise self._error(f"{name}: {why}")
             given[name] = tensor
+        check_memory(self._info.name, **given)
         first, x = next(iter(given.items()))
         for name, tensor in given.items():
             if tensor.numel() != x.numel() or tensor.dtype != x.dtype:

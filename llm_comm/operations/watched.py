@@ -13,6 +13,8 @@ from llm_comm.errors import UnsupportedInputError
 _modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _is_tracing = torch._C._is_tracing
+_is_included = torch._C._dispatch_tls_is_dispatch_key_included
+_BEFORE_DISPATCH = torch._C.DispatchKey.PreDispatch
 
 #: Tells autograd that tensors have been written, in about 0.1 us. Those of inference mode have no version to count up.
 count_write = torch._C._increment_version
@@ -27,7 +29,13 @@ def is_watched() -> bool:
     """Whether calls of this thread have to go by torch's dispatcher, because someone would miss them or has wrappers
     that look like ordinary tensors: a TorchDispatchMode (make_fx, fake tensors), torch.jit.trace, a transform of
     torch.func, or forward-mode differentiation."""
-    return _modes() > 0 or _transform() is not None or _is_tracing() or forward_ad._current_level >= 0
+    return (
+        _modes() > 0
+        or _transform() is not None
+        or _is_tracing()
+        or forward_ad._current_level >= 0
+        or _is_included(_BEFORE_DISPATCH)  # modes of make_fx(pre_dispatch=True) are not among those that are counted
+    )
 
 
 def why_not_constant(tensor: torch.Tensor) -> str:

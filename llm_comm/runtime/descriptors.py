@@ -143,6 +143,13 @@ class Exchange:
         except (BlockingIOError, BrokenPipeError, ConnectionResetError):  # a full queue, or cut off
             connection.close()
             return
+        except ConnectionRefusedError as error:
+            connection.close()
+            raise ConnectionRefusedError(
+                error.errno,
+                f"nobody listens at the socket of rank {peer}: it has given up, or is in another network namespace, as "
+                "containers without a common network are",
+            ) from error
         except BaseException:
             connection.close()
             raise

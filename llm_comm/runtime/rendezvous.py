@@ -30,6 +30,10 @@ _RAISED_AS_THEY_ARE: dict[str, type[LlmCommError]] = {
 }
 
 
+#: torch counts in whole milliseconds, and takes 0 of them for no limit.
+_SHORTEST_WAIT_S = 0.001
+
+
 class Rendezvous:
     """Collective set-up steps over a torch ProcessGroup (gloo or NCCL); all ranks make the same calls in order.
 
@@ -115,7 +119,7 @@ class Rendezvous:
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
         try:
             work = dist.all_gather(everyone, mine, group=self.group, async_op=True)
-            work.wait(timedelta(seconds=self._timeout_s))
+            work.wait(timedelta(seconds=max(self._timeout_s, _SHORTEST_WAIT_S)))
         except RuntimeError as error:
             raise MissingRankError(
                 f"rank {self.rank}: not all {self.world_size} ranks came to the rendezvous of llm_comm within "
@@ -169,7 +173,11 @@ def host_identity() -> dict[str, str]:
 
 
 def _failure_of(error: Exception) -> Failure:
-    return Failure(type(error).__name__, str(error))
+    try:
+        text = str(error)
+    except Exception:  # it is no less an error
+        text = "it has no text"
+    return Failure(type(error).__name__, text)
 
 
 def _error_of_all(what: str, failures: dict[int, Failure], world_size: int) -> LlmCommError:

@@ -55,6 +55,13 @@ def test_an_operation_by_name(ranks: RankPool) -> None:
     ranks.run(3, check_sums)
 
 
+def escaped() -> torch.Tensor:
+    """A tensor of a transform that has ended: it looks like any other, but has no address."""
+    kept: list[torch.Tensor] = []
+    torch.vmap(lambda x: kept.append(x) or x)(torch.ones(3, 64))
+    return kept[0]
+
+
 X = torch.ones(64)
 #: Buffers, and what the error says.
 MISFITS: dict[str, tuple[dict[str, Any], str]] = {
@@ -77,6 +84,7 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "negated": ({"input": torch.ones(64, dtype=torch.cfloat).conj().imag, "output": X}, "negated|not contiguous"),
     "sparse": ({"input": X.to_sparse(), "output": X}, "sparse"),
     "in place": ({"input": X, "output": X}, "output overlaps input"),
+    "escaped": ({"input": X, "output": escaped()}, "output has no memory of its own"),
     "overlap": ({"input": X[:40], "output": X[20:60]}, "output overlaps input"),
 }
 

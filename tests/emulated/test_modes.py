@@ -56,14 +56,22 @@ def test_dispatch_mode(ranks: RankPool) -> None:
     ranks.run(2, watch)
 
 
-def trace(with_fx: bool) -> None:
+#: Of make_fx. Modes of a trace before dispatch lie on a stack of their own; symbolic sizes are no keys of a cache.
+TRACES: dict[str, dict[str, Any]] = {
+    "real": {},
+    "before dispatch": {"pre_dispatch": True},
+    "symbolic": {"tracing_mode": "symbolic"},
+}
+
+
+def trace(kind: str) -> None:
     """The traced program sums what it is given, not what was there when it was traced."""
     with make_communicator() as comm:
         first = torch.full((2, 64), 3.0).bfloat16()
         second = torch.arange(128).view(2, 64).remainder(7).bfloat16()
         with torch.no_grad():
-            if with_fx:
-                program: Any = make_fx(lambda x: call_all(comm, x))(first)
+            if kind in TRACES:
+                program: Any = make_fx(lambda x: call_all(comm, x), **TRACES[kind])(first)
                 targets = [node.target for node in program.graph.nodes]
                 assert (targets.count(ALL_REDUCE), targets.count(FUSED)) == (3, 1)
             else:
@@ -75,9 +83,27 @@ def trace(with_fx: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated", "ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("with_fx", [True, False])
-def test_tracers_record_the_operator(ranks: RankPool, with_fx: bool) -> None:
-    ranks.run(2, trace, with_fx)
+@pytest.mark.parametrize("kind", [*TRACES, "torch.jit"])
+def test_tracers_record_the_operator(ranks: RankPool, kind: str) -> None:
+    ranks.run(2, trace, kind)
+
+
+def ask_with_symbolic_sizes() -> None:
+    with make_communicator() as comm:
+
+        def answers(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            assert comm.accepts(x)
+            assert not comm.accepts(x.double())
+            assert comm.accepts_fused(x, weight)
+            assert not comm.accepts_fused(x, weight.float())
+            return comm.all_reduce(x)
+
+        x, weight = torch.ones(2, 64).bfloat16(), torch.ones(64).bfloat16()
+        assert make_fx(answers, tracing_mode="symbolic")(x, weight)(x, weight).eq(comm.world_size).all()
+
+
+def test_what_is_served_while_sizes_are_symbols(ranks: RankPool) -> None:
+    ranks.run(2, ask_with_symbolic_sizes)
 
 
 def transform() -> None:
@@ -137,8 +163,11 @@ def use_an_escaped_wrapper() -> None:
         (wrapper,) = kept
         rows, weight = torch.ones(1, 64).bfloat16(), torch.ones(64).bfloat16()
         comm.all_reduce(rows)  # its size is known
-        for call in (lambda: comm.all_reduce(wrapper), lambda: comm.all_reduce(rows, out=wrapper)):
-            with pytest.raises(RuntimeError, match="doesn't have storage"):
+        for operand, call in (
+            ("x", lambda: comm.all_reduce(wrapper)),
+            ("out", lambda: comm.all_reduce(rows, out=wrapper)),
+        ):
+            with pytest.raises(UnsupportedInputError, match=f"{operand} has no memory of its own.*have storage"):
                 call()
         for operand in ("x", "residual", "out", "residual_out"):
             operands = {"x": rows, "residual": None, "weight": weight, "eps": 1e-5, operand: wrapper}

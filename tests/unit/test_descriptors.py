@@ -178,3 +178,11 @@ def test_strangers_make_room_when_descriptors_run_out(monkeypatch: pytest.Monkey
 def test_an_invitation_that_leads_nowhere(wrong: Invitation) -> None:
     with Ranks(2) as ranks, pytest.raises(OSError):  # noqa: PT011 (which one depends on the name)
         Exchange(0, ranks.servers[0], [ranks.invitations[0], wrong], 0, LIMIT_S).run()
+
+
+def test_where_nobody_listens_it_is_said_what_that_may_be() -> None:
+    with (
+        Ranks(2) as ranks,
+        pytest.raises(ConnectionRefusedError, match=r"^\[Errno 111\] nobody listens .* rank 1: .* network namespace"),
+    ):
+        Exchange(0, ranks.servers[0], [ranks.invitations[0], Invitation("no such socket", "")], 0, LIMIT_S).run()

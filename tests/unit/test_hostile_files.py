@@ -8,6 +8,7 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy
 import pytest
 
 from llm_comm import Config, ConfigError
@@ -21,14 +22,14 @@ DIGITS = "9" * 5000
 
 
 def error_of_config(text: str | bytes, path: Path) -> str:
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    path.write_bytes(text if isinstance(text, bytes) else text.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError) as error:
         Config.load({"LLM_COMM_CONFIG": str(path)})
     return str(error.value)
 
 
 def error_of_table(text: str | bytes, path: Path) -> str:
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    path.write_bytes(text if isinstance(text, bytes) else text.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError) as error:
         load_table(path)
     return str(error.value)
@@ -57,11 +58,12 @@ HOSTILE = {
     "a tag of Python": ("KEY: !!python/object/apply:os.system [true]", "line 2: tags (tag:yaml.org,2002:python"),
     "a key that is a list": ("? [a]\n: 1", "line 2: a key must be a word"),
     "a second document": ("---\nKEY: 1", "line 2: a second document begins"),
-    "a character that is none": ('KEY: "\\Uffffffff"', "Error: "),
-    "a NUL": ("KEY: a\0b", "unacceptable character #x0000"),
+    "a character that is none": ('KEY: "\\Uffffffff"', "line 2: OverflowError"),
+    "a NUL": ("#\nKEY: a\0b", "line 3: character #x0000 is not allowed"),
+    "other bytes than those of UTF-8": ("#\nKEY: \udcff", "line 3: UnicodeDecodeError"),
     "no end": ("KEY: 'a", "line 2, column"),
     "too long": ("KEY: 1\n" + "#" * MAX_BYTES, f"it has more than {MAX_BYTES} bytes"),
-    "a version": (f"%YAML {DIGITS}.1\n---\nKEY: 1", "Error"),
+    "a version": (f"%YAML {DIGITS}.1\n---\nKEY: 1", "line 1: ValueError"),
 }
 KEYS = {"config": "timeout_s", "table": "max_message_bytes"}
 
@@ -158,10 +160,31 @@ def test_hostile_variables(variable: str, text: str) -> None:
     assert len(str(error.value)) < LONGEST_ERROR
 
 
+class Mute:
+    """Can neither be compared nor written."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError
+
+    def __repr__(self) -> str:
+        raise TypeError
+
+
+HOSTILE_VALUES = {
+    "huge": 10**5000,
+    "-huge": -(10**5000),
+    "word": "x" * 10**6,
+    "NUL": "a\0b",
+    "list": ["x"] * 10**5,
+    "array": numpy.array(["info", "auto"]),
+    "mute": Mute(),
+}
+
+
 @pytest.mark.parametrize("option", ["timeout_s", "workspace_bytes", "max_message_bytes", "log", "table", "pdl"])
-@pytest.mark.parametrize(
-    "value", [10**5000, -(10**5000), "x" * 10**6, "a\0b", ["x"] * 10**5], ids=["huge", "-huge", "word", "NUL", "list"]
-)
+@pytest.mark.parametrize("value", HOSTILE_VALUES.values(), ids=HOSTILE_VALUES)
 def test_hostile_values_in_python(option: str, value: object) -> None:
     with pytest.raises(ConfigError) as error:
         Config.load({}, **{option: value})

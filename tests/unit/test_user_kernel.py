@@ -34,6 +34,7 @@ def test_on_emulated_gpus(project: Path) -> None:
     printed = run([project / "exchange"], project)
     for kernel in ("exchange_with_signals", "exchange_packets", "count_signals"):
         assert f"{kernel}: failures 0 and 0\n" in printed
+    assert "blocks take turns: yes\n" in printed
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")

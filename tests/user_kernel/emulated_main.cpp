@@ -1,5 +1,5 @@
-// Runs the kernels of exchange.cuh on two emulated GPUs, each a thread of this process. Exit status 0: all data was
-// right, and the wait in vain ended with a record of whom it had waited for.
+// Runs the kernels of exchange.cuh on two emulated GPUs, each a thread of this process, and that of turns.cuh on one. Exit
+// status 0: all data was right, all blocks had their turn, and the wait in vain ended with a record of whom it had waited for.
 #include <cstdio>
 #include <cstring>
 #include <thread>
@@ -7,6 +7,7 @@
 
 #include "exchange.cuh"
 #include "llm_comm/emulator/executor.h"
+#include "turns.cuh"
 
 namespace {
 
@@ -122,6 +123,24 @@ bool waits_for_an_exited_rank_end() {
   return right;
 }
 
+// Blocks of one launch after the other, in whatever order they start: two run at once.
+bool blocks_take_turns() {
+  constexpr uint64_t kSecondsNs = 10'000'000'000;
+  constexpr uint32_t kBlocks = 12;
+  constexpr uint32_t kThreadsOfBlock = 512;
+  Gpu gpu;
+  llm_comm::CommState state{};
+  uint32_t turn = 0;
+  const user::Turns turns{&state, &turn, {&gpu.mailbox, &gpu.aborted, &gpu.last_look, &gpu.exited, kSecondsNs}};
+  bool right = llm_comm::emulator::Executor::resident_blocks(kThreadsOfBlock, 1) < kBlocks;
+  for (int launch = 0; launch < 20; ++launch) {
+    gpu.executor.run({kBlocks, kThreadsOfBlock, sizeof(llm_comm::Line)}, [&] { user::take_turns(turns); });
+    right &= turn == 0 && gpu.aborted == 0;
+  }
+  std::printf("blocks take turns: %s\n", right ? "yes" : "no");
+  return right;
+}
+
 }  // namespace
 
 int main() {
@@ -131,5 +150,6 @@ int main() {
   all &= wait_ends();
   all &= looks_are_rationed();
   all &= waits_for_an_exited_rank_end();
+  all &= blocks_take_turns();
   return all ? 0 : 1;
 }

@@ -146,6 +146,7 @@ class CudaMemory {
 
   WorkspaceHandle create(const WorkspaceLayout& layout, bool use_ipc) {
     const DeviceGuard guard(device_);
+    const BesideCaptures beside;
     const uint64_t bytes = bytes_ = layout.bytes();
     local_ = DeviceMemory();
     local_ = use_ipc ? DeviceMemory::allocate_ipc(device_, bytes) : DeviceMemory::allocate(device_, bytes);
@@ -157,6 +158,7 @@ class CudaMemory {
   }
 
   char* map(int peer, const WorkspaceHandle& handle) {
+    const BesideCaptures beside;
     return (peers_[peer] = DeviceMemory::map(device_, bytes_, handle)).address();
   }
 
@@ -425,6 +427,7 @@ bool driver_attribute(CUdevice_attribute attribute, int device) {
 std::unique_ptr<Core> make_cuda_core(const CoreOptions& options, int device) {
   check_options(options);
   const DeviceGuard guard(device);
+  const BesideCaptures beside;
   const int architecture = load_kernels(static_cast<uint32_t>(options.world_size));
   return std::make_unique<CoreImpl<CudaMemory, CudaLauncher>>(
       options, CudaMemory(device), CudaLauncher(device, architecture, options.dependent_launch));

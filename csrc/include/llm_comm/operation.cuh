@@ -34,7 +34,8 @@
 //
 //   P1: what a block waits for is sent by blocks of the same number or of lower ones. All ranks have the same grid.
 //   P2: numbers follow the order in which blocks start. Where all blocks of a grid run at once any numbers will do, so they
-//       are those of the hardware. Else a block takes a ticket when it starts.
+//       are those of the hardware. Else a block takes a ticket when it starts. (The core asks for a device of its own: what
+//       other kernels take of it, docs/reliability.md tells under "Several groups".)
 //
 // So the lowest number that has not ended on every rank has started everywhere, or starts as soon as a lower one has ended,
 // and by P1 it does not wait for what starts later.

@@ -43,8 +43,8 @@ struct ErrorRecord {
   uint64_t bytes;     // of the message
 };
 
-// What a rank is about to do, as far as the ranks have to agree on it. Grids may differ: nothing depends on them. Ranks
-// compare all of its words, so it has no gaps.
+// What a rank is about to do, as far as the ranks have to agree on it. Not the grid: sums do not depend on it, and what it
+// follows from is compared at set-up. Ranks compare all of its words, so it has no gaps.
 struct CallSignature {
   uint32_t operation;  // OperationKind
   uint16_t data_type;  // DataType
