@@ -167,6 +167,41 @@ def test_slots_are_whole_lines(slot_bytes: int) -> None:
         core_of(2, slot_bytes)
 
 
+@pytest.mark.parametrize(
+    ("rank", "world", "timeout_s", "why"),
+    [
+        (7, 8, 1e-3, ""),
+        (0, 1, 1.0, ""),
+        (2, 2, 1.0, "rank 2 of 2: the world size must be 1 to 8 and the rank below it"),
+        (-1, 2, 1.0, "rank -1 of 2"),
+        (0, 9, 1.0, "rank 0 of 9"),
+        (0, 0, 1.0, "rank 0 of 0"),
+        (0, 2, 0.0, "timeout_s must be positive"),
+        (0, 2, -1.0, "timeout_s must be positive"),
+        (0, 2, float("nan"), "timeout_s must be positive"),
+    ],
+)
+def test_options_of_a_core(rank: int, world: int, timeout_s: float, why: str) -> None:
+    options = _core.CoreOptions(
+        rank=rank, world_size=world, slot_bytes=16, timeout_s=timeout_s, dependent_launch=False, check_calls=False
+    )
+    if not why:
+        _core.make_emulated_core(options)
+        return
+    with pytest.raises(ValueError, match=why):
+        _core.make_emulated_core(options)
+
+
+def test_memory_of_nobody_is_not_mapped() -> None:
+    core = core_of(3, 1 << 16, rank=1)
+    descriptor, _ = core.create_workspace(False)
+    for peer in (-1, 1, 3):
+        with pytest.raises(ValueError, match=f"map_peer: {peer} is not a peer of rank 1"):
+            core.map_peer(peer, descriptor, b"")
+    core.map_peer(2, descriptor, b"")
+    os.close(descriptor)
+
+
 @pytest.mark.parametrize("given", [1, 2, 4])
 def test_addresses_of_a_call(given: int) -> None:
     """As many as the operation has buffers, and a stream; memory behind each."""

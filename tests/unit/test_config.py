@@ -41,12 +41,14 @@ INVALID: list[tuple[str, object, str]] = [
     ("timeout_s", -1.0, "a number of seconds above 0 and below 1000000"),
     ("timeout_s", float("nan"), "a number of seconds above 0 and below 1000000"),
     ("timeout_s", float("inf"), "a number of seconds above 0 and below 1000000"),
+    ("timeout_s", 1e6, "a number of seconds above 0 and below 1000000"),
     ("timeout_s", True, "a number of seconds above 0 and below 1000000"),
     ("log", "loud", "'debug' or 'info' or 'warning' or 'error'"),
     ("workspace_bytes", (1 << 20) - 1, "1 MiB to 4 GiB"),
     ("workspace_bytes", (4 << 30) + 1, "1 MiB to 4 GiB"),
     ("workspace_bytes", 2e6, "1 MiB to 4 GiB"),
     ("max_message_bytes", -1, "bytes >= 0"),
+    ("max_message_bytes", 1 << 63, "below 8 EiB"),
     ("max_message_bytes", True, "bytes >= 0"),
     ("algorithm", "ring", "'auto' or 'one_shot' or 'two_shot'"),
     ("algorithm", None, "'auto' or 'one_shot' or 'two_shot'"),
@@ -229,6 +231,27 @@ def test_invalid_value_in_python(option: str, value: object, valid: str) -> None
             make(**{option: value})
         assert f"option {option} is {value!r} (Python); valid: " in str(error.value)
         assert valid in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("timeout_s", 1e-9),
+        ("timeout_s", 999_999.0),
+        ("workspace_bytes", 1 << 20),
+        ("workspace_bytes", 4 << 30),
+        ("max_message_bytes", 0),
+        ("max_message_bytes", (1 << 63) - 1),
+    ],
+)
+def test_the_ends_of_what_is_valid(option: str, value: object) -> None:
+    assert getattr(Config.load({}, **{option: value}), option) == value
+
+
+def test_the_longest_path() -> None:
+    assert Config.load({}, table="x" * 4096).table == "x" * 4096
+    with pytest.raises(ConfigError, match="path of a tuning table"):
+        Config.load({}, table="x" * 4097)
 
 
 @pytest.mark.parametrize(("option", "text", "valid"), INVALID_TEXTS)
