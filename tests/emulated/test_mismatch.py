@@ -58,7 +58,7 @@ def disagree(case: Case, odd_rank: int, calls_before: int) -> Report:
 
 
 def check_refusal(comm: Communicator, text: str) -> None:
-    for refuse in (lambda: comm.all_reduce(torch.ones(5)), comm.check):
+    for refuse in (lambda: comm.all_reduce(torch.ones(5)), lambda: comm.all_reduce(torch.ones(0)), comm.check):
         with pytest.raises(MismatchError) as again:
             refuse()
         assert str(again.value) == text

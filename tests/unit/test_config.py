@@ -14,6 +14,7 @@ import pytest
 
 from llm_comm import Config, ConfigError
 from llm_comm.config import MULTICAST_OFF_VARIABLES, multicast_state, option_names
+from llm_comm.sizes import parse_size
 
 # For every option: a value of its own for the file, the environment (as text and as a value) and Python.
 VALUES: dict[str, tuple[object, str, object, object]] = {
@@ -200,6 +201,12 @@ def test_options_are_given_by_name() -> None:
 def test_sizes(option: str, text: str, file: Path) -> None:
     for environ in ({variable(option): text}, file_environment(file, f"{option}: {text}")):
         assert getattr(Config.load(environ), option) == 32 << 20
+
+
+@pytest.mark.parametrize("text", ["", "1e9", "64Q", "1.5M", "-1", "-64M", "M"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size: write 512, 64K or 8M"):
+        parse_size(text)
 
 
 @pytest.mark.parametrize("text", ["1e9", "64Q", "1.5M", "-1", "M"])
