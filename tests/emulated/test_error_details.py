@@ -193,7 +193,7 @@ def test_what_a_rank_has_enqueued_last(operation: str, algorithm: str) -> None:
 
 def test_an_exit_that_nobody_waits_for_ends_no_call() -> None:
     """Rank 0 is told of its own, for which it does not wait."""
-    cores = connected(2, timeout_s=60.0)
+    cores = connected(2, timeout_s=20.0)
     cores[0].peer_exited(0)
     assert together(*(prepared(core, 2, ALL_REDUCE, "two_shot") for core in cores)) == [True, True]
     assert cores[0].error() is None

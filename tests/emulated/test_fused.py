@@ -365,6 +365,7 @@ def test_declined_input(ranks: RankPool, name: str) -> None:
 def decline_in_world_of_one() -> None:
     with make_communicator() as comm:
         assert not comm.accepts_fused(ROW, WEIGHT)
+        assert not comm._operations.all_reduce_add_rms_norm.accepts_traced(ROW, WEIGHT, None)
         with pytest.raises(UnsupportedInputError, match="one rank"):
             comm.all_reduce_add_rms_norm(ROW, None, WEIGHT, EPS)
 

@@ -19,6 +19,8 @@ YAML = "llm_comm/yaml_files.py"
 QUOTING = "llm_comm/quoting.py"
 MESSAGES = "llm_comm/runtime/messages.py"
 DESCRIPTORS = "llm_comm/runtime/descriptors.py"
+RENDEZVOUS = "llm_comm/runtime/rendezvous.py"
+STATUS = "llm_comm/runtime/status.py"
 GENERIC = "llm_comm/operations/generic.py"
 PLAIN_CALLS = "llm_comm/operations/all_reduce.py"
 FUSED_CALLS = "llm_comm/operations/all_reduce_add_rms_norm.py"
@@ -39,6 +41,8 @@ OF_FILES = "tests/unit/test_hostile_files.py"
 OF_QUOTING = "tests/unit/test_quoting.py"
 OF_MESSAGES = "tests/unit/test_messages.py"
 OF_DESCRIPTORS = "tests/unit/test_descriptors.py"
+OF_RENDEZVOUS = "tests/unit/test_rendezvous_errors.py"
+OF_STATUS = "tests/unit/test_status.py"
 GENERIC_CALLS = "tests/emulated/test_generic.py"
 CLOSED = "tests/emulated/test_lifetime.py -k closed"
 MISFITS = "tests/emulated/test_fused.py -k test_tensor_that_does_not_fit"
@@ -284,6 +288,36 @@ EDGES: tuple[Mutant, ...] = (
         "self._forget(next(reversed(self._silent))).close()",
         OF_DESCRIPTORS,
     ),
+    # ---- Ranks ----
+    python(
+        "ranks are seen as their pages have come",
+        STATUS,
+        "for rank in sorted(self._pages)]",
+        "for rank in self._pages]",
+        OF_STATUS,
+    ),
+    python("pages stay", STATUS, "for page in self._pages.values():\n            page.close()", "pass", OF_STATUS),
+    python(
+        "errors of two kinds are one of either",
+        RENDEZVOUS,
+        "if len(kinds) == 1 else None",
+        "if kinds else None",
+        OF_RENDEZVOUS,
+    ),
+    python(
+        "what one rank has failed by is told as if all had",
+        RENDEZVOUS,
+        "if kind and len(failures) == world_size and",
+        "if kind and",
+        OF_RENDEZVOUS,
+    ),
+    python(
+        "a device that is wrong is told as a failed rendezvous",
+        RENDEZVOUS,
+        "for kind in (ConfigError, UnsupportedInputError)",
+        "for kind in (ConfigError,)",
+        OF_RENDEZVOUS,
+    ),
     # ---- Operations ----
     python("a call by name that a mode misses", GENERIC, "if is_watched():", "if False:", GENERIC_CALLS),
     python("what a call by name writes is the same version", GENERIC, "count_write([tensor", "([tensor", GENERIC_CALLS),
@@ -327,6 +361,13 @@ EDGES: tuple[Mutant, ...] = (
         "FP8 in place of x", FUSED_CALLS, "elif out is not x or quantize is not None:", "elif out is not x:", MISFITS
     ),
     python("a scale in strides", FUSED_CALLS, "            or not scale.is_contiguous()\n", "", MISFITS),
+    python(
+        "a traced fused call of one rank is served",
+        FUSED_CALLS,
+        "self._planner.world_size > 1\n            and",
+        "True\n            and",
+        "tests/emulated/test_fused.py -k world_of_one",
+    ),
     python(
         "a closed communicator plans",
         FUSED_CALLS,

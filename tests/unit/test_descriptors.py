@@ -186,7 +186,7 @@ def test_of_silent_strangers_the_first_go_first(monkeypatch: pytest.MonkeyPatch)
         exchange._accept()
         assert len(exchange._silent) == 3
         for connection in connections[:2]:
-            assert connection.recv(1) == b"", "it has not been let go"
+            assert connection.recv(1, socket.MSG_DONTWAIT) == b"", "it has not been let go"
         for connection in connections[2:]:
             with pytest.raises(BlockingIOError):
                 connection.recv(1, socket.MSG_DONTWAIT)
