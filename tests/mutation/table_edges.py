@@ -312,6 +312,20 @@ EDGES: tuple[Mutant, ...] = (
         OF_RENDEZVOUS,
     ),
     python(
+        "a value that is no JSON is told to nobody",
+        RENDEZVOUS,
+        "except (ValueError, TypeError, RecursionError) as error:\n            data",
+        "except ValueError as error:\n            data",
+        OF_RENDEZVOUS,
+    ),
+    python(
+        "clusters of the device that takes the largest",
+        "llm_comm/runtime/connect.py",
+        "min(clusters)",
+        "max(clusters)",
+        "tests/emulated/test_rendezvous.py -k smallest_clusters",
+    ),
+    python(
         "a device that is wrong is told as a failed rendezvous",
         RENDEZVOUS,
         "for kind in (ConfigError, UnsupportedInputError)",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from llm_comm.errors import ConfigError, LlmCommError, RendezvousError, UnsupportedInputError
 from llm_comm.runtime.messages import Failure
-from llm_comm.runtime.rendezvous import _error_of_all
+from llm_comm.runtime.rendezvous import Rendezvous, _error_of_all
 
 CONFIG = Failure("ConfigError", "no such option")
 DEVICE = Failure("UnsupportedInputError", "no such device")
@@ -43,3 +45,25 @@ VOTE = Failure("", "not here")
 def test_the_error_of_all(failures: dict[int, Failure], kind: type[LlmCommError], text: str) -> None:
     error = _error_of_all("step", failures, 2)
     assert (type(error), str(error)) == (kind, text)
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [({1, 2}, "TypeError"), ("x" * 5000, "ValueError"), (nested(100_000), "RecursionError")],
+    ids=["set", "long", "nested"],
+)
+def test_a_value_that_fits_no_message(value: object, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are told: they would wait for it in vain."""
+    monkeypatch.setattr(Rendezvous, "__init__", lambda *_: None)
+    monkeypatch.setattr(Rendezvous, "_gather", lambda _, data: [data])
+    rendezvous: Any = Rendezvous(None, 1.0)  # type: ignore[arg-type]
+    rendezvous.world_size = 1
+    with pytest.raises(RendezvousError, match=f"step failed on 1 of 1 ranks: rank 0: {why}: "):
+        rendezvous.gather("step", value)
