@@ -312,6 +312,13 @@ EDGES: tuple[Mutant, ...] = (
         OF_RENDEZVOUS,
     ),
     python(
+        "an error tells of a longer wait than there was",
+        "llm_comm/runtime/watchdog.py",
+        "explain(found, self._timeout_s * KERNEL_SHARE_OF_TIMEOUT)",
+        "explain(found, self._timeout_s)",
+        "tests/unit/test_exits.py",
+    ),
+    python(
         "a value that is no JSON is told to nobody",
         RENDEZVOUS,
         "except (ValueError, TypeError, RecursionError) as error:\n            data",
