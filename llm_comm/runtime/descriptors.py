@@ -26,6 +26,7 @@ from typing import NamedTuple
 from llm_comm.runtime.messages import MAX_HELLO_BYTES, hello, sender_of
 
 _ANSWER = b"+"
+_DESCRIPTOR = struct.Struct("i")
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 #: How often a rank knocks at a full queue.
 _RETRY_S = 0.005
@@ -218,7 +219,7 @@ class Exchange:
     def _receive(self, connection: socket.socket) -> bool:
         """Whether there was anything to receive."""
         try:
-            data, descriptors, flags, _ = socket.recv_fds(connection, MAX_HELLO_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            data, descriptors, flags = _hear(connection)
         except BlockingIOError:
             return False
         except OSError:  # it was cut off
@@ -254,6 +255,18 @@ class Exchange:
             users = ", ".join(f"{count} of user {user}" for user, count in self._strangers.most_common(3))
             text += f". Connections of other users were dropped ({users}): all ranks must run as one user"
         return text
+
+
+def _hear(connection: socket.socket) -> tuple[bytes, list[int], int]:
+    """What has been sent: bytes, at most one descriptor, which children do not inherit, and the flags of the message.
+
+    Not ``socket.recv_fds``, whose flags Python 3.11 for one does not pass on: its descriptors are inherited.
+    """
+    room = socket.CMSG_LEN(_DESCRIPTOR.size)
+    data, others, flags, _ = connection.recvmsg(MAX_HELLO_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    rights = (content for level, kind, content in others if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS))
+    whole = (content[: len(content) - len(content) % _DESCRIPTOR.size] for content in rights)
+    return data, [descriptor for content in whole for (descriptor,) in _DESCRIPTOR.iter_unpack(content)], flags
 
 
 def _user_of(connection: socket.socket) -> int:

@@ -5,6 +5,8 @@ With and without the comparison of calls before each operation, in which ranks o
 
 from __future__ import annotations
 
+import mmap
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -63,6 +65,7 @@ def test_a_launch_that_a_peer_does_not_make(operation: str, algorithm: str, chec
     assert error.phase == (-1 if check_calls else 0)
     assert error.sequence == missed
     assert error.bytes == (ROWS if missed < 2 else 1) * HIDDEN * 2
+    assert error.calls == []
     assert error.operation == next(a.title for a in registry.operations()[operation].algorithms if a.name == algorithm)
     assert cores[1].operations_ended() == missed
 
@@ -118,3 +121,79 @@ def test_calls_that_differ_in_one_thing_alone(operation: str, algorithm: str, od
         assert error is not None
         assert (error.cause, error.peer) == ("mismatch", 1)
         assert error.calls[0].number == error.calls[1].number == 1
+
+
+def test_an_optional_buffer_that_the_call_before_had() -> None:
+    """A prepared call says what it is given now, not what it was given once."""
+    cores = connected(2, True)
+    x, weight, residual = torch.ones(ROWS, HIDDEN, dtype=torch.bfloat16), torch.ones(HIDDEN), torch.zeros(ROWS, HIDDEN)
+    weight, residual = weight.bfloat16(), residual.bfloat16()
+    problem, tiling = problem_of(x, 2, 1e-5, 0), tiling_of(ROWS, blocks=1)
+    runs = [core.prepare(number_of(FUSED, "one_shot"), problem, tiling) for core in cores]
+    outputs = [(torch.empty_like(x), torch.empty_like(x)) for _ in cores]
+
+    def calls(of_rank: tuple[bool, bool]) -> list[Callable[[], bool]]:
+        return [
+            lambda run=run, out=out, has=has: run(
+                x.data_ptr(), residual.data_ptr() * has, weight.data_ptr(), *(t.data_ptr() for t in out), 0, 0
+            )
+            for run, out, has in zip(runs, outputs, of_rank, strict=True)
+        ]
+
+    assert together(*calls((True, True))) == [True, True]
+    assert together(*calls((True, False))) == [False, False]
+    for core in cores:
+        error = core.error()
+        assert error is not None
+        assert error.cause == "mismatch"
+        assert [dict(call.details)["residual"] for call in error.calls] == ["with residual", "without residual"]
+
+
+#: Of CommState in csrc/include/llm_comm/workspace_layout.h.
+OFFSET_OF_CLAIM = 16
+
+
+def test_two_operations_at_once() -> None:
+    """The rank on which another launch has the communicator says so; the other one learns that there is no going on."""
+    cores = [core_of(rank) for rank in range(2)]
+    descriptors = [core.create_workspace(False)[0] for core in cores]
+    for rank, core in enumerate(cores):
+        core.map_peer(1 - rank, descriptors[1 - rank], b"")
+    with mmap.mmap(descriptors[0], mmap.PAGESIZE) as state:
+        state[OFFSET_OF_CLAIM : OFFSET_OF_CLAIM + 4] = (77).to_bytes(4, "little")
+    for descriptor in descriptors:
+        os.close(descriptor)
+    assert together(*(prepared(core, 2, ALL_REDUCE, "one_shot") for core in cores)) == [False, False]
+    own, of_peer = (core.error() for core in cores)
+    assert own is not None
+    assert of_peer is not None
+    assert (own.cause, own.rank, own.peer, own.phase, own.calls) == ("concurrent use", 0, 0, -1, [])
+    assert (of_peer.cause, of_peer.rank, of_peer.peer) == ("timeout", 1, 0)
+
+
+def core_of(rank: int) -> _core.Core:
+    options = _core.CoreOptions(
+        rank=rank, world_size=2, slot_bytes=1 << 16, timeout_s=60.0, dependent_launch=False, check_calls=True
+    )
+    return _core.make_emulated_core(options)
+
+
+@every_algorithm
+def test_what_a_rank_has_enqueued_last(operation: str, algorithm: str) -> None:
+    cores = connected(2)
+    assert (cores[0].last_call().number, cores[0].last_call().count) == (0, 0)
+    title = next(a.title for a in registry.operations()[operation].algorithms if a.name == algorithm)
+    for number, dtype in enumerate((torch.bfloat16, torch.float16), start=1):
+        calls = (prepared(core, 2, operation, algorithm, dtype=dtype) for core in cores)
+        assert together(*calls) == [True, True]
+        last = cores[0].last_call()
+        assert (last.operation, last.data_type) == (title, {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype])
+        assert (last.row, last.count, last.number) == (HIDDEN if operation == FUSED else 0, ROWS * HIDDEN, number)
+
+
+def test_an_exit_that_nobody_waits_for_ends_no_call() -> None:
+    """Rank 0 is told of its own, for which it does not wait."""
+    cores = connected(2, timeout_s=20.0)
+    cores[0].peer_exited(0)
+    assert together(*(prepared(core, 2, ALL_REDUCE, "two_shot") for core in cores)) == [True, True]
+    assert cores[0].error() is None

@@ -365,6 +365,7 @@ def test_declined_input(ranks: RankPool, name: str) -> None:
 def decline_in_world_of_one() -> None:
     with make_communicator() as comm:
         assert not comm.accepts_fused(ROW, WEIGHT)
+        assert not comm._operations.all_reduce_add_rms_norm.accepts_traced(ROW, WEIGHT, None)
         with pytest.raises(UnsupportedInputError, match="one rank"):
             comm.all_reduce_add_rms_norm(ROW, None, WEIGHT, EPS)
 
@@ -394,6 +395,7 @@ MISFITS = {
     "residual of other dtype": ({"residual": ROW.half()}, "residual "),
     "out of other shape": ({"out": ROW[:1]}, "out "),
     "out for FP8": ({"out": ROW.clone(), "quantize": "dynamic"}, "out .*float8_e4m3fn"),
+    "x itself for FP8": ({"x": ROW, "out": ROW, "quantize": "dynamic"}, "out .*float8_e4m3fn"),
     "residual_out of other dtype": ({"residual_out": ROW.half()}, "residual_out "),
     "out over part of x": ({"x": BUFFER[:128].view(2, 64), "out": BUFFER[1:129].view(2, 64)}, "out overlaps x"),
     "out over the weight": ({"weight": BUFFER[:64], "out": BUFFER[:128].view(2, 64)}, "out overlaps weight"),
@@ -408,6 +410,7 @@ MISFITS = {
     "scale of other dtype": ({"quantize": "static", "scale": WEIGHT[:1]}, "scale .*float32"),
     "scale for each row": ({"quantize": "static", "scale": torch.ones(2)}, "scale .*1 elements"),
     "scale for some rows": ({"quantize": "dynamic", "scale": torch.ones(1)}, "scale .*2 elements"),
+    "scale in strides": ({"quantize": "dynamic", "scale": torch.ones(2, 2)[:, 0]}, "scale .*contiguous"),
     "scale without quantization": ({"scale": torch.ones(1)}, "scale without quantize"),
 }
 

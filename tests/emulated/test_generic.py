@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from harness import RankPool, make_communicator
 from reference import DTYPES, assert_is_sum, contributions
 from tables import plain_row
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from llm_comm import Communicator, UnsupportedInputError, registry
+from llm_comm import Communicator, LaunchError, UnsupportedInputError, registry
 from llm_comm.operations.generic import GenericOperation
 
 OPERATION = "stand_in"
@@ -171,10 +173,65 @@ def check_parameters_and_rows() -> None:
         for epsilon in (0.0, 12.0, 0.0):  # of a call that is kept, each its own
             operation.run(buffers, 64, {**right, "epsilon": epsilon})
             assert buffers["normed"].eq(2 / (4 + epsilon) ** 0.5).all()
+        operation.run(buffers, 128, right)
+        assert {kept.plan.row for kept in operation._prepared.values()} == {64, 128}
 
 
 def test_parameters_and_rows(ranks: RankPool) -> None:
     ranks.run(2, check_parameters_and_rows)
+
+
+class Mode(TorchDispatchMode):
+    """One that would miss a call that torch's dispatcher does not see."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        return function(*arguments, **(options or {}))
+
+
+class Wrapper(torch.Tensor):
+    """It might be one of other tensors."""
+
+
+def check_what_torch_knows() -> None:
+    with pytest.MonkeyPatch.context() as patch, make_communicator() as comm:
+        with_stand_in(patch)
+        out = torch.zeros(64)
+        comm.run(OPERATION, {"input": X, "output": out})
+        assert (out._version, X._version) == (1, 0)
+        with Mode(), pytest.raises(UnsupportedInputError, match="would miss the call: make it outside"):
+            comm.run(OPERATION, {"input": X, "output": out})
+        for name, buffers in (
+            ("input", {"input": torch.ones(64, requires_grad=True), "output": out}),
+            ("output", {"input": X, "output": torch.ones(64, requires_grad=True)}),
+        ):
+            with pytest.raises(UnsupportedInputError, match=f"{name}: the tensor requires grad"):
+                comm.run(OPERATION, buffers)
+            with torch.no_grad():
+                comm.run(OPERATION, buffers)
+        with pytest.raises(UnsupportedInputError, match="input: a Wrapper is a wrapper of other tensors"):
+            comm.run(OPERATION, {"input": X.clone().as_subclass(Wrapper), "output": out})
+        check_one(comm)
+
+
+def test_what_torch_has_to_know(ranks: RankPool) -> None:
+    ranks.run(2, check_what_torch_knows)
+
+
+def lose_a_launch() -> None:
+    """And make another call behind it, which is not enqueued."""
+    with pytest.MonkeyPatch.context() as patch, make_communicator() as comm:
+        with_stand_in(patch)
+        check_one(comm)
+        prepared = comm._other_operations._operations[OPERATION]._prepared
+        ((key, kept),) = prepared.items()
+        for run in (mock.Mock(side_effect=RuntimeError("no memory for a launch")), lambda *_: False):
+            prepared[key] = kept._replace(run=run)
+            with pytest.raises(LaunchError, match=r"could not be launched \(no memory for a launch"):
+                check_one(comm)
+
+
+def test_a_call_that_is_not_launched(ranks: RankPool) -> None:
+    ranks.run(2, lose_a_launch)
 
 
 def check_one_rank() -> None:

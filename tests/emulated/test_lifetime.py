@@ -16,12 +16,17 @@ from reference import assert_is_sum, contributions
 from llm_comm import Communicator, CommunicatorError
 
 X = torch.ones(10)
+ROWS = torch.ones(2, 64, dtype=torch.bfloat16)
 USES: dict[str, Callable[[Communicator], object]] = {
     "all_reduce": lambda comm: comm.all_reduce(X),
     "all_reduce in place": lambda comm: comm.all_reduce(X, out=X),
     "try_all_reduce": lambda comm: comm.try_all_reduce(X),
     "all_reduce of nothing": lambda comm: comm.all_reduce(X[:0]),
     "all_reduce of a new size": lambda comm: comm.all_reduce(X[:5]),
+    "plan_fused": lambda comm: comm.plan_fused(ROWS, ROWS[0]),
+    "accepts_fused": lambda comm: comm.accepts_fused(ROWS, ROWS[0]),
+    "accepts_fused in a graph": lambda comm: torch.compile(comm.accepts_fused, backend="eager")(ROWS, ROWS[0]),
+    "on_error": lambda comm: comm.on_error(print),
     "check": lambda comm: comm.check(),
     "workspace_bytes": lambda comm: comm.workspace_bytes,
 }

@@ -58,7 +58,13 @@ def disagree(case: Case, odd_rank: int, calls_before: int) -> Report:
 
 
 def check_refusal(comm: Communicator, text: str) -> None:
-    for refuse in (lambda: comm.all_reduce(torch.ones(5)), comm.check):
+    rows = torch.ones(0, 64, dtype=torch.bfloat16)
+    for refuse in (
+        lambda: comm.all_reduce(torch.ones(5)),
+        lambda: comm.all_reduce(torch.ones(0)),
+        lambda: comm.all_reduce_add_rms_norm(rows, None, rows.new_ones(64), 1e-5),
+        comm.check,
+    ):
         with pytest.raises(MismatchError) as again:
             refuse()
         assert str(again.value) == text

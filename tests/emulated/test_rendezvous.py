@@ -330,12 +330,12 @@ def test_an_error_that_is_kept_holds_no_memory(ranks: RankPool, step: str) -> No
 
 
 def come_with_room_for_small_clusters() -> int:
-    """The cluster of a row that the table gives more blocks."""
+    """The cluster of a row that the table gives two blocks."""
     x = torch.ones(2, 8192, dtype=torch.bfloat16)
     weight = torch.ones(8192, dtype=torch.bfloat16)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == CULPRIT:
-            failing_method(patch, "max_cluster_blocks", lambda: 2)
+            failing_method(patch, "max_cluster_blocks", lambda: 1)
         with make_communicator() as comm:
             normed, sums = comm.all_reduce_add_rms_norm(x, None, weight, 1e-5)
             assert torch.equal(sums, x * comm.world_size)
@@ -344,7 +344,7 @@ def come_with_room_for_small_clusters() -> int:
 
 
 def test_all_ranks_go_by_the_smallest_clusters(ranks: RankPool) -> None:
-    assert ranks.run(WORLD, come_with_room_for_small_clusters) == [2] * WORLD
+    assert ranks.run(WORLD, come_with_room_for_small_clusters) == [1] * WORLD
 
 
 def come_without_status_page() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from mutant import Mutant, check_names
 from table_bench import BENCH
+from table_edges import EDGES
 from table_host import HOST
 from table_kernels import KERNELS
 from table_operations import OPERATIONS
 from table_planning import PLANNING
 from table_runtime import RUNTIME
 
-MUTANTS: tuple[Mutant, ...] = (*KERNELS, *HOST, *PLANNING, *OPERATIONS, *RUNTIME, *BENCH)
+MUTANTS: tuple[Mutant, ...] = (*KERNELS, *HOST, *PLANNING, *OPERATIONS, *RUNTIME, *BENCH, *EDGES)
 check_names(MUTANTS)

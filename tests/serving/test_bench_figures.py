@@ -92,6 +92,12 @@ def test_a_repeat_without_baseline_is_left_out() -> None:
     assert "recovered_share" not in compared["llm_comm"]
 
 
+@pytest.mark.parametrize("free", [11.0, 12.0])
+def test_where_free_all_reduces_are_not_faster_there_is_nothing_to_recover(free: float) -> None:
+    compared = summary.compare({"default": {0: 11.0}, "free": {0: free}, "llm_comm": {0: 9.0}}, "decode_ms")
+    assert "recovered_share" not in compared["llm_comm"]
+
+
 ACTIVE = "(Worker_TP0 pid=7) INFO llm_comm 0.1.0 is active for group tp:0 (4 ranks, VMM): all-reduce one_shot to 48 KiB"
 VLLM = (
     "INFO 11-21 [cuda_communicator.py:264] Using [{}] all-reduce backends (in dispatch order) for group 'tp:0' out of"

@@ -87,12 +87,13 @@ def main(path: Path) -> None:
         assert broadcast(core, ranks, list(range(3000)), "fp16", 1) > 1
         ended = [rank.operations_ended() for rank in ranks]
         assert len(set(ended)) == 1
-        try:
-            broadcast(core, ranks, [1], "fp16", world)
-            refused = ""
-        except ValueError as error:
-            refused = str(error)
-        assert "root is not one of its ranks" in refused
+        for nobody in (world, -1):
+            try:
+                broadcast(core, ranks, [1], "fp16", nobody)
+                refused = ""
+            except ValueError as error:
+                refused = str(error)
+            assert "root is not one of its ranks" in refused
 
     import llm_comm.cli
 

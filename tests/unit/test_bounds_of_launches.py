@@ -155,6 +155,63 @@ def test_rows(row: int, count: int, why: str) -> None:
         core.prepare(number_of(FUSED, "one_shot"), problem, tiling)
 
 
+@every_algorithm
+def test_walks_over_several_tiles(operation: str, algorithm: str) -> None:
+    """A grid that has fewer clusters than rows: blocks of half the threads, each with a share of every row."""
+    if operation == ALL_REDUCE:
+        return
+    row_lines = HIDDEN * 2 // LINE
+    span = row_lines if algorithm == "one_shot" else row_lines // 2
+    slot_bytes = slot_lines(operation, algorithm, 8, 2) * LINE
+    prepare(operation, algorithm, slot_bytes, 8, 2, blocks=4, tile_lines=256)
+    prepare(operation, algorithm, slot_bytes, 8, 2, blocks=4, tile_lines=span - CHUNK_LINES, cluster=2)
+    prepare(operation, algorithm, slot_bytes, 8, 2, blocks=16, tile_lines=span, cluster=2)
+    with pytest.raises(ValueError, match="no share of a row"):
+        prepare(operation, algorithm, slot_bytes, 8, 2, blocks=4, tile_lines=span, cluster=2)
+    if algorithm == "one_shot":
+        prepare(operation, algorithm, slot_bytes, 8, 2, blocks=8, tile_lines=512)
+        with pytest.raises(ValueError, match="cannot walk over rows of 2048 bytes: they have more than 512 threads"):
+            prepare(operation, algorithm, slot_bytes, 8, 2, blocks=4, tile_lines=264)
+
+
+@every_algorithm
+def test_a_launch_counts_in_32_bits(operation: str, algorithm: str) -> None:
+    """Elements, or of rows lines."""
+    most = (1 << 32) // (HIDDEN * 2 // LINE) if operation == FUSED else 1 << 32
+    slot_bytes = slot_lines(operation, algorithm, most, 2) * LINE
+    prepare(operation, algorithm, slot_bytes, most - 1, 2)
+    with pytest.raises(ValueError, match=r"a launch must have fewer than 2\^32 "):
+        prepare(operation, algorithm, slot_bytes, most, 2)
+
+
+@every_algorithm
+@pytest.mark.parametrize(
+    ("world", "why"), [(1, "a world of 1; it takes 2 to 8"), (9, "a world of 9"), (8, ""), (2, "")]
+)
+def test_worlds(operation: str, algorithm: str, world: int, why: str) -> None:
+    limits = _core.Limits(slot_bytes=1 << 20, sm_count=132, max_cluster=MAX_CLUSTER, compute_capability=90)
+    choice = _core.Choice(blocks=64, threads=256, tile_lines=8, cluster=1)
+    number, problem = number_of(operation, algorithm), problem_of(operation, 8, world)
+    if not why:
+        assert _core.shape(number, problem, choice, limits).launches == 1
+        return
+    with pytest.raises(ValueError, match=why):
+        _core.shape(number, problem, choice, limits)
+
+
+def test_an_all_reduce_knows_no_rows() -> None:
+    tiling = _core.Tiling(blocks=2, tile_lines=8, cluster=1, depth=0, launch_units=8)
+    with pytest.raises(ValueError, match="64 elements are not rows of 8"):
+        core_of(2, 1 << 20).prepare(number_of(ALL_REDUCE, "one_shot"), problem_of(ALL_REDUCE, 64, 2, row=8), tiling)
+
+
+@pytest.mark.parametrize(
+    ("workspace", "slot"), [(0, 0), (65535, 0), (65536 + 31, 0), (65536 + 32, 16), (65536 + 95, 32)]
+)
+def test_a_workspace_without_room_has_empty_slots(workspace: int, slot: int) -> None:
+    assert _core.slot_bytes(workspace) == slot
+
+
 def test_a_call_for_another_world() -> None:
     tiling = _core.Tiling(blocks=2, tile_lines=8, cluster=1, depth=0, launch_units=8)
     with pytest.raises(ValueError, match="a call for 3 ranks of a communicator of 2"):
@@ -165,6 +222,41 @@ def test_a_call_for_another_world() -> None:
 def test_slots_are_whole_lines(slot_bytes: int) -> None:
     with pytest.raises(ValueError, match="it must be a positive multiple of 16"):
         core_of(2, slot_bytes)
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "timeout_s", "why"),
+    [
+        (7, 8, 1e-3, ""),
+        (0, 1, 1.0, ""),
+        (2, 2, 1.0, "rank 2 of 2: the world size must be 1 to 8 and the rank below it"),
+        (-1, 2, 1.0, "rank -1 of 2"),
+        (0, 9, 1.0, "rank 0 of 9"),
+        (0, 0, 1.0, "rank 0 of 0"),
+        (0, 2, 0.0, "timeout_s must be positive"),
+        (0, 2, -1.0, "timeout_s must be positive"),
+        (0, 2, float("nan"), "timeout_s must be positive"),
+    ],
+)
+def test_options_of_a_core(rank: int, world: int, timeout_s: float, why: str) -> None:
+    options = _core.CoreOptions(
+        rank=rank, world_size=world, slot_bytes=16, timeout_s=timeout_s, dependent_launch=False, check_calls=False
+    )
+    if not why:
+        _core.make_emulated_core(options)
+        return
+    with pytest.raises(ValueError, match=why):
+        _core.make_emulated_core(options)
+
+
+def test_memory_of_nobody_is_not_mapped() -> None:
+    core = core_of(3, 1 << 16, rank=1)
+    descriptor, _ = core.create_workspace(False)
+    for peer in (-1, 1, 3):
+        with pytest.raises(ValueError, match=f"map_peer: {peer} is not a peer of rank 1"):
+            core.map_peer(peer, descriptor, b"")
+    core.map_peer(2, descriptor, b"")
+    os.close(descriptor)
 
 
 @pytest.mark.parametrize("given", [1, 2, 4])
@@ -179,6 +271,34 @@ def test_addresses_of_a_call(given: int) -> None:
     for addresses in ((0, x.data_ptr()), (x.data_ptr(), 0)):
         with pytest.raises(ValueError, match="a tensor has no memory"):
             run(*addresses, 0)
+
+
+def test_addresses_are_numbers() -> None:
+    core = core_of(2, 1 << 20)
+    tiling = _core.Tiling(blocks=1, tile_lines=1, cluster=1, depth=0, launch_units=8)
+    run = core.prepare(number_of(ALL_REDUCE, "one_shot"), problem_of(ALL_REDUCE, 8, 2), tiling)
+    for wrong, kind in (("x", TypeError), (None, TypeError), (1 << 64, OverflowError), (-1, OverflowError)):
+        with pytest.raises(kind):
+            run(wrong, 16, 0)
+        with pytest.raises(kind):
+            run(16, 16, wrong)
+
+
+def test_numbers_that_stand_for_nothing() -> None:
+    number, problem = len(_core.algorithms()), problem_of(ALL_REDUCE, 8, 2)
+    limits = _core.Limits(slot_bytes=1 << 20, sm_count=132, max_cluster=MAX_CLUSTER, compute_capability=90)
+    tiling = _core.Tiling(blocks=1, tile_lines=1, cluster=1, depth=0, launch_units=8)
+    for ask in (
+        lambda: core_of(2, 1 << 20).prepare(number, problem, tiling),
+        lambda: _core.shape(number, problem, _core.Choice(blocks=1), limits),
+        lambda: _core.candidates(number, problem, limits),
+    ):
+        with pytest.raises(ValueError, match=f"there is no algorithm number {number}"):
+            ask()
+    with pytest.raises(ValueError, match="there is no data type 3"):
+        problem_of(ALL_REDUCE, 8, 2, data_type=3)
+    with pytest.raises(ValueError, match="too many parameters"):
+        _core.Problem(count=8, row=0, data_type=BF16, world_size=2, parameters=(1.0,) * 5)
 
 
 # ---- The proof that mappings carry stores ---------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 from collections.abc import Iterator
@@ -61,7 +62,15 @@ def test_options_that_cannot_work_are_refused_before_any_rank_starts(
     assert not started
 
 
-@pytest.mark.parametrize("options", [[], ["--hidden", "100", "--operations", "all-reduce"], ["--hidden", "16384"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--hidden", "100", "--operations", "all-reduce"],
+        ["--hidden", "16384"],
+        ["--min", "2", "--max", "2", "--operations", "all-reduce"],
+    ],
+)
 def test_options_that_can_work_start_ranks(options: list[str], started: list[Any]) -> None:
     assert cli.main(["tune", *options]) == 0
     assert len(started) == 1
@@ -150,6 +159,73 @@ def test_what_runs_alike_is_measured_once(group: dist.ProcessGroup, monkeypatch:
     assert 1 < len(measured.everything) < len(tried)
     last = measured.everything[-1]
     assert measured.best[0].row.entry() == {name: last[name] for name in last if name not in ("bytes", "us")}
+
+
+@pytest.mark.parametrize(
+    ("smallest", "largest", "sizes"),
+    [
+        (1024, 1024, [1024]),
+        (1024, 1535, [1024]),
+        (1024, 1536, [1024, 1536]),
+        (1024, 4096, [1024, 1536, 2048, 3072, 4096]),
+    ],
+)
+def test_sizes_up_to_the_largest(smallest: int, largest: int, sizes: list[int]) -> None:
+    assert list(AllReduceSubject().sizes(smallest, largest)) == sizes
+
+
+def test_sizes_of_fused_messages_are_whole_rows() -> None:
+    assert list(FusedSubject(512).sizes(1024, 6 * 1024)) == [1024, 2048, 3072, 4096, 6144]
+    assert list(FusedSubject(512).sizes(1025, 6 * 1024 - 1)) == [2048, 3072, 4096]
+    assert max(FusedSubject(8192).sizes(1024, 1 << 30)) == 16 << 20
+
+
+def test_nccl_is_timed_from_a_mebibyte_on(group: dist.ProcessGroup) -> None:
+    """The input is restored for it, which sums in place."""
+    comm: Any = DecliningComm()
+    assert AllReduceSubject().bind(comm, group, (1 << 20) - 2).nccl is None
+    nccl = AllReduceSubject().bind(comm, group, 1 << 20).nccl
+    assert nccl is not None
+
+
+class TuningComm(DecliningComm):
+    rank = 0
+
+    def __enter__(self) -> TuningComm:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("out", "json", "status"),
+    [("/dev/full", "a.json", 1), ("a.yaml", "/dev/full", 1), ("/dev/full", "/dev/full", 1), ("a.yaml", "a.json", 0)],
+)
+def test_the_status_says_whether_all_files_are_written(
+    out: str, json: str, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(launch, "place", lambda *_: launch.Placement(2, on_gpu=True))
+    monkeypatch.setattr(launch, "in_rank", lambda: True)
+    monkeypatch.setattr(launch, "local_rank", lambda: 0)
+    monkeypatch.setattr(launch, "process_group", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "test device")
+    monkeypatch.setattr(tune, "Communicator", lambda *_: TuningComm())
+    monkeypatch.setattr(tune, "measure", lambda *_: found(ROW))
+    monkeypatch.setattr(tune.report, "environment", lambda _: {"date": "today", "versions": {}})
+    monkeypatch.chdir(tmp_path)
+    options = [
+        "--operations",
+        "all-reduce",
+        "--max",
+        "4K",
+        "--out",
+        str(tmp_path / out),
+        "--json",
+        str(tmp_path / json),
+    ]
+    assert cli.main(["tune", *options]) == status
+    assert (tmp_path / "a.yaml").exists() == (out == "a.yaml")
+    assert (tmp_path / "a.json").exists() == (json == "a.json")
 
 
 def test_a_message_without_an_element_is_refused() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from llm_comm import Config, ConfigError
 from llm_comm.config import MULTICAST_OFF_VARIABLES, multicast_state, option_names
+from llm_comm.sizes import parse_size
 
 # For every option: a value of its own for the file, the environment (as text and as a value) and Python.
 VALUES: dict[str, tuple[object, str, object, object]] = {
@@ -41,12 +42,14 @@ INVALID: list[tuple[str, object, str]] = [
     ("timeout_s", -1.0, "a number of seconds above 0 and below 1000000"),
     ("timeout_s", float("nan"), "a number of seconds above 0 and below 1000000"),
     ("timeout_s", float("inf"), "a number of seconds above 0 and below 1000000"),
+    ("timeout_s", 1e6, "a number of seconds above 0 and below 1000000"),
     ("timeout_s", True, "a number of seconds above 0 and below 1000000"),
     ("log", "loud", "'debug' or 'info' or 'warning' or 'error'"),
     ("workspace_bytes", (1 << 20) - 1, "1 MiB to 4 GiB"),
     ("workspace_bytes", (4 << 30) + 1, "1 MiB to 4 GiB"),
     ("workspace_bytes", 2e6, "1 MiB to 4 GiB"),
     ("max_message_bytes", -1, "bytes >= 0"),
+    ("max_message_bytes", 1 << 63, "below 8 EiB"),
     ("max_message_bytes", True, "bytes >= 0"),
     ("algorithm", "ring", "'auto' or 'one_shot' or 'two_shot'"),
     ("algorithm", None, "'auto' or 'one_shot' or 'two_shot'"),
@@ -200,6 +203,12 @@ def test_sizes(option: str, text: str, file: Path) -> None:
         assert getattr(Config.load(environ), option) == 32 << 20
 
 
+@pytest.mark.parametrize("text", ["", "1e9", "64Q", "1.5M", "-1", "-64M", "M"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size: write 512, 64K or 8M"):
+        parse_size(text)
+
+
 @pytest.mark.parametrize("text", ["1e9", "64Q", "1.5M", "-1", "M"])
 def test_a_size_in_a_file_that_is_none(text: str, file: Path) -> None:
     with pytest.raises(ConfigError) as error:
@@ -229,6 +238,27 @@ def test_invalid_value_in_python(option: str, value: object, valid: str) -> None
             make(**{option: value})
         assert f"option {option} is {value!r} (Python); valid: " in str(error.value)
         assert valid in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("timeout_s", 1e-9),
+        ("timeout_s", 999_999.0),
+        ("workspace_bytes", 1 << 20),
+        ("workspace_bytes", 4 << 30),
+        ("max_message_bytes", 0),
+        ("max_message_bytes", (1 << 63) - 1),
+    ],
+)
+def test_the_ends_of_what_is_valid(option: str, value: object) -> None:
+    assert getattr(Config.load({}, **{option: value}), option) == value
+
+
+def test_the_longest_path() -> None:
+    assert Config.load({}, table="x" * 4096).table == "x" * 4096
+    with pytest.raises(ConfigError, match="path of a tuning table"):
+        Config.load({}, table="x" * 4097)
 
 
 @pytest.mark.parametrize(("option", "text", "valid"), INVALID_TEXTS)

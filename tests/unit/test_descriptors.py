@@ -13,6 +13,7 @@ import pytest
 
 from llm_comm.runtime import descriptors
 from llm_comm.runtime.descriptors import Exchange, Invitation, close_all, invite, listen
+from llm_comm.runtime.messages import hello
 
 LIMIT_S = 60.0
 
@@ -31,11 +32,13 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def stranger(self, rank: int, message: bytes = b"") -> None:
+    def stranger(self, rank: int, message: bytes = b"", *files: int) -> socket.socket:
         """Somebody who connects to a rank, and stays."""
         connection = self._stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         connection.connect(self.servers[rank].getsockname())
-        connection.sendall(message)
+        if message:
+            socket.send_fds(connection, [message], files)
+        return connection
 
     def run(self, limit_s: float = LIMIT_S) -> list[Any]:
         """By rank, the ranks whose files it has got, or the error."""
@@ -47,6 +50,7 @@ class Ranks:
             try:
                 received = Exchange(rank, self.servers[rank], self.invitations, own, limit_s).run()
                 found[rank] = {peer: os.pread(file, 1, 0)[0] for peer, file in received.items()}
+                assert not any(map(os.get_inheritable, received.values()))
                 close_all(received.values())
             except OSError as error:
                 found[rank] = error
@@ -148,6 +152,61 @@ def test_nothing_is_sent_to_another_user(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(socket, "send_fds", lambda *_: pytest.fail("it was sent"))
     with Ranks(2) as ranks, pytest.raises(PermissionError, match="the socket of rank 1 belongs to user 65534"):
         Exchange(0, ranks.servers[0], ranks.invitations, 0, LIMIT_S).run()
+
+
+def test_nobody_guesses_the_word_of_a_rank() -> None:
+    with Ranks(3) as ranks:
+        secrets = [invitation.secret for invitation in ranks.invitations]
+        assert len(set(secrets)) == 3
+        assert all(len(secret) == 32 and secret not in name for name, secret in ranks.invitations)
+
+
+def test_files_of_strangers_are_closed() -> None:
+    """Whatever they say; and those of ranks that have come already, or are none."""
+    with Ranks(2) as ranks, open("/dev/null", "rb") as file:
+        secret = ranks.invitations[0].secret
+        for word in (
+            b"",
+            b"x",
+            b"x 1",
+            hello("0" * 32, 1),
+            hello(secret, 0),
+            hello(secret, 2),
+            hello(secret, 1) + b"0",
+        ):
+            ranks.stranger(0, word, file.fileno())
+        assert ranks.run() == everything(2)
+
+
+def test_of_silent_strangers_the_first_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(descriptors, "_MAX_SILENT", 3)
+    with Ranks(2) as ranks:
+        connections = [ranks.stranger(0) for _ in range(5)]
+        exchange = Exchange(0, ranks.servers[0], ranks.invitations, 0, LIMIT_S)
+        exchange._accept()
+        assert len(exchange._silent) == 3
+        for connection in connections[:2]:
+            assert connection.recv(1, socket.MSG_DONTWAIT) == b"", "it has not been let go"
+        for connection in connections[2:]:
+            with pytest.raises(BlockingIOError):
+                connection.recv(1, socket.MSG_DONTWAIT)
+        exchange._drop_silent()
+
+
+def test_a_file_for_which_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who say nothing make room for it, and its rank comes again; else it is an error."""
+    with Ranks(2) as ranks:
+        word = hello(ranks.invitations[0].secret, 1)
+        exchange = Exchange(0, ranks.servers[0], ranks.invitations, 0, LIMIT_S)
+        ranks.stranger(0)
+        exchange._accept()
+        monkeypatch.setattr(descriptors, "_hear", lambda _: (word, [], socket.MSG_CTRUNC))
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            assert exchange._receive(ours)
+            assert not exchange._silent
+            with pytest.raises(OSError, match="no room for the file descriptor of rank 1: raise RLIMIT_NOFILE"):
+                exchange._receive(ours)
 
 
 def no_room(*_: object) -> None:

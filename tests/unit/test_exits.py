@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -102,3 +103,14 @@ def test_the_first_error_is_the_one_that_stays() -> None:
     assert failure is not None
     assert str(failure) == "text 1"
     assert scene.core.abort.called  # nothing that waits for another rank comes to an end by itself
+
+
+def test_a_time_out_tells_how_long_kernels_wait() -> None:
+    """Which is less than the time-out of the communicator: the rest is for the ranks to hear of each other."""
+    scene = Scene()
+    scene.core.error.return_value = SimpleNamespace(
+        cause="timeout", rank=0, peer=2, operation="one-shot all-reduce", phase=0, sequence=4, bytes=16, calls=[]
+    )
+    error = scene.watchdog._own_error()
+    assert error is not None
+    assert error.text.startswith("rank 0: nothing came from rank 2 for 48 s in a one-shot all-reduce of 16 bytes")

@@ -180,6 +180,23 @@ def test_plans_are_within_limits() -> None:
         assert (plan.chunks - 1) * plan.chunk_rows < rows <= plan.chunks * plan.chunk_rows
 
 
+def test_blocks_that_run_at_once_by_the_registers_of_a_device() -> None:
+    """Two-shot takes more of them a thread on sm_100: of 384 threads, one block a multiprocessor runs there."""
+    row = fused_row(1, "two_shot", 1200, 512, 1, 0)
+    for compute_capability, blocks in ((80, 200), (90, 200), (100, 132), (120, 132)):
+        limits = limits_of(CONFIG, 132, 16, compute_capability)
+        plan = select_fused(200, 3072, 8, one_row(row), CONFIG, limits)
+        assert (plan.blocks, plan.threads) == (blocks, 384)
+
+
+def test_a_block_that_gets_more_of_a_row_has_more_threads() -> None:
+    """On a device whose clusters are smaller than those that the table has in mind."""
+    row = fused_row(1, "one_shot", 1200, 128, 8, 0)
+    for max_cluster, cluster, threads in ((16, 8, 64), (8, 8, 64), (4, 4, 128), (2, 2, 256), (1, 1, 512)):
+        plan = select_fused(1, 2048, 2, one_row(row), CONFIG, limits_of(CONFIG, 132, max_cluster, 90))
+        assert (plan.cluster, plan.threads) == (cluster, threads)
+
+
 def test_chunks_fill_slots() -> None:
     for _, hidden, world, config, *_, plan in random_cases(500):
         lines = hidden // 8

@@ -14,7 +14,7 @@ import pytest
 from llm_comm import Config, ConfigError
 from llm_comm.planning import catalogue
 from llm_comm.planning.table_files import load_table
-from llm_comm.yaml_files import MAX_BYTES, MAX_DEPTH
+from llm_comm.yaml_files import MAX_BYTES, MAX_DEPTH, InvalidYamlError, parse_yaml, read_yaml
 
 #: The longest error names every option.
 LONGEST_ERROR = 2000
@@ -52,6 +52,7 @@ HOSTILE = {
         + "\nKEY: *i",
         "line 3: aliases (*a) are not allowed",
     ),
+    "an alias for a key": ("a: &a x\n*a : 1", "line 3: aliases (*a) are not allowed"),
     "a key twice": ("KEY: 1\nlog: info\nKEY: 2", "line 4: 'KEY' stands in line 2 already"),
     "a key twice further down": ("KEY: {a: 1,\n  a: 2}", "line 3: 'a' stands in line 2 already"),
     "a tag": ("KEY: !!binary aGVsbG8=", "line 2: tags (tag:yaml.org,2002:binary) are not allowed"),
@@ -78,6 +79,18 @@ def test_hostile_files(reader: str, what: str, tmp_path: Path) -> None:
     assert found in error
     assert str(path) in error
     assert len(error) < LONGEST_ERROR
+
+
+def test_files_up_to_the_limits_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "full.yaml"
+    path.write_bytes(b"a: 1 #".ljust(MAX_BYTES, b"x"))
+    assert read_yaml(path) == {"a": 1}
+    assert parse_yaml(f"a: {(1 << 63) - 1}".encode()) == {"a": (1 << 63) - 1}
+    parse_yaml(b"[" * MAX_DEPTH + b"]" * MAX_DEPTH)
+    parse_yaml(b"{a: " * MAX_DEPTH + b"1" + b"}" * MAX_DEPTH)
+    for begin, end in ((b"[", b"]"), (b"{a: ", b"}")):
+        with pytest.raises(InvalidYamlError, match=f"line 1: more than {MAX_DEPTH} levels"):
+            parse_yaml(begin * (MAX_DEPTH + 1) + end * (MAX_DEPTH + 1))
 
 
 @pytest.mark.parametrize("reader", READERS)

@@ -45,6 +45,17 @@ def test_signs_of_life_have_an_age(page: mmap.mmap) -> None:
     assert 0 <= first <= board.look()[0].age_s
 
 
+def test_ranks_are_seen_in_their_order() -> None:
+    """Whatever the order in which their pages have come; the own one comes last."""
+    pages = {rank: mmap.mmap(-1, 4096) for rank in (2, 1, 0)}
+    for rank in pages:
+        StatusBoard(rank, pages).publish(replace(STATE, pid=rank))
+    board = StatusBoard(0, pages)
+    assert [sighting.state and sighting.state.pid for sighting in board.look()] == [0, 1, 2]
+    board.close()
+    assert all(page.closed for page in pages.values())
+
+
 def test_a_process_that_has_exited(page: mmap.mmap) -> None:
     process = subprocess.Popen(["sleep", "60"])
     board = StatusBoard(0, {0: page, 1: mmap.mmap(-1, 4096)}, {1: os.pidfd_open(process.pid)})

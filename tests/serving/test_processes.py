@@ -1,0 +1,46 @@
+"""The processes of an engine as the harness sees them: who lives, and whose result counts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+from bench_serving import processes
+
+LIMIT_S = 30.0
+
+
+def state_of(pid: int) -> str:
+    return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0]
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path("/proc", str(pid), "task", str(pid), "children").read_text().split()]
+
+
+def test_who_has_ended_and_is_not_waited_for_does_not_live() -> None:
+    """A shell starts a child, and becomes a program that waits for nobody."""
+    with subprocess.Popen(["sh", "-c", "true & exec sleep 600"], start_new_session=True) as parent:
+        try:
+            deadline = time.monotonic() + LIMIT_S
+            while [state_of(child) for child in children_of(parent.pid)] != ["Z"]:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert processes.members(parent.pid) == [parent.pid]
+        finally:
+            parent.kill()
+
+
+def run(command: list[str], directory: Path) -> processes.Outcome:
+    log, result = directory / "log.txt", directory / "result.json"
+    return processes.run(command, dict(os.environ), log, result, LIMIT_S, lambda _: None)
+
+
+def test_a_result_of_before_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text("{}")
+    assert run(["sh", "-c", "echo said; exit 3"], tmp_path).failure == "ended with status 3, no result"
+    assert not (tmp_path / "result.json").exists()
+    outcome = run(["sh", "-c", "echo said; echo {} > result.json"], tmp_path)
+    assert (outcome.failure, outcome.log) == ("", "said\n")

@@ -1,0 +1,138 @@
+"""How the ranks of an engine agree to use llm_comm, and when a rank ends its process: without an engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from llm_comm.errors import CommunicatorError, ConfigError, LlmCommError, MissingRankError
+from llm_comm.integrations import common
+from llm_comm.integrations.common import AbsentRanksError, NotJoinedError, SwitchedOffError
+
+
+@pytest.mark.parametrize(
+    ("value", "is_off"), [(None, False), ("0", True), ("off", True), ("1", False), ("", False), ("perhaps", False)]
+)
+def test_what_switches_llm_comm_off(value: str | None, is_off: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value that is wrong does not: it is an error of all ranks when they join."""
+    monkeypatch.delenv("LLM_COMM_ENABLE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("LLM_COMM_ENABLE", value)
+    assert common.switched_off() == is_off
+
+
+class Vote:
+    """A rendezvous of three ranks, of which this one is the first."""
+
+    def __init__(self, *others: tuple[int, str] | LlmCommError | None) -> None:
+        self._others = others
+        self.said: Any = None
+
+    def gather(self, what: str, value: Any) -> list[Any]:
+        self.said = value
+        for other in self._others:
+            if isinstance(other, LlmCommError):
+                raise other
+        return [value, *self._others]
+
+
+def vote(own: Exception | None, *others: Any) -> tuple[Any, Exception | None]:
+    """What this rank says, and what comes of it."""
+    rendezvous = Vote(*others)
+    try:
+        common._vote(rendezvous, own)  # type: ignore[arg-type]
+    except LlmCommError as error:
+        return rendezvous.said, error
+    return rendezvous.said, None
+
+
+CONFIG, OFF, NOT_JOINED = range(3)
+
+
+def test_nobody_objects() -> None:
+    assert vote(None, None, None) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "kind", "text"),
+    [
+        (None, (None, (OFF, "no")), SwitchedOffError, "rank 2: no"),
+        (SwitchedOffError("no"), ((OFF, "no"), (OFF, "no")), SwitchedOffError, "no"),
+        (SwitchedOffError("no"), ((CONFIG, "wrong"), (NOT_JOINED, "old")), ConfigError, "rank 1: wrong"),
+        (NotJoinedError("old"), ((OFF, "no"), None), SwitchedOffError, "rank 1: no"),
+        (NotJoinedError("old"), (None, (NOT_JOINED, "new")), NotJoinedError, "rank 0: old; rank 2: new"),
+        (ValueError("why"), (None, None), NotJoinedError, "rank 0: ValueError: why"),
+    ],
+)
+def test_the_most_important_objection_is_told(
+    own: Exception | None, others: tuple[Any, ...], kind: type[LlmCommError], text: str
+) -> None:
+    _, error = vote(own, *others)
+    assert (type(error), str(error)) == (kind, text)
+
+
+def test_an_objection_fits_a_message() -> None:
+    said, error = vote(NotJoinedError("漢" * 5000), None, None)
+    assert said[0] == NOT_JOINED
+    assert len(said[1]) == 600
+    assert said[1].isascii()
+    assert isinstance(error, NotJoinedError)
+
+
+def test_a_rank_that_does_not_come() -> None:
+    """The engine cannot go on. ``LLM_COMM_TIMEOUT_S`` does not bound that wait, so it is not named."""
+    _, error = vote(None, MissingRankError("not all ranks came within 120 s (LLM_COMM_TIMEOUT_S): gone"), None)
+    assert isinstance(error, AbsentRanksError)
+    assert "came within 120 s: gone" in str(error)
+    assert "LLM_COMM_TIMEOUT_S" not in str(error)
+
+
+class Failing:
+    """A communicator that fails when it is told to."""
+
+    def __init__(self) -> None:
+        self.fail: Callable[[CommunicatorError], None]
+        self.exits = False
+        self.is_closed = False
+
+    def on_error(self, callback: Callable[[CommunicatorError], None], *, exits: bool = False) -> None:
+        self.fail, self.exits = callback, exits
+
+    def close(self) -> None:
+        self.is_closed = True
+        raise RuntimeError("the device is broken")
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """With which status the process would have ended, each time."""
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    return statuses
+
+
+ERROR = CommunicatorError("rank 1 is gone", rank=0, peer=1)
+
+
+def test_an_error_ends_the_process(ended: list[int]) -> None:
+    communicator, last_words = Failing(), list[str]()
+    common.Member(communicator, "tp", last_words.append)  # type: ignore[arg-type]
+    assert communicator.exits, "exits of other ranks are errors too"
+    communicator.fail(ERROR)
+    assert ended == [1]
+    assert [text.splitlines()[0] for text in last_words] == ["rank 1 is gone"]
+
+
+def test_an_error_after_the_end_does_not(ended: list[int]) -> None:
+    """Also where the communicator could not be closed."""
+    communicator, last_words = Failing(), list[str]()
+    member = common.Member(communicator, "tp", last_words.append)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="the device is broken"):
+        member.close()
+    assert communicator.is_closed
+    communicator.fail(ERROR)
+    assert ended == []
+    assert last_words == []
