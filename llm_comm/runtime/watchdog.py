@@ -222,10 +222,10 @@ class Watchdog(threading.Thread):
         long; for a while longer where it can be told whether a silent one exits."""
         begin = time.monotonic()
         while True:
+            elapsed = time.monotonic() - begin  # before the look: no sign of life gets younger by a pause behind it
             self._publish(state)
             sightings = self._look()
             self._note_the_lost(sightings, LIFE_S)
-            elapsed = time.monotonic() - begin
             left = (rank for rank in range(len(sightings)) if rank not in self._lost)
             may_exit = elapsed < _LONGEST_DEATH_S and any(sightings[rank].has_exited is False for rank in self._lost)
             if not may_exit and all(self._silent_for(rank, sightings[rank]) <= elapsed for rank in left):

@@ -6,13 +6,14 @@ import mmap
 import os
 import subprocess
 import threading
+import time
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 
 from llm_comm.runtime import watchdog as watchdogs
-from llm_comm.runtime.status import RankError, RankState, StatusBoard, fit
+from llm_comm.runtime.status import RankError, RankState, Sighting, StatusBoard, fit
 from llm_comm.runtime.watchdog import Watchdog
 
 STATE = RankState(pid=17, last_call="one-shot all-reduce of 8 bf16 (call 3)")
@@ -86,14 +87,23 @@ def test_longest_texts_fit(page: mmap.mmap) -> None:
     assert fit("short") == "short"
 
 
-def abandon(how: str) -> mock.Mock:
+class HeldUp(StatusBoard):
+    """Whoever has looked is not let go on for a while, as on a machine that has much to do."""
+
+    def look(self) -> list[Sighting]:
+        seen = super().look()
+        time.sleep(0.3)
+        return seen
+
+
+def abandon(how: str, kind_of_board: type[StatusBoard] = StatusBoard) -> mock.Mock:
     """The core of a rank whose communicator is dropped when its peer has closed, has exited without, is silent, or is
     so for a while before it exits."""
     peer = subprocess.Popen(["sleep", "60"])
     pages = {rank: mmap.mmap(-1, 4096) for rank in (0, 1)}
     StatusBoard(1, pages).publish(replace(STATE, is_closed=how == "closed"))
     core = mock.Mock(**{"error.return_value": None, "last_call.return_value.number": 0})
-    watchdog = Watchdog(core, 0, 60.0, StatusBoard(0, pages, {1: os.pidfd_open(peer.pid)}))
+    watchdog = Watchdog(core, 0, 60.0, kind_of_board(0, pages, {1: os.pidfd_open(peer.pid)}))
     watchdog.start()
     if how in ("closed", "exited"):
         peer.kill()
@@ -121,8 +131,9 @@ def test_kernels_are_told_once_of_a_rank_that_has_exited() -> None:
     assert not abandon("silent").peer_exited.called
 
 
-def test_a_process_that_takes_its_time_to_exit_is_waited_for() -> None:
+@pytest.mark.parametrize("kind_of_board", [StatusBoard, HeldUp])
+def test_a_process_that_takes_its_time_to_exit_is_waited_for(kind_of_board: type[StatusBoard]) -> None:
     """Its sockets are closed, which an engine may notice first, before the driver has freed its memory."""
-    core = abandon("dying")
+    core = abandon("dying", kind_of_board)
     assert core.peer_exited.mock_calls == [mock.call(1)]
     assert core.abort.called
