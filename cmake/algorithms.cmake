@@ -11,7 +11,7 @@ set(LLM_COMM_EXTRA_ALGORITHMS "" CACHE STRING "Lists of more algorithms, in the 
 
 get_filename_component(LLM_COMM_CSRC "${CMAKE_CURRENT_LIST_DIR}/../csrc" ABSOLUTE)
 set(LLM_COMM_GENERATED "${CMAKE_CURRENT_BINARY_DIR}/generated")
-set(LLM_COMM_DATA_TYPES kBFloat16 kFloat16 kFloat32)
+set(LLM_COMM_DATA_TYPES kBFloat16 kFloat16 kFloat32 kByte)
 set(LLM_COMM_WORLDS kEven kOdd)
 set(LLM_COMM_ALGORITHM_LISTS "${LLM_COMM_CSRC}/algorithms/registry.def" ${LLM_COMM_EXTRA_ALGORITHMS})
 

@@ -49,6 +49,7 @@ KernelOf<Algorithm> find_kernel(DataType type, uint32_t world, uint32_t variant)
   look_at_type.template operator()<DataType::kBFloat16>();
   look_at_type.template operator()<DataType::kFloat16>();
   look_at_type.template operator()<DataType::kFloat32>();
+  look_at_type.template operator()<DataType::kByte>();
   return found;
 }
 

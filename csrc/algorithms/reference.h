@@ -19,6 +19,7 @@ inline uint32_t sum_of_one(DataType type, uint32_t world, Value value) {
       return sum.template operator()<DataType::kBFloat16>();
     case DataType::kFloat16:
       return sum.template operator()<DataType::kFloat16>();
+    case DataType::kByte:  // has no sum
     case DataType::kFloat32:
       break;
   }

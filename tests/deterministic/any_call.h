@@ -5,6 +5,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "algorithms/registry.h"
@@ -14,7 +15,8 @@
 
 namespace drill {
 
-// An algorithm of an operation that has expect(), which is about its first output. All buffers are like the input.
+// An algorithm of an operation that has expect(), which is about its first output. All buffers are like the input, unless the
+// operation has elements().
 template <class Algorithm>
 class AnyCall final : public Call {
  public:
@@ -28,14 +30,15 @@ class AnyCall final : public Call {
       for (uint32_t buffer = 0; buffer < kMaxBuffers; ++buffer) {
         const BufferInfo& info = Operation::kInfo.buffers[buffer];
         if (info.name == nullptr) continue;
-        tensors_[buffer].emplace_back(type, problem_.count, random);
+        const uint64_t count = elements(buffer, rank);
+        tensors_[buffer].emplace_back(type, count, random);
         if (info.is_output) continue;
-        for (uint64_t i = 0; i < problem_.count; ++i) tensors_[buffer].back().set(i, draw_value(type, random));
+        fill(tensors_[buffer].back(), type, count, random);
       }
     }
     const auto input = [&](uint32_t rank, uint64_t i) { return tensors_[0][rank].at(i); };
     for (uint32_t rank = 0; rank < ranks; ++rank) {
-      for (uint64_t i = 0; i < problem_.count; ++i) {
+      for (uint64_t i = 0; i < elements(first_output(), rank); ++i) {
         expected_[rank].push_back(Operation::expect(problem_, rank, i, input));
       }
     }
@@ -75,8 +78,48 @@ class AnyCall final : public Call {
     return buffer;
   }
 
+  static void fill(Tensor& tensor, DataType type, uint64_t count, Random& random) {
+    for (uint64_t i = 0; i < count; ++i) tensor.set(i, draw_value(type, random));
+    // Bytes hardly ever make up the words that algorithms treat in a way of their own.
+    for (uint64_t i = 0; type == DataType::kByte && i + 4 <= count; i += 4) {
+      if (!random.chance(48)) continue;
+      const uint32_t word = random.pick({kSentinel, kSentinel - 1});
+      for (uint32_t byte = 0; byte < 4; ++byte) tensor.set(i + byte, word >> 8 * byte & 0xFF);
+    }
+  }
+
+  uint64_t elements(uint32_t buffer, uint32_t rank) const {
+    if constexpr (requires { Operation::elements(problem_, buffer, rank); }) {
+      return Operation::elements(problem_, buffer, rank);
+    } else {
+      return problem_.count;
+    }
+  }
+
+  // Parts of all sizes, in one row or in several.
+  static Problem draw_parts(DataType type, uint32_t ranks, Random& random) {
+    Problem problem{0, 0, type, ranks, {}};
+    const uint32_t per_line = static_cast<uint32_t>(sizeof(Line)) / element_bytes(type);
+    const uint32_t rows = random.chance(96) ? random.between(2, 3) : 1;
+    const uint32_t whole_lines = random.chance(128) ? per_line : 1;
+    const uint32_t most = (ranks > 4 ? 4 : 8) * per_line / rows;
+    problem.parameter[kRows] = rows;
+    const uint32_t size_of_all = random.between(1, most / whole_lines) * whole_lines;
+    const bool is_even = random.chance(96);
+    uint32_t largest = 0;
+    for (uint32_t rank = 0; rank < ranks; ++rank) {
+      const uint32_t size = is_even ? size_of_all : random.below(most / whole_lines + 1) * whole_lines;
+      problem.parameter[kFirstSize + rank] = size;
+      largest = std::max(largest, size);
+    }
+    if (largest == 0) problem.parameter[kFirstSize + random.below(ranks)] = largest = whole_lines;
+    problem.count = uint64_t{rows} * largest;
+    return problem;
+  }
+
   static Problem draw_problem(DataType type, uint32_t ranks, Random& random) {
     constexpr const OperationInfo& info = Operation::kInfo;
+    if constexpr (std::is_base_of_v<PartsOperation, Operation>) return draw_parts(type, ranks, random);
     for (;;) {
       Problem problem{0, 0, type, ranks, {}};
       if (info.row_multiple != 0) {

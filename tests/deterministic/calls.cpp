@@ -72,7 +72,7 @@ std::unique_ptr<Call> draw_call(const Subject& subject, bool alone, uint32_t ind
       return found;
     }();
     const uint32_t algorithm = all_reduces[random.below(all_reduces.size())];
-    const auto type = static_cast<DataType>(random.below(kDataTypes));
+    const auto type = info_of(algorithm).types[random.below(info_of(algorithm).types.size())];
     return draw_call_of({algorithm, std::nullopt, type, Quantization::kNone}, ranks, random, before);
   }
   if (subject.form) return std::make_unique<MessageCall>(*subject.form, index, ranks, random);

@@ -19,13 +19,15 @@ uint32_t draw_number(DataType type, Random& random) {
       return Element<DataType::kBFloat16>::round(value);
     case DataType::kFloat16:
       return Element<DataType::kFloat16>::round(value);
+    case DataType::kByte:
+      return random.below(256);
     default:
       return Element<DataType::kFloat32>::round(value);
   }
 }
 
 uint32_t draw_value(DataType type, Random& random) {
-  const uint32_t all_ones = type == DataType::kFloat32 ? 0xFFFFFFFFu : 0xFFFFu;
+  const uint32_t all_ones = type == DataType::kFloat32 ? 0xFFFFFFFFu : (1u << 8 * element_bytes(type)) - 1;
   const uint32_t sign = all_ones / 2 + 1;
   switch (random.below(16)) {
     case 0:

@@ -96,7 +96,7 @@ struct Broadcast {
                                        .buffers = {{"input"}, {.name = "output", .is_output = true}},
                                        .parameters = {{.name = "root", .is_rank = true}}};
 
-  static constexpr bool serves(DataType) { return true; }
+  static constexpr bool serves(DataType type) { return is_number(type); }
   static void check(const Problem&) {}  // beyond what kInfo says: that there are elements, and that the root is a rank
 
   static Args arguments(const Problem& problem, const Tiling& tiling, const Grid&) {

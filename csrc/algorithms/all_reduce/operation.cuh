@@ -46,7 +46,7 @@ struct AllReduce {
   static constexpr OperationInfo kInfo{
       .name = "all_reduce", .title = "all-reduce", .buffers = {{"input"}, {.name = "output", .is_output = true}}};
 
-  static constexpr bool serves(DataType) { return true; }
+  static constexpr bool serves(DataType type) { return is_number(type); }
   static void check(const Problem&) {}
 
   static Args arguments(const Problem& problem, const Tiling& tiling, const Grid& grid) {

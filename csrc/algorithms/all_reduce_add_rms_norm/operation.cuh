@@ -110,7 +110,7 @@ struct AllReduceAddRmsNorm {
       .row_multiple = kElementsPerLine,
       .max_row = kMaxHidden};
 
-  static constexpr bool serves(DataType type) { return type != DataType::kFloat32; }
+  static constexpr bool serves(DataType type) { return type == DataType::kBFloat16 || type == DataType::kFloat16; }
 
   static Quantization quantization(const Problem& problem) {
     return static_cast<Quantization>(static_cast<uint32_t>(problem.parameter[kQuantization]));

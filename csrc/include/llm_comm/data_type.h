@@ -5,11 +5,16 @@
 
 namespace llm_comm {
 
-enum class DataType : uint32_t { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
+// kByte: of operations that move elements of any type and add none.
+enum class DataType : uint32_t { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2, kByte = 3 };
 
-inline constexpr uint32_t kDataTypes = 3;
+inline constexpr uint32_t kDataTypes = 4;
 
-constexpr uint32_t element_bytes(DataType type) { return type == DataType::kFloat32 ? 4 : 2; }
+constexpr uint32_t element_bytes(DataType type) {
+  return type == DataType::kFloat32 ? 4 : type == DataType::kByte ? 1 : 2;
+}
+
+constexpr bool is_number(DataType type) { return type != DataType::kByte; }
 
 constexpr const char* data_type_name(DataType type) {
   switch (type) {
@@ -19,6 +24,8 @@ constexpr const char* data_type_name(DataType type) {
       return "fp16";
     case DataType::kFloat32:
       return "fp32";
+    case DataType::kByte:
+      return "byte";
   }
   return "unknown data type";
 }

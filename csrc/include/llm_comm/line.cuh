@@ -30,6 +30,33 @@ LLM_COMM_DEVICE Line encode_sentinel(Line line) {
   return line;
 }
 
+// A line of any bytes, in which an encoded word may be the sentinel or the word beside it. `mask` tells which: bit i, word i.
+struct AmbiguousWords {
+  bool are_there;
+  uint32_t mask;
+};
+
+// Of a line before it is encoded.
+LLM_COMM_DEVICE AmbiguousWords ambiguous_words(Line line) {
+  AmbiguousWords words{false, 0};
+  for (uint32_t i = 0; i < 4; ++i) {
+    words.are_there |= line.word[i] >= kSentinel - 1;
+    words.mask |= line.word[i] == kSentinel ? 1u << i : 0u;
+  }
+  return words;
+}
+
+LLM_COMM_DEVICE bool has_ambiguous_words(Line encoded) {
+  bool found = false;
+  for (uint32_t i = 0; i < 4; ++i) found |= encoded.word[i] == kSentinel - 1;
+  return found;
+}
+
+LLM_COMM_DEVICE Line decode_ambiguous(Line encoded, uint32_t mask) {
+  for (uint32_t i = 0; i < 4; ++i) encoded.word[i] |= mask >> i & 1;
+  return encoded;
+}
+
 // Compares bits: a floating-point test would take subnormals for the sentinel -0.0 under flush-to-zero, and
 // no NaN compares equal. All four words are looked at because a 16-byte store may arrive in parts.
 LLM_COMM_DEVICE bool has_arrived(Line line) {

@@ -101,6 +101,17 @@ class LLSession {
 
   LLM_COMM_DEVICE bool aborted() const { return op_.aborted(); }
 
+  // For protocols that put more into a slot than lines (ll_bytes.cuh), after begin(): where this operation's slots begin, and
+  // another wait for the peer.
+  LLM_COMM_DEVICE char* own_slot() const { return reinterpret_cast<char*>(op_.in_slot(op_.slots(rank_))); }
+  LLM_COMM_DEVICE char* slot_of_peer() const { return reinterpret_cast<char*>(op_.in_slot(op_.slots(peer_))); }
+  LLM_COMM_DEVICE uint32_t rank() const { return rank_; }
+  LLM_COMM_DEVICE uint32_t peer() const { return peer_; }
+  template <class Poll>
+  LLM_COMM_DEVICE bool wait_until(Poll poll, uint32_t phase) {
+    return op_.wait_until(poll, peer_, phase);
+  }
+
   // As of Operation: by one thread of each block, after all its threads have begun.
   LLM_COMM_DEVICE void arrive() const { op_.arrive(); }
 

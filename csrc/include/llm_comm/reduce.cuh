@@ -31,6 +31,12 @@ struct Element<DataType::kFloat32> {
   static LLM_COMM_DEVICE uint32_t round(float value) { return float_to_bits(value); }
 };
 
+// Bytes are moved, never summed.
+template <>
+struct Element<DataType::kByte> {
+  using Storage = uint8_t;
+};
+
 // Neighbouring elements that one thread loads, sums and stores together.
 template <DataType D, uint32_t Width>
 struct alignas(sizeof(typename Element<D>::Storage) * Width) Pack {

@@ -1,0 +1,34 @@
+// All-gather: every rank gets the parts of all, put together along a dimension. Bytes: they keep their bits, whatever they
+// stand for.
+#pragma once
+
+#include "algorithms/part_view.cuh"
+#include "algorithms/tiled_parts.h"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+struct AllGather : PartsOperation {
+  static constexpr OperationInfo kInfo =
+      with_parts({.name = "all_gather",
+                  .title = "all-gather",
+                  .buffers = {{"input"}, {.name = "output", .is_output = true}}});
+
+  static constexpr bool serves(DataType type) { return type == DataType::kByte; }
+
+  static uint64_t elements(const Problem& problem, uint32_t buffer, uint32_t rank) {
+    const Parts parts = parts_of(problem);
+    return buffer == 0 ? parts.part[rank].length : parts.rows * parts.row_elements;
+  }
+
+  template <class Input>
+  static uint32_t expect(const Problem& problem, uint32_t, uint64_t i, Input input) {
+    const Parts parts = parts_of(problem);
+    const uint64_t row = i / parts.row_elements;
+    uint32_t rank = 0;
+    const auto in_row = i % parts.row_elements;
+    while (in_row >= parts.part[rank].first + parts.part[rank].size) ++rank;
+    return input(rank, row * parts.part[rank].size + in_row - parts.part[rank].first);
+  }
+};
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -1,0 +1,94 @@
+// One rank's part of a tensor of rows (parts.h) seen as 16-byte lines, whole ones where addresses are aligned, else element by
+// element. Lines count from where a launch begins in the part, and run on from row to row.
+#pragma once
+
+#include "algorithms/parts.h"
+#include "llm_comm/line.cuh"
+#include "llm_comm/reduce.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+// What a launch takes of every part, in elements.
+struct Range {
+  uint64_t first;
+  uint64_t count;
+
+  // As far as a part of so many elements has it.
+  LLM_COMM_DEVICE uint64_t within(uint64_t length) const {
+    return length <= first ? 0 : (length - first < count ? length - first : count);
+  }
+};
+
+template <DataType D>
+class PartView {
+ public:
+  using Storage = typename Element<D>::Storage;
+  static constexpr uint32_t kPerLine = sizeof(Line) / sizeof(Storage);
+
+  // `row_elements`: from a row of the tensor to the next. Without any: the part lies by itself, without gaps.
+  LLM_COMM_DEVICE PartView(const void* tensor, const Part& part, uint64_t row_elements, const Range& range)
+      : count_(range.within(part.length)) {
+    // A part without gaps is one row.
+    const bool has_gaps = row_elements != 0 && row_elements != part.size && part.length != part.size;
+    size_ = has_gaps ? static_cast<uint32_t>(part.size) : 0;
+    row_elements_ = row_elements;
+    first_ = static_cast<const Storage*>(tensor) + (row_elements != 0 ? part.first : 0) + (has_gaps ? 0 : range.first);
+    begin_ = has_gaps ? static_cast<uint32_t>(range.first) : 0;
+    const bool is_aligned = reinterpret_cast<uint64_t>(first_) % sizeof(Line) == 0 && size_ % kPerLine == 0 &&
+                            begin_ % kPerLine == 0 && (!has_gaps || row_elements_ % kPerLine == 0);
+    whole_lines_ = is_aligned ? static_cast<uint32_t>(count_ / kPerLine) : 0;
+  }
+
+  LLM_COMM_DEVICE uint32_t lines() const { return static_cast<uint32_t>((count_ + kPerLine - 1) / kPerLine); }
+
+  // Changes with every address and bound that load() and store() use (for grid_dependency_wait_after).
+  LLM_COMM_DEVICE uint64_t precomputed() const { return reinterpret_cast<uint64_t>(first_) + whole_lines_ + size_; }
+
+  LLM_COMM_DEVICE Line load(uint32_t line) const {
+    return line < whole_lines_ ? load_line(address(uint64_t{line} * kPerLine)) : load_elements(line);
+  }
+
+  LLM_COMM_DEVICE void store(uint32_t line, Line value) const {
+    if (line < whole_lines_) {
+      store_line(address(uint64_t{line} * kPerLine), value);
+    } else {
+      store_elements(line, value);
+    }
+  }
+
+ private:
+  LLM_COMM_DEVICE Storage* address(uint64_t element) const {
+    if (size_ == 0) return const_cast<Storage*>(first_) + element;
+    const uint32_t place = begin_ + static_cast<uint32_t>(element);
+    const uint32_t row = place / size_;
+    return const_cast<Storage*>(first_) + row * row_elements_ + (place - row * size_);
+  }
+
+  // With zeros for what is not there.
+  LLM_COMM_DEVICE Line load_elements(uint32_t line) const {
+    const uint64_t first = uint64_t{line} * kPerLine;
+    Line loaded{};
+    for (uint32_t i = 0; i < kPerLine && first + i < count_; ++i) {
+      const uint32_t value = *address(first + i);
+      loaded.word[i * sizeof(Storage) / 4] |= value << (i * sizeof(Storage) % 4 * 8);
+    }
+    return loaded;
+  }
+
+  LLM_COMM_DEVICE void store_elements(uint32_t line, Line value) const {
+    const uint64_t first = uint64_t{line} * kPerLine;
+    for (uint32_t i = 0; i < kPerLine && first + i < count_; ++i) {
+      *address(first + i) =
+          static_cast<Storage>(value.word[i * sizeof(Storage) / 4] >> (i * sizeof(Storage) % 4 * 8));
+    }
+  }
+
+  const Storage* first_;   // of the part, or of what the launch takes of it where it has no gaps
+  uint64_t row_elements_;  // of the tensor
+  uint64_t count_;
+  uint32_t size_;          // of a row of a part with gaps, else 0
+  uint32_t begin_;         // element of such a part where the launch begins
+  uint32_t whole_lines_;   // that can be accessed whole
+};
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -1,0 +1,106 @@
+// How a launch of an LL algorithm over parts (parts.h) is shaped: world << tile_lines_log2 threads a block, one for each peer
+// and line of a tile.
+#pragma once
+
+#include "algorithms/parts.h"
+#include "llm_comm/ll_bytes.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+struct PartsArgs {
+  DeviceComm comm;
+  const void* input;
+  void* output;
+  Parts parts;
+  Range range;
+  uint32_t tile_lines;  // that one peer's threads of a block handle at a time: a power of two
+  uint32_t tile_lines_log2;
+};
+
+// What operations over parts share in their descriptors.
+struct PartsOperation {
+  using Args = PartsArgs;
+  static void check(const Problem& problem) { check_parts(problem); }
+
+  static Args arguments(const Problem& problem, const Tiling& tiling, const Grid&) {
+    Args args{};
+    args.parts = parts_of(problem);
+    args.tile_lines = tiling.tile_lines;
+    while (args.tile_lines >> args.tile_lines_log2 > 1) ++args.tile_lines_log2;
+    return args;
+  }
+
+  static void set_launch(Args& args, const Problem&, const uint64_t* buffers, uint64_t first, uint64_t units) {
+    args.input = reinterpret_cast<const void*>(buffers[0]);
+    args.output = reinterpret_cast<void*>(buffers[1]);
+    args.range = {first, units};
+  }
+};
+
+// Algorithm says, of a launch whose largest part has `lines` lines among `world` ranks:
+//   slot_bytes(lines, world)           what it takes of a slot
+//   shared_lines(tile_lines, world)    what a block keeps in shared memory
+template <class Algorithm>
+struct TiledParts {
+  static constexpr Tunables kTunables{{{"blocks", 1, kArrivalsPerOperation - 1}, {"tile_lines", 1, 1u << 16, true}}};
+  static constexpr uint32_t kVariants = 1;
+
+  static Tiling tile(const Problem& problem, const Choice& choice, const Limits& limits) {
+    const uint32_t most_tile_lines = floor_power_of_two(kMaxBlockThreads / problem.world);
+    const uint32_t tile_lines = choice.tile_lines < most_tile_lines ? choice.tile_lines : most_tile_lines;
+    const uint64_t most_lines =
+        most_units(limits.slot_bytes, [&](uint64_t lines) { return Algorithm::slot_bytes(lines, problem.world); });
+    const uint64_t lines = divide_up(problem.bytes(), sizeof(Line));
+    uint64_t launch_lines = most_lines;
+    // Launches of one message are as long as each other, but for the rounding to whole tiles.
+    if (lines > most_lines && most_lines > 0) {
+      launch_lines = divide_up(lines, divide_up(lines, most_lines) * tile_lines) * tile_lines;
+      if (launch_lines > most_lines) launch_lines = most_lines;
+    }
+    return {choice.blocks, tile_lines, 1, 0, launch_lines * sizeof(Line) / element_bytes(problem.type)};
+  }
+
+  static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {
+    const uint64_t bytes = units * element_bytes(problem.type);
+    const uint64_t lines = divide_up(bytes, sizeof(Line));
+    if (bytes >> 32 != 0) throw std::invalid_argument("a launch must have fewer than 2^32 bytes of a part");
+    if (tiling.launch_units < problem.count && tiling.launch_units * element_bytes(problem.type) % sizeof(Line) != 0) {
+      throw std::invalid_argument("launches must be whole lines");
+    }
+    if (Algorithm::slot_bytes(lines, problem.world) > limits.slot_bytes) {
+      throw std::invalid_argument("parts of " + std::to_string(bytes) + " bytes need a slot of " +
+                                  std::to_string(Algorithm::slot_bytes(lines, problem.world)) +
+                                  " bytes, the workspace has slots of " + std::to_string(limits.slot_bytes) +
+                                  ": lower launch_units or raise workspace_bytes");
+    }
+    const uint64_t threads = uint64_t{problem.world} * tiling.tile_lines;
+    if (tiling.tile_lines != floor_power_of_two(tiling.tile_lines | 1) || threads > kMaxBlockThreads) {
+      throw std::invalid_argument("tile_lines is " + std::to_string(tiling.tile_lines) +
+                                  "; it must be a power of two, and world times it at most 1024");
+    }
+    if (tiling.blocks == 0 || tiling.blocks >= kArrivalsPerOperation) {
+      throw std::invalid_argument("blocks is " + std::to_string(tiling.blocks) + "; it must be 1 to 65535");
+    }
+    const uint64_t tiles = divide_up(lines, uint64_t{tiling.tile_lines});
+    return {static_cast<uint32_t>(tiling.blocks < tiles ? tiling.blocks : tiles), static_cast<uint32_t>(threads),
+            static_cast<uint32_t>(Algorithm::shared_lines(tiling.tile_lines, problem.world) * sizeof(Line))};
+  }
+
+  static std::vector<Choice> candidates(const Problem& problem, const Limits& limits) {
+    constexpr uint32_t kMaxThreads = 512;
+    constexpr uint64_t kMaxRounds = 32;  // of tiles that a block walks over
+    std::vector<Choice> found;
+    const uint64_t lines = divide_up(problem.bytes(), sizeof(Line));
+    for (uint32_t tile_lines = 8; tile_lines <= 256 && tile_lines * problem.world <= kMaxThreads; tile_lines *= 2) {
+      const uint64_t tiles = divide_up(lines, uint64_t{tile_lines});
+      for (uint32_t waves = 1; waves <= 8; waves *= 2) {
+        const uint32_t blocks = waves * (limits.sm_count == 0 ? 1 : limits.sm_count);
+        if (waves > 1 && tiles <= blocks / 2) break;  // the grid would be the same
+        if (divide_up(tiles, uint64_t{blocks}) <= kMaxRounds) found.push_back({.blocks = blocks, .tile_lines = tile_lines});
+      }
+    }
+    return found;
+  }
+};
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET
