@@ -49,6 +49,7 @@ struct Limits {
   uint32_t sm_count;            // multiprocessors
   uint32_t max_cluster;         // blocks of a cluster; 1: the device has none
   uint32_t compute_capability;  // 90 for 9.0; 0: emulated
+  uint64_t staging_bytes = 0;   // of the workspace
 };
 
 struct Tiling {

@@ -96,7 +96,8 @@ struct TiledParts {
       for (uint32_t waves = 1; waves <= 8; waves *= 2) {
         const uint32_t blocks = waves * (limits.sm_count == 0 ? 1 : limits.sm_count);
         if (waves > 1 && tiles <= blocks / 2) break;  // the grid would be the same
-        if (divide_up(tiles, uint64_t{blocks}) <= kMaxRounds) found.push_back({.blocks = blocks, .tile_lines = tile_lines});
+        if (divide_up(tiles, uint64_t{blocks}) <= kMaxRounds)
+          found.push_back({.blocks = blocks, .tile_lines = tile_lines});
       }
     }
     return found;

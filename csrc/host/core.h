@@ -20,6 +20,7 @@ struct CoreOptions {
   double timeout_s;       // bound of every wait of a kernel
   bool dependent_launch;  // programmatic dependent launch, where the device has it
   bool check_calls;       // the ranks compare each call before they run it
+  uint64_t staging_bytes = 0;  // a multiple of 16; for HB
 };
 
 // What a peer needs to map a workspace: a file descriptor, which travels over a unix socket, or bytes (cudaIpc).

@@ -55,6 +55,7 @@ class CoreImpl final : public Core {
         queue_(launcher_, options.check_calls) {
     comm_.mailbox = memory_.mailbox();
     comm_.slot_bytes = options.slot_bytes;
+    comm_.staging_bytes = options.staging_bytes;
     comm_.timeout_ns = static_cast<uint64_t>(options.timeout_s * 1e9);
     comm_.rank = static_cast<uint32_t>(options.rank);
     comm_.world_size = static_cast<uint32_t>(options.world_size);
@@ -71,7 +72,7 @@ class CoreImpl final : public Core {
   }
 
   WorkspaceHandle create_workspace(bool use_ipc) override {
-    WorkspaceHandle handle = memory_.create(WorkspaceLayout(options_.slot_bytes), use_ipc);
+    WorkspaceHandle handle = memory_.create(WorkspaceLayout(options_.slot_bytes, options_.staging_bytes), use_ipc);
     comm_.workspace[options_.rank] = memory_.local();
     return handle;
   }
@@ -87,7 +88,7 @@ class CoreImpl final : public Core {
   // What a kernel outside of the core needs to take part in the communicator's operations.
   const DeviceComm& device_comm() const { return comm_; }
 
-  uint64_t workspace_bytes() const override { return WorkspaceLayout(options_.slot_bytes).bytes(); }
+  uint64_t workspace_bytes() const override { return WorkspaceLayout(options_.slot_bytes, options_.staging_bytes).bytes(); }
 
   void send_marks() override { launcher_.p2p_test(comm_); }
 
@@ -183,7 +184,7 @@ class CoreImpl final : public Core {
   template <class Algorithm>
   std::unique_ptr<PreparedCall> prepare_with(const Problem& problem, const Tiling& tiling) {
     using Operation = typename Algorithm::Operation;
-    const Limits limits{options_.slot_bytes, 0, launcher_.max_cluster_blocks(), 0};
+    const Limits limits{options_.slot_bytes, 0, launcher_.max_cluster_blocks(), 0, options_.staging_bytes};
     Shape shape = shape_of<Algorithm>(problem, tiling, limits);
     const auto function_of = [&](Grid& grid) {
       const auto function = launcher_.function(find_kernel<Algorithm>(problem.type, problem.world, grid.variant));

@@ -88,7 +88,8 @@ World::World(emulator::Machine& machine, uint32_t ranks, uint64_t first_operatio
                                     kSlotBytes,
                                     static_cast<double>(kTimeoutNs) / 1e9,
                                     true,
-                                    check_calls};
+                                    check_calls,
+                                    kStagingBytes};
     members_.emplace_back(new Member{{options, RankMemory(machine.memory(), rank), StreamLauncher(machine, rank)}, {}});
     host::Core& own = core(rank);
     own.create_workspace(false);

@@ -15,7 +15,8 @@ using namespace llm_comm;  // NOLINT: a test of its kernels
 
 inline constexpr uint64_t kSlotBytes = 32 * 1024;
 // Behind the workspace: memory of the channels that message_passing.cuh drives.
-inline constexpr uint64_t kChannelOffset = kHeaderBytes + kSlots * kSlotBytes;
+inline constexpr uint64_t kStagingBytes = 32 * 1024;
+inline constexpr uint64_t kChannelOffset = kHeaderBytes + kSlots * kSlotBytes + kStagingBytes;
 inline constexpr uint64_t kBytesOfRank = kChannelOffset + 32 * 1024;
 inline constexpr uint64_t kTimeoutNs = 4'000'000;
 

@@ -8,10 +8,8 @@
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 struct AllGather : PartsOperation {
-  static constexpr OperationInfo kInfo =
-      with_parts({.name = "all_gather",
-                  .title = "all-gather",
-                  .buffers = {{"input"}, {.name = "output", .is_output = true}}});
+  static constexpr OperationInfo kInfo = with_parts(
+      {.name = "all_gather", .title = "all-gather", .buffers = {{"input"}, {.name = "output", .is_output = true}}});
 
   static constexpr bool serves(DataType type) { return type == DataType::kByte; }
 

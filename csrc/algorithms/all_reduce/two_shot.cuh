@@ -10,18 +10,13 @@
 #pragma once
 
 #include "algorithms/all_reduce/message.cuh"
+#include "algorithms/all_reduce/slices.cuh"
 #include "algorithms/block_sum.cuh"
 #include "llm_comm/ll_session.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllReduceTwoShot{2};
-
-// The last slices may be short or empty.
-LLM_COMM_DEVICE uint32_t lines_of_slice(uint32_t owner, uint32_t slice, uint32_t lines) {
-  const uint32_t first = owner * slice;
-  return first >= lines ? 0 : (lines - first < slice ? lines - first : slice);
-}
 
 // `SingleTile`: the grid has a block for every tile.
 template <DataType D, int World, bool SingleTile>

@@ -54,8 +54,7 @@ reduce_scatter_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
     // A thread sends before it waits: so no two ranks wait for each other.
     if (begun && peer != rank && line < sent) session.send(line, is_there ? source.load(line) : Line{});
     if (line < received) {
-      contributions[thread_index()] =
-          peer != rank ? session.receive(line, 0) : (is_there ? source.load(line) : Line{});
+      contributions[thread_index()] = peer != rank ? session.receive(line, 0) : (is_there ? source.load(line) : Line{});
     }
     block_sync();
     if (session.aborted()) *incomplete = 1;  // between the barriers: it has been zero before, and is read after

@@ -8,10 +8,9 @@
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 struct ReduceScatter : PartsOperation {
-  static constexpr OperationInfo kInfo =
-      with_parts({.name = "reduce_scatter",
-                  .title = "reduce-scatter",
-                  .buffers = {{"input"}, {.name = "output", .is_output = true}}});
+  static constexpr OperationInfo kInfo = with_parts({.name = "reduce_scatter",
+                                                     .title = "reduce-scatter",
+                                                     .buffers = {{"input"}, {.name = "output", .is_output = true}}});
 
   static constexpr bool serves(DataType type) { return is_number(type); }
 

@@ -60,6 +60,7 @@ struct DeviceComm {
   char* workspace[kMaxWorldSize];  // every rank's workspace, as this rank maps it
   HostMailbox* mailbox;
   uint64_t slot_bytes;
+  uint64_t staging_bytes;
   uint64_t timeout_ns;
   uint32_t rank;
   uint32_t world_size;

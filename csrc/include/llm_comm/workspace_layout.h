@@ -6,8 +6,10 @@
 //   marks    kMarksOffset    zero       each peer one line at set-up: the proof that a mapping carries stores
 //   notes    kNotesOffset    zero       each rank one word after an error: whom it waited for (suspicion.cuh)
 //   calls    kCallsOffset    zero       each rank its next call, where calls are compared, as flag lines (check_call.cuh)
+//   signals  kSemaphoresOffset 0x7F     each block of each peer the last step that it has done (hb_session.cuh)
 //   slots    kHeaderBytes    armed      peers send LL lines here. Every line holds the sentinel whenever no operation uses
 //                                       its slot; who receives a line re-arms it (the rules R1 and R2 of operation.cuh)
+//   staging  behind slots    zero       peers store plain data here, ordered by signals: of the kernel that runs
 //
 // A region for another protocol is a row of regions() and of this table. It must not share bytes with the slots: a word
 // that is not LL could look like a line that has arrived.
@@ -24,6 +26,9 @@ inline constexpr uint64_t kHeaderBytes = 64 * 1024;
 inline constexpr uint64_t kMarksOffset = 4096;
 inline constexpr uint64_t kNotesOffset = 8192;
 inline constexpr uint64_t kCallsOffset = 12288;
+inline constexpr uint64_t kSemaphoresOffset = 16384;
+inline constexpr uint32_t kMaxSemaphoreBlocks =
+    (kHeaderBytes - kSemaphoresOffset) / (kMaxWorldSize * sizeof(uint64_t));  // of a grid that uses them
 inline constexpr int kSlots = 2;
 inline constexpr uint64_t kLineBytes = 16;
 
@@ -47,34 +52,41 @@ struct Region {
 
 class WorkspaceLayout {
  public:
-  static constexpr int kRegions = 5;
+  static constexpr int kRegions = 7;
   struct Regions {
     Region region[kRegions];
   };
 
-  constexpr explicit WorkspaceLayout(uint64_t slot_bytes) : slot_bytes_(slot_bytes) {}
+  constexpr explicit WorkspaceLayout(uint64_t slot_bytes, uint64_t staging_bytes = 0)
+      : slot_bytes_(slot_bytes), staging_bytes_(staging_bytes) {}
 
-  // The layout that makes the most of so many bytes: two slots of whole lines. Slots of 0 bytes where it is too small.
+  // The layout that makes the most of so many bytes: a quarter for staging, two slots, all of whole lines. Slots of 0 bytes where
+  // it is too small.
   static constexpr WorkspaceLayout within(uint64_t bytes) {
-    const uint64_t of_slots = bytes < kHeaderBytes ? 0 : bytes - kHeaderBytes;
-    return WorkspaceLayout(of_slots / kSlots / kLineBytes * kLineBytes);
+    const uint64_t available = bytes < kHeaderBytes ? 0 : bytes - kHeaderBytes;
+    const uint64_t staging = available / 4 / kLineBytes * kLineBytes;
+    return WorkspaceLayout((available - staging) / kSlots / kLineBytes * kLineBytes, staging);
   }
 
   constexpr uint64_t slot_bytes() const { return slot_bytes_; }
-  constexpr uint64_t bytes() const { return kHeaderBytes + kSlots * slot_bytes_; }
+  constexpr uint64_t staging_bytes() const { return staging_bytes_; }
+  constexpr uint64_t bytes() const { return kHeaderBytes + kSlots * slot_bytes_ + staging_bytes_; }
 
   constexpr Regions regions() const {
     return {{
         {"state", 0, kMarksOffset, 0},
         {"marks", kMarksOffset, kNotesOffset - kMarksOffset, 0},
         {"notes", kNotesOffset, kCallsOffset - kNotesOffset, 0},
-        {"calls", kCallsOffset, kHeaderBytes - kCallsOffset, 0},
+        {"calls", kCallsOffset, kSemaphoresOffset - kCallsOffset, 0},
+        {"signals", kSemaphoresOffset, kHeaderBytes - kSemaphoresOffset, 0x7F},
         {"slots", kHeaderBytes, kSlots * slot_bytes_, 0xFF},  // the sentinel (line.cuh)
+        {"staging", kHeaderBytes + kSlots * slot_bytes_, staging_bytes_, 0},
     }};
   }
 
  private:
   uint64_t slot_bytes_;
+  uint64_t staging_bytes_;
 };
 
 }  // namespace llm_comm

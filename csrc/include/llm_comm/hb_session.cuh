@@ -1,0 +1,82 @@
+// One HB operation as one block sees it, which exchanges chunks with the blocks of the same number on the other ranks:
+//
+//   HBSession session(comm, kind, bytes, block);
+//   session.wait_for_grids_before();
+//   const bool begun = session.begin();           // each thread
+//   ...
+//   session.wait(peer, step, phase);              // one thread for each peer: what the peer did up to `step` is there
+//   block_sync();
+//   ... plain loads and stores, to this rank's memory and to that of peers ...
+//   block_sync();
+//   session.signal(peer, step);                   // one thread for each peer: what this block has done up to `step`
+//
+// Data is stored plainly and ordered by one signal a step, a release, for all that it stands for. A signal is a word with the
+// number of the operation and the step in it. So nothing is re-armed or counted, and any grid may follow any other. A step that
+// is not waited for need not be signalled.
+//
+// Who waits for a step may find a later one: of the same operation, or of the next one, which a peer may have begun. A peer is not
+// further ahead (R1). Anything else is a word of long ago, or what the region holds at first: no operation has that number in
+// practice, the 2^46th.
+//
+// Staging memory, where peers store to, has two halves, which the kernel that runs divides as it likes. What a kernel may store
+// to which half before it has waited for anything depends on what the kernels before have left there to be read:
+//
+//   H1  A rank ends an operation only after every peer has read what it had stored to the first half of the peer.
+//   H2  A rank stores to the second half of a peer only when it has waited for a step of the peer in this operation: so the
+//       peer has ended the one before, and all that was there has been read.
+#pragma once
+
+#include "llm_comm/operation.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+inline constexpr uint32_t kMaxStepsLog2 = 16;  // of an operation
+
+class HBSession {
+ public:
+  LLM_COMM_DEVICE HBSession(const DeviceComm& comm, OperationKind kind, uint64_t bytes, uint32_t block)
+      : comm_(comm), op_(comm, kind, bytes), block_(block) {}
+
+  template <class... Values>
+  LLM_COMM_DEVICE void wait_for_grids_before(Values... precomputed) const {
+    grid_dependency_wait_after((op_.precomputed() + ... + precomputed));
+    grid_dependency_trigger();
+  }
+
+  // As of Operation.
+  LLM_COMM_DEVICE bool begin() { return op_.begin(); }
+  LLM_COMM_DEVICE bool aborted() const { return op_.aborted(); }
+  LLM_COMM_DEVICE void arrive() const { op_.arrive(); }
+
+  LLM_COMM_DEVICE Line* staging(uint32_t rank, uint32_t half) const {
+    const uint64_t half_lines = comm_.staging_bytes / (2 * sizeof(Line));
+    return reinterpret_cast<Line*>(comm_.workspace[rank] + kHeaderBytes + kSlots * comm_.slot_bytes) + half * half_lines;
+  }
+
+  LLM_COMM_DEVICE void signal(uint32_t peer, uint32_t step) const {
+    store_release(semaphore(peer, comm_.rank), value_of(step));
+  }
+
+  // False if the wait ended without it; `phase`: for errors.
+  LLM_COMM_DEVICE bool wait(uint32_t peer, uint32_t step, uint32_t phase) {
+    const uint64_t* const semaphore_of_peer = semaphore(comm_.rank, peer);
+    return op_.wait_until([&] { return load_acquire(semaphore_of_peer) - value_of(step) < kFurthestAhead; }, peer,
+                          phase);
+  }
+
+ private:
+  static constexpr uint64_t kFurthestAhead = uint64_t{2} << kMaxStepsLog2;
+
+  LLM_COMM_DEVICE uint64_t value_of(uint32_t step) const { return (op_.sequence() << kMaxStepsLog2) + step; }
+
+  // Where blocks of this number signal, of `sender` to `receiver`.
+  LLM_COMM_DEVICE uint64_t* semaphore(uint32_t receiver, uint32_t sender) const {
+    return reinterpret_cast<uint64_t*>(comm_.workspace[receiver] + kSemaphoresOffset) + block_ * kMaxWorldSize + sender;
+  }
+
+  const DeviceComm& comm_;
+  Operation op_;
+  uint32_t block_;
+};
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET
