@@ -39,7 +39,12 @@ class PartView {
     whole_lines_ = is_aligned ? static_cast<uint32_t>(count_ / kPerLine) : 0;
   }
 
-  LLM_COMM_DEVICE uint32_t lines() const { return static_cast<uint32_t>((count_ + kPerLine - 1) / kPerLine); }
+  static LLM_COMM_DEVICE uint32_t lines_of(uint64_t elements) {
+    return static_cast<uint32_t>((elements + kPerLine - 1) / kPerLine);
+  }
+  static LLM_COMM_DEVICE uint64_t bytes_of(uint64_t elements) { return elements * sizeof(Storage); }
+
+  LLM_COMM_DEVICE uint32_t lines() const { return lines_of(count_); }
 
   // Changes with every address and bound that load() and store() use (for grid_dependency_wait_after).
   LLM_COMM_DEVICE uint64_t precomputed() const { return reinterpret_cast<uint64_t>(first_) + whole_lines_ + size_; }
@@ -78,17 +83,16 @@ class PartView {
   LLM_COMM_DEVICE void store_elements(uint32_t line, Line value) const {
     const uint64_t first = uint64_t{line} * kPerLine;
     for (uint32_t i = 0; i < kPerLine && first + i < count_; ++i) {
-      *address(first + i) =
-          static_cast<Storage>(value.word[i * sizeof(Storage) / 4] >> (i * sizeof(Storage) % 4 * 8));
+      *address(first + i) = static_cast<Storage>(value.word[i * sizeof(Storage) / 4] >> (i * sizeof(Storage) % 4 * 8));
     }
   }
 
   const Storage* first_;   // of the part, or of what the launch takes of it where it has no gaps
   uint64_t row_elements_;  // of the tensor
   uint64_t count_;
-  uint32_t size_;          // of a row of a part with gaps, else 0
-  uint32_t begin_;         // element of such a part where the launch begins
-  uint32_t whole_lines_;   // that can be accessed whole
+  uint32_t size_;         // of a row of a part with gaps, else 0
+  uint32_t begin_;        // element of such a part where the launch begins
+  uint32_t whole_lines_;  // that can be accessed whole
 };
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

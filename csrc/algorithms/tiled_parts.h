@@ -15,6 +15,7 @@ struct PartsArgs {
   Range range;
   uint32_t tile_lines;  // that one peer's threads of a block handle at a time: a power of two
   uint32_t tile_lines_log2;
+  uint32_t depth;  // of HB: steps that a block is ahead
 };
 
 // What operations over parts share in their descriptors.
@@ -26,6 +27,7 @@ struct PartsOperation {
     Args args{};
     args.parts = parts_of(problem);
     args.tile_lines = tiling.tile_lines;
+    args.depth = tiling.depth;
     while (args.tile_lines >> args.tile_lines_log2 > 1) ++args.tile_lines_log2;
     return args;
   }

@@ -24,7 +24,7 @@ all_gather_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   const uint32_t column = thread_index() & (args.tile_lines - 1);
   const PartView<D> source(args.input, args.parts.part[rank], 0, args.range);
   const PartView<D> target(args.output, args.parts.part[peer], args.parts.row_elements, args.range);
-  const uint64_t slot_lines = (args.range.count + PartView<D>::kPerLine - 1) / PartView<D>::kPerLine;
+  const uint64_t slot_lines = PartView<D>::lines_of(args.range.count);
   const uint32_t first = block * args.tile_lines + column;
   const uint32_t stride = block_count() * args.tile_lines;
   const uint32_t greeting = 1;
@@ -32,7 +32,7 @@ all_gather_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   const uint32_t received = target.lines() > greeting ? target.lines() : greeting;
   const uint32_t lines = sent > received ? sent : received;
 
-  LLSession session(args.comm, kAllGatherOneShot, args.range.count * sizeof(typename PartView<D>::Storage), rank, peer);
+  LLSession session(args.comm, kAllGatherOneShot, PartView<D>::bytes_of(args.range.count), rank, peer);
   session.divide_slots(slot_lines);
   LLBytes exchange(session, args.comm, slot_lines);
   session.wait_for_grids_before(source.precomputed(), target.precomputed(), first);

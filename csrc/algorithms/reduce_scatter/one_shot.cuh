@@ -26,7 +26,7 @@ reduce_scatter_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   const uint32_t column = thread_index() & (args.tile_lines - 1);
   const PartView<D> source(args.input, args.parts.part[peer], args.parts.row_elements, args.range);
   const PartView<D> target(args.output, args.parts.part[rank], 0, args.range);
-  const uint64_t slot_lines = (args.range.count + PartView<D>::kPerLine - 1) / PartView<D>::kPerLine;
+  const uint64_t slot_lines = PartView<D>::lines_of(args.range.count);
   const uint32_t stride = block_count() * args.tile_lines;
   const uint32_t greeting = 1;
   const uint32_t sent = source.lines() > greeting ? source.lines() : greeting;
@@ -38,8 +38,7 @@ reduce_scatter_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   Line* const sums = contributions + World * args.tile_lines;  // [column]
   if (thread_index() == 0) *incomplete = 0;
 
-  LLSession session(args.comm, kReduceScatterOneShot, args.range.count * sizeof(typename PartView<D>::Storage), rank,
-                    peer);
+  LLSession session(args.comm, kReduceScatterOneShot, PartView<D>::bytes_of(args.range.count), rank, peer);
   session.divide_slots(slot_lines);
   session.wait_for_grids_before(source.precomputed(), target.precomputed(), reinterpret_cast<uint64_t>(contributions));
   // A thread that may not begin stays without doing anything: others of its block may have begun, and must learn that a

@@ -1,14 +1,16 @@
 // One HB operation as one block sees it, which exchanges chunks with the blocks of the same number on the other ranks:
 //
-//   HBSession session(comm, kind, bytes, block);
+//   HBSession session(comm, kind, bytes, block, incomplete);
 //   session.wait_for_grids_before();
-//   const bool begun = session.begin();           // each thread
-//   ...
-//   session.wait(peer, step, phase);              // one thread for each peer: what the peer did up to `step` is there
-//   block_sync();
-//   ... plain loads and stores, to this rank's memory and to that of peers ...
-//   block_sync();
-//   session.signal(peer, step);                   // one thread for each peer: what this block has done up to `step`
+//   session.begin();                               // all threads
+//   session.run(chunks, depth, [&](uint32_t step) {
+//     ... plain loads and stores, to this rank's memory and to that of peers ...
+//   });
+//
+// In step t a block sends chunk t, and takes what the peers sent `depth` steps before: the step begins when the blocks of its
+// number have ended their step t - depth. There are 2 depth steps more than chunks, so a rank has two turns to do something with
+// what it got, and ends only after every peer has had the first. 2 depth buffers in turn are enough for what is sent: chunk t
+// overwrites chunk t - 2 depth, which the peer took in its step t - depth.
 //
 // Data is stored plainly and ordered by one signal a step, a release, for all that it stands for. A signal is a word with the
 // number of the operation and the step in it. So nothing is re-armed or counted, and any grid may follow any other. A step that
@@ -34,8 +36,10 @@ inline constexpr uint32_t kMaxStepsLog2 = 16;  // of an operation
 
 class HBSession {
  public:
-  LLM_COMM_DEVICE HBSession(const DeviceComm& comm, OperationKind kind, uint64_t bytes, uint32_t block)
-      : comm_(comm), op_(comm, kind, bytes), block_(block) {}
+  // `incomplete`: a word of shared memory.
+  LLM_COMM_DEVICE HBSession(const DeviceComm& comm, OperationKind kind, uint64_t bytes, uint32_t block,
+                            uint32_t* incomplete)
+      : comm_(comm), op_(comm, kind, bytes), block_(block), incomplete_(incomplete) {}
 
   template <class... Values>
   LLM_COMM_DEVICE void wait_for_grids_before(Values... precomputed) const {
@@ -43,28 +47,48 @@ class HBSession {
     grid_dependency_trigger();
   }
 
-  // As of Operation.
-  LLM_COMM_DEVICE bool begin() { return op_.begin(); }
-  LLM_COMM_DEVICE bool aborted() const { return op_.aborted(); }
-  LLM_COMM_DEVICE void arrive() const { op_.arrive(); }
+  // All threads of the block, of which there are at least as many as ranks.
+  LLM_COMM_DEVICE void begin() {
+    if (thread_index() == 0) *incomplete_ = 0;
+    block_sync();
+    if (!op_.begin()) *incomplete_ = 1;  // threads of a block may get different answers: it goes on as one
+    block_sync();
+    if (thread_index() == 0) op_.arrive();
+  }
+
+  // Ends early, on all threads alike, where a wait is aborted. `phase_of(step)`: for errors.
+  template <class Work, class Phase>
+  LLM_COMM_DEVICE void run(uint32_t chunks, uint32_t depth, Work work, Phase phase_of) {
+    const uint32_t peer = thread_index();
+    const bool has_peer = peer < comm_.world_size && peer != comm_.rank;
+    for (uint32_t t = 0; t < chunks + 2 * depth; ++t) {
+      if (t >= depth && has_peer && !wait(peer, t - depth, phase_of(t))) *incomplete_ = 1;
+      block_sync();
+      if (*incomplete_ != 0) return;
+      work(t);
+      block_sync();
+      if (t < chunks + depth && has_peer) signal(peer, t);
+    }
+  }
 
   LLM_COMM_DEVICE Line* staging(uint32_t rank, uint32_t half) const {
     const uint64_t half_lines = comm_.staging_bytes / (2 * sizeof(Line));
-    return reinterpret_cast<Line*>(comm_.workspace[rank] + kHeaderBytes + kSlots * comm_.slot_bytes) + half * half_lines;
+    return reinterpret_cast<Line*>(comm_.workspace[rank] + kHeaderBytes + kSlots * comm_.slot_bytes) +
+           half * half_lines;
   }
 
+ private:
   LLM_COMM_DEVICE void signal(uint32_t peer, uint32_t step) const {
     store_release(semaphore(peer, comm_.rank), value_of(step));
   }
 
-  // False if the wait ended without it; `phase`: for errors.
+  // False if the wait ended without it.
   LLM_COMM_DEVICE bool wait(uint32_t peer, uint32_t step, uint32_t phase) {
     const uint64_t* const semaphore_of_peer = semaphore(comm_.rank, peer);
     return op_.wait_until([&] { return load_acquire(semaphore_of_peer) - value_of(step) < kFurthestAhead; }, peer,
                           phase);
   }
 
- private:
   static constexpr uint64_t kFurthestAhead = uint64_t{2} << kMaxStepsLog2;
 
   LLM_COMM_DEVICE uint64_t value_of(uint32_t step) const { return (op_.sequence() << kMaxStepsLog2) + step; }
@@ -77,6 +101,7 @@ class HBSession {
   const DeviceComm& comm_;
   Operation op_;
   uint32_t block_;
+  uint32_t* incomplete_;
 };
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -62,4 +62,26 @@ LLM_COMM_DEVICE Pack<D, Width> sum_in_rank_order(const Pack<D, Width>* packs, ui
   return sums;
 }
 
+// The same for lines in registers, rank r's at [r].
+template <DataType D, int World>
+LLM_COMM_DEVICE Line sum_lines(const Line (&contribution)[World]) {
+  using E = Element<D>;
+  constexpr uint32_t kBits = 8 * sizeof(typename E::Storage);
+  const auto value = [&](int r, uint32_t word, uint32_t shift) {
+    return E::value(static_cast<typename E::Storage>(contribution[r].word[word] >> shift));
+  };
+  Line sums{};
+  LLM_COMM_UNROLL(4)
+  for (uint32_t word = 0; word < 4; ++word) {
+    LLM_COMM_UNROLL(2)
+    for (uint32_t shift = 0; shift < 32; shift += kBits) {
+      float sum = value(0, word, shift);
+      LLM_COMM_UNROLL(8)
+      for (int r = 1; r < World; ++r) sum += value(r, word, shift);
+      sums.word[word] |= static_cast<uint32_t>(E::round(sum)) << shift;
+    }
+  }
+  return sums;
+}
+
 }  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -1,0 +1,149 @@
+// What HB algorithms share, which send parts of equal lines in chunks: how blocks share out the lines, where chunks lie in the
+// staging memory, and how their launches are shaped.
+#pragma once
+
+#include "algorithms/algorithm.h"
+#include "llm_comm/hb_session.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+inline constexpr uint32_t kMaxHBThreads = 512;
+
+// Chunk t of a block of each part, which has up to `part_lines` lines.
+class Chunks {
+ public:
+  LLM_COMM_DEVICE Chunks(uint32_t block, uint32_t chunk_lines, uint32_t part_lines)
+      : chunk_lines_(chunk_lines),
+        first_(block * chunk_lines),
+        stride_(block_count() * chunk_lines),
+        count_((part_lines + stride_ - 1) / stride_) {}
+
+  // The same for all blocks of a grid, some of which end with chunks of no lines.
+  LLM_COMM_DEVICE uint32_t count() const { return count_; }
+  // Line of a part with which a chunk begins.
+  LLM_COMM_DEVICE uint32_t first(uint32_t t) const { return first_ + t * stride_; }
+  // Lines of a chunk of a part that has so many.
+  LLM_COMM_DEVICE uint32_t lines(uint32_t t, uint32_t part_lines) const {
+    if (first(t) >= part_lines) return 0;
+    return part_lines - first(t) < chunk_lines_ ? part_lines - first(t) : chunk_lines_;
+  }
+
+ private:
+  uint32_t chunk_lines_;
+  uint32_t first_;
+  uint32_t stride_;
+  uint32_t count_;
+};
+
+// Buffers for the chunks of all blocks, 2 depth in turn, in one half of each rank's staging memory: [turn][block][sender][line].
+class ChunkBuffers {
+ public:
+  LLM_COMM_DEVICE ChunkBuffers(const HBSession& session, uint32_t world, uint32_t block, uint32_t chunk_lines,
+                               uint32_t depth)
+      : session_(session), world_(world), block_(block), chunk_lines_(chunk_lines), turns_(2 * depth) {}
+
+  // What `sender` sends to `receiver` as its chunk t.
+  LLM_COMM_DEVICE Line* of(uint32_t receiver, uint32_t half, uint32_t t, uint32_t sender) const {
+    const uint64_t place = (uint64_t{t % turns_} * block_count() + block_) * world_ + sender;
+    return session_.staging(receiver, half) + place * chunk_lines_;
+  }
+
+ private:
+  const HBSession& session_;
+  uint32_t world_;
+  uint32_t block_;
+  uint32_t chunk_lines_;
+  uint32_t turns_;
+};
+
+// Moves so many lines, each thread of the block several at a time, whose loads are under way together.
+template <class Load, class Store>
+LLM_COMM_DEVICE void move_lines(uint32_t lines, Load load, Store store) {
+  constexpr uint32_t kBatch = 4;
+  const uint32_t threads = block_threads();
+  for (uint32_t i = thread_index(); i < lines; i += kBatch * threads) {
+    Line line[kBatch];
+    LLM_COMM_UNROLL(4)
+    for (uint32_t j = 0; j < kBatch; ++j) {
+      if (i + j * threads < lines) line[j] = load(i + j * threads);
+    }
+    LLM_COMM_UNROLL(4)
+    for (uint32_t j = 0; j < kBatch; ++j) {
+      if (i + j * threads < lines) store(i + j * threads, line[j]);
+    }
+  }
+}
+
+// Algorithm says part_lines(problem, units): the lines of the largest part of a launch of so many units.
+template <class Algorithm>
+struct Chunked {
+  static constexpr uint32_t kMaxDepth = 8;
+  static constexpr Tunables kTunables{
+      {{"blocks", 1, kMaxSemaphoreBlocks}, {"tile_lines", 1, 1u << 16}, {"depth", 1, kMaxDepth}}};
+  static constexpr uint32_t kVariants = 1;
+
+  // What a grid takes of the staging memory, of which a hop has one half.
+  static constexpr uint64_t staging_bytes(const Tiling& tiling, uint64_t world) {
+    return 2 * 2 * uint64_t{tiling.depth} * tiling.blocks * world * tiling.tile_lines * sizeof(Line);
+  }
+
+  // Blocks keep their number, and their chunks shrink, where the staging memory is too small for both.
+  static Tiling tile(const Problem& problem, const Choice& choice, const Limits& limits) {
+    Tiling tiling{choice.blocks, choice.tile_lines, 1, choice.depth == 0 ? 1 : choice.depth, problem.count};
+    const uint64_t of_a_line = staging_bytes({tiling.blocks, 1, 1, tiling.depth, 0}, problem.world);
+    const uint64_t most = of_a_line == 0 ? 0 : limits.staging_bytes / of_a_line;
+    if (tiling.tile_lines > most) tiling.tile_lines = static_cast<uint32_t>(most);
+    return tiling;
+  }
+
+  static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {
+    const uint64_t bytes = units * element_bytes(problem.type);
+    if (units >> 32 != 0) throw std::invalid_argument("a launch must have fewer than 2^32 elements");
+    if (tiling.blocks == 0 || tiling.blocks > kMaxSemaphoreBlocks) {
+      throw std::invalid_argument("blocks is " + std::to_string(tiling.blocks) + "; it must be 1 to " +
+                                  std::to_string(kMaxSemaphoreBlocks));
+    }
+    if (tiling.depth == 0 || tiling.depth > kMaxDepth) {
+      throw std::invalid_argument("depth is " + std::to_string(tiling.depth) + "; it must be 1 to 8");
+    }
+    if (tiling.launch_units < problem.count && tiling.launch_units * element_bytes(problem.type) % sizeof(Line) != 0) {
+      throw std::invalid_argument("launches must be whole lines");
+    }
+    if (tiling.tile_lines == 0 || staging_bytes(tiling, problem.world) > limits.staging_bytes) {
+      throw std::invalid_argument("chunks of " + std::to_string(tiling.tile_lines) + " lines in " +
+                                  std::to_string(tiling.blocks) + " blocks do not fit into " +
+                                  std::to_string(limits.staging_bytes) +
+                                  " bytes of staging memory: lower blocks or depth, or raise workspace_bytes");
+    }
+    const uint64_t tiles = divide_up(Algorithm::part_lines(problem, units), uint64_t{tiling.tile_lines});
+    const uint64_t blocks = tiling.blocks < tiles ? tiling.blocks : tiles;
+    if ((divide_up(tiles, blocks) + 2 * tiling.depth) >> kMaxStepsLog2 != 0) {
+      throw std::invalid_argument("a message of " + std::to_string(bytes) +
+                                  " bytes takes too many steps: raise blocks or tile_lines");
+    }
+    const uint64_t threads = uint64_t{tiling.tile_lines} * (problem.world - 1);
+    return {static_cast<uint32_t>(blocks),
+            static_cast<uint32_t>(threads < problem.world   ? problem.world
+                                  : threads > kMaxHBThreads ? kMaxHBThreads
+                                                            : threads),
+            static_cast<uint32_t>(sizeof(Line))};
+  }
+
+  static std::vector<Choice> candidates(const Problem& problem, const Limits& limits) {
+    std::vector<Choice> found;
+    if (problem.bytes() < 1 << 20) return found;
+    const uint32_t sms = limits.sm_count == 0 ? 1 : limits.sm_count;
+    for (uint32_t blocks : {sms / 4 + 1, sms / 2 + 1, sms, 2 * sms, 4 * sms}) {
+      for (uint32_t tile_lines : {128u, 256u, 512u, 1024u, 2048u}) {
+        for (uint32_t depth : {1u, 2u}) {
+          const Tiling tiling{blocks, tile_lines, 1, depth, 0};
+          if (blocks > kMaxSemaphoreBlocks || staging_bytes(tiling, problem.world) > limits.staging_bytes) continue;
+          found.push_back({.blocks = blocks, .tile_lines = tile_lines, .depth = depth});
+        }
+      }
+    }
+    return found;
+  }
+};
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET
