@@ -18,6 +18,7 @@ class CoreOptions:
         timeout_s: float,
         dependent_launch: bool,
         check_calls: bool,
+        staging_bytes: int = 0,
     ) -> None: ...
 
 # ---- The registry (csrc/algorithms/algorithm.h says what the fields mean) ----
@@ -82,9 +83,13 @@ class Choice:
     def crowded_above(self) -> int: ...
 
 class Limits:
-    def __init__(self, *, slot_bytes: int, sm_count: int, max_cluster: int, compute_capability: int) -> None: ...
+    def __init__(
+        self, *, slot_bytes: int, sm_count: int, max_cluster: int, compute_capability: int, staging_bytes: int = 0
+    ) -> None: ...
     @property
     def slot_bytes(self) -> int: ...
+    @property
+    def staging_bytes(self) -> int: ...
     @property
     def sm_count(self) -> int: ...
     @property
@@ -130,7 +135,10 @@ def shape(algorithm: int, problem: Problem, choice: Choice, limits: Limits, /) -
 
 # Simplest first.
 def candidates(algorithm: int, problem: Problem, limits: Limits, /) -> list[Choice]: ...
+
+# How a workspace of so many bytes is divided: each of its two slots, and the staging memory.
 def slot_bytes(workspace_bytes: int, /) -> int: ...
+def staging_bytes(workspace_bytes: int, /) -> int: ...
 
 # ---- The core of a rank ----
 

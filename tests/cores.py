@@ -19,7 +19,7 @@ Call = Callable[[], bool]
 
 
 def connected(
-    world: int, check_calls: bool = False, timeout_s: float = 60.0, slot_bytes: int = 1 << 20
+    world: int, check_calls: bool = False, timeout_s: float = 60.0, slot_bytes: int = 1 << 20, staging_bytes: int = 1 << 20
 ) -> list[_core.Core]:
     """The cores of all ranks, by rank."""
     cores = [
@@ -28,6 +28,7 @@ def connected(
                 rank=rank,
                 world_size=world,
                 slot_bytes=slot_bytes,
+                staging_bytes=staging_bytes,
                 timeout_s=timeout_s,
                 dependent_launch=False,
                 check_calls=check_calls,

@@ -59,9 +59,12 @@ def write_fused_table(path: Path, rows: list[Row]) -> Path:
 
 def limits_of(config: Config, sm_count: int = 132, max_cluster: int = 16, compute_capability: int = 90) -> _core.Limits:
     """Of an H200, unless said otherwise."""
-    slot_bytes = _core.slot_bytes(config.workspace_bytes)
     return _core.Limits(
-        slot_bytes=slot_bytes, sm_count=sm_count, max_cluster=max_cluster, compute_capability=compute_capability
+        slot_bytes=_core.slot_bytes(config.workspace_bytes),
+        staging_bytes=_core.staging_bytes(config.workspace_bytes),
+        sm_count=sm_count,
+        max_cluster=max_cluster,
+        compute_capability=compute_capability,
     )
 
 
@@ -72,6 +75,7 @@ def core_of(world: int, config: Config) -> _core.Core:
             rank=0,
             world_size=world,
             slot_bytes=_core.slot_bytes(config.workspace_bytes),
+            staging_bytes=_core.staging_bytes(config.workspace_bytes),
             timeout_s=1.0,
             dependent_launch=False,
             check_calls=False,

@@ -156,11 +156,11 @@ PYBIND11_MODULE(_core, module) {
 
   py::class_<CoreOptions>(module, "CoreOptions")
       .def(py::init([](int rank, int world_size, uint64_t slot_bytes, double timeout_s, bool dependent_launch,
-                       bool check_calls) {
-             return CoreOptions{rank, world_size, slot_bytes, timeout_s, dependent_launch, check_calls};
+                       bool check_calls, uint64_t staging_bytes) {
+             return CoreOptions{rank, world_size, slot_bytes, timeout_s, dependent_launch, check_calls, staging_bytes};
            }),
            py::kw_only(), py::arg("rank"), py::arg("world_size"), py::arg("slot_bytes"), py::arg("timeout_s"),
-           py::arg("dependent_launch"), py::arg("check_calls"));
+           py::arg("dependent_launch"), py::arg("check_calls"), py::arg("staging_bytes") = 0);
 
   py::class_<Problem>(module, "Problem")
       .def(py::init(&problem_of), py::kw_only(), py::arg("count"), py::arg("row"), py::arg("data_type"),
@@ -181,12 +181,14 @@ PYBIND11_MODULE(_core, module) {
       .def_readonly("crowded_above", &Choice::crowded_above);
 
   py::class_<Limits>(module, "Limits")
-      .def(py::init([](uint64_t slot_bytes, uint32_t sm_count, uint32_t max_cluster, uint32_t compute_capability) {
-             return Limits{slot_bytes, sm_count, max_cluster, compute_capability};
+      .def(py::init([](uint64_t slot_bytes, uint32_t sm_count, uint32_t max_cluster, uint32_t compute_capability,
+                       uint64_t staging_bytes) {
+             return Limits{slot_bytes, sm_count, max_cluster, compute_capability, staging_bytes};
            }),
            py::kw_only(), py::arg("slot_bytes"), py::arg("sm_count"), py::arg("max_cluster"),
-           py::arg("compute_capability"))
+           py::arg("compute_capability"), py::arg("staging_bytes") = 0)
       .def_readonly("slot_bytes", &Limits::slot_bytes)
+      .def_readonly("staging_bytes", &Limits::staging_bytes)
       .def_readonly("sm_count", &Limits::sm_count)
       .def_readonly("max_cluster", &Limits::max_cluster)
       .def_readonly("compute_capability", &Limits::compute_capability);
@@ -298,6 +300,9 @@ PYBIND11_MODULE(_core, module) {
   });
   module.def("slot_bytes",
              [](uint64_t workspace_bytes) { return llm_comm::WorkspaceLayout::within(workspace_bytes).slot_bytes(); });
+  module.def("staging_bytes", [](uint64_t workspace_bytes) {
+    return llm_comm::WorkspaceLayout::within(workspace_bytes).staging_bytes();
+  });
 
   module.def("make_emulated_core",
              [](const CoreOptions& options) { return CoreHolder(make_emulated_core(options).release()); });

@@ -120,6 +120,7 @@ def _make_core(
         rank=rank,
         world_size=world_size,
         slot_bytes=limits.slot_bytes,
+        staging_bytes=limits.staging_bytes,
         timeout_s=config.timeout_s * KERNEL_SHARE_OF_TIMEOUT,
         dependent_launch=config.pdl,
         check_calls=config.debug or is_emulated,

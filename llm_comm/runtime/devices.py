@@ -65,6 +65,7 @@ def make_limits(workspace_bytes: int, sm_count: int, max_cluster: int, compute_c
     """Limits of launches with a workspace of so many bytes."""
     return _core.Limits(
         slot_bytes=_core.slot_bytes(workspace_bytes),
+        staging_bytes=_core.staging_bytes(workspace_bytes),
         sm_count=sm_count,
         max_cluster=max_cluster,
         compute_capability=compute_capability,
