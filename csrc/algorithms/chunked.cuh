@@ -4,6 +4,7 @@
 
 #include "algorithms/algorithm.h"
 #include "llm_comm/hb_session.cuh"
+#include "llm_comm/reduce.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
@@ -70,6 +71,26 @@ LLM_COMM_DEVICE void move_lines(uint32_t lines, Load load, Store store) {
     LLM_COMM_UNROLL(4)
     for (uint32_t j = 0; j < kBatch; ++j) {
       if (i + j * threads < lines) store(i + j * threads, line[j]);
+    }
+  }
+}
+
+// Sums a chunk of so many lines: load(rank, line) is what a rank has of a line.
+template <DataType D, int World, class Load, class Store>
+LLM_COMM_DEVICE void sum_chunk(uint32_t lines, Load load, Store store) {
+  constexpr uint32_t kBatch = World <= 2 ? 4 : World <= 4 ? 2 : 1;
+  const uint32_t threads = block_threads();
+  for (uint32_t i = thread_index(); i < lines; i += kBatch * threads) {
+    Line contribution[kBatch][World];
+    LLM_COMM_UNROLL(4)
+    for (uint32_t j = 0; j < kBatch; ++j) {
+      if (i + j * threads >= lines) continue;
+      LLM_COMM_UNROLL(8)
+      for (uint32_t of = 0; of < World; ++of) contribution[j][of] = load(of, i + j * threads);
+    }
+    LLM_COMM_UNROLL(4)
+    for (uint32_t j = 0; j < kBatch; ++j) {
+      if (i + j * threads < lines) store(i + j * threads, sum_lines<D, World>(contribution[j]));
     }
   }
 }

@@ -54,19 +54,19 @@ all_reduce_two_shot_hb(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
     if (t >= depth && t - depth < chunks.count()) {
       const uint32_t u = t - depth;
       const uint32_t first = rank * slice + chunks.first(u);
-      for (uint32_t k = thread_index(); k < lines_of(u, rank); k += block_threads()) {
-        Line contribution[World];
-        LLM_COMM_UNROLL(8)
-        for (uint32_t of = 0; of < World; ++of) {
-          contribution[of] = of == rank ? message.load(first + k) : load_line(buffers.of(rank, kScatter, u, of) + k);
-        }
-        const Line line = sum_lines<D, World>(contribution);
-        message.store(first + k, line);
-        for (uint32_t i = 1; i < World; ++i) {
-          const uint32_t to = (rank + i) % World;
-          store_line(buffers.of(to, kGather, u, rank) + k, line);
-        }
-      }
+      Line* targets[World];
+      LLM_COMM_UNROLL(8)
+      for (uint32_t i = 1; i < World; ++i) targets[i] = buffers.of((rank + i) % World, kGather, u, rank);
+      sum_chunk<D, World>(
+          lines_of(u, rank),
+          [&](uint32_t of, uint32_t k) {
+            return of == rank ? message.load(first + k) : load_line(buffers.of(rank, kScatter, u, of) + k);
+          },
+          [&](uint32_t k, Line line) {
+            message.store(first + k, line);
+            LLM_COMM_UNROLL(8)
+            for (uint32_t i = 1; i < World; ++i) store_line(targets[i] + k, line);
+          });
     }
     if (t >= 2 * depth) {
       const uint32_t v = t - 2 * depth;

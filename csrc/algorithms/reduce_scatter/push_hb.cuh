@@ -46,14 +46,12 @@ reduce_scatter_push_hb(LLM_COMM_KERNEL_PARAM PartsArgs args) {
     if (t >= args.depth && t - args.depth < chunks.count()) {
       const uint32_t u = t - args.depth;
       const uint32_t first = chunks.first(u);
-      for (uint32_t k = thread_index(); k < chunks.lines(u, target.lines()); k += block_threads()) {
-        Line contribution[World];
-        LLM_COMM_UNROLL(8)
-        for (uint32_t of = 0; of < World; ++of) {
-          contribution[of] = of == rank ? own.load(first + k) : load_line(buffers.of(rank, 0, u, of) + k);
-        }
-        target.store(first + k, sum_lines<D, World>(contribution));
-      }
+      sum_chunk<D, World>(
+          chunks.lines(u, target.lines()),
+          [&](uint32_t of, uint32_t k) {
+            return of == rank ? own.load(first + k) : load_line(buffers.of(rank, 0, u, of) + k);
+          },
+          [&](uint32_t k, Line line) { target.store(first + k, line); });
     }
   };
   session.run(chunks.count(), args.depth, work, [](uint32_t) { return 0u; });
