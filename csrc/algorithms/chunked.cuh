@@ -8,7 +8,25 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr uint32_t kMaxHBThreads = 512;
+inline constexpr uint32_t kMinHBDepth = 2;  // HBSession::run()
+
+// The threads of a block that work are teams, each of which does another part of a step: so the links carry what one sends
+// while another one sums. What teams do in one step does not depend on each other.
+inline constexpr uint32_t kMaxTeamThreads = 256;
+
+constexpr uint32_t max_hb_threads(uint32_t teams) { return teams * kMaxTeamThreads + kWarpThreads; }
+
+struct Team {
+  uint32_t number;
+  uint32_t threads;
+  uint32_t thread;
+
+  // Of a thread that works.
+  LLM_COMM_DEVICE Team(const HBSession& session, uint32_t teams)
+      : number(session.worker() / (session.workers() / teams)),
+        threads(session.workers() / teams),
+        thread(session.worker() - number * threads) {}
+};
 
 // Chunk t of a block of each part, which has up to `part_lines` lines.
 class Chunks {
@@ -36,33 +54,35 @@ class Chunks {
   uint32_t count_;
 };
 
-// Buffers for the chunks of all blocks, 2 depth in turn, in one half of each rank's staging memory: [turn][block][sender][line].
+// Buffers for the chunks of all blocks, 2 depth in turn, in one half of each rank's staging memory: [turn][block][sender][line], for
+// each of the other ranks as sender.
 class ChunkBuffers {
  public:
   LLM_COMM_DEVICE ChunkBuffers(const HBSession& session, uint32_t world, uint32_t block, uint32_t chunk_lines,
                                uint32_t depth)
-      : session_(session), world_(world), block_(block), chunk_lines_(chunk_lines), turns_(2 * depth) {}
+      : session_(session), senders_(world - 1), block_(block), chunk_lines_(chunk_lines), turns_(2 * depth) {}
 
   // What `sender` sends to `receiver` as its chunk t.
   LLM_COMM_DEVICE Line* of(uint32_t receiver, uint32_t half, uint32_t t, uint32_t sender) const {
-    const uint64_t place = (uint64_t{t % turns_} * block_count() + block_) * world_ + sender;
+    const uint32_t among_others = sender < receiver ? sender : sender - 1;
+    const uint64_t place = (uint64_t{t % turns_} * block_count() + block_) * senders_ + among_others;
     return session_.staging(receiver, half) + place * chunk_lines_;
   }
 
  private:
   const HBSession& session_;
-  uint32_t world_;
+  uint32_t senders_;
   uint32_t block_;
   uint32_t chunk_lines_;
   uint32_t turns_;
 };
 
-// Moves so many lines, each thread of the block several at a time, whose loads are under way together.
+// Moves so many lines, each thread of the team several at a time, whose loads are under way together.
 template <class Load, class Store>
-LLM_COMM_DEVICE void move_lines(uint32_t lines, Load load, Store store) {
+LLM_COMM_DEVICE void move_lines(const Team& team, uint32_t lines, Load load, Store store) {
   constexpr uint32_t kBatch = 4;
-  const uint32_t threads = block_threads();
-  for (uint32_t i = thread_index(); i < lines; i += kBatch * threads) {
+  const uint32_t threads = team.threads;
+  for (uint32_t i = team.thread; i < lines; i += kBatch * threads) {
     Line line[kBatch];
     LLM_COMM_UNROLL(4)
     for (uint32_t j = 0; j < kBatch; ++j) {
@@ -77,10 +97,10 @@ LLM_COMM_DEVICE void move_lines(uint32_t lines, Load load, Store store) {
 
 // Sums a chunk of so many lines: load(rank, line) is what a rank has of a line.
 template <DataType D, int World, class Load, class Store>
-LLM_COMM_DEVICE void sum_chunk(uint32_t lines, Load load, Store store) {
+LLM_COMM_DEVICE void sum_chunk(const Team& team, uint32_t lines, Load load, Store store) {
   constexpr uint32_t kBatch = World <= 2 ? 4 : World <= 4 ? 2 : 1;
-  const uint32_t threads = block_threads();
-  for (uint32_t i = thread_index(); i < lines; i += kBatch * threads) {
+  const uint32_t threads = team.threads;
+  for (uint32_t i = team.thread; i < lines; i += kBatch * threads) {
     Line contribution[kBatch][World];
     LLM_COMM_UNROLL(4)
     for (uint32_t j = 0; j < kBatch; ++j) {
@@ -95,22 +115,23 @@ LLM_COMM_DEVICE void sum_chunk(uint32_t lines, Load load, Store store) {
   }
 }
 
-// Algorithm says part_lines(problem, units): the lines of the largest part of a launch of so many units.
+// Algorithm says kTeams of its blocks, and part_lines(problem, units): the lines of the largest part of a launch of so many units.
 template <class Algorithm>
 struct Chunked {
   static constexpr uint32_t kMaxDepth = 8;
   static constexpr Tunables kTunables{
-      {{"blocks", 1, kMaxSemaphoreBlocks}, {"tile_lines", 1, 1u << 16}, {"depth", 1, kMaxDepth}}};
+      {{"blocks", 1, kMaxSemaphoreBlocks}, {"tile_lines", 1, 1u << 16}, {"depth", kMinHBDepth, kMaxDepth}}};
   static constexpr uint32_t kVariants = 1;
 
   // What a grid takes of the staging memory, of which a hop has one half.
   static constexpr uint64_t staging_bytes(const Tiling& tiling, uint64_t world) {
-    return 2 * 2 * uint64_t{tiling.depth} * tiling.blocks * world * tiling.tile_lines * sizeof(Line);
+    return 2 * 2 * uint64_t{tiling.depth} * tiling.blocks * (world - 1) * tiling.tile_lines * sizeof(Line);
   }
 
   // Blocks keep their number, and their chunks shrink, where the staging memory is too small for both.
   static Tiling tile(const Problem& problem, const Choice& choice, const Limits& limits) {
-    Tiling tiling{choice.blocks, choice.tile_lines, 1, choice.depth == 0 ? 1 : choice.depth, problem.count};
+    Tiling tiling{choice.blocks, choice.tile_lines, 1, choice.depth < kMinHBDepth ? kMinHBDepth : choice.depth,
+                  problem.count};
     const uint64_t of_a_line = staging_bytes({tiling.blocks, 1, 1, tiling.depth, 0}, problem.world);
     const uint64_t most = of_a_line == 0 ? 0 : limits.staging_bytes / of_a_line;
     if (tiling.tile_lines > most) tiling.tile_lines = static_cast<uint32_t>(most);
@@ -124,8 +145,8 @@ struct Chunked {
       throw std::invalid_argument("blocks is " + std::to_string(tiling.blocks) + "; it must be 1 to " +
                                   std::to_string(kMaxSemaphoreBlocks));
     }
-    if (tiling.depth == 0 || tiling.depth > kMaxDepth) {
-      throw std::invalid_argument("depth is " + std::to_string(tiling.depth) + "; it must be 1 to 8");
+    if (tiling.depth < kMinHBDepth || tiling.depth > kMaxDepth) {
+      throw std::invalid_argument("depth is " + std::to_string(tiling.depth) + "; it must be 2 to 8");
     }
     if (tiling.launch_units < problem.count && tiling.launch_units * element_bytes(problem.type) % sizeof(Line) != 0) {
       throw std::invalid_argument("launches must be whole lines");
@@ -142,21 +163,25 @@ struct Chunked {
       throw std::invalid_argument("a message of " + std::to_string(bytes) +
                                   " bytes takes too many steps: raise blocks or tile_lines");
     }
-    const uint64_t threads = uint64_t{tiling.tile_lines} * (problem.world - 1);
-    return {static_cast<uint32_t>(blocks),
-            static_cast<uint32_t>(threads < problem.world   ? problem.world
-                                  : threads > kMaxHBThreads ? kMaxHBThreads
-                                                            : threads),
-            static_cast<uint32_t>(sizeof(Line))};
+    const uint32_t workers = Algorithm::kTeams * team_threads(tiling.tile_lines);
+    const uint32_t talkers = HBSession::talkers(workers, problem.world);
+    return {static_cast<uint32_t>(blocks), talkers + workers, static_cast<uint32_t>(sizeof(Line))};
+  }
+
+  // Two lines a thread, in whole warps. Chunks of a few lines, which only tests have, take a few threads.
+  static constexpr uint32_t team_threads(uint32_t chunk_lines) {
+    if (chunk_lines < kWarpThreads) return chunk_lines < 8 ? chunk_lines : 8;
+    const uint32_t threads = chunk_lines / 2 / kWarpThreads * kWarpThreads;
+    return threads < kWarpThreads ? kWarpThreads : threads < kMaxTeamThreads ? threads : kMaxTeamThreads;
   }
 
   static std::vector<Choice> candidates(const Problem& problem, const Limits& limits) {
     std::vector<Choice> found;
     if (problem.bytes() < 1 << 20) return found;
     const uint32_t sms = limits.sm_count == 0 ? 1 : limits.sm_count;
-    for (uint32_t blocks : {sms / 4 + 1, sms / 2 + 1, sms, 2 * sms, 4 * sms}) {
-      for (uint32_t tile_lines : {128u, 256u, 512u, 1024u, 2048u}) {
-        for (uint32_t depth : {1u, 2u}) {
+    for (uint32_t blocks : {sms / 2, sms, 2 * sms}) {
+      for (uint32_t tile_lines : {256u, 512u, 1024u, 2048u}) {
+        for (uint32_t depth : {2u, 3u, 4u}) {
           const Tiling tiling{blocks, tile_lines, 1, depth, 0};
           if (blocks > kMaxSemaphoreBlocks || staging_bytes(tiling, problem.world) > limits.staging_bytes) continue;
           found.push_back({.blocks = blocks, .tile_lines = tile_lines, .depth = depth});

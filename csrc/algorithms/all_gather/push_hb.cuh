@@ -11,9 +11,10 @@
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllGatherPushHB{8};
+inline constexpr uint32_t kAllGatherHBTeams = 2;  // one sends, one delivers
 
 template <DataType D, int World>
-LLM_COMM_KERNEL(kMaxHBThreads)
+LLM_COMM_KERNEL(max_hb_threads(kAllGatherHBTeams))
 all_gather_push_hb(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   const uint32_t block = block_number(args.comm);
   const uint32_t rank = args.comm.rank;
@@ -24,27 +25,27 @@ all_gather_push_hb(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   const PartView<D> own = target_of(rank);
   const Chunks chunks(block, args.tile_lines, PartView<D>::lines_of(args.range.count));
 
-  HBSession session(args.comm, kAllGatherPushHB, PartView<D>::bytes_of(args.range.count), block,
-                    shared_memory<Line>()->word);
+  HBSession session(args.comm, kAllGatherPushHB, PartView<D>::bytes_of(args.range.count), block, shared_memory<Line>());
   const ChunkBuffers buffers(session, World, block, args.tile_lines, args.depth);
   session.wait_for_grids_before(source.precomputed(), own.precomputed());
   session.begin();
 
   const auto work = [&](uint32_t t) {
-    if (t < chunks.count()) {
+    const Team team(session, kAllGatherHBTeams);
+    if (team.number == 0 && t < chunks.count()) {
       Line* targets[World];
       LLM_COMM_UNROLL(8)
       for (uint32_t i = 1; i < World; ++i) targets[i] = buffers.of((rank + i) % World, 0, t, rank);
       const uint32_t first = chunks.first(t);
       move_lines(
-          chunks.lines(t, source.lines()), [&](uint32_t k) { return source.load(first + k); },
+          team, chunks.lines(t, source.lines()), [&](uint32_t k) { return source.load(first + k); },
           [&](uint32_t k, Line line) {
             LLM_COMM_UNROLL(8)
             for (uint32_t i = 1; i < World; ++i) store_line(targets[i] + k, line);
             own.store(first + k, line);
           });
     }
-    if (t >= args.depth && t - args.depth < chunks.count()) {
+    if (team.number == 1 && t >= args.depth && t - args.depth < chunks.count()) {
       const uint32_t u = t - args.depth;
       LLM_COMM_UNROLL(1)
       for (uint32_t i = 1; i < World; ++i) {
@@ -53,7 +54,7 @@ all_gather_push_hb(LLM_COMM_KERNEL_PARAM PartsArgs args) {
         const Line* const sent = buffers.of(rank, 0, u, from);
         const uint32_t first = chunks.first(u);
         move_lines(
-            chunks.lines(u, target.lines()), [&](uint32_t k) { return load_line(sent + k); },
+            team, chunks.lines(u, target.lines()), [&](uint32_t k) { return load_line(sent + k); },
             [&](uint32_t k, Line line) { target.store(first + k, line); });
       }
     }
@@ -67,6 +68,7 @@ struct AllGatherPushHB : Chunked<AllGatherPushHB> {
   using Operation = AllGather;
   static constexpr AlgorithmInfo kInfo{"push_hb", "HB", "all-gather by push (HB)"};
   static constexpr OperationKind kKind = kAllGatherPushHB;
+  static constexpr uint32_t kTeams = kAllGatherHBTeams;
 
   template <DataType D, int World, uint32_t Variant>
   static auto kernel() {

@@ -18,19 +18,20 @@
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllReduceTwoShotHB{7};
+inline constexpr uint32_t kTwoShotHBTeams = 3;  // one scatters, one reduces, one collects
 
 template <DataType D, int World>
-LLM_COMM_KERNEL(kMaxHBThreads)
+LLM_COMM_KERNEL(max_hb_threads(kTwoShotHBTeams))
 all_reduce_two_shot_hb(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   const uint32_t block = block_number(args.comm);
   const uint32_t rank = args.comm.rank;
-  const uint32_t depth = args.depth;
+  const uint32_t depth = args.depth < kMinHBDepth ? kMinHBDepth : args.depth;  // it is cut where chunks are few
   const Message<D> message(args);
   const uint32_t lines = message.lines();
   const uint32_t slice = (lines + World - 1) / World;
   const Chunks chunks(block, args.tile_lines, slice);
 
-  HBSession session(args.comm, kAllReduceTwoShotHB, message.bytes(), block, shared_memory<Line>()->word);
+  HBSession session(args.comm, kAllReduceTwoShotHB, message.bytes(), block, shared_memory<Line>());
   const ChunkBuffers buffers(session, World, block, args.tile_lines, depth);
   session.wait_for_grids_before(message.precomputed());
   session.begin();
@@ -40,25 +41,26 @@ all_reduce_two_shot_hb(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   };
 
   const auto work = [&](uint32_t t) {
-    if (t < chunks.count()) {
+    const Team team(session, kTwoShotHBTeams);
+    if (team.number == 0 && t < chunks.count()) {
       LLM_COMM_UNROLL(1)
       for (uint32_t i = 1; i < World; ++i) {
         const uint32_t to = (rank + i) % World;  // every rank begins with another one
         Line* const target = buffers.of(to, kScatter, t, rank);
         const uint32_t first = to * slice + chunks.first(t);
         move_lines(
-            lines_of(t, to), [&](uint32_t k) { return message.load(first + k); },
+            team, lines_of(t, to), [&](uint32_t k) { return message.load(first + k); },
             [&](uint32_t k, Line line) { store_line(target + k, line); });
       }
     }
-    if (t >= depth && t - depth < chunks.count()) {
+    if (team.number == 1 && t >= depth && t - depth < chunks.count()) {
       const uint32_t u = t - depth;
       const uint32_t first = rank * slice + chunks.first(u);
       Line* targets[World];
       LLM_COMM_UNROLL(8)
       for (uint32_t i = 1; i < World; ++i) targets[i] = buffers.of((rank + i) % World, kGather, u, rank);
       sum_chunk<D, World>(
-          lines_of(u, rank),
+          team, lines_of(u, rank),
           [&](uint32_t of, uint32_t k) {
             return of == rank ? message.load(first + k) : load_line(buffers.of(rank, kScatter, u, of) + k);
           },
@@ -68,7 +70,7 @@ all_reduce_two_shot_hb(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
             for (uint32_t i = 1; i < World; ++i) store_line(targets[i] + k, line);
           });
     }
-    if (t >= 2 * depth) {
+    if (team.number == 2 && t >= 2 * depth) {
       const uint32_t v = t - 2 * depth;
       LLM_COMM_UNROLL(1)
       for (uint32_t i = 1; i < World; ++i) {
@@ -76,7 +78,7 @@ all_reduce_two_shot_hb(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
         const Line* const source = buffers.of(rank, kGather, v, from);
         const uint32_t first = from * slice + chunks.first(v);
         move_lines(
-            lines_of(v, from), [&](uint32_t k) { return load_line(source + k); },
+            team, lines_of(v, from), [&](uint32_t k) { return load_line(source + k); },
             [&](uint32_t k, Line line) { message.store(first + k, line); });
       }
     }
@@ -90,6 +92,7 @@ struct AllReduceTwoShotHB : Chunked<AllReduceTwoShotHB> {
   using Operation = AllReduce;
   static constexpr AlgorithmInfo kInfo{"two_shot_hb", "HB", "two-shot all-reduce (HB)"};
   static constexpr OperationKind kKind = kAllReduceTwoShotHB;
+  static constexpr uint32_t kTeams = kTwoShotHBTeams;
   static constexpr uint64_t part_lines(const Problem& problem, uint64_t units) {
     return divide_up(divide_up(units * element_bytes(problem.type), sizeof(Line)), uint64_t{problem.world});
   }

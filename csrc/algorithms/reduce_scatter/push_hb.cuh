@@ -11,9 +11,10 @@
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kReduceScatterPushHB{9};
+inline constexpr uint32_t kReduceScatterHBTeams = 2;  // one sends, one sums
 
 template <DataType D, int World>
-LLM_COMM_KERNEL(kMaxHBThreads)
+LLM_COMM_KERNEL(max_hb_threads(kReduceScatterHBTeams))
 reduce_scatter_push_hb(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   const uint32_t block = block_number(args.comm);
   const uint32_t rank = args.comm.rank;
@@ -25,13 +26,14 @@ reduce_scatter_push_hb(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   const Chunks chunks(block, args.tile_lines, PartView<D>::lines_of(args.range.count));
 
   HBSession session(args.comm, kReduceScatterPushHB, PartView<D>::bytes_of(args.range.count), block,
-                    shared_memory<Line>()->word);
+                    shared_memory<Line>());
   const ChunkBuffers buffers(session, World, block, args.tile_lines, args.depth);
   session.wait_for_grids_before(own.precomputed(), target.precomputed());
   session.begin();
 
   const auto work = [&](uint32_t t) {
-    if (t < chunks.count()) {
+    const Team team(session, kReduceScatterHBTeams);
+    if (team.number == 0 && t < chunks.count()) {
       LLM_COMM_UNROLL(1)
       for (uint32_t i = 1; i < World; ++i) {
         const uint32_t to = (rank + i) % World;  // every rank begins with another one
@@ -39,15 +41,15 @@ reduce_scatter_push_hb(LLM_COMM_KERNEL_PARAM PartsArgs args) {
         Line* const sent = buffers.of(to, 0, t, rank);
         const uint32_t first = chunks.first(t);
         move_lines(
-            chunks.lines(t, source.lines()), [&](uint32_t k) { return source.load(first + k); },
+            team, chunks.lines(t, source.lines()), [&](uint32_t k) { return source.load(first + k); },
             [&](uint32_t k, Line line) { store_line(sent + k, line); });
       }
     }
-    if (t >= args.depth && t - args.depth < chunks.count()) {
+    if (team.number == 1 && t >= args.depth && t - args.depth < chunks.count()) {
       const uint32_t u = t - args.depth;
       const uint32_t first = chunks.first(u);
       sum_chunk<D, World>(
-          chunks.lines(u, target.lines()),
+          team, chunks.lines(u, target.lines()),
           [&](uint32_t of, uint32_t k) {
             return of == rank ? own.load(first + k) : load_line(buffers.of(rank, 0, u, of) + k);
           },
@@ -63,6 +65,7 @@ struct ReduceScatterPushHB : Chunked<ReduceScatterPushHB> {
   using Operation = ReduceScatter;
   static constexpr AlgorithmInfo kInfo{"push_hb", "HB", "reduce-scatter by push (HB)"};
   static constexpr OperationKind kKind = kReduceScatterPushHB;
+  static constexpr uint32_t kTeams = kReduceScatterHBTeams;
 
   template <DataType D, int World, uint32_t Variant>
   static auto kernel() {

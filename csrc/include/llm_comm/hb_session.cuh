@@ -1,6 +1,6 @@
 // One HB operation as one block sees it, which exchanges chunks with the blocks of the same number on the other ranks:
 //
-//   HBSession session(comm, kind, bytes, block, incomplete);
+//   HBSession session(comm, kind, bytes, block, shared);
 //   session.wait_for_grids_before();
 //   session.begin();                               // all threads
 //   session.run(chunks, depth, [&](uint32_t step) {
@@ -11,6 +11,10 @@
 // number have ended their step t - depth. There are 2 depth steps more than chunks, so a rank has two turns to do something with
 // what it got, and ends only after every peer has had the first. 2 depth buffers in turn are enough for what is sent: chunk t
 // overwrites chunk t - 2 depth, which the peer took in its step t - depth.
+//
+// The first warp of a block talks to the peers, the others work. While they work on step t, it signals that step t - 1 has ended
+// and waits for what step t + 1 needs: a release takes as long as a trip to the peers and back, and would hold up the block. So a
+// step is signalled during the next one, and depth is 2 or more: with 1, a step would begin only after its own signal.
 //
 // Data is stored plainly and ordered by one signal a step, a release, for all that it stands for. A signal is a word with the
 // number of the operation and the step in it. So nothing is re-armed or counted, and any grid may follow any other. A step that
@@ -36,10 +40,19 @@ inline constexpr uint32_t kMaxStepsLog2 = 16;  // of an operation
 
 class HBSession {
  public:
-  // `incomplete`: a word of shared memory.
-  LLM_COMM_DEVICE HBSession(const DeviceComm& comm, OperationKind kind, uint64_t bytes, uint32_t block,
-                            uint32_t* incomplete)
-      : comm_(comm), op_(comm, kind, bytes), block_(block), incomplete_(incomplete) {}
+  // `shared`: a line of shared memory.
+  LLM_COMM_DEVICE HBSession(const DeviceComm& comm, OperationKind kind, uint64_t bytes, uint32_t block, Line* shared)
+      : comm_(comm), op_(comm, kind, bytes), block_(block), incomplete_(shared->word) {}
+
+  // Threads of a block that talk to the peers: a warp, where it is not a block of the emulator's, which are small.
+  static constexpr uint32_t talkers(uint32_t block_threads, uint32_t world) {
+    return block_threads < kFewestThreadsWithWarps ? world : kWarpThreads;
+  }
+  static constexpr uint32_t kFewestThreadsWithWarps = 2 * kWarpThreads;
+
+  LLM_COMM_DEVICE uint32_t workers() const { return block_threads() - talkers(block_threads(), comm_.world_size); }
+  // Of a thread that works.
+  LLM_COMM_DEVICE uint32_t worker() const { return thread_index() - talkers(block_threads(), comm_.world_size); }
 
   template <class... Values>
   LLM_COMM_DEVICE void wait_for_grids_before(Values... precomputed) const {
@@ -47,27 +60,31 @@ class HBSession {
     grid_dependency_trigger();
   }
 
-  // All threads of the block, of which there are at least as many as ranks.
+  // All threads of the block.
   LLM_COMM_DEVICE void begin() {
-    if (thread_index() == 0) *incomplete_ = 0;
+    if (thread_index() == 0) incomplete_[0] = incomplete_[1] = 0;
     block_sync();
-    if (!op_.begin()) *incomplete_ = 1;  // threads of a block may get different answers: it goes on as one
+    if (!op_.begin())
+      incomplete_[0] = incomplete_[1] = 1;  // threads may get different answers: the block goes on as one
     block_sync();
     if (thread_index() == 0) op_.arrive();
   }
 
-  // Ends early, on all threads alike, where a wait is aborted. `phase_of(step)`: for errors.
+  // Ends early, on all threads alike, where a wait is aborted. `depth`: at least 2. `phase_of(step)`: for errors.
   template <class Work, class Phase>
   LLM_COMM_DEVICE void run(uint32_t chunks, uint32_t depth, Work work, Phase phase_of) {
     const uint32_t peer = thread_index();
+    const bool works = peer >= talkers(block_threads(), comm_.world_size);
     const bool has_peer = peer < comm_.world_size && peer != comm_.rank;
     for (uint32_t t = 0; t < chunks + 2 * depth; ++t) {
-      if (t >= depth && has_peer && !wait(peer, t - depth, phase_of(t))) *incomplete_ = 1;
+      if (has_peer) {
+        if (t >= 2 && t - 2 < chunks + depth) signal(peer, t - 2);
+        if (t >= depth && !wait(peer, t - depth, phase_of(t))) incomplete_[t % 2] = 1;
+      }
       block_sync();
-      if (*incomplete_ != 0) return;
-      work(t);
-      block_sync();
-      if (t < chunks + depth && has_peer) signal(peer, t);
+      // What is told before this barrier is read before the next one, and told anew behind that: two words in turn.
+      if (incomplete_[t % 2] != 0) return;
+      if (works) work(t);
     }
   }
 
@@ -101,7 +118,7 @@ class HBSession {
   const DeviceComm& comm_;
   Operation op_;
   uint32_t block_;
-  uint32_t* incomplete_;
+  uint32_t* incomplete_;  // two words: whether the block ends before an even step, and before an odd one
 };
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET
