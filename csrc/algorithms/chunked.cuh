@@ -164,7 +164,7 @@ struct Chunked {
                                   " bytes takes too many steps: raise blocks or tile_lines");
     }
     const uint32_t workers = Algorithm::kTeams * team_threads(tiling.tile_lines);
-    const uint32_t talkers = HBSession::talkers(workers, problem.world);
+    const uint32_t talkers = workers < HBSession::kFewestThreadsInWarps ? problem.world : kWarpThreads;
     return {static_cast<uint32_t>(blocks), talkers + workers, static_cast<uint32_t>(sizeof(Line))};
   }
 

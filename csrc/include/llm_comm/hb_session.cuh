@@ -44,15 +44,12 @@ class HBSession {
   LLM_COMM_DEVICE HBSession(const DeviceComm& comm, OperationKind kind, uint64_t bytes, uint32_t block, Line* shared)
       : comm_(comm), op_(comm, kind, bytes), block_(block), incomplete_(shared->word) {}
 
-  // Threads of a block that talk to the peers: a warp, where it is not a block of the emulator's, which are small.
-  static constexpr uint32_t talkers(uint32_t block_threads, uint32_t world) {
-    return block_threads < kFewestThreadsWithWarps ? world : kWarpThreads;
-  }
-  static constexpr uint32_t kFewestThreadsWithWarps = 2 * kWarpThreads;
+  // A smaller block, which only tests have, has a thread for each rank in place of the first warp.
+  static constexpr uint32_t kFewestThreadsInWarps = 2 * kWarpThreads;
 
-  LLM_COMM_DEVICE uint32_t workers() const { return block_threads() - talkers(block_threads(), comm_.world_size); }
+  LLM_COMM_DEVICE uint32_t workers() const { return block_threads() - talkers(); }
   // Of a thread that works.
-  LLM_COMM_DEVICE uint32_t worker() const { return thread_index() - talkers(block_threads(), comm_.world_size); }
+  LLM_COMM_DEVICE uint32_t worker() const { return thread_index() - talkers(); }
 
   template <class... Values>
   LLM_COMM_DEVICE void wait_for_grids_before(Values... precomputed) const {
@@ -74,7 +71,7 @@ class HBSession {
   template <class Work, class Phase>
   LLM_COMM_DEVICE void run(uint32_t chunks, uint32_t depth, Work work, Phase phase_of) {
     const uint32_t peer = thread_index();
-    const bool works = peer >= talkers(block_threads(), comm_.world_size);
+    const bool works = peer >= talkers();
     const bool has_peer = peer < comm_.world_size && peer != comm_.rank;
     for (uint32_t t = 0; t < chunks + 2 * depth; ++t) {
       if (has_peer) {
@@ -95,6 +92,10 @@ class HBSession {
   }
 
  private:
+  LLM_COMM_DEVICE uint32_t talkers() const {
+    return block_threads() < kFewestThreadsInWarps ? comm_.world_size : kWarpThreads;
+  }
+
   LLM_COMM_DEVICE void signal(uint32_t peer, uint32_t step) const {
     store_release(semaphore(peer, comm_.rank), value_of(step));
   }
