@@ -180,7 +180,7 @@ struct Chunked {
     if (problem.bytes() < 1 << 20) return found;
     const uint32_t sms = limits.sm_count == 0 ? 1 : limits.sm_count;
     for (uint32_t blocks : {sms / 2, sms, 2 * sms}) {
-      for (uint32_t tile_lines : {256u, 512u, 1024u, 2048u}) {
+      for (uint32_t tile_lines : {256u, 512u, 1024u, 2048u, 4096u}) {
         for (uint32_t depth : {2u, 3u, 4u}) {
           const Tiling tiling{blocks, tile_lines, 1, depth, 0};
           if (blocks > kMaxSemaphoreBlocks || staging_bytes(tiling, problem.world) > limits.staging_bytes) continue;
