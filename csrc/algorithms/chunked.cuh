@@ -64,8 +64,7 @@ class ChunkBuffers {
 
   // What `sender` sends to `receiver` as its chunk t.
   LLM_COMM_DEVICE Line* of(uint32_t receiver, uint32_t half, uint32_t t, uint32_t sender) const {
-    const uint32_t among_others = sender < receiver ? sender : sender - 1;
-    const uint64_t place = (uint64_t{t % turns_} * block_count() + block_) * senders_ + among_others;
+    const uint64_t place = (uint64_t{t % turns_} * block_count() + block_) * senders_ + among_others(sender, receiver);
     return session_.staging(receiver, half) + place * chunk_lines_;
   }
 

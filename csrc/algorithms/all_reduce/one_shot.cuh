@@ -1,6 +1,6 @@
 // One-shot all-reduce (1PA, LL): every rank sends its whole message to every other rank, and sums what it gets.
 //
-// One hop. Each rank sends (N-1) x bytes, which is why larger messages take two_shot.cuh. Slot: [sender][line].
+// One hop. Each rank sends (N-1) x bytes, which is why larger messages take two_shot.cuh. Slot: [sender][line], of the other ranks.
 //
 // The rules of operation.cuh: R1, a rank ends after it has received line 0 from every peer; R2, the thread that
 // receives a line re-arms it.
@@ -95,8 +95,8 @@ struct AllReduceOneShot : TiledAllReduce<AllReduceOneShot> {
     return &all_reduce_one_shot<D, World, Variant == 1>;
   }
 
-  // A copy of the message for each sender.
-  static constexpr uint64_t slot_lines(uint64_t lines, uint64_t world) { return world * lines; }
+  // A copy of the message for each of the other ranks.
+  static constexpr uint64_t slot_lines(uint64_t lines, uint64_t world) { return (world - 1) * lines; }
   static constexpr uint64_t tiled_lines(uint64_t lines, uint64_t) { return lines; }
   // The contributions to a tile, twice.
   static constexpr uint64_t shared_lines(uint64_t tile_lines, uint64_t world) { return 2 * world * tile_lines; }

@@ -39,8 +39,8 @@ all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
 
   LLSession session(args.comm, kAllReduceTwoShot, message.bytes(), self.rank, self.peer);
   session.divide_slots(slice);
-  const uint64_t gather = static_cast<uint64_t>(World) * slice;  // where phase 1 starts in a slot
-  Line next;                                                     // to send
+  const uint64_t gather = static_cast<uint64_t>(World - 1) * slice;  // where phase 1 starts in a slot
+  Line next;                                                         // to send
 
   typename Message<D>::Load coming(message, self.peer * slice + first + self.column, first + self.column < peer_lines,
                                    args.comm.workspace[self.rank]);
@@ -107,8 +107,10 @@ struct AllReduceTwoShot : TiledAllReduce<AllReduceTwoShot> {
   static constexpr OperationKind kKind = kAllReduceTwoShot;
 
   static constexpr uint64_t slice_lines(uint64_t lines, uint64_t world) { return divide_up(lines, world); }
-  // A slice for each sender, in both phases.
-  static constexpr uint64_t slot_lines(uint64_t lines, uint64_t world) { return 2 * world * slice_lines(lines, world); }
+  // A slice for each of the other ranks, in both phases.
+  static constexpr uint64_t slot_lines(uint64_t lines, uint64_t world) {
+    return 2 * (world - 1) * slice_lines(lines, world);
+  }
   static constexpr uint64_t tiled_lines(uint64_t lines, uint64_t world) { return slice_lines(lines, world); }
   // `incomplete`, the contributions to a tile, its sums.
   static constexpr uint64_t shared_lines(uint64_t tile_lines, uint64_t world) { return 1 + (world + 1) * tile_lines; }

@@ -156,9 +156,9 @@ struct AllReduceAddRmsNormOneShot : RowsInClusters<AllReduceAddRmsNormOneShot> {
 
   static constexpr uint32_t resident_threads(const Limits&) { return kMaxThreads; }
   static constexpr uint32_t span(const Problem& problem) { return Operation::row_lines(problem); }
-  // A copy of the row for each sender.
+  // A copy of the row for each of the other ranks.
   static constexpr uint64_t row_slot_lines(const Problem& problem) {
-    return uint64_t{problem.world} * Operation::row_lines(problem);
+    return uint64_t{problem.world - 1} * Operation::row_lines(problem);
   }
   // What the norm keeps, and the contributions to a tile; twice, if another tile follows.
   static constexpr uint64_t shared_lines(uint64_t, uint64_t, uint64_t threads, bool is_single_tile) {

@@ -41,7 +41,7 @@ all_reduce_add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
                     static_cast<uint64_t>(args.rows) * args.row_lines * sizeof(Line), self.rank, self.peer);
   const uint64_t sent_lines = static_cast<uint64_t>(args.rows) * segment;  // by a rank to another, in a phase
   session.divide_slots(sent_lines);
-  const uint64_t gather = World * sent_lines;  // where phase 1 starts in a slot
+  const uint64_t gather = (World - 1) * sent_lines;  // where phase 1 starts in a slot
 
   // Lines of segments: whether the tile's column exists there, and its place in the segment's part of a slot.
   const auto line_of = [&](const TileCursor& at) { return at.first + self.member * args.tile_lines + self.column; };
@@ -181,9 +181,9 @@ struct AllReduceAddRmsNormTwoShot : RowsInClusters<AllReduceAddRmsNormTwoShot> {
     return limits.compute_capability >= 100 ? 704 : 768;
   }
   static constexpr uint32_t span(const Problem& problem) { return Operation::segment_lines(problem); }
-  // A segment of the row for each sender, in both phases.
+  // A segment of the row for each of the other ranks, and in the second phase one for the rank itself.
   static constexpr uint64_t row_slot_lines(const Problem& problem) {
-    return 2 * uint64_t{problem.world} * Operation::segment_lines(problem);
+    return (2 * uint64_t{problem.world} - 1) * Operation::segment_lines(problem);
   }
   // What the norm keeps, the contributions to a tile, its sums, and `incomplete`.
   static constexpr uint64_t shared_lines(uint64_t tile_lines, uint64_t world, uint64_t, bool) {

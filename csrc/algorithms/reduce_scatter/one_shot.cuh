@@ -1,7 +1,7 @@
 // One-shot reduce-scatter (1PA, LL): every rank sends to each other rank what it has for its part, and sums what it gets for its
 // own. The first phase of two-shot all-reduce.
 //
-// One hop. Slot: [sender][line].
+// One hop. Slot: [sender][line], of the other ranks.
 //
 // The rules of operation.cuh: R1, a rank ends after it has received line 0 from every peer, which sends one even where the part
 // is empty; R2, the thread that receives a line re-arms it.
@@ -83,8 +83,8 @@ struct ReduceScatterOneShot : TiledParts<ReduceScatterOneShot> {
     return &reduce_scatter_one_shot<D, World>;
   }
 
-  // A part for each sender.
-  static constexpr uint64_t slot_bytes(uint64_t lines, uint64_t world) { return world * lines * sizeof(Line); }
+  // A part for each of the other ranks.
+  static constexpr uint64_t slot_bytes(uint64_t lines, uint64_t world) { return (world - 1) * lines * sizeof(Line); }
   // `incomplete`, the contributions to a tile, its sums.
   static constexpr uint64_t shared_lines(uint64_t tile_lines, uint64_t world) { return 1 + (world + 1) * tile_lines; }
 };

@@ -14,21 +14,21 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 class LLBytes {
  public:
-  // What `sender_lines` lines of each of `world` senders take of a slot, in bytes.
+  // What `sender_lines` lines of each of the other ranks of `world` take of a slot, in bytes.
   static constexpr uint64_t slot_bytes(uint64_t sender_lines, uint64_t world) {
-    return world * sender_lines * (sizeof(Line) + sizeof(uint32_t));
+    return (world - 1) * sender_lines * (sizeof(Line) + sizeof(uint32_t));
   }
 
   // Of a session whose slots are divided into `sender_lines`.
   LLM_COMM_DEVICE LLBytes(LLSession& session, const DeviceComm& comm, uint64_t sender_lines)
       : session_(session),
-        to_masks_(static_cast<uint64_t>(comm.world_size) * sender_lines * sizeof(Line)),
+        to_masks_(static_cast<uint64_t>(comm.world_size - 1) * sender_lines * sizeof(Line)),
         sender_lines_(sender_lines) {}
 
   LLM_COMM_DEVICE void send(uint64_t place, Line payload) const {
     session_.send(place, payload);
     const AmbiguousWords words = ambiguous_words(payload);
-    if (words.are_there) store_relaxed(mask(session_.slot_of_peer(), session_.rank(), place), words.mask);
+    if (words.are_there) store_relaxed(mask(session_.slot_of_peer(), session_.sends_as(), place), words.mask);
   }
 
   // Re-arms what it has received.
@@ -37,7 +37,7 @@ class LLBytes {
     if (session_.aborted()) return line;
     session_.re_arm(place);
     if (!has_ambiguous_words(line)) return line;
-    uint32_t* const incoming = mask(session_.own_slot(), session_.peer(), place);
+    uint32_t* const incoming = mask(session_.own_slot(), session_.receives_as(), place);
     uint32_t found = kSentinel;
     session_.wait_until(
         [&] {

@@ -10,9 +10,10 @@
 //   session.re_arm(place);                        // R2 of operation.cuh
 //   block_sync(); session.arrive();               // one thread of each block
 //
-// A slot is divided among the senders: rank r's lines begin r times `sender_lines` behind its beginning, in every rank's
-// slots alike. A place is a line of that part. An algorithm of two phases has two such divisions, one behind the other; `part`
-// is where its second one begins. A thread whose peer is its own rank must not send: nobody receives.
+// A slot is divided among the other ranks, in their order, of which each has `sender_lines` lines. A place is a line of such
+// a part. An algorithm of two phases has two such divisions, one behind the other; `part`
+// is where its second one begins. For a thread whose peer is its own rank there is a part behind those of the others, if the
+// algorithm makes room for it; else it must not send or receive.
 //
 // The steps are separate, and begin() does not enter the slot, because their order in a kernel is worth microseconds: what is
 // loaded between them is under way at the same time (docs/experiments/first_send.md).
@@ -27,19 +28,23 @@ class LLSession {
  public:
   // Construct it, and divide the slots, before the wait for the grids before this one. `bytes`: of the message, for errors.
   LLM_COMM_DEVICE LLSession(const DeviceComm& comm, OperationKind kind, uint64_t bytes, uint32_t rank, uint32_t peer)
-      : op_(comm, kind, bytes), rank_(rank), peer_(peer) {}
+      : op_(comm, kind, bytes),
+        rank_(rank),
+        peer_(peer),
+        sends_as_(rank == peer ? comm.world_size - 1 : among_others(rank, peer)),
+        receives_as_(rank == peer ? comm.world_size - 1 : among_others(peer, rank)) {}
 
   template <class Count>
   LLM_COMM_DEVICE void divide_slots(Count sender_lines) {
-    outgoing_ = op_.slots(peer_) + static_cast<uint64_t>(rank_) * sender_lines;
-    incoming_ = op_.slots(rank_) + static_cast<uint64_t>(peer_) * sender_lines;
+    outgoing_ = op_.slots(peer_) + static_cast<uint64_t>(sends_as_) * sender_lines;
+    incoming_ = op_.slots(rank_) + static_cast<uint64_t>(receives_as_) * sender_lines;
   }
 
   // The same for a kernel whose threads keep to few lines: places count from `first_line`, and the sum is not made again.
   template <class Count>
   LLM_COMM_DEVICE void divide_slots(Count sender_lines, Count first_line) {
-    outgoing_ = opaque(op_.slots(peer_) + static_cast<uint64_t>(rank_) * sender_lines + first_line);
-    incoming_ = opaque(op_.slots(rank_) + static_cast<uint64_t>(peer_) * sender_lines + first_line);
+    outgoing_ = opaque(op_.slots(peer_) + static_cast<uint64_t>(sends_as_) * sender_lines + first_line);
+    incoming_ = opaque(op_.slots(rank_) + static_cast<uint64_t>(receives_as_) * sender_lines + first_line);
   }
 
   // `precomputed`: values that change with every address that the kernel loads from or stores to besides. They are computed
@@ -105,8 +110,8 @@ class LLSession {
   // another wait for the peer.
   LLM_COMM_DEVICE char* own_slot() const { return reinterpret_cast<char*>(op_.in_slot(op_.slots(rank_))); }
   LLM_COMM_DEVICE char* slot_of_peer() const { return reinterpret_cast<char*>(op_.in_slot(op_.slots(peer_))); }
-  LLM_COMM_DEVICE uint32_t rank() const { return rank_; }
-  LLM_COMM_DEVICE uint32_t peer() const { return peer_; }
+  LLM_COMM_DEVICE uint32_t sends_as() const { return sends_as_; }
+  LLM_COMM_DEVICE uint32_t receives_as() const { return receives_as_; }
   template <class Poll>
   LLM_COMM_DEVICE bool wait_until(Poll poll, uint32_t phase) {
     return op_.wait_until(poll, peer_, phase);
@@ -119,6 +124,9 @@ class LLSession {
   Operation op_;
   uint32_t rank_;
   uint32_t peer_;
+  // The parts of the peer's slots and of this rank's.
+  uint32_t sends_as_;
+  uint32_t receives_as_;
   Line* outgoing_ = nullptr;
   Line* incoming_ = nullptr;
 };

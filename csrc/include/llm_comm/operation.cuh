@@ -90,6 +90,11 @@ LLM_COMM_DEVICE_CALL uint32_t take_ticket(CommState* state, uint32_t cluster_blo
   return number;
 }
 
+// Which of the other ranks of `receiver` a sender is: what is kept for each of them has no place for oneself.
+LLM_COMM_DEVICE uint32_t among_others(uint32_t sender, uint32_t receiver) {
+  return sender < receiver ? sender : sender - 1;
+}
+
 // What a kernel of collectives asks first, with all its threads: this block's number, from 0 (P2).
 LLM_COMM_DEVICE uint32_t block_number(const DeviceComm& comm) {
   return comm.takes_tickets != 0 ? take_ticket(state_of(comm), 1) : block_index();

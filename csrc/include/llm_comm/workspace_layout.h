@@ -60,11 +60,11 @@ class WorkspaceLayout {
   constexpr explicit WorkspaceLayout(uint64_t slot_bytes, uint64_t staging_bytes = 0)
       : slot_bytes_(slot_bytes), staging_bytes_(staging_bytes) {}
 
-  // The layout that makes the most of so many bytes: a quarter for staging, two slots, all of whole lines. Slots of 0 bytes where
+  // The layout that makes the most of so many bytes: three eighths for staging, two slots, all of whole lines. Slots of 0 bytes where
   // it is too small.
   static constexpr WorkspaceLayout within(uint64_t bytes) {
     const uint64_t available = bytes < kHeaderBytes ? 0 : bytes - kHeaderBytes;
-    const uint64_t staging = available / 4 / kLineBytes * kLineBytes;
+    const uint64_t staging = available * 3 / 8 / kLineBytes * kLineBytes;
     return WorkspaceLayout((available - staging) / kSlots / kLineBytes * kLineBytes, staging);
   }
 
