@@ -2,42 +2,9 @@
 // and line of a tile.
 #pragma once
 
-#include "algorithms/parts.h"
-#include "llm_comm/ll_bytes.cuh"
+#include "algorithms/parts_operation.h"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
-
-struct PartsArgs {
-  DeviceComm comm;
-  const void* input;
-  void* output;
-  Parts parts;
-  Range range;
-  uint32_t tile_lines;  // that one peer's threads of a block handle at a time: a power of two
-  uint32_t tile_lines_log2;
-  uint32_t depth;  // of HB: steps that a block is ahead
-};
-
-// What operations over parts share in their descriptors.
-struct PartsOperation {
-  using Args = PartsArgs;
-  static void check(const Problem& problem) { check_parts(problem); }
-
-  static Args arguments(const Problem& problem, const Tiling& tiling, const Grid&) {
-    Args args{};
-    args.parts = parts_of(problem);
-    args.tile_lines = tiling.tile_lines;
-    args.depth = tiling.depth;
-    while (args.tile_lines >> args.tile_lines_log2 > 1) ++args.tile_lines_log2;
-    return args;
-  }
-
-  static void set_launch(Args& args, const Problem&, const uint64_t* buffers, uint64_t first, uint64_t units) {
-    args.input = reinterpret_cast<const void*>(buffers[0]);
-    args.output = reinterpret_cast<void*>(buffers[1]);
-    args.range = {first, units};
-  }
-};
 
 // Algorithm says, of a launch whose largest part has `lines` lines among `world` ranks:
 //   slot_bytes(lines, world)           what it takes of a slot

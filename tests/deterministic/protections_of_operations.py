@@ -19,6 +19,9 @@ from protection import (
     Protection,
 )
 
+#: Plain lines, ordered by signals.
+NO_LL = {r".*_hb": "it sends no sentinel lines"}
+
 OF_OPERATIONS = (
     # ---- Lines ----
     Protection(
@@ -26,18 +29,20 @@ OF_OPERATIONS = (
         "a line is taken only when it has arrived",
         (Edit(LINE, "!= kSentinel;", "!= kSentinel || WITHOUT;"),),
         failure=WRONG_RESULT,
+        exempt=NO_LL,
     ),
     Protection(
         "all_words_checked",
         "all four words of a sentinel line are looked at",
         (Edit(LINE, "(low > high ? low : high)", "(WITHOUT ? line.word[0] : low > high ? low : high)"),),
         failure=WRONG_RESULT,
+        exempt=NO_LL,
     ),
     Protection(
         "sentinel_remap",
         "a word equal to the sentinel is sent as the NaN beside it",
         (Edit(LINE, "line.word[i] < kSentinel - 1 ?", "WITHOUT || line.word[i] < kSentinel - 1 ?"),),
-        exempt={"all_reduce_add_rms_norm/.*": "its schedules draw numbers only"},
+        exempt={"all_reduce_add_rms_norm/.*": "its schedules draw numbers only", **NO_LL},
     ),
     # ---- Operations and their slots ----
     Protection(
@@ -150,8 +155,8 @@ OF_OPERATIONS = (
         (
             Edit(
                 SESSION,
-                "rank_(rank), peer_(peer) {}",
-                "rank_(rank), peer_(peer) { if (WITHOUT) grid_dependency_trigger(); }",
+                "among_others(peer, rank)) {}",
+                "among_others(peer, rank)) { if (WITHOUT) grid_dependency_trigger(); }",
             ),
         ),
         failure=AHEAD,

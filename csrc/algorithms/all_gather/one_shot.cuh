@@ -7,6 +7,7 @@
 #pragma once
 
 #include "algorithms/all_gather/operation.cuh"
+#include "algorithms/tiled_parts.h"
 #include "llm_comm/ll_bytes.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {

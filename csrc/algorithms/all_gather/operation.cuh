@@ -2,8 +2,7 @@
 // stand for.
 #pragma once
 
-#include "algorithms/part_view.cuh"
-#include "algorithms/tiled_parts.h"
+#include "algorithms/parts_operation.h"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 

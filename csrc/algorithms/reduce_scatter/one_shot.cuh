@@ -9,6 +9,7 @@
 
 #include "algorithms/block_sum.cuh"
 #include "algorithms/reduce_scatter/operation.cuh"
+#include "algorithms/tiled_parts.h"
 #include "llm_comm/ll_session.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {

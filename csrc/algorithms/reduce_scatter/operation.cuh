@@ -1,9 +1,8 @@
 // Reduce-scatter: every rank gets its part of the sum of all inputs, the one sum of reduce.cuh.
 #pragma once
 
-#include "algorithms/part_view.cuh"
+#include "algorithms/parts_operation.h"
 #include "algorithms/reference.h"
-#include "algorithms/tiled_parts.h"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 

@@ -1,0 +1,117 @@
+"""Protections of what is ordered by signals (HB), and of lines that carry any bytes."""
+
+from __future__ import annotations
+
+from edits import Edit
+from protection import HANGS, MISHAPS, NOBODY_IS_MISSING, UNTOLD, WRONG_RESULT, Protection
+
+HB = "csrc/include/llm_comm/hb_session.cuh"
+BYTES = "csrc/include/llm_comm/ll_bytes.cuh"
+CHUNKED = "csrc/algorithms/chunked.cuh"
+
+OF_CHANNELS = (
+    # ---- Signals ----
+    Protection(
+        "hb_release",
+        "the signal of a step orders what was stored in it before",
+        (
+            Edit(
+                HB,
+                "store_release(semaphore(peer, comm_.rank), value_of(step));",
+                "if (WITHOUT) { store_relaxed(semaphore(peer, comm_.rank), value_of(step)); } else "
+                "{ store_release(semaphore(peer, comm_.rank), value_of(step)); }",
+            ),
+        ),
+        failure=WRONG_RESULT,
+    ),
+    Protection(
+        "hb_acquire",
+        "who finds a signal reads what was stored before it",
+        (
+            Edit(
+                HB,
+                "load_acquire(semaphore_of_peer) - value_of(step)",
+                "(WITHOUT ? load_relaxed(semaphore_of_peer) : load_acquire(semaphore_of_peer)) - value_of(step)",
+            ),
+        ),
+        failure=WRONG_RESULT,
+    ),
+    Protection(
+        "hb_wait",
+        "a step begins when the peers have ended the one that it builds on",
+        (Edit(HB, "if (t >= depth && !wait(", "if (!WITHOUT && t >= depth && !wait("),),
+        failure=WRONG_RESULT,
+    ),
+    Protection(
+        "hb_signal_of_ended_step",
+        "a step is signalled behind a barrier of the block, when all of its threads have ended it",
+        (Edit(HB, "signal(peer, t - 2);", "signal(peer, WITHOUT ? t - 1 : t - 2);"),),
+        failure=WRONG_RESULT,
+    ),
+    Protection(
+        "hb_operation_number",
+        "signals of operations before count for nothing",
+        (Edit(HB, "(op_.sequence() << kMaxStepsLog2)", "((WITHOUT ? 0 : op_.sequence()) << kMaxStepsLog2)"),),
+        failure=WRONG_RESULT,
+    ),
+    Protection(
+        "hb_next_operation_counts",
+        "a signal of the next operation says that all steps of this one have ended",
+        (
+            Edit(
+                HB,
+                "< kFurthestAhead;",
+                "< (WITHOUT ? kFurthestAhead / 2 - value_of(step) % (kFurthestAhead / 2) : kFurthestAhead);",
+            ),
+        ),
+        failure=NOBODY_IS_MISSING,
+    ),
+    # ---- Staging memory ----
+    Protection(
+        "hb_turns",
+        "there are twice as many buffers as steps that a block is ahead",
+        (Edit(CHUNKED, "turns_(2 * depth)", "turns_(WITHOUT ? depth : 2 * depth)"),),
+        failure=WRONG_RESULT,
+    ),
+    Protection(
+        "hb_last_steps",
+        "H1: a rank ends only when its peers have read what it sent",
+        (Edit(HB, "t < chunks + 2 * depth; ++t)", "t < chunks + (WITHOUT ? depth + 1 : 2 * depth); ++t)"),),
+        failure=WRONG_RESULT,
+        subjects=("all_reduce/one_shot_hb", "all_gather/push_hb", "reduce_scatter/push_hb"),
+    ),
+    Protection(
+        "hb_second_half",
+        "H2: what a second hop stores has memory of its own",
+        (Edit(CHUNKED, "session_.staging(receiver, half)", "session_.staging(receiver, WITHOUT ? 0 : half)"),),
+        failure=WRONG_RESULT,
+        subjects=("all_reduce/two_shot_hb",),
+    ),
+    # ---- Errors ----
+    Protection(
+        "hb_block_ends_as_one",
+        "a block whose wait was aborted sends and sums nothing more",
+        (Edit(HB, "if (incomplete_[t % 2] != 0) return;", "if (!WITHOUT && incomplete_[t % 2] != 0) return;"),),
+        options=MISHAPS,
+        failure=UNTOLD,
+    ),
+    # ---- Lines of any bytes ----
+    Protection(
+        "bytes_mask",
+        "a line that holds a word which may stand for two is followed by a mask, which is read",
+        (Edit(BYTES, "if (!has_ambiguous_words(line))", "if (WITHOUT || !has_ambiguous_words(line))"),),
+        failure=WRONG_RESULT,
+    ),
+    Protection(
+        "bytes_wait_for_mask",
+        "a mask is taken only when it has arrived",
+        (Edit(BYTES, "return found != kSentinel;", "return WITHOUT || found != kSentinel;"),),
+        failure=WRONG_RESULT,
+    ),
+    Protection(
+        "bytes_re_arm_mask",
+        "R2: a mask is armed again",
+        (Edit(BYTES, "store_relaxed(incoming, kSentinel);", "if (!WITHOUT) store_relaxed(incoming, kSentinel);"),),
+        failure="|".join((WRONG_RESULT, "is not armed again", HANGS)),
+    ),
+)
