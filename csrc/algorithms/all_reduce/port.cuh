@@ -28,11 +28,9 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllReducePort{11};
 
-// Sums `lines` lines: of rank r, received[r] + k, but of this one what load(k) returns. Several at a time, whose loads are under way
-// together.
+// Sums `lines` lines, of which load(r, k) is rank r's line k. Several at a time, whose loads are under way together.
 template <DataType D, int World, class Load, class Store>
-LLM_COMM_DEVICE void sum_chunks(uint32_t lines, uint32_t rank, const Line* const (&received)[World], Load load,
-                                Store store) {
+LLM_COMM_DEVICE void sum_chunks(uint32_t lines, Load load, Store store) {
   constexpr uint32_t kBatch = World == 2 ? 4 : World <= 4 ? 2 : 1;
   const uint32_t threads = block_threads();
   for (uint32_t i = thread_index(); i < lines; i += kBatch * threads) {
@@ -41,9 +39,7 @@ LLM_COMM_DEVICE void sum_chunks(uint32_t lines, uint32_t rank, const Line* const
     for (uint32_t j = 0; j < kBatch; ++j) {
       if (i + j * threads >= lines) continue;
       LLM_COMM_UNROLL(8)
-      for (uint32_t of = 0; of < World; ++of) {
-        contribution[j][of] = of == rank ? load(i + j * threads) : load_line(received[of] + i + j * threads);
-      }
+      for (uint32_t of = 0; of < World; ++of) contribution[j][of] = load(of, i + j * threads);
     }
     LLM_COMM_UNROLL(4)
     for (uint32_t j = 0; j < kBatch; ++j) {
@@ -77,10 +73,10 @@ LLM_COMM_DEVICE void all_reduce_in_one_hop(const AllReduceArgs& args, uint32_t b
   };
   const auto take = [&](uint32_t t) {
     const uint32_t first = chunks.first(t);
-    const Line* received[2] = {};
-    received[1 - rank] = buffers.received(1 - rank, t % turns);
+    const Line* const received = buffers.received(1 - rank, t % turns);
     sum_chunks<D, 2>(
-        chunks.lines(t, message.lines()), rank, received, [&](uint32_t k) { return message.load(first + k); },
+        chunks.lines(t, message.lines()),
+        [&](uint32_t of, uint32_t k) { return of == rank ? message.load(first + k) : load_line(received + k); },
         [&](uint32_t k, Line line) { message.store(first + k, line); });
   };
   exchange_chunks(session, chunks.count(), turns, turns_of_half, send, await, take);
@@ -112,12 +108,12 @@ LLM_COMM_DEVICE void all_reduce_in_two_hops(const AllReduceArgs& args, uint32_t 
   };
   const auto reduce = [&](uint32_t t) {
     const uint32_t first = rank * slice + chunks.first(t);
-    const Line* received[World] = {};
-    for (uint32_t of = 0; of < World; ++of) {
-      if (of != rank) received[of] = buffers.received(of, turn_of(t, kScatter));
-    }
+    const uint32_t turn = turn_of(t, kScatter);
     sum_chunks<D, World>(
-        lines_of(t, rank), rank, received, [&](uint32_t k) { return message.load(first + k); },
+        lines_of(t, rank),
+        [&](uint32_t of, uint32_t k) {
+          return of == rank ? message.load(first + k) : load_line(buffers.received(of, turn) + k);
+        },
         [&](uint32_t k, Line line) { message.store(first + k, line); });
   };
   const auto collect = [&](uint32_t t) {
