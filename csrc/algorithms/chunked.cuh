@@ -22,10 +22,12 @@ struct Team {
   uint32_t thread;
 
   // Of a thread that works.
-  LLM_COMM_DEVICE Team(const HBSession& session, uint32_t teams)
-      : number(session.worker() / (session.workers() / teams)),
-        threads(session.workers() / teams),
-        thread(session.worker() - number * threads) {}
+  static LLM_COMM_DEVICE Team of(const HBSession& session, uint32_t teams) {
+    const uint32_t threads = session.workers() / teams;
+    const uint32_t number = session.worker() / threads;
+    return {number, threads, session.worker() - number * threads};
+  }
+  static LLM_COMM_DEVICE Team whole_block() { return {0, block_threads(), thread_index()}; }
 };
 
 // Chunk t of a block of each part, which has up to `part_lines` lines.

@@ -46,6 +46,14 @@ class PartView {
 
   LLM_COMM_DEVICE uint32_t lines() const { return lines_of(count_); }
 
+  // Of a part without gaps: address of a line, and what there is of some lines.
+  LLM_COMM_DEVICE const void* bytes_from(uint32_t line) const { return first_ + uint64_t{line} * kPerLine; }
+  LLM_COMM_DEVICE uint64_t bytes_of_lines(uint32_t first, uint32_t lines) const {
+    const uint64_t begin = uint64_t{first} * kPerLine;
+    const uint64_t end = begin + uint64_t{lines} * kPerLine;
+    return bytes_of((end < count_ ? end : count_) - begin);
+  }
+
   // Changes with every address and bound that load() and store() use (for grid_dependency_wait_after).
   LLM_COMM_DEVICE uint64_t precomputed() const { return reinterpret_cast<uint64_t>(first_) + whole_lines_ + size_; }
 

@@ -15,11 +15,11 @@ namespace llm_comm::host {
 
 struct CoreOptions {
   int rank;
-  int world_size;         // 1..8
-  uint64_t slot_bytes;    // a multiple of 16; the workspace holds two slots and a header
-  double timeout_s;       // bound of every wait of a kernel
-  bool dependent_launch;  // programmatic dependent launch, where the device has it
-  bool check_calls;       // the ranks compare each call before they run it
+  int world_size;              // 1..8
+  uint64_t slot_bytes;         // a multiple of 16; the workspace holds two slots and a header
+  double timeout_s;            // bound of every wait of a kernel
+  bool dependent_launch;       // programmatic dependent launch, where the device has it
+  bool check_calls;            // the ranks compare each call before they run it
   uint64_t staging_bytes = 0;  // a multiple of 16; for HB
 };
 
@@ -42,7 +42,8 @@ struct Call {
 
 // Why a communicator cannot be used any more.
 struct OperationError {
-  // "timeout", "peer exited": `peer` was waited for, and nothing came; "mismatch": `calls` differ; "concurrent use".
+  // "timeout", "peer exited": `peer` was waited for, and nothing came; "mismatch": `calls` differ; "concurrent use"; "transport":
+  // what a kernel asked of a port channel could not be done, and `text` says why.
   std::string cause;
   int rank;
   int peer;
@@ -51,6 +52,7 @@ struct OperationError {
   uint64_t sequence;
   uint64_t bytes;
   std::vector<Call> calls;  // by rank
+  std::string text;
 };
 
 // One kind of call, checked and laid out beforehand: what is left to do is to enqueue it. Must not outlive its Core.

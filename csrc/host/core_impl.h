@@ -18,8 +18,10 @@
 //           void p2p_test(const DeviceComm&);   // synchronous
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -29,6 +31,7 @@
 #include "algorithms/registry.h"
 #include "host/describe.h"
 #include "host/launch_queue.h"
+#include "host/ports.h"
 
 namespace llm_comm::host {
 
@@ -48,10 +51,11 @@ inline void check_options(const CoreOptions& options) {
 template <class Memory, class Launcher>
 class CoreImpl final : public Core {
  public:
-  CoreImpl(const CoreOptions& options, Memory memory, Launcher launcher)
+  CoreImpl(const CoreOptions& options, Memory memory, Launcher launcher, std::unique_ptr<Ports> ports)
       : options_(options),
         memory_(std::move(memory)),
         launcher_(std::move(launcher)),
+        ports_(std::move(ports)),
         queue_(launcher_, options.check_calls) {
     comm_.mailbox = memory_.mailbox();
     comm_.slot_bytes = options.slot_bytes;
@@ -59,6 +63,8 @@ class CoreImpl final : public Core {
     comm_.timeout_ns = static_cast<uint64_t>(options.timeout_s * 1e9);
     comm_.rank = static_cast<uint32_t>(options.rank);
     comm_.world_size = static_cast<uint32_t>(options.world_size);
+    comm_.ports = ports_->ring();
+    comm_.port_entries_log2 = ports_->entries_log2();
   }
 
   CoreImpl(const CoreImpl&) = delete;
@@ -68,7 +74,10 @@ class CoreImpl final : public Core {
   ~CoreImpl() override {
     if (comm_.workspace[options_.rank] == nullptr) return;
     const bool has_ended = launcher_.wait_for_last_call();
-    if (!has_ended || launcher_.has_been_captured()) memory_.leave_to_graphs();
+    ports_->stop();
+    if (has_ended && !launcher_.has_been_captured()) return;
+    memory_.leave_to_graphs();
+    ports_->leave_to_graphs();
   }
 
   WorkspaceHandle create_workspace(bool use_ipc) override {
@@ -87,8 +96,18 @@ class CoreImpl final : public Core {
 
   // What a kernel outside of the core needs to take part in the communicator's operations.
   const DeviceComm& device_comm() const { return comm_; }
+  // Before the first kernel that asks anything of port channels is launched.
+  void start_ports() {
+    PortOwner owner{{}, workspace_bytes(), comm_.rank, comm_.world_size, nullptr, nullptr};
+    std::copy(std::begin(comm_.workspace), std::end(comm_.workspace), owner.workspace);
+    owner.has_failed = [mailbox = comm_.mailbox] { return llm_comm::host::has_failed(*mailbox); };
+    owner.fail = [this] { end_waits(kAbortRequest); };
+    ports_->start(owner);
+  }
 
-  uint64_t workspace_bytes() const override { return WorkspaceLayout(options_.slot_bytes, options_.staging_bytes).bytes(); }
+  uint64_t workspace_bytes() const override {
+    return WorkspaceLayout(options_.slot_bytes, options_.staging_bytes).bytes();
+  }
 
   void send_marks() override { launcher_.p2p_test(comm_); }
 
@@ -137,7 +156,8 @@ class CoreImpl final : public Core {
   }
 
   std::optional<OperationError> error() const override {
-    if (!has_error(*comm_.mailbox)) return std::nullopt;
+    if (!has_error(*comm_.mailbox)) return error_of_ports();
+    ports_->abandon();
     const ErrorRecord& record = comm_.mailbox->error;
     OperationError error{cause_name(record.cause),
                          static_cast<int>(record.rank),
@@ -146,6 +166,7 @@ class CoreImpl final : public Core {
                          record.phase == kCheckPhase ? -1 : static_cast<int>(record.phase),
                          record.sequence,
                          record.bytes,
+                         {},
                          {}};
     if (record.cause == static_cast<uint32_t>(ErrorCause::kMismatch)) {
       for (int rank = 0; rank < options_.world_size; ++rank) {
@@ -168,7 +189,10 @@ class CoreImpl final : public Core {
   bool has_been_captured() const override { return launcher_.has_been_captured(); }
   void wait_for(uint64_t stream) override { launcher_.wait_for(stream); }
 
-  void abort() override { end_waits(kAbortRequest); }
+  void abort() override {
+    end_waits(kAbortRequest);
+    ports_->abandon();
+  }
 
   void peer_exited(int peer) override {
     if (peer < 0 || peer >= options_.world_size) {
@@ -179,6 +203,12 @@ class CoreImpl final : public Core {
   }
 
  private:
+  std::optional<OperationError> error_of_ports() const {
+    const std::optional<std::string> text = ports_->error();
+    if (!text) return std::nullopt;
+    return OperationError{"transport", options_.rank, options_.rank, "", 0, 0, 0, {}, *text};
+  }
+
   void end_waits(uint32_t reason) { __atomic_fetch_or(&comm_.mailbox->end_reasons, reason, __ATOMIC_RELEASE); }
 
   template <class Algorithm>
@@ -199,6 +229,7 @@ class CoreImpl final : public Core {
     };
     const auto whole = function_of(shape.whole);
     const auto last = function_of(shape.last);
+    if constexpr (requires { Algorithm::kUsesPorts; }) start_ports();
     typename Operation::Args args = Operation::arguments(problem, tiling, shape.whole);
     args.comm = comm_;
     CallSignature call{static_cast<uint32_t>(Algorithm::kKind),
@@ -216,6 +247,7 @@ class CoreImpl final : public Core {
   CoreOptions options_;
   Memory memory_;
   Launcher launcher_;
+  std::unique_ptr<Ports> ports_;
   LaunchQueue<Launcher> queue_;
   DeviceComm comm_{};
 };

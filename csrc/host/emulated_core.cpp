@@ -9,6 +9,7 @@
 
 #include "emulator/executor.h"
 #include "host/core_impl.h"
+#include "host/memory_transport.h"
 
 namespace llm_comm::host {
 
@@ -132,7 +133,7 @@ class EmulatedLauncher {
 std::unique_ptr<Core> make_emulated_core(const CoreOptions& options) {
   check_options(options);
   return std::make_unique<CoreImpl<EmulatedMemory, EmulatedLauncher>>(
-      options, EmulatedMemory(), EmulatedLauncher(static_cast<uint32_t>(options.rank)));
+      options, EmulatedMemory(), EmulatedLauncher(static_cast<uint32_t>(options.rank)), make_emulated_ports());
 }
 
 }  // namespace llm_comm::host

@@ -233,7 +233,8 @@ PYBIND11_MODULE(_core, module) {
       .def_readonly("phase", &OperationError::phase)
       .def_readonly("sequence", &OperationError::sequence)
       .def_readonly("bytes", &OperationError::bytes)
-      .def_readonly("calls", &OperationError::calls);
+      .def_readonly("calls", &OperationError::calls)
+      .def_readonly("text", &OperationError::text);
 
   // Handles are (fd, bytes): a descriptor that the caller now owns and b"", or -1 and the bytes of a cudaIpc handle.
   py::class_<Core, CoreHolder>(module, "Core")

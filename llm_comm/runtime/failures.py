@@ -6,12 +6,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from llm_comm import _core, errors
-from llm_comm.errors import CommunicatorError, ConcurrentUseError, MismatchError, PeerTimeout
+from llm_comm.errors import CommunicatorError, ConcurrentUseError, LaunchError, MismatchError, PeerTimeout
 from llm_comm.runtime.status import LIFE_S, RankError, Sighting, fit
 
 
 def explain(error: _core.OperationError, waited_s: float) -> RankError:
     """What happened on this rank, and what to do about it."""
+    if error.cause == "transport":
+        text = (
+            f"rank {error.rank}: data could not be sent to a peer: {error.text}. This communicator cannot be used any "
+            "more."
+        )
+        return RankError(LaunchError.__name__, fit(text), "could not send data to a peer", error.rank, error.rank)
     # As calls are counted: from 1. The device counts the replays of graphs too, which no call of the host is.
     number = f"operation {error.sequence + 1} of this communicator, replays counted"
     phase = "comparison of calls" if error.phase < 0 else f"phase {error.phase}"

@@ -52,7 +52,7 @@ const std::vector<NamedSubject>& subjects() {
       add(Registry::index_of<A>(), Quantization::kStatic);
       add(Registry::index_of<A>(), Quantization::kDynamic);
     });
-    const char* const forms[] = {"put", "get", "packets"};
+    const char* const forms[] = {"put", "get", "packets", "port"};
     for (uint32_t form = 0; form < std::size(forms); ++form) {
       found.push_back({forms[form], {0, static_cast<Form>(form), DataType::kBFloat16, Quantization::kNone}});
     }

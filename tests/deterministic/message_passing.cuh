@@ -1,4 +1,4 @@
-// Every way in which a MemoryChannel moves data, each in a kernel: block k of a rank talks to its k-th peer, in rounds.
+// Every way in which a MemoryChannel and a PortChannel move data, each in a kernel: block k of a rank talks to its k-th peer, in rounds.
 // Of the pairs of ranks that have not met, the first in the order of (lower rank, higher rank) waits for no other: so blocks that
 // start by number meet, however few of them run at once.
 #pragma once
@@ -6,6 +6,7 @@
 #include "channel_memory.cuh"
 #include "llm_comm/memory_channel.cuh"
 #include "llm_comm/operation.cuh"
+#include "llm_comm/port_channel.cuh"
 
 namespace drill {
 
@@ -122,6 +123,44 @@ LLM_COMM_KERNEL(1024) pass_by_packets(LLM_COMM_KERNEL_PARAM MessageArgs args) {
     block_sync();
     if (*agreed == 0) return;
   }
+}
+
+// What a block has just written is put by the proxy. When that has been flushed, the block overwrites it.
+LLM_COMM_KERNEL(1024) pass_by_port(LLM_COMM_KERNEL_PARAM MessageArgs args) {
+  constexpr uint32_t kData = 0, kTaken = 1;  // semaphores
+  const uint32_t block = block_number(args.comm);
+  grid_dependency_wait();
+  const MessageParty party(args, block);
+  const PortChannel port{args.comm, party.channel.site, party.peer};
+  const auto offset =
+      static_cast<uint64_t>(reinterpret_cast<char*>(party.channel.remote) - args.comm.workspace[party.peer]);
+  const uint64_t bytes = args.lines * sizeof(Line);
+  uint32_t* const agreed = shared_memory<uint32_t>();
+  const auto lead = [&](auto steps) {  // by one thread of the block, for all
+    block_sync();
+    if (thread_index() == 0) *agreed = steps();
+    block_sync();
+    return *agreed != 0;
+  };
+  for (uint32_t round = 0; round < args.rounds; ++round) {
+    const uint64_t value = args.counters[party.peer].rounds + round + 1;
+    for (uint32_t i = thread_index(); i < args.lines; i += block_threads()) {
+      store_line(&party.own->outgoing[i], party.source[round * args.lines + i]);
+    }
+    const bool has_left = lead([&] {
+      const uint64_t to = offset + offsetof(ChannelMemory, brought);
+      if (round % 2 == 0) return port.put_with_signal(to, party.own->outgoing, bytes, kData, value) && port.flush();
+      return port.put(to, party.own->outgoing, bytes) && port.signal(kData, value) && port.flush();
+    });
+    if (!has_left) return;
+    for (uint32_t i = thread_index(); i < args.lines; i += block_threads()) store_line(&party.own->outgoing[i], Line{});
+    if (!lead([&] { return port.wait(kData, value); })) return;
+    for (uint32_t i = thread_index(); i < args.lines; i += block_threads()) {
+      party.received[round * args.lines + i] = load_line(&party.own->brought[i]);
+    }
+    if (!lead([&] { return port.signal(kTaken, value) && port.wait(kTaken, value); })) return;
+  }
+  if (thread_index() == 0) args.counters[party.peer].rounds += args.rounds;
 }
 
 }  // namespace drill

@@ -52,7 +52,7 @@ OF_CHANNELS = (
         "hb_operation_number",
         "signals of operations before count for nothing",
         (Edit(HB, "(op_.sequence() << kMaxStepsLog2)", "((WITHOUT ? 0 : op_.sequence()) << kMaxStepsLog2)"),),
-        failure=WRONG_RESULT,
+        failure=f"{WRONG_RESULT}|{NOBODY_IS_MISSING}",
     ),
     Protection(
         "hb_next_operation_counts",

@@ -20,7 +20,8 @@ from protection import (
 )
 
 #: Plain lines, ordered by signals.
-NO_LL = {r".*_hb": "it sends no sentinel lines"}
+NO_LL = {r".*_hb|.*/port": "it sends no sentinel lines"}
+NO_SLOT = {r".*_hb|.*/port": "it uses no slot"}
 
 OF_OPERATIONS = (
     # ---- Lines ----
@@ -28,7 +29,7 @@ OF_OPERATIONS = (
         "sentinel_check",
         "a line is taken only when it has arrived",
         (Edit(LINE, "!= kSentinel;", "!= kSentinel || WITHOUT;"),),
-        failure=WRONG_RESULT,
+        failure=f"{WRONG_RESULT}|{NOBODY_IS_MISSING}",  # of bytes: it waits for a mask that nobody sends
         exempt=NO_LL,
     ),
     Protection(
@@ -55,6 +56,7 @@ OF_OPERATIONS = (
                 "is_odd = !WITHOUT && static_cast<uint32_t>(arrivals_) & kArrivalsPerOperation;",
             ),
         ),
+        exempt=NO_SLOT,
     ),
     Protection(
         "re_arm",

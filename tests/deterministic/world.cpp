@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "host/core_impl.h"
+#include "port_actor.h"
 
 namespace drill {
 
@@ -90,7 +91,10 @@ World::World(emulator::Machine& machine, uint32_t ranks, uint64_t first_operatio
                                     true,
                                     check_calls,
                                     kStagingBytes};
-    members_.emplace_back(new Member{{options, RankMemory(machine.memory(), rank), StreamLauncher(machine, rank)}, {}});
+    char* const ring = machine.memory().of_rank(rank) + kRingOffset;
+    members_.emplace_back(new Member{{options, RankMemory(machine.memory(), rank), StreamLauncher(machine, rank),
+                                      std::make_unique<PortActor>(machine, rank, ring)},
+                                     {}});
     host::Core& own = core(rank);
     own.create_workspace(false);
     CommState state{};
@@ -106,6 +110,8 @@ World::~World() = default;
 
 host::Core& World::core(uint32_t rank) { return members_[rank]->core; }
 const DeviceComm& World::device_comm(uint32_t rank) const { return members_[rank]->core.device_comm(); }
+
+void World::start_ports(uint32_t rank) { members_[rank]->core.start_ports(); }
 
 ChannelCounters* World::channel_counters(uint32_t rank) { return members_[rank]->counters; }
 

@@ -17,7 +17,8 @@ inline constexpr uint64_t kSlotBytes = 32 * 1024;
 // Behind the workspace: memory of the channels that message_passing.cuh drives.
 inline constexpr uint64_t kStagingBytes = 32 * 1024;
 inline constexpr uint64_t kChannelOffset = kHeaderBytes + kSlots * kSlotBytes + kStagingBytes;
-inline constexpr uint64_t kBytesOfRank = kChannelOffset + 32 * 1024;
+inline constexpr uint64_t kRingOffset = kChannelOffset + 16 * 1024;  // the FIFO of port channels
+inline constexpr uint64_t kBytesOfRank = kRingOffset + 16 * 1024;
 inline constexpr uint64_t kTimeoutNs = 4'000'000;
 
 class World {
@@ -32,6 +33,9 @@ class World {
   emulator::Machine& machine() { return machine_; }
   // Enqueues a kernel of a test's own as the core enqueues its own.
   void launch(uint32_t rank, const emulator::LaunchConfig& config, std::function<void()> kernel);
+
+  // Before a kernel of a test's own uses port channels.
+  void start_ports(uint32_t rank);
 
   // By peer. Channels outlive the calls that use them.
   ChannelCounters* channel_counters(uint32_t rank);

@@ -31,7 +31,7 @@ all_gather_push_hb(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   session.begin();
 
   const auto work = [&](uint32_t t) {
-    const Team team(session, kAllGatherHBTeams);
+    const Team team = Team::of(session, kAllGatherHBTeams);
     if (team.number == 0 && t < chunks.count()) {
       Line* targets[World];
       LLM_COMM_UNROLL(8)

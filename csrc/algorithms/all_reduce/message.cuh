@@ -52,6 +52,15 @@ class Message {
   LLM_COMM_DEVICE uint64_t bytes() const { return count_ * sizeof(Storage); }
   LLM_COMM_DEVICE uint32_t lines() const { return static_cast<uint32_t>((count_ + kPerLine - 1) / kPerLine); }
 
+  // Addresses of a line, and what there is of some lines.
+  LLM_COMM_DEVICE const void* input_from(uint32_t line) const { return input_ + uint64_t{line} * kPerLine; }
+  LLM_COMM_DEVICE const void* output_from(uint32_t line) const { return output_ + uint64_t{line} * kPerLine; }
+  LLM_COMM_DEVICE uint64_t bytes_of_lines(uint32_t first, uint32_t lines) const {
+    const uint64_t begin = uint64_t{first} * kPerLine;
+    const uint64_t end = begin + uint64_t{lines} * kPerLine;
+    return ((end < count_ ? end : count_) - begin) * sizeof(Storage);
+  }
+
   // Changes with every address and bound that load() and store() use (for grid_dependency_wait_after).
   LLM_COMM_DEVICE uint64_t precomputed() const {
     return reinterpret_cast<uint64_t>(input_) + reinterpret_cast<uint64_t>(output_) + input_whole_lines_ +

@@ -31,7 +31,7 @@ all_reduce_one_shot_hb(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   session.begin();
 
   const auto work = [&](uint32_t t) {
-    const Team team(session, kOneShotHBTeams);
+    const Team team = Team::of(session, kOneShotHBTeams);
     if (team.number == 0 && t < chunks.count()) {
       Line* targets[World];
       LLM_COMM_UNROLL(8)

@@ -41,7 +41,7 @@ all_reduce_two_shot_hb(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   };
 
   const auto work = [&](uint32_t t) {
-    const Team team(session, kTwoShotHBTeams);
+    const Team team = Team::of(session, kTwoShotHBTeams);
     if (team.number == 0 && t < chunks.count()) {
       LLM_COMM_UNROLL(1)
       for (uint32_t i = 1; i < World; ++i) {

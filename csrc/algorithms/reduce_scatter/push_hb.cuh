@@ -32,7 +32,7 @@ reduce_scatter_push_hb(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   session.begin();
 
   const auto work = [&](uint32_t t) {
-    const Team team(session, kReduceScatterHBTeams);
+    const Team team = Team::of(session, kReduceScatterHBTeams);
     if (team.number == 0 && t < chunks.count()) {
       LLM_COMM_UNROLL(1)
       for (uint32_t i = 1; i < World; ++i) {

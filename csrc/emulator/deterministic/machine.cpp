@@ -106,6 +106,7 @@ void Machine::reset(uint64_t seed, uint32_t ranks, const Temper& temper) {
   for (Rank& rank : ranks_) rank.priority = random_.next();
   events_ = {};
   host_actions_.clear();
+  watches_.clear();
   event_count_ = now_ = turns_ = quiet_turns_ = fingerprint_ = 0;
 }
 
@@ -123,6 +124,8 @@ void Machine::launch(uint32_t rank, const LaunchConfig& config, std::function<vo
 // ---- The schedule --------------------------------------------------------------------------------------------------
 
 bool Machine::is_frozen(const Rank& rank) const { return rank.thaw > now_; }
+
+uint64_t Machine::frozen_until(uint32_t rank) const { return ranks_[rank].thaw; }
 
 uint64_t Machine::accesses(uint32_t rank) const { return ranks_[rank].accesses; }
 
@@ -546,6 +549,9 @@ void Machine::announce_arrivals() {
 
 // Those of the rank that the line belongs to. Who polls a peer's memory finds out by polling.
 void Machine::wake_pollers(uint32_t line) {
+  for (const Watch& watch : watches_) {
+    if (watch.first_line <= line && line <= watch.last_line) watch.action();
+  }
   const uint64_t home = line * sizeof(Line) / memory_.bytes_of_rank();
   if (home >= ranks_.size()) return;
   Rank& rank = ranks_[home];

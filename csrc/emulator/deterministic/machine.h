@@ -93,6 +93,20 @@ class Machine {
   uint64_t fingerprint() const { return fingerprint_; }
   void trace_to(std::FILE* file) { trace_ = file; }
 
+  // ---- For agents: who accesses memory of a rank beside its threads, from at() and watch(), after reset() ----
+
+  // What an agent brings to its accesses. Agents of one rank with one `block` share what is joined into that view.
+  ThreadMemory agent_of(uint32_t rank, ViewId block) {
+    return {rank, ~uint64_t{0}, block, memory_.new_view(), 0, {}, {}};
+  }
+  void load(ThreadMemory& agent, const void* address, void* to, uint32_t bytes, uint32_t unit, Order order);
+  void store(ThreadMemory& agent, void* address, const void* from, uint32_t bytes, uint32_t unit, Order order);
+  // Calls `action` whenever a store to these bytes of a rank's memory arrives there.
+  void watch(const void* first, uint64_t bytes, std::function<void()> action);
+  // Until when the rank does nothing; Stall::kForever; now() or less: it goes on.
+  uint64_t frozen_until(uint32_t rank) const;
+  Random& random() { return random_; }
+
   // Accesses of the running thread.
   void load(const void* address, void* to, uint32_t bytes, uint32_t unit, Order order);
   void store(void* address, const void* from, uint32_t bytes, uint32_t unit, Order order);
@@ -110,6 +124,11 @@ class Machine {
   struct Thread;
   struct Launch;
   struct Rank;
+  struct Watch {
+    uint64_t first_line;
+    uint64_t last_line;
+    std::function<void()> action;
+  };
   enum class EventKind { kArrival, kStart, kComplete, kThaw, kHost };
   struct Event {
     uint64_t time;
@@ -124,6 +143,7 @@ class Machine {
   bool is_unfinished() const;
   void access_begins(Thread& thread);
   void record(const Thread& thread, const char* what, uint64_t offset, uint64_t value);
+  void record(const ThreadMemory& agent, const char* what, uint64_t offset, uint64_t value);
   void announce_arrivals();
   void wake_pollers(uint32_t line);
   void add_event(uint64_t time, EventKind kind, uint32_t argument);
@@ -158,6 +178,7 @@ class Machine {
   std::vector<Thread*> idle_;
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
   std::vector<std::function<void()>> host_actions_;
+  std::vector<Watch> watches_;
   uint64_t event_count_ = 0;
   uint64_t now_ = 0;
   uint64_t turns_ = 0;

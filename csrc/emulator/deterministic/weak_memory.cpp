@@ -179,6 +179,8 @@ uint32_t WeakMemory::take_snapshot(const ThreadMemory& thread) {
 }
 
 void WeakMemory::join_snapshot(ThreadMemory& thread, uint32_t snapshot) {
+  if (snapshot == thread.joined) return;
+  thread.joined = snapshot;
   for (const auto& [i, stamp] : snapshots_[snapshot]) {
     if (stamp > view(locations_[i], thread)) raise(locations_[i], thread.thread, stamp);
   }
@@ -264,6 +266,8 @@ void WeakMemory::store(ThreadMemory& thread, uint64_t now, void* address, const 
   // Half of the stores travel as a whole, the others in parts.
   const uint64_t fate = (++stores_) << 3;
   const bool is_torn = mix(fate + salt_) & 1;
+  // Of several releases in a row one view is taken, before the first.
+  const uint32_t common = order == Order::kRelease && bytes > unit ? take_snapshot(thread) : 0;
   for (uint32_t done = 0; done < bytes; done += unit) {
     Location& to = location(offset + done, unit);
     if (to.bytes != unit) {
@@ -274,9 +278,10 @@ void WeakMemory::store(ThreadMemory& thread, uint64_t now, void* address, const 
     }
     uint64_t value = 0;
     std::memcpy(&value, static_cast<const char*>(from) + done, unit);
-    const uint32_t attached = order == Order::kWeak ? 0 : carried(to, thread);
+    const uint32_t attached = order == Order::kWeak ? 0 : common != 0 ? common : carried(to, thread);
     insert(to, thread, now, value, fate + (is_torn ? done / 4 : 0), attached, false);
-    if (order != Order::kRelease) continue;
+    if (common != 0) thread.released.emplace_back(number(to), common);
+    if (order != Order::kRelease || common != 0) continue;
     const uint32_t snapshot = take_snapshot(thread);  // with the store itself in it
     const Stamp own = view(to, thread);
     std::find_if(to.history.begin(), to.history.end(), [&](const Message& m) { return m.stamp == own; })->snapshot =

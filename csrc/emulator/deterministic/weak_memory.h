@@ -52,6 +52,7 @@ struct ThreadMemory {
   uint32_t fenced = 0;                                  // snapshot that stores after a fence carry
   std::vector<uint32_t> observed;                       // snapshots on what relaxed loads returned, for the next fence
   std::vector<std::pair<uint32_t, uint32_t>> released;  // location and snapshot of the thread's own releases
+  uint32_t joined = 0;                                  // the snapshot that it has joined last
 };
 
 // How weak memory is in a schedule.

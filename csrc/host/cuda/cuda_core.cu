@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "host/core_impl.h"
+#include "host/cuda/copy_engines.h"
 #include "host/cuda/device_memory.h"
 
 namespace llm_comm::host {
@@ -49,19 +50,6 @@ class HostMemory {
     uint64_t word;
   };
   Content* content_ = nullptr;
-};
-
-// For its scope, what this thread calls is no part of a capture, and ends none, whoever captures which stream. It is not
-// enough for cudaDeviceSynchronize(), which invalidates every capture of the device.
-class BesideCaptures {
- public:
-  BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  ~BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  BesideCaptures(const BesideCaptures&) = delete;
-  BesideCaptures& operator=(const BesideCaptures&) = delete;
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
 // Copies to and from device memory while kernels that wait for other ranks occupy the caller's streams.
@@ -430,7 +418,8 @@ std::unique_ptr<Core> make_cuda_core(const CoreOptions& options, int device) {
   const BesideCaptures beside;
   const int architecture = load_kernels(static_cast<uint32_t>(options.world_size));
   return std::make_unique<CoreImpl<CudaMemory, CudaLauncher>>(
-      options, CudaMemory(device), CudaLauncher(device, architecture, options.dependent_launch));
+      options, CudaMemory(device), CudaLauncher(device, architecture, options.dependent_launch),
+      make_cuda_ports(device));
 }
 
 DeviceReport cuda_device_report(int device) {

@@ -48,4 +48,17 @@ class DeviceGuard {
   int previous_ = -1;
 };
 
+// For its scope, what this thread calls is no part of a capture, and ends none, whoever captures which stream. It is not
+// enough for cudaDeviceSynchronize(), which invalidates every capture of the device.
+class BesideCaptures {
+ public:
+  BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  BesideCaptures(const BesideCaptures&) = delete;
+  BesideCaptures& operator=(const BesideCaptures&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 }  // namespace llm_comm::host

@@ -49,6 +49,7 @@
 // of them can end (docs/experiments/progress.md).
 #pragma once
 
+#include "llm_comm/port_ring.h"
 #include "llm_comm/wait.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
@@ -65,6 +66,8 @@ struct DeviceComm {
   uint32_t rank;
   uint32_t world_size;
   uint32_t takes_tickets;  // of this launch: not all of its blocks run at once
+  uint32_t port_entries_log2;
+  PortRing* ports;  // in host memory
 };
 
 LLM_COMM_DEVICE CommState* state_of(const DeviceComm& comm) {

@@ -28,8 +28,10 @@
 //                    load_words(p, words): 1, 2 or 4 words by one access, which is not waited for before they are used
 // System scope       load_line_relaxed / store_line_relaxed: 16 bytes, of which only each 4-byte word is a unit;
 //                    load_packet_relaxed / store_packet_relaxed: the same, but each 8-byte half is a unit;
-//                    {load,store}_relaxed, load_acquire, store_release on uint32_t, uint64_t; fence_system()
+//                    {load,store}_relaxed, load_acquire, store_release on uint32_t, uint64_t; fence_system();
+//                    store_packets_release(p, packets): neighbouring packets, each half of which is a release
 // Device scope       add_relaxed(uint64_t*, n): no value comes back, so nobody waits for it; compare_and_swap;
+//                    fetch_add(uint64_t*, n): what was there;
 //                    count_up(uint32_t*, last): what was there; adds 1, or starts again at 0 from `last` on
 // Waiting            clock_ns(): monotonic; spin_hint(): called after a poll that failed;
 //                    kPollsPerCheck: failed polls after which a wait looks at the clock

@@ -274,6 +274,14 @@ LLM_COMM_DEVICE void store_packet_relaxed(void* address, Line v) {
   asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1,%2};" ::"l"(address), "l"(low), "l"(high) : "memory");
 }
 
+// One fence for all: it is what a release costs.
+template <uint32_t Packets>
+LLM_COMM_DEVICE void store_packets_release(void* address, const Line (&packets)[Packets]) {
+  asm volatile("fence.acq_rel.sys;" ::: "memory");
+  LLM_COMM_UNROLL(8)
+  for (uint32_t i = 0; i < Packets; ++i) store_packet_relaxed(static_cast<Line*>(address) + i, packets[i]);
+}
+
 LLM_COMM_DEVICE uint32_t load_relaxed(const uint32_t* address) {
   uint32_t v;
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
@@ -318,6 +326,10 @@ LLM_COMM_DEVICE void fence_system() { __threadfence_system(); }
 
 LLM_COMM_DEVICE void add_relaxed(uint64_t* address, uint64_t n) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(address), "l"(n) : "memory");
+}
+
+LLM_COMM_DEVICE uint64_t fetch_add(uint64_t* address, uint64_t n) {
+  return atomicAdd(reinterpret_cast<unsigned long long*>(address), static_cast<unsigned long long>(n));
 }
 
 LLM_COMM_DEVICE uint32_t compare_and_swap(uint32_t* address, uint32_t expected, uint32_t desired) {

@@ -206,13 +206,19 @@ LLM_COMM_DEVICE void store_packet_relaxed(void* address, Line line) {
   emulator::store(address, &line, sizeof(Line), 8, emulator::Order::kRelaxed);
 }
 
+template <uint32_t Packets>
+void store_packets_release(void* address, const Line (&packets)[Packets]) {
+  emulator::store(address, packets, sizeof(packets), 8, emulator::Order::kRelease);
+}
+
 LLM_COMM_DEVICE void fence_system() { emulator::fence(); }
 
-LLM_COMM_DEVICE void add_relaxed(uint64_t* address, uint64_t n) {
-  emulator::modify(
+LLM_COMM_DEVICE uint64_t fetch_add(uint64_t* address, uint64_t n) {
+  return emulator::modify(
       address, sizeof(uint64_t),
       [](uint64_t found, const void* summand) { return found + *static_cast<const uint64_t*>(summand); }, &n);
 }
+LLM_COMM_DEVICE void add_relaxed(uint64_t* address, uint64_t n) { fetch_add(address, n); }
 
 LLM_COMM_DEVICE uint32_t compare_and_swap(uint32_t* address, uint32_t expected, uint32_t desired) {
   const uint32_t arguments[] = {expected, desired};
@@ -293,8 +299,19 @@ LLM_COMM_DEVICE void store_packet_relaxed(void* address, Line line) {
   for (int i = 0; i < 2; ++i) store_relaxed(halves + i, values[i]);
 }
 
+template <uint32_t Packets>
+void store_packets_release(void* address, const Line (&packets)[Packets]) {
+  uint64_t* halves = static_cast<uint64_t*>(address);
+  for (const Line& packet : packets) {
+    for (const uint64_t half : std::bit_cast<std::array<uint64_t, 2>>(packet)) store_release(halves++, half);
+  }
+}
+
 LLM_COMM_DEVICE void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
+LLM_COMM_DEVICE uint64_t fetch_add(uint64_t* address, uint64_t n) {
+  return __atomic_fetch_add(address, n, __ATOMIC_RELAXED);
+}
 LLM_COMM_DEVICE void add_relaxed(uint64_t* address, uint64_t n) { __atomic_fetch_add(address, n, __ATOMIC_RELAXED); }
 
 LLM_COMM_DEVICE uint32_t compare_and_swap(uint32_t* address, uint32_t expected, uint32_t desired) {

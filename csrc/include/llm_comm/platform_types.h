@@ -12,6 +12,7 @@
 #endif
 
 #if defined(__CUDACC_RTC__)
+#include <cuda/std/cstddef>
 #include <cuda/std/cstdint>
 namespace llm_comm {
 using cuda::std::uint16_t;
@@ -20,6 +21,7 @@ using cuda::std::uint64_t;
 using cuda::std::uint8_t;
 }  // namespace llm_comm
 #else
+#include <cstddef>
 #include <cstdint>
 namespace llm_comm {
 using std::uint16_t;

@@ -3,9 +3,11 @@
 //
 //   region   begins at       at first   who writes, and the rule
 //   state    0               zero       this rank's GPU alone: CommState
+//   ports    kPortsOffset    zero       this rank's GPU and its proxy, and semaphores that peers' proxies write: PortState
 //   marks    kMarksOffset    zero       each peer one line at set-up: the proof that a mapping carries stores
 //   notes    kNotesOffset    zero       each rank one word after an error: whom it waited for (suspicion.cuh)
 //   calls    kCallsOffset    zero       each rank its next call, where calls are compared, as flag lines (check_call.cuh)
+//   arrivals kPortSemaphoresOffset 0x7F each peer's proxy the last step whose data it has brought (port_session.cuh)
 //   signals  kSemaphoresOffset 0x7F     each block of each peer the last step that it has done (hb_session.cuh)
 //   slots    kHeaderBytes    armed      peers send LL lines here. Every line holds the sentinel whenever no operation uses
 //                                       its slot; who receives a line re-arms it (the rules R1 and R2 of operation.cuh)
@@ -23,10 +25,15 @@ inline constexpr int kMaxWorldSize = 8;
 inline constexpr int kMaxParameters = 9;  // of an operation
 
 inline constexpr uint64_t kHeaderBytes = 64 * 1024;
+inline constexpr uint64_t kPortsOffset = 2048;
 inline constexpr uint64_t kMarksOffset = 4096;
-inline constexpr uint64_t kNotesOffset = 8192;
-inline constexpr uint64_t kCallsOffset = 12288;
+inline constexpr uint64_t kNotesOffset = 6144;
+inline constexpr uint64_t kCallsOffset = 8192;
+inline constexpr uint64_t kPortSemaphoresOffset = 12288;
 inline constexpr uint64_t kSemaphoresOffset = 16384;
+inline constexpr uint32_t kPortHops = 2;
+inline constexpr uint32_t kMaxPortBlocks = (kSemaphoresOffset - kPortSemaphoresOffset) /
+                                           (kPortHops * kMaxWorldSize * sizeof(uint64_t));  // of a grid that uses ports
 inline constexpr uint32_t kMaxSemaphoreBlocks =
     (kHeaderBytes - kSemaphoresOffset) / (kMaxWorldSize * sizeof(uint64_t));  // of a grid that uses them
 inline constexpr int kSlots = 2;
@@ -43,6 +50,16 @@ struct alignas(16) CommState {
   uint32_t tickets;    // that blocks of the grid which starts have taken (operation.cuh, "Progress")
 };
 
+// Of port channels (port_channel.cuh).
+inline constexpr uint32_t kUserPortSemaphores = 16;  // of a pair of ranks, for kernels outside of the library
+struct PortState {
+  uint64_t head;                    // requests for which threads have taken a place
+  uint64_t tail;                    // of these, the proxy has taken so many, as a thread saw it last
+  uint64_t flushed[kMaxWorldSize];  // by peer: all requests before this one have been carried out
+  uint64_t received[kMaxWorldSize][kUserPortSemaphores];  // by sender
+};
+static_assert(kPortsOffset + sizeof(PortState) <= kMarksOffset, "the region holds it");
+
 struct Region {
   const char* name;
   uint64_t offset;
@@ -52,7 +69,7 @@ struct Region {
 
 class WorkspaceLayout {
  public:
-  static constexpr int kRegions = 7;
+  static constexpr int kRegions = 9;
   struct Regions {
     Region region[kRegions];
   };
@@ -74,10 +91,12 @@ class WorkspaceLayout {
 
   constexpr Regions regions() const {
     return {{
-        {"state", 0, kMarksOffset, 0},
+        {"state", 0, kPortsOffset, 0},
+        {"ports", kPortsOffset, kMarksOffset - kPortsOffset, 0},
         {"marks", kMarksOffset, kNotesOffset - kMarksOffset, 0},
         {"notes", kNotesOffset, kCallsOffset - kNotesOffset, 0},
-        {"calls", kCallsOffset, kSemaphoresOffset - kCallsOffset, 0},
+        {"calls", kCallsOffset, kPortSemaphoresOffset - kCallsOffset, 0},
+        {"arrivals", kPortSemaphoresOffset, kSemaphoresOffset - kPortSemaphoresOffset, 0x7F},
         {"signals", kSemaphoresOffset, kHeaderBytes - kSemaphoresOffset, 0x7F},
         {"slots", kHeaderBytes, kSlots * slot_bytes_, 0xFF},  // the sentinel (line.cuh)
         {"staging", kHeaderBytes + kSlots * slot_bytes_, staging_bytes_, 0},

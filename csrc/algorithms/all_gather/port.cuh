@@ -1,0 +1,81 @@
+// All-gather over port channels: copy engines bring every rank's part, chunk by chunk, to the staging memory of all others, where a
+// few blocks put it where it belongs.
+//
+// One hop; exchange_chunks() says why buffers, sources and the staging memory are safe to use. A part that is shorter than the
+// largest one ends with chunks without lines: nobody sends or waits for those.
+#pragma once
+
+#include "algorithms/all_gather/operation.cuh"
+#include "algorithms/port_chunks.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+inline constexpr OperationKind kAllGatherPort{10};
+
+template <DataType D, int World>
+LLM_COMM_KERNEL(kMaxPortThreads)
+all_gather_port(LLM_COMM_KERNEL_PARAM PartsArgs args) {
+  const uint32_t block = block_number(args.comm);
+  const uint32_t rank = args.comm.rank;
+  const auto target_of = [&](uint32_t owner) {
+    return PartView<D>(args.output, args.parts.part[owner], args.parts.row_elements, args.range);
+  };
+  const PartView<D> source(args.input, args.parts.part[rank], 0, args.range);
+  const PartView<D> own = target_of(rank);
+  const Chunks chunks(block, args.tile_lines, PartView<D>::lines_of(args.range.count));
+  const uint32_t turns = turns_of(args.depth);
+  const uint32_t turns_of_half = (turns + 1) / 2;
+
+  PortSession session(args.comm, kAllGatherPort, PartView<D>::bytes_of(args.range.count), block,
+                      shared_memory<Line>()->word);
+  const PortBuffers buffers(args.comm, block, args.tile_lines, turns_of_half);
+  session.wait_for_grids_before(source.precomputed(), own.precomputed());
+  session.begin();
+
+  const auto send = [&](uint32_t peer, uint32_t t) {
+    const uint32_t first = chunks.first(t);
+    const uint32_t lines = chunks.lines(t, source.lines());
+    return lines == 0 || session.put(peer, buffers.offset(peer, rank, t % turns), source.bytes_from(first),
+                                     source.bytes_of_lines(first, lines), 0, t);
+  };
+  const auto await = [&](uint32_t peer, uint32_t t) {
+    const uint64_t elements = args.range.within(args.parts.part[peer].length);
+    return chunks.lines(t, PartView<D>::lines_of(elements)) == 0 || session.wait_for_data(peer, 0, t, 0);
+  };
+  const auto take = [&](uint32_t t) {
+    const uint32_t first = chunks.first(t);
+    LLM_COMM_UNROLL(1)
+    for (uint32_t i = 1; i < World; ++i) {
+      const uint32_t from = (rank + i) % World;
+      const PartView<D> target = target_of(from);
+      const Line* const received = buffers.received(from, t % turns);
+      move_lines(
+          Team::whole_block(), chunks.lines(t, target.lines()), [&](uint32_t k) { return load_line(received + k); },
+          [&](uint32_t k, Line line) { target.store(first + k, line); });
+    }
+    move_lines(
+        Team::whole_block(), chunks.lines(t, source.lines()), [&](uint32_t k) { return source.load(first + k); },
+        [&](uint32_t k, Line line) { own.store(first + k, line); });
+  };
+  exchange_chunks(session, chunks.count(), turns, turns_of_half, send, await, take);
+}
+
+// ---- Descriptor ----------------------------------------------------------------------------------------------------
+
+struct AllGatherPort : InPortChunks<AllGatherPort> {
+  using Operation = AllGather;
+  static constexpr AlgorithmInfo kInfo{"port", "Port", "all-gather by copy engines"};
+  static constexpr OperationKind kKind = kAllGatherPort;
+
+  template <DataType D, int World, uint32_t Variant>
+  static auto kernel() {
+    return &all_gather_port<D, World>;
+  }
+
+  static constexpr uint64_t turns_of_half(uint64_t turns, uint64_t) { return (turns + 1) / 2; }
+  static constexpr uint64_t part_lines(const Problem& problem, uint64_t units) {
+    return divide_up(units * element_bytes(problem.type), sizeof(Line));
+  }
+};
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -1,0 +1,150 @@
+#include "host/proxy.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <stdexcept>
+
+namespace llm_comm::host {
+
+namespace {
+
+// Of one batch: more would let the first ones wait.
+constexpr uint32_t kMostOfBatch = 128;
+
+}  // namespace
+
+void ProxyPorts::start(const PortOwner& owner) {
+  if (thread_ != nullptr) return;
+  if (ring() == nullptr) throw std::runtime_error("there is no FIFO for port channels");
+  owner_ = owner;
+  pid_ = getpid();
+  std::promise<void> has_begun;
+  thread_ = std::make_unique<std::thread>([&] { run(has_begun); });
+  try {
+    has_begun.get_future().get();
+  } catch (...) {
+    thread_->join();
+    thread_.reset();
+    throw;
+  }
+}
+
+void ProxyPorts::stop() {
+  if (thread_ == nullptr) return;
+  if (getpid() != pid_) {
+    // A fork has this object, but neither the thread nor the transport's device.
+    static_cast<void>(thread_.release());
+    static_cast<void>(transport_.release());
+    return;
+  }
+  is_ending_ = true;
+  thread_->join();
+  thread_.reset();
+}
+
+std::optional<std::string> ProxyPorts::error() const {
+  if (!has_error_.load(std::memory_order_acquire)) return std::nullopt;
+  return error_;
+}
+
+void ProxyPorts::run(std::promise<void>& has_begun) {
+  try {
+    transport_->begin(owner_.world_size);
+  } catch (...) {
+    has_begun.set_exception(std::current_exception());
+    return;
+  }
+  has_begun.set_value();
+  try {
+    serve();
+  } catch (const std::exception& error) {
+    error_ = error.what();
+    has_error_.store(true, std::memory_order_release);
+    owner_.fail();
+  }
+  transport_->finish();
+}
+
+void ProxyPorts::serve() {
+  auto last_request = std::chrono::steady_clock::now();
+  while (!is_ending_.load(std::memory_order_relaxed)) {
+    if (take() == 0) {
+      wait_for_requests(last_request);
+      continue;
+    }
+    // Who has failed waits for nothing, and the tensors that it wanted to send may be gone.
+    if (owner_.has_failed()) return;
+    for (uint32_t peer = 0; peer < owner_.world_size; ++peer) carry_out(peer);
+    last_request = std::chrono::steady_clock::now();
+  }
+}
+
+// Takes what is there, and frees its places. Returns how much it was.
+uint32_t ProxyPorts::take() {
+  uint32_t taken = 0;
+  while (taken < kMostOfBatch && take_one()) ++taken;
+  auto* const ring = reinterpret_cast<PortRing*>(memory_->on_host());
+  if (taken != 0) __atomic_store_n(&ring->tail, position_, __ATOMIC_RELEASE);
+  return taken;
+}
+
+bool ProxyPorts::take_one() {
+  const uint32_t flag = port_flag(position_, kEntriesLog2);
+  const auto* const entry =
+      reinterpret_cast<const PortEntry*>(memory_->on_host() + port_entry_offset(position_, kEntriesLog2));
+  uint32_t words[kWordsOfPortRequest];
+  for (uint32_t i = 0; i < kWordsOfPortRequest; ++i) {
+    const uint64_t half = __atomic_load_n(&entry->half[i], __ATOMIC_ACQUIRE);
+    if (half >> 32 != flag) return false;
+    words[i] = static_cast<uint32_t>(half);
+  }
+  ++position_;
+  PortRequest request;
+  std::memcpy(&request, words, sizeof(request));
+  const auto is_beyond = [&](uint64_t offset, uint64_t bytes) {
+    return bytes > owner_.workspace_bytes || offset > owner_.workspace_bytes - bytes;
+  };
+  if (request.peer >= owner_.world_size ||
+      ((request.parts & kPortPut) != 0 && is_beyond(request.destination, request.bytes)) ||
+      ((request.parts & (kPortSignal | kPortEcho)) != 0 && is_beyond(request.word, sizeof(uint64_t)))) {
+    throw std::runtime_error("a kernel asked for " + std::to_string(request.bytes) + " bytes to offset " +
+                             std::to_string(request.destination) + ", or a signal to offset " +
+                             std::to_string(request.word) + ", of rank " + std::to_string(request.peer) +
+                             ", which is beyond the workspace of " + std::to_string(owner_.workspace_bytes) + " bytes");
+  }
+  batches_[request.peer].add(request);
+  return true;
+}
+
+void ProxyPorts::carry_out(uint32_t peer) {
+  PortBatch& batch = batches_[peer];
+  if (batch.is_empty()) return;
+  for (const PortStep& step : batch.steps()) {
+    if (step.part == kPortPut) {
+      transport_->put(peer, owner_.workspace[peer] + step.to, reinterpret_cast<const char*>(step.from), step.bytes);
+    } else if (step.part == kPortSignal) {
+      transport_->signal(peer, reinterpret_cast<uint64_t*>(owner_.workspace[peer] + step.to), step.values, step.count);
+    } else {
+      transport_->echo(peer, reinterpret_cast<uint64_t*>(owner_.workspace[owner_.rank] + step.to), step.values,
+                       step.count);
+    }
+  }
+  batch.clear();
+}
+
+// Kernels give no sign when they begin, those of a graph least of all, so it is this thread that has to look. While operations
+// follow each other it finds a request at once. After that it gives way at every look, for as long as the next operation of a
+// running model may take to come. A proxy that nobody uses sleeps: some percent of a core, and the first request waits for a nap.
+void ProxyPorts::wait_for_requests(std::chrono::steady_clock::time_point last_request) const {
+  const auto idle = std::chrono::steady_clock::now() - last_request;
+  if (idle < patience_.spins) return;
+  if (idle < patience_.yields) {
+    sched_yield();
+  } else {
+    std::this_thread::sleep_for(patience_.nap);
+  }
+}
+
+}  // namespace llm_comm::host
