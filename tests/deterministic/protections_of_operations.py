@@ -86,7 +86,10 @@ OF_OPERATIONS = (
         (),
         options=("--unordered-grids",),
         budget=5000,
-        exempt={"all_reduce_add_rms_norm/.*": "their grids last long: noticed once, after 5,624 schedules"},
+        exempt={
+            "all_reduce_add_rms_norm/.*": "their grids last long: noticed once, after 5,624 schedules",
+            **NO_SLOT,
+        },
     ),
     Protection(
         "dependency_wait",
