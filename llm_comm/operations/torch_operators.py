@@ -16,9 +16,12 @@ from typing import Any
 import torch
 
 from llm_comm.errors import UnsupportedInputError
+from llm_comm.operations.all_gather import AllGather
 from llm_comm.operations.all_reduce import AllReduce
 from llm_comm.operations.all_reduce_add_rms_norm import FP8, AllReduceAddRmsNorm, check_quantization
 from llm_comm.operations.graph_order import OPERAND, keep_in_order
+from llm_comm.operations.parts import Sizes
+from llm_comm.operations.reduce_scatter import ReduceScatter
 from llm_comm.operations.watched import check_constant
 
 _library = torch.library.Library("llm_comm", "DEF")
@@ -27,6 +30,10 @@ _FUSED = "Tensor x, Tensor? residual, Tensor weight, float eps, str communicator
 _library.define(f"all_reduce_add_rms_norm({_FUSED}, {OPERAND}) -> (Tensor, Tensor)")
 _library.define(f"all_reduce_add_rms_norm_static_fp8({_FUSED}, Tensor scale, {OPERAND}) -> (Tensor, Tensor)")
 _library.define(f"all_reduce_add_rms_norm_dynamic_fp8({_FUSED}, {OPERAND}) -> (Tensor, Tensor, Tensor)")
+# All sizes, and the rank, stand in the graph: the shapes of results rest on them, and ranks, or other worlds, may share
+# compiled graphs on disk.
+_library.define(f"all_gather(Tensor x, int dim, SymInt[] sizes, str communicator, {OPERAND}) -> Tensor")
+_library.define(f"reduce_scatter(Tensor x, int dim, SymInt[] sizes, int rank, str communicator, {OPERAND}) -> Tensor")
 
 _Tensor = torch.Tensor
 _Results = tuple[torch.Tensor, ...]
@@ -42,6 +49,8 @@ class Operations:
 
     all_reduce: AllReduce
     all_reduce_add_rms_norm: AllReduceAddRmsNorm
+    all_gather: AllGather
+    reduce_scatter: ReduceScatter
 
 
 _operations: weakref.WeakValueDictionary[str, Operations] = weakref.WeakValueDictionary()
@@ -109,6 +118,23 @@ def all_reduce_add_rms_norm(
         made if wanted is None else _copy(made, f"all_reduce_add_rms_norm: {name}", wanted)
         for made, name, wanted in zip(results, names, given, strict=False)
     )
+
+
+def all_gather(x: _Tensor, dim: int, sizes: Sizes | None, out: Any, operation: AllGather, communicator: str) -> Any:
+    """The same for ``Communicator.all_gather``."""
+    check_constant("all_gather", x=x, out=out)
+    result = torch.ops.llm_comm.all_gather(x, dim, operation.sizes_of_all(x, dim, sizes), communicator)
+    return result if out is None else _copy(result, "all_gather: out", out)
+
+
+def reduce_scatter(
+    x: _Tensor, dim: int, sizes: Sizes | None, out: Any, operation: ReduceScatter, communicator: str
+) -> Any:
+    """The same for ``Communicator.reduce_scatter``."""
+    check_constant("reduce_scatter", x=x, out=out)
+    of_all = operation.sizes_of_all(x, dim, sizes)
+    result = torch.ops.llm_comm.reduce_scatter(x, dim, of_all, operation.rank, communicator)
+    return result if out is None else _copy(result, "reduce_scatter: out", out)
 
 
 def _copy(made: _Tensor, name: str, out: Any) -> _Tensor:
@@ -182,6 +208,35 @@ def _fused_dynamic_fake(
     return torch.empty_like(x, dtype=FP8), torch.empty_like(x), scale
 
 
+def _all_gather(x: _Tensor, dim: int, sizes: Sizes, communicator: str, after: _After = None) -> _Tensor:
+    result: _Tensor = _find(communicator).all_gather.run(x, dim, sizes)
+    return result
+
+
+def _all_gather_fake(x: _Tensor, dim: int, sizes: Sizes, communicator: str, after: _After = None) -> _Tensor:
+    check_constant("all_gather", x=x)
+    return x.new_empty(_with_size(x, dim, sum(sizes)))
+
+
+def _reduce_scatter(x: _Tensor, dim: int, sizes: Sizes, rank: int, name: str, after: _After = None) -> _Tensor:
+    operation = _find(name).reduce_scatter
+    if rank != operation.rank:
+        raise UnsupportedInputError(f"reduce_scatter: the call is rank {rank}'s, this is rank {operation.rank}")
+    result: _Tensor = operation.run(x, dim, sizes)
+    return result
+
+
+def _reduce_scatter_fake(x: _Tensor, dim: int, sizes: Sizes, rank: int, name: str, after: _After = None) -> _Tensor:
+    check_constant("reduce_scatter", x=x)
+    return x.new_empty(_with_size(x, dim, sizes[rank]))
+
+
+def _with_size(x: _Tensor, dim: int, size: int) -> list[int]:
+    shape = list(x.shape)
+    shape[dim] = size
+    return shape
+
+
 def _implement(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
     for device in ("CPU", "CUDA"):
         _library.impl(name, function, device)
@@ -196,6 +251,24 @@ def _all_reduce_of_batch(_info: Any, in_dims: Any, x: _Tensor, communicator: str
 
 _implement("all_reduce", _all_reduce, _all_reduce_fake)
 torch.library.register_vmap("llm_comm::all_reduce", _all_reduce_of_batch, lib=_library)
+
+
+def _of_batch(operator: str) -> Callable[..., Any]:
+    """For torch.vmap: the batch is a further dimension of the parts."""
+
+    def call(_info: Any, in_dims: Any, x: _Tensor, dim: int, *others: Any, after: _After = None) -> Any:
+        batch = in_dims[0] % x.dim()
+        logical = dim % (x.dim() - 1)
+        physical = logical + (logical >= batch)
+        return getattr(torch.ops.llm_comm, operator)(x.contiguous(), physical, *others), batch
+
+    return call
+
+
+_implement("all_gather", _all_gather, _all_gather_fake)
+_implement("reduce_scatter", _reduce_scatter, _reduce_scatter_fake)
+for _operator in ("all_gather", "reduce_scatter"):
+    torch.library.register_vmap(f"llm_comm::{_operator}", _of_batch(_operator), lib=_library)
 _implement("all_reduce_add_rms_norm", _fused, _fused_fake)
 _implement("all_reduce_add_rms_norm_static_fp8", _fused_static, _fused_static_fake)
 _implement("all_reduce_add_rms_norm_dynamic_fp8", _fused_dynamic, _fused_dynamic_fake)
