@@ -51,7 +51,7 @@ class GatherScatter:
         """
         # Host time of a call is a bar: this path makes no Python call that it can do without.
         if _is_compiling() or type(x) is not _Tensor or _is_watched():
-            return self._dispatch_all_gather(x, dim, sizes, out)
+            return self._dispatch(self._operations.all_gather, x, dim, sizes, out)
         return self._all_gather(x, dim, sizes, out)
 
     def reduce_scatter(self, x: Any, dim: int = 0, sizes: Sizes | None = None, out: Any = None) -> Any:
@@ -74,7 +74,7 @@ class GatherScatter:
             CommunicatorError: This or an earlier call has failed, as of ``all_reduce``.
         """
         if _is_compiling() or type(x) is not _Tensor or _is_watched():
-            return self._dispatch_reduce_scatter(x, dim, sizes, out)
+            return self._dispatch(self._operations.reduce_scatter, x, dim, sizes, out)
         return self._reduce_scatter(x, dim, sizes, out)
 
     def try_all_gather(self, x: torch.Tensor, dim: int = 0, sizes: Sizes | None = None) -> torch.Tensor | None:
@@ -85,32 +85,27 @@ class GatherScatter:
             CommunicatorError: ``x`` is accepted, and this or an earlier call has failed, as of ``all_reduce``.
         """
         if _is_compiling() or type(x) is not _Tensor or _is_watched():
-            is_accepted = self.accepts_all_gather(x, dim, sizes)
-            result: torch.Tensor | None = self._dispatch_all_gather(x, dim, sizes, None) if is_accepted else None
-        else:
-            result = self._all_gather(x, dim, sizes, None, True)
+            return self._try(self._operations.all_gather, x, dim, sizes)
+        result: torch.Tensor | None = self._all_gather(x, dim, sizes, None, True)
         return result
 
     def try_reduce_scatter(self, x: torch.Tensor, dim: int = 0, sizes: Sizes | None = None) -> torch.Tensor | None:
         """The same for ``reduce_scatter(x, dim, sizes)``."""
         if _is_compiling() or type(x) is not _Tensor or _is_watched():
-            is_accepted = self.accepts_reduce_scatter(x, dim, sizes)
-            result: torch.Tensor | None = self._dispatch_reduce_scatter(x, dim, sizes, None) if is_accepted else None
-        else:
-            result = self._reduce_scatter(x, dim, sizes, None, True)
+            return self._try(self._operations.reduce_scatter, x, dim, sizes)
+        result: torch.Tensor | None = self._reduce_scatter(x, dim, sizes, None, True)
         return result
 
-    def _dispatch_all_gather(self, x: Any, dim: int, sizes: Sizes | None, out: Any) -> Any:
-        """What is no ordinary tensor, or not one yet."""
-        operation = self._operations.all_gather
-        if isinstance(x, _Tensor):
-            return torch_operators.all_gather(x, dim, sizes, out, operation, self.name)
-        return operation.run_array(x, dim, sizes, out)
+    def _try(self, operation: PartsOperation, x: torch.Tensor, dim: int, sizes: Sizes | None) -> torch.Tensor | None:
+        result: torch.Tensor | None = None
+        if _accepts(operation, x, dim, sizes):
+            result = self._dispatch(operation, x, dim, sizes, None)
+        return result
 
-    def _dispatch_reduce_scatter(self, x: Any, dim: int, sizes: Sizes | None, out: Any) -> Any:
-        operation = self._operations.reduce_scatter
+    def _dispatch(self, operation: PartsOperation, x: Any, dim: int, sizes: Sizes | None, out: Any) -> Any:
+        """What is no ordinary tensor, or not one yet."""
         if isinstance(x, _Tensor):
-            return torch_operators.reduce_scatter(x, dim, sizes, out, operation, self.name)
+            return torch_operators.on_parts(operation, x, dim, sizes, out, self.name)
         return operation.run_array(x, dim, sizes, out)
 
     # ---- What would be served -----------------------------------------------------------------------------------

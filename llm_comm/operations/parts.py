@@ -79,7 +79,8 @@ class PartsOperation(Operation):
 
     def __init__(self, name: str, handle: CoreHandle, planner: Planner, rank: int) -> None:
         super().__init__(name, handle, planner)
-        self.rank = rank
+        self.name = name
+        self.rank, self.world_size = rank, planner.world_size
         self._prepared: dict[tuple[torch.Size, torch.dtype, int, tuple[int, ...] | None], PreparedParts] = {}
 
     # ---- Calls --------------------------------------------------------------------------------------------------
@@ -138,7 +139,7 @@ class PartsOperation(Operation):
                 )
             )
         except RuntimeError:
-            check_memory(self._info.name, x=x, out=out)
+            check_memory(self.name, x=x, out=out)
             raise
         if does_not_fit:
             raise self._error(_why_not_out(x, out, prepared.shape))
@@ -154,8 +155,10 @@ class PartsOperation(Operation):
             )
             if out is not None:
                 count_write((out,))
+        except ValueError as error:  # an address of 0
+            raise self._error(str(error)) from error
         except RuntimeError as error:
-            check_memory(self._info.name, x=x, out=out)
+            check_memory(self.name, x=x, out=out)
             self._handle.end_for(error)
             raise
         if not is_enqueued:
@@ -170,19 +173,18 @@ class PartsOperation(Operation):
         self.run(tensor, dim, sizes, arrays.as_output(out))
         return out
 
-    def sizes_of_all(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> Sizes:
-        """The sizes of all ranks' parts, which may be symbols.
+    def check_numbers(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> None:
+        """What a graph has to know before the call runs.
 
         Raises:
-            UnsupportedInputError: There is no such dimension, or sizes are none.
+            UnsupportedInputError: There is no such dimension, sizes are none, or there are none where parts cannot be
+                alike.
         """
         why = self._why_not_numbers(x, dim, sizes)
         if why:
             raise self._error(why)
-        found = all_sizes(x.shape[dim], sizes, self._planner.world_size, self.takes_whole)
-        if found is None:
+        if all_sizes(x.shape[dim], sizes, self.world_size, self.takes_whole) is None:
             raise self._error(self._why_not_equal(x.shape[dim], dim))
-        return found
 
     # ---- What would be served -----------------------------------------------------------------------------------
 
@@ -196,11 +198,11 @@ class PartsOperation(Operation):
             return False
         if self._why_not_type(x.dtype) or self._why_not_numbers(x, dim, sizes):
             return False
-        world = self._planner.world_size
+        world = self.world_size
         parts = self._divide(x.shape, dim, all_sizes(x.shape[dim], sizes, world, self.takes_whole))
         if parts is None:
             return False
-        return world == 1 or parts.whole() * x.element_size() <= self._planner.message_limit(self._info.name)
+        return world == 1 or parts.whole() * x.element_size() <= self._planner.message_limit(self.name)
 
     def plan(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> Plan:
         """What ``run`` would do for ``x``."""
@@ -209,7 +211,7 @@ class PartsOperation(Operation):
             return prepared.plan
         parts = self._parts(x, dim, sizes)
         if isinstance(parts, str):
-            return declined(self._info.name, x.numel() * x.element_size(), parts)
+            return declined(self.name, x.numel() * x.element_size(), parts)
         return self._layout(parts, x.dtype).plan
 
     def _prepare(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> PreparedParts | None:
@@ -236,15 +238,15 @@ class PartsOperation(Operation):
 
     def _layout(self, parts: Parts, dtype: torch.dtype) -> Layout:
         data_type, scale = self._core_type(dtype)
-        world = self._planner.world_size
+        world = self.world_size
         longest = parts.rows * max(parts.row_sizes) * scale
         if world == 1:
             nbytes = parts.whole() * dtype.itemsize
-            return Layout(without_kernel(self._info.name, "none", nbytes, "one rank"), None)
+            return Layout(without_kernel(self.name, "none", nbytes, "one rank"), None)
         sizes = [float(size * scale) for size in parts.row_sizes]
         unused = [0.0] * (len(self._info.parameters) - 1 - world)
         parameters = (float(parts.rows), *sizes, *unused)
-        return self._planner.lay_out(self._info.name, longest, 0, data_type, parameters)
+        return self._planner.lay_out(self.name, longest, 0, data_type, parameters)
 
     def _core_type(self, dtype: torch.dtype) -> tuple[str, int]:
         """The core's name of what it moves, and how many of these an element of ``dtype`` is."""
@@ -265,7 +267,7 @@ class PartsOperation(Operation):
         if why:
             return why
         length = x.shape[dim]
-        world = self._planner.world_size
+        world = self.world_size
         all_of_them = all_sizes(length, sizes and tuple(map(int, sizes)), world, self.takes_whole)
         if all_of_them is None:
             return self._why_not_equal(length, dim)
@@ -292,8 +294,8 @@ class PartsOperation(Operation):
             return ""
         if not isinstance(sizes, Sequence):
             return f"sizes is a {type(sizes).__name__}; it must be a list or tuple of one int for each rank"
-        if len(sizes) != self._planner.world_size:
-            return f"sizes has {len(sizes)} numbers; there are {self._planner.world_size} ranks"
+        if len(sizes) != self.world_size:
+            return f"sizes has {len(sizes)} numbers; there are {self.world_size} ranks"
         for rank, size in enumerate(sizes):
             if not (isinstance(size, _INTEGERS) and 0 <= size <= _MOST):  # type: ignore[operator]
                 return f"sizes[{rank}] is {quoted(size)}; it must be an int from 0 to 2**48"
@@ -309,8 +311,7 @@ class PartsOperation(Operation):
         return Parts(math.prod(shape[:dim]), tuple(size * behind for size in sizes), result)
 
     def _why_not_equal(self, length: int, dim: int) -> str:
-        world = self._planner.world_size
-        return f"x has {length} along dim {dim}, of which {world} ranks cannot have equal parts: pass sizes"
+        return f"x has {length} along dim {dim}, of which {self.world_size} ranks cannot have equal parts: pass sizes"
 
     def _why_not_sizes(self, length: int, dim: int, sizes: Sizes) -> str:
         if self.takes_whole:
@@ -318,7 +319,7 @@ class PartsOperation(Operation):
         return f"x has {length} along dim {dim}; sizes[{self.rank}], of this rank, is {sizes[self.rank]}"
 
     def _error(self, why: str) -> UnsupportedInputError:
-        return UnsupportedInputError(f"{self._info.name}: {why}")
+        return UnsupportedInputError(f"{self.name}: {why}")
 
 
 def all_sizes(length: int, sizes: Sizes | None, world: int, takes_whole: bool) -> Sizes | None:

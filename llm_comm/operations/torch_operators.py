@@ -20,7 +20,7 @@ from llm_comm.operations.all_gather import AllGather
 from llm_comm.operations.all_reduce import AllReduce
 from llm_comm.operations.all_reduce_add_rms_norm import FP8, AllReduceAddRmsNorm, check_quantization
 from llm_comm.operations.graph_order import OPERAND, keep_in_order
-from llm_comm.operations.parts import Sizes
+from llm_comm.operations.parts import PartsOperation, Sizes
 from llm_comm.operations.reduce_scatter import ReduceScatter
 from llm_comm.operations.watched import check_constant
 
@@ -30,10 +30,11 @@ _FUSED = "Tensor x, Tensor? residual, Tensor weight, float eps, str communicator
 _library.define(f"all_reduce_add_rms_norm({_FUSED}, {OPERAND}) -> (Tensor, Tensor)")
 _library.define(f"all_reduce_add_rms_norm_static_fp8({_FUSED}, Tensor scale, {OPERAND}) -> (Tensor, Tensor)")
 _library.define(f"all_reduce_add_rms_norm_dynamic_fp8({_FUSED}, {OPERAND}) -> (Tensor, Tensor, Tensor)")
-# All sizes, and the rank, stand in the graph: the shapes of results rest on them, and ranks, or other worlds, may share
-# compiled graphs on disk.
-_library.define(f"all_gather(Tensor x, int dim, SymInt[] sizes, str communicator, {OPERAND}) -> Tensor")
-_library.define(f"reduce_scatter(Tensor x, int dim, SymInt[] sizes, int rank, str communicator, {OPERAND}) -> Tensor")
+# Rank and world stand in the graph: the shapes of results rest on them, and ranks, or other worlds, may share compiled
+# graphs on disk.
+_PARTS = "Tensor x, int dim, SymInt[]? sizes, int rank, int world_size, str communicator"
+_library.define(f"all_gather({_PARTS}, {OPERAND}) -> Tensor")
+_library.define(f"reduce_scatter({_PARTS}, {OPERAND}) -> Tensor")
 
 _Tensor = torch.Tensor
 _Results = tuple[torch.Tensor, ...]
@@ -120,21 +121,17 @@ def all_reduce_add_rms_norm(
     )
 
 
-def all_gather(x: _Tensor, dim: int, sizes: Sizes | None, out: Any, operation: AllGather, communicator: str) -> Any:
-    """The same for ``Communicator.all_gather``."""
-    check_constant("all_gather", x=x, out=out)
-    result = torch.ops.llm_comm.all_gather(x, dim, operation.sizes_of_all(x, dim, sizes), communicator)
-    return result if out is None else _copy(result, "all_gather: out", out)
-
-
-def reduce_scatter(
-    x: _Tensor, dim: int, sizes: Sizes | None, out: Any, operation: ReduceScatter, communicator: str
-) -> Any:
-    """The same for ``Communicator.reduce_scatter``."""
-    check_constant("reduce_scatter", x=x, out=out)
-    of_all = operation.sizes_of_all(x, dim, sizes)
-    result = torch.ops.llm_comm.reduce_scatter(x, dim, of_all, operation.rank, communicator)
-    return result if out is None else _copy(result, "reduce_scatter: out", out)
+def on_parts(operation: PartsOperation, x: _Tensor, dim: int, sizes: Sizes | None, out: Any, communicator: str) -> Any:
+    """The same for ``Communicator.all_gather`` and ``reduce_scatter``."""
+    name = operation.name
+    check_constant(name, x=x, out=out)
+    operation.check_numbers(x, dim, sizes)
+    if sizes is not None and not torch.compiler.is_compiling() and torch._C._is_tracing():
+        # An assertion of torch's tracer would fail.
+        raise UnsupportedInputError(f"{name}: torch.jit.trace cannot record sizes: use torch.compile or make_fx")
+    operator = getattr(torch.ops.llm_comm, name)
+    result = operator(x, dim, sizes, operation.rank, operation.world_size, communicator)
+    return result if out is None else _copy(result, f"{name}: out", out)
 
 
 def _copy(made: _Tensor, name: str, out: Any) -> _Tensor:
@@ -146,7 +143,8 @@ def _copy(made: _Tensor, name: str, out: Any) -> _Tensor:
             f"{name} ({tuple(out.shape)}, {out.dtype}, {out.device}) must be like what goes there "
             f"({tuple(made.shape)}, {made.dtype}, {made.device})"
         )
-    return out.copy_(made.view(out.shape))
+    out.copy_(made.view(out.shape))  # which may return another object, of the class of what was made
+    return out
 
 
 # ---- The operators --------------------------------------------------------------------------------------------------
@@ -208,33 +206,48 @@ def _fused_dynamic_fake(
     return torch.empty_like(x, dtype=FP8), torch.empty_like(x), scale
 
 
-def _all_gather(x: _Tensor, dim: int, sizes: Sizes, communicator: str, after: _After = None) -> _Tensor:
-    result: _Tensor = _find(communicator).all_gather.run(x, dim, sizes)
-    return result
+def _all_gather(
+    x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, communicator: str, after: _After = None
+) -> _Tensor:
+    return _run_on_parts(_find(communicator).all_gather, x, dim, sizes, rank, world_size)
 
 
-def _all_gather_fake(x: _Tensor, dim: int, sizes: Sizes, communicator: str, after: _After = None) -> _Tensor:
+def _all_gather_fake(
+    x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, communicator: str, after: _After = None
+) -> _Tensor:
     check_constant("all_gather", x=x)
-    return x.new_empty(_with_size(x, dim, sum(sizes)))
+    return _empty_with_length(x, dim, x.shape[dim] * world_size if sizes is None else sum(sizes))
 
 
-def _reduce_scatter(x: _Tensor, dim: int, sizes: Sizes, rank: int, name: str, after: _After = None) -> _Tensor:
-    operation = _find(name).reduce_scatter
-    if rank != operation.rank:
-        raise UnsupportedInputError(f"reduce_scatter: the call is rank {rank}'s, this is rank {operation.rank}")
+def _reduce_scatter(
+    x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, communicator: str, after: _After = None
+) -> _Tensor:
+    return _run_on_parts(_find(communicator).reduce_scatter, x, dim, sizes, rank, world_size)
+
+
+def _reduce_scatter_fake(
+    x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, communicator: str, after: _After = None
+) -> _Tensor:
+    check_constant("reduce_scatter", x=x)
+    return _empty_with_length(x, dim, x.shape[dim] // world_size if sizes is None else sizes[rank])
+
+
+def _run_on_parts(
+    operation: PartsOperation, x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int
+) -> _Tensor:
+    if (rank, world_size) != (operation.rank, operation.world_size):
+        raise UnsupportedInputError(
+            f"{operation.name}: the call is that of rank {rank} of {world_size}; this is rank {operation.rank} of "
+            f"{operation.world_size}"
+        )
     result: _Tensor = operation.run(x, dim, sizes)
     return result
 
 
-def _reduce_scatter_fake(x: _Tensor, dim: int, sizes: Sizes, rank: int, name: str, after: _After = None) -> _Tensor:
-    check_constant("reduce_scatter", x=x)
-    return x.new_empty(_with_size(x, dim, sizes[rank]))
-
-
-def _with_size(x: _Tensor, dim: int, size: int) -> list[int]:
+def _empty_with_length(x: _Tensor, dim: int, length: int) -> _Tensor:
     shape = list(x.shape)
-    shape[dim] = size
-    return shape
+    shape[dim] = length
+    return x.new_empty(shape)
 
 
 def _implement(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
