@@ -216,12 +216,17 @@ class PartsOperation(Operation):
 
     def _prepare(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> PreparedParts | None:
         """What to launch for ``x``, or None if it is declined."""
-        parts = self._parts(x, dim, sizes)
-        if isinstance(parts, str):
+        if self._why_not(x):
             return None
-        key = (x.shape, x.dtype, dim, None if sizes is None else tuple(sizes))
-        prepared = self._prepared.get(key)
+        try:
+            key = (x.shape, x.dtype, dim, None if sizes is None else tuple(sizes))
+            prepared = self._prepared.get(key)
+        except TypeError:  # dim or sizes are no numbers
+            return None
         if prepared is None:
+            parts = self._parts(x, dim, sizes)
+            if isinstance(parts, str):
+                return None
             call = self._prepare_call(self._layout(parts, x.dtype))
             if call is not None:
                 spare = 0 if parts.row_sizes[self.rank] else _SPARE
