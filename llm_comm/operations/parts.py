@@ -132,10 +132,10 @@ class PartsOperation(Operation):
                 or out.is_conj()
                 or (differentiates and out.requires_grad)
                 or (
+                    # What is empty lies at 0.
                     -out.nbytes < (gap := out.data_ptr() - x.data_ptr()) < x.nbytes
                     # In place: a line of the part is written by the thread that has read it, or with what it was.
                     and gap != prepared.in_place
-                    and x.nbytes > 0 < out.nbytes
                 )
             )
         except RuntimeError:
@@ -248,9 +248,8 @@ class PartsOperation(Operation):
         if world == 1:
             nbytes = parts.whole() * dtype.itemsize
             return Layout(without_kernel(self.name, "none", nbytes, "one rank"), None)
-        sizes = [float(size * scale) for size in parts.row_sizes]
-        unused = [0.0] * (len(self._info.parameters) - 1 - world)
-        parameters = (float(parts.rows), *sizes, *unused)
+        # The sizes of ranks that there are not are 0 where they are left out.
+        parameters = (float(parts.rows), *(float(size * scale) for size in parts.row_sizes))
         return self._planner.lay_out(self.name, longest, 0, data_type, parameters)
 
     def _core_type(self, dtype: torch.dtype) -> tuple[str, int]:

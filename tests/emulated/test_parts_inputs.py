@@ -106,7 +106,8 @@ def decline(name: str) -> list[str]:
         for operation in operations:
             calls = calls_of(comm, operation)
             x = make()
-            if x.dim() > 0 and calls.accepts(like_x := torch.ones(x.shape, dtype=torch.float32)):
+            like_x = torch.ones(x.shape, dtype=torch.float32 if x.is_quantized else x.dtype)
+            if calls.accepts(like_x):
                 calls.run(like_x)  # its shape is known
             for _ in range(2):
                 assert not calls.accepts(x, **arguments)
