@@ -90,6 +90,8 @@ def why_not_plain(tensor: torch.Tensor) -> str:
         return f"the tensor is {'nested' if tensor.is_nested else tensor.layout}"
     if tensor.is_neg():
         return "the tensor is a negated view of another's memory: pass tensor.resolve_neg()"
+    if tensor.is_conj():
+        return "the tensor is a conjugated view of another's memory: pass tensor.resolve_conj()"
     # Whoever has no DTensor has not imported this.
     sharded = sys.modules.get("torch.distributed.tensor")
     if sharded is not None and isinstance(tensor, sharded.DTensor):

@@ -15,9 +15,13 @@ from llm_comm import _core, arrays
 from llm_comm.config import Config
 from llm_comm.errors import CommunicatorError
 from llm_comm.operations import torch_operators
+from llm_comm.operations.all_gather import AllGather
 from llm_comm.operations.all_reduce import AllReduce
 from llm_comm.operations.all_reduce_add_rms_norm import AllReduceAddRmsNorm
+from llm_comm.operations.gather_scatter import GatherScatter
 from llm_comm.operations.generic import GenericOperations
+from llm_comm.operations.reduce_scatter import ReduceScatter
+from llm_comm.operations.watched import is_traced as _is_traced
 from llm_comm.operations.watched import is_watched as _is_watched
 from llm_comm.planning.plan import Plan
 from llm_comm.planning.tables import TuningTable
@@ -32,7 +36,7 @@ _Tensor = torch.Tensor
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
 
-class Communicator:
+class Communicator(GatherScatter):
     """All-reduce and its kin for the ranks of one process group on one machine.
 
     Making one is collective over the group: either all ranks get one or all raise. Calls are collective too: all ranks
@@ -77,11 +81,18 @@ class Communicator:
         self.memory_kind = connected.memory_kind
         self._handle, self._planner = connected.handle, connected.planner
         common = (self._handle, self._planner)
-        self._operations = torch_operators.Operations(AllReduce(*common), AllReduceAddRmsNorm(*common))
+        self._operations = torch_operators.Operations(
+            AllReduce(*common),
+            AllReduceAddRmsNorm(*common),
+            AllGather(*common, self.rank),
+            ReduceScatter(*common, self.rank),
+        )
         self._other_operations = GenericOperations(*common)
         # Found with one look-up each.
         self._all_reduce = self._operations.all_reduce.run
         self._all_reduce_add_rms_norm = self._operations.all_reduce_add_rms_norm.run
+        self._all_gather = self._operations.all_gather.run
+        self._reduce_scatter = self._operations.reduce_scatter.run
         self.name = torch_operators.register(self._operations)
         logger.info(
             "rank %d of %d on %s: workspace %d bytes (%s), %s",
@@ -268,6 +279,8 @@ class Communicator:
         """Drops what is prepared and planned."""
         self._operations.all_reduce.forget()
         self._operations.all_reduce_add_rms_norm.forget()
+        self._operations.all_gather.forget()
+        self._operations.reduce_scatter.forget()
         self._other_operations.forget()
 
     # ---- State --------------------------------------------------------------------------------------------------
@@ -325,11 +338,6 @@ class Communicator:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _is_traced(x: torch.Tensor) -> bool:
-    """Whether the sizes of ``x`` may be symbols, by which nothing can be looked up."""
-    return _is_compiling() or isinstance(x.numel(), torch.SymInt)
 
 
 def _clear_frames(error: BaseException | None) -> None:

@@ -78,6 +78,11 @@ class Operation(NamedTuple):
     max_row: int
     algorithms: tuple[Algorithm, ...]
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether each rank has a part of a tensor, of a size that the parameters say (csrc/algorithms/parts.h)."""
+        return self.parameters[:2] == ("rows", "size_0")
+
     def takes_rows_of(self, elements: int) -> bool:
         """Whether it works on rows of so many elements; 0 for an operation that knows no rows."""
         if self.row_multiple == 0:

@@ -11,7 +11,7 @@ import yaml
 from reference import ALGORITHMS
 
 from llm_comm import Config, _core
-from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row
+from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, FUSED, REDUCE_SCATTER, Row
 
 #: Every way to run a message that differs in code path: grids of one block and of several, one tile and many, sent
 #: ahead or not.
@@ -49,6 +49,26 @@ def table_of_all_variants(path: Path) -> Path:
     """A table with a row for every variant, in a shuffled order."""
     order = random.Random(0).sample(VARIANTS, len(VARIANTS))
     return write_table(path, [plain_row(STEP_BYTES * n, *variant) for n, variant in enumerate(order, start=1)])
+
+
+def table_of_parts(path: Path) -> Path:
+    """A table with rows of both algorithms for operations on parts: grids of one block and of several, one tile and
+    many, ahead by one step or more."""
+    rows = []
+    for operation in (ALL_GATHER, REDUCE_SCATTER):
+        of_operation = [
+            Row(0, operation, "one_shot", "LL", blocks=blocks, tile_lines=tile_lines)
+            for blocks, tile_lines in ((1, 1), (2, 4), (5, 32))
+        ] + [
+            Row(0, operation, "push_hb", "HB", blocks=blocks, tile_lines=tile_lines, depth=depth)
+            for blocks, tile_lines, depth in ((1, 3, 1), (2, 32, 2), (5, 7, 8))
+        ]
+        order = random.Random(operation).sample(of_operation * 6, 36)
+        rows += [row._replace(up_to=STEP_BYTES * number) for number, row in enumerate(order, start=1)]
+    entries = [row.entry() for row in rows]
+    content = {"device": "test device", "world_size": 8, "max_message_bytes": 64 << 20, "rows": entries}
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return path
 
 
 def write_fused_table(path: Path, rows: list[Row]) -> Path:

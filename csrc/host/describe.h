@@ -41,10 +41,15 @@ inline Call describe(const CallSignature& call) {
           {}};
 }
 
-// 1e-05 as "1e-05", 2.0 as "2"; a value that has a name, by it.
+// 1e-05 as "1e-05", 2.0 as "2", 1e6 as "1000000"; a value that has a name, by it.
 inline std::string parameter_in_words(const ParameterInfo& parameter, double value) {
   for (int i = 0; i < kMaxNamedValues; ++i) {
     if (parameter.value_names[i] != nullptr && value == i) return parameter.value_names[i];
+  }
+  // Sizes are counts, which nobody reads in powers of ten.
+  constexpr double kMost = static_cast<double>(uint64_t{1} << 53);
+  if (value >= 0 && value < kMost && value == static_cast<double>(static_cast<uint64_t>(value))) {
+    return std::to_string(static_cast<uint64_t>(value));
   }
   char digits[32];
   return {digits, std::to_chars(digits, digits + sizeof(digits), value).ptr};

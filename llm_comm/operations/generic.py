@@ -15,10 +15,10 @@ from llm_comm.operations.operation import Operation, Prepared, keep
 from llm_comm.operations.watched import check_memory, count_write, is_watched, why_not_constant
 from llm_comm.planning.plan import Plan, declined
 from llm_comm.planning.planner import Planner
-from llm_comm.planning.tables import ALL_REDUCE, FUSED
+from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, FUSED, REDUCE_SCATTER
 from llm_comm.runtime.core_handle import CoreHandle
 
-_WITH_METHODS = (ALL_REDUCE, FUSED)
+_WITH_METHODS = (ALL_REDUCE, FUSED, ALL_GATHER, REDUCE_SCATTER)
 
 #: Methods have torch operators; what goes by its name has none.
 _LOST = (

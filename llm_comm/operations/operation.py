@@ -50,8 +50,8 @@ class Operation:
         self._planner = planner
         #: Types of elements that some algorithm has kernels for, and the core's names of them.
         self._data_types = {
-            _TORCH_TYPES[data_type]: data_type
-            for data_type in registry.data_types()
+            torch_type: data_type
+            for data_type, torch_type in _TORCH_TYPES.items()
             if any(data_type in algorithm.data_types for algorithm in self._info.algorithms)
         }
         #: What is ready to be launched, by size, type and the like.

@@ -16,9 +16,12 @@ from typing import Any
 import torch
 
 from llm_comm.errors import UnsupportedInputError
+from llm_comm.operations.all_gather import AllGather
 from llm_comm.operations.all_reduce import AllReduce
 from llm_comm.operations.all_reduce_add_rms_norm import FP8, AllReduceAddRmsNorm, check_quantization
 from llm_comm.operations.graph_order import OPERAND, keep_in_order
+from llm_comm.operations.parts import PartsOperation, Sizes
+from llm_comm.operations.reduce_scatter import ReduceScatter
 from llm_comm.operations.watched import check_constant
 
 _library = torch.library.Library("llm_comm", "DEF")
@@ -27,6 +30,11 @@ _FUSED = "Tensor x, Tensor? residual, Tensor weight, float eps, str communicator
 _library.define(f"all_reduce_add_rms_norm({_FUSED}, {OPERAND}) -> (Tensor, Tensor)")
 _library.define(f"all_reduce_add_rms_norm_static_fp8({_FUSED}, Tensor scale, {OPERAND}) -> (Tensor, Tensor)")
 _library.define(f"all_reduce_add_rms_norm_dynamic_fp8({_FUSED}, {OPERAND}) -> (Tensor, Tensor, Tensor)")
+# Rank and world stand in the graph: the shapes of results rest on them, and ranks, or other worlds, may share compiled
+# graphs on disk.
+_PARTS = "Tensor x, int dim, SymInt[]? sizes, int rank, int world_size, str communicator"
+_library.define(f"all_gather({_PARTS}, {OPERAND}) -> Tensor")
+_library.define(f"reduce_scatter({_PARTS}, {OPERAND}) -> Tensor")
 
 _Tensor = torch.Tensor
 _Results = tuple[torch.Tensor, ...]
@@ -42,6 +50,8 @@ class Operations:
 
     all_reduce: AllReduce
     all_reduce_add_rms_norm: AllReduceAddRmsNorm
+    all_gather: AllGather
+    reduce_scatter: ReduceScatter
 
 
 _operations: weakref.WeakValueDictionary[str, Operations] = weakref.WeakValueDictionary()
@@ -111,6 +121,19 @@ def all_reduce_add_rms_norm(
     )
 
 
+def on_parts(operation: PartsOperation, x: _Tensor, dim: int, sizes: Sizes | None, out: Any, communicator: str) -> Any:
+    """The same for ``Communicator.all_gather`` and ``reduce_scatter``."""
+    name = operation.name
+    check_constant(name, x=x, out=out)
+    operation.check_numbers(x, dim, sizes)
+    if sizes is not None and not torch.compiler.is_compiling() and torch._C._is_tracing():
+        # An assertion of torch's tracer would fail.
+        raise UnsupportedInputError(f"{name}: torch.jit.trace cannot record sizes: use torch.compile or make_fx")
+    operator = getattr(torch.ops.llm_comm, name)
+    result = operator(x, dim, sizes, operation.rank, operation.world_size, communicator)
+    return result if out is None else _copy(result, f"{name}: out", out)
+
+
 def _copy(made: _Tensor, name: str, out: Any) -> _Tensor:
     """Puts what an operator has made where the caller wants it; ``copy_`` alone would convert and repeat it."""
     if not isinstance(out, _Tensor):
@@ -120,7 +143,8 @@ def _copy(made: _Tensor, name: str, out: Any) -> _Tensor:
             f"{name} ({tuple(out.shape)}, {out.dtype}, {out.device}) must be like what goes there "
             f"({tuple(made.shape)}, {made.dtype}, {made.device})"
         )
-    return out.copy_(made.view(out.shape))
+    out.copy_(made.view(out.shape))  # which may return another object, of the class of what was made
+    return out
 
 
 # ---- The operators --------------------------------------------------------------------------------------------------
@@ -182,6 +206,50 @@ def _fused_dynamic_fake(
     return torch.empty_like(x, dtype=FP8), torch.empty_like(x), scale
 
 
+def _all_gather(
+    x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, communicator: str, after: _After = None
+) -> _Tensor:
+    return _run_on_parts(_find(communicator).all_gather, x, dim, sizes, rank, world_size)
+
+
+def _all_gather_fake(
+    x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, communicator: str, after: _After = None
+) -> _Tensor:
+    check_constant("all_gather", x=x)
+    return _empty_with_length(x, dim, x.shape[dim] * world_size if sizes is None else sum(sizes))
+
+
+def _reduce_scatter(
+    x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, communicator: str, after: _After = None
+) -> _Tensor:
+    return _run_on_parts(_find(communicator).reduce_scatter, x, dim, sizes, rank, world_size)
+
+
+def _reduce_scatter_fake(
+    x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, communicator: str, after: _After = None
+) -> _Tensor:
+    check_constant("reduce_scatter", x=x)
+    return _empty_with_length(x, dim, x.shape[dim] // world_size if sizes is None else sizes[rank])
+
+
+def _run_on_parts(
+    operation: PartsOperation, x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int
+) -> _Tensor:
+    if (rank, world_size) != (operation.rank, operation.world_size):
+        raise UnsupportedInputError(
+            f"{operation.name}: the call is that of rank {rank} of {world_size}; this is rank {operation.rank} of "
+            f"{operation.world_size}"
+        )
+    result: _Tensor = operation.run(x, dim, sizes)
+    return result
+
+
+def _empty_with_length(x: _Tensor, dim: int, length: int) -> _Tensor:
+    shape = list(x.shape)
+    shape[dim] = length
+    return x.new_empty(shape)
+
+
 def _implement(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
     for device in ("CPU", "CUDA"):
         _library.impl(name, function, device)
@@ -196,6 +264,24 @@ def _all_reduce_of_batch(_info: Any, in_dims: Any, x: _Tensor, communicator: str
 
 _implement("all_reduce", _all_reduce, _all_reduce_fake)
 torch.library.register_vmap("llm_comm::all_reduce", _all_reduce_of_batch, lib=_library)
+
+
+def _of_batch(operator: str) -> Callable[..., Any]:
+    """For torch.vmap: the batch is a further dimension of the parts."""
+
+    def call(_info: Any, in_dims: Any, x: _Tensor, dim: int, *others: Any, after: _After = None) -> Any:
+        batch = in_dims[0] % x.dim()
+        logical = dim % (x.dim() - 1)
+        physical = logical + (logical >= batch)
+        return getattr(torch.ops.llm_comm, operator)(x.contiguous(), physical, *others), batch
+
+    return call
+
+
+_implement("all_gather", _all_gather, _all_gather_fake)
+_implement("reduce_scatter", _reduce_scatter, _reduce_scatter_fake)
+for _operator in ("all_gather", "reduce_scatter"):
+    torch.library.register_vmap(f"llm_comm::{_operator}", _of_batch(_operator), lib=_library)
 _implement("all_reduce_add_rms_norm", _fused, _fused_fake)
 _implement("all_reduce_add_rms_norm_static_fp8", _fused_static, _fused_static_fake)
 _implement("all_reduce_add_rms_norm_dynamic_fp8", _fused_dynamic, _fused_dynamic_fake)

@@ -38,6 +38,11 @@ def is_watched() -> bool:
     )
 
 
+def is_traced(x: torch.Tensor) -> bool:
+    """Whether the sizes of ``x`` may be symbols, by which nothing can be looked up."""
+    return torch.compiler.is_compiling() or isinstance(x.numel(), torch.SymInt)
+
+
 def why_not_constant(tensor: torch.Tensor) -> str:
     """Why a derivative by a tensor would be lost, or ""."""
     if tensor.requires_grad and torch.is_grad_enabled():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llm_comm.config import MIB
-from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, by_operation
+from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, FUSED, REDUCE_SCATTER, Row, TuningTable, by_operation
 
 #: For each SM; what is best on an H200.
 _FUSED_BLOCKS_PER_SM = 3
@@ -31,8 +31,29 @@ def emulated_table() -> TuningTable:
         Row(64 * MIB, ALL_REDUCE, "two_shot", "LL", blocks=4, tile_lines=16, depth=1),
         Row(8 * 1024, FUSED, "one_shot", "LL", blocks=4, threads=128, cluster=2),
         Row(64 * MIB, FUSED, "two_shot", "LL", blocks=4, threads=128, cluster=2, depth=1),
+        *(
+            row
+            for operation in (ALL_GATHER, REDUCE_SCATTER)
+            for row in (
+                Row(8 * 1024, operation, "one_shot", "LL", blocks=2, tile_lines=16),
+                Row(64 * MIB, operation, "push_hb", "HB", blocks=4, tile_lines=64, depth=2),
+            )
+        ),
     )
     return TuningTable("emulated", by_operation(rows), 64 * MIB, max_fused_bytes=64 * MIB)
+
+
+def rows_of_parts(operation: str, sm_count: int) -> tuple[Row, ...]:
+    """Rows for all-gather or reduce-scatter where none have been measured, by the bytes of the largest rank's part.
+
+    LL as in the first hop of the H200's all-reduce tables; HB where a hop's time counts little beside the wire's.
+    """
+    sms = max(1, sm_count)
+    return (
+        Row(32 * 1024, operation, "one_shot", "LL", blocks=sms, tile_lines=16),
+        Row(MIB - 1, operation, "one_shot", "LL", blocks=4 * sms, tile_lines=32),
+        Row(64 * MIB, operation, "push_hb", "HB", blocks=sms, tile_lines=512, depth=2),
+    )
 
 
 # One-shot receives the row from every rank: it takes as many blocks as a cluster can have, so that they are small, as

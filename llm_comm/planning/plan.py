@@ -13,7 +13,7 @@ class Problem:
 
     Attributes:
         operation: Its name in the registry.
-        count: Elements of a rank's input.
+        count: Elements of a rank's input; of an operation on parts, of the largest part.
         row: Of these, elements of a row, for an operation that works by rows; else 0.
         data_type: Name of the elements' type.
         world_size: Ranks.
@@ -28,8 +28,15 @@ class Problem:
     parameters: tuple[float, ...] = ()
 
     def message_bytes(self) -> int:
-        """Size of a rank's input."""
+        """Size of ``count`` elements: what a table goes by."""
         return self.count * registry.data_types()[self.data_type]
+
+    def whole_bytes(self) -> int:
+        """Size of a rank's input; of an operation on parts, of the tensor of all parts. What limits go by."""
+        if not registry.operations()[self.operation].has_parts:
+            return self.message_bytes()
+        rows, *sizes = self.parameters
+        return int(rows) * int(sum(sizes)) * registry.data_types()[self.data_type]
 
     def for_core(self) -> _core.Problem:
         """The same as the core takes it."""
@@ -49,15 +56,15 @@ class Plan:
     Attributes:
         operation: What is computed.
         algorithm: Name of the algorithm; ``"none"`` where nothing has to be exchanged, or ``"declined"``.
-        protocol: ``"LL"`` for one; ``"none"`` where there is no algorithm.
+        protocol: ``"LL"`` or ``"HB"``; ``"none"`` where there is no algorithm.
         blocks: Blocks of a launch.
         threads: Threads of a block.
         tile_lines: Lines of 16 bytes that a block exchanges with each peer at a time.
         cluster: Blocks that share a row.
         depth: Tiles sent ahead of the one waited for.
         chunks: Launches that the message takes.
-        chunk_elements: Elements of all launches but the last.
-        message_bytes: Size of the message.
+        chunk_elements: Elements of all launches but the last; of an all-gather, bytes.
+        message_bytes: Size of the message; of an all-gather or reduce-scatter, of the largest rank's part.
         reason: Why this plan.
         row: Elements of a row, for an operation that works by rows; else 0.
     """

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from llm_comm import _core, registry
 from llm_comm.config import Config
-from llm_comm.planning.default_tables import derive_fused_rows
+from llm_comm.planning.default_tables import derive_fused_rows, rows_of_parts
 from llm_comm.planning.plan import Plan, Problem, without_kernel
 from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, row_of
 
@@ -90,10 +90,11 @@ def _why_not(problem: Problem, table: TuningTable, config: Config) -> str:
         return why
     if problem.world_size == 1:
         return "one rank: nothing to exchange"
-    message_bytes = problem.message_bytes()
+    message_bytes = problem.whole_bytes()
     limit = message_limit(ALL_REDUCE, table, config)
     if message_bytes > limit:
-        return f"more than max_message_bytes={limit}"
+        whole = f"the whole tensor has {message_bytes} bytes, " if operation.has_parts else ""
+        return f"{whole}more than max_message_bytes={limit}"
     if message_bytes > message_limit(problem.operation, table, config):
         return f"more than max_fused_bytes={table.max_fused_bytes} of {table.name}: two kernels are as fast"
     if not any(problem.data_type in algorithm.data_types for algorithm in operation.algorithms):
@@ -107,7 +108,7 @@ def _choose(
     """By the table's row, the forced algorithm, or else the first candidate that there is."""
     operation = registry.operations()[problem.operation]
     algorithms = [a for a in operation.algorithms if problem.data_type in a.data_types]
-    rows, remark = _rows_of(table, problem.operation)
+    rows, remark = _rows_of(table, problem.operation, limits)
     row = row_of(rows, problem.message_bytes())
     proposed = None if row is None else operation.find(row.algorithm, row.protocol)
     found = proposed if proposed in algorithms else None
@@ -123,8 +124,12 @@ def _choose(
                 alike = [a for a in forced if found is not None and a.ranges.keys() == found.ranges.keys()]
                 of_protocol = [a for a in alike if row is not None and a.protocol == row.protocol]
                 found = next(iter((*of_protocol, *alike)), None)
+                if found is None:
+                    row = row_of(tuple(r for r in rows if r.algorithm == config.algorithm), problem.message_bytes())
+                    found = None if row is None else operation.find(row.algorithm, row.protocol)
     if found is not None and row is not None:
-        return _Chosen(found, _choice(row, table), f"{table.name}, up to {row.up_to} bytes{remark}")
+        of_what = "bytes a rank" if operation.has_parts else "bytes"
+        return _Chosen(found, _choice(row, table), f"{table.name}, up to {row.up_to} {of_what}{remark}")
     for algorithm in algorithms:
         for choice in _core.candidates(algorithm.number, for_core, limits):
             reason = f"{table.name} has no row for {problem.operation}: the first candidate{remark}"
@@ -132,12 +137,16 @@ def _choose(
     return None
 
 
-def _rows_of(table: TuningTable, operation: str) -> tuple[tuple[Row, ...], str]:
+def _rows_of(table: TuningTable, operation: str, limits: _core.Limits) -> tuple[tuple[Row, ...], str]:
     """The rows of an operation, and a remark on them."""
     rows = table.rows.get(operation, ())
-    if rows or operation != FUSED:
+    if rows:
         return rows, ""
-    return derive_fused_rows(table.rows.get(ALL_REDUCE, ())), " (derived from all_reduce, not measured)"
+    if operation == FUSED:
+        return derive_fused_rows(table.rows.get(ALL_REDUCE, ())), " (derived from all_reduce, not measured)"
+    if registry.operations()[operation].has_parts:
+        return rows_of_parts(operation, limits.sm_count), " (general rows, not measured)"
+    return (), ""
 
 
 def _choice(row: Row, table: TuningTable) -> _core.Choice:

@@ -11,10 +11,13 @@ from llm_comm.config import MIB
 
 ALL_REDUCE = "all_reduce"
 FUSED = "all_reduce_add_rms_norm"
+ALL_GATHER = "all_gather"
+REDUCE_SCATTER = "reduce_scatter"
 
 
 class Row(NamedTuple):
-    """How an operation runs on messages of up to ``up_to`` bytes. A tunable that the algorithm does not have is 0."""
+    """How an operation runs on messages of up to ``up_to`` bytes: of an operation on parts, the largest rank's part. A
+    tunable that the algorithm does not have is 0."""
 
     up_to: int
     operation: str

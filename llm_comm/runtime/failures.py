@@ -9,6 +9,9 @@ from llm_comm import _core, errors
 from llm_comm.errors import CommunicatorError, ConcurrentUseError, LaunchError, MismatchError, PeerTimeout
 from llm_comm.runtime.status import LIFE_S, RankError, Sighting, fit
 
+#: Name of the data type of what is moved whatever it stands for.
+_BYTE = "byte"
+
 
 def explain(error: _core.OperationError, waited_s: float) -> RankError:
     """What happened on this rank, and what to do about it."""
@@ -82,22 +85,36 @@ def _sighting_in_words(sighting: Sighting) -> str:
 
 def _calls_in_words(calls: Sequence[_core.Call]) -> str:
     """ "ranks 0, 1: one-shot all-reduce of 8 bf16 (call 3); rank 2: ...", with the details in which calls differ."""
+    details_of = [_details_in_words(call, len(calls)) for call in calls]
     words: dict[str, set[str]] = {}  # of a detail, by its name
-    for call in calls:
-        for name, detail in call.details:
+    for of_call in details_of:
+        for name, detail in of_call.items():
             words.setdefault(name, set()).add(detail)
     differing = {name for name, said in words.items() if len(said) > 1}
     ranks: dict[str, list[str]] = {}
     for rank, call in enumerate(calls):
-        details = [detail for name, detail in call.details if name in differing]
+        details = [detail for name, detail in details_of[rank].items() if name in differing]
         ranks.setdefault(call_in_words(call, details), []).append(str(rank))
     return "; ".join(f"rank{'s' * (len(who) > 1)} {', '.join(who)}: {what}" for what, who in ranks.items())
+
+
+def _details_in_words(call: _core.Call, world: int) -> dict[str, str]:
+    """By name. Those of an operation on parts in the terms of whoever calls it: a tensor, a dimension, sizes."""
+    details = dict(call.details)
+    if "size_0" not in details:
+        return details
+    sizes = [details.pop(f"size_{rank}").split()[1] for rank in range(_core.max_world_size)]
+    unit = "bytes" if call.data_type == _BYTE else "elements"
+    details["rows"] = f"rows before dim: {details['rows'].split()[1]}"
+    details["sizes"] = f"parts of a row: {', '.join(sizes[:world])} {unit}"
+    return details
 
 
 def call_in_words(call: _core.Call, details: Sequence[str] = ()) -> str:
     rows = f" in rows of {call.row}" if call.row else ""
     extra = "".join(f", {detail}" for detail in details)
-    return f"{call.operation} of {call.count} {call.data_type}{rows}{extra} (call {call.number})"
+    unit = "bytes" if call.data_type == _BYTE else call.data_type
+    return f"{call.operation} of {call.count} {unit}{rows}{extra} (call {call.number})"
 
 
 def root_cause(rank: int, own: RankError | None, sightings: Sequence[Sighting]) -> RankError | None:

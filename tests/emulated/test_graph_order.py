@@ -26,6 +26,8 @@ OPERATORS = [
         "all_reduce_add_rms_norm",
         "all_reduce_add_rms_norm_static_fp8",
         "all_reduce_add_rms_norm_dynamic_fp8",
+        "all_gather",
+        "reduce_scatter",
     )
 ]
 
@@ -79,6 +81,17 @@ def norms(comm: Communicator, operands: Operands) -> Operands:
     return tuple(result.float() for result in results)
 
 
+def parts(comm: Communicator, operands: Operands) -> Operands:
+    """Gathers and scatters of several shapes beside sums, of even and uneven parts."""
+    results: list[torch.Tensor] = []
+    for x in operands:
+        results.append(comm.all_gather(x, x.dim() - 1))
+        results.append(comm.all_reduce(x))
+        results.append(comm.reduce_scatter(x, 1))
+        results.append(comm.reduce_scatter(x, 0, [0] * (comm.world_size - 1) + [x.shape[0]]))
+    return tuple(results)
+
+
 def written(comm: Communicator, operands: Operands) -> Operands:
     """A sum is written before the next call, which must not see what was written."""
     first = comm.all_reduce(operands[0])
@@ -94,7 +107,7 @@ class Case(NamedTuple):
     calls: int
 
 
-CASES = {"sums": Case(sums, 4), "norms": Case(norms, 16), "written": Case(written, 3)}
+CASES = {"sums": Case(sums, 4), "norms": Case(norms, 16), "parts": Case(parts, 16), "written": Case(written, 3)}
 PASSES = ("joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_pre_pass")  # an odd number of turns
 
 

@@ -149,3 +149,35 @@ def test_a_rank_s_own_error(error: Any, kind: str, brief: str, words: str) -> No
 def test_rows_of_a_call_are_told() -> None:
     assert call_in_words(call(512, 1)) == "two-shot all-reduce of 512 fp16 (call 1)"
     assert call_in_words(call(512, 1, row=64)) == "two-shot all-reduce of 512 fp16 in rows of 64 (call 1)"
+
+
+def call_on_parts(data_type: str, *sizes: int, rows: int = 1) -> Any:
+    of_all = [*sizes, *[0] * (8 - len(sizes))]
+    details = [("rows", f"rows {rows}"), *((f"size_{rank}", f"size_{rank} {size}") for rank, size in enumerate(of_all))]
+    return SimpleNamespace(
+        operation="one-shot all-gather", data_type=data_type, row=0, count=max(sizes), number=1, details=details
+    )
+
+
+@pytest.mark.parametrize(
+    ("calls", "words"),
+    [
+        (
+            [call_on_parts("byte", 4, 5), call_on_parts("byte", 4, 3)],
+            "rank 0: one-shot all-gather of 5 bytes, parts of a row: 4, 5 bytes (call 1); "
+            "rank 1: one-shot all-gather of 4 bytes, parts of a row: 4, 3 bytes (call 1). ",
+        ),
+        (
+            [call_on_parts("fp32", 6, 6), call_on_parts("fp32", 2, 2, rows=3)],
+            "rank 0: one-shot all-gather of 6 fp32, rows before dim: 1, parts of a row: 6, 6 elements (call 1); "
+            "rank 1: one-shot all-gather of 2 fp32, rows before dim: 3, parts of a row: 2, 2 elements (call 1). ",
+        ),
+        (
+            [call_on_parts("byte", 4, 4), call(8, 1)],
+            "rank 0: one-shot all-gather of 4 bytes (call 1); rank 1: two-shot all-reduce of 8 fp16 (call 1). ",
+        ),
+    ],
+    ids=["sizes", "rows", "operation"],
+)
+def test_sizes_of_parts_are_told_as_a_caller_gives_them(calls: list[Any], words: str) -> None:
+    assert words in explain(operation_error("mismatch", calls=calls), 1.0).text

@@ -18,7 +18,7 @@ from llm_comm.planning import catalogue, selection
 from llm_comm.planning.default_tables import general_table
 from llm_comm.planning.plan import Problem
 from llm_comm.planning.table_files import load_table, table_text
-from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, by_operation
+from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, FUSED, REDUCE_SCATTER, Row, TuningTable, by_operation
 
 WORLDS = range(2, 9)
 CONFIG = Config.load({})
@@ -226,8 +226,10 @@ def test_a_table_that_was_measured_elsewhere_is_used_and_that_is_told(
 @pytest.mark.parametrize("world", WORLDS)
 def test_table_of_the_emulator(world: int) -> None:
     table = catalogue.find_table("emulated", world, 1, CONFIG)
-    for rows in table.rows.values():
-        assert {row.algorithm for row in rows} == set(ALGORITHMS)
+    for operation in (ALL_REDUCE, FUSED):
+        assert {row.algorithm for row in table.rows[operation]} == set(ALGORITHMS)
+    for operation in (ALL_GATHER, REDUCE_SCATTER):
+        assert {row.algorithm for row in table.rows[operation]} == {"one_shot", "push_hb"}
     check_table(table, world)
 
 

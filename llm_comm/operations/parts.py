@@ -1,0 +1,352 @@
+"""Operations on a tensor of which each rank has a part along a dimension: all-gather puts the parts together,
+reduce-scatter hands them out. What fits, what is prepared for a shape, and the call itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import torch
+
+from llm_comm import arrays
+from llm_comm.errors import UnsupportedInputError
+from llm_comm.operations.operation import Operation, keep
+from llm_comm.operations.watched import check_memory, count_write, why_not_constant
+from llm_comm.planning.plan import Plan, declined, without_kernel
+from llm_comm.planning.planner import Planner
+from llm_comm.planning.selection import Layout
+from llm_comm.quoting import quoted
+from llm_comm.runtime.core_handle import CoreHandle
+
+# Global names cost less than attributes.
+_Tensor = torch.Tensor
+_strided = torch.strided
+_is_grad_enabled = torch.is_grad_enabled
+
+_INTEGERS: tuple[type, ...] = (Integral, torch.SymInt)
+#: Of a size; no memory is that large.
+_MOST = 1 << 48
+#: An address that no kernel uses: it is of no element.
+_SPARE = 16
+
+Sizes = Sequence[int]
+
+
+class Parts(NamedTuple):
+    """How a tensor is divided (csrc/algorithms/parts.h)."""
+
+    #: What stands before the dimension.
+    rows: int
+    #: Elements of each rank's part of a row.
+    row_sizes: tuple[int, ...]
+    #: Of what a call returns.
+    shape: tuple[int, ...]
+
+    def whole(self) -> int:
+        """Elements of the whole tensor."""
+        return self.rows * sum(self.row_sizes)
+
+
+class PreparedParts(NamedTuple):
+    """A call that is ready to be launched."""
+
+    plan: Plan
+    #: As of ``Prepared``.
+    run: Callable[..., bool] | None
+    #: Of the result, and its elements.
+    shape: tuple[int, ...]
+    elements: int
+    #: Bytes from x to an out that is where its values come from (x is this rank's part of out, or out of x). None where
+    #: the part has gaps, as a contiguous tensor cannot have.
+    in_place: int | None
+    #: Addresses for an x and an out that are empty, and so have none. 0 where they are not: one without memory is none.
+    spare_x: int
+    spare_out: int
+
+
+class PartsOperation(Operation):
+    """All-gathers or reduce-scatters of one communicator.
+
+    Args:
+        name, handle, planner: As of ``Operation``.
+        rank: Of this process.
+    """
+
+    #: Whether the input is the whole tensor; else the output is.
+    takes_whole: bool
+
+    def __init__(self, name: str, handle: CoreHandle, planner: Planner, rank: int) -> None:
+        super().__init__(name, handle, planner)
+        self.name = name
+        self.rank, self.world_size = rank, planner.world_size
+        self._prepared: dict[tuple[torch.Size, torch.dtype, int, tuple[int, ...] | None], PreparedParts] = {}
+
+    # ---- Calls --------------------------------------------------------------------------------------------------
+
+    def run(
+        self, x: torch.Tensor, dim: int = 0, sizes: Sizes | None = None, out: Any = None, or_none: bool = False
+    ) -> Any:
+        """The result for a tensor that has memory of its own, now.
+
+        Args:
+            x, dim, sizes, out: As of ``Communicator.all_gather`` and ``reduce_scatter``.
+            or_none: Return None where ``x`` is declined.
+
+        Raises:
+            UnsupportedInputError: ``x`` is declined, or ``out`` does not fit.
+            CommunicatorError: This or an earlier call has failed.
+        """
+        # Host time of a call is a bar: this path makes no Python call that it can do without.
+        dtype = x.dtype
+        differentiates = _is_grad_enabled()
+        try:
+            # A nested tensor has no shape.
+            key = None if x.is_nested else (x.shape, dtype, dim, None if sizes is None else tuple(sizes))
+            prepared = self._prepared.get(key)  # type: ignore[arg-type]
+        except TypeError:  # dim or sizes are no numbers, which the reason says
+            prepared = None
+        if (
+            prepared is None
+            or (differentiates and x.requires_grad)
+            or x.device != self._device
+            or x.layout is not _strided
+            or not x.is_contiguous()
+            or x.is_neg()
+            or x.is_conj()
+        ):
+            prepared = self._prepare(x, dim, sizes)
+            if prepared is None:
+                if or_none:
+                    return None
+                raise self._error(self.plan(x, dim, sizes).reason)
+        try:
+            does_not_fit = out is not None and (
+                not isinstance(out, _Tensor)
+                or out.numel() != prepared.elements
+                or out.dtype is not dtype
+                or out.device != self._device
+                or not out.is_contiguous()
+                or out.is_neg()
+                or out.is_conj()
+                or (differentiates and out.requires_grad)
+                or (
+                    # What is empty lies at 0.
+                    -out.nbytes < (gap := out.data_ptr() - x.data_ptr()) < x.nbytes
+                    # In place: a line of the part is written by the thread that has read it, or with what it was.
+                    and gap != prepared.in_place
+                )
+            )
+        except RuntimeError:
+            check_memory(self.name, x=x, out=out)
+            raise
+        if does_not_fit:
+            raise self._error(_why_not_out(x, out, prepared.shape))
+        run = prepared.run
+        if run is None:  # of one rank, or empty
+            self._handle.check()
+            result = x.new_empty(prepared.shape) if out is None else out
+            return result.copy_(x.view(result.shape)) if prepared.elements else result
+        try:
+            result = x.new_empty(prepared.shape) if out is None else out
+            is_enqueued = run(
+                x.data_ptr() or prepared.spare_x, result.data_ptr() or prepared.spare_out, self._current_stream()
+            )
+            if out is not None:
+                count_write((out,))
+        except ValueError as error:  # an address of 0
+            raise self._error(str(error)) from error
+        except RuntimeError as error:
+            check_memory(self.name, x=x, out=out)
+            self._handle.end_for(error)
+            raise
+        if not is_enqueued:
+            self._handle.check()
+        return result
+
+    def run_array(self, x: Any, dim: int, sizes: Sizes | None, out: Any) -> Any:
+        """The same for an array of another library."""
+        tensor = arrays.as_tensor(x)
+        if out is None:
+            return arrays.like(x, self.run(tensor, dim, sizes))
+        self.run(tensor, dim, sizes, arrays.as_output(out))
+        return out
+
+    def check_numbers(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> None:
+        """What a graph has to know before the call runs.
+
+        Raises:
+            UnsupportedInputError: There is no such dimension, sizes are none, or there are none where parts cannot be
+                alike.
+        """
+        why = self._why_not_numbers(x, dim, sizes)
+        if why:
+            raise self._error(why)
+        if all_sizes(x.shape[dim], sizes, self.world_size, self.takes_whole) is None:
+            raise self._error(self._why_not_equal(x.shape[dim], dim))
+
+    # ---- What would be served -----------------------------------------------------------------------------------
+
+    def accepts(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> bool:
+        """Whether ``run`` serves ``x``."""
+        return self._prepare(x, dim, sizes) is not None
+
+    def accepts_traced(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> bool:
+        """The same for torch.compile, which can trace neither the layout of a launch nor texts with sizes."""
+        if not arrays.is_dense_on(x, self._device) or (x.requires_grad and torch.is_grad_enabled()):
+            return False
+        if self._why_not_type(x.dtype) or self._why_not_numbers(x, dim, sizes):
+            return False
+        world = self.world_size
+        parts = self._divide(x.shape, dim, all_sizes(x.shape[dim], sizes, world, self.takes_whole))
+        if parts is None:
+            return False
+        return world == 1 or parts.whole() * x.element_size() <= self._planner.message_limit(self.name)
+
+    def plan(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> Plan:
+        """What ``run`` would do for ``x``."""
+        prepared = self._prepare(x, dim, sizes)
+        if prepared is not None:
+            return prepared.plan
+        parts = self._parts(x, dim, sizes)
+        if isinstance(parts, str):
+            return declined(self.name, x.numel() * x.element_size(), parts)
+        return self._layout(parts, x.dtype).plan
+
+    def _prepare(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> PreparedParts | None:
+        """What to launch for ``x``, or None if it is declined."""
+        if self._why_not(x):
+            return None
+        try:
+            key = (x.shape, x.dtype, dim, None if sizes is None else tuple(sizes))
+            prepared = self._prepared.get(key)
+        except TypeError:  # dim or sizes are no numbers
+            return None
+        if prepared is None:
+            parts = self._parts(x, dim, sizes)
+            if isinstance(parts, str):
+                return None
+            call = self._prepare_call(self._layout(parts, x.dtype))
+            if call is not None:
+                spare = 0 if parts.row_sizes[self.rank] else _SPARE
+                prepared = PreparedParts(
+                    *call,
+                    parts.shape,
+                    math.prod(parts.shape),
+                    self._in_place(parts, x.dtype),
+                    spare_x=0 if self.takes_whole else spare,
+                    spare_out=spare if self.takes_whole else 0,
+                )
+                keep(self._prepared, key, prepared)
+        return prepared
+
+    def _layout(self, parts: Parts, dtype: torch.dtype) -> Layout:
+        data_type, scale = self._core_type(dtype)
+        world = self.world_size
+        longest = parts.rows * max(parts.row_sizes) * scale
+        if world == 1:
+            nbytes = parts.whole() * dtype.itemsize
+            return Layout(without_kernel(self.name, "none", nbytes, "one rank"), None)
+        # The sizes of ranks that there are not are 0 where they are left out.
+        parameters = (float(parts.rows), *(float(size * scale) for size in parts.row_sizes))
+        return self._planner.lay_out(self.name, longest, 0, data_type, parameters)
+
+    def _core_type(self, dtype: torch.dtype) -> tuple[str, int]:
+        """The core's name of what it moves, and how many of these an element of ``dtype`` is."""
+        return self._data_types[dtype], 1
+
+    def _in_place(self, parts: Parts, dtype: torch.dtype) -> int | None:
+        of_row, own = sum(parts.row_sizes), parts.row_sizes[self.rank]
+        if parts.rows > 1 and own != of_row:
+            return None
+        before = sum(parts.row_sizes[: self.rank]) * dtype.itemsize
+        return before if self.takes_whole else -before
+
+    # ---- What does not fit --------------------------------------------------------------------------------------
+
+    def _parts(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> Parts | str:
+        """How the whole tensor is divided, or why there is no call of ``x``, whatever its size."""
+        why = self._why_not(x) or self._why_not_numbers(x, dim, sizes)
+        if why:
+            return why
+        length = x.shape[dim]
+        world = self.world_size
+        all_of_them = all_sizes(length, sizes and tuple(map(int, sizes)), world, self.takes_whole)
+        if all_of_them is None:
+            return self._why_not_equal(length, dim)
+        return self._divide(x.shape, dim, all_of_them) or self._why_not_sizes(length, dim, all_of_them)
+
+    def _why_not(self, x: torch.Tensor) -> str:
+        """Why ``x`` is no input whatever its shape, or ""."""
+        if x.device != self._device:
+            return f"the tensor is on {x.device}, the communicator on {self._device}"
+        why = arrays.why_not_plain(x)
+        if why:
+            return why
+        if not x.is_contiguous():
+            return f"the tensor is not contiguous: shape {tuple(x.shape)}, strides {x.stride()}"
+        return why_not_constant(x) or self._why_not_type(x.dtype)
+
+    def _why_not_numbers(self, x: torch.Tensor, dim: Any, sizes: Any) -> str:
+        """Why there is no such dimension, or sizes are none, or ""."""
+        if not isinstance(dim, int):
+            return f"dim is {quoted(dim)}; it must be an int"
+        if not -x.dim() <= dim < x.dim():
+            return f"dim is {quoted(dim)}; x has {x.dim()} dimensions"
+        if sizes is None:
+            return ""
+        if not isinstance(sizes, Sequence):
+            return f"sizes is a {type(sizes).__name__}; it must be a list or tuple of one int for each rank"
+        if len(sizes) != self.world_size:
+            return f"sizes has {len(sizes)} numbers; there are {self.world_size} ranks"
+        for rank, size in enumerate(sizes):
+            if not (isinstance(size, _INTEGERS) and 0 <= size <= _MOST):  # type: ignore[operator]
+                return f"sizes[{rank}] is {quoted(size)}; it must be an int from 0 to 2**48"
+        return ""
+
+    def _divide(self, shape: Sequence[int], dim: int, sizes: Sizes | None) -> Parts | None:
+        """None where the sizes do not fit the shape of an input. Without texts, for torch.compile."""
+        if sizes is None or shape[dim] != (sum(sizes) if self.takes_whole else sizes[self.rank]):
+            return None
+        dim %= len(shape)
+        behind = math.prod(shape[dim + 1 :])
+        result = (*shape[:dim], sizes[self.rank] if self.takes_whole else sum(sizes), *shape[dim + 1 :])
+        return Parts(math.prod(shape[:dim]), tuple(size * behind for size in sizes), result)
+
+    def _why_not_equal(self, length: int, dim: int) -> str:
+        return f"x has {length} along dim {dim}, of which {self.world_size} ranks cannot have equal parts: pass sizes"
+
+    def _why_not_sizes(self, length: int, dim: int, sizes: Sizes) -> str:
+        if self.takes_whole:
+            return f"x has {length} along dim {dim}; sizes, {list(sizes)}, add up to {sum(sizes)}"
+        return f"x has {length} along dim {dim}; sizes[{self.rank}], of this rank, is {sizes[self.rank]}"
+
+    def _error(self, why: str) -> UnsupportedInputError:
+        return UnsupportedInputError(f"{self.name}: {why}")
+
+
+def all_sizes(length: int, sizes: Sizes | None, world: int, takes_whole: bool) -> Sizes | None:
+    """The sizes of all ranks' parts of an input of so much along the dimension; None where they cannot be alike."""
+    if sizes is not None:
+        return sizes
+    if not takes_whole:
+        return (length,) * world
+    return None if length % world != 0 else (length // world,) * world
+
+
+def _why_not_out(x: torch.Tensor, out: Any, shape: tuple[int, ...]) -> str:
+    if not isinstance(out, _Tensor):
+        return f"x is a tensor, out a {type(out).__name__}; they must be of one library"
+    why = arrays.why_not_plain(out)
+    if why:
+        return f"out: {why}"
+    if out.numel() != math.prod(shape) or out.dtype != x.dtype or out.device != x.device or not out.is_contiguous():
+        return (
+            f"out ({tuple(out.shape)}, {out.dtype}, {out.device}) must be contiguous and like the result "
+            f"({shape}, {x.dtype}, {x.device})"
+        )
+    why = why_not_constant(out)
+    if why:
+        return f"out: {why}"
+    return "out overlaps x; x may be where this rank's part of out goes"
