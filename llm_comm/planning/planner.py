@@ -25,6 +25,8 @@ class Planner:
         self.table = table
         self.config = config
         self.limits = limits
+        #: Whether there are tensors in symmetric memory, which some algorithms are for. The same on all ranks.
+        self.has_symmetric = False
 
     def lay_out(
         self, operation: str, count: int, row: int, data_type: str, parameters: tuple[float, ...] = ()

@@ -17,7 +17,10 @@ inline constexpr uint64_t kSlotBytes = 32 * 1024;
 // Behind the workspace: memory of the channels that message_passing.cuh drives.
 inline constexpr uint64_t kStagingBytes = 32 * 1024;
 inline constexpr uint64_t kChannelOffset = kHeaderBytes + kSlots * kSlotBytes + kStagingBytes;
-inline constexpr uint64_t kBytesOfRank = kChannelOffset + 32 * 1024;
+// Behind that, the only segment of the symmetric heap.
+inline constexpr uint64_t kSegmentOffset = kChannelOffset + 32 * 1024;
+inline constexpr uint64_t kSegmentBytes = 16 * 1024;
+inline constexpr uint64_t kBytesOfRank = kSegmentOffset + kSegmentBytes;
 inline constexpr uint64_t kTimeoutNs = 4'000'000;
 
 class World {
@@ -35,6 +38,9 @@ class World {
 
   // By peer. Channels outlive the calls that use them.
   ChannelCounters* channel_counters(uint32_t rank);
+
+  // Memory of the symmetric heap that nobody has yet, aligned to lines.
+  char* take_symmetric(uint32_t rank, uint64_t bytes);
 
   // The word of the slots that differs from the sentinel, if any: "" or what is wrong.
   std::string not_armed(uint32_t rank);

@@ -3,6 +3,8 @@
 //
 //   region   begins at       at first   who writes, and the rule
 //   state    0               zero       this rank's GPU alone: CommState
+//   heap     kHeapOffset     zero       this rank's host: where each segment of the symmetric heap lies on each rank, as this
+//                                       rank maps it (symmetric.cuh)
 //   marks    kMarksOffset    zero       each peer one line at set-up: the proof that a mapping carries stores
 //   notes    kNotesOffset    zero       each rank one word after an error: whom it waited for (suspicion.cuh)
 //   calls    kCallsOffset    zero       each rank its next call, where calls are compared, as flag lines (check_call.cuh)
@@ -23,12 +25,14 @@ inline constexpr int kMaxWorldSize = 8;
 inline constexpr int kMaxParameters = 9;  // of an operation
 
 inline constexpr uint64_t kHeaderBytes = 64 * 1024;
+inline constexpr uint64_t kHeapOffset = 256;
 inline constexpr uint64_t kMarksOffset = 4096;
 inline constexpr uint64_t kNotesOffset = 8192;
 inline constexpr uint64_t kCallsOffset = 12288;
 inline constexpr uint64_t kSemaphoresOffset = 16384;
 inline constexpr uint32_t kMaxSemaphoreBlocks =
     (kHeaderBytes - kSemaphoresOffset) / (kMaxWorldSize * sizeof(uint64_t));  // of a grid that uses them
+inline constexpr uint32_t kMaxSegments = (kMarksOffset - kHeapOffset) / (kMaxWorldSize * sizeof(char*));
 inline constexpr int kSlots = 2;
 inline constexpr uint64_t kLineBytes = 16;
 
@@ -43,6 +47,15 @@ struct alignas(16) CommState {
   uint32_t tickets;    // that blocks of the grid which starts have taken (operation.cuh, "Progress")
 };
 
+static_assert(sizeof(CommState) <= kHeapOffset);
+
+// Where a tensor lies in the symmetric heap, in a word that ranks tell each other.
+inline constexpr uint32_t kPlaceOffsetBits = 48;
+inline constexpr uint64_t kNoPlace = ~uint64_t{0};  // in no segment
+constexpr uint64_t place_at(uint32_t segment, uint64_t offset) {
+  return uint64_t{segment} << kPlaceOffsetBits | offset;
+}
+
 struct Region {
   const char* name;
   uint64_t offset;
@@ -52,7 +65,7 @@ struct Region {
 
 class WorkspaceLayout {
  public:
-  static constexpr int kRegions = 7;
+  static constexpr int kRegions = 8;
   struct Regions {
     Region region[kRegions];
   };
@@ -74,7 +87,8 @@ class WorkspaceLayout {
 
   constexpr Regions regions() const {
     return {{
-        {"state", 0, kMarksOffset, 0},
+        {"state", 0, kHeapOffset, 0},
+        {"heap", kHeapOffset, kMarksOffset - kHeapOffset, 0},
         {"marks", kMarksOffset, kNotesOffset - kMarksOffset, 0},
         {"notes", kNotesOffset, kCallsOffset - kNotesOffset, 0},
         {"calls", kCallsOffset, kSemaphoresOffset - kCallsOffset, 0},
