@@ -71,6 +71,12 @@ class HBSession {
     }
   }
 
+  // Ends the communicator on this GPU, in run(). No step is signalled any more, but for the one under way.
+  LLM_COMM_DEVICE void fail(ErrorCause cause, uint32_t peer, uint32_t phase) const {
+    op_.fail(cause, peer, phase, [] {});
+    *incomplete_ = 1;
+  }
+
   LLM_COMM_DEVICE Line* staging(uint32_t rank, uint32_t half) const {
     const uint64_t half_lines = comm_.staging_bytes / (2 * sizeof(Line));
     return reinterpret_cast<Line*>(comm_.workspace[rank] + kHeaderBytes + kSlots * comm_.slot_bytes) +
