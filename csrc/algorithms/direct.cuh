@@ -165,7 +165,7 @@ struct Direct {
 
   static std::vector<Choice> candidates(const Problem& problem, const Limits& limits) {
     std::vector<Choice> found;
-    if (problem.bytes() < 1 << 20 || !Algorithm::is_in_lines(problem)) return found;
+    if (!Algorithm::is_in_lines(problem)) return found;
     const uint32_t sms = limits.sm_count == 0 ? 1 : limits.sm_count;
     for (uint32_t blocks : {sms, sms / 2 + 1, sms / 4 + 1}) {
       for (uint32_t tile_lines : {1024u, 2048u, 512u}) {

@@ -31,8 +31,10 @@ def emulated_table() -> TuningTable:
         Row(64 * MIB, ALL_REDUCE, "two_shot", "LL", blocks=4, tile_lines=16, depth=1),
         Row(8 * 1024, FUSED, "one_shot", "LL", blocks=4, threads=128, cluster=2),
         Row(64 * MIB, FUSED, "two_shot", "LL", blocks=4, threads=128, cluster=2, depth=1),
+        Row(64 * MIB, ALL_REDUCE, "two_shot_pull_hb", "HB", blocks=3, tile_lines=16),
+        Row(64 * MIB, "all_gather", "direct_push_hb", "HB", blocks=3, tile_lines=16),
     )
-    return TuningTable("emulated", by_operation(rows), 64 * MIB, max_fused_bytes=64 * MIB)
+    return TuningTable("emulated", by_operation(rows), 64 * MIB, max_fused_bytes=64 * MIB, min_symmetric_bytes=0)
 
 
 # One-shot receives the row from every rank: it takes as many blocks as a cluster can have, so that they are small, as

@@ -33,7 +33,9 @@ class Planner:
     ) -> Layout:
         """The plan of a call, ready for the core."""
         problem = Problem(operation, count, row, data_type, self.world_size, parameters)
-        return selection.lay_out(problem, self.table, self.config, self.limits)
+        by = (self.table, self.config, self.limits)
+        layout = selection.lay_out(problem, *by)
+        return selection.with_direct(layout, problem, *by) if self.has_symmetric else layout
 
     def message_limit(self, operation: str) -> int:
         """Larger messages are declined, in bytes."""

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from cores import connected, number_of, symmetric, tiling_of, together, with_segment
+from cores import connected, number_of, problem_of, symmetric, tiling_of, together, with_segment
+from reference import DTYPES, assert_is_sum, contributions
 
 from llm_comm import _core
 from llm_comm.runtime.failures import explain
 
 GATHER = number_of("all_gather", "direct_push_hb")
+REDUCE = number_of("all_reduce", "two_shot_pull_hb")
 WORLDS = [2, 3, 5, 8]
 LINE = 16
 
@@ -52,6 +54,44 @@ def test_all_gather(world: int, rows: int, is_even: bool) -> None:
         assert together(*calls) == [True] * world, [core.error() for core in cores]
         for rank, output in enumerate(outputs):
             assert torch.equal(output, expected), f"rank {rank}, call {seed}"
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_reduce(world: int, dtype: torch.dtype) -> None:
+    """Bitwise the sum of the others, in place on no rank, on all and on some."""
+    cores = with_segment(connected(world), 1 << 20)
+    for seed, lines in enumerate((1, world - 1, 7 * world, 501)):
+        inputs = contributions(world, lines * LINE // dtype.itemsize, dtype, seed)
+        for in_place in (0, world, 1):
+            calls, outputs = [], []
+            for rank, core in enumerate(cores):
+                x = symmetric(core, 512 * (rank + seed), inputs[rank])
+                y = x if rank < in_place else symmetric(core, (1 << 18) + 64 * rank, torch.zeros_like(x))
+                run = core.prepare(REDUCE, problem_of(x, world), tiling_of(x.numel(), blocks=3, depth=0))
+                outputs.append(y)
+                calls.append(lambda run=run, x=x, y=y: run(x.data_ptr(), y.data_ptr(), 0))
+            assert together(*calls) == [True] * world, [core.error() for core in cores]
+            for rank, output in enumerate(outputs):
+                assert_is_sum(output, inputs, f"rank {rank}, {lines} lines, in place on {in_place}")
+
+
+@pytest.mark.parametrize("other", ["two_shot_hb", "two_shot", "one_shot"])
+def test_ranks_that_run_different_algorithms_do_not_meet(other: str) -> None:
+    """Where calls are not compared: a rank whose tensor is symmetric, and one whose is not, wait in vain and say so."""
+    cores = with_segment(connected(2, timeout_s=0.5), 1 << 20)
+    x = torch.ones(4096)
+    tensors = [symmetric(cores[0], 0, x), x.clone()]
+    names = ["two_shot_pull_hb", other]
+    calls = []
+    for core, name, tensor in zip(cores, names, tensors, strict=True):
+        run = core.prepare(number_of("all_reduce", name), problem_of(x, 2), tiling_of(x.numel(), blocks=4, depth=1))
+        calls.append(lambda run=run, x=tensor: run(x.data_ptr(), x.data_ptr(), 0))
+    together(*calls)
+    for rank, core in enumerate(cores):
+        error = core.error()
+        assert error is not None, rank
+        assert (error.cause, error.peer) == ("timeout", 1 - rank)
 
 
 def test_tensors_in_several_segments() -> None:
