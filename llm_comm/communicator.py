@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -26,6 +26,7 @@ from llm_comm.operations.watched import is_watched as _is_watched
 from llm_comm.planning.plan import Plan
 from llm_comm.planning.tables import TuningTable
 from llm_comm.runtime.connect import agree, connect
+from llm_comm.runtime.symmetric_heap import SymmetricHeap
 
 logger = logging.getLogger("llm_comm")
 
@@ -80,6 +81,7 @@ class Communicator(GatherScatter):
             raise
         self.memory_kind = connected.memory_kind
         self._handle, self._planner = connected.handle, connected.planner
+        self._heap = SymmetricHeap(rendezvous, self._handle, connected.memory_kind == "cudaIpc")
         common = (self._handle, self._planner)
         self._operations = torch_operators.Operations(
             AllReduce(*common),
@@ -227,6 +229,38 @@ class Communicator(GatherScatter):
         """
         self._other_operations.run(operation, buffers, row, parameters)
 
+    # ---- Memory ---------------------------------------------------------------------------------------------------
+
+    def empty(self, shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A new tensor in symmetric memory, which all ranks have mapped: operations whose tensors all lie there read
+        and write those of the peers directly.
+
+        Collective: every rank makes the same call, and all get a tensor or all raise. It takes a millisecond or more,
+        and must not come while a CUDA graph is captured. The tensor is an ordinary one, of memory that is not torch's:
+        views and slices lie in symmetric memory too, ``out=`` and CUDA graphs take it, and ``record_stream`` does
+        nothing.
+
+        When the tensor and all its views are gone on every rank, a later call of ``empty`` gives the memory to other
+        tensors, or back to the device: it waits for the device then. It does neither once CUDA graphs hold operations
+        of this communicator. A tensor that outlives the communicator keeps its memory, which is then that of this rank
+        alone.
+
+        Args:
+            shape: The same on all ranks.
+            dtype: The same on all ranks; None: torch's default.
+
+        Raises:
+            RendezvousError: The ranks ask for different tensors, or one of them has no memory. The communicator, and
+                the group, can be used as before.
+            MissingRankError: A rank has not made the call within ``Config.timeout_s``.
+            UnsupportedInputError: There is no such tensor, or a CUDA graph is being captured.
+        """
+        tensor = self._heap.empty(shape, torch.get_default_dtype() if dtype is None else dtype)
+        if not self._planner.has_symmetric:
+            self._planner.has_symmetric = True
+            self._forget()  # prepared without what symmetric memory makes possible
+        return tensor
+
     # ---- What would be served -----------------------------------------------------------------------------------
 
     def accepts(self, x: Any) -> bool:
@@ -329,6 +363,7 @@ class Communicator(GatherScatter):
         process ends, as the graph might be replayed: operations that begin from now on do nothing.
         """
         self._forget()
+        self._heap.close()
         self._handle.close()
 
     def __enter__(self) -> Communicator:

@@ -44,7 +44,8 @@ class PeerTimeout(CommunicatorError):
 
 
 class MismatchError(CommunicatorError):
-    """Ranks made different calls. Noticed on emulated devices, and with ``Config.debug`` on GPUs."""
+    """Ranks made different calls, or passed different kinds of tensors. Noticed on emulated devices, and with
+    ``Config.debug`` on GPUs."""
 
 
 class LaunchError(CommunicatorError):

@@ -44,6 +44,7 @@ class Algorithm(NamedTuple):
         title: In errors.
         data_types: Names of the types that it has kernels for.
         ranges: Its tunables, and what each may be.
+        is_symmetric: Peers access tensors of a call themselves, which have to lie in symmetric memory.
     """
 
     number: int
@@ -53,6 +54,7 @@ class Algorithm(NamedTuple):
     title: str
     data_types: tuple[str, ...]
     ranges: dict[str, Range]
+    is_symmetric: bool = False
 
 
 class Operation(NamedTuple):
@@ -120,6 +122,7 @@ def operations() -> dict[str, Operation]:
             title=found.title,
             data_types=tuple(found.data_types),
             ranges={name: Range(*found.ranges[name]) for name in found.tunables},
+            is_symmetric=found.symmetric != 0,
         )
         for found in _core.algorithms()
     ]

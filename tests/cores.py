@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.utils.dlpack
 
 from llm_comm import _core, registry
 
@@ -50,6 +51,24 @@ def connected(
     return cores
 
 
+def with_segment(cores: Sequence[_core.Core], nbytes: int = 1 << 21) -> Sequence[_core.Core]:
+    """The same, with segment 0 of a symmetric heap."""
+    handles = [core.create_segment(0, nbytes, False) for core in cores]
+    for rank, core in enumerate(cores):
+        for peer, handle in enumerate(handles):
+            if peer != rank:
+                core.map_segment(0, peer, *handle)
+    for descriptor, _ in handles:
+        os.close(descriptor)
+    return cores
+
+
+def symmetric(core: _core.Core, offset: int, like: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor, so many bytes behind the begin of segment 0."""
+    capsule, _ = core.lend(0, offset, like.nbytes, -1)
+    return torch.utils.dlpack.from_dlpack(capsule).view(like.dtype).view(like.shape).copy_(like)
+
+
 def number_of(operation: str, algorithm: str) -> int:
     """Of an algorithm, in the core."""
     return next(a.number for a in registry.operations()[operation].algorithms if a.name == algorithm)
@@ -57,7 +76,7 @@ def number_of(operation: str, algorithm: str) -> int:
 
 def problem_of(x: torch.Tensor, world: int, *parameters: float) -> _core.Problem:
     """Of inputs like ``x``; with parameters, of an operation that works by its rows."""
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.uint8: "byte"}
     return _core.Problem(
         count=x.numel(),
         row=x.shape[-1] if parameters else 0,

@@ -72,7 +72,8 @@ def pidfds(exist: bool) -> Iterator[None]:
 
 @contextmanager
 def nothing_leaked() -> Iterator[None]:
-    """Fails if this process ends the block with more descriptors or mapped workspaces than it entered with."""
+    """Fails if this process ends the block with more descriptors, or mapped workspaces or segments of a heap, than it
+    entered with."""
     before = _resources()
     yield
     after = _resources()
@@ -83,7 +84,7 @@ def nothing_leaked() -> Iterator[None]:
 def _resources() -> dict[str, int]:
     gc.collect()  # exceptions and the frames of their tracebacks hold each other
     with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
-        workspaces = sum("llm_comm_workspace" in line for line in maps)
+        workspaces = sum("llm_comm_workspace" in line or "llm_comm_heap" in line for line in maps)
     return {"descriptors": len(os.listdir("/proc/self/fd")), "mapped workspaces": workspaces}
 
 

@@ -81,9 +81,10 @@ struct Tunables {
 };
 
 struct AlgorithmInfo {
-  const char* name;      // "one_shot"
-  const char* protocol;  // "LL"
-  const char* title;     // "one-shot all-reduce", in errors
+  const char* name;        // "one_shot"
+  const char* protocol;    // "LL"
+  const char* title;       // "one-shot all-reduce", in errors
+  uint32_t symmetric = 0;  // bit i: peers access buffer i, which has to lie in symmetric memory (direct.cuh)
 };
 
 // A list of descriptors.

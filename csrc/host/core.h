@@ -42,8 +42,9 @@ struct Call {
 
 // Why a communicator cannot be used any more.
 struct OperationError {
-  // "timeout", "peer exited": `peer` was waited for, and nothing came; "mismatch": `calls` differ; "concurrent use"; "transport":
-  // what a kernel asked of a port channel could not be done, and `text` says why.
+  // "timeout", "peer exited": `peer` was waited for, and nothing came; "mismatch": `calls` differ; "concurrent use"; "not
+  // symmetric": a tensor of `peer` that the others were to access is not in symmetric memory; "transport": what a kernel asked of a
+  // port channel could not be done, and `text` says why.
   std::string cause;
   int rank;
   int peer;
@@ -63,6 +64,18 @@ class PreparedCall {
   // Enqueues the call; threads take turns. `buffers`: addresses in the order of the operation's descriptor, 0 for an optional
   // one that is not there. False, with nothing or not everything done, once the communicator has failed.
   virtual bool run(const uint64_t* buffers, uint64_t stream) = 0;
+
+  // Whether all buffers that peers are to access are in symmetric memory, where they can. From any thread.
+  virtual bool takes(const uint64_t* buffers) const = 0;
+};
+
+// A call that goes by `direct` where that takes the buffers, else by `ordinary`.
+std::unique_ptr<PreparedCall> prefer(std::unique_ptr<PreparedCall> direct, std::unique_ptr<PreparedCall> ordinary);
+
+// Where a tensor lies in the symmetric heap.
+struct Place {
+  uint32_t segment;
+  uint64_t offset;  // in bytes
 };
 
 class Core {
@@ -75,6 +88,22 @@ class Core {
   // Maps a peer's workspace. Takes the handle's descriptor only for the call.
   virtual void map_peer(int peer, const WorkspaceHandle& handle) = 0;
   virtual uint64_t workspace_bytes() const = 0;
+
+  // The symmetric heap: segments that are as large on every rank, and that all ranks map. Their numbers are below kMaxSegments,
+  // and the caller's, the same on all ranks. What changes the heap may come while other threads enqueue calls.
+
+  // Allocates this rank's memory of a segment and returns its handle.
+  virtual WorkspaceHandle create_segment(uint32_t segment, uint64_t bytes, bool use_ipc) = 0;
+  // Maps a peer's. Takes the handle's descriptor only for the call.
+  virtual void map_segment(uint32_t segment, int peer, const WorkspaceHandle& handle) = 0;
+  // Drops the mappings of peers' memory. Nothing that is enqueued may still use them.
+  virtual void unmap_segment(uint32_t segment) = 0;
+  // Drops the segment, whose mappings are gone. This rank's memory stays as long as somebody owns it.
+  virtual void close_segment(uint32_t segment) = 0;
+  // This rank's memory of a segment; whoever holds it owns it too, also when the core is gone.
+  virtual std::shared_ptr<char> memory_of_segment(uint32_t segment) const = 0;
+  // Where `bytes` of this rank's memory lie, if in one segment.
+  virtual std::optional<Place> find(uint64_t address, uint64_t bytes) const = 0;
 
   // Marks the header of every rank's workspace; peers_unseen() then, after a barrier of all ranks, names
   // those whose mark did not come.

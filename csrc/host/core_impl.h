@@ -6,6 +6,9 @@
 //           HostMailbox* mailbox();                         // zeroed, mapped by the device
 //           void read(void* to, const char* from, uint64_t bytes);
 //           std::optional<uint64_t> read_soon(const char* from);   // from another thread; gives up rather than wait
+//           void write(char* to, const void* from, uint64_t bytes);   // to the local workspace
+//           SharedMemory allocate(uint64_t bytes, bool use_ipc);      // of this rank, for peers to map
+//           std::shared_ptr<char> map_memory(int peer, uint64_t bytes, const WorkspaceHandle&);   // of a peer
 //           void leave_to_graphs();   // keeps the memory for what may still use it, and lets it do nothing
 // Launcher: Function<Args> function(void (*)(Args));          // what launch() takes
 //           void launch(const Function<Args>&, const Args&, const Grid&, uint64_t stream);
@@ -32,6 +35,7 @@
 #include "host/describe.h"
 #include "host/launch_queue.h"
 #include "host/ports.h"
+#include "host/segments.h"
 
 namespace llm_comm::host {
 
@@ -56,7 +60,8 @@ class CoreImpl final : public Core {
         memory_(std::move(memory)),
         launcher_(std::move(launcher)),
         ports_(std::move(ports)),
-        queue_(launcher_, options.check_calls) {
+        queue_(launcher_, options.check_calls),
+        segments_(options.rank) {
     comm_.mailbox = memory_.mailbox();
     comm_.slot_bytes = options.slot_bytes;
     comm_.staging_bytes = options.staging_bytes;
@@ -70,7 +75,7 @@ class CoreImpl final : public Core {
   CoreImpl(const CoreImpl&) = delete;
   CoreImpl& operator=(const CoreImpl&) = delete;
 
-  // Kernels that run, and graphs, hold addresses of the workspaces: those are freed only where neither is left.
+  // Kernels that run, and graphs, hold addresses of the workspaces and of the heap: those are freed only where neither is left.
   ~CoreImpl() override {
     if (comm_.workspace[options_.rank] == nullptr) return;
     const bool has_ended = launcher_.wait_for_last_call();
@@ -78,6 +83,7 @@ class CoreImpl final : public Core {
     if (has_ended && !launcher_.has_been_captured()) return;
     memory_.leave_to_graphs();
     ports_->leave_to_graphs();
+    segments_.leave_to_graphs();
   }
 
   WorkspaceHandle create_workspace(bool use_ipc) override {
@@ -87,10 +93,7 @@ class CoreImpl final : public Core {
   }
 
   void map_peer(int peer, const WorkspaceHandle& handle) override {
-    if (peer < 0 || peer >= options_.world_size || peer == options_.rank) {
-      throw std::invalid_argument("map_peer: " + std::to_string(peer) + " is not a peer of rank " +
-                                  std::to_string(options_.rank));
-    }
+    check_peer("map_peer", peer);
     comm_.workspace[peer] = memory_.map(peer, handle);
   }
 
@@ -108,6 +111,25 @@ class CoreImpl final : public Core {
   uint64_t workspace_bytes() const override {
     return WorkspaceLayout(options_.slot_bytes, options_.staging_bytes).bytes();
   }
+
+  WorkspaceHandle create_segment(uint32_t segment, uint64_t bytes, bool use_ipc) override {
+    segments_.check_new(segment, bytes);
+    SharedMemory own = memory_.allocate(bytes, use_ipc);
+    segments_.add(segment, bytes, std::move(own.memory));
+    write_segment(segment);
+    return std::move(own.handle);
+  }
+
+  void map_segment(uint32_t segment, int peer, const WorkspaceHandle& handle) override {
+    check_peer("map_segment", peer);
+    segments_.set_peer(segment, peer, memory_.map_memory(peer, segments_.bytes(segment), handle));
+    write_segment(segment);
+  }
+
+  void unmap_segment(uint32_t segment) override { segments_.drop_peers(segment); }
+  void close_segment(uint32_t segment) override { segments_.remove(segment); }
+  std::shared_ptr<char> memory_of_segment(uint32_t segment) const override { return segments_.own(segment); }
+  std::optional<Place> find(uint64_t address, uint64_t bytes) const override { return segments_.find(address, bytes); }
 
   void send_marks() override { launcher_.p2p_test(comm_); }
 
@@ -209,6 +231,19 @@ class CoreImpl final : public Core {
     return OperationError{"transport", options_.rank, options_.rank, "", 0, 0, 0, {}, *text};
   }
 
+  void check_peer(const char* call, int peer) const {
+    if (peer < 0 || peer >= options_.world_size || peer == options_.rank) {
+      throw std::invalid_argument(std::string(call) + ": " + std::to_string(peer) + " is not a peer of rank " +
+                                  std::to_string(options_.rank));
+    }
+  }
+
+  // Tells the kernels where a segment lies.
+  void write_segment(uint32_t segment) {
+    const Segments::Addresses addresses = segments_.addresses(segment);
+    memory_.write(memory_.local() + kHeapOffset + segment * sizeof(addresses), &addresses, sizeof(addresses));
+  }
+
   void end_waits(uint32_t reason) { __atomic_fetch_or(&comm_.mailbox->end_reasons, reason, __ATOMIC_RELEASE); }
 
   template <class Algorithm>
@@ -241,7 +276,8 @@ class CoreImpl final : public Core {
                        {}};
     static_assert(sizeof(call.parameter_bits) == sizeof(problem.parameter));
     std::memcpy(call.parameter_bits, problem.parameter, sizeof(problem.parameter));
-    return std::make_unique<PreparedLaunches<Launcher, Operation>>(queue_, args, call, problem, shape, whole, last);
+    return std::make_unique<PreparedLaunches<Launcher, Operation>>(queue_, segments_, args, call, problem, shape, whole,
+                                                                   last, Algorithm::kInfo.symmetric);
   }
 
   CoreOptions options_;
@@ -249,6 +285,7 @@ class CoreImpl final : public Core {
   Launcher launcher_;
   std::unique_ptr<Ports> ports_;
   LaunchQueue<Launcher> queue_;
+  Segments segments_;
   DeviceComm comm_{};
 };
 

@@ -26,6 +26,8 @@ inline std::string cause_name(uint32_t cause) {
       return "concurrent use";
     case ErrorCause::kPeerExited:
       return "peer exited";
+    case ErrorCause::kNotSymmetric:
+      return "not symmetric";
     case ErrorCause::kTimeout:
       break;
   }

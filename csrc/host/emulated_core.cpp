@@ -41,26 +41,36 @@ class SharedMapping {
   uint64_t bytes_ = 0;
 };
 
+// Memory without a name in any file system, as a descriptor for peers and mapped here.
+WorkspaceHandle create_shared(const char* name, uint64_t bytes, bool use_ipc, SharedMapping& local) {
+  if (use_ipc) throw std::invalid_argument("an emulated device has no cudaIpc handles");
+  WorkspaceHandle handle;
+  handle.fd = memfd_create(name, MFD_CLOEXEC);
+  if (handle.fd < 0 || ftruncate(handle.fd, static_cast<off_t>(bytes)) != 0) {
+    const int error = errno;
+    if (handle.fd >= 0) close(handle.fd);
+    throw std::system_error(error, std::generic_category(),
+                            "cannot create " + std::to_string(bytes) + " bytes of shared memory");
+  }
+  try {
+    local = SharedMapping(handle.fd, bytes);
+  } catch (...) {
+    close(handle.fd);
+    throw;
+  }
+  return handle;
+}
+
+std::shared_ptr<char> owner_of(SharedMapping mapping) {
+  const auto owner = std::make_shared<SharedMapping>(std::move(mapping));
+  return {owner, owner->address()};
+}
+
 class EmulatedMemory {
  public:
   WorkspaceHandle create(const WorkspaceLayout& layout, bool use_ipc) {
-    const uint64_t bytes = layout.bytes();
-    if (use_ipc) throw std::invalid_argument("an emulated device has no cudaIpc handles");
-    WorkspaceHandle handle;
-    handle.fd = memfd_create("llm_comm_workspace", MFD_CLOEXEC);
-    if (handle.fd < 0 || ftruncate(handle.fd, static_cast<off_t>(bytes)) != 0) {
-      const int error = errno;
-      if (handle.fd >= 0) close(handle.fd);
-      throw std::system_error(error, std::generic_category(),
-                              "cannot create " + std::to_string(bytes) + " bytes of shared memory");
-    }
-    bytes_ = bytes;
-    try {
-      local_ = SharedMapping(handle.fd, bytes);
-    } catch (...) {
-      close(handle.fd);
-      throw;
-    }
+    bytes_ = layout.bytes();
+    WorkspaceHandle handle = create_shared("llm_comm_workspace", bytes_, use_ipc, local_);
     for (const Region& region : layout.regions().region) {
       std::memset(local_.address() + region.offset, region.initial_byte, region.bytes);
     }
@@ -71,7 +81,18 @@ class EmulatedMemory {
     return (peers_[peer] = SharedMapping(handle.fd, bytes_)).address();
   }
 
+  SharedMemory allocate(uint64_t bytes, bool use_ipc) const {
+    SharedMapping own;
+    WorkspaceHandle handle = create_shared("llm_comm_heap", bytes, use_ipc, own);
+    return {owner_of(std::move(own)), std::move(handle)};
+  }
+
+  std::shared_ptr<char> map_memory(int, uint64_t bytes, const WorkspaceHandle& handle) const {
+    return owner_of(SharedMapping(handle.fd, bytes));
+  }
+
   char* local() const { return local_.address(); }
+  void write(char* to, const void* from, uint64_t bytes) const { std::memcpy(to, from, bytes); }
   HostMailbox* mailbox() const { return mailbox_.get(); }
   void leave_to_graphs() {}
   void read(void* to, const char* from, uint64_t bytes) const { std::memcpy(to, from, bytes); }

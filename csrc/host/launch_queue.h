@@ -7,6 +7,7 @@
 
 #include "algorithms/check_call.cuh"
 #include "host/core.h"
+#include "host/segments.h"
 
 namespace llm_comm::host {
 
@@ -83,10 +84,27 @@ class PreparedLaunches final : public PreparedCall {
   using Args = typename Operation::Args;
   using Function = typename Launcher::template Function<Args>;
 
-  // `call`: all but its count, number and buffers.
-  PreparedLaunches(LaunchQueue<Launcher>& queue, const Args& args, const CallSignature& call, const Problem& problem,
-                   const Shape& shape, Function whole, Function last)
-      : queue_(queue), args_(args), call_(call), problem_(problem), shape_(shape), whole_(whole), last_(last) {}
+  // `call`: all but its count, number and buffers. `symmetric`: of AlgorithmInfo.
+  PreparedLaunches(LaunchQueue<Launcher>& queue, const Segments& segments, const Args& args, const CallSignature& call,
+                   const Problem& problem, const Shape& shape, Function whole, Function last, uint32_t symmetric)
+      : queue_(queue),
+        segments_(segments),
+        args_(args),
+        call_(call),
+        problem_(problem),
+        shape_(shape),
+        whole_(whole),
+        last_(last),
+        symmetric_(symmetric) {}
+
+  bool takes(const uint64_t* buffers) const override {
+    if (symmetric_ == 0) return true;
+    if (segments_.empty()) return false;
+    for (uint32_t i = 0; i < kMaxBuffers; ++i) {
+      if ((symmetric_ >> i & 1) != 0 && place_of(i, buffers[i]) == kNoPlace) return false;
+    }
+    return true;
+  }
 
   bool run(const uint64_t* buffers, uint64_t stream) override {
     const std::lock_guard<std::mutex> turn(queue_.turn());
@@ -103,6 +121,11 @@ class PreparedLaunches final : public PreparedCall {
       const uint64_t taken = is_last ? units - done : launch_units;
       const Grid& grid = is_last ? shape_.last : shape_.whole;
       Operation::set_launch(args_, problem_, buffers, done, taken);
+      if constexpr (requires { args_.places; }) {
+        for (uint32_t i = 0, next = 0; i < kMaxBuffers; ++i) {
+          if ((symmetric_ >> i & 1) != 0) args_.places[next++] = place_of(i, buffers[i]);
+        }
+      }
       args_.comm.takes_tickets = grid.takes_tickets;
       call_.count = static_cast<uint32_t>(taken * problem_.unit_elements());
       queue_.launch(is_last ? last_ : whole_, args_, grid, call_, taken * problem_.unit_bytes(), stream);
@@ -111,13 +134,24 @@ class PreparedLaunches final : public PreparedCall {
   }
 
  private:
+  // Of a buffer that peers access line by line.
+  uint64_t place_of([[maybe_unused]] uint32_t buffer, [[maybe_unused]] uint64_t address) const {
+    if constexpr (requires { Operation::buffer_bytes(problem_, buffer); }) {
+      const std::optional<Place> place = segments_.find(address, Operation::buffer_bytes(problem_, buffer));
+      if (place && place->offset % sizeof(Line) == 0) return place_at(place->segment, place->offset);
+    }
+    return kNoPlace;
+  }
+
   LaunchQueue<Launcher>& queue_;
+  const Segments& segments_;
   Args args_;
   CallSignature call_;
   Problem problem_;
   Shape shape_;
   Function whole_;
   Function last_;
+  uint32_t symmetric_;
 };
 
 }  // namespace llm_comm::host

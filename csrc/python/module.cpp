@@ -4,13 +4,16 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "host/build_config.h"
 #include "host/core.h"
 #include "host/planner.h"
+#include "python/tensor_capsule.h"
 
 namespace py = pybind11;
 using namespace llm_comm;        // NOLINT: a binding file
@@ -86,6 +89,9 @@ py::object as_function(py::object core, std::unique_ptr<PreparedCall> call, cons
   return function;
 }
 
+// What Core::prepare() takes.
+using Launches = std::tuple<uint32_t, Problem, Tiling>;
+
 const Algorithm& algorithm_at(uint32_t number) {
   if (number >= algorithms().size()) {
     throw std::invalid_argument("there is no algorithm number " + std::to_string(number));
@@ -119,6 +125,7 @@ py::object describe(uint32_t number, const Algorithm& algorithm) {
   return namespace_of(py::dict(py::arg("number") = number, py::arg("operation") = algorithm.operation->name,
                                py::arg("name") = algorithm.info->name, py::arg("protocol") = algorithm.info->protocol,
                                py::arg("title") = algorithm.info->title, py::arg("data_types") = types,
+                               py::arg("symmetric") = algorithm.info->symmetric,
                                py::arg("tunables") = names(algorithm.tunables->tunable, kAny),
                                py::arg("ranges") = ranges));
 }
@@ -153,6 +160,7 @@ PYBIND11_MODULE(_core, module) {
   module.attr("nvcc_version") = LLM_COMM_NVCC_VERSION;
   module.attr("bounded_waits") = LLM_COMM_BOUNDED_WAITS != 0;
   module.attr("max_world_size") = llm_comm::kMaxWorldSize;
+  module.attr("max_segments") = llm_comm::kMaxSegments;
 
   py::class_<CoreOptions>(module, "CoreOptions")
       .def(py::init([](int rank, int world_size, uint64_t slot_bytes, double timeout_s, bool dependent_launch,
@@ -236,6 +244,8 @@ PYBIND11_MODULE(_core, module) {
       .def_readonly("calls", &OperationError::calls)
       .def_readonly("text", &OperationError::text);
 
+  py::class_<llm_comm::python::Loan>(module, "Loan").def("has_ended", &llm_comm::python::Loan::has_ended);
+
   // Handles are (fd, bytes): a descriptor that the caller now owns and b"", or -1 and the bytes of a cudaIpc handle.
   py::class_<Core, CoreHolder>(module, "Core")
       .def(
@@ -255,12 +265,52 @@ PYBIND11_MODULE(_core, module) {
       .def("max_cluster_blocks", &Core::max_cluster_blocks, py::call_guard<py::gil_scoped_release>())
       .def("send_marks", &Core::send_marks, py::call_guard<py::gil_scoped_release>())
       .def("peers_unseen", &Core::peers_unseen, py::call_guard<py::gil_scoped_release>())
-      .def("prepare",
-           [](py::object core, uint32_t algorithm, const Problem& problem, const Tiling& tiling) {
-             const OperationInfo& operation = *algorithm_at(algorithm).operation;
-             auto call = core.cast<Core&>().prepare(algorithm, problem, tiling);
-             return as_function(std::move(core), std::move(call), operation);
+      // `direct`: what to run in place of it where the tensors are in symmetric memory.
+      .def(
+          "prepare",
+          [](py::object core, uint32_t algorithm, const Problem& problem, const Tiling& tiling,
+             const std::optional<Launches>& direct) {
+            const OperationInfo& operation = *algorithm_at(algorithm).operation;
+            auto& of = core.cast<Core&>();
+            auto call = of.prepare(algorithm, problem, tiling);
+            if (direct)
+              call = prefer(std::apply([&](auto&... what) { return of.prepare(what...); }, *direct), std::move(call));
+            return as_function(std::move(core), std::move(call), operation);
+          },
+          py::arg("algorithm"), py::arg("problem"), py::arg("tiling"), py::arg("direct") = py::none())
+      .def(
+          "create_segment",
+          [](Core& core, uint32_t segment, uint64_t bytes, bool use_ipc) {
+            const WorkspaceHandle handle = [&] {
+              const py::gil_scoped_release others_may_run;
+              return core.create_segment(segment, bytes, use_ipc);
+            }();
+            return py::make_tuple(handle.fd, py::bytes(handle.bytes));
+          },
+          py::arg("segment"), py::arg("bytes"), py::arg("use_ipc"))
+      .def(
+          "map_segment",
+          [](Core& core, uint32_t segment, int peer, int fd, const std::string& bytes) {
+            core.map_segment(segment, peer, {fd, bytes});
+          },
+          py::arg("segment"), py::arg("peer"), py::arg("fd"), py::arg("bytes"),
+          py::call_guard<py::gil_scoped_release>())
+      .def("unmap_segment", &Core::unmap_segment, py::call_guard<py::gil_scoped_release>())
+      .def("close_segment", &Core::close_segment, py::call_guard<py::gil_scoped_release>())
+      .def("find",
+           [](const Core& core, uint64_t address, uint64_t bytes) -> std::optional<std::pair<uint32_t, uint64_t>> {
+             const auto place = core.find(address, bytes);
+             if (!place) return std::nullopt;
+             return std::make_pair(place->segment, place->offset);
            })
+      .def(
+          "lend",
+          [](const Core& core, uint32_t segment, uint64_t offset, uint64_t bytes, int device) {
+            const std::shared_ptr<char> memory = core.memory_of_segment(segment);
+            auto lent = llm_comm::python::lend_as_tensor({memory, memory.get() + offset}, bytes, device);
+            return py::make_tuple(lent.capsule, lent.loan);
+          },
+          py::arg("segment"), py::arg("offset"), py::arg("bytes"), py::arg("device"))
       .def("error", &Core::error)
       .def("abort", &Core::abort)
       .def("peer_exited", &Core::peer_exited)

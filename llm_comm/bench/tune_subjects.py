@@ -120,9 +120,9 @@ class FusedSubject:
 
 
 def candidates(problem: Problem, limits: _core.Limits) -> Iterator[Row]:
-    """Rows of a table worth measuring for a problem, of every algorithm that there is, simplest first."""
+    """Rows of a table worth measuring for a problem, of every algorithm for tensors of any kind, simplest first."""
     for algorithm in registry.operations()[problem.operation].algorithms:
-        if problem.data_type not in algorithm.data_types:
+        if problem.data_type not in algorithm.data_types or algorithm.is_symmetric:
             continue
         for choice in _core.candidates(algorithm.number, problem.for_core(), limits):
             tunables = {name: getattr(choice, name) for name in algorithm.ranges}

@@ -74,7 +74,7 @@ class Operation:
         if layout.launches is None:
             return Prepared(layout.plan, None)
         try:
-            return Prepared(layout.plan, core.prepare(*layout.launches))
+            return Prepared(layout.plan, core.prepare(*layout.launches, layout.direct))
         except RuntimeError as error:
             self._handle.end_for(error)
             raise

@@ -39,8 +39,10 @@ def emulated_table() -> TuningTable:
                 Row(64 * MIB, operation, "push_hb", "HB", blocks=4, tile_lines=64, depth=2),
             )
         ),
+        Row(64 * MIB, ALL_REDUCE, "two_shot_pull_hb", "HB", blocks=3, tile_lines=16),
+        Row(64 * MIB, "all_gather", "direct_push_hb", "HB", blocks=3, tile_lines=16),
     )
-    return TuningTable("emulated", by_operation(rows), 64 * MIB, max_fused_bytes=64 * MIB)
+    return TuningTable("emulated", by_operation(rows), 64 * MIB, max_fused_bytes=64 * MIB, min_symmetric_bytes=0)
 
 
 def rows_of_parts(operation: str, sm_count: int) -> tuple[Row, ...]:

@@ -67,6 +67,8 @@ class Plan:
         message_bytes: Size of the message; of an all-gather or reduce-scatter, of the largest rank's part.
         reason: Why this plan.
         row: Elements of a row, for an operation that works by rows; else 0.
+        symmetric: Name of the algorithm that runs in its place where the tensors of the call are in symmetric memory;
+            "" for none, or where there are no such tensors.
     """
 
     operation: str
@@ -82,6 +84,7 @@ class Plan:
     message_bytes: int
     reason: str
     row: int = 0
+    symmetric: str = ""
 
     @property
     def chunk_rows(self) -> int:

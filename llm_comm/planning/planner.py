@@ -25,13 +25,17 @@ class Planner:
         self.table = table
         self.config = config
         self.limits = limits
+        #: Whether there are tensors in symmetric memory, which some algorithms are for. The same on all ranks.
+        self.has_symmetric = False
 
     def lay_out(
         self, operation: str, count: int, row: int, data_type: str, parameters: tuple[float, ...] = ()
     ) -> Layout:
         """The plan of a call, ready for the core."""
         problem = Problem(operation, count, row, data_type, self.world_size, parameters)
-        return selection.lay_out(problem, self.table, self.config, self.limits)
+        by = (self.table, self.config, self.limits)
+        layout = selection.lay_out(problem, *by)
+        return selection.with_direct(layout, problem, *by) if self.has_symmetric else layout
 
     def message_limit(self, operation: str) -> int:
         """Larger messages are declined, in bytes."""

@@ -5,13 +5,14 @@ The table chooses; how the choice is cut to size is arithmetic of the core (``cs
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 from llm_comm import _core, registry
 from llm_comm.config import Config
 from llm_comm.planning.default_tables import derive_fused_rows, rows_of_parts
 from llm_comm.planning.plan import Plan, Problem, without_kernel
-from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, row_of
+from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, of_symmetric, row_of
 
 _LARGEST_NUMBER = (1 << 32) - 1  # that a field of a choice can hold
 
@@ -22,6 +23,8 @@ class Layout(NamedTuple):
     plan: Plan
     #: None where there is no kernel to launch.
     launches: tuple[int, _core.Problem, _core.Tiling] | None
+    #: The same to launch in their place where the tensors are symmetric; None for nothing else.
+    direct: tuple[int, _core.Problem, _core.Tiling] | None = None
 
 
 class _Chosen(NamedTuple):
@@ -77,6 +80,33 @@ def lay_out(problem: Problem, table: TuningTable, config: Config, limits: _core.
     return Layout(plan, (algorithm.number, for_core, shape.tiling))
 
 
+def with_direct(layout: Layout, problem: Problem, table: TuningTable, config: Config, limits: _core.Limits) -> Layout:
+    """A layout that also says what runs where the tensors are symmetric: by the table's row for that, or the first
+    candidate that there is."""
+    if layout.launches is None or problem.message_bytes() < table.min_symmetric_bytes:
+        return layout
+    operation, for_core = registry.operations()[problem.operation], problem.for_core()
+    row = row_of(table.rows.get(of_symmetric(operation.name), ()), problem.message_bytes())
+    for algorithm in operation.algorithms:
+        if not algorithm.is_symmetric or problem.data_type not in algorithm.data_types:
+            continue
+        if config.algorithm not in ("auto", algorithm.name):
+            continue
+        if row is None:
+            choices = _core.candidates(algorithm.number, for_core, limits)[:1]
+        else:
+            is_of_row = (algorithm.name, algorithm.protocol) == (row.algorithm, row.protocol)
+            choices = [_choice(row, table)] if is_of_row else []
+        for choice in choices:
+            try:
+                tiling = _core.shape(algorithm.number, for_core, choice, limits).tiling
+            except ValueError:  # peers access whole lines only, for one
+                continue
+            plan = dataclasses.replace(layout.plan, symmetric=algorithm.name)
+            return Layout(plan, layout.launches, (algorithm.number, for_core, tiling))
+    return layout
+
+
 def message_limit(operation: str, table: TuningTable, config: Config) -> int:
     """Larger messages are declined, in bytes."""
     limit = table.max_message_bytes if config.max_message_bytes is None else config.max_message_bytes
@@ -107,14 +137,16 @@ def _choose(
 ) -> _Chosen | None:
     """By the table's row, the forced algorithm, or else the first candidate that there is."""
     operation = registry.operations()[problem.operation]
-    algorithms = [a for a in operation.algorithms if problem.data_type in a.data_types]
+    algorithms = [a for a in operation.algorithms if problem.data_type in a.data_types and not a.is_symmetric]
     rows, remark = _rows_of(table, problem.operation, limits)
     row = row_of(rows, problem.message_bytes())
     proposed = None if row is None else operation.find(row.algorithm, row.protocol)
     found = proposed if proposed in algorithms else None
     if config.algorithm != "auto":
         forced = [a for a in algorithms if a.name == config.algorithm]
-        if not forced:
+        if not forced and any(a.name == config.algorithm and a.is_symmetric for a in operation.algorithms):
+            remark += f"; algorithm {config.algorithm} is for symmetric tensors"
+        elif not forced:
             remark += f"; {problem.operation} has no algorithm {config.algorithm} for {problem.data_type}"
         else:
             remark += f"; algorithm forced to {config.algorithm}"

@@ -16,7 +16,7 @@ from llm_comm.quoting import quoted, shortened
 from llm_comm.yaml_files import InvalidYamlError, YamlList, YamlMapping, kind_of, read_yaml
 
 _KEYS = ("device", "world_size", "max_message_bytes", "rows")
-_LIMITS = ("max_fused_bytes", "fused_blocks")
+_LIMITS = ("max_fused_bytes", "fused_blocks", "min_symmetric_bytes")
 _OPTIONAL_KEYS = (*_LIMITS, "measured")
 #: Files of before have a list for each operation in place of ``rows``, and no protocols: there was one.
 _KEYS_OF_BEFORE = {"all_reduce": ALL_REDUCE, "fused": FUSED}
@@ -174,6 +174,7 @@ def table_text(device: str, world_size: int, table: TuningTable, measured: dict[
         "max_message_bytes": table.max_message_bytes,
         "max_fused_bytes": table.max_fused_bytes,
         "fused_blocks": table.fused_blocks,
+        "min_symmetric_bytes": table.min_symmetric_bytes,
         "measured": measured,
     }
     # A row a line: tables are read by people who compare rows.

@@ -51,7 +51,8 @@ class Row(NamedTuple):
 
 
 class TuningTable(NamedTuple):
-    """Rows for one device and world size, by operation and size. An operation's last row serves all larger messages."""
+    """Rows for one device and world size, by operation (``by_operation``) and size. An operation's last row serves all
+    larger messages."""
 
     name: str
     rows: Mapping[str, tuple[Row, ...]]
@@ -62,6 +63,9 @@ class TuningTable(NamedTuple):
     #: Where fused rows would take more blocks than this, fewer of them share a row: among the kernels of a model, many
     #: small blocks cost more than they gain (docs/experiments/model_kernels.md). 0: any number.
     fused_blocks: int = 0
+    #: Smaller messages run alike whether or not their tensors are symmetric: to tell the peers where they lie takes a
+    #: hop. The default is not measured.
+    min_symmetric_bytes: int = MIB
 
     def with_rows(self, *rows: Row) -> TuningTable:
         """A table with these in place of all rows of their operations."""
@@ -77,8 +81,16 @@ def by_operation(rows: Iterable[Row]) -> dict[str, tuple[Row, ...]]:
     """Rows as a table has them."""
     found: dict[str, tuple[Row, ...]] = {}
     for row in rows:
-        found[row.operation] = (*found.get(row.operation, ()), row)
+        algorithm = registry.operations()[row.operation].find(row.algorithm, row.protocol)
+        is_symmetric = algorithm is not None and algorithm.is_symmetric
+        key = of_symmetric(row.operation) if is_symmetric else row.operation
+        found[key] = (*found.get(key, ()), row)
     return found
+
+
+def of_symmetric(operation: str) -> str:
+    """By which a table has the rows of an operation that run in place of its others where tensors are symmetric."""
+    return f"{operation} of symmetric tensors"
 
 
 def row_of(rows: tuple[Row, ...], message_bytes: int) -> Row | None:

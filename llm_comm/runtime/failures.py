@@ -38,6 +38,12 @@ def explain(error: _core.OperationError, waited_s: float) -> RankError:
             f"a {where} began on this GPU while another operation of the communicator was under way. Graphs that "
             "run at once, or with eager calls, need a communicator each, or must wait for each other."
         )
+    elif error.cause == "not symmetric":
+        kind, brief = MismatchError, f"rank {error.peer} has no symmetric tensor: {where}"
+        text = (
+            f"a tensor of rank {error.peer} is not in symmetric memory, or not at a multiple of 16 bytes there, where "
+            f"the others were to access it: {where}. Pass tensors of Communicator.empty, or views of them, everywhere."
+        )
     else:
         kind, brief = PeerTimeout, f"waited for rank {error.peer} in a {where}"
         text = (

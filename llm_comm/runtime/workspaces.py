@@ -1,9 +1,11 @@
-"""The workspaces of a group: each rank allocates its own and maps those of the others. All steps are collective."""
+"""Memory that the ranks of a group share: each allocates its own and maps that of the others. Steps are collective."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
+from typing import NamedTuple
 
 from llm_comm import _core
 from llm_comm.errors import MissingRankError, RendezvousError
@@ -12,17 +14,47 @@ from llm_comm.runtime.rendezvous import Rendezvous
 logger = logging.getLogger("llm_comm")
 
 
+class _Memory(NamedTuple):
+    """What ranks are to share.
+
+    Attributes:
+        name: In errors.
+        create: Allocates that of this rank and returns its handle; takes whether that is to be of cudaIpc.
+        map_peer: Maps that of a peer: rank, descriptor or -1, handle of cudaIpc or nothing.
+    """
+
+    name: str
+    create: Callable[[bool], tuple[int, bytes]]
+    map_peer: Callable[[int, int, bytes], None]
+
+
+def share_segment(rendezvous: Rendezvous, core: _core.Core, segment: int, nbytes: int, use_ipc: bool) -> None:
+    """Allocates a segment of the symmetric heap on every rank and maps those of the peers.
+
+    Raises:
+        RendezvousError: Memory cannot be allocated, or not be shared. Raised on all ranks alike; what a rank has of the
+            segment is the caller's to close.
+    """
+    memory = _Memory(
+        f"{nbytes} bytes of symmetric memory",
+        lambda use_ipc: core.create_segment(segment, nbytes, use_ipc),
+        lambda peer, fd, handle: core.map_segment(segment, peer, fd, handle),
+    )
+    (_map_by_ipc if use_ipc else _map_by_descriptor)(rendezvous, memory)
+
+
 def map_workspaces(rendezvous: Rendezvous, core: _core.Core, is_emulated: bool) -> str:
     """Allocates the workspace of this rank and maps those of its peers. Returns by which kind of memory.
 
     Raises:
         RendezvousError: Memory cannot be allocated, or not be shared. Raised on all ranks alike.
     """
+    workspace = _Memory("the workspace", core.create_workspace, core.map_peer)
     if is_emulated:
-        _map_by_descriptor(rendezvous, core)
+        _map_by_descriptor(rendezvous, workspace)
         return "POSIX shared memory"
     try:
-        _map_by_descriptor(rendezvous, core)
+        _map_by_descriptor(rendezvous, workspace)
         return "VMM"
     except MissingRankError:
         raise
@@ -30,7 +62,7 @@ def map_workspaces(rendezvous: Rendezvous, core: _core.Core, is_emulated: bool) 
         logger.info("VMM is not permitted here, using cudaIpc: %s", error)
         why_not_vmm = str(error)
     try:
-        _map_by_ipc(rendezvous, core)
+        _map_by_ipc(rendezvous, workspace)
     except MissingRankError:
         raise
     except RendezvousError as error:
@@ -38,10 +70,10 @@ def map_workspaces(rendezvous: Rendezvous, core: _core.Core, is_emulated: bool) 
     return "cudaIpc"
 
 
-def _map_by_descriptor(rendezvous: Rendezvous, core: _core.Core) -> None:
+def _map_by_descriptor(rendezvous: Rendezvous, memory: _Memory) -> None:
     descriptors: list[int] = []
     try:
-        rendezvous.attempt("allocation of the workspace", lambda: descriptors.append(core.create_workspace(False)[0]))
+        rendezvous.attempt(f"allocation of {memory.name}", lambda: descriptors.append(memory.create(False)[0]))
         peers = rendezvous.exchange_descriptors(descriptors[0])
     finally:
         for descriptor in descriptors:
@@ -49,7 +81,7 @@ def _map_by_descriptor(rendezvous: Rendezvous, core: _core.Core) -> None:
 
     def map_peers() -> None:
         for peer, fd in peers.items():
-            core.map_peer(peer, fd, b"")
+            memory.map_peer(peer, fd, b"")
 
     try:
         rendezvous.attempt("mapping of the peers' memory", map_peers)
@@ -58,14 +90,14 @@ def _map_by_descriptor(rendezvous: Rendezvous, core: _core.Core) -> None:
             os.close(fd)
 
 
-def _map_by_ipc(rendezvous: Rendezvous, core: _core.Core) -> None:
-    _, handle = rendezvous.attempt("allocation of the workspace", lambda: core.create_workspace(True))
-    handles = rendezvous.collect("handles of workspaces", handle.hex)
+def _map_by_ipc(rendezvous: Rendezvous, memory: _Memory) -> None:
+    _, handle = rendezvous.attempt(f"allocation of {memory.name}", lambda: memory.create(True))
+    handles = rendezvous.collect("handles of cudaIpc", handle.hex)
 
     def map_peers() -> None:
         for peer, peer_handle in enumerate(handles):
             if peer != rendezvous.rank:
-                core.map_peer(peer, -1, bytes.fromhex(peer_handle))
+                memory.map_peer(peer, -1, bytes.fromhex(peer_handle))
 
     rendezvous.attempt("mapping of the peers' memory", map_peers)
 

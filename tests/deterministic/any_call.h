@@ -26,7 +26,9 @@ class AnyCall final : public Call {
       : algorithm_(algorithm),
         problem_(draw_problem(type, ranks, random)),
         tiling_(draw_tiling(algorithm, problem_, random)) {
+    in_place_ = Algorithm::kInfo.symmetric == 0b11 && random.chance(96);
     for (uint32_t rank = 0; rank < ranks; ++rank) {
+      if (kIsDirect) gaps_[rank] = random.below(3);
       for (uint32_t buffer = 0; buffer < kMaxBuffers; ++buffer) {
         const BufferInfo& info = Operation::kInfo.buffers[buffer];
         if (info.name == nullptr) continue;
@@ -48,15 +50,27 @@ class AnyCall final : public Call {
     calls_.push_back(world.core(rank).prepare(algorithm_, problem_, tiling_));
     uint64_t buffers[kMaxBuffers] = {};
     for (uint32_t buffer = 0; buffer < kMaxBuffers; ++buffer) {
-      if (!tensors_[buffer].empty()) buffers[buffer] = tensors_[buffer][rank].address();
+      if (tensors_[buffer].empty()) continue;
+      if (in_place_ && buffer == first_output()) {
+        buffers[buffer] = buffers[0];
+        continue;
+      }
+      Tensor& tensor = tensors_[buffer][rank];
+      if ((Algorithm::kInfo.symmetric >> buffer & 1) != 0) {
+        world.take_symmetric(rank, gaps_[rank] * sizeof(Line));
+        tensor.move_to(world.take_symmetric(rank, tensor.bytes_with_guard()));
+      }
+      buffers[buffer] = tensor.address();
     }
     calls_.back()->run(buffers, 0);
   }
 
   std::string wrong(uint32_t rank) const override {
-    return tensors_[first_output()][rank].differs_from(expected_[rank]);
+    return tensors_[in_place_ ? 0 : first_output()][rank].differs_from(expected_[rank]);
   }
-  std::string touched(uint32_t rank) const override { return tensors_[first_output()][rank].touched(); }
+  std::string touched(uint32_t rank) const override {
+    return in_place_ ? "" : tensors_[first_output()][rank].touched();
+  }
 
   uint64_t operations() const override { return launches(problem_, tiling_); }
 
@@ -68,10 +82,13 @@ class AnyCall final : public Call {
                     std::to_string(static_cast<int64_t>(problem_.parameter[i])) + ", ";
     }
     return name_of(algorithm_) + " of " + std::to_string(problem_.count) + " " + data_type_name(problem_.type) + " (" +
-           parameters + text(tiling_) + ")";
+           parameters + text(tiling_) + (in_place_ ? ", in place)" : ")");
   }
 
  private:
+  // Its peers access whole lines only.
+  static constexpr bool kIsDirect = Algorithm::kInfo.symmetric != 0;
+
   static constexpr uint32_t first_output() {
     uint32_t buffer = 0;
     while (!Operation::kInfo.buffers[buffer].is_output) ++buffer;
@@ -101,7 +118,7 @@ class AnyCall final : public Call {
     Problem problem{0, 0, type, ranks, {}};
     const uint32_t per_line = static_cast<uint32_t>(sizeof(Line)) / element_bytes(type);
     const uint32_t rows = random.chance(96) ? random.between(2, 3) : 1;
-    const uint32_t whole_lines = random.chance(128) ? per_line : 1;
+    const uint32_t whole_lines = random.chance(128) || kIsDirect ? per_line : 1;
     const uint32_t most = (ranks > 4 ? 4 : 8) * per_line / rows;
     problem.parameter[kRows] = rows;
     const uint32_t size_of_all = random.between(1, most / whole_lines) * whole_lines;
@@ -130,6 +147,7 @@ class AnyCall final : public Call {
         const uint32_t lines = random.between(1, ranks > 4 ? 6 : 10);
         problem.count =
             random.chance(96) ? lines * per_line : random.between(lines * per_line - per_line + 1, lines * per_line);
+        if (kIsDirect) problem.count = lines * per_line;
       }
       for (uint32_t i = 0; i < kMaxParameters; ++i) {
         const ParameterInfo& parameter = info.parameters[i];
@@ -147,6 +165,8 @@ class AnyCall final : public Call {
   uint32_t algorithm_;
   Problem problem_;
   Tiling tiling_;
+  bool in_place_;
+  uint32_t gaps_[kMaxWorldSize] = {};         // lines before each symmetric tensor: it lies elsewhere on each rank
   std::vector<Tensor> tensors_[kMaxBuffers];  // by rank
   std::vector<uint32_t> expected_[kMaxWorldSize];
   std::vector<std::unique_ptr<host::PreparedCall>> calls_;

@@ -36,6 +36,7 @@ from protections_of_channels import OF_CHANNELS
 from protections_of_errors import OF_ERRORS
 from protections_of_messages import OF_MESSAGES
 from protections_of_operations import OF_OPERATIONS
+from protections_of_symmetric import OF_SYMMETRIC
 
 REGISTRIES = ("csrc/algorithms/registry.def", "tests/toy/registry.def")
 INCLUDES = ("csrc", "csrc/include")
@@ -45,7 +46,7 @@ TREES = ("cmake", "csrc", "tests/deterministic", "tests/toy")
 #: The core launches its kernels around those of every algorithm.
 AROUND_ALL = CHECK_CALL
 
-PROTECTIONS = (*OF_OPERATIONS, *OF_CHANNELS, *OF_ERRORS, *OF_MESSAGES)
+PROTECTIONS = (*OF_OPERATIONS, *OF_CHANNELS, *OF_SYMMETRIC, *OF_ERRORS, *OF_MESSAGES)
 
 
 # ---- The algorithms ------------------------------------------------------------------------------------------------
@@ -79,7 +80,8 @@ def read_registry() -> tuple[Algorithm, ...]:
             names = re.findall(
                 r'AlgorithmInfo kInfo\{\s*(?:\.name = )?"(\w+)"', own[own.index(f"struct {descriptor}") :]
             )
-            operations = [re.search(r'OperationInfo kInfo[^"]*"(\w+)"', source(file)) for file in files]
+            named = r'OperationInfo kInfo(?:\{| = \w+\(\s*\{)\s*(?:\.name = )?"(\w+)"'
+            operations = [re.search(named, source(file)) for file in files]
             operation = next(match[1] for match in operations if match is not None)
             found.append(Algorithm(f"{operation}/{names[0]}", files[0], files))
     return tuple(found)

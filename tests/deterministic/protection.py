@@ -11,6 +11,8 @@ from edits import Edit
 LINE = "csrc/include/llm_comm/line.cuh"
 SESSION = "csrc/include/llm_comm/ll_session.cuh"
 OPERATION = "csrc/include/llm_comm/operation.cuh"
+DIRECT = "csrc/algorithms/direct.cuh"
+HB_SESSION = "csrc/include/llm_comm/hb_session.cuh"
 SEMAPHORE = "csrc/include/llm_comm/semaphore.cuh"
 SUSPICION = "csrc/include/llm_comm/suspicion.cuh"
 WAIT = "csrc/include/llm_comm/wait.cuh"

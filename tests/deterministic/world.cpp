@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <optional>
+#include <stdexcept>
 
 #include "host/core_impl.h"
 #include "port_actor.h"
@@ -22,6 +23,11 @@ class RankMemory {
     return {};
   }
   char* map(int peer, const host::WorkspaceHandle&) { return memory_->of_rank(static_cast<uint32_t>(peer)); }
+  host::SharedMemory allocate(uint64_t, bool) const { return {in_segment(rank_), {}}; }
+  std::shared_ptr<char> map_memory(int peer, uint64_t, const host::WorkspaceHandle&) const {
+    return in_segment(static_cast<uint32_t>(peer));
+  }
+  void write(char* to, const void* from, uint64_t bytes) const { std::memcpy(to, from, bytes); }
   char* local() const { return memory_->of_rank(rank_); }
   HostMailbox* mailbox() const { return mailbox_.get(); }
   void leave_to_graphs() {}
@@ -29,6 +35,11 @@ class RankMemory {
   std::optional<uint64_t> read_soon(const char*) const { return std::nullopt; }
 
  private:
+  // The machine's, whoever uses it.
+  std::shared_ptr<char> in_segment(uint32_t rank) const {
+    return {std::shared_ptr<void>(), memory_->of_rank(rank) + kSegmentOffset};
+  }
+
   emulator::WeakMemory* memory_;
   uint32_t rank_;
   std::unique_ptr<HostMailbox> mailbox_ = std::make_unique<HostMailbox>();
@@ -79,6 +90,7 @@ class StreamLauncher {
 struct World::Member {
   host::CoreImpl<RankMemory, StreamLauncher> core;
   ChannelCounters counters[kMaxWorldSize] = {};
+  uint64_t symmetric_bytes = 0;  // that have been taken
 };
 
 World::World(emulator::Machine& machine, uint32_t ranks, uint64_t first_operation, bool check_calls)
@@ -94,7 +106,8 @@ World::World(emulator::Machine& machine, uint32_t ranks, uint64_t first_operatio
     char* const ring = machine.memory().of_rank(rank) + kRingOffset;
     members_.emplace_back(new Member{{options, RankMemory(machine.memory(), rank), StreamLauncher(machine, rank),
                                       std::make_unique<PortActor>(machine, rank, ring)},
-                                     {}});
+                                     {},
+                                     0});
     host::Core& own = core(rank);
     own.create_workspace(false);
     CommState state{};
@@ -102,6 +115,10 @@ World::World(emulator::Machine& machine, uint32_t ranks, uint64_t first_operatio
     std::memcpy(machine.memory().of_rank(rank), &state, sizeof(state));
     for (uint32_t peer = 0; peer < ranks; ++peer) {
       if (peer != rank) own.map_peer(static_cast<int>(peer), {});
+    }
+    own.create_segment(0, kSegmentBytes, false);
+    for (uint32_t peer = 0; peer < ranks; ++peer) {
+      if (peer != rank) own.map_segment(0, static_cast<int>(peer), {});
     }
   }
 }
@@ -117,6 +134,14 @@ ChannelCounters* World::channel_counters(uint32_t rank) { return members_[rank]-
 
 void World::launch(uint32_t rank, const emulator::LaunchConfig& config, std::function<void()> kernel) {
   machine_.launch(rank, config, std::move(kernel), true);
+}
+
+char* World::take_symmetric(uint32_t rank, uint64_t bytes) {
+  uint64_t& taken = members_[rank]->symmetric_bytes;
+  const uint64_t first = taken;
+  taken += (bytes + sizeof(Line) - 1) / sizeof(Line) * sizeof(Line);
+  if (taken > kSegmentBytes) throw std::length_error("the calls of a schedule take too much symmetric memory");
+  return machine_.memory().of_rank(rank) + kSegmentOffset + first;
 }
 
 std::string World::not_armed(uint32_t rank) {

@@ -18,7 +18,10 @@ inline constexpr uint64_t kSlotBytes = 32 * 1024;
 inline constexpr uint64_t kStagingBytes = 32 * 1024;
 inline constexpr uint64_t kChannelOffset = kHeaderBytes + kSlots * kSlotBytes + kStagingBytes;
 inline constexpr uint64_t kRingOffset = kChannelOffset + 16 * 1024;  // the FIFO of port channels
-inline constexpr uint64_t kBytesOfRank = kRingOffset + 16 * 1024;
+// Behind that, the only segment of the symmetric heap.
+inline constexpr uint64_t kSegmentOffset = kRingOffset + 16 * 1024;
+inline constexpr uint64_t kSegmentBytes = 16 * 1024;
+inline constexpr uint64_t kBytesOfRank = kSegmentOffset + kSegmentBytes;
 inline constexpr uint64_t kTimeoutNs = 4'000'000;
 
 class World {
@@ -39,6 +42,9 @@ class World {
 
   // By peer. Channels outlive the calls that use them.
   ChannelCounters* channel_counters(uint32_t rank);
+
+  // Memory of the symmetric heap that nobody has yet, aligned to lines.
+  char* take_symmetric(uint32_t rank, uint64_t bytes);
 
   // The word of the slots that differs from the sentinel, if any: "" or what is wrong.
   std::string not_armed(uint32_t rank);

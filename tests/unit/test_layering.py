@@ -24,7 +24,7 @@ ALLOWED = {
     "algorithms": {"llm_comm", "algorithms"},
     "emulator": {"llm_comm", "emulator"},
     "host": {"llm_comm", "algorithms", "emulator", "host"},
-    "python": {"host"},
+    "python": {"host", "python"},
 }
 # <...> includes that are not of the C++ library: who may have them.
 FOREIGN = {

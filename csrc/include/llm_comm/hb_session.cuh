@@ -85,6 +85,28 @@ class HBSession {
     }
   }
 
+  // Ends the communicator on this GPU, in run(). No step is signalled any more, but for the one under way.
+  LLM_COMM_DEVICE void fail(ErrorCause cause, uint32_t peer, uint32_t phase) const {
+    op_.fail(cause, peer, phase, [] {});
+    *incomplete_ = 1;
+  }
+
+  // The same where a step is signalled at once, when the block has ended it, and all threads work: for few steps, which have
+  // nothing to hide a signal behind. `depth`: at least 1.
+  template <class Work, class Phase>
+  LLM_COMM_DEVICE void run_at_once(uint32_t chunks, uint32_t depth, Work work, Phase phase_of) {
+    const uint32_t peer = thread_index();
+    const bool has_peer = peer < comm_.world_size && peer != comm_.rank;
+    for (uint32_t t = 0; t < chunks + 2 * depth; ++t) {
+      if (t >= depth && has_peer && !wait(peer, t - depth, phase_of(t))) incomplete_[0] = 1;
+      block_sync();
+      if (incomplete_[0] != 0) return;
+      work(t);
+      block_sync();
+      if (t < chunks + depth && has_peer) signal(peer, t);
+    }
+  }
+
   LLM_COMM_DEVICE Line* staging(uint32_t rank, uint32_t half) const {
     const uint64_t half_lines = comm_.staging_bytes / (2 * sizeof(Line));
     return reinterpret_cast<Line*>(comm_.workspace[rank] + kHeaderBytes + kSlots * comm_.slot_bytes) +

@@ -29,6 +29,7 @@ enum class ErrorCause : uint32_t {
   kMismatch = 1,       // `peer` is about to do something else
   kConcurrentUse = 2,  // two operations of this rank run at once
   kPeerExited = 3,     // a wait for `peer`, whose process has exited
+  kNotSymmetric = 4,   // a tensor of `peer` that the others were to access is not in symmetric memory
 };
 
 // Lies in host memory that the device maps.

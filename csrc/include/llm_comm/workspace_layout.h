@@ -3,6 +3,8 @@
 //
 //   region   begins at       at first   who writes, and the rule
 //   state    0               zero       this rank's GPU alone: CommState
+//   heap     kHeapOffset     zero       this rank's host: where each segment of the symmetric heap lies on each rank, as this
+//                                       rank maps it (symmetric.cuh)
 //   ports    kPortsOffset    zero       this rank's GPU and its proxy, and semaphores that peers' proxies write: PortState
 //   marks    kMarksOffset    zero       each peer one line at set-up: the proof that a mapping carries stores
 //   notes    kNotesOffset    zero       each rank one word after an error: whom it waited for (suspicion.cuh)
@@ -25,6 +27,7 @@ inline constexpr int kMaxWorldSize = 8;
 inline constexpr int kMaxParameters = 9;  // of an operation
 
 inline constexpr uint64_t kHeaderBytes = 64 * 1024;
+inline constexpr uint64_t kHeapOffset = 256;
 inline constexpr uint64_t kPortsOffset = 2048;
 inline constexpr uint64_t kMarksOffset = 4096;
 inline constexpr uint64_t kNotesOffset = 6144;
@@ -36,6 +39,7 @@ inline constexpr uint32_t kMaxPortBlocks = (kSemaphoresOffset - kPortSemaphoresO
                                            (kPortHops * kMaxWorldSize * sizeof(uint64_t));  // of a grid that uses ports
 inline constexpr uint32_t kMaxSemaphoreBlocks =
     (kHeaderBytes - kSemaphoresOffset) / (kMaxWorldSize * sizeof(uint64_t));  // of a grid that uses them
+inline constexpr uint32_t kMaxSegments = (kPortsOffset - kHeapOffset) / (kMaxWorldSize * sizeof(char*));
 inline constexpr int kSlots = 2;
 inline constexpr uint64_t kLineBytes = 16;
 
@@ -59,6 +63,14 @@ struct PortState {
   uint64_t received[kMaxWorldSize][kUserPortSemaphores];  // by sender
 };
 static_assert(kPortsOffset + sizeof(PortState) <= kMarksOffset, "the region holds it");
+static_assert(sizeof(CommState) <= kHeapOffset);
+
+// Where a tensor lies in the symmetric heap, in a word that ranks tell each other.
+inline constexpr uint32_t kPlaceOffsetBits = 48;
+inline constexpr uint64_t kNoPlace = ~uint64_t{0};  // in no segment
+constexpr uint64_t place_at(uint32_t segment, uint64_t offset) {
+  return uint64_t{segment} << kPlaceOffsetBits | offset;
+}
 
 struct Region {
   const char* name;
@@ -69,7 +81,7 @@ struct Region {
 
 class WorkspaceLayout {
  public:
-  static constexpr int kRegions = 9;
+  static constexpr int kRegions = 10;
   struct Regions {
     Region region[kRegions];
   };
@@ -91,7 +103,8 @@ class WorkspaceLayout {
 
   constexpr Regions regions() const {
     return {{
-        {"state", 0, kPortsOffset, 0},
+        {"state", 0, kHeapOffset, 0},
+        {"heap", kHeapOffset, kPortsOffset - kHeapOffset, 0},
         {"ports", kPortsOffset, kMarksOffset - kPortsOffset, 0},
         {"marks", kMarksOffset, kNotesOffset - kMarksOffset, 0},
         {"notes", kNotesOffset, kCallsOffset - kNotesOffset, 0},

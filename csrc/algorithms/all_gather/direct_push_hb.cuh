@@ -1,0 +1,96 @@
+// All-gather of symmetric outputs by push (HB): every rank stores its part where it belongs in the output of each rank.
+//
+// One hop, (N-1)/N of the output sent by each rank, and nothing is copied twice. The input is any tensor, the output lies in the
+// symmetric heap on every rank (direct.cuh, with the argument why it may be written, and is whole at the end).
+#pragma once
+
+#include "algorithms/all_gather/operation.cuh"
+#include "algorithms/direct.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+inline constexpr OperationKind kAllGatherDirectPushHB{12};
+
+// The lines of one part in the whole tensor, which is in lines too.
+class LinesOfPart {
+ public:
+  LLM_COMM_DEVICE LinesOfPart(const Parts& parts, uint32_t rank, uint32_t element_bytes)
+      : first_(parts.part[rank].first * element_bytes),
+        row_bytes_(parts.row_elements * element_bytes),
+        lines_of_row_(static_cast<uint32_t>(parts.part[rank].size * element_bytes / sizeof(Line))),
+        has_gaps_(parts.rows > 1) {}
+
+  // Bytes from the beginning of the tensor to a line of the part.
+  LLM_COMM_DEVICE uint64_t offset(uint32_t line) const {
+    if (!has_gaps_) return first_ + uint64_t{line} * sizeof(Line);
+    const uint32_t row = line / lines_of_row_;
+    return first_ + row * row_bytes_ + uint64_t{line - row * lines_of_row_} * sizeof(Line);
+  }
+
+ private:
+  uint64_t first_;
+  uint64_t row_bytes_;
+  uint32_t lines_of_row_;
+  bool has_gaps_;
+};
+
+template <DataType D, int World>
+LLM_COMM_KERNEL(kMaxDirectThreads)
+all_gather_direct_push_hb(LLM_COMM_KERNEL_PARAM DirectArgs<PartsArgs> args) {
+  const uint32_t block = block_number(args.comm);
+  const uint32_t rank = args.comm.rank;
+  const PartView<D> source(args.input, args.parts.part[rank], 0, args.range);
+  const LinesOfPart target(args.parts, rank, sizeof(typename PartView<D>::Storage));
+  const Chunks chunks(block, args.tile_lines, source.lines());
+
+  DirectSession<World, 1> session(args.comm, kAllGatherDirectPushHB, PartView<D>::bytes_of(args.range.count), block);
+  session.wait_for_grids_before(source.precomputed());
+  session.begin();
+  session.run(args.places, [&] {
+    char* output[World];
+    LLM_COMM_UNROLL(8)
+    for (uint32_t i = 0; i < World; ++i) output[i] = session.address(0, (rank + i) % World);
+    for (uint32_t t = 0; t < chunks.count(); ++t) {
+      const uint32_t first = chunks.first(t);
+      move_lines(
+          Team::whole_block(), chunks.lines(t, source.lines()), [&](uint32_t k) { return source.load(first + k); },
+          [&](uint32_t k, Line line) {
+            const uint64_t offset = target.offset(first + k);
+            LLM_COMM_UNROLL(8)
+            for (uint32_t i = 0; i < World; ++i) store_line(output[i] + offset, line);
+          });
+    }
+  });
+}
+
+// ---- Descriptor ----------------------------------------------------------------------------------------------------
+
+struct AllGatherDirectPushHB : Direct<AllGatherDirectPushHB> {
+  struct Operation : DirectOperation<AllGather> {
+    static uint64_t buffer_bytes(const Problem& problem, uint32_t buffer) {
+      return AllGather::elements(problem, buffer, 0) * element_bytes(problem.type);
+    }
+  };
+  static constexpr AlgorithmInfo kInfo{.name = "direct_push_hb",
+                                       .protocol = "HB",
+                                       .title = "all-gather of symmetric tensors by push (HB)",
+                                       .symmetric = 0b10};
+  static constexpr OperationKind kKind = kAllGatherDirectPushHB;
+
+  template <DataType D, int World, uint32_t Variant>
+  static auto kernel() {
+    return &all_gather_direct_push_hb<D, World>;
+  }
+
+  static bool is_in_lines(const Problem& problem) {
+    for (uint32_t rank = 0; rank < problem.world; ++rank) {
+      const auto size = static_cast<uint64_t>(problem.parameter[kFirstSize + rank]);
+      if (size * element_bytes(problem.type) % sizeof(Line) != 0) return false;
+    }
+    return true;
+  }
+
+  static uint64_t lines(const Problem& problem) { return divide_up(problem.bytes(), uint64_t{sizeof(Line)}); }
+};
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

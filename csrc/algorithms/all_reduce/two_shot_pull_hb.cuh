@@ -1,0 +1,78 @@
+// Two-shot all-reduce of symmetric tensors by pull (2PA, HB): every rank loads its slice of the message from the inputs of all
+// ranks, sums, and stores the sum in the outputs of all.
+//
+// (N-1)/N of the message each way, and nothing is staged. Inputs and outputs lie in the symmetric heap on every rank (direct.cuh, with
+// the argument why they may be accessed, and that inputs may be overwritten and outputs are whole at the end).
+//
+// The output may be the input, on any of the ranks: of every rank's tensors only one rank accesses the lines of a slice, and of that
+// rank the thread that stores a line has loaded it from all ranks before.
+#pragma once
+
+#include "algorithms/all_reduce/operation.cuh"
+#include "algorithms/all_reduce/slices.cuh"
+#include "algorithms/direct.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+inline constexpr OperationKind kAllReduceTwoShotPullHB{13};
+
+template <DataType D, int World>
+LLM_COMM_KERNEL(kMaxDirectThreads)
+all_reduce_two_shot_pull_hb(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
+  const uint32_t block = block_number(args.comm);
+  const uint32_t rank = args.comm.rank;
+  const uint64_t bytes = args.count * sizeof(typename Element<D>::Storage);
+  const auto lines = static_cast<uint32_t>(bytes / sizeof(Line));
+  const uint32_t slice = (lines + World - 1) / World;
+  const uint32_t own_lines = lines_of_slice(rank, slice, lines);
+  const Chunks chunks(block, args.tile_lines, slice);
+
+  DirectSession<World, 2> session(args.comm, kAllReduceTwoShotPullHB, bytes, block);
+  session.wait_for_grids_before(slice, own_lines);
+  session.begin();
+  session.run(args.places, [&] {
+    const char* input[World];
+    char* output[World];
+    LLM_COMM_UNROLL(8)
+    for (uint32_t of = 0; of < World; ++of) {
+      input[of] = session.address(0, of);
+      output[of] = session.address(1, (rank + of) % World);  // every rank begins with another one
+    }
+    for (uint32_t t = 0; t < chunks.count(); ++t) {
+      const uint32_t chunk_lines = chunks.lines(t, own_lines);
+      const uint64_t first = uint64_t{rank} * slice + chunks.first(t);
+      sum_chunk<D, World>(
+          Team::whole_block(), chunk_lines,
+          [&](uint32_t of, uint32_t k) { return load_line(input[of] + (first + k) * sizeof(Line)); },
+          [&](uint32_t k, Line sum) {
+            LLM_COMM_UNROLL(8)
+            for (uint32_t to = 0; to < World; ++to) store_line(output[to] + (first + k) * sizeof(Line), sum);
+          });
+    }
+  });
+}
+
+// ---- Descriptor ----------------------------------------------------------------------------------------------------
+
+struct AllReduceTwoShotPullHB : Direct<AllReduceTwoShotPullHB> {
+  struct Operation : DirectOperation<AllReduce> {
+    static uint64_t buffer_bytes(const Problem& problem, uint32_t) { return problem.bytes(); }
+  };
+  static constexpr AlgorithmInfo kInfo{.name = "two_shot_pull_hb",
+                                       .protocol = "HB",
+                                       .title = "two-shot all-reduce of symmetric tensors by pull (HB)",
+                                       .symmetric = 0b11};
+  static constexpr OperationKind kKind = kAllReduceTwoShotPullHB;
+
+  template <DataType D, int World, uint32_t Variant>
+  static auto kernel() {
+    return &all_reduce_two_shot_pull_hb<D, World>;
+  }
+
+  static bool is_in_lines(const Problem& problem) { return problem.bytes() % sizeof(Line) == 0; }
+  static uint64_t lines(const Problem& problem) {
+    return divide_up(problem.bytes() / sizeof(Line), uint64_t{problem.world});
+  }
+};
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

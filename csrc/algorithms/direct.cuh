@@ -1,0 +1,180 @@
+// What algorithms share that read or write the tensors of peers themselves, which lie in the symmetric heap: nothing is staged.
+//
+// Three steps (hb_session.cuh). In step 0 a block tells the blocks of its number where this rank's tensors are, and that they may be
+// used: the grids before it have ended. In step 1 it knows that of all ranks, and does all its work. In step 2 it knows that all
+// have done theirs: nobody accesses this rank's tensors any more, and what they have stored is there. So one synchronization each
+// way is all that a message of any size takes.
+//
+// Whether a tensor is in the heap is known to its rank alone, so a rank that has none says so rather than keep silent: then all
+// ranks end with an error that names it, and none waits. Where a rank's tensor lies, a peer has from that rank, not from its own.
+//
+// The word goes by the first half of the staging memory, a line for each block and sender, which is read before the step that the
+// sender waits for at its end (H1). R1 of operation.cuh: a block waits for each peer. R2: it uses no slot.
+//
+// Which algorithm runs follows from the tensors, so ranks that pass different kinds run different ones, which must not meet. The
+// signals of these come from the upper end of their region, and those of others from the lower end: each waits in vain.
+#pragma once
+
+#include "algorithms/chunked.cuh"
+#include "llm_comm/symmetric.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+inline constexpr uint32_t kMaxDirectThreads = 512;
+inline constexpr uint32_t kMaxDirectBlocks = 160;  // of a grid
+static_assert(kMaxDirectBlocks < kMaxSemaphoreBlocks);
+inline constexpr uint32_t kMaxPlaces = 2;  // of tensors of a call: they go in one line
+
+// The phases, as errors number them.
+inline constexpr uint32_t kReady = 0;
+inline constexpr uint32_t kDone = 1;
+
+// What kernels of an operation are given for tensors that peers access, in the order of its buffers.
+template <class ArgsOfOperation>
+struct DirectArgs : ArgsOfOperation {
+  uint64_t places[kMaxPlaces];
+};
+
+// An operation whose kernels take DirectArgs. It says in which bytes buffer i has to be in the heap: buffer_bytes(problem, i).
+template <class Operation>
+struct DirectOperation : Operation {
+  using Args = DirectArgs<typename Operation::Args>;
+  static Args arguments(const Problem& problem, const Tiling& tiling, const Grid& grid) {
+    return {Operation::arguments(problem, tiling, grid), {}};
+  }
+};
+
+// `Tensors`: how many of each rank are accessed.
+template <int World, uint32_t Tensors>
+class DirectSession {
+ public:
+  LLM_COMM_DEVICE DirectSession(const DeviceComm& comm, OperationKind kind, uint64_t bytes, uint32_t block)
+      : comm_(comm),
+        block_(block),
+        shared_(shared_memory<Shared>()),
+        session_(comm, kind, bytes, kMaxSemaphoreBlocks - 1 - block, &shared_->incomplete) {}
+
+  // As of HBSession.
+  template <class... Values>
+  LLM_COMM_DEVICE void wait_for_grids_before(Values... precomputed) const {
+    session_.wait_for_grids_before(precomputed...);
+  }
+  LLM_COMM_DEVICE void begin() { session_.begin(); }
+
+  // `places`: of this rank's tensors. `work()`: all of the block's, once address() is known. It may not run.
+  template <class Work>
+  LLM_COMM_DEVICE void run(const uint64_t (&places)[kMaxPlaces], Work work) {
+    const Line said{{static_cast<uint32_t>(places[0]), static_cast<uint32_t>(places[0] >> 32),
+                     static_cast<uint32_t>(places[1]), static_cast<uint32_t>(places[1] >> 32)}};
+    session_.run_at_once(
+        1, 1,
+        [&](uint32_t step) {
+          if (step == 0) tell(said);
+          if (step == 1 && learn(said)) work();
+        },
+        [](uint32_t step) { return step == 1 ? kReady : kDone; });
+  }
+
+  // Of a rank's tensor, in work().
+  LLM_COMM_DEVICE char* address(uint32_t tensor, uint32_t rank) const { return shared_->address[tensor][rank]; }
+
+  static constexpr uint32_t shared_bytes() { return sizeof(Shared); }
+
+ private:
+  struct alignas(16) Shared {
+    Line incomplete;
+    char* address[Tensors][World];
+  };
+
+  LLM_COMM_DEVICE Line* word(uint32_t receiver, uint32_t sender) const {
+    return session_.staging(receiver, 0) + block_ * World + sender;
+  }
+
+  LLM_COMM_DEVICE void tell(Line said) const {
+    const uint32_t peer = thread_index();
+    if (peer < World && peer != comm_.rank) store_line(word(peer, comm_.rank), said);
+  }
+
+  // False, on all threads, if a rank has no such tensors.
+  LLM_COMM_DEVICE bool learn(Line own) const {
+    const uint32_t rank = thread_index();
+    if (rank < World) {
+      const Line said = rank == comm_.rank ? own : load_line(word(comm_.rank, rank));
+      LLM_COMM_UNROLL(2)
+      for (uint32_t i = 0; i < Tensors; ++i) {
+        const uint64_t place = static_cast<uint64_t>(said.word[2 * i + 1]) << 32 | said.word[2 * i];
+        shared_->address[i][rank] = place == kNoPlace ? nullptr : address_of(comm_, rank, place);
+      }
+    }
+    block_sync();
+    uint32_t missing = World;
+    LLM_COMM_UNROLL(8)
+    for (uint32_t of = World; of-- > 0;) {
+      LLM_COMM_UNROLL(2)
+      for (uint32_t i = 0; i < Tensors; ++i) {
+        if (address(i, of) == nullptr) missing = of;
+      }
+    }
+    if (missing == World) return true;
+    if (thread_index() == 0) session_.fail(ErrorCause::kNotSymmetric, missing, kReady);
+    return false;
+  }
+
+  const DeviceComm& comm_;
+  uint32_t block_;
+  Shared* shared_;
+  HBSession session_;
+};
+
+// How a launch of such an algorithm is shaped. Algorithm says, of a problem,
+//   is_in_lines(problem)    whether all that is accessed of peers is whole lines
+//   lines(problem)          lines that the blocks of a rank walk over
+template <class Algorithm>
+struct Direct {
+  static constexpr Tunables kTunables{{{"blocks", 1, kMaxDirectBlocks}, {"tile_lines", 1, 1u << 16}}};
+  static constexpr uint32_t kVariants = 1;
+
+  static Tiling tile(const Problem& problem, const Choice& choice, const Limits&) {
+    return {choice.blocks, choice.tile_lines, 1, 0, problem.count};
+  }
+
+  static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {
+    if (!Algorithm::is_in_lines(problem)) {
+      throw std::invalid_argument("peers access whole lines: every part must have a multiple of 16 bytes");
+    }
+    if (units != problem.count) throw std::invalid_argument("the message takes one launch");
+    if (tiling.blocks == 0 || tiling.blocks > kMaxDirectBlocks) {
+      throw std::invalid_argument("blocks is " + std::to_string(tiling.blocks) + "; it must be 1 to " +
+                                  std::to_string(kMaxDirectBlocks));
+    }
+    if (tiling.tile_lines == 0 || tiling.tile_lines > 1u << 16) {
+      throw std::invalid_argument("tile_lines is " + std::to_string(tiling.tile_lines) + "; it must be 1 to 65536");
+    }
+    const uint64_t lines = Algorithm::lines(problem);
+    if (lines >> 31 != 0) throw std::invalid_argument("a rank's share of the message must have fewer than 2^31 lines");
+    const uint64_t tiles = divide_up(lines, uint64_t{tiling.tile_lines});
+    const uint64_t blocks = tiling.blocks < tiles ? tiling.blocks : tiles;
+    if (2 * blocks * problem.world * sizeof(Line) > limits.staging_bytes) {
+      throw std::invalid_argument(std::to_string(blocks) + " blocks take more staging memory than there is, " +
+                                  std::to_string(limits.staging_bytes) +
+                                  " bytes: lower blocks or raise workspace_bytes");
+    }
+    const uint32_t threads = tiling.tile_lines < kMaxDirectThreads ? tiling.tile_lines : kMaxDirectThreads;
+    return {static_cast<uint32_t>(blocks), threads < problem.world ? problem.world : threads,
+            DirectSession<kMaxWorldSize, kMaxPlaces>::shared_bytes()};
+  }
+
+  static std::vector<Choice> candidates(const Problem& problem, const Limits& limits) {
+    std::vector<Choice> found;
+    if (!Algorithm::is_in_lines(problem)) return found;
+    const uint32_t sms = limits.sm_count == 0 ? 1 : limits.sm_count;
+    for (uint32_t blocks : {sms, sms / 2 + 1, sms / 4 + 1}) {
+      for (uint32_t tile_lines : {1024u, 2048u, 512u}) {
+        found.push_back({.blocks = blocks < kMaxDirectBlocks ? blocks : kMaxDirectBlocks, .tile_lines = tile_lines});
+      }
+    }
+    return found;
+  }
+};
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

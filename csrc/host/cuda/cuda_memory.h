@@ -1,0 +1,231 @@
+// The memory of a rank on a CUDA device: its workspace, the mappings of those of its peers, and what segments of the symmetric
+// heap are made of. The Memory of core_impl.h.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <chrono>
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <new>
+#include <optional>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+#include "host/cuda/device_memory.h"
+#include "host/segments.h"
+#include "llm_comm/wait.cuh"
+
+namespace llm_comm::host {
+
+class HostMemory {
+ public:
+  HostMemory() {
+    void* address = nullptr;
+    check(cudaHostAlloc(&address, sizeof(Content), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
+    void* device_address = nullptr;
+    const cudaError_t error = cudaHostGetDevicePointer(&device_address, address, 0);
+    if (error != cudaSuccess || device_address != address) {
+      cudaFreeHost(address);
+      check(error, "cudaHostGetDevicePointer");
+      throw std::runtime_error("this device has no unified addressing");
+    }
+    content_ = new (address) Content{};
+  }
+  HostMemory(HostMemory&& other) noexcept { std::swap(content_, other.content_); }
+  HostMemory& operator=(HostMemory&&) = delete;
+  ~HostMemory() {
+    if (content_ != nullptr) cudaFreeHost(content_);
+  }
+  HostMailbox* mailbox() const { return &content_->mailbox; }
+  uint64_t* word() const { return &content_->word; }  // where a word of the device is read to
+
+ private:
+  struct Content {
+    HostMailbox mailbox;
+    uint64_t word;
+  };
+  Content* content_ = nullptr;
+};
+
+// Copies to and from device memory while kernels that wait for other ranks occupy the caller's streams.
+class SideStream {
+ public:
+  SideStream() { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate"); }
+  SideStream(SideStream&& other) noexcept : stream_(std::exchange(other.stream_, nullptr)) {}
+  SideStream& operator=(SideStream&&) = delete;
+  ~SideStream() {
+    if (stream_ != nullptr) cudaStreamDestroy(stream_);
+  }
+
+  // These wait as long as it takes.
+  void fill(char* to, uint8_t byte, uint64_t bytes) const {
+    const BesideCaptures beside;
+    check(cudaMemsetAsync(to, byte, bytes, stream_), "cudaMemsetAsync");
+  }
+  void read_all(void* to, const char* from, uint64_t bytes) const {
+    const BesideCaptures beside;
+    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream_), "cudaMemcpyAsync");
+    wait("reading the workspace");
+  }
+  void write_all(char* to, const void* from, uint64_t bytes) const {
+    const BesideCaptures beside;
+    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_), "cudaMemcpyAsync");
+    wait("writing the workspace");
+  }
+  void wait(const char* what) const {
+    const BesideCaptures beside;
+    check(cudaStreamSynchronize(stream_), what);
+  }
+
+  // The host's memory is page-locked. False if the copy fails or takes longer than kLimit.
+  bool read(void* to, const char* from, uint64_t bytes) const { return copy(to, from, bytes, cudaMemcpyDeviceToHost); }
+  bool write(char* to, const void* from, uint64_t bytes) const { return copy(to, from, bytes, cudaMemcpyHostToDevice); }
+
+ private:
+  bool copy(void* to, const void* from, uint64_t bytes, cudaMemcpyKind kind) const {
+    const BesideCaptures beside;
+    return cudaStreamQuery(stream_) == cudaSuccess &&  // a copy that was given up may be under way
+           cudaMemcpyAsync(to, from, bytes, kind, stream_) == cudaSuccess && ends_soon();
+  }
+
+  static constexpr std::chrono::milliseconds kLimit{100};
+
+  bool ends_soon() const {
+    const auto deadline = std::chrono::steady_clock::now() + kLimit;
+    cudaError_t status = cudaErrorNotReady;
+    while (status == cudaErrorNotReady && std::chrono::steady_clock::now() < deadline) {
+      status = cudaStreamQuery(stream_);
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    return status == cudaSuccess;
+  }
+
+  cudaStream_t stream_ = nullptr;
+};
+
+// A rank's memory of a segment of the symmetric heap, or its mapping of a peer's. Tensors own it too, so it may go in any thread,
+// and after the core. Streams of all kinds may have used it: it waits for the device, which nobody may capture then.
+class SegmentMemory {
+ public:
+  SegmentMemory(int device, DeviceMemory memory) : device_(device), memory_(std::move(memory)) {}
+  SegmentMemory(const SegmentMemory&) = delete;
+  SegmentMemory& operator=(const SegmentMemory&) = delete;
+  ~SegmentMemory() {
+    try {
+      const DeviceGuard guard(device_);
+      const BesideCaptures beside;
+      if (cudaDeviceSynchronize() != cudaSuccess) cudaGetLastError();  // the context is broken, and nothing runs there
+      memory_ = DeviceMemory();
+    } catch (const std::exception&) {
+      // At the end of a process the driver may be gone, and with it the memory.
+    }
+  }
+
+  char* address() const { return memory_.address(); }
+  WorkspaceHandle export_handle() const { return memory_.export_handle(); }
+
+ private:
+  int device_;
+  DeviceMemory memory_;
+};
+
+class CudaMemory {
+ public:
+  explicit CudaMemory(int device) : device_(device) {}
+  CudaMemory(CudaMemory&&) = default;
+  CudaMemory& operator=(CudaMemory&&) = delete;
+  ~CudaMemory() {
+    if (local_.address() == nullptr) return;
+    try {
+      leaving_ = std::make_unique<Leaving>(device_);
+    } catch (const std::exception&) {
+      // The context is broken: nothing runs there any more.
+    }
+  }
+
+  // For graphs that hold launches and may outlive the communicator: the memory stays mapped until the process ends, and what
+  // begins from now on does nothing.
+  void leave_to_graphs() {
+    auto* const kept = new (std::nothrow) CudaMemory(std::move(*this));
+    if (kept == nullptr) return;
+    __atomic_fetch_or(&kept->mailbox()->end_reasons, kAbortRequest, __ATOMIC_RELEASE);
+    try {
+      const DeviceGuard guard(kept->device_);
+      *kept->host_.word() = 1;
+      kept->side_stream_.write(kept->local() + offsetof(CommState, aborted), kept->host_.word(), sizeof(uint32_t));
+    } catch (const std::exception&) {
+      // The context is broken: nothing begins there any more.
+    }
+  }
+
+  WorkspaceHandle create(const WorkspaceLayout& layout, bool use_ipc) {
+    const DeviceGuard guard(device_);
+    const BesideCaptures beside;
+    const uint64_t bytes = bytes_ = layout.bytes();
+    local_ = DeviceMemory();
+    local_ = use_ipc ? DeviceMemory::allocate_ipc(device_, bytes) : DeviceMemory::allocate(device_, bytes);
+    for (const Region& region : layout.regions().region) {
+      side_stream_.fill(local_.address() + region.offset, region.initial_byte, region.bytes);
+    }
+    side_stream_.wait("initialising the workspace");  // before any peer can have the handle: it may write at once
+    return local_.export_handle();
+  }
+
+  char* map(int peer, const WorkspaceHandle& handle) {
+    const BesideCaptures beside;
+    return (peers_[peer] = DeviceMemory::map(device_, bytes_, handle)).address();
+  }
+
+  SharedMemory allocate(uint64_t bytes, bool use_ipc) const {
+    const BesideCaptures beside;
+    const auto owner = std::make_shared<SegmentMemory>(
+        device_, use_ipc ? DeviceMemory::allocate_ipc(device_, bytes) : DeviceMemory::allocate(device_, bytes));
+    return {{owner, owner->address()}, owner->export_handle()};
+  }
+
+  std::shared_ptr<char> map_memory(int, uint64_t bytes, const WorkspaceHandle& handle) const {
+    const BesideCaptures beside;
+    const auto owner = std::make_shared<SegmentMemory>(device_, DeviceMemory::map(device_, bytes, handle));
+    return {owner, owner->address()};
+  }
+
+  void write(char* to, const void* from, uint64_t bytes) const {
+    const DeviceGuard guard(device_);
+    side_stream_.write_all(to, from, bytes);
+  }
+
+  char* local() const { return local_.address(); }
+  HostMailbox* mailbox() const { return host_.mailbox(); }
+
+  void read(void* to, const char* from, uint64_t bytes) const {
+    const DeviceGuard guard(device_);
+    side_stream_.read_all(to, from, bytes);
+  }
+
+  std::optional<uint64_t> read_soon(const char* from) const {
+    const DeviceGuard guard(device_);
+    if (!side_stream_.read(host_.word(), from, sizeof(uint64_t))) return std::nullopt;
+    return *host_.word();
+  }
+
+ private:
+  // What it takes to free memory: its device, and that a stream may be captured meanwhile, by whomever.
+  struct Leaving {
+    explicit Leaving(int device) : guard(device) {}
+    DeviceGuard guard;
+    BesideCaptures beside;
+  };
+
+  std::unique_ptr<Leaving> leaving_;  // first, so that it goes last
+  int device_;
+  uint64_t bytes_ = 0;
+  HostMemory host_;
+  SideStream side_stream_;
+  DeviceMemory local_;
+  std::map<int, DeviceMemory> peers_;
+};
+
+}  // namespace llm_comm::host

@@ -1,0 +1,93 @@
+"""Protections of algorithms that access the symmetric tensors of peers themselves.
+
+Not here: the barriers of a block before it uses what its threads have waited for. Without them it takes words that have
+not come for addresses, and crashes.
+"""
+
+from __future__ import annotations
+
+from edits import Edit
+from protection import AHEAD, DIRECT, HB_SESSION, NOBODY_IS_MISSING, WRONG, WRONG_RESULT, Protection
+
+SUBJECTS = ("all_gather/direct_push_hb", "all_reduce/two_shot_pull_hb")
+#: Words that have not come may name no place.
+NOT_SYMMETRIC = r"^rank \d+: not symmetric in"
+_WRONG = f"{WRONG_RESULT}|{NOBODY_IS_MISSING}"
+
+OF_SYMMETRIC = (
+    Protection(
+        "tensors_ready",
+        "a rank's tensors are accessed only when it has said where they are, and so that they may be",
+        (
+            Edit(
+                HB_SESSION,
+                "if (t >= depth && has_peer && !wait(",
+                "if (!(WITHOUT && t == depth) && t >= depth && has_peer && !wait(",
+            ),
+        ),
+        failure=_WRONG,
+        subjects=SUBJECTS,
+    ),
+    Protection(
+        "tensors_done",
+        "a rank ends only when nobody accesses its tensors any more",
+        (Edit(DIRECT, "session_.run( 1, 1,", "session_.run( WITHOUT ? 0 : 1, 1,"),),
+        failure=_WRONG,
+        subjects=SUBJECTS,
+    ),
+    Protection(
+        "place_of_the_peer",
+        "where a tensor of a peer lies follows from what that rank says",
+        (Edit(DIRECT, "rank == comm_.rank ? own :", "rank == comm_.rank || WITHOUT ? own :"),),
+        failure=_WRONG,
+        subjects=SUBJECTS,
+    ),
+    # ---- The session's steps ----
+    Protection(
+        "step_released",
+        "the signal of a step is a release",
+        (
+            Edit(
+                HB_SESSION,
+                "store_release(semaphore(peer, comm_.rank), value_of(step));",
+                "if (WITHOUT) return store_relaxed(semaphore(peer, comm_.rank), value_of(step));\n"
+                "store_release(semaphore(peer, comm_.rank), value_of(step));",
+            ),
+        ),
+        failure=_WRONG,
+        subjects=SUBJECTS,
+    ),
+    Protection(
+        "step_acquired",
+        "the wait for a step is an acquire",
+        (
+            Edit(
+                HB_SESSION,
+                "load_acquire(semaphore_of_peer)",
+                "(WITHOUT ? load_relaxed(semaphore_of_peer) : load_acquire(semaphore_of_peer))",
+            ),
+        ),
+        failure=_WRONG,
+        subjects=SUBJECTS,
+    ),
+    Protection(
+        "block_before_step_signal",
+        "the block has done a step before its threads signal that",
+        (
+            Edit(
+                HB_SESSION,
+                "work(t); block_sync();",
+                "work(t);\n if (!WITHOUT) block_sync();\n",
+            ),
+        ),
+        failure=f"{_WRONG}|{NOT_SYMMETRIC}",
+        subjects=SUBJECTS,
+    ),
+    Protection(
+        "waits_for_grids_before",
+        "a grid waits for the grids before it",
+        (Edit(HB_SESSION, "grid_dependency_wait_after(", "if (!WITHOUT) grid_dependency_wait_after("),),
+        failure=f"{WRONG}|{AHEAD}",
+        subjects=SUBJECTS,
+    ),
+)

@@ -1,0 +1,189 @@
+"""Algorithms that access the symmetric tensors of peers themselves: whole results, wherever the tensors lie; and where
+one of them is not symmetric, the same error on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from cores import connected, number_of, problem_of, symmetric, tiling_of, together, with_segment
+from reference import DTYPES, assert_is_sum, contributions
+
+from llm_comm import _core
+from llm_comm.runtime.failures import explain
+
+GATHER = number_of("all_gather", "direct_push_hb")
+REDUCE = number_of("all_reduce", "two_shot_pull_hb")
+WORLDS = [2, 3, 5, 8]
+LINE = 16
+
+
+def gather_problem(world: int, rows: int, sizes: Sequence[int]) -> _core.Problem:
+    """Of parts of so many bytes of each row."""
+    count = rows * max(sizes)
+    parameters = [rows, *sizes, *[0] * (8 - world)]
+    return _core.Problem(count=count, row=0, data_type=3, world_size=world, parameters=parameters)
+
+
+def parts_of(world: int, rows: int, sizes: Sequence[int], seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(256, (rows, sizes[rank]), generator=generator, dtype=torch.uint8) for rank in range(world)]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("is_even", [True, False])
+def test_all_gather(world: int, rows: int, is_even: bool) -> None:
+    """Of inputs at any address, with parts of no bytes, into outputs that lie elsewhere on each rank."""
+    cores = with_segment(connected(world))
+    lines = 200
+    sizes = [LINE * (lines if is_even else [lines, 0, 1, 37][rank % 4]) for rank in range(world)]
+    problem = gather_problem(world, rows, sizes)
+    for seed in range(3):
+        parts = parts_of(world, rows, sizes, seed)
+        expected = torch.cat(parts, dim=1)
+        calls, outputs = [], []
+        for rank, core in enumerate(cores):
+            run = core.prepare(GATHER, problem, tiling_of(rows * max(sizes), blocks=3, depth=0))
+            output = symmetric(core, 512 * ((rank + seed) % 3), torch.zeros_like(expected))
+            unaligned = torch.empty(parts[rank].nbytes + 1, dtype=torch.uint8)
+            unaligned[1:].copy_(parts[rank].flatten())
+            outputs.append(output)
+            calls.append(lambda run=run, x=unaligned, y=output: run(x.data_ptr() + 1, y.data_ptr(), 0))
+        assert together(*calls) == [True] * world, [core.error() for core in cores]
+        for rank, output in enumerate(outputs):
+            assert torch.equal(output, expected), f"rank {rank}, call {seed}"
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_reduce(world: int, dtype: torch.dtype) -> None:
+    """Bitwise the sum of the others, in place on no rank, on all and on some."""
+    cores = with_segment(connected(world), 1 << 20)
+    for seed, lines in enumerate((1, world - 1, 7 * world, 501)):
+        inputs = contributions(world, lines * LINE // dtype.itemsize, dtype, seed)
+        for in_place in (0, world, 1):
+            calls, outputs = [], []
+            for rank, core in enumerate(cores):
+                x = symmetric(core, 512 * (rank + seed), inputs[rank])
+                y = x if rank < in_place else symmetric(core, (1 << 18) + 64 * rank, torch.zeros_like(x))
+                run = core.prepare(REDUCE, problem_of(x, world), tiling_of(x.numel(), blocks=3, depth=0))
+                outputs.append(y)
+                calls.append(lambda run=run, x=x, y=y: run(x.data_ptr(), y.data_ptr(), 0))
+            assert together(*calls) == [True] * world, [core.error() for core in cores]
+            for rank, output in enumerate(outputs):
+                assert_is_sum(output, inputs, f"rank {rank}, {lines} lines, in place on {in_place}")
+
+
+@pytest.mark.parametrize("other", ["two_shot_hb", "two_shot", "one_shot"])
+def test_ranks_that_run_different_algorithms_do_not_meet(other: str) -> None:
+    """Where calls are not compared: a rank whose tensor is symmetric, and one whose is not, wait in vain and say so."""
+    cores = with_segment(connected(2, timeout_s=0.5), 1 << 20)
+    x = torch.ones(4096)
+    tensors = [symmetric(cores[0], 0, x), x.clone()]
+    names = ["two_shot_pull_hb", other]
+    calls = []
+    for core, name, tensor in zip(cores, names, tensors, strict=True):
+        run = core.prepare(number_of("all_reduce", name), problem_of(x, 2), tiling_of(x.numel(), blocks=4, depth=1))
+        calls.append(lambda run=run, x=tensor: run(x.data_ptr(), x.data_ptr(), 0))
+    together(*calls)
+    for rank, core in enumerate(cores):
+        error = core.error()
+        assert error is not None, rank
+        assert (error.cause, error.peer) == ("timeout", 1 - rank)
+
+
+def test_tensors_in_several_segments() -> None:
+    """One of them on each rank: a place says in which."""
+    world, sizes = 3, [LINE * 20] * 3
+    cores = with_segment(connected(world))
+    parts = parts_of(world, 1, sizes, 7)
+    expected = torch.cat(parts, dim=1)
+    for number in (1, 2):
+        handles = [core.create_segment(number, 1 << 16, False) for core in cores]
+        for rank, core in enumerate(cores):
+            for peer, handle in enumerate(handles):
+                if peer != rank:
+                    core.map_segment(number, peer, *handle)
+    calls, outputs = [], []
+    for rank, core in enumerate(cores):
+        capsule, _ = core.lend(rank, 64, expected.nbytes, -1)
+        output = torch.utils.dlpack.from_dlpack(capsule).view(expected.shape).zero_()
+        assert core.find(output.data_ptr(), output.nbytes) == (rank, 64)
+        run = core.prepare(GATHER, gather_problem(world, 1, sizes), tiling_of(sizes[0], blocks=2, depth=0))
+        outputs.append(output)
+        calls.append(lambda run=run, x=parts[rank], y=output: run(x.data_ptr(), y.data_ptr(), 0))
+    assert together(*calls) == [True] * world
+    assert all(torch.equal(output, expected) for output in outputs)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("kind", ["ordinary", "unaligned", "cut off"])
+def test_a_tensor_that_is_not_symmetric(world: int, kind: str) -> None:
+    """On one rank. All ranks end with an error that names it, and none has waited for its time-out."""
+    culprit, nbytes = 1, LINE * 40
+    cores = with_segment(connected(world), 1 << 16)
+    problem = gather_problem(world, 1, [nbytes] * world)
+    end = (1 << 16) - world * nbytes
+    calls, outputs = [], []
+    for rank, core in enumerate(cores):
+        like = torch.full((world * nbytes,), 7, dtype=torch.uint8)
+        output = symmetric(core, end, like)
+        address = output.data_ptr()
+        if rank == culprit:
+            ordinary = torch.full_like(like, 7)
+            address = {"ordinary": ordinary.data_ptr(), "unaligned": address - 1, "cut off": address + LINE}[kind]
+            outputs.append(ordinary)
+        outputs.append(output)
+        run = core.prepare(GATHER, problem, tiling_of(nbytes, blocks=2, depth=0))
+        x = torch.zeros(nbytes, dtype=torch.uint8)
+        calls.append(lambda run=run, x=x, address=address: run(x.data_ptr(), address, 0))
+    together(*calls)
+    for rank, core in enumerate(cores):
+        error = core.error()
+        assert error is not None
+        assert (error.cause, error.rank, error.peer, error.phase) == ("not symmetric", rank, culprit, 0)
+        said = explain(error, 1.0)
+        assert said.kind == "MismatchError"
+        assert f"a tensor of rank {culprit} is not in symmetric memory" in said.text
+        assert "all-gather of symmetric tensors by push (HB)" in said.text
+    assert all(output.eq(7).all() for output in outputs), "nothing has been written"
+
+
+def test_shapes_that_peers_cannot_access_line_by_line() -> None:
+    limits = _core.Limits(slot_bytes=1 << 20, sm_count=4, max_cluster=1, compute_capability=0, staging_bytes=1 << 16)
+    choice = _core.Choice(blocks=2, tile_lines=4)
+    assert _core.shape(GATHER, gather_problem(2, 1, [32, 16]), choice, limits).launches == 1
+    with pytest.raises(ValueError, match="a multiple of 16 bytes"):
+        _core.shape(GATHER, gather_problem(2, 1, [32, 17]), choice, limits)
+    with pytest.raises(ValueError, match="blocks is 161; it must be 1 to 160"):
+        _core.shape(GATHER, gather_problem(2, 1, [32, 16]), _core.Choice(blocks=161, tile_lines=4), limits)
+
+
+def test_what_takes_its_place_where_tensors_are_not_symmetric() -> None:
+    """One call prepared for both; what runs follows from the tensors, and from whether there is a heap at all."""
+    world, nbytes = 2, LINE * 30
+    cores = connected(world)
+    problem = gather_problem(world, 1, [nbytes] * world)
+    ordinary = number_of("all_gather", "one_shot")
+    direct = (GATHER, problem, tiling_of(nbytes, blocks=2, depth=0))
+    prepared = [core.prepare(ordinary, problem, tiling_of(nbytes), direct) for core in cores]
+    parts = parts_of(world, 1, [nbytes] * world, 3)
+    expected = torch.cat(parts, dim=1)
+
+    def run(outputs: list[torch.Tensor]) -> str:
+        calls = [
+            lambda run=run, x=x, y=y: run(x.data_ptr(), y.data_ptr(), 0)
+            for run, x, y in zip(prepared, parts, outputs, strict=True)
+        ]
+        assert together(*calls) == [True] * world
+        assert all(torch.equal(output, expected) for output in outputs)
+        return cores[0].last_call().operation
+
+    outputs = [torch.zeros_like(expected) for _ in cores]
+    assert run(outputs) == "one-shot all-gather"
+    with_segment(cores)
+    assert run(outputs) == "one-shot all-gather"
+    assert run([symmetric(core, 0, expected * 0) for core in cores]) == "all-gather of symmetric tensors by push (HB)"
+    assert run([symmetric(core, 8, expected * 0) for core in cores]) == "one-shot all-gather"

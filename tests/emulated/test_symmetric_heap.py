@@ -1,0 +1,441 @@
+"""``Communicator.empty``: tensors that every rank has at the same place in memory that all have mapped, or the same
+error on all ranks."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RankPool, make_communicator, nothing_leaked
+from reference import assert_is_sum, contributions
+
+from llm_comm import Communicator, MismatchError, RendezvousError, UnsupportedInputError, _core
+from llm_comm.runtime import symmetric_heap
+from llm_comm.runtime.heap_layout import MAX_GROWTH, SEGMENT_MULTIPLE
+
+CULPRIT = 1
+WORLDS = [2, 3, 5]
+
+
+def core_of(comm: Communicator) -> _core.Core:
+    return comm._handle.core()
+
+
+def place_of(comm: Communicator, tensor: torch.Tensor) -> tuple[int, int] | None:
+    return core_of(comm).find(tensor.data_ptr(), tensor.nbytes)
+
+
+def last_call(comm: Communicator) -> str:
+    return core_of(comm).last_call().operation
+
+
+def segments_of(comm: Communicator) -> dict[int, int]:
+    return comm._heap._layout.segments()
+
+
+def check_still_works(comm: Communicator, what: str) -> None:
+    """The group, the communicator and its heap."""
+    one = torch.ones(1)
+    dist.all_reduce(one)
+    assert one.item() == comm.world_size
+    inputs = contributions(comm.world_size, 100, torch.float16)
+    assert_is_sum(comm.all_reduce(inputs[comm.rank]), inputs, what)
+    assert place_of(comm, comm.empty(7, torch.int8)) is not None
+
+
+def same_on_all(found: list[Any]) -> Any:
+    assert all(of_rank == found[0] for of_rank in found), found
+    return found[0]
+
+
+# ---- Tensors -------------------------------------------------------------------------------------------------------
+
+
+def use_tensors() -> list[tuple[int, int] | None]:
+    places = []
+    with nothing_leaked(), make_communicator() as comm:
+        assert segments_of(comm) == {}, "the heap is empty unless it is used"
+        tensors = [
+            comm.empty((3, 5), torch.bfloat16),
+            comm.empty(1000, torch.float8_e4m3fn),
+            comm.empty([2, 0, 4], torch.float32),
+            comm.empty(torch.Size([]), torch.complex64),
+            comm.empty((4, 4), torch.bool),
+            comm.empty(17),
+        ]
+        assert [tuple(t.shape) for t in tensors] == [(3, 5), (1000,), (2, 0, 4), (), (4, 4), (17,)]
+        assert tensors[-1].dtype is torch.get_default_dtype()
+        for tensor in tensors:
+            assert tensor.is_contiguous()
+            assert not tensor.requires_grad
+            assert tensor._base is None
+            if tensor.numel():
+                assert tensor.data_ptr() % 512 == 0
+                places.append(place_of(comm, tensor))
+        for number, tensor in enumerate(tensors):
+            tensor.copy_(torch.full_like(tensor, number))
+        for number, tensor in enumerate(tensors):
+            assert torch.equal(tensor, torch.full_like(tensor, number)), "tensors share memory"
+        assert len(segments_of(comm)) == 1, "small tensors share a segment"
+        del tensor, tensors
+    return places
+
+
+@pytest.mark.parametrize("world", [1, *WORLDS])
+def test_tensors_lie_at_the_same_place_on_all_ranks(ranks: RankPool, world: int) -> None:
+    places = same_on_all(ranks.run(world, use_tensors))
+    assert None not in places
+    assert len(set(places)) == len(places)
+
+
+def look_into_peers() -> None:
+    """Every rank writes, and reads by the core what the others have: the mappings are of the right memory."""
+    with make_communicator() as comm:
+        x = comm.empty((comm.world_size, 8), torch.int32)
+        place = place_of(comm, x[1:])
+        assert place == (0, x[0].nbytes), "views lie in the heap too"
+        assert place_of(comm, torch.empty(8)) is None
+        beyond = core_of(comm).find(x.data_ptr(), SEGMENT_MULTIPLE + 1)
+        assert beyond is None, "what ends behind the segment is not in it"
+        assert core_of(comm).find(x.data_ptr() - 1, 1) is None
+
+
+def test_what_is_in_the_heap(ranks: RankPool) -> None:
+    ranks.run(2, look_into_peers)
+
+
+def as_output_of_layers() -> None:
+    with make_communicator() as comm, torch.inference_mode():
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(32, 48, bias=False, dtype=torch.bfloat16)
+        x = torch.randn(5, 32).to(torch.bfloat16)
+        out = comm.empty((5, 48), torch.bfloat16)
+        torch.mm(x, layer.weight.t(), out=out)
+        assert torch.equal(out, layer(x))
+        views = comm.empty((2, 5, 48), torch.bfloat16)
+        torch.mm(x, layer.weight.t(), out=views[1])
+        assert torch.equal(views[1], out)
+        out.add_(1).mul_(2)
+        assert torch.equal(out.view(-1)[::2].clone(), ((layer(x) + 1) * 2).view(-1)[::2])
+
+
+def test_output_of_a_linear_layer(ranks: RankPool) -> None:
+    ranks.run(2, as_output_of_layers)
+
+
+def sum_mixed(world: int) -> None:
+    """Sums over symmetric tensors, ordinary ones and both, in and out of place, before and after the heap grows."""
+    with make_communicator() as comm:
+        for count in (8, 1000, 4097, 60_000):
+            for dtype in (torch.bfloat16, torch.float32):
+                inputs = contributions(world, count, dtype, seed=count)
+                mine = inputs[comm.rank]
+                x, out = comm.empty(count, dtype), comm.empty(count, dtype)
+                x.copy_(mine)
+                what = f"{count} {dtype}"
+                assert_is_sum(comm.all_reduce(x), inputs, f"{what}, new output")
+                assert_is_sum(comm.all_reduce(mine, out=out), inputs, f"{what}, ordinary input")
+                out.zero_()
+                assert comm.all_reduce(x, out=out) is out
+                assert_is_sum(out, inputs, f"{what}, both symmetric")
+                is_direct = x.nbytes % 16 == 0
+                assert last_call(comm).startswith("two-shot all-reduce of symmetric") == is_direct, what
+                assert comm.plan(mine).symmetric == ("two_shot_pull_hb" if is_direct else "")
+                ordinary = torch.empty_like(mine)
+                assert_is_sum(comm.all_reduce(x, out=ordinary), inputs, f"{what}, ordinary output")
+                assert torch.equal(x, mine), "the input is left alone"
+                assert_is_sum(comm.all_reduce(x, out=x), inputs, f"{what}, in place")
+                assert last_call(comm).startswith("two-shot all-reduce of symmetric") == is_direct, what
+
+
+def one_without_a_symmetric_tensor() -> str:
+    with make_communicator() as comm:
+        x = comm.empty(64, torch.float32).fill_(1)
+        y = torch.ones(64) if comm.rank == CULPRIT else x
+        with pytest.raises(MismatchError) as error:
+            comm.all_reduce(y, out=y)
+        return str(error.value)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_another_kind_of_tensor_on_one_rank(ranks: RankPool, world: int) -> None:
+    """Ranks that choose different algorithms for it say so."""
+    for text in ranks.run(world, one_without_a_symmetric_tensor):
+        assert "two-shot all-reduce of symmetric tensors by pull (HB) of 64 fp32" in text
+        assert f"rank {CULPRIT}: one-shot all-reduce of 64 fp32" in text
+
+
+def choose_by_options(algorithm: str) -> str:
+    with make_communicator(algorithm=algorithm) as comm:
+        x = comm.empty(4096, torch.float32).fill_(1)
+        assert comm.all_reduce(x, out=x).eq(comm.world_size).all()
+        used = last_call(comm)
+        ordinary = torch.ones(4096)
+        assert comm.all_reduce(ordinary).eq(comm.world_size).all()
+        return f"{used}; {comm.plan(ordinary).algorithm}"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        ("auto", "two-shot all-reduce of symmetric tensors by pull (HB); two_shot"),
+        ("two_shot_pull_hb", "two-shot all-reduce of symmetric tensors by pull (HB); two_shot"),
+        ("one_shot", "one-shot all-reduce; one_shot"),
+    ],
+)
+def test_a_forced_algorithm(ranks: RankPool, algorithm: str, expected: str) -> None:
+    assert same_on_all(ranks.run(2, choose_by_options, algorithm)) == expected
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_sums_of_symmetric_and_ordinary_tensors(ranks: RankPool, world: int) -> None:
+    ranks.run(world, sum_mixed, world)
+
+
+# ---- Growth, and memory that is given back -------------------------------------------------------------------------
+
+
+def grow() -> list[Any]:
+    seen = []
+    with nothing_leaked(), make_communicator() as comm:
+        kept = []
+        for size in (1000, SEGMENT_MULTIPLE, 3 * SEGMENT_MULTIPLE + 1, 10, MAX_GROWTH + 1):
+            kept.append(comm.empty(size, torch.uint8))
+            kept[-1].fill_(len(kept))
+            seen.append((place_of(comm, kept[-1]), segments_of(comm)))
+        for number, tensor in enumerate(kept, start=1):
+            assert tensor.eq(number).all()
+        del tensor, kept
+    return seen
+
+
+def test_the_heap_grows(ranks: RankPool) -> None:
+    seen = same_on_all(ranks.run(3, grow))
+    assert [place[0] for place, _ in seen] == [0, 1, 2, 0, 3]
+    sizes = list(seen[-1][1].values())
+    assert all(size % SEGMENT_MULTIPLE == 0 for size in sizes)
+    assert sizes[:3] == [SEGMENT_MULTIPLE, SEGMENT_MULTIPLE, 4 * SEGMENT_MULTIPLE]
+
+
+def many_small(count: int) -> list[tuple[int, int] | None]:
+    with make_communicator() as comm:
+        tensors = [comm.empty(1 + number % 5, torch.float32) for number in range(count)]
+        for number, tensor in enumerate(tensors):
+            tensor.fill_(number)
+        assert all(tensor.eq(number).all() for number, tensor in enumerate(tensors))
+        assert len(segments_of(comm)) == 1
+        return [place_of(comm, tensor) for tensor in tensors]
+
+
+def test_many_small_tensors(ranks: RankPool) -> None:
+    places = same_on_all(ranks.run(2, many_small, 300))
+    assert len(set(places)) == 300
+
+
+def free_at_different_times() -> list[Any]:
+    """What has died on some ranks only is not given to anybody."""
+    seen: list[Any] = []
+    with nothing_leaked(), make_communicator() as comm:
+        first, second, third = (comm.empty(1000, torch.uint8) for _ in range(3))
+        place = place_of(comm, second)
+        view = second[:1]
+        if comm.rank != 0:
+            del second
+        seen.append(place_of(comm, comm.empty(500, torch.uint8)) == place)
+        second = None
+        seen.append(place_of(comm, comm.empty(500, torch.uint8)) == place)
+        del view
+        again = comm.empty(500, torch.uint8)
+        seen.append(place_of(comm, again) == place)
+        first.fill_(1)
+        third.fill_(3)
+        again.fill_(2)
+        assert first.eq(1).all()
+        assert third.eq(3).all()
+        del first, third, again
+    return seen
+
+
+def test_memory_of_tensors_that_have_died_on_all_ranks_is_used_again(ranks: RankPool) -> None:
+    # The first 500 bytes went behind the third, and died at once; the second found them free.
+    assert same_on_all(ranks.run(3, free_at_different_times)) == [False, False, True]
+
+
+def give_back() -> list[dict[int, int]]:
+    seen = []
+    with nothing_leaked(), make_communicator() as comm:
+        small, large = comm.empty(10, torch.uint8), comm.empty(20 << 20, torch.uint8)
+        seen.append(segments_of(comm))
+        del large
+        other = comm.empty(10, torch.uint8)
+        seen.append(segments_of(comm))
+        large = comm.empty(30 << 20, torch.uint8)
+        seen.append(segments_of(comm))
+        del small, large, other
+    return seen
+
+
+def test_empty_segments_go_back_to_the_device(ranks: RankPool) -> None:
+    first, second, third = same_on_all(ranks.run(2, give_back))
+    assert len(first) == 2
+    assert list(second) == [0]
+    assert third == {0: SEGMENT_MULTIPLE, 1: 30 << 20}
+
+
+# ---- What goes wrong -----------------------------------------------------------------------------------------------
+
+
+def ask_for_different_ones(other: dict[str, Any]) -> str:
+    with make_communicator() as comm:
+        request = {"shape": (4, 8), "dtype": torch.bfloat16}
+        if comm.rank == CULPRIT:
+            request.update(other)
+        kept = comm.empty(3)
+        with nothing_leaked(), pytest.raises(RendezvousError) as error:
+            comm.empty(**request)
+        check_still_works(comm, "after different requests")
+        assert place_of(comm, kept) == (0, 0)
+        return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [({"shape": (8, 4)}, "(8, 4) of torch.bfloat16"), ({"dtype": torch.float16}, "(4, 8) of torch.float16")],
+    ids=["shape", "dtype"],
+)
+def test_another_tensor_on_one_rank(ranks: RankPool, other: dict[str, Any], said: str) -> None:
+    text = same_on_all(ranks.run(3, ask_for_different_ones, other))
+    assert "ask for different tensors of symmetric memory" in text
+    assert f"rank {CULPRIT}: {said}" in text
+
+
+def ask_for_none(request: dict[str, Any], is_everybody: bool) -> tuple[str, str]:
+    with make_communicator() as comm:
+        with nothing_leaked(), pytest.raises((UnsupportedInputError, RendezvousError)) as error:
+            comm.empty(**(request if is_everybody or comm.rank == CULPRIT else {"shape": 8}))
+        check_still_works(comm, "after a request for no tensor")
+        return type(error.value).__name__, str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("request_", "says"),
+    [
+        ({"shape": (3, -1)}, "shape is [3, -1]: no memory has that"),
+        ({"shape": 1 << 60}, "no memory has that"),
+        ({"shape": (2.5,)}, "shape is (2.5,); it must be whole numbers"),
+        ({"shape": "wide"}, "it must be whole numbers"),
+        ({"shape": 2, "dtype": "bf16"}, "dtype is 'bf16'; it must be a torch.dtype"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else str(value),
+)
+@pytest.mark.parametrize("is_everybody", [True, False], ids=["all", "one"])
+def test_what_is_no_tensor(ranks: RankPool, request_: dict[str, Any], says: str, is_everybody: bool) -> None:
+    kind, text = same_on_all(ranks.run(2, ask_for_none, request_, is_everybody))
+    assert kind == "UnsupportedInputError"
+    assert says in text
+    assert is_everybody or f"rank {CULPRIT}: " in text
+
+
+@contextmanager
+def failing(what: str, is_here: bool) -> Iterator[None]:
+    """A step of this rank fails as it does where memory has run out."""
+
+    def fail(*_: object, **__: object) -> Any:
+        raise RuntimeError("cuMemCreate: out of memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if is_here and what == "tensor":
+            patch.setattr(symmetric_heap.SymmetricHeap, "_take", fail)
+        elif is_here:
+            patch.setattr(_core.Core, what, fail)
+        yield
+
+
+def run_out_of_memory(what: str) -> str:
+    with make_communicator() as comm:
+        kept = comm.empty(100, torch.uint8).fill_(7)
+        before = segments_of(comm)
+        with nothing_leaked():
+            with failing(what, comm.rank == CULPRIT), pytest.raises(RendezvousError) as error:
+                comm.empty(4 << 20, torch.uint8)
+            gc.collect()
+        assert segments_of(comm) == before
+        check_still_works(comm, f"after a failure of {what}")
+        assert kept.eq(7).all()
+        assert place_of(comm, comm.empty(4 << 20, torch.uint8)) == (1, 0)
+        return str(error.value)
+
+
+@pytest.mark.parametrize("what", ["create_segment", "map_segment", "tensor"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_without_memory(ranks: RankPool, world: int, what: str) -> None:
+    text = same_on_all(ranks.run(world, run_out_of_memory, what))
+    assert f"failed on 1 of {world} ranks: rank {CULPRIT}: RuntimeError: cuMemCreate: out of memory" in text
+
+
+def ask_for_too_much() -> str:
+    with make_communicator() as comm:
+        with nothing_leaked(), pytest.raises(RendezvousError) as error:
+            comm.empty(1 << 47, torch.uint8)
+        check_still_works(comm, "after too large a request")
+        return str(error.value)
+
+
+def test_more_than_there_is(ranks: RankPool) -> None:
+    text = same_on_all(ranks.run(2, ask_for_too_much))
+    assert f"{1 << 47} bytes of symmetric memory failed on 2 of 2 ranks" in text
+
+
+def fill_all_segments() -> str:
+    with make_communicator() as comm:
+        kept = [comm.empty(MAX_GROWTH + 1, torch.uint8) for _ in range(_core.max_segments)]
+        with nothing_leaked(), pytest.raises(UnsupportedInputError) as error:
+            comm.empty(MAX_GROWTH + 1, torch.uint8)
+        del kept
+        check_still_works(comm, "after too many segments")
+        return str(error.value)
+
+
+def test_too_many_segments(ranks: RankPool) -> None:
+    text = same_on_all(ranks.run(2, fill_all_segments))
+    assert "ask for fewer, larger tensors" in text
+
+
+# ---- The end -------------------------------------------------------------------------------------------------------
+
+
+def outlive() -> None:
+    with nothing_leaked():
+        comm = make_communicator()
+        x, gone = comm.empty(1000, torch.int32), comm.empty(1000, torch.int32)
+        view = x[500:].fill_(5)
+        del x, gone
+        comm.close()
+        with pytest.raises(RuntimeError, match="this communicator is closed"):
+            comm.empty(3)
+        assert view.eq(5).all()
+        view.add_(1)
+        assert view.eq(6).all()
+        del view
+
+
+def drop() -> None:
+    with nothing_leaked():
+        comm = make_communicator()
+        x = comm.empty(1000, torch.int32)
+        del comm
+        gc.collect()
+        x.fill_(5)
+        assert x.eq(5).all()
+        del x
+
+
+@pytest.mark.parametrize("end", [outlive, drop])
+@pytest.mark.parametrize("world", [1, 2])
+def test_tensors_outlive_the_communicator(ranks: RankPool, world: int, end: Callable[[], None]) -> None:
+    ranks.run(world, end)

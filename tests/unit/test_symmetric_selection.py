@@ -1,0 +1,128 @@
+"""What runs where the tensors of a call are symmetric: by rows of the table that stand apart from the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from reference import ALGORITHMS
+from tables import limits_of, plain_row, write_table
+
+from llm_comm import Config, ConfigError, _core, registry
+from llm_comm.config import MIB
+from llm_comm.planning import selection
+from llm_comm.planning.plan import Plan, Problem
+from llm_comm.planning.planner import Planner
+from llm_comm.planning.table_files import load_table, table_text
+from llm_comm.planning.tables import ALL_REDUCE, Row, TuningTable, by_operation, of_symmetric
+
+CONFIG = Config.load({})
+PULL = "two_shot_pull_hb"
+ORDINARY = plain_row(64 * MIB, "two_shot", 4, 16, 1)
+SMALL = Row(4096, ALL_REDUCE, PULL, "HB", blocks=2, tile_lines=8)
+LARGE = Row(64 * MIB, ALL_REDUCE, PULL, "HB", blocks=9, tile_lines=64)
+TABLE = TuningTable("test", by_operation([ORDINARY, SMALL, LARGE]), 64 * MIB, min_symmetric_bytes=0)
+
+
+def plan_of(nbytes: int, table: TuningTable = TABLE, config: Config = CONFIG, has_symmetric: bool = True) -> Plan:
+    return layout_of(nbytes, table, config, has_symmetric).plan
+
+
+def layout_of(
+    nbytes: int, table: TuningTable = TABLE, config: Config = CONFIG, has_symmetric: bool = True
+) -> selection.Layout:
+    planner = Planner(2, table, config, limits_of(config))
+    planner.has_symmetric = has_symmetric
+    layout = planner.lay_out(ALL_REDUCE, nbytes // 2, 0, "bf16")
+    assert (layout.direct is not None) == (layout.plan.symmetric != "")
+    return layout
+
+
+def test_nothing_else_is_prepared_without_a_heap() -> None:
+    assert plan_of(4096, has_symmetric=False).symmetric == ""
+    assert plan_of(4096).symmetric == PULL
+
+
+def test_rows_of_symmetric_tensors_stand_apart() -> None:
+    assert set(TABLE.rows) == {ALL_REDUCE, of_symmetric(ALL_REDUCE)}
+    plan = plan_of(4096)
+    assert (plan.algorithm, plan.protocol, plan.depth) == ("two_shot", "LL", 1)
+    assert TABLE.with_rows(ORDINARY._replace(depth=0)).rows[of_symmetric(ALL_REDUCE)] == (SMALL, LARGE)
+
+
+@pytest.mark.parametrize(("nbytes", "tile_lines"), [(16, 8), (4096, 8), (4112, 64), (MIB, 64)])
+def test_the_row_of_the_size(nbytes: int, tile_lines: int) -> None:
+    direct = layout_of(nbytes).direct
+    assert direct is not None
+    number, _, tiling = direct
+    assert number == next(a.number for a in registry.operations()[ALL_REDUCE].algorithms if a.name == PULL)
+    assert (tiling.tile_lines, tiling.launch_units) == (tile_lines, nbytes // 2)
+
+
+@pytest.mark.parametrize(("nbytes", "expected"), [(MIB - 16, ""), (MIB, PULL)])
+def test_small_messages_run_as_any(nbytes: int, expected: str) -> None:
+    table = TABLE._replace(min_symmetric_bytes=MIB)
+    assert plan_of(nbytes, table).symmetric == expected
+    assert plan_of(nbytes, TuningTable("no row", by_operation([ORDINARY]), 64 * MIB)).symmetric == expected
+
+
+@pytest.mark.parametrize("nbytes", [2, 14, 18, 4098])
+def test_what_is_not_in_lines_runs_as_any(nbytes: int) -> None:
+    assert plan_of(nbytes).symmetric == ""
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_forced_algorithm_is_forced_for_all_tensors(algorithm: str) -> None:
+    plan = plan_of(4096, config=CONFIG.replace(algorithm=algorithm))
+    assert (plan.algorithm, plan.symmetric) == (algorithm, "")
+
+
+def test_an_algorithm_for_symmetric_tensors_is_forced_for_those_only() -> None:
+    plan = plan_of(4096, config=CONFIG.replace(algorithm=PULL))
+    assert (plan.algorithm, plan.symmetric) == ("two_shot", PULL)
+    assert plan.reason.endswith(f"algorithm {PULL} is for symmetric tensors")
+
+
+def test_it_is_never_chosen_for_other_tensors() -> None:
+    """Where a table has rows for symmetric tensors alone."""
+    table = TuningTable("test", by_operation([LARGE]), 64 * MIB, min_symmetric_bytes=0)
+    plan = plan_of(4096, table)
+    assert (plan.algorithm, plan.symmetric) == ("one_shot", PULL)
+
+
+def test_what_is_declined_is_declined() -> None:
+    assert plan_of(128 * MIB).algorithm == "declined"
+    assert plan_of(128 * MIB).symmetric == ""
+
+
+def test_a_row_that_has_no_shape_is_left_out() -> None:
+    """For want of staging memory."""
+    problem = Problem(ALL_REDUCE, 1 << 15, 0, "bf16", 2)
+    usual = selection.lay_out(problem, TABLE, CONFIG, limits_of(CONFIG))
+    for staging_bytes, is_there in ((2 * 9 * 2 * 16, True), (2 * 9 * 2 * 16 - 16, False)):
+        limits = _core.Limits(
+            slot_bytes=1 << 20, sm_count=132, max_cluster=16, compute_capability=90, staging_bytes=staging_bytes
+        )
+        layout = selection.with_direct(usual, problem, TABLE, CONFIG, limits)
+        assert (layout.direct is not None) == is_there
+
+
+def test_table_files(tmp_path: Path) -> None:
+    table = load_table(write_table(tmp_path / "table.yaml", [LARGE, ORDINARY], min_symmetric_bytes=5)).table
+    assert table.rows == by_operation([LARGE, ORDINARY])
+    assert table.min_symmetric_bytes == 5
+    again = tmp_path / "again.yaml"
+    again.write_text(table_text("test device", 8, table, {}), encoding="utf-8")
+    assert load_table(again).table._replace(name=table.name) == table
+    with pytest.raises(ConfigError, match="the rows of all_reduce of symmetric tensors must be sorted by up_to"):
+        load_table(write_table(tmp_path / "unsorted.yaml", [LARGE, ORDINARY, SMALL]))
+
+
+def test_the_first_candidate_where_a_table_has_no_row() -> None:
+    table = TuningTable("no row", by_operation([ORDINARY]), 64 * MIB, min_symmetric_bytes=0)
+    problem = Problem(ALL_REDUCE, 1 << 20, 0, "bf16", 2)
+    layout = selection.with_direct(
+        selection.lay_out(problem, table, CONFIG, limits_of(CONFIG)), problem, table, CONFIG, limits_of(CONFIG)
+    )
+    assert layout.direct is not None
+    assert layout.direct[2].tile_lines == 1024
