@@ -15,7 +15,13 @@ HIDDEN = 1024
 MAX_CLUSTER = 16
 CHUNK_LINES = 8
 BF16 = tuple(registry.data_types()).index("bf16")
-ALGORITHMS = [(a.operation, a.name) for name in (ALL_REDUCE, FUSED) for a in registry.operations()[name].algorithms]
+#: Those of LL; of the others, tests/unit/test_bounds_of_staging.py.
+ALGORITHMS = [
+    (a.operation, a.name)
+    for name in (ALL_REDUCE, FUSED)
+    for a in registry.operations()[name].algorithms
+    if a.protocol == "LL"
+]
 every_algorithm = pytest.mark.parametrize(("operation", "algorithm"), ALGORITHMS)
 some_worlds = pytest.mark.parametrize("world", [2, 3, 8])
 
@@ -48,14 +54,14 @@ def prepare(operation: str, algorithm: str, slot_bytes: int, units: int, world: 
 
 
 def slot_lines(operation: str, algorithm: str, units: int, world: int) -> int:
-    """What a launch needs, as docs and headers say: of one-shot the message for each sender, of two-shot a share of it
-    in two phases."""
+    """What a launch needs, as docs and headers say: of one-shot the message for each of the other ranks, of two-shot a
+    share of it in two phases. With a norm a rank keeps its own share, too, in the second."""
     if operation == ALL_REDUCE:
         lines = -(-units * 2 // LINE)
-        return world * lines if algorithm == "one_shot" else 2 * world * -(-lines // world)
+        return (world - 1) * lines if algorithm == "one_shot" else 2 * (world - 1) * -(-lines // world)
     row_lines = HIDDEN * 2 // LINE
     segment = -(-row_lines // (CHUNK_LINES * world)) * CHUNK_LINES
-    return units * (world * row_lines if algorithm == "one_shot" else 2 * world * segment)
+    return units * ((world - 1) * row_lines if algorithm == "one_shot" else (2 * world - 1) * segment)
 
 
 @every_algorithm
@@ -206,10 +212,20 @@ def test_an_all_reduce_knows_no_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("workspace", "slot"), [(0, 0), (65535, 0), (65536 + 31, 0), (65536 + 32, 16), (65536 + 95, 32)]
+    ("workspace", "slot", "staging"),
+    [
+        (0, 0, 0),
+        (65535, 0, 0),
+        (65536 + 31, 0, 0),
+        (65536 + 32, 16, 0),
+        (65536 + 95, 16, 32),
+        (65536 + 96, 32, 32),
+        (64 << 20, (64 << 20) // 16 * 5 - 20480, (64 << 20) // 8 * 3 - 24576),
+    ],
 )
-def test_a_workspace_without_room_has_empty_slots(workspace: int, slot: int) -> None:
-    assert _core.slot_bytes(workspace) == slot
+def test_how_a_workspace_is_divided(workspace: int, slot: int, staging: int) -> None:
+    """Behind 64 KiB: three eighths for staging, the rest for two slots, in whole lines."""
+    assert (_core.slot_bytes(workspace), _core.staging_bytes(workspace)) == (slot, staging)
 
 
 def test_a_call_for_another_world() -> None:
@@ -295,10 +311,10 @@ def test_numbers_that_stand_for_nothing() -> None:
     ):
         with pytest.raises(ValueError, match=f"there is no algorithm number {number}"):
             ask()
-    with pytest.raises(ValueError, match="there is no data type 3"):
-        problem_of(ALL_REDUCE, 8, 2, data_type=3)
+    with pytest.raises(ValueError, match="there is no data type 4"):
+        problem_of(ALL_REDUCE, 8, 2, data_type=4)
     with pytest.raises(ValueError, match="too many parameters"):
-        _core.Problem(count=8, row=0, data_type=BF16, world_size=2, parameters=(1.0,) * 5)
+        _core.Problem(count=8, row=0, data_type=BF16, world_size=2, parameters=(1.0,) * 10)
 
 
 # ---- The proof that mappings carry stores ---------------------------------------------------------------------------

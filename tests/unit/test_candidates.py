@@ -1,4 +1,4 @@
-"""Which shapes the tuner measures: none twice, none that cannot be good, and all the others."""
+"""Which shapes of LL the tuner measures: none twice, none that cannot be good, and all the others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llm_comm.planning.tables import ALL_REDUCE
 
 LINE = 16
 BF16 = tuple(registry.data_types()).index("bf16")
-ALGORITHMS = registry.operations()[ALL_REDUCE].algorithms
+ALGORITHMS = tuple(a for a in registry.operations()[ALL_REDUCE].algorithms if a.protocol == "LL")
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=[a.name for a in ALGORITHMS])
 MOST_ROUNDS = 8
 MOST_ROUNDS_AHEAD = 32

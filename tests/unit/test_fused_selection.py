@@ -201,7 +201,7 @@ def test_chunks_fill_slots() -> None:
     for _, hidden, world, config, *_, plan in random_cases(500):
         lines = hidden // 8
         segment = -(-lines // (CHUNK_LINES * world)) * CHUNK_LINES
-        row_lines = world * lines if plan.algorithm == "one_shot" else 2 * world * segment
+        row_lines = (world - 1) * lines if plan.algorithm == "one_shot" else (2 * world - 1) * segment
         slot_lines = _core.slot_bytes(config.workspace_bytes) // 16
         assert plan.chunk_rows * row_lines <= slot_lines < (plan.chunk_rows + 1) * row_lines
 

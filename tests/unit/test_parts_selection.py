@@ -26,7 +26,7 @@ ROWS = tuple(
     for row in (
         Row(256, operation, "push_hb", "HB", blocks=3, tile_lines=8, depth=2),
         Row(4096, operation, "one_shot", "LL", blocks=7, tile_lines=16),
-        Row(65536, operation, "push_hb", "HB", blocks=9, tile_lines=32, depth=1),
+        Row(65536, operation, "push_hb", "HB", blocks=9, tile_lines=32, depth=2),
     )
 )
 TABLE = TuningTable("test table", by_operation(ROWS), 1 << 20)
