@@ -19,7 +19,11 @@ Call = Callable[[], bool]
 
 
 def connected(
-    world: int, check_calls: bool = False, timeout_s: float = 60.0, slot_bytes: int = 1 << 20, staging_bytes: int = 1 << 20
+    world: int,
+    check_calls: bool = False,
+    timeout_s: float = 60.0,
+    slot_bytes: int = 1 << 20,
+    staging_bytes: int = 1 << 20,
 ) -> list[_core.Core]:
     """The cores of all ranks, by rank."""
     cores = [

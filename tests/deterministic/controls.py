@@ -35,6 +35,7 @@ from protection import CHECK_CALL, FP8, Everywhere, Protection
 from protections_of_errors import OF_ERRORS
 from protections_of_messages import OF_MESSAGES
 from protections_of_operations import OF_OPERATIONS
+from protections_of_ports import OF_PORTS
 
 REGISTRIES = ("csrc/algorithms/registry.def", "tests/toy/registry.def")
 INCLUDES = ("csrc", "csrc/include")
@@ -44,7 +45,7 @@ TREES = ("cmake", "csrc", "tests/deterministic", "tests/toy")
 #: The core launches its kernels around those of every algorithm.
 AROUND_ALL = CHECK_CALL
 
-PROTECTIONS = (*OF_OPERATIONS, *OF_ERRORS, *OF_MESSAGES)
+PROTECTIONS = (*OF_OPERATIONS, *OF_ERRORS, *OF_MESSAGES, *OF_PORTS)
 
 
 # ---- The algorithms ------------------------------------------------------------------------------------------------
@@ -78,7 +79,10 @@ def read_registry() -> tuple[Algorithm, ...]:
             names = re.findall(
                 r'AlgorithmInfo kInfo\{\s*(?:\.name = )?"(\w+)"', own[own.index(f"struct {descriptor}") :]
             )
-            operations = [re.search(r'OperationInfo kInfo\{\s*(?:\.name = )?"(\w+)"', source(file)) for file in files]
+            operations = [
+                re.search(r'OperationInfo kInfo(?: = \w+\()?\s*\{\s*(?:\.name = )?"(\w+)"', source(file))
+                for file in files
+            ]
             operation = next(match[1] for match in operations if match is not None)
             found.append(Algorithm(f"{operation}/{names[0]}", files[0], files))
     return tuple(found)
@@ -106,7 +110,8 @@ class Control:
     @property
     def options(self) -> tuple[str, ...]:
         """Where a primitive is edited, it must be this algorithm that shows it, not the calls beside it."""
-        alone = ("--alone",) if isinstance(self.protection.edits, tuple) else ()
+        is_primitive = isinstance(self.protection.edits, tuple) and not self.protection.with_others
+        alone = ("--alone",) if is_primitive else ()
         return (*self.protection.options, *alone, *(("--algorithm", self.subject) if self.subject else ()))
 
 
