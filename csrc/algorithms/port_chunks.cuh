@@ -52,9 +52,9 @@ LLM_COMM_DEVICE uint32_t turns_of(uint32_t depth) { return depth + 1; }
 //   await(peer, t)    by a thread for each peer: waits for chunk t of the peer, and for what else must be before it is taken
 //   take(t)           by all threads: takes chunk t of all peers
 //
-// A block says in step 0 that it has begun, and in step t + 1 that it has taken chunk t from all. Chunk t overwrites chunk t - turns,
-// so it is sent when the peer has taken that one. H1: those that are sent before anything is waited for go to the first half, and a
-// block ends when every peer has taken the last chunk, from all. H2: the others of the first round wait for step 0.
+// A block says in step 0 that it has begun, and in step t + 1 that it has taken chunk t from all. Chunk t overwrites chunk
+// t - turns, so it is sent when the peer has taken that one. H1: those that are sent before anything is waited for go to the first
+// half, and a block ends when every peer has taken the last chunk, from all. H2: the others of the first round wait for step 0.
 //
 // R1 of operation.cuh: a block waits for each peer. R2: it uses no slot. P1: it waits for blocks of its own number only, and for
 // requests in the FIFO before its own, which wait for nothing.

@@ -1,5 +1,5 @@
-// The proxy of a communicator: a thread that takes the requests of its GPU's port channels from their FIFO, and has a transport carry
-// them out.
+// The proxy of a communicator: a thread that takes the requests of its GPU's port channels from their FIFO, and has a transport
+// carry them out.
 #pragma once
 
 #include <sys/types.h>

@@ -56,7 +56,8 @@ class PortSession {
 
   // ---- By the thread of a peer: false if a wait was aborted ----
 
-  // The data of a step, to an offset in the peer's workspace. Hops: 0 alone, or 0 and 1, which halves the blocks that a grid may have.
+  // The data of a step, to an offset in the peer's workspace. Hops: 0 alone, or 0 and 1, which halves the blocks that a grid may
+  // have.
   LLM_COMM_DEVICE bool put(uint32_t peer, uint64_t destination, const void* source, uint64_t bytes, uint32_t hop,
                            uint32_t step) {
     return push({peer, kPortPut | kPortSignal, reinterpret_cast<uint64_t>(source), destination, bytes,
