@@ -52,9 +52,9 @@ LLM_COMM_DEVICE uint32_t turns_of(uint32_t depth) { return depth + 1; }
 //   await(peer, t)    by a thread for each peer: waits for chunk t of the peer, and for what else must be before it is taken
 //   take(t)           by all threads: takes chunk t of all peers
 //
-// A block says in step 0 that it has begun, and in step t + 1 that it has taken chunk t from all. Chunk t overwrites chunk t - turns,
-// so it is sent when the peer has taken that one. H1: those that are sent before anything is waited for go to the first half, and a
-// block ends when every peer has taken the last chunk, from all. H2: the others of the first round wait for step 0.
+// A block says in step 0 that it has begun, and in step t + 1 that it has taken chunk t from all. Chunk t overwrites chunk
+// t - turns, so it is sent when the peer has taken that one. H1: those that are sent before anything is waited for go to the first
+// half, and a block ends when every peer has taken the last chunk, from all. H2: the others of the first round wait for step 0.
 //
 // R1 of operation.cuh: a block waits for each peer. R2: it uses no slot. P1: it waits for blocks of its own number only, and for
 // requests in the FIFO before its own, which wait for nothing.
@@ -86,16 +86,19 @@ LLM_COMM_DEVICE void exchange_chunks(PortSession& session, uint32_t chunks, uint
   session.for_each_peer([&](uint32_t peer) { return session.wait_for_step(peer, chunks, 0); });
 }
 
-// Algorithm says part_lines(problem, units): the lines of the largest part of a launch of so many units, and turns_of_half(turns,
-// world): how many turns of each sender one half of the staging memory has to hold.
+// Algorithm says
+//   hops(world)                    1 or 2
+//   turns_of_half(turns, world)    of each sender, how many turns one half of the staging memory has to hold
+//   part_lines(problem, units)     the lines of the largest part of a launch of so many units
 template <class Algorithm>
 struct InPortChunks {
   static constexpr uint32_t kMaxDepth = 7;
   static constexpr Tunables kTunables{
-      {{"blocks", 1, kMaxPortBlocks}, {"tile_lines", 1, 1u << 20}, {"depth", 1, kMaxDepth}}};
+      {{"blocks", 1, kPortWords}, {"tile_lines", 1, 1u << 20}, {"depth", 1, kMaxDepth}}};
   static constexpr uint32_t kVariants = 1;
   static constexpr bool kUsesPorts = true;
 
+  static constexpr uint32_t most_blocks(uint32_t world) { return kPortWords / Algorithm::hops(world); }
   static constexpr uint64_t bytes_of_half(const Tiling& tiling, uint64_t world) {
     return Algorithm::turns_of_half(tiling.depth + 1, world) * (world - 1) * tiling.blocks * tiling.tile_lines *
            sizeof(Line);
@@ -107,6 +110,7 @@ struct InPortChunks {
   // Blocks keep their number, and their chunks shrink, where the staging memory is too small for both.
   static Tiling tile(const Problem& problem, const Choice& choice, const Limits& limits) {
     Tiling tiling{choice.blocks, choice.tile_lines, 1, choice.depth == 0 ? 1 : choice.depth, problem.count};
+    if (tiling.blocks > most_blocks(problem.world)) tiling.blocks = most_blocks(problem.world);
     const uint64_t of_a_line = bytes_of_half({tiling.blocks, 1, 1, tiling.depth, 0}, problem.world);
     const uint64_t most = of_a_line == 0 ? 0 : half_bytes(limits) / of_a_line;
     if (tiling.tile_lines > most) tiling.tile_lines = static_cast<uint32_t>(most);
@@ -116,9 +120,9 @@ struct InPortChunks {
   static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {
     const uint64_t bytes = units * element_bytes(problem.type);
     if (units >> 32 != 0) throw std::invalid_argument("a launch must have fewer than 2^32 elements");
-    if (tiling.blocks == 0 || tiling.blocks > kMaxPortBlocks) {
+    if (tiling.blocks == 0 || tiling.blocks > most_blocks(problem.world)) {
       throw std::invalid_argument("blocks is " + std::to_string(tiling.blocks) + "; it must be 1 to " +
-                                  std::to_string(kMaxPortBlocks));
+                                  std::to_string(most_blocks(problem.world)));
     }
     if (tiling.depth == 0 || tiling.depth > kMaxDepth) {
       throw std::invalid_argument("depth is " + std::to_string(tiling.depth) + "; it must be 1 to " +
@@ -153,7 +157,8 @@ struct InPortChunks {
     constexpr uint64_t kLeastCopy = 1 << 20;
     std::vector<Choice> found;
     if (problem.bytes() < kLeastBytes) return found;
-    for (uint32_t blocks : {8u, 16u, kMaxPortBlocks}) {
+    for (uint32_t blocks : {8u, 16u, 32u, 64u}) {
+      if (blocks > most_blocks(problem.world)) continue;
       for (uint32_t depth : {1u, 3u}) {
         const uint64_t of_a_line = bytes_of_half({blocks, 1, 1, depth, 0}, problem.world);
         const uint32_t most = floor_power_of_two(static_cast<uint32_t>(half_bytes(limits) / of_a_line) | 1);

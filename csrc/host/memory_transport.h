@@ -41,7 +41,7 @@ inline std::unique_ptr<Ports> make_emulated_ports() {
   using std::chrono::microseconds;
   return std::make_unique<ProxyPorts>(std::make_unique<HeapRing>(ProxyPorts::kEntriesLog2),
                                       std::make_unique<MemoryTransport>(),
-                                      Patience{microseconds(0), microseconds(200), microseconds(100)});
+                                      Patience{microseconds(0), microseconds(0), microseconds(200), microseconds(100)});
 }
 
 }  // namespace llm_comm::host

@@ -84,7 +84,15 @@ void ProxyPorts::serve() {
 // Takes what is there, and frees its places. Returns how much it was.
 uint32_t ProxyPorts::take() {
   uint32_t taken = 0;
-  while (taken < kMostOfBatch && take_one()) ++taken;
+  auto last = std::chrono::steady_clock::time_point{};
+  while (taken < kMostOfBatch) {
+    if (take_one()) {
+      ++taken;
+      if (patience_.gathers.count() != 0) last = std::chrono::steady_clock::now();
+    } else if (taken == 0 || std::chrono::steady_clock::now() - last >= patience_.gathers) {
+      break;
+    }
+  }
   auto* const ring = reinterpret_cast<PortRing*>(memory_->on_host());
   if (taken != 0) __atomic_store_n(&ring->tail, position_, __ATOMIC_RELEASE);
   return taken;

@@ -1,5 +1,5 @@
-// The proxy of a communicator: a thread that takes the requests of its GPU's port channels from their FIFO, and has a transport carry
-// them out.
+// The proxy of a communicator: a thread that takes the requests of its GPU's port channels from their FIFO, and has a transport
+// carry them out.
 #pragma once
 
 #include <sys/types.h>
@@ -41,8 +41,10 @@ class RingMemory {
   virtual char* on_device() const = 0;
 };
 
-// How a thread waits that finds nothing, from the last request on: it spins, then lets others run, then sleeps.
+// How long a thread looks for one more request behind others, which may become one copy with them; and how it waits that finds
+// nothing, from the last request on: it spins, then lets others run, then sleeps.
 struct Patience {
+  std::chrono::nanoseconds gathers;
   std::chrono::microseconds spins;
   std::chrono::microseconds yields;  // in all, with the time that it spins
   std::chrono::microseconds nap;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -30,7 +31,7 @@ class AllReduceCall final : public Call {
  public:
   AllReduceCall(uint32_t algorithm, DataType type, uint32_t ranks, Random& random, const AllReduceCall* before)
       : algorithm_(algorithm), problem_{0, 0, type, ranks, {}} {
-    if (random.chance(64) && before != nullptr) {
+    if (random.chance(64) && before != nullptr && !before->moves_on_) {
       problem_ = before->problem_;
       continued_ = before;
     } else {
@@ -45,6 +46,7 @@ class AllReduceCall final : public Call {
       tiling_ = kInTiles ? draw_tiling_in_tiles(problem_, random) : draw_tiling(algorithm, problem_, random);
     });
     in_place_ = continued_ == nullptr && random.chance(80);
+    moves_on_ = random.chance(48);
     draw_contents(random);
   }
 
@@ -52,16 +54,30 @@ class AllReduceCall final : public Call {
     calls_.push_back(world.core(rank).prepare(algorithm_, problem_, tiling_));
     const uint64_t buffers[] = {input(rank).address(), output(rank).address()};
     calls_.back()->run(buffers, 0);
+    if (!moves_on_) return;
+    // What comes next on the stream overwrites the output: nothing of the call may need it any more. Not after an error, which
+    // the schedule tells from what was written then.
+    const uint32_t* const aborted = &state_of(world.device_comm(rank))->aborted;
+    world.launch(rank, {1, 1, 0}, [this, rank, aborted] {
+      grid_dependency_wait();
+      grid_dependency_trigger();
+      if (load_relaxed(aborted) != 0) return;
+      moved_[rank] = output(rank);
+      (in_place_ ? inputs_ : outputs_)[rank].scribble();
+    });
   }
 
-  std::string wrong(uint32_t rank) const override { return output(rank).differs_from(expected_); }
+  std::string wrong(uint32_t rank) const override {
+    return (moved_[rank] ? *moved_[rank] : output(rank)).differs_from(expected_);
+  }
   std::string touched(uint32_t rank) const override { return in_place_ ? "" : output(rank).touched(); }
 
   uint64_t operations() const override { return launches(problem_, tiling_); }
 
   std::string name() const override {
     return name_of(algorithm_) + " of " + std::to_string(problem_.count) + " " + data_type_name(problem_.type) + " (" +
-           text(tiling_) + (in_place_ ? ", in place" : "") + (continued_ != nullptr ? ", of the call before)" : ")");
+           text(tiling_) + (in_place_ ? ", in place" : "") + (moves_on_ ? ", overwritten" : "") +
+           (continued_ != nullptr ? ", of the call before)" : ")");
   }
 
  private:
@@ -103,9 +119,11 @@ class AllReduceCall final : public Call {
   Problem problem_;
   Tiling tiling_{};
   bool in_place_;
+  bool moves_on_;                             // the output is taken from where it is, and overwritten
   const AllReduceCall* continued_ = nullptr;  // whose results are summed
   std::vector<Tensor> inputs_;
   std::vector<Tensor> outputs_;
+  std::optional<Tensor> moved_[kMaxWorldSize];
   std::vector<uint32_t> expected_;
   std::vector<std::unique_ptr<host::PreparedCall>> calls_;
 };

@@ -36,6 +36,7 @@ from protections_of_channels import OF_CHANNELS
 from protections_of_errors import OF_ERRORS
 from protections_of_messages import OF_MESSAGES
 from protections_of_operations import OF_OPERATIONS
+from protections_of_ports import OF_PORTS
 from protections_of_symmetric import OF_SYMMETRIC
 
 REGISTRIES = ("csrc/algorithms/registry.def", "tests/toy/registry.def")
@@ -46,7 +47,7 @@ TREES = ("cmake", "csrc", "tests/deterministic", "tests/toy")
 #: The core launches its kernels around those of every algorithm.
 AROUND_ALL = CHECK_CALL
 
-PROTECTIONS = (*OF_OPERATIONS, *OF_CHANNELS, *OF_SYMMETRIC, *OF_ERRORS, *OF_MESSAGES)
+PROTECTIONS = (*OF_OPERATIONS, *OF_CHANNELS, *OF_SYMMETRIC, *OF_PORTS, *OF_ERRORS, *OF_MESSAGES)
 
 
 # ---- The algorithms ------------------------------------------------------------------------------------------------
@@ -109,7 +110,8 @@ class Control:
     @property
     def options(self) -> tuple[str, ...]:
         """Where a primitive is edited, it must be this algorithm that shows it, not the calls beside it."""
-        alone = ("--alone",) if isinstance(self.protection.edits, tuple) else ()
+        is_primitive = isinstance(self.protection.edits, tuple) and not self.protection.with_others
+        alone = ("--alone",) if is_primitive else ()
         return (*self.protection.options, *alone, *(("--algorithm", self.subject) if self.subject else ()))
 
 

@@ -1,6 +1,7 @@
 // Tensors of a schedule: what they hold before, and how they differ from what they should hold after.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -54,6 +55,8 @@ class Tensor {
     return value;
   }
   void set(uint64_t i, uint32_t value) { std::memcpy(bytes_.data() + offset_ + i * bytes(), &value, bytes()); }
+
+  void scribble() { std::fill(bytes_.begin(), bytes_.end(), kUntouched); }
 
   // "" or what is wrong.
   std::string differs_from(const std::vector<uint32_t>& expected) const {

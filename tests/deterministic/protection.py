@@ -19,6 +19,11 @@ WAIT = "csrc/include/llm_comm/wait.cuh"
 CHECK_CALL = "csrc/algorithms/check_call.cuh"
 RMS_NORM = "csrc/algorithms/all_reduce_add_rms_norm/rms_norm.cuh"
 MESSAGES = "tests/deterministic/message_passing.cuh"
+PORT_CHANNEL = "csrc/include/llm_comm/port_channel.cuh"
+PORT_SESSION = "csrc/include/llm_comm/port_session.cuh"
+PORT_CHUNKS = "csrc/algorithms/port_chunks.cuh"
+PORT_BATCH = "csrc/host/port_batch.cpp"
+PORT_ACTOR = "tests/deterministic/port_actor.cpp"
 
 # What the driver says of a failure, as regular expressions. Any other failure proves nothing: a crash, a wrong
 # option, or a schedule that does not end where nobody should hang.
@@ -67,6 +72,7 @@ class Protection:
     ``subjects``: what it is tried with, where that does not follow from the sources. ``exempt``: algorithms (a regular
     expression) with which nobody can notice, and why. ``options``: what else to tell the driver. ``failure``: the
     failures that the missing protection explains, as a regular expression; any other is one of the test.
+    ``with_others``: what calls of other algorithms leave behind shows it.
     """
 
     name: str
@@ -78,3 +84,4 @@ class Protection:
     subjects: tuple[str, ...] = ()
     exempt: Mapping[str, str] = field(default_factory=dict)
     fp8: bool = False
+    with_others: bool = False

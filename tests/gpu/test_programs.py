@@ -93,6 +93,18 @@ def test_overlapping_communicators_under_mps() -> None:
     run_program([str(HERE / "overlap.py"), "--mps"], 180)
 
 
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize("world", (2, 3, WORLD) if SHARED else sorted({2, WORLD}))
+def test_port_channels(world: int) -> None:
+    run_ranks("port_channel.py", 400, world=world)
+
+
+@pytest.mark.timeout(420)
+@pytest.mark.skipif(nvcc_path() is None, reason="no nvcc")
+def test_primitive_of_port_channels() -> None:
+    run_program([str(HERE / "port_channel.py"), "--primitive"], 400)
+
+
 @pytest.mark.timeout(320)
 @pytest.mark.skipif(nvcc_path() is None, reason="no nvcc")
 def test_user_kernel() -> None:

@@ -130,7 +130,7 @@ std::unique_ptr<Ports> make_broken(bool begins) {
   using std::chrono::microseconds;
   return std::make_unique<ProxyPorts>(std::make_unique<HeapRing>(ProxyPorts::kEntriesLog2),
                                       std::make_unique<BrokenTransport>(begins),
-                                      Patience{microseconds(0), microseconds(50), microseconds(50)});
+                                      Patience{microseconds(0), microseconds(0), microseconds(50), microseconds(50)});
 }
 
 void tell_of_failures() {

@@ -10,8 +10,10 @@
 #include <vector>
 
 #include "algorithms/all_reduce/one_shot.cuh"
+#include "algorithms/all_reduce/port.cuh"
 #include "algorithms/all_reduce/two_shot.cuh"
 #include "emulator/executor.h"
+#include "host/memory_transport.h"
 
 namespace {
 
@@ -22,6 +24,8 @@ constexpr uint32_t kMaxCount = 1500;
 constexpr uint32_t kTileLinesLog2 = 2;
 constexpr uint32_t kTileLines = 1 << kTileLinesLog2;
 constexpr uint64_t kSlotBytes = 64 * 1024;
+constexpr uint64_t kStagingBytes = 16 * 1024;
+constexpr WorkspaceLayout kLayout(kSlotBytes, kStagingBytes);
 constexpr uint64_t kTimeoutNs = 1'000'000'000;
 constexpr uint32_t kSentinelNan = 0xFFFFFFFFu;
 constexpr uint32_t kNan = 0x7FFFFFFFu;
@@ -39,8 +43,9 @@ struct Call {
     const uint32_t tiled = one_shot() ? lines : (lines + kWorld - 1) / kWorld;
     return std::min(1 + operation % 3, (tiled + kTileLines - 1) / kTileLines);
   }
-  uint32_t depth() const { return operation / 3 % 2; }
-  bool one_shot() const { return operation % 5 < 3; }
+  uint32_t depth() const { return operation / 3 % 2 + (by_port() ? 1 : 0); }
+  bool one_shot() const { return operation % 5 < 2; }
+  bool by_port() const { return operation % 5 == 2; }
   uint32_t nan_element() const { return operation * 31 % count(); }
   uint32_t nan_rank() const { return operation % kWorld; }
 
@@ -56,8 +61,9 @@ struct Call {
 };
 
 struct Gpu {
-  std::vector<Line> workspace = std::vector<Line>((kHeaderBytes + kSlots * kSlotBytes) / sizeof(Line));
+  std::vector<Line> workspace = std::vector<Line>(kLayout.bytes() / sizeof(Line));
   HostMailbox mailbox{};
+  std::unique_ptr<host::Ports> proxy = host::make_emulated_ports();
   emulator::Executor executor;
 };
 
@@ -68,6 +74,10 @@ AllReduceArgs arguments(std::vector<Gpu>& gpus, uint32_t rank) {
   }
   args.comm.mailbox = &gpus[rank].mailbox;
   args.comm.slot_bytes = kSlotBytes;
+  args.comm.staging_bytes = kStagingBytes;
+  args.comm.world_size = kWorld;
+  args.comm.ports = gpus[rank].proxy->ring();
+  args.comm.port_entries_log2 = gpus[rank].proxy->entries_log2();
   args.comm.timeout_ns = kTimeoutNs;
   args.comm.rank = rank;
   args.tile_lines = 1u << kTileLinesLog2;
@@ -79,7 +89,9 @@ void launch(emulator::Executor& executor, const Call& call, const AllReduceArgs&
   constexpr uint32_t kThreads = kWorld * kTileLines;
   const size_t shared_bytes = 2 * kThreads * sizeof(Line);
   executor.run({call.blocks(), kThreads, shared_bytes}, [&] {
-    if (call.one_shot()) {
+    if (call.by_port()) {
+      all_reduce_port<DataType::kFloat32, kWorld>(args);
+    } else if (call.one_shot()) {
       all_reduce_one_shot<DataType::kFloat32, kWorld, false>(args);
     } else {
       all_reduce_two_shot<DataType::kFloat32, kWorld, false>(args);
@@ -100,6 +112,13 @@ class Buffer {
   std::unique_ptr<uint32_t[]> memory_;
   uint32_t* first_;
 };
+
+void start_proxy(std::vector<Gpu>& gpus, uint32_t rank) {
+  host::PortOwner owner{{}, kLayout.bytes(), rank, kWorld, [] { return false; }, [] {}};
+  for (int peer = 0; peer < kWorld; ++peer)
+    owner.workspace[peer] = reinterpret_cast<char*>(gpus[peer].workspace.data());
+  gpus[rank].proxy->start(owner);
+}
 
 void run_rank(std::vector<Gpu>& gpus, uint32_t rank, uint32_t operations, std::atomic<int>& outcome) {
   AllReduceArgs args = arguments(gpus, rank);
@@ -130,8 +149,11 @@ int main(int argc, char** argv) {
   const auto operations = static_cast<uint32_t>(argc > 1 ? std::atoi(argv[1]) : 1000);
   std::vector<Gpu> gpus(kWorld);
   for (Gpu& gpu : gpus) {
-    std::memset(gpu.workspace.data() + kHeaderBytes / sizeof(Line), 0xFF, kSlots * kSlotBytes);
+    for (const Region& region : kLayout.regions().region) {
+      std::memset(gpu.workspace.data() + region.offset / sizeof(Line), region.initial_byte, region.bytes);
+    }
   }
+  for (uint32_t rank = 0; rank < kWorld; ++rank) start_proxy(gpus, rank);
   std::atomic<int> outcome = kRight;
   std::vector<std::thread> ranks;
   for (uint32_t rank = 0; rank < kWorld; ++rank) {

@@ -72,6 +72,7 @@ struct AllGatherPort : InPortChunks<AllGatherPort> {
     return &all_gather_port<D, World>;
   }
 
+  static constexpr uint32_t hops(uint32_t) { return 1; }
   static constexpr uint64_t turns_of_half(uint64_t turns, uint64_t) { return (turns + 1) / 2; }
   static constexpr uint64_t part_lines(const Problem& problem, uint64_t units) {
     return divide_up(units * element_bytes(problem.type), sizeof(Line));

@@ -168,6 +168,7 @@ struct AllReducePort : InPortChunks<AllReducePort> {
     return &all_reduce_port<D, World>;
   }
 
+  static constexpr uint32_t hops(uint32_t world) { return world == 2 ? 1 : 2; }
   static constexpr uint64_t turns_of_half(uint64_t turns, uint64_t world) {
     return world == 2 ? (turns + 1) / 2 : turns;
   }

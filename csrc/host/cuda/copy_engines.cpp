@@ -1,6 +1,7 @@
 #include "host/cuda/copy_engines.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <new>
 #include <stdexcept>
@@ -29,6 +30,7 @@ class RegisteredMemory final : public RingMemory {
     void* const address = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (address == MAP_FAILED) throw std::bad_alloc();
     host_ = static_cast<char*>(address);
+    pid_ = getpid();
     void* device = nullptr;
     if (cudaHostRegister(address, kBytes, cudaHostRegisterMapped | cudaHostRegisterPortable) == cudaSuccess &&
         cudaHostGetDevicePointer(&device, address, 0) == cudaSuccess) {
@@ -39,10 +41,12 @@ class RegisteredMemory final : public RingMemory {
   }
   RegisteredMemory(const RegisteredMemory&) = delete;
   RegisteredMemory& operator=(const RegisteredMemory&) = delete;
-  // A fork shares no registered memory with the device, and CUDA is of no use there.
+  // In a fork nothing is registered, and CUDA is of no use.
   ~RegisteredMemory() override {
-    const BesideCaptures beside;
-    if (device_ != nullptr) cudaHostUnregister(host_);
+    if (device_ != nullptr && getpid() == pid_) {
+      const BesideCaptures beside;
+      cudaHostUnregister(host_);
+    }
     munmap(host_, kBytes);
   }
 
@@ -51,6 +55,7 @@ class RegisteredMemory final : public RingMemory {
   uint64_t* values() const { return reinterpret_cast<uint64_t*>(host_ + kRingBytes); }
 
  private:
+  pid_t pid_ = 0;
   char* host_ = nullptr;
   char* device_ = nullptr;
 };
@@ -131,6 +136,8 @@ class CopyEngines final : public Transport {
 
 }  // namespace
 
+// Blocks of a grid ask within a microsecond of each other, and every copy that they do not share costs several.
+//
 // A request is to be seen within a few microseconds where operations follow each other, some milliseconds apart at most; then a
 // core is given up. Naps of 50 us are two or three percent of one, and what the first operation after a pause waits.
 std::unique_ptr<Ports> make_cuda_ports(int device) {
@@ -138,8 +145,9 @@ std::unique_ptr<Ports> make_cuda_ports(int device) {
   const DeviceGuard guard(device);
   auto memory = std::make_unique<RegisteredMemory>();
   auto engines = std::make_unique<CopyEngines>(device, memory->values());
-  return std::make_unique<ProxyPorts>(std::move(memory), std::move(engines),
-                                      Patience{microseconds(2'000), microseconds(50'000), microseconds(50)});
+  return std::make_unique<ProxyPorts>(
+      std::move(memory), std::move(engines),
+      Patience{std::chrono::nanoseconds(500), microseconds(2'000), microseconds(50'000), microseconds(50)});
 }
 
 }  // namespace llm_comm::host

@@ -56,7 +56,8 @@ class PortSession {
 
   // ---- By the thread of a peer: false if a wait was aborted ----
 
-  // The data of a step, to an offset in the peer's workspace.
+  // The data of a step, to an offset in the peer's workspace. Hops: 0 alone, or 0 and 1, which halves the blocks that a grid may
+  // have.
   LLM_COMM_DEVICE bool put(uint32_t peer, uint64_t destination, const void* source, uint64_t bytes, uint32_t hop,
                            uint32_t step) {
     return push({peer, kPortPut | kPortSignal, reinterpret_cast<uint64_t>(source), destination, bytes,
@@ -99,7 +100,7 @@ class PortSession {
   LLM_COMM_DEVICE uint64_t value_of(uint32_t step) const { return (op_.sequence() << kMaxStepsLog2) + step; }
 
   LLM_COMM_DEVICE uint64_t arrival_offset(uint32_t sender, uint32_t hop) const {
-    return kPortSemaphoresOffset + ((uint64_t{sender} * kPortHops + hop) * kMaxPortBlocks + block_) * sizeof(uint64_t);
+    return kPortSemaphoresOffset + (uint64_t{sender} * kPortWords + hop * (kPortWords / 2) + block_) * sizeof(uint64_t);
   }
   LLM_COMM_DEVICE uint64_t signal_offset(uint32_t sender) const {
     return kSemaphoresOffset + (uint64_t{block_} * kMaxWorldSize + sender) * sizeof(uint64_t);

@@ -34,9 +34,8 @@ inline constexpr uint64_t kNotesOffset = 6144;
 inline constexpr uint64_t kCallsOffset = 8192;
 inline constexpr uint64_t kPortSemaphoresOffset = 12288;
 inline constexpr uint64_t kSemaphoresOffset = 16384;
-inline constexpr uint32_t kPortHops = 2;
-inline constexpr uint32_t kMaxPortBlocks = (kSemaphoresOffset - kPortSemaphoresOffset) /
-                                           (kPortHops * kMaxWorldSize * sizeof(uint64_t));  // of a grid that uses ports
+// Words of one sender, which the blocks of a grid that uses ports share out: one for each block and hop.
+inline constexpr uint32_t kPortWords = (kSemaphoresOffset - kPortSemaphoresOffset) / (kMaxWorldSize * sizeof(uint64_t));
 inline constexpr uint32_t kMaxSemaphoreBlocks =
     (kHeaderBytes - kSemaphoresOffset) / (kMaxWorldSize * sizeof(uint64_t));  // of a grid that uses them
 inline constexpr uint32_t kMaxSegments = (kPortsOffset - kHeapOffset) / (kMaxWorldSize * sizeof(char*));
