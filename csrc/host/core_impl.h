@@ -9,6 +9,8 @@
 //           void write(char* to, const void* from, uint64_t bytes);   // to the local workspace
 //           SharedMemory allocate(uint64_t bytes, bool use_ipc);      // of this rank, for peers to map
 //           std::shared_ptr<char> map_memory(int peer, uint64_t bytes, const WorkspaceHandle&);   // of a peer
+//           std::shared_ptr<char> for_tensor(std::shared_ptr<char> memory, std::weak_ptr<const void> core);
+//                                       // the same memory for a tensor, which may outlive the core
 //           void leave_to_graphs();   // keeps the memory for what may still use it, and lets it do nothing
 // Launcher: Function<Args> function(void (*)(Args));          // what launch() takes
 //           void launch(const Function<Args>&, const Args&, const Grid&, uint64_t stream);
@@ -128,7 +130,9 @@ class CoreImpl final : public Core {
 
   void unmap_segment(uint32_t segment) override { segments_.drop_peers(segment); }
   void close_segment(uint32_t segment) override { segments_.remove(segment); }
-  std::shared_ptr<char> memory_of_segment(uint32_t segment) const override { return segments_.own(segment); }
+  std::shared_ptr<char> memory_of_segment(uint32_t segment) const override {
+    return memory_.for_tensor(segments_.own(segment), segments_.life());
+  }
   std::optional<Place> find(uint64_t address, uint64_t bytes) const override { return segments_.find(address, bytes); }
 
   void send_marks() override { launcher_.p2p_test(comm_); }

@@ -80,6 +80,9 @@ class Segments {
     return at(number).memory[rank_];
   }
 
+  // Expires with this.
+  std::weak_ptr<const void> life() const { return life_; }
+
   // nullptr where a rank's memory is not mapped.
   Addresses addresses(uint32_t number) const {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -122,6 +125,7 @@ class Segments {
   Segment& at(uint32_t number) { return const_cast<Segment&>(std::as_const(*this).at(number)); }
 
   int rank_;
+  std::shared_ptr<const void> life_ = std::make_shared<int>();
   mutable std::mutex mutex_;
   std::map<uint32_t, Segment> segments_;
   std::atomic<size_t> count_ = 0;

@@ -57,6 +57,11 @@ class Rendezvous:
         else:
             self._device = torch.device("cuda", torch.cuda.current_device())
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether its messages go by a CUDA stream, which may be captured."""
+        return self._device.type == "cuda"
+
     def gather(self, what: str, value: Any) -> list[Any]:
         """The JSON-able ``value`` of every rank, by rank. ``what`` names the step.
 

@@ -52,6 +52,8 @@ class SymmetricHeap:
         self._handle.check_open()
         rendezvous = self._rendezvous
         assert rendezvous is not None
+        if rendezvous.is_on_device:
+            self._check_not_capturing()
         request = rendezvous.collect("request for symmetric memory", lambda: self._request(shape, dtype))
         shapes = [f"{tuple(other['shape'])} of {other['dtype']}" for other in request]
         check_alike("ask for different tensors of symmetric memory", shapes)
@@ -98,8 +100,7 @@ class SymmetricHeap:
     def _request(self, shape: Any, dtype: Any) -> dict[str, Any]:
         """What this rank asks for, and which of its allocations have died."""
         self._handle.check()
-        if is_capturing(self._handle.device):
-            raise UnsupportedInputError("empty: a CUDA graph is being captured: make the tensor before")
+        self._check_not_capturing()
         if not isinstance(dtype, torch.dtype):
             raise UnsupportedInputError(f"empty: dtype is {quoted(dtype)}; it must be a torch.dtype")
         try:
@@ -109,6 +110,10 @@ class SymmetricHeap:
         if any(n < 0 for n in size) or math.prod(size) * dtype.itemsize > MAX_BYTES:
             raise UnsupportedInputError(f"empty: shape is {quoted(size)}: no memory has that")
         return {"shape": size, "dtype": str(dtype), "dead": self._dead()}
+
+    def _check_not_capturing(self) -> None:
+        if is_capturing(self._handle.device):
+            raise UnsupportedInputError("empty: a CUDA graph is being captured: make the tensor before")
 
     def _dead(self) -> str:
         """A bit for each allocation, the oldest first."""

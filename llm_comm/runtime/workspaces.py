@@ -18,12 +18,13 @@ class _Memory(NamedTuple):
     """What ranks are to share.
 
     Attributes:
-        name: In errors.
+        name, of_peers: In errors.
         create: Allocates that of this rank and returns its handle; takes whether that is to be of cudaIpc.
         map_peer: Maps that of a peer: rank, descriptor or -1, handle of cudaIpc or nothing.
     """
 
     name: str
+    of_peers: str
     create: Callable[[bool], tuple[int, bytes]]
     map_peer: Callable[[int, int, bytes], None]
 
@@ -37,6 +38,7 @@ def share_segment(rendezvous: Rendezvous, core: _core.Core, segment: int, nbytes
     """
     memory = _Memory(
         f"{nbytes} bytes of symmetric memory",
+        "symmetric memory",
         lambda use_ipc: core.create_segment(segment, nbytes, use_ipc),
         lambda peer, fd, handle: core.map_segment(segment, peer, fd, handle),
     )
@@ -49,7 +51,7 @@ def map_workspaces(rendezvous: Rendezvous, core: _core.Core, is_emulated: bool) 
     Raises:
         RendezvousError: Memory cannot be allocated, or not be shared. Raised on all ranks alike.
     """
-    workspace = _Memory("the workspace", core.create_workspace, core.map_peer)
+    workspace = _Memory("the workspace", "memory", core.create_workspace, core.map_peer)
     if is_emulated:
         _map_by_descriptor(rendezvous, workspace)
         return "POSIX shared memory"
@@ -84,7 +86,7 @@ def _map_by_descriptor(rendezvous: Rendezvous, memory: _Memory) -> None:
             memory.map_peer(peer, fd, b"")
 
     try:
-        rendezvous.attempt("mapping of the peers' memory", map_peers)
+        rendezvous.attempt(f"mapping of the peers' {memory.of_peers}", map_peers)
     finally:
         for fd in peers.values():
             os.close(fd)
@@ -99,7 +101,7 @@ def _map_by_ipc(rendezvous: Rendezvous, memory: _Memory) -> None:
             if peer != rendezvous.rank:
                 memory.map_peer(peer, -1, bytes.fromhex(peer_handle))
 
-    rendezvous.attempt("mapping of the peers' memory", map_peers)
+    rendezvous.attempt(f"mapping of the peers' {memory.of_peers}", map_peers)
 
 
 def check_reachable(rendezvous: Rendezvous, core: _core.Core) -> None:

@@ -3,63 +3,74 @@
 from __future__ import annotations
 
 from edits import Edit
-from protection import HANGS, MISHAPS, NOBODY_IS_MISSING, UNTOLD, WRONG_RESULT, Protection
+from protection import AHEAD, HANGS, HB_SESSION, MISHAPS, NOBODY_IS_MISSING, UNTOLD, WRONG, WRONG_RESULT, Protection
 
-HB = "csrc/include/llm_comm/hb_session.cuh"
 BYTES = "csrc/include/llm_comm/ll_bytes.cuh"
 CHUNKED = "csrc/algorithms/chunked.cuh"
 
+#: Of what HBSession::run() does, and of its buffers.
+AT_ONCE = {r".*/direct_push_hb|.*/two_shot_pull_hb": "its steps are signalled at once, and it stages nothing"}
+_WRONG = f"{WRONG_RESULT}|{NOBODY_IS_MISSING}"
+
 OF_CHANNELS = (
+    Protection(
+        "hb_dependency_wait",
+        "a grid waits for the grids before it",
+        (Edit(HB_SESSION, "grid_dependency_wait_after(", "if (!WITHOUT) grid_dependency_wait_after("),),
+        failure=f"{WRONG}|{AHEAD}",
+    ),
     # ---- Signals ----
     Protection(
         "hb_release",
         "the signal of a step orders what was stored in it before",
         (
             Edit(
-                HB,
+                HB_SESSION,
                 "store_release(semaphore(peer, comm_.rank), value_of(step));",
                 "if (WITHOUT) { store_relaxed(semaphore(peer, comm_.rank), value_of(step)); } else "
                 "{ store_release(semaphore(peer, comm_.rank), value_of(step)); }",
             ),
         ),
-        failure=WRONG_RESULT,
+        failure=_WRONG,
     ),
     Protection(
         "hb_acquire",
         "who finds a signal reads what was stored before it",
         (
             Edit(
-                HB,
+                HB_SESSION,
                 "load_acquire(semaphore_of_peer) - value_of(step)",
                 "(WITHOUT ? load_relaxed(semaphore_of_peer) : load_acquire(semaphore_of_peer)) - value_of(step)",
             ),
         ),
-        failure=WRONG_RESULT,
+        failure=_WRONG,
     ),
     Protection(
         "hb_wait",
         "a step begins when the peers have ended the one that it builds on",
-        (Edit(HB, "if (t >= depth && !wait(", "if (!WITHOUT && t >= depth && !wait("),),
+        (Edit(HB_SESSION, "if (t >= depth && !wait(", "if (!WITHOUT && t >= depth && !wait("),),
         failure=WRONG_RESULT,
+        exempt=AT_ONCE,
     ),
     Protection(
         "hb_signal_of_ended_step",
         "a step is signalled behind a barrier of the block, when all of its threads have ended it",
-        (Edit(HB, "signal(peer, t - 2);", "signal(peer, WITHOUT ? t - 1 : t - 2);"),),
+        (Edit(HB_SESSION, "signal(peer, t - 2);", "signal(peer, WITHOUT ? t - 1 : t - 2);"),),
         failure=WRONG_RESULT,
+        exempt=AT_ONCE,
     ),
     Protection(
         "hb_operation_number",
         "signals of operations before count for nothing",
-        (Edit(HB, "(op_.sequence() << kMaxStepsLog2)", "((WITHOUT ? 0 : op_.sequence()) << kMaxStepsLog2)"),),
-        failure=f"{WRONG_RESULT}|{NOBODY_IS_MISSING}",
+        (Edit(HB_SESSION, "(op_.sequence() << kMaxStepsLog2)", "((WITHOUT ? 0 : op_.sequence()) << kMaxStepsLog2)"),),
+        failure=_WRONG,
     ),
     Protection(
         "hb_next_operation_counts",
         "a signal of the next operation says that all steps of this one have ended",
         (
             Edit(
-                HB,
+                HB_SESSION,
                 "< kFurthestAhead;",
                 "< (WITHOUT ? kFurthestAhead / 2 - value_of(step) % (kFurthestAhead / 2) : kFurthestAhead);",
             ),
@@ -72,11 +83,12 @@ OF_CHANNELS = (
         "there are twice as many buffers as steps that a block is ahead",
         (Edit(CHUNKED, "turns_(2 * depth)", "turns_(WITHOUT ? depth : 2 * depth)"),),
         failure=WRONG_RESULT,
+        exempt=AT_ONCE,
     ),
     Protection(
         "hb_last_steps",
         "H1: a rank ends only when its peers have read what it sent",
-        (Edit(HB, "t < chunks + 2 * depth; ++t)", "t < chunks + (WITHOUT ? depth + 1 : 2 * depth); ++t)"),),
+        (Edit(HB_SESSION, "steps = chunks + 2 * depth;", "steps = chunks + (WITHOUT ? depth + 1 : 2 * depth);"),),
         failure=WRONG_RESULT,
         subjects=("all_reduce/one_shot_hb", "all_gather/push_hb", "reduce_scatter/push_hb"),
     ),
@@ -91,9 +103,10 @@ OF_CHANNELS = (
     Protection(
         "hb_block_ends_as_one",
         "a block whose wait was aborted sends and sums nothing more",
-        (Edit(HB, "if (incomplete_[t % 2] != 0) return;", "if (!WITHOUT && incomplete_[t % 2] != 0) return;"),),
+        (Edit(HB_SESSION, "if (incomplete_[t % 2] != 0) return;", "if (!WITHOUT && incomplete_[t % 2] != 0) return;"),),
         options=MISHAPS,
         failure=UNTOLD,
+        exempt=AT_ONCE,
     ),
     # ---- Lines of any bytes ----
     Protection(

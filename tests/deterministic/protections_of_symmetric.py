@@ -7,7 +7,7 @@ not come for addresses, and crashes.
 from __future__ import annotations
 
 from edits import Edit
-from protection import AHEAD, DIRECT, HB_SESSION, NOBODY_IS_MISSING, WRONG, WRONG_RESULT, Protection
+from protection import DIRECT, HB_SESSION, NOBODY_IS_MISSING, WRONG_RESULT, Protection
 
 SUBJECTS = ("all_gather/direct_push_hb", "all_reduce/two_shot_pull_hb")
 #: Words that have not come may name no place.
@@ -31,7 +31,7 @@ OF_SYMMETRIC = (
     Protection(
         "tensors_done",
         "a rank ends only when nobody accesses its tensors any more",
-        (Edit(DIRECT, "session_.run( 1, 1,", "session_.run( WITHOUT ? 0 : 1, 1,"),),
+        (Edit(DIRECT, "session_.run_at_once( 1, 1,", "session_.run_at_once( WITHOUT ? 0 : 1, 1,"),),
         failure=_WRONG,
         subjects=SUBJECTS,
     ),
@@ -39,34 +39,6 @@ OF_SYMMETRIC = (
         "place_of_the_peer",
         "where a tensor of a peer lies follows from what that rank says",
         (Edit(DIRECT, "rank == comm_.rank ? own :", "rank == comm_.rank || WITHOUT ? own :"),),
-        failure=_WRONG,
-        subjects=SUBJECTS,
-    ),
-    # ---- The session's steps ----
-    Protection(
-        "step_released",
-        "the signal of a step is a release",
-        (
-            Edit(
-                HB_SESSION,
-                "store_release(semaphore(peer, comm_.rank), value_of(step));",
-                "if (WITHOUT) return store_relaxed(semaphore(peer, comm_.rank), value_of(step));\n"
-                "store_release(semaphore(peer, comm_.rank), value_of(step));",
-            ),
-        ),
-        failure=_WRONG,
-        subjects=SUBJECTS,
-    ),
-    Protection(
-        "step_acquired",
-        "the wait for a step is an acquire",
-        (
-            Edit(
-                HB_SESSION,
-                "load_acquire(semaphore_of_peer)",
-                "(WITHOUT ? load_relaxed(semaphore_of_peer) : load_acquire(semaphore_of_peer))",
-            ),
-        ),
         failure=_WRONG,
         subjects=SUBJECTS,
     ),
@@ -81,13 +53,6 @@ OF_SYMMETRIC = (
             ),
         ),
         failure=f"{_WRONG}|{NOT_SYMMETRIC}",
-        subjects=SUBJECTS,
-    ),
-    Protection(
-        "waits_for_grids_before",
-        "a grid waits for the grids before it",
-        (Edit(HB_SESSION, "grid_dependency_wait_after(", "if (!WITHOUT) grid_dependency_wait_after("),),
-        failure=f"{WRONG}|{AHEAD}",
         subjects=SUBJECTS,
     ),
 )

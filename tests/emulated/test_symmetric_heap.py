@@ -4,8 +4,12 @@ error on all ranks."""
 from __future__ import annotations
 
 import gc
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -404,6 +408,60 @@ def fill_all_segments() -> str:
 def test_too_many_segments(ranks: RankPool) -> None:
     text = same_on_all(ranks.run(2, fill_all_segments))
     assert "ask for fewer, larger tensors" in text
+
+
+def capture_alone() -> str:
+    """As where a stream is captured on one rank."""
+    with make_communicator() as comm:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(symmetric_heap, "is_capturing", lambda _: comm.rank == CULPRIT)
+            with pytest.raises(UnsupportedInputError) as error:
+                comm.empty(8)
+        check_still_works(comm, "after a capture")
+        return str(error.value)
+
+
+def test_not_while_a_graph_is_captured(ranks: RankPool) -> None:
+    text = same_on_all(ranks.run(2, capture_alone))
+    assert f"rank {CULPRIT}: empty: a CUDA graph is being captured" in text
+
+
+def free_what_graphs_use() -> list[tuple[int, int] | None]:
+    with make_communicator() as comm:
+        first = comm.empty(10)
+        with pytest.MonkeyPatch.context() as patch:
+            # On one rank it is enough.
+            patch.setattr(_core.Core, "has_been_captured", lambda _: comm.rank == CULPRIT)
+            places = [place_of(comm, first)]
+            del first
+            places.append(place_of(comm, comm.empty(10)))
+        places.append(place_of(comm, comm.empty(10)))
+        return places
+
+
+def test_memory_that_graphs_may_use_is_not_given_to_others(ranks: RankPool) -> None:
+    assert same_on_all(ranks.run(2, free_what_graphs_use)) == [(0, 0), (0, 512), (0, 0)]
+
+
+# ---- The program for GPUs -----------------------------------------------------------------------------------------
+
+
+def test_the_program_for_gpus(tmp_path: Path) -> None:
+    """On emulated ones."""
+    torchrun = ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+    results = tmp_path / "results.json"
+    options = ["--device", "emulated", "--largest", "65536", "--json", str(results)]
+    program = Path(__file__).parents[1] / "gpu" / "symmetric_heap.py"
+    done = subprocess.run(
+        [sys.executable, "-m", *torchrun, str(program), *options],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    made = json.loads(results.read_text())["figures"]["results"]
+    assert all(made[f"{part} shared"] > 0 for part in ("tensors", "sums", "layers", "gathers", "memory", "mismatch"))
 
 
 # ---- The end -------------------------------------------------------------------------------------------------------

@@ -3,8 +3,9 @@
     torchrun --standalone --nproc-per-node 2 tests/gpu/cycles.py --cycles 1000
     torchrun --standalone --nproc-per-node 2 tests/gpu/cycles.py --cycles 40 --device emulated
 
-Each cycle makes one, sums, sums and norms, and closes it. One in five is dropped instead, and before one in ten another
-set-up fails, because of a wrong option on the last rank.
+Each cycle makes one, sums, sums and norms, sums in symmetric memory, and closes it. One in five is dropped instead, and
+before one in ten another set-up fails, because of a wrong option on the last rank. One symmetric tensor in three
+outlives its communicator.
 """
 
 from __future__ import annotations
@@ -83,8 +84,12 @@ def cycle(ranks: Session, number: int, x: torch.Tensor, weight: torch.Tensor) ->
     communicator = Communicator(ranks.group, ranks.device, config)
     sums = communicator.all_reduce(x)
     _, residual = communicator.all_reduce_add_rms_norm(x, None, weight, 1e-5)
-    if not (sums.eq(x * ranks.world).all() and residual.eq(sums).all()):
+    symmetric = communicator.empty(x.shape, x.dtype).copy_(x)
+    communicator.all_reduce(symmetric, out=symmetric)
+    if not (sums.eq(x * ranks.world).all() and residual.eq(sums).all() and symmetric.eq(sums).all()):
         raise AssertionError(f"wrong sums in cycle {number}")
+    if number % 3:
+        del symmetric
     if number % 5:
         communicator.close()
     else:

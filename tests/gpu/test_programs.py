@@ -64,6 +64,12 @@ def test_cycles() -> None:
     run_ranks("cycles.py", 600, "--cycles", "200", "--rss-slack", str(32 << 20))
 
 
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize("world", [2, 3, WORLD] if SHARED else [WORLD])
+def test_symmetric_heap(world: int) -> None:
+    run_ranks("symmetric_heap.py", 400, "--largest", str((4 if SHARED else 64) << 20), world=world)
+
+
 @pytest.mark.timeout(620)
 def test_soak() -> None:
     if SHARED:  # as many calls at world 8 take minutes: tests/gpu/campaign.py makes them

@@ -49,8 +49,8 @@ PLANNING: tuple[Mutant, ...] = (
     python(
         "an algorithm without kernels for a type is forced",
         SELECTION,
-        "algorithms = [a for a in operation.algorithms if problem.data_type in a.data_types]",
-        "algorithms = list(operation.algorithms)",
+        "if problem.data_type in a.data_types and not a.is_symmetric]",
+        "if not a.is_symmetric]",
         SHAPES,
     ),
     python("a forced algorithm is not", SELECTION, "if found not in forced:", "if found is None:", SHAPES),

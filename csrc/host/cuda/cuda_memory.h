@@ -106,8 +106,7 @@ class SideStream {
   cudaStream_t stream_ = nullptr;
 };
 
-// A rank's memory of a segment of the symmetric heap, or its mapping of a peer's. Tensors own it too, so it may go in any thread,
-// and after the core. Streams of all kinds may have used it: it waits for the device, which nobody may capture then.
+// A rank's memory of a segment of the symmetric heap, or its mapping of a peer's. It may go in any thread, and after the core.
 class SegmentMemory {
  public:
   SegmentMemory(int device, DeviceMemory memory) : device_(device), memory_(std::move(memory)) {}
@@ -117,7 +116,6 @@ class SegmentMemory {
     try {
       const DeviceGuard guard(device_);
       const BesideCaptures beside;
-      if (cudaDeviceSynchronize() != cudaSuccess) cudaGetLastError();  // the context is broken, and nothing runs there
       memory_ = DeviceMemory();
     } catch (const std::exception&) {
       // At the end of a process the driver may be gone, and with it the memory.
@@ -130,6 +128,32 @@ class SegmentMemory {
  private:
   int device_;
   DeviceMemory memory_;
+};
+
+// A tensor's share of a segment. While there is a core, memory goes back by its caller, who waits for what uses it. Of a tensor
+// that has outlived the core nobody knows what uses it, on which stream: its end waits for the device, which nobody may
+// capture then.
+class TensorMemory {
+ public:
+  TensorMemory(int device, std::shared_ptr<char> memory, std::weak_ptr<const void> core)
+      : device_(device), memory_(std::move(memory)), core_(std::move(core)) {}
+  TensorMemory(const TensorMemory&) = delete;
+  TensorMemory& operator=(const TensorMemory&) = delete;
+  ~TensorMemory() {
+    if (!core_.expired()) return;
+    try {
+      const DeviceGuard guard(device_);
+      const BesideCaptures beside;
+      if (cudaDeviceSynchronize() != cudaSuccess) cudaGetLastError();  // the context is broken, and nothing runs there
+    } catch (const std::exception&) {
+      // At the end of a process.
+    }
+  }
+
+ private:
+  int device_;
+  std::shared_ptr<char> memory_;
+  std::weak_ptr<const void> core_;
 };
 
 class CudaMemory {
@@ -190,6 +214,11 @@ class CudaMemory {
     const BesideCaptures beside;
     const auto owner = std::make_shared<SegmentMemory>(device_, DeviceMemory::map(device_, bytes, handle));
     return {owner, owner->address()};
+  }
+
+  std::shared_ptr<char> for_tensor(std::shared_ptr<char> memory, std::weak_ptr<const void> core) const {
+    char* const first = memory.get();
+    return {std::make_shared<TensorMemory>(device_, std::move(memory), std::move(core)), first};
   }
 
   void write(char* to, const void* from, uint64_t bytes) const {

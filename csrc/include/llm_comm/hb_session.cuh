@@ -73,7 +73,8 @@ class HBSession {
     const uint32_t peer = thread_index();
     const bool works = peer >= talkers();
     const bool has_peer = peer < comm_.world_size && peer != comm_.rank;
-    for (uint32_t t = 0; t < chunks + 2 * depth; ++t) {
+    const uint32_t steps = chunks + 2 * depth;
+    for (uint32_t t = 0; t < steps; ++t) {
       if (has_peer) {
         if (t >= 2 && t - 2 < chunks + depth) signal(peer, t - 2);
         if (t >= depth && !wait(peer, t - depth, phase_of(t))) incomplete_[t % 2] = 1;
