@@ -22,7 +22,7 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr uint32_t kMaxDirectThreads = 512;
 inline constexpr uint32_t kMaxDirectBlocks = 160;  // of a grid
-static_assert(kMaxDirectBlocks < kMaxSemaphoreBlocks);
+static_assert(2 * kMaxChunkedBlocks + 2 + kMaxDirectBlocks <= kMaxSemaphoreBlocks);
 inline constexpr uint32_t kMaxPlaces = 2;  // of tensors of a call: they go in one line
 
 // The phases, as errors number them.

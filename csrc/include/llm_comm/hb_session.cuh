@@ -116,6 +116,14 @@ class HBSession {
            half * half_lines;
   }
 
+  // Whether begin() or run() has ended early. After a barrier.
+  LLM_COMM_DEVICE bool has_ended_early() const { return incomplete_[0] != 0 || incomplete_[1] != 0; }
+
+  // What `sender` tells `receiver` by the number of a block.
+  LLM_COMM_DEVICE uint64_t* word(uint32_t block, uint32_t receiver, uint32_t sender) const {
+    return reinterpret_cast<uint64_t*>(comm_.workspace[receiver] + kSemaphoresOffset) + block * kMaxWorldSize + sender;
+  }
+
   // For words besides the signals: what stands for a step in them, and another bounded wait.
   LLM_COMM_DEVICE uint64_t value_of(uint32_t step) const { return (op_.sequence() << kMaxStepsLog2) + step; }
   template <class Poll>
@@ -141,7 +149,7 @@ class HBSession {
 
   // Where blocks of this number signal, of `sender` to `receiver`.
   LLM_COMM_DEVICE uint64_t* semaphore(uint32_t receiver, uint32_t sender) const {
-    return reinterpret_cast<uint64_t*>(comm_.workspace[receiver] + kSemaphoresOffset) + block_ * kMaxWorldSize + sender;
+    return word(block_, receiver, sender);
   }
 
   const DeviceComm& comm_;
