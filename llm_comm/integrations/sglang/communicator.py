@@ -178,7 +178,7 @@ def _summed_elsewhere() -> str:
 @functools.cache
 def _log_once(why_not: str) -> None:
     if dist.get_rank() == 0:
-        logger.info("llm_comm is not active: %s. SGLang's own all-reduce is used.", why_not)
+        logger.info("llm_comm is not active: %s. SGLang's own collectives are used.", why_not)
 
 
 class LlmCommAllReduce:

@@ -81,5 +81,6 @@ def _before_destroy(group: Any) -> None:
 @functools.cache
 def _warn_of_unknown_version(error: str) -> None:
     logger.warning(
-        "llm_comm is not active: it does not know this version of SGLang (%s). SGLang's own all-reduce is used.", error
+        "llm_comm is not active: it does not know this version of SGLang (%s). SGLang's own collectives are used.",
+        error,
     )

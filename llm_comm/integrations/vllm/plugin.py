@@ -51,13 +51,13 @@ def register() -> None:
         why_not = _step_in()
     except Exception as error:
         logger.warning(
-            "llm_comm is not active: it does not know this version of vLLM (%s: %s). vLLM's own all-reduce is used.",
+            "llm_comm is not active: it does not know this version of vLLM (%s: %s). vLLM's own collectives are used.",
             type(error).__name__,
             error,
         )
         return
     if why_not is not None and _is_rank_0():
-        logger.info("llm_comm is not active: %s. vLLM's own all-reduce is used.", why_not)
+        logger.info("llm_comm is not active: %s. vLLM's own collectives are used.", why_not)
 
 
 def _step_in() -> str | None:
@@ -127,4 +127,4 @@ def _log_once(why_not: str) -> None:
 
     # A class is asked for when groups are made, so the ranks are known.
     if not dist.is_initialized() or dist.get_rank() == 0:
-        logger.info("llm_comm is not active: %s. vLLM's own all-reduce is used.", why_not)
+        logger.info("llm_comm is not active: %s. vLLM's own collectives are used.", why_not)
