@@ -162,18 +162,19 @@ def check_parts_wanted(config: Config, group_name: str) -> Config:
     return config
 
 
-def objection_of_any(group: dist.ProcessGroup, objection: str | None) -> str | None:
+def objection_of_any(group: dist.ProcessGroup, objection: str | None, about: str = "norms") -> str | None:
     """What the ranks of ``group`` have against going on, in words; None if nobody has anything. Collective.
 
     Args:
         group: gloo group of the ranks.
         objection: Of this rank.
+        about: What they vote on.
 
     Raises:
         RendezvousError: A rank is gone.
     """
     word = None if objection is None else _fit(objection)
-    words = Rendezvous(group, ENGINE_TIMEOUT_S).gather("vote on norms", word)
+    words = Rendezvous(group, ENGINE_TIMEOUT_S).gather(f"vote on {about}", word)
     said = {rank: word for rank, word in enumerate(words) if word is not None}
     return _together(said, len(words)) if said else None
 

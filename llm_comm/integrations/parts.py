@@ -37,6 +37,16 @@ class Parts:
         self._scatters: Communicator | None = communicator if config.reduce_scatter else None
         self._said: set[tuple[str, bool]] = set()
 
+    @property
+    def gathers(self) -> bool:
+        """Whether any all-gather is served."""
+        return self._gathers is not None
+
+    @property
+    def scatters(self) -> bool:
+        """Whether any reduce-scatter is served."""
+        return self._scatters is not None
+
     def all_gather(
         self,
         method: str,

@@ -91,18 +91,22 @@ class GatheringCommunicator(CudaCommunicator):  # type: ignore[misc]
     def custom_all_gather(self, input_: torch.Tensor) -> torch.Tensor | None:
         """What vLLM 0.33 asks before ``all_gather`` along the first dimension, where a model splits its sequence; None
         sends it there."""
-        if torch.compiler.is_compiling():
-            return None  # there lies an operator, which comes back to us
         parts = self._parts
-        result = None if parts is None else parts.all_gather("custom_all_gather", input_)
+        result = None
+        if parts is not None and parts.gathers:
+            if torch.compiler.is_compiling():
+                return None  # there lies an operator, which comes back to us
+            result = parts.all_gather("custom_all_gather", input_)
         return super().custom_all_gather(input_) if result is None else result
 
     def custom_reduce_scatter(self, input_: torch.Tensor) -> torch.Tensor | None:
         """The same for ``reduce_scatter``."""
-        if torch.compiler.is_compiling():
-            return None
         parts = self._parts
-        result = None if parts is None else parts.reduce_scatter("custom_reduce_scatter", input_)
+        result = None
+        if parts is not None and parts.scatters:
+            if torch.compiler.is_compiling():
+                return None
+            result = parts.reduce_scatter("custom_reduce_scatter", input_)
         return super().custom_reduce_scatter(input_) if result is None else result
 
     def _scatter_parts(

@@ -83,3 +83,9 @@ def served(parts: Any) -> list[tuple[str, tuple[int, ...]]]:
 
     parts.all_gather, parts.reduce_scatter = recording(parts.all_gather), recording(parts.reduce_scatter)
     return found
+
+
+def bits(x: torch.Tensor) -> tuple[Any, ...]:
+    """All that there is to a contiguous tensor."""
+    assert x.is_contiguous()
+    return x.shape, x.dtype, x.reshape(-1).view(torch.uint8).tolist() if x.numel() else []

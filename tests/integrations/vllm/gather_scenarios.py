@@ -15,7 +15,7 @@ from unittest import mock
 import scenarios
 import torch
 import torch.distributed as dist
-from nccl_stand_in import Nccl, served
+from nccl_stand_in import Nccl, bits, served
 from rank_processes import data, dist_rank, expected_sum, scenario
 from scenarios import CudaCommunicator, Log, parallel_state, start_error, vllm_groups
 from vllm.config import VllmConfig
@@ -156,6 +156,19 @@ def models_that_split_their_sequence_ask_llm_comm_first() -> None:
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
         assert torch.equal(compiled(data((4, 64))), expected)
         assert [method for method, _ in tp.served[2:]] == ["all_gather", "reduce_scatter"]
+
+
+@scenario(applies=ASKS_FOR_CUSTOM, LLM_COMM_ALL_GATHER="0")
+def models_that_split_their_sequence_keep_what_vllm_has_where_it_is_off() -> None:
+    from vllm.models.common.ops.sequence_parallel import sp_all_gather, sp_reduce_scatter
+
+    with group() as tp:
+        tp.communicator.ca_comm = SimpleNamespace(custom_all_gather=lambda x: x * 3, custom_reduce_scatter=None)
+        compiled = torch.compile(sp_all_gather, fullgraph=True, backend="aot_eager")
+        for gather in (sp_all_gather, compiled):
+            assert torch.equal(gather(data((4, 64))), data((4, 64)) * 3)
+        assert torch.equal(sp_reduce_scatter(data((4, 8))), expected_sum((4, 8)).chunk(2)[dist.get_rank()])
+        assert [method for method, _ in tp.served] == ["custom_reduce_scatter"]
 
 
 # ---- Experts: tokens go to all ranks and come back ------------------------------------------------------------------
@@ -399,12 +412,6 @@ def exchange_once(tp: Group) -> None:
     assert torch.equal(tp.coordinator.all_gatherv(data((2, 4)), 0, [2, 2]), whole)
     assert torch.equal(tp.coordinator.reduce_scatter(data((4, 4)), 0), expected_sum((4, 4)).chunk(2)[rank])
     assert torch.equal(tp.coordinator.reduce_scatterv(data((4, 4)), 0, [2, 2]), expected_sum((4, 4)).chunk(2)[rank])
-
-
-def bits(x: torch.Tensor) -> tuple[Any, ...]:
-    """All that there is to a contiguous tensor."""
-    assert x.is_contiguous()
-    return x.shape, x.dtype, x.reshape(-1).view(torch.uint8).tolist() if x.numel() else []
 
 
 if __name__ == "__main__":
