@@ -2,8 +2,9 @@
 // each peer, as one copy, and copies it to its own output meanwhile.
 //
 // One hop, (N-1)/N of the output sent by each rank, and nothing is copied twice. A copy engine carries more than the stores of a
-// kernel, but only in large copies, so a part is never cut. The input is any tensor, the output lies in the symmetric heap on every
-// rank (direct.cuh, with the argument why it may be written, and is whole at the end).
+// kernel, but only in large copies, so one copy a peer is all it gets. And it begins late, when a thread of the host has seen the
+// request. Until then the blocks store the head of the part to the peers, which the copy leaves out. The input is any tensor, the
+// output lies in the symmetric heap on every rank (direct.cuh, with the argument why it may be written, and is whole at the end).
 //
 // Block 0 talks to the proxy. What direct.cuh says of accesses holds for what the proxy does: a rank has done its work when the parts
 // of all peers have come. So when all ranks have done theirs, all that this rank has put has left its input.
@@ -17,6 +18,17 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllGatherDirectPort{15};
 
+// What a kernel stores to all peers until a copy engine begins (docs/experiments/channels.md), and at most a fourth of the part.
+#ifndef LLM_COMM_HEAD_KIB
+#define LLM_COMM_HEAD_KIB 6144
+#endif
+inline constexpr uint32_t kMaxHeadLines = LLM_COMM_HEAD_KIB * 1024 / sizeof(Line);
+
+template <int World>
+constexpr LLM_COMM_DEVICE uint32_t head_of_part(uint32_t lines) {
+  return lines / 4 < kMaxHeadLines / (World - 1) ? lines / 4 : kMaxHeadLines / (World - 1);
+}
+
 template <DataType D, int World>
 LLM_COMM_KERNEL(kMaxDirectThreads)
 all_gather_direct_port(LLM_COMM_KERNEL_PARAM DirectArgs<PartsArgs> args) {
@@ -25,7 +37,8 @@ all_gather_direct_port(LLM_COMM_KERNEL_PARAM DirectArgs<PartsArgs> args) {
   const uint32_t peer = thread_index();
   const bool talks = block == 0 && peer < World && peer != rank;
   const PartView<D> source(args.input, args.parts.part[rank], 0, args.range);
-  const Chunks chunks(block, args.tile_lines, source.lines());
+  const uint32_t lines = source.lines();
+  const uint32_t head = head_of_part<World>(lines);
 
   DirectSession<World, 1> session(args.comm, kAllGatherDirectPort, PartView<D>::bytes_of(args.range.count), block);
   session.wait_for_grids_before(source.precomputed());
@@ -33,19 +46,27 @@ all_gather_direct_port(LLM_COMM_KERNEL_PARAM DirectArgs<PartsArgs> args) {
   session.run(args.places, [&] {
     const PortWords words(args.comm, 0);
     const auto wait = [&](auto poll) { return session.wait_until(poll, peer, kDone); };
-    const auto has_part = [&](uint32_t of) { return args.parts.part[of].length != 0; };
-    if (talks && has_part(rank)) {
-      words.put_to_heap(peer, session.address(0, peer) + PartView<D>::bytes_of(args.parts.part[rank].first), args.input,
-                        PartView<D>::bytes_of(args.parts.part[rank].length), 0, session.value_of(0), wait);
+    const auto output = [&](uint32_t of) {
+      return PartView<D>(session.address(0, of), args.parts.part[rank], args.parts.row_elements, args.range);
+    };
+    if (talks && head < lines) {
+      words.put_to_heap(peer, static_cast<const char*>(output(peer).bytes_from(head)), source.bytes_from(head),
+                        source.bytes_of_lines(head, lines - head), 0, session.value_of(0), wait);
     }
-    const PartView<D> own(session.address(0, rank), args.parts.part[rank], args.parts.row_elements, args.range);
-    for (uint32_t t = 0; t < chunks.count(); ++t) {
-      const uint32_t first = chunks.first(t);
-      move_lines(
-          Team::whole_block(), chunks.lines(t, source.lines()), [&](uint32_t k) { return source.load(first + k); },
-          [&](uint32_t k, Line line) { own.store(first + k, line); });
+    LLM_COMM_UNROLL(1)
+    for (uint32_t i = 0; i < World; ++i) {
+      const uint32_t to = (rank + 1 + i) % World;  // this rank last
+      const PartView<D> target = output(to);
+      const uint32_t stored = to == rank ? lines : head;
+      const Chunks chunks(block, args.tile_lines, stored);
+      for (uint32_t t = 0; t < chunks.count(); ++t) {
+        const uint32_t first = chunks.first(t);
+        move_lines(
+            Team::whole_block(), chunks.lines(t, stored), [&](uint32_t k) { return source.load(first + k); },
+            [&](uint32_t k, Line line) { target.store(first + k, line); });
+      }
     }
-    if (talks && has_part(peer)) words.wait_for_data(peer, 0, session.value_of(0), wait);
+    if (talks && args.parts.part[peer].length != 0) words.wait_for_data(peer, 0, session.value_of(0), wait);
   });
 }
 

@@ -2,21 +2,22 @@
 // (HB, push), and copy engines bring the sums to the outputs of all (PortChannel).
 //
 // Two hops, 2 (N-1)/N of the message sent by each rank. In the first, step by step (hb_session.cuh), a block scatters chunk t of each
-// slice and reduces chunk t - depth of this rank's. The block that ends it last has the whole slice copied to every peer, as one copy:
-// a copy engine carries more than the stores of a kernel, but only in large copies. The input is any tensor, the output lies in the
-// symmetric heap on every rank, and may be the input.
+// slice and reduces chunk t - depth of this rank's. A slice has a few pieces, each of which is what all blocks reduce in some steps
+// in a row. The block that ends a piece last has it copied to every peer, while the blocks scatter what comes behind: a copy engine
+// carries more than the stores of a kernel, though only in large copies, and where it pauses the stores have the links. The input is
+// any tensor, the output lies in the symmetric heap on every rank, and may be the input.
 //
-// Why the output of a peer may be written: the peer has begun this operation, and what this rank writes there is its slice, of which
-// the peer has no more to send, as it has all come. A rank ends when the slices of all peers have come and all peers have said that
-// theirs have; so what it has put has left its own output.
+// Why the output of a peer may be written: the peer has begun this operation, and what this rank writes there is a piece of its
+// slice, of which the peer has no more to send, as it has all come. A rank ends when the slices of all peers have come and all peers
+// have said that theirs have; so what it has put has left its own output.
 //
-// Where its output is a rank tells each peer in a word, before its first signal. It is read by the block that ends last: it has
-// seen what block 0 had seen when it ended. The next operation may write the word again: this rank has waited for the peer's
-// last word. A rank without a symmetric output says so; then all ranks end with an error that names it.
+// Where its output is a rank tells each peer in a word, before its first signal. It is read by blocks that end a piece: they have
+// seen what block 0 had seen when it ended its part of it. The next operation may write the word again: this rank has waited for the
+// peer's last word. A rank without a symmetric output says so; then all ranks end with an error that names it.
 //
 // R1 of operation.cuh: a block waits for each peer. R2: it uses no slot. H1: chunks are scattered to the first half, and all are
-// reduced when a rank ends. P1: blocks wait for those of their number; the last one for the last ones of all ranks, when no other
-// block of this rank is left.
+// reduced when a rank ends. P1: blocks wait for those of their number; the one that ends the last piece for those of all ranks that
+// do, when no other block of this rank has anything to wait for.
 #pragma once
 
 #include "algorithms/all_reduce/message.cuh"
@@ -35,6 +36,30 @@ inline constexpr uint32_t kFirstOfTwoShotPort = kMaxChunkedBlocks;
 inline constexpr uint32_t kPlacesOfTwoShotPort = 2 * kMaxChunkedBlocks;
 inline constexpr uint32_t kLastOfTwoShotPort = kPlacesOfTwoShotPort + 1;
 
+// The pieces of the slices of a launch.
+class Pieces {
+ public:
+  LLM_COMM_DEVICE Pieces(uint32_t chunks, uint32_t chunk_lines)
+      : steps_((chunks + kMaxPieces - 1) / kMaxPieces), chunks_(chunks), lines_(steps_ * block_count() * chunk_lines) {}
+
+  // Whether a piece ends with chunk t of each block, and which.
+  LLM_COMM_DEVICE bool ends_with(uint32_t t) const { return (t + 1) % steps_ == 0 || t + 1 == chunks_; }
+  LLM_COMM_DEVICE uint32_t of(uint32_t t) const { return t / steps_; }
+  // Of a slice of so many lines, at least one.
+  LLM_COMM_DEVICE uint32_t last(uint32_t slice_lines) const { return (slice_lines - 1) / lines_; }
+  LLM_COMM_DEVICE uint32_t first_line(uint32_t piece) const { return piece * lines_; }
+  LLM_COMM_DEVICE uint32_t lines(uint32_t piece, uint32_t slice_lines) const {
+    const uint32_t first = first_line(piece);
+    if (first >= slice_lines) return 0;
+    return slice_lines - first < lines_ ? slice_lines - first : lines_;
+  }
+
+ private:
+  uint32_t steps_;
+  uint32_t chunks_;
+  uint32_t lines_;  // of each piece but the last
+};
+
 template <DataType D, int World>
 LLM_COMM_KERNEL(max_hb_threads(kTwoShotPortTeams))
 all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
@@ -48,7 +73,11 @@ all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
   const uint32_t peer = thread_index();
   const bool has_peer = peer < World && peer != rank;
 
+  const Pieces pieces(chunks.count(), args.tile_lines);
+
   Line* const shared = shared_memory<Line>();
+  uint32_t* const ends_last_piece = &shared->word[2];
+  if (thread_index() == 0) *ends_last_piece = 0;
   HBSession session(args.comm, kAllReduceTwoShotPort, message.bytes(), kFirstOfTwoShotPort + block, shared);
   const ChunkBuffers buffers(session, World, block, args.tile_lines, depth);
   session.wait_for_grids_before(message.precomputed());
@@ -60,6 +89,30 @@ all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
 
   const auto lines_of = [&](uint32_t t, uint32_t owner) {
     return chunks.lines(t, lines_of_slice(owner, slice, lines));
+  };
+  const PortWords words(args.comm, 0);
+  const auto place_of = [&](uint32_t of) { return load_relaxed(session.word(kPlacesOfTwoShotPort, rank, of)); };
+  // By one thread of the block that ends the piece last. Where a rank has no place, all see it when they end.
+  const auto put = [&](uint32_t piece) {
+    const uint32_t first = rank * slice + pieces.first_line(piece);
+    const uint32_t count = pieces.lines(piece, lines_of_slice(rank, slice, lines));
+    if (count == 0 || args.places[0] == kNoPlace) return;
+    for (uint32_t i = 1; i < World; ++i) {
+      const uint32_t to = (rank + i) % World;
+      const uint64_t place = place_of(to);
+      if (place == kNoPlace) continue;
+      const char* const target = address_of(args.comm, to, place) + message.bytes_of_lines(0, first);
+      words.put_to_heap(to, target, message.output_from(first), message.bytes_of_lines(first, count), 0,
+                        session.value_of(piece), [&](auto poll) { return session.wait_until(poll, to, kGather); });
+    }
+  };
+  // When the block has ended a step, in the next one.
+  const auto count_piece = [&](uint32_t piece) {
+    fence_system();  // what the block has summed, before the count
+    if (count_up(&state_of(args.comm)->summed[piece], block_count() - 1) != block_count() - 1) return;
+    fence_system();  // and the sums of all blocks behind it
+    put(piece);
+    if (piece == pieces.of(chunks.count() - 1)) *ends_last_piece = 1;
   };
   const auto work = [&](uint32_t t) {
     const Team team = Team::of(session, kTwoShotPortTeams);
@@ -84,40 +137,22 @@ all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
           },
           [&](uint32_t k, Line line) { message.store(first + k, line); });
     }
+    const uint32_t ended = t - depth - 1;
+    if (team.number == 1 && team.thread == 0 && t > depth && ended < chunks.count() && pieces.ends_with(ended)) {
+      count_piece(pieces.of(ended));
+    }
   };
   session.run(chunks.count(), depth, work, [](uint32_t) { return kScatter; });
   block_sync();
-  if (session.has_ended_early()) return;
+  if (session.has_ended_early() || *ends_last_piece == 0 || !has_peer) return;
 
-  uint32_t* const is_last = &shared->word[2];
-  if (thread_index() == 0) {
-    fence_system();  // what the block has summed, before the count
-    *is_last = count_up(&state_of(args.comm)->ended, block_count() - 1) == block_count() - 1;
-    fence_system();  // and the sums of all blocks behind it
-  }
-  block_sync();
-  if (*is_last == 0) return;
-
-  const PortWords words(args.comm, 0);
   const auto wait = [&](auto poll) { return session.wait_until(poll, peer, kGather); };
-  const auto bytes_of = [&](uint32_t owner) {
-    return message.bytes_of_lines(owner * slice, lines_of_slice(owner, slice, lines));
-  };
-  if (!has_peer) return;
-  const uint64_t place = load_relaxed(session.word(kPlacesOfTwoShotPort, rank, peer));
-  if (place == kNoPlace || args.places[0] == kNoPlace) {
-    session.fail(ErrorCause::kNotSymmetric, place == kNoPlace ? peer : rank, kGather);
+  if (place_of(peer) == kNoPlace || args.places[0] == kNoPlace) {
+    session.fail(ErrorCause::kNotSymmetric, args.places[0] == kNoPlace ? rank : peer, kGather);
     return;
   }
-  if (lines_of_slice(rank, slice, lines) != 0) {
-    const char* const output = address_of(args.comm, peer, place);
-    const uint64_t offset = message.bytes_of_lines(0, rank * slice);
-    if (!words.put_to_heap(peer, output + offset, message.output_from(rank * slice), bytes_of(rank), 0,
-                           session.value_of(0), wait)) {
-      return;
-    }
-  }
-  if (lines_of_slice(peer, slice, lines) != 0 && !words.wait_for_data(peer, 0, session.value_of(0), wait)) return;
+  const uint32_t lines_of_peer = lines_of_slice(peer, slice, lines);
+  if (lines_of_peer != 0 && !words.wait_for_data(peer, 0, session.value_of(pieces.last(lines_of_peer)), wait)) return;
   store_release(session.word(kLastOfTwoShotPort, peer, rank), session.value_of(0));
   const uint64_t* const last = session.word(kLastOfTwoShotPort, rank, peer);
   wait([&] { return load_acquire(last) - session.value_of(0) < kFurthestAhead; });

@@ -40,6 +40,7 @@ inline constexpr uint32_t kMaxSemaphoreBlocks =
     (kHeaderBytes - kSemaphoresOffset) / (kMaxWorldSize * sizeof(uint64_t));  // of a grid that uses them
 inline constexpr uint32_t kMaxSegments = (kPortsOffset - kHeapOffset) / (kMaxWorldSize * sizeof(char*));
 inline constexpr int kSlots = 2;
+inline constexpr uint32_t kMaxPieces = 8;  // of a slice, which go one by one
 inline constexpr uint64_t kLineBytes = 16;
 
 // What every operation reads lies in the first line, so that one load brings it all.
@@ -51,7 +52,7 @@ struct alignas(16) CommState {
   uint32_t last_poll;  // of host memory by a late wait (WaitBounds::elect_poller)
   uint32_t exited;     // WaitBounds
   uint32_t tickets;    // that blocks of the grid which starts have taken (operation.cuh, "Progress")
-  uint32_t ended;      // blocks that have ended a hop, of a grid whose last one goes on (all_reduce/two_shot_port.cuh)
+  uint32_t summed[kMaxPieces];  // blocks that have summed what they have of a piece (all_reduce/two_shot_port.cuh)
 };
 
 // Of port channels (port_channel.cuh).
