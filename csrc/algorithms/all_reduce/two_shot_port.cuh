@@ -106,8 +106,10 @@ all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
                         session.value_of(piece), [&](auto poll) { return session.wait_until(poll, to, kGather); });
     }
   };
-  // When the block has ended a step, in the next one.
-  const auto count_piece = [&](uint32_t piece) {
+  const auto ended = [&](uint32_t step) {
+    const uint32_t u = step - depth;
+    if (step < depth || u >= chunks.count() || !pieces.ends_with(u)) return;
+    const uint32_t piece = pieces.of(u);
     fence_system();  // what the block has summed, before the count
     if (count_up(&state_of(args.comm)->summed[piece], block_count() - 1) != block_count() - 1) return;
     fence_system();  // and the sums of all blocks behind it
@@ -137,12 +139,8 @@ all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
           },
           [&](uint32_t k, Line line) { message.store(first + k, line); });
     }
-    const uint32_t ended = t - depth - 1;
-    if (team.number == 1 && team.thread == 0 && t > depth && ended < chunks.count() && pieces.ends_with(ended)) {
-      count_piece(pieces.of(ended));
-    }
   };
-  session.run(chunks.count(), depth, work, [](uint32_t) { return kScatter; });
+  session.run(chunks.count(), depth, work, [](uint32_t) { return kScatter; }, ended);
   block_sync();
   if (session.has_ended_early() || *ends_last_piece == 0 || !has_peer) return;
 

@@ -42,6 +42,10 @@ inline constexpr uint64_t kFurthestAhead = uint64_t{2} << kMaxStepsLog2;
 
 class HBSession {
  public:
+  struct NothingMore {
+    LLM_COMM_DEVICE void operator()(uint32_t) const {}
+  };
+
   // `shared`: a line of shared memory.
   LLM_COMM_DEVICE HBSession(const DeviceComm& comm, OperationKind kind, uint64_t bytes, uint32_t block, Line* shared)
       : comm_(comm), op_(comm, kind, bytes), block_(block), incomplete_(shared->word) {}
@@ -69,18 +73,18 @@ class HBSession {
     if (thread_index() == 0) op_.arrive();
   }
 
-  // Ends early, on all threads alike, where a wait is aborted. `depth`: at least 2. `phase_of(step)`: for errors.
-  template <class Work, class Phase>
-  LLM_COMM_DEVICE void run(uint32_t chunks, uint32_t depth, Work work, Phase phase_of) {
+  // Ends early, on all threads alike, where a wait is aborted. `depth`: at least 2. `phase_of(step)`: for errors. `ended(step)`: by
+  // the thread of the first warp that has no peer, when the block has ended a step, of all but the last two.
+  template <class Work, class Phase, class Ended = NothingMore>
+  LLM_COMM_DEVICE void run(uint32_t chunks, uint32_t depth, Work work, Phase phase_of, Ended ended = {}) {
     const uint32_t peer = thread_index();
     const bool works = peer >= talkers();
     const bool has_peer = peer < comm_.world_size && peer != comm_.rank;
     const uint32_t steps = chunks + 2 * depth;
     for (uint32_t t = 0; t < steps; ++t) {
-      if (has_peer) {
-        if (t >= 2 && t - 2 < chunks + depth) signal(peer, t - 2);
-        if (t >= depth && !wait(peer, t - depth, phase_of(t))) incomplete_[t % 2] = 1;
-      }
+      if (has_peer && t >= 2 && t - 2 < chunks + depth) signal(peer, t - 2);
+      if (peer == comm_.rank && t >= 2) ended(t - 2);
+      if (has_peer && t >= depth && !wait(peer, t - depth, phase_of(t))) incomplete_[t % 2] = 1;
       block_sync();
       // What is told before this barrier is read before the next one, and told anew behind that: two words in turn.
       if (incomplete_[t % 2] != 0) return;
