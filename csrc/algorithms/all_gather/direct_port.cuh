@@ -19,10 +19,7 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 inline constexpr OperationKind kAllGatherDirectPort{15};
 
 // What a kernel stores to all peers until a copy engine begins (docs/experiments/channels.md), and at most a fourth of the part.
-#ifndef LLM_COMM_HEAD_KIB
-#define LLM_COMM_HEAD_KIB 6144
-#endif
-inline constexpr uint32_t kMaxHeadLines = LLM_COMM_HEAD_KIB * 1024 / sizeof(Line);
+inline constexpr uint32_t kMaxHeadLines = (6u << 20) / sizeof(Line);
 
 template <int World>
 constexpr LLM_COMM_DEVICE uint32_t head_of_part(uint32_t lines) {

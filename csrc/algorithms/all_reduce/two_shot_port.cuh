@@ -2,10 +2,10 @@
 // (HB, push), and copy engines bring the sums to the outputs of all (PortChannel).
 //
 // Two hops, 2 (N-1)/N of the message sent by each rank. In the first, step by step (hb_session.cuh), a block scatters chunk t of each
-// slice and reduces chunk t - depth of this rank's. A slice has a few pieces, each of which is what all blocks reduce in some steps
-// in a row. The block that ends a piece last has it copied to every peer, while the blocks scatter what comes behind: a copy engine
-// carries more than the stores of a kernel, though only in large copies, and where it pauses the stores have the links. The input is
-// any tensor, the output lies in the symmetric heap on every rank, and may be the input.
+// slice and reduces chunk t - depth of this rank's. A slice has two pieces: what all blocks reduce in the first steps, and in the
+// others. The block that ends a piece last has it copied to every peer, as one copy: a copy engine carries more than the stores of a
+// kernel, but only in large copies. The input is any tensor, the output lies in the symmetric heap on every rank, and may be the
+// input.
 //
 // Why the output of a peer may be written: the peer has begun this operation, and what this rank writes there is a piece of its
 // slice, of which the peer has no more to send, as it has all come. A rank ends when the slices of all peers have come and all peers
@@ -36,28 +36,31 @@ inline constexpr uint32_t kFirstOfTwoShotPort = kMaxChunkedBlocks;
 inline constexpr uint32_t kPlacesOfTwoShotPort = 2 * kMaxChunkedBlocks;
 inline constexpr uint32_t kLastOfTwoShotPort = kPlacesOfTwoShotPort + 1;
 
-// The pieces of the slices of a launch.
+// The two pieces of the slices of a launch. The second one is small: it is scattered while the host sees the request for the first
+// and a copy engine begins; and the engine is still busy with the first when the second has come (docs/experiments/channels.md).
 class Pieces {
  public:
-  LLM_COMM_DEVICE Pieces(uint32_t chunks, uint32_t chunk_lines)
-      : steps_((chunks + kMaxPieces - 1) / kMaxPieces), chunks_(chunks), lines_(steps_ * block_count() * chunk_lines) {}
+  LLM_COMM_DEVICE Pieces(uint32_t chunks, uint32_t chunk_lines) : chunks_(chunks) {
+    steps_ = chunks - (chunks + 7) / 8;
+    lines_ = steps_ * block_count() * chunk_lines;
+  }
+
+  static constexpr uint32_t kLast = kPieces - 1;
 
   // Whether a piece ends with chunk t of each block, and which.
-  LLM_COMM_DEVICE bool ends_with(uint32_t t) const { return (t + 1) % steps_ == 0 || t + 1 == chunks_; }
-  LLM_COMM_DEVICE uint32_t of(uint32_t t) const { return t / steps_; }
-  // Of a slice of so many lines, at least one.
-  LLM_COMM_DEVICE uint32_t last(uint32_t slice_lines) const { return (slice_lines - 1) / lines_; }
+  LLM_COMM_DEVICE bool ends_with(uint32_t t) const { return t + 1 == steps_ || t + 1 == chunks_; }
+  LLM_COMM_DEVICE uint32_t of(uint32_t t) const { return t < steps_ ? 0 : kLast; }
+  // Of a slice of so many lines.
   LLM_COMM_DEVICE uint32_t first_line(uint32_t piece) const { return piece * lines_; }
   LLM_COMM_DEVICE uint32_t lines(uint32_t piece, uint32_t slice_lines) const {
-    const uint32_t first = first_line(piece);
-    if (first >= slice_lines) return 0;
-    return slice_lines - first < lines_ ? slice_lines - first : lines_;
+    if (piece == 0) return slice_lines < lines_ ? slice_lines : lines_;
+    return slice_lines < lines_ ? 0 : slice_lines - lines_;
   }
 
  private:
-  uint32_t steps_;
   uint32_t chunks_;
-  uint32_t lines_;  // of each piece but the last
+  uint32_t steps_;  // of the first piece
+  uint32_t lines_;  // of the first piece
 };
 
 template <DataType D, int World>
@@ -94,16 +97,23 @@ all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
   const auto place_of = [&](uint32_t of) { return load_relaxed(session.word(kPlacesOfTwoShotPort, rank, of)); };
   // By one thread of the block that ends the piece last. Where a rank has no place, all see it when they end.
   const auto put = [&](uint32_t piece) {
+    const uint32_t own = lines_of_slice(rank, slice, lines);
     const uint32_t first = rank * slice + pieces.first_line(piece);
-    const uint32_t count = pieces.lines(piece, lines_of_slice(rank, slice, lines));
+    const uint32_t count = pieces.lines(piece, own);
     if (count == 0 || args.places[0] == kNoPlace) return;
+    const bool is_last = piece == Pieces::kLast || pieces.lines(Pieces::kLast, own) == 0;
+    const uint64_t bytes = message.bytes_of_lines(first, count);
     for (uint32_t i = 1; i < World; ++i) {
       const uint32_t to = (rank + i) % World;
       const uint64_t place = place_of(to);
       if (place == kNoPlace) continue;
       const char* const target = address_of(args.comm, to, place) + message.bytes_of_lines(0, first);
-      words.put_to_heap(to, target, message.output_from(first), message.bytes_of_lines(first, count), 0,
-                        session.value_of(piece), [&](auto poll) { return session.wait_until(poll, to, kGather); });
+      const auto wait = [&](auto poll) { return session.wait_until(poll, to, kGather); };
+      if (is_last) {
+        words.put_to_heap(to, target, message.output_from(first), bytes, 0, session.value_of(0), wait);
+      } else {
+        words.put_to_heap_unsignalled(to, target, message.output_from(first), bytes, wait);
+      }
     }
   };
   const auto ended = [&](uint32_t step) {
@@ -114,7 +124,7 @@ all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
     if (count_up(&state_of(args.comm)->summed[piece], block_count() - 1) != block_count() - 1) return;
     fence_system();  // and the sums of all blocks behind it
     put(piece);
-    if (piece == pieces.of(chunks.count() - 1)) *ends_last_piece = 1;
+    if (piece == Pieces::kLast) *ends_last_piece = 1;
   };
   const auto work = [&](uint32_t t) {
     const Team team = Team::of(session, kTwoShotPortTeams);
@@ -149,8 +159,7 @@ all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
     session.fail(ErrorCause::kNotSymmetric, args.places[0] == kNoPlace ? rank : peer, kGather);
     return;
   }
-  const uint32_t lines_of_peer = lines_of_slice(peer, slice, lines);
-  if (lines_of_peer != 0 && !words.wait_for_data(peer, 0, session.value_of(pieces.last(lines_of_peer)), wait)) return;
+  if (lines_of_slice(peer, slice, lines) != 0 && !words.wait_for_data(peer, 0, session.value_of(0), wait)) return;
   store_release(session.word(kLastOfTwoShotPort, peer, rank), session.value_of(0));
   const uint64_t* const last = session.word(kLastOfTwoShotPort, rank, peer);
   wait([&] { return load_acquire(last) - session.value_of(0) < kFurthestAhead; });

@@ -40,19 +40,19 @@ inline constexpr uint32_t kMaxSemaphoreBlocks =
     (kHeaderBytes - kSemaphoresOffset) / (kMaxWorldSize * sizeof(uint64_t));  // of a grid that uses them
 inline constexpr uint32_t kMaxSegments = (kPortsOffset - kHeapOffset) / (kMaxWorldSize * sizeof(char*));
 inline constexpr int kSlots = 2;
-inline constexpr uint32_t kMaxPieces = 8;  // of a slice, which go one by one
+inline constexpr uint32_t kPieces = 2;  // of a slice, which go one by one
 inline constexpr uint64_t kLineBytes = 16;
 
 // What every operation reads lies in the first line, so that one load brings it all.
 struct alignas(16) CommState {
-  uint64_t arrivals;   // the number of the operation (operation.cuh)
-  uint32_t aborted;    // set once a wait of this communicator has ended without what it waited for
-  uint32_t zero;       // always; Operation::begin() says why it is read
-  uint32_t claim;      // of the launch that runs, where calls are compared (Operation::claim)
-  uint32_t last_poll;  // of host memory by a late wait (WaitBounds::elect_poller)
-  uint32_t exited;     // WaitBounds
-  uint32_t tickets;    // that blocks of the grid which starts have taken (operation.cuh, "Progress")
-  uint32_t summed[kMaxPieces];  // blocks that have summed what they have of a piece (all_reduce/two_shot_port.cuh)
+  uint64_t arrivals;         // the number of the operation (operation.cuh)
+  uint32_t aborted;          // set once a wait of this communicator has ended without what it waited for
+  uint32_t zero;             // always; Operation::begin() says why it is read
+  uint32_t claim;            // of the launch that runs, where calls are compared (Operation::claim)
+  uint32_t last_poll;        // of host memory by a late wait (WaitBounds::elect_poller)
+  uint32_t exited;           // WaitBounds
+  uint32_t tickets;          // that blocks of the grid which starts have taken (operation.cuh, "Progress")
+  uint32_t summed[kPieces];  // blocks that have summed what they have of a piece (two_shot_port.cuh)
 };
 
 // Of port channels (port_channel.cuh).
