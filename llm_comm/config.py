@@ -21,6 +21,10 @@ from llm_comm.yaml_files import InvalidYamlError, YamlMapping, kind_of, read_yam
 
 MIB = 1 << 20
 
+#: From this size of a rank's input on (of an operation on parts: of the whole tensor) ``max_blocks`` bounds an operation.
+#: Smaller ones are over before a computation beside them would notice.
+LARGE_BYTES = MIB
+
 #: Variables by which a machine says that NVLink multicast must not be used, and the value that says so.
 MULTICAST_OFF_VARIABLES = {
     "NCCL_NVLS_ENABLE": "0",
@@ -104,6 +108,9 @@ _OPTIONS: dict[str, _Option] = {
         lambda v: v is None or (_is_int(v) and 0 <= v < 1 << 63),
         f"bytes >= 0 and below 8 EiB ({_AS_TEXT}; default: that of the tuning table)",
     ),
+    "max_blocks": _Option(
+        int, lambda v: v is None or (_is_int(v) and 8 <= v < 1 << 16), "a number of blocks, 8 to 65535 (default: none)"
+    ),
     "algorithm": _one_of("auto", *registry.algorithm_names()),
     "pdl": _BOOLEAN,
     "fuse": _BOOLEAN,
@@ -157,6 +164,9 @@ class Config:
             bounds what one kernel launch can carry: half of it for two-shot, ``1 / world_size`` of it for one-shot. A
             longer message takes several launches.
         max_message_bytes: Larger messages are declined; None takes the bound of the tuning table.
+        max_blocks: Operations of at least ``LARGE_BYTES`` take so many blocks at most, and so as many multiprocessors at
+            most, for computation that runs at the same time. ``docs/performance.md`` says what that costs. None: what
+            the tuning table says.
         algorithm: ``"auto"`` selects by the table; a name (``llm-comm algorithms`` lists them) forces that algorithm
             at every size, for each operation that has it. The others go by the table.
         pdl: Programmatic dependent launch, on GPUs that have it.
@@ -181,6 +191,7 @@ class Config:
     log: str = "warning"
     workspace_bytes: int = 64 * MIB
     max_message_bytes: int | None = None
+    max_blocks: int | None = None
     algorithm: str = "auto"
     pdl: bool = True
     fuse: bool = True

@@ -207,6 +207,7 @@ PYBIND11_MODULE(_core, module) {
            }),
            py::kw_only(), py::arg("blocks"), py::arg("tile_lines"), py::arg("cluster"), py::arg("depth"),
            py::arg("launch_units"))
+      .def_readonly("blocks", &Tiling::blocks)
       .def_readonly("tile_lines", &Tiling::tile_lines)
       .def_readonly("cluster", &Tiling::cluster)
       .def_readonly("depth", &Tiling::depth)

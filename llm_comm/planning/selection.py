@@ -9,7 +9,7 @@ import dataclasses
 from typing import NamedTuple
 
 from llm_comm import _core, registry
-from llm_comm.config import Config
+from llm_comm.config import LARGE_BYTES, Config
 from llm_comm.planning.default_tables import derive_fused_rows, rows_of_parts
 from llm_comm.planning.plan import Plan, Problem, without_kernel
 from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, of_symmetric, row_of
@@ -59,7 +59,7 @@ def lay_out(problem: Problem, table: TuningTable, config: Config, limits: _core.
         return no_kernel("declined", f"no algorithm of {problem.operation} has a shape for {message_bytes} bytes")
     algorithm = chosen.algorithm
     try:
-        shape = _core.shape(algorithm.number, for_core, chosen.choice, limits)
+        shape = _core.shape(algorithm.number, for_core, _bounded(chosen.choice, problem, config), limits)
     except ValueError as error:
         return no_kernel("declined", str(error))
     plan = Plan(
@@ -99,6 +99,7 @@ def with_direct(layout: Layout, problem: Problem, table: TuningTable, config: Co
             choices = [_choice(row, table)] if is_of_row else []
         for choice in choices:
             try:
+                choice = _bounded(choice, problem, config)
                 tiling = _core.shape(algorithm.number, for_core, choice, limits).tiling
             except ValueError:  # peers access whole lines only, for one
                 continue
@@ -189,4 +190,18 @@ def _choice(row: Row, table: TuningTable) -> _core.Choice:
         cluster=row.cluster,
         depth=row.depth,
         crowded_above=min(table.fused_blocks, _LARGEST_NUMBER),
+    )
+
+
+def _bounded(choice: _core.Choice, problem: Problem, config: Config) -> _core.Choice:
+    """The choice with the blocks that a large operation may take at most."""
+    if config.max_blocks is None or problem.whole_bytes() < LARGE_BYTES or choice.blocks <= config.max_blocks:
+        return choice
+    return _core.Choice(
+        blocks=config.max_blocks,
+        threads=choice.threads,
+        tile_lines=choice.tile_lines,
+        cluster=choice.cluster,
+        depth=choice.depth,
+        crowded_above=choice.crowded_above,
     )

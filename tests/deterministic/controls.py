@@ -33,6 +33,7 @@ import edits
 from edits import SWITCH, Change, Edit, source
 from protection import CHECK_CALL, FP8, Everywhere, Protection
 from protections_of_channels import OF_CHANNELS
+from protections_of_copies import OF_COPIES
 from protections_of_errors import OF_ERRORS
 from protections_of_messages import OF_MESSAGES
 from protections_of_operations import OF_OPERATIONS
@@ -47,7 +48,7 @@ TREES = ("cmake", "csrc", "tests/deterministic", "tests/toy")
 #: The core launches its kernels around those of every algorithm.
 AROUND_ALL = CHECK_CALL
 
-PROTECTIONS = (*OF_OPERATIONS, *OF_CHANNELS, *OF_SYMMETRIC, *OF_PORTS, *OF_ERRORS, *OF_MESSAGES)
+PROTECTIONS = (*OF_OPERATIONS, *OF_CHANNELS, *OF_SYMMETRIC, *OF_PORTS, *OF_COPIES, *OF_ERRORS, *OF_MESSAGES)
 
 
 # ---- The algorithms ------------------------------------------------------------------------------------------------

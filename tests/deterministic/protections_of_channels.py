@@ -9,7 +9,7 @@ BYTES = "csrc/include/llm_comm/ll_bytes.cuh"
 CHUNKED = "csrc/algorithms/chunked.cuh"
 
 #: Of what HBSession::run() does, and of its buffers.
-AT_ONCE = {r".*/direct_push_hb|.*/two_shot_pull_hb": "its steps are signalled at once, and it stages nothing"}
+AT_ONCE = {r".*/direct_push_hb|.*/direct_port|.*/two_shot_pull_hb": "its steps are signalled at once, and it stages nothing"}
 _WRONG = f"{WRONG_RESULT}|{NOBODY_IS_MISSING}"
 
 OF_CHANNELS = (
@@ -48,7 +48,7 @@ OF_CHANNELS = (
     Protection(
         "hb_wait",
         "a step begins when the peers have ended the one that it builds on",
-        (Edit(HB_SESSION, "if (t >= depth && !wait(", "if (!WITHOUT && t >= depth && !wait("),),
+        (Edit(HB_SESSION, "if (has_peer && t >= depth && !wait(", "if (has_peer && !WITHOUT && t >= depth && !wait("),),
         failure=WRONG_RESULT,
         exempt=AT_ONCE,
     ),

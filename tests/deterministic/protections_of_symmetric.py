@@ -9,7 +9,7 @@ from __future__ import annotations
 from edits import Edit
 from protection import DIRECT, HB_SESSION, NOBODY_IS_MISSING, WRONG_RESULT, Protection
 
-SUBJECTS = ("all_gather/direct_push_hb", "all_reduce/two_shot_pull_hb")
+SUBJECTS = ("all_gather/direct_push_hb", "all_reduce/two_shot_pull_hb", "all_gather/direct_port")
 #: Words that have not come may name no place.
 NOT_SYMMETRIC = r"^rank \d+: not symmetric in"
 _WRONG = f"{WRONG_RESULT}|{NOBODY_IS_MISSING}"

@@ -1,0 +1,74 @@
+"""Protections of what copy engines write to symmetric outputs: when a copy may be asked for, and when a rank ends."""
+
+from __future__ import annotations
+
+from edits import Edit
+from protection import NOBODY_IS_MISSING, WRONG_RESULT, Protection
+
+DIRECT_PORT = "csrc/algorithms/all_gather/direct_port.cuh"
+TWO_SHOT_PORT = "csrc/algorithms/all_reduce/two_shot_port.cuh"
+
+_WRONG = f"{WRONG_RESULT}|{NOBODY_IS_MISSING}"
+
+OF_COPIES = (
+    Protection(
+        "parts_have_come",
+        "a rank says that it is done when the copies of all peers have come",
+        (
+            Edit(
+                DIRECT_PORT,
+                "args.parts.part[peer].length != 0) words.",
+                "args.parts.part[peer].length != 0 && !WITHOUT) words.",
+            ),
+        ),
+        failure=_WRONG,
+        subjects=("all_gather/direct_port",),
+    ),
+    Protection(
+        "piece_of_all_blocks",
+        "a piece is copied when all blocks have summed what they have of it",
+        (
+            Edit(
+                TWO_SHOT_PORT,
+                "block_count() - 1) != block_count() - 1) return;",
+                "block_count() - 1) != (WITHOUT ? 0 : block_count() - 1)) return;",
+            ),
+        ),
+        failure=_WRONG,
+        subjects=("all_reduce/two_shot_port",),
+    ),
+    Protection(
+        "sums_before_the_count",
+        "what a block has summed is there for whoever sees it counted",
+        (Edit(TWO_SHOT_PORT, "fence_system(); // what the block", "if (!WITHOUT) fence_system(); // what the block"),),
+        failure=_WRONG,
+        subjects=("all_reduce/two_shot_port",),
+    ),
+    Protection(
+        "count_before_the_copy",
+        "the block that asks for a copy has seen what the others had summed",
+        (Edit(TWO_SHOT_PORT, "fence_system(); // and the sums", "if (!WITHOUT) fence_system(); // and the sums"),),
+        failure=_WRONG,
+        subjects=("all_reduce/two_shot_port",),
+    ),
+    Protection(
+        "slices_have_come",
+        "a rank ends when the slices of all peers have come",
+        (Edit(TWO_SHOT_PORT, "!words.wait_for_data(peer,", "!WITHOUT && !words.wait_for_data(peer,"),),
+        failure=_WRONG,
+        subjects=("all_reduce/two_shot_port",),
+    ),
+    Protection(
+        "slices_have_left",
+        "a rank ends when what it has put has left its output",
+        (
+            Edit(
+                TWO_SHOT_PORT,
+                "load_acquire(last) - session.value_of(0) < kFurthestAhead;",
+                "WITHOUT || load_acquire(last) - session.value_of(0) < kFurthestAhead;",
+            ),
+        ),
+        failure=_WRONG,
+        subjects=("all_reduce/two_shot_port",),
+    ),
+)

@@ -1,0 +1,71 @@
+"""The option that bounds how many multiprocessors a large operation takes."""
+
+from __future__ import annotations
+
+import pytest
+from tables import limits_of
+
+from llm_comm import Config, Plan, registry
+from llm_comm.config import LARGE_BYTES
+from llm_comm.planning import selection
+from llm_comm.planning.catalogue import shipped_tables
+from llm_comm.planning.plan import Problem
+from llm_comm.planning.table_files import load_table
+from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, FUSED, REDUCE_SCATTER, TuningTable
+
+CONFIG = Config.load({}, max_message_bytes=1 << 40)
+TABLES = [load_table(path) for path in shipped_tables()]
+
+
+def problem_of(operation: str, nbytes: int, world: int) -> Problem:
+    """Of so many bytes, which are a multiple of 16 KiB for each rank."""
+    if operation == FUSED:
+        return Problem(FUSED, nbytes // 2, 8192, "bf16", world, (1e-5, 0))
+    if operation == ALL_REDUCE:
+        return Problem(ALL_REDUCE, nbytes // 2, 0, "bf16", world)
+    element_bytes = 1 if operation == ALL_GATHER else 2
+    part = nbytes // world // element_bytes
+    parameters = (1.0, *[float(part)] * world, *[0.0] * (8 - world))
+    return Problem(operation, part, 0, "byte" if operation == ALL_GATHER else "bf16", world, parameters)
+
+
+def layout_of(problem: Problem, table: TuningTable, config: Config) -> selection.Layout:
+    limits = limits_of(config)
+    return selection.with_direct(selection.lay_out(problem, table, config, limits), problem, table, config, limits)
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+@pytest.mark.parametrize("operation", [ALL_REDUCE, FUSED, ALL_GATHER, REDUCE_SCATTER])
+def test_large_operations_take_so_many_blocks_at_most(operation: str, table: TuningTable) -> None:
+    more = 0
+    for most in (8, 20, 64):
+        config = CONFIG.replace(max_blocks=most)
+        for nbytes in (LARGE_BYTES, 16 << 20, 256 << 20):
+            problem = problem_of(operation, nbytes, table.world_size)
+            free, bounded = layout_of(problem, table, CONFIG), layout_of(problem, table, config)
+            assert (free.launches is None) == (bounded.launches is None), "the option declines nothing"
+            if bounded.launches is None or free.launches is None:
+                continue
+            assert 1 <= bounded.plan.blocks <= most
+            assert bounded.launches[0] == free.launches[0], "it is the same algorithm"
+            more += free.plan.blocks > most
+            assert (free.direct is None) == (bounded.direct is None)
+            if bounded.direct is not None:
+                assert 1 <= bounded.direct[2].blocks <= most
+    assert more, "the option changes something"
+
+
+@pytest.mark.parametrize("operation", [ALL_REDUCE, FUSED, ALL_GATHER, REDUCE_SCATTER])
+def test_small_operations_are_not_bounded(operation: str) -> None:
+    def plan_of(nbytes: int, config: Config) -> Plan:
+        return layout_of(problem_of(operation, nbytes, 8), table, config).plan
+
+    table = next(table for table in TABLES if table.world_size == 8)
+    below = LARGE_BYTES - (128 << 10)
+    assert plan_of(below, CONFIG.replace(max_blocks=8)) == plan_of(below, CONFIG)
+    assert plan_of(below, CONFIG).blocks > 8
+    assert plan_of(LARGE_BYTES, CONFIG.replace(max_blocks=8)).blocks == 8
+
+
+def test_every_operation_is_tried() -> None:
+    assert set(registry.operations()) == {ALL_REDUCE, FUSED, ALL_GATHER, REDUCE_SCATTER}
