@@ -21,8 +21,8 @@ from llm_comm.yaml_files import InvalidYamlError, YamlMapping, kind_of, read_yam
 
 MIB = 1 << 20
 
-#: From this size of a rank's input on (of an operation on parts: of the whole tensor) ``max_blocks`` bounds an operation.
-#: Smaller ones are over before a computation beside them would notice.
+#: From this size of a rank's input on ``max_blocks`` bounds an operation; of one on parts, from this size of the whole
+#: tensor on. Smaller ones are over before a computation beside them would notice.
 LARGE_BYTES = MIB
 
 #: Variables by which a machine says that NVLink multicast must not be used, and the value that says so.
@@ -164,9 +164,8 @@ class Config:
             bounds what one kernel launch can carry: half of it for two-shot, ``1 / world_size`` of it for one-shot. A
             longer message takes several launches.
         max_message_bytes: Larger messages are declined; None takes the bound of the tuning table.
-        max_blocks: Operations of at least ``LARGE_BYTES`` take so many blocks at most, and so as many multiprocessors at
-            most, for computation that runs at the same time. ``docs/performance.md`` says what that costs. None: what
-            the tuning table says.
+        max_blocks: Operations of at least 1 MiB take so many blocks at most, and so as many multiprocessors at most,
+            for computation beside them. ``docs/performance.md`` says what it costs. None: what the tuning table says.
         algorithm: ``"auto"`` selects by the table; a name (``llm-comm algorithms`` lists them) forces that algorithm
             at every size, for each operation that has it. The others go by the table.
         pdl: Programmatic dependent launch, on GPUs that have it.

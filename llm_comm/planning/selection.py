@@ -99,8 +99,7 @@ def with_direct(layout: Layout, problem: Problem, table: TuningTable, config: Co
             choices = [_choice(row, table)] if is_of_row else []
         for choice in choices:
             try:
-                choice = _bounded(choice, problem, config)
-                tiling = _core.shape(algorithm.number, for_core, choice, limits).tiling
+                tiling = _core.shape(algorithm.number, for_core, _bounded(choice, problem, config), limits).tiling
             except ValueError:  # peers access whole lines only, for one
                 continue
             plan = dataclasses.replace(layout.plan, symmetric=algorithm.name)

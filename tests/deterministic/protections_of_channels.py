@@ -9,7 +9,9 @@ BYTES = "csrc/include/llm_comm/ll_bytes.cuh"
 CHUNKED = "csrc/algorithms/chunked.cuh"
 
 #: Of what HBSession::run() does, and of its buffers.
-AT_ONCE = {r".*/direct_push_hb|.*/direct_port|.*/two_shot_pull_hb": "its steps are signalled at once, and it stages nothing"}
+AT_ONCE = {
+    r".*/direct_push_hb|.*/direct_port|.*/two_shot_pull_hb": "its steps are signalled at once, and it stages nothing"
+}
 _WRONG = f"{WRONG_RESULT}|{NOBODY_IS_MISSING}"
 
 OF_CHANNELS = (
