@@ -87,16 +87,20 @@ def with_direct(layout: Layout, problem: Problem, table: TuningTable, config: Co
         return layout
     operation, for_core = registry.operations()[problem.operation], problem.for_core()
     row = row_of(table.rows.get(of_symmetric(operation.name), ()), problem.message_bytes())
-    for algorithm in operation.algorithms:
+
+    def is_of_row(algorithm: registry.Algorithm) -> bool:
+        return row is not None and (algorithm.name, algorithm.protocol) == (row.algorithm, row.protocol)
+
+    # That of the row may not serve the message; then another one may.
+    for algorithm in sorted(operation.algorithms, key=is_of_row, reverse=True):
         if not algorithm.is_symmetric or problem.data_type not in algorithm.data_types:
             continue
         if config.algorithm not in ("auto", algorithm.name):
             continue
-        if row is None:
-            choices = _core.candidates(algorithm.number, for_core, limits)[:1]
+        if row is not None and is_of_row(algorithm):
+            choices = [_choice(row, table)]
         else:
-            is_of_row = (algorithm.name, algorithm.protocol) == (row.algorithm, row.protocol)
-            choices = [_choice(row, table)] if is_of_row else []
+            choices = _core.candidates(algorithm.number, for_core, limits)[:1]
         for choice in choices:
             try:
                 tiling = _core.shape(algorithm.number, for_core, _bounded(choice, problem, config), limits).tiling

@@ -1,0 +1,294 @@
+"""Random test: all-gathers, reduce-scatters and operations on symmetric tensors, every result compared bit by bit.
+
+    torchrun --standalone --nproc-per-node 8 tests/gpu/random_parts.py
+
+A case is one call through a communicator that is drawn, eager or captured in a CUDA graph, which is replayed with new
+inputs. All ranks draw the same cases and know all ranks' inputs. So each compares its result with what is due to it: of
+an all-gather the parts as they are, of a sum that in fp32 in rank order. ``--operation`` runs one kind alone, ``--only
+CASE`` one case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from common import GraphPool, Recording, Session, add_seconds, parser, report, run, session
+from values import Inputs, Values, bits, differs, draw_values, rank_order_sum
+from verdicts import Guarded, Verdicts, Where, weights_of
+
+from llm_comm import Communicator, Config
+
+SETTLE_EVERY = 50
+MOST_FAILURES = 10
+KINDS = ("all_gather", "reduce_scatter", "symmetric")
+#: By kind: the algorithms that are forced. "auto" goes by the table below.
+ALGORITHMS = {
+    "all_gather": ("one_shot", "push_hb", "port", "auto"),
+    "reduce_scatter": ("one_shot", "push_hb", "auto"),
+    "symmetric": ("direct_push_hb", "direct_port", "two_shot_pull_hb", "two_shot_port"),
+}
+# Grids and chunks that nobody would choose, so that blocks take many steps.
+ODD_TABLE = """
+device: any
+world_size: 0
+max_message_bytes: 1073741824
+min_symmetric_bytes: 0
+rows:
+  - {operation: all_reduce, up_to: 1073741824, algorithm: two_shot, protocol: LL, blocks: 40, tile_lines: 64, depth: 1}
+  - {operation: all_gather, up_to: 2000, algorithm: one_shot, protocol: LL, blocks: 2, tile_lines: 2}
+  - {operation: all_gather, up_to: 60000, algorithm: push_hb, protocol: HB, blocks: 3, tile_lines: 32, depth: 3}
+  - {operation: all_gather, up_to: 1073741824, algorithm: push_hb, protocol: HB, blocks: 7, tile_lines: 64, depth: 2}
+  - {operation: reduce_scatter, up_to: 2000, algorithm: push_hb, protocol: HB, blocks: 1, tile_lines: 8, depth: 4}
+  - {operation: reduce_scatter, up_to: 30000, algorithm: one_shot, protocol: LL, blocks: 5, tile_lines: 8}
+  - {operation: reduce_scatter, up_to: 1073741824, algorithm: push_hb, protocol: HB, blocks: 9, tile_lines: 9, depth: 2}
+"""
+#: Of algorithms that a table has to name where messages are small.
+ODD_ROWS = {
+    "port": "operation: all_gather, protocol: Port, blocks: 5, tile_lines: 100, depth: 2",
+    "direct_push_hb": "operation: all_gather, protocol: HB, blocks: 3, tile_lines: 100",
+    "direct_port": "operation: all_gather, protocol: Port, blocks: 5, tile_lines: 64",
+    "two_shot_pull_hb": "operation: all_reduce, protocol: HB, blocks: 7, tile_lines: 90",
+    "two_shot_port": "operation: all_reduce, protocol: Port, blocks: 6, tile_lines: 70, depth: 2",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. The whole tensor has shape [rows, all parts, inner]; elements of a rank's part: rows x size x inner.
+
+    ``offsets``: elements from a 16-byte boundary, of input and output.
+    """
+
+    number: int
+    kind: str
+    algorithm: str
+    dtype: torch.dtype
+    values: Values
+    rows: int
+    sizes: tuple[int, ...]
+    inner: int
+    offsets: tuple[int, int]
+    replays: int  # 0: eager
+
+    @property
+    def gathers(self) -> bool:
+        return self.kind == "all_gather" or self.algorithm.startswith("direct")
+
+    @property
+    def whole(self) -> int:
+        return self.rows * sum(self.sizes) * self.inner
+
+    def part_of(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        shaped = whole.view(self.rows, sum(self.sizes), self.inner)
+        return shaped.narrow(1, sum(self.sizes[:rank]), self.sizes[rank]).flatten()
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} by {self.algorithm}, {str(self.dtype).removeprefix('torch.')}, rows {self.rows}, sizes "
+            f"{self.sizes} x {self.inner}, offsets {self.offsets}, {self.replays} replays, {self.values}"
+        )
+
+
+def draw_case(number: int, kind: str, options: argparse.Namespace, world: int) -> Case:
+    rng = random.Random(f"{options.seed}/{kind}/{number}")
+    algorithm = rng.choice(ALGORITHMS[kind])
+    dtype = rng.choice((torch.bfloat16, torch.float16, torch.float32))
+    most = int(2 ** rng.uniform(0, options.max_count.bit_length() - 1))
+    rows = rng.choice((1, 1, 1, rng.randint(2, 9)))
+    inner = rng.choice((1, 1, 8, rng.randint(2, 100), 128))
+    offsets = (rng.choice((0, 0, rng.randrange(8))), rng.choice((0, 0, rng.randrange(8))))
+    if kind == "symmetric":  # whole lines in one piece, from a boundary of them
+        rows, inner, offsets = 1, 8, (0, 0)
+    longest = max(1, most // (rows * inner * world))
+    even = rng.random() < 0.5
+    sizes = tuple(longest if even else rng.choice((0, 1, rng.randint(0, longest), longest)) for _ in range(world))
+    if sum(sizes) == 0:
+        sizes = (1,) * world
+    replays = rng.choice((1, 2, 3)) if rng.random() < options.graph_share else 0
+    return Case(number, kind, algorithm, dtype, draw_values(rng, dtype), rows, sizes, inner, offsets, replays)
+
+
+class Buffer:
+    """So many elements in the symmetric heap, poisoned, as `Guarded` is."""
+
+    def __init__(self, memory: torch.Tensor, count: int, dtype: torch.dtype, first: int) -> None:
+        self._bytes = memory[first : first + count * dtype.itemsize]
+        self.data = self._bytes.view(dtype)
+        self.poison()
+
+    def poison(self) -> None:
+        self._bytes.fill_(0xA5)
+
+    def damage(self) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.int64, device=self._bytes.device)
+
+
+class Runner:
+    def __init__(
+        self, ranks: Session, communicators: dict[str, Communicator], options: argparse.Namespace, kind: str
+    ) -> None:
+        self._ranks, self._communicators, self._seed = ranks, communicators, options.seed
+        self._inputs = Inputs(ranks.device, ranks.world)
+        self._pool = GraphPool(ranks.device)
+        self._weights = weights_of(options.max_count + 128 * ranks.world, ranks.device)
+        self._memory: dict[str, torch.Tensor] = {}
+        if kind == "symmetric":  # empty() is collective, and slow
+            nbytes = 4 * (options.max_count + 1024 * ranks.world) * 2
+            self._memory = {name: comm.empty(nbytes, torch.uint8) for name, comm in communicators.items()}
+        self.verdicts = Verdicts(ranks)
+        self.calls: Counter[tuple[str, str]] = Counter()
+
+    def run(self, case: Case) -> None:
+        rank, comm = self._ranks.rank, self._communicators[case.algorithm]
+        part = case.rows * case.sizes[rank] * case.inner
+        source = self._buffer(case, part if case.gathers else case.whole, 0)
+        target = self._buffer(case, part if case.kind == "reduce_scatter" else case.whole, 1)
+
+        def call() -> torch.Tensor:
+            return self._call(comm, case, source.data, target.data)
+
+        recording = Recording(call, self._ranks.device, self._pool.handle) if case.replays else None
+        for replay in range(max(1, case.replays)):
+            rows = self._rows(case, replay)
+            if case.kind == "symmetric" and case.whole:
+                self._expect_algorithm(comm, case, source.data)
+            given = case.part_of(rows[rank], rank) if case.gathers else rows[rank]
+            source.poison()
+            target.poison()
+            source.data.copy_(given)
+            result = call() if recording is None else recording.replay()
+            expected = self._expected(case, rows)
+            where = Where(case.number, f"{case.kind}, replay {replay}", case, case.algorithm)
+            wrong = (bits(result.flatten()) != bits(expected)) if case.gathers else differs(result.flatten(), expected)
+            changed = (bits(source.data) != bits(given)).sum()
+            nothing = torch.zeros((), dtype=torch.int64, device=result.device)
+            digest = nothing
+            if case.kind != "reduce_scatter":  # the ranks have parts of their own
+                digest = (bits(result.flatten()).to(torch.int64) * self._weights[: len(expected)]).sum()
+            self.verdicts.add(where, [wrong.sum(), nothing, source.damage() + target.damage(), changed], digest)
+        self.calls[case.algorithm, "graph" if case.replays else "eager"] += 1
+
+    def _call(self, comm: Communicator, case: Case, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        own, everything = case.sizes[self._ranks.rank], sum(case.sizes)
+        part, whole = (case.rows, own, case.inner), (case.rows, everything, case.inner)
+        if case.gathers:
+            result = comm.all_gather(x.view(part), 1, case.sizes, out.view(whole))
+        elif case.kind == "reduce_scatter":
+            result = comm.reduce_scatter(x.view(whole), 1, case.sizes, out.view(part))
+        else:
+            result = comm.all_reduce(x, out)
+        assert isinstance(result, torch.Tensor)
+        return result
+
+    def _expect_algorithm(self, comm: Communicator, case: Case, x: torch.Tensor) -> None:
+        plan = comm.plan_all_gather(x.view(1, -1, case.inner), 1, case.sizes) if case.gathers else comm.plan(x)
+        if plan.symmetric != case.algorithm:
+            raise AssertionError(f"{plan.symmetric} would run, not {case.algorithm}")
+
+    def _buffer(self, case: Case, count: int, number: int) -> Guarded | Buffer:
+        if case.kind != "symmetric":
+            return Guarded(count, case.dtype, case.offsets[number], self._ranks.device)
+        memory = self._memory[case.algorithm]
+        return Buffer(memory, count, case.dtype, number * (memory.numel() // 2))
+
+    def _rows(self, case: Case, replay: int) -> torch.Tensor:
+        """Of all ranks: what each has of a whole tensor."""
+        seed = random.Random(f"{self._seed}/{case.kind}/{case.number}/{replay}").getrandbits(62)
+        return self._inputs.rows(case.values, case.whole, case.dtype, seed)
+
+    def _expected(self, case: Case, rows: torch.Tensor) -> torch.Tensor:
+        if not case.gathers:
+            total = rank_order_sum(rows)
+            return case.part_of(total, self._ranks.rank) if case.kind == "reduce_scatter" else total
+        parts = [case.part_of(row, rank).view(case.rows, -1, case.inner) for rank, row in enumerate(rows)]
+        return torch.cat(parts, 1).flatten()
+
+
+def table_of(algorithm: str) -> str:
+    """The odd table. Its rows for all-gather give way to one that names the algorithm."""
+    row = ODD_ROWS.get(algorithm)
+    if row is None:
+        return ODD_TABLE
+    lines = [line for line in ODD_TABLE.splitlines() if algorithm != "port" or "operation: all_gather" not in line]
+    return "\n".join([*lines, f"  - {{algorithm: {algorithm}, up_to: 1073741824, {row}}}", ""])
+
+
+@contextlib.contextmanager
+def open_communicators(ranks: Session, kind: str) -> Iterator[dict[str, Communicator]]:
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+
+        def make(name: str) -> Communicator:
+            table = Path(directory, f"{name}.yaml")
+            table.write_text(table_of(name), encoding="utf-8")
+            return Communicator(ranks.group, ranks.device, Config.load(table=str(table), algorithm=name))
+
+        yield {name: stack.enter_context(make(name)) for name in ALGORITHMS[kind]}
+
+
+def run_kind(ranks: Session, kind: str, options: argparse.Namespace) -> dict[str, object]:
+    begin = time.monotonic()
+    failures: list[str] = []
+    done = 0
+    with open_communicators(ranks, kind) as communicators:
+        runner = Runner(ranks, communicators, options, kind)
+        numbers = range(options.cases) if options.only is None else [options.only]
+        for number in numbers:
+            case = draw_case(number, kind, options, ranks.world)
+            ranks.watchdog.progress(f"case {number}")
+            try:
+                runner.run(case)
+            except Exception as error:
+                raise AssertionError(f"rank {ranks.rank}: case {number}, {case} failed") from error
+            done += 1
+            if done % SETTLE_EVERY == 0 or done == len(numbers):
+                failures += runner.verdicts.settle()
+                for communicator in communicators.values():
+                    communicator.check()
+                if len(failures) > MOST_FAILURES or ranks.is_late(options):
+                    break
+        calls = {"/".join(key): number for key, number in sorted(runner.calls.items())}
+        del runner  # and its symmetric tensors
+    if ranks.rank == 0:
+        for failure in failures[:MOST_FAILURES]:
+            print(f"WRONG {failure}", file=sys.stderr)
+    seconds = round(time.monotonic() - begin, 1)
+    return {"cases": done, "wrong_results": len(failures), "seconds": seconds, "calls": calls}
+
+
+def main() -> int:
+    options = parser((__doc__ or "").partition("\n")[0])
+    add_seconds(options)
+    options.add_argument("--operation", choices=KINDS, action="append", help="default: all, one after the other")
+    options.add_argument("--cases", type=int, help="of each; default: 1000 on GPUs, 60 on a shared or emulated one")
+    options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--only", type=int, metavar="CASE", help="run this case alone")
+    options.add_argument("--max-count", type=int, help="elements; default: 4M on GPUs, 128K on a shared one, else 4K")
+    options.add_argument("--graph-share", type=float, default=0.25)
+    arguments = options.parse_args()
+    with session(arguments) as ranks:
+        alone = ranks.on_gpu and not ranks.shares_gpu
+        if arguments.cases is None:
+            arguments.cases = 1000 if alone else 60
+        if arguments.max_count is None:
+            arguments.max_count = 1 << (22 if alone else 17 if ranks.on_gpu else 12)
+        figures = {kind: run_kind(ranks, kind, arguments) for kind in arguments.operation or KINDS}
+        if ranks.rank == 0:
+            names = ("cases", "wrong_results", "seconds")
+            table = [("operation", *names)]
+            table += [(kind, *(str(figure[name]) for name in names)) for kind, figure in figures.items()]
+            report("random parts", ranks.device.type, ranks.world, table, figures, arguments.json)
+    return 1 if any(figure["wrong_results"] for figure in figures.values()) else 0
+
+
+if __name__ == "__main__":
+    run(main)
