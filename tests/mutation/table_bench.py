@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutant import Mutant, python
 
 CHOOSING = "llm_comm/bench/choosing.py"
+MEASURING = "llm_comm/bench/measuring.py"
 TUNE = "llm_comm/bench/tune.py"
 REPORT = "llm_comm/bench/report.py"
 KILL_WORKER = "bench_serving/kill_worker.py"
@@ -32,19 +33,19 @@ BENCH: tuple[Mutant, ...] = (
     python(
         "neighbours that run alike are two rows",
         CHOOSING,
-        "if rows and rows[-1]._replace(up_to=row.up_to) == row:",
+        "if rows and rows[-1].without_figures()._replace(up_to=row.up_to) == row.without_figures():",
         "if False:",
         "tests/unit/test_cli_bench_fused.py",
         OF_TUNE,
     ),
     python(
         "one candidate is timed for all",
-        TUNE,
-        'comm.use_table(TuningTable("tune", by_operation([row]), _NO_LIMIT, _NO_LIMIT))',
+        MEASURING,
+        "self._comm.use_table(table)",
         "pass",
         OF_TUNE,
     ),
-    python("what runs alike is measured again", TUNE, "if plan in plans:", "if False:", OF_TUNE),
+    python("what runs alike is measured again", MEASURING, "if key not in plans:", "if True:", OF_TUNE),
     python(
         "the table ends where NCCL is as fast",
         TUNE,
