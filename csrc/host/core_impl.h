@@ -103,8 +103,11 @@ class CoreImpl final : public Core {
   const DeviceComm& device_comm() const { return comm_; }
   // Before the first kernel that asks anything of port channels is launched.
   void start_ports() {
-    PortOwner owner{{}, workspace_bytes(), comm_.rank, comm_.world_size, nullptr, nullptr};
+    PortOwner owner{{}, workspace_bytes(), comm_.rank, comm_.world_size, nullptr, nullptr, nullptr};
     std::copy(std::begin(comm_.workspace), std::end(comm_.workspace), owner.workspace);
+    owner.is_in_heap = [this](uint32_t rank, uint64_t address, uint64_t bytes) {
+      return segments_.holds(rank, address, bytes);
+    };
     owner.has_failed = [mailbox = comm_.mailbox] { return llm_comm::host::has_failed(*mailbox); };
     owner.fail = [this] { end_waits(kAbortRequest); };
     ports_->start(owner);

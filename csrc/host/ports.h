@@ -17,6 +17,8 @@ struct PortOwner {
   uint64_t workspace_bytes;        // of each
   uint32_t rank;
   uint32_t world_size;
+  // Whether so many bytes at an address are in a rank's part of the symmetric heap.
+  std::function<bool(uint32_t rank, uint64_t address, uint64_t bytes)> is_in_heap;
   std::function<bool()> has_failed;  // what is asked for then is not done
   std::function<void()> fail;        // a request could not be carried out: nothing waits for it any more
 };

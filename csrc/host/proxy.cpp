@@ -114,13 +114,18 @@ bool ProxyPorts::take_one() {
   const auto is_beyond = [&](uint64_t offset, uint64_t bytes) {
     return bytes > owner_.workspace_bytes || offset > owner_.workspace_bytes - bytes;
   };
+  const auto is_in_heap = [&](const PortRequest& put) {
+    return owner_.is_in_heap(put.peer, address_of(put.peer, put.destination), put.bytes);
+  };
   if (request.peer >= owner_.world_size ||
-      ((request.parts & kPortPut) != 0 && is_beyond(request.destination, request.bytes)) ||
+      ((request.parts & kPortPut) != 0 &&
+       ((request.parts & kPortHeap) != 0 ? !is_in_heap(request) : is_beyond(request.destination, request.bytes))) ||
       ((request.parts & (kPortSignal | kPortEcho)) != 0 && is_beyond(request.word, sizeof(uint64_t)))) {
     throw std::runtime_error("a kernel asked for " + std::to_string(request.bytes) + " bytes to offset " +
                              std::to_string(request.destination) + ", or a signal to offset " +
                              std::to_string(request.word) + ", of rank " + std::to_string(request.peer) +
-                             ", which is beyond the workspace of " + std::to_string(owner_.workspace_bytes) + " bytes");
+                             ", which is beyond its symmetric heap or its workspace of " +
+                             std::to_string(owner_.workspace_bytes) + " bytes");
   }
   batches_[request.peer].add(request);
   return true;
@@ -131,7 +136,8 @@ void ProxyPorts::carry_out(uint32_t peer) {
   if (batch.is_empty()) return;
   for (const PortStep& step : batch.steps()) {
     if (step.part == kPortPut) {
-      transport_->put(peer, owner_.workspace[peer] + step.to, reinterpret_cast<const char*>(step.from), step.bytes);
+      transport_->put(peer, reinterpret_cast<char*>(address_of(peer, step.to)),
+                      reinterpret_cast<const char*>(step.from), step.bytes);
     } else if (step.part == kPortSignal) {
       transport_->signal(peer, reinterpret_cast<uint64_t*>(owner_.workspace[peer] + step.to), step.values, step.count);
     } else {

@@ -103,6 +103,19 @@ class Segments {
     return std::nullopt;
   }
 
+  // Whether so many bytes are in what is mapped of a rank.
+  bool holds(uint32_t rank, uint64_t address, uint64_t bytes) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [number, segment] : segments_) {
+      const auto first = reinterpret_cast<uint64_t>(segment.memory[rank].get());
+      if (first != 0 && address >= first && address - first <= segment.bytes &&
+          bytes <= segment.bytes - (address - first)) {
+        return true;
+      }
+    }
+    return false;
+  }
+
   // All of it stays mapped until the process ends.
   void leave_to_graphs() {
     const std::lock_guard<std::mutex> lock(mutex_);

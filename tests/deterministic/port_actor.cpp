@@ -92,7 +92,8 @@ void PortActor::go_on(uint32_t peer) {
   Lane& lane = lanes_[peer];
   if (!lane.steps.empty()) {
     const host::PortStep step = lane.steps.front();
-    char* const to = owner_.workspace[step.part == kPortEcho ? rank_ : peer] + step.to;
+    char* const workspace = owner_.workspace[step.part == kPortEcho ? rank_ : peer];
+    char* const to = reinterpret_cast<char*>(reinterpret_cast<uint64_t>(workspace) + step.to);
     if (step.part == kPortPut) {
       if (lane.pieces.empty()) {
         const uint64_t first = machine_.random().below(step.bytes / sizeof(Line) + 1) * sizeof(Line);

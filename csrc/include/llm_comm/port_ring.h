@@ -17,11 +17,14 @@ inline constexpr uint32_t kPortSignal =
 inline constexpr uint32_t kPortEcho =
     4;  // `value` to `word` of this rank, when all before that went to this peer has been done
 
+// The destination is in the symmetric heap. It is still an offset from the peer's workspace, modulo 2^64.
+inline constexpr uint32_t kPortHeap = 8;
+
 struct PortRequest {
   uint32_t peer;
   uint32_t parts;        // kPortPut | ...
   uint64_t source;       // address in this rank's memory
-  uint64_t destination;  // offset in the peer's workspace
+  uint64_t destination;  // offset in the peer's workspace, or from it
   uint64_t bytes;
   uint64_t word;  // offset in a workspace
   uint64_t value;
