@@ -171,6 +171,11 @@ def _add_candidates(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max", type=byte_count, default=byte_count("64M"), help="largest message, or part (64M)")
     parser.add_argument("--reps", type=_positive, default=9, help="timed runs of each good candidate (%(default)s)")
     parser.add_argument(
+        "--seconds",
+        type=_positive,
+        help="measure no longer than that and the size under way; few sizes of all operations come first (no limit)",
+    )
+    parser.add_argument(
         "--operations",
         type=_operations,
         default=OPERATIONS,

@@ -65,8 +65,13 @@ def choose(measured: Sequence[Measured], size: int, refusals: Iterable[str]) -> 
             f"no kernel can be measured at {format_bytes(size)}: {reasons}; leave it out by --min or --max"
         )
     best = min(candidate.us for candidate in measured)
-    limit = best + abs(best) * _NOISE  # a time that another was taken off can be negative
-    return next(candidate for candidate in measured if candidate.us <= limit)
+    return next(candidate for candidate in measured if not is_slower(candidate.us, best))
+
+
+def is_slower(us: float, other_us: float) -> bool:
+    """Whether a time is worse than another by more than repeated runs differ."""
+    # A time that another was taken off can be negative.
+    return us > other_us + abs(other_us) * _NOISE
 
 
 def with_figures(chosen: Measured, measured: Sequence[Measured]) -> Measured:

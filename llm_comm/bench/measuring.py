@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from llm_comm.bench import timing
+from llm_comm.bench.agreement import on_all
 from llm_comm.bench.choosing import Measured, worth_timing
 from llm_comm.bench.timing import Schedule
 from llm_comm.bench.tune_subjects import Bound, Subject, candidates, nothing
@@ -62,7 +63,7 @@ class Bench:
     ) -> None:
         self._comm, self._group, self._subject, self._size = comm, group, subject, size
         self._schedule = schedule
-        self.bound: Bound = subject.bind(comm, group, size)
+        self.bound: Bound = on_all(lambda: subject.bind(comm, group, size), group)
 
     def candidates(self, show: Callable[[str], None]) -> AtSize:
         """All candidates, those that run alike once, and NCCL.
@@ -92,7 +93,7 @@ class Bench:
         if self.bound.nccl is not None:
             show("NCCL")
             call, restore = self.bound.nccl
-            call()
+            on_all(call, self._group)
             nccl_us = _rounded(timing.time_graph(call, restore, self._schedule, self._group).us)
         return AtSize(self._size, measured, nccl_us, tuple(refusals))
 
@@ -133,7 +134,7 @@ class Bench:
         return rows
 
     def _timed(self, schedule: Schedule) -> timing.Timing:
-        self.bound.call()  # what is wrong with it is told better outside of a capture
+        on_all(self.bound.call, self._group)  # what is wrong with it is told better outside of a capture
         return timing.time_graph(self.bound.call, nothing, schedule, self._group)
 
 

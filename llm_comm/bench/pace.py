@@ -1,8 +1,16 @@
-"""How far a run over many candidates is, and how long it will take yet."""
+"""How far a run over many candidates is, how long it will take yet, and when it has to end."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from llm_comm.bench.agreement import any_rank
+
+_T = TypeVar("_T")
 
 
 class Pace:
@@ -26,6 +34,35 @@ class Pace:
             return done
         left = (time.monotonic() - self._started) / self._done * max(0, self._total - self._done)
         return f"{done}, about {_duration(left)} left"
+
+
+class Budget:
+    """How long a run may measure, from now on.
+
+    Args:
+        seconds: None: as long as it takes.
+        group: The ranks, which end together.
+
+    Attributes:
+        left: Of what was to be measured, how much was not.
+    """
+
+    def __init__(self, seconds: float | None, group: dist.ProcessGroup) -> None:
+        self._end = None if seconds is None else time.monotonic() + seconds
+        self._group = group
+        self.left = 0
+
+    def take(self, items: Sequence[_T]) -> Iterator[_T]:
+        """The items until the time is up; the one that is being measured then is finished. Collective."""
+        for number, item in enumerate(items):
+            if self._is_spent():
+                self.left = len(items) - number
+                return
+            yield item
+
+    def _is_spent(self) -> bool:
+        # Clocks differ: one rank that ended alone would be waited for.
+        return self._end is not None and any_rank(time.monotonic() >= self._end, self._group)
 
 
 def _duration(seconds: float) -> str:

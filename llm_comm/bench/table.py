@@ -14,12 +14,13 @@ import torch.distributed as dist
 
 from llm_comm import launch, outputs, preflight
 from llm_comm.bench import report
+from llm_comm.bench.agreement import require_alike
 from llm_comm.bench.choosing import Measured, choose
 from llm_comm.bench.measuring import Bench, count_candidates, schedule_of
-from llm_comm.bench.pace import Pace
+from llm_comm.bench.pace import Budget, Pace
 from llm_comm.bench.report import Progress, format_bytes
-from llm_comm.bench.tune import check_options, choice_text, require_candidates
-from llm_comm.bench.tune_subjects import Subject, subjects_of
+from llm_comm.bench.tune import check_options, choice_text, options_of, require_candidates
+from llm_comm.bench.tune_subjects import Subject, coarse_first, subjects_of
 from llm_comm.communicator import Communicator
 from llm_comm.errors import ConfigError
 from llm_comm.planning.plan import Plan
@@ -82,31 +83,45 @@ def run(args: argparse.Namespace) -> int:
     check_options(args, preflight.check({"--json": args.json}))
     if not launch.in_rank():
         return launch.spawn(placement, args.argv)
-    written = True
-    with launch.process_group(placement) as group, Communicator(group, placement.device) as comm:
+    with launch.process_group(placement) as group:
+        require_alike(lambda: {f"--{name}": value for name, value in options_of(args).items()}, group)
+        return 0 if _run(args, placement, group) else 1
+
+
+def _run(args: argparse.Namespace, placement: launch.Placement, group: dist.ProcessGroup) -> bool:
+    """Returns whether the file was written, if there is to be one."""
+    with Communicator(group, placement.device) as comm:
         subjects = subjects_of(args.operations, args.hidden, args.max, comm.world_size)
         require_candidates(args, subjects, comm.world_size, comm.limits)
         if comm.rank == 0:
             print(f"{comm.table.name}; microseconds a call; * more than {MARGIN:.0%} slower than the best candidate")
-        rows = compare(comm, group, subjects, args)
-        if comm.rank == 0:
-            print(summary(rows, comm.table.name))
-            if args.json is not None:
-                found = {"table": comm.table.name, "method": args.method, "rows": [row.as_dict() for row in rows]}
-                content = {"command": "bench table", **report.environment(placement), **found}
-                written = outputs.write_json("--json", args.json, content)
-    return 0 if written else 1
+        rows, left = compare(comm, group, subjects, args)
+        if comm.rank != 0:
+            return True
+        if left:
+            print(f"--seconds {args.seconds} are over: {left} of {left + len(rows)} sizes were not measured")
+        print(summary(rows, comm.table.name))
+        if args.json is None:
+            return True
+        found = {"table": comm.table.name, "method": args.method, "complete": left == 0}
+        content = {"command": "bench table", **report.environment(placement), **found}
+        return outputs.write_json("--json", args.json, {**content, "rows": [row.as_dict() for row in rows]})
 
 
 def compare(
     comm: Communicator, group: dist.ProcessGroup, subjects: Sequence[Subject], args: argparse.Namespace
-) -> list[Compared]:
-    """Times everything, and prints a line a size. Collective."""
+) -> tuple[list[Compared], int]:
+    """Times everything, and prints a line a size. Collective.
+
+    Returns:
+        The sizes of each operation in their order, and how many were not measured because the time was up.
+    """
     progress = Progress(enabled=comm.rank == 0)
-    sizes = [(subject, size) for subject in subjects for size in subject.sizes(args.min, args.max)]
+    sizes = coarse_first(subjects, args.min, args.max)
     pace = Pace(sum(count_candidates(subject, [size], comm) for subject, size in sizes))
+    budget = Budget(args.seconds, group)
     rows = []
-    for subject, size in sizes:
+    for subject, size in budget.take(sizes):
         what = f"{subject.label}{format_bytes(size)}"
 
         def show(which: str, what: str = what) -> None:
@@ -119,7 +134,8 @@ def compare(
         if comm.rank == 0:
             print(line(row, subject.label), flush=True)
         rows.append(row)
-    return rows
+    order = [subject.key for subject in subjects]
+    return sorted(rows, key=lambda row: (order.index(row.operation), row.size)), budget.left
 
 
 def _compare(comm: Communicator, bench: Bench, subject: Subject, size: int, show: Any) -> Compared:

@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from llm_comm import _core, launch, outputs, preflight, registry
 from llm_comm.bench import report
-from llm_comm.bench.choosing import Measured, choose, merge, with_figures
+from llm_comm.bench.agreement import require_alike
+from llm_comm.bench.choosing import Measured, choose, is_slower, merge, with_figures
 from llm_comm.bench.measuring import AtSize, Bench, count_candidates, schedule_of
-from llm_comm.bench.pace import Pace
+from llm_comm.bench.pace import Budget, Pace
 from llm_comm.bench.report import Progress, format_bytes
 from llm_comm.bench.tune_record import Record
 from llm_comm.bench.tune_subjects import (
@@ -23,6 +24,7 @@ from llm_comm.bench.tune_subjects import (
     FusedSubject,
     Subject,
     candidates,
+    coarse_first,
     subjects_of,
 )
 from llm_comm.communicator import Communicator
@@ -64,19 +66,26 @@ def run(args: argparse.Namespace) -> int:
         return launch.spawn(placement, args.argv)
     written = True
     with launch.process_group(placement) as group:
-        record = _record(args, placement)  # before ranks meet in the communicator, and the first of them writes it
+        records: list[Record] = []
+
+        def asked() -> dict[str, Any]:
+            records.append(_record(args, placement))
+            return records[0].asked()
+
+        require_alike(asked, group)  # before the first of them writes the file
+        (record,) = records
         with Communicator(group, placement.device) as comm:
             subjects = subjects_of(args.operations, args.hidden, args.max, comm.world_size)
             require_candidates(args, subjects, comm.world_size, comm.limits)
             shipped = comm.table
-            found = _measure_all(comm, group, subjects, args, record)
+            found, left = measure(comm, group, subjects, args, record)
             comm.use_table(shipped)
             if comm.rank == 0:
-                environment = record.report(is_complete=True)
+                environment = record.report(is_complete=left == 0)
                 if args.out is not None:
                     table = tuned(shipped, found)
                     written = _write_table(comm, table, args.operations, environment, args.out)
-                written = record.write() and written
+                written = record.write(is_complete=left == 0) and written
     return 0 if written else 1
 
 
@@ -123,54 +132,56 @@ def require_candidates(
 
 def _record(args: argparse.Namespace, placement: Placement) -> Record:
     """What is known of this run before it starts."""
-    options = {name: getattr(args, name) for name in ("operations", "min", "max", "reps", "hidden", "method")}
-    return Record(args.json, report.environment(placement), options)
+    return Record(args.json, report.environment(placement), options_of(args))
 
 
-def _measure_all(
-    comm: Communicator, group: dist.ProcessGroup, subjects: Sequence[Subject], args: argparse.Namespace, record: Record
-) -> dict[str, Found]:
-    """What was measured by the keys of the subjects. Collective."""
-    known = {subject.key: record.sizes(subject.key) for subject in subjects}
-    sizes = {subject.key: list(subject.sizes(args.min, args.max)) for subject in subjects}
-    behind = sum(len(found) for found in known.values())
-    if behind and comm.rank == 0:
-        of_all = sum(map(len, sizes.values()))
-        print(f"{args.json} has {behind} of {of_all} sizes: going on behind them", flush=True)
-    missing = {key: [size for size in sizes[key] if size not in known[key]] for key in sizes}
-    pace = Pace(sum(count_candidates(subject, missing[subject.key], comm) for subject in subjects))
-    return {subject.key: measure(comm, group, subject, args, record, pace) for subject in subjects}
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Those that change what is measured."""
+    return {name: getattr(args, name) for name in ("operations", "min", "max", "reps", "hidden", "method")}
 
 
 def measure(
-    comm: Communicator,
-    group: dist.ProcessGroup,
-    subject: Subject,
-    args: argparse.Namespace,
-    record: Record,
-    pace: Pace,
-) -> Found:
-    """Times all candidates for an operation at the sizes that the record lacks, and takes them down. Collective.
+    comm: Communicator, group: dist.ProcessGroup, subjects: Sequence[Subject], args: argparse.Namespace, record: Record
+) -> tuple[dict[str, Found], int]:
+    """Times all candidates at the sizes that the record lacks, and takes them down. Collective.
+
+    Returns:
+        What is known by the keys of the subjects, and how many sizes are not, because the time was up.
 
     Raises:
         ConfigError: At some size there is nothing to measure.
     """
+    to_do = coarse_first(subjects, args.min, args.max)
+    missing = [(subject, size) for subject, size in to_do if size not in record.sizes(subject.key)]
+    known = [(subject, size) for subject, size in to_do if size in record.sizes(subject.key)]
+    if known and comm.rank == 0:
+        print(f"{args.json} has {len(known)} of {len(to_do)} sizes: going on behind them", flush=True)
+    found: dict[str, Found] = {subject.key: Found([], {}) for subject in subjects}
     progress = Progress(enabled=comm.rank == 0)
-    found = Found([], {})
-    known = record.sizes(subject.key)
-    for size in subject.sizes(args.min, args.max):
-        at_size = known.get(size)
-        if at_size is None:
-            at_size = _measure_size(comm, group, subject, size, args, progress, pace)
-            record.add(subject.key, at_size, writes=comm.rank == 0)
-        chosen = with_figures(choose(at_size.measured, size, at_size.refusals), at_size.measured)
-        found.best.append(chosen)
+
+    def take(subject: Subject, at_size: AtSize) -> None:
+        chosen = with_figures(choose(at_size.measured, at_size.size, at_size.refusals), at_size.measured)
+        found[subject.key].best.append(chosen)
         if at_size.nccl_us is not None:
-            found.nccl[size] = at_size.nccl_us
+            found[subject.key].nccl[at_size.size] = at_size.nccl_us
         progress.clear()
         if comm.rank == 0:
             print(line(subject, chosen, at_size.nccl_us), flush=True)
-    return found
+
+    for subject, size in known:
+        take(subject, record.sizes(subject.key)[size])
+    pace = Pace(sum(count_candidates(subject, [size], comm) for subject, size in missing))
+    budget = Budget(args.seconds, group)
+    for subject, size in budget.take(missing):
+        at_size = _measure_size(comm, group, subject, size, args, progress, pace)
+        record.add(subject.key, at_size, writes=comm.rank == 0)
+        take(subject, at_size)
+    if budget.left and comm.rank == 0:
+        behind = "the same command measures the rest" if args.json else "with --json FILE another run would go on"
+        print(f"--seconds {args.seconds} are over: {budget.left} of {len(to_do)} sizes were not measured; {behind}")
+    for of_subject in found.values():
+        of_subject.best.sort(key=lambda m: m.row.up_to)
+    return found, budget.left
 
 
 def _measure_size(
@@ -204,22 +215,26 @@ def tuned(shipped: TuningTable, found: Mapping[str, Found]) -> TuningTable:
 
 
 def largest_won(best: Sequence[Measured], nccl: dict[int, float]) -> int:
-    """The largest measured size up to which NCCL was never faster."""
+    """The largest measured size up to which NCCL was never faster, by more than two runs differ."""
     won = 0
     for row, us, *_ in best:
-        if us > nccl.get(row.up_to, us):
+        if is_slower(us, nccl.get(row.up_to, us)):
             break
         won = row.up_to
     return won
 
 
 def least_symmetric(found: Mapping[str, Found], present: int) -> int:
-    """From which size on symmetric tensors are to be made use of: none of the measured operations was slower with them
-    at that or any larger size. ``present`` where that was not measured."""
+    """From which size on symmetric tensors are to be made use of: none of the measured operations was slower with them,
+    by more than two runs differ, at that or any larger size. ``present`` where that was not measured."""
     least: list[int] = []
     for key, ordinary in found.items():
         symmetric = {m.row.up_to: m.us for m in found.get(of_symmetric(key), NOTHING).best}
-        compared = [(m.row.up_to, symmetric[m.row.up_to] <= m.us) for m in ordinary.best if m.row.up_to in symmetric]
+        compared = [
+            (m.row.up_to, not is_slower(symmetric[m.row.up_to], m.us))
+            for m in ordinary.best
+            if m.row.up_to in symmetric
+        ]
         if not compared:
             continue
         lost = [size for size, has_won in compared if not has_won]
@@ -251,6 +266,7 @@ def _write_table(
         **environment["versions"],
         "operations": list(operations),
         "method": environment["options"]["method"],
+        "complete": environment["complete"],
     }
     text = table_text(torch.cuda.get_device_name(comm.device), comm.world_size, table, measured)
     return outputs.write_text("--out", path, text)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from llm_comm import outputs
+from llm_comm.bench.agreement import difference
 from llm_comm.bench.choosing import Measured
 from llm_comm.bench.measuring import AtSize
 from llm_comm.errors import ConfigError
 from llm_comm.planning.tables import Row
-from llm_comm.quoting import quoted
 
 _COMMAND = "tune"
 # The GPUs of a machine are alike: which of them a run was given says nothing about it.
@@ -61,15 +61,23 @@ class Record:
                 outputs.tell_unwritten("--json", self._path, error, "measuring goes on, and it is tried again")
             self._has_told = True
 
-    def write(self) -> bool:
+    def asked(self) -> dict[str, Any]:
+        """What must be alike on all ranks of a run: also what is known, as the rest is measured together."""
+        known = {key: sorted(found) for key, found in self._sizes.items() if found}
+        return {**_compared(self._head), "known from --json": known}
+
+    def write(self, *, is_complete: bool = True) -> bool:
         """Writes the file at the end of the run; where that fails, prints it.
+
+        Args:
+            is_complete: Nothing is left to be measured.
 
         Returns:
             Whether it was written, or there is none.
         """
         if self._path is None:
             return True
-        report = self.report(is_complete=True)
+        report = self.report(is_complete)
         try:
             outputs.replace_json(self._path, report)
         except OSError:
@@ -85,17 +93,17 @@ class Record:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             is_ours = content["command"] == _COMMAND
-            difference = _difference(_compared(content), _compared(self._head)) if is_ours else ""
+            told = difference(_compared(content), _compared(self._head), "there", "here") if is_ours else ""
             sizes = {
                 key: {at_size.size: at_size for at_size in map(_at_size, entries)}
-                for key, entries in (content["operations"].items() if is_ours and not difference else ())
+                for key, entries in (content["operations"].items() if is_ours and not told else ())
             }
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ConfigError(f"--json {path}: there is a file that `llm-comm tune` did not write: {_TO_DO}") from error
         if not is_ours:
             raise ConfigError(f"--json {path}: there is a file of another command: {_TO_DO}")
-        if difference:
-            raise ConfigError(f"--json {path}: there is a file of another run: {difference}; {_TO_DO}")
+        if told:
+            raise ConfigError(f"--json {path}: there is a file of another run: {told}; {_TO_DO}")
         self._sizes = sizes
 
 
@@ -109,13 +117,6 @@ def _compared(content: Mapping[str, Any]) -> dict[str, Any]:
         **content["versions"],
         **variables,
     }
-
-
-def _difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
-    """What tells two runs apart, or ""."""
-    names = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
-    told = [f"{name} is {quoted(theirs.get(name))} there and {quoted(ours.get(name))} here" for name in names]
-    return ", ".join(told)
 
 
 def _entry(at_size: AtSize) -> dict[str, Any]:

@@ -237,6 +237,17 @@ def subjects_of(names: Sequence[str], hidden: int, largest: int, world_size: int
     return [subject for name in OPERATIONS if name in names for subject in known[name]]
 
 
+def coarse_first(subjects: Sequence[Subject], smallest: int, largest: int) -> list[tuple[Subject, int]]:
+    """All sizes of all subjects: of each the largest and every eighth below it, then those halfway between, and so on.
+    So a run that ends early has measured every operation, over the whole range, and only less finely."""
+    found = []
+    for number, subject in enumerate(subjects):
+        for step, size in enumerate(reversed(list(subject.sizes(smallest, largest)))):
+            fineness = next(level for level, stride in enumerate((8, 4, 2, 1)) if step % stride == 0)
+            found.append((fineness, number, size, subject))
+    return [(subject, size) for *_, size, subject in sorted(found, key=lambda entry: entry[:3])]
+
+
 def candidates(problem: Problem, limits: _core.Limits, is_symmetric: bool = False) -> Iterator[Row]:
     """Rows of a table worth measuring for a problem, of every algorithm for tensors of one kind, simplest first."""
     for algorithm in registry.operations()[problem.operation].algorithms:

@@ -7,6 +7,9 @@ from mutant import Mutant, python
 CHOOSING = "llm_comm/bench/choosing.py"
 MEASURING = "llm_comm/bench/measuring.py"
 TUNE = "llm_comm/bench/tune.py"
+SUBJECTS = "llm_comm/bench/tune_subjects.py"
+AGREEMENT = "llm_comm/bench/agreement.py"
+PACE = "llm_comm/bench/pace.py"
 REPORT = "llm_comm/bench/report.py"
 KILL_WORKER = "bench_serving/kill_worker.py"
 CHECKS = "bench_serving/checks.py"
@@ -14,6 +17,7 @@ METRICS = "bench_serving/metrics.py"
 SUMMARY = "bench_serving/summary.py"
 
 OF_TUNE = "tests/unit/test_cli_tune.py"
+OF_RANKS = "tests/emulated/test_agreement.py"
 OF_BENCH = "tests/unit/test_cli_bench.py"
 OF_KILLS = "tests/serving/test_kill_worker.py"
 OF_FIGURES = "tests/serving/test_bench_figures.py"
@@ -22,12 +26,12 @@ BENCH: tuple[Mutant, ...] = (
     # ---- The tuner ----
     python("a simpler candidate must be as fast", CHOOSING, "_NOISE = 0.01", "_NOISE = 0.0", OF_TUNE),
     python("a simpler candidate may be 2 % slower", CHOOSING, "_NOISE = 0.01", "_NOISE = 0.02", OF_TUNE),
-    python("a margin below negative times", CHOOSING, "best + abs(best) * _NOISE", "best + best * _NOISE", OF_TUNE),
+    python("a margin below negative times", CHOOSING, "abs(other_us) * _NOISE", "other_us * _NOISE", OF_TUNE),
     python(
         "the last candidate within the noise is taken",
         CHOOSING,
-        "for candidate in measured if candidate.us <= limit)",
-        "for candidate in reversed(measured) if candidate.us <= limit)",
+        "for candidate in measured if not is_slower(",
+        "for candidate in reversed(measured) if not is_slower(",
         OF_TUNE,
     ),
     python(
@@ -47,10 +51,25 @@ BENCH: tuple[Mutant, ...] = (
     ),
     python("what runs alike is measured again", MEASURING, "if key not in plans:", "if True:", OF_TUNE),
     python(
+        "sizes in their order", SUBJECTS, "enumerate((8, 4, 2, 1))", "enumerate((1, 1, 1, 1))", OF_RANKS
+    ),
+    python("each rank ends by its own clock", PACE, "any_rank(time", "bool(time", OF_RANKS),
+    python(
+        "only one rank's options count", AGREEMENT, "enumerate(everyone)", "enumerate(everyone[:1])", OF_RANKS
+    ),
+    python("a rank that failed alone ends alone", AGREEMENT, "any_rank(failure is not None, group)", "False", OF_RANKS),
+    python(
+        "what is out of time is complete",
+        TUNE,
+        "record.write(is_complete=left == 0)",
+        "record.write()",
+        "tests/emulated/test_tune_command.py",
+    ),
+    python(
         "the table ends where NCCL is as fast",
         TUNE,
+        "if is_slower(us, nccl.get(row.up_to, us)):",
         "if us > nccl.get(row.up_to, us):",
-        "if us >= nccl.get(row.up_to, us + 1):",
         OF_TUNE,
     ),
     python(

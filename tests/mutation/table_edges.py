@@ -430,8 +430,8 @@ EDGES: tuple[Mutant, ...] = (
     python(
         "a table that is lost leaves status 0",
         TUNE,
-        "written = record.write() and written",
-        "written = record.write()",
+        "written = record.write(is_complete=left == 0) and written",
+        "written = record.write(is_complete=left == 0)",
         OF_TUNE,
     ),
     python(

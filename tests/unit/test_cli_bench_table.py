@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tables import limits_of, plain_row
 
 from llm_comm import cli, launch
@@ -69,7 +70,11 @@ class Plain(AllReduceSubject):
     ("tries", "is_marked"), [([1.5, 1.5], True), ([1.5, 1.02], False), ([1.04], False)], ids=["slow", "late", "good"]
 )
 def test_the_choice_of_the_table_is_timed_beside_the_candidates(
-    tries: list[float], is_marked: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tries: list[float],
+    is_marked: bool,
+    group: dist.ProcessGroup,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """What would be marked has a second try. Of what the table declines nothing is timed."""
     comm: Any = Comm()
@@ -84,8 +89,9 @@ def test_the_choice_of_the_table_is_timed_beside_the_candidates(
         return SimpleNamespace(us=us, min_us=us)
 
     monkeypatch.setattr(timing, "time_graph", time_graph)
-    given = argparse.Namespace(min=1024, max=4096, reps=1, method="aligned")
-    rows = table.compare(comm, None, [Plain()], given)  # type: ignore[arg-type]
+    given = argparse.Namespace(min=1024, max=4096, reps=1, method="aligned", seconds=None)
+    rows, left = table.compare(comm, group, [Plain()], given)
+    assert left == 0
     assert comm.table is shipped
     assert of_table == tries * 3
     assert [row.size for row in rows] == [1024, 1536, 2048, 3072, 4096]

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,6 @@ from llm_comm import cli, launch
 from llm_comm.bench import choosing, timing, tune
 from llm_comm.bench.choosing import Measured
 from llm_comm.bench.measuring import count_candidates
-from llm_comm.bench.pace import Pace
 from llm_comm.bench.tune_record import Record
 from llm_comm.bench.tune_subjects import AllReduceSubject, FusedSubject, Subject, candidates, subjects_of
 from llm_comm.config import Config
@@ -122,28 +120,23 @@ class DecliningComm(SimpleNamespace):
         raise AssertionError("a plan said that this is declined")
 
 
-@pytest.fixture
-def group() -> Iterator[dist.ProcessGroup]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    world = dist.group.WORLD
-    assert world is not None
-    yield world
-    dist.destroy_process_group()
-
-
 def arguments(**given: object) -> argparse.Namespace:
-    return argparse.Namespace(**{"min": 16384, "max": 32768, "hidden": 8192, "reps": 1, "method": "aligned", **given})
+    usual = {"min": 16384, "max": 32768, "hidden": 8192, "reps": 1, "method": "aligned", "seconds": None, "json": None}
+    return argparse.Namespace(**{**usual, **given})
 
 
-def measure(comm: Any, group: dist.ProcessGroup, subject: Subject, given: argparse.Namespace) -> tune.Found:
-    return tune.measure(comm, group, subject, given, Record(None, {}, {}), Pace(1))
+def measure(
+    comm: Any, group: dist.ProcessGroup, subject: Subject, given: argparse.Namespace, record: Record | None = None
+) -> tune.Found:
+    found, left = tune.measure(comm, group, [subject], given, record or Record(None, {}, {}))
+    assert left == 0
+    return found[subject.key]
 
 
 def test_a_size_at_which_all_candidates_decline_is_named(group: dist.ProcessGroup) -> None:
-    with pytest.raises(ConfigError, match="no kernel can be measured at 16K: too plain; leave it out"):
+    with pytest.raises(ConfigError, match="no kernel can be measured at 32K: too plain; leave it out"):
         measure(DecliningComm(), group, AllReduceSubject(), arguments())
-    with pytest.raises(ConfigError, match="no kernel can be measured at 16K: rows of 8192: too odd; leave it out"):
+    with pytest.raises(ConfigError, match="no kernel can be measured at 32K: rows of 8192: too odd; leave it out"):
         measure(DecliningComm(), group, FusedSubject(8192), arguments())
 
 
@@ -172,7 +165,7 @@ def test_what_runs_alike_is_measured_once(group: dist.ProcessGroup, monkeypatch:
     comm: Any = WillingComm()
     record = Record(None, {}, {})
     subject = FusedSubject(8192)
-    found = tune.measure(comm, group, subject, arguments(max=16384), record, Pace(1))
+    found = measure(comm, group, subject, arguments(max=16384), record)
     all_of_them = list(candidates(subject.problem(16384, 2), comm.limits))
     assert comm.given[: len(all_of_them)] == all_of_them
     assert len(all_of_them) == count_candidates(subject, [16384], comm)
@@ -223,16 +216,22 @@ class TuningComm(DecliningComm):
     [("/dev/full", "a.json", 1), ("a.yaml", "/dev/full", 1), ("/dev/full", "/dev/full", 1), ("a.yaml", "a.json", 0)],
 )
 def test_the_status_says_whether_all_files_are_written(
-    out: str, json: str, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    out: str,
+    json: str,
+    status: int,
+    group: dist.ProcessGroup,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(launch, "place", lambda *_: launch.Placement(2, on_gpu=True))
     monkeypatch.setattr(launch, "in_rank", lambda: True)
     monkeypatch.setattr(launch, "local_rank", lambda: 0)
-    monkeypatch.setattr(launch, "process_group", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(launch, "process_group", lambda _: contextlib.nullcontext(group))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "test device")
     monkeypatch.setattr(tune, "Communicator", lambda *_: TuningComm())
-    monkeypatch.setattr(tune, "measure", lambda *_: found(ROW))
-    monkeypatch.setattr(tune.report, "environment", lambda _: {"date": "today", "versions": {}, "variables": {}})
+    monkeypatch.setattr(tune, "measure", lambda *_: ({ALL_REDUCE: found(ROW)}, 0))
+    environment = {"date": "today", "ranks": {"world": 2, "device": "test"}, "versions": {}, "variables": {}}
+    monkeypatch.setattr(tune.report, "environment", lambda _: environment)
     monkeypatch.chdir(tmp_path)
     options = [
         "--operations",
@@ -325,12 +324,14 @@ def test_the_table_ends_where_nccl_wins() -> None:
     assert tune.tuned(SHIPPED, {ALL_REDUCE: measured}).max_message_bytes == 2 << 20
     won_again = measured._replace(nccl={1 << 20: 6.0, 2 << 20: 4.9, 3 << 20: 6.0})
     assert tune.tuned(SHIPPED, {ALL_REDUCE: won_again}).max_message_bytes == 1 << 20
+    cannot_be_told_apart = measured._replace(nccl={1 << 20: 4.96, 2 << 20: 4.94, 3 << 20: 6.0})
+    assert tune.tuned(SHIPPED, {ALL_REDUCE: cannot_be_told_apart}).max_message_bytes == 1 << 20
 
 
 @pytest.mark.parametrize(
     ("ordinary", "symmetric", "least"),
     [
-        ([5, 5, 5], [5, 4, 3], 64),
+        ([5, 5, 5], [5.04, 4, 3], 64),
         ([5, 5, 5], [5.1, 4, 3], 128),
         ([5, 5, 5], [4, 6, 3], 256),
         ([5, 5, 5], [4, 3, 6], 257),  # never, as far as it was measured
@@ -375,7 +376,13 @@ def test_the_bounds_of_fused_messages_survive_in_the_file(tmp_path: Path, monkey
     shipped = load_table(write_table(path, [ROW], max_fused_bytes=123456, fused_blocks=77))[2]
     table = tune.tuned(shipped, {})
     comm: Any = SimpleNamespace(device=torch.device("cpu"), world_size=8)
-    tune._write_table(comm, table, ["fused"], {"date": "today", "versions": {}, "options": {"method": "spaced"}}, path)
+    tune._write_table(
+        comm,
+        table,
+        ["fused"],
+        {"date": "today", "versions": {}, "options": {"method": "spaced"}, "complete": True},
+        path,
+    )
     written = load_table(path)[2]
     assert (written.max_fused_bytes, written.fused_blocks) == (123456, 77)
 
@@ -385,7 +392,7 @@ def test_a_full_disk_does_not_lose_the_table(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "test device")
     comm: Any = SimpleNamespace(device=torch.device("cpu"), world_size=8)
-    measured = {"date": "today", "versions": {}, "options": {"method": "spaced"}}
+    measured = {"date": "today", "versions": {}, "options": {"method": "spaced"}, "complete": True}
     assert not tune._write_table(comm, SHIPPED, ["fused"], measured, Path("/dev/full"))
     out, err = capsys.readouterr()
     assert "--out /dev/full could not be written: No space left on device" in err

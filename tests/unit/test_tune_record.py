@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tables import limits_of
 
 from llm_comm import cli, launch, outputs
 from llm_comm.bench import timing, tune
 from llm_comm.bench.choosing import Measured
-from llm_comm.bench.measuring import AtSize
-from llm_comm.bench.pace import Pace
+from llm_comm.bench.measuring import AtSize, count_candidates
 from llm_comm.bench.tune_record import Record
 from llm_comm.bench.tune_subjects import AllReduceSubject, Bound
 from llm_comm.config import Config
@@ -201,7 +201,7 @@ class Cut(Exception):
 
 
 def test_a_run_that_was_cut_off_goes_on_and_writes_the_same_table(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     timed: list[int] = []
     left = 10**6
@@ -220,7 +220,7 @@ def test_a_run_that_was_cut_off_goes_on_and_writes_the_same_table(
     monkeypatch.setattr(launch, "place", lambda *_: launch.Placement(2, on_gpu=True))
     monkeypatch.setattr(launch, "in_rank", lambda: True)
     monkeypatch.setattr(launch, "local_rank", lambda: 0)
-    monkeypatch.setattr(launch, "process_group", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(launch, "process_group", lambda _: contextlib.nullcontext(group))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "test device")
     monkeypatch.setattr(tune, "Communicator", lambda *_: comm)
     monkeypatch.setattr(tune, "subjects_of", lambda *_: [Subject()])
@@ -235,7 +235,8 @@ def test_a_run_that_was_cut_off_goes_on_and_writes_the_same_table(
     whole, printed = list(timed), capsys.readouterr().out
     assert sorted(set(whole)) == [1024, 1536, 2048, 3072]
     timed.clear()
-    left = whole.index(2048) + 5
+    left = whole.index(1024) + 5
+    assert list(dict.fromkeys(whole)) == [3072, 1536, 1024, 2048], "few sizes over the whole range come first"
     with pytest.raises(Cut):
         cli.main(command("cut"))
     assert not (tmp_path / "cut.yaml").exists()
@@ -243,7 +244,7 @@ def test_a_run_that_was_cut_off_goes_on_and_writes_the_same_table(
     timed.clear()
     capsys.readouterr()
     assert cli.main(command("cut")) == 0
-    assert timed == whole[whole.index(2048) :], "the size that was cut off is measured anew, those before it are not"
+    assert timed == whole[whole.index(1024) :], "what was cut off is measured anew, those before it are not"
     out = capsys.readouterr().out
     assert out == f"{tmp_path / 'cut.json'} has 2 of 4 sizes: going on behind them\n{printed}"
     assert (tmp_path / "cut.yaml").read_text() == (tmp_path / "whole.yaml").read_text()
@@ -269,16 +270,19 @@ def test_a_file_of_another_run_is_told_once_before_any_rank_starts(
     assert not started
 
 
-def test_progress_shows_size_candidates_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_shows_size_candidates_and_time_left(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shown: list[str] = []
     monkeypatch.setattr(timing, "time_graph", lambda *_: SimpleNamespace(us=1.0, min_us=1.0))
     monkeypatch.setattr(tune.Progress, "show", lambda _, text: shown.append(text))
-    given = argparse.Namespace(min=1024, max=1536, reps=9, method="aligned")
+    given = argparse.Namespace(min=1024, max=1536, reps=9, method="aligned", seconds=None)
     comm: Any = Comm()
-    pace = Pace(1000)
-    tune.measure(comm, None, Subject(), given, record(None), pace)  # type: ignore[arg-type]
-    assert shown[0].startswith("tuning 1K: candidate 1 of ")
-    assert shown[0].endswith("; 0 of 1000 in all")
-    of_next = next(text for text in shown if text.startswith("tuning 1.5K"))
-    assert " of 1000 in all, about " in of_next
+    subject = Subject()
+    tune.measure(comm, group, [subject], given, record(None))
+    total = count_candidates(subject, [1024, 1536], comm)
+    assert shown[0].startswith("tuning 1.5K: candidate 1 of ")
+    assert shown[0].endswith(f"; 0 of {total} in all")
+    of_next = next(text for text in shown if text.startswith("tuning 1K"))
+    assert f"; {count_candidates(subject, [1536], comm)} of {total} in all, about " in of_next
     assert of_next.endswith(" s left")
