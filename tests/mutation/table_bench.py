@@ -50,13 +50,9 @@ BENCH: tuple[Mutant, ...] = (
         OF_TUNE,
     ),
     python("what runs alike is measured again", MEASURING, "if key not in plans:", "if True:", OF_TUNE),
-    python(
-        "sizes in their order", SUBJECTS, "enumerate((8, 4, 2, 1))", "enumerate((1, 1, 1, 1))", OF_RANKS
-    ),
+    python("sizes in their order", SUBJECTS, "enumerate((8, 4, 2, 1))", "enumerate((1, 1, 1, 1))", OF_RANKS),
     python("each rank ends by its own clock", PACE, "any_rank(time", "bool(time", OF_RANKS),
-    python(
-        "only one rank's options count", AGREEMENT, "enumerate(everyone)", "enumerate(everyone[:1])", OF_RANKS
-    ),
+    python("only one rank's options count", AGREEMENT, "enumerate(everyone)", "enumerate(everyone[:1])", OF_RANKS),
     python("a rank that failed alone ends alone", AGREEMENT, "any_rank(failure is not None, group)", "False", OF_RANKS),
     python(
         "what is out of time is complete",

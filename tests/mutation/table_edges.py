@@ -441,7 +441,7 @@ EDGES: tuple[Mutant, ...] = (
         "if size < halfway < largest:",
         OF_TUNE,
     ),
-    python("NCCL is not timed at 1 MiB", SUBJECTS, "if size >= _COMPARE_FROM", "if size > _COMPARE_FROM", OF_TUNE),
+    python("NCCL is not timed at 1 MiB", SUBJECTS, "size >= _COMPARE_FROM", "size > _COMPARE_FROM", OF_TUNE),
     python("runs that warm up count", TIMING, "if index >= schedule.warm_ups:", "if index >= 0:", OF_TIMING),
     python("the fastest rank is told", TIMING, "op=dist.ReduceOp.MAX", "op=dist.ReduceOp.MIN", OF_TIMING),
     python("a part of nothing is won", SUMMARY, "if default > free:", "if True:", OF_FIGURES),
