@@ -6,8 +6,9 @@ The ranks say that they are on GPUs, and times are by a formula: of emulated GPU
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from harness import RankPool, make_communicator
 from llm_comm import cli, launch
 from llm_comm.bench.measuring import Bench
 from llm_comm.bench.pace import Budget
+from llm_comm.bench.tune_record import Record
 from llm_comm.planning.plan import Plan
 from llm_comm.planning.table_files import load_table
 
@@ -38,10 +40,8 @@ class KilledError(Exception):
 
 
 @contextlib.contextmanager
-def as_on_gpus(time_up: Callable[[], bool] = lambda: False) -> Iterator[None]:
+def as_on_gpus() -> Iterator[None]:
     def us_of(bench: Bench, _: object) -> Any:
-        if time_up():
-            raise KilledError
         plan = bench.bound.plan()
         name = plan.symmetric if bench._subject.is_symmetric else plan.algorithm
         us = 20.0 - 5 * (name in FAVOURITES)
@@ -61,17 +61,10 @@ def as_on_gpus(time_up: Callable[[], bool] = lambda: False) -> Iterator[None]:
         yield
 
 
-def tune(folder: Path, *options: str, sizes: int | None = None) -> int:
-    """The command on this rank, which is cut off when the file has so many sizes."""
-    path = folder / "found.json"
-
-    def time_up() -> bool:
-        if sizes is None or not path.exists():
-            return False
-        return sum(map(len, json.loads(path.read_text())["operations"].values())) >= sizes
-
-    with as_on_gpus(time_up):
-        return cli.main(["tune", *OPTIONS, "--out", str(folder / "table.yaml"), "--json", str(path), *options])
+def tune(folder: Path, *options: str) -> int:
+    files = "--out", str(folder / "table.yaml"), "--json", str(folder / "found.json")
+    with as_on_gpus():
+        return cli.main(["tune", *OPTIONS, *files, *options])
 
 
 def bench(folder: Path) -> int:
@@ -126,8 +119,15 @@ def marked(folder: Path) -> set[str]:
 
 
 def cut_off(folder: Path) -> None:
-    with pytest.raises(KilledError):
-        tune(folder, sizes=7)
+    add, sizes = Record.add, itertools.count(1)
+
+    def add_up_to_seven(record: Record, *arguments: Any, **options: Any) -> None:
+        add(record, *arguments, **options)
+        if next(sizes) == 7:
+            raise KilledError
+
+    with mock.patch.object(Record, "add", add_up_to_seven), pytest.raises(KilledError):
+        tune(folder)
 
 
 def out_of_time(folder: Path) -> None:

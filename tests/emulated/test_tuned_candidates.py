@@ -63,8 +63,8 @@ def test_small_messages(name: str, ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
-        ("all-reduce", {"LL", "HB", "Port", "symmetric HB"}),
-        ("all-gather", {"LL", "HB", "Port", "symmetric HB"}),
+        ("all-reduce", {"LL", "HB", "Port", "symmetric HB", "symmetric Port"}),
+        ("all-gather", {"LL", "HB", "Port", "symmetric HB", "symmetric Port"}),
         ("reduce-scatter", {"LL", "HB"}),
     ],
 )
