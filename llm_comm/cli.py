@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from llm_comm.bench import ALIGNED_METHODS, METHODS, PLOT_SUFFIXES
+from llm_comm.bench import ALIGNED_METHODS, METHODS, OPERATIONS, PLOT_SUFFIXES
 from llm_comm.config import parse_option
 from llm_comm.errors import ConfigError, LlmCommError
 from llm_comm.installation import VERSION
@@ -20,7 +20,6 @@ from llm_comm.sizes import parse_size
 from llm_comm.spelling import guess
 
 _BENCH_MODES = ("eager", "graph")
-_TUNED = ("all-reduce", "fused")
 _ALIGNED_AND_SPACED = (
     "aligned: the ranks start together on the GPU, which times the kernel; spaced: so too, with a linear layer before "
     "each call as in a model, whose time is taken off"
@@ -123,6 +122,10 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--max", type=byte_count, help="largest message (8M; emulated 64K)")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="(%(default)s)")
     _add_bench_options(parser, "both")
+    text = "time what the tuning table chooses beside all candidates, and mark where one is 5 percent faster"
+    parser = _command(collectives, "table", text, "llm_comm.bench.table")
+    _add_candidates(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results as JSON")
 
 
 def _add_bench_options(parser: argparse.ArgumentParser, modes: str) -> None:
@@ -148,19 +151,41 @@ def _add_bench_options(parser: argparse.ArgumentParser, modes: str) -> None:
 def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = "measure which algorithm is fastest at each size here and write a tuning table"
     parser = _command(commands, "tune", text, "llm_comm.bench.tune")
-    _add_ranks(parser)
-    parser.add_argument("--min", type=byte_count, default=byte_count("1K"), help="smallest message (1K)")
-    parser.add_argument("--max", type=byte_count, default=byte_count("64M"), help="largest message (64M)")
-    parser.add_argument("--reps", type=_positive, default=9, help="timed runs of each candidate (%(default)s)")
+    _add_candidates(parser)
+    parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="where to write the table")
     parser.add_argument(
-        "--operations", type=_operations, default=_TUNED, help="all-reduce, fused, or both: all-reduce,fused (both)"
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="also write the time of every candidate, after each size; a run with the same options and a file that is "
+        "there goes on behind it",
+    )
+
+
+def _add_candidates(parser: argparse.ArgumentParser) -> None:
+    """Which candidates are to be timed, and how."""
+    _add_ranks(parser)
+    parser.add_argument(
+        "--min", type=byte_count, default=byte_count("1K"), help="smallest message; of a gather or scatter, a part (1K)"
+    )
+    parser.add_argument("--max", type=byte_count, default=byte_count("64M"), help="largest message, or part (64M)")
+    parser.add_argument("--reps", type=_positive, default=9, help="timed runs of each good candidate (%(default)s)")
+    parser.add_argument(
+        "--seconds",
+        type=_positive,
+        help="measure no longer than that and the size under way; few sizes of all operations come first (no limit)",
+    )
+    parser.add_argument(
+        "--operations",
+        type=_operations,
+        default=OPERATIONS,
+        metavar="NAME,...",
+        help=f"some of {','.join(OPERATIONS)} (all)",
     )
     parser.add_argument("--hidden", type=_positive, default=8192, help="elements of a row of fused (%(default)s)")
     parser.add_argument(
         "--method", choices=ALIGNED_METHODS, default="aligned", help=f"{_ALIGNED_AND_SPACED} (%(default)s)"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="where to write the table")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the time of every candidate")
 
 
 def _add_algorithms(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -231,4 +256,4 @@ def _modes(text: str) -> tuple[str, ...]:
 
 
 def _operations(text: str) -> tuple[str, ...]:
-    return _some_of(text, _TUNED)
+    return _some_of(text, OPERATIONS)

@@ -1,8 +1,10 @@
-"""The files that a command writes at its end: no result of a long run is lost with them."""
+"""The files that a command writes: no result of a long run is lost with them."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +29,27 @@ def write_text(option: str, path: Path, text: str) -> bool:
 def write_json(option: str, path: Path, report: Mapping[str, Any]) -> bool:
     """As :func:`write_text`, of a report."""
     return write_text(option, path, json.dumps(report, indent=2) + "\n")
+
+
+def replace_json(path: Path, report: Mapping[str, Any]) -> None:
+    """Writes a report so that the file is whole at any time: it has all of what it had before, or all of the report.
+
+    Raises:
+        OSError: It cannot be written; what was there is still there.
+    """
+    text = json.dumps(report, indent=2) + "\n"
+    if path.exists() and not path.is_file():  # a device or a pipe, which must not be replaced by a file
+        path.write_text(text, encoding="utf-8")
+        return
+    target = path.resolve()  # of a symbolic link the file, not the link
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, target)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
 
 
 def tell_unwritten(option: str, path: Path, error: OSError, consequence: str) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 from harness import RankPool
 
 
@@ -18,3 +19,13 @@ def mortal_ranks() -> Iterator[RankPool]:
     """Ranks for one test alone, which may kill or cripple them."""
     with RankPool(8) as pool:
         yield pool
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world = dist.group.WORLD
+    assert world is not None
+    yield world
+    dist.destroy_process_group()

@@ -35,7 +35,9 @@ def write_table(path: Path, rows: list[Row], **fields: Any) -> Path:
     """A table of ``rows`` in the format of ``configs/``; ``fields`` replace its other entries."""
     content = {"device": "test device", "world_size": 8, "max_message_bytes": 64 << 20}
     # Of a row that is not valid, everything but zeros.
-    entries = [row.entry() if is_known(row) else {k: v for k, v in row._asdict().items() if v != 0} for row in rows]
+    entries = [
+        row.entry() if is_known(row) else {k: v for k, v in row._asdict().items() if v not in (0, None)} for row in rows
+    ]
     path.write_text(yaml.safe_dump({**content, "rows": entries, **fields}), encoding="utf-8")
     return path
 

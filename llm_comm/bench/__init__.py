@@ -6,3 +6,6 @@ METHODS = (*ALIGNED_METHODS, "plain")
 
 #: What ``--plot`` can write.
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+
+#: Whose candidates ``tune`` and ``bench table`` time.
+OPERATIONS = ("all-reduce", "fused", "all-gather", "reduce-scatter")

@@ -7,17 +7,44 @@ from typing import NamedTuple
 
 from llm_comm.bench.report import format_bytes
 from llm_comm.errors import ConfigError
-from llm_comm.planning.tables import Row
+from llm_comm.planning.tables import Row, RunnerUp
 
 # A simpler candidate is kept when another is better by less than the spread of repeated runs.
 _NOISE = 0.01
+# A candidate that looks slower than the best by more than this is not timed at length. Short looks go by the fastest of
+# a few runs, which a disturbance can only make slower, and repeat within a few percent: to be lost, the best would have
+# to look worse than it is by ten times the spread of what is timed at length.
+_LOOKS_WORSE = 0.10
 
 
 class Measured(NamedTuple):
-    """Time of one candidate, in microseconds a call."""
+    """Time of one candidate, in microseconds a call.
+
+    Attributes:
+        at_length: It is the median of all runs; else the fastest of a short look, good for leaving candidates out and
+            for nothing else.
+    """
 
     row: Row
     us: float
+    at_length: bool = True
+
+
+def worth_timing(looks: Sequence[Measured], slack_us: float = 0.0) -> list[Row]:
+    """The candidates to time at length after a short look at all of them, in their order: those that may be the best,
+    and the best of every algorithm, so that the runner-up is timed too.
+
+    Args:
+        looks: One at least.
+        slack_us: By how much a look may be wrong whatever its time.
+    """
+    best = min(look.us for look in looks)
+    limit = best + max(abs(best) * _LOOKS_WORSE, slack_us)
+    best_of: dict[tuple[str, str], float] = {}
+    for look in looks:
+        kind = _kind(look.row)
+        best_of[kind] = min(look.us, best_of.get(kind, look.us))
+    return [look.row for look in looks if look.us <= limit or look.us == best_of[_kind(look.row)]]
 
 
 def choose(measured: Sequence[Measured], size: int, refusals: Iterable[str]) -> Measured:
@@ -31,21 +58,41 @@ def choose(measured: Sequence[Measured], size: int, refusals: Iterable[str]) -> 
     Raises:
         ConfigError: None ran.
     """
+    measured = [candidate for candidate in measured if candidate.at_length]
     if not measured:
         reasons = "; ".join(dict.fromkeys(refusals)) or "there is no candidate"
         raise ConfigError(
             f"no kernel can be measured at {format_bytes(size)}: {reasons}; leave it out by --min or --max"
         )
     best = min(candidate.us for candidate in measured)
-    limit = best + abs(best) * _NOISE  # a time that another was taken off can be negative
-    return next(candidate for candidate in measured if candidate.us <= limit)
+    return next(candidate for candidate in measured if not is_slower(candidate.us, best))
+
+
+def is_slower(us: float, other_us: float) -> bool:
+    """Whether a time is worse than another by more than repeated runs differ."""
+    # A time that another was taken off can be negative.
+    return us > other_us + abs(other_us) * _NOISE
+
+
+def with_figures(chosen: Measured, measured: Sequence[Measured]) -> Measured:
+    """The same with a row that says its time, and which other algorithm came next."""
+    others = [m for m in measured if m.at_length and _kind(m.row) != _kind(chosen.row)]
+    runner_up = None
+    if others:
+        row, us, _ = min(others, key=lambda m: m.us)
+        runner_up = RunnerUp(row.algorithm, row.protocol, us)
+    return chosen._replace(row=chosen.row._replace(us=chosen.us, runner_up=runner_up))
 
 
 def merge(best: Sequence[Measured]) -> list[Row]:
-    """One row for neighbouring sizes that run alike."""
+    """One row for neighbouring sizes that run alike. Its figures are those of its largest size, as of any row."""
     rows: list[Row] = []
-    for row, _ in best:
-        if rows and rows[-1]._replace(up_to=row.up_to) == row:
+    for row, *_ in best:
+        if rows and rows[-1].without_figures()._replace(up_to=row.up_to) == row.without_figures():
             rows.pop()
         rows.append(row)
     return rows
+
+
+def _kind(row: Row) -> tuple[str, str]:
+    return row.algorithm, row.protocol

@@ -38,12 +38,14 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Schedule:
-    """``reps`` timed runs of ``calls`` calls each, ``aligned`` or plain, ``spaced`` or not."""
+    """``reps`` timed runs of ``calls`` calls each, after ``warm_ups`` untimed ones, ``aligned`` or plain, ``spaced`` or
+    not."""
 
     calls: int
     reps: int
     aligned: bool
     spaced: bool = False
+    warm_ups: int = _WARM_UP_RUNS
 
     @staticmethod
     def by(method: str, calls: int, reps: int) -> Schedule:
@@ -98,7 +100,7 @@ def time_graph(call: Call, reset: Call, schedule: Schedule, group: dist.ProcessG
             torch.cuda._sleep(ALIGNING_DELAY_CYCLES)
             lead_in.replay()
 
-    seconds, _ = _timed_runs(graph.replay, align, reset, schedule.reps, CudaClock(), group)
+    seconds, _ = _timed_runs(graph.replay, align, reset, schedule, CudaClock(), group)
     return _slowest_rank(seconds, None, schedule.calls, group)
 
 
@@ -116,7 +118,7 @@ def time_eager(call: Call, reset: Call, schedule: Schedule, device: torch.device
     clock = CudaClock() if device.type == "cuda" else HostClock()
     aligning = _ALIGNING_CALLS if schedule.aligned else 0
     seconds, host_seconds = _timed_runs(
-        lambda: repeat(schedule.calls), lambda: repeat(aligning), reset, schedule.reps, clock, group
+        lambda: repeat(schedule.calls), lambda: repeat(aligning), reset, schedule, clock, group
     )
     return _slowest_rank(seconds, host_seconds, schedule.calls, group)
 
@@ -201,14 +203,14 @@ def timed_run(run: Call, align: Call, clock: CudaClock | HostClock, group: dist.
 
 
 def _timed_runs(
-    run: Call, align: Call, reset: Call, reps: int, clock: CudaClock | HostClock, group: dist.ProcessGroup
+    run: Call, align: Call, reset: Call, schedule: Schedule, clock: CudaClock | HostClock, group: dist.ProcessGroup
 ) -> tuple[list[float], list[float]]:
     """Seconds of each run by the clock, and seconds the host needed to issue it."""
     seconds, host_seconds = [], []
-    for index in range(_WARM_UP_RUNS + reps):
+    for index in range(schedule.warm_ups + schedule.reps):
         reset()
         taken, issued = timed_run(run, align, clock, group)
-        if index >= _WARM_UP_RUNS:
+        if index >= schedule.warm_ups:
             seconds.append(taken)
             host_seconds.append(issued)
     return seconds, host_seconds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,83 +11,86 @@ import torch
 import torch.distributed as dist
 
 from llm_comm import _core, launch, outputs, preflight, registry
-from llm_comm.bench import report, timing
-from llm_comm.bench.choosing import Measured, choose, merge
+from llm_comm.bench import report
+from llm_comm.bench.agreement import require_alike
+from llm_comm.bench.choosing import Measured, choose, is_slower, merge, with_figures
+from llm_comm.bench.measuring import AtSize, Bench, count_candidates, schedule_of
+from llm_comm.bench.pace import Budget, Pace
 from llm_comm.bench.report import Progress, format_bytes
-from llm_comm.bench.timing import Schedule
+from llm_comm.bench.tune_record import Record
 from llm_comm.bench.tune_subjects import (
     ELEMENT_BYTES,
     LARGEST_FUSED,
-    AllReduceSubject,
     FusedSubject,
     Subject,
     candidates,
+    coarse_first,
+    subjects_of,
 )
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
+from llm_comm.launch import Placement
 from llm_comm.planning.table_files import table_text
-from llm_comm.planning.tables import ALL_REDUCE, FUSED, TuningTable, by_operation
+from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, of_symmetric
 
-_CALLS = 20
-_NO_LIMIT = 1 << 40
 #: Tunables that a launch may stay below.
 _BOUNDS = ("blocks", "threads")
 
 
 class Found(NamedTuple):
-    """What was measured of one operation: the best candidate of each size, NCCL's microseconds by size, and all as
-    JSON."""
+    """What was measured of an operation: the best candidate of each size, with its figures, and NCCL's microseconds by
+    size."""
 
     best: list[Measured]
     nccl: dict[int, float]
-    everything: list[dict[str, Any]]
 
 
-NOTHING = Found([], {}, [])
+NOTHING = Found([], {})
 
 
 def run(args: argparse.Namespace) -> int:
     """Entry point of the command; returns 0, or 1 when a file could not be written.
 
     Raises:
-        ConfigError: There are no GPUs to tune for, the options name nothing to measure, or the configuration is wrong.
+        ConfigError: There are no GPUs to tune for, the options name nothing to measure, the configuration is wrong, or
+            ``--json`` is a file of another run.
     """
     placement = launch.place(args.world, args.device)
     if not placement.on_gpu:
         raise ConfigError(f"tune measures GPUs: {placement.reason}")
-    _check_options(args, preflight.check({"--out": args.out, "--json": args.json}))
+    check_options(args, preflight.check({"--out": args.out, "--json": args.json}))
     if not launch.in_rank():
+        if args.json is not None and args.json.is_file():
+            _record(args, placement)  # a file of another run is told once, and not by every rank
         return launch.spawn(placement, args.argv)
     written = True
-    with launch.process_group(placement) as group, Communicator(group, placement.device) as comm:
-        subjects = _subjects(args)
-        _require_candidates(args, subjects, comm.world_size, comm.limits)
-        shipped = comm.table
-        found = {}
-        for subject in subjects:
-            found[subject.operation] = measure(comm, group, subject, args)
+    with launch.process_group(placement) as group:
+        records: list[Record] = []
+
+        def asked() -> dict[str, Any]:
+            records.append(_record(args, placement))
+            return records[0].asked()
+
+        require_alike(asked, group)  # before the first of them writes the file
+        (record,) = records
+        with Communicator(group, placement.device) as comm:
+            subjects = subjects_of(args.operations, args.hidden, args.max, comm.world_size)
+            require_candidates(args, subjects, comm.world_size, comm.limits)
+            shipped = comm.table
+            found, left = measure(comm, group, subjects, args, record)
             comm.use_table(shipped)
-        plain, fused = found.get(ALL_REDUCE, NOTHING), found.get(FUSED, NOTHING)
-        if comm.rank == 0:
-            for subject in subjects:
-                _report(subject, found[subject.operation])
-            environment = {**report.environment(placement), "method": args.method}
-            if args.out is not None:
-                table = tuned(shipped, plain, fused)
-                written = _write_table(comm, table, args.operations, environment, args.out)
-            if args.json is not None:
-                rows = [{"bytes": size, "nccl_us": round(us, 3)} for size, us in plain.nccl.items()]
-                content = {
-                    "candidates": plain.everything,
-                    "nccl": rows,
-                    "fused": {"hidden": args.hidden, "candidates": fused.everything},
-                }
-                written = outputs.write_json("--json", args.json, {**environment, **content}) and written
+            if comm.rank == 0:
+                environment = record.report(is_complete=left == 0)
+                if args.out is not None:
+                    table = tuned(shipped, found)
+                    written = _write_table(comm, table, args.operations, environment, args.out)
+                written = record.write(is_complete=left == 0) and written
     return 0 if written else 1
 
 
-def _check_options(args: argparse.Namespace, config: Config) -> None:
+def check_options(args: argparse.Namespace, config: Config) -> None:
+    """Raises ConfigError where the options name nothing to measure, or others than all candidates."""
     bounds = f"--min {format_bytes(args.min)}, --max {format_bytes(args.max)}"
     if args.min < 2:
         raise ConfigError(f"{bounds}: the smallest message has an element, 2 bytes")
@@ -114,97 +117,156 @@ def _check_options(args: argparse.Namespace, config: Config) -> None:
             )
 
 
-def _subjects(args: argparse.Namespace) -> list[Subject]:
-    known: dict[str, Subject] = {"all-reduce": AllReduceSubject(), "fused": FusedSubject(args.hidden)}
-    return [subject for name, subject in known.items() if name in args.operations]
-
-
-def _require_candidates(
+def require_candidates(
     args: argparse.Namespace, subjects: Sequence[Subject], world_size: int, limits: _core.Limits
 ) -> None:
     """Raises ConfigError if there is a size at which nothing would be measured: small ones take minutes."""
     for subject in subjects:
         for size in subject.sizes(args.min, args.max):
-            if next(candidates(subject.problem(size, world_size), limits), None) is None:
+            if next(candidates(subject.problem(size, world_size), limits, subject.is_symmetric), None) is None:
                 raise ConfigError(
                     f"--max {format_bytes(args.max)}: no shape of grid and tile is worth measuring at "
                     f"{format_bytes(size)} on this device; give a smaller one"
                 )
 
 
-def measure(comm: Communicator, group: dist.ProcessGroup, subject: Subject, args: argparse.Namespace) -> Found:
-    """Times all candidates for an operation, those that run alike once. Collective.
+def _record(args: argparse.Namespace, placement: Placement) -> Record:
+    """What is known of this run before it starts."""
+    return Record(args.json, report.environment(placement), options_of(args))
+
+
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Those that change what is measured."""
+    return {name: getattr(args, name) for name in ("operations", "min", "max", "reps", "hidden", "method")}
+
+
+def measure(
+    comm: Communicator, group: dist.ProcessGroup, subjects: Sequence[Subject], args: argparse.Namespace, record: Record
+) -> tuple[dict[str, Found], int]:
+    """Times all candidates at the sizes that the record lacks, and takes them down. Collective.
+
+    Returns:
+        What is known by the keys of the subjects, and how many sizes are not, because the time was up.
 
     Raises:
         ConfigError: At some size there is nothing to measure.
     """
-    schedule = Schedule.by(args.method, _CALLS, args.reps)
+    to_do = coarse_first(subjects, args.min, args.max)
+    missing = [(subject, size) for subject, size in to_do if size not in record.sizes(subject.key)]
+    known = [(subject, size) for subject, size in to_do if size in record.sizes(subject.key)]
+    if known and comm.rank == 0:
+        print(f"{args.json} has {len(known)} of {len(to_do)} sizes: going on behind them", flush=True)
+    found: dict[str, Found] = {subject.key: Found([], {}) for subject in subjects}
     progress = Progress(enabled=comm.rank == 0)
-    found = Found([], {}, [])
-    for size in subject.sizes(args.min, args.max):
-        progress.show(f"tuning {subject.label}{format_bytes(size)}")
-        bound = subject.bind(comm, group, size)
-        measured: list[Measured] = []
-        refusals: list[str] = []
-        plans = set()
-        for row in candidates(subject.problem(size, comm.world_size), comm.limits):
-            comm.use_table(TuningTable("tune", by_operation([row]), _NO_LIMIT, _NO_LIMIT))
-            plan = bound.plan()
-            if plan in plans:
-                continue
-            if plan.algorithm == "declined":
-                refusals.append(plan.reason)
-                continue
-            plans.add(plan)
-            bound.call()  # what is wrong with it is told better outside of a capture
-            measured.append(Measured(row, timing.time_graph(bound.call, _nothing, schedule, group).us))
-        found.best.append(choose(measured, size, refusals))
-        found.everything.extend({"bytes": size, "us": round(m.us, 3), **m.row.entry()} for m in measured)
-        if bound.nccl is not None:
-            call, restore = bound.nccl
-            call()
-            found.nccl[size] = timing.time_graph(call, restore, schedule, group).us
-    progress.clear()
-    return found
+
+    def take(subject: Subject, at_size: AtSize) -> None:
+        chosen = with_figures(choose(at_size.measured, at_size.size, at_size.refusals), at_size.measured)
+        found[subject.key].best.append(chosen)
+        if at_size.nccl_us is not None:
+            found[subject.key].nccl[at_size.size] = at_size.nccl_us
+        progress.clear()
+        if comm.rank == 0:
+            print(line(subject, chosen, at_size.nccl_us), flush=True)
+
+    for subject, size in known:
+        take(subject, record.sizes(subject.key)[size])
+    pace = Pace(sum(count_candidates(subject, [size], comm) for subject, size in missing))
+    budget = Budget(args.seconds, group)
+    for subject, size in budget.take(missing):
+        at_size = _measure_size(comm, group, subject, size, args, progress, pace)
+        record.add(subject.key, at_size, writes=comm.rank == 0)
+        take(subject, at_size)
+    if budget.left and comm.rank == 0:
+        behind = "the same command measures the rest" if args.json else "with --json FILE another run would go on"
+        print(f"--seconds {args.seconds} are over: {budget.left} of {len(to_do)} sizes were not measured; {behind}")
+    for of_subject in found.values():
+        of_subject.best.sort(key=lambda m: m.row.up_to)
+    return found, budget.left
 
 
-def _nothing() -> None:
-    """Outputs are separate tensors: a call leaves its inputs as they were."""
+def _measure_size(
+    comm: Communicator,
+    group: dist.ProcessGroup,
+    subject: Subject,
+    size: int,
+    args: argparse.Namespace,
+    progress: Progress,
+    pace: Pace,
+) -> AtSize:
+    what = f"tuning {subject.label}{format_bytes(size)}"
+    schedule = schedule_of(args.method, args.reps, subject.problem(size, comm.world_size).whole_bytes())
+    bench = Bench(comm, group, subject, size, schedule)
+    at_size = bench.candidates(lambda which: progress.show(f"{what}: {which}; {pace.text()}"))
+    pace.advance(count_candidates(subject, [size], comm))
+    return at_size
 
 
-def tuned(shipped: TuningTable, plain: Found, fused: Found) -> TuningTable:
+def tuned(shipped: TuningTable, found: Mapping[str, Found]) -> TuningTable:
     """The table to write: what was measured, and for the rest what the device's present table says."""
+    plain = found.get(ALL_REDUCE, NOTHING)
     limit = largest_won(plain.best, plain.nccl) if plain.best else shipped.max_message_bytes
+    rows = [row for of_operation in found.values() for row in merge(of_operation.best)]
     # From where on two kernels are as fast, and how many blocks are too many, is not measured here.
-    return shipped.with_rows(*merge(plain.best), *merge(fused.best))._replace(name="", max_message_bytes=limit)
+    return shipped.with_rows(*rows)._replace(
+        name="",
+        max_message_bytes=limit,
+        min_symmetric_bytes=least_symmetric(found, shipped.min_symmetric_bytes),
+    )
 
 
 def largest_won(best: Sequence[Measured], nccl: dict[int, float]) -> int:
-    """The largest measured size up to which NCCL was never faster."""
+    """The largest measured size up to which NCCL was never faster, by more than two runs differ."""
     won = 0
-    for row, us in best:
-        if us > nccl.get(row.up_to, us):
+    for row, us, *_ in best:
+        if is_slower(us, nccl.get(row.up_to, us)):
             break
         won = row.up_to
     return won
 
 
-def _report(subject: Subject, found: Found) -> None:
-    for row, us in found.best:
-        shape = " ".join(f"{name}{'<=' if name in _BOUNDS else '='}{value}" for name, value in row.tunables().items())
-        beside = f"   NCCL {found.nccl[row.up_to]:8.2f}" if row.up_to in found.nccl else ""
-        what = f"{subject.label}{row.algorithm} {row.protocol}"
-        print(f"{format_bytes(row.up_to):>10} {us:8.2f} us  {what}  {shape}{beside}")
+def least_symmetric(found: Mapping[str, Found], present: int) -> int:
+    """From which size on symmetric tensors are to be made use of: none of the measured operations was slower with them,
+    by more than two runs differ, at that or any larger size. ``present`` where that was not measured."""
+    least: list[int] = []
+    for key, ordinary in found.items():
+        symmetric = {m.row.up_to: m.us for m in found.get(of_symmetric(key), NOTHING).best}
+        compared = [
+            (m.row.up_to, not is_slower(symmetric[m.row.up_to], m.us))
+            for m in ordinary.best
+            if m.row.up_to in symmetric
+        ]
+        if not compared:
+            continue
+        lost = [size for size, has_won in compared if not has_won]
+        won = [size for size, has_won in compared if has_won and size > max(lost, default=0)]
+        least.append(min(won, default=compared[-1][0] + 1))
+    return max(least, default=present)
+
+
+def line(subject: Subject, chosen: Measured, nccl_us: float | None) -> str:
+    """What is printed of a size."""
+    row = chosen.row
+    beside = "" if row.runner_up is None else "   {} {} {:8.2f}".format(*row.runner_up)
+    if nccl_us is not None:
+        beside += f"   NCCL {nccl_us:8.2f}"
+    return f"{format_bytes(row.up_to):>10} {chosen.us:8.2f} us  {subject.label}{choice_text(row)}{beside}"
+
+
+def choice_text(row: Row) -> str:
+    """A row's algorithm and its numbers: ``one_shot LL  blocks<=8 tile_lines=16``."""
+    shape = " ".join(f"{name}{'<=' if name in _BOUNDS else '='}{value}" for name, value in row.tunables().items())
+    return f"{row.algorithm} {row.protocol}  {shape}"
 
 
 def _write_table(
-    comm: Communicator, table: TuningTable, operations: Sequence[str], environment: dict[str, Any], path: Path
+    comm: Communicator, table: TuningTable, operations: Sequence[str], environment: Mapping[str, Any], path: Path
 ) -> bool:
     measured = {
         "date": environment["date"],
         **environment["versions"],
         "operations": list(operations),
-        "method": environment["method"],
+        "method": environment["options"]["method"],
+        "complete": environment["complete"],
     }
     text = table_text(torch.cuda.get_device_name(comm.device), comm.world_size, table, measured)
     return outputs.write_text("--out", path, text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 
 from llm_comm import _core, registry
+from llm_comm.bench import OPERATIONS
 from llm_comm.communicator import Communicator
 from llm_comm.config import MIB
 from llm_comm.planning.plan import Plan, Problem
-from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row
+from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, FUSED, REDUCE_SCATTER, Row, of_symmetric
 
 #: bf16, in which everything is measured.
 ELEMENT_BYTES = 2
@@ -24,6 +25,11 @@ _EPS = 1e-5
 LARGEST_FUSED = 16 * MIB
 # From here NCCL is timed too: the table ends where NCCL wins.
 _COMPARE_FROM = MIB
+# The same of parts, for people who compare: no limit comes of it.
+_COMPARE_PARTS_FROM = MIB // 16
+#: Below, ordinary memory is expected to be faster: on symmetric tensors a call begins with a hop that carries no data.
+SYMMETRIC_FROM = MIB // 16
+_ALIGNMENT = 256
 
 Call = Callable[[], object]
 
@@ -44,54 +50,145 @@ class Bound:
 
 
 class Subject(Protocol):
-    """An operation as the tuner sees it.
+    """An operation as the tuner sees it, on tensors of one kind.
 
     Attributes:
         operation: Its name in the registry.
+        key: By which a table has its rows.
         label: Goes before sizes and algorithms where they are shown.
+        is_symmetric: Its tensors are in symmetric memory, and its candidates are for such tensors.
     """
 
     operation: str
+    key: str
     label: str
+    is_symmetric: bool
 
     def sizes(self, smallest: int, largest: int) -> Iterator[int]:
-        """Bytes of the messages to measure within the bounds."""
+        """Bytes of the messages to measure within the bounds: of an operation on parts, of the largest part."""
 
     def problem(self, size: int, world_size: int) -> Problem:
         """What a call of that size computes."""
 
     def bind(self, comm: Communicator, group: dist.ProcessGroup, size: int) -> Bound:
-        """A call of that size."""
+        """A call of that size. Collective."""
+
+
+class SymmetricPool:
+    """Memory that all symmetric tensors are cut from, one size after the other: a communicator gives no symmetric
+    memory back once CUDA graphs hold its operations."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._bytes = nbytes + _ALIGNMENT
+        self._whole: torch.Tensor | None = None
+
+    def tensors(self, comm: Communicator, *counts: int) -> list[torch.Tensor]:
+        """Tensors of so many elements, beside each other. Collective on the first call."""
+        if self._whole is None:
+            self._whole = comm.empty(self._bytes, torch.uint8)
+        found, begin = [], 0
+        for count in counts:
+            found.append(self._whole[begin : begin + count * ELEMENT_BYTES].view(_DTYPE))
+            begin += -(-count * ELEMENT_BYTES // _ALIGNMENT) * _ALIGNMENT
+        return found
+
+
+def doubling_sizes(smallest: int, largest: int) -> Iterator[int]:
+    """Powers of two times the smallest and the sizes halfway between, whole elements all."""
+    size = smallest - smallest % ELEMENT_BYTES
+    while size <= largest:
+        yield size
+        halfway = size + size // (2 * ELEMENT_BYTES) * ELEMENT_BYTES
+        if size < halfway <= largest:
+            yield halfway
+        size *= 2
 
 
 class AllReduceSubject:
-    """The plain all-reduce."""
+    """The plain all-reduce.
 
-    operation, label = ALL_REDUCE, ""
+    Args:
+        pool: Where its tensors lie; None: in ordinary memory.
+    """
+
+    operation = ALL_REDUCE
+
+    def __init__(self, pool: SymmetricPool | None = None) -> None:
+        self._pool, self.is_symmetric = pool, pool is not None
+        self.key, self.label = _named(self.operation, "", pool)
 
     def sizes(self, smallest: int, largest: int) -> Iterator[int]:
-        """Powers of two and the sizes halfway between."""
-        size = smallest
-        while size <= largest:
-            yield size
-            if size * 3 // 2 <= largest:
-                yield size * 3 // 2
-            size *= 2
+        return doubling_sizes(_from(smallest, self._pool), largest)
 
     def problem(self, size: int, world_size: int) -> Problem:
         return Problem(self.operation, size // ELEMENT_BYTES, 0, _DATA_TYPE, world_size)
 
     def bind(self, comm: Communicator, group: dist.ProcessGroup, size: int) -> Bound:
-        x = torch.randn(size // ELEMENT_BYTES, device=comm.device, dtype=_DTYPE)
-        out = torch.empty_like(x)
-        nccl = (partial(dist.all_reduce, x, group=group), x.zero_) if size >= _COMPARE_FROM else None
+        count = size // ELEMENT_BYTES
+        x, out = _tensors(comm, count, count) if self._pool is None else self._pool.tensors(comm, count, count)
+        x.normal_()
+        is_compared = size >= _COMPARE_FROM and self._pool is None
+        nccl = (partial(dist.all_reduce, x, group=group), x.zero_) if is_compared else None
         return Bound(partial(comm.plan, x), partial(comm.all_reduce, x, out), nccl)
+
+
+class AllGatherSubject:
+    """All-gather of equal parts along the first dimension; sizes are those of a part.
+
+    Args:
+        pool: Where the results lie; None: in ordinary memory, as the parts always do.
+    """
+
+    operation = ALL_GATHER
+
+    def __init__(self, pool: SymmetricPool | None = None) -> None:
+        self._pool, self.is_symmetric = pool, pool is not None
+        self.key, self.label = _named(self.operation, "all-gather ", pool)
+
+    def sizes(self, smallest: int, largest: int) -> Iterator[int]:
+        return doubling_sizes(_from(smallest, self._pool), largest)
+
+    def problem(self, size: int, world_size: int) -> Problem:
+        # Any bits are gathered, as bytes.
+        return Problem(self.operation, size, 0, "byte", world_size, (1.0, *[float(size)] * world_size))
+
+    def bind(self, comm: Communicator, group: dist.ProcessGroup, size: int) -> Bound:
+        count = size // ELEMENT_BYTES
+        whole = count * comm.world_size
+        (x,) = _tensors(comm, count)
+        (out,) = _tensors(comm, whole) if self._pool is None else self._pool.tensors(comm, whole)
+        is_compared = size >= _COMPARE_PARTS_FROM and self._pool is None
+        nccl = (partial(dist.all_gather_into_tensor, out, x, group=group), nothing) if is_compared else None
+        return Bound(partial(comm.plan_all_gather, x), partial(comm.all_gather, x, out=out), nccl)
+
+
+class ReduceScatterSubject:
+    """Reduce-scatter into equal parts along the first dimension; sizes are those of a part."""
+
+    operation = key = REDUCE_SCATTER
+    label, is_symmetric = "reduce-scatter ", False
+
+    def sizes(self, smallest: int, largest: int) -> Iterator[int]:
+        return doubling_sizes(smallest, largest)
+
+    def problem(self, size: int, world_size: int) -> Problem:
+        count = size // ELEMENT_BYTES
+        return Problem(self.operation, count, 0, _DATA_TYPE, world_size, (1.0, *[float(count)] * world_size))
+
+    def bind(self, comm: Communicator, group: dist.ProcessGroup, size: int) -> Bound:
+        count = size // ELEMENT_BYTES
+        x, out = _tensors(comm, count * comm.world_size, count)
+        x.normal_()
+        is_compared = size >= _COMPARE_PARTS_FROM
+        nccl = (partial(dist.reduce_scatter_tensor, out, x, group=group), nothing) if is_compared else None
+        return Bound(partial(comm.plan_reduce_scatter, x), partial(comm.reduce_scatter, x, out=out), nccl)
 
 
 class FusedSubject:
     """All-reduce + residual add + RMSNorm, of rows of ``hidden`` elements."""
 
-    operation, label = FUSED, "fused "
+    operation = key = FUSED
+    label, is_symmetric = "fused ", False
 
     def __init__(self, hidden: int) -> None:
         self._hidden = hidden
@@ -119,11 +216,65 @@ class FusedSubject:
         return Bound(partial(comm.plan_fused, x, weight), call)
 
 
-def candidates(problem: Problem, limits: _core.Limits) -> Iterator[Row]:
-    """Rows of a table worth measuring for a problem, of every algorithm for tensors of any kind, simplest first."""
+def subjects_of(names: Sequence[str], hidden: int, largest: int, world_size: int) -> list[Subject]:
+    """What to measure for the names of operations: also on symmetric tensors, where there are algorithms for those.
+
+    Args:
+        names: Of ``llm_comm.bench.OPERATIONS``.
+        hidden: Elements of a row of fused operations.
+        largest: Bytes of the largest message.
+        world_size: Ranks.
+    """
+    gathers = "all-gather" in names
+    # The result of a gather, or input and output of an all-reduce.
+    pool = SymmetricPool(largest * max(2, world_size if gathers else 0))
+    known: dict[str, list[Subject]] = {
+        "all-reduce": [AllReduceSubject(), AllReduceSubject(pool)],
+        "fused": [FusedSubject(hidden)],
+        "all-gather": [AllGatherSubject(), AllGatherSubject(pool)],
+        "reduce-scatter": [ReduceScatterSubject()],
+    }
+    return [subject for name in OPERATIONS if name in names for subject in known[name]]
+
+
+def coarse_first(subjects: Sequence[Subject], smallest: int, largest: int) -> list[tuple[Subject, int]]:
+    """All sizes of all subjects: of each the largest and every eighth below it, then those halfway between, and so on.
+    So a run that ends early has measured every operation, over the whole range, and only less finely."""
+    found = []
+    for number, subject in enumerate(subjects):
+        for step, size in enumerate(reversed(list(subject.sizes(smallest, largest)))):
+            fineness = next(level for level, stride in enumerate((8, 4, 2, 1)) if step % stride == 0)
+            found.append((fineness, number, size, subject))
+    return [(subject, size) for *_, size, subject in sorted(found, key=lambda entry: entry[:3])]
+
+
+def candidates(problem: Problem, limits: _core.Limits, is_symmetric: bool = False) -> Iterator[Row]:
+    """Rows of a table worth measuring for a problem, of every algorithm for tensors of one kind, simplest first."""
     for algorithm in registry.operations()[problem.operation].algorithms:
-        if problem.data_type not in algorithm.data_types or algorithm.is_symmetric:
+        if problem.data_type not in algorithm.data_types or algorithm.is_symmetric != is_symmetric:
             continue
         for choice in _core.candidates(algorithm.number, problem.for_core(), limits):
             tunables = {name: getattr(choice, name) for name in algorithm.ranges}
             yield Row(problem.message_bytes(), problem.operation, algorithm.name, algorithm.protocol, **tunables)
+
+
+def nothing() -> None:
+    """Outputs are separate tensors: a call leaves its inputs as they were."""
+
+
+def _tensors(comm: Communicator, *counts: int) -> list[torch.Tensor]:
+    return [torch.empty(count, device=comm.device, dtype=_DTYPE) for count in counts]
+
+
+def _named(operation: str, label: str, pool: SymmetricPool | None) -> tuple[str, str]:
+    return (operation, label) if pool is None else (of_symmetric(operation), f"{label}symmetric ")
+
+
+def _from(smallest: int, pool: SymmetricPool | None) -> int:
+    """The smallest size to measure: of symmetric tensors one of whole lines, and as a rule one that ordinary tensors
+    are measured at as well."""
+    if pool is None:
+        return smallest
+    while smallest < SYMMETRIC_FROM:
+        smallest *= 2
+    return -(-smallest // _ALIGNMENT) * _ALIGNMENT

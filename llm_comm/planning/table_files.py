@@ -11,7 +11,7 @@ import yaml
 
 from llm_comm import registry
 from llm_comm.errors import ConfigError
-from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, by_operation
+from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, RunnerUp, TuningTable, by_operation
 from llm_comm.quoting import quoted, shortened
 from llm_comm.yaml_files import InvalidYamlError, YamlList, YamlMapping, kind_of, read_yaml
 
@@ -22,6 +22,9 @@ _OPTIONAL_KEYS = (*_LIMITS, "measured")
 _KEYS_OF_BEFORE = {"all_reduce": ALL_REDUCE, "fused": FUSED}
 _PROTOCOL_OF_BEFORE = "LL"
 _OF_EVERY_ROW = ("operation", "up_to", "algorithm", "protocol")
+#: What a row may say of how it was measured.
+_FIGURES = ("us", "runner_up")
+_LONGEST_US = 1e9
 
 
 class TableFile(NamedTuple):
@@ -140,7 +143,7 @@ def _checked(entry: Any) -> Row:
     _require(registry.why_not_known("protocol", entry["protocol"], (a.protocol for a in of_name)))
     ranges = next(a.ranges for a in of_name if a.protocol == entry["protocol"])
     for name in entry:
-        if name not in _OF_EVERY_ROW:
+        if name not in (*_OF_EVERY_ROW, *_FIGURES):
             _require(registry.why_not_known("tunable", name, ranges))
     missing = [name for name in ranges if name not in entry]
     if missing:
@@ -151,7 +154,26 @@ def _checked(entry: Any) -> Row:
         why = range_.why_not(entry[name])
         if why:
             raise _InvalidError(f"{name}: {why}")
-    return Row(**entry)
+    if "us" in entry:
+        _check_us("us", entry["us"])
+    if "runner_up" not in entry:
+        return Row(**entry)
+    return Row(**{**entry, "runner_up": _runner_up(entry["runner_up"], algorithms)})
+
+
+def _runner_up(value: Any, algorithms: tuple[registry.Algorithm, ...]) -> RunnerUp:
+    if not isinstance(value, dict) or set(value) != set(RunnerUp._fields):
+        raise _InvalidError(f"runner_up is {quoted(value)}; it must have {', '.join(RunnerUp._fields)}")
+    what = [f"{a.name} {a.protocol}" for a in algorithms]
+    _require(registry.why_not_known("runner_up", f"{value['algorithm']} {value['protocol']}", what))
+    _check_us("us of runner_up", value["us"])
+    return RunnerUp(**value)
+
+
+def _check_us(name: str, value: Any) -> None:
+    # A time that another was taken off can be negative.
+    if type(value) not in (int, float) or not -_LONGEST_US <= value <= _LONGEST_US:
+        raise _InvalidError(f"{name} is {quoted(value)}; it must be a number of microseconds")
 
 
 def _require(why_not: str) -> None:

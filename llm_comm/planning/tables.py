@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llm_comm import registry
 from llm_comm.config import MIB
@@ -13,6 +13,14 @@ ALL_REDUCE = "all_reduce"
 FUSED = "all_reduce_add_rms_norm"
 ALL_GATHER = "all_gather"
 REDUCE_SCATTER = "reduce_scatter"
+
+
+class RunnerUp(NamedTuple):
+    """The fastest of the other algorithms where a row was measured, and its microseconds a call."""
+
+    algorithm: str
+    protocol: str
+    us: float
 
 
 class Row(NamedTuple):
@@ -33,20 +41,32 @@ class Row(NamedTuple):
     cluster: int = 0
     #: Tiles that a block sends ahead of the one it waits for.
     depth: int = 0
+    #: Of a message of ``up_to`` bytes, where that was measured: microseconds a call, and what came next. They are for
+    #: people who read a table; nothing is chosen by them.
+    us: float | None = None
+    runner_up: RunnerUp | None = None
+
+    def without_figures(self) -> Row:
+        """What is chosen by: rows that are alike in it run alike."""
+        return self._replace(us=None, runner_up=None)
 
     def tunables(self) -> dict[str, int]:
         """Those that the algorithm has, by name."""
         algorithm = registry.operations()[self.operation].find(self.algorithm, self.protocol)
         return {} if algorithm is None else {name: getattr(self, name) for name in algorithm.ranges}
 
-    def entry(self) -> dict[str, str | int]:
+    def entry(self) -> dict[str, Any]:
         """What a file says of it."""
+        figures: dict[str, Any] = {} if self.us is None else {"us": self.us}
+        if self.runner_up is not None:
+            figures["runner_up"] = self.runner_up._asdict()
         return {
             "operation": self.operation,
             "up_to": self.up_to,
             "algorithm": self.algorithm,
             "protocol": self.protocol,
             **self.tunables(),
+            **figures,
         }
 
 
@@ -72,8 +92,9 @@ class TuningTable(NamedTuple):
         return self._replace(rows={**self.rows, **by_operation(rows)})
 
     def digest(self) -> str:
-        """The name, and a digest of the content: what ranks compare."""
-        content = repr((sorted(self.rows.items()), *self[2:]))
+        """The name, and a digest of what is chosen by: what ranks compare."""
+        rows = {key: tuple(row.without_figures() for row in rows) for key, rows in self.rows.items()}
+        content = repr((sorted(rows.items()), *self[2:]))
         return f"{self.name} ({hashlib.sha256(content.encode()).hexdigest()[:12]})"
 
 

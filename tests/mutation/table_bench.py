@@ -5,7 +5,11 @@ from __future__ import annotations
 from mutant import Mutant, python
 
 CHOOSING = "llm_comm/bench/choosing.py"
+MEASURING = "llm_comm/bench/measuring.py"
 TUNE = "llm_comm/bench/tune.py"
+SUBJECTS = "llm_comm/bench/tune_subjects.py"
+AGREEMENT = "llm_comm/bench/agreement.py"
+PACE = "llm_comm/bench/pace.py"
 REPORT = "llm_comm/bench/report.py"
 KILL_WORKER = "bench_serving/kill_worker.py"
 CHECKS = "bench_serving/checks.py"
@@ -13,6 +17,7 @@ METRICS = "bench_serving/metrics.py"
 SUMMARY = "bench_serving/summary.py"
 
 OF_TUNE = "tests/unit/test_cli_tune.py"
+OF_RANKS = "tests/emulated/test_agreement.py"
 OF_BENCH = "tests/unit/test_cli_bench.py"
 OF_KILLS = "tests/serving/test_kill_worker.py"
 OF_FIGURES = "tests/serving/test_bench_figures.py"
@@ -21,35 +26,46 @@ BENCH: tuple[Mutant, ...] = (
     # ---- The tuner ----
     python("a simpler candidate must be as fast", CHOOSING, "_NOISE = 0.01", "_NOISE = 0.0", OF_TUNE),
     python("a simpler candidate may be 2 % slower", CHOOSING, "_NOISE = 0.01", "_NOISE = 0.02", OF_TUNE),
-    python("a margin below negative times", CHOOSING, "best + abs(best) * _NOISE", "best + best * _NOISE", OF_TUNE),
+    python("a margin below negative times", CHOOSING, "abs(other_us) * _NOISE", "other_us * _NOISE", OF_TUNE),
     python(
         "the last candidate within the noise is taken",
         CHOOSING,
-        "for candidate in measured if candidate.us <= limit)",
-        "for candidate in reversed(measured) if candidate.us <= limit)",
+        "for candidate in measured if not is_slower(",
+        "for candidate in reversed(measured) if not is_slower(",
         OF_TUNE,
     ),
     python(
         "neighbours that run alike are two rows",
         CHOOSING,
-        "if rows and rows[-1]._replace(up_to=row.up_to) == row:",
+        "if rows and rows[-1].without_figures()._replace(up_to=row.up_to) == row.without_figures():",
         "if False:",
         "tests/unit/test_cli_bench_fused.py",
         OF_TUNE,
     ),
     python(
         "one candidate is timed for all",
-        TUNE,
-        'comm.use_table(TuningTable("tune", by_operation([row]), _NO_LIMIT, _NO_LIMIT))',
+        MEASURING,
+        "self._comm.use_table(table)",
         "pass",
         OF_TUNE,
     ),
-    python("what runs alike is measured again", TUNE, "if plan in plans:", "if False:", OF_TUNE),
+    python("what runs alike is measured again", MEASURING, "if key not in plans:", "if True:", OF_TUNE),
+    python("sizes in their order", SUBJECTS, "enumerate((8, 4, 2, 1))", "enumerate((1, 1, 1, 1))", OF_RANKS),
+    python("each rank ends by its own clock", PACE, "any_rank(time", "bool(time", OF_RANKS),
+    python("only one rank's options count", AGREEMENT, "enumerate(everyone)", "enumerate(everyone[:1])", OF_RANKS),
+    python("a rank that failed alone ends alone", AGREEMENT, "any_rank(failure is not None, group)", "False", OF_RANKS),
+    python(
+        "what is out of time is complete",
+        TUNE,
+        "record.write(is_complete=left == 0)",
+        "record.write()",
+        "tests/emulated/test_tune_command.py",
+    ),
     python(
         "the table ends where NCCL is as fast",
         TUNE,
+        "if is_slower(us, nccl.get(row.up_to, us)):",
         "if us > nccl.get(row.up_to, us):",
-        "if us >= nccl.get(row.up_to, us + 1):",
         OF_TUNE,
     ),
     python(

@@ -86,8 +86,15 @@ PLANNING: tuple[Mutant, ...] = (
     python(
         "a digest leaves out limits",
         TABLES,
-        "content = repr((sorted(self.rows.items()), *self[2:]))",
-        "content = repr(sorted(self.rows.items()))",
+        "content = repr((sorted(rows.items()), *self[2:]))",
+        "content = repr(sorted(rows.items()))",
+        OF_TABLES,
+    ),
+    python(
+        "tables that choose alike differ by what was measured",
+        TABLES,
+        "tuple(row.without_figures() for row in rows)",
+        "tuple(rows)",
         OF_TABLES,
     ),
     python(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -223,16 +222,6 @@ def test_multicast_of_torch_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPa
     )
     assert all_reduce.run(arguments()) == 0
     assert seen == ["1"]
-
-
-@pytest.fixture
-def group() -> Iterator[dist.ProcessGroup]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    world = dist.group.WORLD
-    assert world is not None
-    yield world
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("aligned", "calls_a_run"), [(True, 5 + 2), (False, 5)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -110,16 +110,6 @@ class CountingComm:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
-
-
-@pytest.fixture
-def group() -> Iterator[dist.ProcessGroup]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    world = dist.group.WORLD
-    assert world is not None
-    yield world
-    dist.destroy_process_group()
 
 
 def decode(group: dist.ProcessGroup, tokens: int, limit: int = 1 << 20) -> tuple[demo.Decoder, demo.CountedAllReduce]:

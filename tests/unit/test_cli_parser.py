@@ -36,6 +36,7 @@ def test_byte_count_rejects(text: str) -> None:
         (["demo"], "llm_comm.demo.run"),
         (["bench", "all-reduce"], "llm_comm.bench.all_reduce"),
         (["bench", "fused"], "llm_comm.bench.fused"),
+        (["bench", "table"], "llm_comm.bench.table"),
         (["tune"], "llm_comm.bench.tune"),
         (["algorithms"], "llm_comm.algorithms_command"),
         (["doctor"], "llm_comm.doctor"),

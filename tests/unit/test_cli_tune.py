@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +18,25 @@ from tables import fused_row, limits_of, plain_row, write_table
 from llm_comm import cli, launch
 from llm_comm.bench import choosing, timing, tune
 from llm_comm.bench.choosing import Measured
-from llm_comm.bench.tune_subjects import AllReduceSubject, FusedSubject, candidates
+from llm_comm.bench.measuring import count_candidates
+from llm_comm.bench.tune_record import Record
+from llm_comm.bench.tune_subjects import AllReduceSubject, FusedSubject, Subject, candidates, subjects_of
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError, PeerTimeout
 from llm_comm.planning.plan import Problem, declined, without_kernel
 from llm_comm.planning.selection import select
 from llm_comm.planning.table_files import load_table
-from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, by_operation
+from llm_comm.planning.tables import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    FUSED,
+    REDUCE_SCATTER,
+    Row,
+    RunnerUp,
+    TuningTable,
+    by_operation,
+    of_symmetric,
+)
 
 ROW = plain_row(4096, "one_shot", 8, 16, 0)
 FUSED_ROW = fused_row(16384, "one_shot", 8, 128, 2, 0)
@@ -109,25 +120,24 @@ class DecliningComm(SimpleNamespace):
         raise AssertionError("a plan said that this is declined")
 
 
-@pytest.fixture
-def group() -> Iterator[dist.ProcessGroup]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    world = dist.group.WORLD
-    assert world is not None
-    yield world
-    dist.destroy_process_group()
-
-
 def arguments(**given: object) -> argparse.Namespace:
-    return argparse.Namespace(**{"min": 16384, "max": 32768, "hidden": 8192, "reps": 1, "method": "aligned", **given})
+    usual = {"min": 16384, "max": 32768, "hidden": 8192, "reps": 1, "method": "aligned", "seconds": None, "json": None}
+    return argparse.Namespace(**{**usual, **given})
+
+
+def measure(
+    comm: Any, group: dist.ProcessGroup, subject: Subject, given: argparse.Namespace, record: Record | None = None
+) -> tune.Found:
+    found, left = tune.measure(comm, group, [subject], given, record or Record(None, {}, {}))
+    assert left == 0
+    return found[subject.key]
 
 
 def test_a_size_at_which_all_candidates_decline_is_named(group: dist.ProcessGroup) -> None:
-    with pytest.raises(ConfigError, match="no kernel can be measured at 16K: too plain; leave it out"):
-        tune.measure(DecliningComm(), group, AllReduceSubject(), arguments())  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="no kernel can be measured at 16K: rows of 8192: too odd; leave it out"):
-        tune.measure(DecliningComm(), group, FusedSubject(8192), arguments())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no kernel can be measured at 32K: too plain; leave it out"):
+        measure(DecliningComm(), group, AllReduceSubject(), arguments())
+    with pytest.raises(ConfigError, match="no kernel can be measured at 32K: rows of 8192: too odd; leave it out"):
+        measure(DecliningComm(), group, FusedSubject(8192), arguments())
 
 
 class WillingComm(DecliningComm):
@@ -150,15 +160,19 @@ class WillingComm(DecliningComm):
 
 
 def test_what_runs_alike_is_measured_once(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    times = (2.0**-n for n in itertools.count())
+    times = (1e6 * 0.9**n for n in itertools.count())
     monkeypatch.setattr(timing, "time_graph", lambda *_: SimpleNamespace(us=next(times)))
-    comm = WillingComm()
-    measured = tune.measure(comm, group, FusedSubject(8192), arguments(max=16384))  # type: ignore[arg-type]
-    tried = [row for row in comm.given if row.up_to == 16384]
-    assert tried == list(candidates(FusedSubject(8192).problem(16384, 2), comm.limits))
-    assert 1 < len(measured.everything) < len(tried)
-    last = measured.everything[-1]
-    assert measured.best[0].row.entry() == {name: last[name] for name in last if name not in ("bytes", "us")}
+    comm: Any = WillingComm()
+    record = Record(None, {}, {})
+    subject = FusedSubject(8192)
+    found = measure(comm, group, subject, arguments(max=16384), record)
+    all_of_them = list(candidates(subject.problem(16384, 2), comm.limits))
+    assert comm.given[: len(all_of_them)] == all_of_them
+    assert len(all_of_them) == count_candidates(subject, [16384], comm)
+    measured = record.sizes(FUSED)[16384].measured
+    assert 1 < len(measured) < len(all_of_them)
+    assert comm.given[len(all_of_them) :] == [m.row for m in measured]
+    assert found.best[0].row.without_figures() == measured[-1].row
 
 
 @pytest.mark.parametrize(
@@ -202,16 +216,22 @@ class TuningComm(DecliningComm):
     [("/dev/full", "a.json", 1), ("a.yaml", "/dev/full", 1), ("/dev/full", "/dev/full", 1), ("a.yaml", "a.json", 0)],
 )
 def test_the_status_says_whether_all_files_are_written(
-    out: str, json: str, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    out: str,
+    json: str,
+    status: int,
+    group: dist.ProcessGroup,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(launch, "place", lambda *_: launch.Placement(2, on_gpu=True))
     monkeypatch.setattr(launch, "in_rank", lambda: True)
     monkeypatch.setattr(launch, "local_rank", lambda: 0)
-    monkeypatch.setattr(launch, "process_group", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(launch, "process_group", lambda _: contextlib.nullcontext(group))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "test device")
     monkeypatch.setattr(tune, "Communicator", lambda *_: TuningComm())
-    monkeypatch.setattr(tune, "measure", lambda *_: found(ROW))
-    monkeypatch.setattr(tune.report, "environment", lambda _: {"date": "today", "versions": {}})
+    monkeypatch.setattr(tune, "measure", lambda *_: ({ALL_REDUCE: found(ROW)}, 0))
+    environment = {"date": "today", "ranks": {"world": 2, "device": "test"}, "versions": {}, "variables": {}}
+    monkeypatch.setattr(tune.report, "environment", lambda _: environment)
     monkeypatch.chdir(tmp_path)
     options = [
         "--operations",
@@ -230,7 +250,7 @@ def test_the_status_says_whether_all_files_are_written(
 
 def test_a_message_without_an_element_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--min 1, .*the smallest message has an element"):
-        tune._check_options(arguments(min=1, operations=("all-reduce",)), Config.load({}))
+        tune.check_options(arguments(min=1, operations=("all-reduce",)), Config.load({}))
 
 
 def test_times_of_which_another_was_taken_off_can_be_negative() -> None:
@@ -247,20 +267,24 @@ def test_a_failed_communicator_is_no_refusal(group: dist.ProcessGroup) -> None:
             raise PeerTimeout("rank 0 is gone", rank=1, peer=0)
 
     with pytest.raises(PeerTimeout):
-        tune.measure(Failed(), group, FusedSubject(8192), arguments())  # type: ignore[arg-type]
+        measure(Failed(), group, FusedSubject(8192), arguments())
 
 
 def test_a_size_without_candidates_is_noticed_before_any_is_measured() -> None:
     given = arguments(min=1024, max=8 << 20, hidden=64, operations=("fused",))
     with pytest.raises(ConfigError, match="no shape of grid and tile is worth measuring at 6M on this device"):
-        tune._require_candidates(given, tune._subjects(given), 8, limits_of(CONFIG))
+        tune.require_candidates(given, subjects_of(["fused"], 64, given.max, 8), 8, limits_of(CONFIG))
 
 
 @pytest.mark.parametrize("world", launch.WORLDS)
 @pytest.mark.parametrize("sm_count", [58, 108, 132, 148])
 def test_by_default_every_size_has_candidates(world: int, sm_count: int) -> None:
     args = cli.build_parser().parse_args(["tune"])
-    tune._require_candidates(args, tune._subjects(args), world, limits_of(CONFIG, sm_count))
+    subjects = subjects_of(args.operations, args.hidden, args.max, world)
+    assert [s.key for s in subjects] == [
+        *(ALL_REDUCE, of_symmetric(ALL_REDUCE), FUSED, ALL_GATHER, of_symmetric(ALL_GATHER), REDUCE_SCATTER)
+    ]
+    tune.require_candidates(args, subjects, world, limits_of(CONFIG, sm_count))
 
 
 def test_choosing_prefers_the_simpler_of_two_that_cannot_be_told_apart() -> None:
@@ -278,44 +302,87 @@ def test_what_differs_by_more_than_noise_is_told_apart(us: float, chosen: int) -
 # ---- The table -----------------------------------------------------------------------------------------------------
 
 
-def found(*rows: Row) -> tune.Found:
-    return tune.Found([Measured(row, 5.0) for row in rows], {}, [])
+def found(*rows: Row, us: float = 5.0) -> tune.Found:
+    return tune.Found([Measured(row, us) for row in rows], {})
 
 
 def test_what_was_not_measured_stays_as_it_was() -> None:
-    assert tune.tuned(SHIPPED, tune.NOTHING, tune.NOTHING) == SHIPPED._replace(name="")
+    assert tune.tuned(SHIPPED, {}) == SHIPPED._replace(name="")
     plain = ROW._replace(up_to=1 << 20)
-    assert tune.tuned(SHIPPED, found(plain), tune.NOTHING) == SHIPPED._replace(
+    assert tune.tuned(SHIPPED, {ALL_REDUCE: found(plain)}) == SHIPPED._replace(
         name="", rows=by_operation([plain, FUSED_ROW]), max_message_bytes=1 << 20
     )
     fused = FUSED_ROW._replace(cluster=4)
-    assert tune.tuned(SHIPPED, tune.NOTHING, found(fused)) == SHIPPED.with_rows(fused)._replace(name="")
+    assert tune.tuned(SHIPPED, {FUSED: found(fused)}) == SHIPPED.with_rows(fused)._replace(name="")
+    gather = Row(4096, ALL_GATHER, "one_shot", "LL", blocks=8, tile_lines=16)
+    assert tune.tuned(SHIPPED, {ALL_GATHER: found(gather)}) == SHIPPED.with_rows(gather)._replace(name="")
 
 
 def test_the_table_ends_where_nccl_wins() -> None:
     rows = [ROW._replace(up_to=size, blocks=size) for size in (1 << 20, 2 << 20, 3 << 20)]
     measured = found(*rows)._replace(nccl={1 << 20: 6.0, 2 << 20: 5.0, 3 << 20: 4.9})
-    assert tune.tuned(SHIPPED, measured, tune.NOTHING).max_message_bytes == 2 << 20
+    assert tune.tuned(SHIPPED, {ALL_REDUCE: measured}).max_message_bytes == 2 << 20
     won_again = measured._replace(nccl={1 << 20: 6.0, 2 << 20: 4.9, 3 << 20: 6.0})
-    assert tune.tuned(SHIPPED, won_again, tune.NOTHING).max_message_bytes == 1 << 20
+    assert tune.tuned(SHIPPED, {ALL_REDUCE: won_again}).max_message_bytes == 1 << 20
+    cannot_be_told_apart = measured._replace(nccl={1 << 20: 4.96, 2 << 20: 4.94, 3 << 20: 6.0})
+    assert tune.tuned(SHIPPED, {ALL_REDUCE: cannot_be_told_apart}).max_message_bytes == 1 << 20
 
 
-def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    tune._report(AllReduceSubject(), found(ROW)._replace(nccl={4096: 7.25}))
-    tune._report(FusedSubject(8192), found(FUSED_ROW))
-    assert capsys.readouterr().out.splitlines() == [
-        "        4K     5.00 us  one_shot LL  blocks<=8 tile_lines=16 depth=0   NCCL     7.25",
-        "       16K     5.00 us  fused one_shot LL  blocks<=8 threads<=128 cluster=2 depth=0",
-    ]
+@pytest.mark.parametrize(
+    ("ordinary", "symmetric", "least"),
+    [
+        ([5, 5, 5], [5.04, 4, 3], 64),
+        ([5, 5, 5], [5.1, 4, 3], 128),
+        ([5, 5, 5], [4, 6, 3], 256),
+        ([5, 5, 5], [4, 3, 6], 257),  # never, as far as it was measured
+    ],
+)
+def test_symmetric_tensors_are_made_use_of_from_where_they_win(
+    ordinary: list[float], symmetric: list[float], least: int
+) -> None:
+    sizes = (32, 64, 128, 256)
+    pull = Row(0, ALL_REDUCE, "two_shot_pull_hb", "HB", blocks=2, tile_lines=8)
+    measured = {
+        ALL_REDUCE: tune.Found(
+            [Measured(ROW._replace(up_to=n), us) for n, us in zip(sizes, [1, *ordinary], strict=True)], {}
+        ),
+        of_symmetric(ALL_REDUCE): tune.Found(
+            [Measured(pull._replace(up_to=n), us) for n, us in zip(sizes[1:], symmetric, strict=True)], {}
+        ),
+    }
+    assert tune.least_symmetric(measured, 7) == least
+    table = tune.tuned(SHIPPED, measured)
+    assert table.min_symmetric_bytes == least
+    assert [row.algorithm for row in table.rows[of_symmetric(ALL_REDUCE)]] == ["two_shot_pull_hb"]
+    # All of the operations that have been measured with them have to win.
+    gather = {ALL_GATHER: found(ROW._replace(up_to=512)), of_symmetric(ALL_GATHER): found(ROW._replace(up_to=512))}
+    assert tune.least_symmetric({**measured, **gather}, 7) == 512
+    assert tune.least_symmetric({ALL_REDUCE: measured[ALL_REDUCE]}, 7) == 7
+
+
+def test_what_is_printed() -> None:
+    row = ROW._replace(runner_up=RunnerUp("two_shot", "LL", 6.5))
+    assert tune.line(AllReduceSubject(), Measured(row, 5.0), 7.25) == (
+        "        4K     5.00 us  one_shot LL  blocks<=8 tile_lines=16 depth=0   two_shot LL     6.50   NCCL     7.25"
+    )
+    assert tune.line(FusedSubject(8192), Measured(FUSED_ROW, 5.0), None) == (
+        "       16K     5.00 us  fused one_shot LL  blocks<=8 threads<=128 cluster=2 depth=0"
+    )
 
 
 def test_the_bounds_of_fused_messages_survive_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "test device")
     path = tmp_path / "table.yaml"
     shipped = load_table(write_table(path, [ROW], max_fused_bytes=123456, fused_blocks=77))[2]
-    table = tune.tuned(shipped, tune.NOTHING, tune.NOTHING)
+    table = tune.tuned(shipped, {})
     comm: Any = SimpleNamespace(device=torch.device("cpu"), world_size=8)
-    tune._write_table(comm, table, ["fused"], {"date": "today", "versions": {}, "method": "spaced"}, path)
+    tune._write_table(
+        comm,
+        table,
+        ["fused"],
+        {"date": "today", "versions": {}, "options": {"method": "spaced"}, "complete": True},
+        path,
+    )
     written = load_table(path)[2]
     assert (written.max_fused_bytes, written.fused_blocks) == (123456, 77)
 
@@ -325,7 +392,7 @@ def test_a_full_disk_does_not_lose_the_table(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "test device")
     comm: Any = SimpleNamespace(device=torch.device("cpu"), world_size=8)
-    measured = {"date": "today", "versions": {}, "method": "spaced"}
+    measured = {"date": "today", "versions": {}, "options": {"method": "spaced"}, "complete": True}
     assert not tune._write_table(comm, SHIPPED, ["fused"], measured, Path("/dev/full"))
     out, err = capsys.readouterr()
     assert "--out /dev/full could not be written: No space left on device" in err

@@ -18,7 +18,16 @@ from llm_comm.planning import catalogue, selection
 from llm_comm.planning.default_tables import general_table
 from llm_comm.planning.plan import Problem
 from llm_comm.planning.table_files import load_table, table_text
-from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, FUSED, REDUCE_SCATTER, Row, TuningTable, by_operation
+from llm_comm.planning.tables import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    FUSED,
+    REDUCE_SCATTER,
+    Row,
+    RunnerUp,
+    TuningTable,
+    by_operation,
+)
 
 WORLDS = range(2, 9)
 CONFIG = Config.load({})
@@ -102,6 +111,27 @@ INVALID_TABLES: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "many threads": ([{**FUSED_GOOD.entry(), "threads": 1025}], {}, "threads: 1025"),
     "odd cluster": ([{**FUSED_GOOD.entry(), "cluster": 3}], {}, "cluster: 3 is not 1 to 16, a power of two"),
     "large cluster": ([{**FUSED_GOOD.entry(), "cluster": 32}], {}, "cluster: 32"),
+    "a time in words": ([{**ENTRY, "us": "fast"}], {}, "row 1, .*: us is 'fast'; it must be a number of microseconds"),
+    "no time": ([{**ENTRY, "us": None}], {}, "us is None"),
+    "a time that is none": ([{**ENTRY, "us": float("nan")}], {}, "us is nan"),
+    "a time that is true": ([{**ENTRY, "us": True}], {}, "us is True"),
+    "a time without end": ([{**ENTRY, "us": 10**12}], {}, "us is 1000"),
+    "runner-up a word": ([{**ENTRY, "runner_up": "LL"}], {}, "runner_up is 'LL'; it must have algorithm, protocol, us"),
+    "runner-up without a time": (
+        [{**ENTRY, "runner_up": {"algorithm": "two_shot", "protocol": "LL"}}],
+        {},
+        "runner_up is .*; it must have algorithm, protocol, us",
+    ),
+    "runner-up that there is not": (
+        [{**ENTRY, "runner_up": {"algorithm": "two_shot", "protocol": "LLL", "us": 1}}],
+        {},
+        "runner_up is 'two_shot LLL'.*; valid: one_shot LL, two_shot LL",
+    ),
+    "runner-up without end": (
+        [{**ENTRY, "runner_up": {"algorithm": "two_shot", "protocol": "LL", "us": float("inf")}}],
+        {},
+        "us of runner_up is inf",
+    ),
     "tile of a fused row": ([{**FUSED_GOOD.entry(), "tile_lines": 8}], {}, "tunable is 'tile_lines'"),
 }
 
@@ -306,6 +336,25 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         "  - {operation: all_reduce, up_to: 256, algorithm: two_shot, protocol: LL, blocks: 1, tile_lines: 4, depth: 2}"
     )
     assert len(lines) == len(ROWS)
+
+
+def test_figures_of_rows_are_kept_and_choose_nothing(tmp_path: Path) -> None:
+    """Rows of one file may have them or not."""
+    figured = GOOD._replace(us=2.25, runner_up=RunnerUp("two_shot", "LL", 3))
+    other = FUSED_GOOD._replace(us=-0.5)
+    table = TuningTable("table.yaml", by_operation([figured, other, FUSED_ROWS[1]]), 1 << 20)
+    path = tmp_path / "table.yaml"
+    text = table_text("NVIDIA X", 4, table, {})
+    path.write_text(text)
+    assert ", us: 2.25, runner_up: {algorithm: two_shot, protocol: LL, us: 3}}" in text
+    assert load_table(path).table == table
+    plain = TuningTable("table.yaml", by_operation([GOOD, FUSED_GOOD, FUSED_ROWS[1]]), 1 << 20)
+    assert plain != table
+    assert plain.digest() == table.digest()
+    problem = Problem(ALL_REDUCE, 64, 0, "bf16", 4)
+    assert selection.select(problem, plain, CONFIG, limits_of(CONFIG)) == selection.select(
+        problem, table, CONFIG, limits_of(CONFIG)
+    )
 
 
 def test_what_is_said_twice_is_written_twice(tmp_path: Path) -> None:

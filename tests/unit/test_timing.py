@@ -45,7 +45,7 @@ def test_runs_that_warm_up_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None
         told("run"),
         told("align"),
         told("reset"),
-        2,
+        Schedule(1, 2, aligned=True),
         clock,  # type: ignore[arg-type]
         GROUP,
     )

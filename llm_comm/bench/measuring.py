@@ -1,0 +1,152 @@
+"""Times the candidates for one message: a short look at all of them, then at length those that may be the best."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from llm_comm.bench import timing
+from llm_comm.bench.agreement import on_all
+from llm_comm.bench.choosing import Measured, worth_timing
+from llm_comm.bench.timing import Schedule
+from llm_comm.bench.tune_subjects import Bound, Subject, candidates, nothing
+from llm_comm.communicator import Communicator
+from llm_comm.config import MIB
+from llm_comm.planning.tables import Row, TuningTable, by_operation
+
+_NO_LIMIT = 1 << 40
+_CALLS = 20
+# In a row of calls that take longer than the start of the row fewer of them say as much.
+_FEWEST_CALLS = 4
+_ALL_CALLS_UP_TO = 16 * MIB
+_LOOK_RUNS, _LOOK_WARM_UPS = 3, 1
+# What is taken off spaced calls takes some tens of microseconds, and varies by a percent or two of that.
+_SPACED_SLACK_US = 1.0
+
+
+class AtSize(NamedTuple):
+    """What was measured of an operation at one size.
+
+    Attributes:
+        size: Of the message, in bytes.
+        measured: Candidates that ran, simplest first.
+        nccl_us: Of NCCL; None where it was not timed.
+        refusals: Why others did not run.
+    """
+
+    size: int
+    measured: list[Measured]
+    nccl_us: float | None = None
+    refusals: tuple[str, ...] = ()
+
+
+def schedule_of(method: str, reps: int, whole_bytes: int) -> Schedule:
+    """How a call on a tensor of so many bytes is timed at length."""
+    calls = max(_FEWEST_CALLS, min(_CALLS, _CALLS * _ALL_CALLS_UP_TO // max(1, whole_bytes)))
+    return Schedule.by(method, calls, reps)
+
+
+class Bench:
+    """An operation on tensors of one size, to be timed in several ways. Collective, as all its methods are.
+
+    Args:
+        comm, group: Of this rank. The table of ``comm`` changes.
+        subject, size: The operation.
+        schedule: How a call is timed at length.
+    """
+
+    def __init__(
+        self, comm: Communicator, group: dist.ProcessGroup, subject: Subject, size: int, schedule: Schedule
+    ) -> None:
+        self._comm, self._group, self._subject, self._size = comm, group, subject, size
+        self._schedule = schedule
+        self.bound: Bound = on_all(lambda: subject.bind(comm, group, size), group)
+
+    def candidates(self, show: Callable[[str], None]) -> AtSize:
+        """All candidates, those that run alike once, and NCCL.
+
+        Args:
+            show: Is told how far it is.
+        """
+        refusals: list[str] = []
+        rows = self._that_run(refusals)
+        look = dataclasses.replace(self._schedule, reps=_LOOK_RUNS, warm_ups=_LOOK_WARM_UPS)
+        if self._schedule.reps <= look.reps or not rows:
+            measured = [Measured(row, self.time(row, f"{n} of {len(rows)}", show)) for n, row in enumerate(rows, 1)]
+        else:
+            measured = []
+            for number, row in enumerate(rows, 1):
+                show(f"candidate {number} of {len(rows)}")
+                self.use(row)
+                measured.append(Measured(row, _rounded(self._timed(look).min_us), at_length=False))
+            again = set(worth_timing(measured, _SPACED_SLACK_US if self._schedule.spaced else 0.0))
+            done = 0
+            for index, (row, *_) in enumerate(measured):
+                if row in again:
+                    done += 1
+                    us = self.time(row, f"{done} of the best {len(again)}", show)
+                    measured[index] = Measured(row, us)
+        nccl_us = None
+        if self.bound.nccl is not None:
+            show("NCCL")
+            call, restore = self.bound.nccl
+            on_all(call, self._group)
+            nccl_us = _rounded(timing.time_graph(call, restore, self._schedule, self._group).us)
+        return AtSize(self._size, measured, nccl_us, tuple(refusals))
+
+    def time(self, row: Row, which: str, show: Callable[[str], None]) -> float:
+        """Microseconds of a candidate, at length."""
+        show(f"candidate {which}")
+        self.use(row)
+        return self.time_present()
+
+    def time_present(self) -> float:
+        """Microseconds of what the present table of the communicator says, at length."""
+        return _rounded(self._timed(self._schedule).us)
+
+    def use(self, row: Row) -> None:
+        """Makes the communicator run a candidate."""
+        only_symmetric = 0 if self._subject.is_symmetric else _NO_LIMIT
+        table = TuningTable("tune", by_operation([row]), _NO_LIMIT, _NO_LIMIT, min_symmetric_bytes=only_symmetric)
+        self._comm.use_table(table)
+
+    def _that_run(self, refusals: list[str]) -> list[Row]:
+        """The candidates that the communicator accepts, one of those that run alike."""
+        problem = self._subject.problem(self._size, self._comm.world_size)
+        rows, plans = [], set()
+        for row in candidates(problem, self._comm.limits, self._subject.is_symmetric):
+            self.use(row)
+            plan = self.bound.plan()
+            if plan.algorithm == "declined":
+                refusals.append(plan.reason)
+                continue
+            if self._subject.is_symmetric and plan.symmetric != row.algorithm:
+                refusals.append(f"{row.algorithm} has no shape for it")
+                continue
+            # A plan says of symmetric tensors only which algorithm runs.
+            key = row if self._subject.is_symmetric else plan
+            if key not in plans:
+                plans.add(key)
+                rows.append(row)
+        return rows
+
+    def _timed(self, schedule: Schedule) -> timing.Timing:
+        on_all(self.bound.call, self._group)  # what is wrong with it is told better outside of a capture
+        return timing.time_graph(self.bound.call, nothing, schedule, self._group)
+
+
+def count_candidates(subject: Subject, sizes: Sequence[int], comm: Communicator) -> int:
+    """Of all sizes together, those that run alike too."""
+    return sum(
+        1
+        for size in sizes
+        for _ in candidates(subject.problem(size, comm.world_size), comm.limits, subject.is_symmetric)
+    )
+
+
+def _rounded(us: float) -> float:
+    """As files have it: what is read again chooses as what was measured."""
+    return round(us, 3)

@@ -1,0 +1,132 @@
+"""What a run of the tuner has measured so far, in the file of ``--json``: another run goes on behind it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llm_comm import outputs
+from llm_comm.bench.agreement import difference
+from llm_comm.bench.choosing import Measured
+from llm_comm.bench.measuring import AtSize
+from llm_comm.errors import ConfigError
+from llm_comm.planning.tables import Row
+
+_COMMAND = "tune"
+# The GPUs of a machine are alike: which of them a run was given says nothing about it.
+_NOT_COMPARED = ("CUDA_VISIBLE_DEVICES",)
+_TO_DO = "name another file, or remove this one to measure anew"
+
+
+class Record:
+    """Sizes by the key of a subject. Every rank has one; rank 0 writes the file.
+
+    Args:
+        path: The file of ``--json``; None where there is none.
+        environment: Of this run (``report.environment``).
+        options: Of this run, as far as they change what is measured.
+
+    Raises:
+        ConfigError: There is a file, of another run or of another program.
+    """
+
+    def __init__(self, path: Path | None, environment: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        self._path = path
+        # As it will be read again: a tuple is a list there.
+        self._head = json.loads(json.dumps({"command": _COMMAND, **environment, "options": options}))
+        self._sizes: dict[str, dict[int, AtSize]] = {}
+        self._has_told = False
+        if path is not None and path.is_file() and path.stat().st_size > 0:
+            self._read(path)
+
+    def sizes(self, key: str) -> dict[int, AtSize]:
+        """What is known of a subject, by size."""
+        return self._sizes.setdefault(key, {})
+
+    def add(self, key: str, at_size: AtSize, *, writes: bool) -> None:
+        """Takes down what was measured.
+
+        Args:
+            writes: To the file too. That it cannot be written is told once, and measuring goes on.
+        """
+        self.sizes(key)[at_size.size] = at_size
+        if self._path is None or not writes:
+            return
+        try:
+            outputs.replace_json(self._path, self.report(is_complete=False))
+        except OSError as error:
+            if not self._has_told:
+                outputs.tell_unwritten("--json", self._path, error, "measuring goes on, and it is tried again")
+            self._has_told = True
+
+    def asked(self) -> dict[str, Any]:
+        """What must be alike on all ranks of a run: also what is known, as the rest is measured together."""
+        known = {key: sorted(found) for key, found in self._sizes.items() if found}
+        return {**_compared(self._head), "known from --json": known}
+
+    def write(self, *, is_complete: bool = True) -> bool:
+        """Writes the file at the end of the run; where that fails, prints it.
+
+        Args:
+            is_complete: Nothing is left to be measured.
+
+        Returns:
+            Whether it was written, or there is none.
+        """
+        if self._path is None:
+            return True
+        report = self.report(is_complete)
+        try:
+            outputs.replace_json(self._path, report)
+        except OSError:
+            return outputs.write_json("--json", self._path, report)
+        return True
+
+    def report(self, is_complete: bool) -> dict[str, Any]:
+        """The content of the file."""
+        sizes = {key: [_entry(found[size]) for size in sorted(found)] for key, found in self._sizes.items() if found}
+        return {**self._head, "complete": is_complete, "operations": sizes}
+
+    def _read(self, path: Path) -> None:
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            is_ours = content["command"] == _COMMAND
+            told = difference(_compared(content), _compared(self._head), "there", "here") if is_ours else ""
+            sizes = {
+                key: {at_size.size: at_size for at_size in map(_at_size, entries)}
+                for key, entries in (content["operations"].items() if is_ours and not told else ())
+            }
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(f"--json {path}: there is a file that `llm-comm tune` did not write: {_TO_DO}") from error
+        if not is_ours:
+            raise ConfigError(f"--json {path}: there is a file of another command: {_TO_DO}")
+        if told:
+            raise ConfigError(f"--json {path}: there is a file of another run: {told}; {_TO_DO}")
+        self._sizes = sizes
+
+
+def _compared(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be the same for two runs to be one, by name."""
+    variables = {name: value for name, value in content["variables"].items() if name not in _NOT_COMPARED}
+    return {
+        "world": content["ranks"]["world"],
+        "device": content["ranks"]["device"],
+        **{f"--{name}": value for name, value in content["options"].items()},
+        **content["versions"],
+        **variables,
+    }
+
+
+def _entry(at_size: AtSize) -> dict[str, Any]:
+    candidates = [{"us": m.us, "at_length": m.at_length, **m.row.entry()} for m in at_size.measured]
+    return {"bytes": at_size.size, "nccl_us": at_size.nccl_us, "candidates": candidates}
+
+
+def _at_size(entry: dict[str, Any]) -> AtSize:
+    return AtSize(int(entry["bytes"]), [_measured(**found) for found in entry["candidates"]], entry["nccl_us"])
+
+
+def _measured(us: float, at_length: bool, **of_row: Any) -> Measured:
+    return Measured(Row(**of_row), us, at_length)

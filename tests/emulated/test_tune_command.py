@@ -1,0 +1,157 @@
+"""`llm-comm tune` and `bench table` as ranks run them: what they write is then what a communicator goes by.
+
+The ranks say that they are on GPUs, and times are by a formula: of emulated GPUs they would say nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RankPool, make_communicator
+
+from llm_comm import cli, launch
+from llm_comm.bench.measuring import Bench
+from llm_comm.bench.pace import Budget
+from llm_comm.bench.tune_record import Record
+from llm_comm.planning.plan import Plan
+from llm_comm.planning.table_files import load_table
+
+OPTIONS = ("--min", "16K", "--max", "64K", "--hidden", "512", "--reps", "4")
+COUNT = 24 << 10
+FAVOURITES = "two_shot", "push_hb", "two_shot_pull_hb", "direct_port"
+
+
+class Placed(launch.Placement):
+    device = torch.device("cpu")
+
+
+class KilledError(Exception):
+    """The run ends here."""
+
+
+@contextlib.contextmanager
+def as_on_gpus() -> Iterator[None]:
+    def us_of(bench: Bench, _: object) -> Any:
+        plan = bench.bound.plan()
+        name = plan.symmetric if bench._subject.is_symmetric else plan.algorithm
+        us = 20.0 - 5 * (name in FAVOURITES)
+        return SimpleNamespace(us=us, min_us=us)
+
+    size = dist.get_world_size()
+    with (
+        mock.patch.object(launch, "place", return_value=Placed(size, on_gpu=True)),
+        mock.patch.object(launch, "in_rank", return_value=True),
+        mock.patch.object(launch, "rank", dist.get_rank),
+        mock.patch.object(launch, "local_rank", return_value=0),
+        mock.patch.object(launch, "process_group", return_value=contextlib.nullcontext(dist.group.WORLD)),
+        mock.patch.object(torch.cuda, "get_device_name", return_value="emulated"),
+        mock.patch.object(Bench, "_timed", us_of),
+        mock.patch("llm_comm.bench.timing.time_graph", return_value=SimpleNamespace(us=30.0)),
+    ):
+        yield
+
+
+def tune(folder: Path, *options: str) -> int:
+    files = "--out", str(folder / "table.yaml"), "--json", str(folder / "found.json")
+    with as_on_gpus():
+        return cli.main(["tune", *OPTIONS, *files, *options])
+
+
+def bench(folder: Path) -> int:
+    with as_on_gpus(), mock.patch.dict("os.environ", {"LLM_COMM_TABLE": str(folder / "table.yaml")}):
+        return cli.main(["bench", "table", *OPTIONS, "--json", str(folder / "compared.json")])
+
+
+def plans(folder: Path) -> list[Plan]:
+    """What a communicator with the table plans, which also computes what it should."""
+    dtype, rank = torch.bfloat16, dist.get_rank()
+    with make_communicator(table=str(folder / "table.yaml"), workspace_bytes=64 << 20) as comm:
+        x, half = torch.ones(COUNT, dtype=dtype), torch.ones(COUNT // 2, dtype=dtype)
+        rows = x.view(-1, 512)
+        symmetric, gathered = comm.empty((COUNT,), dtype), comm.empty((COUNT,), dtype)
+        symmetric.fill_(rank + 1)
+        assert bool((comm.all_reduce(symmetric) == 3).all())
+        assert bool((comm.all_gather(half * rank, out=gathered) == torch.arange(2).repeat_interleave(len(half))).all())
+        assert bool((comm.reduce_scatter(x) == 2).all())
+        fused = comm.plan_fused(rows, rows[0])
+        return [comm.plan(x), fused, comm.plan_all_gather(half), comm.plan_reduce_scatter(x)]
+
+
+def test_the_table_that_was_tuned_is_used(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(2, tune, tmp_path) == [0, 0]
+    ours, theirs = ranks.run(2, plans, tmp_path)
+    assert ours == theirs
+    assert all(plan.reason.startswith("table.yaml, up to ") for plan in ours)
+    assert [plan.algorithm for plan in ours] == ["two_shot", "two_shot", "one_shot", "one_shot"]
+    table = load_table(tmp_path / "table.yaml").table
+    assert {row.algorithm for key in table.rows if "symmetric" in key for row in table.rows[key]} == {
+        "two_shot_pull_hb",
+        "direct_port",
+    }
+    assert all(row.us is not None for rows in table.rows.values() for row in rows)
+
+
+def test_wrong_rows_are_marked(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, tune, tmp_path)
+    ranks.run(2, bench, tmp_path)
+    assert not marked(tmp_path)
+    path = tmp_path / "table.yaml"
+    lines = path.read_text().splitlines()
+    (number,) = (n for n, line in enumerate(lines) if "operation: all_reduce_add_rms_norm" in line)
+    lines[number] = lines[number].replace("algorithm: two_shot", "algorithm: one_shot", 1)
+    path.write_text("\n".join(lines))
+    ranks.run(2, bench, tmp_path)
+    assert marked(tmp_path) == {"all_reduce_add_rms_norm"}
+
+
+def marked(folder: Path) -> set[str]:
+    return {row["operation"] for row in json.loads((folder / "compared.json").read_text())["rows"] if row["marked"]}
+
+
+def cut_off(folder: Path) -> None:
+    add, sizes = Record.add, itertools.count(1)
+
+    def add_up_to_seven(record: Record, *arguments: Any, **options: Any) -> None:
+        add(record, *arguments, **options)
+        if next(sizes) == 7:
+            raise KilledError
+
+    with mock.patch.object(Record, "add", add_up_to_seven), pytest.raises(KilledError):
+        tune(folder)
+
+
+def out_of_time(folder: Path) -> None:
+    with mock.patch.object(Budget, "_is_spent", side_effect=[False] * 5 + [True]):
+        assert tune(folder, "--seconds", "9") == 0
+
+
+def test_a_run_that_was_cut_off_or_out_of_time_goes_on(ranks: RankPool, tmp_path: Path) -> None:
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    cut.mkdir()
+    whole.mkdir()
+    ranks.run(2, tune, whole)
+    ranks.run(2, cut_off, cut)
+    assert not (cut / "table.yaml").exists()
+    ranks.run(2, out_of_time, cut)
+    found = json.loads((cut / "found.json").read_text())
+    assert not found["complete"]
+    assert sum(map(len, found["operations"].values())) == 7 + 5
+    assert "complete: false" in (cut / "table.yaml").read_text()
+    ranks.run(2, tune, cut)
+    assert "complete: true" in (cut / "table.yaml").read_text()
+    assert content(cut, "found.json") == content(whole, "found.json")
+    assert load_table(cut / "table.yaml") == load_table(whole / "table.yaml")
+
+
+def content(folder: Path, name: str) -> dict[str, Any]:
+    return {**json.loads((folder / name).read_text()), "date": ""}

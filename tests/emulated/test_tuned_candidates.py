@@ -1,0 +1,72 @@
+"""What the tuner times, on ranks of a real group: the candidate that a row says, with tensors of its kind.
+
+Times are stubs: of emulated GPUs they would say nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from harness import RankPool, make_communicator
+
+from llm_comm import Communicator
+from llm_comm.bench import OPERATIONS, timing
+from llm_comm.bench.measuring import Bench, schedule_of
+from llm_comm.bench.tune_subjects import ELEMENT_BYTES, Subject, candidates, subjects_of
+
+HIDDEN = 64
+
+
+def kinds_that_run(comm: Communicator, subject: Subject, size: int) -> set[str]:
+    """The protocols of a subject's candidates. Of each the first is called, as often as the tuner does: each call takes
+    the emulator a while."""
+    group: Any = dist.group.WORLD
+    bench = Bench(comm, group, subject, size, schedule_of("aligned", 2, 1))
+    run = bench.bound.call
+    ran: dict[tuple[str, str], int] = {}
+
+    def call() -> None:
+        ((row,),) = comm.table.rows.values()
+        kind = row.algorithm, row.protocol
+        ran[kind] = ran.get(kind, 0) + 1
+        if ran[kind] == 1:
+            run()
+
+    bench.bound = dataclasses.replace(bench.bound, call=call, nccl=None)  # gloo has not all of NCCL's calls
+    with mock.patch.object(timing, "time_graph", return_value=SimpleNamespace(us=1.0)):
+        at_size = bench.candidates(lambda _: None)
+    comm.check()
+    assert at_size.refusals == ()
+    expected = list(candidates(subject.problem(size, comm.world_size), comm.limits, subject.is_symmetric))
+    assert {row.algorithm for row in expected} == {name for name, _ in ran}
+    assert sum(ran.values()) == len(at_size.measured) <= len(expected)
+    return {f"symmetric {protocol}" if subject.is_symmetric else protocol for _, protocol in ran}
+
+
+def check(name: str, size: int, kinds: set[str]) -> None:
+    with make_communicator(workspace_bytes=64 << 20) as comm:  # which copy engines want more of than the others
+        subjects = subjects_of([name], HIDDEN, size, comm.world_size)
+        found = [kinds_that_run(comm, s, size) for s in subjects if size in s.sizes(size, size)]
+    assert set().union(*found) == kinds
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_small_messages(name: str, ranks: RankPool) -> None:
+    ranks.run(2, check, name, 4 * HIDDEN * ELEMENT_BYTES, {"LL"})
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("all-reduce", {"LL", "HB", "Port", "symmetric HB", "symmetric Port"}),
+        ("all-gather", {"LL", "HB", "Port", "symmetric HB", "symmetric Port"}),
+        ("reduce-scatter", {"LL", "HB"}),
+    ],
+)
+def test_large_messages(name: str, kinds: set[str], ranks: RankPool) -> None:
+    ranks.run(2, check, name, 4 << 20, kinds)
