@@ -124,11 +124,14 @@ def _why_not(problem: Problem, table: TuningTable, config: Config) -> str:
         return why
     if problem.world_size == 1:
         return "one rank: nothing to exchange"
-    message_bytes = problem.whole_bytes()
     limit = message_limit(ALL_REDUCE, table, config)
+    # The bound of a table is the largest size of its rows, which go by the largest part. The option bounds tensors.
+    is_option = config.max_message_bytes is not None
+    message_bytes = problem.whole_bytes() if is_option else problem.message_bytes()
     if message_bytes > limit:
-        whole = f"the whole tensor has {message_bytes} bytes, " if operation.has_parts else ""
-        return f"{whole}more than max_message_bytes={limit}"
+        what = "the whole tensor" if is_option else "the largest part"
+        of_parts = f"{what} has {message_bytes} bytes, " if operation.has_parts else ""
+        return f"{of_parts}more than max_message_bytes={limit}"
     if message_bytes > message_limit(problem.operation, table, config):
         return f"more than max_fused_bytes={table.max_fused_bytes} of {table.name}: two kernels are as fast"
     if not any(problem.data_type in algorithm.data_types for algorithm in operation.algorithms):

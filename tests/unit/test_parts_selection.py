@@ -65,19 +65,29 @@ def test_row_by_the_largest_part(operation: str, part_bytes: int, row: int) -> N
 
 
 @both
-def test_the_limit_is_one_of_the_whole_tensor(operation: str) -> None:
+def test_the_limit_of_the_option_is_one_of_the_whole_tensor(operation: str) -> None:
     scale = 1 if operation == ALL_GATHER else 2
     largest = (1 << 20) // scale
+    config = CONFIG.replace(max_message_bytes=1 << 20)
     for sizes, rows in (([largest // 4] * 4, 1), ([largest - 5, 5], 1), ([largest // 64, largest // 64], 32)):
-        assert select(problem_of(operation, sizes, rows)).algorithm != "declined"
+        assert select(problem_of(operation, sizes, rows), config=config).algorithm != "declined"
         sizes[1] += 1
-        plan = select(problem_of(operation, sizes, rows))
+        plan = select(problem_of(operation, sizes, rows), config=config)
         nbytes = (largest + rows) * scale
         assert plan.algorithm == "declined"
         assert plan.reason == f"the whole tensor has {nbytes} bytes, more than max_message_bytes=1048576"
-    config = CONFIG.replace(max_message_bytes=100)
-    assert select(problem_of(operation, [50 // scale, 50 // scale]), config=config).algorithm == "push_hb"
-    assert select(problem_of(operation, [50 // scale, 52 // scale]), config=config).algorithm == "declined"
+
+
+@both
+def test_the_limit_of_a_table_is_one_of_the_largest_part(operation: str) -> None:
+    largest = (1 << 20) // (1 if operation == ALL_GATHER else 2)
+    for sizes in ([largest] * 4, [largest, 0], [1, largest, 5]):
+        assert select(problem_of(operation, sizes)).algorithm != "declined"
+        sizes[sizes.index(largest)] += 2
+        plan = select(problem_of(operation, sizes))
+        assert plan.algorithm == "declined"
+        nbytes = (1 << 20) + (2 if operation == ALL_GATHER else 4)
+        assert plan.reason == f"the largest part has {nbytes} bytes, more than max_message_bytes=1048576"
 
 
 @both
@@ -101,7 +111,7 @@ def test_every_table_has_an_algorithm_for_every_size(operation: str, world: int)
     for table in tables():
         for shift in range(1, 26):
             part_bytes = 1 << shift
-            if part_bytes * world > table.max_message_bytes:
+            if part_bytes > table.max_message_bytes:
                 continue
             plan = select(
                 problem_of(operation, [part_bytes if operation == ALL_GATHER else part_bytes // 2] * world), table
