@@ -111,9 +111,10 @@ class GatherScatter:
     # ---- What would be served -----------------------------------------------------------------------------------
 
     def accepts_all_gather(self, x: Any, dim: int = 0, sizes: Sizes | None = None) -> bool:
-        """Whether ``all_gather(x, dim, sizes)`` is served: the whole tensor is not larger than ``max_message_bytes``, or
-        without that option no part is larger than the tuning table goes, and ``dim`` and ``sizes`` fit ``x``. Depends on these and what ``accepts`` depends on, so all ranks that run the
-        same program with the same kind of tensor get the same answer.
+        """Whether ``all_gather(x, dim, sizes)`` is served: ``dim`` and ``sizes`` fit ``x``, and the whole tensor is not
+        larger than ``max_message_bytes``, or without that option no part larger than the tuning table goes. Depends on
+        these and what ``accepts`` depends on, so all ranks that run the same program with the same kind of tensor get
+        the same answer.
 
         Raises:
             UnsupportedInputError: ``x`` is neither a tensor nor an array that torch can use.
