@@ -56,6 +56,13 @@ class Algorithm(NamedTuple):
     ranges: dict[str, Range]
     is_symmetric: bool = False
 
+    @property
+    def is_by_proxy(self) -> bool:
+        """A thread of the host enqueues its copies. Only an option or a row of a table chooses such an algorithm:
+        where the process has filled the queue of the GPU, frees memory or first uses a kernel meanwhile, the copies
+        wait for the very kernel that waits for them (docs/experiments/channels.md)."""
+        return self.protocol == "Port"
+
 
 class Operation(NamedTuple):
     """What is computed.

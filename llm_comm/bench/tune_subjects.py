@@ -249,9 +249,12 @@ def coarse_first(subjects: Sequence[Subject], smallest: int, largest: int) -> li
 
 
 def candidates(problem: Problem, limits: _core.Limits, is_symmetric: bool = False) -> Iterator[Row]:
-    """Rows of a table worth measuring for a problem, of every algorithm for tensors of one kind, simplest first."""
+    """Rows of a table worth measuring for a problem, of every algorithm for tensors of one kind, simplest first; of none
+    that is not to be chosen unless somebody names it."""
     for algorithm in registry.operations()[problem.operation].algorithms:
         if problem.data_type not in algorithm.data_types or algorithm.is_symmetric != is_symmetric:
+            continue
+        if algorithm.is_by_proxy:
             continue
         for choice in _core.candidates(algorithm.number, problem.for_core(), limits):
             tunables = {name: getattr(choice, name) for name in algorithm.ranges}

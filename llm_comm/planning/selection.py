@@ -99,6 +99,8 @@ def with_direct(layout: Layout, problem: Problem, table: TuningTable, config: Co
             continue
         if row is not None and is_of_row(algorithm):
             choices = [_choice(row, table)]
+        elif algorithm.is_by_proxy and config.algorithm != algorithm.name:
+            continue
         else:
             choices = _core.candidates(algorithm.number, for_core, limits)[:1]
         for choice in choices:
@@ -170,6 +172,8 @@ def _choose(
         of_what = "bytes a rank" if operation.has_parts else "bytes"
         return _Chosen(found, _choice(row, table), f"{table.name}, up to {row.up_to} {of_what}{remark}")
     for algorithm in algorithms:
+        if algorithm.is_by_proxy and config.algorithm != algorithm.name:
+            continue
         for choice in _core.candidates(algorithm.number, for_core, limits):
             reason = f"{table.name} has no row for {problem.operation}: the first candidate{remark}"
             return _Chosen(algorithm, choice, reason)
