@@ -210,7 +210,7 @@ def tuned(shipped: TuningTable, found: Mapping[str, Found]) -> TuningTable:
     return shipped.with_rows(*rows)._replace(
         name="",
         max_message_bytes=limit,
-        min_symmetric_bytes=least_symmetric(found, shipped.min_symmetric_bytes),
+        min_symmetric_bytes=least_symmetric(found, shipped),
     )
 
 
@@ -224,10 +224,10 @@ def largest_won(best: Sequence[Measured], nccl: dict[int, float]) -> int:
     return won
 
 
-def least_symmetric(found: Mapping[str, Found], present: int) -> int:
-    """From which size on symmetric tensors are to be made use of: none of the measured operations was slower with them,
-    by more than two runs differ, at that or any larger size. ``present`` where that was not measured."""
-    least: list[int] = []
+def least_symmetric(found: Mapping[str, Found], shipped: TuningTable) -> int | dict[str, int]:
+    """From which size on symmetric tensors are to be made use of, by operation: with them it was not slower, by more
+    than two runs differ, at that or any larger size. What was not measured stays as it is."""
+    least: dict[str, int] = {}
     for key, ordinary in found.items():
         symmetric = {m.row.up_to: m.us for m in found.get(of_symmetric(key), NOTHING).best}
         compared = [
@@ -239,8 +239,18 @@ def least_symmetric(found: Mapping[str, Found], present: int) -> int:
             continue
         lost = [size for size, has_won in compared if not has_won]
         won = [size for size, has_won in compared if has_won and size > max(lost, default=0)]
-        least.append(min(won, default=compared[-1][0] + 1))
-    return max(least, default=present)
+        least[key] = min(won, default=compared[-1][0] + 1)
+    if not least:
+        return (
+            shipped.min_symmetric_bytes
+            if isinstance(shipped.min_symmetric_bytes, int)
+            else {**shipped.min_symmetric_bytes}
+        )
+    return {
+        name: least.get(name, shipped.symmetric_from(name))
+        for name, operation in registry.operations().items()
+        if any(algorithm.is_symmetric for algorithm in operation.algorithms)
+    }
 
 
 def line(subject: Subject, chosen: Measured, nccl_us: float | None) -> str:

@@ -249,8 +249,8 @@ def coarse_first(subjects: Sequence[Subject], smallest: int, largest: int) -> li
 
 
 def candidates(problem: Problem, limits: _core.Limits, is_symmetric: bool = False) -> Iterator[Row]:
-    """Rows of a table worth measuring for a problem, of every algorithm for tensors of one kind, simplest first; of none
-    that is not to be chosen unless somebody names it."""
+    """Rows of a table worth measuring for a problem, of every algorithm for tensors of one kind, simplest first: not of
+    those that run only where they are named."""
     for algorithm in registry.operations()[problem.operation].algorithms:
         if problem.data_type not in algorithm.data_types or algorithm.is_symmetric != is_symmetric:
             continue

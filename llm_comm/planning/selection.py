@@ -15,6 +15,7 @@ from llm_comm.planning.plan import Plan, Problem, without_kernel
 from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, of_symmetric, row_of
 
 _LARGEST_NUMBER = (1 << 32) - 1  # that a field of a choice can hold
+_LINES_OF_FEW_BLOCKS = 4096  # of a chunk; fewer where the staging memory has no room
 
 
 class Layout(NamedTuple):
@@ -83,7 +84,7 @@ def lay_out(problem: Problem, table: TuningTable, config: Config, limits: _core.
 def with_direct(layout: Layout, problem: Problem, table: TuningTable, config: Config, limits: _core.Limits) -> Layout:
     """A layout that also says what runs where the tensors are symmetric: by the table's row for that, or the first
     candidate that there is."""
-    if layout.launches is None or problem.message_bytes() < table.min_symmetric_bytes:
+    if layout.launches is None or problem.message_bytes() < table.symmetric_from(problem.operation):
         return layout
     operation, for_core = registry.operations()[problem.operation], problem.for_core()
     row = row_of(table.rows.get(of_symmetric(operation.name), ()), problem.message_bytes())
@@ -170,7 +171,8 @@ def _choose(
                     found = None if row is None else operation.find(row.algorithm, row.protocol)
     if found is not None and row is not None:
         of_what = "bytes a rank" if operation.has_parts else "bytes"
-        return _Chosen(found, _choice(row, table), f"{table.name}, up to {row.up_to} {of_what}{remark}")
+        reason = f"{table.name}, up to {row.up_to} {of_what}{remark}"
+        return _with_few_blocks(_Chosen(found, _choice(row, table), reason), algorithms, problem, config)
     for algorithm in algorithms:
         if algorithm.is_by_proxy and config.algorithm != algorithm.name:
             continue
@@ -203,9 +205,30 @@ def _choice(row: Row, table: TuningTable) -> _core.Choice:
     )
 
 
+def _with_few_blocks(
+    chosen: _Chosen, algorithms: list[registry.Algorithm], problem: Problem, config: Config
+) -> _Chosen:
+    """Where ``max_blocks`` allows fewer blocks than the table wants: an algorithm of HB, if there is one, with large
+    chunks. A few blocks carry several times as much by HB as by LL (docs/performance.md)."""
+    if not _is_bound(chosen.choice, problem, config):
+        return chosen
+    assert config.max_blocks is not None
+    reason = f"{chosen.reason}; max_blocks={config.max_blocks}"
+    for algorithm in algorithms:
+        if algorithm.protocol == "HB":
+            choice = _core.Choice(blocks=config.max_blocks, tile_lines=_LINES_OF_FEW_BLOCKS, depth=2)
+            return _Chosen(algorithm, choice, reason)
+    return chosen._replace(reason=reason)
+
+
+def _is_bound(choice: _core.Choice, problem: Problem, config: Config) -> bool:
+    most = config.max_blocks
+    return most is not None and choice.blocks > most and problem.whole_bytes() >= LARGE_BYTES
+
+
 def _bounded(choice: _core.Choice, problem: Problem, config: Config) -> _core.Choice:
     """The choice with the blocks that a large operation may take at most."""
-    if config.max_blocks is None or problem.whole_bytes() < LARGE_BYTES or choice.blocks <= config.max_blocks:
+    if config.max_blocks is None or not _is_bound(choice, problem, config):
         return choice
     return _core.Choice(
         blocks=config.max_blocks,

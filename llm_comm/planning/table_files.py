@@ -16,7 +16,8 @@ from llm_comm.quoting import quoted, shortened
 from llm_comm.yaml_files import InvalidYamlError, YamlList, YamlMapping, kind_of, read_yaml
 
 _KEYS = ("device", "world_size", "max_message_bytes", "rows")
-_LIMITS = ("max_fused_bytes", "fused_blocks", "min_symmetric_bytes")
+_BY_OPERATION = "min_symmetric_bytes"  # may be
+_LIMITS = ("max_fused_bytes", "fused_blocks", _BY_OPERATION)
 _OPTIONAL_KEYS = (*_LIMITS, "measured")
 #: Files of before have a list for each operation in place of ``rows``, and no protocols: there was one.
 _KEYS_OF_BEFORE = {"all_reduce": ALL_REDUCE, "fused": FUSED}
@@ -73,7 +74,9 @@ def _read(name: str, content: Any) -> TableFile:
         )
     for key in ("world_size", "max_message_bytes", *_LIMITS):
         value = content.get(key, 0)
-        if type(value) is not int or value < 0:
+        if key == _BY_OPERATION and isinstance(value, dict):
+            content[key] = _by_operation(key, value, content.lines[key])
+        elif type(value) is not int or value < 0:
             raise _InvalidError(
                 f"{key} is {quoted(value)}; it must be a whole number of at least 0", content.lines[key]
             )
@@ -90,6 +93,18 @@ def _read(name: str, content: Any) -> TableFile:
     limits = {key: content[key] for key in _LIMITS if key in content}
     table = TuningTable(name, rows, content["max_message_bytes"], **limits)
     return TableFile(str(content["device"]), content["world_size"], table)
+
+
+def _by_operation(key: str, value: dict[Any, Any], line: int) -> dict[str, int]:
+    known = registry.operations()
+    for operation, number in value.items():
+        if operation not in known:
+            raise _InvalidError(f"{key} names {quoted(operation)}; operations: {', '.join(known)}", line)
+        if type(number) is not int or number < 0:
+            raise _InvalidError(
+                f"{key} of {operation} is {quoted(number)}; it must be a whole number of at least 0", line
+            )
+    return {operation: value[operation] for operation in known if operation in value}
 
 
 def _entries(content: YamlMapping) -> list[tuple[int, Any]]:
@@ -190,13 +205,14 @@ class _Dumper(yaml.SafeDumper):
 
 def table_text(device: str, world_size: int, table: TuningTable, measured: dict[str, Any]) -> str:
     """What a file says of a table; ``measured``: when, and by what."""
+    least = table.min_symmetric_bytes
     head = {
         "device": device,
         "world_size": world_size,
         "max_message_bytes": table.max_message_bytes,
         "max_fused_bytes": table.max_fused_bytes,
         "fused_blocks": table.fused_blocks,
-        "min_symmetric_bytes": table.min_symmetric_bytes,
+        _BY_OPERATION: least if isinstance(least, int) else dict(least),
         "measured": measured,
     }
     # A row a line: tables are read by people who compare rows.

@@ -84,8 +84,13 @@ class TuningTable(NamedTuple):
     #: small blocks cost more than they gain (docs/experiments/model_kernels.md). 0: any number.
     fused_blocks: int = 0
     #: Smaller messages run alike whether or not their tensors are symmetric: to tell the peers where they lie takes a
-    #: hop. The default is not measured.
-    min_symmetric_bytes: int = MIB
+    #: hop. For all operations, or by operation. The default is not measured.
+    min_symmetric_bytes: int | Mapping[str, int] = MIB
+
+    def symmetric_from(self, operation: str) -> int:
+        """``min_symmetric_bytes`` of an operation."""
+        least = self.min_symmetric_bytes
+        return least if isinstance(least, int) else least.get(operation, MIB)
 
     def with_rows(self, *rows: Row) -> TuningTable:
         """A table with these in place of all rows of their operations."""

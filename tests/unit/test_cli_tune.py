@@ -350,14 +350,17 @@ def test_symmetric_tensors_are_made_use_of_from_where_they_win(
             [Measured(pull._replace(up_to=n), us) for n, us in zip(sizes[1:], symmetric, strict=True)], {}
         ),
     }
-    assert tune.least_symmetric(measured, 7) == least
+    shipped = SHIPPED._replace(min_symmetric_bytes=7)
+    assert tune.least_symmetric(measured, shipped) == {ALL_REDUCE: least, ALL_GATHER: 7}
     table = tune.tuned(SHIPPED, measured)
-    assert table.min_symmetric_bytes == least
+    assert table.symmetric_from(ALL_REDUCE) == least
     assert [row.algorithm for row in table.rows[of_symmetric(ALL_REDUCE)]] == ["two_shot_pull_hb"]
-    # All of the operations that have been measured with them have to win.
     gather = {ALL_GATHER: found(ROW._replace(up_to=512)), of_symmetric(ALL_GATHER): found(ROW._replace(up_to=512))}
-    assert tune.least_symmetric({**measured, **gather}, 7) == 512
-    assert tune.least_symmetric({ALL_REDUCE: measured[ALL_REDUCE]}, 7) == 7
+    assert tune.least_symmetric({**measured, **gather}, shipped) == {ALL_REDUCE: least, ALL_GATHER: 512}
+    assert tune.least_symmetric({ALL_REDUCE: measured[ALL_REDUCE]}, shipped) == 7
+    by_operation = shipped._replace(min_symmetric_bytes={ALL_REDUCE: 3, ALL_GATHER: 9})
+    assert tune.least_symmetric(measured, by_operation) == {ALL_REDUCE: least, ALL_GATHER: 9}
+    assert tune.least_symmetric({}, by_operation) == {ALL_REDUCE: 3, ALL_GATHER: 9}
 
 
 def test_what_is_printed() -> None:

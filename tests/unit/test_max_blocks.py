@@ -69,3 +69,9 @@ def test_small_operations_are_not_bounded(operation: str) -> None:
 
 def test_every_operation_is_tried() -> None:
     assert set(registry.operations()) == {ALL_REDUCE, FUSED, ALL_GATHER, REDUCE_SCATTER}
+
+
+def test_a_forced_algorithm_stays() -> None:
+    config = CONFIG.replace(max_blocks=16, algorithm="two_shot")
+    plan = layout_of(problem_of(ALL_REDUCE, 64 << 20, 8), TABLES[-1].table, config).plan
+    assert (plan.algorithm, plan.protocol, plan.blocks) == ("two_shot", "LL", 16)

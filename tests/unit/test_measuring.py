@@ -154,12 +154,10 @@ def test_symmetric_candidates_run_on_symmetric_tensors(monkeypatch: pytest.Monke
     clock = Clock(comm, lambda row, is_look: 1.0)
     monkeypatch.setattr(timing, "time_graph", clock)
     found = Bench(comm, GROUP, subject, SIZE, Schedule(20, 1, True)).candidates(lambda _: None)
-    assert {m.row.algorithm for m in found.measured} == {"two_shot_pull_hb", "two_shot_port"}
+    assert {m.row.algorithm for m in found.measured} == {"two_shot_pull_hb"}
     expected = candidates(subject.problem(SIZE, WORLD), comm.limits, is_symmetric=True)
     assert clock.at_length == list(dict.fromkeys(expected))
     assert comm.table.min_symmetric_bytes == 0
-    odd = Bench(comm, GROUP, subject, SIZE + 2, Schedule(20, 1, True)).candidates(lambda _: None)
-    assert {m.row.algorithm for m in odd.measured} == {"two_shot_port"}, "whose copies are of bytes, not of lines"
 
 
 def test_the_figures_of_a_row() -> None:
@@ -255,7 +253,7 @@ def test_sizes_of_parts(subject: Any) -> None:
 @pytest.mark.parametrize("subject", [AllGatherSubject(), ReduceScatterSubject()], ids=lambda s: s.operation)
 def test_every_protocol_is_a_candidate_for_parts(subject: Any) -> None:
     found = {row.protocol for row in candidates(subject.problem(16 * MIB, WORLD), limits_of(CONFIG))}
-    assert found == {a.protocol for a in tune_subjects.registry.operations()[subject.operation].algorithms}
+    assert found == {"LL", "HB"}, "copies by the host are chosen by nobody but who names them"
 
 
 def test_a_pool_is_made_once_and_cut_into_tensors_apart() -> None:

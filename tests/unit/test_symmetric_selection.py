@@ -66,6 +66,35 @@ def test_small_messages_run_as_any(nbytes: int, expected: str) -> None:
     assert plan_of(nbytes, TuningTable("no row", by_operation([ORDINARY]), 64 * MIB)).symmetric == expected
 
 
+def test_small_is_not_the_same_for_all_operations(tmp_path: Path) -> None:
+    least = {ALL_REDUCE: 4096, "all_gather": 7}
+    path = write_table(tmp_path / "table.yaml", [LARGE, ORDINARY], min_symmetric_bytes=least)
+    table = load_table(path).table
+    assert plan_of(4096 - 16, table).symmetric == ""
+    assert plan_of(4096, table).symmetric == PULL
+    assert table.symmetric_from("all_gather") == 7
+    assert table.symmetric_from("reduce_scatter") == MIB
+    again = tmp_path / "again.yaml"
+    again.write_text(table_text("test device", 8, table, {}), encoding="utf-8")
+    assert load_table(again).table._replace(name=table.name) == table
+    turned = write_table(tmp_path / "table.yaml", [LARGE, ORDINARY], min_symmetric_bytes=dict(reversed(least.items())))
+    assert load_table(turned).table.digest() == table.digest()
+
+
+@pytest.mark.parametrize(
+    ("least", "why"),
+    [
+        ({"all_sum": 5}, r"min_symmetric_bytes names 'all_sum'; operations: all_reduce, "),
+        ({ALL_REDUCE: -1}, r"min_symmetric_bytes of all_reduce is -1; it must be a whole number of at least 0"),
+        ({ALL_REDUCE: "1M"}, r"min_symmetric_bytes of all_reduce is '1M'; it must be a whole number"),
+        ([4], r"min_symmetric_bytes is \[4\]; it must be a whole number"),
+    ],
+)
+def test_what_is_no_least_size(tmp_path: Path, least: object, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        load_table(write_table(tmp_path / "table.yaml", [LARGE, ORDINARY], min_symmetric_bytes=least))
+
+
 @pytest.mark.parametrize("nbytes", [2, 14, 18, 4098])
 def test_what_is_not_in_lines_runs_as_any(nbytes: int) -> None:
     assert plan_of(nbytes).symmetric == ""
