@@ -15,7 +15,10 @@ from llm_comm.planning.plan import Plan, Problem, without_kernel
 from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, of_symmetric, row_of
 
 _LARGEST_NUMBER = (1 << 32) - 1  # that a field of a choice can hold
-_LINES_OF_FEW_BLOCKS = 4096  # of a chunk; fewer where the staging memory has no room
+_LINE_BYTES = 16
+# Of a chunk where an operation has few blocks; fewer still where the staging memory has no room.
+_FEWEST_LINES = 128
+_LINES_OF_FEW_BLOCKS = 4096
 
 
 class Layout(NamedTuple):
@@ -83,7 +86,7 @@ def lay_out(problem: Problem, table: TuningTable, config: Config, limits: _core.
 
 def with_direct(layout: Layout, problem: Problem, table: TuningTable, config: Config, limits: _core.Limits) -> Layout:
     """A layout that also says what runs where the tensors are symmetric: by the table's row for that, or the first
-    candidate that there is."""
+    candidate that there is. A forced algorithm does not need a row."""
     if layout.launches is None or problem.message_bytes() < table.symmetric_from(problem.operation):
         return layout
     operation, for_core = registry.operations()[problem.operation], problem.for_core()
@@ -214,9 +217,13 @@ def _with_few_blocks(
         return chosen
     assert config.max_blocks is not None
     reason = f"{chosen.reason}; max_blocks={config.max_blocks}"
+    part_bytes = problem.whole_bytes() / problem.world_size
+    lines_of_block = int(part_bytes / _LINE_BYTES / config.max_blocks)
+    # Some chunks for each block, so that it sends one while another one comes.
+    tile_lines = min(max(lines_of_block // 4, _FEWEST_LINES), _LINES_OF_FEW_BLOCKS)
     for algorithm in algorithms:
         if algorithm.protocol == "HB":
-            choice = _core.Choice(blocks=config.max_blocks, tile_lines=_LINES_OF_FEW_BLOCKS, depth=2)
+            choice = _core.Choice(blocks=config.max_blocks, tile_lines=tile_lines, depth=2)
             return _Chosen(algorithm, choice, reason)
     return chosen._replace(reason=reason)
 

@@ -47,8 +47,12 @@ def test_large_operations_take_so_many_blocks_at_most(operation: str, world: int
             if bounded.launches is None or free.launches is None:
                 continue
             assert 1 <= bounded.plan.blocks <= most
-            assert bounded.launches[0] == free.launches[0], "it is the same algorithm"
-            more += free.plan.blocks > most
+            if free.plan.blocks <= most:
+                assert bounded.plan == free.plan
+                continue
+            more += 1
+            assert bounded.plan.reason == f"{free.plan.reason}; max_blocks={most}"
+            assert bounded.plan.protocol == ("LL" if operation == FUSED else "HB"), "which needs fewer blocks"
             assert (free.direct is None) == (bounded.direct is None)
             if bounded.direct is not None:
                 assert 1 <= bounded.direct[2].blocks <= most
