@@ -48,13 +48,15 @@ def emulated_table() -> TuningTable:
 def rows_of_parts(operation: str, sm_count: int) -> tuple[Row, ...]:
     """Rows for all-gather or reduce-scatter where none have been measured, by the bytes of the largest rank's part.
 
-    LL as in the first hop of the H200's all-reduce tables; HB where a hop's time counts little beside the wire's.
+    As measured on two H200, where LL is faster up to 24 MiB, which is about one launch there. Where there are more
+    ranks, each has a smaller share of a slot: parts of 4 MiB take one launch with six.
     """
     sms = max(1, sm_count)
     return (
-        Row(32 * 1024, operation, "one_shot", "LL", blocks=sms, tile_lines=16),
-        Row(MIB - 1, operation, "one_shot", "LL", blocks=4 * sms, tile_lines=32),
-        Row(64 * MIB, operation, "push_hb", "HB", blocks=sms, tile_lines=512, depth=2),
+        Row(64 * 1024, operation, "one_shot", "LL", blocks=sms, tile_lines=32),
+        Row(MIB, operation, "one_shot", "LL", blocks=8 * sms, tile_lines=32),
+        Row(4 * MIB, operation, "one_shot", "LL", blocks=8 * sms, tile_lines=128),
+        Row(64 * MIB, operation, "push_hb", "HB", blocks=sms, tile_lines=1024, depth=2),
     )
 
 

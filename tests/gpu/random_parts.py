@@ -37,6 +37,8 @@ ALGORITHMS = {
     "reduce_scatter": ("one_shot", "push_hb", "auto"),
     "symmetric": ("direct_push_hb", "direct_port", "two_shot_pull_hb", "two_shot_port"),
 }
+#: Nothing may fill the queue of the GPU behind these, or load a kernel (docs/experiments/channels.md).
+BY_PROXY = ("port", "direct_port", "two_shot_port")
 # Grids and chunks that nobody would choose, so that blocks take many steps.
 ODD_TABLE = """
 device: any
@@ -167,6 +169,8 @@ class Runner:
             target.poison()
             source.data.copy_(given)
             result = call() if recording is None else recording.replay()
+            if case.algorithm in BY_PROXY:
+                self._ranks.synchronize()
             expected = self._expected(case, rows)
             where = Where(case.number, f"{case.kind}, replay {replay}", case, case.algorithm)
             wrong = (bits(result.flatten()) != bits(expected)) if case.gathers else differs(result.flatten(), expected)
