@@ -19,6 +19,9 @@ struct PortOwner {
   uint32_t world_size;
   std::function<bool()> has_failed;  // what is asked for then is not done
   std::function<void()> fail;        // a request could not be carried out: nothing waits for it any more
+  // Where so many bytes at a place of the symmetric heap lie on a rank, as this process reaches them; nullptr: nowhere. Empty:
+  // there is no heap.
+  std::function<char*(uint32_t rank, uint64_t place, uint64_t bytes)> find_in_heap = {};
 };
 
 class Ports {

@@ -103,6 +103,17 @@ class Segments {
     return std::nullopt;
   }
 
+  // Where so many bytes at a place lie on a rank, as this one maps it; nullptr: nowhere.
+  char* address(uint32_t rank, const Place& place, uint64_t bytes) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = segments_.find(place.segment);
+    if (found == segments_.end() || rank >= kMaxWorldSize) return nullptr;
+    const Segment& segment = found->second;
+    if (bytes > segment.bytes || place.offset > segment.bytes - bytes) return nullptr;
+    char* const first = segment.memory[rank].get();
+    return first == nullptr ? nullptr : first + place.offset;
+  }
+
   // All of it stays mapped until the process ends.
   void leave_to_graphs() {
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -11,6 +11,8 @@ from llm_comm.runtime.status import LIFE_S, RankError, Sighting, fit
 
 #: Name of the data type of what is moved whatever it stands for.
 _BYTE = "byte"
+#: What the core calls a kernel outside of the library (``Communicator.channels``).
+_USER_KERNEL = "user kernel"
 
 
 def explain(error: _core.OperationError, waited_s: float) -> RankError:
@@ -25,6 +27,8 @@ def explain(error: _core.OperationError, waited_s: float) -> RankError:
     number = f"operation {error.sequence + 1} of this communicator, replays counted"
     phase = "comparison of calls" if error.phase < 0 else f"phase {error.phase}"
     where = f"{error.operation} of {error.bytes} bytes ({number}; {phase})"
+    if error.operation == _USER_KERNEL:  # no operation of the communicator: it has no number
+        where = _USER_KERNEL
     kind: type[CommunicatorError]
     if error.cause == "mismatch":
         kind, brief = MismatchError, f"disagrees with rank {error.peer}"
