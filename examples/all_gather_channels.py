@@ -73,7 +73,7 @@ def compile_kernel(code: str, name: str, device: torch.device) -> Callable[..., 
     import cupy
 
     cupy.cuda.Device(device.index).use()
-    kernel = cupy.RawKernel(code, name, options=("-std=c++20", f"-I{llm_comm.get_include()}"))
+    kernel = cupy.RawKernel(code, name, options=llm_comm.get_nvrtc_options())
 
     def launch(*arguments: Any) -> None:
         with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):

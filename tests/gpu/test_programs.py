@@ -6,6 +6,7 @@ are left out.
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +104,13 @@ def test_overlapping_communicators_under_mps() -> None:
 @pytest.mark.parametrize("world", (2, 3, WORLD) if SHARED else sorted({2, WORLD}))
 def test_port_channels(world: int) -> None:
     run_ranks("port_channel.py", 400, world=world)
+
+
+@pytest.mark.timeout(320)
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="no cupy, which compiles the kernels")
+@pytest.mark.parametrize("world", (2, 3, WORLD) if SHARED else sorted({2, WORLD}))
+def test_channels(world: int) -> None:
+    run_ranks("channels.py", 300, world=world)
 
 
 @pytest.mark.timeout(420)

@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 
 import llm_comm
+from llm_comm import installation
 
 REPOSITORY = Path(__file__).parents[2]
 EXCHANGE = REPOSITORY / "tests" / "channels" / "exchange.cuh"
@@ -54,7 +55,7 @@ def log_of_nvrtc(code: str) -> str:
     assert NVRTC is not None
     program = ctypes.c_void_p()
     assert NVRTC.nvrtcCreateProgram(ctypes.byref(program), code.encode(), b"kernel.cu", 0, None, None) == 0
-    options = [b"-std=c++20", b"--gpu-architecture=compute_90", f"-I{llm_comm.get_include()}".encode()]
+    options = [b"--gpu-architecture=compute_90", *(option.encode() for option in llm_comm.get_nvrtc_options())]
     failed = NVRTC.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     size = ctypes.c_size_t()
     NVRTC.nvrtcGetProgramLogSize(program, ctypes.byref(size))
@@ -97,12 +98,25 @@ def test_errors_are_seen() -> None:
     assert "error" in log_of_nvrtc('#include "llm_comm/line.cuh"\nconstexpr int of_the_host() { return 1; }\n')
 
 
+def test_options_change_with_the_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cupy looks up what it has compiled by source and options alone."""
+    headers = shutil.copytree(llm_comm.get_include(), tmp_path / "include")
+    monkeypatch.setattr(installation, "get_include", lambda: str(headers))
+    found = installation.get_nvrtc_options.__wrapped__()
+    assert found[2] == llm_comm.get_nvrtc_options()[2]
+    with (headers / "llm_comm" / "channels.cuh").open("a", encoding="utf-8") as file:
+        file.write("// changed\n")
+    changed = installation.get_nvrtc_options.__wrapped__()
+    assert changed[:2] == found[:2]
+    assert changed[2] != found[2]
+
+
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 @pytest.mark.parametrize("name", kernels())
 def test_kernels_by_nvcc(name: str, tmp_path: Path) -> None:
     source = tmp_path / "kernel.cu"
     source.write_text(kernels()[name], encoding="utf-8")
-    flags = ["-std=c++20", "-arch=sm_90", "-Werror=all-warnings", "-I", llm_comm.get_include()]
+    flags = [*llm_comm.get_nvrtc_options(), "-arch=sm_90", "-Werror=all-warnings"]
     command = ["nvcc", *flags, "-c", str(source), "-o", str(tmp_path / "kernel.o")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
