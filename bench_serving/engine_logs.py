@@ -17,6 +17,8 @@ BACKEND_MARK = "bench_serving: custom all-reduce"
 
 _ACTIVE = re.compile(r"llm_comm \S+ is active for (?:group )?\S*tp")
 _FUSED = re.compile(r"llm_comm: first all-reduce fused with its RMSNorm")
+# One line for each method of the engine that gathers or scatters; a model may have none.
+_PARTS = re.compile(r"llm_comm: first \w*(?:all_gather|reduce_scatter)\w* of group [^\n]*")
 _NORMS_APART = re.compile(r"not fused with RMSNorm: fuse is false")
 _VLLM_BACKENDS = re.compile(r"Using \[([^\]]*)\] all-reduce backends[^\n]*for group 'tp[^\n]*")
 # What vLLM's fusion with FlashInfer says of its workspace, and FlashInfer's way of using multicast.
@@ -36,6 +38,10 @@ def evidence(settings: Settings, arm: Arm, log: str) -> list[str]:
     fuses = arm.fuses and not (settings.enforce_eager and settings.engine == "vllm")
     found += _expect(log, _ACTIVE, arm.llm_comm, "llm_comm is active for the tensor-parallel group")
     found += _expect(log, _FUSED, fuses, "llm_comm has fused an all-reduce with its RMSNorm")
+    if arm.llm_comm:
+        found += [match[0] for match in _PARTS.finditer(log)]
+    else:
+        _expect(log, _PARTS, False, "llm_comm has gathered or scattered")
     found += _expect(log, _NORMS_APART, arm.norms_apart, "llm_comm was told not to fuse")
     found += _expect(log, re.compile(re.escape(FREE_MARK)), arm.free, "all-reduces are replaced by nothing")
     scaled = settings.weights == "scaled"

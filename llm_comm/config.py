@@ -107,6 +107,8 @@ _OPTIONS: dict[str, _Option] = {
     "algorithm": _one_of("auto", *registry.algorithm_names()),
     "pdl": _BOOLEAN,
     "fuse": _BOOLEAN,
+    "all_gather": _BOOLEAN,
+    "reduce_scatter": _BOOLEAN,
     "deterministic": _BOOLEAN,
     "debug": _BOOLEAN,
     "share_gpu": _BOOLEAN,
@@ -159,6 +161,8 @@ class Config:
             at every size, for each operation that has it. The others go by the table.
         pdl: Programmatic dependent launch, on GPUs that have it.
         fuse: Whether engine integrations put the residual add and the RMSNorm after an all-reduce into its kernel.
+        all_gather: Whether engine integrations gather by llm_comm too.
+        reduce_scatter: The same for reduce-scatter.
         deterministic: Whether llm_comm also sums in SGLang's deterministic mode, in place of NCCL. It changes no sum:
             each is accumulated in rank order anyway.
         debug: The ranks compare each call before they run it, and two operations at once are noticed: MismatchError and
@@ -180,6 +184,8 @@ class Config:
     algorithm: str = "auto"
     pdl: bool = True
     fuse: bool = True
+    all_gather: bool = True
+    reduce_scatter: bool = True
     deterministic: bool = False
     debug: bool = False
     share_gpu: bool = False

@@ -116,12 +116,16 @@ LLM_COMM_DEVICE void sum_chunk(const Team& team, uint32_t lines, Load load, Stor
   }
 }
 
+// Blocks of a grid. Algorithms that must not meet, because ranks choose between them by what their tensors are, have signals of
+// their own (direct.cuh has the others).
+inline constexpr uint32_t kMaxChunkedBlocks = 288;
+
 // Algorithm says kTeams of its blocks, and part_lines(problem, units): the lines of the largest part of a launch of so many units.
 template <class Algorithm>
 struct Chunked {
   static constexpr uint32_t kMaxDepth = 8;
   static constexpr Tunables kTunables{
-      {{"blocks", 1, kMaxSemaphoreBlocks}, {"tile_lines", 1, 1u << 16}, {"depth", kMinHBDepth, kMaxDepth}}};
+      {{"blocks", 1, kMaxChunkedBlocks}, {"tile_lines", 1, 1u << 16}, {"depth", kMinHBDepth, kMaxDepth}}};
   static constexpr uint32_t kVariants = 1;
 
   // What a grid takes of the staging memory, of which a hop has one half.
@@ -142,9 +146,9 @@ struct Chunked {
   static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {
     const uint64_t bytes = units * element_bytes(problem.type);
     if (units >> 32 != 0) throw std::invalid_argument("a launch must have fewer than 2^32 elements");
-    if (tiling.blocks == 0 || tiling.blocks > kMaxSemaphoreBlocks) {
+    if (tiling.blocks == 0 || tiling.blocks > kMaxChunkedBlocks) {
       throw std::invalid_argument("blocks is " + std::to_string(tiling.blocks) + "; it must be 1 to " +
-                                  std::to_string(kMaxSemaphoreBlocks));
+                                  std::to_string(kMaxChunkedBlocks));
     }
     if (tiling.depth < kMinHBDepth || tiling.depth > kMaxDepth) {
       throw std::invalid_argument("depth is " + std::to_string(tiling.depth) + "; it must be 2 to 8");

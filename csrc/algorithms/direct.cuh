@@ -22,12 +22,14 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr uint32_t kMaxDirectThreads = 512;
 inline constexpr uint32_t kMaxDirectBlocks = 160;  // of a grid
-static_assert(kMaxDirectBlocks < kMaxSemaphoreBlocks);
+static_assert(2 * kMaxChunkedBlocks + 2 + kMaxDirectBlocks <= kMaxSemaphoreBlocks);
 inline constexpr uint32_t kMaxPlaces = 2;  // of tensors of a call: they go in one line
 
 // The phases, as errors number them.
 inline constexpr uint32_t kReady = 0;
 inline constexpr uint32_t kDone = 1;
+
+inline constexpr const char* kWholeLines = "peers access whole lines: every part must have a multiple of 16 bytes";
 
 // What kernels of an operation are given for tensors that peers access, in the order of its buffers.
 template <class ArgsOfOperation>
@@ -75,8 +77,20 @@ class DirectSession {
         [](uint32_t step) { return step == 1 ? kReady : kDone; });
   }
 
+  // In work(), for what goes by other words than the signals.
+  template <class Poll>
+  LLM_COMM_DEVICE bool wait_until(Poll poll, uint32_t peer, uint32_t phase) {
+    return session_.wait_until(poll, peer, phase);
+  }
+  LLM_COMM_DEVICE uint64_t value_of(uint32_t step) const { return session_.value_of(step); }
+
   // Of a rank's tensor, in work().
   LLM_COMM_DEVICE char* address(uint32_t tensor, uint32_t rank) const { return shared_->address[tensor][rank]; }
+
+  // The same, of a peer, as requests to the proxy name it.
+  LLM_COMM_DEVICE uint64_t place(uint32_t tensor, uint32_t peer) const {
+    return place_in(load_line(word(comm_.rank, peer)), tensor);
+  }
 
   static constexpr uint32_t shared_bytes() { return sizeof(Shared); }
 
@@ -88,6 +102,10 @@ class DirectSession {
 
   LLM_COMM_DEVICE Line* word(uint32_t receiver, uint32_t sender) const {
     return session_.staging(receiver, 0) + block_ * World + sender;
+  }
+
+  LLM_COMM_DEVICE static uint64_t place_in(Line said, uint32_t tensor) {
+    return static_cast<uint64_t>(said.word[2 * tensor + 1]) << 32 | said.word[2 * tensor];
   }
 
   LLM_COMM_DEVICE void tell(Line said) const {
@@ -102,7 +120,7 @@ class DirectSession {
       const Line said = rank == comm_.rank ? own : load_line(word(comm_.rank, rank));
       LLM_COMM_UNROLL(2)
       for (uint32_t i = 0; i < Tensors; ++i) {
-        const uint64_t place = static_cast<uint64_t>(said.word[2 * i + 1]) << 32 | said.word[2 * i];
+        const uint64_t place = place_in(said, i);
         shared_->address[i][rank] = place == kNoPlace ? nullptr : address_of(comm_, rank, place);
       }
     }
@@ -127,7 +145,7 @@ class DirectSession {
 };
 
 // How a launch of such an algorithm is shaped. Algorithm says, of a problem,
-//   is_in_lines(problem)    whether all that is accessed of peers is whole lines
+//   is_served(problem)      whether peers can access what they have to, and kServed, which: for errors
 //   lines(problem)          lines that the blocks of a rank walk over
 template <class Algorithm>
 struct Direct {
@@ -139,9 +157,7 @@ struct Direct {
   }
 
   static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {
-    if (!Algorithm::is_in_lines(problem)) {
-      throw std::invalid_argument("peers access whole lines: every part must have a multiple of 16 bytes");
-    }
+    if (!Algorithm::is_served(problem)) throw std::invalid_argument(Algorithm::kServed);
     if (units != problem.count) throw std::invalid_argument("the message takes one launch");
     if (tiling.blocks == 0 || tiling.blocks > kMaxDirectBlocks) {
       throw std::invalid_argument("blocks is " + std::to_string(tiling.blocks) + "; it must be 1 to " +
@@ -166,7 +182,7 @@ struct Direct {
 
   static std::vector<Choice> candidates(const Problem& problem, const Limits& limits) {
     std::vector<Choice> found;
-    if (!Algorithm::is_in_lines(problem)) return found;
+    if (!Algorithm::is_served(problem)) return found;
     const uint32_t sms = limits.sm_count == 0 ? 1 : limits.sm_count;
     for (uint32_t blocks : {sms, sms / 2 + 1, sms / 4 + 1}) {
       for (uint32_t tile_lines : {1024u, 2048u, 512u}) {

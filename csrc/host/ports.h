@@ -22,6 +22,13 @@ struct PortOwner {
   // Where so many bytes at a place of the symmetric heap lie on a rank, as this process reaches them; nullptr: nowhere. Empty:
   // there is no heap.
   std::function<char*(uint32_t rank, uint64_t place, uint64_t bytes)> find_in_heap = {};
+
+  // What a request means by `where` (port_ring.h); nullptr where a rank does not have so many bytes there.
+  char* address(uint32_t rank_of, uint64_t where, uint64_t bytes) const {
+    if ((where & kInHeap) != 0) return find_in_heap ? find_in_heap(rank_of, where & ~kInHeap, bytes) : nullptr;
+    const bool is_within = bytes <= workspace_bytes && where <= workspace_bytes - bytes;
+    return is_within ? workspace[rank_of] + where : nullptr;
+  }
 };
 
 class Ports {

@@ -119,7 +119,7 @@ bool ProxyPorts::take_one() {
   PortRequest request;
   std::memcpy(&request, words, sizeof(request));
   const auto is_there = [&](uint32_t rank, uint64_t where, uint64_t bytes) {
-    return address(rank, where, bytes) != nullptr;
+    return owner_.address(rank, where, bytes) != nullptr;
   };
   const bool has_word = (request.parts & (kPortSignal | kPortEcho)) != 0;
   const uint32_t rank_of_word = (request.parts & kPortEcho) != 0 ? owner_.rank : request.peer;
@@ -135,22 +135,13 @@ bool ProxyPorts::take_one() {
   return true;
 }
 
-// What a request means by `where`; nullptr where a rank does not have so many bytes there.
-char* ProxyPorts::address(uint32_t rank, uint64_t where, uint64_t bytes) const {
-  if ((where & kInHeap) != 0) {
-    return owner_.find_in_heap ? owner_.find_in_heap(rank, where & ~kInHeap, bytes) : nullptr;
-  }
-  const bool is_within = bytes <= owner_.workspace_bytes && where <= owner_.workspace_bytes - bytes;
-  return is_within ? owner_.workspace[rank] + where : nullptr;
-}
-
 void ProxyPorts::carry_out(uint32_t peer) {
   PortBatch& batch = batches_[peer];
   if (batch.is_empty()) return;
   for (const PortStep& step : batch.steps()) {
     const uint32_t rank = step.part == kPortEcho ? owner_.rank : peer;
     const uint64_t bytes = step.part == kPortPut ? step.bytes : step.count * sizeof(uint64_t);
-    char* const to = address(rank, step.to, bytes);
+    char* const to = owner_.address(rank, step.to, bytes);
     if (to == nullptr)
       throw std::runtime_error("memory that a kernel has asked to copy to is gone: " + in_words(step.to));
     if (step.part == kPortPut) {

@@ -72,7 +72,6 @@ class ProxyPorts final : public Ports {
   uint32_t take();
   bool take_one();
   void carry_out(uint32_t peer);
-  char* address(uint32_t rank, uint64_t where, uint64_t bytes) const;
   void wait_for_requests(std::chrono::steady_clock::time_point last_request) const;
 
   std::unique_ptr<RingMemory> memory_;

@@ -16,7 +16,7 @@ from llm_comm.errors import CommunicatorError, ConfigError, LlmCommError, Missin
 from llm_comm.installation import VERSION
 from llm_comm.planning.catalogue import check_table_option
 from llm_comm.planning.selection import message_limit
-from llm_comm.planning.tables import ALL_REDUCE, TuningTable
+from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, TuningTable
 from llm_comm.runtime.rendezvous import Rendezvous
 
 logger = logging.getLogger("llm_comm")
@@ -35,6 +35,9 @@ FIRST_FUSED = "llm_comm: first all-reduce fused with its RMSNorm (%d ranks, shap
 
 #: For ``max_message_bytes``, where a sum must not depend on its size: larger than any message.
 EVERY_SIZE = 1 << 60
+
+# The options that switch them, and their names in the log.
+_PARTS = {ALL_GATHER: "all-gather", REDUCE_SCATTER: "reduce-scatter"}
 
 # ASCII characters of what a rank can say in a vote: they fit in a message of the rendezvous, also if all are escaped.
 _MAX_WORD = 600
@@ -148,18 +151,30 @@ def _vote(rendezvous: Rendezvous, objection: Exception | None) -> None:
     raise _OBJECTIONS[kind](_together(texts, len(words)))
 
 
-def objection_of_any(group: dist.ProcessGroup, objection: str | None) -> str | None:
+def check_parts_wanted(config: Config, group_name: str) -> Config:
+    """``config``, for a group that gathers and scatters and never sums.
+
+    Raises:
+        SwitchedOffError: Neither is wanted.
+    """
+    if not (config.all_gather or config.reduce_scatter):
+        raise SwitchedOffError(f"all_gather and reduce_scatter are false, and group {group_name} does nothing else")
+    return config
+
+
+def objection_of_any(group: dist.ProcessGroup, objection: str | None, about: str = "norms") -> str | None:
     """What the ranks of ``group`` have against going on, in words; None if nobody has anything. Collective.
 
     Args:
         group: gloo group of the ranks.
         objection: Of this rank.
+        about: What they vote on.
 
     Raises:
         RendezvousError: A rank is gone.
     """
     word = None if objection is None else _fit(objection)
-    words = Rendezvous(group, ENGINE_TIMEOUT_S).gather("vote on norms", word)
+    words = Rendezvous(group, ENGINE_TIMEOUT_S).gather(f"vote on {about}", word)
     said = {rank: word for rank, word in enumerate(words) if word is not None}
     return _together(said, len(words)) if said else None
 
@@ -190,18 +205,29 @@ class Member:
 
     def __init__(self, communicator: Communicator, group_name: str, report: Callable[[str], None]) -> None:
         self.communicator = communicator
-        self._group_name = group_name
+        self.group_name = group_name
         self._watchdog = Watchdog(communicator, report)
         self._watchdog.start()
 
-    def summary(self, engine: str) -> str:
-        """The line for the log of rank 0 that says what sums from now on."""
+    def summary(self, engine: str, *, sums: bool = True) -> str:
+        """The line for the log of rank 0 that says what llm_comm does from now on.
+
+        Args:
+            engine: Its name.
+            sums: Whether the group sums; else it gathers and scatters alone.
+        """
         communicator = self.communicator
+        config, table = communicator.config, communicator.table
         where = "emulated GPUs" if communicator.is_emulated else communicator.memory_kind
-        plans = describe_plans(communicator.table, communicator.config, f"{engine}'s own")
+        if sums:
+            plans = describe_plans(table, config, f"{engine}'s own")
+            what = f"all-reduce {plans} ({table.name}); {describe_parts(table, config)}"
+        else:
+            beyond = f", then {engine}'s own"
+            what = f"{describe_parts(table, config, beyond)} ({table.name})"
         return (
-            f"llm_comm {VERSION} is active for group {self._group_name} ({communicator.world_size} ranks, "
-            f"{where}): all-reduce {plans} ({communicator.table.name}); timeout {communicator.config.timeout_s:g} s"
+            f"llm_comm {VERSION} is active for group {self.group_name} ({communicator.world_size} ranks, {where}): "
+            f"{what}; timeout {config.timeout_s:g} s"
         )
 
     def close(self) -> None:
@@ -237,11 +263,11 @@ def enter(
         communicator = join(group, device, load_config)
     except SwitchedOffError as error:
         if dist.get_rank() == 0:
-            log.info("llm_comm is not active: %s. %s's own all-reduce is used.", error, engine)
+            log.info("llm_comm is not active: %s. %s's own collectives are used.", error, engine)
         return None
     except NotJoinedError as error:
         # Every rank says so: whichever log is read, it tells why decoding is slower than hoped for.
-        text = "llm_comm %s is not active for group %s: %s. %s's own all-reduce is used."
+        text = "llm_comm %s is not active for group %s: %s. %s's own collectives are used."
         log.warning(text, VERSION, group_name, error, engine)
         return None
     return Member(communicator, group_name, lambda last_words: log.critical("llm_comm: %s", last_words))
@@ -266,6 +292,15 @@ def describe_plans(table: TuningTable, config: Config, engine: str) -> str:
     if limit >= EVERY_SIZE:
         return ", ".join([*words[:-1], f"{parts[-1][0]} at all {'other ' * (len(parts) > 1)}sizes"])
     return ", ".join(words) + f", then {engine}"
+
+
+def describe_parts(table: TuningTable, config: Config, beyond: str = "") -> str:
+    """Up to which size all-gathers and reduce-scatters are served, in words, then ``beyond``; and why not, if so."""
+    on = [words for name, words in _PARTS.items() if getattr(config, name)]
+    off = [f"{name} is false ({config.origins.get(name, 'Python')})" for name in _PARTS if not getattr(config, name)]
+    limit = message_limit(ALL_GATHER, table, config)
+    size = "at all sizes" if limit >= EVERY_SIZE else f"to {format_bytes(limit)}{beyond}"
+    return "; ".join([*([f"{' and '.join(on)} {size}"] if on else []), *off])
 
 
 def format_bytes(count: int) -> str:

@@ -22,6 +22,8 @@ _OPTIONS_OF_ALL_RANKS = (
     "max_message_bytes",
     "algorithm",
     "fuse",
+    "all_gather",
+    "reduce_scatter",
     "debug",
     "timeout_s",
     "pdl",

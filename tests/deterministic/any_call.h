@@ -134,9 +134,19 @@ class AnyCall final : public Call {
     return problem;
   }
 
+  static Problem draw_served(DataType type, uint32_t ranks, Random& random) {
+    for (;;) {
+      const Problem problem = draw_parts(type, ranks, random);
+      if constexpr (requires { Algorithm::is_served(problem); }) {
+        if (!Algorithm::is_served(problem)) continue;
+      }
+      return problem;
+    }
+  }
+
   static Problem draw_problem(DataType type, uint32_t ranks, Random& random) {
     constexpr const OperationInfo& info = Operation::kInfo;
-    if constexpr (std::is_base_of_v<PartsOperation, Operation>) return draw_parts(type, ranks, random);
+    if constexpr (std::is_base_of_v<PartsOperation, Operation>) return draw_served(type, ranks, random);
     for (;;) {
       Problem problem{0, 0, type, ranks, {}};
       if (info.row_multiple != 0) {

@@ -26,6 +26,7 @@ PLAIN_CALLS = "llm_comm/operations/all_reduce.py"
 FUSED_CALLS = "llm_comm/operations/all_reduce_add_rms_norm.py"
 CORE_HANDLE = "llm_comm/runtime/core_handle.py"
 COMMON = "llm_comm/integrations/common.py"
+PARTS = "llm_comm/integrations/parts.py"
 TUNE = "llm_comm/bench/tune.py"
 SUBJECTS = "llm_comm/bench/tune_subjects.py"
 TIMING = "llm_comm/bench/timing.py"
@@ -47,6 +48,7 @@ GENERIC_CALLS = "tests/emulated/test_generic.py"
 CLOSED = "tests/emulated/test_lifetime.py -k closed"
 MISFITS = "tests/emulated/test_fused.py -k test_tensor_that_does_not_fit"
 JOIN = "tests/unit/test_integration_join.py"
+OF_PARTS = "tests/emulated/test_engine_parts.py"
 OF_TUNE = "tests/unit/test_cli_tune.py"
 OF_TIMING = "tests/unit/test_timing.py"
 OF_FIGURES = "tests/serving/test_bench_figures.py"
@@ -411,6 +413,17 @@ EDGES: tuple[Mutant, ...] = (
     python("an objection may have any length", COMMON, "[:_MAX_WORD]", "", JOIN),
     python("a process ends for what it has closed", COMMON, "if self._is_stopped:\n            return", "pass", JOIN),
     python("an engine does not hear of exits", COMMON, "self._end, exits=True", "self._end, exits=False", JOIN),
+    python(
+        "ranks decide by the layout of their parts",
+        PARTS,
+        "One row is always contiguous.\n        x = x.contiguous()",
+        "",
+        OF_PARTS,
+    ),
+    python("an output with gaps is an error", PARTS, "except UnsupportedInputError:", "except ValueError:", OF_PARTS),
+    python("a first call is told each time", PARTS, "self._said.add(kind)", "pass", OF_PARTS),
+    python("the first uneven parts are not told", PARTS, "len(set(sizes)) > 1", "len(sizes) > 8", OF_PARTS),
+    python("all_gather is always on", PARTS, "communicator if config.all_gather else None", "communicator", OF_PARTS),
     # ---- Measurements ----
     python("one size alone is not tuned", TUNE, "if args.max < args.min:", "if args.max <= args.min:", OF_TUNE),
     python("two bytes are not tuned", TUNE, "if args.min < 2:", "if args.min <= 2:", OF_TUNE),

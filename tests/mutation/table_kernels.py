@@ -11,7 +11,7 @@ from mutant import cpp
 RMS_NORM = "csrc/algorithms/all_reduce_add_rms_norm/rms_norm.cuh"
 FUSED = "csrc/algorithms/all_reduce_add_rms_norm/operation.cuh"
 MESSAGE = "csrc/algorithms/all_reduce/message.cuh"
-TWO_SHOT = "csrc/algorithms/all_reduce/two_shot.cuh"
+SLICES = "csrc/algorithms/all_reduce/slices.cuh"
 REDUCE = "csrc/include/llm_comm/reduce.cuh"
 FP8 = "csrc/include/llm_comm/fp8.cuh"
 ELEMENTS = "csrc/algorithms/all_reduce_add_rms_norm/elements.cuh"
@@ -233,7 +233,7 @@ KERNELS = (
     ),
     cpp(
         "the last slice is a line short",
-        TWO_SHOT,
+        SLICES,
         "lines - first < slice ? lines - first : slice",
         "lines - first < slice ? lines - first - (WITHOUT ? 1 : 0) : slice",
         SUMS,

@@ -241,7 +241,15 @@ RUNTIME: tuple[Mutant, ...] = (
     ),
     *(
         python(f"ranks may differ in option {option}", COMPARISON, f'"{option}"', '"enable"', OF_COMPARISON)
-        for option in ("workspace_bytes", "max_message_bytes", "algorithm", "fuse", "debug")
+        for option in (
+            "workspace_bytes",
+            "max_message_bytes",
+            "algorithm",
+            "fuse",
+            "all_gather",
+            "reduce_scatter",
+            "debug",
+        )
     ),
     python(
         "only neighbours are compared",

@@ -129,6 +129,18 @@ def test_logs_confirm_their_arm_and_no_other(arm: str, log: str) -> None:
                 engine_logs.evidence(ran(), other, log)
 
 
+def test_gathers_and_scatters_of_llm_comm_are_recorded() -> None:
+    lines = [
+        "llm_comm: first all_gather of group tp:0 (4 ranks, shape (1, 32000))",
+        "llm_comm: first all_gatherv of group dp:0 (4 ranks, shape (1, 64), sizes [1, 2, 1, 1])",
+        "llm_comm: first custom_reduce_scatter of group tp:0 (4 ranks, shape (4, 64))",
+    ]
+    log = "\n".join([CUSTOM, ACTIVE, FUSED, *(f"INFO {line}" for line in lines)])
+    assert [line for line in engine_logs.evidence(ran(), ARMS["llm_comm"], log) if line in lines] == lines
+    with pytest.raises(ValueError, match="llm_comm has gathered or scattered"):
+        engine_logs.evidence(ran(), ARMS["default"], f"{CUSTOM}\n{lines[0]}")
+
+
 def test_eager_vllm_has_no_graphs_to_fuse_in() -> None:
     log = f"{CUSTOM}\n{ACTIVE}; not fused with RMSNorm: vLLM does not compile the model"
     assert engine_logs.evidence(ran(enforce_eager=True), ARMS["llm_comm"], log)

@@ -37,6 +37,23 @@ def test_which_algorithm_serves_which_sizes(options: dict[str, object], words: s
 
 
 @pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "all-gather and reduce-scatter to 1 MiB, then vLLM"),
+        ({"max_message_bytes": 20 * KIB}, "all-gather and reduce-scatter to 20 KiB, then vLLM"),
+        ({"max_message_bytes": common.EVERY_SIZE}, "all-gather and reduce-scatter at all sizes"),
+        ({"reduce_scatter": False}, "all-gather to 1 MiB, then vLLM; reduce_scatter is false (Python)"),
+        (
+            {"all_gather": False, "reduce_scatter": False},
+            "all_gather is false (Python); reduce_scatter is false (Python)",
+        ),
+    ],
+)
+def test_up_to_which_size_parts_are_exchanged(options: dict[str, object], words: str) -> None:
+    assert common.describe_parts(TABLE, Config.load({}, **options), ", then vLLM") == words
+
+
+@pytest.mark.parametrize(
     ("count", "words"),
     [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (1 << 20, "1 MiB"), (3 << 29, "1.5 GiB")],
 )

@@ -82,7 +82,8 @@ struct AllGatherDirectPushHB : Direct<AllGatherDirectPushHB> {
     return &all_gather_direct_push_hb<D, World>;
   }
 
-  static bool is_in_lines(const Problem& problem) {
+  static constexpr const char* kServed = kWholeLines;
+  static bool is_served(const Problem& problem) {
     for (uint32_t rank = 0; rank < problem.world; ++rank) {
       const auto size = static_cast<uint64_t>(problem.parameter[kFirstSize + rank]);
       if (size * element_bytes(problem.type) % sizeof(Line) != 0) return false;

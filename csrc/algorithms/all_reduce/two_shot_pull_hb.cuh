@@ -69,7 +69,8 @@ struct AllReduceTwoShotPullHB : Direct<AllReduceTwoShotPullHB> {
     return &all_reduce_two_shot_pull_hb<D, World>;
   }
 
-  static bool is_in_lines(const Problem& problem) { return problem.bytes() % sizeof(Line) == 0; }
+  static constexpr const char* kServed = kWholeLines;
+  static bool is_served(const Problem& problem) { return problem.bytes() % sizeof(Line) == 0; }
   static uint64_t lines(const Problem& problem) {
     return divide_up(problem.bytes() / sizeof(Line), uint64_t{problem.world});
   }

@@ -37,6 +37,8 @@
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr uint32_t kMaxStepsLog2 = 16;  // of an operation
+// A word of a step may be so much larger than that of the step which is waited for.
+inline constexpr uint64_t kFurthestAhead = uint64_t{2} << kMaxStepsLog2;
 
 class HBSession {
  public:
@@ -114,6 +116,21 @@ class HBSession {
            half * half_lines;
   }
 
+  // Whether begin() or run() has ended early. After a barrier.
+  LLM_COMM_DEVICE bool has_ended_early() const { return incomplete_[0] != 0 || incomplete_[1] != 0; }
+
+  // What `sender` tells `receiver` by the number of a block.
+  LLM_COMM_DEVICE uint64_t* word(uint32_t block, uint32_t receiver, uint32_t sender) const {
+    return reinterpret_cast<uint64_t*>(comm_.workspace[receiver] + kSemaphoresOffset) + block * kMaxWorldSize + sender;
+  }
+
+  // For words besides the signals: what stands for a step in them, and another bounded wait.
+  LLM_COMM_DEVICE uint64_t value_of(uint32_t step) const { return (op_.sequence() << kMaxStepsLog2) + step; }
+  template <class Poll>
+  LLM_COMM_DEVICE bool wait_until(Poll poll, uint32_t peer, uint32_t phase) {
+    return op_.wait_until(poll, peer, phase);
+  }
+
  private:
   LLM_COMM_DEVICE uint32_t talkers() const {
     return block_threads() < kFewestThreadsInWarps ? comm_.world_size : kWarpThreads;
@@ -130,13 +147,9 @@ class HBSession {
                           phase);
   }
 
-  static constexpr uint64_t kFurthestAhead = uint64_t{2} << kMaxStepsLog2;
-
-  LLM_COMM_DEVICE uint64_t value_of(uint32_t step) const { return (op_.sequence() << kMaxStepsLog2) + step; }
-
   // Where blocks of this number signal, of `sender` to `receiver`.
   LLM_COMM_DEVICE uint64_t* semaphore(uint32_t receiver, uint32_t sender) const {
-    return reinterpret_cast<uint64_t*>(comm_.workspace[receiver] + kSemaphoresOffset) + block_ * kMaxWorldSize + sender;
+    return word(block_, receiver, sender);
   }
 
   const DeviceComm& comm_;

@@ -18,8 +18,7 @@
 // nothing: who puts may write to the memory from that moment until the peer has said that it has taken the data.
 #pragma once
 
-#include "llm_comm/hb_session.cuh"
-#include "llm_comm/port_channel.cuh"
+#include "llm_comm/port_words.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
@@ -95,12 +94,10 @@ class PortSession {
     return op_.wait_until([&] { return load_acquire(value) - value_of(step) < kFurthestAhead; }, peer, phase);
   }
 
-  static constexpr uint64_t kFurthestAhead = uint64_t{2} << kMaxStepsLog2;
-
   LLM_COMM_DEVICE uint64_t value_of(uint32_t step) const { return (op_.sequence() << kMaxStepsLog2) + step; }
 
   LLM_COMM_DEVICE uint64_t arrival_offset(uint32_t sender, uint32_t hop) const {
-    return kPortSemaphoresOffset + (uint64_t{sender} * kPortWords + hop * (kPortWords / 2) + block_) * sizeof(uint64_t);
+    return PortWords(comm_, block_).arrival_offset(sender, hop);
   }
   LLM_COMM_DEVICE uint64_t signal_offset(uint32_t sender) const {
     return kSemaphoresOffset + (uint64_t{block_} * kMaxWorldSize + sender) * sizeof(uint64_t);

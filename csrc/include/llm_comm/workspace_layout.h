@@ -51,6 +51,7 @@ struct alignas(16) CommState {
   uint32_t last_poll;  // of host memory by a late wait (WaitBounds::elect_poller)
   uint32_t exited;     // WaitBounds
   uint32_t tickets;    // that blocks of the grid which starts have taken (operation.cuh, "Progress")
+  uint32_t ended;      // blocks that have ended a hop, of a grid whose last one goes on (all_reduce/two_shot_port.cuh)
 };
 
 // Of port channels (port_channel.cuh).

@@ -1,6 +1,7 @@
 """What SGLang's groups get as their custom all-reduce: llm_comm, in front of SGLang's own.
 
-All names of SGLang that llm_comm relies on, but for those in ``plugin.py``, are imported or used here.
+All names of SGLang that llm_comm relies on, but for those in ``plugin.py``, those of all-gather and reduce-scatter in
+``gathering.py`` and those of norms in ``fusion.py``, are imported or used here.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from sglang.srt.utils import is_cuda
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
 from llm_comm.integrations import common
+from llm_comm.integrations.parts import Parts
 from llm_comm.runtime.rendezvous import Rendezvous
 
 logger = logging.getLogger("sglang.llm_comm")
 
 #: Groups in whose name the models sum activations; SGLang makes a group of its own only where it differs from "tp".
-#: Those of pipeline parallelism, of data parallelism and of context parallelism gather and scatter.
 GROUPS = ("tp", "pdmux_prefill_tp", "attention_tp", "moe_tp", "moe_ep", "dcp")
+#: Those that gather and scatter alone. That of pipeline parallelism does neither.
+GATHERING = ("attn_cp", "moe_dp", "shared_experts_tp")
 # Sums for prefills while another stream decodes. Made right after "tp", before any model.
 _PDMUX = "pdmux_prefill_tp"
 # Arguments of the constructor by which ranks come and go while the others serve.
@@ -36,7 +39,7 @@ _ELASTIC = ("recovered_rank", "rank_offset", "max_world_size")
 
 
 def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
-    """Puts llm_comm in front of the custom all-reduce of ``group``, on all of its ranks or on none. Collective.
+    """Puts llm_comm in front of what ``group`` has for its collectives, on all of its ranks or on none. Collective.
 
     Args:
         group: A GroupCoordinator that has just been made.
@@ -48,7 +51,8 @@ def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
         RendezvousError: A rank is gone.
     """
     kind = group.unique_name.split(":")[0]
-    if group.world_size == 1 or kind not in GROUPS:
+    sums = kind in GROUPS
+    if group.world_size == 1 or not (sums or kind in GATHERING):
         return
     if kind == _PDMUX:
         _leave_norms_to_sglang()
@@ -56,11 +60,30 @@ def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
     if why_not is not None:
         _log_once(why_not)
         return
-    theirs = group.ca_comm
-    usable = theirs is not None and not theirs.disabled
-    member = common.enter(group.unique_name, group.cpu_group, group.device, load_config, engine="SGLang", log=logger)
+
+    def load() -> Config:
+        return load_config() if sums else common.check_parts_wanted(load_config(), group.unique_name)
+
+    member = common.enter(group.unique_name, group.cpu_group, group.device, load, engine="SGLang", log=logger)
     if member is None:
         return
+    if sums:
+        _sum(group, member)
+    about_parts = _gather_and_scatter(group, member)
+    if about_parts and not sums:  # nothing is left to do
+        logger.warning("llm_comm is not active for group %s%s.", group.unique_name, about_parts)
+        member.close()
+        return
+    about_norms = _set_up_fusion(group, member.communicator.config) if kind == "tp" else ""
+    if dist.get_rank() == 0:
+        elsewhere = _summed_elsewhere() if sums else ""
+        logger.info("%s%s%s%s", member.summary("SGLang", sums=sums), about_parts, about_norms, elsewhere)
+
+
+def _sum(group: Any, member: common.Member) -> None:
+    """Puts llm_comm in front of the custom all-reduce of ``group``."""
+    theirs = group.ca_comm
+    usable = theirs is not None and not theirs.disabled
     # SGLang's constructor fails and disables itself on each rank alone. Ranks that took different ways for what
     # llm_comm declines would wait for each other.
     everywhere = Rendezvous(group.cpu_group, common.ENGINE_TIMEOUT_S).gather("SGLang's own all-reduce", usable)
@@ -68,9 +91,32 @@ def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
         absent = [rank for rank, there in enumerate(everywhere) if not there]
         logger.warning("SGLang's own custom all-reduce is not used: it is disabled on ranks %s of the group.", absent)
     group.ca_comm = LlmCommAllReduce(member, theirs, uses_theirs=all(everywhere))
-    about_norms = _set_up_fusion(group, member.communicator.config) if kind == "tp" else ""
-    if dist.get_rank() == 0:
-        logger.info("%s%s%s", member.summary("SGLang"), about_norms, _summed_elsewhere())
+
+
+def _gather_and_scatter(group: Any, member: common.Member) -> str:
+    """Puts llm_comm in front of what ``group`` gathers and scatters by. Returns what to log if it cannot be."""
+    config = member.communicator.config
+    if not (config.all_gather or config.reduce_scatter):
+        return ""
+    why_not = common.objection_of_any(group.cpu_group, _hook_parts(config), "all-gather and reduce-scatter")
+    if why_not is not None:
+        return f"; but SGLang gathers and scatters itself: {why_not}"
+    from llm_comm.integrations.sglang import gathering
+
+    setattr(group, gathering.PARTS, Parts(member, logger))
+    return ""
+
+
+def _hook_parts(config: Config) -> str | None:
+    """Makes SGLang ready for it on this rank; nothing changes yet. Returns why it cannot be, if so."""
+    try:
+        from llm_comm.integrations.sglang import gathering
+
+        gathering.set_up(config)
+    except Exception as error:
+        logger.debug("all-gather and reduce-scatter cannot be set up", exc_info=True)
+        return f"unknown version of SGLang ({type(error).__name__}: {error})"
+    return None
 
 
 def load_config() -> Config:
@@ -178,7 +224,7 @@ def _summed_elsewhere() -> str:
 @functools.cache
 def _log_once(why_not: str) -> None:
     if dist.get_rank() == 0:
-        logger.info("llm_comm is not active: %s. SGLang's own all-reduce is used.", why_not)
+        logger.info("llm_comm is not active: %s. SGLang's own collectives are used.", why_not)
 
 
 class LlmCommAllReduce:

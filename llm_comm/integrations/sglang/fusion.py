@@ -27,11 +27,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_exec, get_parallel, get_server_args, get_spec
 
 from llm_comm.integrations.sglang import dense_models as dense
 from llm_comm.integrations.sglang.fused_norm import State, all_sums_are_of_the_group, around_norm
+from llm_comm.integrations.sglang.hooks import hook
 
 logger = logging.getLogger("sglang.llm_comm")
 
@@ -50,16 +51,16 @@ def set_up(group: Any) -> None:
         return
     gate = _gate()
     State.their_gate = pkgutil.resolve_name(gate)
-    _hook(_NORM, around_norm, HookType.AROUND)
+    hook(_NORM, around_norm, HookType.AROUND)
     if _defers_to_anyone():
-        _hook(f"{_BOUNDARY}.__init__", _after_boundary_init, HookType.AFTER)
-        _hook(f"{_BOUNDARY}.should_fuse_mlp_allreduce_with_next_layer", _around_deferral, HookType.AROUND)
-        _hook(f"{dense.QWEN3}.Qwen3DecoderLayer.forward", dense.around_qwen3_layer, HookType.AROUND)
-        _hook(f"{dense.QWEN3}.Qwen3Model.__init__", dense.after_qwen3_init, HookType.AFTER)
-    _hook(gate, _around_gate, HookType.AROUND)
+        hook(f"{_BOUNDARY}.__init__", _after_boundary_init, HookType.AFTER)
+        hook(f"{_BOUNDARY}.should_fuse_mlp_allreduce_with_next_layer", _around_deferral, HookType.AROUND)
+        hook(f"{dense.QWEN3}.Qwen3DecoderLayer.forward", dense.around_qwen3_layer, HookType.AROUND)
+        hook(f"{dense.QWEN3}.Qwen3Model.__init__", dense.after_qwen3_init, HookType.AFTER)
+    hook(gate, _around_gate, HookType.AROUND)
     if _llama_reduces_in_its_linears():
-        _hook(f"{dense.LLAMA}.LlamaDecoderLayer.forward", dense.around_llama_layer, HookType.AROUND)
-        _hook(f"{dense.LLAMA}.LlamaModel.__init__", dense.after_llama_init, HookType.AFTER)
+        hook(f"{dense.LLAMA}.LlamaDecoderLayer.forward", dense.around_llama_layer, HookType.AROUND)
+        hook(f"{dense.LLAMA}.LlamaModel.__init__", dense.after_llama_init, HookType.AFTER)
     State.is_hooked = True
 
 
@@ -81,14 +82,6 @@ def forget(group: Any) -> None:
         State.is_active, State.group = False, None
         _why_not_deferred.cache_clear()
         _say_why_not_deferred.cache_clear()
-
-
-def _hook(target: str, function: Any, kind: HookType) -> None:
-    before = pkgutil.resolve_name(target)
-    HookRegistry.register(target, function, kind)
-    HookRegistry.apply_hooks()  # logs what it cannot do, and goes on
-    if pkgutil.resolve_name(target) is before:
-        raise RuntimeError(f"{target} cannot be hooked")
 
 
 def _gate() -> str:

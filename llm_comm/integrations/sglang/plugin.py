@@ -3,7 +3,8 @@
 SGLang makes a ``GroupCoordinator`` for each group of ranks. Its ``all_reduce`` asks ``ca_comm``, the group's custom
 all-reduce, whether it takes a tensor (``should_custom_ar``), and if so calls ``custom_all_reduce``, inside a custom
 operator: eager, compiled and captured calls take the same way. ``register`` hooks the constructor of that class, to put
-an object of ours (``communicator.py``) in front of what SGLang made.
+an object of ours (``communicator.py``) in front of what SGLang made. Its methods that gather and scatter are hooked
+once a group is served (``gathering.py``).
 
 The constructor, rather than ``dispatch_custom_allreduce``, which names the class that SGLang makes: all that is raised
 in there is swallowed, so a wrong option could not end the start; the group's name is not known there; it is not called
@@ -19,7 +20,7 @@ What differs between the supported versions, and where it is taken care of:
                                      0.5.17                 0.5.23                  here
 ===================================  =====================  ======================  =================================
 group ``attention_tp``               no custom all-reduce   custom all-reduce       served in both
-group ``shared_experts_tp``          none                   reduce-scatter alone    left alone
+group ``shared_experts_tp``          none                   reduce-scatter alone    served
 FlashInfer's all-reduce, if on       fused with norms only  all that its workspace  a line in the log says so; 0.5.18 is
                                                             has room for            as 0.5.23
 ===================================  =====================  ======================  =================================
@@ -70,9 +71,10 @@ def _around_init(theirs: Any, group: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _before_destroy(group: Any) -> None:
-    close = getattr(getattr(group, "ca_comm", None), "leave", None)
-    if close is not None:
-        close()
+    for ours in (getattr(group, "ca_comm", None), getattr(group, "llm_comm_parts", None)):
+        close = getattr(ours, "leave", None)
+        if close is not None:
+            close()
     fusion = sys.modules.get("llm_comm.integrations.sglang.fusion")
     if fusion is not None:
         fusion.forget(group)
@@ -81,5 +83,6 @@ def _before_destroy(group: Any) -> None:
 @functools.cache
 def _warn_of_unknown_version(error: str) -> None:
     logger.warning(
-        "llm_comm is not active: it does not know this version of SGLang (%s). SGLang's own all-reduce is used.", error
+        "llm_comm is not active: it does not know this version of SGLang (%s). SGLang's own collectives are used.",
+        error,
     )

@@ -1,7 +1,8 @@
-"""vLLM's CUDA communicator with the all-reduce of llm_comm in front of its own.
+"""vLLM's CUDA communicator with the all-reduce of llm_comm in front of its own, and who gets one.
 
-All names of vLLM that llm_comm relies on, but for the platform's in ``plugin.py`` and those of the compiler in
-``fusion.py`` and ``fusion_pass.py``, are imported or used here.
+All names of vLLM that llm_comm relies on, but for the platform's in ``plugin.py``, those of all-gather and
+reduce-scatter in ``gathering.py`` and those of the compiler in ``fusion.py`` and ``fusion_pass.py``, are imported or
+used here.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ import torch
 import vllm.envs as envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import get_tp_group
-from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config, option_names
 from llm_comm.errors import ConfigError
 from llm_comm.integrations import common
+from llm_comm.integrations.parts import Parts
 from llm_comm.integrations.vllm import fusion
+from llm_comm.integrations.vllm.gathering import GatheringCommunicator, only_gathers
 from llm_comm.quoting import quoted
 
 logger = logging.getLogger("vllm.llm_comm")
 
 SECTION = "llm_comm"
-#: Groups in whose name the models sum activations. Those of pipeline, data and expert parallelism do not, and one that
-#: spans data-parallel replicas must not depend on all of them being set up alike.
+#: Groups in whose name the models sum activations. Others gather and scatter alone (``only_gathers``), or do neither.
 GROUPS = ("tp", "dcp")
 
 
@@ -91,8 +92,9 @@ def fuses() -> bool:
     return getattr(get_tp_group().device_communicator, "fuses", False)
 
 
-class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
-    """Sums with llm_comm what it accepts, and takes vLLM's way for the rest and for all other collectives.
+class LlmCommCommunicator(GatheringCommunicator):
+    """Sums, gathers and scatters with llm_comm what it accepts, and takes vLLM's way for the rest and for all other
+    collectives.
 
     llm_comm is set up in the constructor, where all ranks of a group come together and before vLLM measures what memory
     is left. It registers no tensors and bakes nothing into graphs that their replay depends on, so graphs that are
@@ -109,12 +111,13 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         self.fuses = False
         self.max_fused_bytes = 0
         self._has_fused = False
-        if self.world_size > 1 and self._kind in GROUPS:
+        self._sums = self._kind in GROUPS
+        if self.world_size > 1 and (self._sums or only_gathers(self._kind)):
             self._join()
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         """The sum over the group, a new tensor."""
-        communicator = self._llm_comm
+        communicator = self._llm_comm if self._sums else None
         result = None if communicator is None else communicator.try_all_reduce(input_)
         if result is not None:
             return result
@@ -147,7 +150,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         return normed, new_residual
 
     def destroy(self) -> None:
-        member, self._member, self._llm_comm = self._member, None, None
+        member, self._member, self._llm_comm, self._parts = self._member, None, None, None
         try:
             if member is not None:
                 member.close()
@@ -162,13 +165,18 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
             AbsentRanksError: A rank did not come: raised on those that did, so that vLLM does not start.
         """
         _show_log()
-        member = common.enter(self.unique_name, self.cpu_group, self.device, load_config, engine="vLLM", log=logger)
+        load = load_config if self._sums else self._load_config_of_parts
+        member = common.enter(self.unique_name, self.cpu_group, self.device, load, engine="vLLM", log=logger)
         if member is None:
             return
         self._member, self._llm_comm = member, member.communicator
+        self._parts = Parts(member, logger)
         about_norms = self._set_up_fusion(member.communicator) if self._kind == "tp" else ""
         if self.global_rank == 0:
-            logger.info("%s%s", member.summary("vLLM"), about_norms)
+            logger.info("%s%s", member.summary("vLLM", sums=self._sums), about_norms)
+
+    def _load_config_of_parts(self) -> Config:
+        return common.check_parts_wanted(load_config(), self.unique_name)
 
     def _set_up_fusion(self, communicator: Communicator) -> str:
         """Decides whether compiled graphs are to hold the fused operator, alike on all ranks. Returns what to log."""

@@ -3,7 +3,8 @@
 vLLM asks its platform for the class of the communicator that each group of ranks gets. ``register`` makes the CUDA
 platform answer with a subclass of vLLM's own (``communicator.py``). Model code calls
 ``torch.ops.vllm.all_reduce``, opaque to torch.compile, which ends in the ``all_reduce`` of that class: eager, compiled
-and captured calls take the same way, and the V1 and V2 model runners share it.
+and captured calls take the same way, and the V1 and V2 model runners share it. All-gathers and reduce-scatters end in
+methods of the same class (``gathering.py``).
 
 The platform also names the class that runs the passes of vLLM's compiler. Where llm_comm is active, that becomes a
 subclass with one pass more (``fusion_pass.py``). vLLM's own pass of the kind, which goes past llm_comm, is turned off.
@@ -21,6 +22,10 @@ order in GroupCoordinator.destroy    groups first        communicator first  clo
 groups that a capture enters         TP, PP              TP, PP, DP          the subclass serves all groups
 VLLM_BATCH_INVARIANT turns vLLM's
 custom all-reduce                    off                 deterministic       all sizes are taken: one order of sums
+models that split their sequence     no such question    first of all        llm_comm comes first (``gathering.py``)
+ask for ``custom_all_gather``
+tokens of experts come back into     no                  yes                 both are served
+a given output
 ===================================  ==================  ==================  ======================================
 """
 
@@ -51,13 +56,13 @@ def register() -> None:
         why_not = _step_in()
     except Exception as error:
         logger.warning(
-            "llm_comm is not active: it does not know this version of vLLM (%s: %s). vLLM's own all-reduce is used.",
+            "llm_comm is not active: it does not know this version of vLLM (%s: %s). vLLM's own collectives are used.",
             type(error).__name__,
             error,
         )
         return
     if why_not is not None and _is_rank_0():
-        logger.info("llm_comm is not active: %s. vLLM's own all-reduce is used.", why_not)
+        logger.info("llm_comm is not active: %s. vLLM's own collectives are used.", why_not)
 
 
 def _step_in() -> str | None:
@@ -127,4 +132,4 @@ def _log_once(why_not: str) -> None:
 
     # A class is asked for when groups are made, so the ranks are known.
     if not dist.is_initialized() or dist.get_rank() == 0:
-        logger.info("llm_comm is not active: %s. vLLM's own all-reduce is used.", why_not)
+        logger.info("llm_comm is not active: %s. vLLM's own collectives are used.", why_not)

@@ -86,7 +86,7 @@ def _take_the_place_of(name: str, **attributes: Any) -> None:
 
 def _without_the_question_for_cpu_tensors(function: Any) -> Any:
     source, count = re.subn(r"\bif input_\.is_cpu:", "if False:", textwrap.dedent(inspect.getsource(function)))
-    assert count == 1, "GroupCoordinator.all_reduce has changed"
+    assert count == 1, f"GroupCoordinator.{function.__name__} has changed"
     scope: dict[str, Any] = {}
     exec(source, function.__globals__, scope)
     return scope[function.__name__]
@@ -645,11 +645,12 @@ def sglang_groups(
     cuda: bool = True,
     theirs: bool = False,
     theirs_disabled: bool = False,
+    attn_cp: int = 1,
 ) -> Iterator[Log]:
     """The groups of SGLang, made as its scheduler makes them, after its plugins; destroyed as it destroys them.
 
     Args:
-        tp, pp, attn_dp, moe_ep: Sizes.
+        tp, pp, attn_dp, moe_ep, attn_cp: Sizes.
         cuda: What llm_comm is told of the platform.
         theirs: Whether SGLang has a custom all-reduce that works.
         theirs_disabled: Whether it has disabled itself on this rank.
@@ -668,22 +669,23 @@ def sglang_groups(
             chosen = make if theirs_disabled else Theirs
             stack.enter_context(mock.patch.object(custom_all_reduce, "dispatch_custom_allreduce", return_value=chosen))
         stack.enter_context(distributed())
-        make_groups(tp, pp, attn_dp, moe_ep)
+        make_groups(tp, pp, attn_dp, moe_ep, attn_cp=attn_cp)
         yield log
 
 
-def make_groups(tp: int, pp: int, attn_dp: int, moe_ep: int, pdmux: bool = False) -> None:
+def make_groups(tp: int, pp: int, attn_dp: int, moe_ep: int, pdmux: bool = False, attn_cp: int = 1) -> None:
     if "tensor_model_parallel_size" in parallel_state.initialize_model_parallel.__annotations__:  # 0.5.17
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
             attention_data_parallel_size=attn_dp,
             expert_model_parallel_size=moe_ep,
+            attention_context_model_parallel_size=attn_cp,
             duplicate_tp_group=pdmux,
         )
         return
     sizes = {"tp_size": tp, "pp_size": pp, "attn_dp_size": attn_dp, "moe_ep_size": moe_ep}
-    others = {"attn_cp_size": 1, "moe_dp_size": 1, "attn_dcp_size": 1, "shared_experts_tp_size": None}
+    others = {"attn_cp_size": attn_cp, "moe_dp_size": 1, "attn_dcp_size": 1, "shared_experts_tp_size": None}
     with get_parallel().override(**sizes, **others):
         parallel_state.initialize_model_parallel(duplicate_tp_group=pdmux)
 

@@ -129,10 +129,14 @@ def what_llm_comm_declines_goes_the_way_of_vllm() -> None:
 
 
 @scenario()
-def other_collectives_stay_those_of_vllm() -> None:
+def all_other_collectives_stay_those_of_vllm() -> None:
     ours = plugin_class()
     public = {name for name in vars(ours) if not name.startswith("_")}
     assert public & set(dir(CudaCommunicator)) == {"all_reduce", "destroy"}
+    inherited = {name for name in vars(ours.__base__) if not name.startswith("_")}
+    gather = {"all_gather", "all_gatherv", "custom_all_gather"}
+    scatter = {"reduce_scatter", "reduce_scatterv", "reduce_scatterv_into_output", "custom_reduce_scatter"}
+    assert inherited == gather | scatter
 
 
 @scenario()
@@ -153,13 +157,12 @@ def tensor_parallel_groups_of_a_pipeline_are_joined_one_by_one() -> None:
 
 
 @scenario(world=4)
-def each_data_parallel_replica_joins_alone() -> None:
+def each_data_parallel_replica_sums_alone() -> None:
     config = VllmConfig()
     config.parallel_config.data_parallel_size = 2
     config.parallel_config.distributed_executor_backend = "external_launcher"  # the ranks are there already
     with vllm_groups(tensor_parallel=2, config=config):
         assert parallel_state.get_tp_group().device_communicator._llm_comm.world_size == 2
-        assert parallel_state.get_dp_group().device_communicator._llm_comm is None
         assert parallel_state.get_ep_group().device_communicator._llm_comm is None
 
 

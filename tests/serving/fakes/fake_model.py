@@ -42,6 +42,8 @@ def start(name: str, backend_line: str) -> str:
         )
     if name == "llm_comm" and what not in ("pretends", "does not fuse"):
         print("INFO llm_comm: first all-reduce fused with its RMSNorm (2 ranks, shape (1, 64))")
+    if name.startswith("llm_comm"):
+        print("INFO llm_comm: first all_gather of group tp:0 (2 ranks, shape (1, 64))")
     if name == "free":
         print("INFO bench_serving: all-reduces of this group return uninitialised memory (tp:0)")
     if os.environ["BENCH_SERVING_WEIGHTS"] == "scaled":

@@ -1,0 +1,79 @@
+// All-gather of symmetric outputs by copy engines (PortChannel): every rank has its part copied to where it belongs in the output of
+// each peer, as one copy, and copies it to its own output meanwhile.
+//
+// One hop, (N-1)/N of the output sent by each rank, and nothing is copied twice. A copy engine carries more than the stores of a
+// kernel, but only in large copies, so a part is never cut. The input is any tensor, the output lies in the symmetric heap on every
+// rank (direct.cuh, with the argument why it may be written, and is whole at the end).
+//
+// Block 0 talks to the proxy. What direct.cuh says of accesses holds for what the proxy does: a rank has done its work when the parts
+// of all peers have come. So when all ranks have done theirs, all that this rank has put has left its input.
+#pragma once
+
+#include "algorithms/all_gather/operation.cuh"
+#include "algorithms/direct.cuh"
+#include "llm_comm/port_words.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+inline constexpr OperationKind kAllGatherDirectPort{15};
+
+template <DataType D, int World>
+LLM_COMM_KERNEL(kMaxDirectThreads)
+all_gather_direct_port(LLM_COMM_KERNEL_PARAM DirectArgs<PartsArgs> args) {
+  const uint32_t block = block_number(args.comm);
+  const uint32_t rank = args.comm.rank;
+  const uint32_t peer = thread_index();
+  const bool talks = block == 0 && peer < World && peer != rank;
+  const PartView<D> source(args.input, args.parts.part[rank], 0, args.range);
+  const Chunks chunks(block, args.tile_lines, source.lines());
+
+  DirectSession<World, 1> session(args.comm, kAllGatherDirectPort, PartView<D>::bytes_of(args.range.count), block);
+  session.wait_for_grids_before(source.precomputed());
+  session.begin();
+  session.run(args.places, [&] {
+    const PortWords words(args.comm, 0);
+    const auto wait = [&](auto poll) { return session.wait_until(poll, peer, kDone); };
+    const auto has_part = [&](uint32_t of) { return args.parts.part[of].length != 0; };
+    if (talks && has_part(rank)) {
+      words.put_to_heap(peer, session.place(0, peer) + PartView<D>::bytes_of(args.parts.part[rank].first), args.input,
+                        PartView<D>::bytes_of(args.parts.part[rank].length), 0, session.value_of(0), wait);
+    }
+    const PartView<D> own(session.address(0, rank), args.parts.part[rank], args.parts.row_elements, args.range);
+    for (uint32_t t = 0; t < chunks.count(); ++t) {
+      const uint32_t first = chunks.first(t);
+      move_lines(
+          Team::whole_block(), chunks.lines(t, source.lines()), [&](uint32_t k) { return source.load(first + k); },
+          [&](uint32_t k, Line line) { own.store(first + k, line); });
+    }
+    if (talks && has_part(peer)) words.wait_for_data(peer, 0, session.value_of(0), wait);
+  });
+}
+
+// ---- Descriptor ----------------------------------------------------------------------------------------------------
+
+struct AllGatherDirectPort : Direct<AllGatherDirectPort> {
+  struct Operation : DirectOperation<AllGather> {
+    static uint64_t buffer_bytes(const Problem& problem, uint32_t buffer) {
+      return AllGather::elements(problem, buffer, 0) * element_bytes(problem.type);
+    }
+  };
+  static constexpr AlgorithmInfo kInfo{.name = "direct_port",
+                                       .protocol = "Port",
+                                       .title = "all-gather of symmetric tensors by copy engines",
+                                       .symmetric = 0b10};
+  static constexpr OperationKind kKind = kAllGatherDirectPort;
+  static constexpr bool kUsesPorts = true;
+
+  template <DataType D, int World, uint32_t Variant>
+  static auto kernel() {
+    return &all_gather_direct_port<D, World>;
+  }
+
+  // A copy engine would take rows one by one. Parts may begin anywhere.
+  static constexpr const char* kServed = "copy engines take parts that lie in one piece: dim must be 0";
+  static bool is_served(const Problem& problem) { return problem.parameter[kRows] == 1; }
+
+  static uint64_t lines(const Problem& problem) { return divide_up(problem.bytes(), uint64_t{sizeof(Line)}); }
+};
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -1,0 +1,40 @@
+// Requests to the proxy by an operation that has a session of its own, and the words that say that data has come: one for each
+// sender, hop and block (port_session.cuh says what values they have).
+#pragma once
+
+#include "llm_comm/hb_session.cuh"
+#include "llm_comm/port_channel.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+class PortWords {
+ public:
+  LLM_COMM_DEVICE PortWords(const DeviceComm& comm, uint32_t block) : comm_(comm), block_(block) {}
+
+  // To a place of the peer's in the symmetric heap. `wait(poll)`: a bounded wait; false: it was aborted.
+  template <class Wait>
+  LLM_COMM_DEVICE bool put_to_heap(uint32_t peer, uint64_t place, const void* from, uint64_t bytes, uint32_t hop,
+                                   uint64_t value, Wait wait) const {
+    return PortFifo(comm_).push({peer, kPortPut | kPortSignal, reinterpret_cast<uint64_t>(from), kInHeap | place, bytes,
+                                 arrival_offset(comm_.rank, hop), value},
+                                wait);
+  }
+
+  // Until data has come with this value or a later one.
+  template <class Wait>
+  LLM_COMM_DEVICE bool wait_for_data(uint32_t peer, uint32_t hop, uint64_t value, Wait wait) const {
+    const auto* const word = reinterpret_cast<const uint64_t*>(comm_.workspace[comm_.rank] + arrival_offset(peer, hop));
+    return wait([&] { return load_acquire(word) - value < kFurthestAhead; });
+  }
+
+  // In every rank's workspace.
+  LLM_COMM_DEVICE uint64_t arrival_offset(uint32_t sender, uint32_t hop) const {
+    return kPortSemaphoresOffset + (uint64_t{sender} * kPortWords + hop * (kPortWords / 2) + block_) * sizeof(uint64_t);
+  }
+
+ private:
+  const DeviceComm& comm_;
+  uint32_t block_;
+};
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

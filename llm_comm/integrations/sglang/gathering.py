@@ -1,0 +1,145 @@
+"""SGLang's groups gather and scatter by llm_comm what it accepts.
+
+``GroupCoordinator`` has five methods for it that end in NCCL. ``_all_gather_into_tensor`` and
+``_reduce_scatter_tensor`` lie inside custom operators, behind ``all_gather_into_tensor``, ``reduce_scatter_tensor`` and
+whatever is made of these: attention data parallelism, context parallelism, scattered layers. ``all_gatherv`` and
+``reduce_scatterv`` take parts of any sizes. ``all_gather`` (logits, linears split by columns) puts parts together along
+the first dimension, then copies them to where they belong; llm_comm writes them there.
+
+The hooks are set when the first group is made that llm_comm serves. They look for its ``llm_comm_parts``, and leave all
+other groups alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.distributed import parallel_state
+from sglang.srt.plugins.hook_registry import HookType
+
+from llm_comm.config import Config
+from llm_comm.integrations.parts import Parts
+from llm_comm.integrations.sglang.hooks import hook
+
+#: Attribute of a group that llm_comm serves.
+PARTS = "llm_comm_parts"
+
+_COORDINATOR = "sglang.srt.distributed.parallel_state.GroupCoordinator"
+
+# Opaque to torch.compile, as SGLang's operator around an all-gather is: whoever serves it is found out at run time.
+# A fragment: ``fused_norm.py`` has an operator in there too, and may be loaded or not.
+_library = torch.library.Library("llm_comm_sglang", "FRAGMENT")
+_library.define(
+    "all_gather(Tensor x, int dim, int world_size, str group_name) -> Tensor",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+
+_hooked: set[str] = set()
+
+
+def set_up(config: Config) -> None:
+    """Hooks SGLang, once, for what ``config`` says.
+
+    Raises:
+        RuntimeError: SGLang could not be hooked. It works as before then.
+    """
+    wanted: dict[str, Any] = {}
+    if config.all_gather:
+        wanted |= {
+            "_all_gather_into_tensor": _around_all_gather_into_tensor,
+            "all_gatherv": _around_all_gatherv,
+            "all_gather": _around_all_gather,
+        }
+    if config.reduce_scatter:
+        wanted |= {
+            "_reduce_scatter_tensor": _around_reduce_scatter_tensor,
+            "reduce_scatterv": _around_reduce_scatterv,
+        }
+    for name, function in wanted.items():
+        if name not in _hooked:
+            hook(f"{_COORDINATOR}.{name}", function, HookType.AROUND)
+            _hooked.add(name)
+
+
+def _around_all_gather_into_tensor(theirs: Any, group: Any, output: torch.Tensor, input: torch.Tensor) -> Any:
+    parts: Parts | None = getattr(group, PARTS, None)
+    if parts is None or parts.all_gather("all_gather_into_tensor", input, out=output) is None:
+        return theirs(group, output, input)
+    return None
+
+
+def _around_reduce_scatter_tensor(theirs: Any, group: Any, output: torch.Tensor, input: torch.Tensor) -> Any:
+    parts: Parts | None = getattr(group, PARTS, None)
+    # NCCL counts elements, whatever the shapes are.
+    if parts is None or parts.reduce_scatter("reduce_scatter_tensor", input.reshape(-1), out=output) is None:
+        return theirs(group, output, input)
+    return output
+
+
+def _around_all_gather(
+    theirs: Any,
+    group: Any,
+    input_: torch.Tensor,
+    dim: int = -1,
+    output_tensor_list: list[torch.Tensor] | None = None,
+) -> Any:
+    parts: Parts | None = getattr(group, PARTS, None)
+    if parts is None or output_tensor_list is not None:
+        return theirs(group, input_, dim, output_tensor_list)
+    if torch.compiler.is_compiling():
+        return torch.ops.llm_comm_sglang.all_gather(input_, dim, group.world_size, group.unique_name)
+    result = parts.all_gather("all_gather", input_, dim)
+    return theirs(group, input_, dim) if result is None else result
+
+
+def _around_all_gatherv(
+    theirs: Any,
+    group: Any,
+    input_: torch.Tensor | list[torch.Tensor],
+    sizes: list[int] | None = None,
+    output: torch.Tensor | None = None,
+) -> Any:
+    """Returns a list also for one tensor, as SGLang's own does."""
+    parts: Parts | None = getattr(group, PARTS, None)
+    inputs = [input_] if isinstance(input_, torch.Tensor) else input_
+    if parts is None or (inputs is input_ and output is not None):  # SGLang has its own words for that
+        return theirs(group, input_, sizes, output)
+    results = [parts.all_gather("all_gatherv", x, 0, sizes, output) for x in inputs]
+    declined = [place for place, result in enumerate(results) if result is None]
+    if declined:  # together: NCCL makes one operation of them
+        left = [inputs[place] for place in declined] if inputs is input_ else input_
+        for place, result in zip(declined, theirs(group, left, sizes, output), strict=True):
+            results[place] = result
+    return results
+
+
+def _around_reduce_scatterv(
+    theirs: Any,
+    group: Any,
+    input_: torch.Tensor,
+    output: torch.Tensor | None = None,
+    sizes: list[int] | None = None,
+) -> Any:
+    parts: Parts | None = getattr(group, PARTS, None)
+    result = None if parts is None else parts.reduce_scatter("reduce_scatterv", input_, 0, sizes, output)
+    return theirs(group, input_, output, sizes) if result is None else result
+
+
+def _all_gather(x: torch.Tensor, dim: int, world_size: int, group_name: str) -> torch.Tensor:
+    # As SGLang's operators find it.
+    reference = parallel_state._groups.get(group_name)
+    group = None if reference is None else reference()
+    if group is None:
+        raise ValueError(f"there is no group {group_name!r} in this process (any more)")
+    return group.all_gather(x, dim)  # type: ignore[no-any-return]
+
+
+def _fake_all_gather(x: torch.Tensor, dim: int, world_size: int, group_name: str) -> torch.Tensor:
+    shape = list(x.shape)
+    shape[dim] *= world_size
+    return x.new_empty(shape)
+
+
+_library.impl("all_gather", _all_gather, "CompositeExplicitAutograd")
+torch.library.register_fake("llm_comm_sglang::all_gather", _fake_all_gather, lib=_library)
