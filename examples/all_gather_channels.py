@@ -2,7 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 examples/all_gather_channels.py
 
-Runs on GPUs where cupy is installed, else on emulated ones, for which g++ compiles the same kernels.
+Runs on GPUs where cupy is installed, else on emulated ones, for which g++ compiles the same kernels. Ranks that share
+a GPU need LLM_COMM_SHARE_GPU=1.
 """
 
 from __future__ import annotations
@@ -66,6 +67,10 @@ extern "C" LLM_COMM_KERNEL(32) all_gather(const Channels* channels, uint64_t byt
 """
 
 
+#: Source, name and device.
+Compile = Callable[[str, str, torch.device], Callable[..., None]]
+
+
 def compile_kernel(code: str, name: str, device: torch.device) -> Callable[..., None]:
     """A kernel that is called as those of cupy are, and launched on the current stream of torch."""
     if device.type == "cpu":
@@ -82,7 +87,7 @@ def compile_kernel(code: str, name: str, device: torch.device) -> Callable[..., 
     return launch
 
 
-def gather(comm: llm_comm.Communicator, part_bytes: int, calls: int) -> int:
+def gather(comm: llm_comm.Communicator, part_bytes: int, calls: int, compile_kernel: Compile = compile_kernel) -> int:
     """Gathers parts of so many bytes, each kernel so many times. Returns how many results were right."""
     tensor = comm.empty((comm.world_size, part_bytes), torch.uint8)
     blocks = 4

@@ -7,15 +7,17 @@ import re
 import shutil
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RankPool, make_communicator, nothing_leaked
+from harness import RankPool, make_communicator, nothing_leaked, store
 from reference import assert_is_sum, contributions
 
 from llm_comm import Channels, Communicator, LaunchError, PeerTimeout, RendezvousError, UnsupportedInputError, emulated
+from llm_comm.errors import MissingRankError
 from llm_comm.planning.tables import ALL_REDUCE, Row
 
 REPOSITORY = Path(__file__).parents[2]
@@ -131,6 +133,23 @@ def test_different_channels_are_refused(ranks: RankPool) -> None:
     ranks.run(2, ask_for_different_channels)
 
 
+def ask_without_one_rank() -> None:
+    comm = make_communicator(timeout_s=2.0)
+    if comm.rank == 1:
+        store().wait(["rank 0 gave up", "rank 2 gave up"], timedelta(seconds=60))
+    else:
+        with pytest.raises(MissingRankError, match=r"not all 3 ranks came .* within 2 s"):
+            comm.channels()
+        store().set(f"rank {comm.rank} gave up", "")
+    comm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        comm.channels()
+
+
+def test_a_rank_does_not_ask(ranks: RankPool) -> None:
+    ranks.run(3, ask_without_one_rank)
+
+
 WAIT = """
 #include "llm_comm/channels.cuh"
 extern "C" LLM_COMM_KERNEL(32)
@@ -159,6 +178,48 @@ def wait_for_a_silent_rank(by_port: bool) -> None:
 @pytest.mark.parametrize("by_port", [False, True])
 def test_a_silent_rank_is_named(ranks: RankPool, by_port: bool) -> None:
     ranks.run(3, wait_for_a_silent_rank, by_port)
+
+
+ASK = """
+#include "llm_comm/channels.cuh"
+extern "C" LLM_COMM_KERNEL(32)
+    ask(const llm_comm::Channels* channels, uint32_t peer, uint32_t semaphore, uint32_t by_port, uint32_t* came) {
+  if (by_port) {
+    const auto channel = channels->port_channel(peer, semaphore);
+    *came = channel.put_with_signal(0, channels->local(), 16) && channel.wait();
+  } else {
+    const auto channel = channels->memory_channel(peer, semaphore);
+    channel.signal();
+    *came = channel.wait();
+  }
+}
+"""
+
+
+def ask_for_no_channel(by_port: bool) -> None:
+    kernel = emulated.RawKernel(ASK, "ask")
+    for peer, semaphore in ((2, 0), (1, 4), (0, 1 << 31)):
+        comm = make_communicator()
+        tensor = comm.empty(4096, torch.uint8).zero_()
+        channels = comm.channels(tensor, semaphores=4)
+        dist.barrier()
+        came = torch.ones(1, dtype=torch.int32)
+        if comm.rank == 0:
+            kernel((1,), (1,), (channels.handle, peer, semaphore, int(by_port), came.data_ptr()))
+            with pytest.raises(
+                LaunchError, match=rf"rank 0: a user kernel .* to rank {peer} by semaphore {semaphore},"
+            ):
+                comm.check()
+            kernel((1,), (1,), (channels.handle, 1, 0, int(by_port), came.data_ptr()))
+            assert came.item() == 0  # it has failed: a wait for what does not come ends at once
+        dist.barrier()
+        assert tensor.eq(0).all()
+        comm.close()
+
+
+@pytest.mark.parametrize("by_port", [False, True])
+def test_a_channel_that_is_not_there_is_refused(ranks: RankPool, by_port: bool) -> None:
+    ranks.run(2, ask_for_no_channel, by_port)
 
 
 PUT_BEYOND = """

@@ -1,13 +1,15 @@
-"""Kernels of one's own over `Communicator.channels`, compiled by cupy: every way of a channel, and CUDA graphs.
+"""Kernels of one's own over `Communicator.channels`, compiled at run time: every way of a channel, and CUDA graphs.
 
     torchrun --standalone --nproc-per-node 2 tests/gpu/channels.py
     torchrun --standalone --nproc-per-node 8 tests/gpu/channels.py
 
-Ranks share a GPU where there are fewer. `examples/all_gather_channels.py` runs too, in the same ranks.
+Ranks share a GPU where there are fewer. `examples/all_gather_channels.py` runs too, in the same ranks. cupy compiles
+the kernels, or where it is missing NVRTC or nvcc does; `--compiler all` tries each of them that is there.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -16,15 +18,19 @@ from typing import Any
 
 import torch
 from common import Recording, Session, parser, report, run, session
+from raw_kernel import COMPILERS, compile_kernel, usable_compilers
 
-from llm_comm import Communicator, Config, PeerTimeout
+from llm_comm import Communicator, Config, LaunchError, PeerTimeout
+
+Compile = Callable[[str, str, torch.device], Callable[..., None]]
 
 REPOSITORY = Path(__file__).parents[2]
 EXCHANGE = (REPOSITORY / "tests" / "channels" / "exchange.cuh").read_text(encoding="utf-8")
 WAIT = """
 #include "llm_comm/channels.cuh"
-extern "C" LLM_COMM_KERNEL(32) wait(const llm_comm::Channels* channels, uint32_t peer, uint32_t* came) {
-  *came = channels->memory_channel(peer).wait();
+using namespace llm_comm;
+extern "C" LLM_COMM_KERNEL(32) wait(const Channels* channels, uint32_t peer, uint32_t semaphore, uint32_t* came) {
+  *came = channels->memory_channel(peer, semaphore).wait();
 }
 """
 THREADS = 128
@@ -44,14 +50,14 @@ def load_example() -> ModuleType:
 EXAMPLE = load_example()
 
 
-def check_example(ranks: Session) -> int:
+def check_example(ranks: Session, compiler: Compile) -> int:
     """Results of the example's kernels that were right, which all are."""
     right = 0
     with communicator(ranks) as comm:
         for nbytes, calls in ((16, 2), (1 << 16, 5), (3 << 20, 3)):
             if nbytes > 1 << 16 and not ranks.on_gpu:
                 continue
-            right += EXAMPLE.gather(comm, nbytes, calls)
+            right += EXAMPLE.gather(comm, nbytes, calls, compiler)
             if right % 2 != 0:
                 raise AssertionError(f"{nbytes} bytes: a result is wrong")
             ranks.watchdog.progress(f"example, {nbytes} bytes")
@@ -66,9 +72,9 @@ def communicator(ranks: Session, **options: Any) -> Communicator:
     return Communicator(ranks.group, ranks.device, Config.load(**{"timeout_s": TIMEOUT_S, **options}))
 
 
-def check_exchange(ranks: Session) -> int:
+def check_exchange(ranks: Session, compiler: Compile) -> int:
     """Rounds of exchange.cuh that were right."""
-    kernel = EXAMPLE.compile_kernel(EXCHANGE, "exchange", ranks.device)
+    kernel = compiler(EXCHANGE, "exchange", ranks.device)
     return sum(exchange(ranks, kernel, lines) for lines in (1, 77, 2048))
 
 
@@ -113,16 +119,16 @@ def exchange(ranks: Session, kernel: Callable[..., None], lines: int) -> int:
     return 17
 
 
-def check_time_out(ranks: Session) -> str:
+def check_time_out(ranks: Session, compiler: Compile) -> str:
     """A wait for a rank that sends nothing ends, and names it."""
-    kernel = EXAMPLE.compile_kernel(WAIT, "wait", ranks.device)
+    kernel = compiler(WAIT, "wait", ranks.device)
     ranks.barrier()
     comm = communicator(ranks, timeout_s=3.0)
     channels = comm.channels()
     came = torch.ones(1, dtype=torch.int32, device=ranks.device)
     said = ""
     if ranks.rank != 1:
-        kernel((1,), (1,), (channels.handle, 1, came.data_ptr()))
+        kernel((1,), (1,), (channels.handle, 1, 0, came.data_ptr()))
         ranks.synchronize()
         try:
             comm.check()
@@ -135,17 +141,51 @@ def check_time_out(ranks: Session) -> str:
     return said
 
 
+def check_no_channel(ranks: Session, compiler: Compile) -> str:
+    """A kernel that asks for a semaphore which is not there fails its communicator, and does no harm."""
+    kernel = compiler(WAIT, "wait", ranks.device)
+    ranks.barrier()
+    comm = communicator(ranks, timeout_s=3.0)
+    channels = comm.channels(semaphores=4)
+    came = torch.ones(1, dtype=torch.int32, device=ranks.device)
+    kernel((1,), (1,), (channels.handle, ranks.rank ^ 1, 4, came.data_ptr()))
+    ranks.synchronize()
+    said = ""
+    try:
+        comm.check()
+    except LaunchError as error:
+        said = str(error).partition("\n")[0]
+    if came.item() != 0 or "by semaphore 4" not in said:
+        raise AssertionError(f"came {came.item()}, error {said!r}")
+    ranks.barrier()
+    comm.close()
+    return said
+
+
+def compilers(ranks: Session, wanted: str) -> list[str]:
+    if not ranks.on_gpu:
+        return ["g++"]
+    usable = usable_compilers()
+    found = {"all": usable, "auto": usable[:1]}.get(wanted, [name for name in usable if name == wanted])
+    if not found:
+        raise SystemExit(f"--compiler {wanted}: of {', '.join(COMPILERS)} there is {', '.join(usable) or 'none'}")
+    return found
+
+
 def main() -> int:
-    arguments = parser((__doc__ or "").partition("\n")[0]).parse_args()
+    options = parser((__doc__ or "").partition("\n")[0])
+    options.add_argument("--compiler", choices=("auto", "all", *COMPILERS), default="auto", help="of kernels for GPUs")
+    arguments = options.parse_args()
     with session(arguments) as ranks:
-        if ranks.on_gpu and importlib.util.find_spec("cupy") is None:
-            ranks.say("channels.py: skipped: cupy is not installed, which compiles the kernels")
-            return 0
-        figures = {
-            "results of the example": check_example(ranks),
-            "rounds of exchanges": check_exchange(ranks),
-            "time-out": check_time_out(ranks),
-        }
+        figures: dict[str, object] = {}
+        for name in compilers(ranks, arguments.compiler):
+            compiler = functools.partial(compile_kernel, name)
+            figures |= {
+                f"results of the example, {name}": check_example(ranks, compiler),
+                f"rounds of exchanges, {name}": check_exchange(ranks, compiler),
+                f"time-out, {name}": check_time_out(ranks, compiler),
+                f"no channel, {name}": check_no_channel(ranks, compiler),
+            }
         table = [("check", "figure"), *((name, str(value)) for name, value in figures.items())]
         if ranks.rank == 0:
             report("channels", ranks.device.type, ranks.world, table, figures, arguments.json)

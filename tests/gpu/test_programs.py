@@ -6,7 +6,6 @@ are left out.
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -107,10 +106,9 @@ def test_port_channels(world: int) -> None:
 
 
 @pytest.mark.timeout(320)
-@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="no cupy, which compiles the kernels")
 @pytest.mark.parametrize("world", (2, 3, WORLD) if SHARED else sorted({2, WORLD}))
 def test_channels(world: int) -> None:
-    run_ranks("channels.py", 300, world=world)
+    run_ranks("channels.py", 300, "--compiler", "all", world=world)
 
 
 @pytest.mark.timeout(420)

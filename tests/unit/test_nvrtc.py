@@ -3,10 +3,9 @@ function of the host. It needs no GPU; torch for CUDA and the toolkit bring it."
 
 from __future__ import annotations
 
-import ctypes
+import functools
 import importlib.util
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +16,12 @@ import llm_comm
 from llm_comm import installation
 
 REPOSITORY = Path(__file__).parents[2]
-EXCHANGE = REPOSITORY / "tests" / "channels" / "exchange.cuh"
+sys.path.append(str(REPOSITORY / "tests" / "gpu"))
+
+from raw_kernel import compile_by_nvcc, compile_by_nvrtc, find_nvrtc  # noqa: E402
+from user_kernels import nvcc_path  # noqa: E402
+
+ARCH = "sm_90"
 #: Those that docs/own_kernels.md names.
 HEADERS = (
     "channels.cuh",
@@ -34,40 +38,11 @@ HEADERS = (
 )
 
 
-def find_nvrtc() -> ctypes.CDLL | None:
-    names = ["libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"]
-    in_wheels = [str(path) for place in sys.path for path in Path(place).glob("nvidia/*/lib/libnvrtc.so.1?")]
-    toolkit = [str(path) for path in Path("/usr/local/cuda/lib64").glob("libnvrtc.so.1?")]
-    for name in names + in_wheels + toolkit:
-        try:
-            return ctypes.CDLL(name)
-        except OSError:
-            continue
-    return None
+needs_nvrtc = pytest.mark.skipif(find_nvrtc() is None, reason="no libnvrtc")
 
 
-NVRTC = find_nvrtc()
-needs_nvrtc = pytest.mark.skipif(NVRTC is None, reason="no libnvrtc")
-
-
-def log_of_nvrtc(code: str) -> str:
-    """What NVRTC says of it; nothing if it compiles."""
-    assert NVRTC is not None
-    program = ctypes.c_void_p()
-    assert NVRTC.nvrtcCreateProgram(ctypes.byref(program), code.encode(), b"kernel.cu", 0, None, None) == 0
-    options = [b"--gpu-architecture=compute_90", *(option.encode() for option in llm_comm.get_nvrtc_options())]
-    failed = NVRTC.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
-    size = ctypes.c_size_t()
-    NVRTC.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value)
-    NVRTC.nvrtcGetProgramLog(program, log)
-    NVRTC.nvrtcDestroyProgram(ctypes.byref(program))
-    return log.value.decode() or f"error {failed}" if failed else ""
-
-
-def example() -> ModuleType:
-    path = REPOSITORY / "examples" / "all_gather_channels.py"
-    spec = importlib.util.spec_from_file_location("all_gather_channels", path)
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -75,27 +50,39 @@ def example() -> ModuleType:
     return module
 
 
+@functools.cache
 def kernels() -> dict[str, str]:
-    module = example()
-    by_name = {name: getattr(module, name) for name in ("BY_STORES", "BY_COPY_ENGINES")}
-    return {**by_name, "exchange": EXCHANGE.read_text(encoding="utf-8")}
+    """Sources, by the kernel's name behind the last colon."""
+    example = load(REPOSITORY / "examples" / "all_gather_channels.py")
+    program = load(REPOSITORY / "tests" / "gpu" / "channels.py")
+    return {
+        "by stores: all_gather": example.BY_STORES,
+        "by copy engines: all_gather": example.BY_COPY_ENGINES,
+        "exchange": program.EXCHANGE,
+        "wait": program.WAIT,
+    }
+
+
+def name_of(kernel: str) -> str:
+    return kernel.rpartition(": ")[2]
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("header", HEADERS)
 def test_headers(header: str) -> None:
-    assert log_of_nvrtc(f'#include "llm_comm/{header}"\n') == ""
+    compile_by_nvrtc(f'#include "llm_comm/{header}"\n', ARCH)
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("name", kernels())
 def test_kernels(name: str) -> None:
-    assert log_of_nvrtc(kernels()[name]) == ""
+    assert name_of(name).encode() in compile_by_nvrtc(kernels()[name], ARCH)
 
 
 @needs_nvrtc
 def test_errors_are_seen() -> None:
-    assert "error" in log_of_nvrtc('#include "llm_comm/line.cuh"\nconstexpr int of_the_host() { return 1; }\n')
+    with pytest.raises(RuntimeError, match="error"):
+        compile_by_nvrtc('#include "llm_comm/line.cuh"\nconstexpr int of_the_host() { return 1; }\n', ARCH)
 
 
 def test_options_change_with_the_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,12 +98,7 @@ def test_options_change_with_the_headers(tmp_path: Path, monkeypatch: pytest.Mon
     assert changed[2] != found[2]
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+@pytest.mark.skipif(nvcc_path() is None, reason="no nvcc")
 @pytest.mark.parametrize("name", kernels())
-def test_kernels_by_nvcc(name: str, tmp_path: Path) -> None:
-    source = tmp_path / "kernel.cu"
-    source.write_text(kernels()[name], encoding="utf-8")
-    flags = [*llm_comm.get_nvrtc_options(), "-arch=sm_90", "-Werror=all-warnings"]
-    command = ["nvcc", *flags, "-c", str(source), "-o", str(tmp_path / "kernel.o")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
+def test_kernels_by_nvcc(name: str) -> None:
+    assert name_of(name).encode() in compile_by_nvcc(kernels()[name], ARCH)

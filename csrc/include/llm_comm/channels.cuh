@@ -12,7 +12,8 @@
 // The order of the paper: what was put before a signal is there when the peer's wait() has ended. The source of a put by port must
 // not change before a flush(). Who puts to memory that is being read must have heard of the reader first.
 //
-// A wait that is aborted returns false and fails the communicator, as those of its operations do.
+// A wait that is aborted returns false and fails the communicator, as those of its operations do. So does asking for a channel that
+// is not there: the one that is given leads to this rank itself, and harms no other.
 #pragma once
 
 #include "llm_comm/memory_channel.cuh"
@@ -84,6 +85,7 @@ struct Channels {
   LLM_COMM_DEVICE char* local() const { return address_of(comm, comm.rank, memory); }
 
   LLM_COMM_DEVICE MemoryChannel memory_channel(uint32_t peer, uint32_t semaphore = 0) const {
+    check(peer, semaphore);
     SemaphoreWords* const end = end_of(comm.rank, kMemory, peer, semaphore);
     SemaphoreWords* const of_peer = end_of(peer, kMemory, comm.rank, semaphore);
     return {{&of_peer->received, &end->received, &end->sent, &end->awaited},
@@ -95,6 +97,7 @@ struct Channels {
   }
 
   LLM_COMM_DEVICE HeapPortChannel port_channel(uint32_t peer, uint32_t semaphore = 0) const {
+    check(peer, semaphore);
     const uint64_t received = semaphore_words + index_of(kPort, comm.rank, semaphore) * sizeof(SemaphoreWords) +
                               offsetof(SemaphoreWords, received);
     return {comm, end_of(comm.rank, kPort, peer, semaphore), kInHeap | received, kInHeap | memory, site(), peer};
@@ -119,7 +122,17 @@ struct Channels {
     return reinterpret_cast<SemaphoreWords*>(address_of(comm, at, semaphore_words)) + index_of(kind, other, semaphore);
   }
 
-  LLM_COMM_DEVICE WaitSite site() const { return {comm.rank, OperationKind::kUser, 0, memory_bytes}; }
+  LLM_COMM_DEVICE void check(uint32_t& peer, uint32_t& semaphore) const {
+    if (peer < comm.world_size && semaphore < semaphores) return;
+    const WaitBounds bounds = bounds_of(comm);
+    if (abort_communicator(bounds)) report_error(bounds, site(semaphore), ErrorCause::kNoChannel, peer, 0);
+    peer = comm.rank;
+    semaphore = 0;
+  }
+
+  LLM_COMM_DEVICE WaitSite site(uint64_t sequence = 0) const {
+    return {comm.rank, OperationKind::kUser, sequence, memory_bytes};
+  }
 };
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET
