@@ -86,6 +86,23 @@ def problem_of(x: torch.Tensor, world: int, *parameters: float) -> _core.Problem
     )
 
 
+def gather_problem(world: int, rows: int, sizes: Sequence[int]) -> _core.Problem:
+    """An all-gather of parts of so many bytes of each row."""
+    return _core.Problem(
+        count=rows * max(sizes),
+        row=0,
+        data_type=tuple(registry.data_types()).index("byte"),
+        world_size=world,
+        parameters=(rows, *sizes, *[0] * (8 - world)),
+    )
+
+
+def parts_of(rows: int, sizes: Sequence[int], seed: int = 0) -> list[torch.Tensor]:
+    """Bytes, the same each time: the parts of all ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(256, (rows, size), generator=generator, dtype=torch.uint8) for size in sizes]
+
+
 def tiling_of(launch_units: int, **changes: int) -> _core.Tiling:
     """Blocks enough to share the work, small enough that each has several tiles."""
     return _core.Tiling(

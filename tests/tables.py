@@ -61,7 +61,7 @@ def table_of_parts(path: Path) -> Path:
             for blocks, tile_lines in ((1, 1), (2, 4), (5, 32))
         ] + [
             Row(0, operation, "push_hb", "HB", blocks=blocks, tile_lines=tile_lines, depth=depth)
-            for blocks, tile_lines, depth in ((1, 3, 1), (2, 32, 2), (5, 7, 8))
+            for blocks, tile_lines, depth in ((1, 3, 2), (2, 32, 3), (5, 7, 8))
         ]
         order = random.Random(operation).sample(of_operation * 6, 36)
         rows += [row._replace(up_to=STEP_BYTES * number) for number, row in enumerate(order, start=1)]

@@ -166,6 +166,8 @@ Shape shape_of(const Problem& problem, const Tiling& tiling, const Limits& limit
   const uint64_t units = problem.units();
   const uint64_t whole = units < tiling.launch_units ? units : tiling.launch_units;
   const uint64_t launches = divide_up(units, whole);
+  // Peers are told where a tensor begins, not where a launch does.
+  if (Algorithm::kInfo.symmetric != 0 && launches > 1) throw std::invalid_argument("the message takes one launch");
   return {tiling, launches, Algorithm::grid(problem, tiling, whole, limits),
           Algorithm::grid(problem, tiling, units - (launches - 1) * whole, limits)};
 }

@@ -156,9 +156,8 @@ struct Direct {
     return {choice.blocks, choice.tile_lines, 1, 0, problem.count};
   }
 
-  static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {
+  static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t, const Limits& limits) {
     if (!Algorithm::is_served(problem)) throw std::invalid_argument(Algorithm::kServed);
-    if (units != problem.count) throw std::invalid_argument("the message takes one launch");
     if (tiling.blocks == 0 || tiling.blocks > kMaxDirectBlocks) {
       throw std::invalid_argument("blocks is " + std::to_string(tiling.blocks) + "; it must be 1 to " +
                                   std::to_string(kMaxDirectBlocks));

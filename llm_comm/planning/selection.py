@@ -82,7 +82,7 @@ def lay_out(problem: Problem, table: TuningTable, config: Config, limits: _core.
 
 def with_direct(layout: Layout, problem: Problem, table: TuningTable, config: Config, limits: _core.Limits) -> Layout:
     """A layout that also says what runs where the tensors are symmetric: by the table's row for that, or the first
-    candidate that there is."""
+    candidate that there is. A forced algorithm does not need a row."""
     if layout.launches is None or problem.message_bytes() < table.min_symmetric_bytes:
         return layout
     operation, for_core = registry.operations()[problem.operation], problem.for_core()
@@ -92,11 +92,12 @@ def with_direct(layout: Layout, problem: Problem, table: TuningTable, config: Co
             continue
         if config.algorithm not in ("auto", algorithm.name):
             continue
-        if row is None:
+        if row is not None and (algorithm.name, algorithm.protocol) == (row.algorithm, row.protocol):
+            choices = [_choice(row, table)]
+        elif row is None or config.algorithm == algorithm.name:
             choices = _core.candidates(algorithm.number, for_core, limits)[:1]
         else:
-            is_of_row = (algorithm.name, algorithm.protocol) == (row.algorithm, row.protocol)
-            choices = [_choice(row, table)] if is_of_row else []
+            choices = []
         for choice in choices:
             try:
                 tiling = _core.shape(algorithm.number, for_core, choice, limits).tiling

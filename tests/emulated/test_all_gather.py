@@ -149,9 +149,9 @@ def gather_in_launches() -> None:
     """More than a slot holds, with parts that end in different launches."""
     with make_communicator(workspace_bytes=1 << 20, algorithm="one_shot") as comm:
         world = comm.world_size
-        uneven = tuple(100_001 * rank for rank in range(world))
+        uneven = tuple(190_001 * rank for rank in range(world))
         for division in (
-            Division((world * 120_003,), 0, (120_003,) * world),
+            Division((world * 200_003,), 0, (200_003,) * world),
             Division((3, sum(uneven)), 1, uneven),
         ):
             whole = drawn_bits(division.shape, torch.int16, 9)
@@ -214,7 +214,7 @@ def test_a_table_s_rows(ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "table.yaml"
     path.write_text(
         "device: emulated\nworld_size: 2\nmax_message_bytes: 1000000\nrows:\n"
-        "  - {operation: all_gather, up_to: 9, algorithm: push_hb, protocol: HB, blocks: 2, tile_lines: 8, depth: 1}\n",
+        "  - {operation: all_gather, up_to: 9, algorithm: push_hb, protocol: HB, blocks: 2, tile_lines: 8, depth: 2}\n",
         encoding="utf-8",
     )
     ranks.run(2, gather_by_another_table, path)

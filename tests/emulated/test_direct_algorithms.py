@@ -3,49 +3,64 @@ one of them is not symmetric, the same error on all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
-from cores import connected, number_of, problem_of, symmetric, tiling_of, together, with_segment
+from cores import (
+    connected,
+    gather_problem,
+    number_of,
+    parts_of,
+    problem_of,
+    symmetric,
+    tiling_of,
+    together,
+    with_segment,
+)
 from reference import DTYPES, assert_is_sum, contributions
 
 from llm_comm import _core
 from llm_comm.runtime.failures import explain
 
-GATHER = number_of("all_gather", "direct_push_hb")
-REDUCE = number_of("all_reduce", "two_shot_pull_hb")
+PUSH, COPY = "direct_push_hb", "direct_port"
+PULL, COPIED_SUMS = "two_shot_pull_hb", "two_shot_port"
+TITLES = {
+    PUSH: "all-gather of symmetric tensors by push (HB)",
+    COPY: "all-gather of symmetric tensors by copy engines",
+    COPIED_SUMS: "two-shot all-reduce with copy engines",
+}
+#: How far blocks are ahead, where that is to be said.
+DEPTHS = {"two_shot": 1, "two_shot_hb": 2, "port": 1, COPIED_SUMS: 2}
 WORLDS = [2, 3, 5, 8]
 LINE = 16
 
 
-def gather_problem(world: int, rows: int, sizes: Sequence[int]) -> _core.Problem:
-    """Of parts of so many bytes of each row."""
-    count = rows * max(sizes)
-    parameters = [rows, *sizes, *[0] * (8 - world)]
-    return _core.Problem(count=count, row=0, data_type=3, world_size=world, parameters=parameters)
+def gather(algorithm: str) -> int:
+    return number_of("all_gather", algorithm)
 
 
-def parts_of(world: int, rows: int, sizes: Sequence[int], seed: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(256, (rows, sizes[rank]), generator=generator, dtype=torch.uint8) for rank in range(world)]
+def reduce(algorithm: str) -> int:
+    return number_of("all_reduce", algorithm)
+
+
+# ---- Results -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("is_even", [True, False])
-def test_all_gather(world: int, rows: int, is_even: bool) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "rows", "unit"), [(PUSH, 1, LINE), (PUSH, 3, LINE), (COPY, 1, LINE), (COPY, 1, 5)]
+)
+def test_all_gather(world: int, is_even: bool, algorithm: str, rows: int, unit: int) -> None:
     """Of inputs at any address, with parts of no bytes, into outputs that lie elsewhere on each rank."""
     cores = with_segment(connected(world))
-    lines = 200
-    sizes = [LINE * (lines if is_even else [lines, 0, 1, 37][rank % 4]) for rank in range(world)]
+    sizes = [unit * (200 if is_even else [200, 0, 1, 37][rank % 4]) for rank in range(world)]
     problem = gather_problem(world, rows, sizes)
     for seed in range(3):
-        parts = parts_of(world, rows, sizes, seed)
+        parts = parts_of(rows, sizes, seed)
         expected = torch.cat(parts, dim=1)
         calls, outputs = [], []
         for rank, core in enumerate(cores):
-            run = core.prepare(GATHER, problem, tiling_of(rows * max(sizes), blocks=3, depth=0))
+            run = core.prepare(gather(algorithm), problem, tiling_of(rows * max(sizes), blocks=3, depth=0))
             output = symmetric(core, 512 * ((rank + seed) % 3), torch.zeros_like(expected))
             unaligned = torch.empty(parts[rank].nbytes + 1, dtype=torch.uint8)
             unaligned[1:].copy_(parts[rank].flatten())
@@ -57,35 +72,75 @@ def test_all_gather(world: int, rows: int, is_even: bool) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("algorithm", [PUSH, COPY])
+def test_all_gather_in_place(world: int, algorithm: str) -> None:
+    """Of parts that are where they belong."""
+    cores = with_segment(connected(world))
+    sizes = [LINE * (30 + rank) for rank in range(world)]
+    parts = parts_of(1, sizes)
+    expected = torch.cat(parts, dim=1)
+    calls, outputs = [], []
+    for rank, core in enumerate(cores):
+        run = core.prepare(gather(algorithm), gather_problem(world, 1, sizes), tiling_of(max(sizes), depth=0))
+        output = symmetric(core, 64 * rank, torch.zeros_like(expected))
+        own = output[:, sum(sizes[:rank]) :][:, : sizes[rank]].copy_(parts[rank])
+        outputs.append(output)
+        calls.append(lambda run=run, x=own, y=output: run(x.data_ptr(), y.data_ptr(), 0))
+    assert together(*calls) == [True] * world, [core.error() for core in cores]
+    assert all(torch.equal(output, expected) for output in outputs)
+
+
+@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_all_reduce(world: int, dtype: torch.dtype) -> None:
-    """Bitwise the sum of the others, in place on no rank, on all and on some."""
+@pytest.mark.parametrize("algorithm", [PULL, COPIED_SUMS])
+def test_all_reduce(world: int, dtype: torch.dtype, algorithm: str) -> None:
+    """Bitwise the sum of the others, in place on no rank, on all and on some; of symmetric inputs, or of any."""
     cores = with_segment(connected(world), 1 << 20)
+    of_any = algorithm == COPIED_SUMS
+    depth = 2 if of_any else 0
     for seed, lines in enumerate((1, world - 1, 7 * world, 501)):
-        inputs = contributions(world, lines * LINE // dtype.itemsize, dtype, seed)
+        count = lines * LINE // dtype.itemsize - (1 if of_any and seed % 2 else 0)
+        inputs = contributions(world, count, dtype, seed)
         for in_place in (0, world, 1):
             calls, outputs = [], []
             for rank, core in enumerate(cores):
-                x = symmetric(core, 512 * (rank + seed), inputs[rank])
-                y = x if rank < in_place else symmetric(core, (1 << 18) + 64 * rank, torch.zeros_like(x))
-                run = core.prepare(REDUCE, problem_of(x, world), tiling_of(x.numel(), blocks=3, depth=0))
+                is_in_place = rank < in_place
+                x = inputs[rank].clone()
+                if is_in_place or not of_any:
+                    x = symmetric(core, 512 * (rank + seed), x)
+                y = x if is_in_place else symmetric(core, (1 << 18) + 64 * rank, torch.zeros_like(x))
+                run = core.prepare(reduce(algorithm), problem_of(x, world), tiling_of(count, blocks=3, depth=depth))
                 outputs.append(y)
                 calls.append(lambda run=run, x=x, y=y: run(x.data_ptr(), y.data_ptr(), 0))
             assert together(*calls) == [True] * world, [core.error() for core in cores]
             for rank, output in enumerate(outputs):
-                assert_is_sum(output, inputs, f"rank {rank}, {lines} lines, in place on {in_place}")
+                assert_is_sum(output, inputs, f"rank {rank}, {count} elements, in place on {in_place}")
 
 
-@pytest.mark.parametrize("other", ["two_shot_hb", "two_shot", "one_shot"])
-def test_ranks_that_run_different_algorithms_do_not_meet(other: str) -> None:
+# ---- Ranks that disagree -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "other"),
+    [
+        (PULL, "two_shot_hb"),
+        (PULL, "two_shot"),
+        (PULL, "one_shot"),
+        (COPIED_SUMS, PULL),
+        (COPIED_SUMS, "two_shot_hb"),
+        (COPIED_SUMS, "port"),
+        (COPIED_SUMS, "one_shot"),
+    ],
+)
+def test_ranks_that_run_different_algorithms_do_not_meet(algorithm: str, other: str) -> None:
     """Where calls are not compared: a rank whose tensor is symmetric, and one whose is not, wait in vain and say so."""
     cores = with_segment(connected(2, timeout_s=0.5), 1 << 20)
     x = torch.ones(4096)
     tensors = [symmetric(cores[0], 0, x), x.clone()]
-    names = ["two_shot_pull_hb", other]
+    names = [algorithm, other]
     calls = []
     for core, name, tensor in zip(cores, names, tensors, strict=True):
-        run = core.prepare(number_of("all_reduce", name), problem_of(x, 2), tiling_of(x.numel(), blocks=4, depth=1))
+        run = core.prepare(reduce(name), problem_of(x, 2), tiling_of(x.numel(), blocks=4, depth=DEPTHS.get(name, 0)))
         calls.append(lambda run=run, x=tensor: run(x.data_ptr(), x.data_ptr(), 0))
     together(*calls)
     for rank, core in enumerate(cores):
@@ -94,11 +149,12 @@ def test_ranks_that_run_different_algorithms_do_not_meet(other: str) -> None:
         assert (error.cause, error.peer) == ("timeout", 1 - rank)
 
 
-def test_tensors_in_several_segments() -> None:
+@pytest.mark.parametrize("algorithm", [PUSH, COPY])
+def test_tensors_in_several_segments(algorithm: str) -> None:
     """One of them on each rank: a place says in which."""
     world, sizes = 3, [LINE * 20] * 3
     cores = with_segment(connected(world))
-    parts = parts_of(world, 1, sizes, 7)
+    parts = parts_of(1, sizes, 7)
     expected = torch.cat(parts, dim=1)
     for number in (1, 2):
         handles = [core.create_segment(number, 1 << 16, False) for core in cores]
@@ -111,7 +167,7 @@ def test_tensors_in_several_segments() -> None:
         capsule, _ = core.lend(rank, 64, expected.nbytes, -1)
         output = torch.utils.dlpack.from_dlpack(capsule).view(expected.shape).zero_()
         assert core.find(output.data_ptr(), output.nbytes) == (rank, 64)
-        run = core.prepare(GATHER, gather_problem(world, 1, sizes), tiling_of(sizes[0], blocks=2, depth=0))
+        run = core.prepare(gather(algorithm), gather_problem(world, 1, sizes), tiling_of(sizes[0], blocks=2, depth=0))
         outputs.append(output)
         calls.append(lambda run=run, x=parts[rank], y=output: run(x.data_ptr(), y.data_ptr(), 0))
     assert together(*calls) == [True] * world
@@ -120,7 +176,8 @@ def test_tensors_in_several_segments() -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("kind", ["ordinary", "unaligned", "cut off"])
-def test_a_tensor_that_is_not_symmetric(world: int, kind: str) -> None:
+@pytest.mark.parametrize("algorithm", [PUSH, COPY])
+def test_a_tensor_that_is_not_symmetric(world: int, kind: str, algorithm: str) -> None:
     """On one rank. All ranks end with an error that names it, and none has waited for its time-out."""
     culprit, nbytes = 1, LINE * 40
     cores = with_segment(connected(world), 1 << 16)
@@ -136,7 +193,7 @@ def test_a_tensor_that_is_not_symmetric(world: int, kind: str) -> None:
             address = {"ordinary": ordinary.data_ptr(), "unaligned": address - 1, "cut off": address + LINE}[kind]
             outputs.append(ordinary)
         outputs.append(output)
-        run = core.prepare(GATHER, problem, tiling_of(nbytes, blocks=2, depth=0))
+        run = core.prepare(gather(algorithm), problem, tiling_of(nbytes, blocks=2, depth=0))
         x = torch.zeros(nbytes, dtype=torch.uint8)
         calls.append(lambda run=run, x=x, address=address: run(x.data_ptr(), address, 0))
     together(*calls)
@@ -147,29 +204,55 @@ def test_a_tensor_that_is_not_symmetric(world: int, kind: str) -> None:
         said = explain(error, 1.0)
         assert said.kind == "MismatchError"
         assert f"a tensor of rank {culprit} is not in symmetric memory" in said.text
-        assert "all-gather of symmetric tensors by push (HB)" in said.text
+        assert TITLES[algorithm] in said.text
     assert all(output.eq(7).all() for output in outputs), "nothing has been written"
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_output_of_sums_that_is_not_symmetric(world: int) -> None:
+    """On one rank: the same, but that ranks may have stored sums to outputs of their own."""
+    culprit = 1
+    cores = with_segment(connected(world), 1 << 16)
+    x = torch.ones(2000)
+    calls, outputs = [], []
+    for rank, core in enumerate(cores):
+        output = torch.zeros_like(x) if rank == culprit else symmetric(core, 512 * rank, torch.zeros_like(x))
+        outputs.append(output)
+        run = core.prepare(reduce(COPIED_SUMS), problem_of(x, world), tiling_of(x.numel(), blocks=2, depth=2))
+        calls.append(lambda run=run, y=output: run(x.data_ptr(), y.data_ptr(), 0))
+    together(*calls)
+    for rank, core in enumerate(cores):
+        error = core.error()
+        assert error is not None
+        assert (error.cause, error.rank, error.peer) == ("not symmetric", rank, culprit)
+        text = explain(error, 1.0).text
+        assert f"a tensor of rank {culprit} is not in symmetric memory" in text
+        assert TITLES[COPIED_SUMS] in text
 
 
 def test_shapes_that_peers_cannot_access_line_by_line() -> None:
     limits = _core.Limits(slot_bytes=1 << 20, sm_count=4, max_cluster=1, compute_capability=0, staging_bytes=1 << 16)
     choice = _core.Choice(blocks=2, tile_lines=4)
-    assert _core.shape(GATHER, gather_problem(2, 1, [32, 16]), choice, limits).launches == 1
+    assert _core.shape(gather(PUSH), gather_problem(2, 1, [32, 16]), choice, limits).launches == 1
     with pytest.raises(ValueError, match="a multiple of 16 bytes"):
-        _core.shape(GATHER, gather_problem(2, 1, [32, 17]), choice, limits)
+        _core.shape(gather(PUSH), gather_problem(2, 1, [32, 17]), choice, limits)
     with pytest.raises(ValueError, match="blocks is 161; it must be 1 to 160"):
-        _core.shape(GATHER, gather_problem(2, 1, [32, 16]), _core.Choice(blocks=161, tile_lines=4), limits)
+        _core.shape(gather(PUSH), gather_problem(2, 1, [32, 16]), _core.Choice(blocks=161, tile_lines=4), limits)
+    assert _core.shape(gather(COPY), gather_problem(2, 1, [32, 17]), choice, limits).launches == 1
+    with pytest.raises(ValueError, match="in one piece: dim must be 0"):
+        _core.shape(gather(COPY), gather_problem(2, 2, [32, 16]), choice, limits)
 
 
-def test_what_takes_its_place_where_tensors_are_not_symmetric() -> None:
+@pytest.mark.parametrize("algorithm", [PUSH, COPY])
+def test_what_takes_its_place_where_tensors_are_not_symmetric(algorithm: str) -> None:
     """One call prepared for both; what runs follows from the tensors, and from whether there is a heap at all."""
     world, nbytes = 2, LINE * 30
     cores = connected(world)
     problem = gather_problem(world, 1, [nbytes] * world)
     ordinary = number_of("all_gather", "one_shot")
-    direct = (GATHER, problem, tiling_of(nbytes, blocks=2, depth=0))
+    direct = (gather(algorithm), problem, tiling_of(nbytes, blocks=2, depth=0))
     prepared = [core.prepare(ordinary, problem, tiling_of(nbytes), direct) for core in cores]
-    parts = parts_of(world, 1, [nbytes] * world, 3)
+    parts = parts_of(1, [nbytes] * world, 3)
     expected = torch.cat(parts, dim=1)
 
     def run(outputs: list[torch.Tensor]) -> str:
@@ -185,5 +268,5 @@ def test_what_takes_its_place_where_tensors_are_not_symmetric() -> None:
     assert run(outputs) == "one-shot all-gather"
     with_segment(cores)
     assert run(outputs) == "one-shot all-gather"
-    assert run([symmetric(core, 0, expected * 0) for core in cores]) == "all-gather of symmetric tensors by push (HB)"
+    assert run([symmetric(core, 0, expected * 0) for core in cores]) == TITLES[algorithm]
     assert run([symmetric(core, 8, expected * 0) for core in cores]) == "one-shot all-gather"

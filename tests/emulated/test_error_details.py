@@ -13,15 +13,24 @@ from typing import Any
 
 import pytest
 import torch
-from cores import connected, number_of, problem_of, tiling_of, together
+from cores import connected, number_of, problem_of, symmetric, tiling_of, together, with_segment
 
 from llm_comm import _core, registry
 from llm_comm.planning.tables import ALL_REDUCE, FUSED
 
 HIDDEN = 64
 ROWS = 2  # of a launch
-ALGORITHMS = [(a.operation, a.name) for name in (ALL_REDUCE, FUSED) for a in registry.operations()[name].algorithms]
-every_algorithm = pytest.mark.parametrize(("operation", "algorithm"), ALGORITHMS)
+ALGORITHMS = [a for name in (ALL_REDUCE, FUSED) for a in registry.operations()[name].algorithms]
+OF_ANY, OF_SYMMETRIC = ([a for a in ALGORITHMS if a.is_symmetric == is_symmetric] for is_symmetric in (False, True))
+
+
+def each_of(algorithms: list[registry.Algorithm]) -> pytest.MarkDecorator:
+    names = [(a.operation, a.name) for a in algorithms]
+    return pytest.mark.parametrize(("operation", "algorithm"), names)
+
+
+def algorithm_of(operation: str, name: str) -> registry.Algorithm:
+    return next(a for a in ALGORITHMS if (a.operation, a.name) == (operation, name))
 
 
 def prepared(
@@ -34,13 +43,18 @@ def prepared(
     hidden: int = HIDDEN,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Callable[[], bool]:
-    """A call of so many launches of ``rows`` rows each; of several, the last of one."""
+    """A call of so many launches of ``rows`` rows each; of several, the last of one. Where it has to be, of tensors in
+    segment 0."""
     is_fused = operation == FUSED
+    found = algorithm_of(operation, algorithm)
     x = torch.ones((launches - 1) * rows + 1 if launches > 1 else rows, hidden, dtype=dtype)
     out, residual, weight = torch.empty_like(x), torch.empty_like(x), torch.ones(hidden, dtype=dtype)
+    if found.is_symmetric:
+        x, out = symmetric(core, 0, x), symmetric(core, 1 << 16, out)
     problem = problem_of(x, world, *((1e-5, 0) if is_fused else ()))
-    tiling = tiling_of(rows if is_fused else rows * hidden, blocks=1)
-    run = core.prepare(number_of(operation, algorithm), problem, tiling)
+    depth = max(1, found.ranges["depth"].least) if "depth" in found.ranges else 0
+    tiling = tiling_of(rows if is_fused else rows * hidden, blocks=1, depth=depth)
+    run = core.prepare(found.number, problem, tiling)
 
     def call() -> bool:
         if is_fused:
@@ -50,7 +64,7 @@ def prepared(
     return call
 
 
-@every_algorithm
+@each_of(OF_ANY)
 @pytest.mark.parametrize("check_calls", [False, True])
 @pytest.mark.parametrize("missed", [1, 2])
 def test_a_launch_that_a_peer_does_not_make(operation: str, algorithm: str, check_calls: bool, missed: int) -> None:
@@ -66,8 +80,28 @@ def test_a_launch_that_a_peer_does_not_make(operation: str, algorithm: str, chec
     assert error.sequence == missed
     assert error.bytes == (ROWS if missed < 2 else 1) * HIDDEN * 2
     assert error.calls == []
-    assert error.operation == next(a.title for a in registry.operations()[operation].algorithms if a.name == algorithm)
+    assert error.operation == algorithm_of(operation, algorithm).title
     assert cores[1].operations_ended() == missed
+
+
+@each_of(OF_SYMMETRIC)
+@pytest.mark.parametrize("check_calls", [False, True])
+def test_a_call_of_symmetric_tensors_that_a_peer_does_not_make(
+    operation: str, algorithm: str, check_calls: bool
+) -> None:
+    """The second; each is one launch."""
+    cores = with_segment(connected(2, check_calls, timeout_s=0.5))
+    with pytest.raises(ValueError, match="the message takes one launch"):
+        prepared(cores[0], 2, operation, algorithm, 2)
+    calls = [prepared(core, 2, operation, algorithm) for core in cores]
+    assert together(*calls) == [True, True]
+    assert not calls[0]()
+    error = cores[0].error()
+    assert error is not None
+    assert (error.cause, error.rank, error.peer) == ("timeout", 0, 1)
+    assert error.phase == (-1 if check_calls else 0)
+    assert (error.sequence, error.bytes) == (1, ROWS * HIDDEN * 2)
+    assert error.operation == algorithm_of(operation, algorithm).title
 
 
 @pytest.mark.parametrize("lost", [1, 2])
@@ -178,11 +212,11 @@ def core_of(rank: int) -> _core.Core:
     return _core.make_emulated_core(options)
 
 
-@every_algorithm
+@each_of(ALGORITHMS)
 def test_what_a_rank_has_enqueued_last(operation: str, algorithm: str) -> None:
-    cores = connected(2)
+    cores = with_segment(connected(2))
     assert (cores[0].last_call().number, cores[0].last_call().count) == (0, 0)
-    title = next(a.title for a in registry.operations()[operation].algorithms if a.name == algorithm)
+    title = algorithm_of(operation, algorithm).title
     for number, dtype in enumerate((torch.bfloat16, torch.float16), start=1):
         calls = (prepared(core, 2, operation, algorithm, dtype=dtype) for core in cores)
         assert together(*calls) == [True, True]

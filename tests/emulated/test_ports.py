@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from cores import connected, number_of, problem_of, run_on_all, tiling_of, together
+from cores import connected, gather_problem, number_of, parts_of, problem_of, run_on_all, tiling_of, together
 from harness import RankPool, make_communicator, nothing_leaked
 from reference import DTYPES, assert_is_sum, contributions
 
-from llm_comm import PeerTimeout, _core, registry
+from llm_comm import PeerTimeout, _core
 from llm_comm.planning.tables import ALL_REDUCE, Row
 
 REPOSITORY = Path(__file__).parents[2]
@@ -81,13 +81,6 @@ def test_all_reduce(world: int, dtype: torch.dtype) -> None:
                 assert_is_sum(out, inputs, f"{count} elements in place, depth {depth}")
 
 
-def gather_problem(world: int, rows: int, sizes: list[int]) -> _core.Problem:
-    parameters = (rows, *sizes, *[0] * (8 - world))
-    byte = tuple(registry.data_types()).index("byte")
-    count = rows * max(sizes)
-    return _core.Problem(count=count, row=0, data_type=byte, world_size=world, parameters=parameters)
-
-
 @pytest.mark.parametrize("sizes", [[4096, 4096], [5000, 0], [1, 7001, 300], [64, 64, 64, 64, 64]])
 def test_all_gather(sizes: list[int]) -> None:
     """Parts of any size, in one row and in several."""
@@ -95,7 +88,7 @@ def test_all_gather(sizes: list[int]) -> None:
     cores = connected(world, staging_bytes=64 << 10)
     number = number_of("all_gather", PORT)
     for rows in (1, 3):
-        parts = [torch.randint(0, 256, (rows, size), dtype=torch.uint8) for size in sizes]
+        parts = parts_of(rows, sizes)
         outputs = [torch.empty(rows, sum(sizes), dtype=torch.uint8) for _ in sizes]
         problem = gather_problem(world, rows, sizes)
         tiling = tiling_of(rows * max(sizes), blocks=2, tile_lines=8, depth=2)

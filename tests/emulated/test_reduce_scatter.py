@@ -149,8 +149,8 @@ def scatter_in_launches() -> None:
     """More than a slot holds, in place, with parts that end in different launches."""
     with make_communicator(workspace_bytes=1 << 20, algorithm="one_shot") as comm:
         world, rank = comm.world_size, comm.rank
-        uneven = tuple(100_001 * r for r in range(world))
-        for division in (Division((world * 120_003,), 0, (120_003,) * world), Division((sum(uneven),), 0, uneven)):
+        uneven = tuple(190_001 * r for r in range(world))
+        for division in (Division((world * 200_003,), 0, (200_003,) * world), Division((sum(uneven),), 0, uneven)):
             inputs = inputs_of(division, torch.bfloat16, 9)
             expected = division.part_of(rank_order_sum(inputs), rank).clone()
             x = inputs[rank].clone()

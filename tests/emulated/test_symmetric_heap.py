@@ -18,7 +18,7 @@ import torch.distributed as dist
 from harness import RankPool, make_communicator, nothing_leaked
 from reference import assert_is_sum, contributions
 
-from llm_comm import Communicator, MismatchError, RendezvousError, UnsupportedInputError, _core
+from llm_comm import Communicator, RendezvousError, UnsupportedInputError, _core
 from llm_comm.runtime import symmetric_heap
 from llm_comm.runtime.heap_layout import MAX_GROWTH, SEGMENT_MULTIPLE
 
@@ -32,10 +32,6 @@ def core_of(comm: Communicator) -> _core.Core:
 
 def place_of(comm: Communicator, tensor: torch.Tensor) -> tuple[int, int] | None:
     return core_of(comm).find(tensor.data_ptr(), tensor.nbytes)
-
-
-def last_call(comm: Communicator) -> str:
-    return core_of(comm).last_call().operation
 
 
 def segments_of(comm: Communicator) -> dict[int, int]:
@@ -130,75 +126,6 @@ def as_output_of_layers() -> None:
 
 def test_output_of_a_linear_layer(ranks: RankPool) -> None:
     ranks.run(2, as_output_of_layers)
-
-
-def sum_mixed(world: int) -> None:
-    """Sums over symmetric tensors, ordinary ones and both, in and out of place, before and after the heap grows."""
-    with make_communicator() as comm:
-        for count in (8, 1000, 4097, 60_000):
-            for dtype in (torch.bfloat16, torch.float32):
-                inputs = contributions(world, count, dtype, seed=count)
-                mine = inputs[comm.rank]
-                x, out = comm.empty(count, dtype), comm.empty(count, dtype)
-                x.copy_(mine)
-                what = f"{count} {dtype}"
-                assert_is_sum(comm.all_reduce(x), inputs, f"{what}, new output")
-                assert_is_sum(comm.all_reduce(mine, out=out), inputs, f"{what}, ordinary input")
-                out.zero_()
-                assert comm.all_reduce(x, out=out) is out
-                assert_is_sum(out, inputs, f"{what}, both symmetric")
-                is_direct = x.nbytes % 16 == 0
-                assert last_call(comm).startswith("two-shot all-reduce of symmetric") == is_direct, what
-                assert comm.plan(mine).symmetric == ("two_shot_pull_hb" if is_direct else "")
-                ordinary = torch.empty_like(mine)
-                assert_is_sum(comm.all_reduce(x, out=ordinary), inputs, f"{what}, ordinary output")
-                assert torch.equal(x, mine), "the input is left alone"
-                assert_is_sum(comm.all_reduce(x, out=x), inputs, f"{what}, in place")
-                assert last_call(comm).startswith("two-shot all-reduce of symmetric") == is_direct, what
-
-
-def one_without_a_symmetric_tensor() -> str:
-    with make_communicator() as comm:
-        x = comm.empty(64, torch.float32).fill_(1)
-        y = torch.ones(64) if comm.rank == CULPRIT else x
-        with pytest.raises(MismatchError) as error:
-            comm.all_reduce(y, out=y)
-        return str(error.value)
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_another_kind_of_tensor_on_one_rank(ranks: RankPool, world: int) -> None:
-    """Ranks that choose different algorithms for it say so."""
-    for text in ranks.run(world, one_without_a_symmetric_tensor):
-        assert "two-shot all-reduce of symmetric tensors by pull (HB) of 64 fp32" in text
-        assert f"rank {CULPRIT}: one-shot all-reduce of 64 fp32" in text
-
-
-def choose_by_options(algorithm: str) -> str:
-    with make_communicator(algorithm=algorithm) as comm:
-        x = comm.empty(4096, torch.float32).fill_(1)
-        assert comm.all_reduce(x, out=x).eq(comm.world_size).all()
-        used = last_call(comm)
-        ordinary = torch.ones(4096)
-        assert comm.all_reduce(ordinary).eq(comm.world_size).all()
-        return f"{used}; {comm.plan(ordinary).algorithm}"
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "expected"),
-    [
-        ("auto", "two-shot all-reduce of symmetric tensors by pull (HB); two_shot"),
-        ("two_shot_pull_hb", "two-shot all-reduce of symmetric tensors by pull (HB); two_shot"),
-        ("one_shot", "one-shot all-reduce; one_shot"),
-    ],
-)
-def test_a_forced_algorithm(ranks: RankPool, algorithm: str, expected: str) -> None:
-    assert same_on_all(ranks.run(2, choose_by_options, algorithm)) == expected
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_sums_of_symmetric_and_ordinary_tensors(ranks: RankPool, world: int) -> None:
-    ranks.run(world, sum_mixed, world)
 
 
 # ---- Growth, and memory that is given back -------------------------------------------------------------------------

@@ -210,13 +210,19 @@ def memory(part: Part) -> None:
 def outlive_and_free(part: Part, used: Callable[[], int], slack: int) -> None:
     ranks = part.ranks
     comm = part.communicator()
-    with_workspace = used()
-    large = comm.empty(64 * MIB, torch.uint8).fill_(3)
-    if ranks.on_gpu:
-        expect(used() - with_workspace >= 64 * MIB, "the tensor takes no memory")
-    del large
     small = comm.empty(16, torch.uint8).fill_(5)
-    expect(used() - with_workspace <= slack, "the memory of a tensor that has died is still there")
+    with_small = used()
+    large = comm.empty(64 * MIB, torch.uint8).fill_(3)
+    segment, _ = place(comm, small)
+    expect(place(comm, large)[0] != segment, "the large tensor is where there is no room for it")
+    if ranks.on_gpu:
+        expect(used() - with_small >= 64 * MIB, "the tensor takes no memory")
+    del large
+    # By this call ranks learn that it has died. The new tensor has room beside the first one.
+    other = comm.empty(16, torch.uint8)
+    expect(place(comm, other)[0] == segment, "a small tensor keeps the memory of a large one")
+    expect(list(comm._heap._layout.segments()) == [segment], "the heap keeps the memory of a tensor that has died")
+    expect(used() - with_small <= slack, "the memory of a tensor that has died is still there")
     text = error_of(LlmCommError, lambda: comm.empty(1 << 46, torch.uint8))
     expect("symmetric memory" in text, text)
     shape = 8 if ranks.rank == 0 else 9
@@ -226,7 +232,7 @@ def outlive_and_free(part: Part, used: Callable[[], int], slack: int) -> None:
     comm.close()
     small.add_(1)
     expect(bool(small.eq(6).all()), "a tensor that outlives its communicator")
-    part.results += 6
+    part.results += 8
 
 
 def graph_outlives(part: Part) -> None:

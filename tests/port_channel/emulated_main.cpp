@@ -5,13 +5,16 @@
 
 #include <atomic>
 #include <cstdio>
+#include <cstring>
 #include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include "emulator/executor.h"
 #include "exchange.cuh"
 #include "host/memory_transport.h"
+#include "llm_comm/port_words.cuh"
 
 namespace {
 
@@ -23,10 +26,12 @@ constexpr uint64_t kLines = 333;
 constexpr uint32_t kThreads = 8;
 constexpr uint64_t kMinuteNs = 60'000'000'000;
 constexpr WorkspaceLayout kLayout(16, kLines * sizeof(Line));
+constexpr uint64_t kHeapBytes = 64;
 
 struct Gpu {
   std::vector<Line> workspace = std::vector<Line>(kLayout.bytes() / sizeof(Line));
   std::vector<Line> source = std::vector<Line>(kLines);
+  std::vector<char> heap = std::vector<char>(kHeapBytes);
   HostMailbox mailbox{};
   uint64_t rounds = 0;
   uint32_t failures = 0;
@@ -42,8 +47,12 @@ struct World {
   explicit World(const std::function<std::unique_ptr<Ports>()>& make = make_emulated_ports) {
     for (uint32_t rank = 0; rank < 2; ++rank) {
       gpus[rank].proxy = make();
-      PortOwner owner{{}, kLayout.bytes(), rank, 2, [] { return false; }, nullptr};
+      PortOwner owner{{}, kLayout.bytes(), rank, 2, nullptr, [] { return false; }, nullptr};
       for (uint32_t r = 0; r < 2; ++r) owner.workspace[r] = gpus[r].memory();
+      owner.is_in_heap = [this](uint32_t r, uint64_t address, uint64_t bytes) {
+        const auto first = reinterpret_cast<uint64_t>(gpus[r].heap.data());
+        return address >= first && address + bytes <= first + kHeapBytes;
+      };
       owner.fail = [&mailbox = gpus[rank].mailbox] {
         __atomic_fetch_or(&mailbox.end_reasons, kAbortRequest, __ATOMIC_RELEASE);
       };
@@ -149,19 +158,41 @@ void tell_of_failures() {
   expect(text == "no engine", "a transport that cannot begin is refused");
 }
 
-void refuse_what_is_beyond() {
-  World world;
+// Empty where it was carried out.
+template <class Put>
+std::string refusal_of(World& world, Put put) {
   Exchange e = world.exchange(0, 0, kMinuteNs);
-  e.comm.staging_bytes = 0;
+  const WaitSite site{0, OperationKind::kUser, 0, 0};
   world.gpus[0].executor.run({1, 1, sizeof(Line)}, [&] {
-    const PortChannel port{e.comm, {0, OperationKind::kUser, 0, 0}, 1};
-    port.put(kLayout.bytes() - 8, e.source, 16);
+    const PortChannel port{e.comm, site, 1};
+    const auto wait = [&](auto poll) { return wait_until(poll, bounds_of(e.comm), site, 1, 0); };
+    put(e, port, wait);
     if (!port.flush()) ports::note(e.failures, ports::kWaitAborted);
   });
   const auto error = world.gpus[0].proxy->error();
-  expect(world.gpus[0].failures == ports::kWaitAborted && error &&
-             error->find("beyond the workspace") != std::string::npos,
+  return error && world.gpus[0].failures == ports::kWaitAborted ? *error : "";
+}
+
+void refuse_what_is_beyond() {
+  World world;
+  const std::string of_workspace = refusal_of(
+      world, [](const Exchange& e, const PortChannel& port, auto) { port.put(kLayout.bytes() - 8, e.source, 16); });
+  expect(of_workspace.find("beyond its symmetric heap or its workspace") != std::string::npos,
          "a put beyond the workspace is refused");
+
+  const auto to_heap = [](World& ranks, uint64_t bytes) {
+    const char* const to = ranks.gpus[1].heap.data() + 16;
+    return refusal_of(ranks, [=](const Exchange& e, const PortChannel&, auto wait) {
+      PortWords(e.comm, 0).put_to_heap(1, to, e.source, bytes, 0, 1, wait);
+    });
+  };
+  World heaps;
+  heaps.gpus[0].source[0].word[0] = 0x01020304;
+  const bool was_done = to_heap(heaps, kHeapBytes - 16).empty();
+  expect(was_done && std::memcmp(heaps.gpus[1].heap.data() + 16, heaps.gpus[0].source.data(), kHeapBytes - 16) == 0,
+         "a put up to the end of the heap is done");
+  expect(to_heap(heaps, kHeapBytes - 15).find("beyond its symmetric heap") != std::string::npos,
+         "a put beyond the heap is refused");
 }
 
 // A fork has neither the thread nor a use for it, and ends.

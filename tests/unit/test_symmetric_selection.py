@@ -14,12 +14,14 @@ from llm_comm.planning import selection
 from llm_comm.planning.plan import Plan, Problem
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.table_files import load_table, table_text
-from llm_comm.planning.tables import ALL_REDUCE, Row, TuningTable, by_operation, of_symmetric
+from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, Row, TuningTable, by_operation, of_symmetric
 
 CONFIG = Config.load({})
 PULL = "two_shot_pull_hb"
+PORT = "two_shot_port"
 ORDINARY = plain_row(64 * MIB, "two_shot", 4, 16, 1)
 SMALL = Row(4096, ALL_REDUCE, PULL, "HB", blocks=2, tile_lines=8)
+COPIES = Row(64 * MIB, ALL_REDUCE, PORT, "Port", blocks=5, tile_lines=48, depth=3)
 LARGE = Row(64 * MIB, ALL_REDUCE, PULL, "HB", blocks=9, tile_lines=64)
 TABLE = TuningTable("test", by_operation([ORDINARY, SMALL, LARGE]), 64 * MIB, min_symmetric_bytes=0)
 
@@ -81,6 +83,44 @@ def test_an_algorithm_for_symmetric_tensors_is_forced_for_those_only() -> None:
     plan = plan_of(4096, config=CONFIG.replace(algorithm=PULL))
     assert (plan.algorithm, plan.symmetric) == ("two_shot", PULL)
     assert plan.reason.endswith(f"algorithm {PULL} is for symmetric tensors")
+
+
+@pytest.mark.parametrize("algorithm", [PULL, PORT])
+@pytest.mark.parametrize("of_row", [PULL, PORT])
+def test_a_forced_algorithm_needs_no_row(algorithm: str, of_row: str) -> None:
+    row = LARGE if of_row == PULL else COPIES
+    table = TABLE._replace(rows=by_operation([ORDINARY, row]))
+    direct = layout_of(MIB, table, CONFIG.replace(algorithm=algorithm)).direct
+    assert direct is not None
+    assert direct[0] == next(a.number for a in registry.operations()[ALL_REDUCE].algorithms if a.name == algorithm)
+    assert (direct[2].tile_lines == row.tile_lines) == (algorithm == of_row)
+
+
+def test_copy_engines_only_by_a_row() -> None:
+    """They are no better than others for what has not been measured."""
+    assert plan_of(MIB).symmetric == PULL
+    table = TABLE._replace(rows=by_operation([ORDINARY, COPIES]))
+    for nbytes in (16, 18, MIB, MIB + 2):
+        assert plan_of(nbytes, table).symmetric == PORT
+    assert plan_of(MIB, TuningTable("no row", by_operation([ORDINARY]), 64 * MIB)).symmetric == PULL
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes", "expected"),
+    [
+        (1, (32, 32), "direct_port"),
+        (1, (33, 5), "direct_port"),
+        (1, (0, 5), "direct_port"),
+        (2, (32, 32), ""),
+    ],
+)
+def test_copy_engines_gather_whole_parts(rows: int, sizes: tuple[int, ...], expected: str) -> None:
+    row = Row(64 * MIB, ALL_GATHER, "direct_port", "Port", blocks=4, tile_lines=64)
+    table = TABLE._replace(rows=by_operation([ORDINARY, row]))
+    planner = Planner(2, table, CONFIG, limits_of(CONFIG))
+    planner.has_symmetric = True
+    layout = planner.lay_out(ALL_GATHER, rows * max(sizes), 0, "byte", tuple(map(float, (rows, *sizes))))
+    assert layout.plan.symmetric == expected
 
 
 def test_it_is_never_chosen_for_other_tensors() -> None:
