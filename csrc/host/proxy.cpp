@@ -128,8 +128,9 @@ bool ProxyPorts::take_one() {
       (has_word && !is_there(rank_of_word, request.word, sizeof(uint64_t)))) {
     throw std::runtime_error("a kernel asked for " + std::to_string(request.bytes) + " bytes to " +
                              in_words(request.destination) + ", or a signal to " + in_words(request.word) +
-                             ", of rank " + std::to_string(request.peer) + ", which is beyond the workspace of " +
-                             std::to_string(owner_.workspace_bytes) + " bytes or the symmetric heap");
+                             ", of rank " + std::to_string(request.peer) +
+                             ", which is beyond its symmetric heap or its workspace of " +
+                             std::to_string(owner_.workspace_bytes) + " bytes");
   }
   batches_[request.peer].add(request);
   return true;
