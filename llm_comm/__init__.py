@@ -16,13 +16,15 @@ from llm_comm.errors import (
     UnsupportedInputError,
 )
 from llm_comm.installation import VERSION as __version__
-from llm_comm.installation import cuda_compiled, get_include, get_library_dir
+from llm_comm.installation import cuda_compiled, get_include, get_library_dir, get_nvrtc_options
 from llm_comm.planning.plan import Plan
+from llm_comm.runtime.channels import Channels
 
 #: Of before all operations had one kind of plan.
 FusedPlan = Plan
 
 __all__ = [
+    "Channels",
     "Communicator",
     "CommunicatorError",
     "ConcurrentUseError",
@@ -40,4 +42,5 @@ __all__ = [
     "cuda_compiled",
     "get_include",
     "get_library_dir",
+    "get_nvrtc_options",
 ]

@@ -25,6 +25,7 @@ from llm_comm.operations.watched import is_traced as _is_traced
 from llm_comm.operations.watched import is_watched as _is_watched
 from llm_comm.planning.plan import Plan
 from llm_comm.planning.tables import TuningTable
+from llm_comm.runtime.channels import Channels, open_channels
 from llm_comm.runtime.connect import agree, connect
 from llm_comm.runtime.symmetric_heap import SymmetricHeap
 
@@ -260,6 +261,24 @@ class Communicator(GatherScatter):
             self._planner.has_symmetric = True
             self._forget()  # prepared without what symmetric memory makes possible
         return tensor
+
+    def channels(self, memory: torch.Tensor | None = None, *, semaphores: int = 16) -> Channels:
+        """Channels to every other rank, for kernels of one's own: see docs/own_kernels.md.
+
+        Collective, as ``empty`` is. The proxy of port channels runs from now on.
+
+        Args:
+            memory: Where the channels write to: a tensor of ``empty``, or a contiguous view of one that begins at a
+                multiple of 16 bytes; the same on all ranks. None: a new one of 1 MiB.
+            semaphores: Of each pair of ranks and each kind of channel. No other object shares them. The same on all
+                ranks.
+
+        Raises:
+            RendezvousError: The ranks ask for different channels, or one of them has no memory or no proxy.
+            MissingRankError: A rank has not made the call within ``Config.timeout_s``.
+            UnsupportedInputError: There are no such channels, or a CUDA graph is being captured.
+        """
+        return open_channels(self._heap, self._handle, memory, semaphores)
 
     # ---- What would be served -----------------------------------------------------------------------------------
 

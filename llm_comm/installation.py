@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from importlib import resources
+from pathlib import Path
 
 from llm_comm import _core
 
@@ -17,6 +20,20 @@ def cuda_compiled() -> bool:
 def get_include() -> str:
     """Directory to pass to a compiler with ``-I`` for ``#include "llm_comm/memory_channel.cuh"``."""
     return _installed_directory("include")
+
+
+@functools.cache
+def get_nvrtc_options() -> tuple[str, ...]:
+    """Options with which ``cupy.RawKernel`` compiles a kernel that includes the headers.
+
+    The last one does nothing but change with the headers: cupy keeps what it has compiled by source and options, and
+    would go on using a kernel that was compiled with headers of before.
+    """
+    include = get_include()
+    digest = hashlib.sha256()
+    for header in sorted(path for path in Path(include).rglob("*") if path.is_file()):
+        digest.update(header.read_bytes())
+    return "-std=c++20", f"-I{include}", f"-DLLM_COMM_HEADERS=0x{digest.hexdigest()[:8]}"
 
 
 def get_library_dir() -> str:

@@ -87,6 +87,11 @@ class DirectSession {
   // Of a rank's tensor, in work().
   LLM_COMM_DEVICE char* address(uint32_t tensor, uint32_t rank) const { return shared_->address[tensor][rank]; }
 
+  // The same, of a peer, as requests to the proxy name it.
+  LLM_COMM_DEVICE uint64_t place(uint32_t tensor, uint32_t peer) const {
+    return place_in(load_line(word(comm_.rank, peer)), tensor);
+  }
+
   static constexpr uint32_t shared_bytes() { return sizeof(Shared); }
 
  private:
@@ -97,6 +102,10 @@ class DirectSession {
 
   LLM_COMM_DEVICE Line* word(uint32_t receiver, uint32_t sender) const {
     return session_.staging(receiver, 0) + block_ * World + sender;
+  }
+
+  LLM_COMM_DEVICE static uint64_t place_in(Line said, uint32_t tensor) {
+    return static_cast<uint64_t>(said.word[2 * tensor + 1]) << 32 | said.word[2 * tensor];
   }
 
   LLM_COMM_DEVICE void tell(Line said) const {
@@ -111,7 +120,7 @@ class DirectSession {
       const Line said = rank == comm_.rank ? own : load_line(word(comm_.rank, rank));
       LLM_COMM_UNROLL(2)
       for (uint32_t i = 0; i < Tensors; ++i) {
-        const uint64_t place = static_cast<uint64_t>(said.word[2 * i + 1]) << 32 | said.word[2 * i];
+        const uint64_t place = place_in(said, i);
         shared_->address[i][rank] = place == kNoPlace ? nullptr : address_of(comm_, rank, place);
       }
     }

@@ -105,6 +105,12 @@ class Core {
   // Where `bytes` of this rank's memory lie, if in one segment.
   virtual std::optional<Place> find(uint64_t address, uint64_t bytes) const = 0;
 
+  // What a kernel outside of the library is given, as bytes: a Channels (llm_comm/channels.cuh) for the tensor of `bytes` at `memory`,
+  // with so many semaphores of each pair and kind at `semaphore_words`, which are zero at first. From now on requests of port
+  // channels are carried out. Throws std::runtime_error where that cannot be.
+  virtual std::string channels(const Place& memory, uint64_t bytes, const Place& semaphore_words,
+                               uint32_t semaphores) = 0;
+
   // Marks the header of every rank's workspace; peers_unseen() then, after a barrier of all ranks, names
   // those whose mark did not come.
   virtual void send_marks() = 0;
@@ -137,6 +143,10 @@ class Core {
   // How many operations the device has ended; nothing if the device does not answer soon.
   virtual std::optional<uint64_t> operations_ended() = 0;
 };
+
+// Of a rank's words of the semaphores that Core::channels() takes, and of what it returns.
+uint64_t bytes_of_semaphores(uint32_t world_size, uint32_t semaphores);
+uint64_t bytes_of_channels();
 
 std::unique_ptr<Core> make_emulated_core(const CoreOptions& options);
 // Throws std::runtime_error where CUDA is not compiled in or the device cannot be used.

@@ -38,6 +38,7 @@
 #include "host/launch_queue.h"
 #include "host/ports.h"
 #include "host/segments.h"
+#include "llm_comm/channels.cuh"
 
 namespace llm_comm::host {
 
@@ -103,13 +104,14 @@ class CoreImpl final : public Core {
   const DeviceComm& device_comm() const { return comm_; }
   // Before the first kernel that asks anything of port channels is launched.
   void start_ports() {
-    PortOwner owner{{}, workspace_bytes(), comm_.rank, comm_.world_size, nullptr, nullptr, nullptr};
+    PortOwner owner{{}, workspace_bytes(), comm_.rank, comm_.world_size, nullptr, nullptr};
     std::copy(std::begin(comm_.workspace), std::end(comm_.workspace), owner.workspace);
-    owner.is_in_heap = [this](uint32_t rank, uint64_t address, uint64_t bytes) {
-      return segments_.holds(rank, address, bytes);
-    };
     owner.has_failed = [mailbox = comm_.mailbox] { return llm_comm::host::has_failed(*mailbox); };
     owner.fail = [this] { end_waits(kAbortRequest); };
+    owner.find_in_heap = [this](uint32_t rank, uint64_t place, uint64_t bytes) {
+      const uint64_t offset = place & (place_at(1, 0) - 1);
+      return segments_.address(rank, {static_cast<uint32_t>(place >> kPlaceOffsetBits), offset}, bytes);
+    };
     ports_->start(owner);
   }
 
@@ -137,6 +139,14 @@ class CoreImpl final : public Core {
     return memory_.for_tensor(segments_.own(segment), segments_.life());
   }
   std::optional<Place> find(uint64_t address, uint64_t bytes) const override { return segments_.find(address, bytes); }
+
+  std::string channels(const Place& memory, uint64_t bytes, const Place& semaphore_words,
+                       uint32_t semaphores) override {
+    start_ports();
+    const Channels channels{comm_, place_at(memory.segment, memory.offset), bytes,
+                            place_at(semaphore_words.segment, semaphore_words.offset), semaphores};
+    return {reinterpret_cast<const char*>(&channels), sizeof(channels)};
+  }
 
   void send_marks() override { launcher_.p2p_test(comm_); }
 

@@ -155,6 +155,11 @@ class EmulatedLauncher {
 
 }  // namespace
 
+uint64_t bytes_of_semaphores(uint32_t world_size, uint32_t semaphores) {
+  return Channels::bytes_of_semaphores(world_size, semaphores);
+}
+uint64_t bytes_of_channels() { return sizeof(Channels); }
+
 std::unique_ptr<Core> make_emulated_core(const CoreOptions& options) {
   check_options(options);
   return std::make_unique<CoreImpl<EmulatedMemory, EmulatedLauncher>>(

@@ -17,10 +17,18 @@ struct PortOwner {
   uint64_t workspace_bytes;        // of each
   uint32_t rank;
   uint32_t world_size;
-  // Whether so many bytes at an address are in a rank's part of the symmetric heap.
-  std::function<bool(uint32_t rank, uint64_t address, uint64_t bytes)> is_in_heap;
   std::function<bool()> has_failed;  // what is asked for then is not done
   std::function<void()> fail;        // a request could not be carried out: nothing waits for it any more
+  // Where so many bytes at a place of the symmetric heap lie on a rank, as this process reaches them; nullptr: nowhere. Empty:
+  // there is no heap.
+  std::function<char*(uint32_t rank, uint64_t place, uint64_t bytes)> find_in_heap = {};
+
+  // What a request means by `where` (port_ring.h); nullptr where a rank does not have so many bytes there.
+  char* address(uint32_t rank_of, uint64_t where, uint64_t bytes) const {
+    if ((where & kInHeap) != 0) return find_in_heap ? find_in_heap(rank_of, where & ~kInHeap, bytes) : nullptr;
+    const bool is_within = bytes <= workspace_bytes && where <= workspace_bytes - bytes;
+    return is_within ? workspace[rank_of] + where : nullptr;
+  }
 };
 
 class Ports {

@@ -13,6 +13,13 @@ namespace {
 // Of one batch: more would let the first ones wait.
 constexpr uint32_t kMostOfBatch = 128;
 
+std::string in_words(uint64_t where) {
+  if ((where & kInHeap) == 0) return "offset " + std::to_string(where);
+  const uint64_t place = where & ~kInHeap;
+  return "offset " + std::to_string(place & (place_at(1, 0) - 1)) + " of segment " +
+         std::to_string(place >> kPlaceOffsetBits);
+}
+
 }  // namespace
 
 void ProxyPorts::start(const PortOwner& owner) {
@@ -111,19 +118,17 @@ bool ProxyPorts::take_one() {
   ++position_;
   PortRequest request;
   std::memcpy(&request, words, sizeof(request));
-  const auto is_beyond = [&](uint64_t offset, uint64_t bytes) {
-    return bytes > owner_.workspace_bytes || offset > owner_.workspace_bytes - bytes;
+  const auto is_there = [&](uint32_t rank, uint64_t where, uint64_t bytes) {
+    return owner_.address(rank, where, bytes) != nullptr;
   };
-  const auto is_in_heap = [&](const PortRequest& put) {
-    return owner_.is_in_heap(put.peer, address_of(put.peer, put.destination), put.bytes);
-  };
+  const bool has_word = (request.parts & (kPortSignal | kPortEcho)) != 0;
+  const uint32_t rank_of_word = (request.parts & kPortEcho) != 0 ? owner_.rank : request.peer;
   if (request.peer >= owner_.world_size ||
-      ((request.parts & kPortPut) != 0 &&
-       ((request.parts & kPortHeap) != 0 ? !is_in_heap(request) : is_beyond(request.destination, request.bytes))) ||
-      ((request.parts & (kPortSignal | kPortEcho)) != 0 && is_beyond(request.word, sizeof(uint64_t)))) {
-    throw std::runtime_error("a kernel asked for " + std::to_string(request.bytes) + " bytes to offset " +
-                             std::to_string(request.destination) + ", or a signal to offset " +
-                             std::to_string(request.word) + ", of rank " + std::to_string(request.peer) +
+      ((request.parts & kPortPut) != 0 && !is_there(request.peer, request.destination, request.bytes)) ||
+      (has_word && !is_there(rank_of_word, request.word, sizeof(uint64_t)))) {
+    throw std::runtime_error("a kernel asked for " + std::to_string(request.bytes) + " bytes to " +
+                             in_words(request.destination) + ", or a signal to " + in_words(request.word) +
+                             ", of rank " + std::to_string(request.peer) +
                              ", which is beyond its symmetric heap or its workspace of " +
                              std::to_string(owner_.workspace_bytes) + " bytes");
   }
@@ -135,14 +140,17 @@ void ProxyPorts::carry_out(uint32_t peer) {
   PortBatch& batch = batches_[peer];
   if (batch.is_empty()) return;
   for (const PortStep& step : batch.steps()) {
+    const uint32_t rank = step.part == kPortEcho ? owner_.rank : peer;
+    const uint64_t bytes = step.part == kPortPut ? step.bytes : step.count * sizeof(uint64_t);
+    char* const to = owner_.address(rank, step.to, bytes);
+    if (to == nullptr)
+      throw std::runtime_error("memory that a kernel has asked to copy to is gone: " + in_words(step.to));
     if (step.part == kPortPut) {
-      transport_->put(peer, reinterpret_cast<char*>(address_of(peer, step.to)),
-                      reinterpret_cast<const char*>(step.from), step.bytes);
+      transport_->put(peer, to, reinterpret_cast<const char*>(step.from), step.bytes);
     } else if (step.part == kPortSignal) {
-      transport_->signal(peer, reinterpret_cast<uint64_t*>(owner_.workspace[peer] + step.to), step.values, step.count);
+      transport_->signal(peer, reinterpret_cast<uint64_t*>(to), step.values, step.count);
     } else {
-      transport_->echo(peer, reinterpret_cast<uint64_t*>(owner_.workspace[owner_.rank] + step.to), step.values,
-                       step.count);
+      transport_->echo(peer, reinterpret_cast<uint64_t*>(to), step.values, step.count);
     }
   }
   batch.clear();

@@ -72,10 +72,6 @@ class ProxyPorts final : public Ports {
   uint32_t take();
   bool take_one();
   void carry_out(uint32_t peer);
-  // Of an offset from the workspace of a rank.
-  uint64_t address_of(uint32_t rank, uint64_t offset) const {
-    return reinterpret_cast<uint64_t>(owner_.workspace[rank]) + offset;
-  }
   void wait_for_requests(std::chrono::steady_clock::time_point last_request) const;
 
   std::unique_ptr<RingMemory> memory_;

@@ -103,17 +103,15 @@ class Segments {
     return std::nullopt;
   }
 
-  // Whether so many bytes are in what is mapped of a rank.
-  bool holds(uint32_t rank, uint64_t address, uint64_t bytes) const {
+  // Where so many bytes at a place lie on a rank, as this one maps it; nullptr: nowhere.
+  char* address(uint32_t rank, const Place& place, uint64_t bytes) const {
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (const auto& [number, segment] : segments_) {
-      const auto first = reinterpret_cast<uint64_t>(segment.memory[rank].get());
-      if (first != 0 && address >= first && address - first <= segment.bytes &&
-          bytes <= segment.bytes - (address - first)) {
-        return true;
-      }
-    }
-    return false;
+    const auto found = segments_.find(place.segment);
+    if (found == segments_.end() || rank >= kMaxWorldSize) return nullptr;
+    const Segment& segment = found->second;
+    if (bytes > segment.bytes || place.offset > segment.bytes - bytes) return nullptr;
+    char* const first = segment.memory[rank].get();
+    return first == nullptr ? nullptr : first + place.offset;
   }
 
   // All of it stays mapped until the process ends.

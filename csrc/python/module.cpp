@@ -312,6 +312,17 @@ PYBIND11_MODULE(_core, module) {
             return py::make_tuple(lent.capsule, lent.loan);
           },
           py::arg("segment"), py::arg("offset"), py::arg("bytes"), py::arg("device"))
+      .def(
+          "channels",
+          [](Core& core, std::pair<uint32_t, uint64_t> memory, uint64_t bytes, std::pair<uint32_t, uint64_t> words,
+             uint32_t semaphores) {
+            const std::string made = [&] {
+              const py::gil_scoped_release others_may_run;
+              return core.channels({memory.first, memory.second}, bytes, {words.first, words.second}, semaphores);
+            }();
+            return py::bytes(made);
+          },
+          py::arg("memory"), py::arg("bytes"), py::arg("semaphore_words"), py::arg("semaphores"))
       .def("error", &Core::error)
       .def("abort", &Core::abort)
       .def("peer_exited", &Core::peer_exited)
@@ -355,6 +366,9 @@ PYBIND11_MODULE(_core, module) {
   module.def("staging_bytes", [](uint64_t workspace_bytes) {
     return llm_comm::WorkspaceLayout::within(workspace_bytes).staging_bytes();
   });
+
+  module.def("bytes_of_semaphores", &bytes_of_semaphores, py::arg("world_size"), py::arg("semaphores"));
+  module.def("bytes_of_channels", &bytes_of_channels);
 
   module.def("make_emulated_core",
              [](const CoreOptions& options) { return CoreHolder(make_emulated_core(options).release()); });

@@ -11,6 +11,8 @@ from llm_comm.runtime.status import LIFE_S, RankError, Sighting, fit
 
 #: Name of the data type of what is moved whatever it stands for.
 _BYTE = "byte"
+#: What the core calls a kernel outside of the library (``Communicator.channels``).
+_USER_KERNEL = "user kernel"
 
 
 def explain(error: _core.OperationError, waited_s: float) -> RankError:
@@ -25,7 +27,10 @@ def explain(error: _core.OperationError, waited_s: float) -> RankError:
     number = f"operation {error.sequence + 1} of this communicator, replays counted"
     phase = "comparison of calls" if error.phase < 0 else f"phase {error.phase}"
     where = f"{error.operation} of {error.bytes} bytes ({number}; {phase})"
+    if error.operation == _USER_KERNEL:  # no operation of the communicator: it has no number
+        where = _USER_KERNEL
     kind: type[CommunicatorError]
+    culprit = error.peer
     if error.cause == "mismatch":
         kind, brief = MismatchError, f"disagrees with rank {error.peer}"
         text = (
@@ -44,6 +49,13 @@ def explain(error: _core.OperationError, waited_s: float) -> RankError:
             f"a tensor of rank {error.peer} is not in symmetric memory, or not at a multiple of 16 bytes there, where "
             f"the others were to access it: {where}. Pass tensors of Communicator.empty, or views of them, everywhere."
         )
+    elif error.cause == "no channel":
+        culprit = error.rank  # the peer may be no rank at all
+        kind, brief = LaunchError, f"asked for a channel that is not there: {where}"
+        text = (
+            f"a {where} asked for a channel to rank {error.peer} by semaphore {error.sequence}, which is not there. "
+            "Ranks and semaphores are counted from 0; Communicator.channels takes the number of semaphores."
+        )
     else:
         kind, brief = PeerTimeout, f"waited for rank {error.peer} in a {where}"
         text = (
@@ -54,7 +66,7 @@ def explain(error: _core.OperationError, waited_s: float) -> RankError:
         if error.cause == "peer exited":
             text = f"the process of rank {error.peer} has exited, and a {where} waits for it."
     text = f"rank {error.rank}: {text} This communicator cannot be used any more."
-    return RankError(kind.__name__, fit(text), brief, error.rank, error.peer)
+    return RankError(kind.__name__, fit(text), brief, error.rank, culprit)
 
 
 def describe_ranks(sightings: Sequence[Sighting]) -> str:

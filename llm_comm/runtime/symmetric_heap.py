@@ -50,10 +50,9 @@ class SymmetricHeap:
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """``Communicator.empty``."""
         self._handle.check_open()
-        rendezvous = self._rendezvous
-        assert rendezvous is not None
+        rendezvous = self.rendezvous()
         if rendezvous.is_on_device:
-            self._check_not_capturing()
+            self.check_not_capturing("empty")
         request = rendezvous.collect("request for symmetric memory", lambda: self._request(shape, dtype))
         shapes = [f"{tuple(other['shape'])} of {other['dtype']}" for other in request]
         check_alike("ask for different tensors of symmetric memory", shapes)
@@ -100,7 +99,7 @@ class SymmetricHeap:
     def _request(self, shape: Any, dtype: Any) -> dict[str, Any]:
         """What this rank asks for, and which of its allocations have died."""
         self._handle.check()
-        self._check_not_capturing()
+        self.check_not_capturing("empty")
         if not isinstance(dtype, torch.dtype):
             raise UnsupportedInputError(f"empty: dtype is {quoted(dtype)}; it must be a torch.dtype")
         try:
@@ -111,9 +110,15 @@ class SymmetricHeap:
             raise UnsupportedInputError(f"empty: shape is {quoted(size)}: no memory has that")
         return {"shape": size, "dtype": str(dtype), "dead": self._dead()}
 
-    def _check_not_capturing(self) -> None:
+    def rendezvous(self) -> Rendezvous:
+        """Of the ranks, as long as the heap is open."""
+        assert self._rendezvous is not None
+        return self._rendezvous
+
+    def check_not_capturing(self, call: str) -> None:
+        """Raises UnsupportedInputError where ``call``, which makes tensors, would be captured in a CUDA graph."""
         if is_capturing(self._handle.device):
-            raise UnsupportedInputError("empty: a CUDA graph is being captured: make the tensor before")
+            raise UnsupportedInputError(f"{call}: a CUDA graph is being captured: make the call before")
 
     def _dead(self) -> str:
         """A bit for each allocation, the oldest first."""

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 
 namespace drill {
 
@@ -92,8 +94,9 @@ void PortActor::go_on(uint32_t peer) {
   Lane& lane = lanes_[peer];
   if (!lane.steps.empty()) {
     const host::PortStep step = lane.steps.front();
-    char* const workspace = owner_.workspace[step.part == kPortEcho ? rank_ : peer];
-    char* const to = reinterpret_cast<char*>(reinterpret_cast<uint64_t>(workspace) + step.to);
+    const uint64_t bytes = step.part == kPortPut ? step.bytes : step.count * sizeof(uint64_t);
+    char* const to = owner_.address(step.part == kPortEcho ? rank_ : peer, step.to, bytes);
+    if (to == nullptr) throw std::logic_error("a request to the proxy names no memory of rank " + std::to_string(peer));
     if (step.part == kPortPut) {
       if (lane.pieces.empty()) {
         const uint64_t first = machine_.random().below(step.bytes / sizeof(Line) + 1) * sizeof(Line);

@@ -105,6 +105,12 @@ def test_port_channels(world: int) -> None:
     run_ranks("port_channel.py", 400, world=world)
 
 
+@pytest.mark.timeout(320)
+@pytest.mark.parametrize("world", (2, 3, WORLD) if SHARED else sorted({2, WORLD}))
+def test_channels(world: int) -> None:
+    run_ranks("channels.py", 300, "--compiler", "all", world=world)
+
+
 @pytest.mark.timeout(420)
 @pytest.mark.skipif(nvcc_path() is None, reason="no nvcc")
 def test_primitive_of_port_channels() -> None:

@@ -47,11 +47,10 @@ struct World {
   explicit World(const std::function<std::unique_ptr<Ports>()>& make = make_emulated_ports) {
     for (uint32_t rank = 0; rank < 2; ++rank) {
       gpus[rank].proxy = make();
-      PortOwner owner{{}, kLayout.bytes(), rank, 2, nullptr, [] { return false; }, nullptr};
+      PortOwner owner{{}, kLayout.bytes(), rank, 2, [] { return false; }, nullptr};
       for (uint32_t r = 0; r < 2; ++r) owner.workspace[r] = gpus[r].memory();
-      owner.is_in_heap = [this](uint32_t r, uint64_t address, uint64_t bytes) {
-        const auto first = reinterpret_cast<uint64_t>(gpus[r].heap.data());
-        return address >= first && address + bytes <= first + kHeapBytes;
+      owner.find_in_heap = [this](uint32_t r, uint64_t place, uint64_t bytes) {
+        return place <= kHeapBytes && bytes <= kHeapBytes - place ? gpus[r].heap.data() + place : nullptr;
       };
       owner.fail = [&mailbox = gpus[rank].mailbox] {
         __atomic_fetch_or(&mailbox.end_reasons, kAbortRequest, __ATOMIC_RELEASE);
@@ -181,9 +180,8 @@ void refuse_what_is_beyond() {
          "a put beyond the workspace is refused");
 
   const auto to_heap = [](World& ranks, uint64_t bytes) {
-    const char* const to = ranks.gpus[1].heap.data() + 16;
     return refusal_of(ranks, [=](const Exchange& e, const PortChannel&, auto wait) {
-      PortWords(e.comm, 0).put_to_heap(1, to, e.source, bytes, 0, 1, wait);
+      PortWords(e.comm, 0).put_to_heap(1, place_at(0, 16), e.source, bytes, 0, 1, wait);
     });
   };
   World heaps;

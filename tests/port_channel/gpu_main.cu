@@ -56,8 +56,7 @@ class Gpu {
   }
 
   void start(uint32_t rank, const Gpu& peer) {
-    const auto has_no_heap = [](uint32_t, uint64_t, uint64_t) { return false; };
-    PortOwner owner{{}, layout_.bytes(), rank, 2, has_no_heap, [] { return false; }, nullptr};
+    PortOwner owner{{}, layout_.bytes(), rank, 2, [] { return false; }, nullptr};
     owner.workspace[rank] = memory_;
     owner.workspace[1 - rank] = peer.memory_;
     owner.fail = [this] { __atomic_fetch_or(&mailbox_->end_reasons, kAbortRequest, __ATOMIC_RELEASE); };

@@ -114,8 +114,7 @@ class Buffer {
 };
 
 void start_proxy(std::vector<Gpu>& gpus, uint32_t rank) {
-  const auto has_no_heap = [](uint32_t, uint64_t, uint64_t) { return false; };
-  host::PortOwner owner{{}, kLayout.bytes(), rank, kWorld, has_no_heap, [] { return false; }, [] {}};
+  host::PortOwner owner{{}, kLayout.bytes(), rank, kWorld, [] { return false; }, [] {}};
   for (int peer = 0; peer < kWorld; ++peer)
     owner.workspace[peer] = reinterpret_cast<char*>(gpus[peer].workspace.data());
   gpus[rank].proxy->start(owner);

@@ -47,7 +47,8 @@ all_gather_direct_port(LLM_COMM_KERNEL_PARAM DirectArgs<PartsArgs> args) {
       return PartView<D>(session.address(0, of), args.parts.part[rank], args.parts.row_elements, args.range);
     };
     if (talks && head < lines) {
-      words.put_to_heap(peer, static_cast<const char*>(output(peer).bytes_from(head)), source.bytes_from(head),
+      const uint64_t offset = PartView<D>::bytes_of(args.parts.part[rank].first) + uint64_t{head} * sizeof(Line);
+      words.put_to_heap(peer, session.place(0, peer) + offset, source.bytes_from(head),
                         source.bytes_of_lines(head, lines - head), 0, session.value_of(0), wait);
     }
     LLM_COMM_UNROLL(1)

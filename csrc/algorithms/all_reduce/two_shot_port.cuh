@@ -107,7 +107,7 @@ all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
       const uint32_t to = (rank + i) % World;
       const uint64_t place = place_of(to);
       if (place == kNoPlace) continue;
-      const char* const target = address_of(args.comm, to, place) + message.bytes_of_lines(0, first);
+      const uint64_t target = place + message.bytes_of_lines(0, first);
       const auto wait = [&](auto poll) { return session.wait_until(poll, to, kGather); };
       if (is_last) {
         words.put_to_heap(to, target, message.output_from(first), bytes, 0, session.value_of(0), wait);

@@ -10,13 +10,13 @@ enum class DataType : uint32_t { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2, kByt
 
 inline constexpr uint32_t kDataTypes = 4;
 
-constexpr uint32_t element_bytes(DataType type) {
+LLM_COMM_HOST constexpr uint32_t element_bytes(DataType type) {
   return type == DataType::kFloat32 ? 4 : type == DataType::kByte ? 1 : 2;
 }
 
-constexpr bool is_number(DataType type) { return type != DataType::kByte; }
+LLM_COMM_HOST constexpr bool is_number(DataType type) { return type != DataType::kByte; }
 
-constexpr const char* data_type_name(DataType type) {
+LLM_COMM_HOST constexpr const char* data_type_name(DataType type) {
   switch (type) {
     case DataType::kBFloat16:
       return "bf16";

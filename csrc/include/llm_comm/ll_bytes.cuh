@@ -15,7 +15,7 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 class LLBytes {
  public:
   // What `sender_lines` lines of each of the other ranks of `world` take of a slot, in bytes.
-  static constexpr uint64_t slot_bytes(uint64_t sender_lines, uint64_t world) {
+  LLM_COMM_HOST static constexpr uint64_t slot_bytes(uint64_t sender_lines, uint64_t world) {
     return (world - 1) * sender_lines * (sizeof(Line) + sizeof(uint32_t));
   }
 

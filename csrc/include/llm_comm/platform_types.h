@@ -12,17 +12,22 @@
 #endif
 
 #if defined(__CUDACC_RTC__)
-#include <cuda/std/cstddef>
-#include <cuda/std/cstdint>
+// NVRTC has no standard headers, and where those of CUDA lie depends on the toolkit.
+#if !defined(offsetof)
+#define offsetof(type, member) reinterpret_cast<unsigned long>(&static_cast<type*>(nullptr)->member)
+#endif
+#define LLM_COMM_HOST __device__
 namespace llm_comm {
-using cuda::std::uint16_t;
-using cuda::std::uint32_t;
-using cuda::std::uint64_t;
-using cuda::std::uint8_t;
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+using uint64_t = unsigned long;
+static_assert(sizeof(uint64_t) == 8, "the types of Linux");
 }  // namespace llm_comm
 #else
 #include <cstddef>
 #include <cstdint>
+#define LLM_COMM_HOST  // before a function of the host in a header for kernels: NVRTC takes no other than those of the device
 namespace llm_comm {
 using std::uint16_t;
 using std::uint32_t;

@@ -80,6 +80,18 @@ class PortFifo {
   PortState* state_;
 };
 
+// A bounded wait for the peer of a channel, as PortFifo takes it. Not a lambda: NVRTC takes no generic ones.
+struct PortWait {
+  const DeviceComm& comm;
+  WaitSite site;
+  uint32_t peer;
+
+  template <class Poll>
+  LLM_COMM_DEVICE bool operator()(Poll poll) const {
+    return wait_until(poll, bounds_of(comm), site, peer, 0);
+  }
+};
+
 struct PortChannel {
   const DeviceComm& comm;
   WaitSite site;
@@ -96,13 +108,11 @@ struct PortChannel {
     return request(kPortPut | kPortSignal, destination, source, bytes, semaphore, value);
   }
 
-  LLM_COMM_DEVICE bool flush() const {
-    return PortFifo(comm).flush(peer, [&](auto poll) { return wait_bounded(poll); });
-  }
+  LLM_COMM_DEVICE bool flush() const { return PortFifo(comm).flush(peer, bounded()); }
 
   LLM_COMM_DEVICE bool wait(uint32_t semaphore, uint64_t value) const {
     const uint64_t* const received = &port_state(comm, comm.rank)->received[peer][semaphore];
-    return wait_bounded([&] { return load_acquire(received) - value <= ~uint64_t{0} / 2; });
+    return bounded()([&] { return load_acquire(received) - value <= ~uint64_t{0} / 2; });
   }
 
  private:
@@ -111,13 +121,10 @@ struct PortChannel {
     const uint64_t word = kPortsOffset + offsetof(PortState, received) +
                           (uint64_t{comm.rank} * kUserPortSemaphores + semaphore) * sizeof(uint64_t);
     return PortFifo(comm).push({peer, parts, reinterpret_cast<uint64_t>(source), destination, bytes, word, value},
-                               [&](auto poll) { return wait_bounded(poll); });
+                               bounded());
   }
 
-  template <class Poll>
-  LLM_COMM_DEVICE bool wait_bounded(Poll poll) const {
-    return wait_until(poll, bounds_of(comm), site, peer, 0);
-  }
+  LLM_COMM_DEVICE PortWait bounded() const { return {comm, site, peer}; }
 };
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -17,18 +17,17 @@ inline constexpr uint32_t kPortSignal =
 inline constexpr uint32_t kPortEcho =
     4;  // `value` to `word` of this rank, when all before that went to this peer has been done
 
-// The destination is in the symmetric heap. It is still an offset from the peer's workspace, modulo 2^64.
-inline constexpr uint32_t kPortHeap = 8;
-
 struct PortRequest {
   uint32_t peer;
   uint32_t parts;        // kPortPut | ...
   uint64_t source;       // address in this rank's memory
-  uint64_t destination;  // offset in the peer's workspace, or from it
+  uint64_t destination;  // offset in the peer's workspace, or with kInHeap a place in the symmetric heap
   uint64_t bytes;
-  uint64_t word;  // offset in a workspace
+  uint64_t word;  // the same, of a workspace or of the heap
   uint64_t value;
 };
+
+inline constexpr uint64_t kInHeap = uint64_t{1} << 63;  // the other bits are a place (workspace_layout.h)
 
 inline constexpr uint32_t kWordsOfPortRequest = sizeof(PortRequest) / sizeof(uint32_t);
 
@@ -42,16 +41,16 @@ struct alignas(64) PortRing {
   uint64_t tail;
 };
 
-constexpr uint64_t port_ring_bytes(uint32_t entries_log2) {
+LLM_COMM_HOST constexpr uint64_t port_ring_bytes(uint32_t entries_log2) {
   return sizeof(PortRing) + (sizeof(PortEntry) << entries_log2);
 }
 
 // Not 0, which the ring holds at first.
-constexpr uint32_t port_flag(uint64_t position, uint32_t entries_log2) {
+LLM_COMM_HOST constexpr uint32_t port_flag(uint64_t position, uint32_t entries_log2) {
   return static_cast<uint32_t>(position >> entries_log2) + 1;
 }
 
-constexpr uint64_t port_entry_offset(uint64_t position, uint32_t entries_log2) {
+LLM_COMM_HOST constexpr uint64_t port_entry_offset(uint64_t position, uint32_t entries_log2) {
   return sizeof(PortRing) + (position & ((uint64_t{1} << entries_log2) - 1)) * sizeof(PortEntry);
 }
 

@@ -11,21 +11,19 @@ class PortWords {
  public:
   LLM_COMM_DEVICE PortWords(const DeviceComm& comm, uint32_t block) : comm_(comm), block_(block) {}
 
-  // To an address in the peer's part of the symmetric heap, as this rank maps it, and a signal behind it. `wait(poll)`: a bounded
-  // wait; false: it was aborted.
+  // To a place of the peer's in the symmetric heap, and a signal behind it. `wait(poll)`: a bounded wait; false: it was aborted.
   template <class Wait>
-  LLM_COMM_DEVICE bool put_to_heap(uint32_t peer, const char* to, const void* from, uint64_t bytes, uint32_t hop,
+  LLM_COMM_DEVICE bool put_to_heap(uint32_t peer, uint64_t place, const void* from, uint64_t bytes, uint32_t hop,
                                    uint64_t value, Wait wait) const {
-    return put_to_heap({peer, kPortPut | kPortSignal, reinterpret_cast<uint64_t>(from), reinterpret_cast<uint64_t>(to),
-                        bytes, arrival_offset(comm_.rank, hop), value},
-                       wait);
+    return PortFifo(comm_).push({peer, kPortPut | kPortSignal, reinterpret_cast<uint64_t>(from), kInHeap | place, bytes,
+                                 arrival_offset(comm_.rank, hop), value},
+                                wait);
   }
   // Without a signal: that of the next put stands for both.
   template <class Wait>
-  LLM_COMM_DEVICE bool put_to_heap_unsignalled(uint32_t peer, const char* to, const void* from, uint64_t bytes,
+  LLM_COMM_DEVICE bool put_to_heap_unsignalled(uint32_t peer, uint64_t place, const void* from, uint64_t bytes,
                                                Wait wait) const {
-    return put_to_heap({peer, kPortPut, reinterpret_cast<uint64_t>(from), reinterpret_cast<uint64_t>(to), bytes, 0, 0},
-                       wait);
+    return PortFifo(comm_).push({peer, kPortPut, reinterpret_cast<uint64_t>(from), kInHeap | place, bytes, 0, 0}, wait);
   }
 
   // Until data has come with this value or a later one.
@@ -41,14 +39,6 @@ class PortWords {
   }
 
  private:
-  // The destination is an address yet.
-  template <class Wait>
-  LLM_COMM_DEVICE bool put_to_heap(PortRequest request, Wait wait) const {
-    request.parts |= kPortHeap;
-    request.destination -= reinterpret_cast<uint64_t>(comm_.workspace[request.peer]);
-    return PortFifo(comm_).push(request, wait);
-  }
-
   const DeviceComm& comm_;
   uint32_t block_;
 };

@@ -30,6 +30,7 @@ enum class ErrorCause : uint32_t {
   kConcurrentUse = 2,  // two operations of this rank run at once
   kPeerExited = 3,     // a wait for `peer`, whose process has exited
   kNotSymmetric = 4,   // a tensor of `peer` that the others were to access is not in symmetric memory
+  kNoChannel = 5,      // a kernel asked for a channel to `peer` by semaphore `sequence`; there is none
 };
 
 // Lies in host memory that the device maps.

@@ -69,7 +69,7 @@ static_assert(sizeof(CommState) <= kHeapOffset);
 // Where a tensor lies in the symmetric heap, in a word that ranks tell each other.
 inline constexpr uint32_t kPlaceOffsetBits = 48;
 inline constexpr uint64_t kNoPlace = ~uint64_t{0};  // in no segment
-constexpr uint64_t place_at(uint32_t segment, uint64_t offset) {
+LLM_COMM_HOST constexpr uint64_t place_at(uint32_t segment, uint64_t offset) {
   return uint64_t{segment} << kPlaceOffsetBits | offset;
 }
 
@@ -87,22 +87,22 @@ class WorkspaceLayout {
     Region region[kRegions];
   };
 
-  constexpr explicit WorkspaceLayout(uint64_t slot_bytes, uint64_t staging_bytes = 0)
+  LLM_COMM_HOST constexpr explicit WorkspaceLayout(uint64_t slot_bytes, uint64_t staging_bytes = 0)
       : slot_bytes_(slot_bytes), staging_bytes_(staging_bytes) {}
 
   // The layout that makes the most of so many bytes: three eighths for staging, two slots, all of whole lines. Slots of 0 bytes where
   // it is too small.
-  static constexpr WorkspaceLayout within(uint64_t bytes) {
+  LLM_COMM_HOST static constexpr WorkspaceLayout within(uint64_t bytes) {
     const uint64_t available = bytes < kHeaderBytes ? 0 : bytes - kHeaderBytes;
     const uint64_t staging = available * 3 / 8 / kLineBytes * kLineBytes;
     return WorkspaceLayout((available - staging) / kSlots / kLineBytes * kLineBytes, staging);
   }
 
-  constexpr uint64_t slot_bytes() const { return slot_bytes_; }
-  constexpr uint64_t staging_bytes() const { return staging_bytes_; }
-  constexpr uint64_t bytes() const { return kHeaderBytes + kSlots * slot_bytes_ + staging_bytes_; }
+  LLM_COMM_HOST constexpr uint64_t slot_bytes() const { return slot_bytes_; }
+  LLM_COMM_HOST constexpr uint64_t staging_bytes() const { return staging_bytes_; }
+  LLM_COMM_HOST constexpr uint64_t bytes() const { return kHeaderBytes + kSlots * slot_bytes_ + staging_bytes_; }
 
-  constexpr Regions regions() const {
+  LLM_COMM_HOST constexpr Regions regions() const {
     return {{
         {"state", 0, kHeapOffset, 0},
         {"heap", kHeapOffset, kPortsOffset - kHeapOffset, 0},

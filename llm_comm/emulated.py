@@ -1,0 +1,124 @@
+"""Kernels of one's own on emulated GPUs: compiled by a C++ compiler, called as those of cupy are.
+
+A kernel is written in the terms of ``llm_comm/platform.cuh``, which mean the same on both kinds of GPU::
+
+    kernel = llm_comm.emulated.RawKernel(SOURCE, "all_gather")   # on a GPU: cupy.RawKernel(SOURCE, "all_gather", ...)
+    kernel((blocks,), (threads,), (channels.handle, nbytes))
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llm_comm.installation import get_include, get_library_dir
+
+#: Of a kernel.
+_MAX_PARAMETERS = 64
+_ERROR_BYTES = 512
+_COMPILE_LIMIT_S = 300
+
+
+class RawKernel:
+    """A kernel of an emulated GPU, in the place of ``cupy.RawKernel``.
+
+    The call returns when the grid has ended. The calling thread is the GPU: it waits for other ranks, which are
+    processes or threads of their own.
+
+    Args:
+        code: C++ source with ``extern "C" LLM_COMM_KERNEL(max_threads) name(...)``.
+        name: Of the kernel.
+        options: More of them for the compiler: ``-I``, ``-D`` and the like.
+
+    Raises:
+        RuntimeError: There is no compiler (``CXX`` names one; else it is g++), or it does not take the source: the text
+            holds its output.
+    """
+
+    def __init__(self, code: str, name: str, options: Sequence[str] = ()) -> None:
+        self.name = name
+        library = _compile(code, name, options)
+        self._launch = library.llm_comm_launch
+        self._launch.restype = ctypes.c_bool
+        self._launch.argtypes = [
+            ctypes.c_uint32,
+            ctypes.c_uint32,
+            ctypes.c_uint64,
+            ctypes.c_void_p,
+            ctypes.c_char_p,
+            ctypes.c_uint64,
+        ]
+        sizes = (ctypes.c_uint32 * _MAX_PARAMETERS)()
+        count = library.llm_comm_parameters(sizes, _MAX_PARAMETERS)
+        if count > _MAX_PARAMETERS:
+            raise RuntimeError(f"kernel {name} has {count} parameters; {_MAX_PARAMETERS} are the most")
+        self._sizes = list(sizes[:count])
+
+    def __call__(self, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], *, shared_mem: int = 0) -> None:
+        """Runs the grid.
+
+        Args:
+            grid, block: Blocks, and threads of a block; in one dimension.
+            args: Of the kernel: addresses and other whole numbers, floats (double) and bools; or scalars of numpy, of
+                their own type.
+            shared_mem: Bytes of dynamic shared memory.
+
+        Raises:
+            ValueError: The grid or the arguments do not fit the kernel.
+        """
+        if any(n != 1 for n in (*grid[1:], *block[1:])):
+            raise ValueError(
+                f"kernel {self.name}: grid {tuple(grid)} of blocks {tuple(block)} has more than 1 dimension"
+            )
+        if len(args) != len(self._sizes):
+            raise ValueError(f"kernel {self.name} takes {len(self._sizes)} arguments; {len(args)} given")
+        values = [_bytes_of(value) for value in args]
+        for i, (value, size) in enumerate(zip(values, self._sizes, strict=True)):
+            if len(value) < size:
+                raise ValueError(
+                    f"kernel {self.name}: argument {i} is {len(value)} bytes long; the kernel's has {size}"
+                )
+        buffers = [ctypes.create_string_buffer(value, len(value)) for value in values]
+        addresses = (ctypes.c_void_p * len(buffers))(*(ctypes.addressof(buffer) for buffer in buffers))
+        error = ctypes.create_string_buffer(_ERROR_BYTES)
+        if not self._launch(grid[0], block[0], shared_mem, addresses, error, _ERROR_BYTES):
+            raise ValueError(f"kernel {self.name}: {error.value.decode()}")
+
+
+def _bytes_of(value: Any) -> bytes:
+    """As the kernel gets it: what cupy makes of it."""
+    if isinstance(value, bool):
+        return bytes(ctypes.c_bool(value))
+    if isinstance(value, int):
+        return (value % (1 << 64)).to_bytes(8, "little")
+    if isinstance(value, float):
+        return bytes(ctypes.c_double(value))
+    if hasattr(value, "tobytes") and hasattr(value, "dtype") and getattr(value, "ndim", None) == 0:
+        return bytes(value.tobytes())
+    raise ValueError(f"a kernel takes numbers and addresses (tensor.data_ptr()), not a {type(value).__name__}")
+
+
+def _compile(code: str, name: str, options: Sequence[str]) -> ctypes.CDLL:
+    compiler = os.environ.get("CXX", "g++")
+    # A library of its own: a kernel may have the name of a function of libc ("wait"), or of another kernel.
+    alone = ["-Wl,-Bsymbolic", "-fno-gnu-unique"]
+    flags = ["-std=c++20", "-O1", "-shared", "-fPIC", *alone, "-DLLM_COMM_EMULATOR", "-I", get_include(), *options]
+    with tempfile.TemporaryDirectory(prefix="llm_comm_kernel_") as directory:
+        source, library = Path(directory, "kernel.cpp"), Path(directory, "kernel.so")
+        header = "llm_comm/emulator/loaded_kernel.h"
+        source.write_text(f'{code}\n#include "{header}"\nLLM_COMM_LOADED_KERNEL({name})\n', encoding="utf-8")
+        archive = Path(get_library_dir(), "libllm_comm_emulator.a")
+        command = [compiler, *flags, str(source), "-o", str(library), str(archive), "-pthread"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S, check=False)
+        except FileNotFoundError:
+            raise RuntimeError(f"kernel {name}: there is no compiler {compiler!r}; CXX names another") from None
+        if done.returncode != 0:
+            raise RuntimeError(f"{compiler} does not compile kernel {name}:\n{done.stderr}")
+        # The file can go: the library is loaded as long as the process lives.
+        return ctypes.CDLL(str(library), mode=os.RTLD_NOW | os.RTLD_LOCAL)

@@ -1,0 +1,115 @@
+"""Channels for kernels outside of the library: what such a kernel is given, and the memory behind it."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+from llm_comm import _core
+from llm_comm.errors import UnsupportedInputError
+from llm_comm.quoting import quoted
+from llm_comm.runtime.comparison import check_alike
+from llm_comm.runtime.core_handle import CoreHandle
+from llm_comm.runtime.symmetric_heap import SymmetricHeap
+
+#: Of a tensor that nobody has chosen.
+DEFAULT_BYTES = 1 << 20
+MAX_SEMAPHORES = 1 << 16
+#: What kernels access lies at a multiple of it: a line.
+_ALIGNMENT = 16
+
+
+class Channels:
+    """Memory and port channels from this rank to every other one, for kernels of one's own.
+
+    A kernel takes them as ``const llm_comm::Channels*`` (``llm_comm/channels.cuh``); ``handle`` is that address. They
+    are of use while this object and its communicator are there: a kernel, or a CUDA graph with one, must not run later.
+
+    Attributes:
+        memory: The tensor of this rank to which the channels of the others write, and from which they read.
+        semaphores: Of each pair of ranks, for memory channels; as many again for port channels.
+    """
+
+    def __init__(self, handle: CoreHandle, memory: torch.Tensor, semaphores: int, private: torch.Tensor) -> None:
+        self.memory = memory
+        self.semaphores = semaphores
+        self._handle = handle
+        self._private = private
+
+    @property
+    def handle(self) -> int:
+        """Address in this device's memory, for a kernel's parameter of type ``const llm_comm::Channels*``.
+
+        Raises:
+            RuntimeError: The communicator is closed.
+        """
+        self._handle.check_open()
+        return self._private.data_ptr()
+
+
+def open_channels(heap: SymmetricHeap, handle: CoreHandle, memory: torch.Tensor | None, semaphores: int) -> Channels:
+    """``Communicator.channels``."""
+    handle.check_open()
+    rendezvous = heap.rendezvous()
+    if rendezvous.is_on_device:
+        heap.check_not_capturing("channels")
+    said = rendezvous.collect("request for channels", lambda: _request(heap, handle, memory, semaphores))
+    check_alike("ask for different channels", [_in_words(request) for request in said])
+    if memory is None:
+        memory = heap.empty(DEFAULT_BYTES, torch.uint8)
+    head = -(-_core.bytes_of_channels() // _ALIGNMENT) * _ALIGNMENT * 2  # words are aligned to 32 bytes
+    private = heap.empty(head + _core.bytes_of_semaphores(rendezvous.world_size, semaphores), torch.uint8)
+
+    def fill() -> None:
+        core = handle.core()
+        segment, offset = _place(core, private)
+        made = core.channels(_place(core, memory), memory.nbytes, (segment, offset + head), semaphores)
+        private.zero_()
+        private[: len(made)].copy_(torch.frombuffer(bytearray(made), dtype=torch.uint8))
+        if private.is_cuda:
+            torch.cuda.current_stream(private.device).synchronize()
+
+    # A peer may signal as soon as it has its channels: by then the semaphores of all ranks are zero.
+    rendezvous.attempt("set-up of channels", fill)
+    return Channels(handle, memory, semaphores, private)
+
+
+def _request(heap: SymmetricHeap, handle: CoreHandle, memory: Any, semaphores: Any) -> dict[str, Any]:
+    """What this rank asks for: where the memory lies, which has to be the same place on all ranks."""
+    handle.check()
+    heap.check_not_capturing("channels")
+    try:
+        count = operator.index(semaphores)
+    except TypeError:
+        count = 0
+    if not 1 <= count <= MAX_SEMAPHORES:
+        raise UnsupportedInputError(
+            f"channels: semaphores is {quoted(semaphores)}; it must be a whole number from 1 to {MAX_SEMAPHORES}"
+        )
+    if memory is None:
+        return {"semaphores": count, "place": None}
+    if not isinstance(memory, torch.Tensor):
+        raise UnsupportedInputError(f"channels: memory is {quoted(memory)}; it must be a tensor of Communicator.empty")
+    place = handle.core().find(memory.data_ptr(), memory.nbytes) if memory.is_contiguous() and memory.nbytes else None
+    if place is None or place[1] % _ALIGNMENT:
+        raise UnsupportedInputError(
+            "channels: memory must be a contiguous tensor of Communicator.empty, or a view of one that begins at a "
+            f"multiple of {_ALIGNMENT} bytes; it is one of shape {tuple(memory.shape)} and {memory.dtype} elsewhere"
+        )
+    return {"semaphores": count, "place": [*place, memory.nbytes]}
+
+
+def _in_words(request: dict[str, Any]) -> str:
+    where = "memory of their own"
+    if request["place"] is not None:
+        segment, offset, nbytes = request["place"]
+        where = f"{nbytes} bytes at offset {offset} of segment {segment}"
+    return f"{request['semaphores']} semaphores and {where}"
+
+
+def _place(core: _core.Core, tensor: torch.Tensor) -> tuple[int, int]:
+    place = core.find(tensor.data_ptr(), tensor.nbytes)
+    assert place is not None
+    return place
