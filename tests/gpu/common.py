@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import datetime
 import faulthandler
+import gc
 import json
 import os
 import platform
@@ -214,6 +215,9 @@ def run(main: Callable[[], int]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+    # The last references to groups: their threads end with them. One that drops a tensor of Python's while the
+    # interpreter ends would abort the process.
+    gc.collect()
     sys.exit(status)
 
 
