@@ -14,6 +14,7 @@ void PortActor::start(const host::PortOwner& owner) {
   if (has_started_) return;
   has_started_ = true;
   owner_ = owner;
+  owner_.workspace_bytes = machine_.memory().bytes_of_rank();  // what channels of no algorithm write to lies behind
   delay_ = machine_.random().pick({0u, 8u, 64u, 512u});
   most_of_batch_ = machine_.random().pick({1u, 2u, 8u});
   view_ = machine_.memory().new_view();

@@ -141,8 +141,8 @@ OF_PORTS = (
         (
             Edit(
                 PORT_CHANNEL,
-                "return wait_bounded([&] { return load_acquire(received) - value",
-                "return wait_bounded([&] { return (WITHOUT ? load_relaxed(received) : load_acquire(received)) - value",
+                "return bounded()([&] { return load_acquire(received) - value",
+                "return bounded()([&] { return (WITHOUT ? load_relaxed(received) : load_acquire(received)) - value",
             ),
         ),
         failure=WRONG_RESULT,
