@@ -20,8 +20,8 @@ from protection import (
 )
 
 #: Plain lines, ordered by signals.
-NO_LL = {r".*_hb|.*/port": "it sends no sentinel lines"}
-NO_SLOT = {r".*_hb|.*/port": "it uses no slot"}
+NO_LL = {r".*_hb|.*port": "it sends no sentinel lines"}
+NO_SLOT = {r".*_hb|.*port": "it uses no slot"}
 
 OF_OPERATIONS = (
     # ---- Lines ----
