@@ -1,3 +1,7 @@
+// Under _FORTIFY_SOURCE, which some distributions turn on by default, glibc's longjmp takes a jump to another stack for a corrupted
+// frame and ends the process. No option of the command line is sure to turn that off: Ubuntu's gcc defines it by itself.
+#undef _FORTIFY_SOURCE
+
 #include "emulator/fiber.h"
 
 #include <cstdint>
