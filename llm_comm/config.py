@@ -165,7 +165,7 @@ class Config:
             longer message takes several launches.
         max_message_bytes: Larger messages are declined; None takes the bound of the tuning table.
         max_blocks: Operations of at least 1 MiB take so many blocks at most, and so as many multiprocessors at most,
-            for computation beside them. ``docs/performance.md`` says what it costs. None: what the tuning table says.
+            for computation beside them. ``docs/tuning.md`` says what it costs. None: what the tuning table says.
         algorithm: ``"auto"`` selects by the table; a name (``llm-comm algorithms`` lists them) forces that algorithm
             at every size, for each operation that has it. The others go by the table.
         pdl: Programmatic dependent launch, on GPUs that have it.

@@ -10,8 +10,13 @@ CHUNKED = "csrc/algorithms/chunked.cuh"
 
 #: Of what HBSession::run() does, and of its buffers.
 AT_ONCE = {
-    r".*/direct_push_hb|.*/direct_port|.*/two_shot_pull_hb": "its steps are signalled at once, and it stages nothing"
+    r".*/direct_push_hb|.*/direct_port|.*/two_shot_pull_hb": "its steps are signalled at once, and it stages nothing",
+    r".*/port": "it has a session of its own",
 }
+#: Of what HBSession does in either way.
+NO_HB = {r".*/port": "it has a session of its own"}
+#: The place of a peer's output that has not come names no memory, or other memory: the program crashes.
+NO_PLACE = {r".*/two_shot_port": "without it a place may be read that has not come"}
 _WRONG = f"{WRONG_RESULT}|{NOBODY_IS_MISSING}"
 
 OF_CHANNELS = (
@@ -20,6 +25,7 @@ OF_CHANNELS = (
         "a grid waits for the grids before it",
         (Edit(HB_SESSION, "grid_dependency_wait_after(", "if (!WITHOUT) grid_dependency_wait_after("),),
         failure=f"{WRONG}|{AHEAD}",
+        exempt=NO_HB,
     ),
     # ---- Signals ----
     Protection(
@@ -34,6 +40,7 @@ OF_CHANNELS = (
             ),
         ),
         failure=_WRONG,
+        exempt={**NO_HB, **NO_PLACE},
     ),
     Protection(
         "hb_acquire",
@@ -46,13 +53,14 @@ OF_CHANNELS = (
             ),
         ),
         failure=_WRONG,
+        exempt={**NO_HB, **NO_PLACE},
     ),
     Protection(
         "hb_wait",
         "a step begins when the peers have ended the one that it builds on",
         (Edit(HB_SESSION, "if (has_peer && t >= depth && !wait(", "if (has_peer && !WITHOUT && t >= depth && !wait("),),
         failure=WRONG_RESULT,
-        exempt=AT_ONCE,
+        exempt={**AT_ONCE, **NO_PLACE},
     ),
     Protection(
         "hb_signal_of_ended_step",
@@ -66,6 +74,7 @@ OF_CHANNELS = (
         "signals of operations before count for nothing",
         (Edit(HB_SESSION, "(op_.sequence() << kMaxStepsLog2)", "((WITHOUT ? 0 : op_.sequence()) << kMaxStepsLog2)"),),
         failure=_WRONG,
+        exempt=NO_HB,
     ),
     Protection(
         "hb_next_operation_counts",
@@ -78,6 +87,7 @@ OF_CHANNELS = (
             ),
         ),
         failure=NOBODY_IS_MISSING,
+        exempt=NO_HB,
     ),
     # ---- Staging memory ----
     Protection(

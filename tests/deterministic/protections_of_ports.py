@@ -225,6 +225,12 @@ OF_PORTS = (
     ),
     # ---- In two hops ----
     Protection(
+        "sums_before_they_are_sent",
+        "a sum is sent when all threads of the block have made theirs",
+        (Edit(ALL_REDUCE, "reduce(s); block_sync();", "reduce(s); if (!WITHOUT) block_sync();"),),
+        failure=WRONG_RESULT,
+    ),
+    Protection(
         "buffer_of_a_scattered_chunk",
         "a chunk is scattered when the peer has reduced the one that it overwrites",
         (

@@ -9,7 +9,9 @@ from __future__ import annotations
 from edits import Edit
 from protection import DIRECT, HB_SESSION, NOBODY_IS_MISSING, WRONG_RESULT, Protection
 
-SUBJECTS = ("all_gather/direct_push_hb", "all_reduce/two_shot_pull_hb", "all_gather/direct_port")
+SUBJECTS = ("all_gather/direct_push_hb", "all_reduce/two_shot_pull_hb")
+#: Its last step is told by copies as well.
+WITH_COPIES = (*SUBJECTS, "all_gather/direct_port")
 #: Words that have not come may name no place.
 NOT_SYMMETRIC = r"^rank \d+: not symmetric in"
 _WRONG = f"{WRONG_RESULT}|{NOBODY_IS_MISSING}"
@@ -26,7 +28,7 @@ OF_SYMMETRIC = (
             ),
         ),
         failure=_WRONG,
-        subjects=SUBJECTS,
+        subjects=WITH_COPIES,
     ),
     Protection(
         "tensors_done",
@@ -40,7 +42,7 @@ OF_SYMMETRIC = (
         "where a tensor of a peer lies follows from what that rank says",
         (Edit(DIRECT, "rank == comm_.rank ? own :", "rank == comm_.rank || WITHOUT ? own :"),),
         failure=_WRONG,
-        subjects=SUBJECTS,
+        subjects=WITH_COPIES,
     ),
     Protection(
         "block_before_step_signal",

@@ -151,7 +151,7 @@ all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
     }
   };
   session.run(chunks.count(), depth, work, [](uint32_t) { return kScatter; }, ended);
-  block_sync();
+  // The last piece ends two steps before the last step: a barrier of the block lies behind it.
   if (session.has_ended_early() || *ends_last_piece == 0 || !has_peer) return;
 
   const auto wait = [&](auto poll) { return session.wait_until(poll, peer, kGather); };
