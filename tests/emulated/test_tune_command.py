@@ -96,7 +96,7 @@ def test_the_table_that_was_tuned_is_used(ranks: RankPool, tmp_path: Path) -> No
     table = load_table(tmp_path / "table.yaml").table
     assert {row.algorithm for key in table.rows if "symmetric" in key for row in table.rows[key]} == {
         "two_shot_pull_hb",
-        "direct_port",
+        "direct_push_hb",
     }
     assert all(row.us is not None for rows in table.rows.values() for row in rows)
 
