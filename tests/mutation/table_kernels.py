@@ -250,7 +250,7 @@ KERNELS = (
         "calls may differ in quantization",
         CHECK_CALL,
         "i < kLinesPerCall; ++i) {\n    is_same",
-        "i < kLinesPerCall - (WITHOUT ? 3 : 0); ++i) {\n    is_same",
+        "i < kLinesPerCall - (WITHOUT ? 8 : 0); ++i) {\n    is_same",
         MISMATCHES + " -k test_fused_calls",
     ),
     cpp(
