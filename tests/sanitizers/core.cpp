@@ -55,14 +55,15 @@ std::unique_ptr<Core> connect(Meeting& meeting, int rank, double timeout_s) {
   return core;
 }
 
-// Algorithm `index` of an operation, modulo how many there are. Not those over port channels: ThreadSanitizer takes the mappings of
-// a workspace for different memory, so it does not see that a proxy has read a tensor before it is written (kernels.cpp has them).
+// Algorithm `index` of an operation, modulo how many there are. Not those of symmetric tensors, as there is no heap, and not those
+// over port channels: ThreadSanitizer takes the mappings of a workspace for different memory, so it does not see that a proxy has read
+// a tensor before it is written (kernels.cpp has them).
 uint32_t algorithm_of(const std::string& operation, uint64_t index) {
   std::vector<uint32_t> found;
   for (uint32_t number = 0; number < algorithms().size(); ++number) {
     const Algorithm& algorithm = algorithms()[number];
-    if (algorithm.operation->name == operation && algorithm.info->protocol != std::string("Port"))
-      found.push_back(number);
+    if (algorithm.operation->name != operation || algorithm.info->symmetric != 0) continue;
+    if (algorithm.info->protocol != std::string("Port")) found.push_back(number);
   }
   return found[index % found.size()];
 }
@@ -87,7 +88,7 @@ bool reduce(Core& core, int rank, uint64_t call) {
   const Tiling tiling{.blocks = static_cast<uint32_t>(1 + call % 3),
                       .tile_lines = 4,
                       .cluster = 1,
-                      .depth = static_cast<uint32_t>(1 + call % 2),
+                      .depth = static_cast<uint32_t>(2 + call % 2),
                       .launch_units = call % 5 == 0 ? count / 8 * 4 + 4 : count};  // whole lines
   std::vector<float> values(count);
   for (uint64_t i = 0; i < count; ++i) values[i] = static_cast<float>((rank + 1) * call + i);
