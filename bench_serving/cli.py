@@ -51,10 +51,10 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument(
         "--prefill-tokens",
-        type=_natural,
-        default=4096,
-        metavar="N",
-        help="time a prefill of so many tokens; 0: do not. Engines' own benchmarks never do (%(default)s)",
+        type=_lengths,
+        default=(4096,),
+        metavar="N,N",
+        help="time prefills of so many tokens; 0: of none. Engines' own benchmarks never do (4096)",
     )
     options.add_argument("--repeats", type=_positive, default=2, metavar="N", help="starts of each arm (%(default)s)")
     options.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
@@ -112,6 +112,11 @@ def _sizes(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(_positive(part) for part in text.split(",")))
 
 
+def _lengths(text: str) -> tuple[int, ...]:
+    lengths = dict.fromkeys(_natural(part) for part in text.split(","))
+    return tuple(length for length in lengths if length)
+
+
 def _arms(text: str) -> list[str]:
     names = list(dict.fromkeys(text.split(",")))
     unknown = [name for name in names if name not in ARMS]
@@ -165,7 +170,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         prompt_tokens=options.prompt_tokens,
         output_tokens=options.output_tokens,
         iterations=options.iterations,
-        prefill_tokens=0 if by_the_engine else options.prefill_tokens,
+        prefill_tokens=() if by_the_engine else options.prefill_tokens,
         enforce_eager=options.enforce_eager,
         weights=options.weights or ("scaled" if check else "dummy"),
         engine_options=dict(options.engine_option),

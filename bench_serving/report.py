@@ -23,10 +23,10 @@ def text(report: Mapping[str, Any]) -> str:
     for size, by_arm in report["decode"].items():
         rows = [_HEAD, *(_row(arm, entry, "decode_ms") for arm, entry in by_arm.items())]
         parts.append(f"batch {size} (times in ms)\n{_aligned(rows)}")
-    if report["prefill"]:
+    for tokens, by_arm in _prefills(report).items():
         head = ("arm", "TTFT ms", *_HEAD[2:8])
-        rows = [head, *(_row(arm, entry, "ttft_ms")[: len(head)] for arm, entry in report["prefill"].items())]
-        parts.append(f"prefill of {report['settings']['prefill_tokens']} tokens, batch 1\n{_aligned(rows)}")
+        rows = [head, *(_row(arm, entry, "ttft_ms")[: len(head)] for arm, entry in by_arm.items())]
+        parts.append(f"prefill of {tokens} tokens, batch 1\n{_aligned(rows)}")
     if report.get("check"):
         parts.append(_check(report["check"]))
     bounds = [arm for arm in report["arms"] if _is_free(arm)]
@@ -35,6 +35,12 @@ def text(report: Mapping[str, Any]) -> str:
         f"FAILED {run['arm']}, repeat {run['repeat']}: {run['failure']}" for run in report["runs"] if run.get("failure")
     ]
     return "\n\n".join(parts)
+
+
+def _prefills(report: Mapping[str, Any]) -> Mapping[Any, Any]:
+    """By length; reports up to 2026-11-22 have one, and its arms alone."""
+    prefill, tokens = report["prefill"], report["settings"].get("prefill_tokens")
+    return {tokens: prefill} if prefill and isinstance(tokens, int) else prefill
 
 
 def _is_free(arm: str) -> bool:

@@ -29,8 +29,8 @@ class Settings:
         prompt_tokens: Length of their prompts.
         output_tokens: Tokens generated for each request.
         iterations: Timed batches of each size.
-        prefill_tokens: Prompt length of the prefill measurement, 0 to leave it out.
-        prefill_iterations: Timed prefills.
+        prefill_tokens: Prompt lengths that are prefilled; one measurement each.
+        prefill_iterations: Timed prefills of each length.
         weights: "dummy" for the engine's own ``--load-format dummy``; "scaled" for random weights of the scale of a
             trained model that differ from rank to rank (see plugins/llm_comm_bench/weights.py).
         engine_options: Further arguments of the engine's Python class, by name.
@@ -48,7 +48,7 @@ class Settings:
     prompt_tokens: int = 128
     output_tokens: int = 136
     iterations: int = 2
-    prefill_tokens: int = 4096
+    prefill_tokens: tuple[int, ...] = (4096,)
     prefill_iterations: int = 6
     enforce_eager: bool = False
     weights: str = "dummy"
@@ -66,7 +66,9 @@ class Settings:
     def max_model_len(self) -> int:
         """Longest request in tokens, rounded up so that small changes of the options keep compiled caches valid."""
         longest = max(
-            self.prompt_tokens + self.output_tokens, self.prefill_tokens + 1, self.prompt_tokens + CHECK_TOKENS
+            self.prompt_tokens + self.output_tokens,
+            self.prompt_tokens + CHECK_TOKENS,
+            *(tokens + 1 for tokens in self.prefill_tokens),
         )
         return -(-(longest + 8) // 128) * 128
 
@@ -131,4 +133,5 @@ class Job:
 
 def settings_from_dict(content: dict[str, Any]) -> Settings:
     """The inverse of ``dataclasses.asdict``, also after a way through JSON."""
-    return Settings(**{**content, "batch_sizes": tuple(content["batch_sizes"])})
+    tuples = {name: tuple(content[name]) for name in ("batch_sizes", "prefill_tokens")}
+    return Settings(**{**content, **tuples})

@@ -39,7 +39,7 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 
 
 def summarize(runs: Sequence[Run]) -> dict[str, Any]:
-    """What the runs without failure say: {"decode": {batch: {arm: ...}}, "prefill": {arm: ...}}.
+    """What the runs without failure say: {"decode": {batch: {arm: ...}}, "prefill": {tokens: {arm: ...}}}.
 
     Each arm has the latencies over all its requests under vLLM's names; ``decode_ms`` (in ``prefill``: ``ttft_ms``),
     the median of each repeat and their spread; ``speedup_over`` a baseline, how many times faster it is, compared
@@ -63,11 +63,15 @@ def summarize(runs: Sequence[Run]) -> dict[str, Any]:
         decode[size] = {
             arm: {**metrics.latencies(requests[arm]), **_means(served[arm]), **compared[arm]} for arm in compared
         }
-    prefills: dict[str, dict[int, float]] = {}
+    prefills: dict[str, dict[str, dict[int, float]]] = {}
     for run in good:
-        if run.result and run.result.get("prefill_s"):
-            prefills.setdefault(run.arm, {})[run.repeat] = median(run.result["prefill_s"]) * 1e3
-    return {"decode": decode, "prefill": compare(prefills, "ttft_ms")}
+        assert run.result is not None
+        for tokens, seconds in run.result.get("prefill_s", {}).items():
+            prefills.setdefault(tokens, {}).setdefault(run.arm, {})[run.repeat] = median(seconds) * 1e3
+    return {
+        "decode": decode,
+        "prefill": {tokens: compare(prefills[tokens], "ttft_ms") for tokens in sorted(prefills, key=int)},
+    }
 
 
 def _means(latencies: Sequence[Mapping[str, float]]) -> dict[str, float]:

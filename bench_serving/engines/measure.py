@@ -49,8 +49,7 @@ def measure(engine: Engine, job: Job, start_s: float) -> None:
         result["batches"] = {}
         for count in settings.batch_sizes:
             result["batches"][count] = _decode(engine, job, count)
-        if settings.prefill_tokens:
-            result["prefill_s"] = _prefill(engine, job)
+        result["prefill_s"] = {tokens: _prefill(engine, job, tokens) for tokens in settings.prefill_tokens}
     if settings.check:
         result["check"] = _check(engine, job)
     write_result(job, result)
@@ -87,8 +86,8 @@ def _decode(engine: Engine, job: Job, count: int) -> dict[str, Any]:
     }
 
 
-def _prefill(engine: Engine, job: Job) -> list[float]:
-    (prompt,) = job.settings.prompts(1, job.settings.prefill_tokens, "prefill")
+def _prefill(engine: Engine, job: Job, tokens: int) -> list[float]:
+    (prompt,) = job.settings.prompts(1, tokens, "prefill")
     engine.generate([prompt], 1)
     seconds = [engine.generate([prompt], 1)[0].ttft for _ in range(job.settings.prefill_iterations)]
     say(f"prefill of {len(prompt)} tokens: {sorted(seconds)[len(seconds) // 2] * 1e3:.1f} ms")

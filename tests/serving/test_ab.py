@@ -37,7 +37,7 @@ class Harness:
         status = cli.main(
             [
                 *("--model", str(self._model), "--tp", "2", "--batch-sizes", "1,3", "--output-tokens", "12"),
-                *("--prompt-tokens", "4", "--prefill-tokens", "16", "--iterations", "2", "--out", str(self.out)),
+                *("--prompt-tokens", "4", "--prefill-tokens", "16,32", "--iterations", "2", "--out", str(self.out)),
                 *options,
             ]
         )
@@ -67,7 +67,8 @@ def test_the_whole_comparison(harness: Harness, engine: str, capsys: pytest.Capt
             for name in ("ttft", "tpot", "itl"):
                 assert all(entry[f"{kind}_{name}_ms"] > 0 for kind in ("mean", "median", "p99"))
             assert set(entry["speedup_over"]) == {"nccl", "default"} - {arm}
-    assert report["prefill"]["llm_comm"]["ttft_ms"]["median"] > 0
+    assert list(report["prefill"]) == ["16", "32"]
+    assert all(by_arm["llm_comm"]["ttft_ms"]["median"] > 0 for by_arm in report["prefill"].values())
     assert report["check"]["passed"]
     assert report["check"]["tokens"]["llm_comm"]["identical"]
     assert report["check"]["tokens"]["llm_comm"]["repeats"] == 2

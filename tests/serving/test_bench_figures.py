@@ -278,7 +278,7 @@ def test_the_table_shows_ratios_with_their_spread() -> None:
             "tensor_parallel_size": 4,
             "prompt_tokens": 128,
             "output_tokens": 136,
-            "prefill_tokens": 0,
+            "prefill_tokens": [],
             "enforce_eager": False,
         },
     }
@@ -309,7 +309,7 @@ def test_committed_reports_can_be_shown(path: Path, tmp_path: Path) -> None:
 
 def test_a_run_that_does_not_count_is_in_no_figure() -> None:
     """It has a result, of an arm that was not what it says."""
-    figures = {"batches": {"1": {"decode_ms": [10.0]}}, "prefill_s": [0.1]}
+    figures = {"batches": {"1": {"decode_ms": [10.0]}}, "prefill_s": {"4096": [0.1]}}
     runs = [Run(0, "nccl", 1.0, result=figures), Run(0, "llm_comm", 1.0, failure="not active", result=figures)]
     found = summary.summarize(runs)
-    assert set(found["decode"]["1"]) == set(found["prefill"]) == {"nccl"}
+    assert set(found["decode"]["1"]) == set(found["prefill"]["4096"]) == {"nccl"}

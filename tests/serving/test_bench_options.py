@@ -67,7 +67,7 @@ def test_a_model_with_a_configuration_inside_is_refused(tmp_path: Path) -> None:
 
 
 def test_engines_own_benchmarks_have_no_prefill_of_ours() -> None:
-    assert settings("--mode", "serve").prefill_tokens == 0
+    assert settings("--mode", "serve").prefill_tokens == ()
     assert settings("--mode", "serve").max_model_len < settings().max_model_len
 
 
@@ -120,6 +120,7 @@ def test_a_model_that_is_too_short_is_stretched() -> None:
     # 4096 tokens of prompt and one more do not fit into the 4096 positions of Llama-2.
     assert settings().config_overrides() == {"max_position_embeddings": settings().max_model_len}
     assert settings().max_model_len > 4096
+    assert settings("--prefill-tokens", "4096,8192").max_model_len > 8192
     assert settings("--prefill-tokens", "0", "--layers", "2").config_overrides() == {"num_hidden_layers": 2}
 
 
