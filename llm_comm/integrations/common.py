@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -160,6 +160,21 @@ def check_parts_wanted(config: Config, group_name: str) -> Config:
     if not (config.all_gather or config.reduce_scatter):
         raise SwitchedOffError(f"all_gather and reduce_scatter are false, and group {group_name} does nothing else")
     return config
+
+
+def share_memory(config: Config, kind: str, served: Sequence[str]) -> Config:
+    """``config`` with this group's share of ``workspace_bytes``, which by default all groups of a process take
+    together: the first one, that of tensor parallelism, a half, the others equal parts of the other half.
+
+    Args:
+        config: What an operator has chosen in there is for each group.
+        kind: Which group it is for.
+        served: All groups that llm_comm is going to serve in this process, in the order in which they are made.
+    """
+    if len(served) < 2 or "workspace_bytes" in config.origins:
+        return config
+    half = config.workspace_bytes // 2
+    return config.replace(workspace_bytes=half if kind == served[0] else half // (len(served) - 1) // MIB * MIB)
 
 
 def objection_of_any(group: dist.ProcessGroup, objection: str | None, about: str = "norms") -> str | None:

@@ -24,6 +24,7 @@ from llm_comm.communicator import Communicator
 from llm_comm.config import Config
 from llm_comm.integrations import common
 from llm_comm.integrations.parts import Parts
+from llm_comm.integrations.sglang import groups
 from llm_comm.runtime.rendezvous import Rendezvous
 
 logger = logging.getLogger("sglang.llm_comm")
@@ -62,7 +63,10 @@ def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
         return
 
     def load() -> Config:
-        return load_config() if sums else common.check_parts_wanted(load_config(), group.unique_name)
+        config = load_config() if sums else common.check_parts_wanted(load_config(), group.unique_name)
+        gathers = config.all_gather or config.reduce_scatter
+        served = [each for each in groups.served if gathers or each not in GATHERING]
+        return common.share_memory(config, kind, served)
 
     member = common.enter(group.unique_name, group.cpu_group, group.device, load, engine="SGLang", log=logger)
     if member is None:

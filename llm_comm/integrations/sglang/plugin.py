@@ -38,7 +38,8 @@ from llm_comm.errors import LlmCommError
 #: SGLang sets up the root logger, which all others pass their messages on to.
 logger = logging.getLogger("sglang.llm_comm")
 
-THEIR_CLASS = "sglang.srt.distributed.parallel_state.GroupCoordinator"
+_THEIRS = "sglang.srt.distributed.parallel_state"
+THEIR_CLASS = f"{_THEIRS}.GroupCoordinator"
 
 
 def register() -> None:
@@ -46,10 +47,22 @@ def register() -> None:
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+        HookRegistry.register(f"{_THEIRS}.initialize_model_parallel", _around_all_groups, HookType.AROUND)
         HookRegistry.register(f"{THEIR_CLASS}.__init__", _around_init, HookType.AROUND)
         HookRegistry.register(f"{THEIR_CLASS}.destroy", _before_destroy, HookType.BEFORE)
     except Exception as error:
         _warn_of_unknown_version(f"{type(error).__name__}: {error}")
+
+
+def _around_all_groups(theirs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Makes the groups as SGLang does, once it is noted which ones there will be."""
+    try:
+        from llm_comm.integrations.sglang import groups
+
+        groups.served = groups.of_call(theirs, args, kwargs)
+    except Exception:  # another version: each group takes as much memory as if it were alone
+        logger.debug("the groups of this version of SGLang are not known in advance", exc_info=True)
+    return theirs(*args, **kwargs)
 
 
 def _around_init(theirs: Any, group: Any, *args: Any, **kwargs: Any) -> None:

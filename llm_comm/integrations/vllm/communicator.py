@@ -81,6 +81,24 @@ def load_config() -> Config:
     return config
 
 
+def served_groups(config: Config) -> list[str]:
+    """The groups of this process that llm_comm serves under ``config`` and the current configuration of vLLM, in the
+    order in which they are made."""
+    vllm_config = get_current_vllm_config_or_none()
+    if vllm_config is None:
+        return []
+    parallel = vllm_config.parallel_config
+    sizes = {
+        "tp": parallel.tensor_parallel_size,
+        "dcp": parallel.decode_context_parallel_size,
+        "pcp": parallel.prefill_context_parallel_size,
+        "dp": parallel.data_parallel_size,
+    }
+    sizes["ep"] = sizes["tp"] * sizes["pcp"] * sizes["dp"]
+    gathers = config.all_gather or config.reduce_scatter
+    return [kind for kind, size in sizes.items() if size > 1 and (kind in GROUPS or (gathers and only_gathers(kind)))]
+
+
 def _section(vllm_config: Any) -> Any:
     # A platform plugin may have put an object of its own there.
     additional = vllm_config.additional_config
@@ -165,8 +183,9 @@ class LlmCommCommunicator(GatheringCommunicator):
             AbsentRanksError: A rank did not come: raised on those that did, so that vLLM does not start.
         """
         _show_log()
-        load = load_config if self._sums else self._load_config_of_parts
-        member = common.enter(self.unique_name, self.cpu_group, self.device, load, engine="vLLM", log=logger)
+        member = common.enter(
+            self.unique_name, self.cpu_group, self.device, self._load_config, engine="vLLM", log=logger
+        )
         if member is None:
             return
         self._member, self._llm_comm = member, member.communicator
@@ -175,8 +194,9 @@ class LlmCommCommunicator(GatheringCommunicator):
         if self.global_rank == 0:
             logger.info("%s%s", member.summary("vLLM", sums=self._sums), about_norms)
 
-    def _load_config_of_parts(self) -> Config:
-        return common.check_parts_wanted(load_config(), self.unique_name)
+    def _load_config(self) -> Config:
+        config = load_config() if self._sums else common.check_parts_wanted(load_config(), self.unique_name)
+        return common.share_memory(config, self._kind, served_groups(config))
 
     def _set_up_fusion(self, communicator: Communicator) -> str:
         """Decides whether compiled graphs are to hold the fused operator, alike on all ranks. Returns what to log."""

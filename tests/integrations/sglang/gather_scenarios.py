@@ -270,7 +270,8 @@ def with_both_off_groups_that_do_nothing_else_are_left_alone() -> None:
         assert type(scenarios.group("attn_cp").ca_comm).__name__ != "LlmCommAllReduce"
         assert not hasattr(scenarios.group("attn_cp"), "llm_comm_parts")
         assert not hasattr(scenarios.group("tp"), "llm_comm_parts")
-        assert ours("tp")._llm_comm is not None
+        # With that of "attention_tp", which sums, all that there is by default.
+        assert ours("tp")._llm_comm.workspace_bytes == 32 << 20
         assert not [target for target in HookRegistry._patched if "gather" in target or "scatter" in target]
     said = "and group attn_cp:0 does nothing else"
     assert len(log.having(said)) == (dist_rank() == 0)

@@ -251,6 +251,53 @@ def attention_of_data_parallel_replicas_is_summed_in_groups_of_its_own() -> None
 
 
 @scenario(world=4)
+def groups_share_the_memory_of_one() -> None:
+    found = workspaces({"attn_dp": 2, "moe_ep": 2})
+    assert found == {"tp": 32, "attn_tp": 10, "moe_ep": 10, "moe_tp": 10}, found
+
+
+@scenario(world=4)
+def groups_that_only_gather_take_their_share() -> None:
+    found = workspaces({"attn_cp": 2})
+    assert found == {"tp": 32, "attn_cp": 16, "attn_tp": 16}, found
+
+
+@scenario(world=4)
+def a_group_that_is_the_only_one_takes_all_memory() -> None:
+    found = workspaces({"attn_dp": 4, "moe_ep": 4})
+    assert found == {"tp": 64}, found
+
+
+@scenario(world=4, LLM_COMM_WORKSPACE_BYTES="8M")
+def memory_that_an_operator_has_chosen_is_for_each_group() -> None:
+    found = workspaces({"attn_dp": 2})
+    assert found == {"tp": 8, "attn_tp": 8}, found
+
+
+@scenario()
+def groups_of_an_unknown_version_take_as_much_as_one() -> None:
+    from llm_comm.integrations.sglang import groups
+
+    with mock.patch.object(groups, "get_parallel", side_effect=ValueError), mock.patch.object(groups, "_WIDTHS", {}):
+        assert workspaces({}, tp=2) == {"tp": 64}
+
+
+def workspaces(widths: dict[str, int], tp: int = 4) -> dict[str, int]:
+    """MiB by group, without those that SGLang takes another one for."""
+    from llm_comm.integrations.sglang.gathering import PARTS
+
+    with sglang_groups(tp=tp, **widths):
+        found: dict[str, int] = {}
+        of = set()
+        for name in ("tp", "attn_cp", "attn_tp", "moe_dp", "moe_ep", "moe_tp"):
+            parts = getattr(group(name), PARTS, None)
+            if parts is not None and id(group(name)) not in of:
+                of.add(id(group(name)))
+                found[name] = parts._member.communicator.workspace_bytes >> 20
+        return found
+
+
+@scenario(world=4)
 def experts_are_summed_in_groups_of_their_own() -> None:
     with sglang_groups(tp=4, moe_ep=2):
         rank = dist.get_rank()

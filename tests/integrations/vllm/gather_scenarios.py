@@ -216,6 +216,32 @@ def groups_that_gather_nothing_are_not_served() -> None:
 
 
 @scenario(world=4)
+def groups_share_the_memory_of_one() -> None:
+    assert workspaces_of_three_groups() == {"tp": 32, "dp": 16, "ep": 16}
+
+
+@scenario(world=4, LLM_COMM_WORKSPACE_BYTES="8M")
+def memory_that_an_operator_has_chosen_is_for_each_group() -> None:
+    assert workspaces_of_three_groups() == {"tp": 8, "dp": 8, "ep": 8}
+
+
+@scenario(world=4, LLM_COMM_ALL_GATHER="0", LLM_COMM_REDUCE_SCATTER="0")
+def groups_that_are_not_served_have_no_share() -> None:
+    assert workspaces_of_three_groups() == {"tp": 64}
+
+
+def workspaces_of_three_groups() -> dict[str, int]:
+    """MiB by group."""
+    config = replicated(2)
+    config.parallel_config.tensor_parallel_size = 2
+    config.parallel_config.enable_expert_parallel = True
+    with vllm_groups(2, config=config):
+        served = [kind for kind in ("tp", "dcp", "pcp", "pp", "dp", "ep") if parts_of(kind) is not None]
+        groups = {kind: getattr(parallel_state, f"get_{kind}_group")() for kind in served}
+        return {kind: group.device_communicator._llm_comm.workspace_bytes >> 20 for kind, group in groups.items()}
+
+
+@scenario(world=4)
 def replicas_of_a_dense_model_exchange_nothing() -> None:
     config = replicated(2)
     config.model_config = SimpleNamespace(is_moe=False, architecture="LlamaForCausalLM")
