@@ -63,6 +63,12 @@ class Algorithm(NamedTuple):
         wait for the very kernel that waits for them (docs/experiments/channels.md)."""
         return self.protocol == "Port"
 
+    @property
+    def needs_row(self) -> bool:
+        """Only an option or a row of a table chooses it, for whatever has been measured: it moves data by copy
+        engines, which are worth it where messages are large enough."""
+        return self.protocol in ("Port", "CE")
+
 
 class Operation(NamedTuple):
     """What is computed.

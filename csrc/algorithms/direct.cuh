@@ -66,8 +66,7 @@ class DirectSession {
   // `places`: of this rank's tensors. `work()`: all of the block's, once address() is known. It may not run.
   template <class Work>
   LLM_COMM_DEVICE void run(const uint64_t (&places)[kMaxPlaces], Work work) {
-    const Line said{{static_cast<uint32_t>(places[0]), static_cast<uint32_t>(places[0] >> 32),
-                     static_cast<uint32_t>(places[1]), static_cast<uint32_t>(places[1] >> 32)}};
+    const Line said = in_line(places);
     session_.run_at_once(
         1, 1,
         [&](uint32_t step) {
@@ -75,6 +74,22 @@ class DirectSession {
           if (step == 1 && learn(said)) work();
         },
         [](uint32_t step) { return step == 1 ? kReady : kDone; });
+  }
+
+  // run() in two operations, for what stands between them in the stream (stream_copies.cuh). The first one: false, on all threads,
+  // if a rank has no such tensors, or has them elsewhere than the others.
+  LLM_COMM_DEVICE bool meet(const uint64_t (&places)[kMaxPlaces]) {
+    const Line said = in_line(places);
+    bool is_met = false;
+    run_one_step(kReady, [&](uint32_t step) {
+      if (step == 0) tell(said);
+      if (step == 1) is_met = learn(said) && are_at_one_place(said);
+    });
+    return is_met;
+  }
+  // The second one.
+  LLM_COMM_DEVICE void part() {
+    run_one_step(kDone, [](uint32_t) {});
   }
 
   // In work(), for what goes by other words than the signals.
@@ -99,6 +114,17 @@ class DirectSession {
     Line incomplete;
     char* address[Tensors][World];
   };
+
+  // Nothing is exchanged behind what is told in step 0 and learnt in step 1.
+  template <class Work>
+  LLM_COMM_DEVICE void run_one_step(uint32_t phase, Work work) {
+    session_.run_at_once(0, 1, work, [phase](uint32_t) { return phase; });
+  }
+
+  LLM_COMM_DEVICE static Line in_line(const uint64_t (&places)[kMaxPlaces]) {
+    return {{static_cast<uint32_t>(places[0]), static_cast<uint32_t>(places[0] >> 32), static_cast<uint32_t>(places[1]),
+             static_cast<uint32_t>(places[1] >> 32)}};
+  }
 
   LLM_COMM_DEVICE Line* word(uint32_t receiver, uint32_t sender) const {
     return session_.staging(receiver, 0) + block_ * World + sender;
@@ -135,6 +161,24 @@ class DirectSession {
     }
     if (missing == World) return true;
     if (thread_index() == 0) session_.fail(ErrorCause::kNotSymmetric, missing, kReady);
+    return false;
+  }
+
+  // False, on all threads, if a rank has them elsewhere than rank 0: all ranks name the same one.
+  LLM_COMM_DEVICE bool are_at_one_place(Line own) const {
+    const auto place_of = [&](uint32_t rank, uint32_t tensor) {
+      return place_in(rank == comm_.rank ? own : load_line(word(comm_.rank, rank)), tensor);
+    };
+    uint32_t elsewhere = World;
+    LLM_COMM_UNROLL(1)
+    for (uint32_t rank = World; rank-- > 1;) {
+      LLM_COMM_UNROLL(2)
+      for (uint32_t i = 0; i < Tensors; ++i) {
+        if (place_of(rank, i) != place_of(0, i)) elsewhere = rank;
+      }
+    }
+    if (elsewhere == World) return true;
+    if (thread_index() == 0) session_.fail(ErrorCause::kOtherPlace, elsewhere, kReady);
     return false;
   }
 

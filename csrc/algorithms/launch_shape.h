@@ -68,6 +68,8 @@ struct Grid {
   uint32_t variant = 0;  // of the algorithm's kernels
   // Not all blocks run at once on the device that launches it (operation.cuh, "Progress"). The core finds out.
   bool takes_tickets = false;
+  // It stands behind copies in the stream, not behind a grid.
+  bool is_behind_copies = false;
 };
 
 struct Shape {

@@ -43,7 +43,8 @@ struct Call {
 // Why a communicator cannot be used any more.
 struct OperationError {
   // "timeout", "peer exited": `peer` was waited for, and nothing came; "mismatch": `calls` differ; "concurrent use"; "not
-  // symmetric": a tensor of `peer` that the others were to access is not in symmetric memory; "transport": what a kernel asked of a
+  // symmetric": a tensor of `peer` that the others were to access is not in symmetric memory; "other place": it is, but elsewhere
+  // than that of rank 0, where all must be at one place; "transport": what a kernel asked of a
   // port channel could not be done, and `text` says why.
   std::string cause;
   int rank;

@@ -14,6 +14,7 @@
 //           void leave_to_graphs();   // keeps the memory for what may still use it, and lets it do nothing
 // Launcher: Function<Args> function(void (*)(Args));          // what launch() takes
 //           void launch(const Function<Args>&, const Args&, const Grid&, uint64_t stream);
+//           void copy(const std::vector<Copy>&, uint64_t stream);   // behind all launches, in no order
 //           uint32_t max_cluster_blocks();                    // 1 where the device has no clusters
 //           bool has_room_for_cluster(const Function<Args>&, const Grid&);
 //           uint64_t resident_blocks(const Function<Args>&, const Grid&);   // of such grids that run at once

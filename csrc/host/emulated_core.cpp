@@ -131,6 +131,10 @@ class EmulatedLauncher {
     executor_->run({grid.blocks, grid.threads, grid.shared_bytes, grid.cluster_blocks}, [&] { kernel(args); });
   }
 
+  void copy(const std::vector<Copy>& copies, uint64_t) {
+    for (const Copy& copy : copies) std::memmove(copy.to, copy.from, copy.bytes);
+  }
+
   uint32_t max_cluster_blocks() const { return kMaxEmulatedCluster; }
   template <class Args>
   bool has_room_for_cluster(Function<Args>, const Grid&) const {

@@ -4,12 +4,21 @@
 #include <atomic>
 #include <mutex>
 #include <optional>
+#include <vector>
 
 #include "algorithms/check_call.cuh"
 #include "host/core.h"
 #include "host/segments.h"
 
 namespace llm_comm::host {
+
+// Of memory, in a stream.
+struct Copy {
+  char* to;
+  const char* from;
+  uint64_t bytes;
+  bool is_local;  // of this GPU to itself
+};
 
 inline bool has_error(const HostMailbox& mailbox) {
   return __atomic_load_n(&mailbox.error.complete, __ATOMIC_ACQUIRE) != 0;
@@ -50,6 +59,9 @@ class LaunchQueue {
     launcher_.launch(function, args, grid, stream);
     launcher_.launch(check_->after, check, Grid{1, 1, 0}, stream);
   }
+
+  // Behind what has been launched.
+  void copy(const std::vector<Copy>& copies, uint64_t stream) { launcher_.copy(copies, stream); }
 
   // From another thread; one that is just being enqueued may be half there. Without buffers and parameters.
   CallSignature last() const {
@@ -128,12 +140,41 @@ class PreparedLaunches final : public PreparedCall {
       }
       args_.comm.takes_tickets = grid.takes_tickets;
       call_.count = static_cast<uint32_t>(taken * problem_.unit_elements());
-      queue_.launch(is_last ? last_ : whole_, args_, grid, call_, taken * problem_.unit_bytes(), stream);
+      const auto launch = [&](const Grid& of) {
+        queue_.launch(is_last ? last_ : whole_, args_, of, call_, taken * problem_.unit_bytes(), stream);
+      };
+      launch(grid);
+      if constexpr (kHasCopies) {
+        queue_.copy(copies(buffers), stream);
+        Grid after = grid;
+        after.is_behind_copies = true;
+        args_.is_after = 1;
+        launch(after);
+        args_.is_after = 0;
+      }
     }
     return !has_failed(mailbox);
   }
 
  private:
+  static constexpr bool kHasCopies = requires(Args& args) { args.is_after; };
+
+  // Where a tensor is not in the heap there is nowhere to copy to, and its kernels say so.
+  std::vector<Copy> copies(const uint64_t* buffers) const {
+    std::vector<Copy> all;
+    if constexpr (kHasCopies) {
+      if (args_.places[0] == kNoPlace) return all;
+      const auto place = segments_.find(buffers[1], Operation::buffer_bytes(problem_, 1));
+      for (const StreamCopy& copy : Operation::copies(problem_, args_.comm.rank)) {
+        const bool is_own = copy.rank == args_.comm.rank;
+        char* const to = segments_.address(copy.rank, {place->segment, place->offset + copy.to}, copy.bytes);
+        const char* const from = reinterpret_cast<const char*>(buffers[0]) + copy.from;
+        if (to != nullptr && to != from) all.push_back({to, from, copy.bytes, is_own});
+      }
+    }
+    return all;
+  }
+
   // Of a buffer that peers access line by line.
   uint64_t place_of([[maybe_unused]] uint32_t buffer, [[maybe_unused]] uint64_t address) const {
     if constexpr (requires { Operation::buffer_bytes(problem_, buffer); }) {

@@ -103,7 +103,7 @@ def with_direct(layout: Layout, problem: Problem, table: TuningTable, config: Co
             continue
         if row is not None and is_of_row(algorithm):
             choices = [_choice(row, table)]
-        elif algorithm.is_by_proxy and config.algorithm != algorithm.name:
+        elif algorithm.needs_row and config.algorithm != algorithm.name:
             continue
         else:
             choices = _core.candidates(algorithm.number, for_core, limits)[:1]
@@ -177,7 +177,7 @@ def _choose(
         reason = f"{table.name}, up to {row.up_to} {of_what}{remark}"
         return _with_few_blocks(_Chosen(found, _choice(row, table), reason), algorithms, problem, config)
     for algorithm in algorithms:
-        if algorithm.is_by_proxy and config.algorithm != algorithm.name:
+        if algorithm.needs_row and config.algorithm != algorithm.name:
             continue
         for choice in _core.candidates(algorithm.number, for_core, limits):
             reason = f"{table.name} has no row for {problem.operation}: the first candidate{remark}"

@@ -49,6 +49,13 @@ def explain(error: _core.OperationError, waited_s: float) -> RankError:
             f"a tensor of rank {error.peer} is not in symmetric memory, or not at a multiple of 16 bytes there, where "
             f"the others were to access it: {where}. Pass tensors of Communicator.empty, or views of them, everywhere."
         )
+    elif error.cause == "other place":
+        kind, brief = MismatchError, f"rank {error.peer} passed a tensor at another place: {where}"
+        text = (
+            f"a tensor of rank {error.peer} lies elsewhere in symmetric memory than that of rank 0, and a {where} needs "
+            "it at the same place on all ranks. Pass the same tensor of Communicator.empty, or the same view of it, "
+            "everywhere. What the tensors of Communicator.empty hold now is not known."
+        )
     elif error.cause == "no channel":
         culprit = error.rank  # the peer may be no rank at all
         kind, brief = LaunchError, f"asked for a channel that is not there: {where}"

@@ -28,7 +28,7 @@ class AnyCall final : public Call {
         tiling_(draw_tiling(algorithm, problem_, random)) {
     in_place_ = Algorithm::kInfo.symmetric == 0b11 && random.chance(96);
     for (uint32_t rank = 0; rank < ranks; ++rank) {
-      if (kIsDirect) gaps_[rank] = random.below(3);
+      if (kIsDirect) gaps_[rank] = rank != 0 && kIsCopied ? gaps_[0] : random.below(3);
       for (uint32_t buffer = 0; buffer < kMaxBuffers; ++buffer) {
         const BufferInfo& info = Operation::kInfo.buffers[buffer];
         if (info.name == nullptr) continue;
@@ -69,10 +69,11 @@ class AnyCall final : public Call {
     return tensors_[in_place_ ? 0 : first_output()][rank].differs_from(expected_[rank]);
   }
   std::string touched(uint32_t rank) const override {
-    return in_place_ ? "" : tensors_[first_output()][rank].touched();
+    if (in_place_ || kIsCopied) return "";  // what stands in the stream is copied whatever has ended
+    return tensors_[first_output()][rank].touched();
   }
 
-  uint64_t operations() const override { return launches(problem_, tiling_); }
+  uint64_t operations() const override { return launches(problem_, tiling_) * Algorithm::kInfo.grids; }
 
   std::string name() const override {
     std::string parameters;
@@ -88,6 +89,8 @@ class AnyCall final : public Call {
  private:
   // Its peers access whole lines only.
   static constexpr bool kIsDirect = Algorithm::kInfo.symmetric != 0;
+  // Whose copies stand in the stream: their tensors lie at one place.
+  static constexpr bool kIsCopied = Algorithm::kInfo.grids > 1;
 
   static constexpr uint32_t first_output() {
     uint32_t buffer = 0;
@@ -176,7 +179,7 @@ class AnyCall final : public Call {
   Problem problem_;
   Tiling tiling_;
   bool in_place_;
-  uint32_t gaps_[kMaxWorldSize] = {};         // lines before each symmetric tensor: it lies elsewhere on each rank
+  uint32_t gaps_[kMaxWorldSize] = {};         // lines before each symmetric tensor: it may lie elsewhere on each rank
   std::vector<Tensor> tensors_[kMaxBuffers];  // by rank
   std::vector<uint32_t> expected_[kMaxWorldSize];
   std::vector<std::unique_ptr<host::PreparedCall>> calls_;

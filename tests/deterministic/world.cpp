@@ -63,6 +63,22 @@ class StreamLauncher {
   void launch(Function<Args> kernel, const Args& args, const Grid& grid, uint64_t) {
     machine_->launch(rank_, config_of(grid), [=] { kernel(args); }, true);
   }
+  // By a few threads, so that what is copied comes in any order.
+  void copy(const std::vector<host::Copy>& copies, uint64_t) {
+    machine_->launch(
+        rank_, {1, kCopyThreads, 0},
+        [=] {
+          grid_dependency_wait();
+          for (const host::Copy& copy : copies) {
+            const auto* const from = reinterpret_cast<const Line*>(copy.from);
+            auto* const to = reinterpret_cast<Line*>(copy.to);
+            for (uint64_t i = thread_index(); i < copy.bytes / sizeof(Line); i += kCopyThreads) {
+              store_line(to + i, load_line(from + i));
+            }
+          }
+        },
+        true);
+  }
   uint32_t max_cluster_blocks() const { return kMaxClusterBlocks; }
   template <class Args>
   bool has_room_for_cluster(Function<Args>, const Grid&) const {
@@ -80,6 +96,8 @@ class StreamLauncher {
   }
 
  private:
+  static constexpr uint32_t kCopyThreads = 3;
+
   static emulator::LaunchConfig config_of(const Grid& grid) {
     return {grid.blocks, grid.threads, grid.shared_bytes, grid.cluster_blocks};
   }

@@ -21,11 +21,12 @@ from reference import DTYPES, assert_is_sum, contributions
 from llm_comm import _core
 from llm_comm.runtime.failures import explain
 
-PUSH, COPY = "direct_push_hb", "direct_port"
+PUSH, COPY, IN_STREAM = "direct_push_hb", "direct_port", "direct_ce"
 PULL, COPIED_SUMS = "two_shot_pull_hb", "two_shot_port"
 TITLES = {
     PUSH: "all-gather of symmetric tensors by push (HB)",
     COPY: "all-gather of symmetric tensors by copy engines",
+    IN_STREAM: "all-gather of symmetric tensors by copies in the stream",
     COPIED_SUMS: "two-shot all-reduce with copy engines",
 }
 #: How far blocks are ahead, where that is to be said.
@@ -48,10 +49,11 @@ def reduce(algorithm: str) -> int:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("is_even", [True, False])
 @pytest.mark.parametrize(
-    ("algorithm", "rows", "unit"), [(PUSH, 1, LINE), (PUSH, 3, LINE), (COPY, 1, LINE), (COPY, 1, 5)]
+    ("algorithm", "rows", "unit"),
+    [(PUSH, 1, LINE), (PUSH, 3, LINE), (COPY, 1, LINE), (COPY, 1, 5), (IN_STREAM, 1, LINE), (IN_STREAM, 1, 5)],
 )
 def test_all_gather(world: int, is_even: bool, algorithm: str, rows: int, unit: int) -> None:
-    """Of inputs at any address, with parts of no bytes, into outputs that lie elsewhere on each rank."""
+    """Of inputs at any address, with parts of no bytes, into outputs that lie elsewhere on each rank where they may."""
     cores = with_segment(connected(world))
     sizes = [unit * (200 if is_even else [200, 0, 1, 37][rank % 4]) for rank in range(world)]
     problem = gather_problem(world, rows, sizes)
@@ -61,7 +63,8 @@ def test_all_gather(world: int, is_even: bool, algorithm: str, rows: int, unit: 
         calls, outputs = [], []
         for rank, core in enumerate(cores):
             run = core.prepare(gather(algorithm), problem, tiling_of(rows * max(sizes), blocks=3, depth=0))
-            output = symmetric(core, 512 * ((rank + seed) % 3), torch.zeros_like(expected))
+            place = seed if algorithm == IN_STREAM else (rank + seed) % 3
+            output = symmetric(core, 512 * place, torch.zeros_like(expected))
             unaligned = torch.empty(parts[rank].nbytes + 1, dtype=torch.uint8)
             unaligned[1:].copy_(parts[rank].flatten())
             outputs.append(output)
@@ -72,7 +75,7 @@ def test_all_gather(world: int, is_even: bool, algorithm: str, rows: int, unit: 
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("algorithm", [PUSH, COPY])
+@pytest.mark.parametrize("algorithm", [PUSH, COPY, IN_STREAM])
 def test_all_gather_in_place(world: int, algorithm: str) -> None:
     """Of parts that are where they belong."""
     cores = with_segment(connected(world))
@@ -82,7 +85,7 @@ def test_all_gather_in_place(world: int, algorithm: str) -> None:
     calls, outputs = [], []
     for rank, core in enumerate(cores):
         run = core.prepare(gather(algorithm), gather_problem(world, 1, sizes), tiling_of(max(sizes), depth=0))
-        output = symmetric(core, 64 * rank, torch.zeros_like(expected))
+        output = symmetric(core, 0 if algorithm == IN_STREAM else 64 * rank, torch.zeros_like(expected))
         own = output[:, sum(sizes[:rank]) :][:, : sizes[rank]].copy_(parts[rank])
         outputs.append(output)
         calls.append(lambda run=run, x=own, y=output: run(x.data_ptr(), y.data_ptr(), 0))
@@ -176,7 +179,7 @@ def test_tensors_in_several_segments(algorithm: str) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("kind", ["ordinary", "unaligned", "cut off"])
-@pytest.mark.parametrize("algorithm", [PUSH, COPY])
+@pytest.mark.parametrize("algorithm", [PUSH, COPY, IN_STREAM])
 def test_a_tensor_that_is_not_symmetric(world: int, kind: str, algorithm: str) -> None:
     """On one rank. All ranks end with an error that names it, and none has waited for its time-out."""
     culprit, nbytes = 1, LINE * 40
@@ -205,7 +208,54 @@ def test_a_tensor_that_is_not_symmetric(world: int, kind: str, algorithm: str) -
         assert said.kind == "MismatchError"
         assert f"a tensor of rank {culprit} is not in symmetric memory" in said.text
         assert TITLES[algorithm] in said.text
+    if algorithm == IN_STREAM:  # its copies have been enqueued: into the heap of the culprit, but not where it says
+        outputs = outputs[culprit : culprit + 1]
     assert all(output.eq(7).all() for output in outputs), "nothing has been written"
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_a_tensor_at_another_place(world: int) -> None:
+    """On one rank, which may be the first one. All ranks end with an error that names one that differs from rank 0."""
+    nbytes = LINE * 20
+    for culprit in (0, world - 1):
+        cores = with_segment(connected(world))
+        calls = []
+        for rank, core in enumerate(cores):
+            like = torch.zeros(world * nbytes, dtype=torch.uint8)
+            output = symmetric(core, 64 if rank == culprit else 0, like)
+            run = core.prepare(gather(IN_STREAM), gather_problem(world, 1, [nbytes] * world), tiling_of(nbytes))
+            x = torch.ones(nbytes, dtype=torch.uint8)
+            calls.append(lambda run=run, x=x, y=output: run(x.data_ptr(), y.data_ptr(), 0))
+        together(*calls)
+        named = culprit or 1
+        for rank, core in enumerate(cores):
+            error = core.error()
+            assert error is not None
+            assert (error.cause, error.rank, error.peer, error.phase) == ("other place", rank, named, 0)
+            said = explain(error, 1.0)
+            assert said.kind == "MismatchError"
+            assert f"a tensor of rank {named} lies elsewhere in symmetric memory than that of rank 0" in said.text
+            assert TITLES[IN_STREAM] in said.text
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_calls_behind_each_other_by_copies(world: int) -> None:
+    """Into the same tensor, which each rank reads in between: no copy comes early, and none late."""
+    sizes = [LINE * (10 + rank) for rank in range(world)]
+    cores = with_segment(connected(world))
+    problem = gather_problem(world, 1, sizes)
+    runs = [core.prepare(gather(IN_STREAM), problem, tiling_of(max(sizes))) for core in cores]
+    expected = [torch.cat(parts_of(1, sizes, seed), dim=1) for seed in range(20)]
+    outputs = [symmetric(core, 0, torch.zeros_like(expected[0])) for core in cores]
+
+    def work(rank: int) -> bool:
+        for seed, whole in enumerate(expected):
+            x = parts_of(1, sizes, seed)[rank]
+            if not runs[rank](x.data_ptr(), outputs[rank].data_ptr(), 0) or not torch.equal(outputs[rank], whole):
+                return False
+        return True
+
+    assert together(*(lambda rank=rank: work(rank) for rank in range(world))) == [True] * world
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -239,11 +289,13 @@ def test_shapes_that_peers_cannot_access_line_by_line() -> None:
     with pytest.raises(ValueError, match="blocks is 161; it must be 1 to 160"):
         _core.shape(gather(PUSH), gather_problem(2, 1, [32, 16]), _core.Choice(blocks=161, tile_lines=4), limits)
     assert _core.shape(gather(COPY), gather_problem(2, 1, [32, 17]), choice, limits).launches == 1
-    with pytest.raises(ValueError, match="in one piece: dim must be 0"):
-        _core.shape(gather(COPY), gather_problem(2, 2, [32, 16]), choice, limits)
+    for algorithm in (COPY, IN_STREAM):
+        with pytest.raises(ValueError, match="in one piece: dim must be 0"):
+            _core.shape(gather(algorithm), gather_problem(2, 2, [32, 16]), choice, limits)
+    assert _core.shape(gather(IN_STREAM), gather_problem(2, 1, [32, 17]), _core.Choice(), limits).launches == 1
 
 
-@pytest.mark.parametrize("algorithm", [PUSH, COPY])
+@pytest.mark.parametrize("algorithm", [PUSH, COPY, IN_STREAM])
 def test_what_takes_its_place_where_tensors_are_not_symmetric(algorithm: str) -> None:
     """One call prepared for both; what runs follows from the tensors, and from whether there is a heap at all."""
     world, nbytes = 2, LINE * 30

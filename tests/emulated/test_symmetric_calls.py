@@ -19,6 +19,7 @@ GATHERS = {
     "all-gather of symmetric tensors by copy engines": Row(
         1 << 30, ALL_GATHER, "direct_port", "Port", 3, tile_lines=16
     ),
+    "all-gather of symmetric tensors by copies in the stream": Row(1 << 30, ALL_GATHER, "direct_ce", "CE"),
 }
 COPIED_SUMS = Row(1 << 30, ALL_REDUCE, "two_shot_port", "Port", blocks=3, tile_lines=16, depth=2)
 

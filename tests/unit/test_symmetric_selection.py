@@ -152,6 +152,17 @@ def test_copy_engines_gather_whole_parts(rows: int, sizes: tuple[int, ...], expe
     assert layout.plan.symmetric == expected
 
 
+@pytest.mark.parametrize("sizes", [(32, 32), (33, 5)])
+def test_copies_in_the_stream_only_by_a_row(sizes: tuple[int, ...]) -> None:
+    """Also where nothing else serves: they are no better than staging for what has not been measured."""
+    row = Row(64 * MIB, ALL_GATHER, "direct_ce", "CE")
+    for rows, expected in (((ORDINARY, row), "direct_ce"), ((ORDINARY,), "direct_push_hb" if sizes == (32, 32) else "")):
+        planner = Planner(2, TABLE._replace(rows=by_operation(rows)), CONFIG, limits_of(CONFIG))
+        planner.has_symmetric = True
+        layout = planner.lay_out(ALL_GATHER, max(sizes), 0, "byte", tuple(map(float, (1, *sizes))))
+        assert layout.plan.symmetric == expected
+
+
 def test_it_is_never_chosen_for_other_tensors() -> None:
     """Where a table has rows for symmetric tensors alone."""
     table = TuningTable("test", by_operation([LARGE]), 64 * MIB, min_symmetric_bytes=0)

@@ -1,12 +1,14 @@
 // Core on a CUDA device.
 #include <cuda_runtime.h>
 
+#include <memory>
 #include <optional>
 #include <utility>
 
 #include "host/core_impl.h"
 #include "host/cuda/copy_engines.h"
 #include "host/cuda/cuda_memory.h"
+#include "host/cuda/stream_copies.h"
 
 namespace llm_comm::host {
 
@@ -43,6 +45,7 @@ class CudaLauncher {
         last_stream_(other.last_stream_),
         has_last_stream_(other.has_last_stream_),
         has_been_captured_(other.has_been_captured_),
+        copies_(std::move(other.copies_)),
         order_(std::exchange(other.order_, nullptr)) {}
   CudaLauncher& operator=(CudaLauncher&&) = delete;
   ~CudaLauncher() {
@@ -116,13 +119,18 @@ class CudaLauncher {
     CUlaunchAttribute attributes[2];
     CUlaunchConfig config = configuration(grid, attributes);
     config.hStream = cuda_stream;
-    if (dependent_launch_) {
+    if (dependent_launch_ && !grid.is_behind_copies) {
       CUlaunchAttribute& attribute = attributes[config.numAttrs++];
       attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
       attribute.value.programmaticStreamSerializationAllowed = 1;
     }
     void* parameters[] = {const_cast<Args*>(&args)};
     check(driver_.launch_kernel_ex(&config, function, parameters, nullptr), "launch of a collective");
+  }
+
+  void copy(const std::vector<Copy>& copies, uint64_t stream) {
+    const DeviceGuard guard(device_);
+    copies_->enqueue(copies, reinterpret_cast<cudaStream_t>(stream));
   }
 
   // Whether graphs hold launches that were made by this.
@@ -213,6 +221,7 @@ class CudaLauncher {
   cudaStream_t last_stream_ = nullptr;
   bool has_last_stream_ = false;
   bool has_been_captured_ = false;
+  std::unique_ptr<StreamCopies> copies_ = std::make_unique<StreamCopies>();
   cudaEvent_t order_ = nullptr;
 };
 

@@ -31,6 +31,7 @@ enum class ErrorCause : uint32_t {
   kPeerExited = 3,     // a wait for `peer`, whose process has exited
   kNotSymmetric = 4,   // a tensor of `peer` that the others were to access is not in symmetric memory
   kNoChannel = 5,      // a kernel asked for a channel to `peer` by semaphore `sequence`; there is none
+  kOtherPlace = 6,     // a tensor of `peer` lies elsewhere in symmetric memory than that of rank 0, where it must not
 };
 
 // Lies in host memory that the device maps.

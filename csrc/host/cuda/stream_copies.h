@@ -1,0 +1,36 @@
+// The copies of a call between its grids, in the caller's stream (algorithms/stream_copies.cuh).
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <vector>
+
+#include "host/launch_queue.h"
+
+namespace llm_comm::host {
+
+// Copies of the GPU to itself run beside those to peers: other engines, or multiprocessors, do them.
+class StreamCopies {
+ public:
+  StreamCopies() = default;
+  StreamCopies(const StreamCopies&) = delete;
+  StreamCopies& operator=(const StreamCopies&) = delete;
+  ~StreamCopies();
+
+  // What comes next in the stream waits for all of them. With the device current. Throws std::runtime_error.
+  void enqueue(const std::vector<Copy>& copies, cudaStream_t stream);
+
+ private:
+  // A stream beside that of the caller, which begins behind it and ends before it goes on.
+  struct Lane {
+    cudaStream_t stream = nullptr;
+    cudaEvent_t begin = nullptr;
+    cudaEvent_t end = nullptr;
+  };
+
+  Lane& lane_beside(cudaStream_t stream);
+
+  std::vector<Lane> lanes_;
+};
+
+}  // namespace llm_comm::host
