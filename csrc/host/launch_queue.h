@@ -7,18 +7,11 @@
 #include <vector>
 
 #include "algorithms/check_call.cuh"
+#include "host/copy.h"
 #include "host/core.h"
 #include "host/segments.h"
 
 namespace llm_comm::host {
-
-// Of memory, in a stream.
-struct Copy {
-  char* to;
-  const char* from;
-  uint64_t bytes;
-  bool is_local;  // of this GPU to itself
-};
 
 inline bool has_error(const HostMailbox& mailbox) {
   return __atomic_load_n(&mailbox.error.complete, __ATOMIC_ACQUIRE) != 0;

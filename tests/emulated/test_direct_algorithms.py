@@ -292,7 +292,7 @@ def test_shapes_that_peers_cannot_access_line_by_line() -> None:
     for algorithm in (COPY, IN_STREAM):
         with pytest.raises(ValueError, match="in one piece: dim must be 0"):
             _core.shape(gather(algorithm), gather_problem(2, 2, [32, 16]), choice, limits)
-    assert _core.shape(gather(IN_STREAM), gather_problem(2, 1, [32, 17]), _core.Choice(), limits).launches == 1
+    assert _core.shape(gather(IN_STREAM), gather_problem(2, 1, [32, 17]), _core.Choice(blocks=0), limits).launches == 1
 
 
 @pytest.mark.parametrize("algorithm", [PUSH, COPY, IN_STREAM])

@@ -156,7 +156,10 @@ def test_copy_engines_gather_whole_parts(rows: int, sizes: tuple[int, ...], expe
 def test_copies_in_the_stream_only_by_a_row(sizes: tuple[int, ...]) -> None:
     """Also where nothing else serves: they are no better than staging for what has not been measured."""
     row = Row(64 * MIB, ALL_GATHER, "direct_ce", "CE")
-    for rows, expected in (((ORDINARY, row), "direct_ce"), ((ORDINARY,), "direct_push_hb" if sizes == (32, 32) else "")):
+    for rows, expected in (
+        ((ORDINARY, row), "direct_ce"),
+        ((ORDINARY,), "direct_push_hb" if sizes == (32, 32) else ""),
+    ):
         planner = Planner(2, TABLE._replace(rows=by_operation(rows)), CONFIG, limits_of(CONFIG))
         planner.has_symmetric = True
         layout = planner.lay_out(ALL_GATHER, max(sizes), 0, "byte", tuple(map(float, (1, *sizes))))

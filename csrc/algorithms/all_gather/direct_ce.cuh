@@ -55,7 +55,8 @@ struct AllGatherDirectCE : ByStreamCopies {
   static bool is_served(const Problem& problem) { return problem.parameter[kRows] == 1; }
 
   static Grid grid(const Problem& problem, const Tiling&, uint64_t, const Limits& limits) {
-    if (!is_served(problem)) throw std::invalid_argument("copy engines take parts that lie in one piece: dim must be 0");
+    if (!is_served(problem))
+      throw std::invalid_argument("copy engines take parts that lie in one piece: dim must be 0");
     return grid_around_copies(problem, limits);
   }
 

@@ -42,8 +42,8 @@ StreamCopies::~StreamCopies() {
 
 void StreamCopies::enqueue(const std::vector<Copy>& copies, cudaStream_t stream) {
   const auto is_local = [](const Copy& copy) { return copy.is_local; };
-  const bool forks = std::any_of(copies.begin(), copies.end(), is_local) &&
-                     !std::all_of(copies.begin(), copies.end(), is_local);
+  const bool forks =
+      std::any_of(copies.begin(), copies.end(), is_local) && !std::all_of(copies.begin(), copies.end(), is_local);
   if (!forks) {
     for (const Copy& copy : copies) enqueue_one(copy, stream);
     return;

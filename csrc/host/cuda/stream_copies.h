@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "host/launch_queue.h"
+#include "host/copy.h"
 
 namespace llm_comm::host {
 

@@ -1,0 +1,15 @@
+// A copy that stands in a stream, between the grids of a call.
+#pragma once
+
+#include <cstdint>
+
+namespace llm_comm::host {
+
+struct Copy {
+  char* to;
+  const char* from;
+  uint64_t bytes;
+  bool is_local;  // of this GPU to itself
+};
+
+}  // namespace llm_comm::host
