@@ -53,8 +53,8 @@ def explain(error: _core.OperationError, waited_s: float) -> RankError:
         kind, brief = MismatchError, f"rank {error.peer} passed a tensor at another place: {where}"
         text = (
             f"a tensor of rank {error.peer} lies elsewhere in symmetric memory than that of rank 0: {where}, which "
-            "needs it at the same place on all ranks. Pass the same tensor of Communicator.empty everywhere, or the same "
-            "view of it. What the tensors of Communicator.empty hold now is not known."
+            "needs it at the same place on all ranks. Pass the same tensor of Communicator.empty everywhere, or the "
+            "same view of it. What the tensors of Communicator.empty hold now is not known."
         )
     elif error.cause == "no channel":
         culprit = error.rank  # the peer may be no rank at all
