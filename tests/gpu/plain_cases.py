@@ -11,7 +11,7 @@ from values import DTYPES, Values, draw_values
 
 LINE_BYTES = 16
 #: Of ``random_cases.open_communicators``.
-COMMUNICATORS = ("one_shot", "two_shot", "auto", "odd_table")
+COMMUNICATORS = ("one_shot", "two_shot", "one_shot_hb", "two_shot_hb", "auto", "odd_table")
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,11 @@ max_message_bytes: 1073741824
 rows:
   - {operation: all_reduce, up_to: 2048, algorithm: one_shot, protocol: LL, blocks: 1, tile_lines: 1, depth: 2}
   - {operation: all_reduce, up_to: 6000, algorithm: two_shot, protocol: LL, blocks: 2, tile_lines: 2, depth: 0}
+  - {operation: all_reduce, up_to: 12000, algorithm: two_shot_hb, protocol: HB, blocks: 2, tile_lines: 9, depth: 2}
   - {operation: all_reduce, up_to: 30000, algorithm: one_shot, protocol: LL, blocks: 3, tile_lines: 8, depth: 1}
+  - {operation: all_reduce, up_to: 60000, algorithm: one_shot_hb, protocol: HB, blocks: 3, tile_lines: 40, depth: 3}
   - {operation: all_reduce, up_to: 200000, algorithm: two_shot, protocol: LL, blocks: 7, tile_lines: 16, depth: 3}
+  - {operation: all_reduce, up_to: 600000, algorithm: two_shot_hb, protocol: HB, blocks: 5, tile_lines: 33, depth: 4}
   - {operation: all_reduce, up_to: 1073741824, algorithm: two_shot, protocol: LL, blocks: 40, tile_lines: 64, depth: 1}
   - {operation: all_reduce_add_rms_norm, up_to: 2048, algorithm: two_shot, protocol: LL,
      blocks: 2, threads: 64, cluster: 2, depth: 1}
