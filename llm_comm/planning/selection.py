@@ -152,7 +152,7 @@ def _choose(
     operation = registry.operations()[problem.operation]
     algorithms = [a for a in operation.algorithms if problem.data_type in a.data_types and not a.is_symmetric]
     rows, remark = _rows_of(table, problem.operation, limits)
-    row = row_of(rows, problem.message_bytes())
+    row = of_size = row_of(rows, problem.message_bytes())
     proposed = None if row is None else operation.find(row.algorithm, row.protocol)
     found = proposed if proposed in algorithms else None
     if config.algorithm != "auto":
@@ -165,10 +165,7 @@ def _choose(
             remark += f"; algorithm forced to {config.algorithm}"
             algorithms = forced
             if found not in forced:
-                # Numbers that were meant for another algorithm serve where it has the same ones.
-                alike = [a for a in forced if found is not None and a.ranges.keys() == found.ranges.keys()]
-                of_protocol = [a for a in alike if row is not None and a.protocol == row.protocol]
-                found = next(iter((*of_protocol, *alike)), None)
+                found = next((a for a in forced if row is not None and _can_use(a, row, found)), None)
                 if found is None:
                     row = row_of(tuple(r for r in rows if r.algorithm == config.algorithm), problem.message_bytes())
                     found = None if row is None else operation.find(row.algorithm, row.protocol)
@@ -182,7 +179,25 @@ def _choose(
         for choice in _core.candidates(algorithm.number, for_core, limits):
             reason = f"{table.name} has no row for {problem.operation}: the first candidate{remark}"
             return _Chosen(algorithm, choice, reason)
+    if of_size is not None and algorithms[0].name == config.algorithm:  # has no candidates where others are better
+        reason = f"{table.name}, up to {of_size.up_to}, as far as {config.algorithm} takes it{remark}"
+        return _Chosen(algorithms[0], _choice(_within_ranges(of_size, algorithms[0]), table), reason)
     return None
+
+
+def _can_use(algorithm: registry.Algorithm, row: Row, meant_for: registry.Algorithm | None) -> bool:
+    """Whether the numbers of a row serve another algorithm too: one of the same protocol and tunables. What is a good
+    tile of LL is a bad chunk of HB, and HB takes fewer blocks."""
+    if meant_for is None or (algorithm.protocol, algorithm.ranges.keys()) != (row.protocol, meant_for.ranges.keys()):
+        return False
+    return not any(bounds.why_not(getattr(row, name)) for name, bounds in algorithm.ranges.items())
+
+
+def _within_ranges(row: Row, algorithm: registry.Algorithm) -> Row:
+    """The numbers of a row, or those next to them that the algorithm takes."""
+    return row._replace(
+        **{name: min(max(getattr(row, name), bounds.least), bounds.most) for name, bounds in algorithm.ranges.items()}
+    )
 
 
 def _rows_of(table: TuningTable, operation: str, limits: _core.Limits) -> tuple[tuple[Row, ...], str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import pytest
 from reference import ALGORITHMS
@@ -12,6 +13,7 @@ from tables import core_of, limits_of, plain_row
 
 from llm_comm import Config, Plan, _core, registry
 from llm_comm.planning import selection
+from llm_comm.planning.default_tables import emulated_table, general_table
 from llm_comm.planning.plan import Problem, declined
 from llm_comm.planning.tables import ALL_REDUCE, Row, TuningTable, by_operation
 
@@ -72,6 +74,18 @@ def test_forced_algorithm(algorithm: str) -> None:
         assert f"algorithm forced to {algorithm}" in plan.reason
 
 
+@pytest.mark.parametrize("world", [2, 8])
+def test_every_algorithm_can_be_forced_at_every_size(world: int) -> None:
+    """Where it has a row of its own, where rows are of others, and where nothing proposes it as it is slow there."""
+    known = registry.operations()[ALL_REDUCE].algorithms
+    for table in (TABLE, general_table(world, 132), emulated_table()):
+        for algorithm in (a.name for a in known if not a.is_symmetric):
+            for count in (1, 100, 50_000, 500_000):
+                plan = select(count, "bf16", world, table, CONFIG.replace(algorithm=algorithm))
+                assert plan.algorithm == algorithm, plan.reason
+                assert plan.reason.endswith(f"; algorithm forced to {algorithm}")
+
+
 @pytest.mark.parametrize(("limit", "largest"), [(None, 1 << 20), (100, 100), (0, 0), (1 << 30, 1 << 30)], ids=str)
 def test_largest_message(limit: int | None, largest: int) -> None:
     config = Config.load({}, max_message_bytes=limit)
@@ -120,10 +134,21 @@ def test_without_a_row_the_first_candidate_runs() -> None:
     assert "no algorithm of all_reduce has a shape" in reason
 
 
-#: What another build might have: another algorithm of the same numbers, and one with others.
+class MadeUp(NamedTuple):
+    protocol: str
+    tunables: tuple[str, ...] = ("blocks", "tile_lines", "depth")
+    least_lines: int = 1
+    most_blocks: int = 1 << 16
+
+
+#: What another build might have: another algorithm of the same numbers, and others.
 MADE_UP = {
-    "hb_alike": ("HB", {"blocks": "blocks", "tile_lines": "tile_lines", "depth": "depth"}),
-    "ring": ("HB", {"blocks": "blocks"}),
+    "hb_alike": MadeUp("HB"),
+    "ring": MadeUp("HB", ("blocks",)),
+    "ll_ring": MadeUp("LL", ("blocks",)),
+    "few_blocks": MadeUp("LL", most_blocks=2),
+    "wide_tiles": MadeUp("HB", least_lines=32),
+    "ll_alike": MadeUp("LL"),
 }
 
 
@@ -133,12 +158,13 @@ def _more_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
     known = registry.operations()
     plain = known[ALL_REDUCE]
     one_shot = plain.algorithms[0]
-    made_up = [
-        one_shot._replace(
-            name=name, protocol=protocol, data_types=("bf16",), ranges={n: one_shot.ranges[n] for n in tunables}
-        )
-        for name, (protocol, tunables) in MADE_UP.items()
-    ]
+    made_up = []
+    for name, of in MADE_UP.items():
+        ranges = {tunable: one_shot.ranges[tunable] for tunable in of.tunables}
+        ranges["blocks"] = ranges["blocks"]._replace(most=of.most_blocks)
+        if "tile_lines" in ranges:
+            ranges["tile_lines"] = ranges["tile_lines"]._replace(least=of.least_lines)
+        made_up.append(one_shot._replace(name=name, protocol=of.protocol, data_types=("bf16",), ranges=ranges))
     changed = {**known, ALL_REDUCE: plain._replace(algorithms=(*plain.algorithms, *made_up))}
     monkeypatch.setattr(registry, "operations", lambda: changed)
 
@@ -151,12 +177,25 @@ def forced(algorithm: str) -> Config:
 
 @pytest.mark.usefixtures("_more_algorithms")
 def test_a_forced_algorithm_takes_the_numbers_of_a_row_that_are_its_own() -> None:
-    alike = select(1000, "bf16", 4, TABLE, forced("hb_alike"))
-    assert (alike.algorithm, alike.protocol, alike.blocks, alike.tile_lines) == ("hb_alike", "HB", 3, 8)
-    assert alike.reason == "test table, up to 4096 bytes; algorithm forced to hb_alike"
-    other = select(1000, "bf16", 4, TABLE, forced("ring"))
-    assert (other.algorithm, other.protocol) == ("ring", "HB")
-    assert other.reason == "test table has no row for all_reduce: the first candidate; algorithm forced to ring"
+    alike = select(1000, "bf16", 4, TABLE, forced("ll_alike"))
+    assert (alike.algorithm, alike.protocol, alike.blocks, alike.tile_lines) == ("ll_alike", "LL", 3, 8)
+    assert alike.reason == "test table, up to 4096 bytes; algorithm forced to ll_alike"
+    for other in "hb_alike", "ll_ring", "few_blocks":  # of another protocol, with other tunables, with other bounds
+        plan = select(1000, "bf16", 4, TABLE, forced(other))
+        assert (plan.algorithm, plan.protocol) == (other, MADE_UP[other].protocol)
+        reason = f"test table has no row for all_reduce: the first candidate; algorithm forced to {other}"
+        assert plan.reason == reason
+
+
+@pytest.mark.usefixtures("_more_algorithms")
+def test_a_forced_algorithm_without_candidates_takes_the_row_as_far_as_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection._core, "candidates", lambda *_: [])
+    plan = select(30_000, "bf16", 4, TABLE, forced("few_blocks"))
+    assert (plan.blocks, plan.tile_lines, plan.depth) == (2, 16, 1)  # the row has 100 blocks
+    assert plan.reason == "test table, up to 65536, as far as few_blocks takes it; algorithm forced to few_blocks"
+    assert select(30_000, "bf16", 4, TABLE, forced("wide_tiles")).tile_lines == 32  # and 16 lines
+    without_rows = select(1000, "bf16", 4, TuningTable("nothing", {}, 1 << 30), forced("few_blocks"))
+    assert "no algorithm of all_reduce has a shape" in without_rows.reason
 
 
 @pytest.mark.usefixtures("_more_algorithms")
