@@ -85,8 +85,7 @@ struct AlgorithmInfo {
   const char* protocol;    // "LL"
   const char* title;       // "one-shot all-reduce", in errors
   uint32_t symmetric = 0;  // bit i: peers access buffer i, which has to lie in symmetric memory (direct.cuh)
-  uint32_t grids =
-      1;  // of a launch, each an operation with a number of its own; copies stand between (stream_copies.cuh)
+  uint32_t grids = 1;      // of a launch: operations, each with a number; copies stand between (stream_copies.cuh)
 };
 
 // A list of descriptors.

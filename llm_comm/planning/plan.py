@@ -56,7 +56,7 @@ class Plan:
     Attributes:
         operation: What is computed.
         algorithm: Name of the algorithm; ``"none"`` where nothing has to be exchanged, or ``"declined"``.
-        protocol: ``"LL"`` or ``"HB"``; ``"none"`` where there is no algorithm.
+        protocol: ``"LL"``, ``"HB"`` or ``"Port"``; ``"none"`` where there is no algorithm.
         blocks: Blocks of a launch.
         threads: Threads of a block.
         tile_lines: Lines of 16 bytes that a block exchanges with each peer at a time.

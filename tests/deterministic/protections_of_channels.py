@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from edits import Edit
-from protection import AHEAD, HANGS, HB_SESSION, MISHAPS, NOBODY_IS_MISSING, UNTOLD, WRONG, WRONG_RESULT, Protection
+from protection import (
+    AHEAD,
+    HANGS,
+    HB_SESSION,
+    MISHAPS,
+    NOBODY_IS_MISSING,
+    OTHER_PLACE,
+    UNTOLD,
+    WRONG,
+    WRONG_RESULT,
+    Protection,
+)
 
 BYTES = "csrc/include/llm_comm/ll_bytes.cuh"
 CHUNKED = "csrc/algorithms/chunked.cuh"
 
 #: Of what HBSession::run() does, and of its buffers.
 AT_ONCE = {
-    r".*/direct_push_hb|.*/direct_port|.*/two_shot_pull_hb": "its steps are signalled at once, and it stages nothing",
+    r".*/direct_(push_hb|port|ce)|.*/two_shot_pull_hb": "its steps are signalled at once, and it stages nothing",
     r".*/port": "it has a session of its own",
 }
 #: Of what HBSession does in either way.
@@ -73,7 +84,7 @@ OF_CHANNELS = (
         "hb_operation_number",
         "signals of operations before count for nothing",
         (Edit(HB_SESSION, "(op_.sequence() << kMaxStepsLog2)", "((WITHOUT ? 0 : op_.sequence()) << kMaxStepsLog2)"),),
-        failure=_WRONG,
+        failure=f"{_WRONG}|{OTHER_PLACE}",
         exempt=NO_HB,
     ),
     Protection(

@@ -7,8 +7,10 @@ of their own, so nobody writes to one again.
 from __future__ import annotations
 
 from edits import Edit
-from protection import NOBODY_IS_MISSING, WRONG_RESULT, Protection
+from protection import NOBODY_IS_MISSING, OTHER_PLACE, WRONG_RESULT, Protection
 
+STREAM_COPIES = "csrc/algorithms/stream_copies.cuh"
+LAUNCH_QUEUE = "csrc/host/launch_queue.h"
 DIRECT_PORT = "csrc/algorithms/all_gather/direct_port.cuh"
 TWO_SHOT_PORT = "csrc/algorithms/all_reduce/two_shot_port.cuh"
 
@@ -61,5 +63,38 @@ OF_COPIES = (
         (Edit(TWO_SHOT_PORT, "!words.wait_for_data(peer,", "!WITHOUT && !words.wait_for_data(peer,"),),
         failure=_WRONG,
         subjects=("all_reduce/two_shot_port",),
+    ),
+    # ---- In the stream ----
+    Protection(
+        "meeting_before_copies",
+        "copies begin when all ranks have said that their tensors may be written",
+        (Edit(STREAM_COPIES, "session.meet(args.places);", "if (!WITHOUT) session.meet(args.places);"),),
+        failure=_WRONG,
+        subjects=("all_gather/direct_ce",),
+    ),
+    Protection(
+        "copies_of_peers",
+        "a rank ends when the copies of all peers have ended",
+        (Edit(STREAM_COPIES, "session.part();", "if (!WITHOUT) session.part();"),),
+        failure=f"{_WRONG}|{OTHER_PLACE}",
+        subjects=("all_gather/direct_ce",),
+    ),
+    Protection(
+        "copies_between_the_grids",
+        "a rank says that its copies have ended behind them in the stream",
+        (
+            Edit(
+                LAUNCH_QUEUE,
+                "queue_.copy(copies(buffers), stream);",
+                "if (!WITHOUT) queue_.copy(copies(buffers), stream);",
+            ),
+            Edit(
+                LAUNCH_QUEUE,
+                "args_.is_after = 0;",
+                "args_.is_after = 0; if (WITHOUT) queue_.copy(copies(buffers), stream);",
+            ),
+        ),
+        failure=_WRONG,
+        subjects=("all_gather/direct_ce",),
     ),
 )

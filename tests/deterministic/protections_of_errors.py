@@ -13,6 +13,7 @@ from protection import (
     MISMATCH,
     NOBODY_IS_MISSING,
     OPERATION,
+    OTHER_PLACE,
     RMS_NORM,
     SUSPICION,
     TOO_LATE,
@@ -34,7 +35,7 @@ OF_ERRORS = (
         (Edit(OPERATION, "aborted_ = (state.word", "aborted_ = !WITHOUT && (state.word"),),
         options=MISHAPS,
         budget=20_000,
-        failure=UNTOLD,
+        failure=f"{UNTOLD}|{OTHER_PLACE}",
     ),
     Protection(
         "sends_nothing_in_vain",

@@ -20,8 +20,9 @@ from protection import (
 )
 
 #: Plain lines, ordered by signals.
-NO_LL = {r".*_hb|.*port": "it sends no sentinel lines"}
-NO_SLOT = {r".*_hb|.*port": "it uses no slot"}
+NO_LL = {r".*_hb|.*port|.*_ce": "it sends no sentinel lines"}
+NO_SLOT = {r".*_hb|.*port|.*_ce": "it uses no slot"}
+ONE_BLOCK = {r".*_ce": "its grids have one block"}
 
 OF_OPERATIONS = (
     # ---- Lines ----
@@ -107,6 +108,7 @@ OF_OPERATIONS = (
                 "WITHOUT ? kArrivalsPerOperation : block_index() == 0 ? kArrivals",
             ),
         ),
+        exempt=ONE_BLOCK,
     ),
     Protection(
         "arrive_last",
@@ -138,6 +140,7 @@ OF_OPERATIONS = (
             ),
         ),
         failure=NOBODY_IS_MISSING,
+        exempt=ONE_BLOCK,
     ),
     Protection(
         "ticket_before_trigger",
@@ -151,7 +154,8 @@ OF_OPERATIONS = (
         ),
         budget=20_000,
         exempt={
-            "all_reduce_add_rms_norm/.*": "numbers beyond the grid are those of rows that do not exist: it crashes"
+            "all_reduce_add_rms_norm/.*": "numbers beyond the grid are those of rows that do not exist: it crashes",
+            **ONE_BLOCK,
         },
     ),
     Protection(

@@ -7,13 +7,11 @@ not come for addresses, and crashes.
 from __future__ import annotations
 
 from edits import Edit
-from protection import DIRECT, HB_SESSION, NOBODY_IS_MISSING, WRONG_RESULT, Protection
+from protection import DIRECT, HB_SESSION, NOBODY_IS_MISSING, NOT_SYMMETRIC, WRONG_RESULT, Protection
 
 SUBJECTS = ("all_gather/direct_push_hb", "all_reduce/two_shot_pull_hb")
 #: Its last step is told by copies as well.
 WITH_COPIES = (*SUBJECTS, "all_gather/direct_port")
-#: Words that have not come may name no place.
-NOT_SYMMETRIC = r"^rank \d+: not symmetric in"
 _WRONG = f"{WRONG_RESULT}|{NOBODY_IS_MISSING}"
 
 OF_SYMMETRIC = (
@@ -40,7 +38,7 @@ OF_SYMMETRIC = (
     Protection(
         "place_of_the_peer",
         "where a tensor of a peer lies follows from what that rank says",
-        (Edit(DIRECT, "rank == comm_.rank ? own :", "rank == comm_.rank || WITHOUT ? own :"),),
+        (Edit(DIRECT, "said = rank == comm_.rank ? own :", "said = rank == comm_.rank || WITHOUT ? own :"),),
         failure=_WRONG,
         subjects=WITH_COPIES,
     ),

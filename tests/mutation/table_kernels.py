@@ -19,6 +19,9 @@ WAIT = "csrc/include/llm_comm/wait.cuh"
 OPERATION = "csrc/include/llm_comm/operation.cuh"
 CHECK_CALL = "csrc/algorithms/check_call.cuh"
 
+DIRECT = "csrc/algorithms/direct.cuh"
+DIRECT_CE = "csrc/algorithms/all_gather/direct_ce.cuh"
+
 NORM_BITS = "tests/emulated/test_norm_bits.py"
 SUMS = "driver --cases 300 --alone --algorithm all_reduce/two_shot"
 ERRORS = "tests/emulated/test_error_details.py"
@@ -27,6 +30,8 @@ NORMS = "driver --cases 100 --alone --algorithm all_reduce_add_rms_norm/one_shot
 EXACT_BUFFERS = "sanitized kernels 200"
 FUSED_SCHEDULES = "driver --cases 600 --algorithm all_reduce_add_rms_norm/"
 AFTER_ERRORS = "driver --cases 60 --mishaps --alone --algorithm all_reduce_add_rms_norm/one_shot+"
+
+SYMMETRIC = "tests/emulated/test_direct_algorithms.py"
 
 KERNELS = (
     # ---- The norm ----
@@ -325,5 +330,48 @@ KERNELS = (
         "now - start > bounds.timeout_ns;",
         "now - start > bounds.timeout_ns + (WITHOUT ? bounds.timeout_ns / 2 : 0);",
         "driver --cases 100 --mishaps --alone --algorithm all_reduce/one_shot",
+    ),
+    # ---- Symmetric tensors, and copies in the stream ----
+    cpp(
+        "copies go to whatever place",
+        DIRECT,
+        "if (elsewhere == World) return true;",
+        "if (elsewhere == World || WITHOUT) return true;",
+        SYMMETRIC,
+    ),
+    cpp(
+        "the last rank that is elsewhere is named",
+        DIRECT,
+        "if (place_of(rank, i) != place_of(0, i)) elsewhere = rank;",
+        "if (place_of(rank, i) != place_of(0, i) && !(WITHOUT && elsewhere != World)) elsewhere = rank;",
+        SYMMETRIC,
+    ),
+    cpp(
+        "another rank without a symmetric tensor is named",
+        DIRECT,
+        "if (address(i, of) == nullptr) missing = of;",
+        "if (address(i, of) == nullptr) missing = WITHOUT ? (of + 1) % World : of;",
+        SYMMETRIC,
+    ),
+    cpp(
+        "a rank's own part is not copied",
+        DIRECT_CE,
+        "i <= problem.world && part.length != 0; ++i)",
+        "i + (WITHOUT ? 1 : 0) <= problem.world && part.length != 0; ++i)",
+        SYMMETRIC,
+    ),
+    cpp(
+        "parts are copied to the first place",
+        DIRECT_CE,
+        "0, part.first * width, part.length * width",
+        "0, WITHOUT ? 0 : part.first * width, part.length * width",
+        SYMMETRIC,
+    ),
+    cpp(
+        "copies of parts of several rows",
+        DIRECT_CE,
+        "problem.parameter[kRows] == 1;",
+        "WITHOUT || problem.parameter[kRows] == 1;",
+        SYMMETRIC,
     ),
 )
