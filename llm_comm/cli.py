@@ -117,15 +117,22 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16", help="(%(default)s)")
     _add_bench_options(parser, "graph")
     text = "time and check all-reduce beside NCCL and torch symmetric memory (beside gloo on emulated GPUs)"
-    parser = _command(collectives, "all-reduce", text, "llm_comm.bench.all_reduce")
-    parser.add_argument("--min", type=byte_count, default=byte_count("1K"), help="smallest message (1K)")
-    parser.add_argument("--max", type=byte_count, help="largest message (8M; emulated 64K)")
-    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="(%(default)s)")
-    _add_bench_options(parser, "both")
+    _add_comparison(_command(collectives, "all-reduce", text, "llm_comm.bench.all_reduce"), "message")
+    text = "the same of all-gather, into ordinary and into symmetric memory"
+    _add_comparison(_command(collectives, "all-gather", text, "llm_comm.bench.all_gather"), "part of a rank")
+    text = "the same of reduce-scatter"
+    _add_comparison(_command(collectives, "reduce-scatter", text, "llm_comm.bench.reduce_scatter"), "part of a rank")
     text = "time what the tuning table chooses beside all candidates, and mark where one is 5 percent faster"
     parser = _command(collectives, "table", text, "llm_comm.bench.table")
     _add_candidates(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results as JSON")
+
+
+def _add_comparison(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--min", type=byte_count, default=byte_count("1K"), help=f"smallest {what} (1K)")
+    parser.add_argument("--max", type=byte_count, help=f"largest {what} (8M; emulated 64K)")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="(%(default)s)")
+    _add_bench_options(parser, "both")
 
 
 def _add_bench_options(parser: argparse.ArgumentParser, modes: str) -> None:

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from llm_comm import launch, preflight, registry
 from llm_comm.bench import others, report, timing
-from llm_comm.bench.all_reduce import Reference, sizes
+from llm_comm.bench.comparison import sizes
+from llm_comm.bench.reference import Reference
 from llm_comm.bench.report import DTYPES, OURS, Progress, Result, Row, format_bytes
 from llm_comm.bench.timing import Schedule
 from llm_comm.communicator import Communicator

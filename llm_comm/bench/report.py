@@ -24,6 +24,8 @@ from llm_comm.launch import Placement
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 OURS = "llm_comm"
+#: The same with its result in symmetric memory.
+OURS_SYMMETRIC = "llm_comm symm"
 EMULATED_REMARK = (
     "emulated GPUs: these times compare CPU code and say nothing about GPUs, so that no speedups are shown"
 )
@@ -77,7 +79,7 @@ class Row:
         others = {
             name: result.us
             for name, result in self.results.items()
-            if name != OURS and result.us is not None and not result.wrong
+            if name not in (OURS, OURS_SYMMETRIC) and result.us is not None and not result.wrong
         }
         return min(others, key=others.__getitem__) if others else None
 

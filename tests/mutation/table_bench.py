@@ -87,8 +87,29 @@ BENCH: tuple[Mutant, ...] = (
     python(
         "a library that was wrong is compared",
         REPORT,
-        "if name != OURS and result.us is not None and not result.wrong",
-        "if name != OURS and result.us is not None",
+        "if name not in (OURS, OURS_SYMMETRIC) and result.us is not None and not result.wrong",
+        "if name not in (OURS, OURS_SYMMETRIC) and result.us is not None",
+        OF_BENCH,
+    ),
+    python(
+        "our own symmetric memory is a rival",
+        REPORT,
+        "if name not in (OURS, OURS_SYMMETRIC) and",
+        "if name != OURS and",
+        OF_BENCH,
+    ),
+    python(
+        "gathered parts need not be all there",
+        "llm_comm/bench/all_gather.py",
+        "return 0.0 if torch.equal(actual, expected)",
+        "return 0.0 if torch.equal(actual[:-1], expected[:-1])",
+        OF_BENCH,
+    ),
+    python(
+        "every rank's part of sums is the first",
+        "llm_comm/bench/reduce_scatter.py",
+        "self._first = Reference(count * world, world, dtype, device), rank * count",
+        "self._first = Reference(count * world, world, dtype, device), 0",
         OF_BENCH,
     ),
     python(

@@ -11,15 +11,32 @@ import torch
 import torch.distributed as dist
 from harness import RankPool
 
-from llm_comm.bench import all_reduce, fused
+from llm_comm.bench import all_gather, all_reduce, fused, reduce_scatter
+from llm_comm.bench.comparison import Collective
 
-OTHERS = {"all-reduce": ["llm_comm", "nccl"], "fused": ["llm_comm", "plain + norm", "nccl + norm"]}
+COLLECTIVES = {c.title: c for c in (all_reduce.ALL_REDUCE, all_gather.ALL_GATHER, reduce_scatter.REDUCE_SCATTER)}
+#: What is always there, and what symmetric memory of torch adds.
+ALWAYS = {
+    "all-reduce": ["llm_comm", "nccl"],
+    "all-gather": ["llm_comm", "llm_comm symm", "nccl"],
+    "reduce-scatter": ["llm_comm", "nccl"],
+}
+SYMMETRIC = {
+    "all-reduce": ["symm 1-shot", "symm 2-shot"],
+    "all-gather": ["symm copies"],
+    "reduce-scatter": ["symm 1-shot"],
+}
+FUSED = ["llm_comm", "plain + norm", "nccl + norm"]
 
 
 def comm() -> Any:
     """Stands for a communicator on GPUs."""
     return SimpleNamespace(
-        is_emulated=False, device=torch.device("cpu"), rank=dist.get_rank(), world_size=dist.get_world_size()
+        is_emulated=False,
+        device=torch.device("cpu"),
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        empty=lambda count, dtype: torch.empty(count, dtype=dtype),
     )
 
 
@@ -28,7 +45,7 @@ def refuse_on(ranks: list[int]) -> None:
         raise RuntimeError(f"no handles on rank {dist.get_rank()}\nand a long explanation")
 
 
-def all_reduce_libraries(step: str, ranks: list[int]) -> tuple[list[str], list[str]]:
+def libraries_of(step: str, ranks: list[int], title: str) -> tuple[list[str], list[str]]:
     """What a rank compares if a step of torch's symmetric memory fails on some."""
     from torch.distributed import _symmetric_memory as symmetric_memory
 
@@ -39,12 +56,14 @@ def all_reduce_libraries(step: str, ranks: list[int]) -> tuple[list[str], list[s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symmetric_memory, "empty", empty)
         patch.setattr(symmetric_memory, "rendezvous", lambda *_: refuse_on(ranks if step == "rendezvous" else []))
-        libraries, remarks = all_reduce._libraries(comm(), torch.bfloat16, 1024, dist.group.WORLD)  # type: ignore[arg-type]
+        collective: Collective = COLLECTIVES[title]
+        libraries, remarks = collective.libraries(comm(), torch.bfloat16, 1024, dist.group.WORLD)  # type: ignore[arg-type]
     return [library.name for library in libraries], remarks
 
 
-def fused_libraries(step: str, ranks: list[int]) -> tuple[list[str], list[str]]:
+def fused_libraries(step: str, ranks: list[int], title: str = "fused") -> tuple[list[str], list[str]]:
     """The same, of FlashInfer: its import, or its workspaces from the first or the second on."""
+    assert title == "fused"
     made = []
 
     def create(*_: object, **__: object) -> tuple[None, None]:
@@ -66,18 +85,17 @@ def fused_libraries(step: str, ranks: list[int]) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("bench", "step", "expected"),
+    ("bench", "step", "title", "expected"),
     [
-        (all_reduce_libraries, "empty", OTHERS["all-reduce"]),
-        (all_reduce_libraries, "rendezvous", OTHERS["all-reduce"]),
-        (fused_libraries, "import", OTHERS["fused"]),
+        *((libraries_of, step, title, names) for title, names in ALWAYS.items() for step in ("empty", "rendezvous")),
+        (fused_libraries, "import", "fused", FUSED),
     ],
 )
 @pytest.mark.parametrize("failing", [[0], [1], [0, 1]])
 def test_a_library_that_fails_somewhere_is_compared_nowhere(
-    bench: Any, step: str, expected: list[str], failing: list[int], ranks: RankPool
+    bench: Any, step: str, title: str, expected: list[str], failing: list[int], ranks: RankPool
 ) -> None:
-    found = ranks.run(2, bench, step, failing)
+    found = ranks.run(2, bench, step, failing, title)
     names, (remark,) = found[0]
     assert found == [found[0]] * 2
     assert names == expected
@@ -87,14 +105,15 @@ def test_a_library_that_fails_somewhere_is_compared_nowhere(
 
 def test_what_was_set_up_before_a_failure_is_compared(ranks: RankPool) -> None:
     (names, (remark,)), _ = ranks.run(2, fused_libraries, "workspace 2", [0, 1])
-    assert names == [*OTHERS["fused"], "flashinfer 1-shot"]
+    assert names == [*FUSED, "flashinfer 1-shot"]
     assert remark.startswith(
         "FlashInfer is not usable here: set-up of its workspace failed on 2 of 2 ranks: rank 0: no "
     )
 
 
 def test_libraries_that_work_everywhere_are_compared(ranks: RankPool) -> None:
-    expected = [*OTHERS["all-reduce"], "symm 1-shot", "symm 2-shot"]
-    assert ranks.run(2, all_reduce_libraries, "", []) == [(expected, [])] * 2
-    expected = [*OTHERS["fused"], "flashinfer 1-shot", "flashinfer 2-shot"]
+    for title in COLLECTIVES:
+        expected = ALWAYS[title] + SYMMETRIC[title]
+        assert ranks.run(2, libraries_of, "", [], title) == [(expected, [])] * 2
+    expected = [*FUSED, "flashinfer 1-shot", "flashinfer 2-shot"]
     assert ranks.run(2, fused_libraries, "", []) == [(expected, [])] * 2

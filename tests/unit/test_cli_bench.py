@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llm_comm.bench import METHODS, all_reduce, report, timing
-from llm_comm.bench.all_reduce import Reference
+from llm_comm.bench import METHODS, all_reduce, comparison, report, timing
+from llm_comm.bench.all_gather import Parts
+from llm_comm.bench.reduce_scatter import PartOfSums
+from llm_comm.bench.reference import Reference
 from llm_comm.bench.report import Result, Row
 from llm_comm.bench.timing import Schedule
 from llm_comm.errors import ConfigError
@@ -67,9 +69,29 @@ def test_reference_finds_stale_and_missing_results() -> None:
     assert reference.error(total, salt=1, rounds_once=False) > 1.0
 
 
+def test_gathered_parts_are_judged_bit_for_bit() -> None:
+    parts = Parts(100, 3, torch.float32, CPU)
+    inputs = [parts.addend(rank, 7) for rank in range(3)]
+    assert parts.error(torch.cat(inputs), 7, True) == 0
+    assert parts.error(torch.cat(inputs), 8, True) == float("inf")
+    assert parts.error(torch.cat([inputs[0], inputs[2], inputs[1]]), 7, True) == float("inf")
+    last_bit = torch.cat(inputs)
+    last_bit[-1] = last_bit[-1].nextafter(torch.tensor(9.0))
+    assert parts.error(last_bit, 7, False) == float("inf")
+
+
+def test_scattered_sums_are_judged_by_rank() -> None:
+    judges = [PartOfSums(100, rank, 3, torch.float32, CPU) for rank in range(3)]
+    total = sum(judges[0].addend(rank, 7).double() for rank in range(3)).float()  # type: ignore[union-attr]
+    assert total.shape == (300,)
+    for rank, judge in enumerate(judges):
+        assert judge.error(total[100 * rank :][:100], 7, True) <= 1
+        assert judge.error(total[100 * (rank + 1) % 300 :][:100], 7, False) > 1
+
+
 def test_sizes_double() -> None:
-    assert list(all_reduce.sizes(1000, 4000)) == [1000, 2000, 4000]
-    assert list(all_reduce.sizes(1000, 3999)) == [1000, 2000]
+    assert list(comparison.sizes(1000, 4000)) == [1000, 2000, 4000]
+    assert list(comparison.sizes(1000, 3999)) == [1000, 2000]
 
 
 def row(**us: float | Result) -> Row:
@@ -82,6 +104,12 @@ def test_speedup_is_over_the_best_other_that_was_right() -> None:
     assert measured.best_other == "nccl"
     assert measured.speedup == 4.5
     assert measured.wrong
+
+
+def test_our_own_symmetric_memory_is_no_rival() -> None:
+    results = {"llm_comm": Result(us=4.0), "llm_comm symm": Result(us=2.0), "nccl": Result(us=8.0)}
+    row = Row(1024, "eager", {}, results)
+    assert (row.best_other, row.speedup) == ("nccl", 2.0)
 
 
 def test_no_speedup_without_a_time_or_a_rival() -> None:
@@ -206,7 +234,7 @@ def test_options_that_cannot_work_are_refused_before_any_rank_starts(
     given: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(all_reduce.launch, "spawn", lambda *_: pytest.fail("started ranks"))
+    monkeypatch.setattr(comparison.launch, "spawn", lambda *_: pytest.fail("started ranks"))
     with pytest.raises(ConfigError):
         all_reduce.run(arguments(**given))
 
@@ -216,9 +244,9 @@ def test_multicast_of_torch_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "")
     monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST")
-    environ = all_reduce.os.environ
+    environ = comparison.os.environ
     monkeypatch.setattr(
-        all_reduce.launch, "spawn", lambda *_: seen.append(environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"]) or 0
+        comparison.launch, "spawn", lambda *_: seen.append(environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"]) or 0
     )
     assert all_reduce.run(arguments()) == 0
     assert seen == ["1"]
@@ -284,7 +312,7 @@ class WrongOnFreshData:
 
     name, in_place, rounds_once = "stale", False, True
 
-    def bind(self, count: int) -> all_reduce.Bound:
+    def bind(self, count: int) -> comparison.Bound:
         x = torch.empty(count)
         first: list[torch.Tensor] = []
 
@@ -292,7 +320,7 @@ class WrongOnFreshData:
             first[:] = first or [x.clone()]
             return first[0]
 
-        return all_reduce.Bound(x, call)
+        return comparison.Bound(x, call)
 
 
 class Unsupported:
@@ -300,7 +328,7 @@ class Unsupported:
 
     name, in_place, rounds_once = "none", False, True
 
-    def bind(self, count: int) -> all_reduce.Bound:
+    def bind(self, count: int) -> comparison.Bound:
         raise RuntimeError(f"cannot take {count} elements\nand a long explanation")
 
 
@@ -311,7 +339,8 @@ class LoneComm:
 
 
 def test_measuring_notices_stale_results_and_keeps_reasons(group: dist.ProcessGroup) -> None:
-    bench = all_reduce._Bench(LoneComm(), group, torch.float32, Schedule(1, 1, False))  # type: ignore[arg-type]
+    schedule, comm = Schedule(1, 1, False), LoneComm()
+    bench = comparison.Comparison(all_reduce.ALL_REDUCE, comm, group, torch.float32, schedule)  # type: ignore[arg-type]
     reference = Reference(100, 1, torch.float32, CPU)
-    assert bench._measure(WrongOnFreshData(), 100, "eager", reference).wrong
-    assert bench._measure(Unsupported(), 100, "eager", reference) == Result(skipped="cannot take 100 elements")
+    assert bench.measure(WrongOnFreshData(), 100, "eager", reference).wrong
+    assert bench.measure(Unsupported(), 100, "eager", reference) == Result(skipped="cannot take 100 elements")

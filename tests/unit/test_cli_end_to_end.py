@@ -22,13 +22,15 @@ import os, sys
 sys.path[:] = {path!r}
 import llm_comm
 from llm_comm import cli
-right = llm_comm.Communicator.all_reduce
-def wrong(self, x, out=None):
-    total = right(self, x, out)
-    total.view(-1)[-1] = 0
-    return total
+def wrong(right):
+    def call(self, *tensors, **options):
+        result = right(self, *tensors, **options)
+        result.view(-1)[-1] = 0
+        return result
+    return call
 if os.environ["RANK"] == "{saboteur}":
-    llm_comm.Communicator.all_reduce = wrong
+    for name in ("all_reduce", "all_gather", "reduce_scatter"):
+        setattr(llm_comm.Communicator, name, wrong(getattr(llm_comm.Communicator, name)))
 sys.exit(cli.main(sys.argv[1:]))
 """
 
@@ -128,14 +130,20 @@ def test_demo_fails_when_one_rank_gets_one_wrong_element(saboteur: int, capfd: p
     assert "demo FAILED" in output
 
 
-def test_bench_all_reduce(tmp_path: Path) -> None:
+@pytest.mark.parametrize("collective", ["all-reduce", "all-gather", "reduce-scatter"])
+def test_bench_of_a_collective(collective: str, tmp_path: Path) -> None:
     report = tmp_path / "bench.json"
-    done = run(["bench", "all-reduce", "--device", "emulated", "--world", "2", "--max", "2K", "--json", str(report)])
+    done = run(["bench", collective, "--device", "emulated", "--world", "3", "--max", "2K", "--json", str(report)])
     assert done.returncode == 0, done.stderr
     found = json.loads(report.read_text())
+    assert found["command"] == f"bench {collective}"
     assert [row["message_bytes"] for row in found["rows"]] == [1024, 2048]
-    assert all(set(row["results"]) == {"llm_comm", "gloo"} for row in found["rows"])
-    assert all(row["results"]["llm_comm"]["error"] <= 1 for row in found["rows"])
+    libraries = {"llm_comm", "gloo", *(["llm_comm symm"] if collective == "all-gather" else [])}
+    for row in found["rows"]:
+        assert row["plan"]["operation"] == collective.replace("-", "_")
+        assert row["plan"]["message_bytes"] == row["message_bytes"]
+        assert set(row["results"]) == libraries
+        assert all(result["error"] <= 1 and not result["skipped"] for result in row["results"].values())
     assert "llm_comm" in done.stdout
 
 
@@ -147,8 +155,9 @@ def test_the_log_of_all_ranks_comes_out_if_asked_for(level: str) -> None:
     assert shown == ({f"llm-comm, rank {rank}: INFO: rank {rank}" for rank in (0, 1)} if level else set())
 
 
-def test_bench_marks_wrong_sums_and_fails(capfd: pytest.CaptureFixture[str]) -> None:
-    argv = ["bench", "all-reduce", "--device", "emulated", "--max", "1K"]
+@pytest.mark.parametrize("collective", ["all-reduce", "all-gather", "reduce-scatter"])
+def test_bench_marks_wrong_results_and_fails(collective: str, capfd: pytest.CaptureFixture[str]) -> None:
+    argv = ["bench", collective, "--device", "emulated", "--max", "1K"]
     status, output = run_sabotaged(argv, saboteur=1, capfd=capfd)
     assert status == 1
     assert " BAD" in output

@@ -35,6 +35,8 @@ def test_byte_count_rejects(text: str) -> None:
     [
         (["demo"], "llm_comm.demo.run"),
         (["bench", "all-reduce"], "llm_comm.bench.all_reduce"),
+        (["bench", "all-gather"], "llm_comm.bench.all_gather"),
+        (["bench", "reduce-scatter"], "llm_comm.bench.reduce_scatter"),
         (["bench", "fused"], "llm_comm.bench.fused"),
         (["bench", "table"], "llm_comm.bench.table"),
         (["tune"], "llm_comm.bench.tune"),

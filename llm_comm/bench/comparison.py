@@ -1,0 +1,259 @@
+"""Times one collective by llm_comm beside other libraries in one run, and checks every result.
+
+What the collective is, ``Collective`` says; the commands ``llm-comm bench ...`` have one each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llm_comm import launch, preflight
+from llm_comm.bench import others, report, timing
+from llm_comm.bench.report import DTYPES, Progress, Result, Row, format_bytes
+from llm_comm.bench.timing import Schedule
+from llm_comm.communicator import Communicator
+from llm_comm.errors import ConfigError, LlmCommError
+from llm_comm.launch import Placement
+from llm_comm.planning.plan import Plan
+
+_CHECKS = 2  # each on fresh data: a call must not be right only because the one before left the result behind
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """Of the options of a command."""
+
+    max_bytes: int
+    modes: tuple[str, ...]
+    calls: int
+    reps: int
+
+
+ON_GPU = Defaults(max_bytes=8 << 20, modes=("eager", "graph"), calls=20, reps=20)
+# One CPU core often runs several emulated GPUs: enough for a comparison, short enough to wait for.
+EMULATED = Defaults(max_bytes=64 << 10, modes=("eager",), calls=2, reps=3)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A library bound to its input ``x``: ``call`` enqueues the collective and returns the tensor of its result."""
+
+    x: Tensor
+    call: Callable[[], Tensor]
+
+
+class Library(Protocol):
+    """One way to do it.
+
+    Attributes:
+        name: column head.
+        in_place: the result replaces the input.
+        rounds_once: sums are accumulated in float32 or wider and rounded once; otherwise every partial sum
+            may be.
+    """
+
+    name: str
+    in_place: bool
+    rounds_once: bool
+
+    def bind(self, count: int) -> Bound:
+        """Binds to a message of ``count`` elements, however many of these its input has. Raises RuntimeError, on all
+        ranks, where unsupported."""
+
+
+class Judge(Protocol):
+    """Inputs of one size, and what the results must be."""
+
+    def addend(self, rank: int, salt: int) -> Tensor:
+        """The input of one rank; another ``salt`` gives other data."""
+
+    def error(self, actual: Tensor, salt: int, rounds_once: bool) -> float:
+        """How far off a result of this rank is, as a fraction of what rounding explains; above 1 it is wrong."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What is compared.
+
+    Attributes:
+        title: "all-reduce".
+        libraries: the libraries to compare for a dtype and a largest message in bytes, ours first, the same on all
+            ranks; and remarks on what is missing or to be read with care.
+        judge: of messages of so many elements, for the rank of a communicator.
+        plan: what llm_comm runs for so many elements.
+    """
+
+    title: str
+    libraries: Callable[[Communicator, torch.dtype, int, dist.ProcessGroup], tuple[list[Library], list[str]]]
+    judge: Callable[[Communicator, torch.dtype, int], Judge]
+    plan: Callable[[Communicator, torch.dtype, int], Plan]
+
+
+def run(args: argparse.Namespace, collective: Collective) -> int:
+    """A command. Returns 0, or 1 when a result was wrong or a file could not be written.
+
+    Raises:
+        ConfigError: the options do not fit together or this machine, or the configuration is wrong.
+    """
+    # Set before the ranks start: torch reads it when it first allocates symmetric memory.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    placement = launch.place(args.world, args.device)
+    _fill_in(args, ON_GPU if placement.on_gpu else EMULATED)
+    if "graph" in args.mode and not placement.on_gpu:
+        raise ConfigError("--mode graph needs GPUs: emulated devices have no CUDA graphs")
+    if args.max < args.min:
+        raise ConfigError(f"--max {format_bytes(args.max)} is smaller than --min {format_bytes(args.min)}")
+    if args.min % DTYPES[args.dtype].itemsize:
+        raise ConfigError(f"--min {args.min}: a message is made of elements of {DTYPES[args.dtype].itemsize} bytes")
+    preflight.check({"--json": args.json, "--plot": args.plot})
+    if args.plot:
+        report.require_matplotlib()
+    if not launch.in_rank():
+        return launch.spawn(placement, args.argv)
+    with launch.process_group(placement) as group:
+        return _run_rank(args, collective, placement, group)
+
+
+def _fill_in(args: argparse.Namespace, defaults: Defaults) -> None:
+    args.max = args.max or max(args.min, defaults.max_bytes)
+    args.mode = args.mode or defaults.modes
+    args.calls = args.calls or defaults.calls
+    args.reps = args.reps or defaults.reps
+
+
+def _run_rank(args: argparse.Namespace, collective: Collective, placement: Placement, group: dist.ProcessGroup) -> int:
+    speaks, written = launch.rank() == 0, True
+    dtype = DTYPES[args.dtype]
+    with Communicator(group, placement.device) as comm:
+        libraries, remarks = collective.libraries(comm, dtype, args.max, group)
+        bench = Comparison(collective, comm, group, dtype, Schedule.by(args.method, args.calls, args.reps))
+        progress = Progress(enabled=speaks)
+        rows = []
+        for message_bytes in sizes(args.min, args.max):
+            for mode in args.mode:
+                rows.append(bench.row(message_bytes, mode, libraries, progress))
+        progress.clear()
+    if speaks:
+        title = f"{collective.title}, {args.dtype}, {placement.describe()}"
+        command = {"command": f"bench {collective.title}"}
+        written = report.publish(title, args, placement, rows, remarks, command)
+    return 1 if not written or any(row.wrong for row in rows) else 0
+
+
+def sizes(smallest: int, largest: int) -> Iterator[int]:
+    """``smallest`` and its doublings up to ``largest``, in bytes."""
+    while smallest <= largest:
+        yield smallest
+        smallest *= 2
+
+
+def symmetric_buffer(
+    count: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
+) -> tuple[Tensor, Any]:
+    """So many elements in torch's symmetric memory, and its handle. Collective.
+
+    Raises:
+        others.NotUsableError: it failed somewhere, on all ranks.
+    """
+
+    def allocate() -> tuple[Any, Tensor]:
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        return symmetric_memory, symmetric_memory.empty(count, dtype=dtype, device=device)
+
+    module, buffer = others.set_up("allocation", allocate, group)
+    return buffer, others.set_up("exchange of handles", lambda: module.rendezvous(buffer, group), group)
+
+
+class Comparison:
+    """Measures on this rank; its methods are collective."""
+
+    def __init__(
+        self,
+        collective: Collective,
+        comm: Communicator,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        schedule: Schedule,
+    ) -> None:
+        self._collective = collective
+        self._comm, self._group, self._dtype, self._schedule = comm, group, dtype, schedule
+
+    def row(self, message_bytes: int, mode: str, libraries: list[Library], progress: Progress) -> Row:
+        """Checks and times all libraries at one size."""
+        count = message_bytes // self._dtype.itemsize
+        judge = self._collective.judge(self._comm, self._dtype, count)
+        results = {}
+        for library in libraries:
+            progress.show(f"{self._collective.title} {format_bytes(message_bytes)} {mode}: {library.name}")
+            results[library.name] = self.measure(library, count, mode, judge)
+        self._comm.check()
+        plan = self._collective.plan(self._comm, self._dtype, count)
+        return Row(message_bytes, mode, dataclasses.asdict(plan), results)
+
+    def measure(self, library: Library, count: int, mode: str, judge: Judge) -> Result:
+        """Checks and times one library."""
+        failure, error = "", 0.0
+        try:
+            bound = library.bind(count)
+            error = self._check(library, bound, bound.call, judge)
+        except LlmCommError:
+            raise
+        except RuntimeError as reason:
+            failure = report.first_line(reason)
+        failure, error = self._agree(failure, error)
+        if failure:
+            return Result(skipped=failure)
+
+        original = bound.x.clone()
+
+        def reset() -> None:
+            if library.in_place:
+                bound.x.copy_(original)
+
+        if mode == "graph":
+            # Repeated in place the sums would be summed again, past what the dtype can hold: check one call.
+            replay = _replayable(bound.call, 1 if library.in_place else self._schedule.calls)
+            _, error = self._agree("", max(error, self._check(library, bound, replay, judge)))
+            timed = timing.time_graph(bound.call, reset, self._schedule, self._group)
+        else:
+            timed = timing.time_eager(bound.call, reset, self._schedule, self._comm.device, self._group)
+        return Result(timed.us, timed.min_us, timed.host_us, error)
+
+    def _check(self, library: Library, bound: Bound, call: Callable[[], Tensor], judge: Judge) -> float:
+        error = 0.0
+        for salt in range(_CHECKS):
+            bound.x.copy_(judge.addend(self._comm.rank, salt))
+            error = max(error, judge.error(call(), salt, library.rounds_once))
+        return error
+
+    def _agree(self, failure: str, error: float) -> tuple[str, float]:
+        """The first rank's failure, if any, and the largest error of all ranks."""
+        outcomes: list[Any] = [None] * self._comm.world_size
+        dist.all_gather_object(outcomes, (failure, error), group=self._group)
+        return next((text for text, _ in outcomes if text), ""), max(worst for _, worst in outcomes)
+
+
+def _replayable(call: Callable[[], Tensor], calls: int) -> Callable[[], Tensor]:
+    """A function that replays a CUDA graph of ``calls`` calls and returns the last one's result."""
+    last: list[Tensor] = []
+
+    def keep_last() -> None:
+        last[:] = [call()]
+
+    graph = timing.capture(keep_last, calls)
+
+    def replay() -> Tensor:
+        graph.replay()
+        return last[0]
+
+    return replay
