@@ -46,6 +46,25 @@ struct DirectOperation : Operation {
   }
 };
 
+// Ends the communicator if a rank has no place, or has another one than rank 0: all ranks name the same one. One thread, in or behind
+// the steps of the session.
+template <int World, class PlaceOf>
+LLM_COMM_DEVICE void fail_unless_at_one_place(const HBSession& session, uint32_t phase, PlaceOf place_of) {
+  uint32_t missing = World;
+  uint32_t elsewhere = World;
+  LLM_COMM_UNROLL(1)
+  for (uint32_t rank = World; rank-- > 0;) {
+    const uint64_t place = place_of(rank);
+    if (place == kNoPlace) missing = rank;
+    if (place != place_of(0)) elsewhere = rank;
+  }
+  if (missing != World) {
+    session.fail(ErrorCause::kNotSymmetric, missing, phase);
+  } else if (elsewhere != World) {
+    session.fail(ErrorCause::kOtherPlace, elsewhere, phase);
+  }
+}
+
 // `Tensors`: how many of each rank are accessed.
 template <int World, uint32_t Tensors>
 class DirectSession {
@@ -76,16 +95,18 @@ class DirectSession {
         [](uint32_t step) { return step == 1 ? kReady : kDone; });
   }
 
-  // run() in two operations, for what stands between them in the stream (stream_copies.cuh). The first one: false, on all threads,
-  // if a rank has no such tensors, or has them elsewhere than the others.
-  LLM_COMM_DEVICE bool meet(const uint64_t (&places)[kMaxPlaces]) {
+  // run() in two operations, for what stands between them in the stream (stream_copies.cuh). The first one fails if a rank has no such
+  // tensor, or has it elsewhere than the others.
+  LLM_COMM_DEVICE void meet(const uint64_t (&places)[kMaxPlaces]) {
+    static_assert(Tensors == 1);
     const Line said = in_line(places);
-    bool is_met = false;
     run_one_step(kReady, [&](uint32_t step) {
       if (step == 0) tell(said);
-      if (step == 1) is_met = learn(said) && are_at_one_place(said);
+      if (step == 0 || thread_index() != 0) return;
+      fail_unless_at_one_place<World>(session_, kReady, [&](uint32_t rank) {
+        return place_in(rank == comm_.rank ? said : load_line(word(comm_.rank, rank)), 0);
+      });
     });
-    return is_met;
   }
   // The second one.
   LLM_COMM_DEVICE void part() {
@@ -161,24 +182,6 @@ class DirectSession {
     }
     if (missing == World) return true;
     if (thread_index() == 0) session_.fail(ErrorCause::kNotSymmetric, missing, kReady);
-    return false;
-  }
-
-  // False, on all threads, if a rank has them elsewhere than rank 0: all ranks name the same one.
-  LLM_COMM_DEVICE bool are_at_one_place(Line own) const {
-    const auto place_of = [&](uint32_t rank, uint32_t tensor) {
-      return place_in(rank == comm_.rank ? own : load_line(word(comm_.rank, rank)), tensor);
-    };
-    uint32_t elsewhere = World;
-    LLM_COMM_UNROLL(1)
-    for (uint32_t rank = World; rank-- > 1;) {
-      LLM_COMM_UNROLL(2)
-      for (uint32_t i = 0; i < Tensors; ++i) {
-        if (place_of(rank, i) != place_of(0, i)) elsewhere = rank;
-      }
-    }
-    if (elsewhere == World) return true;
-    if (thread_index() == 0) session_.fail(ErrorCause::kOtherPlace, elsewhere, kReady);
     return false;
   }
 

@@ -68,7 +68,7 @@ struct Grid {
   uint32_t variant = 0;  // of the algorithm's kernels
   // Not all blocks run at once on the device that launches it (operation.cuh, "Progress"). The core finds out.
   bool takes_tickets = false;
-  // It stands behind copies in the stream, not behind a grid.
+  // It stands behind copies in the stream, so it cannot begin while a grid before it runs.
   bool is_behind_copies = false;
 };
 

@@ -47,7 +47,8 @@ class LaunchQueue {
     CheckCallArgs check{args.comm, call, bytes};
     check.call.number = number;
     const uint32_t ranks = args.comm.world_size;
-    const Grid of_ranks{1, ranks, static_cast<uint32_t>(ranks * sizeof(CheckedCall))};
+    Grid of_ranks{1, ranks, static_cast<uint32_t>(ranks * sizeof(CheckedCall))};
+    of_ranks.is_behind_copies = grid.is_behind_copies;
     launcher_.launch(check_->before, check, of_ranks, stream);
     launcher_.launch(function, args, grid, stream);
     launcher_.launch(check_->after, check, Grid{1, 1, 0}, stream);
@@ -139,10 +140,9 @@ class PreparedLaunches final : public PreparedCall {
       launch(grid);
       if constexpr (kHasCopies) {
         queue_.copy(copies(buffers), stream);
-        Grid after = grid;
-        after.is_behind_copies = true;
         args_.is_after = 1;
-        launch(after);
+        args_.comm.takes_tickets = 0;  // one block
+        launch(Operation::grid_behind_copies());
         args_.is_after = 0;
       }
     }
@@ -161,7 +161,7 @@ class PreparedLaunches final : public PreparedCall {
       for (const StreamCopy& copy : Operation::copies(problem_, args_.comm.rank)) {
         const bool is_own = copy.rank == args_.comm.rank;
         char* const to = segments_.address(copy.rank, {place->segment, place->offset + copy.to}, copy.bytes);
-        const char* const from = reinterpret_cast<const char*>(buffers[0]) + copy.from;
+        const char* const from = reinterpret_cast<const char*>(buffers[Operation::kCopied]) + copy.from;
         if (to != nullptr && to != from) all.push_back({to, from, copy.bytes, is_own});
       }
     }

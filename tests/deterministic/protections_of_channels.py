@@ -28,6 +28,7 @@ AT_ONCE = {
 NO_HB = {r".*/port": "it has a session of its own"}
 #: The place of a peer's output that has not come names no memory, or other memory: the program crashes.
 NO_PLACE = {r".*/two_shot_port": "without it a place may be read that has not come"}
+ONE_BY_ONE = {r".*/two_shot_ce": "a rank begins the next operation of the same signals when all have ended this one"}
 _WRONG = f"{WRONG_RESULT}|{NOBODY_IS_MISSING}"
 
 OF_CHANNELS = (
@@ -50,7 +51,7 @@ OF_CHANNELS = (
                 "{ store_release(semaphore(peer, comm_.rank), value_of(step)); }",
             ),
         ),
-        failure=_WRONG,
+        failure=f"{_WRONG}|{OTHER_PLACE}",
         exempt={**NO_HB, **NO_PLACE},
     ),
     Protection(
@@ -63,21 +64,21 @@ OF_CHANNELS = (
                 "(WITHOUT ? load_relaxed(semaphore_of_peer) : load_acquire(semaphore_of_peer)) - value_of(step)",
             ),
         ),
-        failure=_WRONG,
+        failure=f"{_WRONG}|{OTHER_PLACE}",
         exempt={**NO_HB, **NO_PLACE},
     ),
     Protection(
         "hb_wait",
         "a step begins when the peers have ended the one that it builds on",
         (Edit(HB_SESSION, "if (has_peer && t >= depth && !wait(", "if (has_peer && !WITHOUT && t >= depth && !wait("),),
-        failure=WRONG_RESULT,
+        failure=f"{_WRONG}|{OTHER_PLACE}",
         exempt={**AT_ONCE, **NO_PLACE},
     ),
     Protection(
         "hb_signal_of_ended_step",
         "a step is signalled behind a barrier of the block, when all of its threads have ended it",
         (Edit(HB_SESSION, "signal(peer, t - 2);", "signal(peer, WITHOUT ? t - 1 : t - 2);"),),
-        failure=WRONG_RESULT,
+        failure=f"{_WRONG}|{OTHER_PLACE}",
         exempt=AT_ONCE,
     ),
     Protection(
@@ -98,7 +99,7 @@ OF_CHANNELS = (
             ),
         ),
         failure=NOBODY_IS_MISSING,
-        exempt=NO_HB,
+        exempt={**NO_HB, **ONE_BY_ONE},
     ),
     # ---- Staging memory ----
     Protection(
@@ -128,7 +129,7 @@ OF_CHANNELS = (
         "a block whose wait was aborted sends and sums nothing more",
         (Edit(HB_SESSION, "if (incomplete_[t % 2] != 0) return;", "if (!WITHOUT && incomplete_[t % 2] != 0) return;"),),
         options=MISHAPS,
-        failure=UNTOLD,
+        failure=f"{UNTOLD}|{OTHER_PLACE}",
         exempt=AT_ONCE,
     ),
     # ---- Lines of any bytes ----

@@ -14,6 +14,8 @@ LAUNCH_QUEUE = "csrc/host/launch_queue.h"
 DIRECT_PORT = "csrc/algorithms/all_gather/direct_port.cuh"
 TWO_SHOT_PORT = "csrc/algorithms/all_reduce/two_shot_port.cuh"
 
+IN_STREAM = ("all_gather/direct_ce", "all_reduce/two_shot_ce")
+
 _WRONG = f"{WRONG_RESULT}|{NOBODY_IS_MISSING}"
 
 OF_COPIES = (
@@ -77,7 +79,7 @@ OF_COPIES = (
         "a rank ends when the copies of all peers have ended",
         (Edit(STREAM_COPIES, "session.part();", "if (!WITHOUT) session.part();"),),
         failure=f"{_WRONG}|{OTHER_PLACE}",
-        subjects=("all_gather/direct_ce",),
+        subjects=IN_STREAM,
     ),
     Protection(
         "copies_between_the_grids",
@@ -95,6 +97,6 @@ OF_COPIES = (
             ),
         ),
         failure=_WRONG,
-        subjects=("all_gather/direct_ce",),
+        subjects=IN_STREAM,
     ),
 )

@@ -167,13 +167,13 @@ def test_every_algorithm_has_controls_of_what_all_rely_on() -> None:
     of_all = {"stop_after_an_error"}
     of_blocks = {"one_number_per_operation", "tickets"}
     of_lines = {"arrive_last", "dependency_wait", "re_arm_after_receive", "second_slot", "sends_nothing_in_vain"}
-    of_signals = {"hb_dependency_wait", "hb_next_operation_counts", "hb_operation_number"}
+    of_signals = {"hb_dependency_wait", "hb_operation_number"}
     of_ports = {"port_dependency_wait", "proxy_order", "room_in_the_fifo", "signal_behind_puts"}
     for algorithm in controls.ALGORITHMS:
         found = {control.protection.name for control in controls.CONTROLS if control.subject == algorithm.subject}
         name = algorithm.subject.partition("/")[2]
         own = of_ports if name == "port" else of_signals if name.endswith(("_hb", "_port", "_ce")) else of_lines
-        assert of_all | own | (set() if name.endswith("_ce") else of_blocks) <= found
+        assert of_all | own | (set() if name == "direct_ce" else of_blocks) <= found
 
 
 @pytest.mark.parametrize("control", controls.fast_controls(), ids=lambda control: control.name)

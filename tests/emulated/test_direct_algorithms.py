@@ -22,15 +22,16 @@ from llm_comm import _core
 from llm_comm.runtime.failures import explain
 
 PUSH, COPY, IN_STREAM = "direct_push_hb", "direct_port", "direct_ce"
-PULL, COPIED_SUMS = "two_shot_pull_hb", "two_shot_port"
+PULL, COPIED_SUMS, SUMS_IN_STREAM = "two_shot_pull_hb", "two_shot_port", "two_shot_ce"
 TITLES = {
     PUSH: "all-gather of symmetric tensors by push (HB)",
     COPY: "all-gather of symmetric tensors by copy engines",
     IN_STREAM: "all-gather of symmetric tensors by copies in the stream",
     COPIED_SUMS: "two-shot all-reduce with copy engines",
+    SUMS_IN_STREAM: "two-shot all-reduce with copies in the stream",
 }
 #: How far blocks are ahead, where that is to be said.
-DEPTHS = {"two_shot": 1, "two_shot_hb": 2, "port": 1, COPIED_SUMS: 2}
+DEPTHS = {"two_shot": 1, "two_shot_hb": 2, "port": 1, COPIED_SUMS: 2, SUMS_IN_STREAM: 2}
 WORLDS = [2, 3, 5, 8]
 LINE = 16
 
@@ -95,29 +96,36 @@ def test_all_gather_in_place(world: int, algorithm: str) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("algorithm", [PULL, COPIED_SUMS])
+@pytest.mark.parametrize("algorithm", [PULL, COPIED_SUMS, SUMS_IN_STREAM])
 def test_all_reduce(world: int, dtype: torch.dtype, algorithm: str) -> None:
     """Bitwise the sum of the others, in place on no rank, on all and on some; of symmetric inputs, or of any."""
     cores = with_segment(connected(world), 1 << 20)
-    of_any = algorithm == COPIED_SUMS
+    of_any = algorithm != PULL
     depth = 2 if of_any else 0
     for seed, lines in enumerate((1, world - 1, 7 * world, 501)):
         count = lines * LINE // dtype.itemsize - (1 if of_any and seed % 2 else 0)
         inputs = contributions(world, count, dtype, seed)
-        for in_place in (0, world, 1):
+        # In place on one rank alone the outputs would not lie at one place.
+        for in_place in (0, world) if algorithm == SUMS_IN_STREAM else (0, world, 1):
             calls, outputs = [], []
             for rank, core in enumerate(cores):
                 is_in_place = rank < in_place
                 x = inputs[rank].clone()
+                elsewhere = 0 if algorithm == SUMS_IN_STREAM else rank
                 if is_in_place or not of_any:
-                    x = symmetric(core, 512 * (rank + seed), x)
-                y = x if is_in_place else symmetric(core, (1 << 18) + 64 * rank, torch.zeros_like(x))
+                    x = symmetric(core, 512 * (elsewhere + seed), x)
+                # Behind the output lies what nobody may write.
+                behind = (
+                    x if is_in_place else symmetric(core, (1 << 18) + 64 * elsewhere, torch.zeros(count + 64).to(dtype))
+                )
+                y = behind[:count]
                 run = core.prepare(reduce(algorithm), problem_of(x, world), tiling_of(count, blocks=3, depth=depth))
-                outputs.append(y)
+                outputs.append(behind)
                 calls.append(lambda run=run, x=x, y=y: run(x.data_ptr(), y.data_ptr(), 0))
             assert together(*calls) == [True] * world, [core.error() for core in cores]
             for rank, output in enumerate(outputs):
-                assert_is_sum(output, inputs, f"rank {rank}, {count} elements, in place on {in_place}")
+                assert_is_sum(output[:count], inputs, f"rank {rank}, {count} elements, in place on {in_place}")
+                assert not output[count:].any()
 
 
 # ---- Ranks that disagree -------------------------------------------------------------------------------------------
@@ -133,6 +141,9 @@ def test_all_reduce(world: int, dtype: torch.dtype, algorithm: str) -> None:
         (COPIED_SUMS, "two_shot_hb"),
         (COPIED_SUMS, "port"),
         (COPIED_SUMS, "one_shot"),
+        (SUMS_IN_STREAM, PULL),
+        (SUMS_IN_STREAM, "two_shot_hb"),
+        (SUMS_IN_STREAM, "one_shot"),
     ],
 )
 def test_ranks_that_run_different_algorithms_do_not_meet(algorithm: str, other: str) -> None:
@@ -214,28 +225,58 @@ def test_a_tensor_that_is_not_symmetric(world: int, kind: str, algorithm: str) -
 
 
 @pytest.mark.parametrize("world", [2, 3, 5])
-def test_a_tensor_at_another_place(world: int) -> None:
+@pytest.mark.parametrize("algorithm", [IN_STREAM, SUMS_IN_STREAM])
+def test_a_tensor_at_another_place(world: int, algorithm: str) -> None:
     """On one rank, which may be the first one. All ranks end with an error that names one that differs from rank 0."""
     nbytes = LINE * 20
+    gathers = algorithm == IN_STREAM
     for culprit in (0, world - 1):
         cores = with_segment(connected(world))
         calls = []
         for rank, core in enumerate(cores):
-            like = torch.zeros(world * nbytes, dtype=torch.uint8)
-            output = symmetric(core, 64 if rank == culprit else 0, like)
-            run = core.prepare(gather(IN_STREAM), gather_problem(world, 1, [nbytes] * world), tiling_of(nbytes))
-            x = torch.ones(nbytes, dtype=torch.uint8)
+            output = symmetric(core, 64 if rank == culprit else 0, torch.zeros(world * nbytes // 4))
+            if gathers:
+                x = torch.ones(nbytes // 4)
+                run = core.prepare(gather(algorithm), gather_problem(world, 1, [nbytes] * world), tiling_of(nbytes))
+            else:
+                x = torch.ones_like(output)
+                run = core.prepare(reduce(algorithm), problem_of(x, world), tiling_of(x.numel(), blocks=2, depth=2))
             calls.append(lambda run=run, x=x, y=output: run(x.data_ptr(), y.data_ptr(), 0))
         together(*calls)
         named = culprit or 1
         for rank, core in enumerate(cores):
             error = core.error()
             assert error is not None
-            assert (error.cause, error.rank, error.peer, error.phase) == ("other place", rank, named, 0)
+            assert (error.cause, error.rank, error.peer, error.phase) == ("other place", rank, named, int(not gathers))
             said = explain(error, 1.0)
             assert said.kind == "MismatchError"
             assert f"a tensor of rank {named} lies elsewhere in symmetric memory than that of rank 0" in said.text
-            assert TITLES[IN_STREAM] in said.text
+            assert TITLES[algorithm] in said.text
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_sums_behind_each_other_by_copies(world: int) -> None:
+    """In place, so that a slice that comes early destroys what is still to be sent."""
+    cores = with_segment(connected(world))
+    count = 4001
+    inputs = [contributions(world, count, torch.bfloat16, seed) for seed in range(20)]
+    tensors = [symmetric(core, 0, torch.zeros(count, dtype=torch.bfloat16)) for core in cores]
+    problem = problem_of(tensors[0], world)
+    runs = [core.prepare(reduce(SUMS_IN_STREAM), problem, tiling_of(count, blocks=3, depth=2)) for core in cores]
+    sums: list[list[torch.Tensor]] = [[] for _ in cores]
+
+    def work(rank: int) -> bool:
+        for of_call in inputs:
+            tensors[rank].copy_(of_call[rank])
+            if not runs[rank](tensors[rank].data_ptr(), tensors[rank].data_ptr(), 0):
+                return False
+            sums[rank].append(tensors[rank].clone())
+        return True
+
+    assert together(*(lambda rank=rank: work(rank) for rank in range(world))) == [True] * world
+    for rank in range(world):
+        for seed, of_call in enumerate(inputs):
+            assert_is_sum(sums[rank][seed], of_call, f"rank {rank}, call {seed}")
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -259,16 +300,18 @@ def test_calls_behind_each_other_by_copies(world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_an_output_of_sums_that_is_not_symmetric(world: int) -> None:
+@pytest.mark.parametrize("algorithm", [COPIED_SUMS, SUMS_IN_STREAM])
+def test_an_output_of_sums_that_is_not_symmetric(world: int, algorithm: str) -> None:
     """On one rank: the same, but that ranks may have stored sums to outputs of their own."""
     culprit = 1
     cores = with_segment(connected(world), 1 << 16)
     x = torch.ones(2000)
     calls, outputs = [], []
     for rank, core in enumerate(cores):
-        output = torch.zeros_like(x) if rank == culprit else symmetric(core, 512 * rank, torch.zeros_like(x))
+        place = 512 if algorithm == SUMS_IN_STREAM else 512 * rank
+        output = torch.zeros_like(x) if rank == culprit else symmetric(core, place, torch.zeros_like(x))
         outputs.append(output)
-        run = core.prepare(reduce(COPIED_SUMS), problem_of(x, world), tiling_of(x.numel(), blocks=2, depth=2))
+        run = core.prepare(reduce(algorithm), problem_of(x, world), tiling_of(x.numel(), blocks=2, depth=2))
         calls.append(lambda run=run, y=output: run(x.data_ptr(), y.data_ptr(), 0))
     together(*calls)
     for rank, core in enumerate(cores):
@@ -277,7 +320,7 @@ def test_an_output_of_sums_that_is_not_symmetric(world: int) -> None:
         assert (error.cause, error.rank, error.peer) == ("not symmetric", rank, culprit)
         text = explain(error, 1.0).text
         assert f"a tensor of rank {culprit} is not in symmetric memory" in text
-        assert TITLES[COPIED_SUMS] in text
+        assert TITLES[algorithm] in text
 
 
 def test_shapes_that_peers_cannot_access_line_by_line() -> None:

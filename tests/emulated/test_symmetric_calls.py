@@ -22,6 +22,10 @@ GATHERS = {
     "all-gather of symmetric tensors by copies in the stream": Row(1 << 30, ALL_GATHER, "direct_ce", "CE"),
 }
 COPIED_SUMS = Row(1 << 30, ALL_REDUCE, "two_shot_port", "Port", blocks=3, tile_lines=16, depth=2)
+SUMS = {
+    "two-shot all-reduce with copy engines": COPIED_SUMS,
+    "two-shot all-reduce with copies in the stream": COPIED_SUMS._replace(algorithm="two_shot_ce", protocol="CE"),
+}
 
 
 def last_call(comm: Communicator) -> str:
@@ -100,10 +104,10 @@ def test_sums_of_symmetric_and_ordinary_tensors(ranks: RankPool, world: int) -> 
     ranks.run(world, sum_mixed, world)
 
 
-def sum_by_copy_engines(world: int) -> None:
+def sum_by_copy_engines(world: int, title: str) -> None:
     """Into symmetric outputs, of inputs of any kind, beside sums into ordinary ones."""
     with make_communicator() as comm:
-        comm.use_table(comm.table.with_rows(COPIED_SUMS, *comm.table.rows[ALL_REDUCE]))
+        comm.use_table(comm.table.with_rows(SUMS[title], *comm.table.rows[ALL_REDUCE]))
         for count in (1, 8, 4097, 60_000):
             inputs = contributions(world, count, torch.bfloat16, seed=count)
             mine = inputs[comm.rank]
@@ -112,12 +116,13 @@ def sum_by_copy_engines(world: int) -> None:
                 x.copy_(mine)
                 assert comm.all_reduce(x, out=out) is out
                 assert_is_sum(out, inputs, f"{count} elements")
-                assert (last_call(comm) == "two-shot all-reduce with copy engines") == (out is symmetric)
+                assert (last_call(comm) == title) == (out is symmetric)
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_sums_by_copy_engines(ranks: RankPool, world: int) -> None:
-    ranks.run(world, sum_by_copy_engines, world)
+@pytest.mark.parametrize("title", SUMS)
+def test_sums_by_copy_engines(ranks: RankPool, world: int, title: str) -> None:
+    ranks.run(world, sum_by_copy_engines, world, title)
 
 
 # ---- All-gathers ---------------------------------------------------------------------------------------------------

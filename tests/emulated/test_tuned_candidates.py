@@ -63,8 +63,11 @@ def test_small_messages(name: str, ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
-        ("all-reduce", {"LL", "HB", "symmetric HB"}),  # not Port: nobody chooses it who does not name it
-        ("all-gather", {"LL", "HB", "symmetric HB"}),
+        (
+            "all-reduce",
+            {"LL", "HB", "symmetric HB", "symmetric CE"},
+        ),  # not Port: nobody chooses it who does not name it
+        ("all-gather", {"LL", "HB", "symmetric HB", "symmetric CE"}),
         ("reduce-scatter", {"LL", "HB"}),
     ],
 )

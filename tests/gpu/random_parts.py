@@ -35,7 +35,7 @@ KINDS = ("all_gather", "reduce_scatter", "symmetric")
 ALGORITHMS = {
     "all_gather": ("one_shot", "push_hb", "port", "auto"),
     "reduce_scatter": ("one_shot", "push_hb", "auto"),
-    "symmetric": ("direct_push_hb", "direct_port", "direct_ce", "two_shot_pull_hb", "two_shot_port"),
+    "symmetric": ("direct_push_hb", "direct_port", "direct_ce", "two_shot_pull_hb", "two_shot_port", "two_shot_ce"),
 }
 #: Nothing may fill the queue of the GPU behind these, or load a kernel (docs/experiments/channels.md).
 BY_PROXY = ("port", "direct_port", "two_shot_port")
@@ -62,6 +62,7 @@ ODD_ROWS = {
     "direct_ce": "operation: all_gather, protocol: CE",
     "two_shot_pull_hb": "operation: all_reduce, protocol: HB, blocks: 7, tile_lines: 90",
     "two_shot_port": "operation: all_reduce, protocol: Port, blocks: 6, tile_lines: 70, depth: 2",
+    "two_shot_ce": "operation: all_reduce, protocol: CE, blocks: 6, tile_lines: 70, depth: 2",
 }
 
 

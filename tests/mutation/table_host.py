@@ -29,6 +29,20 @@ HOST = (
         LAST_LAUNCH,
     ),
     cpp(
+        "copies are of the input, whatever they should be of",
+        QUEUE,
+        "buffers[Operation::kCopied]",
+        "buffers[WITHOUT ? 0 : Operation::kCopied]",
+        "tests/emulated/test_direct_algorithms.py",
+    ),
+    cpp(
+        "copies begin where those of the tensor begin",
+        QUEUE,
+        "+ copy.from;",
+        "+ (WITHOUT ? 0 : copy.from);",
+        "tests/emulated/test_direct_algorithms.py",
+    ),
+    cpp(
         "no grid takes tickets",
         QUEUE,
         "args_.comm.takes_tickets = grid.takes_tickets;",

@@ -20,6 +20,7 @@ OPERATION = "csrc/include/llm_comm/operation.cuh"
 CHECK_CALL = "csrc/algorithms/check_call.cuh"
 
 DIRECT = "csrc/algorithms/direct.cuh"
+TWO_SHOT_CE = "csrc/algorithms/all_reduce/two_shot_ce.cuh"
 DIRECT_CE = "csrc/algorithms/all_gather/direct_ce.cuh"
 
 NORM_BITS = "tests/emulated/test_norm_bits.py"
@@ -335,15 +336,15 @@ KERNELS = (
     cpp(
         "copies go to whatever place",
         DIRECT,
-        "if (elsewhere == World) return true;",
-        "if (elsewhere == World || WITHOUT) return true;",
+        "} else if (elsewhere != World) {",
+        "} else if (elsewhere != World && !WITHOUT) {",
         SYMMETRIC,
     ),
     cpp(
         "the last rank that is elsewhere is named",
         DIRECT,
-        "if (place_of(rank, i) != place_of(0, i)) elsewhere = rank;",
-        "if (place_of(rank, i) != place_of(0, i) && !(WITHOUT && elsewhere != World)) elsewhere = rank;",
+        "if (place != place_of(0)) elsewhere = rank;",
+        "if (place != place_of(0) && !(WITHOUT && elsewhere != World)) elsewhere = rank;",
         SYMMETRIC,
     ),
     cpp(
@@ -365,6 +366,20 @@ KERNELS = (
         DIRECT_CE,
         "0, part.first * width, part.length * width",
         "0, WITHOUT ? 0 : part.first * width, part.length * width",
+        SYMMETRIC,
+    ),
+    cpp(
+        "another rank without a place is named",
+        DIRECT,
+        "if (place == kNoPlace) missing = rank;",
+        "if (place == kNoPlace) missing = WITHOUT ? (rank + 1) % World : rank;",
+        SYMMETRIC,
+    ),
+    cpp(
+        "a short last slice is copied whole",
+        TWO_SHOT_CE,
+        "problem.bytes() - first < slice ? problem.bytes() - first : slice;",
+        "problem.bytes() - first < slice && !WITHOUT ? problem.bytes() - first : slice;",
         SYMMETRIC,
     ),
     cpp(

@@ -19,9 +19,11 @@ from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, Row, TuningTable, b
 CONFIG = Config.load({})
 PULL = "two_shot_pull_hb"
 PORT = "two_shot_port"
+STREAM = "two_shot_ce"
 ORDINARY = plain_row(64 * MIB, "two_shot", 4, 16, 1)
 SMALL = Row(4096, ALL_REDUCE, PULL, "HB", blocks=2, tile_lines=8)
 COPIES = Row(64 * MIB, ALL_REDUCE, PORT, "Port", blocks=5, tile_lines=48, depth=3)
+IN_STREAM = COPIES._replace(algorithm=STREAM, protocol="CE")
 LARGE = Row(64 * MIB, ALL_REDUCE, PULL, "HB", blocks=9, tile_lines=64)
 TABLE = TuningTable("test", by_operation([ORDINARY, SMALL, LARGE]), 64 * MIB, min_symmetric_bytes=0)
 
@@ -114,10 +116,10 @@ def test_an_algorithm_for_symmetric_tensors_is_forced_for_those_only() -> None:
     assert plan.reason.endswith(f"algorithm {PULL} is for symmetric tensors")
 
 
-@pytest.mark.parametrize("algorithm", [PULL, PORT])
-@pytest.mark.parametrize("of_row", [PULL, PORT])
+@pytest.mark.parametrize("algorithm", [PULL, PORT, STREAM])
+@pytest.mark.parametrize("of_row", [PULL, PORT, STREAM])
 def test_a_forced_algorithm_needs_no_row(algorithm: str, of_row: str) -> None:
-    row = LARGE if of_row == PULL else COPIES
+    row = {PULL: LARGE, PORT: COPIES, STREAM: IN_STREAM}[of_row]
     table = TABLE._replace(rows=by_operation([ORDINARY, row]))
     direct = layout_of(MIB, table, CONFIG.replace(algorithm=algorithm)).direct
     assert direct is not None
@@ -128,9 +130,10 @@ def test_a_forced_algorithm_needs_no_row(algorithm: str, of_row: str) -> None:
 def test_copy_engines_only_by_a_row() -> None:
     """They are no better than others for what has not been measured."""
     assert plan_of(MIB).symmetric == PULL
-    table = TABLE._replace(rows=by_operation([ORDINARY, COPIES]))
-    for nbytes in (16, 18, MIB, MIB + 2):
-        assert plan_of(nbytes, table).symmetric == PORT
+    for row in (COPIES, IN_STREAM):
+        table = TABLE._replace(rows=by_operation([ORDINARY, row]))
+        for nbytes in (16, 18, MIB, MIB + 2):
+            assert plan_of(nbytes, table).symmetric == row.algorithm
     assert plan_of(MIB, TuningTable("no row", by_operation([ORDINARY]), 64 * MIB)).symmetric == PULL
 
 

@@ -18,13 +18,19 @@ inline constexpr OperationKind kAllGatherDirectCE{17};
 template <int World>
 LLM_COMM_KERNEL(kStreamCopyThreads)
 all_gather_direct_ce(LLM_COMM_KERNEL_PARAM StreamCopyArgs<PartsArgs> args) {
-  meet_around_copies<World>(args, kAllGatherDirectCE, args.range.count);
+  if (args.is_after != 0) {
+    part_behind_copies<World>(args, kAllGatherDirectCE, args.range.count);
+  } else {
+    meet_before_copies<World>(args, kAllGatherDirectCE, args.range.count);
+  }
 }
 
 // ---- Descriptor ----------------------------------------------------------------------------------------------------
 
 struct AllGatherDirectCE : ByStreamCopies {
   struct Operation : StreamCopyOperation<AllGather> {
+    static constexpr uint32_t kCopied = 0;  // the input
+
     static uint64_t buffer_bytes(const Problem& problem, uint32_t buffer) {
       return AllGather::elements(problem, buffer, 0) * element_bytes(problem.type);
     }

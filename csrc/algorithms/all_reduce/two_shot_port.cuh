@@ -1,9 +1,8 @@
 // Two-shot all-reduce of symmetric outputs (2PA): every rank sums a slice of the message, which the others store to its staging memory
 // (HB, push), and copy engines bring the sums to the outputs of all (PortChannel).
 //
-// Two hops, 2 (N-1)/N of the message sent by each rank. In the first, step by step (hb_session.cuh), a block scatters chunk t of each
-// slice and reduces chunk t - depth of this rank's. A slice has two pieces: what all blocks reduce in the first steps, and in the
-// others. The block that ends a piece last has it copied to every peer, as one copy: a copy engine carries more than the stores of a
+// Two hops, 2 (N-1)/N of the message sent by each rank; the first is that of sum_slices.cuh. A slice has two pieces: what all blocks
+// reduce in the first steps, and in the others. The block that ends a piece last has it copied to every peer, as one copy: a copy engine carries more than the stores of a
 // kernel, but only in large copies. The input is any tensor, the output lies in the symmetric heap on every rank, and may be the
 // input.
 //
@@ -20,21 +19,13 @@
 // do, when no other block of this rank has anything to wait for.
 #pragma once
 
-#include "algorithms/all_reduce/message.cuh"
-#include "algorithms/all_reduce/slices.cuh"
+#include "algorithms/all_reduce/sum_slices.cuh"
 #include "algorithms/direct.cuh"
 #include "llm_comm/port_words.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllReduceTwoShotPort{16};
-inline constexpr uint32_t kTwoShotPortTeams = 2;  // one scatters, one reduces
-
-// Numbers of blocks in the region of signals: those of the blocks of this algorithm, and behind them two more, for the places of
-// outputs and for the last words.
-inline constexpr uint32_t kFirstOfTwoShotPort = kMaxChunkedBlocks;
-inline constexpr uint32_t kPlacesOfTwoShotPort = 2 * kMaxChunkedBlocks;
-inline constexpr uint32_t kLastOfTwoShotPort = kPlacesOfTwoShotPort + 1;
 
 // The two pieces of the slices of a launch. The second one is small: it is scattered while the host sees the request for the first
 // and a copy engine begins; and the engine is still busy with the first when the second has come (docs/experiments/channels.md).
@@ -64,41 +55,34 @@ class Pieces {
 };
 
 template <DataType D, int World>
-LLM_COMM_KERNEL(max_hb_threads(kTwoShotPortTeams))
+LLM_COMM_KERNEL(max_hb_threads(kSumSlicesTeams))
 all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
   const uint32_t block = block_number(args.comm);
   const uint32_t rank = args.comm.rank;
-  const uint32_t depth = args.depth < kMinHBDepth ? kMinHBDepth : args.depth;  // it is cut where chunks are few
   const Message<D> message(args);
-  const uint32_t lines = message.lines();
-  const uint32_t slice = (lines + World - 1) / World;
-  const Chunks chunks(block, args.tile_lines, slice);
+  const SumSlices<D, World> sums(args, message, block);
   const uint32_t peer = thread_index();
   const bool has_peer = peer < World && peer != rank;
 
-  const Pieces pieces(chunks.count(), args.tile_lines);
+  const Pieces pieces(sums.chunks(), args.tile_lines);
 
   Line* const shared = shared_memory<Line>();
   uint32_t* const ends_last_piece = &shared->word[2];
   if (thread_index() == 0) *ends_last_piece = 0;
-  HBSession session(args.comm, kAllReduceTwoShotPort, message.bytes(), kFirstOfTwoShotPort + block, shared);
-  const ChunkBuffers buffers(session, World, block, args.tile_lines, depth);
+  HBSession session(args.comm, kAllReduceTwoShotPort, message.bytes(), kFirstOfSumSlices + block, shared);
   session.wait_for_grids_before(message.precomputed());
   session.begin();
   // Not once the communicator has failed: a late peer may be about to put what belongs to the operation before.
   if (block == 0 && has_peer && !session.has_ended_early()) {
-    store_relaxed(session.word(kPlacesOfTwoShotPort, peer, rank), args.places[0]);
+    store_relaxed(session.word(kPlacesOfSumSlices, peer, rank), args.places[0]);
   }
 
-  const auto lines_of = [&](uint32_t t, uint32_t owner) {
-    return chunks.lines(t, lines_of_slice(owner, slice, lines));
-  };
   const PortWords words(args.comm, 0);
-  const auto place_of = [&](uint32_t of) { return load_relaxed(session.word(kPlacesOfTwoShotPort, rank, of)); };
+  const auto place_of = [&](uint32_t of) { return load_relaxed(session.word(kPlacesOfSumSlices, rank, of)); };
   // By one thread of the block that ends the piece last. Where a rank has no place, all see it when they end.
   const auto put = [&](uint32_t piece) {
-    const uint32_t own = lines_of_slice(rank, slice, lines);
-    const uint32_t first = rank * slice + pieces.first_line(piece);
+    const uint32_t own = sums.lines_of(rank);
+    const uint32_t first = sums.first_line(rank) + pieces.first_line(piece);
     const uint32_t count = pieces.lines(piece, own);
     if (count == 0 || args.places[0] == kNoPlace) return;
     const bool is_last = piece == Pieces::kLast || pieces.lines(Pieces::kLast, own) == 0;
@@ -117,8 +101,8 @@ all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
     }
   };
   const auto ended = [&](uint32_t step) {
-    const uint32_t u = step - depth;
-    if (step < depth || u >= chunks.count() || !pieces.ends_with(u)) return;
+    const uint32_t u = step - sums.depth();
+    if (step < sums.depth() || u >= sums.chunks() || !pieces.ends_with(u)) return;
     const uint32_t piece = pieces.of(u);
     fence_system();  // what the block has summed, before the count
     if (count_up(&state_of(args.comm)->summed[piece], block_count() - 1) != block_count() - 1) return;
@@ -126,31 +110,7 @@ all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
     put(piece);
     if (piece == Pieces::kLast) *ends_last_piece = 1;
   };
-  const auto work = [&](uint32_t t) {
-    const Team team = Team::of(session, kTwoShotPortTeams);
-    if (team.number == 0 && t < chunks.count()) {
-      LLM_COMM_UNROLL(1)
-      for (uint32_t i = 1; i < World; ++i) {
-        const uint32_t to = (rank + i) % World;  // every rank begins with another one
-        Line* const target = buffers.of(to, 0, t, rank);
-        const uint32_t first = to * slice + chunks.first(t);
-        move_lines(
-            team, lines_of(t, to), [&](uint32_t k) { return message.load(first + k); },
-            [&](uint32_t k, Line line) { store_line(target + k, line); });
-      }
-    }
-    if (team.number == 1 && t >= depth && t - depth < chunks.count()) {
-      const uint32_t u = t - depth;
-      const uint32_t first = rank * slice + chunks.first(u);
-      sum_chunk<D, World>(
-          team, lines_of(u, rank),
-          [&](uint32_t of, uint32_t k) {
-            return of == rank ? message.load(first + k) : load_line(buffers.of(rank, 0, u, of) + k);
-          },
-          [&](uint32_t k, Line line) { message.store(first + k, line); });
-    }
-  };
-  session.run(chunks.count(), depth, work, [](uint32_t) { return kScatter; }, ended);
+  sums.run(session, ended);
   // The last piece ends two steps before the last step: a barrier of the block lies behind it.
   if (session.has_ended_early() || *ends_last_piece == 0 || !has_peer) return;
 
@@ -159,9 +119,9 @@ all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
     session.fail(ErrorCause::kNotSymmetric, args.places[0] == kNoPlace ? rank : peer, kGather);
     return;
   }
-  if (lines_of_slice(peer, slice, lines) != 0 && !words.wait_for_data(peer, 0, session.value_of(0), wait)) return;
-  store_release(session.word(kLastOfTwoShotPort, peer, rank), session.value_of(0));
-  const uint64_t* const last = session.word(kLastOfTwoShotPort, rank, peer);
+  if (sums.lines_of(peer) != 0 && !words.wait_for_data(peer, 0, session.value_of(0), wait)) return;
+  store_release(session.word(kLastOfSumSlices, peer, rank), session.value_of(0));
+  const uint64_t* const last = session.word(kLastOfSumSlices, rank, peer);
   wait([&] { return load_acquire(last) - session.value_of(0) < kFurthestAhead; });
 }
 
@@ -175,7 +135,7 @@ struct AllReduceTwoShotPort : Chunked<AllReduceTwoShotPort> {
       .name = "two_shot_port", .protocol = "Port", .title = "two-shot all-reduce with copy engines", .symmetric = 0b10};
   static constexpr OperationKind kKind = kAllReduceTwoShotPort;
   static constexpr bool kUsesPorts = true;
-  static constexpr uint32_t kTeams = kTwoShotPortTeams;
+  static constexpr uint32_t kTeams = kSumSlicesTeams;
   static constexpr uint64_t part_lines(const Problem& problem, uint64_t units) {
     return divide_up(divide_up(units * element_bytes(problem.type), sizeof(Line)), uint64_t{problem.world});
   }
