@@ -115,9 +115,8 @@ def test_all_reduce(world: int, dtype: torch.dtype, algorithm: str) -> None:
                 if is_in_place or not of_any:
                     x = symmetric(core, 512 * (elsewhere + seed), x)
                 # Behind the output lies what nobody may write.
-                behind = (
-                    x if is_in_place else symmetric(core, (1 << 18) + 64 * elsewhere, torch.zeros(count + 64).to(dtype))
-                )
+                marked = torch.full((count + 64,), 1.0 + rank, dtype=dtype)
+                behind = x if is_in_place else symmetric(core, (1 << 18) + 64 * elsewhere, marked)
                 y = behind[:count]
                 run = core.prepare(reduce(algorithm), problem_of(x, world), tiling_of(count, blocks=3, depth=depth))
                 outputs.append(behind)
@@ -125,7 +124,7 @@ def test_all_reduce(world: int, dtype: torch.dtype, algorithm: str) -> None:
             assert together(*calls) == [True] * world, [core.error() for core in cores]
             for rank, output in enumerate(outputs):
                 assert_is_sum(output[:count], inputs, f"rank {rank}, {count} elements, in place on {in_place}")
-                assert not output[count:].any()
+                assert output[count:].eq(1 + rank).all()
 
 
 # ---- Ranks that disagree -------------------------------------------------------------------------------------------
