@@ -154,7 +154,7 @@ def test_symmetric_candidates_run_on_symmetric_tensors(monkeypatch: pytest.Monke
     clock = Clock(comm, lambda row, is_look: 1.0)
     monkeypatch.setattr(timing, "time_graph", clock)
     found = Bench(comm, GROUP, subject, SIZE, Schedule(20, 1, True)).candidates(lambda _: None)
-    assert {m.row.algorithm for m in found.measured} == {"two_shot_pull_hb"}
+    assert {m.row.algorithm for m in found.measured} == {"two_shot_pull_hb", "two_shot_ce"}
     expected = candidates(subject.problem(SIZE, WORLD), comm.limits, is_symmetric=True)
     assert clock.at_length == list(dict.fromkeys(expected))
     assert comm.table.min_symmetric_bytes == 0
