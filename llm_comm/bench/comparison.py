@@ -104,30 +104,46 @@ def run(args: argparse.Namespace, collective: Collective) -> int:
     Raises:
         ConfigError: the options do not fit together or this machine, or the configuration is wrong.
     """
-    # Set before the ranks start: torch reads it when it first allocates symmetric memory.
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    placement = launch.place(args.world, args.device)
-    _fill_in(args, ON_GPU if placement.on_gpu else EMULATED)
-    if "graph" in args.mode and not placement.on_gpu:
-        raise ConfigError("--mode graph needs GPUs: emulated devices have no CUDA graphs")
+    placement = settle(args, ON_GPU, EMULATED)
     if args.max < args.min:
         raise ConfigError(f"--max {format_bytes(args.max)} is smaller than --min {format_bytes(args.min)}")
     if args.min % DTYPES[args.dtype].itemsize:
         raise ConfigError(f"--min {args.min}: a message is made of elements of {DTYPES[args.dtype].itemsize} bytes")
+    return in_ranks(args, placement, lambda group: _run_rank(args, collective, placement, group))
+
+
+def settle(args: argparse.Namespace, on_gpu: Defaults, emulated: Defaults) -> Placement:
+    """Where the ranks of a benchmark run; options that were left out get their defaults. Before ``in_ranks``.
+
+    Raises:
+        ConfigError: the options do not fit this machine.
+    """
+    # Set before the ranks start: torch reads it when it first allocates symmetric memory.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    placement = launch.place(args.world, args.device)
+    defaults = on_gpu if placement.on_gpu else emulated
+    args.max = args.max or max(args.min, defaults.max_bytes)
+    args.mode = args.mode or defaults.modes
+    args.calls = args.calls or defaults.calls
+    args.reps = args.reps or defaults.reps
+    if "graph" in args.mode and not placement.on_gpu:
+        raise ConfigError("--mode graph needs GPUs: emulated devices have no CUDA graphs")
+    return placement
+
+
+def in_ranks(args: argparse.Namespace, placement: Placement, run_rank: Callable[[dist.ProcessGroup], int]) -> int:
+    """Starts the ranks of a benchmark, once the files that it is to write can be written; in a rank, runs it.
+
+    Raises:
+        ConfigError: a file cannot be written, or ``--plot`` lacks its library.
+    """
     preflight.check({"--json": args.json, "--plot": args.plot})
     if args.plot:
         report.require_matplotlib()
     if not launch.in_rank():
         return launch.spawn(placement, args.argv)
     with launch.process_group(placement) as group:
-        return _run_rank(args, collective, placement, group)
-
-
-def _fill_in(args: argparse.Namespace, defaults: Defaults) -> None:
-    args.max = args.max or max(args.min, defaults.max_bytes)
-    args.mode = args.mode or defaults.modes
-    args.calls = args.calls or defaults.calls
-    args.reps = args.reps or defaults.reps
+        return run_rank(group)
 
 
 def _run_rank(args: argparse.Namespace, collective: Collective, placement: Placement, group: dist.ProcessGroup) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llm_comm import launch, preflight, registry
+from llm_comm import launch, registry
 from llm_comm.bench import others, report, timing
-from llm_comm.bench.comparison import sizes
+from llm_comm.bench.comparison import EMULATED, ON_GPU, in_ranks, settle, sizes
 from llm_comm.bench.reference import Reference
 from llm_comm.bench.report import DTYPES, OURS, Progress, Result, Row, format_bytes
 from llm_comm.bench.timing import Schedule
@@ -33,6 +32,7 @@ from llm_comm.planning.tables import FUSED
 
 _EPS = 1e-5
 _CHECKS = 2
+_ON_GPU = dataclasses.replace(ON_GPU, max_bytes=1 << 20, modes=("graph",))
 
 #: Normed rows and new residual.
 Outputs = tuple[Tensor, Tensor]
@@ -156,16 +156,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: the options do not fit together or this machine, or the configuration is wrong.
     """
-    # Set before the ranks start: torch reads it when it first allocates symmetric memory.
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    placement = launch.place(args.world, args.device)
     args.min = args.min or max(16 << 10, args.hidden * 2)
-    args.max = args.max or max(args.min, (1 << 20) if placement.on_gpu else (64 << 10))
-    args.mode = args.mode or (("graph",) if placement.on_gpu else ("eager",))
-    args.calls = args.calls or (20 if placement.on_gpu else 2)
-    args.reps = args.reps or (20 if placement.on_gpu else 3)
-    if "graph" in args.mode and not placement.on_gpu:
-        raise ConfigError("--mode graph needs GPUs: emulated devices have no CUDA graphs")
+    placement = settle(args, _ON_GPU, EMULATED)
     why = registry.operations()[FUSED].why_not_rows(args.hidden)
     if why:
         raise ConfigError(f"--hidden: {why}")
@@ -174,13 +166,7 @@ def run(args: argparse.Namespace) -> int:
             f"--min {format_bytes(args.min)}, --max {format_bytes(args.max)}: the smallest message is a row of "
             f"--hidden {args.hidden} elements, and the largest is no smaller"
         )
-    preflight.check({"--json": args.json, "--plot": args.plot})
-    if args.plot:
-        report.require_matplotlib()
-    if not launch.in_rank():
-        return launch.spawn(placement, args.argv)
-    with launch.process_group(placement) as group:
-        return _run_rank(args, placement, group)
+    return in_ranks(args, placement, lambda group: _run_rank(args, placement, group))
 
 
 def _run_rank(args: argparse.Namespace, placement: Placement, group: dist.ProcessGroup) -> int:
