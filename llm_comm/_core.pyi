@@ -37,6 +37,9 @@ class _Algorithm:
     ranges: dict[str, tuple[int, int, bool]]
     # Bit i: buffer i has to lie in symmetric memory.
     symmetric: int
+    by_switch: bool
+    sums_in_switch: bool
+    ranks_may_differ: bool
 
 class _Operation:
     name: str

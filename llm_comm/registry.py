@@ -45,6 +45,9 @@ class Algorithm(NamedTuple):
         data_types: Names of the types that it has kernels for.
         ranges: Its tunables, and what each may be.
         is_symmetric: Peers access tensors of a call themselves, which have to lie in symmetric memory.
+        by_switch: Its kernels use NVLink multicast (SwitchChannel): only where the ranks have set that up.
+        sums_in_switch: Its sums are made in the switch, not in rank order: only with the option ``sum: any``.
+        ranks_may_differ: Each rank asks the switch for its own sum, so ranks may get other bits.
     """
 
     number: int
@@ -55,6 +58,9 @@ class Algorithm(NamedTuple):
     data_types: tuple[str, ...]
     ranges: dict[str, Range]
     is_symmetric: bool = False
+    by_switch: bool = False
+    sums_in_switch: bool = False
+    ranks_may_differ: bool = False
 
     @property
     def is_by_proxy(self) -> bool:
@@ -136,6 +142,9 @@ def operations() -> dict[str, Operation]:
             data_types=tuple(found.data_types),
             ranges={name: Range(*found.ranges[name]) for name in found.tunables},
             is_symmetric=found.symmetric != 0,
+            by_switch=found.by_switch,
+            sums_in_switch=found.sums_in_switch,
+            ranks_may_differ=found.ranks_may_differ,
         )
         for found in _core.algorithms()
     ]

@@ -86,6 +86,10 @@ struct AlgorithmInfo {
   const char* title;       // "one-shot all-reduce", in errors
   uint32_t symmetric = 0;  // bit i: peers access buffer i, which has to lie in symmetric memory (direct.cuh)
   uint32_t grids = 1;      // of a launch: operations, each with a number; copies stand between (stream_copies.cuh)
+  // Of those by SwitchChannel. Their kernels execute multimem instructions, so they run only where DeviceComm::multicast is set.
+  bool by_switch = false;
+  bool sums_in_switch = false;    // not in rank order: only with `sum: any`
+  bool ranks_may_differ = false;  // each rank asks the switch for its own sum: ranks may get other bits
 };
 
 // A list of descriptors.

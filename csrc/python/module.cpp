@@ -122,12 +122,14 @@ py::object describe(uint32_t number, const Algorithm& algorithm) {
     if (tunable.name != nullptr)
       ranges[tunable.name] = py::make_tuple(tunable.min, tunable.max, tunable.is_power_of_two);
   }
-  return namespace_of(py::dict(py::arg("number") = number, py::arg("operation") = algorithm.operation->name,
-                               py::arg("name") = algorithm.info->name, py::arg("protocol") = algorithm.info->protocol,
-                               py::arg("title") = algorithm.info->title, py::arg("data_types") = types,
-                               py::arg("symmetric") = algorithm.info->symmetric,
-                               py::arg("tunables") = names(algorithm.tunables->tunable, kAny),
-                               py::arg("ranges") = ranges));
+  return namespace_of(
+      py::dict(py::arg("number") = number, py::arg("operation") = algorithm.operation->name,
+               py::arg("name") = algorithm.info->name, py::arg("protocol") = algorithm.info->protocol,
+               py::arg("title") = algorithm.info->title, py::arg("data_types") = types,
+               py::arg("symmetric") = algorithm.info->symmetric, py::arg("by_switch") = algorithm.info->by_switch,
+               py::arg("sums_in_switch") = algorithm.info->sums_in_switch,
+               py::arg("ranks_may_differ") = algorithm.info->ranks_may_differ,
+               py::arg("tunables") = names(algorithm.tunables->tunable, kAny), py::arg("ranges") = ranges));
 }
 
 py::object describe(const OperationInfo& operation) {

@@ -68,6 +68,9 @@ struct DeviceComm {
   uint32_t takes_tickets;  // of this launch: not all of its blocks run at once
   uint32_t port_entries_log2;
   PortRing* ports;  // in host memory
+  // The workspaces of all ranks as one: what is stored here is stored at the same place of each (switch_channel.cuh). nullptr
+  // where NVLink multicast is not used.
+  char* multicast;
 };
 
 LLM_COMM_DEVICE CommState* state_of(const DeviceComm& comm) {
