@@ -6,7 +6,6 @@
 
 #include "algorithms/all_reduce/message.cuh"
 #include "algorithms/all_reduce/slices.cuh"
-#include "algorithms/chunked.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
@@ -38,6 +37,18 @@ class SumSlices {
   // Of the message: where a rank's slice begins, and how much there is of it.
   LLM_COMM_DEVICE uint32_t first_line(uint32_t owner) const { return owner * slice_; }
   LLM_COMM_DEVICE uint32_t lines_of(uint32_t owner) const { return lines_of_slice(owner, slice_, lines_); }
+
+  // Tells the peers, before the first signal, where this rank's output is. Not once the communicator has failed: a late peer may be
+  // about to use what belongs to the operation before. By all threads.
+  LLM_COMM_DEVICE void tell_place(const HBSession& session, uint64_t place) const {
+    const uint32_t peer = thread_index();
+    if (block_ != 0 || peer >= World || peer == rank_ || session.has_ended_early()) return;
+    store_relaxed(session.word(kPlacesOfSumSlices, peer, rank_), place);
+  }
+  // What a peer has told.
+  LLM_COMM_DEVICE uint64_t place_of(const HBSession& session, uint32_t peer) const {
+    return load_relaxed(session.word(kPlacesOfSumSlices, rank_, peer));
+  }
 
   // All steps. `ended`: as of HBSession::run().
   template <class Ended>

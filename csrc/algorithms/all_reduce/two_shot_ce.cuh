@@ -38,21 +38,16 @@ all_reduce_two_shot_ce(LLM_COMM_KERNEL_PARAM StreamCopyArgs<AllReduceArgs> args)
   HBSession session(args.comm, kAllReduceTwoShotCE, message.bytes(), kFirstOfSumSlices + block, shared_memory<Line>());
   session.wait_for_grids_before(message.precomputed());
   session.begin();
-  const uint32_t peer = thread_index();
-  // Not once the communicator has failed: a late peer may be about to compare what belongs to the operation before.
-  if (block == 0 && peer < World && peer != rank && !session.has_ended_early()) {
-    store_relaxed(session.word(kPlacesOfSumSlices, peer, rank), args.places[0]);
-  }
+  sums.tell_place(session, args.places[0]);
   sums.run(session, [](uint32_t) {});
   if (block != 0 || thread_index() != 0 || session.has_ended_early()) return;
-  fail_unless_at_one_place<World>(session, kGather, [&](uint32_t of) {
-    return of == rank ? args.places[0] : load_relaxed(session.word(kPlacesOfSumSlices, rank, of));
-  });
+  fail_unless_at_one_place<World>(
+      session, kGather, [&](uint32_t of) { return of == rank ? args.places[0] : sums.place_of(session, of); });
 }
 
 // ---- Descriptor ----------------------------------------------------------------------------------------------------
 
-struct AllReduceTwoShotCE : Chunked<AllReduceTwoShotCE> {
+struct AllReduceTwoShotCE : ChunkedSlices<AllReduceTwoShotCE> {
   struct Operation : StreamCopyOperation<AllReduce> {
     static constexpr uint32_t kCopied = 1;  // the output
 
@@ -75,9 +70,6 @@ struct AllReduceTwoShotCE : Chunked<AllReduceTwoShotCE> {
                                        .grids = kGridsAroundCopies};
   static constexpr OperationKind kKind = kAllReduceTwoShotCE;
   static constexpr uint32_t kTeams = kSumSlicesTeams;
-  static constexpr uint64_t part_lines(const Problem& problem, uint64_t units) {
-    return divide_up(divide_up(units * element_bytes(problem.type), sizeof(Line)), uint64_t{problem.world});
-  }
 
   template <DataType D, int World, uint32_t Variant>
   static auto kernel() {
@@ -87,7 +79,7 @@ struct AllReduceTwoShotCE : Chunked<AllReduceTwoShotCE> {
   // Few of what HB has: it is worth it for large messages only, where a grid of all multiprocessors and large chunks are best.
   static std::vector<Choice> candidates(const Problem& problem, const Limits& limits) {
     std::vector<Choice> found;
-    for (const Choice& choice : Chunked::candidates(problem, limits)) {
+    for (const Choice& choice : ChunkedSlices::candidates(problem, limits)) {
       const bool is_whole = choice.blocks == (limits.sm_count == 0 ? 1 : limits.sm_count);
       if (is_whole && choice.depth == kMinHBDepth && choice.tile_lines >= 512) found.push_back(choice);
     }

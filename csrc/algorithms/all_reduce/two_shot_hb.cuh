@@ -13,7 +13,6 @@
 
 #include "algorithms/all_reduce/message.cuh"
 #include "algorithms/all_reduce/slices.cuh"
-#include "algorithms/chunked.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
@@ -88,14 +87,11 @@ all_reduce_two_shot_hb(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
 
 // ---- Descriptor ----------------------------------------------------------------------------------------------------
 
-struct AllReduceTwoShotHB : Chunked<AllReduceTwoShotHB> {
+struct AllReduceTwoShotHB : ChunkedSlices<AllReduceTwoShotHB> {
   using Operation = AllReduce;
   static constexpr AlgorithmInfo kInfo{"two_shot_hb", "HB", "two-shot all-reduce (HB)"};
   static constexpr OperationKind kKind = kAllReduceTwoShotHB;
   static constexpr uint32_t kTeams = kTwoShotHBTeams;
-  static constexpr uint64_t part_lines(const Problem& problem, uint64_t units) {
-    return divide_up(divide_up(units * element_bytes(problem.type), sizeof(Line)), uint64_t{problem.world});
-  }
 
   template <DataType D, int World, uint32_t Variant>
   static auto kernel() {

@@ -72,13 +72,10 @@ all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
   HBSession session(args.comm, kAllReduceTwoShotPort, message.bytes(), kFirstOfSumSlices + block, shared);
   session.wait_for_grids_before(message.precomputed());
   session.begin();
-  // Not once the communicator has failed: a late peer may be about to put what belongs to the operation before.
-  if (block == 0 && has_peer && !session.has_ended_early()) {
-    store_relaxed(session.word(kPlacesOfSumSlices, peer, rank), args.places[0]);
-  }
+  sums.tell_place(session, args.places[0]);
 
   const PortWords words(args.comm, 0);
-  const auto place_of = [&](uint32_t of) { return load_relaxed(session.word(kPlacesOfSumSlices, rank, of)); };
+  const auto place_of = [&](uint32_t of) { return sums.place_of(session, of); };
   // By one thread of the block that ends the piece last. Where a rank has no place, all see it when they end.
   const auto put = [&](uint32_t piece) {
     const uint32_t own = sums.lines_of(rank);
@@ -127,7 +124,7 @@ all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
 
 // ---- Descriptor ----------------------------------------------------------------------------------------------------
 
-struct AllReduceTwoShotPort : Chunked<AllReduceTwoShotPort> {
+struct AllReduceTwoShotPort : ChunkedSlices<AllReduceTwoShotPort> {
   struct Operation : DirectOperation<AllReduce> {
     static uint64_t buffer_bytes(const Problem& problem, uint32_t) { return problem.bytes(); }
   };
@@ -136,9 +133,6 @@ struct AllReduceTwoShotPort : Chunked<AllReduceTwoShotPort> {
   static constexpr OperationKind kKind = kAllReduceTwoShotPort;
   static constexpr bool kUsesPorts = true;
   static constexpr uint32_t kTeams = kSumSlicesTeams;
-  static constexpr uint64_t part_lines(const Problem& problem, uint64_t units) {
-    return divide_up(divide_up(units * element_bytes(problem.type), sizeof(Line)), uint64_t{problem.world});
-  }
 
   template <DataType D, int World, uint32_t Variant>
   static auto kernel() {
