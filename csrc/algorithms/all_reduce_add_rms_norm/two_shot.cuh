@@ -15,7 +15,6 @@
 
 #include "algorithms/all_reduce_add_rms_norm/rms_norm.cuh"
 #include "algorithms/block_sum.cuh"
-#include "llm_comm/hb_session.cuh"
 #include "llm_comm/ll_session.cuh"
 #include "llm_comm/switch_channel.cuh"
 
@@ -23,15 +22,22 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllReduceAddRmsNormTwoShot{4};
 
-// Who sums, and how sums come to the others: the owner of a segment, which sends them to each; the same, which stores them to all
-// ranks at once; the switch, whose sums the owner stores to all.
-enum class Exchange { kPushed, kStoredToAll, kSummedBySwitch };
+// How sums come to the others: the owner of a segment sends them to each, or stores them to all ranks at once.
+struct Pushed {
+  static constexpr bool kToAll = false;
+  static constexpr bool kIsSummedBySwitch = false;
+};
+struct StoredToAll {
+  static constexpr bool kToAll = true;
+  static constexpr bool kIsSummedBySwitch = false;
+};
 
-// `SingleTile`: the grid has a block for every tile.
-template <DataType D, int World, bool SingleTile, bool Quantized, Exchange How>
+// `SingleTile`: the grid has a block for every tile. `Exchange`: one of the above, or one whose sums the switch makes
+// (two_shot_ld_reduce.cuh).
+template <DataType D, int World, bool SingleTile, bool Quantized, class Exchange>
 LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, OperationKind kind) {
-  constexpr bool kToAll = How != Exchange::kPushed;
-  constexpr bool kStaged = How == Exchange::kSummedBySwitch;
+  constexpr bool kToAll = Exchange::kToAll;
+  constexpr bool kIsSummedBySwitch = Exchange::kIsSummedBySwitch;
   using Norm = RmsNorm<D, kElementsPerLine, SingleTile, Quantized>;
   using Values = typename Norm::Values;
 
@@ -46,27 +52,25 @@ LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, Opera
   // Set by threads of the block whose wait has been aborted: there is no sum to send then.
   uint32_t* const incomplete = (sums + args.tile_lines)->word;
   if (thread_index() == 0) *incomplete = 0;
-  if constexpr (kStaged) block_sync();  // threads that may not begin set it before any other barrier
 
   LLSession session(args.comm, kind, static_cast<uint64_t>(args.rows) * args.row_lines * sizeof(Line), self.rank,
                     self.peer);
   const uint64_t sent_lines = static_cast<uint64_t>(args.rows) * segment;  // by a rank to another, in a phase
   session.divide_slots(sent_lines);
-  const uint64_t gather = kStaged ? 0 : (World - 1) * sent_lines;  // where phase 1 starts in a slot
+  const uint64_t gather = kIsSummedBySwitch ? 0 : (World - 1) * sent_lines;  // where phase 1 starts in a slot
   const SwitchChannel all(args.comm);
   // Of this rank's slot: where the sum of a line comes that `owner` stores to all ranks.
   const auto sum_for_all = [&](uint32_t owner, uint64_t index) {
     return reinterpret_cast<Line*>(session.own_slot()) + gather + owner * sent_lines + index;
   };
-  // Of this rank's staging memory: what it has of a line of `owner`.
-  const auto staged = [&](uint32_t owner, uint64_t index) {
-    return staging_of(args.comm, self.rank, 0) + owner * sent_lines + index;
-  };
-  // One thread of the block for each peer signals, and waits for, its tiles.
-  const bool talks = kStaged && !self.is_own && self.column == 0;
-  const uint32_t number = self.cluster * args.cluster_blocks + self.member;
-  uint32_t tiles_staged = 0;
-  uint32_t tiles_summed = 0;
+  // All threads of the block make its calls.
+  [[maybe_unused]] auto exchange = [&] {
+    if constexpr (kIsSummedBySwitch) {
+      return Exchange(args, self, session, sent_lines, incomplete);
+    } else {
+      return Exchange();
+    }
+  }();
 
   // Lines of segments: whether the tile's column exists there, and its place in the segment's part of a slot.
   const auto line_of = [&](const TileCursor& at) { return at.first + self.member * args.tile_lines + self.column; };
@@ -108,18 +112,8 @@ LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, Opera
 
   const auto scatter = [&] {
     line = __builtin_bit_cast(Line, coming.end());
-    if constexpr (kStaged) {
-      if (has_line(scattering, self.peer) && !session.aborted()) {
-        store_line(staged(self.peer, slot_index(scattering)), line);
-      }
-      if (session.aborted()) *incomplete = 1;
-      block_sync();
-      if (talks && *incomplete == 0) {
-        fence_aliases();
-        store_release(step_word(args.comm, number, self.peer, self.rank),
-                      word_of_step(session.sequence(), tiles_staged));
-      }
-      ++tiles_staged;
+    if constexpr (kIsSummedBySwitch) {
+      exchange.stage(has_line(scattering, self.peer), slot_index(scattering), line);
     } else if (!self.is_own && has_line(scattering, self.peer) && !session.aborted()) {
       session.send(slot_index(scattering), line);
     }
@@ -134,21 +128,11 @@ LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, Opera
     const bool has = has_line(reducing, self.rank);
     const uint64_t index = slot_index(reducing);
     if (is_first) norm.meet();  // while the first lines are on their way
-    if constexpr (kStaged) {
-      if (talks) {
-        const uint64_t* const said = step_word(args.comm, number, self.rank, self.peer);
-        const uint64_t step = word_of_step(session.sequence(), tiles_summed);
-        session.wait_until([&] { return says_step(load_acquire(said), step); }, kScatter);
-      }
-      ++tiles_summed;
-      // Once it is set, no later tile is summed: who reads it late takes it for the next one.
-      if (session.aborted()) *incomplete = 1;
-      block_sync();
+    if constexpr (kIsSummedBySwitch) {
+      exchange.wait();
       if (is_first && thread_index() == 0) session.arrive();
       is_first = false;
-      if (has && self.is_own && *incomplete == 0) {
-        all.send(all.at(sum_for_all(self.rank, index)), all.load_reduce<D>(all.at(staged(self.rank, index))));
-      }
+      exchange.template sum<D>(has && self.is_own, index, sum_for_all(self.rank, index));
     } else {
       if (kToAll && is_first && self.is_own) fence_aliases();
       if (has) {
@@ -181,8 +165,8 @@ LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, Opera
   Values weight{};
   const auto collect = [&] {
     const auto at = place_of(collecting.first);
-    Line* const from =
-        kToAll ? sum_for_all(self.peer, slot_index(collecting)) : session.incoming(gather + slot_index(collecting));
+    const uint64_t index = gather + slot_index(collecting);
+    Line* const for_all = kToAll ? sum_for_all(self.peer, slot_index(collecting)) : nullptr;
     if (is_first_collected) {
       residual = first_residual.end();
       weight = first_weight.end();
@@ -194,13 +178,13 @@ LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, Opera
     const bool receives = at.exists && (kToAll || !self.is_own || !SingleTile);
     Line sum = armed_line();
     if (receives) {
-      sum = session.receive(from, kGather);
+      sum = session.receive(kToAll ? for_all : session.incoming(index), kGather);
     } else if (at.exists) {
       sum = sums[self.column];
     }
     const Values values = norms ? norm.add(collecting.row, at, as_pack<D>(sum), residual) : Values{};
     // While the squares are on their way to the other blocks.
-    if (receives) session.re_arm(from);
+    if (receives) session.re_arm(kToAll ? for_all : session.incoming(index));
     if (SingleTile || collecting.is_last_of_row(segment, round_lines)) {
       if (norms || thread_index() < kWarpThreads) {
         norm.finish(
@@ -232,7 +216,7 @@ LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, Opera
 template <DataType D, int World, bool SingleTile, bool Quantized>
 LLM_COMM_KERNEL(kMaxTwoShotThreads)
 all_reduce_add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
-  sum_and_norm_in_two_shots<D, World, SingleTile, Quantized, Exchange::kPushed>(args, kAllReduceAddRmsNormTwoShot);
+  sum_and_norm_in_two_shots<D, World, SingleTile, Quantized, Pushed>(args, kAllReduceAddRmsNormTwoShot);
 }
 
 // ---- Descriptor ----------------------------------------------------------------------------------------------------

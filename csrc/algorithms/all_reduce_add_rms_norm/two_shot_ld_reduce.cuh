@@ -22,16 +22,85 @@
 
 #include "algorithms/all_reduce_add_rms_norm/two_shot.cuh"
 #include "algorithms/by_switch.h"
+#include "llm_comm/steps.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllReduceAddRmsNormTwoShotLdReduce{31};
 
+// The first hop of a block. All its threads make all calls.
+class SummedBySwitch {
+ public:
+  static constexpr bool kToAll = true;
+  static constexpr bool kIsSummedBySwitch = true;
+
+  // `owner_lines`: that a rank stages for each owner. `incomplete`: zero, or about to be: set once there is a tile without a sum.
+  LLM_COMM_DEVICE SummedBySwitch(const AddRmsNormArgs& args, const RowThread& self, LLSession& session,
+                                 uint64_t owner_lines, uint32_t* incomplete)
+      : args_(args),
+        self_(self),
+        session_(session),
+        switch_(args.comm),
+        owner_lines_(owner_lines),
+        incomplete_(incomplete),
+        number_(self.cluster * args.cluster_blocks + self.member),
+        talks_(!self.is_own && self.column == 0) {
+    block_sync();  // a thread that may not begin sets `incomplete`
+  }
+
+  // What this rank has of the next tile of the segment of this thread's peer, and tells the peers when the block has done so.
+  LLM_COMM_DEVICE void stage(bool has, uint64_t index, Line line) {
+    if (has && !session_.aborted()) store_line(staged(self_.peer, index), line);
+    if (session_.aborted()) *incomplete_ = 1;
+    block_sync();
+    if (talks_ && *incomplete_ == 0) {
+      fence_aliases();
+      store_release(step_word(args_.comm, number_, self_.peer, self_.rank), word_of_step(session_.sequence(), staged_));
+    }
+    ++staged_;
+  }
+
+  // Until all ranks have staged the next tile of this rank's segment. A wait that is aborted leaves it, and all later ones, without
+  // a sum: who reads `incomplete` late takes it for the tile before, whose sum nobody needs any more.
+  LLM_COMM_DEVICE void wait() {
+    if (talks_) {
+      const uint64_t* const said = step_word(args_.comm, number_, self_.rank, self_.peer);
+      const uint64_t step = word_of_step(session_.sequence(), waited_);
+      session_.wait_until([&] { return load_acquire(said) - step < kFurthestAhead; }, kScatter);
+    }
+    ++waited_;
+    if (session_.aborted()) *incomplete_ = 1;
+    block_sync();
+  }
+
+  // The sum of a line of that tile, to where `target` lies on every rank.
+  template <DataType D>
+  LLM_COMM_DEVICE void sum(bool has, uint64_t index, const Line* target) const {
+    if (!has || *incomplete_ != 0) return;
+    switch_.send(switch_.at(target), switch_.load_reduce<D>(switch_.at(staged(self_.rank, index))));
+  }
+
+ private:
+  LLM_COMM_DEVICE Line* staged(uint32_t owner, uint64_t index) const {
+    return staging_of(args_.comm, self_.rank, 0) + owner * owner_lines_ + index;
+  }
+
+  const AddRmsNormArgs& args_;
+  const RowThread& self_;
+  LLSession& session_;
+  SwitchChannel switch_;
+  uint64_t owner_lines_;
+  uint32_t* incomplete_;
+  uint32_t number_;  // of the block
+  bool talks_;       // one thread for each peer
+  uint32_t staged_ = 0;
+  uint32_t waited_ = 0;
+};
+
 template <DataType D, int World, bool SingleTile, bool Quantized>
 LLM_COMM_KERNEL(kMaxTwoShotThreads)
 all_reduce_add_rms_norm_two_shot_ld_reduce(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
-  sum_and_norm_in_two_shots<D, World, SingleTile, Quantized, Exchange::kSummedBySwitch>(
-      args, kAllReduceAddRmsNormTwoShotLdReduce);
+  sum_and_norm_in_two_shots<D, World, SingleTile, Quantized, SummedBySwitch>(args, kAllReduceAddRmsNormTwoShotLdReduce);
 }
 
 // ---- Descriptor ----------------------------------------------------------------------------------------------------
@@ -46,6 +115,9 @@ struct AllReduceAddRmsNormTwoShotLdReduce : TwoShotInClusters<AllReduceAddRmsNor
   static constexpr OperationKind kKind = kAllReduceAddRmsNormTwoShotLdReduce;
   // One for every owner. As many lines are staged.
   static constexpr uint64_t slot_segments(uint64_t world) { return world; }
+
+  // Up to 111 registers a thread on sm_90.
+  static constexpr uint32_t resident_threads(const Limits&) { return kMaxTwoShotThreads; }
 
   static Tiling tile(const Problem& problem, const Choice& choice, const Limits& limits) {
     Choice fitting = choice;

@@ -18,8 +18,7 @@ inline constexpr OperationKind kAllReduceAddRmsNormTwoShotSwitch{30};
 template <DataType D, int World, bool SingleTile, bool Quantized>
 LLM_COMM_KERNEL(kMaxTwoShotThreads)
 all_reduce_add_rms_norm_two_shot_switch(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
-  sum_and_norm_in_two_shots<D, World, SingleTile, Quantized, Exchange::kStoredToAll>(args,
-                                                                                     kAllReduceAddRmsNormTwoShotSwitch);
+  sum_and_norm_in_two_shots<D, World, SingleTile, Quantized, StoredToAll>(args, kAllReduceAddRmsNormTwoShotSwitch);
 }
 
 // ---- Descriptor ----------------------------------------------------------------------------------------------------
@@ -32,6 +31,9 @@ struct AllReduceAddRmsNormTwoShotSwitch : TwoShotInClusters<AllReduceAddRmsNormT
   static constexpr OperationKind kKind = kAllReduceAddRmsNormTwoShotSwitch;
   // One for each of the other ranks, and in the second phase one for every owner.
   static constexpr uint64_t slot_segments(uint64_t world) { return 2 * world - 1; }
+
+  // Up to 118 registers a thread on sm_90.
+  static constexpr uint32_t resident_threads(const Limits&) { return kMaxTwoShotThreads; }
 
   static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {
     check_switch(limits);

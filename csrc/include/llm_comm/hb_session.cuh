@@ -32,27 +32,9 @@
 //       peer has ended the one before, and all that was there has been read.
 #pragma once
 
-#include "llm_comm/operation.cuh"
+#include "llm_comm/steps.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
-
-inline constexpr uint32_t kMaxStepsLog2 = 16;  // of an operation
-// A word of a step may be so much larger than that of the step which is waited for.
-inline constexpr uint64_t kFurthestAhead = uint64_t{2} << kMaxStepsLog2;
-
-// The word of a step of an operation, whether a word says so much, and where `sender` tells it to the block of this number on
-// `receiver`.
-LLM_COMM_DEVICE uint64_t word_of_step(uint64_t sequence, uint32_t step) { return (sequence << kMaxStepsLog2) + step; }
-LLM_COMM_DEVICE bool says_step(uint64_t word, uint64_t step) { return word - step < kFurthestAhead; }
-LLM_COMM_DEVICE uint64_t* step_word(const DeviceComm& comm, uint32_t block, uint32_t receiver, uint32_t sender) {
-  return reinterpret_cast<uint64_t*>(comm.workspace[receiver] + kSemaphoresOffset) + block * kMaxWorldSize + sender;
-}
-
-// The first line of a half of a rank's staging memory.
-LLM_COMM_DEVICE Line* staging_of(const DeviceComm& comm, uint32_t rank, uint32_t half) {
-  const uint64_t half_lines = comm.staging_bytes / (2 * sizeof(Line));
-  return reinterpret_cast<Line*>(comm.workspace[rank] + kHeaderBytes + kSlots * comm.slot_bytes) + half * half_lines;
-}
 
 class HBSession {
  public:
@@ -162,7 +144,8 @@ class HBSession {
   // False if the wait ended without it.
   LLM_COMM_DEVICE bool wait(uint32_t peer, uint32_t step, uint32_t phase) {
     const uint64_t* const semaphore_of_peer = semaphore(comm_.rank, peer);
-    return op_.wait_until([&] { return says_step(load_acquire(semaphore_of_peer), value_of(step)); }, peer, phase);
+    return op_.wait_until([&] { return load_acquire(semaphore_of_peer) - value_of(step) < kFurthestAhead; }, peer,
+                          phase);
   }
 
   // Where blocks of this number signal, of `sender` to `receiver`.
