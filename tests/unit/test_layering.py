@@ -15,8 +15,11 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 CSRC = REPOSITORY / "csrc"
 INCLUDE = CSRC / "include"
-HEADERS_FOR_THE_EMULATOR = sorted(p for p in (INCLUDE / "llm_comm").iterdir() if p.name != "platform_cuda.cuh")
-PLATFORMS = {"platform_cuda.cuh", "platform_emulator.h", "platform_types.h", "platform.cuh"}
+FOR_CUDA = {"platform_cuda.cuh", "platform_cuda_multicast.cuh"}
+HEADERS_FOR_THE_EMULATOR = sorted(p for p in (INCLUDE / "llm_comm").iterdir() if p.name not in FOR_CUDA)
+PLATFORMS = {*FOR_CUDA, "platform_emulator.h", "platform_emulator_multicast.h", "platform_types.h", "platform.cuh"}
+#: The one that holds instructions of multicast.
+MULTIMEM = "platform_cuda_multicast.cuh"
 
 # Layer -> the first parts of "..." includes that it may have.
 ALLOWED = {
@@ -106,8 +109,9 @@ def test_kernels_do_not_know_the_target() -> None:
 def test_multicast_is_in_one_file() -> None:
     """So that one place decides whether a machine that forbids it ever sees it."""
     pattern = r"multimem|cuMulticast(?!Granularity)"
-    outside = [path for path in sources() if path.name != "platform_cuda.cuh"]
+    outside = [path for path in sources() if path.name != MULTIMEM]
     assert offenders(pattern, outside) == []
+    assert offenders("multimem", [INCLUDE / "llm_comm" / MULTIMEM]), "the pattern finds what is there"
     for path in (REPOSITORY / "llm_comm").rglob("*.py"):
         assert not re.search(r"cuMulticast|multimem\.", path.read_text(encoding="utf-8")), path
 
