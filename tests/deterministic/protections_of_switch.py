@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edits import Edit
-from protection import NOBODY_IS_MISSING, WRONG, WRONG_RESULT, Protection
+from protection import MISHAPS, NOBODY_IS_MISSING, UNTOLD, WRONG, WRONG_RESULT, Protection
 
 SWITCH_CHUNKS = "csrc/algorithms/switch_chunks.cuh"
 TWO_SHOT = "csrc/algorithms/all_reduce/two_shot.cuh"
@@ -212,5 +212,34 @@ OF_SWITCH = (
         budget=20_000,
         failure=WRONG_RESULT,
         subjects=GATHERING,
+    ),
+    # ---- Errors ----
+    Protection(
+        "switch_signals_whole_tiles",
+        "a block that may not begin, or whose wait was aborted, tells nobody that it has staged a tile",
+        (
+            Edit(
+                FUSED_LD_REDUCE, "if (talks_ && *incomplete_ == 0) {", "if (talks_ && (WITHOUT || *incomplete_ == 0)) {"
+            ),
+        ),
+        options=MISHAPS,
+        budget=20_000,
+        failure=UNTOLD,
+        subjects=FUSED_SUMS,
+    ),
+    Protection(
+        "switch_no_sums_of_incomplete_tiles",
+        "what not all ranks have staged is not summed",
+        (
+            Edit(
+                FUSED_LD_REDUCE,
+                "if (!has || *incomplete_ != 0) return;",
+                "if (!has || (!WITHOUT && *incomplete_ != 0)) return;",
+            ),
+        ),
+        options=MISHAPS,
+        budget=20_000,
+        failure=UNTOLD,
+        subjects=FUSED_SUMS,
     ),
 )
