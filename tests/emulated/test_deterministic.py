@@ -193,6 +193,9 @@ def test_every_algorithm_has_controls_of_what_all_rely_on() -> None:
         name = algorithm.subject.partition("/")[2]
         by_signals = name.endswith(("_hb", "_port", "_ce")) or re.fullmatch(PLAIN_BY_SWITCH, algorithm.subject)
         own = of_ports if name == "port" else of_signals if by_signals else of_lines
+        if algorithm.subject == "all_reduce_add_rms_norm/two_shot_ld_reduce":
+            # Of lines it has only the second hop: peers have heard of the operation before they store them.
+            own = own - {"second_slot", "sends_nothing_in_vain"} | {"switch_signals_whole_tiles"}
         assert of_all | own | (set() if name == "direct_ce" else of_blocks) <= found
 
 

@@ -63,7 +63,7 @@ SWITCH = (
         "a rank does not collect its own slice",
         TWO_SHOT_LD_REDUCE,
         "i <= World; ++i",
-        "i < World + (WITHOUT ? 0 : 1); ++i",
+        "i < World + (WITHOUT ? 0u : 1u); ++i",
         schedules("all_reduce/two_shot_ld_reduce"),
     ),
     cpp(
