@@ -1,9 +1,9 @@
-"""Protections of algorithms by SwitchChannel: of aliases, of what all ranks store to one place, and of buffers at one place."""
+"""Protections of algorithms by SwitchChannel: of aliases, and of what all ranks have at one place."""
 
 from __future__ import annotations
 
 from edits import Edit
-from protection import NOBODY_IS_MISSING, WRONG, WRONG_RESULT, Protection
+from protection import MISHAPS, NOBODY_IS_MISSING, UNTOLD, WRONG, WRONG_RESULT, Protection
 
 SWITCH_CHUNKS = "csrc/algorithms/switch_chunks.cuh"
 TWO_SHOT = "csrc/algorithms/all_reduce/two_shot.cuh"
@@ -24,7 +24,13 @@ OF_SWITCH = (
     Protection(
         "switch_fence_of_step",
         "a fence of aliases lies between what a block stages, or stores to all ranks, and the signal of the step",
-        (Edit(SWITCH_CHUNKS, "(uint32_t) const { fence_aliases(); }", "(uint32_t) const { if (!WITHOUT) fence_aliases(); }"),),
+        (
+            Edit(
+                SWITCH_CHUNKS,
+                "(uint32_t) const { fence_aliases(); }",
+                "(uint32_t) const { if (!WITHOUT) fence_aliases(); }",
+            ),
+        ),
         failure=_WRONG,
         subjects=(*BY_STEPS, "all_gather/push_switch"),
     ),
@@ -64,7 +70,13 @@ OF_SWITCH = (
     Protection(
         "switch_fence_of_parts",
         "a fence of aliases lies between what plain stores left in staging memory and a store there on all ranks",
-        (Edit(ALL_GATHER, "session.begin();\n  fence_aliases();", "session.begin();\n if (!WITHOUT) fence_aliases();\n"),),
+        (
+            Edit(
+                ALL_GATHER,
+                "session.begin();\n  fence_aliases();",
+                "session.begin();\n if (!WITHOUT) fence_aliases();\n",
+            ),
+        ),
         failure=WRONG_RESULT,
         subjects=("all_gather/push_switch",),
         with_others=True,
@@ -75,7 +87,7 @@ OF_SWITCH = (
         "switch_sums_after_all_staged",
         "the switch sums a tile only when all ranks have staged it",
         (Edit(FUSED_LD_REDUCE, "if (talks_) {", "if (!WITHOUT && talks_) {"),),
-        failure=WRONG_RESULT,
+        failure=WRONG,
         subjects=FUSED_SUMS,
     ),
     Protection(
@@ -84,11 +96,9 @@ OF_SWITCH = (
         (
             Edit(
                 FUSED_LD_REDUCE,
-                "store_release(step_word(args_.comm, number_, self_.peer, self_.rank), word_of_step(session_.sequence(),"
-                " staged_));",
-                "if (WITHOUT) { store_relaxed(step_word(args_.comm, number_, self_.peer, self_.rank),"
-                " word_of_step(session_.sequence(), staged_)); } else { store_release(step_word(args_.comm, number_,"
-                " self_.peer, self_.rank), word_of_step(session_.sequence(), staged_)); }",
+                "store_release(step_word(",
+                "const auto signal = [](uint64_t* to, uint64_t n) {"
+                " WITHOUT ? store_relaxed(to, n) : store_release(to, n); };\n signal(step_word(",
             ),
         ),
         failure=_WRONG,
@@ -199,7 +209,37 @@ OF_SWITCH = (
         "switch_second_half",
         "H2: what is stored to all ranks in a second hop has memory of its own",
         (Edit(SWITCH_CHUNKS, "comm_.rank, half)", "comm_.rank, WITHOUT ? 0 : half)"),),
+        budget=20_000,
         failure=WRONG_RESULT,
         subjects=GATHERING,
+    ),
+    # ---- Errors ----
+    Protection(
+        "switch_signals_whole_tiles",
+        "a block that may not begin, or whose wait was aborted, tells nobody that it has staged a tile",
+        (
+            Edit(
+                FUSED_LD_REDUCE, "if (talks_ && *incomplete_ == 0) {", "if (talks_ && (WITHOUT || *incomplete_ == 0)) {"
+            ),
+        ),
+        options=MISHAPS,
+        budget=20_000,
+        failure=UNTOLD,
+        subjects=FUSED_SUMS,
+    ),
+    Protection(
+        "switch_no_sums_of_incomplete_tiles",
+        "what not all ranks have staged is not summed",
+        (
+            Edit(
+                FUSED_LD_REDUCE,
+                "if (!has || *incomplete_ != 0) return;",
+                "if (!has || (!WITHOUT && *incomplete_ != 0)) return;",
+            ),
+        ),
+        options=MISHAPS,
+        budget=20_000,
+        failure=UNTOLD,
+        subjects=FUSED_SUMS,
     ),
 )

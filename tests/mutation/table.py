@@ -10,6 +10,7 @@ from table_kernels import KERNELS
 from table_operations import OPERATIONS
 from table_planning import PLANNING
 from table_runtime import RUNTIME
+from table_switch import SWITCH
 
-MUTANTS: tuple[Mutant, ...] = (*KERNELS, *HOST, *PLANNING, *OPERATIONS, *RUNTIME, *BENCH, *EDGES)
+MUTANTS: tuple[Mutant, ...] = (*KERNELS, *HOST, *PLANNING, *OPERATIONS, *RUNTIME, *BENCH, *EDGES, *SWITCH)
 check_names(MUTANTS)

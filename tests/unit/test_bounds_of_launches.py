@@ -55,10 +55,11 @@ def prepare(operation: str, algorithm: str, slot_bytes: int, units: int, world: 
 
 def slot_lines(operation: str, algorithm: str, units: int, world: int) -> int:
     """What a launch needs, as docs and headers say: of one-shot the message for each of the other ranks, of two-shot a
-    share of it in two phases. With a norm a rank keeps its own share, too, in the second."""
+    share of it in two phases. With a norm, or by a switch, a rank keeps its own share, too, in the second."""
     if operation == ALL_REDUCE:
         lines = -(-units * 2 // LINE)
-        return (world - 1) * lines if algorithm == "one_shot" else 2 * (world - 1) * -(-lines // world)
+        shares = 2 * world - (1 if algorithm == "two_shot_switch" else 2)
+        return (world - 1) * lines if algorithm == "one_shot" else shares * -(-lines // world)
     row_lines = HIDDEN * 2 // LINE
     segment = -(-row_lines // (CHUNK_LINES * world)) * CHUNK_LINES
     return units * ((world - 1) * row_lines if algorithm == "one_shot" else (2 * world - 1) * segment)
@@ -122,7 +123,7 @@ def test_clusters(algorithm: str) -> None:
 @some_worlds
 def test_threads(operation: str, algorithm: str, world: int) -> None:
     """A thread for each line of a tile and each peer, no more than a block may have: two-shot with a norm has half."""
-    most = 512 if (operation, algorithm) == (FUSED, "two_shot") else 1024
+    most = 512 if operation == FUSED and algorithm.startswith("two_shot") else 1024
     slot_bytes = slot_lines(operation, algorithm, 8, world) * LINE
     fitting = 8
     while world * fitting * 2 <= most:

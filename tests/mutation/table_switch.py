@@ -1,0 +1,127 @@
+"""Mutants of algorithms by SwitchChannel, and of what checks their machine code."""
+
+from __future__ import annotations
+
+from mutant import cpp, python
+
+BY_SWITCH = "csrc/algorithms/by_switch.h"
+CHUNKS = "csrc/algorithms/switch_chunks.cuh"
+CHANNEL = "csrc/include/llm_comm/switch_channel.cuh"
+TWO_SHOT = "csrc/algorithms/all_reduce/two_shot.cuh"
+TWO_SHOT_LD_REDUCE = "csrc/algorithms/all_reduce/two_shot_ld_reduce.cuh"
+ONE_SHOT_LD_REDUCE = "csrc/algorithms/all_reduce/one_shot_ld_reduce.cuh"
+REDUCE_SCATTER = "csrc/algorithms/reduce_scatter/ld_reduce.cuh"
+ALL_GATHER = "csrc/algorithms/all_gather/push_switch.cuh"
+FUSED_LD_REDUCE = "csrc/algorithms/all_reduce_add_rms_norm/two_shot_ld_reduce.cuh"
+CHECK = "tools/check_multicast.py"
+
+SHAPES = "tests/unit/test_switch_shapes.py"
+CHECKED = "tests/unit/test_check_multicast.py"
+
+
+def schedules(subject: str, cases: int = 300) -> str:
+    return f"driver --cases {cases} --alone --algorithm {subject}"
+
+
+SWITCH = (
+    cpp(
+        "a device of compute capability 8.0 gets multicast",
+        BY_SWITCH,
+        "limits.compute_capability >= 90",
+        "true",
+        SHAPES,
+    ),
+    cpp(
+        "no buffer for the chunk of the rank itself",
+        CHUNKS,
+        "senders(uint64_t world) { return world; }",
+        "senders(uint64_t world) { return WITHOUT ? world - 1 : world; }",
+        SHAPES,
+    ),
+    cpp(
+        "blocks share their buffers",
+        CHUNKS,
+        "* block_count() + block_)",
+        "* block_count() + (WITHOUT ? 0 : block_))",
+        schedules("all_reduce/two_shot_ld_reduce"),
+    ),
+    cpp(
+        "the switch sums bf16 as fp16",
+        CHANNEL,
+        "return multicast_load_reduce_bf16(place(at));",
+        "return WITHOUT ? multicast_load_reduce_fp16(place(at)) : multicast_load_reduce_bf16(place(at));",
+        schedules("all_reduce/two_shot_ld_reduce"),
+    ),
+    cpp(
+        "sums of two-shot by switch go to the place of the neighbour",
+        TWO_SHOT,
+        "all.send(all.at(sum_for_all(self.rank, i))",
+        "all.send(all.at(sum_for_all(WITHOUT ? (self.rank + 1) % World : self.rank, i))",
+        schedules("all_reduce/two_shot_switch"),
+    ),
+    cpp(
+        "a rank does not collect its own slice",
+        TWO_SHOT_LD_REDUCE,
+        "i <= World; ++i",
+        "i < World + (WITHOUT ? 0u : 1u); ++i",
+        schedules("all_reduce/two_shot_ld_reduce"),
+    ),
+    cpp(
+        "one-shot returns what the rank has staged itself",
+        ONE_SHOT_LD_REDUCE,
+        "return buffers.sum<D>(staged);",
+        "return WITHOUT ? load_line(staged) : buffers.sum<D>(staged);",
+        schedules("all_reduce/one_shot_ld_reduce"),
+    ),
+    cpp(
+        "reduce-scatter sums the part of the first rank",
+        REDUCE_SCATTER,
+        "staged = buffers.of(0, u, rank);",
+        "staged = buffers.of(0, u, WITHOUT ? 0 : rank);",
+        schedules("reduce_scatter/ld_reduce"),
+    ),
+    cpp(
+        "all-gather leaves out the part of the rank itself",
+        ALL_GATHER,
+        "own.store(first + k, line);",
+        "if (!WITHOUT) own.store(first + k, line);",
+        schedules("all_gather/push_switch"),
+    ),
+    cpp(
+        "segments of all owners are staged in one place",
+        FUSED_LD_REDUCE,
+        "+ owner * owner_lines_ + index",
+        "+ (WITHOUT ? 0 : owner * owner_lines_) + index",
+        schedules("all_reduce_add_rms_norm/two_shot_ld_reduce"),
+    ),
+    cpp(
+        "blocks of a cluster share the words of their tiles",
+        FUSED_LD_REDUCE,
+        "number_(self.cluster * args.cluster_blocks + self.member)",
+        "number_(self.cluster * args.cluster_blocks + (WITHOUT ? 0 : self.member))",
+        schedules("all_reduce_add_rms_norm/two_shot_ld_reduce", 1000),
+    ),
+    cpp(
+        "rows that do not fit into staging memory",
+        FUSED_LD_REDUCE,
+        "limits.slot_bytes > limits.staging_bytes / 2",
+        "!WITHOUT && limits.slot_bytes > limits.staging_bytes / 2",
+        SHAPES,
+    ),
+    cpp(
+        "more blocks than words for their signals",
+        FUSED_LD_REDUCE,
+        "fitting.blocks > kMaxSemaphoreBlocks",
+        "!WITHOUT && fitting.blocks > kMaxSemaphoreBlocks",
+        SHAPES,
+    ),
+    python(
+        "a kernel that is to sum by the switch and does not is right",
+        CHECK,
+        "if (expected is not None and expected[0]) != (sums > 0):",
+        "if not (expected is not None and expected[0]) and sums > 0:",
+        CHECKED,
+    ),
+    python("spills are passed over", CHECK, "if expected is not None and spills:", "if False:", CHECKED),
+    python("no fence of aliases is asked for", CHECK, "if not found[FENCE]:", "if False:", CHECKED),
+)
