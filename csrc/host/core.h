@@ -21,7 +21,7 @@ struct CoreOptions {
   bool dependent_launch;       // programmatic dependent launch, where the device has it
   bool check_calls;            // the ranks compare each call before they run it
   uint64_t staging_bytes = 0;  // a multiple of 16; for HB
-  bool multicast = false;      // the workspace is to be one that a multicast object takes; set-up is by create_multicast()
+  bool multicast = false;  // the workspace is to be one that a multicast object takes; set-up is by create_multicast()
 };
 
 // What a peer needs to map a workspace: a file descriptor, which travels over a unix socket, or bytes (cudaIpc).

@@ -286,7 +286,8 @@ class CoreImpl final : public Core {
     const auto limit = std::chrono::duration<double>(options_.timeout_s);
     const auto deadline = std::chrono::steady_clock::now() + limit;
     for (const char* const workspace : comm_.workspace) {
-      while (workspace != nullptr && own && !has_failed(*comm_.mailbox) && std::chrono::steady_clock::now() < deadline) {
+      while (workspace != nullptr && own && !has_failed(*comm_.mailbox) &&
+             std::chrono::steady_clock::now() < deadline) {
         const auto arrivals = memory_.read_soon(workspace + offsetof(CommState, arrivals));
         if (!arrivals || *arrivals / kArrivalsPerOperation >= *own) break;
         std::this_thread::sleep_for(std::chrono::microseconds(50));

@@ -187,7 +187,8 @@ uint64_t bytes_of_channels() { return sizeof(Channels); }
 std::unique_ptr<Core> make_emulated_core(const CoreOptions& options) {
   check_options(options);
   return std::make_unique<CoreImpl<EmulatedMemory, EmulatedLauncher>>(
-      options, EmulatedMemory(options.multicast), EmulatedLauncher(static_cast<uint32_t>(options.rank)), make_emulated_ports());
+      options, EmulatedMemory(options.multicast), EmulatedLauncher(static_cast<uint32_t>(options.rank)),
+      make_emulated_ports());
 }
 
 }  // namespace llm_comm::host

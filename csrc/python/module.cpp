@@ -176,7 +176,8 @@ PYBIND11_MODULE(_core, module) {
                                 check_calls, staging_bytes, multicast};
            }),
            py::kw_only(), py::arg("rank"), py::arg("world_size"), py::arg("slot_bytes"), py::arg("timeout_s"),
-           py::arg("dependent_launch"), py::arg("check_calls"), py::arg("staging_bytes") = 0, py::arg("multicast") = false);
+           py::arg("dependent_launch"), py::arg("check_calls"), py::arg("staging_bytes") = 0,
+           py::arg("multicast") = false);
 
   py::class_<Problem>(module, "Problem")
       .def(py::init(&problem_of), py::kw_only(), py::arg("count"), py::arg("row"), py::arg("data_type"),
@@ -271,10 +272,12 @@ PYBIND11_MODULE(_core, module) {
           "map_peer", [](Core& core, int peer, int fd, const std::string& bytes) { core.map_peer(peer, {fd, bytes}); },
           py::arg("peer"), py::arg("fd"), py::arg("bytes"), py::call_guard<py::gil_scoped_release>())
       .def("workspace_bytes", &Core::workspace_bytes)
-      .def("create_multicast", [](Core& core) { return core.create_multicast().fd; },
-           py::call_guard<py::gil_scoped_release>())
-      .def("join_multicast", [](Core& core, int fd) { core.join_multicast({fd, {}}); },
-           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "create_multicast", [](Core& core) { return core.create_multicast().fd; },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "join_multicast", [](Core& core, int fd) { core.join_multicast({fd, {}}); },
+          py::call_guard<py::gil_scoped_release>())
       .def("add_multicast_device", &Core::add_multicast_device, py::call_guard<py::gil_scoped_release>())
       .def("bind_multicast", &Core::bind_multicast, py::call_guard<py::gil_scoped_release>())
       .def("drop_multicast", &Core::drop_multicast, py::call_guard<py::gil_scoped_release>())

@@ -96,7 +96,8 @@ WorkspaceHandle DeviceMemory::export_handle() const {
 }
 
 CUmemGenericAllocationHandle DeviceMemory::vmm_handle() const {
-  if (kind_ != Kind::kVmm) throw std::runtime_error("the memory is shared by cudaIpc, which multicast objects do not take");
+  if (kind_ != Kind::kVmm)
+    throw std::runtime_error("the memory is shared by cudaIpc, which multicast objects do not take");
   return vmm_;
 }
 

@@ -33,7 +33,7 @@ class MulticastMemory {
   // Of what the size of each workspace has to be a multiple, for workspaces of at least `bytes`.
   uint64_t granularity(uint64_t bytes) const;
 
-  WorkspaceHandle create(uint64_t bytes);                   // of one rank; `bytes` of each workspace
+  WorkspaceHandle create(uint64_t bytes);                    // of one rank; `bytes` of each workspace
   void join(uint64_t bytes, const WorkspaceHandle& handle);  // of the others; takes the descriptor only for the call
   void add_device();
   // Binds the whole workspace and returns where the object is mapped.
