@@ -128,9 +128,12 @@ struct Chunked {
       {{"blocks", 1, kMaxChunkedBlocks}, {"tile_lines", 1, 1u << 16}, {"depth", kMinHBDepth, kMaxDepth}}};
   static constexpr uint32_t kVariants = 1;
 
+  // Whose chunks a rank has buffers for, in each turn: those of the other ranks.
+  static constexpr uint64_t senders(uint64_t world) { return world - 1; }
   // What a grid takes of the staging memory, of which a hop has one half.
   static constexpr uint64_t staging_bytes(const Tiling& tiling, uint64_t world) {
-    return 2 * 2 * uint64_t{tiling.depth} * tiling.blocks * (world - 1) * tiling.tile_lines * sizeof(Line);
+    return 2 * 2 * uint64_t{tiling.depth} * tiling.blocks * Algorithm::senders(world) * tiling.tile_lines *
+           sizeof(Line);
   }
 
   // Blocks keep their number, and their chunks shrink, where the staging memory is too small for both.

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "emulator/gpu_thread.h"
+#include "llm_comm/platform_emulator_multicast.h"
 
 namespace llm_comm::inline LLM_COMM_TARGET::emulator {
 
@@ -27,7 +28,12 @@ void let_others_run(int fruitless_rounds) {
   }
 }
 
+// Of the executor whose threads this OS thread runs.
+thread_local std::minstd_rand* drawing = nullptr;
+
 }  // namespace
+
+uint32_t draw_below(uint32_t bound) { return static_cast<uint32_t>((*drawing)()) / 16 % bound; }
 
 struct Executor::Block {
   std::vector<std::unique_ptr<GpuThread>> threads;
@@ -55,6 +61,7 @@ void Executor::run(const LaunchConfig& config, const std::function<void()>& kern
     throw std::invalid_argument("emulator: " + std::to_string(config.blocks) + " blocks are no whole clusters of " +
                                 std::to_string(config.cluster_blocks));
   }
+  drawing = &random_;
   draw_order(config.blocks / config.cluster_blocks);
   int fruitless_rounds = 0;
   for (start_clusters(config, kernel); !resident_.empty(); start_clusters(config, kernel)) {

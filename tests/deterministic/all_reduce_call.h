@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "algorithms/registry.h"
+#include "any_order.h"
 #include "calls.h"
 #include "operands.h"
 #include "tilings.h"
@@ -31,7 +32,8 @@ class AllReduceCall final : public Call {
  public:
   AllReduceCall(uint32_t algorithm, DataType type, uint32_t ranks, Random& random, const AllReduceCall* before)
       : algorithm_(algorithm), problem_{0, 0, type, ranks, {}} {
-    if (random.chance(64) && before != nullptr && !before->moves_on_) {
+    if (random.chance(64) && before != nullptr && !before->moves_on_ &&
+        !info_of(before->algorithm_).info->sums_in_switch) {
       problem_ = before->problem_;
       continued_ = before;
     } else {
@@ -68,7 +70,9 @@ class AllReduceCall final : public Call {
   }
 
   std::string wrong(uint32_t rank) const override {
-    return (moved_[rank] ? *moved_[rank] : output(rank)).differs_from(expected_);
+    const Tensor& result = moved_[rank] ? *moved_[rank] : output(rank);
+    const AlgorithmInfo& info = *info_of(algorithm_).info;
+    return info.sums_in_switch ? sums_.wrong(result, !info.ranks_may_differ) : result.differs_from(expected_);
   }
   std::string touched(uint32_t rank) const override { return in_place_ ? "" : output(rank).touched(); }
 
@@ -111,6 +115,7 @@ class AllReduceCall final : public Call {
         if (!all_alike) values[rank] = draw_value(problem_.type, random);
         inputs_[rank].set(i, values[rank]);
       }
+      if (info_of(algorithm_).info->sums_in_switch) sums_.expect(problem_.type, values);
       expected_.push_back(AllReduce::expect(problem_, 0, i, [&](uint32_t rank, uint64_t) { return values[rank]; }));
     }
   }
@@ -125,6 +130,7 @@ class AllReduceCall final : public Call {
   std::vector<Tensor> outputs_;
   std::optional<Tensor> moved_[kMaxWorldSize];
   std::vector<uint32_t> expected_;
+  SwitchSums sums_;  // what counts in place of them where a switch sums
   std::vector<std::unique_ptr<host::PreparedCall>> calls_;
 };
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "algorithms/registry.h"
+#include "any_order.h"
 #include "calls.h"
 #include "operands.h"
 #include "tilings.h"
@@ -41,7 +42,12 @@ class AnyCall final : public Call {
     const auto input = [&](uint32_t rank, uint64_t i) { return tensors_[0][rank].at(i); };
     for (uint32_t rank = 0; rank < ranks; ++rank) {
       for (uint64_t i = 0; i < elements(first_output(), rank); ++i) {
-        expected_[rank].push_back(Operation::expect(problem_, rank, i, input));
+        std::vector<uint32_t> summands;
+        expected_[rank].push_back(Operation::expect(problem_, rank, i, [&](uint32_t of, uint64_t j) {
+          summands.push_back(input(of, j));
+          return summands.back();
+        }));
+        if (Algorithm::kInfo.sums_in_switch) sums_[rank].expect(type, summands);
       }
     }
   }
@@ -66,7 +72,9 @@ class AnyCall final : public Call {
   }
 
   std::string wrong(uint32_t rank) const override {
-    return tensors_[in_place_ ? 0 : first_output()][rank].differs_from(expected_[rank]);
+    const Tensor& result = tensors_[in_place_ ? 0 : first_output()][rank];
+    if (Algorithm::kInfo.sums_in_switch) return sums_[rank].wrong(result, false);  // ranks have parts of their own
+    return result.differs_from(expected_[rank]);
   }
   std::string touched(uint32_t rank) const override {
     if (in_place_ || kIsCopied) return "";  // what stands in the stream is copied whatever has ended
@@ -182,6 +190,7 @@ class AnyCall final : public Call {
   uint32_t gaps_[kMaxWorldSize] = {};         // lines before each symmetric tensor: it may lie elsewhere on each rank
   std::vector<Tensor> tensors_[kMaxBuffers];  // by rank
   std::vector<uint32_t> expected_[kMaxWorldSize];
+  SwitchSums sums_[kMaxWorldSize];  // what counts in place of them where a switch sums
   std::vector<std::unique_ptr<host::PreparedCall>> calls_;
 };
 

@@ -5,7 +5,7 @@ A control is a protection and an algorithm of the registry. Which there are foll
 - A protection in a primitive (``Edit``) is taken out there, once, and is tried with every algorithm whose file includes
   the primitive, in schedules of this algorithm alone.
 - A protection in the text of an algorithm (``Everywhere``) is looked for in the file of every algorithm. Each place
-  that holds it is a control.
+  that holds it is a control, and one more of an algorithm whose name ends in ``_switch``, if that has the same kernel.
 
 So an algorithm gets its controls by its row in the registry. All are edited into one copy of the sources, where
 ``WITHOUT`` stands for "this control is the one that is on". The text of an edit has to be there, so a control also
@@ -38,6 +38,7 @@ from protections_of_errors import OF_ERRORS
 from protections_of_messages import OF_MESSAGES
 from protections_of_operations import OF_OPERATIONS
 from protections_of_ports import OF_PORTS
+from protections_of_switch import OF_SWITCH
 from protections_of_symmetric import OF_SYMMETRIC
 
 REGISTRIES = ("csrc/algorithms/registry.def", "tests/toy/registry.def")
@@ -48,7 +49,7 @@ TREES = ("cmake", "csrc", "tests/deterministic", "tests/toy")
 #: The core launches its kernels around those of every algorithm.
 AROUND_ALL = CHECK_CALL
 
-PROTECTIONS = (*OF_OPERATIONS, *OF_CHANNELS, *OF_SYMMETRIC, *OF_PORTS, *OF_COPIES, *OF_ERRORS, *OF_MESSAGES)
+PROTECTIONS = (*OF_OPERATIONS, *OF_CHANNELS, *OF_SWITCH, *OF_SYMMETRIC, *OF_PORTS, *OF_COPIES, *OF_ERRORS, *OF_MESSAGES)
 
 
 # ---- The algorithms ------------------------------------------------------------------------------------------------
@@ -120,6 +121,12 @@ def uses(algorithm: Algorithm, edits: Iterable[Edit]) -> bool:
     return all(edit.file in algorithm.included or edit.file == AROUND_ALL for edit in edits)
 
 
+def sharing(algorithm: Algorithm) -> tuple[Algorithm, ...]:
+    """Those that have the kernel of ``algorithm``, with another second hop."""
+    own = f"{algorithm.subject}_switch"
+    return tuple(other for other in ALGORITHMS if other.subject == own and algorithm.file in other.included)
+
+
 def find_controls() -> tuple[tuple[Control, ...], tuple[Change, ...]]:
     controls: list[Control] = []
     changes: list[Change] = []
@@ -137,14 +144,15 @@ def find_controls() -> tuple[tuple[Control, ...], tuple[Change, ...]]:
                 for index, place in enumerate(protection.edits.places(source(algorithm.file)), start=1):
                     number += 1
                     take_out(algorithm.file, protection.edits, place)
-                    controls.append(Control(protection, algorithm.subject, number, index))
+                    users = [a for a in (algorithm, *sharing(algorithm)) if not re.fullmatch(exempt, a.subject)]
+                    controls += [Control(protection, user.subject, number, index) for user in users]
         else:
             number += 1
             for edit in protection.edits:
                 take_out(edit.file, edit, edit.places(source(edit.file))[0])
-            users = [algorithm.subject for algorithm in algorithms if uses(algorithm, protection.edits)]
-            users += [f"{subject}{FP8}" for subject in users] if protection.fp8 else []
-            controls += [Control(protection, subject, number) for subject in protection.subjects or users]
+            subjects = [algorithm.subject for algorithm in algorithms if uses(algorithm, protection.edits)]
+            subjects += [f"{subject}{FP8}" for subject in subjects] if protection.fp8 else []
+            controls += [Control(protection, subject, number) for subject in protection.subjects or subjects]
         if len(controls) == before:
             raise ValueError(f"{protection.name}: no algorithm holds what is to be taken out")
     return tuple(controls), tuple(changes)

@@ -14,12 +14,16 @@ using namespace llm_comm::emulator;  // NOLINT
 constexpr uint64_t kBytes = 4096;
 constexpr uint32_t kSchedules = 2000;
 
-// Memory of rank 0, and what the threads saw.
+// Memory of rank 0, the same of all, and what the threads saw.
 struct Cells {
   uint32_t* x;
   uint32_t* y;
   Line* line;
   uint32_t* seen;
+  MulticastPlace all;  // x, of every rank
+
+  MulticastPlace all_lines() const { return {all.all, all.each, all.count, 128}; }
+  uint32_t* x_of(uint32_t rank) const { return reinterpret_cast<uint32_t*>(all.each[rank]); }
 };
 
 using Kernel = std::function<void(const Cells&)>;
@@ -52,8 +56,13 @@ uint32_t count(const Litmus& litmus) {
     for (uint32_t rank = 0; rank < ranks; ++rank) std::memset(machine.memory().of_rank(rank), 0, kBytes);
     machine.reset(random.next(), ranks, draw_temper(random));
     char* const home = machine.memory().of_rank(0);
-    const Cells cells{reinterpret_cast<uint32_t*>(home), reinterpret_cast<uint32_t*>(home + 64),
-                      reinterpret_cast<Line*>(home + 128), seen.data()};
+    char* each[kMaxRanks] = {};
+    for (uint32_t rank = 0; rank < ranks; ++rank) each[rank] = machine.memory().of_rank(rank);
+    const Cells cells{reinterpret_cast<uint32_t*>(home),
+                      reinterpret_cast<uint32_t*>(home + 64),
+                      reinterpret_cast<Line*>(home + 128),
+                      seen.data(),
+                      {home, each, ranks, 0}};
     for (uint32_t rank = 0; rank < ranks; ++rank) {
       for (const Kernel& kernel : litmus.streams[rank]) {
         machine.launch(rank, {1, 1, 0}, [&] { grid_dependency_wait(), kernel(cells); }, true);
@@ -87,6 +96,36 @@ const Kernel kSeeAndOverwrite = [](const Cells& c) {
   store_relaxed(c.x, 2u);
 };
 const Kernel kStoreX = [](const Cells& c) { store_relaxed(c.x, 1u); };
+
+// ---- NVLink multicast ----
+constexpr Line kOnes{{1, 1, 1, 1}};
+constexpr float kLarge = 1e8f;
+const Kernel kStoreToAllAndRelease = [](const Cells& c) { multicast_store_line(c.all, kOnes), store_release(c.y, 1u); };
+const Kernel kStoreToAllFenceRelease = [](const Cells& c) {
+  multicast_store_line(c.all, kOnes), fence_aliases(), store_release(c.y, 1u);
+};
+const Kernel kAcquireFenceLoad = [](const Cells& c) {
+  c.seen[0] = load_acquire(c.y), fence_aliases(), c.seen[1] = load_relaxed(c.x);
+};
+const Kernel kFenceAndRelease = [](const Cells& c) { store_relaxed(c.x, 1u), fence_aliases(), store_release(c.y, 1u); };
+// Bits of a subnormal: the sum of one such and zeros has the same.
+const Kernel kAcquireAndSum = [](const Cells& c) {
+  c.seen[0] = load_acquire(c.y), c.seen[1] = multicast_load_reduce_fp32(c.all).word[0];
+};
+const Kernel kSumOfThree = [](const Cells& c) {
+  c.seen[0] = static_cast<uint32_t>(bits_to_float(multicast_load_reduce_fp32(c.all).word[0]));
+};
+const Kernel kStoreLarge = [](const Cells& c) { store_relaxed(c.x_of(1), float_to_bits(kLarge)); };
+const Kernel kStoreSmall = [](const Cells& c) { store_relaxed(c.x_of(2), float_to_bits(-kLarge)); };
+const Kernel kStoreOne = [](const Cells& c) { store_relaxed(c.x, float_to_bits(1.0f)); };
+const std::vector<std::vector<Kernel>> kThreeSummands = {{kStoreOne, kSumOfThree}, {kStoreLarge}, {kStoreSmall}};
+template <bool Fenced>
+void see_and_overwrite_all(const Cells& c) {
+  while (load_relaxed(c.y) == 0) spin_hint();
+  c.seen[0] = 1;
+  if (Fenced) fence_aliases();
+  multicast_store_line(c.all, Line{{2, 2, 2, 2}});
+}
 
 bool flag_without_data(const uint32_t* seen) { return seen[0] == 1 && seen[1] == 0; }
 
@@ -189,6 +228,60 @@ const Litmus kLitmus[] = {
       {[](const Cells& c) { add_relaxed(reinterpret_cast<uint64_t*>(c.x), 1); }}},
      [](const uint32_t* seen) { return seen[7] == 1; },
      false},
+    {"a line that is stored to all ranks arrives at one of them first",
+     {{[](const Cells& c) { multicast_store_line(c.all, kOnes); }},
+      {[](const Cells& c) { c.seen[0] = load_relaxed(c.x_of(1)), c.seen[1] = load_relaxed(c.x); }}},
+     flag_without_data,
+     true},
+    {"and at the other one first",
+     {{[](const Cells& c) { multicast_store_line(c.all, kOnes); }},
+      {[](const Cells& c) { c.seen[0] = load_relaxed(c.x), c.seen[1] = load_relaxed(c.x_of(1)); }}},
+     flag_without_data,
+     true},
+    {"a line that is stored to all ranks arrives in words",
+     {{[](const Cells& c) { multicast_store_line(c.all_lines(), kOnes); }}, {[](const Cells& c) {
+        const Line line = load_line_relaxed(c.line);
+        c.seen[0] = line.word[1], c.seen[1] = line.word[0];
+      }}},
+     flag_without_data,
+     true},
+    {"message passing from a store to all, without a fence of aliases",
+     {{kStoreToAllAndRelease}, {kAcquireAndLoad}},
+     flag_without_data,
+     true},
+    {"the same with one before the release", {{kStoreToAllFenceRelease}, {kAcquireAndLoad}}, flag_without_data, false},
+    {"the same with one behind the acquire", {{kStoreToAllAndRelease}, {kAcquireFenceLoad}}, flag_without_data, false},
+    {"message passing to a sum of all, without a fence of aliases",
+     {{kStoreAndRelease}, {kAcquireAndSum}},
+     flag_without_data,
+     true},
+    {"the same with one before the release", {{kFenceAndRelease}, {kAcquireAndSum}}, flag_without_data, false},
+    {"a store to all overtakes one that was performed, without a fence of aliases",
+     {{kStoreX, kStoreY}, {&see_and_overwrite_all<false>}},
+     [](const uint32_t* seen) { return seen[0] == 1 && seen[7] == 1; },
+     true},
+    {"the same with one before it",
+     {{kStoreX, kStoreY}, {&see_and_overwrite_all<true>}},
+     [](const uint32_t* seen) { return seen[0] == 1 && seen[7] == 1; },
+     false},
+    {"a sum of all loses what is small beside the others", kThreeSummands,
+     [](const uint32_t* seen) { return seen[0] == 0; }, true},
+    {"and it does not, in another order", kThreeSummands, [](const uint32_t* seen) { return seen[0] == 1; }, true},
+    {"additions to all ranks get lost",
+     {{[](const Cells& c) { multicast_add_relaxed(c.all, 1u); }},
+      {[](const Cells& c) { multicast_add_release(c.all, 1u); }}},
+     [](const uint32_t* seen) { return seen[7] != 2; },
+     false},
+    {"message passing by an addition to all that is a release",
+     {{[](const Cells& c) { store_relaxed(c.line->word, 1u), multicast_add_release(c.all, 1u); }},
+      {[](const Cells& c) { c.seen[0] = load_acquire(c.x), c.seen[1] = load_relaxed(c.line->word); }}},
+     flag_without_data,
+     false},
+    {"the same by one that is not",
+     {{[](const Cells& c) { store_relaxed(c.line->word, 1u), multicast_add_relaxed(c.all, 1u); }},
+      {[](const Cells& c) { c.seen[0] = load_acquire(c.x), c.seen[1] = load_relaxed(c.line->word); }}},
+     flag_without_data,
+     true},
     {"additions get lost",
      {{[](const Cells& c) { add_relaxed(reinterpret_cast<uint64_t*>(c.x), 1); }},
       {[](const Cells& c) { add_relaxed(reinterpret_cast<uint64_t*>(c.x), 1); }}},

@@ -12,6 +12,7 @@ LINE = "csrc/include/llm_comm/line.cuh"
 SESSION = "csrc/include/llm_comm/ll_session.cuh"
 OPERATION = "csrc/include/llm_comm/operation.cuh"
 DIRECT = "csrc/algorithms/direct.cuh"
+STEPS = "csrc/include/llm_comm/steps.cuh"
 HB_SESSION = "csrc/include/llm_comm/hb_session.cuh"
 SEMAPHORE = "csrc/include/llm_comm/semaphore.cuh"
 SUSPICION = "csrc/include/llm_comm/suspicion.cuh"
@@ -46,6 +47,8 @@ AHEAD = "comes ahead of the one that runs"
 LEFT_ALONE = "has ended when another one writes to its memory"
 
 MISHAPS = ("--mishaps",)
+#: Algorithms by SwitchChannel without LL lines, as a regular expression.
+PLAIN_BY_SWITCH = r"(all_reduce|reduce_scatter)/.*ld_reduce|all_gather/push_switch"
 
 #: FP8 with a scale for each row, which blocks of a cluster find together.
 FP8 = "+dynamic"

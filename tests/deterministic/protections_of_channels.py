@@ -10,6 +10,7 @@ from protection import (
     MISHAPS,
     NOBODY_IS_MISSING,
     OTHER_PLACE,
+    PLAIN_BY_SWITCH,
     UNTOLD,
     WRONG,
     WRONG_RESULT,
@@ -29,6 +30,8 @@ NO_HB = {r".*/port": "it has a session of its own"}
 #: The place of a peer's output that has not come names no memory, or other memory: the program crashes.
 NO_PLACE = {r".*/two_shot_port": "without it a place may be read that has not come"}
 ONE_BY_ONE = {r".*/two_shot_ce": "a rank begins the next operation of the same signals when all have ended this one"}
+#: Whose peers read what a rank has staged, or stored to all.
+ONE_HOP_BY_SWITCH = ("all_reduce/one_shot_ld_reduce", "all_gather/push_switch", "reduce_scatter/ld_reduce")
 _WRONG = f"{WRONG_RESULT}|{NOBODY_IS_MISSING}"
 
 OF_CHANNELS = (
@@ -84,7 +87,7 @@ OF_CHANNELS = (
     Protection(
         "hb_operation_number",
         "signals of operations before count for nothing",
-        (Edit(HB_SESSION, "(op_.sequence() << kMaxStepsLog2)", "((WITHOUT ? 0 : op_.sequence()) << kMaxStepsLog2)"),),
+        (Edit(HB_SESSION, "word_of_step(op_.sequence(), step)", "word_of_step(WITHOUT ? 0 : op_.sequence(), step)"),),
         failure=f"{_WRONG}|{OTHER_PLACE}",
         exempt=NO_HB,
     ),
@@ -107,14 +110,14 @@ OF_CHANNELS = (
         "there are twice as many buffers as steps that a block is ahead",
         (Edit(CHUNKED, "turns_(2 * depth)", "turns_(WITHOUT ? depth : 2 * depth)"),),
         failure=WRONG_RESULT,
-        exempt=AT_ONCE,
+        exempt={**AT_ONCE, PLAIN_BY_SWITCH: "it has buffers of its own"},
     ),
     Protection(
         "hb_last_steps",
         "H1: a rank ends only when its peers have read what it sent",
         (Edit(HB_SESSION, "steps = chunks + 2 * depth;", "steps = chunks + (WITHOUT ? depth + 1 : 2 * depth);"),),
         failure=WRONG_RESULT,
-        subjects=("all_reduce/one_shot_hb", "all_gather/push_hb", "reduce_scatter/push_hb"),
+        subjects=("all_reduce/one_shot_hb", "all_gather/push_hb", "reduce_scatter/push_hb", *ONE_HOP_BY_SWITCH),
     ),
     Protection(
         "hb_second_half",

@@ -11,6 +11,7 @@ from protection import (
     LINE,
     NOBODY_IS_MISSING,
     OPERATION,
+    PLAIN_BY_SWITCH,
     RMS_NORM,
     SESSION,
     WRONG,
@@ -20,8 +21,8 @@ from protection import (
 )
 
 #: Plain lines, ordered by signals.
-NO_LL = {r".*_hb|.*port|.*_ce": "it sends no sentinel lines"}
-NO_SLOT = {r".*_hb|.*port|.*_ce": "it uses no slot"}
+NO_LL = {rf".*_hb|.*port|.*_ce|{PLAIN_BY_SWITCH}": "it sends no sentinel lines"}
+NO_SLOT = {rf".*_hb|.*port|.*_ce|{PLAIN_BY_SWITCH}": "it uses no slot"}
 ONE_BLOCK = {r".*/direct_ce": "its grids have one block"}
 
 OF_OPERATIONS = (

@@ -137,6 +137,7 @@ World::World(emulator::Machine& machine, uint32_t ranks, uint64_t first_operatio
     for (uint32_t peer = 0; peer < ranks; ++peer) {
       if (peer != rank) own.map_peer(static_cast<int>(peer), {});
     }
+    const_cast<DeviceComm&>(device_comm(rank)).multicast = machine.memory().of_rank(0);
     own.create_segment(0, kSegmentBytes, false);
     for (uint32_t peer = 0; peer < ranks; ++peer) {
       if (peer != rank) own.map_segment(0, static_cast<int>(peer), {});

@@ -18,7 +18,7 @@ sys.path.append(str(DETERMINISTIC))
 import controls  # noqa: E402
 import driver  # noqa: E402
 from edits import Edit  # noqa: E402
-from protection import HANGS, WAIT, Everywhere, Protection  # noqa: E402
+from protection import HANGS, PLAIN_BY_SWITCH, WAIT, Everywhere, Protection  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or shutil.which("cmake") is None, reason="needs g++ and cmake"
@@ -172,7 +172,8 @@ def test_every_algorithm_has_controls_of_what_all_rely_on() -> None:
     for algorithm in controls.ALGORITHMS:
         found = {control.protection.name for control in controls.CONTROLS if control.subject == algorithm.subject}
         name = algorithm.subject.partition("/")[2]
-        own = of_ports if name == "port" else of_signals if name.endswith(("_hb", "_port", "_ce")) else of_lines
+        by_signals = name.endswith(("_hb", "_port", "_ce")) or re.fullmatch(PLAIN_BY_SWITCH, algorithm.subject)
+        own = of_ports if name == "port" else of_signals if by_signals else of_lines
         assert of_all | own | (set() if name == "direct_ce" else of_blocks) <= found
 
 

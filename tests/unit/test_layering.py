@@ -15,8 +15,11 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 CSRC = REPOSITORY / "csrc"
 INCLUDE = CSRC / "include"
-HEADERS_FOR_THE_EMULATOR = sorted(p for p in (INCLUDE / "llm_comm").iterdir() if p.name != "platform_cuda.cuh")
-PLATFORMS = {"platform_cuda.cuh", "platform_emulator.h", "platform_types.h", "platform.cuh"}
+FOR_CUDA = {"platform_cuda.cuh", "platform_cuda_multicast.cuh"}
+HEADERS_FOR_THE_EMULATOR = sorted(p for p in (INCLUDE / "llm_comm").iterdir() if p.name not in FOR_CUDA)
+PLATFORMS = {*FOR_CUDA, "platform_emulator.h", "platform_emulator_multicast.h", "platform_types.h", "platform.cuh"}
+#: The one that holds instructions of multicast.
+MULTIMEM = "platform_cuda_multicast.cuh"
 
 # Layer -> the first parts of "..." includes that it may have.
 ALLOWED = {
@@ -107,7 +110,8 @@ def test_multicast_is_in_one_file() -> None:
     """So that one place decides whether a machine that forbids it ever sees it: the driver's functions are looked up in
     one file, which asks the environment first, and the instructions stand in one other."""
     of_driver = CSRC / "host" / "cuda" / "multicast_memory.cpp"
-    assert offenders(r"multimem", [path for path in sources() if path.name != "platform_cuda.cuh"]) == []
+    assert offenders("multimem", [path for path in sources() if path.name != MULTIMEM]) == []
+    assert offenders("multimem", [INCLUDE / "llm_comm" / MULTIMEM]), "the pattern finds what is there"
     named = r"\bcuMulticast|\"cuMulticast"
     assert offenders(named, [path for path in sources() if path != of_driver]) == []
     assert offenders(named, [of_driver]), "the pattern finds what is there"

@@ -7,21 +7,24 @@
 // The rules of operation.cuh: R1, slice 0 is never empty and its owner sums it only after a line of every rank has
 // come, and every rank ends after it has received those sums (the owner: made them); R2, the thread that receives a
 // line re-arms it.
+//
+// The same kernel serves two_shot_switch.cuh, where sums are stored to all ranks at once (`BySwitch`). What is other there stands in
+// that file.
 #pragma once
 
 #include "algorithms/all_reduce/message.cuh"
 #include "algorithms/all_reduce/slices.cuh"
 #include "algorithms/block_sum.cuh"
 #include "llm_comm/ll_session.cuh"
+#include "llm_comm/switch_channel.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllReduceTwoShot{2};
 
 // `SingleTile`: the grid has a block for every tile.
-template <DataType D, int World, bool SingleTile>
-LLM_COMM_KERNEL(kMaxBlockThreads)
-all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
+template <DataType D, int World, bool SingleTile, bool BySwitch>
+LLM_COMM_DEVICE void sum_in_two_shots(const AllReduceArgs& args, OperationKind kind) {
   const uint32_t block = block_number(args.comm);
   const PeerParallel self(args);
   const Message<D> message(args);
@@ -37,10 +40,15 @@ all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   Line* const sums = contributions + World * self.tile_lines;  // [column]
   if (thread_index() == 0) *incomplete = 0;
 
-  LLSession session(args.comm, kAllReduceTwoShot, message.bytes(), self.rank, self.peer);
+  LLSession session(args.comm, kind, message.bytes(), self.rank, self.peer);
   session.divide_slots(slice);
   const uint64_t gather = static_cast<uint64_t>(World - 1) * slice;  // where phase 1 starts in a slot
-  Line next;                                                         // to send
+  const SwitchChannel all(args.comm);
+  // Of this rank's slot: where the sum of line i comes that `owner` stores to all ranks.
+  const auto sum_for_all = [&](uint32_t owner, uint32_t i) {
+    return reinterpret_cast<Line*>(session.own_slot()) + gather + owner * slice + i;
+  };
+  Line next;  // to send
 
   typename Message<D>::Load coming(message, self.peer * slice + first + self.column, first + self.column < peer_lines,
                                    args.comm.workspace[self.rank]);
@@ -58,6 +66,7 @@ all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   };
   const auto reduce = [&](uint32_t tile) {
     const uint32_t i = tile + self.column;
+    if (BySwitch && self.is_own && tile == first) fence_aliases();
     if (i < own_lines) {
       contributions[thread_index()] =
           self.is_own ? (SingleTile ? next : message.load(self.rank * slice + i)) : session.receive(i, kScatter);
@@ -71,17 +80,22 @@ all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
     block_sync();
     if (i >= own_lines || *incomplete != 0) return;
     if (self.is_own) {
-      message.store(self.rank * slice + i, sums[self.column]);
+      if constexpr (BySwitch) {
+        all.send(all.at(sum_for_all(self.rank, i)), sums[self.column]);
+      } else {
+        message.store(self.rank * slice + i, sums[self.column]);
+      }
     } else {
-      session.send(i, sums[self.column], gather);
+      if constexpr (!BySwitch) session.send(i, sums[self.column], gather);
       session.re_arm(i);
     }
   };
   const auto collect = [&](uint32_t tile) {
     const uint32_t i = tile + self.column;
-    if (!begun || self.is_own || i >= peer_lines) return;
-    message.store(self.peer * slice + i, session.receive(i, kGather, gather));
-    session.re_arm(i, gather);
+    if (!begun || (self.is_own && !BySwitch) || i >= peer_lines) return;
+    Line* const sum = BySwitch ? sum_for_all(self.peer, i) : session.incoming(i, gather);
+    message.store(self.peer * slice + i, session.receive(sum, kGather));
+    session.re_arm(sum);
   };
 
   if constexpr (SingleTile) {
@@ -100,21 +114,32 @@ all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   }
 }
 
+template <DataType D, int World, bool SingleTile>
+LLM_COMM_KERNEL(kMaxBlockThreads)
+all_reduce_two_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
+  sum_in_two_shots<D, World, SingleTile, false>(args, kAllReduceTwoShot);
+}
+
 // ---- Descriptor ----------------------------------------------------------------------------------------------------
 
-struct AllReduceTwoShot : TiledAllReduce<AllReduceTwoShot> {
-  static constexpr AlgorithmInfo kInfo{"two_shot", "LL", "two-shot all-reduce"};
-  static constexpr OperationKind kKind = kAllReduceTwoShot;
-
+// Algorithm says gathered_slices(world): of what a rank receives in the second phase.
+template <class Algorithm>
+struct TwoShotInTiles : TiledAllReduce<Algorithm> {
   static constexpr uint64_t slice_lines(uint64_t lines, uint64_t world) { return divide_up(lines, world); }
-  // A slice for each of the other ranks, in both phases.
+  // In the first phase a slice for each of the other ranks.
   static constexpr uint64_t slot_lines(uint64_t lines, uint64_t world) {
-    return 2 * (world - 1) * slice_lines(lines, world);
+    return (world - 1 + Algorithm::gathered_slices(world)) * slice_lines(lines, world);
   }
   static constexpr uint64_t tiled_lines(uint64_t lines, uint64_t world) { return slice_lines(lines, world); }
   // `incomplete`, the contributions to a tile, its sums.
   static constexpr uint64_t shared_lines(uint64_t tile_lines, uint64_t world) { return 1 + (world + 1) * tile_lines; }
   static constexpr bool is_worth_measuring(uint64_t, uint64_t) { return true; }
+};
+
+struct AllReduceTwoShot : TwoShotInTiles<AllReduceTwoShot> {
+  static constexpr AlgorithmInfo kInfo{"two_shot", "LL", "two-shot all-reduce"};
+  static constexpr OperationKind kKind = kAllReduceTwoShot;
+  static constexpr uint64_t gathered_slices(uint64_t world) { return world - 1; }
 
   template <DataType D, int World, uint32_t Variant>
   static KernelPointer kernel() {

@@ -8,20 +8,36 @@
 // The rules of operation.cuh: R1, segment 0 is never empty and its owner sums it only after a line of every rank has
 // come, and every rank ends after it has received those sums (the owner: made them); R2, the thread that receives a line
 // re-arms it.
+//
+// The same kernel serves two_shot_switch.cuh and two_shot_ld_reduce.cuh, where sums are stored to all ranks at once, and where the
+// switch makes them (`Exchange`). What is other there stands in those files.
 #pragma once
 
 #include "algorithms/all_reduce_add_rms_norm/rms_norm.cuh"
 #include "algorithms/block_sum.cuh"
 #include "llm_comm/ll_session.cuh"
+#include "llm_comm/switch_channel.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllReduceAddRmsNormTwoShot{4};
 
-// `SingleTile`: the grid has a block for every tile.
-template <DataType D, int World, bool SingleTile, bool Quantized>
-LLM_COMM_KERNEL(kMaxTwoShotThreads)
-all_reduce_add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
+// How sums come to the others: the owner of a segment sends them to each, or stores them to all ranks at once.
+struct Pushed {
+  static constexpr bool kToAll = false;
+  static constexpr bool kIsSummedBySwitch = false;
+};
+struct StoredToAll {
+  static constexpr bool kToAll = true;
+  static constexpr bool kIsSummedBySwitch = false;
+};
+
+// `SingleTile`: the grid has a block for every tile. `Exchange`: one of the above, or one whose sums the switch makes
+// (two_shot_ld_reduce.cuh).
+template <DataType D, int World, bool SingleTile, bool Quantized, class Exchange>
+LLM_COMM_DEVICE void sum_and_norm_in_two_shots(const AddRmsNormArgs& args, OperationKind kind) {
+  constexpr bool kToAll = Exchange::kToAll;
+  constexpr bool kIsSummedBySwitch = Exchange::kIsSummedBySwitch;
   using Norm = RmsNorm<D, kElementsPerLine, SingleTile, Quantized>;
   using Values = typename Norm::Values;
 
@@ -37,11 +53,24 @@ all_reduce_add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   uint32_t* const incomplete = (sums + args.tile_lines)->word;
   if (thread_index() == 0) *incomplete = 0;
 
-  LLSession session(args.comm, kAllReduceAddRmsNormTwoShot,
-                    static_cast<uint64_t>(args.rows) * args.row_lines * sizeof(Line), self.rank, self.peer);
+  LLSession session(args.comm, kind, static_cast<uint64_t>(args.rows) * args.row_lines * sizeof(Line), self.rank,
+                    self.peer);
   const uint64_t sent_lines = static_cast<uint64_t>(args.rows) * segment;  // by a rank to another, in a phase
   session.divide_slots(sent_lines);
-  const uint64_t gather = (World - 1) * sent_lines;  // where phase 1 starts in a slot
+  const uint64_t gather = kIsSummedBySwitch ? 0 : (World - 1) * sent_lines;  // where phase 1 starts in a slot
+  const SwitchChannel all(args.comm);
+  // Of this rank's slot: where the sum of a line comes that `owner` stores to all ranks.
+  const auto sum_for_all = [&](uint32_t owner, uint64_t index) {
+    return reinterpret_cast<Line*>(session.own_slot()) + gather + owner * sent_lines + index;
+  };
+  // All threads of the block make its calls.
+  [[maybe_unused]] auto exchange = [&] {
+    if constexpr (kIsSummedBySwitch) {
+      return Exchange(args, self, session, sent_lines, incomplete);
+    } else {
+      return Exchange();
+    }
+  }();
 
   // Lines of segments: whether the tile's column exists there, and its place in the segment's part of a slot.
   const auto line_of = [&](const TileCursor& at) { return at.first + self.member * args.tile_lines + self.column; };
@@ -83,7 +112,9 @@ all_reduce_add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
 
   const auto scatter = [&] {
     line = __builtin_bit_cast(Line, coming.end());
-    if (!self.is_own && has_line(scattering, self.peer) && !session.aborted()) {
+    if constexpr (kIsSummedBySwitch) {
+      exchange.stage(has_line(scattering, self.peer), slot_index(scattering), line);
+    } else if (!self.is_own && has_line(scattering, self.peer) && !session.aborted()) {
       session.send(slot_index(scattering), line);
     }
     if (SingleTile) return;
@@ -97,23 +128,35 @@ all_reduce_add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
     const bool has = has_line(reducing, self.rank);
     const uint64_t index = slot_index(reducing);
     if (is_first) norm.meet();  // while the first lines are on their way
-    if (has) {
-      contributions[thread_index()] = self.is_own
-                                          ? (SingleTile ? line : input.load_line(line_index(reducing, self.rank)))
-                                          : session.receive(index, kScatter);
-    }
-    block_sync();
-    if (session.aborted()) *incomplete = 1;  // between the barriers: it has been zero before, and is read after
-    if (is_first && thread_index() == 0) session.arrive();
-    is_first = false;
-    sum_tile<D, World>(contributions, args.tile_lines, sums);
-    // The sums are read before the next tile's first block_sync() and written after it; contributions are written after
-    // this one and read before it.
-    block_sync();
-    if (has && *incomplete == 0) {
-      // Where a row takes several tiles, or comes later, the owner collects from its own slot as the others do.
-      if (!self.is_own || !SingleTile) session.send(index, sums[self.column], gather);
-      if (!self.is_own) session.re_arm(index);
+    if constexpr (kIsSummedBySwitch) {
+      exchange.wait();
+      if (is_first && thread_index() == 0) session.arrive();
+      is_first = false;
+      exchange.template sum<D>(has && self.is_own, index, sum_for_all(self.rank, index));
+    } else {
+      if (kToAll && is_first && self.is_own) fence_aliases();
+      if (has) {
+        contributions[thread_index()] = self.is_own
+                                            ? (SingleTile ? line : input.load_line(line_index(reducing, self.rank)))
+                                            : session.receive(index, kScatter);
+      }
+      block_sync();
+      if (session.aborted()) *incomplete = 1;  // between the barriers: it has been zero before, and is read after
+      if (is_first && thread_index() == 0) session.arrive();
+      is_first = false;
+      sum_tile<D, World>(contributions, args.tile_lines, sums);
+      // The sums are read before the next tile's first block_sync() and written after it; contributions are written after
+      // this one and read before it.
+      block_sync();
+      if (has && *incomplete == 0) {
+        // Where a row takes several tiles, or comes later, the owner collects from its own slot as the others do.
+        if constexpr (kToAll) {
+          if (self.is_own) all.send(all.at(sum_for_all(self.rank, index)), sums[self.column]);
+        } else if (!self.is_own || !SingleTile) {
+          session.send(index, sums[self.column], gather);
+        }
+        if (!self.is_own) session.re_arm(index);
+      }
     }
     if (!SingleTile) reducing.advance(segment, round_lines, self.clusters);
   };
@@ -123,6 +166,7 @@ all_reduce_add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   const auto collect = [&] {
     const auto at = place_of(collecting.first);
     const uint64_t index = gather + slot_index(collecting);
+    Line* const for_all = kToAll ? sum_for_all(self.peer, slot_index(collecting)) : nullptr;
     if (is_first_collected) {
       residual = first_residual.end();
       weight = first_weight.end();
@@ -131,16 +175,16 @@ all_reduce_add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
       if (tiles > 1) weight = norm.load_weight(at);
     }
     is_first_collected = false;
-    const bool receives = at.exists && (!self.is_own || !SingleTile);
+    const bool receives = at.exists && (kToAll || !self.is_own || !SingleTile);
     Line sum = armed_line();
     if (receives) {
-      sum = session.receive(index, kGather);
+      sum = session.receive(kToAll ? for_all : session.incoming(index), kGather);
     } else if (at.exists) {
       sum = sums[self.column];
     }
     const Values values = norms ? norm.add(collecting.row, at, as_pack<D>(sum), residual) : Values{};
     // While the squares are on their way to the other blocks.
-    if (receives) session.re_arm(index);
+    if (receives) session.re_arm(kToAll ? for_all : session.incoming(index));
     if (SingleTile || collecting.is_last_of_row(segment, round_lines)) {
       if (norms || thread_index() < kWarpThreads) {
         norm.finish(
@@ -169,27 +213,39 @@ all_reduce_add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
   }
 }
 
+template <DataType D, int World, bool SingleTile, bool Quantized>
+LLM_COMM_KERNEL(kMaxTwoShotThreads)
+all_reduce_add_rms_norm_two_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
+  sum_and_norm_in_two_shots<D, World, SingleTile, Quantized, Pushed>(args, kAllReduceAddRmsNormTwoShot);
+}
+
 // ---- Descriptor ----------------------------------------------------------------------------------------------------
 
-struct AllReduceAddRmsNormTwoShot : RowsInClusters<AllReduceAddRmsNormTwoShot> {
-  static constexpr AlgorithmInfo kInfo{"two_shot", "LL", "two-shot all-reduce + RMSNorm"};
-  static constexpr OperationKind kKind = kAllReduceAddRmsNormTwoShot;
+// Algorithm says slot_segments(world): of each row, what it takes of a slot.
+template <class Algorithm>
+struct TwoShotInClusters : RowsInClusters<Algorithm> {
   static constexpr uint32_t kMaxThreads = kMaxTwoShotThreads;
 
   // Its kernels have up to 88 registers a thread on sm_100 and 80 elsewhere (docs/results/2026-11-22_ptxas.json).
   static constexpr uint32_t resident_threads(const Limits& limits) {
     return limits.compute_capability >= 100 ? 704 : 768;
   }
-  static constexpr uint32_t span(const Problem& problem) { return Operation::segment_lines(problem); }
-  // A segment of the row for each of the other ranks, and in the second phase one for the rank itself.
+  static constexpr uint32_t span(const Problem& problem) { return AllReduceAddRmsNorm::segment_lines(problem); }
   static constexpr uint64_t row_slot_lines(const Problem& problem) {
-    return (2 * uint64_t{problem.world} - 1) * Operation::segment_lines(problem);
+    return Algorithm::slot_segments(problem.world) * AllReduceAddRmsNorm::segment_lines(problem);
   }
   // What the norm keeps, the contributions to a tile, its sums, and `incomplete`.
   static constexpr uint64_t shared_lines(uint64_t tile_lines, uint64_t world, uint64_t, bool) {
     return kPartialBytes / sizeof(Line) + (world + 1) * tile_lines + 1;
   }
   static constexpr bool is_worth_measuring(uint64_t, uint64_t) { return true; }
+};
+
+struct AllReduceAddRmsNormTwoShot : TwoShotInClusters<AllReduceAddRmsNormTwoShot> {
+  static constexpr AlgorithmInfo kInfo{"two_shot", "LL", "two-shot all-reduce + RMSNorm"};
+  static constexpr OperationKind kKind = kAllReduceAddRmsNormTwoShot;
+  // One for each of the other ranks, and in the second phase one for the rank itself.
+  static constexpr uint64_t slot_segments(uint64_t world) { return 2 * world - 1; }
 
   template <DataType D, int World, uint32_t Variant>
   static KernelPointer kernel() {

@@ -11,7 +11,7 @@ void Machine::load(ThreadMemory& agent, const void* address, void* to, uint32_t 
     std::memcpy(to, address, bytes);
     return;
   }
-  memory_.load(agent, now_, address, to, bytes, unit, order);
+  memory_.load(agent, now_, address, to, bytes, unit, order, Alias::kOwn);
   uint32_t value;
   std::memcpy(&value, to, sizeof(value));
   record(agent, "loads", memory_.offset_of(address), value);
@@ -19,7 +19,7 @@ void Machine::load(ThreadMemory& agent, const void* address, void* to, uint32_t 
 
 void Machine::store(ThreadMemory& agent, void* address, const void* from, uint32_t bytes, uint32_t unit, Order order) {
   ++now_;
-  memory_.store(agent, now_, address, from, bytes, unit, order);
+  memory_.store(agent, now_, address, from, bytes, unit, order, Alias::kOwn);
   uint32_t value;
   std::memcpy(&value, from, sizeof(value));
   record(agent, order == Order::kRelease ? "releases" : "stores", memory_.offset_of(address), value);

@@ -108,12 +108,14 @@ class Machine {
   Random& random() { return random_; }
 
   // Accesses of the running thread.
-  void load(const void* address, void* to, uint32_t bytes, uint32_t unit, Order order);
-  void store(void* address, const void* from, uint32_t bytes, uint32_t unit, Order order);
-  uint64_t modify(void* address, uint32_t bytes, uint64_t (*update)(uint64_t, const void*), const void* arguments);
+  void load(const void* address, void* to, uint32_t bytes, uint32_t unit, Order order, Alias alias);
+  void store(void* address, const void* from, uint32_t bytes, uint32_t unit, Order order, Alias alias);
+  uint64_t modify(void* address, uint32_t bytes, uint64_t (*update)(uint64_t, const void*), const void* arguments,
+                  Alias alias);
   // To memory that ranks do not share: only lets others go first at times. Also called by the host, where it is nothing.
   void private_access();
   void fence();
+  void fence_aliases();
   void trigger_dependents();
   void wait_for_prerequisites();
 
@@ -138,6 +140,8 @@ class Machine {
     bool operator>(const Event& other) const { return time != other.time ? time > other.time : order > other.order; }
   };
 
+  // The one whose threads call the platform header; nullptr: none.
+  static void activate(Machine* machine);
   Thread& running() const;
   bool is_frozen(const Rank& rank) const;
   bool is_unfinished() const;

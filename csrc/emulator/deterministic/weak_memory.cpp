@@ -29,7 +29,7 @@ void WeakMemory::reset(uint64_t seed, const MemoryTemper& temper) {
     free_views_.push_back(view);
   }
   snapshots_.assign(1, {});  // 0 means none
-  ended_grids_.fill(0);
+  for (auto& ends : grid_ends_) ends.clear();
   arrivals_.clear();
   temper_ = temper;
   random_ = Random(seed);
@@ -51,11 +51,11 @@ WeakMemory::Location& WeakMemory::location(uint64_t offset, uint32_t unit) {
     fresh.offset = offset;
     fresh.bytes = 4;
     fresh.home = static_cast<uint32_t>(offset / bytes_of_rank_);
-    fresh.rank_view.fill(0);
+    fresh.rank_view.fill({});
     fresh.seen.clear();
     uint32_t value;
     std::memcpy(&value, reinterpret_cast<const char*>(bytes_.data()) + offset, sizeof(value));
-    fresh.history.assign(1, {kStampStep, value, 0, 0, 0, fresh.home, 0, false});
+    fresh.history.assign(1, {kStampStep, value, 0, 0, 0, fresh.home, 0, false, Alias::kOwn});
   }
   if (unit == 8 && locations_[at - 1].bytes == 4) {
     location(offset + 4, 4);  // so that both halves exist
@@ -108,27 +108,29 @@ bool WeakMemory::is_visible(const Message& message, uint32_t rank, uint64_t now)
 
 bool WeakMemory::is_performed(const Location& location, const Message& message, uint64_t now) const {
   const bool is_local = message.rank == location.home;
-  if (is_local && temper_.grid_end_performs && message.grid < ended_grids_[message.rank]) return true;
+  const auto& ends = grid_ends_[message.rank];
+  const bool has_ended = message.grid < ends.size() && ends[message.grid] <= now;
+  if (is_local && temper_.grid_end_performs && has_ended) return true;
   return is_visible(message, location.home, now);
 }
 
 // ---- Views ---------------------------------------------------------------------------------------------------------
 
-WeakMemory::Stamp WeakMemory::view(const Location& location, const ThreadMemory& thread) const {
-  Stamp stamp = location.rank_view[thread.rank];
+WeakMemory::Bound WeakMemory::view(const Location& location, const ThreadMemory& thread) const {
+  Bound bound = location.rank_view[thread.rank];
   for (const Seen& seen : location.seen) {
-    if ((seen.view == thread.thread || seen.view == thread.block) && seen.stamp > stamp) stamp = seen.stamp;
+    if (seen.view == thread.thread || seen.view == thread.block) bound.join(seen.bound);
   }
-  return stamp;
+  return bound;
 }
 
-void WeakMemory::raise(Location& location, ViewId view, Stamp stamp) {
+void WeakMemory::raise(Location& location, ViewId view, const Bound& bound) {
   for (Seen& seen : location.seen) {
     if (seen.view != view) continue;
-    seen.stamp = std::max(seen.stamp, stamp);
+    seen.bound.join(bound);
     return;
   }
-  location.seen.push_back({view, stamp});
+  location.seen.push_back({view, bound});
   locations_of_view_[view].push_back(number(location));
 }
 
@@ -147,10 +149,10 @@ void WeakMemory::join_into_view(ViewId from, ViewId to) {
     Location& location = locations_[i];
     const auto seen =
         std::find_if(location.seen.begin(), location.seen.end(), [&](const Seen& s) { return s.view == from; });
-    const Stamp stamp = seen->stamp;
+    const Bound bound = seen->bound;
     *seen = location.seen.back();
     location.seen.pop_back();
-    raise(location, to, stamp);
+    raise(location, to, bound);
   }
   locations_of_view_[from].clear();
 }
@@ -160,7 +162,7 @@ void WeakMemory::join_into_rank(ViewId from, uint32_t rank) {
     Location& location = locations_[i];
     const auto seen =
         std::find_if(location.seen.begin(), location.seen.end(), [&](const Seen& s) { return s.view == from; });
-    location.rank_view[rank] = std::max(location.rank_view[rank], seen->stamp);
+    location.rank_view[rank].join(seen->bound);
     *seen = location.seen.back();
     location.seen.pop_back();
   }
@@ -171,8 +173,8 @@ void WeakMemory::join_into_rank(ViewId from, uint32_t rank) {
 uint32_t WeakMemory::take_snapshot(const ThreadMemory& thread) {
   Snapshot snapshot;
   for (uint32_t i = 0; i < used_locations_; ++i) {
-    const Stamp stamp = view(locations_[i], thread);
-    if (stamp != 0) snapshot.emplace_back(i, stamp);
+    const Bound bound = view(locations_[i], thread);
+    if (!Bound{}.holds(bound)) snapshot.emplace_back(i, bound);
   }
   snapshots_.push_back(std::move(snapshot));
   return static_cast<uint32_t>(snapshots_.size() - 1);
@@ -181,8 +183,8 @@ uint32_t WeakMemory::take_snapshot(const ThreadMemory& thread) {
 void WeakMemory::join_snapshot(ThreadMemory& thread, uint32_t snapshot) {
   if (snapshot == thread.joined) return;
   thread.joined = snapshot;
-  for (const auto& [i, stamp] : snapshots_[snapshot]) {
-    if (stamp > view(locations_[i], thread)) raise(locations_[i], thread.thread, stamp);
+  for (const auto& [i, bound] : snapshots_[snapshot]) {
+    if (!view(locations_[i], thread).holds(bound)) raise(locations_[i], thread.thread, bound);
   }
 }
 
@@ -201,11 +203,11 @@ uint32_t WeakMemory::merge(uint32_t a, uint32_t b) {
   if (a == 0 || b == 0 || a == b) return a == 0 ? b : a;
   Snapshot merged;
   auto right = snapshots_[b].begin();
-  for (const auto& [i, stamp] : snapshots_[a]) {  // both are in the order of locations
+  for (const auto& [i, bound] : snapshots_[a]) {  // both are in the order of locations
     while (right != snapshots_[b].end() && right->first < i) merged.push_back(*right++);
     const bool in_both = right != snapshots_[b].end() && right->first == i;
-    merged.emplace_back(i, in_both ? std::max(stamp, right->second) : stamp);
-    if (in_both) ++right;
+    merged.emplace_back(i, bound);
+    if (in_both) merged.back().second.join((right++)->second);
   }
   merged.insert(merged.end(), right, snapshots_[b].end());
   snapshots_.push_back(std::move(merged));
@@ -214,8 +216,9 @@ uint32_t WeakMemory::merge(uint32_t a, uint32_t b) {
 
 // ---- Accesses ------------------------------------------------------------------------------------------------------
 
-const WeakMemory::Message& WeakMemory::choose(const Location& location, const ThreadMemory& thread, uint64_t now) {
-  const Stamp bound = view(location, thread);
+const WeakMemory::Message& WeakMemory::choose(const Location& location, const ThreadMemory& thread, uint64_t now,
+                                              Alias alias) {
+  const Stamp bound = view(location, thread, alias);
   const auto& history = location.history;
   size_t newest = history.size() - 1;
   while (newest > 0 && history[newest].stamp > bound && !is_visible(history[newest], thread.rank, now)) --newest;
@@ -226,42 +229,46 @@ const WeakMemory::Message& WeakMemory::choose(const Location& location, const Th
 }
 
 void WeakMemory::load(ThreadMemory& thread, uint64_t now, const void* address, void* to, uint32_t bytes, uint32_t unit,
-                      Order order) {
+                      Order order, Alias alias) {
   const uint64_t offset = offset_of(address);
   for (uint32_t done = 0; done < bytes; done += unit) {
     Location& from = location(offset + done, unit);
-    const Message& message = choose(from, thread, now);
+    const Message& message = choose(from, thread, now, alias);
     const uint64_t value = message.value >> 8 * (offset + done - from.offset);
     std::memcpy(static_cast<char*>(to) + done, &value, unit);
     if (message.snapshot != 0 && order == Order::kAcquire) join_snapshot(thread, message.snapshot);
     if (message.snapshot != 0 && order == Order::kRelaxed) thread.observed.push_back(message.snapshot);
-    raise(from, thread.thread, message.stamp);
+    raise(from, thread.thread, bound_by(alias, message.stamp));
   }
 }
 
 void WeakMemory::insert(Location& location, ThreadMemory& thread, uint64_t now, uint64_t value, uint64_t fate,
-                        uint32_t snapshot, bool is_update) {
+                        uint32_t snapshot, bool is_update, Alias alias) {
   auto& history = location.history;
   size_t at = history.size();
   if (random_.chance(temper_.overtake)) {
-    const Stamp bound = view(location, thread);
+    const Stamp bound = view(location, thread, alias);
+    // That a store by the other address is performed counts from the thread's fence on.
+    const auto is_before = [&](const Message& other) {
+      return is_performed(location, other, other.alias == alias ? now : thread.aliases_fenced);
+    };
     size_t lowest = at;
-    while (history[lowest - 1].stamp > bound && !is_performed(location, history[lowest - 1], now)) --lowest;
+    while (history[lowest - 1].stamp > bound && !is_before(history[lowest - 1])) --lowest;
     at = lowest + random_.below(at - lowest + 1);
     while (at < history.size() && history[at].is_update) ++at;
   }
   const Stamp before = history[at - 1].stamp;
   const Stamp stamp = at == history.size() ? before + kStampStep : before + (history[at].stamp - before) / 2;
   if (stamp == before) error_ = "a location was overtaken too often for the model's stamps";
-  const Message message{stamp, value, now, thread.grid, fate, thread.rank, snapshot, is_update};
+  const Message message{stamp, value, now, thread.grid, fate, thread.rank, snapshot, is_update, alias};
   history.insert(history.begin() + static_cast<std::ptrdiff_t>(at), message);
-  raise(location, thread.thread, stamp);
+  raise(location, thread.thread, bound_by(alias, stamp));
   write_back(location);
   arrivals_.push_back({now + delay(message, location.home), static_cast<uint32_t>(location.offset / sizeof(Line))});
 }
 
 void WeakMemory::store(ThreadMemory& thread, uint64_t now, void* address, const void* from, uint32_t bytes,
-                       uint32_t unit, Order order) {
+                       uint32_t unit, Order order, Alias alias) {
   const uint64_t offset = offset_of(address);
   // Half of the stores travel as a whole, the others in parts.
   const uint64_t fate = (++stores_) << 3;
@@ -279,11 +286,11 @@ void WeakMemory::store(ThreadMemory& thread, uint64_t now, void* address, const 
     uint64_t value = 0;
     std::memcpy(&value, static_cast<const char*>(from) + done, unit);
     const uint32_t attached = order == Order::kWeak ? 0 : common != 0 ? common : carried(to, thread);
-    insert(to, thread, now, value, fate + (is_torn ? done / 4 : 0), attached, false);
+    insert(to, thread, now, value, fate + (is_torn ? done / 4 : 0), attached, false, alias);
     if (common != 0) thread.released.emplace_back(number(to), common);
     if (order != Order::kRelease || common != 0) continue;
     const uint32_t snapshot = take_snapshot(thread);  // with the store itself in it
-    const Stamp own = view(to, thread);
+    const Stamp own = view(to, thread, alias);
     std::find_if(to.history.begin(), to.history.end(), [&](const Message& m) { return m.stamp == own; })->snapshot =
         snapshot;
     thread.released.emplace_back(number(to), snapshot);
@@ -291,16 +298,16 @@ void WeakMemory::store(ThreadMemory& thread, uint64_t now, void* address, const 
 }
 
 uint64_t WeakMemory::modify(ThreadMemory& thread, uint64_t now, void* address, uint32_t bytes,
-                            uint64_t (*update)(uint64_t, const void*), const void* arguments) {
+                            uint64_t (*update)(uint64_t, const void*), const void* arguments, Alias alias) {
   Location& at = location(offset_of(address), bytes);
   const Message newest = at.history.back();
   const uint64_t mask = bytes == 8 ? ~uint64_t{0} : 0xFFFFFFFFu;
   const uint64_t value = update(newest.value, arguments) & mask;
-  raise(at, thread.thread, newest.stamp);
+  raise(at, thread.thread, bound_by(alias, newest.stamp));
   if (newest.snapshot != 0) thread.observed.push_back(newest.snapshot);
   // Of what a read-modify-write replaces, it carries on the release.
   if (value != newest.value) {
-    insert(at, thread, now, value, (++stores_) << 3, merge(carried(at, thread), newest.snapshot), true);
+    insert(at, thread, now, value, (++stores_) << 3, merge(carried(at, thread), newest.snapshot), true, alias);
   }
   return newest.value;
 }
@@ -310,6 +317,16 @@ void WeakMemory::fence(ThreadMemory& thread) {
   thread.observed.clear();
   join_snapshot(thread, last_fence_);
   last_fence_ = thread.fenced = take_snapshot(thread);
+}
+
+void WeakMemory::fence_aliases(ThreadMemory& thread, uint64_t now) {
+  thread.aliases_fenced = now;
+  for (uint32_t i = 0; i < used_locations_; ++i) {
+    const Bound bound = view(locations_[i], thread);
+    if (bound.by[0] == bound.by[1]) continue;
+    const Stamp most = std::max(bound.by[0], bound.by[1]);
+    raise(locations_[i], thread.thread, {{most, most}});
+  }
 }
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET::emulator

@@ -20,6 +20,13 @@
 // release, acquire, fences, barriers and stream order, and nothing more; stores become visible to each rank at a time
 // of its own. Not modelled: a load that returns a value stored only later in program order (load buffering).
 //
+// Aliases (NVLink multicast; PTX ISA, "Proxies" and "Proxy-preserved base causality order"): memory of a rank has an address of
+// its own and the one of all ranks. A view bounds accesses by each of the two apart: what a thread is bound to have seen by one
+// address says nothing of the other. A fence of aliases in a thread takes the larger of both, for all that the thread's view holds,
+// and views that are joined later hold it too: the fence may lie anywhere on the path. An access by the address of all goes, and is
+// torn, as any other, once for each rank. A store by either address overtakes one by the other, though that is performed, unless the
+// thread has made a fence of aliases since. What a load has returned is seen by the address that it used, whichever the store used.
+//
 // One thing the PTX model does not say is assumed, and can be switched off (grid_end_performs): when a later grid of a
 // rank has passed grid_dependency_wait(), the stores of the grids before it to the rank's own memory are performed, so
 // that no store made afterwards, by whomever, goes before them. griddepcontrol.wait promises "performed and made
@@ -35,7 +42,7 @@
 #include <vector>
 
 #include "emulator/deterministic/random.h"
-#include "llm_comm/platform_emulator.h"
+#include "llm_comm/platform_emulator_multicast.h"
 
 namespace llm_comm::inline LLM_COMM_TARGET::emulator {
 
@@ -53,6 +60,7 @@ struct ThreadMemory {
   std::vector<uint32_t> observed;                       // snapshots on what relaxed loads returned, for the next fence
   std::vector<std::pair<uint32_t, uint32_t>> released;  // location and snapshot of the thread's own releases
   uint32_t joined = 0;                                  // the snapshot that it has joined last
+  uint64_t aliases_fenced = 0;                          // when it made its last fence of aliases
 };
 
 // How weak memory is in a schedule.
@@ -89,19 +97,20 @@ class WeakMemory {
   }
 
   void load(ThreadMemory& thread, uint64_t now, const void* address, void* to, uint32_t bytes, uint32_t unit,
-            Order order);
+            Order order, Alias alias);
   void store(ThreadMemory& thread, uint64_t now, void* address, const void* from, uint32_t bytes, uint32_t unit,
-             Order order);
+             Order order, Alias alias);
   uint64_t modify(ThreadMemory& thread, uint64_t now, void* address, uint32_t bytes,
-                  uint64_t (*update)(uint64_t, const void*), const void* arguments);
+                  uint64_t (*update)(uint64_t, const void*), const void* arguments, Alias alias);
   void fence(ThreadMemory& thread);
+  void fence_aliases(ThreadMemory& thread, uint64_t now);
 
   ViewId new_view();
   void free_view(ViewId view) { free_views_.push_back(view); }
   void join_into_view(ViewId from, ViewId to);
   void join_into_rank(ViewId from, uint32_t rank);
   // All grids of the rank below `grids` have ended.
-  void end_grids(uint32_t rank, uint64_t grids) { ended_grids_[rank] = grids; }
+  void end_grids(uint32_t rank, uint64_t grids, uint64_t now) { grid_ends_[rank].resize(grids, now); }
 
   // Loads return the newest store that has arrived. For when everybody waits and only time can help.
   void set_fresh(bool fresh) { fresh_ = fresh; }
@@ -115,7 +124,21 @@ class WeakMemory {
  private:
   using Stamp = uint64_t;                              // place in the coherence order of a location
   static constexpr Stamp kStampStep = Stamp{1} << 32;  // leaves room for stores that go before others
-  using Snapshot = std::vector<std::pair<uint32_t, Stamp>>;
+  // What somebody is bound to have seen of a location, by either address.
+  struct Bound {
+    Stamp by[2] = {0, 0};  // Alias
+
+    void join(const Bound& other) {
+      for (int i = 0; i < 2; ++i) by[i] = by[i] < other.by[i] ? other.by[i] : by[i];
+    }
+    bool holds(const Bound& other) const { return by[0] >= other.by[0] && by[1] >= other.by[1]; }
+  };
+  static Bound bound_by(Alias alias, Stamp stamp) {
+    Bound bound;
+    bound.by[static_cast<int>(alias)] = stamp;
+    return bound;
+  }
+  using Snapshot = std::vector<std::pair<uint32_t, Bound>>;
 
   struct Message {
     Stamp stamp;
@@ -126,15 +149,16 @@ class WeakMemory {
     uint32_t rank;
     uint32_t snapshot;  // 0: none
     bool is_update;     // by a read-modify-write: nothing comes between it and what it read
+    Alias alias;
   };
   struct Seen {
     ViewId view;
-    Stamp stamp;
+    Bound bound;
   };
   struct Location {
     std::vector<Message> history;
     std::vector<Seen> seen;
-    std::array<Stamp, kMaxRanks> rank_view;
+    std::array<Bound, kMaxRanks> rank_view;
     uint64_t offset;
     uint32_t bytes;
     uint32_t home;
@@ -147,11 +171,14 @@ class WeakMemory {
   uint64_t delay(const Message& message, uint32_t to) const;
   bool is_visible(const Message& message, uint32_t rank, uint64_t now) const;
   bool is_performed(const Location& location, const Message& message, uint64_t now) const;
-  Stamp view(const Location& location, const ThreadMemory& thread) const;
-  void raise(Location& location, ViewId view, Stamp stamp);
-  const Message& choose(const Location& location, const ThreadMemory& thread, uint64_t now);
+  Bound view(const Location& location, const ThreadMemory& thread) const;
+  Stamp view(const Location& location, const ThreadMemory& thread, Alias alias) const {
+    return view(location, thread).by[static_cast<int>(alias)];
+  }
+  void raise(Location& location, ViewId view, const Bound& bound);
+  const Message& choose(const Location& location, const ThreadMemory& thread, uint64_t now, Alias alias);
   void insert(Location& location, ThreadMemory& thread, uint64_t now, uint64_t value, uint64_t fate, uint32_t snapshot,
-              bool is_update);
+              bool is_update, Alias alias);
   uint32_t carried(const Location& location, const ThreadMemory& thread) const;
   uint32_t merge(uint32_t a, uint32_t b);
   void write_back(const Location& location);
@@ -166,8 +193,8 @@ class WeakMemory {
   std::vector<std::vector<uint32_t>> locations_of_view_;
   std::vector<ViewId> free_views_;
   std::vector<Snapshot> snapshots_;
-  uint32_t last_fence_ = 0;  // snapshot of the last fence of any thread
-  std::array<uint64_t, kMaxRanks> ended_grids_{};
+  uint32_t last_fence_ = 0;                                 // snapshot of the last fence of any thread
+  std::array<std::vector<uint64_t>, kMaxRanks> grid_ends_;  // when each grid of a rank ended
   std::vector<Arrival> arrivals_;
   MemoryTemper temper_;
   Random random_{0};

@@ -32,13 +32,9 @@
 //       peer has ended the one before, and all that was there has been read.
 #pragma once
 
-#include "llm_comm/operation.cuh"
+#include "llm_comm/steps.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
-
-inline constexpr uint32_t kMaxStepsLog2 = 16;  // of an operation
-// A word of a step may be so much larger than that of the step which is waited for.
-inline constexpr uint64_t kFurthestAhead = uint64_t{2} << kMaxStepsLog2;
 
 class HBSession {
  public:
@@ -74,15 +70,20 @@ class HBSession {
   }
 
   // Ends early, on all threads alike, where a wait is aborted. `depth`: at least 2. `phase_of(step)`: for errors. `ended(step)`: by
-  // the thread of the first warp that has no peer, when the block has ended a step, of all but the last two.
-  template <class Work, class Phase, class Ended = NothingMore>
-  LLM_COMM_DEVICE void run(uint32_t chunks, uint32_t depth, Work work, Phase phase_of, Ended ended = {}) {
+  // the thread of the first warp that has no peer, when the block has ended a step, of all but the last two. `before_signal(step)`: by
+  // each of the others, before it signals that the block has ended the step.
+  template <class Work, class Phase, class Ended = NothingMore, class Before = NothingMore>
+  LLM_COMM_DEVICE void run(uint32_t chunks, uint32_t depth, Work work, Phase phase_of, Ended ended = {},
+                           Before before_signal = {}) {
     const uint32_t peer = thread_index();
     const bool works = peer >= talkers();
     const bool has_peer = peer < comm_.world_size && peer != comm_.rank;
     const uint32_t steps = chunks + 2 * depth;
     for (uint32_t t = 0; t < steps; ++t) {
-      if (has_peer && t >= 2 && t - 2 < chunks + depth) signal(peer, t - 2);
+      if (has_peer && t >= 2 && t - 2 < chunks + depth) {
+        before_signal(t - 2);
+        signal(peer, t - 2);
+      }
       if (peer == comm_.rank && t >= 2) ended(t - 2);
       if (has_peer && t >= depth && !wait(peer, t - depth, phase_of(t))) incomplete_[t % 2] = 1;
       block_sync();
@@ -114,22 +115,18 @@ class HBSession {
     }
   }
 
-  LLM_COMM_DEVICE Line* staging(uint32_t rank, uint32_t half) const {
-    const uint64_t half_lines = comm_.staging_bytes / (2 * sizeof(Line));
-    return reinterpret_cast<Line*>(comm_.workspace[rank] + kHeaderBytes + kSlots * comm_.slot_bytes) +
-           half * half_lines;
-  }
+  LLM_COMM_DEVICE Line* staging(uint32_t rank, uint32_t half) const { return staging_of(comm_, rank, half); }
 
   // Whether begin() or run() has ended early. After a barrier.
   LLM_COMM_DEVICE bool has_ended_early() const { return incomplete_[0] != 0 || incomplete_[1] != 0; }
 
   // What `sender` tells `receiver` by the number of a block.
   LLM_COMM_DEVICE uint64_t* word(uint32_t block, uint32_t receiver, uint32_t sender) const {
-    return reinterpret_cast<uint64_t*>(comm_.workspace[receiver] + kSemaphoresOffset) + block * kMaxWorldSize + sender;
+    return step_word(comm_, block, receiver, sender);
   }
 
   // For words besides the signals: what stands for a step in them, and another bounded wait.
-  LLM_COMM_DEVICE uint64_t value_of(uint32_t step) const { return (op_.sequence() << kMaxStepsLog2) + step; }
+  LLM_COMM_DEVICE uint64_t value_of(uint32_t step) const { return word_of_step(op_.sequence(), step); }
   template <class Poll>
   LLM_COMM_DEVICE bool wait_until(Poll poll, uint32_t peer, uint32_t phase) {
     return op_.wait_until(poll, peer, phase);

@@ -105,6 +105,7 @@ class LLSession {
   LLM_COMM_DEVICE Line* incoming(uint64_t place, uint64_t part = 0) const { return incoming_ + part + place; }
 
   LLM_COMM_DEVICE bool aborted() const { return op_.aborted(); }
+  LLM_COMM_DEVICE uint64_t sequence() const { return op_.sequence(); }
 
   // For protocols that put more into a slot than lines (ll_bytes.cuh), after begin(): where this operation's slots begin, and
   // another wait for the peer.

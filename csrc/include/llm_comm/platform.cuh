@@ -35,6 +35,10 @@
 //                    count_up(uint32_t*, last): what was there; adds 1, or starts again at 0 from `last` on
 // Waiting            clock_ns(): monotonic; spin_hint(): called after a poll that failed;
 //                    kPollsPerCheck: failed polls after which a wait looks at the clock
+// Multicast          of NVLink, where a MulticastPlace leads to several memories: multicast_load_reduce_{bf16,fp16,fp32}: the sum
+//                    of a line, in any order, in fp32 at least, rounded once; multicast_store_line; multicast_add_relaxed and
+//                    multicast_add_release on uint32_t, uint64_t. System scope; of a line only each 4-byte word is a unit.
+//                    fence_aliases(): between accesses to one memory by two addresses (switch_channel.cuh)
 // Conversions        bf16 and fp16 bits <-> float, round to nearest even, NaN always becomes 0x7FFF;
 //                    convert_to_e4m3(x, bits): as float_to_e4m3 of fp8.cuh; false where the target cannot
 // Addresses          opaque(p): p, which the compiler takes as it is, not as the sum that it is
@@ -43,6 +47,8 @@
 
 #if defined(LLM_COMM_EMULATOR)
 #include "llm_comm/platform_emulator.h"
+#include "llm_comm/platform_emulator_multicast.h"
 #else
 #include "llm_comm/platform_cuda.cuh"
+#include "llm_comm/platform_cuda_multicast.cuh"
 #endif

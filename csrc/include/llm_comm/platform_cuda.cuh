@@ -1,4 +1,5 @@
-// CUDA definitions of the platform contract (platform.cuh). All inline PTX of the project is in this file.
+// CUDA definitions of the platform contract (platform.cuh). All inline PTX of the project is in this file, and that of
+// multicast beside it (platform_cuda_multicast.cuh).
 #pragma once
 
 #include "llm_comm/platform_types.h"

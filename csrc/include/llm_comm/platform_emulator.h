@@ -130,14 +130,17 @@ LLM_COMM_DEVICE void delivery_wait(uint64_t* delivery, uint32_t parity) {
 namespace emulator {
 
 enum class Order { kWeak, kRelaxed, kAcquire, kRelease };
+// By which of its addresses memory is accessed: that of the rank that it belongs to, or the one of all ranks.
+enum class Alias { kOwn, kMulticast };
 
-// Accesses of the running fiber; defined in machine.cpp. `unit`: how many bytes, 4 or 8, are read or written as one.
-void load(const void* address, void* to, uint32_t bytes, uint32_t unit, Order order);
-void store(void* address, const void* from, uint32_t bytes, uint32_t unit, Order order);
+// Accesses of the running fiber; defined in accesses.cpp. `unit`: how many bytes, 4 or 8, are read or written as one.
+void load(const void* address, void* to, uint32_t bytes, uint32_t unit, Order order, Alias alias = Alias::kOwn);
+void store(void* address, const void* from, uint32_t bytes, uint32_t unit, Order order, Alias alias = Alias::kOwn);
 // Read-modify-write of 4 or 8 bytes. Returns what was there; stores update(what was there).
 uint64_t modify(void* address, uint32_t bytes, uint64_t (*update)(uint64_t found, const void* arguments),
-                const void* arguments);
+                const void* arguments, Alias alias = Alias::kOwn);
 void fence();
+void alias_fence();
 void trigger_dependents();
 void wait_for_prerequisites();
 uint64_t virtual_clock_ns();

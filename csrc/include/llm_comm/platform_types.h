@@ -45,4 +45,12 @@ struct alignas(16) Line {
   uint32_t word[4];
 };
 
+// A place that several memories have, and that NVLink multicast reaches in all of them by one address.
+struct MulticastPlace {
+  char* all;          // where the mapping of all memories as one begins; where the switch is emulated only a flag
+  char* const* each;  // where each begins, as this GPU maps it: what an emulated switch goes by
+  uint32_t count;     // memories
+  uint64_t offset;    // of the place, in all of them
+};
+
 }  // namespace llm_comm::inline LLM_COMM_TARGET

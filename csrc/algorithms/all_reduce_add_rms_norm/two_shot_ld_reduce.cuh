@@ -1,0 +1,156 @@
+// Two-shot all-reduce + residual add + RMSNorm whose sums the NVLink switch makes: every rank has the switch sum its segment of every
+// row of what all have staged, and stores the sum to the memory of all. All norm all rows. The kernel is that of two_shot.cuh.
+//
+// Sums are not in rank order (`sums_in_switch`), but each is made once, so all ranks get the same bits.
+//
+// Tile by tile, a block stages what this rank has of a tile of every segment in this rank's memory, plainly, and signals that to the
+// blocks of its number on the other ranks, by the words of HB (hb_session.cuh): one for each tile. When they have done the same, it
+// has its own tile summed. The sums go as LL lines to the slots of all ranks: [owner][row][line of segment].
+//
+// Staging memory, of which this takes the first half: [owner][row][line of segment]. Each line is used once in an operation. H1: a
+// rank ends only after it has received every sum of every owner, and each was made after the owner had read what all ranks had staged
+// for it. So nobody reads this rank's memory, or that of a peer, any more, and all may stage anew.
+//
+// The rules of operation.cuh: R1, a block waits for each peer; R2, every rank receives, and re-arms, all sums, its own too. P1: a
+// block waits for blocks of its number.
+//
+// Aliases (switch_channel.cuh): the threads that signal a tile fence before the release. That lies between what is staged by the
+// address of this rank's workspace, behind the block's barrier, and the sums that a switch makes of it, here and elsewhere; and
+// between lines of slots that have been armed, by then, and sums that a peer stores to them: the peer has heard of a tile of this
+// operation first.
+#pragma once
+
+#include "algorithms/all_reduce_add_rms_norm/two_shot.cuh"
+#include "algorithms/by_switch.h"
+#include "llm_comm/steps.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+inline constexpr OperationKind kAllReduceAddRmsNormTwoShotLdReduce{31};
+
+// The first hop of a block. All its threads make all calls.
+class SummedBySwitch {
+ public:
+  static constexpr bool kToAll = true;
+  static constexpr bool kIsSummedBySwitch = true;
+
+  // `owner_lines`: that a rank stages for each owner. `incomplete`: zero, or about to be: set once there is a tile without a sum.
+  LLM_COMM_DEVICE SummedBySwitch(const AddRmsNormArgs& args, const RowThread& self, LLSession& session,
+                                 uint64_t owner_lines, uint32_t* incomplete)
+      : args_(args),
+        self_(self),
+        session_(session),
+        switch_(args.comm),
+        owner_lines_(owner_lines),
+        incomplete_(incomplete),
+        number_(self.cluster * args.cluster_blocks + self.member),
+        talks_(!self.is_own && self.column == 0) {
+    block_sync();  // a thread that may not begin sets `incomplete`
+  }
+
+  // What this rank has of the next tile of the segment of this thread's peer, and tells the peers when the block has done so.
+  LLM_COMM_DEVICE void stage(bool has, uint64_t index, Line line) {
+    if (has && !session_.aborted()) store_line(staged(self_.peer, index), line);
+    if (session_.aborted()) *incomplete_ = 1;
+    block_sync();
+    if (talks_ && *incomplete_ == 0) {
+      fence_aliases();
+      store_release(step_word(args_.comm, number_, self_.peer, self_.rank), word_of_step(session_.sequence(), staged_));
+    }
+    ++staged_;
+  }
+
+  // Until all ranks have staged the next tile of this rank's segment. A wait that is aborted leaves it, and all later ones, without
+  // a sum: who reads `incomplete` late takes it for the tile before, whose sum nobody needs any more.
+  LLM_COMM_DEVICE void wait() {
+    if (talks_) {
+      const uint64_t* const said = step_word(args_.comm, number_, self_.rank, self_.peer);
+      const uint64_t step = word_of_step(session_.sequence(), waited_);
+      session_.wait_until([&] { return load_acquire(said) - step < kFurthestAhead; }, kScatter);
+    }
+    ++waited_;
+    if (session_.aborted()) *incomplete_ = 1;
+    block_sync();
+  }
+
+  // The sum of a line of that tile, to where `target` lies on every rank.
+  template <DataType D>
+  LLM_COMM_DEVICE void sum(bool has, uint64_t index, const Line* target) const {
+    if (!has || *incomplete_ != 0) return;
+    switch_.send(switch_.at(target), switch_.load_reduce<D>(switch_.at(staged(self_.rank, index))));
+  }
+
+ private:
+  LLM_COMM_DEVICE Line* staged(uint32_t owner, uint64_t index) const {
+    return staging_of(args_.comm, self_.rank, 0) + owner * owner_lines_ + index;
+  }
+
+  const AddRmsNormArgs& args_;
+  const RowThread& self_;
+  LLSession& session_;
+  SwitchChannel switch_;
+  uint64_t owner_lines_;
+  uint32_t* incomplete_;
+  uint32_t number_;  // of the block
+  bool talks_;       // one thread for each peer
+  uint32_t staged_ = 0;
+  uint32_t waited_ = 0;
+};
+
+template <DataType D, int World, bool SingleTile, bool Quantized>
+LLM_COMM_KERNEL(kMaxTwoShotThreads)
+all_reduce_add_rms_norm_two_shot_ld_reduce(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
+  sum_and_norm_in_two_shots<D, World, SingleTile, Quantized, SummedBySwitch>(args, kAllReduceAddRmsNormTwoShotLdReduce);
+}
+
+// ---- Descriptor ----------------------------------------------------------------------------------------------------
+
+struct AllReduceAddRmsNormTwoShotLdReduce : TwoShotInClusters<AllReduceAddRmsNormTwoShotLdReduce> {
+  using Base = TwoShotInClusters<AllReduceAddRmsNormTwoShotLdReduce>;
+  static constexpr AlgorithmInfo kInfo{.name = "two_shot_ld_reduce",
+                                       .protocol = "Switch",
+                                       .title = "two-shot all-reduce + RMSNorm, summed by the switch",
+                                       .by_switch = true,
+                                       .sums_in_switch = true};
+  static constexpr OperationKind kKind = kAllReduceAddRmsNormTwoShotLdReduce;
+  // One for every owner. As many lines are staged.
+  static constexpr uint64_t slot_segments(uint64_t world) { return world; }
+
+  // Up to 111 registers a thread on sm_90.
+  static constexpr uint32_t resident_threads(const Limits&) { return kMaxTwoShotThreads; }
+
+  static Tiling tile(const Problem& problem, const Choice& choice, const Limits& limits) {
+    Choice fitting = choice;
+    if (fitting.blocks > kMaxSemaphoreBlocks) fitting.blocks = kMaxSemaphoreBlocks;
+    return Base::tile(problem, fitting, within_both(limits));
+  }
+
+  static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {
+    check_switch(limits);
+    const Grid grid = Base::grid(problem, tiling, units, within_both(limits));
+    if (grid.blocks > kMaxSemaphoreBlocks) {
+      throw std::invalid_argument("a grid of " + std::to_string(grid.blocks) + " blocks; there are signals for " +
+                                  std::to_string(kMaxSemaphoreBlocks));
+    }
+    const uint64_t tiles_of_row = divide_up(uint64_t{span(problem)}, uint64_t{tiling.tile_lines} * grid.cluster_blocks);
+    const uint64_t rows_of_block = divide_up(units, uint64_t{grid.blocks / grid.cluster_blocks});
+    if (tiles_of_row * rows_of_block >> kMaxStepsLog2 != 0) {
+      throw std::invalid_argument("a launch of " + std::to_string(units) + " rows takes too many steps: raise blocks");
+    }
+    return grid;
+  }
+
+  template <DataType D, int World, uint32_t Variant>
+  static KernelPointer kernel() {
+    return &all_reduce_add_rms_norm_two_shot_ld_reduce<D, World, (Variant & 1) != 0, (Variant & 2) != 0>;
+  }
+
+ private:
+  // A row takes as many lines of a slot as of half of the staging memory.
+  static Limits within_both(Limits limits) {
+    if (limits.slot_bytes > limits.staging_bytes / 2) limits.slot_bytes = limits.staging_bytes / 2;
+    return limits;
+  }
+};
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

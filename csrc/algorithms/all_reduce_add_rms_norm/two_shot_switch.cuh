@@ -1,0 +1,49 @@
+// Two-shot all-reduce + residual add + RMSNorm whose second hop is one store through the NVLink switch, as of
+// all_reduce/two_shot_switch.cuh: each rank sums its segments, in rank order, and stores each sum once, to the memory of all ranks.
+// The kernel is that of two_shot.cuh, and the result bitwise the same.
+//
+// Slot: [sender][row][line of segment] of phase 0 (scatter), then [owner][row][line of segment] of phase 1 (gather), for every owner.
+//
+// The rules of operation.cuh: R1 as in two_shot.cuh. R2: the owner receives its own sums too, wherever it is. Aliases: the threads
+// that store to all ranks fence after they have begun and before the first such store.
+#pragma once
+
+#include "algorithms/all_reduce_add_rms_norm/two_shot.cuh"
+#include "algorithms/by_switch.h"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+inline constexpr OperationKind kAllReduceAddRmsNormTwoShotSwitch{30};
+
+template <DataType D, int World, bool SingleTile, bool Quantized>
+LLM_COMM_KERNEL(kMaxTwoShotThreads)
+all_reduce_add_rms_norm_two_shot_switch(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
+  sum_and_norm_in_two_shots<D, World, SingleTile, Quantized, StoredToAll>(args, kAllReduceAddRmsNormTwoShotSwitch);
+}
+
+// ---- Descriptor ----------------------------------------------------------------------------------------------------
+
+struct AllReduceAddRmsNormTwoShotSwitch : TwoShotInClusters<AllReduceAddRmsNormTwoShotSwitch> {
+  static constexpr AlgorithmInfo kInfo{.name = "two_shot_switch",
+                                       .protocol = "LL",
+                                       .title = "two-shot all-reduce + RMSNorm, gathered by the switch",
+                                       .by_switch = true};
+  static constexpr OperationKind kKind = kAllReduceAddRmsNormTwoShotSwitch;
+  // One for each of the other ranks, and in the second phase one for every owner.
+  static constexpr uint64_t slot_segments(uint64_t world) { return 2 * world - 1; }
+
+  // Up to 118 registers a thread on sm_90.
+  static constexpr uint32_t resident_threads(const Limits&) { return kMaxTwoShotThreads; }
+
+  static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {
+    check_switch(limits);
+    return TwoShotInClusters::grid(problem, tiling, units, limits);
+  }
+
+  template <DataType D, int World, uint32_t Variant>
+  static KernelPointer kernel() {
+    return &all_reduce_add_rms_norm_two_shot_switch<D, World, (Variant & 1) != 0, (Variant & 2) != 0>;
+  }
+};
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

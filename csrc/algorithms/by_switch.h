@@ -1,0 +1,16 @@
+// What the descriptors of algorithms by SwitchChannel have in common.
+#pragma once
+
+#include "algorithms/algorithm.h"
+
+namespace llm_comm {
+
+// Throws std::invalid_argument where the device has no instructions for it.
+inline void check_switch(const Limits& limits) {
+  if (limits.compute_capability == 0 || limits.compute_capability >= 90) return;
+  throw std::invalid_argument("NVLink multicast needs compute capability 9.0; this device has " +
+                              std::to_string(limits.compute_capability / 10) + "." +
+                              std::to_string(limits.compute_capability % 10));
+}
+
+}  // namespace llm_comm

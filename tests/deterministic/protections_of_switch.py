@@ -1,0 +1,205 @@
+"""Protections of algorithms by SwitchChannel: of aliases, of what all ranks store to one place, and of buffers at one place."""
+
+from __future__ import annotations
+
+from edits import Edit
+from protection import NOBODY_IS_MISSING, WRONG, WRONG_RESULT, Protection
+
+SWITCH_CHUNKS = "csrc/algorithms/switch_chunks.cuh"
+TWO_SHOT = "csrc/algorithms/all_reduce/two_shot.cuh"
+TWO_SHOT_LD_REDUCE = "csrc/algorithms/all_reduce/two_shot_ld_reduce.cuh"
+FUSED = "csrc/algorithms/all_reduce_add_rms_norm/two_shot.cuh"
+FUSED_LD_REDUCE = "csrc/algorithms/all_reduce_add_rms_norm/two_shot_ld_reduce.cuh"
+ALL_GATHER = "csrc/algorithms/all_gather/push_switch.cuh"
+
+IN_TILES = ("all_reduce/two_shot_switch",)
+IN_CLUSTERS = ("all_reduce_add_rms_norm/two_shot_switch",)
+BY_STEPS = ("all_reduce/two_shot_ld_reduce", "all_reduce/one_shot_ld_reduce", "reduce_scatter/ld_reduce")
+GATHERING = ("all_reduce/two_shot_ld_reduce",)
+FUSED_SUMS = ("all_reduce_add_rms_norm/two_shot_ld_reduce",)
+_WRONG = f"{WRONG_RESULT}|{NOBODY_IS_MISSING}"
+
+OF_SWITCH = (
+    # ---- Aliases ----
+    Protection(
+        "switch_fence_of_step",
+        "a fence of aliases lies between what a block stages, or stores to all ranks, and the signal of the step",
+        (Edit(SWITCH_CHUNKS, "(uint32_t) const { fence_aliases(); }", "(uint32_t) const { if (!WITHOUT) fence_aliases(); }"),),
+        failure=_WRONG,
+        subjects=(*BY_STEPS, "all_gather/push_switch"),
+    ),
+    Protection(
+        "switch_fence_of_lines",
+        "a fence of aliases lies between the arming of lines and a store to them on all ranks",
+        (
+            Edit(
+                TWO_SHOT,
+                "if (BySwitch && self.is_own && tile == first) fence_aliases();",
+                "if (!WITHOUT && BySwitch && self.is_own && tile == first) fence_aliases();",
+            ),
+        ),
+        failure=_WRONG,
+        subjects=IN_TILES,
+    ),
+    Protection(
+        "switch_fence_of_fused_lines",
+        "the same, of fused two-shot",
+        (
+            Edit(
+                FUSED,
+                "if (kToAll && is_first && self.is_own) fence_aliases();",
+                "if (!WITHOUT && kToAll && is_first && self.is_own) fence_aliases();",
+            ),
+        ),
+        failure=_WRONG,
+        subjects=IN_CLUSTERS,
+    ),
+    Protection(
+        "switch_fence_of_tile",
+        "a fence of aliases lies between what a block stages of a tile and its signal",
+        (Edit(FUSED_LD_REDUCE, "fence_aliases();\n", "if (!WITHOUT) fence_aliases();\n"),),
+        failure=_WRONG,
+        subjects=FUSED_SUMS,
+    ),
+    Protection(
+        "switch_fence_of_parts",
+        "a fence of aliases lies between what plain stores left in staging memory and a store there on all ranks",
+        (Edit(ALL_GATHER, "session.begin();\n  fence_aliases();", "session.begin();\n if (!WITHOUT) fence_aliases();\n"),),
+        failure=WRONG_RESULT,
+        subjects=("all_gather/push_switch",),
+        with_others=True,
+        budget=20_000,
+    ),
+    # ---- Sums ----
+    Protection(
+        "switch_sums_after_all_staged",
+        "the switch sums a tile only when all ranks have staged it",
+        (Edit(FUSED_LD_REDUCE, "if (talks_) {", "if (!WITHOUT && talks_) {"),),
+        failure=WRONG_RESULT,
+        subjects=FUSED_SUMS,
+    ),
+    Protection(
+        "switch_release_of_tile",
+        "the signal of a tile is a release",
+        (
+            Edit(
+                FUSED_LD_REDUCE,
+                "store_release(step_word(args_.comm, number_, self_.peer, self_.rank), word_of_step(session_.sequence(),"
+                " staged_));",
+                "if (WITHOUT) { store_relaxed(step_word(args_.comm, number_, self_.peer, self_.rank),"
+                " word_of_step(session_.sequence(), staged_)); } else { store_release(step_word(args_.comm, number_,"
+                " self_.peer, self_.rank), word_of_step(session_.sequence(), staged_)); }",
+            ),
+        ),
+        failure=_WRONG,
+        subjects=FUSED_SUMS,
+    ),
+    Protection(
+        "switch_acquire_of_tile",
+        "who finds the signal of a tile sums what was staged before it",
+        (
+            Edit(
+                FUSED_LD_REDUCE,
+                "load_acquire(said) - step",
+                "(WITHOUT ? load_relaxed(said) : load_acquire(said)) - step",
+            ),
+        ),
+        failure=_WRONG,
+        subjects=FUSED_SUMS,
+    ),
+    Protection(
+        "switch_tiles_of_operation",
+        "signals of tiles of operations before count for nothing",
+        (
+            Edit(
+                FUSED_LD_REDUCE,
+                "step = word_of_step(session_.sequence(), waited_);",
+                "step = word_of_step(session_.sequence() - (WITHOUT ? 1 : 0), waited_);",
+            ),
+        ),
+        failure=_WRONG,
+        subjects=FUSED_SUMS,
+    ),
+    Protection(
+        "switch_place_of_slice",
+        "each rank has the switch sum its own slice",
+        (
+            Edit(
+                TWO_SHOT_LD_REDUCE,
+                "staged = buffers.of(kScatter, u, rank);",
+                "staged = buffers.of(kScatter, u, WITHOUT ? 0 : rank);",
+            ),
+        ),
+        failure=WRONG_RESULT,
+        subjects=GATHERING,
+    ),
+    # ---- Stores to all ranks ----
+    Protection(
+        "switch_own_sums_received",
+        "R2: the owner receives, and arms again, the sums that it stores to all ranks",
+        (
+            Edit(
+                TWO_SHOT,
+                "(self.is_own && !BySwitch) || i >= peer_lines) return;",
+                "(self.is_own && (!BySwitch || WITHOUT)) || i >= peer_lines) return;",
+            ),
+        ),
+        failure=WRONG,
+        subjects=IN_TILES,
+    ),
+    Protection(
+        "switch_own_fused_sums_received",
+        "the same, of fused two-shot",
+        (
+            Edit(
+                FUSED,
+                "at.exists && (kToAll || !self.is_own || !SingleTile);",
+                "at.exists && ((kToAll && !WITHOUT) || !self.is_own || !SingleTile);",
+            ),
+        ),
+        failure=WRONG,
+        subjects=(*IN_CLUSTERS, *FUSED_SUMS),
+    ),
+    Protection(
+        "switch_slot_of_operation",
+        "what is stored to all ranks goes to the slot of the operation",
+        (
+            Edit(
+                TWO_SHOT,
+                "reinterpret_cast<Line*>(session.own_slot()) + gather + owner * slice + i;",
+                "reinterpret_cast<Line*>(WITHOUT ? args.comm.workspace[self.rank] + kHeaderBytes : session.own_slot())"
+                " + gather + owner * slice + i;",
+            ),
+        ),
+        failure=WRONG,
+        subjects=IN_TILES,
+    ),
+    Protection(
+        "switch_places_of_owners",
+        "every owner's sums have a place of their own on all ranks",
+        (
+            Edit(
+                SWITCH_CHUNKS,
+                "* parts_ + part;",
+                "* parts_ + (WITHOUT && half == 1 ? 0 : part);",
+            ),
+        ),
+        failure=WRONG_RESULT,
+        subjects=GATHERING,
+    ),
+    # ---- Staging memory ----
+    Protection(
+        "switch_turns",
+        "there are twice as many buffers as steps that a block is ahead",
+        (Edit(SWITCH_CHUNKS, "turns_(2 * depth)", "turns_(WITHOUT ? depth : 2 * depth)"),),
+        failure=WRONG_RESULT,
+        subjects=(*BY_STEPS, "all_gather/push_switch"),
+    ),
+    Protection(
+        "switch_second_half",
+        "H2: what is stored to all ranks in a second hop has memory of its own",
+        (Edit(SWITCH_CHUNKS, "comm_.rank, half)", "comm_.rank, WITHOUT ? 0 : half)"),),
+        failure=WRONG_RESULT,
+        subjects=GATHERING,
+    ),
+)
