@@ -27,6 +27,8 @@ _EPSILON = 1e-5
 #: Whole numbers up to this have exact sums in every type, whatever the order, up to 8 ranks.
 _LARGEST_WHOLE = 16
 _POLL_S = 0.0005
+#: Tunables, as far as an algorithm has them.
+_USUAL = {"blocks": 8, "threads": 256, "tile_lines": 64, "cluster": 1, "depth": 2}
 
 
 class _Case(NamedTuple):
@@ -137,9 +139,7 @@ def _enqueue(
     for_core = problem.for_core()
     tilings = []
     for one in (algorithm, reference):
-        choice = next(iter(_core.candidates(one.number, for_core, limits)), None)
-        if choice is None:
-            return None
+        choice = next(iter(_core.candidates(one.number, for_core, limits)), None) or _usual_choice(one)
         try:
             tilings.append(_core.shape(one.number, for_core, choice, limits).tiling)
         except ValueError:  # whole lines only, for one
@@ -167,6 +167,14 @@ def _enqueue(
     kind = "whole numbers" if is_exact else "fractions"
     name = f"{operation.name}/{algorithm.name} of {problem.count} {problem.data_type} ({kind})"
     return _Case(name, algorithm, is_exact, list(zip(*outputs, strict=True)))
+
+
+def _usual_choice(algorithm: registry.Algorithm) -> _core.Choice:
+    """For sizes at which it has no candidates, because others are faster."""
+    usual = {name: _USUAL.get(name, bounds.least) for name, bounds in algorithm.ranges.items()}
+    return _core.Choice(
+        **{name: min(max(usual[name], bounds.least), bounds.most) for name, bounds in algorithm.ranges.items()}
+    )
 
 
 def _length(operation: registry.Operation, problem: Problem, *, is_output: bool) -> int:

@@ -24,7 +24,13 @@ OF_SWITCH = (
     Protection(
         "switch_fence_of_step",
         "a fence of aliases lies between what a block stages, or stores to all ranks, and the signal of the step",
-        (Edit(SWITCH_CHUNKS, "(uint32_t) const { fence_aliases(); }", "(uint32_t) const { if (!WITHOUT) fence_aliases(); }"),),
+        (
+            Edit(
+                SWITCH_CHUNKS,
+                "(uint32_t) const { fence_aliases(); }",
+                "(uint32_t) const { if (!WITHOUT) fence_aliases(); }",
+            ),
+        ),
         failure=_WRONG,
         subjects=(*BY_STEPS, "all_gather/push_switch"),
     ),
@@ -64,7 +70,13 @@ OF_SWITCH = (
     Protection(
         "switch_fence_of_parts",
         "a fence of aliases lies between what plain stores left in staging memory and a store there on all ranks",
-        (Edit(ALL_GATHER, "session.begin();\n  fence_aliases();", "session.begin();\n if (!WITHOUT) fence_aliases();\n"),),
+        (
+            Edit(
+                ALL_GATHER,
+                "session.begin();\n  fence_aliases();",
+                "session.begin();\n if (!WITHOUT) fence_aliases();\n",
+            ),
+        ),
         failure=WRONG_RESULT,
         subjects=("all_gather/push_switch",),
         with_others=True,
