@@ -161,6 +161,12 @@ def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     _add_candidates(parser)
     parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="where to write the table")
     parser.add_argument(
+        "--multicast",
+        action="store_true",
+        help="set NVLink multicast up, test it, and measure algorithms that use it too: a communicator with the table "
+        "then uses it. Refused where the environment forbids it",
+    )
+    parser.add_argument(
         "--json",
         type=Path,
         metavar="FILE",

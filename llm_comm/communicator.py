@@ -23,6 +23,7 @@ from llm_comm.operations.generic import GenericOperations
 from llm_comm.operations.reduce_scatter import ReduceScatter
 from llm_comm.operations.watched import is_traced as _is_traced
 from llm_comm.operations.watched import is_watched as _is_watched
+from llm_comm.planning.multicast import Multicast
 from llm_comm.planning.plan import Plan
 from llm_comm.planning.tables import TuningTable
 from llm_comm.runtime.channels import Channels, open_channels
@@ -363,6 +364,11 @@ class Communicator(GatherScatter):
     def table(self) -> TuningTable:
         """The tuning table that selects."""
         return self._planner.table
+
+    @property
+    def multicast(self) -> Multicast:
+        """Whether NVLink multicast is set up, the same on all ranks, and why (not)."""
+        return self._planner.multicast
 
     @property
     def limits(self) -> _core.Limits:

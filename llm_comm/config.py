@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from llm_comm import registry
+from llm_comm import _core, registry
 from llm_comm.errors import ConfigError
 from llm_comm.quoting import quoted, shortened
 from llm_comm.sizes import parse_size
@@ -27,9 +27,7 @@ LARGE_BYTES = MIB
 
 #: Variables by which a machine says that NVLink multicast must not be used, and the value that says so.
 MULTICAST_OFF_VARIABLES = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
+    name: off for name, off in _core.multicast_switches.items() if not name.startswith("LLM_COMM_")
 }
 
 _PREFIX = "LLM_COMM_"
@@ -92,6 +90,7 @@ _BOOLEAN = _Option(_boolean, lambda v: isinstance(v, bool), "true or false (envi
 _OPTIONS: dict[str, _Option] = {
     "enable": _BOOLEAN,
     "multicast": _one_of("auto", "0", "1"),
+    "sum": _one_of("rank_order", "any"),
     "timeout_s": _Option(
         float,
         lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v < 1e6,
@@ -156,8 +155,12 @@ class Config:
 
     Args:
         enable: Whether engine integrations use llm_comm.
-        multicast: Whether NVLink multicast may be used: ``"auto"``, ``"0"`` or ``"1"``. Any of the variables in
-            ``MULTICAST_OFF_VARIABLES`` turns it off whatever is said here.
+        multicast: Whether NVLink multicast may be used: ``"auto"``: where the tuning table was made by ``llm-comm tune
+            --multicast`` on such a machine; ``"1"``: set it up without such a table too, for algorithms that an option
+            or a row names; ``"0"``: never. Any of the variables in ``MULTICAST_OFF_VARIABLES`` turns it off whatever is
+            said here, on all ranks if one rank has it.
+        sum: ``"rank_order"``: every sum is made in rank order, bitwise the same by any algorithm. ``"any"``: the NVLink
+            switch may sum too, in fp32 and in an order of its own. Not where ``deterministic`` is on.
         timeout_s: Bound in seconds of every wait for a peer, at set-up and in kernels.
         log: Level of the ``llm_comm`` logger. Where it is not chosen, a level that the application has set stays.
         workspace_bytes: Device memory of each rank: a header of 64 KiB and two slots for messages in flight. A slot
@@ -186,6 +189,7 @@ class Config:
 
     enable: bool = True
     multicast: str = "auto"
+    sum: str = "rank_order"
     timeout_s: float = 30.0
     log: str = "warning"
     workspace_bytes: int = 64 * MIB
@@ -226,6 +230,11 @@ class Config:
         if not isinstance(environ, Mapping | None):
             raise ConfigError(f"Config.load takes a mapping of variables, or options by name; found {quoted(environ)}")
         return cls(**_resolve(os.environ if environ is None else environ, overrides))
+
+    @property
+    def sums_in_any_order(self) -> bool:
+        """Whether sums may be made in the NVLink switch."""
+        return self.sum == "any" and not self.deterministic
 
     def replace(self, **changes: Any) -> Config:
         """A copy with some options changed. File and environment are not read again."""
@@ -333,12 +342,18 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def multicast_state(config: Config | None = None, environ: Mapping[str, str] | None = None) -> tuple[bool, str]:
-    """Whether NVLink multicast may be used, and why. Looks at variables and options only, never at the driver."""
+    """Whether this rank may set up NVLink multicast, as far as variables and options say, and why (not). Never asks the
+    driver. What the tuning table has to say is in ``planning/multicast.py``."""
     environ = os.environ if environ is None else environ
     config = Config.load(environ) if config is None else config
-    for name, off in MULTICAST_OFF_VARIABLES.items():
-        if environ.get(name) == off:
-            return False, f"{name}={off}"
-    if config.multicast == "0":
-        return False, f"multicast is '0' ({config.origins.get('multicast', 'Python')})"
-    return False, "this version has no algorithm that uses it"
+    switches = {name: _printable(environ[name]) for name in _core.multicast_switches if name in environ}
+    by = _core.multicast_switched_off(switches)
+    if by:
+        return False, by
+    origin = config.origins.get("multicast", "default")
+    return config.multicast != "0", f"multicast is {config.multicast!r} ({origin})"
+
+
+def _printable(text: str) -> str:
+    """A variable's value with escapes for what is no character."""
+    return text.encode(errors="backslashreplace").decode()

@@ -26,8 +26,10 @@ from llm_comm.config import MULTICAST_OFF_VARIABLES, Config, multicast_state, op
 from llm_comm.errors import ConfigError
 from llm_comm.installation import get_include
 from llm_comm.planning.catalogue import check_table_option, find_table
+from llm_comm.planning.multicast import wish
 from llm_comm.planning.selection import message_limit
 from llm_comm.planning.tables import ALL_REDUCE, TuningTable
+from llm_comm.runtime.multicast import driver_of, name_of
 
 _MULTICAST_VARIABLES = ("LLM_COMM_MULTICAST", *MULTICAST_OFF_VARIABLES)
 _PCIE_LEVELS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
@@ -207,9 +209,23 @@ def _link_ends(nvml: Any, gpu: Any) -> list[Any]:
 
 
 def _multicast(config: Config) -> dict[str, Any]:
-    on, why = multicast_state(config)
+    may, why = multicast_state(config)
     variables = {name: os.environ[name] for name in _MULTICAST_VARIABLES if name in os.environ}
-    return {"state": "on" if on else "off", "why": why, "variables": variables or "none set"}
+    found: dict[str, Any] = {
+        "state": "off",
+        "why": why,
+        "sum": "any order" if config.sums_in_any_order else "rank order",
+    }
+    if may:
+        # What a communicator would try, test and go on without if it fails. Nothing of it is tried here.
+        device = torch.device("cpu") if launch.usable_gpus()[0] < launch.WORLDS[0] else torch.device("cuda", 0)
+        wishes = {
+            world: wish(config, table, name_of(device), driver_of(device), world)
+            for world, table in _tables(config).items()
+        }
+        found["state"] = "would be set up and tested" if any(wanted.is_up for wanted in wishes.values()) else "off"
+        found["why"] = {f"{world} ranks": wanted.why for world, wanted in wishes.items()}
+    return {**found, "variables": variables or "none set"}
 
 
 def _workspace(config: Config) -> dict[str, Any]:
@@ -220,15 +236,18 @@ def _workspace(config: Config) -> dict[str, Any]:
     }
 
 
-def _tuning(config: Config) -> dict[str, str]:
+def _tables(config: Config) -> dict[int, TuningTable]:
+    """What communicators of this machine would go by, by ranks."""
     gpus = launch.usable_gpus()[0]
     if gpus < launch.WORLDS[0]:
-        tables = {launch.DEFAULT_EMULATED_WORLD: find_table("emulated", launch.DEFAULT_EMULATED_WORLD, 1, config)}
-    else:
-        gpu = torch.cuda.get_device_properties(0)
-        worlds = [world for world in launch.WORLDS if world <= gpus]
-        tables = {world: find_table(gpu.name, world, gpu.multi_processor_count, config) for world in worlds}
-    return {f"{world} ranks": _describe_table(table, config) for world, table in tables.items()}
+        return {launch.DEFAULT_EMULATED_WORLD: find_table("emulated", launch.DEFAULT_EMULATED_WORLD, 1, config)}
+    gpu = torch.cuda.get_device_properties(0)
+    worlds = [world for world in launch.WORLDS if world <= gpus]
+    return {world: find_table(gpu.name, world, gpu.multi_processor_count, config) for world in worlds}
+
+
+def _tuning(config: Config) -> dict[str, str]:
+    return {f"{world} ranks": _describe_table(table, config) for world, table in _tables(config).items()}
 
 
 def _describe_table(table: TuningTable, config: Config) -> str:

@@ -72,8 +72,8 @@ class Algorithm(NamedTuple):
     @property
     def needs_row(self) -> bool:
         """Only an option or a row of a table chooses it, for whatever has been measured: it moves data by copy
-        engines, which are worth it where messages are large enough."""
-        return self.protocol in ("Port", "CE")
+        engines, which are worth it where messages are large enough; or by NVLink multicast, which has to be set up."""
+        return self.protocol in ("Port", "CE") or self.by_switch
 
 
 class Operation(NamedTuple):

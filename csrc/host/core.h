@@ -21,6 +21,7 @@ struct CoreOptions {
   bool dependent_launch;       // programmatic dependent launch, where the device has it
   bool check_calls;            // the ranks compare each call before they run it
   uint64_t staging_bytes = 0;  // a multiple of 16; for HB
+  bool multicast = false;  // the workspace is to be one that a multicast object takes; set-up is by create_multicast()
 };
 
 // What a peer needs to map a workspace: a file descriptor, which travels over a unix socket, or bytes (cudaIpc).
@@ -89,6 +90,21 @@ class Core {
   // Maps a peer's workspace. Takes the handle's descriptor only for the call.
   virtual void map_peer(int peer, const WorkspaceHandle& handle) = 0;
   virtual uint64_t workspace_bytes() const = 0;
+
+  // NVLink multicast over the workspaces of all ranks, which are mapped. Ranks take a step only after all have done the one
+  // before; where one has failed, all drop what they have. Throw std::runtime_error, where the environment forbids multicast
+  // before anything of it is looked up (multicast_switches.h).
+
+  // Of rank 0: makes the object of all ranks and returns its handle.
+  virtual WorkspaceHandle create_multicast() = 0;
+  // Of the others. Takes the handle's descriptor only for the call.
+  virtual void join_multicast(const WorkspaceHandle& handle) = 0;
+  // All ranks have done it before the first binds: to bind waits for them, without end.
+  virtual void add_multicast_device() = 0;
+  // Binds this rank's workspace and maps the object. When all ranks have, calls of algorithms by the switch can be prepared.
+  virtual void bind_multicast() = 0;
+  // Undoes all of it. No prepared call of such an algorithm may be left. The core's end does it too.
+  virtual void drop_multicast() = 0;
 
   // The symmetric heap: segments that are as large on every rank, and that all ranks map. Their numbers are below kMaxSegments,
   // and the caller's, the same on all ranks. What changes the heap may come while other threads enqueue calls.

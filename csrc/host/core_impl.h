@@ -11,6 +11,8 @@
 //           std::shared_ptr<char> map_memory(int peer, uint64_t bytes, const WorkspaceHandle&);   // of a peer
 //           std::shared_ptr<char> for_tensor(std::shared_ptr<char> memory, std::weak_ptr<const void> core);
 //                                       // the same memory for a tensor, which may outlive the core
+//           WorkspaceHandle create_multicast(); void join_multicast(const WorkspaceHandle&); void add_multicast_device();
+//           char* bind_multicast(); void drop_multicast();   // as of Core; bind: where the object is mapped, never nullptr
 //           void leave_to_graphs();   // keeps the memory for what may still use it, and lets it do nothing
 // Launcher: Function<Args> function(void (*)(Args));          // what launch() takes
 //           void launch(const Function<Args>&, const Args&, const Grid&, uint64_t stream);
@@ -25,11 +27,13 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstring>
 #include <iterator>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "algorithms/kernels.h"
@@ -84,7 +88,10 @@ class CoreImpl final : public Core {
     if (comm_.workspace[options_.rank] == nullptr) return;
     const bool has_ended = launcher_.wait_for_last_call();
     ports_->stop();
-    if (has_ended && !launcher_.has_been_captured()) return;
+    if (has_ended && !launcher_.has_been_captured()) {
+      wait_for_peers_in_switch();
+      return;
+    }
     memory_.leave_to_graphs();
     ports_->leave_to_graphs();
     segments_.leave_to_graphs();
@@ -99,6 +106,15 @@ class CoreImpl final : public Core {
   void map_peer(int peer, const WorkspaceHandle& handle) override {
     check_peer("map_peer", peer);
     comm_.workspace[peer] = memory_.map(peer, handle);
+  }
+
+  WorkspaceHandle create_multicast() override { return memory_.create_multicast(); }
+  void join_multicast(const WorkspaceHandle& handle) override { memory_.join_multicast(handle); }
+  void add_multicast_device() override { memory_.add_multicast_device(); }
+  void bind_multicast() override { comm_.multicast = memory_.bind_multicast(); }
+  void drop_multicast() override {
+    comm_.multicast = nullptr;
+    memory_.drop_multicast();
   }
 
   // What a kernel outside of the core needs to take part in the communicator's operations.
@@ -262,11 +278,31 @@ class CoreImpl final : public Core {
     memory_.write(memory_.local() + kHeapOffset + segment * sizeof(addresses), &addresses, sizeof(addresses));
   }
 
+  // A peer may still reduce in the switch from this rank's memory, which must stay bound until it has ended what this rank has.
+  // Not where anything has failed, nor for longer than any wait may take.
+  void wait_for_peers_in_switch() {
+    if (comm_.multicast == nullptr) return;
+    const auto own = operations_ended();
+    const auto limit = std::chrono::duration<double>(options_.timeout_s);
+    const auto deadline = std::chrono::steady_clock::now() + limit;
+    for (const char* const workspace : comm_.workspace) {
+      while (workspace != nullptr && own && !has_failed(*comm_.mailbox) &&
+             std::chrono::steady_clock::now() < deadline) {
+        const auto arrivals = memory_.read_soon(workspace + offsetof(CommState, arrivals));
+        if (!arrivals || *arrivals / kArrivalsPerOperation >= *own) break;
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+      }
+    }
+  }
+
   void end_waits(uint32_t reason) { __atomic_fetch_or(&comm_.mailbox->end_reasons, reason, __ATOMIC_RELEASE); }
 
   template <class Algorithm>
   std::unique_ptr<PreparedCall> prepare_with(const Problem& problem, const Tiling& tiling) {
     using Operation = typename Algorithm::Operation;
+    if (Algorithm::kInfo.by_switch && comm_.multicast == nullptr) {
+      throw std::invalid_argument(std::string(Algorithm::kInfo.title) + ": NVLink multicast is not set up");
+    }
     const Limits limits{options_.slot_bytes, 0, launcher_.max_cluster_blocks(), 0, options_.staging_bytes};
     Shape shape = shape_of<Algorithm>(problem, tiling, limits);
     const auto function_of = [&](Grid& grid) {

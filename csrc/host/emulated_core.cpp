@@ -10,6 +10,7 @@
 #include "emulator/executor.h"
 #include "host/core_impl.h"
 #include "host/memory_transport.h"
+#include "host/multicast_switches.h"
 
 namespace llm_comm::host {
 
@@ -68,6 +69,8 @@ std::shared_ptr<char> owner_of(SharedMapping mapping) {
 
 class EmulatedMemory {
  public:
+  explicit EmulatedMemory(bool multicast) : multicast_(multicast) {}
+
   WorkspaceHandle create(const WorkspaceLayout& layout, bool use_ipc) {
     bytes_ = layout.bytes();
     WorkspaceHandle handle = create_shared("llm_comm_workspace", bytes_, use_ipc, local_);
@@ -95,6 +98,22 @@ class EmulatedMemory {
     return memory;
   }
 
+  // What stands in for a multicast object is a descriptor that says nothing: the emulated switch loops over the workspaces. It
+  // is forbidden as on a GPU, so that whoever asks is seen to ask.
+  WorkspaceHandle create_multicast() {
+    require_multicast_permitted(variable_of_process);
+    if (!multicast_) throw std::runtime_error("the core was made without multicast");
+    SharedMapping unused;
+    return create_shared("llm_comm_multicast", sizeof(Line), false, unused);
+  }
+  void join_multicast(const WorkspaceHandle& handle) {
+    require_multicast_permitted(variable_of_process);
+    const SharedMapping unused(handle.fd, sizeof(Line));
+  }
+  void add_multicast_device() {}
+  char* bind_multicast() { return local_.address(); }
+  void drop_multicast() {}
+
   char* local() const { return local_.address(); }
   void write(char* to, const void* from, uint64_t bytes) const { std::memcpy(to, from, bytes); }
   HostMailbox* mailbox() const { return mailbox_.get(); }
@@ -105,6 +124,7 @@ class EmulatedMemory {
   }
 
  private:
+  bool multicast_;
   uint64_t bytes_ = 0;
   SharedMapping local_;
   std::map<int, SharedMapping> peers_;
@@ -167,7 +187,8 @@ uint64_t bytes_of_channels() { return sizeof(Channels); }
 std::unique_ptr<Core> make_emulated_core(const CoreOptions& options) {
   check_options(options);
   return std::make_unique<CoreImpl<EmulatedMemory, EmulatedLauncher>>(
-      options, EmulatedMemory(), EmulatedLauncher(static_cast<uint32_t>(options.rank)), make_emulated_ports());
+      options, EmulatedMemory(options.multicast), EmulatedLauncher(static_cast<uint32_t>(options.rank)),
+      make_emulated_ports());
 }
 
 }  // namespace llm_comm::host

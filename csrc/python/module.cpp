@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -12,6 +13,7 @@
 
 #include "host/build_config.h"
 #include "host/core.h"
+#include "host/multicast_switches.h"
 #include "host/planner.h"
 #include "python/tensor_capsule.h"
 
@@ -162,15 +164,20 @@ PYBIND11_MODULE(_core, module) {
   module.attr("nvcc_version") = LLM_COMM_NVCC_VERSION;
   module.attr("bounded_waits") = LLM_COMM_BOUNDED_WAITS != 0;
   module.attr("max_world_size") = llm_comm::kMaxWorldSize;
+  py::dict switches;  // variables that can forbid NVLink multicast, each with the value that usually does
+  for (const MulticastSwitch& one : kMulticastSwitches) switches[one.variable] = one.off;
+  module.attr("multicast_switches") = switches;
   module.attr("max_segments") = llm_comm::kMaxSegments;
 
   py::class_<CoreOptions>(module, "CoreOptions")
       .def(py::init([](int rank, int world_size, uint64_t slot_bytes, double timeout_s, bool dependent_launch,
-                       bool check_calls, uint64_t staging_bytes) {
-             return CoreOptions{rank, world_size, slot_bytes, timeout_s, dependent_launch, check_calls, staging_bytes};
+                       bool check_calls, uint64_t staging_bytes, bool multicast) {
+             return CoreOptions{rank,        world_size,    slot_bytes, timeout_s, dependent_launch,
+                                check_calls, staging_bytes, multicast};
            }),
            py::kw_only(), py::arg("rank"), py::arg("world_size"), py::arg("slot_bytes"), py::arg("timeout_s"),
-           py::arg("dependent_launch"), py::arg("check_calls"), py::arg("staging_bytes") = 0);
+           py::arg("dependent_launch"), py::arg("check_calls"), py::arg("staging_bytes") = 0,
+           py::arg("multicast") = false);
 
   py::class_<Problem>(module, "Problem")
       .def(py::init(&problem_of), py::kw_only(), py::arg("count"), py::arg("row"), py::arg("data_type"),
@@ -265,6 +272,15 @@ PYBIND11_MODULE(_core, module) {
           "map_peer", [](Core& core, int peer, int fd, const std::string& bytes) { core.map_peer(peer, {fd, bytes}); },
           py::arg("peer"), py::arg("fd"), py::arg("bytes"), py::call_guard<py::gil_scoped_release>())
       .def("workspace_bytes", &Core::workspace_bytes)
+      .def(
+          "create_multicast", [](Core& core) { return core.create_multicast().fd; },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "join_multicast", [](Core& core, int fd) { core.join_multicast({fd, {}}); },
+          py::call_guard<py::gil_scoped_release>())
+      .def("add_multicast_device", &Core::add_multicast_device, py::call_guard<py::gil_scoped_release>())
+      .def("bind_multicast", &Core::bind_multicast, py::call_guard<py::gil_scoped_release>())
+      .def("drop_multicast", &Core::drop_multicast, py::call_guard<py::gil_scoped_release>())
       .def("max_cluster_blocks", &Core::max_cluster_blocks, py::call_guard<py::gil_scoped_release>())
       .def("send_marks", &Core::send_marks, py::call_guard<py::gil_scoped_release>())
       .def("peers_unseen", &Core::peers_unseen, py::call_guard<py::gil_scoped_release>())
@@ -369,6 +385,13 @@ PYBIND11_MODULE(_core, module) {
     return llm_comm::WorkspaceLayout::within(workspace_bytes).staging_bytes();
   });
 
+  // "NAME=value" of the first variable of an environment that forbids NVLink multicast, or "".
+  module.def("multicast_switched_off", [](const std::map<std::string, std::string>& environment) {
+    return multicast_switched_off([&](const char* name) -> const char* {
+      const auto found = environment.find(name);
+      return found == environment.end() ? nullptr : found->second.c_str();
+    });
+  });
   module.def("bytes_of_semaphores", &bytes_of_semaphores, py::arg("world_size"), py::arg("semaphores"));
   module.def("bytes_of_channels", &bytes_of_channels);
 

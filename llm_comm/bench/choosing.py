@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from llm_comm import registry
 from llm_comm.bench.report import format_bytes
 from llm_comm.errors import ConfigError
 from llm_comm.planning.tables import Row, RunnerUp
@@ -84,14 +85,41 @@ def with_figures(chosen: Measured, measured: Sequence[Measured]) -> Measured:
     return chosen._replace(row=chosen.row._replace(us=chosen.us, runner_up=runner_up))
 
 
-def merge(best: Sequence[Measured]) -> list[Row]:
-    """One row for neighbouring sizes that run alike. Its figures are those of its largest size, as of any row."""
-    rows: list[Row] = []
-    for row, *_ in best:
-        if rows and rows[-1].without_figures()._replace(up_to=row.up_to) == row.without_figures():
-            rows.pop()
-        rows.append(row)
-    return rows
+def choose_by_means(measured: Sequence[Measured], size: int, refusals: Iterable[str]) -> list[Measured]:
+    """What runs at a size, by what may be used, with figures and without repetition: where sums may be in any order,
+    where NVLink multicast only stores, and without it. Of these rows the first counts that can be used.
+
+    Raises:
+        ConfigError: As of ``choose``.
+    """
+    chosen: list[Measured] = []
+    for fits in (lambda _: True, lambda a: not a.sums_in_switch, lambda a: not a.by_switch):
+        of_means = [m for m in measured if fits(algorithm_of(m.row))]
+        best = with_figures(choose(of_means, size, refusals), of_means)
+        if all(best.row.without_figures() != other.row.without_figures() for other in chosen):
+            chosen.append(best)
+    return chosen
+
+
+def algorithm_of(row: Row) -> registry.Algorithm:
+    """Of a row that was measured."""
+    found = registry.operations()[row.operation].find(row.algorithm, row.protocol)
+    assert found is not None
+    return found
+
+
+def merge(best: Sequence[Sequence[Measured]]) -> list[Row]:
+    """One row, or as many as a size has, for neighbouring sizes that run alike. Figures are those of the largest size,
+    as of any row."""
+    groups: list[list[Row]] = []
+    for of_size in best:
+        rows = [m.row for m in of_size]
+        if groups and [row.without_figures()._replace(up_to=rows[0].up_to) for row in groups[-1]] == [
+            row.without_figures() for row in rows
+        ]:
+            groups.pop()
+        groups.append(rows)
+    return [row for rows in groups for row in rows]
 
 
 def _kind(row: Row) -> tuple[str, str]:

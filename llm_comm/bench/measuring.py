@@ -12,7 +12,7 @@ from llm_comm.bench import timing
 from llm_comm.bench.agreement import on_all
 from llm_comm.bench.choosing import Measured, worth_timing
 from llm_comm.bench.timing import Schedule
-from llm_comm.bench.tune_subjects import Bound, Subject, candidates, nothing
+from llm_comm.bench.tune_subjects import Bound, Subject, admitted_by, candidates, nothing
 from llm_comm.communicator import Communicator
 from llm_comm.config import MIB
 from llm_comm.planning.tables import Row, TuningTable, by_operation
@@ -117,7 +117,7 @@ class Bench:
         """The candidates that the communicator accepts, one of those that run alike."""
         problem = self._subject.problem(self._size, self._comm.world_size)
         rows, plans = [], set()
-        for row in candidates(problem, self._comm.limits, self._subject.is_symmetric):
+        for row in candidates(problem, self._comm.limits, self._subject.is_symmetric, admitted_by(self._comm)):
             self.use(row)
             plan = self.bound.plan()
             if plan.algorithm == "declined":
@@ -143,7 +143,9 @@ def count_candidates(subject: Subject, sizes: Sequence[int], comm: Communicator)
     return sum(
         1
         for size in sizes
-        for _ in candidates(subject.problem(size, comm.world_size), comm.limits, subject.is_symmetric)
+        for _ in candidates(
+            subject.problem(size, comm.world_size), comm.limits, subject.is_symmetric, admitted_by(comm)
+        )
     )
 
 

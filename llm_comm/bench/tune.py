@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from llm_comm import _core, launch, outputs, preflight, registry
 from llm_comm.bench import report
 from llm_comm.bench.agreement import require_alike
-from llm_comm.bench.choosing import Measured, choose, is_slower, merge, with_figures
+from llm_comm.bench.choosing import Measured, algorithm_of, choose_by_means, is_slower, merge
 from llm_comm.bench.measuring import AtSize, Bench, count_candidates, schedule_of
 from llm_comm.bench.pace import Budget, Pace
 from llm_comm.bench.report import Progress, format_bytes
@@ -28,22 +29,32 @@ from llm_comm.bench.tune_subjects import (
     subjects_of,
 )
 from llm_comm.communicator import Communicator
-from llm_comm.config import Config
+from llm_comm.config import Config, multicast_state
 from llm_comm.errors import ConfigError
 from llm_comm.launch import Placement
 from llm_comm.planning.table_files import table_text
-from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, of_symmetric
+from llm_comm.planning.tables import ALL_REDUCE, FUSED, MulticastEntry, Row, TuningTable, of_symmetric
+from llm_comm.runtime.multicast import driver_of, name_of
 
 #: Tunables that a launch may stay below.
 _BOUNDS = ("blocks", "threads")
 
 
 class Found(NamedTuple):
-    """What was measured of an operation: the best candidate of each size, with its figures, and NCCL's microseconds by
-    size."""
+    """What was measured of an operation: the best candidate of each size, with its figures, NCCL's microseconds by
+    size, and where NVLink multicast was measured too, what to run at a size with less than the best takes."""
 
     best: list[Measured]
     nccl: dict[int, float]
+    lesser: Mapping[int, list[Measured]] = MappingProxyType({})
+
+    def by_size(self) -> list[list[Measured]]:
+        """What runs at each size, the best first."""
+        return [[m, *self.lesser.get(m.row.up_to, ())] for m in self.best]
+
+    def in_rank_order(self) -> list[Measured]:
+        """The best of each size whose sums are in rank order, as they are unless an option says otherwise."""
+        return [next(m for m in of_size if not algorithm_of(m.row).sums_in_switch) for of_size in self.by_size()]
 
 
 NOTHING = Found([], {})
@@ -59,7 +70,9 @@ def run(args: argparse.Namespace) -> int:
     placement = launch.place(args.world, args.device)
     if not placement.on_gpu:
         raise ConfigError(f"tune measures GPUs: {placement.reason}")
-    check_options(args, preflight.check({"--out": args.out, "--json": args.json}))
+    config = preflight.check({"--out": args.out, "--json": args.json})
+    check_options(args, config)
+    config = config_for(args.multicast, config)
     if not launch.in_rank():
         if args.json is not None and args.json.is_file():
             _record(args, placement)  # a file of another run is told once, and not by every rank
@@ -74,7 +87,9 @@ def run(args: argparse.Namespace) -> int:
 
         require_alike(asked, group)  # before the first of them writes the file
         (record,) = records
-        with Communicator(group, placement.device) as comm:
+        with Communicator(group, placement.device, config) as comm:
+            if args.multicast and not comm.multicast.is_up:
+                raise ConfigError(f"--multicast: NVLink multicast cannot be used here: {comm.multicast.why}")
             subjects = subjects_of(args.operations, args.hidden, args.max, comm.world_size)
             require_candidates(args, subjects, comm.world_size, comm.limits)
             shipped = comm.table
@@ -84,9 +99,33 @@ def run(args: argparse.Namespace) -> int:
                 environment = record.report(is_complete=left == 0)
                 if args.out is not None:
                     table = tuned(shipped, found)
+                    if args.multicast:
+                        table = table._replace(multicast=entry_of(comm, environment["date"]))
                     written = _write_table(comm, table, args.operations, environment, args.out)
                 written = record.write(is_complete=left == 0) and written
     return 0 if written else 1
+
+
+def config_for(multicast: bool, config: Config) -> Config:
+    """The options to measure with: NVLink multicast is set up, and tested, where ``--multicast`` asks for it, and never
+    else.
+
+    Raises:
+        ConfigError: The machine forbids it. Nothing of it has been tried then.
+    """
+    if not multicast:
+        return config.replace(multicast="0")
+    may, why = multicast_state(config)
+    if not may:
+        raise ConfigError(f"--multicast: {why} forbids NVLink multicast on this machine; nothing of it was tried")
+    if config.deterministic:
+        raise ConfigError("--multicast: option deterministic keeps sums out of the switch: unset it to measure them")
+    return config.replace(multicast="1", sum="any")
+
+
+def entry_of(comm: Communicator, date: str) -> MulticastEntry:
+    """What a table says of the machine that NVLink multicast was tested and measured on."""
+    return MulticastEntry(name_of(comm.device), driver_of(comm.device), comm.world_size, date)
 
 
 def check_options(args: argparse.Namespace, config: Config) -> None:
@@ -137,7 +176,8 @@ def _record(args: argparse.Namespace, placement: Placement) -> Record:
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
     """Those that change what is measured."""
-    return {name: getattr(args, name) for name in ("operations", "min", "max", "reps", "hidden", "method")}
+    found = {name: getattr(args, name) for name in ("operations", "min", "max", "reps", "hidden", "method")}
+    return {**found, "multicast": True} if getattr(args, "multicast", False) else found
 
 
 def measure(
@@ -156,17 +196,20 @@ def measure(
     known = [(subject, size) for subject, size in to_do if size in record.sizes(subject.key)]
     if known and comm.rank == 0:
         print(f"{args.json} has {len(known)} of {len(to_do)} sizes: going on behind them", flush=True)
-    found: dict[str, Found] = {subject.key: Found([], {}) for subject in subjects}
+    found: dict[str, Found] = {subject.key: Found([], {}, {}) for subject in subjects}
     progress = Progress(enabled=comm.rank == 0)
 
     def take(subject: Subject, at_size: AtSize) -> None:
-        chosen = with_figures(choose(at_size.measured, at_size.size, at_size.refusals), at_size.measured)
+        chosen, *lesser = choose_by_means(at_size.measured, at_size.size, at_size.refusals)
         found[subject.key].best.append(chosen)
+        if lesser:
+            found[subject.key] = found[subject.key]._replace(lesser={**found[subject.key].lesser, at_size.size: lesser})
         if at_size.nccl_us is not None:
             found[subject.key].nccl[at_size.size] = at_size.nccl_us
         progress.clear()
         if comm.rank == 0:
-            print(line(subject, chosen, at_size.nccl_us), flush=True)
+            for one in (chosen, *lesser):
+                print(line(subject, one, at_size.nccl_us), flush=True)
 
     for subject, size in known:
         take(subject, record.sizes(subject.key)[size])
@@ -204,8 +247,8 @@ def _measure_size(
 def tuned(shipped: TuningTable, found: Mapping[str, Found]) -> TuningTable:
     """The table to write: what was measured, and for the rest what the device's present table says."""
     plain = found.get(ALL_REDUCE, NOTHING)
-    limit = largest_won(plain.best, plain.nccl) if plain.best else shipped.max_message_bytes
-    rows = [row for of_operation in found.values() for row in merge(of_operation.best)]
+    limit = largest_won(plain.in_rank_order(), plain.nccl) if plain.best else shipped.max_message_bytes
+    rows = [row for of_operation in found.values() for row in merge(of_operation.by_size())]
     # From where on two kernels are as fast, and how many blocks are too many, is not measured here.
     return shipped.with_rows(*rows)._replace(
         name="",

@@ -14,6 +14,7 @@ from llm_comm import _core, registry
 from llm_comm.bench import OPERATIONS
 from llm_comm.communicator import Communicator
 from llm_comm.config import MIB
+from llm_comm.planning.multicast import why_not
 from llm_comm.planning.plan import Plan, Problem
 from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, FUSED, REDUCE_SCATTER, Row, of_symmetric
 
@@ -248,13 +249,32 @@ def coarse_first(subjects: Sequence[Subject], smallest: int, largest: int) -> li
     return [(subject, size) for *_, size, subject in sorted(found, key=lambda entry: entry[:3])]
 
 
-def candidates(problem: Problem, limits: _core.Limits, is_symmetric: bool = False) -> Iterator[Row]:
+def without_switch(algorithm: registry.Algorithm) -> bool:
+    """Whether an algorithm needs no NVLink multicast."""
+    return not algorithm.by_switch
+
+
+def admitted_by(comm: Communicator) -> Callable[[registry.Algorithm], bool]:
+    """Whether a communicator may use an algorithm that a row names."""
+    return lambda algorithm: not why_not(algorithm, comm.config, comm.multicast)
+
+
+def candidates(
+    problem: Problem,
+    limits: _core.Limits,
+    is_symmetric: bool = False,
+    admits: Callable[[registry.Algorithm], bool] = without_switch,
+) -> Iterator[Row]:
     """Rows of a table worth measuring for a problem, of every algorithm for tensors of one kind, simplest first: not of
-    those that run only where they are named."""
+    those that run only where they are named.
+
+    Args:
+        admits: Whether an algorithm may be used at all.
+    """
     for algorithm in registry.operations()[problem.operation].algorithms:
         if problem.data_type not in algorithm.data_types or algorithm.is_symmetric != is_symmetric:
             continue
-        if algorithm.is_by_proxy:
+        if algorithm.is_by_proxy or not admits(algorithm):
             continue
         for choice in _core.candidates(algorithm.number, problem.for_core(), limits):
             tunables = {name: getattr(choice, name) for name in algorithm.ranges}

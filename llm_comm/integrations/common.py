@@ -15,6 +15,7 @@ from llm_comm.config import MIB, Config
 from llm_comm.errors import CommunicatorError, ConfigError, LlmCommError, MissingRankError
 from llm_comm.installation import VERSION
 from llm_comm.planning.catalogue import check_table_option
+from llm_comm.planning.multicast import NO_MULTICAST, Multicast, why_not
 from llm_comm.planning.selection import message_limit
 from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, TuningTable
 from llm_comm.runtime.rendezvous import Rendezvous
@@ -235,14 +236,14 @@ class Member:
         config, table = communicator.config, communicator.table
         where = "emulated GPUs" if communicator.is_emulated else communicator.memory_kind
         if sums:
-            plans = describe_plans(table, config, f"{engine}'s own")
+            plans = describe_plans(table, config, f"{engine}'s own", communicator.multicast)
             what = f"all-reduce {plans} ({table.name}); {describe_parts(table, config)}"
         else:
             beyond = f", then {engine}'s own"
             what = f"{describe_parts(table, config, beyond)} ({table.name})"
         return (
             f"llm_comm {VERSION} is active for group {self.group_name} ({communicator.world_size} ranks, {where}): "
-            f"{what}; timeout {config.timeout_s:g} s"
+            f"{what}; timeout {config.timeout_s:g} s; {communicator.multicast.describe(config)}"
         )
 
     def close(self) -> None:
@@ -288,12 +289,26 @@ def enter(
     return Member(communicator, group_name, lambda last_words: log.critical("llm_comm: %s", last_words))
 
 
-def describe_plans(table: TuningTable, config: Config, engine: str) -> str:
+def in_rank_order(config: Config, mode: str, log: logging.Logger) -> Config:
+    """``config`` for a mode of an engine in which sums must not depend on who makes them: not in the NVLink switch,
+    whatever option ``sum`` says."""
+    if config.sum == "rank_order":
+        return config
+    log.info("llm_comm: sum is %r, but %s is on: sums are made in rank order", config.sum, mode)
+    return config.replace(sum="rank_order")
+
+
+def describe_plans(table: TuningTable, config: Config, engine: str, multicast: Multicast = NO_MULTICAST) -> str:
     """Which algorithm serves which message sizes, in words: "one_shot to 48 KiB, two_shot to 48 MiB, then vLLM"."""
     limit = message_limit(ALL_REDUCE, table, config)
-    forced = {a.name for a in registry.operations()[ALL_REDUCE].algorithms} & {config.algorithm}
+    algorithms = registry.operations()[ALL_REDUCE].algorithms
+    usable = [a for a in algorithms if not why_not(a, config, multicast, is_forced=a.name == config.algorithm)]
+    forced = {a.name for a in usable} & {config.algorithm}
+    known = {(a.name, a.protocol) for a in usable}
     parts: list[tuple[str, int]] = []
     for row in table.rows.get(ALL_REDUCE, ()):
+        if (row.algorithm, row.protocol) not in known or (parts and row.up_to <= parts[-1][1]):
+            continue
         algorithm = config.algorithm if forced else row.algorithm
         if parts and parts[-1][0] == algorithm:
             parts.pop()

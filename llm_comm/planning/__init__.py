@@ -2,5 +2,5 @@
 
 ``tables``: rows and tables. ``table_files``: their files. ``default_tables``: those of devices without a file.
 ``catalogue``: the table for a device. ``plan``: what is asked, and the answer. ``selection``: from a table to a plan.
-``planner``: the plans of one communicator.
+``multicast``: algorithms by the NVLink switch. ``planner``: the plans of one communicator.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from llm_comm import _core
 from llm_comm.config import Config
 from llm_comm.planning import selection
+from llm_comm.planning.multicast import NO_MULTICAST, Multicast
 from llm_comm.planning.plan import Problem
 from llm_comm.planning.selection import Layout
 from llm_comm.planning.tables import TuningTable
@@ -18,13 +19,22 @@ class Planner:
         table: Tuning table that selects.
         config: Options of the communicator.
         limits: What the devices of all ranks have room for.
+        multicast: Of the ranks.
     """
 
-    def __init__(self, world_size: int, table: TuningTable, config: Config, limits: _core.Limits) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        table: TuningTable,
+        config: Config,
+        limits: _core.Limits,
+        multicast: Multicast = NO_MULTICAST,
+    ) -> None:
         self.world_size = world_size
         self.table = table
         self.config = config
         self.limits = limits
+        self.multicast = multicast
         #: Whether there are tensors in symmetric memory, which some algorithms are for. The same on all ranks.
         self.has_symmetric = False
 
@@ -34,7 +44,7 @@ class Planner:
         """The plan of a call, ready for the core."""
         problem = Problem(operation, count, row, data_type, self.world_size, parameters)
         by = (self.table, self.config, self.limits)
-        layout = selection.lay_out(problem, *by)
+        layout = selection.lay_out(problem, *by, self.multicast)
         return selection.with_direct(layout, problem, *by) if self.has_symmetric else layout
 
     def message_limit(self, operation: str) -> int:

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 from llm_comm import _core, registry
 from llm_comm.config import LARGE_BYTES, Config
+from llm_comm.planning import multicast as switch
 from llm_comm.planning.default_tables import derive_fused_rows, rows_of_parts
+from llm_comm.planning.multicast import NO_MULTICAST, Multicast
 from llm_comm.planning.plan import Plan, Problem, without_kernel
 from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, of_symmetric, row_of
 
@@ -37,15 +39,19 @@ class _Chosen(NamedTuple):
     reason: str
 
 
-def select(problem: Problem, table: TuningTable, config: Config, limits: _core.Limits) -> Plan:
+def select(
+    problem: Problem, table: TuningTable, config: Config, limits: _core.Limits, multicast: Multicast = NO_MULTICAST
+) -> Plan:
     """The plan for a message. A message that cannot be served is declined.
 
-    The same on every rank that has the same table, config and limits.
+    The same on every rank that has the same table, config, limits and multicast.
     """
-    return lay_out(problem, table, config, limits).plan
+    return lay_out(problem, table, config, limits, multicast).plan
 
 
-def lay_out(problem: Problem, table: TuningTable, config: Config, limits: _core.Limits) -> Layout:
+def lay_out(
+    problem: Problem, table: TuningTable, config: Config, limits: _core.Limits, multicast: Multicast = NO_MULTICAST
+) -> Layout:
     """The same, ready for ``Core.prepare``."""
     message_bytes = problem.message_bytes()
 
@@ -58,7 +64,7 @@ def lay_out(problem: Problem, table: TuningTable, config: Config, limits: _core.
     if problem.count == 0:
         return no_kernel("none", "no rows" if problem.row else "empty message")
     for_core = problem.for_core()
-    chosen = _choose(problem, for_core, table, config, limits)
+    chosen = _choose(problem, for_core, table, config, limits, multicast)
     if chosen is None:
         return no_kernel("declined", f"no algorithm of {problem.operation} has a shape for {message_bytes} bytes")
     algorithm = chosen.algorithm
@@ -146,12 +152,24 @@ def _why_not(problem: Problem, table: TuningTable, config: Config) -> str:
 
 
 def _choose(
-    problem: Problem, for_core: _core.Problem, table: TuningTable, config: Config, limits: _core.Limits
+    problem: Problem,
+    for_core: _core.Problem,
+    table: TuningTable,
+    config: Config,
+    limits: _core.Limits,
+    multicast: Multicast,
 ) -> _Chosen | None:
     """By the table's row, the forced algorithm, or else the first candidate that there is."""
     operation = registry.operations()[problem.operation]
-    algorithms = [a for a in operation.algorithms if problem.data_type in a.data_types and not a.is_symmetric]
+    of_type = [a for a in operation.algorithms if problem.data_type in a.data_types and not a.is_symmetric]
+    why_not = {
+        (a.name, a.protocol): switch.why_not(a, config, multicast, is_forced=a.name == config.algorithm)
+        for a in of_type
+    }
+    algorithms = [a for a in of_type if not why_not[a.name, a.protocol]]
     rows, remark = _rows_of(table, problem.operation, limits)
+    # A row that cannot be used is passed over: the next one counts that serves the size.
+    rows = tuple(row for row in rows if not why_not.get((row.algorithm, row.protocol)))
     row = of_size = row_of(rows, problem.message_bytes())
     proposed = None if row is None else operation.find(row.algorithm, row.protocol)
     found = proposed if proposed in algorithms else None
@@ -159,6 +177,9 @@ def _choose(
         forced = [a for a in algorithms if a.name == config.algorithm]
         if not forced and any(a.name == config.algorithm and a.is_symmetric for a in operation.algorithms):
             remark += f"; algorithm {config.algorithm} is for symmetric tensors"
+        elif not forced and any(name == config.algorithm for name, _ in why_not):
+            why = next(why for (name, _), why in why_not.items() if name == config.algorithm)
+            remark += f"; algorithm {config.algorithm} cannot be used: {why}"
         elif not forced:
             remark += f"; {problem.operation} has no algorithm {config.algorithm} for {problem.data_type}"
         else:
@@ -206,10 +227,18 @@ def _rows_of(table: TuningTable, operation: str, limits: _core.Limits) -> tuple[
     if rows:
         return rows, ""
     if operation == FUSED:
-        return derive_fused_rows(table.rows.get(ALL_REDUCE, ())), " (derived from all_reduce, not measured)"
+        return derive_fused_rows(
+            _without_switch(table.rows.get(ALL_REDUCE, ()))
+        ), " (derived from all_reduce, not measured)"
     if registry.operations()[operation].has_parts:
         return rows_of_parts(operation, limits.sm_count), " (general rows, not measured)"
     return (), ""
+
+
+def _without_switch(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    algorithms = registry.operations()[ALL_REDUCE].algorithms
+    by_switch = {(a.name, a.protocol) for a in algorithms if a.by_switch}
+    return tuple(row for row in rows if (row.algorithm, row.protocol) not in by_switch)
 
 
 def _choice(row: Row, table: TuningTable) -> _core.Choice:

@@ -11,14 +11,15 @@ import yaml
 
 from llm_comm import registry
 from llm_comm.errors import ConfigError
-from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, RunnerUp, TuningTable, by_operation
+from llm_comm.planning.tables import ALL_REDUCE, FUSED, MulticastEntry, Row, RunnerUp, TuningTable, by_operation
 from llm_comm.quoting import quoted, shortened
 from llm_comm.yaml_files import InvalidYamlError, YamlList, YamlMapping, kind_of, read_yaml
 
 _KEYS = ("device", "world_size", "max_message_bytes", "rows")
 _BY_OPERATION = "min_symmetric_bytes"  # may be
 _LIMITS = ("max_fused_bytes", "fused_blocks", _BY_OPERATION)
-_OPTIONAL_KEYS = (*_LIMITS, "measured")
+_MULTICAST = "multicast"
+_OPTIONAL_KEYS = (*_LIMITS, "measured", _MULTICAST)
 #: Files of before have a list for each operation in place of ``rows``, and no protocols: there was one.
 _KEYS_OF_BEFORE = {"all_reduce": ALL_REDUCE, "fused": FUSED}
 _PROTOCOL_OF_BEFORE = "LL"
@@ -85,14 +86,34 @@ def _read(name: str, content: Any) -> TableFile:
         raise _InvalidError("no rows")
     for operation, of_operation in rows.items():
         for previous, row in itertools.pairwise(of_operation):
+            if row.up_to == previous.up_to and _is_by_switch(previous):
+                continue  # for where that is passed over
             if row.up_to <= previous.up_to:
                 raise _InvalidError(
                     f"{row}: the rows of {operation} must be sorted by up_to, in bytes; the one before says "
                     f"{previous.up_to}"
                 )
     limits = {key: content[key] for key in _LIMITS if key in content}
-    table = TuningTable(name, rows, content["max_message_bytes"], **limits)
+    table = TuningTable(name, rows, content["max_message_bytes"], **limits, multicast=_multicast(content))
     return TableFile(str(content["device"]), content["world_size"], table)
+
+
+def _multicast(content: YamlMapping) -> MulticastEntry | None:
+    """What a table that permits NVLink multicast was made on."""
+    if _MULTICAST not in content:
+        return None
+    value, line = content[_MULTICAST], content.lines[_MULTICAST]
+    if not isinstance(value, dict) or set(value) != set(MulticastEntry._fields):
+        raise _InvalidError(f"{_MULTICAST} is {quoted(value)}; it must have {', '.join(MulticastEntry._fields)}", line)
+    if type(value["world_size"]) is not int:
+        raise _InvalidError(f"world_size of {_MULTICAST} is {quoted(value['world_size'])}; it must be a number", line)
+    words = {name: str(value[name]) for name in ("device", "driver", "date")}
+    return MulticastEntry(world_size=value["world_size"], **words)
+
+
+def _is_by_switch(row: Row) -> bool:
+    algorithm = registry.operations()[row.operation].find(row.algorithm, row.protocol)
+    return algorithm is not None and algorithm.by_switch
 
 
 def _by_operation(key: str, value: dict[Any, Any], line: int) -> dict[str, int]:
@@ -214,6 +235,7 @@ def table_text(device: str, world_size: int, table: TuningTable, measured: dict[
         "fused_blocks": table.fused_blocks,
         _BY_OPERATION: least if isinstance(least, int) else dict(least),
         "measured": measured,
+        **({} if table.multicast is None else {_MULTICAST: table.multicast._asdict()}),
     }
     # A row a line: tables are read by people who compare rows.
     rows = "".join(

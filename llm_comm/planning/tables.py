@@ -70,9 +70,20 @@ class Row(NamedTuple):
         }
 
 
+class MulticastEntry(NamedTuple):
+    """On what ``llm-comm tune --multicast`` has tested algorithms by the NVLink switch: a communicator uses multicast
+    where it is on the same."""
+
+    device: str
+    driver: str
+    world_size: int
+    date: str
+
+
 class TuningTable(NamedTuple):
     """Rows for one device and world size, by operation (``by_operation``) and size. An operation's last row serves all
-    larger messages."""
+    larger messages. Of several rows of one size the first counts whose algorithm can be used: those by the NVLink
+    switch stand before one that needs none."""
 
     name: str
     rows: Mapping[str, tuple[Row, ...]]
@@ -86,6 +97,8 @@ class TuningTable(NamedTuple):
     #: Smaller messages run alike whether or not their tensors are symmetric: to tell the peers where they lie takes a
     #: hop. For all operations, or by operation. The default is not measured.
     min_symmetric_bytes: int | Mapping[str, int] = MIB
+    #: Of a table that permits NVLink multicast.
+    multicast: MulticastEntry | None = None
 
     def symmetric_from(self, operation: str) -> int:
         """``min_symmetric_bytes`` of an operation."""
@@ -120,5 +133,7 @@ def of_symmetric(operation: str) -> str:
 
 
 def row_of(rows: tuple[Row, ...], message_bytes: int) -> Row | None:
-    """The row that serves a message, the last one if it is larger than all; None where there are no rows."""
-    return next((row for row in rows if message_bytes <= row.up_to), rows[-1] if rows else None)
+    """The row that serves a message, the first of the largest size if it is larger than all; None where there are no
+    rows."""
+    of_largest = next((row for row in rows if row.up_to == rows[-1].up_to), None)
+    return next((row for row in rows if message_bytes <= row.up_to), of_largest)

@@ -21,6 +21,7 @@ _OPTIONS_OF_ALL_RANKS = (
     "workspace_bytes",
     "max_message_bytes",
     "algorithm",
+    "sum",
     "fuse",
     "all_gather",
     "reduce_scatter",

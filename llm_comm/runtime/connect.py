@@ -13,7 +13,7 @@ from llm_comm.config import Config
 from llm_comm.errors import ConfigError, MissingRankError, RendezvousError
 from llm_comm.planning.planner import Planner
 from llm_comm.quoting import quoted
-from llm_comm.runtime import devices
+from llm_comm.runtime import devices, multicast, self_test
 from llm_comm.runtime.comparison import check_alike, compare_ranks
 from llm_comm.runtime.core_handle import CoreHandle
 from llm_comm.runtime.rendezvous import Rendezvous
@@ -92,27 +92,46 @@ def connect(rendezvous: Rendezvous, device: torch.device, config: Config) -> Con
         ConfigError: A tuning table cannot be used. Raised on all ranks alike.
         RendezvousError: The ranks do not fit together or a step has failed on one. Raised on all ranks alike.
     """
-    rank, world_size = rendezvous.rank, rendezvous.world_size
+    world_size = rendezvous.world_size
     limits = compare_ranks(rendezvous, device, config)
     table = rendezvous.attempt("choice of a tuning table", lambda: devices.find_table(device, world_size, config))
     tables = rendezvous.collect("comparison of tuning tables", table.digest)
     check_alike("have different tuning tables", tables)
+    wanted = multicast.agree(rendezvous, device, config, table)
+    core, limits_of_all, memory_kind = _set_up(rendezvous, device, config, limits, wanted.is_up)
+    found = multicast.set_up(rendezvous, core, wanted) if wanted.is_up else wanted
+    if found.is_up:
+        why = self_test.run(rendezvous, core, device, config, limits_of_all)
+        if why:
+            # A test that ran out of time has ended the core: all ranks make another one.
+            found = multicast.failed(rendezvous, why)
+            del core
+            core, limits_of_all, memory_kind = _set_up(rendezvous, device, config, limits, False)
+    multicast.tell(rendezvous, config, found)
+    watchdog = _watch(rendezvous, core, config.timeout_s)
+    planner = Planner(world_size, table, config, limits_of_all, found)
+    return Connected(CoreHandle(core, device, watchdog), planner, memory_kind)
+
+
+def _set_up(
+    rendezvous: Rendezvous, device: torch.device, config: Config, limits: _core.Limits, with_multicast: bool
+) -> tuple[_core.Core, _core.Limits, str]:
+    """The core, with the memory of the others mapped, what bounds the launches of all ranks, and the kind of memory."""
+    rank, world_size = rendezvous.rank, rendezvous.world_size
     core, most_blocks = rendezvous.attempt(
-        "set-up of the device", lambda: _make_core(rank, world_size, device, limits, config)
+        "set-up of the device", lambda: _make_core(rank, world_size, device, limits, config, with_multicast)
     )
     clusters: list[int] = rendezvous.gather("comparison of clusters", most_blocks)
     memory_kind = map_workspaces(rendezvous, core, device.type == "cpu")
     check_reachable(rendezvous, core)
-    watchdog = _watch(rendezvous, core, config.timeout_s)
     limits_of_all = devices.make_limits(
         config.workspace_bytes, limits.sm_count, min(clusters), limits.compute_capability
     )
-    planner = Planner(world_size, table, config, limits_of_all)
-    return Connected(CoreHandle(core, device, watchdog), planner, memory_kind)
+    return core, limits_of_all, memory_kind
 
 
 def _make_core(
-    rank: int, world_size: int, device: torch.device, limits: _core.Limits, config: Config
+    rank: int, world_size: int, device: torch.device, limits: _core.Limits, config: Config, with_multicast: bool
 ) -> tuple[_core.Core, int]:
     """The core, and the most blocks of a cluster that its device has room for."""
     is_emulated = device.type == "cpu"
@@ -124,6 +143,7 @@ def _make_core(
         timeout_s=config.timeout_s * KERNEL_SHARE_OF_TIMEOUT,
         dependent_launch=config.pdl,
         check_calls=config.debug or is_emulated,
+        multicast=with_multicast,
     )
     core = _core.make_emulated_core(options) if is_emulated else _core.make_cuda_core(options, device.index)
     return core, core.max_cluster_blocks()

@@ -6,8 +6,10 @@ The ranks say that they are on GPUs, and times are by a formula: of emulated GPU
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +21,7 @@ import torch
 import torch.distributed as dist
 from harness import RankPool, make_communicator
 
-from llm_comm import cli, launch
+from llm_comm import _core, cli, launch
 from llm_comm.bench.measuring import Bench
 from llm_comm.bench.pace import Budget
 from llm_comm.bench.tune_record import Record
@@ -28,7 +30,13 @@ from llm_comm.planning.table_files import load_table
 
 OPTIONS = ("--min", "16K", "--max", "64K", "--hidden", "512", "--reps", "4")
 COUNT = 24 << 10
+PERMITTED = not _core.multicast_switched_off({n: os.environ[n] for n in _core.multicast_switches if n in os.environ})
+needs_multicast = pytest.mark.skipif(not PERMITTED, reason="this machine forbids NVLink multicast")
 FAVOURITES = "two_shot", "push_hb", "two_shot_pull_hb", "direct_port"
+
+
+#: What algorithms by the switch take more or less, by the ends of their names.
+US: dict[str, float] = {}
 
 
 class Placed(launch.Placement):
@@ -44,7 +52,7 @@ def as_on_gpus() -> Iterator[None]:
     def us_of(bench: Bench, _: object) -> Any:
         plan = bench.bound.plan()
         name = plan.symmetric if bench._subject.is_symmetric else plan.algorithm
-        us = 20.0 - 5 * (name in FAVOURITES)
+        us = 20.0 - 5 * (name in FAVOURITES) + sum(us for ending, us in US.items() if name.endswith(ending))
         return SimpleNamespace(us=us, min_us=us)
 
     size = dist.get_world_size()
@@ -99,6 +107,67 @@ def test_the_table_that_was_tuned_is_used(ranks: RankPool, tmp_path: Path) -> No
         "direct_push_hb",
     }
     assert all(row.us is not None for rows in table.rows.values() for row in rows)
+
+
+def plans_with_multicast(folder: Path) -> dict[str, list[tuple[str, ...]]]:
+    """What communicators with the table plan, by what may be used. Each runs it too."""
+    x = torch.ones(COUNT, dtype=torch.bfloat16)
+    rows = x.view(-1, 512)
+    found = {}
+    for how in ({"sum": "any"}, {}, {"sum": "any", "multicast": "0"}):
+        with make_communicator(table=str(folder / "table.yaml"), workspace_bytes=64 << 20, **how) as comm:
+            assert comm.multicast.is_up == ("multicast" not in how), comm.multicast
+            assert bool((comm.all_reduce(x) == 2).all())
+            assert bool((comm.reduce_scatter(x) == 2).all())
+            kinds = [comm.plan(x), comm.plan_fused(rows, rows[0]), comm.plan_all_gather(x), comm.plan_reduce_scatter(x)]
+            found[str(how)] = [(plan.algorithm, plan.reason.partition(",")[0]) for plan in kinds]
+    return found
+
+
+def tune_with_multicast(folder: Path) -> int:
+    with mock.patch.dict(US, {"_switch": -7.0, "ld_reduce": -9.0}):
+        # Smaller messages have no candidates that sum in the switch.
+        return tune(folder, "--multicast", "--min", "1M", "--max", "1M")
+
+
+@needs_multicast
+def test_a_table_with_multicast_has_what_runs_with_less(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(2, tune_with_multicast, tmp_path, time_limit_s=400.0) == [0, 0]
+    device, world, table = load_table(tmp_path / "table.yaml")
+    assert table.multicast is not None
+    assert table.multicast[:3] == ("emulated", "emulated", 2)
+    assert (device, world) == ("emulated", 2)
+    for operation in ("all_reduce", "all_reduce_add_rms_norm"):
+        sizes = [row.up_to for row in table.rows[operation]]
+        assert sizes == sorted(sizes)
+        assert [row.algorithm for row in table.rows[operation]] == [
+            name for _ in sorted(set(sizes)) for name in ("two_shot_ld_reduce", "two_shot_switch", "two_shot")
+        ]
+    ours, theirs = ranks.run(2, plans_with_multicast, tmp_path)
+    assert ours == theirs
+    any_order, rank_order, without = ([name for name, _ in plans] for plans in ours.values())
+    assert any_order == ["two_shot_ld_reduce", "two_shot_ld_reduce", "push_switch", "ld_reduce"]
+    assert rank_order == ["two_shot_switch", "two_shot_switch", "push_switch", "push_hb"]
+    assert without == ["two_shot", "two_shot", "push_hb", "push_hb"]
+
+
+def refused(folder: Path, name: str, off: str) -> str:
+    """Of every rank, before it has asked a core for anything."""
+    asked = mock.Mock(side_effect=AssertionError("a communicator was made"))
+    with (
+        mock.patch.dict("os.environ", {name: off}),
+        mock.patch("llm_comm.bench.tune.Communicator", asked),
+        mock.patch("sys.stderr", io.StringIO()) as said,
+    ):
+        assert tune(folder, "--multicast") == 2
+    return said.getvalue()
+
+
+@pytest.mark.parametrize(("name", "off"), _core.multicast_switches.items())
+def test_multicast_is_not_tuned_where_it_is_forbidden(ranks: RankPool, tmp_path: Path, name: str, off: str) -> None:
+    for said in ranks.run(2, refused, tmp_path, name, off):
+        assert f"--multicast: {name}={off} forbids NVLink multicast on this machine; nothing of it was tried" in said
+    assert not list(tmp_path.iterdir())
 
 
 def test_wrong_rows_are_marked(ranks: RankPool, tmp_path: Path) -> None:

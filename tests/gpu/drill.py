@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from common import Ranks, end_with_launcher, gpus_or, parser, report, run, session
-from drill_losses import ENDED_BY_WATCHDOG, LOSSES, be_lost
+from drill_losses import ALL_LOSSES, ENDED_BY_WATCHDOG, LOSSES, be_lost
 from drill_ranks import survive
 
 SURVIVED = "all others"
@@ -57,7 +57,7 @@ def rank_main(arguments: argparse.Namespace) -> int:
         if arguments.part == SURVIVED:
             survive(ranks, arguments.timeout_s, arguments.directory)
         else:
-            be_lost(ranks, LOSSES[arguments.part], arguments.timeout_s, arguments.directory)
+            be_lost(ranks, ALL_LOSSES[arguments.part], arguments.timeout_s, arguments.directory)
             sys.stdout.flush()
     return 0
 
@@ -97,7 +97,7 @@ class Part:
 
 def lose(part: Part, arguments: argparse.Namespace) -> Result:
     name, world = part.name, part.world
-    loss, victim = LOSSES[name], LOSSES[name].victim(world)
+    loss, victim = ALL_LOSSES[name], ALL_LOSSES[name].victim(world)
     limit_s = loss.limit_s(arguments.timeout_s) * (arguments.slowness if loss.is_killed else 1)
     end_s = END_S * arguments.slowness
     others = [rank for rank in range(world) if rank != victim]
@@ -180,8 +180,8 @@ def main() -> int:
     options.add_argument(
         "--timeout-s", type=float, help="LLM_COMM_TIMEOUT_S of the ranks; default: 3, 6 on a shared GPU"
     )
-    options.add_argument("--only", choices=(*LOSSES, SURVIVED), help="run this part alone")
-    options.add_argument("--part", choices=(*LOSSES, SURVIVED), help=argparse.SUPPRESS)
+    options.add_argument("--only", choices=(*ALL_LOSSES, SURVIVED), help="run this part alone")
+    options.add_argument("--part", choices=(*ALL_LOSSES, SURVIVED), help=argparse.SUPPRESS)
     options.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     arguments = options.parse_args()
     if arguments.part is not None:
@@ -194,7 +194,8 @@ def main() -> int:
     if arguments.timeout_s is None:
         arguments.timeout_s = 3.0 * arguments.slowness
     begin = time.monotonic()
-    results = run_parts([name for name in (*LOSSES, SURVIVED) if arguments.only in (None, name)], world, arguments)
+    names = (*LOSSES, SURVIVED) if arguments.only is None else (arguments.only,)
+    results = run_parts(names, world, arguments)
     for result in results:
         for problem in result.problems:
             print(f"FAIL {result.name}: {problem}", file=sys.stderr, flush=True)

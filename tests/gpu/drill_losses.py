@@ -64,12 +64,21 @@ LOSSES = {
     "stalled for ever": Loss("auto", (1024, 65536, 524288), False, False, lambda world: 0),
     "stalled for ever, graph": Loss("auto", (16384, 524288), True, False, lambda world: world - 1),
 }
+#: By the NVLink switch: part of ``switch_acceptance.py``, and of no other drill.
+SWITCH_LOSSES = {
+    f"killed, {name}": Loss(name, (16384, 262144), False, True, lambda world: world - 1)
+    for name in ("two_shot_switch", "two_shot_ld_reduce", "one_shot_ld_reduce")
+}
+ALL_LOSSES = {**LOSSES, **SWITCH_LOSSES}
 
 
 def be_lost(ranks: Session, loss: Loss, timeout_s: float, directory: Path) -> None:
     """Writes when the fault began, and on every other rank what it got and when."""
-    config = Config.load(timeout_s=loss.timeout_s(timeout_s), algorithm=loss.algorithm)
+    by_switch = {"multicast": "1", "sum": "any"} if loss in SWITCH_LOSSES.values() else {}
+    config = Config.load(timeout_s=loss.timeout_s(timeout_s), algorithm=loss.algorithm, **by_switch)
     communicator = Communicator(ranks.group, ranks.device, config)
+    if by_switch and not communicator.multicast.is_up:
+        raise RuntimeError(f"no drill by the switch: {communicator.multicast.why}")
     turn = _turn(ranks, communicator, loss)
     victim = loss.victim(ranks.world)
     is_victim = ranks.rank == victim

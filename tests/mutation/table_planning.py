@@ -232,8 +232,8 @@ PLANNING: tuple[Mutant, ...] = (
     python(
         "a variable of a machine that forbids multicast is passed over",
         CONFIG,
-        "if environ.get(name) == off:",
-        "if environ.get(name) == off + off:",
+        "return False, by",
+        "pass",
         OF_CONFIG,
     ),
     # ---- What engines are told ----

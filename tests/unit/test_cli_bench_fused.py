@@ -113,4 +113,4 @@ def test_one_shot_is_not_tried_far_above_where_it_can_win(world: int, largest: i
 def test_neighbours_that_run_alike_are_one_row() -> None:
     first, *_, last = candidates(FusedSubject(8192).problem(16384, 8), limits_of(Config.load({})))
     best = [first, first._replace(up_to=2 * first.up_to), last._replace(up_to=3 * first.up_to)]
-    assert choosing.merge([Measured(row, 1.0) for row in best]) == best[1:]
+    assert choosing.merge([[Measured(row, 1.0)] for row in best]) == best[1:]

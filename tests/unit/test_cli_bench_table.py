@@ -18,6 +18,7 @@ from llm_comm.bench.choosing import Measured
 from llm_comm.bench.table import Compared
 from llm_comm.bench.tune_subjects import AllReduceSubject, Bound
 from llm_comm.config import Config
+from llm_comm.planning.multicast import NO_MULTICAST
 from llm_comm.planning.selection import select
 from llm_comm.planning.tables import ALL_REDUCE, TuningTable, by_operation
 
@@ -52,6 +53,7 @@ def test_what_is_printed() -> None:
 
 class Comm(SimpleNamespace):
     rank, world_size, device, limits = 0, 2, torch.device("cpu"), limits_of(CONFIG)
+    config, multicast = CONFIG, NO_MULTICAST
 
     def __init__(self) -> None:
         rows = by_operation([plain_row(8192, "two_shot", 528, 16, 0)])

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from llm_comm import cli, doctor, engine_verdicts
+from llm_comm import _core, cli, doctor, engine_verdicts
 
 TOPOLOGY = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
@@ -119,6 +119,19 @@ def test_multicast_says_which_variables_are_set(monkeypatch: pytest.MonkeyPatch)
     found = doctor.collect()["multicast"]
     assert found["state"] == "off"
     assert found["variables"]["NCCL_NVLS_ENABLE"] == "0"
+
+
+def test_multicast_says_how_to_get_it_and_which_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in _core.multicast_switches:
+        monkeypatch.delenv(name, raising=False)  # the report asks no driver for multicast
+    found = doctor.collect()["multicast"]
+    assert (found["state"], found["sum"]) == ("off", "rank order")
+    assert all("`llm-comm tune --multicast`" in why for why in found["why"].values())
+    monkeypatch.setenv("LLM_COMM_MULTICAST", "1")
+    monkeypatch.setenv("LLM_COMM_SUM", "any")
+    found = doctor.collect()["multicast"]
+    assert (found["state"], found["sum"]) == ("would be set up and tested", "any order")
+    assert set(found["why"].values()) == {"multicast is '1' (LLM_COMM_MULTICAST)"}
 
 
 def test_configuration_names_the_variable_a_value_came_from(monkeypatch: pytest.MonkeyPatch) -> None:

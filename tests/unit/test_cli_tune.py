@@ -23,6 +23,7 @@ from llm_comm.bench.tune_record import Record
 from llm_comm.bench.tune_subjects import AllReduceSubject, FusedSubject, Subject, candidates, subjects_of
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError, PeerTimeout
+from llm_comm.planning.multicast import NO_MULTICAST
 from llm_comm.planning.plan import Problem, declined, without_kernel
 from llm_comm.planning.selection import select
 from llm_comm.planning.table_files import load_table
@@ -104,6 +105,7 @@ class DecliningComm(SimpleNamespace):
     """A communicator of two ranks on an imagined GPU; what it is asked to run, it refuses."""
 
     rank, world_size, device, table, limits = 1, 2, torch.device("cpu"), SHIPPED, limits_of(CONFIG)
+    config, multicast = CONFIG, NO_MULTICAST
 
     def use_table(self, table: TuningTable) -> None: ...
 

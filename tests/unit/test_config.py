@@ -20,6 +20,7 @@ from llm_comm.sizes import parse_size
 VALUES: dict[str, tuple[object, str, object, object]] = {
     "enable": (False, "0", False, False),
     "multicast": ("0", "1", "1", "0"),
+    "sum": ("any", "any", "any", "any"),
     "timeout_s": (1.5, "2.5", 2.5, 3),
     "log": ("debug", "info", "info", "error"),
     "workspace_bytes": (1 << 20, str(2 << 20), 2 << 20, 3 << 20),
@@ -41,6 +42,7 @@ INVALID: list[tuple[str, object, str]] = [
     ("enable", "yes", "true or false"),
     ("multicast", "2", "'auto' or '0' or '1'"),
     ("multicast", 0, "'auto' or '0' or '1'"),
+    ("sum", "order", "'rank_order' or 'any'"),
     ("timeout_s", 0, "a number of seconds above 0 and below 1000000"),
     ("timeout_s", -1.0, "a number of seconds above 0 and below 1000000"),
     ("timeout_s", float("nan"), "a number of seconds above 0 and below 1000000"),
@@ -431,13 +433,24 @@ def test_known_variables_are_heeded() -> None:
 def test_option_turns_multicast_off() -> None:
     assert multicast_state(Config(multicast="0"), {}) == (False, "multicast is '0' (Python)")
     environ = {"LLM_COMM_MULTICAST": "0"}
-    assert multicast_state(environ=environ) == (False, "multicast is '0' (LLM_COMM_MULTICAST)")
+    assert multicast_state(environ=environ) == (False, "LLM_COMM_MULTICAST=0")
+    # The variable forbids it to the core too, so that no option permits it.
+    assert multicast_state(Config(multicast="1"), environ) == (False, "LLM_COMM_MULTICAST=0")
 
 
-def test_multicast_is_off_as_long_as_nothing_uses_it() -> None:
-    used, why = multicast_state(Config(multicast="1"), {})
-    assert not used
-    assert "no algorithm" in why
+def test_options_permit_multicast() -> None:
+    assert multicast_state(Config(multicast="1"), {}) == (True, "multicast is '1' (Python)")
+    assert multicast_state(Config.load({}), {}) == (True, "multicast is 'auto' (default)")
+
+
+def test_a_variable_that_is_no_text_forbids_multicast() -> None:
+    assert multicast_state(Config.load({}), {"NCCL_NVLS_ENABLE": "\udcff"}) == (False, "NCCL_NVLS_ENABLE=\\udcff")
+
+
+def test_deterministic_sums_are_in_rank_order() -> None:
+    assert Config.load({}, sum="any").sums_in_any_order
+    assert not Config.load({}, sum="any", deterministic=True).sums_in_any_order
+    assert not Config.load({}).sums_in_any_order
 
 
 def test_multicast_defaults_to_the_process_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,13 +107,20 @@ def test_kernels_do_not_know_the_target() -> None:
 
 
 def test_multicast_is_in_one_file() -> None:
-    """So that one place decides whether a machine that forbids it ever sees it."""
-    pattern = r"multimem|cuMulticast(?!Granularity)"
-    outside = [path for path in sources() if path.name != MULTIMEM]
-    assert offenders(pattern, outside) == []
+    """So that one place decides whether a machine that forbids it ever sees it: the driver's functions are looked up in
+    one file, which asks the environment first, and the instructions stand in one other."""
+    of_driver = CSRC / "host" / "cuda" / "multicast_memory.cpp"
+    assert offenders("multimem", [path for path in sources() if path.name != MULTIMEM]) == []
     assert offenders("multimem", [INCLUDE / "llm_comm" / MULTIMEM]), "the pattern finds what is there"
-    for path in (REPOSITORY / "llm_comm").rglob("*.py"):
-        assert not re.search(r"cuMulticast|multimem\.", path.read_text(encoding="utf-8")), path
+    named = r"\bcuMulticast|\"cuMulticast"
+    assert offenders(named, [path for path in sources() if path != of_driver]) == []
+    assert offenders(named, [of_driver]), "the pattern finds what is there"
+    text = of_driver.read_text(encoding="utf-8")
+    constructor = text[text.index("MulticastMemory::MulticastMemory(") :]
+    assert constructor.index("require_multicast_permitted") < constructor.index("load(")
+    for directory in ("llm_comm", "bench_serving", "examples", "tools"):
+        for path in (REPOSITORY / directory).rglob("*.py"):
+            assert not re.search(r"cuMulticast|multimem\.", path.read_text(encoding="utf-8")), path
 
 
 # ---- Headers stand alone -------------------------------------------------------------------------------------------

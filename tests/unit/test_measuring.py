@@ -23,6 +23,7 @@ from llm_comm.bench.tune_subjects import (
     candidates,
 )
 from llm_comm.config import MIB, Config
+from llm_comm.planning.multicast import NO_MULTICAST
 from llm_comm.planning.plan import Problem
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.tables import ALL_REDUCE, Row, RunnerUp, TuningTable, by_operation
@@ -39,6 +40,7 @@ class Comm:
     """Plans as a communicator of an imagined GPU does, and counts the symmetric memory that it gives."""
 
     world_size, device, limits = WORLD, torch.device("cpu"), limits_of(CONFIG)
+    config, multicast = CONFIG, NO_MULTICAST
 
     def __init__(self) -> None:
         self.table = TuningTable("none", by_operation([]), 0)
@@ -179,9 +181,9 @@ def test_the_figures_of_a_row() -> None:
 def test_merged_rows_have_the_figures_of_their_largest_size() -> None:
     row = Row(64, ALL_REDUCE, "one_shot", "LL", blocks=8, us=2.0, runner_up=RunnerUp("two_shot", "LL", 3.0))
     larger = row._replace(up_to=128, us=2.5, runner_up=None)
-    assert choosing.merge([Measured(row, 2.0), Measured(larger, 2.5)]) == [larger]
+    assert choosing.merge([[Measured(row, 2.0)], [Measured(larger, 2.5)]]) == [larger]
     other = larger._replace(up_to=256, blocks=9)
-    assert choosing.merge([Measured(larger, 2.5), Measured(other, 2.5)]) == [larger, other]
+    assert choosing.merge([[Measured(larger, 2.5)], [Measured(other, 2.5)]]) == [larger, other]
 
 
 @pytest.mark.parametrize(

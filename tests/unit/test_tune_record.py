@@ -22,6 +22,7 @@ from llm_comm.bench.tune_record import Record
 from llm_comm.bench.tune_subjects import AllReduceSubject, Bound
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
+from llm_comm.planning.multicast import NO_MULTICAST
 from llm_comm.planning.plan import Plan, Problem
 from llm_comm.planning.selection import select
 from llm_comm.planning.table_files import load_table
@@ -175,6 +176,7 @@ class Comm(SimpleNamespace):
     """A communicator of two ranks on an imagined GPU."""
 
     rank, world_size, device, limits = 0, 2, torch.device("cpu"), limits_of(CONFIG)
+    config, multicast = CONFIG, NO_MULTICAST
 
     def use_table(self, table: TuningTable) -> None:
         self.table = table

@@ -264,8 +264,8 @@ std::unique_ptr<Core> make_cuda_core(const CoreOptions& options, int device) {
   const BesideCaptures beside;
   const int architecture = load_kernels(static_cast<uint32_t>(options.world_size));
   return std::make_unique<CoreImpl<CudaMemory, CudaLauncher>>(
-      options, CudaMemory(device), CudaLauncher(device, architecture, options.dependent_launch),
-      make_cuda_ports(device));
+      options, CudaMemory(device, options.world_size, options.multicast),
+      CudaLauncher(device, architecture, options.dependent_launch), make_cuda_ports(device));
 }
 
 DeviceReport cuda_device_report(int device) {

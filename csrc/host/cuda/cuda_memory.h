@@ -11,10 +11,13 @@
 #include <new>
 #include <optional>
 #include <stdexcept>
+#include <string>
 #include <thread>
 #include <utility>
 
 #include "host/cuda/device_memory.h"
+#include "host/cuda/multicast_memory.h"
+#include "host/multicast_switches.h"
 #include "host/segments.h"
 #include "llm_comm/wait.cuh"
 
@@ -158,7 +161,9 @@ class TensorMemory {
 
 class CudaMemory {
  public:
-  explicit CudaMemory(int device) : device_(device) {}
+  // `multicast`: the workspace is to be one that a multicast object takes, where there can be one.
+  CudaMemory(int device, int world_size, bool multicast)
+      : device_(device), world_size_(world_size), wants_multicast_(multicast) {}
   CudaMemory(CudaMemory&&) = default;
   CudaMemory& operator=(CudaMemory&&) = delete;
   ~CudaMemory() {
@@ -188,7 +193,7 @@ class CudaMemory {
   WorkspaceHandle create(const WorkspaceLayout& layout, bool use_ipc) {
     const DeviceGuard guard(device_);
     const BesideCaptures beside;
-    const uint64_t bytes = bytes_ = layout.bytes();
+    const uint64_t bytes = bytes_ = rounded_for_multicast(layout.bytes(), use_ipc);
     local_ = DeviceMemory();
     local_ = use_ipc ? DeviceMemory::allocate_ipc(device_, bytes) : DeviceMemory::allocate(device_, bytes);
     for (const Region& region : layout.regions().region) {
@@ -201,6 +206,32 @@ class CudaMemory {
   char* map(int peer, const WorkspaceHandle& handle) {
     const BesideCaptures beside;
     return (peers_[peer] = DeviceMemory::map(device_, bytes_, handle)).address();
+  }
+
+  WorkspaceHandle create_multicast() {
+    const DeviceGuard guard(device_);
+    const BesideCaptures beside;
+    return multicast().create(local_.bytes());
+  }
+  void join_multicast(const WorkspaceHandle& handle) {
+    const DeviceGuard guard(device_);
+    const BesideCaptures beside;
+    multicast().join(local_.bytes(), handle);
+  }
+  void add_multicast_device() {
+    const DeviceGuard guard(device_);
+    const BesideCaptures beside;
+    multicast().add_device();
+  }
+  char* bind_multicast() {
+    const DeviceGuard guard(device_);
+    const BesideCaptures beside;
+    return multicast().bind(local_.vmm_handle(), local_.bytes());
+  }
+  void drop_multicast() {
+    const DeviceGuard guard(device_);
+    const BesideCaptures beside;
+    multicast_.reset();
   }
 
   SharedMemory allocate(uint64_t bytes, bool use_ipc) const {
@@ -241,6 +272,32 @@ class CudaMemory {
   }
 
  private:
+  MulticastMemory& multicast() const {
+    if (multicast_ == nullptr) throw std::runtime_error(why_no_multicast_);
+    return *multicast_;
+  }
+
+  // Where there can be no multicast, the workspace is as it would be without: the set-up of multicast then says why.
+  uint64_t rounded_for_multicast(uint64_t bytes, bool use_ipc) {
+    multicast_.reset();
+    why_no_multicast_ = use_ipc ? "workspaces are shared by cudaIpc, which multicast objects do not take"
+                                : "the core was made without multicast";
+    if (!wants_multicast_ || use_ipc) return bytes;
+    try {
+      constexpr unsigned kVersion = 12010;  // the first that has multicast
+      const MulticastDriver driver{[](const char* name) { return driver_function(name, kVersion); },
+                                   variable_of_process};
+      auto multicast = std::make_unique<MulticastMemory>(driver, device_, world_size_);
+      const uint64_t granularity = multicast->granularity(bytes);
+      if (granularity == 0) throw std::runtime_error("the driver gives no granularity of multicast objects");
+      multicast_ = std::move(multicast);
+      return (bytes + granularity - 1) / granularity * granularity;
+    } catch (const std::runtime_error& error) {
+      why_no_multicast_ = error.what();
+      return bytes;
+    }
+  }
+
   // What it takes to free memory: its device, and that a stream may be captured meanwhile, by whomever.
   struct Leaving {
     explicit Leaving(int device) : guard(device) {}
@@ -250,11 +307,15 @@ class CudaMemory {
 
   std::unique_ptr<Leaving> leaving_;  // first, so that it goes last
   int device_;
+  int world_size_;
+  bool wants_multicast_;
+  std::string why_no_multicast_;
   uint64_t bytes_ = 0;
   HostMemory host_;
   SideStream side_stream_;
   DeviceMemory local_;
   std::map<int, DeviceMemory> peers_;
+  std::unique_ptr<MulticastMemory> multicast_;  // goes before the workspace that it binds
 };
 
 }  // namespace llm_comm::host

@@ -1,6 +1,7 @@
 #include "host/cuda/device_memory.h"
 
 #include <cstring>
+#include <stdexcept>
 #include <utility>
 
 namespace llm_comm::host {
@@ -92,6 +93,12 @@ WorkspaceHandle DeviceMemory::export_handle() const {
   check(cudaIpcGetMemHandle(&ipc, address_), "cudaIpcGetMemHandle");
   handle.bytes.assign(reinterpret_cast<const char*>(&ipc), sizeof(ipc));
   return handle;
+}
+
+CUmemGenericAllocationHandle DeviceMemory::vmm_handle() const {
+  if (kind_ != Kind::kVmm)
+    throw std::runtime_error("the memory is shared by cudaIpc, which multicast objects do not take");
+  return vmm_;
 }
 
 void DeviceMemory::map_vmm() {

@@ -28,6 +28,9 @@ class DeviceMemory {
   // The caller owns the descriptor in the result.
   WorkspaceHandle export_handle() const;
   char* address() const { return address_; }
+  uint64_t bytes() const { return bytes_; }  // at least those that were asked for
+  // Of memory by VMM; throws std::runtime_error for other memory.
+  CUmemGenericAllocationHandle vmm_handle() const;
 
  private:
   enum class Kind { kNone, kVmm, kMalloc, kIpcMapping };

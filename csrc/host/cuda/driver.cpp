@@ -9,18 +9,8 @@ namespace {
 
 template <class Function>
 void load(Function& function, const char* name) {
-  void* address = nullptr;
-  cudaDriverEntryPointQueryResult found{};
-#if CUDART_VERSION >= 12050
   constexpr unsigned kVersion = 12000;
-  const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &address, kVersion, cudaEnableDefault, &found);
-#else
-  const cudaError_t error = cudaGetDriverEntryPoint(name, &address, cudaEnableDefault, &found);
-#endif
-  if (error != cudaSuccess || found != cudaDriverEntryPointSuccess || address == nullptr) {
-    throw std::runtime_error(std::string("the CUDA driver has no ") + name + " (" + cudaGetErrorString(error) + ")");
-  }
-  function = reinterpret_cast<Function>(address);
+  function = reinterpret_cast<Function>(driver_function(name, kVersion));
 }
 
 Driver load_driver() {
@@ -46,6 +36,20 @@ Driver load_driver() {
 }
 
 }  // namespace
+
+void* driver_function(const char* name, [[maybe_unused]] unsigned version) {
+  void* address = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+#if CUDART_VERSION >= 12050
+  const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &address, version, cudaEnableDefault, &found);
+#else
+  const cudaError_t error = cudaGetDriverEntryPoint(name, &address, cudaEnableDefault, &found);
+#endif
+  if (error != cudaSuccess || found != cudaDriverEntryPointSuccess || address == nullptr) {
+    throw std::runtime_error(std::string("the CUDA driver has no ") + name + " (" + cudaGetErrorString(error) + ")");
+  }
+  return address;
+}
 
 const Driver& Driver::get() {
   static const Driver driver = load_driver();

@@ -29,6 +29,9 @@ struct Driver {
   static const Driver& get();
 };
 
+// A function of the driver, as it was in a version of CUDA: 12010 is 12.1. Throws std::runtime_error where there is none.
+void* driver_function(const char* name, unsigned version);
+
 // Throw std::runtime_error that names `what` and the error.
 void check(cudaError_t error, const char* what);
 void check(CUresult error, const char* what);

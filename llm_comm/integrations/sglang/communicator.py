@@ -137,6 +137,7 @@ def load_config() -> Config:
     if _is_deterministic():
         if not config.deterministic:
             raise common.SwitchedOffError("deterministic inference is on, and LLM_COMM_DETERMINISTIC is not")
+        config = common.in_rank_order(config, "deterministic inference", logger)
         if "max_message_bytes" not in config.origins:
             # A sum must not depend on the size of its batch. llm_comm sums alike at every size; to change over to NCCL
             # at some size would change the order of summation there.

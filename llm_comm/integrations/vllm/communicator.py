@@ -74,6 +74,8 @@ def load_config() -> Config:
     if "pdl" not in config.origins:
         # Behind and before the kernels of a model it is slower (docs/experiments/engines.md).
         config = config.replace(pdl=False)
+    if envs.VLLM_BATCH_INVARIANT:
+        config = common.in_rank_order(config, "VLLM_BATCH_INVARIANT", logger)
     if envs.VLLM_BATCH_INVARIANT and "max_message_bytes" not in config.origins:
         # A sum must not depend on the size of its batch. llm_comm sums alike at every size; to change over to vLLM's
         # all-reduce at some size would change the order of summation there.

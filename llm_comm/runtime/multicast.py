@@ -1,0 +1,112 @@
+"""Setting up NVLink multicast over the workspaces of all ranks: on all of them or on none. Steps are collective."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+
+from llm_comm import _core, registry
+from llm_comm.config import Config
+from llm_comm.errors import MissingRankError, RendezvousError
+from llm_comm.planning.multicast import Multicast, why_not, wish
+from llm_comm.planning.tables import TuningTable
+from llm_comm.runtime.rendezvous import Rendezvous
+
+logger = logging.getLogger("llm_comm")
+
+
+def driver_of(device: torch.device) -> str:
+    """The version of the driver, as tables name it: the CUDA that it supports."""
+    if device.type == "cpu":
+        return "emulated"
+    version = int(_core.device_report(device.index)["driver_version"])
+    return f"CUDA {version // 1000}.{version % 1000 // 10}"
+
+
+def name_of(device: torch.device) -> str:
+    """The device, as tables name it."""
+    return "emulated" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def agree(rendezvous: Rendezvous, device: torch.device, config: Config, table: TuningTable) -> Multicast:
+    """Whether the ranks are going to set multicast up: all of them want to, or none does. Asks nothing of multicast."""
+
+    def own_wish() -> tuple[bool, str]:
+        return wish(config, table, name_of(device), driver_of(device), rendezvous.world_size)
+
+    wishes = [Multicast(*said) for said in rendezvous.collect("wish for NVLink multicast", own_wish)]
+    against = {rank: said.why for rank, said in enumerate(wishes) if not said.is_up}
+    if not against:
+        return wishes[0]
+    if len(against) == len(wishes):
+        return wishes[0]._replace(is_up=False)
+    objection = f"not on all ranks: {'; '.join(f'rank {rank}: {why}' for rank, why in against.items())}"
+    if rendezvous.rank == 0:
+        logger.warning("llm_comm: NVLink multicast is not used: %s", objection)
+    return Multicast(False, objection)
+
+
+def set_up(rendezvous: Rendezvous, core: _core.Core, wanted: Multicast) -> Multicast:
+    """Sets it up, step by step; a step only after all ranks have done the one before. Where one fails, it is dropped on
+    all ranks, and told once; the core can be used as before.
+
+    Raises:
+        MissingRankError: A rank did not come to a step.
+    """
+    try:
+        _share_object(rendezvous, core)
+        rendezvous.attempt("adding of a device to the multicast object", core.add_multicast_device)
+        rendezvous.attempt("binding of the workspace to the multicast object", core.bind_multicast)
+    except MissingRankError:
+        core.drop_multicast()
+        raise
+    except RendezvousError as error:  # the same on all ranks
+        core.drop_multicast()
+        return failed(rendezvous, str(error))
+    return wanted
+
+
+def failed(rendezvous: Rendezvous, why: str) -> Multicast:
+    """What the ranks go on with where set-up or self-test has failed; told once."""
+    if rendezvous.rank == 0:
+        logger.warning("llm_comm: NVLink multicast is not used, all ranks go on without: %s", why)
+    return Multicast(False, why)
+
+
+def _share_object(rendezvous: Rendezvous, core: _core.Core) -> None:
+    """The object of rank 0, on all ranks. The others have a descriptor of nothing to give in return."""
+    created: list[int] = []
+    try:
+        rendezvous.attempt(
+            "creation of the multicast object",
+            lambda: created.append(
+                core.create_multicast() if rendezvous.rank == 0 else os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+            ),
+        )
+        received = rendezvous.exchange_descriptors(created[0])
+    finally:
+        for descriptor in created:
+            os.close(descriptor)
+    try:
+        rendezvous.attempt(
+            "import of the multicast object",
+            lambda: None if rendezvous.rank == 0 else core.join_multicast(received[0]),
+        )
+    finally:
+        for descriptor in received.values():
+            os.close(descriptor)
+
+
+def tell(rendezvous: Rendezvous, config: Config, multicast: Multicast) -> None:
+    """Says once what the communicator goes by, and whether the algorithm that an option names can be used."""
+    if rendezvous.rank != 0:
+        return
+    logger.info("llm_comm: %s", multicast.describe(config))
+    for operation in registry.operations().values():
+        for algorithm in operation.algorithms:
+            why = why_not(algorithm, config, multicast, is_forced=True) if algorithm.name == config.algorithm else ""
+            if why:
+                logger.warning("llm_comm: algorithm %s cannot be used: %s", config.algorithm, why)
+                return
