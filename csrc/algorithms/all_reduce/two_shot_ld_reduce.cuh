@@ -1,8 +1,8 @@
 // Two-shot all-reduce whose sums the NVLink switch makes: every rank has the switch sum a slice of what all have staged, and stores
 // the sum to the memory of all.
 //
-// Each rank sends its message once and receives it once: 1.0 x bytes each way. Sums are not in rank order (`sums_in_switch`), but
-// each is made once, so all ranks get the same bits.
+// Each rank sends (N+1)/N of the message, all of it to the switch and the sums of its slice, and receives as much. Sums are not in
+// rank order (`sums_in_switch`), but each is made once, so all ranks get the same bits.
 //
 // In step t (switch_chunks.cuh) a block stages chunk t of each slice in this rank's memory, has chunk t - depth of this rank's slice
 // summed and stored to all, and collects chunk t - 2 depth of every slice, this rank's own too, from where it was stored.
