@@ -214,6 +214,9 @@ OF_OPERATIONS = (
         ),
         budget=20_000,
         failure=WRONG_RESULT,
+        exempt={
+            ".*rms_norm/two_shot_ld_reduce": "its blocks wait for others before each tile: too few schedules show it"
+        },
     ),
     Protection(
         "expects_again",

@@ -205,14 +205,6 @@ OF_SWITCH = (
         failure=WRONG_RESULT,
         subjects=(*BY_STEPS, "all_gather/push_switch"),
     ),
-    Protection(
-        "switch_second_half",
-        "H2: what is stored to all ranks in a second hop has memory of its own",
-        (Edit(SWITCH_CHUNKS, "comm_.rank, half)", "comm_.rank, WITHOUT ? 0 : half)"),),
-        budget=20_000,
-        failure=WRONG_RESULT,
-        subjects=GATHERING,
-    ),
     # ---- Errors ----
     Protection(
         "switch_signals_whole_tiles",
