@@ -114,12 +114,14 @@ def merge(best: Sequence[Sequence[Measured]]) -> list[Row]:
     groups: list[list[Row]] = []
     for of_size in best:
         rows = [m.row for m in of_size]
-        if groups and [row.without_figures()._replace(up_to=rows[0].up_to) for row in groups[-1]] == [
-            row.without_figures() for row in rows
-        ]:
+        if groups and _as_of_size(groups[-1], rows[0].up_to) == _as_of_size(rows, rows[0].up_to):
             groups.pop()
         groups.append(rows)
     return [row for rows in groups for row in rows]
+
+
+def _as_of_size(rows: Sequence[Row], size: int) -> list[Row]:
+    return [row.without_figures()._replace(up_to=size) for row in rows]
 
 
 def _kind(row: Row) -> tuple[str, str]:

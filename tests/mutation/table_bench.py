@@ -37,7 +37,7 @@ BENCH: tuple[Mutant, ...] = (
     python(
         "neighbours that run alike are two rows",
         CHOOSING,
-        "if rows and rows[-1].without_figures()._replace(up_to=row.up_to) == row.without_figures():",
+        "if groups and _as_of_size(groups[-1], rows[0].up_to) == _as_of_size(rows, rows[0].up_to):",
         "if False:",
         "tests/unit/test_cli_bench_fused.py",
         OF_TUNE,

@@ -234,7 +234,7 @@ PLANNING: tuple[Mutant, ...] = (
         CONFIG,
         "return False, by",
         "pass",
-        OF_CONFIG,
+        "tests/unit/test_multicast_state.py",
     ),
     # ---- What engines are told ----
     python(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from llm_comm import Config, ConfigError
-from llm_comm.config import MULTICAST_OFF_VARIABLES, multicast_state, option_names
+from llm_comm.config import MULTICAST_OFF_VARIABLES, option_names
 from llm_comm.sizes import parse_size
 
 # For every option: a value of its own for the file, the environment (as text and as a value) and Python.
@@ -404,57 +404,3 @@ def test_replace_leaves_the_original() -> None:
     assert (config.origins["timeout_s"], changed.origins["timeout_s"]) == ("LLM_COMM_TIMEOUT_S", "Python")
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.timeout_s = 9.0  # type: ignore[misc]
-
-
-# ---- Multicast -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("option", ["auto", "0", "1"])
-@pytest.mark.parametrize("name", MULTICAST_OFF_VARIABLES)
-def test_machine_turns_multicast_off(name: str, option: str) -> None:
-    off = MULTICAST_OFF_VARIABLES[name]
-    assert multicast_state(Config(multicast=option), {name: off}) == (False, f"{name}={off}")
-
-
-@pytest.mark.parametrize("name", MULTICAST_OFF_VARIABLES)
-def test_other_values_do_not_turn_multicast_off(name: str) -> None:
-    allowing = {"0": "1", "1": "0"}[MULTICAST_OFF_VARIABLES[name]]
-    assert name not in multicast_state(Config(), {name: allowing})[1]
-
-
-def test_known_variables_are_heeded() -> None:
-    assert MULTICAST_OFF_VARIABLES == {
-        "NCCL_NVLS_ENABLE": "0",
-        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-        "NVSHMEM_DISABLE_NVLS": "1",
-    }
-
-
-def test_option_turns_multicast_off() -> None:
-    assert multicast_state(Config(multicast="0"), {}) == (False, "multicast is '0' (Python)")
-    environ = {"LLM_COMM_MULTICAST": "0"}
-    assert multicast_state(environ=environ) == (False, "LLM_COMM_MULTICAST=0")
-    # The variable forbids it to the core too, so that no option permits it.
-    assert multicast_state(Config(multicast="1"), environ) == (False, "LLM_COMM_MULTICAST=0")
-
-
-def test_options_permit_multicast() -> None:
-    assert multicast_state(Config(multicast="1"), {}) == (True, "multicast is '1' (Python)")
-    assert multicast_state(Config.load({}), {}) == (True, "multicast is 'auto' (default)")
-
-
-def test_a_variable_that_is_no_text_forbids_multicast() -> None:
-    assert multicast_state(Config.load({}), {"NCCL_NVLS_ENABLE": "\udcff"}) == (False, "NCCL_NVLS_ENABLE=\\udcff")
-
-
-def test_deterministic_sums_are_in_rank_order() -> None:
-    assert Config.load({}, sum="any").sums_in_any_order
-    assert not Config.load({}, sum="any", deterministic=True).sums_in_any_order
-    assert not Config.load({}).sums_in_any_order
-
-
-def test_multicast_defaults_to_the_process_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*MULTICAST_OFF_VARIABLES, "LLM_COMM_CONFIG", "LLM_COMM_MULTICAST"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NVSHMEM_DISABLE_NVLS", "1")
-    assert multicast_state()[1] == "NVSHMEM_DISABLE_NVLS=1"

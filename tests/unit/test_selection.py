@@ -14,6 +14,7 @@ from tables import core_of, limits_of, plain_row
 from llm_comm import Config, Plan, _core, registry
 from llm_comm.planning import selection
 from llm_comm.planning.default_tables import emulated_table, general_table
+from llm_comm.planning.multicast import Multicast
 from llm_comm.planning.plan import Problem, declined
 from llm_comm.planning.tables import ALL_REDUCE, Row, TuningTable, by_operation
 
@@ -81,7 +82,9 @@ def test_every_algorithm_can_be_forced_at_every_size(world: int) -> None:
     for table in (TABLE, general_table(world, 132), emulated_table()):
         for algorithm in (a.name for a in known if not a.is_symmetric):
             for count in (1, 100, 50_000, 500_000):
-                plan = select(count, "bf16", world, table, CONFIG.replace(algorithm=algorithm))
+                config = CONFIG.replace(algorithm=algorithm, sum="any")
+                problem = problem_of(count, "bf16", world)
+                plan = selection.select(problem, table, config, limits_of(config), Multicast(True, "as if"))
                 assert plan.algorithm == algorithm, plan.reason
                 assert plan.reason.endswith(f"; algorithm forced to {algorithm}")
 

@@ -370,12 +370,13 @@ def deterministic_mode_is_left_to_nccl() -> None:
         assert len(log.having("is not active: deterministic inference is on")) == (dist_rank() == 0)
 
 
-@scenario(SGLANG_ENABLE_DETERMINISTIC_INFERENCE="1", LLM_COMM_DETERMINISTIC="1")
+@scenario(SGLANG_ENABLE_DETERMINISTIC_INFERENCE="1", LLM_COMM_DETERMINISTIC="1", LLM_COMM_SUM="any")
 def deterministic_mode_can_have_one_order_of_sums_at_all_sizes() -> None:
     parallel_state.set_custom_all_reduce(False)
     with sglang_groups():
         communicator = ours("tp")._llm_comm
         assert communicator.config.max_message_bytes > 1 << 40
+        assert communicator.config.sum == "rank_order"
         calls = calls_of(communicator)
         # Sums that depend on the order of their terms in fp32 as well.
         row = torch.randn(1, 512, generator=torch.Generator().manual_seed(dist.get_rank())).to(torch.bfloat16)

@@ -303,13 +303,14 @@ def norms_are_fused_as_vllm_wants_where_llm_comm_is_off() -> None:
         assert config.compilation_config.pass_config.fuse_allreduce_rms is True
 
 
-@scenario(VLLM_BATCH_INVARIANT="1")
+@scenario(VLLM_BATCH_INVARIANT="1", LLM_COMM_SUM="any")
 def batch_invariance_means_one_way_for_all_sizes() -> None:
     with vllm_groups():
         x = torch.empty(0).expand(0)
         communicator = parallel_state.get_tp_group().device_communicator._llm_comm
         assert communicator.accepts(x)
         assert communicator.config.max_message_bytes > 1 << 40
+        assert communicator.config.sum == "rank_order"
 
 
 @scenario(world=1)
