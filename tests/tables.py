@@ -44,7 +44,9 @@ def write_table(path: Path, rows: list[Row], **fields: Any) -> Path:
 
 def is_known(row: Row) -> bool:
     """Whether the registry has the row's algorithm."""
-    return row.operation in (ALL_REDUCE, FUSED) and row.algorithm in ALGORITHMS and row.protocol == "LL"
+    by_switch = (("two_shot_switch", "LL"), ("two_shot_ld_reduce", "Switch"))
+    known = (*((name, "LL") for name in ALGORITHMS), *by_switch)
+    return row.operation in (ALL_REDUCE, FUSED) and (row.algorithm, row.protocol) in known
 
 
 def table_of_all_variants(path: Path) -> Path:
