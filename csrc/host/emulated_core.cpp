@@ -111,7 +111,11 @@ class EmulatedMemory {
     const SharedMapping unused(handle.fd, sizeof(Line));
   }
   void add_multicast_device() {}
-  char* bind_multicast() { return local_.address(); }
+  // Kernels only ask whether it is there.
+  char* bind_multicast() {
+    static char anything;
+    return &anything;
+  }
   void drop_multicast() {}
 
   char* local() const { return local_.address(); }

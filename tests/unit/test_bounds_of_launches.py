@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from llm_comm import _core, registry
+from llm_comm.config import MULTICAST_OFF_VARIABLES
 from llm_comm.planning.tables import ALL_REDUCE, FUSED
 
 LINE = 16
@@ -26,15 +27,35 @@ every_algorithm = pytest.mark.parametrize(("operation", "algorithm"), ALGORITHMS
 some_worlds = pytest.mark.parametrize("world", [2, 3, 8])
 
 
-def core_of(world: int, slot_bytes: int, rank: int = 0) -> _core.Core:
+@pytest.fixture(autouse=True)
+def _multicast_is_permitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in MULTICAST_OFF_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def core_of(world: int, slot_bytes: int, rank: int = 0, multicast: bool = False) -> _core.Core:
     options = _core.CoreOptions(
-        rank=rank, world_size=world, slot_bytes=slot_bytes, timeout_s=1.0, dependent_launch=False, check_calls=False
+        rank=rank,
+        world_size=world,
+        slot_bytes=slot_bytes,
+        timeout_s=1.0,
+        dependent_launch=False,
+        check_calls=False,
+        multicast=multicast,
     )
-    return _core.make_emulated_core(options)
+    core = _core.make_emulated_core(options)
+    if multicast:
+        os.close(core.create_multicast())
+        core.bind_multicast()
+    return core
+
+
+def algorithm_of(operation: str, name: str) -> registry.Algorithm:
+    return next(a for a in registry.operations()[operation].algorithms if a.name == name)
 
 
 def number_of(operation: str, algorithm: str) -> int:
-    return next(a.number for a in registry.operations()[operation].algorithms if a.name == algorithm)
+    return algorithm_of(operation, algorithm).number
 
 
 def problem_of(operation: str, units: int, world: int, **changes: int) -> _core.Problem:
@@ -49,7 +70,7 @@ def prepare(operation: str, algorithm: str, slot_bytes: int, units: int, world: 
     """One launch that takes all, with a tiling that is usual but for ``changes``."""
     usual = {"blocks": 2, "tile_lines": 8, "cluster": 1, "depth": 0, "launch_units": units}
     problem = problem_of(operation, units, world)
-    core = core_of(world, slot_bytes)
+    core = core_of(world, slot_bytes, multicast=algorithm_of(operation, algorithm).by_switch)
     core.prepare(number_of(operation, algorithm), problem, _core.Tiling(**{**usual, **changes}))
 
 
