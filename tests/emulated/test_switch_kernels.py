@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
@@ -9,8 +10,19 @@ import torch
 from harness import RankPool, make_communicator
 from reference import DTYPES, assert_bitwise_equal
 
+from llm_comm import Communicator, _core
+
 COUNTS = (1, 2, 7, 64, 1000, 5001, 40_000)
 SUMS = "two_shot_switch", "two_shot_ld_reduce", "one_shot_ld_reduce"
+SWITCHED_OFF = _core.multicast_switched_off(
+    {name: os.environ[name] for name in _core.multicast_switches if name in os.environ}
+)
+
+pytestmark = pytest.mark.skipif(bool(SWITCHED_OFF), reason=f"this machine forbids NVLink multicast: {SWITCHED_OFF}")
+
+
+def make_by_switch(algorithm: str) -> Communicator:
+    return make_communicator(algorithm=algorithm, multicast="1", sum="any")
 
 
 def numbers(count: int, dtype: torch.dtype, rank: int, seed: int) -> torch.Tensor:
@@ -24,7 +36,7 @@ def misaligned(x: torch.Tensor, by: int) -> torch.Tensor:
 
 def all_reduces(algorithm: str, seed: int) -> None:
     draw = random.Random(seed)  # the same on all ranks
-    with make_communicator(algorithm=algorithm) as comm:
+    with make_by_switch(algorithm) as comm:
         assert comm.plan(torch.ones(100)).algorithm == algorithm
         for number in range(25):
             count, dtype = draw.choice(COUNTS), draw.choice(DTYPES)
@@ -37,7 +49,8 @@ def all_reduces(algorithm: str, seed: int) -> None:
 
 def odd_values(algorithm: str) -> None:
     """Infinities, NaN, and what LL lines treat in a way of their own."""
-    with make_communicator(algorithm=algorithm) as comm:
+    with make_by_switch(algorithm) as comm:
+        assert comm.plan(torch.ones(1001)).algorithm == algorithm
         for dtype in DTYPES:
             x = torch.zeros(1001, dtype=dtype)
             x[3] = float("inf")
@@ -52,7 +65,7 @@ def odd_values(algorithm: str) -> None:
 
 def fused(algorithm: str, seed: int) -> None:
     draw = random.Random(seed)
-    with make_communicator(algorithm=algorithm) as comm:
+    with make_by_switch(algorithm) as comm:
         for number in range(12):
             rows, hidden = draw.randint(1, 9), 8 * draw.choice((1, 5, 64, 200))
             inputs = [
@@ -60,6 +73,7 @@ def fused(algorithm: str, seed: int) -> None:
                 for rank in range(comm.world_size)
             ]
             weight = torch.ones(hidden, dtype=torch.bfloat16)
+            assert comm.plan_fused(inputs[comm.rank], weight).algorithm == algorithm
             _, total = comm.all_reduce_add_rms_norm(inputs[comm.rank], None, weight, 1e-5)
             assert_bitwise_equal(total, sum(x.float() for x in inputs).to(torch.bfloat16), f"call {number}")  # type: ignore[union-attr]
 
@@ -67,9 +81,11 @@ def fused(algorithm: str, seed: int) -> None:
 def parts(seed: int) -> None:
     draw = random.Random(seed)
     with (
-        make_communicator(algorithm="push_switch") as gathering,
-        make_communicator(algorithm="ld_reduce") as scattering,
+        make_by_switch("push_switch") as gathering,
+        make_by_switch("ld_reduce") as scattering,
     ):
+        assert gathering.plan_all_gather(torch.ones(100)).algorithm == "push_switch"
+        assert scattering.plan_reduce_scatter(torch.ones(2400)).algorithm == "ld_reduce"
         world, rank = gathering.world_size, gathering.rank
         for number in range(20):
             sizes = [draw.randrange(700) for _ in range(world)]
