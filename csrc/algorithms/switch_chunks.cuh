@@ -15,6 +15,8 @@
 // staged, and a rank waits for the end of that step on every peer.
 #pragma once
 
+#include <vector>
+
 #include "algorithms/by_switch.h"
 #include "algorithms/chunked.cuh"
 #include "llm_comm/switch_channel.cuh"
@@ -63,6 +65,22 @@ struct ChunkedBySwitch : Chunked<Algorithm> {
   static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {
     check_switch(limits);
     return Chunked<Algorithm>::grid(problem, tiling, units, limits);
+  }
+
+  // Engines change to such algorithms from 0.5 MiB on; below 1 MiB, where HB is not tried, with small chunks.
+  static std::vector<Choice> candidates(const Problem& problem, const Limits& limits) {
+    constexpr uint64_t kFewestBytes = 64 << 10;
+    std::vector<Choice> found = Chunked<Algorithm>::candidates(problem, limits);
+    if (!found.empty() || problem.bytes() < kFewestBytes) return found;
+    const uint32_t sms = limits.sm_count == 0 ? 1 : limits.sm_count;
+    for (uint32_t blocks : {sms / 2, sms}) {
+      for (uint32_t tile_lines : {32u, 64u, 128u, 256u}) {
+        const Tiling tiling{blocks, tile_lines, 1, kMinHBDepth, 0};
+        if (blocks == 0 || Chunked<Algorithm>::staging_bytes(tiling, problem.world) > limits.staging_bytes) continue;
+        found.push_back({.blocks = blocks, .tile_lines = tile_lines, .depth = kMinHBDepth});
+      }
+    }
+    return found;
   }
 };
 

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from common import GraphPool, Recording, Session, parser, report, run, session
 from drill_losses import SWITCH_LOSSES
+from fused_cases import FusedRunner, draw_fused_case
 from values import DTYPES, Inputs, beyond_bound, differs, draw_values, rank_order_sum
 
 from llm_comm import Communicator, Config
@@ -45,6 +46,8 @@ ALGORITHMS = {
     "push_switch": (True, False),
 }
 OPERATIONS = {"ld_reduce": "reduce_scatter", "push_switch": "all_gather"}
+FUSED = ("two_shot_switch", "two_shot_ld_reduce")
+FUSED_SHARE = 0.2  # of the random cases
 TIMED = ("one_shot", "two_shot", "two_shot_hb", "two_shot_switch", "two_shot_ld_reduce", "one_shot_ld_reduce")
 TIMED_SIZES = (8 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20)
 REFUSED = 2
@@ -79,6 +82,11 @@ def why_not_usable(communicators: dict[str, Communicator], device: torch.device)
             wrong.append(comm.multicast.why)
         elif plan.algorithm != name:
             wrong.append(f"{operation} runs {plan.algorithm}, not {name}: {plan.reason}")
+    row = torch.zeros(1, 512, dtype=torch.bfloat16, device=device)
+    for name in FUSED:
+        plan = communicators[name].plan_fused(row, row[0])
+        if communicators[name].multicast.is_up and plan.algorithm != name:
+            wrong.append(f"the fused one runs {plan.algorithm}, not {name}: {plan.reason}")
     return list(dict.fromkeys(wrong))
 
 
@@ -93,10 +101,10 @@ class Cases:
         self.calls: Counter[str] = Counter()
         self.failures: list[str] = []
 
-    def run(self) -> None:
-        for case in range(self._options.cases):
+    def run(self, cases: int) -> None:
+        for case in range(cases):
             self._run(case)
-            if case % COMPARE_EVERY == COMPARE_EVERY - 1 or case == self._options.cases - 1:
+            if case % COMPARE_EVERY == COMPARE_EVERY - 1 or case == cases - 1:
                 self._compare(case)
             self._ranks.watchdog.progress(f"case {case}")
 
@@ -138,6 +146,26 @@ class Cases:
         everyone = self._ranks.gather(mine)
         if bool((everyone != everyone[0]).any()):
             self.failures.append(f"up to case {case}: ranks have other bits")
+
+
+def run_fused_cases(
+    ranks: Session, communicators: dict[str, Communicator], options: argparse.Namespace, cases: int
+) -> tuple[Counter[str], list[str]]:
+    """With the residual add and the norm, as ``random_cases.py --fused`` draws and judges them.
+
+    Returns the number of calls by name, and the failures.
+    """
+    drawn_by = argparse.Namespace(
+        seed=options.seed, max_count=options.max_count, graph_share=0.2, few_calls=ranks.shares_gpu, only=None
+    )
+    runner = FusedRunner(ranks, {name: communicators[name] for name in FUSED}, drawn_by)
+    failures: list[str] = []
+    for number in range(cases):
+        runner.run(draw_fused_case(number, drawn_by, ranks.world, FUSED))
+        if number % COMPARE_EVERY == COMPARE_EVERY - 1 or number == cases - 1:
+            failures += runner.verdicts.settle()
+        ranks.watchdog.progress(f"fused case {number}")
+    return Counter({f"fused/{name}/{how}": calls for (name, how), calls in runner.calls.items()}), failures
 
 
 # ---- When a rank dies, and how fast ----------------------------------------------------------------------------
@@ -206,15 +234,18 @@ def accept(ranks: Session, options: argparse.Namespace) -> dict[str, Any]:
         if wrong:
             return figures
         ranks.say("capability and self-test: right")
-        cases = Cases(ranks, communicators, options)
         begin = time.monotonic()
-        cases.run()
+        fused = int(options.cases * FUSED_SHARE)
+        cases = Cases(ranks, communicators, options)
+        cases.run(options.cases - fused)
+        fused_calls, failures = run_fused_cases(ranks, communicators, options, fused)
+        cases.failures += failures
         failed = ranks.gather(torch.tensor([len(cases.failures)]))
         figures["random_cases"] = {
             "cases": options.cases,
             "seconds": round(time.monotonic() - begin, 1),
             "wrong_by_rank": failed.flatten().tolist(),
-            "calls": dict(sorted(cases.calls.items())),
+            "calls": dict(sorted((cases.calls + fused_calls).items())),
             "first": cases.failures[:MOST_FAILURES],
         }
     for failure in cases.failures[:MOST_FAILURES]:

@@ -133,8 +133,9 @@ def differs(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return (bits(got) != bits(expected)) & ~(got.isnan() & expected.isnan())
 
 
-def beyond_bound(got: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """By element, whether a sum is further from the float64 sum than fp32 accumulation and one rounding can bring it.
+def beyond_bound(got: torch.Tensor, rows: torch.Tensor, addend: torch.Tensor | None = None) -> torch.Tensor:
+    """By element, whether a sum is further from the float64 sum than fp32 accumulation in any order and one rounding
+    can bring it; with ``addend``, which is added to the rounded sum, and another rounding.
 
     Where magnitudes reach the largest finite value, sums in another precision may differ in kind (infinite or not):
     there only a missing NaN is wrong.
@@ -145,6 +146,10 @@ def beyond_bound(got: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     finite = torch.where(magnitude.isinf(), 0.0, magnitude).sum(0)
     info = torch.finfo(got.dtype)
     bound = finite * (len(rows) * 2.0**-23) + total.abs() * (info.eps / 2) + info.smallest_normal * info.eps
+    if addend is not None:
+        total = total + addend.double()
+        finite = finite + torch.where(addend.isinf(), 0.0, addend.abs().double())
+        bound = bound * (1 + info.eps / 2) + total.abs() * (info.eps / 2) + info.smallest_normal * info.eps
     value = got.double()
     no_overflow = finite < 0.99 * info.max
     wrong_number = total.isfinite() & ~((value - total).abs() <= bound)
