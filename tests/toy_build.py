@@ -64,7 +64,7 @@ def built_core() -> Path:
     pybind11 = pytest.importorskip("pybind11")
     options = {
         "LLM_COMM_CUDA": "OFF",
-        "LLM_COMM_EXTRA_ALGORITHMS": TOY / "registry.def",
+        "LLM_COMM_EXTRA_ALGORITHMS": f"{TOY / 'registry.def'};{TOY / 'switch.def'}",
         "CMAKE_CXX_FLAGS_RELEASE": "-O1",
         "pybind11_DIR": pybind11.get_cmake_dir(),
         "Python_EXECUTABLE": sys.executable,

@@ -23,6 +23,12 @@ class RankMemory {
     return {};
   }
   char* map(int peer, const host::WorkspaceHandle&) { return memory_->of_rank(static_cast<uint32_t>(peer)); }
+  // Kernels only ask whether it is there: the emulated switch loops over the workspaces.
+  host::WorkspaceHandle create_multicast() { return {}; }
+  void join_multicast(const host::WorkspaceHandle&) {}
+  void add_multicast_device() {}
+  char* bind_multicast() { return memory_->of_rank(0); }
+  void drop_multicast() {}
   host::SharedMemory allocate(uint64_t, bool) const { return {in_segment(rank_), {}}; }
   std::shared_ptr<char> map_memory(int peer, uint64_t, const host::WorkspaceHandle&) const {
     return in_segment(static_cast<uint32_t>(peer));
@@ -137,7 +143,7 @@ World::World(emulator::Machine& machine, uint32_t ranks, uint64_t first_operatio
     for (uint32_t peer = 0; peer < ranks; ++peer) {
       if (peer != rank) own.map_peer(static_cast<int>(peer), {});
     }
-    const_cast<DeviceComm&>(device_comm(rank)).multicast = machine.memory().of_rank(0);
+    own.bind_multicast();
     own.create_segment(0, kSegmentBytes, false);
     for (uint32_t peer = 0; peer < ranks; ++peer) {
       if (peer != rank) own.map_segment(0, static_cast<int>(peer), {});

@@ -140,21 +140,25 @@ def beyond_bound(got: torch.Tensor, rows: torch.Tensor, addend: torch.Tensor | N
     Where magnitudes reach the largest finite value, sums in another precision may differ in kind (infinite or not):
     there only a missing NaN is wrong.
     """
-    exact = rows.double()
-    total = exact.sum(0)
-    magnitude = exact.abs()
-    finite = torch.where(magnitude.isinf(), 0.0, magnitude).sum(0)
+    total = rows.double().sum(0)
+    finite = magnitudes(rows)
     info = torch.finfo(got.dtype)
     bound = finite * (len(rows) * 2.0**-23) + total.abs() * (info.eps / 2) + info.smallest_normal * info.eps
     if addend is not None:
         total = total + addend.double()
-        finite = finite + torch.where(addend.isinf(), 0.0, addend.abs().double())
+        finite = finite + magnitudes(addend.unsqueeze(0))
         bound = bound * (1 + info.eps / 2) + total.abs() * (info.eps / 2) + info.smallest_normal * info.eps
     value = got.double()
     no_overflow = finite < 0.99 * info.max
     wrong_number = total.isfinite() & ~((value - total).abs() <= bound)
     wrong_infinity = total.isinf() & (value != total)
     return (total.isnan() & ~value.isnan()) | (no_overflow & (wrong_number | wrong_infinity))
+
+
+def magnitudes(rows: torch.Tensor) -> torch.Tensor:
+    """By element, the sum of the magnitudes of what is finite, in float64."""
+    magnitude = rows.double().abs()
+    return torch.where(magnitude.isinf(), 0.0, magnitude).sum(0)
 
 
 def expect_sum(got: torch.Tensor, rows: torch.Tensor, what: str) -> None:

@@ -14,9 +14,17 @@ REDUCE_SCATTER = "csrc/algorithms/reduce_scatter/ld_reduce.cuh"
 ALL_GATHER = "csrc/algorithms/all_gather/push_switch.cuh"
 FUSED_LD_REDUCE = "csrc/algorithms/all_reduce_add_rms_norm/two_shot_ld_reduce.cuh"
 CHECK = "tools/check_multicast.py"
+CONFIG = "llm_comm/config.py"
+CHOICE = "llm_comm/planning/multicast.py"
+SELECTION = "llm_comm/planning/selection.py"
+SET_UP = "llm_comm/runtime/multicast.py"
+SELF_TEST = "llm_comm/runtime/self_test.py"
 
 SHAPES = "tests/unit/test_switch_shapes.py"
 CHECKED = "tests/unit/test_check_multicast.py"
+OF_STATE = "tests/unit/test_multicast_state.py"
+OF_SELECTION = "tests/unit/test_switch_selection.py"
+OF_SET_UP = "tests/emulated/test_multicast.py"
 
 
 def schedules(subject: str, cases: int = 300) -> str:
@@ -124,4 +132,82 @@ SWITCH = (
     ),
     python("spills are passed over", CHECK, "if expected is not None and spills:", "if False:", CHECKED),
     python("no fence of aliases is asked for", CHECK, "if not found[FENCE]:", "if False:", CHECKED),
+    # ---- Who may use it ----
+    python(
+        "sums in any order in a deterministic mode",
+        CONFIG,
+        'return self.sum == "any" and not self.deterministic',
+        'return self.sum == "any"',
+        OF_STATE,
+    ),
+    python(
+        "variables do not turn multicast off",
+        CONFIG,
+        "    if by:\n        return False, by\n",
+        "",
+        OF_STATE,
+    ),
+    python(
+        "multicast without a table that was made with it",
+        CHOICE,
+        "    if made_on is None:\n        return Multicast(False,",
+        "    if made_on is None:\n        return Multicast(True,",
+        OF_SELECTION,
+    ),
+    python(
+        "multicast by a table of another driver",
+        CHOICE,
+        '"driver": driver, ',
+        "",
+        OF_SELECTION,
+    ),
+    python(
+        "sums in the switch in rank order",
+        CHOICE,
+        "algorithm.sums_in_switch and not config.sums_in_any_order",
+        "algorithm.sums_in_switch and config.deterministic",
+        OF_SELECTION,
+    ),
+    python(
+        "a table chooses an algorithm of which ranks may get other bits",
+        CHOICE,
+        "algorithm.ranks_may_differ and not is_forced",
+        "algorithm.ranks_may_differ and not multicast.is_up",
+        OF_SELECTION,
+    ),
+    python(
+        "a row that may not be used ends the search",
+        SELECTION,
+        "rows = tuple(row for row in rows if not why_not.get((row.algorithm, row.protocol)))",
+        "",
+        OF_SELECTION,
+    ),
+    python(
+        "rows of fused operations are derived from those by the switch",
+        SELECTION,
+        "if (row.algorithm, row.protocol) not in by_switch)",
+        ")",
+        OF_SELECTION,
+    ),
+    python(
+        "most ranks are enough for multicast",
+        SET_UP,
+        "    if not against:\n",
+        "    if len(against) < 2:\n",
+        OF_SET_UP,
+    ),
+    python(
+        "a step of multicast that fails leaves what is there",
+        SET_UP,
+        "        core.drop_multicast()\n        return failed(",
+        "        return failed(",
+        OF_SET_UP,
+    ),
+    python(
+        "the self-test of multicast finds everything right",
+        SELF_TEST,
+        "wrong = [case.name for case in cases if not _is_right(case, world_size)]",
+        "wrong: list[str] = []",
+        OF_SET_UP,
+    ),
 )
