@@ -268,8 +268,8 @@ def _mismatched(
     """Number of FP8 elements and scales that are not what torch makes of the normed rows.
 
     ``other_sums``: the normed rows are those of another call, whose sums need not have the same bits: magnitudes of
-    what was summed. Then a scale may be 1 % off, and an element its neighbour; rows with sums that may be infinite in one
-    call alone are not judged.
+    what was summed. Then a scale may be 1 % off, and an element its neighbour; rows with sums that may be infinite in
+    one call alone are not judged.
     """
     x = normed.view(case.rows, case.hidden).float()
     scale = buffers.scale.view(-1, 1)

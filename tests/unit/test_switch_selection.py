@@ -88,11 +88,16 @@ def test_nothing_chooses_them_where_there_is_no_row() -> None:
 
 
 def test_rows_of_fused_operations_are_not_derived_from_them() -> None:
+    """But from what runs at that size without multicast."""
+    rows = (
+        Row(65_536, ALL_REDUCE, "two_shot_hb", "HB", blocks=4, tile_lines=32, depth=2),
+        Row(65_536, ALL_REDUCE, "one_shot", "LL", blocks=4, tile_lines=8),
+    )
     problem = Problem(FUSED, 4 * 512, 512, "bf16", 4, (1e-5, 0.0))
     config = Config.load({}, sum="any")
-    found = selection.select(problem, TABLE, config, limits_of(config), UP)
+    found = selection.select(problem, TABLE._replace(rows={ALL_REDUCE: rows}), config, limits_of(config), UP)
     assert (found.algorithm, found.reason) == (
-        "two_shot",
+        "one_shot",
         "test table, up to 65536 bytes (derived from all_reduce, not measured)",
     )
 
