@@ -9,6 +9,9 @@ from llm_comm import registry
 from llm_comm.config import Config, multicast_state
 from llm_comm.planning.tables import TuningTable
 
+#: In place of a driver's version, of emulated devices.
+EMULATED = "emulated"
+
 #: How to get it, for logs.
 HOW_TO_GET_IT = "`llm-comm tune --multicast` makes a table that uses it, where the machine permits it"
 
@@ -48,6 +51,8 @@ def wish(
     may, why = multicast_state(config, environ)
     if not may or world_size < 2:
         return Multicast(False, why if not may else "one rank: nothing to exchange")
+    if config.share_gpu and driver != EMULATED:
+        return Multicast(False, "share_gpu is on: a multicast object takes a GPU once")
     if config.multicast == "1":
         return Multicast(True, why)
     made_on = table.multicast

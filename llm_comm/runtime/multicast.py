@@ -10,7 +10,7 @@ import torch
 from llm_comm import _core, registry
 from llm_comm.config import Config
 from llm_comm.errors import MissingRankError, RendezvousError
-from llm_comm.planning.multicast import Multicast, why_not, wish
+from llm_comm.planning.multicast import EMULATED, Multicast, why_not, wish
 from llm_comm.planning.tables import TuningTable
 from llm_comm.runtime.rendezvous import Rendezvous
 
@@ -20,14 +20,14 @@ logger = logging.getLogger("llm_comm")
 def driver_of(device: torch.device) -> str:
     """The version of the driver, as tables name it: the CUDA that it supports."""
     if device.type == "cpu":
-        return "emulated"
+        return EMULATED
     version = int(_core.device_report(device.index)["driver_version"])
     return f"CUDA {version // 1000}.{version % 1000 // 10}"
 
 
 def name_of(device: torch.device) -> str:
     """The device, as tables name it."""
-    return "emulated" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    return EMULATED if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
 def agree(rendezvous: Rendezvous, device: torch.device, config: Config, table: TuningTable) -> Multicast:

@@ -204,6 +204,9 @@ def test_options_have_their_say() -> None:
     assert wanted({}, without, multicast="1") == (True, "multicast is '1' (Python)")
     assert wanted({}, multicast="0") == (False, "multicast is '0' (Python)")
     assert wish(Config.load({}, multicast="1"), TABLE, "NVIDIA H200", "CUDA 13.0", 1, {}).is_up is False
+    assert wanted({}, multicast="1", share_gpu=True) == (False, "share_gpu is on: a multicast object takes a GPU once")
+    emulated = Config.load({}, multicast="1", share_gpu=True)
+    assert wish(emulated, TABLE, "emulated", "emulated", 4, {}).is_up
 
 
 @pytest.mark.parametrize("option", ["auto", "1"])
