@@ -183,6 +183,7 @@ def main() -> int:
     options.add_argument("--only", choices=(*ALL_LOSSES, SURVIVED), help="run this part alone")
     options.add_argument("--part", choices=(*ALL_LOSSES, SURVIVED), help=argparse.SUPPRESS)
     options.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
+    options.add_argument("--slowness", type=float, help="how many times longer than usual all may take")
     arguments = options.parse_args()
     if arguments.part is not None:
         return rank_main(arguments)
@@ -190,7 +191,8 @@ def main() -> int:
     on_gpu, default_world = gpus_or(arguments.device, emulated=4)
     world = arguments.world or default_world
     arguments.on_gpu = on_gpu
-    arguments.slowness = 2.0 if on_gpu and torch.cuda.device_count() < world else 1.0
+    if arguments.slowness is None:
+        arguments.slowness = 2.0 if on_gpu and torch.cuda.device_count() < world else 1.0
     if arguments.timeout_s is None:
         arguments.timeout_s = 3.0 * arguments.slowness
     begin = time.monotonic()

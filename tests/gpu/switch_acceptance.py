@@ -189,6 +189,8 @@ def _drill(name: str, world: int, device: str) -> dict[str, Any]:
         file = Path(folder) / "drill.json"
         command = [sys.executable, str(Path(__file__).with_name("drill.py")), "--only", name, "--world", str(world)]
         command += ["--device", device, "--json", str(file)]
+        if device == "emulated":
+            command += ["--slowness", "5"]  # other programs may have the cores
         try:
             done = subprocess.run(
                 command, env=environment, capture_output=True, text=True, check=False, timeout=_DRILL_LIMIT_S
