@@ -46,6 +46,7 @@ def connected(
         for peer, handle in enumerate(handles):
             if peer != rank:
                 core.map_peer(peer, *handle)
+        core.bind_multicast()  # an emulated switch needs no object, and asks nobody
     for descriptor, _ in handles:
         os.close(descriptor)
     return cores
