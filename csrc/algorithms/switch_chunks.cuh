@@ -62,6 +62,11 @@ struct ChunkedBySwitch : Chunked<Algorithm> {
   // A rank has a buffer for its own chunk as well.
   static constexpr uint64_t senders(uint64_t world) { return world; }
 
+  // Of algorithms whose parts are as long as a launch.
+  static constexpr uint64_t part_lines(const Problem& problem, uint64_t units) {
+    return divide_up(units * element_bytes(problem.type), sizeof(Line));
+  }
+
   static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {
     check_switch(limits);
     return Chunked<Algorithm>::grid(problem, tiling, units, limits);

@@ -78,10 +78,6 @@ struct AllGatherPushSwitch : ChunkedBySwitch<AllGatherPushSwitch> {
   static auto kernel() {
     return &all_gather_push_switch<D, World>;
   }
-
-  static constexpr uint64_t part_lines(const Problem& problem, uint64_t units) {
-    return divide_up(units * element_bytes(problem.type), sizeof(Line));
-  }
 };
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

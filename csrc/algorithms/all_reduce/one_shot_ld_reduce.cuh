@@ -66,9 +66,6 @@ struct AllReduceOneShotLdReduce : ChunkedBySwitch<AllReduceOneShotLdReduce> {
   static constexpr OperationKind kKind = kAllReduceOneShotLdReduce;
   static constexpr uint32_t kTeams = kOneShotLdReduceTeams;
   static constexpr uint64_t senders(uint64_t) { return 1; }
-  static constexpr uint64_t part_lines(const Problem& problem, uint64_t units) {
-    return divide_up(units * element_bytes(problem.type), sizeof(Line));
-  }
 
   template <DataType D, int World, uint32_t Variant>
   static auto kernel() {

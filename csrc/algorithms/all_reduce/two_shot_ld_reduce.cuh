@@ -91,7 +91,7 @@ struct AllReduceTwoShotLdReduce : ChunkedBySwitch<AllReduceTwoShotLdReduce> {
   static constexpr OperationKind kKind = kAllReduceTwoShotLdReduce;
   static constexpr uint32_t kTeams = kTwoShotLdReduceTeams;
   static constexpr uint64_t part_lines(const Problem& problem, uint64_t units) {
-    return divide_up(divide_up(units * element_bytes(problem.type), sizeof(Line)), uint64_t{problem.world});
+    return ChunkedSlices<AllReduceTwoShotLdReduce>::part_lines(problem, units);
   }
 
   template <DataType D, int World, uint32_t Variant>

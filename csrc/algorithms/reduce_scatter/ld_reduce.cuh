@@ -66,9 +66,6 @@ struct ReduceScatterLdReduce : ChunkedBySwitch<ReduceScatterLdReduce> {
                                        .sums_in_switch = true};
   static constexpr OperationKind kKind = kReduceScatterLdReduce;
   static constexpr uint32_t kTeams = kReduceScatterLdReduceTeams;
-  static constexpr uint64_t part_lines(const Problem& problem, uint64_t units) {
-    return divide_up(units * element_bytes(problem.type), sizeof(Line));
-  }
 
   template <DataType D, int World, uint32_t Variant>
   static auto kernel() {
