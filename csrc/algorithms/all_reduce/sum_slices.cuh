@@ -6,6 +6,7 @@
 
 #include "algorithms/all_reduce/message.cuh"
 #include "algorithms/all_reduce/slices.cuh"
+#include "algorithms/chunked.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 

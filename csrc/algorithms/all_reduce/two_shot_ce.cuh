@@ -17,6 +17,7 @@
 
 #include <vector>
 
+#include "algorithms/all_reduce/chunked_slices.cuh"
 #include "algorithms/all_reduce/sum_slices.cuh"
 #include "algorithms/stream_copies.cuh"
 

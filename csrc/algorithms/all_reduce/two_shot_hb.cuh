@@ -11,6 +11,7 @@
 // R1 of operation.cuh: a block waits for each peer. R2: it uses no slot.
 #pragma once
 
+#include "algorithms/all_reduce/chunked_slices.cuh"
 #include "algorithms/all_reduce/message.cuh"
 #include "algorithms/all_reduce/slices.cuh"
 

@@ -12,6 +12,7 @@
 // slot.
 #pragma once
 
+#include "algorithms/all_reduce/chunked_slices.cuh"
 #include "algorithms/all_reduce/message.cuh"
 #include "algorithms/all_reduce/slices.cuh"
 #include "algorithms/switch_chunks.cuh"

@@ -19,6 +19,7 @@
 // do, when no other block of this rank has anything to wait for.
 #pragma once
 
+#include "algorithms/all_reduce/chunked_slices.cuh"
 #include "algorithms/all_reduce/sum_slices.cuh"
 #include "algorithms/direct.cuh"
 #include "llm_comm/port_words.cuh"

@@ -1,0 +1,15 @@
+// Descriptors of algorithms that send the slices of a message in chunks.
+#pragma once
+
+#include "algorithms/chunked.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+template <class Algorithm>
+struct ChunkedSlices : Chunked<Algorithm> {
+  static constexpr uint64_t part_lines(const Problem& problem, uint64_t units) {
+    return divide_up(divide_up(units * element_bytes(problem.type), sizeof(Line)), uint64_t{problem.world});
+  }
+};
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET
