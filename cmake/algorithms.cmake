@@ -4,8 +4,9 @@
 #   registry.h                              the list as a C++ type, for everybody who asks what there is
 #   kernels_<descriptor>_<type>_<half>.cu   kernels for GPUs, of one data type and half of the worlds: they take nvcc long
 #   kernels_<descriptor>.cpp                the same for the emulator, all of an algorithm
+#   linear_<type>.cu, linear_<type>.cpp     kernels of linear layers, of one data type
 #
-# llm_comm_algorithm_sources(<list variable> cu|cpp) names the sources to compile; include directories are csrc,
+# llm_comm_algorithm_sources(<list variable> cu|cpp) and llm_comm_linear_sources name the sources to compile; include directories are csrc,
 # csrc/include and <build>/generated. The files that a list names are relative to its own directory, or to csrc.
 set(LLM_COMM_EXTRA_ALGORITHMS "" CACHE STRING "Lists of more algorithms, in the format of csrc/algorithms/registry.def")
 
@@ -116,6 +117,25 @@ function(llm_comm_algorithm_sources variable extension)
       llm_comm_write_kernels("${source}" "${header}" "${all}")
       list(APPEND sources "${source}")
     endif()
+  endforeach()
+  set(${variable} "${sources}" PARENT_SCOPE)
+endfunction()
+
+function(llm_comm_linear_sources variable extension)
+  set(sources "")
+  foreach(type kBFloat16 kFloat16)
+    set(source "${LLM_COMM_GENERATED}/algorithms/linear_${type}.${extension}")
+    llm_comm_write("${source}"
+"// Written by cmake/algorithms.cmake.
+#include \"algorithms/linear/kernel.cuh\"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+template struct LinearKernels<DataType::${type}>;
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET
+")
+    list(APPEND sources "${source}")
   endforeach()
   set(${variable} "${sources}" PARENT_SCOPE)
 endfunction()

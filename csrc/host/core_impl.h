@@ -19,6 +19,10 @@
 //           void copy(const std::vector<Copy>&, uint64_t stream);   // behind all launches, in no order
 //           uint32_t max_cluster_blocks();                    // 1 where the device has no clusters
 //           bool has_room_for_cluster(const Function<Args>&, const Grid&);
+//           uint32_t sm_count(); uint32_t max_shared_bytes();   // of the device; of a block
+//           void permit_shared_bytes(const Function<Args>&, uint32_t bytes);   // that a launch of it takes
+//           void map_matrix(MatrixView&, uint32_t box_rows, uint32_t boxes, BoxUse);   // fills in what the target wants beside
+//                                       // address and size
 //           uint64_t resident_blocks(const Function<Args>&, const Grid&);   // of such grids that run at once
 //           bool has_been_captured() const;     // launches may still come, from graphs
 //           bool wait_for(uint64_t stream);     // until what it holds has ended
@@ -42,6 +46,7 @@
 #include "host/describe.h"
 #include "host/launch_queue.h"
 #include "host/ports.h"
+#include "host/prepared_linear.h"
 #include "host/segments.h"
 #include "llm_comm/channels.cuh"
 
@@ -209,6 +214,10 @@ class CoreImpl final : public Core {
     Registry::at(algorithm, [&]<class Algorithm>() { call = prepare_with<Algorithm>(problem, tiling); });
     if (call == nullptr) throw std::invalid_argument("there is no algorithm number " + std::to_string(algorithm));
     return call;
+  }
+
+  std::unique_ptr<PreparedCall> prepare_linear(const LinearProblem& problem, const LinearChoice& choice) override {
+    return std::make_unique<PreparedLinear<Launcher>>(launcher_, queue_.turn(), *comm_.mailbox, problem, choice);
   }
 
   std::optional<OperationError> error() const override {

@@ -167,6 +167,9 @@ PYBIND11_MODULE(_core, module) {
   py::dict switches;  // variables that can forbid NVLink multicast, each with the value that usually does
   for (const MulticastSwitch& one : kMulticastSwitches) switches[one.variable] = one.off;
   module.attr("multicast_switches") = switches;
+  module.attr("linear_max_tokens") = llm_comm::linear::kMaxTokens;
+  module.attr("linear_multiple") = llm_comm::linear::kMultiple;
+  module.attr("linear_max_features") = llm_comm::linear::kMaxFeatures;
   module.attr("max_segments") = llm_comm::kMaxSegments;
 
   py::class_<CoreOptions>(module, "CoreOptions")
@@ -196,6 +199,15 @@ PYBIND11_MODULE(_core, module) {
       .def_readonly("cluster", &Choice::cluster)
       .def_readonly("depth", &Choice::depth)
       .def_readonly("crowded_above", &Choice::crowded_above);
+
+  py::class_<LinearChoice>(module, "LinearChoice")
+      .def(py::init([](uint32_t block_outputs, uint32_t stages, uint32_t stage_boxes) {
+             return LinearChoice{block_outputs, stages, stage_boxes};
+           }),
+           py::kw_only(), py::arg("block_outputs") = 0, py::arg("stages") = 0, py::arg("stage_boxes") = 0)
+      .def_readonly("block_outputs", &LinearChoice::block_outputs)
+      .def_readonly("stages", &LinearChoice::stages)
+      .def_readonly("stage_boxes", &LinearChoice::stage_boxes);
 
   py::class_<Limits>(module, "Limits")
       .def(py::init([](uint64_t slot_bytes, uint32_t sm_count, uint32_t max_cluster, uint32_t compute_capability,
@@ -297,6 +309,19 @@ PYBIND11_MODULE(_core, module) {
             return as_function(std::move(core), std::move(call), operation);
           },
           py::arg("algorithm"), py::arg("problem"), py::arg("tiling"), py::arg("direct") = py::none())
+      .def(
+          "prepare_linear",
+          [](py::object core, uint32_t tokens, uint32_t inputs, uint32_t outputs, uint32_t data_type,
+             const LinearChoice& choice) {
+            if (data_type >= llm_comm::kDataTypes) {
+              throw std::invalid_argument("there is no data type " + std::to_string(data_type));
+            }
+            const LinearProblem problem{tokens, inputs, outputs, static_cast<llm_comm::DataType>(data_type)};
+            auto call = core.cast<Core&>().prepare_linear(problem, choice);
+            return as_function(std::move(core), std::move(call), llm_comm::linear::kInfo);
+          },
+          py::kw_only(), py::arg("tokens"), py::arg("inputs"), py::arg("outputs"), py::arg("data_type"),
+          py::arg("choice"))
       .def(
           "create_segment",
           [](Core& core, uint32_t segment, uint64_t bytes, bool use_ipc) {

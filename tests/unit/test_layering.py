@@ -15,9 +15,11 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 CSRC = REPOSITORY / "csrc"
 INCLUDE = CSRC / "include"
-FOR_CUDA = {"platform_cuda.cuh", "platform_cuda_multicast.cuh"}
+FOR_CUDA = {"platform_cuda.cuh", "platform_cuda_multicast.cuh", "platform_cuda_tiles.cuh"}
 HEADERS_FOR_THE_EMULATOR = sorted(p for p in (INCLUDE / "llm_comm").iterdir() if p.name not in FOR_CUDA)
-PLATFORMS = {*FOR_CUDA, "platform_emulator.h", "platform_emulator_multicast.h", "platform_types.h", "platform.cuh"}
+OF_EMULATOR = {"platform_emulator.h", "platform_emulator_multicast.h", "platform_emulator_tiles.h"}
+#: Those that define the target, and those that choose it.
+PLATFORMS = {*FOR_CUDA, *OF_EMULATOR, "platform_types.h", "platform.cuh", "tiles.cuh"}
 #: The one that holds instructions of multicast.
 MULTIMEM = "platform_cuda_multicast.cuh"
 

@@ -9,6 +9,7 @@
 #include "host/cuda/copy_engines.h"
 #include "host/cuda/cuda_memory.h"
 #include "host/cuda/stream_copies.h"
+#include "host/cuda/tensor_map.h"
 
 namespace llm_comm::host {
 
@@ -32,7 +33,9 @@ class CudaLauncher {
   CudaLauncher(int device, int architecture, bool dependent_launch)
       : device_(device),
         dependent_launch_(dependent_launch && architecture >= 90),
+        has_tensor_maps_(architecture >= 90),
         max_cluster_blocks_(architecture >= 90 ? kMostClusterBlocks : 1),
+        max_shared_bytes_(static_cast<uint32_t>(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device))),
         sm_count_(static_cast<uint32_t>(device_attribute(cudaDevAttrMultiProcessorCount, device))) {
     check(driver_.ctx_get_current(&context_), "cuCtxGetCurrent");
   }
@@ -40,7 +43,9 @@ class CudaLauncher {
       : device_(other.device_),
         context_(other.context_),
         dependent_launch_(other.dependent_launch_),
+        has_tensor_maps_(other.has_tensor_maps_),
         max_cluster_blocks_(other.max_cluster_blocks_),
+        max_shared_bytes_(other.max_shared_bytes_),
         sm_count_(other.sm_count_),
         last_stream_(other.last_stream_),
         has_last_stream_(other.has_last_stream_),
@@ -65,6 +70,20 @@ class CudaLauncher {
   }
 
   uint32_t max_cluster_blocks() const { return max_cluster_blocks_; }
+  uint32_t sm_count() const { return sm_count_; }
+  uint32_t max_shared_bytes() const { return max_shared_bytes_; }
+
+  void permit_shared_bytes(CUfunction function, uint32_t bytes) const {
+    const DeviceGuard guard(device_);
+    check(
+        driver_.func_set_attribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, static_cast<int>(bytes)),
+        "cuFuncSetAttribute");
+  }
+
+  // Kernels for less than sm_90 go by the address.
+  void map_matrix(MatrixView& matrix, uint32_t box_rows, uint32_t boxes, BoxUse use) const {
+    if (has_tensor_maps_) encode_tensor_map(matrix, box_rows, boxes, use);
+  }
 
   // Whether the device has room for a cluster of the grid. The size alone does not tell: clusters of more than 8 blocks
   // need that many multiprocessors in one GPC, which parts of a GPU, and some whole ones, do not have.
@@ -216,7 +235,9 @@ class CudaLauncher {
   int device_;
   CUcontext context_ = nullptr;  // the device's primary context
   bool dependent_launch_;
+  bool has_tensor_maps_;
   uint32_t max_cluster_blocks_;
+  uint32_t max_shared_bytes_;
   uint32_t sm_count_;
   cudaStream_t last_stream_ = nullptr;
   bool has_last_stream_ = false;
@@ -233,6 +254,11 @@ int load_kernels(uint32_t world_size) {
   const auto load = [&](const void* kernel) {
     check(cudaFuncGetAttributes(&attributes, kernel), "this build of llm_comm has no kernels for the GPU");
   };
+  for (const DataType type : {DataType::kBFloat16, DataType::kFloat16}) {
+    for (const uint32_t tokens : {8u, 16u, 32u, 64u}) {
+      load(reinterpret_cast<const void*>(find_linear_kernel(type, tokens)));
+    }
+  }
   load(reinterpret_cast<const void*>(&cuda::p2p_test));
   load(reinterpret_cast<const void*>(&cuda::check_call));
   load(reinterpret_cast<const void*>(&cuda::release_call));

@@ -32,6 +32,8 @@ Driver load_driver() {
   load(driver.mem_map, "cuMemMap");
   load(driver.mem_unmap, "cuMemUnmap");
   load(driver.mem_set_access, "cuMemSetAccess");
+  load(driver.func_set_attribute, "cuFuncSetAttribute");
+  load(driver.tensor_map_encode_tiled, "cuTensorMapEncodeTiled");
   return driver;
 }
 

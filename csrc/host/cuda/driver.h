@@ -24,6 +24,8 @@ struct Driver {
   decltype(&cuMemMap) mem_map;
   decltype(&cuMemUnmap) mem_unmap;
   decltype(&cuMemSetAccess) mem_set_access;
+  decltype(&cuFuncSetAttribute) func_set_attribute;
+  decltype(&cuTensorMapEncodeTiled) tensor_map_encode_tiled;
 
   // Throws std::runtime_error where there is no driver or it lacks one of the functions.
   static const Driver& get();

@@ -1,5 +1,5 @@
-// CUDA definitions of the platform contract (platform.cuh). All inline PTX of the project is in this file, and that of
-// multicast beside it (platform_cuda_multicast.cuh).
+// CUDA definitions of the platform contract (platform.cuh). All inline PTX of the project is in this file, and beside it that of
+// multicast (platform_cuda_multicast.cuh) and of boxes of matrices (platform_cuda_tiles.cuh).
 #pragma once
 
 #include "llm_comm/platform_types.h"

@@ -1,0 +1,18 @@
+// Parameters of the kernels of linear layers.
+#pragma once
+
+#include "llm_comm/matrix_view.h"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+struct LinearArgs {
+  MatrixView weight;
+  MatrixView x;
+  void* out;
+  uint32_t block_outputs;
+  uint32_t stages;
+  uint32_t stage_boxes;
+  uint32_t stage_bytes;
+};
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

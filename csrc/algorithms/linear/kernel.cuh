@@ -1,0 +1,208 @@
+// A linear layer of up to 64 tokens as a stream of weights.
+//
+// A block computes some of the outputs for all tokens. One warp fetches boxes of the weight and of x into a ring of stages. Teams
+// multiply them, each the boxes of every kTeams-th number, and their sums are added at the end. So the order of additions of an output
+// depends on the columns alone: a token's result is bitwise the same beside any others, whatever the grid, the ring, and the outputs of
+// a block are.
+//
+// The weight depends on no grid before this one, so as much of it as the ring holds is fetched before grid_dependency_wait(). That is
+// what makes the layer fast behind kernels that let it begin early (docs/experiments/linear.md).
+//
+// Stage s is full when its boxes have come, and empty when all teams have multiplied them. A team says so of the stage before the
+// last one, whose products it knows to be done.
+//
+// In shared memory lie the barriers, `full` and `empty` of each stage, and then the stages: boxes of the weight, then boxes of x. Behind
+// the last one may be read what no result depends on: rows of a box of the weight that it does not have. The sums of the teams take
+// the place of the stages at the end.
+#pragma once
+
+#include "algorithms/linear/kernels.h"
+#include "algorithms/linear/layer.h"
+#include "llm_comm/reduce.cuh"
+#include "llm_comm/tiles.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+// The boxes of a row, stage by stage. What depends on the stage is counted along: a multiplication for each would take longer.
+struct StageCursor {
+  uint32_t first = 0;  // number of the stage's first box
+  uint32_t stage = 0;
+  uint32_t offset = 0;  // in bytes, from the first stage
+  uint32_t round = 0;   // how often the ring has been gone round
+
+  LLM_COMM_DEVICE void advance(const LinearArgs& args) {
+    first += args.stage_boxes;
+    offset += args.stage_bytes;
+    if (++stage < args.stages) return;
+    stage = 0;
+    offset = 0;
+    ++round;
+  }
+};
+
+// Of the block whose tile_memory() begins at `start`.
+struct LinearMemory {
+  static constexpr uint32_t kBarrierBytes = sizeof(uint64_t);
+  static_assert(linear::kBarrierBytes >= 2 * linear::kMaxStages * kBarrierBytes);
+
+  SharedPlace start;
+
+  LLM_COMM_DEVICE SharedPlace full(uint32_t stage) const { return start + 2 * stage * kBarrierBytes; }
+  LLM_COMM_DEVICE SharedPlace empty(uint32_t stage) const { return full(stage) + kBarrierBytes; }
+  LLM_COMM_DEVICE SharedPlace stage_at(uint32_t offset) const { return start + (linear::kBarrierBytes + offset); }
+};
+
+// One warp's part of a block.
+template <uint32_t Tokens>
+class LinearFetch {
+ public:
+  LLM_COMM_DEVICE LinearFetch(const LinearArgs& args, const LinearMemory& memory)
+      : args_(args),
+        memory_(memory),
+        boxes_(args.x.columns / kBoxColumns),
+        first_output_(block_index() * args.block_outputs),
+        x_offset_(args.stage_boxes * args.block_outputs * kBoxRowBytes) {}
+
+  // Before anybody else uses the barriers.
+  LLM_COMM_DEVICE void begin() const {
+    StageCursor at;
+    LLM_COMM_UNROLL(1)
+    for (; at.first < boxes_ && at.round == 0; at.advance(args_)) {
+      barrier_init(memory_.full(at.stage), kFetchArrivals);
+      barrier_init(memory_.empty(at.stage), linear::kTeams);
+      barrier_init_fence();
+      fetch_weights(at);
+    }
+  }
+
+  LLM_COMM_DEVICE void run() const {
+    grid_dependency_wait();
+    grid_dependency_trigger();
+    StageCursor at;
+    LLM_COMM_UNROLL(1)
+    for (; at.first < boxes_ && at.round == 0; at.advance(args_)) fetch_tokens(at);
+    LLM_COMM_UNROLL(1)
+    for (; at.first < boxes_; at.advance(args_)) {
+      barrier_wait(memory_.empty(at.stage), (at.round - 1) % 2);
+      fetch_weights(at);
+      fetch_tokens(at);
+    }
+  }
+
+ private:
+  LLM_COMM_DEVICE void fetch_weights(const StageCursor& at) const {
+    const SharedPlace full = memory_.full(at.stage);
+    fetch_begin(full, args_.stage_bytes);
+    fetch_boxes(memory_.stage_at(at.offset), args_.weight, first_output_, at.first, args_.block_outputs,
+                args_.stage_boxes, full, BoxUse::kOnce);
+  }
+  LLM_COMM_DEVICE void fetch_tokens(const StageCursor& at) const {
+    const SharedPlace full = memory_.full(at.stage);
+    fetch_boxes(memory_.stage_at(at.offset) + x_offset_, args_.x, 0, at.first, Tokens, args_.stage_boxes, full,
+                BoxUse::kShared);
+    fetch_end(full);
+  }
+
+  const LinearArgs& args_;
+  const LinearMemory& memory_;
+  uint32_t boxes_;
+  uint32_t first_output_;
+  uint32_t x_offset_;
+};
+
+// By all threads of a team.
+template <DataType D, uint32_t Tokens>
+LLM_COMM_DEVICE void multiply_for_linear(const LinearArgs& args, const LinearMemory& memory, uint32_t team,
+                                         float (&sums)[Tokens / 2]) {
+  static_assert(linear::kTeams == 2, "the boxes of a team: every second one");
+  const uint32_t all = args.x.columns / kBoxColumns;
+  const uint32_t weight_bytes = args.block_outputs * kBoxRowBytes;
+  constexpr uint32_t kTokenBytes = Tokens * kBoxRowBytes;
+  const Box weights = box_at(memory.stage_at(0));
+  const Box tokens = box_at(memory.stage_at(args.stage_boxes * weight_bytes));
+  uint32_t stage_before = 0;
+  LLM_COMM_UNROLL(1)
+  for (StageCursor at; at.first < all; at.advance(args)) {
+    const uint32_t boxes = all - at.first < args.stage_boxes ? all - at.first : args.stage_boxes;
+    barrier_wait(memory.full(at.stage), at.round % 2);
+    LLM_COMM_UNROLL(1)
+    for (uint32_t i = (at.first + team) % 2; i < boxes; i += 2) {
+      multiply_boxes<D>(sums, moved(weights, at.offset + i * weight_bytes), args.block_outputs,
+                        moved(tokens, at.offset + i * kTokenBytes));
+    }
+    multiply_end();
+    if (at.first > 0) {
+      multiply_wait<1>(sums);
+      if (thread_index() % kTeamThreads == 0) barrier_arrive(memory.empty(stage_before));
+    }
+    stage_before = at.stage;
+  }
+  multiply_wait<0>(sums);
+}
+
+template <DataType D, uint32_t Tokens>
+LLM_COMM_KERNEL(linear::kThreads)
+linear_layer(LLM_COMM_KERNEL_PARAM LinearArgs args) {
+  const LinearMemory memory{tile_memory()};
+  const uint32_t team = same_in_warp(thread_index() / kTeamThreads);
+  const bool fetches = team == linear::kTeams;
+  const LinearFetch<Tokens> fetch(args, memory);
+  if (fetches) fetch.begin();
+  block_sync();
+  float sums[Tokens / 2] = {};
+  if (fetches) {
+    fetch.run();
+  } else {
+    multiply_for_linear<D, Tokens>(args, memory, team, sums);
+  }
+  block_sync();  // nobody reads a stage any more
+
+  // Of each team: [token][output]. The padding keeps the threads of a warp apart in the banks.
+  auto* const partial = pointer_to<float>(memory.stage_at(0));
+  const uint32_t stride = args.block_outputs + linear::kSumsPadding;
+  if (!fetches) {
+    const uint32_t thread = thread_index() % kTeamThreads;
+    LLM_COMM_UNROLL(32)
+    for (uint32_t i = 0; i < Tokens / 2; ++i) {
+      const uint32_t output = output_of(thread, i);
+      if (output < args.block_outputs) partial[(team * Tokens + token_of(thread, i)) * stride + output] = sums[i];
+    }
+  }
+  block_sync();
+  // Who reads what was there before has ended.
+  grid_dependency_wait();
+  const uint32_t lines = args.block_outputs / linear::kLineElements;
+  const uint32_t first = block_index() * args.block_outputs;
+  LLM_COMM_UNROLL(1)
+  for (uint32_t i = thread_index(); i < args.x.rows * lines; i += block_threads()) {
+    const uint32_t token = i / lines;
+    const uint32_t output = i % lines * linear::kLineElements;
+    if (first + output >= args.weight.rows) continue;
+    const float* const of_even = partial + token * stride + output;
+    const float* const of_odd = of_even + Tokens * stride;
+    Line line{};
+    LLM_COMM_UNROLL(8)
+    for (uint32_t j = 0; j < linear::kLineElements; ++j) {
+      line.word[j / 2] |= static_cast<uint32_t>(Element<D>::round(of_even[j] + of_odd[j])) << 16 * (j % 2);
+    }
+    store_line(static_cast<uint16_t*>(args.out) + uint64_t{token} * args.weight.rows + first + output, line);
+  }
+}
+
+template <DataType D>
+LinearKernel LinearKernels<D>::find(uint32_t token_rows) {
+  switch (token_rows) {
+    case 8:
+      return &linear_layer<D, 8>;
+    case 16:
+      return &linear_layer<D, 16>;
+    case 32:
+      return &linear_layer<D, 32>;
+    case 64:
+      return &linear_layer<D, 64>;
+    default:
+      return nullptr;
+  }
+}
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

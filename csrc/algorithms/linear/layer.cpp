@@ -1,0 +1,105 @@
+#include "algorithms/linear/layer.h"
+
+#include <algorithm>
+
+#include "llm_comm/matrix_view.h"
+
+namespace llm_comm::linear {
+
+static_assert(kMultiple % kBoxColumns == 0 && kTeamThreads == llm_comm::kTeamThreads &&
+              kMaxBlockOutputs == kMaxBoxRows);
+
+namespace {
+
+// Two blocks fit a multiprocessor of sm_90, which has 228 KiB of which each block takes one more: the blocks of the next layer can
+// come, and fetch, while those of this one work.
+constexpr uint32_t kHalfOfShared = 113 * 1024;
+
+uint32_t boxes_of_row(const LinearProblem& problem) { return problem.inputs / kBoxColumns; }
+
+uint32_t shared_bytes(const LinearProblem& problem, const LinearChoice& choice) {
+  const uint32_t ring = choice.stages * stage_bytes(problem, choice);
+  // Instructions take 64 rows of a box of the weight, also where the last box has fewer.
+  const uint32_t beyond = (kMaxBoxRows - choice.block_outputs) * kBoxRowBytes;
+  const uint32_t sums = kTeams * token_rows(problem.tokens) * (choice.block_outputs + kSumsPadding) *
+                        static_cast<uint32_t>(sizeof(float));
+  return kBoxAlignment + kBarrierBytes + std::max(ring + beyond, sums);
+}
+
+void check_range(const char* name, uint32_t value, uint32_t most) {
+  if (value == 0 || value > most) {
+    throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + "; it must be 1 to " +
+                                std::to_string(most));
+  }
+}
+
+// One block for each multiprocessor, as far as that goes.
+uint32_t balanced_outputs(const LinearProblem& problem, uint32_t sm_count) {
+  const uint32_t share = divide_up(problem.outputs, std::max(sm_count, 1u));
+  return std::min(divide_up(share, kLineElements) * kLineElements, kMaxBlockOutputs);
+}
+
+}  // namespace
+
+void check(const LinearProblem& problem) {
+  const auto refuse = [](const std::string& why) { throw std::invalid_argument("linear layer: " + why); };
+  if (!serves(problem.type)) refuse(std::string("it has no kernels for ") + data_type_name(problem.type));
+  if (problem.tokens == 0 || problem.tokens > kMaxTokens) {
+    refuse(std::to_string(problem.tokens) + " tokens; it takes 1 to " + std::to_string(kMaxTokens));
+  }
+  for (const uint32_t features : {problem.inputs, problem.outputs}) {
+    if (features == 0 || features % kMultiple != 0 || features > kMaxFeatures) {
+      refuse(std::to_string(features) + " features; it takes multiples of " + std::to_string(kMultiple) + " up to " +
+             std::to_string(kMaxFeatures));
+    }
+  }
+}
+
+uint32_t stage_bytes(const LinearProblem& problem, const LinearChoice& choice) {
+  return choice.stage_boxes * (choice.block_outputs + token_rows(problem.tokens)) * kBoxRowBytes;
+}
+
+LinearChoice complete(const LinearProblem& problem, const LinearChoice& choice, uint32_t sm_count,
+                      uint32_t max_shared_bytes) {
+  check(problem);
+  LinearChoice all = choice;
+  if (all.block_outputs == 0) all.block_outputs = balanced_outputs(problem, sm_count);
+  check_range("block_outputs", all.block_outputs, kMaxBlockOutputs);
+  if (all.block_outputs % kLineElements != 0) {
+    throw std::invalid_argument("block_outputs is " + std::to_string(all.block_outputs) +
+                                "; it must be a multiple of 8");
+  }
+  const uint32_t boxes = boxes_of_row(problem);
+  if (all.stage_boxes == 0) all.stage_boxes = std::min(boxes, 2u);
+  check_range("stage_boxes", all.stage_boxes, kMaxStageBoxes);
+  if (all.stages == 0) {
+    // Long streams want a deep ring, short ones that the next layer's blocks fit beside them (docs/experiments/linear.md).
+    LinearChoice one = all;
+    one.stages = 1;
+    const uint32_t whole = boxes * (stage_bytes(problem, one) / one.stage_boxes);
+    const uint32_t budget = std::min(max_shared_bytes, whole <= 2 * kHalfOfShared ? kHalfOfShared : max_shared_bytes);
+    const uint32_t rounds = divide_up(boxes, all.stage_boxes);
+    all.stages = 1;
+    while (all.stages < std::min(rounds, kMaxStages)) {
+      LinearChoice more = all;
+      ++more.stages;
+      if (shared_bytes(problem, more) > budget) break;
+      all = more;
+    }
+  }
+  check_range("stages", all.stages, kMaxStages);
+  if (shared_bytes(problem, all) > max_shared_bytes) {
+    throw std::invalid_argument(std::to_string(all.stages) + " stages of " + std::to_string(all.stage_boxes) +
+                                " boxes of " + std::to_string(all.block_outputs) + " outputs take " +
+                                std::to_string(shared_bytes(problem, all)) +
+                                " bytes of shared memory, this device has " + std::to_string(max_shared_bytes) +
+                                " for a block: lower stages or stage_boxes");
+  }
+  return all;
+}
+
+Grid grid(const LinearProblem& problem, const LinearChoice& choice) {
+  return {divide_up(problem.outputs, choice.block_outputs), kThreads, shared_bytes(problem, choice)};
+}
+
+}  // namespace llm_comm::linear

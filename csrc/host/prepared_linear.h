@@ -1,0 +1,66 @@
+// A linear layer that is ready to be launched.
+#pragma once
+
+#include <mutex>
+#include <stdexcept>
+
+#include "algorithms/linear/kernels.h"
+#include "algorithms/linear/layer.h"
+#include "host/launch_queue.h"
+
+namespace llm_comm::host {
+
+template <class Launcher>
+class PreparedLinear final : public PreparedCall {
+ public:
+  // `turn`: of the communicator's launches, among which this one is.
+  PreparedLinear(Launcher& launcher, std::mutex& turn, const HostMailbox& mailbox, const LinearProblem& problem,
+                 const LinearChoice& choice)
+      : launcher_(launcher),
+        turn_(turn),
+        mailbox_(mailbox),
+        problem_(problem),
+        choice_(linear::complete(problem, choice, launcher.sm_count(), launcher.max_shared_bytes())),
+        grid_(linear::grid(problem, choice_)),
+        function_(launcher.function(find_linear_kernel(problem.type, linear::token_rows(problem.tokens)))) {
+    launcher.permit_shared_bytes(function_, grid_.shared_bytes);
+    args_.block_outputs = choice_.block_outputs;
+    args_.stages = choice_.stages;
+    args_.stage_boxes = choice_.stage_boxes;
+    args_.stage_bytes = linear::stage_bytes(problem, choice_);
+  }
+
+  bool takes(const uint64_t*) const override { return true; }
+
+  bool run(const uint64_t* buffers, uint64_t stream) override {
+    const uint64_t x = buffers[0], weight = buffers[1], out = buffers[2];
+    if ((x | weight | out) % sizeof(Line) != 0) {
+      throw std::invalid_argument("linear layer: a tensor does not begin at a multiple of 16 bytes");
+    }
+    const std::lock_guard<std::mutex> turn(turn_);
+    if (has_failed(mailbox_)) return false;
+    args_.x = view(x, problem_.tokens, linear::token_rows(problem_.tokens), BoxUse::kShared);
+    args_.weight = view(weight, problem_.outputs, choice_.block_outputs, BoxUse::kOnce);
+    args_.out = reinterpret_cast<void*>(out);
+    launcher_.launch(function_, args_, grid_, stream);
+    return true;
+  }
+
+ private:
+  MatrixView view(uint64_t address, uint32_t rows, uint32_t box_rows, BoxUse use) const {
+    MatrixView matrix{{}, reinterpret_cast<const void*>(address), rows, problem_.inputs};
+    launcher_.map_matrix(matrix, box_rows, choice_.stage_boxes, use);
+    return matrix;
+  }
+
+  Launcher& launcher_;
+  std::mutex& turn_;
+  const HostMailbox& mailbox_;
+  LinearProblem problem_;
+  LinearChoice choice_;
+  Grid grid_;
+  typename Launcher::template Function<LinearArgs> function_;
+  LinearArgs args_{};
+};
+
+}  // namespace llm_comm::host

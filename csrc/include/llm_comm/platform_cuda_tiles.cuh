@@ -1,0 +1,275 @@
+// CUDA definitions of tiles.cuh, with the inline PTX that belongs to it.
+//
+// Fetching: by the TMA unit from sm_90 on, else by cp.async. Multiplying: by wgmma where the code is for sm_90a, else by mma.sync. Boxes
+// lie in the order that all of these take: the 16-byte pieces of row r are in places p ^ (r % 8) ("128-byte swizzle"), in which no
+// access of eight rows meets another in a bank.
+#pragma once
+
+#include "llm_comm/data_type.h"
+#include "llm_comm/matrix_view.h"
+#include "llm_comm/platform_cuda.cuh"
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define LLM_COMM_HAS_TMA 1
+#else
+#define LLM_COMM_HAS_TMA 0
+#endif
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define LLM_COMM_HAS_WGMMA 1
+#else
+#define LLM_COMM_HAS_WGMMA 0
+#endif
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+// A place in shared memory: its address there.
+using SharedPlace = uint32_t;
+
+// The compiler is told by it that a value is the same in all lanes: what depends on it does not diverge.
+LLM_COMM_DEVICE uint32_t same_in_warp(uint32_t value) { return __shfl_sync(0xFFFFFFFFu, value, 0); }
+
+// The address goes through a shuffle because the compiler would find it out anew at each use, from special registers that take long.
+LLM_COMM_DEVICE SharedPlace tile_memory() {
+  const auto start = static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory<char>()));
+  return same_in_warp((start + kBoxAlignment - 1) / kBoxAlignment * kBoxAlignment);
+}
+
+template <class T>
+LLM_COMM_DEVICE T* pointer_to(SharedPlace place) {
+  return static_cast<T*>(__cvta_shared_to_generic(place));
+}
+
+// ---- Barriers ----------------------------------------------------------------------------------------------------
+
+LLM_COMM_DEVICE void barrier_init(SharedPlace barrier, uint32_t arrivals) {
+  if (thread_index() % kWarpThreads != 0) return;
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// For the TMA unit, which a block_sync() does not reach.
+LLM_COMM_DEVICE void barrier_init_fence() {
+#if LLM_COMM_HAS_TMA
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+LLM_COMM_DEVICE void barrier_arrive(SharedPlace barrier) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
+}
+
+LLM_COMM_DEVICE void barrier_wait(SharedPlace barrier, uint32_t parity) {
+  uint32_t is_over = 0;
+  do {
+#if LLM_COMM_HAS_TMA
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(is_over)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+#else
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(is_over)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+#endif
+  } while (is_over == 0);
+}
+
+// ---- Fetching ----------------------------------------------------------------------------------------------------
+
+// By TMA one thread asks, and says how many bytes will come. By cp.async each lane's arrival stands behind its own copies.
+inline constexpr uint32_t kFetchArrivals = LLM_COMM_HAS_TMA ? 1 : kWarpThreads;
+
+LLM_COMM_DEVICE void fetch_begin(SharedPlace full, uint32_t bytes) {
+#if LLM_COMM_HAS_TMA
+  if (thread_index() % kWarpThreads != 0) return;
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(full), "r"(bytes)
+               : "memory");
+#endif
+}
+
+LLM_COMM_DEVICE void fetch_boxes(SharedPlace to, const MatrixView& matrix, uint32_t row, uint32_t box, uint32_t rows,
+                                 uint32_t boxes, SharedPlace full, BoxUse use) {
+#if LLM_COMM_HAS_TMA
+  // How createpolicy encodes them, for all that is accessed (CUTLASS, TMA::CacheHintSm90).
+  constexpr uint64_t kEvictFirst = 0x12F0000000000000;
+  constexpr uint64_t kEvictNormal = 0x1000000000000000;
+  if (thread_index() % kWarpThreads != 0) return;
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],"
+      " [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+      "l"(&matrix), "r"(0), "r"(row), "r"(box), "r"(full), "l"(use == BoxUse::kOnce ? kEvictFirst : kEvictNormal)
+      : "memory");
+#else
+  constexpr uint32_t kPieces = kBoxRowBytes / sizeof(Line);
+  constexpr uint32_t kPieceColumns = kBoxColumns / kPieces;
+  for (uint32_t i = thread_index() % kWarpThreads; i < boxes * rows * kPieces; i += kWarpThreads) {
+    const uint32_t row_of_boxes = i / kPieces;
+    const uint32_t r = row_of_boxes % rows;
+    const uint32_t piece = i % kPieces;
+    const uint32_t column = (box + row_of_boxes / rows) * kBoxColumns + piece * kPieceColumns;
+    const bool is_there = row + r < matrix.rows && column < matrix.columns;
+    const auto* const from =
+        static_cast<const uint16_t*>(matrix.data) + (is_there ? uint64_t{row + r} * matrix.columns + column : 0);
+    const uint32_t place = to + row_of_boxes * kBoxRowBytes + (piece ^ r % 8) * static_cast<uint32_t>(sizeof(Line));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(place), "l"(from), "r"(is_there ? 16u : 0u)
+                 : "memory");
+  }
+#endif
+}
+
+LLM_COMM_DEVICE void fetch_end(SharedPlace full) {
+#if !LLM_COMM_HAS_TMA
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(full) : "memory");
+#endif
+}
+
+// ---- Multiplying -------------------------------------------------------------------------------------------------
+
+#if LLM_COMM_HAS_WGMMA
+
+// As the instruction wants it: the address in units of 16 bytes; 128-byte swizzle, so many bytes from eight rows to the next, and a
+// leading dimension that is not used with it.
+struct Box {
+  uint64_t descriptor;
+};
+
+LLM_COMM_DEVICE Box box_at(SharedPlace place) {
+  constexpr uint64_t kEightRows = 8 * kBoxRowBytes;
+  return {uint64_t{(place & 0x3FFFFu) >> 4} | uint64_t{1} << 16 | kEightRows >> 4 << 32 | uint64_t{1} << 62};
+}
+
+LLM_COMM_DEVICE Box moved(Box box, uint32_t bytes) { return {box.descriptor + (bytes >> 4)}; }
+
+namespace tiles {
+
+#define LLM_COMM_WGMMA(count, registers, operands, ...)                                                    \
+  if constexpr (D == DataType::kBFloat16) {                                                                \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #count "k16.f32.bf16.bf16 {" registers "}, " operands \
+                 ", 1, 1, 1, 0, 0;"                                                                        \
+                 : __VA_ARGS__                                                                             \
+                 : "l"(outputs), "l"(tokens));                                                             \
+  } else {                                                                                                 \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #count "k16.f32.f16.f16 {" registers "}, " operands   \
+                 ", 1, 1, 1, 0, 0;"                                                                        \
+                 : __VA_ARGS__                                                                             \
+                 : "l"(outputs), "l"(tokens));                                                             \
+  }
+
+// 64 outputs, 2 N tokens and 16 columns.
+template <DataType D, uint32_t N>
+LLM_COMM_DEVICE void wgmma(float (&sums)[N], uint64_t outputs, uint64_t tokens) {
+  // clang-format off
+  if constexpr (N == 4) {
+    LLM_COMM_WGMMA(8, "%0,%1,%2,%3",
+                   "%4,%5", "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]));
+  } else if constexpr (N == 8) {
+    LLM_COMM_WGMMA(16, "%0,%1,%2,%3,%4,%5,%6,%7",
+                   "%8,%9", "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]), "+f"(sums[5]),
+                   "+f"(sums[6]), "+f"(sums[7]));
+  } else if constexpr (N == 16) {
+    LLM_COMM_WGMMA(32, "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15",
+                   "%16,%17", "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]), "+f"(sums[5]),
+                   "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]), "+f"(sums[10]), "+f"(sums[11]),
+                   "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]), "+f"(sums[15]));
+  } else {
+    static_assert(N == 32);
+    LLM_COMM_WGMMA(64, "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,"
+                   "%27,%28,%29,%30,%31",
+                   "%32,%33", "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]), "+f"(sums[5]),
+                   "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]), "+f"(sums[10]), "+f"(sums[11]),
+                   "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]), "+f"(sums[15]), "+f"(sums[16]), "+f"(sums[17]),
+                   "+f"(sums[18]), "+f"(sums[19]), "+f"(sums[20]), "+f"(sums[21]), "+f"(sums[22]), "+f"(sums[23]),
+                   "+f"(sums[24]), "+f"(sums[25]), "+f"(sums[26]), "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]),
+                   "+f"(sums[30]), "+f"(sums[31]));
+  }
+  // clang-format on
+}
+
+#undef LLM_COMM_WGMMA
+
+}  // namespace tiles
+
+// The fence is for groups without products: ptxas wants one, or puts it in and says so.
+LLM_COMM_DEVICE void multiply_end() {
+  asm volatile("wgmma.fence.sync.aligned; wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <uint32_t Groups, uint32_t N>
+LLM_COMM_DEVICE void multiply_wait(float (&sums)[N]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Groups) : "memory");
+  if constexpr (Groups == 0) {
+    LLM_COMM_UNROLL(32)
+    for (uint32_t i = 0; i < N; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+  }
+}
+
+// The instruction takes 64 outputs. Where a box has fewer, the rest is what lies behind it: sums that nobody asks for.
+template <DataType D, uint32_t N>
+LLM_COMM_DEVICE void multiply_boxes(float (&sums)[N], Box outputs, uint32_t, Box tokens) {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  LLM_COMM_UNROLL(4)
+  for (uint32_t k = 0; k < kBoxColumns / 16; ++k) {
+    tiles::wgmma<D>(sums, outputs.descriptor + 2 * k, tokens.descriptor + 2 * k);
+  }
+}
+
+#else  // mma.sync
+
+LLM_COMM_DEVICE void multiply_end() {}
+template <uint32_t Groups, uint32_t N>
+LLM_COMM_DEVICE void multiply_wait(float (&)[N]) {}
+
+struct Box {
+  SharedPlace place;
+};
+
+LLM_COMM_DEVICE Box box_at(SharedPlace place) { return {place}; }
+LLM_COMM_DEVICE Box moved(Box box, uint32_t bytes) { return {box.place + bytes}; }
+
+namespace tiles {
+
+// The address of 8 columns of a row.
+LLM_COMM_DEVICE uint32_t piece(Box box, uint32_t row, uint32_t piece_of_row) {
+  return box.place + row * kBoxRowBytes + (piece_of_row ^ row % 8) * static_cast<uint32_t>(sizeof(Line));
+}
+
+}  // namespace tiles
+
+// A warp has 16 outputs; where a box has 8 more, twice the same.
+template <DataType D, uint32_t N>
+LLM_COMM_DEVICE void multiply_boxes(float (&sums)[N], Box outputs, uint32_t output_rows, Box tokens) {
+  const uint32_t lane = thread_index() % kWarpThreads;
+  const uint32_t first = thread_index() % kTeamThreads / kWarpThreads * 16;
+  if (first >= output_rows) return;
+  const uint32_t own = first + lane % 16;
+  const uint32_t output = own < output_rows ? own : own - 8;
+  LLM_COMM_UNROLL(4)
+  for (uint32_t k = 0; k < kBoxColumns / 16; ++k) {
+    uint32_t a[4];
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(tiles::piece(outputs, output, 2 * k + lane / 16))
+                 : "memory");
+    LLM_COMM_UNROLL(8)
+    for (uint32_t i = 0; i < N / 4; ++i) {
+      uint32_t b[2];
+      asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
+                   : "=r"(b[0]), "=r"(b[1])
+                   : "r"(tiles::piece(tokens, 8 * i + lane % 8, 2 * k + lane / 8 % 2))
+                   : "memory");
+      if constexpr (D == DataType::kBFloat16) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(sums[4 * i]), "+f"(sums[4 * i + 1]), "+f"(sums[4 * i + 2]), "+f"(sums[4 * i + 3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+      } else {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(sums[4 * i]), "+f"(sums[4 * i + 1]), "+f"(sums[4 * i + 2]), "+f"(sums[4 * i + 3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+      }
+    }
+  }
+}
+
+#endif  // LLM_COMM_HAS_WGMMA
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET

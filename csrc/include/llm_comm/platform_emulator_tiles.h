@@ -1,0 +1,89 @@
+// Emulator definitions of tiles.cuh. A fetch is done when it is asked for, by the first lane, and each thread computes its sums in
+// plain code. Boxes lie row by row.
+#pragma once
+
+#include "llm_comm/fragment.cuh"
+#include "llm_comm/matrix_view.h"
+#include "llm_comm/reduce.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+inline constexpr uint32_t kFetchArrivals = 1;
+
+using SharedPlace = char*;
+
+LLM_COMM_DEVICE uint32_t same_in_warp(uint32_t value) { return value; }
+
+LLM_COMM_DEVICE SharedPlace tile_memory() { return shared_memory<char>(); }
+
+template <class T>
+LLM_COMM_DEVICE T* pointer_to(SharedPlace place) {
+  return reinterpret_cast<T*>(place);
+}
+
+LLM_COMM_DEVICE bool is_first_lane() { return thread_index() % kWarpThreads == 0; }
+
+// Phases that are over, arrivals of a phase, and arrivals that this one still wants, 16 bits each.
+LLM_COMM_DEVICE void barrier_init(SharedPlace barrier, uint32_t arrivals) {
+  if (is_first_lane()) *pointer_to<uint64_t>(barrier) = uint64_t{arrivals} << 16 | arrivals;
+}
+
+LLM_COMM_DEVICE void barrier_init_fence() {}
+
+LLM_COMM_DEVICE void barrier_arrive(SharedPlace barrier) {
+  auto& state = *pointer_to<uint64_t>(barrier);
+  state -= 1;
+  if ((state & 0xFFFF) == 0) state += (uint64_t{1} << 32) + (state >> 16 & 0xFFFF);
+}
+
+LLM_COMM_DEVICE void barrier_wait(SharedPlace barrier, uint32_t parity) {
+  while ((*pointer_to<uint64_t>(barrier) >> 32 & 1) == parity) emulator::yield();
+}
+
+LLM_COMM_DEVICE void fetch_begin(SharedPlace, uint32_t) {}
+
+LLM_COMM_DEVICE void fetch_boxes(SharedPlace to, const MatrixView& matrix, uint32_t row, uint32_t box, uint32_t rows,
+                                 uint32_t boxes, SharedPlace, BoxUse) {
+  if (!is_first_lane()) return;
+  constexpr uint32_t kElements = sizeof(Line) / sizeof(uint16_t);
+  auto* line = pointer_to<Line>(to);
+  for (uint32_t b = box; b < box + boxes; ++b) {
+    for (uint32_t r = row; r < row + rows; ++r) {
+      for (uint32_t c = b * kBoxColumns; c < (b + 1) * kBoxColumns; c += kElements) {
+        const bool is_there = r < matrix.rows && c < matrix.columns;
+        const auto* const from = static_cast<const uint16_t*>(matrix.data) + uint64_t{r} * matrix.columns + c;
+        *line++ = is_there ? load_line(from) : Line{};
+      }
+    }
+  }
+}
+
+LLM_COMM_DEVICE void fetch_end(SharedPlace full) {
+  if (is_first_lane()) barrier_arrive(full);
+}
+
+struct Box {
+  SharedPlace place;
+};
+
+LLM_COMM_DEVICE Box box_at(SharedPlace place) { return {place}; }
+LLM_COMM_DEVICE Box moved(Box box, uint32_t bytes) { return {box.place + bytes}; }
+
+LLM_COMM_DEVICE void multiply_end() {}
+template <uint32_t Groups, uint32_t N>
+LLM_COMM_DEVICE void multiply_wait(float (&)[N]) {}
+
+template <DataType D, uint32_t N>
+LLM_COMM_DEVICE void multiply_boxes(float (&sums)[N], Box outputs, uint32_t output_rows, Box tokens) {
+  using E = Element<D>;
+  const uint32_t thread = thread_index() % kTeamThreads;
+  for (uint32_t i = 0; i < N; ++i) {
+    const uint32_t output = output_of(thread, i);
+    if (output >= output_rows) continue;
+    const auto* const weights = pointer_to<uint16_t>(outputs.place) + output * kBoxColumns;
+    const auto* const x = pointer_to<uint16_t>(tokens.place) + token_of(thread, i) * kBoxColumns;
+    for (uint32_t k = 0; k < kBoxColumns; ++k) sums[i] = multiply_add(E::value(weights[k]), E::value(x[k]), sums[i]);
+  }
+}
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET
