@@ -8,6 +8,7 @@
 #include "all_reduce_call.h"
 #include "any_call.h"
 #include "fused_call.h"
+#include "linear_call.h"
 #include "message_call.h"
 #include "tilings.h"
 
@@ -56,6 +57,9 @@ const std::vector<NamedSubject>& subjects() {
     for (uint32_t form = 0; form < std::size(forms); ++form) {
       found.push_back({forms[form], {0, static_cast<Form>(form), DataType::kBFloat16, Quantization::kNone}});
     }
+    for (const DataType type : {DataType::kBFloat16, DataType::kFloat16}) {
+      found.push_back({"linear", {0, std::nullopt, type, Quantization::kNone, true}});
+    }
     return found;
   }();
   return all;
@@ -75,6 +79,10 @@ std::unique_ptr<Call> draw_call(const Subject& subject, bool alone, uint32_t ind
     const auto type = info_of(algorithm).types[random.below(info_of(algorithm).types.size())];
     return draw_call_of({algorithm, std::nullopt, type, Quantization::kNone}, ranks, random, before);
   }
+  if (subject.is_linear && subject.type == DataType::kFloat16) {
+    return std::make_unique<LinearCall<DataType::kFloat16>>(ranks, random);
+  }
+  if (subject.is_linear) return std::make_unique<LinearCall<DataType::kBFloat16>>(ranks, random);
   if (subject.form) return std::make_unique<MessageCall>(*subject.form, index, ranks, random);
   return draw_call_of(subject, ranks, random, before);
 }

@@ -29,21 +29,22 @@ class Call {
   virtual std::string name() const = 0;
 };
 
-// What a schedule is mainly about: an algorithm of the registry, or a form of message passing. The other calls of its sequence
-// are all-reduces.
+// What a schedule is mainly about: an algorithm of the registry, a form of message passing, or linear layers. The other calls of its
+// sequence are all-reduces.
 struct Subject {
   uint32_t algorithm;
   std::optional<Form> form;
   DataType type;
   Quantization quantization;  // of a fused operation
+  bool is_linear = false;     // a linear layer, of `type`
 };
 
 struct NamedSubject {
-  std::string name;  // "all_reduce/one_shot", "all_reduce_add_rms_norm/one_shot+static", or "put"
+  std::string name;  // "all_reduce/one_shot", "all_reduce_add_rms_norm/one_shot+static", "put" or "linear"
   Subject subject;
 };
 
-// Each algorithm with each of its data types, then the fused ones with FP8, then the forms of message passing.
+// Each algorithm with each of its data types, then the fused ones with FP8, then the forms of message passing, then linear layers.
 const std::vector<NamedSubject>& subjects();
 
 // The call number `index` of a schedule. `alone`: about its subject, as all of them. `before`: the one made before it, or

@@ -8,8 +8,8 @@
 // The weight depends on no grid before this one, so as much of it as the ring holds is fetched before grid_dependency_wait(). That is
 // what makes the layer fast behind kernels that let it begin early (docs/experiments/linear.md).
 //
-// Stage s is full when its boxes have come, and empty when all teams have multiplied them. A team says so of the stage before the
-// last one, whose products it knows to be done.
+// Stage s is full when its boxes have come, and empty when all warps of the teams have multiplied them. They say so of the stage before
+// the last one, whose products they know to be done. So a ring that is gone round has two stages at least.
 //
 // In shared memory lie the barriers, `full` and `empty` of each stage, and then the stages: boxes of the weight, then boxes of x. Behind
 // the last one may be read what no result depends on: rows of a box of the weight that it does not have. The sums of the teams take
@@ -69,7 +69,7 @@ class LinearFetch {
     LLM_COMM_UNROLL(1)
     for (; at.first < boxes_ && at.round == 0; at.advance(args_)) {
       barrier_init(memory_.full(at.stage), kFetchArrivals);
-      barrier_init(memory_.empty(at.stage), linear::kTeams);
+      barrier_init(memory_.empty(at.stage), linear::kTeams * kTeamThreads / kWarpThreads);
       barrier_init_fence();
       fetch_weights(at);
     }
@@ -84,6 +84,7 @@ class LinearFetch {
     LLM_COMM_UNROLL(1)
     for (; at.first < boxes_; at.advance(args_)) {
       barrier_wait(memory_.empty(at.stage), (at.round - 1) % 2);
+      warp_sync();  // a lane that fell behind by a round would take the next phase for this one
       fetch_weights(at);
       fetch_tokens(at);
     }
@@ -133,7 +134,8 @@ LLM_COMM_DEVICE void multiply_for_linear(const LinearArgs& args, const LinearMem
     multiply_end();
     if (at.first > 0) {
       multiply_wait<1>(sums);
-      if (thread_index() % kTeamThreads == 0) barrier_arrive(memory.empty(stage_before));
+      warp_sync();  // all lanes have read the stage
+      if (thread_index() % kWarpThreads == 0) barrier_arrive(memory.empty(stage_before));
     }
     stage_before = at.stage;
   }
@@ -169,8 +171,7 @@ linear_layer(LLM_COMM_KERNEL_PARAM LinearArgs args) {
     }
   }
   block_sync();
-  // Who reads what was there before has ended.
-  grid_dependency_wait();
+  // Who reads what was there before has ended: of x, which has been multiplied, all has been fetched behind the wait for it.
   const uint32_t lines = args.block_outputs / linear::kLineElements;
   const uint32_t first = block_index() * args.block_outputs;
   LLM_COMM_UNROLL(1)

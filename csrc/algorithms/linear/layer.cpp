@@ -26,6 +26,11 @@ uint32_t shared_bytes(const LinearProblem& problem, const LinearChoice& choice) 
   return kBoxAlignment + kBarrierBytes + std::max(ring + beyond, sums);
 }
 
+// A stage is given back when the next one is being multiplied.
+uint32_t fewest_stages(const LinearProblem& problem, const LinearChoice& choice) {
+  return boxes_of_row(problem) > choice.stage_boxes ? 2 : 1;
+}
+
 void check_range(const char* name, uint32_t value, uint32_t most) {
   if (value == 0 || value > most) {
     throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + "; it must be 1 to " +
@@ -78,9 +83,8 @@ LinearChoice complete(const LinearProblem& problem, const LinearChoice& choice, 
     one.stages = 1;
     const uint32_t whole = boxes * (stage_bytes(problem, one) / one.stage_boxes);
     const uint32_t budget = std::min(max_shared_bytes, whole <= 2 * kHalfOfShared ? kHalfOfShared : max_shared_bytes);
-    const uint32_t rounds = divide_up(boxes, all.stage_boxes);
-    all.stages = 1;
-    while (all.stages < std::min(rounds, kMaxStages)) {
+    all.stages = fewest_stages(problem, all);
+    while (all.stages < std::min(divide_up(boxes, all.stage_boxes), kMaxStages)) {
       LinearChoice more = all;
       ++more.stages;
       if (shared_bytes(problem, more) > budget) break;
@@ -88,6 +92,10 @@ LinearChoice complete(const LinearProblem& problem, const LinearChoice& choice, 
     }
   }
   check_range("stages", all.stages, kMaxStages);
+  if (all.stages < fewest_stages(problem, all)) {
+    throw std::invalid_argument("stages is 1 for " + std::to_string(boxes) + " boxes, of which a stage holds " +
+                                std::to_string(all.stage_boxes) + ": it must be 2 or more");
+  }
   if (shared_bytes(problem, all) > max_shared_bytes) {
     throw std::invalid_argument(std::to_string(all.stages) + " stages of " + std::to_string(all.stage_boxes) +
                                 " boxes of " + std::to_string(all.block_outputs) + " outputs take " +

@@ -28,6 +28,8 @@ using SharedPlace = uint32_t;
 // The compiler is told by it that a value is the same in all lanes: what depends on it does not diverge.
 LLM_COMM_DEVICE uint32_t same_in_warp(uint32_t value) { return __shfl_sync(0xFFFFFFFFu, value, 0); }
 
+LLM_COMM_DEVICE void warp_sync() { __syncwarp(); }
+
 // The address goes through a shuffle because the compiler would find it out anew at each use, from special registers that take long.
 LLM_COMM_DEVICE SharedPlace tile_memory() {
   const auto start = static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory<char>()));

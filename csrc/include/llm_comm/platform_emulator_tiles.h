@@ -14,6 +14,8 @@ using SharedPlace = char*;
 
 LLM_COMM_DEVICE uint32_t same_in_warp(uint32_t value) { return value; }
 
+LLM_COMM_DEVICE void warp_sync() { emulator::warp_exchange(0.0f, 0); }
+
 LLM_COMM_DEVICE SharedPlace tile_memory() { return shared_memory<char>(); }
 
 template <class T>

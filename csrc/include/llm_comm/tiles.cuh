@@ -23,7 +23,8 @@
 //                    those. After multiply_wait<n>(sums) all groups but the last n are done, and their boxes may be overwritten; the
 //                    sums may be read after multiply_wait<0>(sums). The order of additions of a value depends on nothing but the
 //                    columns, and the order of the boxes.
-// Warp               same_in_warp(x): x, which is the same in all lanes of this warp, as the compiler is told by it
+// Warp               same_in_warp(x): x, which is the same in all lanes of this warp, as the compiler is told by it; warp_sync():
+//                    a barrier of the lanes
 #pragma once
 
 #include "llm_comm/fragment.cuh"
