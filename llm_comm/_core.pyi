@@ -11,6 +11,10 @@ max_world_size: int
 multicast_switches: dict[str, str]
 #: Of a symmetric heap.
 max_segments: int
+#: Of linear layers: rows of x; what inputs and outputs are multiples of, and at most.
+linear_max_tokens: int
+linear_multiple: int
+linear_max_features: int
 
 class CoreOptions:
     def __init__(
@@ -91,6 +95,15 @@ class Choice:
     def depth(self) -> int: ...
     @property
     def crowded_above(self) -> int: ...
+
+class LinearChoice:
+    def __init__(self, *, block_outputs: int = 0, stages: int = 0, stage_boxes: int = 0) -> None: ...
+    @property
+    def block_outputs(self) -> int: ...
+    @property
+    def stages(self) -> int: ...
+    @property
+    def stage_boxes(self) -> int: ...
 
 class Limits:
     def __init__(
@@ -212,6 +225,9 @@ class Core:
     def prepare(
         self, algorithm: int, problem: Problem, tiling: Tiling, direct: tuple[int, Problem, Tiling] | None = None
     ) -> Callable[..., bool]: ...
+    def prepare_linear(
+        self, *, tokens: int, inputs: int, outputs: int, data_type: int, choice: LinearChoice
+    ) -> Callable[[int, int, int, int], bool]: ...
     # Segments of the symmetric heap. Handles are as those of workspaces.
     def create_segment(self, segment: int, bytes: int, use_ipc: bool) -> tuple[int, bytes]: ...
     def map_segment(self, segment: int, peer: int, fd: int, bytes: bytes) -> None: ...

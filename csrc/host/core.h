@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "algorithms/launch_shape.h"
-#include "algorithms/linear/layer.h"
+#include "algorithms/linear/problem.h"
 
 namespace llm_comm::host {
 

@@ -138,7 +138,7 @@ class EmulatedMemory {
 // Of an emulated GPU, as of the largest real ones; but few multiprocessors.
 constexpr uint32_t kMaxEmulatedCluster = 16;
 constexpr uint32_t kEmulatedSharedBytes = 227 * 1024;
-constexpr uint32_t kEmulatedMultiprocessors = 8;
+constexpr uint32_t kEmulatedMultiprocessors = 4;  // as runtime/devices.py says
 
 class EmulatedLauncher {
  public:
@@ -164,7 +164,7 @@ class EmulatedLauncher {
   uint32_t max_cluster_blocks() const { return kMaxEmulatedCluster; }
   uint32_t sm_count() const { return kEmulatedMultiprocessors; }
   uint32_t max_shared_bytes() const { return kEmulatedSharedBytes; }
-  void permit_shared_bytes(Function<LinearArgs>, uint32_t) const {}
+  void permit_shared_bytes(Function<LinearArgs>) const {}
   void map_matrix(MatrixView&, uint32_t, uint32_t, BoxUse) const {}
   template <class Args>
   bool has_room_for_cluster(Function<Args>, const Grid&) const {

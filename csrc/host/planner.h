@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "algorithms/algorithm.h"
+#include "algorithms/linear/layer.h"  // what layers are served
 
 namespace llm_comm::host {
 

@@ -23,7 +23,7 @@ class PreparedLinear final : public PreparedCall {
         choice_(linear::complete(problem, choice, launcher.sm_count(), launcher.max_shared_bytes())),
         grid_(linear::grid(problem, choice_)),
         function_(launcher.function(find_linear_kernel(problem.type, linear::token_rows(problem.tokens)))) {
-    launcher.permit_shared_bytes(function_, grid_.shared_bytes);
+    launcher.permit_shared_bytes(function_);
     args_.block_outputs = choice_.block_outputs;
     args_.stages = choice_.stages;
     args_.stage_boxes = choice_.stage_boxes;

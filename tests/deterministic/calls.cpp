@@ -80,9 +80,9 @@ std::unique_ptr<Call> draw_call(const Subject& subject, bool alone, uint32_t ind
     return draw_call_of({algorithm, std::nullopt, type, Quantization::kNone}, ranks, random, before);
   }
   if (subject.is_linear && subject.type == DataType::kFloat16) {
-    return std::make_unique<LinearCall<DataType::kFloat16>>(ranks, random);
+    return std::make_unique<LinearCall<DataType::kFloat16>>(random);
   }
-  if (subject.is_linear) return std::make_unique<LinearCall<DataType::kBFloat16>>(ranks, random);
+  if (subject.is_linear) return std::make_unique<LinearCall<DataType::kBFloat16>>(random);
   if (subject.form) return std::make_unique<MessageCall>(*subject.form, index, ranks, random);
   return draw_call_of(subject, ranks, random, before);
 }

@@ -35,6 +35,7 @@ from protection import CHECK_CALL, FP8, Everywhere, Protection
 from protections_of_channels import OF_CHANNELS
 from protections_of_copies import OF_COPIES
 from protections_of_errors import OF_ERRORS
+from protections_of_linear import OF_LINEAR
 from protections_of_messages import OF_MESSAGES
 from protections_of_operations import OF_OPERATIONS
 from protections_of_ports import OF_PORTS
@@ -49,7 +50,17 @@ TREES = ("cmake", "csrc", "tests/deterministic", "tests/toy")
 #: The core launches its kernels around those of every algorithm.
 AROUND_ALL = CHECK_CALL
 
-PROTECTIONS = (*OF_OPERATIONS, *OF_CHANNELS, *OF_SWITCH, *OF_SYMMETRIC, *OF_PORTS, *OF_COPIES, *OF_ERRORS, *OF_MESSAGES)
+PROTECTIONS = (
+    *OF_OPERATIONS,
+    *OF_CHANNELS,
+    *OF_SWITCH,
+    *OF_SYMMETRIC,
+    *OF_PORTS,
+    *OF_COPIES,
+    *OF_ERRORS,
+    *OF_MESSAGES,
+    *OF_LINEAR,
+)
 
 
 # ---- The algorithms ------------------------------------------------------------------------------------------------

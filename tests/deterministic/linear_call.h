@@ -33,43 +33,40 @@ LLM_COMM_KERNEL(32) bring(LLM_COMM_KERNEL_PARAM BringArgs args) {
   }
 }
 
-// A call takes no operation, and no rank waits for another one in it.
+// A call takes no operation, and no rank waits for another one in it. So a rank is enough: each has hundreds of threads.
 template <DataType D>
 class LinearCall final : public Call {
  public:
-  LinearCall(uint32_t ranks, Random& random)
+  explicit LinearCall(Random& random)
       : problem_{random.pick({1u, 3u, 8u, 9u}), kBoxColumns * random.between(1, 5), 64 * random.between(1, 2), D},
         choice_{random.pick({8u, 24u, 64u}), random.between(2, 4), random.between(1, 3)},
         threads_(random.between(1, 4)) {
-    for (uint32_t rank = 0; rank < ranks; ++rank) {
-      Member& member = members_.emplace_back();
-      fill(member.source, problem_.tokens * problem_.inputs, random);
-      fill(member.weight, problem_.outputs * problem_.inputs, random);
-      const Line untouched = touchless();
-      member.x.resize(member.source.size(), untouched);
-      member.out.resize(problem_.tokens * problem_.outputs / kElements, untouched);
-      member.before.resize(member.out.size());
-      expect(member);
-    }
+    fill(source_, problem_.tokens * problem_.inputs, random);
+    fill(weight_, problem_.outputs * problem_.inputs, random);
+    const Line untouched = touchless();
+    x_.resize(source_.size(), untouched);
+    out_.resize(problem_.tokens * problem_.outputs / kElements, untouched);
+    before_.resize(out_.size());
+    expect();
   }
 
   void enqueue(World& world, uint32_t rank) override {
-    Member& of = members_[rank];
-    const BringArgs args{of.source.data(), of.x.data(), of.x.size(), of.out.data(), of.before.data(), of.out.size()};
+    if (rank != kRank) return;
+    const BringArgs args{source_.data(), x_.data(), x_.size(), out_.data(), before_.data(), out_.size()};
     world.launch(rank, {1, threads_, 0}, [=] { bring(args); });
-    calls_.push_back(world.core(rank).prepare_linear(problem_, choice_));
-    const uint64_t buffers[kMaxBuffers] = {address(of.x), address(of.weight), address(of.out)};
-    calls_.back()->run(buffers, 0);
+    call_ = world.core(rank).prepare_linear(problem_, choice_);
+    const uint64_t buffers[kMaxBuffers] = {address(x_), address(weight_), address(out_)};
+    call_->run(buffers, 0);
   }
 
   std::string wrong(uint32_t rank) const override {
-    const Member& of = members_[rank];
-    const std::string before = touched_in(reinterpret_cast<const char*>(of.before.data()), bytes(of.before));
+    if (rank != kRank) return "";
+    const std::string before = touched_in(reinterpret_cast<const char*>(before_.data()), bytes(before_));
     if (!before.empty()) return "written before its time: " + before;
-    for (size_t i = 0; i < of.expected.size(); ++i) {
-      if (element(of.out, i) == of.expected[i]) continue;
+    for (size_t i = 0; i < expected_.size(); ++i) {
+      if (element(out_, i) == expected_[i]) continue;
       return "output " + std::to_string(i % problem_.outputs) + " of token " + std::to_string(i / problem_.outputs) +
-             " is " + hex(element(of.out, i)) + ", not " + hex(of.expected[i]);
+             " is " + hex(element(out_, i)) + ", not " + hex(expected_[i]);
     }
     return "";
   }
@@ -87,15 +84,7 @@ class LinearCall final : public Call {
   using E = Element<D>;
   using Lines = std::vector<Line>;
   static constexpr uint32_t kElements = sizeof(Line) / sizeof(uint16_t);
-
-  struct Member {
-    Lines source;
-    Lines x;
-    Lines weight;
-    Lines out;
-    Lines before;  // of the output, as the grid before finds it
-    std::vector<uint16_t> expected;
-  };
+  static constexpr uint32_t kRank = 0;
 
   static Line touchless() {
     Line line;
@@ -118,16 +107,16 @@ class LinearCall final : public Call {
   }
 
   // The boxes of even number in their order, those of odd number in theirs, and then the sum of the two.
-  void expect(Member& of) const {
+  void expect() {
     for (uint32_t token = 0; token < problem_.tokens; ++token) {
       for (uint32_t output = 0; output < problem_.outputs; ++output) {
         float sums[2] = {};
         for (uint32_t k = 0; k < problem_.inputs; ++k) {
           float& sum = sums[k / kBoxColumns % 2];
-          sum = multiply_add(E::value(element(of.weight, size_t{output} * problem_.inputs + k)),
-                             E::value(element(of.source, size_t{token} * problem_.inputs + k)), sum);
+          sum = multiply_add(E::value(element(weight_, size_t{output} * problem_.inputs + k)),
+                             E::value(element(source_, size_t{token} * problem_.inputs + k)), sum);
         }
-        of.expected.push_back(E::round(sums[0] + sums[1]));
+        expected_.push_back(E::round(sums[0] + sums[1]));
       }
     }
   }
@@ -135,8 +124,13 @@ class LinearCall final : public Call {
   LinearProblem problem_;
   LinearChoice choice_;
   uint32_t threads_;
-  std::vector<Member> members_;
-  std::vector<std::unique_ptr<host::PreparedCall>> calls_;
+  Lines source_;
+  Lines x_;
+  Lines weight_;
+  Lines out_;
+  Lines before_;  // of the output, as the grid before finds it
+  std::vector<uint16_t> expected_;
+  std::unique_ptr<host::PreparedCall> call_;
 };
 
 }  // namespace drill

@@ -115,7 +115,7 @@ def test_subjects_are_the_algorithms_of_the_registry(programs: Path) -> None:
     assert listed[: len(algorithms)] == algorithms
     fused = [name for name in algorithms if name.startswith("all_reduce_add_rms_norm/")]
     fp8 = [f"{name}+{quantization}" for name in fused for quantization in ("static", "dynamic")]
-    assert listed[len(algorithms) :] == [*fp8, "put", "get", "packets", "port"]
+    assert listed[len(algorithms) :] == [*fp8, "put", "get", "packets", "port", "linear"]
     assert "broadcast/direct" in algorithms
 
 

@@ -1,6 +1,8 @@
 #include "algorithms/linear/layer.h"
 
 #include <algorithm>
+#include <stdexcept>
+#include <string>
 
 #include "llm_comm/matrix_view.h"
 
@@ -11,9 +13,10 @@ static_assert(kMultiple % kBoxColumns == 0 && kTeamThreads == llm_comm::kTeamThr
 
 namespace {
 
-// Two blocks fit a multiprocessor of sm_90, which has 228 KiB of which each block takes one more: the blocks of the next layer can
-// come, and fetch, while those of this one work.
-constexpr uint32_t kHalfOfShared = 113 * 1024;
+// Of weights and x that a block reads. Up to there a deeper ring than kStagesOfShort keeps the blocks of the next layer from coming,
+// and fetching, while those of this one work; beyond it the depth is worth more (docs/experiments/linear.md).
+constexpr uint32_t kShortStream = 226 * 1024;
+constexpr uint32_t kStagesOfShort = 6;
 
 uint32_t boxes_of_row(const LinearProblem& problem) { return problem.inputs / kBoxColumns; }
 
@@ -78,16 +81,14 @@ LinearChoice complete(const LinearProblem& problem, const LinearChoice& choice, 
   if (all.stage_boxes == 0) all.stage_boxes = std::min(boxes, 2u);
   check_range("stage_boxes", all.stage_boxes, kMaxStageBoxes);
   if (all.stages == 0) {
-    // Long streams want a deep ring, short ones that the next layer's blocks fit beside them (docs/experiments/linear.md).
-    LinearChoice one = all;
-    one.stages = 1;
-    const uint32_t whole = boxes * (stage_bytes(problem, one) / one.stage_boxes);
-    const uint32_t budget = std::min(max_shared_bytes, whole <= 2 * kHalfOfShared ? kHalfOfShared : max_shared_bytes);
+    const uint32_t stream = boxes * (stage_bytes(problem, all) / all.stage_boxes);
+    const uint32_t wanted =
+        std::min(divide_up(boxes, all.stage_boxes), stream <= kShortStream ? kStagesOfShort : kMaxStages);
     all.stages = fewest_stages(problem, all);
-    while (all.stages < std::min(divide_up(boxes, all.stage_boxes), kMaxStages)) {
+    while (all.stages < wanted) {
       LinearChoice more = all;
       ++more.stages;
-      if (shared_bytes(problem, more) > budget) break;
+      if (shared_bytes(problem, more) > max_shared_bytes) break;
       all = more;
     }
   }

@@ -1,33 +1,12 @@
-// A linear layer of a few tokens: y = x W^T, as torch.nn.functional.linear without a bias. No rank takes part but this one.
-//
-// What is asked for, how it is cut, and the grid that does it.
+// What linear layers are served, how they are cut, and the grids that do it.
 #pragma once
 
 #include <cstdint>
-#include <stdexcept>
-#include <string>
-#include <vector>
 
 #include "algorithms/algorithm.h"
-#include "llm_comm/data_type.h"
+#include "algorithms/linear/problem.h"
 
-namespace llm_comm {
-
-struct LinearProblem {
-  uint32_t tokens;   // rows of x and y
-  uint32_t inputs;   // columns of x and of the weight
-  uint32_t outputs;  // rows of the weight, columns of y
-  DataType type;     // of all three
-};
-
-// 0: as the layer finds best.
-struct LinearChoice {
-  uint32_t block_outputs = 0;  // that a block computes
-  uint32_t stages = 0;         // of the ring of boxes in shared memory
-  uint32_t stage_boxes = 0;    // boxes of the weight in a stage, and as many of x
-};
-
-namespace linear {
+namespace llm_comm::linear {
 
 inline constexpr OperationInfo kInfo{
     .name = "linear", .title = "linear layer", .buffers = {{"x"}, {"weight"}, {.name = "out", .is_output = true}}};
@@ -61,6 +40,4 @@ LinearChoice complete(const LinearProblem& problem, const LinearChoice& choice, 
 uint32_t stage_bytes(const LinearProblem& problem, const LinearChoice& choice);
 Grid grid(const LinearProblem& problem, const LinearChoice& choice);
 
-}  // namespace linear
-
-}  // namespace llm_comm
+}  // namespace llm_comm::linear

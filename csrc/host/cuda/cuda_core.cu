@@ -73,11 +73,12 @@ class CudaLauncher {
   uint32_t sm_count() const { return sm_count_; }
   uint32_t max_shared_bytes() const { return max_shared_bytes_; }
 
-  void permit_shared_bytes(CUfunction function, uint32_t bytes) const {
+  // All that a block can have, once and for all: what one call wants of the function must not bound another one.
+  void permit_shared_bytes(CUfunction function) const {
     const DeviceGuard guard(device_);
-    check(
-        driver_.func_set_attribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, static_cast<int>(bytes)),
-        "cuFuncSetAttribute");
+    check(driver_.func_set_attribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                                     static_cast<int>(max_shared_bytes_)),
+          "cuFuncSetAttribute");
   }
 
   // Kernels for less than sm_90 go by the address.
