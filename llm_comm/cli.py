@@ -122,10 +122,47 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_comparison(_command(collectives, "all-gather", text, "llm_comm.bench.all_gather"), "part of a rank")
     text = "the same of reduce-scatter"
     _add_comparison(_command(collectives, "reduce-scatter", text, "llm_comm.bench.reduce_scatter"), "part of a rank")
+    _add_linear(collectives)
     text = "time what the tuning table chooses beside all candidates, and mark where one is 5 percent faster"
     parser = _command(collectives, "table", text, "llm_comm.bench.table")
     _add_candidates(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results as JSON")
+
+
+def _add_linear(collectives: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = (
+        "time and check linear layers of few tokens beside cuBLAS; from 2 ranks on also layer + all-reduce + add + "
+        "RMSNorm, beside cuBLAS with llm_comm and with NCCL"
+    )
+    parser = _command(collectives, "linear", text, "llm_comm.bench.linear")
+    _add_ranks(parser, "ranks, 1 to 8 (one a GPU; without GPUs 4)")
+    parser.add_argument(
+        "--shapes",
+        type=_shapes,
+        metavar="NxK,...",
+        help="outputs and inputs of a rank's layer (8192x1024,8192x3584,5120x1024,5120x3200; emulated small ones)",
+    )
+    parser.add_argument("--tokens", type=_numbers, metavar="M,...", help="tokens (1,4,16,64; emulated 1,9)")
+    parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16", help="(%(default)s)")
+    parser.add_argument(
+        "--pdl",
+        choices=("on", "off", "both"),
+        default="both",
+        help="whether llm_comm's kernels are dependent launches (%(default)s)",
+    )
+    parser.add_argument(
+        "--choices",
+        action="store_true",
+        help="time choices of the layer's kernel too, and show the best (one rank)",
+    )
+    parser.add_argument(
+        "--weights",
+        type=byte_count,
+        metavar="SIZE",
+        help="weights that a chain reads, so that none is in the cache (600M; emulated those of two layers)",
+    )
+    parser.add_argument("--reps", type=_positive, help="timed runs, of which the median counts (20; emulated 3)")
+    _add_json_and_plot(parser)
 
 
 def _add_comparison(parser: argparse.ArgumentParser, what: str) -> None:
@@ -146,6 +183,10 @@ def _add_bench_options(parser: argparse.ArgumentParser, modes: str) -> None:
         default="aligned",
         help=f"{_ALIGNED_AND_SPACED}; plain: after a host barrier, which adds launch skew (%(default)s)",
     )
+    _add_json_and_plot(parser)
+
+
+def _add_json_and_plot(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results as JSON")
     parser.add_argument(
         "--plot",
@@ -213,8 +254,8 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _add_ranks(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--world", type=_positive, metavar="N", help="ranks, 2 to 8 (one a GPU; without GPUs 4)")
+def _add_ranks(parser: argparse.ArgumentParser, text: str = "ranks, 2 to 8 (one a GPU; without GPUs 4)") -> None:
+    parser.add_argument("--world", type=_positive, metavar="N", help=text)
     parser.add_argument("--device", choices=("auto", "cuda", "emulated"), default="auto", help="(%(default)s)")
 
 
@@ -255,6 +296,19 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Whole numbers above 0, each once."""
+    return tuple(dict.fromkeys(_positive(number) for number in text.split(",")))
+
+
+def _shapes(text: str) -> tuple[tuple[int, int], ...]:
+    """Outputs and inputs, as ``8192x1024``; each once."""
+    found = [shape.lower().split("x") for shape in text.split(",")]
+    if any(len(shape) != 2 for shape in found):
+        raise argparse.ArgumentTypeError(f"{text!r} names no shapes: write 8192x1024,5120x3200")
+    return tuple(dict.fromkeys((_positive(outputs), _positive(inputs)) for outputs, inputs in found))
 
 
 def _some_of(text: str, allowed: tuple[str, ...]) -> tuple[str, ...]:

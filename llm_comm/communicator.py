@@ -20,6 +20,9 @@ from llm_comm.operations.all_reduce import AllReduce
 from llm_comm.operations.all_reduce_add_rms_norm import AllReduceAddRmsNorm
 from llm_comm.operations.gather_scatter import GatherScatter
 from llm_comm.operations.generic import GenericOperations
+from llm_comm.operations.linear import Linear
+from llm_comm.operations.linear_all_reduce import LinearAllReduce, LinearAllReduceAddRmsNorm
+from llm_comm.operations.linear_layers import LinearLayers
 from llm_comm.operations.reduce_scatter import ReduceScatter
 from llm_comm.operations.watched import is_traced as _is_traced
 from llm_comm.operations.watched import is_watched as _is_watched
@@ -39,7 +42,7 @@ _Tensor = torch.Tensor
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
 
-class Communicator(GatherScatter):
+class Communicator(GatherScatter, LinearLayers):
     """All-reduce and its kin for the ranks of one process group on one machine.
 
     Making one is collective over the group: either all ranks get one or all raise. Calls are collective too: all ranks
@@ -85,11 +88,15 @@ class Communicator(GatherScatter):
         self._handle, self._planner = connected.handle, connected.planner
         self._heap = SymmetricHeap(rendezvous, self._handle, connected.memory_kind == "cudaIpc")
         common = (self._handle, self._planner)
+        layers, sums, norms = Linear(self._handle), AllReduce(*common), AllReduceAddRmsNorm(*common)
         self._operations = torch_operators.Operations(
-            AllReduce(*common),
-            AllReduceAddRmsNorm(*common),
+            sums,
+            norms,
             AllGather(*common, self.rank),
             ReduceScatter(*common, self.rank),
+            layers,
+            LinearAllReduce(self._handle, layers, sums),
+            LinearAllReduceAddRmsNorm(self._handle, layers, norms),
         )
         self._other_operations = GenericOperations(*common)
         # Found with one look-up each.
@@ -97,6 +104,9 @@ class Communicator(GatherScatter):
         self._all_reduce_add_rms_norm = self._operations.all_reduce_add_rms_norm.run
         self._all_gather = self._operations.all_gather.run
         self._reduce_scatter = self._operations.reduce_scatter.run
+        self._linear = self._operations.linear.run
+        self._linear_all_reduce = self._operations.linear_all_reduce.run
+        self._linear_all_reduce_add_rms_norm = self._operations.linear_all_reduce_add_rms_norm.run
         self.name = torch_operators.register(self._operations)
         logger.info(
             "rank %d of %d on %s: workspace %d bytes (%s), %s",
@@ -335,6 +345,7 @@ class Communicator(GatherScatter):
         self._operations.all_reduce_add_rms_norm.forget()
         self._operations.all_gather.forget()
         self._operations.reduce_scatter.forget()
+        self._operations.linear.forget()
         self._other_operations.forget()
 
     # ---- State --------------------------------------------------------------------------------------------------

@@ -49,6 +49,13 @@ def difference(one: Mapping[str, Any], other: Mapping[str, Any], of_one: str, of
     )
 
 
+def first_failure(failure: str, error: float, group: dist.ProcessGroup) -> tuple[str, float]:
+    """The first rank's failure, if any, and the largest error of all ranks. Collective, on the host."""
+    outcomes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(outcomes, (failure, error), group=group)
+    return next((text for text, _ in outcomes if text), ""), max(worst for _, worst in outcomes)
+
+
 def on_all(call: Callable[[], _T], group: dist.ProcessGroup) -> _T:
     """Calls it, and returns only if no rank has failed: others would wait for that one in what comes next. Collective.
 

@@ -10,7 +10,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from llm_comm import launch, preflight
 from llm_comm.bench import others, report, timing
+from llm_comm.bench.agreement import first_failure
 from llm_comm.bench.report import DTYPES, Progress, Result, Row, format_bytes
 from llm_comm.bench.timing import Schedule
 from llm_comm.communicator import Communicator
@@ -25,6 +26,7 @@ from llm_comm.errors import ConfigError, LlmCommError
 from llm_comm.launch import Placement
 from llm_comm.planning.plan import Plan
 
+_T = TypeVar("_T")
 _CHECKS = 2  # each on fresh data: a call must not be right only because the one before left the result behind
 
 
@@ -226,7 +228,7 @@ class Comparison:
             raise
         except RuntimeError as reason:
             failure = report.first_line(reason)
-        failure, error = self._agree(failure, error)
+        failure, error = first_failure(failure, error, self._group)
         if failure:
             return Result(skipped=failure)
 
@@ -238,8 +240,9 @@ class Comparison:
 
         if mode == "graph":
             # Repeated in place the sums would be summed again, past what the dtype can hold: check one call.
-            replay = _replayable(bound.call, 1 if library.in_place else self._schedule.calls)
-            _, error = self._agree("", max(error, self._check(library, bound, replay, judge)))
+            replay = replayable(bound.call, 1 if library.in_place else self._schedule.calls)
+            error = max(error, self._check(library, bound, replay, judge))
+            _, error = first_failure("", error, self._group)
             timed = timing.time_graph(bound.call, reset, self._schedule, self._group)
         else:
             timed = timing.time_eager(bound.call, reset, self._schedule, self._comm.device, self._group)
@@ -252,23 +255,17 @@ class Comparison:
             error = max(error, judge.error(call(), salt, library.rounds_once))
         return error
 
-    def _agree(self, failure: str, error: float) -> tuple[str, float]:
-        """The first rank's failure, if any, and the largest error of all ranks."""
-        outcomes: list[Any] = [None] * self._comm.world_size
-        dist.all_gather_object(outcomes, (failure, error), group=self._group)
-        return next((text for text, _ in outcomes if text), ""), max(worst for _, worst in outcomes)
 
-
-def _replayable(call: Callable[[], Tensor], calls: int) -> Callable[[], Tensor]:
+def replayable(call: Callable[[], _T], calls: int) -> Callable[[], _T]:
     """A function that replays a CUDA graph of ``calls`` calls and returns the last one's result."""
-    last: list[Tensor] = []
+    last: list[_T] = []
 
     def keep_last() -> None:
         last[:] = [call()]
 
     graph = timing.capture(keep_last, calls)
 
-    def replay() -> Tensor:
+    def replay() -> _T:
         graph.replay()
         return last[0]
 

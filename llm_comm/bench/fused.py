@@ -13,7 +13,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from llm_comm import launch, registry
 from llm_comm.bench import others, report, timing
+from llm_comm.bench.agreement import first_failure
 from llm_comm.bench.comparison import EMULATED, ON_GPU, in_ranks, settle, sizes
-from llm_comm.bench.reference import Reference
+from llm_comm.bench.reference import Reference, worst
 from llm_comm.bench.report import DTYPES, OURS, Progress, Result, Row, format_bytes
 from llm_comm.bench.timing import Schedule
 from llm_comm.communicator import Communicator
@@ -30,7 +31,8 @@ from llm_comm.errors import ConfigError, LlmCommError
 from llm_comm.launch import Placement
 from llm_comm.planning.tables import FUSED
 
-_EPS = 1e-5
+EPS = 1e-5
+NORM_REMARK = "norm: the residual add and the norm as torch.compile makes one kernel of them"
 _CHECKS = 2
 _ON_GPU = dataclasses.replace(ON_GPU, max_bytes=1 << 20, modes=("graph",))
 
@@ -66,8 +68,17 @@ def add_rms_norm(summed: Tensor, residual: Tensor, weight: Tensor) -> Outputs:
     """The residual add and the norm after an all-reduce, as engines write them for their compiler."""
     new_residual = summed + residual
     x = new_residual.float()
-    factor = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + _EPS)
+    factor = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
     return (x * factor * weight.float()).to(summed.dtype), new_residual
+
+
+def norm_of_engines(comm: Communicator) -> Callable[..., Outputs]:
+    """``add_rms_norm`` as an engine runs it: on GPUs what ``torch.compile`` makes of it, else as it is."""
+    if comm.is_emulated:
+        return add_rms_norm
+    # Each size is a graph of its own; beyond the limit torch would run the function as it is.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    return torch.compile(add_rms_norm, dynamic=False)
 
 
 class _Fused:
@@ -83,7 +94,7 @@ class _Fused:
         out, residual_out = torch.empty_like(x), torch.empty_like(x)
 
         def call() -> Outputs:
-            self._comm.all_reduce_add_rms_norm(x, residual, weight, _EPS, out=out, residual_out=residual_out)
+            self._comm.all_reduce_add_rms_norm(x, residual, weight, EPS, out=out, residual_out=residual_out)
             return out, residual_out
 
         return call
@@ -141,7 +152,7 @@ class _FlashInfer:
                 quant_out=None,
                 scale_out=None,
                 rms_gamma=operands.weight,
-                rms_eps=_EPS,
+                rms_eps=EPS,
                 scale_factor=None,
                 layout_code=None,
             )
@@ -210,15 +221,13 @@ def _libraries(
             _Unfused("plain + norm", ours, add_rms_norm),
             _Unfused("gloo + norm", other, add_rms_norm),
         ], [report.EMULATED_REMARK]
-    # Each size is a graph of its own; beyond the limit torch would run the function as it is.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    norm = torch.compile(add_rms_norm, dynamic=False)
+    norm = norm_of_engines(comm)
     libraries: list[Library] = [
         _Fused(comm),
         _Unfused("plain + norm", ours, norm),
         _Unfused("nccl + norm", other, norm),
     ]
-    remarks = ["norm: the residual add and the norm as torch.compile makes one kernel of them"]
+    remarks = [NORM_REMARK]
     try:
         others.set_up("import", lambda: importlib.import_module("flashinfer.comm"), group)
         for one_shot in (True, False):
@@ -266,17 +275,13 @@ class _Bench:
             raise
         except RuntimeError as reason:
             failure = report.first_line(reason)
-        outcomes: list[Any] = [None] * self._comm.world_size
-        dist.all_gather_object(outcomes, (failure, error), group=self._group)
-        failure = next((text for text, _ in outcomes if text), "")
+        failure, error = first_failure(failure, error, self._group)
         if failure:
             return Result(skipped=failure)
         if mode == "graph":
             timed = timing.time_graph(call, _nothing, self._schedule, self._group)
-            error = max(worst for _, worst in outcomes)
         else:
             timed = timing.time_eager(call, _nothing, self._schedule, self._comm.device, self._group)
-            error = max(worst for _, worst in outcomes)
         return Result(timed.us, timed.min_us, timed.host_us, error)
 
 
@@ -312,13 +317,13 @@ class FusedReference:
         magnitude = addends.abs().sum(0)
         summing = magnitude * self._world * (torch.finfo(torch.float32).eps if rounds_once else epsilon)
         allowed = summing + (total.abs() + exact.abs() + epsilon) * (epsilon / 2) * 1.01
-        worst = _ratio(new_residual.double() - exact, allowed)
-        x = new_residual.double()
-        norm = x * (x.square().mean(-1, keepdim=True) + _EPS).rsqrt() * operands.weight.double()
-        # One ulp more than half of one; and a rounding before the weight, as some kernels do.
-        return max(worst, _ratio(normed.double() - norm, norm.abs() * epsilon * 1.5 + 1e-30))
+        return max(worst(new_residual.double() - exact, allowed), norm_error(normed, new_residual, operands.weight))
 
 
-def _ratio(difference: Tensor, allowed: Tensor) -> float:
-    ratio = torch.where(difference == 0, 0.0, difference.abs() / allowed)
-    return float(ratio.nan_to_num(nan=torch.inf).max())
+def norm_error(normed: Tensor, new_residual: Tensor, weight: Tensor) -> float:
+    """Largest difference of normed rows from the float64 norm of a residual, as a fraction of what rounding explains;
+    infinite for a NaN."""
+    x = new_residual.double()
+    norm = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
+    # One ulp more than half of one; and a rounding before the weight, as some kernels do.
+    return worst(normed.double() - norm, norm.abs() * torch.finfo(normed.dtype).eps * 1.5 + 1e-30)

@@ -6,6 +6,13 @@ import torch
 from torch import Tensor
 
 
+def worst(difference: Tensor, allowed: Tensor) -> float:
+    """The largest difference as a fraction of what is allowed; infinite for a NaN."""
+    # Where all addends are 0 nothing is allowed, and 0 / 0 would not say that the result is right.
+    ratio = torch.where(difference == 0, 0.0, difference.abs() / allowed)
+    return float(ratio.nan_to_num(nan=torch.inf).max())
+
+
 class Reference:
     """Inputs that depend on rank and position, and their sums in float64, which judge a result.
 
@@ -42,10 +49,7 @@ class Reference:
             allowed = total.abs() * (epsilon / 2) + magnitude * (self._world * torch.finfo(torch.float32).eps)
         else:
             allowed = magnitude * (self._world * epsilon)
-        difference = (actual.double() - total).abs()
-        # Where all addends are 0 nothing is allowed, and 0 / 0 would not say that the result is right.
-        ratio = torch.where(difference == 0, 0.0, difference / allowed)
-        return float(ratio.nan_to_num(nan=torch.inf).max())
+        return worst(actual.double() - total, allowed)
 
     def _sums(self, salt: int) -> tuple[Tensor, Tensor]:
         """Sum of the addends and of their absolute values, float64."""

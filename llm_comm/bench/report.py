@@ -9,9 +9,10 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ OURS_SYMMETRIC = "llm_comm symm"
 EMULATED_REMARK = (
     "emulated GPUs: these times compare CPU code and say nothing about GPUs, so that no speedups are shown"
 )
+BAD_REMARK = "BAD: the result differs from the float64 reference by more than rounding explains"
 _RELEVANT_VARIABLES = (
     "LLM_COMM_",
     "NCCL_",
@@ -214,7 +216,7 @@ def table(rows: Sequence[Row], mode: str, compared: bool) -> str:
     body = [
         [
             format_bytes(row.message_bytes),
-            *(_cell(row.results[name]) for name in names),
+            *(cell(row.results[name]) for name in names),
             *([_microseconds(row.results[OURS].host_us)] if host else []),
             *(_lead(row) if compared else []),
             plan_text(row.plan),
@@ -234,7 +236,8 @@ def columns(lines: Sequence[Sequence[str]], justify: Callable[[str, int], str]) 
     return "\n".join("  ".join([*map(justify, line, widths), line[-1]]) for line in lines)
 
 
-def _cell(result: Result) -> str:
+def cell(result: Result) -> str:
+    """Its time, in microseconds, and whether it is wrong."""
     return _microseconds(result.us) + (" BAD" if result.wrong else "")
 
 
@@ -249,12 +252,20 @@ def first_line(error: BaseException) -> str:
 
 def skipped_notes(rows: Sequence[Row]) -> list[str]:
     """One line for each reason why a library did not run somewhere."""
-    sizes: dict[tuple[str, str, str], list[str]] = {}
-    for row in rows:
-        for name, result in row.results.items():
-            if result.skipped:
-                sizes.setdefault((name, row.mode, result.skipped), []).append(format_bytes(row.message_bytes))
-    return [f"{name} ({mode}) left out at {', '.join(at)}: {why}" for (name, mode, why), at in sizes.items()]
+    return left_out(
+        (f"{name} ({row.mode})", format_bytes(row.message_bytes), result)
+        for row in rows
+        for name, result in row.results.items()
+    )
+
+
+def left_out(measured: Iterable[tuple[str, str, Result]]) -> list[str]:
+    """The same of results by what was to run and where."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for name, place, result in measured:
+        if result.skipped:
+            places.setdefault((name, result.skipped), []).append(place)
+    return [f"{name} left out at {', '.join(at)}: {why}" for (name, why), at in places.items()]
 
 
 def publish(
@@ -278,18 +289,28 @@ def publish(
     for remark in [*remarks, *skipped_notes(rows)]:
         print(remark)
     if any(row.wrong for row in rows):
-        print("BAD: the result differs from the float64 reference by more than rounding explains")
+        print(BAD_REMARK)
     if args.json:
         settings = {"dtype": args.dtype, "method": args.method, "calls": args.calls, "reps": args.reps}
         found = {"rows": [row.as_dict(compared=placement.on_gpu) for row in rows], "remarks": remarks}
         written = outputs.write_json("--json", args.json, {**content, **environment(placement), **settings, **found})
     if args.plot:
-        try:
-            plot(args.plot, rows, f"{title}\n{method}")
-        except OSError as error:
-            outputs.tell_unwritten("--plot", args.plot, error, "the tables have what it would show")
-            written = False
+        written &= could_draw(args.plot, partial(plot, args.plot, rows, f"{title}\n{method}"))
     return written
+
+
+def could_draw(path: Path, draw: Callable[[], None]) -> bool:
+    """Draws the file of ``--plot``. If that fails, says so.
+
+    Returns:
+        Whether it was written.
+    """
+    try:
+        draw()
+    except OSError as error:
+        outputs.tell_unwritten("--plot", path, error, "the tables have what it would show")
+        return False
+    return True
 
 
 def require_matplotlib() -> None:
@@ -302,20 +323,42 @@ def require_matplotlib() -> None:
 
 def plot(path: Path, rows: Sequence[Row], title: str) -> None:
     """Draws microseconds over message size, one panel a mode, in the format that the file's suffix names."""
+    points = ((row.mode, name, row.message_bytes, r.us) for row in rows for name, r in row.results.items())
+    plot_points(path, points, title, "message (bytes)", format_bytes)
+
+
+def plot_points(
+    path: Path,
+    points: Iterable[tuple[str, str, int, float | None]],
+    title: str,
+    label: str,
+    tick: Callable[[int], str],
+) -> None:
+    """Draws microseconds of a call, in the format that the file's suffix names.
+
+    Args:
+        points: Panel, line, place on the axis, and the time; None where there is none.
+        label: Of the axis.
+        tick: Text of a place on the axis.
+    """
     from matplotlib.figure import Figure
 
-    modes = list(dict.fromkeys(row.mode for row in rows))
-    figure = Figure(figsize=(7 * len(modes), 5), layout="constrained")
+    panels: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    places: dict[str, list[int]] = {}
+    for panel, name, place, us in points:
+        line = panels.setdefault(panel, {}).setdefault(name, [])
+        places.setdefault(panel, []).append(place)
+        if us is not None:
+            line.append((place, us))
+    figure = Figure(figsize=(7 * len(panels), 5), layout="constrained")
     figure.suptitle(title)
-    for axes, mode in zip(figure.subplots(1, len(modes), squeeze=False)[0], modes, strict=True):
-        chosen = [row for row in rows if row.mode == mode]
-        for name in chosen[0].results:
-            points = [(row.message_bytes, us) for row in chosen if (us := row.results[name].us) is not None]
-            if points:
-                axes.plot(*zip(*points, strict=True), marker="o", linewidth=2.5 if name == OURS else 1.2, label=name)
-        ticks = [row.message_bytes for row in chosen]
-        axes.set(xscale="log", yscale="log", xlabel="message (bytes)", ylabel="microseconds a call", title=mode)
-        axes.set_xticks(ticks, [format_bytes(tick) for tick in ticks], rotation=45)
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for name, line in panels[panel].items():
+            if line:
+                axes.plot(*zip(*line, strict=True), marker="o", linewidth=2.5 if name == OURS else 1.2, label=name)
+        ticks = list(dict.fromkeys(places[panel]))
+        axes.set(xscale="log", yscale="log", xlabel=label, ylabel="microseconds a call", title=panel)
+        axes.set_xticks(ticks, [tick(place) for place in ticks], rotation=45)
         axes.minorticks_off()
         axes.grid(True, alpha=0.3)
         axes.legend()

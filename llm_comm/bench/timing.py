@@ -27,7 +27,8 @@ from llm_comm import launch
 from llm_comm.bench import ALIGNED_METHODS
 
 _WARM_UP_RUNS = 3
-_ALIGNING_CALLS = 2
+#: Calls before the clock starts, where ranks are aligned.
+ALIGNING_CALLS = 2
 #: About 0.3 ms: longer than ranks leave a host barrier apart and than a graph takes to launch.
 ALIGNING_DELAY_CYCLES = 600_000
 
@@ -93,7 +94,7 @@ def time_graph(call: Call, reset: Call, schedule: Schedule, group: dist.ProcessG
             lambda call, schedule: time_graph(call, reset, schedule, group), call, schedule, torch.device("cuda")
         )
     graph = capture(call, schedule.calls)
-    lead_in = capture(call, _ALIGNING_CALLS) if schedule.aligned else None
+    lead_in = capture(call, ALIGNING_CALLS) if schedule.aligned else None
 
     def align() -> None:
         if lead_in is not None:
@@ -116,7 +117,7 @@ def time_eager(call: Call, reset: Call, schedule: Schedule, device: torch.device
             call()
 
     clock = CudaClock() if device.type == "cuda" else HostClock()
-    aligning = _ALIGNING_CALLS if schedule.aligned else 0
+    aligning = ALIGNING_CALLS if schedule.aligned else 0
     seconds, host_seconds = _timed_runs(
         lambda: repeat(schedule.calls), lambda: repeat(aligning), reset, schedule, clock, group
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from llm_comm import arrays
 from llm_comm.errors import UnsupportedInputError
-from llm_comm.operations.operation import Operation, Prepared, keep
+from llm_comm.operations.operation import Operation, Prepared, keep, why_not_operand
 from llm_comm.operations.watched import check_memory, count_write, why_not_constant
 from llm_comm.planning.plan import Plan, declined, without_kernel
 from llm_comm.planning.planner import Planner
@@ -29,12 +30,19 @@ class AllReduce(Operation):
         super().__init__(ALL_REDUCE, handle, planner)
         self._prepared: dict[tuple[int, torch.dtype], Prepared] = {}
 
-    def run(self, x: torch.Tensor, out: torch.Tensor | None = None, or_none: bool = False) -> Any:
+    def run(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor | None = None,
+        or_none: bool = False,
+        before: Callable[[], object] | None = None,
+    ) -> Any:
         """The sum of a tensor that has memory of its own, now.
 
         Args:
             x, out: As of ``Communicator.all_reduce``.
             or_none: Return None where ``x`` is declined.
+            before: Enqueues what writes ``x``. It is called when nothing can be declined any more.
 
         Raises:
             UnsupportedInputError: ``x`` is declined, or ``out`` does not fit.
@@ -81,9 +89,13 @@ class AllReduce(Operation):
         run = prepared.run
         if run is None:  # of one rank, or empty
             self._handle.check()
+            if before is not None:
+                before()
             return x.clone() if out is None else out if out is x else out.copy_(x)
         try:
             total = torch.empty_like(x) if out is None else out
+            if before is not None:
+                before()
             is_enqueued = run(x.data_ptr(), total.data_ptr(), self._current_stream())
             if out is not None:
                 count_write((out,))
@@ -109,11 +121,14 @@ class AllReduce(Operation):
 
     def accepts_traced(self, x: torch.Tensor) -> bool:
         """The same for torch.compile, which can trace neither the layout of a launch nor texts with sizes."""
-        count, nbytes = x.numel(), x.numel() * x.element_size()
-        limit = self._planner.message_limit(ALL_REDUCE)
         is_input = arrays.is_dense_on(x, self._device) and x.dtype in self._data_types
         is_input = is_input and not (x.requires_grad and torch.is_grad_enabled())
-        return is_input and (self._planner.world_size == 1 or count == 0 or nbytes <= limit)
+        return is_input and self.takes(x.numel(), x.element_size())
+
+    def takes(self, count: int, element_size: int) -> bool:
+        """Whether a message of a type that has kernels is not too large: what torch.compile can trace of a plan."""
+        nbytes, limit = count * element_size, self._planner.message_limit(ALL_REDUCE)
+        return self._planner.world_size == 1 or count == 0 or nbytes <= limit
 
     def plan(self, x: torch.Tensor) -> Plan:
         """What ``run`` would do for ``x``."""
@@ -144,14 +159,7 @@ class AllReduce(Operation):
 
     def _why_not(self, x: torch.Tensor) -> str:
         """Why ``x`` is no input whatever its size, or ""."""
-        if x.device != self._device:
-            return f"the tensor is on {x.device}, the communicator on {self._device}"
-        why = arrays.why_not_plain(x)
-        if why:
-            return why
-        if not x.is_contiguous():
-            return f"the tensor is not contiguous: shape {tuple(x.shape)}, strides {x.stride()}"
-        return why_not_constant(x) or self._why_not_type(x.dtype)
+        return why_not_operand(x, self._device) or self._why_not_type(x.dtype)
 
 
 def _why_not_out(x: torch.Tensor, out: Any) -> str:

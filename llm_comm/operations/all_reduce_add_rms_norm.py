@@ -3,6 +3,8 @@ prepared for a size, and the call itself. ``Communicator.all_reduce_add_rms_norm
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from llm_comm import arrays
@@ -50,15 +52,19 @@ class AllReduceAddRmsNorm(Operation):
         residual_out: _Tensor | None = None,
         quantize: str | None = None,
         scale: _Tensor | None = None,
+        before: Callable[[], object] | None = None,
     ) -> tuple[_Tensor, ...]:
         """``Communicator.all_reduce_add_rms_norm`` of tensors that have memory of their own, now.
+
+        Args:
+            before: Enqueues what writes ``x``. It is called when nothing can be declined any more.
 
         Raises:
             UnsupportedInputError: Something does not fit.
             CommunicatorError: This or an earlier call has failed.
         """
         try:
-            results, enqueued = self._enqueue(x, residual, weight, eps, out, residual_out, quantize, scale)
+            results, enqueued = self._enqueue(x, residual, weight, eps, out, residual_out, quantize, scale, before)
         except LlmCommError:  # what does not fit, on all ranks alike
             raise
         except RuntimeError as error:
@@ -80,6 +86,7 @@ class AllReduceAddRmsNorm(Operation):
         residual_out: _Tensor | None,
         quantize: str | None,
         scale: _Tensor | None,
+        before: Callable[[], object] | None,
     ) -> _Outcome:
         prepared = self._prepared.get((x.numel(), weight.numel(), x.dtype, eps, quantize))
         if _is_grad_enabled():
@@ -116,6 +123,8 @@ class AllReduceAddRmsNorm(Operation):
         results = (out, residual_out) if quantize != "dynamic" or scale is None else (out, residual_out, scale)
         if prepared.run is None:
             return results, False
+        if before is not None:
+            before()
         enqueued = prepared.run(
             x.data_ptr(),
             0 if residual is None else residual.data_ptr(),
@@ -193,8 +202,7 @@ class AllReduceAddRmsNorm(Operation):
         """Whether ``plan`` declines nothing, for torch.compile, which can trace neither caches nor texts with sizes."""
         self._handle.check_open()
         return (
-            self._planner.world_size > 1
-            and arrays.is_dense_on(x, self._device)
+            arrays.is_dense_on(x, self._device)
             and arrays.is_dense_on(weight, self._device)
             and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
             and x.dtype in self._data_types
@@ -202,9 +210,16 @@ class AllReduceAddRmsNorm(Operation):
             and weight.dim() == 1
             and x.dim() > 0
             and x.shape[-1] == weight.numel()
-            and self._info.takes_rows_of(weight.numel())
+            and self.takes(x.numel(), x.element_size(), weight.numel(), quantize)
+        )
+
+    def takes(self, count: int, element_size: int, row: int, quantize: str | None) -> bool:
+        """Whether rows of a type that has kernels fit by their sizes: what torch.compile can trace of a plan."""
+        return (
+            self._planner.world_size > 1
+            and self._info.takes_rows_of(row)
             and quantize in _QUANTIZATIONS
-            and x.numel() * x.element_size() <= self._planner.message_limit(FUSED)
+            and count * element_size <= self._planner.message_limit(FUSED)
         )
 
     def _scale(self, x: _Tensor, rows: int, quantize: str, scale: _Tensor | None) -> _Tensor:
@@ -227,17 +242,15 @@ class AllReduceAddRmsNorm(Operation):
         return scale
 
 
-def check_quantization(quantize: str | None, scale: _Tensor | None) -> None:
+def check_quantization(operation: str, quantize: str | None, scale: _Tensor | None) -> None:
     """For calls that torch's dispatcher takes to one of several operators.
 
     Raises:
         UnsupportedInputError: There is no such quantization, or ``scale`` is given without one.
     """
-    why = _why_not_quantization(quantize)
+    why = _why_not_quantization(quantize) or (_SCALE_ALONE if quantize is None and scale is not None else "")
     if why:
-        raise _error(why)
-    if quantize is None and scale is not None:
-        raise _error(_SCALE_ALONE)
+        raise UnsupportedInputError(f"{operation}: {why}")
 
 
 def _why_not_quantization(quantize: str | None) -> str:

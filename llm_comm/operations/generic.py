@@ -11,7 +11,7 @@ import torch
 
 from llm_comm import arrays, registry
 from llm_comm.errors import UnsupportedInputError
-from llm_comm.operations.operation import Operation, Prepared, keep
+from llm_comm.operations.operation import Operation, Prepared, keep, overlap
 from llm_comm.operations.watched import check_memory, count_write, is_watched, why_not_constant
 from llm_comm.planning.plan import Plan, declined
 from llm_comm.planning.planner import Planner
@@ -147,7 +147,7 @@ class GenericOperation(Operation):
                     "must be alike"
                 )
             for other_name, other in given.items():
-                if name in self._info.outputs and name != other_name and _overlap(tensor, other):
+                if name in self._info.outputs and name != other_name and overlap(tensor, other):
                     raise self._error(f"{name} overlaps {other_name}")
         return x
 
@@ -166,7 +166,3 @@ class GenericOperation(Operation):
 
     def _error(self, why: str) -> UnsupportedInputError:
         return UnsupportedInputError(f"{self._info.name}: {why}")
-
-
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes

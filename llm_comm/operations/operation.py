@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from llm_comm import registry
+from llm_comm import arrays, registry
+from llm_comm.operations.watched import why_not_constant
 from llm_comm.planning.plan import Plan
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.selection import Layout
@@ -18,7 +19,7 @@ from llm_comm.runtime.devices import current_stream_of
 MAX_PREPARED = 4096
 
 #: By the names that the core has for them.
-_TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -51,7 +52,7 @@ class Operation:
         #: Types of elements that some algorithm has kernels for, and the core's names of them.
         self._data_types = {
             torch_type: data_type
-            for data_type, torch_type in _TORCH_TYPES.items()
+            for data_type, torch_type in TORCH_TYPES.items()
             if any(data_type in algorithm.data_types for algorithm in self._info.algorithms)
         }
         #: What is ready to be launched, by size, type and the like.
@@ -81,6 +82,23 @@ class Operation:
 
     def _why_not_type(self, dtype: torch.dtype) -> str:
         return "" if dtype in self._data_types else f"{dtype} is not one of {', '.join(map(str, self._data_types))}"
+
+
+def why_not_operand(tensor: torch.Tensor, device: torch.device) -> str:
+    """Why a tensor cannot be read on a communicator's device, whatever its shape and type, or ""."""
+    if tensor.device != device:
+        return f"the tensor is on {tensor.device}, the communicator on {device}"
+    why = arrays.why_not_plain(tensor)
+    if why:
+        return why
+    if not tensor.is_contiguous():
+        return f"the tensor is not contiguous: shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+    return why_not_constant(tensor)
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether contiguous tensors share memory."""
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
 
 
 def keep(cache: dict[_Key, _Value], key: _Key, value: _Value) -> None:

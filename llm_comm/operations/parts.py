@@ -12,7 +12,7 @@ import torch
 
 from llm_comm import arrays
 from llm_comm.errors import UnsupportedInputError
-from llm_comm.operations.operation import Operation, keep
+from llm_comm.operations.operation import Operation, keep, why_not_operand
 from llm_comm.operations.watched import check_memory, count_write, why_not_constant
 from llm_comm.planning.plan import Plan, declined, without_kernel
 from llm_comm.planning.planner import Planner
@@ -279,14 +279,7 @@ class PartsOperation(Operation):
 
     def _why_not(self, x: torch.Tensor) -> str:
         """Why ``x`` is no input whatever its shape, or ""."""
-        if x.device != self._device:
-            return f"the tensor is on {x.device}, the communicator on {self._device}"
-        why = arrays.why_not_plain(x)
-        if why:
-            return why
-        if not x.is_contiguous():
-            return f"the tensor is not contiguous: shape {tuple(x.shape)}, strides {x.stride()}"
-        return why_not_constant(x) or self._why_not_type(x.dtype)
+        return why_not_operand(x, self._device) or self._why_not_type(x.dtype)
 
     def _why_not_numbers(self, x: torch.Tensor, dim: Any, sizes: Any) -> str:
         """Why there is no such dimension, or sizes are none, or ""."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ from llm_comm.operations.all_gather import AllGather
 from llm_comm.operations.all_reduce import AllReduce
 from llm_comm.operations.all_reduce_add_rms_norm import FP8, AllReduceAddRmsNorm, check_quantization
 from llm_comm.operations.graph_order import OPERAND, keep_in_order
+from llm_comm.operations.linear import Linear
+from llm_comm.operations.linear_all_reduce import LinearAllReduce, LinearAllReduceAddRmsNorm
 from llm_comm.operations.parts import PartsOperation, Sizes
 from llm_comm.operations.reduce_scatter import ReduceScatter
 from llm_comm.operations.watched import check_constant
@@ -35,6 +37,9 @@ _library.define(f"all_reduce_add_rms_norm_dynamic_fp8({_FUSED}, {OPERAND}) -> (T
 _PARTS = "Tensor x, int dim, SymInt[]? sizes, int rank, int world_size, str communicator"
 _library.define(f"all_gather({_PARTS}, {OPERAND}) -> Tensor")
 _library.define(f"reduce_scatter({_PARTS}, {OPERAND}) -> Tensor")
+
+#: What follows an operation's name in that of its operator, by ``quantize``.
+OF_QUANTIZATION = {None: "", "static": "_static_fp8", "dynamic": "_dynamic_fp8"}
 
 _Tensor = torch.Tensor
 _Results = tuple[torch.Tensor, ...]
@@ -52,6 +57,9 @@ class Operations:
     all_reduce_add_rms_norm: AllReduceAddRmsNorm
     all_gather: AllGather
     reduce_scatter: ReduceScatter
+    linear: Linear
+    linear_all_reduce: LinearAllReduce
+    linear_all_reduce_add_rms_norm: LinearAllReduceAddRmsNorm
 
 
 _operations: weakref.WeakValueDictionary[str, Operations] = weakref.WeakValueDictionary()
@@ -66,7 +74,12 @@ def register(operations: Operations) -> str:
     return name
 
 
-def _find(communicator: str) -> Operations:
+def find(communicator: str) -> Operations:
+    """The operations of the communicator that was registered by a name.
+
+    Raises:
+        RuntimeError: It is not in this process, or not any more.
+    """
     found = _operations.get(communicator)
     if found is None:
         raise RuntimeError(f"there is no communicator {communicator!r} in this process (any more)")
@@ -84,7 +97,7 @@ def all_reduce(x: _Tensor, out: Any, communicator: str) -> Any:
     """
     check_constant("all_reduce", x=x, out=out)
     result = torch.ops.llm_comm.all_reduce(x, communicator)
-    return result if out is None else _copy(result, "all_reduce: out", out)
+    return result if out is None else put(result, "all_reduce: out", out)
 
 
 def all_reduce_add_rms_norm(
@@ -99,26 +112,44 @@ def all_reduce_add_rms_norm(
     communicator: str,
 ) -> _Results:
     """The same for ``Communicator.all_reduce_add_rms_norm``."""
-    for name, tensor in (("x", x), ("residual", residual), ("weight", weight), ("scale", scale)):
-        if not isinstance(tensor, _Tensor) and (tensor is not None or name in ("x", "weight")):
-            raise UnsupportedInputError(f"all_reduce_add_rms_norm: {name} is a {type(tensor).__name__}, not a tensor")
-    check_quantization(quantize, scale)
-    written = {"out": out, "residual_out": residual_out, "scale": scale}
-    check_constant("all_reduce_add_rms_norm", x=x, residual=residual, weight=weight, **written)
-    operators = torch.ops.llm_comm
-    results: _Results
-    if quantize is None:
-        results = operators.all_reduce_add_rms_norm(x, residual, weight, eps, communicator)
-    elif quantize == "static":
-        results = operators.all_reduce_add_rms_norm_static_fp8(x, residual, weight, eps, communicator, scale)
-    else:
-        results = operators.all_reduce_add_rms_norm_dynamic_fp8(x, residual, weight, eps, communicator)
+    operands = {"x": x, "residual": residual, "weight": weight}
+    return add_rms_norm("all_reduce_add_rms_norm", operands, eps, out, residual_out, quantize, scale, communicator)
+
+
+def add_rms_norm(
+    operation: str,
+    operands: Mapping[str, Any],
+    eps: float,
+    out: Any,
+    residual_out: Any,
+    quantize: str | None,
+    scale: Any,
+    communicator: str,
+) -> _Results:
+    """The same for an operation that has an operator for each quantization.
+
+    Args:
+        operands: By name, in the order in which the operators take them. Only ``"residual"`` may be None.
+    """
+    check_tensors(operation, {**operands, "scale": scale}, optional=("residual", "scale"))
+    check_quantization(operation, quantize, scale)
+    check_constant(operation, **operands, out=out, residual_out=residual_out, scale=scale)
+    operator = getattr(torch.ops.llm_comm, operation + OF_QUANTIZATION[quantize])
+    scales = (scale,) if quantize == "static" else ()
+    results = operator(*operands.values(), eps, communicator, *scales)
     given = (out, residual_out, scale if quantize == "dynamic" else None)
     names = ("out", "residual_out", "scale")
     return tuple(
-        made if wanted is None else _copy(made, f"all_reduce_add_rms_norm: {name}", wanted)
+        made if wanted is None else put(made, f"{operation}: {name}", wanted)
         for made, name, wanted in zip(results, names, given, strict=False)
     )
+
+
+def check_tensors(operation: str, operands: Mapping[str, Any], optional: Container[str] = ()) -> None:
+    """Raises UnsupportedInputError if one of the operands is no tensor, nor None where it is optional."""
+    for name, operand in operands.items():
+        if not isinstance(operand, _Tensor) and (operand is not None or name not in optional):
+            raise UnsupportedInputError(f"{operation}: {name} is a {type(operand).__name__}, not a tensor")
 
 
 def on_parts(operation: PartsOperation, x: _Tensor, dim: int, sizes: Sizes | None, out: Any, communicator: str) -> Any:
@@ -131,10 +162,10 @@ def on_parts(operation: PartsOperation, x: _Tensor, dim: int, sizes: Sizes | Non
         raise UnsupportedInputError(f"{name}: torch.jit.trace cannot record sizes: use torch.compile or make_fx")
     operator = getattr(torch.ops.llm_comm, name)
     result = operator(x, dim, sizes, operation.rank, operation.world_size, communicator)
-    return result if out is None else _copy(result, f"{name}: out", out)
+    return result if out is None else put(result, f"{name}: out", out)
 
 
-def _copy(made: _Tensor, name: str, out: Any) -> _Tensor:
+def put(made: _Tensor, name: str, out: Any) -> _Tensor:
     """Puts what an operator has made where the caller wants it; ``copy_`` alone would convert and repeat it."""
     if not isinstance(out, _Tensor):
         raise UnsupportedInputError(f"{name} is a {type(out).__name__}; it must be a tensor")
@@ -151,7 +182,7 @@ def _copy(made: _Tensor, name: str, out: Any) -> _Tensor:
 
 
 def _all_reduce(x: _Tensor, communicator: str, after: _After = None) -> _Tensor:
-    result: _Tensor = _find(communicator).all_reduce.run(x)
+    result: _Tensor = find(communicator).all_reduce.run(x)
     return result
 
 
@@ -163,7 +194,7 @@ def _all_reduce_fake(x: _Tensor, communicator: str, after: _After = None) -> _Te
 def _fused(
     x: _Tensor, residual: _Tensor | None, weight: _Tensor, eps: float, name: str, after: _After = None
 ) -> _Results:
-    return _find(name).all_reduce_add_rms_norm.run(x, residual, weight, eps)
+    return find(name).all_reduce_add_rms_norm.run(x, residual, weight, eps)
 
 
 def _fused_fake(
@@ -176,7 +207,7 @@ def _fused_fake(
 def _fused_static(
     x: _Tensor, residual: _Tensor | None, weight: _Tensor, eps: float, name: str, scale: _Tensor, after: _After = None
 ) -> _Results:
-    return _find(name).all_reduce_add_rms_norm.run(x, residual, weight, eps, quantize="static", scale=scale)
+    return find(name).all_reduce_add_rms_norm.run(x, residual, weight, eps, quantize="static", scale=scale)
 
 
 def _fused_static_fake(
@@ -195,7 +226,7 @@ def _fused_static_fake(
 def _fused_dynamic(
     x: _Tensor, residual: _Tensor | None, weight: _Tensor, eps: float, name: str, after: _After = None
 ) -> _Results:
-    return _find(name).all_reduce_add_rms_norm.run(x, residual, weight, eps, quantize="dynamic")
+    return find(name).all_reduce_add_rms_norm.run(x, residual, weight, eps, quantize="dynamic")
 
 
 def _fused_dynamic_fake(
@@ -209,7 +240,7 @@ def _fused_dynamic_fake(
 def _all_gather(
     x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, communicator: str, after: _After = None
 ) -> _Tensor:
-    return _run_on_parts(_find(communicator).all_gather, x, dim, sizes, rank, world_size)
+    return _run_on_parts(find(communicator).all_gather, x, dim, sizes, rank, world_size)
 
 
 def _all_gather_fake(
@@ -222,7 +253,7 @@ def _all_gather_fake(
 def _reduce_scatter(
     x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, communicator: str, after: _After = None
 ) -> _Tensor:
-    return _run_on_parts(_find(communicator).reduce_scatter, x, dim, sizes, rank, world_size)
+    return _run_on_parts(find(communicator).reduce_scatter, x, dim, sizes, rank, world_size)
 
 
 def _reduce_scatter_fake(
@@ -250,11 +281,23 @@ def _empty_with_length(x: _Tensor, dim: int, length: int) -> _Tensor:
     return x.new_empty(shape)
 
 
-def _implement(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def define(schema: str) -> str:
+    """Defines an operator; returns its name."""
+    _library.define(schema)
+    return schema.partition("(")[0]
+
+
+def implement(name: str, function: Callable[..., Any], fake: Callable[..., Any], *, in_order: bool = True) -> None:
+    """Gives an operator what it does, and what fake tensors it returns.
+
+    Args:
+        in_order: Its calls keep their places in graphs: other ranks take part in them.
+    """
     for device in ("CPU", "CUDA"):
         _library.impl(name, function, device)
     torch.library.register_fake(f"llm_comm::{name}", fake, lib=_library)
-    keep_in_order(getattr(torch.ops.llm_comm, name).default)
+    if in_order:
+        keep_in_order(getattr(torch.ops.llm_comm, name).default)
 
 
 def _all_reduce_of_batch(_info: Any, in_dims: Any, x: _Tensor, communicator: str, after: _After = None) -> Any:
@@ -262,7 +305,7 @@ def _all_reduce_of_batch(_info: Any, in_dims: Any, x: _Tensor, communicator: str
     return torch.ops.llm_comm.all_reduce(x.contiguous(), communicator), in_dims[0]
 
 
-_implement("all_reduce", _all_reduce, _all_reduce_fake)
+implement("all_reduce", _all_reduce, _all_reduce_fake)
 torch.library.register_vmap("llm_comm::all_reduce", _all_reduce_of_batch, lib=_library)
 
 
@@ -278,10 +321,10 @@ def _of_batch(operator: str) -> Callable[..., Any]:
     return call
 
 
-_implement("all_gather", _all_gather, _all_gather_fake)
-_implement("reduce_scatter", _reduce_scatter, _reduce_scatter_fake)
+implement("all_gather", _all_gather, _all_gather_fake)
+implement("reduce_scatter", _reduce_scatter, _reduce_scatter_fake)
 for _operator in ("all_gather", "reduce_scatter"):
     torch.library.register_vmap(f"llm_comm::{_operator}", _of_batch(_operator), lib=_library)
-_implement("all_reduce_add_rms_norm", _fused, _fused_fake)
-_implement("all_reduce_add_rms_norm_static_fp8", _fused_static, _fused_static_fake)
-_implement("all_reduce_add_rms_norm_dynamic_fp8", _fused_dynamic, _fused_dynamic_fake)
+implement("all_reduce_add_rms_norm", _fused, _fused_fake)
+implement("all_reduce_add_rms_norm_static_fp8", _fused_static, _fused_static_fake)
+implement("all_reduce_add_rms_norm_dynamic_fp8", _fused_dynamic, _fused_dynamic_fake)

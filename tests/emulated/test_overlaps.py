@@ -9,7 +9,7 @@ import torch
 from harness import RankPool, make_communicator
 
 from llm_comm import Communicator, UnsupportedInputError
-from llm_comm.operations.generic import _overlap
+from llm_comm.operations.operation import overlap
 
 ROWS, HIDDEN = 2, 64
 EPS = 1e-5
@@ -130,4 +130,4 @@ def test_input_and_output_of_an_all_reduce(ranks: RankPool, dtype: torch.dtype) 
 @pytest.mark.parametrize(("gap", "is_overlap"), [(0, False), (4, False), (-4, True), (-36, True)])
 def test_buffers_of_calls_by_name(gap: int, is_overlap: bool) -> None:
     first, second = beside(torch.ones(10), torch.ones(10), gap)
-    assert _overlap(first, second) == _overlap(second, first) == is_overlap
+    assert overlap(first, second) == overlap(second, first) == is_overlap

@@ -38,6 +38,7 @@ def test_byte_count_rejects(text: str) -> None:
         (["bench", "all-gather"], "llm_comm.bench.all_gather"),
         (["bench", "reduce-scatter"], "llm_comm.bench.reduce_scatter"),
         (["bench", "fused"], "llm_comm.bench.fused"),
+        (["bench", "linear"], "llm_comm.bench.linear"),
         (["bench", "table"], "llm_comm.bench.table"),
         (["tune"], "llm_comm.bench.tune"),
         (["algorithms"], "llm_comm.algorithms_command"),

@@ -1,0 +1,260 @@
+"""``llm-comm bench linear``: the layer before an all-reduce, y = x W^T of few tokens, alone and with what comes behind.
+
+A CUDA graph holds a chain of layers, each with a weight of its own: so many that none is in the L2 cache when its turn
+comes, as in a model. Alone, llm_comm's layer stands beside cuBLAS. With more than one rank the chain is layer +
+all-reduce + residual add + RMSNorm too: llm_comm's in one call, cuBLAS with llm_comm's or with NCCL's all-reduce, and
+cuBLAS with add and norm alone, as if communication were free.
+
+What llm_comm takes part in is timed with and without dependent launches (``Config.pdl``), the others once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import math
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llm_comm import _core, launch, outputs
+from llm_comm.bench import report, timing
+from llm_comm.bench.agreement import first_failure
+from llm_comm.bench.comparison import in_ranks, replayable
+from llm_comm.bench.fused import NORM_REMARK, Outputs, norm_of_engines
+from llm_comm.bench.linear_arms import (
+    Arm,
+    Judge,
+    Operands,
+    arm_of_choice,
+    choices_of,
+    make_weights,
+    other_arms,
+    our_arms,
+)
+from llm_comm.bench.linear_report import Choice, LayerRow, plot, remarks_on, tables
+from llm_comm.bench.report import DTYPES, Progress, Result
+from llm_comm.bench.timing import ALIGNING_CALLS, Schedule
+from llm_comm.communicator import Communicator
+from llm_comm.config import Config
+from llm_comm.errors import ConfigError, LlmCommError, UnsupportedInputError
+from llm_comm.launch import Placement
+
+#: Outputs and inputs of layers of Llama-3.3-70B and Qwen3-32B, in 8 parts.
+SHAPES = ((8192, 1024), (8192, 3584), (5120, 1024), (5120, 3200))
+TOKENS = (1, 4, 16, 64)
+_WEIGHT_BYTES = 600 << 20
+_REPS = 20
+# Emulated: that results are right, in seconds.
+_EMULATED_SHAPES = ((192, 128), (64, 320))
+_EMULATED_TOKENS = (1, 9)
+_EMULATED_WEIGHTS = 2
+_EMULATED_REPS = 3
+_PDL = {"on": (True,), "off": (False,), "both": (True, False)}
+
+
+def run(args: argparse.Namespace) -> int:
+    """``llm-comm bench linear``. Returns 0, or 1 when a result was wrong or a file could not be written.
+
+    Raises:
+        ConfigError: the options do not fit together or this machine, or the configuration is wrong.
+    """
+    placement = place(1 if args.choices and not launch.in_rank() and args.world is None else args.world, args.device)
+    if args.choices and placement.world != 1:
+        raise ConfigError(f"--choices times the layer alone: {placement.world} ranks are too many; use --world 1")
+    args.shapes = args.shapes or (SHAPES if placement.on_gpu else _EMULATED_SHAPES)
+    args.tokens = args.tokens or (TOKENS if placement.on_gpu else _EMULATED_TOKENS)
+    args.reps = args.reps or (_REPS if placement.on_gpu else _EMULATED_REPS)
+    _check(args.shapes, args.tokens)
+    return in_ranks(args, placement, lambda group: _run_rank(args, placement, group))
+
+
+def place(world: int | None, device: str) -> Placement:
+    """As ``launch.place``, with one rank too: where it is asked for, or there is one GPU.
+
+    Raises:
+        ConfigError: as of ``launch.place``.
+    """
+    launched = int(os.environ["WORLD_SIZE"]) if launch.in_rank() else None
+    gpus, why = (0, "as asked") if device == "emulated" else launch.usable_gpus()
+    is_one = launched == 1 if launched is not None else world == 1 or (world is None and gpus == 1)
+    if not is_one or world not in (None, 1):
+        return launch.place(world, device)
+    if gpus == 0 and device == "cuda":
+        raise ConfigError(f"cannot run on a GPU: {why}")
+    return Placement(1, on_gpu=gpus > 0, reason="" if gpus else why)
+
+
+def _check(shapes: Sequence[tuple[int, int]], tokens: Sequence[int]) -> None:
+    multiple, most = _core.linear_multiple, _core.linear_max_features
+    for shape in shapes:
+        if any(features % multiple or not 0 < features <= most for features in shape):
+            raise ConfigError(
+                f"--shapes {shape[0]}x{shape[1]}: outputs and inputs are multiples of {multiple} up to {most}"
+            )
+    if not all(0 < count <= _core.linear_max_tokens for count in tokens):
+        raise ConfigError(f"--tokens {','.join(map(str, tokens))}: 1 to {_core.linear_max_tokens} each")
+
+
+def _run_rank(args: argparse.Namespace, placement: Placement, group: dist.ProcessGroup) -> int:
+    with contextlib.ExitStack() as stack:
+        comms = [
+            (pdl, stack.enter_context(Communicator(group, placement.device, Config.load(pdl=pdl))))
+            for pdl in _PDL[args.pdl]
+        ]
+        progress = Progress(enabled=launch.rank() == 0)
+        norm = norm_of_engines(comms[0][1])
+        bench = _Bench(comms, group, norm, args.reps, args.choices, progress)
+        rows = []
+        for shape in args.shapes:
+            rows += bench.rows(shape, args.tokens, DTYPES[args.dtype], args.weights)
+        progress.clear()
+    written = _publish(args, placement, rows) if launch.rank() == 0 else True
+    return 1 if not written or any(row.wrong for row in rows) else 0
+
+
+def _publish(args: argparse.Namespace, placement: Placement, rows: Sequence[LayerRow]) -> bool:
+    """Returns whether all files were written."""
+    title = f"linear layers, {args.dtype}, {placement.describe()}"
+    method = f"aligned: median of {args.reps} runs of a chain, slowest rank"
+    print(f"{title}; microseconds a layer; {method}")
+    print(tables(rows, placement.on_gpu))
+    remarks = [] if placement.on_gpu else [report.EMULATED_REMARK]
+    if placement.on_gpu and placement.world > 1:
+        remarks.append(NORM_REMARK)
+    for remark in [*remarks, *remarks_on(rows)]:
+        print(remark)
+    written = True
+    if args.json:
+        content: dict[str, Any] = {"command": "bench linear", **report.environment(placement)}
+        settings = {"dtype": args.dtype, "method": "aligned", "reps": args.reps, "pdl": args.pdl}
+        found = {"rows": [row.as_dict(compared=placement.on_gpu) for row in rows], "remarks": remarks}
+        written = outputs.write_json("--json", args.json, {**content, **settings, **found})
+    if args.plot:
+        written &= report.could_draw(args.plot, partial(plot, args.plot, rows, f"{title}\n{method}"))
+    return written
+
+
+class _Bench:
+    """Measures on this rank; its methods are collective.
+
+    Args:
+        comms: With and without dependent launches.
+        norm: Add and norm behind an all-reduce, as an engine runs them.
+        choices: Whether to time choices of the layer's kernel too.
+    """
+
+    def __init__(
+        self,
+        comms: Sequence[tuple[bool, Communicator]],
+        group: dist.ProcessGroup,
+        norm: Callable[..., Outputs],
+        reps: int,
+        choices: bool,
+        progress: Progress,
+    ) -> None:
+        self._comms, self._group, self._norm = comms, group, norm
+        self._reps, self._choices, self._progress = reps, choices, progress
+        self._comm = comms[0][1]
+
+    def rows(
+        self, shape: tuple[int, int], tokens: Sequence[int], dtype: torch.dtype, weight_bytes: int | None
+    ) -> list[LayerRow]:
+        """Checks and times everything at one shape."""
+        count = self._weights(math.prod(shape) * dtype.itemsize, weight_bytes)
+        weights = make_weights(count, shape, dtype, self._comm.device, self._comm.rank)
+        rows = []
+        for rows_of_x in tokens:
+            operands = Operands.of(weights, rows_of_x, self._comm.rank)
+            judge = Judge(operands, self._group)
+            what = f"linear {shape[0]}x{shape[1]}, {rows_of_x} tokens"
+            others = {
+                arm.name: self._measure(arm, weights, what)
+                for arm in other_arms(self._comm, self._group, operands, judge, self._norm)
+            }
+            for pdl, comm in self._comms:
+                where = f"{what}, PDL {'on' if pdl else 'off'}"
+                ours = {arm.name: self._measure(arm, weights, where) for arm in our_arms(comm, operands, judge)}
+                choices = self._of_choices(comm, operands, judge, where) if self._choices else ()
+                comm.check()
+                layers = self._calls(weights)
+                row = LayerRow(*shape, rows_of_x, pdl, layers, {**ours, **others}, *choices)
+                rows.append(row)
+        return rows
+
+    def _weights(self, bytes_each: int, weight_bytes: int | None) -> int:
+        if self._comm.is_emulated and weight_bytes is None:
+            return _EMULATED_WEIGHTS
+        count = max(_EMULATED_WEIGHTS, -(-(weight_bytes or _WEIGHT_BYTES) // bytes_each))
+        # Two more for the calls before the clock starts: what they have read is warm.
+        return count if self._comm.is_emulated else count + ALIGNING_CALLS
+
+    def _calls(self, weights: Sequence[Tensor]) -> int:
+        return len(weights) if self._comm.is_emulated else len(weights) - ALIGNING_CALLS
+
+    def _measure(self, arm: Arm, weights: Sequence[Tensor], what: str) -> Result:
+        """Checks the result of every weight, and times the chain if all are right."""
+        self._progress.show(f"{what}: {arm.name}")
+        failure, error = "", 0.0
+        try:
+            for index, weight in enumerate(weights):
+                error = max(error, arm.error(arm.call(weight), index))
+        except UnsupportedInputError as reason:  # the same on all ranks
+            failure = report.first_line(reason)
+        except LlmCommError:
+            raise
+        except RuntimeError as reason:
+            failure = report.first_line(reason)
+        failure, error = first_failure(failure, error, self._group)
+        if failure:
+            return Result(skipped=failure)
+        if not self._comm.is_emulated:
+            # All but the last, whose result is there already.
+            replay = replayable(in_turn(arm.call, weights), len(weights) - 1)
+            error = max(error, arm.error(replay(), len(weights) - 2))
+            _, error = first_failure("", error, self._group)
+        result = Result(error=error)
+        return result if result.wrong else self._time(arm, weights, error)
+
+    def _time(self, arm: Arm, weights: Sequence[Tensor], error: float) -> Result:
+        call, schedule = in_turn(arm.call, weights), Schedule(self._calls(weights), self._reps, aligned=True)
+        if self._comm.is_emulated:
+            timed = timing.time_eager(call, _nothing, schedule, self._comm.device, self._group)
+        else:
+            timed = timing.time_graph(call, _nothing, schedule, self._group)
+        return Result(timed.us, timed.min_us, timed.host_us, error)
+
+    def _of_choices(
+        self, comm: Communicator, operands: Operands, judge: Judge, what: str
+    ) -> tuple[Sequence[Choice], Choice | None]:
+        """All choices that there are kernels for, and the fastest."""
+        timed: list[tuple[Choice, Arm]] = []
+        for choice in choices_of(operands.out.shape[1], comm.limits.sm_count):
+            arm = arm_of_choice(comm, operands, judge, choice)
+            if arm is not None:
+                timed.append((Choice(*choice, self._measure(arm, operands.weights, what)), arm))
+        right = [(choice, arm) for choice, arm in timed if choice.result.us is not None]
+        best = None
+        if right:
+            best, arm = min(right, key=lambda one: one[0].result.us or 0.0)
+            # The best of many was lucky as well: its second time counts.
+            best = best._replace(result=self._measure(arm, operands.weights, what))
+        return [choice for choice, _ in timed], best
+
+
+def in_turn(
+    call: Callable[[Tensor], tuple[Tensor, ...]], weights: Sequence[Tensor]
+) -> Callable[[], tuple[Tensor, ...]]:
+    """A call of the next weight, of the first again behind the last."""
+    turn = itertools.cycle(weights)
+    return lambda: call(next(turn))
+
+
+def _nothing() -> None:
+    """No arm changes its inputs."""

@@ -1,0 +1,257 @@
+"""A linear layer of a few tokens, on one rank alone: its checks, what is prepared for its shapes, and the call itself.
+``Communicator.linear`` says more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from llm_comm import _core, arrays, registry
+from llm_comm.errors import LlmCommError, UnsupportedInputError
+from llm_comm.operations.operation import TORCH_TYPES, keep, overlap, why_not_operand
+from llm_comm.operations.watched import check_memory, count_write, is_traced, why_not_constant
+from llm_comm.runtime.core_handle import CoreHandle
+from llm_comm.runtime.devices import current_stream_of
+
+# Global names cost less than attributes.
+_Tensor = torch.Tensor
+_strided = torch.strided
+_is_grad_enabled = torch.is_grad_enabled
+
+#: As ``serves`` in csrc/algorithms/linear/layer.h.
+_SERVED = ("bf16", "fp16")
+#: Bytes, at a multiple of which the core wants tensors to begin.
+_ALIGNMENT = 16
+
+
+class PreparedLinear(NamedTuple):
+    """A layer that is ready to be launched."""
+
+    #: What ``prepare_linear`` of the core returned: it takes the addresses of x, weight and out, and a stream.
+    run: Callable[..., bool]
+    #: Of the result, and its elements.
+    shape: tuple[int, ...]
+    elements: int
+
+
+class Linear:
+    """The linear layers on the core of one communicator. No other rank takes part in them.
+
+    Args:
+        handle: Of the core that launches them.
+    """
+
+    def __init__(self, handle: CoreHandle) -> None:
+        self._handle = handle
+        self._device = handle.device
+        self._current_stream = current_stream_of(handle.device)
+        numbers = {name: number for number, name in enumerate(registry.data_types())}
+        #: The core's numbers of the types that it has kernels for.
+        self._data_types = {TORCH_TYPES[name]: numbers[name] for name in _SERVED}
+        self._prepared: dict[tuple[torch.Size, torch.Size, torch.dtype], PreparedLinear] = {}
+
+    def forget(self) -> None:
+        """Drops what is prepared, which holds the core."""
+        self._prepared.clear()
+
+    # ---- Calls --------------------------------------------------------------------------------------------------
+
+    def run(self, x: _Tensor, weight: _Tensor, out: Any = None) -> Any:
+        """``Communicator.linear`` of tensors that have memory of their own, now.
+
+        Raises:
+            UnsupportedInputError: Something does not fit.
+            CommunicatorError: An earlier call has failed.
+            RuntimeError: The layer could not be launched. No other rank waits for it: the communicator goes on.
+        """
+        try:
+            prepared = self.find("linear", x, weight)
+            if out is None:
+                y = out = x.new_empty(prepared.shape)
+                is_enqueued = self.enqueue(prepared, x, weight, y)
+            else:
+                self.check_out("linear", prepared, x, weight, out)
+                is_aligned = out.data_ptr() % _ALIGNMENT == 0
+                y = out if is_aligned else x.new_empty(prepared.shape)
+                is_enqueued = self.enqueue(prepared, x, weight, y)
+                if is_aligned:
+                    count_write((out,))
+                else:
+                    out.copy_(y.view(out.shape))
+        except LlmCommError:
+            raise
+        except RuntimeError:
+            check_memory("linear", x=x, weight=weight, out=out)
+            raise
+        if not is_enqueued:
+            self._handle.check()
+        return out
+
+    def find(self, operation: str, x: _Tensor, weight: _Tensor) -> PreparedLinear:
+        """What ``enqueue`` takes for these operands.
+
+        Args:
+            operation: That has the layer, as errors name it.
+            x, weight: Operands of the layer.
+
+        Raises:
+            UnsupportedInputError: They are declined.
+        """
+        # Host time of a call is a bar: this path makes no Python call that it can do without.
+        dtype, device = x.dtype, self._device
+        # A nested tensor has no shape.
+        is_nested = x.is_nested or weight.is_nested
+        prepared = None if is_nested else self._prepared.get((x.shape, weight.shape, dtype))
+        if (
+            prepared is None
+            or weight.dtype is not dtype
+            or (_is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+            or x.device != device
+            or weight.device != device
+            or x.layout is not _strided
+            or weight.layout is not _strided
+            or not x.is_contiguous()
+            or not weight.is_contiguous()
+            or x.is_neg()
+            or weight.is_neg()
+        ):
+            why = self._why_not(x, weight, _weight_of(operation))
+            if why:
+                raise UnsupportedInputError(f"{operation}: {why}")
+            prepared = self._prepare(x, weight)
+        if weight.data_ptr() % _ALIGNMENT != 0:
+            raise UnsupportedInputError(
+                f"{operation}: {_weight_of(operation)} begins at {weight.data_ptr():#x}, which is no multiple of "
+                f"{_ALIGNMENT} bytes: pass a copy, made once"
+            )
+        return prepared
+
+    def enqueue(self, prepared: PreparedLinear, x: _Tensor, weight: _Tensor, out: _Tensor) -> bool:
+        """Puts a layer on the current stream; False where the communicator has failed.
+
+        Args:
+            prepared: What ``find`` returned for ``x`` and ``weight``.
+            x, weight: Operands of the layer.
+            out: For the result: contiguous, and aligned as new tensors are.
+        """
+        address = x.data_ptr()
+        if address % _ALIGNMENT != 0:
+            # A rank cannot decline it alone. The copy may go at once: whatever gets its memory comes behind the layer.
+            x = x.clone()
+            address = x.data_ptr()
+        return prepared.run(address, weight.data_ptr(), out.data_ptr(), self._current_stream())
+
+    def check_out(self, operation: str, prepared: PreparedLinear, x: _Tensor, weight: _Tensor, out: Any) -> None:
+        """Raises UnsupportedInputError unless the result can go to ``out``."""
+        if (
+            not isinstance(out, _Tensor)
+            or out.layout is not _strided
+            or out.is_nested
+            or out.numel() != prepared.elements
+            or out.dtype is not x.dtype
+            or out.device != self._device
+            or not out.is_contiguous()
+            or out.is_neg()
+            or (_is_grad_enabled() and out.requires_grad)
+            or overlap(out, x)
+            or overlap(out, weight)
+        ):
+            raise UnsupportedInputError(f"{operation}: {_why_not_out(prepared, x, out)}")
+
+    # ---- What would be served -----------------------------------------------------------------------------------
+
+    def accepts(self, x: _Tensor, weight: _Tensor) -> bool:
+        """Whether ``find`` finds something. The addresses of tensors do not matter, which ranks may have others of."""
+        self._handle.check_open()
+        return self._accepts_traced(x, weight) if is_traced(x) else not self._why_not(x, weight)
+
+    def _accepts_traced(self, x: _Tensor, weight: _Tensor) -> bool:
+        """For torch.compile, which cannot trace texts with sizes."""
+        return (
+            arrays.is_dense_on(x, self._device)
+            and arrays.is_dense_on(weight, self._device)
+            and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+            and x.dtype in self._data_types
+            and weight.dtype == x.dtype
+            and weight.dim() == 2
+            and x.dim() > 0
+            and x.shape[-1] == weight.shape[1]
+            and _takes_features(weight.shape[1])
+            and _takes_features(weight.shape[0])
+            and 1 <= x.numel() // weight.shape[1] <= _core.linear_max_tokens
+        )
+
+    def _prepare(self, x: _Tensor, weight: _Tensor) -> PreparedLinear:
+        key = (x.shape, weight.shape, x.dtype)
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            outputs, inputs = weight.shape
+            run = self._handle.core().prepare_linear(
+                tokens=x.numel() // inputs,
+                inputs=inputs,
+                outputs=outputs,
+                data_type=self._data_types[x.dtype],
+                choice=_core.LinearChoice(),
+            )
+            shape = (*x.shape[:-1], outputs)
+            prepared = PreparedLinear(run, shape, math.prod(shape))
+            keep(self._prepared, key, prepared)
+        return prepared
+
+    # ---- What does not fit --------------------------------------------------------------------------------------
+
+    def _why_not(self, x: _Tensor, weight: _Tensor, weight_name: str = "weight") -> str:
+        """Why there is no such layer, or ""."""
+        for name, tensor in (("x", x), (weight_name, weight)):
+            why = why_not_operand(tensor, self._device)
+            if why:
+                return f"{name}: {why}"
+        if x.dtype not in self._data_types:
+            return f"{x.dtype} is not one of {', '.join(map(str, self._data_types))}"
+        if weight.dtype != x.dtype:
+            return f"{weight_name} is {weight.dtype}, x is {x.dtype}"
+        if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+            return (
+                f"{weight_name} has shape {tuple(weight.shape)}: it must be [outputs, inputs] with the inputs of a row "
+                f"of x, {tuple(x.shape)}"
+            )
+        outputs, inputs = weight.shape
+        for name, features in (("inputs", inputs), ("outputs", outputs)):
+            if not _takes_features(features):
+                return (
+                    f"{features} {name}: it takes multiples of {_core.linear_multiple} up to "
+                    f"{_core.linear_max_features}"
+                )
+        tokens = x.numel() // inputs
+        if not 1 <= tokens <= _core.linear_max_tokens:
+            return f"{tokens} tokens: it takes 1 to {_core.linear_max_tokens}"
+        return ""
+
+
+def _weight_of(operation: str) -> str:
+    """What an operation calls the layer's weight."""
+    return "weight" if operation == "linear" else "linear_weight"
+
+
+def _takes_features(features: int) -> bool:
+    return 0 < features <= _core.linear_max_features and features % _core.linear_multiple == 0
+
+
+def _why_not_out(prepared: PreparedLinear, x: _Tensor, out: Any) -> str:
+    if not isinstance(out, _Tensor):
+        return f"x is a tensor, out a {type(out).__name__}; they must be of one library"
+    why = arrays.why_not_plain(out)
+    if why:
+        return f"out: {why}"
+    if out.numel() != prepared.elements or out.dtype != x.dtype or out.device != x.device or not out.is_contiguous():
+        return (
+            f"out ({tuple(out.shape)}, {out.dtype}, {out.device}) must be contiguous and like the result "
+            f"({prepared.shape}, {x.dtype}, {x.device})"
+        )
+    why = why_not_constant(out)
+    if why:
+        return f"out: {why}"
+    return "out overlaps x or the weight"

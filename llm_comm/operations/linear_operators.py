@@ -1,0 +1,145 @@
+"""The operations with a linear layer as torch custom operators: see torch_operators.py.
+
+A layer alone is no call of other ranks, and keeps no place in a graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from llm_comm.operations.all_reduce_add_rms_norm import FP8
+from llm_comm.operations.graph_order import OPERAND
+from llm_comm.operations.torch_operators import (
+    OF_QUANTIZATION,
+    add_rms_norm,
+    check_tensors,
+    define,
+    find,
+    implement,
+    put,
+)
+from llm_comm.operations.watched import check_constant
+
+_Tensor = torch.Tensor
+_Results = tuple[torch.Tensor, ...]
+
+
+# ---- Calls that go by the dispatcher --------------------------------------------------------------------------------
+
+
+def linear(x: Any, weight: Any, out: Any, communicator: str) -> Any:
+    """``Communicator.linear`` of tensors that are no ordinary ones, or not yet."""
+    return _call("linear", {"x": x, "weight": weight}, out, communicator)
+
+
+def linear_all_reduce(x: Any, weight: Any, out: Any, communicator: str) -> Any:
+    """The same for ``Communicator.linear_all_reduce``."""
+    return _call("linear_all_reduce", {"x": x, "linear_weight": weight}, out, communicator)
+
+
+def linear_all_reduce_add_rms_norm(
+    x: Any,
+    linear_weight: Any,
+    residual: Any,
+    norm_weight: Any,
+    eps: float,
+    out: Any,
+    residual_out: Any,
+    quantize: str | None,
+    scale: Any,
+    communicator: str,
+) -> _Results:
+    """The same for ``Communicator.linear_all_reduce_add_rms_norm``."""
+    operands = {"x": x, "linear_weight": linear_weight, "residual": residual, "norm_weight": norm_weight}
+    name = "linear_all_reduce_add_rms_norm"
+    return add_rms_norm(name, operands, eps, out, residual_out, quantize, scale, communicator)
+
+
+def _call(operation: str, operands: dict[str, Any], out: Any, communicator: str) -> Any:
+    check_tensors(operation, operands)
+    check_constant(operation, **operands, out=out)
+    result = getattr(torch.ops.llm_comm, operation)(*operands.values(), communicator)
+    return result if out is None else put(result, f"{operation}: out", out)
+
+
+# ---- The operators --------------------------------------------------------------------------------------------------
+
+
+def _linear(x: _Tensor, weight: _Tensor, communicator: str) -> _Tensor:
+    result: _Tensor = find(communicator).linear.run(x, weight)
+    return result
+
+
+def _linear_fake(x: _Tensor, weight: _Tensor, communicator: str) -> _Tensor:
+    check_constant("linear", x=x, weight=weight)
+    return _empty_result(x, weight)
+
+
+def _linear_all_reduce(x: _Tensor, linear_weight: _Tensor, communicator: str, after: _Tensor | None = None) -> _Tensor:
+    result: _Tensor = find(communicator).linear_all_reduce.run(x, linear_weight)
+    return result
+
+
+def _linear_all_reduce_fake(
+    x: _Tensor, linear_weight: _Tensor, communicator: str, after: _Tensor | None = None
+) -> _Tensor:
+    check_constant("linear_all_reduce", x=x, linear_weight=linear_weight)
+    return _empty_result(x, linear_weight)
+
+
+def _empty_result(x: _Tensor, weight: _Tensor) -> _Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _implement_norm(quantize: str | None, operands: str, results: str) -> None:
+    """One operator for each quantization: only ``static`` has a scale for an operand."""
+    name = f"linear_all_reduce_add_rms_norm{OF_QUANTIZATION[quantize]}"
+
+    def run(
+        x: _Tensor,
+        linear_weight: _Tensor,
+        residual: _Tensor | None,
+        norm_weight: _Tensor,
+        eps: float,
+        communicator: str,
+        *scale_and_after: _Tensor | None,
+    ) -> _Results:
+        scale = scale_and_after[0] if quantize == "static" else None
+        call = find(communicator).linear_all_reduce_add_rms_norm.run
+        return call(x, linear_weight, residual, norm_weight, eps, quantize=quantize, scale=scale)
+
+    def fake(
+        x: _Tensor,
+        linear_weight: _Tensor,
+        residual: _Tensor | None,
+        norm_weight: _Tensor,
+        eps: float,
+        communicator: str,
+        *scale_and_after: _Tensor | None,
+    ) -> _Results:
+        operands = {"x": x, "linear_weight": linear_weight, "residual": residual, "norm_weight": norm_weight}
+        check_constant("linear_all_reduce_add_rms_norm", **operands)
+        total = _empty_result(x, linear_weight)
+        if quantize is None:
+            return torch.empty_like(total), total
+        normed = torch.empty_like(total, dtype=FP8)
+        if quantize == "static":
+            return normed, total
+        return normed, total, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+    schema = "Tensor x, Tensor linear_weight, Tensor? residual, Tensor norm_weight, float eps, str communicator"
+    define(f"{name}({schema}, {operands}{OPERAND}) -> ({results})")
+    implement(name, run, fake)
+
+
+implement(define("linear(Tensor x, Tensor weight, str communicator) -> Tensor"), _linear, _linear_fake, in_order=False)
+implement(
+    define(f"linear_all_reduce(Tensor x, Tensor linear_weight, str communicator, {OPERAND}) -> Tensor"),
+    _linear_all_reduce,
+    _linear_all_reduce_fake,
+)
+_implement_norm(None, "", "Tensor, Tensor")
+_implement_norm("static", "Tensor scale, ", "Tensor, Tensor")
+_implement_norm("dynamic", "", "Tensor, Tensor, Tensor")

@@ -1,0 +1,242 @@
+"""Random test: linear layers, alone and with what comes behind them, every result compared bit by bit.
+
+    torchrun --standalone --nproc-per-node 8 tests/gpu/random_linear.py
+
+A case is a layer's x and weight on each rank, drawn from a seed, and one call: eager, or captured in a CUDA graph that
+is replayed with other inputs. All ranks draw all ranks' inputs. The layer's result is compared with float64, and a row
+of it with that row alone, which must have the same bits. What comes behind the layer must be bitwise what the ranks'
+results sum to in rank order, and what the fused operation makes of those: ``random_cases.py`` tests both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+from common import GraphPool, Recording, Session, add_seconds, parser, report, run, session
+from values import bits, differs, rank_order_sum
+from verdicts import Guarded, Verdicts, Where, weights_of
+
+from llm_comm import Communicator, Config
+
+SETTLE_EVERY = 50
+MOST_FAILURES = 10
+KINDS = ("linear", "linear_all_reduce", "linear_all_reduce_add_rms_norm")
+EPSILON = 1e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    number: int
+    kind: str
+    dtype: torch.dtype
+    tokens: int
+    inputs: int
+    outputs: int
+    scale: float  # of the weights
+    quantize: str | None
+    offset: int  # elements of x from a 16-byte boundary
+    has_out: bool
+    replays: int  # 0: eager
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} of {self.tokens} tokens, {self.inputs} inputs, {self.outputs} outputs, {self.dtype}, scale "
+            f"{self.scale:g}, quantize {self.quantize}, offset {self.offset}, out {self.has_out}, "
+            f"{self.replays} replays"
+        )
+
+
+def draw_case(number: int, options: argparse.Namespace, world: int) -> Case:
+    rng = random.Random(f"{options.seed}/{number}")
+    kinds = KINDS if world > 1 else KINDS[:1]
+    most = options.max_features // 64
+
+    def features() -> int:
+        return 64 * max(1, min(most, round(2 ** rng.uniform(0, most.bit_length()))))
+
+    return Case(
+        number,
+        kinds[number % len(kinds)],
+        rng.choice((torch.bfloat16, torch.float16)),
+        rng.choice((1, 2, 4, 8, 9, 16, 17, 32, 33, 64, rng.randint(1, 64))),
+        features(),
+        features(),
+        rng.choice((1e-3, 0.05, 1.0)),
+        rng.choice((None, None, "static", "dynamic")),
+        rng.choice((0, 0, 0, rng.randrange(8))),
+        rng.random() < 0.5,
+        rng.choice((1, 2, 3)) if rng.random() < options.graph_share else 0,
+    )
+
+
+class Runner:
+    def __init__(self, ranks: Session, communicator: Communicator, options: argparse.Namespace) -> None:
+        self._ranks = ranks
+        self._communicator = communicator
+        self._seed = options.seed
+        self._generator = torch.Generator(ranks.device)
+        self._pool = GraphPool(ranks.device)
+        self._weights = weights_of(2 * 64 * options.max_features, ranks.device)  # of bytes
+        self.verdicts = Verdicts(ranks)
+
+    def run(self, case: Case) -> None:
+        device = self._ranks.device
+        x = Guarded(case.tokens * case.inputs, case.dtype, case.offset, device)
+        shaped = x.data.view(case.tokens, case.inputs)
+        weight = torch.empty(case.outputs, case.inputs, dtype=case.dtype, device=device)
+        residual = torch.empty(case.tokens, case.outputs, dtype=case.dtype, device=device)
+        norm_weight = torch.empty(case.outputs, dtype=case.dtype, device=device)
+        scale = torch.full((1,), 0.01, device=device) if case.quantize == "static" else None
+        out = Guarded(case.tokens * case.outputs, case.dtype, 0, device) if case.has_out else None
+        target = None if out is None else out.data.view(case.tokens, case.outputs)
+
+        def call() -> tuple[torch.Tensor, ...]:
+            if case.kind == "linear":
+                return (self._communicator.linear(shaped, weight, target),)
+            if case.kind == "linear_all_reduce":
+                return (self._communicator.linear_all_reduce(shaped, weight, target),)
+            return self._communicator.linear_all_reduce_add_rms_norm(
+                shaped,
+                weight,
+                residual,
+                norm_weight,
+                EPSILON,
+                out=target if case.quantize is None else None,
+                quantize=case.quantize,
+                scale=scale,
+            )
+
+        for replay in range(max(1, case.replays)):
+            operands = [self._operands(case, replay, rank) for rank in range(self._ranks.world)]
+            own = operands[self._ranks.rank]
+            shaped.copy_(own[0])
+            weight.copy_(own[1])
+            residual.copy_(self._draw(case, replay, "residual", residual.shape))
+            norm_weight.copy_(self._draw(case, replay, "norm", norm_weight.shape))
+            self._ranks.synchronize()  # a layer reads its weight ahead of the stream
+            if case.replays == 0:
+                results = call()
+            elif replay == 0:
+                recording = Recording(call, device, self._pool.handle)
+                results = recording.replay()
+            else:
+                results = recording.replay()
+            self._verify(case, replay, results, operands, residual, norm_weight, scale, x, out)
+
+    def _draw(self, case: Case, replay: int, name: str, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
+        seed = random.Random(f"{self._seed}/{case.number}/{replay}/{name}").getrandbits(62)
+        values = torch.randn(shape, generator=self._generator.manual_seed(seed), device=self._ranks.device)
+        return values.to(case.dtype)
+
+    def _operands(self, case: Case, replay: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self._draw(case, replay, f"x{rank}", (case.tokens, case.inputs))
+        weight = self._draw(case, replay, f"w{rank}", (case.outputs, case.inputs))
+        return x, (weight.float() * case.scale).to(case.dtype)
+
+    def _verify(
+        self,
+        case: Case,
+        replay: int,
+        results: tuple[torch.Tensor, ...],
+        operands: list[tuple[torch.Tensor, torch.Tensor]],
+        residual: torch.Tensor,
+        norm_weight: torch.Tensor,
+        scale: torch.Tensor | None,
+        x: Guarded,
+        out: Guarded | None,
+    ) -> None:
+        rank = self._ranks.rank
+        self._ranks.synchronize()
+        layers = [self._communicator.linear(*pair) for pair in operands]
+        # Of one row, behind the layer of all of them: it must not depend on them.
+        row = replay % case.tokens
+        alone = self._communicator.linear(operands[rank][0][row : row + 1], operands[rank][1])
+        beyond = differs(alone[0], layers[rank][row]).sum() + _beyond_bound(layers[rank], *operands[rank]).sum()
+        if case.kind == "linear":
+            expected: tuple[torch.Tensor, ...] = (layers[rank],)
+        elif case.kind == "linear_all_reduce":
+            rows = torch.stack([layer.flatten() for layer in layers])
+            expected = (rank_order_sum(rows).view(case.tokens, case.outputs),)
+        else:
+            expected = self._communicator.all_reduce_add_rms_norm(
+                layers[rank], residual, norm_weight, EPSILON, quantize=case.quantize, scale=scale
+            )
+        wrong = torch.zeros((), dtype=torch.int64, device=self._ranks.device)
+        for got, due in zip(results, expected, strict=True):
+            if got.dtype != due.dtype or got.shape != due.shape:
+                raise AssertionError(f"{case}: {got.dtype} of shape {tuple(got.shape)} came, due is {due.shape}")
+            wrong = wrong + (_as_bytes(got) != _as_bytes(due)).sum()
+        changed = (bits(x.data) != bits(operands[rank][0].flatten())).sum()
+        damage = x.damage() + (0 if out is None else out.damage())
+        digest = (_as_bytes(results[-1]).to(torch.int64) * self._weights[: results[-1].nbytes]).sum()
+        if case.kind == "linear":
+            digest = digest * 0  # each rank's is its own
+        self.verdicts.add(Where(case.number, f"replay {replay}", case, ""), [wrong, beyond, damage, changed], digest)
+
+
+def _as_bytes(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().view(torch.uint8).flatten()
+
+
+def _beyond_bound(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """By element: further from float64 than fp32 accumulation in any order and one rounding can bring it. Tensor cores
+    add the products of an instruction with a few bits less than fp32: hence 2^-21 for a term."""
+    total = x.double() @ weight.double().t()
+    magnitude = x.double().abs() @ weight.double().abs().t()
+    info = torch.finfo(got.dtype)
+    bound = magnitude * (x.shape[1] * 2.0**-24 + 2.0**-21) + total.abs() * (info.eps / 2) + info.tiny * info.eps
+    overflows = total.abs() + bound >= info.max
+    return ~overflows & ~((got.double() - total).abs() <= bound)
+
+
+def main() -> int:
+    options = parser((__doc__ or "").partition("\n")[0])
+    add_seconds(options)
+    options.add_argument("--cases", type=int, help="default: 1000 on GPUs, 60 on a shared or emulated one")
+    options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--only", type=int, metavar="CASE", help="run this case alone")
+    options.add_argument("--max-features", type=int, help="default: 8192 on GPUs, 2048 on a shared one, else 256")
+    options.add_argument("--graph-share", type=float, default=0.25)
+    arguments = options.parse_args()
+    failures: list[str] = []
+    done = 0
+    begin = time.monotonic()
+    with session(arguments) as ranks:
+        alone = ranks.on_gpu and not ranks.shares_gpu
+        if arguments.cases is None:
+            arguments.cases = 1000 if alone else 60
+        if arguments.max_features is None:
+            arguments.max_features = 8192 if alone else 2048 if ranks.on_gpu else 256
+        with Communicator(ranks.group, ranks.device, Config.load()) as communicator:
+            runner = Runner(ranks, communicator, arguments)
+            numbers = range(arguments.cases) if arguments.only is None else [arguments.only]
+            for number in numbers:
+                case = draw_case(number, arguments, ranks.world)
+                ranks.watchdog.progress(f"case {number}")
+                try:
+                    runner.run(case)
+                except Exception as error:
+                    raise AssertionError(f"rank {ranks.rank}: case {number}, {case} failed") from error
+                done += 1
+                if done % SETTLE_EVERY == 0 or done == len(numbers):
+                    failures += runner.verdicts.settle()
+                    communicator.check()
+                    if len(failures) > MOST_FAILURES or ranks.is_late(arguments):
+                        break
+            del runner
+        if ranks.rank == 0:
+            for failure in failures[:MOST_FAILURES]:
+                print(f"WRONG {failure}", file=sys.stderr)
+            figures = {"cases": done, "wrong_results": len(failures), "seconds": round(time.monotonic() - begin, 1)}
+            table = [tuple(figures), tuple(str(value) for value in figures.values())]
+            report("random linear layers", ranks.device.type, ranks.world, table, figures, arguments.json)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    run(main)

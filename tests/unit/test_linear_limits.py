@@ -1,0 +1,130 @@
+"""What is said of linear layers before the core is asked agrees with what it says, and with what it is told."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from llm_comm import UnsupportedInputError, _core, registry
+from llm_comm.operations.linear import Linear
+from llm_comm.operations.operation import MAX_PREPARED, TORCH_TYPES
+
+LARGEST = _core.linear_max_features
+STEP = _core.linear_multiple
+MOST = _core.linear_max_tokens
+CPU = torch.device("cpu")
+
+
+def make_core() -> _core.Core:
+    core = _core.make_emulated_core(
+        _core.CoreOptions(
+            rank=0, world_size=1, slot_bytes=1 << 16, timeout_s=10, dependent_launch=True, check_calls=False
+        )
+    )
+    core.create_workspace(False)
+    return core
+
+
+def layers_of(core: Any) -> Linear:
+    return Linear(mock.Mock(device=CPU, core=mock.Mock(return_value=core)))
+
+
+def without_memory(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Some layers are larger than the machine that checks them."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize("data_type", registry.data_types())
+@pytest.mark.parametrize("tokens", [0, 1, MOST, MOST + 1])
+@pytest.mark.parametrize("inputs", [STEP // 2, STEP, 3 * STEP // 2, LARGEST, LARGEST + STEP])
+@pytest.mark.parametrize("outputs", [0, STEP, LARGEST - STEP // 2, LARGEST, LARGEST + STEP])
+def test_the_core_takes_what_is_accepted(data_type: str, tokens: int, inputs: int, outputs: int) -> None:
+    core = make_core()
+    layers = layers_of(core)
+    layers._device = torch.device("meta")
+    dtype = TORCH_TYPES.get(data_type)
+    accepted = dtype is not None
+    if dtype is not None:
+        x, weight = without_memory(tokens, inputs, dtype=dtype), without_memory(outputs, inputs, dtype=dtype)
+        accepted = layers.accepts(x, weight)
+        assert layers._accepts_traced(x, weight) == accepted
+    problem = {"tokens": tokens, "inputs": inputs, "outputs": outputs}
+    number = list(registry.data_types()).index(data_type)
+    try:
+        core.prepare_linear(**problem, data_type=number, choice=_core.LinearChoice())
+    except ValueError:
+        assert not accepted
+    else:
+        assert accepted
+
+
+def test_the_core_is_told_the_layer() -> None:
+    core = mock.Mock()
+    layers = layers_of(core)
+    x, weight = torch.empty(2, 5, 192, dtype=torch.float16), torch.empty(128, 192, dtype=torch.float16)
+    prepared = layers.find("linear", x, weight)
+    (call,) = core.prepare_linear.mock_calls
+    (choice,) = [call.kwargs.pop("choice")]
+    assert call.kwargs == {
+        "tokens": 10,
+        "inputs": 192,
+        "outputs": 128,
+        "data_type": list(registry.data_types()).index("fp16"),
+    }
+    assert (choice.block_outputs, choice.stages, choice.stage_boxes) == (0, 0, 0), "the core chooses"
+    assert (prepared.shape, prepared.elements) == ((2, 5, 128), 1280)
+    assert prepared.run is core.prepare_linear.return_value
+    out = torch.empty(10, 128, dtype=torch.float16)
+    assert layers.enqueue(prepared, x, weight, out) is prepared.run.return_value
+    prepared.run.assert_called_once_with(x.data_ptr(), weight.data_ptr(), out.data_ptr(), 0)
+
+
+def test_what_is_kept() -> None:
+    """By everything that a prepared layer rests on, and not without end."""
+    core = mock.Mock()
+    core.prepare_linear.side_effect = lambda **_: mock.Mock()
+    layers = layers_of(core)
+    weights = [torch.empty(outputs, 64, dtype=torch.float16) for outputs in (64, 128)]
+    kinds = [
+        (torch.empty(shape, dtype=dtype), weight.to(dtype))
+        for shape in ((1, 64), (64,), (2, 64), (1, 2, 64))
+        for dtype in (torch.float16, torch.bfloat16)
+        for weight in weights
+    ]
+    first = [layers.find("linear", *kind) for kind in kinds]
+    assert len({id(prepared) for prepared in first}) == len(kinds)
+    for kind, prepared in zip(kinds, first, strict=True):
+        assert layers.find("linear", *kind) is prepared
+        assert prepared.shape == (*kind[0].shape[:-1], len(kind[1]))
+    assert core.prepare_linear.call_count == len(kinds)
+    layers.forget()
+    assert layers.find("linear", *kinds[0]) is not first[0]
+    layers._prepared.update({(number, number, number): first[0] for number in range(MAX_PREPARED)})  # type: ignore[misc]
+    layers.find("linear", *kinds[-1])
+    assert len(layers._prepared) <= MAX_PREPARED
+
+
+def test_operands_beside_prepared_ones() -> None:
+    """Of the same shapes: each look at them is there for a reason."""
+    layers = layers_of(mock.Mock())
+    x, weight = torch.ones(64, 64, dtype=torch.float16), torch.ones(64, 64, dtype=torch.float16)
+    layers.find("linear", x, weight)
+    strange = [
+        (x.t(), weight, "x: .* not contiguous"),
+        (x, weight.t(), "weight: .* not contiguous"),
+        (torch._neg_view(x), weight, "x: .* negated"),
+        (x, torch._neg_view(weight), "weight: .* negated"),
+        (x, weight.bfloat16(), "weight is torch.bfloat16, x is torch.float16"),
+        (x.to("meta"), weight, "x: .* on meta"),
+        (x, weight.to("meta"), "weight: .* on meta"),
+        (x.to_sparse(), weight, "x: the tensor is torch.sparse"),
+        (x, weight.to_sparse(), "weight: the tensor is torch.sparse"),
+        (x.clone().requires_grad_(), weight, "x: .* requires grad"),
+        (x, weight.clone().requires_grad_(), "weight: .* requires grad"),
+    ]
+    for one, other, reason in strange:
+        with pytest.raises(UnsupportedInputError, match=reason):
+            layers.find("linear", one, other)
