@@ -47,6 +47,12 @@ def test_random_cases(world: int) -> None:
     run_ranks("random_cases.py", 600, "--both", world=world)
 
 
+@pytest.mark.timeout(320)
+@pytest.mark.parametrize("world", (1, 2, 5, WORLD) if SHARED else sorted({1, WORLD}))
+def test_random_linear_layers(world: int) -> None:
+    run_ranks("random_linear.py", 300, world=world)
+
+
 @pytest.mark.timeout(420)
 def test_drill() -> None:
     run_program([str(HERE / "drill.py")], 400)
