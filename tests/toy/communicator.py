@@ -52,3 +52,4 @@ def main(module: str, meeting_point: str, rank: int, world: int) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    ranks.leave()

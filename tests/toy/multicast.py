@@ -108,3 +108,4 @@ def main(module: str, meeting_point: str, rank: int, world: int, scenario: str) 
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
+    ranks.leave()
