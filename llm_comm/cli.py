@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from llm_comm.bench import ALIGNED_METHODS, METHODS, OPERATIONS, PLOT_SUFFIXES
+from llm_comm.bench import ALIGNED_METHODS, LAYER_TOKENS, METHODS, OPERATIONS, PLOT_SUFFIXES
 from llm_comm.config import parse_option
 from llm_comm.errors import ConfigError, LlmCommError
 from llm_comm.installation import VERSION
@@ -200,6 +200,21 @@ def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     text = "measure which algorithm is fastest at each size here and write a tuning table"
     parser = _command(commands, "tune", text, "llm_comm.bench.tune")
     _add_candidates(parser)
+    parser.add_argument(
+        "--layers",
+        type=_shapes,
+        default=(),
+        metavar="NxK,...",
+        help="linear layers of few tokens too, by outputs and inputs of a rank's weight: with what tunables, and up to "
+        "how many tokens, llm_comm is faster than cuBLAS (none)",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=_numbers,
+        default=LAYER_TOKENS,
+        metavar="M,...",
+        help=f"of layers; a row serves those between two of them too ({','.join(map(str, LAYER_TOKENS))})",
+    )
     parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="where to write the table")
     parser.add_argument(
         "--multicast",
@@ -234,7 +249,7 @@ def _add_candidates(parser: argparse.ArgumentParser) -> None:
         type=_operations,
         default=OPERATIONS,
         metavar="NAME,...",
-        help=f"some of {','.join(OPERATIONS)} (all)",
+        help=f"some of {','.join(OPERATIONS)}, or none (all)",
     )
     parser.add_argument("--hidden", type=_positive, default=8192, help="elements of a row of fused (%(default)s)")
     parser.add_argument(
@@ -323,4 +338,6 @@ def _modes(text: str) -> tuple[str, ...]:
 
 
 def _operations(text: str) -> tuple[str, ...]:
+    if text == "none":
+        return ()
     return _some_of(text, OPERATIONS)

@@ -88,7 +88,7 @@ class Communicator(GatherScatter, LinearLayers):
         self._handle, self._planner = connected.handle, connected.planner
         self._heap = SymmetricHeap(rendezvous, self._handle, connected.memory_kind == "cudaIpc")
         common = (self._handle, self._planner)
-        layers, sums, norms = Linear(self._handle), AllReduce(*common), AllReduceAddRmsNorm(*common)
+        layers, sums, norms = Linear(*common), AllReduce(*common), AllReduceAddRmsNorm(*common)
         self._operations = torch_operators.Operations(
             sums,
             norms,

@@ -87,6 +87,12 @@ _AS_TEXT = "environment and file: 64M is 64 MiB"
 
 _BOOLEAN = _Option(_boolean, lambda v: isinstance(v, bool), "true or false (environment: 1 or 0)")
 
+_BOOLEAN_OR_AUTO = _Option(
+    lambda text: text if text == "auto" else _boolean(text),
+    lambda v: isinstance(v, bool) or (isinstance(v, str) and v == "auto"),
+    "'auto', true or false (environment: auto, 1 or 0)",
+)
+
 _OPTIONS: dict[str, _Option] = {
     "enable": _BOOLEAN,
     "multicast": _one_of("auto", "0", "1"),
@@ -113,6 +119,7 @@ _OPTIONS: dict[str, _Option] = {
     "algorithm": _one_of("auto", *registry.algorithm_names()),
     "pdl": _BOOLEAN,
     "fuse": _BOOLEAN,
+    "fuse_linear": _BOOLEAN_OR_AUTO,
     "all_gather": _BOOLEAN,
     "reduce_scatter": _BOOLEAN,
     "deterministic": _BOOLEAN,
@@ -173,6 +180,9 @@ class Config:
             at every size, for each operation that has it. The others go by the table.
         pdl: Programmatic dependent launch, on GPUs that have it.
         fuse: Whether engine integrations put the residual add and the RMSNorm after an all-reduce into its kernel.
+        fuse_linear: Whether engine integrations compute the linear layer before a fused all-reduce by llm_comm too.
+            ``"auto"``: where the tuning table has measured that it is faster. True: wherever it is served; ``pdl`` is
+            then on in engines too, if it was not chosen.
         all_gather: Whether engine integrations gather by llm_comm too.
         reduce_scatter: The same for reduce-scatter.
         deterministic: Whether llm_comm also sums in SGLang's deterministic mode, in place of NCCL. It changes no sum:
@@ -198,6 +208,7 @@ class Config:
     algorithm: str = "auto"
     pdl: bool = True
     fuse: bool = True
+    fuse_linear: bool | str = "auto"
     all_gather: bool = True
     reduce_scatter: bool = True
     deterministic: bool = False

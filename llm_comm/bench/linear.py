@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llm_comm import _core, launch, outputs
+from llm_comm import launch, outputs
 from llm_comm.bench import report, timing
 from llm_comm.bench.agreement import first_failure
 from llm_comm.bench.comparison import in_ranks, replayable
@@ -33,6 +33,7 @@ from llm_comm.bench.linear_arms import (
     Judge,
     Operands,
     arm_of_choice,
+    check_layers,
     choices_of,
     make_weights,
     other_arms,
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     args.shapes = args.shapes or (SHAPES if placement.on_gpu else _EMULATED_SHAPES)
     args.tokens = args.tokens or (TOKENS if placement.on_gpu else _EMULATED_TOKENS)
     args.reps = args.reps or (_REPS if placement.on_gpu else _EMULATED_REPS)
-    _check(args.shapes, args.tokens)
+    check_layers(args.shapes, args.tokens, "--shapes")
     return in_ranks(args, placement, lambda group: _run_rank(args, placement, group))
 
 
@@ -91,17 +92,6 @@ def place(world: int | None, device: str) -> Placement:
     return Placement(1, on_gpu=gpus > 0, reason="" if gpus else why)
 
 
-def _check(shapes: Sequence[tuple[int, int]], tokens: Sequence[int]) -> None:
-    multiple, most = _core.linear_multiple, _core.linear_max_features
-    for shape in shapes:
-        if any(features % multiple or not 0 < features <= most for features in shape):
-            raise ConfigError(
-                f"--shapes {shape[0]}x{shape[1]}: outputs and inputs are multiples of {multiple} up to {most}"
-            )
-    if not all(0 < count <= _core.linear_max_tokens for count in tokens):
-        raise ConfigError(f"--tokens {','.join(map(str, tokens))}: 1 to {_core.linear_max_tokens} each")
-
-
 def _run_rank(args: argparse.Namespace, placement: Placement, group: dist.ProcessGroup) -> int:
     with contextlib.ExitStack() as stack:
         comms = [
@@ -110,7 +100,7 @@ def _run_rank(args: argparse.Namespace, placement: Placement, group: dist.Proces
         ]
         progress = Progress(enabled=launch.rank() == 0)
         norm = norm_of_engines(comms[0][1])
-        bench = _Bench(comms, group, norm, args.reps, args.choices, progress)
+        bench = LayerBench(comms, group, norm, args.reps, args.choices, progress)
         rows = []
         for shape in args.shapes:
             rows += bench.rows(shape, args.tokens, DTYPES[args.dtype], args.weights)
@@ -141,13 +131,14 @@ def _publish(args: argparse.Namespace, placement: Placement, rows: Sequence[Laye
     return written
 
 
-class _Bench:
+class LayerBench:
     """Measures on this rank; its methods are collective.
 
     Args:
         comms: With and without dependent launches.
         norm: Add and norm behind an all-reduce, as an engine runs them.
         choices: Whether to time choices of the layer's kernel too.
+        chains: Whether to time what comes behind a layer too, where there are several ranks.
     """
 
     def __init__(
@@ -158,8 +149,11 @@ class _Bench:
         reps: int,
         choices: bool,
         progress: Progress,
+        *,
+        chains: bool = True,
     ) -> None:
         self._comms, self._group, self._norm = comms, group, norm
+        self._arms = slice(None) if chains else slice(1)  # the layer alone comes first
         self._reps, self._choices, self._progress = reps, choices, progress
         self._comm = comms[0][1]
 
@@ -176,11 +170,12 @@ class _Bench:
             what = f"linear {shape[0]}x{shape[1]}, {rows_of_x} tokens"
             others = {
                 arm.name: self._measure(arm, weights, what)
-                for arm in other_arms(self._comm, self._group, operands, judge, self._norm)
+                for arm in other_arms(self._comm, self._group, operands, judge, self._norm)[self._arms]
             }
             for pdl, comm in self._comms:
                 where = f"{what}, PDL {'on' if pdl else 'off'}"
-                ours = {arm.name: self._measure(arm, weights, where) for arm in our_arms(comm, operands, judge)}
+                arms = our_arms(comm, operands, judge)[self._arms]
+                ours = {arm.name: self._measure(arm, weights, where) for arm in arms}
                 choices = self._of_choices(comm, operands, judge, where) if self._choices else ()
                 comm.check()
                 layers = self._calls(weights)

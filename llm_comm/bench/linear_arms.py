@@ -16,7 +16,7 @@ from llm_comm.bench.fused import EPS, Outputs, norm_error
 from llm_comm.bench.reference import worst
 from llm_comm.bench.report import OURS, dtype_name
 from llm_comm.communicator import Communicator
-from llm_comm.errors import LlmCommError
+from llm_comm.errors import ConfigError, LlmCommError
 
 #: Layer, sum over the ranks, add and norm as one call.
 FUSED = f"{OURS} fused"
@@ -177,6 +177,18 @@ class Arm:
     name: str
     call: Callable[[Tensor], tuple[Tensor, ...]]
     error: Callable[[tuple[Tensor, ...], int], float]
+
+
+def check_layers(shapes: Sequence[tuple[int, int]], tokens: Sequence[int], option: str) -> None:
+    """Raises ConfigError unless there are kernels for such layers: outputs and inputs, which ``option`` has named."""
+    multiple, most = _core.linear_multiple, _core.linear_max_features
+    for shape in shapes:
+        if any(features % multiple or not 0 < features <= most for features in shape):
+            raise ConfigError(
+                f"{option} {shape[0]}x{shape[1]}: outputs and inputs are multiples of {multiple} up to {most}"
+            )
+    if not all(0 < count <= _core.linear_max_tokens for count in tokens):
+        raise ConfigError(f"--tokens {','.join(map(str, tokens))}: 1 to {_core.linear_max_tokens} each")
 
 
 def our_arms(comm: Communicator, operands: Operands, judge: Judge) -> list[Arm]:

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from llm_comm import _core, launch, outputs, preflight, registry
-from llm_comm.bench import report
+from llm_comm.bench import report, tune_layers
 from llm_comm.bench.agreement import require_alike
 from llm_comm.bench.choosing import Measured, algorithm_of, choose_by_means, is_slower, merge
+from llm_comm.bench.linear_arms import check_layers
 from llm_comm.bench.measuring import AtSize, Bench, count_candidates, schedule_of
 from llm_comm.bench.pace import Budget, Pace
 from llm_comm.bench.report import Progress, format_bytes
@@ -72,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"tune measures GPUs: {placement.reason}")
     config = preflight.check({"--out": args.out, "--json": args.json})
     check_options(args, config)
+    check_layers(args.layers, args.tokens, "--layers")
     config = config_for(args.multicast, config)
     if not launch.in_rank():
         if args.json is not None and args.json.is_file():
@@ -95,10 +97,12 @@ def run(args: argparse.Namespace) -> int:
             shipped = comm.table
             found, left = measure(comm, group, subjects, args, record)
             comm.use_table(shipped)
+            layers = tune_layers.measure(comm, group, args.layers, args.tokens, args.reps)
+            record.layers = [row.as_dict(compared=True) for row in layers]
             if comm.rank == 0:
                 environment = record.report(is_complete=left == 0)
                 if args.out is not None:
-                    table = tuned(shipped, found)
+                    table = tune_layers.with_layers(tuned(shipped, found), tune_layers.rows_of(layers))
                     if args.multicast:
                         table = table._replace(multicast=entry_of(comm, environment["date"]))
                     written = _write_table(comm, table, args.operations, environment, args.out)
@@ -130,6 +134,8 @@ def entry_of(comm: Communicator, date: str) -> MulticastEntry:
 
 def check_options(args: argparse.Namespace, config: Config) -> None:
     """Raises ConfigError where the options name nothing to measure, or others than all candidates."""
+    if not args.operations and not getattr(args, "layers", ()):
+        raise ConfigError("--operations none: there is nothing to measure")
     bounds = f"--min {format_bytes(args.min)}, --max {format_bytes(args.max)}"
     if args.min < 2:
         raise ConfigError(f"{bounds}: the smallest message has an element, 2 bytes")
@@ -177,6 +183,8 @@ def _record(args: argparse.Namespace, placement: Placement) -> Record:
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
     """Those that change what is measured."""
     found = {name: getattr(args, name) for name in ("operations", "min", "max", "reps", "hidden", "method")}
+    if getattr(args, "layers", ()):
+        found.update(layers=args.layers, tokens=args.tokens)
     return {**found, "multicast": True} if getattr(args, "multicast", False) else found
 
 

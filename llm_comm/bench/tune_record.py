@@ -37,6 +37,8 @@ class Record:
         # As it will be read again: a tuple is a list there.
         self._head = json.loads(json.dumps({"command": _COMMAND, **environment, "options": options}))
         self._sizes: dict[str, dict[int, AtSize]] = {}
+        #: Of linear layers: what ``llm-comm bench linear`` would write of each. Another run measures them anew.
+        self.layers: list[dict[str, Any]] = []
         self._has_told = False
         if path is not None and path.is_file() and path.stat().st_size > 0:
             self._read(path)
@@ -87,7 +89,8 @@ class Record:
     def report(self, is_complete: bool) -> dict[str, Any]:
         """The content of the file."""
         sizes = {key: [_entry(found[size]) for size in sorted(found)] for key, found in self._sizes.items() if found}
-        return {**self._head, "complete": is_complete, "operations": sizes}
+        layers = {"layers": self.layers} if self.layers else {}
+        return {**self._head, "complete": is_complete, "operations": sizes, **layers}
 
     def _read(self, path: Path) -> None:
         try:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,8 +14,12 @@ from llm_comm import _core, arrays, registry
 from llm_comm.errors import LlmCommError, UnsupportedInputError
 from llm_comm.operations.operation import TORCH_TYPES, keep, overlap, why_not_operand
 from llm_comm.operations.watched import check_memory, count_write, is_traced, why_not_constant
+from llm_comm.planning.layers import LINEAR
+from llm_comm.planning.planner import Planner
 from llm_comm.runtime.core_handle import CoreHandle
 from llm_comm.runtime.devices import current_stream_of
+
+logger = logging.getLogger("llm_comm")
 
 # Global names cost less than attributes.
 _Tensor = torch.Tensor
@@ -42,10 +47,12 @@ class Linear:
 
     Args:
         handle: Of the core that launches them.
+        planner: Of the communicator.
     """
 
-    def __init__(self, handle: CoreHandle) -> None:
+    def __init__(self, handle: CoreHandle, planner: Planner) -> None:
         self._handle = handle
+        self._planner = planner
         self._device = handle.device
         self._current_stream = current_stream_of(handle.device)
         numbers = {name: number for number, name in enumerate(registry.data_types())}
@@ -189,17 +196,26 @@ class Linear:
         prepared = self._prepared.get(key)
         if prepared is None:
             outputs, inputs = weight.shape
-            run = self._handle.core().prepare_linear(
-                tokens=x.numel() // inputs,
-                inputs=inputs,
-                outputs=outputs,
-                data_type=self._data_types[x.dtype],
-                choice=_core.LinearChoice(),
-            )
+            tokens = x.numel() // inputs
+            run = self._prepare_by_table(tokens, inputs, outputs, x.dtype)
             shape = (*x.shape[:-1], outputs)
             prepared = PreparedLinear(run, shape, math.prod(shape))
             keep(self._prepared, key, prepared)
         return prepared
+
+    def _prepare_by_table(self, tokens: int, inputs: int, outputs: int, dtype: torch.dtype) -> Callable[..., bool]:
+        """What the core returns, for what the tuning table says of such a layer."""
+        problem = {"tokens": tokens, "inputs": inputs, "outputs": outputs, "data_type": self._data_types[dtype]}
+        choice = self._planner.layer_choice(LINEAR, outputs, inputs, tokens)
+        core = self._handle.core()
+        try:
+            return core.prepare_linear(**problem, choice=choice)
+        except ValueError as error:
+            # Of another device, or written by hand: the layer itself is served.
+            logger.warning(
+                "llm_comm: tuning table %s: %s; goes by the kernel's own choice", self._planner.table.name, error
+            )
+            return core.prepare_linear(**problem, choice=_core.LinearChoice())
 
     # ---- What does not fit --------------------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ import torch
 
 from llm_comm.operations import linear_operators, torch_operators
 from llm_comm.operations.watched import is_watched as _is_watched
+from llm_comm.planning.layers import LINEAR
+from llm_comm.planning.planner import Planner
 
 # Global names cost less than attributes.
 _is_compiling = torch.compiler.is_compiling
@@ -23,6 +25,7 @@ class LinearLayers:
 
     name: str
     _operations: torch_operators.Operations
+    _planner: Planner
     # ``run`` of three of them, found with one look-up each.
     _linear: Callable[..., Any]
     _linear_all_reduce: Callable[..., Any]
@@ -161,3 +164,20 @@ class LinearLayers:
         """The same for ``linear_all_reduce_add_rms_norm`` of ``x``, ``linear_weight`` and ``norm_weight``. False where
         there is one rank, as ``accepts_fused`` is."""
         return self._operations.linear_all_reduce_add_rms_norm.accepts(x, linear_weight, norm_weight, quantize)
+
+    def prefers_linear(self, outputs: int, inputs: int, tokens: int) -> bool:
+        """Whether an engine is to compute a layer of this shape by ``linear`` and its kin, in place of its own kernel.
+
+        As ``Config.fuse_linear`` says: ``"auto"`` where the tuning table has measured that it is faster, with ``pdl``
+        as it is now; True for every shape that is served; False for none. The same on all ranks.
+
+        Args:
+            outputs, inputs: Of the weight of this rank.
+            tokens: Rows of ``x``.
+        """
+        return self._planner.prefers_layer(LINEAR, outputs, inputs, tokens)
+
+    @property
+    def max_preferred_tokens(self) -> int:
+        """The most tokens for which ``prefers_linear`` is true of any layer; 0: it is true of none."""
+        return self._planner.most_preferred_tokens()

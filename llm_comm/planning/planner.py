@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llm_comm import _core
 from llm_comm.config import Config
-from llm_comm.planning import selection
+from llm_comm.planning import layers, selection
 from llm_comm.planning.multicast import NO_MULTICAST, Multicast
 from llm_comm.planning.plan import Problem
 from llm_comm.planning.selection import Layout
@@ -50,3 +50,16 @@ class Planner:
     def message_limit(self, operation: str) -> int:
         """Larger messages are declined, in bytes."""
         return selection.message_limit(operation, self.table, self.config)
+
+    def layer_choice(self, operation: str, outputs: int, inputs: int, tokens: int) -> _core.LinearChoice:
+        """How the kernel of a linear layer is to run: as the table says, or as it finds best itself."""
+        row = layers.layer_row(self.table.layers, operation, outputs, inputs, tokens, self.config.pdl)
+        return _core.LinearChoice() if row is None else row.choice()
+
+    def prefers_layer(self, operation: str, outputs: int, inputs: int, tokens: int) -> bool:
+        """Whether an engine is to compute a linear layer by llm_comm."""
+        return layers.is_preferred(self.table.layers, self.config, operation, outputs, inputs, tokens)
+
+    def most_preferred_tokens(self) -> int:
+        """Of any layer; 0 where none is to be computed by llm_comm."""
+        return layers.most_tokens(self.table.layers, self.config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,8 @@ import yaml
 
 from llm_comm import registry
 from llm_comm.errors import ConfigError
+from llm_comm.planning import layers
+from llm_comm.planning.layers import LayerRow
 from llm_comm.planning.tables import ALL_REDUCE, FUSED, MulticastEntry, Row, RunnerUp, TuningTable, by_operation
 from llm_comm.quoting import quoted, shortened
 from llm_comm.yaml_files import InvalidYamlError, YamlList, YamlMapping, kind_of, read_yaml
@@ -19,7 +22,8 @@ _KEYS = ("device", "world_size", "max_message_bytes", "rows")
 _BY_OPERATION = "min_symmetric_bytes"  # may be
 _LIMITS = ("max_fused_bytes", "fused_blocks", _BY_OPERATION)
 _MULTICAST = "multicast"
-_OPTIONAL_KEYS = (*_LIMITS, "measured", _MULTICAST)
+_LAYERS = "layers"
+_OPTIONAL_KEYS = (*_LIMITS, "measured", _MULTICAST, _LAYERS)
 #: Files of before have a list for each operation in place of ``rows``, and no protocols: there was one.
 _KEYS_OF_BEFORE = {"all_reduce": ALL_REDUCE, "fused": FUSED}
 _PROTOCOL_OF_BEFORE = "LL"
@@ -94,8 +98,50 @@ def _read(name: str, content: Any) -> TableFile:
                     f"{previous.up_to}"
                 )
     limits = {key: content[key] for key in _LIMITS if key in content}
-    table = TuningTable(name, rows, content["max_message_bytes"], **limits, multicast=_multicast(content))
+    table = TuningTable(
+        name, rows, content["max_message_bytes"], **limits, multicast=_multicast(content), layers=_layers(content)
+    )
     return TableFile(str(content["device"]), content["world_size"], table)
+
+
+def _layers(content: YamlMapping) -> tuple[LayerRow, ...]:
+    """The rows of linear layers."""
+    found: dict[tuple[str, int, int, bool], list[LayerRow]] = {}
+    for number, (line, entry) in enumerate(_list(content, _LAYERS, content.get(_LAYERS)), start=1):
+        try:
+            row = _layer_row(entry)
+        except _InvalidError as error:
+            raise _InvalidError(f"layer {number}, {quoted(entry)}: {error}", line) from None
+        before = found.setdefault(row.layer(), [])
+        if before and row.up_to <= before[-1].up_to:
+            raise _InvalidError(
+                f"layer {number}: rows of one layer must be sorted by up_to, in tokens; the one before says "
+                f"{before[-1].up_to}",
+                line,
+            )
+        before.append(row)
+    return tuple(row for of_layer in found.values() for row in of_layer)
+
+
+def _layer_row(entry: Any) -> LayerRow:
+    """Checks a row of a file."""
+    if not isinstance(entry, dict):
+        raise _InvalidError("it must be 'key: value' pairs")
+    for name in entry:
+        _require(registry.why_not_known("key", name, LayerRow._fields))
+    missing = [name for name in LayerRow._fields if name not in entry and name not in LayerRow._field_defaults]
+    if missing:
+        raise _InvalidError(f"it lacks {', '.join(missing)}")
+    _require(registry.why_not_known("operation", entry["operation"], layers.OPERATIONS))
+    for name in ("pdl", "is_faster"):
+        if type(entry[name]) is not bool:
+            raise _InvalidError(f"{name} is {quoted(entry[name])}; it must be true or false")
+    for name in ("us", "cublas_us"):
+        if name in entry:
+            _check_us(name, entry[name])
+    row = LayerRow(**entry)
+    _require(layers.why_not_row(row))
+    return row
 
 
 def _multicast(content: YamlMapping) -> MulticastEntry | None:
@@ -237,13 +283,18 @@ def table_text(device: str, world_size: int, table: TuningTable, measured: dict[
         "measured": measured,
         **({} if table.multicast is None else {_MULTICAST: table.multicast._asdict()}),
     }
-    # A row a line: tables are read by people who compare rows.
-    rows = "".join(
-        "  - " + yaml.dump(row.entry(), Dumper=_Dumper, sort_keys=False, default_flow_style=True, width=400)
-        for of_operation in table.rows.values()
-        for row in of_operation
-    )
+    rows = _lines(row.entry() for of_operation in table.rows.values() for row in of_operation)
+    of_layers = _lines(row.entry() for row in table.layers)
     return (
         "# Written by `llm-comm tune`. The last row of an operation serves all larger messages, up to "
         f"max_message_bytes.\n{yaml.dump(head, Dumper=_Dumper, sort_keys=False)}rows:\n{rows}"
+        + (f"{_LAYERS}:\n{of_layers}" if of_layers else "")
+    )
+
+
+def _lines(entries: Iterable[dict[str, Any]]) -> str:
+    """A row a line: tables are read by people who compare rows."""
+    return "".join(
+        "  - " + yaml.dump(entry, Dumper=_Dumper, sort_keys=False, default_flow_style=True, width=400)
+        for entry in entries
     )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from llm_comm import registry
 from llm_comm.config import MIB
+from llm_comm.planning.layers import LayerRow
 
 ALL_REDUCE = "all_reduce"
 FUSED = "all_reduce_add_rms_norm"
@@ -99,6 +100,8 @@ class TuningTable(NamedTuple):
     min_symmetric_bytes: int | Mapping[str, int] = MIB
     #: Of a table that permits NVLink multicast.
     multicast: MulticastEntry | None = None
+    #: Of linear layers, those of one layer one behind the other and sorted by tokens.
+    layers: tuple[LayerRow, ...] = ()
 
     def symmetric_from(self, operation: str) -> int:
         """``min_symmetric_bytes`` of an operation."""
@@ -112,7 +115,8 @@ class TuningTable(NamedTuple):
     def digest(self) -> str:
         """The name, and a digest of what is chosen by: what ranks compare."""
         rows = {key: tuple(row.without_figures() for row in rows) for key, rows in self.rows.items()}
-        content = repr((sorted(rows.items()), *self[2:]))
+        layers = tuple(row.without_figures() for row in self.layers)
+        content = repr((sorted(rows.items()), *self._replace(layers=layers)[2:]))
         return f"{self.name} ({hashlib.sha256(content.encode()).hexdigest()[:12]})"
 
 

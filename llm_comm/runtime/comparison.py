@@ -23,6 +23,7 @@ _OPTIONS_OF_ALL_RANKS = (
     "algorithm",
     "sum",
     "fuse",
+    "fuse_linear",
     "all_gather",
     "reduce_scatter",
     "debug",

@@ -7,10 +7,21 @@ from table_bench import BENCH
 from table_edges import EDGES
 from table_host import HOST
 from table_kernels import KERNELS
+from table_layers import LINEAR_LAYERS
 from table_operations import OPERATIONS
 from table_planning import PLANNING
 from table_runtime import RUNTIME
 from table_switch import SWITCH
 
-MUTANTS: tuple[Mutant, ...] = (*KERNELS, *HOST, *PLANNING, *OPERATIONS, *RUNTIME, *BENCH, *EDGES, *SWITCH)
+MUTANTS: tuple[Mutant, ...] = (
+    *KERNELS,
+    *HOST,
+    *PLANNING,
+    *OPERATIONS,
+    *RUNTIME,
+    *BENCH,
+    *EDGES,
+    *SWITCH,
+    *LINEAR_LAYERS,
+)
 check_names(MUTANTS)

@@ -246,6 +246,7 @@ RUNTIME: tuple[Mutant, ...] = (
             "max_message_bytes",
             "algorithm",
             "fuse",
+            "fuse_linear",
             "all_gather",
             "reduce_scatter",
             "debug",

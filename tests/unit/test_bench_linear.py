@@ -107,8 +107,8 @@ class LoneComm:
     rank, world_size, device, is_emulated = 0, 1, CPU, True
 
 
-def bench(group: dist.ProcessGroup, comm: Any = None) -> linear._Bench:
-    return linear._Bench([(True, comm or LoneComm())], group, add_rms_norm, 2, False, Progress(False))
+def bench(group: dist.ProcessGroup, comm: Any = None) -> linear.LayerBench:
+    return linear.LayerBench([(True, comm or LoneComm())], group, add_rms_norm, 2, False, Progress(False))
 
 
 def arm(operands: Operands, judge: Judge, call: Any) -> Arm:

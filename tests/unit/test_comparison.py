@@ -64,6 +64,7 @@ def test_ranks_that_are_alike() -> None:
         (("config", "max_message_bytes"), 17, "have different options"),
         (("config", "algorithm"), "one_shot", "have different options"),
         (("config", "fuse"), False, "have different options"),
+        (("config", "fuse_linear"), False, "have different options"),
         (("config", "all_gather"), False, "have different options"),
         (("config", "reduce_scatter"), False, "have different options"),
         (("config", "debug"), True, "have different options"),

@@ -8,9 +8,11 @@ from unittest import mock
 import pytest
 import torch
 
-from llm_comm import UnsupportedInputError, _core, registry
+from llm_comm import Config, UnsupportedInputError, _core, registry
 from llm_comm.operations.linear import Linear
 from llm_comm.operations.operation import MAX_PREPARED, TORCH_TYPES
+from llm_comm.planning.planner import Planner
+from llm_comm.planning.tables import TuningTable
 
 LARGEST = _core.linear_max_features
 STEP = _core.linear_multiple
@@ -29,7 +31,8 @@ def make_core() -> _core.Core:
 
 
 def layers_of(core: Any) -> Linear:
-    return Linear(mock.Mock(device=CPU, core=mock.Mock(return_value=core)))
+    planner = Planner(1, TuningTable("test table", {}, 0), Config.load({}), mock.Mock())
+    return Linear(mock.Mock(device=CPU, core=mock.Mock(return_value=core)), planner)
 
 
 def without_memory(*shape: int, dtype: torch.dtype) -> torch.Tensor:

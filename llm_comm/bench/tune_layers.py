@@ -1,0 +1,92 @@
+"""The part of ``llm-comm tune`` about linear layers: which of them llm_comm's kernel computes faster than cuBLAS, up to
+how many tokens, and with which tunables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+
+from llm_comm.bench import linear_report
+from llm_comm.bench.choosing import is_slower
+from llm_comm.bench.fused import norm_of_engines
+from llm_comm.bench.linear import LayerBench
+from llm_comm.bench.linear_arms import Names
+from llm_comm.bench.report import OURS, Progress
+from llm_comm.communicator import Communicator
+from llm_comm.planning.layers import LINEAR, LayerRow
+from llm_comm.planning.tables import TuningTable
+
+
+def measure(
+    comm: Communicator,
+    group: dist.ProcessGroup,
+    shapes: Sequence[tuple[int, int]],
+    tokens: Sequence[int],
+    reps: int,
+    weight_bytes: int | None = None,
+) -> list[linear_report.LayerRow]:
+    """Times cuBLAS and all choices of the kernel in chains of layers, with dependent launches or without as ``comm``
+    is. Collective: every rank computes its layers, and the slowest counts.
+
+    Args:
+        shapes: Outputs and inputs of a rank's weight.
+        tokens: Each the largest number that a row of the table is for.
+        reps: Timed runs of each choice.
+        weight_bytes: As of ``llm-comm bench linear``.
+    """
+    if not shapes:
+        return []
+    progress = Progress(enabled=comm.rank == 0)
+    bench = LayerBench([(comm.config.pdl, comm)], group, norm_of_engines(comm), reps, True, progress, chains=False)
+    found: list[linear_report.LayerRow] = []
+    for shape in shapes:
+        measured = bench.rows(shape, sorted(tokens), torch.bfloat16, weight_bytes)
+        progress.clear()
+        if comm.rank == 0:
+            for row in rows_of(measured, on_gpu=not comm.is_emulated):
+                print(line(row), flush=True)
+        found += measured
+    return found
+
+
+def rows_of(measured: Sequence[linear_report.LayerRow], on_gpu: bool = True) -> tuple[LayerRow, ...]:
+    """One row for neighbouring numbers of tokens that run alike, with the figures of the largest."""
+    rows = [_row(one, Names.of(on_gpu).layer) for one in measured]
+    alike = groupby(rows, key=lambda row: row.without_figures()._replace(up_to=0))
+    return tuple(list(group)[-1] for _, group in alike)
+
+
+def _row(measured: linear_report.LayerRow, other: str) -> LayerRow:
+    layer = (LINEAR, measured.outputs, measured.inputs, measured.pdl, measured.tokens)
+    us, other_us = measured.results[OURS].us, measured.results[other].us
+    choice: tuple[int, int, int] = (0, 0, 0)
+    best = measured.best
+    # The kernel's own choice stays where another is better by less than repeated runs differ.
+    if best is not None and best.result.us is not None and (us is None or is_slower(us, best.result.us)):
+        us, choice = best.result.us, (best.block_outputs, best.stages, best.stage_boxes)
+    is_faster = us is not None and other_us is not None and is_slower(other_us, us)
+    return LayerRow(*layer, is_faster, *choice, _rounded(us), _rounded(other_us))
+
+
+def _rounded(us: float | None) -> float | None:
+    return None if us is None else round(us, 3)
+
+
+def with_layers(table: TuningTable, rows: Sequence[LayerRow]) -> TuningTable:
+    """A table with these in place of all rows of their layers."""
+    replaced = {row.layer() for row in rows}
+    return table._replace(layers=(*(row for row in table.layers if row.layer() not in replaced), *rows))
+
+
+def line(row: LayerRow) -> str:
+    """What is printed of a row."""
+    chosen = " ".join(f"{name}={value}" for name, value in row.tunables().items() if value)
+    times = [f"{'-':>8}" if us is None else f"{us:8.2f}" for us in (row.us, row.cublas_us)]
+    layer = f"{row.operation} {row.outputs}x{row.inputs} PDL {'on' if row.pdl else 'off'}"
+    return (
+        f"{row.up_to:>3} tokens {times[0]} us  {layer}  {chosen or 'as the kernel chooses'}   cuBLAS {times[1]}"
+        f"{'' if row.is_faster else '   not faster: left to the engine'}"
+    )

@@ -1,0 +1,32 @@
+"""What the engine integrations share about linear layers: whether llm_comm computes them, and what to log."""
+
+from __future__ import annotations
+
+from llm_comm.communicator import Communicator
+
+#: Logged once by rank 0, with number of ranks, and shapes of x and of the weight: that layers are set up to be fused
+#: does not mean that any is.
+FIRST_FUSED_LINEAR = (
+    "llm_comm: first linear layer fused with its all-reduce and RMSNorm (%d ranks, tokens %s, weight %s)"
+)
+
+#: The same where an engine's layer is computed alone, and what comes behind it is not known.
+FIRST_LINEAR = "llm_comm: first linear layer computed by llm_comm (%d ranks, tokens %s, weight %s)"
+
+
+def why_not_linear(communicator: Communicator) -> str | None:
+    """Why no linear layer of an engine is computed by llm_comm, if so. The same on all ranks."""
+    if communicator.max_preferred_tokens > 0:
+        return None
+    config = communicator.config
+    if config.fuse_linear is False:
+        return f"fuse_linear is false ({config.origins.get('fuse_linear', 'Python')})"
+    pdl = "on" if config.pdl else "off"
+    return f"fuse_linear is 'auto', and {communicator.table.name} has no layer that is faster with pdl {pdl}"
+
+
+def about_linear(communicator: Communicator, engine: str, why_not: str | None) -> str:
+    """For the line in the log that says what llm_comm does: with the linear layers of ``engine``."""
+    if why_not is not None:
+        return f"; linear layers are {engine}'s: {why_not}"
+    return f"; linear layers of up to {communicator.max_preferred_tokens} tokens by llm_comm"

@@ -1,0 +1,112 @@
+"""The part of a tuning table that is about linear layers: by shape and number of tokens, whether llm_comm's kernel is
+the faster one, and with which tunables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from llm_comm import _core
+from llm_comm.config import Config
+from llm_comm.quoting import quoted
+
+#: By the name of the communicator's method.
+LINEAR = "linear"
+OPERATIONS = (LINEAR,)
+#: What the tunables of a row may be, and the multiple that they are of (csrc/algorithms/linear/layer.h). Whether a
+#: device has room for all of them together, the core says when a layer is prepared.
+_TUNABLES = {"block_outputs": (64, 8), "stages": (16, 1), "stage_boxes": (8, 1)}
+
+
+class LayerRow(NamedTuple):
+    """How a layer of so many outputs and inputs runs on up to ``up_to`` tokens."""
+
+    operation: str
+    outputs: int
+    inputs: int
+    #: Whether it was measured with dependent launches, and so counts where ``Config.pdl`` is on.
+    pdl: bool
+    up_to: int
+    #: Than cuBLAS, where both were measured.
+    is_faster: bool
+    #: Outputs of a block, stages of its ring, and boxes of a stage. 0: as the kernel finds best.
+    block_outputs: int = 0
+    stages: int = 0
+    stage_boxes: int = 0
+    #: Of ``up_to`` tokens: microseconds a layer, and those of cuBLAS. They are for people who read a table; nothing is
+    #: chosen by them.
+    us: float | None = None
+    cublas_us: float | None = None
+
+    def without_figures(self) -> LayerRow:
+        """What is chosen by."""
+        return self._replace(us=None, cublas_us=None)
+
+    def layer(self) -> tuple[str, int, int, bool]:
+        """What rows that belong together have in common."""
+        return self[:4]
+
+    def tunables(self) -> dict[str, int]:
+        """By name."""
+        return {name: getattr(self, name) for name in _TUNABLES}
+
+    def choice(self) -> _core.LinearChoice:
+        """As the core takes it."""
+        return _core.LinearChoice(**self.tunables())
+
+    def entry(self) -> dict[str, Any]:
+        """What a file says of it."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+
+def why_not_row(row: LayerRow) -> str:
+    """Why a table may not have such numbers, or ""."""
+    for name in ("outputs", "inputs"):
+        if not _takes_features(getattr(row, name)):
+            return (
+                f"{name} is {quoted(getattr(row, name))}; it must be a multiple of {_core.linear_multiple} up to "
+                f"{_core.linear_max_features}"
+            )
+    if not _is_within(row.up_to, 1, _core.linear_max_tokens):
+        return f"up_to is {quoted(row.up_to)}; it must be a number of tokens, 1 to {_core.linear_max_tokens}"
+    for name, (most, multiple) in _TUNABLES.items():
+        value = getattr(row, name)
+        if not _is_within(value, 0, most) or value % multiple:
+            multiples = f" in steps of {multiple}" if multiple > 1 else ""
+            return f"{name} is {quoted(value)}; it must be 0 (as the kernel finds best) to {most}{multiples}"
+    return ""
+
+
+def _is_within(value: object, least: int, most: int) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _takes_features(features: object) -> bool:
+    return _is_within(features, 1, _core.linear_max_features) and not features % _core.linear_multiple  # type: ignore[operator]
+
+
+def layer_row(
+    rows: Iterable[LayerRow], operation: str, outputs: int, inputs: int, tokens: int, pdl: bool
+) -> LayerRow | None:
+    """The row that serves a layer; None where it was not measured, or not with so many tokens."""
+    layer = (operation, outputs, inputs, pdl)
+    return next((row for row in rows if row.layer() == layer and tokens <= row.up_to), None)
+
+
+def is_preferred(
+    rows: Iterable[LayerRow], config: Config, operation: str, outputs: int, inputs: int, tokens: int
+) -> bool:
+    """Whether an engine is to compute a layer by llm_comm, as ``Config.fuse_linear`` says."""
+    if not (1 <= tokens <= _core.linear_max_tokens and _takes_features(outputs) and _takes_features(inputs)):
+        return False
+    if config.fuse_linear == "auto":
+        row = layer_row(rows, operation, outputs, inputs, tokens, config.pdl)
+        return row is not None and row.is_faster
+    return bool(config.fuse_linear)
+
+
+def most_tokens(rows: Iterable[LayerRow], config: Config) -> int:
+    """Of the layers that are preferred; 0 where none is."""
+    if config.fuse_linear == "auto":
+        return max((row.up_to for row in rows if row.is_faster and row.pdl == config.pdl), default=0)
+    return _core.linear_max_tokens if config.fuse_linear else 0

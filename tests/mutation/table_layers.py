@@ -1,0 +1,94 @@
+"""Mutants of what tuning tables say of linear layers, and of how it is measured."""
+
+from __future__ import annotations
+
+from mutant import Mutant, python
+
+LAYERS = "llm_comm/planning/layers.py"
+TABLES = "llm_comm/planning/tables.py"
+FILES = "llm_comm/planning/table_files.py"
+TUNE = "llm_comm/bench/tune_layers.py"
+CALLS = "llm_comm/operations/linear.py"
+
+OF_TABLES = "tests/unit/test_layer_tables.py"
+OF_TUNE = "tests/unit/test_tune_layers.py"
+
+LINEAR_LAYERS: tuple[Mutant, ...] = (
+    python(
+        "a row does not serve the tokens that it was measured with",
+        LAYERS,
+        "tokens <= row.up_to",
+        "tokens < row.up_to",
+        OF_TABLES,
+    ),
+    python(
+        "layers are given away whether or not they are faster",
+        LAYERS,
+        "row is not None and row.is_faster",
+        "row is not None",
+        OF_TABLES,
+    ),
+    python(
+        "rows with dependent launches serve those without",
+        LAYERS,
+        "if row.layer() == layer and",
+        "if row.layer()[:3] == layer[:3] and",
+        OF_TABLES,
+    ),
+    python(
+        "graphs are made for layers that are never given away",
+        LAYERS,
+        "if row.is_faster and row.pdl == config.pdl",
+        "if row.is_faster",
+        OF_TABLES,
+    ),
+    python(
+        "layers that no kernel serves are given away",
+        LAYERS,
+        "and _takes_features(outputs) and _takes_features(inputs)",
+        "and _takes_features(outputs)",
+        OF_TABLES,
+    ),
+    python(
+        "two rows of a layer are for as many tokens",
+        FILES,
+        "if before and row.up_to <= before[-1].up_to:",
+        "if before and row.up_to < before[-1].up_to:",
+        OF_TABLES,
+    ),
+    python(
+        "layers that run alike differ by what was measured",
+        TABLES,
+        "layers = tuple(row.without_figures() for row in self.layers)",
+        "layers = self.layers",
+        OF_TABLES,
+    ),
+    python(
+        "a row that a device has no room for ends the call",
+        CALLS,
+        "except ValueError as error:\n            # Of another device",
+        "except KeyError as error:\n            # Of another device",
+        OF_TABLES,
+    ),
+    python(
+        "slower layers are given away",
+        TUNE,
+        "is_slower(other_us, us)",
+        "is_slower(us, other_us)",
+        OF_TUNE,
+    ),
+    python(
+        "a choice counts that is no better than noise",
+        TUNE,
+        "(us is None or is_slower(us, best.result.us))",
+        "(us is None or us > best.result.us)",
+        OF_TUNE,
+    ),
+    python(
+        "a table forgets the layers that were not measured",
+        TUNE,
+        "(*(row for row in table.layers if row.layer() not in replaced), *rows)",
+        "(*rows,)",
+        OF_TUNE,
+    ),
+)

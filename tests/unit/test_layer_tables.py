@@ -1,0 +1,212 @@
+"""What tuning tables say of linear layers: their files, which layers an engine gives to llm_comm, and how they run."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import yaml
+from tables import plain_row
+
+from llm_comm import Config, ConfigError, _core
+from llm_comm.integrations.linear import about_linear, why_not_linear
+from llm_comm.operations.linear import Linear
+from llm_comm.planning.layers import LayerRow
+from llm_comm.planning.planner import Planner
+from llm_comm.planning.table_files import load_table, table_text
+from llm_comm.planning.tables import TuningTable, by_operation
+
+SMALL = LayerRow("linear", 128, 64, True, 4, True, 16, 2, 1, us=4.5, cublas_us=6.25)
+LARGE = LayerRow("linear", 128, 64, True, 32, False)
+WITHOUT_PDL = LayerRow("linear", 128, 64, False, 16, True, stages=1)
+OTHER = LayerRow("linear", 64, 128, True, 64, True)
+LAYERS = (SMALL, LARGE, WITHOUT_PDL, OTHER)
+TABLE = TuningTable("mine.yaml", by_operation([plain_row(256, "one_shot", 4, 8, 0)]), 256, layers=LAYERS)
+
+
+def write(path: Path, table: TuningTable, layers: Any = None) -> Path:
+    content = yaml.safe_load(table_text("NVIDIA X", 2, table, {}))
+    if layers is not None:
+        content["layers"] = layers
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return path
+
+
+def planner_of(layers: tuple[LayerRow, ...] = LAYERS, **options: Any) -> Planner:
+    return Planner(2, TABLE._replace(layers=layers), Config.load({}, **options), mock.Mock())
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(table_text("NVIDIA X", 2, TABLE, {}), encoding="utf-8")
+    assert load_table(path).table == TABLE
+    path.write_text(table_text("NVIDIA X", 2, TABLE._replace(layers=()), {}), encoding="utf-8")
+    assert "layers" not in path.read_text(encoding="utf-8")
+    assert load_table(path).table.layers == ()
+
+
+def test_layers_of_a_file_in_any_order_and_with_the_least_that_a_row_says(tmp_path: Path) -> None:
+    least = {"operation": "linear", "outputs": 64, "inputs": 64, "pdl": True, "is_faster": True}
+    entries = [{**least, "up_to": 4}, SMALL.entry(), {**least, "up_to": 8}]
+    layers = load_table(write(tmp_path / "mine.yaml", TABLE, entries)).table.layers
+    assert layers == (LayerRow("linear", 64, 64, True, 4, True), LayerRow("linear", 64, 64, True, 8, True), SMALL)
+
+
+def test_tables_that_choose_alike_have_one_digest() -> None:
+    without_figures = TABLE._replace(layers=tuple(row.without_figures() for row in LAYERS))
+    assert without_figures.digest() == TABLE.digest()
+    for layers in ((), LAYERS[1:], (SMALL._replace(stages=3), *LAYERS[1:])):
+        assert TABLE._replace(layers=layers).digest() != TABLE.digest()
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"operation": "linaer"}, r"operation is 'linaer' \(did you mean linear\?\); valid: linear"),
+        ({"outputs": 100}, "outputs is 100; it must be a multiple of 64 up to 16777216"),
+        ({"inputs": 0}, "inputs is 0"),
+        ({"inputs": 64.0}, r"inputs is 64\.0"),
+        ({"inputs": (1 << 24) + 64}, "inputs is 16777280"),
+        ({"pdl": 1}, "pdl is 1; it must be true or false"),
+        ({"is_faster": "yes"}, "is_faster is 'yes'; it must be true or false"),
+        ({"up_to": 65}, "up_to is 65; it must be a number of tokens, 1 to 64"),
+        ({"up_to": 0}, "up_to is 0"),
+        ({"up_to": True}, "up_to is True"),
+        ({"block_outputs": 12}, "block_outputs is 12; it must be 0 .* to 64 in steps of 8"),
+        ({"block_outputs": 72}, "block_outputs is 72"),
+        ({"stages": 17}, r"stages is 17; it must be 0 \(as the kernel finds best\) to 16$"),
+        ({"stages": -1}, "stages is -1"),
+        ({"stage_boxes": 9}, "stage_boxes is 9"),
+        ({"us": "fast"}, "us is 'fast'; it must be a number of microseconds"),
+        ({"cublas_us": True}, "cublas_us is True"),
+        ({"stage": 3}, r"key is 'stage' \(did you mean stages\?\)"),
+    ],
+)
+def test_a_row_that_is_not_valid(change: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.yaml", TABLE, [OTHER.entry(), {**SMALL.entry(), **change}])
+    with pytest.raises(ConfigError, match=f"line .*layer 2, .*{complaint}"):
+        load_table(path)
+
+
+@pytest.mark.parametrize(
+    ("layers", "complaint"),
+    [
+        (
+            [SMALL.entry(), OTHER.entry(), SMALL.entry()],
+            "layer 3: .* sorted by up_to, in tokens; the one before says 4",
+        ),
+        ([["linear"]], "layer 1, .*: it must be 'key: value' pairs"),
+        ([{"operation": "linear", "outputs": 64}], "layer 1, .*: it lacks inputs, pdl, up_to, is_faster"),
+        ({"a": 1}, "layers is .*; it must be a list of rows"),
+    ],
+)
+def test_layers_that_are_not_valid(layers: Any, complaint: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        load_table(write(tmp_path / "mine.yaml", TABLE, layers))
+
+
+@pytest.mark.parametrize("fuse_linear", ["auto", True, False])
+@pytest.mark.parametrize("pdl", [True, False])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "tokens"),
+    [(128, 64, 1), (128, 64, 4), (128, 64, 5), (128, 64, 16), (128, 64, 33), (64, 128, 64), (64, 64, 1)],
+)
+def test_which_layers_an_engine_gives_away(
+    outputs: int, inputs: int, tokens: int, pdl: bool, fuse_linear: bool | str
+) -> None:
+    faster_up_to = {(128, 64, True): 4, (128, 64, False): 16, (64, 128, True): 64}
+    expected = tokens <= faster_up_to.get((outputs, inputs, pdl), 0) if fuse_linear == "auto" else fuse_linear
+    assert planner_of(pdl=pdl, fuse_linear=fuse_linear).prefers_layer("linear", outputs, inputs, tokens) is expected
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "tokens"), [(64, 64, 0), (64, 64, 65), (96, 64, 1), (64, 96, 1), (0, 64, 1)]
+)
+def test_what_no_kernel_serves_is_never_given_away(outputs: int, inputs: int, tokens: int) -> None:
+    assert not planner_of(fuse_linear=True).prefers_layer("linear", outputs, inputs, tokens)
+
+
+def test_most_tokens_of_what_is_given_away() -> None:
+    assert planner_of().most_preferred_tokens() == 64
+    assert planner_of(pdl=False).most_preferred_tokens() == 16
+    assert planner_of(layers=(SMALL, LARGE)).most_preferred_tokens() == 4
+    assert planner_of(layers=(LARGE,)).most_preferred_tokens() == 0
+    assert planner_of(layers=(), fuse_linear=True).most_preferred_tokens() == 64
+    assert planner_of(fuse_linear=False).most_preferred_tokens() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "layers", "why"),
+    [
+        ({}, LAYERS, None),
+        ({"fuse_linear": True}, (), None),
+        ({"fuse_linear": False}, LAYERS, r"fuse_linear is false \(Python\)"),
+        ({}, (LARGE,), "fuse_linear is 'auto', and mine.yaml has no layer that is faster with pdl on"),
+        ({"pdl": False}, (SMALL,), "mine.yaml has no layer that is faster with pdl off"),
+    ],
+)
+def test_why_an_engine_gives_none_away(options: dict[str, Any], layers: tuple[LayerRow, ...], why: str | None) -> None:
+    planner = planner_of(layers, **options)
+    communicator: Any = mock.Mock(
+        config=planner.config, table=planner.table, max_preferred_tokens=planner.most_preferred_tokens()
+    )
+    found = why_not_linear(communicator)
+    text = about_linear(communicator, "vLLM", found)
+    if why is None:
+        assert found is None
+        assert text == "; linear layers of up to 64 tokens by llm_comm"
+    else:
+        assert found is not None
+        assert re.search(why, found)
+        assert text == f"; linear layers are vLLM's: {found}"
+
+
+def choices_of(core: mock.Mock) -> list[tuple[int, int, int]]:
+    choices = [call.kwargs["choice"] for call in core.prepare_linear.mock_calls]
+    return [(choice.block_outputs, choice.stages, choice.stage_boxes) for choice in choices]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pdl", "choice"),
+    [(1, True, (16, 2, 1)), (4, True, (16, 2, 1)), (5, True, (0, 0, 0)), (33, True, (0, 0, 0)), (1, False, (0, 1, 0))],
+)
+def test_a_layer_runs_as_its_row_says(tokens: int, pdl: bool, choice: tuple[int, int, int]) -> None:
+    core = mock.Mock()
+    layers = Linear(mock.Mock(device=torch.device("cpu"), core=mock.Mock(return_value=core)), planner_of(pdl=pdl))
+    layers.find("linear", torch.empty(tokens, 64, dtype=torch.float16), torch.empty(128, 64, dtype=torch.float16))
+    assert choices_of(core) == [choice]
+
+
+def test_a_row_that_the_device_has_no_room_for_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    core = mock.Mock()
+    core.prepare_linear.side_effect = [ValueError("2 stages take 1 byte too many"), "a layer"]
+    layers = Linear(mock.Mock(device=torch.device("cpu"), core=mock.Mock(return_value=core)), planner_of())
+    with caplog.at_level(logging.WARNING, logger="llm_comm"):
+        prepared = layers.find(
+            "linear", torch.empty(1, 64, dtype=torch.float16), torch.empty(128, 64, dtype=torch.float16)
+        )
+    assert prepared.run == "a layer"
+    assert choices_of(core) == [(16, 2, 1), (0, 0, 0)]
+    assert "tuning table mine.yaml: 2 stages take 1 byte too many" in caplog.text
+
+
+def test_the_core_has_the_bounds_that_rows_have() -> None:
+    core = _core.make_emulated_core(
+        _core.CoreOptions(
+            rank=0, world_size=1, slot_bytes=1 << 16, timeout_s=10, dependent_launch=True, check_calls=False
+        )
+    )
+    core.create_workspace(False)
+    problem = {"tokens": 1, "inputs": 2048, "outputs": 64, "data_type": 0}
+    largest = {"block_outputs": 64, "stages": 16, "stage_boxes": 8}
+    beyond = {"block_outputs": 72, "stages": 17, "stage_boxes": 9}
+    for name, value in largest.items():
+        core.prepare_linear(**problem, choice=_core.LinearChoice(**{"stage_boxes": 1, name: value}))
+    for name, value in beyond.items():
+        with pytest.raises(ValueError, match=name):
+            core.prepare_linear(**problem, choice=_core.LinearChoice(**{"stage_boxes": 1, name: value}))
