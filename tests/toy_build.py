@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -71,7 +72,10 @@ def built_core() -> Path:
     }
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
     definitions = [f"-D{name}={value}" for name, value in options.items()]
-    run("cmake", "-S", REPOSITORY, "-B", BUILD, *generator, *definitions)
-    run("cmake", "--build", BUILD, "--target", "_core", "--parallel", os.cpu_count())
+    BUILD.parent.mkdir(exist_ok=True)
+    with open(BUILD.with_name("toy.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests of another process may want it too
+        run("cmake", "-S", REPOSITORY, "-B", BUILD, *generator, *definitions)
+        run("cmake", "--build", BUILD, "--target", "_core", "--parallel", os.cpu_count())
     (module,) = BUILD.glob("_core*.so")
     return module

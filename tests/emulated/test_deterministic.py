@@ -20,9 +20,10 @@ import driver  # noqa: E402
 from edits import Edit  # noqa: E402
 from protection import FP8, HANGS, PLAIN_BY_SWITCH, WAIT, Everywhere, Protection  # noqa: E402
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None or shutil.which("cmake") is None, reason="needs g++ and cmake"
-)
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None or shutil.which("cmake") is None, reason="needs g++ and cmake"),
+    pytest.mark.timeout(900),  # minutes of computation, beside other tests
+]
 
 #: In each of two processes.
 SCHEDULES = 10_000
