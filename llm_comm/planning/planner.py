@@ -31,12 +31,24 @@ class Planner:
         multicast: Multicast = NO_MULTICAST,
     ) -> None:
         self.world_size = world_size
+        #: By operation, outputs, inputs and tokens of a linear layer: engines ask before each.
+        self._preferred: dict[tuple[str, int, int, int], bool] = {}
         self.table = table
         self.config = config
         self.limits = limits
         self.multicast = multicast
         #: Whether there are tensors in symmetric memory, which some algorithms are for. The same on all ranks.
         self.has_symmetric = False
+
+    @property
+    def table(self) -> TuningTable:
+        """Selects. Another one counts from the next call on."""
+        return self._table
+
+    @table.setter
+    def table(self, table: TuningTable) -> None:
+        self._table = table
+        self._preferred.clear()
 
     def lay_out(
         self, operation: str, count: int, row: int, data_type: str, parameters: tuple[float, ...] = ()
@@ -58,7 +70,14 @@ class Planner:
 
     def prefers_layer(self, operation: str, outputs: int, inputs: int, tokens: int) -> bool:
         """Whether an engine is to compute a linear layer by llm_comm."""
-        return layers.is_preferred(self.table.layers, self.config, operation, outputs, inputs, tokens)
+        if tokens > _core.linear_max_tokens:  # nothing of the many sizes of a prefill is kept
+            return False
+        layer = (operation, outputs, inputs, tokens)
+        found = self._preferred.get(layer)
+        if found is None:
+            found = layers.is_preferred(self.table.layers, self.config, *layer)
+            self._preferred[layer] = found
+        return found
 
     def most_preferred_tokens(self) -> int:
         """Of any layer; 0 where none is to be computed by llm_comm."""

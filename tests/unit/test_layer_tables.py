@@ -131,6 +131,13 @@ def test_what_no_kernel_serves_is_never_given_away(outputs: int, inputs: int, to
     assert not planner_of(fuse_linear=True).prefers_layer("linear", outputs, inputs, tokens)
 
 
+def test_another_table_counts_at_once() -> None:
+    planner = planner_of()
+    assert planner.prefers_layer("linear", 128, 64, 4)
+    planner.table = TABLE._replace(layers=(LARGE,))
+    assert not planner.prefers_layer("linear", 128, 64, 4)
+
+
 def test_most_tokens_of_what_is_given_away() -> None:
     assert planner_of().most_preferred_tokens() == 64
     assert planner_of(pdl=False).most_preferred_tokens() == 16
