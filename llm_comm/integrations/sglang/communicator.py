@@ -1,7 +1,7 @@
 """What SGLang's groups get as their custom all-reduce: llm_comm, in front of SGLang's own.
 
 All names of SGLang that llm_comm relies on, but for those in ``plugin.py``, those of all-gather and reduce-scatter in
-``gathering.py`` and those of norms in ``fusion.py``, are imported or used here.
+``gathering.py``, of norms in ``fusion.py`` and of linear layers in ``linear.py``, are imported or used here.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from sglang.srt.utils import is_cuda
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
 from llm_comm.integrations import common
+from llm_comm.integrations.linear import FIRST_LINEAR, about_linear, why_not_linear
 from llm_comm.integrations.parts import Parts
 from llm_comm.integrations.sglang import groups
 from llm_comm.runtime.rendezvous import Rendezvous
@@ -37,6 +38,8 @@ GATHERING = ("attn_cp", "moe_dp", "shared_experts_tp")
 _PDMUX = "pdmux_prefill_tp"
 # Arguments of the constructor by which ranks come and go while the others serve.
 _ELASTIC = ("recovered_rank", "rank_offset", "max_world_size")
+# Bytes, at a multiple of which the weight of a linear layer must begin; new tensors do.
+_ALIGNMENT = 16
 
 
 def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
@@ -78,7 +81,7 @@ def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
         logger.warning("llm_comm is not active for group %s%s.", group.unique_name, about_parts)
         member.close()
         return
-    about_norms = _set_up_fusion(group, member.communicator.config) if kind == "tp" else ""
+    about_norms = _set_up_fusion(group, member.communicator) if kind == "tp" else ""
     if dist.get_rank() == 0:
         elsewhere = _summed_elsewhere() if sums else ""
         logger.info("%s%s%s%s", member.summary("SGLang", sums=sums), about_parts, about_norms, elsewhere)
@@ -165,15 +168,39 @@ def _why_not(group: Any, arguments: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _set_up_fusion(group: Any, config: Config) -> str:
+def _set_up_fusion(group: Any, communicator: Communicator) -> str:
     """Puts norms and the all-reduces before them in one kernel, on all ranks or on none. Returns what to log."""
-    why_not = common.objection_of_any(group.cpu_group, _hook_norms(group, config))
+    why_not = common.objection_of_any(group.cpu_group, _hook_norms(group, communicator.config))
     if why_not is not None:
-        return f"; not fused with RMSNorm: {why_not}"
+        return f"; not fused with RMSNorm: {why_not}{about_linear(communicator, 'SGLang', 'norms are not fused')}"
     from llm_comm.integrations.sglang import fusion
 
     fusion.activate()
-    return "; fused with RMSNorm"
+    return f"; fused with RMSNorm{_set_up_linears(group, communicator)}"
+
+
+def _set_up_linears(group: Any, communicator: Communicator) -> str:
+    """Puts llm_comm in the place of linear layers before fused norms, on all ranks or on none. Returns what to log."""
+    why_not = why_not_linear(communicator)  # the same on all ranks
+    if why_not is None:
+        why_not = common.objection_of_any(group.cpu_group, _hook_linears(), "linear layers")
+    if why_not is None:
+        from llm_comm.integrations.sglang import linear
+
+        linear.activate()
+    return about_linear(communicator, "SGLang", why_not)
+
+
+def _hook_linears() -> str | None:
+    """Makes SGLang ready for it on this rank; nothing changes yet. Returns why it cannot be, if so."""
+    try:
+        from llm_comm.integrations.sglang import linear
+
+        linear.set_up()
+    except Exception as error:
+        logger.debug("linear layers cannot be set up", exc_info=True)
+        return f"unknown version of SGLang ({type(error).__name__}: {error})"
+    return None
 
 
 def _hook_norms(group: Any, config: Config) -> str | None:
@@ -248,7 +275,7 @@ class LlmCommAllReduce:
         self.disabled = False
         self._member = member
         self._llm_comm: Communicator | None = member.communicator
-        self._has_fused = False
+        self._has_fused = self._has_linear = False
         # Also kept if it is not to be asked: at its end it meets the other ranks in a barrier.
         self._unused = None if uses_theirs else theirs
         self._theirs = theirs if uses_theirs else None
@@ -285,6 +312,30 @@ class LlmCommAllReduce:
         """The sum over the group by llm_comm, a new tensor; None, the same on all ranks, if it declines ``x``."""
         communicator = self._llm_comm
         return None if communicator is None else communicator.try_all_reduce(x)
+
+    @property
+    def communicator(self) -> Communicator | None:
+        """That of the group, as long as llm_comm is in it."""
+        return self._llm_comm
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+        """``x @ weight.T`` of this rank by llm_comm, a new tensor; None if it declines, or is not preferred."""
+        communicator = self._llm_comm
+        if communicator is None or weight.dim() != 2:
+            return None
+        outputs, inputs = weight.shape
+        if (
+            not communicator.prefers_linear(outputs, inputs, x.shape[:-1].numel())
+            or not communicator.accepts_linear(x, weight)
+            or weight.data_ptr() % _ALIGNMENT != 0
+        ):
+            return None
+        result = communicator.linear(x, weight)
+        if not self._has_linear:
+            self._has_linear = True
+            if dist.get_rank() == 0:
+                logger.info(FIRST_LINEAR, communicator.world_size, tuple(x.shape), tuple(weight.shape))
+        return result
 
     def capture(self) -> contextlib.AbstractContextManager[None]:
         """Entered around the capture of CUDA graphs. llm_comm needs none: it registers no tensors."""

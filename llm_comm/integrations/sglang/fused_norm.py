@@ -24,6 +24,7 @@ class State:
         group: The one that they serve.
         is_hooked: Whether all of them are set.
         is_active: Whether norms sum. Looked at by every hook, and the same on all ranks.
+        computes_linears: Whether llm_comm computes linear layers too, if norms sum (``linear.py``).
         their_gate: SGLang's own decision, without ours.
         overwrites_residuals: Whether a norm may write the residual that it is given, as norms of SGLang do. A draft
             model's captures are not copied where SGLang takes the norm for one that leaves it alone.
@@ -32,6 +33,7 @@ class State:
     group: Any = None
     is_hooked = False
     is_active = False
+    computes_linears = False
     their_gate: Any = None
     overwrites_residuals = False
 

@@ -79,7 +79,7 @@ def deactivate() -> bool:
 def forget(group: Any) -> None:
     """If norms sum over ``group``: not any more. It is being destroyed, and the process may start another engine."""
     if State.group is group:
-        State.is_active, State.group = False, None
+        State.is_active, State.computes_linears, State.group = False, False, None
         _why_not_deferred.cache_clear()
         _say_why_not_deferred.cache_clear()
 

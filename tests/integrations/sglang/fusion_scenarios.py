@@ -6,6 +6,7 @@ registry of hooks are SGLang's own, as in ``scenarios.py``.
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
 import dataclasses
@@ -72,17 +73,13 @@ def excerpt(module: str, *names: str, **others: Any) -> ModuleType:
     path, tree = source_of(module)
     tree.body = [node for node in tree.body if getattr(node, "name", None) in names]
     assert names_in(tree.body) == set(names), f"{module} has changed"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            node.returns = None
-            for argument in node.args.args:
-                argument.annotation = None
     made = ModuleType(module)
     made.__dict__.update({name: getattr(typing, name) for name in ("Any", "Callable", "Optional", "Tuple", "Union")})
     made.__dict__.update(torch=torch, nn=nn, get_parallel=parallel, get_exec=get_exec, _use_aiter=False)
     made.__dict__.update(others)
     sys.modules[module] = made  # dataclasses look for it there
-    exec(compile(tree, str(path), "exec"), made.__dict__)
+    # Annotations name what is not there.
+    exec(compile(tree, str(path), "exec", __future__.annotations.compiler_flag), made.__dict__)
     parent, _, name = module.rpartition(".")
     setattr(importlib.import_module(parent), name, made)
     return made
@@ -163,12 +160,18 @@ def make_gate() -> ModuleType:
     )
 
 
+def empty_package(name: str) -> None:
+    """Puts a package in place whose modules are excerpts."""
+    package = ModuleType(name)
+    package.__path__, package.__spec__ = [], ModuleSpec(name, None, is_package=True)
+    sys.modules[name] = package
+    parent, _, last = name.rpartition(".")
+    setattr(importlib.import_module(parent), last, package)
+
+
 if not IS_OLD:
-    for name in ("layer_boundary", "layer_boundary.residual"):
-        package = ModuleType(f"sglang.srt.layers.{name}")
-        package.__path__, package.__spec__ = [], ModuleSpec(package.__name__, None, is_package=True)
-        sys.modules[package.__name__] = package
-        setattr(importlib.import_module(package.__name__.rpartition(".")[0]), name.rpartition(".")[2], package)
+    empty_package("sglang.srt.layers.layer_boundary")
+    empty_package("sglang.srt.layers.layer_boundary.residual")
 gate = make_gate()
 
 

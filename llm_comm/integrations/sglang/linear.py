@@ -1,0 +1,181 @@
+"""SGLang's linear layers by llm_comm: of a few tokens, where norms sum (``fused_norm.py``).
+
+A decode step is a chain of layers, sums and norms. The kernel of llm_comm begins to fetch its weight while the kernels
+before it still run, where those let it; llm_comm's sums do. So it computes the layers whose results are summed over the
+tensor-parallel group: ``RowParallelLinear``. Whether a sum is left to a norm or made at once cannot be told where the
+matrix is multiplied; either is the next kernel, and begins early too.
+
+Two methods of ``UnquantizedLinearMethod`` are hooked. ``create_weights`` marks a layer that is of the kind, once, so
+that compiled graphs know; ``apply`` asks llm_comm for marked layers, and goes SGLang's way where that declines.
+A layer takes no other rank: nothing would wait if ranks chose differently. They do not: the mark depends on the layer's
+shape, the options and the table, which ranks have compared.
+
+The weight is read before the kernels ahead have ended, so it must not be written in the stream of the layer just
+before: weights that SGLang fetches from the host for each pass (``--cpu-offload-gb``, ``--offload-group-size``) are
+tensors in place of parameters, and left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sglang.srt.plugins.hook_registry import HookType
+
+from llm_comm.integrations.sglang.fused_norm import State, all_sums_are_of_the_group
+from llm_comm.integrations.sglang.hooks import hook
+
+logger = logging.getLogger("sglang.llm_comm")
+
+_LAYERS = "sglang.srt.layers.linear"
+_UNQUANTIZED = "sglang.srt.layers.quantization.unquant"
+_METHOD = f"{_UNQUANTIZED}.UnquantizedLinearMethod"
+
+# Those of ``--bf16-gemm-backend`` by which SGLang leaves a layer to torch, and so to cuBLAS.
+_CUBLAS = ("auto", "torch")
+
+# Opaque to torch.compile: graphs are traced with one number of tokens and run with others.
+_library = torch.library.Library("llm_comm_sglang", "FRAGMENT")
+_library.define("linear(Tensor x, Tensor weight) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,))
+
+
+class _SGLang:
+    """What of SGLang the hooks need.
+
+    Attributes:
+        is_hooked: Whether both are set.
+        row_parallel: The class of the layers that are summed over ranks.
+        unquantized: The module with SGLang's own kernels for layers without quantization.
+    """
+
+    is_hooked = False
+    row_parallel: Any = None
+    unquantized: Any = None
+
+
+def set_up() -> None:
+    """Hooks SGLang, once.
+
+    Raises:
+        RuntimeError: SGLang could not be hooked. It works as before then.
+        Exception: It lacks a name.
+    """
+    if _SGLang.is_hooked:
+        return
+    _SGLang.row_parallel = importlib.import_module(_LAYERS).RowParallelLinear
+    _SGLang.unquantized = importlib.import_module(_UNQUANTIZED)
+    _their_backend()  # fails here rather than when a model is made
+    hook(f"{_METHOD}.apply", _around_apply, HookType.AROUND)
+    hook(f"{_METHOD}.create_weights", _after_create_weights, HookType.AFTER)
+    _SGLang.is_hooked = True
+
+
+def activate() -> None:
+    """llm_comm computes the layers of models that are made from now on. To be called on all ranks."""
+    State.computes_linears = True
+    _say_that_they_are_sglangs.cache_clear()
+
+
+# ---- Which layers ---------------------------------------------------------------------------------------------------
+
+
+def _after_create_weights(_: None, method: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    # Kept with the layer: its forward may be compiled.
+    layer.llm_comm_computes = State.is_active and State.computes_linears and _is_of_the_kind(layer) and _wants(layer)
+
+
+def _is_of_the_kind(layer: Any) -> bool:
+    """Whether the results of ``layer``, which has its weight by now, are summed over the group, without a bias."""
+    return (
+        isinstance(layer, _SGLang.row_parallel)
+        and _ranks_of(layer) == State.group.world_size
+        and all_sums_are_of_the_group()
+        # What an unknown version may lack is as if it were set.
+        and not getattr(layer, "use_dp_attention_reduce", True)
+        and not getattr(layer, "with_bias", True)
+    )
+
+
+def _wants(layer: Any) -> bool:
+    """Whether llm_comm is to compute ``layer`` for some number of tokens."""
+    communicator = getattr(State.group.ca_comm, "communicator", None)
+    if communicator is None or layer.weight.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    outputs, inputs = layer.weight.shape
+    tokens = range(1, communicator.max_preferred_tokens + 1)
+    if not any(communicator.prefers_linear(outputs, inputs, count) for count in tokens):
+        return False
+    backend = _their_backend()
+    if communicator.config.fuse_linear == "auto" and backend not in _CUBLAS:
+        _say_that_they_are_sglangs(backend)
+        return False
+    return True
+
+
+def _ranks_of(layer: Any) -> int | None:
+    """Over how many ranks ``layer`` is split; None if this SGLang does not tell."""
+    if not hasattr(layer, "tp_group"):  # before 0.5.22
+        return getattr(layer, "tp_size", None)
+    return 1 if layer.tp_group is None else int(layer.tp_group.world_size)
+
+
+def _their_backend() -> str:
+    """Who computes such layers in SGLang: known before there is a model."""
+    return str(_SGLang.unquantized.get_bf16_gemm_backend().value)
+
+
+@functools.cache
+def _say_that_they_are_sglangs(backend: str) -> None:
+    if dist.get_rank() == 0:
+        logger.info(
+            "llm_comm: linear layers are SGLang's after all: the tuning table compared with cuBLAS, not with "
+            "--bf16-gemm-backend %s",
+            backend,
+        )
+
+
+# ---- Their computation ----------------------------------------------------------------------------------------------
+
+
+def _around_apply(theirs: Any, method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    if bias is None and getattr(layer, "llm_comm_computes", False):
+        weight = layer.weight
+        # Not a tensor in its place: someone may have just made that.
+        if type(weight) is torch.nn.Parameter:
+            if not torch.compiler.is_compiling():
+                result = _by_llm_comm(x, weight)
+                if result is not None:
+                    return result
+            elif not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
+                return torch.ops.llm_comm_sglang.linear(x, weight)
+    return theirs(method, layer, x, bias)
+
+
+def _by_llm_comm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    """By llm_comm, in a new tensor; None if it declines, or has left the group."""
+    group = State.group
+    linear = None if group is None else getattr(group.ca_comm, "linear", None)
+    result: torch.Tensor | None = None if linear is None else linear(x, weight)
+    return result
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The operator of compiled graphs."""
+    result = _by_llm_comm(x, weight)
+    if result is None:
+        # A layer without our mark: SGLang's own kernels.
+        result = _SGLang.unquantized.UnquantizedLinearMethod().apply(SimpleNamespace(weight=weight), x)
+    return result
+
+
+def _fake_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+_library.impl("linear", _linear, "CompositeExplicitAutograd")
+torch.library.register_fake("llm_comm_sglang::linear", _fake_linear, lib=_library)

@@ -1,0 +1,430 @@
+"""SGLang's linear layers by llm_comm: run by ``test_sglang_linear.py``, as ``scenarios.py`` is by its test.
+
+The layers are excerpts, as the norms of ``fusion_scenarios.py`` are, which also makes what llm_comm hooks for these.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import inspect
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from fusion_scenarios import SIZES, empty_package, excerpt, layernorm, names_in, no, server, source_of
+from rank_processes import Log, dist_rank, scenario, serve, shared_directory
+from scenarios import distributed, group, load_plugins, make_groups, ours, sglang_groups
+from torch import nn
+
+from llm_comm.planning.default_tables import emulated_table
+from llm_comm.planning.layers import LayerRow
+from llm_comm.planning.table_files import table_text
+
+INPUTS, OUTPUTS = 256, 128  # of all ranks together
+_LAYERS, _UNQUANTIZED = "sglang.srt.layers.linear", "sglang.srt.layers.quantization.unquant"
+
+# ---- Excerpts -------------------------------------------------------------------------------------------------------
+
+
+def make_unquantized() -> Any:
+    empty_package("sglang.srt.layers.quantization")
+    utils = importlib.import_module("sglang.srt.utils")
+    return excerpt(
+        _UNQUANTIZED,
+        "Bf16GemmBackend",
+        "UnquantizedLinearMethod",
+        "get_bf16_gemm_backend",
+        F=F,
+        Enum=enum.Enum,
+        Parameter=nn.Parameter,
+        LinearMethodBase=object,
+        set_weight_attrs=utils.set_weight_attrs,
+        use_intel_amx_backend=utils.use_intel_amx_backend,
+        _BF16_GEMM_BACKEND=None,
+        **dict.fromkeys(("_is_cpu", "_is_cpu_amx_available"), False),
+    )
+
+
+def parallel_of_layers() -> Any:
+    """The context that layers are made in."""
+    return SimpleNamespace(**{**vars(SIZES), "tp_rank": dist_rank()}, tp_group=group("tp"), attn_tp_group=group("tp"))
+
+
+def make_layers() -> Any:
+    # Since 0.5.22 a layer has its group.
+    groups = {"ReplicatedParallelGroup", "_LogicalGroup", "_ReplicatedGroup", "_resolve_linear_group"}
+    groups &= names_in(source_of(_LAYERS)[1].body)
+    distributed_package = importlib.import_module("sglang.srt.distributed")
+    names = ("divide", "split_tensor_along_last_dim", "tensor_model_parallel_all_reduce")
+    return excerpt(
+        _LAYERS,
+        "LinearBase",
+        "RowParallelLinear",
+        "ColumnParallelLinear",
+        *groups,
+        **{name: getattr(distributed_package, name) for name in names},
+        msgspec=importlib.import_module("msgspec"),
+        get_group_rank_size=lambda group: (0, 1) if group is None else (group.rank_in_group, group.world_size),
+        get_tp_group=lambda: group("tp"),
+        get_parallel=parallel_of_layers,
+        get_forward=lambda: SimpleNamespace(sp_active=False),
+        use_symmetric_memory=lambda *_, **__: nullcontext(),
+        is_allocation_symmetric=no,
+        should_skip_mlp_all_reduce=no,
+        wrap_method_with_debug_kernel_once=no,
+        Parameter=nn.Parameter,
+        set_weight_attrs=importlib.import_module("sglang.srt.utils").set_weight_attrs,
+        WEIGHT_LOADER_V2_SUPPORTED=(),
+        **dict.fromkeys(("_disable_hip_linear_quant", "_is_cpu"), False),
+    )
+
+
+unquantized, linear = make_unquantized(), make_layers()
+
+
+class QuantizedMethod:
+    """A layer with scales."""
+
+    def create_weights(self, layer: Any, output_partition_sizes: list[int], **_: Any) -> None:
+        shape = (sum(output_partition_sizes), layer.input_size_per_partition)
+        layer.weight = nn.Parameter(torch.ones(shape, dtype=torch.int8), requires_grad=False)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        return F.linear(x, layer.weight.to(x.dtype) * 0.5, bias)
+
+
+# ---- Scenarios ------------------------------------------------------------------------------------------------------
+
+
+@scenario(LLM_COMM_FUSE_LINEAR="1")
+def row_parallel_layers_are_computed_by_llm_comm() -> None:
+    with served() as (log, calls):
+        assert len(log.having("; fused with RMSNorm; linear layers of up to 64 tokens by llm_comm")) == (
+            dist_rank() == 0
+        )
+        assert not log.having("first linear layer")
+        for dtype in (torch.bfloat16, torch.float16):
+            layer = row_parallel(params_dtype=dtype)
+            norm = layernorm.RMSNorm(OUTPUTS, eps=1e-5, weight_dtype=dtype)
+            for shape in ((1, INPUTS // 2), (64, INPUTS // 2), (2, 3, INPUTS // 2)):
+                check(layer, shape)
+                if len(shape) == 2:
+                    check_with_norm(layer, norm, shape)
+            assert calls == [1, 1, 64, 64, 6], calls
+            calls.clear()
+        assert len(log.having("llm_comm: first linear layer computed by llm_comm (2 ranks, tokens (1, 128)")) == (
+            dist_rank() == 0
+        )
+        assert len(log.having("first linear layer")) == (dist_rank() == 0)
+
+
+@scenario(LLM_COMM_FUSE_LINEAR="1")
+def compiled_layers_are_computed_by_llm_comm_as_many_tokens_as_they_get() -> None:
+    """Graphs are traced once."""
+    with served() as (_, calls):
+        layers = row_parallel(), row_parallel(bias=True), row_parallel(output_size=96)
+        in_fp32 = row_parallel(params_dtype=torch.float32)
+        graphs: list[Any] = []
+
+        def backend(graph: Any, examples: Any) -> Any:
+            graphs.append(graph)
+            return graph
+
+        def forward(x: torch.Tensor) -> Any:
+            results = [layer.quant_method.apply(layer, x * 2, bias=layer.bias) for layer in layers]
+            return *results, in_fp32.quant_method.apply(in_fp32, x.float())
+
+        compiled = torch.compile(forward, fullgraph=True, backend=backend)
+        for tokens in (4, 7, 65):
+            x = numbers((tokens, INPUTS // 2))
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+            first, with_bias, of_odd_size, last = compiled(x)
+            close(first, product(layers[0], x * 2))
+            close(with_bias, product(layers[1], x * 2), layers[1].bias.double())
+            close(of_odd_size, product(layers[2], x * 2))
+            close(last, product(in_fp32, x))
+        assert calls == [4, 7]
+        assert len(graphs) == 1, "traced anew"
+        # The compiler sees all others.
+        assert str(graphs[0].graph).count("torch.ops.llm_comm_sglang.linear") == 1, graphs[0].graph
+
+
+@scenario(LLM_COMM_FUSE_LINEAR="1")
+def what_llm_comm_does_not_serve_is_left_to_sglang() -> None:
+    with served() as (_, calls):
+        quantized = SimpleNamespace(get_quant_method=lambda *_, **__: QuantizedMethod())
+        of_attention = row_parallel(use_dp_attention_reduce=True)
+        with mock.patch.object(SIZES, "attn_tp_size", 1):
+            elsewhere = row_parallel()
+        for layer in (
+            row_parallel(bias=True),
+            row_parallel(params_dtype=torch.float32),
+            row_parallel(input_size=192),
+            row_parallel(output_size=96),
+            elsewhere,
+            of_attention,
+        ):
+            check(layer, (4, layer.weight.shape[1]))
+        column = fill(linear.ColumnParallelLinear(INPUTS, OUTPUTS, bias=False, params_dtype=torch.bfloat16))
+        x = numbers((4, INPUTS))
+        for layer in (row_parallel(**of_one_rank()), column):
+            close(layer(x)[0], product(layer, x))
+        scaled = linear.RowParallelLinear(INPUTS, OUTPUTS, bias=False, quant_config=quantized)
+        x = numbers((4, INPUTS // 2))
+        close(scaled(x, skip_all_reduce=True)[0], x.double().sum(-1, keepdim=True).expand(-1, OUTPUTS) / 2)
+        assert not calls
+        check_calls_that_are_declined(row_parallel(), calls)
+
+
+def check_calls_that_are_declined(layer: Any, calls: list[int]) -> None:
+    """Of a layer that is served otherwise."""
+    half = INPUTS // 2
+    check(layer, (65, half))
+    assert layer(torch.empty(0, half, dtype=torch.bfloat16))[0].shape == (0, OUTPUTS)
+    x = numbers((half, 4), torch.bfloat16).t()
+    close(layer(x, skip_all_reduce=True)[0], product(layer, x))
+    x = numbers((4, half))
+    # As weights that are fetched from the host for a pass: a tensor in place of the parameter.
+    fetched = {"weight": layer.weight.detach() * 2}
+    got = torch.func.functional_call(layer, fetched, (x,), {"skip_all_reduce": True})[0]
+    close(got, product(layer, x) * 2)
+    kept = layer.weight.data
+    layer.weight.data = torch.cat([kept.new_empty(4), kept.reshape(-1)])[4:].view(kept.shape)
+    assert layer.weight.data_ptr() % 16
+    close(layer(x, skip_all_reduce=True)[0], product(layer, x))
+    layer.weight.data = kept
+    with torch.enable_grad():
+        for tensor in (x, layer.weight):
+            tensor.requires_grad_()
+            layer(x, skip_all_reduce=True)[0].sum().backward()
+            assert tensor.grad is not None
+            tensor.requires_grad_(False)
+    assert not calls
+    check(layer, (4, half))
+    assert calls == [4]
+    ours("tp").leave()
+    close(layer(x, skip_all_reduce=True)[0], product(layer, x))
+    assert calls == [4]
+
+
+@scenario()
+def only_the_layers_of_a_table_are_computed_by_llm_comm() -> None:
+    half = INPUTS // 2
+    use_table(LayerRow("linear", OUTPUTS, half, True, 4, False), LayerRow("linear", OUTPUTS, half, True, 16, True))
+    with served() as (log, calls):
+        assert len(log.having("; linear layers of up to 16 tokens by llm_comm")) == (dist_rank() == 0)
+        layer, other = row_parallel(), row_parallel(output_size=OUTPUTS * 2)
+        for tokens in (4, 5, 16, 17):
+            check(layer, (tokens, half))
+            check(other, (tokens, half))
+        assert calls == [5, 16]
+        # What the table has not compared with.
+        backend = unquantized.Bf16GemmBackend.CUTEDSL
+        with mock.patch.object(unquantized, "_BF16_GEMM_BACKEND", backend):
+            layers = row_parallel(), row_parallel()
+        for layer in layers:
+            check(layer, (5, half))
+        assert calls == [5, 16]
+        said = log.having(
+            "linear layers are SGLang's after all: the tuning table compared with cuBLAS, not with --bf16"
+        )
+        assert len(said) == (dist_rank() == 0), said
+
+
+@scenario()
+def without_such_a_table_sglang_is_left_alone_and_another_engine_may_have_one() -> None:
+    before = methods()
+    with served() as (log, calls):
+        assert methods() == before
+        said = "; linear layers are SGLang's: fuse_linear is 'auto', and emulated has no layer"
+        check_untouched(log, calls, said)
+    use_table(LayerRow("linear", OUTPUTS, INPUTS // 2, False, 16, True))  # without dependent launches
+    meet_elsewhere("second")
+    with served() as (log, calls):
+        assert methods() == before
+        check_untouched(log, calls, "mine.yaml has no layer that is faster with pdl on")
+    for options, said in (
+        ({"FUSE_LINEAR": "1"}, ""),
+        ({"FUSE_LINEAR": "0"}, "fuse_linear is false (LLM_COMM_FUSE_LIN"),
+    ):
+        os.environ.update({f"LLM_COMM_{name}": value for name, value in options.items()})
+        meet_elsewhere(f"fuse_linear{options['FUSE_LINEAR']}")
+        with served() as (log, calls):
+            assert methods() != before
+            if said:  # the hooks are there by now
+                check_untouched(log, calls, said)
+            else:
+                check(row_parallel(), (4, INPUTS // 2))
+                assert calls == [4]
+
+
+@scenario(LLM_COMM_FUSE_LINEAR="1", LLM_COMM_DETERMINISTIC="1", SGLANG_ENABLE_DETERMINISTIC_INFERENCE="1")
+def in_deterministic_mode_layers_are_those_of_sglang() -> None:
+    """It has a matrix product of its own, in the place of torch's."""
+    before = methods()
+    with served() as (log, calls):
+        assert methods() == before
+        check_untouched(log, calls, "norms of its own; linear layers are SGLang's: norms are not fused")
+
+
+@scenario(LLM_COMM_FUSE_LINEAR="1")
+def one_rank_that_cannot_be_hooked_takes_the_others_along() -> None:
+    row_parallel_linear = linear.RowParallelLinear
+    if dist_rank() == 1:
+        del linear.RowParallelLinear
+    with served() as (log, calls):
+        linear.RowParallelLinear = row_parallel_linear
+        check_untouched(log, calls, "; linear layers are SGLang's: rank 1: unknown version of SGLang (AttributeError")
+        assert len(log.having("; fused with RMSNorm")) == (dist_rank() == 0)
+
+
+@scenario(LLM_COMM_FUSE_LINEAR="1")
+def beside_prefills_in_a_group_of_their_own_layers_are_those_of_sglang() -> None:
+    load_plugins()
+    with mock.patch("sglang.srt.utils.is_cuda", return_value=True), distributed():
+        make_groups(2, 1, 1, 1, pdmux=True)
+        with server(), torch.no_grad():
+            calls = layer_calls()
+            check(row_parallel(), (4, INPUTS // 2))
+            assert not calls
+
+
+# ---- What they are made of ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def served() -> Iterator[tuple[Log, list[int]]]:
+    """A server with two ranks; its log, and the tokens of the layers that llm_comm computes."""
+    with sglang_groups() as log, server(), torch.no_grad():
+        yield log, layer_calls()
+
+
+def layer_calls() -> list[int]:
+    tokens: list[int] = []
+    communicator = ours("tp")._llm_comm
+    original = communicator.linear
+
+    def linear_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        tokens.append(x.numel() // x.shape[-1])
+        result: torch.Tensor = original(x, weight)
+        return result
+
+    communicator.linear = linear_of
+    return tokens
+
+
+def row_parallel(input_size: int = INPUTS, output_size: int = OUTPUTS, **options: Any) -> Any:
+    options = {"bias": False, "params_dtype": torch.bfloat16, **options}
+    return fill(linear.RowParallelLinear(input_size, output_size, **options))
+
+
+def fill(layer: Any) -> Any:
+    """Gives ``layer`` numbers of this rank, and a bias that is the same on all."""
+    layer.weight.data.copy_(torch.randn(layer.weight.shape, generator=generator(dist_rank())) / 16)
+    if layer.bias is not None:
+        layer.bias.data.copy_(torch.randn(layer.bias.shape, generator=generator(7)))
+    return layer
+
+
+def of_one_rank() -> dict[str, Any]:
+    """Has a layer not be split."""
+    has_sizes = "tp_size" in inspect.signature(linear.RowParallelLinear.__init__).parameters  # before 0.5.22
+    return {"tp_rank": 0, "tp_size": 1} if has_sizes else {"parallel_group": "replicated"}
+
+
+def numbers(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Input of this rank."""
+    return torch.randn(shape, generator=generator(2 + dist_rank())).to(dtype)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def product(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """What ``layer`` makes of ``x`` on this rank, exactly."""
+    return F.linear(x.double(), layer.weight.double())
+
+
+def check(layer: Any, shape: tuple[int, ...]) -> None:
+    """A layer of both ranks, with its sum."""
+    x = numbers(shape, layer.weight.dtype)
+    got = layer(x)[0]
+    terms = of_all_ranks(product(layer, x))
+    if layer.bias is not None:
+        terms.append(layer.bias.double())
+    close(got, *terms)
+    assert all(torch.equal(got, other) for other in of_all_ranks(got)), "the ranks have other bits"
+
+
+def check_with_norm(layer: Any, norm: Any, shape: tuple[int, ...]) -> None:
+    """A layer that leaves its sum to a norm."""
+    x = numbers(shape, layer.weight.dtype)
+    residual = torch.randn((*shape[:-1], OUTPUTS), generator=generator(5)).to(x.dtype)
+    addend, _ = layer(x, skip_all_reduce=True)
+    close(addend, product(layer, x))
+    results = layernorm._forward_with_allreduce_fusion(norm, addend, residual, None, norm.weight)
+    normed, new_residual = results
+    close(new_residual, *of_all_ranks(product(layer, x)), residual.double())
+    rows = new_residual.double()
+    want = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+    torch.testing.assert_close(normed.double(), want, rtol=0.01, atol=0.01)
+    for got in results:
+        assert all(torch.equal(got, other) for other in of_all_ranks(got)), "the ranks have other bits"
+
+
+def close(got: torch.Tensor, *terms: torch.Tensor) -> None:
+    """That ``got`` is the sum of ``terms``, each of which may have been rounded, as may what is added up to any."""
+    stacked = torch.stack(torch.broadcast_tensors(*terms))
+    want = stacked.sum(0)
+    sizes = stacked.abs().sum(0) if len(terms) > 1 else torch.zeros(())
+    rounding = torch.finfo(got.dtype).eps / 2
+    error = (got.double() - want).abs()
+    assert (error <= 1.01 * rounding * (2 * sizes + want.abs()) + 1e-5).all(), error.max()
+
+
+def of_all_ranks(x: torch.Tensor) -> list[torch.Tensor]:
+    parts = [torch.empty_like(x) for _ in range(2)]
+    dist.all_gather(parts, x.contiguous(), group=group("tp").cpu_group)
+    return parts
+
+
+def methods() -> tuple[Any, ...]:
+    """What llm_comm hooks."""
+    method = unquantized.UnquantizedLinearMethod
+    return method.apply, method.create_weights
+
+
+def check_untouched(log: Log, calls: list[int], said: str) -> None:
+    """That layers are SGLang's, and the line at start says so."""
+    assert len(log.having(said)) == (dist_rank() == 0), log.having("is active for group")
+    check(row_parallel(), (4, INPUTS // 2))
+    assert not calls
+    assert not log.having("first linear layer")
+
+
+def use_table(*rows: LayerRow) -> None:
+    path = shared_directory() / f"rank{dist_rank()}" / "mine.yaml"  # ranks compare names
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(table_text("emulated", 2, emulated_table()._replace(layers=rows), {}))
+    os.environ["LLM_COMM_TABLE"] = str(path)
+
+
+def meet_elsewhere(name: str) -> None:
+    """For another engine of the process: groups meet in a file."""
+    place = shared_directory() / name
+    place.mkdir(exist_ok=True)
+    os.environ["SHARED_DIRECTORY"] = str(place)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)  # as SGLang does
+    serve(globals(), "sglang_scheduler_{}")
