@@ -19,7 +19,9 @@ class Arm:
         llm_comm: Whether the log must say that llm_comm is active; else it must not.
         fuses: Whether the log must say that llm_comm has fused a sum with its norm; else it must not.
         norms_apart: Whether the log must say that llm_comm was told not to fuse; else it must not.
+        linear_apart: Whether the log must say that llm_comm was told to leave linear layers alone; else it must not.
         free: All-reduces return uninitialised memory: a bound, not an engine.
+        by_default: Whether it is compared where no arms are named.
     """
 
     name: str
@@ -30,7 +32,9 @@ class Arm:
     llm_comm: bool = False
     fuses: bool = False
     norms_apart: bool = False
+    linear_apart: bool = False
     free: bool = False
+    by_default: bool = True
 
 
 _OFF = {"LLM_COMM_ENABLE": "0"}
@@ -51,6 +55,16 @@ ARMS: dict[str, Arm] = {
         Arm("llm_comm", "llm_comm", _ON, llm_comm=True, fuses=True),
         Arm(
             "llm_comm_unfused", "llm_comm, norms apart", {**_ON, "LLM_COMM_FUSE": "0"}, llm_comm=True, norms_apart=True
+        ),
+        # The same as llm_comm, where no tuning table prefers a layer and nobody asks for all of them.
+        Arm(
+            "llm_comm_no_linear",
+            "llm_comm, linear layers apart",
+            {**_ON, "LLM_COMM_FUSE_LINEAR": "0"},
+            llm_comm=True,
+            fuses=True,
+            linear_apart=True,
+            by_default=False,
         ),
         Arm("free", "free (bound: no communication, wrong results)", _OFF, own_fusion=False, free=True),
     )

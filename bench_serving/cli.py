@@ -22,6 +22,7 @@ _IDS_OF_BENCH_LATENCY = 10000
 
 def parser() -> argparse.ArgumentParser:
     shapes = ", ".join(sorted(path.parent.name for path in SHAPES.glob("*/config.json")))
+    usual = [arm.name for arm in ARMS.values() if arm.by_default]
     options = argparse.ArgumentParser(
         prog="python -m bench_serving",
         description="Compares decode latency in a real engine with all-reduces done by NCCL, by the engine itself and "
@@ -41,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--layers", type=_positive, metavar="N", help="shorten the model, to try things out")
     options.add_argument("--tensor-parallel-size", "--tp", type=_positive, default=8, metavar="N", help="(%(default)s)")
     options.add_argument(
-        "--arms", type=_arms, default=list(ARMS), metavar="A,B", help=f"of {', '.join(ARMS)} (all of them)"
+        "--arms", type=_arms, default=usual, metavar="A,B", help=f"of {', '.join(ARMS)} ({','.join(usual)})"
     )
     options.add_argument("--batch-sizes", type=_sizes, default=(1, 4, 16, 64), metavar="N,N", help="(1,4,16,64)")
     options.add_argument("--prompt-tokens", type=_positive, default=128, metavar="N", help="(%(default)s)")

@@ -16,10 +16,14 @@ WEIGHTS_MARK = "bench_serving: scaled weights"
 BACKEND_MARK = "bench_serving: custom all-reduce"
 
 _ACTIVE = re.compile(r"llm_comm \S+ is active for (?:group )?\S*tp")
-_FUSED = re.compile(r"llm_comm: first all-reduce fused with its RMSNorm")
+# With a linear layer or without, whichever comes first.
+_FUSED = re.compile(r"llm_comm: first (?:all-reduce|linear layer) fused with its")
+# Where there are none, no table prefers one.
+_LINEAR = re.compile(r"llm_comm: first linear layer [^\n]*")
 # One line for each method of the engine that gathers or scatters; a model may have none.
 _PARTS = re.compile(r"llm_comm: first \w*(?:all_gather|reduce_scatter)\w* of group [^\n]*")
 _NORMS_APART = re.compile(r"not fused with RMSNorm: fuse is false")
+_LINEAR_APART = re.compile(r"linear layers are \w+'s: fuse_linear is false")
 _VLLM_BACKENDS = re.compile(r"Using \[([^\]]*)\] all-reduce backends[^\n]*for group 'tp[^\n]*")
 # What vLLM's fusion with FlashInfer says of its workspace, and FlashInfer's way of using multicast.
 _FLASHINFER = re.compile(r"Initialized FlashInfer All-?[Rr]educe")
@@ -43,6 +47,13 @@ def evidence(settings: Settings, arm: Arm, log: str) -> list[str]:
     else:
         _expect(log, _PARTS, False, "llm_comm has gathered or scattered")
     found += _expect(log, _NORMS_APART, arm.norms_apart, "llm_comm was told not to fuse")
+    if fuses and not arm.linear_apart:
+        found += [match[0] for match in _LINEAR.finditer(log)]
+    else:
+        _expect(log, _LINEAR, False, "llm_comm has computed a linear layer")
+    if fuses == arm.fuses:  # else nothing is said of layers, as norms are not fused
+        told = "llm_comm was told to leave linear layers alone"
+        found += _expect(log, _LINEAR_APART, arm.linear_apart, told)
     found += _expect(log, re.compile(re.escape(FREE_MARK)), arm.free, "all-reduces are replaced by nothing")
     scaled = settings.weights == "scaled"
     found += _expect(log, re.compile(re.escape(WEIGHTS_MARK)), scaled, "weights are scaled")

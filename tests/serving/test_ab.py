@@ -133,6 +133,14 @@ def test_an_arm_that_was_to_fuse_and_did_not_does_not_count(harness: Harness) ->
     assert status == 0
 
 
+def test_arms_that_are_not_compared_by_default(harness: Harness) -> None:
+    status, report = harness.run("--arms", "llm_comm,llm_comm_no_linear", "--repeats", "1")
+    assert status == 0
+    assert set(report["decode"]["1"]) == {"llm_comm", "llm_comm_no_linear"}
+    (evidence,) = (run["evidence"] for run in report["runs"] if run["arm"] == "llm_comm_no_linear")
+    assert any("fuse_linear is false (LLM_COMM_FUSE_LINEAR)" in line for line in evidence)
+
+
 @pytest.mark.parametrize(
     ("fault", "said"), [("random tokens", "tokens differ"), ("wrong logits", "logits differ from nccl's")]
 )

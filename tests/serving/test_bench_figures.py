@@ -104,6 +104,13 @@ VLLM = (
 )
 CUSTOM, NCCL_ONLY = VLLM.format("'CUSTOM', 'PYNCCL'"), VLLM.format("'PYNCCL'")
 FUSED = "INFO llm_comm: first all-reduce fused with its RMSNorm (4 ranks, shape (1, 8192))"
+FUSED_LINEAR = (
+    "INFO llm_comm: first linear layer fused with its all-reduce and RMSNorm "
+    "(4 ranks, tokens (1, 2048), weight (8192, 2048))"
+)
+NO_LINEAR = (
+    f"{ACTIVE}; fused with RMSNorm in compiled graphs; linear layers are vLLM's: fuse_linear is false (environment)"
+)
 FREE = f"INFO {engine_logs.FREE_MARK} (tp:0)"
 
 
@@ -118,6 +125,8 @@ def ran(engine: str = "vllm", **others: Any) -> Settings:
         ("default", CUSTOM),
         ("llm_comm", f"{CUSTOM}\n{ACTIVE}; fused with RMSNorm in compiled graphs\n{FUSED}"),
         ("llm_comm_unfused", f"{CUSTOM}\n{ACTIVE}; not fused with RMSNorm: fuse is false (environment)"),
+        ("llm_comm", f"{CUSTOM}\n{ACTIVE}; fused with RMSNorm in compiled graphs\n{FUSED_LINEAR}"),
+        ("llm_comm_no_linear", f"{CUSTOM}\n{NO_LINEAR}\n{FUSED}"),
         ("free", f"{FREE}\n{CUSTOM}"),
     ],
 )
@@ -141,9 +150,19 @@ def test_gathers_and_scatters_of_llm_comm_are_recorded() -> None:
         engine_logs.evidence(ran(), ARMS["default"], f"{CUSTOM}\n{lines[0]}")
 
 
+def test_linear_layers_of_llm_comm_are_recorded_where_they_may_be() -> None:
+    alone = "llm_comm: first linear layer computed by llm_comm (4 ranks, tokens (1, 2048), weight (8192, 2048))"
+    found = engine_logs.evidence(ran(), ARMS["llm_comm"], f"{CUSTOM}\n{ACTIVE}\n{FUSED}\nINFO {alone}")
+    assert alone in found
+    for arm, log in (("llm_comm_no_linear", f"{NO_LINEAR}\n{FUSED}"), ("default", "")):
+        with pytest.raises(ValueError, match="llm_comm has computed a linear layer"):
+            engine_logs.evidence(ran(), ARMS[arm], f"{CUSTOM}\n{log}\nINFO {alone}")
+
+
 def test_eager_vllm_has_no_graphs_to_fuse_in() -> None:
     log = f"{CUSTOM}\n{ACTIVE}; not fused with RMSNorm: vLLM does not compile the model"
-    assert engine_logs.evidence(ran(enforce_eager=True), ARMS["llm_comm"], log)
+    for arm in ("llm_comm", "llm_comm_no_linear"):
+        assert engine_logs.evidence(ran(enforce_eager=True), ARMS[arm], log)
     with pytest.raises(ValueError, match="llm_comm has fused an all-reduce"):
         engine_logs.evidence(ran(), ARMS["llm_comm"], log)
 

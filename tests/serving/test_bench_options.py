@@ -24,13 +24,17 @@ def test_defaults_are_those_of_the_comparison() -> None:
     assert (default.engine, Path(default.model).name, default.tensor_parallel_size) == ("vllm", "llama-2-70b", 8)
     assert default.batch_sizes == (1, 4, 16, 64)
     assert (default.weights, default.check, default.mode) == ("dummy", False, "latency")
-    assert cli.parser().parse_args([]).arms == list(ARMS)
+    assert cli.parser().parse_args([]).arms == ["nccl", "default", "llm_comm", "llm_comm_unfused", "free"]
+    assert cli.parser().parse_args(["--arms", ",".join(ARMS)]).arms == list(ARMS)
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--arms", "nccl,mine"], "unknown arm 'mine'; valid: nccl, default, llm_comm, llm_comm_unfused, free"),
+        (
+            ["--arms", "nccl,mine"],
+            "unknown arm 'mine'; valid: nccl, default, llm_comm, llm_comm_unfused, llm_comm_no_linear",
+        ),
         (["--batch-sizes", "0"], "'0': must be a whole number of at least 1"),
         (["--layers", "abc"], "'abc': must be a whole number of at least 1"),
         (["--prefill-tokens", "-5"], "'-5': must be a whole number of at least 0"),

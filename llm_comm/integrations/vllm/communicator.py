@@ -1,8 +1,8 @@
 """vLLM's CUDA communicator with the all-reduce of llm_comm in front of its own, and who gets one.
 
 All names of vLLM that llm_comm relies on, but for the platform's in ``plugin.py``, those of all-gather and
-reduce-scatter in ``gathering.py`` and those of the compiler in ``fusion.py`` and ``fusion_pass.py``, are imported or
-used here.
+reduce-scatter in ``gathering.py`` and those of the compiler in ``fusion.py``, ``pass_manager.py``, the passes and the
+operators, are imported or used here.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from vllm.distributed import get_tp_group
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config, option_names
 from llm_comm.errors import ConfigError
-from llm_comm.integrations import common
+from llm_comm.integrations import common, linear
 from llm_comm.integrations.parts import Parts
-from llm_comm.integrations.vllm import fusion
+from llm_comm.integrations.vllm import cache_key, fusion
 from llm_comm.integrations.vllm.gathering import GatheringCommunicator, only_gathers
 from llm_comm.quoting import quoted
 
 logger = logging.getLogger("vllm.llm_comm")
 
 SECTION = "llm_comm"
+# Bytes, at a multiple of which the weight of a linear layer begins, if llm_comm is to read it.
+_WEIGHT_ALIGNMENT = 16
 #: Groups in whose name the models sum activations. Others gather and scatter alone (``only_gathers``), or do neither.
 GROUPS = ("tp", "dcp")
 
@@ -71,8 +73,9 @@ def load_config() -> Config:
     if "timeout_s" not in config.origins:
         theirs = None if vllm_config is None else vllm_config.parallel_config.distributed_timeout_seconds
         config = config.replace(timeout_s=float(theirs or common.ENGINE_TIMEOUT_S))
-    if "pdl" not in config.origins:
-        # Behind and before the kernels of a model it is slower (docs/experiments/engines.md).
+    if "pdl" not in config.origins and config.fuse_linear is not True:
+        # Behind and before the kernels of a model it is slower (docs/experiments/engines.md). Linear layers of llm_comm
+        # gain by it alone (docs/experiments/linear.md).
         config = config.replace(pdl=False)
     if envs.VLLM_BATCH_INVARIANT:
         config = common.in_rank_order(config, "VLLM_BATCH_INVARIANT", logger)
@@ -130,7 +133,12 @@ class LlmCommCommunicator(GatheringCommunicator):
         #: Whether compiled graphs hold llm_comm's operator where an all-reduce of this group and a norm were.
         self.fuses = False
         self.max_fused_bytes = 0
+        #: The largest batch, in tokens, whose linear layers are in that operator too; 0: none are.
+        self.max_linear_tokens = 0
+        #: Differs where ``prefers_linear`` could.
+        self.linear_key = ""
         self._has_fused = False
+        self._has_fused_linear = False
         self._sums = self._kind in GROUPS
         if self.world_size > 1 and (self._sums or only_gathers(self._kind)):
             self._join()
@@ -168,6 +176,46 @@ class LlmCommCommunicator(GatheringCommunicator):
             if self.global_rank == 0:
                 logger.info(common.FIRST_FUSED, self.world_size, tuple(x.shape))
         return normed, new_residual
+
+    def linear_all_reduce_add_rms_norm(
+        self,
+        x: torch.Tensor,
+        linear_weight: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        epsilon: float,
+        scale: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See ``linear_op.py``; None, if it is not served: nothing has been summed then."""
+        communicator = self._llm_comm
+        # A parameter of a class of vLLM's would take the way by torch's dispatcher again.
+        linear_weight = linear_weight.detach()
+        outputs, inputs = linear_weight.shape
+        quantize = None if scale is None else "static"
+        if (
+            communicator is None
+            or not communicator.prefers_linear(outputs, inputs, x.numel() // inputs)
+            or not communicator.accepts_fused_linear(x, linear_weight, weight, quantize)
+            or (residual is not None and not residual.is_contiguous())
+            # Maybe of this rank alone, which is no harm: the others make the same sum behind their layer.
+            or linear_weight.data_ptr() % _WEIGHT_ALIGNMENT != 0
+        ):
+            return None
+        normed, new_residual = communicator.linear_all_reduce_add_rms_norm(
+            x, linear_weight, residual, weight, epsilon, quantize=quantize, scale=scale
+        )
+        if not self._has_fused_linear:
+            self._has_fused_linear = True
+            if self.global_rank == 0:
+                shapes = tuple(x.shape), tuple(linear_weight.shape)
+                logger.info(linear.FIRST_FUSED_LINEAR, self.world_size, *shapes)
+        return normed, new_residual
+
+    def prefers_linear(self, outputs: int, inputs: int) -> bool:
+        """Whether any batch of a linear layer is to be computed by llm_comm, of those that are small enough."""
+        communicator = self._llm_comm
+        batches = range(1, self.max_linear_tokens + 1)
+        return communicator is not None and any(communicator.prefers_linear(outputs, inputs, n) for n in batches)
 
     def destroy(self) -> None:
         member, self._member, self._llm_comm, self._parts = self._member, None, None, None
@@ -207,12 +255,28 @@ class LlmCommCommunicator(GatheringCommunicator):
         )
         why_not = common.objection_of_any(self.cpu_group, fusion.why_not_fused(communicator.config))
         if why_not is not None:
-            return f"; not fused with RMSNorm: {why_not}{theirs_is_off}"
+            wanted = communicator.max_preferred_tokens > 0
+            about_linear = linear.about_linear(communicator, "vLLM", "norms are not fused") if wanted else ""
+            return f"; not fused with RMSNorm: {why_not}{about_linear}{theirs_is_off}"
         table, limit = communicator.table, communicator.config.max_message_bytes
         self.max_fused_bytes = min(table.max_fused_bytes, table.max_message_bytes if limit is None else limit)
-        fusion.prepare_compiler(self.max_fused_bytes)
+        about_linear = self._set_up_linear(communicator)
+        fusion.prepare_compiler(communicator, self.max_fused_bytes, self.max_linear_tokens)
         self.fuses = True
-        return f"; fused with RMSNorm in compiled graphs{theirs_is_off}"
+        return f"; fused with RMSNorm in compiled graphs{about_linear}{theirs_is_off}"
+
+    def _set_up_linear(self, communicator: Communicator) -> str:
+        """The same for linear layers before what is fused."""
+        tokens = 0
+        why_not = linear.why_not_linear(communicator)  # the same on all ranks
+        if why_not is None:
+            why_not = common.objection_of_any(self.cpu_group, fusion.why_not_linear(), "linear layers")
+        if why_not is None:
+            tokens = fusion.max_linear_tokens(communicator, self.max_fused_bytes)
+            if tokens == 0:
+                why_not = f"norms are fused up to {common.format_bytes(self.max_fused_bytes)}, less than a token has"
+        self.max_linear_tokens, self.linear_key = tokens, cache_key.preferred_layers(communicator)
+        return linear.about_linear(communicator, "vLLM", why_not)
 
 
 def _show_log() -> None:

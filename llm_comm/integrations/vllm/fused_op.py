@@ -7,8 +7,6 @@ batch, who serves it: a graph is compiled for all batch sizes, and llm_comm decl
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,15 +16,16 @@ from vllm.distributed import parallel_state
 
 FP8 = torch.float8_e4m3fn
 
-_library = torch.library.Library("llm_comm_vllm", "DEF")
-_library.define(
+#: Holds the operators for as long as it lives.
+library = torch.library.Library("llm_comm_vllm", "DEF")
+library.define(
     "all_reduce_add_rms_norm(Tensor x, Tensor? residual, Tensor weight, float epsilon, Tensor? scale, str group_name)"
     " -> (Tensor, Tensor)",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 
 
-def _all_reduce_add_rms_norm(
+def run(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
@@ -47,7 +46,7 @@ def _all_reduce_add_rms_norm(
     Raises:
         ValueError: There is no such group (any more).
     """
-    group = _group(group_name)
+    group = find_group(group_name)
     fused = getattr(group.device_communicator, "all_reduce_add_rms_norm", None)
     result = None if fused is None else fused(x, residual, weight, epsilon, scale)
     if result is None:
@@ -55,8 +54,12 @@ def _all_reduce_add_rms_norm(
     return result  # type: ignore[no-any-return]
 
 
-def _group(name: str) -> Any:
-    # As torch.ops.vllm.all_reduce finds it.
+def find_group(name: str) -> Any:
+    """vLLM's group of a name, as torch.ops.vllm.all_reduce finds it.
+
+    Raises:
+        ValueError: There is no such group (any more).
+    """
     reference = parallel_state._groups.get(name)
     group = None if reference is None else reference()
     if group is None:
@@ -75,15 +78,15 @@ def _one_by_one(
     """What the graph held before: the group's all-reduce, whoever serves it, vLLM's norm, and its quantization."""
     total = group._all_reduce_out_place(x)
     if residual is None:
-        normed, new_residual = _run(vllm.ir.ops.rms_norm, total, weight, epsilon), total
+        normed, new_residual = _run_ir(vllm.ir.ops.rms_norm, total, weight, epsilon), total
     else:
-        normed, new_residual = _run(vllm.ir.ops.fused_add_rms_norm, total, residual, weight, epsilon)
+        normed, new_residual = _run_ir(vllm.ir.ops.fused_add_rms_norm, total, residual, weight, epsilon)
     if scale is not None:
         normed, _ = _custom_ops.scaled_fp8_quant(normed, scale, group_shape=(-1, -1))
     return normed, new_residual
 
 
-def _run(op: Any, total: torch.Tensor, *arguments: Any) -> Any:
+def _run_ir(op: Any, total: torch.Tensor, *arguments: Any) -> Any:
     """Runs an operator of vLLM's IR by vLLM's CUDA kernel, if it serves the arguments.
 
     In compiled graphs vLLM prefers "native", a chain of torch operators for inductor to generate a kernel of. Called
@@ -95,13 +98,6 @@ def _run(op: Any, total: torch.Tensor, *arguments: Any) -> Any:
     if kernel.inplace:  # it may have ``total``, but the residual belongs to the graph
         arguments = (arguments[0].clone(), *arguments[1:])
     return kernel.impl_fn(total, *arguments)
-
-
-def digest_of_sources() -> str:
-    """Differs between versions of the operator and of the pass: graphs compiled with one must not meet another."""
-    here = Path(__file__)
-    sources = (here, here.with_name("fusion_pass.py"))
-    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
 def _fake(
@@ -116,7 +112,7 @@ def _fake(
 
 
 for _device in ("CPU", "CUDA"):
-    _library.impl("all_reduce_add_rms_norm", _all_reduce_add_rms_norm, _device)
-torch.library.register_fake("llm_comm_vllm::all_reduce_add_rms_norm", _fake, lib=_library)
+    library.impl("all_reduce_add_rms_norm", run, _device)
+torch.library.register_fake("llm_comm_vllm::all_reduce_add_rms_norm", _fake, lib=library)
 
 all_reduce_add_rms_norm = torch.ops.llm_comm_vllm.all_reduce_add_rms_norm.default

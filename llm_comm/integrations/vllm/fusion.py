@@ -9,12 +9,10 @@ import vllm.envs as envs
 from vllm.config import CompilationMode, get_current_vllm_config_or_none
 
 from llm_comm import registry
+from llm_comm.communicator import Communicator
 from llm_comm.config import Config
-from llm_comm.integrations.vllm import compile_ranges
+from llm_comm.integrations.vllm import cache_key, compile_ranges
 from llm_comm.planning.tables import FUSED
-
-#: Key of additional_config that tells compiled graphs with the fused operator from those without.
-FUSION_MARK = "llm_comm_fusion"
 
 
 def keep_norms_apart() -> bool:
@@ -51,10 +49,11 @@ def why_not_fused(config: Config) -> str | None:
         # The graphs in there are taken whatever they hold, also by a vLLM without llm_comm and so without its operator.
         return "vLLM tells graphs with and without it apart by their directory, and compilation_config.cache_dir is set"
     try:
-        # The pass too, which is needed later: all ranks are to have it, or none.
-        from llm_comm.integrations.vllm import fused_op, fusion_pass  # noqa: F401
+        # The operators, which graphs from the cache need as well. The passes too, which are needed later: all ranks are
+        # to have them, or none.
+        from llm_comm.integrations.vllm import fused_op, linear_op, pass_manager  # noqa: F401
 
-        compile_ranges.new_endpoint(vllm_config, 0)
+        compile_ranges.new_endpoints(vllm_config, 0, 0)
         return _why_not_of_this_model(vllm_config.model_config)
     except Exception as error:
         return f"it does not know this version of vLLM ({type(error).__name__}: {error})"
@@ -69,19 +68,45 @@ def _why_not_of_this_model(model: Any) -> str | None:
     return registry.operations()[FUSED].why_not_rows(model.get_hidden_size()) or None
 
 
-def prepare_compiler(max_fused_bytes: int) -> None:
+def why_not_linear() -> str | None:
+    """What of vLLM's configuration rules linear layers of llm_comm out, if something does."""
+    try:
+        offload = get_current_vllm_config_or_none().offload_config
+        if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
+            # The kernel reads a weight before those ahead have ended, and so maybe before it has come.
+            return "weights lie in the host's memory (cpu_offload_gb, offload_group_size)"
+    except Exception as error:
+        return f"it does not know this version of vLLM ({type(error).__name__}: {error})"
+    return None
+
+
+def max_linear_tokens(communicator: Communicator, max_fused_bytes: int) -> int:
+    """The largest batch, in tokens, whose linear layers are to go into the fused operator.
+
+    Args:
+        communicator: Of the group whose all-reduces are fused.
+        max_fused_bytes: Larger messages keep their norms apart.
+    """
+    preferred = communicator.max_preferred_tokens
+    return compile_ranges.max_linear_tokens(get_current_vllm_config_or_none(), max_fused_bytes, preferred)
+
+
+def prepare_compiler(communicator: Communicator, max_fused_bytes: int, max_linear_tokens: int) -> None:
     """Has vLLM compile graphs for what is fused and for larger batches apart, and keep them apart from those of others.
 
-    A graph for all sizes would have the largest ones take the operator as well, which then does one by one what
-    inductor would have generated one kernel for.
-    """
-    from llm_comm.integrations.vllm import fused_op
+    A graph for all sizes would have the largest ones take the operators as well, which then do one by one what inductor
+    would have generated one kernel for.
 
+    Args:
+        communicator: Of the group whose all-reduces are fused.
+        max_fused_bytes: Larger messages keep their norms apart.
+        max_linear_tokens: The same of linear layers; 0: all of them are vLLM's.
+    """
     vllm_config = get_current_vllm_config_or_none()
     # What vLLM keeps compiled graphs under is made of its configuration. additional_config is the part for plugins.
-    mark = f"{fused_op.digest_of_sources()} {max_fused_bytes}"
-    vllm_config.additional_config = {**vllm_config.additional_config, FUSION_MARK: mark}
-    endpoint = compile_ranges.new_endpoint(vllm_config, max_fused_bytes)
-    if endpoint is not None:
+    mark = {cache_key.MARK: cache_key.value(max_fused_bytes, max_linear_tokens, communicator)}
+    vllm_config.additional_config = {**vllm_config.additional_config, **mark}
+    endpoints = compile_ranges.new_endpoints(vllm_config, max_fused_bytes, max_linear_tokens)
+    if endpoints:
         compilation = vllm_config.compilation_config
-        compilation.compile_ranges_endpoints = sorted({*compilation.compile_ranges_endpoints, endpoint})
+        compilation.compile_ranges_endpoints = sorted({*compilation.compile_ranges_endpoints, *endpoints})

@@ -1,10 +1,5 @@
 """A pass of vLLM's compiler: all-reduce, residual add and RMSNorm become one operator (``fused_op.py``).
 
-vLLM has such a pass for FlashInfer (``AllReduceFusionPass``), which goes past the communicator and is off while
-llm_comm is active. This one stands in its place: after the passes that tidy the graph, before those that fuse norms
-with quantization, which go on to work on what it leaves. It comes in through the platform, which names the class of the
-pass manager: passes that an operator adds (``inductor_passes``) run too late, behind the fusions with quantization.
-
 It matches any epsilon, and one group, that of tensor parallelism. It does not match what llm_comm does not compute:
 weights of another dtype than the activations (Gemma's ``weight.float() + 1``), norms without weights or over a part of
 the row.
@@ -23,25 +18,17 @@ import torch.distributed as dist
 import vllm.ir.ops
 from vllm.compilation.passes.fusion.matcher_utils import MatcherQuantFP8
 from vllm.compilation.passes.inductor_pass import enable_fake_mode, get_pass_context
-from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass, VllmPatternMatcherPass
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig
 from vllm.config.utils import Range
 from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 
-from llm_comm.integrations.vllm import compile_ranges, fused_op
+from llm_comm.integrations.vllm import cache_key, compile_ranges
 from llm_comm.integrations.vllm.fused_op import all_reduce_add_rms_norm
-
-try:
-    from vllm.compilation.passes.fusion.add_rms_fusion import AddRMSNormFusionPass as _AddNormPass
-except ImportError:  # before 0.33
-    _AddNormPass = None
 
 logger = logging.getLogger("vllm.llm_comm")
 
-#: Passes of vLLM that go first: they remove what would hide a pattern, or replace all-reduces altogether.
-BEFORE_OURS = ("NoOpEliminationPass", "SequenceParallelismPass", "AsyncTPPass", "AddRMSNormFusionPass")
 DTYPES = (torch.bfloat16, torch.float16)
 
 # Stands for any epsilon: numbers of this value become wildcards in a pattern. No pattern holds it for another reason.
@@ -87,7 +74,7 @@ class AllReduceNormPass(VllmPatternMatcherPass):  # type: ignore[misc]
         VllmPatternMatcherPass.match_table[self.pass_name] += self.matched_count
         batches = get_pass_context().compile_range
         if sums > 0:
-            _log_once(
+            log_once(
                 f"llm_comm fused {self.matched_count} of {sums} all-reduces of a graph for batches of {batches.start} "
                 f"to {batches.end} tokens with the RMSNorms after them"
             )
@@ -97,37 +84,12 @@ class AllReduceNormPass(VllmPatternMatcherPass):  # type: ignore[misc]
         return self._max_tokens is None or compile_range.end <= self._max_tokens
 
     def uuid(self) -> str:
-        return fused_op.digest_of_sources()
-
-
-class LlmCommPassManager(PostGradPassManager):  # type: ignore[misc]
-    """vLLM's passes and ours among them. Its ``uuid`` is made of theirs, so it covers ours."""
-
-    def configure(self, config: VllmConfig) -> None:
-        super().configure(config)
-        with set_current_vllm_config(config, check_compile=False):
-            ours = AllReduceNormPass(config)
-        names = [type(theirs).__name__ for theirs in self.passes]
-        place = max((names.index(name) + 1 for name in BEFORE_OURS if name in names), default=0)
-        self.passes[place:place] = [*_makes_norms(config, names), ours]
-
-
-def _makes_norms(config: VllmConfig, there: list[str]) -> list[Any]:
-    """The pass that makes vLLM's norms of those of transformers, which has a backend for models that vLLM lacks.
-
-    vLLM 0.33 has it, where another pass needs it; the one that llm_comm stands in for is off.
-    """
-    if _AddNormPass is None or _AddNormPass.__name__ in there or config.model_config is None:
-        return []
-    if not config.model_config.using_transformers_backend():
-        return []
-    with set_current_vllm_config(config, check_compile=False):
-        return [_AddNormPass(config)]
+        return cache_key.digest_of_sources()
 
 
 @functools.cache
-def _log_once(text: str) -> None:
-    # The layers of a model are graphs of their own, most of them alike.
+def log_once(text: str) -> None:
+    """Logs what was done to a graph. The layers of a model are graphs of their own, most of them alike."""
     if dist.get_rank() == 0:
         logger.info(text)
 

@@ -12,13 +12,26 @@ import sys
 import time
 
 VOCABULARY = 50
-_STEP_S = {"nccl": 0.0008, "default": 0.0006, "llm_comm": 0.0004, "llm_comm_unfused": 0.0005, "free": 0.0002}
+_STEP_S = {
+    "nccl": 0.0008,
+    "default": 0.0006,
+    "llm_comm": 0.0004,
+    "llm_comm_unfused": 0.0005,
+    "llm_comm_no_linear": 0.00045,
+    "free": 0.0002,
+}
+_OF_THE_START = {
+    "llm_comm_unfused": "; not fused with RMSNorm: fuse is false (LLM_COMM_FUSE)",
+    "llm_comm_no_linear": "; linear layers are vLLM's: fuse_linear is false (LLM_COMM_FUSE_LINEAR)",
+}
 
 
 def arm(disable_custom_all_reduce: bool) -> str:
     if disable_custom_all_reduce:
         return "nccl"
     if os.environ["LLM_COMM_ENABLE"] == "1":
+        if os.environ.get("LLM_COMM_FUSE_LINEAR") == "0":
+            return "llm_comm_no_linear"
         return "llm_comm_unfused" if os.environ.get("LLM_COMM_FUSE") == "0" else "llm_comm"
     return "free" if os.environ["BENCH_SERVING_FREE"] == "1" else "default"
 
@@ -38,9 +51,9 @@ def start(name: str, backend_line: str) -> str:
     if name.startswith("llm_comm") != (what == "pretends"):
         print(
             "INFO llm_comm 0.1.0 is active for group tp:0 (2 ranks, VMM): all-reduce one_shot to 48 KiB, then the rest"
-            + ("; not fused with RMSNorm: fuse is false (LLM_COMM_FUSE)" if name == "llm_comm_unfused" else "")
+            + _OF_THE_START.get(name, "")
         )
-    if name == "llm_comm" and what not in ("pretends", "does not fuse"):
+    if name in ("llm_comm", "llm_comm_no_linear") and what not in ("pretends", "does not fuse"):
         print("INFO llm_comm: first all-reduce fused with its RMSNorm (2 ranks, shape (1, 64))")
     if name.startswith("llm_comm"):
         print("INFO llm_comm: first all_gather of group tp:0 (2 ranks, shape (1, 64))")
