@@ -4,7 +4,7 @@
 #   registry.h                              the list as a C++ type, for everybody who asks what there is
 #   kernels_<descriptor>_<type>_<half>.cu   kernels for GPUs, of one data type and half of the worlds: they take nvcc long
 #   kernels_<descriptor>.cpp                the same for the emulator, all of an algorithm
-#   linear_<type>.cu, linear_<type>.cpp     kernels of linear layers, of one data type
+#   linear_<type>_<epilogue>.cu, .cpp       kernels of linear layers, of one data type and epilogue
 #
 # llm_comm_algorithm_sources(<list variable> cu|cpp) and llm_comm_linear_sources name the sources to compile; include directories are csrc,
 # csrc/include and <build>/generated. The files that a list names are relative to its own directory, or to csrc.
@@ -14,6 +14,7 @@ get_filename_component(LLM_COMM_CSRC "${CMAKE_CURRENT_LIST_DIR}/../csrc" ABSOLUT
 set(LLM_COMM_GENERATED "${CMAKE_CURRENT_BINARY_DIR}/generated")
 set(LLM_COMM_DATA_TYPES kBFloat16 kFloat16 kFloat32 kByte)
 set(LLM_COMM_WORLDS kEven kOdd)
+set(LLM_COMM_LINEAR_EPILOGUES kNone kSiluAndMul)
 set(LLM_COMM_ALGORITHM_LISTS "${LLM_COMM_CSRC}/algorithms/registry.def" ${LLM_COMM_EXTRA_ALGORITHMS})
 
 # Sets in the caller: headers, descriptors.
@@ -124,18 +125,20 @@ endfunction()
 function(llm_comm_linear_sources variable extension)
   set(sources "")
   foreach(type kBFloat16 kFloat16)
-    set(source "${LLM_COMM_GENERATED}/algorithms/linear_${type}.${extension}")
-    llm_comm_write("${source}"
+    foreach(epilogue IN LISTS LLM_COMM_LINEAR_EPILOGUES)
+      set(source "${LLM_COMM_GENERATED}/algorithms/linear_${type}_${epilogue}.${extension}")
+      llm_comm_write("${source}"
 "// Written by cmake/algorithms.cmake.
 #include \"algorithms/linear/kernel.cuh\"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-template struct LinearKernels<DataType::${type}>;
+template struct LinearKernels<DataType::${type}, LinearEpilogue::${epilogue}>;
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET
 ")
-    list(APPEND sources "${source}")
+      list(APPEND sources "${source}")
+    endforeach()
   endforeach()
   set(${variable} "${sources}" PARENT_SCOPE)
 endfunction()

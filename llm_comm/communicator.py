@@ -95,6 +95,7 @@ class Communicator(GatherScatter, LinearLayers):
             AllGather(*common, self.rank),
             ReduceScatter(*common, self.rank),
             layers,
+            Linear(*common, silu_and_mul=True),
             LinearAllReduce(self._handle, layers, sums),
             LinearAllReduceAddRmsNorm(self._handle, layers, norms),
         )
@@ -105,6 +106,7 @@ class Communicator(GatherScatter, LinearLayers):
         self._all_gather = self._operations.all_gather.run
         self._reduce_scatter = self._operations.reduce_scatter.run
         self._linear = self._operations.linear.run
+        self._linear_silu_and_mul = self._operations.linear_silu_and_mul.run
         self._linear_all_reduce = self._operations.linear_all_reduce.run
         self._linear_all_reduce_add_rms_norm = self._operations.linear_all_reduce_add_rms_norm.run
         self.name = torch_operators.register(self._operations)
@@ -346,6 +348,7 @@ class Communicator(GatherScatter, LinearLayers):
         self._operations.all_gather.forget()
         self._operations.reduce_scatter.forget()
         self._operations.linear.forget()
+        self._operations.linear_silu_and_mul.forget()
         self._other_operations.forget()
 
     # ---- State --------------------------------------------------------------------------------------------------

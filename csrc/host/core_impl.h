@@ -21,8 +21,8 @@
 //           bool has_room_for_cluster(const Function<Args>&, const Grid&);
 //           uint32_t sm_count(); uint32_t max_shared_bytes();   // of the device; of a block
 //           void permit_shared_bytes(const Function<Args>&);   // a launch of it may take that much
-//           void map_matrix(MatrixView&, uint32_t box_rows, uint32_t boxes, BoxUse);   // fills in what the target wants beside
-//                                       // address and size
+//           void map_matrix(MatrixView&, uint32_t parts, uint32_t box_rows, uint32_t boxes, BoxUse);
+//                                       // fills in what the target wants beside address and size
 //           uint64_t resident_blocks(const Function<Args>&, const Grid&);   // of such grids that run at once
 //           bool has_been_captured() const;     // launches may still come, from graphs
 //           bool wait_for(uint64_t stream);     // until what it holds has ended

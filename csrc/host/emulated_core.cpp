@@ -165,7 +165,7 @@ class EmulatedLauncher {
   uint32_t sm_count() const { return kEmulatedMultiprocessors; }
   uint32_t max_shared_bytes() const { return kEmulatedSharedBytes; }
   void permit_shared_bytes(Function<LinearArgs>) const {}
-  void map_matrix(MatrixView&, uint32_t, uint32_t, BoxUse) const {}
+  void map_matrix(MatrixView&, uint32_t, uint32_t, uint32_t, BoxUse) const {}
   template <class Args>
   bool has_room_for_cluster(Function<Args>, const Grid&) const {
     return true;

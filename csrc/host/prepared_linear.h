@@ -22,7 +22,8 @@ class PreparedLinear final : public PreparedCall {
         problem_(problem),
         choice_(linear::complete(problem, choice, launcher.sm_count(), launcher.max_shared_bytes())),
         grid_(linear::grid(problem, choice_)),
-        function_(launcher.function(find_linear_kernel(problem.type, linear::token_rows(problem.tokens)))) {
+        function_(
+            launcher.function(find_linear_kernel(problem.type, problem.epilogue, linear::token_rows(problem.tokens)))) {
     launcher.permit_shared_bytes(function_);
     args_.block_outputs = choice_.block_outputs;
     args_.stages = choice_.stages;
@@ -39,17 +40,18 @@ class PreparedLinear final : public PreparedCall {
     }
     const std::lock_guard<std::mutex> turn(turn_);
     if (has_failed(mailbox_)) return false;
-    args_.x = view(x, problem_.tokens, linear::token_rows(problem_.tokens), BoxUse::kShared);
-    args_.weight = view(weight, problem_.outputs, choice_.block_outputs, BoxUse::kOnce);
+    args_.x = view(x, problem_.tokens, linear::token_rows(problem_.tokens), 1, BoxUse::kShared);
+    args_.weight =
+        view(weight, problem_.outputs, choice_.block_outputs, weight_parts(problem_.epilogue), BoxUse::kOnce);
     args_.out = reinterpret_cast<void*>(out);
     launcher_.launch(function_, args_, grid_, stream);
     return true;
   }
 
  private:
-  MatrixView view(uint64_t address, uint32_t rows, uint32_t box_rows, BoxUse use) const {
+  MatrixView view(uint64_t address, uint32_t rows, uint32_t box_rows, uint32_t parts, BoxUse use) const {
     MatrixView matrix{{}, reinterpret_cast<const void*>(address), rows, problem_.inputs};
-    launcher_.map_matrix(matrix, box_rows, choice_.stage_boxes, use);
+    launcher_.map_matrix(matrix, parts, box_rows, choice_.stage_boxes, use);
     return matrix;
   }
 

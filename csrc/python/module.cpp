@@ -311,17 +311,18 @@ PYBIND11_MODULE(_core, module) {
           py::arg("algorithm"), py::arg("problem"), py::arg("tiling"), py::arg("direct") = py::none())
       .def(
           "prepare_linear",
-          [](py::object core, uint32_t tokens, uint32_t inputs, uint32_t outputs, uint32_t data_type,
+          [](py::object core, uint32_t tokens, uint32_t inputs, uint32_t outputs, uint32_t data_type, bool silu_and_mul,
              const LinearChoice& choice) {
             if (data_type >= llm_comm::kDataTypes) {
               throw std::invalid_argument("there is no data type " + std::to_string(data_type));
             }
-            const LinearProblem problem{tokens, inputs, outputs, static_cast<llm_comm::DataType>(data_type)};
+            const LinearProblem problem{tokens, inputs, outputs, static_cast<llm_comm::DataType>(data_type),
+                                        silu_and_mul ? LinearEpilogue::kSiluAndMul : LinearEpilogue::kNone};
             auto call = core.cast<Core&>().prepare_linear(problem, choice);
             return as_function(std::move(core), std::move(call), llm_comm::linear::kInfo);
           },
           py::kw_only(), py::arg("tokens"), py::arg("inputs"), py::arg("outputs"), py::arg("data_type"),
-          py::arg("choice"))
+          py::arg("silu_and_mul"), py::arg("choice"))
       .def(
           "create_segment",
           [](Core& core, uint32_t segment, uint64_t bytes, bool use_ipc) {

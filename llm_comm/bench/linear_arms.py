@@ -292,6 +292,7 @@ def arm_of_choice(comm: Communicator, operands: Operands, judge: Judge, choice: 
             inputs=x.shape[1],
             outputs=out.shape[1],
             data_type=tuple(registry.data_types()).index(dtype_name(x.dtype)),
+            silu_and_mul=False,
             choice=_core.LinearChoice(block_outputs=block, stages=stages, stage_boxes=boxes),
         )
     except ValueError:

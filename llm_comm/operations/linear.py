@@ -1,11 +1,12 @@
-"""A linear layer of a few tokens, on one rank alone: its checks, what is prepared for its shapes, and the call itself.
-``Communicator.linear`` says more."""
+"""A linear layer of a few tokens, on one rank alone, plain or with silu-and-mul: its checks, what is prepared for its
+shapes, and the call itself. ``Communicator.linear`` and ``linear_silu_and_mul`` say more."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from llm_comm import _core, arrays, registry
 from llm_comm.errors import LlmCommError, UnsupportedInputError
 from llm_comm.operations.operation import TORCH_TYPES, keep, overlap, why_not_operand
 from llm_comm.operations.watched import check_memory, count_write, is_traced, why_not_constant
-from llm_comm.planning.layers import LINEAR
+from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL
 from llm_comm.planning.planner import Planner
 from llm_comm.runtime.core_handle import CoreHandle
 from llm_comm.runtime.devices import current_stream_of
@@ -30,6 +31,8 @@ _is_grad_enabled = torch.is_grad_enabled
 _SERVED = ("bf16", "fp16")
 #: Bytes, at a multiple of which the core wants tensors to begin.
 _ALIGNMENT = 16
+#: What operations call the layer's weight, where it is not ``linear_weight``.
+_WEIGHTS = {"linear": "weight", "linear_silu_and_mul": "gate_up_weight"}
 
 
 class PreparedLinear(NamedTuple):
@@ -48,11 +51,16 @@ class Linear:
     Args:
         handle: Of the core that launches them.
         planner: Of the communicator.
+        silu_and_mul: Whether the weight is that of gate and up, and the result ``silu(gate) * up``.
     """
 
-    def __init__(self, handle: CoreHandle, planner: Planner) -> None:
+    def __init__(self, handle: CoreHandle, planner: Planner, silu_and_mul: bool = False) -> None:
         self._handle = handle
         self._planner = planner
+        self._silu_and_mul = silu_and_mul
+        self._name = LINEAR_SILU_AND_MUL if silu_and_mul else LINEAR
+        #: Rows of the weight for an output.
+        self._parts = 2 if silu_and_mul else 1
         self._device = handle.device
         self._current_stream = current_stream_of(handle.device)
         numbers = {name: number for number, name in enumerate(registry.data_types())}
@@ -67,7 +75,7 @@ class Linear:
     # ---- Calls --------------------------------------------------------------------------------------------------
 
     def run(self, x: _Tensor, weight: _Tensor, out: Any = None) -> Any:
-        """``Communicator.linear`` of tensors that have memory of their own, now.
+        """``Communicator.linear``, or ``linear_silu_and_mul``, of tensors that have memory of their own, now.
 
         Raises:
             UnsupportedInputError: Something does not fit.
@@ -75,12 +83,12 @@ class Linear:
             RuntimeError: The layer could not be launched. No other rank waits for it: the communicator goes on.
         """
         try:
-            prepared = self.find("linear", x, weight)
+            prepared = self.find(self._name, x, weight)
             if out is None:
                 y = out = x.new_empty(prepared.shape)
                 is_enqueued = self.enqueue(prepared, x, weight, y)
             else:
-                self.check_out("linear", prepared, x, weight, out)
+                self.check_out(self._name, prepared, x, weight, out)
                 is_aligned = out.data_ptr() % _ALIGNMENT == 0
                 y = out if is_aligned else x.new_empty(prepared.shape)
                 is_enqueued = self.enqueue(prepared, x, weight, y)
@@ -91,7 +99,7 @@ class Linear:
         except LlmCommError:
             raise
         except RuntimeError:
-            check_memory("linear", x=x, weight=weight, out=out)
+            check_memory(self._name, **{"x": x, _WEIGHTS[self._name]: weight, "out": out})
             raise
         if not is_enqueued:
             self._handle.check()
@@ -187,7 +195,8 @@ class Linear:
             and x.dim() > 0
             and x.shape[-1] == weight.shape[1]
             and _takes_features(weight.shape[1])
-            and _takes_features(weight.shape[0])
+            and weight.shape[0] % self._parts == 0
+            and _takes_features(weight.shape[0] // self._parts)
             and 1 <= x.numel() // weight.shape[1] <= _core.linear_max_tokens
         )
 
@@ -195,7 +204,8 @@ class Linear:
         key = (x.shape, weight.shape, x.dtype)
         prepared = self._prepared.get(key)
         if prepared is None:
-            outputs, inputs = weight.shape
+            rows, inputs = weight.shape
+            outputs = rows // self._parts
             tokens = x.numel() // inputs
             run = self._prepare_by_table(tokens, inputs, outputs, x.dtype)
             shape = (*x.shape[:-1], outputs)
@@ -205,17 +215,22 @@ class Linear:
 
     def _prepare_by_table(self, tokens: int, inputs: int, outputs: int, dtype: torch.dtype) -> Callable[..., bool]:
         """What the core returns, for what the tuning table says of such a layer."""
-        problem = {"tokens": tokens, "inputs": inputs, "outputs": outputs, "data_type": self._data_types[dtype]}
-        choice = self._planner.layer_choice(LINEAR, outputs, inputs, tokens)
-        core = self._handle.core()
+        prepare = partial(
+            self._handle.core().prepare_linear,
+            tokens=tokens,
+            inputs=inputs,
+            outputs=outputs,
+            data_type=self._data_types[dtype],
+            silu_and_mul=self._silu_and_mul,
+        )
         try:
-            return core.prepare_linear(**problem, choice=choice)
+            return prepare(choice=self._planner.layer_choice(self._name, outputs, inputs, tokens))
         except ValueError as error:
             # Of another device, or written by hand: the layer itself is served.
             logger.warning(
                 "llm_comm: tuning table %s: %s; goes by the kernel's own choice", self._planner.table.name, error
             )
-            return core.prepare_linear(**problem, choice=_core.LinearChoice())
+            return prepare(choice=_core.LinearChoice())
 
     # ---- What does not fit --------------------------------------------------------------------------------------
 
@@ -229,13 +244,14 @@ class Linear:
             return f"{x.dtype} is not one of {', '.join(map(str, self._data_types))}"
         if weight.dtype != x.dtype:
             return f"{weight_name} is {weight.dtype}, x is {x.dtype}"
-        if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1] or weight.shape[0] % self._parts != 0:
+            outputs = "2 * outputs" if self._silu_and_mul else "outputs"
             return (
-                f"{weight_name} has shape {tuple(weight.shape)}: it must be [outputs, inputs] with the inputs of a row "
-                f"of x, {tuple(x.shape)}"
+                f"{weight_name} has shape {tuple(weight.shape)}: it must be [{outputs}, inputs] with the inputs of a "
+                f"row of x, {tuple(x.shape)}"
             )
-        outputs, inputs = weight.shape
-        for name, features in (("inputs", inputs), ("outputs", outputs)):
+        rows, inputs = weight.shape
+        for name, features in (("inputs", inputs), ("outputs", rows // self._parts)):
             if not _takes_features(features):
                 return (
                     f"{features} {name}: it takes multiples of {_core.linear_multiple} up to "
@@ -249,7 +265,7 @@ class Linear:
 
 def _weight_of(operation: str) -> str:
     """What an operation calls the layer's weight."""
-    return "weight" if operation == "linear" else "linear_weight"
+    return _WEIGHTS.get(operation, "linear_weight")
 
 
 def _takes_features(features: int) -> bool:

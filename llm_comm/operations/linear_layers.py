@@ -26,8 +26,9 @@ class LinearLayers:
     name: str
     _operations: torch_operators.Operations
     _planner: Planner
-    # ``run`` of three of them, found with one look-up each.
+    # ``run`` of them, found with one look-up each.
     _linear: Callable[..., Any]
+    _linear_silu_and_mul: Callable[..., Any]
     _linear_all_reduce: Callable[..., Any]
     _linear_all_reduce_add_rms_norm: Callable[..., Any]
 
@@ -65,6 +66,36 @@ class LinearLayers:
             result: torch.Tensor = linear_operators.linear(x, weight, out, self.name)
         else:
             result = self._linear(x, weight, out)
+        return result
+
+    def linear_silu_and_mul(
+        self, x: torch.Tensor, gate_up_weight: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``silu(x @ gate.T) * (x @ up.T)`` for a few tokens, on this rank alone: the projection of a gated MLP.
+
+        One layer and no tensor between: bitwise silu-and-mul of the two halves of ``linear(x, gate_up_weight)``, which
+        are those of the dtype, with silu(g) = g / (1 + exp(-g)) and the product in fp32, rounded once. What ``linear``
+        promises of its bits, and its caveat about the weight, hold.
+
+        Args:
+            x: As of ``linear``.
+            gate_up_weight: [2 * outputs, inputs], the rows of gate and then those of up, as engines merge them;
+                contiguous, of the dtype of ``x``, at a multiple of 16 bytes. Inputs and outputs are multiples of 64 up
+                to 2**24.
+            out: As of ``linear``.
+
+        Returns:
+            ``out``, or a new tensor [..., outputs], of the dtype of ``x``.
+
+        Raises:
+            UnsupportedInputError: ``accepts_linear_silu_and_mul(x, gate_up_weight)`` is false, ``gate_up_weight`` is
+                not aligned, or ``out`` does not fit.
+            CommunicatorError, RuntimeError: As of ``linear``.
+        """
+        if _is_compiling() or type(x) is not _Tensor or type(gate_up_weight) not in _WEIGHTS or _is_watched():
+            result: torch.Tensor = linear_operators.linear_silu_and_mul(x, gate_up_weight, out, self.name)
+        else:
+            result = self._linear_silu_and_mul(x, gate_up_weight, out)
         return result
 
     def linear_all_reduce(
@@ -153,6 +184,10 @@ class LinearLayers:
         """Whether ``linear(x, weight)`` is served, wherever the tensors begin. Depends on the same as ``accepts``, of
         both, so all ranks that run the same program with the same kinds of tensors get the same answer."""
         return self._operations.linear.accepts(x, weight)
+
+    def accepts_linear_silu_and_mul(self, x: torch.Tensor, gate_up_weight: torch.Tensor) -> bool:
+        """The same for ``linear_silu_and_mul(x, gate_up_weight)``."""
+        return self._operations.linear_silu_and_mul.accepts(x, gate_up_weight)
 
     def accepts_linear_all_reduce(self, x: torch.Tensor, linear_weight: torch.Tensor) -> bool:
         """The same for ``linear_all_reduce(x, linear_weight)``."""

@@ -34,6 +34,11 @@ def linear(x: Any, weight: Any, out: Any, communicator: str) -> Any:
     return _call("linear", {"x": x, "weight": weight}, out, communicator)
 
 
+def linear_silu_and_mul(x: Any, weight: Any, out: Any, communicator: str) -> Any:
+    """The same for ``Communicator.linear_silu_and_mul``."""
+    return _call("linear_silu_and_mul", {"x": x, "gate_up_weight": weight}, out, communicator)
+
+
 def linear_all_reduce(x: Any, weight: Any, out: Any, communicator: str) -> Any:
     """The same for ``Communicator.linear_all_reduce``."""
     return _call("linear_all_reduce", {"x": x, "linear_weight": weight}, out, communicator)
@@ -75,6 +80,16 @@ def _linear(x: _Tensor, weight: _Tensor, communicator: str) -> _Tensor:
 def _linear_fake(x: _Tensor, weight: _Tensor, communicator: str) -> _Tensor:
     check_constant("linear", x=x, weight=weight)
     return _empty_result(x, weight)
+
+
+def _linear_silu_and_mul(x: _Tensor, gate_up_weight: _Tensor, communicator: str) -> _Tensor:
+    result: _Tensor = find(communicator).linear_silu_and_mul.run(x, gate_up_weight)
+    return result
+
+
+def _linear_silu_and_mul_fake(x: _Tensor, gate_up_weight: _Tensor, communicator: str) -> _Tensor:
+    check_constant("linear_silu_and_mul", x=x, gate_up_weight=gate_up_weight)
+    return x.new_empty((*x.shape[:-1], gate_up_weight.shape[0] // 2))
 
 
 def _linear_all_reduce(x: _Tensor, linear_weight: _Tensor, communicator: str, after: _Tensor | None = None) -> _Tensor:
@@ -135,6 +150,12 @@ def _implement_norm(quantize: str | None, operands: str, results: str) -> None:
 
 
 implement(define("linear(Tensor x, Tensor weight, str communicator) -> Tensor"), _linear, _linear_fake, in_order=False)
+implement(
+    define("linear_silu_and_mul(Tensor x, Tensor gate_up_weight, str communicator) -> Tensor"),
+    _linear_silu_and_mul,
+    _linear_silu_and_mul_fake,
+    in_order=False,
+)
 implement(
     define(f"linear_all_reduce(Tensor x, Tensor linear_weight, str communicator, {OPERAND}) -> Tensor"),
     _linear_all_reduce,

@@ -58,6 +58,7 @@ class Operations:
     all_gather: AllGather
     reduce_scatter: ReduceScatter
     linear: Linear
+    linear_silu_and_mul: Linear
     linear_all_reduce: LinearAllReduce
     linear_all_reduce_add_rms_norm: LinearAllReduceAddRmsNorm
 

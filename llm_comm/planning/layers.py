@@ -12,7 +12,8 @@ from llm_comm.quoting import quoted
 
 #: By the name of the communicator's method.
 LINEAR = "linear"
-OPERATIONS = (LINEAR,)
+LINEAR_SILU_AND_MUL = "linear_silu_and_mul"
+OPERATIONS = (LINEAR, LINEAR_SILU_AND_MUL)
 #: What the tunables of a row may be, and the multiple that they are of (csrc/algorithms/linear/layer.h). Whether a
 #: device has room for all of them together, the core says when a layer is prepared.
 _TUNABLES = {"block_outputs": (64, 8), "stages": (16, 1), "stage_boxes": (8, 1)}

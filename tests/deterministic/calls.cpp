@@ -57,8 +57,11 @@ const std::vector<NamedSubject>& subjects() {
     for (uint32_t form = 0; form < std::size(forms); ++form) {
       found.push_back({forms[form], {0, static_cast<Form>(form), DataType::kBFloat16, Quantization::kNone}});
     }
-    for (const DataType type : {DataType::kBFloat16, DataType::kFloat16}) {
-      found.push_back({"linear", {0, std::nullopt, type, Quantization::kNone, true}});
+    for (const LinearEpilogue epilogue : {LinearEpilogue::kNone, LinearEpilogue::kSiluAndMul}) {
+      const char* const name = epilogue == LinearEpilogue::kNone ? "linear" : "linear_silu_and_mul";
+      for (const DataType type : {DataType::kBFloat16, DataType::kFloat16}) {
+        found.push_back({name, {0, std::nullopt, type, Quantization::kNone, true, epilogue}});
+      }
     }
     return found;
   }();
@@ -80,9 +83,9 @@ std::unique_ptr<Call> draw_call(const Subject& subject, bool alone, uint32_t ind
     return draw_call_of({algorithm, std::nullopt, type, Quantization::kNone}, ranks, random, before);
   }
   if (subject.is_linear && subject.type == DataType::kFloat16) {
-    return std::make_unique<LinearCall<DataType::kFloat16>>(random);
+    return std::make_unique<LinearCall<DataType::kFloat16>>(subject.epilogue, random);
   }
-  if (subject.is_linear) return std::make_unique<LinearCall<DataType::kBFloat16>>(random);
+  if (subject.is_linear) return std::make_unique<LinearCall<DataType::kBFloat16>>(subject.epilogue, random);
   if (subject.form) return std::make_unique<MessageCall>(*subject.form, index, ranks, random);
   return draw_call_of(subject, ranks, random, before);
 }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "algorithms/all_reduce_add_rms_norm/operation.cuh"
+#include "algorithms/linear/problem.h"
 #include "emulator/deterministic/random.h"
 #include "world.h"
 
@@ -37,10 +38,11 @@ struct Subject {
   DataType type;
   Quantization quantization;  // of a fused operation
   bool is_linear = false;     // a linear layer, of `type`
+  LinearEpilogue epilogue = LinearEpilogue::kNone;
 };
 
 struct NamedSubject {
-  std::string name;  // "all_reduce/one_shot", "all_reduce_add_rms_norm/one_shot+static", "put" or "linear"
+  std::string name;  // "all_reduce/one_shot", "all_reduce_add_rms_norm/one_shot+static", "put" or "linear_silu_and_mul"
   Subject subject;
 };
 

@@ -1,10 +1,12 @@
 // A linear layer behind a grid that brings its x late, and reads what its output held before.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "algorithms/linear/epilogue.cuh"
 #include "calls.h"
 #include "llm_comm/matrix_view.h"
 #include "llm_comm/reduce.cuh"
@@ -37,12 +39,14 @@ LLM_COMM_KERNEL(32) bring(LLM_COMM_KERNEL_PARAM BringArgs args) {
 template <DataType D>
 class LinearCall final : public Call {
  public:
-  explicit LinearCall(Random& random)
-      : problem_{random.pick({1u, 3u, 8u, 9u}), kBoxColumns * random.between(1, 5), 64 * random.between(1, 2), D},
-        choice_{random.pick({8u, 24u, 64u}), random.between(2, 4), random.between(1, 3)},
+  LinearCall(LinearEpilogue epilogue, Random& random)
+      : problem_{random.pick({1u, 3u, 8u, 9u}), kBoxColumns * random.between(1, 5), 64 * random.between(1, 2), D,
+                 epilogue},
+        choice_{std::min(weight_parts(epilogue) * random.pick({8u, 24u, 64u}), 64u), random.between(2, 4),
+                random.between(1, 3)},
         threads_(random.between(1, 4)) {
     fill(source_, problem_.tokens * problem_.inputs, random);
-    fill(weight_, problem_.outputs * problem_.inputs, random);
+    fill(weight_, weight_parts(epilogue) * problem_.outputs * problem_.inputs, random);
     const Line untouched = touchless();
     x_.resize(source_.size(), untouched);
     out_.resize(problem_.tokens * problem_.outputs / kElements, untouched);
@@ -74,8 +78,10 @@ class LinearCall final : public Call {
   uint64_t operations() const override { return 0; }
 
   std::string name() const override {
-    return "linear layer of " + std::to_string(problem_.tokens) + " tokens, " + std::to_string(problem_.inputs) +
-           " inputs, " + std::to_string(problem_.outputs) + " outputs " + data_type_name(D) + " (block_outputs " +
+    const bool is_plain = problem_.epilogue == LinearEpilogue::kNone;
+    return "linear layer" + std::string(is_plain ? "" : " with silu-and-mul") + " of " +
+           std::to_string(problem_.tokens) + " tokens, " + std::to_string(problem_.inputs) + " inputs, " +
+           std::to_string(problem_.outputs) + " outputs " + data_type_name(D) + " (block_outputs " +
            std::to_string(choice_.block_outputs) + ", stages " + std::to_string(choice_.stages) + ", stage_boxes " +
            std::to_string(choice_.stage_boxes) + ")";
   }
@@ -106,19 +112,26 @@ class LinearCall final : public Call {
     }
   }
 
-  // The boxes of even number in their order, those of odd number in theirs, and then the sum of the two.
   void expect() {
     for (uint32_t token = 0; token < problem_.tokens; ++token) {
       for (uint32_t output = 0; output < problem_.outputs; ++output) {
-        float sums[2] = {};
-        for (uint32_t k = 0; k < problem_.inputs; ++k) {
-          float& sum = sums[k / kBoxColumns % 2];
-          sum = multiply_add(E::value(element(weight_, size_t{output} * problem_.inputs + k)),
-                             E::value(element(source_, size_t{token} * problem_.inputs + k)), sum);
-        }
-        expected_.push_back(E::round(sums[0] + sums[1]));
+        const uint16_t first = product(token, output);
+        expected_.push_back(problem_.epilogue == LinearEpilogue::kNone
+                                ? first
+                                : silu_and_mul<D>(first, product(token, problem_.outputs + output)));
       }
     }
+  }
+
+  // The boxes of even number in their order, those of odd number in theirs, and then the sum of the two.
+  uint16_t product(uint32_t token, uint32_t row) const {
+    float sums[2] = {};
+    for (uint32_t k = 0; k < problem_.inputs; ++k) {
+      float& sum = sums[k / kBoxColumns % 2];
+      sum = multiply_add(E::value(element(weight_, size_t{row} * problem_.inputs + k)),
+                         E::value(element(source_, size_t{token} * problem_.inputs + k)), sum);
+    }
+    return E::round(sums[0] + sums[1]);
   }
 
   LinearProblem problem_;

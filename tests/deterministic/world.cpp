@@ -89,7 +89,7 @@ class StreamLauncher {
   uint32_t sm_count() const { return 2; }
   uint32_t max_shared_bytes() const { return 227 * 1024; }
   void permit_shared_bytes(Function<LinearArgs>) const {}
-  void map_matrix(MatrixView&, uint32_t, uint32_t, BoxUse) const {}
+  void map_matrix(MatrixView&, uint32_t, uint32_t, uint32_t, BoxUse) const {}
   template <class Args>
   bool has_room_for_cluster(Function<Args>, const Grid&) const {
     return true;

@@ -1,11 +1,12 @@
-"""Random test: linear layers, alone and with what comes behind them, every result compared bit by bit.
+"""Random test: linear layers, plain, with silu-and-mul and with what comes behind them, each result compared by bits.
 
     torchrun --standalone --nproc-per-node 8 tests/gpu/random_linear.py
 
 A case is a layer's x and weight on each rank, drawn from a seed, and one call: eager, or captured in a CUDA graph that
 is replayed with other inputs. All ranks draw all ranks' inputs. The layer's result is compared with float64, and a row
 of it with that row alone, which must have the same bits. What comes behind the layer must be bitwise what the ranks'
-results sum to in rank order, and what the fused operation makes of those: ``random_cases.py`` tests both.
+results sum to in rank order, and what the fused operation makes of those: ``random_cases.py`` tests both. Silu-and-mul
+must be within one rounding of float64 for what the plain layer returns, and have the same bits in each call.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from llm_comm import Communicator, Config
 
 SETTLE_EVERY = 50
 MOST_FAILURES = 10
-KINDS = ("linear", "linear_all_reduce", "linear_all_reduce_add_rms_norm")
+ALONE = ("linear", "linear_silu_and_mul")
+KINDS = (*ALONE, "linear_all_reduce", "linear_all_reduce_add_rms_norm")
 EPSILON = 1e-5
 
 
@@ -43,6 +45,11 @@ class Case:
     has_out: bool
     replays: int  # 0: eager
 
+    @property
+    def rows(self) -> int:
+        """Of the weight."""
+        return self.outputs * (2 if self.kind == "linear_silu_and_mul" else 1)
+
     def __str__(self) -> str:
         return (
             f"{self.kind} of {self.tokens} tokens, {self.inputs} inputs, {self.outputs} outputs, {self.dtype}, scale "
@@ -53,7 +60,7 @@ class Case:
 
 def draw_case(number: int, options: argparse.Namespace, world: int) -> Case:
     rng = random.Random(f"{options.seed}/{number}")
-    kinds = KINDS if world > 1 else KINDS[:1]
+    kinds = KINDS if world > 1 else ALONE
     most = options.max_features // 64
 
     def features() -> int:
@@ -88,7 +95,7 @@ class Runner:
         device = self._ranks.device
         x = Guarded(case.tokens * case.inputs, case.dtype, case.offset, device)
         shaped = x.data.view(case.tokens, case.inputs)
-        weight = torch.empty(case.outputs, case.inputs, dtype=case.dtype, device=device)
+        weight = torch.empty(case.rows, case.inputs, dtype=case.dtype, device=device)
         residual = torch.empty(case.tokens, case.outputs, dtype=case.dtype, device=device)
         norm_weight = torch.empty(case.outputs, dtype=case.dtype, device=device)
         scale = torch.full((1,), 0.01, device=device) if case.quantize == "static" else None
@@ -98,6 +105,8 @@ class Runner:
         def call() -> tuple[torch.Tensor, ...]:
             if case.kind == "linear":
                 return (self._communicator.linear(shaped, weight, target),)
+            if case.kind == "linear_silu_and_mul":
+                return (self._communicator.linear_silu_and_mul(shaped, weight, target),)
             if case.kind == "linear_all_reduce":
                 return (self._communicator.linear_all_reduce(shaped, weight, target),)
             return self._communicator.linear_all_reduce_add_rms_norm(
@@ -135,7 +144,7 @@ class Runner:
 
     def _operands(self, case: Case, replay: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         x = self._draw(case, replay, f"x{rank}", (case.tokens, case.inputs))
-        weight = self._draw(case, replay, f"w{rank}", (case.outputs, case.inputs))
+        weight = self._draw(case, replay, f"w{rank}", (case.rows, case.inputs))
         return x, (weight.float() * case.scale).to(case.dtype)
 
     def _verify(
@@ -159,6 +168,11 @@ class Runner:
         beyond = differs(alone[0], layers[rank][row]).sum() + _beyond_bound(layers[rank], *operands[rank]).sum()
         if case.kind == "linear":
             expected: tuple[torch.Tensor, ...] = (layers[rank],)
+        elif case.kind == "linear_silu_and_mul":
+            expected = (self._communicator.linear_silu_and_mul(*operands[rank]),)
+            alone = self._communicator.linear_silu_and_mul(operands[rank][0][row : row + 1], operands[rank][1])
+            beyond = beyond + differs(alone[0], expected[0][row]).sum()
+            beyond = beyond + _beyond_silu_and_mul(expected[0], layers[rank]).sum()
         elif case.kind == "linear_all_reduce":
             rows = torch.stack([layer.flatten() for layer in layers])
             expected = (rank_order_sum(rows).view(case.tokens, case.outputs),)
@@ -174,7 +188,7 @@ class Runner:
         changed = (bits(x.data) != bits(operands[rank][0].flatten())).sum()
         damage = x.damage() + (0 if out is None else out.damage())
         digest = (_as_bytes(results[-1]).to(torch.int64) * self._weights[: results[-1].nbytes]).sum()
-        if case.kind == "linear":
+        if case.kind in ALONE:
             digest = digest * 0  # each rank's is its own
         self.verdicts.add(Where(case.number, f"replay {replay}", case, ""), [wrong, beyond, damage, changed], digest)
 
@@ -192,6 +206,18 @@ def _beyond_bound(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> t
     bound = magnitude * (x.shape[1] * 2.0**-24 + 2.0**-21) + total.abs() * (info.eps / 2) + info.tiny * info.eps
     overflows = total.abs() + bound >= info.max
     return ~overflows & ~((got.double() - total).abs() <= bound)
+
+
+def _beyond_silu_and_mul(got: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
+    """By element: further from float64 than fp32 arithmetic on these products and one rounding can bring it. exp is off
+    by up to two units in the last place, and beyond fp32 where silu is less than 1e-36."""
+    gate, up = products.double().chunk(2, dim=-1)
+    exact = torch.nn.functional.silu(gate) * up
+    info = torch.finfo(got.dtype)
+    bound = 1.01 * exact.abs() * (info.eps / 2 + 6 * 2.0**-24) + info.tiny * info.eps + 1e-36 * up.abs()
+    overflows = exact.abs() + bound >= info.max
+    is_known = gate.isfinite() & up.isfinite() & ~overflows
+    return is_known & ~((got.double() - exact).abs() <= bound)
 
 
 def main() -> int:

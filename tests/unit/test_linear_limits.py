@@ -30,9 +30,9 @@ def make_core() -> _core.Core:
     return core
 
 
-def layers_of(core: Any) -> Linear:
+def layers_of(core: Any, silu_and_mul: bool = False) -> Linear:
     planner = Planner(1, TuningTable("test table", {}, 0), Config.load({}), mock.Mock())
-    return Linear(mock.Mock(device=CPU, core=mock.Mock(return_value=core)), planner)
+    return Linear(mock.Mock(device=CPU, core=mock.Mock(return_value=core)), planner, silu_and_mul)
 
 
 def without_memory(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -44,30 +44,57 @@ def without_memory(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("tokens", [0, 1, MOST, MOST + 1])
 @pytest.mark.parametrize("inputs", [STEP // 2, STEP, 3 * STEP // 2, LARGEST, LARGEST + STEP])
 @pytest.mark.parametrize("outputs", [0, STEP, LARGEST - STEP // 2, LARGEST, LARGEST + STEP])
-def test_the_core_takes_what_is_accepted(data_type: str, tokens: int, inputs: int, outputs: int) -> None:
+@pytest.mark.parametrize("silu_and_mul", [False, True])
+def test_the_core_takes_what_is_accepted(
+    data_type: str, tokens: int, inputs: int, outputs: int, silu_and_mul: bool
+) -> None:
     core = make_core()
-    layers = layers_of(core)
+    layers = layers_of(core, silu_and_mul)
+    rows = 2 * outputs if silu_and_mul else outputs
     layers._device = torch.device("meta")
     dtype = TORCH_TYPES.get(data_type)
     accepted = dtype is not None
     if dtype is not None:
-        x, weight = without_memory(tokens, inputs, dtype=dtype), without_memory(outputs, inputs, dtype=dtype)
+        x, weight = without_memory(tokens, inputs, dtype=dtype), without_memory(rows, inputs, dtype=dtype)
         accepted = layers.accepts(x, weight)
         assert layers._accepts_traced(x, weight) == accepted
-    problem = {"tokens": tokens, "inputs": inputs, "outputs": outputs}
     number = list(registry.data_types()).index(data_type)
     try:
-        core.prepare_linear(**problem, data_type=number, choice=_core.LinearChoice())
+        core.prepare_linear(
+            tokens=tokens,
+            inputs=inputs,
+            outputs=outputs,
+            data_type=number,
+            silu_and_mul=silu_and_mul,
+            choice=_core.LinearChoice(),
+        )
     except ValueError:
         assert not accepted
     else:
         assert accepted
 
 
-def test_the_core_is_told_the_layer() -> None:
+@pytest.mark.parametrize(("silu_and_mul", "multiple"), [(False, 8), (True, 16)])
+def test_choices_of_a_block(silu_and_mul: bool, multiple: int) -> None:
+    """As many rows of gate as of up, and results in lines of eight."""
+    core = make_core()
+    layer = {"tokens": 4, "inputs": 256, "outputs": 192, "data_type": list(registry.data_types()).index("bf16")}
+    for block in range(1, 81):
+        choice = _core.LinearChoice(block_outputs=block)
+        if block <= 64 and block % multiple == 0:
+            core.prepare_linear(**layer, silu_and_mul=silu_and_mul, choice=choice)
+            continue
+        why = f"it must be a multiple of {multiple}" if block <= 64 else "it must be 1 to 64"
+        with pytest.raises(ValueError, match=f"^block_outputs is {block}; {why}$"):
+            core.prepare_linear(**layer, silu_and_mul=silu_and_mul, choice=choice)
+
+
+@pytest.mark.parametrize("silu_and_mul", [False, True])
+def test_the_core_is_told_the_layer(silu_and_mul: bool) -> None:
     core = mock.Mock()
-    layers = layers_of(core)
-    x, weight = torch.empty(2, 5, 192, dtype=torch.float16), torch.empty(128, 192, dtype=torch.float16)
+    layers = layers_of(core, silu_and_mul)
+    rows = 256 if silu_and_mul else 128
+    x, weight = torch.empty(2, 5, 192, dtype=torch.float16), torch.empty(rows, 192, dtype=torch.float16)
     prepared = layers.find("linear", x, weight)
     (call,) = core.prepare_linear.mock_calls
     (choice,) = [call.kwargs.pop("choice")]
@@ -76,6 +103,7 @@ def test_the_core_is_told_the_layer() -> None:
         "inputs": 192,
         "outputs": 128,
         "data_type": list(registry.data_types()).index("fp16"),
+        "silu_and_mul": silu_and_mul,
     }
     assert (choice.block_outputs, choice.stages, choice.stage_boxes) == (0, 0, 0), "the core chooses"
     assert (prepared.shape, prepared.elements) == ((2, 5, 128), 1280)

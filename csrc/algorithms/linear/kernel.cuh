@@ -5,6 +5,9 @@
 // depends on the columns alone: a token's result is bitwise the same beside any others, whatever the grid, the ring, and the outputs of
 // a block are.
 //
+// Where the weight has two parts (LinearEpilogue), a block multiplies rows of both, in one box: those of the first part and, behind
+// them, as many of the second, which belong to the same outputs.
+//
 // The weight depends on no grid before this one, so as much of it as the ring holds is fetched before grid_dependency_wait(). That is
 // what makes the layer fast behind kernels that let it begin early (docs/experiments/linear.md).
 //
@@ -16,9 +19,9 @@
 // the place of the stages at the end.
 #pragma once
 
+#include "algorithms/linear/epilogue.cuh"
 #include "algorithms/linear/kernels.h"
 #include "algorithms/linear/layer.h"
-#include "llm_comm/reduce.cuh"
 #include "llm_comm/tiles.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
@@ -53,14 +56,14 @@ struct LinearMemory {
 };
 
 // One warp's part of a block.
-template <uint32_t Tokens>
+template <uint32_t Tokens, uint32_t WeightParts>
 class LinearFetch {
  public:
   LLM_COMM_DEVICE LinearFetch(const LinearArgs& args, const LinearMemory& memory)
       : args_(args),
         memory_(memory),
         boxes_(args.x.columns / kBoxColumns),
-        first_output_(block_index() * args.block_outputs),
+        first_output_(block_index() * (args.block_outputs / WeightParts)),
         x_offset_(args.stage_boxes * args.block_outputs * kBoxRowBytes) {}
 
   // Before anybody else uses the barriers.
@@ -94,13 +97,13 @@ class LinearFetch {
   LLM_COMM_DEVICE void fetch_weights(const StageCursor& at) const {
     const SharedPlace full = memory_.full(at.stage);
     fetch_begin(full, args_.stage_bytes);
-    fetch_boxes(memory_.stage_at(at.offset), args_.weight, first_output_, at.first, args_.block_outputs,
-                args_.stage_boxes, full, BoxUse::kOnce);
+    fetch_boxes<WeightParts>(memory_.stage_at(at.offset), args_.weight, first_output_, at.first, args_.block_outputs,
+                             args_.stage_boxes, full, BoxUse::kOnce);
   }
   LLM_COMM_DEVICE void fetch_tokens(const StageCursor& at) const {
     const SharedPlace full = memory_.full(at.stage);
-    fetch_boxes(memory_.stage_at(at.offset) + x_offset_, args_.x, 0, at.first, Tokens, args_.stage_boxes, full,
-                BoxUse::kShared);
+    fetch_boxes<1>(memory_.stage_at(at.offset) + x_offset_, args_.x, 0, at.first, Tokens, args_.stage_boxes, full,
+                   BoxUse::kShared);
     fetch_end(full);
   }
 
@@ -142,13 +145,14 @@ LLM_COMM_DEVICE void multiply_for_linear(const LinearArgs& args, const LinearMem
   multiply_wait<0>(sums);
 }
 
-template <DataType D, uint32_t Tokens>
+template <DataType D, LinearEpilogue E, uint32_t Tokens>
 LLM_COMM_KERNEL(linear::kThreads)
 linear_layer(LLM_COMM_KERNEL_PARAM LinearArgs args) {
   const LinearMemory memory{tile_memory()};
   const uint32_t team = same_in_warp(thread_index() / kTeamThreads);
   const bool fetches = team == linear::kTeams;
-  const LinearFetch<Tokens> fetch(args, memory);
+  constexpr uint32_t kParts = kWeightParts<E>;
+  const LinearFetch<Tokens, kParts> fetch(args, memory);
   if (fetches) fetch.begin();
   block_sync();
   float sums[Tokens / 2] = {};
@@ -172,8 +176,9 @@ linear_layer(LLM_COMM_KERNEL_PARAM LinearArgs args) {
   }
   block_sync();
   // Who reads what was there before has ended: of x, which has been multiplied, all has been fetched behind the wait for it.
-  const uint32_t lines = args.block_outputs / linear::kLineElements;
-  const uint32_t first = block_index() * args.block_outputs;
+  const uint32_t outputs = args.block_outputs / kParts;
+  const uint32_t lines = outputs / linear::kLineElements;
+  const uint32_t first = block_index() * outputs;
   LLM_COMM_UNROLL(1)
   for (uint32_t i = thread_index(); i < args.x.rows * lines; i += block_threads()) {
     const uint32_t token = i / lines;
@@ -184,23 +189,28 @@ linear_layer(LLM_COMM_KERNEL_PARAM LinearArgs args) {
     Line line{};
     LLM_COMM_UNROLL(8)
     for (uint32_t j = 0; j < linear::kLineElements; ++j) {
-      line.word[j / 2] |= static_cast<uint32_t>(Element<D>::round(of_even[j] + of_odd[j])) << 16 * (j % 2);
+      uint16_t bits = Element<D>::round(of_even[j] + of_odd[j]);
+      if constexpr (E == LinearEpilogue::kSiluAndMul) {
+        const uint32_t up = outputs + j;
+        bits = silu_and_mul<D>(bits, Element<D>::round(of_even[up] + of_odd[up]));
+      }
+      line.word[j / 2] |= static_cast<uint32_t>(bits) << 16 * (j % 2);
     }
     store_line(static_cast<uint16_t*>(args.out) + uint64_t{token} * args.weight.rows + first + output, line);
   }
 }
 
-template <DataType D>
-LinearKernel LinearKernels<D>::find(uint32_t token_rows) {
+template <DataType D, LinearEpilogue E>
+LinearKernel LinearKernels<D, E>::find(uint32_t token_rows) {
   switch (token_rows) {
     case 8:
-      return &linear_layer<D, 8>;
+      return &linear_layer<D, E, 8>;
     case 16:
-      return &linear_layer<D, 16>;
+      return &linear_layer<D, E, 16>;
     case 32:
-      return &linear_layer<D, 32>;
+      return &linear_layer<D, E, 32>;
     case 64:
-      return &linear_layer<D, 64>;
+      return &linear_layer<D, E, 64>;
     default:
       return nullptr;
   }

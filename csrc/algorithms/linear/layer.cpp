@@ -18,6 +18,11 @@ namespace {
 constexpr uint32_t kShortStream = 226 * 1024;
 constexpr uint32_t kStagesOfShort = 6;
 
+uint32_t weight_rows(const LinearProblem& problem) { return weight_parts(problem.epilogue) * problem.outputs; }
+
+// Results are stored in lines, and a line needs as many rows of each part.
+uint32_t rows_of_line(const LinearProblem& problem) { return weight_parts(problem.epilogue) * kLineElements; }
+
 uint32_t boxes_of_row(const LinearProblem& problem) { return problem.inputs / kBoxColumns; }
 
 uint32_t shared_bytes(const LinearProblem& problem, const LinearChoice& choice) {
@@ -43,8 +48,8 @@ void check_range(const char* name, uint32_t value, uint32_t most) {
 
 // One block for each multiprocessor, as far as that goes.
 uint32_t balanced_outputs(const LinearProblem& problem, uint32_t sm_count) {
-  const uint32_t share = divide_up(problem.outputs, std::max(sm_count, 1u));
-  return std::min(divide_up(share, kLineElements) * kLineElements, kMaxBlockOutputs);
+  const uint32_t share = divide_up(weight_rows(problem), std::max(sm_count, 1u));
+  return std::min(divide_up(share, rows_of_line(problem)) * rows_of_line(problem), kMaxBlockOutputs);
 }
 
 }  // namespace
@@ -73,9 +78,9 @@ LinearChoice complete(const LinearProblem& problem, const LinearChoice& choice, 
   LinearChoice all = choice;
   if (all.block_outputs == 0) all.block_outputs = balanced_outputs(problem, sm_count);
   check_range("block_outputs", all.block_outputs, kMaxBlockOutputs);
-  if (all.block_outputs % kLineElements != 0) {
+  if (all.block_outputs % rows_of_line(problem) != 0) {
     throw std::invalid_argument("block_outputs is " + std::to_string(all.block_outputs) +
-                                "; it must be a multiple of 8");
+                                "; it must be a multiple of " + std::to_string(rows_of_line(problem)));
   }
   const uint32_t boxes = boxes_of_row(problem);
   if (all.stage_boxes == 0) all.stage_boxes = std::min(boxes, 2u);
@@ -108,7 +113,7 @@ LinearChoice complete(const LinearProblem& problem, const LinearChoice& choice, 
 }
 
 Grid grid(const LinearProblem& problem, const LinearChoice& choice) {
-  return {divide_up(problem.outputs, choice.block_outputs), kThreads, shared_bytes(problem, choice)};
+  return {divide_up(weight_rows(problem), choice.block_outputs), kThreads, shared_bytes(problem, choice)};
 }
 
 }  // namespace llm_comm::linear

@@ -1,4 +1,5 @@
-// A linear layer of a few tokens: y = x W^T, as torch.nn.functional.linear without a bias. No rank takes part but this one.
+// A linear layer of a few tokens: y = x W^T, as torch.nn.functional.linear without a bias, or what an epilogue makes of it. No rank
+// takes part but this one.
 #pragma once
 
 #include <cstdint>
@@ -7,16 +8,26 @@
 
 namespace llm_comm {
 
+// What becomes of the products.
+enum class LinearEpilogue : uint32_t {
+  kNone,        // y = x W^T
+  kSiluAndMul,  // y = silu(x G^T) * (x U^T): the weight is the rows of G and then those of U
+};
+
+// Matrices of `outputs` rows that the weight consists of, one behind the other.
+constexpr uint32_t weight_parts(LinearEpilogue epilogue) { return epilogue == LinearEpilogue::kSiluAndMul ? 2 : 1; }
+
 struct LinearProblem {
   uint32_t tokens;   // rows of x and y
   uint32_t inputs;   // columns of x and of the weight
-  uint32_t outputs;  // rows of the weight, columns of y
+  uint32_t outputs;  // columns of y, rows of each part of the weight
   DataType type;     // of all three
+  LinearEpilogue epilogue = LinearEpilogue::kNone;
 };
 
 // 0: as the layer finds best.
 struct LinearChoice {
-  uint32_t block_outputs = 0;  // that a block computes
+  uint32_t block_outputs = 0;  // rows of the weight that a block multiplies, as many of each part
   uint32_t stages = 0;         // of the ring of boxes in shared memory
   uint32_t stage_boxes = 0;    // boxes of the weight in a stage, and as many of x
 };

@@ -82,8 +82,8 @@ class CudaLauncher {
   }
 
   // Kernels for less than sm_90 go by the address.
-  void map_matrix(MatrixView& matrix, uint32_t box_rows, uint32_t boxes, BoxUse use) const {
-    if (has_tensor_maps_) encode_tensor_map(matrix, box_rows, boxes, use);
+  void map_matrix(MatrixView& matrix, uint32_t parts, uint32_t box_rows, uint32_t boxes, BoxUse use) const {
+    if (has_tensor_maps_) encode_tensor_map(matrix, parts, box_rows, boxes, use);
   }
 
   // Whether the device has room for a cluster of the grid. The size alone does not tell: clusters of more than 8 blocks
@@ -256,8 +256,10 @@ int load_kernels(uint32_t world_size) {
     check(cudaFuncGetAttributes(&attributes, kernel), "this build of llm_comm has no kernels for the GPU");
   };
   for (const DataType type : {DataType::kBFloat16, DataType::kFloat16}) {
-    for (const uint32_t tokens : {8u, 16u, 32u, 64u}) {
-      load(reinterpret_cast<const void*>(find_linear_kernel(type, tokens)));
+    for (const LinearEpilogue epilogue : {LinearEpilogue::kNone, LinearEpilogue::kSiluAndMul}) {
+      for (const uint32_t tokens : {8u, 16u, 32u, 64u}) {
+        load(reinterpret_cast<const void*>(find_linear_kernel(type, epilogue, tokens)));
+      }
     }
   }
   load(reinterpret_cast<const void*>(&cuda::p2p_test));

@@ -6,20 +6,26 @@
 
 namespace llm_comm::host {
 
-// Three dimensions, of which boxes are the outermost: one fetch takes several boxes, each of which lies row by row.
-void encode_tensor_map(MatrixView& matrix, uint32_t box_rows, uint32_t boxes, BoxUse use) {
+// Columns of a box, rows of a part, parts where there are several, and boxes, which are the outermost: one fetch takes several boxes,
+// each of which lies row by row. Rows beyond those of a part are none of the next one: they come as zeros.
+void encode_tensor_map(MatrixView& matrix, uint32_t parts, uint32_t box_rows, uint32_t boxes, BoxUse use) {
   constexpr uint64_t kElementBytes = 2;
   static_assert(kBoxColumns * kElementBytes == kBoxRowBytes);
-  const cuuint64_t sizes[] = {kBoxColumns, matrix.rows, matrix.columns / kBoxColumns};
-  const cuuint64_t strides[] = {matrix.columns * kElementBytes, kBoxRowBytes};  // of all dimensions but the first
-  const cuuint32_t box[] = {kBoxColumns, box_rows, boxes};
-  const cuuint32_t steps[] = {1, 1, 1};
+  const uint32_t outermost = parts == 1 ? 2 : 3;
+  const uint64_t row_bytes = matrix.columns * kElementBytes;
+  cuuint64_t sizes[] = {kBoxColumns, matrix.rows, parts, 0};
+  cuuint64_t strides[] = {row_bytes, matrix.rows * row_bytes, 0};  // of all dimensions but the first
+  cuuint32_t box[] = {kBoxColumns, box_rows / parts, parts, 0};
+  sizes[outermost] = matrix.columns / kBoxColumns;
+  strides[outermost - 1] = kBoxRowBytes;
+  box[outermost] = boxes;
+  const cuuint32_t steps[] = {1, 1, 1, 1};
   CUtensorMap map;
   static_assert(sizeof(map) == sizeof(matrix.map));
   // Elements are moved, so bf16 stands for fp16 as well.
   check(Driver::get().tensor_map_encode_tiled(
-            &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(matrix.data), sizes, strides, box, steps,
-            CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+            &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, outermost + 1, const_cast<void*>(matrix.data), sizes, strides, box,
+            steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
             use == BoxUse::kOnce ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
         "cuTensorMapEncodeTiled");

@@ -11,12 +11,13 @@ inline constexpr uint32_t kBoxAlignment = 1024;
 inline constexpr uint32_t kMaxBoxRows = 64;
 inline constexpr uint32_t kTeamThreads = 128;  // that multiply together
 
-// A matrix of 2-byte elements with contiguous rows, part of a kernel's parameters. `map` is what the copy engine of a
-// multiprocessor (TMA) reads, where there is one: it says all the rest as well, and how many boxes of how many rows one fetch takes.
+// A matrix of 2-byte elements with contiguous rows, part of a kernel's parameters; or several of as many rows each, one behind the
+// other: its parts. `map` is what the copy engine of a multiprocessor (TMA) reads, where there is one: it says all the rest as well, and
+// how many boxes of how many rows one fetch takes.
 struct alignas(64) MatrixView {
   unsigned char map[128];
   const void* data;  // 16-byte aligned
-  uint32_t rows;
+  uint32_t rows;     // of a part
   uint32_t columns;  // a multiple of 8
 };
 

@@ -42,7 +42,8 @@
 // Conversions        bf16 and fp16 bits <-> float, round to nearest even, NaN always becomes 0x7FFF;
 //                    convert_to_e4m3(x, bits): as float_to_e4m3 of fp8.cuh; false where the target cannot
 // Addresses          opaque(p): p, which the compiler takes as it is, not as the sum that it is
-// Arithmetic         multiply_add(a, b, c): a * b + c, rounded once; reciprocal_sqrt; larger(a, b): NaN if both are
+// Arithmetic         multiply_add(a, b, c): a * b + c, rounded once; reciprocal_sqrt; larger(a, b): NaN if both are;
+//                    exponential(x): e^x, off by up to two units in the last place
 #pragma once
 
 #if defined(LLM_COMM_EMULATOR)

@@ -375,6 +375,7 @@ LLM_COMM_DEVICE uint16_t float_to_bf16(float value) {
 
 LLM_COMM_DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 LLM_COMM_DEVICE float reciprocal_sqrt(float value) { return rsqrtf(value); }
+LLM_COMM_DEVICE float exponential(float value) { return expf(value); }
 LLM_COMM_DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 
 LLM_COMM_DEVICE bool convert_to_e4m3(float value, uint8_t& bits) {

@@ -89,6 +89,7 @@ LLM_COMM_DEVICE void fetch_begin(SharedPlace full, uint32_t bytes) {
 #endif
 }
 
+template <uint32_t Parts>
 LLM_COMM_DEVICE void fetch_boxes(SharedPlace to, const MatrixView& matrix, uint32_t row, uint32_t box, uint32_t rows,
                                  uint32_t boxes, SharedPlace full, BoxUse use) {
 #if LLM_COMM_HAS_TMA
@@ -96,11 +97,20 @@ LLM_COMM_DEVICE void fetch_boxes(SharedPlace to, const MatrixView& matrix, uint3
   constexpr uint64_t kEvictFirst = 0x12F0000000000000;
   constexpr uint64_t kEvictNormal = 0x1000000000000000;
   if (thread_index() % kWarpThreads != 0) return;
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],"
-      " [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
-      "l"(&matrix), "r"(0), "r"(row), "r"(box), "r"(full), "l"(use == BoxUse::kOnce ? kEvictFirst : kEvictNormal)
-      : "memory");
+  if constexpr (Parts == 1) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],"
+        " [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+        "l"(&matrix), "r"(0), "r"(row), "r"(box), "r"(full), "l"(use == BoxUse::kOnce ? kEvictFirst : kEvictNormal)
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],"
+        " [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
+        "l"(&matrix), "r"(0), "r"(row), "r"(0), "r"(box), "r"(full),
+        "l"(use == BoxUse::kOnce ? kEvictFirst : kEvictNormal)
+        : "memory");
+  }
 #else
   constexpr uint32_t kPieces = kBoxRowBytes / sizeof(Line);
   constexpr uint32_t kPieceColumns = kBoxColumns / kPieces;
@@ -109,9 +119,15 @@ LLM_COMM_DEVICE void fetch_boxes(SharedPlace to, const MatrixView& matrix, uint3
     const uint32_t r = row_of_boxes % rows;
     const uint32_t piece = i % kPieces;
     const uint32_t column = (box + row_of_boxes / rows) * kBoxColumns + piece * kPieceColumns;
-    const bool is_there = row + r < matrix.rows && column < matrix.columns;
+    uint32_t row_of_part = row + r;
+    uint64_t row_of_all = row_of_part;
+    if constexpr (Parts > 1) {
+      row_of_part = row + r % (rows / Parts);
+      row_of_all = uint64_t{r / (rows / Parts)} * matrix.rows + row_of_part;
+    }
+    const bool is_there = row_of_part < matrix.rows && column < matrix.columns;
     const auto* const from =
-        static_cast<const uint16_t*>(matrix.data) + (is_there ? uint64_t{row + r} * matrix.columns + column : 0);
+        static_cast<const uint16_t*>(matrix.data) + (is_there ? row_of_all * matrix.columns + column : 0);
     const uint32_t place = to + row_of_boxes * kBoxRowBytes + (piece ^ r % 8) * static_cast<uint32_t>(sizeof(Line));
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(place), "l"(from), "r"(is_there ? 16u : 0u)
                  : "memory");

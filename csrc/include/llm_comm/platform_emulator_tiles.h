@@ -44,16 +44,20 @@ LLM_COMM_DEVICE void barrier_wait(SharedPlace barrier, uint32_t parity) {
 
 LLM_COMM_DEVICE void fetch_begin(SharedPlace, uint32_t) {}
 
+template <uint32_t Parts>
 LLM_COMM_DEVICE void fetch_boxes(SharedPlace to, const MatrixView& matrix, uint32_t row, uint32_t box, uint32_t rows,
                                  uint32_t boxes, SharedPlace, BoxUse) {
   if (!is_first_lane()) return;
   constexpr uint32_t kElements = sizeof(Line) / sizeof(uint16_t);
   auto* line = pointer_to<Line>(to);
   for (uint32_t b = box; b < box + boxes; ++b) {
-    for (uint32_t r = row; r < row + rows; ++r) {
+    for (uint32_t i = 0; i < rows; ++i) {
+      const uint32_t part = i / (rows / Parts);
+      const uint32_t r = row + i % (rows / Parts);
       for (uint32_t c = b * kBoxColumns; c < (b + 1) * kBoxColumns; c += kElements) {
         const bool is_there = r < matrix.rows && c < matrix.columns;
-        const auto* const from = static_cast<const uint16_t*>(matrix.data) + uint64_t{r} * matrix.columns + c;
+        const uint64_t row_of_all = uint64_t{part} * matrix.rows + r;
+        const auto* const from = static_cast<const uint16_t*>(matrix.data) + row_of_all * matrix.columns + c;
         *line++ = is_there ? load_line(from) : Line{};
       }
     }

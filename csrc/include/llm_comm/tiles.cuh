@@ -13,8 +13,10 @@
 // Fetching           by all lanes of one warp, into a stage: the barrier `full` of it counts kFetchArrivals. fetch_begin(full, bytes),
 //                    with the bytes of all boxes of the stage; then fetch_boxes() for each matrix; then fetch_end(full). The phase is
 //                    over when all have come. What is beyond the rows or the columns of the matrix comes as zeros.
-//                    fetch_boxes(to, matrix, row, box, rows, boxes, full, use): so many boxes of so many rows, neighbours in their
-//                    columns, of which `box` is the first: one behind the other; `use` says whether others will fetch them too
+//                    fetch_boxes<parts>(to, matrix, row, box, rows, boxes, full, use): so many boxes of so many rows, neighbours in
+//                    their columns, of which `box` is the first: one behind the other; `use` says whether others will fetch them too.
+//                    A box has as many rows of each part of the matrix, a multiple of 8, from `row` of the part on: first those of
+//                    the first part
 // Multiplying        by a team of kTeamThreads threads, the first one a multiple of them: sums of a box of outputs times a box of
 //                    tokens, in fp32. `sums` has tokens / 2 values in each thread: which, fragment.cuh says. Outputs that the box
 //                    does not have get any value.
