@@ -151,6 +151,12 @@ def _add_linear(collectives: argparse._SubParsersAction[argparse.ArgumentParser]
         help="whether llm_comm's kernels are dependent launches (%(default)s)",
     )
     parser.add_argument(
+        "--silu",
+        action="store_true",
+        help="gate-and-up projections with silu-and-mul, N outputs each, beside cuBLAS with a kernel behind it, each "
+        "rank alone (3584x8192,3200x5120)",
+    )
+    parser.add_argument(
         "--choices",
         action="store_true",
         help="time choices of the layer's kernel too, and show the best (one rank)",

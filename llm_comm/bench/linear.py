@@ -5,6 +5,9 @@ comes, as in a model. Alone, llm_comm's layer stands beside cuBLAS. With more th
 all-reduce + residual add + RMSNorm too: llm_comm's in one call, cuBLAS with llm_comm's or with NCCL's all-reduce, and
 cuBLAS with add and norm alone, as if communication were free.
 
+With ``--silu`` the layers are gate-and-up projections with silu-and-mul: llm_comm's in one kernel beside cuBLAS and a
+kernel for silu-and-mul, on each rank alone.
+
 What llm_comm takes part in is timed with and without dependent launches (``Config.pdl``), the others once.
 """
 
@@ -31,6 +34,7 @@ from llm_comm.bench.fused import NORM_REMARK, Outputs, norm_of_engines
 from llm_comm.bench.linear_arms import (
     Arm,
     Judge,
+    JudgeOfLayers,
     Operands,
     arm_of_choice,
     check_layers,
@@ -40,6 +44,7 @@ from llm_comm.bench.linear_arms import (
     our_arms,
 )
 from llm_comm.bench.linear_report import Choice, LayerRow, plot, remarks_on, tables
+from llm_comm.bench.linear_silu import SILU_REMARK, SiluJudge, other_silu_arm, our_silu_arm, silu_of_engines
 from llm_comm.bench.report import DTYPES, Progress, Result
 from llm_comm.bench.timing import ALIGNING_CALLS, Schedule
 from llm_comm.communicator import Communicator
@@ -49,6 +54,8 @@ from llm_comm.launch import Placement
 
 #: Outputs and inputs of layers of Llama-3.3-70B and Qwen3-32B, in 8 parts.
 SHAPES = ((8192, 1024), (8192, 3584), (5120, 1024), (5120, 3200))
+#: The same of their gate-and-up projections.
+SILU_SHAPES = ((3584, 8192), (3200, 5120))
 TOKENS = (1, 4, 16, 64)
 _WEIGHT_BYTES = 600 << 20
 _REPS = 20
@@ -69,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
     placement = place(1 if args.choices and not launch.in_rank() and args.world is None else args.world, args.device)
     if args.choices and placement.world != 1:
         raise ConfigError(f"--choices times the layer alone: {placement.world} ranks are too many; use --world 1")
-    args.shapes = args.shapes or (SHAPES if placement.on_gpu else _EMULATED_SHAPES)
+    shapes = SILU_SHAPES if args.silu else SHAPES
+    args.shapes = args.shapes or (shapes if placement.on_gpu else _EMULATED_SHAPES)
     args.tokens = args.tokens or (TOKENS if placement.on_gpu else _EMULATED_TOKENS)
     args.reps = args.reps or (_REPS if placement.on_gpu else _EMULATED_REPS)
     check_layers(args.shapes, args.tokens, "--shapes")
@@ -100,7 +108,8 @@ def _run_rank(args: argparse.Namespace, placement: Placement, group: dist.Proces
         ]
         progress = Progress(enabled=launch.rank() == 0)
         norm = norm_of_engines(comms[0][1])
-        bench = LayerBench(comms, group, norm, args.reps, args.choices, progress)
+        silu = silu_of_engines(comms[0][1]) if args.silu else None
+        bench = LayerBench(comms, group, norm, silu, args.reps, args.choices, progress)
         rows = []
         for shape in args.shapes:
             rows += bench.rows(shape, args.tokens, DTYPES[args.dtype], args.weights)
@@ -111,12 +120,15 @@ def _run_rank(args: argparse.Namespace, placement: Placement, group: dist.Proces
 
 def _publish(args: argparse.Namespace, placement: Placement, rows: Sequence[LayerRow]) -> bool:
     """Returns whether all files were written."""
-    title = f"linear layers, {args.dtype}, {placement.describe()}"
+    kind = "gate-and-up projections with silu-and-mul" if args.silu else "linear layers"
+    title = f"{kind}, {args.dtype}, {placement.describe()}"
     method = f"aligned: median of {args.reps} runs of a chain, slowest rank"
     print(f"{title}; microseconds a layer; {method}")
     print(tables(rows, placement.on_gpu))
     remarks = [] if placement.on_gpu else [report.EMULATED_REMARK]
-    if placement.on_gpu and placement.world > 1:
+    if placement.on_gpu and args.silu:
+        remarks.append(SILU_REMARK)
+    elif placement.on_gpu and placement.world > 1:
         remarks.append(NORM_REMARK)
     for remark in [*remarks, *remarks_on(rows)]:
         print(remark)
@@ -124,6 +136,7 @@ def _publish(args: argparse.Namespace, placement: Placement, rows: Sequence[Laye
     if args.json:
         content: dict[str, Any] = {"command": "bench linear", **report.environment(placement)}
         settings = {"dtype": args.dtype, "method": "aligned", "reps": args.reps, "pdl": args.pdl}
+        settings["silu"] = args.silu
         found = {"rows": [row.as_dict(compared=placement.on_gpu) for row in rows], "remarks": remarks}
         written = outputs.write_json("--json", args.json, {**content, **settings, **found})
     if args.plot:
@@ -137,6 +150,7 @@ class LayerBench:
     Args:
         comms: With and without dependent launches.
         norm: Add and norm behind an all-reduce, as an engine runs them.
+        silu: Silu-and-mul as an engine runs it, where it is behind the layers.
         choices: Whether to time choices of the layer's kernel too.
         chains: Whether to time what comes behind a layer too, where there are several ranks.
     """
@@ -146,14 +160,15 @@ class LayerBench:
         comms: Sequence[tuple[bool, Communicator]],
         group: dist.ProcessGroup,
         norm: Callable[..., Outputs],
+        silu: Callable[[Tensor], Tensor] | None,
         reps: int,
         choices: bool,
         progress: Progress,
         *,
         chains: bool = True,
     ) -> None:
-        self._comms, self._group, self._norm = comms, group, norm
-        self._arms = slice(None) if chains else slice(1)  # the layer alone comes first
+        self._comms, self._group, self._norm, self._silu = comms, group, norm, silu
+        self._which = slice(None) if chains else slice(1)  # the layer alone comes first
         self._reps, self._choices, self._progress = reps, choices, progress
         self._comm = comms[0][1]
 
@@ -161,27 +176,35 @@ class LayerBench:
         self, shape: tuple[int, int], tokens: Sequence[int], dtype: torch.dtype, weight_bytes: int | None
     ) -> list[LayerRow]:
         """Checks and times everything at one shape."""
-        count = self._weights(math.prod(shape) * dtype.itemsize, weight_bytes)
-        weights = make_weights(count, shape, dtype, self._comm.device, self._comm.rank)
+        outputs, inputs = shape
+        shape_of_weight = (2 * outputs if self._silu else outputs, inputs)
+        count = self._weights(math.prod(shape_of_weight) * dtype.itemsize, weight_bytes)
+        weights = make_weights(count, shape_of_weight, dtype, self._comm.device, self._comm.rank)
         rows = []
         for rows_of_x in tokens:
-            operands = Operands.of(weights, rows_of_x, self._comm.rank)
-            judge = Judge(operands, self._group)
+            operands = Operands.of(weights, rows_of_x, self._comm.rank, silu=self._silu is not None)
+            judge, other, our = self._arms(operands)
             what = f"linear {shape[0]}x{shape[1]}, {rows_of_x} tokens"
-            others = {
-                arm.name: self._measure(arm, weights, what)
-                for arm in other_arms(self._comm, self._group, operands, judge, self._norm)[self._arms]
-            }
+            others = {arm.name: self._measure(arm, weights, what) for arm in other[self._which]}
             for pdl, comm in self._comms:
                 where = f"{what}, PDL {'on' if pdl else 'off'}"
-                arms = our_arms(comm, operands, judge)[self._arms]
-                ours = {arm.name: self._measure(arm, weights, where) for arm in arms}
-                choices = self._of_choices(comm, operands, judge, where) if self._choices else ()
+                ours = {arm.name: self._measure(arm, weights, where) for arm in our(comm)[self._which]}
+                choices = self._of_choices(comm, operands, judge, where) if self._choices else ((), None)
                 comm.check()
                 layers = self._calls(weights)
-                row = LayerRow(*shape, rows_of_x, pdl, layers, {**ours, **others}, *choices)
+                row = LayerRow(*shape, rows_of_x, pdl, layers, {**ours, **others}, *choices, operands.silu)
                 rows.append(row)
         return rows
+
+    def _arms(self, operands: Operands) -> tuple[JudgeOfLayers, list[Arm], Callable[[Communicator], list[Arm]]]:
+        """What judges layers alone, the arms of others, and those of a communicator."""
+        if self._silu:
+            of_silu = SiluJudge(operands)
+            other = [other_silu_arm(self._comm, operands, of_silu, self._silu)]
+            return of_silu, other, lambda comm: [our_silu_arm(comm, operands, of_silu)]
+        judge = Judge(operands, self._group)
+        others = other_arms(self._comm, self._group, operands, judge, self._norm)
+        return judge, others, lambda comm: our_arms(comm, operands, judge)
 
     def _weights(self, bytes_each: int, weight_bytes: int | None) -> int:
         if self._comm.is_emulated and weight_bytes is None:
@@ -226,11 +249,11 @@ class LayerBench:
         return Result(timed.us, timed.min_us, timed.host_us, error)
 
     def _of_choices(
-        self, comm: Communicator, operands: Operands, judge: Judge, what: str
+        self, comm: Communicator, operands: Operands, judge: JudgeOfLayers, what: str
     ) -> tuple[Sequence[Choice], Choice | None]:
         """All choices that there are kernels for, and the fastest."""
         timed: list[tuple[Choice, Arm]] = []
-        for choice in choices_of(operands.out.shape[1], comm.limits.sm_count):
+        for choice in choices_of(operands.weights[0].shape[0], comm.limits.sm_count, operands.silu):
             arm = arm_of_choice(comm, operands, judge, choice)
             if arm is not None:
                 timed.append((Choice(*choice, self._measure(arm, operands.weights, what)), arm))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -39,9 +39,14 @@ class Names(NamedTuple):
     layer_and_norm: str
 
     @staticmethod
-    def of(on_gpu: bool) -> Names:
-        """On emulated devices neither cuBLAS nor NCCL takes part."""
+    def of(on_gpu: bool, silu: bool = False) -> Names:
+        """On emulated devices neither cuBLAS nor NCCL takes part.
+
+        Args:
+            silu: Whether silu-and-mul stands behind the layer.
+        """
         layer, other = ("cublas", "nccl") if on_gpu else ("mm", "gloo")
+        layer += " + silu" if silu else ""
         return Names(layer, f"{layer} + {OURS}", f"{layer} + {other}", f"{layer} + norm")
 
 
@@ -50,7 +55,7 @@ class Operands:
     """What layers work on. ``x`` and the weights differ by rank; residual and weight of the norm do not.
 
     Attributes:
-        weights: [outputs, inputs] each.
+        weights: [outputs, inputs] each, or [2 * outputs, inputs], of gate and up.
         x: [tokens, inputs].
         residual: [tokens, outputs].
         norm_weight: [outputs].
@@ -64,11 +69,17 @@ class Operands:
     out: Tensor
     residual_out: Tensor
 
+    @property
+    def silu(self) -> bool:
+        """Whether the weights are of gate and up."""
+        return self.weights[0].shape[0] != self.out.shape[1]
+
     @staticmethod
-    def of(weights: Sequence[Tensor], tokens: int, rank: int) -> Operands:
-        """For some tokens of a rank."""
+    def of(weights: Sequence[Tensor], tokens: int, rank: int, silu: bool = False) -> Operands:
+        """For some tokens of a rank; ``silu``: of weights of gate and up."""
         like = weights[0]
-        outputs, inputs = like.shape
+        rows, inputs = like.shape
+        outputs = rows // 2 if silu else rows
         alike = _generator(like.device, _ALIKE_SEED)
         return Operands(
             weights,
@@ -103,6 +114,13 @@ class _Exact(NamedTuple):
     total: Tensor
     results: Tensor
     products: Tensor
+
+
+class JudgeOfLayers(Protocol):
+    """Judges what layers alone return."""
+
+    def layer(self, out: Tensor, index: int, rounds_once: bool) -> float:
+        """As ``Judge.layer``."""
 
 
 class Judge:
@@ -269,20 +287,28 @@ def _pair(found: tuple[Tensor, ...]) -> Outputs:
 # ---- Choices of the layer's kernel ----------------------------------------------------------------------------------
 
 
-def choices_of(outputs: int, sm_count: int) -> Iterator[tuple[int, int, int]]:
-    """Outputs of a block, stages, and boxes of a stage that are worth a try: between half as many and twice as many
-    blocks as multiprocessors, or what comes nearest."""
+def choices_of(rows: int, sm_count: int, silu: bool = False) -> Iterator[tuple[int, int, int]]:
+    """Rows of the weight for a block, stages, and boxes of a stage that are worth a try: between half as many and twice
+    as many blocks as multiprocessors, or what comes nearest.
+
+    Args:
+        rows: Of the weight.
+        silu: Whether they are of gate and up, of which a block has as many.
+    """
+    blocks = [block for block in _BLOCK_OUTPUTS if not silu or block % 16 == 0]
 
     def blocks_each(block_outputs: int) -> float:
-        return -(-outputs // block_outputs) / sm_count
+        return -(-rows // block_outputs) / sm_count
 
-    fitting = [block for block in _BLOCK_OUTPUTS if 0.5 <= blocks_each(block) <= 2]
-    for block in fitting or [min(_BLOCK_OUTPUTS, key=lambda block: abs(math.log(blocks_each(block))))]:
+    fitting = [block for block in blocks if 0.5 <= blocks_each(block) <= 2]
+    for block in fitting or [min(blocks, key=lambda block: abs(math.log(blocks_each(block))))]:
         for stages, boxes in _RINGS:
             yield block, stages, boxes
 
 
-def arm_of_choice(comm: Communicator, operands: Operands, judge: Judge, choice: tuple[int, int, int]) -> Arm | None:
+def arm_of_choice(
+    comm: Communicator, operands: Operands, judge: JudgeOfLayers, choice: tuple[int, int, int]
+) -> Arm | None:
     """The layer by a choice of its kernel; None where there is no such kernel. ``Communicator.linear`` takes none."""
     block, stages, boxes = choice
     x, out = operands.x, operands.out
@@ -292,7 +318,7 @@ def arm_of_choice(comm: Communicator, operands: Operands, judge: Judge, choice: 
             inputs=x.shape[1],
             outputs=out.shape[1],
             data_type=tuple(registry.data_types()).index(dtype_name(x.dtype)),
-            silu_and_mul=False,
+            silu_and_mul=operands.silu,
             choice=_core.LinearChoice(block_outputs=block, stages=stages, stage_boxes=boxes),
         )
     except ValueError:

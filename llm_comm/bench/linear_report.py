@@ -34,6 +34,7 @@ class LayerRow:
         outputs, inputs: Of the layer.
         pdl: Whether llm_comm's kernels are dependent launches.
         layers: In the chain that was timed.
+        silu: Whether it is silu-and-mul of gate and up, of as many outputs each.
         results: By arm. Those that llm_comm takes no part in are the same with and without ``pdl``.
         choices: Of the layer's kernel, where they were timed.
         best: Of them, timed once more.
@@ -47,6 +48,7 @@ class LayerRow:
     results: Mapping[str, Result]
     choices: Sequence[Choice] = ()
     best: Choice | None = None
+    silu: bool = False
 
     @property
     def place(self) -> str:
@@ -83,7 +85,7 @@ class LayerRow:
 
     def as_dict(self, compared: bool) -> dict[str, Any]:
         """The row for JSON, with the lead over others if it is ``compared``."""
-        names = Names.of(compared)
+        names = Names.of(compared, self.silu)
         other = self.best_other(names)
         lead = {
             "over_cublas": self.ratio(names.layer, OURS),
@@ -94,6 +96,7 @@ class LayerRow:
         return {
             "outputs": self.outputs,
             "inputs": self.inputs,
+            "silu": self.silu,
             "tokens": self.tokens,
             "pdl": self.pdl,
             "layers": self.layers,
@@ -108,7 +111,7 @@ class LayerRow:
 def tables(rows: Sequence[LayerRow], compared: bool) -> str:
     """The layers alone, and the chains where there are some, as text tables: microseconds a layer by arm and, if
     ``compared``, our lead."""
-    names = Names.of(compared)
+    names = Names.of(compared, any(row.silu for row in rows))
     texts = [_layers(rows, names, compared)]
     if any(FUSED in row.results for row in rows):
         texts.append(_chains(rows, names, compared))

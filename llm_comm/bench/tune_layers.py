@@ -40,7 +40,9 @@ def measure(
     if not shapes:
         return []
     progress = Progress(enabled=comm.rank == 0)
-    bench = LayerBench([(comm.config.pdl, comm)], group, norm_of_engines(comm), reps, True, progress, chains=False)
+    bench = LayerBench(
+        [(comm.config.pdl, comm)], group, norm_of_engines(comm), None, reps, True, progress, chains=False
+    )
     found: list[linear_report.LayerRow] = []
     for shape in shapes:
         measured = bench.rows(shape, sorted(tokens), torch.bfloat16, weight_bytes)

@@ -16,6 +16,7 @@ from llm_comm.bench import linear, linear_arms, linear_report, report, timing
 from llm_comm.bench.fused import add_rms_norm
 from llm_comm.bench.linear_arms import FUSED, Arm, Judge, Names, Operands, make_weights
 from llm_comm.bench.linear_report import Choice, LayerRow
+from llm_comm.bench.linear_silu import SiluJudge, silu_and_mul
 from llm_comm.bench.report import Progress, Result
 from llm_comm.errors import ConfigError, PeerTimeout, UnsupportedInputError
 from llm_comm.launch import Placement
@@ -98,6 +99,41 @@ def test_ranks_have_their_own_layers_and_share_the_residual() -> None:
     assert not torch.equal(one.weights[0], other.weights[0])
 
 
+# ---- Silu-and-mul ---------------------------------------------------------------------------------------------------
+
+
+def silu_operands(dtype: torch.dtype) -> Operands:
+    return Operands.of(make_weights(2, (256, 192), dtype, CPU, 0), 3, 0, silu=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_right_projections_are_accepted(dtype: torch.dtype) -> None:
+    operands = silu_operands(dtype)
+    assert (operands.out.shape, operands.silu, operands_of().silu) == ((3, 128), True, False)
+    judge = SiluJudge(operands)
+    for index in range(2):
+        products = right(operands, index)
+        once = silu_and_mul(products.float()).to(dtype)
+        assert 0 < judge.layer(once, index, rounds_once=True) <= 1.0
+        assert 0 < judge.layer(silu_and_mul(products), index, rounds_once=False) <= 1.0
+
+
+@pytest.mark.parametrize("rounds_once", [True, False])
+def test_wrong_projections_are_noticed(rounds_once: bool) -> None:
+    operands = silu_operands(torch.bfloat16)
+    judge, products = SiluJudge(operands), right(operands, 0)
+    gate, up = products.chunk(2, dim=-1)
+    out = silu_and_mul(products)
+    assert judge.layer(silu_and_mul(torch.cat([up, gate], dim=-1)), 0, rounds_once) > 1.0
+    assert judge.layer(gate * up, 0, rounds_once) > 1.0
+    assert judge.layer(operands.out, 0, rounds_once) > 1.0, "nothing was written"
+    assert judge.layer(silu_and_mul(right(operands, 1)), 0, rounds_once) > 1.0, "the layer of another weight"
+    for place in ((0, 0), (2, 127)):
+        changed = out.clone()
+        changed[place] += 0.5
+        assert judge.layer(changed, 0, rounds_once) > 1.0
+
+
 # ---- How it measures ------------------------------------------------------------------------------------------------
 
 
@@ -108,7 +144,7 @@ class LoneComm:
 
 
 def bench(group: dist.ProcessGroup, comm: Any = None) -> linear.LayerBench:
-    return linear.LayerBench([(True, comm or LoneComm())], group, add_rms_norm, 2, False, Progress(False))
+    return linear.LayerBench([(True, comm or LoneComm())], group, add_rms_norm, None, 2, False, Progress(False))
 
 
 def arm(operands: Operands, judge: Judge, call: Any) -> Arm:
@@ -227,6 +263,8 @@ def test_choices_fill_the_device() -> None:
     assert blocks(5120, 132) == [24, 32, 40, 48, 56, 64]
     assert blocks(64, 132) == [8]
     assert blocks(1 << 20, 132) == [64]
+    of_silu = list(dict.fromkeys(block for block, *_ in linear_arms.choices_of(2 * 3200, 132, silu=True)))
+    assert of_silu == [32, 48, 64], "as many rows of gate as of up, in eights"
     tried = list(linear_arms.choices_of(8192, 132))
     assert len(tried) == len(set(tried)) == 5 * 13
     assert (64, 16, 2) in tried
@@ -245,7 +283,9 @@ def test_options() -> None:
     assert args.shapes == ((8192, 1024), (64, 128))
     assert args.tokens == (16, 1)
     assert (args.pdl, args.weights, args.choices) == ("off", 1 << 20, False)
+    assert parse("--silu").silu
     args = parse()
+    assert not args.silu
     assert (args.shapes, args.tokens, args.pdl, args.reps, args.world) == (None, None, "both", None, None)
 
 

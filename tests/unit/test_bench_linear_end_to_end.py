@@ -67,34 +67,51 @@ def test_all_arms_are_right(world: int, arms: set[str], dtype: str, tmp_path: Pa
     assert ("llm_comm fused" in done.stdout) is (world > 1)
 
 
-def test_choices(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_projections_with_silu_and_mul(dtype: str, tmp_path: Path) -> None:
     report = tmp_path / "linear.json"
-    done = run([*SMALL, "--choices", "--pdl", "on", "--reps", "1", "--json", str(report)])
+    done = run([*SMALL, "--silu", "--world", "2", "--dtype", dtype, "--json", str(report)])
+    assert done.returncode == 0, done.stderr
+    found = json.loads(report.read_text())
+    assert found["silu"] is True
+    for row in found["rows"]:
+        assert (row["outputs"], row["inputs"], row["silu"], row["wrong"]) == (128, 64, True, [])
+        assert set(row["results"]) == {"llm_comm", "mm + silu"}
+        assert all(0 < result["error"] <= 1 and result["us"] > 0 for result in row["results"].values())
+    assert "mm + silu" in done.stdout
+
+
+@pytest.mark.parametrize("options", [[], ["--silu"]])
+def test_choices(options: list[str], tmp_path: Path) -> None:
+    report = tmp_path / "linear.json"
+    done = run([*SMALL, *options, "--choices", "--pdl", "on", "--reps", "1", "--json", str(report)])
     assert done.returncode == 0, done.stderr
     found = json.loads(report.read_text())
     assert found["ranks"]["world"] == 1
     (row,) = found["rows"]
     assert len(row["choices"]) > 10
+    assert all(choice["block_outputs"] % 16 == 0 or not options for choice in row["choices"])
     assert all(choice["result"]["error"] <= 1 for choice in row["choices"])
     assert row["best_choice"]["result"]["us"] > 0
     assert "best choice" in done.stdout
 
 
 @pytest.mark.parametrize(
-    ("method", "saboteur", "name"),
+    ("method", "saboteur", "name", "options"),
     [
-        ("linear", 0, "llm_comm"),
-        ("linear", 1, "llm_comm"),
-        ("linear_all_reduce_add_rms_norm", 1, "llm_comm fused"),
-        ("all_reduce_add_rms_norm", 1, "mm + llm_comm"),
+        ("linear", 0, "llm_comm", []),
+        ("linear", 1, "llm_comm", []),
+        ("linear_silu_and_mul", 1, "llm_comm", ["--silu"]),
+        ("linear_all_reduce_add_rms_norm", 1, "llm_comm fused", []),
+        ("all_reduce_add_rms_norm", 1, "mm + llm_comm", []),
     ],
 )
 def test_one_wrong_element_on_one_rank_fails_the_run(
-    method: str, saboteur: int, name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    method: str, saboteur: int, name: str, options: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     report = tmp_path / "linear.json"
     script = SABOTAGE.format(path=sys.path, method=method, saboteur=saboteur)
-    argv = [*SMALL, "--pdl", "on", "--json", str(report)]
+    argv = [*SMALL, *options, "--pdl", "on", "--json", str(report)]
     assert launch.run_ranks(Placement(2, on_gpu=False), [sys.executable, "-c", script, *argv]) == 1
     assert f"BAD at 128x64 3 PDL on: {name}" in capfd.readouterr().out
     (row,) = json.loads(report.read_text())["rows"]
