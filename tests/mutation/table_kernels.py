@@ -18,6 +18,9 @@ ELEMENTS = "csrc/algorithms/all_reduce_add_rms_norm/elements.cuh"
 WAIT = "csrc/include/llm_comm/wait.cuh"
 OPERATION = "csrc/include/llm_comm/operation.cuh"
 CHECK_CALL = "csrc/algorithms/check_call.cuh"
+LINEAR = "csrc/algorithms/linear/kernel.cuh"
+EMULATED_TILES = "csrc/include/llm_comm/platform_emulator_tiles.h"
+EPILOGUE = "csrc/algorithms/linear/epilogue.cuh"
 
 DIRECT = "csrc/algorithms/direct.cuh"
 TWO_SHOT_CE = "csrc/algorithms/all_reduce/two_shot_ce.cuh"
@@ -33,6 +36,7 @@ FUSED_SCHEDULES = "driver --cases 600 --algorithm all_reduce_add_rms_norm/"
 AFTER_ERRORS = "driver --cases 60 --mishaps --alone --algorithm all_reduce_add_rms_norm/one_shot+"
 
 SYMMETRIC = "tests/emulated/test_direct_algorithms.py"
+SILU_AND_MUL = "tests/emulated/test_linear_silu.py"
 
 KERNELS = (
     # ---- The norm ----
@@ -388,5 +392,40 @@ KERNELS = (
         "problem.parameter[kRows] == 1;",
         "WITHOUT || problem.parameter[kRows] == 1;",
         SYMMETRIC,
+    ),
+    # ---- Linear layers ----
+    cpp(
+        "silu-and-mul rounds twice",
+        EPILOGUE,
+        "Element<D>::round(gate / (1.0f + exponential(-gate)) * up)",
+        "Element<D>::round("
+        "(WITHOUT ? Element<D>::value(Element<D>::round(gate / (1.0f + exponential(-gate))))"
+        " : gate / (1.0f + exponential(-gate))) * up)",
+        SILU_AND_MUL,
+    ),
+    cpp(
+        "silu-and-mul of up and gate",
+        LINEAR,
+        "bits = silu_and_mul<D>(bits, Element<D>::round(of_even[up] + of_odd[up]));",
+        "bits = WITHOUT ? silu_and_mul<D>(Element<D>::round(of_even[up] + of_odd[up]), bits)"
+        " : silu_and_mul<D>(bits, Element<D>::round(of_even[up] + of_odd[up]));",
+        SILU_AND_MUL,
+        "driver --cases 20 --alone --algorithm linear_silu_and_mul",
+    ),
+    cpp(
+        "silu-and-mul finds up behind the rows of gate that its block has",
+        EMULATED_TILES,
+        "const uint64_t row_of_all = uint64_t{part} * matrix.rows + r;",
+        "const uint64_t row_of_all = uint64_t{part} * (WITHOUT ? rows : matrix.rows) + r;",
+        SILU_AND_MUL,
+        "driver --cases 20 --alone --algorithm linear_silu_and_mul",
+    ),
+    cpp(
+        "a block of silu-and-mul begins behind as many outputs as it has rows",
+        LINEAR,
+        "first_output_(block_index() * (args.block_outputs / WeightParts))",
+        "first_output_(block_index() * (args.block_outputs / (WITHOUT ? 1 : WeightParts)))",
+        SILU_AND_MUL,
+        "driver --cases 20 --alone --algorithm linear_silu_and_mul",
     ),
 )
