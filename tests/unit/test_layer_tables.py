@@ -189,6 +189,15 @@ def test_a_layer_runs_as_its_row_says(tokens: int, pdl: bool, choice: tuple[int,
     assert choices_of(core) == [choice]
 
 
+def test_rows_of_layers_with_silu_and_mul_are_their_own() -> None:
+    core = mock.Mock()
+    planner = planner_of((SMALL, SMALL._replace(operation="linear_silu_and_mul", stages=3)))
+    handle = mock.Mock(device=torch.device("cpu"), core=mock.Mock(return_value=core))
+    x, weight = torch.empty(1, 64, dtype=torch.float16), torch.empty(256, 64, dtype=torch.float16)
+    Linear(handle, planner, silu_and_mul=True).find("linear_silu_and_mul", x, weight)
+    assert choices_of(core) == [(16, 3, 1)]
+
+
 def test_a_row_that_the_device_has_no_room_for_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
     core = mock.Mock()
     core.prepare_linear.side_effect = [ValueError("2 stages take 1 byte too many"), "a layer"]
@@ -209,7 +218,7 @@ def test_the_core_has_the_bounds_that_rows_have() -> None:
         )
     )
     core.create_workspace(False)
-    problem = {"tokens": 1, "inputs": 2048, "outputs": 64, "data_type": 0}
+    problem = {"tokens": 1, "inputs": 2048, "outputs": 64, "data_type": 0, "silu_and_mul": False}
     largest = {"block_outputs": 64, "stages": 16, "stage_boxes": 8}
     beyond = {"block_outputs": 72, "stages": 17, "stage_boxes": 9}
     for name, value in largest.items():
