@@ -7,11 +7,11 @@ from llm_comm.communicator import Communicator
 #: Logged once by rank 0, with number of ranks, and shapes of x and of the weight: that layers are set up to be fused
 #: does not mean that any is.
 FIRST_FUSED_LINEAR = (
-    "llm_comm: first linear layer fused with its all-reduce and RMSNorm (%d ranks, tokens %s, weight %s)"
+    "llm_comm: first linear layer fused with its all-reduce and RMSNorm (%d ranks, shape %s, weight %s)"
 )
 
 #: The same where an engine's layer is computed alone, and what comes behind it is not known.
-FIRST_LINEAR = "llm_comm: first linear layer computed by llm_comm (%d ranks, tokens %s, weight %s)"
+FIRST_LINEAR = "llm_comm: first linear layer computed by llm_comm (%d ranks, shape %s, weight %s)"
 
 
 def why_not_linear(communicator: Communicator) -> str | None:
@@ -25,8 +25,12 @@ def why_not_linear(communicator: Communicator) -> str | None:
     return f"fuse_linear is 'auto', and {communicator.table.name} has no layer that is faster with pdl {pdl}"
 
 
-def about_linear(communicator: Communicator, engine: str, why_not: str | None) -> str:
-    """For the line in the log that says what llm_comm does: with the linear layers of ``engine``."""
+def about_linear(engine: str, why_not: str | None, most_tokens: int) -> str:
+    """For the line in the log that says what llm_comm does: with the linear layers of ``engine``.
+
+    Args:
+        why_not: They are computed by the engine; None: by llm_comm, up to ``most_tokens``.
+    """
     if why_not is not None:
         return f"; linear layers are {engine}'s: {why_not}"
-    return f"; linear layers of up to {communicator.max_preferred_tokens} tokens by llm_comm"
+    return f"; linear layers of up to {most_tokens} tokens by llm_comm"

@@ -106,7 +106,7 @@ CUSTOM, NCCL_ONLY = VLLM.format("'CUSTOM', 'PYNCCL'"), VLLM.format("'PYNCCL'")
 FUSED = "INFO llm_comm: first all-reduce fused with its RMSNorm (4 ranks, shape (1, 8192))"
 FUSED_LINEAR = (
     "INFO llm_comm: first linear layer fused with its all-reduce and RMSNorm "
-    "(4 ranks, tokens (1, 2048), weight (8192, 2048))"
+    "(4 ranks, shape (1, 2048), weight (8192, 2048))"
 )
 NO_LINEAR = (
     f"{ACTIVE}; fused with RMSNorm in compiled graphs; linear layers are vLLM's: fuse_linear is false (environment)"
@@ -151,7 +151,7 @@ def test_gathers_and_scatters_of_llm_comm_are_recorded() -> None:
 
 
 def test_linear_layers_of_llm_comm_are_recorded_where_they_may_be() -> None:
-    alone = "llm_comm: first linear layer computed by llm_comm (4 ranks, tokens (1, 2048), weight (8192, 2048))"
+    alone = "llm_comm: first linear layer computed by llm_comm (4 ranks, shape (1, 2048), weight (8192, 2048))"
     found = engine_logs.evidence(ran(), ARMS["llm_comm"], f"{CUSTOM}\n{ACTIVE}\n{FUSED}\nINFO {alone}")
     assert alone in found
     for arm, log in (("llm_comm_no_linear", f"{NO_LINEAR}\n{FUSED}"), ("default", "")):

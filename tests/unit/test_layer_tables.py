@@ -163,7 +163,7 @@ def test_why_an_engine_gives_none_away(options: dict[str, Any], layers: tuple[La
         config=planner.config, table=planner.table, max_preferred_tokens=planner.most_preferred_tokens()
     )
     found = why_not_linear(communicator)
-    text = about_linear(communicator, "vLLM", found)
+    text = about_linear("vLLM", found, 64)
     if why is None:
         assert found is None
         assert text == "; linear layers of up to 64 tokens by llm_comm"

@@ -172,7 +172,7 @@ def _set_up_fusion(group: Any, communicator: Communicator) -> str:
     """Puts norms and the all-reduces before them in one kernel, on all ranks or on none. Returns what to log."""
     why_not = common.objection_of_any(group.cpu_group, _hook_norms(group, communicator.config))
     if why_not is not None:
-        return f"; not fused with RMSNorm: {why_not}{about_linear(communicator, 'SGLang', 'norms are not fused')}"
+        return f"; not fused with RMSNorm: {why_not}{about_linear('SGLang', 'norms are not fused', 0)}"
     from llm_comm.integrations.sglang import fusion
 
     fusion.activate()
@@ -188,7 +188,7 @@ def _set_up_linears(group: Any, communicator: Communicator) -> str:
         from llm_comm.integrations.sglang import linear
 
         linear.activate()
-    return about_linear(communicator, "SGLang", why_not)
+    return about_linear("SGLang", why_not, communicator.max_preferred_tokens)
 
 
 def _hook_linears() -> str | None:

@@ -256,7 +256,7 @@ class LlmCommCommunicator(GatheringCommunicator):
         why_not = common.objection_of_any(self.cpu_group, fusion.why_not_fused(communicator.config))
         if why_not is not None:
             wanted = communicator.max_preferred_tokens > 0
-            about_linear = linear.about_linear(communicator, "vLLM", "norms are not fused") if wanted else ""
+            about_linear = linear.about_linear("vLLM", "norms are not fused", 0) if wanted else ""
             return f"; not fused with RMSNorm: {why_not}{about_linear}{theirs_is_off}"
         table, limit = communicator.table, communicator.config.max_message_bytes
         self.max_fused_bytes = min(table.max_fused_bytes, table.max_message_bytes if limit is None else limit)
@@ -276,7 +276,7 @@ class LlmCommCommunicator(GatheringCommunicator):
             if tokens == 0:
                 why_not = f"norms are fused up to {common.format_bytes(self.max_fused_bytes)}, less than a token has"
         self.max_linear_tokens, self.linear_key = tokens, cache_key.preferred_layers(communicator)
-        return linear.about_linear(communicator, "vLLM", why_not)
+        return linear.about_linear("vLLM", why_not, self.max_linear_tokens)
 
 
 def _show_log() -> None:

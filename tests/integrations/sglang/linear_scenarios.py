@@ -120,7 +120,7 @@ def row_parallel_layers_are_computed_by_llm_comm() -> None:
                     check_with_norm(layer, norm, shape)
             assert calls == [1, 1, 64, 64, 6], calls
             calls.clear()
-        assert len(log.having("llm_comm: first linear layer computed by llm_comm (2 ranks, tokens (1, 128)")) == (
+        assert len(log.having("llm_comm: first linear layer computed by llm_comm (2 ranks, shape (1, 128)")) == (
             dist_rank() == 0
         )
         assert len(log.having("first linear layer")) == (dist_rank() == 0)

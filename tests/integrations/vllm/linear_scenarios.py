@@ -71,7 +71,7 @@ def linear_layers_go_into_the_operator_of_their_norm() -> None:
         said = "llm_comm fused 4 of 4 all-reduces with RMSNorm of a graph for batches of 1 to 64 tokens with the linear"
         assert len(vllm.log.having(said)) == is_rank_0
         said = (
-            "llm_comm: first linear layer fused with its all-reduce and RMSNorm (2 ranks, tokens (4, 128), weight (64, "
+            "llm_comm: first linear layer fused with its all-reduce and RMSNorm (2 ranks, shape (4, 128), weight (64, "
         )
         assert len(vllm.log.having(said)) == is_rank_0
         assert len(vllm.log.having("first linear layer")) == is_rank_0
@@ -328,7 +328,7 @@ def batches_of_layers_are_no_larger_than_those_of_norms() -> None:
         group = parallel_state.get_tp_group().device_communicator
         communicator = group._llm_comm
         for limit, tokens, said in (
-            (4096, 32, "of up to 64 tokens"),
+            (4096, 32, "of up to 32 tokens"),
             (100, 0, "norms are fused up to 100 B, less than"),
         ):
             communicator.use_table(communicator.table._replace(max_fused_bytes=limit))
