@@ -13,7 +13,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ _ON_GPU = dataclasses.replace(ON_GPU, max_bytes=1 << 20, modes=("graph",))
 
 #: Normed rows and new residual.
 Outputs = tuple[Tensor, Tensor]
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,17 @@ def add_rms_norm(summed: Tensor, residual: Tensor, weight: Tensor) -> Outputs:
 
 
 def norm_of_engines(comm: Communicator) -> Callable[..., Outputs]:
-    """``add_rms_norm`` as an engine runs it: on GPUs what ``torch.compile`` makes of it, else as it is."""
+    """``add_rms_norm`` as an engine runs it."""
+    return as_engines_run(add_rms_norm, comm)
+
+
+def as_engines_run(function: Callable[..., _Result], comm: Communicator) -> Callable[..., _Result]:
+    """What ``torch.compile`` makes of a function on GPUs; on emulated ones the function itself."""
     if comm.is_emulated:
-        return add_rms_norm
+        return function
     # Each size is a graph of its own; beyond the limit torch would run the function as it is.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    return torch.compile(add_rms_norm, dynamic=False)
+    return torch.compile(function, dynamic=False)
 
 
 class _Fused:

@@ -17,6 +17,7 @@ from llm_comm.bench.reference import worst
 from llm_comm.bench.report import OURS, dtype_name
 from llm_comm.communicator import Communicator
 from llm_comm.errors import ConfigError, LlmCommError
+from llm_comm.planning.layers import takes_features
 
 #: Layer, sum over the ranks, add and norm as one call.
 FUSED = f"{OURS} fused"
@@ -199,11 +200,11 @@ class Arm:
 
 def check_layers(shapes: Sequence[tuple[int, int]], tokens: Sequence[int], option: str) -> None:
     """Raises ConfigError unless there are kernels for such layers: outputs and inputs, which ``option`` has named."""
-    multiple, most = _core.linear_multiple, _core.linear_max_features
-    for shape in shapes:
-        if any(features % multiple or not 0 < features <= most for features in shape):
+    for outputs, inputs in shapes:
+        if not (takes_features(outputs) and takes_features(inputs)):
             raise ConfigError(
-                f"{option} {shape[0]}x{shape[1]}: outputs and inputs are multiples of {multiple} up to {most}"
+                f"{option} {outputs}x{inputs}: outputs and inputs are multiples of {_core.linear_multiple} up to "
+                f"{_core.linear_max_features}"
             )
     if not all(0 < count <= _core.linear_max_tokens for count in tokens):
         raise ConfigError(f"--tokens {','.join(map(str, tokens))}: 1 to {_core.linear_max_tokens} each")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from llm_comm.bench.fused import as_engines_run
 from llm_comm.bench.linear_arms import Arm, Names, Operands
 from llm_comm.bench.reference import worst
 from llm_comm.bench.report import OURS
@@ -25,12 +26,8 @@ def silu_and_mul(products: Tensor) -> Tensor:
 
 
 def silu_of_engines(comm: Communicator) -> Callable[[Tensor], Tensor]:
-    """``silu_and_mul`` as an engine runs it: on GPUs what ``torch.compile`` makes of it, else as it is."""
-    if comm.is_emulated:
-        return silu_and_mul
-    # Each size is a graph of its own; beyond the limit torch would run the function as it is.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    return torch.compile(silu_and_mul, dynamic=False)
+    """``silu_and_mul`` as an engine runs it."""
+    return as_engines_run(silu_and_mul, comm)
 
 
 class SiluJudge:

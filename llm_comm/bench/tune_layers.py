@@ -26,7 +26,6 @@ def measure(
     shapes: Sequence[tuple[int, int]],
     tokens: Sequence[int],
     reps: int,
-    weight_bytes: int | None = None,
 ) -> list[linear_report.LayerRow]:
     """Times cuBLAS and all choices of the kernel in chains of layers, with dependent launches or without as ``comm``
     is. Collective: every rank computes its layers, and the slowest counts.
@@ -35,7 +34,6 @@ def measure(
         shapes: Outputs and inputs of a rank's weight.
         tokens: Each the largest number that a row of the table is for.
         reps: Timed runs of each choice.
-        weight_bytes: As of ``llm-comm bench linear``.
     """
     if not shapes:
         return []
@@ -45,7 +43,7 @@ def measure(
     )
     found: list[linear_report.LayerRow] = []
     for shape in shapes:
-        measured = bench.rows(shape, sorted(tokens), torch.bfloat16, weight_bytes)
+        measured = bench.rows(shape, sorted(tokens), torch.bfloat16, None)
         progress.clear()
         if comm.rank == 0:
             for row in rows_of(measured, on_gpu=not comm.is_emulated):

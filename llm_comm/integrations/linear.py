@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+
 from llm_comm.communicator import Communicator
+from llm_comm.operations.linear import ALIGNMENT
 
 #: Logged once by rank 0, with number of ranks, and shapes of x and of the weight: that layers are set up to be fused
 #: does not mean that any is.
@@ -23,6 +26,17 @@ def why_not_linear(communicator: Communicator) -> str | None:
         return f"fuse_linear is false ({config.origins.get('fuse_linear', 'Python')})"
     pdl = "on" if config.pdl else "off"
     return f"fuse_linear is 'auto', and {communicator.table.name} has no layer that is faster with pdl {pdl}"
+
+
+def prefers_some(communicator: Communicator, outputs: int, inputs: int, most_tokens: int) -> bool:
+    """Whether a layer of this shape is to be computed by llm_comm for some number of tokens up to ``most_tokens``."""
+    return any(communicator.prefers_linear(outputs, inputs, tokens) for tokens in range(1, most_tokens + 1))
+
+
+def is_aligned(weight: torch.Tensor) -> bool:
+    """Whether a weight begins where llm_comm can read it, which ``accepts_linear`` and its kin do not say: it may be
+    so on some ranks alone."""
+    return weight.data_ptr() % ALIGNMENT == 0
 
 
 def about_linear(engine: str, why_not: str | None, most_tokens: int) -> str:

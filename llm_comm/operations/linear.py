@@ -15,7 +15,7 @@ from llm_comm import _core, arrays, registry
 from llm_comm.errors import LlmCommError, UnsupportedInputError
 from llm_comm.operations.operation import TORCH_TYPES, keep, overlap, why_not_operand
 from llm_comm.operations.watched import check_memory, count_write, is_traced, why_not_constant
-from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL
+from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL, takes_features
 from llm_comm.planning.planner import Planner
 from llm_comm.runtime.core_handle import CoreHandle
 from llm_comm.runtime.devices import current_stream_of
@@ -30,9 +30,9 @@ _is_grad_enabled = torch.is_grad_enabled
 #: As ``serves`` in csrc/algorithms/linear/layer.h.
 _SERVED = ("bf16", "fp16")
 #: Bytes, at a multiple of which the core wants tensors to begin.
-_ALIGNMENT = 16
+ALIGNMENT = 16
 #: What operations call the layer's weight, where it is not ``linear_weight``.
-_WEIGHTS = {"linear": "weight", "linear_silu_and_mul": "gate_up_weight"}
+_WEIGHTS = {LINEAR: "weight", LINEAR_SILU_AND_MUL: "gate_up_weight"}
 
 
 class PreparedLinear(NamedTuple):
@@ -89,7 +89,7 @@ class Linear:
                 is_enqueued = self.enqueue(prepared, x, weight, y)
             else:
                 self.check_out(self._name, prepared, x, weight, out)
-                is_aligned = out.data_ptr() % _ALIGNMENT == 0
+                is_aligned = out.data_ptr() % ALIGNMENT == 0
                 y = out if is_aligned else x.new_empty(prepared.shape)
                 is_enqueued = self.enqueue(prepared, x, weight, y)
                 if is_aligned:
@@ -99,7 +99,7 @@ class Linear:
         except LlmCommError:
             raise
         except RuntimeError:
-            check_memory(self._name, **{"x": x, _WEIGHTS[self._name]: weight, "out": out})
+            check_memory(self._name, **{"x": x, _weight_of(self._name): weight, "out": out})
             raise
         if not is_enqueued:
             self._handle.check()
@@ -137,10 +137,10 @@ class Linear:
             if why:
                 raise UnsupportedInputError(f"{operation}: {why}")
             prepared = self._prepare(x, weight)
-        if weight.data_ptr() % _ALIGNMENT != 0:
+        if weight.data_ptr() % ALIGNMENT != 0:
             raise UnsupportedInputError(
                 f"{operation}: {_weight_of(operation)} begins at {weight.data_ptr():#x}, which is no multiple of "
-                f"{_ALIGNMENT} bytes: pass a copy, made once"
+                f"{ALIGNMENT} bytes: pass a copy, made once"
             )
         return prepared
 
@@ -153,7 +153,7 @@ class Linear:
             out: For the result: contiguous, and aligned as new tensors are.
         """
         address = x.data_ptr()
-        if address % _ALIGNMENT != 0:
+        if address % ALIGNMENT != 0:
             # A rank cannot decline it alone. The copy may go at once: whatever gets its memory comes behind the layer.
             x = x.clone()
             address = x.data_ptr()
@@ -194,9 +194,9 @@ class Linear:
             and weight.dim() == 2
             and x.dim() > 0
             and x.shape[-1] == weight.shape[1]
-            and _takes_features(weight.shape[1])
+            and takes_features(weight.shape[1])
             and weight.shape[0] % self._parts == 0
-            and _takes_features(weight.shape[0] // self._parts)
+            and takes_features(weight.shape[0] // self._parts)
             and 1 <= x.numel() // weight.shape[1] <= _core.linear_max_tokens
         )
 
@@ -252,7 +252,7 @@ class Linear:
             )
         rows, inputs = weight.shape
         for name, features in (("inputs", inputs), ("outputs", rows // self._parts)):
-            if not _takes_features(features):
+            if not takes_features(features):
                 return (
                     f"{features} {name}: it takes multiples of {_core.linear_multiple} up to "
                     f"{_core.linear_max_features}"
@@ -266,10 +266,6 @@ class Linear:
 def _weight_of(operation: str) -> str:
     """What an operation calls the layer's weight."""
     return _WEIGHTS.get(operation, "linear_weight")
-
-
-def _takes_features(features: int) -> bool:
-    return 0 < features <= _core.linear_max_features and features % _core.linear_multiple == 0
 
 
 def _why_not_out(prepared: PreparedLinear, x: _Tensor, out: Any) -> str:

@@ -63,9 +63,10 @@ class LayerRow(NamedTuple):
 def why_not_row(row: LayerRow) -> str:
     """Why a table may not have such numbers, or ""."""
     for name in ("outputs", "inputs"):
-        if not _takes_features(getattr(row, name)):
+        features = getattr(row, name)
+        if type(features) is not int or not takes_features(features):
             return (
-                f"{name} is {quoted(getattr(row, name))}; it must be a multiple of {_core.linear_multiple} up to "
+                f"{name} is {quoted(features)}; it must be a multiple of {_core.linear_multiple} up to "
                 f"{_core.linear_max_features}"
             )
     if not _is_within(row.up_to, 1, _core.linear_max_tokens):
@@ -82,8 +83,9 @@ def _is_within(value: object, least: int, most: int) -> bool:
     return type(value) is int and least <= value <= most
 
 
-def _takes_features(features: object) -> bool:
-    return _is_within(features, 1, _core.linear_max_features) and not features % _core.linear_multiple  # type: ignore[operator]
+def takes_features(features: int) -> bool:
+    """Whether there are kernels for so many inputs, or outputs."""
+    return 0 < features <= _core.linear_max_features and features % _core.linear_multiple == 0
 
 
 def layer_row(
@@ -98,7 +100,7 @@ def is_preferred(
     rows: Iterable[LayerRow], config: Config, operation: str, outputs: int, inputs: int, tokens: int
 ) -> bool:
     """Whether an engine is to compute a layer by llm_comm, as ``Config.fuse_linear`` says."""
-    if not (1 <= tokens <= _core.linear_max_tokens and _takes_features(outputs) and _takes_features(inputs)):
+    if not (1 <= tokens <= _core.linear_max_tokens and takes_features(outputs) and takes_features(inputs)):
         return False
     if config.fuse_linear == "auto":
         row = layer_row(rows, operation, outputs, inputs, tokens, config.pdl)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
@@ -31,6 +31,8 @@ _OF_EVERY_ROW = ("operation", "up_to", "algorithm", "protocol")
 #: What a row may say of how it was measured.
 _FIGURES = ("us", "runner_up")
 _LONGEST_US = 1e9
+
+_T = TypeVar("_T")
 
 
 class TableFile(NamedTuple):
@@ -85,7 +87,9 @@ def _read(name: str, content: Any) -> TableFile:
             raise _InvalidError(
                 f"{key} is {quoted(value)}; it must be a whole number of at least 0", content.lines[key]
             )
-    rows = by_operation(_row(number, line, entry) for number, (line, entry) in enumerate(entries, start=1))
+    rows = by_operation(
+        _checked("row", number, line, entry, _row) for number, (line, entry) in enumerate(entries, start=1)
+    )
     if not rows:
         raise _InvalidError("no rows")
     for operation, of_operation in rows.items():
@@ -108,10 +112,7 @@ def _layers(content: YamlMapping) -> tuple[LayerRow, ...]:
     """The rows of linear layers."""
     found: dict[tuple[str, int, int, bool], list[LayerRow]] = {}
     for number, (line, entry) in enumerate(_list(content, _LAYERS, content.get(_LAYERS)), start=1):
-        try:
-            row = _layer_row(entry)
-        except _InvalidError as error:
-            raise _InvalidError(f"layer {number}, {quoted(entry)}: {error}", line) from None
+        row = _checked("layer", number, line, entry, _layer_row)
         before = found.setdefault(row.layer(), [])
         if before and row.up_to <= before[-1].up_to:
             raise _InvalidError(
@@ -123,10 +124,7 @@ def _layers(content: YamlMapping) -> tuple[LayerRow, ...]:
     return tuple(row for of_layer in found.values() for row in of_layer)
 
 
-def _layer_row(entry: Any) -> LayerRow:
-    """Checks a row of a file."""
-    if not isinstance(entry, dict):
-        raise _InvalidError("it must be 'key: value' pairs")
+def _layer_row(entry: dict[str, Any]) -> LayerRow:
     for name in entry:
         _require(registry.why_not_known("key", name, LayerRow._fields))
     missing = [name for name in LayerRow._fields if name not in entry and name not in LayerRow._field_defaults]
@@ -203,17 +201,17 @@ def _listed(names: list[Any]) -> str:
     return shortened(", ".join(map(str, names)))
 
 
-def _row(number: int, line: int, entry: Any) -> Row:
-    """Checks a row of a file."""
+def _checked(kind: str, number: int, line: int, entry: Any, read: Callable[[dict[str, Any]], _T]) -> _T:
+    """What ``read`` makes of an entry of a list. What is wrong with it is said with its kind, number and line."""
     try:
-        return _checked(entry)
+        if not isinstance(entry, dict):
+            raise _InvalidError("it must be 'key: value' pairs")
+        return read(entry)
     except _InvalidError as error:
-        raise _InvalidError(f"row {number}, {quoted(entry)}: {error}", line) from None
+        raise _InvalidError(f"{kind} {number}, {quoted(entry)}: {error}", line) from None
 
 
-def _checked(entry: Any) -> Row:
-    if not isinstance(entry, dict):
-        raise _InvalidError("it must be 'key: value' pairs")
+def _row(entry: dict[str, Any]) -> Row:
     missing = [name for name in _OF_EVERY_ROW if name not in entry]
     if missing:
         raise _InvalidError(f"it lacks {', '.join(missing)}")

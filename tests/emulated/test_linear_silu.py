@@ -12,7 +12,7 @@ from harness import RankPool, make_communicator
 from linear_calls import INPUTS, OUTPUTS, TOKENS, X, ones
 from reference import assert_bitwise_equal
 from test_fused import assert_untouched_outside, at_offset
-from test_linear import assert_is_layer, every_dtype, operands
+from test_linear import SHAPES, assert_is_layer, every_dtype, operands
 from test_modes import Watcher
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -21,18 +21,6 @@ from llm_comm import Communicator, UnsupportedInputError, _core
 
 GATE_UP = ones(2 * OUTPUTS, INPUTS)
 OPERATOR = torch.ops.llm_comm.linear_silu_and_mul.default
-#: (tokens, inputs, outputs): each kernel at both ends of its tokens; outputs that blocks divide, and that they do not.
-SHAPES = (
-    (1, 64, 64),
-    (5, 640, 128),
-    (8, 128, 192),
-    (9, 192, 64),
-    (16, 64, 320),
-    (17, 320, 64),
-    (32, 128, 128),
-    (33, 64, 192),
-    (64, 256, 128),
-)
 
 
 def assert_is_silu_and_mul(y: torch.Tensor, products: torch.Tensor, what: str) -> None:

@@ -45,8 +45,8 @@ LINEAR_LAYERS: tuple[Mutant, ...] = (
     python(
         "layers that no kernel serves are given away",
         LAYERS,
-        "and _takes_features(outputs) and _takes_features(inputs)",
-        "and _takes_features(outputs)",
+        "and takes_features(outputs) and takes_features(inputs)",
+        "and takes_features(outputs)",
         OF_TABLES,
     ),
     python(

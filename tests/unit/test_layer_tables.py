@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import yaml
+from cores import connected
 from tables import plain_row
 
 from llm_comm import Config, ConfigError, _core
@@ -212,12 +213,7 @@ def test_a_row_that_the_device_has_no_room_for_is_passed_over(caplog: pytest.Log
 
 
 def test_the_core_has_the_bounds_that_rows_have() -> None:
-    core = _core.make_emulated_core(
-        _core.CoreOptions(
-            rank=0, world_size=1, slot_bytes=1 << 16, timeout_s=10, dependent_launch=True, check_calls=False
-        )
-    )
-    core.create_workspace(False)
+    (core,) = connected(1)
     problem = {"tokens": 1, "inputs": 2048, "outputs": 64, "data_type": 0, "silu_and_mul": False}
     largest = {"block_outputs": 64, "stages": 16, "stage_boxes": 8}
     beyond = {"block_outputs": 72, "stages": 17, "stage_boxes": 9}

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from cores import connected
 
 from llm_comm import Config, UnsupportedInputError, _core, registry
 from llm_comm.operations.linear import Linear
@@ -18,16 +19,6 @@ LARGEST = _core.linear_max_features
 STEP = _core.linear_multiple
 MOST = _core.linear_max_tokens
 CPU = torch.device("cpu")
-
-
-def make_core() -> _core.Core:
-    core = _core.make_emulated_core(
-        _core.CoreOptions(
-            rank=0, world_size=1, slot_bytes=1 << 16, timeout_s=10, dependent_launch=True, check_calls=False
-        )
-    )
-    core.create_workspace(False)
-    return core
 
 
 def layers_of(core: Any, silu_and_mul: bool = False) -> Linear:
@@ -48,7 +39,7 @@ def without_memory(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 def test_the_core_takes_what_is_accepted(
     data_type: str, tokens: int, inputs: int, outputs: int, silu_and_mul: bool
 ) -> None:
-    core = make_core()
+    (core,) = connected(1)
     layers = layers_of(core, silu_and_mul)
     rows = 2 * outputs if silu_and_mul else outputs
     layers._device = torch.device("meta")
@@ -77,7 +68,7 @@ def test_the_core_takes_what_is_accepted(
 @pytest.mark.parametrize(("silu_and_mul", "multiple"), [(False, 8), (True, 16)])
 def test_choices_of_a_block(silu_and_mul: bool, multiple: int) -> None:
     """As many rows of gate as of up, and results in lines of eight."""
-    core = make_core()
+    (core,) = connected(1)
     layer = {"tokens": 4, "inputs": 256, "outputs": 192, "data_type": list(registry.data_types()).index("bf16")}
     for block in range(1, 81):
         choice = _core.LinearChoice(block_outputs=block)

@@ -1,5 +1,5 @@
-// The kernels of linear layers by data type, epilogue and rows of a box of x. They are compiled in translation units of their own, which CMake
-// makes (cmake/algorithms.cmake): for GPUs with the instructions that only one architecture has.
+// The kernels of linear layers by data type, epilogue and rows of a box of x. They are compiled in translation units of their own, which
+// CMake makes (cmake/algorithms.cmake): for GPUs with the instructions that only one architecture has.
 #pragma once
 
 #include "algorithms/linear/args.h"

@@ -23,7 +23,7 @@ from sglang.srt.utils import is_cuda
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
 from llm_comm.integrations import common
-from llm_comm.integrations.linear import FIRST_LINEAR, about_linear, why_not_linear
+from llm_comm.integrations.linear import FIRST_LINEAR, about_linear, is_aligned, why_not_linear
 from llm_comm.integrations.parts import Parts
 from llm_comm.integrations.sglang import groups
 from llm_comm.runtime.rendezvous import Rendezvous
@@ -38,8 +38,6 @@ GATHERING = ("attn_cp", "moe_dp", "shared_experts_tp")
 _PDMUX = "pdmux_prefill_tp"
 # Arguments of the constructor by which ranks come and go while the others serve.
 _ELASTIC = ("recovered_rank", "rank_offset", "max_world_size")
-# Bytes, at a multiple of which the weight of a linear layer must begin; new tensors do.
-_ALIGNMENT = 16
 
 
 def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
@@ -327,7 +325,7 @@ class LlmCommAllReduce:
         if (
             not communicator.prefers_linear(outputs, inputs, x.shape[:-1].numel())
             or not communicator.accepts_linear(x, weight)
-            or weight.data_ptr() % _ALIGNMENT != 0
+            or not is_aligned(weight)
         ):
             return None
         result = communicator.linear(x, weight)

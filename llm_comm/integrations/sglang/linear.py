@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from sglang.srt.plugins.hook_registry import HookType
 
+from llm_comm.integrations.linear import prefers_some
 from llm_comm.integrations.sglang.fused_norm import State, all_sums_are_of_the_group
 from llm_comm.integrations.sglang.hooks import hook
 
@@ -107,8 +108,7 @@ def _wants(layer: Any) -> bool:
     if communicator is None or layer.weight.dtype not in (torch.bfloat16, torch.float16):
         return False
     outputs, inputs = layer.weight.shape
-    tokens = range(1, communicator.max_preferred_tokens + 1)
-    if not any(communicator.prefers_linear(outputs, inputs, count) for count in tokens):
+    if not prefers_some(communicator, outputs, inputs, communicator.max_preferred_tokens):
         return False
     backend = _their_backend()
     if communicator.config.fuse_linear == "auto" and backend not in _CUBLAS:

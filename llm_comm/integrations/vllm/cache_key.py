@@ -33,14 +33,14 @@ def preferred_layers(communicator: Communicator) -> str:
     return hashlib.sha256(repr((config.fuse_linear, config.pdl, rows)).encode()).hexdigest()
 
 
-def value(max_fused_bytes: int, max_linear_tokens: int, communicator: Communicator) -> str:
+def value(max_fused_bytes: int, max_linear_tokens: int, linear_key: str) -> str:
     """What goes under ``MARK``.
 
     Args:
         max_fused_bytes: Larger messages keep their norms apart.
         max_linear_tokens: The same of linear layers; 0: all of them are vLLM's.
-        communicator: Of the group whose all-reduces are fused.
+        linear_key: ``preferred_layers`` of the group whose all-reduces are fused.
     """
     key = f"{digest_of_sources()} {max_fused_bytes}"
     # Without linear layers, tables and options that are about them change no graph.
-    return key if max_linear_tokens == 0 else f"{key} {max_linear_tokens} {preferred_layers(communicator)}"
+    return key if max_linear_tokens == 0 else f"{key} {max_linear_tokens} {linear_key}"

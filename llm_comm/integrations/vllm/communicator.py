@@ -27,8 +27,6 @@ from llm_comm.quoting import quoted
 logger = logging.getLogger("vllm.llm_comm")
 
 SECTION = "llm_comm"
-# Bytes, at a multiple of which the weight of a linear layer begins, if llm_comm is to read it.
-_WEIGHT_ALIGNMENT = 16
 #: Groups in whose name the models sum activations. Others gather and scatter alone (``only_gathers``), or do neither.
 GROUPS = ("tp", "dcp")
 
@@ -198,7 +196,7 @@ class LlmCommCommunicator(GatheringCommunicator):
             or not communicator.accepts_fused_linear(x, linear_weight, weight, quantize)
             or (residual is not None and not residual.is_contiguous())
             # Maybe of this rank alone, which is no harm: the others make the same sum behind their layer.
-            or linear_weight.data_ptr() % _WEIGHT_ALIGNMENT != 0
+            or not linear.is_aligned(linear_weight)
         ):
             return None
         normed, new_residual = communicator.linear_all_reduce_add_rms_norm(
@@ -214,8 +212,8 @@ class LlmCommCommunicator(GatheringCommunicator):
     def prefers_linear(self, outputs: int, inputs: int) -> bool:
         """Whether any batch of a linear layer is to be computed by llm_comm, of those that are small enough."""
         communicator = self._llm_comm
-        batches = range(1, self.max_linear_tokens + 1)
-        return communicator is not None and any(communicator.prefers_linear(outputs, inputs, n) for n in batches)
+        tokens = self.max_linear_tokens
+        return communicator is not None and linear.prefers_some(communicator, outputs, inputs, tokens)
 
     def destroy(self) -> None:
         member, self._member, self._llm_comm, self._parts = self._member, None, None, None
@@ -261,7 +259,7 @@ class LlmCommCommunicator(GatheringCommunicator):
         table, limit = communicator.table, communicator.config.max_message_bytes
         self.max_fused_bytes = min(table.max_fused_bytes, table.max_message_bytes if limit is None else limit)
         about_linear = self._set_up_linear(communicator)
-        fusion.prepare_compiler(communicator, self.max_fused_bytes, self.max_linear_tokens)
+        fusion.prepare_compiler(self.max_fused_bytes, self.max_linear_tokens, self.linear_key)
         self.fuses = True
         return f"; fused with RMSNorm in compiled graphs{about_linear}{theirs_is_off}"
 

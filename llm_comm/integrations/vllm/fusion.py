@@ -91,20 +91,20 @@ def max_linear_tokens(communicator: Communicator, max_fused_bytes: int) -> int:
     return compile_ranges.max_linear_tokens(get_current_vllm_config_or_none(), max_fused_bytes, preferred)
 
 
-def prepare_compiler(communicator: Communicator, max_fused_bytes: int, max_linear_tokens: int) -> None:
+def prepare_compiler(max_fused_bytes: int, max_linear_tokens: int, linear_key: str) -> None:
     """Has vLLM compile graphs for what is fused and for larger batches apart, and keep them apart from those of others.
 
     A graph for all sizes would have the largest ones take the operators as well, which then do one by one what inductor
     would have generated one kernel for.
 
     Args:
-        communicator: Of the group whose all-reduces are fused.
         max_fused_bytes: Larger messages keep their norms apart.
         max_linear_tokens: The same of linear layers; 0: all of them are vLLM's.
+        linear_key: ``cache_key.preferred_layers`` of the group whose all-reduces are fused.
     """
     vllm_config = get_current_vllm_config_or_none()
     # What vLLM keeps compiled graphs under is made of its configuration. additional_config is the part for plugins.
-    mark = {cache_key.MARK: cache_key.value(max_fused_bytes, max_linear_tokens, communicator)}
+    mark = {cache_key.MARK: cache_key.value(max_fused_bytes, max_linear_tokens, linear_key)}
     vllm_config.additional_config = {**vllm_config.additional_config, **mark}
     endpoints = compile_ranges.new_endpoints(vllm_config, max_fused_bytes, max_linear_tokens)
     if endpoints:
