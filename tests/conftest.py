@@ -1,10 +1,22 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
 from harness import RankPool
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Each test finds the environment variables that the run began with: commands set some for their ranks."""
+    before = dict(os.environ)
+    yield
+    before["PYTEST_CURRENT_TEST"] = os.environ["PYTEST_CURRENT_TEST"]  # pytest's own: it names the test and its phase
+    if before != os.environ:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.fixture(scope="session")
