@@ -28,9 +28,17 @@ def why_not_linear(communicator: Communicator) -> str | None:
     return f"fuse_linear is 'auto', and {communicator.table.name} has no layer that is faster with pdl {pdl}"
 
 
-def prefers_some(communicator: Communicator, outputs: int, inputs: int, most_tokens: int) -> bool:
-    """Whether a layer of this shape is to be computed by llm_comm for some number of tokens up to ``most_tokens``."""
-    return any(communicator.prefers_linear(outputs, inputs, tokens) for tokens in range(1, most_tokens + 1))
+def prefers_some(
+    communicator: Communicator, outputs: int, inputs: int, most_tokens: int, silu_and_mul: bool = False
+) -> bool:
+    """Whether a layer of this shape is to be computed by llm_comm for some number of tokens up to ``most_tokens``.
+
+    Args:
+        outputs, inputs: As ``Communicator.prefers_linear`` takes them, or ``prefers_linear_silu_and_mul``.
+        silu_and_mul: Whether the layer is a gate-and-up projection with its activation.
+    """
+    prefers = communicator.prefers_linear_silu_and_mul if silu_and_mul else communicator.prefers_linear
+    return any(prefers(outputs, inputs, tokens) for tokens in range(1, most_tokens + 1))
 
 
 def is_aligned(weight: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from llm_comm.operations import linear_operators, torch_operators
 from llm_comm.operations.watched import is_watched as _is_watched
-from llm_comm.planning.layers import LINEAR
+from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL
 from llm_comm.planning.planner import Planner
 
 # Global names cost less than attributes.
@@ -212,7 +212,16 @@ class LinearLayers:
         """
         return self._planner.prefers_layer(LINEAR, outputs, inputs, tokens)
 
+    def prefers_linear_silu_and_mul(self, outputs: int, inputs: int, tokens: int) -> bool:
+        """The same of ``linear_silu_and_mul``, in place of a gate-and-up projection and the activation behind it.
+
+        Args:
+            outputs: Of gate, and as many of up: half of the rows of the weight.
+            inputs, tokens: As of ``prefers_linear``.
+        """
+        return self._planner.prefers_layer(LINEAR_SILU_AND_MUL, outputs, inputs, tokens)
+
     @property
     def max_preferred_tokens(self) -> int:
-        """The most tokens for which ``prefers_linear`` is true of any layer; 0: it is true of none."""
+        """The most tokens for which either is true of any layer; 0: of none."""
         return self._planner.most_preferred_tokens()
