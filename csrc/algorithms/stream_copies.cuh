@@ -3,7 +3,8 @@
 //
 //   before   tells the peers where this rank's tensor lies, and that it may be written: the grids before it have ended. It ends when
 //            it knows that of all peers. It may do more.
-//   copies   to the tensors of the peers and to this rank's own, by copy engines on a GPU
+//   copies   to the tensors of the peers and to this rank's own: by copy engines on a GPU, and small ones, or those of the GPU to
+//            itself, by the stores of a kernel beside them
 //   after    one block. It tells the peers that this rank's copies have ended, and ends when theirs have: the tensor is whole
 //
 // Each grid is an operation of its own. Nothing waits for a thread of the host while it runs, as copies of
@@ -19,8 +20,10 @@
 // hb_session.cuh holds for the two together, and nothing comes between them.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
+#include "algorithms/copy_head.h"
 #include "algorithms/direct.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
@@ -34,12 +37,25 @@ struct StreamCopy {
   uint64_t from;
   uint64_t to;
   uint64_t bytes;
+  bool is_stored = false;  // by a kernel beside the copy engines: of each call at most one copy to each rank
 };
 
 template <class ArgsOfOperation>
 struct StreamCopyArgs : DirectArgs<ArgsOfOperation> {
   uint32_t is_after;
 };
+
+// What all peers get alike, the head of it by stores.
+inline void add_copies_to_peers(std::vector<StreamCopy>& all, uint32_t world, uint32_t rank, uint64_t from, uint64_t to,
+                                uint64_t bytes) {
+  const uint64_t lines = bytes / sizeof(Line);
+  const uint64_t head = std::min<uint64_t>(lines / kPiecesPerHead, kMaxHeadLines / (world - 1)) * sizeof(Line);
+  for (uint32_t i = 1; i < world; ++i) {
+    const uint32_t peer = (rank + i) % world;  // every rank begins with another one
+    if (head < bytes) all.push_back({peer, from + head, to + head, bytes - head});
+    if (head != 0) all.push_back({peer, from, to, head, true});
+  }
+}
 
 // An operation whose kernels take StreamCopyArgs. Besides what DirectOperation wants it says which copies a rank makes into buffer 1,
 // the one symmetric tensor, copies(problem, rank), and of which of its buffers, kCopied.

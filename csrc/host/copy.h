@@ -9,7 +9,7 @@ struct Copy {
   char* to;
   const char* from;
   uint64_t bytes;
-  bool is_local;  // of this GPU to itself
+  bool is_stored;  // by a kernel, beside the copy engines, which do the others (StreamCopy)
 };
 
 }  // namespace llm_comm::host

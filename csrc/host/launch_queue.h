@@ -159,10 +159,9 @@ class PreparedLaunches final : public PreparedCall {
       if (args_.places[0] == kNoPlace) return all;
       const auto place = segments_.find(buffers[1], Operation::buffer_bytes(problem_, 1));
       for (const StreamCopy& copy : Operation::copies(problem_, args_.comm.rank)) {
-        const bool is_own = copy.rank == args_.comm.rank;
         char* const to = segments_.address(copy.rank, {place->segment, place->offset + copy.to}, copy.bytes);
         const char* const from = reinterpret_cast<const char*>(buffers[Operation::kCopied]) + copy.from;
-        if (to != nullptr && to != from) all.push_back({to, from, copy.bytes, is_own});
+        if (to != nullptr && to != from) all.push_back({to, from, copy.bytes, copy.is_stored});
       }
     }
     return all;

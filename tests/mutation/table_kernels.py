@@ -25,6 +25,7 @@ EPILOGUE = "csrc/algorithms/linear/epilogue.cuh"
 DIRECT = "csrc/algorithms/direct.cuh"
 TWO_SHOT_CE = "csrc/algorithms/all_reduce/two_shot_ce.cuh"
 DIRECT_CE = "csrc/algorithms/all_gather/direct_ce.cuh"
+STREAM_COPIES = "csrc/algorithms/stream_copies.cuh"
 
 NORM_BITS = "tests/emulated/test_norm_bits.py"
 SUMS = "driver --cases 300 --alone --algorithm all_reduce/two_shot"
@@ -361,15 +362,22 @@ KERNELS = (
     cpp(
         "a rank's own part is not copied",
         DIRECT_CE,
-        "i <= problem.world && part.length != 0; ++i)",
-        "i + (WITHOUT ? 1 : 0) <= problem.world && part.length != 0; ++i)",
+        "if (bytes != 0) all",
+        "if (bytes != 0 && !WITHOUT) all",
         SYMMETRIC,
     ),
     cpp(
         "parts are copied to the first place",
         DIRECT_CE,
-        "0, part.first * width, part.length * width",
-        "0, WITHOUT ? 0 : part.first * width, part.length * width",
+        "to = part.first * width;",
+        "to = WITHOUT ? 0 : part.first * width;",
+        SYMMETRIC,
+    ),
+    cpp(
+        "nobody stores the head of what is copied",
+        STREAM_COPIES,
+        "if (head != 0) all",
+        "if (head != 0 && !WITHOUT) all",
         SYMMETRIC,
     ),
     cpp(

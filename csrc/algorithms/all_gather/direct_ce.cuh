@@ -1,9 +1,11 @@
 // All-gather of symmetric outputs by copies in the stream (CE): every rank has its part copied to where it belongs in the output of
 // each rank, as one copy each.
 //
-// One hop, (N-1)/N of the output sent by each rank, and nothing is copied twice. Copy engines carry more than the stores of a kernel,
-// and take no multiprocessors. The input is any tensor, the output lies at the same place of the symmetric heap on every rank
-// (stream_copies.cuh, with the argument why it may be written, and is whole at the end).
+// One hop, (N-1)/N of the output sent by each rank, and nothing is copied twice. Copy engines carry more than the stores of a kernel.
+// But they begin late, and a copy of the GPU to itself slows one to a peer down (docs/experiments/channels.md). So a kernel beside them
+// stores the head of the part to the peers, and the whole part to this rank's own output. The input is any tensor, the output lies at
+// the same place of the symmetric heap on every rank (stream_copies.cuh, with the argument why it may be written, and is whole at the
+// end).
 #pragma once
 
 #include <vector>
@@ -38,10 +40,11 @@ struct AllGatherDirectCE : ByStreamCopies {
     static std::vector<StreamCopy> copies(const Problem& problem, uint32_t rank) {
       const Part part = parts_of(problem).part[rank];
       const uint64_t width = element_bytes(problem.type);
+      const uint64_t to = part.first * width;
+      const uint64_t bytes = part.length * width;
       std::vector<StreamCopy> all;
-      for (uint32_t i = 1; i <= problem.world && part.length != 0; ++i) {  // this rank last
-        all.push_back({(rank + i) % problem.world, 0, part.first * width, part.length * width});
-      }
+      add_copies_to_peers(all, problem.world, rank, 0, to, bytes);
+      if (bytes != 0) all.push_back({rank, 0, to, bytes, true});
       return all;
     }
   };

@@ -11,20 +11,13 @@
 #pragma once
 
 #include "algorithms/all_gather/operation.cuh"
+#include "algorithms/copy_head.h"
 #include "algorithms/direct.cuh"
 #include "llm_comm/port_words.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllGatherDirectPort{15};
-
-// What a kernel stores to all peers until a copy engine begins (docs/experiments/channels.md), and at most a fourth of the part.
-inline constexpr uint32_t kMaxHeadLines = (6u << 20) / sizeof(Line);
-
-template <int World>
-constexpr LLM_COMM_DEVICE uint32_t head_of_part(uint32_t lines) {
-  return lines / 4 < kMaxHeadLines / (World - 1) ? lines / 4 : kMaxHeadLines / (World - 1);
-}
 
 template <DataType D, int World>
 LLM_COMM_KERNEL(kMaxDirectThreads)
@@ -35,7 +28,8 @@ all_gather_direct_port(LLM_COMM_KERNEL_PARAM DirectArgs<PartsArgs> args) {
   const bool talks = block == 0 && peer < World && peer != rank;
   const PartView<D> source(args.input, args.parts.part[rank], 0, args.range);
   const uint32_t lines = source.lines();
-  const uint32_t head = head_of_part<World>(lines);
+  constexpr uint32_t kMaxHead = kMaxHeadLines / (World - 1);
+  const uint32_t head = lines / kPiecesPerHead < kMaxHead ? lines / kPiecesPerHead : kMaxHead;
 
   DirectSession<World, 1> session(args.comm, kAllGatherDirectPort, PartView<D>::bytes_of(args.range.count), block);
   session.wait_for_grids_before(source.precomputed());

@@ -9,10 +9,11 @@
 
 namespace llm_comm::host {
 
-// Copies of the GPU to itself run beside those to peers: other engines, or multiprocessors, do them.
+// Copies that are stored run beside those of the copy engines.
 class StreamCopies {
  public:
-  StreamCopies() = default;
+  // With the device current. Throws std::runtime_error.
+  StreamCopies();
   StreamCopies(const StreamCopies&) = delete;
   StreamCopies& operator=(const StreamCopies&) = delete;
   ~StreamCopies();

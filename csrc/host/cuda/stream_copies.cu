@@ -1,0 +1,143 @@
+#include "host/cuda/stream_copies.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "host/cuda/driver.h"
+#include "llm_comm/workspace_layout.h"
+
+namespace llm_comm::host {
+
+namespace {
+
+// A fourth of a large GPU's multiprocessors moves a rank's own part in half of the time that its copies to the peers take
+// (docs/experiments/channels.md).
+constexpr uint32_t kStoreBlocks = 32;
+constexpr uint32_t kStoreThreads = 512;
+constexpr uint32_t kStoresUnderWay = 4;  // of a thread
+
+struct StoredCopies {
+  Copy copy[kMaxWorldSize];
+  uint32_t count;
+};
+
+// One copy after the other, each by the whole grid. Addresses are those of whole uint4s.
+__global__ void __launch_bounds__(kStoreThreads) store_copies(const __grid_constant__ StoredCopies stored) {
+  const uint64_t threads = uint64_t{gridDim.x} * blockDim.x;
+  const uint64_t thread = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+#pragma unroll 1
+  for (uint32_t c = 0; c < stored.count; ++c) {
+    const Copy& copy = stored.copy[c];
+    const auto* const from = reinterpret_cast<const uint4*>(copy.from);
+    auto* const to = reinterpret_cast<uint4*>(copy.to);
+    const uint64_t whole = copy.bytes / sizeof(uint4);
+    for (uint64_t i = thread; i < whole; i += kStoresUnderWay * threads) {
+      uint4 line[kStoresUnderWay];
+#pragma unroll
+      for (uint32_t j = 0; j < kStoresUnderWay; ++j) {
+        if (i + j * threads < whole) line[j] = from[i + j * threads];
+      }
+#pragma unroll
+      for (uint32_t j = 0; j < kStoresUnderWay; ++j) {
+        if (i + j * threads < whole) to[i + j * threads] = line[j];
+      }
+    }
+    const uint64_t rest = whole * sizeof(uint4) + thread;
+    if (rest < copy.bytes) copy.to[rest] = copy.from[rest];
+  }
+}
+
+struct Capture {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+
+  bool operator==(const Capture& other) const { return status == other.status && id == other.id; }
+};
+
+Capture capture_of(cudaStream_t stream) {
+  Capture capture;
+  check(cudaStreamGetCaptureInfo(stream, &capture.status, &capture.id), "cudaStreamGetCaptureInfo");
+  if (capture.status == cudaStreamCaptureStatusNone) capture.id = 0;
+  return capture;
+}
+
+void enqueue_one(const Copy& copy, cudaStream_t stream) {
+  check(cudaMemcpyAsync(copy.to, copy.from, copy.bytes, cudaMemcpyDefault, stream), "a copy of a collective");
+}
+
+bool is_aligned(const Copy& copy) {
+  return (reinterpret_cast<uint64_t>(copy.to) | reinterpret_cast<uint64_t>(copy.from)) % sizeof(uint4) == 0;
+}
+
+// Those that cannot be stored line by line are left to the copy engines.
+void enqueue_stored(const std::vector<Copy>& copies, cudaStream_t stream) {
+  StoredCopies stored{};
+  for (const Copy& copy : copies) {
+    if (!copy.is_stored) continue;
+    if (!is_aligned(copy)) {
+      enqueue_one(copy, stream);
+      continue;
+    }
+    if (stored.count == kMaxWorldSize) throw std::logic_error("more copies are stored than there are ranks");
+    stored.copy[stored.count++] = copy;
+  }
+  if (stored.count == 0) return;
+  void* parameters[] = {&stored};
+  check(cudaLaunchKernel(store_copies, kStoreBlocks, kStoreThreads, parameters, 0, stream),
+        "launch of the stores of a collective");
+}
+
+}  // namespace
+
+// Loads its kernel: the driver may wait for kernels that run when one is loaded, and those wait for peers.
+StreamCopies::StreamCopies() {
+  cudaFuncAttributes attributes{};
+  check(cudaFuncGetAttributes(&attributes, store_copies), "cudaFuncGetAttributes");
+}
+
+// A stream that takes part in a capture is left alone: to destroy it would end the capture.
+StreamCopies::~StreamCopies() {
+  const BesideCaptures beside;
+  for (const Lane& lane : lanes_) {
+    cudaStreamCaptureStatus status{};
+    if (cudaStreamIsCapturing(lane.stream, &status) != cudaSuccess || status != cudaStreamCaptureStatusNone) continue;
+    cudaEventDestroy(lane.begin);
+    cudaEventDestroy(lane.end);
+    cudaStreamDestroy(lane.stream);
+  }
+}
+
+void StreamCopies::enqueue(const std::vector<Copy>& copies, cudaStream_t stream) {
+  const auto is_stored = [](const Copy& copy) { return copy.is_stored; };
+  if (std::none_of(copies.begin(), copies.end(), is_stored)) {
+    for (const Copy& copy : copies) enqueue_one(copy, stream);
+    return;
+  }
+  const Lane& lane = lane_beside(stream);
+  check(cudaEventRecord(lane.begin, stream), "cudaEventRecord");
+  check(cudaStreamWaitEvent(lane.stream, lane.begin, 0), "cudaStreamWaitEvent");
+  for (const Copy& copy : copies) {
+    if (!copy.is_stored) enqueue_one(copy, stream);
+  }
+  enqueue_stored(copies, lane.stream);
+  check(cudaEventRecord(lane.end, lane.stream), "cudaEventRecord");
+  check(cudaStreamWaitEvent(stream, lane.end, 0), "cudaStreamWaitEvent");
+}
+
+// A stream that was drawn into a capture belongs to it until the capture ends: calls of others need another one.
+StreamCopies::Lane& StreamCopies::lane_beside(cudaStream_t stream) {
+  const Capture own = capture_of(stream);
+  for (Lane& lane : lanes_) {
+    const Capture other = capture_of(lane.stream);
+    if (other.status == cudaStreamCaptureStatusNone || other == own) return lane;
+  }
+  const BesideCaptures beside;
+  Lane lane;
+  check(cudaStreamCreateWithFlags(&lane.stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  check(cudaEventCreateWithFlags(&lane.begin, cudaEventDisableTiming), "cudaEventCreate");
+  check(cudaEventCreateWithFlags(&lane.end, cudaEventDisableTiming), "cudaEventCreate");
+  lanes_.push_back(lane);
+  return lanes_.back();
+}
+
+}  // namespace llm_comm::host
