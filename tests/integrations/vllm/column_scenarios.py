@@ -185,6 +185,7 @@ def layers_that_are_summed_are_left_to_the_other_pass() -> None:
                 # Sums without a norm, of rows as they are and split.
                 tensor_model_parallel_all_reduce(layer(x)),
                 tensor_model_parallel_all_reduce(layer(x * 2).view(-1, 2, HIDDEN // 2)),
+                parallel_state.get_tp_group().reduce_scatter(layer(x * 7), 1),
                 # With norms: one goes into the operator, of the other something else takes the result as well.
                 first(tensor_model_parallel_all_reduce(both), x * 4),
                 both,
@@ -192,8 +193,8 @@ def layers_that_are_summed_are_left_to_the_other_pass() -> None:
             )
 
         def flat(x: torch.Tensor) -> Any:
-            one, two, three, four, five = model(x)
-            return one, two, *three, four, *five
+            *sums, normed, both, last = model(x)
+            return *sums, *normed, both, *last
 
         expect_columns(vllm, flat, linear=0, rows=1)
 
@@ -206,6 +207,7 @@ def what_is_no_silu_and_mul_of_a_layer_is_left_alone() -> None:
 
         def model(x: torch.Tensor) -> Any:
             used_twice, swapped, parts = gate_up(x), gate_up(x * 2), gate_up(x * 3)
+            used_in_two_shapes = gate_up(x * 5)
             return (
                 silu_and_mul(used_twice),
                 used_twice,
@@ -213,9 +215,11 @@ def what_is_no_silu_and_mul_of_a_layer_is_left_alone() -> None:
                 F.silu(parts[:, :64]) * parts[:, 64:128],
                 silu_and_mul(torch.cat([x, x * 2], -1)),
                 silu_and_mul(gate_up(x * 4).view(-1, OUTPUTS)),
+                silu_and_mul(used_in_two_shapes.view(1, -1, 2 * OUTPUTS)),
+                used_in_two_shapes,
             )
 
-        expect_columns(vllm, model, linear=4)
+        expect_columns(vllm, model, linear=5)
 
 
 @scenario(world=4, LLM_COMM_FUSE_LINEAR="1")
