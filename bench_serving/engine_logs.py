@@ -19,7 +19,7 @@ _ACTIVE = re.compile(r"llm_comm \S+ is active for (?:group )?\S*tp")
 # With a linear layer or without, whichever comes first.
 _FUSED = re.compile(r"llm_comm: first (?:all-reduce|linear layer) fused with its")
 # Where there are none, no table prefers one.
-_LINEAR = re.compile(r"llm_comm: first linear layer [^\n]*")
+_LINEAR = re.compile(r"llm_comm: first (?:column-parallel )?linear layer [^\n]*")
 # One line for each method of the engine that gathers or scatters; a model may have none.
 _PARTS = re.compile(r"llm_comm: first \w*(?:all_gather|reduce_scatter)\w* of group [^\n]*")
 _NORMS_APART = re.compile(r"not fused with RMSNorm: fuse is false")

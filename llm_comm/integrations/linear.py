@@ -16,6 +16,16 @@ FIRST_FUSED_LINEAR = (
 #: The same where an engine's layer is computed alone, and what comes behind it is not known.
 FIRST_LINEAR = "llm_comm: first linear layer computed by llm_comm (%d ranks, shape %s, weight %s)"
 
+#: The same where nothing is summed behind it.
+FIRST_COLUMN_LINEAR = (
+    "llm_comm: first column-parallel linear layer computed by llm_comm (%d ranks, shape %s, weight %s)"
+)
+
+#: The same of gate and up, with the activation.
+FIRST_LINEAR_SILU_AND_MUL = (
+    "llm_comm: first column-parallel linear layer computed with silu-and-mul (%d ranks, shape %s, weight %s)"
+)
+
 
 def why_not_linear(communicator: Communicator) -> str | None:
     """Why no linear layer of an engine is computed by llm_comm, if so. The same on all ranks."""
@@ -39,6 +49,32 @@ def prefers_some(
     """
     prefers = communicator.prefers_linear_silu_and_mul if silu_and_mul else communicator.prefers_linear
     return any(prefers(outputs, inputs, tokens) for tokens in range(1, most_tokens + 1))
+
+
+def try_linear(communicator: Communicator, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    """``communicator.linear(x, weight)`` of an engine's layer, where it is preferred and served; else None."""
+    outputs, inputs = weight.shape
+    if (
+        communicator.prefers_linear(outputs, inputs, x.shape[:-1].numel())
+        and communicator.accepts_linear(x, weight)
+        and is_aligned(weight)
+    ):
+        return communicator.linear(x, weight)
+    return None
+
+
+def try_linear_silu_and_mul(
+    communicator: Communicator, x: torch.Tensor, gate_up_weight: torch.Tensor
+) -> torch.Tensor | None:
+    """The same of ``communicator.linear_silu_and_mul(x, gate_up_weight)``."""
+    rows, inputs = gate_up_weight.shape
+    if (
+        communicator.prefers_linear_silu_and_mul(rows // 2, inputs, x.shape[:-1].numel())
+        and communicator.accepts_linear_silu_and_mul(x, gate_up_weight)
+        and is_aligned(gate_up_weight)
+    ):
+        return communicator.linear_silu_and_mul(x, gate_up_weight)
+    return None
 
 
 def is_aligned(weight: torch.Tensor) -> bool:

@@ -133,12 +133,15 @@ def test_an_arm_that_was_to_fuse_and_did_not_does_not_count(harness: Harness) ->
     assert status == 0
 
 
-def test_arms_that_are_not_compared_by_default(harness: Harness) -> None:
+def test_arms_that_are_not_compared_by_default(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLM_COMM_FUSE_LINEAR", "1")  # of which the arm without linear layers makes 0
     status, report = harness.run("--arms", "llm_comm,llm_comm_no_linear", "--repeats", "1")
     assert status == 0
     assert set(report["decode"]["1"]) == {"llm_comm", "llm_comm_no_linear"}
-    (evidence,) = (run["evidence"] for run in report["runs"] if run["arm"] == "llm_comm_no_linear")
-    assert any("fuse_linear is false (LLM_COMM_FUSE_LINEAR)" in line for line in evidence)
+    evidence = {run["arm"]: "\n".join(run["evidence"]) for run in report["runs"]}
+    assert "first column-parallel linear layer" in evidence["llm_comm"]
+    assert "first column-parallel linear layer" not in evidence["llm_comm_no_linear"]
+    assert "fuse_linear is false (LLM_COMM_FUSE_LINEAR)" in evidence["llm_comm_no_linear"]
 
 
 @pytest.mark.parametrize(

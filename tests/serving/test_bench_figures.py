@@ -151,12 +151,20 @@ def test_gathers_and_scatters_of_llm_comm_are_recorded() -> None:
 
 
 def test_linear_layers_of_llm_comm_are_recorded_where_they_may_be() -> None:
-    alone = "llm_comm: first linear layer computed by llm_comm (4 ranks, shape (1, 2048), weight (8192, 2048))"
-    found = engine_logs.evidence(ran(), ARMS["llm_comm"], f"{CUSTOM}\n{ACTIVE}\n{FUSED}\nINFO {alone}")
-    assert alone in found
+    lines = [
+        f"llm_comm: first {kind} (4 ranks, shape (1, 2048), weight (8192, 2048))"
+        for kind in (
+            "linear layer computed by llm_comm",
+            "column-parallel linear layer computed by llm_comm",
+            "column-parallel linear layer computed with silu-and-mul",
+        )
+    ]
+    log = "\n".join([CUSTOM, ACTIVE, FUSED, *(f"INFO {line}" for line in lines)])
+    assert [line for line in engine_logs.evidence(ran(), ARMS["llm_comm"], log) if line in lines] == lines
     for arm, log in (("llm_comm_no_linear", f"{NO_LINEAR}\n{FUSED}"), ("default", "")):
-        with pytest.raises(ValueError, match="llm_comm has computed a linear layer"):
-            engine_logs.evidence(ran(), ARMS[arm], f"{CUSTOM}\n{log}\nINFO {alone}")
+        for line in lines:
+            with pytest.raises(ValueError, match="llm_comm has computed a linear layer"):
+                engine_logs.evidence(ran(), ARMS[arm], f"{CUSTOM}\n{log}\nINFO {line}")
 
 
 def test_eager_vllm_has_no_graphs_to_fuse_in() -> None:

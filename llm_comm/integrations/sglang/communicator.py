@@ -23,7 +23,7 @@ from sglang.srt.utils import is_cuda
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
 from llm_comm.integrations import common
-from llm_comm.integrations.linear import FIRST_LINEAR, about_linear, is_aligned, why_not_linear
+from llm_comm.integrations.linear import FIRST_LINEAR, about_linear, try_linear, why_not_linear
 from llm_comm.integrations.parts import Parts
 from llm_comm.integrations.sglang import groups
 from llm_comm.runtime.rendezvous import Rendezvous
@@ -321,15 +321,8 @@ class LlmCommAllReduce:
         communicator = self._llm_comm
         if communicator is None or weight.dim() != 2:
             return None
-        outputs, inputs = weight.shape
-        if (
-            not communicator.prefers_linear(outputs, inputs, x.shape[:-1].numel())
-            or not communicator.accepts_linear(x, weight)
-            or not is_aligned(weight)
-        ):
-            return None
-        result = communicator.linear(x, weight)
-        if not self._has_linear:
+        result = try_linear(communicator, x, weight)
+        if result is not None and not self._has_linear:
             self._has_linear = True
             if dist.get_rank() == 0:
                 logger.info(FIRST_LINEAR, communicator.world_size, tuple(x.shape), tuple(weight.shape))

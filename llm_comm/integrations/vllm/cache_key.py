@@ -15,19 +15,29 @@ from llm_comm.planning import layers
 #: Key of additional_config that tells compiled graphs with the operators from those without.
 MARK = "llm_comm_fusion"
 
-_SOURCES = ("fused_op.py", "fusion_pass.py", "linear_op.py", "linear_pass.py", "pass_manager.py")
+_SOURCES = (
+    "column_op.py",
+    "column_pass.py",
+    "fused_op.py",
+    "fusion_pass.py",
+    "graph_layers.py",
+    "linear_op.py",
+    "linear_pass.py",
+    "pass_manager.py",
+)
 
 
 def digest_of_sources() -> str:
     """Differs between versions of the operators and of the passes."""
     here = Path(__file__)
-    # The last of them says which layers are preferred, by which the pass goes.
+    # The last of them says which layers are preferred, by which the passes go.
     sources = (*map(here.with_name, _SOURCES), Path(layers.__file__))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
 def preferred_layers(communicator: Communicator) -> str:
-    """Differs where ``Communicator.prefers_linear`` could: made of all that it depends on."""
+    """Differs where ``Communicator.prefers_linear`` or ``prefers_linear_silu_and_mul`` could: made of all that they
+    depend on."""
     config = communicator.config
     rows = [tuple(row.without_figures()) for row in communicator.table.layers]
     return hashlib.sha256(repr((config.fuse_linear, config.pdl, rows)).encode()).hexdigest()

@@ -8,6 +8,7 @@ operators, are imported or used here.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -131,12 +132,11 @@ class LlmCommCommunicator(GatheringCommunicator):
         #: Whether compiled graphs hold llm_comm's operator where an all-reduce of this group and a norm were.
         self.fuses = False
         self.max_fused_bytes = 0
-        #: The largest batch, in tokens, whose linear layers are in that operator too; 0: none are.
+        #: The largest batch, in tokens, whose linear layers go into operators of llm_comm; 0: none do.
         self.max_linear_tokens = 0
-        #: Differs where ``prefers_linear`` could.
+        #: Differs where ``prefers_linear`` and its kin could.
         self.linear_key = ""
-        self._has_fused = False
-        self._has_fused_linear = False
+        self._said: set[str] = set()
         self._sums = self._kind in GROUPS
         if self.world_size > 1 and (self._sums or only_gathers(self._kind)):
             self._join()
@@ -169,10 +169,7 @@ class LlmCommCommunicator(GatheringCommunicator):
         normed, new_residual = communicator.all_reduce_add_rms_norm(
             x, residual, weight, epsilon, quantize=quantize, scale=scale
         )
-        if not self._has_fused:
-            self._has_fused = True
-            if self.global_rank == 0:
-                logger.info(common.FIRST_FUSED, self.world_size, tuple(x.shape))
+        self._say_once(common.FIRST_FUSED, x)
         return normed, new_residual
 
     def linear_all_reduce_add_rms_norm(
@@ -202,18 +199,28 @@ class LlmCommCommunicator(GatheringCommunicator):
         normed, new_residual = communicator.linear_all_reduce_add_rms_norm(
             x, linear_weight, residual, weight, epsilon, quantize=quantize, scale=scale
         )
-        if not self._has_fused_linear:
-            self._has_fused_linear = True
-            if self.global_rank == 0:
-                shapes = tuple(x.shape), tuple(linear_weight.shape)
-                logger.info(linear.FIRST_FUSED_LINEAR, self.world_size, *shapes)
+        self._say_once(linear.FIRST_FUSED_LINEAR, x, linear_weight)
         return normed, new_residual
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+        """See ``column_op.py``; None, if it is not served."""
+        return self._try_linear(linear.try_linear, x, weight, linear.FIRST_COLUMN_LINEAR)
+
+    def linear_silu_and_mul(self, x: torch.Tensor, gate_up_weight: torch.Tensor) -> torch.Tensor | None:
+        """See ``column_op.py``; None, if it is not served."""
+        return self._try_linear(linear.try_linear_silu_and_mul, x, gate_up_weight, linear.FIRST_LINEAR_SILU_AND_MUL)
 
     def prefers_linear(self, outputs: int, inputs: int) -> bool:
         """Whether any batch of a linear layer is to be computed by llm_comm, of those that are small enough."""
         communicator = self._llm_comm
         tokens = self.max_linear_tokens
         return communicator is not None and linear.prefers_some(communicator, outputs, inputs, tokens)
+
+    def prefers_linear_silu_and_mul(self, outputs: int, inputs: int) -> bool:
+        """The same of gate and up with silu-and-mul, with so many outputs each."""
+        communicator = self._llm_comm
+        tokens = self.max_linear_tokens
+        return communicator is not None and linear.prefers_some(communicator, outputs, inputs, tokens, True)
 
     def destroy(self) -> None:
         member, self._member, self._llm_comm, self._parts = self._member, None, None, None
@@ -222,6 +229,27 @@ class LlmCommCommunicator(GatheringCommunicator):
                 member.close()
         finally:  # also where the CUDA context is broken
             super().destroy()
+
+    def _try_linear(
+        self,
+        attempt: Callable[[Communicator, torch.Tensor, torch.Tensor], torch.Tensor | None],
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        first: str,
+    ) -> torch.Tensor | None:
+        communicator = self._llm_comm
+        weight = weight.detach()  # as of ``linear_all_reduce_add_rms_norm``
+        result = None if communicator is None else attempt(communicator, x, weight)
+        if result is not None:
+            self._say_once(first, x, weight)
+        return result
+
+    def _say_once(self, text: str, *tensors: torch.Tensor) -> None:
+        """Logs what happens for the first time, with the number of ranks and the shapes of ``tensors``."""
+        if text not in self._said:
+            self._said.add(text)
+            if self.global_rank == 0:
+                logger.info(text, self.world_size, *(tuple(tensor.shape) for tensor in tensors))
 
     def _join(self) -> None:
         """Makes the communicator on all ranks of the group or on none.
@@ -264,7 +292,7 @@ class LlmCommCommunicator(GatheringCommunicator):
         return f"; fused with RMSNorm in compiled graphs{about_linear}{theirs_is_off}"
 
     def _set_up_linear(self, communicator: Communicator) -> str:
-        """The same for linear layers before what is fused."""
+        """The same for operators with linear layers."""
         tokens = 0
         why_not = linear.why_not_linear(communicator)  # the same on all ranks
         if why_not is None:

@@ -30,7 +30,7 @@ def max_fused_tokens(vllm_config: Any, max_fused_bytes: int) -> int | None:
 
 
 def max_linear_tokens(vllm_config: Any, max_fused_bytes: int, preferred: int) -> int:
-    """The largest batch, in tokens, whose linear layers go into the fused operator: it must be fused itself.
+    """The largest batch, in tokens, whose linear layers go into operators of llm_comm: its norms must be fused.
 
     Args:
         vllm_config, max_fused_bytes: As of ``new_endpoints``.

@@ -51,7 +51,7 @@ def why_not_fused(config: Config) -> str | None:
     try:
         # The operators, which graphs from the cache need as well. The passes too, which are needed later: all ranks are
         # to have them, or none.
-        from llm_comm.integrations.vllm import fused_op, linear_op, pass_manager  # noqa: F401
+        from llm_comm.integrations.vllm import column_op, fused_op, linear_op, pass_manager  # noqa: F401
 
         compile_ranges.new_endpoints(vllm_config, 0, 0)
         return _why_not_of_this_model(vllm_config.model_config)
@@ -81,7 +81,7 @@ def why_not_linear() -> str | None:
 
 
 def max_linear_tokens(communicator: Communicator, max_fused_bytes: int) -> int:
-    """The largest batch, in tokens, whose linear layers are to go into the fused operator.
+    """The largest batch, in tokens, whose linear layers are to go into operators of llm_comm.
 
     Args:
         communicator: Of the group whose all-reduces are fused.

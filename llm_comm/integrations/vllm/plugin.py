@@ -7,8 +7,8 @@ and captured calls take the same way, and the V1 and V2 model runners share it. 
 methods of the same class (``gathering.py``).
 
 The platform also names the class that runs the passes of vLLM's compiler. Where llm_comm is active, that becomes a
-subclass with two passes more (``pass_manager.py``). vLLM's own pass of the kind, which goes past llm_comm, is turned
-off.
+subclass with up to three passes more (``pass_manager.py``). vLLM's own pass of the kind, which goes past llm_comm, is
+turned off.
 
 This module is loaded in every process of vLLM, most of which never make a communicator. So it imports little, and what
 it cannot decide yet it leaves to the moment when the class is asked for.

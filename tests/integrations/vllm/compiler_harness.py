@@ -42,6 +42,8 @@ class Compiler(NamedTuple):
     fused_calls: list[tuple[tuple[int, ...], str | None]]
     #: The same of those with a linear layer: of x, and of the weight.
     linear_calls: list[tuple[tuple[int, ...], tuple[int, ...], str | None]]
+    #: Layers that are computed alone: the communicator's method, and the same shapes.
+    column_calls: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
     backends: list[VllmBackend]
 
     def backend(self) -> VllmBackend:
@@ -148,7 +150,7 @@ def compiler(
     config = config or compiler_config(norms_by)
     with vllm_groups(tensor_parallel, pipeline_parallel, config) as log, torch.no_grad():
         config.kernel_config.ir_op_priority.set_default()  # as vLLM's worker does
-        yield Compiler(config, log, calls_of_the_fused_kernel(), calls_of_linear_layers(), [])
+        yield Compiler(config, log, calls_of_the_fused_kernel(), calls_of_linear_layers(), calls_of_columns(), [])
 
 
 def calls_of_the_fused_kernel() -> list[tuple[tuple[int, ...], str | None]]:
@@ -176,6 +178,24 @@ def calls_of_linear_layers() -> list[tuple[tuple[int, ...], tuple[int, ...], str
             return original(x, weight, *others, **options)
 
         communicator.linear_all_reduce_add_rms_norm = linear_all_reduce_add_rms_norm
+    return calls
+
+
+def calls_of_columns() -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    calls: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+    communicator = getattr(parallel_state.get_tp_group().device_communicator, "_llm_comm", None)
+
+    def recording(name: str, original: Any) -> Any:
+        def call(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            calls.append((name, tuple(x.shape), tuple(weight.shape)))
+            result: torch.Tensor = original(x, weight)
+            return result
+
+        return call
+
+    if communicator is not None:
+        for name in ("linear", "linear_silu_and_mul"):
+            setattr(communicator, name, recording(name, getattr(communicator, name)))
     return calls
 
 

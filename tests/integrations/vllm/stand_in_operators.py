@@ -61,6 +61,12 @@ def rms_norm_static_fp8_quant(
     static_scaled_fp8_quant(result, normed, scale)
 
 
+def silu_and_mul(result: torch.Tensor, x: torch.Tensor) -> None:
+    """Rounds silu before it multiplies, as vLLM's kernel does."""
+    gate, up = x.chunk(2, -1)
+    result.copy_(torch.nn.functional.silu(gate) * up)
+
+
 def no(cuda_device_capability: int) -> bool:
     return False
 
@@ -68,7 +74,7 @@ def no(cuda_device_capability: int) -> bool:
 library = torch.library.Library("_C", "DEF")
 for schema in SCHEMAS:
     library.define(schema)
-for kernel in (rms_norm, fused_add_rms_norm, static_scaled_fp8_quant, rms_norm_static_fp8_quant):
+for kernel in (rms_norm, fused_add_rms_norm, static_scaled_fp8_quant, rms_norm_static_fp8_quant, silu_and_mul):
     library.impl(kernel.__name__, kernel, "CPU")
 for schema in SCHEMAS:
     if schema.startswith("cutlass_"):

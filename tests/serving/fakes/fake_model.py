@@ -55,6 +55,11 @@ def start(name: str, backend_line: str) -> str:
         )
     if name in ("llm_comm", "llm_comm_no_linear") and what not in ("pretends", "does not fuse"):
         print("INFO llm_comm: first all-reduce fused with its RMSNorm (2 ranks, shape (1, 64))")
+        if os.environ.get("LLM_COMM_FUSE_LINEAR") == "1":
+            print(
+                "INFO llm_comm: first column-parallel linear layer computed by llm_comm "
+                "(2 ranks, shape (1, 64), weight (128, 64))"
+            )
     if name.startswith("llm_comm"):
         print("INFO llm_comm: first all_gather of group tp:0 (2 ranks, shape (1, 64))")
     if name == "free":

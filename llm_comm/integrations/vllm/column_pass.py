@@ -1,0 +1,131 @@
+"""A pass of vLLM's compiler: linear layers that no all-reduce comes after, those split by columns, become operators of
+llm_comm; gate and up together with silu-and-mul (``column_op.py``).
+
+It runs behind ``linear_pass.py``, to which those belong that an all-reduce comes after, and leaves alone what the
+group's communicator would decline for every batch. In both supported versions of vLLM silu-and-mul is a chain of
+torch's operators in the graph, or vLLM's own where ``custom_ops`` has ``+silu_and_mul``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch._inductor.pattern_matcher as pm
+from vllm.compilation.passes.fusion.matcher_utils import MatcherSiluAndMul
+from vllm.compilation.passes.inductor_pass import enable_fake_mode, get_pass_context
+from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass, VllmPatternMatcherPass
+from vllm.config import VllmConfig
+from vllm.config.utils import Range
+from vllm.distributed import get_tp_group
+
+from llm_comm.integrations.vllm import cache_key
+from llm_comm.integrations.vllm.column_op import linear, linear_silu_and_mul, silu_and_mul
+from llm_comm.integrations.vllm.fused_op import all_reduce_add_rms_norm
+from llm_comm.integrations.vllm.fusion_pass import log_once
+from llm_comm.integrations.vllm.graph_layers import RESHAPES, Layer, Node, erase, layer_of, reshaped
+
+# What sums the result of a layer over ranks.
+_SUMS = (torch.ops.vllm.all_reduce.default, torch.ops.vllm.reduce_scatter.default, all_reduce_add_rms_norm)
+
+
+class ColumnLinearPass(VllmPatternMatcherPass):  # type: ignore[misc]
+    """Replaces linear layers whose results are not summed, where a batch of the graph may gain by it."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        super().__init__(config)
+        communicator = get_tp_group().device_communicator
+        self._max_tokens = communicator.max_linear_tokens
+        self._uuid = f"{cache_key.digest_of_sources()} {self._max_tokens} {communicator.linear_key}"
+        self.pm_pass = pm.PatternMatcherPass(pass_name=self.pass_name)
+        self._register(MatcherSiluAndMul(enabled=False))
+        self._register(MatcherSiluAndMul(enabled=True))
+        self.dump_patterns(config, self.pm_pass)
+
+    @enable_fake_mode  # type: ignore[untyped-decorator]
+    def _register(self, of_vllm: MatcherSiluAndMul) -> None:
+        """Has silu-and-mul behind a preferred layer become one operator, in which form it is easily found."""
+
+        def search(y: Any) -> Any:
+            return of_vllm(y)
+
+        def replacement(y: Any) -> Any:
+            return silu_and_mul(y)
+
+        example = torch.empty(5, 16, dtype=torch.bfloat16)  # patterns hold no device
+        pm.register_replacement(search, replacement, [example], pm.fwd_only, self.pm_pass, extra_check=_is_wanted)
+
+    @VllmInductorPass.time_and_log  # type: ignore[untyped-decorator]
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        group = get_tp_group()
+        self.pm_pass.apply(graph)
+        activations = [node for node in graph.nodes if node.target is silu_and_mul]
+        for node in activations:
+            _replace_with_activation(graph, node, group.unique_name)
+        alone = list(_alone(graph))
+        preferred = [layer for layer in alone if group.device_communicator.prefers_linear(*layer.shape)]
+        for layer in preferred:
+            _replace(graph, layer, group.unique_name)
+        self.matched_count = len(activations) + len(preferred)
+        VllmPatternMatcherPass.match_table[self.pass_name] += self.matched_count
+        batches = get_pass_context().compile_range
+        layers = len(activations) + len(alone)
+        if layers > 0:
+            log_once(
+                f"llm_comm computes {self.matched_count} of {layers} column-parallel linear layers of a graph for "
+                f"batches of {batches.start} to {batches.end} tokens, {len(activations)} of them with silu-and-mul"
+            )
+
+    def is_applicable_for_range(self, compile_range: Range) -> bool:
+        """Larger batches keep their linear layers as they are."""
+        return compile_range.end <= self._max_tokens  # type: ignore[no-any-return]
+
+    def uuid(self) -> str:
+        return self._uuid
+
+
+def _is_wanted(match: pm.Match) -> bool:
+    """Whether a silu-and-mul is all that takes the result of a layer, and the two together are preferred."""
+    y = match.kwargs["y"]
+    layer = layer_of(y)
+    if layer is None or not set(y.users) <= set(match.nodes):
+        return False
+    rows, inputs = layer.shape
+    prefers = get_tp_group().device_communicator.prefers_linear_silu_and_mul
+    return prefers(rows // 2, inputs)  # type: ignore[no-any-return]
+
+
+def _replace_with_activation(graph: torch.fx.Graph, activation: Node, group: str) -> None:
+    """Puts a preferred layer and the operator behind it, which alone takes its result, into one operator."""
+    y: Any = activation.args[0]
+    layer: Any = layer_of(y)
+    x = layer.x.meta["val"]
+    with graph.inserting_before(activation):
+        ours = graph.call_function(linear_silu_and_mul, (layer.x, layer.weight, group))
+        ours.meta["val"] = x.new_empty((x.shape[0], layer.shape[0] // 2))
+        if layer.reshape is not None:
+            ours = reshaped(graph, ours, layer.reshape)
+    ours.meta.update(activation.meta)
+    activation.replace_all_uses_with(ours)
+    erase(graph, [activation, *layer.nodes()])
+
+
+def _alone(graph: torch.fx.Graph) -> Iterator[Layer]:
+    """Layers whose results are not summed over ranks."""
+    for node in graph.nodes:
+        layer = None if node.target in RESHAPES else layer_of(node)
+        if layer is not None and not _is_summed(node):
+            yield layer
+
+
+def _is_summed(y: Node) -> bool:
+    return any(user.target in _SUMS or (user.target in RESHAPES and _is_summed(user)) for user in y.users)
+
+
+def _replace(graph: torch.fx.Graph, layer: Layer, group: str) -> None:
+    with graph.inserting_before(layer.mm):
+        ours = graph.call_function(linear, (layer.x, layer.weight, group))
+    ours.meta.update(layer.mm.meta)
+    layer.mm.replace_all_uses_with(ours)
+    erase(graph, layer.nodes())

@@ -1,0 +1,17 @@
+"""Linear layers that are split by columns, in graphs that published releases of vLLM compile: see
+``column_scenarios.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from contract import Contract, Runner
+from vllm_environment import VERSIONS, VLLM
+
+CONTRACT = Contract(VLLM, VERSIONS, Path(__file__).parent / "column_scenarios.py")
+
+
+@CONTRACT.parametrized()
+def test_vllm_columns(runner: Runner, name: str) -> None:
+    errors = runner.run(name)
+    assert not errors, "\n".join(errors)
