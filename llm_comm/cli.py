@@ -215,6 +215,14 @@ def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "how many tokens, llm_comm is faster than cuBLAS (none)",
     )
     parser.add_argument(
+        "--silu-layers",
+        type=_shapes,
+        default=(),
+        metavar="NxK,...",
+        help="gate-and-up projections with silu-and-mul too, N outputs of each, beside cuBLAS and a kernel behind it "
+        "(none)",
+    )
+    parser.add_argument(
         "--tokens",
         type=_numbers,
         default=LAYER_TOKENS,

@@ -37,6 +37,8 @@ from llm_comm.planning.table_files import table_text
 from llm_comm.planning.tables import ALL_REDUCE, FUSED, MulticastEntry, Row, TuningTable, of_symmetric
 from llm_comm.runtime.multicast import driver_of, name_of
 
+#: Options that name linear layers, which ``bench table`` lacks.
+_LAYERS = ("layers", "silu_layers")
 #: Tunables that a launch may stay below.
 _BOUNDS = ("blocks", "threads")
 
@@ -74,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     config = preflight.check({"--out": args.out, "--json": args.json})
     check_options(args, config)
     check_layers(args.layers, args.tokens, "--layers")
+    check_layers(args.silu_layers, args.tokens, "--silu-layers")
     config = config_for(args.multicast, config)
     if not launch.in_rank():
         if args.json is not None and args.json.is_file():
@@ -98,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
             found, left = measure(comm, group, subjects, args, record)
             comm.use_table(shipped)
             layers = tune_layers.measure(comm, group, args.layers, args.tokens, args.reps)
+            layers += tune_layers.measure(comm, group, args.silu_layers, args.tokens, args.reps, silu=True)
             record.layers = [row.as_dict(compared=True) for row in layers]
             if comm.rank == 0:
                 environment = record.report(is_complete=left == 0)
@@ -134,7 +138,7 @@ def entry_of(comm: Communicator, date: str) -> MulticastEntry:
 
 def check_options(args: argparse.Namespace, config: Config) -> None:
     """Raises ConfigError where the options name nothing to measure, or others than all candidates."""
-    if not args.operations and not getattr(args, "layers", ()):
+    if not args.operations and not any(getattr(args, name, ()) for name in _LAYERS):
         raise ConfigError("--operations none: there is nothing to measure")
     bounds = f"--min {format_bytes(args.min)}, --max {format_bytes(args.max)}"
     if args.min < 2:
@@ -183,8 +187,9 @@ def _record(args: argparse.Namespace, placement: Placement) -> Record:
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
     """Those that change what is measured."""
     found = {name: getattr(args, name) for name in ("operations", "min", "max", "reps", "hidden", "method")}
-    if getattr(args, "layers", ()):
-        found.update(layers=args.layers, tokens=args.tokens)
+    layers = {name: getattr(args, name) for name in _LAYERS if getattr(args, name, ())}
+    if layers:
+        found.update(**layers, tokens=args.tokens)
     return {**found, "multicast": True} if getattr(args, "multicast", False) else found
 
 

@@ -14,9 +14,10 @@ from llm_comm.bench.choosing import is_slower
 from llm_comm.bench.fused import norm_of_engines
 from llm_comm.bench.linear import LayerBench
 from llm_comm.bench.linear_arms import Names
+from llm_comm.bench.linear_silu import silu_of_engines
 from llm_comm.bench.report import OURS, Progress
 from llm_comm.communicator import Communicator
-from llm_comm.planning.layers import LINEAR, LayerRow
+from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL, LayerRow
 from llm_comm.planning.tables import TuningTable
 
 
@@ -26,20 +27,25 @@ def measure(
     shapes: Sequence[tuple[int, int]],
     tokens: Sequence[int],
     reps: int,
+    *,
+    silu: bool = False,
 ) -> list[linear_report.LayerRow]:
     """Times cuBLAS and all choices of the kernel in chains of layers, with dependent launches or without as ``comm``
     is. Collective: every rank computes its layers, and the slowest counts.
 
     Args:
-        shapes: Outputs and inputs of a rank's weight.
+        shapes: Outputs and inputs of a rank's weight; of gate and up, outputs of each.
         tokens: Each the largest number that a row of the table is for.
         reps: Timed runs of each choice.
+        silu: Whether the layers are gate-and-up projections with silu-and-mul, which engines run as a kernel of its
+            own behind cuBLAS.
     """
     if not shapes:
         return []
     progress = Progress(enabled=comm.rank == 0)
+    activation = silu_of_engines(comm) if silu else None
     bench = LayerBench(
-        [(comm.config.pdl, comm)], group, norm_of_engines(comm), None, reps, True, progress, chains=False
+        [(comm.config.pdl, comm)], group, norm_of_engines(comm), activation, reps, True, progress, chains=False
     )
     found: list[linear_report.LayerRow] = []
     for shape in shapes:
@@ -54,13 +60,14 @@ def measure(
 
 def rows_of(measured: Sequence[linear_report.LayerRow], on_gpu: bool = True) -> tuple[LayerRow, ...]:
     """One row for neighbouring numbers of tokens that run alike, with the figures of the largest."""
-    rows = [_row(one, Names.of(on_gpu).layer) for one in measured]
+    rows = [_row(one, Names.of(on_gpu, one.silu).layer) for one in measured]
     alike = groupby(rows, key=lambda row: row.without_figures()._replace(up_to=0))
     return tuple(list(group)[-1] for _, group in alike)
 
 
 def _row(measured: linear_report.LayerRow, other: str) -> LayerRow:
-    layer = (LINEAR, measured.outputs, measured.inputs, measured.pdl, measured.tokens)
+    operation = LINEAR_SILU_AND_MUL if measured.silu else LINEAR
+    layer = (operation, measured.outputs, measured.inputs, measured.pdl, measured.tokens)
     us, other_us = measured.results[OURS].us, measured.results[other].us
     choice: tuple[int, int, int] = (0, 0, 0)
     best = measured.best
@@ -86,7 +93,8 @@ def line(row: LayerRow) -> str:
     chosen = " ".join(f"{name}={value}" for name, value in row.tunables().items() if value)
     times = [f"{'-':>8}" if us is None else f"{us:8.2f}" for us in (row.us, row.cublas_us)]
     layer = f"{row.operation} {row.outputs}x{row.inputs} PDL {'on' if row.pdl else 'off'}"
+    other = "cuBLAS + silu" if row.operation == LINEAR_SILU_AND_MUL else "cuBLAS"
     return (
-        f"{row.up_to:>3} tokens {times[0]} us  {layer}  {chosen or 'as the kernel chooses'}   cuBLAS {times[1]}"
+        f"{row.up_to:>3} tokens {times[0]} us  {layer}  {chosen or 'as the kernel chooses'}   {other} {times[1]}"
         f"{'' if row.is_faster else '   not faster: left to the engine'}"
     )

@@ -34,8 +34,8 @@ class LayerRow(NamedTuple):
     block_outputs: int = 0
     stages: int = 0
     stage_boxes: int = 0
-    #: Of ``up_to`` tokens: microseconds a layer, and those of cuBLAS. They are for people who read a table; nothing is
-    #: chosen by them.
+    #: Of ``up_to`` tokens: microseconds a layer, and those of cuBLAS, with silu-and-mul behind it where the operation
+    #: has that. They are for people who read a table; nothing is chosen by them.
     us: float | None = None
     cublas_us: float | None = None
 

@@ -22,7 +22,8 @@ def measured(
     tokens: int, us: float | None, cublas_us: float | None, best_us: float | None = None, **of: Any
 ) -> Measured:
     shape = {"outputs": 128, "inputs": 64, "pdl": True, **of}
-    results = {"llm_comm": Result(us=us), "cublas": Result(us=cublas_us)}
+    other = "cublas + silu" if shape.get("silu") else "cublas"
+    results = {"llm_comm": Result(us=us), other: Result(us=cublas_us)}
     best = None if best_us is None else Choice(16, 3, 2, Result(us=best_us))
     return Measured(tokens=tokens, layers=9, results=results, best=best, **shape)
 
@@ -43,6 +44,7 @@ def row(up_to: int, is_faster: bool, us: float | None, cublas_us: float | None, 
         (measured(4, None, 6.0), row(4, False, None, 6.0)),
         (measured(4, 5.0, None), row(4, False, 5.0, None)),
         (measured(4, 5.00049, 6.0004), row(4, True, 5.0, 6.0)),
+        (measured(4, 5.0, 6.0, silu=True), row(4, True, 5.0, 6.0)._replace(operation="linear_silu_and_mul")),
     ],
 )
 def test_the_row_of_what_was_measured(one: Measured, expected: LayerRow) -> None:
@@ -52,8 +54,8 @@ def test_the_row_of_what_was_measured(one: Measured, expected: LayerRow) -> None
 def test_neighbours_that_run_alike_are_one_row_with_the_figures_of_the_largest() -> None:
     found = [measured(1, 4.0, 6.0), measured(8, 5.0, 6.0), measured(16, 6.0, 6.0), measured(32, 5.0, 7.0)]
     assert tune_layers.rows_of(found) == (row(8, True, 5.0, 6.0), row(16, False, 6.0, 6.0), row(32, True, 5.0, 7.0))
-    of_others = [measured(1, 4.0, 6.0, inputs=128), measured(1, 4.0, 6.0, pdl=False), measured(1, 4.0, 6.0)]
-    assert len(tune_layers.rows_of(of_others)) == 3
+    of_others = [{"inputs": 128}, {"pdl": False}, {"silu": True}, {}]
+    assert len(tune_layers.rows_of([measured(1, 4.0, 6.0, **of) for of in of_others])) == 4
 
 
 def test_layers_that_were_not_measured_stay() -> None:
@@ -72,6 +74,10 @@ def test_what_is_printed() -> None:
     assert text == (
         " 64 tokens        - us  linear 128x64 PDL off  block_outputs=16 stages=3 stage_boxes=2   cuBLAS     6.00"
         "   not faster: left to the engine"
+    )
+    text = tune_layers.line(row(8, True, 5.0, 6.0)._replace(operation="linear_silu_and_mul"))
+    assert text == (
+        "  8 tokens     5.00 us  linear_silu_and_mul 128x64 PDL on  as the kernel chooses   cuBLAS + silu     6.00"
     )
 
 
@@ -106,9 +112,23 @@ def test_layers_are_measured_and_become_rows_of_a_file(
     assert load_table(path).table.layers == rows
 
 
+def test_gate_and_up_are_measured_with_their_activation(group: dist.ProcessGroup) -> None:
+    with Communicator(group, "cpu", Config.load({})) as comm:
+        (found,) = tune_layers.measure(comm, group, [(64, 128)], (3,), 1, silu=True)
+        assert (found.outputs, found.inputs, found.silu, found.wrong) == (64, 128, True, False)
+        assert set(found.results) == {"llm_comm", "mm + silu"}
+        (row_,) = tune_layers.rows_of([found], on_gpu=False)
+        assert row_.layer() == ("linear_silu_and_mul", 64, 128, True)
+        preferred = row_._replace(is_faster=True)
+        comm.use_table(tune_layers.with_layers(comm.table, (preferred,)))
+        assert comm.prefers_linear_silu_and_mul(64, 128, 3)
+        assert not comm.prefers_linear(64, 128, 3)
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
+        (["--silu-layers", "64x100"], "--silu-layers 64x100: outputs and inputs are multiples of 64 up to 16777216"),
         (["--layers", "100x64"], "--layers 100x64: outputs and inputs are multiples of 64 up to 16777216"),
         (["--layers", "64x64", "--tokens", "1,65"], "--tokens 1,65: 1 to 64 each"),
         (["--operations", "none"], "--operations none: there is nothing to measure"),
@@ -125,11 +145,12 @@ def test_options_that_cannot_work(
     assert f"ConfigError: {complaint}" in capsys.readouterr().err
 
 
-def test_layers_alone_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("option", ["--layers", "--silu-layers"])
+def test_layers_alone_can_be_measured(monkeypatch: pytest.MonkeyPatch, option: str) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     started: list[Any] = []
     monkeypatch.setattr(launch, "place", lambda *_: launch.Placement(2, on_gpu=True))
     monkeypatch.setattr(launch, "spawn", lambda *call: started.append(call) or 0)
-    assert cli.main(["tune", "--operations", "none", "--layers", "64x128"]) == 0
+    assert cli.main(["tune", "--operations", "none", option, "64x128"]) == 0
     assert len(started) == 1
