@@ -49,8 +49,8 @@ def why_not_fused(config: Config) -> str | None:
         # The graphs in there are taken whatever they hold, also by a vLLM without llm_comm and so without its operator.
         return "vLLM tells graphs with and without it apart by their directory, and compilation_config.cache_dir is set"
     try:
-        # The operators, which graphs from the cache need as well. The passes too, which are needed later: all ranks are
-        # to have them, or none.
+        # The operators, which graphs from the cache need as well. The pass too, which is needed later: all ranks are to
+        # have it, or none.
         from llm_comm.integrations.vllm import column_op, fused_op, linear_op, pass_manager  # noqa: F401
 
         compile_ranges.new_endpoints(vllm_config, 0, 0)
@@ -69,8 +69,11 @@ def _why_not_of_this_model(model: Any) -> str | None:
 
 
 def why_not_linear() -> str | None:
-    """What of vLLM's configuration rules linear layers of llm_comm out, if something does."""
+    """What of vLLM rules linear layers of llm_comm out, if something does: norms are fused all the same."""
     try:
+        # They rest on more of vLLM than the pass of the norms. All ranks are to have them, or none.
+        from llm_comm.integrations.vllm import column_pass, linear_pass  # noqa: F401
+
         offload = get_current_vllm_config_or_none().offload_config
         if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
             # The kernel reads a weight before those ahead have ended, and so maybe before it has come.

@@ -15,9 +15,7 @@ from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import get_tp_group
 
-from llm_comm.integrations.vllm.column_pass import ColumnLinearPass
 from llm_comm.integrations.vllm.fusion_pass import AllReduceNormPass
-from llm_comm.integrations.vllm.linear_pass import LinearNormPass
 
 try:
     from vllm.compilation.passes.fusion.add_rms_fusion import AddRMSNormFusionPass as _AddNormPass
@@ -36,11 +34,18 @@ class LlmCommPassManager(PostGradPassManager):  # type: ignore[misc]
         with set_current_vllm_config(config, check_compile=False):
             ours: list[Any] = [AllReduceNormPass(config)]
             if get_tp_group().device_communicator.max_linear_tokens > 0:
-                # Each works on what the ones before leave.
-                ours += [LinearNormPass(config), ColumnLinearPass(config)]
+                ours += _linear_passes(config)
         names = [type(theirs).__name__ for theirs in self.passes]
         place = max((names.index(name) + 1 for name in BEFORE_OURS if name in names), default=0)
         self.passes[place:place] = [*_makes_norms(config, names), *ours]
+
+
+def _linear_passes(config: VllmConfig) -> list[Any]:
+    """Each works on what the passes before it leave. All ranks have them: ``fusion.why_not_linear`` has looked."""
+    from llm_comm.integrations.vllm.column_pass import ColumnLinearPass
+    from llm_comm.integrations.vllm.linear_pass import LinearNormPass
+
+    return [LinearNormPass(config), ColumnLinearPass(config)]
 
 
 def _makes_norms(config: VllmConfig, there: list[str]) -> list[Any]:

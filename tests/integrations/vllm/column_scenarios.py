@@ -13,8 +13,8 @@ from unittest import mock
 import scenarios
 import torch
 import torch.nn.functional as F
-from compiler_harness import HIDDEN, Compiler, Model, compiler, compiler_config, expect_no_fusion, matches, norms
-from linear_scenarios import COLUMN_PASS, LINEAR_PASS, linear_layer, use_table
+from compiler_harness import HIDDEN, Compiler, Model, compiler, compiler_config, matches, norms
+from linear_scenarios import COLUMN_PASS, LINEAR_PASS, expect_no_linear, linear_layer, use_table
 from rank_processes import data, dist_rank, scenario
 from scenarios import parallel_state, tensor_model_parallel_all_reduce
 from vllm.compilation.passes.inductor_pass import pass_context
@@ -300,7 +300,7 @@ def without_a_row_graphs_are_as_before() -> None:
 def one_rank_that_lacks_the_pass_takes_the_others_along() -> None:
     missing = {"llm_comm.integrations.vllm.column_pass": None} if dist_rank() == 1 else {}
     with mock.patch.dict("sys.modules", missing):
-        expect_no_fusion(compiler_config(), "rank 1: it does not know this version of vLLM")
+        expect_no_linear("linear layers are vLLM's: rank 1: it does not know this version of vLLM")
 
 
 @scenario()

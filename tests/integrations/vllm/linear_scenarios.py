@@ -316,7 +316,7 @@ def batch_invariant_layers_are_those_of_vllm() -> None:
 def one_rank_that_lacks_the_pass_takes_the_others_along() -> None:
     missing = {"llm_comm.integrations.vllm.linear_pass": None} if dist_rank() == 1 else {}
     with mock.patch.dict("sys.modules", missing):
-        expect_no_fusion(compiler_config(), "rank 1: it does not know this version of vLLM")
+        expect_no_linear("linear layers are vLLM's: rank 1: it does not know this version of vLLM")
 
 
 @scenario(LLM_COMM_FUSE_LINEAR="1", LLM_COMM_MAX_MESSAGE_BYTES="16384")
