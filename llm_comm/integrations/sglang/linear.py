@@ -1,9 +1,10 @@
 """SGLang's linear layers by llm_comm: of a few tokens, where norms sum (``fused_norm.py``).
 
 A decode step is a chain of layers, sums and norms. The kernel of llm_comm begins to fetch its weight while the kernels
-before it still run, where those let it; llm_comm's sums do. So it computes the layers whose results are summed over the
-tensor-parallel group: ``RowParallelLinear``. Whether a sum is left to a norm or made at once cannot be told where the
-matrix is multiplied; either is the next kernel, and begins early too.
+before it still run, where those let it; llm_comm's sums do. So it computes the layers in front of sums over the
+tensor-parallel group, and those behind, of the norm's output: ``RowParallelLinear`` and ``ColumnParallelLinear``, which
+the layers of qkv and of gate and up are kinds of. Whether a sum is left to a norm or made at once cannot be told where
+the matrix is multiplied; either is the next kernel, and begins early too.
 
 Two methods of ``UnquantizedLinearMethod`` are hooked. ``create_weights`` marks a layer that is of the kind, once, so
 that compiled graphs know; ``apply`` asks llm_comm for marked layers, and goes SGLang's way where that declines.
@@ -51,11 +52,13 @@ class _SGLang:
     Attributes:
         is_hooked: Whether both are set.
         row_parallel: The class of the layers that are summed over ranks.
+        column_parallel: That of the layers whose outputs are split over ranks.
         unquantized: The module with SGLang's own kernels for layers without quantization.
     """
 
     is_hooked = False
     row_parallel: Any = None
+    column_parallel: Any = None
     unquantized: Any = None
 
 
@@ -68,7 +71,8 @@ def set_up() -> None:
     """
     if _SGLang.is_hooked:
         return
-    _SGLang.row_parallel = importlib.import_module(_LAYERS).RowParallelLinear
+    layers = importlib.import_module(_LAYERS)
+    _SGLang.row_parallel, _SGLang.column_parallel = layers.RowParallelLinear, layers.ColumnParallelLinear
     _SGLang.unquantized = importlib.import_module(_UNQUANTIZED)
     _their_backend()  # fails here rather than when a model is made
     hook(f"{_METHOD}.apply", _around_apply, HookType.AROUND)
@@ -91,11 +95,14 @@ def _after_create_weights(_: None, method: Any, layer: Any, *args: Any, **kwargs
 
 
 def _is_of_the_kind(layer: Any) -> bool:
-    """Whether the results of ``layer``, which has its weight by now, are summed over the group, without a bias."""
+    """Whether ``layer``, which has its weight by now, is split over the group, by columns, or by rows and without a
+    bias. A bias of the former is seen when it is applied."""
+    if _ranks_of(layer) != State.group.world_size or not all_sums_are_of_the_group():
+        return False
+    if isinstance(layer, _SGLang.column_parallel):
+        return True
     return (
         isinstance(layer, _SGLang.row_parallel)
-        and _ranks_of(layer) == State.group.world_size
-        and all_sums_are_of_the_group()
         # What an unknown version may lack is as if it were set.
         and not getattr(layer, "use_dp_attention_reduce", True)
         and not getattr(layer, "with_bias", True)

@@ -127,6 +127,29 @@ def row_parallel_layers_are_computed_by_llm_comm() -> None:
 
 
 @scenario(LLM_COMM_FUSE_LINEAR="1")
+def column_parallel_layers_are_computed_by_llm_comm() -> None:
+    with served() as (log, calls):
+        layer = column_parallel()
+        assert layer.weight.shape == (OUTPUTS // 2, INPUTS)
+        for shape in ((1, INPUTS), (64, INPUTS), (2, 3, INPUTS)):
+            x = numbers(shape)
+            close(layer(x)[0], product(layer, x))
+        assert calls == [1, 64, 6], calls
+        said = (
+            f"first linear layer computed by llm_comm (2 ranks, shape (1, {INPUTS}), weight ({OUTPUTS // 2}, {INPUTS}))"
+        )
+        assert len(log.having(said)) == (dist_rank() == 0)
+        x = numbers((65, INPUTS))
+        close(layer(x)[0], product(layer, x))
+        x = numbers((4, INPUTS))
+        for other in (column_parallel(output_size=192), column_parallel(**of_one_rank())):
+            close(other(x)[0], product(other, x))
+        with_bias = column_parallel(bias=True)
+        close(with_bias(x)[0], product(with_bias, x), with_bias.bias.double())
+        assert len(calls) == 3, calls
+
+
+@scenario(LLM_COMM_FUSE_LINEAR="1")
 def compiled_layers_are_computed_by_llm_comm_as_many_tokens_as_they_get() -> None:
     """Graphs are traced once."""
     with served() as (_, calls):
@@ -173,10 +196,9 @@ def what_llm_comm_does_not_serve_is_left_to_sglang() -> None:
             of_attention,
         ):
             check(layer, (4, layer.weight.shape[1]))
-        column = fill(linear.ColumnParallelLinear(INPUTS, OUTPUTS, bias=False, params_dtype=torch.bfloat16))
         x = numbers((4, INPUTS))
-        for layer in (row_parallel(**of_one_rank()), column):
-            close(layer(x)[0], product(layer, x))
+        layer = row_parallel(**of_one_rank())
+        close(layer(x)[0], product(layer, x))
         scaled = linear.RowParallelLinear(INPUTS, OUTPUTS, bias=False, quant_config=quantized)
         x = numbers((4, INPUTS // 2))
         close(scaled(x, skip_all_reduce=True)[0], x.double().sum(-1, keepdim=True).expand(-1, OUTPUTS) / 2)
@@ -324,6 +346,11 @@ def layer_calls() -> list[int]:
 def row_parallel(input_size: int = INPUTS, output_size: int = OUTPUTS, **options: Any) -> Any:
     options = {"bias": False, "params_dtype": torch.bfloat16, **options}
     return fill(linear.RowParallelLinear(input_size, output_size, **options))
+
+
+def column_parallel(output_size: int = OUTPUTS, **options: Any) -> Any:
+    options = {"bias": False, "params_dtype": torch.bfloat16, **options}
+    return fill(linear.ColumnParallelLinear(INPUTS, output_size, **options))
 
 
 def fill(layer: Any) -> Any:
