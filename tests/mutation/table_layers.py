@@ -78,6 +78,13 @@ LINEAR_LAYERS: tuple[Mutant, ...] = (
         OF_TUNE,
     ),
     python(
+        "gate and up become rows of plain layers",
+        TUNE,
+        "LINEAR_SILU_AND_MUL if measured.silu else LINEAR",
+        "LINEAR",
+        OF_TUNE,
+    ),
+    python(
         "a choice counts that is no better than noise",
         TUNE,
         "(us is None or is_slower(us, best.result.us))",
