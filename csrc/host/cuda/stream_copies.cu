@@ -10,8 +10,8 @@ namespace llm_comm::host {
 
 namespace {
 
-// A fourth of a large GPU's multiprocessors moves a rank's own part in half of the time that its copies to the peers take
-// (docs/experiments/channels.md).
+// A fourth of a large GPU's multiprocessors: enough for the rank's own part to be there before its copies to the peers
+// (docs/experiments/channels.md). Other numbers have not been tried.
 constexpr uint32_t kStoreBlocks = 32;
 constexpr uint32_t kStoreThreads = 512;
 constexpr uint32_t kStoresUnderWay = 4;  // of a thread
