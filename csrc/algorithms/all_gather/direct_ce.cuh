@@ -1,5 +1,5 @@
 // All-gather of symmetric outputs by copies in the stream (CE): every rank has its part copied to where it belongs in the output of
-// each rank, as one copy each.
+// each rank, as one copy to each peer.
 //
 // One hop, (N-1)/N of the output sent by each rank, and nothing is copied twice. Copy engines carry more than the stores of a kernel.
 // But they begin late, and a copy of the GPU to itself slows one to a peer down (docs/experiments/channels.md). So a kernel beside them

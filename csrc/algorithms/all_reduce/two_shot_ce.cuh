@@ -3,8 +3,8 @@
 //
 // Two hops, 2 (N-1)/N of the message sent by each rank; the first is that of sum_slices.cuh. The second is one copy to each peer,
 // which begins when the slice is whole: copy engines carry more than the stores of a kernel, but not while they share the link with
-// those (docs/experiments/channels.md). Until they begin, a kernel stores the head of the slice. The input is any tensor, the output lies at the same place of the symmetric heap on every rank
-// (stream_copies.cuh), and may be the input.
+// those (docs/experiments/channels.md). Until they begin, a kernel stores the head of the slice. The input is any tensor, the output
+// lies at the same place of the symmetric heap on every rank (stream_copies.cuh), and may be the input.
 //
 // Why the output of a peer may be written: the peer has begun this operation, and what this rank writes there is its slice, of which
 // the peer has no more to send, as it has all come.

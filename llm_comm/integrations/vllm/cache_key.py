@@ -21,6 +21,7 @@ _SOURCES = (
     "fused_op.py",
     "fusion_pass.py",
     "graph_layers.py",
+    "layer_pass.py",
     "linear_op.py",
     "linear_pass.py",
     "pass_manager.py",

@@ -17,27 +17,23 @@ from vllm.compilation.passes.fusion.matcher_utils import MatcherSiluAndMul
 from vllm.compilation.passes.inductor_pass import enable_fake_mode, get_pass_context
 from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass, VllmPatternMatcherPass
 from vllm.config import VllmConfig
-from vllm.config.utils import Range
 from vllm.distributed import get_tp_group
 
-from llm_comm.integrations.vllm import cache_key
 from llm_comm.integrations.vllm.column_op import linear, linear_silu_and_mul, silu_and_mul
 from llm_comm.integrations.vllm.fused_op import all_reduce_add_rms_norm
 from llm_comm.integrations.vllm.fusion_pass import log_once
 from llm_comm.integrations.vllm.graph_layers import RESHAPES, Layer, Node, erase, layer_of, reshaped
+from llm_comm.integrations.vllm.layer_pass import LayerPass
 
 # What sums the result of a layer over ranks.
 _SUMS = (torch.ops.vllm.all_reduce.default, torch.ops.vllm.reduce_scatter.default, all_reduce_add_rms_norm)
 
 
-class ColumnLinearPass(VllmPatternMatcherPass):  # type: ignore[misc]
+class ColumnLinearPass(LayerPass, VllmPatternMatcherPass):  # type: ignore[misc]
     """Replaces linear layers whose results are not summed, where a batch of the graph may gain by it."""
 
     def __init__(self, config: VllmConfig) -> None:
         super().__init__(config)
-        communicator = get_tp_group().device_communicator
-        self._max_tokens = communicator.max_linear_tokens
-        self._uuid = f"{cache_key.digest_of_sources()} {self._max_tokens} {communicator.linear_key}"
         self.pm_pass = pm.PatternMatcherPass(pass_name=self.pass_name)
         self._register(MatcherSiluAndMul(enabled=False))
         self._register(MatcherSiluAndMul(enabled=True))
@@ -76,13 +72,6 @@ class ColumnLinearPass(VllmPatternMatcherPass):  # type: ignore[misc]
                 f"llm_comm computes {self.matched_count} of {layers} column-parallel linear layers of a graph for "
                 f"batches of {batches.start} to {batches.end} tokens, {len(activations)} of them with silu-and-mul"
             )
-
-    def is_applicable_for_range(self, compile_range: Range) -> bool:
-        """Larger batches keep their linear layers as they are."""
-        return compile_range.end <= self._max_tokens  # type: ignore[no-any-return]
-
-    def uuid(self) -> str:
-        return self._uuid
 
 
 def _is_wanted(match: pm.Match) -> bool:

@@ -11,25 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from vllm.compilation.passes.inductor_pass import get_pass_context
 from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass, VllmPatternMatcherPass
-from vllm.config import VllmConfig
-from vllm.config.utils import Range
 from vllm.distributed import get_tp_group
 
-from llm_comm.integrations.vllm import cache_key
 from llm_comm.integrations.vllm.fused_op import all_reduce_add_rms_norm
 from llm_comm.integrations.vllm.fusion_pass import log_once
 from llm_comm.integrations.vllm.graph_layers import Layer, Node, erase, layer_of, reshaped
+from llm_comm.integrations.vllm.layer_pass import LayerPass
 from llm_comm.integrations.vllm.linear_op import linear_all_reduce_add_rms_norm
 
 
-class LinearNormPass(VllmInductorPass):  # type: ignore[misc]
+class LinearNormPass(LayerPass):
     """Replaces a linear layer and the fused all-reduce after it, where a batch of the graph may gain by it."""
-
-    def __init__(self, config: VllmConfig) -> None:
-        super().__init__(config)
-        communicator = get_tp_group().device_communicator
-        self._max_tokens = communicator.max_linear_tokens
-        self._uuid = f"{cache_key.digest_of_sources()} {self._max_tokens} {communicator.linear_key}"
 
     @VllmInductorPass.time_and_log  # type: ignore[untyped-decorator]
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -45,13 +37,6 @@ class LinearNormPass(VllmInductorPass):  # type: ignore[misc]
                 f"llm_comm fused {len(found)} of {len(norms)} all-reduces with RMSNorm of a graph for batches of "
                 f"{batches.start} to {batches.end} tokens with the linear layers before them"
             )
-
-    def is_applicable_for_range(self, compile_range: Range) -> bool:
-        """Larger batches keep their linear layers as they are."""
-        return compile_range.end <= self._max_tokens  # type: ignore[no-any-return]
-
-    def uuid(self) -> str:
-        return self._uuid
 
 
 class _Pair(NamedTuple):
