@@ -21,6 +21,7 @@ class Arm:
         norms_apart: Whether the log must say that llm_comm was told not to fuse; else it must not.
         linear_apart: Whether the log must say that llm_comm was told to leave linear layers alone; else it must not.
         free: All-reduces return uninitialised memory: a bound, not an engine.
+        free_norms: So does the residual add and norm behind each of them.
         by_default: Whether it is compared where no arms are named.
     """
 
@@ -34,6 +35,7 @@ class Arm:
     norms_apart: bool = False
     linear_apart: bool = False
     free: bool = False
+    free_norms: bool = False
     by_default: bool = True
 
 
@@ -67,6 +69,16 @@ ARMS: dict[str, Arm] = {
             by_default=False,
         ),
         Arm("free", "free (bound: no communication, wrong results)", _OFF, own_fusion=False, free=True),
+        Arm(
+            "free_norm",
+            "free (bound: no communication, add and norm, wrong results)",
+            # vLLM would not tell compiled graphs without norms from those of the arm `free`.
+            {**_OFF, "VLLM_DISABLE_COMPILE_CACHE": "1"},
+            own_fusion=False,
+            free=True,
+            free_norms=True,
+            by_default=False,
+        ),
     )
 }
 

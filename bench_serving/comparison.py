@@ -103,7 +103,11 @@ class Comparison:
 
 def arm_environment(arm: Arm, settings: Settings) -> dict[str, str]:
     """The variables of an arm, those that its plugins read included."""
-    plugins = {"BENCH_SERVING_FREE": str(int(arm.free)), "BENCH_SERVING_WEIGHTS": settings.weights}
+    plugins = {
+        "BENCH_SERVING_FREE": str(int(arm.free)),
+        "BENCH_SERVING_FREE_NORMS": str(int(arm.free_norms)),
+        "BENCH_SERVING_WEIGHTS": settings.weights,
+    }
     return {**arm.environment, **plugins}
 
 

@@ -10,6 +10,8 @@ from bench_serving.settings import Settings
 
 #: What the plugin of the arm `free` logs.
 FREE_MARK = "bench_serving: all-reduces of this group return uninitialised memory"
+#: The same of the arm `free_norm`.
+FREE_NORMS_MARK = "bench_serving: residual adds and norms behind sums do nothing"
 #: What the plugin that makes scaled weights logs.
 WEIGHTS_MARK = "bench_serving: scaled weights"
 #: What the plugin logs of a group in SGLang.
@@ -41,9 +43,14 @@ def evidence(settings: Settings, arm: Arm, log: str) -> list[str]:
     # vLLM fuses in compiled graphs.
     fuses = arm.fuses and not (settings.enforce_eager and settings.engine == "vllm")
     found += _expect(log, _ACTIVE, arm.llm_comm, "llm_comm is active for the tensor-parallel group")
-    found += _expect(log, _FUSED, fuses, "llm_comm has fused an all-reduce with its RMSNorm")
+    # With data-parallel attention SGLang gathers and scatters where it would sum, which leaves no norm to fuse.
+    fused = fuses and not settings.data_parallel_attention
+    found += _expect(log, _FUSED, fused, "llm_comm has fused an all-reduce with its RMSNorm")
     if arm.llm_comm:
-        found += [match[0] for match in _PARTS.finditer(log)]
+        parts = [match[0] for match in _PARTS.finditer(log)]
+        if settings.data_parallel_attention and not parts:
+            raise ValueError(f"the log does not say that llm_comm has gathered or scattered{_hints(log)}")
+        found += parts
     else:
         _expect(log, _PARTS, False, "llm_comm has gathered or scattered")
     found += _expect(log, _NORMS_APART, arm.norms_apart, "llm_comm was told not to fuse")
@@ -55,6 +62,7 @@ def evidence(settings: Settings, arm: Arm, log: str) -> list[str]:
         told = "llm_comm was told to leave linear layers alone"
         found += _expect(log, _LINEAR_APART, arm.linear_apart, told)
     found += _expect(log, re.compile(re.escape(FREE_MARK)), arm.free, "all-reduces are replaced by nothing")
+    found += _expect(log, re.compile(re.escape(FREE_NORMS_MARK)), arm.free_norms, "norms are replaced by nothing")
     scaled = settings.weights == "scaled"
     found += _expect(log, re.compile(re.escape(WEIGHTS_MARK)), scaled, "weights are scaled")
     _expect(log, _MULTICAST, False, "FlashInfer uses multicast")

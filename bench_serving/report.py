@@ -30,7 +30,7 @@ def text(report: Mapping[str, Any]) -> str:
     if report.get("check"):
         parts.append(_check(report["check"]))
     bounds = [arm for arm in report["arms"] if _is_free(arm)]
-    parts += [f"{arm} is a bound, not an engine: its all-reduces return uninitialised memory" for arm in bounds]
+    parts += [f"{arm} is a bound, not an engine: {_what_is_free(arm)}" for arm in bounds]
     parts += [
         f"FAILED {run['arm']}, repeat {run['repeat']}: {run['failure']}" for run in report["runs"] if run.get("failure")
     ]
@@ -46,6 +46,11 @@ def _prefills(report: Mapping[str, Any]) -> Mapping[Any, Any]:
 def _is_free(arm: str) -> bool:
     """Also of an arm that an older or a patched harness had."""
     return arm in ARMS and ARMS[arm].free
+
+
+def _what_is_free(arm: str) -> str:
+    norms = ", and the adds and norms behind them do nothing" if ARMS[arm].free_norms else ""
+    return f"its all-reduces return uninitialised memory{norms}"
 
 
 def _title(report: Mapping[str, Any]) -> str:

@@ -63,6 +63,11 @@ class Settings:
         return {"serve": "serve", "bench-latency": "bench_latency"}.get(self.mode, self.engine)
 
     @property
+    def data_parallel_attention(self) -> bool:
+        """Whether SGLang computes attention by requests rather than by heads."""
+        return self.engine == "sglang" and bool(self.engine_options.get("enable_dp_attention"))
+
+    @property
     def max_model_len(self) -> int:
         """Longest request in tokens, rounded up so that small changes of the options keep compiled caches valid."""
         longest = max(

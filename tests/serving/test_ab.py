@@ -144,6 +144,16 @@ def test_arms_that_are_not_compared_by_default(harness: Harness, monkeypatch: py
     assert "fuse_linear is false (LLM_COMM_FUSE_LINEAR)" in evidence["llm_comm_no_linear"]
 
 
+def test_the_bound_without_norms(harness: Harness, capsys: pytest.CaptureFixture[str]) -> None:
+    status, report = harness.run("--arms", "free,free_norm", "--repeats", "1")
+    assert status == 0
+    evidence = {run["arm"]: "\n".join(run["evidence"]) for run in report["runs"]}
+    assert ["norms behind sums do nothing" in evidence[arm] for arm in ("free", "free_norm")] == [False, True]
+    said = capsys.readouterr().out
+    assert "free is a bound, not an engine: its all-reduces return uninitialised memory\n" in said
+    assert "free_norm is a bound, not an engine: its all-reduces return uninitialised memory, and the adds" in said
+
+
 @pytest.mark.parametrize(
     ("fault", "said"), [("random tokens", "tokens differ"), ("wrong logits", "logits differ from nccl's")]
 )

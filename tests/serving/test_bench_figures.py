@@ -112,6 +112,7 @@ NO_LINEAR = (
     f"{ACTIVE}; fused with RMSNorm in compiled graphs; linear layers are vLLM's: fuse_linear is false (environment)"
 )
 FREE = f"INFO {engine_logs.FREE_MARK} (tp:0)"
+FREE_NORM = f"{FREE}\nINFO {engine_logs.FREE_NORMS_MARK}"
 
 
 def ran(engine: str = "vllm", **others: Any) -> Settings:
@@ -128,6 +129,7 @@ def ran(engine: str = "vllm", **others: Any) -> Settings:
         ("llm_comm", f"{CUSTOM}\n{ACTIVE}; fused with RMSNorm in compiled graphs\n{FUSED_LINEAR}"),
         ("llm_comm_no_linear", f"{CUSTOM}\n{NO_LINEAR}\n{FUSED}"),
         ("free", f"{FREE}\n{CUSTOM}"),
+        ("free_norm", f"{FREE_NORM}\n{CUSTOM}"),
     ],
 )
 def test_logs_confirm_their_arm_and_no_other(arm: str, log: str) -> None:
@@ -148,6 +150,17 @@ def test_gathers_and_scatters_of_llm_comm_are_recorded() -> None:
     assert [line for line in engine_logs.evidence(ran(), ARMS["llm_comm"], log) if line in lines] == lines
     with pytest.raises(ValueError, match="llm_comm has gathered or scattered"):
         engine_logs.evidence(ran(), ARMS["default"], f"{CUSTOM}\n{lines[0]}")
+
+
+def test_data_parallel_attention_gathers_and_fuses_nothing() -> None:
+    settings = ran("sglang", engine_options={"dp_size": 4, "enable_dp_attention": True})
+    backend = f"[TP0] {engine_logs.BACKEND_MARK} of group tp:0: CustomAllReduceV2, disabled=False"
+    gathered = "[TP0] llm_comm: first all_gather_into_tensor of group tp:0 (4 ranks, shape (8, 2048))"
+    assert engine_logs.evidence(settings, ARMS["llm_comm"], f"{backend}\n{ACTIVE}\n{gathered}")
+    assert engine_logs.evidence(settings, ARMS["default"], backend)
+    for arm, log in (("llm_comm", ACTIVE), ("default", gathered)):
+        with pytest.raises(ValueError, match="llm_comm has gathered or scattered"):
+            engine_logs.evidence(settings, ARMS[arm], f"{backend}\n{log}")
 
 
 def test_linear_layers_of_llm_comm_are_recorded_where_they_may_be() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from bench_serving import engine_logs, processes
 sys.path.append(str(processes.PLUGINS))
 
 import llm_comm_bench
-from llm_comm_bench import weights
+from llm_comm_bench import free_norms, weights
 
 
 def entry_points(environment: dict[str, str]) -> dict[str, str]:
@@ -43,8 +44,20 @@ def test_nobody_else_finds_them() -> None:
 
 def test_the_harness_looks_for_what_the_plugins_log() -> None:
     assert llm_comm_bench.FREE_MARK == engine_logs.FREE_MARK
+    assert llm_comm_bench.FREE_NORMS_MARK == engine_logs.FREE_NORMS_MARK
     assert llm_comm_bench.WEIGHTS_MARK == engine_logs.WEIGHTS_MARK
     assert llm_comm_bench.BACKEND_MARK == engine_logs.BACKEND_MARK
+
+
+def test_norms_that_have_a_residual_to_add_do_nothing() -> None:
+    class Norm(torch.nn.Module):
+        def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+            return x * 2 if residual is None else (x * 2, residual + x)
+
+    free_norms.install(Norm)
+    x, residual = torch.ones(2), torch.zeros(2)
+    assert Norm()(x, residual) == (x, residual)
+    assert torch.equal(Norm()(x), x * 2)
 
 
 class Block(torch.nn.Module):

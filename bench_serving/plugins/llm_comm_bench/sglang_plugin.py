@@ -9,7 +9,18 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from llm_comm_bench import BACKEND_MARK, FREE, FREE_MARK, PROCESS_MARK, SCALED_WEIGHTS, WEIGHTS_MARK, weights
+from llm_comm_bench import (
+    BACKEND_MARK,
+    FREE,
+    FREE_MARK,
+    FREE_NORMS,
+    FREE_NORMS_MARK,
+    PROCESS_MARK,
+    SCALED_WEIGHTS,
+    WEIGHTS_MARK,
+    free_norms,
+    weights,
+)
 
 logger = logging.getLogger("sglang.llm_comm_bench")
 
@@ -29,6 +40,11 @@ def _tell(result: None, group: Any, /, *args: Any, **kwargs: Any) -> None:
     """Logs who is in a group, and which custom all-reduce it has: SGLang itself says so at debug level only."""
     if group.unique_name.split(":")[0] == "tp":
         logger.info(PROCESS_MARK, group.rank_in_group, os.getpid())
+        if FREE_NORMS:
+            from sglang.srt.layers.layernorm import RMSNorm
+
+            free_norms.install(RMSNorm)
+            logger.info("%s", FREE_NORMS_MARK)
     if SCALED_WEIGHTS:
         # Here, because plugins are loaded too early to import the loader, and groups are made before the model.
         from sglang.srt.model_loader import loader

@@ -9,7 +9,7 @@ import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 
-from llm_comm_bench import FREE_MARK
+from llm_comm_bench import FREE_MARK, FREE_NORMS, FREE_NORMS_MARK, free_norms
 
 logger = logging.getLogger("vllm.llm_comm_bench")
 
@@ -23,6 +23,12 @@ class FreeCommunicator(CudaCommunicator):  # type: ignore[misc]
         if not self._free:
             return
         logger.info("%s (%s)", FREE_MARK, self.unique_name)
+        if FREE_NORMS:
+            # Here, because plugins are loaded too early to import the model's layers, and groups are made before them.
+            from vllm.model_executor.layers.layernorm import RMSNorm
+
+            free_norms.install(RMSNorm)
+            logger.info("%s", FREE_NORMS_MARK)
         vllm_config = get_current_vllm_config_or_none()
         if vllm_config is not None:
             # Fused with the norm after it, an all-reduce would not come here.

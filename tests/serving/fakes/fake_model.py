@@ -19,6 +19,7 @@ _STEP_S = {
     "llm_comm_unfused": 0.0005,
     "llm_comm_no_linear": 0.00045,
     "free": 0.0002,
+    "free_norm": 0.00015,
 }
 _OF_THE_START = {
     "llm_comm_unfused": "; not fused with RMSNorm: fuse is false (LLM_COMM_FUSE)",
@@ -33,6 +34,8 @@ def arm(disable_custom_all_reduce: bool) -> str:
         if os.environ.get("LLM_COMM_FUSE_LINEAR") == "0":
             return "llm_comm_no_linear"
         return "llm_comm_unfused" if os.environ.get("LLM_COMM_FUSE") == "0" else "llm_comm"
+    if os.environ["BENCH_SERVING_FREE_NORMS"] == "1":
+        return "free_norm"
     return "free" if os.environ["BENCH_SERVING_FREE"] == "1" else "default"
 
 
@@ -62,8 +65,10 @@ def start(name: str, backend_line: str) -> str:
             )
     if name.startswith("llm_comm"):
         print("INFO llm_comm: first all_gather of group tp:0 (2 ranks, shape (1, 64))")
-    if name == "free":
+    if name in ("free", "free_norm"):
         print("INFO bench_serving: all-reduces of this group return uninitialised memory (tp:0)")
+    if name == "free_norm":
+        print("INFO bench_serving: residual adds and norms behind sums do nothing")
     if os.environ["BENCH_SERVING_WEIGHTS"] == "scaled":
         print("INFO bench_serving: scaled weights")
     sys.stdout.flush()
