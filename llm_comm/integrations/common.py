@@ -67,6 +67,11 @@ def switched_off() -> bool:
         return False  # told when the ranks join
 
 
+def served_device(device: torch.device) -> torch.device:
+    """An engine's device as llm_comm takes it: where torch has no CUDA, an emulated GPU."""
+    return device if torch.cuda.is_available() else torch.device("cpu")
+
+
 def join(group: dist.ProcessGroup, device: torch.device, load_config: Callable[[], Config]) -> Communicator:
     """A communicator for ``group``, on all of its ranks or on none. Collective.
 
@@ -80,7 +85,7 @@ def join(group: dist.ProcessGroup, device: torch.device, load_config: Callable[[
         NotJoinedError: A rank does without llm_comm, cannot use it, or failed to set it up. Raised on all ranks.
         AbsentRanksError: A rank did not come. Raised on those that did.
     """
-    device = device if torch.cuda.is_available() else torch.device("cpu")
+    device = served_device(device)
     rendezvous = Rendezvous(group, JOIN_TIMEOUT_S)
     config, objection = None, None
     try:

@@ -21,7 +21,7 @@ from llm_comm.config import Config, option_names
 from llm_comm.errors import ConfigError
 from llm_comm.integrations import common, linear
 from llm_comm.integrations.parts import Parts
-from llm_comm.integrations.vllm import cache_key, fusion
+from llm_comm.integrations.vllm import cache_key, dependent_launches, fusion
 from llm_comm.integrations.vllm.gathering import GatheringCommunicator, only_gathers
 from llm_comm.quoting import quoted
 
@@ -72,10 +72,6 @@ def load_config() -> Config:
     if "timeout_s" not in config.origins:
         theirs = None if vllm_config is None else vllm_config.parallel_config.distributed_timeout_seconds
         config = config.replace(timeout_s=float(theirs or common.ENGINE_TIMEOUT_S))
-    if "pdl" not in config.origins and config.fuse_linear is not True:
-        # Behind and before the kernels of a model it is slower (docs/experiments/engines.md). Linear layers of llm_comm
-        # gain by it alone (docs/experiments/linear.md).
-        config = config.replace(pdl=False)
     if envs.VLLM_BATCH_INVARIANT:
         config = common.in_rank_order(config, "VLLM_BATCH_INVARIANT", logger)
     if envs.VLLM_BATCH_INVARIANT and "max_message_bytes" not in config.origins:
@@ -272,6 +268,7 @@ class LlmCommCommunicator(GatheringCommunicator):
 
     def _load_config(self) -> Config:
         config = load_config() if self._sums else common.check_parts_wanted(load_config(), self.unique_name)
+        config = dependent_launches.choose(config, common.served_device(self.device), self.world_size)
         return common.share_memory(config, self._kind, served_groups(config))
 
     def _set_up_fusion(self, communicator: Communicator) -> str:

@@ -35,6 +35,9 @@ from vllm.config import set_current_vllm_config
 from vllm.config.utils import Range
 from vllm.model_executor.layers.linear import RowParallelLinear
 
+from llm_comm.config import Config
+from llm_comm.errors import ConfigError
+from llm_comm.integrations.vllm.dependent_launches import choose
 from llm_comm.planning.default_tables import emulated_table
 from llm_comm.planning.layers import LayerRow
 from llm_comm.planning.table_files import table_text
@@ -276,6 +279,47 @@ def without_a_row_graphs_are_as_before() -> None:
     expect_no_linear(why)
 
 
+@scenario()
+def layers_of_the_table_bring_dependent_launches() -> None:
+    use_table([row(8, True)._replace(pdl=True)])
+    with compiler(with_model(compiler_config())) as vllm:
+        communicator = parallel_state.get_tp_group().device_communicator._llm_comm
+        assert communicator.config.pdl
+        assert len(vllm.log.having("linear layers of up to 8 tokens by llm_comm")) == (dist_rank() == 0)
+
+
+@scenario()
+def launches_do_not_depend_where_no_layer_gains_or_somebody_has_said() -> None:
+    by_pdl = row(8, True)._replace(pdl=True)
+    with_hidden, without_model = with_model(compiler_config()), compiler_config()
+    wider = with_model(compiler_config())
+    wider.model_config.get_hidden_size.return_value = 2 * HIDDEN
+    for number, (config, layer, options, expected) in enumerate(
+        [
+            (with_hidden, by_pdl, {}, True),
+            (with_hidden, by_pdl, {"pdl": False}, False),
+            (with_hidden, by_pdl, {"fuse_linear": False}, False),
+            (with_hidden, by_pdl._replace(is_faster=False), {}, False),
+            (with_hidden, row(8, True), {}, False),
+            (wider, by_pdl, {}, False),
+            (without_model, by_pdl, {}, False),
+            (wider, row(8, False), {"fuse_linear": True}, True),
+            (wider, row(8, False), {"fuse_linear": True, "pdl": False}, False),
+        ]
+    ):
+        use_table([layer], f"{number}.yaml")
+        with set_current_vllm_config(config):
+            chosen = choose(Config.load(**options), torch.device("cpu"), 2)
+        assert chosen.pdl is expected, (number, chosen)
+    os.environ["LLM_COMM_TABLE"] = "/nowhere.yaml"
+    error = ""
+    try:
+        choose(Config.load(), torch.device("cpu"), 2)
+    except ConfigError as caught:
+        error = str(caught)
+    assert error.startswith("option table (LLM_COMM_TABLE): "), error
+
+
 @scenario(LLM_COMM_FUSE_LINEAR="0")
 def a_variable_switches_linear_layers_off() -> None:
     use_table([row(8, True)])
@@ -386,10 +430,10 @@ def row(up_to: int, is_faster: bool) -> LayerRow:
     return LayerRow("linear", *WEIGHT, pdl=False, up_to=up_to, is_faster=is_faster)
 
 
-def use_table(layers: list[LayerRow]) -> None:
+def use_table(layers: list[LayerRow], name: str = "layers.yaml") -> None:
     """Tuned for emulated GPUs, with rows of linear layers."""
-    path = shared_directory() / f"rank{dist_rank()}" / "layers.yaml"
-    path.parent.mkdir()
+    path = shared_directory() / f"rank{dist_rank()}" / name
+    path.parent.mkdir(exist_ok=True)
     path.write_text(table_text("emulated", 2, emulated_table()._replace(layers=tuple(layers)), {}))
     os.environ["LLM_COMM_TABLE"] = str(path)
 
