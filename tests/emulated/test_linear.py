@@ -60,7 +60,7 @@ def assert_is_layer(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, what
 
 def as_bits(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     """For comparisons, FP8 too."""
-    return [tensor.contiguous().view(torch.uint8) for tensor in tensors]
+    return [tensor.flatten().view(torch.uint8) for tensor in tensors]
 
 
 def assert_same(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], what: str) -> None:

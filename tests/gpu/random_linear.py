@@ -198,7 +198,7 @@ class Runner:
 
 
 def _as_bytes(values: torch.Tensor) -> torch.Tensor:
-    return values.contiguous().view(torch.uint8).flatten()
+    return values.flatten().view(torch.uint8)
 
 
 def _beyond_bound(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
