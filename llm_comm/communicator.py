@@ -191,7 +191,23 @@ class Communicator(GatherScatter, LinearLayers):
         stays NaN. ``"static"``: multiplied by ``1 / scale``, as vLLM's ``static_scaled_fp8_quant``. ``"dynamic"``:
         divided by a scale for each row, its largest magnitude / 448 but at least 1 / (448 * 512), as vLLM's
         ``rms_norm_dynamic_per_token_quant``. (SGLang's per-token kernel multiplies by the reciprocal and has no least
-        scale.)
+        scale.) ``"group..."``: divided by a scale for each 128 elements of a row, their largest magnitude, but at least
+        1e-10, / 448. That and the scales are bitwise what vLLM's ``per_token_group_quant_fp8`` makes of the same normed
+        rows (``csrc/quantization/w8a8/fp8/per_token_group_quant.cu`` there), except that NaN stays NaN. SGLang's
+        multiplies by reciprocals, so its last bits may differ where scales are no powers of two.
+
+        ====================================  =======================  ==========================================
+        ``quantize``                          strides of the scales    as in the engines' functions
+        ====================================  =======================  ==========================================
+        ``"group"``                           (hidden / 128, 1)
+        ``"group_column_major"``              (1, tokens)              ``column_major_scales``
+        ``"group_column_major_tma"``          (1, tokens rounded up    that and ``tma_aligned_scales`` (vLLM) or
+                                              to a multiple of 4)      ``scale_tma_aligned`` (SGLang)
+        ``"..._ue8m0"``, each of the three    the same                 ``use_ue8m0``
+        ====================================  =======================  ==========================================
+
+        With ``_ue8m0`` scales are rounded up to powers of two, at least 2^-33, and stay float32: four of them in an
+        int32, as DeepGEMM wants them on Blackwell, are not made.
 
         Args:
             x: [..., hidden], contiguous, bfloat16 or float16; hidden is a multiple of 8 up to 16384.
@@ -200,12 +216,14 @@ class Communicator(GatherScatter, LinearLayers):
             eps: Added to the mean of the squares.
             out: Where the normed rows go: like ``x``, which it may be, or float8_e4m3fn. None: a new tensor.
             residual_out: Where the new residual goes: like ``x``; it may be ``residual``. None: a new tensor.
-            quantize: None, ``"static"`` or ``"dynamic"``.
-            scale: ``"static"``: float32, one element, required. ``"dynamic"``: where the scales go, float32 with an
-                element for each row; None: a new tensor [..., 1].
+            quantize: None, ``"static"``, ``"dynamic"``, or one of the table: hidden is a multiple of 128 then, and
+                ``x`` has two dimensions if scales go by columns.
+            scale: ``"static"``: float32, one element, required. Else where the scales go, float32; None: a new tensor.
+                ``"dynamic"``: an element for each row, [..., 1] if new. ``"group..."``: [..., hidden / 128], of these
+                strides. What lies between the columns is not written.
 
         Returns:
-            ``(normed, new_residual)``; with ``"dynamic"`` ``(normed, new_residual, scale)``.
+            ``(normed, new_residual)``; with ``"dynamic"`` and ``"group..."`` ``(normed, new_residual, scale)``.
 
         Raises:
             UnsupportedInputError: ``accepts_fused(x, weight, quantize)`` is false, or another tensor does not fit. The

@@ -10,6 +10,10 @@ from llm_comm import Communicator
 FUSED_DTYPES = (torch.bfloat16, torch.float16)
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
+GROUP_SIZE = 128
+#: FP8 with a scale for each group of a row, by where scales lie; and the same with powers of two.
+LAYOUTS = ("group", "group_column_major", "group_column_major_tma")
+GROUPS = (*LAYOUTS, *(f"{layout}_ue8m0" for layout in LAYOUTS))
 EPS = 1e-5
 
 
@@ -55,14 +59,33 @@ def assert_normed(found: torch.Tensor, exact: torch.Tensor, what: str) -> None:
 def quantized(normed: torch.Tensor, quantize: str, scale: torch.Tensor) -> torch.Tensor:
     """What vLLM's kernels make of the normed rows, except that a NaN stays one."""
     x = normed.float()
+    if quantize in GROUPS:
+        scale = scale.repeat_interleave(GROUP_SIZE, -1)
     scaled = x * (1 / scale.float()) if quantize == "static" else x / scale.float()
     return scaled.clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8)
 
 
+def magnitudes(values: torch.Tensor) -> torch.Tensor:
+    """NaN has none."""
+    return values.float().nan_to_num(0.0, torch.inf, -torch.inf).abs()
+
+
 def row_scales(normed: torch.Tensor) -> torch.Tensor:
     """[..., 1]"""
-    largest = normed.float().nan_to_num(0.0, torch.inf, -torch.inf).abs().amax(-1, keepdim=True)
+    largest = magnitudes(normed).amax(-1, keepdim=True)
     return (largest / LARGEST_FP8).clamp(min=torch.tensor(1.0) / torch.tensor(LARGEST_FP8 * 512))
+
+
+def group_scales(normed: torch.Tensor, ue8m0: bool) -> torch.Tensor:
+    """[..., hidden / 128]: as vLLM's ``per_token_group_quant_fp8``."""
+    scales = magnitudes(normed).unflatten(-1, (-1, GROUP_SIZE)).amax(-1).clamp(min=1e-10) / LARGEST_FP8
+    # In double precision, where the logarithm of a power of two is a whole number, and of nothing else here.
+    return scales.clamp(min=1e-10).double().log2().ceil().exp2().float() if ue8m0 else scales
+
+
+def scales_of(normed: torch.Tensor, quantize: str) -> torch.Tensor:
+    """That a call is to make of normed rows."""
+    return group_scales(normed, quantize.endswith("_ue8m0")) if quantize in GROUPS else row_scales(normed)
 
 
 def rows_of(world: int, rows: int, hidden: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:

@@ -41,7 +41,7 @@ inline constexpr uint32_t kGather = 1;
 
 inline constexpr int kMaxBuffers = 6;
 inline constexpr int kMaxTunables = 5;
-inline constexpr int kMaxNamedValues = 4;
+inline constexpr int kMaxNamedValues = 9;
 
 // A tensor of a call. Buffers are like the input (same shape and type) unless the operation has a file of its own in
 // Python that says otherwise.

@@ -3,23 +3,21 @@ prepared for a size, and the call itself. ``Communicator.all_reduce_add_rms_norm
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from llm_comm import arrays
 from llm_comm.errors import LlmCommError, UnsupportedInputError
-from llm_comm.operations.operation import Operation, Prepared, keep
+from llm_comm.operations import quantization
+from llm_comm.operations.operation import Operation, Prepared, extent, keep
+from llm_comm.operations.quantization import FP8
 from llm_comm.operations.watched import check_constant, check_memory, count_write, why_not_constant
 from llm_comm.planning.plan import Plan, declined
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.selection import Layout
 from llm_comm.planning.tables import FUSED
 from llm_comm.runtime.core_handle import CoreHandle
-
-#: Quantization in csrc/algorithms/all_reduce_add_rms_norm/operation.cuh.
-_QUANTIZATIONS = {None: 0, "static": 1, "dynamic": 2}
-FP8 = torch.float8_e4m3fn
 
 _Tensor = torch.Tensor
 _is_grad_enabled = torch.is_grad_enabled
@@ -100,12 +98,11 @@ class AllReduceAddRmsNorm(Operation):
                 raise _error(self.plan(x, weight, quantize).reason)
         if residual is not None:
             _check_like("residual", residual, x)
-        rows = x.numel() // weight.numel()
         if quantize is None:
             if scale is not None:
                 raise _error(_SCALE_ALONE)
         else:
-            scale = self._scale(x, rows, quantize, scale)
+            scale = _scale_of(x, quantize, scale)
         if out is None:
             out = torch.empty_like(x) if quantize is None else torch.empty_like(x, dtype=FP8)
         elif out is not x or quantize is not None:
@@ -120,7 +117,9 @@ class AllReduceAddRmsNorm(Operation):
             _check_apart("residual", residual, x=x)
         if out is residual or residual_out is out:
             raise _error("out and residual_out or residual are the same tensor")
-        results = (out, residual_out) if quantize != "dynamic" or scale is None else (out, residual_out, scale)
+        results: tuple[_Tensor, ...] = (out, residual_out)
+        if scale is not None and quantization.makes_scales(quantize):
+            results += (scale,)
         if prepared.run is None:
             return results, False
         if before is not None:
@@ -159,7 +158,7 @@ class AllReduceAddRmsNorm(Operation):
         return prepared
 
     def _layout(self, x: _Tensor, weight: _Tensor, eps: float, quantize: str | None) -> Layout:
-        code = _QUANTIZATIONS[quantize]
+        code = quantization.CODES[quantize]
         return self._lay_out(x.numel(), weight.numel(), x.dtype, epsilon=eps, quantization=code)
 
     def _fits(self, x: _Tensor, weight: _Tensor) -> bool:
@@ -196,7 +195,7 @@ class AllReduceAddRmsNorm(Operation):
             return f"weight is {weight.dtype}, x is {x.dtype}"
         if weight.dim() != 1 or x.dim() == 0 or x.shape[-1] != weight.numel():
             return f"weight has shape {tuple(weight.shape)}: it must be that of a row of x, {tuple(x.shape)}"
-        return _why_not_quantization(quantize)
+        return quantization.why_not(quantize, x.shape)
 
     def accepts_traced(self, x: _Tensor, weight: _Tensor, quantize: str | None) -> bool:
         """Whether ``plan`` declines nothing, for torch.compile, which can trace neither caches nor texts with sizes."""
@@ -210,51 +209,49 @@ class AllReduceAddRmsNorm(Operation):
             and weight.dim() == 1
             and x.dim() > 0
             and x.shape[-1] == weight.numel()
-            and self.takes(x.numel(), x.element_size(), weight.numel(), quantize)
+            and self.takes(x.numel(), x.element_size(), weight.numel(), x.dim(), quantize)
         )
 
-    def takes(self, count: int, element_size: int, row: int, quantize: str | None) -> bool:
+    def takes(self, count: int, element_size: int, row: int, dimensions: int, quantize: str | None) -> bool:
         """Whether rows of a type that has kernels fit by their sizes: what torch.compile can trace of a plan."""
         return (
             self._planner.world_size > 1
             and self._info.takes_rows_of(row)
-            and quantize in _QUANTIZATIONS
+            and quantization.takes(quantize, row, dimensions)
             and count * element_size <= self._planner.message_limit(FUSED)
         )
 
-    def _scale(self, x: _Tensor, rows: int, quantize: str, scale: _Tensor | None) -> _Tensor:
-        if scale is None:
-            if quantize == "static":
-                raise _error("quantize='static' needs scale, a float32 tensor of one element")
-            return torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
-        count = 1 if quantize == "static" else rows
-        _check_memory("scale", scale)
-        if (
-            scale.numel() != count
-            or scale.dtype is not torch.float32
-            or scale.device != x.device
-            or not scale.is_contiguous()
-        ):
-            raise _error(
-                f"scale ({tuple(scale.shape)}, {scale.dtype}, {scale.device}) must be contiguous, float32 and have "
-                f"{count} elements on {x.device}"
-            )
-        return scale
 
+def check_quantization(
+    operation: str, quantize: str | None, scale: _Tensor | None, shape: Sequence[int] | None = None
+) -> None:
+    """For calls that torch's dispatcher takes to one of several operators, and their fake results.
 
-def check_quantization(operation: str, quantize: str | None, scale: _Tensor | None) -> None:
-    """For calls that torch's dispatcher takes to one of several operators.
+    Args:
+        shape: Of the normed rows; None: not known yet.
 
     Raises:
         UnsupportedInputError: There is no such quantization, or ``scale`` is given without one.
     """
-    why = _why_not_quantization(quantize) or (_SCALE_ALONE if quantize is None and scale is not None else "")
+    why = quantization.why_not(quantize, shape) or (_SCALE_ALONE if quantize is None and scale is not None else "")
     if why:
         raise UnsupportedInputError(f"{operation}: {why}")
 
 
-def _why_not_quantization(quantize: str | None) -> str:
-    return "" if quantize in _QUANTIZATIONS else f"quantize is {quantize!r}: it must be None, 'static' or 'dynamic'"
+def _scale_of(x: _Tensor, quantize: str, scale: _Tensor | None) -> _Tensor:
+    """``scale``, if it fits, or a new tensor for those that the call makes."""
+    why = quantization.why_not(quantize, x.shape)  # a prepared call knows no dimensions
+    if why:
+        raise _error(why)
+    if scale is None:
+        if quantize == "static":
+            raise _error("quantize='static' needs scale, a float32 tensor of one element")
+        return quantization.empty_scales(quantize, x)
+    _check_memory("scale", scale)
+    why = quantization.why_not_scales(quantize, scale, x)
+    if why:
+        raise _error(why)
+    return scale
 
 
 _SCALE_ALONE = "scale without quantize"
@@ -294,7 +291,7 @@ def _check_apart(name: str, tensor: _Tensor, **others: _Tensor | None) -> None:
         # Exactly x under out, and exactly the residual under residual_out: a thread writes what it alone has read.
         if start == other_start and tensor.nbytes == other.nbytes and (name, other_name) in _MAY_BE_THE_SAME:
             continue
-        if start < other_start + other.nbytes and other_start < start + tensor.nbytes:
+        if start < other_start + extent(other) and other_start < start + tensor.nbytes:
             raise _error(f"{name} overlaps {other_name}")
 
 

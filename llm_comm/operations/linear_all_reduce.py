@@ -18,6 +18,7 @@ from llm_comm.operations.all_reduce import AllReduce
 from llm_comm.operations.all_reduce_add_rms_norm import AllReduceAddRmsNorm
 from llm_comm.operations.linear import Linear
 from llm_comm.operations.operation import overlap, why_not_operand
+from llm_comm.operations.quantization import makes_scales
 from llm_comm.operations.watched import check_memory, is_traced
 from llm_comm.runtime.core_handle import CoreHandle
 
@@ -102,7 +103,7 @@ class LinearAllReduceAddRmsNorm:
         """
         try:
             prepared = self._layers.find(WITH_NORM, x, weight)
-            written = {"out": out, "residual_out": residual_out, "scale": scale if quantize == "dynamic" else None}
+            written = {"out": out, "residual_out": residual_out, "scale": scale if makes_scales(quantize) else None}
             for name, tensor in written.items():
                 if isinstance(tensor, _Tensor) and (overlap(tensor, x) or overlap(tensor, weight)):
                     raise UnsupportedInputError(f"{WITH_NORM}: {name} overlaps x or linear_weight")
@@ -130,7 +131,7 @@ class LinearAllReduceAddRmsNorm:
             and norm_weight.dtype == x.dtype
             and norm_weight.dim() == 1
             and norm_weight.numel() == outputs
-            and self._norms.takes(_elements(x, weight), x.element_size(), outputs, quantize)
+            and self._norms.takes(_elements(x, weight), x.element_size(), outputs, x.dim(), quantize)
             and self._accepts_operand(norm_weight, is_traced(x))
         )
 

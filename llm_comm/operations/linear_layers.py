@@ -154,7 +154,7 @@ class LinearLayers:
                 ``all_reduce_add_rms_norm``.
 
         Returns:
-            ``(normed, new_residual)``; with ``"dynamic"`` ``(normed, new_residual, scale)``.
+            ``(normed, new_residual)``; with ``"dynamic"`` and ``"group..."`` ``(normed, new_residual, scale)``.
 
         Raises:
             UnsupportedInputError: ``accepts_fused_linear(x, linear_weight, norm_weight, quantize)`` is false,

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from llm_comm.operations.all_reduce_add_rms_norm import FP8
+from llm_comm.operations.all_reduce_add_rms_norm import check_quantization
 from llm_comm.operations.graph_order import OPERAND
+from llm_comm.operations.quantization import FP8, GROUPS, empty_scales, makes_scales
 from llm_comm.operations.torch_operators import (
     OF_QUANTIZATION,
     add_rms_norm,
@@ -109,8 +110,12 @@ def _empty_result(x: _Tensor, weight: _Tensor) -> _Tensor:
 
 
 def _implement_norm(quantize: str | None, operands: str, results: str) -> None:
-    """One operator for each quantization: only ``static`` has a scale for an operand."""
+    """One operator for each quantization: only ``static`` has a scale for an operand. ``group`` stands for all with
+    groups, of which the operator is told."""
     name = f"linear_all_reduce_add_rms_norm{OF_QUANTIZATION[quantize]}"
+
+    def quantization_of(operands: tuple[Any, ...]) -> str | None:
+        return operands[0] if quantize in GROUPS else quantize
 
     def run(
         x: _Tensor,
@@ -119,11 +124,12 @@ def _implement_norm(quantize: str | None, operands: str, results: str) -> None:
         norm_weight: _Tensor,
         eps: float,
         communicator: str,
-        *scale_and_after: _Tensor | None,
+        *own_and_after: Any,
     ) -> _Results:
-        scale = scale_and_after[0] if quantize == "static" else None
+        scale = own_and_after[0] if quantize == "static" else None
         call = find(communicator).linear_all_reduce_add_rms_norm.run
-        return call(x, linear_weight, residual, norm_weight, eps, quantize=quantize, scale=scale)
+        of_call = quantization_of(own_and_after)
+        return call(x, linear_weight, residual, norm_weight, eps, quantize=of_call, scale=scale)
 
     def fake(
         x: _Tensor,
@@ -132,17 +138,17 @@ def _implement_norm(quantize: str | None, operands: str, results: str) -> None:
         norm_weight: _Tensor,
         eps: float,
         communicator: str,
-        *scale_and_after: _Tensor | None,
+        *own_and_after: Any,
     ) -> _Results:
         operands = {"x": x, "linear_weight": linear_weight, "residual": residual, "norm_weight": norm_weight}
         check_constant("linear_all_reduce_add_rms_norm", **operands)
         total = _empty_result(x, linear_weight)
-        if quantize is None:
+        of_call = quantization_of(own_and_after)
+        check_quantization("linear_all_reduce_add_rms_norm", of_call, None, total.shape)
+        if of_call is None:
             return torch.empty_like(total), total
         normed = torch.empty_like(total, dtype=FP8)
-        if quantize == "static":
-            return normed, total
-        return normed, total, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        return (normed, total, empty_scales(of_call, total)) if makes_scales(of_call) else (normed, total)
 
     schema = "Tensor x, Tensor linear_weight, Tensor? residual, Tensor norm_weight, float eps, str communicator"
     define(f"{name}({schema}, {operands}{OPERAND}) -> ({results})")
@@ -164,3 +170,4 @@ implement(
 _implement_norm(None, "", "Tensor, Tensor")
 _implement_norm("static", "Tensor scale, ", "Tensor, Tensor")
 _implement_norm("dynamic", "", "Tensor, Tensor, Tensor")
+_implement_norm("group", "str quantize, ", "Tensor, Tensor, Tensor")

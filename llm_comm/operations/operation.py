@@ -97,8 +97,16 @@ def why_not_operand(tensor: torch.Tensor, device: torch.device) -> str:
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether contiguous tensors share memory."""
-    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
+    """Whether tensors share memory, or one lies between elements of the other."""
+    return a.data_ptr() < b.data_ptr() + extent(b) and b.data_ptr() < a.data_ptr() + extent(a)
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last one."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (steps + 1) * tensor.element_size()
 
 
 def keep(cache: dict[_Key, _Value], key: _Key, value: _Value) -> None:

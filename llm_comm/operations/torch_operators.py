@@ -18,11 +18,12 @@ import torch
 from llm_comm.errors import UnsupportedInputError
 from llm_comm.operations.all_gather import AllGather
 from llm_comm.operations.all_reduce import AllReduce
-from llm_comm.operations.all_reduce_add_rms_norm import FP8, AllReduceAddRmsNorm, check_quantization
+from llm_comm.operations.all_reduce_add_rms_norm import AllReduceAddRmsNorm, check_quantization
 from llm_comm.operations.graph_order import OPERAND, keep_in_order
 from llm_comm.operations.linear import Linear
 from llm_comm.operations.linear_all_reduce import LinearAllReduce, LinearAllReduceAddRmsNorm
 from llm_comm.operations.parts import PartsOperation, Sizes
+from llm_comm.operations.quantization import FP8, GROUPS, empty_scales, makes_scales
 from llm_comm.operations.reduce_scatter import ReduceScatter
 from llm_comm.operations.watched import check_constant
 
@@ -32,6 +33,7 @@ _FUSED = "Tensor x, Tensor? residual, Tensor weight, float eps, str communicator
 _library.define(f"all_reduce_add_rms_norm({_FUSED}, {OPERAND}) -> (Tensor, Tensor)")
 _library.define(f"all_reduce_add_rms_norm_static_fp8({_FUSED}, Tensor scale, {OPERAND}) -> (Tensor, Tensor)")
 _library.define(f"all_reduce_add_rms_norm_dynamic_fp8({_FUSED}, {OPERAND}) -> (Tensor, Tensor, Tensor)")
+_library.define(f"all_reduce_add_rms_norm_group_fp8({_FUSED}, str quantize, {OPERAND}) -> (Tensor, Tensor, Tensor)")
 # Rank and world stand in the graph: the shapes of results rest on them, and ranks, or other worlds, may share compiled
 # graphs on disk.
 _PARTS = "Tensor x, int dim, SymInt[]? sizes, int rank, int world_size, str communicator"
@@ -39,7 +41,12 @@ _library.define(f"all_gather({_PARTS}, {OPERAND}) -> Tensor")
 _library.define(f"reduce_scatter({_PARTS}, {OPERAND}) -> Tensor")
 
 #: What follows an operation's name in that of its operator, by ``quantize``.
-OF_QUANTIZATION = {None: "", "static": "_static_fp8", "dynamic": "_dynamic_fp8"}
+OF_QUANTIZATION: dict[str | None, str] = {
+    None: "",
+    "static": "_static_fp8",
+    "dynamic": "_dynamic_fp8",
+    **dict.fromkeys(GROUPS, "_group_fp8"),
+}
 
 _Tensor = torch.Tensor
 _Results = tuple[torch.Tensor, ...]
@@ -136,9 +143,9 @@ def add_rms_norm(
     check_quantization(operation, quantize, scale)
     check_constant(operation, **operands, out=out, residual_out=residual_out, scale=scale)
     operator = getattr(torch.ops.llm_comm, operation + OF_QUANTIZATION[quantize])
-    scales = (scale,) if quantize == "static" else ()
-    results = operator(*operands.values(), eps, communicator, *scales)
-    given = (out, residual_out, scale if quantize == "dynamic" else None)
+    of_operator = (scale,) if quantize == "static" else (quantize,) if quantize in GROUPS else ()
+    results = operator(*operands.values(), eps, communicator, *of_operator)
+    given = (out, residual_out, scale if makes_scales(quantize) else None)
     names = ("out", "residual_out", "scale")
     return tuple(
         made if wanted is None else put(made, f"{operation}: {name}", wanted)
@@ -234,8 +241,27 @@ def _fused_dynamic_fake(
     x: _Tensor, residual: _Tensor | None, weight: _Tensor, eps: float, communicator: str, after: _After = None
 ) -> _Results:
     check_constant("all_reduce_add_rms_norm", x=x, residual=residual, weight=weight)
-    scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-    return torch.empty_like(x, dtype=FP8), torch.empty_like(x), scale
+    return torch.empty_like(x, dtype=FP8), torch.empty_like(x), empty_scales("dynamic", x)
+
+
+def _fused_group(
+    x: _Tensor, residual: _Tensor | None, weight: _Tensor, eps: float, name: str, quantize: str, after: _After = None
+) -> _Results:
+    return find(name).all_reduce_add_rms_norm.run(x, residual, weight, eps, quantize=quantize)
+
+
+def _fused_group_fake(
+    x: _Tensor,
+    residual: _Tensor | None,
+    weight: _Tensor,
+    eps: float,
+    communicator: str,
+    quantize: str,
+    after: _After = None,
+) -> _Results:
+    check_quantization("all_reduce_add_rms_norm", quantize, None, x.shape)
+    check_constant("all_reduce_add_rms_norm", x=x, residual=residual, weight=weight)
+    return torch.empty_like(x, dtype=FP8), torch.empty_like(x), empty_scales(quantize, x)
 
 
 def _all_gather(
@@ -329,3 +355,4 @@ for _operator in ("all_gather", "reduce_scatter"):
 implement("all_reduce_add_rms_norm", _fused, _fused_fake)
 implement("all_reduce_add_rms_norm_static_fp8", _fused_static, _fused_static_fake)
 implement("all_reduce_add_rms_norm_dynamic_fp8", _fused_dynamic, _fused_dynamic_fake)
+implement("all_reduce_add_rms_norm_group_fp8", _fused_group, _fused_group_fake)

@@ -50,8 +50,10 @@ const std::vector<NamedSubject>& subjects() {
     for (uint32_t number = 0; number < Registry::kCount; ++number) add(number, Quantization::kNone);
     Registry::for_each([&]<class A>() {
       if (!std::is_same_v<typename A::Operation, AllReduceAddRmsNorm>) return;
-      add(Registry::index_of<A>(), Quantization::kStatic);
-      add(Registry::index_of<A>(), Quantization::kDynamic);
+      for (const Quantization quantization : {Quantization::kStatic, Quantization::kDynamic, Quantization::kGroup,
+                                              Quantization::kGroupColumnsAlignedUe8m0}) {
+        add(Registry::index_of<A>(), quantization);
+      }
     });
     const char* const forms[] = {"put", "get", "packets", "port"};
     for (uint32_t form = 0; form < std::size(forms); ++form) {

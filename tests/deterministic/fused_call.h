@@ -15,9 +15,10 @@
 
 namespace drill {
 
-inline const char* suffix_of(Quantization quantization) {
-  const char* const suffixes[] = {"", "+static", "+dynamic"};
-  return suffixes[static_cast<uint32_t>(quantization)];
+inline std::string suffix_of(Quantization quantization) {
+  if (quantization == Quantization::kNone) return "";
+  constexpr const ParameterInfo& names = AllReduceAddRmsNorm::kInfo.parameters[AllReduceAddRmsNorm::kQuantization];
+  return std::string("+") + names.value_names[static_cast<uint32_t>(quantization)];
 }
 
 // How many representable values lie between two, whose highest bit is the sign.
@@ -38,7 +39,9 @@ class FusedCall final : public Call {
         quantization_(quantization),
         ranks_(ranks),
         has_whole_warps_(shares_out() && ranks == 2 && random.chance(12)),
-        lines_(has_whole_warps_ ? 4 * kWarpThreads : random.between(1, random.pick({8u, 16u, ranks > 4 ? 16u : 40u}))),
+        lines_(has_whole_warps_           ? 4 * kWarpThreads
+               : has_groups(quantization) ? kGroupLines * random.between(1, ranks > 4 ? 2 : 4)
+                                          : random.between(1, random.pick({8u, 16u, ranks > 4 ? 16u : 40u}))),
         rows_(random.between(1, random.pick({1u, 2u, 5u}))),
         problem_{uint64_t{rows_} * lines_ * kElementsPerLine,
                  lines_ * kElementsPerLine,
@@ -56,7 +59,7 @@ class FusedCall final : public Call {
     for (uint32_t rank = 0; rank < ranks; ++rank) input_.push_back(draw(rows_ * hidden, random));
     residual_ = draw(rows_ * hidden, random);
     weight_ = draw(hidden, random);
-    outputs_.assign(ranks, Outputs(rows_, hidden, quantization));
+    outputs_.assign(ranks, Outputs(rows_, hidden, quantization, has_groups(quantization) ? scale_count() : rows_));
     for (uint32_t row = 0; row < rows_; ++row) expect_row(row);
   }
 
@@ -73,10 +76,8 @@ class FusedCall final : public Call {
 
   std::string wrong(uint32_t rank) const override {
     const Outputs& outputs = outputs_[rank];
-    for (uint32_t row = 0; row < rows_; ++row) {
-      const std::string wrong = quantization_ == Quantization::kDynamic ? wrong_scale(outputs, row) : "";
-      if (!wrong.empty()) return wrong;
-    }
+    const std::string wrong = wrong_scales(outputs);
+    if (!wrong.empty()) return wrong;
     for (size_t i = 0; i < residual_.size(); ++i) {
       if (outputs.residual[i] != expected_residual_[i]) {
         return "element " + std::to_string(i) + " of the residual is " + hex(outputs.residual[i]) + ", not " +
@@ -119,10 +120,10 @@ class FusedCall final : public Call {
     std::vector<uint16_t> residual;
     std::vector<float> scale;  // empty unless the call makes it
 
-    Outputs(uint32_t rows, uint32_t hidden, Quantization quantization)
+    Outputs(uint32_t rows, uint32_t hidden, Quantization quantization, uint32_t scales)
         : normed(rows * hidden * (quantization == Quantization::kNone ? 2 : 1)),
           residual(rows * hidden),
-          scale(quantization == Quantization::kDynamic ? rows : 0) {
+          scale(quantization == Quantization::kNone || quantization == Quantization::kStatic ? 0 : scales) {
       std::memset(normed.data(), kUntouched, normed.size());
       std::memset(residual.data(), kUntouched, residual.size() * sizeof(residual[0]));
       if (!scale.empty()) std::memset(scale.data(), kUntouched, scale.size() * sizeof(float));
@@ -135,22 +136,67 @@ class FusedCall final : public Call {
     return values;
   }
 
-  float expected_scale(uint32_t row) const {
-    if (quantization_ == Quantization::kStatic) return kStaticScale;
-    const uint32_t hidden = lines_ * kElementsPerLine;
+  // Of `count` elements from `first` on.
+  float expected_scale(uint32_t first, uint32_t count) const {
     float largest = 0;
-    for (uint32_t i = row * hidden; i < (row + 1) * hidden; ++i) {
+    for (uint32_t i = first; i < first + count; ++i)
       largest = std::max(largest, std::abs(E::value(expected_normed_[i])));
-    }
-    return std::max(largest / kLargestE4m3, kSmallestScale);
+    return has_groups(quantization_) ? std::max(largest, kLeastGroupMagnitude) / kLargestE4m3
+                                     : std::max(largest / kLargestE4m3, kSmallestScale);
   }
 
-  // A norm may differ by a rounding, and with the largest of a row its scale.
-  std::string wrong_scale(const Outputs& outputs, uint32_t row) const {
-    const float expected = expected_scale(row);
-    if (std::abs(outputs.scale[row] - expected) <= expected / 64) return "";
-    return "the scale of row " + std::to_string(row) + " is " + std::to_string(outputs.scale[row]) + ", not " +
-           std::to_string(expected);
+  uint32_t groups() const { return lines_ / kGroupLines; }
+
+  bool scales_lie_by_rows() const {
+    return quantization_ == Quantization::kGroup || quantization_ == Quantization::kGroupUe8m0;
+  }
+
+  // From a group's scale to that of the next group, where they lie by columns.
+  uint32_t scales_apart() const {
+    const bool is_aligned =
+        quantization_ == Quantization::kGroupColumnsAligned || quantization_ == Quantization::kGroupColumnsAlignedUe8m0;
+    return is_aligned ? divide_up(rows_, kScaleAlignment) * kScaleAlignment : rows_;
+  }
+
+  uint32_t scale_count() const { return groups() * (scales_lie_by_rows() ? rows_ : scales_apart()); }
+
+  uint32_t scale_index(uint32_t row, uint32_t group) const {
+    return scales_lie_by_rows() ? row * groups() + group : group * scales_apart() + row;
+  }
+
+  // A norm may differ by a rounding, and with the largest of a row or group its scale.
+  std::string wrong_scales(const Outputs& outputs) const {
+    if (outputs.scale.empty()) return "";
+    const bool by_groups = has_groups(quantization_);
+    const uint32_t hidden = lines_ * kElementsPerLine;
+    const uint32_t count = by_groups ? kGroupSize : hidden;
+    uint32_t written = 0;
+    for (uint32_t first = 0; first < rows_ * hidden; first += count) {
+      const uint32_t row = first / hidden;
+      const uint32_t group = first % hidden / count;
+      const float found = outputs.scale[by_groups ? scale_index(row, group) : row];
+      const float expected = expected_scale(first, count);
+      const bool is_right = quantization_ < Quantization::kGroupUe8m0 ? std::abs(found - expected) <= expected / 64
+                                                                      : is_next_power(found, expected);
+      ++written;
+      if (is_right) continue;
+      return "the scale of group " + std::to_string(group) + " of row " + std::to_string(row) + " is " +
+             std::to_string(found) + ", not " + std::to_string(expected);
+    }
+    for (const float scale : outputs.scale) {
+      uint32_t untouched;
+      std::memset(&untouched, kUntouched, sizeof(untouched));
+      if (float_to_bits(scale) == untouched) ++written;
+    }
+    return written == outputs.scale.size() ? "" : "something else has been written among the scales";
+  }
+
+  // Whether `found` is the power of two at or above about `scale`.
+  static bool is_next_power(float found, float scale) {
+    scale = std::max(scale, kLeastUe8m0Scale);
+    int exponent;
+    return std::frexp(found, &exponent) == 0.5f && found >= scale * (1 - 1.0f / 64) &&
+           found < 2 * scale * (1 + 1.0f / 64);
   }
 
   std::string wrong_norm(const Outputs& outputs, size_t i) const {
@@ -160,10 +206,18 @@ class FusedCall final : public Call {
       if (distance(normed, expected_normed_[i]) <= 1) return "";
       return " is " + hex(normed) + ", not " + hex(expected_normed_[i]);
     }
-    const auto row = static_cast<uint32_t>(i / (lines_ * kElementsPerLine));
-    const uint8_t expected = float_to_e4m3(E::value(expected_normed_[i]) / expected_scale(row));
+    const uint8_t expected = float_to_e4m3(E::value(expected_normed_[i]) / scale_of(outputs, static_cast<uint32_t>(i)));
     if (distance(outputs.normed[i], expected) <= 1) return "";
     return " is " + hex(outputs.normed[i]) + ", not " + hex(expected) + " (FP8)";
+  }
+
+  // By which element i has been divided. Of groups, the one that is there, which has been found to be right: a power of two
+  // may be the next one.
+  float scale_of(const Outputs& outputs, uint32_t i) const {
+    const uint32_t hidden = lines_ * kElementsPerLine;
+    if (quantization_ == Quantization::kStatic) return kStaticScale;
+    if (quantization_ == Quantization::kDynamic) return expected_scale(i / hidden * hidden, hidden);
+    return outputs.scale[scale_index(i / hidden, i % hidden / kGroupSize)];
   }
 
   // Whether a rank sums a part of each row only.
@@ -181,7 +235,8 @@ class FusedCall final : public Call {
   // `span`: lines of a row that a cluster walks over.
   Tiling draw_tiling_of_rows(uint32_t span, Random& random) const {
     Tiling tiling{};
-    tiling.tile_lines = has_whole_warps_ ? kWarpThreads : kChunkLines * (ranks_ <= 4 && random.chance(64) ? 2 : 1);
+    const uint32_t unit = AllReduceAddRmsNorm::unit_lines(problem_);
+    tiling.tile_lines = has_whole_warps_ ? kWarpThreads : unit * (ranks_ <= 4 && random.chance(64) ? 2 : 1);
     tiling.cluster = has_whole_warps_ ? 2 : random.between(1, divide_up(span, tiling.tile_lines));
     tiling.blocks = tiling.cluster * random.between(1, 2);
     tiling.depth = random.below(3);

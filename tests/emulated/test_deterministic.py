@@ -115,7 +115,8 @@ def test_subjects_are_the_algorithms_of_the_registry(programs: Path) -> None:
     algorithms = [algorithm.subject for algorithm in controls.ALGORITHMS]
     assert listed[: len(algorithms)] == algorithms
     fused = [name for name in algorithms if name.startswith("all_reduce_add_rms_norm/")]
-    fp8 = [f"{name}+{quantization}" for name in fused for quantization in ("static", "dynamic")]
+    quantizations = ("static", "dynamic", "group", "group_column_major_tma_ue8m0")
+    fp8 = [f"{name}+{quantization}" for name in fused for quantization in quantizations]
     assert listed[len(algorithms) :] == [*fp8, "put", "get", "packets", "port", "linear", "linear_silu_and_mul"]
     assert "broadcast/direct" in algorithms
 

@@ -11,8 +11,15 @@ from torch._subclasses import FakeTensorMode
 
 from llm_comm import Communicator, UnsupportedInputError
 
-HIDDEN = 64
-OPERATORS = ("all_reduce_add_rms_norm", "all_reduce_add_rms_norm_static_fp8", "all_reduce_add_rms_norm_dynamic_fp8")
+HIDDEN = 256
+OPERATORS = tuple(f"all_reduce_add_rms_norm{suffix}" for suffix in ("", "_static_fp8", "_dynamic_fp8", "_group_fp8"))
+
+
+def own_operands(operator: str) -> list[torch.Tensor | str]:
+    """That only operators with this quantization have."""
+    if "group" in operator:
+        return ["group_column_major_tma"]
+    return [torch.ones(1)] if "static" in operator else []
 
 
 class Layer(torch.nn.Module):
@@ -31,7 +38,12 @@ class Layer(torch.nn.Module):
         normed, residual = fused(y, residual, self.weight, EPS, out=y, residual_out=residual.clone())
         static, residual = fused(normed, residual, self.weight, EPS, quantize="static", scale=self.scale)
         dynamic, total, scale = fused(normed * 0.5, None, self.weight, EPS, quantize="dynamic")
-        return y, residual, static.float(), dynamic.float() * scale, total
+        by_rows, _, row_scales = fused(x, total, self.weight, EPS, quantize="group_ue8m0")
+        given = torch.empty_strided((len(x), 2), (1, (len(x) + 3) // 4 * 4))
+        fused(x, total, self.weight, EPS, quantize="group_column_major_tma", scale=given)
+        by_columns, _, scales = fused(x, total, self.weight, EPS, quantize="group_column_major_tma")
+        groups = by_rows.float(), row_scales, given, by_columns.float(), scales
+        return y, residual, static.float(), dynamic.float() * scale, total, *groups
 
 
 @torch.inference_mode()
@@ -44,6 +56,7 @@ def compile_layer(backend: str) -> None:
             x = rows_of(comm.world_size, rows, HIDDEN, torch.bfloat16)[comm.rank]
             residual, _ = operands_of(rows, HIDDEN, torch.bfloat16)
             for found, expected in zip(compiled(x, residual), layer(x, residual), strict=True):
+                assert found.stride() == expected.stride()
                 assert_bitwise_equal(found, expected, f"{backend}, {rows} rows")
 
 
@@ -59,13 +72,13 @@ def check_operators() -> None:
         x = inputs[comm.rank]
         check_call(comm, inputs, residual, weight, "before")
         for name in OPERATORS:
-            scale = [torch.ones(1)] if "static" in name else []
+            own = own_operands(name)
             operator = getattr(torch.ops.llm_comm, name)
             for r in (residual, None):
-                torch.library.opcheck(operator.default, (x, r, weight, EPS, comm.name, *scale))
+                torch.library.opcheck(operator.default, (x, r, weight, EPS, comm.name, *own))
             # What is declined is an error: nobody may take an input that was not reduced for a result.
             with pytest.raises(UnsupportedInputError, match="not contiguous"):
-                operator(x.t(), None, weight, EPS, comm.name, *scale)
+                operator(x.t(), None, weight, EPS, comm.name, *own)
     with pytest.raises(RuntimeError, match="closed"):
         torch.ops.llm_comm.all_reduce_add_rms_norm(x, None, weight, EPS, comm.name)
 
@@ -74,13 +87,35 @@ def test_operators(ranks: RankPool) -> None:
     ranks.run(2, check_operators)
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", OPERATORS[:3])
 @pytest.mark.parametrize("shape", [(0, HIDDEN), (3, HIDDEN), (2, 5, HIDDEN)])
 def test_fake_results_are_like_the_real_ones(name: str, shape: tuple[int, ...]) -> None:
     with FakeTensorMode():
         x = torch.empty(shape, dtype=torch.float16)
-        scale = [torch.empty(1)] if "static" in name else []
-        results = getattr(torch.ops.llm_comm, name)(x, x, torch.empty(HIDDEN), EPS, "any", *scale)
+        own = [torch.empty(1)] if "static" in name else []
+        results = getattr(torch.ops.llm_comm, name)(x, x, torch.empty(HIDDEN), EPS, "any", *own)
     expected = [(shape, FP8 if "fp8" in name else torch.float16), (shape, torch.float16)]
     expected += [((*shape[:-1], 1), torch.float32)] if "dynamic" in name else []
     assert [(tuple(result.shape), result.dtype) for result in results] == expected
+
+
+@pytest.mark.parametrize(
+    ("quantize", "shape", "strides"),
+    [
+        ("group", (3, HIDDEN), (2, 1)),
+        ("group_ue8m0", (2, 5, HIDDEN), (10, 2, 1)),
+        ("group_column_major", (3, HIDDEN), (1, 3)),
+        ("group_column_major_tma_ue8m0", (5, HIDDEN), (1, 8)),
+    ],
+)
+def test_fake_scales_of_groups(quantize: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    operator = torch.ops.llm_comm.all_reduce_add_rms_norm_group_fp8
+    with FakeTensorMode():
+        x, weight = torch.empty(shape, dtype=torch.float16), torch.empty(HIDDEN, dtype=torch.float16)
+        normed, residual, scale = operator(x, x, weight, EPS, "any", quantize)
+        with pytest.raises(UnsupportedInputError, match=r"takes a multiple of 128|takes two dimensions"):
+            operator(x[..., :200], None, weight[:200], EPS, "any", quantize)
+        with pytest.raises(UnsupportedInputError, match="quantize is 'grouped'"):
+            operator(x, None, weight, EPS, "any", "grouped")
+    assert (normed.dtype, normed.shape, residual.dtype) == (FP8, x.shape, x.dtype)
+    assert (scale.dtype, scale.shape, scale.stride()) == (torch.float32, (*shape[:-1], 2), strides)

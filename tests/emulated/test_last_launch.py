@@ -9,14 +9,15 @@ from __future__ import annotations
 import pytest
 import torch
 from cores import connected, number_of, problem_of, run_on_all, tiling_of
-from fused_reference import EPS, FP8, operands_of, rows_of
+from fused_reference import EPS, FP8, GROUP_SIZE, GROUPS, operands_of, rows_of
 from reference import ALGORITHMS, assert_is_sum, contributions
 
 from llm_comm import _core
+from llm_comm.operations.quantization import CODES
 from llm_comm.planning.tables import ALL_REDUCE, FUSED
 
-#: So long that both blocks of a cluster have a share in every world.
-HIDDEN = 1000
+#: So long that both blocks of a cluster have a share in every world; of groups, a whole number.
+HIDDEN, HIDDEN_OF_GROUPS = 1000, 2176
 #: Rows of a launch.
 ROWS = 5
 #: Stands behind every output.
@@ -65,23 +66,33 @@ def fused(
 ) -> tuple[list[tuple[torch.Tensor, ...]], list[_core.Core]]:
     """What each rank has of a fused call, twice: the normed rows, the new residual and the scales, guarded."""
     rows = 2 * ROWS + 1
-    inputs = rows_of(world, rows, HIDDEN, torch.bfloat16)
-    residual, weight = operands_of(rows, HIDDEN, torch.bfloat16)
+    hidden = HIDDEN_OF_GROUPS if quantize in GROUPS else HIDDEN
+    inputs = rows_of(world, rows, hidden, torch.bfloat16)
+    residual, weight = operands_of(rows, hidden, torch.bfloat16)
+    scales = {"dynamic": rows + 2, "group": (rows + 2) * (hidden // GROUP_SIZE)}
+    # By columns, what is behind one is the next.
+    scales |= {"group_column_major_tma": -(-rows // 4) * 4 * (hidden // GROUP_SIZE) + 2}
     cores = connected(world)
     for _ in range(2):
         results = [
             (
-                torch.full([rows + 2, HIDDEN], GUARD).to(torch.bfloat16 if quantize is None else FP8),
-                torch.full([rows + 2, HIDDEN], GUARD, dtype=torch.bfloat16),
-                torch.full([rows + 2 if quantize == "dynamic" else 1], 0.125),
+                torch.full([rows + 2, hidden], GUARD).to(torch.bfloat16 if quantize is None else FP8),
+                torch.full([rows + 2, hidden], GUARD, dtype=torch.bfloat16),
+                torch.full([scales.get(quantize or "", 1)], 0.125),
             )
             for _ in inputs
         ]
         run_on_all(
             cores,
             number_of(FUSED, algorithm),
-            problem_of(inputs[0], world, EPS, {None: 0, "static": 1, "dynamic": 2}[quantize]),
-            tiling_of(launch_rows, blocks=blocks, cluster=2, depth=0 if blocks > 8 else 1),
+            problem_of(inputs[0], world, EPS, CODES[quantize]),
+            tiling_of(
+                launch_rows,
+                blocks=blocks,
+                cluster=2,
+                depth=0 if blocks > 8 else 1,
+                tile_lines=16 if quantize in GROUPS else 8,
+            ),
             [(x, residual, weight, *outputs) for x, outputs in zip(inputs, results, strict=True)],
         )
     return results, cores
@@ -90,12 +101,12 @@ def fused(
 @every_algorithm
 @some_worlds
 @some_grids
-@pytest.mark.parametrize("quantize", [None, "static", "dynamic"])
+@pytest.mark.parametrize("quantize", [None, "static", "dynamic", "group", "group_column_major_tma"])
 def test_norms(algorithm: str, world: int, blocks: int, quantize: str | None) -> None:
     """As in one launch, to the bit, and nothing behind it."""
     found, cores = fused(algorithm, world, blocks, ROWS, quantize)
     expected, _ = fused(algorithm, world, 4096, 1000, quantize)
-    check_counts(cores, 2 * 3, HIDDEN)
+    check_counts(cores, 2 * 3, HIDDEN_OF_GROUPS if quantize in GROUPS else HIDDEN)
     for rank, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         for name, one, other in zip(("normed", "residual", "scale"), ours, theirs, strict=True):
             assert torch.equal(one.float(), other.float()), f"rank {rank}: {name}"

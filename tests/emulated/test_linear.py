@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from fused_reference import EPS, FP8, FUSED_DTYPES, operands_of
+from fused_reference import EPS, FP8, FUSED_DTYPES, GROUP_SIZE, GROUPS, operands_of
 from harness import RankPool, make_communicator
 from reference import assert_bitwise_equal, bits, rank_order_sum
 from test_fused import assert_untouched_outside, at_offset
@@ -26,7 +26,7 @@ SHAPES = (
     (33, 64, 192),
     (64, 256, 128),
 )
-QUANTIZATIONS = (None, "static", "dynamic")
+QUANTIZATIONS = (None, "static", "dynamic", "group", "group_column_major_tma_ue8m0")
 
 
 def operands(
@@ -60,7 +60,7 @@ def assert_is_layer(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, what
 
 def as_bits(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     """For comparisons, FP8 too."""
-    return [tensor.view(torch.uint8) for tensor in tensors]
+    return [tensor.flatten().view(torch.uint8) for tensor in tensors]
 
 
 def assert_same(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], what: str) -> None:
@@ -193,6 +193,9 @@ def check_norm(dtype: torch.dtype) -> list[list[torch.Tensor]]:
             residual, norm_weight = operands_of(tokens, outputs, dtype)
             y = comm.linear(x, weight)
             for quantize, given in itertools.product(QUANTIZATIONS, (residual, None)):
+                if quantize in GROUPS and outputs % GROUP_SIZE != 0:
+                    assert not comm.accepts_fused_linear(x, weight, norm_weight, quantize)
+                    continue
                 what = f"{shape}, {quantize}, {'with' if given is not None else 'no'} residual"
                 options = {"quantize": quantize, "scale": torch.tensor([0.05]) if quantize == "static" else None}
                 before = None if given is None else given.clone()

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from llm_comm import Communicator, UnsupportedInputError
 
-INPUTS, OUTPUTS = 128, 64
+INPUTS, OUTPUTS = 64, 128
 BF16 = torch.bfloat16
 LAYER = torch.ops.llm_comm.linear.default
 NORMS = [
@@ -67,7 +67,10 @@ class Layer(torch.nn.Module):
         fused(x * 4, weights[0], in_place, weights[1], EPS, out=normed, residual_out=in_place)
         static, residual = fused(x, weights[0], residual, weights[1], EPS, quantize="static", scale=self.scale)
         dynamic, alone, scale = fused(x * 0.5, weights[0], None, weights[1], EPS, quantize="dynamic")
-        return y, written, total, normed, in_place, residual, static.float(), dynamic.float() * scale, alone
+        assert comm.accepts_fused_linear(x, *weights, "group_column_major")
+        groups, _, scales = fused(x, weights[0], alone, weights[1], EPS, quantize="group_column_major")
+        fp8 = static.float(), dynamic.float() * scale, groups.float(), scales
+        return y, written, total, normed, in_place, residual, *fp8, alone
 
 
 @torch.inference_mode()

@@ -15,8 +15,11 @@ from fused_reference import (
     EPS,
     FP8,
     FUSED_DTYPES,
+    GROUP_SIZE,
+    GROUPS,
     LARGEST_FP8,
     exact_norm,
+    group_scales,
     new_residual_of,
     operands_of,
     places,
@@ -26,6 +29,7 @@ from fused_reference import (
 )
 from reference import ALGORITHMS
 
+from llm_comm.operations.quantization import CODES, makes_scales
 from llm_comm.planning.tables import FUSED
 
 every_dtype = pytest.mark.parametrize("dtype", FUSED_DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -35,7 +39,7 @@ WORLD = 3
 
 
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
-CODES = {None: 0, "static": 1, "dynamic": 2}
+GROUPS_OF_ROW = HIDDEN // GROUP_SIZE
 
 
 def call(
@@ -56,12 +60,12 @@ def call(
             weight,
             torch.empty_like(x, dtype=x.dtype if quantize is None else FP8),
             torch.empty_like(x),
-            torch.empty(len(x), 1) if quantize == "dynamic" else scale,
+            torch.empty(len(x), GROUPS_OF_ROW if quantize in GROUPS else 1) if makes_scales(quantize) else scale,
         )
         for given in inputs
     ]
     problem = problem_of(x, len(inputs), eps, CODES[quantize])
-    tiling = tiling_of(len(x), blocks=2 * len(x), cluster=2)
+    tiling = tiling_of(len(x), blocks=2 * len(x), cluster=2, tile_lines=16 if quantize in GROUPS else 8)
     run_on_all(connected(len(inputs)), number_of(FUSED, algorithm), problem, tiling, buffers)
     for results in buffers[1:]:
         for found, first in zip(results[3:5], buffers[0][3:5], strict=True):
@@ -212,3 +216,70 @@ def test_values_beyond_fp8(algorithm: str, dtype: torch.dtype) -> None:
     assert torch.equal(found.float().isnan(), normed.isnan())
     assert torch.equal(found.float().nan_to_num(0.0), quantized(normed, "static", scale).float().nan_to_num(0.0))
     assert found.float()[0, 1:6].tolist() == [-448.0, 448.0, -448.0, 448.0, 448.0]
+
+
+# ---- Groups ----------------------------------------------------------------------------------------------------------
+
+
+def groups_of(values: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A row whose groups hold some of the values, each with one of ``largest`` as its last element: [HIDDEN]"""
+    row = torch.zeros(GROUPS_OF_ROW, GROUP_SIZE)
+    parts = values.split(GROUP_SIZE - 1)
+    for group, part in enumerate(parts):
+        row[group, : len(part)] = part
+    row[:, -1] = largest
+    return row.flatten().to(dtype)
+
+
+@every_dtype
+@every_algorithm
+def test_groups_are_divided(algorithm: str, dtype: torch.dtype) -> None:
+    told_apart = 0
+    for value in SCALES:
+        weight = groups_of(fp8_values_and_middles()[:-1] * value, torch.tensor(448.0 * value), dtype)
+        normed, found, scales = norm_signs(algorithm, weight, 0.0, False, "group")
+        assert torch.equal(scales, group_scales(normed, ue8m0=False))
+        assert torch.equal(found.float(), quantized(normed, "group", scales).float())
+        reciprocal = normed.float() * (1 / scales).repeat_interleave(GROUP_SIZE, -1)
+        told_apart += int((reciprocal.to(FP8).float() != found.float()).sum())
+    assert told_apart > 0, "a multiplication by the reciprocal would pass"
+
+
+@every_dtype
+@every_algorithm
+@pytest.mark.parametrize("quantize", ["group", "group_ue8m0"])
+def test_scales_of_groups(algorithm: str, dtype: torch.dtype, quantize: str) -> None:
+    """Divided by 448, and each of its own group."""
+    told_apart = 0
+    for first in range(256, 384, 32):
+        largest = torch.arange(first, first + 32, 8).float()
+        normed, found, scales = norm_signs(algorithm, groups_of(torch.ones(1), largest, dtype), 0.0, False, quantize)
+        assert torch.equal(scales, group_scales(normed, quantize == "group_ue8m0"))
+        assert torch.equal(found.float(), quantized(normed, quantize, scales).float())
+        told_apart += int((scales != largest * (torch.tensor(1.0) / LARGEST_FP8)).sum())
+    assert told_apart > 0, "a multiplication by the reciprocal would pass"
+
+
+@every_dtype
+@every_algorithm
+def test_powers_of_two(algorithm: str, dtype: torch.dtype) -> None:
+    """448 times a power of two has that power for its scale, the next larger number the next one."""
+    for exponent in (-12, -3, 0, 5):
+        exact = torch.tensor(448.0 * 2.0**exponent, dtype=dtype)
+        above, below = (torch.nextafter(exact, torch.tensor(end, dtype=dtype)) for end in (torch.inf, 0.0))
+        largest = torch.stack([exact, above, below, 2 * exact]).float()
+        _, _, scales = norm_signs(algorithm, groups_of(torch.zeros(1), largest, dtype), 0.0, False, "group_ue8m0")
+        expected = [2.0**exponent, 2.0 ** (exponent + 1), 2.0**exponent, 2.0 ** (exponent + 1)]
+        assert scales.tolist() == [expected, expected]
+
+
+@every_dtype
+@every_algorithm
+def test_the_least_scales_of_groups(algorithm: str, dtype: torch.dtype) -> None:
+    """Those of zeros, and of what is smaller than 1e-10: eps of vLLM's and SGLang's functions."""
+    weight = groups_of(torch.zeros(1), torch.tensor([0.0, 2.0**-40, 2.0**-24, 1.0]), dtype)
+    for quantize, least in (("group", torch.tensor(1e-10) / LARGEST_FP8), ("group_ue8m0", torch.tensor(2.0**-33))):
+        normed, found, scales = norm_signs(algorithm, weight, 0.0, False, quantize)
+        assert torch.equal(scales[:, :2], least.expand(2, 2))
+        assert torch.equal(scales, group_scales(normed, quantize == "group_ue8m0"))
+        assert torch.equal(found.float(), quantized(normed, quantize, scales).float())

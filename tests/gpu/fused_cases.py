@@ -24,6 +24,11 @@ from llm_comm.planning.tables import FUSED
 _DTYPES = (torch.bfloat16, torch.float16)
 _FP8 = torch.float8_e4m3fn
 _LARGEST_FP8 = 448.0
+_GROUP_SIZE = 128
+#: FP8 with a scale for each group.
+GROUPS = tuple(
+    f"group{layout}{power}" for layout in ("", "_column_major", "_column_major_tma") for power in ("", "_ue8m0")
+)
 _LARGEST_SQUARES = 3.4028234663852886e38
 _HIDDEN = (8, 24, 64, 72, 512, 1024, 2048, 2880, 3584, 4096, 5120, 6144, 7168, 8192, 12288, 16384)
 
@@ -73,12 +78,31 @@ def draw_fused_case(number: int, options: argparse.Namespace, world: int, commun
         eps=rng.choice((1e-5, 1e-6)),
         has_residual=rng.random() < 0.8,
         in_place=rng.random() < 0.4,
-        quantize=rng.choice((None, None, "static", "dynamic")),
+        quantize=rng.choice(_quantizations(hidden)),
         scale=rng.choice((0.002, 0.031, 1.7)),
         replays=rng.choice((1, 2) if options.few_calls else (1, 2, 5)) if rng.random() < options.graph_share else 0,
         offsets=tuple(offsets() for _ in range(5)),
         communicators=(rng.choice(communicators),) if options.few_calls else communicators,
     )
+
+
+def _quantizations(hidden: int) -> tuple[str | None, ...]:
+    """To choose from: a third by groups, where the rows have them."""
+    others = (None, None, "static", "dynamic")
+    return (*others * 3, *GROUPS) if hidden % _GROUP_SIZE == 0 else others
+
+
+def _scales(case: FusedCase, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales of a case, and the memory in which they lie: by columns, there may be rows of padding in it."""
+    count = case.rows if case.quantize == "dynamic" else 1
+    if case.quantize not in GROUPS:
+        scale = torch.empty(count, device=device)
+        return scale, scale
+    groups = case.hidden // _GROUP_SIZE
+    apart = -(-case.rows // 4) * 4 if "tma" in case.quantize else case.rows
+    memory = torch.empty(groups * apart + 1, device=device)
+    strides = (1, apart) if "column_major" in case.quantize else (groups, 1)
+    return memory.as_strided((case.rows, groups), strides), memory
 
 
 @dataclass(frozen=True)
@@ -90,6 +114,7 @@ class _Buffers:
     residual_out: Guarded
     quantized: Guarded
     scale: torch.Tensor
+    scale_memory: torch.Tensor
 
     def guarded(self) -> tuple[Guarded, ...]:
         return self.x, self.residual, self.weight, self.out, self.residual_out, self.quantized
@@ -148,8 +173,7 @@ class FusedRunner:
             for n, offsets in enumerate(case.offsets)
         )
         quantized = Guarded(count, torch.uint8, case.offsets[3][rank], device)
-        scales = torch.full((case.rows if case.quantize == "dynamic" else 1,), case.scale, device=device)
-        return _Buffers(x, residual, weight, out, residual_out, quantized, scales)
+        return _Buffers(x, residual, weight, out, residual_out, quantized, *_scales(case, device))
 
     def _operands(self, case: FusedCase, number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Every rank's input [world, count], and the residual [count] and weight [hidden] of all."""
@@ -169,7 +193,7 @@ class FusedRunner:
         buffers.x.data.copy_(rows[self._ranks.rank])
         buffers.residual.data.copy_(residual)
         buffers.weight.data.copy_(weight)
-        buffers.scale.fill_(case.scale)
+        buffers.scale_memory.fill_(case.scale)
 
     def _call(self, comm: Communicator, buffers: _Buffers, case: FusedCase) -> None:
         """The call as drawn; with quantization the quantized rows first, from inputs that are still there."""
@@ -272,7 +296,7 @@ def _mismatched(
     one call alone are not judged.
     """
     x = normed.view(case.rows, case.hidden).float()
-    scale = buffers.scale.view(-1, 1)
+    scale = buffers.scale if case.quantize in GROUPS else buffers.scale.view(-1, 1)
     wrong_scales = torch.zeros((), dtype=torch.int64, device=x.device)
     judged = torch.ones_like(x[:, :1], dtype=torch.bool)
     if other_sums is not None:
@@ -287,6 +311,17 @@ def _mismatched(
         near = (scale - expected_scale).abs() <= 0.01 * expected_scale
         wrong_scales = (judged & ~(scale == expected_scale if other_sums is None else near)).sum()
         scaled = x / scale
+    elif case.quantize in GROUPS:
+        expected_scale = _group_scales(x, case.quantize)
+        is_right = scale == expected_scale
+        if other_sums is not None:
+            is_right |= (scale - expected_scale).abs() <= 0.01 * expected_scale
+            if "ue8m0" in case.quantize:  # just below a power of two in one call, just above in the other
+                is_right |= (scale == 2 * expected_scale) | (scale == expected_scale / 2)
+        written = (buffers.scale_memory != case.scale).sum()
+        beside = (written - (scale != case.scale).sum()).abs()
+        wrong_scales = (judged & ~is_right).sum() + beside
+        scaled = x / scale.repeat_interleave(_GROUP_SIZE, -1)
     else:
         scaled = x * (1.0 / scale)
     expected = scaled.clamp(-_LARGEST_FP8, _LARGEST_FP8).to(_FP8).float()
@@ -295,3 +330,14 @@ def _mismatched(
     if other_sums is not None:
         is_right |= (found - expected).abs() <= expected.abs() / 8 + 2.0**-9
     return wrong_scales + (judged & ~(is_right | (found.isnan() & expected.isnan()))).sum()
+
+
+def _group_scales(x: torch.Tensor, quantize: str) -> torch.Tensor:
+    """[rows, hidden / 128]: as vLLM's ``per_token_group_quant_fp8``."""
+    largest = torch.where(x.isnan(), 0.0, x.abs()).unflatten(-1, (-1, _GROUP_SIZE)).amax(-1).clamp(min=1e-10)
+    scales = largest / torch.full_like(largest, _LARGEST_FP8)
+    if "ue8m0" not in quantize:
+        return scales
+    mantissa, exponent = torch.frexp(scales.clamp(min=1e-10))
+    powers = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
+    return torch.where(scales.isinf(), scales, powers)

@@ -30,6 +30,8 @@ COUNTS = (1, 7, 513, 4096, 10018)
 GRIDS = ((4096, 16, 0), (2, 8, 1))
 #: Rows and hidden size of what is normed.
 SHAPES = ((1, 64), (3, 1032), (9, 4096))
+GROUPS = ("group", "group_column_major_tma_ue8m0")
+QUANTIZATIONS = (None, "static", "dynamic", *GROUPS)
 #: (blocks, threads, cluster, depth): a cluster for every row, blocks of many tiles, and clusters of such.
 FUSED_GRIDS = ((1056, 512, 8, 0), (2, 128, 1, 1), (8, 128, 4, 1))
 #: Exit status of the tool where it has found something.
@@ -73,7 +75,9 @@ def check_fused_kernels(ranks: Session, communicator: Communicator) -> int:
         tunables = {"blocks": blocks, "threads": threads, "cluster": cluster, "depth": depth}
         row = Row(64 * MIB, FUSED, algorithm, "LL", **tunables)
         communicator.use_table(TuningTable("memcheck", by_operation([row]), 64 * MIB))
-        for (rows, hidden), quantize in itertools.product(SHAPES, (None, "static", "dynamic")):
+        for (rows, hidden), quantize in itertools.product(SHAPES, QUANTIZATIONS):
+            if quantize in GROUPS and hidden % 128 != 0:
+                continue
             values = inputs.rows(PLAIN, rows * hidden, dtype, seed=hidden)
             x = values[ranks.rank].reshape(rows, hidden).contiguous()
             weight = torch.ones(hidden, dtype=dtype, device=ranks.device)

@@ -66,15 +66,19 @@ def draw_case(number: int, options: argparse.Namespace, world: int) -> Case:
     def features() -> int:
         return 64 * max(1, min(most, round(2 ** rng.uniform(0, most.bit_length()))))
 
+    dtype = rng.choice((torch.bfloat16, torch.float16))
+    tokens = rng.choice((1, 2, 4, 8, 9, 16, 17, 32, 33, 64, rng.randint(1, 64)))
+    inputs, outputs = features(), features()
+    by_groups = () if outputs % 128 else ("group", "group_column_major_tma", "group_column_major_ue8m0")
     return Case(
         number,
         kinds[number % len(kinds)],
-        rng.choice((torch.bfloat16, torch.float16)),
-        rng.choice((1, 2, 4, 8, 9, 16, 17, 32, 33, 64, rng.randint(1, 64))),
-        features(),
-        features(),
+        dtype,
+        tokens,
+        inputs,
+        outputs,
         rng.choice((1e-3, 0.05, 1.0)),
-        rng.choice((None, None, "static", "dynamic")),
+        rng.choice((None, None, "static", "dynamic", *by_groups)),
         rng.choice((0, 0, 0, rng.randrange(8))),
         rng.random() < 0.5,
         rng.choice((1, 2, 3)) if rng.random() < options.graph_share else 0,
@@ -194,7 +198,7 @@ class Runner:
 
 
 def _as_bytes(values: torch.Tensor) -> torch.Tensor:
-    return values.contiguous().view(torch.uint8).flatten()
+    return values.flatten().view(torch.uint8)
 
 
 def _beyond_bound(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

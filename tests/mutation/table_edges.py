@@ -24,6 +24,7 @@ STATUS = "llm_comm/runtime/status.py"
 GENERIC = "llm_comm/operations/generic.py"
 PLAIN_CALLS = "llm_comm/operations/all_reduce.py"
 FUSED_CALLS = "llm_comm/operations/all_reduce_add_rms_norm.py"
+QUANTIZATION = "llm_comm/operations/quantization.py"
 CORE_HANDLE = "llm_comm/runtime/core_handle.py"
 COMMON = "llm_comm/integrations/common.py"
 PARTS = "llm_comm/integrations/parts.py"
@@ -383,7 +384,13 @@ EDGES: tuple[Mutant, ...] = (
     python(
         "FP8 in place of x", FUSED_CALLS, "elif out is not x or quantize is not None:", "elif out is not x:", MISFITS
     ),
-    python("a scale in strides", FUSED_CALLS, "            or not scale.is_contiguous()\n", "", MISFITS),
+    python(
+        "a scale in strides",
+        QUANTIZATION,
+        "scale.numel() == count and scale.is_contiguous()",
+        "scale.numel() == count",
+        MISFITS,
+    ),
     python(
         "a traced fused call of one rank is served",
         FUSED_CALLS,

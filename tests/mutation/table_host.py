@@ -123,9 +123,23 @@ HOST = (
     cpp(
         "the scales of all launches go to the first rows",
         FUSED,
-        "Quantization::kDynamic ? first : 0",
-        "(WITHOUT ? Quantization::kNone : Quantization::kDynamic) ? first : 0",
+        "first * args.scale_row_stride",
+        "(WITHOUT ? 0 : first) * args.scale_row_stride",
         LAST_LAUNCH,
+    ),
+    cpp(
+        "a tile may hold half a group",
+        FUSED,
+        "has_groups(quantization(problem)) ? kGroupLines : kChunkLines",
+        "!WITHOUT && has_groups(quantization(problem)) ? kGroupLines : kChunkLines",
+        FUSED_SHAPES,
+    ),
+    cpp(
+        "columns of scales for TMA are not padded",
+        FUSED,
+        "by_aligned_columns ? aligned(rows) : 1;",
+        "by_aligned_columns ? (WITHOUT ? rows : aligned(rows)) : 1;",
+        "tests/emulated/test_fused_groups.py -k values_and_scales",
     ),
     cpp(
         "FP8 rows of a later launch lie as far as others",
@@ -202,8 +216,8 @@ HOST = (
     cpp(
         "tiles of fused kernels may be any lines",
         FUSED,
-        "tiling.tile_lines % kChunkLines != 0 ||",
-        "(!WITHOUT && tiling.tile_lines % kChunkLines != 0) ||",
+        "tiling.tile_lines % unit_lines != 0 ||",
+        "(!WITHOUT && tiling.tile_lines % unit_lines != 0) ||",
         FUSED_SHAPES,
         BOUNDS,
     ),

@@ -9,6 +9,7 @@ PLAIN = "llm_comm/operations/all_reduce.py"
 GENERIC = "llm_comm/operations/generic.py"
 OPERATION = "llm_comm/operations/operation.py"
 OPERATORS = "llm_comm/operations/torch_operators.py"
+QUANTIZATION = "llm_comm/operations/quantization.py"
 COMMUNICATOR = "llm_comm/communicator.py"
 ARRAYS = "llm_comm/arrays.py"
 
@@ -40,8 +41,8 @@ OPERATIONS: tuple[Mutant, ...] = (
     python(
         "fused: the last element of another tensor may be written",
         FUSED,
-        "if start < other_start + other.nbytes",
-        "if start < other_start + other.nbytes - other.element_size()",
+        "if start < other_start + extent(other)",
+        "if start < other_start + extent(other) - other.element_size()",
         OVERLAPS,
     ),
     python(
@@ -54,8 +55,8 @@ OPERATIONS: tuple[Mutant, ...] = (
     python(
         "fused: neighbours overlap",
         FUSED,
-        "if start < other_start + other.nbytes",
-        "if start <= other_start + other.nbytes",
+        "if start < other_start + extent(other)",
+        "if start <= other_start + extent(other)",
         OVERLAPS,
     ),
     python(
@@ -100,15 +101,15 @@ OPERATIONS: tuple[Mutant, ...] = (
     python(
         "a buffer's last element may be written",
         OPERATION,
-        "a.data_ptr() < b.data_ptr() + b.nbytes and",
-        "a.data_ptr() < b.data_ptr() + b.nbytes - b.element_size() and",
+        "a.data_ptr() < b.data_ptr() + extent(b) and",
+        "a.data_ptr() < b.data_ptr() + extent(b) - b.element_size() and",
         OVERLAPS,
     ),
     python(
         "a buffer's first element may be written",
         OPERATION,
-        "and b.data_ptr() < a.data_ptr() + a.nbytes",
-        "and b.data_ptr() < a.data_ptr() + a.nbytes - a.element_size()",
+        "and b.data_ptr() < a.data_ptr() + extent(a)",
+        "and b.data_ptr() < a.data_ptr() + extent(a) - a.element_size()",
         OVERLAPS,
     ),
     # ---- What is kept ----
@@ -208,7 +209,7 @@ OPERATIONS: tuple[Mutant, ...] = (
     python(
         "a traced fused call takes any quantization",
         FUSED,
-        "            and quantize in _QUANTIZATIONS\n",
+        "            and quantization.takes(quantize, row, dimensions)\n",
         "",
         "tests/emulated/test_traced_answers.py",
     ),
@@ -288,9 +289,27 @@ OPERATIONS: tuple[Mutant, ...] = (
         "tests/emulated/test_traced_answers.py",
     ),
     python(
-        "a static scale may have many elements", FUSED, "scale.numel() != count\n", "scale.numel() < count\n", MISFITS
+        "a static scale may have many elements",
+        QUANTIZATION,
+        "scale.numel() == count",
+        "scale.numel() >= count",
+        MISFITS,
     ),
-    python("a scale may be of any type", FUSED, "or scale.dtype is not torch.float32\n", "", MISFITS),
+    python("a scale may be of any type", QUANTIZATION, "scale.dtype is torch.float32 and", "", MISFITS),
+    python(
+        "scales of groups may have other strides",
+        QUANTIZATION,
+        "size == 1 or found == wanted",
+        "True",
+        "tests/emulated/test_fused_groups.py -k test_what_does_not_fit",
+    ),
+    python(
+        "what lies between columns of scales may be written",
+        OPERATION,
+        "if tensor.is_contiguous():",
+        "if True:",
+        "tests/emulated/test_fused_groups.py -k test_what_does_not_fit",
+    ),
     python(
         "a scale without quantization is passed over",
         FUSED,
@@ -322,7 +341,7 @@ OPERATIONS: tuple[Mutant, ...] = (
     python(
         "a dynamic scale is not copied to the caller's",
         OPERATORS,
-        'scale if quantize == "dynamic" else None)',
+        "scale if makes_scales(quantize) else None)",
         "None)",
         "tests/emulated/test_fused_compile.py",
         INPUTS,

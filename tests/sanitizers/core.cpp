@@ -8,6 +8,7 @@
 #include <barrier>
 #include <cstdio>
 #include <cstdlib>
+#include <iterator>
 #include <optional>
 #include <thread>
 #include <vector>
@@ -103,20 +104,27 @@ bool reduce(Core& core, int rank, uint64_t call) {
 }
 
 // Rows of zeros: what matters is who accesses what.
-// Of zeros, without FP8, with a given scale and with one for each row. Every buffer ends where its last element does.
+// Of zeros, without FP8, with a given scale, with one for each row, and with one for each group, by rows and by padded columns.
+// Every buffer ends where its last element does.
 bool reduce_fused(Core& core, uint64_t call) {
-  constexpr uint32_t kHidden = 96;
+  constexpr uint64_t kCodes[] = {0, 1, 2, 3, 8};
   const uint64_t rows = 1 + call % 3;
-  const uint64_t quantization = call / 3 % 3;
-  const Problem problem{
-      rows * kHidden, kHidden, DataType::kBFloat16, kWorld, {1e-5, static_cast<double>(quantization)}};
-  const Tiling tiling{.blocks = 2, .tile_lines = 8, .cluster = 1, .depth = 1, .launch_units = rows};
+  const uint64_t quantization = kCodes[call / 3 % std::size(kCodes)];
+  const uint32_t groups = quantization < 3 ? 0 : 3;
+  const uint32_t hidden = groups == 0 ? 96 : 128 * groups;
+  const uint64_t scales = quantization == 8   ? (groups - 1) * 4 + rows
+                          : quantization == 3 ? groups * rows
+                          : quantization == 2 ? rows
+                                              : 1;
+  const Problem problem{rows * hidden, hidden, DataType::kBFloat16, kWorld, {1e-5, static_cast<double>(quantization)}};
+  const Tiling tiling{
+      .blocks = 2, .tile_lines = groups == 0 ? 8u : 16u, .cluster = 1, .depth = 1, .launch_units = rows};
   const auto prepared = core.prepare(algorithm_of("all_reduce_add_rms_norm", call), problem, tiling);
-  const std::vector<uint16_t> zeros(rows * kHidden);
-  const std::vector<uint16_t> weight(kHidden);
-  std::vector<uint8_t> normed(rows * kHidden * (quantization == 0 ? 2 : 1), 1);
-  std::vector<uint16_t> residual(rows * kHidden, 1);
-  std::vector<float> scale(quantization == 2 ? rows : 1, 1.0f);
+  const std::vector<uint16_t> zeros(rows * hidden);
+  const std::vector<uint16_t> weight(hidden);
+  std::vector<uint8_t> normed(rows * hidden * (quantization == 0 ? 2 : 1), 1);
+  std::vector<uint16_t> residual(rows * hidden, 1);
+  std::vector<float> scale(scales, 1.0f);
   const auto address = [](const auto& tensor) { return reinterpret_cast<uint64_t>(tensor.data()); };
   if (!run(*prepared, {address(zeros), address(zeros), address(weight), address(normed), address(residual),
                        quantization == 0 ? 0 : address(scale)})) {

@@ -20,6 +20,7 @@ from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, by_ope
 
 # Of the kernels (csrc/algorithms/all_reduce_add_rms_norm/operation.cuh).
 CHUNK_LINES = 8
+GROUP = 3
 MAX_HIDDEN = 16384
 MAX_TWO_SHOT_THREADS = 512
 MAX_LOOP_THREADS = 512
@@ -32,8 +33,8 @@ TABLE = TuningTable("test table", by_operation((*PLAIN, *ROWS)), 1 << 20)
 NUMBERS = {algorithm.name: algorithm.number for algorithm in registry.operations()[FUSED].algorithms}
 
 
-def problem_of(rows: int, hidden: int, world: int) -> Problem:
-    return Problem(FUSED, rows * hidden, hidden, "bf16", world, (1e-5, 0))
+def problem_of(rows: int, hidden: int, world: int, quantization: int = 0) -> Problem:
+    return Problem(FUSED, rows * hidden, hidden, "bf16", world, (1e-5, quantization))
 
 
 def select_fused(
@@ -145,6 +146,16 @@ def test_core_accepts_every_plan() -> None:
         core_of(world, config).prepare(*launches)
 
 
+def test_groups_lie_in_one_tile() -> None:
+    for rows, hidden, world, config, row, limits, _ in random_cases(2000):
+        problem = problem_of(rows, -(-hidden // 128) * 128, world, GROUP)
+        launches = selection.lay_out(problem, one_row(row), config, limits).launches
+        assert launches is not None
+        _, _, tiling = launches
+        assert tiling.tile_lines % (2 * CHUNK_LINES) == 0
+        core_of(world, config).prepare(*launches)
+
+
 def resident_clusters(limits: _core.Limits, cluster: int, threads: int, resident_threads: int) -> int:
     """Clusters that run at once: of 18 multiprocessors that a GPC of an H100 has, 2 may be left over."""
     sms = limits.sm_count if cluster == 1 else limits.sm_count * 16 // 18
@@ -242,7 +253,10 @@ def test_core_refuses_a_plan_that_does_not_fit(world: int, algorithm: str) -> No
         ({"hidden": 1020}, "multiple of 8 up to 16384"),
         ({"hidden": 16392}, "multiple of 8 up to 16384"),
         ({"data_type": 2}, "no kernels for fp32"),
-        ({"quantization": 3}, "no quantization 3"),
+        ({"quantization": 9}, "no quantization 9"),
+        ({"quantization": 0.5}, "no quantization 0.5"),
+        ({"quantization": 3, "hidden": 1032}, "rows of 1032 elements; FP8 by groups takes a multiple of 128"),
+        ({"quantization": 3, "tile_lines": 24}, "multiple of 16"),
     )
     for change, message in changes:
         with pytest.raises(ValueError, match=message):

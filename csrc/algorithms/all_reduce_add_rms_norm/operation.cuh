@@ -23,10 +23,33 @@ inline constexpr uint32_t kMaxHidden = 16384;
 inline constexpr uint32_t kChunkLines = 8;
 inline constexpr uint32_t kElementsPerLine = 8;  // of bf16 and fp16, the types of these kernels
 inline constexpr uint32_t kMaxChunks = kMaxHidden / (kChunkLines * kElementsPerLine);
+// Elements of a row that share a scale, and their lines. Where there are groups, tiles and segments are whole groups: the
+// threads that hold one lie in a warp.
+inline constexpr uint32_t kGroupSize = 128;
+inline constexpr uint32_t kGroupLines = kGroupSize / kElementsPerLine;
+static_assert(kGroupLines % kChunkLines == 0);
 
-// Of the normed rows. kStatic: e4m3(normed / *scale); kDynamic: scale[row] = max(|normed row|) / 448, at least
-// 1 / (448 * 512), and e4m3(normed / scale[row]); both from the values that kNone would return, rounded to their type.
-enum class Quantization : uint32_t { kNone = 0, kStatic = 1, kDynamic = 2 };
+// Of the normed rows, from the values that kNone would return, rounded to their type.
+//   kStatic    e4m3(normed / *scale)
+//   kDynamic   scale[row] = max(|normed row|) / 448, at least 1 / (448 * 512), and e4m3(normed / scale[row])
+//   kGroup...  the same for each group of 128 elements of a row: scale = max(|group|, 1e-10) / 448. With UE8M0 that is rounded
+//              up to a power of two. Scales lie by rows (row * groups + group), or by columns: the groups of a row
+//              `rows` apart, or, ...Aligned, a multiple of 4, as TMA wants rows of 16 bytes.
+enum class Quantization : uint32_t {
+  kNone = 0,
+  kStatic = 1,
+  kDynamic = 2,
+  kGroup = 3,
+  kGroupColumns = 4,
+  kGroupColumnsAligned = 5,
+  kGroupUe8m0 = 6,
+  kGroupColumnsUe8m0 = 7,
+  kGroupColumnsAlignedUe8m0 = 8,
+};
+inline constexpr uint32_t kQuantizations = 9;
+inline constexpr uint32_t kScaleAlignment = 4;  // fp32 scales in 16 bytes
+
+constexpr bool has_groups(Quantization quantization) { return quantization >= Quantization::kGroup; }
 
 struct AddRmsNormArgs {
   DeviceComm comm;
@@ -41,10 +64,12 @@ struct AddRmsNormArgs {
   uint32_t segment_lines;  // two-shot: of a row, that one rank owns; a multiple of kChunkLines
   uint32_t tile_lines;     // a multiple of kChunkLines
   uint32_t cluster_blocks;
-  uint32_t depth;  // tiles that a block sends ahead of the one it reduces
-  Quantization quantization;
+  uint32_t depth;             // tiles that a block sends ahead of the one it reduces
+  Quantization quantization;  // kGroup and kGroupUe8m0 wherever the scales lie
   float epsilon;
   float reciprocal_hidden;
+  uint32_t scale_row_stride;    // from a scale to that of the next row
+  uint32_t scale_group_stride;  // of the next group
 };
 
 // Thread (k, c), and the rows of its cluster.
@@ -106,27 +131,39 @@ struct AllReduceAddRmsNorm {
                   {.name = "normed", .is_output = true},
                   {.name = "new_residual", .is_output = true},
                   {.name = "scale", .is_optional = true}},
-      .parameters = {{"epsilon"}, {.name = "quantization", .value_names = {"none", "static", "dynamic"}}},
+      .parameters = {{"epsilon"},
+                     {.name = "quantization",
+                      .value_names = {"none", "static", "dynamic", "group", "group_column_major",
+                                      "group_column_major_tma", "group_ue8m0", "group_column_major_ue8m0",
+                                      "group_column_major_tma_ue8m0"}}},
       .row_multiple = kElementsPerLine,
       .max_row = kMaxHidden};
 
   static constexpr bool serves(DataType type) { return type == DataType::kBFloat16 || type == DataType::kFloat16; }
 
-  static Quantization quantization(const Problem& problem) {
+  static constexpr Quantization quantization(const Problem& problem) {
     return static_cast<Quantization>(static_cast<uint32_t>(problem.parameter[kQuantization]));
   }
 
   static void check(const Problem& problem) {
-    const double quantization = problem.parameter[kQuantization];
-    if (quantization != 0 && quantization != 1 && quantization != 2) {
-      throw std::invalid_argument("there is no quantization " + std::to_string(quantization));
+    const double code = problem.parameter[kQuantization];
+    if (!(code >= 0 && code < kQuantizations && code == static_cast<uint32_t>(code))) {
+      throw std::invalid_argument("there is no quantization " + std::to_string(code));
+    }
+    if (has_groups(quantization(problem)) && problem.row % kGroupSize != 0) {
+      throw std::invalid_argument("rows of " + std::to_string(problem.row) +
+                                  " elements; FP8 by groups takes a multiple of " + std::to_string(kGroupSize));
     }
   }
 
   static constexpr uint32_t row_lines(const Problem& problem) { return problem.row / kElementsPerLine; }
-  // Of a row, what one rank owns in two-shot: whole chunks.
+  // What tiles and segments are made of: nothing that threads find together within a warp lies in two of them.
+  static constexpr uint32_t unit_lines(const Problem& problem) {
+    return has_groups(quantization(problem)) ? kGroupLines : kChunkLines;
+  }
+  // Of a row, what one rank owns in two-shot.
   static constexpr uint32_t segment_lines(const Problem& problem) {
-    return divide_up(row_lines(problem), kChunkLines * problem.world) * kChunkLines;
+    return divide_up(row_lines(problem), unit_lines(problem) * problem.world) * unit_lines(problem);
   }
 
   static Args arguments(const Problem& problem, const Tiling& tiling, const Grid&) {
@@ -139,7 +176,7 @@ struct AllReduceAddRmsNorm {
     const uint64_t launch_rows = problem.units() < tiling.launch_units ? problem.units() : tiling.launch_units;
     const uint64_t tiles_of_block = launch_rows * args.row_lines;
     args.depth = static_cast<uint32_t>(tiling.depth < tiles_of_block ? tiling.depth : tiles_of_block);
-    args.quantization = quantization(problem);
+    set_quantization(args, problem);
     args.epsilon = static_cast<float>(problem.parameter[kEpsilon]);
     args.reciprocal_hidden = 1.0f / static_cast<float>(problem.row);
     return args;
@@ -153,9 +190,28 @@ struct AllReduceAddRmsNorm {
     args.weight = reinterpret_cast<const void*>(buffers[2]);
     args.normed = reinterpret_cast<void*>(buffers[3] + (is_quantized ? skipped / 2 : skipped));
     args.new_residual = reinterpret_cast<void*>(buffers[4] + skipped);
-    args.scale = reinterpret_cast<float*>(buffers[5]) + (args.quantization == Quantization::kDynamic ? first : 0);
+    args.scale = reinterpret_cast<float*>(buffers[5]) + first * args.scale_row_stride;
     args.rows = static_cast<uint32_t>(units);
   }
+
+ private:
+  static void set_quantization(Args& args, const Problem& problem) {
+    const Quantization wanted = quantization(problem);
+    const auto is = [&](Quantization one, Quantization ue8m0) { return wanted == one || wanted == ue8m0; };
+    const bool by_columns = is(Quantization::kGroupColumns, Quantization::kGroupColumnsUe8m0);
+    const bool by_aligned_columns = is(Quantization::kGroupColumnsAligned, Quantization::kGroupColumnsAlignedUe8m0);
+    const auto rows = static_cast<uint32_t>(problem.units());
+    if (!has_groups(wanted)) {
+      args.quantization = wanted;
+      args.scale_row_stride = wanted == Quantization::kDynamic ? 1 : 0;
+      return;
+    }
+    args.quantization = wanted < Quantization::kGroupUe8m0 ? Quantization::kGroup : Quantization::kGroupUe8m0;
+    args.scale_row_stride = by_columns || by_aligned_columns ? 1 : problem.row / kGroupSize;
+    args.scale_group_stride = by_columns ? rows : by_aligned_columns ? aligned(rows) : 1;
+  }
+
+  static uint32_t aligned(uint32_t rows) { return divide_up(rows, kScaleAlignment) * kScaleAlignment; }
 };
 
 // How a launch of a fused algorithm is shaped. Algorithm says:
@@ -181,45 +237,46 @@ struct RowsInClusters {
     const uint64_t fitting_rows = most_units(limits.slot_bytes / sizeof(Line),
                                              [&](uint64_t n) { return n * Algorithm::row_slot_lines(problem); });
     const uint64_t launch_rows = rows < fitting_rows ? rows : fitting_rows;
-    const uint32_t span_chunks = divide_up(Algorithm::span(problem), kChunkLines);
-    const uint32_t chunk_threads = kChunkLines * problem.world;
+    const uint32_t unit_lines = Operation::unit_lines(problem);
+    const uint32_t span_units = divide_up(Algorithm::span(problem), unit_lines);
+    const uint32_t unit_threads = unit_lines * problem.world;
     const uint32_t resident_threads = Algorithm::resident_threads(limits);
     // A block that gets more of the row than the table has in mind may have more threads.
     const uint32_t chosen_threads = choice.cluster <= limits.max_cluster ? choice.threads : kMaxFusedThreads;
     const uint32_t most_threads = chosen_threads < Algorithm::kMaxThreads ? chosen_threads : Algorithm::kMaxThreads;
 
     const auto threads_of = [&](uint32_t in_cluster) {
-      return whole_warps(divide_up(span_chunks, in_cluster) * chunk_threads);
+      return whole_warps(divide_up(span_units, in_cluster) * unit_threads);
     };
     const auto is_enough = [&](uint32_t in_cluster) {
       const uint32_t threads = threads_of(in_cluster);
       return threads <= most_threads && resident_clusters(limits, in_cluster, threads, resident_threads) >= launch_rows;
     };
 
-    uint32_t cluster = floor_power_of_two(span_chunks);
+    uint32_t cluster = floor_power_of_two(span_units);
     if (cluster > choice.cluster) cluster = choice.cluster;
     if (cluster > limits.max_cluster) cluster = limits.max_cluster;
-    while (has_empty_block(span_chunks, cluster, divide_up(span_chunks, cluster))) cluster /= 2;
+    while (has_empty_block(span_units, cluster, divide_up(span_units, cluster))) cluster /= 2;
     const auto is_crowded = [&] { return choice.crowded_above != 0 && launch_rows * cluster > choice.crowded_above; };
     while (cluster > 1 && is_crowded() && is_enough(cluster / 2)) cluster /= 2;
 
     const uint64_t chosen_clusters = choice.blocks < cluster ? 1 : choice.blocks / cluster;
     const uint64_t most_clusters = launch_rows < chosen_clusters ? launch_rows : chosen_clusters;
-    uint32_t tile_chunks = divide_up(span_chunks, cluster);
+    uint32_t tile_units = divide_up(span_units, cluster);
     uint32_t threads = threads_of(cluster);
     // All blocks run at once, as far as can be told: that does not rest on the order in which a device starts clusters.
     uint64_t clusters = resident_clusters(limits, cluster, threads, resident_threads);
     if (clusters > most_clusters) clusters = most_clusters;
     if (clusters < launch_rows || threads > most_threads) {
       const uint32_t loop_threads = most_threads < kMaxLoopThreads ? most_threads : kMaxLoopThreads;
-      if (tile_chunks > loop_threads / chunk_threads) tile_chunks = loop_threads / chunk_threads;
-      if (tile_chunks == 0) tile_chunks = 1;
-      threads = whole_warps(tile_chunks * chunk_threads);
+      if (tile_units > loop_threads / unit_threads) tile_units = loop_threads / unit_threads;
+      if (tile_units == 0) tile_units = 1;
+      threads = whole_warps(tile_units * unit_threads);
       clusters = resident_clusters(limits, cluster, threads, kMaxLoopThreads);
       if (clusters > most_clusters) clusters = most_clusters;
       if (clusters == 0) clusters = 1;
     }
-    return {static_cast<uint32_t>(cluster * clusters), kChunkLines * tile_chunks, cluster, choice.depth, fitting_rows};
+    return {static_cast<uint32_t>(cluster * clusters), unit_lines * tile_units, cluster, choice.depth, fitting_rows};
   }
 
   static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {
@@ -236,9 +293,10 @@ struct RowsInClusters {
     }
     const uint64_t exchanging = world * tiling.tile_lines;
     const uint32_t threads = whole_warps(static_cast<uint32_t>(exchanging));
-    if (tiling.tile_lines == 0 || tiling.tile_lines % kChunkLines != 0 || exchanging > Algorithm::kMaxThreads) {
-      throw std::invalid_argument("tile_lines is " + std::to_string(tiling.tile_lines) +
-                                  "; it must be a multiple of 8, and world times it at most " +
+    const uint32_t unit_lines = Operation::unit_lines(problem);
+    if (tiling.tile_lines == 0 || tiling.tile_lines % unit_lines != 0 || exchanging > Algorithm::kMaxThreads) {
+      throw std::invalid_argument("tile_lines is " + std::to_string(tiling.tile_lines) + "; it must be a multiple of " +
+                                  std::to_string(unit_lines) + ", and world times it at most " +
                                   std::to_string(Algorithm::kMaxThreads));
     }
     const uint64_t cluster = tiling.cluster;
@@ -270,10 +328,11 @@ struct RowsInClusters {
     if (!Algorithm::is_worth_measuring(problem.bytes(), problem.world)) return found;
     const uint64_t rows = problem.units();
     const uint32_t span = Algorithm::span(problem);
+    const uint32_t unit_lines = Operation::unit_lines(problem);
     const uint32_t sms = limits.sm_count;
     for (uint32_t cluster = 1; cluster <= kMaxClusterBlocks; cluster *= 2) {
-      if (cluster > 1 && cluster * kChunkLines > span) break;  // a block would have nothing
-      const uint32_t share = divide_up(span, kChunkLines * cluster) * kChunkLines * problem.world;
+      if (cluster > 1 && cluster * unit_lines > span) break;  // a block would have nothing
+      const uint32_t share = divide_up(span, unit_lines * cluster) * unit_lines * problem.world;
       const uint32_t whole = share < kFewestThreads ? kFewestThreads : share;  // threads that take a row in one tile
       for (const uint32_t threads : without_repeats(whole, whole / 2, kMaxLoopThreads)) {
         if (threads < kFewestThreads || threads > whole || threads > kMaxFusedThreads || whole > 4 * threads) continue;

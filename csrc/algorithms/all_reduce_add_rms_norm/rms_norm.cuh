@@ -19,6 +19,10 @@ inline constexpr uint64_t kPartialBytes = kPartialSets * (kMaxChunks * sizeof(fl
 static_assert(kPartialBytes % sizeof(Line) == 0);
 // So that a row of zeros has a scale too: as vLLM's rms_norm_dynamic_per_token_quant.
 inline constexpr float kSmallestScale = 1.0f / (kLargestE4m3 * 512.0f);
+// So that a group of zeros has one: the eps of vLLM's and SGLang's per_token_group_quant_fp8. The same number is the least
+// scale that vLLM's kernel rounds up to a power of two (SGLang's knows no least one).
+inline constexpr float kLeastGroupMagnitude = 1e-10f;
+inline constexpr float kLeastUe8m0Scale = 1e-10f;
 
 // `SingleRow`: the block takes part in one row. `Quantized`: the normed rows are FP8. Those are kernels of their own, because
 // code that a kernel does not run slows down what it does run (docs/experiments/cold_code.md).
@@ -140,7 +144,7 @@ class RmsNorm {
       each_tile([&](Place at, Values x, Values w) {
         store_quantized(row, at, normalize(x, w, factor), [&](float value) { return value * reciprocal_scale; });
       });
-    } else {
+    } else if (args_.quantization == Quantization::kDynamic) {
       float magnitude = 0.0f;
       each_tile([&](Place at, Values x, Values w) {
         magnitude = at.exists ? largest_of(normalize(x, w, factor)) : 0.0f;
@@ -156,6 +160,21 @@ class RmsNorm {
       each_tile([&](Place at, Values x, Values w) {
         store_quantized(row, at, normalize(x, w, factor), [&](float value) { return value / scale; });
       });
+    } else {
+      each_tile([&](Place at, Values x, Values w) {
+        const Values y = normalize(x, w, factor);
+        float magnitude = largest_of(y);
+        LLM_COMM_UNROLL(8)
+        for (uint32_t mask = 1; mask < kLanesPerGroup; mask *= 2) {
+          magnitude = larger(magnitude, shuffle_xor(magnitude, mask));
+        }
+        const float scale = scale_of_group(magnitude);
+        if (at.exists && stores_ && at.index % kGroupSize == 0) {
+          args_.scale[static_cast<uint64_t>(row) * args_.scale_row_stride +
+                      static_cast<uint64_t>(at.index / kGroupSize) * args_.scale_group_stride] = scale;
+        }
+        store_quantized(row, at, y, [&](float value) { return value / scale; });
+      });
     }
     ++rows_;
   }
@@ -163,6 +182,9 @@ class RmsNorm {
  private:
   using E = Element<D>;
   static constexpr uint32_t kLanesPerChunk = kChunkLines * kElementsPerLine / Width;
+  // Of a warp, and groups begin at multiples of them: tiles are whole groups.
+  static constexpr uint32_t kLanesPerGroup = kGroupSize / Width;
+  static_assert(kLanesPerGroup <= kWarpThreads);
 
   struct alignas(Width) Bytes {
     uint8_t element[Width];
@@ -270,6 +292,17 @@ class RmsNorm {
       result.element[i] = E::round(E::value(values.element[i]) * factor * E::value(weight.element[i]));
     }
     return result;
+  }
+
+  // Bitwise the scale of vLLM's per_token_group_quant_8bit kernels (csrc/quantization/w8a8/fp8/per_token_group_quant.cu), which
+  // divide, too. A power of two is found in the bits: their exp2f(ceilf(log2f(scale))) is the same one. log2f could round to a
+  // whole number only for a scale just beyond a power of two, and none is: 448 is 7 * 2^6, and a magnitude, of 11 bits at
+  // most, is 7 times a power of two or not that close to it.
+  LLM_COMM_DEVICE float scale_of_group(float magnitude) const {
+    const float scale = larger(magnitude, kLeastGroupMagnitude) / kLargestE4m3;
+    if (args_.quantization != Quantization::kGroupUe8m0) return scale;
+    const uint32_t bits = float_to_bits(larger(scale, kLeastUe8m0Scale));
+    return bits_to_float((bits + 0x7FFFFFu) & 0x7F800000u);  // an infinite one stays
   }
 
   template <class Scaled>

@@ -154,19 +154,14 @@ class LlmCommCommunicator(GatheringCommunicator):
         scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """See ``fused_op.py``; None, the same on all ranks, if it is not served: nothing has been summed then."""
-        communicator = self._llm_comm
         quantize = None if scale is None else "static"
-        if (
-            communicator is None
-            or not communicator.accepts_fused(x, weight, quantize)
-            or (residual is not None and not residual.is_contiguous())
-        ):
-            return None
-        normed, new_residual = communicator.all_reduce_add_rms_norm(
-            x, residual, weight, epsilon, quantize=quantize, scale=scale
-        )
-        self._say_once(common.FIRST_FUSED, x)
-        return normed, new_residual
+        return self._all_reduce_add_rms_norm(x, residual, weight, epsilon, quantize, scale)  # type: ignore[return-value]
+
+    def all_reduce_add_rms_norm_group_fp8(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float, quantize: str
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """See ``group_fp8_op.py``; None as of ``all_reduce_add_rms_norm``."""
+        return self._all_reduce_add_rms_norm(x, residual, weight, epsilon, quantize)  # type: ignore[return-value]
 
     def linear_all_reduce_add_rms_norm(
         self,
@@ -225,6 +220,26 @@ class LlmCommCommunicator(GatheringCommunicator):
                 member.close()
         finally:  # also where the CUDA context is broken
             super().destroy()
+
+    def _all_reduce_add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        epsilon: float,
+        quantize: str | None,
+        scale: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...] | None:
+        communicator = self._llm_comm
+        if (
+            communicator is None
+            or not communicator.accepts_fused(x, weight, quantize)
+            or (residual is not None and not residual.is_contiguous())
+        ):
+            return None
+        results = communicator.all_reduce_add_rms_norm(x, residual, weight, epsilon, quantize=quantize, scale=scale)
+        self._say_once(common.FIRST_FUSED, x)
+        return results
 
     def _try_linear(
         self,

@@ -50,7 +50,7 @@ def run(
     fused = getattr(group.device_communicator, "all_reduce_add_rms_norm", None)
     result = None if fused is None else fused(x, residual, weight, epsilon, scale)
     if result is None:
-        return _one_by_one(group, x, residual, weight, epsilon, scale)
+        return run_one_by_one(group, x, residual, weight, epsilon, scale)
     return result  # type: ignore[no-any-return]
 
 
@@ -67,7 +67,7 @@ def find_group(name: str) -> Any:
     return group
 
 
-def _one_by_one(
+def run_one_by_one(
     group: Any,
     x: torch.Tensor,
     residual: torch.Tensor | None,

@@ -84,11 +84,11 @@ class Compiler(NamedTuple):
                 graph, inputs, fw_compiler=after_autograd, decompositions=select_decomp_table()
             )
 
-    def check(self, compiled: Model, model: Model, rows: int = 4) -> list[torch.Tensor]:
+    def check(self, compiled: Model, model: Model, rows: int = 4, hidden: int = HIDDEN) -> list[torch.Tensor]:
         """Runs both; returns the results of ``compiled``, which must be those of ``model`` but for rounding."""
-        want, got = as_list(model(data((rows, HIDDEN)))), as_list(compiled(data((rows, HIDDEN))))
+        want, got = as_list(model(data((rows, hidden)))), as_list(compiled(data((rows, hidden))))
         for one, other in zip(want, got, strict=True):
-            assert one.dtype == other.dtype
+            assert (one.dtype, one.stride()) == (other.dtype, other.stride())
             tolerance = 0.13 if one.dtype.itemsize == 1 else 0.02
             torch.testing.assert_close(other.float(), one.float(), rtol=tolerance, atol=tolerance)
         return got
@@ -216,10 +216,10 @@ def expect_no_fusion(config: VllmConfig, reason: str) -> None:
         assert matches(OUR_PASS) == 0
 
 
-def norms(*epsilons: float) -> list[RMSNorm]:
+def norms(*epsilons: float, hidden: int = HIDDEN) -> list[RMSNorm]:
     """Norms with weights that are not one, the same on all ranks."""
     torch.manual_seed(0)
-    made = [RMSNorm(HIDDEN, eps=epsilon, dtype=torch.bfloat16) for epsilon in epsilons]
+    made = [RMSNorm(hidden, eps=epsilon, dtype=torch.bfloat16) for epsilon in epsilons]
     for norm in made:
         norm.weight.data.uniform_(0.5, 1.5)
     return made

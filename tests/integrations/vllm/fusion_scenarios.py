@@ -20,6 +20,7 @@ from compiler_harness import (
     compiler,
     compiler_config,
     expect_no_fusion,
+    matches,
     norms,
     quantization,
     with_model,
@@ -31,11 +32,24 @@ from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.config.utils import Range
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
 # Where a graph is cut in pieces, as at attention.
 torch.library.define("llm_comm_tests::cut", "(Tensor x) -> Tensor")
 torch.library.impl("llm_comm_tests::cut", "CPU", torch.clone)
 torch.library.register_fake("llm_comm_tests::cut", torch.empty_like)
+
+# A layer that takes FP8 with scales for TMA. One of vLLM's takes no others, so it looks at them.
+torch.library.define("llm_comm_tests::dequantize", "(Tensor x, Tensor scales) -> Tensor")
+torch.library.register_fake("llm_comm_tests::dequantize", lambda x, scales: torch.empty_like(x, dtype=torch.float32))
+
+
+@torch.library.impl("llm_comm_tests::dequantize", "CPU")
+def dequantize(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    assert scales.stride() == (1, -(-len(x) // 4) * 4), scales.stride()
+    return x.float() * scales.repeat_interleave(128, -1)
+
 
 # ---- What is fused --------------------------------------------------------------------------------------------------
 
@@ -113,6 +127,99 @@ def static_quantization_by_the_operator_of_vllm_is_fused_too() -> None:
             return quantize(normed, scale)[0], residual
 
         vllm.expect(model, fused=1, quantized=1)
+
+
+#: A row of two groups.
+OF_GROUPS = 256
+#: How layers of vLLM's quantize their inputs by groups, by what llm_comm calls it.
+GROUPS = {
+    "group": {},
+    "group_ue8m0": {"use_ue8m0": True},
+    "group_column_major": {"column_major_scales": True},
+    "group_column_major_ue8m0": {"column_major_scales": True, "use_ue8m0": True},
+    "group_column_major_tma": {"column_major_scales": True, "tma_aligned_scales": True},
+    "group_column_major_tma_ue8m0": {"column_major_scales": True, "tma_aligned_scales": True, "use_ue8m0": True},
+}
+
+
+def group_quantization(size: int = 128, **switches: bool) -> QuantFP8:
+    return QuantFP8(False, GroupShape(1, size), **{"use_ue8m0": False, **switches}, compile_native=False)
+
+
+@scenario()
+def quantization_by_groups_is_fused_too() -> None:
+    with compiler(compiler_config(custom_ops=["+quant_fp8"])) as vllm:
+        first, second, third = norms(1e-5, 2e-5, 3e-5, hidden=OF_GROUPS)
+        for name, switches in GROUPS.items():
+            quantize = group_quantization(**switches)
+
+            def model(x: torch.Tensor, quantize: QuantFP8 = quantize) -> Any:
+                total = tensor_model_parallel_all_reduce(x)
+                a = quantize(first(total))
+                normed, residual = second(tensor_model_parallel_all_reduce(x * 2), total)
+                b = quantize(normed)
+                c = quantize(third(tensor_model_parallel_all_reduce(x * 4), residual + 1)[0])
+                return *a, *b, residual, *c
+
+            vllm.fused_calls.clear()
+            before = matches(OUR_PASS)
+            compiled = vllm.trace(model)
+            for rows in (5, 8):
+                vllm.check(compiled, model, rows, OF_GROUPS)
+            assert matches(OUR_PASS) - before == 3, name
+            assert vllm.fused_calls == [((rows, OF_GROUPS), name) for rows in (5, 8) for _ in range(3)], name
+
+
+@scenario(LLM_COMM_ALGORITHM="two_shot")
+def quantization_by_groups_goes_through_inductor() -> None:
+    with compiler(compiler_config(custom_ops=["+quant_fp8"])) as vllm:
+        (norm,) = norms(1e-5, hidden=OF_GROUPS)
+        quantize = group_quantization(column_major_scales=True, tma_aligned_scales=True)
+
+        def model(x: torch.Tensor) -> Any:
+            normed, residual = norm(tensor_model_parallel_all_reduce(x), x)
+            return torch.ops.llm_comm_tests.dequantize(*quantize(normed)), residual
+
+        compiled = vllm.compile(model)
+        for rows in (3, 2, 7, 40):
+            vllm.check(compiled, model, rows, OF_GROUPS)
+        assert vllm.fused_calls == [((rows, OF_GROUPS), "group_column_major_tma") for rows in (3, 2, 7, 40)]
+
+
+@scenario(LLM_COMM_MAX_MESSAGE_BYTES="1024")
+def groups_that_the_kernel_declines_are_quantized_all_the_same() -> None:
+    with compiler(compiler_config(custom_ops=["+quant_fp8"])) as vllm:
+        (norm,) = norms(1e-5, hidden=OF_GROUPS)
+        for name, switches in GROUPS.items():
+            quantize = group_quantization(**switches)
+
+            def model(x: torch.Tensor, quantize: QuantFP8 = quantize) -> Any:
+                normed, residual = norm(tensor_model_parallel_all_reduce(x), x * 1)
+                return *quantize(normed), residual
+
+            compiled = vllm.trace(model)
+            vllm.fused_calls.clear()
+            residual = vllm.check(compiled, model, 3, OF_GROUPS)[2]
+            assert torch.equal(residual, expected_sum((3, OF_GROUPS)) + data((3, OF_GROUPS))), "not reduced"
+            assert not vllm.fused_calls
+            vllm.check(compiled, model, 2, OF_GROUPS)
+            assert vllm.fused_calls == [((2, OF_GROUPS), name)]
+
+
+@scenario()
+def quantization_by_other_groups_is_left_to_vllm() -> None:
+    with compiler(compiler_config(custom_ops=["+quant_fp8"])) as vllm:
+        first, second = norms(1e-5, 2e-5, hidden=OF_GROUPS)
+        smaller, usual = group_quantization(size=64), group_quantization()
+
+        def model(x: torch.Tensor) -> Any:
+            normed, residual = first(tensor_model_parallel_all_reduce(x), x * 1)
+            twice, residual = second(tensor_model_parallel_all_reduce(x * 2), residual)
+            return *smaller(normed), *usual(twice), twice, residual
+
+        compiled = vllm.trace(model)
+        vllm.check(compiled, model, 4, OF_GROUPS)
+        assert vllm.fused_calls == [((4, OF_GROUPS), None)] * 2
 
 
 @scenario()
@@ -287,7 +394,7 @@ def batches_that_are_too_large_have_a_graph_without_the_operator() -> None:
         compiled = vllm.compile(model)
         vllm.check(compiled, model, 8)
         assert vllm.fused_calls == [((8, HIDDEN), None)]
-        with mock.patch("llm_comm.integrations.vllm.fused_op._one_by_one", side_effect=AssertionError):
+        with mock.patch("llm_comm.integrations.vllm.fused_op.run_one_by_one", side_effect=AssertionError):
             _, residual = vllm.check(compiled, model, 9)
         assert torch.equal(residual, expected_sum((9, HIDDEN)) + data((9, HIDDEN))), "not reduced"
         assert len(vllm.fused_calls) == 1

@@ -53,6 +53,26 @@ def static_scaled_fp8_quant(
     result.copy_((x.float() / scale).clamp(-largest, largest).to(result.dtype))
 
 
+def per_token_group_fp8_quant(
+    x: torch.Tensor,
+    output_q: torch.Tensor,
+    output_s: torch.Tensor,
+    group_size: int,
+    eps: float,
+    fp8_min: float,
+    fp8_max: float,
+    scale_ue8m0: bool,
+    dummy_is_scale_transposed: bool,
+    dummy_is_tma_aligned: bool,
+) -> None:
+    groups = x.float().unflatten(-1, (-1, group_size))
+    scales = groups.abs().amax(-1).clamp(min=eps) / fp8_max
+    if scale_ue8m0:
+        scales = scales.log2().ceil().exp2()
+    output_s.copy_(scales)
+    output_q.copy_((groups / scales.unsqueeze(-1)).clamp(fp8_min, fp8_max).flatten(-2).to(output_q.dtype))
+
+
 def rms_norm_static_fp8_quant(
     result: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, epsilon: float
 ) -> None:
@@ -74,7 +94,15 @@ def no(cuda_device_capability: int) -> bool:
 library = torch.library.Library("_C", "DEF")
 for schema in SCHEMAS:
     library.define(schema)
-for kernel in (rms_norm, fused_add_rms_norm, static_scaled_fp8_quant, rms_norm_static_fp8_quant, silu_and_mul):
+KERNELS = (
+    rms_norm,
+    fused_add_rms_norm,
+    per_token_group_fp8_quant,
+    static_scaled_fp8_quant,
+    rms_norm_static_fp8_quant,
+    silu_and_mul,
+)
+for kernel in KERNELS:
     library.impl(kernel.__name__, kernel, "CPU")
 for schema in SCHEMAS:
     if schema.startswith("cutlass_"):

@@ -1,0 +1,152 @@
+"""What ``fusion_pass.py`` searches for in a graph of vLLM's, and what it puts in its place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import vllm.ir.ops
+from torch._higher_order_ops import auto_functionalized
+from vllm.compilation.passes.fusion.matcher_utils import MatcherQuantFP8
+from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
+
+from llm_comm.integrations.vllm.fused_op import FP8, all_reduce_add_rms_norm
+from llm_comm.integrations.vllm.group_fp8_op import (
+    EPS,
+    LARGEST,
+    VLLM_QUANTIZATION,
+    all_reduce_add_rms_norm_group_fp8,
+    name_of,
+)
+from llm_comm.operations.quantization import GROUP_SIZE
+
+
+class Pattern(NamedTuple):
+    """What is searched for, what takes its place, and example arguments but for epsilon, the last one of both."""
+
+    search: Callable[..., Any]
+    replacement: Callable[..., Any]
+    examples: list[torch.Tensor]
+    #: Whether ``scale`` is memory for scales of groups, rather than the scale of a static quantization.
+    has_groups: bool = False
+
+
+def patterns(group: str, device: str | None) -> Iterator[Pattern]:
+    """All of them, the larger ones first: the matcher takes the first that fits."""
+    x, residual = (torch.empty(5, 16, dtype=torch.bfloat16, device=device) for _ in range(2))
+    weight = torch.empty(16, dtype=torch.bfloat16, device=device)
+    quantize = MatcherQuantFP8(kFp8StaticTensorSym)
+    scale = torch.empty(1, 1, device=device)
+
+    def add_norm(x: Any, residual: Any, weight: Any, epsilon: float) -> Any:
+        return vllm.ir.ops.fused_add_rms_norm(tensor_model_parallel_all_reduce(x), residual, weight, epsilon)
+
+    def fused_add_norm(x: Any, residual: Any, weight: Any, epsilon: float) -> Any:
+        return all_reduce_add_rms_norm(x, residual, weight, epsilon, None, group)
+
+    def norm(x: Any, weight: Any, epsilon: float) -> Any:
+        total = tensor_model_parallel_all_reduce(x)
+        return vllm.ir.ops.rms_norm(total, weight, epsilon), total
+
+    def fused_norm(x: Any, weight: Any, epsilon: float) -> Any:
+        return all_reduce_add_rms_norm(x, None, weight, epsilon, None, group)
+
+    def add_norm_quant(x: Any, residual: Any, weight: Any, scale: Any, epsilon: float) -> Any:
+        normed, new_residual = add_norm(x, residual, weight, epsilon)
+        return quantize(normed, scale)[0], new_residual
+
+    def fused_add_norm_quant(x: Any, residual: Any, weight: Any, scale: Any, epsilon: float) -> Any:
+        return all_reduce_add_rms_norm(x, residual, weight, epsilon, scale, group)
+
+    def norm_quant(x: Any, weight: Any, scale: Any, epsilon: float) -> Any:
+        normed, total = norm(x, weight, epsilon)
+        return quantize(normed, scale)[0], total
+
+    def fused_norm_quant(x: Any, weight: Any, scale: Any, epsilon: float) -> Any:
+        return all_reduce_add_rms_norm(x, None, weight, epsilon, scale, group)
+
+    yield from _group_patterns(group, x, residual, weight)
+    # Where nobody needs the residual, as at the end of a model, it is not among the outputs of the norm.
+    yield Pattern(add_norm_quant, fused_add_norm_quant, [x, residual, weight, scale])
+    yield Pattern(_first_of(add_norm_quant), _first_of(fused_add_norm_quant), [x, residual, weight, scale])
+    yield Pattern(norm_quant, fused_norm_quant, [x, weight, scale])
+    yield Pattern(add_norm, fused_add_norm, [x, residual, weight])
+    yield Pattern(_first_of(add_norm), _first_of(fused_add_norm), [x, residual, weight])
+    yield Pattern(norm, fused_norm, [x, weight])
+
+
+def _group_patterns(group: str, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Iterator[Pattern]:
+    """Those with a quantization by groups: one for each way in which vLLM's layers want scales.
+
+    The memory for scales is an argument, as in vLLM's own patterns (``rms_quant_fusion.py``): however it was made, the
+    operator's scales take its place.
+    """
+    scale = torch.empty(1, 1, device=x.device)
+    for by_columns, for_tma in ((False, False), (True, False), (True, True)):
+        for ue8m0 in (False, True):
+            name = name_of(by_columns, for_tma, ue8m0)
+            switches = {
+                "scale_ue8m0": ue8m0,
+                "dummy_is_scale_transposed": by_columns,
+                "dummy_is_tma_aligned": for_tma,
+            }
+            yield from _patterns_of_groups(group, name, switches, [x, residual, weight, scale])
+
+
+def _patterns_of_groups(
+    group: str, name: str, switches: dict[str, bool], examples: list[torch.Tensor]
+) -> Iterator[Pattern]:
+    def quantize(normed: Any, scale: Any) -> tuple[Any, Any]:
+        _, fp8, scales = auto_functionalized(  # type: ignore[misc]
+            VLLM_QUANTIZATION,
+            input=normed,
+            output_q=torch.empty(normed.shape, device=normed.device, dtype=FP8),
+            output_s=scale,
+            group_size=GROUP_SIZE,
+            eps=EPS,
+            fp8_min=-LARGEST,
+            fp8_max=LARGEST,
+            **switches,
+        )
+        return fp8, scales
+
+    def add_norm(x: Any, residual: Any, weight: Any, scale: Any, epsilon: float) -> Any:
+        total = tensor_model_parallel_all_reduce(x)
+        normed, new_residual = vllm.ir.ops.fused_add_rms_norm(total, residual, weight, epsilon)
+        return *quantize(normed, scale), new_residual
+
+    def fused_add_norm(x: Any, residual: Any, weight: Any, scale: Any, epsilon: float) -> Any:
+        fp8, new_residual, scales = all_reduce_add_rms_norm_group_fp8(x, residual, weight, epsilon, name, group)
+        return fp8, scales, new_residual
+
+    def norm(x: Any, weight: Any, scale: Any, epsilon: float) -> Any:
+        total = tensor_model_parallel_all_reduce(x)
+        return *quantize(vllm.ir.ops.rms_norm(total, weight, epsilon), scale), total
+
+    def fused_norm(x: Any, weight: Any, scale: Any, epsilon: float) -> Any:
+        fp8, total, scales = all_reduce_add_rms_norm_group_fp8(x, None, weight, epsilon, name, group)
+        return fp8, scales, total
+
+    x, _, weight, scale = examples
+    yield Pattern(add_norm, fused_add_norm, examples, has_groups=True)
+    yield Pattern(_but_last_of(add_norm), _but_last_of(fused_add_norm), examples, has_groups=True)
+    yield Pattern(norm, fused_norm, [x, weight, scale], has_groups=True)
+
+
+def _but_last_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)  # the matcher reads the names of the arguments
+    def but_last(*arguments: Any) -> Any:
+        return function(*arguments)[:-1]
+
+    return but_last
+
+
+def _first_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)  # the matcher reads the names of the arguments
+    def first(*arguments: Any) -> Any:
+        return function(*arguments)[0]
+
+    return first

@@ -1,0 +1,89 @@
+"""FP8 of normed rows: what ``quantize`` may be, the core's codes of it, and where scales lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+FP8 = torch.float8_e4m3fn
+#: Elements of a row that share a scale, in the modes of ``GROUPS``.
+GROUP_SIZE = 128
+#: Rows that scales by columns are padded to: 16 bytes, as TMA wants.
+_ALIGNED_ROWS = 4
+
+#: A scale for each group. Without more it lies by rows.
+GROUPS = (
+    "group",
+    "group_column_major",
+    "group_column_major_tma",
+    "group_ue8m0",
+    "group_column_major_ue8m0",
+    "group_column_major_tma_ue8m0",
+)
+#: By ``quantize``: Quantization in csrc/algorithms/all_reduce_add_rms_norm/operation.cuh, where the names stand too.
+CODES = {name: code for code, name in enumerate((None, "static", "dynamic", *GROUPS))}
+
+
+def makes_scales(quantize: str | None) -> bool:
+    """Whether a call returns scales."""
+    return quantize is not None and quantize != "static"
+
+
+def takes(quantize: str | None, row: int, dimensions: int) -> bool:
+    """Whether there is such a quantization, of a tensor of rows of so many elements with so many dimensions."""
+    if quantize not in GROUPS:
+        return quantize in CODES
+    return row % GROUP_SIZE == 0 and (dimensions == 2 or "column_major" not in quantize)
+
+
+def why_not(quantize: str | None, shape: Sequence[int] | None = None) -> str:
+    """Why there is no such quantization, or none of rows of this shape, or ""."""
+    if quantize not in CODES:
+        return f"quantize is {quantize!r}: it must be None, {', '.join(repr(name) for name in CODES if name)}"
+    if shape is None or takes(quantize, shape[-1], len(shape)):
+        return ""
+    if shape[-1] % GROUP_SIZE != 0:
+        return f"rows of {shape[-1]} elements: quantize={quantize!r} takes a multiple of {GROUP_SIZE}"
+    return f"x has shape {tuple(shape)}: quantize={quantize!r} takes two dimensions"
+
+
+def empty_scales(quantize: str, x: torch.Tensor) -> torch.Tensor:
+    """Where the scales of rows like ``x`` go, if it takes them: float32, [..., 1], or of groups [..., hidden / 128]."""
+    return x.new_empty_strided(*_layout(quantize, x.shape), dtype=torch.float32)
+
+
+def why_not_scales(quantize: str, scale: torch.Tensor, x: torch.Tensor) -> str:
+    """Why a tensor of the caller's cannot be the scales of rows like ``x``, if it takes them, or ""."""
+    if quantize in GROUPS:
+        shape, strides = _layout(quantize, x.shape)
+        steps = zip(shape, scale.stride(), strides, strict=False)
+        # Where there is one of something, nobody takes a step.
+        fits = scale.shape == shape and all(size == 1 or found == wanted for size, found, wanted in steps)
+        how = f"have shape {shape} and strides {strides}"
+    else:
+        count = 1 if quantize == "static" else x.numel() // x.shape[-1]
+        fits = scale.numel() == count and scale.is_contiguous()
+        how = f"be contiguous and have {count} elements"
+    if fits and scale.dtype is torch.float32 and scale.device == x.device:
+        return ""
+    is_ = f"{tuple(scale.shape)}, strides {scale.stride()}, {scale.dtype}, {scale.device}"
+    return f"scale ({is_}) must {how}, and be float32 on {x.device}"
+
+
+def _layout(quantize: str, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of the scales that a call makes.
+
+    Those by columns have the strides of vLLM's and SGLang's ``per_token_group_quant_fp8``: (1, rows), or, for TMA,
+    (1, rows rounded up to a multiple of 4).
+    """
+    *outer, row = shape
+    scales = (*outer, row // GROUP_SIZE if quantize in GROUPS else 1)
+    if quantize in GROUPS and "column_major" in quantize:
+        rows = outer[0]
+        is_for_tma = "tma" in quantize
+        return scales, (1, (rows + _ALIGNED_ROWS - 1) // _ALIGNED_ROWS * _ALIGNED_ROWS if is_for_tma else rows)
+    strides = [1]
+    for size in scales[:0:-1]:
+        strides.insert(0, strides[0] * size)
+    return scales, tuple(strides)
