@@ -116,7 +116,8 @@ def test_subjects_are_the_algorithms_of_the_registry(programs: Path) -> None:
     assert listed[: len(algorithms)] == algorithms
     fused = [name for name in algorithms if name.startswith("all_reduce_add_rms_norm/")]
     fp8 = [f"{name}+{quantization}" for name in fused for quantization in ("static", "dynamic")]
-    assert listed[len(algorithms) :] == [*fp8, "put", "get", "packets", "port", "linear", "linear_silu_and_mul"]
+    layers = ["linear", "linear+fp8", "linear_silu_and_mul", "linear_silu_and_mul+fp8"]
+    assert listed[len(algorithms) :] == [*fp8, "put", "get", "packets", "port", *layers]
     assert "broadcast/direct" in algorithms
 
 
