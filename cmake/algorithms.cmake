@@ -4,7 +4,7 @@
 #   registry.h                              the list as a C++ type, for everybody who asks what there is
 #   kernels_<descriptor>_<type>_<half>.cu   kernels for GPUs, of one data type and half of the worlds: they take nvcc long
 #   kernels_<descriptor>.cpp                the same for the emulator, all of an algorithm
-#   linear_<type>_<epilogue>.cu, .cpp       kernels of linear layers, of one data type and epilogue
+#   linear_<factors>_<type>_<epilogue>.cu, .cpp   kernels of linear layers, of one type of factors, of results, and epilogue
 #
 # llm_comm_algorithm_sources(<list variable> cu|cpp) and llm_comm_linear_sources name the sources to compile; include directories are csrc,
 # csrc/include and <build>/generated. The files that a list names are relative to its own directory, or to csrc.
@@ -14,6 +14,8 @@ get_filename_component(LLM_COMM_CSRC "${CMAKE_CURRENT_LIST_DIR}/../csrc" ABSOLUT
 set(LLM_COMM_GENERATED "${CMAKE_CURRENT_BINARY_DIR}/generated")
 set(LLM_COMM_DATA_TYPES kBFloat16 kFloat16 kFloat32 kByte)
 set(LLM_COMM_WORLDS kEven kOdd)
+# Of x and weight, and of results.
+set(LLM_COMM_LINEAR_TYPES kBFloat16/kBFloat16 kFloat16/kFloat16 kFloat8/kBFloat16 kFloat8/kFloat16)
 set(LLM_COMM_LINEAR_EPILOGUES kNone kSiluAndMul)
 set(LLM_COMM_ALGORITHM_LISTS "${LLM_COMM_CSRC}/algorithms/registry.def" ${LLM_COMM_EXTRA_ALGORITHMS})
 
@@ -124,16 +126,19 @@ endfunction()
 
 function(llm_comm_linear_sources variable extension)
   set(sources "")
-  foreach(type kBFloat16 kFloat16)
+  foreach(types IN LISTS LLM_COMM_LINEAR_TYPES)
+    string(REPLACE "/" ";" types "${types}")
+    list(GET types 0 factors)
+    list(GET types 1 type)
     foreach(epilogue IN LISTS LLM_COMM_LINEAR_EPILOGUES)
-      set(source "${LLM_COMM_GENERATED}/algorithms/linear_${type}_${epilogue}.${extension}")
+      set(source "${LLM_COMM_GENERATED}/algorithms/linear_${factors}_${type}_${epilogue}.${extension}")
       llm_comm_write("${source}"
 "// Written by cmake/algorithms.cmake.
 #include \"algorithms/linear/kernel.cuh\"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-template struct LinearKernels<DataType::${type}, LinearEpilogue::${epilogue}>;
+template struct LinearKernels<FactorType::${factors}, DataType::${type}, LinearEpilogue::${epilogue}>;
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET
 ")

@@ -11,9 +11,10 @@ max_world_size: int
 multicast_switches: dict[str, str]
 #: Of a symmetric heap.
 max_segments: int
-#: Of linear layers: rows of x; what inputs and outputs are multiples of, and at most.
+#: Of linear layers: rows of x; what inputs and outputs are multiples of, those of FP8 inputs, and at most.
 linear_max_tokens: int
 linear_multiple: int
+linear_fp8_multiple: int
 linear_max_features: int
 
 class CoreOptions:
@@ -225,9 +226,21 @@ class Core:
     def prepare(
         self, algorithm: int, problem: Problem, tiling: Tiling, direct: tuple[int, Problem, Tiling] | None = None
     ) -> Callable[..., bool]: ...
+    # Whether linear layers of FP8 have kernels for the device.
+    def multiplies_fp8(self) -> bool: ...
+    # The function takes x, weight and out, of FP8 the scales of x and of the weight behind them, and a stream.
+    # ``scales``, of FP8: whether each token has one of its own, and each row of the weight.
     def prepare_linear(
-        self, *, tokens: int, inputs: int, outputs: int, data_type: int, silu_and_mul: bool, choice: LinearChoice
-    ) -> Callable[[int, int, int, int], bool]: ...
+        self,
+        *,
+        tokens: int,
+        inputs: int,
+        outputs: int,
+        data_type: int,
+        silu_and_mul: bool,
+        choice: LinearChoice,
+        scales: tuple[bool, bool] | None = None,
+    ) -> Callable[..., bool]: ...
     # Segments of the symmetric heap. Handles are as those of workspaces.
     def create_segment(self, segment: int, bytes: int, use_ipc: bool) -> tuple[int, bytes]: ...
     def map_segment(self, segment: int, peer: int, fd: int, bytes: bytes) -> None: ...

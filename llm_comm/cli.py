@@ -157,6 +157,14 @@ def _add_linear(collectives: argparse._SubParsersAction[argparse.ArgumentParser]
         "rank alone (3584x8192,3200x5120)",
     )
     parser.add_argument(
+        "--fp8",
+        nargs="?",
+        const="row",
+        choices=("row", "tensor"),
+        help="layers of FP8 with a scale for each row (the default), or tensor, of x and of the weight, beside "
+        "torch._scaled_mm and, where it is installed, vLLM's cutlass_scaled_mm, each rank alone",
+    )
+    parser.add_argument(
         "--choices",
         action="store_true",
         help="time choices of the layer's kernel too, and show the best (one rank)",
@@ -221,6 +229,13 @@ def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         metavar="NxK,...",
         help="gate-and-up projections with silu-and-mul too, N outputs of each, beside cuBLAS and a kernel behind it "
         "(none)",
+    )
+    parser.add_argument(
+        "--fp8-layers",
+        type=_shapes,
+        default=(),
+        metavar="NxK,...",
+        help="linear layers of FP8 too, with a scale for each row, beside torch._scaled_mm and vLLM's kernel (none)",
     )
     parser.add_argument(
         "--tokens",

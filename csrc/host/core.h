@@ -141,9 +141,13 @@ class Core {
   // the device does not take.
   virtual std::unique_ptr<PreparedCall> prepare(uint32_t algorithm, const Problem& problem, const Tiling& tiling) = 0;
 
+  // Whether linear layers of FP8 have kernels for this device: from sm_89 on.
+  virtual bool multiplies_fp8() const = 0;
+
   // A linear layer, which no other rank takes part in. Buffers of the call: x [tokens, inputs], weight [outputs, inputs], or twice as
-  // many rows where the epilogue is silu-and-mul, and out [tokens, outputs], contiguous and 16-byte aligned. The weight is read before
-  // the grids ahead in the stream have ended: what writes it must have ended before the call. Throws std::invalid_argument for what the layer or the device does not take.
+  // many rows where the epilogue is silu-and-mul, and out [tokens, outputs], contiguous and 16-byte aligned; of FP8 then the fp32 scales
+  // of x and of the weight, one or as many as rows each. The weight and its scales are read before the grids ahead in the stream have
+  // ended: what writes them must have ended before the call. Throws std::invalid_argument for what the layer or the device does not take.
   virtual std::unique_ptr<PreparedCall> prepare_linear(const LinearProblem& problem, const LinearChoice& choice) = 0;
 
   // For a thread that watches this rank. None of these waits for another rank.

@@ -20,6 +20,7 @@
 //           uint32_t max_cluster_blocks();                    // 1 where the device has no clusters
 //           bool has_room_for_cluster(const Function<Args>&, const Grid&);
 //           uint32_t sm_count(); uint32_t max_shared_bytes();   // of the device; of a block
+//           bool multiplies_fp8();                            // whether its kernels do
 //           void permit_shared_bytes(const Function<Args>&);   // a launch of it may take that much
 //           void map_matrix(MatrixView&, uint32_t parts, uint32_t box_rows, uint32_t boxes, BoxUse);
 //                                       // fills in what the target wants beside address and size
@@ -215,6 +216,8 @@ class CoreImpl final : public Core {
     if (call == nullptr) throw std::invalid_argument("there is no algorithm number " + std::to_string(algorithm));
     return call;
   }
+
+  bool multiplies_fp8() const override { return launcher_.multiplies_fp8(); }
 
   std::unique_ptr<PreparedCall> prepare_linear(const LinearProblem& problem, const LinearChoice& choice) override {
     return std::make_unique<PreparedLinear<Launcher>>(launcher_, queue_.turn(), *comm_.mailbox, problem, choice);

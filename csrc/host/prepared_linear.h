@@ -22,9 +22,14 @@ class PreparedLinear final : public PreparedCall {
         problem_(problem),
         choice_(linear::complete(problem, choice, launcher.sm_count(), launcher.max_shared_bytes())),
         grid_(linear::grid(problem, choice_)),
-        function_(
-            launcher.function(find_linear_kernel(problem.type, problem.epilogue, linear::token_rows(problem.tokens)))) {
+        function_(launcher.function(
+            find_linear_kernel(problem.factors, problem.type, problem.epilogue, linear::token_rows(problem.tokens)))) {
+    if (is_scaled() && !launcher.multiplies_fp8()) {
+      throw std::invalid_argument("linear layer: FP8 needs a GPU of sm_89 or later, and a build with kernels for it");
+    }
     launcher.permit_shared_bytes(function_);
+    args_.x_scale_of = problem.x_scale;
+    args_.weight_scale_of = problem.weight_scale;
     args_.block_outputs = choice_.block_outputs;
     args_.stages = choice_.stages;
     args_.stage_boxes = choice_.stage_boxes;
@@ -38,19 +43,29 @@ class PreparedLinear final : public PreparedCall {
     if ((x | weight | out) % sizeof(Line) != 0) {
       throw std::invalid_argument("linear layer: a tensor does not begin at a multiple of 16 bytes");
     }
+    if (is_scaled() && (buffers[3] | buffers[4]) % sizeof(float) != 0) {
+      throw std::invalid_argument("linear layer: a scale does not begin at a multiple of 4 bytes");
+    }
     const std::lock_guard<std::mutex> turn(turn_);
     if (has_failed(mailbox_)) return false;
     args_.x = view(x, problem_.tokens, linear::token_rows(problem_.tokens), 1, BoxUse::kShared);
     args_.weight =
         view(weight, problem_.outputs, choice_.block_outputs, weight_parts(problem_.epilogue), BoxUse::kOnce);
     args_.out = reinterpret_cast<void*>(out);
+    if (is_scaled()) {
+      args_.x_scale = reinterpret_cast<const float*>(buffers[3]);
+      args_.weight_scale = reinterpret_cast<const float*>(buffers[4]);
+    }
     launcher_.launch(function_, args_, grid_, stream);
     return true;
   }
 
  private:
+  bool is_scaled() const { return problem_.factors == FactorType::kFloat8; }
+
   MatrixView view(uint64_t address, uint32_t rows, uint32_t box_rows, uint32_t parts, BoxUse use) const {
-    MatrixView matrix{{}, reinterpret_cast<const void*>(address), rows, problem_.inputs};
+    MatrixView matrix{
+        {}, reinterpret_cast<const void*>(address), rows, problem_.inputs * factor_bytes(problem_.factors)};
     launcher_.map_matrix(matrix, parts, box_rows, choice_.stage_boxes, use);
     return matrix;
   }

@@ -169,6 +169,7 @@ PYBIND11_MODULE(_core, module) {
   module.attr("multicast_switches") = switches;
   module.attr("linear_max_tokens") = llm_comm::linear::kMaxTokens;
   module.attr("linear_multiple") = llm_comm::linear::kMultiple;
+  module.attr("linear_fp8_multiple") = llm_comm::linear::inputs_multiple(FactorType::kFloat8);
   module.attr("linear_max_features") = llm_comm::linear::kMaxFeatures;
   module.attr("max_segments") = llm_comm::kMaxSegments;
 
@@ -309,20 +310,30 @@ PYBIND11_MODULE(_core, module) {
             return as_function(std::move(core), std::move(call), operation);
           },
           py::arg("algorithm"), py::arg("problem"), py::arg("tiling"), py::arg("direct") = py::none())
+      .def("multiplies_fp8", &Core::multiplies_fp8)
+      // `scales`, of FP8: whether each token has one of its own, and each row of the weight.
       .def(
           "prepare_linear",
           [](py::object core, uint32_t tokens, uint32_t inputs, uint32_t outputs, uint32_t data_type, bool silu_and_mul,
-             const LinearChoice& choice) {
+             const LinearChoice& choice, std::optional<std::pair<bool, bool>> scales) {
             if (data_type >= llm_comm::kDataTypes) {
               throw std::invalid_argument("there is no data type " + std::to_string(data_type));
             }
-            const LinearProblem problem{tokens, inputs, outputs, static_cast<llm_comm::DataType>(data_type),
-                                        silu_and_mul ? LinearEpilogue::kSiluAndMul : LinearEpilogue::kNone};
+            const auto type = static_cast<llm_comm::DataType>(data_type);
+            LinearProblem problem{tokens,  inputs,
+                                  outputs, factors_of_type(type),
+                                  type,    silu_and_mul ? LinearEpilogue::kSiluAndMul : LinearEpilogue::kNone};
+            if (scales) {
+              problem.factors = FactorType::kFloat8;
+              problem.x_scale = scales->first ? ScaleOf::kRow : ScaleOf::kTensor;
+              problem.weight_scale = scales->second ? ScaleOf::kRow : ScaleOf::kTensor;
+            }
             auto call = core.cast<Core&>().prepare_linear(problem, choice);
-            return as_function(std::move(core), std::move(call), llm_comm::linear::kInfo);
+            return as_function(std::move(core), std::move(call),
+                               scales ? llm_comm::linear::kScaledInfo : llm_comm::linear::kInfo);
           },
           py::kw_only(), py::arg("tokens"), py::arg("inputs"), py::arg("outputs"), py::arg("data_type"),
-          py::arg("silu_and_mul"), py::arg("choice"))
+          py::arg("silu_and_mul"), py::arg("choice"), py::arg("scales") = py::none())
       .def(
           "create_segment",
           [](Core& core, uint32_t segment, uint64_t bytes, bool use_ipc) {

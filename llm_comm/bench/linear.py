@@ -5,6 +5,8 @@ comes, as in a model. Alone, llm_comm's layer stands beside cuBLAS. With more th
 all-reduce + residual add + RMSNorm too: llm_comm's in one call, cuBLAS with llm_comm's or with NCCL's all-reduce, and
 cuBLAS with add and norm alone, as if communication were free.
 
+With ``--fp8`` the layers are of FP8, beside torch's and vLLM's, on each rank alone.
+
 With ``--silu`` the layers are gate-and-up projections with silu-and-mul: llm_comm's in one kernel beside cuBLAS and a
 kernel for silu-and-mul, on each rank alone.
 
@@ -43,6 +45,7 @@ from llm_comm.bench.linear_arms import (
     other_arms,
     our_arms,
 )
+from llm_comm.bench.linear_fp8 import FP8_REMARK, Fp8Judge, other_fp8_arms, our_fp8_arm
 from llm_comm.bench.linear_report import Choice, LayerRow, plot, remarks_on, tables
 from llm_comm.bench.linear_silu import SILU_REMARK, SiluJudge, other_silu_arm, our_silu_arm, silu_of_engines
 from llm_comm.bench.report import DTYPES, Progress, Result
@@ -51,6 +54,7 @@ from llm_comm.communicator import Communicator
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError, LlmCommError, UnsupportedInputError
 from llm_comm.launch import Placement
+from llm_comm.operations.quantization import FP8
 
 #: Outputs and inputs of layers of Llama-3.3-70B and Qwen3-32B, in 8 parts.
 SHAPES = ((8192, 1024), (8192, 3584), (5120, 1024), (5120, 3200))
@@ -61,6 +65,7 @@ _WEIGHT_BYTES = 600 << 20
 _REPS = 20
 # Emulated: that results are right, in seconds.
 _EMULATED_SHAPES = ((192, 128), (64, 320))
+_EMULATED_FP8_SHAPES = ((192, 128), (64, 384))
 _EMULATED_TOKENS = (1, 9)
 _EMULATED_WEIGHTS = 2
 _EMULATED_REPS = 3
@@ -76,11 +81,14 @@ def run(args: argparse.Namespace) -> int:
     placement = place(1 if args.choices and not launch.in_rank() and args.world is None else args.world, args.device)
     if args.choices and placement.world != 1:
         raise ConfigError(f"--choices times the layer alone: {placement.world} ranks are too many; use --world 1")
+    if args.silu and args.fp8:
+        raise ConfigError("--silu and --fp8 are benchmarks of their own: choose one")
     shapes = SILU_SHAPES if args.silu else SHAPES
-    args.shapes = args.shapes or (shapes if placement.on_gpu else _EMULATED_SHAPES)
+    emulated = _EMULATED_FP8_SHAPES if args.fp8 else _EMULATED_SHAPES
+    args.shapes = args.shapes or (shapes if placement.on_gpu else emulated)
     args.tokens = args.tokens or (TOKENS if placement.on_gpu else _EMULATED_TOKENS)
     args.reps = args.reps or (_REPS if placement.on_gpu else _EMULATED_REPS)
-    check_layers(args.shapes, args.tokens, "--shapes")
+    check_layers(args.shapes, args.tokens, "--shapes", fp8=bool(args.fp8))
     return in_ranks(args, placement, lambda group: _run_rank(args, placement, group))
 
 
@@ -109,7 +117,7 @@ def _run_rank(args: argparse.Namespace, placement: Placement, group: dist.Proces
         progress = Progress(enabled=launch.rank() == 0)
         norm = norm_of_engines(comms[0][1])
         silu = silu_of_engines(comms[0][1]) if args.silu else None
-        bench = LayerBench(comms, group, norm, silu, args.reps, args.choices, progress)
+        bench = LayerBench(comms, group, norm, silu, args.reps, args.choices, progress, fp8=args.fp8)
         rows = []
         for shape in args.shapes:
             rows += bench.rows(shape, args.tokens, DTYPES[args.dtype], args.weights)
@@ -121,6 +129,7 @@ def _run_rank(args: argparse.Namespace, placement: Placement, group: dist.Proces
 def _publish(args: argparse.Namespace, placement: Placement, rows: Sequence[LayerRow]) -> bool:
     """Returns whether all files were written."""
     kind = "gate-and-up projections with silu-and-mul" if args.silu else "linear layers"
+    kind += f" of FP8, a scale for each {args.fp8}" if args.fp8 else ""
     title = f"{kind}, {args.dtype}, {placement.describe()}"
     method = f"aligned: median of {args.reps} runs of a chain, slowest rank"
     print(f"{title}; microseconds a layer; {method}")
@@ -128,6 +137,8 @@ def _publish(args: argparse.Namespace, placement: Placement, rows: Sequence[Laye
     remarks = [] if placement.on_gpu else [report.EMULATED_REMARK]
     if placement.on_gpu and args.silu:
         remarks.append(SILU_REMARK)
+    elif placement.on_gpu and args.fp8:
+        remarks.append(FP8_REMARK)
     elif placement.on_gpu and placement.world > 1:
         remarks.append(NORM_REMARK)
     for remark in [*remarks, *remarks_on(rows)]:
@@ -136,7 +147,7 @@ def _publish(args: argparse.Namespace, placement: Placement, rows: Sequence[Laye
     if args.json:
         content: dict[str, Any] = {"command": "bench linear", **report.environment(placement)}
         settings = {"dtype": args.dtype, "method": "aligned", "reps": args.reps, "pdl": args.pdl}
-        settings["silu"] = args.silu
+        settings |= {"silu": args.silu, "fp8": args.fp8}
         found = {"rows": [row.as_dict(compared=placement.on_gpu) for row in rows], "remarks": remarks}
         written = outputs.write_json("--json", args.json, {**content, **settings, **found})
     if args.plot:
@@ -153,6 +164,7 @@ class LayerBench:
         silu: Silu-and-mul as an engine runs it, where it is behind the layers.
         choices: Whether to time choices of the layer's kernel too.
         chains: Whether to time what comes behind a layer too, where there are several ranks.
+        fp8: ``"row"`` or ``"tensor"``: operands are FP8, and have a scale for each; None: of the dtype of results.
     """
 
     def __init__(
@@ -166,10 +178,11 @@ class LayerBench:
         progress: Progress,
         *,
         chains: bool = True,
+        fp8: str | None = None,
     ) -> None:
         self._comms, self._group, self._norm, self._silu = comms, group, norm, silu
         self._which = slice(None) if chains else slice(1)  # the layer alone comes first
-        self._reps, self._choices, self._progress = reps, choices, progress
+        self._reps, self._choices, self._progress, self._fp8 = reps, choices, progress, fp8
         self._comm = comms[0][1]
 
     def rows(
@@ -178,21 +191,28 @@ class LayerBench:
         """Checks and times everything at one shape."""
         outputs, inputs = shape
         shape_of_weight = (2 * outputs if self._silu else outputs, inputs)
-        count = self._weights(math.prod(shape_of_weight) * dtype.itemsize, weight_bytes)
-        weights = make_weights(count, shape_of_weight, dtype, self._comm.device, self._comm.rank)
+        factors = FP8 if self._fp8 else dtype
+        count = self._weights(math.prod(shape_of_weight) * factors.itemsize, weight_bytes)
+        weights = make_weights(count, shape_of_weight, factors, self._comm.device, self._comm.rank)
         rows = []
         for rows_of_x in tokens:
-            operands = Operands.of(weights, rows_of_x, self._comm.rank, silu=self._silu is not None)
+            if self._fp8:
+                operands = Operands.of_fp8(weights, rows_of_x, self._comm.rank, dtype, self._fp8 == "row")
+            else:
+                operands = Operands.of(weights, rows_of_x, self._comm.rank, silu=self._silu is not None)
             judge, other, our = self._arms(operands)
             what = f"linear {shape[0]}x{shape[1]}, {rows_of_x} tokens"
-            others = {arm.name: self._measure(arm, weights, what) for arm in other[self._which]}
+            which = slice(None) if self._fp8 else self._which
+            others = {arm.name: self._measure(arm, weights, what) for arm in other[which]}
             for pdl, comm in self._comms:
                 where = f"{what}, PDL {'on' if pdl else 'off'}"
                 ours = {arm.name: self._measure(arm, weights, where) for arm in our(comm)[self._which]}
                 choices = self._of_choices(comm, operands, judge, where) if self._choices else ((), None)
                 comm.check()
                 layers = self._calls(weights)
-                row = LayerRow(*shape, rows_of_x, pdl, layers, {**ours, **others}, *choices, operands.silu)
+                row = LayerRow(
+                    *shape, rows_of_x, pdl, layers, {**ours, **others}, *choices, operands.silu, bool(self._fp8)
+                )
                 rows.append(row)
         return rows
 
@@ -202,6 +222,10 @@ class LayerBench:
             of_silu = SiluJudge(operands)
             other = [other_silu_arm(self._comm, operands, of_silu, self._silu)]
             return of_silu, other, lambda comm: [our_silu_arm(comm, operands, of_silu)]
+        if self._fp8:
+            of_fp8 = Fp8Judge(operands)
+            other = list(other_fp8_arms(self._comm, operands, of_fp8))
+            return of_fp8, other, lambda comm: [our_fp8_arm(comm, operands, of_fp8)]
         judge = Judge(operands, self._group)
         others = other_arms(self._comm, self._group, operands, judge, self._norm)
         return judge, others, lambda comm: our_arms(comm, operands, judge)

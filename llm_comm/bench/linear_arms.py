@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,11 +18,13 @@ from llm_comm.bench.reference import worst
 from llm_comm.bench.report import OURS, dtype_name
 from llm_comm.communicator import Communicator
 from llm_comm.errors import ConfigError, LlmCommError
-from llm_comm.planning.layers import takes_features
+from llm_comm.planning.layers import inputs_multiple, takes_features
 
 #: Layer, sum over the ranks, add and norm as one call.
 FUSED = f"{OURS} fused"
-_ALIKE_SEED, _X_SEED, _WEIGHTS_SEED = 1, 1000, 2000
+#: Standard deviation of FP8 operands: small ones lose no more than others.
+FP8_SPREAD = 16.0
+_ALIKE_SEED, _X_SEED, _WEIGHTS_SEED, _SCALES_SEED = 1, 1000, 2000, 3000
 _BLOCK_OUTPUTS = range(8, 65, 8)
 # Of the ring in shared memory: how many stages, of how many boxes each.
 _RINGS = (
@@ -40,13 +43,14 @@ class Names(NamedTuple):
     layer_and_norm: str
 
     @staticmethod
-    def of(on_gpu: bool, silu: bool = False) -> Names:
+    def of(on_gpu: bool, silu: bool = False, fp8: bool = False) -> Names:
         """On emulated devices neither cuBLAS nor NCCL takes part.
 
         Args:
             silu: Whether silu-and-mul stands behind the layer.
+            fp8: Whether its operands are FP8.
         """
-        layer, other = ("cublas", "nccl") if on_gpu else ("mm", "gloo")
+        layer, other = ("scaled_mm" if fp8 else "cublas", "nccl") if on_gpu else ("mm", "gloo")
         layer += " + silu" if silu else ""
         return Names(layer, f"{layer} + {OURS}", f"{layer} + {other}", f"{layer} + norm")
 
@@ -61,6 +65,7 @@ class Operands:
         residual: [tokens, outputs].
         norm_weight: [outputs].
         out, residual_out: [tokens, outputs], for results; NaN until there is one.
+        scales: Of FP8: those of x, and of a weight, the same for all of them.
     """
 
     weights: Sequence[Tensor]
@@ -69,6 +74,7 @@ class Operands:
     norm_weight: Tensor
     out: Tensor
     residual_out: Tensor
+    scales: tuple[Tensor, Tensor] | None = None
 
     @property
     def silu(self) -> bool:
@@ -91,13 +97,40 @@ class Operands:
             like.new_full((tokens, outputs), math.nan),
         )
 
+    @staticmethod
+    def of_fp8(weights: Sequence[Tensor], tokens: int, rank: int, dtype: torch.dtype, per_row: bool) -> Operands:
+        """The same of FP8 weights, as ``make_weights`` makes them.
+
+        Args:
+            dtype: Of results.
+            per_row: Whether each row of x and of the weight has a scale of its own; else each tensor.
+        """
+        like = weights[0]
+        inputs = like.shape[1]
+        plain = [torch.empty(like.shape, dtype=dtype, device=like.device)]
+        others = Operands.of(plain, tokens, rank)
+        random = _generator(like.device, _SCALES_SEED + rank)
+
+        def scale(rows: int, value: float) -> Tensor:
+            shape = (rows, 1) if per_row else (1,)
+            return value * torch.empty(shape, device=like.device).uniform_(0.5, 1.5, generator=random)
+
+        scales = scale(tokens, 1 / FP8_SPREAD), scale(like.shape[0], inputs**-0.5 / FP8_SPREAD)
+        return dataclasses.replace(others, weights=weights, x=(others.x * FP8_SPREAD).to(like.dtype), scales=scales)
+
 
 def make_weights(
     count: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, rank: int
 ) -> list[Tensor]:
-    """Weights of so many layers of [outputs, inputs]; what a layer makes of normal inputs has a variance of 1."""
+    """Weights of so many layers of [outputs, inputs]; what a layer makes of normal inputs has a variance of 1, of FP8
+    with its scales."""
     whole = torch.empty(count, *shape, dtype=dtype, device=device)
-    whole.normal_(0, shape[1] ** -0.5, generator=_generator(device, _WEIGHTS_SEED + rank))
+    random = _generator(device, _WEIGHTS_SEED + rank)
+    if dtype.itemsize == 1:
+        for weight in whole:
+            weight.copy_(torch.empty(shape, device=device).normal_(0, FP8_SPREAD, generator=random))
+    else:
+        whole.normal_(0, shape[1] ** -0.5, generator=random)
     if device.type == "cuda":
         # llm_comm's layers read weights before what is ahead in the stream has ended.
         torch.cuda.synchronize(device)
@@ -198,13 +231,14 @@ class Arm:
     error: Callable[[tuple[Tensor, ...], int], float]
 
 
-def check_layers(shapes: Sequence[tuple[int, int]], tokens: Sequence[int], option: str) -> None:
+def check_layers(shapes: Sequence[tuple[int, int]], tokens: Sequence[int], option: str, fp8: bool = False) -> None:
     """Raises ConfigError unless there are kernels for such layers: outputs and inputs, which ``option`` has named."""
+    multiple = inputs_multiple(fp8)
     for outputs, inputs in shapes:
-        if not (takes_features(outputs) and takes_features(inputs)):
+        if not (takes_features(outputs) and takes_features(inputs, multiple)):
             raise ConfigError(
-                f"{option} {outputs}x{inputs}: outputs and inputs are multiples of {_core.linear_multiple} up to "
-                f"{_core.linear_max_features}"
+                f"{option} {outputs}x{inputs}: outputs and inputs are multiples of {_core.linear_multiple}"
+                f"{f', inputs of {multiple},' if fp8 else ''} up to {_core.linear_max_features}"
             )
     if not all(0 < count <= _core.linear_max_tokens for count in tokens):
         raise ConfigError(f"--tokens {','.join(map(str, tokens))}: 1 to {_core.linear_max_tokens} each")
@@ -312,22 +346,24 @@ def arm_of_choice(
 ) -> Arm | None:
     """The layer by a choice of its kernel; None where there is no such kernel. ``Communicator.linear`` takes none."""
     block, stages, boxes = choice
-    x, out = operands.x, operands.out
+    x, out, scales = operands.x, operands.out, operands.scales or ()
     try:
         run = comm._handle.core().prepare_linear(
             tokens=x.shape[0],
             inputs=x.shape[1],
             outputs=out.shape[1],
-            data_type=tuple(registry.data_types()).index(dtype_name(x.dtype)),
+            data_type=tuple(registry.data_types()).index(dtype_name(out.dtype)),
             silu_and_mul=operands.silu,
             choice=_core.LinearChoice(block_outputs=block, stages=stages, stage_boxes=boxes),
+            scales=None if not scales else (scales[0].numel() > 1, scales[1].numel() > 1),
         )
     except ValueError:
         return None
 
     def call(weight: Tensor) -> tuple[Tensor, ...]:
         stream = 0 if comm.is_emulated else torch.cuda.current_stream(comm.device).cuda_stream
-        if not run(x.data_ptr(), weight.data_ptr(), out.data_ptr(), stream):
+        of_scales = (scale.data_ptr() for scale in scales)
+        if not run(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *of_scales, stream):
             comm.check()
             raise LlmCommError("the communicator has failed")
         return (out,)

@@ -35,6 +35,7 @@ class LayerRow:
         pdl: Whether llm_comm's kernels are dependent launches.
         layers: In the chain that was timed.
         silu: Whether it is silu-and-mul of gate and up, of as many outputs each.
+        fp8: Whether x and the weight are FP8.
         results: By arm. Those that llm_comm takes no part in are the same with and without ``pdl``.
         choices: Of the layer's kernel, where they were timed.
         best: Of them, timed once more.
@@ -49,6 +50,7 @@ class LayerRow:
     choices: Sequence[Choice] = ()
     best: Choice | None = None
     silu: bool = False
+    fp8: bool = False
 
     @property
     def place(self) -> str:
@@ -85,7 +87,7 @@ class LayerRow:
 
     def as_dict(self, compared: bool) -> dict[str, Any]:
         """The row for JSON, with the lead over others if it is ``compared``."""
-        names = Names.of(compared, self.silu)
+        names = Names.of(compared, self.silu, self.fp8)
         other = self.best_other(names)
         lead = {
             "over_cublas": self.ratio(names.layer, OURS),
@@ -97,6 +99,7 @@ class LayerRow:
             "outputs": self.outputs,
             "inputs": self.inputs,
             "silu": self.silu,
+            "fp8": self.fp8,
             "tokens": self.tokens,
             "pdl": self.pdl,
             "layers": self.layers,
@@ -111,7 +114,7 @@ class LayerRow:
 def tables(rows: Sequence[LayerRow], compared: bool) -> str:
     """The layers alone, and the chains where there are some, as text tables: microseconds a layer by arm and, if
     ``compared``, our lead."""
-    names = Names.of(compared, any(row.silu for row in rows))
+    names = Names.of(compared, any(row.silu for row in rows), any(row.fp8 for row in rows))
     texts = [_layers(rows, names, compared)]
     if any(FUSED in row.results for row in rows):
         texts.append(_chains(rows, names, compared))
@@ -121,12 +124,16 @@ def tables(rows: Sequence[LayerRow], compared: bool) -> str:
 def _layers(rows: Sequence[LayerRow], names: Names, compared: bool) -> str:
     with_choices = any(row.choices for row in rows)
     ratio = f"{names.layer} / {OURS}"
-    head = ["layer", "tokens", "PDL", OURS, names.layer, *([ratio] if compared else [])]
+    # Arms that only some machines have.
+    known = {OURS, FUSED, *names}
+    more = list(dict.fromkeys(name for row in rows for name in row.results if name not in known))
+    head = ["layer", "tokens", "PDL", OURS, names.layer, *([ratio] if compared else []), *more]
     body = [
         [
             *_begin(row),
             *_cells(row, OURS, names.layer),
             *([_times(row.ratio(names.layer, OURS))] if compared else []),
+            *_cells(row, *more),
             *(_choice_cells(row, names, compared) if with_choices else []),
         ]
         for row in rows

@@ -38,7 +38,7 @@ from llm_comm.planning.tables import ALL_REDUCE, FUSED, MulticastEntry, Row, Tun
 from llm_comm.runtime.multicast import driver_of, name_of
 
 #: Options that name linear layers, which ``bench table`` lacks.
-_LAYERS = ("layers", "silu_layers")
+_LAYERS = ("layers", "silu_layers", "fp8_layers")
 #: Tunables that a launch may stay below.
 _BOUNDS = ("blocks", "threads")
 
@@ -77,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
     check_options(args, config)
     check_layers(args.layers, args.tokens, "--layers")
     check_layers(args.silu_layers, args.tokens, "--silu-layers")
+    check_layers(args.fp8_layers, args.tokens, "--fp8-layers", fp8=True)
     config = config_for(args.multicast, config)
     if not launch.in_rank():
         if args.json is not None and args.json.is_file():
@@ -102,6 +103,7 @@ def run(args: argparse.Namespace) -> int:
             comm.use_table(shipped)
             layers = tune_layers.measure(comm, group, args.layers, args.tokens, args.reps)
             layers += tune_layers.measure(comm, group, args.silu_layers, args.tokens, args.reps, silu=True)
+            layers += tune_layers.measure(comm, group, args.fp8_layers, args.tokens, args.reps, fp8=True)
             record.layers = [row.as_dict(compared=True) for row in layers]
             if comm.rank == 0:
                 environment = record.report(is_complete=left == 0)

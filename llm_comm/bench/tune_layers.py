@@ -14,10 +14,11 @@ from llm_comm.bench.choosing import is_slower
 from llm_comm.bench.fused import norm_of_engines
 from llm_comm.bench.linear import LayerBench
 from llm_comm.bench.linear_arms import Names
+from llm_comm.bench.linear_fp8 import CUTLASS
 from llm_comm.bench.linear_silu import silu_of_engines
 from llm_comm.bench.report import OURS, Progress
 from llm_comm.communicator import Communicator
-from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL, LayerRow
+from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL, LayerRow, is_fp8, of_factors
 from llm_comm.planning.tables import TuningTable
 
 
@@ -29,6 +30,7 @@ def measure(
     reps: int,
     *,
     silu: bool = False,
+    fp8: bool = False,
 ) -> list[linear_report.LayerRow]:
     """Times cuBLAS and all choices of the kernel in chains of layers, with dependent launches or without as ``comm``
     is. Collective: every rank computes its layers, and the slowest counts.
@@ -39,13 +41,22 @@ def measure(
         reps: Timed runs of each choice.
         silu: Whether the layers are gate-and-up projections with silu-and-mul, which engines run as a kernel of its
             own behind cuBLAS.
+        fp8: Whether operands are FP8, with a scale for each row.
     """
     if not shapes:
         return []
     progress = Progress(enabled=comm.rank == 0)
     activation = silu_of_engines(comm) if silu else None
     bench = LayerBench(
-        [(comm.config.pdl, comm)], group, norm_of_engines(comm), activation, reps, True, progress, chains=False
+        [(comm.config.pdl, comm)],
+        group,
+        norm_of_engines(comm),
+        activation,
+        reps,
+        True,
+        progress,
+        chains=False,
+        fp8="row" if fp8 else None,
     )
     found: list[linear_report.LayerRow] = []
     for shape in shapes:
@@ -60,15 +71,18 @@ def measure(
 
 def rows_of(measured: Sequence[linear_report.LayerRow], on_gpu: bool = True) -> tuple[LayerRow, ...]:
     """One row for neighbouring numbers of tokens that run alike, with the figures of the largest."""
-    rows = [_row(one, Names.of(on_gpu, one.silu).layer) for one in measured]
+    rows = [_row(one, Names.of(on_gpu, one.silu, one.fp8).layer) for one in measured]
     alike = groupby(rows, key=lambda row: row.without_figures()._replace(up_to=0))
     return tuple(list(group)[-1] for _, group in alike)
 
 
 def _row(measured: linear_report.LayerRow, other: str) -> LayerRow:
-    operation = LINEAR_SILU_AND_MUL if measured.silu else LINEAR
+    operation = of_factors(LINEAR_SILU_AND_MUL if measured.silu else LINEAR, measured.fp8)
     layer = (operation, measured.outputs, measured.inputs, measured.pdl, measured.tokens)
-    us, other_us = measured.results[OURS].us, measured.results[other].us
+    us = measured.results[OURS].us
+    # The engine's own kernel may be another one than torch's.
+    times = [measured.results[name].us for name in (other, CUTLASS) if name in measured.results]
+    other_us = min((time for time in times if time is not None), default=None)
     choice: tuple[int, int, int] = (0, 0, 0)
     best = measured.best
     # The kernel's own choice stays where another is better by less than repeated runs differ.
@@ -93,7 +107,8 @@ def line(row: LayerRow) -> str:
     chosen = " ".join(f"{name}={value}" for name, value in row.tunables().items() if value)
     times = [f"{'-':>8}" if us is None else f"{us:8.2f}" for us in (row.us, row.cublas_us)]
     layer = f"{row.operation} {row.outputs}x{row.inputs} PDL {'on' if row.pdl else 'off'}"
-    other = "cuBLAS + silu" if row.operation == LINEAR_SILU_AND_MUL else "cuBLAS"
+    other = "scaled_mm" if is_fp8(row.operation) else "cuBLAS"
+    other += " + silu" if row.operation == LINEAR_SILU_AND_MUL else ""
     return (
         f"{row.up_to:>3} tokens {times[0]} us  {layer}  {chosen or 'as the kernel chooses'}   {other} {times[1]}"
         f"{'' if row.is_faster else '   not faster: left to the engine'}"

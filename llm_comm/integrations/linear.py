@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from llm_comm.communicator import Communicator
 from llm_comm.operations.linear import ALIGNMENT
+
+#: Of FP8: of x, and of the weight.
+Scales = tuple[torch.Tensor, torch.Tensor]
 
 #: Logged once by rank 0, with number of ranks, and shapes of x and of the weight: that layers are set up to be fused
 #: does not mean that any is.
@@ -39,42 +44,73 @@ def why_not_linear(communicator: Communicator) -> str | None:
 
 
 def prefers_some(
-    communicator: Communicator, outputs: int, inputs: int, most_tokens: int, silu_and_mul: bool = False
+    communicator: Communicator,
+    outputs: int,
+    inputs: int,
+    most_tokens: int,
+    silu_and_mul: bool = False,
+    fp8: bool = False,
 ) -> bool:
     """Whether a layer of this shape is to be computed by llm_comm for some number of tokens up to ``most_tokens``.
 
     Args:
         outputs, inputs: As ``Communicator.prefers_linear`` takes them, or ``prefers_linear_silu_and_mul``.
         silu_and_mul: Whether the layer is a gate-and-up projection with its activation.
+        fp8: Whether x and the weight are FP8.
     """
     prefers = communicator.prefers_linear_silu_and_mul if silu_and_mul else communicator.prefers_linear
-    return any(prefers(outputs, inputs, tokens) for tokens in range(1, most_tokens + 1))
+    return any(prefers(outputs, inputs, tokens, fp8=fp8) for tokens in range(1, most_tokens + 1))
 
 
-def try_linear(communicator: Communicator, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-    """``communicator.linear(x, weight)`` of an engine's layer, where it is preferred and served; else None."""
+def try_linear(
+    communicator: Communicator,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: Scales | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor | None:
+    """``communicator.linear(x, weight)`` of an engine's layer, where it is preferred and served; else None.
+
+    Args:
+        scales, out_dtype: Of FP8: scales of ``x`` and of the weight, and the dtype of the result.
+    """
     outputs, inputs = weight.shape
+    of_fp8 = scaling(scales, out_dtype)
     if (
-        communicator.prefers_linear(outputs, inputs, x.shape[:-1].numel())
-        and communicator.accepts_linear(x, weight)
+        communicator.prefers_linear(outputs, inputs, x.shape[:-1].numel(), fp8=scales is not None)
+        and communicator.accepts_linear(x, weight, **of_fp8)
         and is_aligned(weight)
     ):
-        return communicator.linear(x, weight)
+        return communicator.linear(x, weight, **of_fp8)
     return None
 
 
 def try_linear_silu_and_mul(
-    communicator: Communicator, x: torch.Tensor, gate_up_weight: torch.Tensor
+    communicator: Communicator,
+    x: torch.Tensor,
+    gate_up_weight: torch.Tensor,
+    scales: Scales | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | None:
     """The same of ``communicator.linear_silu_and_mul(x, gate_up_weight)``."""
     rows, inputs = gate_up_weight.shape
+    of_fp8 = scaling(scales, out_dtype)
     if (
-        communicator.prefers_linear_silu_and_mul(rows // 2, inputs, x.shape[:-1].numel())
-        and communicator.accepts_linear_silu_and_mul(x, gate_up_weight)
+        communicator.prefers_linear_silu_and_mul(rows // 2, inputs, x.shape[:-1].numel(), fp8=scales is not None)
+        and communicator.accepts_linear_silu_and_mul(x, gate_up_weight, **of_fp8)
         and is_aligned(gate_up_weight)
     ):
-        return communicator.linear_silu_and_mul(x, gate_up_weight)
+        return communicator.linear_silu_and_mul(x, gate_up_weight, **of_fp8)
     return None
+
+
+def scaling(scales: Scales | None, out_dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """As the communicator's methods take it: scales of x and of the weight are a parameter's, in classes of engines."""
+    if scales is None:
+        return {}
+    x_scale, weight_scale = (scale.detach() for scale in scales)
+    given: dict[str, Any] = {"x_scale": x_scale, "weight_scale": weight_scale}
+    return given if out_dtype is None else {**given, "out_dtype": out_dtype}
 
 
 def is_aligned(weight: torch.Tensor) -> bool:

@@ -1,5 +1,6 @@
-"""A linear layer of a few tokens, on one rank alone, plain or with silu-and-mul: its checks, what is prepared for its
-shapes, and the call itself. ``Communicator.linear`` and ``linear_silu_and_mul`` say more."""
+"""A linear layer of a few tokens, on one rank alone, plain or with silu-and-mul, of bf16, fp16 or FP8 with scales: its
+checks, what is prepared for its shapes, and the call itself. ``Communicator.linear`` and ``linear_silu_and_mul`` say
+more."""
 
 from __future__ import annotations
 
@@ -14,8 +15,10 @@ import torch
 from llm_comm import _core, arrays, registry
 from llm_comm.errors import LlmCommError, UnsupportedInputError
 from llm_comm.operations.operation import TORCH_TYPES, keep, overlap, why_not_operand
+from llm_comm.operations.quantization import FP8
+from llm_comm.operations.scaling import Scaling
 from llm_comm.operations.watched import check_memory, count_write, is_traced, why_not_constant
-from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL, takes_features
+from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL, inputs_multiple, of_factors, takes_features
 from llm_comm.planning.planner import Planner
 from llm_comm.runtime.core_handle import CoreHandle
 from llm_comm.runtime.devices import current_stream_of
@@ -27,7 +30,7 @@ _Tensor = torch.Tensor
 _strided = torch.strided
 _is_grad_enabled = torch.is_grad_enabled
 
-#: As ``serves`` in csrc/algorithms/linear/layer.h.
+#: As ``serves`` in csrc/algorithms/linear/layer.h: of results, and of operands unless they are FP8.
 _SERVED = ("bf16", "fp16")
 #: Bytes, at a multiple of which the core wants tensors to begin.
 ALIGNMENT = 16
@@ -38,11 +41,13 @@ _WEIGHTS = {LINEAR: "weight", LINEAR_SILU_AND_MUL: "gate_up_weight"}
 class PreparedLinear(NamedTuple):
     """A layer that is ready to be launched."""
 
-    #: What ``prepare_linear`` of the core returned: it takes the addresses of x, weight and out, and a stream.
+    #: What ``prepare_linear`` of the core returned: it takes the addresses of x, weight and out, of FP8 those of the
+    #: scales, and a stream.
     run: Callable[..., bool]
     #: Of the result, and its elements.
     shape: tuple[int, ...]
     elements: int
+    dtype: torch.dtype
 
 
 class Linear:
@@ -66,7 +71,10 @@ class Linear:
         numbers = {name: number for number, name in enumerate(registry.data_types())}
         #: The core's numbers of the types that it has kernels for.
         self._data_types = {TORCH_TYPES[name]: numbers[name] for name in _SERVED}
-        self._prepared: dict[tuple[torch.Size, torch.Size, torch.dtype], PreparedLinear] = {}
+        #: Whether there are kernels for FP8 operands on this device.
+        self.has_fp8 = handle.core().multiplies_fp8()
+        #: By shapes of operands, and their dtype or what scales say.
+        self._prepared: dict[tuple[Any, ...], PreparedLinear] = {}
 
     def forget(self) -> None:
         """Drops what is prepared, which holds the core."""
@@ -74,7 +82,15 @@ class Linear:
 
     # ---- Calls --------------------------------------------------------------------------------------------------
 
-    def run(self, x: _Tensor, weight: _Tensor, out: Any = None) -> Any:
+    def run(
+        self,
+        x: _Tensor,
+        weight: _Tensor,
+        out: Any = None,
+        x_scale: _Tensor | None = None,
+        weight_scale: _Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Any:
         """``Communicator.linear``, or ``linear_silu_and_mul``, of tensors that have memory of their own, now.
 
         Raises:
@@ -82,16 +98,17 @@ class Linear:
             CommunicatorError: An earlier call has failed.
             RuntimeError: The layer could not be launched. No other rank waits for it: the communicator goes on.
         """
+        scaling = Scaling.of(x_scale, weight_scale, out_dtype, out)
         try:
-            prepared = self.find(self._name, x, weight)
+            prepared = self.find(self._name, x, weight, scaling)
             if out is None:
-                y = out = x.new_empty(prepared.shape)
-                is_enqueued = self.enqueue(prepared, x, weight, y)
+                y = out = x.new_empty(prepared.shape, dtype=prepared.dtype)
+                is_enqueued = self.enqueue(prepared, x, weight, y, scaling)
             else:
-                self.check_out(self._name, prepared, x, weight, out)
+                self.check_out(self._name, prepared, x, weight, out, scaling)
                 is_aligned = out.data_ptr() % ALIGNMENT == 0
-                y = out if is_aligned else x.new_empty(prepared.shape)
-                is_enqueued = self.enqueue(prepared, x, weight, y)
+                y = out if is_aligned else x.new_empty(prepared.shape, dtype=prepared.dtype)
+                is_enqueued = self.enqueue(prepared, x, weight, y, scaling)
                 if is_aligned:
                     count_write((out,))
                 else:
@@ -99,18 +116,20 @@ class Linear:
         except LlmCommError:
             raise
         except RuntimeError:
-            check_memory(self._name, **{"x": x, _weight_of(self._name): weight, "out": out})
+            given = {"x": x, _weight_of(self._name): weight, "out": out}
+            check_memory(self._name, **given, x_scale=x_scale, weight_scale=weight_scale)
             raise
         if not is_enqueued:
             self._handle.check()
         return out
 
-    def find(self, operation: str, x: _Tensor, weight: _Tensor) -> PreparedLinear:
+    def find(self, operation: str, x: _Tensor, weight: _Tensor, scaling: Scaling | None = None) -> PreparedLinear:
         """What ``enqueue`` takes for these operands.
 
         Args:
             operation: That has the layer, as errors name it.
             x, weight: Operands of the layer.
+            scaling: Where they are FP8.
 
         Raises:
             UnsupportedInputError: They are declined.
@@ -119,7 +138,8 @@ class Linear:
         dtype, device = x.dtype, self._device
         # A nested tensor has no shape.
         is_nested = x.is_nested or weight.is_nested
-        prepared = None if is_nested else self._prepared.get((x.shape, weight.shape, dtype))
+        kind = dtype if scaling is None else scaling.kind()
+        prepared = None if is_nested else self._prepared.get((x.shape, weight.shape, kind))
         if (
             prepared is None
             or weight.dtype is not dtype
@@ -132,11 +152,12 @@ class Linear:
             or not weight.is_contiguous()
             or x.is_neg()
             or weight.is_neg()
+            or (scaling is not None and (dtype is not FP8 or not scaling.is_dense_on(device)))
         ):
-            why = self._why_not(x, weight, _weight_of(operation))
+            why = self._why_not(x, weight, scaling, _weight_of(operation))
             if why:
                 raise UnsupportedInputError(f"{operation}: {why}")
-            prepared = self._prepare(x, weight)
+            prepared = self._prepare(x, weight, scaling)
         if weight.data_ptr() % ALIGNMENT != 0:
             raise UnsupportedInputError(
                 f"{operation}: {_weight_of(operation)} begins at {weight.data_ptr():#x}, which is no multiple of "
@@ -144,12 +165,14 @@ class Linear:
             )
         return prepared
 
-    def enqueue(self, prepared: PreparedLinear, x: _Tensor, weight: _Tensor, out: _Tensor) -> bool:
+    def enqueue(
+        self, prepared: PreparedLinear, x: _Tensor, weight: _Tensor, out: _Tensor, scaling: Scaling | None = None
+    ) -> bool:
         """Puts a layer on the current stream; False where the communicator has failed.
 
         Args:
-            prepared: What ``find`` returned for ``x`` and ``weight``.
-            x, weight: Operands of the layer.
+            prepared: What ``find`` returned for the operands.
+            x, weight, scaling: Operands of the layer.
             out: For the result: contiguous, and aligned as new tensors are.
         """
         address = x.data_ptr()
@@ -157,64 +180,83 @@ class Linear:
             # A rank cannot decline it alone. The copy may go at once: whatever gets its memory comes behind the layer.
             x = x.clone()
             address = x.data_ptr()
-        return prepared.run(address, weight.data_ptr(), out.data_ptr(), self._current_stream())
+        stream = self._current_stream()
+        if scaling is None:
+            return prepared.run(address, weight.data_ptr(), out.data_ptr(), stream)
+        scales = scaling.x.data_ptr(), scaling.weight.data_ptr()
+        return prepared.run(address, weight.data_ptr(), out.data_ptr(), *scales, stream)
 
-    def check_out(self, operation: str, prepared: PreparedLinear, x: _Tensor, weight: _Tensor, out: Any) -> None:
+    def check_out(
+        self,
+        operation: str,
+        prepared: PreparedLinear,
+        x: _Tensor,
+        weight: _Tensor,
+        out: Any,
+        scaling: Scaling | None = None,
+    ) -> None:
         """Raises UnsupportedInputError unless the result can go to ``out``."""
         if (
             not isinstance(out, _Tensor)
             or out.layout is not _strided
             or out.is_nested
             or out.numel() != prepared.elements
-            or out.dtype is not x.dtype
+            or out.dtype is not prepared.dtype
             or out.device != self._device
             or not out.is_contiguous()
             or out.is_neg()
             or (_is_grad_enabled() and out.requires_grad)
             or overlap(out, x)
             or overlap(out, weight)
+            or (scaling is not None and scaling.overlaps(out))
         ):
             raise UnsupportedInputError(f"{operation}: {_why_not_out(prepared, x, out)}")
 
     # ---- What would be served -----------------------------------------------------------------------------------
 
-    def accepts(self, x: _Tensor, weight: _Tensor) -> bool:
+    def accepts(self, x: _Tensor, weight: _Tensor, scaling: Scaling | None = None) -> bool:
         """Whether ``find`` finds something. The addresses of tensors do not matter, which ranks may have others of."""
         self._handle.check_open()
-        return self._accepts_traced(x, weight) if is_traced(x) else not self._why_not(x, weight)
+        return self._accepts_traced(x, weight, scaling) if is_traced(x) else not self._why_not(x, weight, scaling)
 
-    def _accepts_traced(self, x: _Tensor, weight: _Tensor) -> bool:
+    def _accepts_traced(self, x: _Tensor, weight: _Tensor, scaling: Scaling | None = None) -> bool:
         """For torch.compile, which cannot trace texts with sizes."""
+        is_fp8 = scaling is not None
         return (
             arrays.is_dense_on(x, self._device)
             and arrays.is_dense_on(weight, self._device)
             and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
-            and x.dtype in self._data_types
+            and (x.dtype in self._data_types if not is_fp8 else x.dtype is FP8 and self.has_fp8)
             and weight.dtype == x.dtype
             and weight.dim() == 2
             and x.dim() > 0
             and x.shape[-1] == weight.shape[1]
-            and takes_features(weight.shape[1])
+            and takes_features(weight.shape[1], inputs_multiple(is_fp8))
             and weight.shape[0] % self._parts == 0
             and takes_features(weight.shape[0] // self._parts)
             and 1 <= x.numel() // weight.shape[1] <= _core.linear_max_tokens
+            and (scaling is None or scaling.accepts_traced(self._device, x.numel() // weight.shape[1], weight.shape[0]))
         )
 
-    def _prepare(self, x: _Tensor, weight: _Tensor) -> PreparedLinear:
-        key = (x.shape, weight.shape, x.dtype)
+    def _prepare(self, x: _Tensor, weight: _Tensor, scaling: Scaling | None) -> PreparedLinear:
+        key = (x.shape, weight.shape, x.dtype if scaling is None else scaling.kind())
         prepared = self._prepared.get(key)
         if prepared is None:
             rows, inputs = weight.shape
             outputs = rows // self._parts
             tokens = x.numel() // inputs
-            run = self._prepare_by_table(tokens, inputs, outputs, x.dtype)
+            dtype = x.dtype if scaling is None else scaling.out_dtype
+            run = self._prepare_by_table(tokens, inputs, outputs, dtype, scaling)
             shape = (*x.shape[:-1], outputs)
-            prepared = PreparedLinear(run, shape, math.prod(shape))
+            prepared = PreparedLinear(run, shape, math.prod(shape), dtype)
             keep(self._prepared, key, prepared)
         return prepared
 
-    def _prepare_by_table(self, tokens: int, inputs: int, outputs: int, dtype: torch.dtype) -> Callable[..., bool]:
+    def _prepare_by_table(
+        self, tokens: int, inputs: int, outputs: int, dtype: torch.dtype, scaling: Scaling | None
+    ) -> Callable[..., bool]:
         """What the core returns, for what the tuning table says of such a layer."""
+        operation = of_factors(self._name, scaling is not None)
         prepare = partial(
             self._handle.core().prepare_linear,
             tokens=tokens,
@@ -223,8 +265,10 @@ class Linear:
             data_type=self._data_types[dtype],
             silu_and_mul=self._silu_and_mul,
         )
+        if scaling is not None:
+            prepare = partial(prepare, scales=(scaling.x.numel() > 1, scaling.weight.numel() > 1))
         try:
-            return prepare(choice=self._planner.layer_choice(self._name, outputs, inputs, tokens))
+            return prepare(choice=self._planner.layer_choice(operation, outputs, inputs, tokens))
         except ValueError as error:
             # Of another device, or written by hand: the layer itself is served.
             logger.warning(
@@ -234,14 +278,15 @@ class Linear:
 
     # ---- What does not fit --------------------------------------------------------------------------------------
 
-    def _why_not(self, x: _Tensor, weight: _Tensor, weight_name: str = "weight") -> str:
+    def _why_not(self, x: _Tensor, weight: _Tensor, scaling: Scaling | None, weight_name: str = "weight") -> str:
         """Why there is no such layer, or ""."""
         for name, tensor in (("x", x), (weight_name, weight)):
             why = why_not_operand(tensor, self._device)
             if why:
                 return f"{name}: {why}"
-        if x.dtype not in self._data_types:
-            return f"{x.dtype} is not one of {', '.join(map(str, self._data_types))}"
+        why = self._why_not_type(x.dtype, scaling)
+        if why:
+            return why
         if weight.dtype != x.dtype:
             return f"{weight_name} is {weight.dtype}, x is {x.dtype}"
         if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1] or weight.shape[0] % self._parts != 0:
@@ -251,16 +296,25 @@ class Linear:
                 f"row of x, {tuple(x.shape)}"
             )
         rows, inputs = weight.shape
-        for name, features in (("inputs", inputs), ("outputs", rows // self._parts)):
-            if not takes_features(features):
-                return (
-                    f"{features} {name}: it takes multiples of {_core.linear_multiple} up to "
-                    f"{_core.linear_max_features}"
-                )
+        multiples = inputs_multiple(scaling is not None), _core.linear_multiple
+        for name, features, multiple in zip(
+            ("inputs", "outputs"), (inputs, rows // self._parts), multiples, strict=True
+        ):
+            if not takes_features(features, multiple):
+                return f"{features} {name}: it takes multiples of {multiple} up to {_core.linear_max_features}"
         tokens = x.numel() // inputs
         if not 1 <= tokens <= _core.linear_max_tokens:
             return f"{tokens} tokens: it takes 1 to {_core.linear_max_tokens}"
-        return ""
+        return "" if scaling is None else scaling.why_not(self._device, tokens, rows)
+
+    def _why_not_type(self, dtype: torch.dtype, scaling: Scaling | None) -> str:
+        if dtype is not FP8:
+            if dtype not in self._data_types:
+                return f"{dtype} is not one of {', '.join(map(str, (*self._data_types, FP8)))}"
+            return "" if scaling is None else f"x_scale, weight_scale and out_dtype are for {FP8}, x is {dtype}"
+        if scaling is None:
+            return f"x is {FP8}: it needs x_scale and weight_scale"
+        return "" if self.has_fp8 else f"{FP8} needs a GPU of sm_89 or later, and a build of llm_comm for it"
 
 
 def _weight_of(operation: str) -> str:
@@ -274,12 +328,13 @@ def _why_not_out(prepared: PreparedLinear, x: _Tensor, out: Any) -> str:
     why = arrays.why_not_plain(out)
     if why:
         return f"out: {why}"
-    if out.numel() != prepared.elements or out.dtype != x.dtype or out.device != x.device or not out.is_contiguous():
+    dtype = prepared.dtype
+    if out.numel() != prepared.elements or out.dtype != dtype or out.device != x.device or not out.is_contiguous():
         return (
             f"out ({tuple(out.shape)}, {out.dtype}, {out.device}) must be contiguous and like the result "
-            f"({prepared.shape}, {x.dtype}, {x.device})"
+            f"({prepared.shape}, {dtype}, {x.device})"
         )
     why = why_not_constant(out)
     if why:
         return f"out: {why}"
-    return "out overlaps x or the weight"
+    return "out overlaps x or the weight, or a scale of theirs" if x.dtype is FP8 else "out overlaps x or the weight"

@@ -19,6 +19,7 @@ from llm_comm.operations.all_reduce_add_rms_norm import AllReduceAddRmsNorm
 from llm_comm.operations.linear import Linear
 from llm_comm.operations.operation import overlap, why_not_operand
 from llm_comm.operations.quantization import makes_scales
+from llm_comm.operations.scaling import Scaling
 from llm_comm.operations.watched import check_memory, is_traced
 from llm_comm.runtime.core_handle import CoreHandle
 
@@ -41,33 +42,44 @@ class LinearAllReduce:
         self._layers = layers
         self._sums = sums
 
-    def run(self, x: _Tensor, weight: _Tensor, out: Any = None) -> Any:
+    def run(
+        self,
+        x: _Tensor,
+        weight: _Tensor,
+        out: Any = None,
+        x_scale: _Tensor | None = None,
+        weight_scale: _Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Any:
         """``Communicator.linear_all_reduce`` of tensors that have memory of their own, now.
 
         Raises:
             UnsupportedInputError: Something does not fit.
             CommunicatorError: This or an earlier call has failed.
         """
+        scaling = Scaling.of(x_scale, weight_scale, out_dtype, out)
         try:
-            prepared = self._layers.find(PLAIN, x, weight)
+            prepared = self._layers.find(PLAIN, x, weight, scaling)
             if out is not None:
-                self._layers.check_out(PLAIN, prepared, x, weight, out)
-            y = x.new_empty(prepared.shape)
-            layer = partial(self._layers.enqueue, prepared, x, weight, y)
+                self._layers.check_out(PLAIN, prepared, x, weight, out, scaling)
+            y = x.new_empty(prepared.shape, dtype=prepared.dtype)
+            layer = partial(self._layers.enqueue, prepared, x, weight, y, scaling)
             total = self._sums.run(y, y if out is None else out, True, layer)
             if total is None:
                 raise UnsupportedInputError(f"{PLAIN}: {self._sums.plan(y).reason}")
         except LlmCommError:
             raise
         except RuntimeError as error:
-            check_memory(PLAIN, x=x, weight=weight, out=out)
+            check_memory(PLAIN, x=x, weight=weight, out=out, x_scale=x_scale, weight_scale=weight_scale)
             self._handle.end_for(error)
             raise
         return total
 
-    def accepts(self, x: _Tensor, weight: _Tensor) -> bool:
+    def accepts(self, x: _Tensor, weight: _Tensor, scaling: Scaling | None = None) -> bool:
         """Whether ``run`` serves such operands."""
-        return self._layers.accepts(x, weight) and self._sums.takes(_elements(x, weight), x.element_size())
+        return self._layers.accepts(x, weight, scaling) and self._sums.takes(
+            _elements(x, weight), _result_type(x, scaling).itemsize
+        )
 
 
 class LinearAllReduceAddRmsNorm:
@@ -94,6 +106,8 @@ class LinearAllReduceAddRmsNorm:
         residual_out: _Tensor | None = None,
         quantize: str | None = None,
         scale: _Tensor | None = None,
+        x_scale: _Tensor | None = None,
+        weight_scale: _Tensor | None = None,
     ) -> tuple[_Tensor, ...]:
         """``Communicator.linear_all_reduce_add_rms_norm`` of tensors that have memory of their own, now.
 
@@ -101,14 +115,17 @@ class LinearAllReduceAddRmsNorm:
             UnsupportedInputError: Something does not fit.
             CommunicatorError: This or an earlier call has failed.
         """
+        scaling = scaling_before_norm(x_scale, weight_scale, norm_weight)
         try:
-            prepared = self._layers.find(WITH_NORM, x, weight)
+            prepared = self._layers.find(WITH_NORM, x, weight, scaling)
             written = {"out": out, "residual_out": residual_out, "scale": scale if makes_scales(quantize) else None}
             for name, tensor in written.items():
                 if isinstance(tensor, _Tensor) and (overlap(tensor, x) or overlap(tensor, weight)):
                     raise UnsupportedInputError(f"{WITH_NORM}: {name} overlaps x or linear_weight")
-            y = x.new_empty(prepared.shape)
-            layer = partial(self._layers.enqueue, prepared, x, weight, y)
+                if isinstance(tensor, _Tensor) and scaling is not None and scaling.overlaps(tensor):
+                    raise UnsupportedInputError(f"{WITH_NORM}: {name} overlaps x_scale or weight_scale")
+            y = x.new_empty(prepared.shape, dtype=prepared.dtype)
+            layer = partial(self._layers.enqueue, prepared, x, weight, y, scaling)
             if out is None and quantize is None:
                 out = y
             try:
@@ -119,19 +136,30 @@ class LinearAllReduceAddRmsNorm:
             raise
         except RuntimeError as error:
             given = {"x": x, "linear_weight": weight, "residual": residual, "norm_weight": norm_weight}
+            given |= {"x_scale": x_scale, "weight_scale": weight_scale}
             check_memory(WITH_NORM, **given, out=out, residual_out=residual_out, scale=scale)
             self._handle.end_for(error)
             raise
 
-    def accepts(self, x: _Tensor, weight: _Tensor, norm_weight: _Tensor, quantize: str | None) -> bool:
+    def accepts(
+        self,
+        x: _Tensor,
+        weight: _Tensor,
+        norm_weight: _Tensor,
+        quantize: str | None,
+        x_scale: _Tensor | None = None,
+        weight_scale: _Tensor | None = None,
+    ) -> bool:
         """Whether ``run`` serves such operands."""
+        scaling = scaling_before_norm(x_scale, weight_scale, norm_weight)
+        dtype = _result_type(x, scaling)
         outputs = weight.shape[0] if weight.dim() > 0 else 0
         return (
-            self._layers.accepts(x, weight)
-            and norm_weight.dtype == x.dtype
+            self._layers.accepts(x, weight, scaling)
+            and norm_weight.dtype == dtype
             and norm_weight.dim() == 1
             and norm_weight.numel() == outputs
-            and self._norms.takes(_elements(x, weight), x.element_size(), outputs, x.dim(), quantize)
+            and self._norms.takes(_elements(x, weight), dtype.itemsize, outputs, x.dim(), quantize)
             and self._accepts_operand(norm_weight, is_traced(x))
         )
 
@@ -141,6 +169,17 @@ class LinearAllReduceAddRmsNorm:
             is_constant = not (torch.is_grad_enabled() and tensor.requires_grad)
             return is_constant and arrays.is_dense_on(tensor, self._handle.device)
         return not why_not_operand(tensor, self._handle.device)
+
+
+def scaling_before_norm(x_scale: Any, weight_scale: Any, norm_weight: Any) -> Scaling | None:
+    """The scaling of a layer whose result a norm takes, which has the dtype of the norm's weight."""
+    if x_scale is None and weight_scale is None:
+        return None
+    return Scaling.of(x_scale, weight_scale, None, norm_weight)
+
+
+def _result_type(x: _Tensor, scaling: Scaling | None) -> torch.dtype:
+    return x.dtype if scaling is None else scaling.out_dtype
 
 
 def _elements(x: _Tensor, weight: _Tensor) -> int:

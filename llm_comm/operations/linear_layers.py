@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from llm_comm.operations import linear_operators, torch_operators
+from llm_comm.operations.scaling import Scaling
 from llm_comm.operations.watched import is_watched as _is_watched
-from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL
+from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL, of_factors
 from llm_comm.planning.planner import Planner
 
 # Global names cost less than attributes.
@@ -34,7 +35,16 @@ class LinearLayers:
 
     # ---- Operations ---------------------------------------------------------------------------------------------
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor | None = None,
+        *,
+        x_scale: torch.Tensor | None = None,
+        weight_scale: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
         """``x @ weight.T`` for a few tokens, on this rank alone: a stream of the weight that begins early.
 
         Partial sums are made in fp32, in an order that the number of inputs alone decides, and rounded once: a row's
@@ -44,32 +54,53 @@ class LinearLayers:
         it must have ended before the call: after loading or updating weights synchronize the device. ``x`` needs no
         care.
 
+        FP8 (float8_e4m3fn) goes with scales: ``x_scale * (weight_scale * sum)`` in fp32 is rounded to ``out_dtype``. On
+        GPUs the sum has fewer bits than fp32 then (docs/linear.md). ``weight_scale`` is read as early as the weight.
+
         Args:
-            x: [..., inputs], contiguous, bfloat16 or float16, 1 to 64 rows, on this communicator's device. Where it
-                does not begin at a multiple of 16 bytes it is copied.
+            x: [..., inputs], contiguous, bfloat16, float16 or float8_e4m3fn, 1 to 64 rows, on this communicator's
+                device. Where it does not begin at a multiple of 16 bytes it is copied.
             weight: [outputs, inputs], contiguous, of the dtype of ``x``; it begins at a multiple of 16 bytes, as new
-                tensors do. Inputs and outputs are multiples of 64 up to 2**24.
-            out: Where the result goes: contiguous, of as many elements as that, and the dtype of ``x``. It must share
-                no memory with ``x`` or ``weight``. None: a new tensor.
+                tensors do. Inputs and outputs are multiples of 64 up to 2**24, inputs of float8_e4m3fn of 128.
+            out: Where the result goes: contiguous, of as many elements as that, and its dtype. It must share no memory
+                with ``x``, ``weight`` or their scales. None: a new tensor.
+            x_scale: float32, of float8_e4m3fn alone: one scale, or one for each row of ``x``; contiguous.
+            weight_scale: The same of ``weight``: one scale, or one for each output.
+            out_dtype: Of the result of float8_e4m3fn: bfloat16 or float16. None: that of ``out``, else bfloat16.
 
         Returns:
-            ``out``, or a new tensor [..., outputs], of the dtype of ``x``.
+            ``out``, or a new tensor [..., outputs], of the dtype of ``x``, or ``out_dtype``.
 
         Raises:
-            UnsupportedInputError: ``accepts_linear(x, weight)`` is false, ``weight`` is not aligned, or ``out`` does
-                not fit.
+            UnsupportedInputError: ``accepts_linear`` of these is false, ``weight`` is not aligned, or ``out`` does not
+                fit.
             CommunicatorError: An earlier call has failed, as of ``all_reduce``.
             RuntimeError: The layer could not be launched. No rank waits for it, and the communicator goes on.
         """
         # Host time of a call is a bar: this path makes no Python call that it can do without.
-        if _is_compiling() or type(x) is not _Tensor or type(weight) not in _WEIGHTS or _is_watched():
-            result: torch.Tensor = linear_operators.linear(x, weight, out, self.name)
+        if (
+            _is_compiling()
+            or type(x) is not _Tensor
+            or type(weight) not in _WEIGHTS
+            or type(x_scale) not in _PLAIN
+            or type(weight_scale) not in _PLAIN
+            or _is_watched()
+        ):
+            scaling = Scaling.of(x_scale, weight_scale, out_dtype, out)
+            result: torch.Tensor = linear_operators.linear(x, weight, out, scaling, self.name)
         else:
-            result = self._linear(x, weight, out)
+            result = self._linear(x, weight, out, x_scale, weight_scale, out_dtype)
         return result
 
     def linear_silu_and_mul(
-        self, x: torch.Tensor, gate_up_weight: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        gate_up_weight: torch.Tensor,
+        out: torch.Tensor | None = None,
+        *,
+        x_scale: torch.Tensor | None = None,
+        weight_scale: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """``silu(x @ gate.T) * (x @ up.T)`` for a few tokens, on this rank alone: the projection of a gated MLP.
 
@@ -80,26 +111,42 @@ class LinearLayers:
         Args:
             x: As of ``linear``.
             gate_up_weight: [2 * outputs, inputs], the rows of gate and then those of up, as engines merge them;
-                contiguous, of the dtype of ``x``, at a multiple of 16 bytes. Inputs and outputs are multiples of 64 up
-                to 2**24.
-            out: As of ``linear``.
+                contiguous, of the dtype of ``x``, at a multiple of 16 bytes. Inputs and outputs are multiples as of
+                ``linear``.
+            out, x_scale, out_dtype: As of ``linear``.
+            weight_scale: One scale, or one for each of the 2 * outputs rows.
 
         Returns:
-            ``out``, or a new tensor [..., outputs], of the dtype of ``x``.
+            ``out``, or a new tensor [..., outputs], of the dtype of ``x``, or ``out_dtype``.
 
         Raises:
-            UnsupportedInputError: ``accepts_linear_silu_and_mul(x, gate_up_weight)`` is false, ``gate_up_weight`` is
-                not aligned, or ``out`` does not fit.
+            UnsupportedInputError: ``accepts_linear_silu_and_mul`` of these is false, ``gate_up_weight`` is not aligned,
+                or ``out`` does not fit.
             CommunicatorError, RuntimeError: As of ``linear``.
         """
-        if _is_compiling() or type(x) is not _Tensor or type(gate_up_weight) not in _WEIGHTS or _is_watched():
-            result: torch.Tensor = linear_operators.linear_silu_and_mul(x, gate_up_weight, out, self.name)
+        if (
+            _is_compiling()
+            or type(x) is not _Tensor
+            or type(gate_up_weight) not in _WEIGHTS
+            or type(x_scale) not in _PLAIN
+            or type(weight_scale) not in _PLAIN
+            or _is_watched()
+        ):
+            scaling = Scaling.of(x_scale, weight_scale, out_dtype, out)
+            result: torch.Tensor = linear_operators.linear_silu_and_mul(x, gate_up_weight, out, scaling, self.name)
         else:
-            result = self._linear_silu_and_mul(x, gate_up_weight, out)
+            result = self._linear_silu_and_mul(x, gate_up_weight, out, x_scale, weight_scale, out_dtype)
         return result
 
     def linear_all_reduce(
-        self, x: torch.Tensor, linear_weight: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        linear_weight: torch.Tensor,
+        out: torch.Tensor | None = None,
+        *,
+        x_scale: torch.Tensor | None = None,
+        weight_scale: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Sums ``x @ linear_weight.T`` over all ranks: bitwise ``all_reduce(linear(x, linear_weight))``.
 
@@ -107,21 +154,30 @@ class LinearLayers:
         before anything is enqueued.
 
         Args:
-            x, linear_weight: As of ``linear``; of the same shapes and dtype on all ranks.
+            x, linear_weight, x_scale, weight_scale, out_dtype: As of ``linear``; of the same shapes and dtypes on all
+                ranks.
             out: As of ``linear``, wherever it begins.
 
         Returns:
-            ``out``, or a new tensor [..., outputs], of the dtype of ``x``.
+            ``out``, or a new tensor [..., outputs], of the dtype of ``x``, or ``out_dtype``.
 
         Raises:
-            UnsupportedInputError: ``accepts_linear_all_reduce(x, linear_weight)`` is false, ``linear_weight`` is not
-                aligned, or ``out`` does not fit.
+            UnsupportedInputError: ``accepts_linear_all_reduce`` of these is false, ``linear_weight`` is not aligned, or
+                ``out`` does not fit.
             CommunicatorError: This or an earlier call has failed, as of ``all_reduce``.
         """
-        if _is_compiling() or type(x) is not _Tensor or type(linear_weight) not in _WEIGHTS or _is_watched():
-            result: torch.Tensor = linear_operators.linear_all_reduce(x, linear_weight, out, self.name)
+        if (
+            _is_compiling()
+            or type(x) is not _Tensor
+            or type(linear_weight) not in _WEIGHTS
+            or type(x_scale) not in _PLAIN
+            or type(weight_scale) not in _PLAIN
+            or _is_watched()
+        ):
+            scaling = Scaling.of(x_scale, weight_scale, out_dtype, out)
+            result: torch.Tensor = linear_operators.linear_all_reduce(x, linear_weight, out, scaling, self.name)
         else:
-            result = self._linear_all_reduce(x, linear_weight, out)
+            result = self._linear_all_reduce(x, linear_weight, out, x_scale, weight_scale, out_dtype)
         return result
 
     def linear_all_reduce_add_rms_norm(
@@ -136,6 +192,8 @@ class LinearLayers:
         residual_out: torch.Tensor | None = None,
         quantize: str | None = None,
         scale: torch.Tensor | None = None,
+        x_scale: torch.Tensor | None = None,
+        weight_scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """The end of a transformer's layer: a linear layer, its sum over all ranks, residual add and RMSNorm.
 
@@ -145,20 +203,22 @@ class LinearLayers:
         Args:
             x, linear_weight: As of ``linear``; of the same shapes and dtype on all ranks. The outputs are at most
                 16384.
-            residual: [..., outputs], of the dtype of ``x``, the same on all ranks; None adds nothing.
-            norm_weight: [outputs], of the dtype of ``x``.
+            residual: [..., outputs], of the dtype of the layer's result, the same on all ranks; None adds nothing.
+            norm_weight: [outputs], of the dtype of the layer's result: where ``x`` is float8_e4m3fn, it says which.
             eps, quantize, scale: As of ``all_reduce_add_rms_norm``.
-            out: [..., outputs], of the dtype of ``x`` or float8_e4m3fn: where the normed rows go.
-            residual_out: [..., outputs], of the dtype of ``x``: where the new residual goes; it may be ``residual``.
-                What is written shares no memory with ``x`` or ``linear_weight``, otherwise as of
-                ``all_reduce_add_rms_norm``.
+            x_scale, weight_scale: Of ``x`` and ``linear_weight``, as of ``linear``.
+            out: [..., outputs], of the dtype of ``norm_weight`` or float8_e4m3fn: where the normed rows go.
+            residual_out: [..., outputs], of the dtype of ``norm_weight``: where the new residual goes; it may be
+                ``residual``.
+                What is written shares no memory with ``x``, ``linear_weight`` or their scales, otherwise as
+                of ``all_reduce_add_rms_norm``.
 
         Returns:
             ``(normed, new_residual)``; with ``"dynamic"`` and ``"group..."`` ``(normed, new_residual, scale)``.
 
         Raises:
-            UnsupportedInputError: ``accepts_fused_linear(x, linear_weight, norm_weight, quantize)`` is false,
-                ``linear_weight`` is not aligned, or another tensor does not fit.
+            UnsupportedInputError: ``accepts_fused_linear`` of these is false, ``linear_weight`` is not aligned, or
+                another tensor does not fit.
             CommunicatorError: This or an earlier call has failed, as of ``all_reduce``.
         """
         if (
@@ -168,39 +228,85 @@ class LinearLayers:
             or type(residual) not in _PLAIN
             or type(norm_weight) not in _WEIGHTS
             or type(scale) not in _PLAIN
+            or type(x_scale) not in _PLAIN
+            or type(weight_scale) not in _PLAIN
             or _is_watched()
         ):
             return linear_operators.linear_all_reduce_add_rms_norm(
-                x, linear_weight, residual, norm_weight, eps, out, residual_out, quantize, scale, self.name
+                x,
+                linear_weight,
+                residual,
+                norm_weight,
+                eps,
+                out,
+                residual_out,
+                quantize,
+                scale,
+                x_scale,
+                weight_scale,
+                self.name,
             )
         results: tuple[torch.Tensor, ...] = self._linear_all_reduce_add_rms_norm(
-            x, linear_weight, residual, norm_weight, eps, out, residual_out, quantize, scale
+            x, linear_weight, residual, norm_weight, eps, out, residual_out, quantize, scale, x_scale, weight_scale
         )
         return results
 
     # ---- What would be served -----------------------------------------------------------------------------------
 
-    def accepts_linear(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Whether ``linear(x, weight)`` is served, wherever the tensors begin. Depends on the same as ``accepts``, of
-        both, so all ranks that run the same program with the same kinds of tensors get the same answer."""
-        return self._operations.linear.accepts(x, weight)
+    def accepts_linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        x_scale: torch.Tensor | None = None,
+        weight_scale: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> bool:
+        """Whether ``linear`` of these is served, wherever the tensors begin. Depends on the same as ``accepts``, of all
+        of them, so all ranks that run the same program with the same kinds of tensors get the same answer."""
+        return self._operations.linear.accepts(x, weight, Scaling.of(x_scale, weight_scale, out_dtype))
 
-    def accepts_linear_silu_and_mul(self, x: torch.Tensor, gate_up_weight: torch.Tensor) -> bool:
-        """The same for ``linear_silu_and_mul(x, gate_up_weight)``."""
-        return self._operations.linear_silu_and_mul.accepts(x, gate_up_weight)
+    def accepts_linear_silu_and_mul(
+        self,
+        x: torch.Tensor,
+        gate_up_weight: torch.Tensor,
+        *,
+        x_scale: torch.Tensor | None = None,
+        weight_scale: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> bool:
+        """The same for ``linear_silu_and_mul``."""
+        scaling = Scaling.of(x_scale, weight_scale, out_dtype)
+        return self._operations.linear_silu_and_mul.accepts(x, gate_up_weight, scaling)
 
-    def accepts_linear_all_reduce(self, x: torch.Tensor, linear_weight: torch.Tensor) -> bool:
-        """The same for ``linear_all_reduce(x, linear_weight)``."""
-        return self._operations.linear_all_reduce.accepts(x, linear_weight)
+    def accepts_linear_all_reduce(
+        self,
+        x: torch.Tensor,
+        linear_weight: torch.Tensor,
+        *,
+        x_scale: torch.Tensor | None = None,
+        weight_scale: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> bool:
+        """The same for ``linear_all_reduce``."""
+        scaling = Scaling.of(x_scale, weight_scale, out_dtype)
+        return self._operations.linear_all_reduce.accepts(x, linear_weight, scaling)
 
     def accepts_fused_linear(
-        self, x: torch.Tensor, linear_weight: torch.Tensor, norm_weight: torch.Tensor, quantize: str | None = None
+        self,
+        x: torch.Tensor,
+        linear_weight: torch.Tensor,
+        norm_weight: torch.Tensor,
+        quantize: str | None = None,
+        *,
+        x_scale: torch.Tensor | None = None,
+        weight_scale: torch.Tensor | None = None,
     ) -> bool:
-        """The same for ``linear_all_reduce_add_rms_norm`` of ``x``, ``linear_weight`` and ``norm_weight``. False where
-        there is one rank, as ``accepts_fused`` is."""
-        return self._operations.linear_all_reduce_add_rms_norm.accepts(x, linear_weight, norm_weight, quantize)
+        """The same for ``linear_all_reduce_add_rms_norm``. False where there is one rank, as ``accepts_fused`` is."""
+        accepts = self._operations.linear_all_reduce_add_rms_norm.accepts
+        return accepts(x, linear_weight, norm_weight, quantize, x_scale, weight_scale)
 
-    def prefers_linear(self, outputs: int, inputs: int, tokens: int) -> bool:
+    def prefers_linear(self, outputs: int, inputs: int, tokens: int, *, fp8: bool = False) -> bool:
         """Whether an engine is to compute a layer of this shape by ``linear`` and its kin, in place of its own kernel.
 
         As ``Config.fuse_linear`` says: ``"auto"`` where the tuning table has measured that it is faster, with ``pdl``
@@ -209,17 +315,23 @@ class LinearLayers:
         Args:
             outputs, inputs: Of the weight of this rank.
             tokens: Rows of ``x``.
+            fp8: Whether ``x`` and the weight are float8_e4m3fn. Tables have rows of their own for that.
         """
-        return self._planner.prefers_layer(LINEAR, outputs, inputs, tokens)
+        return self._prefers(LINEAR, outputs, inputs, tokens, fp8)
 
-    def prefers_linear_silu_and_mul(self, outputs: int, inputs: int, tokens: int) -> bool:
+    def prefers_linear_silu_and_mul(self, outputs: int, inputs: int, tokens: int, *, fp8: bool = False) -> bool:
         """The same of ``linear_silu_and_mul``, in place of a gate-and-up projection and the activation behind it.
 
         Args:
             outputs: Of gate, and as many of up: half of the rows of the weight.
-            inputs, tokens: As of ``prefers_linear``.
+            inputs, tokens, fp8: As of ``prefers_linear``.
         """
-        return self._planner.prefers_layer(LINEAR_SILU_AND_MUL, outputs, inputs, tokens)
+        return self._prefers(LINEAR_SILU_AND_MUL, outputs, inputs, tokens, fp8)
+
+    def _prefers(self, operation: str, outputs: int, inputs: int, tokens: int, fp8: bool) -> bool:
+        if fp8 and not self._operations.linear.has_fp8:
+            return False
+        return self._planner.prefers_layer(of_factors(operation, fp8), outputs, inputs, tokens)
 
     @property
     def max_preferred_tokens(self) -> int:

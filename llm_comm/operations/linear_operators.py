@@ -1,6 +1,7 @@
 """The operations with a linear layer as torch custom operators: see torch_operators.py.
 
-A layer alone is no call of other ranks, and keeps no place in a graph.
+A layer alone is no call of other ranks, and keeps no place in a graph. Scales, and the dtype of the result, are None
+unless operands are FP8. They have no defaults: what comes behind them is found by its place (graph_order.py).
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import torch
 
 from llm_comm.operations.all_reduce_add_rms_norm import check_quantization
 from llm_comm.operations.graph_order import OPERAND
+from llm_comm.operations.linear_all_reduce import scaling_before_norm
 from llm_comm.operations.quantization import FP8, GROUPS, empty_scales, makes_scales
+from llm_comm.operations.scaling import Scaling
 from llm_comm.operations.torch_operators import (
     OF_QUANTIZATION,
     add_rms_norm,
@@ -30,19 +33,19 @@ _Results = tuple[torch.Tensor, ...]
 # ---- Calls that go by the dispatcher --------------------------------------------------------------------------------
 
 
-def linear(x: Any, weight: Any, out: Any, communicator: str) -> Any:
+def linear(x: Any, weight: Any, out: Any, scaling: Scaling | None, communicator: str) -> Any:
     """``Communicator.linear`` of tensors that are no ordinary ones, or not yet."""
-    return _call("linear", {"x": x, "weight": weight}, out, communicator)
+    return _call("linear", {"x": x, "weight": weight}, out, scaling, communicator)
 
 
-def linear_silu_and_mul(x: Any, weight: Any, out: Any, communicator: str) -> Any:
+def linear_silu_and_mul(x: Any, weight: Any, out: Any, scaling: Scaling | None, communicator: str) -> Any:
     """The same for ``Communicator.linear_silu_and_mul``."""
-    return _call("linear_silu_and_mul", {"x": x, "gate_up_weight": weight}, out, communicator)
+    return _call("linear_silu_and_mul", {"x": x, "gate_up_weight": weight}, out, scaling, communicator)
 
 
-def linear_all_reduce(x: Any, weight: Any, out: Any, communicator: str) -> Any:
+def linear_all_reduce(x: Any, weight: Any, out: Any, scaling: Scaling | None, communicator: str) -> Any:
     """The same for ``Communicator.linear_all_reduce``."""
-    return _call("linear_all_reduce", {"x": x, "linear_weight": weight}, out, communicator)
+    return _call("linear_all_reduce", {"x": x, "linear_weight": weight}, out, scaling, communicator)
 
 
 def linear_all_reduce_add_rms_norm(
@@ -55,58 +58,112 @@ def linear_all_reduce_add_rms_norm(
     residual_out: Any,
     quantize: str | None,
     scale: Any,
+    x_scale: Any,
+    weight_scale: Any,
     communicator: str,
 ) -> _Results:
     """The same for ``Communicator.linear_all_reduce_add_rms_norm``."""
     operands = {"x": x, "linear_weight": linear_weight, "residual": residual, "norm_weight": norm_weight}
+    operands |= {"x_scale": x_scale, "weight_scale": weight_scale}
     name = "linear_all_reduce_add_rms_norm"
     return add_rms_norm(name, operands, eps, out, residual_out, quantize, scale, communicator)
 
 
-def _call(operation: str, operands: dict[str, Any], out: Any, communicator: str) -> Any:
-    check_tensors(operation, operands)
+def _call(operation: str, operands: dict[str, Any], out: Any, scaling: Scaling | None, communicator: str) -> Any:
+    x_scale, weight_scale, out_dtype = scaling or (None, None, None)
+    operands |= {"x_scale": x_scale, "weight_scale": weight_scale}
+    check_tensors(operation, operands, optional=("x_scale", "weight_scale"))
     check_constant(operation, **operands, out=out)
-    result = getattr(torch.ops.llm_comm, operation)(*operands.values(), communicator)
+    result = getattr(torch.ops.llm_comm, operation)(*operands.values(), out_dtype, communicator)
     return result if out is None else put(result, f"{operation}: out", out)
 
 
 # ---- The operators --------------------------------------------------------------------------------------------------
 
+_SCALING = "Tensor? x_scale, Tensor? weight_scale, ScalarType? out_dtype"
 
-def _linear(x: _Tensor, weight: _Tensor, communicator: str) -> _Tensor:
-    result: _Tensor = find(communicator).linear.run(x, weight)
+
+def _linear(
+    x: _Tensor,
+    weight: _Tensor,
+    x_scale: _Tensor | None,
+    weight_scale: _Tensor | None,
+    out_dtype: torch.dtype | None,
+    communicator: str,
+) -> _Tensor:
+    result: _Tensor = find(communicator).linear.run(x, weight, None, x_scale, weight_scale, out_dtype)
     return result
 
 
-def _linear_fake(x: _Tensor, weight: _Tensor, communicator: str) -> _Tensor:
-    check_constant("linear", x=x, weight=weight)
-    return _empty_result(x, weight)
+def _linear_fake(
+    x: _Tensor,
+    weight: _Tensor,
+    x_scale: _Tensor | None,
+    weight_scale: _Tensor | None,
+    out_dtype: torch.dtype | None,
+    communicator: str,
+) -> _Tensor:
+    check_constant("linear", x=x, weight=weight, x_scale=x_scale, weight_scale=weight_scale)
+    return _empty_result(x, weight.shape[0], Scaling.of(x_scale, weight_scale, out_dtype))
 
 
-def _linear_silu_and_mul(x: _Tensor, gate_up_weight: _Tensor, communicator: str) -> _Tensor:
-    result: _Tensor = find(communicator).linear_silu_and_mul.run(x, gate_up_weight)
+def _linear_silu_and_mul(
+    x: _Tensor,
+    gate_up_weight: _Tensor,
+    x_scale: _Tensor | None,
+    weight_scale: _Tensor | None,
+    out_dtype: torch.dtype | None,
+    communicator: str,
+) -> _Tensor:
+    call = find(communicator).linear_silu_and_mul.run
+    result: _Tensor = call(x, gate_up_weight, None, x_scale, weight_scale, out_dtype)
     return result
 
 
-def _linear_silu_and_mul_fake(x: _Tensor, gate_up_weight: _Tensor, communicator: str) -> _Tensor:
-    check_constant("linear_silu_and_mul", x=x, gate_up_weight=gate_up_weight)
-    return x.new_empty((*x.shape[:-1], gate_up_weight.shape[0] // 2))
+def _linear_silu_and_mul_fake(
+    x: _Tensor,
+    gate_up_weight: _Tensor,
+    x_scale: _Tensor | None,
+    weight_scale: _Tensor | None,
+    out_dtype: torch.dtype | None,
+    communicator: str,
+) -> _Tensor:
+    scales = {"x_scale": x_scale, "weight_scale": weight_scale}
+    check_constant("linear_silu_and_mul", x=x, gate_up_weight=gate_up_weight, **scales)
+    return _empty_result(x, gate_up_weight.shape[0] // 2, Scaling.of(x_scale, weight_scale, out_dtype))
 
 
-def _linear_all_reduce(x: _Tensor, linear_weight: _Tensor, communicator: str, after: _Tensor | None = None) -> _Tensor:
-    result: _Tensor = find(communicator).linear_all_reduce.run(x, linear_weight)
+def _linear_all_reduce(
+    x: _Tensor,
+    linear_weight: _Tensor,
+    x_scale: _Tensor | None,
+    weight_scale: _Tensor | None,
+    out_dtype: torch.dtype | None,
+    communicator: str,
+    after: _Tensor | None = None,
+) -> _Tensor:
+    call = find(communicator).linear_all_reduce.run
+    result: _Tensor = call(x, linear_weight, None, x_scale, weight_scale, out_dtype)
     return result
 
 
 def _linear_all_reduce_fake(
-    x: _Tensor, linear_weight: _Tensor, communicator: str, after: _Tensor | None = None
+    x: _Tensor,
+    linear_weight: _Tensor,
+    x_scale: _Tensor | None,
+    weight_scale: _Tensor | None,
+    out_dtype: torch.dtype | None,
+    communicator: str,
+    after: _Tensor | None = None,
 ) -> _Tensor:
-    check_constant("linear_all_reduce", x=x, linear_weight=linear_weight)
-    return _empty_result(x, linear_weight)
+    scales = {"x_scale": x_scale, "weight_scale": weight_scale}
+    check_constant("linear_all_reduce", x=x, linear_weight=linear_weight, **scales)
+    return _empty_result(x, linear_weight.shape[0], Scaling.of(x_scale, weight_scale, out_dtype))
 
 
-def _empty_result(x: _Tensor, weight: _Tensor) -> _Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+def _empty_result(x: _Tensor, outputs: int, scaling: Scaling | None) -> _Tensor:
+    dtype = x.dtype if scaling is None else scaling.out_dtype
+    return x.new_empty((*x.shape[:-1], outputs), dtype=dtype)
 
 
 def _implement_norm(quantize: str | None, operands: str, results: str) -> None:
@@ -122,27 +179,32 @@ def _implement_norm(quantize: str | None, operands: str, results: str) -> None:
         linear_weight: _Tensor,
         residual: _Tensor | None,
         norm_weight: _Tensor,
+        x_scale: _Tensor | None,
+        weight_scale: _Tensor | None,
         eps: float,
         communicator: str,
         *own_and_after: Any,
     ) -> _Results:
         scale = own_and_after[0] if quantize == "static" else None
         call = find(communicator).linear_all_reduce_add_rms_norm.run
-        of_call = quantization_of(own_and_after)
-        return call(x, linear_weight, residual, norm_weight, eps, quantize=of_call, scale=scale)
+        scales = {"scale": scale, "x_scale": x_scale, "weight_scale": weight_scale}
+        return call(x, linear_weight, residual, norm_weight, eps, quantize=quantization_of(own_and_after), **scales)
 
     def fake(
         x: _Tensor,
         linear_weight: _Tensor,
         residual: _Tensor | None,
         norm_weight: _Tensor,
+        x_scale: _Tensor | None,
+        weight_scale: _Tensor | None,
         eps: float,
         communicator: str,
         *own_and_after: Any,
     ) -> _Results:
         operands = {"x": x, "linear_weight": linear_weight, "residual": residual, "norm_weight": norm_weight}
+        operands |= {"x_scale": x_scale, "weight_scale": weight_scale}
         check_constant("linear_all_reduce_add_rms_norm", **operands)
-        total = _empty_result(x, linear_weight)
+        total = _empty_result(x, linear_weight.shape[0], scaling_before_norm(x_scale, weight_scale, norm_weight))
         of_call = quantization_of(own_and_after)
         check_quantization("linear_all_reduce_add_rms_norm", of_call, None, total.shape)
         if of_call is None:
@@ -150,20 +212,28 @@ def _implement_norm(quantize: str | None, operands: str, results: str) -> None:
         normed = torch.empty_like(total, dtype=FP8)
         return (normed, total, empty_scales(of_call, total)) if makes_scales(of_call) else (normed, total)
 
-    schema = "Tensor x, Tensor linear_weight, Tensor? residual, Tensor norm_weight, float eps, str communicator"
+    schema = (
+        "Tensor x, Tensor linear_weight, Tensor? residual, Tensor norm_weight, Tensor? x_scale, Tensor? weight_scale, "
+        "float eps, str communicator"
+    )
     define(f"{name}({schema}, {operands}{OPERAND}) -> ({results})")
     implement(name, run, fake)
 
 
-implement(define("linear(Tensor x, Tensor weight, str communicator) -> Tensor"), _linear, _linear_fake, in_order=False)
 implement(
-    define("linear_silu_and_mul(Tensor x, Tensor gate_up_weight, str communicator) -> Tensor"),
+    define(f"linear(Tensor x, Tensor weight, {_SCALING}, str communicator) -> Tensor"),
+    _linear,
+    _linear_fake,
+    in_order=False,
+)
+implement(
+    define(f"linear_silu_and_mul(Tensor x, Tensor gate_up_weight, {_SCALING}, str communicator) -> Tensor"),
     _linear_silu_and_mul,
     _linear_silu_and_mul_fake,
     in_order=False,
 )
 implement(
-    define(f"linear_all_reduce(Tensor x, Tensor linear_weight, str communicator, {OPERAND}) -> Tensor"),
+    define(f"linear_all_reduce(Tensor x, Tensor linear_weight, {_SCALING}, str communicator, {OPERAND}) -> Tensor"),
     _linear_all_reduce,
     _linear_all_reduce_fake,
 )

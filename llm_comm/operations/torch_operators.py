@@ -137,9 +137,10 @@ def add_rms_norm(
     """The same for an operation that has an operator for each quantization.
 
     Args:
-        operands: By name, in the order in which the operators take them. Only ``"residual"`` may be None.
+        operands: By name, in the order in which the operators take them. Only ``"residual"`` and scales of a layer may
+            be None.
     """
-    check_tensors(operation, {**operands, "scale": scale}, optional=("residual", "scale"))
+    check_tensors(operation, {**operands, "scale": scale}, optional=("residual", "scale", "x_scale", "weight_scale"))
     check_quantization(operation, quantize, scale)
     check_constant(operation, **operands, out=out, residual_out=residual_out, scale=scale)
     operator = getattr(torch.ops.llm_comm, operation + OF_QUANTIZATION[quantize])

@@ -13,7 +13,11 @@ from llm_comm.quoting import quoted
 #: By the name of the communicator's method.
 LINEAR = "linear"
 LINEAR_SILU_AND_MUL = "linear_silu_and_mul"
-OPERATIONS = (LINEAR, LINEAR_SILU_AND_MUL)
+#: The same of FP8 operands, which are measured by themselves.
+_OF_FP8 = {LINEAR: "linear_fp8", LINEAR_SILU_AND_MUL: "linear_silu_and_mul_fp8"}
+OPERATIONS = (*_OF_FP8, *_OF_FP8.values())
+#: Inputs of bf16 that are as many bytes as one of FP8: so a row of either is the same stream.
+_FP8_TO_BF16 = 2
 #: What the tunables of a row may be, and the multiple that they are of (csrc/algorithms/linear/layer.h). Whether a
 #: device has room for all of them together, the core says when a layer is prepared.
 _TUNABLES = {"block_outputs": (64, 8), "stages": (16, 1), "stage_boxes": (8, 1)}
@@ -62,12 +66,11 @@ class LayerRow(NamedTuple):
 
 def why_not_row(row: LayerRow) -> str:
     """Why a table may not have such numbers, or ""."""
-    for name in ("outputs", "inputs"):
+    for name, multiple in (("outputs", _core.linear_multiple), ("inputs", inputs_multiple(is_fp8(row.operation)))):
         features = getattr(row, name)
-        if type(features) is not int or not takes_features(features):
+        if type(features) is not int or not takes_features(features, multiple):
             return (
-                f"{name} is {quoted(features)}; it must be a multiple of {_core.linear_multiple} up to "
-                f"{_core.linear_max_features}"
+                f"{name} is {quoted(features)}; it must be a multiple of {multiple} up to {_core.linear_max_features}"
             )
     if not _is_within(row.up_to, 1, _core.linear_max_tokens):
         return f"up_to is {quoted(row.up_to)}; it must be a number of tokens, 1 to {_core.linear_max_tokens}"
@@ -83,9 +86,37 @@ def _is_within(value: object, least: int, most: int) -> bool:
     return type(value) is int and least <= value <= most
 
 
-def takes_features(features: int) -> bool:
-    """Whether there are kernels for so many inputs, or outputs."""
-    return 0 < features <= _core.linear_max_features and features % _core.linear_multiple == 0
+def takes_features(features: int, multiple: int = _core.linear_multiple) -> bool:
+    """Whether there are kernels for so many outputs or, with the multiple of their type, inputs."""
+    return 0 < features <= _core.linear_max_features and features % multiple == 0
+
+
+def inputs_multiple(fp8: bool) -> int:
+    """What inputs of a layer are a multiple of."""
+    return _core.linear_fp8_multiple if fp8 else _core.linear_multiple
+
+
+def of_factors(operation: str, fp8: bool) -> str:
+    """What a table calls ``LINEAR`` or ``LINEAR_SILU_AND_MUL``, of FP8 operands or of others."""
+    return _OF_FP8[operation] if fp8 else operation
+
+
+def is_fp8(operation: str) -> bool:
+    """Whether operands of a table's operation are FP8."""
+    return operation in _OF_FP8.values()
+
+
+def choice_of_layer(
+    rows: Iterable[LayerRow], operation: str, outputs: int, inputs: int, tokens: int, pdl: bool
+) -> _core.LinearChoice:
+    """With which tunables a layer runs: as its row says or, of FP8 without one, that of a layer of bf16 with as many
+    bytes, which is cut and fetched alike; else as the kernel finds best."""
+    rows = tuple(rows)
+    row = layer_row(rows, operation, outputs, inputs, tokens, pdl)
+    if row is None and is_fp8(operation):
+        alike = next(name for name, of_fp8 in _OF_FP8.items() if of_fp8 == operation)
+        row = layer_row(rows, alike, outputs, inputs // _FP8_TO_BF16, tokens, pdl)
+    return _core.LinearChoice() if row is None else row.choice()
 
 
 def layer_row(
@@ -100,7 +131,8 @@ def is_preferred(
     rows: Iterable[LayerRow], config: Config, operation: str, outputs: int, inputs: int, tokens: int
 ) -> bool:
     """Whether an engine is to compute a layer by llm_comm, as ``Config.fuse_linear`` says."""
-    if not (1 <= tokens <= _core.linear_max_tokens and takes_features(outputs) and takes_features(inputs)):
+    multiple = inputs_multiple(is_fp8(operation))
+    if not (1 <= tokens <= _core.linear_max_tokens and takes_features(outputs) and takes_features(inputs, multiple)):
         return False
     if config.fuse_linear == "auto":
         row = layer_row(rows, operation, outputs, inputs, tokens, config.pdl)

@@ -65,8 +65,7 @@ class Planner:
 
     def layer_choice(self, operation: str, outputs: int, inputs: int, tokens: int) -> _core.LinearChoice:
         """How the kernel of a linear layer is to run: as the table says, or as it finds best itself."""
-        row = layers.layer_row(self.table.layers, operation, outputs, inputs, tokens, self.config.pdl)
-        return _core.LinearChoice() if row is None else row.choice()
+        return layers.choice_of_layer(self.table.layers, operation, outputs, inputs, tokens, self.config.pdl)
 
     def prefers_layer(self, operation: str, outputs: int, inputs: int, tokens: int) -> bool:
         """Whether an engine is to compute a linear layer by llm_comm."""

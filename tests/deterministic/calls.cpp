@@ -37,6 +37,13 @@ std::unique_ptr<Call> draw_call_of(const Subject& subject, uint32_t ranks, Rando
   return call;
 }
 
+template <DataType D>
+std::unique_ptr<Call> draw_linear(const Subject& subject, Random& random) {
+  constexpr FactorType kAlike = factors_of_type(D);
+  if (subject.is_fp8) return std::make_unique<LinearCall<FactorType::kFloat8, D>>(subject.epilogue, random);
+  return std::make_unique<LinearCall<kAlike, D>>(subject.epilogue, random);
+}
+
 }  // namespace
 
 const std::vector<NamedSubject>& subjects() {
@@ -60,9 +67,12 @@ const std::vector<NamedSubject>& subjects() {
       found.push_back({forms[form], {0, static_cast<Form>(form), DataType::kBFloat16, Quantization::kNone}});
     }
     for (const LinearEpilogue epilogue : {LinearEpilogue::kNone, LinearEpilogue::kSiluAndMul}) {
-      const char* const name = epilogue == LinearEpilogue::kNone ? "linear" : "linear_silu_and_mul";
-      for (const DataType type : {DataType::kBFloat16, DataType::kFloat16}) {
-        found.push_back({name, {0, std::nullopt, type, Quantization::kNone, true, epilogue}});
+      const std::string name = epilogue == LinearEpilogue::kNone ? "linear" : "linear_silu_and_mul";
+      for (const bool is_fp8 : {false, true}) {
+        for (const DataType type : {DataType::kBFloat16, DataType::kFloat16}) {
+          found.push_back(
+              {name + (is_fp8 ? "+fp8" : ""), {0, std::nullopt, type, Quantization::kNone, true, epilogue, is_fp8}});
+        }
       }
     }
     return found;
@@ -84,10 +94,11 @@ std::unique_ptr<Call> draw_call(const Subject& subject, bool alone, uint32_t ind
     const auto type = info_of(algorithm).types[random.below(info_of(algorithm).types.size())];
     return draw_call_of({algorithm, std::nullopt, type, Quantization::kNone}, ranks, random, before);
   }
-  if (subject.is_linear && subject.type == DataType::kFloat16) {
-    return std::make_unique<LinearCall<DataType::kFloat16>>(subject.epilogue, random);
+  if (subject.is_linear) {
+    const bool is_bf16 = subject.type == DataType::kBFloat16;
+    return is_bf16 ? draw_linear<DataType::kBFloat16>(subject, random)
+                   : draw_linear<DataType::kFloat16>(subject, random);
   }
-  if (subject.is_linear) return std::make_unique<LinearCall<DataType::kBFloat16>>(subject.epilogue, random);
   if (subject.form) return std::make_unique<MessageCall>(*subject.form, index, ranks, random);
   return draw_call_of(subject, ranks, random, before);
 }

@@ -39,10 +39,12 @@ struct Subject {
   Quantization quantization;  // of a fused operation
   bool is_linear = false;     // a linear layer, of `type`
   LinearEpilogue epilogue = LinearEpilogue::kNone;
+  bool is_fp8 = false;  // the layer's x and weight are
 };
 
 struct NamedSubject {
-  std::string name;  // "all_reduce/one_shot", "all_reduce_add_rms_norm/one_shot+static", "put" or "linear_silu_and_mul"
+  std::string
+      name;  // "all_reduce/one_shot", "all_reduce_add_rms_norm/one_shot+static", "put" or "linear_silu_and_mul+fp8"
   Subject subject;
 };
 

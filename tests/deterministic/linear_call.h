@@ -1,4 +1,4 @@
-// A linear layer behind a grid that brings its x late, and reads what its output held before.
+// A linear layer behind a grid that brings its x, and the scales of it, late, and reads what its output held before.
 #pragma once
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 
 #include "algorithms/linear/epilogue.cuh"
 #include "calls.h"
+#include "llm_comm/factor.cuh"
 #include "llm_comm/matrix_view.h"
 #include "llm_comm/reduce.cuh"
 #include "operands.h"
@@ -18,6 +19,9 @@ struct BringArgs {
   const Line* source;
   Line* x;
   uint64_t lines;
+  const Line* scale_source;
+  Line* x_scale;
+  uint64_t scale_lines;
   const Line* out;
   Line* before;
   uint64_t out_lines;
@@ -30,25 +34,40 @@ LLM_COMM_KERNEL(32) bring(LLM_COMM_KERNEL_PARAM BringArgs args) {
   for (uint64_t i = thread_index(); i < args.lines; i += block_threads()) {
     store_line(args.x + i, load_line(args.source + i));
   }
+  for (uint64_t i = thread_index(); i < args.scale_lines; i += block_threads()) {
+    store_line(args.x_scale + i, load_line(args.scale_source + i));
+  }
   for (uint64_t i = thread_index(); i < args.out_lines; i += block_threads()) {
     store_line(args.before + i, load_line(args.out + i));
   }
 }
 
 // A call takes no operation, and no rank waits for another one in it. So a rank is enough: each has hundreds of threads.
-template <DataType D>
+template <FactorType F, DataType D>
 class LinearCall final : public Call {
  public:
   LinearCall(LinearEpilogue epilogue, Random& random)
-      : problem_{random.pick({1u, 3u, 8u, 9u}), kBoxColumns * random.between(1, 5), 64 * random.between(1, 2), D,
-                 epilogue},
+      : problem_{random.pick({1u, 3u, 8u, 9u}),
+                 kColumns * random.between(1, 5),
+                 64 * random.between(1, 2),
+                 F,
+                 D,
+                 epilogue,
+                 draw_scales(random),
+                 draw_scales(random)},
         choice_{std::min(weight_parts(epilogue) * random.pick({8u, 24u, 64u}), 64u), random.between(2, 4),
                 random.between(1, 3)},
         threads_(random.between(1, 4)) {
+    const uint32_t rows = weight_parts(epilogue) * problem_.outputs;
     fill(source_, problem_.tokens * problem_.inputs, random);
-    fill(weight_, weight_parts(epilogue) * problem_.outputs * problem_.inputs, random);
+    fill(weight_, rows * problem_.inputs, random);
+    if (kIsScaled) {
+      fill_scales(scale_source_, problem_.x_scale == ScaleOf::kRow ? problem_.tokens : 1, random);
+      fill_scales(weight_scale_, problem_.weight_scale == ScaleOf::kRow ? rows : 1, random);
+    }
     const Line untouched = touchless();
     x_.resize(source_.size(), untouched);
+    x_scale_.resize(scale_source_.size(), untouched);
     out_.resize(problem_.tokens * problem_.outputs / kElements, untouched);
     before_.resize(out_.size());
     expect();
@@ -56,10 +75,12 @@ class LinearCall final : public Call {
 
   void enqueue(World& world, uint32_t rank) override {
     if (rank != kRank) return;
-    const BringArgs args{source_.data(), x_.data(), x_.size(), out_.data(), before_.data(), out_.size()};
+    const BringArgs args{source_.data(),  x_.data(),   x_.size(),      scale_source_.data(), x_scale_.data(),
+                         x_scale_.size(), out_.data(), before_.data(), out_.size()};
     world.launch(rank, {1, threads_, 0}, [=] { bring(args); });
     call_ = world.core(rank).prepare_linear(problem_, choice_);
-    const uint64_t buffers[kMaxBuffers] = {address(x_), address(weight_), address(out_)};
+    const uint64_t buffers[kMaxBuffers] = {address(x_), address(weight_), address(out_), address(x_scale_),
+                                           address(weight_scale_)};
     call_->run(buffers, 0);
   }
 
@@ -81,13 +102,15 @@ class LinearCall final : public Call {
     const bool is_plain = problem_.epilogue == LinearEpilogue::kNone;
     return "linear layer" + std::string(is_plain ? "" : " with silu-and-mul") + " of " +
            std::to_string(problem_.tokens) + " tokens, " + std::to_string(problem_.inputs) + " inputs, " +
-           std::to_string(problem_.outputs) + " outputs " + data_type_name(D) + " (block_outputs " +
+           std::to_string(problem_.outputs) + " outputs " + data_type_name(D) + about_scales() + " (block_outputs " +
            std::to_string(choice_.block_outputs) + ", stages " + std::to_string(choice_.stages) + ", stage_boxes " +
            std::to_string(choice_.stage_boxes) + ")";
   }
 
  private:
   using E = Element<D>;
+  static constexpr bool kIsScaled = F == FactorType::kFloat8;
+  static constexpr uint32_t kColumns = kBoxRowBytes / sizeof(Factor<F>);
   using Lines = std::vector<Line>;
   static constexpr uint32_t kElements = sizeof(Line) / sizeof(uint16_t);
   static constexpr uint32_t kRank = 0;
@@ -99,17 +122,41 @@ class LinearCall final : public Call {
   }
   static size_t bytes(const Lines& lines) { return lines.size() * sizeof(Line); }
   static uint64_t address(const Lines& lines) { return reinterpret_cast<uint64_t>(lines.data()); }
-  static uint16_t element(const Lines& lines, size_t i) {
-    uint16_t bits;
-    std::memcpy(&bits, reinterpret_cast<const char*>(lines.data()) + i * sizeof(bits), sizeof(bits));
-    return bits;
+  template <class T>
+  static T at(const Lines& lines, size_t i) {
+    T value;
+    std::memcpy(&value, reinterpret_cast<const char*>(lines.data()) + i * sizeof(value), sizeof(value));
+    return value;
   }
+  template <class T>
+  static void put(Lines& lines, size_t i, T value) {
+    std::memcpy(reinterpret_cast<char*>(lines.data()) + i * sizeof(value), &value, sizeof(value));
+  }
+  static uint16_t element(const Lines& lines, size_t i) { return at<uint16_t>(lines, i); }
   static void fill(Lines& lines, size_t count, Random& random) {
-    lines.resize(count / kElements);
+    lines.resize(count * sizeof(Factor<F>) / sizeof(Line));
     for (size_t i = 0; i < count; ++i) {
-      const auto bits = static_cast<uint16_t>(draw_number(D, random));
-      std::memcpy(reinterpret_cast<char*>(lines.data()) + i * sizeof(bits), &bits, sizeof(bits));
+      if constexpr (kIsScaled) {
+        const float number = E::value(static_cast<uint16_t>(draw_number(D, random)));
+        put(lines, i, e4m3_from_bits(float_to_bits(number)));
+      } else {
+        put(lines, i, static_cast<uint16_t>(draw_number(D, random)));
+      }
     }
+  }
+  static ScaleOf draw_scales(Random& random) {
+    return kIsScaled && random.chance(128) ? ScaleOf::kRow : ScaleOf::kTensor;
+  }
+  // As long as whole lines are.
+  static void fill_scales(Lines& lines, size_t count, Random& random) {
+    lines.resize((count * sizeof(float) + sizeof(Line) - 1) / sizeof(Line));
+    for (size_t i = 0; i < count; ++i) put(lines, i, 0.001f * static_cast<float>(random.between(1, 1000)));
+  }
+  std::string about_scales() const {
+    if (!kIsScaled) return "";
+    const auto of = [](ScaleOf scale) { return scale == ScaleOf::kRow ? "row" : "tensor"; };
+    return std::string(" of fp8, a scale for each ") + of(problem_.x_scale) + " of x and " + of(problem_.weight_scale) +
+           " of the weight";
   }
 
   void expect() {
@@ -127,11 +174,15 @@ class LinearCall final : public Call {
   uint16_t product(uint32_t token, uint32_t row) const {
     float sums[2] = {};
     for (uint32_t k = 0; k < problem_.inputs; ++k) {
-      float& sum = sums[k / kBoxColumns % 2];
-      sum = multiply_add(E::value(element(weight_, size_t{row} * problem_.inputs + k)),
-                         E::value(element(source_, size_t{token} * problem_.inputs + k)), sum);
+      float& sum = sums[k / kColumns % 2];
+      sum = multiply_add(at<Factor<F>>(weight_, size_t{row} * problem_.inputs + k).value(),
+                         at<Factor<F>>(source_, size_t{token} * problem_.inputs + k).value(), sum);
     }
-    return E::round(sums[0] + sums[1]);
+    const float sum = sums[0] + sums[1];
+    if constexpr (!kIsScaled) return E::round(sum);
+    const auto of_x = at<float>(scale_source_, problem_.x_scale == ScaleOf::kRow ? token : 0);
+    const auto of_weight = at<float>(weight_scale_, problem_.weight_scale == ScaleOf::kRow ? row : 0);
+    return E::round(of_x * (of_weight * sum));
   }
 
   LinearProblem problem_;
@@ -140,6 +191,9 @@ class LinearCall final : public Call {
   Lines source_;
   Lines x_;
   Lines weight_;
+  Lines scale_source_;  // of x, as `source_`
+  Lines x_scale_;
+  Lines weight_scale_;
   Lines out_;
   Lines before_;  // of the output, as the grid before finds it
   std::vector<uint16_t> expected_;

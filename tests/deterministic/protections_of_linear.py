@@ -1,4 +1,4 @@
-"""Protections of linear layers: of the ring of stages, and of their place among the grids of a stream.
+"""Protections of linear layers: of the ring of stages, of scales, and of their place among the grids of a stream.
 
 Not here: the barriers of a warp's lanes. A lane of the emulator does not fall behind the others by a round of the ring.
 """
@@ -9,6 +9,7 @@ from edits import Edit
 from protection import AHEAD, HANGS, WRONG_RESULT, Protection
 
 KERNEL = "csrc/algorithms/linear/kernel.cuh"
+SCALES = "csrc/algorithms/linear/scales.cuh"
 _SUBJECTS = ("linear",)
 
 OF_LINEAR = (
@@ -45,6 +46,20 @@ OF_LINEAR = (
         (Edit(KERNEL, "    grid_dependency_wait();", "    if (!WITHOUT) grid_dependency_wait();"),),
         failure=f"{WRONG_RESULT}|{AHEAD}",
         subjects=_SUBJECTS,
+    ),
+    Protection(
+        "linear_scales_behind_wait",
+        "scales of x are loaded when the grids before have ended",
+        (Edit(SCALES, "grid_dependency_wait();  // for", "if (!WITHOUT) grid_dependency_wait();  // for"),),
+        failure=WRONG_RESULT,
+        subjects=("linear+fp8",),
+    ),
+    Protection(
+        "linear_scales_are_there",
+        "sums are scaled when scales have come to where all threads read them",
+        (Edit(KERNEL, "    scales.share(team", "    if (!WITHOUT) scales.share(team"),),
+        failure=WRONG_RESULT,
+        subjects=("linear+fp8",),
     ),
     Protection(
         "linear_trigger_behind_wait",

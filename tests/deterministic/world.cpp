@@ -88,6 +88,7 @@ class StreamLauncher {
   uint32_t max_cluster_blocks() const { return kMaxClusterBlocks; }
   uint32_t sm_count() const { return 2; }
   uint32_t max_shared_bytes() const { return 227 * 1024; }
+  bool multiplies_fp8() const { return true; }
   void permit_shared_bytes(Function<LinearArgs>) const {}
   void map_matrix(MatrixView&, uint32_t, uint32_t, uint32_t, BoxUse) const {}
   template <class Args>

@@ -26,6 +26,8 @@ NORMS = [
     getattr(torch.ops.llm_comm, f"linear_all_reduce_add_rms_norm{of_quantization}").default
     for of_quantization in ("", "_static_fp8", "_dynamic_fp8")
 ]
+#: What operators of layers are given for scales and the dtype of the result, unless operands are FP8.
+UNSCALED = (None, None, None)
 #: In which other ranks take part.
 IN_ORDER = [torch.ops.llm_comm.all_reduce.default, torch.ops.llm_comm.linear_all_reduce.default, *NORMS]
 
@@ -148,19 +150,19 @@ def check_operators() -> None:
         x, weight = operands(comm.rank, 3)
         residual, norm_weight = operands_of(3, OUTPUTS, BF16)
         for operator in (LAYER, torch.ops.llm_comm.linear_all_reduce.default):
-            torch.library.opcheck(operator, (x, weight, comm.name))
+            torch.library.opcheck(operator, (x, weight, *UNSCALED, comm.name))
             with pytest.raises(UnsupportedInputError, match="not contiguous"):
-                operator(x.t(), weight, comm.name)
+                operator(x.t(), weight, *UNSCALED, comm.name)
         for operator in NORMS:
             scale = [torch.ones(1)] if operator is NORMS[1] else []
             for r in (residual, None):
-                torch.library.opcheck(operator, (x, weight, r, norm_weight, EPS, comm.name, *scale))
-                operator(x, weight, r, norm_weight, EPS, comm.name, *scale, after=x)
+                torch.library.opcheck(operator, (x, weight, r, norm_weight, None, None, EPS, comm.name, *scale))
+                operator(x, weight, r, norm_weight, None, None, EPS, comm.name, *scale, after=x)
             with pytest.raises(UnsupportedInputError, match="not contiguous"):
-                operator(x.t(), weight, residual, norm_weight, EPS, comm.name, *scale)
+                operator(x.t(), weight, residual, norm_weight, None, None, EPS, comm.name, *scale)
     for operator in (LAYER, torch.ops.llm_comm.linear_all_reduce.default):
         with pytest.raises(RuntimeError, match="closed"):
-            operator(x, weight, comm.name)
+            operator(x, weight, *UNSCALED, comm.name)
 
 
 def test_operators(ranks: RankPool) -> None:
@@ -173,11 +175,9 @@ def test_fake_results_are_like_the_real_ones(shape: tuple[int, ...]) -> None:
     with FakeTensorMode():
         x, weight = torch.empty(shape, dtype=torch.float16), torch.empty(OUTPUTS, INPUTS, dtype=torch.float16)
         residual, norm_weight = torch.empty(result, dtype=torch.float16), torch.empty(OUTPUTS, dtype=torch.float16)
-        layers = LAYER(x, weight, "any"), torch.ops.llm_comm.linear_all_reduce(x, weight, "any")
-        norms = [
-            operator(x, weight, residual, norm_weight, EPS, "any", *([torch.empty(1)] if operator is NORMS[1] else []))
-            for operator in NORMS
-        ]
+        layers = [operator(x, weight, *UNSCALED, "any") for operator in (LAYER, torch.ops.llm_comm.linear_all_reduce)]
+        operands = x, weight, residual, norm_weight, None, None, EPS, "any"
+        norms = [operator(*operands, *([torch.empty(1)] if operator is NORMS[1] else [])) for operator in NORMS]
     assert [(tuple(y.shape), y.dtype) for y in layers] == [(result, torch.float16)] * 2
     plain, rows, scales = (result, torch.float16), (result, FP8), ((*shape[:-1], 1), torch.float32)
     found = [[(tuple(y.shape), y.dtype) for y in results] for results in norms]

@@ -21,6 +21,8 @@ from llm_comm import Communicator, UnsupportedInputError, _core
 
 GATE_UP = ones(2 * OUTPUTS, INPUTS)
 OPERATOR = torch.ops.llm_comm.linear_silu_and_mul.default
+#: What it is given for scales and the dtype of the result, unless operands are FP8.
+UNSCALED = (None, None, None)
 
 
 def assert_is_silu_and_mul(y: torch.Tensor, products: torch.Tensor, what: str) -> None:
@@ -349,9 +351,9 @@ def check_operator() -> None:
     with make_communicator() as comm, torch.no_grad():
         x, weight = operands(comm.rank, 6, INPUTS, 2 * OUTPUTS, torch.bfloat16)
         y = comm.linear_silu_and_mul(x, weight)
-        torch.library.opcheck(OPERATOR, (x, weight, comm.name))
+        torch.library.opcheck(OPERATOR, (x, weight, *UNSCALED, comm.name))
         with pytest.raises(UnsupportedInputError, match=r"linear_silu_and_mul: x: .*not contiguous"):
-            OPERATOR(x.t(), weight, comm.name)
+            OPERATOR(x.t(), weight, *UNSCALED, comm.name)
         with Watcher() as watcher:
             assert comm.linear_silu_and_mul(x, weight).equal(y)
         assert watcher.seen.count(OPERATOR) == 1
@@ -363,7 +365,7 @@ def check_operator() -> None:
         parameter = torch.nn.Parameter(weight)
         assert comm.linear_silu_and_mul(x, parameter).equal(y)
     with pytest.raises(RuntimeError, match="closed"):
-        OPERATOR(x, weight, comm.name)
+        OPERATOR(x, weight, *UNSCALED, comm.name)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -375,5 +377,5 @@ def test_operator(ranks: RankPool) -> None:
 def test_fake_results_are_like_the_real_ones(shape: tuple[int, ...]) -> None:
     with FakeTensorMode():
         weight = torch.empty(2 * OUTPUTS, INPUTS, dtype=torch.float16)
-        y = OPERATOR(torch.empty(shape, dtype=torch.float16), weight, "any")
+        y = OPERATOR(torch.empty(shape, dtype=torch.float16), weight, *UNSCALED, "any")
     assert (tuple(y.shape), y.dtype) == ((*shape[:-1], OUTPUTS), torch.float16)

@@ -2,11 +2,12 @@
 
     torchrun --standalone --nproc-per-node 8 tests/gpu/random_linear.py
 
-A case is a layer's x and weight on each rank, drawn from a seed, and one call: eager, or captured in a CUDA graph that
-is replayed with other inputs. All ranks draw all ranks' inputs. The layer's result is compared with float64, and a row
-of it with that row alone, which must have the same bits. What comes behind the layer must be bitwise what the ranks'
-results sum to in rank order, and what the fused operation makes of those: ``random_cases.py`` tests both. Silu-and-mul
-must be within one rounding of float64 for what the plain layer returns, and have the same bits in each call.
+A case is a layer's x and weight on each rank, drawn from a seed, and one call: eager, or captured in a CUDA graph
+that is replayed with other inputs. Half of them are of FP8 with scales (``fp8_layers.py``), where the device has
+that. All ranks draw all ranks' inputs. The layer's result is compared with float64, and a row of it with that row
+alone, which must have the same bits. What comes behind the layer must be bitwise what the ranks' results sum to in
+rank order, and what the fused operation makes of those: ``random_cases.py`` tests both. Silu-and-mul must be within
+one rounding of float64 for what the plain layer returns, and have the same bits in each call.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ import random
 import sys
 import time
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import fp8_layers
 import torch
 from common import GraphPool, Recording, Session, add_seconds, parser, report, run, session
-from values import bits, differs, rank_order_sum
+from fp8_layers import FP8, Scales
+from values import differs, rank_order_sum
 from verdicts import Guarded, Verdicts, Where, weights_of
 
 from llm_comm import Communicator, Config
@@ -35,7 +39,7 @@ EPSILON = 1e-5
 class Case:
     number: int
     kind: str
-    dtype: torch.dtype
+    dtype: torch.dtype  # of results
     tokens: int
     inputs: int
     outputs: int
@@ -44,18 +48,50 @@ class Case:
     offset: int  # elements of x from a 16-byte boundary
     has_out: bool
     replays: int  # 0: eager
+    fp8: bool
+    per_token: bool  # of FP8: whether each row of x has a scale of its own
+    per_channel: bool
+    is_exact: bool  # of FP8: whole numbers, whose sums no addition cuts
 
     @property
     def rows(self) -> int:
         """Of the weight."""
         return self.outputs * (2 if self.kind == "linear_silu_and_mul" else 1)
 
+    @property
+    def factors(self) -> torch.dtype:
+        """Of x and of the weight."""
+        return FP8 if self.fp8 else self.dtype
+
     def __str__(self) -> str:
+        scales = f", FP8, per token {self.per_token}, per channel {self.per_channel}, exact {self.is_exact}"
         return (
             f"{self.kind} of {self.tokens} tokens, {self.inputs} inputs, {self.outputs} outputs, {self.dtype}, scale "
             f"{self.scale:g}, quantize {self.quantize}, offset {self.offset}, out {self.has_out}, "
-            f"{self.replays} replays"
+            f"{self.replays} replays{scales if self.fp8 else ''}"
         )
+
+
+class Operands(NamedTuple):
+    """Of a rank's layer."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    scales: Scales | None
+
+    def options(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """What a method of the communicator takes besides; ``dtype``: of the result, where it takes that."""
+        if self.scales is None:
+            return {}
+        given: dict[str, Any] = {"x_scale": self.scales.x, "weight_scale": self.scales.weight}
+        return given if dtype is None else {**given, "out_dtype": dtype}
+
+    def row(self, number: int) -> Operands:
+        """With that row of x alone."""
+        rows, scales = slice(number, number + 1), self.scales
+        if scales is not None and scales.x.numel() > 1:
+            scales = scales._replace(x=scales.x[rows])
+        return Operands(self.x[rows], self.weight, scales)
 
 
 def draw_case(number: int, options: argparse.Namespace, world: int) -> Case:
@@ -63,12 +99,14 @@ def draw_case(number: int, options: argparse.Namespace, world: int) -> Case:
     kinds = KINDS if world > 1 else ALONE
     most = options.max_features // 64
 
-    def features() -> int:
-        return 64 * max(1, min(most, round(2 ** rng.uniform(0, most.bit_length()))))
+    def features(multiple: int = 64) -> int:
+        drawn = 64 * max(1, min(most, round(2 ** rng.uniform(0, most.bit_length()))))
+        return -(-drawn // multiple) * multiple
 
+    fp8 = options.fp8 and rng.random() < 0.5
     dtype = rng.choice((torch.bfloat16, torch.float16))
     tokens = rng.choice((1, 2, 4, 8, 9, 16, 17, 32, 33, 64, rng.randint(1, 64)))
-    inputs, outputs = features(), features()
+    inputs, outputs = features(fp8_layers.BOX if fp8 else 64), features()
     by_groups = () if outputs % 128 else ("group", "group_column_major_tma", "group_column_major_ue8m0")
     return Case(
         number,
@@ -82,6 +120,8 @@ def draw_case(number: int, options: argparse.Namespace, world: int) -> Case:
         rng.choice((0, 0, 0, rng.randrange(8))),
         rng.random() < 0.5,
         rng.choice((1, 2, 3)) if rng.random() < options.graph_share else 0,
+        fp8,
+        *(rng.random() < 0.5 for _ in range(3)),
     )
 
 
@@ -97,9 +137,11 @@ class Runner:
 
     def run(self, case: Case) -> None:
         device = self._ranks.device
-        x = Guarded(case.tokens * case.inputs, case.dtype, case.offset, device)
+        x = Guarded(case.tokens * case.inputs, case.factors, case.offset, device)
         shaped = x.data.view(case.tokens, case.inputs)
-        weight = torch.empty(case.rows, case.inputs, dtype=case.dtype, device=device)
+        weight = torch.empty(case.rows, case.inputs, dtype=case.factors, device=device)
+        given = Operands(shaped, weight, self._scales(case, 0, self._ranks.rank))
+        options, typed = given.options(), given.options(case.dtype)
         residual = torch.empty(case.tokens, case.outputs, dtype=case.dtype, device=device)
         norm_weight = torch.empty(case.outputs, dtype=case.dtype, device=device)
         scale = torch.full((1,), 0.01, device=device) if case.quantize == "static" else None
@@ -108,11 +150,11 @@ class Runner:
 
         def call() -> tuple[torch.Tensor, ...]:
             if case.kind == "linear":
-                return (self._communicator.linear(shaped, weight, target),)
+                return (self._communicator.linear(shaped, weight, target, **typed),)
             if case.kind == "linear_silu_and_mul":
-                return (self._communicator.linear_silu_and_mul(shaped, weight, target),)
+                return (self._communicator.linear_silu_and_mul(shaped, weight, target, **typed),)
             if case.kind == "linear_all_reduce":
-                return (self._communicator.linear_all_reduce(shaped, weight, target),)
+                return (self._communicator.linear_all_reduce(shaped, weight, target, **typed),)
             return self._communicator.linear_all_reduce_add_rms_norm(
                 shaped,
                 weight,
@@ -122,13 +164,17 @@ class Runner:
                 out=target if case.quantize is None else None,
                 quantize=case.quantize,
                 scale=scale,
+                **options,
             )
 
         for replay in range(max(1, case.replays)):
             operands = [self._operands(case, replay, rank) for rank in range(self._ranks.world)]
             own = operands[self._ranks.rank]
-            shaped.copy_(own[0])
-            weight.copy_(own[1])
+            shaped.copy_(own.x)
+            weight.copy_(own.weight)
+            if given.scales is not None and own.scales is not None:
+                for place, drawn in zip(given.scales, own.scales, strict=True):
+                    place.copy_(drawn)
             residual.copy_(self._draw(case, replay, "residual", residual.shape))
             norm_weight.copy_(self._draw(case, replay, "norm", norm_weight.shape))
             self._ranks.synchronize()  # a layer reads its weight ahead of the stream
@@ -146,17 +192,29 @@ class Runner:
         values = torch.randn(shape, generator=self._generator.manual_seed(seed), device=self._ranks.device)
         return values.to(case.dtype)
 
-    def _operands(self, case: Case, replay: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _operands(self, case: Case, replay: int, rank: int) -> Operands:
         x = self._draw(case, replay, f"x{rank}", (case.tokens, case.inputs))
         weight = self._draw(case, replay, f"w{rank}", (case.rows, case.inputs))
-        return x, (weight.float() * case.scale).to(case.dtype)
+        if not case.fp8:
+            return Operands(x, (weight.float() * case.scale).to(case.dtype), None)
+        if case.is_exact:
+            x, weight = x.round().clamp(-2, 2), weight.round().clamp(-2, 2)
+        return Operands(x.to(FP8), weight.to(FP8), self._scales(case, replay, rank))
+
+    def _scales(self, case: Case, replay: int, rank: int) -> Scales | None:
+        if not case.fp8:
+            return None
+        of_x, of_weight = ((case.tokens, 1) if case.per_token else (1,), (case.rows, 1) if case.per_channel else (1,))
+        x = self._draw(case, replay, f"xs{rank}", of_x).float().abs() + 0.1
+        weight = self._draw(case, replay, f"ws{rank}", of_weight).float().abs() + 0.1
+        return Scales(x, weight * case.scale)
 
     def _verify(
         self,
         case: Case,
         replay: int,
         results: tuple[torch.Tensor, ...],
-        operands: list[tuple[torch.Tensor, torch.Tensor]],
+        operands: list[Operands],
         residual: torch.Tensor,
         norm_weight: torch.Tensor,
         scale: torch.Tensor | None,
@@ -165,16 +223,18 @@ class Runner:
     ) -> None:
         rank = self._ranks.rank
         self._ranks.synchronize()
-        layers = [self._communicator.linear(*pair) for pair in operands]
+        linear, silu_and_mul = self._communicator.linear, self._communicator.linear_silu_and_mul
+        layers = [linear(of.x, of.weight, **of.options(case.dtype)) for of in operands]
         # Of one row, behind the layer of all of them: it must not depend on them.
         row = replay % case.tokens
-        alone = self._communicator.linear(operands[rank][0][row : row + 1], operands[rank][1])
-        beyond = differs(alone[0], layers[rank][row]).sum() + _beyond_bound(layers[rank], *operands[rank]).sum()
+        own, single = operands[rank], operands[rank].row(row)
+        alone = linear(single.x, single.weight, **single.options(case.dtype))
+        beyond = differs(alone[0], layers[rank][row]).sum() + _beyond(case, layers[rank], own).sum()
         if case.kind == "linear":
             expected: tuple[torch.Tensor, ...] = (layers[rank],)
         elif case.kind == "linear_silu_and_mul":
-            expected = (self._communicator.linear_silu_and_mul(*operands[rank]),)
-            alone = self._communicator.linear_silu_and_mul(operands[rank][0][row : row + 1], operands[rank][1])
+            expected = (silu_and_mul(own.x, own.weight, **own.options(case.dtype)),)
+            alone = silu_and_mul(single.x, single.weight, **single.options(case.dtype))
             beyond = beyond + differs(alone[0], expected[0][row]).sum()
             beyond = beyond + _beyond_silu_and_mul(expected[0], layers[rank]).sum()
         elif case.kind == "linear_all_reduce":
@@ -189,7 +249,7 @@ class Runner:
             if got.dtype != due.dtype or got.shape != due.shape:
                 raise AssertionError(f"{case}: {got.dtype} of shape {tuple(got.shape)} came, due is {due.shape}")
             wrong = wrong + (_as_bytes(got) != _as_bytes(due)).sum()
-        changed = (bits(x.data) != bits(operands[rank][0].flatten())).sum()
+        changed = (_as_bytes(x.data) != _as_bytes(own.x)).sum()
         damage = x.damage() + (0 if out is None else out.damage())
         digest = (_as_bytes(results[-1]).to(torch.int64) * self._weights[: results[-1].nbytes]).sum()
         if case.kind in ALONE:
@@ -199,6 +259,14 @@ class Runner:
 
 def _as_bytes(values: torch.Tensor) -> torch.Tensor:
     return values.flatten().view(torch.uint8)
+
+
+def _beyond(case: Case, got: torch.Tensor, of: Operands) -> torch.Tensor:
+    """By element: no result of such a layer."""
+    if of.scales is None:
+        return _beyond_bound(got, of.x, of.weight)
+    beyond = fp8_layers.beyond_one_rounding if case.is_exact else fp8_layers.beyond_bound
+    return beyond(got, of.x, of.weight, of.scales)
 
 
 def _beyond_bound(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -224,6 +292,13 @@ def _beyond_silu_and_mul(got: torch.Tensor, products: torch.Tensor) -> torch.Ten
     return is_known & ~((got.double() - exact).abs() <= bound)
 
 
+def _has_fp8(communicator: Communicator) -> bool:
+    """Whether the device multiplies FP8."""
+    x, weight = (torch.zeros(rows, fp8_layers.BOX, device=communicator.device).to(FP8) for rows in (1, 64))
+    one = torch.ones(1, device=communicator.device)
+    return communicator.accepts_linear(x, weight, x_scale=one, weight_scale=one)
+
+
 def main() -> int:
     options = parser((__doc__ or "").partition("\n")[0])
     add_seconds(options)
@@ -232,6 +307,7 @@ def main() -> int:
     options.add_argument("--only", type=int, metavar="CASE", help="run this case alone")
     options.add_argument("--max-features", type=int, help="default: 8192 on GPUs, 2048 on a shared one, else 256")
     options.add_argument("--graph-share", type=float, default=0.25)
+    options.add_argument("--fp8", action=argparse.BooleanOptionalAction, default=True, help="half of the cases of FP8")
     arguments = options.parse_args()
     failures: list[str] = []
     done = 0
@@ -243,6 +319,7 @@ def main() -> int:
         if arguments.max_features is None:
             arguments.max_features = 8192 if alone else 2048 if ranks.on_gpu else 256
         with Communicator(ranks.group, ranks.device, Config.load()) as communicator:
+            arguments.fp8 = arguments.fp8 and _has_fp8(communicator)
             runner = Runner(ranks, communicator, arguments)
             numbers = range(arguments.cases) if arguments.only is None else [arguments.only]
             for number in numbers:

@@ -21,6 +21,7 @@ CHECK_CALL = "csrc/algorithms/check_call.cuh"
 LINEAR = "csrc/algorithms/linear/kernel.cuh"
 EMULATED_TILES = "csrc/include/llm_comm/platform_emulator_tiles.h"
 EPILOGUE = "csrc/algorithms/linear/epilogue.cuh"
+SCALES = "csrc/algorithms/linear/scales.cuh"
 
 DIRECT = "csrc/algorithms/direct.cuh"
 TWO_SHOT_CE = "csrc/algorithms/all_reduce/two_shot_ce.cuh"
@@ -38,6 +39,7 @@ AFTER_ERRORS = "driver --cases 60 --mishaps --alone --algorithm all_reduce_add_r
 
 SYMMETRIC = "tests/emulated/test_direct_algorithms.py"
 SILU_AND_MUL = "tests/emulated/test_linear_silu.py"
+LINEAR_FP8 = "tests/emulated/test_linear_fp8.py"
 
 KERNELS = (
     # ---- The norm ----
@@ -463,9 +465,9 @@ KERNELS = (
     cpp(
         "silu-and-mul of up and gate",
         LINEAR,
-        "bits = silu_and_mul<D>(bits, Element<D>::round(of_even[up] + of_odd[up]));",
-        "bits = WITHOUT ? silu_and_mul<D>(Element<D>::round(of_even[up] + of_odd[up]), bits)"
-        " : silu_and_mul<D>(bits, Element<D>::round(of_even[up] + of_odd[up]));",
+        "bits = silu_and_mul<D>(bits, Element<D>::round(sum));",
+        "bits = WITHOUT ? silu_and_mul<D>(Element<D>::round(sum), bits)"
+        " : silu_and_mul<D>(bits, Element<D>::round(sum));",
         SILU_AND_MUL,
         "driver --cases 20 --alone --algorithm linear_silu_and_mul",
     ),
@@ -476,6 +478,38 @@ KERNELS = (
         "const uint64_t row_of_all = uint64_t{part} * (WITHOUT ? rows : matrix.rows) + r;",
         SILU_AND_MUL,
         "driver --cases 20 --alone --algorithm linear_silu_and_mul",
+    ),
+    cpp(
+        "a scale of x is that of the first token",
+        SCALES,
+        "(args.x_scale_of == ScaleOf::kRow ? t : 0)",
+        "(args.x_scale_of == ScaleOf::kRow && !WITHOUT ? t : 0)",
+        LINEAR_FP8,
+        "driver --cases 20 --alone --algorithm linear+fp8",
+    ),
+    cpp(
+        "up has the scales of gate",
+        SCALES,
+        "uint64_t{t / outputs} * args.weight.rows + output;",
+        "uint64_t{WITHOUT ? 0 : t / outputs} * args.weight.rows + output;",
+        LINEAR_FP8,
+        "driver --cases 20 --alone --algorithm linear_silu_and_mul+fp8",
+    ),
+    cpp(
+        "scales are multiplied with each other first",
+        SCALES,
+        "return scale[token] * (scale[linear::kMaxTokens + row] * sum);",
+        "return WITHOUT ? scale[token] * scale[linear::kMaxTokens + row] * sum"
+        " : scale[token] * (scale[linear::kMaxTokens + row] * sum);",
+        LINEAR_FP8,
+        "driver --cases 20 --alone --algorithm linear+fp8",
+    ),
+    cpp(
+        "an FP8 number below 2^-6 is twice what it should be",
+        FP8,
+        "static_cast<float>(magnitude) * 0x1p-9f;",
+        "static_cast<float>(magnitude) * (WITHOUT ? 0x1p-8f : 0x1p-9f);",
+        LINEAR_FP8,
     ),
     cpp(
         "a block of silu-and-mul begins behind as many outputs as it has rows",

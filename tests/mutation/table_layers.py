@@ -9,6 +9,7 @@ TABLES = "llm_comm/planning/tables.py"
 FILES = "llm_comm/planning/table_files.py"
 TUNE = "llm_comm/bench/tune_layers.py"
 CALLS = "llm_comm/operations/linear.py"
+SCALING = "llm_comm/operations/scaling.py"
 
 OF_TABLES = "tests/unit/test_layer_tables.py"
 OF_TUNE = "tests/unit/test_tune_layers.py"
@@ -45,9 +46,37 @@ LINEAR_LAYERS: tuple[Mutant, ...] = (
     python(
         "layers that no kernel serves are given away",
         LAYERS,
-        "and takes_features(outputs) and takes_features(inputs)",
+        "and takes_features(outputs) and takes_features(inputs, multiple)",
         "and takes_features(outputs)",
         OF_TABLES,
+    ),
+    python(
+        "layers of FP8 are given away by rows of bf16",
+        LAYERS,
+        "return _OF_FP8[operation] if fp8 else operation",
+        "return operation",
+        "tests/unit/test_tune_layers.py",
+    ),
+    python(
+        "a layer of FP8 runs as one of bf16 with as many inputs",
+        LAYERS,
+        "_FP8_TO_BF16 = 2",
+        "_FP8_TO_BF16 = 1",
+        OF_TABLES,
+    ),
+    python(
+        "results go over scales that are still read",
+        SCALING,
+        "return overlap(out, self.x) or overlap(out, self.weight)",
+        "return overlap(out, self.x)",
+        "tests/emulated/test_linear_fp8.py",
+    ),
+    python(
+        "scales of another dtype are read as fp32",
+        SCALING,
+        "if scale.dtype is not torch.float32:",
+        "if False:",
+        "tests/emulated/test_linear_fp8.py",
     ),
     python(
         "two rows of a layer are for as many tokens",

@@ -81,6 +81,21 @@ def test_projections_with_silu_and_mul(dtype: str, tmp_path: Path) -> None:
     assert "mm + silu" in done.stdout
 
 
+@pytest.mark.parametrize("scales", ["row", "tensor"])
+def test_layers_of_fp8(scales: str, tmp_path: Path) -> None:
+    report = tmp_path / "linear.json"
+    options = ["--fp8", scales, "--shapes", "128x384", "--world", "2", "--json", str(report)]
+    done = run([*SMALL, *options])
+    assert done.returncode == 0, done.stderr
+    found = json.loads(report.read_text())
+    assert found["fp8"] == scales
+    for row in found["rows"]:
+        assert (row["outputs"], row["inputs"], row["fp8"], row["wrong"]) == (128, 384, True, [])
+        assert set(row["results"]) == {"llm_comm", "mm"}, "the layer alone"
+        assert all(0 < result["error"] <= 1 and result["us"] > 0 for result in row["results"].values())
+    assert f"linear layers of FP8, a scale for each {scales}" in done.stdout
+
+
 @pytest.mark.parametrize("options", [[], ["--silu"]])
 def test_choices(options: list[str], tmp_path: Path) -> None:
     report = tmp_path / "linear.json"

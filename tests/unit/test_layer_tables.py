@@ -17,6 +17,7 @@ from tables import plain_row
 from llm_comm import Config, ConfigError, _core
 from llm_comm.integrations.linear import about_linear, why_not_linear
 from llm_comm.operations.linear import Linear
+from llm_comm.operations.scaling import Scaling
 from llm_comm.planning.layers import LayerRow
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.table_files import load_table, table_text
@@ -197,6 +198,41 @@ def test_rows_of_layers_with_silu_and_mul_are_their_own() -> None:
     x, weight = torch.empty(1, 64, dtype=torch.float16), torch.empty(256, 64, dtype=torch.float16)
     Linear(handle, planner, silu_and_mul=True).find("linear_silu_and_mul", x, weight)
     assert choices_of(core) == [(16, 3, 1)]
+
+
+FP8 = LayerRow("linear_fp8", 128, 128, True, 4, True, 24, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "choice"),
+    [
+        ((SMALL,), 4, (16, 2, 1)),  # of bf16, with as many bytes in a row of the weight
+        ((SMALL, FP8), 4, (24, 3, 2)),
+        ((SMALL._replace(inputs=128),), 4, (0, 0, 0)),
+        ((SMALL._replace(operation="linear_silu_and_mul"),), 4, (0, 0, 0)),
+        ((SMALL, FP8), 5, (0, 0, 0)),
+        ((), 4, (0, 0, 0)),
+    ],
+)
+def test_how_a_layer_of_fp8_runs(rows: tuple[LayerRow, ...], tokens: int, choice: tuple[int, int, int]) -> None:
+    core = mock.Mock()
+    planner = planner_of(rows)
+    layers = Linear(mock.Mock(device=torch.device("cpu"), core=mock.Mock(return_value=core)), planner)
+    x, weight = (torch.empty(count, 128, dtype=torch.float8_e4m3fn) for count in (tokens, 128))
+    layers.find("linear", x, weight, Scaling(torch.ones(tokens, 1), torch.ones(1), torch.float16))
+    assert choices_of(core) == [choice]
+    (call,) = core.prepare_linear.mock_calls
+    assert call.kwargs["scales"] == (True, False)
+
+
+def test_rows_of_bf16_give_no_layer_of_fp8_away() -> None:
+    planner = planner_of((SMALL._replace(is_faster=True),))
+    assert not planner.prefers_layer("linear_fp8", 128, 64, 1)
+    assert not planner.prefers_layer("linear_fp8", 128, 128, 1)
+    assert planner_of((FP8,)).prefers_layer("linear_fp8", 128, 128, 4)
+    everything = planner_of((), fuse_linear=True)
+    assert everything.prefers_layer("linear_fp8", 64, 128, 1)
+    assert not everything.prefers_layer("linear_fp8", 64, 192, 1)
 
 
 def test_a_row_that_the_device_has_no_room_for_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,11 +12,13 @@ from cores import connected
 from llm_comm import Config, UnsupportedInputError, _core, registry
 from llm_comm.operations.linear import Linear
 from llm_comm.operations.operation import MAX_PREPARED, TORCH_TYPES
+from llm_comm.operations.scaling import Scaling
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.tables import TuningTable
 
 LARGEST = _core.linear_max_features
 STEP = _core.linear_multiple
+FP8_STEP = _core.linear_fp8_multiple
 MOST = _core.linear_max_tokens
 CPU = torch.device("cpu")
 
@@ -59,6 +61,30 @@ def test_the_core_takes_what_is_accepted(
             silu_and_mul=silu_and_mul,
             choice=_core.LinearChoice(),
         )
+    except ValueError:
+        assert not accepted
+    else:
+        assert accepted
+
+
+@pytest.mark.parametrize("data_type", registry.data_types())
+@pytest.mark.parametrize("inputs", [STEP, FP8_STEP, 3 * FP8_STEP // 2, LARGEST, LARGEST + FP8_STEP])
+@pytest.mark.parametrize("silu_and_mul", [False, True])
+def test_the_core_takes_the_fp8_that_is_accepted(data_type: str, inputs: int, silu_and_mul: bool) -> None:
+    (core,) = connected(1)
+    layers = layers_of(core, silu_and_mul)
+    layers._device = torch.device("meta")
+    outputs, dtype = STEP, TORCH_TYPES.get(data_type)
+    x, weight = (without_memory(rows, inputs, dtype=torch.float8_e4m3fn) for rows in (3, 2 * STEP))
+    scales = without_memory(3, 1, dtype=torch.float32), without_memory(1, dtype=torch.float32)
+    scaling = Scaling(*scales, dtype)
+    accepted = layers.accepts(x, weight, scaling)
+    assert layers._accepts_traced(x, weight, scaling) == accepted
+    assert accepted == (dtype in (torch.bfloat16, torch.float16) and inputs % FP8_STEP == 0 and inputs <= LARGEST)
+    number = list(registry.data_types()).index(data_type)
+    layer = {"tokens": 3, "inputs": inputs, "outputs": outputs, "data_type": number, "silu_and_mul": silu_and_mul}
+    try:
+        core.prepare_linear(**layer, choice=_core.LinearChoice(), scales=(True, False))
     except ValueError:
         assert not accepted
     else:

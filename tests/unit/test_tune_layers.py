@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ def measured(
     tokens: int, us: float | None, cublas_us: float | None, best_us: float | None = None, **of: Any
 ) -> Measured:
     shape = {"outputs": 128, "inputs": 64, "pdl": True, **of}
-    other = "cublas + silu" if shape.get("silu") else "cublas"
+    other = "cublas + silu" if shape.get("silu") else "scaled_mm" if shape.get("fp8") else "cublas"
     results = {"llm_comm": Result(us=us), other: Result(us=cublas_us)}
     best = None if best_us is None else Choice(16, 3, 2, Result(us=best_us))
     return Measured(tokens=tokens, layers=9, results=results, best=best, **shape)
@@ -45,17 +46,26 @@ def row(up_to: int, is_faster: bool, us: float | None, cublas_us: float | None, 
         (measured(4, 5.0, None), row(4, False, 5.0, None)),
         (measured(4, 5.00049, 6.0004), row(4, True, 5.0, 6.0)),
         (measured(4, 5.0, 6.0, silu=True), row(4, True, 5.0, 6.0)._replace(operation="linear_silu_and_mul")),
+        (measured(4, 5.0, 6.0, fp8=True), row(4, True, 5.0, 6.0)._replace(operation="linear_fp8")),
     ],
 )
 def test_the_row_of_what_was_measured(one: Measured, expected: LayerRow) -> None:
     assert tune_layers.rows_of([one]) == (expected,)
 
 
+def test_layers_of_fp8_are_compared_with_the_faster_of_others() -> None:
+    one = measured(4, 5.0, 6.0, fp8=True)
+    for us, faster in ((5.5, True), (4.9, False), (7.0, True), (None, True)):
+        both = dataclasses.replace(one, results={**one.results, "vllm cutlass": Result(us=us)})
+        (found,) = tune_layers.rows_of([both])
+        assert (found.is_faster, found.cublas_us) == (faster, min(us or 6.0, 6.0))
+
+
 def test_neighbours_that_run_alike_are_one_row_with_the_figures_of_the_largest() -> None:
     found = [measured(1, 4.0, 6.0), measured(8, 5.0, 6.0), measured(16, 6.0, 6.0), measured(32, 5.0, 7.0)]
     assert tune_layers.rows_of(found) == (row(8, True, 5.0, 6.0), row(16, False, 6.0, 6.0), row(32, True, 5.0, 7.0))
-    of_others = [{"inputs": 128}, {"pdl": False}, {"silu": True}, {}]
-    assert len(tune_layers.rows_of([measured(1, 4.0, 6.0, **of) for of in of_others])) == 4
+    of_others = [{"inputs": 128}, {"pdl": False}, {"silu": True}, {"fp8": True}, {}]
+    assert len(tune_layers.rows_of([measured(1, 4.0, 6.0, **of) for of in of_others])) == 5
 
 
 def test_layers_that_were_not_measured_stay() -> None:
@@ -125,11 +135,29 @@ def test_gate_and_up_are_measured_with_their_activation(group: dist.ProcessGroup
         assert not comm.prefers_linear(64, 128, 3)
 
 
+def test_layers_of_fp8_are_measured(group: dist.ProcessGroup) -> None:
+    with Communicator(group, "cpu", Config.load({})) as comm:
+        (found,) = tune_layers.measure(comm, group, [(64, 128)], (3,), 1, fp8=True)
+        assert (found.outputs, found.inputs, found.fp8, found.wrong) == (64, 128, True, False)
+        assert set(found.results) == {"llm_comm", "mm"}
+        assert len(found.choices) > 3
+        (row_,) = tune_layers.rows_of([found], on_gpu=False)
+        assert row_.layer() == ("linear_fp8", 64, 128, True)
+        comm.use_table(tune_layers.with_layers(comm.table, (row_._replace(is_faster=True),)))
+        assert comm.prefers_linear(64, 128, 3, fp8=True)
+        assert not comm.prefers_linear(64, 128, 3)
+        assert not comm.prefers_linear_silu_and_mul(64, 128, 3, fp8=True)
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
         (["--silu-layers", "64x100"], "--silu-layers 64x100: outputs and inputs are multiples of 64 up to 16777216"),
         (["--layers", "100x64"], "--layers 100x64: outputs and inputs are multiples of 64 up to 16777216"),
+        (
+            ["--fp8-layers", "64x192"],
+            "--fp8-layers 64x192: outputs and inputs are multiples of 64, inputs of 128, up to 16777216",
+        ),
         (["--layers", "64x64", "--tokens", "1,65"], "--tokens 1,65: 1 to 64 each"),
         (["--operations", "none"], "--operations none: there is nothing to measure"),
     ],

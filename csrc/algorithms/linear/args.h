@@ -1,6 +1,7 @@
 // Parameters of the kernels of linear layers.
 #pragma once
 
+#include "algorithms/linear/problem.h"
 #include "llm_comm/matrix_view.h"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
@@ -13,6 +14,11 @@ struct LinearArgs {
   uint32_t stages;
   uint32_t stage_boxes;
   uint32_t stage_bytes;
+  // Of FP8.
+  const float* x_scale;
+  const float* weight_scale;
+  ScaleOf x_scale_of;
+  ScaleOf weight_scale_of;
 };
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

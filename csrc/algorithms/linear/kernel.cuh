@@ -14,14 +14,15 @@
 // Stage s is full when its boxes have come, and empty when all warps of the teams have multiplied them. They say so of the stage before
 // the last one, whose products they know to be done. So a ring that is gone round has two stages at least.
 //
-// In shared memory lie the barriers, `full` and `empty` of each stage, and then the stages: boxes of the weight, then boxes of x. Behind
-// the last one may be read what no result depends on: rows of a box of the weight that it does not have. The sums of the teams take
+// In shared memory lie the barriers, `full` and `empty` of each stage, the scales, and then the stages: boxes of the weight, then boxes of
+// x. Behind the last one may be read what no result depends on: rows of a box of the weight that it does not have. The sums of the teams take
 // the place of the stages at the end.
 #pragma once
 
 #include "algorithms/linear/epilogue.cuh"
 #include "algorithms/linear/kernels.h"
 #include "algorithms/linear/layer.h"
+#include "algorithms/linear/scales.cuh"
 #include "llm_comm/tiles.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
@@ -52,7 +53,8 @@ struct LinearMemory {
 
   LLM_COMM_DEVICE SharedPlace full(uint32_t stage) const { return start + 2 * stage * kBarrierBytes; }
   LLM_COMM_DEVICE SharedPlace empty(uint32_t stage) const { return full(stage) + kBarrierBytes; }
-  LLM_COMM_DEVICE SharedPlace stage_at(uint32_t offset) const { return start + (linear::kBarrierBytes + offset); }
+  LLM_COMM_DEVICE SharedPlace scales() const { return start + linear::kBarrierBytes; }
+  LLM_COMM_DEVICE SharedPlace stage_at(uint32_t offset) const { return start + (linear::kHeaderBytes + offset); }
 };
 
 // One warp's part of a block.
@@ -62,7 +64,7 @@ class LinearFetch {
   LLM_COMM_DEVICE LinearFetch(const LinearArgs& args, const LinearMemory& memory)
       : args_(args),
         memory_(memory),
-        boxes_(args.x.columns / kBoxColumns),
+        boxes_(args.x.row_bytes / kBoxRowBytes),
         first_output_(block_index() * (args.block_outputs / WeightParts)),
         x_offset_(args.stage_boxes * args.block_outputs * kBoxRowBytes) {}
 
@@ -115,11 +117,11 @@ class LinearFetch {
 };
 
 // By all threads of a team.
-template <DataType D, uint32_t Tokens>
+template <FactorType F, uint32_t Tokens>
 LLM_COMM_DEVICE void multiply_for_linear(const LinearArgs& args, const LinearMemory& memory, uint32_t team,
                                          float (&sums)[Tokens / 2]) {
   static_assert(linear::kTeams == 2, "the boxes of a team: every second one");
-  const uint32_t all = args.x.columns / kBoxColumns;
+  const uint32_t all = args.x.row_bytes / kBoxRowBytes;
   const uint32_t weight_bytes = args.block_outputs * kBoxRowBytes;
   constexpr uint32_t kTokenBytes = Tokens * kBoxRowBytes;
   const Box weights = box_at(memory.stage_at(0));
@@ -131,7 +133,7 @@ LLM_COMM_DEVICE void multiply_for_linear(const LinearArgs& args, const LinearMem
     barrier_wait(memory.full(at.stage), at.round % 2);
     LLM_COMM_UNROLL(1)
     for (uint32_t i = (at.first + team) % 2; i < boxes; i += 2) {
-      multiply_boxes<D>(sums, moved(weights, at.offset + i * weight_bytes), args.block_outputs,
+      multiply_boxes<F>(sums, moved(weights, at.offset + i * weight_bytes), args.block_outputs,
                         moved(tokens, at.offset + i * kTokenBytes));
     }
     multiply_end();
@@ -145,21 +147,26 @@ LLM_COMM_DEVICE void multiply_for_linear(const LinearArgs& args, const LinearMem
   multiply_wait<0>(sums);
 }
 
-template <DataType D, LinearEpilogue E, uint32_t Tokens>
+template <FactorType F, DataType D, LinearEpilogue E, uint32_t Tokens>
 LLM_COMM_KERNEL(linear::kThreads)
 linear_layer(LLM_COMM_KERNEL_PARAM LinearArgs args) {
   const LinearMemory memory{tile_memory()};
   const uint32_t team = same_in_warp(thread_index() / kTeamThreads);
   const bool fetches = team == linear::kTeams;
   constexpr uint32_t kParts = kWeightParts<E>;
+  const uint32_t outputs = args.block_outputs / kParts;
+  const uint32_t first = block_index() * outputs;
   const LinearFetch<Tokens, kParts> fetch(args, memory);
+  LinearScales<F> scales(memory.scales());
   if (fetches) fetch.begin();
   block_sync();
   float sums[Tokens / 2] = {};
   if (fetches) {
     fetch.run();
   } else {
-    multiply_for_linear<D, Tokens>(args, memory, team, sums);
+    scales.load(args, team, first, outputs);
+    multiply_for_linear<F, Tokens>(args, memory, team, sums);
+    scales.share(team, args.block_outputs);
   }
   block_sync();  // nobody reads a stage any more
 
@@ -176,9 +183,7 @@ linear_layer(LLM_COMM_KERNEL_PARAM LinearArgs args) {
   }
   block_sync();
   // Who reads what was there before has ended: of x, which has been multiplied, all has been fetched behind the wait for it.
-  const uint32_t outputs = args.block_outputs / kParts;
   const uint32_t lines = outputs / linear::kLineElements;
-  const uint32_t first = block_index() * outputs;
   LLM_COMM_UNROLL(1)
   for (uint32_t i = thread_index(); i < args.x.rows * lines; i += block_threads()) {
     const uint32_t token = i / lines;
@@ -189,10 +194,11 @@ linear_layer(LLM_COMM_KERNEL_PARAM LinearArgs args) {
     Line line{};
     LLM_COMM_UNROLL(8)
     for (uint32_t j = 0; j < linear::kLineElements; ++j) {
-      uint16_t bits = Element<D>::round(of_even[j] + of_odd[j]);
+      uint16_t bits = Element<D>::round(scales.scaled(of_even[j] + of_odd[j], token, output + j));
       if constexpr (E == LinearEpilogue::kSiluAndMul) {
         const uint32_t up = outputs + j;
-        bits = silu_and_mul<D>(bits, Element<D>::round(of_even[up] + of_odd[up]));
+        const float sum = scales.scaled(of_even[up] + of_odd[up], token, output + up);
+        bits = silu_and_mul<D>(bits, Element<D>::round(sum));
       }
       line.word[j / 2] |= static_cast<uint32_t>(bits) << 16 * (j % 2);
     }
@@ -200,17 +206,17 @@ linear_layer(LLM_COMM_KERNEL_PARAM LinearArgs args) {
   }
 }
 
-template <DataType D, LinearEpilogue E>
-LinearKernel LinearKernels<D, E>::find(uint32_t token_rows) {
+template <FactorType F, DataType D, LinearEpilogue E>
+LinearKernel LinearKernels<F, D, E>::find(uint32_t token_rows) {
   switch (token_rows) {
     case 8:
-      return &linear_layer<D, E, 8>;
+      return &linear_layer<F, D, E, 8>;
     case 16:
-      return &linear_layer<D, E, 16>;
+      return &linear_layer<F, D, E, 16>;
     case 32:
-      return &linear_layer<D, E, 32>;
+      return &linear_layer<F, D, E, 32>;
     case 64:
-      return &linear_layer<D, E, 64>;
+      return &linear_layer<F, D, E, 64>;
     default:
       return nullptr;
   }

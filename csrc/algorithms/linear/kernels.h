@@ -1,4 +1,4 @@
-// The kernels of linear layers by data type, epilogue and rows of a box of x. They are compiled in translation units of their own, which
+// The kernels of linear layers by types of factors and results, epilogue and rows of a box of x. They are compiled in translation units of their own, which
 // CMake makes (cmake/algorithms.cmake): for GPUs with the instructions that only one architecture has.
 #pragma once
 
@@ -10,29 +10,39 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 using LinearKernel = void (*)(LinearArgs);
 
-template <DataType D, LinearEpilogue E>
+template <FactorType F, DataType D, LinearEpilogue E>
 struct LinearKernels {
   // nullptr where there is no such kernel. Defined in kernel.cuh, for the translation unit that compiles them.
   static LinearKernel find(uint32_t token_rows);
 };
 
-extern template struct LinearKernels<DataType::kBFloat16, LinearEpilogue::kNone>;
-extern template struct LinearKernels<DataType::kBFloat16, LinearEpilogue::kSiluAndMul>;
-extern template struct LinearKernels<DataType::kFloat16, LinearEpilogue::kNone>;
-extern template struct LinearKernels<DataType::kFloat16, LinearEpilogue::kSiluAndMul>;
+extern template struct LinearKernels<FactorType::kBFloat16, DataType::kBFloat16, LinearEpilogue::kNone>;
+extern template struct LinearKernels<FactorType::kBFloat16, DataType::kBFloat16, LinearEpilogue::kSiluAndMul>;
+extern template struct LinearKernels<FactorType::kFloat16, DataType::kFloat16, LinearEpilogue::kNone>;
+extern template struct LinearKernels<FactorType::kFloat16, DataType::kFloat16, LinearEpilogue::kSiluAndMul>;
+extern template struct LinearKernels<FactorType::kFloat8, DataType::kBFloat16, LinearEpilogue::kNone>;
+extern template struct LinearKernels<FactorType::kFloat8, DataType::kBFloat16, LinearEpilogue::kSiluAndMul>;
+extern template struct LinearKernels<FactorType::kFloat8, DataType::kFloat16, LinearEpilogue::kNone>;
+extern template struct LinearKernels<FactorType::kFloat8, DataType::kFloat16, LinearEpilogue::kSiluAndMul>;
 
-template <LinearEpilogue E>
-LinearKernel find_linear_kernel(DataType type, uint32_t token_rows) {
-  if (type == DataType::kBFloat16) return LinearKernels<DataType::kBFloat16, E>::find(token_rows);
-  if (type == DataType::kFloat16) return LinearKernels<DataType::kFloat16, E>::find(token_rows);
-  return nullptr;
+template <FactorType F, DataType D>
+LinearKernel find_linear_kernel(LinearEpilogue epilogue, uint32_t token_rows) {
+  if (epilogue == LinearEpilogue::kSiluAndMul) {
+    return LinearKernels<F, D, LinearEpilogue::kSiluAndMul>::find(token_rows);
+  }
+  return LinearKernels<F, D, LinearEpilogue::kNone>::find(token_rows);
 }
 
-inline LinearKernel find_linear_kernel(DataType type, LinearEpilogue epilogue, uint32_t token_rows) {
-  if (epilogue == LinearEpilogue::kSiluAndMul) {
-    return find_linear_kernel<LinearEpilogue::kSiluAndMul>(type, token_rows);
+// Of types that are served (layer.h).
+inline LinearKernel find_linear_kernel(FactorType factors, DataType type, LinearEpilogue epilogue,
+                                       uint32_t token_rows) {
+  const bool is_bf16 = type == DataType::kBFloat16;
+  if (factors == FactorType::kFloat8) {
+    return is_bf16 ? find_linear_kernel<FactorType::kFloat8, DataType::kBFloat16>(epilogue, token_rows)
+                   : find_linear_kernel<FactorType::kFloat8, DataType::kFloat16>(epilogue, token_rows);
   }
-  return find_linear_kernel<LinearEpilogue::kNone>(type, token_rows);
+  return is_bf16 ? find_linear_kernel<FactorType::kBFloat16, DataType::kBFloat16>(epilogue, token_rows)
+                 : find_linear_kernel<FactorType::kFloat16, DataType::kFloat16>(epilogue, token_rows);
 }
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

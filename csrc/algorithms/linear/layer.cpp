@@ -4,12 +4,9 @@
 #include <stdexcept>
 #include <string>
 
-#include "llm_comm/matrix_view.h"
-
 namespace llm_comm::linear {
 
-static_assert(kMultiple % kBoxColumns == 0 && kTeamThreads == llm_comm::kTeamThreads &&
-              kMaxBlockOutputs == kMaxBoxRows);
+static_assert(kMaxBlockOutputs == kMaxBoxRows);
 
 namespace {
 
@@ -23,7 +20,7 @@ uint32_t weight_rows(const LinearProblem& problem) { return weight_parts(problem
 // Results are stored in lines, and a line needs as many rows of each part.
 uint32_t rows_of_line(const LinearProblem& problem) { return weight_parts(problem.epilogue) * kLineElements; }
 
-uint32_t boxes_of_row(const LinearProblem& problem) { return problem.inputs / kBoxColumns; }
+uint32_t boxes_of_row(const LinearProblem& problem) { return problem.inputs / inputs_multiple(problem.factors); }
 
 uint32_t shared_bytes(const LinearProblem& problem, const LinearChoice& choice) {
   const uint32_t ring = choice.stages * stage_bytes(problem, choice);
@@ -31,7 +28,7 @@ uint32_t shared_bytes(const LinearProblem& problem, const LinearChoice& choice) 
   const uint32_t beyond = (kMaxBoxRows - choice.block_outputs) * kBoxRowBytes;
   const uint32_t sums = kTeams * token_rows(problem.tokens) * (choice.block_outputs + kSumsPadding) *
                         static_cast<uint32_t>(sizeof(float));
-  return kBoxAlignment + kBarrierBytes + std::max(ring + beyond, sums);
+  return kBoxAlignment + kHeaderBytes + std::max(ring + beyond, sums);
 }
 
 // A stage is given back when the next one is being multiplied.
@@ -56,16 +53,20 @@ uint32_t balanced_outputs(const LinearProblem& problem, uint32_t sm_count) {
 
 void check(const LinearProblem& problem) {
   const auto refuse = [](const std::string& why) { throw std::invalid_argument("linear layer: " + why); };
-  if (!serves(problem.type)) refuse(std::string("it has no kernels for ") + data_type_name(problem.type));
+  if (!serves(problem.factors, problem.type)) {
+    refuse(std::string("it has no kernels for ") + factor_type_name(problem.factors) + " with results of " +
+           data_type_name(problem.type));
+  }
   if (problem.tokens == 0 || problem.tokens > kMaxTokens) {
     refuse(std::to_string(problem.tokens) + " tokens; it takes 1 to " + std::to_string(kMaxTokens));
   }
-  for (const uint32_t features : {problem.inputs, problem.outputs}) {
-    if (features == 0 || features % kMultiple != 0 || features > kMaxFeatures) {
-      refuse(std::to_string(features) + " features; it takes multiples of " + std::to_string(kMultiple) + " up to " +
-             std::to_string(kMaxFeatures));
-    }
-  }
+  const auto check_features = [&](uint32_t features, const char* name, uint32_t multiple) {
+    if (features > 0 && features % multiple == 0 && features <= kMaxFeatures) return;
+    refuse(std::to_string(features) + " " + name + "; it takes multiples of " + std::to_string(multiple) + " up to " +
+           std::to_string(kMaxFeatures));
+  };
+  check_features(problem.inputs, "inputs", inputs_multiple(problem.factors));
+  check_features(problem.outputs, "outputs", kMultiple);
 }
 
 uint32_t stage_bytes(const LinearProblem& problem, const LinearChoice& choice) {

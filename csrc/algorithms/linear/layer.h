@@ -5,27 +5,43 @@
 
 #include "algorithms/algorithm.h"
 #include "algorithms/linear/problem.h"
+#include "llm_comm/matrix_view.h"
 
 namespace llm_comm::linear {
 
 inline constexpr OperationInfo kInfo{
     .name = "linear", .title = "linear layer", .buffers = {{"x"}, {"weight"}, {.name = "out", .is_output = true}}};
+// Of FP8.
+inline constexpr OperationInfo kScaledInfo{
+    .name = "linear",
+    .title = "linear layer",
+    .buffers = {{"x"}, {"weight"}, {.name = "out", .is_output = true}, {"x_scale"}, {"weight_scale"}}};
 
 inline constexpr uint32_t kMaxTokens = 64;
-inline constexpr uint32_t kMultiple = 64;  // of inputs and of outputs
+inline constexpr uint32_t kMultiple = 64;  // of outputs
 inline constexpr uint32_t kMaxFeatures = 1u << 24;
 inline constexpr uint32_t kLineElements = 8;
 inline constexpr uint32_t kMaxBlockOutputs = 64;
 inline constexpr uint32_t kTeams = 2;
-inline constexpr uint32_t kTeamThreads = 128;  // as of tiles.cuh, which kernels include
 inline constexpr uint32_t kThreads = kTeams * kTeamThreads + 32;
 inline constexpr uint32_t kMaxStages = 16;
 inline constexpr uint32_t kMaxStageBoxes = 8;
-inline constexpr uint32_t kBarrierBytes = 1024;
+inline constexpr uint32_t kBarrierBytes = 512;
+inline constexpr uint32_t kScalesBytes = (kMaxTokens + kMaxBlockOutputs) * static_cast<uint32_t>(sizeof(float));
+// In front of the stages, which begin where boxes may.
+inline constexpr uint32_t kHeaderBytes = kBoxAlignment;
+static_assert(kBarrierBytes + kScalesBytes <= kHeaderBytes);
 // Between the sums of two tokens in shared memory, so that the threads of a warp meet in no bank.
 inline constexpr uint32_t kSumsPadding = 4;
 
-constexpr bool serves(DataType type) { return type == DataType::kBFloat16 || type == DataType::kFloat16; }
+constexpr bool serves(FactorType factors, DataType type) {
+  const bool is_bf16 = type == DataType::kBFloat16, is_fp16 = type == DataType::kFloat16;
+  if (factors == FactorType::kFloat8) return is_bf16 || is_fp16;
+  return factors == FactorType::kBFloat16 ? is_bf16 : is_fp16;
+}
+
+// Of inputs, too: whole boxes.
+constexpr uint32_t inputs_multiple(FactorType factors) { return kBoxRowBytes / factor_bytes(factors); }
 
 // Rows of a box of x, for which there is a kernel each.
 constexpr uint32_t token_rows(uint32_t tokens) { return tokens <= 8 ? 8 : tokens <= 16 ? 16 : tokens <= 32 ? 32 : 64; }

@@ -1,5 +1,5 @@
 // A linear layer of a few tokens: y = x W^T, as torch.nn.functional.linear without a bias, or what an epilogue makes of it. No rank
-// takes part but this one.
+// takes part but this one. x and W are of bf16 or fp16, or of FP8 with scales.
 #pragma once
 
 #include <cstdint>
@@ -17,12 +17,24 @@ enum class LinearEpilogue : uint32_t {
 // Matrices of `outputs` rows that the weight consists of, one behind the other.
 constexpr uint32_t weight_parts(LinearEpilogue epilogue) { return epilogue == LinearEpilogue::kSiluAndMul ? 2 : 1; }
 
+// That are not scaled, for results of a type; any where there are none.
+constexpr FactorType factors_of_type(DataType type) {
+  return type == DataType::kFloat16 ? FactorType::kFloat16 : FactorType::kBFloat16;
+}
+
+// Whose each scale of FP8 elements is. An element stands for its value times its scale.
+enum class ScaleOf : uint32_t { kTensor, kRow };
+
 struct LinearProblem {
-  uint32_t tokens;   // rows of x and y
-  uint32_t inputs;   // columns of x and of the weight
-  uint32_t outputs;  // columns of y, rows of each part of the weight
-  DataType type;     // of all three
+  uint32_t tokens;     // rows of x and y
+  uint32_t inputs;     // columns of x and of the weight
+  uint32_t outputs;    // columns of y, rows of each part of the weight
+  FactorType factors;  // of x and of the weight
+  DataType type;       // of y: that of the factors, unless they are FP8
   LinearEpilogue epilogue = LinearEpilogue::kNone;
+  // Of FP8, and no others.
+  ScaleOf x_scale = ScaleOf::kTensor;
+  ScaleOf weight_scale = ScaleOf::kTensor;
 };
 
 // 0: as the layer finds best.

@@ -34,6 +34,7 @@ class CudaLauncher {
       : device_(device),
         dependent_launch_(dependent_launch && architecture >= 90),
         has_tensor_maps_(architecture >= 90),
+        multiplies_fp8_(architecture >= 89),
         max_cluster_blocks_(architecture >= 90 ? kMostClusterBlocks : 1),
         max_shared_bytes_(static_cast<uint32_t>(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device))),
         sm_count_(static_cast<uint32_t>(device_attribute(cudaDevAttrMultiProcessorCount, device))) {
@@ -44,6 +45,7 @@ class CudaLauncher {
         context_(other.context_),
         dependent_launch_(other.dependent_launch_),
         has_tensor_maps_(other.has_tensor_maps_),
+        multiplies_fp8_(other.multiplies_fp8_),
         max_cluster_blocks_(other.max_cluster_blocks_),
         max_shared_bytes_(other.max_shared_bytes_),
         sm_count_(other.sm_count_),
@@ -71,6 +73,7 @@ class CudaLauncher {
 
   uint32_t max_cluster_blocks() const { return max_cluster_blocks_; }
   uint32_t sm_count() const { return sm_count_; }
+  bool multiplies_fp8() const { return multiplies_fp8_; }
   uint32_t max_shared_bytes() const { return max_shared_bytes_; }
 
   // All that a block can have, once and for all: what one call wants of the function must not bound another one.
@@ -237,6 +240,7 @@ class CudaLauncher {
   CUcontext context_ = nullptr;  // the device's primary context
   bool dependent_launch_;
   bool has_tensor_maps_;
+  bool multiplies_fp8_;
   uint32_t max_cluster_blocks_;
   uint32_t max_shared_bytes_;
   uint32_t sm_count_;
@@ -255,10 +259,13 @@ int load_kernels(uint32_t world_size) {
   const auto load = [&](const void* kernel) {
     check(cudaFuncGetAttributes(&attributes, kernel), "this build of llm_comm has no kernels for the GPU");
   };
-  for (const DataType type : {DataType::kBFloat16, DataType::kFloat16}) {
-    for (const LinearEpilogue epilogue : {LinearEpilogue::kNone, LinearEpilogue::kSiluAndMul}) {
-      for (const uint32_t tokens : {8u, 16u, 32u, 64u}) {
-        load(reinterpret_cast<const void*>(find_linear_kernel(type, epilogue, tokens)));
+  for (const FactorType factors : {FactorType::kBFloat16, FactorType::kFloat16, FactorType::kFloat8}) {
+    for (const DataType type : {DataType::kBFloat16, DataType::kFloat16}) {
+      if (!linear::serves(factors, type)) continue;
+      for (const LinearEpilogue epilogue : {LinearEpilogue::kNone, LinearEpilogue::kSiluAndMul}) {
+        for (const uint32_t tokens : {8u, 16u, 32u, 64u}) {
+          load(reinterpret_cast<const void*>(find_linear_kernel(factors, type, epilogue, tokens)));
+        }
       }
     }
   }

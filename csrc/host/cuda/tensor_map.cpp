@@ -6,23 +6,22 @@
 
 namespace llm_comm::host {
 
-// Columns of a box, rows of a part, parts where there are several, and boxes, which are the outermost: one fetch takes several boxes,
+// Elements of a row of a box, rows of a part, parts where there are several, and boxes, which are the outermost: one fetch takes several boxes,
 // each of which lies row by row. Rows beyond those of a part are none of the next one: they come as zeros.
 void encode_tensor_map(MatrixView& matrix, uint32_t parts, uint32_t box_rows, uint32_t boxes, BoxUse use) {
-  constexpr uint64_t kElementBytes = 2;
-  static_assert(kBoxColumns * kElementBytes == kBoxRowBytes);
+  // Elements are moved, so bf16 stands for all types: for fp16, and for two of FP8.
+  constexpr uint32_t kBoxElements = kBoxRowBytes / 2;
   const uint32_t outermost = parts == 1 ? 2 : 3;
-  const uint64_t row_bytes = matrix.columns * kElementBytes;
-  cuuint64_t sizes[] = {kBoxColumns, matrix.rows, parts, 0};
+  const uint64_t row_bytes = matrix.row_bytes;
+  cuuint64_t sizes[] = {kBoxElements, matrix.rows, parts, 0};
   cuuint64_t strides[] = {row_bytes, matrix.rows * row_bytes, 0};  // of all dimensions but the first
-  cuuint32_t box[] = {kBoxColumns, box_rows / parts, parts, 0};
-  sizes[outermost] = matrix.columns / kBoxColumns;
+  cuuint32_t box[] = {kBoxElements, box_rows / parts, parts, 0};
+  sizes[outermost] = matrix.row_bytes / kBoxRowBytes;
   strides[outermost - 1] = kBoxRowBytes;
   box[outermost] = boxes;
   const cuuint32_t steps[] = {1, 1, 1, 1};
   CUtensorMap map;
   static_assert(sizeof(map) == sizeof(matrix.map));
-  // Elements are moved, so bf16 stands for fp16 as well.
   check(Driver::get().tensor_map_encode_tiled(
             &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, outermost + 1, const_cast<void*>(matrix.data), sizes, strides, box,
             steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,

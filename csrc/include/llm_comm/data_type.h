@@ -30,4 +30,21 @@ LLM_COMM_HOST constexpr const char* data_type_name(DataType type) {
   return "unknown data type";
 }
 
+// Element types of matrices that are multiplied. FP8 is e4m3 (fp8.cuh).
+enum class FactorType : uint32_t { kBFloat16 = 0, kFloat16 = 1, kFloat8 = 2 };
+
+LLM_COMM_HOST constexpr uint32_t factor_bytes(FactorType type) { return type == FactorType::kFloat8 ? 1 : 2; }
+
+LLM_COMM_HOST constexpr const char* factor_type_name(FactorType type) {
+  switch (type) {
+    case FactorType::kBFloat16:
+      return "bf16";
+    case FactorType::kFloat16:
+      return "fp16";
+    case FactorType::kFloat8:
+      return "fp8";
+  }
+  return "unknown data type";
+}
+
 }  // namespace llm_comm

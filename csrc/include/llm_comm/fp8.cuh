@@ -28,6 +28,16 @@ LLM_COMM_DEVICE uint8_t e4m3_from_bits(uint32_t bits) {
   return static_cast<uint8_t>(sign | drop((magnitude & 0x7FFFFFu) | 0x800000u, 20 + 127 - 6 - exponent));
 }
 
+// Every value of e4m3 is one of fp32.
+LLM_COMM_DEVICE float e4m3_to_float(uint8_t bits) {
+  const uint32_t sign = (bits & 0x80u) << 24;
+  const uint32_t magnitude = bits & 0x7Fu;
+  if (magnitude == 0x7F) return bits_to_float(0x7FFFFFFFu);
+  if (magnitude >= 8) return bits_to_float(sign | ((magnitude << 20) + ((127u - 7u) << 23)));
+  const float value = static_cast<float>(magnitude) * 0x1p-9f;  // below 2^-6 in multiples of that
+  return sign != 0 ? -value : value;
+}
+
 // The nearest e4m3 value, ties to even; beyond +-448 saturated, NaN becomes 0x7F.
 LLM_COMM_DEVICE uint8_t float_to_e4m3(float value) {
   uint8_t bits;

@@ -113,21 +113,20 @@ LLM_COMM_DEVICE void fetch_boxes(SharedPlace to, const MatrixView& matrix, uint3
   }
 #else
   constexpr uint32_t kPieces = kBoxRowBytes / sizeof(Line);
-  constexpr uint32_t kPieceColumns = kBoxColumns / kPieces;
   for (uint32_t i = thread_index() % kWarpThreads; i < boxes * rows * kPieces; i += kWarpThreads) {
     const uint32_t row_of_boxes = i / kPieces;
     const uint32_t r = row_of_boxes % rows;
     const uint32_t piece = i % kPieces;
-    const uint32_t column = (box + row_of_boxes / rows) * kBoxColumns + piece * kPieceColumns;
+    const uint32_t byte = (box + row_of_boxes / rows) * kBoxRowBytes + piece * static_cast<uint32_t>(sizeof(Line));
     uint32_t row_of_part = row + r;
     uint64_t row_of_all = row_of_part;
     if constexpr (Parts > 1) {
       row_of_part = row + r % (rows / Parts);
       row_of_all = uint64_t{r / (rows / Parts)} * matrix.rows + row_of_part;
     }
-    const bool is_there = row_of_part < matrix.rows && column < matrix.columns;
+    const bool is_there = row_of_part < matrix.rows && byte < matrix.row_bytes;
     const auto* const from =
-        static_cast<const uint16_t*>(matrix.data) + (is_there ? row_of_all * matrix.columns + column : 0);
+        static_cast<const char*>(matrix.data) + (is_there ? row_of_all * matrix.row_bytes + byte : 0);
     const uint32_t place = to + row_of_boxes * kBoxRowBytes + (piece ^ r % 8) * static_cast<uint32_t>(sizeof(Line));
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(place), "l"(from), "r"(is_there ? 16u : 0u)
                  : "memory");
@@ -142,6 +141,9 @@ LLM_COMM_DEVICE void fetch_end(SharedPlace full) {
 }
 
 // ---- Multiplying -------------------------------------------------------------------------------------------------
+
+// Of a row, by an instruction of either kind and any type of elements: operands lie alike, whatever their bytes mean.
+inline constexpr uint32_t kStepBytes = 32;
 
 #if LLM_COMM_HAS_WGMMA
 
@@ -160,8 +162,14 @@ LLM_COMM_DEVICE Box moved(Box box, uint32_t bytes) { return {box.descriptor + (b
 
 namespace tiles {
 
+// Of FP8 both operands lie along their columns anyway: there are no flags for it.
 #define LLM_COMM_WGMMA(count, registers, operands, ...)                                                    \
-  if constexpr (D == DataType::kBFloat16) {                                                                \
+  if constexpr (F == FactorType::kFloat8) {                                                                \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #count "k32.f32.e4m3.e4m3 {" registers "}, " operands \
+                 ", 1, 1, 1;"                                                                              \
+                 : __VA_ARGS__                                                                             \
+                 : "l"(outputs), "l"(tokens));                                                             \
+  } else if constexpr (F == FactorType::kBFloat16) {                                                       \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #count "k16.f32.bf16.bf16 {" registers "}, " operands \
                  ", 1, 1, 1, 0, 0;"                                                                        \
                  : __VA_ARGS__                                                                             \
@@ -173,8 +181,8 @@ namespace tiles {
                  : "l"(outputs), "l"(tokens));                                                             \
   }
 
-// 64 outputs, 2 N tokens and 16 columns.
-template <DataType D, uint32_t N>
+// 64 outputs, 2 N tokens and 32 bytes of their columns.
+template <FactorType F, uint32_t N>
 LLM_COMM_DEVICE void wgmma(float (&sums)[N], uint64_t outputs, uint64_t tokens) {
   // clang-format off
   if constexpr (N == 4) {
@@ -222,12 +230,12 @@ LLM_COMM_DEVICE void multiply_wait(float (&sums)[N]) {
 }
 
 // The instruction takes 64 outputs. Where a box has fewer, the rest is what lies behind it: sums that nobody asks for.
-template <DataType D, uint32_t N>
+template <FactorType F, uint32_t N>
 LLM_COMM_DEVICE void multiply_boxes(float (&sums)[N], Box outputs, uint32_t, Box tokens) {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
   LLM_COMM_UNROLL(4)
-  for (uint32_t k = 0; k < kBoxColumns / 16; ++k) {
-    tiles::wgmma<D>(sums, outputs.descriptor + 2 * k, tokens.descriptor + 2 * k);
+  for (uint32_t k = 0; k < kBoxRowBytes / kStepBytes; ++k) {
+    tiles::wgmma<F>(sums, outputs.descriptor + 2 * k, tokens.descriptor + 2 * k);
   }
 }
 
@@ -246,15 +254,26 @@ LLM_COMM_DEVICE Box moved(Box box, uint32_t bytes) { return {box.place + bytes};
 
 namespace tiles {
 
-// The address of 8 columns of a row.
+// The address of 16 bytes of a row.
 LLM_COMM_DEVICE uint32_t piece(Box box, uint32_t row, uint32_t piece_of_row) {
   return box.place + row * kBoxRowBytes + (piece_of_row ^ row % 8) * static_cast<uint32_t>(sizeof(Line));
+}
+
+// From sm_89 on. The host launches none where it is missing.
+LLM_COMM_DEVICE void multiply_fp8(float* sums, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+#if __CUDA_ARCH__ >= 890
+  asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#else
+  __trap();
+#endif
 }
 
 }  // namespace tiles
 
 // A warp has 16 outputs; where a box has 8 more, twice the same.
-template <DataType D, uint32_t N>
+template <FactorType F, uint32_t N>
 LLM_COMM_DEVICE void multiply_boxes(float (&sums)[N], Box outputs, uint32_t output_rows, Box tokens) {
   const uint32_t lane = thread_index() % kWarpThreads;
   const uint32_t first = thread_index() % kTeamThreads / kWarpThreads * 16;
@@ -262,7 +281,7 @@ LLM_COMM_DEVICE void multiply_boxes(float (&sums)[N], Box outputs, uint32_t outp
   const uint32_t own = first + lane % 16;
   const uint32_t output = own < output_rows ? own : own - 8;
   LLM_COMM_UNROLL(4)
-  for (uint32_t k = 0; k < kBoxColumns / 16; ++k) {
+  for (uint32_t k = 0; k < kBoxRowBytes / kStepBytes; ++k) {
     uint32_t a[4];
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
@@ -275,7 +294,9 @@ LLM_COMM_DEVICE void multiply_boxes(float (&sums)[N], Box outputs, uint32_t outp
                    : "=r"(b[0]), "=r"(b[1])
                    : "r"(tiles::piece(tokens, 8 * i + lane % 8, 2 * k + lane / 8 % 2))
                    : "memory");
-      if constexpr (D == DataType::kBFloat16) {
+      if constexpr (F == FactorType::kFloat8) {
+        tiles::multiply_fp8(sums + 4 * i, a, b);
+      } else if constexpr (F == FactorType::kBFloat16) {
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
             : "+f"(sums[4 * i]), "+f"(sums[4 * i + 1]), "+f"(sums[4 * i + 2]), "+f"(sums[4 * i + 3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));

@@ -2,9 +2,9 @@
 // plain code. Boxes lie row by row.
 #pragma once
 
+#include "llm_comm/factor.cuh"
 #include "llm_comm/fragment.cuh"
 #include "llm_comm/matrix_view.h"
-#include "llm_comm/reduce.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
@@ -48,16 +48,15 @@ template <uint32_t Parts>
 LLM_COMM_DEVICE void fetch_boxes(SharedPlace to, const MatrixView& matrix, uint32_t row, uint32_t box, uint32_t rows,
                                  uint32_t boxes, SharedPlace, BoxUse) {
   if (!is_first_lane()) return;
-  constexpr uint32_t kElements = sizeof(Line) / sizeof(uint16_t);
   auto* line = pointer_to<Line>(to);
   for (uint32_t b = box; b < box + boxes; ++b) {
     for (uint32_t i = 0; i < rows; ++i) {
       const uint32_t part = i / (rows / Parts);
       const uint32_t r = row + i % (rows / Parts);
-      for (uint32_t c = b * kBoxColumns; c < (b + 1) * kBoxColumns; c += kElements) {
-        const bool is_there = r < matrix.rows && c < matrix.columns;
+      for (uint32_t byte = b * kBoxRowBytes; byte < (b + 1) * kBoxRowBytes; byte += sizeof(Line)) {
+        const bool is_there = r < matrix.rows && byte < matrix.row_bytes;
         const uint64_t row_of_all = uint64_t{part} * matrix.rows + r;
-        const auto* const from = static_cast<const uint16_t*>(matrix.data) + row_of_all * matrix.columns + c;
+        const auto* const from = static_cast<const char*>(matrix.data) + row_of_all * matrix.row_bytes + byte;
         *line++ = is_there ? load_line(from) : Line{};
       }
     }
@@ -79,16 +78,17 @@ LLM_COMM_DEVICE void multiply_end() {}
 template <uint32_t Groups, uint32_t N>
 LLM_COMM_DEVICE void multiply_wait(float (&)[N]) {}
 
-template <DataType D, uint32_t N>
+// Products are exact in fp32, those of FP8 too. Unlike on GPUs, so are sums but for their rounding to fp32.
+template <FactorType F, uint32_t N>
 LLM_COMM_DEVICE void multiply_boxes(float (&sums)[N], Box outputs, uint32_t output_rows, Box tokens) {
-  using E = Element<D>;
   const uint32_t thread = thread_index() % kTeamThreads;
   for (uint32_t i = 0; i < N; ++i) {
     const uint32_t output = output_of(thread, i);
     if (output >= output_rows) continue;
-    const auto* const weights = pointer_to<uint16_t>(outputs.place) + output * kBoxColumns;
-    const auto* const x = pointer_to<uint16_t>(tokens.place) + token_of(thread, i) * kBoxColumns;
-    for (uint32_t k = 0; k < kBoxColumns; ++k) sums[i] = multiply_add(E::value(weights[k]), E::value(x[k]), sums[i]);
+    const auto* const weights = pointer_to<const Factor<F>>(outputs.place + output * kBoxRowBytes);
+    const auto* const x = pointer_to<const Factor<F>>(tokens.place + token_of(thread, i) * kBoxRowBytes);
+    constexpr uint32_t kColumns = kBoxRowBytes / sizeof(Factor<F>);
+    for (uint32_t k = 0; k < kColumns; ++k) sums[i] = multiply_add(weights[k].value(), x[k].value(), sums[i]);
   }
 }
 

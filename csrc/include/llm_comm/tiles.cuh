@@ -1,8 +1,9 @@
 // Products of matrices out of shared memory: a second door to the target, for kernels that fetch boxes of a matrix ahead of their use
 // and multiply them. GPUs have instructions for both, and which depends on the GPU: all of it is behind these names.
 //
-// A box is up to 64 rows, a multiple of 8, of kBoxColumns columns: a column is an element of 2 bytes, so a row of a box is 128 bytes.
-// In shared memory a box begins at a multiple of kBoxAlignment and takes kBoxRowBytes for each row. How it lies there is the target's.
+// A box is up to 64 rows, a multiple of 8, of kBoxRowBytes: 64 columns of 2-byte elements, or 128 of FP8. Its place in a row of the
+// matrix is a multiple of that. In shared memory a box begins at a multiple of kBoxAlignment and takes kBoxRowBytes for each row. How it
+// lies there is the target's.
 //
 // Shared memory      SharedPlace, to which bytes can be added; tile_memory(): where the dynamic shared memory of the block begins, at a
 //                    multiple of kBoxAlignment, for which up to kBoxAlignment are left out; pointer_to<T>(place)
@@ -21,6 +22,7 @@
 //                    tokens, in fp32. `sums` has tokens / 2 values in each thread: which, fragment.cuh says. Outputs that the box
 //                    does not have get any value.
 //                    Box: box_at(place), and moved(box, bytes), which takes less time than another box_at().
+//                    Of FP8, GPUs add with fewer bits than fp32 has (docs/linear.md).
 //                    multiply_boxes<type>(sums, outputs, rows of it, tokens) adds to the sums; multiply_end() stands behind a group of
 //                    those. After multiply_wait<n>(sums) all groups but the last n are done, and their boxes may be overwritten; the
 //                    sums may be read after multiply_wait<0>(sums). The order of additions of a value depends on nothing but the

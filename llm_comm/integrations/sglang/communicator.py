@@ -192,9 +192,10 @@ def _set_up_linears(group: Any, communicator: Communicator) -> str:
 def _hook_linears() -> str | None:
     """Makes SGLang ready for it on this rank; nothing changes yet. Returns why it cannot be, if so."""
     try:
-        from llm_comm.integrations.sglang import linear
+        from llm_comm.integrations.sglang import linear, scaled_linear
 
         linear.set_up()
+        scaled_linear.set_up()
     except Exception as error:
         logger.debug("linear layers cannot be set up", exc_info=True)
         return f"unknown version of SGLang ({type(error).__name__}: {error})"
@@ -318,10 +319,24 @@ class LlmCommAllReduce:
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         """``x @ weight.T`` of this rank by llm_comm, a new tensor; None if it declines, or is not preferred."""
+        return self._try_linear(x, weight)
+
+    def scaled_linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        x_scale: torch.Tensor,
+        weight_scale: torch.Tensor,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor | None:
+        """The same of FP8, with its scales, as ``Communicator.linear`` takes them."""
+        return self._try_linear(x, weight.detach(), (x_scale, weight_scale), out_dtype)
+
+    def _try_linear(self, x: torch.Tensor, weight: torch.Tensor, *of_fp8: Any) -> torch.Tensor | None:
         communicator = self._llm_comm
         if communicator is None or weight.dim() != 2:
             return None
-        result = try_linear(communicator, x, weight)
+        result = try_linear(communicator, x, weight, *of_fp8)
         if result is not None and not self._has_linear:
             self._has_linear = True
             if dist.get_rank() == 0:

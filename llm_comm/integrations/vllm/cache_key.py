@@ -27,6 +27,7 @@ _SOURCES = (
     "linear_op.py",
     "linear_pass.py",
     "pass_manager.py",
+    "scaled_op.py",
 )
 
 

@@ -1,5 +1,5 @@
 """A pass of vLLM's compiler: linear layers that no all-reduce comes after, those split by columns, become operators of
-llm_comm; gate and up together with silu-and-mul (``column_op.py``).
+llm_comm; gate and up together with silu-and-mul (``column_op.py``; of FP8 ``scaled_op.py``).
 
 It runs behind ``linear_pass.py``, to which those belong that an all-reduce comes after, and leaves alone what the
 group's communicator would decline for every batch. In both supported versions of vLLM silu-and-mul is a chain of
@@ -24,6 +24,7 @@ from llm_comm.integrations.vllm.fused_op import all_reduce_add_rms_norm
 from llm_comm.integrations.vllm.fusion_pass import log_once
 from llm_comm.integrations.vllm.graph_layers import RESHAPES, Layer, Node, erase, layer_of, reshaped
 from llm_comm.integrations.vllm.layer_pass import LayerPass
+from llm_comm.integrations.vllm.scaled_op import scaled_linear, scaled_linear_silu_and_mul
 
 # What sums the result of a layer over ranks.
 _SUMS = (torch.ops.vllm.all_reduce.default, torch.ops.vllm.reduce_scatter.default, all_reduce_add_rms_norm)
@@ -60,7 +61,8 @@ class ColumnLinearPass(LayerPass, VllmPatternMatcherPass):  # type: ignore[misc]
         for node in activations:
             _replace_with_activation(graph, node, group.unique_name)
         alone = list(_alone(graph))
-        preferred = [layer for layer in alone if group.device_communicator.prefers_linear(*layer.shape)]
+        prefers = group.device_communicator.prefers_linear
+        preferred = [layer for layer in alone if prefers(*layer.shape, layer.scales is not None)]
         for layer in preferred:
             _replace(graph, layer, group.unique_name)
         self.matched_count = len(activations) + len(preferred)
@@ -82,7 +84,7 @@ def _is_wanted(match: pm.Match) -> bool:
         return False
     rows, inputs = layer.shape
     prefers = get_tp_group().device_communicator.prefers_linear_silu_and_mul
-    return prefers(rows // 2, inputs)  # type: ignore[no-any-return]
+    return prefers(rows // 2, inputs, layer.scales is not None)  # type: ignore[no-any-return]
 
 
 def _replace_with_activation(graph: torch.fx.Graph, activation: Node, group: str) -> None:
@@ -91,8 +93,11 @@ def _replace_with_activation(graph: torch.fx.Graph, activation: Node, group: str
     layer: Any = layer_of(y)
     x = layer.x.meta["val"]
     with graph.inserting_before(activation):
-        ours = graph.call_function(linear_silu_and_mul, (layer.x, layer.weight, group))
-        ours.meta["val"] = x.new_empty((x.shape[0], layer.shape[0] // 2))
+        if layer.scales is None:
+            ours = graph.call_function(linear_silu_and_mul, (layer.x, layer.weight, group))
+        else:
+            ours = graph.call_function(scaled_linear_silu_and_mul, _operands(layer, group))
+        ours.meta["val"] = x.new_empty((x.shape[0], layer.shape[0] // 2), dtype=layer.dtype)
         if layer.reshape is not None:
             ours = reshaped(graph, ours, layer.reshape)
     ours.meta.update(activation.meta)
@@ -112,9 +117,18 @@ def _is_summed(y: Node) -> bool:
     return any(user.target in _SUMS or (user.target in RESHAPES and _is_summed(user)) for user in y.users)
 
 
+def _operands(layer: Layer, group: str) -> tuple[Any, ...]:
+    """Of an operator of a layer of FP8."""
+    assert layer.scales is not None
+    return layer.x, layer.weight, *layer.scales, layer.dtype, group
+
+
 def _replace(graph: torch.fx.Graph, layer: Layer, group: str) -> None:
     with graph.inserting_before(layer.mm):
-        ours = graph.call_function(linear, (layer.x, layer.weight, group))
+        if layer.scales is None:
+            ours = graph.call_function(linear, (layer.x, layer.weight, group))
+        else:
+            ours = graph.call_function(scaled_linear, _operands(layer, group))
     ours.meta.update(layer.mm.meta)
     layer.mm.replace_all_uses_with(ours)
     erase(graph, layer.nodes())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -171,24 +172,27 @@ class LlmCommCommunicator(GatheringCommunicator):
         weight: torch.Tensor,
         epsilon: float,
         scale: torch.Tensor | None,
+        scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """See ``linear_op.py``; None, if it is not served: nothing has been summed then."""
+        """See ``linear_op.py``, and ``scaled_op.py`` for ``scales``, of x and of its weight; None, if it is not served:
+        nothing has been summed then."""
         communicator = self._llm_comm
         # A parameter of a class of vLLM's would take the way by torch's dispatcher again.
         linear_weight = linear_weight.detach()
         outputs, inputs = linear_weight.shape
         quantize = None if scale is None else "static"
+        of_factors = linear.scaling(scales)
         if (
             communicator is None
-            or not communicator.prefers_linear(outputs, inputs, x.numel() // inputs)
-            or not communicator.accepts_fused_linear(x, linear_weight, weight, quantize)
+            or not communicator.prefers_linear(outputs, inputs, x.numel() // inputs, fp8=scales is not None)
+            or not communicator.accepts_fused_linear(x, linear_weight, weight, quantize, **of_factors)
             or (residual is not None and not residual.is_contiguous())
             # Maybe of this rank alone, which is no harm: the others make the same sum behind their layer.
             or not linear.is_aligned(linear_weight)
         ):
             return None
         normed, new_residual = communicator.linear_all_reduce_add_rms_norm(
-            x, linear_weight, residual, weight, epsilon, quantize=quantize, scale=scale
+            x, linear_weight, residual, weight, epsilon, quantize=quantize, scale=scale, **of_factors
         )
         self._say_once(linear.FIRST_FUSED_LINEAR, x, linear_weight)
         return normed, new_residual
@@ -201,17 +205,37 @@ class LlmCommCommunicator(GatheringCommunicator):
         """See ``column_op.py``; None, if it is not served."""
         return self._try_linear(linear.try_linear_silu_and_mul, x, gate_up_weight, linear.FIRST_LINEAR_SILU_AND_MUL)
 
-    def prefers_linear(self, outputs: int, inputs: int) -> bool:
-        """Whether any batch of a linear layer is to be computed by llm_comm, of those that are small enough."""
-        communicator = self._llm_comm
-        tokens = self.max_linear_tokens
-        return communicator is not None and linear.prefers_some(communicator, outputs, inputs, tokens)
+    def scaled_linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        x_scale: torch.Tensor,
+        weight_scale: torch.Tensor,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor | None:
+        """See ``scaled_op.py``; None, if it is not served. ``weight`` is [outputs, inputs]."""
+        attempt = partial(linear.try_linear, scales=(x_scale, weight_scale), out_dtype=out_dtype)
+        return self._try_linear(attempt, x, weight, linear.FIRST_COLUMN_LINEAR)
 
-    def prefers_linear_silu_and_mul(self, outputs: int, inputs: int) -> bool:
+    def scaled_linear_silu_and_mul(
+        self,
+        x: torch.Tensor,
+        gate_up_weight: torch.Tensor,
+        x_scale: torch.Tensor,
+        weight_scale: torch.Tensor,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor | None:
+        """The same with silu-and-mul."""
+        attempt = partial(linear.try_linear_silu_and_mul, scales=(x_scale, weight_scale), out_dtype=out_dtype)
+        return self._try_linear(attempt, x, gate_up_weight, linear.FIRST_LINEAR_SILU_AND_MUL)
+
+    def prefers_linear(self, outputs: int, inputs: int, fp8: bool = False) -> bool:
+        """Whether any batch of a linear layer is to be computed by llm_comm, of those that are small enough."""
+        return self._prefers(outputs, inputs, silu_and_mul=False, fp8=fp8)
+
+    def prefers_linear_silu_and_mul(self, outputs: int, inputs: int, fp8: bool = False) -> bool:
         """The same of gate and up with silu-and-mul, with so many outputs each."""
-        communicator = self._llm_comm
-        tokens = self.max_linear_tokens
-        return communicator is not None and linear.prefers_some(communicator, outputs, inputs, tokens, True)
+        return self._prefers(outputs, inputs, silu_and_mul=True, fp8=fp8)
 
     def destroy(self) -> None:
         member, self._member, self._llm_comm, self._parts = self._member, None, None, None
@@ -240,6 +264,11 @@ class LlmCommCommunicator(GatheringCommunicator):
         results = communicator.all_reduce_add_rms_norm(x, residual, weight, epsilon, quantize=quantize, scale=scale)
         self._say_once(common.FIRST_FUSED, x)
         return results
+
+    def _prefers(self, outputs: int, inputs: int, **kind: bool) -> bool:
+        communicator = self._llm_comm
+        tokens = self.max_linear_tokens
+        return communicator is not None and linear.prefers_some(communicator, outputs, inputs, tokens, **kind)
 
     def _try_linear(
         self,

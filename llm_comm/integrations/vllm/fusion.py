@@ -51,7 +51,14 @@ def why_not_fused(config: Config) -> str | None:
     try:
         # The operators, which graphs from the cache need as well. The pass too, which is needed later: all ranks are to
         # have it, or none.
-        from llm_comm.integrations.vllm import column_op, fused_op, group_fp8_op, linear_op, pass_manager  # noqa: F401
+        from llm_comm.integrations.vllm import (  # noqa: F401
+            column_op,
+            fused_op,
+            group_fp8_op,
+            linear_op,
+            pass_manager,
+            scaled_op,
+        )
 
         compile_ranges.new_endpoints(vllm_config, 0, 0)
         return _why_not_of_this_model(vllm_config.model_config)

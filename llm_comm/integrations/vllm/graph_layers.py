@@ -1,16 +1,20 @@
 """Linear layers in graphs of vLLM's compiler, for the passes that replace them.
 
 In both supported versions of vLLM a linear layer without bias is ``mm(x, permute(weight))`` there, between reshapes
-where activations have more than two dimensions; with bias it is an ``addmm``, and quantized layers are operators of
-vLLM's. Both are left alone.
+where activations have more than two dimensions; with bias it is an ``addmm``. A layer of FP8 whose scales are those of
+tensors, of tokens or of outputs is ``cutlass_scaled_mm`` on Hopper. That writes into an empty tensor, and takes the
+weight transposed, as it is kept, and a bias. Other quantized layers are other operators of vLLM's, or have scales of
+blocks. They are left alone, and all those with bias.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 from llm_comm.integrations.vllm.fusion_pass import DTYPES
 
@@ -18,56 +22,110 @@ Node = torch.fx.Node
 _aten = torch.ops.aten
 #: Before inductor tidies the graph, and after.
 RESHAPES = (_aten.view.default, _aten.reshape.default)
+_FP8 = torch.float8_e4m3fn
+
+
+class Scales(NamedTuple):
+    """Of a layer of FP8."""
+
+    x: Node
+    #: An input of the graph.
+    weight: Node
 
 
 class Layer(NamedTuple):
     """A linear layer in a graph, of a shape that llm_comm may compute."""
 
     x: Node
-    #: [outputs, inputs], an input of the graph.
+    #: An input of the graph, [outputs, inputs]; of FP8 its transpose.
     weight: Node
-    transposed: Node
+    #: The result, as a matrix.
     mm: Node
+    #: What is of no use without ``mm``, the last one first.
+    before: tuple[Node, ...]
     #: Of the result; None where it is taken as it is.
     reshape: Node | None
+    #: Of FP8.
+    scales: Scales | None = None
 
     @property
-    def shape(self) -> torch.Size:
-        """Of the weight."""
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
         value: torch.Tensor = self.weight.meta["val"]
-        return value.shape
+        rows, columns = value.shape
+        return (rows, columns) if self.scales is None else (columns, rows)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the result."""
+        value: torch.Tensor = self.mm.meta["val"]
+        return value.dtype
 
     def nodes(self) -> list[Node]:
         """Those that are of no use without the layer, the last one first."""
-        nodes = (self.reshape, self.mm, self.transposed)
-        return [node for node in nodes if node is not None]
+        return [node for node in (self.reshape, self.mm, *self.before) if node is not None]
 
 
 def layer_of(y: Node) -> Layer | None:
     """The linear layer whose result ``y`` is, reshaped or not; None where there is none that llm_comm may compute."""
     reshape = y if y.target in RESHAPES else None
     mm: Any = y if reshape is None else reshape.args[0]
-    if mm.target is not _aten.mm.default or (reshape is not None and len(mm.users) != 1):
+    if not isinstance(mm, Node) or (reshape is not None and len(mm.users) != 1):
+        return None
+    layer = _plain_layer(mm, reshape) or _scaled_layer(mm, reshape)
+    # It is read before the kernels ahead have ended: none that is computed in the graph will do.
+    if layer is None or layer.weight.op != "placeholder":
+        return None
+    return layer if _are(y.meta["val"].shape[-1:], layer.shape[:1]) else None  # of whole rows
+
+
+def _plain_layer(mm: Any, reshape: Node | None) -> Layer | None:
+    if mm.target is not _aten.mm.default:
         return None
     x, transposed = mm.args
     if transposed.target is not _aten.permute.default:
         return None
     weight = transposed.args[0]
-    if weight.op != "placeholder":
-        return None  # it is read before the kernels ahead have ended: none that is computed in the graph will do
-    if not _fit(*(node.meta["val"] for node in (x, weight, transposed, y))):
+    if x.meta["val"].dtype not in DTYPES or not _fit(x, transposed):
         return None
-    return Layer(x, weight, transposed, mm, reshape)
+    return Layer(x, weight, mm, (transposed,), reshape)
 
 
-def _fit(x: torch.Tensor, weight: torch.Tensor, transposed: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether type, shapes and layouts are such that a batch of some size may be served."""
-    outputs, inputs = weight.shape
+def _scaled_layer(mm: Any, reshape: Node | None) -> Layer | None:
+    scaled_mm = getattr(torch.ops._C, "cutlass_scaled_mm", None)  # not in every build of vLLM
+    if scaled_mm is None or mm.target is not operator.getitem or mm.args[1] != 1:  # 0: what it returns, which is None
+        return None
+    call = mm.args[0]
+    if call.target is not auto_functionalized or call.args[0] is not scaled_mm.default:
+        return None
+    given = call.kwargs
+    x, weight, scales = given["a"], given["b"], Scales(given["a_scales"], given["b_scales"])
+    if given.get("bias") is not None or scales.weight.op != "placeholder":
+        return None
+    if {node.meta["val"].dtype for node in (x, weight)} != {_FP8} or mm.meta["val"].dtype not in DTYPES:
+        return None
+    if not _fit(x, weight) or not _are_of_rows(scales, weight.meta["val"].shape[1]):
+        return None
+    return Layer(x, weight, mm, (call, given["out"]), reshape, scales)
+
+
+def _fit(x: Node, transposed: Node) -> bool:
+    """Whether shapes and layouts are such that a batch of some size may be served."""
+    value: torch.Tensor = transposed.meta["val"]
+    inputs = value.shape[0]
+    # So x is contiguous, and the weight.
+    return _are(value.stride(), (1, inputs)) and _are(x.meta["val"].stride(), (inputs, 1))
+
+
+def _are_of_rows(scales: Scales, outputs: int) -> bool:
+    """Whether each scale is that of a tensor, or of a row, not of blocks. How many tokens have one, a call checks."""
+    of_x, of_weight = (scale.meta["val"] for scale in scales)
     return (
-        x.dtype in DTYPES  # and so is the rest
-        and _are(transposed.stride(), (1, inputs))  # so the weight is contiguous
-        and _are(x.stride(), (inputs, 1))
-        and _are(y.shape[-1:], (outputs,))  # of whole rows
+        of_x.dtype is torch.float32
+        and of_weight.dtype is torch.float32
+        and (_are(of_x.shape, (1,) * of_x.dim()) or (of_x.dim() == 2 and _are(of_x.shape[1:], (1,))))
+        and of_weight.numel() in (1, outputs)
+        and of_weight.is_contiguous()
     )
 
 

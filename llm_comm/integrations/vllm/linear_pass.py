@@ -1,5 +1,5 @@
 """A pass of vLLM's compiler: a linear layer goes into the operator that ``fusion_pass.py`` has made of the all-reduce
-and the norm after it (``linear_op.py``).
+and the norm after it (``linear_op.py``; of FP8 ``scaled_op.py``).
 
 It walks the graph (``graph_layers.py``), and leaves alone what the group's communicator would decline for every batch.
 """
@@ -18,6 +18,7 @@ from llm_comm.integrations.vllm.fusion_pass import log_once
 from llm_comm.integrations.vllm.graph_layers import Layer, Node, erase, layer_of, reshaped
 from llm_comm.integrations.vllm.layer_pass import LayerPass
 from llm_comm.integrations.vllm.linear_op import linear_all_reduce_add_rms_norm
+from llm_comm.integrations.vllm.scaled_op import scaled_linear_all_reduce_add_rms_norm
 
 
 class LinearNormPass(LayerPass):
@@ -27,7 +28,11 @@ class LinearNormPass(LayerPass):
     def __call__(self, graph: torch.fx.Graph) -> None:
         prefers = get_tp_group().device_communicator.prefers_linear
         norms = [node for node in graph.nodes if node.target is all_reduce_add_rms_norm]
-        found = [pair for pair in map(_layer_before, norms) if pair is not None and prefers(*pair.layer.shape)]
+        found = [
+            pair
+            for pair in map(_layer_before, norms)
+            if pair is not None and prefers(*pair.layer.shape, pair.layer.scales is not None)
+        ]
         for pair in found:
             _replace(graph, pair)
         VllmPatternMatcherPass.match_table[self.pass_name] += len(found)
@@ -59,7 +64,11 @@ def _replace(graph: torch.fx.Graph, pair: _Pair) -> None:
     layer, norm = pair
     with graph.inserting_before(norm):
         x = layer.x if layer.reshape is None else reshaped(graph, layer.x, layer.reshape)
-        fused = graph.call_function(linear_all_reduce_add_rms_norm, (x, layer.weight, *norm.args[1:]))
+        if layer.scales is None:
+            fused = graph.call_function(linear_all_reduce_add_rms_norm, (x, layer.weight, *norm.args[1:]))
+        else:
+            operands = (x, layer.weight, *layer.scales, *norm.args[1:])
+            fused = graph.call_function(scaled_linear_all_reduce_add_rms_norm, operands)
     fused.meta.update(norm.meta)
     norm.replace_all_uses_with(fused)
     erase(graph, [norm, *layer.nodes()])

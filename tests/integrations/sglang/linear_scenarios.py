@@ -334,9 +334,9 @@ def layer_calls() -> list[int]:
     communicator = ours("tp")._llm_comm
     original = communicator.linear
 
-    def linear_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def linear_of(x: torch.Tensor, weight: torch.Tensor, **scales: Any) -> torch.Tensor:
         tokens.append(x.numel() // x.shape[-1])
-        result: torch.Tensor = original(x, weight)
+        result: torch.Tensor = original(x, weight, **scales)
         return result
 
     communicator.linear = linear_of

@@ -186,9 +186,9 @@ def calls_of_columns() -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     communicator = getattr(parallel_state.get_tp_group().device_communicator, "_llm_comm", None)
 
     def recording(name: str, original: Any) -> Any:
-        def call(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        def call(x: torch.Tensor, weight: torch.Tensor, **scales: Any) -> torch.Tensor:
             calls.append((name, tuple(x.shape), tuple(weight.shape)))
-            result: torch.Tensor = original(x, weight)
+            result: torch.Tensor = original(x, weight, **scales)
             return result
 
         return call

@@ -7,6 +7,7 @@ import torch
 
 SCHEMAS = (
     "cutlass_group_gemm_supported(int cuda_device_capability) -> bool",
+    "cutlass_scaled_mm(Tensor! out, Tensor a, Tensor b, Tensor a_scales, Tensor b_scales, Tensor? bias) -> ()",
     "cutlass_scaled_mm_supports_block_fp8(int cuda_device_capability) -> bool",
     "cutlass_scaled_mm_supports_fp8(int cuda_device_capability) -> bool",
     "dynamic_per_token_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale, Tensor? scale_ub) -> ()",
@@ -87,6 +88,18 @@ def silu_and_mul(result: torch.Tensor, x: torch.Tensor) -> None:
     result.copy_(torch.nn.functional.silu(gate) * up)
 
 
+def cutlass_scaled_mm(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scales: torch.Tensor,
+    b_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> None:
+    y = a.float() @ b.float() * b_scales.view(1, -1) * a_scales.view(-1, 1)
+    out.copy_(y if bias is None else y + bias.float())
+
+
 def no(cuda_device_capability: int) -> bool:
     return False
 
@@ -95,6 +108,7 @@ library = torch.library.Library("_C", "DEF")
 for schema in SCHEMAS:
     library.define(schema)
 KERNELS = (
+    cutlass_scaled_mm,
     rms_norm,
     fused_add_rms_norm,
     per_token_group_fp8_quant,
@@ -105,5 +119,5 @@ KERNELS = (
 for kernel in KERNELS:
     library.impl(kernel.__name__, kernel, "CPU")
 for schema in SCHEMAS:
-    if schema.startswith("cutlass_"):
+    if schema.endswith("-> bool"):
         library.impl(schema.partition("(")[0], no, "CompositeExplicitAutograd")

@@ -1,0 +1,17 @@
+"""Linear layers of FP8 in graphs that published releases of vLLM compile: see
+``scaled_scenarios.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from contract import Contract, Runner
+from vllm_environment import VERSIONS, VLLM
+
+CONTRACT = Contract(VLLM, VERSIONS, Path(__file__).parent / "scaled_scenarios.py")
+
+
+@CONTRACT.parametrized()
+def test_vllm_scaled(runner: Runner, name: str) -> None:
+    errors = runner.run(name)
+    assert not errors, "\n".join(errors)
