@@ -18,7 +18,7 @@ inline constexpr OperationInfo kScaledInfo{
     .buffers = {{"x"}, {"weight"}, {.name = "out", .is_output = true}, {"x_scale"}, {"weight_scale"}}};
 
 inline constexpr uint32_t kMaxTokens = 64;
-inline constexpr uint32_t kMultiple = 64;  // of outputs
+inline constexpr uint32_t kMultiple = 64;  // of outputs, and of inputs that are not FP8
 inline constexpr uint32_t kMaxFeatures = 1u << 24;
 inline constexpr uint32_t kLineElements = 8;
 inline constexpr uint32_t kMaxBlockOutputs = 64;
@@ -40,7 +40,7 @@ constexpr bool serves(FactorType factors, DataType type) {
   return factors == FactorType::kBFloat16 ? is_bf16 : is_fp16;
 }
 
-// Of inputs, too: whole boxes.
+// Of inputs: whole boxes.
 constexpr uint32_t inputs_multiple(FactorType factors) { return kBoxRowBytes / factor_bytes(factors); }
 
 // Rows of a box of x, for which there is a kernel each.
