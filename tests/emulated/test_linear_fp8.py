@@ -132,6 +132,25 @@ def test_one_rounding(ranks: RankPool, dtype: torch.dtype) -> None:
     ranks.run(1, check_one_rounding, dtype)
 
 
+def check_order_of_scales(dtype: torch.dtype) -> None:
+    """With scales of outputs, found among many, for which another order of products is rounded otherwise."""
+    generator = torch.Generator().manual_seed(4)
+    x_scale, candidates = torch.tensor([0.7]), 0.5 + torch.rand(1 << 24, generator=generator)
+    due = (x_scale * (candidates * 7)).to(dtype)
+    places = (due != (x_scale * candidates * 7).to(dtype)).nonzero().flatten()[:64]
+    assert len(places) == 64
+    x, weight = torch.zeros(1, 128), torch.ones(64, 128).to(FP8)
+    x[0, 5] = 7
+    with make_communicator() as comm:
+        y = comm.linear(x.to(FP8), weight, x_scale=x_scale, weight_scale=candidates[places], out_dtype=dtype)
+        assert_bitwise_equal(y[0], due[places], "scales")
+
+
+@every_dtype
+def test_the_order_of_scales(ranks: RankPool, dtype: torch.dtype) -> None:
+    ranks.run(1, check_order_of_scales, dtype)
+
+
 def check_every_value() -> None:
     """Each FP8 number alone in its row, NaN too."""
     every = torch.arange(256, dtype=torch.uint8).view(FP8)
