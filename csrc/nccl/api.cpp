@@ -4,6 +4,8 @@
 
 #include <exception>
 #include <new>
+#include <string>
+#include <type_traits>
 
 #include "nccl/communicators.h"
 #include "nccl/failure.h"
@@ -73,7 +75,12 @@ Result forward(Result (*RealFunctions::*function)(Parameters...), const char* na
     (check_is_real(arguments, name), ...);
     join_group_of_real_library();
   }
-  return call_real(function, name, arguments...);
+  const Result result = call_real(function, name, arguments...);
+  // What went wrong that library has to say, not this one.
+  if constexpr (std::is_same_v<Result, ncclResult_t>) {
+    if (result != ncclSuccess && result != ncclInProgress) set_last_error("");
+  }
+  return result;
 }
 
 // The same with the arguments in parentheses, as functions.def has them.

@@ -47,15 +47,14 @@ ncclResult_t run_on(const Job& job, int device) {
   return job();
 }
 
-// All at once, each in a thread; the first of the caller's. Returns the first failure, or ncclInProgress where a step did.
+// All at once, each in a thread of its own. Throws the first failure; returns ncclInProgress where a step did.
 template <class Step>
 ncclResult_t run_together(const std::vector<Step>& steps) {
   std::vector<Outcome> outcomes(steps.size());
   std::vector<std::thread> threads;
-  for (size_t i = 1; i < steps.size(); ++i) {
+  for (size_t i = 0; i < steps.size(); ++i) {
     threads.emplace_back([&, i] { outcomes[i] = outcome_of(steps[i]); });
   }
-  if (!steps.empty()) outcomes[0] = outcome_of(steps[0]);
   for (std::thread& thread : threads) thread.join();
   ncclResult_t result = ncclSuccess;
   for (const Outcome& outcome : outcomes) {
@@ -110,6 +109,7 @@ void run_calls(std::vector<QueuedCall> calls) {
   }
 }
 
+// Not in the caller's thread, which may be in a group of the real library: what a job asks of that must have happened when it returns.
 ncclResult_t run_jobs(const std::vector<std::pair<Job, int>>& jobs) {
   std::vector<std::function<ncclResult_t()>> steps;
   for (const auto& [job, device] : jobs) {

@@ -1,8 +1,11 @@
 #include "nccl/own.h"
 
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "nccl/communicators.h"
@@ -13,6 +16,7 @@
 #include "nccl/log.h"
 #include "nccl/options.h"
 #include "nccl/real_library.h"
+#include "nccl/sockets.h"
 
 namespace llm_comm::nccl::own {
 
@@ -58,22 +62,42 @@ ncclResult_t checked(ncclResult_t result, const char* name) {
   throw Failure(result, std::string("nccl") + name + " of the NCCL library: " + (text == nullptr ? "it failed" : text));
 }
 
-ncclResult_t init_real(ncclComm_t* handle, int world, const ncclUniqueId& id, int rank, ConfigCopy& config) {
-  if (config.get() == nullptr || RealLibrary::get().functions().CommInitRankConfig == nullptr) {
-    return checked(call_real(&RealFunctions::CommInitRank, "CommInitRank", handle, world, id, rank), "CommInitRank");
+// The communicator that a call of the real library makes. One that is not blocking comes later, written by a thread of that library,
+// and is waited for: what is served here needs it. `asked`: of which it is asked whether it is there; nullptr: of itself.
+template <class Call>
+ncclComm_t make_real(const char* name, ncclComm_t asked, Call call) {
+  auto place = std::make_unique<ncclComm_t>(nullptr);
+  const Deadline deadline(options_of_process().timeout_s);
+  ncclResult_t result = call(place.get());
+  while (result == ncclInProgress) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    const ncclComm_t made = __atomic_load_n(place.get(), __ATOMIC_ACQUIRE);
+    const ncclComm_t of = asked != nullptr ? asked : made;
+    if (of != nullptr) checked(call_real(&RealFunctions::CommGetAsyncError, "CommGetAsyncError", of, &result), name);
+    if (result == ncclInProgress && deadline.is_over()) {
+      place.release();  // it may still be written to
+      throw Failure(ncclRemoteError, std::string("nccl") + name + " is not done in time (LLM_COMM_TIMEOUT_S)");
+    }
   }
-  return checked(
-      call_real(&RealFunctions::CommInitRankConfig, "CommInitRankConfig", handle, world, id, rank, config.get()),
-      "CommInitRankConfig");
+  checked(result, name);
+  return *place;
+}
+
+ncclComm_t init_real(int world, const ncclUniqueId& id, int rank, ConfigCopy& config) {
+  return make_real("CommInitRank", nullptr, [&](ncclComm_t* handle) {
+    if (config.get() == nullptr || RealLibrary::get().functions().CommInitRankConfig == nullptr) {
+      return call_real(&RealFunctions::CommInitRank, "CommInitRank", handle, world, id, rank);
+    }
+    return call_real(&RealFunctions::CommInitRankConfig, "CommInitRankConfig", handle, world, id, rank, config.get());
+  });
 }
 
 // Registers a communicator under its handle, which is the real library's if that has one for it.
-ncclResult_t enter(ncclComm_t* out, ncclComm_t of_real, std::shared_ptr<Communicator> communicator,
-                   ncclResult_t result) {
+ncclResult_t enter(ncclComm_t* out, ncclComm_t of_real, std::shared_ptr<Communicator> communicator) {
   const ncclComm_t handle = of_real != nullptr ? of_real : reinterpret_cast<ncclComm_t>(communicator.get());
   add(handle, std::move(communicator));
   *out = handle;
-  return result;
+  return ncclSuccess;
 }
 
 ncclResult_t init(ncclComm_t* out, int world, const ncclUniqueId& id, int rank, const ncclConfig_t* config,
@@ -84,19 +108,15 @@ ncclResult_t init(ncclComm_t* out, int world, const ncclUniqueId& id, int rank, 
   const auto place = from_id(id);
   Job job = [=, config = ConfigCopy(config)]() mutable {
     *out = nullptr;
-    ncclComm_t of_real = nullptr;
     // Made by another library's ncclGetUniqueId(), which knows what to do with it.
     if (!place) {
-      const ncclResult_t result = init_real(&of_real, world, id, rank, config);
-      *out = of_real;
-      return result;
+      *out = init_real(world, id, rank, config);
+      return ncclSuccess;
     }
     auto communicator = Communicator::connect(*place, rank, world, device, options_of_process());
-    ncclResult_t result = ncclSuccess;
-    if (communicator->uses_real_library()) {
-      result = init_real(&of_real, world, *communicator->real_id(), rank, config);
-    }
-    return enter(out, of_real, std::move(communicator), result);
+    ncclComm_t of_real = nullptr;
+    if (communicator->uses_real_library()) of_real = init_real(world, *communicator->real_id(), rank, config);
+    return enter(out, of_real, std::move(communicator));
   };
   return run_or_queue(std::move(job), device);
 }
@@ -105,28 +125,33 @@ using Forward = ncclResult_t (*)(const Message&, const void*, void*, ncclComm_t,
 
 ncclResult_t collective(const Message& message, const void* send, void* recv, ncclComm_t comm, cudaStream_t stream,
                         Forward forward) {
-  const std::string name = std::string("nccl") + name_of(message.operation);
   auto communicator = find(comm);
   const bool has_real = is_real(communicator);
   const bool is_valid = bytes_of(message.type) > 0 && message.count < uint64_t{1} << 48 && message.root >= 0 &&
                         (communicator == nullptr || message.root < communicator->world());
   // What is wrong the real library says in its own words.
-  if (communicator == nullptr || (has_real && !is_valid) ||
-      (is_valid && message.count > 0 && !communicator->serves(message))) {
-    if (!has_real) {
-      throw Failure(ncclInvalidUsage,
-                    name +
-                        " of this type and operation is not served by llm_comm, and there is no NCCL library for it: " +
-                        RealLibrary::get().why_not());
-    }
+  const bool is_forwarded = communicator == nullptr || (has_real && !is_valid) ||
+                            (is_valid && message.count > 0 && !communicator->serves(message));
+  if (is_forwarded && has_real) {
     join_group_of_real_library();
     return checked(forward(message, send, recv, comm, stream), name_of(message.operation));
   }
-  require(is_valid, name + ": type " + std::to_string(message.type) + ", root " + std::to_string(message.root) + ", " +
-                        std::to_string(message.count) + " elements");
+  // No text is made on the way of a call that is right.
+  const auto refuse = [&](ncclResult_t result, const std::string& why) {
+    throw Failure(result, std::string("nccl") + name_of(message.operation) + why);
+  };
+  if (is_forwarded) {
+    refuse(ncclInvalidUsage,
+           " of this type and operation is not served by llm_comm, and there is no NCCL library for it: " +
+               RealLibrary::get().why_not());
+  }
+  if (!is_valid) {
+    refuse(ncclInvalidArgument, ": type " + std::to_string(message.type) + ", root " + std::to_string(message.root) +
+                                    ", " + std::to_string(message.count) + " elements");
+  }
   if (message.count == 0) return ncclSuccess;
   const bool sends = message.operation != Operation::kBroadcast || message.root == communicator->rank();
-  require(recv != nullptr && (send != nullptr || !sends), name + ": a buffer is a null pointer");
+  if (recv == nullptr || (sends && send == nullptr)) refuse(ncclInvalidArgument, ": a buffer is a null pointer");
   return run_or_queue({std::move(communicator), message, send, recv, reinterpret_cast<uint64_t>(stream)});
 }
 
@@ -252,12 +277,12 @@ ncclResult_t CommSplit(ncclComm_t comm, int color, int key, ncclComm_t* newcomm,
     *newcomm = nullptr;
     auto child = parent->split(color, key);
     ncclComm_t of_real = nullptr;
-    ncclResult_t result = ncclSuccess;
     if (has_real) {
-      result = checked(call_real(&RealFunctions::CommSplit, "CommSplit", comm, color, key, &of_real, config.get()),
-                       "CommSplit");
+      of_real = make_real("CommSplit", comm, [&](ncclComm_t* handle) {
+        return call_real(&RealFunctions::CommSplit, "CommSplit", comm, color, key, handle, config.get());
+      });
     }
-    return child == nullptr ? result : enter(newcomm, of_real, std::move(child), result);
+    return child == nullptr ? ncclSuccess : enter(newcomm, of_real, std::move(child));
   };
   return run_or_queue(std::move(job), parent->device());
 }

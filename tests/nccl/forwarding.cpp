@@ -95,6 +95,17 @@ void run(Rank& self) {
   EXPECT(stand_in_depth() == 0);
   EXPECT(stand_in_count("GroupStart") == stand_in_count("GroupEnd"));
   self.barrier();
+
+  // A communicator is made in a group that has calls of that library, too, but not as one of them.
+  const ncclUniqueId id = self.next_id();
+  ncclComm_t second = nullptr;
+  EXPECT_OK(ncclGroupStart());
+  EXPECT_OK(ncclSend(&number, 1, ncclFloat32, 0, comm, nullptr));
+  EXPECT_OK(ncclCommInitRank(&second, self.world(), id, self.rank()));
+  EXPECT_OK(ncclGroupEnd());
+  sum_of_ones(second, self.world());
+  EXPECT_OK(ncclCommDestroy(second));
+  self.barrier();
   in_turn(self, [&] {
     group_end.more();
     EXPECT_OK(ncclGroupStart());
@@ -119,7 +130,14 @@ void run(Rank& self) {
     all_reduce.more();
     EXPECT_OK(ncclAllReduce(&number, &number, 1, ncclFloat32, ncclSum, other, nullptr));
     EXPECT(all_reduce.more() == 1);
+    // One that is not blocking is there nevertheless when it has been made.
+    config.blocking = 0;
+    ncclComm_t soon = nullptr;
+    EXPECT_OK(ncclCommInitRankConfig(&soon, 2, foreign, 0, &config));
     ncclResult_t error = ncclInternalError;
+    EXPECT_OK(ncclCommGetAsyncError(soon, &error));
+    EXPECT(error == ncclSuccess);
+    EXPECT_OK(ncclCommDestroy(soon));
     EXPECT_OK(ncclCommGetAsyncError(other, &error));
     EXPECT(error == ncclSuccess);
     EXPECT_OK(ncclCommAbort(other));

@@ -29,6 +29,7 @@ ncclResult_t count(const char* name) {
 constexpr int kMagic = 0x5741;
 constexpr char kIdText[] = "an id of the stand-in";
 std::atomic<int> group_depth = 0;
+thread_local int group_depth_of_thread = 0;
 
 }  // namespace
 
@@ -36,6 +37,7 @@ struct ncclComm {
   int magic = kMagic;
   int world;
   int rank;
+  std::atomic<int> asked_for = 0;  // until it is there, of one that is not blocking
 };
 
 namespace {
@@ -47,6 +49,8 @@ ncclResult_t check(ncclComm_t comm, const char* name) {
 
 ncclResult_t init(ncclComm_t* comm, int world, const ncclUniqueId& id, int rank, const char* name) {
   count(name);
+  // In a group NCCL would make it at the end of that, and write it where it was told to.
+  if (group_depth_of_thread > 0) return ncclInvalidUsage;
   if (std::strcmp(id.internal, kIdText) != 0) return ncclInternalError;
   // As NCCL does through the symbols that others may have put theirs in front of.
   void* memory = nullptr;
@@ -56,6 +60,8 @@ ncclResult_t init(ncclComm_t* comm, int world, const ncclUniqueId& id, int rank,
   *comm = new ncclComm{kMagic, world, rank};
   return ncclSuccess;
 }
+
+constexpr int kAsks = 3;
 
 }  // namespace
 
@@ -88,7 +94,10 @@ STAND_IN ncclResult_t ncclCommInitRank(ncclComm_t* comm, int world, ncclUniqueId
 STAND_IN ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int world, ncclUniqueId id, int rank,
                                              ncclConfig_t* config) {
   if (config == nullptr || config->size != sizeof(ncclConfig_t)) return ncclInvalidArgument;
-  return init(comm, world, id, rank, "CommInitRankConfig");
+  const ncclResult_t result = init(comm, world, id, rank, "CommInitRankConfig");
+  if (result != ncclSuccess || config->blocking != 0) return result;
+  (*comm)->asked_for = kAsks;
+  return ncclInProgress;
 }
 STAND_IN ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int, ncclComm_t* child, ncclConfig_t*) {
   *child = color < 0 ? nullptr : new ncclComm{kMagic, 0, 0};
@@ -106,7 +115,8 @@ STAND_IN ncclResult_t ncclCommAbort(ncclComm_t comm) {
   return result;
 }
 STAND_IN ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* error) {
-  *error = ncclSuccess;
+  *error = comm->asked_for > 0 ? ncclInProgress : ncclSuccess;
+  if (comm->asked_for > 0) --comm->asked_for;
   return check(comm, "CommGetAsyncError");
 }
 STAND_IN ncclResult_t ncclCommCount(ncclComm_t comm, int* ranks) {
@@ -136,10 +146,12 @@ STAND_IN ncclTeam_t ncclTeamWorld(ncclComm_t comm) {
 }
 STAND_IN ncclResult_t ncclGroupStart() {
   ++group_depth;
+  ++group_depth_of_thread;
   return count("GroupStart");
 }
 STAND_IN ncclResult_t ncclGroupEnd() {
   --group_depth;
+  --group_depth_of_thread;
   return count("GroupEnd");
 }
 STAND_IN const char* ncclGetLastError(ncclComm_t) { return "the stand-in's last error"; }
