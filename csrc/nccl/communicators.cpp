@@ -13,12 +13,17 @@ namespace {
 struct Map {
   std::shared_mutex mutex;
   std::unordered_map<ncclComm_t, std::shared_ptr<Communicator>> communicators;
+  const Map* inherited = nullptr;  // that of the process that this one was forked from
 };
 
 // Never destroyed: what runs at the end of a process may still ask. A process that was forked has none of the threads, nor the GPU's
 // context, and some other thread may have held the lock: it begins with nothing, and leaves what it inherited alone.
 Map* map_of_process = new Map;
-[[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] { map_of_process = new Map; });
+[[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] {
+  Map* const own = new Map;
+  own->inherited = map_of_process;
+  map_of_process = own;
+});
 
 }  // namespace
 
