@@ -171,6 +171,32 @@ def test_names_of_the_api() -> None:
     assert known <= names
 
 
+def headers_of_nccl() -> list[Path]:
+    """Directories with nccl.h of 2.28, of a wheel of NVIDIA's, and with the headers of CUDA that it includes."""
+    places = [Path(place, "nvidia", "nccl", "include") for place in sys.path]
+    found = [place for place in places if (place / "nccl.h").is_file()][:1]
+    if not found or "NCCL_MINOR 28" not in (found[0] / "nccl.h").read_text(encoding="utf-8"):
+        pytest.skip("no nccl.h of 2.28")
+    cuda = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include")]
+    if not (cuda[0] / "cuda_runtime.h").is_file():
+        pytest.skip("no headers of CUDA")
+    return found + cuda
+
+
+def test_functions_are_those_of_nccl() -> None:
+    includes = [f"-I{directory}" for directory in (CSRC, *headers_of_nccl())]
+    command = ["g++", "-std=c++20", "-fsyntax-only", *includes, str(SOURCES / "prototypes.cpp")]
+    subprocess.run(command, check=True)
+
+
+def test_exports_are_those_of_nccl() -> None:
+    """The list that ``test_names_of_the_api`` goes by."""
+    library = headers_of_nccl()[0].parent / "lib" / "libnccl.so.2"
+    found = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
+    names = {line.split()[-1] for line in found.splitlines()}
+    assert names == set((SOURCES / "names.txt").read_text(encoding="utf-8").split())
+
+
 def test_it_can_be_closed_and_the_process_ends(programs: Path) -> None:
     """By ctypes, as vLLM loads it, with a meeting place that is open."""
     program = f"""
