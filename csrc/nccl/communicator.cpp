@@ -144,6 +144,7 @@ void Communicator::set_up(bool is_offered_real) {
     names.push_back(entries.back().name);
   }
   const Agreement agreement = agree(entries, is_offered_real);
+  const std::string table_name = table.name;
   uses_real_library_ = agreement.uses_real_library;
   why_not_served_ = agreement.why_not_served;
   if (why_not_served_.empty()) {
@@ -159,7 +160,7 @@ void Communicator::set_up(bool is_offered_real) {
     }
   }
   inform("communicator of " + std::to_string(world()) + " ranks, rank " + std::to_string(rank()) + " on device " +
-         std::to_string(device_) + (core_ ? ": served by " + own.table : ": not served: " + why_not_served_) +
+         std::to_string(device_) + (core_ ? ": served by " + table_name : ": not served: " + why_not_served_) +
          (uses_real_library_ ? "; with an NCCL communicator beside it" : "; without an NCCL library"));
 }
 

@@ -16,6 +16,7 @@
 #include "nccl/failure.h"
 #include "nccl/interface.h"
 #include "nccl/log.h"
+#include "nccl/quiet_thread.h"
 #include "nccl/sockets.h"
 
 namespace llm_comm::nccl {
@@ -244,7 +245,7 @@ MeetingPlace open_hub(const std::optional<ncclUniqueId>& real_id, double limit_s
   fill_randomly(place.secret.data(), place.secret.size());
   auto hub = std::make_unique<Hub>(std::move(server), place.secret, real_id, limit_s);
   // Not joined: who makes an id need not take part in its communicator. It owns all that it uses.
-  std::thread([hub = std::move(hub)] {
+  start_quiet_thread([hub = std::move(hub)] {
     try {
       hub->run();
     } catch (const std::exception& error) {

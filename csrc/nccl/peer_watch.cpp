@@ -5,8 +5,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <csignal>
 #include <cstdint>
+
+#include "nccl/quiet_thread.h"
 
 namespace llm_comm::nccl {
 
@@ -33,13 +34,7 @@ PeerWatch::PeerWatch(const std::vector<pid_t>& processes, std::function<void(int
   if (peers_.empty()) return;
   stop_ = Descriptor(eventfd(0, EFD_CLOEXEC));
   if (!stop_) return;
-  // Signals are for the program's own threads.
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  thread_ = std::thread([this] { run(); });
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  thread_ = start_quiet_thread([this] { run(); });
 }
 
 PeerWatch::~PeerWatch() {
