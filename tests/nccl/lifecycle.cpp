@@ -299,9 +299,9 @@ const std::map<std::string, Entry>& scenarios() {
       {"misuse", {misuse, "60", true, -1}},
       {"abort", {abort_from_another_thread, "60", true, -1}},
       {"killed", {killed, "60", false, 1}},
-      {"late", {late, "1", true, -1}},
-      {"different_calls", {different_calls, "20", true, -1}},
-      {"strangers", {strangers, "5", true, -1}},
+      {"late", {late, "6", true, -1}},
+      {"different_calls", {different_calls, "60", true, -1}},
+      {"strangers", {strangers, "60", true, -1}},
       {"forked", {forked, "60", false, -1}},
       {"left_behind", {left_behind, "60", false, -1}},
   };
