@@ -114,6 +114,30 @@ def test_what_is_not_served_goes_to_the_library_behind(programs: Path, kind: str
     run(programs / "forwarding", kind, world, LLM_COMM_NCCL_LIBRARY=stand_in, LLM_COMM_NCCL_DEBUG="NONE")
 
 
+def compiled_c(directory: Path, name: str, *link: str) -> Path:
+    built = directory / name
+    command = ["gcc", "-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}", str(SOURCES / "plain.c")]
+    subprocess.run([*command, "-o", str(built), *link], check=True)
+    return built
+
+
+def test_a_program_in_c(programs: Path) -> None:
+    run(compiled_c(programs, "plain", *link_flags()))
+
+
+def test_a_program_that_has_nccl(programs: Path) -> None:
+    """It is linked to a library of NCCL's name, which moves nothing here; preloaded, this one takes its place."""
+    nccl = compiled(
+        programs, "libnccl.so.2", "stand_in_nccl.cpp", flags=("-shared", "-fPIC", "-Wl,-soname,libnccl.so.2")
+    )
+    program = compiled_c(programs, "with_nccl", str(nccl), f"-Wl,-rpath,{programs}")
+    alone = subprocess.run([program], capture_output=True, text=True, timeout=60, check=False)
+    assert "numbers are wrong" in alone.stderr
+    said = run(program, LD_PRELOAD=str(LIBRARY), LLM_COMM_NCCL_LIBRARY=str(nccl), LLM_COMM_NCCL_DEBUG="INFO")
+    assert "at exit: 4 calls by llm_comm, 0 by the NCCL library" in said
+    assert "with an NCCL communicator beside it" in said
+
+
 def test_more_ranks_than_are_served(programs: Path) -> None:
     """With a library behind there is a communicator for them; without one an error that says why."""
     source = programs / "many.cpp"

@@ -99,6 +99,10 @@ STAND_IN ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int world, ncclUn
   (*comm)->asked_for = kAsks;
   return ncclInProgress;
 }
+STAND_IN ncclResult_t ncclCommInitAll(ncclComm_t* comms, int ranks, const int*) {
+  for (int rank = 0; rank < ranks; ++rank) comms[rank] = new ncclComm{kMagic, ranks, rank};
+  return count("CommInitAll");
+}
 STAND_IN ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int, ncclComm_t* child, ncclConfig_t*) {
   *child = color < 0 ? nullptr : new ncclComm{kMagic, 0, 0};
   return check(comm, "CommSplit");
@@ -134,6 +138,11 @@ STAND_IN ncclResult_t ncclAllGather(const void*, void*, size_t, ncclDataType_t, 
 STAND_IN ncclResult_t ncclBroadcast(const void*, void*, size_t, ncclDataType_t, int, ncclComm_t comm, cudaStream_t) {
   return check(comm, "Broadcast");
 }
+STAND_IN ncclResult_t ncclBcast(void* buffer, size_t size, ncclDataType_t type, int root, ncclComm_t comm,
+                                cudaStream_t stream) {
+  return ncclBroadcast(buffer, buffer, size, type, root, comm, stream);
+}
+STAND_IN const char* ncclGetErrorString(ncclResult_t) { return "an error of the stand-in"; }
 STAND_IN ncclResult_t ncclSend(const void*, size_t, ncclDataType_t, int, ncclComm_t comm, cudaStream_t) {
   return check(comm, "Send");
 }
