@@ -50,9 +50,19 @@ def table_for(world: int) -> str:
 
 
 def compiled(directory: Path, name: str, *sources: str, flags: tuple[str, ...] = ()) -> Path:
+    """A program that is linked to the library."""
     built = directory / name
     command = ["g++", "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}", *flags, "-o", str(built)]
     subprocess.run([*command, *(str(SOURCES / source) for source in sources), *link_flags(), "-pthread"], check=True)
+    return built
+
+
+def compiled_stand_in(directory: Path, name: str) -> Path:
+    """A library that stands in for NCCL's own."""
+    built = directory / name
+    command = ["g++", "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}", "-shared", "-fPIC"]
+    command += [f"-Wl,-soname,{name}", str(SOURCES / "stand_in_nccl.cpp"), "-o", str(built)]
+    subprocess.run(command, check=True)
     return built
 
 
@@ -65,8 +75,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("nccl")
     for name in ("collectives", "lifecycle", "forwarding"):
         compiled(directory, name, f"{name}.cpp", "ranks.cpp")
-    flags = ("-shared", "-fPIC")
-    compiled(directory, "libstand_in.so", "stand_in_nccl.cpp", flags=flags)
+    compiled_stand_in(directory, "libstand_in.so")
     return directory
 
 
@@ -127,9 +136,7 @@ def test_a_program_in_c(programs: Path) -> None:
 
 def test_a_program_that_has_nccl(programs: Path) -> None:
     """It is linked to a library of NCCL's name, which moves nothing here; preloaded, this one takes its place."""
-    nccl = compiled(
-        programs, "libnccl.so.2", "stand_in_nccl.cpp", flags=("-shared", "-fPIC", "-Wl,-soname,libnccl.so.2")
-    )
+    nccl = compiled_stand_in(programs, "libnccl.so.2")
     program = compiled_c(programs, "with_nccl", str(nccl), f"-Wl,-rpath,{programs}")
     alone = subprocess.run([program], capture_output=True, text=True, timeout=60, check=False)
     assert "numbers are wrong" in alone.stderr
