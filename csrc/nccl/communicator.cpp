@@ -219,7 +219,9 @@ void Communicator::run(const Message& message, const void* send, void* recv, uin
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       const Plan& plan = *one->decision.plan;
-      if (one->call == nullptr) one->call = core_->prepare(plan.algorithm, plan.problem, plan.tiling);
+      if (one->call == nullptr) {
+        run_beside_captures([&] { one->call = core_->prepare(plan.algorithm, plan.problem, plan.tiling); });
+      }
     }
     if (one->call->run(buffers, stream)) return;
   } catch (const std::exception& error) {

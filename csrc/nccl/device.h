@@ -1,6 +1,7 @@
 // What the library asks of its GPUs, or of emulated ones: cuda/device.cpp and emulated/device.cpp.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -37,6 +38,9 @@ class CurrentDevice {
  private:
   int previous_;
 };
+
+// What `step` asks of the device is no part of a capture, and ends none, whichever stream is captured.
+void run_beside_captures(const std::function<void()>& step);
 
 // Behind what the stream holds.
 void copy(void* to, const void* from, size_t bytes, uint64_t stream);

@@ -53,6 +53,11 @@ def test_nccl_library(world: int) -> None:
     run_ranks("nccl_library.py", 300, *(("--cases", "60") if SHARED else ()), world=world)
 
 
+@pytest.mark.timeout(200)
+def test_nccl_drill() -> None:
+    run_program([str(HERE / "nccl_drill.py"), "--world", str(3 if SHARED else WORLD)], 180)
+
+
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize("world", (1, 2, 5, WORLD) if SHARED else sorted({1, WORLD}))
 def test_random_linear_layers(world: int) -> None:

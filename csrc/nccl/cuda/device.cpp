@@ -40,6 +40,11 @@ CurrentDevice::~CurrentDevice() {
   if (cudaGetDevice(&now) == cudaSuccess && now != previous_) cudaSetDevice(previous_);
 }
 
+void run_beside_captures(const std::function<void()>& step) {
+  const host::BesideCaptures beside;
+  step();
+}
+
 void copy(void* to, const void* from, size_t bytes, uint64_t stream) {
   host::check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, reinterpret_cast<cudaStream_t>(stream)),
               "cudaMemcpyAsync");
