@@ -151,7 +151,7 @@ const char* last_error_of(ncclComm_t comm) noexcept {
 using namespace llm_comm::nccl;  // NOLINT: the C API has no namespace
 
 #define LLM_COMM_NCCL_ALIAS(type, name, parameters) \
-  LLM_COMM_NCCL_EXPORT type pnccl##name parameters __attribute__((alias("nccl" #name)));
+  LLM_COMM_NCCL_EXPORT type pnccl##name parameters __attribute__((alias("nccl" #name), nothrow));
 
 #define LLM_COMM_NCCL_OWN(type, name, parameters, arguments)                                                \
   LLM_COMM_NCCL_EXPORT type nccl##name parameters {                                                         \
@@ -169,10 +169,7 @@ using namespace llm_comm::nccl;  // NOLINT: the C API has no namespace
   }                                                                                      \
   LLM_COMM_NCCL_ALIAS(type, name, parameters)
 
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wattribute-alias"
 #include "nccl/functions.def"
-#pragma GCC diagnostic pop
 
 LLM_COMM_NCCL_EXPORT const char* ncclGetErrorString(ncclResult_t result) { return error_string(result); }
 LLM_COMM_NCCL_ALIAS(const char*, GetErrorString, (ncclResult_t result))
