@@ -16,7 +16,7 @@ from llm_comm.errors import (
     UnsupportedInputError,
 )
 from llm_comm.installation import VERSION as __version__
-from llm_comm.installation import cuda_compiled, get_include, get_library_dir, get_nvrtc_options
+from llm_comm.installation import cuda_compiled, get_include, get_library_dir, get_nvrtc_options, nccl_library
 from llm_comm.planning.plan import Plan
 from llm_comm.runtime.channels import Channels
 
@@ -43,4 +43,5 @@ __all__ = [
     "get_include",
     "get_library_dir",
     "get_nvrtc_options",
+    "nccl_library",
 ]

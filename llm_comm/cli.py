@@ -76,6 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_tune(commands)
     _add_algorithms(commands)
     _add_doctor(commands)
+    _add_nccl_path(commands)
     return parser
 
 
@@ -296,6 +297,12 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     text = "report what this machine offers and what llm_comm would do with it"
     parser = _command(commands, "doctor", text, "llm_comm.doctor")
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_nccl_path(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "print the path of the library that stands in for NCCL"
+    parser = _command(commands, "nccl-path", text, "llm_comm.nccl_command")
+    parser.add_argument("--emulated", action="store_true", help="the one over emulated GPUs, for tests")
 
 
 def _add_ranks(parser: argparse.ArgumentParser, text: str = "ranks, 2 to 8 (one a GPU; without GPUs 4)") -> None:

@@ -39,6 +39,8 @@ _RESERVED = re.compile(
     r"CONFIG"
     # Whatever tests and benchmarks of this project want to tell their own processes.
     r"|(TEST|BENCH)_\w+"
+    # Of the NCCL library alone (csrc/nccl, docs/nccl.md).
+    r"|NCCL_(DEBUG|LIBRARY)"
     # Options of the build (CMake), which some export; and what the authors of images like to set.
     r"|CUDA|WERROR|PTXAS_VERBOSE|UNBOUNDED_WAITS|SANITIZE|VERSION"
     # Kubernetes sets these in every container beside a Service whose name begins with llm-comm.

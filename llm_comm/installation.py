@@ -41,6 +41,22 @@ def get_library_dir() -> str:
     return _installed_directory("lib")
 
 
+def nccl_library(emulated: bool = False) -> str:
+    """Path of the library that stands in for NCCL (docs/nccl.md), for ``LD_PRELOAD`` or ``VLLM_NCCL_SO_PATH``.
+
+    Args:
+        emulated: The one over emulated GPUs, for tests: pointers are those of the host, streams are not looked at.
+
+    Raises:
+        FileNotFoundError: This installation was built without CUDA, and ``emulated`` is false.
+    """
+    name = f"libllm_comm_nccl{'_emulated' if emulated else ''}.so"
+    path = Path(get_library_dir(), name)
+    if not path.is_file():
+        raise FileNotFoundError(f"this installation of llm_comm has no {name}: install it where nvcc is found")
+    return str(path)
+
+
 def _installed_directory(name: str) -> str:
     # Not relative to __file__: an editable install keeps these apart from the Python sources.
     directory = resources.files("llm_comm") / name

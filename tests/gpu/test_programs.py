@@ -48,6 +48,17 @@ def test_random_cases(world: int) -> None:
 
 
 @pytest.mark.timeout(320)
+@pytest.mark.parametrize("world", (2, 3, 8) if SHARED else [WORLD])
+def test_nccl_library(world: int) -> None:
+    run_ranks("nccl_library.py", 300, *(("--cases", "60") if SHARED else ()), world=world)
+
+
+@pytest.mark.timeout(200)
+def test_nccl_drill() -> None:
+    run_program([str(HERE / "nccl_drill.py"), "--world", str(3 if SHARED else WORLD)], 180)
+
+
+@pytest.mark.timeout(320)
 @pytest.mark.parametrize("world", (1, 2, 5, WORLD) if SHARED else sorted({1, WORLD}))
 def test_random_linear_layers(world: int) -> None:
     run_ranks("random_linear.py", 300, world=world)

@@ -43,6 +43,7 @@ def test_byte_count_rejects(text: str) -> None:
         (["tune"], "llm_comm.bench.tune"),
         (["algorithms"], "llm_comm.algorithms_command"),
         (["doctor"], "llm_comm.doctor"),
+        (["nccl-path"], "llm_comm.nccl_command"),
     ],
 )
 def test_every_command_is_handed_to_its_module(argv: list[str], module: str, monkeypatch: pytest.MonkeyPatch) -> None:

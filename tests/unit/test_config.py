@@ -330,6 +330,8 @@ def test_unknown_variable_that_resembles_none() -> None:
     "name",
     [
         "LLM_COMM_CUDA",
+        "LLM_COMM_NCCL_DEBUG",
+        "LLM_COMM_NCCL_LIBRARY",
         "LLM_COMM_VERSION",
         "LLM_COMM_TEST_ANYTHING",
         "LLM_COMM_BENCH_ANYTHING",

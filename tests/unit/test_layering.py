@@ -29,13 +29,14 @@ ALLOWED = {
     "algorithms": {"llm_comm", "algorithms"},
     "emulator": {"llm_comm", "emulator"},
     "host": {"llm_comm", "algorithms", "emulator", "host"},
+    "nccl": {"llm_comm", "algorithms", "host", "nccl"},
     "python": {"host", "python"},
 }
 # <...> includes that are not of the C++ library: who may have them.
 FOREIGN = {
-    r"cuda.*": {"host/cuda", "include/llm_comm/platform"},
+    r"cuda.*": {"host/cuda", "include/llm_comm/platform", "nccl/cuda"},
     r"pybind11/.*": {"python"},
-    r"sys/.*|unistd\.h|sched\.h|time\.h|setjmp\.h|ucontext\.h": {"host", "emulator"},
+    r"sys/.*|unistd\.h|sched\.h|time\.h|setjmp\.h|ucontext\.h": {"host", "emulator", "nccl"},
 }
 
 
@@ -92,7 +93,7 @@ def test_headers_of_other_projects() -> None:
 
 
 def test_cpu_code_does_not_include_cuda_headers() -> None:
-    outside = [path for path in sources() if not where(path).startswith(("host/cuda", "include/llm_comm/platform"))]
+    outside = [path for path in sources() if not where(path).startswith(tuple(FOREIGN[r"cuda.*"]))]
     assert offenders(r"\bcuda_runtime\b|\bcuda\.h\b|\bcudaError|\bCUresult\b", outside) == []
 
 
@@ -155,7 +156,7 @@ PYTHON_LAYERS = (
     {"communicator"},
     {"integrations", "launch", "preflight"},
     {"bench"},
-    {"algorithms_command", "demo", "doctor", "engine_verdicts"},
+    {"algorithms_command", "demo", "doctor", "engine_verdicts", "nccl_command"},
     {"cli"},
     {"__main__"},
 )

@@ -1,0 +1,53 @@
+#include "nccl/communicators.h"
+
+#include <pthread.h>
+
+#include <mutex>
+#include <shared_mutex>
+#include <unordered_map>
+
+namespace llm_comm::nccl {
+
+namespace {
+
+struct Map {
+  std::shared_mutex mutex;
+  std::unordered_map<ncclComm_t, std::shared_ptr<Communicator>> communicators;
+  const Map* inherited = nullptr;  // that of the process that this one was forked from
+};
+
+// Never destroyed: what runs at the end of a process may still ask. A process that was forked has none of the threads, nor the GPU's
+// context, and some other thread may have held the lock: it begins with nothing, and leaves what it inherited alone.
+Map* map_of_process = new Map;
+[[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] {
+  Map* const own = new Map;
+  own->inherited = map_of_process;
+  map_of_process = own;
+});
+
+}  // namespace
+
+std::shared_ptr<Communicator> find(ncclComm_t handle) {
+  Map& map = *map_of_process;
+  const std::shared_lock lock(map.mutex);
+  const auto found = map.communicators.find(handle);
+  return found == map.communicators.end() ? nullptr : found->second;
+}
+
+void add(ncclComm_t handle, std::shared_ptr<Communicator> communicator) {
+  Map& map = *map_of_process;
+  const std::unique_lock lock(map.mutex);
+  map.communicators[handle] = std::move(communicator);
+}
+
+std::shared_ptr<Communicator> remove(ncclComm_t handle) {
+  Map& map = *map_of_process;
+  const std::unique_lock lock(map.mutex);
+  const auto found = map.communicators.find(handle);
+  if (found == map.communicators.end()) return nullptr;
+  std::shared_ptr<Communicator> removed = std::move(found->second);
+  map.communicators.erase(found);
+  return removed;
+}
+
+}  // namespace llm_comm::nccl

@@ -1,0 +1,192 @@
+#include "nccl/group.h"
+
+#include <exception>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "nccl/device.h"
+#include "nccl/failure.h"
+#include "nccl/log.h"
+#include "nccl/real_library.h"
+
+namespace llm_comm::nccl {
+
+namespace {
+
+struct Group {
+  int depth = 0;
+  bool is_in_real_group = false;
+  ncclResult_t result = ncclSuccess;
+  std::vector<std::pair<Job, int>> jobs;
+  std::vector<QueuedCall> calls;
+};
+
+thread_local Group group_of_thread;
+
+// The result of a thread of its own, and what it had to say.
+struct Outcome {
+  ncclResult_t result = ncclSuccess;
+  std::string text;
+};
+
+template <class Step>
+Outcome outcome_of(Step step) {
+  try {
+    return {step(), ""};
+  } catch (const Failure& failure) {
+    return {failure.result(), failure.what()};
+  } catch (const std::exception& error) {
+    return {ncclInternalError, error.what()};
+  }
+}
+
+ncclResult_t run_on(const Job& job, int device) {
+  const CurrentDevice current(device);
+  return job();
+}
+
+// All at once, each in a thread of its own. Throws the first failure; returns ncclInProgress where a step did.
+template <class Step>
+ncclResult_t run_together(const std::vector<Step>& steps) {
+  std::vector<Outcome> outcomes(steps.size());
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < steps.size(); ++i) {
+    threads.emplace_back([&, i] { outcomes[i] = outcome_of(steps[i]); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  ncclResult_t result = ncclSuccess;
+  for (const Outcome& outcome : outcomes) {
+    if (outcome.result == ncclSuccess) continue;
+    if (outcome.result == ncclInProgress) {
+      result = ncclInProgress;
+      continue;
+    }
+    throw Failure(outcome.result, outcome.text);
+  }
+  return result;
+}
+
+void run(const QueuedCall& call) { call.communicator->run(call.message, call.send, call.recv, call.stream); }
+
+// The calls of each communicator in their order.
+std::vector<std::vector<QueuedCall>> by_communicator(std::vector<QueuedCall> calls) {
+  std::vector<std::vector<QueuedCall>> lists;
+  for (QueuedCall& call : calls) {
+    auto list = lists.begin();
+    while (list != lists.end() && list->front().communicator != call.communicator) ++list;
+    if (list == lists.end()) {
+      lists.emplace_back();
+      list = lists.end() - 1;
+    }
+    list->push_back(std::move(call));
+  }
+  return lists;
+}
+
+void run_calls(std::vector<QueuedCall> calls) {
+  const auto lists = by_communicator(std::move(calls));
+  if (kCallsAreSynchronous && lists.size() > 1) {
+    std::vector<std::function<ncclResult_t()>> steps;
+    for (const auto& list : lists) {
+      steps.emplace_back([&list] {
+        for (const QueuedCall& call : list) run(call);
+        return ncclSuccess;
+      });
+    }
+    run_together(steps);
+    return;
+  }
+  // The first of all, then the second of all: a stream takes a limited number of launches before it makes the host wait, and those of
+  // one communicator end only when the others have launched theirs.
+  size_t longest = 0;
+  for (const auto& list : lists) longest = std::max(longest, list.size());
+  for (size_t i = 0; i < longest; ++i) {
+    for (const auto& list : lists) {
+      if (i < list.size()) run(list[i]);
+    }
+  }
+}
+
+// Not in the caller's thread, which may be in a group of the real library: what a job asks of that must have happened when it returns.
+ncclResult_t run_jobs(const std::vector<std::pair<Job, int>>& jobs) {
+  std::vector<std::function<ncclResult_t()>> steps;
+  for (const auto& [job, device] : jobs) {
+    steps.emplace_back([&job = job, device = device] { return run_on(job, device); });
+  }
+  return run_together(steps);
+}
+
+Group take_outermost(const char* name) {
+  Group& group = group_of_thread;
+  if (group.depth == 0) throw Failure(ncclInvalidUsage, std::string(name) + " without ncclGroupStart");
+  return std::exchange(group, Group{});
+}
+
+}  // namespace
+
+bool is_in_group() { return group_of_thread.depth > 0; }
+
+void begin_group() { ++group_of_thread.depth; }
+
+ncclResult_t end_group() {
+  if (group_of_thread.depth > 1) {
+    --group_of_thread.depth;
+    return ncclSuccess;
+  }
+  Group group = take_outermost("ncclGroupEnd");
+  // The real library's group ends in any case: else its calls of later groups would be in this one.
+  Outcome own = outcome_of([&] {
+    if (group.result != ncclSuccess) return group.result;
+    const ncclResult_t result = run_jobs(group.jobs);
+    run_calls(std::move(group.calls));
+    return result;
+  });
+  if (group.is_in_real_group) {
+    const ncclResult_t real = call_real(&RealFunctions::GroupEnd, "GroupEnd");
+    if (own.result == ncclSuccess) own.result = real;
+  }
+  if (!own.text.empty()) throw Failure(own.result, own.text);
+  return own.result;
+}
+
+ncclResult_t simulate_end_of_group(ncclSimInfo_t* info) {
+  if (group_of_thread.depth > 1) {
+    --group_of_thread.depth;
+    return ncclSuccess;
+  }
+  const Group group = take_outermost("ncclGroupSimulateEnd");
+  if (!group.is_in_real_group) call_real(&RealFunctions::GroupStart, "GroupStart");
+  return call_real(&RealFunctions::GroupSimulateEnd, "GroupSimulateEnd", info);
+}
+
+ncclResult_t run_or_queue(Job job, int device) {
+  if (!is_in_group()) return run_on(job, device);
+  group_of_thread.jobs.emplace_back(std::move(job), device);
+  return ncclSuccess;
+}
+
+ncclResult_t run_or_queue(QueuedCall call) {
+  if (is_in_group()) {
+    group_of_thread.calls.push_back(std::move(call));
+  } else {
+    run(call);
+  }
+  return ncclSuccess;
+}
+
+void join_group_of_real_library() {
+  Group& group = group_of_thread;
+  if (group.depth == 0 || group.is_in_real_group || !RealLibrary::get().is_there()) return;
+  const ncclResult_t result = call_real(&RealFunctions::GroupStart, "GroupStart");
+  if (result != ncclSuccess) throw Failure(result, "ncclGroupStart of the NCCL library has failed");
+  group.is_in_real_group = true;
+}
+
+void note_failure(ncclResult_t result) {
+  Group& group = group_of_thread;
+  if (group.depth > 0 && group.result == ncclSuccess) group.result = result;
+}
+
+}  // namespace llm_comm::nccl

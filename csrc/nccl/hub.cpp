@@ -1,0 +1,258 @@
+#include "nccl/hub.h"
+
+#include <fcntl.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "nccl/failure.h"
+#include "nccl/interface.h"
+#include "nccl/log.h"
+#include "nccl/quiet_thread.h"
+#include "nccl/sockets.h"
+
+namespace llm_comm::nccl {
+
+namespace {
+
+// Whoever connects has to say who he is in that time; of those that have not, so many are kept.
+constexpr double kHelloLimitS = 10;
+constexpr size_t kMostStrangers = 256;
+constexpr size_t kReadAtOnce = 1 << 16;
+
+struct Guest {
+  Descriptor socket;
+  Deadline hello_by{kHelloLimitS};
+  int rank = -1;  // not known yet
+  std::string in;
+  std::string out;
+  bool is_gone = false;
+};
+
+class Hub {
+ public:
+  Hub(Descriptor server, const Secret& secret, const std::optional<ncclUniqueId>& real_id, double limit_s)
+      : server_(std::move(server)), secret_(secret), limit_s_(limit_s) {
+    if (real_id) welcome_ = {1, *real_id};
+  }
+
+  void run() {
+    while (!has_ended()) {
+      wait();
+      if (server_) take_new_ones();
+      for (const auto& guest : guests_) serve(*guest);
+      finish_round();
+      for (const auto& guest : guests_) flush(*guest);
+      drop_those_gone();
+      if (all_by_ && all_by_->is_over() && !has_all()) {
+        warn("of " + std::to_string(world_) + " ranks " + std::to_string(count_known()) +
+             " came to their meeting place in time");
+        return;
+      }
+    }
+  }
+
+ private:
+  bool has_all() const { return has_begun_; }
+  bool has_ended() const { return has_lost_one_ || (has_begun_ && guests_.empty()); }
+  size_t count_known() const {
+    return static_cast<size_t>(
+        std::count_if(guests_.begin(), guests_.end(), [](const auto& g) { return g->rank >= 0; }));
+  }
+
+  void wait() {
+    polls_.clear();
+    for (const auto& guest : guests_) {
+      const short events = static_cast<short>(POLLIN | (guest->out.empty() ? 0 : POLLOUT));
+      polls_.push_back({guest->socket.fd(), events, 0});
+    }
+    if (server_) polls_.push_back({server_.fd(), POLLIN, 0});
+    int limit = -1;
+    const auto look_at = [&](const Deadline& deadline) {
+      const int left = deadline.milliseconds_left();
+      limit = limit < 0 ? left : std::min(limit, left);
+    };
+    if (all_by_ && !has_begun_) look_at(*all_by_);
+    for (const auto& guest : guests_) {
+      if (guest->rank < 0) look_at(guest->hello_by);
+    }
+    poll(polls_.data(), polls_.size(), limit);
+  }
+
+  void take_new_ones() {
+    for (;;) {
+      Descriptor socket(accept4(server_.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      if (!socket) {
+        // Without a descriptor to spare the same connection would be announced for ever.
+        if (errno == EMFILE || errno == ENFILE) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+        return;
+      }
+      const int on = 1;
+      setsockopt(socket.fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+      if (guests_.size() - count_known() >= kMostStrangers) {
+        // The one that has said nothing for longest makes room.
+        const auto oldest = std::find_if(guests_.begin(), guests_.end(), [](const auto& g) { return g->rank < 0; });
+        guests_.erase(oldest);
+      }
+      guests_.push_back(std::make_unique<Guest>());
+      guests_.back()->socket = std::move(socket);
+    }
+  }
+
+  void serve(Guest& guest) {
+    char buffer[4096];
+    while (!guest.is_gone && guest.in.size() < kReadAtOnce) {
+      const ssize_t got = recv(guest.socket.fd(), buffer, sizeof(buffer), MSG_DONTWAIT);
+      if (got > 0) {
+        guest.in.append(buffer, static_cast<size_t>(got));
+      } else if (got == 0 || (errno != EAGAIN && errno != EINTR)) {
+        guest.is_gone = true;
+      } else {
+        break;
+      }
+    }
+    if (guest.rank < 0) greet(guest);
+    if (guest.rank < 0 && guest.hello_by.is_over()) guest.is_gone = true;
+    if (guest.rank >= 0 && !has_message(guest) && is_too_long(guest)) guest.is_gone = true;
+  }
+
+  void greet(Guest& guest) {
+    if (guest.in.size() < sizeof(Hello)) return;
+    Hello hello;
+    std::memcpy(&hello, guest.in.data(), sizeof(hello));
+    guest.in.erase(0, sizeof(hello));
+    const bool is_known =
+        hello.magic == Hello::kMagic && are_equal(hello.secret.data(), secret_.data(), secret_.size());
+    if (!is_known || has_begun_) {
+      guest.is_gone = true;
+      return;
+    }
+    if (world_ == 0) {
+      if (hello.world == 0 || hello.world > kMaxRanks) {
+        guest.is_gone = true;
+        return;
+      }
+      world_ = hello.world;
+      all_by_.emplace(limit_s_);
+      ranks_.assign(world_, nullptr);
+    }
+    if (hello.world != world_ || hello.rank >= world_ || ranks_[hello.rank] != nullptr) {
+      warn("rank " + std::to_string(hello.rank) + " of " + std::to_string(hello.world) +
+           " came to the meeting place of " + std::to_string(world_) +
+           " ranks, where it does not fit, or has come before: the communicator cannot be made");
+      guest.is_gone = has_lost_one_ = true;
+      return;
+    }
+    guest.rank = static_cast<int>(hello.rank);
+    ranks_[hello.rank] = &guest;
+    if (std::find(ranks_.begin(), ranks_.end(), nullptr) != ranks_.end()) return;
+    has_begun_ = true;
+    for (Guest* const rank : ranks_) rank->out.append(reinterpret_cast<const char*>(&welcome_), sizeof(welcome_));
+    // Nobody else is let in.
+    server_ = Descriptor();
+    for (const auto& stranger : guests_) stranger->is_gone |= stranger->rank < 0;
+  }
+
+  static uint32_t announced(const Guest& guest) {
+    uint32_t bytes = 0;
+    if (guest.in.size() >= sizeof(bytes)) std::memcpy(&bytes, guest.in.data(), sizeof(bytes));
+    return bytes;
+  }
+  static bool is_too_long(const Guest& guest) {
+    return announced(guest) > kMaxMessageBytes || guest.in.size() > sizeof(uint32_t) + kMaxMessageBytes;
+  }
+  static bool has_message(const Guest& guest) {
+    return guest.in.size() >= sizeof(uint32_t) && announced(guest) <= kMaxMessageBytes &&
+           guest.in.size() >= sizeof(uint32_t) + announced(guest);
+  }
+
+  void finish_round() {
+    if (!has_begun_ || has_lost_one_) return;
+    for (Guest* const rank : ranks_) {
+      if (rank == nullptr || rank->is_gone || !has_message(*rank)) return;
+    }
+    std::string all;
+    for (Guest* const rank : ranks_) {
+      const size_t bytes = sizeof(uint32_t) + announced(*rank);
+      all.append(rank->in, 0, bytes);
+      rank->in.erase(0, bytes);
+    }
+    for (Guest* const rank : ranks_) rank->out.append(all);
+  }
+
+  static void flush(Guest& guest) {
+    while (!guest.is_gone && !guest.out.empty()) {
+      const ssize_t sent = send(guest.socket.fd(), guest.out.data(), guest.out.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+      if (sent > 0) {
+        guest.out.erase(0, static_cast<size_t>(sent));
+      } else if (errno != EINTR) {
+        guest.is_gone = errno != EAGAIN;
+        return;
+      }
+    }
+  }
+
+  // Of ranks that have left on purpose the others want nothing more. One that is lost while others are in a round is missed by them:
+  // they find their connections closed.
+  void drop_those_gone() {
+    for (const auto& guest : guests_) {
+      if (!guest->is_gone || guest->rank < 0) continue;
+      ranks_[static_cast<size_t>(guest->rank)] = nullptr;
+      if (!has_begun_) has_lost_one_ = true;
+      has_left_ = true;
+    }
+    std::erase_if(guests_, [](const auto& guest) { return guest->is_gone; });
+    if (has_left_) {
+      for (const auto& guest : guests_) has_lost_one_ |= guest->rank >= 0 && !guest->in.empty();
+    }
+  }
+
+  Descriptor server_;
+  Secret secret_;
+  double limit_s_;
+  Welcome welcome_{};
+  uint32_t world_ = 0;
+  bool has_begun_ = false;
+  bool has_left_ = false;
+  bool has_lost_one_ = false;
+  std::optional<Deadline> all_by_;
+  std::vector<std::unique_ptr<Guest>> guests_;
+  std::vector<Guest*> ranks_;
+  std::vector<pollfd> polls_;
+};
+
+}  // namespace
+
+MeetingPlace open_hub(const std::optional<ncclUniqueId>& real_id, double limit_s) {
+  MeetingPlace place{};
+  place.address = interface_of_host().address;
+  Descriptor server(socket(place.address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!server) fail_with_errno("socket");
+  const auto address = reinterpret_cast<sockaddr*>(&place.address);
+  if (bind(server.fd(), address, length_of(place.address)) != 0) fail_with_errno("bind to " + describe(place.address));
+  constexpr int kBacklog = 4096;  // the kernel takes less where net.core.somaxconn says so
+  if (listen(server.fd(), kBacklog) != 0) fail_with_errno("listen");
+  socklen_t length = sizeof(place.address);
+  if (getsockname(server.fd(), address, &length) != 0) fail_with_errno("getsockname");
+  fill_randomly(place.secret.data(), place.secret.size());
+  auto hub = std::make_unique<Hub>(std::move(server), place.secret, real_id, limit_s);
+  // Not joined: who makes an id need not take part in its communicator. It owns all that it uses.
+  start_quiet_thread([hub = std::move(hub)] {
+    try {
+      hub->run();
+    } catch (const std::exception& error) {
+      warn(std::string("the meeting place of a communicator has failed: ") + error.what());
+    }
+  }).detach();
+  return place;
+}
+
+}  // namespace llm_comm::nccl

@@ -1,0 +1,81 @@
+// The NCCL library that stands behind this one, found at run time: it has a communicator beside each of ours, and does what is
+// not served here.
+#pragma once
+
+#include <string>
+
+#include "nccl/failure.h"
+
+namespace llm_comm::nccl {
+
+// Its functions; nullptr where it has none of that name.
+struct RealFunctions {
+#define LLM_COMM_NCCL_OWN(type, name, parameters, arguments) type(*name) parameters;
+#define LLM_COMM_NCCL_FORWARDED LLM_COMM_NCCL_OWN
+#include "nccl/functions.def"
+#undef LLM_COMM_NCCL_OWN
+#undef LLM_COMM_NCCL_FORWARDED
+  const char* (*GetErrorString)(ncclResult_t);
+  const char* (*GetLastError)(ncclComm_t);
+  void (*ResetDebugInit)();
+};
+
+class RealLibrary {
+ public:
+  // Looks for it the first time: LLM_COMM_NCCL_LIBRARY names it ("none": there is to be none); else, for GPUs, libnccl.so.2 as the
+  // process has loaded it or the loader finds it. It stays loaded until the process ends.
+  static const RealLibrary& get();
+
+  bool is_there() const { return is_there_; }
+  const std::string& path() const { return path_; }  // or name
+  const std::string& why_not() const { return why_not_; }
+  int version() const;
+  const RealFunctions& functions() const { return functions_; }
+
+  // Throws Failure where there is no such function.
+  template <class Function>
+  Function require(Function RealFunctions::* function, const char* name) const {
+    if (!is_there_) {
+      throw Failure(ncclInvalidUsage,
+                    std::string("nccl") + name +
+                        " is not served by llm_comm here, and there is no NCCL library for it: " + why_not_);
+    }
+    if (functions_.*function == nullptr) {
+      throw Failure(ncclInvalidUsage, "the NCCL library " + path_ + " has no nccl" + name);
+    }
+    return functions_.*function;
+  }
+
+ private:
+  RealLibrary();
+  void load(const char* name);
+
+  bool is_there_ = false;
+  std::string path_;
+  std::string why_not_;
+  RealFunctions functions_{};
+};
+
+// While this thread is in a call of that library. What it calls of its own API then, which may come here where this library is
+// preloaded, has to reach itself.
+class InRealLibrary {
+ public:
+  InRealLibrary() { ++depth_; }
+  ~InRealLibrary() { --depth_; }
+  InRealLibrary(const InRealLibrary&) = delete;
+  InRealLibrary& operator=(const InRealLibrary&) = delete;
+  static bool is_so() { return depth_ > 0; }
+
+ private:
+  static thread_local int depth_;
+};
+
+// Calls a function of it. Throws Failure where there is none.
+template <class Result, class... Parameters, class... Arguments>
+Result call_real(Result (*RealFunctions::*function)(Parameters...), const char* name, Arguments... arguments) {
+  const auto address = RealLibrary::get().require(function, name);
+  const InRealLibrary inside;
+  return address(arguments...);
+}
+
+}  // namespace llm_comm::nccl

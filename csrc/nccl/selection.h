@@ -1,0 +1,56 @@
+// Which calls are served, and how: from a table to what the core prepares. A pure function of what all ranks have alike.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "nccl/nccl_types.h"
+#include "nccl/table.h"
+
+namespace llm_comm::nccl {
+
+enum class Operation { kAllReduce, kAllGather, kReduceScatter, kBroadcast };
+
+// A collective call as far as all ranks give the same.
+struct Message {
+  Operation operation;
+  ncclDataType_t type;
+  uint64_t count;  // as the call has it: of an operation on parts, elements of a part
+  int reduction = ncclSum;
+  int root = 0;
+
+  bool operator==(const Message&) const = default;
+  uint64_t part_bytes() const;
+};
+
+const char* name_of(Operation operation);
+uint64_t bytes_of(ncclDataType_t type);  // 0: there is no such type
+
+struct Plan {
+  uint32_t algorithm;  // its number in the registry
+  Problem problem;
+  Tiling tiling;
+};
+
+struct Decision {
+  std::optional<Plan> plan;
+  std::string why;  // or why not
+};
+
+class Selection {
+ public:
+  // `serves_all`: also messages that are larger than the table goes, because there is nobody else to do them.
+  Selection(Table table, uint32_t world, const Limits& limits, bool serves_all)
+      : table_(std::move(table)), world_(world), limits_(limits), serves_all_(serves_all) {}
+
+  Decision decide(const Message& message) const;
+
+ private:
+  Table table_;
+  uint32_t world_;
+  Limits limits_;
+  bool serves_all_;
+};
+
+}  // namespace llm_comm::nccl

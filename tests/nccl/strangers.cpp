@@ -1,0 +1,178 @@
+// A fuzzed bootstrap: while ranks meet, others who know where, and some who know the secret, send drawn bytes to the meeting place and
+// cut their connections at drawn times. And every reader of messages, ids and tuning tables is given damaged ones. Nothing may crash,
+// nor hang, and communicators that nobody disturbs from within must work.
+// Usage: strangers [<rounds> [<seed>]].
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "nccl/agreement.h"
+#include "nccl/bootstrap.h"
+#include "nccl/failure.h"
+#include "nccl/hub.h"
+#include "nccl/interface.h"
+#include "nccl/table.h"
+#include "nccl/unique_id.h"
+
+namespace {
+
+using namespace llm_comm::nccl;  // NOLINT: a test of it
+
+std::atomic<int> failures = 0;
+
+void expect(bool holds, const char* what) {
+  if (holds) return;
+  ++failures;
+  std::printf("%s\n", what);
+}
+
+std::string bytes_of(std::mt19937& random, size_t most) {
+  std::string bytes(random() % (most + 1), '\0');
+  for (char& byte : bytes) byte = static_cast<char>(random());
+  return bytes;
+}
+
+Descriptor connect_to(const MeetingPlace& place) {
+  Descriptor socket(::socket(place.address.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (connect(socket.fd(), reinterpret_cast<const sockaddr*>(&place.address), length_of(place.address)) != 0) {
+    return Descriptor();
+  }
+  return socket;
+}
+
+void send_some(const Descriptor& socket, const std::string& bytes) {
+  if (socket) (void)!send(socket.fd(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+// Somebody without the secret: nothing he does may matter.
+void disturb(const MeetingPlace& place, uint32_t seed) {
+  std::mt19937 random(seed);
+  std::vector<Descriptor> open;
+  for (int i = 0; i < 20; ++i) {
+    Descriptor socket = connect_to(place);
+    if (random() % 2 == 0) {
+      Hello hello{Hello::kMagic, place.secret, static_cast<uint32_t>(random() % 4),
+                  static_cast<uint32_t>(random() % 4)};
+      hello.secret[random() % hello.secret.size()] ^= static_cast<unsigned char>(1 << random() % 8);
+      std::string bytes(reinterpret_cast<const char*>(&hello), sizeof(hello));
+      bytes.resize(random() % 4 == 0 ? random() % bytes.size() : bytes.size());
+      send_some(socket, bytes);
+    }
+    if (random() % 2 == 0) send_some(socket, bytes_of(random, 6000));
+    if (random() % 2 == 0) open.push_back(std::move(socket));
+  }
+  usleep(random() % 20000);
+}
+
+void ranks_meet(uint32_t seed) {
+  constexpr int kWorld = 3;
+  const MeetingPlace place = open_hub(std::nullopt, 20);
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 2; ++i) threads.emplace_back(disturb, place, seed + static_cast<uint32_t>(i));
+  for (int rank = 0; rank < kWorld; ++rank) {
+    threads.emplace_back([&, rank] {
+      std::mt19937 random(seed + 10);  // alike on all ranks
+      try {
+        Bootstrap bootstrap(place, rank, kWorld, 20);
+        for (int round = 0; round < 5; ++round) {
+          const std::string message = bytes_of(random, kMaxMessageBytes - 1) + std::to_string(rank);
+          const auto all = bootstrap.exchange(message);
+          expect(all.size() == kWorld && all[static_cast<size_t>(rank)] == message,
+                 "a message of a rank is not its own");
+          expect(all[0].size() == message.size(), "a message of another rank has another length");
+        }
+      } catch (const std::exception& error) {
+        expect(false, error.what());
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// A rank that goes mad: the others must get an error, and soon.
+void rank_is_hostile(uint32_t seed) {
+  const MeetingPlace place = open_hub(std::nullopt, 10);
+  std::atomic<bool> has_ended = false;
+  std::thread victim([&] {
+    try {
+      Bootstrap bootstrap(place, 0, 2, 10);
+      for (int round = 0; round < 1000; ++round) bootstrap.exchange("a message");
+    } catch (const Failure&) {
+      has_ended = true;
+    }
+  });
+  std::mt19937 random(seed);
+  Descriptor socket = connect_to(place);
+  const Hello hello{Hello::kMagic, place.secret, 1, 2};
+  send_some(socket, std::string(reinterpret_cast<const char*>(&hello), sizeof(hello)));
+  for (int i = 0; i < 5; ++i) send_some(socket, bytes_of(random, 300));
+  usleep(random() % 5000);
+  socket = Descriptor();
+  victim.join();
+  expect(has_ended, "a rank goes on without the other one");
+}
+
+std::string damaged(std::string text, std::mt19937& random) {
+  for (uint32_t i = 1 + random() % 4; i > 0 && !text.empty(); --i) {
+    const size_t at = random() % text.size();
+    switch (random() % 4) {
+      case 0:
+        text[at] = static_cast<char>(random());
+        break;
+      case 1:
+        text.erase(at, 1 + random() % 30);
+        break;
+      case 2:
+        text.insert(at, bytes_of(random, 20));
+        break;
+      default:
+        text.insert(at, text.substr(random() % text.size(), random() % 60));
+    }
+  }
+  return text;
+}
+
+void readers_get_damaged_input(std::mt19937& random) {
+  Entry entry;
+  entry.host = "host";
+  entry.table = "table";
+  try {
+    Entry::from(damaged(entry.bytes(), random));
+  } catch (const std::invalid_argument&) {
+  }
+  ncclUniqueId id;
+  for (char& byte : id.internal) byte = static_cast<char>(random());
+  if (random() % 2 == 0) std::memcpy(id.internal, "LLMCOMM\1", 8);
+  from_id(id);
+  const auto& tables = embedded_tables();
+  const std::string text = tables[random() % tables.size()].text;
+  const size_t first_rows = text.find("rows:");
+  try {
+    parse_table("damaged", damaged(text.substr(0, first_rows + 600), random));
+  } catch (const Failure& failure) {
+    expect(failure.result() == ncclInvalidArgument, "a damaged table is not the user's fault");
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const uint32_t rounds = argc > 1 ? static_cast<uint32_t>(std::atoi(argv[1])) : 20;
+  const uint32_t seed = argc > 2 ? static_cast<uint32_t>(std::atoi(argv[2])) : 1;
+  std::mt19937 random(seed);
+  for (const EmbeddedTable& table : embedded_tables()) parse_table(table.name, table.text);
+  for (uint32_t round = 0; round < rounds; ++round) {
+    ranks_meet(seed + round * 100);
+    rank_is_hostile(seed + round * 100);
+    for (int i = 0; i < 200; ++i) readers_get_damaged_input(random);
+  }
+  return failures == 0 ? 0 : 1;
+}
