@@ -13,6 +13,8 @@ PACE = "llm_comm/bench/pace.py"
 REPORT = "llm_comm/bench/report.py"
 KILL_WORKER = "bench_serving/kill_worker.py"
 CHECKS = "bench_serving/checks.py"
+ENGINE_LOGS = "bench_serving/engine_logs.py"
+FREE_NORMS = "bench_serving/plugins/llm_comm_bench/free_norms.py"
 METRICS = "bench_serving/metrics.py"
 SUMMARY = "bench_serving/summary.py"
 
@@ -217,5 +219,20 @@ BENCH: tuple[Mutant, ...] = (
         "if request != first[size][index]",
         "if len(request) != len(first[size][index])",
         OF_FIGURES,
+    ),
+    # ---- What the log must say ----
+    python(
+        "attention by data parallelism need not gather by llm_comm",
+        ENGINE_LOGS,
+        "if settings.data_parallel_attention and not parts:",
+        "if False:",
+        OF_FIGURES,
+    ),
+    python(
+        "norms of queries cost nothing",
+        FREE_NORMS,
+        "if residual is None else (x, residual)",
+        "if residual is not None else (x, residual)",
+        "tests/serving/test_bench_plugins.py",
     ),
 )
