@@ -41,11 +41,13 @@ std::string describe(const Message& message) {
 // Of all communicators, for the end of the process.
 std::atomic<uint64_t> served_by_all = 0;
 std::atomic<uint64_t> forwarded_by_all = 0;
-[[maybe_unused]] const bool tells_at_exit =
-    is_informing() && std::atexit([] {
-                        inform("at exit: " + std::to_string(served_by_all) + " calls by llm_comm, " +
-                               std::to_string(forwarded_by_all) + " by the NCCL library");
-                      }) == 0;
+void tell_at_exit() {
+  // Not of the many processes that have the library preloaded and use no NCCL.
+  if (served_by_all == 0 && forwarded_by_all == 0) return;
+  inform("at exit: " + std::to_string(served_by_all) + " calls by llm_comm, " + std::to_string(forwarded_by_all) +
+         " by the NCCL library");
+}
+[[maybe_unused]] const bool tells_at_exit = is_informing() && std::atexit(tell_at_exit) == 0;
 
 }  // namespace
 
