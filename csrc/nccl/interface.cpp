@@ -98,7 +98,8 @@ std::string describe(const sockaddr_storage& address) {
   const auto& six = reinterpret_cast<const sockaddr_in6&>(address);
   const void* const bytes = is_four ? static_cast<const void*>(&four.sin_addr) : &six.sin6_addr;
   inet_ntop(address.ss_family, bytes, text, sizeof(text));
-  const std::string host = is_four ? text : "[" + std::string(text) + "]";
+  // Not "[" + std::string(text): GCC 12 takes that for an overlapping copy (its bug 105651).
+  const std::string host = is_four ? text : std::string("[").append(text).append("]");
   return host + ":" + std::to_string(ntohs(is_four ? four.sin_port : six.sin6_port));
 }
 
