@@ -15,7 +15,7 @@ import driver
 
 #: An environment variable: the number of the edit that is on; 0 or unset: none.
 SWITCH = "LLM_COMM_TEST_CONTROL"
-#: Whatever is edited includes it.
+#: Whatever is edited includes it, in the copy.
 TYPES = "csrc/include/llm_comm/platform_types.h"
 _READ_SWITCH = f"""#include <cstdlib>
 inline const int control_that_is_on = std::getenv("{SWITCH}") ? std::atoi(std::getenv("{SWITCH}")) : 0;
@@ -77,7 +77,9 @@ def switched(files: Iterable[str], changes: Iterable[Change]) -> dict[str, bytes
                 raise ValueError(f"{file}: two edits change {source(file)[change.start : end]!r}")
             text += source(file)[end : change.start] + change.text
             end = change.end
-        texts[file] = (text + source(file)[end:]).encode()
+        # Headers include it all the same.
+        include = f'#include "{TYPES.removeprefix("csrc/include/")}"\n' if file.endswith(".cpp") else ""
+        texts[file] = (include + text + source(file)[end:]).encode()
     texts[TYPES] += _READ_SWITCH.encode()
     return texts
 
