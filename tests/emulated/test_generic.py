@@ -155,7 +155,7 @@ def check_parameters_and_rows() -> None:
         assert plan.chunk_rows * 64 == plan.chunk_elements
         assert "rows of 60 elements" in operation.plan(x, 60, right).reason
         assert "are not rows of 96" in operation.plan(x, 96, right).reason
-        assert "no quantization 7" in operation.plan(x, 64, {**right, "quantization": 7}).reason
+        assert "no quantization 17" in operation.plan(x, 64, {**right, "quantization": 17}).reason
         for parameters, message in (
             ({}, "it needs parameter epsilon, quantization"),
             ({"epsilon": 1}, "it needs parameter quantization"),

@@ -32,8 +32,10 @@ def choose(config: Config, device: torch.device, world_size: int) -> Config:
 
 
 def _outputs_before_norms() -> int | None:
-    """Of the layers in front of all-reduces, by which a model is known before its layers are made; None: no model."""
-    vllm_config = get_current_vllm_config_or_none()
-    if vllm_config is None or vllm_config.model_config is None:
+    """Of the layers in front of all-reduces, by which a model is known before its layers are made; None: no model, or
+    none that is known here, whose norms and layers are vLLM's then (``fusion.py``, which also says so)."""
+    try:
+        model = get_current_vllm_config_or_none().model_config
+        return None if model is None else int(model.get_hidden_size())
+    except Exception:
         return None
-    return int(vllm_config.model_config.get_hidden_size())

@@ -320,7 +320,7 @@ def the_deployment_example_is_valid() -> None:
     additional = json.loads(arguments[arguments.index("--additional-config") + 1])
     with set_current_vllm_config(VllmConfig(additional_config=additional)):
         config = sys.modules[plugin_class().__module__].load_config()
-    defaults = llm_comm.Config.load({}, timeout_s=600.0, pdl=False)
+    defaults = llm_comm.Config.load({}, timeout_s=600.0)
     assert (config, config.origins["algorithm"]) == (defaults, "Python")
 
 
