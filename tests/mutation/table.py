@@ -8,6 +8,7 @@ from table_edges import EDGES
 from table_host import HOST
 from table_kernels import KERNELS
 from table_layers import LINEAR_LAYERS
+from table_nccl import IN_PLACE_OF_NCCL
 from table_operations import OPERATIONS
 from table_planning import PLANNING
 from table_runtime import RUNTIME
@@ -23,5 +24,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *EDGES,
     *SWITCH,
     *LINEAR_LAYERS,
+    *IN_PLACE_OF_NCCL,
 )
 check_names(MUTANTS)
