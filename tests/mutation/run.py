@@ -27,8 +27,8 @@ from table import MUTANTS
 from workplace import Builds, Worker
 
 LEAST_NOTICED = 0.95
-#: Checks that a sample goes without: their builds alone would take its time.
-LONG_TO_BUILD = ("driver ", "sanitized ")
+#: Checks that a sample goes without: their builds alone would take its time, or what they run without a mutant.
+LONG_TO_BUILD = ("driver ", "sanitized ", "tests/emulated/test_nccl_library.py")
 
 #: For what the checks of its row have let through. Not the tests that compare the sources with a list of edits.
 WIDER_OF_CPP = (
