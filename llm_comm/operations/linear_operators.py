@@ -83,82 +83,43 @@ def _call(operation: str, operands: dict[str, Any], out: Any, scaling: Scaling |
 _SCALING = "Tensor? x_scale, Tensor? weight_scale, ScalarType? out_dtype"
 
 
-def _linear(
-    x: _Tensor,
-    weight: _Tensor,
-    x_scale: _Tensor | None,
-    weight_scale: _Tensor | None,
-    out_dtype: torch.dtype | None,
-    communicator: str,
-) -> _Tensor:
-    result: _Tensor = find(communicator).linear.run(x, weight, None, x_scale, weight_scale, out_dtype)
-    return result
+def _implement_layer(name: str, weight_name: str, parts: int = 1, behind: str = "", in_order: bool = True) -> None:
+    """Whose only result is one tensor.
 
+    Args:
+        name: Of the operation.
+        weight_name: What it calls the weight.
+        parts: Rows of the weight for an output.
+        behind: Of the schema, behind the communicator.
+    """
 
-def _linear_fake(
-    x: _Tensor,
-    weight: _Tensor,
-    x_scale: _Tensor | None,
-    weight_scale: _Tensor | None,
-    out_dtype: torch.dtype | None,
-    communicator: str,
-) -> _Tensor:
-    check_constant("linear", x=x, weight=weight, x_scale=x_scale, weight_scale=weight_scale)
-    return _empty_result(x, weight.shape[0], Scaling.of(x_scale, weight_scale, out_dtype))
+    def run(
+        x: _Tensor,
+        weight: _Tensor,
+        x_scale: _Tensor | None,
+        weight_scale: _Tensor | None,
+        out_dtype: torch.dtype | None,
+        communicator: str,
+        after: _Tensor | None = None,
+    ) -> _Tensor:
+        result: _Tensor = getattr(find(communicator), name).run(x, weight, None, x_scale, weight_scale, out_dtype)
+        return result
 
+    def fake(
+        x: _Tensor,
+        weight: _Tensor,
+        x_scale: _Tensor | None,
+        weight_scale: _Tensor | None,
+        out_dtype: torch.dtype | None,
+        communicator: str,
+        after: _Tensor | None = None,
+    ) -> _Tensor:
+        operands = {"x": x, weight_name: weight, "x_scale": x_scale, "weight_scale": weight_scale}
+        check_constant(name, **operands)
+        return _empty_result(x, weight.shape[0] // parts, Scaling.of(x_scale, weight_scale, out_dtype))
 
-def _linear_silu_and_mul(
-    x: _Tensor,
-    gate_up_weight: _Tensor,
-    x_scale: _Tensor | None,
-    weight_scale: _Tensor | None,
-    out_dtype: torch.dtype | None,
-    communicator: str,
-) -> _Tensor:
-    call = find(communicator).linear_silu_and_mul.run
-    result: _Tensor = call(x, gate_up_weight, None, x_scale, weight_scale, out_dtype)
-    return result
-
-
-def _linear_silu_and_mul_fake(
-    x: _Tensor,
-    gate_up_weight: _Tensor,
-    x_scale: _Tensor | None,
-    weight_scale: _Tensor | None,
-    out_dtype: torch.dtype | None,
-    communicator: str,
-) -> _Tensor:
-    scales = {"x_scale": x_scale, "weight_scale": weight_scale}
-    check_constant("linear_silu_and_mul", x=x, gate_up_weight=gate_up_weight, **scales)
-    return _empty_result(x, gate_up_weight.shape[0] // 2, Scaling.of(x_scale, weight_scale, out_dtype))
-
-
-def _linear_all_reduce(
-    x: _Tensor,
-    linear_weight: _Tensor,
-    x_scale: _Tensor | None,
-    weight_scale: _Tensor | None,
-    out_dtype: torch.dtype | None,
-    communicator: str,
-    after: _Tensor | None = None,
-) -> _Tensor:
-    call = find(communicator).linear_all_reduce.run
-    result: _Tensor = call(x, linear_weight, None, x_scale, weight_scale, out_dtype)
-    return result
-
-
-def _linear_all_reduce_fake(
-    x: _Tensor,
-    linear_weight: _Tensor,
-    x_scale: _Tensor | None,
-    weight_scale: _Tensor | None,
-    out_dtype: torch.dtype | None,
-    communicator: str,
-    after: _Tensor | None = None,
-) -> _Tensor:
-    scales = {"x_scale": x_scale, "weight_scale": weight_scale}
-    check_constant("linear_all_reduce", x=x, linear_weight=linear_weight, **scales)
-    return _empty_result(x, linear_weight.shape[0], Scaling.of(x_scale, weight_scale, out_dtype))
+    schema = f"Tensor x, Tensor {weight_name}, {_SCALING}, str communicator{behind}"
+    implement(define(f"{name}({schema}) -> Tensor"), run, fake, in_order=in_order)
 
 
 def _empty_result(x: _Tensor, outputs: int, scaling: Scaling | None) -> _Tensor:
@@ -220,23 +181,9 @@ def _implement_norm(quantize: str | None, operands: str, results: str) -> None:
     implement(name, run, fake)
 
 
-implement(
-    define(f"linear(Tensor x, Tensor weight, {_SCALING}, str communicator) -> Tensor"),
-    _linear,
-    _linear_fake,
-    in_order=False,
-)
-implement(
-    define(f"linear_silu_and_mul(Tensor x, Tensor gate_up_weight, {_SCALING}, str communicator) -> Tensor"),
-    _linear_silu_and_mul,
-    _linear_silu_and_mul_fake,
-    in_order=False,
-)
-implement(
-    define(f"linear_all_reduce(Tensor x, Tensor linear_weight, {_SCALING}, str communicator, {OPERAND}) -> Tensor"),
-    _linear_all_reduce,
-    _linear_all_reduce_fake,
-)
+_implement_layer("linear", "weight", in_order=False)
+_implement_layer("linear_silu_and_mul", "gate_up_weight", parts=2, in_order=False)
+_implement_layer("linear_all_reduce", "linear_weight", behind=f", {OPERAND}")
 _implement_norm(None, "", "Tensor, Tensor")
 _implement_norm("static", "Tensor scale, ", "Tensor, Tensor")
 _implement_norm("dynamic", "", "Tensor, Tensor, Tensor")

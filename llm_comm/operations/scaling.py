@@ -12,6 +12,7 @@ from llm_comm.operations.quantization import FP8
 
 #: Of results, where neither ``out_dtype`` nor ``out`` says so.
 DEFAULT_OUT_DTYPE = torch.bfloat16
+_OUT_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Scaling(NamedTuple):
@@ -47,21 +48,13 @@ class Scaling(NamedTuple):
 
     def is_dense_on(self, device: torch.device) -> bool:
         """Whether scales, known to be tensors, can be read there: what changes no prepared layer."""
-        return all(
-            scale.dtype is torch.float32
-            and arrays.is_dense_on(scale, device)
-            and not scale.is_neg()
-            and not (torch.is_grad_enabled() and scale.requires_grad)
-            for scale in (self.x, self.weight)
-        )
+        return all(_is_plain_on(scale, device) and not scale.is_neg() for scale in (self.x, self.weight))
 
     def accepts_traced(self, device: torch.device, tokens: int, rows: int) -> bool:
         """Whether ``why_not`` finds nothing, for torch.compile, which cannot trace texts with sizes."""
-        return self.out_dtype in (torch.bfloat16, torch.float16) and all(
+        return self.out_dtype in _OUT_DTYPES and all(
             isinstance(scale, torch.Tensor)
-            and scale.dtype is torch.float32
-            and arrays.is_dense_on(scale, device)
-            and not (torch.is_grad_enabled() and scale.requires_grad)
+            and _is_plain_on(scale, device)
             and (scale.numel() == 1 or scale.numel() == count)
             for scale, count in ((self.x, tokens), (self.weight, rows))
         )
@@ -71,7 +64,7 @@ class Scaling(NamedTuple):
 
         Whether rows have scales of their own is told by their number alone: [rows], [rows, 1] and the like all do.
         """
-        if self.out_dtype not in (torch.bfloat16, torch.float16):
+        if self.out_dtype not in _OUT_DTYPES:
             return f"results of FP8 operands are torch.bfloat16 or torch.float16, not {self.out_dtype}"
         for name, scale, count in (("x_scale", self.x, tokens), ("weight_scale", self.weight, rows)):
             if not isinstance(scale, torch.Tensor):
@@ -84,3 +77,12 @@ class Scaling(NamedTuple):
             if scale.numel() not in (1, count):
                 return f"{name} has shape {tuple(scale.shape)}: it must be one scale, or one for each of {count} rows"
         return ""
+
+
+def _is_plain_on(scale: torch.Tensor, device: torch.device) -> bool:
+    """Whether a scale is a tensor of fp32 there, dense and constant."""
+    return (
+        scale.dtype is torch.float32
+        and arrays.is_dense_on(scale, device)
+        and not (torch.is_grad_enabled() and scale.requires_grad)
+    )

@@ -17,12 +17,12 @@ import torch
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 from llm_comm.integrations.vllm.fusion_pass import DTYPES
+from llm_comm.operations.quantization import FP8
 
 Node = torch.fx.Node
 _aten = torch.ops.aten
 #: Before inductor tidies the graph, and after.
 RESHAPES = (_aten.view.default, _aten.reshape.default)
-_FP8 = torch.float8_e4m3fn
 
 
 class Scales(NamedTuple):
@@ -102,7 +102,7 @@ def _scaled_layer(mm: Any, reshape: Node | None) -> Layer | None:
     x, weight, scales = given["a"], given["b"], Scales(given["a_scales"], given["b_scales"])
     if given.get("bias") is not None or scales.weight.op != "placeholder":
         return None
-    if {node.meta["val"].dtype for node in (x, weight)} != {_FP8} or mm.meta["val"].dtype not in DTYPES:
+    if {node.meta["val"].dtype for node in (x, weight)} != {FP8} or mm.meta["val"].dtype not in DTYPES:
         return None
     if not _fit(x, weight) or not _are_of_rows(scales, weight.meta["val"].shape[1]):
         return None
