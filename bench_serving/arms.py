@@ -22,6 +22,8 @@ class Arm:
         linear_apart: Whether the log must say that llm_comm was told to leave linear layers alone; else it must not.
         free: All-reduces return uninitialised memory: a bound, not an engine.
         free_norms: So does the residual add and norm behind each of them.
+        nccl_library: The engine takes llm_comm's library for NCCL's, and loads no plugin of llm_comm. The log must say
+            that the library serves a communicator; else it must not.
         by_default: Whether it is compared where no arms are named.
     """
 
@@ -36,6 +38,7 @@ class Arm:
     linear_apart: bool = False
     free: bool = False
     free_norms: bool = False
+    nccl_library: bool = False
     by_default: bool = True
 
 
@@ -52,6 +55,16 @@ ARMS: dict[str, Arm] = {
             {**_OFF, "VLLM_ALLREDUCE_USE_FLASHINFER": "0"},
             disable_custom_all_reduce=True,
             own_fusion=False,
+        ),
+        # The same but for the library.
+        Arm(
+            "nccl_library",
+            "NCCL's API by llm_comm",
+            {"VLLM_ALLREDUCE_USE_FLASHINFER": "0"},
+            disable_custom_all_reduce=True,
+            own_fusion=False,
+            nccl_library=True,
+            by_default=False,
         ),
         Arm("default", "engine's own", _OFF),
         Arm("llm_comm", "llm_comm", _ON, llm_comm=True, fuses=True),

@@ -30,7 +30,8 @@ def distance(a: Sequence[float], b: Sequence[float]) -> float:
 def summarize(runs: Sequence[Run]) -> dict[str, Any]:
     """{"tokens": {arm: ...}, "logits": {arm: ...}, "passed": bool, "failures": [...]}; empty if nothing was checked.
 
-    Tokens: greedy generations of equal prompts must be equal in all repeats of an arm. Logits: those of the first token
+    Tokens: greedy generations of equal prompts must be equal in all repeats of an arm; how many equal those of ``nccl``
+    is told. Logits: those of the first token
     must be finite and not all equal, and those of llm_comm must agree with those of ``nccl``: within
     ``LOGITS_TOLERANCE``, or ``TIMES_DEFAULT`` times the distance of ``default``. The bound ``free`` is left out: it
     computes nonsense.
@@ -46,6 +47,8 @@ def summarize(runs: Sequence[Run]) -> dict[str, Any]:
     logits = {arm: _logits(arm, results[0]["logits"], failures) for arm, results in checked.items()}
     if arms.NCCL in checked:
         _compare_with_nccl({arm: results[0]["logits"] for arm, results in checked.items()}, logits, failures)
+        for arm, results in checked.items():
+            tokens[arm]["same_as_nccl"] = _same_requests(results[0]["tokens"], checked[arms.NCCL][0]["tokens"])
     return {"tokens": tokens, "logits": logits, "passed": not failures, "failures": failures}
 
 
@@ -70,6 +73,11 @@ def _tokens(arm: str, results: Sequence[Mapping[str, Any]], failures: list[str])
     }
 
 
+def _same_requests(own: Mapping[str, Any], other: Mapping[str, Any]) -> int:
+    """How many requests of the same prompts generated the same tokens."""
+    return sum(a == b for size in own for a, b in zip(own[size], other[size], strict=True))
+
+
 def _logits(arm: str, own: Sequence[Sequence[float]], failures: list[str]) -> dict[str, Any]:
     if not all(np.isfinite(row).all() and np.ptp(row) > 0 for row in own):
         failures.append(f"{arm}: logits are not finite, or all equal")
@@ -90,7 +98,8 @@ def _compare_with_nccl(
     limit = max(LOGITS_TOLERANCE, TIMES_DEFAULT * theirs)
     for arm, entry in entries.items():
         # `not ... <=`: a NaN fails.
-        if arms.ARMS[arm].llm_comm and not entry.get("distance_to_nccl", 0.0) <= limit:
+        is_ours = arms.ARMS[arm].llm_comm or arms.ARMS[arm].nccl_library
+        if is_ours and not entry.get("distance_to_nccl", 0.0) <= limit:
             failures.append(
                 f"{arm}: logits differ from nccl's by {entry['distance_to_nccl']:.3g}, more than {limit:.3g}"
             )

@@ -11,6 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import llm_comm
 from bench_serving import checks, engine_logs, processes, report, schedule, summary, versions
 from bench_serving.arms import ARMS, Arm
 from bench_serving.settings import Job, Settings, settings_from_dict
@@ -108,7 +109,19 @@ def arm_environment(arm: Arm, settings: Settings) -> dict[str, str]:
         "BENCH_SERVING_FREE_NORMS": str(int(arm.free_norms)),
         "BENCH_SERVING_WEIGHTS": settings.weights,
     }
-    return {**arm.environment, **plugins}
+    return {**arm.environment, **plugins, **(_nccl_library() if arm.nccl_library else {})}
+
+
+def _nccl_library() -> dict[str, str]:
+    """Has both engines load llm_comm's library in place of NCCL's, and its plugin not."""
+    path = llm_comm.nccl_library()
+    return {
+        "VLLM_NCCL_SO_PATH": path,
+        "SGLANG_NCCL_SO_PATH": path,
+        "VLLM_PLUGINS": processes.PLUGIN_NAME,
+        "SGLANG_PLUGINS": processes.PLUGIN_NAME,
+        "LLM_COMM_NCCL_DEBUG": "INFO",
+    }
 
 
 def run_once(settings: Settings, arm: Arm, repeat: int, directory: Path, timeout_s: float) -> Run:

@@ -24,6 +24,8 @@ _FUSED = re.compile(r"llm_comm: first (?:all-reduce|linear layer) fused with its
 _LINEAR = re.compile(r"llm_comm: first (?:column-parallel )?linear layer [^\n]*")
 # One line for each method of the engine that gathers or scatters; a model may have none.
 _PARTS = re.compile(r"llm_comm: first \w*(?:all_gather|reduce_scatter)\w* of group [^\n]*")
+# What the library in place of NCCL says of a communicator that it serves.
+_NCCL_LIBRARY = re.compile(r"llm_comm-nccl \[\d+\] INFO communicator of \d+ ranks[^\n]*: served by [^\n]*")
 _NORMS_APART = re.compile(r"not fused with RMSNorm: fuse is false")
 _LINEAR_APART = re.compile(r"linear layers are \w+'s: fuse_linear is false")
 _VLLM_BACKENDS = re.compile(r"Using \[([^\]]*)\] all-reduce backends[^\n]*for group 'tp[^\n]*")
@@ -63,6 +65,7 @@ def evidence(settings: Settings, arm: Arm, log: str) -> list[str]:
         found += _expect(log, _LINEAR_APART, arm.linear_apart, told)
     found += _expect(log, re.compile(re.escape(FREE_MARK)), arm.free, "all-reduces are replaced by nothing")
     found += _expect(log, re.compile(re.escape(FREE_NORMS_MARK)), arm.free_norms, "norms are replaced by nothing")
+    found += _expect(log, _NCCL_LIBRARY, arm.nccl_library, "llm_comm's library stands in for NCCL's")
     scaled = settings.weights == "scaled"
     found += _expect(log, re.compile(re.escape(WEIGHTS_MARK)), scaled, "weights are scaled")
     _expect(log, _MULTICAST, False, "FlashInfer uses multicast")

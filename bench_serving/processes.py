@@ -31,6 +31,8 @@ _DEFAULTS = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 ROOT = Path(__file__).resolve().parents[1]
 PLUGINS = Path(__file__).resolve().parent / "plugins"
+#: Of their entry points, for both engines.
+PLUGIN_NAME = "llm_comm_bench"
 # The working tree goes to the end of the path: an installed llm_comm must not be hidden by its own sources.
 _BOOT = "import runpy, sys; sys.path.append(sys.argv.pop(1)); runpy.run_module(sys.argv.pop(1), run_name='__main__')"
 

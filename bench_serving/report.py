@@ -97,6 +97,7 @@ def _check(check: Mapping[str, Any]) -> str:
         lines.append(
             f"  {arm}: {entry['tokens']} greedy tokens of {entry['requests']} requests "
             f"({entry['distinct_tokens']} distinct), {same} in {entry['repeats']} repeats"
+            + (f"; {entry['same_as_nccl']} requests as nccl" if "same_as_nccl" in entry else "")
         )
     for arm, entry in check["logits"].items():
         if "distance_to_nccl" in entry:

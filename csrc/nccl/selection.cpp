@@ -9,8 +9,10 @@ namespace llm_comm::nccl {
 
 namespace {
 
-// Of a broadcast, by as many bytes as its root sends at most: it stores to each rank in turn, where NCCL has the ranks pass them on.
-constexpr uint64_t kMaxBroadcastBytes = 1 << 20;
+// How many bytes the root of a broadcast sends at most. To one rank: as far as an all-gather of such parts, which sends as much, is
+// clearly faster than NCCL's broadcast (docs/results/2026-11-25_h100x2_nccl_tests.json). To more, not measured: the root stores to
+// each of them in turn, where NCCL has the ranks pass the bytes on.
+constexpr uint64_t max_broadcast_bytes(uint32_t world) { return world == 2 ? 8 << 20 : 1 << 20; }
 
 std::optional<DataType> summed_type(ncclDataType_t type) {
   switch (type) {
@@ -77,7 +79,8 @@ Decision Selection::decide(const Message& message) const {
   }
   const uint64_t bytes = message.part_bytes();
   if (bytes > table_.max_message_bytes && !serves_all_) return forwarded("larger than " + table_.name + " goes");
-  if (message.operation == Operation::kBroadcast && bytes * (world_ - 1) > kMaxBroadcastBytes && !serves_all_) {
+  if (message.operation == Operation::kBroadcast && bytes * (world_ - 1) > max_broadcast_bytes(world_) &&
+      !serves_all_) {
     return forwarded("a large broadcast");
   }
   if (message.operation != Operation::kAllReduce) {

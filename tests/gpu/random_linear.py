@@ -258,7 +258,7 @@ class Runner:
 
 
 def _as_bytes(values: torch.Tensor) -> torch.Tensor:
-    return values.flatten().view(torch.uint8)
+    return values.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)  # flat may have strides
 
 
 def _beyond(case: Case, got: torch.Tensor, of: Operands) -> torch.Tensor:

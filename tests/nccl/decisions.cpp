@@ -119,8 +119,8 @@ void selections() {
     EXPECT(!name(selection, {Operation::kAllGather, of, 8}).empty());
     EXPECT(!name(selection, {Operation::kBroadcast, of, 8, ncclSum, 1}).empty());
   }
-  EXPECT(!name(selection, {Operation::kBroadcast, ncclInt8, 1 << 20}).empty());
-  EXPECT(name(selection, {Operation::kBroadcast, ncclInt8, (1 << 20) + 1}).empty());
+  EXPECT(!name(selection, {Operation::kBroadcast, ncclInt8, 8 << 20}).empty());
+  EXPECT(name(selection, {Operation::kBroadcast, ncclInt8, (8 << 20) + 1}).empty());
   const Table general = general_table(8, 132);
   EXPECT(name(Selection(general, 8, limits, false), {Operation::kBroadcast, ncclInt8, 150000}).empty());
   EXPECT(!name(Selection(general, 8, limits, false), {Operation::kBroadcast, ncclInt8, 149000}).empty());

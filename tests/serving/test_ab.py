@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from bench_serving import cli, processes
+import llm_comm
+from bench_serving import arms, cli, comparison, processes
+from bench_serving.settings import Settings
 
 FAKES = Path(__file__).parent / "fakes"
 ARMS = ("nccl", "default", "llm_comm", "llm_comm_unfused", "free")
@@ -206,6 +208,19 @@ def test_the_environment_of_an_engine(tmp_path: Path) -> None:
     assert environment["VLLM_FLASHINFER_ALLREDUCE_BACKEND"] == "trtllm"
     assert environment["LLM_COMM_PDL"] == "0"
     assert environment["PYTHONPATH"].split(os.pathsep) == [os.path.abspath("a"), str(processes.PLUGINS)]
+
+
+def test_an_engine_that_takes_the_library_for_nccl_loads_no_other_part_of_llm_comm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(llm_comm, "nccl_library", lambda: "/of/llm_comm.so")
+    settings = Settings("vllm", "")
+    environment = comparison.arm_environment(arms.ARMS["nccl_library"], settings)
+    assert environment["VLLM_NCCL_SO_PATH"] == environment["SGLANG_NCCL_SO_PATH"] == "/of/llm_comm.so"
+    assert environment["VLLM_PLUGINS"] == environment["SGLANG_PLUGINS"] == "llm_comm_bench"
+    assert "LLM_COMM_ENABLE" not in environment  # 0 would turn the library off too
+    others = [arm for arm in arms.ARMS.values() if not arm.nccl_library]
+    assert not any("VLLM_NCCL_SO_PATH" in comparison.arm_environment(arm, settings) for arm in others)
 
 
 def test_a_session_leaves_no_process_behind(tmp_path: Path) -> None:

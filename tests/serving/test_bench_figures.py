@@ -112,6 +112,7 @@ NO_LINEAR = (
     f"{ACTIVE}; fused with RMSNorm in compiled graphs; linear layers are vLLM's: fuse_linear is false (environment)"
 )
 FREE = f"INFO {engine_logs.FREE_MARK} (tp:0)"
+SERVED = "(Worker pid=8) llm_comm-nccl [8] INFO communicator of 4 ranks, rank 0 on device 0: served by the table of 4 X"
 FREE_NORM = f"{FREE}\nINFO {engine_logs.FREE_NORMS_MARK}"
 
 
@@ -123,6 +124,7 @@ def ran(engine: str = "vllm", **others: Any) -> Settings:
     ("arm", "log"),
     [
         ("nccl", NCCL_ONLY),
+        ("nccl_library", f"{NCCL_ONLY}\n{SERVED}"),
         ("default", CUSTOM),
         ("llm_comm", f"{CUSTOM}\n{ACTIVE}; fused with RMSNorm in compiled graphs\n{FUSED}"),
         ("llm_comm_unfused", f"{CUSTOM}\n{ACTIVE}; not fused with RMSNorm: fuse is false (environment)"),
@@ -274,6 +276,22 @@ def test_the_engines_own_rounding_is_the_measure(theirs: float, passed: bool) ->
     result = checks.summarize(runs)
     assert result["logits"]["llm_comm"]["distance_to_nccl"] == pytest.approx(0.05)
     assert result["passed"] == passed
+
+
+def test_it_is_told_how_many_requests_went_as_with_nccl() -> None:
+    logits = [1.0, -1.0, 1.0, -1.0]
+    runs = [checked("nccl", 0, [1, 2], logits), checked("nccl_library", 0, [1, 2], logits)]
+    runs += [checked("default", 0, [1, 3], logits)]
+    result = checks.summarize(runs)
+    same = {arm: entry["same_as_nccl"] for arm, entry in result["tokens"].items()}
+    assert same == {"nccl": 1, "nccl_library": 1, "default": 0}
+    assert result["passed"]
+
+
+@pytest.mark.parametrize("arm", ["llm_comm", "nccl_library"])
+def test_logits_far_from_those_of_nccl_fail_the_check(arm: str) -> None:
+    runs = [checked("nccl", 0, [1], [1.0, -1.0, 1.0, -1.0]), checked(arm, 0, [1], [1.1, -1.0, 1.0, -1.0])]
+    assert not checks.summarize(runs)["passed"]
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")

@@ -33,7 +33,7 @@ def test_defaults_are_those_of_the_comparison() -> None:
     [
         (
             ["--arms", "nccl,mine"],
-            "unknown arm 'mine'; valid: nccl, default, llm_comm, llm_comm_unfused, llm_comm_no_linear",
+            "unknown arm 'mine'; valid: nccl, nccl_library, default, llm_comm, llm_comm_unfused, llm_comm_no_linear",
         ),
         (["--batch-sizes", "0"], "'0': must be a whole number of at least 1"),
         (["--layers", "abc"], "'abc': must be a whole number of at least 1"),
@@ -144,7 +144,12 @@ def test_nccl_sums_without_the_fusion_of_vllm() -> None:
     assert vllm.options(given, True, own_fusion=False)["compilation_config"] == wanted
     by_arm = {name: Job(settings(), name, arm.disable_custom_all_reduce, "").own_fusion for name, arm in ARMS.items()}
     # Nor may FlashInfer sum where nothing is to sum.
-    assert [name for name, own_fusion in by_arm.items() if not own_fusion] == ["nccl", "free", "free_norm"]
+    assert [name for name, own_fusion in by_arm.items() if not own_fusion] == [
+        "nccl",
+        "nccl_library",
+        "free",
+        "free_norm",
+    ]
     assert ARMS["nccl"].environment["VLLM_ALLREDUCE_USE_FLASHINFER"] == "0"
     command = bench_latency.command(Job(settings(), "nccl", True, ""), 16, 136, Path("latency.json"))
     assert "fuse_allreduce_rms" in command[command.index("--compilation-config") + 1]
