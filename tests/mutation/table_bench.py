@@ -189,8 +189,8 @@ BENCH: tuple[Mutant, ...] = (
     python(
         "NaN logits agree",
         CHECKS,
-        'if arms.ARMS[arm].llm_comm and not entry.get("distance_to_nccl", 0.0) <= limit:',
-        'if arms.ARMS[arm].llm_comm and entry.get("distance_to_nccl", 0.0) > limit:',
+        'if is_ours and not entry.get("distance_to_nccl", 0.0) <= limit:',
+        'if is_ours and entry.get("distance_to_nccl", 0.0) > limit:',
         OF_FIGURES,
     ),
     python(
