@@ -120,7 +120,7 @@ def main() -> int:
     report(found)
     if options.json is not None:
         lines: dict[str, Any] = {arm: [line._asdict() for line in lines] for arm, lines in found.items()}
-        options.json.write_text(json.dumps({"command": sys.argv, "nccl": str(nccl), **lines}, indent=1) + "\n")
+        options.json.write_text(json.dumps({"command": sys.argv, **lines}, indent=1) + "\n")
     return int(any(line.wrong for line in found["llm_comm"]))
 
 
