@@ -10,7 +10,7 @@ JOBS ?= 2
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 PYTHON_DIRS := $(wildcard llm_comm tests bench_serving examples tools)
-CPP_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
+CPP_FILES = $(shell find csrc tests llm_comm -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 # Directories are listed too: their times change when a file is added or removed.
 BUILD_INPUTS := CMakeLists.txt pyproject.toml $(shell find csrc cmake configs -not -name '.*' 2>/dev/null)
 

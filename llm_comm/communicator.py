@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +27,13 @@ from llm_comm.operations.linear_layers import LinearLayers
 from llm_comm.operations.reduce_scatter import ReduceScatter
 from llm_comm.operations.watched import is_traced as _is_traced
 from llm_comm.operations.watched import is_watched as _is_watched
+from llm_comm.planning import programs
 from llm_comm.planning.multicast import Multicast
 from llm_comm.planning.plan import Plan
 from llm_comm.planning.tables import TuningTable
 from llm_comm.runtime.channels import Channels, open_channels
 from llm_comm.runtime.connect import agree, connect
+from llm_comm.runtime.rendezvous import Rendezvous
 from llm_comm.runtime.symmetric_heap import SymmetricHeap
 
 logger = logging.getLogger("llm_comm")
@@ -62,7 +65,7 @@ class Communicator(GatherScatter, LinearLayers):
     Raises:
         RendezvousError: Ranks are missing, on other machines, configured differently, or cannot reach each other's
             memory. The text says which and why.
-        ConfigError: An option of a rank is not allowed, or its tuning table cannot be used.
+        ConfigError: An option of a rank is not allowed, or its tuning table or a program that is named cannot be used.
         UnsupportedInputError: The device of a rank is neither a CUDA device nor the CPU.
     """
 
@@ -109,6 +112,7 @@ class Communicator(GatherScatter, LinearLayers):
         self._linear_silu_and_mul = self._operations.linear_silu_and_mul.run
         self._linear_all_reduce = self._operations.linear_all_reduce.run
         self._linear_all_reduce_add_rms_norm = self._operations.linear_all_reduce_add_rms_norm.run
+        self._load_programs(rendezvous)
         self.name = torch_operators.register(self._operations)
         logger.info(
             "rank %d of %d on %s: workspace %d bytes (%s), %s",
@@ -119,6 +123,20 @@ class Communicator(GatherScatter, LinearLayers):
             self.memory_kind,
             self.table.name,
         )
+
+    def _load_programs(self, rendezvous: Rendezvous) -> None:
+        """Has the programs of llm_comm.dsl compiled that options or the table name. Collective."""
+        if self.config.dsl is None and not programs.named_by(self.config, self.table):
+            return
+        try:
+            # By name, as the programs themselves: they are made of a communicator's parts, so their layer is above.
+            name = "llm_comm.dsl.selected"
+            selected = rendezvous.attempt(f"import of {name}", lambda: importlib.import_module(name))
+            self._planner.programs = selected.load(rendezvous, self._heap, self._handle, self.config, self.table)
+        except BaseException as error:
+            self.close()
+            _clear_frames(error)
+            raise
 
     # ---- Operations ---------------------------------------------------------------------------------------------
 
@@ -355,7 +373,12 @@ class Communicator(GatherScatter, LinearLayers):
         return self._other_operations.plan(operation, x, row, parameters)
 
     def use_table(self, table: TuningTable) -> None:
-        """Selects by another tuning table from now on. For tuning; make the same call on every rank."""
+        """Selects by another tuning table from now on. For tuning; make the same call on every rank.
+
+        Raises:
+            ConfigError: A row names a program that was not compiled when this communicator was made.
+        """
+        self._planner.check_table(table)
         self._planner.table = table
         self._forget()
 
@@ -420,6 +443,9 @@ class Communicator(GatherScatter, LinearLayers):
         process ends, as the graph might be replayed: operations that begin from now on do nothing.
         """
         self._forget()
+        for program in self._planner.programs.values():
+            program.wait()  # the core knows its own calls only
+        self._planner.programs = {}
         self._heap.close()
         self._handle.close()
 

@@ -33,6 +33,8 @@ MULTICAST_OFF_VARIABLES = {
 _PREFIX = "LLM_COMM_"
 _MAX_NAME = 256
 _MAX_PATH = 4096
+_MAX_PROGRAMS = 1000
+_PROGRAMS = re.compile(r"(?a:[\w.]+:\w+(, *[\w.]+:\w+)*)")
 _CONFIG_VARIABLE = f"{_PREFIX}CONFIG"
 # Names after the prefix that are no options, and yet no misspelt ones.
 _RESERVED = re.compile(
@@ -41,6 +43,8 @@ _RESERVED = re.compile(
     r"|(TEST|BENCH)_\w+"
     # Of the NCCL library alone (csrc/nccl, docs/nccl.md).
     r"|NCCL_(DEBUG|LIBRARY)"
+    # Where compiled programs are kept (llm_comm/dsl/compiler/cache.py).
+    r"|CACHE_DIR"
     # Options of the build (CMake), which some export; and what the authors of images like to set.
     r"|CUDA|WERROR|PTXAS_VERBOSE|UNBOUNDED_WAITS|SANITIZE|VERSION"
     # Kubernetes sets these in every container beside a Service whose name begins with llm-comm.
@@ -85,6 +89,17 @@ def _is_path(value: Any) -> bool:
     return isinstance(value, str) and "\0" not in value and len(value) <= _MAX_PATH
 
 
+def _is_algorithm(value: Any) -> bool:
+    if not isinstance(value, str):
+        return False
+    return value in ("auto", *registry.algorithm_names()) or registry.is_program(value)
+
+
+def _is_list_of_programs(value: Any) -> bool:
+    # Ranks compare the options in one message.
+    return isinstance(value, str) and len(value) <= _MAX_PROGRAMS and _PROGRAMS.fullmatch(value) is not None
+
+
 _AS_TEXT = "environment and file: 64M is 64 MiB"
 
 _BOOLEAN = _Option(_boolean, lambda v: isinstance(v, bool), "true or false (environment: 1 or 0)")
@@ -118,7 +133,12 @@ _OPTIONS: dict[str, _Option] = {
     "max_blocks": _Option(
         int, lambda v: v is None or (_is_int(v) and 8 <= v < 1 << 16), "a number of blocks, 8 to 65535 (default: none)"
     ),
-    "algorithm": _one_of("auto", *registry.algorithm_names()),
+    "algorithm": _Option(
+        str,
+        _is_algorithm,
+        f"{_one_of('auto', *registry.algorithm_names()).valid_values}, or {registry.PROGRAM_PREFIX}NAME for a program "
+        "of option dsl",
+    ),
     "pdl": _BOOLEAN,
     "fuse": _BOOLEAN,
     "fuse_linear": _BOOLEAN_OR_AUTO,
@@ -128,6 +148,14 @@ _OPTIONS: dict[str, _Option] = {
     "debug": _BOOLEAN,
     "share_gpu": _BOOLEAN,
     "table": _Option(str, lambda v: v is None or _is_path(v), "path of a tuning table"),
+    "dsl": _Option(
+        str,
+        lambda v: v is None or _is_list_of_programs(v),
+        f"programs as MODULE:PROGRAM, with commas between them, up to {_MAX_PROGRAMS} characters",
+    ),
+    "dsl_max_bytes": _Option(
+        parse_size, lambda v: _is_int(v) and 1 <= v <= 4096 * MIB, f"bytes, 1 to 4 GiB ({_AS_TEXT})"
+    ),
 }
 
 _SIZES = [name for name, option in _OPTIONS.items() if option.parse is parse_size]
@@ -179,7 +207,8 @@ class Config:
         max_blocks: Operations of at least 1 MiB take so many blocks at most, and so as many multiprocessors at most,
             for computation beside them. ``docs/tuning.md`` says what it costs. None: what the tuning table says.
         algorithm: ``"auto"`` selects by the table; a name (``llm-comm algorithms`` lists them) forces that algorithm
-            at every size, for each operation that has it. The others go by the table.
+            at every size, for each operation that has it. The others go by the table. ``"dsl:NAME"``: a program, for
+            the all-reduces that it serves (docs/dsl.md).
         pdl: Programmatic dependent launch, on GPUs that have it.
         fuse: Whether engine integrations put the residual add and the RMSNorm after an all-reduce into its kernel.
         fuse_linear: Whether engine integrations compute the linear layer before a fused all-reduce by llm_comm too.
@@ -194,6 +223,10 @@ class Config:
         share_gpu: Ranks may use one GPU together. For tests only: the driver gives them time slices in turn, so that an
             operation takes milliseconds.
         table: Tuning table to use in place of the one shipped for the device.
+        dsl: Programs of ``llm_comm.dsl`` to import, check and compile when a communicator is made, as
+            ``module:program,module:program``: ``algorithm`` and tables can name them then, as ``dsl:program``.
+        dsl_max_bytes: Programs serve messages up to this size. Each takes workspace memory for it, in addition to
+            ``workspace_bytes``; log level info says how much.
 
     Raises:
         ConfigError: An unknown option or variable, a value that is not allowed, or a file that cannot be read.
@@ -217,6 +250,8 @@ class Config:
     debug: bool = False
     share_gpu: bool = False
     table: str | None = None
+    dsl: str | None = None
+    dsl_max_bytes: int = 8 * MIB
     #: Where each value comes from; what is not named is a default. Given to the constructor, as ``dataclasses.replace``
     #: does, it says that all options are: file and environment are not read again.
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)

@@ -34,16 +34,19 @@ class RawKernel:
         code: C++ source with ``extern "C" LLM_COMM_KERNEL(max_threads) name(...)``.
         name: Of the kernel.
         options: More of them for the compiler: ``-I``, ``-D`` and the like.
+        library: The file that ``compile_library`` has made of the same source, name and options; None: compiles them.
 
     Raises:
         RuntimeError: There is no compiler (``CXX`` names one; else it is g++), or it does not take the source: the text
             holds its output.
     """
 
-    def __init__(self, code: str, name: str, options: Sequence[str] = ()) -> None:
+    def __init__(
+        self, code: str, name: str, options: Sequence[str] = (), *, library: str | os.PathLike[str] | None = None
+    ) -> None:
         self.name = name
-        library = _compile(code, name, options)
-        self._launch = library.llm_comm_launch
+        loaded = _compile(code, name, options) if library is None else _load(Path(library))
+        self._launch = loaded.llm_comm_launch
         self._launch.restype = ctypes.c_bool
         self._launch.argtypes = [
             ctypes.c_uint32,
@@ -54,7 +57,7 @@ class RawKernel:
             ctypes.c_uint64,
         ]
         sizes = (ctypes.c_uint32 * _MAX_PARAMETERS)()
-        count = library.llm_comm_parameters(sizes, _MAX_PARAMETERS)
+        count = loaded.llm_comm_parameters(sizes, _MAX_PARAMETERS)
         if count > _MAX_PARAMETERS:
             raise RuntimeError(f"kernel {name} has {count} parameters; {_MAX_PARAMETERS} are the most")
         self._sizes = list(sizes[:count])
@@ -103,22 +106,44 @@ def _bytes_of(value: Any) -> bytes:
     raise ValueError(f"a kernel takes numbers and addresses (tensor.data_ptr()), not a {type(value).__name__}")
 
 
-def _compile(code: str, name: str, options: Sequence[str]) -> ctypes.CDLL:
-    compiler = os.environ.get("CXX", "g++")
+def compiler() -> str:
+    """The C++ compiler of emulated kernels."""
+    return os.environ.get("CXX", "g++")
+
+
+def compile_library(code: str, name: str, options: Sequence[str], library: Path) -> None:
+    """Compiles a kernel to a shared library, which ``RawKernel`` can load.
+
+    Args:
+        code, name, options: As of ``RawKernel``.
+        library: The file to write. The source lies beside it meanwhile, so each call has a directory of its own.
+
+    Raises:
+        RuntimeError: As of ``RawKernel``.
+    """
     # A library of its own: a kernel may have the name of a function of libc ("wait"), or of another kernel.
     alone = ["-Wl,-Bsymbolic", "-fno-gnu-unique"]
     flags = ["-std=c++20", "-O1", "-shared", "-fPIC", *alone, "-DLLM_COMM_EMULATOR", "-I", get_include(), *options]
+    source = library.with_suffix(".cpp")
+    header = "llm_comm/emulator/loaded_kernel.h"
+    source.write_text(f'{code}\n#include "{header}"\nLLM_COMM_LOADED_KERNEL({name})\n', encoding="utf-8")
+    archive = Path(get_library_dir(), "libllm_comm_emulator.a")
+    command = [compiler(), *flags, str(source), "-o", str(library), str(archive), "-pthread"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S, check=False)
+    except FileNotFoundError:
+        raise RuntimeError(f"kernel {name}: there is no compiler {compiler()!r}; CXX names another") from None
+    if done.returncode != 0:
+        raise RuntimeError(f"{compiler()} does not compile kernel {name}:\n{done.stderr}")
+
+
+def _compile(code: str, name: str, options: Sequence[str]) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="llm_comm_kernel_") as directory:
-        source, library = Path(directory, "kernel.cpp"), Path(directory, "kernel.so")
-        header = "llm_comm/emulator/loaded_kernel.h"
-        source.write_text(f'{code}\n#include "{header}"\nLLM_COMM_LOADED_KERNEL({name})\n', encoding="utf-8")
-        archive = Path(get_library_dir(), "libllm_comm_emulator.a")
-        command = [compiler, *flags, str(source), "-o", str(library), str(archive), "-pthread"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S, check=False)
-        except FileNotFoundError:
-            raise RuntimeError(f"kernel {name}: there is no compiler {compiler!r}; CXX names another") from None
-        if done.returncode != 0:
-            raise RuntimeError(f"{compiler} does not compile kernel {name}:\n{done.stderr}")
+        library = Path(directory, "kernel.so")
+        compile_library(code, name, options, library)
         # The file can go: the library is loaded as long as the process lives.
-        return ctypes.CDLL(str(library), mode=os.RTLD_NOW | os.RTLD_LOCAL)
+        return _load(library)
+
+
+def _load(library: Path) -> ctypes.CDLL:
+    return ctypes.CDLL(str(library), mode=os.RTLD_NOW | os.RTLD_LOCAL)

@@ -6,12 +6,18 @@ Whatever is said here comes from the descriptors in ``csrc/algorithms``.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from llm_comm import _core
 from llm_comm.quoting import quoted
 from llm_comm.spelling import guess
+
+#: Before the name of a program of llm_comm.dsl, where an option or a table names one in place of an algorithm.
+PROGRAM_PREFIX = "dsl:"
+_PROGRAM = re.compile(rf"(?a:{PROGRAM_PREFIX}\w+)")
+_MAX_PROGRAM = 200
 
 
 class Range(NamedTuple):
@@ -167,6 +173,11 @@ def operations() -> dict[str, Operation]:
 def algorithm_names() -> tuple[str, ...]:
     """The names of all algorithms, whatever they do, once each."""
     return tuple(dict.fromkeys(a.name for operation in operations().values() for a in operation.algorithms))
+
+
+def is_program(name: Any) -> bool:
+    """Whether an option or a table means a program by it, of those that are registered or not."""
+    return isinstance(name, str) and len(name) <= _MAX_PROGRAM and _PROGRAM.fullmatch(name) is not None
 
 
 def why_not_known(what: str, name: Any, valid: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ from llm_comm.installation import VERSION
 from llm_comm.planning.catalogue import check_table_option
 from llm_comm.planning.multicast import NO_MULTICAST, Multicast, why_not
 from llm_comm.planning.selection import message_limit
-from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, TuningTable
+from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, TuningTable, of_programs
 from llm_comm.runtime.rendezvous import Rendezvous
 
 logger = logging.getLogger("llm_comm")
@@ -324,9 +324,19 @@ def describe_plans(table: TuningTable, config: Config, engine: str, multicast: M
         parts = [("what no table chose", limit)]
     parts[-1] = (parts[-1][0], limit)  # the last row serves all larger messages
     words = [f"{algorithm} to {format_bytes(up_to)}" for algorithm, up_to in parts]
+    by_programs = _describe_programs(table, config, limit)
     if limit >= EVERY_SIZE:
-        return ", ".join([*words[:-1], f"{parts[-1][0]} at all {'other ' * (len(parts) > 1)}sizes"])
-    return ", ".join(words) + f", then {engine}"
+        return by_programs + ", ".join([*words[:-1], f"{parts[-1][0]} at all {'other ' * (len(parts) > 1)}sizes"])
+    return by_programs + ", ".join(words) + f", then {engine}"
+
+
+def _describe_programs(table: TuningTable, config: Config, limit: int) -> str:
+    """The same of programs of llm_comm.dsl that go before: "dsl:two_shot to 8 MiB, else "; "" for none."""
+    sizes = {row.algorithm: row.up_to for row in table.rows.get(of_programs(ALL_REDUCE), ())}
+    if config.algorithm != "auto":
+        sizes = {config.algorithm: limit} if registry.is_program(config.algorithm) else {}
+    words = [f"{name} to {format_bytes(min(up_to, limit, config.dsl_max_bytes))}" for name, up_to in sizes.items()]
+    return f"{', '.join(words)}, else " if words else ""
 
 
 def describe_parts(table: TuningTable, config: Config, beyond: str = "") -> str:

@@ -29,8 +29,8 @@ class Prepared(NamedTuple):
     """A call that is ready to be launched."""
 
     plan: Plan
-    #: What ``prepare`` of the core returned: it takes the buffers' addresses and a stream. None where there is nothing
-    #: to exchange.
+    #: What ``prepare`` of the core returned, or its like for a program of llm_comm.dsl: it takes the buffers' addresses
+    #: and a stream. None where there is nothing to exchange.
     run: Callable[..., bool] | None
 
 
@@ -73,7 +73,7 @@ class Operation:
         if layout.plan.algorithm == "declined":
             return None
         if layout.launches is None:
-            return Prepared(layout.plan, None)
+            return Prepared(layout.plan, None if layout.program is None else layout.program())
         try:
             return Prepared(layout.plan, core.prepare(*layout.launches, layout.direct))
         except RuntimeError as error:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from llm_comm import _core
+from llm_comm import _core, registry
 from llm_comm.config import Config
-from llm_comm.planning import layers, selection
+from llm_comm.planning import layers, programs, selection
 from llm_comm.planning.multicast import NO_MULTICAST, Multicast
 from llm_comm.planning.plan import Problem
+from llm_comm.planning.programs import Kernels
 from llm_comm.planning.selection import Layout
 from llm_comm.planning.tables import TuningTable
 
@@ -35,6 +36,10 @@ class Planner:
         self._preferred: dict[tuple[str, int, int, int], bool] = {}
         self.table = table
         self.config = config
+        # What a program does not serve is selected as if none was named.
+        self._config_of_tables = config.replace(algorithm="auto") if registry.is_program(config.algorithm) else config
+        #: Compiled programs of llm_comm.dsl by the names that options and tables give them. The same on all ranks.
+        self.programs: dict[str, Kernels] = {}
         self.limits = limits
         self.multicast = multicast
         #: Whether there are tensors in symmetric memory, which some algorithms are for. The same on all ranks.
@@ -55,9 +60,16 @@ class Planner:
     ) -> Layout:
         """The plan of a call, ready for the core."""
         problem = Problem(operation, count, row, data_type, self.world_size, parameters)
-        by = (self.table, self.config, self.limits)
+        by = (self.table, self._config_of_tables, self.limits)
         layout = selection.lay_out(problem, *by, self.multicast)
+        if self.programs:
+            layout = programs.with_program(layout, problem, self.table, self.config, self.programs)
         return selection.with_direct(layout, problem, *by) if self.has_symmetric else layout
+
+    def check_table(self, table: TuningTable) -> None:
+        """Raises ConfigError if a table names a program that is not compiled."""
+        if self.world_size > 1:
+            programs.check_rows(table, self.programs)
 
     def message_limit(self, operation: str) -> int:
         """Larger messages are declined, in bytes."""

@@ -6,6 +6,7 @@ The table chooses; how the choice is cut to size is arithmetic of the core (``cs
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 from llm_comm import _core, registry
@@ -31,6 +32,8 @@ class Layout(NamedTuple):
     launches: tuple[int, _core.Problem, _core.Tiling] | None
     #: The same to launch in their place where the tensors are symmetric; None for nothing else.
     direct: tuple[int, _core.Problem, _core.Tiling] | None = None
+    #: In place of ``launches``: makes what ``Core.prepare`` would have returned, for a program of llm_comm.dsl.
+    program: Callable[[], Callable[..., bool]] | None = None
 
 
 class _Chosen(NamedTuple):

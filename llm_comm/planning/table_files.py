@@ -14,6 +14,7 @@ from llm_comm import registry
 from llm_comm.errors import ConfigError
 from llm_comm.planning import layers
 from llm_comm.planning.layers import LayerRow
+from llm_comm.planning.programs import PROTOCOL
 from llm_comm.planning.tables import ALL_REDUCE, FUSED, MulticastEntry, Row, RunnerUp, TuningTable, by_operation
 from llm_comm.quoting import quoted, shortened
 from llm_comm.yaml_files import InvalidYamlError, YamlList, YamlMapping, kind_of, read_yaml
@@ -212,6 +213,8 @@ def _checked(kind: str, number: int, line: int, entry: Any, read: Callable[[dict
 
 
 def _row(entry: dict[str, Any]) -> Row:
+    if registry.is_program(entry.get("algorithm")):
+        return _row_of_program(entry)
     missing = [name for name in _OF_EVERY_ROW if name not in entry]
     if missing:
         raise _InvalidError(f"it lacks {', '.join(missing)}")
@@ -228,8 +231,7 @@ def _row(entry: dict[str, Any]) -> Row:
     missing = [name for name in ranges if name not in entry]
     if missing:
         raise _InvalidError(f"it lacks {', '.join(missing)}; {entry['algorithm']} has {', '.join(ranges)}")
-    if type(entry["up_to"]) is not int or entry["up_to"] <= 0:
-        raise _InvalidError(f"up_to is {quoted(entry['up_to'])}; it must be a number of bytes above 0")
+    _check_up_to(entry["up_to"])
     for name, range_ in ranges.items():
         why = range_.why_not(entry[name])
         if why:
@@ -239,6 +241,29 @@ def _row(entry: dict[str, Any]) -> Row:
     if "runner_up" not in entry:
         return Row(**entry)
     return Row(**{**entry, "runner_up": _runner_up(entry["runner_up"], algorithms)})
+
+
+def _row_of_program(entry: dict[str, Any]) -> Row:
+    """A row that names a program of llm_comm.dsl, which has no tunables. Whether there is such a program is found out
+    when a communicator is made."""
+    missing = [name for name in ("operation", "up_to") if name not in entry]
+    if missing:
+        raise _InvalidError(f"it lacks {', '.join(missing)}")
+    if entry["operation"] != ALL_REDUCE:
+        raise _InvalidError(f"operation is {quoted(entry['operation'])}; programs are selected for {ALL_REDUCE} alone")
+    if entry.get("protocol", PROTOCOL) != PROTOCOL:
+        raise _InvalidError(f"protocol is {quoted(entry['protocol'])}; that of programs is {PROTOCOL}")
+    for name in entry:
+        _require(registry.why_not_known("key of a program's row", name, (*_OF_EVERY_ROW, "us")))
+    _check_up_to(entry["up_to"])
+    if "us" in entry:
+        _check_us("us", entry["us"])
+    return Row(**{**entry, "protocol": PROTOCOL})
+
+
+def _check_up_to(value: Any) -> None:
+    if type(value) is not int or value <= 0:
+        raise _InvalidError(f"up_to is {quoted(value)}; it must be a number of bytes above 0")
 
 
 def _runner_up(value: Any, algorithms: tuple[registry.Algorithm, ...]) -> RunnerUp:

@@ -110,7 +110,9 @@ class TuningTable(NamedTuple):
 
     def with_rows(self, *rows: Row) -> TuningTable:
         """A table with these in place of all rows of their operations."""
-        return self._replace(rows={**self.rows, **by_operation(rows)})
+        found = self._replace(rows={**self.rows, **by_operation(rows)})
+        replaced = {of_programs(row.operation) for row in rows} - by_operation(rows).keys()
+        return found._replace(rows={key: of_key for key, of_key in found.rows.items() if key not in replaced})
 
     def digest(self) -> str:
         """The name, and a digest of what is chosen by: what ranks compare."""
@@ -127,6 +129,8 @@ def by_operation(rows: Iterable[Row]) -> dict[str, tuple[Row, ...]]:
         algorithm = registry.operations()[row.operation].find(row.algorithm, row.protocol)
         is_symmetric = algorithm is not None and algorithm.is_symmetric
         key = of_symmetric(row.operation) if is_symmetric else row.operation
+        if registry.is_program(row.algorithm):
+            key = of_programs(row.operation)
         found[key] = (*found.get(key, ()), row)
     return found
 
@@ -134,6 +138,11 @@ def by_operation(rows: Iterable[Row]) -> dict[str, tuple[Row, ...]]:
 def of_symmetric(operation: str) -> str:
     """By which a table has the rows of an operation that run in place of its others where tensors are symmetric."""
     return f"{operation} of symmetric tensors"
+
+
+def of_programs(operation: str) -> str:
+    """By which a table has the rows of an operation that name programs of llm_comm.dsl (planning/programs.py)."""
+    return f"{operation} by programs"
 
 
 def row_of(rows: tuple[Row, ...], message_bytes: int) -> Row | None:

@@ -30,6 +30,8 @@ _OPTIONS_OF_ALL_RANKS = (
     "timeout_s",
     "pdl",
     "share_gpu",
+    "dsl",
+    "dsl_max_bytes",
 )
 
 _LIMITS_OF_A_DEVICE = ("sm_count", "max_cluster", "compute_capability")

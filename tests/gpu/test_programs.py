@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,13 @@ def test_port_channels(world: int) -> None:
 @pytest.mark.parametrize("world", (2, 3, WORLD) if SHARED else sorted({2, WORLD}))
 def test_channels(world: int) -> None:
     run_ranks("channels.py", 300, "--compiler", "all", world=world)
+
+
+@pytest.mark.timeout(420)
+@pytest.mark.skipif(find_spec("cupy") is None, reason="no cupy")
+@pytest.mark.parametrize("world", (2, 3, WORLD) if SHARED else sorted({2, WORLD}))
+def test_programs_of_the_dsl(world: int) -> None:
+    run_ranks("dsl_programs.py", 400, world=world)
 
 
 @pytest.mark.timeout(420)

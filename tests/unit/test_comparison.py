@@ -68,6 +68,8 @@ def test_ranks_that_are_alike() -> None:
         (("config", "all_gather"), False, "have different options"),
         (("config", "reduce_scatter"), False, "have different options"),
         (("config", "debug"), True, "have different options"),
+        (("config", "dsl"), "a:b", "have different options"),
+        (("config", "dsl_max_bytes"), 17, "have different options"),
     ],
     ids=lambda value: ".".join(value) if isinstance(value, tuple) else "",
 )

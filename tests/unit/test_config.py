@@ -36,6 +36,8 @@ VALUES: dict[str, tuple[object, str, object, object]] = {
     "debug": (True, "off", False, True),
     "share_gpu": (True, "1", True, True),
     "table": ("a.yaml", "b.yaml", "b.yaml", "c.yaml"),
+    "dsl": ("a.b:c", "a:b,c.d:e", "a:b,c.d:e", "f:g, h:i"),
+    "dsl_max_bytes": (1, "2M", 2 << 20, 4 << 30),
 }
 
 INVALID: list[tuple[str, object, str]] = [
@@ -62,6 +64,8 @@ INVALID: list[tuple[str, object, str]] = [
     ("max_blocks", True, "8 to 65535"),
     ("algorithm", "ring", "'auto' or 'one_shot' or 'two_shot'"),
     ("algorithm", None, "'auto' or 'one_shot' or 'two_shot'"),
+    ("algorithm", "dsl:", "or dsl:NAME for a program of option dsl"),
+    ("algorithm", "dsl:a b", "or dsl:NAME for a program of option dsl"),
     ("pdl", 0, "true or false"),
     ("fuse", None, "true or false"),
     ("fuse_linear", 1, "'auto', true or false"),
@@ -72,6 +76,14 @@ INVALID: list[tuple[str, object, str]] = [
     ("debug", 1, "true or false"),
     ("share_gpu", 1, "true or false"),
     ("table", 7, "path of a tuning table"),
+    ("dsl", "", "programs as MODULE:PROGRAM"),
+    ("dsl", "a.b", "programs as MODULE:PROGRAM"),
+    ("dsl", "a:b,", "programs as MODULE:PROGRAM"),
+    ("dsl", "a:b c:d", "programs as MODULE:PROGRAM"),
+    ("dsl", ["a:b"], "programs as MODULE:PROGRAM"),
+    ("dsl_max_bytes", 0, "bytes, 1 to 4 GiB"),
+    ("dsl_max_bytes", (4 << 30) + 1, "bytes, 1 to 4 GiB"),
+    ("dsl_max_bytes", None, "bytes, 1 to 4 GiB"),
 ]
 
 INVALID_TEXTS = [
@@ -93,6 +105,8 @@ INVALID_TEXTS = [
     ("deterministic", "always", "true or false"),
     ("debug", "verbose", "true or false"),
     ("share_gpu", "all", "true or false"),
+    ("dsl", "a", "programs as MODULE:PROGRAM"),
+    ("dsl_max_bytes", "0", "bytes, 1 to 4 GiB"),
 ]
 
 
@@ -272,6 +286,16 @@ def test_the_ends_of_what_is_valid(option: str, value: object) -> None:
     assert getattr(Config.load({}, **{option: value}), option) == value
 
 
+def test_the_longest_names_of_programs() -> None:
+    name, listed = "dsl:" + "a" * 196, "a:" + "b" * 998
+    config = Config.load({}, algorithm=name, dsl=listed)
+    assert (config.algorithm, config.dsl) == (name, listed)
+    with pytest.raises(ConfigError, match="or dsl:NAME for a program of option dsl"):
+        Config.load({}, algorithm=name + "a")
+    with pytest.raises(ConfigError, match="up to 1000 characters"):
+        Config.load({}, dsl=listed + "b")
+
+
 def test_the_longest_path() -> None:
     assert Config.load({}, table="x" * 4096).table == "x" * 4096
     with pytest.raises(ConfigError, match="path of a tuning table"):
@@ -333,6 +357,7 @@ def test_unknown_variable_that_resembles_none() -> None:
         "LLM_COMM_NCCL_DEBUG",
         "LLM_COMM_NCCL_LIBRARY",
         "LLM_COMM_VERSION",
+        "LLM_COMM_CACHE_DIR",
         "LLM_COMM_TEST_ANYTHING",
         "LLM_COMM_BENCH_ANYTHING",
         # Kubernetes, for a Service "llm-comm" and for "llm-comm-web"

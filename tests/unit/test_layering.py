@@ -154,6 +154,7 @@ PYTHON_LAYERS = (
     {"runtime"},
     {"operations"},
     {"communicator"},
+    {"dsl"},
     {"integrations", "launch", "preflight"},
     {"bench"},
     {"algorithms_command", "demo", "doctor", "engine_verdicts", "nccl_command"},

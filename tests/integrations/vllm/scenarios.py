@@ -92,6 +92,28 @@ def eager_all_reduces_reach_llm_comm() -> None:
     assert len(log.having("is active for group tp:0 (2 ranks")) == (dist_rank() == 0)
 
 
+@scenario(
+    LLM_COMM_DSL="llm_comm.dsl.library:two_shot_ll",
+    LLM_COMM_ALGORITHM="dsl:two_shot_ll",
+    LLM_COMM_DSL_MAX_BYTES="16K",
+)
+def all_reduces_go_through_a_program_of_the_dsl() -> None:
+    os.environ["LLM_COMM_CACHE_DIR"] = str(shared_directory())
+    with vllm_groups() as log:
+        calls = calls_of_llm_comm()
+        group = parallel_state.get_tp_group()
+        communicator = group.device_communicator._llm_comm
+        before = communicator._handle.core().operations_ended()
+        for shape in ((16, 128), (3, 1001)):
+            assert communicator.plan(data(shape)).algorithm == "dsl:two_shot_ll"
+            assert torch.equal(group.all_reduce(data(shape)), expected_sum(shape))
+        assert len(calls) == 2
+        assert communicator._handle.core().operations_ended() == before, "an algorithm has run"
+        assert torch.equal(group.all_reduce(data((256, 4096))), expected_sum((256, 4096)))
+        assert communicator._handle.core().operations_ended() == before + 1
+        assert len(log.having("all-reduce dsl:two_shot_ll to 16 KiB, else one_shot to ")) == (dist_rank() == 0)
+
+
 @scenario()
 def compiled_all_reduces_reach_llm_comm() -> None:
     def layer(x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,134 @@
+"""The buffers of a program as its text uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from llm_comm.dsl.errors import Fault, ProgramError
+from llm_comm.dsl.ir import Buffer, Chunk, Space
+from llm_comm.dsl.lines import users_frame, users_line
+from llm_comm.dsl.ranks import Absolute, Rank, Relative
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a buffer is cut; see ``ir.Buffer``."""
+
+    space: Space
+    chunks: int
+    parts: int
+    turns: int = 1
+    is_symmetric: bool = False
+
+
+class Chunks:
+    """A buffer of every rank, as a sequence of its chunks.
+
+    ``chunks[p.rank]`` is the chunk whose number is that of the rank, ``chunks[0]`` the first one. The buffer goes by
+    the name of the variable that holds it.
+
+    Args:
+        shape: How it is cut.
+        take_name: Makes a name unique.
+        ranks: That run the line which is being traced.
+        world: Of the program.
+    """
+
+    def __init__(
+        self, shape: Shape, take_name: Callable[[str], str], ranks: Callable[[], frozenset[int]], world: int
+    ) -> None:
+        self.shape = shape
+        self.buffer: Buffer | None = None
+        self._take_name = take_name
+        self._ranks = ranks
+        self._world = world
+
+    def __len__(self) -> int:
+        return self.shape.chunks
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: Rank | int) -> Chunk:
+        buffer = self._named()
+        index = Relative(index.offset % self._world) if isinstance(index, Relative) else index
+        if isinstance(index, bool) or not isinstance(index, int | Relative | Absolute):
+            raise ProgramError(
+                Fault.MISUSE,
+                f"{buffer.name}[{index!r}]: a chunk is named by a whole number or a rank (p.rank + 1)",
+                users_line(),
+            )
+        for rank in sorted(self._ranks()):
+            at = index if isinstance(index, int) else index.on(rank, self._world)
+            if not 0 <= at < buffer.chunks:
+                raise ProgramError(
+                    Fault.MISUSE,
+                    f"{buffer.name}[{index}] on rank {rank} is chunk {at}, but {buffer.name} has {buffer.chunks} "
+                    f"chunk(s), 0 to {buffer.chunks - 1}: cut it into more, or use another index",
+                    users_line(),
+                )
+        return Chunk(buffer, index)
+
+    def _named(self) -> Buffer:
+        if self.buffer is None:
+            shape = self.shape
+            name = shape.space.value
+            if shape.space in (Space.SCRATCH, Space.PACKETS):
+                name = next((name for name, value in users_frame().f_locals.items() if value is self), name)
+            self.buffer = Buffer(
+                self._take_name(name), shape.space, shape.chunks, shape.parts, shape.turns, shape.is_symmetric
+            )
+        return self.buffer
+
+
+class Tensor:
+    """The input or the output of the operation.
+
+    Args:
+        space: Which of the two.
+        parts_of_message: How many such tensors the message of the operation has: an all-gather's has ``world`` inputs.
+        needs_multiple_of: Its number of chunks is a multiple of this one.
+        make: Makes the chunks.
+    """
+
+    def __init__(
+        self, space: Space, parts_of_message: int, needs_multiple_of: int, make: Callable[[Shape], Chunks]
+    ) -> None:
+        self._space = space
+        self._parts_of_message = parts_of_message
+        self._needs_multiple_of = needs_multiple_of
+        self._make = make
+        self._chunks: Chunks | None = None
+
+    def chunks(self, count: int, *, symmetric: bool = False) -> Chunks:
+        """Cuts the tensor into equal chunks.
+
+        Args:
+            count: Of chunks. The same in all calls of a program: a tensor is cut once.
+            symmetric: The tensor lies in symmetric memory, and peers may use it: ``put`` to an output, ``get`` from an
+                input. Callers have to pass such tensors.
+
+        Raises:
+            ProgramError: It cannot be cut so.
+        """
+        name = self._space.value
+        if count < 1 or count % self._needs_multiple_of:
+            raise ProgramError(
+                Fault.MISUSE,
+                f"the {name} of this operation has a part for each rank: it is cut into a multiple of "
+                f"{self._needs_multiple_of} chunks, not into {count}",
+                users_line(),
+            )
+        shape = Shape(self._space, count, count * self._parts_of_message, is_symmetric=symmetric)
+        if self._chunks is None:
+            self._chunks = self._make(shape)
+        if self._chunks.shape != shape:
+            before = self._chunks.shape
+            raise ProgramError(
+                Fault.MISUSE,
+                f"the {name} is cut into {count} chunks (symmetric={symmetric}), but was cut into {before.chunks} "
+                f"(symmetric={before.is_symmetric}) before: cut it once, and use these chunks",
+                users_line(),
+            )
+        return self._chunks

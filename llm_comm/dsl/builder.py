@@ -1,0 +1,439 @@
+"""Traces a program: every call of a Builder's method adds an operation.
+
+What is wrong with an operation by itself is refused here, at the line that calls it. What is wrong with operations
+together ``dsl.check`` finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from llm_comm.dsl import ir
+from llm_comm.dsl.buffers import Chunks, Shape, Tensor
+from llm_comm.dsl.errors import Fault, ProgramError
+from llm_comm.dsl.ir import Chunk, Location, Operation, Space, Value
+from llm_comm.dsl.lines import users_line
+from llm_comm.dsl.ranks import Absolute, Rank, Relative
+
+#: Of these operations the input, or the output, has a part for each rank.
+_PARTED_INPUTS = (Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL)
+_PARTED_OUTPUTS = (Operation.ALL_GATHER, Operation.ALL_TO_ALL)
+_WORKSPACE = (Space.SCRATCH, Space.PACKETS)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Under what a value was made, and of what size of chunk it is."""
+
+    parts: int
+    only: frozenset[int] | None
+    group: str
+    loop: int
+    lag: int
+    where: Location
+
+
+class Builder:
+    """What the text of a program writes to.
+
+    Args:
+        operation: What the program computes.
+        world: Number of ranks.
+        root: Of a broadcast.
+
+    Attributes:
+        world: Number of ranks.
+        rank: The rank that runs the program.
+        peers: All others, the one behind this rank first.
+        ranks: All ranks, by their numbers.
+        root: Of a broadcast.
+        input: The caller's tensor, which is only read.
+        output: The caller's tensor for the result.
+    """
+
+    def __init__(self, operation: Operation, world: int, root: int) -> None:
+        self.world = world
+        self.rank = Relative(0)
+        self.peers = [Relative(offset) for offset in range(1, world)]
+        self.ranks = [Absolute(rank) for rank in range(world)]
+        self.root = Absolute(root)
+        parted_input, parted_output = operation in _PARTED_INPUTS, operation in _PARTED_OUTPUTS
+        self.input = Tensor(
+            Space.INPUT, world if parted_output > parted_input else 1, world if parted_input else 1, self._chunks_of
+        )
+        self.output = Tensor(
+            Space.OUTPUT, world if parted_input > parted_output else 1, world if parted_output else 1, self._chunks_of
+        )
+        self._all_chunks: list[Chunks] = []
+        self._names: set[str] = set()
+        self._steps: dict[str, list[ir.Op | ir.Loop]] = {}
+        self._group: str | None = None
+        self._only: frozenset[int] | None = None
+        self._body: list[ir.Op] | None = None
+        self._loops = 0
+        self._lag = 0
+        self._made: list[_Made] = []
+        self._semaphores = 1
+        self._used_in_loop: dict[str, bool] = {}
+        self._parts_in_loops: tuple[int, Location] | None = None
+
+    # ---- Memory of the workspace ---------------------------------------------------------------------------------
+
+    def scratch(self, count: int, *, like: Chunks, turns: int = 1) -> Chunks:
+        """Plain memory that every rank has, and that peers may use.
+
+        Args:
+            count: Of chunks.
+            like: A buffer whose chunks are of the same size.
+            turns: Used in a loop: how many pieces each chunk holds, one in turn after the other.
+
+        Raises:
+            ProgramError: A number is not positive.
+        """
+        return self._workspace(Space.SCRATCH, count, like, turns)
+
+    def packets(self, count: int, *, like: Chunks, turns: int = 1) -> Chunks:
+        """The same for packets, which carry their own readiness: for ``put_packets`` and ``read_packets``."""
+        return self._workspace(Space.PACKETS, count, like, turns)
+
+    def _workspace(self, space: Space, count: int, like: Chunks, turns: int) -> Chunks:
+        if count < 1 or turns < 1:
+            raise _misuse(f"{count} chunk(s) in {turns} turn(s): both are at least 1")
+        return self._chunks_of(Shape(space, count, like.shape.parts, turns, is_symmetric=True))
+
+    def _chunks_of(self, shape: Shape) -> Chunks:
+        chunks = Chunks(shape, self._take_name, self._running, self.world)
+        self._all_chunks.append(chunks)
+        return chunks
+
+    def _take_name(self, wanted: str) -> str:
+        name, number = wanted, 1
+        while name in self._names:
+            number += 1
+            name = f"{wanted}_{number}"
+        self._names.add(name)
+        return name
+
+    # ---- Who runs what -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def only(self, *ranks: Rank | int) -> Iterator[None]:
+        """Only these ranks run what follows: ``with p.only(p.root): ...``.
+
+        Args:
+            ranks: By their numbers. Inside another ``only``: those that are in both.
+
+        Raises:
+            ProgramError: There is no such rank, or none is left.
+        """
+        numbers = {self._absolute(rank) for rank in ranks}
+        before = self._only
+        only = frozenset(numbers) & self._running()
+        if not only:
+            raise _misuse("no rank runs what follows: name one at least that runs the lines around it")
+        self._only = only
+        try:
+            yield
+        finally:
+            self._only = before
+
+    @contextmanager
+    def group(self, name: str) -> Iterator[None]:
+        """A group of thread blocks of its own runs what follows, beside the other groups.
+
+        Groups of a rank are not ordered among each other. A name that was there before goes on with that group.
+
+        Raises:
+            ProgramError: Inside of another group, or of a loop.
+        """
+        if self._group is not None or self._body is not None:
+            raise _misuse(f"group {name!r} begins inside of another group or of a loop: end that one first")
+        self._group = name
+        try:
+            yield
+        finally:
+            self._group = None
+
+    @contextmanager
+    def loop(self) -> Iterator[None]:
+        """Over the pieces of chunks: what follows treats the first piece of its chunks, then the second one, ...
+
+        Raises:
+            ProgramError: Inside of another loop.
+        """
+        where = users_line()
+        if self._body is not None:
+            raise _misuse("a loop begins inside of another one: pieces are not cut any further")
+        self._body = []
+        self._loops += 1
+        try:
+            yield
+            if self._body:
+                self._add_step(ir.Loop(where, tuple(self._body)))
+        finally:
+            self._body = None
+
+    @contextmanager
+    def behind(self, pieces: int) -> Iterator[None]:
+        """In a loop: what follows is so many pieces behind. So it treats what earlier turns have sent.
+
+        Raises:
+            ProgramError: Outside of a loop, inside of another ``behind``, or not a positive number.
+        """
+        if self._body is None or self._lag or pieces < 1:
+            raise _misuse(f"behind({pieces}): it stands in a loop, in no other `behind`, and is 1 at least")
+        self._lag = pieces
+        try:
+            yield
+        finally:
+            self._lag = 0
+
+    # ---- Data ----------------------------------------------------------------------------------------------------
+
+    def load(self, source: Chunk) -> Value:
+        """Loads a chunk of this rank's plain memory."""
+        self._use(source, "load", (Space.INPUT, Space.OUTPUT, Space.SCRATCH), peer=None)
+        result = self._new_value(source)
+        self._add(ir.Load(*self._here(), result, source))
+        return result
+
+    def get(self, peer: Rank, source: Chunk) -> Value:
+        """Loads a chunk of a peer's plain memory: scratch, or a symmetric tensor."""
+        self._use(source, "get", (Space.INPUT, Space.OUTPUT, Space.SCRATCH), peer)
+        result = self._new_value(source)
+        self._add(ir.Get(*self._here(), result, self._peer(peer), source))
+        return result
+
+    def read_packets(self, source: Chunk) -> Value:
+        """Waits for the packets of a chunk of this rank, and arms it for the next ones."""
+        self._use(source, "read_packets", (Space.PACKETS,), peer=None)
+        result = self._new_value(source)
+        self._add(ir.ReadPackets(*self._here(), result, source))
+        return result
+
+    def sum(self, operands: Mapping[Rank, Value | Chunk]) -> Value:
+        """Adds up, in fp32 and in the order of the ranks, and rounds once.
+
+        Args:
+            operands: By the rank that each is of. Chunks are loaded.
+
+        Raises:
+            ProgramError: There is none, they are of chunks of different size, or two of the same rank.
+        """
+        if not operands:
+            raise _misuse("a sum of nothing: give an operand at least")
+        labelled = [(self._rank(rank), self._value(value)) for rank, value in operands.items()]
+        first = self._made[labelled[0][1].number]
+        for label, value in labelled:
+            made = self._made[value.number]
+            if made.parts != first.parts:
+                raise _misuse(
+                    f"a sum of chunks of different size: the operand of {labelled[0][0]} is 1/{first.parts} of the "
+                    f"message, that of {label} 1/{made.parts}: cut them alike"
+                )
+        for rank in self._running():
+            numbers = [label.on(rank, self.world) for label, _ in labelled]
+            twice = next((number for number in numbers if numbers.count(number) > 1), None)
+            if twice is not None:
+                raise _misuse(f"on rank {rank} two operands are labelled with rank {twice}: label each with its own")
+        result = self._new_value(labelled[0][1])
+        self._add(ir.Sum(*self._here(), result, tuple(labelled)))
+        return result
+
+    def store(self, value: Value | Chunk, target: Chunk) -> None:
+        """Stores to a chunk of this rank's plain memory."""
+        self._use(target, "store", (Space.OUTPUT, Space.SCRATCH), peer=None)
+        value = self._fitting(value, target)
+        self._add(ir.Store(*self._here(), value, target))
+
+    def copy(self, source: Chunk, target: Chunk) -> None:
+        """Loads a chunk of this rank, and stores it to another."""
+        self.store(self.load(source), target)
+
+    def put(self, value: Value | Chunk, peer: Rank, target: Chunk) -> None:
+        """Stores to a chunk of a peer's plain memory: scratch, or a symmetric output. A signal announces it."""
+        self._use(target, "put", (Space.OUTPUT, Space.SCRATCH), peer)
+        value = self._fitting(value, target)
+        self._add(ir.Put(*self._here(), value, self._peer(peer), target))
+
+    def put_packets(self, value: Value | Chunk, peer: Rank, target: Chunk) -> None:
+        """Stores packets to a chunk of a peer, which carry their own readiness."""
+        self._use(target, "put_packets", (Space.PACKETS,), peer)
+        value = self._fitting(value, target)
+        self._add(ir.PutPackets(*self._here(), value, self._peer(peer), target))
+
+    def port_put(self, source: Chunk, peer: Rank, target: Chunk) -> None:
+        """Has the proxy copy a chunk of this rank's plain memory to a peer, later. A signal through the port announces
+        it; the source must not change before ``flush``."""
+        self._use(source, "port_put", (Space.INPUT, Space.OUTPUT, Space.SCRATCH), peer=None)
+        self._use(target, "port_put", (Space.OUTPUT, Space.SCRATCH), peer)
+        if source.buffer.parts != target.buffer.parts:
+            raise _misuse(_of_two_sizes(f"{source}", source.buffer.parts, target))
+        self._add(ir.PortPut(*self._here(), source, self._peer(peer), target))
+
+    # ---- Order ---------------------------------------------------------------------------------------------------
+
+    def signal(self, peer: Rank, *, semaphore: int = 0, through_port: bool = False) -> None:
+        """Tells a peer that what was put there before has come: by this group, or, through the port, by its proxy."""
+        self._take_semaphore(semaphore)
+        self._add(ir.Signal(*self._here(), self._peer(peer), semaphore, through_port))
+
+    def wait(self, peer: Rank, *, semaphore: int = 0, through_port: bool = False) -> None:
+        """Waits for one more signal of a peer."""
+        self._take_semaphore(semaphore)
+        self._add(ir.Wait(*self._here(), self._peer(peer), semaphore, through_port))
+
+    def flush(self, peer: Rank) -> None:
+        """Waits until what ``port_put`` of this group is to bring to a peer has left its source."""
+        self._add(ir.Flush(*self._here(), self._peer(peer)))
+
+    # ---- The whole -----------------------------------------------------------------------------------------------
+
+    def finish(self, name: str, operation: Operation, instances: int, where: Location) -> ir.Program:
+        """The program that has been traced.
+
+        Raises:
+            ProgramError: It has no operation.
+        """
+        if not self._steps:
+            raise ProgramError(Fault.MISUSE, f"program {name!r} has no operation", where)
+        return ir.Program(
+            name=name,
+            operation=operation,
+            world=self.world,
+            buffers=tuple(chunks.buffer for chunks in self._all_chunks if chunks.buffer is not None),
+            groups=tuple(ir.Group(group, tuple(steps)) for group, steps in self._steps.items()),
+            instances=instances,
+            semaphores=self._semaphores,
+            where=where,
+            root=self.root.rank,
+        )
+
+    # ---- Inside --------------------------------------------------------------------------------------------------
+
+    def _running(self) -> frozenset[int]:
+        return frozenset(range(self.world)) if self._only is None else self._only
+
+    def _here(self) -> tuple[Location, frozenset[int] | None, int]:
+        return users_line(), self._only, self._lag
+
+    def _add(self, op: ir.Op) -> None:
+        if self._body is not None:
+            self._body.append(op)
+        else:
+            self._add_step(op)
+
+    def _add_step(self, step: ir.Op | ir.Loop) -> None:
+        self._steps.setdefault(self._group_name(), []).append(step)
+
+    def _group_name(self) -> str:
+        return "main" if self._group is None else self._group
+
+    def _loop(self) -> int:
+        """The number of the loop that is being traced; 0 outside of loops."""
+        return 0 if self._body is None else self._loops
+
+    def _new_value(self, like: Chunk | Value) -> Value:
+        parts = like.buffer.parts if isinstance(like, Chunk) else self._made[like.number].parts
+        made = _Made(parts, self._only, self._group_name(), self._loop(), self._lag, users_line())
+        self._made.append(made)
+        return Value(len(self._made) - 1)
+
+    def _value(self, given: Value | Chunk) -> Value:
+        """A value that can be used here; a chunk is loaded."""
+        if isinstance(given, Chunk):
+            return self.load(given)
+        if not isinstance(given, Value) or not 0 <= given.number < len(self._made):
+            raise _misuse(f"{given!r} is no value of this program, nor a chunk")
+        made = self._made[given.number]
+        line = f"{made.where.file}:{made.where.line}"
+        lacking = sorted(self._running() - (self._running() if made.only is None else made.only))
+        if lacking:
+            raise _misuse(f"rank(s) {lacking} have no such value: it is made under another `only`, at {line}")
+        if made.group != self._group_name():
+            raise _misuse(f"the value belongs to group {made.group!r} ({line}): pass it on through memory and a signal")
+        if (made.loop, made.lag) != (self._loop(), self._lag):
+            raise _misuse(
+                f"the value is made in another loop, or under another `behind`, at {line}: it is another piece. "
+                "Keep it in a chunk of scratch"
+            )
+        return given
+
+    def _fitting(self, given: Value | Chunk, target: Chunk) -> Value:
+        value = self._value(given)
+        parts = self._made[value.number].parts
+        if parts != target.buffer.parts:
+            raise _misuse(_of_two_sizes("the value", parts, target))
+        return value
+
+    def _use(self, chunk: Chunk, call: str, spaces: tuple[Space, ...], peer: Rank | None) -> None:
+        """Refuses a chunk that ``call`` cannot use. ``peer``: whose it is, None for this rank's."""
+        if not isinstance(chunk, Chunk) or not any(chunk.buffer is chunks.buffer for chunks in self._all_chunks):
+            raise _misuse(f"{call} takes a chunk of a buffer of this program, not {chunk!r}")
+        buffer = chunk.buffer
+        if buffer.space not in spaces:
+            allowed = ", ".join(space.value for space in spaces)
+            raise _misuse(f"{call} uses memory of kind {allowed}; {chunk} is of kind {buffer.space.value}")
+        if peer is not None and not buffer.is_symmetric:
+            raise _misuse(
+                f"{chunk} of a peer: the {buffer.name} is not in symmetric memory, so no peer can use it: "
+                f"cut it with chunks(..., symmetric=True), or use scratch"
+            )
+        self._use_turns(buffer)
+
+    def _use_turns(self, buffer: ir.Buffer) -> None:
+        in_loop = self._body is not None
+        if buffer.turns > 1 and not in_loop:
+            raise _misuse(f"{buffer.name} has {buffer.turns} turns, which only a loop uses")
+        if buffer.space in _WORKSPACE and self._used_in_loop.setdefault(buffer.name, in_loop) != in_loop:
+            raise _misuse(
+                f"{buffer.name} is used both in a loop, where it holds pieces of chunks, and outside, where it holds "
+                "whole chunks: take a buffer for each"
+            )
+        if in_loop:
+            if self._parts_in_loops is None:
+                self._parts_in_loops = buffer.parts, users_line()
+            parts, first = self._parts_in_loops
+            if parts != buffer.parts:
+                raise _misuse(
+                    f"chunks of {buffer.name} are 1/{buffer.parts} of the message, those at {first.file}:{first.line} "
+                    f"1/{parts}: all loops of a program are over chunks of one size, so that their pieces are as many"
+                )
+
+    def _peer(self, peer: Rank) -> Rank:
+        peer = self._rank(peer)
+        for rank in sorted(self._running()):
+            if peer.on(rank, self.world) == rank:
+                raise _misuse(f"{peer} is rank {rank} itself where rank {rank} runs this line: name a peer")
+        return peer
+
+    def _rank(self, rank: Rank) -> Rank:
+        if isinstance(rank, Relative):
+            return Relative(rank.offset % self.world)
+        if isinstance(rank, Absolute) and 0 <= rank.rank < self.world:
+            return rank
+        raise _misuse(f"{rank!r} is no rank of a world of {self.world}: p.rank + 1 or p.ranks[0] is one")
+
+    def _absolute(self, rank: Rank | int) -> int:
+        number = rank.rank if isinstance(rank, Absolute) else rank
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < self.world:
+            raise _misuse(f"only({rank}): give numbers of ranks, 0 to {self.world - 1}, or p.ranks[number]")
+        return number
+
+    def _take_semaphore(self, number: int) -> None:
+        if number < 0:
+            raise _misuse(f"semaphore {number}: they are numbered from 0")
+        self._semaphores = max(self._semaphores, number + 1)
+
+
+def _misuse(message: str) -> ProgramError:
+    return ProgramError(Fault.MISUSE, message, users_line())
+
+
+def _of_two_sizes(what: str, parts: int, target: Chunk) -> str:
+    return (
+        f"{what} is 1/{parts} of the message, {target} 1/{target.buffer.parts}: chunks of one size fit each other. "
+        "Cut the buffers alike"
+    )

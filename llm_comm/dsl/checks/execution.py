@@ -1,0 +1,275 @@
+"""Runs a trial for some calls, one after the other, and records who has accessed what, and behind what.
+
+One order of running is as good as all. Operations never take one thing or the other, whichever comes first: the n-th
+wait takes the n-th signal, and only one group signals a semaphore, only one waits for it (``check_balance``). Packets
+are taken by the place they lie in, where a put comes behind the read of the put before it (``check_packets`` refuses
+others). So what waits for what is the same in every run: which operations are reached, what comes before what, and,
+where that orders all accesses to a chunk, what each chunk holds. Only a program that is refused could run otherwise.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from llm_comm.dsl import ir
+from llm_comm.dsl.checks.balance import Semaphore
+from llm_comm.dsl.checks.clocks import Clock, join, with_own
+from llm_comm.dsl.checks.contents import Content, Contents
+from llm_comm.dsl.checks.knowledge import Carriers, Knowledge, Told
+from llm_comm.dsl.checks.records import Access, PortWork, Records
+from llm_comm.dsl.checks.trial import Act, Place, Trial
+from llm_comm.dsl.ir import Chunk, Space
+
+#: What packets bring: what their sender knew, and the data.
+_Packets = tuple[Clock, Content | None]
+
+
+class Execution:
+    """A run of a trial.
+
+    Args:
+        trial: To run.
+        calls: How many, one after the other.
+
+    Attributes:
+        records: What has been done to memory.
+        contents: What memory holds.
+        stuck: After ``run``: (number of the actor, operation) that waits for ever.
+    """
+
+    def __init__(self, trial: Trial, calls: int) -> None:
+        self.records = Records()
+        self.contents = Contents(trial)
+        self.stuck: list[tuple[int, Act]] = []
+        self._trial = trial
+        self._calls = calls
+        self._world = trial.program.world
+        self._host = len(trial.actors)
+        self._proxies: dict[tuple[int, int], int] = {}
+        for actor, (rank, _) in enumerate(trial.actors):
+            for act in trial.acts[actor]:
+                if isinstance(act.op, ir.PortPut):
+                    key = (actor, act.op.peer.on(rank, self._world))
+                    self._proxies.setdefault(key, self._host + self._world + 2 * len(self._proxies))
+        nothing = (0,) * (self._host + self._world + 2 * len(self._proxies))
+        self._knowledge = [Knowledge(actor, nothing, nothing) for actor in range(self._host)]
+        self._position = [0] * self._host
+        self._call = [0] * self._world
+        self._asked: dict[int, int] = defaultdict(int)
+        self._first_put: list[int | None] = [None] * self._host
+        self._values: list[dict[int, tuple[Content | None, ...]]] = [{} for _ in trial.actors]
+        self._signals: dict[Semaphore, list[Told]] = defaultdict(list)
+        self._waits: dict[Semaphore, int] = defaultdict(int)
+        self._packets: dict[Place, list[_Packets]] = defaultdict(list)
+        self._taken: dict[Place, int] = defaultdict(int)
+
+    def run(self) -> None:
+        """Runs until all calls are over, or nobody gets on."""
+        nothing = self._knowledge[0].seen
+        for rank in range(self._world):
+            self._begin(rank, 0, nothing)
+        going = True
+        while going:
+            going = False
+            for actor, (rank, _) in enumerate(self._trial.actors):
+                going |= self._advance(actor)
+                going |= self._end_call(rank)
+        for actor, acts in enumerate(self._trial.acts):
+            if self._position[actor] < len(acts):
+                self.stuck.append((actor, acts[self._position[actor]]))
+
+    # ---- Calls -----------------------------------------------------------------------------------------------------
+
+    def _actors_of(self, rank: int) -> range:
+        groups = len(self._trial.program.groups)
+        return range(rank * groups, (rank + 1) * groups)
+
+    def _begin(self, rank: int, call: int, clock: Clock) -> None:
+        """The caller uses its tensors, and launches the call ``call``: the last begin is behind all calls."""
+        host, number = self._host + rank, call + 1
+        for space in (Space.INPUT, Space.OUTPUT):
+            for _, _, place in self._trial.tensor_places(space, rank):
+                where = self._trial.program.where
+                access = Access(host, number, clock, True, rank, call, place, None, where)
+                self.records.accesses.setdefault(place, []).append(access)
+        if len(self.records.begins) == call:
+            self.records.begins.append({})
+        self.records.begins[call][rank] = (host, number)
+        self._call[rank] = call
+        if call == self._calls:
+            return
+        for actor in self._actors_of(rank):
+            self._knowledge[actor].begin(with_own(clock, host, number))
+            self._position[actor] = 0
+            self._first_put[actor] = None
+
+    def _end_call(self, rank: int) -> bool:
+        """Goes on to the next call when all groups of a rank have ended this one."""
+        call, actors = self._call[rank], self._actors_of(rank)
+        if call == self._calls or any(self._position[actor] < len(self._trial.acts[actor]) for actor in actors):
+            return False
+        clock = self._knowledge[actors[0]].before_all()
+        for actor in actors[1:]:
+            clock = join(clock, self._knowledge[actor].before_all())
+        if len(self.records.ends) == call:
+            self.records.ends.append({})
+        self.records.ends[call][rank] = clock
+        self.contents.check_output(rank, call)
+        self._begin(rank, call + 1, clock)
+        return True
+
+    # ---- Operations ------------------------------------------------------------------------------------------------
+
+    def _advance(self, actor: int) -> bool:
+        """Runs what a group can run. Whether that was anything."""
+        acts, before = self._trial.acts[actor], self._position[actor]
+        rank = self._trial.actors[actor][0]
+        if self._call[rank] == self._calls:
+            return False
+        while self._position[actor] < len(acts) and self._run(actor, rank, acts[self._position[actor]]):
+            self._position[actor] += 1
+        return self._position[actor] > before
+
+    def _run(self, actor: int, rank: int, act: Act) -> bool:
+        """Runs an operation. False: it has to wait."""
+        op, values = act.op, self._values[actor]
+        knowledge = self._knowledge[actor]
+        knowledge.number += 1
+        if isinstance(op, ir.Load):
+            values[op.result.number] = self._load(actor, act, rank, op.source)
+        elif isinstance(op, ir.Get):
+            values[op.result.number] = self._load(actor, act, op.peer.on(rank, self._world), op.source)
+        elif isinstance(op, ir.Sum):
+            labels = [label.on(rank, self._world) for label, _ in op.operands]
+            of_pieces = zip(*(values[value.number] for _, value in op.operands), strict=True)
+            values[op.result.number] = tuple(
+                self.contents.add(zip(labels, piece, strict=True), rank, op.where) for piece in of_pieces
+            )
+        elif isinstance(op, ir.Store):
+            self._store(actor, act, rank, op.target, values[op.value.number])
+        elif isinstance(op, ir.Put):
+            self._store(actor, act, op.peer.on(rank, self._world), op.target, values[op.value.number])
+            self._put_to_peer(actor)
+        elif isinstance(op, ir.PutPackets):
+            self._put_packets(actor, act, op)
+        elif isinstance(op, ir.ReadPackets):
+            return self._read_packets(actor, act, op)
+        elif isinstance(op, ir.PortPut):
+            self._port_put(actor, act, op)
+        elif isinstance(op, ir.Signal):
+            self._signal(actor, rank, op)
+        elif isinstance(op, ir.Wait):
+            return self._wait(actor, rank, op)
+        else:
+            assert isinstance(op, ir.Flush)
+            self._flush(actor, op.peer.on(rank, self._world))
+        return True
+
+    def _load(self, actor: int, act: Act, owner: int, source: Chunk) -> tuple[Content | None, ...]:
+        rank = self._trial.actors[actor][0]
+        knowledge, call = self._knowledge[actor], self._call[rank]
+        found = []
+        for piece, place in self._trial.places(act, rank, owner, source, call):
+            access = Access(actor, knowledge.number, knowledge.seen, False, rank, call, place, act.op, act.op.where)
+            self.records.accesses.setdefault(place, []).append(access)
+            found.append(self.contents.load(place, piece, call, act.op.where))
+        return tuple(found)
+
+    def _store(self, actor: int, act: Act, owner: int, target: Chunk, value: tuple[Content | None, ...]) -> None:
+        rank = self._trial.actors[actor][0]
+        knowledge, call = self._knowledge[actor], self._call[rank]
+        places = self._trial.places(act, rank, owner, target, call)
+        for (piece, place), content in zip(places, value, strict=True):
+            before = knowledge.before_store(Carriers(target.buffer.parts, act.loop, piece))
+            access = Access(actor, knowledge.number, before, True, rank, call, place, act.op, act.op.where)
+            self.records.accesses.setdefault(place, []).append(access)
+            self.contents.store(place, piece, call, content, act.op.where)
+
+    def _put_packets(self, actor: int, act: Act, op: ir.PutPackets) -> None:
+        rank = self._trial.actors[actor][0]
+        knowledge, call = self._knowledge[actor], self._call[rank]
+        places = self._trial.places(act, rank, op.peer.on(rank, self._world), op.target, call)
+        for (piece, place), content in zip(places, self._values[actor][op.value.number], strict=True):
+            before = knowledge.before_store(Carriers(op.target.buffer.parts, act.loop, piece))
+            access = Access(actor, knowledge.number, before, True, rank, call, place, op, op.where)
+            self.records.packet_puts.setdefault(place, []).append(access)
+            self._packets[place].append((before, content))
+        self._put_to_peer(actor)
+
+    def _read_packets(self, actor: int, act: Act, op: ir.ReadPackets) -> bool:
+        rank = self._trial.actors[actor][0]
+        knowledge, call = self._knowledge[actor], self._call[rank]
+        places = self._trial.places(act, rank, rank, op.source, call)
+        if any(len(self._packets[place]) <= self._taken[place] for _, place in places):
+            return False
+        found = []
+        for piece, place in places:
+            told, content = self._packets[place][self._taken[place]]
+            self._taken[place] += 1
+            knowledge.poll(told, Carriers(op.source.buffer.parts, act.loop, piece))
+            access = Access(actor, knowledge.number, told, True, rank, call, place, op, op.where)
+            self.records.packet_reads.setdefault(place, []).append(access)
+            found.append(content)
+        self._values[actor][op.result.number] = tuple(found)
+        return True
+
+    def _port_put(self, actor: int, act: Act, op: ir.PortPut) -> None:
+        """The proxy's two accesses come behind the request; it reads, and writes, by actors of its own."""
+        rank = self._trial.actors[actor][0]
+        peer = op.peer.on(rank, self._world)
+        knowledge, call = self._knowledge[actor], self._call[rank]
+        reads = self._proxies[actor, peer]
+        self._asked[reads] += 1
+        number = self._asked[reads]
+        before = with_own(knowledge.seen, actor, knowledge.number)
+        sources = self._trial.places(act, rank, rank, op.source, call)
+        targets = self._trial.places(act, rank, peer, op.target, call)
+        for (piece, source), (_, target) in zip(sources, targets, strict=True):
+            content = self.contents.load(source, piece, call, op.where)
+            self.contents.store(target, piece, call, content, op.where)
+            of_source = Access(reads, number, before, False, rank, call, source, op, op.where)
+            of_target = Access(reads + 1, number, before, True, rank, call, target, op, op.where)
+            self.records.accesses.setdefault(source, []).append(of_source)
+            self.records.accesses.setdefault(target, []).append(of_target)
+            self.records.port_work.append(PortWork(op.where, rank, peer, call, reads, reads + 1, number, target))
+
+    def _signal(self, actor: int, rank: int, op: ir.Signal) -> None:
+        peer, knowledge = op.peer.on(rank, self._world), self._knowledge[actor]
+        told = knowledge.signal()
+        if op.through_port:
+            told = self._through_port(actor, peer, told)
+        else:
+            self._first_put[actor] = None
+        self._signals[Semaphore(rank, peer, op.semaphore, op.through_port)].append(told)
+
+    def _through_port(self, actor: int, peer: int, told: Told) -> Told:
+        """A signal of the proxy comes behind what the proxy has put. Stores of threads to a peer may be slower: it
+        tells of this group's operations up to the first of those only."""
+        first = self._first_put[actor]
+        clocks = [told.seen, told.polled]
+        if first is not None:
+            clocks = [(*clock[:actor], min(clock[actor], first - 1), *clock[actor + 1 :]) for clock in clocks]
+        reads = self._proxies.get((actor, peer))
+        if reads is not None:
+            number = self._asked[reads]
+            clocks = [with_own(with_own(clock, reads, number), reads + 1, number) for clock in clocks]
+        return Told(*clocks)
+
+    def _wait(self, actor: int, rank: int, op: ir.Wait) -> bool:
+        key = Semaphore(op.peer.on(rank, self._world), rank, op.semaphore, op.through_port)
+        if len(self._signals[key]) <= self._waits[key]:
+            return False
+        self._knowledge[actor].wait(self._signals[key][self._waits[key]])
+        self._waits[key] += 1
+        return True
+
+    def _flush(self, actor: int, peer: int) -> None:
+        """The proxy has read its sources; what it puts may still be on its way."""
+        reads = self._proxies.get((actor, peer))
+        if reads is not None:
+            knowledge = self._knowledge[actor]
+            knowledge.seen = with_own(knowledge.seen, reads, self._asked[reads])
+
+    def _put_to_peer(self, actor: int) -> None:
+        if self._first_put[actor] is None:
+            self._first_put[actor] = self._knowledge[actor].number

@@ -1,0 +1,207 @@
+"""Accesses to memory that no wait orders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+
+from llm_comm.dsl import ir
+from llm_comm.dsl.checks.records import Access, Records
+from llm_comm.dsl.checks.trial import Trial, at, is_workspace
+from llm_comm.dsl.errors import Fault, ProgramError
+
+
+def check_races(trial: Trial, records: Records) -> None:
+    """Refuses two accesses to a piece of a chunk, one of which writes, of which neither is known to be over when the
+    other one begins. Those of one call are told before those of two.
+
+    Raises:
+        ProgramError: RACE or, of two calls, CALLS: at the line that comes too early.
+    """
+    found = next(_races(records, within_call=True), None) or next(_races(records, within_call=False), None)
+    if found is not None:
+        raise _error(trial, records, *found)
+
+
+def check_packets(trial: Trial, records: Records) -> None:
+    """Refuses packets that may come before those that were there have been read.
+
+    Raises:
+        ProgramError: RACE or CALLS, at the line that puts too early.
+    """
+    for place, puts in records.packet_puts.items():
+        for read, put in zip(records.packet_reads.get(place, ()), puts[1:], strict=False):
+            if not read.comes_before(put):
+                when, fault = _when(read, put)
+                other_way = "give the buffer more turns" if trial.has_loops else "use another chunk"
+                raise ProgramError(
+                    fault,
+                    f"rank {place.rank} may not have read {place} ({at(read.where)}) when rank {put.rank} puts packets "
+                    f"there again{when}: these would be lost. Have rank {put.rank} wait before it for a signal that "
+                    f"rank {place.rank} gives after the read, or {other_way}",
+                    put.where,
+                )
+
+
+def check_port_work(records: Records) -> None:
+    """Refuses what a proxy may still be doing when the call ends.
+
+    Raises:
+        ProgramError: RACE, at the ``port_put``.
+    """
+    for work in records.port_work:
+        if records.ends[work.call][work.peer][work.target_actor] < work.number:
+            raise ProgramError(
+                Fault.RACE,
+                f"the call may end on rank {work.peer} before the proxy of rank {work.rank} has put {work.target} "
+                f"there: signal through the port behind it, and have rank {work.peer} wait for that",
+                work.where,
+            )
+
+
+def check_calls(trial: Trial, records: Records) -> None:
+    """Refuses a program by which a rank can be two calls ahead of another. The workspace exists twice only, and the
+    next but one call, which may be for another size, uses all of it again.
+
+    Raises:
+        ProgramError: CALLS, at the begin of the program.
+    """
+    for call, ends in enumerate(records.ends):
+        for rank, clock in sorted(ends.items()):
+            for other, (host, number) in records.begins[call].items():
+                if clock[host] < number:
+                    raise ProgramError(
+                        Fault.CALLS,
+                        f"rank {rank} may end a call before rank {other} has begun it, and so overwrite in the next "
+                        f"but one what rank {other} still reads: have rank {rank} wait, in each call, for something of "
+                        f"rank {other}, or of a rank that has heard from it",
+                        trial.program.where,
+                    )
+
+
+def _races(records: Records, *, within_call: bool) -> Iterator[tuple[Access, Access]]:
+    for accesses in records.accesses.values():
+        for one, other in combinations(accesses, 2):
+            concerns = (one.writes or other.writes) and (one.call == other.call) == within_call
+            if concerns and not one.comes_before(other) and not other.comes_before(one):
+                yield one, other
+
+
+def _error(trial: Trial, records: Records, one: Access, other: Access) -> ProgramError:
+    if one.op is None or other.op is None:
+        host, access = (one, other) if one.op is None else (other, one)
+        return _with_caller(host, access)
+    place = one.place
+    if one.call != other.call:
+        early, late = sorted((one, other), key=lambda access: access.call)
+        advice = _advice(trial, early, late)
+        return ProgramError(
+            Fault.CALLS,
+            f"rank {early.rank} may still {'write' if early.writes else 'read'} {place} of rank {place.rank} "
+            f"({at(early.where)}) when rank {late.rank} {_acts(late)}{_when(early, late)[0]}: {advice}",
+            late.where,
+        )
+    if one.writes and other.writes:
+        return ProgramError(
+            Fault.RACE,
+            f"rank {one.rank} ({at(one.where)}) and rank {other.rank} write {place} of rank {place.rank}, and nothing "
+            "says which of them last: use a chunk for each, or have the second one wait for a signal behind the first",
+            other.where,
+        )
+    write, read = (one, other) if one.writes else (other, one)
+    if _has_data(records, write, read):
+        return ProgramError(
+            Fault.RACE,
+            f"rank {read.rank} may still read {place} of rank {place.rank} ({at(read.where)}) when rank {write.rank} "
+            f"{_acts(write)}: {_advice(trial, read, write)}",
+            write.where,
+        )
+    return ProgramError(
+        Fault.RACE,
+        f"rank {read.rank} reads {place} of rank {place.rank}, and may not see what rank {write.rank} "
+        f"{_acts(write)} ({at(write.where)}): {_announce(write, read)}",
+        read.where,
+    )
+
+
+def _with_caller(host: Access, access: Access) -> ProgramError:
+    """The owner of a tensor uses it before and after each call. ``host``: a begin, or of the call behind, an end."""
+    owner, place = host.place.rank, access.place
+    if isinstance(access.op, ir.PortPut) and not access.writes:
+        return ProgramError(
+            Fault.RACE,
+            f"the proxy of rank {access.rank} may still read {place} when the call ends, and the caller changes it: "
+            f"flush({access.op.peer}) behind it",
+            access.where,
+        )
+    if host.call <= access.call:
+        return ProgramError(
+            Fault.RACE,
+            f"rank {access.rank} {_uses(access)} {place} of rank {owner} before it has heard from rank {owner} in "
+            f"this call, whose caller may still use it: have rank {owner} signal first, and rank {access.rank} wait. "
+            "(Packets are enough for what is stored there, of chunks of the same size.)",
+            access.where,
+        )
+    return ProgramError(
+        Fault.RACE,
+        f"the call may end on rank {owner} while rank {access.rank} still {_uses(access)} {place} there: have "
+        f"rank {access.rank} signal behind it, and rank {owner} wait for that",
+        access.where,
+    )
+
+
+def _has_data(records: Records, write: Access, read: Access) -> bool:
+    """Whether another write of the call comes before the read: then it is that one's data that is overwritten."""
+    return any(
+        other.writes
+        and other is not write
+        and other.call == read.call
+        and other.op is not None
+        and other.comes_before(read)
+        for other in records.accesses[read.place]
+    )
+
+
+def _advice(trial: Trial, early: Access, late: Access) -> str:
+    if isinstance(early.op, ir.PortPut) and not early.writes and early.rank == late.rank:
+        return f"the proxy reads its source later. flush({early.op.peer}) before"
+    if early.rank == late.rank:
+        return "groups of a rank run side by side. Use a chunk for each group"
+    has_turns = trial.has_loops and is_workspace(trial.buffers[early.place.buffer])
+    more = ", or give the buffer more turns" if has_turns else ", or use another chunk"
+    return (
+        f"have rank {late.rank} wait before it for a signal that rank {early.rank} gives behind its line{more}. "
+        "Packets are no such signal"
+    )
+
+
+def _announce(write: Access, read: Access) -> str:
+    if write.rank == read.rank:
+        return "groups of a rank run side by side. Have one group do both"
+    if isinstance(write.op, ir.PortPut):
+        return (
+            f"have rank {write.rank} signal through the port behind it, and rank {read.rank} wait for that signal "
+            "before it reads"
+        )
+    return f"have rank {write.rank} signal behind it, and rank {read.rank} wait for that signal before it reads"
+
+
+def _acts(access: Access) -> str:
+    """What is done to a place that has been named."""
+    if not access.writes:
+        return "reads it"
+    return "stores there" if isinstance(access.op, ir.Store) else "puts there"
+
+
+def _uses(access: Access) -> str:
+    """The same, before the place is named."""
+    if not access.writes:
+        return "gets" if isinstance(access.op, ir.Get) else "reads"
+    return "stores to" if isinstance(access.op, ir.Store) else "puts to"
+
+
+def _when(early: Access, late: Access) -> tuple[str, Fault]:
+    calls = late.call - early.call
+    if calls == 0:
+        return "", Fault.RACE
+    return (" in the next call" if calls == 1 else " in the next call but one"), Fault.CALLS

@@ -1,0 +1,316 @@
+"""The part of a kernel that moves and sums lines: what a thread does with a batch of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from llm_comm.dsl import ir
+from llm_comm.dsl.compiler.element import Element
+from llm_comm.dsl.compiler.errors import CompileError
+from llm_comm.dsl.compiler.layout import LINE_BYTES, MASK_BYTES, Layout, outer_parts
+from llm_comm.dsl.compiler.runs import DataRun, chunk_of, made_by
+from llm_comm.dsl.compiler.schedule import Receive, Step, schedule
+from llm_comm.dsl.compiler.senders import readers_of, sender_of
+from llm_comm.dsl.compiler.text import Text, address_of, number_of, runs_on
+from llm_comm.dsl.ranks import Rank, Relative
+
+#: kAbsolute of prelude.cuh.
+_ABSOLUTE = 8
+_TENSORS = (ir.Space.INPUT, ir.Space.OUTPUT)
+
+
+class DataRunWriter:
+    """Writes runs of chunks of one size.
+
+    Args:
+        out: Where to.
+        program: What they are of.
+        layout: Of the workspace.
+        element: Of the message.
+        parts: Of the chunks.
+        batch: Lines that a thread carries together.
+        give_up: What ends the thread whose wait ended without what it waited for.
+    """
+
+    def __init__(
+        self, out: Text, program: ir.Program, layout: Layout, element: Element, parts: int, batch: int, give_up: str
+    ) -> None:
+        self._out = out
+        self._program = program
+        self._layout = layout
+        self._element = element
+        self._parts = parts
+        self._batch = batch
+        self._give_up = give_up
+        self._pieces = parts // outer_parts(program.operation, program.world)
+        self._is_moved = program.operation not in (ir.Operation.ALL_REDUCE, ir.Operation.REDUCE_SCATTER)
+        self._places: dict[ir.Chunk, str] = {}
+        self._tensors: dict[tuple[ir.Space, Rank], str] = {}
+        self._in_loop = False
+        self._running: frozenset[int] | None = None
+
+    # ---- Runs ----------------------------------------------------------------------------------------------------
+
+    def straight(self, run: DataRun, begin: str | None) -> None:
+        """All lines of the chunks. ``begin``: a statement for when the first loads are on their way."""
+        if run.only is None:
+            self._straight(run, begin)
+            return
+        if begin is not None:
+            self._out.add(begin)
+        with self._block(f"if ({runs_on(run.only)})"):
+            self._straight(run, None)
+
+    def _straight(self, run: DataRun, begin: str | None) -> None:
+        out, plan = self._out, schedule(run.ops)
+        self._start(run, in_loop=False)
+        lines = f"end{self._parts}"
+        out.add(f"uint32_t k = first{self._parts};")
+        if plan.first:
+            for op in plan.first:
+                out.add(*(f"Line v{op.result.number}_{j}{{}};" for j in range(self._batch)))
+            with self._block("const auto load = [&]", end="};"):
+                for j in range(self._batch):
+                    line = f"k + {j} * stride" if j else "k"
+                    for op in plan.first:
+                        value = f"v{op.result.number}_{j}"
+                        self._guarded(
+                            [f"{line} < {lines}", *self._only(op)], f"{value} = {self._load(op.source, None, line)};"
+                        )
+            out.add("load();")
+        if begin is not None:
+            out.add(begin)
+        self._declare_all(plan.steps)
+        with self._block(f"while (k < {lines})"):
+            for j in range(self._batch):
+                line = f"k + {j} * stride" if j else "k"
+                out.add(f"const uint32_t k{j} = {line};")
+                if j:
+                    out.add(f"const bool in{j} = k{j} < {lines};")
+            self._steps(plan.steps, set())
+            out.add(f"k += {self._batch} * stride;")
+            if plan.first:
+                out.add("load();")
+
+    def piece(self, run: DataRun, carried: set[ir.Value]) -> None:
+        """Piece ``u`` of the chunks. ``carried``: values that are declared already."""
+        out, plan = self._out, schedule(run.ops)
+        self._start(run, in_loop=True)
+        for j in range(self._batch):
+            out.add(
+                f"const uint32_t k{j} = first{self._parts} + u * piece + {j} * stride;",
+                f"const uint32_t i{j} = place + {j} * stride;",
+                f"const bool in{j} = k{j} < end{self._parts};",
+            )
+        for op in plan.first:
+            for j in range(self._batch):
+                name = f"v{op.result.number}_{j}"
+                if op.result not in carried:
+                    out.add(f"Line {name}{{}};")
+                self._guarded(self._there(j, op), f"{name} = {self._load(op.source, None, f'k{j}')};")
+        self._declare_all(plan.steps)
+        self._steps(plan.steps, carried)
+
+    def _start(self, run: DataRun, in_loop: bool) -> None:
+        self._places = {}
+        self._tensors = {}
+        self._in_loop = in_loop
+        self._running = None if in_loop else run.only
+
+    # ---- Steps ---------------------------------------------------------------------------------------------------
+
+    def _steps(self, steps: Iterable[Step], carried: set[ir.Value]) -> None:
+        later: list[ir.ReadPackets] = []
+        for step in steps:
+            for op in step.ops if isinstance(step, Receive) else (step,):
+                made = made_by(op)
+                if made is not None and made not in carried:
+                    self._out.add(*(f"Line v{made.number}_{j}{{}};" for j in range(self._batch)))
+            if isinstance(step, Receive):
+                later += self._receive(step)
+            elif isinstance(step, ir.Sum):
+                self._sum(step)
+            else:
+                for j in range(self._batch):
+                    self._guarded(self._there(j, step), self._statement(step, j))
+        self._arm(later)
+
+    def _statement(self, op: Step, j: int) -> str:
+        if isinstance(op, ir.Load | ir.Get):
+            peer = op.peer if isinstance(op, ir.Get) else None
+            is_tensor = op.source.buffer.space in _TENSORS
+            source = (
+                self._load(op.source, peer, f"k{j}") if is_tensor else f"load_line({self._line(op.source, peer, j)})"
+            )
+            return f"v{op.result.number}_{j} = {source};"
+        assert isinstance(op, ir.Store | ir.Put | ir.PutPackets)
+        peer = None if isinstance(op, ir.Store) else op.peer
+        value = f"v{op.value.number}_{j}"
+        if op.target.buffer.space in _TENSORS:
+            tensor, part, line = self._tensor(op.target, peer, f"k{j}")
+            return f"{tensor}.store({part}, {line}, {value});"
+        line = self._line(op.target, peer, j)
+        if not isinstance(op, ir.PutPackets):
+            return f"store_line({line}, {value});"
+        if self._is_moved:
+            return f"send_bytes({line}, {self._mask(op.target, peer, j)}, {value});"
+        return f"send_line({line}, {value});"
+
+    def _receive(self, step: Receive) -> list[ir.ReadPackets]:
+        """Returns those that are to be armed at the end of the batch."""
+        out = self._out
+        places = [(op, j) for op in step.ops for j in range(self._batch)]
+        with self._block(""):
+            self._array("Line* const from", [self._line(op.source, None, j) for op, j in places])
+            if self._is_moved:
+                self._array("uint32_t* const masks", [self._mask(op.source, None, j) for op, j in places])
+            there = [" && ".join(self._there(j, op)) for op, j in places]
+            self._array(
+                "Line line", [f"{test} ? armed_line() : Line{{}}" if test else "armed_line()" for test in there]
+            )
+            arguments = f"<0x{self._senders(step):x}, {self._batch}>"
+            out.add(f"if (!call.receive{arguments}(from, line)) {self._give_up}")
+            if self._is_moved:
+                out.add(f"if (!call.receive_masks{arguments}(masks, line)) {self._give_up}")
+            out.add(*(f"v{op.result.number}_{j} = line[{i}];" for i, (op, j) in enumerate(places)))
+        # Off the way of what comes next, where nobody uses the place before the next call but one.
+        at_once = [op for op in step.ops if self._in_loop or readers_of(self._program, op) > 1]
+        self._arm(at_once)
+        return [op for op in step.ops if op not in at_once]
+
+    def _senders(self, step: Receive) -> int:
+        """As prelude.cuh has them."""
+        packed = 0
+        for i, op in enumerate(step.ops):
+            sender = sender_of(self._program, op)
+            packed |= (sender.offset if isinstance(sender, Relative) else _ABSOLUTE + sender.rank) << 4 * i
+        return packed
+
+    def _arm(self, ops: Iterable[ir.ReadPackets]) -> None:
+        for op in ops:
+            for j in range(self._batch):
+                self._guarded(self._there(j, op), f"re_arm_line({self._line(op.source, None, j)});")
+
+    def _sum(self, op: ir.Sum) -> None:
+        """In rank order, which is another one for each rank: so there is code for each, and none moves registers."""
+        if self._element.number is None:
+            raise CompileError(op.where, f"elements of {self._element.dtype} are moved, never summed")
+        world = self._program.world
+        orders: dict[tuple[ir.Value, ...], list[int]] = {}
+        for rank in range(world):
+            if op.only is not None and rank not in op.only:
+                continue
+            by_rank = sorted(op.operands, key=lambda operand: operand[0].on(rank, world))
+            orders.setdefault(tuple(value for _, value in by_rank), []).append(rank)
+        if len(orders) == 1:
+            only = self._only(op)
+            with self._block(f"if ({only[0]})" if only else ""):
+                self._sums(op, next(iter(orders)))
+            return
+        with self._block("switch (rank)"):
+            for order, ranks in orders.items():
+                with self._block(" ".join(f"case {rank}:" for rank in ranks)):
+                    self._sums(op, order)
+                    self._out.add("break;")
+
+    def _sums(self, op: ir.Sum, order: tuple[ir.Value, ...]) -> None:
+        for j in range(self._batch):
+            with self._block(f"if (in{j})" if j else ""):
+                self._array("const Line of", [f"v{value.number}_{j}" for value in order])
+                self._out.add(
+                    f"v{op.result.number}_{j} = sum_lines<DataType::{self._element.number}, {len(order)}>(of);"
+                )
+
+    # ---- Places --------------------------------------------------------------------------------------------------
+
+    def _declare_all(self, steps: Iterable[Step]) -> None:
+        """Gives the places that the steps use names in the source."""
+        used: list[tuple[ir.Chunk, Rank | None]] = []
+        for step in steps:
+            for op in step.ops if isinstance(step, Receive) else (step,):
+                chunk = chunk_of(op)
+                if chunk is not None:
+                    used.append((chunk, op.peer if isinstance(op, ir.Get | ir.Put | ir.PutPackets) else None))
+        layout = self._layout
+        if any(chunk.buffer.space not in _TENSORS for chunk, _ in used):
+            self._out.add(f"const uint32_t half = {layout.half_offset}u + (call.is_odd() ? {layout.half_bytes}u : 0u);")
+        for chunk, peer in used:
+            if chunk.buffer.space not in _TENSORS:
+                self._declare_place(chunk)
+            elif peer is not None and (chunk.buffer.space, peer) not in self._tensors:
+                name = self._tensors[chunk.buffer.space, peer] = f"t{len(self._tensors)}"
+                where = f"address_of(channels->comm, {number_of(peer)}, {chunk.buffer.space.value}_place)"
+                self._out.add(f"const Tensor<Storage> {name}({where}, part_bytes);  // {chunk.buffer.name} of {peer}")
+
+    def _declare_place(self, chunk: ir.Chunk) -> None:
+        """The same in the workspaces of all ranks."""
+        if chunk in self._places:
+            return
+        buffer = chunk.buffer
+        name = self._places[chunk] = f"p{len(self._places)}"
+        place = self._layout.places[buffer.name]
+        turn = f"u % {buffer.turns}u" if self._in_loop and buffer.turns > 1 else ""
+
+        def at(offset: int, stride: int, turn_bytes: int) -> str:
+            terms = ["half", f"{offset}u", f"{number_of(chunk.index)} * {stride}u"]
+            return " + ".join([*terms, f"{turn} * {turn_bytes}u"] if turn else terms)
+
+        lines = at(place.offset, place.chunk_stride, place.turn_lines * LINE_BYTES)
+        self._out.add(f"const uint32_t {name} = {lines};  // {chunk}")
+        if place.mask_offset is not None:
+            masks = at(place.mask_offset, place.chunk_stride // LINE_BYTES * MASK_BYTES, place.turn_lines * MASK_BYTES)
+            self._out.add(f"const uint32_t m{name} = {masks};")
+
+    def _line(self, chunk: ir.Chunk, peer: Rank | None, j: int) -> str:
+        """Address of line ``j`` of a batch, of a chunk in the workspace."""
+        return f"line_at({self._workspace(peer)}, {self._places[chunk]} + {self._index(j)} * {LINE_BYTES}u)"
+
+    def _mask(self, chunk: ir.Chunk, peer: Rank | None, j: int) -> str:
+        return f"mask_at({self._workspace(peer)}, m{self._places[chunk]} + {self._index(j)} * {MASK_BYTES}u)"
+
+    def _workspace(self, peer: Rank | None) -> str:
+        return address_of(Relative(0) if peer is None else peer)
+
+    def _load(self, chunk: ir.Chunk, peer: Rank | None, k: str) -> str:
+        tensor, part, line = self._tensor(chunk, peer, k)
+        return f"{tensor}.load({part}, {line})"
+
+    def _tensor(self, chunk: ir.Chunk, peer: Rank | None, k: str) -> tuple[str, str, str]:
+        """The tensor, the part and the line of the part that line ``k`` of a chunk is."""
+        space = chunk.buffer.space
+        name = f"{space.value}_lines" if peer is None else self._tensors[space, peer]
+        index = number_of(chunk.index)
+        if self._pieces == 1:
+            return name, index if chunk.buffer.chunks > 1 else "0u", k
+        if self._pieces == chunk.buffer.chunks:
+            return name, "0u", f"{index} * lines{self._parts} + {k}"
+        return name, f"{index} / {self._pieces}u", f"{index} % {self._pieces}u * lines{self._parts} + {k}"
+
+    def _index(self, j: int) -> str:
+        """Of a line of a chunk of the workspace."""
+        return f"i{j}" if self._in_loop else f"k{j}"
+
+    # ---- Text ----------------------------------------------------------------------------------------------------
+
+    def _only(self, op: ir.Op) -> list[str]:
+        if op.only is None or op.only == self._running or len(op.only) == self._program.world:
+            return []
+        return [runs_on(op.only)]
+
+    def _there(self, j: int, op: ir.Op) -> list[str]:
+        """When this rank runs an operation on line ``j`` of a batch."""
+        return ([f"in{j}"] if j or self._in_loop else []) + self._only(op)
+
+    def _guarded(self, conditions: list[str], statement: str) -> None:
+        self._out.add(f"if ({' && '.join(conditions)}) {statement}" if conditions else statement)
+
+    def _array(self, declaration: str, items: list[str]) -> None:
+        self._out.add(f"{declaration}[{len(items)}] = {{{', '.join(items)}}};")
+
+    @contextmanager
+    def _block(self, head: str, end: str = "}") -> Iterator[None]:
+        self._out.add(f"{head} {{".lstrip())
+        with self._out.indented():
+            yield
+        self._out.add(end)

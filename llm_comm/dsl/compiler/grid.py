@@ -1,0 +1,79 @@
+"""How many blocks and threads a call takes. The same on all ranks: it follows from the size of the message alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from llm_comm.dsl import ir
+from llm_comm.dsl.compiler.source import MAX_THREADS
+
+_WARP = 32
+#: Of a block, while there are multiprocessors without one.
+_FEW_THREADS = 64
+#: Where fibers of one thread stand for those of a GPU.
+_EMULATED_BLOCKS, _EMULATED_THREADS = 4, 16
+_MIN_THREADS = 8
+#: Of programs whose blocks have proxies copy their shares, one by one: large copies are what copy engines are good at.
+_PORT_INSTANCES = 4
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of the grid of a program.
+
+    Attributes:
+        instances: Blocks of each group, at most.
+        threads: Of a block, at most.
+        few_threads: What a block has where more blocks can share the work.
+    """
+
+    instances: int
+    threads: int
+    few_threads: int
+
+    def of_call(self, lines: int) -> tuple[int, int]:
+        """Blocks of each group, and their threads, for chunks of so many lines."""
+        per_block = -(-lines // self.instances)
+        threads = min(self.threads, max(self.few_threads, -(-per_block // _WARP) * _WARP))
+        return min(self.instances, -(-lines // threads)), threads
+
+
+def limits_of(
+    program: ir.Program, device: torch.device, blocks: int | None, threads: int | None, has_ports: bool
+) -> Limits:
+    """The limits of a program on a device.
+
+    All blocks have to run at once, for they wait for those of other ranks: there is a multiprocessor for each.
+
+    Args:
+        program: What is to run.
+        device: A GPU, or the CPU for an emulated one.
+        blocks: Of all groups together, as the user wants it; None: as many as the program has instances, or, if it has
+            one, as many as run at once.
+        threads: Of a block, as the user wants it; None: as many as serve.
+        has_ports: Proxies copy the shares of blocks.
+
+    Raises:
+        ValueError: There can be no such grid.
+    """
+    groups = len(program.groups)
+    is_gpu = device.type == "cuda"
+    most = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else _EMULATED_BLOCKS * groups
+    if blocks is None:
+        instances = min(most // groups, _PORT_INSTANCES) if has_ports else most // groups
+        blocks = (program.instances if program.instances > 1 else instances) * groups
+    if blocks < groups or blocks % groups or (is_gpu and blocks > most):
+        raise ValueError(
+            f"program {program.name!r} has {groups} group(s), so it takes a multiple of {groups} block(s)"
+            + (f", at most {most} on {device}, where they all run at once" if is_gpu else "")
+            + f"; blocks is {blocks}"
+        )
+    if threads is None:
+        threads = MAX_THREADS if is_gpu else _EMULATED_THREADS
+    if not _MIN_THREADS <= threads <= MAX_THREADS or (is_gpu and threads % _WARP):
+        raise ValueError(
+            f"threads is {threads}; a block has {_MIN_THREADS} to {MAX_THREADS}, on a GPU a multiple of {_WARP}"
+        )
+    return Limits(blocks // groups, threads, min(threads, _FEW_THREADS))

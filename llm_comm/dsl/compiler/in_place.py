@@ -1,0 +1,42 @@
+"""Whether a program may store its result where its input lies."""
+
+from __future__ import annotations
+
+from llm_comm.dsl import ir
+from llm_comm.dsl.compiler.runs import DataRun, GroupRuns, uses_ports
+
+
+def works_in_place(program: ir.Program, groups: tuple[GroupRuns, ...]) -> bool:
+    """Whether every element of the input is loaded before anything is stored in its place.
+
+    In one run a thread loads a batch of lines before it stores that batch, and no other thread has these lines. So what
+    counts is that no piece comes to a run that loads the input when it has been in another one that stores to the
+    output. Peers, other groups, and proxies keep to no such order.
+    """
+    if (
+        len(groups) > 1
+        or uses_ports(groups)
+        or program.operation not in (ir.Operation.ALL_REDUCE, ir.Operation.BROADCAST)
+    ):
+        return False
+    if any(buffer.is_symmetric for buffer in program.buffers if buffer.space in (ir.Space.INPUT, ir.Space.OUTPUT)):
+        return False
+    tensors = [buffer for buffer in program.buffers if buffer.space in (ir.Space.INPUT, ir.Space.OUTPUT)]
+    if len({buffer.parts for buffer in tensors}) > 1:
+        return False  # a line of one is no line of the other
+    # When a piece of a chunk gets to a run: the number of the step, turns that it is behind, number of the run.
+    loads, stores = [], []
+    for number, step in enumerate(groups[0].steps):
+        for i, run in enumerate(getattr(step, "runs", (step,))):
+            if isinstance(run, DataRun):
+                loads += [(number, run.lag, i)] if _loads(run) else []
+                stores += [(number, run.lag, i)] if _stores(run) else []
+    return not loads or not stores or max(loads) <= min(stores)
+
+
+def _loads(run: DataRun) -> bool:
+    return any(isinstance(op, ir.Load) and op.source.buffer.space is ir.Space.INPUT for op in run.ops)
+
+
+def _stores(run: DataRun) -> bool:
+    return any(isinstance(op, ir.Store) and op.target.buffer.space is ir.Space.OUTPUT for op in run.ops)

@@ -1,0 +1,211 @@
+// What every kernel begins with that llm_comm.dsl generates: the call and its half of the workspace, packets, signals, and the chunks
+// of the caller's tensors.
+//
+// Workspace of a rank: [ CallState | words of semaphores | half 0 | half 1 ]. Call n uses half n % 2. The number lives in device
+// memory and is counted as that of an operation of the library (operation.cuh), so CUDA graphs can be replayed and grids may differ.
+//
+// A signal stores (number of the call, how many of the call) as one word, which only grows: nothing is reset.
+#include "llm_comm/channels.cuh"
+#include "llm_comm/reduce.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET::dsl {
+
+struct alignas(16) CallState {
+  uint64_t arrivals;
+  uint64_t unused;
+};
+
+inline constexpr uint32_t kSignalsOfACallLog2 = 24;
+
+// Whom a kernel waits for, as a constant: four bits for each, which are how far behind this rank it is, or its number and kAbsolute.
+inline constexpr uint32_t kAbsolute = 8;
+static_assert(kMaxWorldSize <= kAbsolute);
+
+// Hardly ever runs: apart from what does. `index`: of the late one among `senders`.
+LLM_COMM_DEVICE_CALL LateWait check_wait_of_call(const Channels* channels, uint64_t start, uint64_t number,
+                                                 uint64_t bytes, uint64_t senders, uint32_t index) {
+  const DeviceComm& comm = channels->comm;
+  const uint32_t sender = static_cast<uint32_t>(senders >> 4 * index) & 15;
+  const uint32_t peer = sender >= kAbsolute ? sender - kAbsolute : (comm.rank + sender) % comm.world_size;
+  return check_wait(start, bounds_of(comm), {comm.rank, OperationKind::kUser, number, bytes}, peer, 0);
+}
+
+class Call {
+ public:
+  // Asks for two lines, which are on their way until something is made of them.
+  LLM_COMM_DEVICE Call(const Channels* channels, const void* comm_state, char* workspace, uint64_t bytes)
+      : channels_(channels),
+        state_(reinterpret_cast<CallState*>(workspace)),
+        bytes_(bytes),
+        own_(load_line(workspace)),
+        comm_(load_line(comm_state)) {}
+
+  // False once the communicator has failed: packets are no longer armed as they should be.
+  LLM_COMM_DEVICE bool may_begin() const { return (comm_.word[2] | comm_.word[3]) == 0; }
+
+  LLM_COMM_DEVICE uint64_t number() const { return arrivals() / kArrivalsPerOperation; }
+  LLM_COMM_DEVICE bool is_odd() const { return (own_.word[0] & kArrivalsPerOperation) != 0; }
+
+  // By one thread of each block, when all its threads know the number.
+  LLM_COMM_DEVICE void arrive() const {
+    add_relaxed(&state_->arrivals, block_index() == 0 ? kArrivalsPerOperation - (block_count() - 1) : 1);
+  }
+
+  // The word of so manieth signal to, or from, a peer.
+  LLM_COMM_DEVICE uint64_t signal_word(uint64_t count) const { return (number() << kSignalsOfACallLog2) + count; }
+
+  LLM_COMM_DEVICE bool wait(const uint64_t* word, uint64_t expected, uint32_t peer) const {
+    return poll_until([&] { return load_acquire(word) >= expected; },
+                      [&](uint64_t start) { return check(start, kAbsolute + peer, 0); });
+  }
+
+  // Waits for all lines together: those that are armed_line() are loaded until they have come. False if the wait ended without.
+  // Each of the senders has sent `Batch` of them.
+  template <uint64_t Senders, uint32_t Batch, uint32_t N>
+  LLM_COMM_DEVICE bool receive(Line* const (&from)[N], Line (&line)[N]) const {
+    return poll_until(
+        [&] {
+          LLM_COMM_UNROLL(32)
+          for (uint32_t i = 0; i < N; ++i) {
+            if (!has_arrived(line[i])) line[i] = load_line_relaxed(from[i]);
+          }
+          bool all = true;
+          LLM_COMM_UNROLL(32)
+          for (uint32_t i = 0; i < N; ++i) all = all && has_arrived(line[i]);
+          return all;
+        },
+        [&](uint64_t start) {
+          uint32_t late = 0;
+          LLM_COMM_UNROLL(32)
+          for (uint32_t i = 1; i < N; ++i) late = has_arrived(line[i]) ? late : i / Batch;
+          return check(start, Senders, late);
+        });
+  }
+
+  // Packets of any bytes: a line with a word that could be the sentinel is followed by a mask, as in ll_bytes.cuh. After receive();
+  // arms the masks again.
+  template <uint64_t Senders, uint32_t Batch, uint32_t N>
+  LLM_COMM_DEVICE bool receive_masks(uint32_t* const (&from)[N], Line (&line)[N]) const {
+    LLM_COMM_UNROLL(32)
+    for (uint32_t i = 0; i < N; ++i) {
+      if (!has_ambiguous_words(line[i])) continue;
+      uint32_t mask = kSentinel;
+      const bool has_come = poll_until(
+          [&] {
+            mask = load_relaxed(from[i]);
+            return mask != kSentinel;
+          },
+          [&](uint64_t start) { return check(start, Senders, i / Batch); });
+      if (!has_come) return false;
+      store_relaxed(from[i], kSentinel);
+      line[i] = decode_ambiguous(line[i], mask);
+    }
+    return true;
+  }
+
+ private:
+  LLM_COMM_DEVICE LateWait check(uint64_t start, uint64_t senders, uint32_t index) const {
+    return check_wait_of_call(channels_, start, number(), bytes_, senders, index);
+  }
+
+  LLM_COMM_DEVICE uint64_t arrivals() const { return static_cast<uint64_t>(own_.word[1]) << 32 | own_.word[0]; }
+
+  const Channels* channels_;
+  CallState* state_;
+  uint64_t bytes_;
+  Line own_;
+  Line comm_;
+};
+
+LLM_COMM_DEVICE void send_bytes(Line* line, uint32_t* mask, Line payload) {
+  send_line(line, payload);
+  const AmbiguousWords words = ambiguous_words(payload);
+  if (words.are_there) store_relaxed(mask, words.mask);
+}
+
+// A line that is not aligned, or of which only `bytes` are there, element by element; the rest is zeros.
+template <class Storage>
+LLM_COMM_DEVICE_CALL Line load_elements(const char* first, uint64_t bytes) {
+  constexpr uint32_t kPerLine = sizeof(Line) / sizeof(Storage);
+  const auto* const elements = reinterpret_cast<const Storage*>(first);
+  Storage element[kPerLine];
+  LLM_COMM_UNROLL(16)
+  for (uint32_t i = 0; i < kPerLine; ++i) element[i] = i * sizeof(Storage) < bytes ? elements[i] : Storage{0};
+  Line line{};
+  LLM_COMM_UNROLL(16)
+  for (uint32_t i = 0; i < kPerLine; ++i) {
+    line.word[i * sizeof(Storage) / 4] |= static_cast<uint32_t>(element[i]) << (i * sizeof(Storage) % 4 * 8);
+  }
+  return line;
+}
+
+template <class Storage>
+LLM_COMM_DEVICE_CALL void store_elements(char* first, uint64_t bytes, Line line) {
+  constexpr uint32_t kPerLine = sizeof(Line) / sizeof(Storage);
+  auto* const elements = reinterpret_cast<Storage*>(first);
+  LLM_COMM_UNROLL(16)
+  for (uint32_t i = 0; i < kPerLine; ++i) {
+    if (i * sizeof(Storage) >= bytes) continue;
+    elements[i] = static_cast<Storage>(line.word[i * sizeof(Storage) / 4] >> (i * sizeof(Storage) % 4 * 8));
+  }
+}
+
+// A caller's tensor in parts, as lines. What a part does not have of them is loaded as zeros, and not stored. Whole lines where the
+// part is aligned, else element by element.
+template <class Storage>
+class Tensor {
+ public:
+  LLM_COMM_DEVICE Tensor(char* begin, uint64_t part_bytes)
+      : begin_(begin), part_bytes_(part_bytes), whole_lines_(static_cast<uint32_t>(part_bytes / sizeof(Line))) {}
+
+  LLM_COMM_DEVICE Line load(uint32_t part, uint32_t line) const {
+    const char* const address = at(part, line);
+    return is_whole(address, line) ? load_line(address) : load_elements<Storage>(address, bytes_from(line));
+  }
+
+  LLM_COMM_DEVICE void store(uint32_t part, uint32_t line, Line value) const {
+    char* const address = at(part, line);
+    if (is_whole(address, line)) {
+      store_line(address, value);
+    } else {
+      store_elements<Storage>(address, bytes_from(line), value);
+    }
+  }
+
+ private:
+  LLM_COMM_DEVICE char* at(uint32_t part, uint32_t line) const {
+    return begin_ + part * part_bytes_ + uint64_t{line} * sizeof(Line);
+  }
+  LLM_COMM_DEVICE bool is_whole(const char* address, uint32_t line) const {
+    return line < whole_lines_ && (reinterpret_cast<uint64_t>(address) & (sizeof(Line) - 1)) == 0;
+  }
+  LLM_COMM_DEVICE uint64_t bytes_from(uint32_t line) const {
+    const uint64_t begin = uint64_t{line} * sizeof(Line);
+    return begin < part_bytes_ ? part_bytes_ - begin : 0;
+  }
+
+  char* begin_;
+  uint64_t part_bytes_;
+  uint32_t whole_lines_;
+};
+
+// Places in a workspace, which is smaller than 4 GiB: so what a thread keeps of each is one register.
+LLM_COMM_DEVICE Line* line_at(char* workspace, uint32_t offset) { return reinterpret_cast<Line*>(workspace + offset); }
+LLM_COMM_DEVICE uint32_t* mask_at(char* workspace, uint32_t offset) {
+  return reinterpret_cast<uint32_t*>(workspace + offset);
+}
+
+// Bytes of a part from piece `piece` of it on, in pieces of `lines`.
+LLM_COMM_DEVICE uint64_t bytes_behind(uint64_t part_bytes, uint32_t piece, uint32_t lines) {
+  const uint64_t begin = uint64_t{piece} * lines * sizeof(Line);
+  return begin < part_bytes ? part_bytes - begin : 0;
+}
+
+// How many of `bytes` from line `from` on lie before `end`, all counted from the begin of a chunk.
+LLM_COMM_DEVICE uint64_t bytes_within(uint32_t from, uint64_t bytes, uint64_t end) {
+  const uint64_t begin = uint64_t{from} * sizeof(Line);
+  const uint64_t most = begin < end ? end - begin : 0;
+  return bytes < most ? bytes : most;
+}
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET::dsl

@@ -1,0 +1,298 @@
+"""A program's steps, cut where a kernel's block has to meet.
+
+Between two cuts a thread carries each of its lines through all operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from llm_comm.dsl import ir
+from llm_comm.dsl.compiler.errors import CompileError
+from llm_comm.dsl.compiler.semaphores import check_owners
+
+#: Operations that move data of chunks, by the threads of a block.
+DataOp = ir.Load | ir.Get | ir.ReadPackets | ir.Sum | ir.Store | ir.Put | ir.PutPackets
+
+
+@dataclass(frozen=True)
+class DataRun:
+    """Operations on chunks of one size, one after the other, on the same piece."""
+
+    ops: tuple[DataOp, ...]
+    parts: int
+
+    @property
+    def only(self) -> frozenset[int] | None:
+        """The ranks that run all of its operations; None: all ranks run some."""
+        only = self.ops[0].only
+        return only if all(op.only == only for op in self.ops) else None
+
+    @property
+    def lag(self) -> int:
+        return self.ops[0].lag
+
+
+@dataclass(frozen=True)
+class SignalRun:
+    """Signals between two barriers of the block, each by a thread of its own."""
+
+    ops: tuple[ir.Signal, ...]
+
+
+@dataclass(frozen=True)
+class WaitRun:
+    """Waits behind which the block meets, each by a thread of its own."""
+
+    ops: tuple[ir.Wait, ...]
+
+
+#: Operations that the proxy of a rank carries out, or that order what it does.
+PortOp = ir.PortPut | ir.Signal | ir.Wait | ir.Flush
+
+
+@dataclass(frozen=True)
+class PortRun:
+    """Operations of ports between two barriers of the block, by one thread, in this order."""
+
+    ops: tuple[PortOp, ...]
+
+
+Run = DataRun | SignalRun | WaitRun | PortRun
+
+
+@dataclass(frozen=True)
+class LoopRuns:
+    """The runs of a loop's body."""
+
+    runs: tuple[Run, ...]
+    parts: int
+
+    @property
+    def lag(self) -> int:
+        """Of what is furthest behind."""
+        return max(op.lag for run in self.runs for op in run.ops)
+
+
+@dataclass(frozen=True)
+class GroupRuns:
+    """What the blocks of a group run."""
+
+    name: str
+    steps: tuple[Run | LoopRuns, ...]
+
+    def runs(self) -> Iterator[Run]:
+        """All of them, those of loops too."""
+        for step in self.steps:
+            yield from step.runs if isinstance(step, LoopRuns) else (step,)
+
+
+#: Of signals, and of waits, that one run has: a thread for each.
+MAX_TALKERS = 8
+
+
+def runs_of(program: ir.Program) -> tuple[GroupRuns, ...]:
+    """The groups of a program, cut into runs.
+
+    Raises:
+        CompileError: A value that no register can hold so long, a loop over no chunks, or over chunks of several sizes,
+            or two groups that share an end of a semaphore.
+    """
+    check_owners(program)
+    groups = []
+    for group in program.groups:
+        steps: list[Run | LoopRuns] = []
+        straight: list[ir.Op] = []
+        for step in group.steps:
+            if isinstance(step, ir.Loop):
+                steps += _cut_by_ranks(_cut(straight))
+                straight = []
+                steps.append(_loop(step))
+            else:
+                straight.append(step)
+        steps += _cut_by_ranks(_cut(straight))
+        groups.append(GroupRuns(group.name, tuple(steps)))
+    return tuple(_with_values(group) for group in groups)
+
+
+def _loop(loop: ir.Loop) -> LoopRuns:
+    runs = _cut(loop.body)
+    sizes = {run.parts for run in runs if isinstance(run, DataRun)}
+    sizes |= {op.source.buffer.parts for run in runs for op in run.ops if isinstance(op, ir.PortPut)}
+    if len(sizes) > 1:
+        raise CompileError(
+            loop.where, f"a loop has chunks of several sizes (parts {sorted(sizes)}); cut all its buffers alike"
+        )
+    if not sizes:
+        raise CompileError(loop.where, "a loop moves no data, so nothing says how many pieces it has")
+    return LoopRuns(tuple(runs), sizes.pop())
+
+
+def _cut(ops: Sequence[ir.Op]) -> list[Run]:
+    runs: list[Run] = []
+    sizes: dict[ir.Value, int] = {}
+    data: list[tuple[DataOp, int]] = []
+
+    def end_data() -> None:
+        if data:
+            runs.append(DataRun(tuple(op for op, _ in data), data[0][1]))
+            data.clear()
+
+    for op in ops:
+        if isinstance(op, ir.PortPut | ir.Flush) or (isinstance(op, ir.Signal | ir.Wait) and op.through_port):
+            end_data()
+            last = runs[-1] if runs else None
+            if isinstance(last, PortRun):
+                runs[-1] = PortRun((*last.ops, op))
+            else:
+                runs.append(PortRun((op,)))
+        elif isinstance(op, ir.Signal):
+            end_data()
+            last = runs[-1] if runs else None
+            if isinstance(last, SignalRun) and _joins(last.ops, op):
+                runs[-1] = SignalRun((*last.ops, op))
+            else:
+                runs.append(SignalRun((op,)))
+        elif isinstance(op, ir.Wait):
+            end_data()
+            last = runs[-1] if runs else None
+            if isinstance(last, WaitRun) and _joins(last.ops, op):
+                runs[-1] = WaitRun((*last.ops, op))
+            else:
+                runs.append(WaitRun((op,)))
+        else:
+            assert isinstance(op, DataOp)
+            parts = _parts(op, sizes)
+            if data and (data[0][1] != parts or data[0][0].lag != op.lag):
+                end_data()
+            data.append((op, parts))
+    end_data()
+    return runs
+
+
+def _cut_by_ranks(runs: Sequence[Run]) -> list[Run]:
+    """The same, where other ranks run what follows: so a rank passes over what is not its own at once."""
+    cut: list[Run] = []
+    for run in runs:
+        if not isinstance(run, DataRun):
+            cut.append(run)
+            continue
+        begin = 0
+        for i in range(1, len(run.ops)):
+            before, behind = run.ops[begin:i], run.ops[i:]
+            if before[-1].only != behind[0].only and not _takes_from(before, behind):
+                cut.append(DataRun(before, run.parts))
+                begin = i
+        cut.append(DataRun(run.ops[begin:], run.parts))
+    return cut
+
+
+def _takes_from(before: Sequence[DataOp], behind: Sequence[DataOp]) -> bool:
+    """Whether values go from one to the other. Those of the input can be loaded again."""
+    made = {made_by(op) for op in before if not isinstance(op, ir.Load) or op.source.buffer.space is not ir.Space.INPUT}
+    return any(value in made for op in behind for value in values_read(op))
+
+
+def _joins(ops: Sequence[ir.Signal | ir.Wait], op: ir.Signal | ir.Wait) -> bool:
+    """Whether another thread may do it at the same time. Of one semaphore signals are counted one by one; two names may
+    mean one rank."""
+    return len(ops) < MAX_TALKERS and all(
+        other.semaphore != op.semaphore or (type(other.peer) is type(op.peer) and other.peer != op.peer)
+        for other in ops
+    )
+
+
+def _parts(op: DataOp, sizes: dict[ir.Value, int]) -> int:
+    """Of the chunks that the operation treats."""
+    found = {sizes[value] for value in values_read(op) if value in sizes}
+    chunk = chunk_of(op)
+    if chunk is not None:
+        found.add(chunk.buffer.parts)
+    if len(found) != 1:
+        raise CompileError(op.where, f"the operation has chunks of several sizes (parts {sorted(found)})")
+    parts = found.pop()
+    if isinstance(op, ir.Load | ir.Get | ir.ReadPackets | ir.Sum):
+        sizes[op.result] = parts
+    return parts
+
+
+def uses_ports(groups: Sequence[GroupRuns]) -> bool:
+    """Whether a proxy copies parts of chunks: a block's share of each chunk has to lie in one piece then."""
+    return any(isinstance(run, PortRun) for group in groups for run in group.runs())
+
+
+def chunk_of(op: DataOp) -> ir.Chunk | None:
+    """The chunk that an operation reads or writes; a sum has none."""
+    if isinstance(op, ir.Load | ir.Get | ir.ReadPackets):
+        return op.source
+    if isinstance(op, ir.Store | ir.Put | ir.PutPackets):
+        return op.target
+    return None
+
+
+def values_read(op: DataOp) -> tuple[ir.Value, ...]:
+    """The values that an operation takes."""
+    if isinstance(op, ir.Sum):
+        return tuple(value for _, value in op.operands)
+    if isinstance(op, ir.Store | ir.Put | ir.PutPackets):
+        return (op.value,)
+    return ()
+
+
+def made_by(op: DataOp) -> ir.Value | None:
+    """The value that an operation makes."""
+    return op.result if isinstance(op, ir.Load | ir.Get | ir.ReadPackets | ir.Sum) else None
+
+
+def _with_values(group: GroupRuns) -> GroupRuns:
+    """The same, where a value is made in the run that takes it, or in the same loop: those of the input are loaded
+    again."""
+    made = {
+        made_by(op): (op, step)
+        for step in group.steps
+        for run in (step.runs if isinstance(step, LoopRuns) else (step,))
+        if isinstance(run, DataRun)
+        for op in run.ops
+    }
+
+    def complete(run: Run, step: Run | LoopRuns) -> Run:
+        if not isinstance(run, DataRun):
+            return run
+        own = {made_by(op) for op in run.ops}
+        again: dict[ir.Value, ir.Load] = {}
+        for op in run.ops:
+            for value in values_read(op):
+                maker, where = made[value]
+                is_carried = isinstance(step, LoopRuns) and where is step
+                if value in own or value in again or is_carried:
+                    continue
+                if not isinstance(maker, ir.Load) or maker.source.buffer.space is not ir.Space.INPUT:
+                    raise CompileError(
+                        op.where,
+                        f"the value {value}, made by `{maker.where}`, is used behind a signal or a wait, where no "
+                        "register holds it any more: store it to scratch and load it again",
+                    )
+                again[value] = ir.Load(op.where, maker.only, run.lag, value, maker.source)
+        return DataRun((*again.values(), *run.ops), run.parts)
+
+    steps: list[Run | LoopRuns] = []
+    for step in group.steps:
+        if isinstance(step, LoopRuns):
+            steps.append(LoopRuns(tuple(complete(run, step) for run in step.runs), step.parts))
+        else:
+            steps.append(complete(step, step))
+    return GroupRuns(group.name, tuple(steps))
+
+
+def carried_values(loop: LoopRuns) -> dict[ir.Value, int]:
+    """The values of a loop that are made in another run than the one that takes them."""
+    makers = {made_by(op): i for i, run in enumerate(loop.runs) if isinstance(run, DataRun) for op in run.ops}
+    return {
+        value: makers[value]
+        for i, run in enumerate(loop.runs)
+        if isinstance(run, DataRun)
+        for op in run.ops
+        for value in values_read(op)
+        if makers[value] != i
+    }

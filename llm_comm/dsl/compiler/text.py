@@ -1,0 +1,49 @@
+"""C++ as text: lines, indented, and how ranks are spelled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from llm_comm.dsl.ranks import Rank, Relative
+
+
+class Text:
+    """Lines of source, one behind the other."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._depth = 0
+
+    def add(self, *lines: str) -> None:
+        """Appends lines at the depth of now."""
+        self._lines += ["  " * self._depth + line if self._depth else line for line in lines]
+
+    @contextmanager
+    def indented(self) -> Iterator[None]:
+        """Lines inside are one step deeper."""
+        self._depth += 1
+        yield
+        self._depth -= 1
+
+    def joined(self) -> str:
+        """All of them."""
+        return "\n".join(self._lines) + "\n"
+
+
+def number_of(rank: Rank | int) -> str:
+    """The number of a rank, or of a chunk."""
+    if isinstance(rank, Relative):
+        return f"r{rank.offset}" if rank.offset else "rank"
+    return f"{rank if isinstance(rank, int) else rank.rank}u"
+
+
+def address_of(rank: Rank) -> str:
+    """The workspace of a rank."""
+    return f"at{rank.offset}" if isinstance(rank, Relative) else f"at_rank({rank.rank}u)"
+
+
+def runs_on(only: frozenset[int]) -> str:
+    """Whether this rank is one of them."""
+    tests = " || ".join(f"rank == {rank}" for rank in sorted(only))
+    return f"({tests})" if len(only) > 1 else tests

@@ -1,0 +1,36 @@
+"""What is wrong with a program of the DSL."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from llm_comm.dsl.ir import Location
+from llm_comm.errors import LlmCommError
+
+
+class Fault(Enum):
+    """Kinds of errors of a program."""
+
+    MISUSE = "misuse"  # an operation that cannot be: found as the program is traced
+    UNMATCHED = (
+        "unmatched"  # a signal nobody waits for, a wait nobody signals; packets without a reader, or the reverse
+    )
+    DEADLOCK = "deadlock"  # waits that wait for each other
+    RACE = "race"  # two accesses to a chunk that no wait orders
+    UNWRITTEN = "unwritten"  # a chunk that is read, and holds nothing yet
+    CONTENT = "content"  # a value or a result that is not what it has to be
+    CALLS = "calls"  # a rank may get too far ahead in later calls
+
+
+class ProgramError(LlmCommError):
+    """A program of the DSL cannot be built, or is not correct. The text begins with the user's line.
+
+    Attributes:
+        fault: The kind of error.
+        where: The line that it points at.
+    """
+
+    def __init__(self, fault: Fault, message: str, where: Location) -> None:
+        super().__init__(f"{where.file}:{where.line}: {message}\n    {where.text}")
+        self.fault = fault
+        self.where = where

@@ -1,0 +1,95 @@
+"""Programs by name: what an option or a tuning table can select in place of an algorithm."""
+
+from __future__ import annotations
+
+import importlib
+
+from llm_comm.dsl.ir import Operation
+from llm_comm.dsl.programs import ProgramText
+from llm_comm.errors import ConfigError
+from llm_comm.registry import PROGRAM_PREFIX, why_not_known
+
+#: That communicators have methods for, by the table.
+OPERATIONS = (Operation.ALL_REDUCE, Operation.ALL_GATHER, Operation.REDUCE_SCATTER)
+
+_registered: dict[str, ProgramText] = {}
+
+
+def register(program: ProgramText) -> ProgramText:
+    """Makes a program available as ``dsl:NAME`` to communicators that this process makes from now on.
+
+    Every rank registers the same. ``Config.dsl`` registers what it names by itself.
+
+    Args:
+        program: Of an all-reduce, an all-gather or a reduce-scatter. ``Config.algorithm`` and rows of tuning tables
+            select those of all-reduces.
+
+    Returns:
+        The program, so this can be used as a decorator above ``dsl.program``.
+
+    Raises:
+        ValueError: It is no such program, or another one has the name.
+    """
+    if not isinstance(program, ProgramText):
+        raise ValueError(f"register takes what dsl.program has made of a function, not a {type(program).__name__}")
+    if program.operation not in OPERATIONS:
+        raise ValueError(
+            f"program {program.name!r} is a {program.operation.value}; register takes "
+            f"{', '.join(operation.value for operation in OPERATIONS)}"
+        )
+    name = name_of(program)
+    if _registered.setdefault(name, program) is not program:
+        raise ValueError(f"another program is registered as {name}: give this one's function another name")
+    return program
+
+
+def name_of(program: ProgramText) -> str:
+    """As options and tables name it."""
+    return f"{PROGRAM_PREFIX}{program.name}"
+
+
+def registered() -> tuple[str, ...]:
+    """The names of all programs that are registered, in order."""
+    return tuple(sorted(_registered))
+
+
+def find(name: str) -> ProgramText:
+    """The program that is registered under a name.
+
+    Raises:
+        ConfigError: None is; the text says which are.
+    """
+    why = why_not_known("program", name, registered())
+    if why:
+        raise ConfigError(f"{why}. Option dsl=module:program registers one, as does llm_comm.dsl.register")
+    return _registered[name]
+
+
+def register_all(names: str) -> tuple[ProgramText, ...]:
+    """Imports and registers what option ``dsl`` names.
+
+    Args:
+        names: ``module:program``, with commas between them.
+
+    Raises:
+        ConfigError: A module cannot be imported, or has no such program, or that cannot be registered.
+    """
+    return tuple(register_one(name.strip()) for name in names.split(","))
+
+
+def register_one(name: str) -> ProgramText:
+    """The same for one of them."""
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    # A module that ends the process would leave the other ranks waiting for it.
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{name}: cannot import {module_name}: {type(error).__name__}: {error}") from error
+    found = getattr(module, attribute, None)
+    if not isinstance(found, ProgramText):
+        have = [key for key, value in vars(module).items() if isinstance(value, ProgramText)]
+        raise ConfigError(f"{name}: {why_not_known('program', attribute, have)}")
+    try:
+        return register(found)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from error

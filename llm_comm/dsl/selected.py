@@ -1,0 +1,152 @@
+"""Programs that a communicator is to run in place of algorithms: found, checked and compiled as it is made, on all of
+its ranks or on none."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from typing import NamedTuple
+
+from llm_comm.config import Config
+from llm_comm.dsl import ir, registry
+from llm_comm.dsl.checks import check
+from llm_comm.dsl.compiler.in_place import works_in_place
+from llm_comm.dsl.compiler.runs import runs_of
+from llm_comm.dsl.kernels import ProgramKernels, Site, StreamOrder
+from llm_comm.dsl.programs import ProgramText
+from llm_comm.dsl.text import describe
+from llm_comm.errors import ConfigError, LlmCommError
+from llm_comm.planning.programs import Kernels, named_by
+from llm_comm.planning.tables import TuningTable
+from llm_comm.runtime.comparison import check_alike
+from llm_comm.runtime.core_handle import CoreHandle
+from llm_comm.runtime.rendezvous import Rendezvous
+from llm_comm.runtime.symmetric_heap import SymmetricHeap
+
+logger = logging.getLogger("llm_comm")
+
+
+class _Found(NamedTuple):
+    """A program that is to be compiled."""
+
+    name: str
+    program: ir.Program
+
+
+def load(
+    rendezvous: Rendezvous, heap: SymmetricHeap, handle: CoreHandle, config: Config, table: TuningTable
+) -> dict[str, Kernels]:
+    """The programs that ``config.dsl`` names, and those that the table or ``config.algorithm`` names, compiled.
+    Collective.
+
+    Args:
+        rendezvous: Of the ranks.
+        heap, handle, config, table: Of the communicator.
+
+    Returns:
+        By the names that options and tables give them. None for one rank, which exchanges nothing.
+
+    Raises:
+        ConfigError: A program cannot be imported, is not registered or not correct, or cannot be selected. Raised on
+            all ranks alike.
+        RendezvousError: The ranks have different programs, or one of them could not compile or place one. Raised on
+            all ranks alike.
+    """
+    found = rendezvous.attempt("choice of programs", lambda: _find_all(config, table, rendezvous.world_size))
+    digests = [f"{name} ({digest(program)})" for name, program in found]
+    said = rendezvous.collect("comparison of programs", lambda: ", ".join(digests))
+    check_alike("have different programs of llm_comm.dsl", said)
+    site = Site(rendezvous.rank, rendezvous.world_size, handle.device, handle, heap)
+    order = StreamOrder(handle.device)
+    compiled: dict[str, Kernels] = {}
+    for name, program in found:
+        kernels = ProgramKernels(name, program, site, rendezvous, config.dsl_max_bytes, order)
+        compiled[name] = kernels
+        logger.info(
+            "rank %d: %s serves all-reduces to %d bytes of %s, with %d bytes of workspace",
+            *(rendezvous.rank, name, kernels.max_bytes, ", ".join(kernels.data_types), kernels.workspace_bytes),
+        )
+    return compiled
+
+
+def digest(program: ir.Program) -> str:
+    """Of all that a program does; not of the file that it comes from, which ranks may have in different places."""
+    head, _, *lines = describe(program).splitlines()
+    content = "\n".join((head, *lines, f"{program.instances} instances, {program.semaphores} semaphores"))
+    return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+
+def sums_in_rank_order(program: ir.Program) -> bool:
+    """Whether each sum of a correct program is of all ranks at once: then it is made in their order and rounded once,
+    as the library's own."""
+    steps = [step for group in program.groups for step in group.steps]
+    ops = [op for step in steps for op in (step.body if isinstance(step, ir.Loop) else (step,))]
+    return all(len(op.operands) == program.world for op in ops if isinstance(op, ir.Sum))
+
+
+def why_not_selectable(program: ir.Program, config: Config) -> str:
+    """Why ``Communicator.all_reduce`` cannot run a correct program, or ""."""
+    if program.operation is not ir.Operation.ALL_REDUCE:
+        return f"it is a program of {program.operation.value}; only those of all_reduce can be selected"
+    tensors = [buffer for buffer in program.buffers if buffer.space in (ir.Space.INPUT, ir.Space.OUTPUT)]
+    symmetric = [buffer.space.value for buffer in tensors if buffer.is_symmetric]
+    if symmetric:
+        return (
+            f"peers use its {' and '.join(symmetric)}, which would have to lie in symmetric memory, and all_reduce "
+            "takes any tensor: compile it with llm_comm.dsl.compile and call that"
+        )
+    if not works_in_place(program, runs_of(program)):
+        return "it loads its input after it has stored to the output, and out of all_reduce may be its input"
+    if not config.sums_in_any_order and not sums_in_rank_order(program):
+        return (
+            "it adds up some ranks before others, so its sums are not those in rank order, which option sum asks for: "
+            "sum=any permits it, where deterministic is off"
+        )
+    return ""
+
+
+def _find_all(config: Config, table: TuningTable, world: int) -> list[_Found]:
+    """What is to be compiled, in the same order on all ranks."""
+    listed = _listed(config)
+    named = named_by(config, table)
+    found = {}
+    for name, where in named.items():
+        try:
+            found[name] = registry.find(name)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+    found.update({name: text for name, text in listed.items() if name not in found})
+    if world == 1:
+        return []
+    chosen = []
+    for name, text in sorted(found.items()):
+        where = named.get(name) or _origin(config)
+        try:
+            program = text.build(world)
+            check(program)
+            why = why_not_selectable(program, config)
+        except Exception as error:  # whatever the user's text raises, for a world that it is not for, say
+            what = str(error) if isinstance(error, LlmCommError) else f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{where}: {name} for {world} ranks: {what}") from error
+        if why and name in named:
+            raise ConfigError(f"{where}: {name} cannot be selected: {why}")
+        if why:
+            logger.info("%s is registered, and cannot be selected: %s", name, why)
+        else:
+            chosen.append(_Found(name, program))
+    return chosen
+
+
+def _listed(config: Config) -> dict[str, ProgramText]:
+    """What option ``dsl`` names."""
+    if config.dsl is None:
+        return {}
+    try:
+        texts = registry.register_all(config.dsl)
+    except ConfigError as error:
+        raise ConfigError(f"{_origin(config)}: {error}") from error
+    return {registry.name_of(text): text for text in texts}
+
+
+def _origin(config: Config) -> str:
+    return f"option dsl ({config.origins.get('dsl', 'Python')})"

@@ -1,0 +1,380 @@
+"""The source that the compiler of the DSL generates, and the order in which a thread carries out operations."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from llm_comm import dsl
+from llm_comm.dsl import ir
+from llm_comm.dsl.compiler.element import element_of
+from llm_comm.dsl.compiler.errors import CompileError
+from llm_comm.dsl.compiler.grid import Limits
+from llm_comm.dsl.compiler.in_place import works_in_place
+from llm_comm.dsl.compiler.layout import armed_ranges, batch_of, chunk_lines, lay_out
+from llm_comm.dsl.compiler.runs import DataRun, LoopRuns, PortRun, SignalRun, WaitRun, runs_of
+from llm_comm.dsl.compiler.schedule import Receive, schedule
+from llm_comm.dsl.compiler.senders import operations, readers_of, sender_of
+from llm_comm.dsl.compiler.source import generate, is_moved, kernel_name
+
+Text = Callable[[dsl.Builder], None]
+
+
+def two_shot(p: dsl.Builder) -> None:
+    x, y = p.input.chunks(p.world), p.output.chunks(p.world)
+    scattered, gathered = p.packets(p.world, like=x), p.packets(p.world, like=x)
+    for peer in p.peers:
+        p.put_packets(x[peer], peer, scattered[p.rank])
+    total = p.sum({p.rank: p.load(x[p.rank]), **{peer: p.read_packets(scattered[peer]) for peer in p.peers}})
+    p.store(total, y[p.rank])
+    for peer in p.peers:
+        p.put_packets(total, peer, gathered[p.rank])
+    for peer in p.peers:
+        p.store(p.read_packets(gathered[peer]), y[peer])
+
+
+def pipelined(p: dsl.Builder) -> None:
+    x, y = p.input.chunks(1), p.output.chunks(1)
+    received = p.scratch(p.world, like=x, turns=2)
+    with p.loop():
+        for peer in p.peers:
+            p.put(x[0], peer, received[p.rank])
+        for peer in p.peers:
+            p.signal(peer)
+        with p.behind(1):
+            for peer in p.peers:
+                p.wait(peer)
+            p.store(p.sum({p.rank: p.load(x[0]), **{peer: p.load(received[peer]) for peer in p.peers}}), y[0])
+
+
+def build(text: Text, world: int = 3, operation: str = "all_reduce") -> ir.Program:
+    return dsl.program(operation)(text).build(world)
+
+
+def source_of(text: Text, world: int = 3, operation: str = "all_reduce", dtype: torch.dtype = torch.bfloat16) -> str:
+    program = build(text, world, operation)
+    groups = runs_of(program)
+    layout = lay_out(program, groups, 1 << 16, 4, 64, masks=is_moved(program))
+    return generate(program, groups, layout, element_of(dtype))
+
+
+def code_of(source: str) -> str:
+    """Behind the prelude, without comments."""
+    return re.sub(r"//[^\n]*", "", source[source.index('extern "C"') :])
+
+
+# ---- Source ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", [two_shot, pipelined])
+def test_one_kernel(text: Text) -> None:
+    source = source_of(text)
+    assert source.count("extern ") == 1
+    assert f'extern "C" LLM_COMM_KERNEL(512) {kernel_name(build(text))}(' in source
+    assert str(build(text).where) in source
+    assert source.count("{") == source.count("}")
+
+
+def test_names_of_kernels_are_names_of_cpp() -> None:
+    def names(p: dsl.Builder) -> None:
+        two_shot(p)
+
+    names.__name__ = "<lambda>"
+    assert kernel_name(build(names)) == "dsl__lambda_"
+
+
+def test_source_says_dtype_and_world() -> None:
+    assert "sum_lines<DataType::kBFloat16, 3>" in source_of(two_shot)
+    assert "sum_lines<DataType::kFloat32, 5>" in source_of(two_shot, world=5, dtype=torch.float32)
+    assert "constexpr uint32_t kWorld = 5;" in source_of(two_shot, world=5)
+    with pytest.raises(CompileError, match=r"elements of torch\.int8 are moved, never summed\n.*p\.sum"):
+        source_of(two_shot, dtype=torch.int8)
+
+
+def test_each_rank_sums_in_rank_order() -> None:
+    code = code_of(source_of(two_shot, world=3))
+    orders = dict(re.findall(r"case (\d): {\s*{\s*const Line of\[3\] = {(.*?)};", code))
+    received = re.search(r"(v\d)_0 = line\[0\];.*?(v\d)_0 = line\[2\];", code, flags=re.DOTALL)
+    assert received is not None
+    of_next, of_second = received.groups()
+    (own,) = set(re.findall(r"v\d", orders["0"])) - {of_next, of_second}
+    assert orders == {
+        "0": f"{own}_0, {of_next}_0, {of_second}_0",
+        "1": f"{of_second}_0, {own}_0, {of_next}_0",
+        "2": f"{of_next}_0, {of_second}_0, {own}_0",
+    }
+
+
+def test_a_kernel_without_signals_has_one_barrier() -> None:
+    assert code_of(source_of(two_shot)).count("block_sync()") == 1
+    assert "shared_memory" not in code_of(source_of(two_shot))
+
+
+def test_barriers_stand_before_signals_and_behind_waits() -> None:
+    loop = code_of(source_of(pipelined)).partition("for (uint32_t t")[2]
+    assert re.search(r"block_sync\(\);\s*if \(\*incomplete != 0\) return;(?:(?!block_sync).)*store_release", loop, re.S)
+    assert re.search(r"call\.wait\(at, value, peer\)\) \*incomplete = 1;\s*}\s*block_sync\(\);", loop)
+
+
+def test_packets_of_moved_data_carry_any_bytes() -> None:
+    def gather(p: dsl.Builder) -> None:
+        x, y = p.input.chunks(1), p.output.chunks(p.world)
+        received = p.packets(p.world, like=x)
+        p.copy(x[0], y[p.rank])
+        for peer in p.peers:
+            p.put_packets(x[0], peer, received[p.rank])
+            p.store(p.read_packets(received[peer]), y[peer])
+
+    code = code_of(source_of(gather, operation="all_gather", dtype=torch.int8))
+    assert "send_bytes(" in code
+    assert "receive_masks<" in code
+    assert "send_bytes(" not in code_of(source_of(two_shot))
+
+
+def test_ports_copy_what_lies_in_one_piece() -> None:
+    def by_port(p: dsl.Builder) -> None:
+        x = p.input.chunks(1)
+        scratch = p.scratch(p.world, like=x)
+        p.port_put(x[0], p.rank + 1, scratch[p.rank])
+        p.signal(p.rank + 1, through_port=True)
+        p.wait(p.rank + (p.world - 1), through_port=True)
+        p.flush(p.rank + 1)
+
+    (group,) = runs_of(build(by_port))
+    assert [type(run) for run in group.runs()] == [PortRun]
+    code = code_of(source_of(by_port))
+    calls = [code.index(f"port.{call}(") for call in ("put", "signal", "wait", "flush")]
+    assert calls == sorted(calls)
+    assert "const uint32_t stride = block_threads();" in code
+    assert "const uint32_t stride = instances * block_threads();" in code_of(source_of(two_shot))
+
+
+# ---- Runs ------------------------------------------------------------------------------------------------------------
+
+
+def test_runs_end_where_blocks_meet() -> None:
+    (group,) = runs_of(build(pipelined))
+    (loop,) = group.steps
+    assert isinstance(loop, LoopRuns)
+    assert [type(run) for run in loop.runs] == [DataRun, SignalRun, WaitRun, DataRun]
+    assert loop.lag == 1
+    assert [len(run.ops) for run in loop.runs[1:3]] == [2, 2]
+
+
+def test_two_signals_of_a_semaphore_are_counted_one_after_the_other() -> None:
+    def twice(p: dsl.Builder) -> None:
+        for _ in range(2):
+            p.signal(p.rank + 1)
+        p.signal(p.rank + 1, semaphore=1)
+        p.signal(p.ranks[0], semaphore=2) if p.world > 9 else None
+        for _ in range(2):
+            p.wait(p.rank + (p.world - 1))
+        p.wait(p.rank + (p.world - 1), semaphore=1)
+
+    (group,) = runs_of(build(twice))
+    assert [len(run.ops) for run in group.runs()] == [1, 2, 1, 2]
+
+
+def test_groups_do_not_share_a_semaphore() -> None:
+    def shared(p: dsl.Builder, second: int) -> None:
+        for name, semaphore in (("first", 0), ("second", second)):
+            with p.group(name):
+                p.signal(p.rank + 1, semaphore=semaphore)
+                p.wait(p.rank + (p.world - 1), semaphore=semaphore)
+
+    def alike(p: dsl.Builder) -> None:
+        shared(p, 0)
+
+    def apart(p: dsl.Builder) -> None:
+        shared(p, 1)
+
+    with pytest.raises(
+        CompileError, match=r"groups 'first' and 'second' of rank 0 use semaphore 0 with rank 1; signals"
+    ):
+        runs_of(build(alike))
+    assert len(runs_of(build(apart))) == 2
+
+
+def test_values_do_not_outlive_a_barrier() -> None:
+    def keeps(p: dsl.Builder) -> None:
+        x, y = p.input.chunks(1), p.output.chunks(1)
+        received = p.packets(1, like=x)
+        p.put_packets(x[0], p.rank + 1, received[0])
+        value = p.read_packets(received[0])
+        p.signal(p.rank + 1)
+        p.wait(p.rank + (p.world - 1))
+        p.store(value, y[0])
+
+    with pytest.raises(
+        CompileError, match=r"%1, made by `.*read_packets.*`, is used behind a signal or a wait"
+    ) as error:
+        runs_of(build(keeps))
+    assert "p.store(value, y[0])" in str(error.value)
+
+
+def test_input_is_loaded_again_behind_a_barrier() -> None:
+    def keeps(p: dsl.Builder) -> None:
+        x, y = p.input.chunks(1), p.output.chunks(1)
+        own = p.load(x[0])
+        p.store(own, y[0])
+        p.signal(p.rank + 1)
+        p.wait(p.rank + (p.world - 1))
+        p.store(own, y[0])
+
+    (group,) = runs_of(build(keeps))
+    assert [type(op) for op in group.steps[-1].ops] == [ir.Load, ir.Store]  # type: ignore[union-attr]
+
+
+def test_chunks_of_two_sizes_are_two_runs() -> None:
+    def sizes(p: dsl.Builder) -> None:
+        x, y = p.input.chunks(1), p.output.chunks(2)
+        whole, half = p.scratch(1, like=x), p.scratch(1, like=y)
+        p.copy(x[0], whole[0])
+        p.copy(half[0], y[0])
+
+    (group,) = runs_of(build(sizes))
+    assert [run.parts for run in group.runs() if isinstance(run, DataRun)] == [1, 2]
+
+
+# ---- Order -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_peers_wait_for_goes_first() -> None:
+    (group,) = runs_of(build(two_shot))
+    (run,) = group.steps
+    assert isinstance(run, DataRun)
+    plan = schedule(run.ops)
+    assert len(plan.first) == 3
+    assert [type(step) for step in plan.steps] == [
+        *(ir.PutPackets, ir.PutPackets, Receive, ir.Sum),
+        *(ir.PutPackets, ir.PutPackets, ir.Store, Receive, ir.Store, ir.Store),
+    ]
+    assert [len(step.ops) for step in plan.steps if isinstance(step, Receive)] == [2, 2]
+
+
+def test_nothing_is_sent_before_what_was_received_before_it() -> None:
+    def in_a_ring(p: dsl.Builder) -> None:
+        x, y = p.input.chunks(1), p.output.chunks(1)
+        received, second = p.packets(1, like=x), p.packets(1, like=x)
+        own = p.load(x[0])
+        p.put_packets(own, p.rank + 1, received[0])
+        p.store(p.read_packets(received[0]), y[0])
+        p.put_packets(own, p.rank + 1, second[0])
+        p.store(p.read_packets(second[0]), y[0])
+
+    (group,) = runs_of(build(in_a_ring))
+    (run,) = group.steps
+    assert isinstance(run, DataRun)
+    steps = schedule(run.ops).steps
+    assert [type(step) for step in steps] == [ir.PutPackets, Receive, ir.PutPackets, ir.Store, Receive, ir.Store]
+
+
+def test_a_load_keeps_behind_a_store_to_its_buffer() -> None:
+    def through_scratch(p: dsl.Builder) -> None:
+        x, y = p.input.chunks(1), p.output.chunks(1)
+        scratch, other = p.scratch(1, like=x), p.scratch(1, like=x)
+        p.copy(x[0], scratch[0])
+        p.copy(scratch[0], y[0])
+        p.copy(other[0], y[0])
+
+    (group,) = runs_of(build(through_scratch))
+    (run,) = group.steps
+    assert isinstance(run, DataRun)
+    steps = schedule(run.ops).steps
+    names = [step.source.buffer.name if isinstance(step, ir.Load) else type(step).__name__ for step in steps]
+    assert names == ["other", "Store", "scratch", "Store", "Store"]
+
+
+def test_in_place() -> None:
+    def stores_before_it_loads(p: dsl.Builder) -> None:
+        x, y = p.input.chunks(2), p.output.chunks(2)
+        p.copy(x[0], y[0])
+        p.signal(p.rank + 1)
+        p.wait(p.rank + (p.world - 1))
+        p.copy(x[0], y[1])
+
+    def answer(text: Text) -> bool:
+        program = build(text)
+        return works_in_place(program, runs_of(program))
+
+    assert answer(two_shot)
+    assert answer(pipelined) is True
+    assert not answer(stores_before_it_loads)
+
+
+# ---- Sizes -----------------------------------------------------------------------------------------------------------
+
+
+def test_chunks_are_never_empty() -> None:
+    assert [chunk_lines(nbytes, 4) for nbytes in (1, 16, 64, 65, 128, 129)] == [1, 1, 1, 2, 2, 3]
+
+
+@pytest.mark.parametrize(("text", "operation"), [(two_shot, "all_reduce"), (pipelined, "all_reduce")])
+def test_buffers_do_not_overlap(text: Text, operation: str) -> None:
+    program = build(text, 4, operation)
+    groups = runs_of(program)
+    for masks in (False, True):
+        layout = lay_out(program, groups, 100_000, 4, 64, masks)
+        spans = []
+        for buffer in program.buffers:
+            if buffer.name in layout.places:
+                place = layout.places[buffer.name]
+                assert place.chunk_stride >= buffer.turns * place.turn_lines * 16
+                spans.append((place.offset, place.offset + buffer.chunks * place.chunk_stride))
+                if place.mask_offset is not None:
+                    spans.append((place.mask_offset, place.mask_offset + buffer.chunks * place.chunk_stride // 4))
+        spans.sort()
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+        assert spans[-1][1] <= layout.half_bytes
+        assert layout.words_offset + 4 * program.semaphores * 4 * 8 <= layout.half_offset
+        armed = armed_ranges(program, layout)
+        assert bool(armed) == (text is two_shot)
+        assert all(layout.half_offset <= begin < end <= layout.bytes for begin, end in armed)
+
+
+def test_turns_hold_what_all_threads_carry_together() -> None:
+    program = build(pipelined, 3)
+    groups = runs_of(program)
+    (loop,) = groups[0].steps
+    assert isinstance(loop, LoopRuns)
+    layout = lay_out(program, groups, 1 << 20, 4, 64, masks=False)
+    assert layout.places["received"].turn_lines == 4 * 64 * batch_of(loop)
+    assert lay_out(program, groups, 160, 4, 64, masks=False).places["received"].turn_lines == 10
+
+
+def test_grid_follows_from_the_lines() -> None:
+    limits = Limits(instances=10, threads=512, few_threads=64)
+    assert limits.of_call(1) == (1, 64)
+    assert limits.of_call(65) == (2, 64)
+    assert limits.of_call(641) == (7, 96)
+    assert limits.of_call(10_000_000) == (10, 512)
+    for lines in range(1, 7000, 13):
+        blocks, threads = limits.of_call(lines)
+        assert blocks * threads >= min(lines, 5120)
+
+
+# ---- Packets ---------------------------------------------------------------------------------------------------------
+
+
+def test_senders_of_packets() -> None:
+    def from_root(p: dsl.Builder) -> None:
+        x, y = p.input.chunks(1), p.output.chunks(1)
+        received, relayed = p.packets(1, like=x), p.packets(1, like=x)
+        with p.only(0):
+            p.put_packets(x[0], p.ranks[1], received[0])
+            p.put_packets(x[0], p.ranks[2], received[0])
+        with p.only(1, 2):
+            value = p.read_packets(received[0])
+            p.store(value, y[0])
+        p.put_packets(x[0], p.rank + 1, relayed[0])
+        p.store(p.read_packets(relayed[0]), y[0])
+
+    program = build(from_root)
+    first, second = (op for op in operations(program) if isinstance(op, ir.ReadPackets))
+    assert sender_of(program, first) == dsl.Absolute(0)
+    assert sender_of(program, second) == dsl.Relative(2)
+    assert readers_of(program, first) == readers_of(program, second) == 1
