@@ -14,12 +14,11 @@ from harness import RankPool, make_communicator, nothing_leaked
 from reference import assert_bitwise_equal, assert_is_sum, contributions, from_bits, special_patterns
 
 from llm_comm import PeerTimeout, dsl
-from llm_comm.dsl import ir, library
+from llm_comm.dsl import ir
 from llm_comm.dsl.compiled import Compiled
 from llm_comm.dsl.compiled import compile as compile_program
 from llm_comm.dsl.compiler.errors import CompileError
 from llm_comm.dsl.compiler.layout import armed_ranges
-from llm_comm.dsl.compiler.source import symmetric_spaces
 from llm_comm.dsl.programs import ProgramText
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
@@ -499,47 +498,6 @@ def sum_parts(text: ProgramText, directory: str) -> None:
 
 def test_reduce_scatter(ranks: RankPool, cache: str) -> None:
     ranks.run(3, call_by_name, sum_parts.__name__, scatter_packets.name, cache)
-
-
-# ---- Programs of the library -----------------------------------------------------------------------------------------
-
-
-def run_program_of_library(number: int, directory: str) -> None:
-    use_cache(directory)
-    text = library.PROGRAMS[number]
-    with make_communicator() as comm:
-        world, rank = comm.world_size, comm.rank
-        dtype = torch.float32
-        built = text.build(world)
-        compiled = compile_program(built, comm, dtype=dtype, max_bytes=MAX_BYTES, threads=8)
-        tensors = {space: comm.empty(MAX_BYTES // 4, dtype) for space in symmetric_spaces(built)}
-        for call, count in enumerate((3, 61, 500)):
-            length = count * (1 if text.operation in (ALL_REDUCE, BROADCAST, ALL_GATHER) else world)
-            # Whole numbers: their sum is the same in any order.
-            inputs = [value.mul(64).round() for value in contributions(world, length, dtype, seed=call)]
-            total = torch.stack(inputs).sum(0)
-            expected = {
-                ALL_REDUCE: total,
-                BROADCAST: inputs[text.root],
-                ALL_GATHER: torch.cat(inputs),
-                ir.Operation.REDUCE_SCATTER: total[rank * count : (rank + 1) * count],
-                ir.Operation.ALL_TO_ALL: torch.cat([value[rank * count : (rank + 1) * count] for value in inputs]),
-            }[text.operation]
-            x, out = inputs[rank], torch.zeros_like(expected)
-            if ir.Space.INPUT in tensors:
-                x = tensors[ir.Space.INPUT][:length].copy_(x)
-            if ir.Space.OUTPUT in tensors:
-                out = tensors[ir.Space.OUTPUT][: len(expected)].zero_()
-            for _ in range(3):
-                assert_bitwise_equal(compiled(x, out), expected, f"{text.name}, {count}")
-        comm.check()
-        dist.barrier()
-        assert_armed(compiled)
-
-
-@pytest.mark.parametrize("number", range(len(library.PROGRAMS)), ids=[text.name for text in library.PROGRAMS])
-def test_programs_of_the_library(ranks: RankPool, cache: str, number: int) -> None:
-    ranks.run(4, run_program_of_library, number, cache)
 
 
 # ---- Sequences -------------------------------------------------------------------------------------------------------
