@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,3 +82,18 @@ def test_programs_of_the_library(ranks: RankPool, cache: str, number: int, world
     if library.PROGRAMS[number].name == "hierarchical_ll" and world % 2:
         pytest.skip("for two nodes of equally many ranks")
     ranks.run(world, run_program, number, cache)
+
+
+def test_example(cache: str) -> None:
+    torchrun = ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+    program = Path(__file__).parents[2] / "examples" / "dsl_all_gather.py"
+    done = subprocess.run(
+        [sys.executable, "-m", *torchrun, str(program), "--emulated"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "LLM_COMM_TIMEOUT_S": "60", "LLM_COMM_CACHE_DIR": cache},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("elements of each rank") == 3

@@ -11,9 +11,16 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import llm_comm
 from llm_comm import installation
+from llm_comm.dsl.compiler.element import element_of
+from llm_comm.dsl.compiler.layout import lay_out
+from llm_comm.dsl.compiler.runs import runs_of
+from llm_comm.dsl.compiler.source import MAX_THREADS, generate, is_moved, kernel_name
+from llm_comm.dsl.library import PROGRAMS, all_gather_hb, two_shot_hb, two_shot_ll
+from llm_comm.dsl.programs import ProgramText
 
 REPOSITORY = Path(__file__).parents[2]
 sys.path.append(str(REPOSITORY / "tests" / "gpu"))
@@ -77,6 +84,27 @@ def test_headers(header: str) -> None:
 @pytest.mark.parametrize("name", kernels())
 def test_kernels(name: str) -> None:
     assert name_of(name).encode() in compile_by_nvrtc(kernels()[name], ARCH)
+
+
+def source_of(text: ProgramText, world: int) -> str:
+    """That of a program of the DSL's library, as for the blocks and threads of a GPU."""
+    program = text.build(world)
+    groups = runs_of(program)
+    layout = lay_out(program, groups, 1 << 20, 132, MAX_THREADS, masks=is_moved(program))
+    return generate(program, groups, layout, element_of(torch.bfloat16))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("world", [2, 8])
+@pytest.mark.parametrize("text", PROGRAMS, ids=lambda text: text.name)
+def test_programs_of_the_dsl(text: ProgramText, world: int) -> None:
+    assert kernel_name(text.build(world)).encode() in compile_by_nvrtc(source_of(text, world), ARCH)
+
+
+@pytest.mark.skipif(nvcc_path() is None, reason="no nvcc")
+@pytest.mark.parametrize("text", [two_shot_ll, two_shot_hb, all_gather_hb], ids=lambda text: text.name)
+def test_programs_of_the_dsl_by_nvcc(text: ProgramText) -> None:
+    assert kernel_name(text.build(4)).encode() in compile_by_nvcc(source_of(text, 4), ARCH)
 
 
 @needs_nvrtc
