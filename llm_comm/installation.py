@@ -29,11 +29,17 @@ def get_nvrtc_options() -> tuple[str, ...]:
     The last one does nothing but change with the headers: cupy keeps what it has compiled by source and options, and
     would go on using a kernel that was compiled with headers of before.
     """
-    include = get_include()
+    return "-std=c++20", f"-I{get_include()}", f"-DLLM_COMM_HEADERS=0x{digest_of_headers()[:8]}"
+
+
+def digest_of_headers() -> str:
+    """Of their names and contents: what kernels are kept by that were compiled with them."""
+    include = Path(get_include())
     digest = hashlib.sha256()
-    for header in sorted(path for path in Path(include).rglob("*") if path.is_file()):
-        digest.update(header.read_bytes())
-    return "-std=c++20", f"-I{include}", f"-DLLM_COMM_HEADERS=0x{digest.hexdigest()[:8]}"
+    for path in sorted(path for path in include.rglob("*") if path.is_file()):
+        digest.update(f"{path.relative_to(include)}\0".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def get_library_dir() -> str:

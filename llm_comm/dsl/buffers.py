@@ -74,7 +74,7 @@ class Chunks:
         if self.buffer is None:
             shape = self.shape
             name = shape.space.value
-            if shape.space in (Space.SCRATCH, Space.PACKETS):
+            if not shape.space.is_tensor:
                 name = next((name for name, value in users_frame().f_locals.items() if value is self), name)
             self.buffer = Buffer(
                 self._take_name(name), shape.space, shape.chunks, shape.parts, shape.turns, shape.is_symmetric

@@ -17,11 +17,6 @@ from llm_comm.dsl.ir import Chunk, Location, Operation, Space, Value
 from llm_comm.dsl.lines import users_line
 from llm_comm.dsl.ranks import Absolute, Rank, Relative
 
-#: Of these operations the input, or the output, has a part for each rank.
-_PARTED_INPUTS = (Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL)
-_PARTED_OUTPUTS = (Operation.ALL_GATHER, Operation.ALL_TO_ALL)
-_WORKSPACE = (Space.SCRATCH, Space.PACKETS)
-
 
 @dataclass(frozen=True)
 class _Made:
@@ -59,7 +54,7 @@ class Builder:
         self.peers = [Relative(offset) for offset in range(1, world)]
         self.ranks = [Absolute(rank) for rank in range(world)]
         self.root = Absolute(root)
-        parted_input, parted_output = operation in _PARTED_INPUTS, operation in _PARTED_OUTPUTS
+        parted_input, parted_output = operation.has_parted_input, operation.has_parted_output
         self.input = Tensor(
             Space.INPUT, world if parted_output > parted_input else 1, world if parted_input else 1, self._chunks_of
         )
@@ -387,7 +382,7 @@ class Builder:
         in_loop = self._body is not None
         if buffer.turns > 1 and not in_loop:
             raise _misuse(f"{buffer.name} has {buffer.turns} turns, which only a loop uses")
-        if buffer.space in _WORKSPACE and self._used_in_loop.setdefault(buffer.name, in_loop) != in_loop:
+        if not buffer.space.is_tensor and self._used_in_loop.setdefault(buffer.name, in_loop) != in_loop:
             raise _misuse(
                 f"{buffer.name} is used both in a loop, where it holds pieces of chunks, and outside, where it holds "
                 "whole chunks: take a buffer for each"

@@ -19,8 +19,6 @@ from llm_comm.runtime.channels import Channels
 
 #: What a place in the symmetric heap is made of (workspace_layout.h).
 _PLACE_OFFSET_BITS = 48
-_PARTED_INPUT = (ir.Operation.REDUCE_SCATTER, ir.Operation.ALL_TO_ALL)
-_PARTED_OUTPUT = (ir.Operation.ALL_GATHER, ir.Operation.ALL_TO_ALL)
 
 
 class Compiled:
@@ -152,7 +150,7 @@ class Compiled:
 
     def _output_shape(self, x: torch.Tensor) -> torch.Size:
         operation, world = self.program.operation, self.program.world
-        is_parted, becomes_parted = operation in _PARTED_INPUT, operation in _PARTED_OUTPUT
+        is_parted, becomes_parted = operation.has_parted_input, operation.has_parted_output
         if (is_parted or becomes_parted) and x.dim() == 0:
             raise ValueError(f"{self._name}: x has no dimension; the first one holds the parts of the ranks")
         if is_parted and x.shape[0] % world:

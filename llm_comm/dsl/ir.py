@@ -9,6 +9,7 @@ Values are chunks on their way, in registers: a value has one definition, and no
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -24,6 +25,21 @@ class Operation(Enum):
     BROADCAST = "broadcast"
     ALL_TO_ALL = "all_to_all"
 
+    @property
+    def has_parted_input(self) -> bool:
+        """Whether the input has a part for each rank."""
+        return self in (Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL)
+
+    @property
+    def has_parted_output(self) -> bool:
+        """Whether the output has a part of each rank."""
+        return self in (Operation.ALL_GATHER, Operation.ALL_TO_ALL)
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether results are sums; else they are bytes of the inputs."""
+        return self in (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER)
+
 
 class Space(Enum):
     """Where a buffer lies."""
@@ -32,6 +48,11 @@ class Space(Enum):
     OUTPUT = "output"  # the caller's tensor
     SCRATCH = "scratch"  # of the workspace, plain memory: what is put there is announced by a signal
     PACKETS = "packets"  # of the workspace, packets: data carries its own readiness (LL)
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is the caller's; else it is of the workspace."""
+        return self in (Space.INPUT, Space.OUTPUT)
 
 
 @dataclass(frozen=True)
@@ -208,6 +229,11 @@ class Group:
     name: str
     steps: tuple[Op | Loop, ...]
 
+    def ops(self) -> Iterator[Op]:
+        """All operations, those of loops too."""
+        for step in self.steps:
+            yield from step.body if isinstance(step, Loop) else (step,)
+
 
 @dataclass(frozen=True)
 class Program:
@@ -228,3 +254,8 @@ class Program:
     semaphores: int
     where: Location
     root: int = 0
+
+    def ops(self) -> Iterator[Op]:
+        """All operations, those of loops too."""
+        for group in self.groups:
+            yield from group.ops()

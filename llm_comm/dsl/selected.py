@@ -79,16 +79,14 @@ def digest(program: ir.Program) -> str:
 def sums_in_rank_order(program: ir.Program) -> bool:
     """Whether each sum of a correct program is of all ranks at once: then it is made in their order and rounded once,
     as the library's own."""
-    steps = [step for group in program.groups for step in group.steps]
-    ops = [op for step in steps for op in (step.body if isinstance(step, ir.Loop) else (step,))]
-    return all(len(op.operands) == program.world for op in ops if isinstance(op, ir.Sum))
+    return all(len(op.operands) == program.world for op in program.ops() if isinstance(op, ir.Sum))
 
 
 def why_not_selectable(program: ir.Program, config: Config) -> str:
     """Why ``Communicator.all_reduce`` cannot run a correct program, or ""."""
     if program.operation is not ir.Operation.ALL_REDUCE:
         return f"it is a program of {program.operation.value}; only those of all_reduce can be selected"
-    tensors = [buffer for buffer in program.buffers if buffer.space in (ir.Space.INPUT, ir.Space.OUTPUT)]
+    tensors = [buffer for buffer in program.buffers if buffer.space.is_tensor]
     symmetric = [buffer.space.value for buffer in tensors if buffer.is_symmetric]
     if symmetric:
         return (

@@ -62,7 +62,7 @@ def _lines(program: ir.Program) -> Iterator[str]:
 def _buffer(buffer: ir.Buffer) -> str:
     kind = "" if buffer.name == buffer.space.value else f"{buffer.space.value}, "
     turns = f", {buffer.turns} turns" if buffer.turns > 1 else ""
-    symmetric = ", symmetric" if buffer.is_symmetric and buffer.space in (ir.Space.INPUT, ir.Space.OUTPUT) else ""
+    symmetric = ", symmetric" if buffer.is_symmetric and buffer.space.is_tensor else ""
     chunks = "1 chunk" if buffer.chunks == 1 else f"{buffer.chunks} chunks"
     return f"{buffer.name}: {kind}{chunks}, each 1/{buffer.parts} of the message{turns}{symmetric}"
 

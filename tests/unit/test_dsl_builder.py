@@ -16,12 +16,7 @@ MARK = "# refused"
 
 
 def operations(program: ir.Program) -> list[ir.Op]:
-    return [
-        op
-        for group in program.groups
-        for step in group.steps
-        for op in (step.body if isinstance(step, ir.Loop) else (step,))
-    ]
+    return list(program.ops())
 
 
 # ---- What is traced ------------------------------------------------------------------------------------------------

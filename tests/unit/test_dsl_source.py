@@ -18,7 +18,7 @@ from llm_comm.dsl.compiler.in_place import works_in_place
 from llm_comm.dsl.compiler.layout import armed_ranges, batch_of, chunk_lines, lay_out
 from llm_comm.dsl.compiler.runs import DataRun, LoopRuns, PortRun, SignalRun, WaitRun, runs_of
 from llm_comm.dsl.compiler.schedule import Receive, schedule
-from llm_comm.dsl.compiler.senders import operations, readers_of, sender_of
+from llm_comm.dsl.compiler.senders import readers_of, sender_of
 from llm_comm.dsl.compiler.source import generate, is_moved, kernel_name
 
 Text = Callable[[dsl.Builder], None]
@@ -374,7 +374,7 @@ def test_senders_of_packets() -> None:
         p.store(p.read_packets(relayed[0]), y[0])
 
     program = build(from_root)
-    first, second = (op for op in operations(program) if isinstance(op, ir.ReadPackets))
+    first, second = (op for op in program.ops() if isinstance(op, ir.ReadPackets))
     assert sender_of(program, first) == dsl.Absolute(0)
     assert sender_of(program, second) == dsl.Relative(2)
     assert readers_of(program, first) == readers_of(program, second) == 1

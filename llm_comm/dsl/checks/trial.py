@@ -116,7 +116,7 @@ def loops_of(program: Program) -> list[ir.Loop]:
 
 
 def is_workspace(buffer: Buffer) -> bool:
-    return buffer.space in (Space.SCRATCH, Space.PACKETS)
+    return not buffer.space.is_tensor
 
 
 def at(where: Location) -> str:

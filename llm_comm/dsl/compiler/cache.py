@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from llm_comm import emulated
-from llm_comm.installation import get_include, get_library_dir
+from llm_comm.installation import digest_of_headers, get_library_dir
 
 
 def cache_directory() -> Path:
@@ -72,11 +72,7 @@ def _key(code: str, name: str, options: Sequence[str]) -> str:
 @functools.cache
 def _installed() -> str:
     """Of all headers, and of the library that kernels are linked with."""
-    digest = hashlib.sha256()
-    include = Path(get_include())
-    for path in sorted(path for path in include.rglob("*") if path.is_file()):
-        digest.update(f"{path.relative_to(include)}\0".encode())
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    digest = hashlib.sha256(digest_of_headers().encode())
     digest.update(Path(get_library_dir(), "libllm_comm_emulator.a").read_bytes())
     return digest.hexdigest()
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from llm_comm.dsl import ir
 from llm_comm.dsl.compiler.element import Element
@@ -17,7 +16,6 @@ from llm_comm.dsl.ranks import Rank, Relative
 
 #: kAbsolute of prelude.cuh.
 _ABSOLUTE = 8
-_TENSORS = (ir.Space.INPUT, ir.Space.OUTPUT)
 
 
 class DataRunWriter:
@@ -44,7 +42,7 @@ class DataRunWriter:
         self._batch = batch
         self._give_up = give_up
         self._pieces = parts // outer_parts(program.operation, program.world)
-        self._is_moved = program.operation not in (ir.Operation.ALL_REDUCE, ir.Operation.REDUCE_SCATTER)
+        self._is_moved = not program.operation.adds_up
         self._places: dict[ir.Chunk, str] = {}
         self._tensors: dict[tuple[ir.Space, Rank], str] = {}
         self._in_loop = False
@@ -59,7 +57,7 @@ class DataRunWriter:
             return
         if begin is not None:
             self._out.add(begin)
-        with self._block(f"if ({runs_on(run.only)})"):
+        with self._out.block(f"if ({runs_on(run.only)})"):
             self._straight(run, None)
 
     def _straight(self, run: DataRun, begin: str | None) -> None:
@@ -70,7 +68,7 @@ class DataRunWriter:
         if plan.first:
             for op in plan.first:
                 out.add(*(f"Line v{op.result.number}_{j}{{}};" for j in range(self._batch)))
-            with self._block("const auto load = [&]", end="};"):
+            with self._out.block("const auto load = [&]", end="};"):
                 for j in range(self._batch):
                     line = f"k + {j} * stride" if j else "k"
                     for op in plan.first:
@@ -82,7 +80,7 @@ class DataRunWriter:
         if begin is not None:
             out.add(begin)
         self._declare_all(plan.steps)
-        with self._block(f"while (k < {lines})"):
+        with self._out.block(f"while (k < {lines})"):
             for j in range(self._batch):
                 line = f"k + {j} * stride" if j else "k"
                 out.add(f"const uint32_t k{j} = {line};")
@@ -139,7 +137,7 @@ class DataRunWriter:
     def _statement(self, op: Step, j: int) -> str:
         if isinstance(op, ir.Load | ir.Get):
             peer = op.peer if isinstance(op, ir.Get) else None
-            is_tensor = op.source.buffer.space in _TENSORS
+            is_tensor = op.source.buffer.space.is_tensor
             source = (
                 self._load(op.source, peer, f"k{j}") if is_tensor else f"load_line({self._line(op.source, peer, j)})"
             )
@@ -147,7 +145,7 @@ class DataRunWriter:
         assert isinstance(op, ir.Store | ir.Put | ir.PutPackets)
         peer = None if isinstance(op, ir.Store) else op.peer
         value = f"v{op.value.number}_{j}"
-        if op.target.buffer.space in _TENSORS:
+        if op.target.buffer.space.is_tensor:
             tensor, part, line = self._tensor(op.target, peer, f"k{j}")
             return f"{tensor}.store({part}, {line}, {value});"
         line = self._line(op.target, peer, j)
@@ -161,7 +159,7 @@ class DataRunWriter:
         """Returns those that are to be armed at the end of the batch."""
         out = self._out
         places = [(op, j) for op in step.ops for j in range(self._batch)]
-        with self._block(""):
+        with self._out.block(""):
             self._array("Line* const from", [self._line(op.source, None, j) for op, j in places])
             if self._is_moved:
                 self._array("uint32_t* const masks", [self._mask(op.source, None, j) for op, j in places])
@@ -205,18 +203,18 @@ class DataRunWriter:
             orders.setdefault(tuple(value for _, value in by_rank), []).append(rank)
         if len(orders) == 1:
             only = self._only(op)
-            with self._block(f"if ({only[0]})" if only else ""):
+            with self._out.block(f"if ({only[0]})" if only else ""):
                 self._sums(op, next(iter(orders)))
             return
-        with self._block("switch (rank)"):
+        with self._out.block("switch (rank)"):
             for order, ranks in orders.items():
-                with self._block(" ".join(f"case {rank}:" for rank in ranks)):
+                with self._out.block(" ".join(f"case {rank}:" for rank in ranks)):
                     self._sums(op, order)
                     self._out.add("break;")
 
     def _sums(self, op: ir.Sum, order: tuple[ir.Value, ...]) -> None:
         for j in range(self._batch):
-            with self._block(f"if (in{j})" if j else ""):
+            with self._out.block(f"if (in{j})" if j else ""):
                 self._array("const Line of", [f"v{value.number}_{j}" for value in order])
                 self._out.add(
                     f"v{op.result.number}_{j} = sum_lines<DataType::{self._element.number}, {len(order)}>(of);"
@@ -233,10 +231,10 @@ class DataRunWriter:
                 if chunk is not None:
                     used.append((chunk, op.peer if isinstance(op, ir.Get | ir.Put | ir.PutPackets) else None))
         layout = self._layout
-        if any(chunk.buffer.space not in _TENSORS for chunk, _ in used):
+        if any(not chunk.buffer.space.is_tensor for chunk, _ in used):
             self._out.add(f"const uint32_t half = {layout.half_offset}u + (call.is_odd() ? {layout.half_bytes}u : 0u);")
         for chunk, peer in used:
-            if chunk.buffer.space not in _TENSORS:
+            if not chunk.buffer.space.is_tensor:
                 self._declare_place(chunk)
             elif peer is not None and (chunk.buffer.space, peer) not in self._tensors:
                 name = self._tensors[chunk.buffer.space, peer] = f"t{len(self._tensors)}"
@@ -307,10 +305,3 @@ class DataRunWriter:
 
     def _array(self, declaration: str, items: list[str]) -> None:
         self._out.add(f"{declaration}[{len(items)}] = {{{', '.join(items)}}};")
-
-    @contextmanager
-    def _block(self, head: str, end: str = "}") -> Iterator[None]:
-        self._out.add(f"{head} {{".lstrip())
-        with self._out.indented():
-            yield
-        self._out.add(end)

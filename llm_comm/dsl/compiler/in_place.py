@@ -16,12 +16,13 @@ def works_in_place(program: ir.Program, groups: tuple[GroupRuns, ...]) -> bool:
     if (
         len(groups) > 1
         or uses_ports(groups)
-        or program.operation not in (ir.Operation.ALL_REDUCE, ir.Operation.BROADCAST)
+        or program.operation.has_parted_input
+        or program.operation.has_parted_output
     ):
         return False
-    if any(buffer.is_symmetric for buffer in program.buffers if buffer.space in (ir.Space.INPUT, ir.Space.OUTPUT)):
+    tensors = [buffer for buffer in program.buffers if buffer.space.is_tensor]
+    if any(buffer.is_symmetric for buffer in tensors):
         return False
-    tensors = [buffer for buffer in program.buffers if buffer.space in (ir.Space.INPUT, ir.Space.OUTPUT)]
     if len({buffer.parts for buffer in tensors}) > 1:
         return False  # a line of one is no line of the other
     # When a piece of a chunk gets to a run: the number of the step, turns that it is behind, number of the run.

@@ -23,7 +23,7 @@ _LIVE_LINES = 16
 
 def outer_parts(operation: ir.Operation, world: int) -> int:
     """Of how many parts, each a tensor by itself, the message of an operation is: chunks do not cross them."""
-    return 1 if operation in (ir.Operation.ALL_REDUCE, ir.Operation.BROADCAST) else world
+    return world if operation.has_parted_input or operation.has_parted_output else 1
 
 
 def chunk_lines(part_bytes: int, pieces: int) -> int:
@@ -111,7 +111,7 @@ def lay_out(
     offset = 0
     places = {}
     for buffer in program.buffers:
-        if buffer.space not in (ir.Space.SCRATCH, ir.Space.PACKETS):
+        if buffer.space.is_tensor:
             continue
         lines = chunk_lines(max_part_bytes, buffer.parts // outer)
         turn_lines = lines

@@ -7,8 +7,6 @@ from llm_comm.dsl.compiler.layout import Layout, outer_parts
 from llm_comm.dsl.compiler.runs import PortOp
 from llm_comm.dsl.compiler.text import Text, number_of
 
-_TENSORS = (ir.Space.INPUT, ir.Space.OUTPUT)
-
 
 class PortRunWriter:
     """Writes operations of ports, for the one thread of a block that has them.
@@ -50,22 +48,22 @@ class PortRunWriter:
         out.add("uint64_t bytes = uint64_t{to - from} * sizeof(Line);")
         # What a tensor does not have of its last line is not copied.
         for chunk in (op.source, op.target):
-            if chunk.buffer.space in _TENSORS:
+            if chunk.buffer.space.is_tensor:
                 out.add(
                     f"const uint64_t end_of_{chunk.buffer.space.value} = {self._end(chunk)};  // {chunk}",
                     f"bytes = bytes_within(from, bytes, end_of_{chunk.buffer.space.value});",
                 )
         source = self._offset(op.source, lag)
-        base = op.source.buffer.space.value if op.source.buffer.space in _TENSORS else "at0"
+        base = op.source.buffer.space.value if op.source.buffer.space.is_tensor else "at0"
         target = self._offset(op.target, lag)
-        if op.target.buffer.space in _TENSORS:
+        if op.target.buffer.space.is_tensor:
             out.add(f"port.memory = kInHeap | {op.target.buffer.space.value}_place;")
         out.add(f"done = done && (bytes == 0 || port.put({target}, {base} + {source}, bytes));")
 
     def _offset(self, chunk: ir.Chunk, lag: int | None) -> str:
         """Of line ``from`` of a chunk, in a tensor or in the workspace."""
         buffer = chunk.buffer
-        if buffer.space in _TENSORS:
+        if buffer.space.is_tensor:
             part, piece = self._part_and_piece(chunk)
             return f"({part} * part_bytes + (uint64_t{{{piece}}} * lines{buffer.parts} + from) * sizeof(Line))"
         layout, place = self._layout, self._layout.places[buffer.name]

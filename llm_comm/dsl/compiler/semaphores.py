@@ -14,16 +14,15 @@ def check_owners(program: ir.Program) -> None:
     """
     owners: dict[tuple[type[ir.Op], bool, int, int, int], str] = {}
     for group in program.groups:
-        for step in group.steps:
-            for op in step.body if isinstance(step, ir.Loop) else (step,):
-                if not isinstance(op, ir.Signal | ir.Wait):
-                    continue
-                for rank in range(program.world) if op.only is None else sorted(op.only):
-                    end = (type(op), op.through_port, op.semaphore, rank, op.peer.on(rank, program.world))
-                    owner = owners.setdefault(end, group.name)
-                    if owner != group.name:
-                        raise CompileError(
-                            op.where,
-                            f"groups {owner!r} and {group.name!r} of rank {rank} use semaphore {op.semaphore} with "
-                            f"rank {end[-1]}; signals are counted by each group: give each a semaphore of its own",
-                        )
+        for op in group.ops():
+            if not isinstance(op, ir.Signal | ir.Wait):
+                continue
+            for rank in range(program.world) if op.only is None else sorted(op.only):
+                end = (type(op), op.through_port, op.semaphore, rank, op.peer.on(rank, program.world))
+                owner = owners.setdefault(end, group.name)
+                if owner != group.name:
+                    raise CompileError(
+                        op.where,
+                        f"groups {owner!r} and {group.name!r} of rank {rank} use semaphore {op.semaphore} with "
+                        f"rank {end[-1]}; signals are counted by each group: give each a semaphore of its own",
+                    )

@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from llm_comm.dsl import ir
 from llm_comm.dsl.ranks import Absolute, Rank, Relative
-
-
-def operations(program: ir.Program) -> Iterator[ir.Op]:
-    """All operations of a program, those of loops too."""
-    for group in program.groups:
-        for step in group.steps:
-            yield from step.body if isinstance(step, ir.Loop) else (step,)
 
 
 def sender_of(program: ir.Program, read: ir.ReadPackets) -> Rank:
@@ -22,7 +13,7 @@ def sender_of(program: ir.Program, read: ir.ReadPackets) -> Rank:
     """
     world = program.world
     senders: dict[int, int] = {}
-    for op in operations(program):
+    for op in program.ops():
         if not isinstance(op, ir.PutPackets) or op.target.buffer != read.source.buffer:
             continue
         for sender in _running(op, world):
@@ -40,7 +31,7 @@ def sender_of(program: ir.Program, read: ir.ReadPackets) -> Rank:
 def readers_of(program: ir.Program, read: ir.ReadPackets) -> int:
     """How many operations read packets of that chunk, on the rank where they are most."""
     world = program.world
-    reads = [op for op in operations(program) if isinstance(op, ir.ReadPackets)]
+    reads = [op for op in program.ops() if isinstance(op, ir.ReadPackets)]
     return max(
         sum(
             op.source.buffer == read.source.buffer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from llm_comm.dsl import ir
@@ -43,7 +42,7 @@ def shared_bytes(program: ir.Program) -> int:
 
 def is_moved(program: ir.Program) -> bool:
     """Whether results are the inputs' bytes, which packets have to keep whatever they are."""
-    return program.operation not in (ir.Operation.ALL_REDUCE, ir.Operation.REDUCE_SCATTER)
+    return not program.operation.adds_up
 
 
 def symmetric_spaces(program: ir.Program) -> list[ir.Space]:
@@ -91,13 +90,15 @@ class _Source:
             "uint64_t part_bytes",
             *(f"uint64_t {space.value}_place" for space in symmetric_spaces(program)),
         ]
-        with self._block(f'extern "C" LLM_COMM_KERNEL({MAX_THREADS}) {kernel_name(program)}({", ".join(parameters)})'):
+        with self._out.block(
+            f'extern "C" LLM_COMM_KERNEL({MAX_THREADS}) {kernel_name(program)}({", ".join(parameters)})'
+        ):
             self._head()
             for number, group in enumerate(self._groups):
                 if len(self._groups) == 1:
                     self._group(group)
                 else:
-                    with self._block(f"if (block_index() % {len(self._groups)} == {number})  // {group.name}"):
+                    with self._out.block(f"if (block_index() % {len(self._groups)} == {number})  // {group.name}"):
                         self._group(group)
             out.add(
                 "block_sync();  // all threads know the number of the call", "if (thread_index() == 0) call.arrive();"
@@ -160,7 +161,7 @@ class _Source:
         ranks = {p for group in self._groups for run in group.runs() for op in run.ops for p in _peers(op)}
         if any(not hasattr(rank, "offset") for rank in ranks):
             select = " : ".join(f"offset == {i} ? at{i}" for i in range(1, world))
-            with self._block("const auto at_rank = [&](uint32_t to) -> char*", end="};"):
+            with self._out.block("const auto at_rank = [&](uint32_t to) -> char*", end="};"):
                 out.add(
                     "const uint32_t offset = to >= rank ? to - rank : to + kWorld - rank;", f"return {select} : at0;"
                 )
@@ -181,7 +182,7 @@ class _Source:
                 "if (*incomplete != 0) return;",
                 "// Where `from` signals to the block of this number, in a workspace.",
             )
-            with self._block(
+            with self._out.block(
                 "[[maybe_unused]] const auto word = "
                 "[&](char* workspace, uint32_t semaphore, uint32_t from) -> uint64_t*",
                 end="};",
@@ -209,7 +210,7 @@ class _Source:
                 has_begun = True
                 self._loop(step, number)
             elif isinstance(step, DataRun):
-                with self._block(""):
+                with self._out.block(""):
                     self._data(step, has_begun)
                 has_begun = True
             elif isinstance(step, PortRun):
@@ -230,7 +231,7 @@ class _Source:
         batch = batch_of(loop)
         writer = self._writer(loop.parts, batch)
         carried = carried_values(loop)
-        with self._block(""):
+        with self._out.block(""):
             out.add(
                 f"const uint32_t piece = {batch} * stride;  // lines",
                 f"const uint32_t pieces = ({'share' if self._ports else 'lines'}{loop.parts} + piece - 1) / piece;",
@@ -239,7 +240,7 @@ class _Source:
                 if self._ports
                 else f"const uint32_t place = first{loop.parts};",
             )
-            with self._block(f"for (uint32_t t = 0; t < pieces + {loop.lag}; ++t)"):
+            with self._out.block(f"for (uint32_t t = 0; t < pieces + {loop.lag}; ++t)"):
                 for value in carried:
                     out.add(*(f"Line v{value.number}_{j}{{}};" for j in range(batch)))
                 for run in loop.runs:
@@ -249,7 +250,7 @@ class _Source:
                     if not isinstance(run, DataRun):
                         self._talk(run, loop)
                         continue
-                    with self._block(f"if ({_has_piece(run.lag)})" if loop.lag else ""):
+                    with self._out.block(f"if ({_has_piece(run.lag)})" if loop.lag else ""):
                         out.add(f"const uint32_t u = t - {run.lag};" if run.lag else "const uint32_t u = t;")
                         writer.piece(run, set(carried))
 
@@ -257,7 +258,7 @@ class _Source:
         out = self._out
         if isinstance(run, SignalRun):
             out.add("block_sync();", "if (*incomplete != 0) return;")
-        with self._block(""):
+        with self._out.block(""):
             is_signal = isinstance(run, SignalRun)
             counts = "sent" if is_signal else "awaited"
             out.add("uint64_t* at = nullptr;", "uint64_t value = 0;", "uint32_t peer = 0;")
@@ -270,7 +271,7 @@ class _Source:
                     conditions.append(_has_piece(op.lag))
                 workspace = address_of(op.peer) if is_signal else "at0"
                 sender = "rank" if is_signal else "peer"
-                with self._block(f"if ({' && '.join(conditions)})  // {op.where.text}"):
+                with self._out.block(f"if ({' && '.join(conditions)})  // {op.where.text}"):
                     out.add(
                         f"peer = {number_of(op.peer)};",
                         f"at = word({workspace}, {op.semaphore}, {sender});",
@@ -287,7 +288,7 @@ class _Source:
         out = self._out
         out.add("block_sync();", "if (*incomplete != 0) return;")
         writer = PortRunWriter(out, self._program, self._layout)
-        with self._block("if (thread_index() == 0)"):
+        with self._out.block("if (thread_index() == 0)"):
             out.add("bool done = true;")
             for op in run.ops:
                 conditions = []
@@ -296,21 +297,10 @@ class _Source:
                 if loop is not None and loop.lag:
                     conditions.append(_has_piece(op.lag))
                 head = f"if ({' && '.join(conditions)})" if conditions else ""
-                with self._block(f"{head}  // {op.where.text}"):
+                with self._out.block(f"{head}  // {op.where.text}"):
                     writer.add(op, None if loop is None else op.lag)
             out.add("if (!done) *incomplete = 1;")
         out.add("block_sync();", "if (*incomplete != 0) return;")
-
-    @contextmanager
-    def _block(self, head: str, end: str = "}") -> Iterator[None]:
-        comment = ""
-        if "  // " in head:
-            head, _, comment = head.partition("  // ")
-            comment = f"  // {comment}"
-        self._out.add(f"{head} {{{comment}".lstrip())
-        with self._out.indented():
-            yield
-        self._out.add(end)
 
 
 def _has_piece(lag: int) -> str:

@@ -26,6 +26,15 @@ class Text:
         yield
         self._depth -= 1
 
+    @contextmanager
+    def block(self, head: str, end: str = "}") -> Iterator[None]:
+        """Lines inside stand in braces behind ``head``, which may end with a comment (``  // ...``)."""
+        head, slashes, comment = head.partition("  // ")
+        self.add(f"{head} {{{slashes}{comment}".lstrip())
+        with self.indented():
+            yield
+        self.add(end)
+
     def joined(self) -> str:
         """All of them."""
         return "\n".join(self._lines) + "\n"
