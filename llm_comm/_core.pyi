@@ -168,6 +168,28 @@ def staging_bytes(workspace_bytes: int, /) -> int: ...
 
 # ---- The core of a rank ----
 
+# Places are (segment, offset) of the symmetric heap; ``data_type`` is by number; bits of ``symmetric``: 1, peers use
+# the input; 2, the output.
+class ProgramLaunch:
+    def __init__(
+        self,
+        *,
+        kernel: int,
+        groups: int,
+        blocks: int,
+        threads: int,
+        shared_bytes: int,
+        memory: tuple[int, int],
+        memory_bytes: int,
+        semaphore_words: tuple[int, int],
+        semaphores: int,
+        data_type: int,
+        input_bytes: int,
+        output_bytes: int,
+        part_bytes: int,
+        symmetric: int,
+    ) -> None: ...
+
 class Call:
     @property
     def operation(self) -> str: ...
@@ -241,6 +263,12 @@ class Core:
         choice: LinearChoice,
         scales: tuple[bool, bool] | None = None,
     ) -> Callable[..., bool]: ...
+    # A kernel of llm_comm.dsl. ``image``: a cubin; for emulated GPUs the path of a shared library. Returns its number.
+    def load_program(self, image: bytes, kernel: str, title: str) -> int: ...
+    # How many of its blocks run at once.
+    def resident_blocks(self, kernel: int, threads: int, shared_bytes: int) -> int: ...
+    # The function takes input, output and a stream.
+    def prepare_program(self, launch: ProgramLaunch) -> Callable[..., bool]: ...
     # Segments of the symmetric heap. Handles are as those of workspaces.
     def create_segment(self, segment: int, bytes: int, use_ipc: bool) -> tuple[int, bytes]: ...
     def map_segment(self, segment: int, peer: int, fd: int, bytes: bytes) -> None: ...

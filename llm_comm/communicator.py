@@ -443,8 +443,6 @@ class Communicator(GatherScatter, LinearLayers):
         process ends, as the graph might be replayed: operations that begin from now on do nothing.
         """
         self._forget()
-        for program in self._planner.programs.values():
-            program.wait()  # the core knows its own calls only
         self._planner.programs = {}
         self._heap.close()
         self._handle.close()

@@ -81,6 +81,24 @@ struct Place {
   uint64_t offset;  // in bytes
 };
 
+// A call of a kernel of llm_comm.dsl.
+struct ProgramLaunch {
+  uint32_t kernel;  // what Core::load_program() has returned
+  uint32_t groups;  // of blocks, which wait for each other
+  uint32_t blocks;  // of all groups
+  uint32_t threads;
+  uint32_t shared_bytes;
+  Place memory;  // the program's workspace
+  uint64_t memory_bytes;
+  Place semaphore_words;  // as of Core::channels()
+  uint32_t semaphores;
+  DataType type;
+  uint64_t input_bytes;
+  uint64_t output_bytes;
+  uint64_t part_bytes;  // of the message: what is cut into chunks
+  uint32_t symmetric;   // bit 0: peers use the input; bit 1: the output
+};
+
 class Core {
  public:
   virtual ~Core() = default;
@@ -149,6 +167,15 @@ class Core {
   // of x and of the weight, one or as many as rows each. The weight and its scales are read before the grids ahead in the stream have
   // ended: what writes them must have ended before the call. Throws std::invalid_argument for what the layer or the device does not take.
   virtual std::unique_ptr<PreparedCall> prepare_linear(const LinearProblem& problem, const LinearChoice& choice) = 0;
+
+  // A kernel of llm_comm.dsl, by which `prepare_program()` names it. `image`: a cubin; for an emulated GPU the path of a shared
+  // library. `title`: of its calls, for errors. All ranks load the same kernels in the same order. Throws std::runtime_error for
+  // what cannot be loaded.
+  virtual uint32_t load_program(const std::string& image, const std::string& kernel, const std::string& title) = 0;
+  // How many blocks of it run at once on this device.
+  virtual uint64_t resident_blocks(uint32_t kernel, uint32_t threads, uint32_t shared_bytes) = 0;
+  // Buffers of the call: input and output. Throws std::invalid_argument for what does not fit the heap or the device.
+  virtual std::unique_ptr<PreparedCall> prepare_program(const ProgramLaunch& launch) = 0;
 
   // For a thread that watches this rank. None of these waits for another rank.
 

@@ -25,6 +25,8 @@
 //           void map_matrix(MatrixView&, uint32_t parts, uint32_t box_rows, uint32_t boxes, BoxUse);
 //                                       // fills in what the target wants beside address and size
 //           uint64_t resident_blocks(const Function<Args>&, const Grid&);   // of such grids that run at once
+//           Function<ProgramArgs> load(const std::string& image, const std::string& kernel);   // as of Core::load_program()
+//           void leave_to_graphs();   // what has been loaded stays
 //           bool has_been_captured() const;     // launches may still come, from graphs
 //           bool wait_for(uint64_t stream);     // until what it holds has ended
 //           bool wait_for_last_call();          // until all launches but those have ended; false if that cannot be
@@ -35,7 +37,9 @@
 #include <chrono>
 #include <cstddef>
 #include <cstring>
+#include <deque>
 #include <iterator>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -48,6 +52,7 @@
 #include "host/launch_queue.h"
 #include "host/ports.h"
 #include "host/prepared_linear.h"
+#include "host/prepared_program.h"
 #include "host/segments.h"
 #include "llm_comm/channels.cuh"
 
@@ -98,6 +103,7 @@ class CoreImpl final : public Core {
       wait_for_peers_in_switch();
       return;
     }
+    launcher_.leave_to_graphs();
     memory_.leave_to_graphs();
     ports_->leave_to_graphs();
     segments_.leave_to_graphs();
@@ -223,6 +229,22 @@ class CoreImpl final : public Core {
     return std::make_unique<PreparedLinear<Launcher>>(launcher_, queue_.turn(), *comm_.mailbox, problem, choice);
   }
 
+  uint32_t load_program(const std::string& image, const std::string& kernel, const std::string& title) override {
+    Program loaded{launcher_.load(image, kernel), title};
+    const std::lock_guard<std::mutex> lock(programs_mutex_);
+    programs_.push_back(std::move(loaded));
+    return static_cast<uint32_t>(programs_.size() - 1);
+  }
+
+  uint64_t resident_blocks(uint32_t kernel, uint32_t threads, uint32_t shared_bytes) override {
+    return launcher_.resident_blocks(program(kernel).function, Grid{1, threads, shared_bytes});
+  }
+
+  std::unique_ptr<PreparedCall> prepare_program(const ProgramLaunch& launch) override {
+    return std::make_unique<PreparedProgram<Launcher>>(queue_, launcher_, segments_, comm_,
+                                                       program(launch.kernel).function, launch);
+  }
+
   std::optional<OperationError> error() const override {
     if (!has_error(*comm_.mailbox)) return error_of_ports();
     ports_->abandon();
@@ -230,7 +252,7 @@ class CoreImpl final : public Core {
     OperationError error{cause_name(record.cause),
                          static_cast<int>(record.rank),
                          static_cast<int>(record.peer),
-                         operation_title(record.operation),
+                         title(record.operation),
                          record.phase == kCheckPhase ? -1 : static_cast<int>(record.phase),
                          record.sequence,
                          record.bytes,
@@ -238,13 +260,13 @@ class CoreImpl final : public Core {
                          {}};
     if (record.cause == static_cast<uint32_t>(ErrorCause::kMismatch)) {
       for (int rank = 0; rank < options_.world_size; ++rank) {
-        error.calls.push_back(describe_in_full(comm_.mailbox->calls[rank]));
+        error.calls.push_back(with_title(describe_in_full(comm_.mailbox->calls[rank]), comm_.mailbox->calls[rank]));
       }
     }
     return error;
   }
 
-  Call last_call() const override { return describe(queue_.last()); }
+  Call last_call() const override { return with_title(describe(queue_.last()), queue_.last()); }
 
   std::optional<uint64_t> operations_ended() override {
     const char* const state = comm_.workspace[options_.rank];
@@ -271,6 +293,28 @@ class CoreImpl final : public Core {
   }
 
  private:
+  struct Program {
+    typename Launcher::template Function<ProgramArgs> function;
+    std::string title;
+  };
+
+  // What has been loaded stays where it is.
+  const Program& program(uint32_t number) const {
+    const std::lock_guard<std::mutex> lock(programs_mutex_);
+    if (number >= programs_.size()) throw std::invalid_argument("there is no program " + std::to_string(number));
+    return programs_[number];
+  }
+
+  std::string title(uint32_t kind) const {
+    const std::lock_guard<std::mutex> lock(programs_mutex_);
+    const bool is_program = kind >= kFirstProgramKind && kind - kFirstProgramKind < programs_.size();
+    return is_program ? programs_[kind - kFirstProgramKind].title : operation_title(kind);
+  }
+  Call with_title(Call call, const CallSignature& signature) const {
+    call.operation = title(signature.operation);
+    return call;
+  }
+
   std::optional<OperationError> error_of_ports() const {
     const std::optional<std::string> text = ports_->error();
     if (!text) return std::nullopt;
@@ -352,6 +396,8 @@ class CoreImpl final : public Core {
   std::unique_ptr<Ports> ports_;
   LaunchQueue<Launcher> queue_;
   Segments segments_;
+  mutable std::mutex programs_mutex_;  // the watchdog asks for titles
+  std::deque<Program> programs_;
   DeviceComm comm_{};
 };
 

@@ -6,9 +6,11 @@
 #include <cstring>
 #include <map>
 #include <system_error>
+#include <type_traits>
 
 #include "emulator/executor.h"
 #include "host/core_impl.h"
+#include "host/loaded_kernel.h"
 #include "host/memory_transport.h"
 #include "host/multicast_switches.h"
 
@@ -145,15 +147,24 @@ class EmulatedLauncher {
   explicit EmulatedLauncher(uint32_t rank) : executor_(std::make_unique<emulator::Executor>(rank)) {}
 
   template <class Args>
-  using Function = void (*)(Args);
+  using Function = std::conditional_t<std::is_same_v<Args, ProgramArgs>, LoadedKernel, void (*)(Args)>;
+
+  LoadedKernel load(const std::string& library, const std::string& kernel) const {
+    return LoadedKernel(library, kernel, sizeof(ProgramArgs));
+  }
+  void leave_to_graphs() {}
 
   template <class Args>
   Function<Args> function(void (*kernel)(Args)) const {
     return kernel;
   }
 
+  void launch(const LoadedKernel& kernel, const ProgramArgs& args, const Grid& grid, uint64_t) {
+    kernel.run(grid.blocks, grid.threads, grid.shared_bytes, &args);
+  }
+
   template <class Args>
-  void launch(Function<Args> kernel, const Args& args, const Grid& grid, uint64_t) {
+  void launch(void (*kernel)(Args), const Args& args, const Grid& grid, uint64_t) {
     executor_->run({grid.blocks, grid.threads, grid.shared_bytes, grid.cluster_blocks}, [&] { kernel(args); });
   }
 
@@ -167,13 +178,13 @@ class EmulatedLauncher {
   bool multiplies_fp8() const { return true; }
   void permit_shared_bytes(Function<LinearArgs>) const {}
   void map_matrix(MatrixView&, uint32_t, uint32_t, uint32_t, BoxUse) const {}
-  template <class Args>
-  bool has_room_for_cluster(Function<Args>, const Grid&) const {
+  template <class Function>
+  bool has_room_for_cluster(const Function&, const Grid&) const {
     return true;
   }
 
-  template <class Args>
-  uint64_t resident_blocks(Function<Args>, const Grid& grid) const {
+  template <class Function>
+  uint64_t resident_blocks(const Function&, const Grid& grid) const {
     return emulator::Executor::resident_blocks(grid.threads, grid.cluster_blocks);
   }
 

@@ -74,9 +74,18 @@ PyObject* run_bound_call(PyObject* capsule, PyObject* const* arguments, Py_ssize
   return PyBool_FromLong(enqueued);
 }
 
-py::object as_function(py::object core, std::unique_ptr<PreparedCall> call, const OperationInfo& operation) {
+// `optional`: bit i: buffer i may be 0.
+py::object as_function(py::object core, std::unique_ptr<PreparedCall> call, Py_ssize_t buffers, uint32_t optional) {
   static PyMethodDef definition = {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&run_bound_call)),
                                    METH_FASTCALL, nullptr};
+  const py::capsule capsule(new BoundCall{std::move(core), std::move(call), buffers, optional},
+                            [](void* bound) { delete static_cast<BoundCall*>(bound); });
+  auto function = py::reinterpret_steal<py::object>(PyCFunction_New(&definition, capsule.ptr()));
+  if (!function) throw py::error_already_set();
+  return function;
+}
+
+py::object as_function(py::object core, std::unique_ptr<PreparedCall> call, const OperationInfo& operation) {
   Py_ssize_t buffers = 0;
   uint32_t optional = 0;
   for (const BufferInfo& buffer : operation.buffers) {
@@ -84,11 +93,7 @@ py::object as_function(py::object core, std::unique_ptr<PreparedCall> call, cons
     if (buffer.is_optional) optional |= 1u << buffers;
     ++buffers;
   }
-  const py::capsule capsule(new BoundCall{std::move(core), std::move(call), buffers, optional},
-                            [](void* bound) { delete static_cast<BoundCall*>(bound); });
-  auto function = py::reinterpret_steal<py::object>(PyCFunction_New(&definition, capsule.ptr()));
-  if (!function) throw py::error_already_set();
-  return function;
+  return as_function(std::move(core), std::move(call), buffers, optional);
 }
 
 // What Core::prepare() takes.
@@ -144,13 +149,16 @@ py::object describe(const OperationInfo& operation) {
       py::arg("max_row") = operation.max_row));
 }
 
+llm_comm::DataType data_type_at(uint32_t number) {
+  if (number >= llm_comm::kDataTypes) throw std::invalid_argument("there is no data type " + std::to_string(number));
+  return static_cast<llm_comm::DataType>(number);
+}
+
 Problem problem_of(uint64_t count, uint32_t row, uint32_t data_type, uint32_t world_size,
                    const std::vector<double>& parameters) {
-  if (data_type >= llm_comm::kDataTypes) {
-    throw std::invalid_argument("there is no data type " + std::to_string(data_type));
-  }
+  const llm_comm::DataType type = data_type_at(data_type);
   if (parameters.size() > llm_comm::kMaxParameters) throw std::invalid_argument("too many parameters");
-  Problem problem{count, row, static_cast<llm_comm::DataType>(data_type), world_size, {}};
+  Problem problem{count, row, type, world_size, {}};
   std::copy(parameters.begin(), parameters.end(), problem.parameter);
   return problem;
 }
@@ -209,6 +217,25 @@ PYBIND11_MODULE(_core, module) {
       .def_readonly("block_outputs", &LinearChoice::block_outputs)
       .def_readonly("stages", &LinearChoice::stages)
       .def_readonly("stage_boxes", &LinearChoice::stage_boxes);
+
+  using Pair = std::pair<uint32_t, uint64_t>;  // of a Place
+  py::class_<ProgramLaunch>(module, "ProgramLaunch")
+      .def(
+          py::init([](uint32_t kernel, uint32_t groups, uint32_t blocks, uint32_t threads, uint32_t shared_bytes,
+                      Pair memory, uint64_t memory_bytes, Pair semaphore_words, uint32_t semaphores, uint32_t data_type,
+                      uint64_t input_bytes, uint64_t output_bytes, uint64_t part_bytes, uint32_t symmetric) {
+            return ProgramLaunch{kernel,       groups,
+                                 blocks,       threads,
+                                 shared_bytes, {memory.first, memory.second},
+                                 memory_bytes, {semaphore_words.first, semaphore_words.second},
+                                 semaphores,   data_type_at(data_type),
+                                 input_bytes,  output_bytes,
+                                 part_bytes,   symmetric};
+          }),
+          py::kw_only(), py::arg("kernel"), py::arg("groups"), py::arg("blocks"), py::arg("threads"),
+          py::arg("shared_bytes"), py::arg("memory"), py::arg("memory_bytes"), py::arg("semaphore_words"),
+          py::arg("semaphores"), py::arg("data_type"), py::arg("input_bytes"), py::arg("output_bytes"),
+          py::arg("part_bytes"), py::arg("symmetric"));
 
   py::class_<Limits>(module, "Limits")
       .def(py::init([](uint64_t slot_bytes, uint32_t sm_count, uint32_t max_cluster, uint32_t compute_capability,
@@ -316,10 +343,7 @@ PYBIND11_MODULE(_core, module) {
           "prepare_linear",
           [](py::object core, uint32_t tokens, uint32_t inputs, uint32_t outputs, uint32_t data_type, bool silu_and_mul,
              const LinearChoice& choice, std::optional<std::pair<bool, bool>> scales) {
-            if (data_type >= llm_comm::kDataTypes) {
-              throw std::invalid_argument("there is no data type " + std::to_string(data_type));
-            }
-            const auto type = static_cast<llm_comm::DataType>(data_type);
+            const llm_comm::DataType type = data_type_at(data_type);
             LinearProblem problem{tokens,  inputs,
                                   outputs, factors_of_type(type),
                                   type,    silu_and_mul ? LinearEpilogue::kSiluAndMul : LinearEpilogue::kNone};
@@ -334,6 +358,16 @@ PYBIND11_MODULE(_core, module) {
           },
           py::kw_only(), py::arg("tokens"), py::arg("inputs"), py::arg("outputs"), py::arg("data_type"),
           py::arg("silu_and_mul"), py::arg("choice"), py::arg("scales") = py::none())
+      .def("load_program", &Core::load_program, py::arg("image"), py::arg("kernel"), py::arg("title"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("resident_blocks", &Core::resident_blocks, py::arg("kernel"), py::arg("threads"), py::arg("shared_bytes"))
+      .def(
+          "prepare_program",
+          [](py::object core, const ProgramLaunch& launch) {
+            auto call = core.cast<Core&>().prepare_program(launch);
+            return as_function(std::move(core), std::move(call), 2, 0);
+          },
+          py::arg("launch"))
       .def(
           "create_segment",
           [](Core& core, uint32_t segment, uint64_t bytes, bool use_ipc) {

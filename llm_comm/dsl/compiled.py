@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from llm_comm.communicator import Communicator
 from llm_comm.dsl import ir
-from llm_comm.dsl.compiler.addresses import addresses_of
-from llm_comm.dsl.compiler.element import Element, element_of
-from llm_comm.dsl.compiler.grid import Limits, limits_of
-from llm_comm.dsl.compiler.in_place import works_in_place
-from llm_comm.dsl.compiler.kernel import Launch, compile_kernel
-from llm_comm.dsl.compiler.layout import Layout, armed_ranges, chunk_lines, lay_out, outer_parts
-from llm_comm.dsl.compiler.runs import runs_of, uses_ports
-from llm_comm.dsl.compiler.source import generate, is_moved, kernel_name, shared_bytes, symmetric_spaces
+from llm_comm.dsl.kernel import Kernel, Site
 from llm_comm.dsl.programs import ProgramText
-from llm_comm.runtime.channels import Channels
-
-#: What a place in the symmetric heap is made of (workspace_layout.h).
-_PLACE_OFFSET_BITS = 48
+from llm_comm.operations.operation import keep
+from llm_comm.runtime.devices import current_stream_of
 
 
 class Compiled:
     """A program as a kernel, for messages up to a size; made by ``compile``.
 
     It is called as an operation of the communicator is: by all ranks, in the same order among its operations, with
-    messages of one size. Calls can be captured in CUDA graphs. Keep the object, and the communicator open, as long as
-    graphs have its calls. One call at a time: those of two streams must be ordered.
+    messages of one size. What holds for operations holds for its calls: several streams, CUDA graphs, a communicator
+    that is closed.
 
     Attributes:
         program: What was compiled.
@@ -35,46 +28,15 @@ class Compiled:
         workspace_bytes: What it takes of symmetric memory, on each rank.
     """
 
-    def __init__(
-        self,
-        program: ir.Program,
-        comm: Communicator,
-        element: Element,
-        max_bytes: int,
-        blocks: int | None,
-        threads: int | None,
-    ) -> None:
-        self.program = program
-        self.max_bytes = max_bytes
-        self._comm = comm
-        self._element = element
-        groups = runs_of(program)
-        self._limits: Limits = limits_of(program, comm.device, blocks, threads, uses_ports(groups))
-        self._layout: Layout = lay_out(
-            program, groups, max_bytes, self._limits.instances, self._limits.threads, masks=is_moved(program)
-        )
-        self._outer = outer_parts(program.operation, program.world)
-        self._pieces = min((buffer.parts for buffer in program.buffers), default=self._outer) // self._outer
-        self._in_place = works_in_place(program, groups)
-        self._symmetric = symmetric_spaces(program)
-        self._shared_bytes = shared_bytes(program)
-        self.source = generate(program, groups, self._layout, element)
-        self.workspace_bytes = self._layout.bytes
-        # Before the ranks meet, so that none waits for one that has no compiler.
-        self._launch: Launch = compile_kernel(self.source, kernel_name(program), comm.device)
-        self._memory, self._channels = self._make_workspace()
-        state, memory = addresses_of(self._channels.handle, program.world, comm.device)
-        self._fixed = (self._channels.handle, state, comm.rank, *memory)
-
-    def _make_workspace(self) -> tuple[torch.Tensor, Channels]:
-        memory = self._comm.empty(self._layout.bytes, torch.uint8)
-        memory.zero_()
-        for begin, end in armed_ranges(self.program, self._layout):
-            memory[begin:end] = 0xFF
-        if memory.is_cuda:
-            torch.cuda.current_stream(memory.device).synchronize()
-        # A rank has its channels only when all have asked for them: so all workspaces are ready.
-        return memory, self._comm.channels(memory, semaphores=self._limits.instances * self.program.semaphores)
+    def __init__(self, kernel: Kernel, site: Site) -> None:
+        self._kernel = kernel
+        self._site = site
+        self._stream = current_stream_of(site.device)
+        self._prepared: dict[int, Callable[..., bool]] = {}
+        self.program = kernel.program
+        self.source = kernel.source
+        self.max_bytes = kernel.max_bytes
+        self.workspace_bytes = kernel.workspace_bytes
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Runs the program on the current stream.
@@ -96,11 +58,11 @@ class Compiled:
                 and later calls raise.
             RuntimeError: The communicator is closed.
         """
-        self._comm.check()
+        self._site.handle.check()
         self._check_tensor("x", x)
         shape = self._output_shape(x)
         if out is None:
-            if ir.Space.OUTPUT in self._symmetric:
+            if ir.Space.OUTPUT in self._kernel.symmetric:
                 raise ValueError(f"{self._name}: peers store to the output: pass out=, a tensor of Communicator.empty")
             out = x.new_empty(shape)
         else:
@@ -113,22 +75,17 @@ class Compiled:
             raise ValueError(
                 f"{self._name}: the message has {message} bytes; it was compiled for max_bytes={self.max_bytes}"
             )
-        places = [self._place(space, x if space is ir.Space.INPUT else out) for space in self._symmetric]
+        for space in self._kernel.symmetric:
+            self._check_place(space, x if space is ir.Space.INPUT else out)
         if message == 0:
             return out
-        part = message // self._outer
-        instances, threads = self._limits.of_call(chunk_lines(part, self._pieces))
-        self._launch(
-            instances * len(self.program.groups),
-            threads,
-            (*self._fixed_arguments(), x.data_ptr(), out.data_ptr(), part, *places),
-            self._shared_bytes,
-        )
+        run = self._prepared.get(x.nbytes)
+        if run is None:
+            run = self._kernel.prepare(x.nbytes, out.nbytes)
+            keep(self._prepared, x.nbytes, run)
+        if not run(x.data_ptr(), out.data_ptr(), self._stream()):
+            self._site.handle.check()
         return out
-
-    def _fixed_arguments(self) -> tuple[int, ...]:
-        _ = self._channels.handle  # raises where the communicator is closed
-        return self._fixed
 
     @property
     def _name(self) -> str:
@@ -139,12 +96,12 @@ class Compiled:
     def _check_tensor(self, name: str, tensor: torch.Tensor) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{self._name}: {name} is a {type(tensor).__name__}; it must be a tensor")
-        if tensor.dtype != self._element.dtype:
+        if tensor.dtype != self._kernel.element.dtype:
             raise ValueError(
-                f"{self._name}: {name} is of {tensor.dtype}; it was compiled for dtype={self._element.dtype}"
+                f"{self._name}: {name} is of {tensor.dtype}; it was compiled for dtype={self._kernel.element.dtype}"
             )
-        if tensor.device != self._comm.device:
-            raise ValueError(f"{self._name}: {name} is on {tensor.device}; the communicator is on {self._comm.device}")
+        if tensor.device != self._site.device:
+            raise ValueError(f"{self._name}: {name} is on {tensor.device}; the communicator is on {self._site.device}")
         if not tensor.is_contiguous():
             raise ValueError(f"{self._name}: {name} is not contiguous: pass {name}.contiguous()")
 
@@ -169,19 +126,15 @@ class Compiled:
             return
         if out.data_ptr() != begin or out.nbytes != x.nbytes:
             raise ValueError(f"{self._name}: out overlaps x: pass other memory, or x itself")
-        if not self._in_place:
+        if not self._kernel.in_place:
             raise ValueError(f"{self._name}: out is x, but the program loads x after it has stored to out")
 
-    def _place(self, space: ir.Space, tensor: torch.Tensor) -> int:
-        """Of a tensor that peers use, as kernels name it."""
-        place = self._comm._handle.core().find(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else (0, 0)
-        if place is None:
+    def _check_place(self, space: ir.Space, tensor: torch.Tensor) -> None:
+        if tensor.nbytes and self._site.handle.core().find(tensor.data_ptr(), tensor.nbytes) is None:
             raise ValueError(
                 f"{self._name}: peers use the {space.value}, so it must be a tensor of Communicator.empty, or a view "
                 "of one"
             )
-        segment, offset = place
-        return segment << _PLACE_OFFSET_BITS | offset
 
 
 def compile(
@@ -202,8 +155,8 @@ def compile(
         comm: Whose ranks run it.
         dtype: Of the elements. Sums are of bfloat16, float16 and float32.
         max_bytes: Of the message: of the larger one of input and output. Memory of the workspace grows with it.
-        blocks: Of the kernel, of all groups together, at most; all have to run at once. None: as many as the program
-            has instances, or, where it does not say, as many as the device has multiprocessors.
+        blocks: Of the kernel, of all groups together, at most. None: as many as the program has instances, or, where
+            it does not say, as many as the device has multiprocessors.
         threads: Of a block, at most. None: 512.
 
     Returns:
@@ -223,4 +176,8 @@ def compile(
         raise ValueError(f"program {program.name!r} is for {program.world} ranks; there are {comm.world_size}")
     if max_bytes < 1:
         raise ValueError(f"max_bytes is {max_bytes}; it must be positive")
-    return Compiled(program, comm, element_of(dtype), max_bytes, blocks, threads)
+    site = Site(comm.rank, comm.world_size, comm._handle, comm._heap)
+    # Before the ranks meet, so that none waits for one that has no compiler.
+    kernel = Kernel(program, site, dtype, max_bytes, blocks, threads)
+    kernel.connect()
+    return Compiled(kernel, site)

@@ -12,7 +12,8 @@ from llm_comm.dsl import ir, registry
 from llm_comm.dsl.checks import check
 from llm_comm.dsl.compiler.in_place import works_in_place
 from llm_comm.dsl.compiler.runs import runs_of
-from llm_comm.dsl.kernels import ProgramKernels, Site, StreamOrder
+from llm_comm.dsl.kernel import Site
+from llm_comm.dsl.kernels import ProgramKernels
 from llm_comm.dsl.programs import ProgramText
 from llm_comm.dsl.text import describe
 from llm_comm.errors import ConfigError, LlmCommError
@@ -56,11 +57,10 @@ def load(
     digests = [f"{name} ({digest(program)})" for name, program in found]
     said = rendezvous.collect("comparison of programs", lambda: ", ".join(digests))
     check_alike("have different programs of llm_comm.dsl", said)
-    site = Site(rendezvous.rank, rendezvous.world_size, handle.device, handle, heap)
-    order = StreamOrder(handle.device)
+    site = Site(rendezvous.rank, rendezvous.world_size, handle, heap)
     compiled: dict[str, Kernels] = {}
     for name, program in found:
-        kernels = ProgramKernels(name, program, site, rendezvous, config.dsl_max_bytes, order)
+        kernels = ProgramKernels(name, program, site, rendezvous, config.dsl_max_bytes)
         compiled[name] = kernels
         logger.info(
             "rank %d: %s serves all-reduces to %d bytes of %s, with %d bytes of workspace",

@@ -35,9 +35,6 @@ class Kernels(Protocol):
     def prepare(self, data_type: str, message_bytes: int) -> Callable[..., bool]:
         """What takes the addresses of input and output and a stream, launches, and tells whether it could."""
 
-    def wait(self) -> None:
-        """Until its calls have ended, other than in graphs."""
-
 
 def named_by(config: Config, table: TuningTable) -> dict[str, str]:
     """All programs that an option or a row names, each with the place that does."""

@@ -32,9 +32,18 @@ class Channels:
         semaphores: Of each pair of ranks, for memory channels; as many again for port channels.
     """
 
-    def __init__(self, handle: CoreHandle, memory: torch.Tensor, semaphores: int, private: torch.Tensor) -> None:
+    def __init__(
+        self,
+        handle: CoreHandle,
+        memory: torch.Tensor,
+        semaphores: int,
+        private: torch.Tensor,
+        places: tuple[tuple[int, int], tuple[int, int]],
+    ) -> None:
         self.memory = memory
         self.semaphores = semaphores
+        #: As the core names them (segment, offset): the memory, and the words of the semaphores.
+        self.places = places
         self._handle = handle
         self._private = private
 
@@ -62,10 +71,12 @@ def open_channels(heap: SymmetricHeap, handle: CoreHandle, memory: torch.Tensor 
     head = -(-_core.bytes_of_channels() // _ALIGNMENT) * _ALIGNMENT * 2  # words are aligned to 32 bytes
     private = heap.empty(head + _core.bytes_of_semaphores(rendezvous.world_size, semaphores), torch.uint8)
 
+    core = handle.core()
+    segment, offset = _place(core, private)
+    places = _place(core, memory), (segment, offset + head)
+
     def fill() -> None:
-        core = handle.core()
-        segment, offset = _place(core, private)
-        made = core.channels(_place(core, memory), memory.nbytes, (segment, offset + head), semaphores)
+        made = core.channels(places[0], memory.nbytes, places[1], semaphores)
         private.zero_()
         private[: len(made)].copy_(torch.frombuffer(bytearray(made), dtype=torch.uint8))
         if private.is_cuda:
@@ -73,7 +84,7 @@ def open_channels(heap: SymmetricHeap, handle: CoreHandle, memory: torch.Tensor 
 
     # A peer may signal as soon as it has its channels: by then the semaphores of all ranks are zero.
     rendezvous.attempt("set-up of channels", fill)
-    return Channels(handle, memory, semaphores, private)
+    return Channels(handle, memory, semaphores, private, places)
 
 
 def _request(heap: SymmetricHeap, handle: CoreHandle, memory: Any, semaphores: Any) -> dict[str, Any]:

@@ -72,8 +72,8 @@ def run_program(number: int, directory: str) -> None:
                 assert_bitwise_equal(compiled(x, out), due, f"{text.name}, {count}, call {attempt}")
         comm.check()
         dist.barrier()
-        for begin, end in armed_ranges(compiled.program, compiled._layout):
-            assert compiled._memory[begin:end].eq(0xFF).all()  # no packet is left
+        for begin, end in armed_ranges(compiled.program, compiled._kernel._layout):
+            assert compiled._kernel._workspace.memory[begin:end].eq(0xFF).all()  # no packet is left
 
 
 @pytest.mark.parametrize("world", WORLDS)

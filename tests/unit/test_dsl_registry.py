@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from tables import limits_of, plain_row
 
 from llm_comm import Config, ConfigError, dsl
-from llm_comm.dsl import kernels, library, registry
+from llm_comm.dsl import library, registry
 from llm_comm.dsl.programs import ProgramText
 from llm_comm.dsl.selected import digest, sums_in_rank_order, why_not_selectable
 from llm_comm.integrations.common import describe_plans
@@ -402,72 +399,6 @@ def test_logs_of_engines_name_programs(options: dict[str, Any], rows: tuple[Row,
     config = Config.load({}, **options)
     without = Config.load({}, **{k: v for k, v in options.items() if v != "dsl:mine"})
     assert describe_plans(with_rows(*rows), config, "its own") == words + describe_plans(TABLE, without, "its own")
-
-
-# ---- Streams ---------------------------------------------------------------------------------------------------------
-
-
-class Streams:
-    """Of a CUDA device that is not there: which one is current, which are captured, which has waited for which."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.current = 0
-        self.captured: set[int] = set()
-        self.waits: list[tuple[int, int]] = []
-        monkeypatch.setattr(kernels, "is_capturing", lambda device: self.current in self.captured)
-        self.synchronized: list[int] = []
-        monkeypatch.setattr(
-            torch.cuda,
-            "ExternalStream",
-            lambda handle, device: SimpleNamespace(handle=handle, synchronize=lambda: self.synchronized.append(handle)),
-        )
-        monkeypatch.setattr(torch.cuda, "stream", self._within)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_stream=self._wait))
-
-    def _wait(self, other: SimpleNamespace) -> None:
-        self.waits.append((self.current, other.handle))
-
-    @contextmanager
-    def _within(self, stream: SimpleNamespace) -> Iterator[None]:
-        before, self.current = self.current, stream.handle
-        yield
-        self.current = before
-
-    def call(self, order: kernels.StreamOrder, stream: int) -> list[tuple[int, int]]:
-        """The waits of a call on a stream."""
-        self.current = stream
-        self.waits.clear()
-        order.follow(stream)
-        return list(self.waits)
-
-
-def test_calls_on_several_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams, order = Streams(monkeypatch), kernels.StreamOrder(torch.device("cuda", 0))
-    assert [streams.call(order, stream) for stream in (7, 7, 8, 8, 7)] == [[], [], [(8, 7)], [], [(7, 8)]]
-
-
-def test_calls_that_are_captured_take_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams, order = Streams(monkeypatch), kernels.StreamOrder(torch.device("cuda", 0))
-    streams.captured.add(9)
-    assert [streams.call(order, stream) for stream in (7, 9, 7, 8)] == [[], [], [], [(8, 7)]]
-    streams.captured.add(8)
-    with pytest.raises(RuntimeError, match="the last eager call of a program, on another stream, which is being captu"):
-        streams.call(order, 7)
-    streams.captured.clear()
-    assert streams.call(order, 7) == [(7, 8)]
-
-
-def test_who_closes_waits_for_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams, order = Streams(monkeypatch), kernels.StreamOrder(torch.device("cuda", 0))
-    order.wait()
-    assert streams.synchronized == [], "there was no call"
-    streams.call(order, 7)
-    streams.call(order, 8)
-    order.wait()
-    assert streams.synchronized == [8]
-    streams.captured.add(8)
-    order.wait()
-    assert streams.synchronized == [8], "it is captured now"
 
 
 # ---- Files of tables -------------------------------------------------------------------------------------------------

@@ -330,7 +330,7 @@ def test_buffers_do_not_overlap(text: Text, operation: str) -> None:
         spans.sort()
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
         assert spans[-1][1] <= layout.half_bytes
-        assert layout.words_offset + 4 * program.semaphores * 4 * 8 <= layout.half_offset
+        assert 4 * program.semaphores * 4 * 8 <= layout.half_offset
         armed = armed_ranges(program, layout)
         assert bool(armed) == (text is two_shot)
         assert all(layout.half_offset <= begin < end <= layout.bytes for begin, end in armed)

@@ -52,10 +52,12 @@ class CudaLauncher {
         last_stream_(other.last_stream_),
         has_last_stream_(other.has_last_stream_),
         has_been_captured_(other.has_been_captured_),
+        modules_(std::move(other.modules_)),
         copies_(std::move(other.copies_)),
         order_(std::exchange(other.order_, nullptr)) {}
   CudaLauncher& operator=(CudaLauncher&&) = delete;
   ~CudaLauncher() {
+    for (const CUmodule module : modules_) driver_.module_unload(module);
     if (order_ != nullptr) cudaEventDestroy(order_);
   }
 
@@ -70,6 +72,19 @@ class CudaLauncher {
     check(cudaGetFuncBySymbol(&function, symbol), "cudaGetFuncBySymbol");
     return function;
   }
+
+  CUfunction load(const std::string& image, const std::string& kernel) {
+    const DeviceGuard guard(device_);
+    const BesideCaptures beside;
+    CUmodule module = nullptr;
+    check(driver_.module_load_data(&module, image.data()), ("loading kernel " + kernel).c_str());
+    modules_.push_back(module);
+    CUfunction function = nullptr;
+    check(driver_.module_get_function(&function, module, kernel.c_str()), ("kernel " + kernel).c_str());
+    return function;
+  }
+
+  void leave_to_graphs() { modules_.clear(); }
 
   uint32_t max_cluster_blocks() const { return max_cluster_blocks_; }
   uint32_t sm_count() const { return sm_count_; }
@@ -247,6 +262,7 @@ class CudaLauncher {
   cudaStream_t last_stream_ = nullptr;
   bool has_last_stream_ = false;
   bool has_been_captured_ = false;
+  std::vector<CUmodule> modules_;  // of programs
   std::unique_ptr<StreamCopies> copies_ = std::make_unique<StreamCopies>();
   cudaEvent_t order_ = nullptr;
 };

@@ -32,6 +32,9 @@ Driver load_driver() {
   load(driver.mem_map, "cuMemMap");
   load(driver.mem_unmap, "cuMemUnmap");
   load(driver.mem_set_access, "cuMemSetAccess");
+  load(driver.module_load_data, "cuModuleLoadData");
+  load(driver.module_get_function, "cuModuleGetFunction");
+  load(driver.module_unload, "cuModuleUnload");
   load(driver.func_set_attribute, "cuFuncSetAttribute");
   load(driver.tensor_map_encode_tiled, "cuTensorMapEncodeTiled");
   return driver;

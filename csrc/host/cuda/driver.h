@@ -24,6 +24,9 @@ struct Driver {
   decltype(&cuMemMap) mem_map;
   decltype(&cuMemUnmap) mem_unmap;
   decltype(&cuMemSetAccess) mem_set_access;
+  decltype(&cuModuleLoadData) module_load_data;
+  decltype(&cuModuleGetFunction) module_get_function;
+  decltype(&cuModuleUnload) module_unload;
   decltype(&cuFuncSetAttribute) func_set_attribute;
   decltype(&cuTensorMapEncodeTiled) tensor_map_encode_tiled;
 

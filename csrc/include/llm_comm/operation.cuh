@@ -147,6 +147,10 @@ class Operation {
   }
 
   LLM_COMM_DEVICE uint64_t sequence() const { return arrivals_ / kArrivalsPerOperation; }
+  // What the number is derived from, as check_wait_of_operation() takes it.
+  LLM_COMM_DEVICE uint64_t arrivals() const { return arrivals_; }
+  // Whether this operation has slot 1.
+  LLM_COMM_DEVICE bool is_odd() const { return (static_cast<uint32_t>(arrivals_) & kArrivalsPerOperation) != 0; }
 
   // Line 0 of slot 0 in the workspace of `rank`. Known before begin().
   LLM_COMM_DEVICE Line* slots(uint32_t rank) const {
@@ -157,8 +161,7 @@ class Operation {
 
   // The same offset as `line` has in slot 0, in this operation's slot.
   LLM_COMM_DEVICE Line* in_slot(Line* line) const {
-    const bool is_odd = static_cast<uint32_t>(arrivals_) & kArrivalsPerOperation;  // sequence() % kSlots
-    return reinterpret_cast<Line*>(reinterpret_cast<char*>(line) + (is_odd ? slot_bytes_ : 0));
+    return reinterpret_cast<Line*>(reinterpret_cast<char*>(line) + (is_odd() ? slot_bytes_ : 0));
   }
 
   // After an aborted wait, this thread's later ones end at once: a kernel of many tiles drains in one time-out.
@@ -196,7 +199,7 @@ class Operation {
   LLM_COMM_DEVICE void tell_of_failure() const { bounds().suspicions.tell(comm_.rank); }
 
  private:
-  static_assert(kSlots == 2, "in_slot() takes the parity of the sequence number");
+  static_assert(kSlots == 2, "is_odd() takes the parity of the sequence number");
 
   LLM_COMM_DEVICE WaitBounds bounds() const { return bounds_of(comm_); }
   LLM_COMM_DEVICE WaitSite site() const { return {comm_.rank, kind_, sequence(), bytes_}; }

@@ -1,7 +1,7 @@
-"""Compiled emulated kernels on disk, shared by all processes of a user.
+"""Compiled kernels on disk, shared by all processes of a user.
 
-A file's name is a hash of all that it was made of: source, headers, the emulator's library, compiler, options. So
-nothing in the cache is ever out of date, and it can be deleted at any time. (cupy keeps what it compiles for GPUs.)
+A file's name is a hash of all that it was made of: source, headers, compiler, options, and for emulated GPUs the
+emulator's library. So nothing in the cache is ever out of date, and it can be deleted at any time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,19 +39,38 @@ def cached_library(code: str, name: str, options: Sequence[str] = ()) -> Path:
         RuntimeError: There is no compiler, or it does not take the source.
         OSError: The directory of the cache cannot be written.
     """
+    parts = (code, name, "\0".join(options), _installed(), _version(emulated.compiler()))
+    return _cached(name, "so", parts, lambda path: emulated.compile_library(code, name, options, path))
+
+
+def cached_file(name: str, suffix: str, parts: Sequence[str], make: Callable[[Path], object]) -> bytes:
+    """What a compiler has made of all that ``parts`` tell, now or in an earlier call of any process.
+
+    Args:
+        name, suffix: Of the file, beside the hash of the parts.
+        parts: What the content depends on.
+        make: Writes a file.
+
+    Raises:
+        OSError: The directory of the cache cannot be written.
+    """
+    return _cached(name, suffix, parts, make).read_bytes()
+
+
+def _cached(name: str, suffix: str, parts: Sequence[str], make: Callable[[Path], object]) -> Path:
     directory = cache_directory() / "kernels"
-    library = directory / f"{name}_{_key(code, name, options)}.so"
-    if library.is_file():
-        return library
+    file = directory / f"{name}_{_key(parts)}.{suffix}"
+    if file.is_file():
+        return file
     directory.mkdir(parents=True, exist_ok=True)
-    with _locked(library.with_suffix(".lock")):
-        if not library.is_file():
+    with _locked(file.with_suffix(".lock")):
+        if not file.is_file():
             with tempfile.TemporaryDirectory(prefix="compiling_", dir=directory) as work:
-                made = Path(work, "kernel.so")
-                emulated.compile_library(code, name, options, made)
+                made = Path(work, f"kernel.{suffix}")
+                make(made)
                 # Others see the whole file or none.
-                made.replace(library)
-    return library
+                made.replace(file)
+    return file
 
 
 @contextmanager
@@ -62,9 +81,9 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _key(code: str, name: str, options: Sequence[str]) -> str:
+def _key(parts: Sequence[str]) -> str:
     digest = hashlib.sha256()
-    for part in (code, name, "\0".join(options), _installed(), _version(emulated.compiler())):
+    for part in parts:
         digest.update(hashlib.sha256(part.encode()).digest())
     return digest.hexdigest()[:32]
 

@@ -238,7 +238,7 @@ class DataRunWriter:
                 self._declare_place(chunk)
             elif peer is not None and (chunk.buffer.space, peer) not in self._tensors:
                 name = self._tensors[chunk.buffer.space, peer] = f"t{len(self._tensors)}"
-                where = f"address_of(channels->comm, {number_of(peer)}, {chunk.buffer.space.value}_place)"
+                where = f"address_of(args.comm, {number_of(peer)}, args.{chunk.buffer.space.value}_place)"
                 self._out.add(f"const Tensor<Storage> {name}({where}, part_bytes);  // {chunk.buffer.name} of {peer}")
 
     def _declare_place(self, chunk: ir.Chunk) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from llm_comm.dsl import ir
+from llm_comm.dsl.compiler.runs import GroupRuns, uses_ports
 from llm_comm.dsl.compiler.source import MAX_THREADS
 
 _WARP = 32
+#: Of a launch, as for algorithms of the core.
+MAX_BLOCKS = 65535
 #: Of a block, while there are multiprocessors without one.
 _FEW_THREADS = 64
 #: Where fibers of one thread stand for those of a GPU.
@@ -41,19 +45,21 @@ class Limits:
 
 
 def limits_of(
-    program: ir.Program, device: torch.device, blocks: int | None, threads: int | None, has_ports: bool
+    program: ir.Program,
+    groups_of_runs: Sequence[GroupRuns],
+    device: torch.device,
+    blocks: int | None,
+    threads: int | None,
 ) -> Limits:
     """The limits of a program on a device.
 
-    All blocks have to run at once, for they wait for those of other ranks: there is a multiprocessor for each.
-
     Args:
         program: What is to run.
+        groups_of_runs: Its groups, cut into runs.
         device: A GPU, or the CPU for an emulated one.
         blocks: Of all groups together, as the user wants it; None: as many as the program has instances, or, if it has
             one, as many as run at once.
         threads: Of a block, as the user wants it; None: as many as serve.
-        has_ports: Proxies copy the shares of blocks.
 
     Raises:
         ValueError: There can be no such grid.
@@ -62,13 +68,12 @@ def limits_of(
     is_gpu = device.type == "cuda"
     most = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else _EMULATED_BLOCKS * groups
     if blocks is None:
-        instances = min(most // groups, _PORT_INSTANCES) if has_ports else most // groups
+        instances = min(most // groups, _PORT_INSTANCES) if uses_ports(groups_of_runs) else most // groups
         blocks = (program.instances if program.instances > 1 else instances) * groups
-    if blocks < groups or blocks % groups or (is_gpu and blocks > most):
+    if not groups <= blocks <= MAX_BLOCKS or blocks % groups:
         raise ValueError(
-            f"program {program.name!r} has {groups} group(s), so it takes a multiple of {groups} block(s)"
-            + (f", at most {most} on {device}, where they all run at once" if is_gpu else "")
-            + f"; blocks is {blocks}"
+            f"program {program.name!r} has {groups} group(s), so it takes a multiple of {groups} block(s), at most "
+            f"{MAX_BLOCKS}; blocks is {blocks}"
         )
     if threads is None:
         threads = MAX_THREADS if is_gpu else _EMULATED_THREADS

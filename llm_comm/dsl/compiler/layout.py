@@ -8,8 +8,6 @@ from llm_comm.dsl import ir
 from llm_comm.dsl.compiler.runs import DataRun, GroupRuns, LoopRuns, chunk_of, uses_ports
 
 LINE_BYTES = 16
-#: Of the workspace, before everything else: CallState of prelude.cuh.
-STATE_BYTES = 64
 MASK_BYTES = 4
 _ALIGNMENT = 128
 _WORD_BYTES = 8
@@ -58,7 +56,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """The workspace of a rank: state, words of semaphores, and twice the buffers.
+    """The workspace of a rank: words of semaphores, and twice the buffers.
 
     Attributes:
         max_part_bytes: Of the largest message.
@@ -70,7 +68,6 @@ class Layout:
     instances: int
     threads: int
     places: dict[str, Place]
-    words_offset: int
     half_offset: int
     half_bytes: int
 
@@ -132,8 +129,7 @@ def lay_out(
         instances=instances,
         threads=threads,
         places=places,
-        words_offset=STATE_BYTES,
-        half_offset=_up(STATE_BYTES + words, _ALIGNMENT),
+        half_offset=_up(words, _ALIGNMENT),
         half_bytes=offset,
     )
     if layout.bytes >= _MOST_BYTES:

@@ -26,7 +26,7 @@ class PortRunWriter:
         """An operation. ``lag``: turns that it is behind in a loop; None outside of one."""
         semaphore = 0 if isinstance(op, ir.PortPut | ir.Flush) else op.semaphore
         self._out.add(
-            f"HeapPortChannel port = channels->port_channel({number_of(op.peer)}, "
+            f"HeapPortChannel port = args.port_channel({number_of(op.peer)}, "
             f"instance * {self._program.semaphores} + {semaphore});"
         )
         if isinstance(op, ir.PortPut):
@@ -54,10 +54,10 @@ class PortRunWriter:
                     f"bytes = bytes_within(from, bytes, end_of_{chunk.buffer.space.value});",
                 )
         source = self._offset(op.source, lag)
-        base = op.source.buffer.space.value if op.source.buffer.space.is_tensor else "at0"
+        base = f"args.{op.source.buffer.space.value}" if op.source.buffer.space.is_tensor else "at0"
         target = self._offset(op.target, lag)
         if op.target.buffer.space.is_tensor:
-            out.add(f"port.memory = kInHeap | {op.target.buffer.space.value}_place;")
+            out.add(f"port.memory = kInHeap | args.{op.target.buffer.space.value}_place;")
         out.add(f"done = done && (bytes == 0 || port.put({target}, {base} + {source}, bytes));")
 
     def _offset(self, chunk: ir.Chunk, lag: int | None) -> str:

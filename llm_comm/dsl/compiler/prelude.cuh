@@ -1,19 +1,13 @@
-// What every kernel begins with that llm_comm.dsl generates: the call and its half of the workspace, packets, signals, and the chunks
-// of the caller's tensors.
+// What every kernel begins with that llm_comm.dsl generates: the call, packets, signals, and the chunks of the caller's tensors.
 //
-// Workspace of a rank: [ CallState | words of semaphores | half 0 | half 1 ]. Call n uses half n % 2. The number lives in device
-// memory and is counted as that of an operation of the library (operation.cuh), so CUDA graphs can be replayed and grids may differ.
+// A call is an operation of the communicator (operation.cuh): its number lives in device memory, so CUDA graphs can be replayed.
 //
-// A signal stores (number of the call, how many of the call) as one word, which only grows: nothing is reset.
-#include "llm_comm/channels.cuh"
+// Workspace of a rank: [ words of semaphores | half 0 | half 1 ]. A signal stores (number of the call, how many of the call) as one
+// word, which only grows: nothing is reset.
+#include "llm_comm/program.cuh"
 #include "llm_comm/reduce.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET::dsl {
-
-struct alignas(16) CallState {
-  uint64_t arrivals;
-  uint64_t unused;
-};
 
 inline constexpr uint32_t kSignalsOfACallLog2 = 24;
 
@@ -22,37 +16,36 @@ inline constexpr uint32_t kAbsolute = 8;
 static_assert(kMaxWorldSize <= kAbsolute);
 
 // Hardly ever runs: apart from what does. `index`: of the late one among `senders`.
-LLM_COMM_DEVICE_CALL LateWait check_wait_of_call(const Channels* channels, uint64_t start, uint64_t number,
-                                                 uint64_t bytes, uint64_t senders, uint32_t index) {
-  const DeviceComm& comm = channels->comm;
+LLM_COMM_DEVICE_CALL LateWait check_wait_of_call(const ProgramArgs& args, uint64_t start, uint64_t arrivals,
+                                                 uint64_t senders, uint32_t index) {
+  const DeviceComm& comm = args.comm;
   const uint32_t sender = static_cast<uint32_t>(senders >> 4 * index) & 15;
   const uint32_t peer = sender >= kAbsolute ? sender - kAbsolute : (comm.rank + sender) % comm.world_size;
-  return check_wait(start, bounds_of(comm), {comm.rank, OperationKind::kUser, number, bytes}, peer, 0);
+  return check_wait_of_operation(comm, start, args.kind, arrivals, args.bytes, peer, 0);
 }
 
 class Call {
  public:
-  // Asks for two lines, which are on their way until something is made of them.
-  LLM_COMM_DEVICE Call(const Channels* channels, const void* comm_state, char* workspace, uint64_t bytes)
-      : channels_(channels),
-        state_(reinterpret_cast<CallState*>(workspace)),
-        bytes_(bytes),
-        own_(load_line(workspace)),
-        comm_(load_line(comm_state)) {}
+  LLM_COMM_DEVICE explicit Call(const ProgramArgs& args) : args_(args), op_(args.comm, args.kind, args.bytes) {}
 
-  // False once the communicator has failed: packets are no longer armed as they should be.
-  LLM_COMM_DEVICE bool may_begin() const { return (comm_.word[2] | comm_.word[3]) == 0; }
-
-  LLM_COMM_DEVICE uint64_t number() const { return arrivals() / kArrivalsPerOperation; }
-  LLM_COMM_DEVICE bool is_odd() const { return (own_.word[0] & kArrivalsPerOperation) != 0; }
-
-  // By one thread of each block, when all its threads know the number.
-  LLM_COMM_DEVICE void arrive() const {
-    add_relaxed(&state_->arrivals, block_index() == 0 ? kArrivalsPerOperation - (block_count() - 1) : 1);
+  // `precomputed`: values that change with the addresses which the kernel uses first (ll_session.cuh).
+  template <class... Values>
+  LLM_COMM_DEVICE void wait_for_grids_before(Values... precomputed) {
+    grid_dependency_wait_after((op_.precomputed() + ... + precomputed));
+    grid_dependency_trigger();
+    state_ = op_.load_state();  // on its way until begin()
   }
 
+  // False once the communicator has failed: packets are no longer armed as they should be.
+  LLM_COMM_DEVICE bool begin() { return op_.begin(state_); }
+
+  LLM_COMM_DEVICE bool is_odd() const { return op_.is_odd(); }
+
+  // By one thread of each block, when all its threads have begun.
+  LLM_COMM_DEVICE void arrive() const { op_.arrive(); }
+
   // The word of so manieth signal to, or from, a peer.
-  LLM_COMM_DEVICE uint64_t signal_word(uint64_t count) const { return (number() << kSignalsOfACallLog2) + count; }
+  LLM_COMM_DEVICE uint64_t signal_word(uint64_t count) const { return (op_.sequence() << kSignalsOfACallLog2) + count; }
 
   LLM_COMM_DEVICE bool wait(const uint64_t* word, uint64_t expected, uint32_t peer) const {
     return poll_until([&] { return load_acquire(word) >= expected; },
@@ -105,16 +98,12 @@ class Call {
 
  private:
   LLM_COMM_DEVICE LateWait check(uint64_t start, uint64_t senders, uint32_t index) const {
-    return check_wait_of_call(channels_, start, number(), bytes_, senders, index);
+    return check_wait_of_call(args_, start, op_.arrivals(), senders, index);
   }
 
-  LLM_COMM_DEVICE uint64_t arrivals() const { return static_cast<uint64_t>(own_.word[1]) << 32 | own_.word[0]; }
-
-  const Channels* channels_;
-  CallState* state_;
-  uint64_t bytes_;
-  Line own_;
-  Line comm_;
+  const ProgramArgs& args_;
+  Operation op_;
+  Line state_;
 };
 
 LLM_COMM_DEVICE void send_bytes(Line* line, uint32_t* mask, Line payload) {

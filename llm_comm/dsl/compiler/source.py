@@ -54,8 +54,7 @@ def symmetric_spaces(program: ir.Program) -> list[ir.Space]:
 def generate(program: ir.Program, groups: tuple[GroupRuns, ...], layout: Layout, element: Element) -> str:
     """The source of the kernel: any size of message up to that of the layout, any rank.
 
-    Parameters of the kernel: channels; this rank's CommState; rank; the workspace of rank, rank + 1, ...; input;
-    output; bytes of a part of the message; the places of the input and the output, of those that are symmetric.
+    The kernel takes ProgramArgs (``llm_comm/program.cuh``).
     """
     return _Source(program, groups, layout, element).text()
 
@@ -80,25 +79,14 @@ class _Source:
             "using namespace llm_comm::dsl;",
             "",
         )
-        parameters = [
-            "const Channels* channels",
-            "const void* comm_state",
-            "uint64_t rank_number",
-            *(f"char* at{offset}" for offset in range(program.world)),
-            "char* input",
-            "char* output",
-            "uint64_t part_bytes",
-            *(f"uint64_t {space.value}_place" for space in symmetric_spaces(program)),
-        ]
-        with self._out.block(
-            f'extern "C" LLM_COMM_KERNEL({MAX_THREADS}) {kernel_name(program)}({", ".join(parameters)})'
-        ):
+        head = f'extern "C" LLM_COMM_KERNEL({MAX_THREADS}) {kernel_name(program)}'
+        with self._out.block(f"{head}(LLM_COMM_KERNEL_PARAM ProgramArgs args)"):
             self._head()
             for number, group in enumerate(self._groups):
                 if len(self._groups) == 1:
                     self._group(group)
                 else:
-                    with self._out.block(f"if (block_index() % {len(self._groups)} == {number})  // {group.name}"):
+                    with self._out.block(f"if (block % {len(self._groups)} == {number})  // {group.name}"):
                         self._group(group)
             out.add(
                 "block_sync();  // all threads know the number of the call", "if (thread_index() == 0) call.arrive();"
@@ -113,16 +101,19 @@ class _Source:
         return any(isinstance(run, SignalRun | WaitRun | PortRun) for group in self._groups for run in group.runs())
 
     def _head(self) -> None:
-        program, layout, out = self._program, self._layout, self._out
+        program, out = self._program, self._out
         world = program.world
         outer = outer_parts(program.operation, world)
         out.add(
             f"constexpr uint32_t kWorld = {world};",
             f"using Storage = {self._element.storage};",
-            f"const Call call(channels, comm_state, at0, part_bytes * {outer});",
-            "const uint32_t rank = static_cast<uint32_t>(rank_number);",
-            "[[maybe_unused]] const Tensor<Storage> input_lines(input, part_bytes);",
-            "[[maybe_unused]] const Tensor<Storage> output_lines(output, part_bytes);",
+            "const uint32_t block = block_number(args.comm);",
+            "Call call(args);",
+            "const uint32_t rank = args.comm.rank;",
+            *(f"[[maybe_unused]] char* const at{offset} = args.at[{offset}];" for offset in range(world)),
+            "const uint64_t part_bytes = args.part_bytes;",
+            "[[maybe_unused]] const Tensor<Storage> input_lines(args.input, part_bytes);",
+            "[[maybe_unused]] const Tensor<Storage> output_lines(args.output, part_bytes);",
         )
         for offset in range(1, world):
             out.add(
@@ -130,7 +121,7 @@ class _Source:
                 f"rank + {offset} < kWorld ? rank + {offset} : rank + {offset} - kWorld;"
             )
         out.add(
-            f"const uint32_t instance = block_index() / {len(self._groups)};",
+            f"const uint32_t instance = block / {len(self._groups)};",
             f"const uint32_t instances = block_count() / {len(self._groups)};",
             "const uint32_t stride = block_threads();"
             if self._ports
@@ -158,6 +149,8 @@ class _Source:
                     f"const uint32_t first{parts} = instance * block_threads() + thread_index();",
                     f"const uint32_t end{parts} = lines{parts};",
                 )
+        firsts = ", ".join(f"first{parts}" for parts in self._sizes())
+        out.add(f"call.wait_for_grids_before({firsts});")
         ranks = {p for group in self._groups for run in group.runs() for op in run.ops for p in _peers(op)}
         if any(not hasattr(rank, "offset") for rank in ranks):
             select = " : ".join(f"offset == {i} ? at{i}" for i in range(1, world))
@@ -177,7 +170,7 @@ class _Source:
                 f"for (uint32_t i = thread_index(); i < 2 * {semaphores} * kWorld; i += block_threads()) sent[i] = 0;",
                 "block_sync();",
                 "// Threads may get different answers: the block goes on as one.",
-                "if (!call.may_begin()) *incomplete = 1;",
+                "if (!call.begin()) *incomplete = 1;",
                 "block_sync();",
                 "if (*incomplete != 0) return;",
                 "// Where `from` signals to the block of this number, in a workspace.",
@@ -188,7 +181,7 @@ class _Source:
                 end="};",
             ):
                 out.add(
-                    f"return reinterpret_cast<uint64_t*>(workspace + {layout.words_offset}) + "
+                    "return reinterpret_cast<uint64_t*>(workspace) + "
                     f"(instance * {semaphores} + semaphore) * kWorld + from;"
                 )
 
@@ -206,7 +199,7 @@ class _Source:
         for number, step in enumerate(group.steps):
             if isinstance(step, LoopRuns):
                 if not has_begun:
-                    self._out.add("if (!call.may_begin()) return;")
+                    self._out.add("if (!call.begin()) return;")
                 has_begun = True
                 self._loop(step, number)
             elif isinstance(step, DataRun):
@@ -220,7 +213,7 @@ class _Source:
 
     def _data(self, run: DataRun, has_begun: bool) -> None:
         writer = self._writer(run.parts, batch_of(run))
-        writer.straight(run, None if has_begun else "if (!call.may_begin()) return;")
+        writer.straight(run, None if has_begun else "if (!call.begin()) return;")
 
     def _writer(self, parts: int, batch: int) -> DataRunWriter:
         give_up = "{ *incomplete = 1; return; }" if self._talks else "return;"

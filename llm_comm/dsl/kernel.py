@@ -1,0 +1,162 @@
+"""A program as a kernel of a communicator's core: compiled, loaded, with its workspace in symmetric memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from llm_comm import _core
+from llm_comm.dsl import ir
+from llm_comm.dsl.compiler.element import Element, element_of
+from llm_comm.dsl.compiler.grid import Limits, limits_of
+from llm_comm.dsl.compiler.images import compile_image
+from llm_comm.dsl.compiler.in_place import works_in_place
+from llm_comm.dsl.compiler.layout import Layout, armed_ranges, chunk_lines, lay_out, outer_parts
+from llm_comm.dsl.compiler.runs import runs_of, uses_ports
+from llm_comm.dsl.compiler.source import generate, is_moved, kernel_name, shared_bytes, symmetric_spaces
+from llm_comm.operations.operation import TORCH_TYPES
+from llm_comm.runtime.channels import Channels, open_channels
+from llm_comm.runtime.core_handle import CoreHandle
+from llm_comm.runtime.symmetric_heap import SymmetricHeap
+
+_NUMBERS = {name: number for number, name in enumerate(_core.data_types())}
+#: Of a call, where elements are moved only.
+_BYTES = "byte"
+#: By the core's bits.
+_SYMMETRIC = {ir.Space.INPUT: 1, ir.Space.OUTPUT: 2}
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a program needs of a communicator, without the communicator: that holds the kernels, and nothing is to keep
+    one that its user has dropped."""
+
+    rank: int
+    world_size: int
+    handle: CoreHandle
+    heap: SymmetricHeap
+
+    @property
+    def device(self) -> torch.device:
+        """Of the communicator."""
+        return self.handle.device
+
+
+class Workspace(NamedTuple):
+    """Of a program, on all ranks. Kernels for several types of elements can share one: how it is laid out does not
+    depend on the type, and their calls follow each other."""
+
+    memory: torch.Tensor
+    channels: Channels
+
+
+class Kernel:
+    """A program for one type of elements and all sizes up to one.
+
+    Making one compiles it; ``connect``, which is collective, gives it to the core.
+
+    Args:
+        program: What is compiled.
+        site: Of the communicator.
+        dtype: Of the elements.
+        max_bytes: Of a message.
+        blocks: Of all groups together, at most; None: as many as serve.
+        threads: Of a block, at most; None: as many as serve.
+
+    Raises:
+        CompileError, ValueError, ModuleNotFoundError, RuntimeError: As of ``dsl.compile``.
+    """
+
+    def __init__(
+        self,
+        program: ir.Program,
+        site: Site,
+        dtype: torch.dtype,
+        max_bytes: int,
+        blocks: int | None = None,
+        threads: int | None = None,
+    ) -> None:
+        self.program = program
+        self.max_bytes = max_bytes
+        self.element: Element = element_of(dtype)
+        self._site = site
+        groups = runs_of(program)
+        self._limits: Limits = limits_of(program, groups, site.device, blocks, threads)
+        self._layout: Layout = lay_out(
+            program, groups, max_bytes, self._limits.instances, self._limits.threads, masks=is_moved(program)
+        )
+        self.outer = outer_parts(program.operation, program.world)
+        self._pieces = min((buffer.parts for buffer in program.buffers), default=self.outer) // self.outer
+        self.in_place = works_in_place(program, groups)
+        self.symmetric: Sequence[ir.Space] = symmetric_spaces(program)
+        self.source = generate(program, groups, self._layout, self.element)
+        self.workspace_bytes = self._layout.bytes
+        self._uses_ports = uses_ports(groups)
+        self._image = compile_image(self.source, kernel_name(program), site.device)
+        self._workspace: Workspace | None = None
+        self._number = -1
+
+    def connect(self, workspace: Workspace | None = None) -> Workspace:
+        """Loads the kernel, and makes its workspace where none is given. Collective.
+
+        Raises:
+            RendezvousError: The ranks ask for different kernels, or one of them has no memory.
+            MissingRankError: A rank has not made the call in time.
+            RuntimeError: The device does not take the kernel.
+        """
+        self._workspace = self._make_workspace() if workspace is None else workspace
+        title = f"program {self.program.name}"
+        # Behind the meeting of the ranks: so all have loaded as many.
+        self._number = self._site.handle.core().load_program(self._image, kernel_name(self.program), title)
+        return self._workspace
+
+    def _make_workspace(self) -> Workspace:
+        site, program = self._site, self.program
+        memory = site.heap.empty(self._layout.bytes, torch.uint8)
+        memory.zero_()
+        for begin, end in armed_ranges(program, self._layout):
+            memory[begin:end] = 0xFF
+        if memory.is_cuda:
+            torch.cuda.current_stream(memory.device).synchronize()
+        # A rank has its channels only when all have asked for them: so all workspaces are ready.
+        semaphores = self._limits.instances * program.semaphores
+        return Workspace(memory, open_channels(site.heap, site.handle, memory, semaphores))
+
+    def grid(self, message_bytes: int) -> tuple[int, int]:
+        """Blocks of a launch, of all groups, and their threads."""
+        instances, threads = self._limits.of_call(chunk_lines(message_bytes // self.outer, self._pieces))
+        return instances * len(self.program.groups), threads
+
+    def prepare(self, input_bytes: int, output_bytes: int) -> Callable[..., bool]:
+        """What launches a call: it takes the addresses of input and output and a stream, and tells whether it could.
+
+        Raises:
+            RuntimeError: The communicator is closed.
+            ValueError: The device does not take the grid.
+        """
+        assert self._workspace is not None, "connect() comes first"
+        message_bytes = max(input_bytes, output_bytes)
+        blocks, threads = self.grid(message_bytes)
+        memory, channels = self._workspace
+        (place, words) = channels.places
+        data_type = next((name for name, dtype in TORCH_TYPES.items() if dtype == self.element.dtype), _BYTES)
+        launch = _core.ProgramLaunch(
+            kernel=self._number,
+            groups=len(self.program.groups),
+            blocks=blocks,
+            threads=threads,
+            shared_bytes=shared_bytes(self.program),
+            memory=place,
+            memory_bytes=memory.nbytes,
+            semaphore_words=words,
+            semaphores=channels.semaphores,
+            data_type=_NUMBERS[data_type],
+            input_bytes=input_bytes,
+            output_bytes=output_bytes,
+            part_bytes=message_bytes // self.outer,
+            symmetric=sum(_SYMMETRIC[space] for space in self.symmetric),
+        )
+        return self._site.handle.core().prepare_program(launch)
