@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 from llm_comm.dsl import ir
 from llm_comm.dsl.compiler.element import Element
 from llm_comm.dsl.compiler.errors import CompileError
 from llm_comm.dsl.compiler.layout import LINE_BYTES, MASK_BYTES, Layout, outer_parts
-from llm_comm.dsl.compiler.runs import DataRun, chunk_of, made_by
-from llm_comm.dsl.compiler.schedule import Receive, Step, schedule
+from llm_comm.dsl.compiler.runs import DataRun, chunk_of, made_by, values_read
+from llm_comm.dsl.compiler.schedule import Receive, Schedule, Step, ops_of, schedule, stages_of
 from llm_comm.dsl.compiler.senders import readers_of, sender_of
 from llm_comm.dsl.compiler.text import Text, address_of, number_of, runs_on
 from llm_comm.dsl.ranks import Rank, Relative
 
 #: kAbsolute of prelude.cuh.
 _ABSOLUTE = 8
+#: Counts a block, all threads of which have begun the call.
+ARRIVE = ("block_sync();  // all threads know the number of the call", "if (thread_index() == 0) call.arrive();")
 
 
 class DataRunWriter:
@@ -27,7 +30,7 @@ class DataRunWriter:
         layout: Of the workspace.
         element: Of the message.
         parts: Of the chunks.
-        batch: Lines that a thread carries together.
+        batch: Lines that a thread carries together through a loop; else 1.
         give_up: What ends the thread whose wait ended without what it waited for.
     """
 
@@ -50,46 +53,88 @@ class DataRunWriter:
 
     # ---- Runs ----------------------------------------------------------------------------------------------------
 
-    def straight(self, run: DataRun, begin: str | None) -> None:
-        """All lines of the chunks. ``begin``: a statement for when the first loads are on their way."""
-        if run.only is None:
-            self._straight(run, begin)
-            return
-        if begin is not None:
-            self._out.add(begin)
-        with self._out.block(f"if ({runs_on(run.only)})"):
-            self._straight(run, None)
+    def straight(self, run: DataRun, begins: bool) -> None:
+        """All lines of the chunks. ``begins``: the call has to begin, when the first loads are on their way."""
+        with self._out.block("" if run.only is None else f"if ({runs_on(run.only)})"):
+            self._straight(run, begins)
 
-    def _straight(self, run: DataRun, begin: str | None) -> None:
-        out, plan = self._out, schedule(run.ops)
-        self._start(run, in_loop=False)
+    def _straight(self, run: DataRun, begins: bool) -> None:
+        plan = schedule(run.ops)
+        with self._out.block(f"if (end{self._parts} <= stride)  // a thread has one line"):
+            self._start(run, in_loop=False)
+            self._one_line(plan, begins)
+        with self._out.block("else"):
+            self._start(run, in_loop=False)
+            self._lines(plan, begins)
+
+    def _one_line(self, plan: Schedule, begins: bool) -> None:
+        out = self._out
+        out.add(f"const uint32_t k0 = first{self._parts};", f"const bool in0 = k0 < end{self._parts};")
+        values: list[tuple[int, str]] = []
+        loads: dict[str, str] = {}  # those of one line are one
+        for op in plan.first:
+            tensor, part, line = self._tensor(op.source, None, "k0")
+            what = f"{tensor}, {part}, {line}, {' && '.join(['in0', *self._only(op)])}"
+            if what not in loads:
+                loads[what] = f"load{op.result.number}"
+                out.add(f"Tensor<Storage>::Load {loads[what]}({what}, at0);")
+            values.append((op.result.number, loads[what]))
+        if begins:
+            out.add(
+                f"call.wait_for_grids_before({', '.join(['k0', *(f'{name}.precomputed()' for name in loads.values())])});"
+            )
+        out.add(*(f"{name}.begin();" for name in loads.values()))
+        if begins:
+            out.add("if (!call.begin()) return;")
+        out.add(*(f"const Line v{number}_0 = {name}.end();" for number, name in values))
+        self._declare_all(plan.steps)
+        # What is sent goes first, and the block meets while the answer is on its way.
+        sends = list(itertools.takewhile(lambda step: isinstance(step, ir.PutPackets), plan.steps)) if begins else []
+        if sends:
+            with out.block("if (in0)"):
+                self._steps(sends, set())
+        if begins:
+            out.add(*ARRIVE)
+        with out.block("if (in0)"):
+            self._steps(plan.steps[len(sends) :], set())
+
+    def _lines(self, plan: Schedule, begins: bool) -> None:
+        """A loop over lines, in which a stage of a line follows the stage before of the next one."""
+        out, stages = self._out, stages_of(plan)
         lines = f"end{self._parts}"
         out.add(f"uint32_t k = first{self._parts};")
-        if plan.first:
-            for op in plan.first:
-                out.add(*(f"Line v{op.result.number}_{j}{{}};" for j in range(self._batch)))
-            with self._out.block("const auto load = [&]", end="};"):
-                for j in range(self._batch):
-                    line = f"k + {j} * stride" if j else "k"
-                    for op in plan.first:
-                        value = f"v{op.result.number}_{j}"
-                        self._guarded(
-                            [f"{line} < {lines}", *self._only(op)], f"{value} = {self._load(op.source, None, line)};"
-                        )
-            out.add("load();")
-        if begin is not None:
-            out.add(begin)
+        if begins:
+            out.add("call.wait_for_grids_before(k);", "if (!call.begin()) return;", *ARRIVE)
         self._declare_all(plan.steps)
-        with self._out.block(f"while (k < {lines})"):
-            for j in range(self._batch):
-                line = f"k + {j} * stride" if j else "k"
-                out.add(f"const uint32_t k{j} = {line};")
-                if j:
-                    out.add(f"const bool in{j} = k{j} < {lines};")
-            self._steps(plan.steps, set())
-            out.add(f"k += {self._batch} * stride;")
-            if plan.first:
-                out.add("load();")
+        # A later stage loads what it takes for itself.
+        taken = {value for op in ops_of(stages[0].steps) for value in values_read(op)}
+        first = [op for op in plan.first if op.result in taken]
+        for op in first:
+            self._declare(op.result)
+        if first:
+            with out.block("const auto load = [&](uint32_t from)", end="};"):
+                for op in first:
+                    load = f"v{op.result.number}_0 = {self._load(op.source, None, 'from')};"
+                    self._guarded([f"from < {lines}", *self._only(op)], load)
+            out.add("load(k);")
+        last = len(stages) - 1
+        with out.block(f"for (; k < {lines}{f' + {last} * stride' if last else ''}; k += stride)"):
+            for number, stage in enumerate(stages):
+                behind = f" - {number} * stride" if number else ""
+                tests = [f"k >= first{self._parts} + {number} * stride"] if number else []
+                tests += [f"k{behind} < {lines}"] if last else []
+                with out.block(f"if ({' && '.join(tests)})" if tests else ""):
+                    out.add(f"const uint32_t k0 = k{behind};")
+                    for op in stage.again:
+                        self._declare(op.result)
+                        load = f"v{op.result.number}_0 = {self._load(op.source, None, 'k0')};"
+                        self._guarded(self._there(0, op), load)
+                    self._steps(stage.steps, set())
+                    if number == 0 and first:
+                        out.add("load(k + stride);")
+
+    def _declare(self, value: ir.Value) -> None:
+        self._out.add(*(f"Line v{value.number}_{j}{{}};" for j in range(self._batch)))
 
     def piece(self, run: DataRun, carried: set[ir.Value]) -> None:
         """Piece ``u`` of the chunks. ``carried``: values that are declared already."""
@@ -121,10 +166,10 @@ class DataRunWriter:
     def _steps(self, steps: Iterable[Step], carried: set[ir.Value]) -> None:
         later: list[ir.ReadPackets] = []
         for step in steps:
-            for op in step.ops if isinstance(step, Receive) else (step,):
+            for op in ops_of([step]):
                 made = made_by(op)
                 if made is not None and made not in carried:
-                    self._out.add(*(f"Line v{made.number}_{j}{{}};" for j in range(self._batch)))
+                    self._declare(made)
             if isinstance(step, Receive):
                 later += self._receive(step)
             elif isinstance(step, ir.Sum):
@@ -225,11 +270,10 @@ class DataRunWriter:
     def _declare_all(self, steps: Iterable[Step]) -> None:
         """Gives the places that the steps use names in the source."""
         used: list[tuple[ir.Chunk, Rank | None]] = []
-        for step in steps:
-            for op in step.ops if isinstance(step, Receive) else (step,):
-                chunk = chunk_of(op)
-                if chunk is not None:
-                    used.append((chunk, op.peer if isinstance(op, ir.Get | ir.Put | ir.PutPackets) else None))
+        for op in ops_of(steps):
+            chunk = chunk_of(op)
+            if chunk is not None:
+                used.append((chunk, op.peer if isinstance(op, ir.Get | ir.Put | ir.PutPackets) else None))
         layout = self._layout
         if any(not chunk.buffer.space.is_tensor for chunk, _ in used):
             self._out.add(f"const uint32_t half = {layout.half_offset}u + (call.is_odd() ? {layout.half_bytes}u : 0u);")

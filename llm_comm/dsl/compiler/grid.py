@@ -8,14 +8,15 @@ from dataclasses import dataclass
 import torch
 
 from llm_comm.dsl import ir
-from llm_comm.dsl.compiler.runs import GroupRuns, uses_ports
+from llm_comm.dsl.compiler.runs import DataRun, GroupRuns, uses_ports
 from llm_comm.dsl.compiler.source import MAX_THREADS
 
 _WARP = 32
 #: Of a launch, as for algorithms of the core.
 MAX_BLOCKS = 65535
-#: Of a block, while there are multiprocessors without one.
-_FEW_THREADS = 64
+#: Of a block where each line is on its way by itself, and how many there are for each multiprocessor, at most. Up to so
+#: many blocks they are small: the first lines are sent sooner (docs/experiments/dsl.md).
+_THREADS, _BLOCKS_OF_SM, _FEW_THREADS, _FEW_BLOCKS = 256, 8, 64, 512
 #: Where fibers of one thread stand for those of a GPU.
 _EMULATED_BLOCKS, _EMULATED_THREADS = 4, 16
 _MIN_THREADS = 8
@@ -30,17 +31,23 @@ class Limits:
     Attributes:
         instances: Blocks of each group, at most.
         threads: Of a block, at most.
-        few_threads: What a block has where more blocks can share the work.
+        few_threads: Of a block where there is little to do.
+        meets: Blocks signal and wait, so each takes as large a share as it can; else there are rather many of them.
     """
 
     instances: int
     threads: int
     few_threads: int
+    meets: bool
 
     def of_call(self, lines: int) -> tuple[int, int]:
         """Blocks of each group, and their threads, for chunks of so many lines."""
-        per_block = -(-lines // self.instances)
-        threads = min(self.threads, max(self.few_threads, -(-per_block // _WARP) * _WARP))
+        if self.meets:
+            per_block = -(-lines // self.instances)
+            threads = min(self.threads, max(self.few_threads, -(-per_block // _WARP) * _WARP))
+        else:
+            is_little = lines <= min(self.instances, _FEW_BLOCKS) * self.few_threads
+            threads = self.few_threads if is_little else self.threads
         return min(self.instances, -(-lines // threads)), threads
 
 
@@ -66,8 +73,11 @@ def limits_of(
     """
     groups = len(program.groups)
     is_gpu = device.type == "cuda"
-    most = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else _EMULATED_BLOCKS * groups
+    meets = any(not isinstance(step, DataRun) for group in groups_of_runs for step in group.steps)
     if blocks is None:
+        most = _EMULATED_BLOCKS * groups
+        if is_gpu:
+            most = torch.cuda.get_device_properties(device).multi_processor_count * (1 if meets else _BLOCKS_OF_SM)
         instances = min(most // groups, _PORT_INSTANCES) if uses_ports(groups_of_runs) else most // groups
         blocks = (program.instances if program.instances > 1 else instances) * groups
     if not groups <= blocks <= MAX_BLOCKS or blocks % groups:
@@ -76,9 +86,9 @@ def limits_of(
             f"{MAX_BLOCKS}; blocks is {blocks}"
         )
     if threads is None:
-        threads = MAX_THREADS if is_gpu else _EMULATED_THREADS
+        threads = _EMULATED_THREADS if not is_gpu else MAX_THREADS if meets else _THREADS
     if not _MIN_THREADS <= threads <= MAX_THREADS or (is_gpu and threads % _WARP):
         raise ValueError(
             f"threads is {threads}; a block has {_MIN_THREADS} to {MAX_THREADS}, on a GPU a multiple of {_WARP}"
         )
-    return Limits(blocks // groups, threads, min(threads, _FEW_THREADS))
+    return Limits(blocks // groups, threads, min(threads, _FEW_THREADS), meets)

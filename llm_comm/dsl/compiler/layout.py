@@ -30,9 +30,10 @@ def chunk_lines(part_bytes: int, pieces: int) -> int:
     return max(1, -(-lines // pieces))
 
 
-def batch_of(step: DataRun | LoopRuns) -> int:
-    """How many lines a thread carries together through a run, or through all runs of a loop."""
-    runs = [run for run in step.runs if isinstance(run, DataRun)] if isinstance(step, LoopRuns) else [step]
+def batch_of(loop: LoopRuns) -> int:
+    """How many lines a thread carries together through all runs of a loop. (Elsewhere it is one: more blocks that have
+    lines on their way served better.)"""
+    runs = [run for run in loop.runs if isinstance(run, DataRun)]
     live = max((sum(isinstance(op, ir.Load | ir.Get | ir.ReadPackets) for op in run.ops) for run in runs), default=1)
     return max(1, min(_MAX_BATCH, _LIVE_LINES // max(1, live)))
 

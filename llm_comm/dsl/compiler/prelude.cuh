@@ -147,6 +147,31 @@ class Tensor {
   LLM_COMM_DEVICE Tensor(char* begin, uint64_t part_bytes)
       : begin_(begin), part_bytes_(part_bytes), whole_lines_(static_cast<uint32_t>(part_bytes / sizeof(Line))) {}
 
+  // A load in two steps, for what else is to be loaded meanwhile. Construct it before the wait for earlier grids. The first step is
+  // made without a condition, of `spare` memory where no whole line is wanted: branches would come before it.
+  class Load {
+   public:
+    LLM_COMM_DEVICE Load(const Tensor& tensor, uint32_t part, uint32_t line, bool is_wanted, const void* spare)
+        : address_(tensor.at(part, line)) {
+      const bool is_whole = tensor.is_whole(address_, line);
+      is_later_ = is_wanted && !is_whole;
+      bytes_ = tensor.bytes_from(line);
+      from_ = is_wanted && is_whole ? address_ : spare;
+    }
+
+    LLM_COMM_DEVICE uint64_t precomputed() const { return reinterpret_cast<uint64_t>(from_); }
+    LLM_COMM_DEVICE void begin() { value_ = load_line(from_); }
+    // The line; unspecified unless wanted.
+    LLM_COMM_DEVICE Line end() const { return is_later_ ? load_elements<Storage>(address_, bytes_) : value_; }
+
+   private:
+    const char* address_;
+    const void* from_;
+    uint64_t bytes_;
+    bool is_later_;
+    Line value_{};
+  };
+
   LLM_COMM_DEVICE Line load(uint32_t part, uint32_t line) const {
     const char* const address = at(part, line);
     return is_whole(address, line) ? load_line(address) : load_elements<Storage>(address, bytes_from(line));

@@ -7,7 +7,8 @@ on one buffer change places if one of them writes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from llm_comm.dsl import ir
@@ -38,6 +39,54 @@ class Schedule:
 
     first: tuple[ir.Load, ...]
     steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a thread does with a batch of lines before the next packets are waited for.
+
+    Attributes:
+        again: Loads of the input, whose values a stage before has had too: they are made again, not kept.
+        steps: What follows.
+    """
+
+    again: tuple[ir.Load, ...]
+    steps: tuple[Step, ...]
+
+
+def ops_of(steps: Iterable[Step]) -> list[DataOp]:
+    """Of all the steps."""
+    return [op for step in steps for op in (step.ops if isinstance(step, Receive) else (step,))]
+
+
+def stages_of(plan: Schedule) -> tuple[Stage, ...]:
+    """The steps, cut before each Receive: there a batch may wait while the thread goes on with another one. So what a
+    stage sends is on its way while earlier batches are waited for.
+
+    It is one stage where values other than the input's go over a cut, or where the input would be loaded behind a store
+    to the output, which may be the same memory.
+    """
+    cuts = [i for i, step in enumerate(plan.steps) if isinstance(step, Receive)]
+    bounds = [0, *(cut for cut in cuts if cut > 0), len(plan.steps)]
+    parts = [plan.steps[begin:end] for begin, end in itertools.pairwise(bounds)]
+    whole = (Stage((), plan.steps),)
+    inputs = {op.result: op for op in plan.first}
+    stages: list[Stage] = []
+    stored = False
+    for number, steps in enumerate(parts):
+        ops = ops_of(steps)
+        made = {made_by(op) for op in ops}
+        taken = [value for op in ops for value in values_read(op) if value not in made]
+        again = (
+            ()
+            if number == 0
+            else tuple({inputs[value].result: inputs[value] for value in taken if value in inputs}.values())
+        )
+        if any(value not in inputs for value in taken) or (again and stored):
+            return whole
+        stored = stored or any(isinstance(op, ir.Store) and op.target.buffer.space is ir.Space.OUTPUT for op in ops)
+        stages.append(Stage(again, steps))
+    return tuple(stages)
 
 
 def schedule(ops: Sequence[DataOp]) -> Schedule:

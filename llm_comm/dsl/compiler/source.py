@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llm_comm.dsl import ir
-from llm_comm.dsl.compiler.data_run import DataRunWriter
+from llm_comm.dsl.compiler.data_run import ARRIVE, DataRunWriter
 from llm_comm.dsl.compiler.element import Element
 from llm_comm.dsl.compiler.layout import Layout, batch_of, outer_parts
 from llm_comm.dsl.compiler.port_run import PortRunWriter
@@ -88,9 +88,6 @@ class _Source:
                 else:
                     with self._out.block(f"if (block % {len(self._groups)} == {number})  // {group.name}"):
                         self._group(group)
-            out.add(
-                "block_sync();  // all threads know the number of the call", "if (thread_index() == 0) call.arrive();"
-            )
         return out.joined()
 
     # ---- What all groups have ------------------------------------------------------------------------------------
@@ -99,6 +96,12 @@ class _Source:
     def _talks(self) -> bool:
         """Whether blocks meet and end together: they signal or wait."""
         return any(isinstance(run, SignalRun | WaitRun | PortRun) for group in self._groups for run in group.runs())
+
+    @property
+    def _groups_begin(self) -> bool:
+        """Whether each group begins the call by itself, beside its first loads."""
+        first = [group.steps[0] for group in self._groups]
+        return not self._talks and all(isinstance(step, DataRun) and step.only is None for step in first)
 
     def _head(self) -> None:
         program, out = self._program, self._out
@@ -149,8 +152,9 @@ class _Source:
                     f"const uint32_t first{parts} = instance * block_threads() + thread_index();",
                     f"const uint32_t end{parts} = lines{parts};",
                 )
-        firsts = ", ".join(f"first{parts}" for parts in self._sizes())
-        out.add(f"call.wait_for_grids_before({firsts});")
+        if not self._groups_begin:
+            firsts = ", ".join(f"first{parts}" for parts in self._sizes())
+            out.add(f"call.wait_for_grids_before({firsts});")
         ranks = {p for group in self._groups for run in group.runs() for op in run.ops for p in _peers(op)}
         if any(not hasattr(rank, "offset") for rank in ranks):
             select = " : ".join(f"offset == {i} ? at{i}" for i in range(1, world))
@@ -173,6 +177,7 @@ class _Source:
                 "if (!call.begin()) *incomplete = 1;",
                 "block_sync();",
                 "if (*incomplete != 0) return;",
+                "if (thread_index() == 0) call.arrive();",
                 "// Where `from` signals to the block of this number, in a workspace.",
             )
             with self._out.block(
@@ -184,6 +189,8 @@ class _Source:
                     "return reinterpret_cast<uint64_t*>(workspace) + "
                     f"(instance * {semaphores} + semaphore) * kWorld + from;"
                 )
+        elif not self._groups_begin:
+            out.add("if (!call.begin()) return;", *ARRIVE)
 
     def _sizes(self) -> list[int]:
         """Of the chunks, as parts of the message."""
@@ -195,25 +202,18 @@ class _Source:
     # ---- Groups --------------------------------------------------------------------------------------------------
 
     def _group(self, group: GroupRuns) -> None:
-        has_begun = self._talks
+        begins = self._groups_begin
         for number, step in enumerate(group.steps):
             if isinstance(step, LoopRuns):
-                if not has_begun:
-                    self._out.add("if (!call.begin()) return;")
-                has_begun = True
                 self._loop(step, number)
             elif isinstance(step, DataRun):
                 with self._out.block(""):
-                    self._data(step, has_begun)
-                has_begun = True
+                    self._writer(step.parts, 1).straight(step, begins)
             elif isinstance(step, PortRun):
                 self._port(step, None)
             else:
                 self._talk(step, None)
-
-    def _data(self, run: DataRun, has_begun: bool) -> None:
-        writer = self._writer(run.parts, batch_of(run))
-        writer.straight(run, None if has_begun else "if (!call.begin()) return;")
+            begins = False
 
     def _writer(self, parts: int, batch: int) -> DataRunWriter:
         give_up = "{ *incomplete = 1; return; }" if self._talks else "return;"
