@@ -11,7 +11,7 @@ from llm_comm.dsl import ir
 from llm_comm.dsl.compiler.runs import GroupRuns, uses_ports
 from llm_comm.dsl.compiler.source import MAX_THREADS
 
-_WARP = 32
+WARP = 32
 #: Of a launch, as for algorithms of the core.
 MAX_BLOCKS = 65535
 #: Of a block, while there are multiprocessors without one.
@@ -40,7 +40,7 @@ class Limits:
     def of_call(self, lines: int) -> tuple[int, int]:
         """Blocks of each group, and their threads, for chunks of so many lines."""
         per_block = -(-lines // self.instances)
-        threads = min(self.threads, max(self.few_threads, -(-per_block // _WARP) * _WARP))
+        threads = min(self.threads, max(self.few_threads, -(-per_block // WARP) * WARP))
         return min(self.instances, -(-lines // threads)), threads
 
 
@@ -77,8 +77,14 @@ def limits_of(
         )
     if threads is None:
         threads = MAX_THREADS if is_gpu else _EMULATED_THREADS
-    if not _MIN_THREADS <= threads <= MAX_THREADS or (is_gpu and threads % _WARP):
-        raise ValueError(
-            f"threads is {threads}; a block has {_MIN_THREADS} to {MAX_THREADS}, on a GPU a multiple of {_WARP}"
-        )
+    why = why_not_threads(threads, is_gpu, MAX_THREADS)
+    if why:
+        raise ValueError(why)
     return Limits(blocks // groups, threads, min(threads, _FEW_THREADS))
+
+
+def why_not_threads(threads: int, is_gpu: bool, most: int) -> str:
+    """Why a block cannot have so many threads, of at most so many, or ""."""
+    if _MIN_THREADS <= threads <= most and not (is_gpu and threads % WARP):
+        return ""
+    return f"threads is {threads}; a block has {_MIN_THREADS} to {most}, on a GPU a multiple of {WARP}"
