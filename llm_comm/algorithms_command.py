@@ -1,36 +1,84 @@
-"""``llm-comm algorithms``: what the registry of the core lists. Needs no GPU and no ranks."""
+"""``llm-comm algorithms``: what can run an operation, of this build and of programs. Needs no GPU and no ranks."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from llm_comm import _core
+from llm_comm import preflight, registry
 from llm_comm.bench.report import columns
-
-_OF_AN_ALGORITHM = ("operation", "name", "protocol", "data_types", "tunables", "title")
-_OF_AN_OPERATION = ("name", "title", "buffers", "parameters")
+from llm_comm.dsl.listing import Listed, listed
 
 
 def run(args: argparse.Namespace) -> int:
-    """``llm-comm algorithms``. Returns 0."""
-    algorithms = [_as_dict(entry, _OF_AN_ALGORITHM) for entry in _core.algorithms()]
-    operations = [_as_dict(entry, _OF_AN_OPERATION) for entry in _core.operations()]
+    """``llm-comm algorithms``. Returns 0.
+
+    Raises:
+        ConfigError: The configuration is wrong, or a program that it names cannot be imported.
+    """
+    config = preflight.configuration(dsl=args.dsl)
+    operations = registry.operations().values()
+    algorithms = [_algorithm(algorithm) for operation in operations for algorithm in operation.algorithms]
+    programs = [_program(found) for found in listed(config, args.world, args.library)]
+    of_operations = [_operation(operation) for operation in operations]
     if args.json:
-        print(json.dumps({"operations": operations, "algorithms": algorithms}, indent=2))
-    else:
-        print(_table(["operation", "algorithm", "protocol", "data types", "tunables", "how"], algorithms))
-        print()
-        print(_table(["operation", "what", "buffers", "parameters"], operations))
+        found = {"operations": of_operations, "algorithms": algorithms, "world": args.world, "programs": programs}
+        print(json.dumps(found, indent=2))
+        return 0
+    heads = ["operation", "algorithm", "protocol", "data types", "tunables", "needs", "how"]
+    print(_table(heads, (entry.values() for entry in algorithms)))
+    if programs:
+        print(f"\nprograms of llm_comm.dsl for {args.world} ranks")
+        heads = ["operation", "program", "lines", "option dsl", "selectable as all_reduce"]
+        print(_table(heads, (_program_cells(entry) for entry in programs)))
+    print()
+    print(_table(["operation", "what", "buffers", "parameters"], (entry.values() for entry in of_operations)))
     return 0
 
 
-def _as_dict(entry: Any, fields: Sequence[str]) -> dict[str, str | list[str]]:
-    return {name: getattr(entry, name) for name in fields}
+def _algorithm(algorithm: registry.Algorithm) -> dict[str, Any]:
+    return {
+        "operation": algorithm.operation,
+        "name": algorithm.name,
+        "protocol": algorithm.protocol,
+        "data_types": list(algorithm.data_types),
+        "tunables": list(algorithm.ranges),
+        "needs": list(algorithm.needs),
+        "title": algorithm.title,
+    }
 
 
-def _table(head: Sequence[str], entries: Sequence[dict[str, str | list[str]]]) -> str:
-    cells = [[value if isinstance(value, str) else " ".join(value) for value in entry.values()] for entry in entries]
-    return columns([head, *([cell or "-" for cell in line] for line in cells)], str.ljust)
+def _operation(operation: registry.Operation) -> dict[str, Any]:
+    return {
+        "name": operation.name,
+        "title": operation.title,
+        "buffers": list(operation.buffers),
+        "parameters": list(operation.parameters),
+    }
+
+
+def _program(found: Listed) -> dict[str, Any]:
+    return {
+        "operation": found.operation,
+        "name": found.name,
+        "lines": found.lines or None,
+        "dsl": found.option,
+        "selectable": not found.why_not,
+        "why_not": found.why_not,
+    }
+
+
+def _program_cells(entry: dict[str, Any]) -> list[Any]:
+    lines = "" if entry["lines"] is None else str(entry["lines"])
+    selectable = "yes" if entry["selectable"] else f"no: {entry['why_not']}"
+    return [entry["operation"], entry["name"], lines, entry["dsl"], selectable]
+
+
+def _table(head: Sequence[str], rows: Iterable[Iterable[str | list[str]]]) -> str:
+    return columns([head, *([_cell(value) for value in row] for row in rows)], str.ljust)
+
+
+def _cell(value: str | list[str]) -> str:
+    return (value if isinstance(value, str) else ", ".join(value)) or "-"

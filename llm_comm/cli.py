@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from llm_comm.bench import ALIGNED_METHODS, LAYER_TOKENS, METHODS, OPERATIONS, PLOT_SUFFIXES
 from llm_comm.config import parse_option
@@ -118,7 +119,9 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16", help="(%(default)s)")
     _add_bench_options(parser, "graph")
     text = "time and check all-reduce beside NCCL and torch symmetric memory (beside gloo on emulated GPUs)"
-    _add_comparison(_command(collectives, "all-reduce", text, "llm_comm.bench.all_reduce"), "message")
+    parser = _command(collectives, "all-reduce", text, "llm_comm.bench.all_reduce")
+    _add_comparison(parser, "message")
+    _add_programs(parser, "programs of llm_comm.dsl to time too, each in a column of its own")
     text = "the same of all-gather, into ordinary and into symmetric memory"
     _add_comparison(_command(collectives, "all-gather", text, "llm_comm.bench.all_gather"), "part of a rank")
     text = "the same of reduce-scatter"
@@ -184,6 +187,7 @@ def _add_comparison(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--min", type=byte_count, default=byte_count("1K"), help=f"smallest {what} (1K)")
     parser.add_argument("--max", type=byte_count, help=f"largest {what} (8M; emulated 64K)")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="(%(default)s)")
+    parser.set_defaults(dsl=None)
     _add_bench_options(parser, "both")
 
 
@@ -285,11 +289,30 @@ def _add_candidates(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--method", choices=ALIGNED_METHODS, default="aligned", help=f"{_ALIGNED_AND_SPACED} (%(default)s)"
     )
+    _add_programs(parser, "programs of llm_comm.dsl that are candidates of all-reduce too")
+
+
+def _add_programs(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument(
+        "--dsl",
+        type=_programs,
+        metavar="MODULE:PROGRAM,...",
+        help=f"{what}; in place of what option dsl (LLM_COMM_DSL) names",
+    )
 
 
 def _add_algorithms(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    text = "list the operations and algorithms of this build"
+    text = "list the operations and algorithms of this build, and programs of llm_comm.dsl"
     parser = _command(commands, "algorithms", text, "llm_comm.algorithms_command")
+    _add_programs(parser, "programs to list")
+    parser.add_argument("--library", action="store_true", help="list the programs of llm_comm.dsl.library too")
+    parser.add_argument(
+        "--world",
+        type=_world,
+        default=4,
+        metavar="N",
+        help="ranks that programs are built and checked for, 2 to 8 (%(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -326,10 +349,28 @@ def byte_count(text: str) -> int:
 
 
 def _seconds(text: str) -> float:
+    return float(_option("timeout_s", text))
+
+
+def _programs(text: str) -> str:
+    return str(_option("dsl", text))
+
+
+def _option(name: str, text: str) -> Any:
+    """As the variable of an option of ``Config`` has it."""
     try:
-        return float(parse_option("timeout_s", text))
+        return parse_option(name, text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _world(text: str) -> int:
+    from llm_comm.launch import WORLDS
+
+    world = _positive(text)
+    if world not in WORLDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks, {WORLDS[0]} to {WORLDS[-1]}")
+    return world
 
 
 def _plot_file(text: str) -> Path:

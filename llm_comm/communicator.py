@@ -6,7 +6,7 @@ import importlib
 import logging
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from llm_comm.operations.watched import is_watched as _is_watched
 from llm_comm.planning import programs
 from llm_comm.planning.multicast import Multicast
 from llm_comm.planning.plan import Plan
+from llm_comm.planning.programs import Kernels
 from llm_comm.planning.tables import TuningTable
 from llm_comm.runtime.channels import Channels, open_channels
 from llm_comm.runtime.connect import agree, connect
@@ -419,6 +420,12 @@ class Communicator(GatherScatter, LinearLayers):
     def table(self) -> TuningTable:
         """The tuning table that selects."""
         return self._planner.table
+
+    @property
+    def programs(self) -> Mapping[str, Kernels]:
+        """Programs of llm_comm.dsl that are compiled for ``all_reduce``, by the names that options and tables give them
+        (docs/dsl.md). The same on all ranks."""
+        return MappingProxyType(self._planner.programs)
 
     @property
     def multicast(self) -> Multicast:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from llm_comm.config import Config
+from llm_comm.dsl import registry as programs
 from llm_comm.errors import ConfigError
 from llm_comm.planning.catalogue import check_table_option
 
@@ -17,17 +19,33 @@ def check(outputs: Mapping[str, Path | None], **overrides: Any) -> Config:
 
     Args:
         outputs: By option, the files that the command is to write at its end; None where there is none.
-        overrides: Options of ``Config`` from the command line.
+        overrides: As of ``configuration``.
 
     Raises:
-        ConfigError: An option or the tuning table that it names is wrong, or a file cannot be written.
+        ConfigError: An option, or the tuning table or a program that it names, is wrong, or a file cannot be written.
     """
-    config = Config.load(**overrides)
+    config = configuration(**overrides)
     check_table_option(config)
+    programs.of_option(config)
     for option, path in outputs.items():
         if path is not None:
             _check_output(option, path)
     return config
+
+
+def configuration(**overrides: Any) -> Config:
+    """The options that hold for a command.
+
+    Args:
+        overrides: Options of ``Config`` from the command line; None where it has none.
+
+    Raises:
+        ConfigError: An option is wrong.
+    """
+    given = {name: value for name, value in overrides.items() if value is not None}
+    config = Config.load(**given)
+    origins = {name: f"--{name.replace('_', '-')}" for name in given}
+    return dataclasses.replace(config, origins={**config.origins, **origins})
 
 
 def _check_output(option: str, path: Path) -> None:

@@ -81,6 +81,17 @@ class Algorithm(NamedTuple):
         engines, which are worth it where messages are large enough; or by NVLink multicast, which has to be set up."""
         return self.protocol in ("Port", "CE") or self.by_switch
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What has to be there for it to run, in words for people; nothing for most."""
+        found = {
+            "symmetric tensors": self.is_symmetric,
+            "NVLink multicast": self.by_switch,
+            "sum=any": self.sums_in_switch,
+            "a row or option": self.needs_row,
+        }
+        return tuple(what for what, is_needed in found.items() if is_needed)
+
 
 class Operation(NamedTuple):
     """What is computed.

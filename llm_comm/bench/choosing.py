@@ -86,26 +86,43 @@ def with_figures(chosen: Measured, measured: Sequence[Measured]) -> Measured:
 
 
 def choose_by_means(measured: Sequence[Measured], size: int, refusals: Iterable[str]) -> list[Measured]:
-    """What runs at a size, by what may be used, with figures and without repetition: where sums may be in any order,
-    where NVLink multicast only stores, and without it. Of these rows the first counts that can be used.
+    """What runs at a size, by what may be used, with figures and without repetition: a program where that is the best
+    of all, and the best algorithms: where sums may be in any order, where NVLink multicast only stores, and without it.
+    Of these rows the first counts that can be used.
 
     Raises:
         ConfigError: As of ``choose``.
     """
     chosen: list[Measured] = []
-    for fits in (lambda _: True, lambda a: not a.sums_in_switch, lambda a: not a.by_switch):
-        of_means = [m for m in measured if fits(algorithm_of(m.row))]
-        best = with_figures(choose(of_means, size, refusals), of_means)
+    first = choose(measured, size, refusals)
+    if registry.is_program(first.row.algorithm):
+        chosen.append(with_figures(first, measured))
+        # The other rows are for where it is not served: what came next is then an algorithm too.
+        measured = [m for m in measured if not registry.is_program(m.row.algorithm)]
+    for fits in (lambda _: True, lambda row: not sums_in_switch(row), lambda row: not _by_switch(row)):
+        of_means = [m for m in measured if fits(m.row)]
+        # A row of a program would count before those of all algorithms of that size, by the switch too.
+        algorithms = [m for m in of_means if not registry.is_program(m.row.algorithm)]
+        best = with_figures(choose(algorithms, size, refusals), of_means)
         if all(best.row.without_figures() != other.row.without_figures() for other in chosen):
             chosen.append(best)
     return chosen
 
 
-def algorithm_of(row: Row) -> registry.Algorithm:
-    """Of a row that was measured."""
-    found = registry.operations()[row.operation].find(row.algorithm, row.protocol)
-    assert found is not None
-    return found
+def sums_in_switch(row: Row) -> bool:
+    """Whether what a row names sums in the NVLink switch."""
+    algorithm = _algorithm_of(row)
+    return algorithm is not None and algorithm.sums_in_switch
+
+
+def _by_switch(row: Row) -> bool:
+    algorithm = _algorithm_of(row)
+    return algorithm is not None and algorithm.by_switch
+
+
+def _algorithm_of(row: Row) -> registry.Algorithm | None:
+    """None of a program."""
+    return registry.operations()[row.operation].find(row.algorithm, row.protocol)
 
 
 def merge(best: Sequence[Sequence[Measured]]) -> list[Row]:

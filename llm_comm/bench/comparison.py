@@ -6,6 +6,7 @@ What the collective is, ``Collective`` says; the commands ``llm-comm bench ...``
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
@@ -17,11 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llm_comm import launch, preflight
-from llm_comm.bench import others, report, timing
+from llm_comm.bench import others, programs, report, timing
 from llm_comm.bench.agreement import first_failure
 from llm_comm.bench.report import DTYPES, Progress, Result, Row, format_bytes
 from llm_comm.bench.timing import Schedule
 from llm_comm.communicator import Communicator
+from llm_comm.config import Config
 from llm_comm.errors import ConfigError, LlmCommError
 from llm_comm.launch import Placement
 from llm_comm.planning.plan import Plan
@@ -92,12 +94,15 @@ class Collective:
             ranks; and remarks on what is missing or to be read with care.
         judge: of messages of so many elements, for the rank of a communicator.
         plan: what llm_comm runs for so many elements.
+        programs: one way for each program of a communicator that has any, which is for them alone: they change its
+            table. None: programs do not do it.
     """
 
     title: str
     libraries: Callable[[Communicator, torch.dtype, int, dist.ProcessGroup], tuple[list[Library], list[str]]]
     judge: Callable[[Communicator, torch.dtype, int], Judge]
     plan: Callable[[Communicator, torch.dtype, int], Plan]
+    programs: Callable[[Communicator, torch.dtype], list[Library]] | None = None
 
 
 def run(args: argparse.Namespace, collective: Collective) -> int:
@@ -111,7 +116,9 @@ def run(args: argparse.Namespace, collective: Collective) -> int:
         raise ConfigError(f"--max {format_bytes(args.max)} is smaller than --min {format_bytes(args.min)}")
     if args.min % DTYPES[args.dtype].itemsize:
         raise ConfigError(f"--min {args.min}: a message is made of elements of {DTYPES[args.dtype].itemsize} bytes")
-    return in_ranks(args, placement, lambda group: _run_rank(args, collective, placement, group))
+    return in_ranks(
+        args, placement, lambda group, config: _run_rank(args, collective, placement, group, config), dsl=args.dsl
+    )
 
 
 def settle(args: argparse.Namespace, on_gpu: Defaults, emulated: Defaults) -> Placement:
@@ -133,26 +140,41 @@ def settle(args: argparse.Namespace, on_gpu: Defaults, emulated: Defaults) -> Pl
     return placement
 
 
-def in_ranks(args: argparse.Namespace, placement: Placement, run_rank: Callable[[dist.ProcessGroup], int]) -> int:
-    """Starts the ranks of a benchmark, once the files that it is to write can be written; in a rank, runs it.
+def in_ranks(
+    args: argparse.Namespace,
+    placement: Placement,
+    run_rank: Callable[[dist.ProcessGroup, Config], int],
+    **overrides: Any,
+) -> int:
+    """Starts the ranks of a benchmark, once the files that it is to write can be written; in a rank, runs it with the
+    configuration, of which the command line may override options.
 
     Raises:
-        ConfigError: a file cannot be written, or ``--plot`` lacks its library.
+        ConfigError: the configuration is wrong, a file cannot be written, or ``--plot`` lacks its library.
     """
-    preflight.check({"--json": args.json, "--plot": args.plot})
+    config = preflight.check({"--json": args.json, "--plot": args.plot}, **overrides)
     if args.plot:
         report.require_matplotlib()
     if not launch.in_rank():
         return launch.spawn(placement, args.argv)
     with launch.process_group(placement) as group:
-        return run_rank(group)
+        return run_rank(group, config)
 
 
-def _run_rank(args: argparse.Namespace, collective: Collective, placement: Placement, group: dist.ProcessGroup) -> int:
+def _run_rank(
+    args: argparse.Namespace, collective: Collective, placement: Placement, group: dist.ProcessGroup, config: Config
+) -> int:
     speaks, written = launch.rank() == 0, True
     dtype = DTYPES[args.dtype]
-    with Communicator(group, placement.device) as comm:
+    with contextlib.ExitStack() as stack:
+        comm = stack.enter_context(Communicator(group, placement.device, config))
         libraries, remarks = collective.libraries(comm, dtype, args.max, group)
+        if collective.programs is not None and comm.programs:
+            # A forced algorithm would go before the tables that name programs.
+            own = config.replace(algorithm="auto")
+            libraries[1:1] = collective.programs(stack.enter_context(Communicator(group, placement.device, own)), dtype)
+        if collective.programs is not None and speaks:
+            remarks += programs.unmeasured(comm.programs, config, comm.world_size)
         bench = Comparison(collective, comm, group, dtype, Schedule.by(args.method, args.calls, args.reps))
         progress = Progress(enabled=speaks)
         rows = []

@@ -27,6 +27,7 @@ from llm_comm.bench.reference import Reference, worst
 from llm_comm.bench.report import DTYPES, OURS, Progress, Result, Row, format_bytes
 from llm_comm.bench.timing import Schedule
 from llm_comm.communicator import Communicator
+from llm_comm.config import Config
 from llm_comm.errors import ConfigError, LlmCommError
 from llm_comm.launch import Placement
 from llm_comm.planning.tables import FUSED
@@ -183,12 +184,12 @@ def run(args: argparse.Namespace) -> int:
             f"--min {format_bytes(args.min)}, --max {format_bytes(args.max)}: the smallest message is a row of "
             f"--hidden {args.hidden} elements, and the largest is no smaller"
         )
-    return in_ranks(args, placement, lambda group: _run_rank(args, placement, group))
+    return in_ranks(args, placement, lambda group, config: _run_rank(args, placement, group, config))
 
 
-def _run_rank(args: argparse.Namespace, placement: Placement, group: dist.ProcessGroup) -> int:
+def _run_rank(args: argparse.Namespace, placement: Placement, group: dist.ProcessGroup, config: Config) -> int:
     rows, written = [], True
-    with Communicator(group, placement.device) as comm:
+    with Communicator(group, placement.device, config) as comm:
         libraries, remarks = _libraries(comm, group, args.max // (2 * args.hidden), args.hidden)
         schedule = Schedule.by(args.method, args.calls, args.reps)
         bench = _Bench(comm, group, DTYPES[args.dtype], args.hidden, schedule)

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     args.tokens = args.tokens or (TOKENS if placement.on_gpu else _EMULATED_TOKENS)
     args.reps = args.reps or (_REPS if placement.on_gpu else _EMULATED_REPS)
     check_layers(args.shapes, args.tokens, "--shapes", fp8=bool(args.fp8))
-    return in_ranks(args, placement, lambda group: _run_rank(args, placement, group))
+    return in_ranks(args, placement, lambda group, config: _run_rank(args, placement, group, config))
 
 
 def place(world: int | None, device: str) -> Placement:
@@ -108,10 +108,10 @@ def place(world: int | None, device: str) -> Placement:
     return Placement(1, on_gpu=gpus > 0, reason="" if gpus else why)
 
 
-def _run_rank(args: argparse.Namespace, placement: Placement, group: dist.ProcessGroup) -> int:
+def _run_rank(args: argparse.Namespace, placement: Placement, group: dist.ProcessGroup, config: Config) -> int:
     with contextlib.ExitStack() as stack:
         comms = [
-            (pdl, stack.enter_context(Communicator(group, placement.device, Config.load(pdl=pdl))))
+            (pdl, stack.enter_context(Communicator(group, placement.device, config.replace(pdl=pdl))))
             for pdl in _PDL[args.pdl]
         ]
         progress = Progress(enabled=launch.rank() == 0)

@@ -11,11 +11,13 @@ import torch.distributed as dist
 from llm_comm.bench import timing
 from llm_comm.bench.agreement import on_all
 from llm_comm.bench.choosing import Measured, worth_timing
+from llm_comm.bench.programs import why_not_run
 from llm_comm.bench.timing import Schedule
-from llm_comm.bench.tune_subjects import Bound, Subject, admitted_by, candidates, nothing
+from llm_comm.bench.tune_subjects import Bound, Subject, candidates_on, nothing
 from llm_comm.communicator import Communicator
 from llm_comm.config import MIB
 from llm_comm.planning.tables import Row, TuningTable, by_operation
+from llm_comm.registry import is_program
 
 _NO_LIMIT = 1 << 40
 _CALLS = 20
@@ -115,9 +117,8 @@ class Bench:
 
     def _that_run(self, refusals: list[str]) -> list[Row]:
         """The candidates that the communicator accepts, one of those that run alike."""
-        problem = self._subject.problem(self._size, self._comm.world_size)
         rows, plans = [], set()
-        for row in candidates(problem, self._comm.limits, self._subject.is_symmetric, admitted_by(self._comm)):
+        for row in candidates_on(self._comm, self._subject, self._size):
             self.use(row)
             plan = self.bound.plan()
             if plan.algorithm == "declined":
@@ -125,6 +126,9 @@ class Bench:
                 continue
             if self._subject.is_symmetric and plan.symmetric != row.algorithm:
                 refusals.append(f"{row.algorithm} has no shape for it")
+                continue
+            if is_program(row.algorithm) and (why := why_not_run(plan, row.algorithm)):
+                refusals.append(f"{row.algorithm}: {why}")
                 continue
             # A plan says of symmetric tensors only which algorithm runs.
             key = row if self._subject.is_symmetric else plan
@@ -140,13 +144,7 @@ class Bench:
 
 def count_candidates(subject: Subject, sizes: Sequence[int], comm: Communicator) -> int:
     """Of all sizes together, those that run alike too."""
-    return sum(
-        1
-        for size in sizes
-        for _ in candidates(
-            subject.problem(size, comm.world_size), comm.limits, subject.is_symmetric, admitted_by(comm)
-        )
-    )
+    return sum(1 for size in sizes for _ in candidates_on(comm, subject, size))
 
 
 def _rounded(us: float) -> float:

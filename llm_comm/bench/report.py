@@ -22,6 +22,7 @@ from llm_comm import outputs
 from llm_comm.errors import ConfigError
 from llm_comm.installation import VERSION
 from llm_comm.launch import Placement
+from llm_comm.registry import is_program
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 OURS = "llm_comm"
@@ -77,11 +78,12 @@ class Row:
 
     @property
     def best_other(self) -> str | None:
-        """Name of the fastest other library that ran and was right."""
+        """Name of the fastest other library that ran and was right; programs are our own."""
         others = {
             name: result.us
             for name, result in self.results.items()
             if name not in (OURS, OURS_SYMMETRIC) and result.us is not None and not result.wrong
+            if not is_program(name)
         }
         return min(others, key=others.__getitem__) if others else None
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from llm_comm import launch, outputs, preflight
-from llm_comm.bench import report
+from llm_comm.bench import programs, report
 from llm_comm.bench.agreement import require_alike
 from llm_comm.bench.choosing import Measured, choose
 from llm_comm.bench.measuring import Bench, count_candidates, schedule_of
@@ -22,6 +22,7 @@ from llm_comm.bench.report import Progress, format_bytes
 from llm_comm.bench.tune import check_options, choice_text, options_of, require_candidates
 from llm_comm.bench.tune_subjects import Subject, coarse_first, subjects_of
 from llm_comm.communicator import Communicator
+from llm_comm.config import Config
 from llm_comm.errors import ConfigError
 from llm_comm.planning.plan import Plan
 
@@ -80,21 +81,23 @@ def run(args: argparse.Namespace) -> int:
     placement = launch.place(args.world, args.device)
     if not placement.on_gpu:
         raise ConfigError(f"bench table measures GPUs: {placement.reason}")
-    check_options(args, preflight.check({"--json": args.json}))
+    config = preflight.check({"--json": args.json}, dsl=args.dsl)
+    check_options(args, config)
     if not launch.in_rank():
         return launch.spawn(placement, args.argv)
     with launch.process_group(placement) as group:
         require_alike(lambda: {f"--{name}": value for name, value in options_of(args).items()}, group)
-        return 0 if _run(args, placement, group) else 1
+        return 0 if _run(args, placement, group, config) else 1
 
 
-def _run(args: argparse.Namespace, placement: launch.Placement, group: dist.ProcessGroup) -> bool:
+def _run(args: argparse.Namespace, placement: launch.Placement, group: dist.ProcessGroup, config: Config) -> bool:
     """Returns whether the file was written, if there is to be one."""
-    with Communicator(group, placement.device) as comm:
-        subjects = subjects_of(args.operations, args.hidden, args.max, comm.world_size)
+    with Communicator(group, placement.device, config) as comm:
+        subjects = subjects_of(args.operations, args.hidden, args.max, comm.world_size, comm.programs)
         require_candidates(args, subjects, comm.world_size, comm.limits)
         if comm.rank == 0:
             print(f"{comm.table.name}; microseconds a call; * more than {MARGIN:.0%} slower than the best candidate")
+            programs.print_remarks(comm.programs, config, comm.world_size, args.operations, args.max)
         rows, left = compare(comm, group, subjects, args)
         if comm.rank != 0:
             return True

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from llm_comm import _core, launch, outputs, preflight, registry
-from llm_comm.bench import report, tune_layers
+from llm_comm.bench import programs, report, tune_layers
 from llm_comm.bench.agreement import require_alike
-from llm_comm.bench.choosing import Measured, algorithm_of, choose_by_means, is_slower, merge
+from llm_comm.bench.choosing import Measured, choose_by_means, is_slower, merge, sums_in_switch
 from llm_comm.bench.linear_arms import check_layers
 from llm_comm.bench.measuring import AtSize, Bench, count_candidates, schedule_of
 from llm_comm.bench.pace import Budget, Pace
@@ -57,7 +57,7 @@ class Found(NamedTuple):
 
     def in_rank_order(self) -> list[Measured]:
         """The best of each size whose sums are in rank order, as they are unless an option says otherwise."""
-        return [next(m for m in of_size if not algorithm_of(m.row).sums_in_switch) for of_size in self.by_size()]
+        return [next(m for m in of_size if not sums_in_switch(m.row)) for of_size in self.by_size()]
 
 
 NOTHING = Found([], {})
@@ -73,22 +73,22 @@ def run(args: argparse.Namespace) -> int:
     placement = launch.place(args.world, args.device)
     if not placement.on_gpu:
         raise ConfigError(f"tune measures GPUs: {placement.reason}")
-    config = preflight.check({"--out": args.out, "--json": args.json})
-    check_options(args, config)
+    asked_for = preflight.check({"--out": args.out, "--json": args.json}, dsl=args.dsl)
+    check_options(args, asked_for)
     check_layers(args.layers, args.tokens, "--layers")
     check_layers(args.silu_layers, args.tokens, "--silu-layers")
     check_layers(args.fp8_layers, args.tokens, "--fp8-layers", fp8=True)
-    config = config_for(args.multicast, config)
+    config = config_for(args.multicast, asked_for)
     if not launch.in_rank():
         if args.json is not None and args.json.is_file():
-            _record(args, placement)  # a file of another run is told once, and not by every rank
+            _record(args, placement, asked_for)  # a file of another run is told once, and not by every rank
         return launch.spawn(placement, args.argv)
     written = True
     with launch.process_group(placement) as group:
         records: list[Record] = []
 
         def asked() -> dict[str, Any]:
-            records.append(_record(args, placement))
+            records.append(_record(args, placement, asked_for))
             return records[0].asked()
 
         require_alike(asked, group)  # before the first of them writes the file
@@ -96,8 +96,11 @@ def run(args: argparse.Namespace) -> int:
         with Communicator(group, placement.device, config) as comm:
             if args.multicast and not comm.multicast.is_up:
                 raise ConfigError(f"--multicast: NVLink multicast cannot be used here: {comm.multicast.why}")
-            subjects = subjects_of(args.operations, args.hidden, args.max, comm.world_size)
+            measured = programs.to_measure(comm, asked_for)
+            subjects = subjects_of(args.operations, args.hidden, args.max, comm.world_size, measured)
             require_candidates(args, subjects, comm.world_size, comm.limits)
+            if comm.rank == 0:
+                programs.print_remarks(measured, asked_for, comm.world_size, args.operations, args.max)
             shipped = comm.table
             found, left = measure(comm, group, subjects, args, record)
             comm.use_table(shipped)
@@ -111,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
                     table = tune_layers.with_layers(tuned(shipped, found), tune_layers.rows_of(layers))
                     if args.multicast:
                         table = table._replace(multicast=entry_of(comm, environment["date"]))
-                    written = _write_table(comm, table, args.operations, environment, args.out)
+                    written = _write_table(comm, table, args.operations, environment, args.out, asked_for.dsl)
                 written = record.write(is_complete=left == 0) and written
     return 0 if written else 1
 
@@ -181,9 +184,12 @@ def require_candidates(
                 )
 
 
-def _record(args: argparse.Namespace, placement: Placement) -> Record:
+def _record(args: argparse.Namespace, placement: Placement, config: Config) -> Record:
     """What is known of this run before it starts."""
-    return Record(args.json, report.environment(placement), options_of(args))
+    measured = programs.digests(config, placement.world)  # who edits a program starts another run
+    return Record(
+        args.json, report.environment(placement), {**options_of(args), **({"dsl": measured} if measured else {})}
+    )
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -323,11 +329,16 @@ def line(subject: Subject, chosen: Measured, nccl_us: float | None) -> str:
 def choice_text(row: Row) -> str:
     """A row's algorithm and its numbers: ``one_shot LL  blocks<=8 tile_lines=16``."""
     shape = " ".join(f"{name}{'<=' if name in _BOUNDS else '='}{value}" for name, value in row.tunables().items())
-    return f"{row.algorithm} {row.protocol}  {shape}"
+    return f"{row.algorithm} {row.protocol}  {shape}".rstrip()
 
 
 def _write_table(
-    comm: Communicator, table: TuningTable, operations: Sequence[str], environment: Mapping[str, Any], path: Path
+    comm: Communicator,
+    table: TuningTable,
+    operations: Sequence[str],
+    environment: Mapping[str, Any],
+    path: Path,
+    dsl: str | None = None,
 ) -> bool:
     measured = {
         "date": environment["date"],
@@ -335,6 +346,7 @@ def _write_table(
         "operations": list(operations),
         "method": environment["options"]["method"],
         "complete": environment["complete"],
+        **({} if dsl is None else {"dsl": dsl}),  # what option dsl has to name where a row names a program
     }
     text = table_text(torch.cuda.get_device_name(comm.device), comm.world_size, table, measured)
     return outputs.write_text("--out", path, text)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -12,10 +13,12 @@ import torch.distributed as dist
 
 from llm_comm import _core, registry
 from llm_comm.bench import OPERATIONS
+from llm_comm.bench.programs import rows_for
 from llm_comm.communicator import Communicator
 from llm_comm.config import MIB
 from llm_comm.planning.multicast import why_not
 from llm_comm.planning.plan import Plan, Problem
+from llm_comm.planning.programs import Kernels
 from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, FUSED, REDUCE_SCATTER, Row, of_symmetric
 
 #: bf16, in which everything is measured.
@@ -31,6 +34,8 @@ _COMPARE_PARTS_FROM = MIB // 16
 #: Below, ordinary memory is expected to be faster: on symmetric tensors a call begins with a hop that carries no data.
 SYMMETRIC_FROM = MIB // 16
 _ALIGNMENT = 256
+
+NO_PROGRAMS: Mapping[str, Kernels] = MappingProxyType({})
 
 Call = Callable[[], object]
 
@@ -58,12 +63,14 @@ class Subject(Protocol):
         key: By which a table has its rows.
         label: Goes before sizes and algorithms where they are shown.
         is_symmetric: Its tensors are in symmetric memory, and its candidates are for such tensors.
+        programs: Of llm_comm.dsl, by name, that are among its candidates.
     """
 
     operation: str
     key: str
     label: str
     is_symmetric: bool
+    programs: Mapping[str, Kernels]
 
     def sizes(self, smallest: int, largest: int) -> Iterator[int]:
         """Bytes of the messages to measure within the bounds: of an operation on parts, of the largest part."""
@@ -110,12 +117,13 @@ class AllReduceSubject:
 
     Args:
         pool: Where its tensors lie; None: in ordinary memory.
+        programs: Of a communicator, to be measured too.
     """
 
     operation = ALL_REDUCE
 
-    def __init__(self, pool: SymmetricPool | None = None) -> None:
-        self._pool, self.is_symmetric = pool, pool is not None
+    def __init__(self, pool: SymmetricPool | None = None, programs: Mapping[str, Kernels] = NO_PROGRAMS) -> None:
+        self._pool, self.is_symmetric, self.programs = pool, pool is not None, programs
         self.key, self.label = _named(self.operation, "", pool)
 
     def sizes(self, smallest: int, largest: int) -> Iterator[int]:
@@ -140,7 +148,7 @@ class AllGatherSubject:
         pool: Where the results lie; None: in ordinary memory, as the parts always do.
     """
 
-    operation = ALL_GATHER
+    operation, programs = ALL_GATHER, NO_PROGRAMS
 
     def __init__(self, pool: SymmetricPool | None = None) -> None:
         self._pool, self.is_symmetric = pool, pool is not None
@@ -167,7 +175,7 @@ class ReduceScatterSubject:
     """Reduce-scatter into equal parts along the first dimension; sizes are those of a part."""
 
     operation = key = REDUCE_SCATTER
-    label, is_symmetric = "reduce-scatter ", False
+    label, is_symmetric, programs = "reduce-scatter ", False, NO_PROGRAMS
 
     def sizes(self, smallest: int, largest: int) -> Iterator[int]:
         return doubling_sizes(smallest, largest)
@@ -189,7 +197,7 @@ class FusedSubject:
     """All-reduce + residual add + RMSNorm, of rows of ``hidden`` elements."""
 
     operation = key = FUSED
-    label, is_symmetric = "fused ", False
+    label, is_symmetric, programs = "fused ", False, NO_PROGRAMS
 
     def __init__(self, hidden: int) -> None:
         self._hidden = hidden
@@ -217,7 +225,13 @@ class FusedSubject:
         return Bound(partial(comm.plan_fused, x, weight), call)
 
 
-def subjects_of(names: Sequence[str], hidden: int, largest: int, world_size: int) -> list[Subject]:
+def subjects_of(
+    names: Sequence[str],
+    hidden: int,
+    largest: int,
+    world_size: int,
+    programs: Mapping[str, Kernels] = NO_PROGRAMS,
+) -> list[Subject]:
     """What to measure for the names of operations: also on symmetric tensors, where there are algorithms for those.
 
     Args:
@@ -225,12 +239,13 @@ def subjects_of(names: Sequence[str], hidden: int, largest: int, world_size: int
         hidden: Elements of a row of fused operations.
         largest: Bytes of the largest message.
         world_size: Ranks.
+        programs: To measure beside the algorithms, on ordinary tensors: symmetric ones have algorithms of their own.
     """
     gathers = "all-gather" in names
     # The result of a gather, or input and output of an all-reduce.
     pool = SymmetricPool(largest * max(2, world_size if gathers else 0))
     known: dict[str, list[Subject]] = {
-        "all-reduce": [AllReduceSubject(), AllReduceSubject(pool)],
+        "all-reduce": [AllReduceSubject(programs=programs), AllReduceSubject(pool)],
         "fused": [FusedSubject(hidden)],
         "all-gather": [AllGatherSubject(), AllGatherSubject(pool)],
         "reduce-scatter": [ReduceScatterSubject()],
@@ -279,6 +294,13 @@ def candidates(
         for choice in _core.candidates(algorithm.number, problem.for_core(), limits):
             tunables = {name: getattr(choice, name) for name in algorithm.ranges}
             yield Row(problem.message_bytes(), problem.operation, algorithm.name, algorithm.protocol, **tunables)
+
+
+def candidates_on(comm: Communicator, subject: Subject, size: int) -> Iterator[Row]:
+    """Rows worth measuring on a communicator: of algorithms that it may use, simplest first, and of programs."""
+    problem = subject.problem(size, comm.world_size)
+    yield from candidates(problem, comm.limits, subject.is_symmetric, admitted_by(comm))
+    yield from rows_for(problem, subject.programs)
 
 
 def nothing() -> None:

@@ -130,7 +130,7 @@ class Compiled:
             raise ValueError(f"{self._name}: out is x, but the program loads x after it has stored to out")
 
     def _check_place(self, space: ir.Space, tensor: torch.Tensor) -> None:
-        if tensor.nbytes and self._site.handle.core().find(tensor.data_ptr(), tensor.nbytes) is None:
+        if tensor.nbytes and self._site.heap.place_of(tensor) is None:
             raise ValueError(
                 f"{self._name}: peers use the {space.value}, so it must be a tensor of Communicator.empty, or a view "
                 "of one"

@@ -10,6 +10,7 @@ import torch
 
 from llm_comm import _core
 from llm_comm.dsl import ir
+from llm_comm.dsl.compiler import choices
 from llm_comm.dsl.compiler.element import Element, element_of
 from llm_comm.dsl.compiler.grid import Limits, limits_of
 from llm_comm.dsl.compiler.images import compile_image
@@ -18,6 +19,7 @@ from llm_comm.dsl.compiler.layout import Layout, armed_ranges, chunk_lines, lay_
 from llm_comm.dsl.compiler.runs import runs_of, uses_ports
 from llm_comm.dsl.compiler.source import generate, is_moved, kernel_name, shared_bytes, symmetric_spaces
 from llm_comm.operations.operation import TORCH_TYPES
+from llm_comm.planning.programs import OWN_CHOICE, LaunchChoice
 from llm_comm.runtime.channels import Channels, open_channels
 from llm_comm.runtime.core_handle import CoreHandle
 from llm_comm.runtime.symmetric_heap import SymmetricHeap
@@ -125,12 +127,23 @@ class Kernel:
         semaphores = self._limits.instances * program.semaphores
         return Workspace(memory, open_channels(site.heap, site.handle, memory, semaphores))
 
-    def grid(self, message_bytes: int) -> tuple[int, int]:
-        """Blocks of a launch, of all groups, and their threads."""
-        instances, threads = self._limits.of_call(chunk_lines(message_bytes // self.outer, self._pieces))
-        return instances * len(self.program.groups), threads
+    def why_not(self, choice: LaunchChoice) -> str:
+        """Why it cannot be launched so, or ""."""
+        return choices.why_not(choice, self._limits, len(self.program.groups), self._site.device)
 
-    def prepare(self, input_bytes: int, output_bytes: int) -> Callable[..., bool]:
+    def candidates(self, message_bytes: int) -> list[LaunchChoice]:
+        """Choices worth measuring, its own first, none of which ends in the grid of another one."""
+        lines = chunk_lines(message_bytes // self.outer, self._pieces)
+        return choices.candidates(self._limits, len(self.program.groups), lines)
+
+    def grid(self, message_bytes: int, choice: LaunchChoice = OWN_CHOICE) -> tuple[int, int]:
+        """Blocks of a launch, of all groups, and their threads; ``why_not(choice)`` is empty."""
+        groups = len(self.program.groups)
+        limits = choices.narrowed(self._limits, choice, groups)
+        instances, threads = limits.of_call(chunk_lines(message_bytes // self.outer, self._pieces))
+        return instances * groups, threads
+
+    def prepare(self, input_bytes: int, output_bytes: int, choice: LaunchChoice = OWN_CHOICE) -> Callable[..., bool]:
         """What launches a call: it takes the addresses of input and output and a stream, and tells whether it could.
 
         Raises:
@@ -139,7 +152,7 @@ class Kernel:
         """
         assert self._workspace is not None, "connect() comes first"
         message_bytes = max(input_bytes, output_bytes)
-        blocks, threads = self.grid(message_bytes)
+        blocks, threads = self.grid(message_bytes, choice)
         memory, channels = self._workspace
         (place, words) = channels.places
         data_type = next((name for name, dtype in TORCH_TYPES.items() if dtype == self.element.dtype), _BYTES)

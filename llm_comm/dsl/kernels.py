@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 from llm_comm.dsl import ir
 from llm_comm.dsl.kernel import Kernel, Site
+from llm_comm.dsl.sums import sums_in_rank_order
 from llm_comm.operations.operation import TORCH_TYPES
+from llm_comm.planning.programs import LaunchChoice
 from llm_comm.runtime.rendezvous import Rendezvous
 
 
@@ -27,6 +29,7 @@ class ProgramKernels:
     def __init__(self, name: str, program: ir.Program, site: Site, rendezvous: Rendezvous, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.data_types = tuple(TORCH_TYPES)
+        self.sums_in_rank_order = sums_in_rank_order(program)
         self._kernels: dict[str, Kernel] = {}
         workspace = None
         for data_type, dtype in TORCH_TYPES.items():
@@ -38,10 +41,19 @@ class ProgramKernels:
             self._kernels[data_type] = kernel
         self.workspace_bytes = kernel.workspace_bytes
 
-    def grid(self, data_type: str, message_bytes: int) -> tuple[int, int]:
+    def why_not(self, choice: LaunchChoice) -> str:
         """See ``planning.programs.Kernels``."""
-        return self._kernels[data_type].grid(message_bytes)
+        # Those of all types have the same limits.
+        return next(iter(self._kernels.values())).why_not(choice)
 
-    def prepare(self, data_type: str, message_bytes: int) -> Callable[..., bool]:
+    def candidates(self, data_type: str, message_bytes: int) -> list[LaunchChoice]:
         """See ``planning.programs.Kernels``."""
-        return self._kernels[data_type].prepare(message_bytes, message_bytes)
+        return self._kernels[data_type].candidates(message_bytes)
+
+    def grid(self, data_type: str, message_bytes: int, choice: LaunchChoice) -> tuple[int, int]:
+        """See ``planning.programs.Kernels``."""
+        return self._kernels[data_type].grid(message_bytes, choice)
+
+    def prepare(self, data_type: str, message_bytes: int, choice: LaunchChoice) -> Callable[..., bool]:
+        """See ``planning.programs.Kernels``."""
+        return self._kernels[data_type].prepare(message_bytes, message_bytes, choice)

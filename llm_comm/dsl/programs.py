@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 from llm_comm.dsl import ir
@@ -30,6 +31,15 @@ class ProgramText:
         self.instances = instances
         self.__doc__ = text.__doc__
         self._text = text
+
+    @property
+    def lines(self) -> int:
+        """Of its text in Python, from the decorator on, empty ones left out; 0 where the source is not at hand."""
+        try:
+            source, _ = inspect.getsourcelines(self._text)
+        except (OSError, TypeError):
+            return 0
+        return sum(1 for line in source if line.strip())
 
     def build(self, world: int) -> ir.Program:
         """Traces the program for a world. ``dsl.check`` tells whether it is correct.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 
+from llm_comm.config import Config
 from llm_comm.dsl.ir import Operation
 from llm_comm.dsl.programs import ProgramText
 from llm_comm.errors import ConfigError
@@ -75,6 +76,25 @@ def register_all(names: str) -> tuple[ProgramText, ...]:
         ConfigError: A module cannot be imported, or has no such program, or that cannot be registered.
     """
     return tuple(register_one(name.strip()) for name in names.split(","))
+
+
+def of_option(config: Config) -> dict[str, ProgramText]:
+    """The programs that option ``dsl`` names, registered, by the names that options and tables give them.
+
+    Raises:
+        ConfigError: As of ``register_all``; the text says where the option comes from.
+    """
+    if config.dsl is None:
+        return {}
+    try:
+        return {name_of(text): text for text in register_all(config.dsl)}
+    except ConfigError as error:
+        raise ConfigError(f"{origin(config)}: {error}") from error
+
+
+def origin(config: Config) -> str:
+    """Of option ``dsl``, in words."""
+    return f"option dsl ({config.origins.get('dsl', 'Python')})"
 
 
 def register_one(name: str) -> ProgramText:

@@ -15,9 +15,10 @@ from llm_comm.dsl.compiler.runs import runs_of
 from llm_comm.dsl.kernel import Site
 from llm_comm.dsl.kernels import ProgramKernels
 from llm_comm.dsl.programs import ProgramText
+from llm_comm.dsl.sums import sums_in_rank_order
 from llm_comm.dsl.text import describe
 from llm_comm.errors import ConfigError, LlmCommError
-from llm_comm.planning.programs import Kernels, named_by
+from llm_comm.planning.programs import Kernels, check_rows, named_by
 from llm_comm.planning.tables import TuningTable
 from llm_comm.runtime.comparison import check_alike
 from llm_comm.runtime.core_handle import CoreHandle
@@ -48,8 +49,8 @@ def load(
         By the names that options and tables give them. None for one rank, which exchanges nothing.
 
     Raises:
-        ConfigError: A program cannot be imported, is not registered or not correct, or cannot be selected. Raised on
-            all ranks alike.
+        ConfigError: A program cannot be imported, is not registered or not correct, cannot be selected, or cannot be
+            launched as a row of the table says. Raised on all ranks alike.
         RendezvousError: The ranks have different programs, or one of them could not compile or place one. Raised on
             all ranks alike.
     """
@@ -66,6 +67,8 @@ def load(
             "rank %d: %s serves all-reduces to %d bytes of %s, with %d bytes of workspace",
             *(rendezvous.rank, name, kernels.max_bytes, ", ".join(kernels.data_types), kernels.workspace_bytes),
         )
+    if rendezvous.world_size > 1:
+        rendezvous.attempt("check of the rows that name programs", lambda: check_rows(table, compiled))
     return compiled
 
 
@@ -74,12 +77,6 @@ def digest(program: ir.Program) -> str:
     head, _, *lines = describe(program).splitlines()
     content = "\n".join((head, *lines, f"{program.instances} instances, {program.semaphores} semaphores"))
     return hashlib.sha256(content.encode()).hexdigest()[:12]
-
-
-def sums_in_rank_order(program: ir.Program) -> bool:
-    """Whether each sum of a correct program is of all ranks at once: then it is made in their order and rounded once,
-    as the library's own."""
-    return all(len(op.operands) == program.world for op in program.ops() if isinstance(op, ir.Sum))
 
 
 def why_not_selectable(program: ir.Program, config: Config) -> str:
@@ -103,9 +100,24 @@ def why_not_selectable(program: ir.Program, config: Config) -> str:
     return ""
 
 
+def examine(text: ProgramText, world: int, config: Config) -> tuple[ir.Program, str]:
+    """A program for a world, and why ``Communicator.all_reduce`` cannot run it, or "".
+
+    Raises:
+        ConfigError: It is not correct, or not for that world.
+    """
+    try:
+        program = text.build(world)
+        check(program)
+        return program, why_not_selectable(program, config)
+    except Exception as error:  # whatever the user's text raises, for a world that it is not for, say
+        what = str(error) if isinstance(error, LlmCommError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{registry.name_of(text)} for {world} ranks: {what}") from error
+
+
 def _find_all(config: Config, table: TuningTable, world: int) -> list[_Found]:
     """What is to be compiled, in the same order on all ranks."""
-    listed = _listed(config)
+    listed = registry.of_option(config)
     named = named_by(config, table)
     found = {}
     for name, where in named.items():
@@ -118,14 +130,11 @@ def _find_all(config: Config, table: TuningTable, world: int) -> list[_Found]:
         return []
     chosen = []
     for name, text in sorted(found.items()):
-        where = named.get(name) or _origin(config)
+        where = named.get(name) or registry.origin(config)
         try:
-            program = text.build(world)
-            check(program)
-            why = why_not_selectable(program, config)
-        except Exception as error:  # whatever the user's text raises, for a world that it is not for, say
-            what = str(error) if isinstance(error, LlmCommError) else f"{type(error).__name__}: {error}"
-            raise ConfigError(f"{where}: {name} for {world} ranks: {what}") from error
+            program, why = examine(text, world, config)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
         if why and name in named:
             raise ConfigError(f"{where}: {name} cannot be selected: {why}")
         if why:
@@ -133,18 +142,3 @@ def _find_all(config: Config, table: TuningTable, world: int) -> list[_Found]:
         else:
             chosen.append(_Found(name, program))
     return chosen
-
-
-def _listed(config: Config) -> dict[str, ProgramText]:
-    """What option ``dsl`` names."""
-    if config.dsl is None:
-        return {}
-    try:
-        texts = registry.register_all(config.dsl)
-    except ConfigError as error:
-        raise ConfigError(f"{_origin(config)}: {error}") from error
-    return {registry.name_of(text): text for text in texts}
-
-
-def _origin(config: Config) -> str:
-    return f"option dsl ({config.origins.get('dsl', 'Python')})"

@@ -4,18 +4,36 @@ serves that."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from llm_comm import registry
 from llm_comm.config import LARGE_BYTES, Config
 from llm_comm.errors import ConfigError
 from llm_comm.planning.plan import Plan, Problem
 from llm_comm.planning.selection import Layout
-from llm_comm.planning.tables import ALL_REDUCE, TuningTable, of_programs, row_of
+from llm_comm.planning.tables import ALL_REDUCE, Row, TuningTable, of_programs, row_of
 
 #: In place of that of an algorithm, in plans and tables.
 PROTOCOL = "DSL"
+
+
+@dataclass(frozen=True)
+class LaunchChoice:
+    """How a program is launched, where that is not left to the program.
+
+    Attributes:
+        blocks: Most blocks of all groups together; a message with less to do takes fewer. None: the program's own.
+        threads: Threads of each block. None: the program's own.
+    """
+
+    blocks: int | None = None
+    threads: int | None = None
+
+
+#: Leaves both numbers to the program.
+OWN_CHOICE = LaunchChoice()
 
 
 class Kernels(Protocol):
@@ -29,10 +47,20 @@ class Kernels(Protocol):
     def data_types(self) -> tuple[str, ...]:
         """Names of the types that it is compiled for."""
 
-    def grid(self, data_type: str, message_bytes: int) -> tuple[int, int]:
-        """Blocks of a launch, and their threads."""
+    @property
+    def sums_in_rank_order(self) -> bool:
+        """Whether its sums are those of the library: in rank order and rounded once."""
 
-    def prepare(self, data_type: str, message_bytes: int) -> Callable[..., bool]:
+    def why_not(self, choice: LaunchChoice) -> str:
+        """Why it cannot be launched so, or "". The same on all ranks."""
+
+    def candidates(self, data_type: str, message_bytes: int) -> Sequence[LaunchChoice]:
+        """Choices worth measuring for a message, its own first, none of which ends in the grid of another one."""
+
+    def grid(self, data_type: str, message_bytes: int, choice: LaunchChoice) -> tuple[int, int]:
+        """Blocks of a launch, and their threads. ``why_not(choice)`` is empty."""
+
+    def prepare(self, data_type: str, message_bytes: int, choice: LaunchChoice) -> Callable[..., bool]:
         """What takes the addresses of input and output and a stream, launches, and tells whether it could."""
 
 
@@ -45,13 +73,24 @@ def named_by(config: Config, table: TuningTable) -> dict[str, str]:
     return found
 
 
+def choice_of(row: Row) -> LaunchChoice:
+    """What a row says of how its program is launched."""
+    return LaunchChoice(row.blocks or None, row.threads or None)
+
+
 def check_rows(table: TuningTable, programs: Mapping[str, Kernels]) -> None:
-    """Raises ConfigError if a row names a program that is not compiled."""
+    """Raises ConfigError if a row names a program that is not compiled, or one that cannot be launched as it says."""
     for row in table.rows.get(of_programs(ALL_REDUCE), ()):
         if row.algorithm not in programs:
             raise ConfigError(
                 f"tuning table {table.name}: no program {row.algorithm} was compiled for this communicator; compiled: "
                 f"{', '.join(programs) or 'none'}. Option dsl has programs compiled when a communicator is made"
+            )
+        why = programs[row.algorithm].why_not(choice_of(row))
+        if why:
+            raise ConfigError(
+                f"tuning table {table.name}: the row of {row.algorithm} up to {row.up_to} bytes: {why}. Without blocks "
+                "and threads a row leaves both to the program"
             )
 
 
@@ -62,14 +101,15 @@ def with_program(
     does not serve the message, with the reason. The same on all ranks."""
     if problem.operation != ALL_REDUCE or layout.launches is None:
         return layout
-    name, because = _named_for(problem, table, config)
-    if name not in programs:
+    named = _named_for(problem, table, config)
+    if named is None or named.name not in programs:
         return layout
+    name, because, choice = named
     kernels, message_bytes = programs[name], problem.message_bytes()
-    why = _why_not(kernels, problem, config)
+    why = _why_not(kernels, problem, choice, config)
     if why:
         return layout._replace(plan=dataclasses.replace(layout.plan, reason=f"{layout.plan.reason}; {name}: {why}"))
-    blocks, threads = kernels.grid(problem.data_type, message_bytes)
+    blocks, threads = kernels.grid(problem.data_type, message_bytes, choice)
     plan = Plan(
         operation=problem.operation,
         algorithm=name,
@@ -84,26 +124,34 @@ def with_program(
         message_bytes=message_bytes,
         reason=because,
     )
-    return Layout(plan, None, None, lambda: kernels.prepare(problem.data_type, message_bytes))
+    return Layout(plan, None, None, lambda: kernels.prepare(problem.data_type, message_bytes, choice))
 
 
-def _named_for(problem: Problem, table: TuningTable, config: Config) -> tuple[str, str]:
-    """The program that is named for a message, "" for none, and by what."""
+class _Named(NamedTuple):
+    """A program for a message, by what it is named, and how it is to be launched."""
+
+    name: str
+    because: str
+    choice: LaunchChoice
+
+
+def _named_for(problem: Problem, table: TuningTable, config: Config) -> _Named | None:
+    """The program that is named for a message; None for none."""
     if registry.is_program(config.algorithm):
-        return config.algorithm, f"algorithm forced to {config.algorithm}"
+        return _Named(config.algorithm, f"algorithm forced to {config.algorithm}", OWN_CHOICE)
     rows = table.rows.get(of_programs(ALL_REDUCE), ())
     if config.algorithm != "auto" or not rows:
-        return "", ""
+        return None
     # Where a row of a program and one of an algorithm have the same size, that of the program counts: the other one is
     # for messages that the program does not serve.
     of_all = sorted((*rows, *table.rows.get(ALL_REDUCE, ())), key=lambda row: row.up_to)
     row = row_of(tuple(of_all), problem.message_bytes())
     if row is None or not registry.is_program(row.algorithm):
-        return "", ""
-    return row.algorithm, f"{table.name}, up to {row.up_to} bytes"
+        return None
+    return _Named(row.algorithm, f"{table.name}, up to {row.up_to} bytes", choice_of(row))
 
 
-def _why_not(kernels: Kernels, problem: Problem, config: Config) -> str:
+def _why_not(kernels: Kernels, problem: Problem, choice: LaunchChoice, config: Config) -> str:
     message_bytes = problem.message_bytes()
     if message_bytes > kernels.max_bytes:
         return f"more than dsl_max_bytes={kernels.max_bytes}"
@@ -111,7 +159,7 @@ def _why_not(kernels: Kernels, problem: Problem, config: Config) -> str:
         return f"not compiled for {problem.data_type}"
     most = config.max_blocks
     if most is not None and message_bytes >= LARGE_BYTES:
-        blocks, _ = kernels.grid(problem.data_type, message_bytes)
+        blocks, _ = kernels.grid(problem.data_type, message_bytes, choice)
         if blocks > most:
             return f"it takes {blocks} blocks, more than max_blocks={most}"
     return ""

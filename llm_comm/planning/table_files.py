@@ -15,7 +15,16 @@ from llm_comm.errors import ConfigError
 from llm_comm.planning import layers
 from llm_comm.planning.layers import LayerRow
 from llm_comm.planning.programs import PROTOCOL
-from llm_comm.planning.tables import ALL_REDUCE, FUSED, MulticastEntry, Row, RunnerUp, TuningTable, by_operation
+from llm_comm.planning.tables import (
+    ALL_REDUCE,
+    FUSED,
+    TUNABLES_OF_PROGRAMS,
+    MulticastEntry,
+    Row,
+    RunnerUp,
+    TuningTable,
+    by_operation,
+)
 from llm_comm.quoting import quoted, shortened
 from llm_comm.yaml_files import InvalidYamlError, YamlList, YamlMapping, kind_of, read_yaml
 
@@ -32,6 +41,8 @@ _OF_EVERY_ROW = ("operation", "up_to", "algorithm", "protocol")
 #: What a row may say of how it was measured.
 _FIGURES = ("us", "runner_up")
 _LONGEST_US = 1e9
+#: Of a launch of a program; what it was compiled for bounds them further (planning/programs.py).
+_MOST_OF_PROGRAMS = {"blocks": (1 << 16) - 1, "threads": 1024}
 
 _T = TypeVar("_T")
 
@@ -236,16 +247,12 @@ def _row(entry: dict[str, Any]) -> Row:
         why = range_.why_not(entry[name])
         if why:
             raise _InvalidError(f"{name}: {why}")
-    if "us" in entry:
-        _check_us("us", entry["us"])
-    if "runner_up" not in entry:
-        return Row(**entry)
-    return Row(**{**entry, "runner_up": _runner_up(entry["runner_up"], algorithms)})
+    return _with_figures(entry)
 
 
 def _row_of_program(entry: dict[str, Any]) -> Row:
-    """A row that names a program of llm_comm.dsl, which has no tunables. Whether there is such a program is found out
-    when a communicator is made."""
+    """A row that names a program of llm_comm.dsl. Whether there is such a program, and whether it can be launched with
+    so many blocks and threads, is found out when a communicator is made."""
     missing = [name for name in ("operation", "up_to") if name not in entry]
     if missing:
         raise _InvalidError(f"it lacks {', '.join(missing)}")
@@ -254,11 +261,16 @@ def _row_of_program(entry: dict[str, Any]) -> Row:
     if entry.get("protocol", PROTOCOL) != PROTOCOL:
         raise _InvalidError(f"protocol is {quoted(entry['protocol'])}; that of programs is {PROTOCOL}")
     for name in entry:
-        _require(registry.why_not_known("key of a program's row", name, (*_OF_EVERY_ROW, "us")))
+        known = (*_OF_EVERY_ROW, *TUNABLES_OF_PROGRAMS, *_FIGURES)
+        _require(registry.why_not_known("key of a program's row", name, known))
     _check_up_to(entry["up_to"])
-    if "us" in entry:
-        _check_us("us", entry["us"])
-    return Row(**{**entry, "protocol": PROTOCOL})
+    for name in TUNABLES_OF_PROGRAMS:
+        if name in entry and (type(entry[name]) is not int or not 1 <= entry[name] <= _MOST_OF_PROGRAMS[name]):
+            raise _InvalidError(
+                f"{name} is {quoted(entry[name])}; it must be a whole number from 1 to {_MOST_OF_PROGRAMS[name]}. "
+                "Without it the program chooses"
+            )
+    return _with_figures({**entry, "protocol": PROTOCOL})
 
 
 def _check_up_to(value: Any) -> None:
@@ -266,11 +278,22 @@ def _check_up_to(value: Any) -> None:
         raise _InvalidError(f"up_to is {quoted(value)}; it must be a number of bytes above 0")
 
 
-def _runner_up(value: Any, algorithms: tuple[registry.Algorithm, ...]) -> RunnerUp:
+def _with_figures(entry: dict[str, Any]) -> Row:
+    """The row of an entry whose other keys are valid."""
+    if "us" in entry:
+        _check_us("us", entry["us"])
+    if "runner_up" not in entry:
+        return Row(**entry)
+    return Row(**{**entry, "runner_up": _runner_up(entry["runner_up"], entry["operation"])})
+
+
+def _runner_up(value: Any, operation: str) -> RunnerUp:
     if not isinstance(value, dict) or set(value) != set(RunnerUp._fields):
         raise _InvalidError(f"runner_up is {quoted(value)}; it must have {', '.join(RunnerUp._fields)}")
-    what = [f"{a.name} {a.protocol}" for a in algorithms]
-    _require(registry.why_not_known("runner_up", f"{value['algorithm']} {value['protocol']}", what))
+    is_program = operation == ALL_REDUCE and registry.is_program(value["algorithm"]) and value["protocol"] == PROTOCOL
+    if not is_program:
+        what = [f"{a.name} {a.protocol}" for a in registry.operations()[operation].algorithms]
+        _require(registry.why_not_known("runner_up", f"{value['algorithm']} {value['protocol']}", what))
     _check_us("us of runner_up", value["us"])
     return RunnerUp(**value)
 

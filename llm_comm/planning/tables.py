@@ -15,6 +15,9 @@ FUSED = "all_reduce_add_rms_norm"
 ALL_GATHER = "all_gather"
 REDUCE_SCATTER = "reduce_scatter"
 
+#: What a row may say of how a program of llm_comm.dsl is launched.
+TUNABLES_OF_PROGRAMS = ("blocks", "threads")
+
 
 class RunnerUp(NamedTuple):
     """The fastest of the other algorithms where a row was measured, and its microseconds a call."""
@@ -26,7 +29,7 @@ class RunnerUp(NamedTuple):
 
 class Row(NamedTuple):
     """How an operation runs on messages of up to ``up_to`` bytes: of an operation on parts, the largest rank's part. A
-    tunable that the algorithm does not have is 0."""
+    tunable that the algorithm does not have is 0, and so is one that is left to a program."""
 
     up_to: int
     operation: str
@@ -52,7 +55,9 @@ class Row(NamedTuple):
         return self._replace(us=None, runner_up=None)
 
     def tunables(self) -> dict[str, int]:
-        """Those that the algorithm has, by name."""
+        """Those that the algorithm has, by name; of a program, those that are not left to it."""
+        if registry.is_program(self.algorithm):
+            return {name: getattr(self, name) for name in TUNABLES_OF_PROGRAMS if getattr(self, name)}
         algorithm = registry.operations()[self.operation].find(self.algorithm, self.protocol)
         return {} if algorithm is None else {name: getattr(self, name) for name in algorithm.ranges}
 

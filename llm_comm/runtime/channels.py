@@ -72,8 +72,8 @@ def open_channels(heap: SymmetricHeap, handle: CoreHandle, memory: torch.Tensor 
     private = heap.empty(head + _core.bytes_of_semaphores(rendezvous.world_size, semaphores), torch.uint8)
 
     core = handle.core()
-    segment, offset = _place(core, private)
-    places = _place(core, memory), (segment, offset + head)
+    segment, offset = _place(heap, private)
+    places = _place(heap, memory), (segment, offset + head)
 
     def fill() -> None:
         made = core.channels(places[0], memory.nbytes, places[1], semaphores)
@@ -103,7 +103,7 @@ def _request(heap: SymmetricHeap, handle: CoreHandle, memory: Any, semaphores: A
         return {"semaphores": count, "place": None}
     if not isinstance(memory, torch.Tensor):
         raise UnsupportedInputError(f"channels: memory is {quoted(memory)}; it must be a tensor of Communicator.empty")
-    place = handle.core().find(memory.data_ptr(), memory.nbytes) if memory.is_contiguous() and memory.nbytes else None
+    place = heap.place_of(memory) if memory.is_contiguous() else None
     if place is None or place[1] % _ALIGNMENT:
         raise UnsupportedInputError(
             "channels: memory must be a contiguous tensor of Communicator.empty, or a view of one that begins at a "
@@ -120,7 +120,7 @@ def _in_words(request: dict[str, Any]) -> str:
     return f"{request['semaphores']} semaphores and {where}"
 
 
-def _place(core: _core.Core, tensor: torch.Tensor) -> tuple[int, int]:
-    place = core.find(tensor.data_ptr(), tensor.nbytes)
+def _place(heap: SymmetricHeap, tensor: torch.Tensor) -> tuple[int, int]:
+    place = heap.place_of(tensor)
     assert place is not None
     return place

@@ -110,6 +110,24 @@ class SymmetricHeap:
             raise UnsupportedInputError(f"empty: shape is {quoted(size)}: no memory has that")
         return {"shape": size, "dtype": str(dtype), "dead": self._dead()}
 
+    def place_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """Segment of the heap, and offset in bytes, of a tensor that lies in the heap as a whole: the same on all ranks
+        for the same tensor of ``empty``.
+
+        Args:
+            tensor: Contiguous, of any memory.
+
+        Returns:
+            None where it has no elements or lies elsewhere.
+
+        Raises:
+            RuntimeError: The communicator is closed.
+        """
+        if tensor.nbytes == 0:
+            return None
+        place: tuple[int, int] | None = self._handle.core().find(tensor.data_ptr(), tensor.nbytes)
+        return place
+
     def rendezvous(self) -> Rendezvous:
         """Of the ranks, as long as the heap is open."""
         assert self._rendezvous is not None

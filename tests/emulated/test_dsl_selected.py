@@ -23,7 +23,8 @@ from reference import assert_bitwise_equal, contributions, rank_order_sum
 import llm_comm
 from llm_comm import Communicator, Config, ConfigError, LlmCommError, PeerTimeout, dsl
 from llm_comm.dsl import library, registry
-from llm_comm.planning.tables import ALL_REDUCE, Row
+from llm_comm.planning.programs import LaunchChoice
+from llm_comm.planning.tables import ALL_REDUCE, Row, by_operation
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
@@ -175,6 +176,54 @@ def test_a_file_of_a_table_selects_programs(ranks: RankPool, cache: str, tmp_pat
         encoding="utf-8",
     )
     ranks.run(2, read_a_table, cache, str(table))
+
+
+BY_LOOPS = "llm_comm.dsl.library:one_shot_hb,llm_comm.dsl.library:two_shot_hb"
+
+
+def run_every_choice(directory: str) -> None:
+    """Calls of other grids follow each other, as those of rows of a table do."""
+    use_cache(directory)
+    with make_communicator(dsl=f"{TWO_SHOT},{BY_LOOPS}", dsl_max_bytes=MAX_BYTES) as comm:
+        assert list(comm.programs) == ["dsl:one_shot_hb", "dsl:two_shot_hb", "dsl:two_shot_ll"]
+        for name, kernels in comm.programs.items():
+            grids = set()
+            for count in (MAX_BYTES // 2, 515, 7):
+                inputs = contributions(comm.world_size, count, torch.bfloat16, seed=count)
+                for choice in [*kernels.candidates("bf16", 2 * count), LaunchChoice(3, 12), LaunchChoice(threads=9)]:
+                    assert kernels.why_not(choice) == ""
+                    row = Row(1 << 20, ALL_REDUCE, name, "DSL", blocks=choice.blocks or 0, threads=choice.threads or 0)
+                    comm.use_table(comm.table._replace(rows=by_operation([row])))
+                    plan = comm.plan(inputs[0])
+                    assert plan.algorithm == name
+                    assert plan.blocks <= (choice.blocks or 4)
+                    assert plan.threads == choice.threads or choice.threads is None
+                    grids.add((plan.blocks, plan.threads))
+                    for _ in range(2):
+                        is_by_program(comm, lambda x=inputs[comm.rank]: comm.all_reduce(x), inputs)
+            assert len(grids) > 4
+        dist.barrier()
+
+
+def test_rows_say_how_programs_are_launched(ranks: RankPool, cache: str) -> None:
+    ranks.run(2, run_every_choice, cache)
+
+
+def read_a_wrong_table(directory: str, path: str) -> str:
+    use_cache(directory)
+    return error_of(table=path, dsl=TWO_SHOT, dsl_max_bytes=MAX_BYTES)
+
+
+def test_a_launch_that_cannot_be_is_told_by_all_ranks(ranks: RankPool, cache: str, tmp_path: Path) -> None:
+    table = tmp_path / "mine.yaml"
+    table.write_text(
+        "device: emulated\nworld_size: 2\nmax_message_bytes: 65536\nrows:\n"
+        "- {operation: all_reduce, up_to: 4096, algorithm: 'dsl:two_shot_ll', blocks: 5}\n",
+        encoding="utf-8",
+    )
+    said = one_error(ranks.run(2, read_a_wrong_table, cache, str(table)))
+    assert said.startswith("ConfigError: ")
+    assert "tuning table mine.yaml: the row of dsl:two_shot_ll up to 4096 bytes: blocks is 5; the progra" in said
 
 
 def sum_alone() -> None:

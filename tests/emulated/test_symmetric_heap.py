@@ -3,6 +3,7 @@ error on all ranks."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import subprocess
@@ -31,7 +32,7 @@ def core_of(comm: Communicator) -> _core.Core:
 
 
 def place_of(comm: Communicator, tensor: torch.Tensor) -> tuple[int, int] | None:
-    return core_of(comm).find(tensor.data_ptr(), tensor.nbytes)
+    return comm._heap.place_of(tensor)
 
 
 def segments_of(comm: Communicator) -> dict[int, int]:
@@ -54,6 +55,27 @@ def same_on_all(found: list[Any]) -> Any:
 
 
 # ---- Tensors -------------------------------------------------------------------------------------------------------
+
+
+def find_places() -> list[tuple[int, int] | None]:
+    comm = make_communicator()
+    tensor = comm.empty((4, 64), torch.float32)
+    segment, offset = comm._heap.place_of(tensor) or (-1, -1)
+    assert comm._heap.place_of(tensor[1:]) == (segment, offset + 256)
+    whole = torch.empty(0).set_(tensor.untyped_storage(), 0, (256,))
+    beyond = torch.frombuffer((ctypes.c_char * 4).from_address(tensor.data_ptr() - 4), dtype=torch.float32)
+    assert comm._heap.place_of(whole) == (segment, offset)
+    assert [comm._heap.place_of(t) for t in (beyond, torch.ones(4), tensor[:0])] == [None] * 3
+    dist.barrier()
+    comm.close()
+    with pytest.raises(RuntimeError, match="this communicator is closed"):
+        comm._heap.place_of(tensor)
+    return [(segment, offset)]
+
+
+def test_the_place_of_a_tensor(ranks: RankPool) -> None:
+    ((_, offset),) = same_on_all(ranks.run(2, find_places))
+    assert offset >= 0
 
 
 def use_tensors() -> list[tuple[int, int] | None]:

@@ -10,6 +10,7 @@ import io
 import itertools
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,8 +26,10 @@ from llm_comm import _core, cli, launch
 from llm_comm.bench.measuring import Bench
 from llm_comm.bench.pace import Budget
 from llm_comm.bench.tune_record import Record
+from llm_comm.dsl import registry
 from llm_comm.planning.plan import Plan
 from llm_comm.planning.table_files import load_table
+from llm_comm.planning.tables import ALL_REDUCE, of_programs
 
 OPTIONS = ("--min", "16K", "--max", "64K", "--hidden", "512", "--reps", "4")
 COUNT = 24 << 10
@@ -185,6 +188,54 @@ def test_wrong_rows_are_marked(ranks: RankPool, tmp_path: Path) -> None:
 
 def marked(folder: Path) -> set[str]:
     return {row["operation"] for row in json.loads((folder / "compared.json").read_text())["rows"] if row["marked"]}
+
+
+TWO_SHOT = "llm_comm.dsl.library:two_shot_ll"
+
+
+def tune_with_program(folder: Path) -> int:
+    registry._registered.clear()  # what an earlier test has registered in this process
+    environment = {"LLM_COMM_CACHE_DIR": str(folder), "LLM_COMM_DSL_MAX_BYTES": "32K"}
+    with (
+        # Faster than two_shot, which is a favourite, by 2 us.
+        mock.patch.dict(US, {"dsl:two_shot_ll": -7.0}),
+        mock.patch.dict("os.environ", environment),
+    ):
+        return tune(folder, "--operations", "all-reduce", "--dsl", TWO_SHOT)
+
+
+def plans_of_programs(folder: Path) -> list[tuple[str, int, int]]:
+    """What a communicator with the table runs: sums of a few sizes, which are right."""
+    os.environ["LLM_COMM_CACHE_DIR"] = str(folder)
+    found = []
+    with make_communicator(table=str(folder / "table.yaml"), dsl=TWO_SHOT, dsl_max_bytes=32 << 10) as comm:
+        for nbytes in (16 << 10, 24 << 10, 32 << 10, (32 << 10) + 2, 64 << 10):
+            x = torch.full((nbytes // 2,), float(comm.rank + 1), dtype=torch.bfloat16)
+            assert bool((comm.all_reduce(x) == 3).all())
+            plan = comm.plan(x)
+            found.append((plan.algorithm, plan.blocks, plan.threads))
+    return found
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_a_program_that_won_is_in_the_table(ranks: RankPool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert ranks.run(2, tune_with_program, tmp_path, time_limit_s=400.0) == [0, 0]
+    table = load_table(tmp_path / "table.yaml").table
+    (row,) = table.rows[of_programs(ALL_REDUCE)]
+    assert (row.up_to, row.algorithm, row.us) == (32 << 10, "dsl:two_shot_ll", 13.0)
+    assert row.runner_up == ("two_shot", "LL", 15.0)
+    assert [of_size.algorithm for of_size in table.rows[ALL_REDUCE]] == ["two_shot"] * len(table.rows[ALL_REDUCE])
+    content = json.loads((tmp_path / "found.json").read_text())
+    assert content["options"]["dsl"][0].startswith("dsl:two_shot_ll (")
+    measured = {entry["bytes"]: entry["candidates"] for entry in content["operations"][ALL_REDUCE]}
+    grids = [(c.get("blocks"), c.get("threads")) for c in measured[32 << 10] if c["algorithm"] == "dsl:two_shot_ll"]
+    assert grids == [(None, None), (2, 16), (1, 16)]
+    assert not any(c["algorithm"] == "dsl:two_shot_ll" for c in measured[48 << 10])
+    assert f"dsl: {TWO_SHOT}" in (tmp_path / "table.yaml").read_text()
+    ours, theirs = ranks.run(2, plans_of_programs, tmp_path)
+    assert ours == theirs
+    assert [name for name, *_ in ours] == ["dsl:two_shot_ll"] * 3 + ["two_shot"] * 2
+    assert ranks.run(2, tune_with_program, tmp_path) == [0, 0], "nothing is left to measure"
 
 
 def cut_off(folder: Path) -> None:

@@ -112,6 +112,12 @@ def test_our_own_symmetric_memory_is_no_rival() -> None:
     assert (row.best_other, row.speedup) == ("nccl", 2.0)
 
 
+def test_programs_are_no_rivals() -> None:
+    results = {"llm_comm": Result(us=4.0), "dsl:mine": Result(us=2.0), "nccl": Result(us=8.0)}
+    row = Row(1024, "eager", {}, results)
+    assert (row.best_other, row.speedup) == ("nccl", 2.0)
+
+
 def test_no_speedup_without_a_time_or_a_rival() -> None:
     assert row(llm_comm=Result(skipped="too large"), nccl=9.0).speedup is None
     assert row(llm_comm=2.0, nccl=Result(skipped="why")).speedup is None
@@ -216,7 +222,7 @@ def arguments(**given: object) -> argparse.Namespace:
         "calls": None,
         "reps": None,
     }
-    return argparse.Namespace(**{**defaults, "json": None, "plot": None, "argv": [], **given})
+    return argparse.Namespace(**{**defaults, "dsl": None, "json": None, "plot": None, "argv": [], **given})
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -145,6 +146,28 @@ def test_bench_of_a_collective(collective: str, tmp_path: Path) -> None:
         assert set(row["results"]) == libraries
         assert all(result["error"] <= 1 and not result["skipped"] for result in row["results"].values())
     assert "llm_comm" in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_bench_of_a_program_beside_algorithms(tmp_path: Path) -> None:
+    report = tmp_path / "bench.json"
+    named = "llm_comm.dsl.library:two_shot_ll,llm_comm.dsl.library:all_gather_ll"
+    argv = ["bench", "all-reduce", "--device", "emulated", "--world", "2", "--max", "2K", "--dsl", named]
+    variables = {"LLM_COMM_CACHE_DIR": str(tmp_path), "LLM_COMM_DSL_MAX_BYTES": "1K", "LLM_COMM_ALGORITHM": "one_shot"}
+    done = run([*argv, "--json", str(report)], **variables)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(report.read_text())
+    for row in found["rows"]:
+        assert list(row["results"]) == ["llm_comm", "dsl:two_shot_ll", "gloo"]
+        assert row["plan"]["algorithm"] == "one_shot"
+    served, not_served = (row["results"]["dsl:two_shot_ll"] for row in found["rows"])
+    assert served["us"] > 0
+    assert served["error"] <= 1
+    assert (not_served["us"], not_served["skipped"]) == (None, "more than dsl_max_bytes=1024")
+    lines = done.stdout.splitlines()
+    assert lines[1].split()[:4] == ["bytes", "llm_comm", "dsl:two_shot_ll", "gloo"]
+    assert "dsl:two_shot_ll (eager) left out at 2K: more than dsl_max_bytes=1024" in lines
+    assert any(line.startswith("dsl:all_gather_ll is not measured: it is a program of all_gather") for line in lines)
 
 
 @pytest.mark.parametrize("level", ["info", ""])

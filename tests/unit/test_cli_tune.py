@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import os
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,7 +105,7 @@ class DecliningComm(SimpleNamespace):
     """A communicator of two ranks on an imagined GPU; what it is asked to run, it refuses."""
 
     rank, world_size, device, table, limits = 1, 2, torch.device("cpu"), SHIPPED, limits_of(CONFIG)
-    config, multicast = CONFIG, NO_MULTICAST
+    config, multicast, programs = CONFIG, NO_MULTICAST, MappingProxyType({})
 
     def use_table(self, table: TuningTable) -> None: ...
 

@@ -14,14 +14,15 @@ from tables import limits_of, plain_row
 from llm_comm import Config, ConfigError, dsl
 from llm_comm.dsl import library, registry
 from llm_comm.dsl.programs import ProgramText
-from llm_comm.dsl.selected import digest, sums_in_rank_order, why_not_selectable
+from llm_comm.dsl.selected import digest, why_not_selectable
+from llm_comm.dsl.sums import sums_in_rank_order
 from llm_comm.integrations.common import describe_plans
 from llm_comm.planning import catalogue
 from llm_comm.planning.plan import Plan
 from llm_comm.planning.planner import Planner
-from llm_comm.planning.programs import named_by
+from llm_comm.planning.programs import OWN_CHOICE, LaunchChoice, named_by
 from llm_comm.planning.table_files import load_table, table_text
-from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, by_operation, of_programs
+from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, RunnerUp, TuningTable, by_operation, of_programs
 from llm_comm.registry import operations
 
 WORLD = 4
@@ -233,17 +234,25 @@ def test_the_digest_is_not_of_the_place(module: Callable[[str], str]) -> None:
 
 
 class Kernels:
-    """Of bf16 and fp16, to 4096 bytes, in a block for each KiB."""
+    """Of bf16 and fp16, to 4096 bytes, in a block for each KiB, if a row does not allow fewer."""
 
     max_bytes = 4096
     data_types = ("bf16", "fp16")
+    sums_in_rank_order = True
 
-    def grid(self, data_type: str, message_bytes: int) -> tuple[int, int]:
+    def why_not(self, choice: LaunchChoice) -> str:
+        return "blocks is 7; it has too many" if choice.blocks == 7 else ""
+
+    def candidates(self, data_type: str, message_bytes: int) -> list[LaunchChoice]:
+        raise AssertionError("nothing is tuned here")
+
+    def grid(self, data_type: str, message_bytes: int, choice: LaunchChoice) -> tuple[int, int]:
         assert data_type in self.data_types
-        return -(-message_bytes // 1024), 256
+        return min(-(-message_bytes // 1024), choice.blocks or 1 << 16), choice.threads or 256
 
-    def prepare(self, data_type: str, message_bytes: int) -> Callable[..., bool]:
-        return lambda x, out, stream: (data_type, message_bytes, x, out, stream) == ("bf16", 2048, 1, 2, 3)
+    def prepare(self, data_type: str, message_bytes: int, choice: LaunchChoice) -> Callable[..., bool]:
+        said = data_type, message_bytes, choice
+        return lambda x, out, stream: (*said, x, out, stream) == ("bf16", 2048, OWN_CHOICE, 1, 2, 3)
 
     def wait(self) -> None:
         raise AssertionError("nothing closes here")
@@ -384,6 +393,42 @@ def test_tables_with_programs_that_are_not_compiled() -> None:
         planner.check_table(with_rows(program_row(2048, "dsl:other")))
 
 
+def test_rows_say_how_a_program_is_launched() -> None:
+    """The ranks go by the same row, so the choice is the same on all."""
+    rows = program_row(1024), program_row(2048)._replace(blocks=1), program_row(4096)._replace(blocks=3, threads=64)
+    planner = planner_of(with_rows(*rows), Kernels())
+    grids = [plan(planner, nbytes) for nbytes in (1024, 1026, 2048, 4096)]
+    assert [(found.blocks, found.threads) for found in grids] == [(1, 256), (1, 256), (1, 256), (3, 64)]
+    assert planner.lay_out(ALL_REDUCE, 2048, 0, "bf16").program() is not None  # type: ignore[misc]
+    own = planner_of(with_rows(program_row(2048)), Kernels()).lay_out(ALL_REDUCE, 1024, 0, "bf16")
+    chosen = planner.lay_out(ALL_REDUCE, 1024, 0, "bf16")
+    assert own.program is not None
+    assert chosen.program is not None
+    assert (own.program()(1, 2, 3), chosen.program()(1, 2, 3)) == (True, False), "of the choice of its row"
+
+
+def test_a_row_without_numbers_leaves_them_to_a_forced_program() -> None:
+    table = with_rows(program_row(1 << 20)._replace(blocks=1))
+    assert plan(planner_of(table, Kernels(), algorithm="dsl:mine"), 4096).blocks == 4
+
+
+def test_a_row_with_a_launch_that_cannot_be() -> None:
+    planner = planner_of(TABLE, Kernels())
+    planner.check_table(with_rows(program_row(2048)._replace(blocks=8)))
+    with pytest.raises(ConfigError) as error:
+        planner.check_table(with_rows(program_row(2048)._replace(blocks=7)))
+    assert str(error.value) == (
+        "tuning table test table: the row of dsl:mine up to 2048 bytes: blocks is 7; it has too many. Without blocks "
+        "and threads a row leaves both to the program"
+    )
+
+
+def test_max_blocks_goes_by_the_choice_of_the_row() -> None:
+    table = with_rows(program_row(1 << 22)._replace(blocks=64))
+    assert plan(planner_of(table, LargeKernels(), max_blocks=64), 1 << 21).algorithm == "dsl:mine"
+    assert plan(planner_of(table, LargeKernels(), max_blocks=63), 1 << 21).algorithm != "dsl:mine"
+
+
 @pytest.mark.parametrize(
     ("options", "rows", "words"),
     [
@@ -412,9 +457,15 @@ def table_file(path: Path, entries: list[dict[str, Any]]) -> Path:
 
 def test_a_table_with_a_program_from_a_file(tmp_path: Path) -> None:
     entry = {"operation": ALL_REDUCE, "up_to": 2048, "algorithm": "dsl:mine"}
-    path = table_file(tmp_path / "a.yaml", [*(row.entry() for row in ROWS), entry])
+    runner_up = {"algorithm": "one_shot", "protocol": "LL", "us": 4.5}
+    measured = {**entry, "up_to": 4096, "blocks": 132, "threads": 256, "us": 3.5, "runner_up": runner_up}
+    other = {**ROWS[0].entry(), "up_to": 64, "runner_up": {"algorithm": "dsl:mine", "protocol": "DSL", "us": 4.5}}
+    path = table_file(tmp_path / "a.yaml", [other, *(row.entry() for row in ROWS), entry, measured])
     table = load_table(path).table
-    assert table.rows == {ALL_REDUCE: ROWS, of_programs(ALL_REDUCE): (program_row(2048),)}
+    first = ROWS[0]._replace(up_to=64, runner_up=RunnerUp("dsl:mine", "DSL", 4.5))
+    last = program_row(4096)._replace(blocks=132, threads=256, us=3.5, runner_up=RunnerUp("one_shot", "LL", 4.5))
+    assert table.rows == {ALL_REDUCE: (first, *ROWS), of_programs(ALL_REDUCE): (program_row(2048), last)}
+    assert (program_row(2048).tunables(), last.tunables()) == ({}, {"blocks": 132, "threads": 256})
     again = tmp_path / "again.yaml"
     again.write_text(table_text("test device", 8, table, {}), encoding="utf-8")
     assert load_table(again).table.rows == table.rows
@@ -427,7 +478,23 @@ def test_a_table_with_a_program_from_a_file(tmp_path: Path) -> None:
     [
         ({"operation": "all_gather"}, "operation is 'all_gather'; programs are selected for all_reduce alone"),
         ({"protocol": "LL"}, "protocol is 'LL'; that of programs is DSL"),
-        ({"tile_lines": 3}, "key of a program's row is 'tile_lines'; valid: operation, up_to, algorithm, protocol, us"),
+        (
+            {"tile_lines": 3},
+            "key of a program's row is 'tile_lines'; valid: operation, up_to, algorithm, protocol, bloc",
+        ),
+        ({"blocks": 0}, "blocks is 0; it must be a whole number from 1 to 65535. Without it the program chooses"),
+        ({"blocks": True}, "blocks is True; it must be"),
+        ({"blocks": 1 << 16}, "blocks is 65536; it must be"),
+        (
+            {"threads": 1025},
+            "threads is 1025; it must be a whole number from 1 to 1024. Without it the program",
+        ),
+        ({"threads": "64"}, "threads is '64'; it must be"),
+        (
+            {"runner_up": {"algorithm": "dsl:o", "protocol": "LL", "us": 1}},
+            "runner_up is 'dsl:o LL'; valid: ",
+        ),
+        ({"runner_up": {"algorithm": "ring", "protocol": "LL", "us": 1}}, "runner_up is 'ring LL'; valid: "),
         ({"up_to": 0}, "up_to is 0; it must be a number of bytes above 0"),
         ({"us": "fast"}, "us is 'fast'; it must be a number of microseconds"),
         ({"algorithm": "dsl:"}, "algorithm is 'dsl:'"),

@@ -46,7 +46,8 @@ def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_table(tmp_path / "table.yaml", [plain_row(1024, "one_shot", 1, 8, 0)])
     monkeypatch.setenv("LLM_COMM_TABLE", str(path))
-    assert preflight.check({}, timeout_s=3.0).timeout_s == 3.0
+    config = preflight.check({}, timeout_s=3.0, dsl=None)
+    assert (config.timeout_s, config.dsl, config.origins["timeout_s"]) == (3.0, None, "--timeout-s")
     path.write_text("all_reduce: []")
     with pytest.raises(ConfigError, match=r"option table \(LLM_COMM_TABLE\): tuning table .*table\.yaml"):
         preflight.check({})

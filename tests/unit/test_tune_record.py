@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import json
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -176,7 +176,7 @@ class Comm(SimpleNamespace):
     """A communicator of two ranks on an imagined GPU."""
 
     rank, world_size, device, limits = 0, 2, torch.device("cpu"), limits_of(CONFIG)
-    config, multicast = CONFIG, NO_MULTICAST
+    config, multicast, programs = CONFIG, NO_MULTICAST, MappingProxyType({})
 
     def use_table(self, table: TuningTable) -> None:
         self.table = table

@@ -80,9 +80,8 @@ class DataRunWriter:
                 out.add(f"Tensor<Storage>::Load {loads[what]}({what}, at0);")
             values.append((op.result.number, loads[what]))
         if begins:
-            out.add(
-                f"call.wait_for_grids_before({', '.join(['k0', *(f'{name}.precomputed()' for name in loads.values())])});"
-            )
+            precomputed = ["k0", *(f"{name}.precomputed()" for name in loads.values())]
+            out.add(f"call.wait_for_grids_before({', '.join(precomputed)});")
         out.add(*(f"{name}.begin();" for name in loads.values()))
         if begins:
             out.add("if (!call.begin()) return;")

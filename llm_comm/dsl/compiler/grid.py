@@ -11,7 +11,7 @@ from llm_comm.dsl import ir
 from llm_comm.dsl.compiler.runs import DataRun, GroupRuns, uses_ports
 from llm_comm.dsl.compiler.source import MAX_THREADS
 
-_WARP = 32
+WARP = 32
 #: Of a launch, as for algorithms of the core.
 MAX_BLOCKS = 65535
 #: Of a block where each line is on its way by itself, and how many there are for each multiprocessor, at most. Up to so
@@ -44,7 +44,7 @@ class Limits:
         """Blocks of each group, and their threads, for chunks of so many lines."""
         if self.meets:
             per_block = -(-lines // self.instances)
-            threads = min(self.threads, max(self.few_threads, -(-per_block // _WARP) * _WARP))
+            threads = min(self.threads, max(self.few_threads, -(-per_block // WARP) * WARP))
         else:
             is_little = lines <= min(self.instances, _FEW_BLOCKS) * self.few_threads
             threads = self.few_threads if is_little else self.threads
@@ -87,8 +87,14 @@ def limits_of(
         )
     if threads is None:
         threads = _EMULATED_THREADS if not is_gpu else MAX_THREADS if meets else _THREADS
-    if not _MIN_THREADS <= threads <= MAX_THREADS or (is_gpu and threads % _WARP):
-        raise ValueError(
-            f"threads is {threads}; a block has {_MIN_THREADS} to {MAX_THREADS}, on a GPU a multiple of {_WARP}"
-        )
+    why = why_not_threads(threads, is_gpu, MAX_THREADS)
+    if why:
+        raise ValueError(why)
     return Limits(blocks // groups, threads, min(threads, _FEW_THREADS), meets)
+
+
+def why_not_threads(threads: int, is_gpu: bool, most: int) -> str:
+    """Why a block cannot have so many threads, of at most so many, or ""."""
+    if _MIN_THREADS <= threads <= most and not (is_gpu and threads % WARP):
+        return ""
+    return f"threads is {threads}; a block has {_MIN_THREADS} to {most}, on a GPU a multiple of {WARP}"
