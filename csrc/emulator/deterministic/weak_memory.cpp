@@ -124,6 +124,21 @@ WeakMemory::Bound WeakMemory::view(const Location& location, const ThreadMemory&
   return bound;
 }
 
+// Of all locations, by their numbers. Goes by what the thread and its block have seen, which is little of what many
+// threads have seen of a location.
+const std::vector<WeakMemory::Bound>& WeakMemory::view_of_all(const ThreadMemory& thread) {
+  bounds_.resize(used_locations_);
+  for (uint32_t i = 0; i < used_locations_; ++i) bounds_[i] = locations_[i].rank_view[thread.rank];
+  for (const ViewId view : {thread.thread, thread.block}) {
+    for (const uint32_t i : locations_of_view_[view]) {
+      for (const Seen& seen : locations_[i].seen) {
+        if (seen.view == view) bounds_[i].join(seen.bound);
+      }
+    }
+  }
+  return bounds_;
+}
+
 void WeakMemory::raise(Location& location, ViewId view, const Bound& bound) {
   for (Seen& seen : location.seen) {
     if (seen.view != view) continue;
@@ -172,9 +187,9 @@ void WeakMemory::join_into_rank(ViewId from, uint32_t rank) {
 
 uint32_t WeakMemory::take_snapshot(const ThreadMemory& thread) {
   Snapshot snapshot;
+  const std::vector<Bound>& bounds = view_of_all(thread);
   for (uint32_t i = 0; i < used_locations_; ++i) {
-    const Bound bound = view(locations_[i], thread);
-    if (!Bound{}.holds(bound)) snapshot.emplace_back(i, bound);
+    if (!Bound{}.holds(bounds[i])) snapshot.emplace_back(i, bounds[i]);
   }
   snapshots_.push_back(std::move(snapshot));
   return static_cast<uint32_t>(snapshots_.size() - 1);
@@ -184,7 +199,9 @@ void WeakMemory::join_snapshot(ThreadMemory& thread, uint32_t snapshot) {
   if (snapshot == thread.joined) return;
   thread.joined = snapshot;
   for (const auto& [i, bound] : snapshots_[snapshot]) {
-    if (!view(locations_[i], thread).holds(bound)) raise(locations_[i], thread.thread, bound);
+    Location& location = locations_[i];
+    if (location.rank_view[thread.rank].holds(bound)) continue;  // a part of the view, and the quickest to ask
+    if (!view(location, thread).holds(bound)) raise(location, thread.thread, bound);
   }
 }
 
@@ -321,8 +338,9 @@ void WeakMemory::fence(ThreadMemory& thread) {
 
 void WeakMemory::fence_aliases(ThreadMemory& thread, uint64_t now) {
   thread.aliases_fenced = now;
+  const std::vector<Bound>& bounds = view_of_all(thread);
   for (uint32_t i = 0; i < used_locations_; ++i) {
-    const Bound bound = view(locations_[i], thread);
+    const Bound& bound = bounds[i];
     if (bound.by[0] == bound.by[1]) continue;
     const Stamp most = std::max(bound.by[0], bound.by[1]);
     raise(locations_[i], thread.thread, {{most, most}});

@@ -175,6 +175,7 @@ class WeakMemory {
   Stamp view(const Location& location, const ThreadMemory& thread, Alias alias) const {
     return view(location, thread).by[static_cast<int>(alias)];
   }
+  const std::vector<Bound>& view_of_all(const ThreadMemory& thread);
   void raise(Location& location, ViewId view, const Bound& bound);
   const Message& choose(const Location& location, const ThreadMemory& thread, uint64_t now, Alias alias);
   void insert(Location& location, ThreadMemory& thread, uint64_t now, uint64_t value, uint64_t fate, uint32_t snapshot,
@@ -193,6 +194,7 @@ class WeakMemory {
   std::vector<std::vector<uint32_t>> locations_of_view_;
   std::vector<ViewId> free_views_;
   std::vector<Snapshot> snapshots_;
+  std::vector<Bound> bounds_;                               // what view_of_all() returned last
   uint32_t last_fence_ = 0;                                 // snapshot of the last fence of any thread
   std::array<std::vector<uint64_t>, kMaxRanks> grid_ends_;  // when each grid of a rank ended
   std::vector<Arrival> arrivals_;
