@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from importlib import resources
@@ -10,7 +11,7 @@ from pathlib import Path
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
 from llm_comm.planning.default_tables import emulated_table, general_table
-from llm_comm.planning.table_files import load_table
+from llm_comm.planning.table_files import TableFile, load_table
 from llm_comm.planning.tables import TuningTable
 
 logger = logging.getLogger("llm_comm")
@@ -37,6 +38,12 @@ def shipped_tables() -> Iterator[resources.abc.Traversable]:
         yield from sorted((f for f in directory.iterdir() if f.name.startswith("tune_")), key=lambda f: f.name)
 
 
+@functools.cache
+def _read_shipped() -> tuple[TableFile, ...]:
+    """What they say. Read once: it takes a good part of a second, and each communicator asks."""
+    return tuple(load_table(path) for path in shipped_tables())
+
+
 def find_table(device_name: str, world_size: int, sm_count: int, config: Config) -> TuningTable:
     """The table of ``config.table``, the shipped one for the device and world size, or a general one.
 
@@ -55,8 +62,7 @@ def find_table(device_name: str, world_size: int, sm_count: int, config: Config)
                 *(table.name, world, device, world_size, device_name),
             )
         return table
-    for path in shipped_tables():
-        device, world, table = load_table(path)
+    for device, world, table in _read_shipped():
         if device == device_name and world == world_size:
             return table
     if device_name == "emulated":
