@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import torch
-from reference import assert_bitwise_equal, bits, contributions, from_bits, rank_order_sum, special_patterns
+from reference import WORLDS, assert_bitwise_equal, bits, contributions, from_bits, rank_order_sum, special_patterns
 
 from llm_comm import Communicator
 
 FUSED_DTYPES = (torch.bfloat16, torch.float16)
+#: One type in every world. The other differs in how elements are read and rounded, for which it is all one how many
+#: ranks there are.
+TYPES_AND_WORLDS = [*((torch.bfloat16, world) for world in WORLDS), (torch.float16, 3), (torch.float16, 8)]
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
 GROUP_SIZE = 128

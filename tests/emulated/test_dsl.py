@@ -19,6 +19,7 @@ from llm_comm.dsl.compiled import Compiled
 from llm_comm.dsl.compiled import compile as compile_program
 from llm_comm.dsl.compiler.errors import CompileError
 from llm_comm.dsl.compiler.layout import armed_ranges
+from llm_comm.dsl.library import all_gather_ll, all_to_all_ll, reduce_scatter_ll, two_shot_hb, two_shot_ll
 from llm_comm.dsl.programs import ProgramText
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
@@ -42,45 +43,6 @@ def one_shot(p: dsl.Builder) -> None:
     for peer in p.peers:
         p.put_packets(own, peer, received[p.rank])
     p.store(p.sum({p.rank: own, **{peer: p.read_packets(received[peer]) for peer in p.peers}}), y[0])
-
-
-@dsl.program("all_reduce")
-def two_shot(p: dsl.Builder) -> None:
-    x, y = p.input.chunks(p.world), p.output.chunks(p.world)
-    scattered, gathered = p.packets(p.world, like=x), p.packets(p.world, like=x)
-    for peer in p.peers:
-        p.put_packets(x[peer], peer, scattered[p.rank])
-    total = p.sum({p.rank: p.load(x[p.rank]), **{peer: p.read_packets(scattered[peer]) for peer in p.peers}})
-    p.store(total, y[p.rank])
-    for peer in p.peers:
-        p.put_packets(total, peer, gathered[p.rank])
-    for peer in p.peers:
-        p.store(p.read_packets(gathered[peer]), y[peer])
-
-
-@dsl.program("all_reduce")
-def two_shot_hb(p: dsl.Builder) -> None:
-    x, y = p.input.chunks(p.world), p.output.chunks(p.world)
-    scattered, gathered = p.scratch(p.world, like=x, turns=3), p.scratch(p.world, like=x, turns=3)
-    with p.loop():
-        for peer in p.peers:
-            p.put(x[peer], peer, scattered[p.rank])
-        for peer in p.peers:
-            p.signal(peer, semaphore=0)
-        with p.behind(1):
-            for peer in p.peers:
-                p.wait(peer, semaphore=0)
-            total = p.sum({p.rank: p.load(x[p.rank]), **{peer: p.load(scattered[peer]) for peer in p.peers}})
-            p.store(total, y[p.rank])
-            for peer in p.peers:
-                p.put(total, peer, gathered[p.rank])
-            for peer in p.peers:
-                p.signal(peer, semaphore=1)
-        with p.behind(2):
-            for peer in p.peers:
-                p.wait(peer, semaphore=1)
-            for peer in p.peers:
-                p.copy(gathered[peer], y[peer])
 
 
 @dsl.program("all_reduce")
@@ -157,18 +119,6 @@ def two_groups(p: dsl.Builder) -> None:
             p.store(p.sum({p.rank: own, **of_peers}), y[half])
 
 
-@dsl.program("all_gather")
-def gather_packets(p: dsl.Builder) -> None:
-    x, y = p.input.chunks(1), p.output.chunks(p.world)
-    received = p.packets(p.world, like=x)
-    own = p.load(x[0])
-    p.store(own, y[p.rank])
-    for peer in p.peers:
-        p.put_packets(own, peer, received[p.rank])
-    for peer in p.peers:
-        p.store(p.read_packets(received[peer]), y[peer])
-
-
 @dsl.program("all_gather", instances=3)
 def gather_by_puts(p: dsl.Builder) -> None:
     """Straight to the tensors of the peers, which have to be there and unused: the first signals say so."""
@@ -240,26 +190,6 @@ def two_shot_by_ports(p: dsl.Builder) -> None:
                 p.copy(gathered[peer], y[peer])
             for peer in p.peers:
                 p.flush(peer)
-
-
-@dsl.program("reduce_scatter")
-def scatter_packets(p: dsl.Builder) -> None:
-    x, y = p.input.chunks(p.world), p.output.chunks(1)
-    received = p.packets(p.world, like=x)
-    for peer in p.peers:
-        p.put_packets(x[peer], peer, received[p.rank])
-    p.store(p.sum({p.rank: p.load(x[p.rank]), **{peer: p.read_packets(received[peer]) for peer in p.peers}}), y[0])
-
-
-@dsl.program("all_to_all")
-def exchange(p: dsl.Builder) -> None:
-    x, y = p.input.chunks(p.world), p.output.chunks(p.world)
-    received = p.packets(p.world, like=x)
-    p.copy(x[p.rank], y[p.rank])
-    for peer in p.peers:
-        p.put_packets(x[peer], peer, received[p.rank])
-    for peer in p.peers:
-        p.store(p.read_packets(received[peer]), y[peer])
 
 
 @dsl.program("broadcast", root=1)
@@ -344,10 +274,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     [
         (one_shot, 2, [torch.bfloat16, torch.float16]),
         (one_shot, 5, [torch.float32]),
-        (two_shot, 3, [torch.float16, torch.float32]),
-        (two_shot, 4, [torch.bfloat16]),
-        (two_shot, 8, [torch.bfloat16]),
-        (two_shot_hb, 2, [torch.bfloat16]),
+        (two_shot_ll, 3, [torch.float16, torch.float32]),
+        (two_shot_ll, 8, [torch.bfloat16]),
         (two_shot_hb, 3, [torch.float32]),
         (two_shot_hb, 4, [torch.bfloat16]),
         (packets_in_a_loop, 3, [torch.bfloat16]),
@@ -390,7 +318,7 @@ def sum_special_values(text: ProgramText, directory: str) -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize("text", [one_shot, two_shot, two_shot_hb], ids=lambda text: text.name)
+@pytest.mark.parametrize("text", [one_shot, two_shot_ll, two_shot_hb], ids=lambda text: text.name)
 def test_special_values(ranks: RankPool, cache: str, text: ProgramText) -> None:
     ranks.run(2, call_by_name, sum_special_values.__name__, text.name, cache)
 
@@ -443,9 +371,11 @@ def move(text: ProgramText, directory: str, dtype: torch.dtype) -> None:
         longest = MAX_BYTES // dtype.itemsize // (world if parted else 1)
         symmetric = comm.empty(longest * world, dtype)
         for call, count in enumerate((1, 7, 37, 515, longest)):
-            parts = [any_bytes(count * (world if text is exchange else 1), dtype, 100 * call + r) for r in range(world)]
+            parts = [
+                any_bytes(count * (world if text is all_to_all_ll else 1), dtype, 100 * call + r) for r in range(world)
+            ]
             x = parts[rank]
-            if text is exchange:
+            if text is all_to_all_ll:
                 expected = torch.cat([part.view(torch.uint8).chunk(world)[rank] for part in parts]).view(dtype)
             elif text is broadcast:
                 expected = parts[text.root]
@@ -467,11 +397,11 @@ def move(text: ProgramText, directory: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("text", "world", "dtype"),
     [
-        (gather_packets, 3, torch.uint8),
-        (gather_packets, 8, torch.float32),
+        (all_gather_ll, 3, torch.uint8),
+        (all_gather_ll, 8, torch.float32),
         (gather_by_puts, 4, torch.bfloat16),
         (gather_by_ports, 3, torch.int64),
-        (exchange, 5, torch.float32),
+        (all_to_all_ll, 5, torch.float32),
         (broadcast, 4, torch.uint8),
     ],
     ids=lambda value: getattr(value, "name", None),
@@ -497,7 +427,7 @@ def sum_parts(text: ProgramText, directory: str) -> None:
 
 
 def test_reduce_scatter(ranks: RankPool, cache: str) -> None:
-    ranks.run(3, call_by_name, sum_parts.__name__, scatter_packets.name, cache)
+    ranks.run(3, call_by_name, sum_parts.__name__, reduce_scatter_ll.name, cache)
 
 
 # ---- Sequences -------------------------------------------------------------------------------------------------------
@@ -527,7 +457,7 @@ def call_in_turn(texts: str, directory: str) -> None:
 
 
 def test_calls_in_turn(ranks: RankPool, cache: str) -> None:
-    ranks.run(3, call_in_turn, "one_shot two_shot two_shot_hb", cache)
+    ranks.run(3, call_in_turn, "one_shot two_shot_ll two_shot_hb", cache)
 
 
 # ---- What goes wrong -------------------------------------------------------------------------------------------------
@@ -595,6 +525,6 @@ def wait_for_a_silent_rank(text: ProgramText, directory: str) -> None:
     comm.close()
 
 
-@pytest.mark.parametrize("text", [two_shot, two_shot_hb, two_shot_by_ports], ids=lambda text: text.name)
+@pytest.mark.parametrize("text", [two_shot_ll, two_shot_hb, two_shot_by_ports], ids=lambda text: text.name)
 def test_a_silent_rank_is_named(ranks: RankPool, cache: str, text: ProgramText) -> None:
     ranks.run(3, call_by_name, wait_for_a_silent_rank.__name__, text.name, cache)

@@ -13,6 +13,7 @@ from fused_reference import (
     EPS,
     FP8,
     FUSED_DTYPES,
+    TYPES_AND_WORLDS,
     assert_normed,
     canonical,
     check_call,
@@ -25,11 +26,14 @@ from fused_reference import (
     special_rows,
 )
 from harness import RankPool, make_communicator
-from reference import ALGORITHMS, WORLDS, assert_bitwise_equal, assert_is_sum, contributions
+from reference import ALGORITHMS, assert_bitwise_equal, assert_is_sum, contributions
 from tables import fused_row, write_fused_table
 
 from llm_comm import Communicator, UnsupportedInputError
 
+types_and_worlds = pytest.mark.parametrize(
+    ("dtype", "world"), TYPES_AND_WORLDS, ids=lambda value: str(value).removeprefix("torch.")
+)
 every_dtype = pytest.mark.parametrize("dtype", FUSED_DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 some_worlds = pytest.mark.parametrize("world", [2, 3, 8])
@@ -57,8 +61,7 @@ def check_shapes(dtype: torch.dtype) -> None:
             check_call(comm, inputs, None, weight, f"{what}, no residual")
 
 
-@every_dtype
-@pytest.mark.parametrize("world", WORLDS)
+@types_and_worlds
 def test_sum_residual_and_norm(ranks: RankPool, world: int, dtype: torch.dtype) -> None:
     ranks.run(world, check_shapes, dtype)
 

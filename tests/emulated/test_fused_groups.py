@@ -15,6 +15,7 @@ from fused_reference import (
     GROUP_SIZE,
     GROUPS,
     LAYOUTS,
+    TYPES_AND_WORLDS,
     canonical,
     operands_of,
     quantized,
@@ -23,11 +24,14 @@ from fused_reference import (
     special_rows,
 )
 from harness import RankPool, make_communicator
-from reference import ALGORITHMS, WORLDS, assert_bitwise_equal
+from reference import ALGORITHMS, assert_bitwise_equal
 from tables import fused_row
 
 from llm_comm import Communicator, UnsupportedInputError
 
+types_and_worlds = pytest.mark.parametrize(
+    ("dtype", "world"), TYPES_AND_WORLDS, ids=lambda value: str(value).removeprefix("torch.")
+)
 every_dtype = pytest.mark.parametrize("dtype", FUSED_DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 #: (rows, hidden): one group, groups that are no multiple of the ranks, and rows of a model.
 SHAPES = ((1, 128), (3, 384), (5, 1024), (1, 7168), (2, 2176))
@@ -78,8 +82,7 @@ def check_shapes(dtype: torch.dtype) -> None:
             check_groups(comm, [zeros] * comm.world_size, None, weight, "group", f"{algorithm}, zeros")
 
 
-@every_dtype
-@pytest.mark.parametrize("world", WORLDS)
+@types_and_worlds
 def test_values_and_scales(ranks: RankPool, world: int, dtype: torch.dtype) -> None:
     ranks.run(world, check_shapes, dtype)
 

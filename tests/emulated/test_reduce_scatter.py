@@ -163,7 +163,7 @@ def scatter_in_launches() -> None:
         assert_same_bits(out, rows.part_of(rank_order_sum(inputs), rank), str(rows))
 
 
-@pytest.mark.parametrize("world", [2, 5])
+@pytest.mark.parametrize("world", [2, 3])
 def test_parts_larger_than_a_slot(ranks: RankPool, world: int) -> None:
     ranks.run(world, scatter_in_launches)
 

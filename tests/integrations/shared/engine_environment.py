@@ -70,7 +70,8 @@ class Engine:
         lines = [f"import site; site.addsitedir({path!r})" for path in sorted(outer)]
         (site / "outer_environment.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
         requirements = self._unpack(version, site)
-        _pip("--python", str(python), "install", "--only-binary=:all:", *requirements)
+        # Not compiled: few of their modules are imported, and those are compiled then.
+        _pip("--python", str(python), "install", "--no-compile", "--only-binary=:all:", *requirements)
         done.write_text(recipe, encoding="utf-8")
         return python
 
