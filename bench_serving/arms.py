@@ -19,6 +19,7 @@ class Arm:
         llm_comm: Whether the log must say that llm_comm is active; else it must not.
         fuses: Whether the log must say that llm_comm has fused a sum with its norm; else it must not.
         norms_apart: Whether the log must say that llm_comm was told not to fuse; else it must not.
+        programs: Whether the log must say that programs of llm_comm.dsl serve all-reduces; else it must not.
         linear_apart: Whether the log must say that llm_comm was told to leave linear layers alone; else it must not.
         free: All-reduces return uninitialised memory: a bound, not an engine.
         free_norms: So does the residual add and norm behind each of them.
@@ -35,6 +36,7 @@ class Arm:
     llm_comm: bool = False
     fuses: bool = False
     norms_apart: bool = False
+    programs: bool = False
     linear_apart: bool = False
     free: bool = False
     free_norms: bool = False
@@ -70,6 +72,21 @@ ARMS: dict[str, Arm] = {
         Arm("llm_comm", "llm_comm", _ON, llm_comm=True, fuses=True),
         Arm(
             "llm_comm_unfused", "llm_comm, norms apart", {**_ON, "LLM_COMM_FUSE": "0"}, llm_comm=True, norms_apart=True
+        ),
+        # The same, but for the kernels of the sums.
+        Arm(
+            "llm_comm_dsl",
+            "llm_comm, sums by programs of its DSL",
+            {
+                **_ON,
+                "LLM_COMM_FUSE": "0",
+                "LLM_COMM_DSL": "llm_comm.dsl.library:one_shot_ll",
+                "LLM_COMM_ALGORITHM": "dsl:one_shot_ll",
+            },
+            llm_comm=True,
+            norms_apart=True,
+            programs=True,
+            by_default=False,
         ),
         # The same as llm_comm, where no tuning table prefers a layer and nobody asks for all of them.
         Arm(

@@ -18,6 +18,7 @@ WEIGHTS_MARK = "bench_serving: scaled weights"
 BACKEND_MARK = "bench_serving: custom all-reduce"
 
 _ACTIVE = re.compile(r"llm_comm \S+ is active for (?:group )?\S*tp")
+_PROGRAMS = re.compile(r"llm_comm \S+ is active for [^\n]*\bdsl:\w+ to ")
 # With a linear layer or without, whichever comes first.
 _FUSED = re.compile(r"llm_comm: first (?:all-reduce|linear layer) fused with its")
 # Where there are none, no table prefers one.
@@ -56,6 +57,7 @@ def evidence(settings: Settings, arm: Arm, log: str) -> list[str]:
     else:
         _expect(log, _PARTS, False, "llm_comm has gathered or scattered")
     found += _expect(log, _NORMS_APART, arm.norms_apart, "llm_comm was told not to fuse")
+    found += _expect(log, _PROGRAMS, arm.programs, "programs of llm_comm.dsl serve all-reduces")
     if fuses and not arm.linear_apart:
         found += [match[0] for match in _LINEAR.finditer(log)]
     else:

@@ -1,5 +1,6 @@
 """The programs of the DSL's library, compiled: bitwise what the communicator's own operations return, eager and in
-graphs; and, with ``--time``, how long they take beside those.
+graphs; and, with ``--time``, how long they take beside the hand-written algorithm of the same kind, and beside what the
+communicator selects.
 
     torchrun --standalone --nproc-per-node 2 tests/gpu/dsl_programs.py [--calls 12] [--time] [--json FILE]
 
@@ -31,7 +32,14 @@ ADD_IN_ANOTHER_ORDER = ("ring_ll", "hierarchical_ll")
 FOR_EVEN_WORLDS = ("hierarchical_ll",)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_BYTES, MOST_OF_SHARED, MOST_OF_EMULATED = 16 << 20, 256 << 10, 16 << 10
-TIMED_SIZES = tuple(1 << power for power in range(10, 25, 2))
+TIMED_SIZES = tuple(1 << power for power in range(10, 25))
+#: Of an all-reduce: the algorithm that does the same.
+COUNTERPARTS = {
+    "one_shot_ll": "one_shot",
+    "one_shot_hb": "one_shot_hb",
+    "two_shot_ll": "two_shot",
+    "two_shot_hb": "two_shot_hb",
+}
 
 
 def draw(dice: random.Random, text: ProgramText, dtype: torch.dtype, most: int, ranks: Session) -> torch.Tensor:
@@ -89,22 +97,23 @@ def check(
 
 
 def timed(
-    text: ProgramText, compiled: Compiled, comm: Communicator, nbytes: int, ranks: Session
-) -> tuple[float, float]:
-    """Microseconds of a message of so many bytes: of the program, and of the communicator's own operation."""
+    text: ProgramText, compiled: Compiled, comm: Communicator, like: Communicator, nbytes: int, ranks: Session
+) -> tuple[float, float, float]:
+    """Microseconds of a message of so many bytes: of the program, of the algorithm of the same kind, which ``like``
+    runs, and of what the communicator selects."""
     parts = ranks.world if text.operation is Operation.ALL_GATHER else 1
     x = torch.ones(nbytes // 2 // parts, dtype=torch.bfloat16, device=ranks.device)
     due = expected(comm, text, x, ranks)
     out = output_of(comm, text, due)
     target = torch.empty_like(due) if out is None else out
 
-    def native() -> None:
+    def native(by: Communicator) -> None:
         if text.operation is Operation.ALL_REDUCE:
-            comm.all_reduce(x, target)
+            by.all_reduce(x, target)
         elif text.operation is Operation.ALL_GATHER:
-            comm.all_gather(x, out=target)
+            by.all_gather(x, out=target)
         else:
-            comm.reduce_scatter(x, out=target)
+            by.reduce_scatter(x, out=target)
 
     def time_of(call: Callable[[], object]) -> float:
         call()
@@ -112,7 +121,7 @@ def timed(
         schedule = timing.Schedule.by("aligned", 20, 9)
         return timing.time_graph(lambda: (call(), None)[1], lambda: None, schedule, ranks.group).us
 
-    return time_of(lambda: compiled(x, target)), time_of(native)
+    return time_of(lambda: compiled(x, target)), time_of(lambda: native(like)), time_of(lambda: native(comm))
 
 
 def run_program(
@@ -134,10 +143,13 @@ def run_program(
                 results += 2 * times
                 ranks.watchdog.progress(f"{text.name}, {dtype}")
             if options.time and dtype == torch.bfloat16 and text.operation in TIMED:
-                for nbytes in TIMED_SIZES:
-                    us, native_us = timed(text, compiled, comm, nbytes, ranks)
-                    rows.append([text.name, nbytes, round(us, 3), round(native_us, 3)])
-                    ranks.watchdog.progress(f"{text.name}, {nbytes} bytes")
+                forced = Config.load(timeout_s=20.0, algorithm=COUNTERPARTS.get(text.name, "auto"))
+                with Communicator(ranks.group, ranks.device, forced) as like:
+                    for nbytes in TIMED_SIZES:
+                        times_us = timed(text, compiled, comm, like, nbytes, ranks)
+                        rows.append([text.name, nbytes, *(round(us, 3) for us in times_us)])
+                        ranks.watchdog.progress(f"{text.name}, {nbytes} bytes")
+                    ranks.barrier()
         ranks.barrier()
     return wrong, results, compile_s, rows
 
@@ -170,8 +182,12 @@ def main() -> int:
             report(
                 "dsl_programs", ranks.device.type, ranks.world, table, {"programs": table, "times": rows}, chosen.json
             )
-            for name, nbytes, us, native_us in rows:
-                print(f"{name:20} {nbytes:10} {us:9.2f} us, the library's own {native_us:9.2f}")
+            for name, nbytes, us, like_us, selected_us in rows:
+                kind = COUNTERPARTS.get(name, "selected")
+                print(
+                    f"{name:17} {nbytes:9} {us:8.2f} us, {kind:11} {like_us:8.2f} ({like_us / us:5.3f}x), "
+                    f"selected {selected_us:8.2f}"
+                )
     return int(total != 0)
 
 

@@ -48,6 +48,7 @@ class DataRunWriter:
         self._is_moved = not program.operation.adds_up
         self._places: dict[ir.Chunk, str] = {}
         self._tensors: dict[tuple[ir.Space, Rank], str] = {}
+        self._stores: dict[ir.Chunk, str] = {}  # of one line, prepared
         self._in_loop = False
         self._running: frozenset[int] | None = None
 
@@ -79,13 +80,21 @@ class DataRunWriter:
                 loads[what] = f"load{op.result.number}"
                 out.add(f"Tensor<Storage>::Load {loads[what]}({what}, at0);")
             values.append((op.result.number, loads[what]))
+        for store in (step for step in plan.steps if isinstance(step, ir.Store)):
+            if store.target.buffer.space.is_tensor:
+                name = self._stores[store.target] = f"store{len(self._stores)}"
+                where = ", ".join(self._tensor(store.target, None, "k0"))
+                out.add(f"const Tensor<Storage>::Store {name}({where});")
         if begins:
-            precomputed = ["k0", *(f"{name}.precomputed()" for name in loads.values())]
+            precomputed = ["k0", *(f"{name}.precomputed()" for name in (*loads.values(), *self._stores.values()))]
             out.add(f"call.wait_for_grids_before({', '.join(precomputed)});")
         out.add(*(f"{name}.begin();" for name in loads.values()))
         if begins:
             out.add("if (!call.begin()) return;")
-        out.add(*(f"const Line v{number}_0 = {name}.end();" for number, name in values))
+        made: dict[str, str] = {}
+        for number, name in values:
+            out.add(f"const Line v{number}_0 = {made.get(name, f'{name}.end()')};")
+            made.setdefault(name, f"v{number}_0")
         self._declare_all(plan.steps)
         # What is sent goes first, and the block meets while the answer is on its way.
         sends = list(itertools.takewhile(lambda step: isinstance(step, ir.PutPackets), plan.steps)) if begins else []
@@ -157,6 +166,7 @@ class DataRunWriter:
     def _start(self, run: DataRun, in_loop: bool) -> None:
         self._places = {}
         self._tensors = {}
+        self._stores = {}
         self._in_loop = in_loop
         self._running = None if in_loop else run.only
 
@@ -190,6 +200,8 @@ class DataRunWriter:
         peer = None if isinstance(op, ir.Store) else op.peer
         value = f"v{op.value.number}_{j}"
         if op.target.buffer.space.is_tensor:
+            if op.target in self._stores:
+                return f"{self._stores[op.target]}({value});"
             tensor, part, line = self._tensor(op.target, peer, f"k{j}")
             return f"{tensor}.store({part}, {line}, {value});"
         line = self._line(op.target, peer, j)
@@ -243,8 +255,10 @@ class DataRunWriter:
         for rank in range(world):
             if op.only is not None and rank not in op.only:
                 continue
-            by_rank = sorted(op.operands, key=lambda operand: operand[0].on(rank, world))
-            orders.setdefault(tuple(value for _, value in by_rank), []).append(rank)
+            by_rank = [value for _, value in sorted(op.operands, key=lambda operand: operand[0].on(rank, world))]
+            # a + b is b + a, bit for bit: two ranks need no code of their own.
+            in_order = (*sorted(by_rank[:2], key=lambda value: value.number), *by_rank[2:])
+            orders.setdefault(in_order, []).append(rank)
         if len(orders) == 1:
             only = self._only(op)
             with self._out.block(f"if ({only[0]})" if only else ""):

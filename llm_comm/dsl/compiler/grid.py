@@ -14,9 +14,13 @@ from llm_comm.dsl.compiler.source import MAX_THREADS
 WARP = 32
 #: Of a launch, as for algorithms of the core.
 MAX_BLOCKS = 65535
-#: Of a block where each line is on its way by itself, and how many there are for each multiprocessor, at most. Up to so
-#: many blocks they are small: the first lines are sent sooner (docs/experiments/dsl.md).
-_THREADS, _BLOCKS_OF_SM, _FEW_THREADS, _FEW_BLOCKS = 256, 8, 64, 512
+#: Of blocks whose lines are on their way one by one (docs/experiments/dsl.md): how many there are for each
+#: multiprocessor, at most; and their threads, for chunks of so many lines and for larger ones.
+_BLOCKS_OF_SM = 8
+_THREADS_UP_TO = ((4096, 64), (32768, 128))
+_THREADS = 256
+#: Of blocks that meet, while there are multiprocessors without one.
+_FEW_THREADS = 64
 #: Where fibers of one thread stand for those of a GPU.
 _EMULATED_BLOCKS, _EMULATED_THREADS = 4, 16
 _MIN_THREADS = 8
@@ -46,8 +50,8 @@ class Limits:
             per_block = -(-lines // self.instances)
             threads = min(self.threads, max(self.few_threads, -(-per_block // WARP) * WARP))
         else:
-            is_little = lines <= min(self.instances, _FEW_BLOCKS) * self.few_threads
-            threads = self.few_threads if is_little else self.threads
+            fitting = (threads for most, threads in _THREADS_UP_TO if lines <= min(most, self.instances * threads))
+            threads = min(self.threads, max(self.few_threads, next(fitting, self.threads)))
         return min(self.instances, -(-lines // threads)), threads
 
 

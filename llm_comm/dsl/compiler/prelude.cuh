@@ -172,6 +172,31 @@ class Tensor {
     Line value_{};
   };
 
+  // Where a line is stored, once it is there: what that takes is computed when this is constructed.
+  class Store {
+   public:
+    LLM_COMM_DEVICE Store(const Tensor& tensor, uint32_t part, uint32_t line)
+        : address_(opaque(tensor.at(part, line))),
+          whole_(opaque(tensor.is_whole(address_, line) ? address_ : nullptr)),
+          bytes_(tensor.bytes_from(line)) {}
+
+    LLM_COMM_DEVICE uint64_t precomputed() const {
+      return reinterpret_cast<uint64_t>(address_) + reinterpret_cast<uint64_t>(whole_);
+    }
+    LLM_COMM_DEVICE void operator()(Line value) const {
+      if (whole_ != nullptr) {
+        store_line(whole_, value);
+      } else {
+        store_elements<Storage>(address_, bytes_, value);
+      }
+    }
+
+   private:
+    char* address_;
+    char* whole_;  // the same, if the line is whole
+    uint64_t bytes_;
+  };
+
   LLM_COMM_DEVICE Line load(uint32_t part, uint32_t line) const {
     const char* const address = at(part, line);
     return is_whole(address, line) ? load_line(address) : load_elements<Storage>(address, bytes_from(line));
