@@ -99,6 +99,7 @@ def test_where_free_all_reduces_are_not_faster_there_is_nothing_to_recover(free:
 
 
 ACTIVE = "(Worker_TP0 pid=7) INFO llm_comm 0.1.0 is active for group tp:0 (4 ranks, VMM): all-reduce one_shot to 48 KiB"
+BY_PROGRAM = ACTIVE.replace("all-reduce", "all-reduce dsl:one_shot_ll to 8 MiB, else")
 VLLM = (
     "INFO 11-21 [cuda_communicator.py:264] Using [{}] all-reduce backends (in dispatch order) for group 'tp:0' out of"
 )
@@ -128,6 +129,7 @@ def ran(engine: str = "vllm", **others: Any) -> Settings:
         ("default", CUSTOM),
         ("llm_comm", f"{CUSTOM}\n{ACTIVE}; fused with RMSNorm in compiled graphs\n{FUSED}"),
         ("llm_comm_unfused", f"{CUSTOM}\n{ACTIVE}; not fused with RMSNorm: fuse is false (environment)"),
+        ("llm_comm_dsl", f"{CUSTOM}\n{BY_PROGRAM}; not fused with RMSNorm: fuse is false (environment)"),
         ("llm_comm", f"{CUSTOM}\n{ACTIVE}; fused with RMSNorm in compiled graphs\n{FUSED_LINEAR}"),
         ("llm_comm_no_linear", f"{CUSTOM}\n{NO_LINEAR}\n{FUSED}"),
         ("free", f"{FREE}\n{CUSTOM}"),

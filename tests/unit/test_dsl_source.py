@@ -17,7 +17,7 @@ from llm_comm.dsl.compiler.grid import Limits
 from llm_comm.dsl.compiler.in_place import works_in_place
 from llm_comm.dsl.compiler.layout import armed_ranges, batch_of, chunk_lines, lay_out
 from llm_comm.dsl.compiler.runs import DataRun, LoopRuns, PortRun, SignalRun, WaitRun, runs_of
-from llm_comm.dsl.compiler.schedule import Receive, schedule
+from llm_comm.dsl.compiler.schedule import Receive, schedule, stages_of
 from llm_comm.dsl.compiler.senders import readers_of, sender_of
 from llm_comm.dsl.compiler.source import generate, is_moved, kernel_name
 
@@ -96,22 +96,34 @@ def test_source_says_dtype_and_world() -> None:
 
 
 def test_each_rank_sums_in_rank_order() -> None:
-    code = code_of(source_of(two_shot, world=3))
-    orders = dict(re.findall(r"case (\d): {\s*{\s*const Line of\[3\] = {(.*?)};", code))
-    received = re.search(r"(v\d)_0 = line\[0\];.*?(v\d)_0 = line\[2\];", code, flags=re.DOTALL)
+    code = code_of(source_of(two_shot, world=3)).partition("else {")[0]
+    orders = {}
+    for rank, values in re.findall(r"case (\d): {\s*{\s*const Line of\[3\] = {(.*?)};", code):
+        first, second, third = values.split(", ")
+        orders[rank] = ({first, second}, third)  # which of two comes first makes no difference
+    received = re.search(r"(v\d_0) = line\[0\];\s*(v\d_0) = line\[1\];", code)
     assert received is not None
     of_next, of_second = received.groups()
-    (own,) = set(re.findall(r"v\d", orders["0"])) - {of_next, of_second}
+    own = orders["2"][1]
+    assert own not in (of_next, of_second)
     assert orders == {
-        "0": f"{own}_0, {of_next}_0, {of_second}_0",
-        "1": f"{of_second}_0, {own}_0, {of_next}_0",
-        "2": f"{of_next}_0, {of_second}_0, {own}_0",
+        "0": ({own, of_next}, of_second),
+        "1": ({of_second, own}, of_next),
+        "2": ({of_next, of_second}, own),
     }
 
 
+def test_the_sum_of_two_ranks_has_one_order() -> None:
+    assert "switch (rank)" not in source_of(two_shot, world=2)
+
+
 def test_a_kernel_without_signals_has_one_barrier() -> None:
-    assert code_of(source_of(two_shot)).count("block_sync()") == 1
-    assert "shared_memory" not in code_of(source_of(two_shot))
+    one_line, _, lines = code_of(source_of(two_shot)).partition("else {")
+    for form in (one_line, lines):
+        assert form.count("block_sync()") == 1
+        assert form.index("call.begin()") < form.index("block_sync()") < form.index("call.arrive()")
+    assert one_line.index("send_line(") < one_line.index("block_sync()") < one_line.index("call.receive<")
+    assert "shared_memory" not in one_line + lines
 
 
 def test_barriers_stand_before_signals_and_behind_waits() -> None:
@@ -347,7 +359,7 @@ def test_turns_hold_what_all_threads_carry_together() -> None:
 
 
 def test_grid_follows_from_the_lines() -> None:
-    limits = Limits(instances=10, threads=512, few_threads=64)
+    limits = Limits(instances=10, threads=512, few_threads=64, meets=True)
     assert limits.of_call(1) == (1, 64)
     assert limits.of_call(65) == (2, 64)
     assert limits.of_call(641) == (7, 96)
@@ -355,6 +367,67 @@ def test_grid_follows_from_the_lines() -> None:
     for lines in range(1, 7000, 13):
         blocks, threads = limits.of_call(lines)
         assert blocks * threads >= min(lines, 5120)
+
+
+def test_grid_of_lines_that_are_on_their_way_by_themselves() -> None:
+    limits = Limits(instances=1056, threads=256, few_threads=64, meets=False)
+    assert limits.of_call(1) == (1, 64)
+    assert limits.of_call(4096) == (64, 64)
+    assert limits.of_call(4097) == (33, 128)
+    assert limits.of_call(32768) == (256, 128)
+    assert limits.of_call(32769) == (129, 256)
+    assert limits.of_call(10_000_000) == (1056, 256)
+    few = Limits(instances=4, threads=16, few_threads=16, meets=False)
+    assert [few.of_call(lines) for lines in (1, 17, 64, 4096, 40000)] == [(1, 16), (2, 16), (4, 16), (4, 16), (4, 16)]
+
+
+# ---- Stages ----------------------------------------------------------------------------------------------------------
+
+
+def stages(text: Text, world: int = 3) -> list[tuple[list[str], list[str]]]:
+    """What each loads again, and its steps, by their kinds."""
+    ((run,),) = [group.steps for group in runs_of(build(text, world))]
+    assert isinstance(run, DataRun)
+    return [
+        ([str(op.source) for op in stage.again], [type(step).__name__ for step in stage.steps])
+        for stage in stages_of(schedule(run.ops))
+    ]
+
+
+def test_what_is_waited_for_begins_a_stage() -> None:
+    assert stages(two_shot) == [
+        ([], ["PutPackets", "PutPackets"]),
+        (["input[rank]"], ["Receive", "Sum", "PutPackets", "PutPackets", "Store"]),
+        ([], ["Receive", "Store", "Store"]),
+    ]
+
+
+def test_values_that_go_over_a_cut_keep_it_one_stage() -> None:
+    def program(p: dsl.Builder) -> None:
+        x, y = p.input.chunks(1), p.output.chunks(1)
+        first, second = p.packets(p.world, like=x), p.packets(p.world, like=x)
+        (peer,) = p.peers
+        p.put_packets(x[0], peer, first[p.rank])
+        got = p.read_packets(first[peer])
+        p.put_packets(got, peer, second[p.rank])
+        p.store(p.sum({p.rank: got, peer: p.read_packets(second[peer])}), y[0])
+
+    ((again, steps),) = stages(program, world=2)
+    assert again == []
+    assert steps.count("Receive") == 2
+
+
+def test_nothing_is_loaded_again_behind_a_store_to_the_output() -> None:
+    def program(p: dsl.Builder) -> None:
+        x, y = p.input.chunks(1), p.output.chunks(1)
+        first, second = p.packets(p.world, like=x), p.packets(p.world, like=x)
+        (peer,) = p.peers
+        p.put_packets(x[0], peer, first[p.rank])
+        p.store(p.read_packets(first[peer]), y[0])
+        p.put_packets(x[0], peer, second[p.rank])
+        p.store(p.sum({p.rank: x[0], peer: p.read_packets(second[peer])}), y[0])
+
+    assert len(stages(program, world=2)) == 1
 
 
 # ---- Packets ---------------------------------------------------------------------------------------------------------
