@@ -106,7 +106,10 @@ def with_program(
         return layout
     name, because, choice = named
     kernels, message_bytes = programs[name], problem.message_bytes()
-    why = _why_not(kernels, problem, choice, config)
+    why = _why_not(kernels, problem)
+    if not why:
+        choice = _within_max_blocks(kernels, problem, choice, config)
+        why = kernels.why_not(choice)
     if why:
         return layout._replace(plan=dataclasses.replace(layout.plan, reason=f"{layout.plan.reason}; {name}: {why}"))
     blocks, threads = kernels.grid(problem.data_type, message_bytes, choice)
@@ -151,15 +154,18 @@ def _named_for(problem: Problem, table: TuningTable, config: Config) -> _Named |
     return _Named(row.algorithm, f"{table.name}, up to {row.up_to} bytes", choice_of(row))
 
 
-def _why_not(kernels: Kernels, problem: Problem, choice: LaunchChoice, config: Config) -> str:
-    message_bytes = problem.message_bytes()
-    if message_bytes > kernels.max_bytes:
+def _within_max_blocks(kernels: Kernels, problem: Problem, choice: LaunchChoice, config: Config) -> LaunchChoice:
+    """The choice, or one of fewer blocks, where option max_blocks bounds those of large messages."""
+    most = config.max_blocks
+    if most is None or problem.message_bytes() < LARGE_BYTES:
+        return choice
+    blocks, _ = kernels.grid(problem.data_type, problem.message_bytes(), choice)
+    return choice if blocks <= most else LaunchChoice(most, choice.threads)
+
+
+def _why_not(kernels: Kernels, problem: Problem) -> str:
+    if problem.message_bytes() > kernels.max_bytes:
         return f"more than dsl_max_bytes={kernels.max_bytes}"
     if problem.data_type not in kernels.data_types:
         return f"not compiled for {problem.data_type}"
-    most = config.max_blocks
-    if most is not None and message_bytes >= LARGE_BYTES:
-        blocks, _ = kernels.grid(problem.data_type, message_bytes, choice)
-        if blocks > most:
-            return f"it takes {blocks} blocks, more than max_blocks={most}"
     return ""

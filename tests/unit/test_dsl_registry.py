@@ -241,7 +241,7 @@ class Kernels:
     sums_in_rank_order = True
 
     def why_not(self, choice: LaunchChoice) -> str:
-        return "blocks is 7; it has too many" if choice.blocks == 7 else ""
+        return f"blocks is {choice.blocks}; it has too many" if choice.blocks in (7, 9) else ""
 
     def candidates(self, data_type: str, message_bytes: int) -> list[LaunchChoice]:
         raise AssertionError("nothing is tuned here")
@@ -325,11 +325,14 @@ def test_what_no_algorithm_serves_no_program_does(nbytes: int, outcome: str) -> 
 
 
 def test_max_blocks_holds() -> None:
-    free, bound = (planner_of(TABLE, LargeKernels(), algorithm="dsl:mine", max_blocks=most) for most in (None, 1024))
-    for nbytes, allowed in ((1 << 20, True), ((1 << 20) + 2, False)):
-        assert plan(free, nbytes).algorithm == "dsl:mine"
-        assert (plan(bound, nbytes).algorithm == "dsl:mine") == allowed
-    assert "dsl:mine: it takes 1025 blocks, more than max_blocks=1024" in plan(bound, (1 << 20) + 2).reason
+    free, bound = (planner_of(TABLE, LargeKernels(), algorithm="dsl:mine", max_blocks=most) for most in (None, 64))
+    assert plan(free, 1 << 20).blocks == plan(free, 1 << 20).message_bytes // 1024
+    assert plan(bound, (1 << 20) - 2).blocks == 1024, "small messages are not bound"
+    assert plan(bound, 1 << 20).blocks == 64
+    assert plan(bound, 1 << 20).algorithm == "dsl:mine"
+    refused = plan(planner_of(TABLE, LargeKernels(), algorithm="dsl:mine", max_blocks=9), 1 << 20)
+    assert refused.algorithm != "dsl:mine"
+    assert "dsl:mine: blocks is 9; it has too many" in refused.reason
 
 
 @pytest.mark.parametrize(
@@ -425,8 +428,9 @@ def test_a_row_with_a_launch_that_cannot_be() -> None:
 
 def test_max_blocks_goes_by_the_choice_of_the_row() -> None:
     table = with_rows(program_row(1 << 22)._replace(blocks=64))
-    assert plan(planner_of(table, LargeKernels(), max_blocks=64), 1 << 21).algorithm == "dsl:mine"
-    assert plan(planner_of(table, LargeKernels(), max_blocks=63), 1 << 21).algorithm != "dsl:mine"
+    assert [plan(planner_of(table, LargeKernels(), max_blocks=most), 1 << 21).blocks for most in (65, 64, 63)] == [
+        *(64, 64, 63)
+    ]
 
 
 @pytest.mark.parametrize(
