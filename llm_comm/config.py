@@ -156,6 +156,11 @@ _OPTIONS: dict[str, _Option] = {
     "dsl_max_bytes": _Option(
         parse_size, lambda v: _is_int(v) and 1 <= v <= 4096 * MIB, f"bytes, 1 to 4 GiB ({_AS_TEXT})"
     ),
+    "dsl_schedules": _Option(
+        int,
+        lambda v: v is None or (_is_int(v) and 0 <= v <= 1_000_000),
+        "a number of schedules, 0 to 1000000 (default: by the size of the program)",
+    ),
 }
 
 _SIZES = [name for name, option in _OPTIONS.items() if option.parse is parse_size]
@@ -227,6 +232,8 @@ class Config:
             ``module:program,module:program``: ``algorithm`` and tables can name them then, as ``dsl:program``.
         dsl_max_bytes: Programs serve messages up to this size. Each takes workspace memory for it, in addition to
             ``workspace_bytes``; log level info says how much.
+        dsl_schedules: Under how many schedules of the deterministic emulator a program is run before it is compiled,
+            where there is a C++ compiler. None: by its size. 0: none.
 
     Raises:
         ConfigError: An unknown option or variable, a value that is not allowed, or a file that cannot be read.
@@ -252,6 +259,7 @@ class Config:
     table: str | None = None
     dsl: str | None = None
     dsl_max_bytes: int = 8 * MIB
+    dsl_schedules: int | None = None
     #: Where each value comes from; what is not named is a default. Given to the constructor, as ``dataclasses.replace``
     #: does, it says that all options are: file and environment are not read again.
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)

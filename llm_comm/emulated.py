@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llm_comm.installation import get_include, get_library_dir
 
@@ -22,6 +22,26 @@ from llm_comm.installation import get_include, get_library_dir
 _MAX_PARAMETERS = 64
 _ERROR_BYTES = 512
 _COMPILE_LIMIT_S = 300
+
+
+class Driver(NamedTuple):
+    """What runs a kernel in its library.
+
+    Attributes:
+        header: What the library includes behind the kernel.
+        macro: Of that header, without the prefix ``LLM_COMM_``: makes what the library offers, of the kernel's name.
+        archive: What it is linked with, in ``get_library_dir()``.
+        defines: Which emulator the headers are for; without that prefix.
+    """
+
+    header: str
+    macro: str
+    archive: str
+    defines: tuple[str, ...]
+
+
+#: Each rank is a process or a thread of its own, in the memory of the CPU.
+PROCESSES = Driver("llm_comm/emulator/loaded_kernel.h", "LOADED_KERNEL", "libllm_comm_emulator.a", ("EMULATOR",))
 
 
 class RawKernel:
@@ -111,11 +131,12 @@ def compiler() -> str:
     return os.environ.get("CXX", "g++")
 
 
-def compile_library(code: str, name: str, options: Sequence[str], library: Path) -> None:
-    """Compiles a kernel to a shared library, which ``RawKernel`` can load.
+def compile_library(code: str, name: str, options: Sequence[str], library: Path, driver: Driver = PROCESSES) -> None:
+    """Compiles a kernel to a shared library.
 
     Args:
         code, name, options: As of ``RawKernel``.
+        driver: What is to run it; libraries for ``PROCESSES`` are those that ``RawKernel`` loads.
         library: The file to write. The source lies beside it meanwhile, so each call has a directory of its own.
 
     Raises:
@@ -123,11 +144,11 @@ def compile_library(code: str, name: str, options: Sequence[str], library: Path)
     """
     # A library of its own: a kernel may have the name of a function of libc ("wait"), or of another kernel.
     alone = ["-Wl,-Bsymbolic", "-fno-gnu-unique"]
-    flags = ["-std=c++20", "-O1", "-shared", "-fPIC", *alone, "-DLLM_COMM_EMULATOR", "-I", get_include(), *options]
+    defines = [f"-DLLM_COMM_{define}" for define in driver.defines]
+    flags = ["-std=c++20", "-O1", "-shared", "-fPIC", *alone, *defines, "-I", get_include(), *options]
     source = library.with_suffix(".cpp")
-    header = "llm_comm/emulator/loaded_kernel.h"
-    source.write_text(f'{code}\n#include "{header}"\nLLM_COMM_LOADED_KERNEL({name})\n', encoding="utf-8")
-    archive = Path(get_library_dir(), "libllm_comm_emulator.a")
+    source.write_text(f'{code}\n#include "{driver.header}"\nLLM_COMM_{driver.macro}({name})\n', encoding="utf-8")
+    archive = Path(get_library_dir(), driver.archive)
     command = [compiler(), *flags, str(source), "-o", str(library), str(archive), "-pthread"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S, check=False)

@@ -43,7 +43,8 @@ def digest_of_headers() -> str:
 
 
 def get_library_dir() -> str:
-    """Directory of ``libllm_comm_emulator.a``, for kernels compiled for the emulator."""
+    """Directory of ``libllm_comm_emulator.a``, for kernels compiled for the emulator, and of
+    ``libllm_comm_deterministic.a``, for programs of ``llm_comm.dsl`` under schedules."""
     return _installed_directory("lib")
 
 

@@ -20,6 +20,7 @@ class Fault(Enum):
     UNWRITTEN = "unwritten"  # a chunk that is read, and holds nothing yet
     CONTENT = "content"  # a value or a result that is not what it has to be
     CALLS = "calls"  # a rank may get too far ahead in later calls
+    SCHEDULE = "schedule"  # its kernel fails under a schedule of the deterministic emulator
 
 
 class ProgramError(LlmCommError):
@@ -34,3 +35,19 @@ class ProgramError(LlmCommError):
         super().__init__(f"{where.file}:{where.line}: {message}\n    {where.text}")
         self.fault = fault
         self.where = where
+
+
+class ScheduleError(ProgramError):
+    """The kernel of a program hangs, or gives a wrong result, under a schedule of the deterministic emulator.
+
+    Attributes:
+        seed: Of the schedule: ``dsl.explore(program, schedules=1, seed=seed)`` runs it again.
+        step: Of the schedule, at which it failed.
+        rank: On which it failed.
+    """
+
+    def __init__(self, message: str, where: Location, *, seed: int, step: int, rank: int) -> None:
+        super().__init__(Fault.SCHEDULE, message, where)
+        self.seed = seed
+        self.step = step
+        self.rank = rank

@@ -1,11 +1,10 @@
-"""Programs that a communicator is to run in place of algorithms: found, checked and compiled as it is made, on all of
-its ranks or on none."""
+"""Programs that a communicator is to run in place of algorithms: found, checked, tried and compiled as it is made, on
+all of its ranks or on none."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from typing import NamedTuple
 
 from llm_comm.config import Config
 from llm_comm.dsl import ir, registry
@@ -15,6 +14,7 @@ from llm_comm.dsl.compiler.runs import runs_of
 from llm_comm.dsl.kernel import Site
 from llm_comm.dsl.kernels import ProgramKernels
 from llm_comm.dsl.programs import ProgramText
+from llm_comm.dsl.schedules.setup import Candidate, explore_all
 from llm_comm.dsl.sums import sums_in_rank_order
 from llm_comm.dsl.text import describe
 from llm_comm.errors import ConfigError, LlmCommError
@@ -26,13 +26,6 @@ from llm_comm.runtime.rendezvous import Rendezvous
 from llm_comm.runtime.symmetric_heap import SymmetricHeap
 
 logger = logging.getLogger("llm_comm")
-
-
-class _Found(NamedTuple):
-    """A program that is to be compiled."""
-
-    name: str
-    program: ir.Program
 
 
 def load(
@@ -49,18 +42,19 @@ def load(
         By the names that options and tables give them. None for one rank, which exchanges nothing.
 
     Raises:
-        ConfigError: A program cannot be imported, is not registered or not correct, cannot be selected, or cannot be
-            launched as a row of the table says. Raised on all ranks alike.
+        ConfigError: A program cannot be imported, is not registered or not correct, fails under a schedule, cannot be
+            selected, or cannot be launched as a row of the table says. Raised on all ranks alike.
         RendezvousError: The ranks have different programs, or one of them could not compile or place one. Raised on
             all ranks alike.
     """
     found = rendezvous.attempt("choice of programs", lambda: _find_all(config, table, rendezvous.world_size))
-    digests = [f"{name} ({digest(program)})" for name, program in found]
+    digests = [f"{name} ({digest(program)})" for name, _, program in found]
     said = rendezvous.collect("comparison of programs", lambda: ", ".join(digests))
     check_alike("have different programs of llm_comm.dsl", said)
+    explore_all(rendezvous, found, config.dsl_schedules, config.timeout_s)
     site = Site(rendezvous.rank, rendezvous.world_size, handle, heap)
     compiled: dict[str, Kernels] = {}
-    for name, program in found:
+    for name, _, program in found:
         kernels = ProgramKernels(name, program, site, rendezvous, config.dsl_max_bytes)
         compiled[name] = kernels
         logger.info(
@@ -115,7 +109,7 @@ def examine(text: ProgramText, world: int, config: Config) -> tuple[ir.Program, 
         raise ConfigError(f"{registry.name_of(text)} for {world} ranks: {what}") from error
 
 
-def _find_all(config: Config, table: TuningTable, world: int) -> list[_Found]:
+def _find_all(config: Config, table: TuningTable, world: int) -> list[Candidate]:
     """What is to be compiled, in the same order on all ranks."""
     listed = registry.of_option(config)
     named = named_by(config, table)
@@ -140,5 +134,5 @@ def _find_all(config: Config, table: TuningTable, world: int) -> list[_Found]:
         if why:
             logger.info("%s is registered, and cannot be selected: %s", name, why)
         else:
-            chosen.append(_Found(name, program))
+            chosen.append(Candidate(name, where, program))
     return chosen

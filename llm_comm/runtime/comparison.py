@@ -32,6 +32,7 @@ _OPTIONS_OF_ALL_RANKS = (
     "share_gpu",
     "dsl",
     "dsl_max_bytes",
+    "dsl_schedules",
 )
 
 _LIMITS_OF_A_DEVICE = ("sm_count", "max_cluster", "compute_capability")

@@ -1,47 +1,6 @@
 #include "operands.h"
 
-#include <cstdio>
-
-#include "llm_comm/reduce.cuh"
-
 namespace drill {
-
-std::string hex(uint64_t value) {
-  char text[20];
-  std::snprintf(text, sizeof(text), "%#llx", static_cast<unsigned long long>(value));
-  return text;
-}
-
-uint32_t draw_number(DataType type, Random& random) {
-  const float value = static_cast<float>(static_cast<int32_t>(random.below(4096)) - 2048) / 64.0f;
-  switch (type) {
-    case DataType::kBFloat16:
-      return Element<DataType::kBFloat16>::round(value);
-    case DataType::kFloat16:
-      return Element<DataType::kFloat16>::round(value);
-    case DataType::kByte:
-      return random.below(256);
-    default:
-      return Element<DataType::kFloat32>::round(value);
-  }
-}
-
-uint32_t draw_value(DataType type, Random& random) {
-  const uint32_t all_ones = type == DataType::kFloat32 ? 0xFFFFFFFFu : (1u << 8 * element_bytes(type)) - 1;
-  const uint32_t sign = all_ones / 2 + 1;
-  switch (random.below(16)) {
-    case 0:
-      return static_cast<uint32_t>(random.next()) & all_ones;  // NaN, infinities and subnormals among them
-    case 1:
-      return all_ones;  // what a line that has not arrived is filled with
-    case 2:
-      return sign;  // -0.0
-    case 3:
-      return all_ones - 1;  // what a sentinel is sent as
-    default:
-      return draw_number(type, random);
-  }
-}
 
 // "" or where bytes are not as they were at first.
 std::string touched_in(const char* first, size_t bytes) {

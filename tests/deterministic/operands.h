@@ -11,19 +11,16 @@
 #include "emulator/deterministic/random.h"
 #include "llm_comm/data_type.h"
 #include "llm_comm/line.cuh"
+#include "schedules/values.h"
 
 namespace drill {
 
 using namespace llm_comm;  // NOLINT: a test of its kernels
 using emulator::Random;
 
-std::string hex(uint64_t value);
-
-// A number between -32 and 32.
-uint32_t draw_number(DataType type, Random& random);
-
-// Most often a number; else any bits, or those that algorithms treat in a way of their own.
-uint32_t draw_value(DataType type, Random& random);
+using schedules::draw_number;
+using schedules::draw_value;
+using schedules::hex;
 
 // What outputs hold at first.
 constexpr char kUntouched = '\x5A';

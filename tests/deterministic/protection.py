@@ -24,7 +24,7 @@ PORT_CHANNEL = "csrc/include/llm_comm/port_channel.cuh"
 PORT_SESSION = "csrc/include/llm_comm/port_session.cuh"
 PORT_CHUNKS = "csrc/algorithms/port_chunks.cuh"
 PORT_BATCH = "csrc/host/port_batch.cpp"
-PORT_ACTOR = "tests/deterministic/port_actor.cpp"
+PORT_ACTOR = "csrc/schedules/port_actor.cpp"
 
 # What the driver says of a failure, as regular expressions. Any other failure proves nothing: a crash, a wrong
 # option, or a schedule that does not end where nobody should hang.

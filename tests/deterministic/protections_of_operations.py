@@ -57,8 +57,8 @@ OF_OPERATIONS = (
         (
             Edit(
                 OPERATION,
-                "is_odd = static_cast<uint32_t>(arrivals_) & kArrivalsPerOperation;",
-                "is_odd = !WITHOUT && static_cast<uint32_t>(arrivals_) & kArrivalsPerOperation;",
+                "return (static_cast<uint32_t>(arrivals_) & kArrivalsPerOperation) != 0;",
+                "return !WITHOUT && (static_cast<uint32_t>(arrivals_) & kArrivalsPerOperation) != 0;",
             ),
         ),
         exempt={**NO_SLOT, **ONE_SLOT},

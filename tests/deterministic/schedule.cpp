@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "calls.h"
+#include "schedules/temper.h"
 #include "world.h"
 
 namespace drill {
@@ -40,34 +41,6 @@ Case choose_case(uint64_t seed, const std::string& algorithm) {
 }
 
 // ---- How the schedule goes -----------------------------------------------------------------------------------------
-
-Temper draw_temper(uint32_t ranks, Random& random, const Options& options) {
-  Temper temper;
-  temper.memory.stale = random.pick({0u, 0u, 16u, 64u, 160u});
-  temper.memory.overtake = random.pick({0u, 64u, 256u});
-  temper.memory.delay = random.pick({0u, 8u, 64u, 256u});
-  temper.memory.local_delay = random.pick({0u, 0u, 8u, 64u});
-  if (random.chance(64)) temper.memory.slow_links = random.next() & random.next() & random.next();
-  temper.memory.grid_end_performs = options.grid_end_performs;
-
-  emulator::SchedulerTemper& scheduler = temper.scheduler;
-  scheduler.policy =
-      random.pick({emulator::Policy::kUniform, emulator::Policy::kWeighted, emulator::Policy::kPriorities});
-  for (uint32_t& weight : scheduler.weight) weight = 1u << random.below(10);
-  scheduler.change = random.pick({0u, 64u, 1024u});
-  scheduler.preempt = random.pick({0u, 16u, 96u, 256u});
-  scheduler.samples = random.between(1, 4);
-  scheduler.resident_threads = random.pick({1u, 16u, 48u, 256u});
-  scheduler.start_order =
-      random.pick({emulator::StartOrder::kAscending, emulator::StartOrder::kDescending, emulator::StartOrder::kAny});
-  scheduler.launch_delay = random.pick({0u, 16u, 512u});
-  scheduler.completion_delay = random.pick({0u, 16u, 512u});
-  if (random.chance(64)) {
-    temper.stalls.push_back(
-        {random.below(ranks), random.between(1, 1u << random.below(10)), random.between(1, 20'000)});
-  }
-  return temper;
-}
 
 // Of a rank that comes too late.
 constexpr uint64_t kLateSteps = 3 * kTimeoutNs;
@@ -278,20 +251,6 @@ std::string check_mishap(World& world, const std::vector<std::unique_ptr<Call>>&
   return "";
 }
 
-const char* describe(Ending ending) {
-  switch (ending) {
-    case Ending::kStuck:
-      return "threads wait for a barrier or a grid that nobody will reach or end";
-    case Ending::kTooLong:
-      return "it did not end";
-    case Ending::kFault:
-      return "an access that is not defined";
-    case Ending::kDone:
-      break;
-  }
-  return "";
-}
-
 }  // namespace
 
 std::vector<std::string> subject_names() {
@@ -349,9 +308,7 @@ struct Script {
 };
 
 std::string failure(Run& run, const emulator::Machine& machine, const std::optional<Mishap>& mishap) {
-  if (run.ending != Ending::kDone) {
-    return std::string(describe(run.ending)) + (machine.fault().empty() ? "" : ": ") + machine.fault();
-  }
+  if (run.ending != Ending::kDone) return schedules::describe(run.ending, machine);
   return mishap ? check_mishap(run.world, run.calls, *mishap) : check_all_right(run.world, run.calls);
 }
 
@@ -366,7 +323,8 @@ MishapOutcome outcome(World& world) {
 Result run_schedule(emulator::Machine& machine, uint64_t seed, const Options& options) {
   const Case chosen = choose_case(seed, options.algorithm);
   Random random(seed);
-  Temper temper = draw_temper(chosen.ranks, random, options);
+  Temper temper = schedules::draw_temper(chosen.ranks, random);
+  temper.memory.grid_end_performs = options.grid_end_performs;
   const uint64_t first_operation = draw_first_operation(random);
   const bool check_calls = random.chance(48);
   const Script script{chosen, options.alone, first_operation, check_calls, random.next(), Random(random.next())};

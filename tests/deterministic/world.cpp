@@ -5,7 +5,7 @@
 #include <stdexcept>
 
 #include "host/core_impl.h"
-#include "port_actor.h"
+#include "schedules/port_actor.h"
 
 namespace drill {
 
@@ -65,6 +65,11 @@ class StreamLauncher {
   Function<Args> function(void (*kernel)(Args)) const {
     return kernel;
   }
+  // Programs have schedules of their own (schedules/program_schedule.cpp).
+  Function<ProgramArgs> load(const std::string&, const std::string& kernel) const {
+    throw std::logic_error("a schedule loads kernel " + kernel);
+  }
+  void leave_to_graphs() {}
   template <class Args>
   void launch(Function<Args> kernel, const Args& args, const Grid& grid, uint64_t) {
     machine_->launch(rank_, config_of(grid), [=] { kernel(args); }, true);
@@ -137,7 +142,7 @@ World::World(emulator::Machine& machine, uint32_t ranks, uint64_t first_operatio
                                     kStagingBytes};
     char* const ring = machine.memory().of_rank(rank) + kRingOffset;
     members_.emplace_back(new Member{{options, RankMemory(machine.memory(), rank), StreamLauncher(machine, rank),
-                                      std::make_unique<PortActor>(machine, rank, ring)},
+                                      std::make_unique<schedules::PortActor>(machine, rank, ring)},
                                      {},
                                      0});
     host::Core& own = core(rank);

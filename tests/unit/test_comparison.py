@@ -70,6 +70,7 @@ def test_ranks_that_are_alike() -> None:
         (("config", "debug"), True, "have different options"),
         (("config", "dsl"), "a:b", "have different options"),
         (("config", "dsl_max_bytes"), 17, "have different options"),
+        (("config", "dsl_schedules"), 3, "have different options"),
     ],
     ids=lambda value: ".".join(value) if isinstance(value, tuple) else "",
 )

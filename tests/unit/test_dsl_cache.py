@@ -57,7 +57,7 @@ def test_a_kernel_is_compiled_once(directory: Path, monkeypatch: pytest.MonkeyPa
     for other in ((SOURCE + "\n", "answer", ()), (SOURCE, "answer2", ()), (SOURCE, "answer", ("-DX",))):
         with pytest.raises(AssertionError, match="compiled again"):
             cached_library(*other)
-    monkeypatch.setattr(cache, "_installed", lambda: "other headers")
+    monkeypatch.setattr(cache, "_installed", lambda archive: "other headers")
     with pytest.raises(AssertionError, match="compiled again"):
         cached_library(SOURCE, "answer")
 

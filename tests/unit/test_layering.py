@@ -29,6 +29,7 @@ ALLOWED = {
     "algorithms": {"llm_comm", "algorithms"},
     "emulator": {"llm_comm", "emulator"},
     "host": {"llm_comm", "algorithms", "emulator", "host"},
+    "schedules": {"llm_comm", "algorithms", "emulator", "host", "schedules"},
     "nccl": {"llm_comm", "algorithms", "host", "nccl"},
     "python": {"host", "python"},
 }

@@ -115,6 +115,12 @@ class WeakMemory {
   // Loads return the newest store that has arrived. For when everybody waits and only time can help.
   void set_fresh(bool fresh) { fresh_ = fresh; }
 
+  // When the newest store to a word was made; 0 if none has been since reset().
+  uint64_t last_store(const void* address) const {
+    const uint32_t at = location_at_[offset_of(address) / sizeof(uint32_t)];
+    return at == 0 ? 0 : locations_[at - 1].history.back().time;
+  }
+
   // What stores have put on their way since the last call.
   std::vector<Arrival>& arrivals() { return arrivals_; }
   // What was wrong with an access, if anything ever was.

@@ -30,7 +30,9 @@ def cache_directory() -> Path:
     return Path(base, "llm_comm") if base else Path.home() / ".cache" / "llm_comm"
 
 
-def cached_library(code: str, name: str, options: Sequence[str] = ()) -> Path:
+def cached_library(
+    code: str, name: str, options: Sequence[str] = (), driver: emulated.Driver = emulated.PROCESSES
+) -> Path:
     """The shared library of an emulated kernel: compiled now, or by an earlier call of any process.
 
     Of processes that ask for one kernel at the same time one compiles, and the others wait for it.
@@ -39,8 +41,8 @@ def cached_library(code: str, name: str, options: Sequence[str] = ()) -> Path:
         RuntimeError: There is no compiler, or it does not take the source.
         OSError: The directory of the cache cannot be written.
     """
-    parts = (code, name, "\0".join(options), _installed(), _version(emulated.compiler()))
-    return _cached(name, "so", parts, lambda path: emulated.compile_library(code, name, options, path))
+    parts = _parts_of_library(code, name, options, driver)
+    return _cached(name, "so", parts, lambda path: emulated.compile_library(code, name, options, path, driver))
 
 
 def cached_file(name: str, suffix: str, parts: Sequence[str], make: Callable[[Path], object]) -> bytes:
@@ -58,19 +60,34 @@ def cached_file(name: str, suffix: str, parts: Sequence[str], make: Callable[[Pa
 
 
 def _cached(name: str, suffix: str, parts: Sequence[str], make: Callable[[Path], object]) -> Path:
-    directory = cache_directory() / "kernels"
-    file = directory / f"{name}_{_key(parts)}.{suffix}"
+    file = _path(name, suffix, parts)
     if file.is_file():
         return file
-    directory.mkdir(parents=True, exist_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     with _locked(file.with_suffix(".lock")):
         if not file.is_file():
-            with tempfile.TemporaryDirectory(prefix="compiling_", dir=directory) as work:
+            with tempfile.TemporaryDirectory(prefix="compiling_", dir=file.parent) as work:
                 made = Path(work, f"kernel.{suffix}")
                 make(made)
                 # Others see the whole file or none.
                 made.replace(file)
     return file
+
+
+def library_path(
+    code: str, name: str, options: Sequence[str] = (), driver: emulated.Driver = emulated.PROCESSES
+) -> Path:
+    """Where ``cached_library`` has it, or will have it."""
+    return _path(name, "so", _parts_of_library(code, name, options, driver))
+
+
+def _parts_of_library(code: str, name: str, options: Sequence[str], driver: emulated.Driver) -> tuple[str, ...]:
+    of_driver = (driver.macro, *driver.defines, _installed(driver.archive))
+    return (code, name, "\0".join(options), *of_driver, _version(emulated.compiler()))
+
+
+def _path(name: str, suffix: str, parts: Sequence[str]) -> Path:
+    return cache_directory() / "kernels" / f"{name}_{_key(parts)}.{suffix}"
 
 
 @contextmanager
@@ -89,10 +106,10 @@ def _key(parts: Sequence[str]) -> str:
 
 
 @functools.cache
-def _installed() -> str:
+def _installed(archive: str) -> str:
     """Of all headers, and of the library that kernels are linked with."""
     digest = hashlib.sha256(digest_of_headers().encode())
-    digest.update(Path(get_library_dir(), "libllm_comm_emulator.a").read_bytes())
+    digest.update(Path(get_library_dir(), archive).read_bytes())
     return digest.hexdigest()
 
 

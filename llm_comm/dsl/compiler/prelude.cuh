@@ -112,6 +112,25 @@ LLM_COMM_DEVICE void send_bytes(Line* line, uint32_t* mask, Line payload) {
   if (words.are_there) store_relaxed(mask, words.mask);
 }
 
+// Elements of 4 bytes by the accesses that the emulator's model of memory knows, which has no smaller ones.
+template <class Storage>
+LLM_COMM_DEVICE Storage load_element(const Storage* element) {
+  if constexpr (sizeof(Storage) == 4) {
+    return load_plain(element);
+  } else {
+    return *element;
+  }
+}
+
+template <class Storage>
+LLM_COMM_DEVICE void store_element(Storage* element, Storage value) {
+  if constexpr (sizeof(Storage) == 4) {
+    store_plain(element, value);
+  } else {
+    *element = value;
+  }
+}
+
 // A line that is not aligned, or of which only `bytes` are there, element by element; the rest is zeros.
 template <class Storage>
 LLM_COMM_DEVICE_CALL Line load_elements(const char* first, uint64_t bytes) {
@@ -119,7 +138,7 @@ LLM_COMM_DEVICE_CALL Line load_elements(const char* first, uint64_t bytes) {
   const auto* const elements = reinterpret_cast<const Storage*>(first);
   Storage element[kPerLine];
   LLM_COMM_UNROLL(16)
-  for (uint32_t i = 0; i < kPerLine; ++i) element[i] = i * sizeof(Storage) < bytes ? elements[i] : Storage{0};
+  for (uint32_t i = 0; i < kPerLine; ++i) element[i] = i * sizeof(Storage) < bytes ? load_element(elements + i) : Storage{0};
   Line line{};
   LLM_COMM_UNROLL(16)
   for (uint32_t i = 0; i < kPerLine; ++i) {
@@ -135,7 +154,8 @@ LLM_COMM_DEVICE_CALL void store_elements(char* first, uint64_t bytes, Line line)
   LLM_COMM_UNROLL(16)
   for (uint32_t i = 0; i < kPerLine; ++i) {
     if (i * sizeof(Storage) >= bytes) continue;
-    elements[i] = static_cast<Storage>(line.word[i * sizeof(Storage) / 4] >> (i * sizeof(Storage) % 4 * 8));
+    store_element(elements + i,
+                  static_cast<Storage>(line.word[i * sizeof(Storage) / 4] >> (i * sizeof(Storage) % 4 * 8)));
   }
 }
 

@@ -11,9 +11,7 @@
 #include "host/port_batch.h"
 #include "host/ports.h"
 
-namespace drill {
-
-using namespace llm_comm;  // NOLINT: a test of it
+namespace llm_comm::inline LLM_COMM_TARGET::schedules {
 
 class PortActor final : public host::Ports {
  public:
@@ -69,4 +67,4 @@ class PortActor final : public host::Ports {
   Lane lanes_[kMaxWorldSize];
 };
 
-}  // namespace drill
+}  // namespace llm_comm::inline LLM_COMM_TARGET::schedules

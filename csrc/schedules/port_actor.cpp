@@ -1,11 +1,11 @@
-#include "port_actor.h"
+#include "schedules/port_actor.h"
 
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <string>
 
-namespace drill {
+namespace llm_comm::inline LLM_COMM_TARGET::schedules {
 
 using emulator::Order;
 using emulator::Stall;
@@ -147,4 +147,4 @@ void PortActor::store_words(Lane& lane, char* to, const host::PortStep& step) {
   }
 }
 
-}  // namespace drill
+}  // namespace llm_comm::inline LLM_COMM_TARGET::schedules

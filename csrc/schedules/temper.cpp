@@ -1,0 +1,54 @@
+#include "schedules/temper.h"
+
+namespace llm_comm::inline LLM_COMM_TARGET::schedules {
+
+emulator::Temper draw_temper(uint32_t ranks, emulator::Random& random) {
+  emulator::Temper temper;
+  temper.memory.stale = random.pick({0u, 0u, 16u, 64u, 160u});
+  temper.memory.overtake = random.pick({0u, 64u, 256u});
+  temper.memory.delay = random.pick({0u, 8u, 64u, 256u});
+  temper.memory.local_delay = random.pick({0u, 0u, 8u, 64u});
+  if (random.chance(64)) temper.memory.slow_links = random.next() & random.next() & random.next();
+
+  emulator::SchedulerTemper& scheduler = temper.scheduler;
+  scheduler.policy =
+      random.pick({emulator::Policy::kUniform, emulator::Policy::kWeighted, emulator::Policy::kPriorities});
+  for (uint32_t& weight : scheduler.weight) weight = 1u << random.below(10);
+  scheduler.change = random.pick({0u, 64u, 1024u});
+  scheduler.preempt = random.pick({0u, 16u, 96u, 256u});
+  scheduler.samples = random.between(1, 4);
+  scheduler.resident_threads = random.pick({1u, 16u, 48u, 256u});
+  scheduler.start_order =
+      random.pick({emulator::StartOrder::kAscending, emulator::StartOrder::kDescending, emulator::StartOrder::kAny});
+  scheduler.launch_delay = random.pick({0u, 16u, 512u});
+  scheduler.completion_delay = random.pick({0u, 16u, 512u});
+  if (random.chance(64)) {
+    temper.stalls.push_back(
+        {random.below(ranks), random.between(1, 1u << random.below(10)), random.between(1, 20'000)});
+  }
+  return temper;
+}
+
+namespace {
+
+const char* text(emulator::Ending ending) {
+  switch (ending) {
+    case emulator::Ending::kStuck:
+      return "threads wait for a barrier or a grid that nobody will reach or end";
+    case emulator::Ending::kTooLong:
+      return "it did not end";
+    case emulator::Ending::kFault:
+      return "an access that is not defined";
+    case emulator::Ending::kDone:
+      break;
+  }
+  return "";
+}
+
+}  // namespace
+
+std::string describe(emulator::Ending ending, const emulator::Machine& machine) {
+  return std::string(text(ending)) + (machine.fault().empty() ? "" : ": ") + machine.fault();
+}
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET::schedules

@@ -1,0 +1,22 @@
+// What elements of a schedule's tensors hold.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "emulator/deterministic/random.h"
+#include "llm_comm/data_type.h"
+
+namespace llm_comm::inline LLM_COMM_TARGET::schedules {
+
+using emulator::Random;
+
+std::string hex(uint64_t value);
+
+// A multiple of 1/64 between -32 and 32: in fp32, sums of eight are exact.
+uint32_t draw_number(DataType type, Random& random);
+
+// Most often a number; else any bits, or those that algorithms treat in a way of their own.
+uint32_t draw_value(DataType type, Random& random);
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET::schedules

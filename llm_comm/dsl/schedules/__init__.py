@@ -1,0 +1,7 @@
+"""Programs under seeded schedules of the deterministic emulator; see docs/dsl.md, "Schedules"."""
+
+from __future__ import annotations
+
+from llm_comm.dsl.schedules.explore import Explored, explore
+
+__all__ = ["Explored", "explore"]

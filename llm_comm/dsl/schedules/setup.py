@@ -1,0 +1,116 @@
+"""Schedules of the programs of a communicator, before it is made: run on one rank, while the others wait."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotDoneError
+from typing import NamedTuple
+
+from llm_comm.dsl import ir
+from llm_comm.dsl.compiler.errors import CompileError
+from llm_comm.dsl.errors import ScheduleError
+from llm_comm.dsl.schedules.budget import schedules_for
+from llm_comm.dsl.schedules.explore import explore_plan
+from llm_comm.dsl.schedules.passed import has_passed, remember
+from llm_comm.dsl.schedules.plan import plan_of
+from llm_comm.emulated import compiler
+from llm_comm.errors import ConfigError
+from llm_comm.runtime.rendezvous import Rendezvous
+
+logger = logging.getLogger("llm_comm")
+
+#: The rank that runs them.
+_RUNNER = 0
+#: How often the ranks meet meanwhile, at least, in seconds: no step of theirs may take as long as their time limit.
+_MEET_S = 1.0
+#: Of a text that the ranks tell each other.
+_MOST_CHARACTERS = 1200
+
+
+class Candidate(NamedTuple):
+    """A program that is to be selected.
+
+    Attributes:
+        name: As options and tables give it.
+        where: The option or table that names it.
+        program: For the world of the ranks.
+    """
+
+    name: str
+    where: str
+    program: ir.Program
+
+
+def explore_all(
+    rendezvous: Rendezvous, candidates: Sequence[Candidate], schedules: int | None, timeout_s: float
+) -> None:
+    """Runs the schedules of programs that have not passed them before. Collective.
+
+    Args:
+        rendezvous: Of the ranks.
+        candidates: The same on all ranks.
+        schedules: Of each program; None: by its size; 0: none are run.
+        timeout_s: Of the rendezvous, for each of its steps.
+
+    Raises:
+        ConfigError: A schedule of a program has failed. Raised on all ranks alike.
+    """
+    if not candidates or schedules == 0:
+        return
+    with ThreadPoolExecutor(1) as pool:
+        running: Future[str] | None = None
+        if rendezvous.rank == _RUNNER:
+            running = pool.submit(_first_failure, candidates, schedules)
+        while True:
+            said = rendezvous.collect("schedules of programs", lambda: _ask(running, min(_MEET_S, timeout_s / 4)))
+            is_done, failure = said[_RUNNER]
+            if is_done:
+                break
+    if failure:
+        raise ConfigError(failure)
+
+
+def _ask(running: Future[str] | None, patience_s: float) -> tuple[bool, str]:
+    """Whether the schedules have been run, and what went wrong."""
+    if running is None:
+        return True, ""
+    try:
+        return True, running.result(patience_s)[:_MOST_CHARACTERS]
+    except NotDoneError:
+        return False, ""
+
+
+def _first_failure(candidates: Sequence[Candidate], schedules: int | None) -> str:
+    """What is wrong with the first program that fails, or ""."""
+    if shutil.which(compiler()) is None:
+        logger.info("schedules of programs were not run: there is no C++ compiler %r (CXX names one)", compiler())
+        return ""
+    for candidate in candidates:
+        try:
+            _explore(candidate, schedules)
+        except ScheduleError as error:
+            return f"{candidate.where}: {candidate.name} for {candidate.program.world} ranks: {error}"
+        except CompileError:
+            pass  # so says who compiles it for the device, too
+        except (RuntimeError, OSError) as error:
+            logger.warning("schedules of %s were not run: %s", candidate.name, error)
+    return ""
+
+
+def _explore(candidate: Candidate, schedules: int | None) -> None:
+    plan = plan_of(candidate.program)
+    count = schedules_for(candidate.program) if schedules is None else schedules
+    if has_passed(plan, count):
+        logger.info("%s has passed %d schedules before", candidate.name, count)
+        return
+    begin = time.monotonic()
+    explore_plan(plan, count, 0)
+    logger.info("%s has passed %d schedules, in %.1f s", candidate.name, count, time.monotonic() - begin)
+    try:
+        remember(plan, count)
+    except OSError as error:
+        logger.warning("schedules of %s are not remembered: %s", candidate.name, error)
