@@ -8,6 +8,7 @@ import torch
 
 from llm_comm.communicator import Communicator
 from llm_comm.dsl import ir
+from llm_comm.dsl.checks import check as check_program
 from llm_comm.dsl.kernel import Kernel, Site
 from llm_comm.dsl.programs import ProgramText
 from llm_comm.operations.operation import keep
@@ -145,10 +146,11 @@ def compile(
     max_bytes: int,
     blocks: int | None = None,
     threads: int | None = None,
+    check: bool = True,
 ) -> Compiled:
     """Makes one kernel of a program, for a type of elements and all sizes up to ``max_bytes``.
 
-    Collective: every rank makes the same call. It does not check the program: ``dsl.check`` does.
+    Collective: every rank makes the same call.
 
     Args:
         program: What to compile; of a text, for the world of ``comm``.
@@ -157,12 +159,15 @@ def compile(
         max_bytes: Of the message: of the larger one of input and output. Memory of the workspace grows with it.
         blocks: Of the kernel, of all groups together, at most. None: as many as the program has instances, or, where
             it does not say, as many as the device has multiprocessors.
-        threads: Of a block, at most. None: 512.
+        threads: Of a block, at most. None: 512 where blocks signal and wait, else 256.
+        check: Whether ``dsl.check`` comes first. A program that it refuses may also spoil the communicator's other
+            operations, whose slots rest on what it proves.
 
     Returns:
         What is called as the operation is.
 
     Raises:
+        ProgramError: The program is not correct.
         CompileError: There is no kernel for an operation of the program yet.
         ValueError: A number, or the world of the program, does not fit.
         RendezvousError: The ranks ask for different kernels, or one of them has no memory.
@@ -176,6 +181,8 @@ def compile(
         raise ValueError(f"program {program.name!r} is for {program.world} ranks; there are {comm.world_size}")
     if max_bytes < 1:
         raise ValueError(f"max_bytes is {max_bytes}; it must be positive")
+    if check:
+        check_program(program)
     site = Site(comm.rank, comm.world_size, comm._handle, comm._heap)
     # Before the ranks meet, so that none waits for one that has no compiler.
     kernel = Kernel(program, site, dtype, max_bytes, blocks, threads)

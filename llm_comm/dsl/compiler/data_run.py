@@ -200,7 +200,7 @@ class DataRunWriter:
         peer = None if isinstance(op, ir.Store) else op.peer
         value = f"v{op.value.number}_{j}"
         if op.target.buffer.space.is_tensor:
-            if op.target in self._stores:
+            if peer is None and op.target in self._stores:
                 return f"{self._stores[op.target]}({value});"
             tensor, part, line = self._tensor(op.target, peer, f"k{j}")
             return f"{tensor}.store({part}, {line}, {value});"
