@@ -153,7 +153,7 @@ def _box(trial: Trial, box: Box) -> list[str]:
     centre = x + _WIDTH // 2
     return [
         '<g class="op">',
-        f"<title>{escape(str(op.where))}</title>",
+        f"<title>{escape(op.where.without_directory())}</title>",
         f'<rect x="{x}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" rx="5" fill={quoteattr(_COLOURS[type(op)])} '
         f'stroke="#555"{dashed}/>',
         f'<text x="{centre}" y="{y + 18}" {_FONT} font-size="11" text-anchor="middle">{escape(first)}</text>',

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 from llm_comm.dsl.ranks import Rank
 
@@ -65,6 +66,10 @@ class Location:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.text}"
+
+    def without_directory(self) -> str:
+        """For what is shown to others, who have the file elsewhere."""
+        return f"{Path(self.file).name}:{self.line}: {self.text}"
 
 
 @dataclass(frozen=True)

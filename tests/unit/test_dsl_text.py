@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -86,7 +87,7 @@ def test_a_picture_has_all_operations_and_who_waits_for_whom() -> None:
     boxes = elements(svg, "g", "op")
     assert len(boxes) == 3 * len(steps)
     titles = {box.findtext(f"{SVG}title") for box in boxes}
-    assert titles == {str(step.where) for step in steps}
+    assert titles == {f"{Path(step.where.file).name}:{step.where.line}: {step.where.text}" for step in steps}
     reads = [step for step in steps if isinstance(step, ir.ReadPackets)]
     arrows = elements(svg, "line", "arrow")
     assert len(arrows) == 3 * len(reads)
