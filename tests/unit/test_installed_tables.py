@@ -18,7 +18,9 @@ from tables import limits_of, plain_row, write_table
 
 from llm_comm import Config, ConfigError, cli, doctor, launch
 from llm_comm.bench import tune, tune_install, tune_list
+from llm_comm.integrations import common
 from llm_comm.planning import catalogue, installed
+from llm_comm.planning.multicast import NO_MULTICAST
 from llm_comm.planning.nearest import near_devices
 from llm_comm.planning.plan import Problem
 from llm_comm.planning.selection import select
@@ -423,3 +425,26 @@ def test_what_a_file_says_of_when_it_was_measured(tmp_path: Path) -> None:
     content = {**yaml.safe_load(path.read_text()), "measured": {"date": "today", "complete": False}}
     path.write_text(yaml.safe_dump(content))
     assert tune_list.read_measured(path) == {"date": "today", "complete": "False"}
+
+
+@pytest.mark.parametrize("sums", [True, False])
+def test_the_line_at_start_names_table_and_origin(sums: bool, home: Path) -> None:
+    install(H200, 3)
+    member = object.__new__(common.Member)  # without a watchdog over its communicator, which there is not
+    member.group_name = "tp:0"
+    for device, world, told in (
+        (H200, 3, "(nvidia_h200_3.format1.yaml, user's directory); "),
+        (H200, 8, "(tune_h200_8.yaml, shipped); "),
+        (H100, 8, f"(tune_h200_8.yaml, nearest: H200; {NOT_TUNED}); "),
+        (H100, 7, f"(general table; {NOT_TUNED}); "),
+    ):
+        communicator: Any = SimpleNamespace(
+            config=CONFIG,
+            table=find(device, world),
+            is_emulated=False,
+            memory_kind="VMM",
+            multicast=NO_MULTICAST,
+            world_size=world,
+        )
+        member.communicator = communicator
+        assert told in member.summary("vLLM", sums=sums)
