@@ -5,6 +5,7 @@
 # llm_comm_nccl_link_options(<target>)           exports NCCL's API and nothing else
 set(LLM_COMM_NCCL_ROOT "${CMAKE_CURRENT_LIST_DIR}/..")
 get_filename_component(LLM_COMM_NCCL_ROOT "${LLM_COMM_NCCL_ROOT}" ABSOLUTE)
+include("${LLM_COMM_NCCL_ROOT}/cmake/shared_library.cmake")
 
 function(llm_comm_nccl_sources variable)
   set(sources agreement api bootstrap communicator communicators descriptors group hub interface log options own
@@ -39,10 +40,5 @@ ${rows}  };
 endfunction()
 
 function(llm_comm_nccl_link_options target)
-  set(exports "${LLM_COMM_NCCL_ROOT}/csrc/nccl/exports.map")
-  # nodelete: threads of it may be running when somebody closes it.
-  target_link_options(${target} PRIVATE -Wl,--version-script,${exports} -Wl,--exclude-libs,ALL -Wl,-z,nodelete -Wl,-z,defs)
-  set_target_properties(${target} PROPERTIES LINK_DEPENDS "${exports}" CXX_VISIBILITY_PRESET hidden
-                        VISIBILITY_INLINES_HIDDEN ON POSITION_INDEPENDENT_CODE ON)
-  target_link_libraries(${target} PRIVATE Threads::Threads ${CMAKE_DL_LIBS})
+  llm_comm_shared_library(${target} "${LLM_COMM_NCCL_ROOT}/csrc/nccl/exports.map")
 endfunction()

@@ -2,7 +2,7 @@
 
     python tools/check_multicast.py BUILD... [--arch sm_90] [--ptx FILE...]
 
-BUILD is an extension module (``_core*.so``), an object file, an archive or a cubin. Which kernels are to hold which
+BUILD is a library (``libllm_comm_cuda.so``), an object file, an archive or a cubin. Which kernels are to hold which
 instructions is said by ``EXPECTED``, by the names of algorithms. In machine code only the sums of a switch can be told
 (``LDGMC``): a store to all GPUs is the ``STG`` that a store to one is. So the others are counted in PTX, in files or as
 far as BUILD holds it. Local memory in a kernel by SwitchChannel, which spills would be, is an error too. Needs what

@@ -2,11 +2,11 @@
 
     python tools/compare_sass.py BEFORE AFTER [--arch sm_90] [--json FILE]
 
-BEFORE and AFTER are extension modules (``_core*.so``), object files or archives of objects. Needs ``c++filt``, and
-``cuobjdump`` and ``nvdisasm`` of a CUDA toolkit or of the wheels nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm.
-Kernels are matched by name and template arguments; namespaces, parameter lists and the prefixes in ``RENAMED`` do not
-count. Instructions are compared with their encodings. Exit status: 0 if both builds have the same kernels with the same
-code, 1 if not.
+BEFORE and AFTER are libraries (``libllm_comm_cuda.so``, in builds before 0.2.0 ``_core*.so``), object files or archives
+of objects. Needs ``c++filt``, and ``cuobjdump`` and ``nvdisasm`` of a CUDA toolkit or of the wheels
+nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm. Kernels are matched by name and template arguments; namespaces,
+parameter lists and the prefixes in ``RENAMED`` do not count. Instructions are compared with their encodings. Exit
+status: 0 if both builds have the same kernels with the same code, 1 if not.
 """
 
 from __future__ import annotations

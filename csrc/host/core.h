@@ -202,7 +202,7 @@ uint64_t bytes_of_channels();
 
 std::unique_ptr<Core> make_emulated_core(const CoreOptions& options);
 // Throws std::runtime_error where CUDA is not compiled in or the device cannot be used.
-std::unique_ptr<Core> make_cuda_core(const CoreOptions& options, int device);
+[[gnu::visibility("default")]] std::unique_ptr<Core> make_cuda_core(const CoreOptions& options, int device);
 
 struct DeviceReport {
   std::string name;
@@ -213,6 +213,6 @@ struct DeviceReport {
   bool multicast_supported;  // what the driver says; reading it touches no multicast object
   int driver_version;        // as CUDA reports it: 13000 is 13.0
 };
-DeviceReport cuda_device_report(int device);
+[[gnu::visibility("default")]] DeviceReport cuda_device_report(int device);
 
 }  // namespace llm_comm::host

@@ -1,4 +1,5 @@
-// What the library asks of its GPUs, or of emulated ones: cuda/device.cpp and emulated/device.cpp.
+// What the library asks of its GPUs, or of emulated ones: cuda/device.cpp, which is in the library of CUDA kernels, and
+// emulated/device.cpp.
 #pragma once
 
 #include <functional>
@@ -8,6 +9,9 @@
 #include "host/core.h"
 
 namespace llm_comm::nccl {
+
+// Those of GPUs are in another library than what asks for them.
+#pragma GCC visibility push(default)
 
 // Whether there may be an NCCL library that takes these devices' pointers and streams.
 extern const bool kHasRealNccl;
@@ -46,6 +50,8 @@ void run_beside_captures(const std::function<void()>& step);
 void copy(void* to, const void* from, size_t bytes, uint64_t stream);
 void* allocate(size_t bytes);
 void release(void* memory);
+
+#pragma GCC visibility pop
 
 // All throw std::runtime_error.
 }  // namespace llm_comm::nccl

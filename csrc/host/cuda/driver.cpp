@@ -64,7 +64,12 @@ const Driver& Driver::get() {
 void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
   cudaGetLastError();  // an error that is reported here must not come up again in the caller's next CUDA call
-  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
+  std::string text = std::string(what) + ": " + cudaGetErrorString(error);
+  if (error == cudaErrorInsufficientDriver) {
+    text += "; this llm_comm was built by CUDA " + std::to_string(CUDART_VERSION / 1000) +
+            ", `llm-comm doctor` names the oldest driver for it";
+  }
+  throw std::runtime_error(text);
 }
 
 void check(CUresult error, const char* what) {
