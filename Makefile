@@ -17,7 +17,7 @@ BUILD_INPUTS := CMakeLists.txt pyproject.toml $(shell find csrc cmake configs -n
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-gpu soak fuzz sanitize mutants lint format dist clean
+.PHONY: help demo test test-gpu soak fuzz sanitize mutants lint format dist wheels clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -62,8 +62,11 @@ format: $(VENV)/.dev ## Rewrite the sources as lint wants them
 dist: $(VENV)/.dev ## An sdist, and a wheel built from it in a clean environment
 	$(PY) -m build --outdir dist
 
+wheels: ## Wheels for the versions of Python that are here, in wheelhouse/ (ARGS="--no-cuda", ARGS=path/to/python)
+	$(PYTHON) tools/build_wheels.py $(ARGS)
+
 clean: ## Remove what the builds wrote, .venv included
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist wheelhouse .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---- The environment -------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from llm_comm.bench.report import format_bytes, run_tool, versions
 from llm_comm.bench.tune_list import tables_here
 from llm_comm.config import MULTICAST_OFF_VARIABLES, Config, multicast_state, option_names
 from llm_comm.errors import ConfigError
-from llm_comm.installation import get_include
+from llm_comm.installation import code_for, get_include, oldest_driver
 from llm_comm.planning.catalogue import check_table_option
 from llm_comm.planning.multicast import wish
 from llm_comm.planning.selection import message_limit
@@ -93,14 +93,31 @@ def _verdict(_config: Config) -> dict[str, Any]:
 
 
 def _build() -> dict[str, Any]:
-    archs, ptx = _core.cuda_archs, _core.cuda_ptx_archs
-    kernels = f"for compute capability {archs}, and PTX for {ptx}" if archs else "none: built without nvcc"
     return {
-        "cuda_kernels": kernels,
+        "cuda_kernels": describe_kernels(_core.cuda_archs, _core.cuda_ptx_archs),
         "nvcc": _core.nvcc_version or None,
+        "oldest_driver": oldest_driver(),
         "emulated_gpus": "available",
         "device_headers": get_include(),
     }
+
+
+def describe_kernels(machine_code: str, ptx: str) -> str:
+    """What a build has kernels for, from ``"80,90"`` and ``"90"``."""
+    if not machine_code and not ptx:
+        return "none: built without nvcc"
+    kinds = {"machine code": machine_code, "PTX": ptx}
+    return ", and ".join(
+        f"{kind} for compute capability {', '.join(_dotted(name) for name in names.split(','))}"
+        for kind, names in kinds.items()
+        if names
+    )
+
+
+def _dotted(name: str) -> str:
+    """``"9.0"`` for ``"90"``, ``"9.0a"`` for ``"90a"``."""
+    digits = name.rstrip("af")
+    return f"{digits[:-1]}.{digits[-1]}{name[len(digits) :]}"
 
 
 def _gpus() -> Any:
@@ -116,6 +133,7 @@ def _gpu(index: int) -> dict[str, Any]:
         "compute_capability": f"{properties.major}.{properties.minor}",
         "sm_count": properties.multi_processor_count,
         "memory": format_bytes(properties.total_memory),
+        "kernels": code_for(10 * properties.major + properties.minor),
     }
     return {**facts, **_attempt(partial(_core_facts, index))}
 

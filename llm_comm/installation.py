@@ -17,6 +17,35 @@ def cuda_compiled() -> bool:
     return bool(_core.cuda_archs)
 
 
+def code_for(compute_capability: int, machine_code: str = _core.cuda_archs, ptx: str = _core.cuda_ptx_archs) -> str:
+    """Which of the kernels in this build a GPU runs.
+
+    Args:
+        compute_capability: 10 * major + minor of the GPU.
+        machine_code, ptx: What the build has, ``"80,90"``. Machine code runs on GPUs of the same major number and the
+            same or a larger minor one, ``90a`` on nothing else than 9.0; PTX on all that are not older.
+
+    Returns:
+        ``"sm_80"``, ``"PTX of sm_100, which the driver compiles"`` or ``"none"``.
+    """
+    exact = [name for name in machine_code.split(",") if name == f"{compute_capability}a"]
+    older = [int(name) for name in machine_code.split(",") if name.isdigit() and int(name) <= compute_capability]
+    same = [number for number in older if number // 10 == compute_capability // 10]
+    compiled = [int(name) for name in ptx.split(",") if name.isdigit() and int(name) <= compute_capability]
+    if exact or same:
+        return f"sm_{exact[0] if exact else max(same)}"
+    return f"PTX of sm_{max(compiled)}, which the driver compiles" if compiled else "none"
+
+
+def oldest_driver(nvcc_version: str = _core.nvcc_version) -> str | None:
+    """The oldest driver that runs a build of this nvcc, ``"580"``; None without CUDA and for a CUDA not known yet.
+
+    It is the same for all minor versions of CUDA (its minor version compatibility). PTX is apart: for that the driver
+    has to be as new as the nvcc.
+    """
+    return {"12": "525", "13": "580"}.get(nvcc_version.partition(".")[0])
+
+
 def get_include() -> str:
     """Directory to pass to a compiler with ``-I`` for ``#include "llm_comm/memory_channel.cuh"``."""
     return _installed_directory("include")

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from llm_comm import _core, cli, doctor, engine_verdicts
+from llm_comm.installation import code_for, oldest_driver
 
 TOPOLOGY = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
@@ -208,3 +209,45 @@ def test_links_from_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
         ["NV2", "X", "SYS"],
         ["SYS", "SYS", "X"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("machine_code", "ptx", "text"),
+    [
+        ("80,90a", "", "machine code for compute capability 8.0, 9.0a"),
+        ("80,103", "100", "machine code for compute capability 8.0, 10.3, and PTX for compute capability 10.0"),
+        ("", "90", "PTX for compute capability 9.0"),
+        ("", "", "none: built without nvcc"),
+    ],
+)
+def test_kernels_of_a_build(machine_code: str, ptx: str, text: str) -> None:
+    assert doctor.describe_kernels(machine_code, ptx) == text
+
+
+@pytest.mark.parametrize(
+    ("capability", "code"),
+    [
+        (75, "none"),
+        (80, "sm_80"),
+        (89, "sm_80"),
+        (90, "sm_90"),
+        (100, "sm_100"),
+        (103, "sm_103"),
+        (110, "PTX of sm_100, which the driver compiles"),
+        (120, "PTX of sm_100, which the driver compiles"),
+    ],
+)
+def test_which_of_the_kernels_a_gpu_runs(capability: int, code: str) -> None:
+    assert code_for(capability, "80,90,100,103", "100") == code
+
+
+def test_code_of_one_architecture_alone_runs_on_no_other() -> None:
+    assert code_for(90, "90a", "") == "sm_90a"
+    assert code_for(100, "90a", "") == "none"
+    assert code_for(89, "90", "90") == "none"
+    assert code_for(90, "", "") == "none"
+
+
+@pytest.mark.parametrize(("nvcc", "driver"), [("12.9.86", "525"), ("13.0.88", "580"), ("14.0.1", None), ("", None)])
+def test_the_oldest_driver_goes_by_the_major_version_of_cuda(nvcc: str, driver: str | None) -> None:
+    assert oldest_driver(nvcc) == driver
