@@ -16,6 +16,7 @@ from llm_comm.planning.planner import Planner
 from llm_comm.planning.selection import Layout
 from llm_comm.planning.tables import ALL_REDUCE
 from llm_comm.runtime.core_handle import CoreHandle
+from llm_comm.runtime.devices import is_current_stream_capturing
 
 # Global names cost less than attributes.
 _Tensor = torch.Tensor
@@ -63,9 +64,10 @@ class AllReduce(Operation):
         ):
             prepared = self._prepare(x)
             if prepared is None:
+                reason = self._decline(x)
                 if or_none:
                     return None
-                raise UnsupportedInputError(f"all_reduce: {self.plan(x).reason}")
+                raise UnsupportedInputError(f"all_reduce: {reason}")
         try:
             does_not_fit = (
                 out is not None
@@ -91,12 +93,21 @@ class AllReduce(Operation):
             self._handle.check()
             if before is not None:
                 before()
+            prepared.tally.add(prepared.nbytes)
             return x.clone() if out is None else out if out is x else out.copy_(x)
         try:
             total = torch.empty_like(x) if out is None else out
             if before is not None:
                 before()
-            is_enqueued = run(x.data_ptr(), total.data_ptr(), self._current_stream())
+            stream = self._current_stream()
+            is_enqueued = run(x.data_ptr(), total.data_ptr(), stream)
+            tally = prepared.tally
+            # The default stream, 0, cannot be captured.
+            if stream and is_current_stream_capturing():
+                tally.add_captured(prepared.nbytes)
+            else:
+                tally.calls += 1
+                tally.bytes += prepared.nbytes
             if out is not None:
                 count_write((out,))
         except RuntimeError as error:
@@ -117,7 +128,10 @@ class AllReduce(Operation):
 
     def accepts(self, x: torch.Tensor) -> bool:
         """Whether ``run`` serves ``x``."""
-        return self._prepare(x) is not None
+        if self._prepare(x) is not None:
+            return True
+        self._decline(x)
+        return False
 
     def accepts_traced(self, x: torch.Tensor) -> bool:
         """The same for torch.compile, which can trace neither the layout of a launch nor texts with sizes."""
@@ -151,6 +165,10 @@ class AllReduce(Operation):
             if prepared is not None:
                 keep(self._prepared, key, prepared)
         return prepared
+
+    def _decline(self, x: torch.Tensor) -> str:
+        """Counts that ``x`` is declined; returns why."""
+        return self._count_declined(self._why_not(x), (x.numel(), x.dtype), lambda: self.plan(x))
 
     def _layout(self, count: int, dtype: torch.dtype) -> Layout:
         if self._planner.world_size == 1:

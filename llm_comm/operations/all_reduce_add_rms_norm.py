@@ -18,6 +18,7 @@ from llm_comm.planning.planner import Planner
 from llm_comm.planning.selection import Layout
 from llm_comm.planning.tables import FUSED
 from llm_comm.runtime.core_handle import CoreHandle
+from llm_comm.runtime.devices import is_current_stream_capturing
 
 _Tensor = torch.Tensor
 _is_grad_enabled = torch.is_grad_enabled
@@ -95,7 +96,7 @@ class AllReduceAddRmsNorm(Operation):
         if prepared is None or not self._fits(x, weight):
             prepared = self._prepare(x, weight, eps, quantize)
             if prepared is None:
-                raise _error(self.plan(x, weight, quantize).reason)
+                raise _error(self._decline(self.plan(x, weight, quantize)))
         if residual is not None:
             _check_like("residual", residual, x)
         if quantize is None:
@@ -121,9 +122,11 @@ class AllReduceAddRmsNorm(Operation):
         if scale is not None and quantization.makes_scales(quantize):
             results += (scale,)
         if prepared.run is None:
+            prepared.tally.add(prepared.nbytes)
             return results, False
         if before is not None:
             before()
+        stream = self._current_stream()
         enqueued = prepared.run(
             x.data_ptr(),
             0 if residual is None else residual.data_ptr(),
@@ -131,10 +134,29 @@ class AllReduceAddRmsNorm(Operation):
             out.data_ptr(),
             residual_out.data_ptr(),
             0 if scale is None else scale.data_ptr(),
-            self._current_stream(),
+            stream,
         )
+        tally = prepared.tally
+        if stream and is_current_stream_capturing():  # as in all_reduce.py
+            tally.add_captured(prepared.nbytes)
+        else:
+            tally.calls += 1
+            tally.bytes += prepared.nbytes
         count_write(results)
         return results, enqueued
+
+    def accepts(self, x: _Tensor, weight: _Tensor, quantize: str | None) -> bool:
+        """Whether ``run`` serves rows like ``x``."""
+        plan = self.plan(x, weight, quantize)
+        if plan.algorithm != "declined":
+            return True
+        self._decline(plan)
+        return False
+
+    def _decline(self, plan: Plan) -> str:
+        """Counts that what the plan is of is declined; returns why."""
+        self._tallies.decline(FUSED, plan.reason)
+        return plan.reason
 
     def plan(self, x: _Tensor, weight: _Tensor, quantize: str | None) -> Plan:
         """What would run for rows like ``x``."""

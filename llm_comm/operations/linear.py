@@ -7,8 +7,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,12 +17,15 @@ from llm_comm import _core, arrays, registry
 from llm_comm.errors import LlmCommError, UnsupportedInputError
 from llm_comm.operations.operation import TORCH_TYPES, keep, overlap, why_not_operand
 from llm_comm.operations.quantization import FP8
+from llm_comm.operations.ranges import in_range, title_of
 from llm_comm.operations.scaling import Scaling
 from llm_comm.operations.watched import check_memory, count_write, is_traced, why_not_constant
 from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL, inputs_multiple, of_factors, takes_features
+from llm_comm.planning.plan import without_kernel
 from llm_comm.planning.planner import Planner
 from llm_comm.runtime.core_handle import CoreHandle
-from llm_comm.runtime.devices import current_stream_of
+from llm_comm.runtime.devices import current_stream_of, is_current_stream_capturing
+from llm_comm.runtime.statistics import Tally
 
 logger = logging.getLogger("llm_comm")
 
@@ -38,7 +42,8 @@ ALIGNMENT = 16
 _WEIGHTS = {LINEAR: "weight", LINEAR_SILU_AND_MUL: "gate_up_weight"}
 
 
-class PreparedLinear(NamedTuple):
+@dataclass(frozen=True, slots=True)  # as ``Prepared``
+class PreparedLinear:
     """A layer that is ready to be launched."""
 
     #: What ``prepare_linear`` of the core returned: it takes the addresses of x, weight and out, of FP8 those of the
@@ -48,6 +53,9 @@ class PreparedLinear(NamedTuple):
     shape: tuple[int, ...]
     elements: int
     dtype: torch.dtype
+    #: Where its calls are counted, and the bytes of a result.
+    tally: Tally
+    nbytes: int
 
 
 class Linear:
@@ -156,6 +164,7 @@ class Linear:
         ):
             why = self._why_not(x, weight, scaling, _weight_of(operation))
             if why:
+                self._handle.tallies.decline(operation, why)
                 raise UnsupportedInputError(f"{operation}: {why}")
             prepared = self._prepare(x, weight, scaling)
         if weight.data_ptr() % ALIGNMENT != 0:
@@ -182,9 +191,17 @@ class Linear:
             address = x.data_ptr()
         stream = self._current_stream()
         if scaling is None:
-            return prepared.run(address, weight.data_ptr(), out.data_ptr(), stream)
-        scales = scaling.x.data_ptr(), scaling.weight.data_ptr()
-        return prepared.run(address, weight.data_ptr(), out.data_ptr(), *scales, stream)
+            is_enqueued = prepared.run(address, weight.data_ptr(), out.data_ptr(), stream)
+        else:
+            scales = scaling.x.data_ptr(), scaling.weight.data_ptr()
+            is_enqueued = prepared.run(address, weight.data_ptr(), out.data_ptr(), *scales, stream)
+        tally = prepared.tally
+        if stream and is_current_stream_capturing():  # as in all_reduce.py
+            tally.add_captured(prepared.nbytes)
+        else:
+            tally.calls += 1
+            tally.bytes += prepared.nbytes
+        return is_enqueued
 
     def check_out(
         self,
@@ -217,7 +234,12 @@ class Linear:
     def accepts(self, x: _Tensor, weight: _Tensor, scaling: Scaling | None = None) -> bool:
         """Whether ``find`` finds something. The addresses of tensors do not matter, which ranks may have others of."""
         self._handle.check_open()
-        return self._accepts_traced(x, weight, scaling) if is_traced(x) else not self._why_not(x, weight, scaling)
+        if is_traced(x):
+            return self._accepts_traced(x, weight, scaling)
+        why = self._why_not(x, weight, scaling)
+        if why:
+            self._handle.tallies.decline(self._name, why)
+        return not why
 
     def _accepts_traced(self, x: _Tensor, weight: _Tensor, scaling: Scaling | None = None) -> bool:
         """For torch.compile, which cannot trace texts with sizes."""
@@ -248,7 +270,12 @@ class Linear:
             dtype = x.dtype if scaling is None else scaling.out_dtype
             run = self._prepare_by_table(tokens, inputs, outputs, dtype, scaling)
             shape = (*x.shape[:-1], outputs)
-            prepared = PreparedLinear(run, shape, math.prod(shape), dtype)
+            elements = math.prod(shape)
+            plan = without_kernel(self._name, "linear", elements * dtype.itemsize, "")
+            if self._planner.config.nvtx and self._device.type == "cuda":
+                run = in_range(run, title_of(plan))
+            tally = self._handle.tallies.of(plan)
+            prepared = PreparedLinear(run, shape, elements, dtype, tally, plan.message_bytes)
             keep(self._prepared, key, prepared)
         return prepared
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
 from llm_comm import arrays, registry
+from llm_comm.operations.ranges import in_range, title_of
 from llm_comm.operations.watched import why_not_constant
 from llm_comm.planning.plan import Plan
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.selection import Layout
 from llm_comm.runtime.core_handle import CoreHandle
 from llm_comm.runtime.devices import current_stream_of
+from llm_comm.runtime.statistics import Tally
 
 #: Calls whose lay-out is kept. Prefill brings ever new sizes; each takes about a kilobyte.
 MAX_PREPARED = 4096
@@ -25,13 +28,17 @@ _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
 
-class Prepared(NamedTuple):
+@dataclass(frozen=True, slots=True)  # whose attributes are found quicker than those of a NamedTuple
+class Prepared:
     """A call that is ready to be launched."""
 
     plan: Plan
     #: What ``prepare`` of the core returned, or its like for a program of llm_comm.dsl: it takes the buffers' addresses
     #: and a stream. None where there is nothing to exchange.
     run: Callable[..., bool] | None
+    #: Where its calls are counted, and the bytes of one.
+    tally: Tally
+    nbytes: int
 
 
 class Operation:
@@ -57,10 +64,14 @@ class Operation:
         }
         #: What is ready to be launched, by size, type and the like.
         self._prepared: dict[Any, Any] = {}
+        self._tallies = handle.tallies
+        #: Why messages of a size, type and the like are declined.
+        self._reasons: dict[Hashable, str] = {}
 
     def forget(self) -> None:
         """Drops what is prepared: the table is another one, or the core is closed."""
         self._prepared.clear()
+        self._reasons.clear()
 
     def _lay_out(self, count: int, row: int, dtype: torch.dtype, **parameters: float) -> Layout:
         """The plan of a call, and what the core takes to prepare it."""
@@ -72,13 +83,33 @@ class Operation:
         core = self._handle.core()
         if layout.plan.algorithm == "declined":
             return None
+        run: Callable[..., bool] | None
         if layout.launches is None:
-            return Prepared(layout.plan, None if layout.program is None else layout.program())
-        try:
-            return Prepared(layout.plan, core.prepare(*layout.launches, layout.direct))
-        except RuntimeError as error:
-            self._handle.end_for(error)
-            raise
+            run = None if layout.program is None else layout.program()
+        else:
+            try:
+                run = core.prepare(*layout.launches, layout.direct)
+            except RuntimeError as error:
+                self._handle.end_for(error)
+                raise
+        if run is not None and self._planner.config.nvtx and self._device.type == "cuda":
+            run = in_range(run, title_of(layout.plan))
+        return Prepared(layout.plan, run, self._tallies.of(layout.plan), layout.plan.message_bytes)
+
+    def _count_declined(self, why: str, key: Hashable, plan: Callable[[], Plan]) -> str:
+        """Counts an input that is declined, and returns the reason.
+
+        Args:
+            why: Why it is no input whatever its size, or "".
+            key: Of what a plan depends on else.
+            plan: Makes the plan. Layouts of declined messages are kept nowhere, and engines go on asking.
+        """
+        why = why or self._reasons.get(key, "")
+        if not why:
+            why = plan().reason
+            keep(self._reasons, key, why)
+        self._tallies.decline(self._info.name, why)
+        return why
 
     def _why_not_type(self, dtype: torch.dtype) -> str:
         return "" if dtype in self._data_types else f"{dtype} is not one of {', '.join(map(str, self._data_types))}"

@@ -4,7 +4,8 @@ reduce-scatter hands them out. What fits, what is prepared for a shape, and the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -12,13 +13,14 @@ import torch
 
 from llm_comm import arrays
 from llm_comm.errors import UnsupportedInputError
-from llm_comm.operations.operation import Operation, keep, why_not_operand
+from llm_comm.operations.operation import Operation, Prepared, keep, why_not_operand
 from llm_comm.operations.watched import check_memory, count_write, why_not_constant
 from llm_comm.planning.plan import Plan, declined, without_kernel
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.selection import Layout
 from llm_comm.quoting import quoted
 from llm_comm.runtime.core_handle import CoreHandle
+from llm_comm.runtime.devices import is_current_stream_capturing
 
 # Global names cost less than attributes.
 _Tensor = torch.Tensor
@@ -49,12 +51,10 @@ class Parts(NamedTuple):
         return self.rows * sum(self.row_sizes)
 
 
-class PreparedParts(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class PreparedParts(Prepared):
     """A call that is ready to be launched."""
 
-    plan: Plan
-    #: As of ``Prepared``.
-    run: Callable[..., bool] | None
     #: Of the result, and its elements.
     shape: tuple[int, ...]
     elements: int
@@ -118,9 +118,10 @@ class PartsOperation(Operation):
         ):
             prepared = self._prepare(x, dim, sizes)
             if prepared is None:
+                reason = self._decline(x, dim, sizes)
                 if or_none:
                     return None
-                raise self._error(self.plan(x, dim, sizes).reason)
+                raise self._error(reason)
         try:
             does_not_fit = out is not None and (
                 not isinstance(out, _Tensor)
@@ -146,13 +147,19 @@ class PartsOperation(Operation):
         run = prepared.run
         if run is None:  # of one rank, or empty
             self._handle.check()
+            prepared.tally.add(prepared.nbytes)
             result = x.new_empty(prepared.shape) if out is None else out
             return result.copy_(x.view(result.shape)) if prepared.elements else result
         try:
             result = x.new_empty(prepared.shape) if out is None else out
-            is_enqueued = run(
-                x.data_ptr() or prepared.spare_x, result.data_ptr() or prepared.spare_out, self._current_stream()
-            )
+            stream = self._current_stream()
+            is_enqueued = run(x.data_ptr() or prepared.spare_x, result.data_ptr() or prepared.spare_out, stream)
+            tally = prepared.tally
+            if stream and is_current_stream_capturing():  # as in all_reduce.py
+                tally.add_captured(prepared.nbytes)
+            else:
+                tally.calls += 1
+                tally.bytes += prepared.nbytes
             if out is not None:
                 count_write((out,))
         except ValueError as error:  # an address of 0
@@ -190,7 +197,10 @@ class PartsOperation(Operation):
 
     def accepts(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> bool:
         """Whether ``run`` serves ``x``."""
-        return self._prepare(x, dim, sizes) is not None
+        if self._prepare(x, dim, sizes) is not None:
+            return True
+        self._decline(x, dim, sizes)
+        return False
 
     def accepts_traced(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> bool:
         """The same for torch.compile, which can trace neither the layout of a launch nor texts with sizes."""
@@ -231,7 +241,7 @@ class PartsOperation(Operation):
             if call is not None:
                 spare = 0 if parts.row_sizes[self.rank] else _SPARE
                 prepared = PreparedParts(
-                    *call,
+                    *(call.plan, call.run, call.tally, call.nbytes),
                     parts.shape,
                     math.prod(parts.shape),
                     self._in_place(parts, x.dtype),
@@ -240,6 +250,13 @@ class PartsOperation(Operation):
                 )
                 keep(self._prepared, key, prepared)
         return prepared
+
+    def _decline(self, x: torch.Tensor, dim: Any, sizes: Any) -> str:
+        """Counts that ``x`` is declined; returns why."""
+        parts = self._parts(x, dim, sizes)
+        if isinstance(parts, str):
+            return self._count_declined(parts, None, lambda: self.plan(x, dim, sizes))
+        return self._count_declined("", (parts, x.dtype), lambda: self._layout(parts, x.dtype).plan)
 
     def _layout(self, parts: Parts, dtype: torch.dtype) -> Layout:
         data_type, scale = self._core_type(dtype)

@@ -10,6 +10,7 @@ import torch
 from llm_comm import _core
 from llm_comm.errors import CommunicatorError
 from llm_comm.runtime.devices import is_capturing
+from llm_comm.runtime.statistics import Progress, Stats, Tallies
 from llm_comm.runtime.watchdog import Watchdog
 
 
@@ -25,6 +26,9 @@ class CoreHandle:
     def __init__(self, core: _core.Core, device: torch.device, watchdog: Watchdog | None) -> None:
         self.device = device
         self.is_open = True
+        #: What operations count.
+        self.tallies = Tallies()
+        self._last_progress = Progress()
         self._is_in_graphs = False
         self._core: _core.Core | None = core
         self._watchdog = watchdog
@@ -71,6 +75,23 @@ class CoreHandle:
         if self._watchdog is not None:
             self._watchdog.on_error(callback, exits)
 
+    def stats(self) -> Stats:
+        """See ``Communicator.stats``. From any thread."""
+        return Stats(self.tallies.calls(), self.tallies.declined(), self._progress())
+
+    def _progress(self) -> Progress:
+        core, watchdog = self._core, self._watchdog  # which another thread may be letting go of
+        if core is None:
+            return self._last_progress
+        try:
+            ended = core.operations_ended()
+        except RuntimeError:  # the device has an error of its own
+            ended = None
+        launches = core.last_call().number
+        if watchdog is None:
+            return Progress(launches, ended)
+        return Progress(launches, ended, watchdog.idle_s(), watchdog.kind_of_error())
+
     def close(self) -> None:
         """Stops the watchdog and lets go of the core; more than once is no error."""
         self.is_open = False
@@ -79,6 +100,7 @@ class CoreHandle:
                 self._core.wait_for(torch.cuda.current_stream(self.device).cuda_stream)
                 self._is_in_graphs = self._core.has_been_captured()
         finally:  # also where the CUDA context is broken
+            self._last_progress = self._progress()
             if self._stop_watching is not None and self._stop_watching.detach() and self._watchdog is not None:
                 self._watchdog.stop()
             self._stop_watching = self._watchdog = self._core = None

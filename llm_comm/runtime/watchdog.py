@@ -77,6 +77,8 @@ class Watchdog(threading.Thread):
         self._first_exit: tuple[int, float] | None = None  # the rank, not closed before, and when it was seen
         self._fails_on_exit = False
         self._is_abandoned = False
+        self._last_number = 0  # of a launch, and when it was first seen
+        self._last_number_at = 0.0
 
     # ---- For the communicator -----------------------------------------------------------------------------------
 
@@ -103,6 +105,16 @@ class Watchdog(threading.Thread):
         error = self.failure()
         assert error is not None
         return error
+
+    def idle_s(self) -> float | None:
+        """Seconds since the last launch was enqueued or captured, as far as looks tell; None if there was none."""
+        self._note_number(self._core.last_call().number)
+        return time.monotonic() - self._last_number_at if self._last_number else None
+
+    def kind_of_error(self) -> str:
+        """Class of the communicator's error, or "". Waits for nobody."""
+        error = self._error or self._own_error()
+        return "" if error is None else error.kind
 
     def on_error(self, callback: _Callback, exits: bool) -> None:
         """Calls ``callback`` once with the error: from this thread, or now if there is one already. ``exits``: see
@@ -239,7 +251,12 @@ class Watchdog(threading.Thread):
 
     def _state(self) -> RankState:
         call = self._core.last_call()
+        self._note_number(call.number)
         return RankState(os.getpid(), call_in_words(call) if call.number else "")
+
+    def _note_number(self, number: int) -> None:
+        if number != self._last_number:
+            self._last_number, self._last_number_at = number, time.monotonic()
 
     def _fail(self) -> RankState:
         """Finds out what happened, ends the communicator and tells those who asked for it."""

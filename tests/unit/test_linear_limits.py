@@ -15,6 +15,7 @@ from llm_comm.operations.operation import MAX_PREPARED, TORCH_TYPES
 from llm_comm.operations.scaling import Scaling
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.tables import TuningTable
+from llm_comm.runtime.statistics import Tallies
 
 LARGEST = _core.linear_max_features
 STEP = _core.linear_multiple
@@ -25,7 +26,8 @@ CPU = torch.device("cpu")
 
 def layers_of(core: Any, silu_and_mul: bool = False) -> Linear:
     planner = Planner(1, TuningTable("test table", {}, 0), Config.load({}), mock.Mock())
-    return Linear(mock.Mock(device=CPU, core=mock.Mock(return_value=core)), planner, silu_and_mul)
+    handle = mock.Mock(device=CPU, core=mock.Mock(return_value=core), tallies=Tallies())
+    return Linear(handle, planner, silu_and_mul)
 
 
 def without_memory(*shape: int, dtype: torch.dtype) -> torch.Tensor:
