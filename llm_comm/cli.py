@@ -251,6 +251,21 @@ def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="where to write the table")
     parser.add_argument(
+        "--install",
+        action="store_true",
+        help="write the table to your directory of tables (LLM_COMM_TABLE_DIR, or ~/.config/llm_comm/tables): every "
+        "later start on such a machine finds it, without an option",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="install also in place of a table measured later or more completely"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="measure nothing: list the tables that are there, and which are taken here"
+    )
+    parser.add_argument(
+        "--remove", metavar="NAME", help="measure nothing: remove an installed table, by its name in --list"
+    )
+    parser.add_argument(
         "--multicast",
         action="store_true",
         help="set NVLink multicast up, test it, and measure algorithms that use it too: a communicator with the table "

@@ -122,7 +122,7 @@ class Communicator(Answers, GatherScatter, LinearLayers):
             "an emulated GPU" if self.is_emulated else self.device,
             self.workspace_bytes,
             self.memory_kind,
-            self.table.name,
+            self.table.describe(),
         )
 
     def _load_programs(self, rendezvous: Rendezvous) -> None:

@@ -45,6 +45,8 @@ _RESERVED = re.compile(
     r"|NCCL_(DEBUG|LIBRARY)"
     # Where compiled programs are kept (llm_comm/dsl/compiler/cache.py).
     r"|CACHE_DIR"
+    # Where the user's tuning tables are (llm_comm/planning/installed.py).
+    r"|TABLE_DIR"
     # Options of the build (CMake), which some export; and what the authors of images like to set.
     r"|CUDA|WERROR|PTXAS_VERBOSE|UNBOUNDED_WAITS|SANITIZE|VERSION"
     # Kubernetes sets these in every container beside a Service whose name begins with llm-comm.
@@ -237,7 +239,7 @@ class Config:
         stats_port: With ``stats``: this port plus the rank, of each process, answers Prometheus. None: no port is
             opened.
         nvtx: An NVTX range around each launch on a GPU, for Nsight Systems.
-        table: Tuning table to use in place of the one shipped for the device.
+        table: Tuning table to use in place of one that ``llm-comm tune --install`` has written or that is shipped.
         dsl: Programs of ``llm_comm.dsl`` to import, check and compile when a communicator is made, as
             ``module:program,module:program``: ``algorithm`` and tables can name them then, as ``dsl:program``.
         dsl_max_bytes: Programs serve messages up to this size. Each takes workspace memory for it, in addition to

@@ -22,10 +22,11 @@ import torch
 
 from llm_comm import _core, engine_verdicts, launch
 from llm_comm.bench.report import format_bytes, run_tool, versions
+from llm_comm.bench.tune_list import tables_here
 from llm_comm.config import MULTICAST_OFF_VARIABLES, Config, multicast_state, option_names
 from llm_comm.errors import ConfigError
 from llm_comm.installation import get_include
-from llm_comm.planning.catalogue import check_table_option, find_table
+from llm_comm.planning.catalogue import check_table_option
 from llm_comm.planning.multicast import wish
 from llm_comm.planning.selection import message_limit
 from llm_comm.planning.tables import ALL_REDUCE, TuningTable
@@ -221,7 +222,7 @@ def _multicast(config: Config) -> dict[str, Any]:
         device = torch.device("cpu") if launch.usable_gpus()[0] < launch.WORLDS[0] else torch.device("cuda", 0)
         wishes = {
             world: wish(config, table, name_of(device), driver_of(device), world)
-            for world, table in _tables(config).items()
+            for world, table in tables_here(config).items()
         }
         found["state"] = "would be set up and tested" if any(wanted.is_up for wanted in wishes.values()) else "off"
         found["why"] = {f"{world} ranks": wanted.why for world, wanted in wishes.items()}
@@ -236,23 +237,13 @@ def _workspace(config: Config) -> dict[str, Any]:
     }
 
 
-def _tables(config: Config) -> dict[int, TuningTable]:
-    """What communicators of this machine would go by, by ranks."""
-    gpus = launch.usable_gpus()[0]
-    if gpus < launch.WORLDS[0]:
-        return {launch.DEFAULT_EMULATED_WORLD: find_table("emulated", launch.DEFAULT_EMULATED_WORLD, 1, config)}
-    gpu = torch.cuda.get_device_properties(0)
-    worlds = [world for world in launch.WORLDS if world <= gpus]
-    return {world: find_table(gpu.name, world, gpu.multi_processor_count, config) for world in worlds}
-
-
 def _tuning(config: Config) -> dict[str, str]:
-    return {f"{world} ranks": _describe_table(table, config) for world, table in _tables(config).items()}
+    return {f"{world} ranks": _describe_table(table, config) for world, table in tables_here(config).items()}
 
 
 def _describe_table(table: TuningTable, config: Config) -> str:
     limit = message_limit(ALL_REDUCE, table, config)
-    return f"{table.name}; messages above {format_bytes(limit)} are left to the engine"
+    return f"{table.describe()}; messages above {format_bytes(limit)} are left to the engine"
 
 
 def _configuration(config: Config) -> dict[str, str]:

@@ -32,12 +32,16 @@ def write_json(option: str, path: Path, report: Mapping[str, Any]) -> bool:
 
 
 def replace_json(path: Path, report: Mapping[str, Any]) -> None:
-    """Writes a report so that the file is whole at any time: it has all of what it had before, or all of the report.
+    """As :func:`replace_text`, of a report."""
+    replace_text(path, json.dumps(report, indent=2) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file so that it is whole at any time: it has all of what it had before, or all of the text.
 
     Raises:
         OSError: It cannot be written; what was there is still there.
     """
-    text = json.dumps(report, indent=2) + "\n"
     if path.exists() and not path.is_file():  # a device or a pipe, which must not be replaced by a file
         path.write_text(text, encoding="utf-8")
         return

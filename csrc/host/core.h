@@ -172,8 +172,6 @@ class Core {
   // library. `title`: of its calls, for errors. All ranks load the same kernels in the same order. Throws std::runtime_error for
   // what cannot be loaded.
   virtual uint32_t load_program(const std::string& image, const std::string& kernel, const std::string& title) = 0;
-  // How many blocks of it run at once on this device.
-  virtual uint64_t resident_blocks(uint32_t kernel, uint32_t threads, uint32_t shared_bytes) = 0;
   // Buffers of the call: input and output. Throws std::invalid_argument for what does not fit the heap or the device.
   virtual std::unique_ptr<PreparedCall> prepare_program(const ProgramLaunch& launch) = 0;
 

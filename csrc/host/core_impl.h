@@ -236,10 +236,6 @@ class CoreImpl final : public Core {
     return static_cast<uint32_t>(programs_.size() - 1);
   }
 
-  uint64_t resident_blocks(uint32_t kernel, uint32_t threads, uint32_t shared_bytes) override {
-    return launcher_.resident_blocks(program(kernel).function, Grid{1, threads, shared_bytes});
-  }
-
   std::unique_ptr<PreparedCall> prepare_program(const ProgramLaunch& launch) override {
     return std::make_unique<PreparedProgram<Launcher>>(queue_, launcher_, segments_, comm_,
                                                        program(launch.kernel).function, launch);

@@ -360,7 +360,6 @@ PYBIND11_MODULE(_core, module) {
           py::arg("silu_and_mul"), py::arg("choice"), py::arg("scales") = py::none())
       .def("load_program", &Core::load_program, py::arg("image"), py::arg("kernel"), py::arg("title"),
            py::call_guard<py::gil_scoped_release>())
-      .def("resident_blocks", &Core::resident_blocks, py::arg("kernel"), py::arg("threads"), py::arg("shared_bytes"))
       .def(
           "prepare_program",
           [](py::object core, const ProgramLaunch& launch) {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from llm_comm import _core, launch, outputs, preflight, registry
-from llm_comm.bench import programs, report, tune_layers
+from llm_comm.bench import programs, report, tune_install, tune_layers, tune_list
 from llm_comm.bench.agreement import require_alike
 from llm_comm.bench.choosing import Measured, choose_by_means, is_slower, merge, sums_in_switch
 from llm_comm.bench.linear_arms import check_layers
@@ -64,17 +63,23 @@ NOTHING = Found([], {})
 
 
 def run(args: argparse.Namespace) -> int:
-    """Entry point of the command; returns 0, or 1 when a file could not be written.
+    """Entry point of the command; returns 0, or 1 when a file could not be written or a better table was installed.
 
     Raises:
-        ConfigError: There are no GPUs to tune for, the options name nothing to measure, the configuration is wrong, or
-            ``--json`` is a file of another run.
+        ConfigError: There are no GPUs to tune for, the options name nothing to measure, the configuration is wrong,
+            ``--json`` is a file of another run, nothing can be installed, or there is no table to remove.
     """
+    if args.list or args.remove is not None:
+        return tune_list.run(args)
     placement = launch.place(args.world, args.device)
     if not placement.on_gpu:
         raise ConfigError(f"tune measures GPUs: {placement.reason}")
     asked_for = preflight.check({"--out": args.out, "--json": args.json}, dsl=args.dsl)
     check_options(args, asked_for)
+    if args.force and not args.install:
+        raise ConfigError("--force: it lets --install replace a better table; give --install too")
+    if args.install:
+        tune_install.prepare(asked_for)
     check_layers(args.layers, args.tokens, "--layers")
     check_layers(args.silu_layers, args.tokens, "--silu-layers")
     check_layers(args.fp8_layers, args.tokens, "--fp8-layers", fp8=True)
@@ -110,11 +115,11 @@ def run(args: argparse.Namespace) -> int:
             record.layers = [row.as_dict(compared=True) for row in layers]
             if comm.rank == 0:
                 environment = record.report(is_complete=left == 0)
-                if args.out is not None:
+                if args.out is not None or args.install:
                     table = tune_layers.with_layers(tuned(shipped, found), tune_layers.rows_of(layers))
                     if args.multicast:
                         table = table._replace(multicast=entry_of(comm, environment["date"]))
-                    written = _write_table(comm, table, args.operations, environment, args.out, asked_for.dsl)
+                    written = _write_table(comm, table, args, environment, asked_for)
                 written = record.write(is_complete=left == 0) and written
     return 0 if written else 1
 
@@ -335,18 +340,23 @@ def choice_text(row: Row) -> str:
 def _write_table(
     comm: Communicator,
     table: TuningTable,
-    operations: Sequence[str],
+    args: argparse.Namespace,
     environment: Mapping[str, Any],
-    path: Path,
-    dsl: str | None = None,
+    config: Config,
 ) -> bool:
+    """Writes it where ``--out`` and ``--install`` say; returns whether all of that was done."""
+    device = torch.cuda.get_device_name(comm.device)
     measured = {
         "date": environment["date"],
         **environment["versions"],
-        "operations": list(operations),
+        "operations": list(args.operations),
         "method": environment["options"]["method"],
         "complete": environment["complete"],
-        **({} if dsl is None else {"dsl": dsl}),  # what option dsl has to name where a row names a program
+        # What the option has to name where a row names a program.
+        **({} if config.dsl is None else {"dsl": config.dsl}),
     }
-    text = table_text(torch.cuda.get_device_name(comm.device), comm.world_size, table, measured)
-    return outputs.write_text("--out", path, text)
+    text = table_text(device, comm.world_size, table, measured)
+    written = args.out is None or outputs.write_text("--out", args.out, text)
+    if args.install:
+        written = tune_install.install(text, device, comm.world_size, measured, config, force=args.force) and written
+    return written

@@ -20,7 +20,7 @@ class Compiled:
 
     It is called as an operation of the communicator is: by all ranks, in the same order among its operations, with
     messages of one size. What holds for operations holds for its calls: several streams, CUDA graphs, a communicator
-    that is closed.
+    that is closed. Keep the object as long as graphs have its calls: its workspace goes with it.
 
     Attributes:
         program: What was compiled.

@@ -245,10 +245,10 @@ class Member:
         where = "emulated GPUs" if communicator.is_emulated else communicator.memory_kind
         if sums:
             plans = describe_plans(table, config, f"{engine}'s own", communicator.multicast)
-            what = f"all-reduce {plans} ({table.name}); {describe_parts(table, config)}"
+            what = f"all-reduce {plans} ({table.describe()}); {describe_parts(table, config)}"
         else:
             beyond = f", then {engine}'s own"
-            what = f"{describe_parts(table, config, beyond)} ({table.name})"
+            what = f"{describe_parts(table, config, beyond)} ({table.describe()})"
         return (
             f"llm_comm {VERSION} is active for group {self.group_name} ({communicator.world_size} ranks, {where}): "
             f"{what}; timeout {config.timeout_s:g} s; {communicator.multicast.describe(config)}"

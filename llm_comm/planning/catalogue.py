@@ -1,4 +1,4 @@
-"""The tuning table for a device: one that option ``table`` names, a shipped one, or one for any device."""
+"""The tuning table for a device: of option ``table``, the user's directory, the package, a near device, or for any."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from pathlib import Path
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
 from llm_comm.planning.default_tables import emulated_table, general_table
+from llm_comm.planning.installed import look_up
+from llm_comm.planning.layers import LayerRow
+from llm_comm.planning.nearest import near_devices
 from llm_comm.planning.table_files import TableFile, load_table
-from llm_comm.planning.tables import TuningTable
+from llm_comm.planning.tables import BY_OPTION, EMULATED, GENERAL, NEAREST, OF_USER, SHIPPED, Origin, TuningTable
 
 logger = logging.getLogger("llm_comm")
 
@@ -44,27 +47,64 @@ def _read_shipped() -> tuple[TableFile, ...]:
     return tuple(load_table(path) for path in shipped_tables())
 
 
-def find_table(device_name: str, world_size: int, sm_count: int, config: Config) -> TuningTable:
-    """The table of ``config.table``, the shipped one for the device and world size, or a general one.
+def find_table(
+    device_name: str, world_size: int, sm_count: int, config: Config, compute_capability: int = 0
+) -> TuningTable:
+    """The table of ``config.table``; else that of the user's directory, or else the shipped one, for the device and
+    world size; else the shipped one of a near device (``nearest.py``); else a general one. Its ``origin`` says which.
 
     Args:
         device_name: As the driver gives it, for example ``"NVIDIA H200"``, or ``"emulated"``.
         sm_count: Multiprocessors of the device.
+        compute_capability: 90 for 9.0; 0 where it is not known, and then no device is near.
 
     Raises:
-        ConfigError: A table cannot be used.
+        ConfigError: The table of the option cannot be used. One of the user's directory that cannot be used is warned
+            of and passed over.
     """
     if config.table is not None:
-        device, world, table = load_table(Path(config.table))
-        if (device, world) != (device_name, world_size):
-            logger.warning(
-                "%s was measured on %d ranks of %s, not on %d of %s: sums are right, the choice may not be the fastest",
-                *(table.name, world, device, world_size, device_name),
-            )
+        return _of_option(config.table, device_name, world_size)
+    installed = look_up(device_name, world_size)
+    if installed is not None and installed.found is not None:
+        return _found(installed.found.table, OF_USER, str(installed.path))
+    table = _without_installed(device_name, world_size, sm_count, compute_capability)
+    if installed is None:
         return table
+    return table._replace(origin=table.origin._replace(passed_over=str(installed.path)))
+
+
+def _of_option(path: str, device_name: str, world_size: int) -> TuningTable:
+    device, world, table = load_table(Path(path))
+    if (device, world) != (device_name, world_size):
+        logger.warning(
+            "%s was measured on %d ranks of %s, not on %d of %s: sums are right, the choice may not be the fastest",
+            *(table.name, world, device, world_size, device_name),
+        )
+    # Emulated GPUs are not tuned for.
+    is_tuned = device_name == "emulated" or (device, world) == (device_name, world_size)
+    return _found(table, BY_OPTION, path, is_tuned=is_tuned)
+
+
+def _without_installed(device_name: str, world_size: int, sm_count: int, compute_capability: int) -> TuningTable:
     for device, world, table in _read_shipped():
         if device == device_name and world == world_size:
-            return table
+            return _found(table, SHIPPED)
     if device_name == "emulated":
-        return emulated_table()
-    return general_table(world_size, sm_count)
+        return _found(emulated_table(), EMULATED)
+    near = near_devices(device_name, sm_count, compute_capability)
+    for device, world, table in _read_shipped():
+        if device in near and world == world_size:
+            name = f"{table.name}, nearest: {near[device]}"
+            here = table._replace(name=name, layers=_layers_of(device_name))
+            return _found(here, NEAREST, is_tuned=False)
+    return _found(general_table(world_size, sm_count), GENERAL, is_tuned=False)
+
+
+def _layers_of(device_name: str) -> tuple[LayerRow, ...]:
+    """Linear layers as measured on this very device: a rank computes them alone, so with any number of ranks. Those of
+    a near device say nothing, as its memory may be faster."""
+    return next((table.layers for device, _, table in _read_shipped() if device == device_name), ())
+
+
+def _found(table: TuningTable, kind: str, path: str = "", *, is_tuned: bool = True) -> TuningTable:
+    return table._replace(origin=Origin(kind, path, is_tuned))

@@ -33,7 +33,8 @@ _BY_OPERATION = "min_symmetric_bytes"  # may be
 _LIMITS = ("max_fused_bytes", "fused_blocks", _BY_OPERATION)
 _MULTICAST = "multicast"
 _LAYERS = "layers"
-_OPTIONAL_KEYS = (*_LIMITS, "measured", _MULTICAST, _LAYERS)
+_MEASURED = "measured"
+_OPTIONAL_KEYS = (*_LIMITS, _MEASURED, _MULTICAST, _LAYERS)
 #: Files of before have a list for each operation in place of ``rows``, and no protocols: there was one.
 _KEYS_OF_BEFORE = {"all_reduce": ALL_REDUCE, "fused": FUSED}
 _PROTOCOL_OF_BEFORE = "LL"
@@ -65,6 +66,20 @@ def load_table(path: Path | resources.abc.Traversable) -> TableFile:
         return _read(path.name, read_yaml(path))
     except (InvalidYamlError, _InvalidError) as error:
         raise ConfigError(f"tuning table {shortened(str(path))}: {error}") from None
+
+
+def read_measured(path: Path | resources.abc.Traversable) -> dict[str, str]:
+    """What the file of a valid table says of when, and by what, it was measured; empty if nothing.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    try:
+        content = read_yaml(path)
+    except InvalidYamlError as error:
+        raise ConfigError(f"tuning table {shortened(str(path))}: {error}") from None
+    measured = content.get(_MEASURED) if isinstance(content, YamlMapping) else None
+    return {str(key): str(value) for key, value in measured.items()} if isinstance(measured, dict) else {}
 
 
 class _InvalidError(Exception):
@@ -326,7 +341,7 @@ def table_text(device: str, world_size: int, table: TuningTable, measured: dict[
         "max_fused_bytes": table.max_fused_bytes,
         "fused_blocks": table.fused_blocks,
         _BY_OPERATION: least if isinstance(least, int) else dict(least),
-        "measured": measured,
+        _MEASURED: measured,
         **({} if table.multicast is None else {_MULTICAST: table.multicast._asdict()}),
     }
     rows = _lines(row.entry() for of_operation in table.rows.values() for row in of_operation)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from llm_comm import registry
 from llm_comm.config import MIB
 from llm_comm.planning.layers import LayerRow
+from llm_comm.quoting import shortened
 
 ALL_REDUCE = "all_reduce"
 FUSED = "all_reduce_add_rms_norm"
@@ -86,6 +87,35 @@ class MulticastEntry(NamedTuple):
     date: str
 
 
+class Origin(NamedTuple):
+    """Where the table of a communicator was found."""
+
+    #: One of the words below.
+    kind: str = ""
+    #: Its file; empty where there is none.
+    path: str = ""
+    #: Whether it was measured on this kind of device, and on as many of them.
+    is_tuned: bool = True
+    #: A file in the user's directory that would have been taken but cannot be used.
+    passed_over: str = ""
+
+    def describe(self) -> str:
+        """For people who look for the reason why ranks differ."""
+        where = f"{self.kind} {shortened(self.path)}" if self.path else self.kind
+        return f"{where}, as {shortened(self.passed_over)} cannot be used" if self.passed_over else where
+
+
+BY_OPTION = "option table"
+OF_USER = "user's directory"
+SHIPPED = "shipped"
+NEAREST = "nearest"
+GENERAL = "general"
+EMULATED = "emulated"
+#: Those that the name of a table does not say already.
+_TOLD_BESIDE_NAME = (BY_OPTION, OF_USER, SHIPPED)
+NOT_TUNED = "not tuned for this machine: run llm-comm tune --install"
+
+
 class TuningTable(NamedTuple):
     """Rows for one device and world size, by operation (``by_operation``) and size. An operation's last row serves all
     larger messages. Of several rows of one size the first counts whose algorithm can be used: those by the NVLink
@@ -107,6 +137,13 @@ class TuningTable(NamedTuple):
     multicast: MulticastEntry | None = None
     #: Of linear layers, those of one layer one behind the other and sorted by tokens.
     layers: tuple[LayerRow, ...] = ()
+    #: Of a table that a communicator goes by. Nothing is chosen by it.
+    origin: Origin = Origin()
+
+    def describe(self) -> str:
+        """Its name and origin, and what to do where it is that of another machine."""
+        words = f"{self.name}, {self.origin.kind}" if self.origin.kind in _TOLD_BESIDE_NAME else self.name
+        return words if self.origin.is_tuned else f"{words}; {NOT_TUNED}"
 
     def symmetric_from(self, operation: str) -> int:
         """``min_symmetric_bytes`` of an operation."""
@@ -123,7 +160,7 @@ class TuningTable(NamedTuple):
         """The name, and a digest of what is chosen by: what ranks compare."""
         rows = {key: tuple(row.without_figures() for row in rows) for key, rows in self.rows.items()}
         layers = tuple(row.without_figures() for row in self.layers)
-        content = repr((sorted(rows.items()), *self._replace(layers=layers)[2:]))
+        content = repr((sorted(rows.items()), *self._replace(layers=layers, origin=Origin())[2:]))
         return f"{self.name} ({hashlib.sha256(content.encode()).hexdigest()[:12]})"
 
 

@@ -10,6 +10,7 @@ import torch
 from llm_comm import _core
 from llm_comm.config import Config
 from llm_comm.errors import RendezvousError
+from llm_comm.planning.tables import TuningTable
 from llm_comm.runtime import devices
 from llm_comm.runtime.devices import gpu_name
 from llm_comm.runtime.rendezvous import Rendezvous, host_identity
@@ -81,14 +82,29 @@ def compare_ranks(rendezvous: Rendezvous, device: torch.device, config: Config) 
     return limits[0]
 
 
+def compare_tables(rendezvous: Rendezvous, table: TuningTable) -> None:
+    """Compares what the ranks choose by: with other grids on one of them, sums would be wrong or never come.
+
+    Raises:
+        RendezvousError: They differ. Raised on all ranks alike.
+    """
+    found = rendezvous.collect("comparison of tuning tables", lambda: (table.digest(), table.origin.describe()))
+    check_alike(
+        "have different tuning tables",
+        [digest for digest, _ in found],
+        shown=[f"{digest}, {origin}" for digest, origin in found],
+        to_do="give all ranks the same option table, or the same home or LLM_COMM_TABLE_DIR (docs/tuning.md)",
+    )
+
+
 def _shared_gpus(gpus: list[str | None]) -> str:
     """Which ranks use the same GPU, in words; empty where each has one of its own, or is emulated."""
     users = {gpu: [str(rank) for rank, of in enumerate(gpus) if of == gpu] for gpu in gpus if gpu}
     return "; ".join(f"ranks {', '.join(ranks)} use {gpu}" for gpu, ranks in users.items() if len(ranks) > 1)
 
 
-def check_alike(what: str, values: list[Any], shown: list[Any] | None = None) -> None:
-    """Raises RendezvousError, on all ranks alike, unless all values are equal."""
+def check_alike(what: str, values: list[Any], shown: list[Any] | None = None, to_do: str = "") -> None:
+    """Raises RendezvousError, on all ranks alike, unless all values are equal; it says ``shown`` in their place."""
     if any(value != values[0] for value in values):
         found = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(shown or values))
-        raise RendezvousError(f"the ranks {what}: {found}")
+        raise RendezvousError(f"the ranks {what}: {found}{to_do and f'; {to_do}'}")

@@ -14,7 +14,7 @@ from llm_comm.errors import ConfigError, MissingRankError, RendezvousError
 from llm_comm.planning.planner import Planner
 from llm_comm.quoting import quoted
 from llm_comm.runtime import devices, multicast, self_test
-from llm_comm.runtime.comparison import check_alike, compare_ranks
+from llm_comm.runtime.comparison import compare_ranks, compare_tables
 from llm_comm.runtime.core_handle import CoreHandle
 from llm_comm.runtime.rendezvous import Rendezvous
 from llm_comm.runtime.status import StatusBoard
@@ -95,8 +95,7 @@ def connect(rendezvous: Rendezvous, device: torch.device, config: Config) -> Con
     world_size = rendezvous.world_size
     limits = compare_ranks(rendezvous, device, config)
     table = rendezvous.attempt("choice of a tuning table", lambda: devices.find_table(device, world_size, config))
-    tables = rendezvous.collect("comparison of tuning tables", table.digest)
-    check_alike("have different tuning tables", tables)
+    compare_tables(rendezvous, table)
     wanted = multicast.agree(rendezvous, device, config, table)
     core, limits_of_all, memory_kind = _set_up(rendezvous, device, config, limits, wanted.is_up)
     found = multicast.set_up(rendezvous, core, wanted) if wanted.is_up else wanted

@@ -80,12 +80,13 @@ def find_table(device: torch.device, world_size: int, config: Config) -> TuningT
     """The tuning table for ranks on such devices.
 
     Raises:
-        ConfigError: A table cannot be used.
+        ConfigError: The table of option ``table`` cannot be used.
     """
     if device.type == "cpu":
         return catalogue.find_table("emulated", world_size, 1, config)
     properties = torch.cuda.get_device_properties(device)
-    return catalogue.find_table(properties.name, world_size, properties.multi_processor_count, config)
+    capability = 10 * properties.major + properties.minor
+    return catalogue.find_table(properties.name, world_size, properties.multi_processor_count, config, capability)
 
 
 def current_stream_of(device: torch.device) -> Callable[[], int]:

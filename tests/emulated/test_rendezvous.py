@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from tables import plain_row, write_table
 import llm_comm
 from llm_comm import RendezvousError, _core
 from llm_comm.errors import MissingRankError
+from llm_comm.planning import installed
 from llm_comm.runtime import rendezvous as rendezvous_module
 from llm_comm.runtime.descriptors import close_all
 
@@ -123,6 +125,66 @@ def test_different_tuning_tables(ranks: RankPool, tmp_path: Path) -> None:
     options = [{"table": path, "timeout_s": TIMEOUT_S} for path in paths]
     text = same_on_all(ranks.run(WORLD, come_with, *options))
     assert f"rank {CULPRIT}" in text
+
+
+def come_with_directory(of_culprit: str, of_others: str) -> str:
+    directory = of_culprit if dist.get_rank() == CULPRIT else of_others
+    with mock.patch.dict(os.environ, {"LLM_COMM_TABLE_DIR": directory}):
+        return rendezvous_error(timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("kind", ["other", "missing", "broken"])
+def test_different_directories_of_tuning_tables(ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    """Each rank would go by the table that it finds."""
+    name = installed.file_name("emulated", WORLD)
+    paths = []
+    for directory, algorithm in (("a", "one_shot"), ("b", "two_shot")):
+        (tmp_path / directory).mkdir()
+        rows = [plain_row(1024, algorithm, 1, 4, 0)]
+        paths.append(write_table(tmp_path / directory / name, rows, device="emulated", world_size=WORLD))
+    if kind == "missing":
+        paths[0].unlink()
+    elif kind == "broken":
+        paths[0].write_text("rows: none")
+    text = same_on_all(ranks.run(WORLD, come_with_directory, *(str(path.parent) for path in paths)))
+    origin = {
+        "other": f"user's directory {paths[0]}",
+        "missing": "emulated",
+        "broken": f"emulated, as {paths[0]} cannot be used",
+    }
+    assert text.startswith("the ranks have different tuning tables: rank 0: ")
+    assert f"), {origin[kind]}, rank 2: " in text.partition("rank 1: ")[2]
+    assert text.count(f"), user's directory {paths[1]}") == WORLD - 1
+    assert text.endswith(
+        "give all ranks the same option table, or the same home or LLM_COMM_TABLE_DIR (docs/tuning.md)"
+    )
+
+
+def table_of_directories(*directories: str) -> str:
+    rank = dist.get_rank()
+    with (
+        mock.patch.dict(os.environ, {"LLM_COMM_TABLE_DIR": directories[rank]}),
+        make_communicator() as comm,
+    ):
+        x = torch.full((600,), float(rank + 1))
+        assert bool((comm.all_reduce(x) == 6).all())
+        return f"{comm.plan(x).reason}; {comm.table.describe()}"
+
+
+def test_directories_with_the_same_table_or_the_same_broken_one(ranks: RankPool, tmp_path: Path) -> None:
+    """Copies will do: what is compared is what is chosen by."""
+    name = installed.file_name("emulated", WORLD)
+    directories = [tmp_path / str(rank) for rank in range(WORLD)]
+    for directory in directories:
+        directory.mkdir()
+        rows = [plain_row(4096, "two_shot", 2, 4, 0)]
+        write_table(directory / name, rows, device="emulated", world_size=WORLD)
+    text = same_on_all(ranks.run(WORLD, table_of_directories, *map(str, directories)))
+    assert text == f"{name}, up to 4096 bytes; {name}, user's directory"
+    for directory in directories:
+        (directory / name).write_text("rows: none")
+    text = same_on_all(ranks.run(WORLD, table_of_directories, *map(str, directories)))
+    assert text.endswith("; emulated")
 
 
 def test_more_ranks_than_a_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,32 @@ def test_the_table_that_was_tuned_is_used(ranks: RankPool, tmp_path: Path) -> No
     assert all(row.us is not None for rows in table.rows.values() for row in rows)
 
 
+def tune_and_install(folder: Path) -> int:
+    with mock.patch.dict(os.environ, {"LLM_COMM_TABLE_DIR": str(folder / "tables")}), as_on_gpus():
+        return cli.main(["tune", *OPTIONS, "--operations", "all-reduce", "--install"])
+
+
+def plan_by_what_is_installed(folder: Path) -> tuple[Plan, str]:
+    x = torch.ones(COUNT, dtype=torch.bfloat16)
+    with mock.patch.dict(os.environ, {"LLM_COMM_TABLE_DIR": str(folder / "tables")}), make_communicator() as comm:
+        assert bool((comm.all_reduce(x) == 2).all())
+        return comm.plan(x), comm.table.describe()
+
+
+def test_a_table_that_was_installed_is_found_without_an_option(ranks: RankPool, tmp_path: Path) -> None:
+    before = ranks.run(2, plan_by_what_is_installed, tmp_path)
+    assert [told for _, told in before] == ["emulated"] * 2
+    assert ranks.run(2, tune_and_install, tmp_path) == [0, 0]
+    name = "emulated_2.format1.yaml"
+    assert sorted(path.name for path in (tmp_path / "tables").iterdir()) == [".lock", name]
+    ours, theirs = ranks.run(2, plan_by_what_is_installed, tmp_path)
+    assert ours == theirs
+    plan, told = ours
+    assert told == f"{name}, user's directory"
+    assert plan.reason.startswith(f"{name}, up to ")
+    assert ranks.run(2, tune_and_install, tmp_path) == [0, 0], "a later run replaces it"
+
+
 def plans_with_multicast(folder: Path) -> dict[str, list[tuple[str, ...]]]:
     """What communicators with the table plan, by what may be used. Each runs it too."""
     x = torch.ones(COUNT, dtype=torch.bfloat16)

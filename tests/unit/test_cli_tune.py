@@ -43,6 +43,7 @@ ROW = plain_row(4096, "one_shot", 8, 16, 0)
 FUSED_ROW = fused_row(16384, "one_shot", 8, 128, 2, 0)
 SHIPPED = TuningTable("shipped", by_operation([ROW, FUSED_ROW]), 8 << 20, max_fused_bytes=123456, fused_blocks=77)
 CONFIG = Config.load({})
+MEASURED = {"date": "today", "versions": {}, "options": {"method": "spaced"}, "complete": True}
 
 
 @pytest.fixture
@@ -381,13 +382,8 @@ def test_the_bounds_of_fused_messages_survive_in_the_file(tmp_path: Path, monkey
     shipped = load_table(write_table(path, [ROW], max_fused_bytes=123456, fused_blocks=77))[2]
     table = tune.tuned(shipped, {})
     comm: Any = SimpleNamespace(device=torch.device("cpu"), world_size=8)
-    tune._write_table(
-        comm,
-        table,
-        ["fused"],
-        {"date": "today", "versions": {}, "options": {"method": "spaced"}, "complete": True},
-        path,
-    )
+    args: Any = SimpleNamespace(operations=["fused"], out=path, install=False)
+    tune._write_table(comm, table, args, MEASURED, CONFIG)
     written = load_table(path)[2]
     assert (written.max_fused_bytes, written.fused_blocks) == (123456, 77)
 
@@ -397,8 +393,8 @@ def test_a_full_disk_does_not_lose_the_table(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "test device")
     comm: Any = SimpleNamespace(device=torch.device("cpu"), world_size=8)
-    measured = {"date": "today", "versions": {}, "options": {"method": "spaced"}, "complete": True}
-    assert not tune._write_table(comm, SHIPPED, ["fused"], measured, Path("/dev/full"))
+    args: Any = SimpleNamespace(operations=["fused"], out=Path("/dev/full"), install=False)
+    assert not tune._write_table(comm, SHIPPED, args, MEASURED, CONFIG)
     out, err = capsys.readouterr()
     assert "--out /dev/full could not be written: No space left on device" in err
     (tmp_path / "table.yaml").write_text(out)

@@ -366,6 +366,7 @@ def test_unknown_variable_that_resembles_none() -> None:
         "LLM_COMM_NCCL_LIBRARY",
         "LLM_COMM_VERSION",
         "LLM_COMM_CACHE_DIR",
+        "LLM_COMM_TABLE_DIR",
         "LLM_COMM_TEST_ANYTHING",
         "LLM_COMM_BENCH_ANYTHING",
         # Kubernetes, for a Service "llm-comm" and for "llm-comm-web"

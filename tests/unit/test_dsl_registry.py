@@ -474,7 +474,7 @@ def test_a_table_with_a_program_from_a_file(tmp_path: Path) -> None:
     again.write_text(table_text("test device", 8, table, {}), encoding="utf-8")
     assert load_table(again).table.rows == table.rows
     assert table.digest() != table._replace(rows={ALL_REDUCE: ROWS}).digest()
-    assert catalogue.find_table("test device", 8, 1, Config.load({}, table=str(path))) == table
+    assert catalogue.find_table("test device", 8, 1, Config.load({}, table=str(path))).rows == table.rows
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ CORE = "llm_comm._core"  # a compiled module
 # What a part imports stands in its own row or above it.
 PYTHON_LAYERS = (
     {"errors"},
-    {"arrays", "emulated", "installation", "outputs", "quoting", "sizes", "spelling", "yaml_files"},
+    {"arrays", "emulated", "installation", "locks", "outputs", "quoting", "sizes", "spelling", "yaml_files"},
     {"registry"},
     {"config"},
     {"planning"},

@@ -23,6 +23,7 @@ from llm_comm.planning.tables import (
     ALL_REDUCE,
     FUSED,
     REDUCE_SCATTER,
+    Origin,
     Row,
     RunnerUp,
     TuningTable,
@@ -42,14 +43,19 @@ ROWS = (
 PLAIN, FUSED_ROWS = ROWS[:2], ROWS[2:]
 
 
+def find(device: str, world: int, sm_count: int, config: Config) -> TuningTable:
+    """What is chosen by, wherever it was found."""
+    return catalogue.find_table(device, world, sm_count, config)._replace(origin=Origin())
+
+
 def test_table_from_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write_table(tmp_path / "mine.yaml", list(ROWS), device="NVIDIA X", world_size=4, max_message_bytes=99)
     table = TuningTable("mine.yaml", {ALL_REDUCE: PLAIN, FUSED: FUSED_ROWS}, 99)
     assert load_table(path) == ("NVIDIA X", 4, table)
     config = Config.load({}, table=str(path))
-    assert catalogue.find_table("NVIDIA X", 4, 1, config) == table
+    assert find("NVIDIA X", 4, 1, config) == table
     assert not caplog.records
-    assert catalogue.find_table("any", 2, 1, config) == table
+    assert find("any", 2, 1, config) == table
     assert "mine.yaml was measured on 4 ranks of NVIDIA X, not on 2 of any" in caplog.text
 
 
@@ -222,7 +228,7 @@ def test_shipped_table(name: str) -> None:
     assert world in WORLDS
     assert {ALL_REDUCE, FUSED} <= set(table.rows)
     check_table(table, world)
-    assert catalogue.find_table(device, world, 1, CONFIG) == table, "another table is for the same device and world"
+    assert find(device, world, 1, CONFIG) == table, "another table is for the same device and world"
 
 
 def test_what_is_shipped_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +240,7 @@ def test_what_is_shipped_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_table_of_any_other_device(world: int) -> None:
-    table = catalogue.find_table("a device that nobody tuned for", world, 132, CONFIG)
+    table = find("a device that nobody tuned for", world, 132, CONFIG)
     assert table == general_table(world, 132)
     check_table(table, world)
 
@@ -256,7 +262,7 @@ def test_a_table_that_was_measured_elsewhere_is_used_and_that_is_told(
 ) -> None:
     path = write_table(tmp_path / "table.yaml", [*ROWS])
     with caplog.at_level(logging.WARNING, logger="llm_comm"):
-        table = catalogue.find_table(device, world, 132, CONFIG.replace(table=str(path)))
+        table = find(device, world, 132, CONFIG.replace(table=str(path)))
     assert table == load_table(path).table
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == is_told
@@ -277,9 +283,9 @@ def test_table_of_the_emulator(world: int) -> None:
 
 @pytest.mark.parametrize("engine", ["vLLM", "SGLang"])
 def test_the_log_line_in_the_documentation_is_that_of_the_table(engine: str) -> None:
-    *_, table = load_table(REPOSITORY / "configs" / "tune_h200_8.yaml")
+    table = catalogue.find_table("NVIDIA H200", 8, 132, CONFIG)
     plans = common.describe_plans(table, CONFIG, f"{engine}'s own")
-    assert f"all-reduce {plans} (tune_h200_8.yaml)" in (REPOSITORY / "docs" / f"{engine.lower()}.md").read_text()
+    assert f"all-reduce {plans} ({table.describe()})" in (REPOSITORY / "docs" / f"{engine.lower()}.md").read_text()
 
 
 def test_the_log_line_where_all_sizes_are_served() -> None:

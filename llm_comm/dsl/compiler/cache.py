@@ -6,18 +6,17 @@ emulator's library. So nothing in the cache is ever out of date, and it can be d
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from llm_comm import emulated
 from llm_comm.installation import digest_of_headers, get_library_dir
+from llm_comm.locks import locked
 
 
 def cache_directory() -> Path:
@@ -64,7 +63,7 @@ def _cached(name: str, suffix: str, parts: Sequence[str], make: Callable[[Path],
     if file.is_file():
         return file
     file.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(file.with_suffix(".lock")):
+    with locked(file.with_suffix(".lock")):
         if not file.is_file():
             with tempfile.TemporaryDirectory(prefix="compiling_", dir=file.parent) as work:
                 made = Path(work, f"kernel.{suffix}")
@@ -88,14 +87,6 @@ def _parts_of_library(code: str, name: str, options: Sequence[str], driver: emul
 
 def _path(name: str, suffix: str, parts: Sequence[str]) -> Path:
     return cache_directory() / "kernels" / f"{name}_{_key(parts)}.{suffix}"
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """The lock ends with the process at the latest. The file stays: who waits for it has it open."""
-    with path.open("w", encoding="ascii") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _key(parts: Sequence[str]) -> str:

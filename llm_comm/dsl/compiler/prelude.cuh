@@ -138,7 +138,8 @@ LLM_COMM_DEVICE_CALL Line load_elements(const char* first, uint64_t bytes) {
   const auto* const elements = reinterpret_cast<const Storage*>(first);
   Storage element[kPerLine];
   LLM_COMM_UNROLL(16)
-  for (uint32_t i = 0; i < kPerLine; ++i) element[i] = i * sizeof(Storage) < bytes ? load_element(elements + i) : Storage{0};
+  for (uint32_t i = 0; i < kPerLine; ++i)
+    element[i] = i * sizeof(Storage) < bytes ? load_element(elements + i) : Storage{0};
   Line line{};
   LLM_COMM_UNROLL(16)
   for (uint32_t i = 0; i < kPerLine; ++i) {

@@ -1,0 +1,115 @@
+"""``llm-comm tune --install``: writes the table to the user's directory, where every later start finds it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from llm_comm import outputs
+from llm_comm.config import Config
+from llm_comm.errors import ConfigError
+from llm_comm.locks import locked
+from llm_comm.planning.installed import file_name, table_directory
+from llm_comm.planning.table_files import load_table, read_measured
+
+_OPTION = "--install"
+_LOCK = ".lock"
+
+
+def prepare(config: Config) -> Path:
+    """Makes the user's directory, before anything is measured.
+
+    Returns:
+        It.
+
+    Raises:
+        ConfigError: There is none, nothing can be written there, or the table could name programs: a start without
+            option ``dsl`` would have to fail.
+    """
+    if config.dsl is not None:
+        raise ConfigError(
+            f"{_OPTION}: with programs ({config.origins.get('dsl', 'Python')}) the table is of no use to a start "
+            "without option dsl: give --out, and both options to a start"
+        )
+    directory = directory_or_error(_OPTION)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{_OPTION}: {directory} cannot be made: {error.strerror or error}; set LLM_COMM_TABLE_DIR to another"
+        ) from error
+    if not os.access(directory, os.W_OK):
+        raise ConfigError(f"{_OPTION}: no permission to write to {directory}; set LLM_COMM_TABLE_DIR to another")
+    return directory
+
+
+def directory_or_error(option: str) -> Path:
+    """The user's directory; raises ConfigError if this user has none."""
+    directory = table_directory()
+    if directory is None:
+        raise ConfigError(f"{option}: this user has no home: set LLM_COMM_TABLE_DIR to the directory of tuning tables")
+    return directory
+
+
+def install(
+    text: str, device_name: str, world_size: int, measured: Mapping[str, Any], config: Config, *, force: bool
+) -> bool:
+    """Puts a table in place of the one installed for the device and world size, if any. If that is not done, says why
+    and prints the table.
+
+    The file is whole at any time. Of several processes one after the other looks and writes.
+
+    Args:
+        text: Of the file.
+        measured: As in the file: ``date``, and ``complete``.
+        config: Of this run. Where it names a table, that is said to go before this one.
+        force: Also in place of one that was measured later, or completely where this one was not.
+
+    Returns:
+        Whether it was done. The command fails if not.
+    """
+    try:
+        path = prepare(config) / file_name(device_name, world_size)
+        why_not = ""
+        with locked(path.with_name(_LOCK)):
+            if not force:
+                why_not = _why_kept(path, measured)
+            if not why_not:
+                outputs.replace_text(path, text)
+    except (OSError, ConfigError) as error:
+        why_not = str(error)
+    if why_not:
+        print(f"llm-comm: {_OPTION}: {why_not}. The table that was measured is on the standard output", file=sys.stderr)
+        print(text, flush=True)
+        return False
+    print(f"installed {path}: every later start on {world_size} of {device_name} finds it, without an option")
+    if config.table is not None:
+        print(f"but option table ({config.origins.get('table', 'Python')}) goes before it: unset that")
+    return True
+
+
+def _why_kept(path: Path, measured: Mapping[str, Any]) -> str:
+    """Why the installed table is to stay; empty if it may be replaced, or cannot be used anyway."""
+    try:
+        load_table(path)
+        present = read_measured(path)
+    except ConfigError:
+        return ""
+    if present.get("complete") != "False" and not measured["complete"]:
+        return f"{path} was measured completely and this table was not, so it stays; --force replaces it"
+    there, here = _time(present.get("date", "")), _time(str(measured["date"]))
+    if there is not None and here is not None and there > here:
+        return f"{path} was measured later ({present['date']}), so it stays; --force replaces it"
+    return ""
+
+
+def _time(text: str) -> datetime | None:
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return found if found.tzinfo is not None else found.replace(tzinfo=timezone.utc)
