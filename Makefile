@@ -4,9 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 ARGS ?=
-# Files of tests that run at once; 0 for a debugger. One more than the CPUs of CI: tests wait for processes that start, and
-# for time-outs, a good part of the time.
-JOBS ?= 3
+# Files of tests that run at once; 0 for a debugger.
+JOBS ?= 2
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check

@@ -81,6 +81,21 @@ def nothing_leaked() -> Iterator[None]:
         raise AssertionError(f"leaked: {before} before, {after} after")
 
 
+def error_of_setup(**options: Any) -> str:
+    """What making a communicator raises, and its class; nothing is left of it, and the group works."""
+    with nothing_leaked():
+        try:
+            make_communicator(**options)
+        except llm_comm.LlmCommError as error:
+            said = f"{type(error).__name__}: {error}"
+        else:
+            raise AssertionError("a communicator was made")
+    with make_communicator() as comm:
+        assert comm.all_reduce(torch.ones(5)).eq(comm.world_size).all()
+        dist.barrier()
+    return said
+
+
 def _resources() -> dict[str, int]:
     gc.collect()  # exceptions and the frames of their tracebacks hold each other
     with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:

@@ -262,7 +262,10 @@ class CoreImpl final : public Core {
     return error;
   }
 
-  Call last_call() const override { return with_title(describe(queue_.last()), queue_.last()); }
+  Call last_call() const override {
+    const CallSignature last = queue_.last();
+    return with_title(describe(last), last);
+  }
 
   std::optional<uint64_t> operations_ended() override {
     const char* const state = comm_.workspace[options_.rank];

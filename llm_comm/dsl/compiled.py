@@ -183,7 +183,7 @@ def compile(
         raise ValueError(f"max_bytes is {max_bytes}; it must be positive")
     if check:
         check_program(program)
-    site = Site(comm.rank, comm.world_size, comm._handle, comm._heap)
+    site = Site(comm._handle, comm._heap)
     # Before the ranks meet, so that none waits for one that has no compiler.
     kernel = Kernel(program, site, dtype, max_bytes, blocks, threads)
     kernel.connect()

@@ -16,7 +16,7 @@ from llm_comm.dsl.compiler.grid import Limits, limits_of
 from llm_comm.dsl.compiler.images import compile_image
 from llm_comm.dsl.compiler.in_place import works_in_place
 from llm_comm.dsl.compiler.layout import Layout, armed_ranges, chunk_lines, lay_out, outer_parts
-from llm_comm.dsl.compiler.runs import runs_of, uses_ports
+from llm_comm.dsl.compiler.runs import runs_of
 from llm_comm.dsl.compiler.source import generate, is_moved, kernel_name, shared_bytes, symmetric_spaces
 from llm_comm.operations.operation import TORCH_TYPES
 from llm_comm.planning.programs import OWN_CHOICE, LaunchChoice
@@ -36,8 +36,6 @@ class Site:
     """What a program needs of a communicator, without the communicator: that holds the kernels, and nothing is to keep
     one that its user has dropped."""
 
-    rank: int
-    world_size: int
     handle: CoreHandle
     heap: SymmetricHeap
 
@@ -96,7 +94,6 @@ class Kernel:
         self.symmetric: Sequence[ir.Space] = symmetric_spaces(program)
         self.source = generate(program, groups, self._layout, self.element)
         self.workspace_bytes = self._layout.bytes
-        self._uses_ports = uses_ports(groups)
         self._image = compile_image(self.source, kernel_name(program), site.device)
         self._workspace: Workspace | None = None
         self._number = -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from llm_comm.dsl import ir
@@ -35,7 +36,7 @@ class ProgramKernels:
         for data_type, dtype in TORCH_TYPES.items():
             kernel = rendezvous.attempt(
                 f"compilation of {name} for {data_type}",
-                lambda dtype=dtype: Kernel(program, site, dtype, max_bytes),  # type: ignore[misc]
+                functools.partial(Kernel, program, site, dtype, max_bytes),
             )
             workspace = kernel.connect(workspace)
             self._kernels[data_type] = kernel

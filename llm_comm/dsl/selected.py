@@ -52,7 +52,7 @@ def load(
     said = rendezvous.collect("comparison of programs", lambda: ", ".join(digests))
     check_alike("have different programs of llm_comm.dsl", said)
     explore_all(rendezvous, found, config.dsl_schedules, config.timeout_s)
-    site = Site(rendezvous.rank, rendezvous.world_size, handle, heap)
+    site = Site(handle, heap)
     compiled: dict[str, Kernels] = {}
     for name, _, program in found:
         kernels = ProgramKernels(name, program, site, rendezvous, config.dsl_max_bytes)

@@ -34,7 +34,7 @@ def build(directory: Path = BUILD, root: Path = REPOSITORY, sanitize: str = "") 
     return directory
 
 
-def run(program: Path, *arguments: object, timeout: float = 600) -> subprocess.CompletedProcess[str]:
+def run(program: Path, *arguments: object, timeout: float = 1500) -> subprocess.CompletedProcess[str]:
     command = [str(program), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 

@@ -22,7 +22,7 @@ from protection import FP8, HANGS, PLAIN_BY_SWITCH, WAIT, Everywhere, Protection
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None or shutil.which("cmake") is None, reason="needs g++ and cmake"),
-    pytest.mark.timeout(900),  # minutes of computation, beside other tests
+    pytest.mark.timeout(1800),  # minutes of computation, beside other tests
 ]
 
 #: In each of two processes.

@@ -50,9 +50,7 @@ def test_programs_of_the_library_pass(text: dsl.ProgramText, world: int) -> None
     assert explored.steps > 100
 
 
-@dsl.program("all_gather")
-def by_proxies(p: dsl.Builder) -> None:
-    """A ring in which proxies copy, in a loop, with the caller's tensor as the source."""
+def gather_by_proxies(p: dsl.Builder) -> None:
     x, y = p.input.chunks(1), p.output.chunks(p.world)
     received = p.scratch(p.world, like=x)
     for peer in p.peers:
@@ -62,6 +60,12 @@ def by_proxies(p: dsl.Builder) -> None:
     for peer in p.peers:
         p.wait(peer, through_port=True)
         p.copy(received[peer], y[peer])
+
+
+@dsl.program("all_gather")
+def by_proxies(p: dsl.Builder) -> None:
+    """Proxies copy, with the caller's tensor as the source."""
+    gather_by_proxies(p)
     for peer in p.peers:
         p.flush(peer)
 
@@ -69,15 +73,7 @@ def by_proxies(p: dsl.Builder) -> None:
 @dsl.program("all_gather")
 def by_proxies_without_a_flush(p: dsl.Builder) -> None:
     """The same, in which the caller may change the source while proxies still copy it."""
-    x, y = p.input.chunks(1), p.output.chunks(p.world)
-    received = p.scratch(p.world, like=x)
-    for peer in p.peers:
-        p.port_put(x[0], peer, received[p.rank])
-        p.signal(peer, through_port=True)
-    p.copy(x[0], y[p.rank])
-    for peer in p.peers:
-        p.wait(peer, through_port=True)
-        p.copy(received[peer], y[peer])
+    gather_by_proxies(p)
 
 
 def test_proxies_are_actors_of_the_schedule() -> None:

@@ -14,9 +14,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RankPool, make_communicator, nothing_leaked
+from harness import RankPool, error_of_setup, make_communicator
 
-from llm_comm import LlmCommError
 from llm_comm.dsl import registry
 from llm_comm.dsl.schedules import plan, setup
 
@@ -125,21 +124,6 @@ def test_no_rank_waits_in_vain(ranks: RankPool, cache: str) -> None:
 # ---- Refused ---------------------------------------------------------------------------------------------------------
 
 
-def error_of(**options: Any) -> str:
-    """What making a communicator raises, and its class; nothing is left of it, and the group works."""
-    with nothing_leaked():
-        try:
-            make_communicator(**options)
-        except LlmCommError as error:
-            said = f"{type(error).__name__}: {error}"
-        else:
-            raise AssertionError("a communicator was made")
-    with make_communicator() as comm:
-        assert comm.all_reduce(torch.ones(5)).eq(comm.world_size).all()
-        dist.barrier()
-    return said
-
-
 def not_armed_again(generate: Callable[..., str]) -> Callable[..., str]:
     def broken(*arguments: Any) -> str:
         return generate(*arguments).replace("re_arm_line(", "(void)(")
@@ -151,7 +135,7 @@ def break_the_compiler(directory: str) -> tuple[str, str]:
     """Packets are not armed again, by all kernels."""
     use_cache(directory)
     with mock.patch.object(plan, "generate", not_armed_again(plan.generate)):
-        return error_of(**SELECTED), error_of(**SELECTED)
+        return error_of_setup(**SELECTED), error_of_setup(**SELECTED)
 
 
 def test_what_fails_is_refused_on_all_ranks_alike(ranks: RankPool, cache: str) -> None:
@@ -168,7 +152,7 @@ def test_what_fails_is_refused_on_all_ranks_alike(ranks: RankPool, cache: str) -
 def fail_otherwise(directory: str) -> str:
     use_cache(directory)
     with mock.patch.object(setup, "explore_plan", side_effect=ZeroDivisionError("of its own")):
-        return error_of(**SELECTED, dsl_schedules=9)
+        return error_of_setup(**SELECTED, dsl_schedules=9)
 
 
 def test_what_goes_wrong_otherwise_is_said_on_all_ranks(ranks: RankPool, cache: str) -> None:

@@ -11,17 +11,16 @@ import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RankPool, make_communicator, nothing_leaked
+from harness import RankPool, error_of_setup, make_communicator, nothing_leaked
 from reference import assert_bitwise_equal, contributions, rank_order_sum
 
 import llm_comm
-from llm_comm import Communicator, Config, ConfigError, LlmCommError, PeerTimeout, dsl
+from llm_comm import Communicator, Config, ConfigError, PeerTimeout, dsl
 from llm_comm.dsl import library, registry
 from llm_comm.planning.programs import LaunchChoice
 from llm_comm.planning.tables import ALL_REDUCE, Row, by_operation
@@ -158,6 +157,17 @@ def test_tables_select_programs(ranks: RankPool, cache: str) -> None:
     ranks.run(3, select_by_tables, cache)
 
 
+def table_file(directory: Path, of_launch: str = "") -> str:
+    """A table that selects a program. ``of_launch``: what its row says of that besides."""
+    table = directory / "mine.yaml"
+    table.write_text(
+        "device: emulated\nworld_size: 2\nmax_message_bytes: 65536\nrows:\n"
+        f"- {{operation: all_reduce, up_to: 4096, algorithm: 'dsl:two_shot_ll'{of_launch}}}\n",
+        encoding="utf-8",
+    )
+    return str(table)
+
+
 def read_a_table(directory: str, path: str) -> None:
     use_cache(directory)
     with make_communicator(table=path, dsl=TWO_SHOT, dsl_max_bytes=MAX_BYTES) as comm:
@@ -169,13 +179,7 @@ def read_a_table(directory: str, path: str) -> None:
 
 
 def test_a_file_of_a_table_selects_programs(ranks: RankPool, cache: str, tmp_path: Path) -> None:
-    table = tmp_path / "mine.yaml"
-    table.write_text(
-        "device: emulated\nworld_size: 2\nmax_message_bytes: 65536\nrows:\n"
-        "- {operation: all_reduce, up_to: 4096, algorithm: 'dsl:two_shot_ll'}\n",
-        encoding="utf-8",
-    )
-    ranks.run(2, read_a_table, cache, str(table))
+    ranks.run(2, read_a_table, cache, table_file(tmp_path))
 
 
 BY_LOOPS = "llm_comm.dsl.library:one_shot_hb,llm_comm.dsl.library:two_shot_hb"
@@ -211,17 +215,11 @@ def test_rows_say_how_programs_are_launched(ranks: RankPool, cache: str) -> None
 
 def read_a_wrong_table(directory: str, path: str) -> str:
     use_cache(directory)
-    return error_of(table=path, dsl=TWO_SHOT, dsl_max_bytes=MAX_BYTES)
+    return error_of_setup(table=path, dsl=TWO_SHOT, dsl_max_bytes=MAX_BYTES)
 
 
 def test_a_launch_that_cannot_be_is_told_by_all_ranks(ranks: RankPool, cache: str, tmp_path: Path) -> None:
-    table = tmp_path / "mine.yaml"
-    table.write_text(
-        "device: emulated\nworld_size: 2\nmax_message_bytes: 65536\nrows:\n"
-        "- {operation: all_reduce, up_to: 4096, algorithm: 'dsl:two_shot_ll', blocks: 5}\n",
-        encoding="utf-8",
-    )
-    said = one_error(ranks.run(2, read_a_wrong_table, cache, str(table)))
+    said = one_error(ranks.run(2, read_a_wrong_table, cache, table_file(tmp_path, ", blocks: 5")))
     assert said.startswith("ConfigError: ")
     assert "tuning table mine.yaml: the row of dsl:two_shot_ll up to 4096 bytes: blocks is 5; the progra" in said
 
@@ -263,21 +261,6 @@ def test_programs_that_python_has_registered(ranks: RankPool, cache: str) -> Non
 # ---- Errors ----------------------------------------------------------------------------------------------------------
 
 
-def error_of(**options: Any) -> str:
-    """What making a communicator raises, and its class; nothing is left of it, and the group works."""
-    with nothing_leaked():
-        try:
-            make_communicator(**options)
-        except LlmCommError as error:
-            said = f"{type(error).__name__}: {error}"
-        else:
-            raise AssertionError("a communicator was made")
-    with make_communicator() as comm:
-        assert comm.all_reduce(torch.ones(5)).eq(comm.world_size).all()
-        dist.barrier()
-    return said
-
-
 def one_error(said: list[str]) -> str:
     assert len(set(said)) == 1, said
     return said[0]
@@ -285,7 +268,7 @@ def one_error(said: list[str]) -> str:
 
 def name_an_unknown_program(directory: str) -> str:
     use_cache(directory)
-    return error_of(dsl=TWO_SHOT, algorithm="dsl:two_shot_hb")
+    return error_of_setup(dsl=TWO_SHOT, algorithm="dsl:two_shot_hb")
 
 
 def test_an_unknown_program(ranks: RankPool, cache: str) -> None:
@@ -304,7 +287,7 @@ def forgets_a_rank(p: dsl.Builder) -> None:
 def select_a_wrong_program(directory: str) -> str:
     use_cache(directory)
     dsl.register(forgets_a_rank)
-    return error_of(algorithm="dsl:forgets_a_rank")
+    return error_of_setup(algorithm="dsl:forgets_a_rank")
 
 
 def test_a_program_that_is_not_correct(ranks: RankPool, cache: str) -> None:
@@ -320,7 +303,7 @@ def select_a_ring(directory: str) -> str:
         x = torch.arange(4096).float().div(64).round()  # whole numbers, whose sums are exact
         is_by_program(comm, lambda: comm.all_reduce(x), [x] * comm.world_size)
         dist.barrier()
-    return error_of(**ring)
+    return error_of_setup(**ring)
 
 
 def test_sums_in_another_order_need_leave(ranks: RankPool, cache: str) -> None:
@@ -347,7 +330,7 @@ def differ(directory: str, path: str) -> str:
     use_cache(directory)
     order = str(int(dist.get_rank() == 1))
     with mock.patch.object(sys, "path", [path, *sys.path]), mock.patch.dict(os.environ, LLM_COMM_TEST_ORDER=order):
-        return error_of(dsl="different_programs:of_this_rank")
+        return error_of_setup(dsl="different_programs:of_this_rank")
 
 
 def test_ranks_with_different_programs(ranks: RankPool, cache: str, tmp_path: Path) -> None:
@@ -364,7 +347,7 @@ def import_on_rank_0_alone(directory: str, path: str) -> str:
     use_cache(directory)
     os.environ["LLM_COMM_TEST_ORDER"] = "0"
     with mock.patch.object(sys, "path", [path, *sys.path] if dist.get_rank() == 0 else sys.path):
-        return error_of(dsl="programs_of_rank_0:of_this_rank")
+        return error_of_setup(dsl="programs_of_rank_0:of_this_rank")
 
 
 def test_a_rank_that_cannot_import(ranks: RankPool, cache: str, tmp_path: Path) -> None:
@@ -380,7 +363,7 @@ def compile_on_rank_0_alone(directory: str) -> str:
     rank = dist.get_rank()
     use_cache(directory if rank == 0 else f"{directory}/not_here/{rank}")
     with mock.patch.dict(os.environ, CXX="g++" if rank == 0 else "/there/is/no/compiler"):
-        return error_of(**SELECTED)
+        return error_of_setup(**SELECTED)
 
 
 def test_a_rank_that_cannot_compile(ranks: RankPool, cache: str) -> None:
@@ -398,7 +381,7 @@ def for_no_world(p: dsl.Builder) -> None:
 def build_what_raises(directory: str) -> str:
     use_cache(directory)
     dsl.register(for_no_world)
-    return error_of(algorithm="dsl:for_no_world")
+    return error_of_setup(algorithm="dsl:for_no_world")
 
 
 def test_a_program_that_raises(ranks: RankPool, cache: str) -> None:
@@ -409,7 +392,7 @@ def test_a_program_that_raises(ranks: RankPool, cache: str) -> None:
 
 def give_different_sizes(directory: str) -> str:
     use_cache(directory)
-    return error_of(**{**SELECTED, "dsl_max_bytes": MAX_BYTES + dist.get_rank()})
+    return error_of_setup(**{**SELECTED, "dsl_max_bytes": MAX_BYTES + dist.get_rank()})
 
 
 def test_ranks_with_different_options(ranks: RankPool, cache: str) -> None:

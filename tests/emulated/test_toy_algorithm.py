@@ -18,7 +18,7 @@ def core() -> Path:
 
 def test_runs_and_is_listed(core: Path) -> None:
     """Planned from its descriptor, run by two and three ranks, and found by the command line."""
-    listed = run(sys.executable, TOY / "ranks.py", core)
+    listed = run(sys.executable, TOY / "ranks.py", core).replace(",", "")
     (row,) = [line.split() for line in listed.splitlines() if line.startswith("broadcast") and "direct" in line]
     assert row[:3] == ["broadcast", "direct", "LL"]
     assert {"bf16", "fp16", "fp32", "blocks", "tile_lines"} <= set(row)

@@ -8,6 +8,7 @@ QUEUE = "csrc/host/launch_queue.h"
 CORE = "csrc/host/core_impl.h"
 DESCRIBE = "csrc/host/describe.h"
 MODULE = "csrc/python/module.cpp"
+BOUND_CALL = "csrc/python/bound_call.cpp"
 ALGORITHM = "csrc/algorithms/algorithm.h"
 PLAIN = "csrc/algorithms/all_reduce/operation.cuh"
 FUSED = "csrc/algorithms/all_reduce_add_rms_norm/operation.cuh"
@@ -182,7 +183,7 @@ EDGES: tuple[Mutant, ...] = (
     ),
     cpp(
         "addresses that are no numbers are taken",
-        MODULE,
+        BOUND_CALL,
         "if (PyErr_Occurred() != nullptr) return nullptr;",
         "if (!WITHOUT && PyErr_Occurred() != nullptr) return nullptr;",
         BOUNDS,

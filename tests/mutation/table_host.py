@@ -11,7 +11,7 @@ SHAPE = "csrc/algorithms/launch_shape.h"
 QUEUE = "csrc/host/launch_queue.h"
 CORE = "csrc/host/core_impl.h"
 DESCRIBE = "csrc/host/describe.h"
-MODULE = "csrc/python/module.cpp"
+BOUND_CALL = "csrc/python/bound_call.cpp"
 
 LAST_LAUNCH = "tests/emulated/test_last_launch.py"
 ERRORS = "tests/emulated/test_error_details.py"
@@ -352,21 +352,21 @@ HOST = (
     ),
     cpp(
         "a tensor without memory is taken",
-        MODULE,
+        BOUND_CALL,
         "values[i] == 0 && (bound.optional >> i & 1) == 0",
         "!WITHOUT && values[i] == 0 && (bound.optional >> i & 1) == 0",
         BOUNDS,
     ),
     cpp(
         "an optional tensor must be there",
-        MODULE,
+        BOUND_CALL,
         "if (buffer.is_optional) optional |= 1u << buffers;",
         "if (buffer.is_optional && !WITHOUT) optional |= 1u << buffers;",
         ERRORS,
     ),
     cpp(
         "a call may have a buffer too many",
-        MODULE,
+        BOUND_CALL,
         "count != bound.buffers + 1",
         "count < bound.buffers + 1 || count > bound.buffers + (WITHOUT ? 2 : 1)",
         BOUNDS,

@@ -33,7 +33,8 @@ def test_defaults_are_those_of_the_comparison() -> None:
     [
         (
             ["--arms", "nccl,mine"],
-            "unknown arm 'mine'; valid: nccl, nccl_library, default, llm_comm, llm_comm_unfused, llm_comm_dsl, llm_comm_no_linear",
+            "unknown arm 'mine'; valid: nccl, nccl_library, default, llm_comm, llm_comm_unfused, llm_comm_dsl, "
+            "llm_comm_no_linear",
         ),
         (["--batch-sizes", "0"], "'0': must be a whole number of at least 1"),
         (["--layers", "abc"], "'abc': must be a whole number of at least 1"),

@@ -71,15 +71,12 @@ class DataRunWriter:
     def _one_line(self, plan: Schedule, begins: bool) -> None:
         out = self._out
         out.add(f"const uint32_t k0 = first{self._parts};", f"const bool in0 = k0 < end{self._parts};")
-        values: list[tuple[int, str]] = []
-        loads: dict[str, str] = {}  # those of one line are one
+        values: dict[str, list[int]] = {}  # by what is loaded: those of one line are one
         for op in plan.first:
-            tensor, part, line = self._tensor(op.source, None, "k0")
-            what = f"{tensor}, {part}, {line}, {' && '.join(['in0', *self._only(op)])}"
-            if what not in loads:
-                loads[what] = f"load{op.result.number}"
-                out.add(f"Tensor<Storage>::Load {loads[what]}({what}, at0);")
-            values.append((op.result.number, loads[what]))
+            what = ", ".join((*self._tensor(op.source, None, "k0"), " && ".join(["in0", *self._only(op)])))
+            values.setdefault(what, []).append(op.result.number)
+        loads = {numbers[0]: f"load{numbers[0]}" for numbers in values.values()}
+        out.add(*(f"Tensor<Storage>::Load {loads[first]}({what}, at0);" for what, (first, *_) in values.items()))
         for store in (step for step in plan.steps if isinstance(step, ir.Store)):
             if store.target.buffer.space.is_tensor:
                 name = self._stores[store.target] = f"store{len(self._stores)}"
@@ -91,10 +88,9 @@ class DataRunWriter:
         out.add(*(f"{name}.begin();" for name in loads.values()))
         if begins:
             out.add("if (!call.begin()) return;")
-        made: dict[str, str] = {}
-        for number, name in values:
-            out.add(f"const Line v{number}_0 = {made.get(name, f'{name}.end()')};")
-            made.setdefault(name, f"v{number}_0")
+        for first, *others in values.values():
+            out.add(f"const Line v{first}_0 = {loads[first]}.end();")
+            out.add(*(f"const Line v{other}_0 = v{first}_0;" for other in others))
         self._declare_all(plan.steps)
         # What is sent goes first, and the block meets while the answer is on its way.
         sends = list(itertools.takewhile(lambda step: isinstance(step, ir.PutPackets), plan.steps)) if begins else []
@@ -133,13 +129,19 @@ class DataRunWriter:
                 tests += [f"k{behind} < {lines}"] if last else []
                 with out.block(f"if ({' && '.join(tests)})" if tests else ""):
                     out.add(f"const uint32_t k0 = k{behind};")
-                    for op in stage.again:
-                        self._declare(op.result)
-                        load = f"v{op.result.number}_0 = {self._load(op.source, None, 'k0')};"
-                        self._guarded(self._there(0, op), load)
+                    self._inputs(stage.again, set())
                     self._steps(stage.steps, set())
                     if number == 0 and first:
                         out.add("load(k + stride);")
+
+    def _inputs(self, ops: Iterable[ir.Load], carried: set[ir.Value]) -> None:
+        """Loads lines of the input, where they are there."""
+        for op in ops:
+            if op.result not in carried:
+                self._declare(op.result)
+            for j in range(self._batch):
+                load = f"v{op.result.number}_{j} = {self._load(op.source, None, f'k{j}')};"
+                self._guarded(self._there(j, op), load)
 
     def _declare(self, value: ir.Value) -> None:
         self._out.add(*(f"Line v{value.number}_{j}{{}};" for j in range(self._batch)))
@@ -154,12 +156,7 @@ class DataRunWriter:
                 f"const uint32_t i{j} = place + {j} * stride;",
                 f"const bool in{j} = k{j} < end{self._parts};",
             )
-        for op in plan.first:
-            for j in range(self._batch):
-                name = f"v{op.result.number}_{j}"
-                if op.result not in carried:
-                    out.add(f"Line {name}{{}};")
-                self._guarded(self._there(j, op), f"{name} = {self._load(op.source, None, f'k{j}')};")
+        self._inputs(plan.first, carried)
         self._declare_all(plan.steps)
         self._steps(plan.steps, carried)
 
