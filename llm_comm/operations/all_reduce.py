@@ -16,7 +16,6 @@ from llm_comm.planning.planner import Planner
 from llm_comm.planning.selection import Layout
 from llm_comm.planning.tables import ALL_REDUCE
 from llm_comm.runtime.core_handle import CoreHandle
-from llm_comm.runtime.devices import is_current_stream_capturing
 
 # Global names cost less than attributes.
 _Tensor = torch.Tensor
@@ -62,12 +61,13 @@ class AllReduce(Operation):
             or not x.is_contiguous()
             or x.is_neg()
         ):
-            prepared = self._prepare(x)
-            if prepared is None:
-                reason = self._decline(x)
+            found = self._prepare(x)
+            if isinstance(found, str):
+                self._count_declined(found)
                 if or_none:
                     return None
-                raise UnsupportedInputError(f"all_reduce: {reason}")
+                raise UnsupportedInputError(f"all_reduce: {found}")
+            prepared = found
         try:
             does_not_fit = (
                 out is not None
@@ -93,21 +93,13 @@ class AllReduce(Operation):
             self._handle.check()
             if before is not None:
                 before()
-            prepared.tally.add(prepared.nbytes)
+            self._count_unlaunched(prepared.plan)
             return x.clone() if out is None else out if out is x else out.copy_(x)
         try:
             total = torch.empty_like(x) if out is None else out
             if before is not None:
                 before()
-            stream = self._current_stream()
-            is_enqueued = run(x.data_ptr(), total.data_ptr(), stream)
-            tally = prepared.tally
-            # The default stream, 0, cannot be captured.
-            if stream and is_current_stream_capturing():
-                tally.add_captured(prepared.nbytes)
-            else:
-                tally.calls += 1
-                tally.bytes += prepared.nbytes
+            is_enqueued = run(x.data_ptr(), total.data_ptr(), self._current_stream())
             if out is not None:
                 count_write((out,))
         except RuntimeError as error:
@@ -128,10 +120,11 @@ class AllReduce(Operation):
 
     def accepts(self, x: torch.Tensor) -> bool:
         """Whether ``run`` serves ``x``."""
-        if self._prepare(x) is not None:
-            return True
-        self._decline(x)
-        return False
+        found = self._prepare(x)
+        if isinstance(found, str):
+            self._count_declined(found)
+            return False
+        return True
 
     def accepts_traced(self, x: torch.Tensor) -> bool:
         """The same for torch.compile, which can trace neither the layout of a launch nor texts with sizes."""
@@ -144,31 +137,29 @@ class AllReduce(Operation):
         nbytes, limit = count * element_size, self._planner.message_limit(ALL_REDUCE)
         return self._planner.world_size == 1 or count == 0 or nbytes <= limit
 
+    def count_declined_result(self, count: int, dtype: torch.dtype) -> None:
+        """Counts that it does not take (``takes``) what is not computed yet."""
+        self._count_declined(self._layout(count, dtype).plan.reason)
+
     def plan(self, x: torch.Tensor) -> Plan:
         """What ``run`` would do for ``x``."""
-        prepared = self._prepare(x)
-        if prepared is not None:
-            return prepared.plan
+        found = self._prepare(x)
+        return declined(ALL_REDUCE, x.numel() * x.element_size(), found) if isinstance(found, str) else found.plan
+
+    def _prepare(self, x: torch.Tensor) -> Prepared | str:
+        """What to launch for ``x``, or why it is declined."""
         why = self._why_not(x)
         if why:
-            return declined(ALL_REDUCE, x.numel() * x.element_size(), why)
-        return self._layout(x.numel(), x.dtype).plan
-
-    def _prepare(self, x: torch.Tensor) -> Prepared | None:
-        """What to launch for ``x``, or None if it is declined."""
-        if self._why_not(x):
-            return None
+            return why
         key = (x.numel(), x.dtype)
-        prepared = self._prepared.get(key)
-        if prepared is None:
-            prepared = self._prepare_call(self._layout(*key))
-            if prepared is not None:
-                keep(self._prepared, key, prepared)
-        return prepared
-
-    def _decline(self, x: torch.Tensor) -> str:
-        """Counts that ``x`` is declined; returns why."""
-        return self._count_declined(self._why_not(x), (x.numel(), x.dtype), lambda: self.plan(x))
+        found = self._prepared.get(key) or self._reasons.get(key)
+        if found is None:
+            found = self._prepare_call(self._layout(*key))
+            if isinstance(found, str):
+                keep(self._reasons, key, found)
+            else:
+                keep(self._prepared, key, found)
+        return found
 
     def _layout(self, count: int, dtype: torch.dtype) -> Layout:
         if self._planner.world_size == 1:

@@ -3,6 +3,7 @@ prepared for a size, and the call itself. ``Communicator.all_reduce_add_rms_norm
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,7 +19,6 @@ from llm_comm.planning.planner import Planner
 from llm_comm.planning.selection import Layout
 from llm_comm.planning.tables import FUSED
 from llm_comm.runtime.core_handle import CoreHandle
-from llm_comm.runtime.devices import is_current_stream_capturing
 
 _Tensor = torch.Tensor
 _is_grad_enabled = torch.is_grad_enabled
@@ -94,9 +94,11 @@ class AllReduceAddRmsNorm(Operation):
                     given = {"x": x, "residual": residual, "weight": weight, "scale": scale}
                     check_constant("all_reduce_add_rms_norm", **given, out=out, residual_out=residual_out)
         if prepared is None or not self._fits(x, weight):
-            prepared = self._prepare(x, weight, eps, quantize)
-            if prepared is None:
-                raise _error(self._decline(self.plan(x, weight, quantize)))
+            found = self._prepare(x, weight, eps, quantize)
+            if isinstance(found, str):
+                self._count_declined(found)
+                raise _error(found)
+            prepared = found
         if residual is not None:
             _check_like("residual", residual, x)
         if quantize is None:
@@ -122,11 +124,10 @@ class AllReduceAddRmsNorm(Operation):
         if scale is not None and quantization.makes_scales(quantize):
             results += (scale,)
         if prepared.run is None:
-            prepared.tally.add(prepared.nbytes)
+            self._count_unlaunched(prepared.plan)
             return results, False
         if before is not None:
             before()
-        stream = self._current_stream()
         enqueued = prepared.run(
             x.data_ptr(),
             0 if residual is None else residual.data_ptr(),
@@ -134,14 +135,8 @@ class AllReduceAddRmsNorm(Operation):
             out.data_ptr(),
             residual_out.data_ptr(),
             0 if scale is None else scale.data_ptr(),
-            stream,
+            self._current_stream(),
         )
-        tally = prepared.tally
-        if stream and is_current_stream_capturing():  # as in all_reduce.py
-            tally.add_captured(prepared.nbytes)
-        else:
-            tally.calls += 1
-            tally.bytes += prepared.nbytes
         count_write(results)
         return results, enqueued
 
@@ -150,13 +145,8 @@ class AllReduceAddRmsNorm(Operation):
         plan = self.plan(x, weight, quantize)
         if plan.algorithm != "declined":
             return True
-        self._decline(plan)
+        self._count_declined(plan.reason)
         return False
-
-    def _decline(self, plan: Plan) -> str:
-        """Counts that what the plan is of is declined; returns why."""
-        self._tallies.decline(FUSED, plan.reason)
-        return plan.reason
 
     def plan(self, x: _Tensor, weight: _Tensor, quantize: str | None) -> Plan:
         """What would run for rows like ``x``."""
@@ -171,11 +161,22 @@ class AllReduceAddRmsNorm(Operation):
             keep(self._plans, key, plan)
         return plan
 
-    def _prepare(self, x: _Tensor, weight: _Tensor, eps: float, quantize: str | None) -> Prepared | None:
-        if self.plan(x, weight, quantize).algorithm == "declined":
-            return None
+    def count_declined_result(self, shape: Sequence[int], dtype: torch.dtype, quantize: str | None) -> None:
+        """Counts that it does not take (``takes``) rows that are not computed yet."""
+        why = quantization.why_not(quantize, shape)
+        if not why:
+            code = quantization.CODES[quantize]
+            layout = self._lay_out(math.prod(shape), shape[-1], dtype, epsilon=0.0, quantization=code)
+            why = layout.plan.reason
+        self._count_declined(why)
+
+    def _prepare(self, x: _Tensor, weight: _Tensor, eps: float, quantize: str | None) -> Prepared | str:
+        """What to launch, or why it is declined."""
+        plan = self.plan(x, weight, quantize)
+        if plan.algorithm == "declined":
+            return plan.reason
         prepared = self._prepare_call(self._layout(x, weight, eps, quantize))
-        if prepared is not None:
+        if not isinstance(prepared, str):
             keep(self._prepared, (x.numel(), weight.numel(), x.dtype, eps, quantize), prepared)
         return prepared
 

@@ -17,7 +17,6 @@ from llm_comm.planning.plan import Plan, declined
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, FUSED, REDUCE_SCATTER
 from llm_comm.runtime.core_handle import CoreHandle
-from llm_comm.runtime.devices import is_current_stream_capturing
 
 _WITH_METHODS = (ALL_REDUCE, FUSED, ALL_GATHER, REDUCE_SCATTER)
 
@@ -80,26 +79,23 @@ class GenericOperation(Operation):
         key = (x.numel(), row, x.dtype, in_order)
         prepared = self._prepared.get(key)
         if prepared is None:
-            layout = self._lay_out(x.numel(), row, x.dtype, **parameters)
-            prepared = self._prepare_call(layout)
-            if prepared is None:
-                self._tallies.decline(self._info.name, layout.plan.reason)
-                raise self._error(layout.plan.reason)
+            found = self._prepare_call(self._lay_out(x.numel(), row, x.dtype, **parameters))
+            if isinstance(found, str):
+                self._count_declined(found)
+                raise self._error(found)
+            prepared = found
             keep(self._prepared, key, prepared)
         if prepared.run is None:
             self._handle.check()
-            prepared.tally.add(prepared.nbytes)
+            self._count_unlaunched(prepared.plan)
             return
         given = [buffers.get(name) for name in self._info.buffers]
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
         try:
-            stream = self._current_stream()
-            is_enqueued = prepared.run(*addresses, stream)
+            is_enqueued = prepared.run(*addresses, self._current_stream())
         except RuntimeError as error:
             self._handle.end_for(error)
             raise
-        is_captured = stream != 0 and is_current_stream_capturing()
-        (prepared.tally.add_captured if is_captured else prepared.tally.add)(prepared.nbytes)
         count_write([tensor for name in self._info.outputs if (tensor := buffers.get(name)) is not None])
         if not is_enqueued:
             self._handle.check()

@@ -7,9 +7,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,15 +16,14 @@ from llm_comm import _core, arrays, registry
 from llm_comm.errors import LlmCommError, UnsupportedInputError
 from llm_comm.operations.operation import TORCH_TYPES, keep, overlap, why_not_operand
 from llm_comm.operations.quantization import FP8
-from llm_comm.operations.ranges import in_range, title_of
+from llm_comm.operations.ranges import within_range
 from llm_comm.operations.scaling import Scaling
 from llm_comm.operations.watched import check_memory, count_write, is_traced, why_not_constant
 from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL, inputs_multiple, of_factors, takes_features
-from llm_comm.planning.plan import without_kernel
+from llm_comm.planning.plan import NONE
 from llm_comm.planning.planner import Planner
 from llm_comm.runtime.core_handle import CoreHandle
-from llm_comm.runtime.devices import current_stream_of, is_current_stream_capturing
-from llm_comm.runtime.statistics import Tally
+from llm_comm.runtime.devices import current_stream_of
 
 logger = logging.getLogger("llm_comm")
 
@@ -36,14 +34,15 @@ _is_grad_enabled = torch.is_grad_enabled
 
 #: As ``serves`` in csrc/algorithms/linear/layer.h: of results, and of operands unless they are FP8.
 _SERVED = ("bf16", "fp16")
+#: Of all layers, in statistics and NVTX ranges.
+_ALGORITHM = "linear"
 #: Bytes, at a multiple of which the core wants tensors to begin.
 ALIGNMENT = 16
 #: What operations call the layer's weight, where it is not ``linear_weight``.
 _WEIGHTS = {LINEAR: "weight", LINEAR_SILU_AND_MUL: "gate_up_weight"}
 
 
-@dataclass(frozen=True, slots=True)  # as ``Prepared``
-class PreparedLinear:
+class PreparedLinear(NamedTuple):
     """A layer that is ready to be launched."""
 
     #: What ``prepare_linear`` of the core returned: it takes the addresses of x, weight and out, of FP8 those of the
@@ -53,9 +52,6 @@ class PreparedLinear:
     shape: tuple[int, ...]
     elements: int
     dtype: torch.dtype
-    #: Where its calls are counted, and the bytes of a result.
-    tally: Tally
-    nbytes: int
 
 
 class Linear:
@@ -164,7 +160,7 @@ class Linear:
         ):
             why = self._why_not(x, weight, scaling, _weight_of(operation))
             if why:
-                self._handle.tallies.decline(operation, why)
+                self._handle.tallies.decline(self._name, why)
                 raise UnsupportedInputError(f"{operation}: {why}")
             prepared = self._prepare(x, weight, scaling)
         if weight.data_ptr() % ALIGNMENT != 0:
@@ -191,17 +187,9 @@ class Linear:
             address = x.data_ptr()
         stream = self._current_stream()
         if scaling is None:
-            is_enqueued = prepared.run(address, weight.data_ptr(), out.data_ptr(), stream)
-        else:
-            scales = scaling.x.data_ptr(), scaling.weight.data_ptr()
-            is_enqueued = prepared.run(address, weight.data_ptr(), out.data_ptr(), *scales, stream)
-        tally = prepared.tally
-        if stream and is_current_stream_capturing():  # as in all_reduce.py
-            tally.add_captured(prepared.nbytes)
-        else:
-            tally.calls += 1
-            tally.bytes += prepared.nbytes
-        return is_enqueued
+            return prepared.run(address, weight.data_ptr(), out.data_ptr(), stream)
+        scales = scaling.x.data_ptr(), scaling.weight.data_ptr()
+        return prepared.run(address, weight.data_ptr(), out.data_ptr(), *scales, stream)
 
     def check_out(
         self,
@@ -268,19 +256,25 @@ class Linear:
             outputs = rows // self._parts
             tokens = x.numel() // inputs
             dtype = x.dtype if scaling is None else scaling.out_dtype
-            run = self._prepare_by_table(tokens, inputs, outputs, dtype, scaling)
             shape = (*x.shape[:-1], outputs)
             elements = math.prod(shape)
-            plan = without_kernel(self._name, "linear", elements * dtype.itemsize, "")
-            if self._planner.config.nvtx and self._device.type == "cuda":
-                run = in_range(run, title_of(plan))
-            tally = self._handle.tallies.of(plan)
-            prepared = PreparedLinear(run, shape, elements, dtype, tally, plan.message_bytes)
+            kind = self._name, elements * dtype.itemsize, _ALGORITHM, NONE
+            counter = self._handle.tallies.counter(*kind)
+            run = self._prepare_by_table(tokens, inputs, outputs, dtype, scaling, counter)
+            if self._planner.config.nvtx:
+                run = within_range(run, self._device, *kind)
+            prepared = PreparedLinear(run, shape, elements, dtype)
             keep(self._prepared, key, prepared)
         return prepared
 
     def _prepare_by_table(
-        self, tokens: int, inputs: int, outputs: int, dtype: torch.dtype, scaling: Scaling | None
+        self,
+        tokens: int,
+        inputs: int,
+        outputs: int,
+        dtype: torch.dtype,
+        scaling: Scaling | None,
+        counter: _core.Counter,
     ) -> Callable[..., bool]:
         """What the core returns, for what the tuning table says of such a layer."""
         operation = of_factors(self._name, scaling is not None)
@@ -291,6 +285,7 @@ class Linear:
             outputs=outputs,
             data_type=self._data_types[dtype],
             silu_and_mul=self._silu_and_mul,
+            counter=counter,
         )
         if scaling is not None:
             prepare = partial(prepare, scales=(scaling.x.numel() > 1, scaling.weight.numel() > 1))

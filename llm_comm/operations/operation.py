@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from llm_comm import arrays, registry
-from llm_comm.operations.ranges import in_range, title_of
+from llm_comm.operations.ranges import within_range
 from llm_comm.operations.watched import why_not_constant
 from llm_comm.planning.plan import Plan
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.selection import Layout
 from llm_comm.runtime.core_handle import CoreHandle
 from llm_comm.runtime.devices import current_stream_of
-from llm_comm.runtime.statistics import Tally
 
 #: Calls whose lay-out is kept. Prefill brings ever new sizes; each takes about a kilobyte.
 MAX_PREPARED = 4096
@@ -28,17 +26,13 @@ _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
 
-@dataclass(frozen=True, slots=True)  # whose attributes are found quicker than those of a NamedTuple
-class Prepared:
+class Prepared(NamedTuple):
     """A call that is ready to be launched."""
 
     plan: Plan
     #: What ``prepare`` of the core returned, or its like for a program of llm_comm.dsl: it takes the buffers' addresses
     #: and a stream. None where there is nothing to exchange.
     run: Callable[..., bool] | None
-    #: Where its calls are counted, and the bytes of one.
-    tally: Tally
-    nbytes: int
 
 
 class Operation:
@@ -64,9 +58,8 @@ class Operation:
         }
         #: What is ready to be launched, by size, type and the like.
         self._prepared: dict[Any, Any] = {}
-        self._tallies = handle.tallies
-        #: Why messages of a size, type and the like are declined.
-        self._reasons: dict[Hashable, str] = {}
+        #: Why messages are declined, by the same. Engines go on asking.
+        self._reasons: dict[Any, str] = {}
 
     def forget(self) -> None:
         """Drops what is prepared: the table is another one, or the core is closed."""
@@ -78,38 +71,38 @@ class Operation:
         in_order = tuple(parameters[name] for name in self._info.parameters)
         return self._planner.lay_out(self._info.name, count, row, self._data_types[dtype], in_order)
 
-    def _prepare_call(self, layout: Layout) -> Prepared | None:
-        """What to launch, or None where the message is declined."""
+    def _prepare_call(self, layout: Layout) -> Prepared | str:
+        """What to launch, or why the message is declined."""
         core = self._handle.core()
-        if layout.plan.algorithm == "declined":
-            return None
-        run: Callable[..., bool] | None
-        if layout.launches is None:
-            run = None if layout.program is None else layout.program()
-        else:
+        plan, counter_of = layout.plan, self._handle.tallies.counter
+        if plan.algorithm == "declined":
+            return plan.reason
+        of_message = plan.operation, plan.message_bytes
+        counter = counter_of(*of_message, plan.algorithm, plan.protocol)
+        run: Callable[..., bool] | None = None
+        if layout.launches is not None:
+            direct_counter = None
+            if layout.direct is not None:
+                direct = next(a for a in self._info.algorithms if a.number == layout.direct[0])
+                direct_counter = counter_of(*of_message, direct.name, direct.protocol)
             try:
-                run = core.prepare(*layout.launches, layout.direct)
+                run = core.prepare(*layout.launches, layout.direct, counter, direct_counter)
             except RuntimeError as error:
                 self._handle.end_for(error)
                 raise
-        if run is not None and self._planner.config.nvtx and self._device.type == "cuda":
-            run = in_range(run, title_of(layout.plan))
-        return Prepared(layout.plan, run, self._tallies.of(layout.plan), layout.plan.message_bytes)
+        elif layout.program is not None:
+            run = layout.program(counter)
+        if run is not None and self._planner.config.nvtx:
+            run = within_range(run, self._device, *of_message, plan.algorithm, plan.protocol)
+        return Prepared(plan, run)
 
-    def _count_declined(self, why: str, key: Hashable, plan: Callable[[], Plan]) -> str:
-        """Counts an input that is declined, and returns the reason.
+    def _count_unlaunched(self, plan: Plan) -> None:
+        """Counts a call for which there is nothing to exchange. What is launched the core counts."""
+        self._handle.tallies.counter(plan.operation, plan.message_bytes, plan.algorithm, plan.protocol).add()
 
-        Args:
-            why: Why it is no input whatever its size, or "".
-            key: Of what a plan depends on else.
-            plan: Makes the plan. Layouts of declined messages are kept nowhere, and engines go on asking.
-        """
-        why = why or self._reasons.get(key, "")
-        if not why:
-            why = plan().reason
-            keep(self._reasons, key, why)
-        self._tallies.decline(self._info.name, why)
-        return why
+    def _count_declined(self, why: str) -> None:
+        """Counts an input that is declined."""
+        self._handle.tallies.decline(self._info.name, why)
 
     def _why_not_type(self, dtype: torch.dtype) -> str:
         return "" if dtype in self._data_types else f"{dtype} is not one of {', '.join(map(str, self._data_types))}"

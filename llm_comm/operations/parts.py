@@ -4,8 +4,7 @@ reduce-scatter hands them out. What fits, what is prepared for a shape, and the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -13,14 +12,13 @@ import torch
 
 from llm_comm import arrays
 from llm_comm.errors import UnsupportedInputError
-from llm_comm.operations.operation import Operation, Prepared, keep, why_not_operand
+from llm_comm.operations.operation import Operation, keep, why_not_operand
 from llm_comm.operations.watched import check_memory, count_write, why_not_constant
 from llm_comm.planning.plan import Plan, declined, without_kernel
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.selection import Layout
 from llm_comm.quoting import quoted
 from llm_comm.runtime.core_handle import CoreHandle
-from llm_comm.runtime.devices import is_current_stream_capturing
 
 # Global names cost less than attributes.
 _Tensor = torch.Tensor
@@ -51,10 +49,12 @@ class Parts(NamedTuple):
         return self.rows * sum(self.row_sizes)
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedParts(Prepared):
+class PreparedParts(NamedTuple):
     """A call that is ready to be launched."""
 
+    plan: Plan
+    #: As of ``Prepared``.
+    run: Callable[..., bool] | None
     #: Of the result, and its elements.
     shape: tuple[int, ...]
     elements: int
@@ -116,12 +116,13 @@ class PartsOperation(Operation):
             or x.is_neg()
             or x.is_conj()
         ):
-            prepared = self._prepare(x, dim, sizes)
-            if prepared is None:
-                reason = self._decline(x, dim, sizes)
+            found = self._prepare(x, dim, sizes)
+            if isinstance(found, str):
+                self._count_declined(found)
                 if or_none:
                     return None
-                raise self._error(reason)
+                raise self._error(found)
+            prepared = found
         try:
             does_not_fit = out is not None and (
                 not isinstance(out, _Tensor)
@@ -147,19 +148,14 @@ class PartsOperation(Operation):
         run = prepared.run
         if run is None:  # of one rank, or empty
             self._handle.check()
-            prepared.tally.add(prepared.nbytes)
+            self._count_unlaunched(prepared.plan)
             result = x.new_empty(prepared.shape) if out is None else out
             return result.copy_(x.view(result.shape)) if prepared.elements else result
         try:
             result = x.new_empty(prepared.shape) if out is None else out
-            stream = self._current_stream()
-            is_enqueued = run(x.data_ptr() or prepared.spare_x, result.data_ptr() or prepared.spare_out, stream)
-            tally = prepared.tally
-            if stream and is_current_stream_capturing():  # as in all_reduce.py
-                tally.add_captured(prepared.nbytes)
-            else:
-                tally.calls += 1
-                tally.bytes += prepared.nbytes
+            is_enqueued = run(
+                x.data_ptr() or prepared.spare_x, result.data_ptr() or prepared.spare_out, self._current_stream()
+            )
             if out is not None:
                 count_write((out,))
         except ValueError as error:  # an address of 0
@@ -197,10 +193,11 @@ class PartsOperation(Operation):
 
     def accepts(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> bool:
         """Whether ``run`` serves ``x``."""
-        if self._prepare(x, dim, sizes) is not None:
-            return True
-        self._decline(x, dim, sizes)
-        return False
+        found = self._prepare(x, dim, sizes)
+        if isinstance(found, str):
+            self._count_declined(found)
+            return False
+        return True
 
     def accepts_traced(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> bool:
         """The same for torch.compile, which can trace neither the layout of a launch nor texts with sizes."""
@@ -216,47 +213,44 @@ class PartsOperation(Operation):
 
     def plan(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> Plan:
         """What ``run`` would do for ``x``."""
-        prepared = self._prepare(x, dim, sizes)
-        if prepared is not None:
-            return prepared.plan
+        found = self._prepare(x, dim, sizes)
+        if not isinstance(found, str):
+            return found.plan
         parts = self._parts(x, dim, sizes)
         if isinstance(parts, str):
             return declined(self.name, x.numel() * x.element_size(), parts)
         return self._layout(parts, x.dtype).plan
 
-    def _prepare(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> PreparedParts | None:
-        """What to launch for ``x``, or None if it is declined."""
-        if self._why_not(x):
-            return None
+    def _prepare(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> PreparedParts | str:
+        """What to launch for ``x``, or why it is declined."""
+        why = self._why_not(x)
+        if why:
+            return why
         try:
             key = (x.shape, x.dtype, dim, None if sizes is None else tuple(sizes))
-            prepared = self._prepared.get(key)
+            found = self._prepared.get(key) or self._reasons.get(key)
         except TypeError:  # dim or sizes are no numbers
-            return None
-        if prepared is None:
-            parts = self._parts(x, dim, sizes)
-            if isinstance(parts, str):
-                return None
-            call = self._prepare_call(self._layout(parts, x.dtype))
-            if call is not None:
-                spare = 0 if parts.row_sizes[self.rank] else _SPARE
-                prepared = PreparedParts(
-                    *(call.plan, call.run, call.tally, call.nbytes),
-                    parts.shape,
-                    math.prod(parts.shape),
-                    self._in_place(parts, x.dtype),
-                    spare_x=0 if self.takes_whole else spare,
-                    spare_out=spare if self.takes_whole else 0,
-                )
-                keep(self._prepared, key, prepared)
-        return prepared
-
-    def _decline(self, x: torch.Tensor, dim: Any, sizes: Any) -> str:
-        """Counts that ``x`` is declined; returns why."""
+            return self._why_not_numbers(x, dim, sizes)
+        if found is not None:
+            return found
         parts = self._parts(x, dim, sizes)
-        if isinstance(parts, str):
-            return self._count_declined(parts, None, lambda: self.plan(x, dim, sizes))
-        return self._count_declined("", (parts, x.dtype), lambda: self._layout(parts, x.dtype).plan)
+        if isinstance(parts, str):  # not kept: 1.0, which is no size, would be found as 1
+            return parts
+        call = self._prepare_call(self._layout(parts, x.dtype))
+        if isinstance(call, str):
+            keep(self._reasons, key, call)
+            return call
+        spare = 0 if parts.row_sizes[self.rank] else _SPARE
+        prepared = PreparedParts(
+            *call,
+            parts.shape,
+            math.prod(parts.shape),
+            self._in_place(parts, x.dtype),
+            spare_x=0 if self.takes_whole else spare,
+            spare_out=spare if self.takes_whole else 0,
+        )
+        keep(self._prepared, key, prepared)
+        return prepared
 
     def _layout(self, parts: Parts, dtype: torch.dtype) -> Layout:
         data_type, scale = self._core_type(dtype)

@@ -6,23 +6,28 @@ from collections.abc import Callable
 
 import torch
 
-from llm_comm.planning.plan import Plan
 
+def within_range(
+    run: Callable[..., bool], device: torch.device, operation: str, message_bytes: int, algorithm: str, protocol: str
+) -> Callable[..., bool]:
+    """``run`` within an NVTX range of the calling thread, such as "llm_comm all_reduce one_shot LL 16384 B". On
+    emulated GPUs ``run`` itself, as torch may be one without CUDA.
 
-def in_range(run: Callable[..., bool], text: str) -> Callable[..., bool]:
-    """``run`` within an NVTX range of the calling thread."""
+    Args:
+        run: Launches a call, as ``Core.prepare`` returns it.
+        device: Of the communicator.
+        operation, message_bytes, algorithm, protocol: As of ``Plan``.
+    """
+    if device.type != "cuda":
+        return run
     push, pop = torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
+    title = f"llm_comm {operation} {algorithm} {protocol} {message_bytes} B"
 
     def run_in_range(*arguments: int) -> bool:
-        push(text)
+        push(title)
         try:
             return run(*arguments)
         finally:
             pop()
 
     return run_in_range
-
-
-def title_of(plan: Plan) -> str:
-    """What Nsight shows of a call: "llm_comm all_reduce one_shot LL 16384 B"."""
-    return f"llm_comm {plan.operation} {plan.algorithm} {plan.protocol} {plan.message_bytes} B"

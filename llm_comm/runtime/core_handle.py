@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -11,7 +12,7 @@ from llm_comm import _core
 from llm_comm.errors import CommunicatorError
 from llm_comm.runtime.devices import is_capturing
 from llm_comm.runtime.statistics import Progress, Stats, Tallies
-from llm_comm.runtime.watchdog import Watchdog
+from llm_comm.runtime.watchdog import Watchdog, operations_ended
 
 
 class CoreHandle:
@@ -26,7 +27,7 @@ class CoreHandle:
     def __init__(self, core: _core.Core, device: torch.device, watchdog: Watchdog | None) -> None:
         self.device = device
         self.is_open = True
-        #: What operations count.
+        #: What calls are counted into.
         self.tallies = Tallies()
         self._last_progress = Progress()
         self._is_in_graphs = False
@@ -83,14 +84,10 @@ class CoreHandle:
         core, watchdog = self._core, self._watchdog  # which another thread may be letting go of
         if core is None:
             return self._last_progress
-        try:
-            ended = core.operations_ended()
-        except RuntimeError:  # the device has an error of its own
-            ended = None
-        launches = core.last_call().number
+        progress = Progress(core.last_call().number, operations_ended(core))
         if watchdog is None:
-            return Progress(launches, ended)
-        return Progress(launches, ended, watchdog.idle_s(), watchdog.kind_of_error())
+            return progress
+        return replace(progress, idle_s=watchdog.idle_s(), error=watchdog.kind_of_error())
 
     def close(self) -> None:
         """Stops the watchdog and lets go of the core; more than once is no error."""

@@ -14,10 +14,6 @@ from llm_comm.errors import UnsupportedInputError
 from llm_comm.planning import catalogue
 from llm_comm.planning.tables import TuningTable
 
-#: Whether the current stream of the current device is being captured in a CUDA graph: in one look, for calls whose host
-#: time is a bar. Ask it of streams other than the default one only: torch without CUDA has none.
-is_current_stream_capturing = torch.cuda.is_current_stream_capturing
-
 logger = logging.getLogger("llm_comm")
 
 

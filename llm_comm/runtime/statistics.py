@@ -1,114 +1,84 @@
-"""What a communicator has been called for, in numbers: what operations count into, and what ``Communicator.stats``
-returns.
+"""What a communicator has been called for, in numbers: what its calls are counted into, and what
+``Communicator.stats`` returns.
 
-Counting costs two additions a call. Several threads that call one communicator may lose a count where Python runs
-without its global lock.
+The core counts each call as it enqueues it, which takes a few nanoseconds; see ``Counter`` of ``llm_comm._core``.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+import threading
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from llm_comm.planning.plan import Plan
+from llm_comm import _core
 
-#: Reasons that are told apart. A reason holds no sizes, so that there are few.
+#: Reasons that are told apart. They hold no sizes, so that there are few.
 MAX_REASONS = 200
 #: In place of the reasons beyond these.
 OTHER_REASONS = "other reasons"
 
 
+class Tallies:
+    """All tallies of one communicator, and what it has declined. For any thread; nothing that reads waits, so a handler
+    of a signal may read too."""
+
+    def __init__(self) -> None:
+        self._by_kind: dict[tuple[str, str, str, int], _core.Tally] = {}
+        self._declined: dict[tuple[str, str], int] = {}
+        self._declines = threading.Lock()
+
+    def counter(self, operation: str, message_bytes: int, algorithm: str, protocol: str) -> _core.Counter:
+        """What counts calls of an algorithm for messages of one size.
+
+        Args:
+            operation, message_bytes, algorithm, protocol: As of ``Plan``.
+        """
+        nbytes = int(message_bytes)  # while torch.jit traces, sizes are tensors
+        kind = (operation, algorithm, protocol, size_class(nbytes))
+        return _core.Counter(self._by_kind.setdefault(kind, _core.Tally()), nbytes)
+
+    def decline(self, operation: str, reason: str) -> None:
+        """Counts an input that was not served."""
+        key = (operation, without_sizes(reason))
+        with self._declines:
+            if key not in self._declined and len(self._declined) >= MAX_REASONS:
+                key = (operation, OTHER_REASONS)
+            self._declined[key] = self._declined.get(key, 0) + 1
+
+    def calls(self) -> tuple[Calls, ...]:
+        """What has been counted, by operation, algorithm, protocol and size."""
+        # Copied in one step: other threads may add to it.
+        return tuple(
+            Calls(*kind, tally.calls, tally.bytes, tally.captured_calls, tally.captured_bytes)
+            for kind, tally in sorted(self._by_kind.copy().items(), key=lambda item: item[0])
+            if tally.calls or tally.captured_calls
+        )
+
+    def declined(self) -> tuple[Declined, ...]:
+        """What was not served, by operation and reason."""
+        return tuple(Declined(*key, count) for key, count in sorted(self._declined.copy().items()))
+
+
 @dataclass(frozen=True)
-class Kind:
-    """Calls that are counted together.
+class Calls:
+    """Calls of one operation by one algorithm, of messages of about one size.
 
     Attributes:
-        operation: What is computed.
-        algorithm, protocol: As of ``Plan``.
+        operation, algorithm, protocol: As of ``Plan``. A call that an algorithm for symmetric memory serves
+            (``Plan.symmetric``) is counted under that one.
         up_to_bytes: Size class: the smallest power of two that is no less than a message of these calls; 0 for empty
             ones.
+        calls, bytes: Eager calls, and the sum of their messages' sizes (``Plan.message_bytes``).
+        captured_calls, captured_bytes: The same of calls that CUDA graphs have captured, however often these are
+            replayed.
     """
 
     operation: str
     algorithm: str
     protocol: str
     up_to_bytes: int
-
-
-class Tally:
-    """The calls of one kind so far."""
-
-    # Slots are the quickest to count up.
-    __slots__ = ("bytes", "calls", "captured_bytes", "captured_calls")
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.bytes = 0
-        self.captured_calls = 0
-        self.captured_bytes = 0
-
-    def add(self, nbytes: int) -> None:
-        """Counts an eager call. Where host time is a bar, the same stands in place of this call."""
-        self.calls += 1
-        self.bytes += nbytes
-
-    def add_captured(self, nbytes: int) -> None:
-        """Counts a call that a CUDA graph has captured."""
-        self.captured_calls += 1
-        self.captured_bytes += nbytes
-
-
-class Tallies:
-    """All tallies of one communicator, and what it has declined."""
-
-    def __init__(self) -> None:
-        self._by_kind: dict[Kind, Tally] = {}
-        self._declined: dict[tuple[str, str], int] = {}
-
-    def of(self, plan: Plan) -> Tally:
-        """Where calls of a plan are counted. It stays the same one."""
-        kind = Kind(plan.operation, plan.algorithm, plan.protocol, size_class(plan.message_bytes))
-        return self._by_kind.setdefault(kind, Tally())
-
-    def decline(self, operation: str, reason: str) -> None:
-        """Counts an input that was not served."""
-        key = (operation, without_sizes(reason))
-        if key not in self._declined and len(self._declined) >= MAX_REASONS:
-            key = (operation, OTHER_REASONS)
-        self._declined[key] = self._declined.get(key, 0) + 1
-
-    def calls(self) -> tuple[Calls, ...]:
-        """What has been counted, by operation, algorithm, protocol and size."""
-        # Copied in one step: other threads may count on.
-        return tuple(
-            Calls(
-                *(kind.operation, kind.algorithm, kind.protocol, kind.up_to_bytes),
-                *(tally.calls, tally.bytes, tally.captured_calls, tally.captured_bytes),
-            )
-            for kind, tally in sorted(self._by_kind.copy().items(), key=lambda item: tuple(vars(item[0]).values()))
-            if tally.calls or tally.captured_calls
-        )
-
-    def declined(self) -> tuple[Declined, ...]:
-        """What was not served, by operation and reason."""
-        return tuple(
-            Declined(operation, reason, count) for (operation, reason), count in sorted(self._declined.copy().items())
-        )
-
-
-@dataclass(frozen=True)
-class Calls(Kind):
-    """The calls of one kind.
-
-    Attributes:
-        calls, bytes: Eager calls, and the sum of their messages' sizes (``Plan.message_bytes``).
-        captured_calls, captured_bytes: The same of calls that CUDA graphs have captured, however often these are
-            replayed.
-    """
-
     calls: int
     bytes: int
     captured_calls: int
@@ -132,12 +102,12 @@ class Declined:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a core is.
+    """How far a communicator is.
 
     Attributes:
         launches: Collective kernels that the host has enqueued or captured; a large message takes several. Those of
             linear layers are not among them.
-        operations_ended: Of these kernels, how often one has ended on the device, in replays of CUDA graphs too. None
+        operations_ended: How often one of these kernels has ended on the device, in replays of CUDA graphs too. None
             if the device does not answer soon.
         idle_s: Seconds since the last launch was enqueued or captured, to about 0.05 s. A replay is none. None if there
             was none, or where there is one rank.
@@ -150,6 +120,15 @@ class Progress:
     error: str = ""
 
 
+class Sums(NamedTuple):
+    """All calls of one operation; the numbers as of ``Calls``."""
+
+    calls: int = 0
+    bytes: int = 0
+    captured_calls: int = 0
+    captured_bytes: int = 0
+
+
 @dataclass(frozen=True)
 class Stats:
     """What a communicator has done so far, on this rank.
@@ -157,7 +136,7 @@ class Stats:
     Attributes:
         calls: By operation, algorithm, protocol and size.
         declined: By operation and reason.
-        progress: Of the core; after ``close``, as it was then.
+        progress: Of kernels; after ``close``, as it was then.
     """
 
     calls: tuple[Calls, ...] = ()
@@ -169,15 +148,16 @@ class Stats:
         return {
             "calls": [asdict(calls) for calls in self.calls],
             "declined": [asdict(declined) for declined in self.declined],
-            **asdict(self.progress),
+            "progress": asdict(self.progress),
         }
 
-    def by_operation(self) -> Mapping[str, tuple[int, int, int]]:
-        """Eager calls, their bytes, and captured calls of each operation."""
-        sums: dict[str, tuple[int, int, int]] = {}
+    def by_operation(self) -> dict[str, Sums]:
+        """The sums over algorithms, protocols and sizes, by operation."""
+        sums: dict[str, Sums] = {}
         for each in self.calls:
-            calls, nbytes, captured = sums.get(each.operation, (0, 0, 0))
-            sums[each.operation] = calls + each.calls, nbytes + each.bytes, captured + each.captured_calls
+            numbers = each.calls, each.bytes, each.captured_calls, each.captured_bytes
+            so_far = sums.get(each.operation, Sums())
+            sums[each.operation] = Sums(*map(sum, zip(so_far, numbers, strict=True)))
         return sums
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -226,7 +225,7 @@ def lose_a_launch() -> None:
         prepared = comm._other_operations._operations[OPERATION]._prepared
         ((key, kept),) = prepared.items()
         for run in (mock.Mock(side_effect=RuntimeError("no memory for a launch")), lambda *_: False):
-            prepared[key] = replace(kept, run=run)
+            prepared[key] = kept._replace(run=run)
             with pytest.raises(LaunchError, match=r"could not be launched \(no memory for a launch"):
                 check_one(comm)
 

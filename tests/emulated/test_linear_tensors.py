@@ -3,7 +3,6 @@ them that fail."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -32,7 +31,7 @@ def fail_to_launch(*_: int) -> bool:
 
 def break_layers(comm: Communicator) -> None:
     prepared = comm._operations.linear._prepared
-    prepared.update({key: replace(entry, run=fail_to_launch) for key, entry in prepared.items()})
+    prepared.update({key: entry._replace(run=fail_to_launch) for key, entry in prepared.items()})
 
 
 def lose_a_layer(with_norm: bool) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +198,7 @@ def launch_without_memory() -> None:
 
         for operation in (comm._operations.all_gather, comm._operations.reduce_scatter):
             for key, prepared in operation._prepared.items():
-                operation._prepared[key] = replace(prepared, run=fail)
+                operation._prepared[key] = prepared._replace(run=fail)
         with pytest.raises(LaunchError, match="out of memory"):
             comm.all_gather(part)
         with pytest.raises(LaunchError, match="out of memory"):

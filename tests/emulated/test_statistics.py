@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -10,7 +11,7 @@ from harness import RankPool, make_communicator
 from tables import fused_row, plain_row
 
 from llm_comm import Communicator, UnsupportedInputError
-from llm_comm.runtime.statistics import Calls
+from llm_comm.runtime.statistics import Calls, Declined
 
 BF16 = torch.bfloat16
 HIDDEN = 128
@@ -52,16 +53,16 @@ def check_sums(world: int) -> None:
             Calls("all_reduce", "two_shot", "LL", 8192, 1, 8000, 0, 0),
         ]
         assert stats.by_operation() == {
-            "all_reduce": (8, 2 * (100 + 300 + 300 + 512 + 513 + 4000 + 50), 0),
-            "all_reduce_add_rms_norm": (4, 4 * 3 * HIDDEN * 2, 0),
-            "all_gather": (1, 96, 0),
-            "reduce_scatter": (1, 16, 0),
+            "all_reduce": (8, 2 * (100 + 300 + 300 + 512 + 513 + 4000 + 50), 0, 0),
+            "all_reduce_add_rms_norm": (4, 4 * 3 * HIDDEN * 2, 0, 0),
+            "all_gather": (1, 96, 0, 0),
+            "reduce_scatter": (1, 16, 0, 0),
         }
         # All but the empty one, each of one launch; on emulated GPUs an operation has ended when its call returns.
         assert stats.progress.launches == stats.progress.operations_ended == 7 + 4 + 1 + 1
         assert stats.declined == ()
         assert stats.progress.error == ""
-        assert other.stats().by_operation() == {"all_reduce": (1, 14, 0)}
+        assert other.stats().by_operation() == {"all_reduce": (1, 14, 0, 0)}
     closed = comm.stats()
     assert closed.calls == stats.calls
     assert closed.progress.operations_ended == stats.progress.operations_ended
@@ -84,6 +85,45 @@ def check_launches_of_a_long_message() -> None:
 
 def test_a_long_message_is_one_call_of_several_launches(ranks: RankPool) -> None:
     ranks.run(2, check_launches_of_a_long_message)
+
+
+def check_symmetric() -> None:
+    with make_communicator() as comm:
+        x, ordinary = comm.empty(4096, torch.float32).fill_(1), torch.ones(4096)
+        plan = comm.plan(x)
+        comm.all_reduce(x, out=x)
+        comm.all_reduce(ordinary)
+        by_algorithm = {(each.algorithm, each.protocol): each.calls for each in comm.stats().calls}
+        assert by_algorithm == {("two_shot_pull_hb", "HB"): 1, (plan.algorithm, plan.protocol): 1}
+
+
+def test_a_call_of_symmetric_tensors_is_one_of_the_algorithm_that_runs(ranks: RankPool) -> None:
+    ranks.run(2, check_symmetric)
+
+
+def check_threads() -> None:
+    with make_communicator() as comm:
+        x, calls = torch.ones(64, dtype=BF16), 300
+        large = torch.ones(8, dtype=torch.float64)
+
+        def call() -> None:
+            for _ in range(calls):
+                comm.all_reduce(x)
+                assert comm.try_all_reduce(large) is None
+
+        threads = [threading.Thread(target=call) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            time.sleep(0.001)
+            assert comm.stats().by_operation().get("all_reduce", (0,))[0] <= 3 * calls
+        stats = comm.stats()
+        assert stats.by_operation() == {"all_reduce": (3 * calls, 3 * calls * 128, 0, 0)}
+        assert [each.count for each in stats.declined] == [3 * calls]
+
+
+def test_threads_lose_no_count(ranks: RankPool) -> None:
+    ranks.run(2, check_threads)
 
 
 def check_declined() -> None:
@@ -120,7 +160,7 @@ def check_declined() -> None:
         assert stats.progress.idle_s is None
         # What was declined may be served by another table: the reason is not kept.
         comm.all_reduce(torch.ones(8, dtype=BF16))
-        assert comm.stats().by_operation() == {"all_reduce": (1, 16, 0)}
+        assert comm.stats().by_operation() == {"all_reduce": (1, 16, 0, 0)}
 
 
 def test_what_is_declined_is_counted_with_its_reason(ranks: RankPool) -> None:
@@ -133,10 +173,22 @@ def check_linear() -> None:
         comm.linear(x, weight)
         comm.linear_all_reduce(x, weight)
         by_operation = comm.stats().by_operation()
-        assert by_operation == {"linear": (2, 2 * 2 * 128 * 2, 0), "all_reduce": (1, 2 * 128 * 2, 0)}
+        assert by_operation == {"linear": (2, 2 * 2 * 128 * 2, 0, 0), "all_reduce": (1, 2 * 128 * 2, 0, 0)}
+        assert not comm.accepts_linear_all_reduce(x[:, :24].contiguous(), weight[:, :24].contiguous())
+    with make_communicator(max_message_bytes=256) as comm:
+        norm_weight = torch.ones(128, dtype=BF16)
+        assert not comm.accepts_linear_all_reduce(x, weight)
+        assert not comm.accepts_fused_linear(x, weight, norm_weight)
+        with pytest.raises(UnsupportedInputError, match="max_message_bytes=256"):
+            comm.linear_all_reduce(x, weight)
+        with pytest.raises(UnsupportedInputError, match="max_message_bytes=256"):
+            comm.linear_all_reduce_add_rms_norm(x, weight, None, norm_weight, 1e-5)
+        why = "more than max_message_bytes=N"
+        assert comm.stats().declined == (Declined("all_reduce", why, 2), Declined("all_reduce_add_rms_norm", why, 2))
+        assert comm.stats().calls == ()
 
 
-def test_a_layer_with_its_sum_is_a_call_of_each(ranks: RankPool) -> None:
+def test_a_layer_with_its_sum_counts_as_one_of_each(ranks: RankPool) -> None:
     ranks.run(2, check_linear)
 
 
@@ -162,10 +214,12 @@ def check_error() -> None:
         x = torch.ones(8, dtype=BF16) if comm.rank else torch.ones(64, dtype=BF16)
         with pytest.raises(Exception, match="rank"):
             comm.all_reduce(x)
-        assert comm.stats().progress.error == "MismatchError"
+        stats = comm.stats()
+        assert stats.progress.error == "MismatchError"
+        assert stats.calls == ()
 
 
-def test_the_error_that_has_ended_it(ranks: RankPool) -> None:
+def test_the_error_that_has_ended_it_and_no_call_that_failed(ranks: RankPool) -> None:
     ranks.run(2, check_error)
 
 
@@ -174,7 +228,7 @@ def check_one_rank() -> None:
         comm.all_reduce(torch.ones(8, dtype=BF16))
         comm.all_gather(torch.ones(8, dtype=BF16))
         stats = comm.stats()
-        assert stats.by_operation() == {"all_reduce": (1, 16, 0), "all_gather": (1, 16, 0)}
+        assert stats.by_operation() == {"all_reduce": (1, 16, 0, 0), "all_gather": (1, 16, 0, 0)}
         assert {calls.algorithm for calls in stats.calls} == {"none"}
         assert stats.progress.launches == 0
 

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -66,7 +65,7 @@ def lose_a_launch(fused: bool, why: str) -> str:
         if comm.rank == 1 and why == "not launched":
             calls = comm._operations.all_reduce_add_rms_norm if fused else comm._operations.all_reduce
             prepared = calls._prepared
-            prepared.update({key: replace(entry, run=fail_to_launch) for key, entry in prepared.items()})
+            prepared.update({key: entry._replace(run=fail_to_launch) for key, entry in prepared.items()})
         elif comm.rank == 1:
             out_of_memory = torch.OutOfMemoryError("launch of a collective: invalid device context")
             if why == "no memory":

@@ -116,7 +116,7 @@ def test_the_core_is_told_the_layer(silu_and_mul: bool) -> None:
     x, weight = torch.empty(2, 5, 192, dtype=torch.float16), torch.empty(rows, 192, dtype=torch.float16)
     prepared = layers.find("linear", x, weight)
     (call,) = core.prepare_linear.mock_calls
-    (choice,) = [call.kwargs.pop("choice")]
+    choice, counter = call.kwargs.pop("choice"), call.kwargs.pop("counter")
     assert call.kwargs == {
         "tokens": 10,
         "inputs": 192,
@@ -125,6 +125,9 @@ def test_the_core_is_told_the_layer(silu_and_mul: bool) -> None:
         "silu_and_mul": silu_and_mul,
     }
     assert (choice.block_outputs, choice.stages, choice.stage_boxes) == (0, 0, 0), "the core chooses"
+    counter.add()
+    (counted,) = layers._handle.tallies.calls()
+    assert (counted.operation, counted.algorithm, counted.bytes) == (layers._name, "linear", 2 * 1280)
     assert (prepared.shape, prepared.elements) == ((2, 5, 128), 1280)
     assert prepared.run is core.prepare_linear.return_value
     out = torch.empty(10, 128, dtype=torch.float16)

@@ -1,4 +1,4 @@
-"""What operations count into, without a communicator."""
+"""What calls are counted into, without a communicator."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
-from llm_comm import registry
 from llm_comm.config import Config
-from llm_comm.operations import all_reduce, ranges
 from llm_comm.operations.all_reduce import AllReduce
+from llm_comm.operations.ranges import within_range
 from llm_comm.planning.plan import Plan
 from llm_comm.planning.selection import Layout
 from llm_comm.planning.tables import ALL_REDUCE
@@ -29,10 +28,6 @@ from llm_comm.runtime.statistics import (
 )
 
 
-def plan_of(nbytes: int, algorithm: str = "one_shot") -> Plan:
-    return Plan(ALL_REDUCE, algorithm, "LL", 1, 64, 1, 1, 0, 1, nbytes, nbytes, "a row")
-
-
 @pytest.mark.parametrize(
     ("nbytes", "up_to"), [(0, 0), (1, 1), (2, 2), (3, 4), (1024, 1024), (1025, 2048), ((1 << 40) + 1, 1 << 41)]
 )
@@ -40,22 +35,23 @@ def test_a_size_class_ends_at_a_power_of_two(nbytes: int, up_to: int) -> None:
     assert size_class(nbytes) == up_to
 
 
-def test_plans_of_one_class_share_a_tally_and_others_do_not() -> None:
+def test_counters_of_one_class_count_together_and_others_do_not() -> None:
     tallies = Tallies()
-    assert tallies.of(plan_of(600)) is tallies.of(plan_of(1024))
-    assert tallies.of(plan_of(600)) is not tallies.of(plan_of(1025))
-    assert tallies.of(plan_of(600)) is not tallies.of(plan_of(600, "two_shot"))
+    for nbytes, algorithm, calls in ((600, "one_shot", 1), (1024, "one_shot", 2), (1025, "one_shot", 1), (7, "two", 1)):
+        counter = tallies.counter(ALL_REDUCE, nbytes, algorithm, "LL")
+        for _ in range(calls):
+            counter.add()
+    assert tallies.calls() == (
+        Calls(ALL_REDUCE, "one_shot", "LL", 1024, 3, 600 + 2 * 1024, 0, 0),
+        Calls(ALL_REDUCE, "one_shot", "LL", 2048, 1, 1025, 0, 0),
+        Calls(ALL_REDUCE, "two", "LL", 8, 1, 7, 0, 0),
+    )
 
 
 def test_what_was_prepared_and_never_called_is_not_told() -> None:
     tallies = Tallies()
-    tallies.of(plan_of(600))
-    tallies.of(plan_of(2000)).add(2000)
-    tallies.of(plan_of(4000)).add_captured(4000)
-    assert tallies.calls() == (
-        Calls(ALL_REDUCE, "one_shot", "LL", 2048, 1, 2000, 0, 0),
-        Calls(ALL_REDUCE, "one_shot", "LL", 4096, 0, 0, 1, 4000),
-    )
+    tallies.counter(ALL_REDUCE, 600, "one_shot", "LL")
+    assert tallies.calls() == ()
 
 
 def test_reasons_of_other_sizes_are_one() -> None:
@@ -92,7 +88,7 @@ STATS = Stats(
 
 
 def test_sums_by_operation() -> None:
-    assert STATS.by_operation() == {"a": (4, 7096, 2), "b": (5, 0, 0)}
+    assert STATS.by_operation() == {"a": (4, 7096, 2, 2000), "b": (5, 0, 0, 0)}
 
 
 def test_a_dict_is_json() -> None:
@@ -102,31 +98,7 @@ def test_a_dict_is_json() -> None:
         **{"calls": 1, "bytes": 4096, "captured_calls": 0, "captured_bytes": 0},
     }
     assert told["declined"] == [{"operation": "a", "reason": "N bytes", "count": 7}]
-    assert (told["launches"], told["operations_ended"], told["idle_s"], told["error"]) == (9, 20, 1.5, "PeerTimeout")
-
-
-def sums_on(stream: int, tallies: Tallies, run: Callable[..., bool]) -> AllReduce:
-    """All-reduces on a device whose current stream is ``stream``."""
-    handle, planner = mock.Mock(tallies=tallies, device=torch.device("cpu")), mock.Mock(world_size=2)
-    handle.core().prepare.return_value = run
-    planner.config = Config.load({})
-    planner.lay_out.side_effect = lambda _, count, *rest: Layout(plan_of(2 * count), (0, None, None))  # type: ignore[arg-type]
-    sums = AllReduce(handle, planner)
-    sums._current_stream = lambda: stream
-    return sums
-
-
-@pytest.mark.parametrize(("stream", "captures", "counts"), [(0, True, (1, 0)), (7, False, (1, 0)), (7, True, (0, 1))])
-def test_what_a_graph_captures_is_counted_apart(
-    stream: int, captures: bool, counts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The default stream cannot be captured, and is not asked."""
-    monkeypatch.setattr(all_reduce, "is_current_stream_capturing", lambda: captures)
-    tallies = Tallies()
-    sums_on(stream, tallies, lambda *_: True).run(torch.ones(100, dtype=torch.bfloat16))
-    (calls,) = tallies.calls()
-    assert (calls.calls, calls.captured_calls) == counts
-    assert (calls.bytes, calls.captured_bytes) == (200 * counts[0], 200 * counts[1])
+    assert told["progress"] == {"launches": 9, "operations_ended": 20, "idle_s": 1.5, "error": "PeerTimeout"}
 
 
 def test_a_range_surrounds_a_launch_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +112,7 @@ def test_a_range_surrounds_a_launch_and_ends_with_it(monkeypatch: pytest.MonkeyP
             raise RuntimeError("not launched")
         return True
 
-    launch = ranges.in_range(run, ranges.title_of(plan_of(4096)))
+    launch = within_range(run, torch.device("cuda", 0), ALL_REDUCE, 4096, "one_shot", "LL")
     assert launch(1, 2) is True
     with pytest.raises(RuntimeError, match="not launched"):
         launch(0)
@@ -148,17 +120,27 @@ def test_a_range_surrounds_a_launch_and_ends_with_it(monkeypatch: pytest.MonkeyP
     assert log == [title, (1, 2), "end", title, (0,), "end"]
 
 
+def sums_of(run: Callable[..., bool], device: str, nvtx: bool) -> AllReduce:
+    handle, planner = mock.Mock(tallies=Tallies(), device=torch.device("cpu")), mock.Mock(world_size=2)
+    handle.core().prepare.return_value = run
+    planner.config = Config.load({}, nvtx=nvtx)
+    plan = Plan(ALL_REDUCE, "one_shot", "LL", 1, 64, 1, 1, 0, 1, 8, 16, "a row")
+    planner.lay_out.return_value = Layout(plan, (0, None, None))  # type: ignore[arg-type]
+    sums = AllReduce(handle, planner)
+    sums._device = torch.device(device)
+    return sums
+
+
 @pytest.mark.parametrize(
     ("device", "nvtx", "is_wrapped"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
 )
-def test_ranges_are_for_gpus_and_cost_nothing_when_they_are_off(device: str, nvtx: bool, is_wrapped: bool) -> None:
+def test_ranges_are_for_gpus_and_what_is_called_without_them_is_the_launch(
+    device: str, nvtx: bool, is_wrapped: bool
+) -> None:
     def run(*_: int) -> bool:
         return True
 
-    sums = sums_on(0, Tallies(), run)
-    sums._device = torch.device(device)
-    sums._planner.config = Config.load({}, nvtx=nvtx)
+    sums = sums_of(run, device, nvtx)
     prepared = sums._prepare_call(sums._layout(8, torch.bfloat16))
-    assert prepared is not None
+    assert not isinstance(prepared, str)
     assert (prepared.run is not run) == is_wrapped
-    assert ALL_REDUCE in registry.operations()
