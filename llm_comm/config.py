@@ -234,10 +234,10 @@ class Config:
             ConcurrentUseError in place of wrong sums. Emulated devices always do.
         share_gpu: Ranks may use one GPU together. For tests only: the driver gives them time slices in turn, so that an
             operation takes milliseconds.
-        stats: Whether engine integrations log what llm_comm was called for on SIGUSR2, and give it to prometheus_client
-            (docs/statistics.md). ``Communicator.stats`` counts in any case.
-        stats_port: With ``stats``: this port plus the rank, of each process, answers Prometheus. None: no port is
-            opened.
+        stats: Whether engine integrations log what llm_comm was called for, at the end and on SIGUSR2, and give it to
+            prometheus_client (docs/statistics.md). ``Communicator.stats`` needs no option.
+        stats_port: This port plus the rank, of each process of an engine, answers Prometheus; ``stats`` is on then.
+            None: no port is opened.
         nvtx: An NVTX range around each launch on a GPU, for Nsight Systems.
         table: Tuning table to use in place of one that ``llm-comm tune --install`` has written or that is shipped.
         dsl: Programs of ``llm_comm.dsl`` to import, check and compile when a communicator is made, as
