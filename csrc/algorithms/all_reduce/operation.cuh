@@ -20,9 +20,9 @@ struct AllReduceArgs {
   uint32_t depth;            // tiles that a block sends ahead of the one it reduces
 };
 
-// Threads (k, c) of a block, of which there are world << tile_lines_log2: thread (k, c) talks to peer k about line c of the block's tile. Sending to one peer and
-// polling one line per thread keeps all links and all polls of a block in flight at once. A thread that serves all peers in
-// turn was slower.
+// Threads (k, c) of a block, of which there are world << tile_lines_log2: thread (k, c) talks to peer k about line c of the
+// block's tile. Sending to one peer and polling one line per thread keeps all links and all polls of a block in flight at
+// once. A thread that serves all peers in turn was slower.
 struct PeerParallel {
   uint32_t tile_lines;
   uint32_t peer;
