@@ -26,7 +26,7 @@ demo: $(VENV)/.installed ## Tensor-parallel decoding through llm_comm, on GPUs o
 	$(VENV)/bin/llm-comm demo $(ARGS)
 
 test: $(VENV)/.installed ## All tests that need no GPU (ARGS="tests/unit -k two_shot")
-	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -m "not gpu" -n $(JOBS) --dist loadfile $(ARGS)
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -m "not gpu" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-gpu: $(VENV)/.installed ## The tests that need a GPU, or several (ARGS="-k soak")
 	$(PY) -m pytest -m gpu $(ARGS)
