@@ -48,7 +48,7 @@ _RESERVED = re.compile(
     # Where the user's tuning tables are (llm_comm/planning/installed.py).
     r"|TABLE_DIR"
     # Options of the build (CMake), which some export; and what the authors of images like to set.
-    r"|CUDA|WERROR|PTXAS_VERBOSE|UNBOUNDED_WAITS|SANITIZE|VERSION"
+    r"|CUDA|WERROR|SPLIT_KERNELS|PTXAS_VERBOSE|UNBOUNDED_WAITS|SANITIZE|VERSION"
     # Kubernetes sets these in every container beside a Service whose name begins with llm-comm.
     r"|(\w+_)?SERVICE_(HOST|PORT(_\w+)?)|(\w+_)?PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?"
 )
