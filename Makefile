@@ -26,7 +26,7 @@ demo: $(VENV)/.installed ## Tensor-parallel decoding through llm_comm, on GPUs o
 	$(VENV)/bin/llm-comm demo $(ARGS)
 
 test: $(VENV)/.installed ## All tests that need no GPU (ARGS="tests/unit -k two_shot")
-	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -m "not gpu" -n $(JOBS) --dist loadfile $(ARGS)
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -m "not gpu" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-gpu: $(VENV)/.installed ## The tests that need a GPU, or several (ARGS="-k soak")
 	$(PY) -m pytest -m gpu $(ARGS)
@@ -42,7 +42,7 @@ sanitize: $(VENV)/.base ## The emulator and the host code under AddressSanitizer
 	  $(VENV)/bin/cmake -S tests/sanitizers -B build/sanitize-$$kind -G Ninja -DLLM_COMM_SANITIZE=$$kind \
 	    -DCMAKE_MAKE_PROGRAM="$(abspath $(VENV))/bin/ninja" \
 	  && $(VENV)/bin/cmake --build build/sanitize-$$kind \
-	  && $(VENV)/bin/ctest --test-dir build/sanitize-$$kind --output-on-failure || exit 1; \
+	  && $(VENV)/bin/ctest --test-dir build/sanitize-$$kind --output-on-failure --parallel $(JOBS) || exit 1; \
 	done
 
 mutants: $(VENV)/.installed ## Small bugs in copies of the sources: do the tests notice? (ARGS="--list", ARGS="-k overlap")

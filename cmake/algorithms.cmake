@@ -3,11 +3,13 @@
 #
 #   registry.h                              the list as a C++ type, for everybody who asks what there is
 #   kernels_<descriptor>_<type>_<half>.cu   kernels for GPUs, of one data type and half of the worlds: they take nvcc long
-#   kernels_<descriptor>.cpp                the same for the emulator, all of an algorithm
+#   kernels_<descriptor>.cu                 all of an algorithm, in place of those (LLM_COMM_SPLIT_KERNELS=OFF)
+#   kernels_<descriptor>.cpp                the same for the emulator
 #   linear_<factors>_<type>_<epilogue>.cu, .cpp   kernels of linear layers, of one type of factors, of results, and epilogue
 #
 # llm_comm_algorithm_sources(<list variable> cu|cpp) and llm_comm_linear_sources name the sources to compile; include directories are csrc,
 # csrc/include and <build>/generated. The files that a list names are relative to its own directory, or to csrc.
+option(LLM_COMM_SPLIT_KERNELS "Kernels of an algorithm for GPUs in eight sources, for many cores; one source takes less CPU time" ON)
 set(LLM_COMM_EXTRA_ALGORITHMS "" CACHE STRING "Lists of more algorithms, in the format of csrc/algorithms/registry.def")
 
 get_filename_component(LLM_COMM_CSRC "${CMAKE_CURRENT_LIST_DIR}/../csrc" ABSOLUTE)
@@ -101,6 +103,10 @@ endfunction()
 
 function(llm_comm_algorithm_sources variable extension)
   llm_comm_read_algorithms()
+  set(split OFF)
+  if(extension STREQUAL "cu" AND LLM_COMM_SPLIT_KERNELS)
+    set(split ON)
+  endif()
   set(sources "")
   foreach(header descriptor IN ZIP_LISTS headers descriptors)
     set(all "")
@@ -108,15 +114,15 @@ function(llm_comm_algorithm_sources variable extension)
       foreach(half IN LISTS LLM_COMM_WORLDS)
         set(one "template struct Kernels<${descriptor}, DataType::${type}, Worlds::${half}>;\n")
         string(APPEND all "${one}")
-        if(extension STREQUAL "cu")
+        if(split)
           set(source "${LLM_COMM_GENERATED}/algorithms/kernels_${descriptor}_${type}_${half}.cu")
           llm_comm_write_kernels("${source}" "${header}" "${one}")
           list(APPEND sources "${source}")
         endif()
       endforeach()
     endforeach()
-    if(extension STREQUAL "cpp")
-      set(source "${LLM_COMM_GENERATED}/algorithms/kernels_${descriptor}.cpp")
+    if(NOT split)
+      set(source "${LLM_COMM_GENERATED}/algorithms/kernels_${descriptor}.${extension}")
       llm_comm_write_kernels("${source}" "${header}" "${all}")
       list(APPEND sources "${source}")
     endif()

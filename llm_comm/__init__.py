@@ -19,6 +19,7 @@ from llm_comm.installation import VERSION as __version__
 from llm_comm.installation import cuda_compiled, get_include, get_library_dir, get_nvrtc_options, nccl_library
 from llm_comm.planning.plan import Plan
 from llm_comm.runtime.channels import Channels
+from llm_comm.runtime.statistics import Stats
 
 #: Of before all operations had one kind of plan.
 FusedPlan = Plan
@@ -37,6 +38,7 @@ __all__ = [
     "PeerTimeout",
     "Plan",
     "RendezvousError",
+    "Stats",
     "UnsupportedInputError",
     "__version__",
     "cuda_compiled",

@@ -12,29 +12,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llm_comm import _core, arrays
+from llm_comm import _core
 from llm_comm.config import Config
 from llm_comm.errors import CommunicatorError
 from llm_comm.operations import torch_operators
 from llm_comm.operations.all_gather import AllGather
 from llm_comm.operations.all_reduce import AllReduce
 from llm_comm.operations.all_reduce_add_rms_norm import AllReduceAddRmsNorm
+from llm_comm.operations.answers import Answers
 from llm_comm.operations.gather_scatter import GatherScatter
 from llm_comm.operations.generic import GenericOperations
 from llm_comm.operations.linear import Linear
 from llm_comm.operations.linear_all_reduce import LinearAllReduce, LinearAllReduceAddRmsNorm
 from llm_comm.operations.linear_layers import LinearLayers
 from llm_comm.operations.reduce_scatter import ReduceScatter
-from llm_comm.operations.watched import is_traced as _is_traced
 from llm_comm.operations.watched import is_watched as _is_watched
 from llm_comm.planning import programs
 from llm_comm.planning.multicast import Multicast
-from llm_comm.planning.plan import Plan
 from llm_comm.planning.programs import Kernels
 from llm_comm.planning.tables import TuningTable
 from llm_comm.runtime.channels import Channels, open_channels
 from llm_comm.runtime.connect import agree, connect
 from llm_comm.runtime.rendezvous import Rendezvous
+from llm_comm.runtime.statistics import Stats
 from llm_comm.runtime.symmetric_heap import SymmetricHeap
 
 logger = logging.getLogger("llm_comm")
@@ -46,7 +46,7 @@ _Tensor = torch.Tensor
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
 
-class Communicator(GatherScatter, LinearLayers):
+class Communicator(Answers, GatherScatter, LinearLayers):
     """All-reduce and its kin for the ranks of one process group on one machine.
 
     Making one is collective over the group: either all ranks get one or all raise. Calls are collective too: all ranks
@@ -330,48 +330,7 @@ class Communicator(GatherScatter, LinearLayers):
         """
         return open_channels(self._heap, self._handle, memory, semaphores)
 
-    # ---- What would be served -----------------------------------------------------------------------------------
-
-    def accepts(self, x: Any) -> bool:
-        """Whether ``all_reduce(x)`` is served. Depends on shape, dtype, layout, kind of device, and whether a gradient
-        by ``x`` would be asked for (not under no_grad or inference_mode), so all ranks that run the same program with
-        the same kind of tensor get the same answer.
-
-        Raises:
-            UnsupportedInputError: ``x`` is neither a tensor nor an array that torch can use.
-        """
-        tensor = x if isinstance(x, torch.Tensor) else arrays.as_tensor(x)
-        calls = self._operations.all_reduce
-        return calls.accepts_traced(tensor) if _is_traced(tensor) else calls.accepts(tensor)
-
-    def accepts_fused(self, x: torch.Tensor, weight: torch.Tensor, quantize: str | None = None) -> bool:
-        """Whether ``all_reduce_add_rms_norm`` of ``x`` and ``weight`` is served. Depends on the same as ``accepts``, of
-        both, so all ranks that run the same program with the same kinds of tensors get the same answer."""
-        calls = self._operations.all_reduce_add_rms_norm
-        if _is_traced(x):
-            return calls.accepts_traced(x, weight, quantize)
-        return calls.plan(x, weight, quantize).algorithm != "declined"
-
-    def plan(self, x: Any) -> Plan:
-        """What ``all_reduce(x)`` would run, and why; ``"declined"`` is the algorithm of an input that is not served.
-
-        Raises:
-            UnsupportedInputError: As of ``accepts``.
-        """
-        return self._operations.all_reduce.plan(arrays.as_tensor(x))
-
-    def plan_fused(self, x: torch.Tensor, weight: torch.Tensor, quantize: str | None = None) -> Plan:
-        """What ``all_reduce_add_rms_norm`` of ``x`` and ``weight`` would run, and why; ``"declined"`` is the algorithm
-        of an input that is not served."""
-        return self._operations.all_reduce_add_rms_norm.plan(x, weight, quantize)
-
-    def plan_for(self, operation: str, x: torch.Tensor, *, row: int = 0, **parameters: float) -> Plan:
-        """What ``run`` of an operation would do for buffers like ``x``, and why.
-
-        Raises:
-            UnsupportedInputError: There is no such operation, or a parameter is missing or unknown.
-        """
-        return self._other_operations.plan(operation, x, row, parameters)
+    # ---- State --------------------------------------------------------------------------------------------------
 
     def use_table(self, table: TuningTable) -> None:
         """Selects by another tuning table from now on. For tuning; make the same call on every rank.
@@ -393,11 +352,14 @@ class Communicator(GatherScatter, LinearLayers):
         self._operations.linear_silu_and_mul.forget()
         self._other_operations.forget()
 
-    # ---- State --------------------------------------------------------------------------------------------------
-
     def check(self) -> None:
         """Raises the CommunicatorError of an earlier call, if one has failed; costs no synchronization."""
         self._handle.check()
+
+    def stats(self) -> Stats:
+        """What this rank has called, declined and ended so far (docs/statistics.md). May be called from any thread, by
+        a rank alone, and after ``close``."""
+        return self._handle.stats()
 
     def on_error(self, callback: Callable[[CommunicatorError], None], *, exits: bool = False) -> None:
         """Calls ``callback`` with the error when this communicator fails, though no call is made any more.

@@ -48,7 +48,7 @@ _RESERVED = re.compile(
     # Where the user's tuning tables are (llm_comm/planning/installed.py).
     r"|TABLE_DIR"
     # Options of the build (CMake), which some export; and what the authors of images like to set.
-    r"|CUDA|PYTHON|BUILT|WERROR|PTXAS_VERBOSE|UNBOUNDED_WAITS|SANITIZE|VERSION"
+    r"|CUDA|PYTHON|BUILT|WERROR|SPLIT_KERNELS|PTXAS_VERBOSE|UNBOUNDED_WAITS|SANITIZE|VERSION"
     # Kubernetes sets these in every container beside a Service whose name begins with llm-comm.
     r"|(\w+_)?SERVICE_(HOST|PORT(_\w+)?)|(\w+_)?PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?"
 )
@@ -149,6 +149,11 @@ _OPTIONS: dict[str, _Option] = {
     "deterministic": _BOOLEAN,
     "debug": _BOOLEAN,
     "share_gpu": _BOOLEAN,
+    "stats": _BOOLEAN,
+    "stats_port": _Option(
+        int, lambda v: v is None or (_is_int(v) and 1 <= v < 1 << 16), "a port, 1 to 65535 (default: none)"
+    ),
+    "nvtx": _BOOLEAN,
     "table": _Option(str, lambda v: v is None or _is_path(v), "path of a tuning table"),
     "dsl": _Option(
         str,
@@ -229,6 +234,11 @@ class Config:
             ConcurrentUseError in place of wrong sums. Emulated devices always do.
         share_gpu: Ranks may use one GPU together. For tests only: the driver gives them time slices in turn, so that an
             operation takes milliseconds.
+        stats: Whether engine integrations log what llm_comm was called for, at the end and on SIGUSR2, and give it to
+            prometheus_client (docs/statistics.md). ``Communicator.stats`` needs no option.
+        stats_port: This port plus the rank, of each process of an engine, answers Prometheus; ``stats`` is on then.
+            None: no port is opened.
+        nvtx: An NVTX range around each launch on a GPU, for Nsight Systems.
         table: Tuning table to use in place of one that ``llm-comm tune --install`` has written or that is shipped.
         dsl: Programs of ``llm_comm.dsl`` to import, check and compile when a communicator is made, as
             ``module:program,module:program``: ``algorithm`` and tables can name them then, as ``dsl:program``.
@@ -258,6 +268,9 @@ class Config:
     deterministic: bool = False
     debug: bool = False
     share_gpu: bool = False
+    stats: bool = False
+    stats_port: int | None = None
+    nvtx: bool = False
     table: str | None = None
     dsl: str | None = None
     dsl_max_bytes: int = 8 * MIB

@@ -11,6 +11,11 @@ from harness import RankPool
 os.environ["LLM_COMM_TABLE_DIR"] = os.devnull
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of minutes first, in which another CPU works beside them; what comes last is short, and not waited for."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
     """Each test finds the environment variables that the run began with: commands set some for their ranks."""

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "algorithms/parts.h"
+#include "algorithms/view_load.cuh"
 #include "llm_comm/line.cuh"
 #include "llm_comm/reduce.cuh"
 
@@ -57,8 +58,24 @@ class PartView {
   // Changes with every address and bound that load() and store() use (for grid_dependency_wait_after).
   LLM_COMM_DEVICE uint64_t precomputed() const { return reinterpret_cast<uint64_t>(first_) + whole_lines_ + size_; }
 
+  using Load = ViewLoad<PartView>;
+
+  LLM_COMM_DEVICE bool is_whole_input(uint32_t line) const { return line < whole_lines_; }
+  LLM_COMM_DEVICE const void* input_from(uint32_t line) const { return address(uint64_t{line} * kPerLine); }
+
   LLM_COMM_DEVICE Line load(uint32_t line) const {
-    return line < whole_lines_ ? load_line(address(uint64_t{line} * kPerLine)) : load_elements(line);
+    return line < whole_lines_ ? load_line(address(uint64_t{line} * kPerLine)) : load_by_elements(line);
+  }
+
+  // With zeros for what is not there.
+  LLM_COMM_DEVICE Line load_by_elements(uint32_t line) const {
+    const uint64_t first = uint64_t{line} * kPerLine;
+    Line loaded{};
+    for (uint32_t i = 0; i < kPerLine && first + i < count_; ++i) {
+      const uint32_t value = *address(first + i);
+      loaded.word[i * sizeof(Storage) / 4] |= value << (i * sizeof(Storage) % 4 * 8);
+    }
+    return loaded;
   }
 
   LLM_COMM_DEVICE void store(uint32_t line, Line value) const {
@@ -75,17 +92,6 @@ class PartView {
     const uint32_t place = begin_ + static_cast<uint32_t>(element);
     const uint32_t row = place / size_;
     return const_cast<Storage*>(first_) + row * row_elements_ + (place - row * size_);
-  }
-
-  // With zeros for what is not there.
-  LLM_COMM_DEVICE Line load_elements(uint32_t line) const {
-    const uint64_t first = uint64_t{line} * kPerLine;
-    Line loaded{};
-    for (uint32_t i = 0; i < kPerLine && first + i < count_; ++i) {
-      const uint32_t value = *address(first + i);
-      loaded.word[i * sizeof(Storage) / 4] |= value << (i * sizeof(Storage) % 4 * 8);
-    }
-    return loaded;
   }
 
   LLM_COMM_DEVICE void store_elements(uint32_t line, Line value) const {

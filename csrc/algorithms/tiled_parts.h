@@ -1,5 +1,4 @@
-// How a launch of an LL algorithm over parts (parts.h) is shaped: world << tile_lines_log2 threads a block, one for each peer
-// and line of a tile.
+// How a launch of an LL algorithm over parts (parts.h) is shaped.
 #pragma once
 
 #include "algorithms/parts_operation.h"
@@ -8,6 +7,7 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 // Algorithm says, of a launch whose largest part has `lines` lines among `world` ranks:
 //   slot_bytes(lines, world)           what it takes of a slot
+//   threads_of_line(world)             how many threads a block has for each line of a tile
 //   shared_lines(tile_lines, world)    what a block keeps in shared memory
 template <class Algorithm>
 struct TiledParts {
@@ -42,8 +42,9 @@ struct TiledParts {
                                   " bytes, the workspace has slots of " + std::to_string(limits.slot_bytes) +
                                   ": lower launch_units or raise workspace_bytes");
     }
-    const uint64_t threads = uint64_t{problem.world} * tiling.tile_lines;
-    if (tiling.tile_lines != floor_power_of_two(tiling.tile_lines | 1) || threads > kMaxBlockThreads) {
+    const uint64_t threads = Algorithm::threads_of_line(problem.world) * tiling.tile_lines;
+    if (tiling.tile_lines != floor_power_of_two(tiling.tile_lines | 1) ||
+        uint64_t{problem.world} * tiling.tile_lines > kMaxBlockThreads) {
       throw std::invalid_argument("tile_lines is " + std::to_string(tiling.tile_lines) +
                                   "; it must be a power of two, and world times it at most 1024");
     }
@@ -60,7 +61,8 @@ struct TiledParts {
     constexpr uint64_t kMaxRounds = 32;  // of tiles that a block walks over
     std::vector<Choice> found;
     const uint64_t lines = divide_up(problem.bytes(), sizeof(Line));
-    for (uint32_t tile_lines = 8; tile_lines <= 256 && tile_lines * problem.world <= kMaxThreads; tile_lines *= 2) {
+    for (uint32_t tile_lines = 8;
+         tile_lines <= 256 && tile_lines * Algorithm::threads_of_line(problem.world) <= kMaxThreads; tile_lines *= 2) {
       const uint64_t tiles = divide_up(lines, uint64_t{tile_lines});
       for (uint32_t waves = 1; waves <= 8; waves *= 2) {
         const uint32_t blocks = waves * (limits.sm_count == 0 ? 1 : limits.sm_count);

@@ -59,14 +59,21 @@ struct OperationError {
   std::string text;
 };
 
+// What has become of a call.
+enum class Outcome : uint8_t {
+  kFailed,  // nothing of it is enqueued, or not all: the communicator has failed
+  kEnqueued,
+  kCaptured,  // by a graph, which enqueues it whenever the graph is launched
+};
+
 // One kind of call, checked and laid out beforehand: what is left to do is to enqueue it. Must not outlive its Core.
 class PreparedCall {
  public:
   virtual ~PreparedCall() = default;
 
   // Enqueues the call; threads take turns. `buffers`: addresses in the order of the operation's descriptor, 0 for an optional
-  // one that is not there. False, with nothing or not everything done, once the communicator has failed.
-  virtual bool run(const uint64_t* buffers, uint64_t stream) = 0;
+  // one that is not there.
+  virtual Outcome run(const uint64_t* buffers, uint64_t stream) = 0;
 
   // Whether all buffers that peers are to access are in symmetric memory, where they can. From any thread.
   virtual bool takes(const uint64_t* buffers) const = 0;
@@ -179,7 +186,7 @@ class Core {
 
   // The first error of a kernel, if any. Reads host memory only.
   virtual std::optional<OperationError> error() const = 0;
-  // Ends all waits of this rank's kernels, now and later; run() of its calls is false from now on.
+  // Ends all waits of this rank's kernels, now and later; its calls fail from now on.
   virtual void abort() = 0;
   // The process of `peer` has exited: waits of this rank's kernels for it end, unless what they wait for has come. Throws
   // std::invalid_argument where there is no such rank.
@@ -192,7 +199,7 @@ class Core {
   // Waits until what a stream holds has ended, unless it is being captured. Ends no capture of any stream.
   virtual void wait_for(uint64_t stream) = 0;
 
-  // How many operations the device has ended; nothing if the device does not answer soon.
+  // How many operations the device has ended; nothing if the device does not answer soon. From any thread.
   virtual std::optional<uint64_t> operations_ended() = 0;
 };
 

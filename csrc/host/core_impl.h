@@ -5,7 +5,7 @@
 //           void map(int peer, const WorkspaceHandle&);   char* local();
 //           HostMailbox* mailbox();                         // zeroed, mapped by the device
 //           void read(void* to, const char* from, uint64_t bytes);
-//           std::optional<uint64_t> read_soon(const char* from);   // from another thread; gives up rather than wait
+//           std::optional<uint64_t> read_soon(const char* from);   // from one thread at a time; gives up rather than wait
 //           void write(char* to, const void* from, uint64_t bytes);   // to the local workspace
 //           SharedMemory allocate(uint64_t bytes, bool use_ipc);      // of this rank, for peers to map
 //           std::shared_ptr<char> map_memory(int peer, uint64_t bytes, const WorkspaceHandle&);   // of a peer
@@ -15,7 +15,7 @@
 //           char* bind_multicast(); void drop_multicast();   // as of Core; bind: where the object is mapped, never nullptr
 //           void leave_to_graphs();   // keeps the memory for what may still use it, and lets it do nothing
 // Launcher: Function<Args> function(void (*)(Args));          // what launch() takes
-//           void launch(const Function<Args>&, const Args&, const Grid&, uint64_t stream);
+//           bool launch(const Function<Args>&, const Args&, const Grid&, uint64_t stream);   // whether a graph captures it
 //           void copy(const std::vector<Copy>&, uint64_t stream);   // behind all launches, in no order
 //           uint32_t max_cluster_blocks();                    // 1 where the device has no clusters
 //           bool has_room_for_cluster(const Function<Args>&, const Grid&);
@@ -264,12 +264,15 @@ class CoreImpl final : public Core {
 
   Call last_call() const override {
     const CallSignature last = queue_.last();
-    return with_title(describe(last), last);
+    Call call = with_title(describe(last), last);
+    call.number = queue_.launches();
+    return call;
   }
 
   std::optional<uint64_t> operations_ended() override {
     const char* const state = comm_.workspace[options_.rank];
     if (state == nullptr) return std::nullopt;
+    const std::lock_guard<std::mutex> lock(ended_mutex_);
     const auto arrivals = memory_.read_soon(state + offsetof(CommState, arrivals));
     if (!arrivals) return std::nullopt;
     return *arrivals / kArrivalsPerOperation;
@@ -397,6 +400,7 @@ class CoreImpl final : public Core {
   Segments segments_;
   mutable std::mutex programs_mutex_;  // the watchdog asks for titles
   std::deque<Program> programs_;
+  std::mutex ended_mutex_;  // the watchdog and statistics ask what has ended
   DeviceComm comm_{};
 };
 

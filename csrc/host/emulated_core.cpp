@@ -159,13 +159,15 @@ class EmulatedLauncher {
     return kernel;
   }
 
-  void launch(const LoadedKernel& kernel, const ProgramArgs& args, const Grid& grid, uint64_t) {
+  bool launch(const LoadedKernel& kernel, const ProgramArgs& args, const Grid& grid, uint64_t) {
     kernel.run(grid.blocks, grid.threads, grid.shared_bytes, &args);
+    return false;
   }
 
   template <class Args>
-  void launch(void (*kernel)(Args), const Args& args, const Grid& grid, uint64_t) {
+  bool launch(void (*kernel)(Args), const Args& args, const Grid& grid, uint64_t) {
     executor_->run({grid.blocks, grid.threads, grid.shared_bytes, grid.cluster_blocks}, [&] { kernel(args); });
+    return false;
   }
 
   void copy(const std::vector<Copy>& copies, uint64_t) {

@@ -32,30 +32,31 @@ class LaunchQueue {
   // Threads take turns by it. What they enqueue is in the order of their turns.
   std::mutex& turn() { return turn_; }
 
+  // Whether a graph captures it.
   template <class Args>
-  void launch(const typename Launcher::template Function<Args>& function, const Args& args, const Grid& grid,
+  bool launch(const typename Launcher::template Function<Args>& function, const Args& args, const Grid& grid,
               const CallSignature& call, uint64_t bytes, uint64_t stream) {
-    const uint32_t number = number_.load(std::memory_order_relaxed) + 1;
+    const uint64_t number = launches() + 1;
     kind_.store(static_cast<uint64_t>(call.operation) << 32 | call.data_type << 16 | call.row,
                 std::memory_order_relaxed);
     count_.store(call.count, std::memory_order_relaxed);
-    number_.store(number, std::memory_order_relaxed);
-    if (!check_) {
-      launcher_.launch(function, args, grid, stream);
-      return;
-    }
+    launches_.store(number, std::memory_order_relaxed);
+    if (!check_) return launcher_.launch(function, args, grid, stream);
     CheckCallArgs check{args.comm, call, bytes};
-    check.call.number = number;
+    check.call.number = static_cast<uint32_t>(number);
     const uint32_t ranks = args.comm.world_size;
     Grid of_ranks{1, ranks, static_cast<uint32_t>(ranks * sizeof(CheckedCall))};
     of_ranks.is_behind_copies = grid.is_behind_copies;
     launcher_.launch(check_->before, check, of_ranks, stream);
     launcher_.launch(function, args, grid, stream);
-    launcher_.launch(check_->after, check, Grid{1, 1, 0}, stream);
+    return launcher_.launch(check_->after, check, Grid{1, 1, 0}, stream);
   }
 
   // Behind what has been launched.
   void copy(const std::vector<Copy>& copies, uint64_t stream) { launcher_.copy(copies, stream); }
+
+  // So far, captured ones included. From any thread.
+  uint64_t launches() const { return launches_.load(std::memory_order_relaxed); }
 
   // From another thread; one that is just being enqueued may be half there. Without buffers and parameters.
   CallSignature last() const {
@@ -64,7 +65,7 @@ class LaunchQueue {
             static_cast<uint16_t>(kind >> 16),
             static_cast<uint16_t>(kind),
             count_.load(std::memory_order_relaxed),
-            number_.load(std::memory_order_relaxed),
+            static_cast<uint32_t>(launches()),
             0,
             {}};
   }
@@ -80,8 +81,13 @@ class LaunchQueue {
   std::mutex turn_;
   std::atomic<uint64_t> kind_ = 0;
   std::atomic<uint32_t> count_ = 0;
-  std::atomic<uint32_t> number_ = 0;
+  std::atomic<uint64_t> launches_ = 0;
 };
+
+inline Outcome outcome(const HostMailbox& mailbox, bool is_captured) {
+  if (has_failed(mailbox)) return Outcome::kFailed;
+  return is_captured ? Outcome::kCaptured : Outcome::kEnqueued;
+}
 
 // A call of an algorithm whose kernels take Operation::Args: all launches but the last share a grid.
 template <class Launcher, class Operation>
@@ -112,14 +118,15 @@ class PreparedLaunches final : public PreparedCall {
     return true;
   }
 
-  bool run(const uint64_t* buffers, uint64_t stream) override {
+  Outcome run(const uint64_t* buffers, uint64_t stream) override {
     const std::lock_guard<std::mutex> turn(queue_.turn());
     const HostMailbox& mailbox = *args_.comm.mailbox;
-    if (has_failed(mailbox)) return false;
+    if (has_failed(mailbox)) return Outcome::kFailed;
     call_.buffers = 0;
     for (int i = 0; i < kMaxBuffers; ++i) {
       if (Operation::kInfo.buffers[i].is_optional && buffers[i] != 0) call_.buffers |= uint64_t{1} << i;
     }
+    bool is_captured = false;
     const uint64_t units = problem_.units();
     const uint64_t launch_units = shape_.tiling.launch_units;
     for (uint64_t done = 0; done < units; done += launch_units) {
@@ -135,7 +142,7 @@ class PreparedLaunches final : public PreparedCall {
       args_.comm.takes_tickets = grid.takes_tickets;
       call_.count = static_cast<uint32_t>(taken * problem_.unit_elements());
       const auto launch = [&](const Grid& of) {
-        queue_.launch(is_last ? last_ : whole_, args_, of, call_, taken * problem_.unit_bytes(), stream);
+        is_captured = queue_.launch(is_last ? last_ : whole_, args_, of, call_, taken * problem_.unit_bytes(), stream);
       };
       launch(grid);
       if constexpr (kHasCopies) {
@@ -146,7 +153,7 @@ class PreparedLaunches final : public PreparedCall {
         args_.is_after = 0;
       }
     }
-    return !has_failed(mailbox);
+    return outcome(mailbox, is_captured);
   }
 
  private:

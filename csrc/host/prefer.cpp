@@ -11,7 +11,7 @@ class PreferredCall final : public PreparedCall {
   PreferredCall(std::unique_ptr<PreparedCall> direct, std::unique_ptr<PreparedCall> ordinary)
       : direct_(std::move(direct)), ordinary_(std::move(ordinary)) {}
 
-  bool run(const uint64_t* buffers, uint64_t stream) override {
+  Outcome run(const uint64_t* buffers, uint64_t stream) override {
     return (direct_->takes(buffers) ? *direct_ : *ordinary_).run(buffers, stream);
   }
   bool takes(const uint64_t* buffers) const override { return direct_->takes(buffers) || ordinary_->takes(buffers); }

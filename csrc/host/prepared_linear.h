@@ -38,7 +38,7 @@ class PreparedLinear final : public PreparedCall {
 
   bool takes(const uint64_t*) const override { return true; }
 
-  bool run(const uint64_t* buffers, uint64_t stream) override {
+  Outcome run(const uint64_t* buffers, uint64_t stream) override {
     const uint64_t x = buffers[0], weight = buffers[1], out = buffers[2];
     if ((x | weight | out) % sizeof(Line) != 0) {
       throw std::invalid_argument("linear layer: a tensor does not begin at a multiple of 16 bytes");
@@ -47,7 +47,7 @@ class PreparedLinear final : public PreparedCall {
       throw std::invalid_argument("linear layer: a scale does not begin at a multiple of 4 bytes");
     }
     const std::lock_guard<std::mutex> turn(turn_);
-    if (has_failed(mailbox_)) return false;
+    if (has_failed(mailbox_)) return Outcome::kFailed;
     args_.x = view(x, problem_.tokens, linear::token_rows(problem_.tokens), 1, BoxUse::kShared);
     args_.weight =
         view(weight, problem_.outputs, choice_.block_outputs, weight_parts(problem_.epilogue), BoxUse::kOnce);
@@ -56,8 +56,8 @@ class PreparedLinear final : public PreparedCall {
       args_.x_scale = reinterpret_cast<const float*>(buffers[3]);
       args_.weight_scale = reinterpret_cast<const float*>(buffers[4]);
     }
-    launcher_.launch(function_, args_, grid_, stream);
-    return true;
+    const bool is_captured = launcher_.launch(function_, args_, grid_, stream);
+    return is_captured ? Outcome::kCaptured : Outcome::kEnqueued;
   }
 
  private:

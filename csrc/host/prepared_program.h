@@ -49,10 +49,10 @@ class PreparedProgram final : public PreparedCall {
 
   bool takes(const uint64_t*) const override { return true; }
 
-  bool run(const uint64_t* buffers, uint64_t stream) override {
+  Outcome run(const uint64_t* buffers, uint64_t stream) override {
     const std::lock_guard<std::mutex> turn(queue_.turn());
     const HostMailbox& mailbox = *args_.comm.mailbox;
-    if (has_failed(mailbox)) return false;
+    if (has_failed(mailbox)) return Outcome::kFailed;
     args_.input = reinterpret_cast<char*>(buffers[0]);
     args_.output = reinterpret_cast<char*>(buffers[1]);
     if ((launch_.symmetric & 1) != 0) args_.input_place = place_of(buffers[0], launch_.input_bytes);
@@ -64,8 +64,8 @@ class PreparedProgram final : public PreparedCall {
                              0,
                              0,
                              {}};
-    queue_.launch(function_, args_, grid_, call, args_.bytes, stream);
-    return !has_failed(mailbox);
+    const bool is_captured = queue_.launch(function_, args_, grid_, call, args_.bytes, stream);
+    return outcome(mailbox, is_captured);
   }
 
  private:

@@ -225,7 +225,7 @@ void Communicator::run(const Message& message, const void* send, void* recv, uin
         run_beside_captures([&] { one->call = core_->prepare(plan.algorithm, plan.problem, plan.tiling); });
       }
     }
-    if (one->call->run(buffers, stream)) return;
+    if (one->call->run(buffers, stream) != host::Outcome::kFailed) return;
   } catch (const std::exception& error) {
     // Others may have launched theirs, which this rank will not join.
     end(std::string(name_of(message.operation)) + " could not be launched: " + error.what());

@@ -40,7 +40,7 @@ PyObject* run_bound_call(PyObject* capsule, PyObject* const* arguments, Py_ssize
   std::string error;
   PyThreadState* const thread = PyEval_SaveThread();  // a launch waits where the queue of the GPU is full
   try {
-    enqueued = bound.call->run(values, values[bound.buffers]);
+    enqueued = bound.call->run(values, values[bound.buffers]) != host::Outcome::kFailed;
   } catch (const std::exception& exception) {
     error = exception.what();
   }

@@ -13,6 +13,7 @@
 
 #include "host/build_config.h"
 #include "host/core.h"
+#include "host/counted_call.h"
 #include "host/multicast_switches.h"
 #include "host/planner.h"
 #include "python/bound_call.h"
@@ -234,6 +235,16 @@ PYBIND11_MODULE(_core, module) {
 
   py::class_<llm_comm::python::Loan>(module, "Loan").def("has_ended", &llm_comm::python::Loan::has_ended);
 
+  py::class_<Tally, std::shared_ptr<Tally>>(module, "Tally")
+      .def(py::init<>())
+      .def_property_readonly("calls", [](const Tally& tally) { return tally.calls.load(); })
+      .def_property_readonly("bytes", [](const Tally& tally) { return tally.bytes.load(); })
+      .def_property_readonly("captured_calls", [](const Tally& tally) { return tally.captured_calls.load(); })
+      .def_property_readonly("captured_bytes", [](const Tally& tally) { return tally.captured_bytes.load(); });
+  py::class_<Counter>(module, "Counter")
+      .def(py::init<std::shared_ptr<Tally>, uint64_t>(), py::arg("tally").none(false), py::arg("bytes"))
+      .def("add", [](const Counter& counter) { counter.add(Outcome::kEnqueued); });
+
   // Handles are (fd, bytes): a descriptor that the caller now owns and b"", or -1 and the bytes of a cudaIpc handle.
   py::class_<Core, CoreHolder>(module, "Core")
       .def(
@@ -262,25 +273,30 @@ PYBIND11_MODULE(_core, module) {
       .def("max_cluster_blocks", &Core::max_cluster_blocks, py::call_guard<py::gil_scoped_release>())
       .def("send_marks", &Core::send_marks, py::call_guard<py::gil_scoped_release>())
       .def("peers_unseen", &Core::peers_unseen, py::call_guard<py::gil_scoped_release>())
-      // `direct`: what to run in place of it where the tensors are in symmetric memory.
+      // `direct`: what to run in place of it where the tensors are in symmetric memory. The counters are theirs.
       .def(
           "prepare",
           [](py::object core, uint32_t algorithm, const Problem& problem, const Tiling& tiling,
-             const std::optional<Launches>& direct) {
+             const std::optional<Launches>& direct, const std::optional<Counter>& counter,
+             const std::optional<Counter>& direct_counter) {
             const OperationInfo& operation = *algorithm_at(algorithm).operation;
             auto& of = core.cast<Core&>();
-            auto call = of.prepare(algorithm, problem, tiling);
-            if (direct)
-              call = prefer(std::apply([&](auto&... what) { return of.prepare(what...); }, *direct), std::move(call));
+            auto call = counted(of.prepare(algorithm, problem, tiling), counter);
+            if (direct) {
+              auto in_its_place = std::apply([&](auto&... what) { return of.prepare(what...); }, *direct);
+              call = prefer(counted(std::move(in_its_place), direct_counter), std::move(call));
+            }
             return as_function(std::move(core), std::move(call), operation);
           },
-          py::arg("algorithm"), py::arg("problem"), py::arg("tiling"), py::arg("direct") = py::none())
+          py::arg("algorithm"), py::arg("problem"), py::arg("tiling"), py::arg("direct") = py::none(),
+          py::arg("counter") = py::none(), py::arg("direct_counter") = py::none())
       .def("multiplies_fp8", &Core::multiplies_fp8)
       // `scales`, of FP8: whether each token has one of its own, and each row of the weight.
       .def(
           "prepare_linear",
           [](py::object core, uint32_t tokens, uint32_t inputs, uint32_t outputs, uint32_t data_type, bool silu_and_mul,
-             const LinearChoice& choice, std::optional<std::pair<bool, bool>> scales) {
+             const LinearChoice& choice, std::optional<std::pair<bool, bool>> scales,
+             const std::optional<Counter>& counter) {
             const llm_comm::DataType type = data_type_at(data_type);
             LinearProblem problem{tokens,  inputs,
                                   outputs, factors_of_type(type),
@@ -290,21 +306,21 @@ PYBIND11_MODULE(_core, module) {
               problem.x_scale = scales->first ? ScaleOf::kRow : ScaleOf::kTensor;
               problem.weight_scale = scales->second ? ScaleOf::kRow : ScaleOf::kTensor;
             }
-            auto call = core.cast<Core&>().prepare_linear(problem, choice);
+            auto call = counted(core.cast<Core&>().prepare_linear(problem, choice), counter);
             return as_function(std::move(core), std::move(call),
                                scales ? llm_comm::linear::kScaledInfo : llm_comm::linear::kInfo);
           },
           py::kw_only(), py::arg("tokens"), py::arg("inputs"), py::arg("outputs"), py::arg("data_type"),
-          py::arg("silu_and_mul"), py::arg("choice"), py::arg("scales") = py::none())
+          py::arg("silu_and_mul"), py::arg("choice"), py::arg("scales") = py::none(), py::arg("counter") = py::none())
       .def("load_program", &Core::load_program, py::arg("image"), py::arg("kernel"), py::arg("title"),
            py::call_guard<py::gil_scoped_release>())
       .def(
           "prepare_program",
-          [](py::object core, const ProgramLaunch& launch) {
-            auto call = core.cast<Core&>().prepare_program(launch);
+          [](py::object core, const ProgramLaunch& launch, const std::optional<Counter>& counter) {
+            auto call = counted(core.cast<Core&>().prepare_program(launch), counter);
             return as_function(std::move(core), std::move(call), 2, 0);
           },
-          py::arg("launch"))
+          py::arg("launch"), py::arg("counter") = py::none())
       .def(
           "create_segment",
           [](Core& core, uint32_t segment, uint64_t bytes, bool use_ipc) {

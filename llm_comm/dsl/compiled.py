@@ -7,11 +7,14 @@ from collections.abc import Callable
 import torch
 
 from llm_comm.communicator import Communicator
-from llm_comm.dsl import ir
+from llm_comm.dsl import ir, registry
 from llm_comm.dsl.checks import check as check_program
 from llm_comm.dsl.kernel import Kernel, Site
 from llm_comm.dsl.programs import ProgramText
 from llm_comm.operations.operation import keep
+from llm_comm.operations.ranges import within_range
+from llm_comm.planning.plan import NONE
+from llm_comm.planning.programs import PROTOCOL
 from llm_comm.runtime.devices import current_stream_of
 
 
@@ -29,9 +32,10 @@ class Compiled:
         workspace_bytes: What it takes of symmetric memory, on each rank.
     """
 
-    def __init__(self, kernel: Kernel, site: Site) -> None:
+    def __init__(self, kernel: Kernel, site: Site, has_ranges: bool) -> None:
         self._kernel = kernel
         self._site = site
+        self._has_ranges = has_ranges
         self._stream = current_stream_of(site.device)
         self._prepared: dict[int, Callable[..., bool]] = {}
         self.program = kernel.program
@@ -79,14 +83,22 @@ class Compiled:
         for space in self._kernel.symmetric:
             self._check_place(space, x if space is ir.Space.INPUT else out)
         if message == 0:
+            self._site.handle.tallies.counter(self.program.operation.value, 0, NONE, NONE).add()
             return out
         run = self._prepared.get(x.nbytes)
         if run is None:
-            run = self._kernel.prepare(x.nbytes, out.nbytes)
+            run = self._prepare(x.nbytes, out.nbytes)
             keep(self._prepared, x.nbytes, run)
         if not run(x.data_ptr(), out.data_ptr(), self._stream()):
             self._site.handle.check()
         return out
+
+    def _prepare(self, input_bytes: int, output_bytes: int) -> Callable[..., bool]:
+        # Of parts, a message is one of them, as it is in plans.
+        message_bytes = min(input_bytes, output_bytes)
+        kind = self.program.operation.value, message_bytes, registry.name_of(self.program), PROTOCOL
+        run = self._kernel.prepare(input_bytes, output_bytes, self._site.handle.tallies.counter(*kind))
+        return within_range(run, self._site.device, *kind) if self._has_ranges else run
 
     @property
     def _name(self) -> str:
@@ -187,4 +199,4 @@ def compile(
     # Before the ranks meet, so that none waits for one that has no compiler.
     kernel = Kernel(program, site, dtype, max_bytes, blocks, threads)
     kernel.connect()
-    return Compiled(kernel, site)
+    return Compiled(kernel, site, comm.config.nvtx)

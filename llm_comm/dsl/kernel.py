@@ -140,8 +140,11 @@ class Kernel:
         instances, threads = limits.of_call(chunk_lines(message_bytes // self.outer, self._pieces))
         return instances * groups, threads
 
-    def prepare(self, input_bytes: int, output_bytes: int, choice: LaunchChoice = OWN_CHOICE) -> Callable[..., bool]:
+    def prepare(
+        self, input_bytes: int, output_bytes: int, counter: _core.Counter, choice: LaunchChoice = OWN_CHOICE
+    ) -> Callable[..., bool]:
         """What launches a call: it takes the addresses of input and output and a stream, and tells whether it could.
+        The counter counts those that it could.
 
         Raises:
             RuntimeError: The communicator is closed.
@@ -169,4 +172,4 @@ class Kernel:
             part_bytes=message_bytes // self.outer,
             symmetric=sum(_SYMMETRIC[space] for space in self.symmetric),
         )
-        return self._site.handle.core().prepare_program(launch)
+        return self._site.handle.core().prepare_program(launch, counter)

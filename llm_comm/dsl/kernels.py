@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+from llm_comm import _core
 from llm_comm.dsl import ir
 from llm_comm.dsl.kernel import Kernel, Site
 from llm_comm.dsl.sums import sums_in_rank_order
@@ -55,6 +56,8 @@ class ProgramKernels:
         """See ``planning.programs.Kernels``."""
         return self._kernels[data_type].grid(message_bytes, choice)
 
-    def prepare(self, data_type: str, message_bytes: int, choice: LaunchChoice) -> Callable[..., bool]:
+    def prepare(
+        self, data_type: str, message_bytes: int, choice: LaunchChoice, counter: _core.Counter
+    ) -> Callable[..., bool]:
         """See ``planning.programs.Kernels``."""
-        return self._kernels[data_type].prepare(message_bytes, message_bytes, choice)
+        return self._kernels[data_type].prepare(message_bytes, message_bytes, counter, choice)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 from llm_comm.config import Config
-from llm_comm.dsl.ir import Operation
+from llm_comm.dsl.ir import Operation, Program
 from llm_comm.dsl.programs import ProgramText
 from llm_comm.errors import ConfigError
 from llm_comm.registry import PROGRAM_PREFIX, why_not_known
@@ -44,7 +44,7 @@ def register(program: ProgramText) -> ProgramText:
     return program
 
 
-def name_of(program: ProgramText) -> str:
+def name_of(program: ProgramText | Program) -> str:
     """As options and tables name it."""
     return f"{PROGRAM_PREFIX}{program.name}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from llm_comm.communicator import Communicator
 from llm_comm.config import MIB, Config
 from llm_comm.errors import CommunicatorError, ConfigError, LlmCommError, MissingRankError
 from llm_comm.installation import VERSION
+from llm_comm.integrations import statistics
 from llm_comm.planning.catalogue import check_table_option
 from llm_comm.planning.multicast import NO_MULTICAST, Multicast, why_not
 from llm_comm.planning.selection import message_limit
@@ -221,13 +223,14 @@ class Member:
     Args:
         communicator: Closed by ``close``.
         group_name: The engine's name of the group.
-        report: Takes the last words of the process, if it has to end.
+        log: Comes out where the engine's messages do. It takes the last words of the process, if it has to end.
     """
 
-    def __init__(self, communicator: Communicator, group_name: str, report: Callable[[str], None]) -> None:
+    def __init__(self, communicator: Communicator, group_name: str, log: logging.Logger) -> None:
         self.communicator = communicator
         self.group_name = group_name
-        self._watchdog = Watchdog(communicator, report)
+        self._log = log
+        self._watchdog = Watchdog(communicator, lambda last_words: log.critical("llm_comm: %s", last_words))
         self._watchdog.start()
 
     def summary(self, engine: str, *, sums: bool = True) -> str:
@@ -253,10 +256,11 @@ class Member:
 
     def close(self) -> None:
         """Makes no use of the group, which may be gone."""
-        try:
-            self.communicator.close()  # which waits for the GPU: for ever, where a kernel of NCCL waits for a dead rank
-        finally:
-            self._watchdog.stop()
+        with contextlib.ExitStack() as last:
+            last.callback(self._watchdog.stop)
+            # It waits for the GPU: for ever, where a kernel of NCCL waits for a dead rank.
+            last.callback(self.communicator.close)
+            statistics.leave(self.group_name, self.communicator, self._log)
 
 
 def enter(
@@ -291,7 +295,8 @@ def enter(
         text = "llm_comm %s is not active for group %s: %s. %s's own collectives are used."
         log.warning(text, VERSION, group_name, error, engine)
         return None
-    return Member(communicator, group_name, lambda last_words: log.critical("llm_comm: %s", last_words))
+    statistics.follow(group_name, communicator, dist.get_rank(), log)
+    return Member(communicator, group_name, log)
 
 
 def in_rank_order(config: Config, mode: str, log: logging.Logger) -> Config:

@@ -61,11 +61,13 @@ class AllReduce(Operation):
             or not x.is_contiguous()
             or x.is_neg()
         ):
-            prepared = self._prepare(x)
-            if prepared is None:
+            found = self._prepare(x)
+            if isinstance(found, str):
+                self._count_declined(found)
                 if or_none:
                     return None
-                raise UnsupportedInputError(f"all_reduce: {self.plan(x).reason}")
+                raise UnsupportedInputError(f"all_reduce: {found}")
+            prepared = found
         try:
             does_not_fit = (
                 out is not None
@@ -91,6 +93,7 @@ class AllReduce(Operation):
             self._handle.check()
             if before is not None:
                 before()
+            self._count_unlaunched(prepared.plan)
             return x.clone() if out is None else out if out is x else out.copy_(x)
         try:
             total = torch.empty_like(x) if out is None else out
@@ -117,7 +120,11 @@ class AllReduce(Operation):
 
     def accepts(self, x: torch.Tensor) -> bool:
         """Whether ``run`` serves ``x``."""
-        return self._prepare(x) is not None
+        found = self._prepare(x)
+        if isinstance(found, str):
+            self._count_declined(found)
+            return False
+        return True
 
     def accepts_traced(self, x: torch.Tensor) -> bool:
         """The same for torch.compile, which can trace neither the layout of a launch nor texts with sizes."""
@@ -130,27 +137,29 @@ class AllReduce(Operation):
         nbytes, limit = count * element_size, self._planner.message_limit(ALL_REDUCE)
         return self._planner.world_size == 1 or count == 0 or nbytes <= limit
 
+    def count_declined_result(self, count: int, dtype: torch.dtype) -> None:
+        """Counts that it does not take (``takes``) what is not computed yet."""
+        self._count_declined(self._layout(count, dtype).plan.reason)
+
     def plan(self, x: torch.Tensor) -> Plan:
         """What ``run`` would do for ``x``."""
-        prepared = self._prepare(x)
-        if prepared is not None:
-            return prepared.plan
+        found = self._prepare(x)
+        return declined(ALL_REDUCE, x.numel() * x.element_size(), found) if isinstance(found, str) else found.plan
+
+    def _prepare(self, x: torch.Tensor) -> Prepared | str:
+        """What to launch for ``x``, or why it is declined."""
         why = self._why_not(x)
         if why:
-            return declined(ALL_REDUCE, x.numel() * x.element_size(), why)
-        return self._layout(x.numel(), x.dtype).plan
-
-    def _prepare(self, x: torch.Tensor) -> Prepared | None:
-        """What to launch for ``x``, or None if it is declined."""
-        if self._why_not(x):
-            return None
+            return why
         key = (x.numel(), x.dtype)
-        prepared = self._prepared.get(key)
-        if prepared is None:
-            prepared = self._prepare_call(self._layout(*key))
-            if prepared is not None:
-                keep(self._prepared, key, prepared)
-        return prepared
+        found = self._prepared.get(key) or self._reasons.get(key)
+        if found is None:
+            found = self._prepare_call(self._layout(*key))
+            if isinstance(found, str):
+                keep(self._reasons, key, found)
+            else:
+                keep(self._prepared, key, found)
+        return found
 
     def _layout(self, count: int, dtype: torch.dtype) -> Layout:
         if self._planner.world_size == 1:

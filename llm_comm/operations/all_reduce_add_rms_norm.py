@@ -3,6 +3,7 @@ prepared for a size, and the call itself. ``Communicator.all_reduce_add_rms_norm
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -93,9 +94,11 @@ class AllReduceAddRmsNorm(Operation):
                     given = {"x": x, "residual": residual, "weight": weight, "scale": scale}
                     check_constant("all_reduce_add_rms_norm", **given, out=out, residual_out=residual_out)
         if prepared is None or not self._fits(x, weight):
-            prepared = self._prepare(x, weight, eps, quantize)
-            if prepared is None:
-                raise _error(self.plan(x, weight, quantize).reason)
+            found = self._prepare(x, weight, eps, quantize)
+            if isinstance(found, str):
+                self._count_declined(found)
+                raise _error(found)
+            prepared = found
         if residual is not None:
             _check_like("residual", residual, x)
         if quantize is None:
@@ -121,6 +124,7 @@ class AllReduceAddRmsNorm(Operation):
         if scale is not None and quantization.makes_scales(quantize):
             results += (scale,)
         if prepared.run is None:
+            self._count_unlaunched(prepared.plan)
             return results, False
         if before is not None:
             before()
@@ -136,6 +140,14 @@ class AllReduceAddRmsNorm(Operation):
         count_write(results)
         return results, enqueued
 
+    def accepts(self, x: _Tensor, weight: _Tensor, quantize: str | None) -> bool:
+        """Whether ``run`` serves rows like ``x``."""
+        plan = self.plan(x, weight, quantize)
+        if plan.algorithm != "declined":
+            return True
+        self._count_declined(plan.reason)
+        return False
+
     def plan(self, x: _Tensor, weight: _Tensor, quantize: str | None) -> Plan:
         """What would run for rows like ``x``."""
         self._handle.check_open()
@@ -149,11 +161,22 @@ class AllReduceAddRmsNorm(Operation):
             keep(self._plans, key, plan)
         return plan
 
-    def _prepare(self, x: _Tensor, weight: _Tensor, eps: float, quantize: str | None) -> Prepared | None:
-        if self.plan(x, weight, quantize).algorithm == "declined":
-            return None
+    def count_declined_result(self, shape: Sequence[int], dtype: torch.dtype, quantize: str | None) -> None:
+        """Counts that it does not take (``takes``) rows that are not computed yet."""
+        why = quantization.why_not(quantize, shape)
+        if not why:
+            code = quantization.CODES[quantize]
+            layout = self._lay_out(math.prod(shape), shape[-1], dtype, epsilon=0.0, quantization=code)
+            why = layout.plan.reason
+        self._count_declined(why)
+
+    def _prepare(self, x: _Tensor, weight: _Tensor, eps: float, quantize: str | None) -> Prepared | str:
+        """What to launch, or why it is declined."""
+        plan = self.plan(x, weight, quantize)
+        if plan.algorithm == "declined":
+            return plan.reason
         prepared = self._prepare_call(self._layout(x, weight, eps, quantize))
-        if prepared is not None:
+        if not isinstance(prepared, str):
             keep(self._prepared, (x.numel(), weight.numel(), x.dtype, eps, quantize), prepared)
         return prepared
 

@@ -79,13 +79,15 @@ class GenericOperation(Operation):
         key = (x.numel(), row, x.dtype, in_order)
         prepared = self._prepared.get(key)
         if prepared is None:
-            layout = self._lay_out(x.numel(), row, x.dtype, **parameters)
-            prepared = self._prepare_call(layout)
-            if prepared is None:
-                raise self._error(layout.plan.reason)
+            found = self._prepare_call(self._lay_out(x.numel(), row, x.dtype, **parameters))
+            if isinstance(found, str):
+                self._count_declined(found)
+                raise self._error(found)
+            prepared = found
             keep(self._prepared, key, prepared)
         if prepared.run is None:
             self._handle.check()
+            self._count_unlaunched(prepared.plan)
             return
         given = [buffers.get(name) for name in self._info.buffers]
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]

@@ -16,9 +16,11 @@ from llm_comm import _core, arrays, registry
 from llm_comm.errors import LlmCommError, UnsupportedInputError
 from llm_comm.operations.operation import TORCH_TYPES, keep, overlap, why_not_operand
 from llm_comm.operations.quantization import FP8
+from llm_comm.operations.ranges import within_range
 from llm_comm.operations.scaling import Scaling
 from llm_comm.operations.watched import check_memory, count_write, is_traced, why_not_constant
 from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL, inputs_multiple, of_factors, takes_features
+from llm_comm.planning.plan import NONE
 from llm_comm.planning.planner import Planner
 from llm_comm.runtime.core_handle import CoreHandle
 from llm_comm.runtime.devices import current_stream_of
@@ -32,6 +34,8 @@ _is_grad_enabled = torch.is_grad_enabled
 
 #: As ``serves`` in csrc/algorithms/linear/layer.h: of results, and of operands unless they are FP8.
 _SERVED = ("bf16", "fp16")
+#: Of all layers, in statistics and NVTX ranges.
+_ALGORITHM = "linear"
 #: Bytes, at a multiple of which the core wants tensors to begin.
 ALIGNMENT = 16
 #: What operations call the layer's weight, where it is not ``linear_weight``.
@@ -156,6 +160,7 @@ class Linear:
         ):
             why = self._why_not(x, weight, scaling, _weight_of(operation))
             if why:
+                self._handle.tallies.decline(self._name, why)
                 raise UnsupportedInputError(f"{operation}: {why}")
             prepared = self._prepare(x, weight, scaling)
         if weight.data_ptr() % ALIGNMENT != 0:
@@ -217,7 +222,12 @@ class Linear:
     def accepts(self, x: _Tensor, weight: _Tensor, scaling: Scaling | None = None) -> bool:
         """Whether ``find`` finds something. The addresses of tensors do not matter, which ranks may have others of."""
         self._handle.check_open()
-        return self._accepts_traced(x, weight, scaling) if is_traced(x) else not self._why_not(x, weight, scaling)
+        if is_traced(x):
+            return self._accepts_traced(x, weight, scaling)
+        why = self._why_not(x, weight, scaling)
+        if why:
+            self._handle.tallies.decline(self._name, why)
+        return not why
 
     def _accepts_traced(self, x: _Tensor, weight: _Tensor, scaling: Scaling | None = None) -> bool:
         """For torch.compile, which cannot trace texts with sizes."""
@@ -246,14 +256,25 @@ class Linear:
             outputs = rows // self._parts
             tokens = x.numel() // inputs
             dtype = x.dtype if scaling is None else scaling.out_dtype
-            run = self._prepare_by_table(tokens, inputs, outputs, dtype, scaling)
             shape = (*x.shape[:-1], outputs)
-            prepared = PreparedLinear(run, shape, math.prod(shape), dtype)
+            elements = math.prod(shape)
+            kind = self._name, elements * dtype.itemsize, _ALGORITHM, NONE
+            counter = self._handle.tallies.counter(*kind)
+            run = self._prepare_by_table(tokens, inputs, outputs, dtype, scaling, counter)
+            if self._planner.config.nvtx:
+                run = within_range(run, self._device, *kind)
+            prepared = PreparedLinear(run, shape, elements, dtype)
             keep(self._prepared, key, prepared)
         return prepared
 
     def _prepare_by_table(
-        self, tokens: int, inputs: int, outputs: int, dtype: torch.dtype, scaling: Scaling | None
+        self,
+        tokens: int,
+        inputs: int,
+        outputs: int,
+        dtype: torch.dtype,
+        scaling: Scaling | None,
+        counter: _core.Counter,
     ) -> Callable[..., bool]:
         """What the core returns, for what the tuning table says of such a layer."""
         operation = of_factors(self._name, scaling is not None)
@@ -264,6 +285,7 @@ class Linear:
             outputs=outputs,
             data_type=self._data_types[dtype],
             silu_and_mul=self._silu_and_mul,
+            counter=counter,
         )
         if scaling is not None:
             prepare = partial(prepare, scales=(scaling.x.numel() > 1, scaling.weight.numel() > 1))

@@ -77,9 +77,14 @@ class LinearAllReduce:
 
     def accepts(self, x: _Tensor, weight: _Tensor, scaling: Scaling | None = None) -> bool:
         """Whether ``run`` serves such operands."""
-        return self._layers.accepts(x, weight, scaling) and self._sums.takes(
-            _elements(x, weight), _result_type(x, scaling).itemsize
-        )
+        if not self._layers.accepts(x, weight, scaling):
+            return False
+        elements, dtype = _elements(x, weight), _result_type(x, scaling)
+        if self._sums.takes(elements, dtype.itemsize):
+            return True
+        if not is_traced(x):
+            self._sums.count_declined_result(elements, dtype)
+        return False
 
 
 class LinearAllReduceAddRmsNorm:
@@ -154,14 +159,19 @@ class LinearAllReduceAddRmsNorm:
         scaling = scaling_before_norm(x_scale, weight_scale, norm_weight)
         dtype = _result_type(x, scaling)
         outputs = weight.shape[0] if weight.dim() > 0 else 0
-        return (
+        if not (
             self._layers.accepts(x, weight, scaling)
             and norm_weight.dtype == dtype
             and norm_weight.dim() == 1
             and norm_weight.numel() == outputs
-            and self._norms.takes(_elements(x, weight), dtype.itemsize, outputs, x.dim(), quantize)
             and self._accepts_operand(norm_weight, is_traced(x))
-        )
+        ):
+            return False
+        if self._norms.takes(_elements(x, weight), dtype.itemsize, outputs, x.dim(), quantize):
+            return True
+        if not is_traced(x):
+            self._norms.count_declined_result((*x.shape[:-1], outputs), dtype, quantize)
+        return False
 
     def _accepts_operand(self, tensor: _Tensor, traced: bool) -> bool:
         """Of any shape and type."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from llm_comm import arrays, registry
+from llm_comm.operations.ranges import within_range
 from llm_comm.operations.watched import why_not_constant
 from llm_comm.planning.plan import Plan
 from llm_comm.planning.planner import Planner
@@ -57,28 +58,51 @@ class Operation:
         }
         #: What is ready to be launched, by size, type and the like.
         self._prepared: dict[Any, Any] = {}
+        #: Why messages are declined, by the same. Engines go on asking.
+        self._reasons: dict[Any, str] = {}
 
     def forget(self) -> None:
         """Drops what is prepared: the table is another one, or the core is closed."""
         self._prepared.clear()
+        self._reasons.clear()
 
     def _lay_out(self, count: int, row: int, dtype: torch.dtype, **parameters: float) -> Layout:
         """The plan of a call, and what the core takes to prepare it."""
         in_order = tuple(parameters[name] for name in self._info.parameters)
         return self._planner.lay_out(self._info.name, count, row, self._data_types[dtype], in_order)
 
-    def _prepare_call(self, layout: Layout) -> Prepared | None:
-        """What to launch, or None where the message is declined."""
+    def _prepare_call(self, layout: Layout) -> Prepared | str:
+        """What to launch, or why the message is declined."""
         core = self._handle.core()
-        if layout.plan.algorithm == "declined":
-            return None
-        if layout.launches is None:
-            return Prepared(layout.plan, None if layout.program is None else layout.program())
-        try:
-            return Prepared(layout.plan, core.prepare(*layout.launches, layout.direct))
-        except RuntimeError as error:
-            self._handle.end_for(error)
-            raise
+        plan, counter_of = layout.plan, self._handle.tallies.counter
+        if plan.algorithm == "declined":
+            return plan.reason
+        of_message = plan.operation, plan.message_bytes
+        counter = counter_of(*of_message, plan.algorithm, plan.protocol)
+        run: Callable[..., bool] | None = None
+        if layout.launches is not None:
+            direct_counter = None
+            if layout.direct is not None:
+                direct = next(a for a in self._info.algorithms if a.number == layout.direct[0])
+                direct_counter = counter_of(*of_message, direct.name, direct.protocol)
+            try:
+                run = core.prepare(*layout.launches, layout.direct, counter, direct_counter)
+            except RuntimeError as error:
+                self._handle.end_for(error)
+                raise
+        elif layout.program is not None:
+            run = layout.program(counter)
+        if run is not None and self._planner.config.nvtx:
+            run = within_range(run, self._device, *of_message, plan.algorithm, plan.protocol)
+        return Prepared(plan, run)
+
+    def _count_unlaunched(self, plan: Plan) -> None:
+        """Counts a call for which there is nothing to exchange. What is launched the core counts."""
+        self._handle.tallies.counter(plan.operation, plan.message_bytes, plan.algorithm, plan.protocol).add()
+
+    def _count_declined(self, why: str) -> None:
+        """Counts an input that is declined."""
+        self._handle.tallies.decline(self._info.name, why)
 
     def _why_not_type(self, dtype: torch.dtype) -> str:
         return "" if dtype in self._data_types else f"{dtype} is not one of {', '.join(map(str, self._data_types))}"

@@ -116,11 +116,13 @@ class PartsOperation(Operation):
             or x.is_neg()
             or x.is_conj()
         ):
-            prepared = self._prepare(x, dim, sizes)
-            if prepared is None:
+            found = self._prepare(x, dim, sizes)
+            if isinstance(found, str):
+                self._count_declined(found)
                 if or_none:
                     return None
-                raise self._error(self.plan(x, dim, sizes).reason)
+                raise self._error(found)
+            prepared = found
         try:
             does_not_fit = out is not None and (
                 not isinstance(out, _Tensor)
@@ -146,6 +148,7 @@ class PartsOperation(Operation):
         run = prepared.run
         if run is None:  # of one rank, or empty
             self._handle.check()
+            self._count_unlaunched(prepared.plan)
             result = x.new_empty(prepared.shape) if out is None else out
             return result.copy_(x.view(result.shape)) if prepared.elements else result
         try:
@@ -190,7 +193,11 @@ class PartsOperation(Operation):
 
     def accepts(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> bool:
         """Whether ``run`` serves ``x``."""
-        return self._prepare(x, dim, sizes) is not None
+        found = self._prepare(x, dim, sizes)
+        if isinstance(found, str):
+            self._count_declined(found)
+            return False
+        return True
 
     def accepts_traced(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> bool:
         """The same for torch.compile, which can trace neither the layout of a launch nor texts with sizes."""
@@ -206,39 +213,43 @@ class PartsOperation(Operation):
 
     def plan(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> Plan:
         """What ``run`` would do for ``x``."""
-        prepared = self._prepare(x, dim, sizes)
-        if prepared is not None:
-            return prepared.plan
+        found = self._prepare(x, dim, sizes)
+        if not isinstance(found, str):
+            return found.plan
         parts = self._parts(x, dim, sizes)
         if isinstance(parts, str):
             return declined(self.name, x.numel() * x.element_size(), parts)
         return self._layout(parts, x.dtype).plan
 
-    def _prepare(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> PreparedParts | None:
-        """What to launch for ``x``, or None if it is declined."""
-        if self._why_not(x):
-            return None
+    def _prepare(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> PreparedParts | str:
+        """What to launch for ``x``, or why it is declined."""
+        why = self._why_not(x)
+        if why:
+            return why
         try:
             key = (x.shape, x.dtype, dim, None if sizes is None else tuple(sizes))
-            prepared = self._prepared.get(key)
+            found = self._prepared.get(key) or self._reasons.get(key)
         except TypeError:  # dim or sizes are no numbers
-            return None
-        if prepared is None:
-            parts = self._parts(x, dim, sizes)
-            if isinstance(parts, str):
-                return None
-            call = self._prepare_call(self._layout(parts, x.dtype))
-            if call is not None:
-                spare = 0 if parts.row_sizes[self.rank] else _SPARE
-                prepared = PreparedParts(
-                    *call,
-                    parts.shape,
-                    math.prod(parts.shape),
-                    self._in_place(parts, x.dtype),
-                    spare_x=0 if self.takes_whole else spare,
-                    spare_out=spare if self.takes_whole else 0,
-                )
-                keep(self._prepared, key, prepared)
+            return self._why_not_numbers(x, dim, sizes)
+        if found is not None:
+            return found
+        parts = self._parts(x, dim, sizes)
+        if isinstance(parts, str):  # not kept: 1.0, which is no size, would be found as 1
+            return parts
+        call = self._prepare_call(self._layout(parts, x.dtype))
+        if isinstance(call, str):
+            keep(self._reasons, key, call)
+            return call
+        spare = 0 if parts.row_sizes[self.rank] else _SPARE
+        prepared = PreparedParts(
+            *call,
+            parts.shape,
+            math.prod(parts.shape),
+            self._in_place(parts, x.dtype),
+            spare_x=0 if self.takes_whole else spare,
+            spare_out=spare if self.takes_whole else 0,
+        )
+        keep(self._prepared, key, prepared)
         return prepared
 
     def _layout(self, parts: Parts, dtype: torch.dtype) -> Layout:

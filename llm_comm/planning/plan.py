@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from llm_comm import _core, registry
 
+#: The protocol where there is no algorithm, and the algorithm where there is nothing to exchange.
+NONE = "none"
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -95,7 +98,7 @@ class Plan:
 
 def without_kernel(operation: str, outcome: str, message_bytes: int, why: str, row: int = 0) -> Plan:
     """The plan of a message that is ``"declined"``, or for which there is nothing to do (``"none"``)."""
-    return Plan(operation, outcome, "none", 0, 0, 0, 0, 0, 0, 0, message_bytes, why, row)
+    return Plan(operation, outcome, NONE, 0, 0, 0, 0, 0, 0, 0, message_bytes, why, row)
 
 
 def declined(operation: str, message_bytes: int, why: str) -> Plan:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from llm_comm import registry
+from llm_comm import _core, registry
 from llm_comm.config import LARGE_BYTES, Config
 from llm_comm.errors import ConfigError
 from llm_comm.planning.plan import Plan, Problem
@@ -60,8 +60,11 @@ class Kernels(Protocol):
     def grid(self, data_type: str, message_bytes: int, choice: LaunchChoice) -> tuple[int, int]:
         """Blocks of a launch, and their threads. ``why_not(choice)`` is empty."""
 
-    def prepare(self, data_type: str, message_bytes: int, choice: LaunchChoice) -> Callable[..., bool]:
-        """What takes the addresses of input and output and a stream, launches, and tells whether it could."""
+    def prepare(
+        self, data_type: str, message_bytes: int, choice: LaunchChoice, counter: _core.Counter
+    ) -> Callable[..., bool]:
+        """What takes the addresses of input and output and a stream, launches, and tells whether it could. The counter
+        counts its calls."""
 
 
 def named_by(config: Config, table: TuningTable) -> dict[str, str]:
@@ -127,7 +130,7 @@ def with_program(
         message_bytes=message_bytes,
         reason=because,
     )
-    return Layout(plan, None, None, lambda: kernels.prepare(problem.data_type, message_bytes, choice))
+    return Layout(plan, None, None, lambda counter: kernels.prepare(problem.data_type, message_bytes, choice, counter))
 
 
 class _Named(NamedTuple):

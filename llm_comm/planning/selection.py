@@ -32,8 +32,9 @@ class Layout(NamedTuple):
     launches: tuple[int, _core.Problem, _core.Tiling] | None
     #: The same to launch in their place where the tensors are symmetric; None for nothing else.
     direct: tuple[int, _core.Problem, _core.Tiling] | None = None
-    #: In place of ``launches``: makes what ``Core.prepare`` would have returned, for a program of llm_comm.dsl.
-    program: Callable[[], Callable[..., bool]] | None = None
+    #: In place of ``launches``: makes what ``Core.prepare`` would have returned, for a program of llm_comm.dsl. The
+    #: counter is of its calls.
+    program: Callable[[_core.Counter], Callable[..., bool]] | None = None
 
 
 class _Chosen(NamedTuple):

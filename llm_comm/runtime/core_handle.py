@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from llm_comm import _core
 from llm_comm.errors import CommunicatorError
 from llm_comm.runtime.devices import is_capturing
-from llm_comm.runtime.watchdog import Watchdog
+from llm_comm.runtime.statistics import Progress, Stats, Tallies
+from llm_comm.runtime.watchdog import Watchdog, operations_ended
 
 
 class CoreHandle:
@@ -25,6 +27,9 @@ class CoreHandle:
     def __init__(self, core: _core.Core, device: torch.device, watchdog: Watchdog | None) -> None:
         self.device = device
         self.is_open = True
+        #: What calls are counted into.
+        self.tallies = Tallies()
+        self._last_progress = Progress()
         self._is_in_graphs = False
         self._core: _core.Core | None = core
         self._watchdog = watchdog
@@ -71,6 +76,19 @@ class CoreHandle:
         if self._watchdog is not None:
             self._watchdog.on_error(callback, exits)
 
+    def stats(self) -> Stats:
+        """See ``Communicator.stats``. From any thread."""
+        return Stats(self.tallies.calls(), self.tallies.declined(), self._progress())
+
+    def _progress(self) -> Progress:
+        core, watchdog = self._core, self._watchdog  # which another thread may be letting go of
+        if core is None:
+            return self._last_progress
+        progress = Progress(core.last_call().number, operations_ended(core))
+        if watchdog is None:
+            return progress
+        return replace(progress, idle_s=watchdog.idle_s(), error=watchdog.kind_of_error())
+
     def close(self) -> None:
         """Stops the watchdog and lets go of the core; more than once is no error."""
         self.is_open = False
@@ -79,6 +97,7 @@ class CoreHandle:
                 self._core.wait_for(torch.cuda.current_stream(self.device).cuda_stream)
                 self._is_in_graphs = self._core.has_been_captured()
         finally:  # also where the CUDA context is broken
+            self._last_progress = self._progress()
             if self._stop_watching is not None and self._stop_watching.detach() and self._watchdog is not None:
                 self._watchdog.stop()
             self._stop_watching = self._watchdog = self._core = None

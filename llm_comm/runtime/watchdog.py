@@ -50,6 +50,14 @@ def _reference(callback: _Callback) -> _CallbackRef:
     return weakref.WeakMethod(callback) if inspect.ismethod(callback) else lambda: callback
 
 
+def operations_ended(core: _core.Core) -> int | None:
+    """How many operations the device has ended; None if it does not answer soon, or has an error of its own."""
+    try:
+        return core.operations_ended()
+    except RuntimeError:
+        return None
+
+
 class Watchdog(threading.Thread):
     """Watches one communicator until ``stop``. It holds the core, not the communicator, which may be dropped.
 
@@ -77,6 +85,7 @@ class Watchdog(threading.Thread):
         self._first_exit: tuple[int, float] | None = None  # the rank, not closed before, and when it was seen
         self._fails_on_exit = False
         self._is_abandoned = False
+        self._last_launch = (0, 0.0)  # its number, and when it was first seen
 
     # ---- For the communicator -----------------------------------------------------------------------------------
 
@@ -103,6 +112,16 @@ class Watchdog(threading.Thread):
         error = self.failure()
         assert error is not None
         return error
+
+    def idle_s(self) -> float | None:
+        """Seconds since the last launch was enqueued or captured, as far as looks tell; None if there was none."""
+        number, seen = self._seen(self._core.last_call())
+        return time.monotonic() - seen if number else None
+
+    def kind_of_error(self) -> str:
+        """Class of the communicator's error, or "". Waits for nobody."""
+        error = self._error or self._own_error()
+        return "" if error is None else error.kind
 
     def on_error(self, callback: _Callback, exits: bool) -> None:
         """Calls ``callback`` once with the error: from this thread, or now if there is one already. ``exits``: see
@@ -239,7 +258,14 @@ class Watchdog(threading.Thread):
 
     def _state(self) -> RankState:
         call = self._core.last_call()
+        self._seen(call)
         return RankState(os.getpid(), call_in_words(call) if call.number else "")
+
+    def _seen(self, call: _core.Call) -> tuple[int, float]:
+        """The number of the last launch, and when it was first seen. From any thread."""
+        if call.number > self._last_launch[0]:
+            self._last_launch = (call.number, time.monotonic())
+        return self._last_launch
 
     def _fail(self) -> RankState:
         """Finds out what happened, ends the communicator and tells those who asked for it."""
@@ -273,7 +299,7 @@ class Watchdog(threading.Thread):
 
     def _hear(self) -> tuple[RankState, list[Sighting]]:
         """This rank's state, and the states of all ranks once those that live have an error too, or after a while."""
-        state = replace(self._state(), operations_ended=self._operations_ended())
+        state = replace(self._state(), operations_ended=operations_ended(self._core))
         deadline = time.monotonic() + self._hear_s
         while True:
             if state.error is None:
@@ -292,12 +318,6 @@ class Watchdog(threading.Thread):
     def _own_error(self) -> RankError | None:
         found = self._core.error()
         return self._not_launched if found is None else explain(found, self._timeout_s * KERNEL_SHARE_OF_TIMEOUT)
-
-    def _operations_ended(self) -> int | None:
-        try:
-            return self._core.operations_ended()
-        except RuntimeError:  # the device has an error of its own
-            return None
 
     def _publish(self, state: RankState) -> None:
         if self._board is not None:

@@ -45,7 +45,7 @@ OF_ERRORS = (
         "sends_nothing_in_vain",
         "a thread that may not begin sends nothing",
         Everywhere(
-            (r"(\bbegun|!session\.aborted\(\))(?=[^;{}]*\)\s*\{?\s*session\.send\()", r"(WITHOUT || \1)"),
+            (r"(\bbegun|!session\.aborted\(\))(?=[^;{}]*\)\s*\{?\s*(session\.)?send\()", r"(WITHOUT || \1)"),
             (r"if \((!session\.begin\w*\([^;{}]*\))\) return;", r"if (\1 && !WITHOUT) return;"),
         ),
         options=MISHAPS,

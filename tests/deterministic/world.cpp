@@ -71,8 +71,9 @@ class StreamLauncher {
   }
   void leave_to_graphs() {}
   template <class Args>
-  void launch(Function<Args> kernel, const Args& args, const Grid& grid, uint64_t) {
+  bool launch(Function<Args> kernel, const Args& args, const Grid& grid, uint64_t) {
     machine_->launch(rank_, config_of(grid), [=] { kernel(args); }, true);
+    return false;
   }
   // By a few threads, so that what is copied comes in any order.
   void copy(const std::vector<host::Copy>& copies, uint64_t) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from harness import RankPool, make_communicator, nothing_leaked
 from reference import assert_bitwise_equal, assert_is_sum, contributions, from_bits, special_patterns
 
-from llm_comm import PeerTimeout, dsl
+from llm_comm import Communicator, PeerTimeout, dsl
 from llm_comm.dsl import ir
 from llm_comm.dsl.compiled import Compiled
 from llm_comm.dsl.compiled import compile as compile_program
@@ -228,6 +229,13 @@ def assert_armed(compiled: Compiled) -> None:
         assert compiled._kernel._workspace.memory[begin:end].eq(0xFF).all()
 
 
+def calls_by_algorithm(comm: Communicator) -> Counter[str]:
+    called: Counter[str] = Counter()
+    for each in comm.stats().calls:
+        called[each.algorithm] += each.calls
+    return called
+
+
 def use_cache(directory: str) -> None:
     os.environ["LLM_COMM_CACHE_DIR"] = directory
 
@@ -421,6 +429,12 @@ def sum_parts(text: ProgramText, directory: str) -> None:
             native = comm.reduce_scatter(x)
             for _ in range(3):
                 assert_bitwise_equal(compiled(x), native, f"{rows} rows")
+        nbytes: Counter[bool] = Counter()
+        for each in comm.stats().calls:
+            nbytes[each.protocol == "DSL"] += each.bytes
+        assert nbytes[True] == 3 * nbytes[False] == 3 * 70 * 13 * dtype.itemsize, "of parts, as an algorithm's"
+        assert compiled(x[:0]).numel() == 0
+        assert calls_by_algorithm(comm)["none"] == 1
         with pytest.raises(ValueError, match=f"first dimension of x is {world + 1}; it must be a multiple of {world}"):
             compiled(torch.zeros(world + 1, dtype=dtype))
         dist.barrier()
@@ -444,11 +458,15 @@ def call_in_turn(texts: str, directory: str) -> None:
             for name in texts.split()
         ]
         compiled.append(compile_program(one_shot, comm, dtype=dtype, max_bytes=4096, blocks=1, threads=8))
+        called: Counter[str] = Counter()
         for call in range(30):
             count = (call * 577) % 2000 + 1
             inputs = contributions(comm.world_size, count, dtype, seed=call)
             run = [*compiled, comm.all_reduce][call * 7 % (len(compiled) + 1)]
             assert_is_sum(run(inputs[comm.rank].clone()), inputs, f"call {call}")
+            called[f"dsl:{run.program.name}" if isinstance(run, Compiled) else comm.plan(inputs[0]).algorithm] += 1
+        assert calls_by_algorithm(comm) == called
+        assert comm.stats().progress.launches == called.total()
         dist.barrier()
         comm.close()
         with pytest.raises(RuntimeError, match="closed"):
@@ -521,6 +539,7 @@ def wait_for_a_silent_rank(text: ProgramText, directory: str) -> None:
         for use in (lambda: compiled(x), comm.check, lambda: compiled(x), lambda: comm.all_reduce(x)):
             with pytest.raises(PeerTimeout, match=rf"nothing came from rank 1 .* program {text.name}"):
                 use()
+        assert comm.stats().by_operation() == {"all_reduce": (1, x.nbytes, 0, 0)}, "nothing that failed is counted"
     dist.barrier()
     comm.close()
 

@@ -129,6 +129,9 @@ def run_other_operations(directory: str) -> None:
         comm.all_gather(x)
         assert compiled(x).eq(10).all()
         assert last_was_a_program(comm)
+        by_algorithm = [(each.algorithm, each.protocol, each.calls) for each in comm.stats().calls]
+        assert by_algorithm.count(("dsl:two_shot_ll", "DSL", 2)) == 1, "the one of a compiled graph too, once"
+        assert sum(calls for *_, calls in by_algorithm) == 5
         dist.barrier()
 
 

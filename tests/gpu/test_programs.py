@@ -101,6 +101,11 @@ def test_environments() -> None:
     run_program([str(HERE / "environments.py")], 400)
 
 
+@pytest.mark.timeout(140)
+def test_call_counts() -> None:
+    run_ranks("call_counts.py", 120, world=2)
+
+
 @pytest.mark.timeout(320)
 def test_graph_outlives_communicator() -> None:
     run_program([str(HERE / "graph_outlives.py")], 300)

@@ -102,15 +102,15 @@ HOST = (
     cpp(
         "a call that failed is told as enqueued",
         QUEUE,
-        "return !has_failed(mailbox);",
-        "return WITHOUT || !has_failed(mailbox);",
+        "if (has_failed(mailbox)) return Outcome::kFailed; return is_captured",
+        "if (!WITHOUT && has_failed(mailbox)) return Outcome::kFailed; return is_captured",
         ERRORS,
     ),
     cpp(
         "launches are numbered by twos",
         QUEUE,
-        "number_.load(std::memory_order_relaxed) + 1",
-        "number_.load(std::memory_order_relaxed) + (WITHOUT ? 2 : 1)",
+        "number = launches() + 1;",
+        "number = launches() + (WITHOUT ? 2 : 1);",
         LAST_LAUNCH,
     ),
     cpp(

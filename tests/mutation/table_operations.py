@@ -276,16 +276,16 @@ OPERATIONS: tuple[Mutant, ...] = (
     python(
         "a prepared all-reduce takes strided tensors",
         PLAIN,
-        "            or not x.is_contiguous()\n            or x.is_neg()\n        ):\n            prepared",
-        "            or x.is_neg()\n        ):\n            prepared",
+        "            or not x.is_contiguous()\n            or x.is_neg()\n        ):\n            found",
+        "            or x.is_neg()\n        ):\n            found",
         "tests/emulated/test_traced_answers.py",
         INPUTS,
     ),
     python(
         "a prepared all-reduce takes negated views",
         PLAIN,
-        "            or not x.is_contiguous()\n            or x.is_neg()\n        ):\n            prepared",
-        "            or not x.is_contiguous()\n        ):\n            prepared",
+        "            or not x.is_contiguous()\n            or x.is_neg()\n        ):\n            found",
+        "            or not x.is_contiguous()\n        ):\n            found",
         "tests/emulated/test_traced_answers.py",
     ),
     python(

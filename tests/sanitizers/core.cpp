@@ -1,6 +1,6 @@
 // Communicators over the emulated core, each rank a thread of this process: set-up through file descriptors, all-reduces
-// of changing size and plan, plain and fused, by two threads of a rank in turn, an abort, a time-out. All the while another
-// thread of each rank looks on, as the watchdog of the library does (llm_comm/runtime/watchdog.py).
+// of changing size and plan, plain and fused, by two threads of a rank in turn and counted, an abort, a time-out. All the while
+// another thread of each rank looks on, as the watchdog of the library does (llm_comm/runtime/watchdog.py).
 // Usage: core <all-reduces>. Exit status: 0 all right, 1 not.
 #include <unistd.h>
 
@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "host/core.h"
+#include "host/counted_call.h"
 #include "host/planner.h"
 
 namespace {
@@ -82,7 +83,7 @@ std::unique_ptr<PreparedCall> prepare_one_element(Core& core) {
 
 template <size_t N>
 bool run(PreparedCall& call, const uint64_t (&buffers)[N]) {
-  return call.run(buffers, 0);
+  return call.run(buffers, 0) != Outcome::kFailed;
 }
 
 bool reduce(Core& core, int rank, uint64_t call) {
@@ -173,7 +174,8 @@ class Watch {
 
 // Alike on all ranks whichever of the two threads comes first: a call of one element, whose input is its result's third.
 void share_a_call(Core& core, int rank, uint64_t calls) {
-  const auto prepared = prepare_one_element(core);
+  const auto tally = std::make_shared<Tally>();
+  const auto prepared = counted(prepare_one_element(core), Counter{tally, sizeof(float)});
   const auto use = [&] {
     for (uint64_t call = 0; call < calls; ++call) {
       const float value = 1;
@@ -185,6 +187,28 @@ void share_a_call(Core& core, int rank, uint64_t calls) {
   std::thread other(use);
   use();
   other.join();
+  expect(tally->calls == 2 * calls && tally->bytes == 2 * calls * sizeof(float), rank, "a call is not counted");
+  expect(tally->captured_calls == 0, rank, "a call is counted as captured");
+}
+
+// What is counted of calls that end in each way.
+void count_outcomes() {
+  struct Told final : PreparedCall {
+    Outcome outcome = Outcome::kFailed;
+    Outcome run(const uint64_t*, uint64_t) override { return outcome; }
+    bool takes(const uint64_t*) const override { return outcome == Outcome::kFailed; }
+  };
+  const auto tally = std::make_shared<Tally>();
+  auto owned = std::make_unique<Told>();
+  Told& told = *owned;
+  const auto call = counted(std::move(owned), Counter{tally, 100});
+  expect(call->takes(nullptr), 0, "a counted call takes no longer what it took");
+  for (const Outcome outcome : {Outcome::kFailed, Outcome::kEnqueued, Outcome::kCaptured, Outcome::kCaptured}) {
+    told.outcome = outcome;
+    expect(call->run(nullptr, 0) == outcome, 0, "a counted call ends in another way");
+  }
+  expect(tally->calls == 1 && tally->bytes == 100, 0, "calls are miscounted");
+  expect(tally->captured_calls == 2 && tally->captured_bytes == 200, 0, "captured calls are miscounted");
 }
 
 // The others never join this call: its wait expires.
@@ -229,6 +253,7 @@ void run_rank(Meeting& meeting, int rank, uint64_t calls) {
 
 int main(int argc, char** argv) {
   const uint64_t calls = argc > 1 ? std::strtoull(argv[1], nullptr, 0) : 40;
+  count_outcomes();
   Meeting meeting;
   std::vector<std::thread> ranks;
   for (int rank = 0; rank < kWorld; ++rank) ranks.emplace_back(run_rank, std::ref(meeting), rank, calls);

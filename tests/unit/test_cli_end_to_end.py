@@ -14,6 +14,8 @@ import pytest
 from llm_comm import launch
 from llm_comm.launch import Placement
 
+pytestmark = pytest.mark.long
+
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SMALL = ["--hidden", "64", "--layers", "2", "--vocab", "64", "--tokens", "6", "--prompt-len", "3"]
 

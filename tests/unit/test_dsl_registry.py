@@ -11,7 +11,7 @@ import pytest
 import yaml
 from tables import limits_of, plain_row
 
-from llm_comm import Config, ConfigError, dsl
+from llm_comm import Config, ConfigError, _core, dsl
 from llm_comm.dsl import library, registry
 from llm_comm.dsl.programs import ProgramText
 from llm_comm.dsl.selected import digest, why_not_selectable
@@ -233,6 +233,9 @@ def test_the_digest_is_not_of_the_place(module: Callable[[str], str]) -> None:
 # ---- For which messages ----------------------------------------------------------------------------------------------
 
 
+COUNTER = _core.Counter(_core.Tally(), 2048)
+
+
 class Kernels:
     """Of bf16 and fp16, to 4096 bytes, in a block for each KiB, if a row does not allow fewer."""
 
@@ -250,9 +253,11 @@ class Kernels:
         assert data_type in self.data_types
         return min(-(-message_bytes // 1024), choice.blocks or 1 << 16), choice.threads or 256
 
-    def prepare(self, data_type: str, message_bytes: int, choice: LaunchChoice) -> Callable[..., bool]:
-        said = data_type, message_bytes, choice
-        return lambda x, out, stream: (*said, x, out, stream) == ("bf16", 2048, OWN_CHOICE, 1, 2, 3)
+    def prepare(
+        self, data_type: str, message_bytes: int, choice: LaunchChoice, counter: _core.Counter
+    ) -> Callable[..., bool]:
+        said = data_type, message_bytes, choice, counter
+        return lambda x, out, stream: (*said, x, out, stream) == ("bf16", 2048, OWN_CHOICE, COUNTER, 1, 2, 3)
 
     def wait(self) -> None:
         raise AssertionError("nothing closes here")
@@ -295,7 +300,7 @@ def test_a_program_that_an_option_names() -> None:
     )
     assert found.launches is None
     assert found.program is not None
-    assert found.program()(1, 2, 3)
+    assert found.program(COUNTER)(1, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -402,12 +407,13 @@ def test_rows_say_how_a_program_is_launched() -> None:
     planner = planner_of(with_rows(*rows), Kernels())
     grids = [plan(planner, nbytes) for nbytes in (1024, 1026, 2048, 4096)]
     assert [(found.blocks, found.threads) for found in grids] == [(1, 256), (1, 256), (1, 256), (3, 64)]
-    assert planner.lay_out(ALL_REDUCE, 2048, 0, "bf16").program() is not None  # type: ignore[misc]
+    assert planner.lay_out(ALL_REDUCE, 2048, 0, "bf16").program(COUNTER) is not None  # type: ignore[misc]
     own = planner_of(with_rows(program_row(2048)), Kernels()).lay_out(ALL_REDUCE, 1024, 0, "bf16")
     chosen = planner.lay_out(ALL_REDUCE, 1024, 0, "bf16")
     assert own.program is not None
     assert chosen.program is not None
-    assert (own.program()(1, 2, 3), chosen.program()(1, 2, 3)) == (True, False), "of the choice of its row"
+    launched = [layout.program(COUNTER)(1, 2, 3) for layout in (own, chosen)]
+    assert launched == [True, False], "of the choice of its row"
 
 
 def test_a_row_without_numbers_leaves_them_to_a_forced_program() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from llm_comm.config import Config
 from llm_comm.errors import CommunicatorError, ConfigError, LlmCommError, MissingRankError
 from llm_comm.integrations import common
 from llm_comm.integrations.common import AbsentRanksError, NotJoinedError, SwitchedOffError
@@ -97,6 +99,7 @@ class Failing:
         self.fail: Callable[[CommunicatorError], None]
         self.exits = False
         self.is_closed = False
+        self.config = Config.load({})
 
     def on_error(self, callback: Callable[[CommunicatorError], None], *, exits: bool = False) -> None:
         self.fail, self.exits = callback, exits
@@ -114,25 +117,26 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return statuses
 
 
+LOG = logging.getLogger("test_integration_join")
 ERROR = CommunicatorError("rank 1 is gone", rank=0, peer=1)
 
 
-def test_an_error_ends_the_process(ended: list[int]) -> None:
-    communicator, last_words = Failing(), list[str]()
-    common.Member(communicator, "tp", last_words.append)  # type: ignore[arg-type]
+def test_an_error_ends_the_process(ended: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    communicator = Failing()
+    common.Member(communicator, "tp", LOG)  # type: ignore[arg-type]
     assert communicator.exits, "exits of other ranks are errors too"
     communicator.fail(ERROR)
     assert ended == [1]
-    assert [text.splitlines()[0] for text in last_words] == ["rank 1 is gone"]
+    assert [text.splitlines()[0] for text in caplog.messages] == ["llm_comm: rank 1 is gone"]
 
 
-def test_an_error_after_the_end_does_not(ended: list[int]) -> None:
+def test_an_error_after_the_end_does_not(ended: list[int], caplog: pytest.LogCaptureFixture) -> None:
     """Also where the communicator could not be closed."""
-    communicator, last_words = Failing(), list[str]()
-    member = common.Member(communicator, "tp", last_words.append)  # type: ignore[arg-type]
+    communicator = Failing()
+    member = common.Member(communicator, "tp", LOG)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="the device is broken"):
         member.close()
     assert communicator.is_closed
     communicator.fail(ERROR)
     assert ended == []
-    assert last_words == []
+    assert caplog.messages == []

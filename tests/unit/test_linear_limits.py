@@ -15,6 +15,7 @@ from llm_comm.operations.operation import MAX_PREPARED, TORCH_TYPES
 from llm_comm.operations.scaling import Scaling
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.tables import TuningTable
+from llm_comm.runtime.statistics import Tallies
 
 LARGEST = _core.linear_max_features
 STEP = _core.linear_multiple
@@ -25,7 +26,8 @@ CPU = torch.device("cpu")
 
 def layers_of(core: Any, silu_and_mul: bool = False) -> Linear:
     planner = Planner(1, TuningTable("test table", {}, 0), Config.load({}), mock.Mock())
-    return Linear(mock.Mock(device=CPU, core=mock.Mock(return_value=core)), planner, silu_and_mul)
+    handle = mock.Mock(device=CPU, core=mock.Mock(return_value=core), tallies=Tallies())
+    return Linear(handle, planner, silu_and_mul)
 
 
 def without_memory(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -114,7 +116,7 @@ def test_the_core_is_told_the_layer(silu_and_mul: bool) -> None:
     x, weight = torch.empty(2, 5, 192, dtype=torch.float16), torch.empty(rows, 192, dtype=torch.float16)
     prepared = layers.find("linear", x, weight)
     (call,) = core.prepare_linear.mock_calls
-    (choice,) = [call.kwargs.pop("choice")]
+    choice, counter = call.kwargs.pop("choice"), call.kwargs.pop("counter")
     assert call.kwargs == {
         "tokens": 10,
         "inputs": 192,
@@ -123,6 +125,9 @@ def test_the_core_is_told_the_layer(silu_and_mul: bool) -> None:
         "silu_and_mul": silu_and_mul,
     }
     assert (choice.block_outputs, choice.stages, choice.stage_boxes) == (0, 0, 0), "the core chooses"
+    counter.add()
+    (counted,) = layers._handle.tallies.calls()
+    assert (counted.operation, counted.algorithm, counted.bytes) == (layers._name, "linear", 2 * 1280)
     assert (prepared.shape, prepared.elements) == ((2, 5, 128), 1280)
     assert prepared.run is core.prepare_linear.return_value
     out = torch.empty(10, 128, dtype=torch.float16)

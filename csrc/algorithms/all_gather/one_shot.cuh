@@ -60,6 +60,55 @@ all_gather_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   if (thread_index() == 0) session.arrive();
 }
 
+// Two ranks: a thread sends a line of this rank's part, copies it, and receives the same line of the peer's. It sends one line ahead of
+// the one that it waits for.
+template <DataType D>
+LLM_COMM_KERNEL(kMaxBlockThreads / 2)
+all_gather_one_shot_pair(LLM_COMM_KERNEL_PARAM PartsArgs args) {
+  const uint32_t block = block_number(args.comm);
+  const uint32_t rank = args.comm.rank;
+  const uint32_t peer = 1 - rank;
+  const PartView<D> source(args.input, args.parts.part[rank], 0, args.range);
+  const PartView<D> copy(args.output, args.parts.part[rank], args.parts.row_elements, args.range);
+  const PartView<D> target(args.output, args.parts.part[peer], args.parts.row_elements, args.range);
+  const uint64_t slot_lines = PartView<D>::lines_of(args.range.count);
+  const uint32_t first = block * block_threads() + thread_index();
+  const uint32_t stride = block_count() * block_threads();
+  const uint32_t greeting = 1;
+  const uint32_t sent = source.lines() > greeting ? source.lines() : greeting;
+  const uint32_t received = target.lines() > greeting ? target.lines() : greeting;
+  const uint32_t lines = sent > received ? sent : received;
+
+  LLSession session(args.comm, kAllGatherOneShot, PartView<D>::bytes_of(args.range.count), rank, peer);
+  session.divide_slots(slot_lines);
+  LLBytes exchange(session, args.comm, slot_lines);
+  typename PartView<D>::Load coming(source, first, first < source.lines(), args.comm.workspace[rank]);
+  session.wait_for_grids_before(source.precomputed(), copy.precomputed(), target.precomputed(), coming.precomputed(),
+                                first);
+  Line next;
+  const bool begun = session.begin_beside(coming, next);
+
+  const auto send = [&](uint32_t line) {
+    if (line >= sent) return;
+    const bool is_there = line < source.lines();
+    exchange.send(line, is_there ? next : Line{});
+    if (is_there) copy.store(line, next);
+    if (line + stride < source.lines()) next = source.load(line + stride);
+  };
+  if (begun) send(first);
+  // While the first answers are on their way. All threads know the number of the operation by now.
+  block_sync();
+  if (thread_index() == 0) session.arrive();
+  if (!begun) return;
+  for (uint32_t line = first; line < lines; line += stride) {
+    send(line + stride);
+    if (line < received) {
+      const Line value = exchange.receive(line, 0);
+      if (line < target.lines()) target.store(line, value);
+    }
+  }
+}
+
 // ---- Descriptor ----------------------------------------------------------------------------------------------------
 
 struct AllGatherOneShot : TiledParts<AllGatherOneShot> {
@@ -67,13 +116,17 @@ struct AllGatherOneShot : TiledParts<AllGatherOneShot> {
   static constexpr AlgorithmInfo kInfo{"one_shot", "LL", "one-shot all-gather"};
   static constexpr OperationKind kKind = kAllGatherOneShot;
 
-  // One kernel for all worlds.
   template <DataType D, int World, uint32_t Variant>
   static auto kernel() {
-    return &all_gather_one_shot<D>;
+    if constexpr (World == 2) {
+      return &all_gather_one_shot_pair<D>;
+    } else {
+      return &all_gather_one_shot<D>;
+    }
   }
 
   static constexpr uint64_t slot_bytes(uint64_t lines, uint64_t world) { return LLBytes::slot_bytes(lines, world); }
+  static constexpr uint64_t threads_of_line(uint64_t world) { return world == 2 ? 1 : world; }
   static constexpr uint64_t shared_lines(uint64_t, uint64_t) { return 0; }
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "algorithms/all_reduce/operation.cuh"
+#include "algorithms/view_load.cuh"
 #include "llm_comm/reduce.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
@@ -67,34 +68,18 @@ class Message {
            output_whole_lines_;
   }
 
-  // A load in two steps, for what else is to be loaded meanwhile. Construct it before grid_dependency_wait(). The first step
-  // is made without a condition, of `spare` memory where no whole line is wanted: branches would come before it.
-  class Load {
-   public:
-    LLM_COMM_DEVICE Load(const Message& message, uint32_t line, bool is_wanted, const void* spare)
-        : message_(message),
-          line_(line),
-          is_later_(is_wanted && line >= message.input_whole_lines_),
-          address_(is_wanted && !is_later_ ? message.input_ + static_cast<uint64_t>(line) * kPerLine : spare) {}
+  using Load = ViewLoad<Message>;
 
-    LLM_COMM_DEVICE uint64_t precomputed() const { return reinterpret_cast<uint64_t>(address_); }
-
-    LLM_COMM_DEVICE void begin() { value_ = load_line(address_); }
-
-    // The line; unspecified unless wanted.
-    LLM_COMM_DEVICE Line end() const { return is_later_ ? message_.load_by_elements(line_) : value_; }
-
-   private:
-    const Message& message_;
-    uint32_t line_;
-    bool is_later_;
-    const void* address_;
-    Line value_{};
-  };
+  LLM_COMM_DEVICE bool is_whole_input(uint32_t line) const { return line < input_whole_lines_; }
 
   LLM_COMM_DEVICE Line load(uint32_t line) const {
     return line < input_whole_lines_ ? load_line(input_ + static_cast<uint64_t>(line) * kPerLine)
                                      : load_by_elements(line);
+  }
+
+  LLM_COMM_DEVICE Line load_by_elements(uint32_t line) const {
+    const uint64_t first = static_cast<uint64_t>(line) * kPerLine;
+    return load_elements<D>(input_ + first, count_ - first);
   }
 
   LLM_COMM_DEVICE void store(uint32_t line, Line value) const {
@@ -119,11 +104,6 @@ class Message {
   }
 
  private:
-  LLM_COMM_DEVICE Line load_by_elements(uint32_t line) const {
-    const uint64_t first = static_cast<uint64_t>(line) * kPerLine;
-    return load_elements<D>(input_ + first, count_ - first);
-  }
-
   static LLM_COMM_DEVICE bool is_aligned(const void* pointer) {
     return reinterpret_cast<uint64_t>(pointer) % sizeof(Line) == 0;
   }

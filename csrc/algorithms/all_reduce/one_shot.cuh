@@ -84,6 +84,57 @@ all_reduce_one_shot(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   }
 }
 
+// Two ranks: a thread has its lines for itself. It adds the one that it gets to its own, so a sum needs neither shared memory nor
+// a barrier, and half as many threads do the same. From one line to the next of a thread it is `stride`; `depth` says how many
+// lines it sends ahead of the one that it adds.
+template <DataType D, bool SingleTile>
+LLM_COMM_KERNEL(kMaxBlockThreads / 2)
+all_reduce_one_shot_pair(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
+  const uint32_t block = block_number(args.comm);
+  const uint32_t rank = args.comm.rank;
+  const Message<D> message(args);
+  const uint32_t lines = message.lines();
+  const uint32_t first = block * block_threads() + thread_index();
+  const uint32_t stride = block_count() * block_threads();
+
+  LLSession session(args.comm, kAllReduceOneShot, message.bytes(), rank, 1 - rank);
+  session.divide_slots(lines, first);
+  typename Message<D>::Load coming(message, first, first < lines, args.comm.workspace[rank]);
+  session.wait_for_grids_before(message.precomputed(), coming.precomputed(), first);
+  // The next line to send is always on its way.
+  Line next;
+  const bool begun = session.begin_beside(coming, next);
+
+  const auto reduce = [&](uint32_t line, Line own) {
+    Line* const received = session.incoming(line - first);
+    // The sum of two does not depend on their order.
+    const Line contributions[2] = {own, session.receive(received, 0)};
+    message.store(line, sum_lines<D, 2>(contributions));
+    // After the result is out: the next operation that uses the line cannot start before this one has ended.
+    session.re_arm(received);
+  };
+
+  if (begun && first < lines) session.send(0, next);
+  // While the first answers are on their way. All threads know the number of the operation by now.
+  block_sync();
+  if (thread_index() == 0) session.arrive();
+  if (!begun || first >= lines) return;
+  if constexpr (SingleTile) {
+    reduce(first, next);
+  } else {
+    const uint32_t lag = args.depth * stride;
+    if (first + stride < lines) next = message.load(first + stride);
+    if (lag == 0) reduce(first, message.load(first));
+    for (uint32_t line = first + stride; line < lines + lag; line += stride) {
+      if (line < lines) {
+        session.send(line - first, next);
+        if (line + stride < lines) next = message.load(line + stride);
+      }
+      if (line >= first + lag && line - lag < lines) reduce(line - lag, message.load(line - lag));
+    }
+  }
+}
+
 // ---- Descriptor ----------------------------------------------------------------------------------------------------
 
 struct AllReduceOneShot : TiledAllReduce<AllReduceOneShot> {
@@ -92,14 +143,21 @@ struct AllReduceOneShot : TiledAllReduce<AllReduceOneShot> {
 
   template <DataType D, int World, uint32_t Variant>
   static KernelPointer kernel() {
-    return &all_reduce_one_shot<D, World, Variant == 1>;
+    if constexpr (World == 2) {
+      return &all_reduce_one_shot_pair<D, Variant == 1>;
+    } else {
+      return &all_reduce_one_shot<D, World, Variant == 1>;
+    }
   }
 
   // A copy of the message for each of the other ranks.
   static constexpr uint64_t slot_lines(uint64_t lines, uint64_t world) { return (world - 1) * lines; }
   static constexpr uint64_t tiled_lines(uint64_t lines, uint64_t) { return lines; }
+  static constexpr uint64_t threads_of_line(uint64_t world) { return world == 2 ? 1 : world; }
   // The contributions to a tile, twice.
-  static constexpr uint64_t shared_lines(uint64_t tile_lines, uint64_t world) { return 2 * world * tile_lines; }
+  static constexpr uint64_t shared_lines(uint64_t tile_lines, uint64_t world) {
+    return world == 2 ? 0 : 2 * world * tile_lines;
+  }
   // It sends world - 1 copies of the message: above 4 MiB of them two-shot is far ahead.
   static constexpr bool is_worth_measuring(uint64_t bytes, uint64_t world) { return bytes * (world - 1) <= 4 << 20; }
 };

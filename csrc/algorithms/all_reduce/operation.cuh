@@ -1,8 +1,7 @@
 // All-reduce: every rank gets the sum of all inputs, in rank order, accumulated in fp32 and rounded once.
 //
-// Parameters of its kernels, how their threads share the work, and how the launches of such a kernel are shaped. A grid has
-// world << tile_lines_log2 threads a block, and no more blocks than there are tiles: a block arrives (Operation::arrive) in
-// its first tile.
+// Parameters of its kernels, how their threads share the work, and how the launches of such a kernel are shaped. A grid has no
+// more blocks than there are tiles: a block arrives (Operation::arrive) in its first tile.
 #pragma once
 
 #include "algorithms/algorithm.h"
@@ -21,9 +20,9 @@ struct AllReduceArgs {
   uint32_t depth;            // tiles that a block sends ahead of the one it reduces
 };
 
-// Threads (k, c) of a block: thread (k, c) talks to peer k about line c of the block's tile. Sending to one peer and
-// polling one line per thread keeps all links and all polls of a block in flight at once. A thread that serves all peers in
-// turn was slower.
+// Threads (k, c) of a block, of which there are world << tile_lines_log2: thread (k, c) talks to peer k about line c of the
+// block's tile. Sending to one peer and polling one line per thread keeps all links and all polls of a block in flight at
+// once. A thread that serves all peers in turn was slower.
 struct PeerParallel {
   uint32_t tile_lines;
   uint32_t peer;
@@ -77,6 +76,7 @@ struct AllReduce {
 // How a launch of an algorithm in tiles is shaped. Algorithm says, of a message of `lines` lines among `world` ranks:
 //   slot_lines(lines, world)           what it takes of a slot
 //   tiled_lines(lines, world)          what its blocks walk over
+//   threads_of_line(world)             how many threads a block has for each line of a tile
 //   shared_lines(tile_lines, world)    what a block keeps in shared memory
 //   is_worth_measuring(bytes, world)   whether the tuner tries it
 template <class Algorithm>
@@ -117,8 +117,9 @@ struct TiledAllReduce {
                                   std::to_string(slot_bytes) + " bytes, the workspace has slots of " +
                                   std::to_string(limits.slot_bytes) + ": lower launch_units or raise workspace_bytes");
     }
-    const uint64_t threads = world * tiling.tile_lines;
-    if (tiling.tile_lines != floor_power_of_two(tiling.tile_lines | 1) || threads > kMaxBlockThreads) {
+    const uint64_t threads = Algorithm::threads_of_line(world) * tiling.tile_lines;
+    if (tiling.tile_lines != floor_power_of_two(tiling.tile_lines | 1) ||
+        world * tiling.tile_lines > kMaxBlockThreads) {
       throw std::invalid_argument("tile_lines is " + std::to_string(tiling.tile_lines) +
                                   "; it must be a power of two, and world times it at most 1024");
     }
@@ -140,7 +141,8 @@ struct TiledAllReduce {
     std::vector<Choice> found;
     if (!Algorithm::is_worth_measuring(problem.bytes(), problem.world)) return found;
     const uint64_t lines = divide_up(problem.bytes(), sizeof(Line));
-    for (uint32_t tile_lines = 8; tile_lines <= 256 && tile_lines * problem.world <= kMaxThreads; tile_lines *= 2) {
+    for (uint32_t tile_lines = 8;
+         tile_lines <= 256 && tile_lines * Algorithm::threads_of_line(problem.world) <= kMaxThreads; tile_lines *= 2) {
       const uint64_t tiles = divide_up(Algorithm::tiled_lines(lines, problem.world), uint64_t{tile_lines});
       for (uint32_t waves = 1; waves <= 8; waves *= 2) {
         const uint32_t blocks = waves * limits.sm_count;

@@ -131,6 +131,7 @@ struct TwoShotInTiles : TiledAllReduce<Algorithm> {
     return (world - 1 + Algorithm::gathered_slices(world)) * slice_lines(lines, world);
   }
   static constexpr uint64_t tiled_lines(uint64_t lines, uint64_t world) { return slice_lines(lines, world); }
+  static constexpr uint64_t threads_of_line(uint64_t world) { return world; }
   // `incomplete`, the contributions to a tile, its sums.
   static constexpr uint64_t shared_lines(uint64_t tile_lines, uint64_t world) { return 1 + (world + 1) * tile_lines; }
   static constexpr bool is_worth_measuring(uint64_t, uint64_t) { return true; }

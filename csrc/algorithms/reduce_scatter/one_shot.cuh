@@ -72,6 +72,56 @@ reduce_scatter_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   }
 }
 
+// Two ranks: a thread sends a line of the peer's part, and adds the one that it gets to this rank's own. It sends one line ahead of the
+// one that it waits for.
+template <DataType D>
+LLM_COMM_KERNEL(kMaxBlockThreads / 2)
+reduce_scatter_one_shot_pair(LLM_COMM_KERNEL_PARAM PartsArgs args) {
+  const uint32_t block = block_number(args.comm);
+  const uint32_t rank = args.comm.rank;
+  const uint32_t peer = 1 - rank;
+  const PartView<D> source(args.input, args.parts.part[peer], args.parts.row_elements, args.range);
+  const PartView<D> own(args.input, args.parts.part[rank], args.parts.row_elements, args.range);
+  const PartView<D> target(args.output, args.parts.part[rank], 0, args.range);
+  const uint64_t slot_lines = PartView<D>::lines_of(args.range.count);
+  const uint32_t first = block * block_threads() + thread_index();
+  const uint32_t stride = block_count() * block_threads();
+  const uint32_t greeting = 1;
+  const uint32_t sent = source.lines() > greeting ? source.lines() : greeting;
+  const uint32_t received = target.lines() > greeting ? target.lines() : greeting;
+  const uint32_t lines = sent > received ? sent : received;
+
+  LLSession session(args.comm, kReduceScatterOneShot, PartView<D>::bytes_of(args.range.count), rank, peer);
+  session.divide_slots(slot_lines);
+  typename PartView<D>::Load coming(source, first, first < source.lines(), args.comm.workspace[rank]);
+  session.wait_for_grids_before(source.precomputed(), own.precomputed(), target.precomputed(), coming.precomputed(),
+                                first);
+  Line next;
+  const bool begun = session.begin_beside(coming, next);
+
+  const auto send = [&](uint32_t line) {
+    if (line >= sent) return;
+    session.send(line, line < source.lines() ? next : Line{});
+    if (line + stride < source.lines()) next = source.load(line + stride);
+  };
+  if (begun) send(first);
+  // While the first answers are on their way. All threads know the number of the operation by now.
+  block_sync();
+  if (thread_index() == 0) session.arrive();
+  if (!begun) return;
+  for (uint32_t line = first; line < lines; line += stride) {
+    send(line + stride);
+    if (line >= received) continue;
+    const bool is_there = line < target.lines();
+    const Line contribution = is_there ? own.load(line) : Line{};
+    // The sum of two does not depend on their order.
+    const Line contributions[2] = {contribution, session.receive(line, 0)};
+    if (session.aborted()) continue;
+    if (is_there) target.store(line, sum_lines<D, 2>(contributions));
+    session.re_arm(line);
+  }
+}
+
 // ---- Descriptor ----------------------------------------------------------------------------------------------------
 
 struct ReduceScatterOneShot : TiledParts<ReduceScatterOneShot> {
@@ -81,13 +131,20 @@ struct ReduceScatterOneShot : TiledParts<ReduceScatterOneShot> {
 
   template <DataType D, int World, uint32_t Variant>
   static auto kernel() {
-    return &reduce_scatter_one_shot<D, World>;
+    if constexpr (World == 2) {
+      return &reduce_scatter_one_shot_pair<D>;
+    } else {
+      return &reduce_scatter_one_shot<D, World>;
+    }
   }
 
   // A part for each of the other ranks.
   static constexpr uint64_t slot_bytes(uint64_t lines, uint64_t world) { return (world - 1) * lines * sizeof(Line); }
+  static constexpr uint64_t threads_of_line(uint64_t world) { return world == 2 ? 1 : world; }
   // `incomplete`, the contributions to a tile, its sums.
-  static constexpr uint64_t shared_lines(uint64_t tile_lines, uint64_t world) { return 1 + (world + 1) * tile_lines; }
+  static constexpr uint64_t shared_lines(uint64_t tile_lines, uint64_t world) {
+    return world == 2 ? 0 : 1 + (world + 1) * tile_lines;
+  }
 };
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -142,13 +142,14 @@ class CudaLauncher {
   }
 
   template <class Args>
-  void launch(CUfunction function, const Args& args, const Grid& grid, uint64_t stream) {
+  bool launch(CUfunction function, const Args& args, const Grid& grid, uint64_t stream) {
     CUcontext current = nullptr;
     check(driver_.ctx_get_current(&current), "cuCtxGetCurrent");
     std::optional<DeviceGuard> guard;
     if (current != context_) guard.emplace(device_);
     const auto cuda_stream = reinterpret_cast<cudaStream_t>(stream);
-    if (is_capturing(cuda_stream)) {
+    const bool is_captured = is_capturing(cuda_stream);
+    if (is_captured) {
       // A stream under capture takes no part in the order of calls: its work runs when the graph is launched.
       has_been_captured_ = true;
     } else {
@@ -164,6 +165,7 @@ class CudaLauncher {
     }
     void* parameters[] = {const_cast<Args*>(&args)};
     check(driver_.launch_kernel_ex(&config, function, parameters, nullptr), "launch of a collective");
+    return is_captured;
   }
 
   void copy(const std::vector<Copy>& copies, uint64_t stream) {

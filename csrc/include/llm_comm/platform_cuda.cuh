@@ -42,10 +42,12 @@ LLM_COMM_DEVICE uint32_t cluster_block_rank() {
 
 LLM_COMM_DEVICE void block_sync() { __syncthreads(); }
 
-// Without it the compiler takes a sum of addresses apart, and adds some of its parts only where the whole is used.
+// Of global memory. Without it the compiler takes a sum of addresses apart, and adds some of its parts only where the whole is
+// used. Told nothing of the memory, it would store by instructions that look for the kind of each address.
 template <class T>
 LLM_COMM_DEVICE T* opaque(T* address) {
   asm("" : "+l"(address));
+  __builtin_assume(__isGlobal(address));
   return address;
 }
 

@@ -19,6 +19,10 @@ from llm_comm.dsl.ranks import Rank, Relative
 _ABSOLUTE = 8
 #: Counts a block, all threads of which have begun the call.
 ARRIVE = ("block_sync();  // all threads know the number of the call", "if (thread_index() == 0) call.arrive();")
+#: A thread that may not begin leaves behind the block's barrier. Were there a way out before, ptxas would load the
+#: first lines after it, when the number of the call has come: one load behind the other, each as far away.
+BEGIN = "const bool begun = call.begin();"
+LEAVE = "if (!begun) return;"
 
 
 class DataRunWriter:
@@ -48,7 +52,9 @@ class DataRunWriter:
         self._is_moved = not program.operation.adds_up
         self._places: dict[ir.Chunk, str] = {}
         self._tensors: dict[tuple[ir.Space, Rank], str] = {}
-        self._stores: dict[ir.Chunk, str] = {}  # of one line, prepared
+        # Of one line, prepared: what a store takes, and addresses in half 0 of the workspaces.
+        self._stores: dict[ir.Chunk, str] = {}
+        self._lines_of_half_0: dict[tuple[ir.Chunk, Rank | None], str] = {}
         self._in_loop = False
         self._running: frozenset[int] | None = None
 
@@ -82,12 +88,14 @@ class DataRunWriter:
                 name = self._stores[store.target] = f"store{len(self._stores)}"
                 where = ", ".join(self._tensor(store.target, None, "k0"))
                 out.add(f"const Tensor<Storage>::Store {name}({where});")
+        self._prepare_lines(plan.steps)
         if begins:
             precomputed = ["k0", *(f"{name}.precomputed()" for name in (*loads.values(), *self._stores.values()))]
+            precomputed += [f"reinterpret_cast<uint64_t>({name})" for name in self._lines_of_half_0.values()]
             out.add(f"call.wait_for_grids_before({', '.join(precomputed)});")
         out.add(*(f"{name}.begin();" for name in loads.values()))
         if begins:
-            out.add("if (!call.begin()) return;")
+            out.add(BEGIN)
         for first, *others in values.values():
             out.add(f"const Line v{first}_0 = {loads[first]}.end();")
             out.add(*(f"const Line v{other}_0 = v{first}_0;" for other in others))
@@ -95,10 +103,10 @@ class DataRunWriter:
         # What is sent goes first, and the block meets while the answer is on its way.
         sends = list(itertools.takewhile(lambda step: isinstance(step, ir.PutPackets), plan.steps)) if begins else []
         if sends:
-            with out.block("if (in0)"):
+            with out.block("if (begun && in0)"):
                 self._steps(sends, set())
         if begins:
-            out.add(*ARRIVE)
+            out.add(*ARRIVE, LEAVE)
         with out.block("if (in0)"):
             self._steps(plan.steps[len(sends) :], set())
 
@@ -108,8 +116,7 @@ class DataRunWriter:
         lines = f"end{self._parts}"
         out.add(f"uint32_t k = first{self._parts};")
         if begins:
-            out.add("call.wait_for_grids_before(k);", "if (!call.begin()) return;", *ARRIVE)
-        self._declare_all(plan.steps)
+            out.add("call.wait_for_grids_before(k);")
         # A later stage loads what it takes for itself.
         taken = {value for op in ops_of(stages[0].steps) for value in values_read(op)}
         first = [op for op in plan.first if op.result in taken]
@@ -121,6 +128,9 @@ class DataRunWriter:
                     load = f"v{op.result.number}_0 = {self._load(op.source, None, 'from')};"
                     self._guarded([f"from < {lines}", *self._only(op)], load)
             out.add("load(k);")
+        if begins:
+            out.add(BEGIN, *ARRIVE, LEAVE)
+        self._declare_all(plan.steps)
         last = len(stages) - 1
         with out.block(f"for (; k < {lines}{f' + {last} * stride' if last else ''}; k += stride)"):
             for number, stage in enumerate(stages):
@@ -164,6 +174,7 @@ class DataRunWriter:
         self._places = {}
         self._tensors = {}
         self._stores = {}
+        self._lines_of_half_0 = {}
         self._in_loop = in_loop
         self._running = None if in_loop else run.only
 
@@ -277,26 +288,45 @@ class DataRunWriter:
 
     # ---- Places --------------------------------------------------------------------------------------------------
 
-    def _declare_all(self, steps: Iterable[Step]) -> None:
-        """Gives the places that the steps use names in the source."""
+    def _used(self, steps: Iterable[Step]) -> list[tuple[ir.Chunk, Rank | None]]:
+        """The chunks that steps access, each with the peer whose it is."""
         used: list[tuple[ir.Chunk, Rank | None]] = []
         for op in ops_of(steps):
             chunk = chunk_of(op)
             if chunk is not None:
                 used.append((chunk, op.peer if isinstance(op, ir.Get | ir.Put | ir.PutPackets) else None))
+        return used
+
+    def _prepare_lines(self, steps: Iterable[Step]) -> None:
+        """Of a thread with one line: the addresses that it will use in the workspaces, but for the half.
+
+        Which half it is, the number of the call tells.
+        """
+        for chunk, peer in self._used(steps):
+            if chunk.buffer.space.is_tensor or (chunk, peer) in self._lines_of_half_0:
+                continue
+            self._declare_place(chunk, half=False)
+            name = f"a{len(self._lines_of_half_0)}"
+            place = f"{self._places[chunk]} + k0 * {LINE_BYTES}u"
+            self._out.add(f"Line* const {name} = opaque(line_at({self._workspace(peer)}, {place}));")
+            self._lines_of_half_0[chunk, peer] = name
+
+    def _declare_all(self, steps: Iterable[Step]) -> None:
+        """Gives the places that the steps use names in the source."""
+        used = self._used(steps)
         layout = self._layout
         if any(not chunk.buffer.space.is_tensor for chunk, _ in used):
             self._out.add(f"const uint32_t half = {layout.half_offset}u + (call.is_odd() ? {layout.half_bytes}u : 0u);")
         for chunk, peer in used:
             if not chunk.buffer.space.is_tensor:
-                self._declare_place(chunk)
+                self._declare_place(chunk, half=True)
             elif peer is not None and (chunk.buffer.space, peer) not in self._tensors:
                 name = self._tensors[chunk.buffer.space, peer] = f"t{len(self._tensors)}"
                 where = f"address_of(args.comm, {number_of(peer)}, args.{chunk.buffer.space.value}_place)"
                 self._out.add(f"const Tensor<Storage> {name}({where}, part_bytes);  // {chunk.buffer.name} of {peer}")
 
-    def _declare_place(self, chunk: ir.Chunk) -> None:
-        """The same in the workspaces of all ranks."""
+    def _declare_place(self, chunk: ir.Chunk, half: bool) -> None:
+        """The same in the workspaces of all ranks. ``half``: in the half of this call; else from where one begins."""
         if chunk in self._places:
             return
         buffer = chunk.buffer
@@ -305,7 +335,7 @@ class DataRunWriter:
         turn = f"u % {buffer.turns}u" if self._in_loop and buffer.turns > 1 else ""
 
         def at(offset: int, stride: int, turn_bytes: int) -> str:
-            terms = ["half", f"{offset}u", f"{number_of(chunk.index)} * {stride}u"]
+            terms = [*(["half"] if half else []), f"{offset}u", f"{number_of(chunk.index)} * {stride}u"]
             return " + ".join([*terms, f"{turn} * {turn_bytes}u"] if turn else terms)
 
         lines = at(place.offset, place.chunk_stride, place.turn_lines * LINE_BYTES)
@@ -316,10 +346,14 @@ class DataRunWriter:
 
     def _line(self, chunk: ir.Chunk, peer: Rank | None, j: int) -> str:
         """Address of line ``j`` of a batch, of a chunk in the workspace."""
+        if (chunk, peer) in self._lines_of_half_0:
+            return f"in_half({self._lines_of_half_0[chunk, peer]}, half)"
         return f"line_at({self._workspace(peer)}, {self._places[chunk]} + {self._index(j)} * {LINE_BYTES}u)"
 
     def _mask(self, chunk: ir.Chunk, peer: Rank | None, j: int) -> str:
-        return f"mask_at({self._workspace(peer)}, m{self._places[chunk]} + {self._index(j)} * {MASK_BYTES}u)"
+        half = "half + " if self._lines_of_half_0 else ""
+        place = f"{half}m{self._places[chunk]} + {self._index(j)} * {MASK_BYTES}u"
+        return f"mask_at({self._workspace(peer)}, {place})"
 
     def _workspace(self, peer: Rank | None) -> str:
         return address_of(Relative(0) if peer is None else peer)

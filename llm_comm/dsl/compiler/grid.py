@@ -17,7 +17,7 @@ MAX_BLOCKS = 65535
 #: Of blocks whose lines are on their way one by one (docs/experiments/dsl.md): how many there are for each
 #: multiprocessor, at most; and their threads, for chunks of so many lines and for larger ones.
 _BLOCKS_OF_SM = 8
-_THREADS_UP_TO = ((4096, 64), (32768, 128))
+_THREADS_UP_TO = ((2048, 64), (32768, 128))
 _THREADS = 256
 #: Of blocks that meet, while there are multiprocessors without one.
 _FEW_THREADS = 64

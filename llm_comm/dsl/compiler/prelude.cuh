@@ -255,6 +255,10 @@ LLM_COMM_DEVICE uint32_t* mask_at(char* workspace, uint32_t offset) {
   return reinterpret_cast<uint32_t*>(workspace + offset);
 }
 
+LLM_COMM_DEVICE Line* in_half(Line* line, uint32_t half) {
+  return reinterpret_cast<Line*>(reinterpret_cast<char*>(line) + half);
+}
+
 // Bytes of a part from piece `piece` of it on, in pieces of `lines`.
 LLM_COMM_DEVICE uint64_t bytes_behind(uint64_t part_bytes, uint32_t piece, uint32_t lines) {
   const uint64_t begin = uint64_t{piece} * lines * sizeof(Line);
