@@ -231,8 +231,8 @@ HOST = (
     cpp(
         "blocks may have twice the threads",
         PLAIN,
-        "threads > kMaxBlockThreads)",
-        "threads > kMaxBlockThreads * (WITHOUT ? 2 : 1))",
+        "world * tiling.tile_lines > kMaxBlockThreads)",
+        "world * tiling.tile_lines > kMaxBlockThreads * (WITHOUT ? 2 : 1))",
         BOUNDS,
     ),
     cpp(
