@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     print(_table(heads, (entry.values() for entry in algorithms)))
     if programs:
         print(f"\nprograms of llm_comm.dsl for {args.world} ranks")
-        heads = ["operation", "program", "lines", "option dsl", "selectable as all_reduce"]
+        heads = ["operation", "program", "lines", "option dsl", "selectable"]
         print(_table(heads, (_program_cells(entry) for entry in programs)))
     print()
     print(_table(["operation", "what", "buffers", "parameters"], (entry.values() for entry in of_operations)))

@@ -121,7 +121,6 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     text = "time and check all-reduce beside NCCL and torch symmetric memory (beside gloo on emulated GPUs)"
     parser = _command(collectives, "all-reduce", text, "llm_comm.bench.all_reduce")
     _add_comparison(parser, "message")
-    _add_programs(parser, "programs of llm_comm.dsl to time too, each in a column of its own")
     text = "the same of all-gather, into ordinary and into symmetric memory"
     _add_comparison(_command(collectives, "all-gather", text, "llm_comm.bench.all_gather"), "part of a rank")
     text = "the same of reduce-scatter"
@@ -187,7 +186,7 @@ def _add_comparison(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--min", type=byte_count, default=byte_count("1K"), help=f"smallest {what} (1K)")
     parser.add_argument("--max", type=byte_count, help=f"largest {what} (8M; emulated 64K)")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="(%(default)s)")
-    parser.set_defaults(dsl=None)
+    _add_programs(parser, "programs of llm_comm.dsl to time too, each in a column of its own")
     _add_bench_options(parser, "both")
 
 
@@ -304,7 +303,7 @@ def _add_candidates(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--method", choices=ALIGNED_METHODS, default="aligned", help=f"{_ALIGNED_AND_SPACED} (%(default)s)"
     )
-    _add_programs(parser, "programs of llm_comm.dsl that are candidates of all-reduce too")
+    _add_programs(parser, "programs of llm_comm.dsl that are candidates too")
 
 
 def _add_programs(parser: argparse.ArgumentParser, what: str) -> None:

@@ -220,7 +220,7 @@ class Config:
             for computation beside them. ``docs/tuning.md`` says what it costs. None: what the tuning table says.
         algorithm: ``"auto"`` selects by the table; a name (``llm-comm algorithms`` lists them) forces that algorithm
             at every size, for each operation that has it. The others go by the table. ``"dsl:NAME"``: a program, for
-            the all-reduces that it serves (docs/dsl.md).
+            the calls of its operation that it serves (docs/dsl.md).
         pdl: Programmatic dependent launch, on GPUs that have it.
         fuse: Whether engine integrations put the residual add and the RMSNorm after an all-reduce into its kernel.
         fuse_linear: Whether engine integrations compute the linear layer before a fused all-reduce by llm_comm too.

@@ -118,7 +118,7 @@ def libraries_of(
 
     heap = comm.empty(count * comm.world_size, dtype)
     libraries: list[Library] = [
-        _LlmComm(OURS, comm, dtype, None),
+        _ours(comm, dtype),
         _LlmComm(OURS_SYMMETRIC, comm, dtype, heap),
         _Library("gloo" if comm.is_emulated else "nccl", comm, dtype, by_torch),
     ]
@@ -139,4 +139,8 @@ def _plan(comm: Communicator, dtype: torch.dtype, count: int) -> Plan:
     return comm.plan_all_gather(torch.empty(count, dtype=dtype, device=comm.device))
 
 
-ALL_GATHER = Collective("all-gather", libraries_of, _judge, _plan)
+def _ours(comm: Communicator, dtype: torch.dtype) -> Library:
+    return _LlmComm(OURS, comm, dtype, None)
+
+
+ALL_GATHER = Collective("all-gather", libraries_of, _judge, _plan, _ours)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llm_comm.bench import comparison, others, programs, report
+from llm_comm.bench import comparison, others, report
 from llm_comm.bench.comparison import Bound, Collective, Library
 from llm_comm.bench.reference import Reference
 from llm_comm.bench.report import OURS
@@ -32,31 +32,6 @@ class _LlmComm:
         if not self._comm.accepts(x):
             raise RuntimeError(self._comm.plan(x).reason)
         return Bound(x, lambda: self._comm.all_reduce(x, out=out))
-
-
-class _Program:
-    """A program in place of an algorithm, by the same call.
-
-    Args:
-        name: Of one that ``comm`` has.
-        comm: Whose table changes.
-        dtype: Of the elements.
-    """
-
-    in_place = False
-
-    def __init__(self, name: str, comm: Communicator, dtype: torch.dtype) -> None:
-        self.name = name
-        self.rounds_once = comm.programs[name].sums_in_rank_order
-        self._of_table = _LlmComm(comm, dtype)
-        self._comm, self._dtype = comm, dtype
-
-    def bind(self, count: int) -> Bound:
-        self._comm.use_table(programs.table_of(self.name))
-        why = programs.why_not_run(_plan(self._comm, self._dtype, count), self.name)
-        if why:
-            raise RuntimeError(why)
-        return self._of_table.bind(count)
 
 
 class _TorchDistributed:
@@ -121,8 +96,4 @@ def _plan(comm: Communicator, dtype: torch.dtype, count: int) -> Plan:
     return comm.plan(torch.empty(count, dtype=dtype, device=comm.device))
 
 
-def _programs_of(comm: Communicator, dtype: torch.dtype) -> list[Library]:
-    return [_Program(name, comm, dtype) for name in comm.programs]
-
-
-ALL_REDUCE = Collective("all-reduce", libraries_of, _judge, _plan, _programs_of)
+ALL_REDUCE = Collective("all-reduce", libraries_of, _judge, _plan, _LlmComm)

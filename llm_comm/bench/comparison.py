@@ -94,15 +94,45 @@ class Collective:
             ranks; and remarks on what is missing or to be read with care.
         judge: of messages of so many elements, for the rank of a communicator.
         plan: what llm_comm runs for so many elements.
-        programs: one way for each program of a communicator that has any, which is for them alone: they change its
-            table. None: programs do not do it.
+        ours: what a communicator does by itself, into an ordinary tensor.
     """
 
     title: str
     libraries: Callable[[Communicator, torch.dtype, int, dist.ProcessGroup], tuple[list[Library], list[str]]]
     judge: Callable[[Communicator, torch.dtype, int], Judge]
     plan: Callable[[Communicator, torch.dtype, int], Plan]
-    programs: Callable[[Communicator, torch.dtype], list[Library]] | None = None
+    ours: Callable[[Communicator, torch.dtype], Library]
+
+    @property
+    def operation(self) -> str:
+        """Its name in the registry."""
+        return self.title.replace("-", "_")
+
+
+class _Program:
+    """A program in place of an algorithm, by the same call.
+
+    Args:
+        name: Of one of the collective's operation, that ``comm`` has.
+        collective: What it does.
+        comm: Whose table changes.
+        dtype: Of the elements.
+    """
+
+    in_place = False
+
+    def __init__(self, name: str, collective: Collective, comm: Communicator, dtype: torch.dtype) -> None:
+        self.name = name
+        self.rounds_once = comm.programs[name].sums_in_rank_order
+        self._collective, self._comm, self._dtype = collective, comm, dtype
+        self._of_table = collective.ours(comm, dtype)
+
+    def bind(self, count: int) -> Bound:
+        self._comm.use_table(programs.table_of(self.name, self._collective.operation))
+        why = programs.why_not_run(self._collective.plan(self._comm, self._dtype, count), self.name)
+        if why:
+            raise RuntimeError(why)
+        return self._of_table.bind(count)
 
 
 def run(args: argparse.Namespace, collective: Collective) -> int:
@@ -119,6 +149,12 @@ def run(args: argparse.Namespace, collective: Collective) -> int:
     return in_ranks(
         args, placement, lambda group, config: _run_rank(args, collective, placement, group, config), dsl=args.dsl
     )
+
+
+def programs_of(collective: Collective, comm: Communicator, dtype: torch.dtype) -> list[Library]:
+    """One way for each program of the collective that a communicator has. They change its table."""
+    names = [name for name, found in comm.programs.items() if found.operation == collective.operation]
+    return [_Program(name, collective, comm, dtype) for name in names]
 
 
 def settle(args: argparse.Namespace, on_gpu: Defaults, emulated: Defaults) -> Placement:
@@ -169,12 +205,12 @@ def _run_rank(
     with contextlib.ExitStack() as stack:
         comm = stack.enter_context(Communicator(group, placement.device, config))
         libraries, remarks = collective.libraries(comm, dtype, args.max, group)
-        if collective.programs is not None and comm.programs:
+        if any(found.operation == collective.operation for found in comm.programs.values()):
             # A forced algorithm would go before the tables that name programs.
-            own = config.replace(algorithm="auto")
-            libraries[1:1] = collective.programs(stack.enter_context(Communicator(group, placement.device, own)), dtype)
-        if collective.programs is not None and speaks:
-            remarks += programs.unmeasured(comm.programs, config, comm.world_size)
+            own = stack.enter_context(Communicator(group, placement.device, config.replace(algorithm="auto")))
+            libraries[1:1] = programs_of(collective, own, dtype)
+        if speaks:
+            remarks += programs.unmeasured(comm.programs, config, comm.world_size, [collective.title])
         bench = Comparison(collective, comm, group, dtype, Schedule.by(args.method, args.calls, args.reps))
         progress = Progress(enabled=speaks)
         rows = []

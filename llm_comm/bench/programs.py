@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 
 from llm_comm.bench.report import format_bytes
 from llm_comm.communicator import Communicator
@@ -11,7 +11,7 @@ from llm_comm.dsl import registry
 from llm_comm.dsl.selected import digest, examine
 from llm_comm.planning.plan import Plan, Problem
 from llm_comm.planning.programs import PROTOCOL, Kernels
-from llm_comm.planning.tables import ALL_REDUCE, Row, TuningTable, by_operation
+from llm_comm.planning.tables import Row, TuningTable, by_operation
 
 _NO_LIMIT = 1 << 40
 
@@ -26,13 +26,16 @@ def to_measure(comm: Communicator, config: Config) -> dict[str, Kernels]:
     }
 
 
-def unmeasured(measured: Mapping[str, Kernels], config: Config, world_size: int) -> list[str]:
+def unmeasured(
+    measured: Mapping[str, Kernels], config: Config, world_size: int, operations: Collection[str]
+) -> list[str]:
     """Which programs of option ``dsl`` are not measured, and why.
 
     Args:
         measured: Those that are, or others.
         config: Whose option it is.
         world_size: Ranks.
+        operations: That are measured, by their names on the command line.
 
     Raises:
         ConfigError: One that is not measured is not correct.
@@ -40,27 +43,28 @@ def unmeasured(measured: Mapping[str, Kernels], config: Config, world_size: int)
     return [
         f"{name} is not measured: {examine(text, world_size, config)[1]}"
         for name, text in registry.of_option(config).items()
-        if name not in measured
+        if name not in measured and _on_command_line(text.operation.value) in operations
     ]
 
 
 def print_remarks(
-    measured: Mapping[str, Kernels], config: Config, world_size: int, operations: Sequence[str], largest: int
+    measured: Mapping[str, Kernels], config: Config, world_size: int, operations: Collection[str], largest: int
 ) -> None:
     """Says which programs are not among the candidates, and which only up to a size.
 
     Args:
-        measured, config, world_size: As of ``unmeasured``.
-        operations: That are measured, by their names on the command line. Programs are candidates of all-reduce.
-        largest: Bytes of the largest message.
+        measured, config, world_size, operations: As of ``unmeasured``.
+        largest: Bytes of the largest message, or part.
     """
-    if "all-reduce" not in operations:
-        return
-    for remark in unmeasured(measured, config, world_size):
+    for remark in unmeasured(measured, config, world_size, operations):
         print(remark, flush=True)
     for name, kernels in measured.items():
-        if largest > kernels.max_bytes:
+        if _on_command_line(kernels.operation) in operations and largest > kernels.max_bytes:
             print(f"{name} is measured up to {format_bytes(kernels.max_bytes)} (option dsl_max_bytes)", flush=True)
+
+
+def _on_command_line(operation: str) -> str:
+    return operation.replace("_", "-")
 
 
 def digests(config: Config, world_size: int) -> list[str]:
@@ -78,15 +82,16 @@ def rows_for(problem: Problem, programs: Mapping[str, Kernels]) -> Iterator[Row]
     threads first."""
     size = problem.message_bytes()
     for name, kernels in programs.items():
-        if problem.operation != ALL_REDUCE or size > kernels.max_bytes or problem.data_type not in kernels.data_types:
+        is_served = size <= kernels.max_bytes and problem.data_type in kernels.data_types
+        if kernels.operation != problem.operation or not is_served:
             continue
         for choice in kernels.candidates(problem.data_type, size):
-            yield Row(size, ALL_REDUCE, name, PROTOCOL, blocks=choice.blocks or 0, threads=choice.threads or 0)
+            yield Row(size, problem.operation, name, PROTOCOL, blocks=choice.blocks or 0, threads=choice.threads or 0)
 
 
-def table_of(name: str) -> TuningTable:
-    """One that names a program for all messages."""
-    return TuningTable("bench", by_operation([Row(_NO_LIMIT, ALL_REDUCE, name, PROTOCOL)]), _NO_LIMIT)
+def table_of(name: str, operation: str) -> TuningTable:
+    """One that names a program for all messages of its operation."""
+    return TuningTable("bench", by_operation([Row(_NO_LIMIT, operation, name, PROTOCOL)]), _NO_LIMIT)
 
 
 def why_not_run(plan: Plan, name: str) -> str:

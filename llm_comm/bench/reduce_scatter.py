@@ -84,7 +84,7 @@ def libraries_of(
         dist.reduce_scatter_tensor(out, x, group=group)
 
     libraries: list[Library] = [
-        _Library(OURS, comm, dtype, lambda x, out: comm.reduce_scatter(x, out=out)),
+        _ours(comm, dtype),
         _Library("gloo" if comm.is_emulated else "nccl", comm, dtype, by_torch),
     ]
     if comm.is_emulated:
@@ -109,4 +109,8 @@ def _plan(comm: Communicator, dtype: torch.dtype, count: int) -> Plan:
     return comm.plan_reduce_scatter(torch.empty(count * comm.world_size, dtype=dtype, device=comm.device))
 
 
-REDUCE_SCATTER = Collective("reduce-scatter", libraries_of, _judge, _plan)
+def _ours(comm: Communicator, dtype: torch.dtype) -> Library:
+    return _Library(OURS, comm, dtype, lambda x, out: comm.reduce_scatter(x, out=out))
+
+
+REDUCE_SCATTER = Collective("reduce-scatter", libraries_of, _judge, _plan, _ours)

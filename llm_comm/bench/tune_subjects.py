@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -18,7 +17,7 @@ from llm_comm.communicator import Communicator
 from llm_comm.config import MIB
 from llm_comm.planning.multicast import why_not
 from llm_comm.planning.plan import Plan, Problem
-from llm_comm.planning.programs import Kernels
+from llm_comm.planning.programs import NO_PROGRAMS, Kernels
 from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, FUSED, REDUCE_SCATTER, Row, of_symmetric
 
 #: bf16, in which everything is measured.
@@ -35,7 +34,6 @@ _COMPARE_PARTS_FROM = MIB // 16
 SYMMETRIC_FROM = MIB // 16
 _ALIGNMENT = 256
 
-NO_PROGRAMS: Mapping[str, Kernels] = MappingProxyType({})
 
 Call = Callable[[], object]
 
@@ -146,12 +144,13 @@ class AllGatherSubject:
 
     Args:
         pool: Where the results lie; None: in ordinary memory, as the parts always do.
+        programs: As of ``AllReduceSubject``.
     """
 
-    operation, programs = ALL_GATHER, NO_PROGRAMS
+    operation = ALL_GATHER
 
-    def __init__(self, pool: SymmetricPool | None = None) -> None:
-        self._pool, self.is_symmetric = pool, pool is not None
+    def __init__(self, pool: SymmetricPool | None = None, programs: Mapping[str, Kernels] = NO_PROGRAMS) -> None:
+        self._pool, self.is_symmetric, self.programs = pool, pool is not None, programs
         self.key, self.label = _named(self.operation, "all-gather ", pool)
 
     def sizes(self, smallest: int, largest: int) -> Iterator[int]:
@@ -172,10 +171,17 @@ class AllGatherSubject:
 
 
 class ReduceScatterSubject:
-    """Reduce-scatter into equal parts along the first dimension; sizes are those of a part."""
+    """Reduce-scatter into equal parts along the first dimension; sizes are those of a part.
+
+    Args:
+        programs: As of ``AllReduceSubject``.
+    """
 
     operation = key = REDUCE_SCATTER
-    label, is_symmetric, programs = "reduce-scatter ", False, NO_PROGRAMS
+    label, is_symmetric = "reduce-scatter ", False
+
+    def __init__(self, programs: Mapping[str, Kernels] = NO_PROGRAMS) -> None:
+        self.programs = programs
 
     def sizes(self, smallest: int, largest: int) -> Iterator[int]:
         return doubling_sizes(smallest, largest)
@@ -247,8 +253,8 @@ def subjects_of(
     known: dict[str, list[Subject]] = {
         "all-reduce": [AllReduceSubject(programs=programs), AllReduceSubject(pool)],
         "fused": [FusedSubject(hidden)],
-        "all-gather": [AllGatherSubject(), AllGatherSubject(pool)],
-        "reduce-scatter": [ReduceScatterSubject()],
+        "all-gather": [AllGatherSubject(programs=programs), AllGatherSubject(pool)],
+        "reduce-scatter": [ReduceScatterSubject(programs)],
     }
     return [subject for name in OPERATIONS if name in names for subject in known[name]]
 

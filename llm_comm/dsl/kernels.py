@@ -1,9 +1,11 @@
-"""The kernels of one program for the types of an all-reduce: what a communicator calls in place of an algorithm."""
+"""The kernels of one program for the types of its operation: what a communicator calls in place of an algorithm."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+
+import torch
 
 from llm_comm import _core
 from llm_comm.dsl import ir
@@ -15,26 +17,34 @@ from llm_comm.runtime.rendezvous import Rendezvous
 
 
 class ProgramKernels:
-    """A program for all types that all-reduces are of. Making one is collective.
+    """A program for all types that calls of its operation are of. Making one is collective.
 
     Args:
         name: As options and tables name it.
-        program: A correct one of an all-reduce, which works in place, and whose tensors need not be symmetric.
+        program: A correct one of an all-reduce, an all-gather or a reduce-scatter, which works in place, and whose
+            tensors need not be symmetric.
         site: Of the communicator.
         rendezvous: Of the ranks.
-        max_bytes: Of a message.
+        max_bytes: Of the larger one of input and output.
 
     Raises:
         RendezvousError: It cannot be compiled on a rank, or a rank has no memory for it. Raised on all ranks alike.
     """
 
     def __init__(self, name: str, program: ir.Program, site: Site, rendezvous: Rendezvous, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.data_types = tuple(TORCH_TYPES)
+        operation = program.operation
+        self.operation = operation.value
+        self._inputs, self._outputs = (
+            program.world if is_parted else 1 for is_parted in (operation.has_parted_input, operation.has_parted_output)
+        )
+        self.max_bytes = max_bytes // max(self._inputs, self._outputs)
+        # What is moved is bytes, of whatever type.
+        types = TORCH_TYPES if operation.adds_up else {"byte": torch.uint8}
+        self.data_types = tuple(types)
         self.sums_in_rank_order = sums_in_rank_order(program)
         self._kernels: dict[str, Kernel] = {}
         workspace = None
-        for data_type, dtype in TORCH_TYPES.items():
+        for data_type, dtype in types.items():
             kernel = rendezvous.attempt(
                 f"compilation of {name} for {data_type}",
                 functools.partial(Kernel, program, site, dtype, max_bytes),
@@ -50,14 +60,19 @@ class ProgramKernels:
 
     def candidates(self, data_type: str, message_bytes: int) -> list[LaunchChoice]:
         """See ``planning.programs.Kernels``."""
-        return self._kernels[data_type].candidates(message_bytes)
+        return self._kernels[data_type].candidates(self._whole(message_bytes))
 
     def grid(self, data_type: str, message_bytes: int, choice: LaunchChoice) -> tuple[int, int]:
         """See ``planning.programs.Kernels``."""
-        return self._kernels[data_type].grid(message_bytes, choice)
+        return self._kernels[data_type].grid(self._whole(message_bytes), choice)
 
     def prepare(
         self, data_type: str, message_bytes: int, choice: LaunchChoice, counter: _core.Counter
     ) -> Callable[..., bool]:
         """See ``planning.programs.Kernels``."""
-        return self._kernels[data_type].prepare(message_bytes, message_bytes, counter, choice)
+        kernel = self._kernels[data_type]
+        return kernel.prepare(message_bytes * self._inputs, message_bytes * self._outputs, counter, choice)
+
+    def _whole(self, message_bytes: int) -> int:
+        """Bytes of all parts, as a kernel counts a message."""
+        return message_bytes * max(self._inputs, self._outputs)

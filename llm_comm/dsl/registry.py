@@ -23,7 +23,7 @@ def register(program: ProgramText) -> ProgramText:
 
     Args:
         program: Of an all-reduce, an all-gather or a reduce-scatter. ``Config.algorithm`` and rows of tuning tables
-            select those of all-reduces.
+            select it.
 
     Returns:
         The program, so this can be used as a decorator above ``dsl.program``.

@@ -9,7 +9,7 @@ import logging
 from llm_comm.config import Config
 from llm_comm.dsl import ir, registry
 from llm_comm.dsl.checks import check
-from llm_comm.dsl.compiler.in_place import works_in_place
+from llm_comm.dsl.compiler.in_place import works_in_part, works_in_place
 from llm_comm.dsl.compiler.runs import runs_of
 from llm_comm.dsl.kernel import Site
 from llm_comm.dsl.kernels import ProgramKernels
@@ -58,8 +58,9 @@ def load(
         kernels = ProgramKernels(name, program, site, rendezvous, config.dsl_max_bytes)
         compiled[name] = kernels
         logger.info(
-            "rank %d: %s serves all-reduces to %d bytes of %s, with %d bytes of workspace",
-            *(rendezvous.rank, name, kernels.max_bytes, ", ".join(kernels.data_types), kernels.workspace_bytes),
+            "rank %d: %s serves %s to %d bytes of %s, with %d bytes of workspace",
+            *(rendezvous.rank, name, kernels.operation, kernels.max_bytes, ", ".join(kernels.data_types)),
+            kernels.workspace_bytes,
         )
     if rendezvous.world_size > 1:
         rendezvous.attempt("check of the rows that name programs", lambda: check_rows(table, compiled))
@@ -74,18 +75,26 @@ def digest(program: ir.Program) -> str:
 
 
 def why_not_selectable(program: ir.Program, config: Config) -> str:
-    """Why ``Communicator.all_reduce`` cannot run a correct program, or ""."""
-    if program.operation is not ir.Operation.ALL_REDUCE:
-        return f"it is a program of {program.operation.value}; only those of all_reduce can be selected"
+    """Why the communicator's method of its operation cannot run a correct program, or ""."""
+    operation = program.operation
+    if operation not in registry.OPERATIONS:
+        selectable = ", ".join(found.value for found in registry.OPERATIONS)
+        return f"it is a program of {operation.value}; those of {selectable} can be selected"
     tensors = [buffer for buffer in program.buffers if buffer.space.is_tensor]
     symmetric = [buffer.space.value for buffer in tensors if buffer.is_symmetric]
     if symmetric:
         return (
-            f"peers use its {' and '.join(symmetric)}, which would have to lie in symmetric memory, and all_reduce "
-            "takes any tensor: compile it with llm_comm.dsl.compile and call that"
+            f"peers use its {' and '.join(symmetric)}, which would have to lie in symmetric memory, and "
+            f"{operation.value} takes any tensor: compile it with llm_comm.dsl.compile and call that"
         )
-    if not works_in_place(program, runs_of(program)):
+    runs = runs_of(program)
+    if operation is ir.Operation.ALL_REDUCE and not works_in_place(program, runs):
         return "it loads its input after it has stored to the output, and out of all_reduce may be its input"
+    if operation is not ir.Operation.ALL_REDUCE and not works_in_part(program, runs):
+        return (
+            "it loads its input after it has stored to the output, and one of the two may be this rank's part of the "
+            f"other in {operation.value}"
+        )
     if not config.sums_in_any_order and not sums_in_rank_order(program):
         return (
             "it adds up some ranks before others, so its sums are not those in rank order, which option sum asks for: "
@@ -95,7 +104,7 @@ def why_not_selectable(program: ir.Program, config: Config) -> str:
 
 
 def examine(text: ProgramText, world: int, config: Config) -> tuple[ir.Program, str]:
-    """A program for a world, and why ``Communicator.all_reduce`` cannot run it, or "".
+    """A program for a world, and why the communicator's method of its operation cannot run it, or "".
 
     Raises:
         ConfigError: It is not correct, or not for that world.

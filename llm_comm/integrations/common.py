@@ -18,6 +18,7 @@ from llm_comm.installation import VERSION
 from llm_comm.integrations import statistics
 from llm_comm.planning.catalogue import check_table_option
 from llm_comm.planning.multicast import NO_MULTICAST, Multicast, why_not
+from llm_comm.planning.programs import NO_PROGRAMS, Kernels
 from llm_comm.planning.selection import message_limit
 from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, TuningTable, of_programs
 from llm_comm.runtime.rendezvous import Rendezvous
@@ -244,7 +245,7 @@ class Member:
         config, table = communicator.config, communicator.table
         where = "emulated GPUs" if communicator.is_emulated else communicator.memory_kind
         if sums:
-            plans = describe_plans(table, config, f"{engine}'s own", communicator.multicast)
+            plans = describe_plans(table, config, f"{engine}'s own", communicator.multicast, communicator.programs)
             what = f"all-reduce {plans} ({table.describe()}); {describe_parts(table, config)}"
         else:
             beyond = f", then {engine}'s own"
@@ -308,7 +309,13 @@ def in_rank_order(config: Config, mode: str, log: logging.Logger) -> Config:
     return config.replace(sum="rank_order")
 
 
-def describe_plans(table: TuningTable, config: Config, engine: str, multicast: Multicast = NO_MULTICAST) -> str:
+def describe_plans(
+    table: TuningTable,
+    config: Config,
+    engine: str,
+    multicast: Multicast = NO_MULTICAST,
+    programs: Mapping[str, Kernels] = NO_PROGRAMS,
+) -> str:
     """Which algorithm serves which message sizes, in words: "one_shot to 48 KiB, two_shot to 48 MiB, then vLLM"."""
     limit = message_limit(ALL_REDUCE, table, config)
     algorithms = registry.operations()[ALL_REDUCE].algorithms
@@ -329,17 +336,18 @@ def describe_plans(table: TuningTable, config: Config, engine: str, multicast: M
         parts = [("what no table chose", limit)]
     parts[-1] = (parts[-1][0], limit)  # the last row serves all larger messages
     words = [f"{algorithm} to {format_bytes(up_to)}" for algorithm, up_to in parts]
-    by_programs = _describe_programs(table, config, limit)
+    by_programs = _describe_programs(table, config, limit, programs)
     if limit >= EVERY_SIZE:
         return by_programs + ", ".join([*words[:-1], f"{parts[-1][0]} at all {'other ' * (len(parts) > 1)}sizes"])
     return by_programs + ", ".join(words) + f", then {engine}"
 
 
-def _describe_programs(table: TuningTable, config: Config, limit: int) -> str:
+def _describe_programs(table: TuningTable, config: Config, limit: int, programs: Mapping[str, Kernels]) -> str:
     """The same of programs of llm_comm.dsl that go before: "dsl:two_shot to 8 MiB, else "; "" for none."""
     sizes = {row.algorithm: row.up_to for row in table.rows.get(of_programs(ALL_REDUCE), ())}
     if config.algorithm != "auto":
-        sizes = {config.algorithm: limit} if registry.is_program(config.algorithm) else {}
+        is_of_others = config.algorithm in programs and programs[config.algorithm].operation != ALL_REDUCE
+        sizes = {config.algorithm: limit} if registry.is_program(config.algorithm) and not is_of_others else {}
     words = [f"{name} to {format_bytes(min(up_to, limit, config.dsl_max_bytes))}" for name, up_to in sizes.items()]
     return f"{', '.join(words)}, else " if words else ""
 

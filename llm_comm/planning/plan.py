@@ -41,6 +41,16 @@ class Problem:
         rows, *sizes = self.parameters
         return int(rows) * int(sum(sizes)) * registry.data_types()[self.data_type]
 
+    def is_in_rows(self) -> bool:
+        """Whether a rank's part of an operation on parts is more than one piece of the tensor."""
+        return registry.operations()[self.operation].has_parts and self.parameters[0] != 1
+
+    def has_equal_parts(self) -> bool:
+        """Whether the ranks' parts, of an operation on parts, are of one size."""
+        if not registry.operations()[self.operation].has_parts:
+            return True
+        return len(set(self.parameters[1 : 1 + self.world_size])) == 1
+
     def for_core(self) -> _core.Problem:
         """The same as the core takes it."""
         return _core.Problem(

@@ -4,8 +4,9 @@ serves that."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from llm_comm import _core, registry
@@ -13,7 +14,7 @@ from llm_comm.config import LARGE_BYTES, Config
 from llm_comm.errors import ConfigError
 from llm_comm.planning.plan import Plan, Problem
 from llm_comm.planning.selection import Layout
-from llm_comm.planning.tables import ALL_REDUCE, Row, TuningTable, of_programs, row_of
+from llm_comm.planning.tables import OPERATIONS_OF_PROGRAMS, Row, TuningTable, of_programs, row_of
 
 #: In place of that of an algorithm, in plans and tables.
 PROTOCOL = "DSL"
@@ -37,11 +38,15 @@ OWN_CHOICE = LaunchChoice()
 
 
 class Kernels(Protocol):
-    """A program that is compiled for all-reduces of a communicator."""
+    """A program that is compiled for calls of a communicator."""
+
+    @property
+    def operation(self) -> str:
+        """Whose calls it serves: one of ``OPERATIONS_OF_PROGRAMS``."""
 
     @property
     def max_bytes(self) -> int:
-        """Of a message, at most."""
+        """Of a message, at most; of a gather or scatter, of a rank's part."""
 
     @property
     def data_types(self) -> tuple[str, ...]:
@@ -67,13 +72,22 @@ class Kernels(Protocol):
         counts its calls."""
 
 
+#: Of a communicator that has none.
+NO_PROGRAMS: Mapping[str, Kernels] = MappingProxyType({})
+
+
 def named_by(config: Config, table: TuningTable) -> dict[str, str]:
     """All programs that an option or a row names, each with the place that does."""
-    rows = table.rows.get(of_programs(ALL_REDUCE), ())
-    found = {row.algorithm: f"tuning table {table.name}" for row in rows}
+    found = {row.algorithm: f"tuning table {table.name}" for row in rows_of_programs(table)}
     if registry.is_program(config.algorithm):
         found[config.algorithm] = f"option algorithm ({config.origins.get('algorithm', 'Python')})"
     return found
+
+
+def rows_of_programs(table: TuningTable) -> Iterator[Row]:
+    """Those of all operations."""
+    for operation in OPERATIONS_OF_PROGRAMS:
+        yield from table.rows.get(of_programs(operation), ())
 
 
 def choice_of(row: Row) -> LaunchChoice:
@@ -82,12 +96,19 @@ def choice_of(row: Row) -> LaunchChoice:
 
 
 def check_rows(table: TuningTable, programs: Mapping[str, Kernels]) -> None:
-    """Raises ConfigError if a row names a program that is not compiled, or one that cannot be launched as it says."""
-    for row in table.rows.get(of_programs(ALL_REDUCE), ()):
+    """Raises ConfigError if a row names a program that is not compiled, one of another operation, or one that cannot be
+    launched as it says."""
+    for row in rows_of_programs(table):
         if row.algorithm not in programs:
             raise ConfigError(
                 f"tuning table {table.name}: no program {row.algorithm} was compiled for this communicator; compiled: "
                 f"{', '.join(programs) or 'none'}. Option dsl has programs compiled when a communicator is made"
+            )
+        operation = programs[row.algorithm].operation
+        if operation != row.operation:
+            raise ConfigError(
+                f"tuning table {table.name}: the row of {row.algorithm} up to {row.up_to} bytes is of {row.operation}; "
+                f"the program is one of {operation}"
             )
         why = programs[row.algorithm].why_not(choice_of(row))
         if why:
@@ -102,10 +123,10 @@ def with_program(
 ) -> Layout:
     """A layout for the program that is named for a message; the one that is given where no program is, or where that
     does not serve the message, with the reason. The same on all ranks."""
-    if problem.operation != ALL_REDUCE or layout.launches is None:
+    if problem.operation not in OPERATIONS_OF_PROGRAMS or layout.launches is None:
         return layout
     named = _named_for(problem, table, config)
-    if named is None or named.name not in programs:
+    if named is None or named.name not in programs or programs[named.name].operation != problem.operation:
         return layout
     name, because, choice = named
     kernels, message_bytes = programs[name], problem.message_bytes()
@@ -145,12 +166,12 @@ def _named_for(problem: Problem, table: TuningTable, config: Config) -> _Named |
     """The program that is named for a message; None for none."""
     if registry.is_program(config.algorithm):
         return _Named(config.algorithm, f"algorithm forced to {config.algorithm}", OWN_CHOICE)
-    rows = table.rows.get(of_programs(ALL_REDUCE), ())
+    rows = table.rows.get(of_programs(problem.operation), ())
     if config.algorithm != "auto" or not rows:
         return None
     # Where a row of a program and one of an algorithm have the same size, that of the program counts: the other one is
     # for messages that the program does not serve.
-    of_all = sorted((*rows, *table.rows.get(ALL_REDUCE, ())), key=lambda row: row.up_to)
+    of_all = sorted((*rows, *table.rows.get(problem.operation, ())), key=lambda row: row.up_to)
     row = row_of(tuple(of_all), problem.message_bytes())
     if row is None or not registry.is_program(row.algorithm):
         return None
@@ -168,7 +189,11 @@ def _within_max_blocks(kernels: Kernels, problem: Problem, choice: LaunchChoice,
 
 def _why_not(kernels: Kernels, problem: Problem) -> str:
     if problem.message_bytes() > kernels.max_bytes:
+        if registry.operations()[problem.operation].has_parts:
+            return f"more than {kernels.max_bytes} bytes a part: option dsl_max_bytes bounds all parts together"
         return f"more than dsl_max_bytes={kernels.max_bytes}"
     if problem.data_type not in kernels.data_types:
         return f"not compiled for {problem.data_type}"
+    if problem.is_in_rows() or not problem.has_equal_parts():
+        return "programs take parts of one size, along the first dimension"
     return ""

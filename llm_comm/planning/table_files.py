@@ -18,6 +18,7 @@ from llm_comm.planning.programs import PROTOCOL
 from llm_comm.planning.tables import (
     ALL_REDUCE,
     FUSED,
+    OPERATIONS_OF_PROGRAMS,
     TUNABLES_OF_PROGRAMS,
     MulticastEntry,
     Row,
@@ -271,8 +272,10 @@ def _row_of_program(entry: dict[str, Any]) -> Row:
     missing = [name for name in ("operation", "up_to") if name not in entry]
     if missing:
         raise _InvalidError(f"it lacks {', '.join(missing)}")
-    if entry["operation"] != ALL_REDUCE:
-        raise _InvalidError(f"operation is {quoted(entry['operation'])}; programs are selected for {ALL_REDUCE} alone")
+    if entry["operation"] not in OPERATIONS_OF_PROGRAMS:
+        raise _InvalidError(
+            f"operation is {quoted(entry['operation'])}; programs are selected for {', '.join(OPERATIONS_OF_PROGRAMS)}"
+        )
     if entry.get("protocol", PROTOCOL) != PROTOCOL:
         raise _InvalidError(f"protocol is {quoted(entry['protocol'])}; that of programs is {PROTOCOL}")
     for name in entry:
@@ -305,7 +308,11 @@ def _with_figures(entry: dict[str, Any]) -> Row:
 def _runner_up(value: Any, operation: str) -> RunnerUp:
     if not isinstance(value, dict) or set(value) != set(RunnerUp._fields):
         raise _InvalidError(f"runner_up is {quoted(value)}; it must have {', '.join(RunnerUp._fields)}")
-    is_program = operation == ALL_REDUCE and registry.is_program(value["algorithm"]) and value["protocol"] == PROTOCOL
+    is_program = (
+        operation in OPERATIONS_OF_PROGRAMS
+        and registry.is_program(value["algorithm"])
+        and value["protocol"] == PROTOCOL
+    )
     if not is_program:
         what = [f"{a.name} {a.protocol}" for a in registry.operations()[operation].algorithms]
         _require(registry.why_not_known("runner_up", f"{value['algorithm']} {value['protocol']}", what))

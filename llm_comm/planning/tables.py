@@ -182,6 +182,10 @@ def of_symmetric(operation: str) -> str:
     return f"{operation} of symmetric tensors"
 
 
+#: Whose rows may name programs.
+OPERATIONS_OF_PROGRAMS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
+
+
 def of_programs(operation: str) -> str:
     """By which a table has the rows of an operation that name programs of llm_comm.dsl (planning/programs.py)."""
     return f"{operation} by programs"

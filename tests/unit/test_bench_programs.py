@@ -9,7 +9,7 @@ import pytest
 import torch
 from tables import limits_of, plain_row
 
-from llm_comm.bench import all_reduce, choosing, programs, tune, tune_subjects
+from llm_comm.bench import all_gather, all_reduce, choosing, comparison, programs, reduce_scatter, tune, tune_subjects
 from llm_comm.bench.choosing import Measured
 from llm_comm.bench.measuring import AtSize, Bench, count_candidates, schedule_of
 from llm_comm.bench.tune_record import Record
@@ -21,7 +21,16 @@ from llm_comm.planning.multicast import NO_MULTICAST
 from llm_comm.planning.plan import Plan, Problem
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.programs import OWN_CHOICE, LaunchChoice
-from llm_comm.planning.tables import ALL_REDUCE, Row, RunnerUp, TuningTable, by_operation, of_programs
+from llm_comm.planning.tables import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    Row,
+    RunnerUp,
+    TuningTable,
+    by_operation,
+    of_programs,
+)
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -34,7 +43,7 @@ SIZE, WORLD = 2048, 4
 class Kernels:
     """Of one group, compiled for 8 blocks of 64 threads."""
 
-    max_bytes, data_types = 4096, ("bf16",)
+    operation, max_bytes, data_types = ALL_REDUCE, 4096, ("bf16",)
 
     def __init__(self, sums_in_rank_order: bool = True) -> None:
         self.sums_in_rank_order = sums_in_rank_order
@@ -43,11 +52,16 @@ class Kernels:
         return ""
 
     def candidates(self, data_type: str, message_bytes: int) -> list[LaunchChoice]:
-        assert (data_type, message_bytes <= self.max_bytes) == ("bf16", True)
+        assert data_type in self.data_types
+        assert message_bytes <= self.max_bytes
         return [OWN_CHOICE, LaunchChoice(4, 64), LaunchChoice(4, 32)]
 
     def grid(self, data_type: str, message_bytes: int, choice: LaunchChoice) -> tuple[int, int]:
         return choice.blocks or 8, choice.threads or 64
+
+
+class OfGathers(Kernels):
+    operation, data_types = ALL_GATHER, ("byte",)
 
 
 class Comm(SimpleNamespace):
@@ -121,11 +135,13 @@ def test_candidates_of_programs_come_behind_those_of_algorithms() -> None:
 
 def test_only_ordinary_tensors_have_candidates_of_programs() -> None:
     found = tune_subjects.subjects_of(tune_subjects.OPERATIONS, 8192, 4096, WORLD, Comm().programs)
-    assert [subject.key for subject in found if subject.programs] == [ALL_REDUCE]
+    assert [subject.key for subject in found if subject.programs] == [ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER]
     assert not AllReduceSubject(SymmetricPool(64)).programs
-    gather = Problem("all_gather", SIZE, 0, "byte", WORLD, (1.0, *[float(SIZE)] * WORLD))
+    gather = Problem(ALL_GATHER, SIZE, 0, "byte", WORLD, (1.0, *[float(SIZE)] * WORLD))
     fp32 = Problem(ALL_REDUCE, SIZE // 4, 0, "fp32", WORLD)
     assert [list(programs.rows_for(problem, Comm().programs)) for problem in (gather, fp32)] == [[], []]
+    rows = list(programs.rows_for(gather, {"dsl:all_gather_ll": OfGathers()}))
+    assert [(row.operation, row.algorithm, row.up_to) for row in rows] == [(ALL_GATHER, "dsl:all_gather_ll", SIZE)] * 3
 
 
 class Subject(AllReduceSubject):
@@ -238,8 +254,11 @@ def test_a_run_goes_on_behind_rows_of_programs(tmp_path: Any) -> None:
 
 def test_each_program_is_a_library_of_the_benchmark() -> None:
     comm: Any = Comm()
-    assert all_reduce.ALL_REDUCE.programs is not None
-    ring, two_shot = all_reduce.ALL_REDUCE.programs(comm, torch.bfloat16)
+    comm.programs["dsl:all_gather_ll"] = OfGathers()
+    ring, two_shot = comparison.programs_of(all_reduce.ALL_REDUCE, comm, torch.bfloat16)
+    (gather,) = comparison.programs_of(all_gather.ALL_GATHER, comm, torch.bfloat16)
+    assert (gather.name, gather.rounds_once) == ("dsl:all_gather_ll", True)
+    assert comparison.programs_of(reduce_scatter.REDUCE_SCATTER, comm, torch.bfloat16) == []
     assert (ring.name, ring.in_place, ring.rounds_once) == ("dsl:ring_ll", False, False)
     assert (two_shot.name, two_shot.in_place, two_shot.rounds_once) == ("dsl:two_shot_ll", False, True)
     for library in (two_shot, ring, two_shot):

@@ -117,9 +117,10 @@ def test_programs_of_the_library_say_whether_they_can_be_selected(capsys: pytest
     }
     assert found["dsl:ring_ll"]["why_not"].startswith("it adds up some ranks before others")
     assert found["dsl:broadcast_ll"]["why_not"] == (
-        "it is a program of broadcast; only those of all_reduce can be selected"
+        "it is a program of broadcast; those of all_reduce, all_gather, reduce_scatter can be selected"
     )
-    selectable = {"dsl:one_shot_ll", "dsl:one_shot_hb", "dsl:two_shot_ll", "dsl:two_shot_hb"}
+    selectable = {f"dsl:{shots}_shot_{protocol}" for shots in ("one", "two") for protocol in ("ll", "hb")}
+    selectable |= {"dsl:all_gather_ll", "dsl:reduce_scatter_ll"}
     assert {name for name, program in found.items() if program["selectable"]} == selectable
     assert listed(capsys, "--library", "--world", "2")["dsl:ring_ll"]["selectable"], "two ranks have one order"
 
@@ -167,15 +168,16 @@ def test_programs_that_an_option_names(
 
 
 def test_a_table_of_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["algorithms", "--dsl", "llm_comm.dsl.library:one_shot_ll,llm_comm.dsl.library:all_gather_ll"]) == 0
+    assert cli.main(["algorithms", "--dsl", "llm_comm.dsl.library:all_gather_ll,llm_comm.dsl.library:ring_ll"]) == 0
     lines = capsys.readouterr().out.splitlines()
     begin = lines.index("programs of llm_comm.dsl for 4 ranks")
     assert [cells(line) for line in lines[begin + 1 : begin + 4]] == [
-        ["operation", "program", "lines", "option dsl", "selectable as all_reduce"],
-        ["all_reduce", "dsl:one_shot_ll", "10", "llm_comm.dsl.library:one_shot_ll", "yes"],
+        ["operation", "program", "lines", "option dsl", "selectable"],
+        ["all_gather", "dsl:all_gather_ll", "10", "llm_comm.dsl.library:all_gather_ll", "yes"],
         [
-            *("all_gather", "dsl:all_gather_ll", "10", "llm_comm.dsl.library:all_gather_ll"),
-            "no: it is a program of all_gather; only those of all_reduce can be selected",
+            *("all_reduce", "dsl:ring_ll", "19", "llm_comm.dsl.library:ring_ll"),
+            "no: it adds up some ranks before others, so its sums are not those in rank order, which option sum asks for: "
+            "sum=any permits it, where deterministic is off",
         ],
     ]
 

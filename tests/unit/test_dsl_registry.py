@@ -22,7 +22,16 @@ from llm_comm.planning.plan import Plan
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.programs import OWN_CHOICE, LaunchChoice, named_by
 from llm_comm.planning.table_files import load_table, table_text
-from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, RunnerUp, TuningTable, by_operation, of_programs
+from llm_comm.planning.tables import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    FUSED,
+    Row,
+    RunnerUp,
+    TuningTable,
+    by_operation,
+    of_programs,
+)
 from llm_comm.registry import operations
 
 WORLD = 4
@@ -160,11 +169,43 @@ def test_sums_in_another_order_need_leave() -> None:
     assert why_not_selectable(library.ring_ll.build(2), CONFIG) == "", "two ranks have one order"
 
 
+@pytest.mark.parametrize("world", [2, 5])
 @pytest.mark.parametrize("name", ["all_gather_ll", "reduce_scatter_ll"])
-def test_only_all_reduces_can_be_selected(name: str) -> None:
+def test_gathers_and_scatters_can_be_selected(name: str, world: int) -> None:
+    """Their input may be a part of the output, or the other way round."""
+    assert why_not_selectable(getattr(library, name).build(world), CONFIG) == ""
+
+
+@pytest.mark.parametrize("name", ["all_to_all_ll", "broadcast_ll"])
+def test_operations_without_a_method_cannot_be_selected(name: str) -> None:
     program = getattr(library, name).build(2)
     assert why_not_selectable(program, CONFIG) == (
-        f"it is a program of {program.operation.value}; only those of all_reduce can be selected"
+        f"it is a program of {program.operation.value}; those of all_reduce, all_gather, reduce_scatter can be selected"
+    )
+
+
+@dsl.program("all_gather")
+def gathers_late(p: dsl.Builder) -> None:
+    """Stores what it has received before it loads its own part, which may lie in the output."""
+    x, y = p.input.chunks(1), p.output.chunks(p.world)
+    received = p.packets(p.world, like=x)
+    for peer in p.peers:
+        p.put_packets(x[0], peer, received[p.rank])
+    for peer in p.peers:
+        p.store(p.read_packets(received[peer]), y[peer])
+    for peer in p.peers:
+        p.signal(peer)
+    for peer in p.peers:
+        p.wait(peer)
+    p.store(p.load(x[0]), y[p.rank])
+
+
+def test_gathers_that_load_late_are_declined() -> None:
+    program = gathers_late.build(2)
+    dsl.check(program)
+    assert why_not_selectable(program, CONFIG) == (
+        "it loads its input after it has stored to the output, and one of the two may be this rank's part of the other "
+        "in all_gather"
     )
 
 
@@ -239,6 +280,7 @@ COUNTER = _core.Counter(_core.Tally(), 2048)
 class Kernels:
     """Of bf16 and fp16, to 4096 bytes, in a block for each KiB, if a row does not allow fewer."""
 
+    operation = ALL_REDUCE
     max_bytes = 4096
     data_types = ("bf16", "fp16")
     sums_in_rank_order = True
@@ -269,6 +311,8 @@ class LargeKernels(Kernels):
 
 ROWS = (plain_row(1024, "one_shot", 3, 8, 0), plain_row(1 << 20, "two_shot", 100, 16, 1))
 TABLE = TuningTable("test table", by_operation(ROWS), 1 << 24)
+ROW_OF_GATHERS = Row(1 << 20, ALL_GATHER, "one_shot", "LL", blocks=4, tile_lines=8)
+TABLE_OF_GATHERS = TABLE._replace(rows=by_operation([*ROWS, ROW_OF_GATHERS]))
 
 
 def program_row(up_to: int, name: str = "dsl:mine") -> Row:
@@ -327,6 +371,53 @@ def test_up_to_its_size_it_is_served(message_bytes: int) -> None:
 @pytest.mark.parametrize(("nbytes", "outcome"), [(0, "none"), ((1 << 24) + 2, "declined")])
 def test_what_no_algorithm_serves_no_program_does(nbytes: int, outcome: str) -> None:
     assert plan(planner_of(TABLE, LargeKernels(), algorithm="dsl:mine"), nbytes).algorithm == outcome
+
+
+class KernelsOfGathers(Kernels):
+    """Of bytes, to 4096 of a part."""
+
+    operation, data_types = ALL_GATHER, ("byte",)
+
+
+def plan_of_gather(planner: Planner, rows: int, *sizes: int) -> Plan:
+    return planner.lay_out(ALL_GATHER, rows * max(sizes), 0, "byte", (float(rows), *map(float, sizes))).plan
+
+
+def test_a_program_of_gathers() -> None:
+    """It changes nothing for other operations, nor do programs of those for gathers."""
+    planner = planner_of(TABLE_OF_GATHERS, KernelsOfGathers(), algorithm="dsl:mine")
+    assert plan_of_gather(planner, 1, *[2048] * WORLD).algorithm == "dsl:mine"
+    assert plan(planner, 2048).algorithm == "two_shot"
+    assert plan_of_gather(
+        planner_of(TABLE_OF_GATHERS, Kernels(), algorithm="dsl:mine"), 1, *[2048] * WORLD
+    ).algorithm == ("one_shot")
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes", "why"),
+    [
+        (2, [1024] * WORLD, "programs take parts of one size, along the first dimension"),
+        (1, [2048] * (WORLD - 1) + [1024], "programs take parts of one size, along the first dimension"),
+        (1, [4112] * WORLD, "more than 4096 bytes a part: option dsl_max_bytes bounds all parts together"),
+    ],
+)
+def test_gathers_that_a_program_does_not_serve(rows: int, sizes: list[int], why: str) -> None:
+    planner = planner_of(TABLE_OF_GATHERS, KernelsOfGathers(), algorithm="dsl:mine")
+    found = plan_of_gather(planner, rows, *sizes)
+    assert (found.algorithm, found.reason.partition("; ")[2]) == ("one_shot", f"dsl:mine: {why}")
+
+
+def test_rows_of_gathers_name_programs() -> None:
+    row = Row(2048, ALL_GATHER, "dsl:mine", "DSL")
+    table = TABLE._replace(rows=by_operation([*ROWS, ROW_OF_GATHERS, row]))
+    planner = planner_of(table, KernelsOfGathers())
+    assert plan_of_gather(planner, 1, *[2048] * WORLD).algorithm == "dsl:mine"
+    assert plan_of_gather(planner, 1, *[2064] * WORLD).algorithm == "one_shot"
+    planner.check_table(table)
+    with pytest.raises(
+        ConfigError, match="the row of dsl:mine up to 2048 bytes is of all_gather; the program is one of all_reduce"
+    ):
+        planner_of(table, Kernels()).check_table(table)
 
 
 def test_max_blocks_holds() -> None:
@@ -486,7 +577,10 @@ def test_a_table_with_a_program_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"operation": "all_gather"}, "operation is 'all_gather'; programs are selected for all_reduce alone"),
+        (
+            {"operation": "all_reduce_add_rms_norm"},
+            "operation is 'all_reduce_add_rms_norm'; programs are selected for all_reduce, all_gather, reduce_scatter",
+        ),
         ({"protocol": "LL"}, "protocol is 'LL'; that of programs is DSL"),
         (
             {"tile_lines": 3},

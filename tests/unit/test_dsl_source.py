@@ -372,8 +372,8 @@ def test_grid_follows_from_the_lines() -> None:
 def test_grid_of_lines_that_are_on_their_way_by_themselves() -> None:
     limits = Limits(instances=1056, threads=256, few_threads=64, meets=False)
     assert limits.of_call(1) == (1, 64)
-    assert limits.of_call(4096) == (64, 64)
-    assert limits.of_call(4097) == (33, 128)
+    assert limits.of_call(2048) == (32, 64)
+    assert limits.of_call(2049) == (17, 128)
     assert limits.of_call(32768) == (256, 128)
     assert limits.of_call(32769) == (129, 256)
     assert limits.of_call(10_000_000) == (1056, 256)

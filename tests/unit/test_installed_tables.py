@@ -444,6 +444,7 @@ def test_the_line_at_start_names_table_and_origin(sums: bool, home: Path) -> Non
             is_emulated=False,
             memory_kind="VMM",
             multicast=NO_MULTICAST,
+            programs={},
             world_size=world,
         )
         member.communicator = communicator

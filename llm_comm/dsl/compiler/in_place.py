@@ -1,4 +1,4 @@
-"""Whether a program may store its result where its input lies."""
+"""Whether a program may store its result where its input lies, or where that is part of it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,27 @@ from llm_comm.dsl.compiler.runs import DataRun, GroupRuns, uses_ports
 
 
 def works_in_place(program: ir.Program, groups: tuple[GroupRuns, ...]) -> bool:
-    """Whether every element of the input is loaded before anything is stored in its place.
+    """Whether the output may be the input: every element of it is loaded before anything is stored in its place."""
+    operation = program.operation
+    is_parted = operation.has_parted_input or operation.has_parted_output
+    return not is_parted and _loads_before_it_stores(program, groups)
+
+
+def works_in_part(program: ir.Program, groups: tuple[GroupRuns, ...]) -> bool:
+    """The same of a program of parts: of an input that is this rank's part of the output, or an output that is this
+    rank's part of the input. A line of the one is a line of the other."""
+    operation = program.operation
+    return operation.has_parted_input != operation.has_parted_output and _loads_before_it_stores(program, groups)
+
+
+def _loads_before_it_stores(program: ir.Program, groups: tuple[GroupRuns, ...]) -> bool:
+    """Whether a line is loaded before anything is stored in its place.
 
     In one run a thread loads a batch of lines before it stores that batch, and no other thread has these lines. So what
     counts is that no piece comes to a run that loads the input when it has been in another one that stores to the
     output. Peers, other groups, and proxies keep to no such order.
     """
-    if (
-        len(groups) > 1
-        or uses_ports(groups)
-        or program.operation.has_parted_input
-        or program.operation.has_parted_output
-    ):
+    if len(groups) > 1 or uses_ports(groups):
         return False
     tensors = [buffer for buffer in program.buffers if buffer.space.is_tensor]
     if any(buffer.is_symmetric for buffer in tensors):
