@@ -176,8 +176,8 @@ def test_a_table_of_programs(capsys: pytest.CaptureFixture[str]) -> None:
         ["all_gather", "dsl:all_gather_ll", "10", "llm_comm.dsl.library:all_gather_ll", "yes"],
         [
             *("all_reduce", "dsl:ring_ll", "19", "llm_comm.dsl.library:ring_ll"),
-            "no: it adds up some ranks before others, so its sums are not those in rank order, which option sum asks for: "
-            "sum=any permits it, where deterministic is off",
+            "no: it adds up some ranks before others, so its sums are not those in rank order, which option sum asks "
+            "for: sum=any permits it, where deterministic is off",
         ],
     ]
 
