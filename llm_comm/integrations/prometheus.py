@@ -99,7 +99,7 @@ class Publisher:
         for family in self._collector.collect():
             is_counter = family.type == "counter"
             for sample in family.samples:
-                metric = self._metrics.get(family.name)
+                metric: Any = self._metrics.get(family.name)  # of one of two kinds
                 if metric is None:
                     about = family.name, family.documentation, tuple(sample.labels)
                     metric = (
