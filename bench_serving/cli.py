@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import shlex
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -195,13 +197,34 @@ def _check_model(settings: Settings, name: str) -> None:
         )
 
 
+def check_place(engine: str, out: Path) -> None:
+    """Makes the directory for results. What fails here would fail in each run, after minutes.
+
+    Raises:
+        SystemExit: The engine is not installed, or nothing can be written to the directory.
+    """
+    if importlib.util.find_spec(engine) is None:
+        raise SystemExit(
+            f"--engine {engine}: {sys.executable} has no package {engine}: install it there, or run bench_serving with "
+            "the Python that has it"
+        )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise SystemExit(
+            f"--out {out}: nothing can be written there ({error.strerror}): name another directory"
+        ) from error
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the comparison and shows it. Returns 0 if every run succeeded and the check, if any, passed."""
     argv = sys.argv[1:] if argv is None else argv
     options = parser().parse_args(argv)
     settings = settings_of(options)
     out: Path = options.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
+    check_place(settings.engine, out)
     content = Comparison(
         settings,
         options.arms,

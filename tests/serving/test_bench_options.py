@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -237,3 +238,17 @@ def test_requests_that_failed_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text(json.dumps({"completed": 3}))
     with pytest.raises(RuntimeError, match="3 of 4 requests were completed"):
         serve.read_result(tmp_path / "result.json", 4)
+
+
+def test_a_missing_engine_is_told_before_any_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(SystemExit, match=r"--engine sglang: .* has no package sglang: install it there, or run"):
+        cli.main(["--engine", "sglang", "--model", "llama-2-70b-quarter", "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("place", "why"), [("file", "File exists"), ("file/below", "Not a directory")])
+def test_a_place_that_cannot_be_written_is_told_before_any_run(tmp_path: Path, place: str, why: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match=rf"--out .*/{place}: nothing can be written there \({why}\): name another"):
+        cli.check_place("json", tmp_path / place)
