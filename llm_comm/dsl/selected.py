@@ -59,8 +59,8 @@ def load(
         compiled[name] = kernels
         logger.info(
             "rank %d: %s serves %s to %d bytes of %s, with %d bytes of workspace",
-            *(rendezvous.rank, name, kernels.operation, kernels.max_bytes, ", ".join(kernels.data_types)),
-            kernels.workspace_bytes,
+            *(rendezvous.rank, name, f"{kernels.operation.replace('_', '-')}s", kernels.max_bytes),
+            *(", ".join(kernels.data_types), kernels.workspace_bytes),
         )
     if rendezvous.world_size > 1:
         rendezvous.attempt("check of the rows that name programs", lambda: check_rows(table, compiled))
