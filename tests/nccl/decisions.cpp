@@ -103,7 +103,7 @@ void selections() {
     return decision.plan ? std::string(host::algorithms()[decision.plan->algorithm].info->name) : "";
   };
   EXPECT(name(selection, {Operation::kAllReduce, ncclBfloat16, 512}) == "one_shot");
-  EXPECT(name(selection, {Operation::kAllReduce, ncclBfloat16, 1 << 20}) == "two_shot");
+  EXPECT(name(selection, {Operation::kAllReduce, ncclBfloat16, 3 << 20}) == "two_shot");
   EXPECT(name(selection, {Operation::kAllReduce, ncclFloat32, 64 << 20}) == "two_shot_hb");
   EXPECT(name(selection, {Operation::kAllReduce, ncclFloat32, (64 << 20) + 1}).empty());
   EXPECT(name(of_all, {Operation::kAllReduce, ncclFloat32, (64 << 20) + 1}) == "two_shot_hb");
