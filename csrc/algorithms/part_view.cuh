@@ -20,6 +20,18 @@ struct Range {
   }
 };
 
+// Of a part that is sent and one that is received: at least `greeting` of each, so that a rank hears from every other one also where
+// parts are empty (R1 of operation.cuh).
+struct ExchangedLines {
+  uint32_t sent;
+  uint32_t received;
+
+  LLM_COMM_DEVICE ExchangedLines(uint32_t of_source, uint32_t of_target, uint32_t greeting)
+      : sent(of_source > greeting ? of_source : greeting), received(of_target > greeting ? of_target : greeting) {}
+
+  LLM_COMM_DEVICE uint32_t most() const { return sent > received ? sent : received; }
+};
+
 template <DataType D>
 class PartView {
  public:

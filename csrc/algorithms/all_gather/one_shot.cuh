@@ -29,9 +29,7 @@ all_gather_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   const uint32_t first = block * args.tile_lines + column;
   const uint32_t stride = block_count() * args.tile_lines;
   const uint32_t greeting = 1;
-  const uint32_t sent = source.lines() > greeting ? source.lines() : greeting;
-  const uint32_t received = target.lines() > greeting ? target.lines() : greeting;
-  const uint32_t lines = sent > received ? sent : received;
+  const ExchangedLines exchanged(source.lines(), target.lines(), greeting);
 
   LLSession session(args.comm, kAllGatherOneShot, PartView<D>::bytes_of(args.range.count), rank, peer);
   session.divide_slots(slot_lines);
@@ -42,15 +40,15 @@ all_gather_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   if (!session.begin()) return;
   session.enter_slot();
 
-  for (uint32_t line = first; line < lines; line += stride) {
+  for (uint32_t line = first; line < exchanged.most(); line += stride) {
     const bool is_there = line < source.lines();
     if (peer == rank) {
       if (is_there) target.store(line, source.load(line));
       continue;
     }
     // A thread sends before it waits: so no two ranks wait for each other.
-    if (line < sent) exchange.send(line, is_there ? source.load(line) : Line{});
-    if (line < received) {
+    if (line < exchanged.sent) exchange.send(line, is_there ? source.load(line) : Line{});
+    if (line < exchanged.received) {
       const Line value = exchange.receive(line, 0);
       if (line < target.lines()) target.store(line, value);
     }
@@ -75,9 +73,7 @@ all_gather_one_shot_pair(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   const uint32_t first = block * block_threads() + thread_index();
   const uint32_t stride = block_count() * block_threads();
   const uint32_t greeting = 1;
-  const uint32_t sent = source.lines() > greeting ? source.lines() : greeting;
-  const uint32_t received = target.lines() > greeting ? target.lines() : greeting;
-  const uint32_t lines = sent > received ? sent : received;
+  const ExchangedLines exchanged(source.lines(), target.lines(), greeting);
 
   LLSession session(args.comm, kAllGatherOneShot, PartView<D>::bytes_of(args.range.count), rank, peer);
   session.divide_slots(slot_lines);
@@ -89,7 +85,7 @@ all_gather_one_shot_pair(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   const bool begun = session.begin_beside(coming, next);
 
   const auto send = [&](uint32_t line) {
-    if (line >= sent) return;
+    if (line >= exchanged.sent) return;
     const bool is_there = line < source.lines();
     exchange.send(line, is_there ? next : Line{});
     if (is_there) copy.store(line, next);
@@ -100,9 +96,9 @@ all_gather_one_shot_pair(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   block_sync();
   if (thread_index() == 0) session.arrive();
   if (!begun) return;
-  for (uint32_t line = first; line < lines; line += stride) {
+  for (uint32_t line = first; line < exchanged.most(); line += stride) {
     send(line + stride);
-    if (line < received) {
+    if (line < exchanged.received) {
       const Line value = exchange.receive(line, 0);
       if (line < target.lines()) target.store(line, value);
     }

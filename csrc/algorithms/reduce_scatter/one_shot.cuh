@@ -30,8 +30,7 @@ reduce_scatter_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   const uint64_t slot_lines = PartView<D>::lines_of(args.range.count);
   const uint32_t stride = block_count() * args.tile_lines;
   const uint32_t greeting = 1;
-  const uint32_t sent = source.lines() > greeting ? source.lines() : greeting;
-  const uint32_t received = target.lines() > greeting ? target.lines() : greeting;
+  const ExchangedLines exchanged(source.lines(), target.lines(), greeting);
   const auto lines = static_cast<uint32_t>(slot_lines);
   // Set by threads of the block whose wait has been aborted: there is no sum to deliver then.
   uint32_t* const incomplete = shared_memory<Line>()->word;
@@ -52,8 +51,8 @@ reduce_scatter_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
     const uint32_t line = tile + column;
     const bool is_there = line < source.lines();
     // A thread sends before it waits: so no two ranks wait for each other.
-    if (begun && peer != rank && line < sent) session.send(line, is_there ? source.load(line) : Line{});
-    if (line < received) {
+    if (begun && peer != rank && line < exchanged.sent) session.send(line, is_there ? source.load(line) : Line{});
+    if (line < exchanged.received) {
       contributions[thread_index()] = peer != rank ? session.receive(line, 0) : (is_there ? source.load(line) : Line{});
     }
     block_sync();
@@ -63,7 +62,7 @@ reduce_scatter_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
     // The sums are read before the next tile's first block_sync() and written after it; contributions are
     // written after this one and read before it.
     block_sync();
-    if (line >= received || *incomplete != 0) continue;
+    if (line >= exchanged.received || *incomplete != 0) continue;
     if (peer != rank) {
       session.re_arm(line);
     } else if (line < target.lines()) {
@@ -87,9 +86,7 @@ reduce_scatter_one_shot_pair(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   const uint32_t first = block * block_threads() + thread_index();
   const uint32_t stride = block_count() * block_threads();
   const uint32_t greeting = 1;
-  const uint32_t sent = source.lines() > greeting ? source.lines() : greeting;
-  const uint32_t received = target.lines() > greeting ? target.lines() : greeting;
-  const uint32_t lines = sent > received ? sent : received;
+  const ExchangedLines exchanged(source.lines(), target.lines(), greeting);
 
   LLSession session(args.comm, kReduceScatterOneShot, PartView<D>::bytes_of(args.range.count), rank, peer);
   session.divide_slots(slot_lines);
@@ -100,7 +97,7 @@ reduce_scatter_one_shot_pair(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   const bool begun = session.begin_beside(coming, next);
 
   const auto send = [&](uint32_t line) {
-    if (line >= sent) return;
+    if (line >= exchanged.sent) return;
     session.send(line, line < source.lines() ? next : Line{});
     if (line + stride < source.lines()) next = source.load(line + stride);
   };
@@ -109,9 +106,9 @@ reduce_scatter_one_shot_pair(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   block_sync();
   if (thread_index() == 0) session.arrive();
   if (!begun) return;
-  for (uint32_t line = first; line < lines; line += stride) {
+  for (uint32_t line = first; line < exchanged.most(); line += stride) {
     send(line + stride);
-    if (line >= received) continue;
+    if (line >= exchanged.received) continue;
     const bool is_there = line < target.lines();
     const Line contribution = is_there ? own.load(line) : Line{};
     // The sum of two does not depend on their order.
