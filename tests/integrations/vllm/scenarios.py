@@ -334,6 +334,19 @@ def batch_invariance_means_one_way_for_all_sizes() -> None:
         assert communicator.config.sum == "rank_order"
 
 
+@scenario(VLLM_BATCH_INVARIANT="1")
+def batch_invariant_sums_are_those_of_llm_comm() -> None:
+    with vllm_groups():
+        calls = calls_of_llm_comm()
+        # Sums that depend on the order of their terms in fp32 as well.
+        row = torch.randn(1, 512, generator=torch.Generator().manual_seed(dist.get_rank())).to(torch.bfloat16)
+        alone = tensor_model_parallel_all_reduce(row)
+        for rows in (3, 4096):
+            together = tensor_model_parallel_all_reduce(row.repeat(rows, 1))
+            assert torch.equal(together, alone.expand(rows, -1))
+        assert len(calls) == 3
+
+
 @scenario(world=1)
 def the_deployment_example_is_valid() -> None:
     example = Path(__file__).parents[3] / "configs/vllm_deployment.yaml"
