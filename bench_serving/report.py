@@ -118,9 +118,10 @@ def _invariance(invariance: Mapping[str, Any]) -> str:
     lines = ["tokens over batch sizes and starts: " + ("passed" if invariance["passed"] else "FAILED")]
     for arm, entry in invariance["arms"].items():
         same = "identical" if entry["identical"] else f"{entry['differing']} DIFFERENT"
+        batches, starts = ", ".join(map(str, entry["batch_sizes"])), entry["starts"]
         lines.append(
             f"  {arm}: {entry['generations']} generations of {entry['prompts']} prompts ({entry['distinct_tokens']} "
-            f"distinct tokens), batch {', '.join(map(str, entry['batch_sizes']))}, {entry['starts']} starts: {same}"
+            f"distinct tokens) in batches of {batches} at {starts} start{'s' * (starts > 1)}: {same}"
         )
     return "\n".join([*lines, *(f"  {failure}" for failure in invariance["failures"])])
 

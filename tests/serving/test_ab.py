@@ -189,6 +189,7 @@ def test_tokens_are_compared_over_batches_and_starts(
     assert any("deterministic mode" in line for line in report["runs"][0]["evidence"])
     printed = capsys.readouterr().out
     assert "tokens over batch sizes and starts: passed" in printed
+    assert "distinct tokens) in batches of 1, 3 at 3 starts: identical" in printed
     assert ", deterministic mode, torch" in printed
 
 

@@ -297,7 +297,12 @@ class LlmCommAllReduce:
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The RMSNorm of (the sum of ``x`` over the group + ``residual``), and what was normed; None, the same on all
-        ranks, if that is not served: nothing has been summed then."""
+        ranks, if that is not served: nothing has been summed then.
+
+        Raises:
+            UnsupportedInputError: It is not served, and must be: in deterministic mode a norm is llm_comm's in all
+                batches.
+        """
         communicator = self._llm_comm
         if communicator is None:
             return None

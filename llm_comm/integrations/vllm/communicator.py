@@ -150,7 +150,12 @@ class LlmCommCommunicator(GatheringCommunicator):
         epsilon: float,
         scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """See ``fused_op.py``; None, the same on all ranks, if it is not served: nothing has been summed then."""
+        """See ``fused_op.py``; None, the same on all ranks, if it is not served: nothing has been summed then.
+
+        Raises:
+            UnsupportedInputError: It is not served, and must be: in batch-invariant mode a norm is llm_comm's in all
+                batches.
+        """
         quantize = None if scale is None else "static"
         return self._all_reduce_add_rms_norm(x, residual, weight, epsilon, quantize, scale)  # type: ignore[return-value]
 
