@@ -223,6 +223,20 @@ def the_plugins_of_bench_serving_do_nothing_unasked() -> None:
         assert type(parallel_state.get_tp_group().device_communicator) is CudaCommunicator
 
 
+@scenario(LLM_COMM_ENABLE="0", VLLM_BATCH_INVARIANT="1")
+def the_worker_of_bench_serving_tells_of_batch_invariant_mode() -> None:
+    sys.path.append(BENCH_PLUGINS)
+    with vllm_groups() as log:
+        from llm_comm_bench.vllm_worker import Extension
+
+        said = "bench_serving: the engine is in its deterministic mode"
+        with mock.patch.dict(os.environ, VLLM_BATCH_INVARIANT="0"):
+            Extension.tell_mode(None)
+            assert not log.having(said)
+        Extension.tell_mode(None)
+        assert len(log.having(said)) == (dist_rank() == 0)
+
+
 @scenario(VLLM_PLUGINS="another")
 def vllm_plugins_selects() -> None:
     with vllm_groups():
