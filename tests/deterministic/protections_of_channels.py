@@ -140,13 +140,13 @@ OF_CHANNELS = (
         "bytes_mask",
         "a line that holds a word which may stand for two is followed by a mask, which is read",
         (Edit(BYTES, "if (has_ambiguous_words(lines[i]))", "if (!WITHOUT && has_ambiguous_words(lines[i]))"),),
-        failure=WRONG_RESULT,
+        failure=f"{WRONG_RESULT}|is not armed again",  # the mask, where it comes later
     ),
     Protection(
         "bytes_wait_for_mask",
         "a mask is taken only when it has arrived",
         (Edit(BYTES, "return found != kSentinel;", "return WITHOUT || found != kSentinel;"),),
-        failure=WRONG_RESULT,
+        failure=f"{WRONG_RESULT}|is not armed again",  # the mask, where it comes later
     ),
     Protection(
         "bytes_re_arm_mask",

@@ -107,12 +107,11 @@ def load(file: str) -> Any:
     return json.loads((RESULTS / file).read_text(encoding="utf-8"))
 
 
-def peers(file: str, run: int | None = None) -> dict[int, dict[str, float]]:
+def peers(file: str) -> dict[int, dict[str, float]]:
     """Microseconds by size and library."""
     found: dict[int, dict[str, float]] = {}
     for row in load(file)["rows"]:
-        if run is None or row["run"] == run:
-            found.setdefault(row["bytes"], {})[row["peer"]] = row["us"]
+        found.setdefault(row["bytes"], {})[row["peer"]] = row["us"]
     return found
 
 
@@ -181,21 +180,19 @@ def test_the_readme_shows_the_engines_that_were_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heading", "up_to_1m", "above"),
+    ("heading", "file"),
     [
-        ("8 GPUs", ("2026-11-21_h200x8_peers.json", None), "2026-11-21_h200x8_peers.json"),
-        ("4 GPUs", ("2026-11-22_h200x4_peers_fused.json", 1), "2026-11-21_h200x4_peers.json"),
-        ("2 GPUs", ("2026-11-23_h200x2_peers.json", None), "2026-11-23_h200x2_peers.json"),
+        ("8 GPUs", "2026-11-21_h200x8_peers.json"),
+        ("4 GPUs", "2026-11-26_h200x4_peers.json"),
+        ("2 GPUs", "2026-11-23_h200x2_peers.json"),
     ],
 )
-def test_performance_shows_the_peers_that_were_measured(
-    heading: str, up_to_1m: tuple[str, int | None], above: str
-) -> None:
-    small, large = peers(*up_to_1m), peers(above)
+def test_performance_shows_the_peers_that_were_measured(heading: str, file: str) -> None:
+    measured = peers(file)
     shown = [row for row in rows("docs/performance.md", heading) if re.fullmatch(r"\d+[KM]", row[0])]
     assert len(shown) >= 15
     for size, ours, other, ratio, over_vllm, over_nccl in shown:
-        us = (small if byte_count(size) <= 1 << 20 else large)[byte_count(size)]
+        us = measured[byte_count(size)]
         peer = other.split("`")[1]
         assert us[peer] == min(time for name, time in us.items() if name != "llm_comm" and "fused" not in name)
         assert_shows(ours, us["llm_comm"])

@@ -317,7 +317,7 @@ def in_the_form_of_before(path: Path) -> dict[str, Any]:
 
 
 #: Whose rows are all of a protocol and of operations that there were before.
-OF_BEFORE = ("tune_h200_4.yaml", "tune_h200_8.yaml")
+OF_BEFORE = ("tune_h200_8.yaml",)
 
 
 @pytest.mark.parametrize("name", OF_BEFORE)
