@@ -75,7 +75,8 @@ OF_OPERATIONS = (
             Edit(
                 SESSION,
                 "return receive_line(line, op_, sender(0), phase);",
-                "if (WITHOUT) re_arm_line(const_cast<Line*>(line));\n return receive_line(line, op_, sender(0), phase);",
+                "if (WITHOUT) re_arm_line(const_cast<Line*>(line));\n"
+                " return receive_line(line, op_, sender(0), phase);",
             ),
             Edit(
                 SESSION,
