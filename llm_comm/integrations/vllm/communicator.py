@@ -20,9 +20,9 @@ from vllm.distributed import get_tp_group
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config, option_names
 from llm_comm.errors import ConfigError
-from llm_comm.integrations import common, linear
+from llm_comm.integrations import common, linear, sleeping
 from llm_comm.integrations.parts import Parts
-from llm_comm.integrations.vllm import cache_key, dependent_launches, fusion
+from llm_comm.integrations.vllm import cache_key, dependent_launches, fusion, sleep_mode
 from llm_comm.integrations.vllm.gathering import GatheringCommunicator, only_gathers
 from llm_comm.quoting import quoted
 
@@ -117,8 +117,8 @@ class LlmCommCommunicator(GatheringCommunicator):
 
     llm_comm is set up in the constructor, where all ranks of a group come together and before vLLM measures what memory
     is left. It registers no tensors and bakes nothing into graphs that their replay depends on, so graphs that are
-    captured to measure their memory and thrown away leave nothing behind, and expandable segments and sleep mode do
-    not concern it: its workspace lies outside torch's pool.
+    captured to measure their memory and thrown away leave nothing behind, and expandable segments do not concern it:
+    its workspace lies outside torch's pool. While vLLM sleeps its memory is given back (``sleep_mode.py``).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -237,6 +237,34 @@ class LlmCommCommunicator(GatheringCommunicator):
         """The same of gate and up with silu-and-mul, with so many outputs each."""
         return self._prefers(outputs, inputs, silu_and_mul=True, fp8=fp8)
 
+    # Of vLLM 0.33, which calls them for all groups, on all of their ranks.
+
+    def suspend(self) -> None:
+        """Gives memory back while vLLM sleeps, with ``enable_nccl_comm_suspend``."""
+        super().suspend()
+        self._release()
+
+    def resume(self) -> None:
+        self._restore()
+        super().resume()
+
+    def checkpoint_prepare(self) -> None:
+        """Before a checkpoint of the process: nothing of another rank's workspace stays mapped."""
+        super().checkpoint_prepare()
+        self._release()
+
+    def checkpoint_restore(self) -> None:
+        self._restore()
+        super().checkpoint_restore()
+
+    def _release(self) -> None:
+        if self._llm_comm is not None:
+            sleeping.release(self.unique_name, self._llm_comm, logger)
+
+    def _restore(self) -> None:
+        if self._llm_comm is not None:
+            sleeping.restore(self.unique_name, self._llm_comm, logger)
+
     def destroy(self) -> None:
         member, self._member, self._llm_comm, self._parts = self._member, None, None, None
         try:
@@ -305,6 +333,7 @@ class LlmCommCommunicator(GatheringCommunicator):
         if member is None:
             return
         self._member, self._llm_comm = member, member.communicator
+        sleep_mode.set_up()
         self._parts = Parts(member, logger)
         about_norms = self._set_up_fusion(member.communicator) if self._kind == "tp" else ""
         if self.global_rank == 0:

@@ -12,6 +12,7 @@ The code of vLLM is that of the published wheel. What it is not given, and what 
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import logging
@@ -21,6 +22,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -153,7 +155,8 @@ def what_llm_comm_declines_goes_the_way_of_vllm() -> None:
 def all_other_collectives_stay_those_of_vllm() -> None:
     ours = plugin_class()
     public = {name for name in vars(ours) if not name.startswith("_")}
-    assert public & set(dir(CudaCommunicator)) == {"all_reduce", "destroy"}
+    sleep = {"suspend", "resume", "checkpoint_prepare", "checkpoint_restore"}
+    assert public & set(dir(CudaCommunicator)) - sleep == {"all_reduce", "destroy"}
     inherited = {name for name in vars(ours.__base__) if not name.startswith("_")}
     gather = {"all_gather", "all_gatherv", "custom_all_gather"}
     scatter = {"reduce_scatter", "reduce_scatterv", "reduce_scatterv_into_output", "custom_reduce_scatter"}
@@ -458,6 +461,132 @@ def a_peer_that_dies_ends_the_process_without_the_time_out() -> None:
     context = vllm_groups()
     context.__enter__()
     lose_rank_1()
+
+
+# ---- Sleep mode -----------------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """Of vLLM's worker, which imports all models and Triton, the two methods that llm_comm wraps."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any, bool]] = []
+
+    def sleep(self, level: int = 1) -> None:
+        self.calls.append(("sleep", level, communicator_of_tp().is_released))
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.calls.append(("wake_up", tags, communicator_of_tp().is_released))
+
+
+def communicator_of_tp() -> llm_comm.Communicator:
+    communicator: llm_comm.Communicator = parallel_state.get_tp_group().device_communicator._llm_comm
+    return communicator
+
+
+@contextlib.contextmanager
+def worker_module() -> Iterator[type]:
+    module = ModuleType("vllm.v1.worker.gpu_worker")
+    module.Worker = type("Worker", (), dict(vars(Worker)))  # type: ignore[attr-defined]
+    with mock.patch.dict(sys.modules, {module.__name__: module}):
+        yield module.Worker
+
+
+@scenario()
+def the_worker_has_the_methods_of_sleep_mode() -> None:
+    source = (Path(vllm.__file__).parent / "v1/worker/gpu_worker.py").read_text()
+    (worker,) = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "Worker")
+    methods = {node.name: node for node in worker.body if isinstance(node, ast.FunctionDef)}
+    for name, argument in (("sleep", "level"), ("wake_up", "tags")):
+        assert [each.arg for each in methods[name].args.args] == ["self", argument]
+    executor = (Path(vllm.__file__).parent / "v1/executor/abstract.py").read_text()
+    for name in ("sleep", "wake_up"):
+        assert f'collective_rpc("{name}"' in executor, "on all ranks of an engine"
+
+
+@scenario()
+def workspaces_are_released_while_vllm_sleeps() -> None:
+    with worker_module() as kind, vllm_groups() as log:
+        worker = kind()
+        communicator = communicator_of_tp()
+        group = parallel_state.get_tp_group()
+        assert torch.equal(group.all_reduce(data((16, 128))), expected_sum((16, 128)))
+        for level in (1, 2):
+            worker.sleep(level)
+            assert communicator.is_released
+            worker.wake_up(tags=["weights"])
+            assert not communicator.is_released
+            worker.wake_up(tags=["kv_cache"])
+            assert torch.equal(group.all_reduce(data((16, 128))), expected_sum((16, 128)))
+        awake = [("wake_up", ["weights"], False), ("wake_up", ["kv_cache"], False)]
+        assert worker.calls[:3] == [("sleep", 1, True), *awake]
+        is_first = dist_rank() == 0
+        assert len(log.having("group tp:0 sleeps: its workspaces (64 MiB on each rank) are released")) == 2 * is_first
+        assert len(log.having("group tp:0 is awake")) == 2 * is_first
+
+
+@scenario(LLM_COMM_SLEEP="0")
+def workspaces_stay_where_option_sleep_is_off() -> None:
+    with worker_module() as kind, vllm_groups() as log:
+        worker = kind()
+        worker.sleep()
+        worker.wake_up()
+        assert [released for _, _, released in worker.calls] == [False, False]
+        assert not log.having("sleeps")
+
+
+@scenario()
+def workspaces_that_cannot_be_released_stay() -> None:
+    with worker_module() as kind, vllm_groups() as log:
+        worker, communicator = kind(), communicator_of_tp()
+        communicator.memory_kind = "cudaIpc"
+        worker.sleep()
+        assert not communicator.is_released
+        group = parallel_state.get_tp_group()
+        assert torch.equal(group.all_reduce(data((16, 128))), expected_sum((16, 128)))
+        said = log.having("group tp:0 keeps its workspaces (64 MiB on each rank) while it sleeps", logging.WARNING)
+        assert ["cudaIpc" in each for each in said] == [True] * (dist_rank() == 0)
+
+
+@scenario()
+def a_group_that_is_destroyed_does_not_sleep() -> None:
+    with worker_module() as kind:
+        with vllm_groups():
+            pass
+        with mock.patch.object(parallel_state, "get_tp_group"):
+            kind().sleep()
+
+
+@scenario(world=4)
+def groups_of_several_engines_do_not_sleep() -> None:
+    """Two replicas with data parallelism: each sleeps when it is told to."""
+    config = VllmConfig()
+    config.parallel_config.data_parallel_size = 2
+    config.parallel_config.distributed_executor_backend = "external_launcher"  # the ranks are there already
+    with worker_module() as kind, vllm_groups(tensor_parallel=2, config=config):
+        dp = parallel_state.get_dp_group().device_communicator._llm_comm
+        if dist_rank() // 2 == 0:
+            kind().sleep()
+            assert communicator_of_tp().is_released
+            kind().wake_up()
+        assert dp is None or not dp.is_released
+        assert not communicator_of_tp().is_released
+        dist.barrier()
+
+
+@scenario(applies=hasattr(parallel_state, "checkpoint_prepare_distributed_state"))
+def workspaces_are_released_for_a_checkpoint_of_the_process() -> None:
+    with vllm_groups(), mock.patch("torch.accelerator.synchronize"):
+        group, communicator = parallel_state.get_tp_group(), communicator_of_tp()
+        for prepare, restore in (
+            (parallel_state.checkpoint_prepare_distributed_state, parallel_state.checkpoint_restore_distributed_state),
+            (parallel_state.suspend_device_comms, parallel_state.resume_device_comms),
+        ):
+            prepare()
+            assert communicator.is_released
+            restore()
+            assert not communicator.is_released
+            assert torch.equal(group.all_reduce(data((16, 128))), expected_sum((16, 128)))
 
 
 # ---- What they are made of ------------------------------------------------------------------------------------------
