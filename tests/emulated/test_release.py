@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -328,3 +332,23 @@ def release_out_of_order() -> None:
 
 def test_steps_out_of_order(ranks: RankPool) -> None:
     ranks.run(2, release_out_of_order)
+
+
+# ---- The program for GPUs --------------------------------------------------------------------------------------------
+
+
+def test_the_program_for_gpus(tmp_path: Path) -> None:
+    """On emulated ones."""
+    torchrun = ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+    results = tmp_path / "results.json"
+    program = Path(__file__).parents[1] / "gpu" / "release.py"
+    options = ["--device", "emulated", "--cycles", "1", "--json", str(results)]
+    done = subprocess.run(
+        [sys.executable, "-m", *torchrun, str(program), *options],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert {"one_shot", "two_shot_hb", "port", "symmetric tensors"} < set(json.loads(results.read_text())["figures"])
