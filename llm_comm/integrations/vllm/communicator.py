@@ -22,7 +22,7 @@ from llm_comm.config import Config, option_names
 from llm_comm.errors import ConfigError
 from llm_comm.integrations import common, linear, sleeping
 from llm_comm.integrations.parts import Parts
-from llm_comm.integrations.vllm import cache_key, dependent_launches, fusion, sleep_mode
+from llm_comm.integrations.vllm import cache_key, dependent_launches, eager_norms, fusion, sleep_mode
 from llm_comm.integrations.vllm.gathering import GatheringCommunicator, only_gathers
 from llm_comm.quoting import quoted
 
@@ -128,6 +128,8 @@ class LlmCommCommunicator(GatheringCommunicator):
         self._kind = self.unique_name.split(":")[0]
         #: Whether compiled graphs hold llm_comm's operator where an all-reduce of this group and a norm were.
         self.fuses = False
+        #: Whether vLLM's function for an all-reduce and a norm asks this: ``eager_norms.py``.
+        self.fuses_eagerly = False
         self.max_fused_bytes = 0
         #: The largest batch, in tokens, whose linear layers go into operators of llm_comm; 0: none do.
         self.max_linear_tokens = 0
@@ -350,16 +352,25 @@ class LlmCommCommunicator(GatheringCommunicator):
             "; vLLM's fuse_allreduce_rms, which sums past llm_comm, is off" if fusion.keep_norms_apart() else ""
         )
         why_not = common.objection_of_any(self.cpu_group, fusion.why_not_fused(communicator.config))
+        table, limit = communicator.table, communicator.config.max_message_bytes
+        self.max_fused_bytes = min(table.max_fused_bytes, table.max_message_bytes if limit is None else limit)
         if why_not is not None:
+            if why_not == fusion.NOT_COMPILED:  # of all ranks
+                why_not += self._set_up_eager_fusion()
             wanted = communicator.max_preferred_tokens > 0
             about_linear = linear.about_linear("vLLM", "norms are not fused", 0) if wanted else ""
             return f"; not fused with RMSNorm: {why_not}{about_linear}{theirs_is_off}"
-        table, limit = communicator.table, communicator.config.max_message_bytes
-        self.max_fused_bytes = min(table.max_fused_bytes, table.max_message_bytes if limit is None else limit)
         about_linear = self._set_up_linear(communicator)
         fusion.prepare_compiler(self.max_fused_bytes, self.max_linear_tokens, self.linear_key)
         self.fuses = True
         return f"; fused with RMSNorm in compiled graphs{about_linear}{theirs_is_off}"
+
+    def _set_up_eager_fusion(self) -> str:
+        """The same for models that are not compiled, on all ranks or on none."""
+        if common.objection_of_any(self.cpu_group, fusion.why_not_fused_eagerly()) is not None:
+            return ""
+        self.fuses_eagerly = True
+        return f" (it is in models that call {eager_norms.FUNCTION})"
 
     def _set_up_linear(self, communicator: Communicator) -> str:
         """The same for operators with linear layers."""

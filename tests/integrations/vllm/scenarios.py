@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib.util
 import json
 import logging
 import os
@@ -51,17 +52,18 @@ type(current_platform).dispatch_key = "CPU"  # before the operators are register
 
 import vllm.logger  # noqa: E402
 import vllm.plugins  # noqa: E402
-from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.distributed import parallel_state  # noqa: E402
 from vllm.distributed.communication_op import tensor_model_parallel_all_reduce  # noqa: E402
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator  # noqa: E402
+from vllm.model_executor.layers.layernorm import RMSNorm  # noqa: E402
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 
 import llm_comm  # noqa: E402
 from llm_comm import _core  # noqa: E402
 from llm_comm.errors import ConfigError, PeerTimeout  # noqa: E402
 from llm_comm.integrations import common  # noqa: E402
-from llm_comm.integrations.vllm import plugin  # noqa: E402
+from llm_comm.integrations.vllm import eager_norms, plugin  # noqa: E402
 
 BENCH_PLUGINS = str(Path(__file__).parents[3] / "bench_serving" / "plugins")
 
@@ -587,6 +589,132 @@ def workspaces_are_released_for_a_checkpoint_of_the_process() -> None:
             restore()
             assert not communicator.is_released
             assert torch.equal(group.all_reduce(data((16, 128))), expected_sum((16, 128)))
+
+
+# ---- Models that are not compiled -----------------------------------------------------------------------------------
+
+
+class Layer:
+    """Of a model such as DeepSeek-V3.2: its attention and its MLP leave their sums to the norms behind them."""
+
+    def __init__(self, made: Any, hidden: int) -> None:
+        self.module, self.function = made, eager_norms.FUNCTION
+        self.norms = [RMSNorm(hidden, eps=1e-5, dtype=torch.bfloat16) for _ in range(2)]
+        for number, norm in enumerate(self.norms):
+            norm.weight.data = torch.linspace(0.5, 1.5 + number, hidden).bfloat16()
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for norm in self.norms:
+            x, residual = getattr(self.module, self.function)(x * (1 + dist_rank()), residual, norm)
+        return x, residual
+
+    def expected(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for norm in self.norms:
+            total = ((x * 1).float() + (x * 2).float()).bfloat16()
+            residual = (total.float() + residual.float()).bfloat16()
+            values = residual.float()
+            values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+            x = (values * norm.weight.float()).bfloat16()
+        return x, residual
+
+
+def model_module() -> ModuleType:
+    """As of a model, which has imported vLLM's function by its name."""
+    made = ModuleType("vllm.models.deepseek_v32.a_model")
+    theirs = next(importlib.import_module(name) for name in eager_norms._MODULES if module_exists(name))
+    setattr(made, eager_norms.FUNCTION, getattr(theirs, eager_norms.FUNCTION))
+    sys.modules[made.__name__] = made
+    return made
+
+
+def module_exists(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def not_compiled() -> VllmConfig:
+    return VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))
+
+
+def run_layer(made: ModuleType, tokens: int = 4) -> list[tuple[int, ...]]:
+    """Runs a layer, looks at what it computes, and returns the shapes of fused calls."""
+    communicator, shapes = communicator_of_tp(), []
+    original = communicator.all_reduce_add_rms_norm
+
+    def all_reduce_add_rms_norm(x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        shapes.append(tuple(x.shape))
+        return original(x, *arguments, **options)
+
+    layer, x, residual = Layer(made, 64), data((tokens, 64), rank=0), data((tokens, 64), rank=1)
+    before = residual.clone()
+    with torch.no_grad(), mock.patch.object(communicator, "all_reduce_add_rms_norm", all_reduce_add_rms_norm):
+        got = layer.forward(x, residual)
+        assert torch.equal(residual, before) or not shapes, "the residual belongs to the caller"
+        for mine, wanted in zip(got, layer.expected(x, before), strict=True):
+            torch.testing.assert_close(mine.float(), wanted.float(), rtol=0.02, atol=0.02)
+    return shapes
+
+
+@scenario()
+def norms_of_models_that_are_not_compiled_sum_by_the_fused_kernel() -> None:
+    made = model_module()
+    with vllm_groups(config=not_compiled()) as log:
+        assert run_layer(made) == [(4, 64)] * 2
+        said = "vLLM does not compile the model (it is in models that call fused_allreduce_rms_norm)"
+        assert len(log.having("not fused with RMSNorm: " + said)) == (dist_rank() == 0)
+        assert len(log.having("llm_comm: first all-reduce fused with its RMSNorm")) == (dist_rank() == 0)
+        # A model that is imported later.
+        assert run_layer(model_module()) == [(4, 64)] * 2
+
+
+@scenario(LLM_COMM_MAX_MESSAGE_BYTES="256")
+def what_the_kernel_declines_is_summed_and_normed_by_vllm() -> None:
+    made = model_module()
+    with vllm_groups(config=not_compiled()):
+        assert run_layer(made) == []
+        assert run_layer(made, tokens=2) == [(2, 64)] * 2
+
+
+@scenario(LLM_COMM_FUSE="0")
+def norms_of_models_that_are_not_compiled_stay_vllms() -> None:
+    made = model_module()
+    before = getattr(made, eager_norms.FUNCTION)
+    with vllm_groups(config=not_compiled()):
+        assert getattr(made, eager_norms.FUNCTION) is before
+        assert run_layer(made) == []
+
+
+@scenario()
+def norms_that_compute_something_else_are_left_to_vllm() -> None:
+    made = model_module()
+    with vllm_groups(config=not_compiled()):
+        function = getattr(made, eager_norms.FUNCTION)
+        assert function.by_llm_comm
+        norm = RMSNorm(64, var_hidden_size=32, dtype=torch.bfloat16)
+        with mock.patch.object(LlmComm := plugin_class(), "all_reduce_add_rms_norm") as fused:
+            x, residual = data((4, 64)), torch.ones(4, 64, dtype=torch.bfloat16)
+            _, summed = function(x, residual, norm)
+            fused.assert_not_called()
+        assert torch.equal(summed, expected_sum((4, 64)) + 1), LlmComm
+
+
+@scenario()
+def one_rank_without_the_function_takes_the_others_along() -> None:
+    made = model_module()
+    names = ("vllm.nothing",) if dist_rank() == 1 else eager_norms._MODULES
+    with mock.patch.object(eager_norms, "_MODULES", names), vllm_groups(config=not_compiled()) as log:
+        assert run_layer(made) == []
+        assert not log.having("it is in models that call")
+
+
+@scenario()
+def models_that_are_compiled_keep_vllms_function() -> None:
+    made = model_module()
+    before = getattr(made, eager_norms.FUNCTION)
+    with vllm_groups(config=VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.VLLM_COMPILE))):
+        assert getattr(made, eager_norms.FUNCTION) is before
 
 
 # ---- What they are made of ------------------------------------------------------------------------------------------
