@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
         choices=("latency", "serve", "bench-latency", "check"),
         default="latency",
         help="latency: the engine in its own process (default); serve: a server, timed by the engine's own serving "
-        "benchmark; bench-latency: vllm bench latency, slow; check: no times, only --check",
+        "benchmark; bench-latency: vllm bench latency, slow; check: no times, only --check or --deterministic",
     )
     options.add_argument(
         "--model", default="llama-2-70b", help=f"a directory with a config.json, or one of: {shapes} (%(default)s)"
@@ -65,6 +65,12 @@ def parser() -> argparse.ArgumentParser:
         "--check",
         action="store_true",
         help="also compare tokens over the repeats and logits with nccl's (scaled weights)",
+    )
+    options.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="the engine's batch-invariant mode in all arms; also compare tokens over batch sizes and starts (scaled "
+        "weights)",
     )
     options.add_argument(
         "--weights",
@@ -144,19 +150,20 @@ def settings_of(options: argparse.Namespace) -> Settings:
     Raises:
         SystemExit: They contradict each other, or the model is not there.
     """
-    check = options.check or options.mode == "check"
+    check = options.check or (options.mode == "check" and not options.deterministic)
     model = SHAPES / options.model if (SHAPES / options.model).is_dir() else Path(options.model)
     if not (model / "config.json").is_file():
         raise SystemExit(f"--model {options.model}: neither a known shape nor a directory with a config.json")
-    if check and options.weights == "dummy":
+    if (check or options.deterministic) and options.weights == "dummy":
         raise SystemExit(
-            "--check needs --weights scaled: the engine's dummy weights are the same on all ranks and so small that an "
-            "all-reduce hardly shows in the logits"
+            f"{'--check' if check else '--deterministic'} needs --weights scaled: the engine's dummy weights are the "
+            "same on all ranks and so small that an all-reduce hardly shows in the logits"
         )
     by_the_engine = options.mode in ("serve", "bench-latency")
-    if by_the_engine and (check or options.weights == "scaled"):
+    if by_the_engine and (check or options.deterministic or options.weights == "scaled"):
         raise SystemExit(
-            f"--mode {options.mode} takes neither --check nor --weights scaled: use --mode latency or check"
+            f"--mode {options.mode} takes neither --check nor --deterministic nor --weights scaled: use --mode latency "
+            "or check"
         )
     if options.mode == "bench-latency" and options.engine != "vllm":
         raise SystemExit(
@@ -175,10 +182,11 @@ def settings_of(options: argparse.Namespace) -> Settings:
         iterations=options.iterations,
         prefill_tokens=() if by_the_engine else options.prefill_tokens,
         enforce_eager=options.enforce_eager,
-        weights=options.weights or ("scaled" if check else "dummy"),
+        weights=options.weights or ("scaled" if check or options.deterministic else "dummy"),
         engine_options=dict(options.engine_option),
         mode=options.mode,
         check=check,
+        deterministic=options.deterministic,
         seed=options.seed,
     )
     _check_model(settings, options.model)
@@ -219,7 +227,7 @@ def check_place(engine: str, out: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the comparison and shows it. Returns 0 if every run succeeded and the check, if any, passed."""
+    """Runs the comparison and shows it. Returns 0 if every run succeeded and the checks, if any, passed."""
     argv = sys.argv[1:] if argv is None else argv
     options = parser().parse_args(argv)
     settings = settings_of(options)
@@ -239,4 +247,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.show(out / "report.json")
     print(f"\n{out / 'report.json'}")
     failed = any(run["failure"] for run in content["runs"])
-    return 1 if failed or not content["check"].get("passed", True) else 0
+    passed = all(content[check].get("passed", True) for check in ("check", "invariance"))
+    return 1 if failed or not passed else 0

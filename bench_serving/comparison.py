@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import llm_comm
-from bench_serving import checks, engine_logs, processes, report, schedule, summary, versions
+from bench_serving import checks, engine_logs, invariance, processes, report, schedule, summary, versions
 from bench_serving.arms import ARMS, Arm
 from bench_serving.settings import Job, Settings, settings_from_dict
 from bench_serving.summary import Run
@@ -88,6 +88,7 @@ class Comparison:
             "arms": {name: ARMS[name].label for name in self.arms},
             **summary.summarize(runs),
             "check": checks.summarize(runs),
+            "invariance": invariance.summarize(runs),
             "runs": [
                 {
                     "repeat": run.repeat,
@@ -109,7 +110,14 @@ def arm_environment(arm: Arm, settings: Settings) -> dict[str, str]:
         "BENCH_SERVING_FREE_NORMS": str(int(arm.free_norms)),
         "BENCH_SERVING_WEIGHTS": settings.weights,
     }
-    return {**arm.environment, **plugins, **(_nccl_library() if arm.nccl_library else {})}
+    mode = _deterministic(arm) if settings.deterministic else {}
+    return {**arm.environment, **mode, **plugins, **(_nccl_library() if arm.nccl_library else {})}
+
+
+def _deterministic(arm: Arm) -> dict[str, str]:
+    """Has vLLM be batch-invariant (SGLang has an option), and llm_comm take part in either engine's mode."""
+    ours = {"LLM_COMM_DETERMINISTIC": "1", "LLM_COMM_BATCH_INVARIANT_NORM": "llm_comm"} if arm.llm_comm else {}
+    return {"VLLM_BATCH_INVARIANT": "1", **ours}
 
 
 def _nccl_library() -> dict[str, str]:

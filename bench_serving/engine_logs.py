@@ -14,6 +14,8 @@ FREE_MARK = "bench_serving: all-reduces of this group return uninitialised memor
 FREE_NORMS_MARK = "bench_serving: residual adds and norms behind sums do nothing"
 #: What the plugin that makes scaled weights logs.
 WEIGHTS_MARK = "bench_serving: scaled weights"
+#: What the plugins log in an engine's deterministic mode.
+DETERMINISTIC_MARK = "bench_serving: the engine is in its deterministic mode"
 #: What the plugin logs of a group in SGLang.
 BACKEND_MARK = "bench_serving: custom all-reduce"
 
@@ -48,7 +50,11 @@ def evidence(settings: Settings, arm: Arm, log: str) -> list[str]:
     found += _expect(log, _ACTIVE, arm.llm_comm, "llm_comm is active for the tensor-parallel group")
     # With data-parallel attention SGLang gathers and scatters where it would sum, which leaves no norm to fuse.
     fused = fuses and not settings.data_parallel_attention
-    found += _expect(log, _FUSED, fused, "llm_comm has fused an all-reduce with its RMSNorm")
+    if fused and settings.deterministic and settings.engine == "sglang":
+        # Norms of some models and versions alone.
+        found += [line for line in [_line(log, _FUSED)] if line is not None]
+    else:
+        found += _expect(log, _FUSED, fused, "llm_comm has fused an all-reduce with its RMSNorm")
     if arm.llm_comm:
         parts = [match[0] for match in _PARTS.finditer(log)]
         if settings.data_parallel_attention and not parts:
@@ -68,10 +74,14 @@ def evidence(settings: Settings, arm: Arm, log: str) -> list[str]:
     found += _expect(log, re.compile(re.escape(FREE_MARK)), arm.free, "all-reduces are replaced by nothing")
     found += _expect(log, re.compile(re.escape(FREE_NORMS_MARK)), arm.free_norms, "norms are replaced by nothing")
     found += _expect(log, _NCCL_LIBRARY, arm.nccl_library, "llm_comm's library stands in for NCCL's")
+    told = "the engine is in its deterministic mode"
+    found += _expect(log, re.compile(re.escape(DETERMINISTIC_MARK)), settings.deterministic, told)
     scaled = settings.weights == "scaled"
     found += _expect(log, re.compile(re.escape(WEIGHTS_MARK)), scaled, "weights are scaled")
     _expect(log, _MULTICAST, False, "FlashInfer uses multicast")
-    found += {"vllm": _vllm, "sglang": _sglang}[settings.engine](arm, settings.tensor_parallel_size, log)
+    # In deterministic mode some versions of the engines turn theirs off.
+    has_custom = settings.tensor_parallel_size in (2, 4, 6, 8) and not settings.deterministic
+    found += {"vllm": _vllm, "sglang": _sglang}[settings.engine](arm, has_custom, log)
     return found
 
 
@@ -84,7 +94,7 @@ def _expect(log: str, pattern: re.Pattern[str], wanted: bool, what: str) -> list
     return [] if line is None else [line]
 
 
-def _vllm(arm: Arm, world_size: int, log: str) -> Iterable[str]:
+def _vllm(arm: Arm, has_custom: bool, log: str) -> Iterable[str]:
     line = _line(log, _VLLM_BACKENDS)
     if line is None:
         raise ValueError("the log lacks vLLM's line about its all-reduce backends for the group tp")
@@ -98,19 +108,19 @@ def _vllm(arm: Arm, world_size: int, log: str) -> Iterable[str]:
     others = set(re.findall(r"'(\w+)'", match.group(1))) - {"PYNCCL"}
     if others and arm.disable_custom_all_reduce:
         raise ValueError(f"not NCCL alone sums: {', '.join(sorted(others))} can be chosen as well: {line}")
-    if not custom and not arm.disable_custom_all_reduce and world_size in (2, 4, 6, 8):
+    if not custom and not arm.disable_custom_all_reduce and has_custom:
         raise ValueError(f"vLLM's custom all-reduce should be on but is not: {line}")
     return [line]
 
 
-def _sglang(arm: Arm, world_size: int, log: str) -> Iterable[str]:
+def _sglang(arm: Arm, has_custom: bool, log: str) -> Iterable[str]:
     line = _line(log, _SGLANG_BACKEND)
     if line is None:
         raise ValueError("the log lacks the line about the custom all-reduce of the group tp")
     custom = "disabled=False" in line
     if custom and arm.disable_custom_all_reduce:
         raise ValueError(f"SGLang's custom all-reduce is on, but this arm turns it off: {line}")
-    if not custom and not arm.disable_custom_all_reduce and world_size in (2, 4, 6, 8):
+    if not custom and not arm.disable_custom_all_reduce and has_custom:
         raise ValueError(f"SGLang's custom all-reduce should be on but is not: {line}")
     return [line]
 

@@ -29,6 +29,8 @@ def text(report: Mapping[str, Any]) -> str:
         parts.append(f"prefill of {tokens} tokens, batch 1\n{_aligned(rows)}")
     if report.get("check"):
         parts.append(_check(report["check"]))
+    if report.get("invariance"):
+        parts.append(_invariance(report["invariance"]))
     bounds = [arm for arm in report["arms"] if _is_free(arm)]
     parts += [f"{arm} is a bound, not an engine: {_what_is_free(arm)}" for arm in bounds]
     parts += [
@@ -55,12 +57,13 @@ def _what_is_free(arm: str) -> str:
 
 def _title(report: Mapping[str, Any]) -> str:
     settings, versions = report["settings"], report["versions"]
+    mode = ", deterministic mode" if settings.get("deterministic") else ""
     layers = "" if settings["layers"] is None else f" cut to {settings['layers']} layers"
     return (
         f"{report['engine']} {versions[report['engine']]}, {Path(settings['model']).name}{layers}, "
         f"{settings['weights']} weights, TP={settings['tensor_parallel_size']} on {report['device']}, "
         f"{settings['prompt_tokens']} + {settings['output_tokens']} tokens, {report['repeats']} repeats, "
-        f"{'eager' if settings['enforce_eager'] else 'CUDA graphs'}, torch {versions['torch']}, "
+        f"{'eager' if settings['enforce_eager'] else 'CUDA graphs'}{mode}, torch {versions['torch']}, "
         f"llm_comm {versions['llm_comm']} ({report['commit'] or 'commit unknown'}), {report['date']}"
     )
 
@@ -109,6 +112,18 @@ def _check(check: Mapping[str, Any]) -> str:
     if NCCL not in check["logits"]:
         lines.append(f"  logits were compared with nothing: there is no arm {NCCL}")
     return "\n".join([*lines, *(f"  {failure}" for failure in check["failures"])])
+
+
+def _invariance(invariance: Mapping[str, Any]) -> str:
+    lines = ["tokens over batch sizes and starts: " + ("passed" if invariance["passed"] else "FAILED")]
+    for arm, entry in invariance["arms"].items():
+        same = "identical" if entry["identical"] else f"{entry['differing']} DIFFERENT"
+        batches, starts = ", ".join(map(str, entry["batch_sizes"])), entry["starts"]
+        lines.append(
+            f"  {arm}: {entry['generations']} generations of {entry['prompts']} prompts ({entry['distinct_tokens']} "
+            f"distinct tokens) in batches of {batches} at {starts} start{'s' * (starts > 1)}: {same}"
+        )
+    return "\n".join([*lines, *(f"  {failure}" for failure in invariance["failures"])])
 
 
 def write_json(path: Path, report: Mapping[str, Any]) -> None:

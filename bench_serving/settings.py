@@ -37,6 +37,8 @@ class Settings:
         mode: What runs: the engine in a process of the harness ("latency", "check") or its own benchmark ("serve",
             "bench-latency").
         check: Whether to generate what the arms are compared by.
+        deterministic: Whether the engine is in the mode in which a token's result does not depend on its batch; its
+            tokens are compared over batches and starts.
         seed: Of the prompts.
     """
 
@@ -55,6 +57,7 @@ class Settings:
     engine_options: dict[str, Any] = field(default_factory=dict)
     mode: str = "latency"
     check: bool = False
+    deterministic: bool = False
     seed: int = 0
 
     @property
@@ -102,6 +105,11 @@ class Settings:
         source = random.Random(f"{self.seed} {purpose} {count} {length}")
         vocabulary = self.config()["vocab_size"]
         return [[source.randrange(10, vocabulary) for _ in range(length)] for _ in range(count)]
+
+    def decode_prompts(self, count: int) -> list[list[int]]:
+        """Those of a timed batch of ``count`` requests; in deterministic mode the first ones of the largest batch."""
+        of = max(self.batch_sizes) if self.deterministic else count
+        return self.prompts(of, self.prompt_tokens, "decode")[:count]
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,7 @@ _OPTIONS: dict[str, _Option] = {
     "all_gather": _BOOLEAN,
     "reduce_scatter": _BOOLEAN,
     "deterministic": _BOOLEAN,
+    "batch_invariant_norm": _one_of("engine", "llm_comm"),
     "debug": _BOOLEAN,
     "share_gpu": _BOOLEAN,
     "sleep": _BOOLEAN,
@@ -231,6 +232,10 @@ class Config:
         reduce_scatter: The same for reduce-scatter.
         deterministic: Whether llm_comm also sums in SGLang's deterministic mode, in place of NCCL. It changes no sum:
             each is accumulated in rank order anyway.
+        batch_invariant_norm: Whose RMSNorms follow the sums where an engine is in the mode in which the result of a
+            token must not depend on its batch (VLLM_BATCH_INVARIANT, SGLang's deterministic mode). ``"engine"``: its
+            own, and none is fused. ``"llm_comm"``: fused ones, at every message size; ``max_fused_bytes`` of the tuning
+            table bounds nothing. In any other mode engine integrations take it for ``"engine"``.
         debug: The ranks compare each call before they run it, and two operations at once are noticed: MismatchError and
             ConcurrentUseError in place of wrong sums. Emulated devices always do.
         share_gpu: Ranks may use one GPU together. For tests only: the driver gives them time slices in turn, so that an
@@ -269,6 +274,7 @@ class Config:
     all_gather: bool = True
     reduce_scatter: bool = True
     deterministic: bool = False
+    batch_invariant_norm: str = "engine"
     debug: bool = False
     share_gpu: bool = False
     sleep: bool = True

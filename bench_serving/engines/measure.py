@@ -45,11 +45,19 @@ def measure(engine: Engine, job: Job, start_s: float) -> None:
     settings = job.settings
     result: dict[str, Any] = {"arm": job.arm, "start_s": round(start_s, 3)}
     say(f"engine is up after {start_s:.0f} s")
+    generated: dict[int, list[list[Request]]] = {}
     if settings.mode != "check":
         result["batches"] = {}
         for count in settings.batch_sizes:
-            result["batches"][count] = _decode(engine, job, count)
+            result["batches"][count], generated[count] = _decode(engine, job, count)
         result["prefill_s"] = {tokens: _prefill(engine, job, tokens) for tokens in settings.prefill_tokens}
+    elif settings.deterministic:
+        for count in settings.batch_sizes:
+            generated[count] = [engine.generate(settings.decode_prompts(count), settings.output_tokens)]
+    if settings.deterministic:
+        result["invariance"] = {
+            count: [[request.tokens for request in batch] for batch in batches] for count, batches in generated.items()
+        }
     if settings.check:
         result["check"] = _check(engine, job)
     write_result(job, result)
@@ -72,18 +80,20 @@ def endless(engine: Engine, job: Job) -> None:
         engine.generate(prompts, tokens)
 
 
-def _decode(engine: Engine, job: Job, count: int) -> dict[str, Any]:
+def _decode(engine: Engine, job: Job, count: int) -> tuple[dict[str, Any], list[list[Request]]]:
+    """What is measured of batches of ``count`` requests, and the batches."""
     settings = job.settings
-    prompts = settings.prompts(count, settings.prompt_tokens, "decode")
+    prompts = settings.decode_prompts(count)
     engine.generate(prompts, WARM_UP_TOKENS)
     streams = [engine.generate(prompts, settings.output_tokens) for _ in range(settings.iterations)]
     decode_ms = [metrics.decode_ms(batch) for batch in streams]
     say(f"batch {count}: {', '.join(f'{ms:.2f}' for ms in decode_ms)} ms a step")
-    return {
+    measured = {
         "method": "arrivals",
         "decode_ms": decode_ms,
         "streams": [metrics.to_json(batch) for batch in streams],
     }
+    return measured, streams
 
 
 def _prefill(engine: Engine, job: Job, tokens: int) -> list[float]:

@@ -43,6 +43,8 @@ def options(settings: Settings, disable_custom_all_reduce: bool) -> dict[str, An
         "random_seed": settings.seed,
         "log_level": "info",
     }
+    if settings.deterministic:
+        result["enable_deterministic_inference"] = True
     if settings.enforce_eager:
         result["disable_decode_cuda_graph"] = True
     else:

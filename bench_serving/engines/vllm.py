@@ -33,13 +33,14 @@ def options(settings: Settings, disable_custom_all_reduce: bool, own_fusion: boo
     }
     if not settings.enforce_eager:
         result["compilation_config"] = {"cudagraph_capture_sizes": settings.captured}
-        if settings.check:
+        if settings.check or settings.deterministic:
             result["compilation_config"]["inductor_compile_config"] = dict(_THE_SAME_AT_EACH_START)
     if settings.check:
         result |= {"max_logprobs": -1, "logprobs_mode": "raw_logits"}
     compilation = result.get("compilation_config", {}) | settings.engine_options.get("compilation_config", {})
-    if not own_fusion:
-        # Whatever else --engine-option says of the compiler, in all arms alike.
+    if not own_fusion or settings.deterministic:
+        # Whatever else --engine-option says of the compiler, in all arms alike. vLLM 0.33 itself has it off in
+        # deterministic mode, as it is not batch-invariant; 0.26 does not ask.
         compilation["pass_config"] = {**compilation.get("pass_config", {}), "fuse_allreduce_rms": False}
     result |= settings.engine_options
     if compilation:
@@ -63,6 +64,8 @@ class Vllm:
         self._sent = 0
         if job.settings.weights == "scaled":
             self._llm.collective_rpc("fill_with_scaled_weights")
+        if job.settings.deterministic:
+            self._llm.collective_rpc("tell_mode")
         if job.endless:
             self._llm.collective_rpc("tell_process")
 

@@ -20,16 +20,19 @@ struct Range {
   }
 };
 
-// Of a part that is sent and one that is received: at least `greeting` of each, so that a rank hears from every other one also where
-// parts are empty (R1 of operation.cuh).
+// Of a part, at least `least` lines are exchanged, so that a rank hears from every other one also where parts are empty (R1 of
+// operation.cuh).
+LLM_COMM_DEVICE uint32_t at_least(uint32_t least, uint32_t lines) { return lines > least ? lines : least; }
+
+// Of a part that is sent and one that is received.
 struct ExchangedLines {
   uint32_t sent;
   uint32_t received;
 
   LLM_COMM_DEVICE ExchangedLines(uint32_t of_source, uint32_t of_target, uint32_t greeting)
-      : sent(of_source > greeting ? of_source : greeting), received(of_target > greeting ? of_target : greeting) {}
+      : sent(at_least(greeting, of_source)), received(at_least(greeting, of_target)) {}
 
-  LLM_COMM_DEVICE uint32_t most() const { return sent > received ? sent : received; }
+  LLM_COMM_DEVICE uint32_t most() const { return at_least(sent, received); }
 };
 
 template <DataType D>
@@ -37,6 +40,8 @@ class PartView {
  public:
   using Storage = typename Element<D>::Storage;
   static constexpr uint32_t kPerLine = sizeof(Line) / sizeof(Storage);
+
+  LLM_COMM_DEVICE PartView() {}  // of nothing yet
 
   // `row_elements`: from a row of the tensor to the next. Without any: the part lies by itself, without gaps.
   LLM_COMM_DEVICE PartView(const void* tensor, const Part& part, uint64_t row_elements, const Range& range)
@@ -73,43 +78,74 @@ class PartView {
   using Load = ViewLoad<PartView>;
 
   LLM_COMM_DEVICE bool is_whole_input(uint32_t line) const { return line < whole_lines_; }
-  LLM_COMM_DEVICE const void* input_from(uint32_t line) const { return address(uint64_t{line} * kPerLine); }
+  LLM_COMM_DEVICE const void* input_from(uint32_t line) const {
+    return is_direct(line) ? first_ + uint64_t{line} * kPerLine : place_of(line).element(0);
+  }
 
+  // Lines that lie one behind the other are accessed here, all of a part of a Plain launch (parts_operation.h). For others there is a call: of rows with gaps, that are not aligned, or
+  // less than whole. Inlined, their instructions would lie in between, and be fetched for nothing.
+  template <bool Plain = false>
   LLM_COMM_DEVICE Line load(uint32_t line) const {
-    return line < whole_lines_ ? load_line(address(uint64_t{line} * kPerLine)) : load_by_elements(line);
+    return Plain || is_direct(line) ? load_line(first_ + uint64_t{line} * kPerLine) : load_apart(place_of(line));
   }
 
   // With zeros for what is not there.
-  LLM_COMM_DEVICE Line load_by_elements(uint32_t line) const {
+  LLM_COMM_DEVICE Line load_by_elements(uint32_t line) const { return load_apart(place_of(line)); }
+
+  template <bool Plain = false>
+  LLM_COMM_DEVICE void store(uint32_t line, Line value) const {
+    if (Plain || is_direct(line)) {
+      store_line(const_cast<Storage*>(first_) + uint64_t{line} * kPerLine, value);
+    } else {
+      store_apart(place_of(line), value);
+    }
+  }
+
+ private:
+  // Of a line: where its elements lie, and how many there are of them.
+  struct Place {
+    Storage* row;  // without gaps: the first element
+    uint64_t row_elements;
+    uint32_t column;  // of the first element in its row
+    uint32_t size;    // of a row of a part with gaps, else 0
+    uint32_t count;
+    bool is_whole;  // can be accessed as one
+
+    LLM_COMM_DEVICE Storage* element(uint32_t i) const {
+      if (size == 0) return row + i;
+      const uint32_t rows = (column + i) / size;
+      return row + rows * row_elements + (column + i - rows * size);
+    }
+  };
+
+  LLM_COMM_DEVICE bool is_direct(uint32_t line) const { return line < whole_lines_ && size_ == 0; }
+
+  LLM_COMM_DEVICE Place place_of(uint32_t line) const {
     const uint64_t first = uint64_t{line} * kPerLine;
+    const uint64_t left = first < count_ ? count_ - first : 0;
+    const uint32_t count = left < kPerLine ? static_cast<uint32_t>(left) : kPerLine;
+    auto* const tensor = const_cast<Storage*>(first_);
+    if (size_ == 0) return {tensor + first, 0, 0, 0, count, false};
+    return {tensor, row_elements_, begin_ + static_cast<uint32_t>(first), size_, count, line < whole_lines_};
+  }
+
+  static LLM_COMM_DEVICE_CALL Line load_apart(Place place) {
+    if (place.is_whole) return load_line(place.element(0));
     Line loaded{};
-    for (uint32_t i = 0; i < kPerLine && first + i < count_; ++i) {
-      const uint32_t value = *address(first + i);
+    for (uint32_t i = 0; i < place.count; ++i) {
+      const uint32_t value = *place.element(i);
       loaded.word[i * sizeof(Storage) / 4] |= value << (i * sizeof(Storage) % 4 * 8);
     }
     return loaded;
   }
 
-  LLM_COMM_DEVICE void store(uint32_t line, Line value) const {
-    if (line < whole_lines_) {
-      store_line(address(uint64_t{line} * kPerLine), value);
-    } else {
-      store_elements(line, value);
+  static LLM_COMM_DEVICE_CALL void store_apart(Place place, Line value) {
+    if (place.is_whole) {
+      store_line(place.element(0), value);
+      return;
     }
-  }
-
- private:
-  LLM_COMM_DEVICE Storage* address(uint64_t element) const {
-    if (size_ == 0) return const_cast<Storage*>(first_) + element;
-    const uint32_t place = begin_ + static_cast<uint32_t>(element);
-    const uint32_t row = place / size_;
-    return const_cast<Storage*>(first_) + row * row_elements_ + (place - row * size_);
-  }
-
-  LLM_COMM_DEVICE void store_elements(uint32_t line, Line value) const {
-    const uint64_t first = uint64_t{line} * kPerLine;
-    for (uint32_t i = 0; i < kPerLine && first + i < count_; ++i) {
-      *address(first + i) = static_cast<Storage>(value.word[i * sizeof(Storage) / 4] >> (i * sizeof(Storage) % 4 * 8));
+    for (uint32_t i = 0; i < place.count; ++i) {
+      *place.element(i) = static_cast<Storage>(value.word[i * sizeof(Storage) / 4] >> (i * sizeof(Storage) % 4 * 8));
     }
   }
 
@@ -120,5 +156,21 @@ class PartView {
   uint32_t begin_;        // element of such a part where the launch begins
   uint32_t whole_lines_;  // that can be accessed whole
 };
+
+// The parts of several ranks: what they hold together.
+template <DataType D, uint32_t N>
+LLM_COMM_DEVICE uint64_t precomputed(const PartView<D> (&parts)[N]) {
+  uint64_t sum = 0;
+  LLM_COMM_UNROLL(8)
+  for (uint32_t i = 0; i < N; ++i) sum += parts[i].precomputed();
+  return sum;
+}
+template <DataType D, uint32_t N>
+LLM_COMM_DEVICE uint32_t most_lines(const PartView<D> (&parts)[N]) {
+  uint32_t most = 0;
+  LLM_COMM_UNROLL(8)
+  for (uint32_t i = 0; i < N; ++i) most = at_least(most, parts[i].lines());
+  return most;
+}
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

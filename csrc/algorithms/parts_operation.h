@@ -16,6 +16,8 @@ struct PartsArgs {
   uint32_t tile_lines;  // that one peer's threads of a block handle at a time: a power of two
   uint32_t tile_lines_log2;
   uint32_t depth;  // of HB: steps that a block is ahead
+  // Every part has as much for the launch as the others, in whole lines, which lie one behind the other in both tensors.
+  uint32_t is_plain;
 };
 
 struct PartsOperation {
@@ -31,10 +33,27 @@ struct PartsOperation {
     return args;
   }
 
-  static void set_launch(Args& args, const Problem&, const uint64_t* buffers, uint64_t first, uint64_t units) {
+  static void set_launch(Args& args, const Problem& problem, const uint64_t* buffers, uint64_t first, uint64_t units) {
     args.input = reinterpret_cast<const void*>(buffers[0]);
     args.output = reinterpret_cast<void*>(buffers[1]);
     args.range = {first, units};
+    args.is_plain = is_plain(problem, args);
+  }
+
+ private:
+  static bool is_plain(const Problem& problem, const Args& args) {
+    const uint64_t bytes = element_bytes(problem.type);
+    // Without rows, parts of the tensor lie one behind the other.
+    const uint64_t row = args.parts.row_elements;
+    uint64_t places = reinterpret_cast<uint64_t>(args.input) | reinterpret_cast<uint64_t>(args.output) |
+                      args.range.first * bytes | args.range.count * bytes;
+    for (uint32_t rank = 0; rank < problem.world; ++rank) {
+      const Part& part = args.parts.part[rank];
+      if (part.length < args.range.first + args.range.count) return false;
+      if (row != part.size && part.length != part.size) return false;
+      places |= part.first * bytes;
+    }
+    return places % sizeof(Line) == 0;
   }
 };
 

@@ -5,14 +5,19 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
+// Up to how many ranks a block has a thread for each line of a tile, which exchanges it with all peers. Above, it has one for each
+// line and rank (docs/experiments/pair.md).
+inline constexpr int kMaxWorldByLines = 4;
+
 // Algorithm says, of a launch whose largest part has `lines` lines among `world` ranks:
 //   slot_bytes(lines, world)           what it takes of a slot
-//   threads_of_line(world)             how many threads a block has for each line of a tile
 //   shared_lines(tile_lines, world)    what a block keeps in shared memory
 template <class Algorithm>
 struct TiledParts {
   static constexpr Tunables kTunables{{{"blocks", 1, kArrivalsPerOperation - 1}, {"tile_lines", 1, 1u << 16, true}}};
   static constexpr uint32_t kVariants = 1;
+
+  static constexpr uint64_t threads_of_line(uint64_t world) { return world <= kMaxWorldByLines ? 1 : world; }
 
   static Tiling tile(const Problem& problem, const Choice& choice, const Limits& limits) {
     const uint32_t most_tile_lines = floor_power_of_two(kMaxBlockThreads / problem.world);
@@ -42,7 +47,7 @@ struct TiledParts {
                                   " bytes, the workspace has slots of " + std::to_string(limits.slot_bytes) +
                                   ": lower launch_units or raise workspace_bytes");
     }
-    const uint64_t threads = Algorithm::threads_of_line(problem.world) * tiling.tile_lines;
+    const uint64_t threads = threads_of_line(problem.world) * tiling.tile_lines;
     if (tiling.tile_lines != floor_power_of_two(tiling.tile_lines | 1) ||
         uint64_t{problem.world} * tiling.tile_lines > kMaxBlockThreads) {
       throw std::invalid_argument("tile_lines is " + std::to_string(tiling.tile_lines) +
@@ -61,8 +66,8 @@ struct TiledParts {
     constexpr uint64_t kMaxRounds = 32;  // of tiles that a block walks over
     std::vector<Choice> found;
     const uint64_t lines = divide_up(problem.bytes(), sizeof(Line));
-    for (uint32_t tile_lines = 8;
-         tile_lines <= 256 && tile_lines * Algorithm::threads_of_line(problem.world) <= kMaxThreads; tile_lines *= 2) {
+    for (uint32_t tile_lines = 8; tile_lines <= 256 && tile_lines * threads_of_line(problem.world) <= kMaxThreads;
+         tile_lines *= 2) {
       const uint64_t tiles = divide_up(lines, uint64_t{tile_lines});
       for (uint32_t waves = 1; waves <= 8; waves *= 2) {
         const uint32_t blocks = waves * (limits.sm_count == 0 ? 1 : limits.sm_count);

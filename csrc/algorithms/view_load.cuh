@@ -15,8 +15,10 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 template <class View>
 class ViewLoad {
  public:
+  LLM_COMM_DEVICE ViewLoad() {}  // of nothing yet
+
   LLM_COMM_DEVICE ViewLoad(const View& view, uint32_t line, bool is_wanted, const void* spare)
-      : view_(view),
+      : view_(&view),
         line_(line),
         is_later_(is_wanted && !view.is_whole_input(line)),
         address_(is_wanted && !is_later_ ? view.input_from(line) : spare) {}
@@ -26,10 +28,10 @@ class ViewLoad {
   LLM_COMM_DEVICE void begin() { value_ = load_line(address_); }
 
   // The line; unspecified unless wanted.
-  LLM_COMM_DEVICE Line end() const { return is_later_ ? view_.load_by_elements(line_) : value_; }
+  LLM_COMM_DEVICE Line end() const { return is_later_ ? view_->load_by_elements(line_) : value_; }
 
  private:
-  const View& view_;
+  const View* view_;
   uint32_t line_;
   bool is_later_;
   const void* address_;

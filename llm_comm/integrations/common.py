@@ -40,6 +40,9 @@ FIRST_FUSED = "llm_comm: first all-reduce fused with its RMSNorm (%d ranks, shap
 #: For ``max_message_bytes``, where a sum must not depend on its size: larger than any message.
 EVERY_SIZE = 1 << 60
 
+#: What the line at start says of norms that are fused in an engine's batch-invariant mode.
+AT_EVERY_SIZE = " at every size (batch_invariant_norm)"
+
 # The options that switch them, and their names in the log.
 _PARTS = {ALL_GATHER: "all-gather", REDUCE_SCATTER: "reduce-scatter"}
 
@@ -309,6 +312,37 @@ def in_rank_order(config: Config, mode: str, log: logging.Logger) -> Config:
         return config
     log.info("llm_comm: sum is %r, but %s is on: sums are made in rank order", config.sum, mode)
     return config.replace(sum="rank_order")
+
+
+def for_batch_invariance(config: Config, mode: str, is_on: bool, log: logging.Logger) -> Config:
+    """``config`` for an engine that has a mode in which a token's result must not depend on its batch.
+
+    Args:
+        mode: Its name, for the log.
+        is_on: Whether the engine is in it.
+    """
+    if not is_on:
+        return config if config.batch_invariant_norm == "engine" else config.replace(batch_invariant_norm="engine")
+    config = in_rank_order(config, mode, log)
+    if "max_message_bytes" not in config.origins:
+        # A sum must not depend on the size of its batch. llm_comm sums alike at every size; to change over to the
+        # engine's all-reduce at some size would change the order of summation there.
+        config = config.replace(max_message_bytes=EVERY_SIZE)
+    return config
+
+
+def why_not_at_every_size(config: Config, engine: str) -> str | None:
+    """Why norms of some messages would be the engine's, which have other bits than those of llm_comm, if so.
+
+    Args:
+        config: What ``for_batch_invariance`` returned.
+        engine: Its name.
+    """
+    limit = config.max_message_bytes
+    if limit is not None and limit >= EVERY_SIZE:
+        return None
+    origin = config.origins.get("max_message_bytes", "default")
+    return f"max_message_bytes is {limit} ({origin}), and norms of larger batches would be {engine}'s, with other bits"
 
 
 def describe_plans(

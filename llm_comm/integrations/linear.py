@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from llm_comm import _core
 from llm_comm.communicator import Communicator
 from llm_comm.operations.linear import ALIGNMENT
 
@@ -34,9 +35,11 @@ FIRST_LINEAR_SILU_AND_MUL = (
 
 def why_not_linear(communicator: Communicator) -> str | None:
     """Why no linear layer of an engine is computed by llm_comm, if so. The same on all ranks."""
+    config = communicator.config
+    if config.batch_invariant_norm == "llm_comm":  # the engine is in its batch-invariant mode
+        return f"batches of more than {_core.linear_max_tokens} tokens would be the engine's, with other bits"
     if communicator.max_preferred_tokens > 0:
         return None
-    config = communicator.config
     if config.fuse_linear is False:
         return f"fuse_linear is false ({config.origins.get('fuse_linear', 'Python')})"
     pdl = "on" if config.pdl else "off"

@@ -130,6 +130,8 @@ def with_direct(layout: Layout, problem: Problem, table: TuningTable, config: Co
 def message_limit(operation: str, table: TuningTable, config: Config) -> int:
     """Larger messages are declined, in bytes."""
     limit = table.max_message_bytes if config.max_message_bytes is None else config.max_message_bytes
+    if config.batch_invariant_norm == "llm_comm":  # an engine's norms, behind larger messages, have other bits
+        return limit
     return min(limit, table.max_fused_bytes) if operation == FUSED else limit
 
 

@@ -25,6 +25,7 @@ _OPTIONS_OF_ALL_RANKS = (
     "sum",
     "fuse",
     "fuse_linear",
+    "batch_invariant_norm",
     "all_gather",
     "reduce_scatter",
     "debug",

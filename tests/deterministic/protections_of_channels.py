@@ -139,7 +139,7 @@ OF_CHANNELS = (
     Protection(
         "bytes_mask",
         "a line that holds a word which may stand for two is followed by a mask, which is read",
-        (Edit(BYTES, "if (!has_ambiguous_words(line))", "if (WITHOUT || !has_ambiguous_words(line))"),),
+        (Edit(BYTES, "if (has_ambiguous_words(lines[i]))", "if (!WITHOUT && has_ambiguous_words(lines[i]))"),),
         failure=WRONG_RESULT,
     ),
     Protection(

@@ -66,7 +66,7 @@ OF_OPERATIONS = (
     Protection(
         "re_arm",
         "R2: a received line is armed again",
-        Everywhere((r"session\.re_arm\(", "if (!WITHOUT) session.re_arm(")),
+        Everywhere((r"session\.re_arm(_of)?\(", r"if (!WITHOUT) session.re_arm\1(")),
     ),
     Protection(
         "re_arm_after_receive",
@@ -74,8 +74,14 @@ OF_OPERATIONS = (
         (
             Edit(
                 SESSION,
-                "return receive_line(line, op_, peer_, phase);",
-                "if (WITHOUT) re_arm_line(const_cast<Line*>(line));\n return receive_line(line, op_, peer_, phase);",
+                "return receive_line(line, op_, sender(0), phase);",
+                "if (WITHOUT) re_arm_line(const_cast<Line*>(line));\n return receive_line(line, op_, sender(0), phase);",
+            ),
+            Edit(
+                SESSION,
+                "lines[i] = is_wanted[i] ? armed_line() : Line{};",
+                "{ if (WITHOUT && is_wanted[i]) re_arm_line(incoming_[i] + place);\n"
+                " lines[i] = is_wanted[i] ? armed_line() : Line{}; }",
             ),
             Edit(SESSION, "{ re_arm_line(line); }", "{ if (!WITHOUT) re_arm_line(line); }"),
         ),
@@ -165,13 +171,7 @@ OF_OPERATIONS = (
     Protection(
         "trigger_after_wait",
         "one grid of a stream at most comes ahead of the one that runs",
-        (
-            Edit(
-                SESSION,
-                "among_others(peer, rank)) {}",
-                "among_others(peer, rank)) { if (WITHOUT) grid_dependency_trigger(); }",
-            ),
-        ),
+        (Edit(SESSION, "uint64_t slots = 0;", "uint64_t slots = 0; if (WITHOUT) grid_dependency_trigger();"),),
         failure=AHEAD,
     ),
     # ---- In blocks and clusters ----

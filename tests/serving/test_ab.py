@@ -167,6 +167,49 @@ def test_the_check_fails_on_wrong_results(harness: Harness, fault: str, said: st
     assert any(said in failure for failure in report["check"]["failures"])
 
 
+@pytest.mark.parametrize("engine", cli.ENGINES)
+@pytest.mark.parametrize("mode", ["latency", "check"])
+def test_tokens_are_compared_over_batches_and_starts(
+    harness: Harness, engine: str, mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--engine", engine, "--mode", mode, "--deterministic", "--arms", "default,llm_comm,free", "--repeats", "3")
+    status, report = harness.run(*given)
+    assert status == 0, capsys.readouterr().out
+    iterations = 2 if mode == "latency" else 1
+    compared = report["invariance"]
+    assert compared["passed"]
+    assert set(compared["arms"]) == {"default", "llm_comm"}
+    entry = compared["arms"]["llm_comm"]
+    assert (entry["starts"], entry["batch_sizes"], entry["prompts"]) == (3, [1, 3], 3)
+    assert entry["generations"] == 3 * (1 + 3) * iterations
+    assert entry["distinct_tokens"] > 1
+    assert report["settings"]["deterministic"]
+    assert bool(report["decode"]) == (mode == "latency")
+    assert not report["check"]
+    assert any("deterministic mode" in line for line in report["runs"][0]["evidence"])
+    printed = capsys.readouterr().out
+    assert "tokens over batch sizes and starts: passed" in printed
+    assert "distinct tokens) in batches of 1, 3 at 3 starts: identical" in printed
+    assert ", deterministic mode, torch" in printed
+
+
+@pytest.mark.parametrize("fault", ["tokens by batch", "random tokens"])
+def test_tokens_that_depend_on_batch_or_start_fail(
+    harness: Harness, fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--mode", "check", "--deterministic", "--arms", "default,llm_comm", "--repeats", "2")
+    status, report = harness.run(*given, faults={"llm_comm": fault})
+    assert status == 1
+    compared = report["invariance"]
+    assert [entry["identical"] for entry in compared["arms"].values()] == [True, False]
+    (failure,) = compared["failures"]
+    assert failure.startswith("llm_comm: ")
+    if fault == "tokens by batch":
+        assert "2 of 8 generations differ" in failure
+        assert "prompt 0 from token 6 on (start 0, batch 3; first: start 0, batch 1)" in failure
+    assert "DIFFERENT" in capsys.readouterr().out
+
+
 def test_an_interrupted_comparison_is_resumed(
     harness: Harness, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +264,17 @@ def test_an_engine_that_takes_the_library_for_nccl_loads_no_other_part_of_llm_co
     assert "LLM_COMM_ENABLE" not in environment  # 0 would turn the library off too
     others = [arm for arm in arms.ARMS.values() if not arm.nccl_library]
     assert not any("VLLM_NCCL_SO_PATH" in comparison.arm_environment(arm, settings) for arm in others)
+
+
+def test_deterministic_mode_reaches_engine_and_llm_comm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm_comm, "nccl_library", lambda: "/of/llm_comm.so")
+    usual, mode = Settings("vllm", ""), Settings("vllm", "", deterministic=True)
+    ours = ("LLM_COMM_DETERMINISTIC", "LLM_COMM_BATCH_INVARIANT_NORM")
+    for arm in arms.ARMS.values():
+        environment = comparison.arm_environment(arm, mode)
+        assert environment["VLLM_BATCH_INVARIANT"] == "1"
+        assert [environment.get(name) for name in ours] == (["1", "llm_comm"] if arm.llm_comm else [None, None])
+        assert not {"VLLM_BATCH_INVARIANT", *ours} & set(comparison.arm_environment(arm, usual))
 
 
 def test_a_session_leaves_no_process_behind(tmp_path: Path) -> None:

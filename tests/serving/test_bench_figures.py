@@ -184,6 +184,23 @@ def test_linear_layers_of_llm_comm_are_recorded_where_they_may_be() -> None:
                 engine_logs.evidence(ran(), ARMS[arm], f"{CUSTOM}\n{log}\nINFO {line}")
 
 
+def test_the_mode_must_be_the_one_asked_for() -> None:
+    mark = f"INFO {engine_logs.DETERMINISTIC_MARK}"
+    # It may turn the engine's custom all-reduce off.
+    assert engine_logs.evidence(ran(deterministic=True), ARMS["default"], f"{NCCL_ONLY}\n{mark}")
+    for given, log in ((ran(deterministic=True), CUSTOM), (ran(), f"{CUSTOM}\n{mark}")):
+        with pytest.raises(ValueError, match="the engine is in its deterministic mode"):
+            engine_logs.evidence(given, ARMS["default"], log)
+    # SGLang's norms are fused in some of its versions and models, vLLM's always.
+    backend = f"[TP0] {engine_logs.BACKEND_MARK} of group tp:0: LlmCommAllReduce, disabled=False"
+    for fused in ("", FUSED):
+        log = f"{backend}\n{ACTIVE}\n{mark}\n{fused}"
+        found = engine_logs.evidence(ran("sglang", deterministic=True), ARMS["llm_comm"], log)
+        assert any("fused with its" in line for line in found) == bool(fused)
+    with pytest.raises(ValueError, match="llm_comm has fused an all-reduce"):
+        engine_logs.evidence(ran(deterministic=True), ARMS["llm_comm"], f"{NCCL_ONLY}\n{ACTIVE}\n{mark}")
+
+
 def test_eager_vllm_has_no_graphs_to_fuse_in() -> None:
     log = f"{CUSTOM}\n{ACTIVE}; not fused with RMSNorm: vLLM does not compile the model"
     for arm in ("llm_comm", "llm_comm_no_linear"):

@@ -55,7 +55,9 @@ def test_wrong_options_are_named(options: list[str], said: str, capsys: pytest.C
     [
         (["--model", "none"], "neither a known shape nor a directory"),
         (["--check", "--weights", "dummy"], "needs --weights scaled"),
+        (["--deterministic", "--weights", "dummy"], "--deterministic needs --weights scaled"),
         (["--mode", "serve", "--check"], "--mode serve takes neither"),
+        (["--mode", "serve", "--deterministic"], "nor --deterministic"),
         (["--mode", "bench-latency", "--engine", "sglang"], "is vLLM's"),
         (["--mode", "bench-latency", "--model", "llama-2-70b-quarter"], "ids below 10000, and .* has 8000"),
         (["--output-tokens", "1"], "at least 2"),
@@ -81,6 +83,27 @@ def test_a_check_takes_weights_that_show_something() -> None:
     assert settings("--check").weights == "scaled"
     checked = settings("--mode", "check")
     assert (checked.weights, checked.check, checked.program) == ("scaled", True, "vllm")
+
+
+def test_deterministic_mode_decodes_the_same_prompts_in_every_batch() -> None:
+    given = settings("--deterministic", "--batch-sizes", "4,1")
+    assert (given.weights, given.check, given.deterministic) == ("scaled", False, True)
+    assert given.decode_prompts(1) == given.decode_prompts(4)[:1]
+    usual = settings("--batch-sizes", "4,1")
+    assert usual.decode_prompts(1) != usual.decode_prompts(4)[:1]
+    only = settings("--mode", "check", "--deterministic")
+    assert (only.check, only.deterministic) == (False, True)
+    assert settings("--mode", "check", "--check", "--deterministic").check
+
+
+def test_deterministic_mode_is_that_of_the_engine() -> None:
+    given, usual = settings("--deterministic"), settings("--weights", "scaled")
+    compilation = vllm.options(given, False)["compilation_config"]
+    assert compilation["inductor_compile_config"]["deterministic"]
+    assert compilation["pass_config"] == {"fuse_allreduce_rms": False}
+    assert sglang.options(given, False)["enable_deterministic_inference"]
+    assert "enable_deterministic_inference" not in sglang.options(usual, False)
+    assert "pass_config" not in vllm.options(usual, False)["compilation_config"]
 
 
 def test_a_job_survives_its_file(tmp_path: Path) -> None:

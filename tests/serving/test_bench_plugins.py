@@ -46,6 +46,7 @@ def test_the_harness_looks_for_what_the_plugins_log() -> None:
     assert llm_comm_bench.FREE_MARK == engine_logs.FREE_MARK
     assert llm_comm_bench.FREE_NORMS_MARK == engine_logs.FREE_NORMS_MARK
     assert llm_comm_bench.WEIGHTS_MARK == engine_logs.WEIGHTS_MARK
+    assert llm_comm_bench.DETERMINISTIC_MARK == engine_logs.DETERMINISTIC_MARK
     assert llm_comm_bench.BACKEND_MARK == engine_logs.BACKEND_MARK
 
 

@@ -115,6 +115,16 @@ def test_nothing_to_launch(rows: int, hidden: int, world: int, limit: int | None
     assert plan.blocks == plan.chunks == 0
 
 
+@pytest.mark.parametrize(("norm", "algorithms"), [("engine", {"declined"}), ("llm_comm", set(ALGORITHMS))])
+def test_norms_that_are_to_be_the_same_in_every_batch_are_fused_at_every_size(norm: str, algorithms: set[str]) -> None:
+    config = Config.load({}, batch_invariant_norm=norm, max_message_bytes=1 << 60)
+    plan = select_fused(1 << 20, 8192, 2, TABLE, config, LIMITS)
+    assert plan.algorithm in algorithms
+    # The option bounds tensors all the same.
+    bounded = config.replace(max_message_bytes=255)
+    assert "more than max_message_bytes=255" in select_fused(2, 64, 2, TABLE, bounded, LIMITS).reason
+
+
 def random_cases(number: int) -> Iterator[tuple[int, int, int, Config, Row, _core.Limits, Plan]]:
     draw = random.Random(7)
     for _ in range(number):

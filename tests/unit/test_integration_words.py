@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 from tables import plain_row
 
@@ -51,6 +53,21 @@ def test_which_algorithm_serves_which_sizes(options: dict[str, object], words: s
 )
 def test_up_to_which_size_parts_are_exchanged(options: dict[str, object], words: str) -> None:
     assert common.describe_parts(TABLE, Config.load({}, **options), ", then vLLM") == words
+
+
+def test_an_engine_that_must_not_depend_on_batches_takes_every_size() -> None:
+    log = logging.getLogger("an engine")
+    usual, bounded = Config.load({}), Config.load({}, max_message_bytes=20 * KIB)
+    ours = Config.load({}, batch_invariant_norm="llm_comm")
+    assert common.for_batch_invariance(usual, "MODE", False, log) is usual
+    assert common.for_batch_invariance(ours, "MODE", False, log).batch_invariant_norm == "engine"
+    chosen = common.for_batch_invariance(ours, "MODE", True, log)
+    assert (chosen.batch_invariant_norm, chosen.max_message_bytes) == ("llm_comm", common.EVERY_SIZE)
+    assert common.why_not_at_every_size(chosen, "vLLM") is None
+    kept = common.for_batch_invariance(bounded, "MODE", True, log)
+    assert kept.max_message_bytes == 20 * KIB
+    said = common.why_not_at_every_size(kept, "vLLM")
+    assert said == "max_message_bytes is 20480 (Python), and norms of larger batches would be vLLM's, with other bits"
 
 
 @pytest.mark.parametrize(

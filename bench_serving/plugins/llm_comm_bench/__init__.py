@@ -20,4 +20,5 @@ FREE_MARK = "bench_serving: all-reduces of this group return uninitialised memor
 FREE_NORMS_MARK = "bench_serving: residual adds and norms behind sums do nothing"
 WEIGHTS_MARK = "bench_serving: scaled weights"
 BACKEND_MARK = "bench_serving: custom all-reduce"
+DETERMINISTIC_MARK = "bench_serving: the engine is in its deterministic mode"
 PROCESS_MARK = "bench_serving: rank %d of group tp is process %d"

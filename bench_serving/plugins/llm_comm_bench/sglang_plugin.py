@@ -7,10 +7,12 @@ import os
 from typing import Any
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from llm_comm_bench import (
     BACKEND_MARK,
+    DETERMINISTIC_MARK,
     FREE,
     FREE_MARK,
     FREE_NORMS,
@@ -45,6 +47,8 @@ def _tell(result: None, group: Any, /, *args: Any, **kwargs: Any) -> None:
 
             free_norms.install(RMSNorm)
             logger.info("%s", FREE_NORMS_MARK)
+        if group.rank_in_group == 0 and envs.SGLANG_ENABLE_DETERMINISTIC_INFERENCE.get():
+            logger.info("%s", DETERMINISTIC_MARK)
     if SCALED_WEIGHTS:
         # Here, because plugins are loaded too early to import the loader, and groups are made before the model.
         from sglang.srt.model_loader import loader

@@ -6,9 +6,10 @@ import logging
 import os
 from typing import Any
 
+import vllm.envs as envs
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
-from llm_comm_bench import PROCESS_MARK, WEIGHTS_MARK, weights
+from llm_comm_bench import DETERMINISTIC_MARK, PROCESS_MARK, WEIGHTS_MARK, weights
 
 logger = logging.getLogger("vllm.llm_comm_bench")
 
@@ -22,6 +23,11 @@ class Extension:
         weights.fill(self.get_model(), rank, get_tensor_model_parallel_world_size())
         if rank == 0:
             logger.info("%s", WEIGHTS_MARK)
+
+    def tell_mode(self) -> None:
+        """Logs whether vLLM is in its batch-invariant mode, of which it says nothing itself."""
+        if envs.VLLM_BATCH_INVARIANT and get_tensor_model_parallel_rank() == 0:
+            logger.info("%s", DETERMINISTIC_MARK)
 
     def tell_process(self) -> None:
         """Logs which process is which rank."""

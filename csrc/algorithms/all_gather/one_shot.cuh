@@ -58,50 +58,76 @@ all_gather_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   if (thread_index() == 0) session.arrive();
 }
 
-// Two ranks: a thread sends a line of this rank's part, copies it, and receives the same line of the peer's. It sends one line ahead of
-// the one that it waits for.
-template <DataType D>
-LLM_COMM_KERNEL(kMaxBlockThreads / 2)
-all_gather_one_shot_pair(LLM_COMM_KERNEL_PARAM PartsArgs args) {
-  const uint32_t block = block_number(args.comm);
+// Few ranks: a thread sends a line of this rank's part to all peers, copies it, and receives the same line of theirs. It sends one
+// line ahead of those that it waits for. `Plain`: as PartsArgs::is_plain.
+template <DataType D, int World, bool Plain>
+LLM_COMM_DEVICE void all_gather_by_lines(const PartsArgs& args, uint32_t block) {
+  constexpr uint32_t kPeers = World - 1;
   const uint32_t rank = args.comm.rank;
-  const uint32_t peer = 1 - rank;
+  const uint32_t slot_lines = PartView<D>::lines_of(args.range.count);
+  LLSessionOf<kPeers> session(args.comm, kAllGatherOneShot, PartView<D>::bytes_of(args.range.count), rank);
   const PartView<D> source(args.input, args.parts.part[rank], 0, args.range);
   const PartView<D> copy(args.output, args.parts.part[rank], args.parts.row_elements, args.range);
-  const PartView<D> target(args.output, args.parts.part[peer], args.parts.row_elements, args.range);
-  const uint64_t slot_lines = PartView<D>::lines_of(args.range.count);
+  PartView<D> targets[kPeers];
+  LLM_COMM_UNROLL(8)
+  for (uint32_t i = 0; i < kPeers; ++i) {
+    targets[i] = PartView<D>(args.output, args.parts.part[session.sender(i)], args.parts.row_elements, args.range);
+  }
+  const auto lines_of = [&](const PartView<D>& part) { return Plain ? slot_lines : part.lines(); };
   const uint32_t first = block * block_threads() + thread_index();
   const uint32_t stride = block_count() * block_threads();
   const uint32_t greeting = 1;
-  const ExchangedLines exchanged(source.lines(), target.lines(), greeting);
+  const uint32_t sent = at_least(greeting, lines_of(source));
+  const uint32_t most = Plain ? slot_lines : at_least(sent, most_lines(targets));
 
-  LLSession session(args.comm, kAllGatherOneShot, PartView<D>::bytes_of(args.range.count), rank, peer);
-  session.divide_slots(slot_lines);
-  LLBytes exchange(session, args.comm, slot_lines);
-  typename PartView<D>::Load coming(source, first, first < source.lines(), args.comm.workspace[rank]);
-  session.wait_for_grids_before(source.precomputed(), copy.precomputed(), target.precomputed(), coming.precomputed(),
-                                first);
+  session.divide_slots(slot_lines, first);
+  LLBytes exchange(session, args.comm, slot_lines, first);
+  typename PartView<D>::Load coming(source, first, first < lines_of(source), args.comm.workspace[rank]);
+  session.wait_for_grids_before(source.precomputed(), copy.precomputed(), precomputed(targets), coming.precomputed(),
+                                first, sent, most);
   Line next;
   const bool begun = session.begin_beside(coming, next);
 
   const auto send = [&](uint32_t line) {
-    if (line >= exchanged.sent) return;
-    const bool is_there = line < source.lines();
-    exchange.send(line, is_there ? next : Line{});
-    if (is_there) copy.store(line, next);
-    if (line + stride < source.lines()) next = source.load(line + stride);
+    if (line >= sent) return;
+    const bool is_there = Plain || line < source.lines();
+    exchange.send(line - first, is_there ? next : Line{});
+    if (is_there) copy.template store<Plain>(line, next);
+    if (line + stride < lines_of(source)) next = source.template load<Plain>(line + stride);
   };
-  if (begun) send(first);
-  // While the first answers are on their way. All threads know the number of the operation by now.
-  block_sync();
-  if (thread_index() == 0) session.arrive();
-  if (!begun) return;
-  for (uint32_t line = first; line < exchanged.most(); line += stride) {
-    send(line + stride);
-    if (line < exchanged.received) {
-      const Line value = exchange.receive(line, 0);
-      if (line < target.lines()) target.store(line, value);
+  const auto receive = [&](uint32_t line) {
+    bool is_wanted[kPeers];
+    Line received[kPeers];
+    LLM_COMM_UNROLL(8)
+    for (uint32_t i = 0; i < kPeers; ++i) is_wanted[i] = Plain || line < at_least(greeting, targets[i].lines());
+    exchange.receive_each(line - first, is_wanted, received, 0);
+    LLM_COMM_UNROLL(8)
+    for (uint32_t i = 0; i < kPeers; ++i) {
+      if (line < lines_of(targets[i])) targets[i].template store<Plain>(line, received[i]);
     }
+  };
+  for (uint32_t line = first;; line += stride) {
+    if (begun) send(line);
+    if (line == first) {
+      // While the first answers are on their way. All threads know the number of the operation by now.
+      block_sync();
+      if (thread_index() == 0) session.arrive();
+      if (!begun || first >= most) return;
+      continue;
+    }
+    receive(line - stride);
+    if (line >= most) return;
+  }
+}
+
+template <DataType D, int World>
+LLM_COMM_KERNEL(kMaxBlockThreads / 2)
+all_gather_one_shot_by_lines(LLM_COMM_KERNEL_PARAM PartsArgs args) {
+  const uint32_t block = block_number(args.comm);
+  if (args.is_plain != 0) {
+    all_gather_by_lines<D, World, true>(args, block);
+  } else {
+    all_gather_by_lines<D, World, false>(args, block);
   }
 }
 
@@ -114,15 +140,14 @@ struct AllGatherOneShot : TiledParts<AllGatherOneShot> {
 
   template <DataType D, int World, uint32_t Variant>
   static auto kernel() {
-    if constexpr (World == 2) {
-      return &all_gather_one_shot_pair<D>;
+    if constexpr (World <= kMaxWorldByLines) {
+      return &all_gather_one_shot_by_lines<D, World>;
     } else {
       return &all_gather_one_shot<D>;
     }
   }
 
-  static constexpr uint64_t slot_bytes(uint64_t lines, uint64_t world) { return LLBytes::slot_bytes(lines, world); }
-  static constexpr uint64_t threads_of_line(uint64_t world) { return world == 2 ? 1 : world; }
+  static constexpr uint64_t slot_bytes(uint64_t lines, uint64_t world) { return LLBytes<1>::slot_bytes(lines, world); }
   static constexpr uint64_t shared_lines(uint64_t, uint64_t) { return 0; }
 };
 

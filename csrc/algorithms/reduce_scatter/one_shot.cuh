@@ -71,51 +71,87 @@ reduce_scatter_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   }
 }
 
-// Two ranks: a thread sends a line of the peer's part, and adds the one that it gets to this rank's own. It sends one line ahead of the
-// one that it waits for.
-template <DataType D>
-LLM_COMM_KERNEL(kMaxBlockThreads / 2)
-reduce_scatter_one_shot_pair(LLM_COMM_KERNEL_PARAM PartsArgs args) {
-  const uint32_t block = block_number(args.comm);
+// Few ranks: a thread sends a line of every peer's part, and adds those that it gets to this rank's own. It sends one line ahead of
+// those that it waits for. `Plain`: as PartsArgs::is_plain.
+template <DataType D, int World, bool Plain>
+LLM_COMM_DEVICE void reduce_scatter_by_lines(const PartsArgs& args, uint32_t block) {
+  constexpr uint32_t kPeers = World - 1;
   const uint32_t rank = args.comm.rank;
-  const uint32_t peer = 1 - rank;
-  const PartView<D> source(args.input, args.parts.part[peer], args.parts.row_elements, args.range);
+  const uint32_t slot_lines = PartView<D>::lines_of(args.range.count);
+  LLSessionOf<kPeers> session(args.comm, kReduceScatterOneShot, PartView<D>::bytes_of(args.range.count), rank);
+  PartView<D> sources[kPeers];
+  LLM_COMM_UNROLL(8)
+  for (uint32_t k = 0; k < kPeers; ++k) {
+    sources[k] = PartView<D>(args.input, args.parts.part[session.receiver(k)], args.parts.row_elements, args.range);
+  }
   const PartView<D> own(args.input, args.parts.part[rank], args.parts.row_elements, args.range);
   const PartView<D> target(args.output, args.parts.part[rank], 0, args.range);
-  const uint64_t slot_lines = PartView<D>::lines_of(args.range.count);
+  const auto lines_of = [&](const PartView<D>& part) { return Plain ? slot_lines : part.lines(); };
   const uint32_t first = block * block_threads() + thread_index();
   const uint32_t stride = block_count() * block_threads();
   const uint32_t greeting = 1;
-  const ExchangedLines exchanged(source.lines(), target.lines(), greeting);
+  const uint32_t received = at_least(greeting, lines_of(target));
+  const uint32_t most = Plain ? slot_lines : at_least(received, most_lines(sources));
 
-  LLSession session(args.comm, kReduceScatterOneShot, PartView<D>::bytes_of(args.range.count), rank, peer);
-  session.divide_slots(slot_lines);
-  typename PartView<D>::Load coming(source, first, first < source.lines(), args.comm.workspace[rank]);
-  session.wait_for_grids_before(source.precomputed(), own.precomputed(), target.precomputed(), coming.precomputed(),
-                                first);
-  Line next;
+  session.divide_slots(slot_lines, first);
+  typename PartView<D>::Load coming[kPeers];
+  uint64_t first_loads = 0;
+  LLM_COMM_UNROLL(8)
+  for (uint32_t k = 0; k < kPeers; ++k) {
+    const bool is_there = first < lines_of(sources[k]);
+    coming[k] = typename PartView<D>::Load(sources[k], first, is_there, args.comm.workspace[rank]);
+    first_loads += coming[k].precomputed();
+  }
+  session.wait_for_grids_before(precomputed(sources), own.precomputed(), target.precomputed(), first_loads, first,
+                                received, most);
+  Line next[kPeers];
   const bool begun = session.begin_beside(coming, next);
 
   const auto send = [&](uint32_t line) {
-    if (line >= exchanged.sent) return;
-    session.send(line, line < source.lines() ? next : Line{});
-    if (line + stride < source.lines()) next = source.load(line + stride);
+    LLM_COMM_UNROLL(8)
+    for (uint32_t k = 0; k < kPeers; ++k) {
+      const uint32_t there = lines_of(sources[k]);
+      if (line >= at_least(greeting, there)) continue;
+      session.send_to(k, line - first, Plain || line < there ? next[k] : Line{});
+      if (line + stride < there) next[k] = sources[k].template load<Plain>(line + stride);
+    }
   };
-  if (begun) send(first);
-  // While the first answers are on their way. All threads know the number of the operation by now.
-  block_sync();
-  if (thread_index() == 0) session.arrive();
-  if (!begun) return;
-  for (uint32_t line = first; line < exchanged.most(); line += stride) {
-    send(line + stride);
-    if (line >= exchanged.received) continue;
-    const bool is_there = line < target.lines();
-    const Line contribution = is_there ? own.load(line) : Line{};
-    // The sum of two does not depend on their order.
-    const Line contributions[2] = {contribution, session.receive(line, 0)};
-    if (session.aborted()) continue;
-    if (is_there) target.store(line, sum_lines<D, 2>(contributions));
-    session.re_arm(line);
+  const auto reduce = [&](uint32_t line) {
+    if (line >= received) return;
+    const bool is_there = Plain || line < target.lines();
+    const Line contribution = is_there ? own.template load<Plain>(line) : Line{};
+    bool all_wanted[kPeers];
+    Line others[kPeers];
+    LLM_COMM_UNROLL(8)
+    for (bool& is_wanted : all_wanted) is_wanted = true;
+    session.receive_each(line - first, all_wanted, others, 0);
+    if (session.aborted()) return;
+    if (is_there) target.template store<Plain>(line, sum_with_others<D, World>(rank, contribution, others));
+    LLM_COMM_UNROLL(8)
+    for (uint32_t i = 0; i < kPeers; ++i) session.re_arm_of(i, line - first);
+  };
+  for (uint32_t line = first;; line += stride) {
+    if (begun) send(line);
+    if (line == first) {
+      // While the first answers are on their way. All threads know the number of the operation by now.
+      block_sync();
+      if (thread_index() == 0) session.arrive();
+      if (!begun || first >= most) return;
+      continue;
+    }
+    reduce(line - stride);
+    if (line >= most) return;
+  }
+}
+
+template <DataType D, int World>
+LLM_COMM_KERNEL(kMaxBlockThreads / 2)
+reduce_scatter_one_shot_by_lines(LLM_COMM_KERNEL_PARAM PartsArgs args) {
+  const uint32_t block = block_number(args.comm);
+  if (args.is_plain != 0) {
+    reduce_scatter_by_lines<D, World, true>(args, block);
+  } else {
+    reduce_scatter_by_lines<D, World, false>(args, block);
   }
 }
 
@@ -128,8 +164,8 @@ struct ReduceScatterOneShot : TiledParts<ReduceScatterOneShot> {
 
   template <DataType D, int World, uint32_t Variant>
   static auto kernel() {
-    if constexpr (World == 2) {
-      return &reduce_scatter_one_shot_pair<D>;
+    if constexpr (World <= kMaxWorldByLines) {
+      return &reduce_scatter_one_shot_by_lines<D, World>;
     } else {
       return &reduce_scatter_one_shot<D, World>;
     }
@@ -137,10 +173,9 @@ struct ReduceScatterOneShot : TiledParts<ReduceScatterOneShot> {
 
   // A part for each of the other ranks.
   static constexpr uint64_t slot_bytes(uint64_t lines, uint64_t world) { return (world - 1) * lines * sizeof(Line); }
-  static constexpr uint64_t threads_of_line(uint64_t world) { return world == 2 ? 1 : world; }
   // `incomplete`, the contributions to a tile, its sums.
   static constexpr uint64_t shared_lines(uint64_t tile_lines, uint64_t world) {
-    return world == 2 ? 0 : 1 + (world + 1) * tile_lines;
+    return world <= kMaxWorldByLines ? 0 : 1 + (world + 1) * tile_lines;
   }
 };
 

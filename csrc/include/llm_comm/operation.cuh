@@ -110,11 +110,18 @@ LLM_COMM_DEVICE uint32_t cluster_number(const DeviceComm& comm, uint32_t cluster
   return comm.takes_tickets != 0 ? take_ticket(state_of(comm), cluster_blocks) : cluster_index();
 }
 
+// What a wait needs to know of its operation.
+struct OperationInWait {
+  OperationKind kind;
+  uint64_t arrivals;
+  uint64_t bytes;
+};
+
 // check_wait() of an operation's wait. What it is given is what is at hand in registers or in the kernel's parameters.
-LLM_COMM_DEVICE_CALL LateWait check_wait_of_operation(const DeviceComm& comm, uint64_t start, OperationKind kind,
-                                                      uint64_t arrivals, uint64_t bytes, uint32_t peer,
-                                                      uint32_t phase) {
-  return check_wait(start, bounds_of(comm), {comm.rank, kind, arrivals / kArrivalsPerOperation, bytes}, peer, phase);
+LLM_COMM_DEVICE_CALL LateWait check_wait_of_operation(const DeviceComm& comm, uint64_t start, OperationInWait op,
+                                                      uint32_t peer, uint32_t phase) {
+  return check_wait(start, bounds_of(comm), {comm.rank, op.kind, op.arrivals / kArrivalsPerOperation, op.bytes}, peer,
+                    phase);
 }
 
 // One collective operation as one thread sees it. Construct it before grid_dependency_wait(), so that
@@ -147,8 +154,6 @@ class Operation {
   }
 
   LLM_COMM_DEVICE uint64_t sequence() const { return arrivals_ / kArrivalsPerOperation; }
-  // What the number is derived from, as check_wait_of_operation() takes it.
-  LLM_COMM_DEVICE uint64_t arrivals() const { return arrivals_; }
   // Whether this operation has slot 1.
   LLM_COMM_DEVICE bool is_odd() const { return (static_cast<uint32_t>(arrivals_) & kArrivalsPerOperation) != 0; }
 
@@ -167,12 +172,21 @@ class Operation {
   // After an aborted wait, this thread's later ones end at once: a kernel of many tiles drains in one time-out.
   template <class Poll>
   LLM_COMM_DEVICE bool wait_until(Poll poll, uint32_t peer, uint32_t phase) {
+    return wait_for_all(poll, [&] { return peer; }, phase);
+  }
+  // The same for a wait for several peers: late() is one that has not answered.
+  template <class Poll, class Late>
+  LLM_COMM_DEVICE bool wait_for_all(Poll poll, Late late, uint32_t phase) {
     if (aborted_) return false;
-    aborted_ = !poll_until(poll, [&](uint64_t start) {
-      return check_wait_of_operation(comm_, start, kind_, arrivals_, bytes_, peer, phase);
-    });
+    aborted_ = !poll_until(
+        poll, [&](uint64_t start) { return check_wait_of_operation(comm_, start, in_wait(), late(), phase); });
     return !aborted_;
   }
+
+  // For a wait that is a call, so that its code lies apart: check_wait_of_operation() takes the first, and where the wait was
+  // aborted, the second tells this operation.
+  LLM_COMM_DEVICE OperationInWait in_wait() const { return {kind_, arrivals_, bytes_}; }
+  LLM_COMM_DEVICE void note_abort() { aborted_ = true; }
 
   // Whether a wait of this thread has been aborted, or begin() was false.
   LLM_COMM_DEVICE bool aborted() const { return aborted_; }

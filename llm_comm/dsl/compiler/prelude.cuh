@@ -16,12 +16,12 @@ inline constexpr uint32_t kAbsolute = 8;
 static_assert(kMaxWorldSize <= kAbsolute);
 
 // Hardly ever runs: apart from what does. `index`: of the late one among `senders`.
-LLM_COMM_DEVICE_CALL LateWait check_wait_of_call(const ProgramArgs& args, uint64_t start, uint64_t arrivals,
+LLM_COMM_DEVICE_CALL LateWait check_wait_of_call(const ProgramArgs& args, uint64_t start, OperationInWait op,
                                                  uint64_t senders, uint32_t index) {
   const DeviceComm& comm = args.comm;
   const uint32_t sender = static_cast<uint32_t>(senders >> 4 * index) & 15;
   const uint32_t peer = sender >= kAbsolute ? sender - kAbsolute : (comm.rank + sender) % comm.world_size;
-  return check_wait_of_operation(comm, start, args.kind, arrivals, args.bytes, peer, 0);
+  return check_wait_of_operation(comm, start, op, peer, 0);
 }
 
 class Call {
@@ -98,7 +98,7 @@ class Call {
 
  private:
   LLM_COMM_DEVICE LateWait check(uint64_t start, uint64_t senders, uint32_t index) const {
-    return check_wait_of_call(args_, start, op_.arrivals(), senders, index);
+    return check_wait_of_call(args_, start, op_.in_wait(), senders, index);
   }
 
   const ProgramArgs& args_;

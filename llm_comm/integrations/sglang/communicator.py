@@ -147,15 +147,9 @@ def load_config() -> Config:
     if "timeout_s" not in config.origins:
         theirs = parallel_state._MODEL_PARALLEL_GROUP_TIMEOUT
         config = config.replace(timeout_s=common.ENGINE_TIMEOUT_S if theirs is None else theirs.total_seconds())
-    if _is_deterministic():
-        if not config.deterministic:
-            raise common.SwitchedOffError("deterministic inference is on, and LLM_COMM_DETERMINISTIC is not")
-        config = common.in_rank_order(config, "deterministic inference", logger)
-        if "max_message_bytes" not in config.origins:
-            # A sum must not depend on the size of its batch. llm_comm sums alike at every size; to change over to NCCL
-            # at some size would change the order of summation there.
-            config = config.replace(max_message_bytes=common.EVERY_SIZE)
-    return config
+    if _is_deterministic() and not config.deterministic:
+        raise common.SwitchedOffError("deterministic inference is on, and LLM_COMM_DETERMINISTIC is not")
+    return common.for_batch_invariance(config, "deterministic inference", _is_deterministic(), logger)
 
 
 def _why_not(group: Any, arguments: Mapping[str, Any]) -> str | None:
@@ -185,8 +179,10 @@ def _set_up_fusion(group: Any, communicator: Communicator) -> str:
         return f"; not fused with RMSNorm: {why_not}{about_linear('SGLang', 'norms are not fused', 0)}"
     from llm_comm.integrations.sglang import fusion
 
-    fusion.activate()
-    return f"; fused with RMSNorm{_set_up_linears(group, communicator)}"
+    at_every_size = communicator.config.batch_invariant_norm == "llm_comm"
+    fusion.activate(at_every_size)
+    sizes = common.AT_EVERY_SIZE if at_every_size else ""
+    return f"; fused with RMSNorm{sizes}{_set_up_linears(group, communicator)}"
 
 
 def _set_up_linears(group: Any, communicator: Communicator) -> str:
@@ -218,11 +214,16 @@ def _hook_norms(group: Any, config: Config) -> str | None:
     """Makes SGLang ready for it on this rank; nothing changes yet. Returns why it cannot be, if so."""
     if not config.fuse:
         return f"fuse is false ({config.origins.get('fuse', 'Python')})"
-    if _is_deterministic():
-        return "deterministic inference has norms of its own"
+    if _is_deterministic() and config.batch_invariant_norm == "engine":
+        return "deterministic inference is on, and batch_invariant_norm is 'engine'"
+    why_not = common.why_not_at_every_size(config, "SGLang") if _is_deterministic() else None
+    if why_not is not None:
+        return why_not
     try:
         from llm_comm.integrations.sglang import fusion
 
+        if _is_deterministic() and not fusion.has_norms_for_all_batches():
+            return "this version of SGLang has no model of which llm_comm knows that all batches take the same norms"
         fusion.set_up(group)
     except Exception as error:
         logger.debug("fusion cannot be set up", exc_info=True)
@@ -308,9 +309,19 @@ class LlmCommAllReduce:
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The RMSNorm of (the sum of ``x`` over the group + ``residual``), and what was normed; None, the same on all
-        ranks, if that is not served: nothing has been summed then."""
+        ranks, if that is not served: nothing has been summed then.
+
+        Raises:
+            UnsupportedInputError: It is not served, and must be: in deterministic mode a norm is llm_comm's in all
+                batches.
+        """
         communicator = self._llm_comm
-        if communicator is None or not communicator.accepts_fused(x, weight) or not residual.is_contiguous():
+        if communicator is None:
+            return None
+        if communicator.config.batch_invariant_norm == "llm_comm":
+            # SGLang's norm would have other bits. What is not served is an error of the call below.
+            x, residual = x.contiguous(), residual.contiguous()
+        elif not communicator.accepts_fused(x, weight) or not residual.is_contiguous():
             return None
         normed, new_residual = communicator.all_reduce_add_rms_norm(x, residual, weight, epsilon)
         if not self._has_fused:

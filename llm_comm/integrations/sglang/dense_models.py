@@ -123,7 +123,8 @@ def after_qwen3_init(_: None, model: Any, *args: Any, **kwargs: Any) -> None:
     from sglang.srt.models.qwen3 import Qwen3DecoderLayer, Qwen3Model
 
     # The language model of Qwen3-VL, which is derived from it, adds features of images between layers.
-    if not State.is_active or type(model) is not Qwen3Model:
+    # Its layers have a communicator, which decides for each batch.
+    if not State.is_active or State.at_every_size or type(model) is not Qwen3Model:
         return
     layers = [layer for layer in model.layers if type(layer) is Qwen3DecoderLayer]
 

@@ -26,6 +26,8 @@ class State:
         is_active: Whether norms sum. Looked at by every hook, and the same on all ranks.
         computes_linears: Whether llm_comm computes linear layers too, if norms sum (``linear.py``).
         their_gate: SGLang's own decision, without ours.
+        at_every_size: Whether SGLang is in deterministic mode. Then the same norms sum in every batch, those of layers
+            that ``dense_models`` runs itself, and nobody else's.
         overwrites_residuals: Whether a norm may write the residual that it is given, as norms of SGLang do. A draft
             model's captures are not copied where SGLang takes the norm for one that leaves it alone.
     """
@@ -34,8 +36,14 @@ class State:
     is_hooked = False
     is_active = False
     computes_linears = False
+    at_every_size = False
     their_gate: Any = None
     overwrites_residuals = False
+
+
+def norms_of_boundaries_sum() -> bool:
+    """Whether norms sum that SGLang itself leaves a sum to. It may do so in some batches and not in others."""
+    return State.is_active and not State.at_every_size and all_sums_are_of_the_group()
 
 
 def all_sums_are_of_the_group() -> bool:
@@ -58,7 +66,7 @@ def around_norm(
     weight: torch.Tensor,
     use_attn_tp_group: bool = True,
 ) -> Any:
-    if residual is None or not State.is_active or not all_sums_are_of_the_group():
+    if residual is None or not norms_of_boundaries_sum():
         return theirs(norm_module, x, residual, post_residual_addition, weight, use_attn_tp_group)
     if post_residual_addition is not None:
         residual = residual + post_residual_addition

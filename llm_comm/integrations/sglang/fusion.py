@@ -31,7 +31,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_exec, get_parallel, get_server_args, get_spec
 
 from llm_comm.integrations.sglang import dense_models as dense
-from llm_comm.integrations.sglang.fused_norm import State, all_sums_are_of_the_group, around_norm
+from llm_comm.integrations.sglang.fused_norm import State, around_norm, norms_of_boundaries_sum
 from llm_comm.integrations.sglang.hooks import hook
 
 logger = logging.getLogger("sglang.llm_comm")
@@ -64,9 +64,13 @@ def set_up(group: Any) -> None:
     State.is_hooked = True
 
 
-def activate() -> None:
-    """Norms sum from now on. To be called on all ranks, before there is a model."""
-    State.is_active = True
+def activate(at_every_size: bool = False) -> None:
+    """Norms sum from now on. To be called on all ranks, before there is a model.
+
+    Args:
+        at_every_size: See ``State``.
+    """
+    State.is_active, State.at_every_size = True, at_every_size
     State.overwrites_residuals = not _speculates()
 
 
@@ -82,6 +86,11 @@ def forget(group: Any) -> None:
         State.is_active, State.computes_linears, State.group = False, False, None
         _why_not_deferred.cache_clear()
         _say_why_not_deferred.cache_clear()
+
+
+def has_norms_for_all_batches() -> bool:
+    """Whether this SGLang has a model of which all batches take the same norms that sum."""
+    return _llama_reduces_in_its_linears()
 
 
 def _gate() -> str:
@@ -114,7 +123,7 @@ def _llama_reduces_in_its_linears() -> bool:
 
 
 def _around_gate(theirs: Any, batch_size: int) -> bool:
-    return (State.is_active and all_sums_are_of_the_group() and batch_size > 0) or theirs(batch_size)
+    return (norms_of_boundaries_sum() and batch_size > 0) or theirs(batch_size)
 
 
 def _after_boundary_init(_: None, boundary: Any, *args: Any, **kwargs: Any) -> None:

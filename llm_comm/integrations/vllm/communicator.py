@@ -24,6 +24,8 @@ from llm_comm.integrations import common, linear, sleeping
 from llm_comm.integrations.parts import Parts
 from llm_comm.integrations.vllm import cache_key, dependent_launches, eager_norms, fusion, sleep_mode
 from llm_comm.integrations.vllm.gathering import GatheringCommunicator, only_gathers
+from llm_comm.planning.selection import message_limit
+from llm_comm.planning.tables import FUSED
 from llm_comm.quoting import quoted
 
 logger = logging.getLogger("vllm.llm_comm")
@@ -73,13 +75,7 @@ def load_config() -> Config:
     if "timeout_s" not in config.origins:
         theirs = None if vllm_config is None else vllm_config.parallel_config.distributed_timeout_seconds
         config = config.replace(timeout_s=float(theirs or common.ENGINE_TIMEOUT_S))
-    if envs.VLLM_BATCH_INVARIANT:
-        config = common.in_rank_order(config, "VLLM_BATCH_INVARIANT", logger)
-    if envs.VLLM_BATCH_INVARIANT and "max_message_bytes" not in config.origins:
-        # A sum must not depend on the size of its batch. llm_comm sums alike at every size; to change over to vLLM's
-        # all-reduce at some size would change the order of summation there.
-        config = config.replace(max_message_bytes=common.EVERY_SIZE)
-    return config
+    return common.for_batch_invariance(config, "VLLM_BATCH_INVARIANT", envs.VLLM_BATCH_INVARIANT, logger)
 
 
 def served_groups(config: Config) -> list[str]:
@@ -156,7 +152,12 @@ class LlmCommCommunicator(GatheringCommunicator):
         epsilon: float,
         scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """See ``fused_op.py``; None, the same on all ranks, if it is not served: nothing has been summed then."""
+        """See ``fused_op.py``; None, the same on all ranks, if it is not served: nothing has been summed then.
+
+        Raises:
+            UnsupportedInputError: It is not served, and must be: in batch-invariant mode a norm is llm_comm's in all
+                batches.
+        """
         quantize = None if scale is None else "static"
         return self._all_reduce_add_rms_norm(x, residual, weight, epsilon, quantize, scale)  # type: ignore[return-value]
 
@@ -285,10 +286,13 @@ class LlmCommCommunicator(GatheringCommunicator):
         scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...] | None:
         communicator = self._llm_comm
-        if (
-            communicator is None
-            or not communicator.accepts_fused(x, weight, quantize)
-            or (residual is not None and not residual.is_contiguous())
+        if communicator is None:
+            return None
+        if communicator.config.batch_invariant_norm == "llm_comm":
+            # vLLM's norm would have other bits. What is not served is an error of the call below.
+            x, residual = x.contiguous(), None if residual is None else residual.contiguous()
+        elif not communicator.accepts_fused(x, weight, quantize) or (
+            residual is not None and not residual.is_contiguous()
         ):
             return None
         results = communicator.all_reduce_add_rms_norm(x, residual, weight, epsilon, quantize=quantize, scale=scale)
@@ -352,8 +356,7 @@ class LlmCommCommunicator(GatheringCommunicator):
             "; vLLM's fuse_allreduce_rms, which sums past llm_comm, is off" if fusion.keep_norms_apart() else ""
         )
         why_not = common.objection_of_any(self.cpu_group, fusion.why_not_fused(communicator.config))
-        table, limit = communicator.table, communicator.config.max_message_bytes
-        self.max_fused_bytes = min(table.max_fused_bytes, table.max_message_bytes if limit is None else limit)
+        self.max_fused_bytes = message_limit(FUSED, communicator.table, communicator.config)
         if why_not is not None:
             if why_not == fusion.NOT_COMPILED:  # of all ranks
                 why_not += self._set_up_eager_fusion()
@@ -363,7 +366,8 @@ class LlmCommCommunicator(GatheringCommunicator):
         about_linear = self._set_up_linear(communicator)
         fusion.prepare_compiler(self.max_fused_bytes, self.max_linear_tokens, self.linear_key)
         self.fuses = True
-        return f"; fused with RMSNorm in compiled graphs{about_linear}{theirs_is_off}"
+        sizes = common.AT_EVERY_SIZE if communicator.config.batch_invariant_norm == "llm_comm" else ""
+        return f"; fused with RMSNorm in compiled graphs{sizes}{about_linear}{theirs_is_off}"
 
     def _set_up_eager_fusion(self) -> str:
         """The same for models that are not compiled, on all ranks or on none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import vllm.envs as envs
 from vllm.config import get_current_vllm_config_or_none
 
 from llm_comm.config import Config
@@ -22,6 +23,8 @@ def choose(config: Config, device: torch.device, world_size: int) -> Config:
     """
     if "pdl" in config.origins:
         return config
+    if envs.VLLM_BATCH_INVARIANT:  # linear layers are vLLM's
+        return config.replace(pdl=False)
     gains = config.fuse_linear
     if gains == "auto":
         check_table_option(config)

@@ -2,7 +2,8 @@
 
 Compiled graphs are kept on disk and loaded by processes that compile nothing, so the operator is defined apart from the
 pass, when a communicator is made. It is functional and opaque to inductor, and decides at run time, by the shape of the
-batch, who serves it: a graph is compiled for all batch sizes, and llm_comm declines the largest.
+batch, who serves it: a graph is compiled for all batch sizes, and llm_comm declines the largest. It declines none in
+batch-invariant mode (``Config.batch_invariant_norm``).
 """
 
 from __future__ import annotations

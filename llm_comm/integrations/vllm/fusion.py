@@ -11,6 +11,7 @@ from vllm.config import CompilationMode, get_current_vllm_config_or_none
 from llm_comm import registry
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
+from llm_comm.integrations import common
 from llm_comm.integrations.vllm import cache_key, compile_ranges
 from llm_comm.planning.tables import FUSED
 
@@ -39,8 +40,8 @@ def why_not_fused(config: Config) -> str | None:
     vllm_config = get_current_vllm_config_or_none()
     if not config.fuse:
         return f"fuse is false ({config.origins.get('fuse', 'Python')})"
-    if envs.VLLM_BATCH_INVARIANT:
-        return "VLLM_BATCH_INVARIANT asks for vLLM's own norms"
+    if envs.VLLM_BATCH_INVARIANT and config.batch_invariant_norm == "engine":
+        return "VLLM_BATCH_INVARIANT is on, and batch_invariant_norm is 'engine'"
     if vllm_config is None or vllm_config.compilation_config.mode != CompilationMode.VLLM_COMPILE:
         return NOT_COMPILED
     if vllm_config.compilation_config.backend != "inductor":
@@ -65,7 +66,9 @@ def why_not_fused(config: Config) -> str | None:
         )
 
         compile_ranges.new_endpoints(vllm_config, 0, 0)
-        return _why_not_of_this_model(vllm_config.model_config)
+        return _why_not_of_this_model(vllm_config.model_config) or (
+            _why_not_in_all_batches(config, vllm_config) if envs.VLLM_BATCH_INVARIANT else None
+        )
     except Exception as error:
         return f"it does not know this version of vLLM ({type(error).__name__}: {error})"
 
@@ -75,6 +78,8 @@ def why_not_fused_eagerly() -> str | None:
     does not, if so."""
     from llm_comm.integrations.vllm import eager_norms
 
+    if envs.VLLM_BATCH_INVARIANT:
+        return "a norm must not depend on the size of its batch, and the function takes the sizes that are left to it"
     vllm_config = get_current_vllm_config_or_none()
     model = None if vllm_config is None else vllm_config.model_config
     return _why_not_of_this_model(model) or eager_norms.set_up()
@@ -87,6 +92,20 @@ def _why_not_of_this_model(model: Any) -> str | None:
     if model.dtype not in (torch.bfloat16, torch.float16):
         return f"the model is in {model.dtype}"
     return registry.operations()[FUSED].why_not_rows(model.get_hidden_size()) or None
+
+
+def _why_not_in_all_batches(config: Config, vllm_config: Any) -> str | None:
+    """Why the norms of some batches would be vLLM's, if so: their bits differ from those of llm_comm's, and so would a
+    token's result in one batch from that in another."""
+    compilation, model = vllm_config.compilation_config, vllm_config.model_config
+    if getattr(compilation.pass_config, "enable_sp", False):  # vLLM 0.33 has none
+        return "sequence parallelism (enable_sp) scatters large batches before their norms, which are vLLM's"
+    if compilation.compile_sizes:
+        # Where a size is a number in the graph, a pattern may not match that does where it is a symbol.
+        return f"compile_sizes is {compilation.compile_sizes}, and graphs of one size may keep a norm of vLLM's"
+    if model is not None and model.is_encoder_decoder:
+        return "vLLM runs a model with an encoder past its compiled graphs where the encoder has inputs"
+    return common.why_not_at_every_size(config, "vLLM")
 
 
 def why_not_linear() -> str | None:

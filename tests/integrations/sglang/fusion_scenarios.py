@@ -25,11 +25,14 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from rank_processes import Log, data, dist_rank, expected_sum, scenario, serve, shared_directory
 from scenarios import distributed, group, load_plugins, make_groups, ours, parallel_state, sglang_groups
 from sglang.srt.runtime_context import get_exec
 from torch import nn
+
+from llm_comm.errors import UnsupportedInputError
 
 HIDDEN = 64
 IS_OLD = importlib.util.find_spec("sglang.srt.layers.layer_boundary") is None  # before 0.5.21
@@ -405,6 +408,91 @@ def another_engine_of_the_process_keeps_its_norms() -> None:
         assert around_norm(lambda *_: "theirs", norm(1e-5), *tensors, None, tensors[0]) == "theirs"
 
 
+DETERMINISTIC = {"SGLANG_ENABLE_DETERMINISTIC_INFERENCE": "1", "LLM_COMM_DETERMINISTIC": "1"}
+
+
+@scenario(**DETERMINISTIC)
+def in_deterministic_mode_norms_are_those_of_sglang() -> None:
+    before = (layernorm._forward_with_allreduce_fusion, gate_function())
+    with sglang_groups() as log, server():
+        assert (layernorm._forward_with_allreduce_fusion, gate_function()) == before
+        said = "not fused with RMSNorm: deterministic inference is on, and batch_invariant_norm is 'engine'"
+        assert len(log.having(said)) == (dist_rank() == 0)
+
+
+@scenario(applies=LLAMA_REDUCES, LLM_COMM_BATCH_INVARIANT_NORM="llm_comm", **DETERMINISTIC)
+def in_deterministic_mode_all_batches_of_llama_can_have_norms_of_llm_comm() -> None:
+    unfused = make_model()
+    with sglang_groups() as log, server():
+        communicator = ours("tp")._llm_comm
+        # Without the option a row would be fused, and two would not.
+        communicator.use_table(communicator.table._replace(max_fused_bytes=2 * HIDDEN))
+        calls, model = fused_calls(), make_model()
+        close(run_model(model), run_model(unfused))
+        row = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(0)).bfloat16()
+        alone = run_model(model, row)
+        calls.clear()
+        for rows in (3, 4096):
+            assert torch.equal(run_model(model, row.repeat(rows, 1)), alone.expand(rows, -1)), rows
+        assert calls == [(3, HIDDEN)] * 5 + [(4096, HIDDEN)] * 5
+        said = "; fused with RMSNorm at every size (batch_invariant_norm); linear layers are SGLang's: batches of more"
+        assert len(log.having(said)) == (dist_rank() == 0)
+
+
+@scenario(applies=LLAMA_REDUCES, LLM_COMM_BATCH_INVARIANT_NORM="llm_comm", **DETERMINISTIC)
+def in_deterministic_mode_what_llm_comm_does_not_norm_is_an_error() -> None:
+    """SGLang's norm would have other bits."""
+    with sglang_groups(), server():
+        sum_and_norm = sys.modules["llm_comm.integrations.sglang.fused_norm"].sum_and_norm
+        columns = data((HIDDEN, 4)).t()
+        normed, _ = sum_and_norm(norm(1e-5), columns, columns, may_overwrite=False)
+        again, _ = sum_and_norm(norm(1e-5), columns.contiguous(), columns.contiguous(), may_overwrite=False)
+        assert torch.equal(normed, again)
+        with pytest.raises(UnsupportedInputError, match=r"residual .*torch\.float32"):
+            sum_and_norm(norm(1e-5), columns, columns.float(), may_overwrite=False)
+
+
+@scenario(applies=LLAMA_REDUCES, LLM_COMM_BATCH_INVARIANT_NORM="llm_comm", **DETERMINISTIC)
+def in_deterministic_mode_norms_that_sglang_leaves_sums_to_are_its_own() -> None:
+    """It decides so for each batch."""
+    with sglang_groups(), server():
+        calls = fused_calls()
+        assert not gate_says(4)
+        around_norm = sys.modules["llm_comm.integrations.sglang.fused_norm"].around_norm
+        tensors = [torch.ones(4, HIDDEN, dtype=torch.bfloat16)] * 2
+        assert around_norm(lambda *_: "theirs", norm(1e-5), *tensors, None, tensors[0]) == "theirs"
+        if IS_OLD:
+            model = make_model(qwen3.Qwen3Model)
+            assert not any(hasattr(layer, "llm_comm_place") for layer in model.layers)
+        assert not calls
+
+
+@scenario(applies=not LLAMA_REDUCES, LLM_COMM_BATCH_INVARIANT_NORM="llm_comm", **DETERMINISTIC)
+def in_deterministic_mode_norms_of_a_newer_sglang_are_its_own() -> None:
+    with sglang_groups() as log, server():
+        assert not gate_says(4)
+        said = "not fused with RMSNorm: this version of SGLang has no model of which llm_comm knows"
+        assert len(log.having(said)) == (dist_rank() == 0)
+
+
+@scenario(LLM_COMM_BATCH_INVARIANT_NORM="llm_comm", LLM_COMM_MAX_MESSAGE_BYTES="1M", **DETERMINISTIC)
+def in_deterministic_mode_norms_are_those_of_sglang_where_messages_are_bounded() -> None:
+    with sglang_groups() as log, server():
+        assert not gate_says(4)
+        said = (
+            "max_message_bytes is 1048576 (LLM_COMM_MAX_MESSAGE_BYTES), and norms of larger batches would be SGLang's"
+        )
+        assert len(log.having(said)) == (dist_rank() == 0)
+
+
+@scenario(LLM_COMM_BATCH_INVARIANT_NORM="llm_comm")
+def outside_of_deterministic_mode_large_batches_keep_their_norms() -> None:
+    with sglang_groups() as log, server():
+        assert ours("tp")._llm_comm.config.batch_invariant_norm == "engine"
+        assert gate_says(4)
+        assert not log.having("at every size")
+
+
 @scenario()
 def prefills_beside_decodes_sum_in_their_own_group() -> None:
     unfused = make_model() if LLAMA_REDUCES else None
@@ -735,10 +823,11 @@ def server() -> Iterator[None]:
         yield
 
 
-def run_model(model: Any) -> Any:
+def run_model(model: Any, rows: torch.Tensor | None = None) -> Any:
     batch = SimpleNamespace(forward_mode=SimpleNamespace(is_decode_or_idle=lambda: True))
+    rows = data((4, HIDDEN), rank=0) if rows is None else rows
     with torch.no_grad():
-        return model(None, torch.arange(4), batch, input_embeds=data((4, HIDDEN), rank=0))
+        return model(None, torch.arange(len(rows)), batch, input_embeds=rows)
 
 
 def run_unfused(model: Any) -> Any:

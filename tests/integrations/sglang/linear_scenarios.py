@@ -294,7 +294,7 @@ def in_deterministic_mode_layers_are_those_of_sglang() -> None:
     before = methods()
     with served() as (log, calls):
         assert methods() == before
-        check_untouched(log, calls, "norms of its own; linear layers are SGLang's: norms are not fused")
+        check_untouched(log, calls, "batch_invariant_norm is 'engine'; linear layers are SGLang's: norms are not fused")
 
 
 @scenario(LLM_COMM_FUSE_LINEAR="1")

@@ -345,7 +345,18 @@ def the_plugins_of_bench_serving_tell_of_llm_comm() -> None:
     with sglang_groups() as log:
         ours("tp")
         assert len(log.having("bench_serving: custom all-reduce of group tp:0: ")) == (dist_rank() == 0)
+        assert not log.having("deterministic mode")
         assert torch.equal(group("tp").all_reduce(data((4, 4))), expected_sum((4, 4)))
+
+
+@scenario(SGLANG_ENABLE_DETERMINISTIC_INFERENCE="1", LLM_COMM_DETERMINISTIC="1")
+def the_plugins_of_bench_serving_tell_of_deterministic_mode() -> None:
+    sys.path.append(BENCH_PLUGINS)
+    logging.getLogger("sglang").setLevel(logging.INFO)
+    parallel_state.set_custom_all_reduce(False)  # as the mode does
+    with sglang_groups() as log:
+        assert len(log.having("bench_serving: the engine is in its deterministic mode")) == (dist_rank() == 0)
+        assert len(log.having("group tp:0: LlmCommAllReduce, disabled=False")) == (dist_rank() == 0)
 
 
 @scenario(SGLANG_PLUGINS="another")

@@ -129,7 +129,7 @@ def compiler_config(
 
 def with_model(config: VllmConfig, transformers: bool = False) -> VllmConfig:
     """As where vLLM has a model to serve, of this hidden size."""
-    model = mock.Mock(dtype=torch.bfloat16)
+    model = mock.Mock(dtype=torch.bfloat16, is_encoder_decoder=False)
     model.get_hidden_size.return_value = HIDDEN
     model.using_transformers_backend.return_value = transformers
     model.compute_hash.return_value = "a model"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import scenarios
 import torch
 import vllm as vllm_package
@@ -29,11 +30,13 @@ from rank_processes import data, dist_rank, expected_sum, scenario, shared_direc
 from scenarios import current_platform, parallel_state, plugin, tensor_model_parallel_all_reduce
 from vllm.compilation.passes.inductor_pass import pass_context
 from vllm.compilation.passes.pass_manager import PostGradPassManager
-from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
+from vllm.config import CompilationConfig, CompilationMode, PassConfig, VllmConfig, set_current_vllm_config
 from vllm.config.utils import Range
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+from llm_comm.errors import UnsupportedInputError
 
 # Where a graph is cut in pieces, as at attention.
 torch.library.define("llm_comm_tests::cut", "(Tensor x) -> Tensor")
@@ -531,7 +534,88 @@ def additional_config_switches_fusion_off() -> None:
 
 @scenario(VLLM_BATCH_INVARIANT="1")
 def batch_invariant_norms_are_those_of_vllm() -> None:
-    expect_no_fusion(compiler_config(), "VLLM_BATCH_INVARIANT asks for vLLM's own norms")
+    expect_no_fusion(compiler_config(), "VLLM_BATCH_INVARIANT is on, and batch_invariant_norm is 'engine'")
+
+
+@scenario(VLLM_BATCH_INVARIANT="1", LLM_COMM_BATCH_INVARIANT_NORM="llm_comm")
+def batch_invariant_norms_can_be_those_of_llm_comm_at_every_size() -> None:
+    config = with_model(compiler_config(norms_by="native"))
+    before = config.compilation_config.compile_ranges_endpoints
+    with compiler(config) as vllm:
+        group = parallel_state.get_tp_group().device_communicator
+        # Without the option a row would be fused, and two would not.
+        group._llm_comm.use_table(group._llm_comm.table._replace(max_fused_bytes=2 * HIDDEN))
+        assert len(vllm.log.having("; fused with RMSNorm in compiled graphs at every size")) == (dist_rank() == 0)
+        assert config.compilation_config.compile_ranges_endpoints == before
+        first, second = norms(1e-5, 1e-6)
+
+        def model(x: torch.Tensor) -> Any:
+            total = tensor_model_parallel_all_reduce(x)
+            return second(tensor_model_parallel_all_reduce(first(total) * 3), total)
+
+        vllm.check(vllm.trace(model, up_to=1 << 40), model, rows=5)
+        row = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(dist_rank())).bfloat16()
+        # Each batch in a graph of its own, as in ranges of vLLM's.
+        alone = vllm.trace(model, up_to=1)(row)
+        vllm.fused_calls.clear()
+        for rows in (3, 4096):
+            together = vllm.trace(model, up_to=rows)(row.repeat(rows, 1))
+            for one, others in zip(alone, together, strict=True):
+                assert torch.equal(others, one.expand(rows, -1)), rows
+        assert [shape for shape, _ in vllm.fused_calls] == [(3, HIDDEN)] * 2 + [(4096, HIDDEN)] * 2
+
+
+@scenario(VLLM_BATCH_INVARIANT="1", LLM_COMM_BATCH_INVARIANT_NORM="llm_comm")
+def what_llm_comm_does_not_norm_is_an_error_in_batch_invariant_mode() -> None:
+    """vLLM's norm would have other bits."""
+    with compiler():
+        run = torch.ops.llm_comm_vllm.all_reduce_add_rms_norm
+        name = parallel_state.get_tp_group().unique_name
+        columns, weight = data((HIDDEN, 4)).t(), torch.ones(HIDDEN, dtype=torch.bfloat16)
+        normed, total = run(columns, columns, weight, 1e-5, None, name)
+        again, same = run(columns.contiguous(), columns.contiguous(), weight, 1e-5, None, name)
+        assert torch.equal(normed, again)
+        assert torch.equal(total, same)
+        with pytest.raises(UnsupportedInputError, match=r"weight is torch\.float32"):
+            run(columns, columns, weight.float(), 1e-5, None, name)
+
+
+@scenario(VLLM_BATCH_INVARIANT="1", LLM_COMM_BATCH_INVARIANT_NORM="llm_comm", LLM_COMM_MAX_MESSAGE_BYTES="1M")
+def batch_invariant_norms_are_those_of_vllm_where_messages_are_bounded() -> None:
+    why = "max_message_bytes is 1048576 (LLM_COMM_MAX_MESSAGE_BYTES), and norms of larger batches would be vLLM's"
+    expect_no_fusion(compiler_config(), why)
+
+
+@scenario(
+    applies=hasattr(PassConfig(), "enable_sp"), VLLM_BATCH_INVARIANT="1", LLM_COMM_BATCH_INVARIANT_NORM="llm_comm"
+)
+def batch_invariant_norms_are_those_of_vllm_where_sequences_are_split() -> None:
+    config = compiler_config()
+    config.compilation_config.pass_config.enable_sp = True
+    assert "sequence parallelism (enable_sp)" in why_not_in_all_batches(config)
+
+
+@scenario(VLLM_BATCH_INVARIANT="1", LLM_COMM_BATCH_INVARIANT_NORM="llm_comm")
+def batch_invariant_norms_are_those_of_vllm_where_sizes_have_graphs() -> None:
+    config = compiler_config()
+    config.compilation_config.compile_sizes = [1, 2]
+    assert "compile_sizes is [1, 2]" in why_not_in_all_batches(config)
+
+
+@scenario(VLLM_BATCH_INVARIANT="1", LLM_COMM_BATCH_INVARIANT_NORM="llm_comm")
+def batch_invariant_norms_are_those_of_vllm_in_a_model_with_an_encoder() -> None:
+    config = with_model(compiler_config())
+    config.model_config.is_encoder_decoder = True
+    assert "a model with an encoder" in why_not_in_all_batches(config)
+
+
+@scenario(LLM_COMM_BATCH_INVARIANT_NORM="llm_comm")
+def large_batches_keep_their_norms_outside_of_batch_invariant_mode() -> None:
+    with compiler() as vllm:
+        group = parallel_state.get_tp_group().device_communicator
+        assert group._llm_comm.config.batch_invariant_norm == "engine"
+        assert group.max_fused_bytes == group._llm_comm.table.max_fused_bytes
+        assert not vllm.log.having("at every size")
 
 
 @scenario()
@@ -581,6 +665,15 @@ def a_compiler_that_llm_comm_does_not_know_is_left_alone() -> None:
     with compiler() as vllm, mock.patch.object(plugin, "THEIR_PASS_MANAGER", "vllm.passes.Renamed"):
         assert current_platform.get_pass_manager_cls().startswith("vllm.")
         assert vllm.log.having("llm_comm does not fuse: the pass manager is vllm.compilation.passes.pass_manager")
+
+
+def why_not_in_all_batches(config: VllmConfig) -> str:
+    """What the log is to say of norms under ``config``; none may be fused."""
+    with compiler(compiler_config()), set_current_vllm_config(config):
+        group = parallel_state.get_tp_group().device_communicator
+        said: str = group._set_up_fusion(group._llm_comm)
+    assert said.startswith("; not fused with RMSNorm: "), said
+    return said
 
 
 if __name__ == "__main__":

@@ -352,8 +352,23 @@ def layers_go_with_norms_or_not_at_all() -> None:
 
 @scenario(LLM_COMM_FUSE_LINEAR="1", VLLM_BATCH_INVARIANT="1")
 def batch_invariant_layers_are_those_of_vllm() -> None:
-    why = "VLLM_BATCH_INVARIANT asks for vLLM's own norms; linear layers are vLLM's: norms are not fused"
-    expect_no_fusion(compiler_config(), why)
+    why = "batch_invariant_norm is 'engine'; linear layers are vLLM's: norms are not fused"
+    expect_no_fusion(compiler_config(), f"VLLM_BATCH_INVARIANT is on, and {why}")
+
+
+@scenario(LLM_COMM_FUSE_LINEAR="1", VLLM_BATCH_INVARIANT="1", LLM_COMM_BATCH_INVARIANT_NORM="llm_comm")
+def batch_invariant_layers_are_those_of_vllm_also_before_norms_of_llm_comm() -> None:
+    """There are none of llm_comm's for more than 64 tokens."""
+    with compiler() as vllm:
+        said = "at every size (batch_invariant_norm); linear layers are vLLM's: batches of more than 64 tokens would be"
+        assert len(vllm.log.having(said)) == (dist_rank() == 0)
+        group = parallel_state.get_tp_group().device_communicator
+        assert (group.max_linear_tokens, group._llm_comm.config.pdl) == (0, False)
+        backend = vllm.backend()
+        backend.configure_post_pass()
+        names = {type(its_pass).__name__ for its_pass in backend.pass_manager.passes}
+        assert OUR_PASS in names
+        assert not {LINEAR_PASS, COLUMN_PASS} & names
 
 
 @scenario(LLM_COMM_FUSE_LINEAR="1")

@@ -228,6 +228,20 @@ def the_plugins_of_bench_serving_do_nothing_unasked() -> None:
         assert type(parallel_state.get_tp_group().device_communicator) is CudaCommunicator
 
 
+@scenario(LLM_COMM_ENABLE="0", VLLM_BATCH_INVARIANT="1")
+def the_worker_of_bench_serving_tells_of_batch_invariant_mode() -> None:
+    sys.path.append(BENCH_PLUGINS)
+    with vllm_groups() as log:
+        from llm_comm_bench.vllm_worker import Extension
+
+        said = "bench_serving: the engine is in its deterministic mode"
+        with mock.patch.dict(os.environ, VLLM_BATCH_INVARIANT="0"):
+            Extension.tell_mode(None)
+            assert not log.having(said)
+        Extension.tell_mode(None)
+        assert len(log.having(said)) == (dist_rank() == 0)
+
+
 @scenario(VLLM_PLUGINS="another")
 def vllm_plugins_selects() -> None:
     with vllm_groups():
@@ -337,6 +351,19 @@ def batch_invariance_means_one_way_for_all_sizes() -> None:
         assert communicator.accepts(x)
         assert communicator.config.max_message_bytes > 1 << 40
         assert communicator.config.sum == "rank_order"
+
+
+@scenario(VLLM_BATCH_INVARIANT="1")
+def batch_invariant_sums_are_those_of_llm_comm() -> None:
+    with vllm_groups():
+        calls = calls_of_llm_comm()
+        # Sums that depend on the order of their terms in fp32 as well.
+        row = torch.randn(1, 512, generator=torch.Generator().manual_seed(dist.get_rank())).to(torch.bfloat16)
+        alone = tensor_model_parallel_all_reduce(row)
+        for rows in (3, 4096):
+            together = tensor_model_parallel_all_reduce(row.repeat(rows, 1))
+            assert torch.equal(together, alone.expand(rows, -1))
+        assert len(calls) == 3
 
 
 @scenario(world=1)

@@ -75,12 +75,18 @@ def start(name: str, backend_line: str) -> str:
     return what
 
 
+def tell_mode(deterministic: bool) -> None:
+    if deterministic:
+        print("INFO bench_serving: the engine is in its deterministic mode", flush=True)
+
+
 def step(name: str) -> None:
     time.sleep(_STEP_S[name])
 
 
-def token(prompt: list[int], position: int, what: str) -> int:
+def token(prompt: list[int], position: int, what: str, batch: int) -> int:
     noise = time.perf_counter_ns() if what == "random tokens" else 0
+    noise += batch if what == "tokens by batch" and position > 5 else 0
     return (sum(prompt) + 7 * position + noise) % VOCABULARY
 
 

@@ -20,6 +20,7 @@ class Engine:
         state = "none" if self._arm == "nccl" else "CustomAllReduceV2, disabled=False"
         line = f"[TP0] bench_serving: custom all-reduce of group tp:0: {state}"
         self._fault = fake_model.start(self._arm, line)
+        fake_model.tell_mode(options.get("enable_deterministic_inference", False))
         self.loop = asyncio.new_event_loop()
         self.tokenizer_manager = _TokenizerManager(self)
 
@@ -54,7 +55,7 @@ class Engine:
         for position in range(count):
             fake_model.step(self._arm)
             for own, prompt in zip(tokens, input_ids, strict=True):
-                own.append(fake_model.token(prompt, position, self._fault))
+                own.append(fake_model.token(prompt, position, self._fault, len(input_ids)))
             yield tokens
 
 

@@ -47,8 +47,9 @@ class _Engine:
         assert not self.paused
         fake_model.step(self._arm)
         outputs = []
+        batch = len(self._requests)
         for name, request in list(self._requests.items()):
-            token = fake_model.token(request.prompt, len(request.tokens), self._fault)
+            token = fake_model.token(request.prompt, len(request.tokens), self._fault, batch)
             request.tokens.append(token)
             outputs.append(SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[token])]))
             if len(request.tokens) == request.params.max_tokens:
@@ -70,6 +71,8 @@ class LLM:
     def collective_rpc(self, method: str) -> None:
         if method == "fill_with_scaled_weights":
             return
+        if method == "tell_mode":
+            return fake_model.tell_mode(os.environ["VLLM_BATCH_INVARIANT"] == "1")
         assert method == "tell_process"
         self._workers: list[subprocess.Popen[bytes]] = []
         for rank in range(self._options["tensor_parallel_size"]):
