@@ -33,6 +33,7 @@ from llm_comm.planning.programs import Kernels
 from llm_comm.planning.tables import TuningTable
 from llm_comm.runtime.channels import Channels, open_channels
 from llm_comm.runtime.connect import agree, connect
+from llm_comm.runtime.release import release, restore, why_not_releasable
 from llm_comm.runtime.rendezvous import Rendezvous
 from llm_comm.runtime.statistics import Stats
 from llm_comm.runtime.symmetric_heap import SymmetricHeap
@@ -330,6 +331,55 @@ class Communicator(Answers, GatherScatter, LinearLayers):
         """
         return open_channels(self._heap, self._handle, memory, semaphores)
 
+    def release(self) -> None:
+        """Gives the memory of the workspace back to the device, until ``restore``: for an engine that sleeps.
+
+        Collective: every rank makes the same call, and the memory of all goes or none. Waits for the device. Prepared
+        calls and CUDA graphs stay good for afterwards. Until then every operation, ``empty`` and ``channels`` are a
+        RuntimeError, and what a graph of this communicator would compute is not computed: do not replay it. Tensors of
+        ``empty``, and memory of programs of llm_comm.dsl, stay as they are. On a GPU one granule of VMM, 2 MiB, stays
+        too. Once released, nothing changes. ``close`` may follow.
+
+        Raises:
+            UnsupportedInputError: The memory cannot be released (``why_not_releasable`` says why), or a CUDA graph is
+                being captured. The communicator can be used as before.
+            RendezvousError: A rank refuses: its communicator has failed, for one. As before on the others.
+            MissingRankError: A rank has not made the call within ``Config.timeout_s``; the group is lost.
+            RuntimeError: The communicator is closed.
+        """
+        self._handle.core_of_released()
+        if self.is_released:
+            return
+        release(self._heap.rendezvous(), self._handle, self.why_not_releasable)
+        logger.info("rank %d of %d: the workspace is released", self.rank, self.world_size)
+
+    def restore(self) -> None:
+        """Takes memory for the workspace again, at the addresses of before, after ``release``: graphs can be replayed.
+
+        Collective. Where nothing is released, nothing changes.
+
+        Raises:
+            RendezvousError: A rank has no memory for it, say. The communicator is released as before on all ranks: free
+                memory and call it again, or close it.
+            MissingRankError: A rank has not made the call within ``Config.timeout_s``; the group is lost.
+            RuntimeError: The communicator is closed.
+        """
+        self._handle.core_of_released()
+        if not self.is_released:
+            return
+        restore(self._heap.rendezvous(), self._handle)
+        logger.info("rank %d of %d: the workspace is restored", self.rank, self.world_size)
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the workspace has no memory now, by ``release``. The same on all ranks."""
+        return self._handle.is_released
+
+    @property
+    def why_not_releasable(self) -> str:
+        """Why ``release`` declines, the same on all ranks, or ""."""
+        return why_not_releasable(self.memory_kind, self.multicast)
+
     # ---- State --------------------------------------------------------------------------------------------------
 
     def use_table(self, table: TuningTable) -> None:
@@ -401,8 +451,8 @@ class Communicator(Answers, GatherScatter, LinearLayers):
 
     @property
     def workspace_bytes(self) -> int:
-        """Device memory that this rank holds for the communicator, allocated once."""
-        return self._handle.core().workspace_bytes()
+        """Bytes of device memory that this rank holds for the communicator, allocated once; 0 while it is released."""
+        return 0 if self.is_released else self._handle.core().workspace_bytes()
 
     def close(self) -> None:
         """Frees the workspace. Call it on every rank when the last operation has ended; more than once is no error.

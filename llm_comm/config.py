@@ -150,6 +150,7 @@ _OPTIONS: dict[str, _Option] = {
     "batch_invariant_norm": _one_of("engine", "llm_comm"),
     "debug": _BOOLEAN,
     "share_gpu": _BOOLEAN,
+    "sleep": _BOOLEAN,
     "stats": _BOOLEAN,
     "stats_port": _Option(
         int, lambda v: v is None or (_is_int(v) and 1 <= v < 1 << 16), "a port, 1 to 65535 (default: none)"
@@ -239,6 +240,8 @@ class Config:
             ConcurrentUseError in place of wrong sums. Emulated devices always do.
         share_gpu: Ranks may use one GPU together. For tests only: the driver gives them time slices in turn, so that an
             operation takes milliseconds.
+        sleep: Whether engine integrations give the memory of the workspaces back while the engine sleeps
+            (``Communicator.release``).
         stats: Whether engine integrations log what llm_comm was called for, at the end and on SIGUSR2, and give it to
             prometheus_client (docs/statistics.md). ``Communicator.stats`` needs no option.
         stats_port: This port plus the rank, of each process of an engine, answers Prometheus; ``stats`` is on then.
@@ -274,6 +277,7 @@ class Config:
     batch_invariant_norm: str = "engine"
     debug: bool = False
     share_gpu: bool = False
+    sleep: bool = True
     stats: bool = False
     stats_port: int | None = None
     nvtx: bool = False

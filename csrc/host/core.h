@@ -61,7 +61,7 @@ struct OperationError {
 
 // What has become of a call.
 enum class Outcome : uint8_t {
-  kFailed,  // nothing of it is enqueued, or not all: the communicator has failed
+  kFailed,  // nothing of it is enqueued, or not all: the communicator has failed, or its workspaces are released
   kEnqueued,
   kCaptured,  // by a graph, which enqueues it whenever the graph is launched
 };
@@ -116,6 +116,22 @@ class Core {
   // Maps a peer's workspace. Takes the handle's descriptor only for the call.
   virtual void map_peer(int peer, const WorkspaceHandle& handle) = 0;
   virtual uint64_t workspace_bytes() const = 0;
+
+  // The workspaces' memory can be given back while nobody uses it, and taken again later. Addresses stay, so what has been prepared,
+  // captured or handed out (channels()) is good again then; the heap stays as it is. Ranks take a step only after all have done the
+  // one before. Not for memory of cudaIpc, nor while multicast is set up.
+
+  // Refuses calls from now on, waits for the device, and has the proxy end when it has done what was asked of it. Throws
+  // std::runtime_error where one of them does not come to its end; end_release() undoes it. No stream may be under capture.
+  virtual void begin_release() = 0;
+  // Gives the memory back. What graphs launch from now on does nothing. More than once is no error.
+  virtual void release_workspaces() = 0;
+  // As create_workspace() and map_peer(), at the addresses of before, and with what the header held. If one of them fails on a
+  // rank, all call release_workspaces() again.
+  virtual WorkspaceHandle restore_workspace() = 0;
+  virtual void restore_peer(int peer, const WorkspaceHandle& handle) = 0;
+  // Takes calls again. Throws std::runtime_error where the proxy cannot be started.
+  virtual void end_release() = 0;
 
   // NVLink multicast over the workspaces of all ranks, which are mapped. Ranks take a step only after all have done the one
   // before; where one has failed, all drop what they have. Throw std::runtime_error, where the environment forbids multicast

@@ -12,6 +12,9 @@
 //           std::shared_ptr<char> for_tensor(std::shared_ptr<char> memory, std::weak_ptr<const void> core);
 //                                       // the same memory for a tensor, which may outlive the core
 //           WorkspaceHandle create_multicast(); void join_multicast(const WorkspaceHandle&); void add_multicast_device();
+//           void vacate();   // gives the memory of all workspaces back; addresses stay, and the own header says that calls do nothing
+//           WorkspaceHandle refill(const WorkspaceLayout&, const std::string& header);   // create() at the same addresses; `header` first
+//           void remap(int peer, const WorkspaceHandle&);   // map() at the same addresses
 //           char* bind_multicast(); void drop_multicast();   // as of Core; bind: where the object is mapped, never nullptr
 //           void leave_to_graphs();   // keeps the memory for what may still use it, and lets it do nothing
 // Launcher: Function<Args> function(void (*)(Args));          // what launch() takes
@@ -29,6 +32,7 @@
 //           void leave_to_graphs();   // what has been loaded stays
 //           bool has_been_captured() const;     // launches may still come, from graphs
 //           bool wait_for(uint64_t stream);     // until what it holds has ended
+//           void wait_for_device();             // until all that it runs has ended; throws std::runtime_error
 //           bool wait_for_last_call();          // until all launches but those have ended; false if that cannot be
 //           void p2p_test(const DeviceComm&);   // synchronous
 #pragma once
@@ -118,6 +122,55 @@ class CoreImpl final : public Core {
   void map_peer(int peer, const WorkspaceHandle& handle) override {
     check_peer("map_peer", peer);
     comm_.workspace[peer] = memory_.map(peer, handle);
+  }
+
+  void begin_release() override {
+    check_releasable();
+    {
+      const std::lock_guard<std::mutex> turn(queue_.turn());
+      queue_.pause(true);
+    }
+    launcher_.wait_for_device();
+    if (!ports_->is_running()) return;
+    uint64_t requests = 0;
+    memory_.read(&requests, memory_.local() + kPortsOffset + offsetof(PortState, head), sizeof(requests));
+    const auto limit = std::chrono::duration<double>(options_.timeout_s);
+    if (!ports_->settle(requests, std::chrono::duration_cast<std::chrono::nanoseconds>(limit))) {
+      throw std::runtime_error("the proxy of port channels has not come to the end of its requests");
+    }
+    had_ports_ = true;
+  }
+
+  // Between operations every line of the slots is armed (R2 of operation.cuh) and nothing in the staging memory is of use any more:
+  // only the header outlives the memory. By now no rank writes to it.
+  void release_workspaces() override {
+    const std::lock_guard<std::mutex> lock(ended_mutex_);
+    if (header_.empty()) {
+      std::string header(kHeaderBytes, '\0');
+      memory_.read(header.data(), memory_.local(), header.size());
+      header_ = std::move(header);
+    }
+    memory_.vacate();
+  }
+
+  WorkspaceHandle restore_workspace() override {
+    if (header_.empty()) throw std::runtime_error("restore_workspace: the workspace is not released");
+    return memory_.refill(WorkspaceLayout(options_.slot_bytes, options_.staging_bytes), header_);
+  }
+
+  void restore_peer(int peer, const WorkspaceHandle& handle) override {
+    check_peer("restore_peer", peer);
+    memory_.remap(peer, handle);
+  }
+
+  void end_release() override {
+    {
+      const std::lock_guard<std::mutex> lock(ended_mutex_);
+      header_.clear();
+    }
+    if (std::exchange(had_ports_, false)) start_ports();
+    const std::lock_guard<std::mutex> turn(queue_.turn());
+    queue_.pause(false);
   }
 
   WorkspaceHandle create_multicast() override { return memory_.create_multicast(); }
@@ -273,6 +326,11 @@ class CoreImpl final : public Core {
     const char* const state = comm_.workspace[options_.rank];
     if (state == nullptr) return std::nullopt;
     const std::lock_guard<std::mutex> lock(ended_mutex_);
+    if (!header_.empty()) {  // there is no memory to read
+      uint64_t arrivals_before = 0;
+      std::memcpy(&arrivals_before, header_.data() + offsetof(CommState, arrivals), sizeof(arrivals_before));
+      return arrivals_before / kArrivalsPerOperation;
+    }
     const auto arrivals = memory_.read_soon(state + offsetof(CommState, arrivals));
     if (!arrivals) return std::nullopt;
     return *arrivals / kArrivalsPerOperation;
@@ -321,6 +379,11 @@ class CoreImpl final : public Core {
     const std::optional<std::string> text = ports_->error();
     if (!text) return std::nullopt;
     return OperationError{"transport", options_.rank, options_.rank, "", 0, 0, 0, {}, *text};
+  }
+
+  void check_releasable() const {
+    if (comm_.multicast != nullptr) throw std::runtime_error("NVLink multicast is set up over the workspaces");
+    if (comm_.workspace[options_.rank] == nullptr) throw std::runtime_error("there is no workspace");
   }
 
   void check_peer(const char* call, int peer) const {
@@ -401,6 +464,8 @@ class CoreImpl final : public Core {
   mutable std::mutex programs_mutex_;  // the watchdog asks for titles
   std::deque<Program> programs_;
   std::mutex ended_mutex_;  // the watchdog and statistics ask what has ended
+  std::string header_;      // of the workspace while it is released, else empty. Changed under ended_mutex_
+  bool had_ports_ = false;  // the proxy runs again when it is restored
   DeviceComm comm_{};
 };
 

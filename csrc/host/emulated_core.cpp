@@ -39,14 +39,25 @@ class SharedMapping {
   }
   char* address() const { return address_; }
 
+  // Keeps the addresses. What is behind them from now on: memory of a descriptor; nothing; zeros of this process, of which pages take
+  // memory that are written.
+  void refill(int fd) { replace(PROT_READ | PROT_WRITE, MAP_SHARED, fd); }
+  void vacate() { replace(PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1); }
+  void vacate_to_zeros() { replace(PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1); }
+
  private:
+  void replace(int access, int flags, int fd) {
+    if (mmap(address_, bytes_, access, flags | MAP_FIXED, fd, 0) != address_) {
+      throw std::system_error(errno, std::generic_category(), "cannot map " + std::to_string(bytes_) + " bytes again");
+    }
+  }
+
   char* address_ = nullptr;
   uint64_t bytes_ = 0;
 };
 
-// Memory without a name in any file system, as a descriptor for peers and mapped here.
-WorkspaceHandle create_shared(const char* name, uint64_t bytes, bool use_ipc, SharedMapping& local) {
-  if (use_ipc) throw std::invalid_argument("an emulated device has no cudaIpc handles");
+// Memory without a name in any file system, as a descriptor for peers.
+WorkspaceHandle create_memory(const char* name, uint64_t bytes) {
   WorkspaceHandle handle;
   handle.fd = memfd_create(name, MFD_CLOEXEC);
   if (handle.fd < 0 || ftruncate(handle.fd, static_cast<off_t>(bytes)) != 0) {
@@ -55,6 +66,13 @@ WorkspaceHandle create_shared(const char* name, uint64_t bytes, bool use_ipc, Sh
     throw std::system_error(error, std::generic_category(),
                             "cannot create " + std::to_string(bytes) + " bytes of shared memory");
   }
+  return handle;
+}
+
+// The same, mapped here too.
+WorkspaceHandle create_shared(const char* name, uint64_t bytes, bool use_ipc, SharedMapping& local) {
+  if (use_ipc) throw std::invalid_argument("an emulated device has no cudaIpc handles");
+  const WorkspaceHandle handle = create_memory(name, bytes);
   try {
     local = SharedMapping(handle.fd, bytes);
   } catch (...) {
@@ -76,11 +94,31 @@ class EmulatedMemory {
   WorkspaceHandle create(const WorkspaceLayout& layout, bool use_ipc) {
     bytes_ = layout.bytes();
     WorkspaceHandle handle = create_shared("llm_comm_workspace", bytes_, use_ipc, local_);
-    for (const Region& region : layout.regions().region) {
-      std::memset(local_.address() + region.offset, region.initial_byte, region.bytes);
-    }
+    fill(layout);
     return handle;
   }
+
+  void vacate() {
+    local_.vacate_to_zeros();
+    const uint32_t aborted = 1;
+    std::memcpy(local_.address() + offsetof(CommState, aborted), &aborted, sizeof(aborted));
+    for (auto& [peer, mapping] : peers_) mapping.vacate();
+  }
+
+  WorkspaceHandle refill(const WorkspaceLayout& layout, const std::string& header) {
+    WorkspaceHandle handle = create_memory("llm_comm_workspace", bytes_);
+    try {
+      local_.refill(handle.fd);
+    } catch (...) {
+      close(handle.fd);
+      throw;
+    }
+    fill(layout);
+    std::memcpy(local_.address(), header.data(), header.size());
+    return handle;
+  }
+
+  void remap(int peer, const WorkspaceHandle& handle) { peers_.at(peer).refill(handle.fd); }
 
   char* map(int peer, const WorkspaceHandle& handle) {
     return (peers_[peer] = SharedMapping(handle.fd, bytes_)).address();
@@ -130,6 +168,12 @@ class EmulatedMemory {
   }
 
  private:
+  void fill(const WorkspaceLayout& layout) {
+    for (const Region& region : layout.regions().region) {
+      std::memset(local_.address() + region.offset, region.initial_byte, region.bytes);
+    }
+  }
+
   bool multicast_;
   uint64_t bytes_ = 0;
   SharedMapping local_;
@@ -191,6 +235,7 @@ class EmulatedLauncher {
   }
 
   bool has_been_captured() const { return false; }
+  void wait_for_device() {}
   bool wait_for(uint64_t) { return true; }
   bool wait_for_last_call() { return true; }
   void p2p_test(const DeviceComm& comm) {

@@ -32,6 +32,10 @@ class LaunchQueue {
   // Threads take turns by it. What they enqueue is in the order of their turns.
   std::mutex& turn() { return turn_; }
 
+  // While it is paused, calls are refused: there is no memory to run in. Under turn().
+  void pause(bool is_paused) { is_paused_ = is_paused; }
+  bool is_paused() const { return is_paused_; }
+
   // Whether a graph captures it.
   template <class Args>
   bool launch(const typename Launcher::template Function<Args>& function, const Args& args, const Grid& grid,
@@ -79,6 +83,7 @@ class LaunchQueue {
   Launcher& launcher_;
   std::optional<Check> check_;
   std::mutex turn_;
+  bool is_paused_ = false;
   std::atomic<uint64_t> kind_ = 0;
   std::atomic<uint32_t> count_ = 0;
   std::atomic<uint64_t> launches_ = 0;
@@ -121,7 +126,7 @@ class PreparedLaunches final : public PreparedCall {
   Outcome run(const uint64_t* buffers, uint64_t stream) override {
     const std::lock_guard<std::mutex> turn(queue_.turn());
     const HostMailbox& mailbox = *args_.comm.mailbox;
-    if (has_failed(mailbox)) return Outcome::kFailed;
+    if (queue_.is_paused() || has_failed(mailbox)) return Outcome::kFailed;
     call_.buffers = 0;
     for (int i = 0; i < kMaxBuffers; ++i) {
       if (Operation::kInfo.buffers[i].is_optional && buffers[i] != 0) call_.buffers |= uint64_t{1} << i;

@@ -1,6 +1,7 @@
 // What a core needs for port channels: the FIFO that its GPU's threads write to, and somebody who carries out what they ask for.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -43,6 +44,13 @@ class Ports {
   virtual void start(const PortOwner& owner) = 0;
   // Returns once nothing is carried out any more. More than once is no error, nor without start().
   virtual void stop() = 0;
+  // Whether a thread may be at work: then settle() can be called. Who has none is at rest between operations.
+  virtual bool is_running() const { return false; }
+  // Ends as stop() does once the first `requests` have been carried out; start() may follow. False, and nothing has changed, where
+  // they have not come within `limit`.
+  virtual bool settle([[maybe_unused]] uint64_t requests, [[maybe_unused]] std::chrono::nanoseconds limit) {
+    return true;
+  }
   // Nothing is carried out any more, soon. From any thread.
   virtual void abandon() = 0;
   // What could not be carried out, and why.

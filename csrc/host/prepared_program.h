@@ -52,7 +52,7 @@ class PreparedProgram final : public PreparedCall {
   Outcome run(const uint64_t* buffers, uint64_t stream) override {
     const std::lock_guard<std::mutex> turn(queue_.turn());
     const HostMailbox& mailbox = *args_.comm.mailbox;
-    if (has_failed(mailbox)) return Outcome::kFailed;
+    if (queue_.is_paused() || has_failed(mailbox)) return Outcome::kFailed;
     args_.input = reinterpret_cast<char*>(buffers[0]);
     args_.output = reinterpret_cast<char*>(buffers[1]);
     if ((launch_.symmetric & 1) != 0) args_.input_place = place_of(buffers[0], launch_.input_bytes);

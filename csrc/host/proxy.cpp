@@ -51,6 +51,20 @@ void ProxyPorts::stop() {
   thread_.reset();
 }
 
+bool ProxyPorts::settle(uint64_t requests, std::chrono::nanoseconds limit) {
+  if (thread_ == nullptr) return true;
+  const auto* const ring = reinterpret_cast<const PortRing*>(memory_->on_host());
+  const auto deadline = std::chrono::steady_clock::now() + limit;
+  while (__atomic_load_n(&ring->tail, __ATOMIC_ACQUIRE) < requests) {
+    if (std::chrono::steady_clock::now() >= deadline || has_error_) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  // The thread carries out what it has taken before it ends.
+  stop();
+  is_ending_ = false;
+  return true;
+}
+
 std::optional<std::string> ProxyPorts::error() const {
   if (!has_error_.load(std::memory_order_acquire)) return std::nullopt;
   return error_;

@@ -62,6 +62,8 @@ class ProxyPorts final : public Ports {
   uint32_t entries_log2() const override { return kEntriesLog2; }
   void start(const PortOwner& owner) override;
   void stop() override;
+  bool is_running() const override { return thread_ != nullptr; }
+  bool settle(uint64_t requests, std::chrono::nanoseconds limit) override;
   void abandon() override { is_ending_ = true; }
   std::optional<std::string> error() const override;
   void leave_to_graphs() override { static_cast<void>(memory_.release()); }

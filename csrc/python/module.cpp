@@ -261,6 +261,15 @@ PYBIND11_MODULE(_core, module) {
           "map_peer", [](Core& core, int peer, int fd, const std::string& bytes) { core.map_peer(peer, {fd, bytes}); },
           py::arg("peer"), py::arg("fd"), py::arg("bytes"), py::call_guard<py::gil_scoped_release>())
       .def("workspace_bytes", &Core::workspace_bytes)
+      .def("begin_release", &Core::begin_release, py::call_guard<py::gil_scoped_release>())
+      .def("release_workspaces", &Core::release_workspaces, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "restore_workspace", [](Core& core) { return core.restore_workspace().fd; },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "restore_peer", [](Core& core, int peer, int fd) { core.restore_peer(peer, {fd, {}}); }, py::arg("peer"),
+          py::arg("fd"), py::call_guard<py::gil_scoped_release>())
+      .def("end_release", &Core::end_release, py::call_guard<py::gil_scoped_release>())
       .def(
           "create_multicast", [](Core& core) { return core.create_multicast().fd; },
           py::call_guard<py::gil_scoped_release>())

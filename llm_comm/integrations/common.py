@@ -15,7 +15,7 @@ from llm_comm.communicator import Communicator
 from llm_comm.config import MIB, Config
 from llm_comm.errors import CommunicatorError, ConfigError, LlmCommError, MissingRankError
 from llm_comm.installation import VERSION
-from llm_comm.integrations import statistics
+from llm_comm.integrations import sleeping, statistics
 from llm_comm.planning.catalogue import check_table_option
 from llm_comm.planning.multicast import NO_MULTICAST, Multicast, why_not
 from llm_comm.planning.programs import NO_PROGRAMS, Kernels
@@ -265,6 +265,7 @@ class Member:
             # It waits for the GPU: for ever, where a kernel of NCCL waits for a dead rank.
             last.callback(self.communicator.close)
             statistics.leave(self.group_name, self.communicator, self._log)
+            sleeping.leave(self.communicator)
 
 
 def enter(
@@ -300,6 +301,7 @@ def enter(
         log.warning(text, VERSION, group_name, error, engine)
         return None
     statistics.follow(group_name, communicator, dist.get_rank(), log)
+    sleeping.follow(group_name, communicator, log)
     return Member(communicator, group_name, log)
 
 

@@ -27,6 +27,8 @@ class CoreHandle:
     def __init__(self, core: _core.Core, device: torch.device, watchdog: Watchdog | None) -> None:
         self.device = device
         self.is_open = True
+        #: The workspaces have no memory: calls are errors until they have it again (release.py).
+        self.is_released = False
         #: What calls are counted into.
         self.tallies = Tallies()
         self._last_progress = Progress()
@@ -39,14 +41,29 @@ class CoreHandle:
         """The core.
 
         Raises:
-            RuntimeError: The communicator is closed.
+            RuntimeError: The communicator is closed or released.
         """
         self.check_open()
         assert self._core is not None
         return self._core
 
+    def core_of_released(self) -> _core.Core:
+        """The core, also while the communicator is released.
+
+        Raises:
+            RuntimeError: The communicator is closed.
+        """
+        self._check_not_closed()
+        assert self._core is not None
+        return self._core
+
     def check_open(self) -> None:
-        """Raises RuntimeError if the communicator is closed."""
+        """Raises RuntimeError if the communicator is closed or released."""
+        self._check_not_closed()
+        if self.is_released:
+            raise RuntimeError("this communicator is released: its workspace has no memory. Call restore() first")
+
+    def _check_not_closed(self) -> None:
         if not self.is_open:
             replays = "; operations of it in CUDA graphs do nothing any more" if self._is_in_graphs else ""
             raise RuntimeError(f"this communicator is closed{replays}")
@@ -69,6 +86,12 @@ class CoreHandle:
         if self._watchdog is None or is_capturing(self.device):
             return
         raise self._watchdog.end(str(error)) from error
+
+    def fail(self, why: str) -> None:
+        """Ends the communicator, on all ranks. ``why``: for its error."""
+        if self._watchdog is not None:
+            self._watchdog.end(why)
+            self.is_released = False  # from now on calls raise that error
 
     def on_error(self, callback: Callable[[CommunicatorError], None], exits: bool) -> None:
         """See ``Communicator.on_error``."""

@@ -88,6 +88,12 @@ def test_symmetric_heap(world: int) -> None:
     run_ranks("symmetric_heap.py", 400, "--largest", str((4 if SHARED else 64) << 20), world=world)
 
 
+@pytest.mark.timeout(320)
+@pytest.mark.parametrize("world", [2, WORLD] if SHARED else [WORLD])
+def test_release(world: int) -> None:
+    run_ranks("release.py", 300, world=world)
+
+
 @pytest.mark.timeout(620)
 def test_soak() -> None:
     if SHARED:  # as many calls at world 8 take minutes: tests/gpu/campaign.py makes them

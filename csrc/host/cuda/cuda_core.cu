@@ -180,6 +180,11 @@ class CudaLauncher {
   // being captured now, or is gone.
   bool wait_for_last_call() const { return !has_last_stream_ || wait_for(reinterpret_cast<uint64_t>(last_stream_)); }
 
+  void wait_for_device() const {
+    const DeviceGuard guard(device_);
+    check(cudaDeviceSynchronize(), "waiting for the device");
+  }
+
   bool wait_for(uint64_t handle) const {
     const auto stream = reinterpret_cast<cudaStream_t>(handle);
     try {

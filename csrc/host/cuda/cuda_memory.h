@@ -196,11 +196,31 @@ class CudaMemory {
     const uint64_t bytes = bytes_ = rounded_for_multicast(layout.bytes(), use_ipc);
     local_ = DeviceMemory();
     local_ = use_ipc ? DeviceMemory::allocate_ipc(device_, bytes) : DeviceMemory::allocate(device_, bytes);
-    for (const Region& region : layout.regions().region) {
-      side_stream_.fill(local_.address() + region.offset, region.initial_byte, region.bytes);
-    }
-    side_stream_.wait("initialising the workspace");  // before any peer can have the handle: it may write at once
+    fill(layout);
     return local_.export_handle();
+  }
+
+  void vacate() {
+    const DeviceGuard guard(device_);
+    const BesideCaptures beside;
+    local_.vacate_but_first_granule();
+    side_stream_.fill(local_.address(), 0, kHeaderBytes);
+    const uint32_t aborted = 1;
+    side_stream_.write_all(local_.address() + offsetof(CommState, aborted), &aborted, sizeof(aborted));
+    for (auto& [peer, memory] : peers_) memory.vacate();
+  }
+
+  WorkspaceHandle refill(const WorkspaceLayout& layout, const std::string& header) {
+    const DeviceGuard guard(device_);
+    const BesideCaptures beside;
+    local_.refill();
+    fill(layout, &header);
+    return local_.export_handle();
+  }
+
+  void remap(int peer, const WorkspaceHandle& handle) {
+    const BesideCaptures beside;
+    peers_.at(peer).refill_from_peer(handle);
   }
 
   char* map(int peer, const WorkspaceHandle& handle) {
@@ -272,6 +292,15 @@ class CudaMemory {
   }
 
  private:
+  // `header`: what the first bytes are to be in place of what the layout says.
+  void fill(const WorkspaceLayout& layout, const std::string* header = nullptr) const {
+    for (const Region& region : layout.regions().region) {
+      side_stream_.fill(local_.address() + region.offset, region.initial_byte, region.bytes);
+    }
+    if (header != nullptr) side_stream_.write_all(local_.address(), header->data(), header->size());
+    side_stream_.wait("initialising the workspace");  // before any peer can have the handle: it may write at once
+  }
+
   MulticastMemory& multicast() const {
     if (multicast_ == nullptr) throw std::runtime_error(why_no_multicast_);
     return *multicast_;

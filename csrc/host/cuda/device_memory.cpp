@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
 namespace llm_comm::host {
@@ -33,10 +34,8 @@ DeviceMemory DeviceMemory::allocate(int device, uint64_t bytes) {
   memory.kind_ = Kind::kVmm;
   memory.device_ = device;
   memory.bytes_ = round_to_granularity(device, bytes);
-  const CUmemAllocationProp properties = allocation_properties(device);
-  check(Driver::get().mem_create(&memory.vmm_, memory.bytes_, &properties, 0), "cuMemCreate");
-  memory.has_vmm_ = true;
-  memory.map_vmm();
+  memory.reserve();
+  memory.create_and_map(memory.bytes_);
   return memory;
 }
 
@@ -59,12 +58,8 @@ DeviceMemory DeviceMemory::map(int device, uint64_t bytes, const WorkspaceHandle
   if (handle.fd >= 0) {
     memory.kind_ = Kind::kVmm;
     memory.bytes_ = round_to_granularity(device, bytes);
-    check(Driver::get().mem_import_from_shareable_handle(&memory.vmm_,
-                                                         reinterpret_cast<void*>(static_cast<uintptr_t>(handle.fd)),
-                                                         CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
-          "cuMemImportFromShareableHandle");
-    memory.has_vmm_ = true;
-    memory.map_vmm();
+    memory.reserve();
+    memory.import_and_map(handle);
     return memory;
   }
   cudaIpcMemHandle_t ipc;
@@ -101,18 +96,73 @@ CUmemGenericAllocationHandle DeviceMemory::vmm_handle() const {
   return vmm_;
 }
 
-void DeviceMemory::map_vmm() {
+void DeviceMemory::vacate() {
+  check_vmm("be released");
+  const DeviceGuard guard(device_);
   const Driver& driver = Driver::get();
+  if (mapped_bytes_ != 0) check(driver.mem_unmap(reinterpret_cast<CUdeviceptr>(address_), mapped_bytes_), "cuMemUnmap");
+  mapped_bytes_ = 0;
+  if (has_vmm_) check(driver.mem_release(vmm_), "cuMemRelease");
+  has_vmm_ = false;
+}
+
+void DeviceMemory::vacate_but_first_granule() {
+  vacate();
+  const DeviceGuard guard(device_);
+  create_and_map(round_to_granularity(device_, 1));
+}
+
+void DeviceMemory::refill() {
+  vacate();
+  const DeviceGuard guard(device_);
+  create_and_map(bytes_);
+}
+
+void DeviceMemory::refill_from_peer(const WorkspaceHandle& handle) {
+  vacate();
+  const DeviceGuard guard(device_);
+  import_and_map(handle);
+}
+
+void DeviceMemory::check_vmm(const char* what) const {
+  if (kind_ != Kind::kVmm) {
+    throw std::runtime_error(std::string("the memory is shared by cudaIpc, which cannot ") + what +
+                             " and keep its addresses");
+  }
+}
+
+void DeviceMemory::reserve() {
   CUdeviceptr address = 0;
-  check(driver.mem_address_reserve(&address, bytes_, 0, 0, 0), "cuMemAddressReserve");
+  check(Driver::get().mem_address_reserve(&address, bytes_, 0, 0, 0), "cuMemAddressReserve");
   address_ = reinterpret_cast<char*>(address);
-  check(driver.mem_map(address, bytes_, 0, vmm_, 0), "cuMemMap");
-  mapped_ = true;
+}
+
+void DeviceMemory::create_and_map(uint64_t bytes) {
+  const CUmemAllocationProp properties = allocation_properties(device_);
+  check(Driver::get().mem_create(&vmm_, bytes, &properties, 0), "cuMemCreate");
+  has_vmm_ = true;
+  map_vmm(bytes);
+}
+
+void DeviceMemory::import_and_map(const WorkspaceHandle& handle) {
+  check(
+      Driver::get().mem_import_from_shareable_handle(&vmm_, reinterpret_cast<void*>(static_cast<uintptr_t>(handle.fd)),
+                                                     CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
+      "cuMemImportFromShareableHandle");
+  has_vmm_ = true;
+  map_vmm(bytes_);
+}
+
+void DeviceMemory::map_vmm(uint64_t bytes) {
+  const Driver& driver = Driver::get();
+  const auto address = reinterpret_cast<CUdeviceptr>(address_);
+  check(driver.mem_map(address, bytes, 0, vmm_, 0), "cuMemMap");
+  mapped_bytes_ = bytes;
   CUmemAccessDesc access{};
   access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
   access.location.id = device_;
   access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-  check(driver.mem_set_access(address, bytes_, &access, 1), "cuMemSetAccess");
+  check(driver.mem_set_access(address, bytes, &access, 1), "cuMemSetAccess");
 }
 
 // Errors are ignored: at the end of a process the driver may be gone, and with it the memory.
@@ -131,7 +181,7 @@ DeviceMemory::~DeviceMemory() {
   }
   const Driver& driver = Driver::get();
   const auto address = reinterpret_cast<CUdeviceptr>(address_);
-  if (mapped_) driver.mem_unmap(address, bytes_);
+  if (mapped_bytes_ != 0) driver.mem_unmap(address, mapped_bytes_);
   if (address_ != nullptr) driver.mem_address_free(address, bytes_);
   if (has_vmm_) driver.mem_release(vmm_);
 }
@@ -143,7 +193,7 @@ void DeviceMemory::swap(DeviceMemory& other) noexcept {
   std::swap(bytes_, other.bytes_);
   std::swap(vmm_, other.vmm_);
   std::swap(has_vmm_, other.has_vmm_);
-  std::swap(mapped_, other.mapped_);
+  std::swap(mapped_bytes_, other.mapped_bytes_);
 }
 
 }  // namespace llm_comm::host

@@ -29,6 +29,12 @@ class DeviceMemory {
   WorkspaceHandle export_handle() const;
   char* address() const { return address_; }
   uint64_t bytes() const { return bytes_; }  // at least those that were asked for
+  // Of memory by VMM; throw std::runtime_error for other memory, before anything changes. The physical memory goes and the addresses
+  // stay: graphs and prepared calls hold them.
+  void vacate();
+  void vacate_but_first_granule();                       // which is other memory then, for this process alone
+  void refill();                                         // new memory of this device, as of allocate()
+  void refill_from_peer(const WorkspaceHandle& handle);  // as of map()
   // Of memory by VMM; throws std::runtime_error for other memory.
   CUmemGenericAllocationHandle vmm_handle() const;
 
@@ -36,7 +42,11 @@ class DeviceMemory {
   enum class Kind { kNone, kVmm, kMalloc, kIpcMapping };
 
   void swap(DeviceMemory& other) noexcept;
-  void map_vmm();
+  void check_vmm(const char* what) const;
+  void reserve();
+  void create_and_map(uint64_t bytes);
+  void import_and_map(const WorkspaceHandle& handle);
+  void map_vmm(uint64_t bytes);
 
   Kind kind_ = Kind::kNone;
   int device_ = -1;
@@ -44,7 +54,7 @@ class DeviceMemory {
   uint64_t bytes_ = 0;
   CUmemGenericAllocationHandle vmm_ = 0;
   bool has_vmm_ = false;
-  bool mapped_ = false;
+  uint64_t mapped_bytes_ = 0;
 };
 
 }  // namespace llm_comm::host

@@ -72,6 +72,7 @@ def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
     member = common.enter(group.unique_name, group.cpu_group, group.device, load, engine="SGLang", log=logger)
     if member is None:
         return
+    _hook_memory_saver()
     if sums:
         _sum(group, member)
     about_parts = _gather_and_scatter(group, member)
@@ -122,6 +123,17 @@ def _hook_parts(config: Config) -> str | None:
         logger.debug("all-gather and reduce-scatter cannot be set up", exc_info=True)
         return f"unknown version of SGLang ({type(error).__name__}: {error})"
     return None
+
+
+def _hook_memory_saver() -> None:
+    try:
+        from llm_comm.integrations.sglang import memory_saver
+
+        memory_saver.set_up()
+    except Exception as error:
+        logger.debug("the memory saver cannot be hooked", exc_info=True)
+        text = "llm_comm: its workspaces stay while SGLang releases memory: unknown version of SGLang (%s: %s)"
+        logger.warning(text, type(error).__name__, error)
 
 
 def load_config() -> Config:

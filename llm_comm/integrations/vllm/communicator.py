@@ -20,9 +20,9 @@ from vllm.distributed import get_tp_group
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config, option_names
 from llm_comm.errors import ConfigError
-from llm_comm.integrations import common, linear
+from llm_comm.integrations import common, linear, sleeping
 from llm_comm.integrations.parts import Parts
-from llm_comm.integrations.vllm import cache_key, dependent_launches, fusion
+from llm_comm.integrations.vllm import cache_key, dependent_launches, eager_norms, fusion, sleep_mode
 from llm_comm.integrations.vllm.gathering import GatheringCommunicator, only_gathers
 from llm_comm.planning.selection import message_limit
 from llm_comm.planning.tables import FUSED
@@ -113,8 +113,8 @@ class LlmCommCommunicator(GatheringCommunicator):
 
     llm_comm is set up in the constructor, where all ranks of a group come together and before vLLM measures what memory
     is left. It registers no tensors and bakes nothing into graphs that their replay depends on, so graphs that are
-    captured to measure their memory and thrown away leave nothing behind, and expandable segments and sleep mode do
-    not concern it: its workspace lies outside torch's pool.
+    captured to measure their memory and thrown away leave nothing behind, and expandable segments do not concern it:
+    its workspace lies outside torch's pool. While vLLM sleeps its memory is given back (``sleep_mode.py``).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -124,6 +124,8 @@ class LlmCommCommunicator(GatheringCommunicator):
         self._kind = self.unique_name.split(":")[0]
         #: Whether compiled graphs hold llm_comm's operator where an all-reduce of this group and a norm were.
         self.fuses = False
+        #: Whether vLLM's function for an all-reduce and a norm asks this: ``eager_norms.py``.
+        self.fuses_eagerly = False
         self.max_fused_bytes = 0
         #: The largest batch, in tokens, whose linear layers go into operators of llm_comm; 0: none do.
         self.max_linear_tokens = 0
@@ -238,6 +240,34 @@ class LlmCommCommunicator(GatheringCommunicator):
         """The same of gate and up with silu-and-mul, with so many outputs each."""
         return self._prefers(outputs, inputs, silu_and_mul=True, fp8=fp8)
 
+    # Of vLLM 0.33, which calls them for all groups, on all of their ranks.
+
+    def suspend(self) -> None:
+        """Gives memory back while vLLM sleeps, with ``enable_nccl_comm_suspend``."""
+        super().suspend()
+        self._release()
+
+    def resume(self) -> None:
+        self._restore()
+        super().resume()
+
+    def checkpoint_prepare(self) -> None:
+        """Before a checkpoint of the process: nothing of another rank's workspace stays mapped."""
+        super().checkpoint_prepare()
+        self._release()
+
+    def checkpoint_restore(self) -> None:
+        self._restore()
+        super().checkpoint_restore()
+
+    def _release(self) -> None:
+        if self._llm_comm is not None:
+            sleeping.release(self.unique_name, self._llm_comm, logger)
+
+    def _restore(self) -> None:
+        if self._llm_comm is not None:
+            sleeping.restore(self.unique_name, self._llm_comm, logger)
+
     def destroy(self) -> None:
         member, self._member, self._llm_comm, self._parts = self._member, None, None, None
         try:
@@ -309,6 +339,7 @@ class LlmCommCommunicator(GatheringCommunicator):
         if member is None:
             return
         self._member, self._llm_comm = member, member.communicator
+        sleep_mode.set_up()
         self._parts = Parts(member, logger)
         about_norms = self._set_up_fusion(member.communicator) if self._kind == "tp" else ""
         if self.global_rank == 0:
@@ -325,16 +356,25 @@ class LlmCommCommunicator(GatheringCommunicator):
             "; vLLM's fuse_allreduce_rms, which sums past llm_comm, is off" if fusion.keep_norms_apart() else ""
         )
         why_not = common.objection_of_any(self.cpu_group, fusion.why_not_fused(communicator.config))
+        self.max_fused_bytes = message_limit(FUSED, communicator.table, communicator.config)
         if why_not is not None:
+            if why_not == fusion.NOT_COMPILED:  # of all ranks
+                why_not += self._set_up_eager_fusion()
             wanted = communicator.max_preferred_tokens > 0
             about_linear = linear.about_linear("vLLM", "norms are not fused", 0) if wanted else ""
             return f"; not fused with RMSNorm: {why_not}{about_linear}{theirs_is_off}"
-        self.max_fused_bytes = message_limit(FUSED, communicator.table, communicator.config)
         about_linear = self._set_up_linear(communicator)
         fusion.prepare_compiler(self.max_fused_bytes, self.max_linear_tokens, self.linear_key)
         self.fuses = True
         sizes = common.AT_EVERY_SIZE if communicator.config.batch_invariant_norm == "llm_comm" else ""
         return f"; fused with RMSNorm in compiled graphs{sizes}{about_linear}{theirs_is_off}"
+
+    def _set_up_eager_fusion(self) -> str:
+        """The same for models that are not compiled, on all ranks or on none."""
+        if common.objection_of_any(self.cpu_group, fusion.why_not_fused_eagerly()) is not None:
+            return ""
+        self.fuses_eagerly = True
+        return f" (it is in models that call {eager_norms.FUNCTION})"
 
     def _set_up_linear(self, communicator: Communicator) -> str:
         """The same for operators with linear layers."""

@@ -30,6 +30,10 @@ def keep_norms_apart() -> bool:
     return True
 
 
+#: What ``why_not_fused`` says of models for which ``eager_norms.py`` can be of use.
+NOT_COMPILED = "vLLM does not compile the model"
+
+
 def why_not_fused(config: Config) -> str | None:
     """Makes ready for compiled graphs that hold the fused operator; nothing changes yet. Returns why there are to be
     none, if so."""
@@ -39,7 +43,7 @@ def why_not_fused(config: Config) -> str | None:
     if envs.VLLM_BATCH_INVARIANT and config.batch_invariant_norm == "engine":
         return "VLLM_BATCH_INVARIANT is on, and batch_invariant_norm is 'engine'"
     if vllm_config is None or vllm_config.compilation_config.mode != CompilationMode.VLLM_COMPILE:
-        return "vLLM does not compile the model"
+        return NOT_COMPILED
     if vllm_config.compilation_config.backend != "inductor":
         return (
             f"compilation_config.backend is {vllm_config.compilation_config.backend!r}: vLLM changes inductor's graphs"
@@ -67,6 +71,18 @@ def why_not_fused(config: Config) -> str | None:
         )
     except Exception as error:
         return f"it does not know this version of vLLM ({type(error).__name__}: {error})"
+
+
+def why_not_fused_eagerly() -> str | None:
+    """Of a model that is not compiled: has vLLM's function for an all-reduce and a norm ask llm_comm. Returns why it
+    does not, if so."""
+    from llm_comm.integrations.vllm import eager_norms
+
+    if envs.VLLM_BATCH_INVARIANT:
+        return "a norm must not depend on the size of its batch, and the function takes the sizes that are left to it"
+    vllm_config = get_current_vllm_config_or_none()
+    model = None if vllm_config is None else vllm_config.model_config
+    return _why_not_of_this_model(model) or eager_norms.set_up()
 
 
 def _why_not_of_this_model(model: Any) -> str | None:

@@ -27,6 +27,8 @@ models that split their sequence     no such question    first of all        llm
 ask for ``custom_all_gather``
 tokens of experts come back into     no                  yes                 both are served
 a given output
+sleep tells communicators            no                  with an option      always (``sleep_mode.py``)
+``fused_allreduce_rms_norm``         of one model        of all models       both are hooked (``eager_norms.py``)
 ===================================  ==================  ==================  ======================================
 """
 

@@ -15,6 +15,8 @@ The code of SGLang is that of the published wheel. What it is not given, and wha
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import importlib
 import inspect
 import logging
 import os
@@ -635,6 +637,112 @@ def a_peer_that_dies_ends_the_process_without_the_time_out() -> None:
     context = sglang_groups()
     context.__enter__()
     lose_rank_1()
+
+
+# ---- The memory saver -----------------------------------------------------------------------------------------------
+
+
+class MemorySaver:
+    """Stands in for torch_memory_saver, and notes whether llm_comm's workspaces have memory."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str, bool]] = []
+
+    def pause(self, tag: str) -> None:
+        self.calls.append(("pause", tag, ours("tp")._llm_comm.is_released))
+
+    def resume(self, tag: str) -> None:
+        self.calls.append(("resume", tag, ours("tp")._llm_comm.is_released))
+
+
+def weight_updater(saver: MemorySaver) -> Any:
+    """SGLang's own object that serves both requests of a scheduler which is idle."""
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+    given = {
+        "tp_worker": SimpleNamespace(model_runner=None),
+        "draft_worker": None,
+        "tp_cpu_group": group("tp").cpu_group,
+        "memory_saver_adapter": saver,
+        "flush_cache": lambda **_: True,
+        "is_fully_idle": lambda **_: True,
+    }
+    taken = {field.name for field in dataclasses.fields(SchedulerWeightUpdaterManager) if field.init}
+    return SchedulerWeightUpdaterManager(**{name: value for name, value in given.items() if name in taken})
+
+
+def release_and_resume(manager: Any, tags: list[str]) -> None:
+    """As the scheduler does it."""
+    request = SimpleNamespace(tags=tags)
+    with mock.patch("torch.get_device_module", return_value=mock.Mock()):
+        manager.release_memory_occupation(request)
+        assert ours("tp")._llm_comm.is_released == ours("tp")._llm_comm.config.sleep
+        manager.resume_memory_occupation(request)
+        assert not ours("tp")._llm_comm.is_released
+
+
+def import_the_scheduler() -> None:
+    """Of it, the module that serves requests about memory; a scheduler has it before it makes groups. What that imports
+    of models and requests, of which its two methods use names alone, is stood in for."""
+    names_only = {"__getattr__": lambda name: type(name, (), {})}
+    _take_the_place_of("sglang.srt.disaggregation.utils", DisaggregationMode=SimpleNamespace(DECODE=1, PREFILL=2))
+    _take_the_place_of("sglang.srt.managers.io_struct", **names_only)
+    _take_the_place_of("sglang.srt.utils.weight_checker", **names_only)
+    importlib.import_module("sglang.srt.managers.scheduler_components.weight_updater")
+
+
+@scenario()
+def the_scheduler_imports_what_is_hooked_before_it_makes_groups() -> None:
+    source = (_SOURCES / "managers/scheduler.py").read_text()
+    assert "\nfrom sglang.srt.managers.scheduler_components.weight_updater import" in source
+
+
+@scenario()
+def workspaces_are_released_with_the_memory_of_sglang() -> None:
+    import_the_scheduler()
+    with sglang_groups() as log:
+        assert torch.equal(group("tp").all_reduce(data((16, 128))), expected_sum((16, 128)))
+        saver = MemorySaver()
+        manager = weight_updater(saver)
+        for tags in (["kv_cache"], ["cuda_graph", "kv_cache"]):
+            release_and_resume(manager, tags)
+            assert torch.equal(group("tp").all_reduce(data((16, 128))), expected_sum((16, 128)))
+        assert {released for _, _, released in saver.calls} == {False}
+        is_first = dist_rank() == 0
+        assert len(log.having("group tp:0 sleeps: its workspaces (64 MiB on each rank) are released")) == 2 * is_first
+        assert len(log.having("group tp:0 is awake")) == 2 * is_first
+
+
+@scenario(LLM_COMM_SLEEP="0")
+def workspaces_stay_where_option_sleep_is_off() -> None:
+    import_the_scheduler()
+    with sglang_groups() as log:
+        release_and_resume(weight_updater(MemorySaver()), ["kv_cache"])
+        assert not log.having("sleeps")
+
+
+@scenario()
+def a_request_that_sglang_refuses_releases_nothing() -> None:
+    import_the_scheduler()
+    with sglang_groups():
+        manager = weight_updater(MemorySaver())
+        manager.is_fully_idle = lambda **_: False
+        try:
+            manager.release_memory_occupation(SimpleNamespace(tags=["kv_cache"]))
+        except AssertionError:
+            assert not ours("tp")._llm_comm.is_released
+        else:
+            raise AssertionError("it was not refused")
+
+
+@scenario()
+def a_version_without_the_memory_saver_is_served() -> None:
+    import_the_scheduler()
+    module = sys.modules["sglang.srt.managers.scheduler_components.weight_updater"]
+    del module.SchedulerWeightUpdaterManager.release_memory_occupation
+    with sglang_groups() as log:
+        assert torch.equal(group("tp").all_reduce(data((16, 128))), expected_sum((16, 128)))
+        assert len(log.having("its workspaces stay while SGLang releases memory: unknown version")) == 1
 
 
 # ---- What they are made of ------------------------------------------------------------------------------------------

@@ -12,7 +12,9 @@ The code of vLLM is that of the published wheel. What it is not given, and what 
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import importlib.util
 import json
 import logging
 import os
@@ -21,6 +23,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -49,17 +52,18 @@ type(current_platform).dispatch_key = "CPU"  # before the operators are register
 
 import vllm.logger  # noqa: E402
 import vllm.plugins  # noqa: E402
-from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.distributed import parallel_state  # noqa: E402
 from vllm.distributed.communication_op import tensor_model_parallel_all_reduce  # noqa: E402
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator  # noqa: E402
+from vllm.model_executor.layers.layernorm import RMSNorm  # noqa: E402
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 
 import llm_comm  # noqa: E402
 from llm_comm import _core  # noqa: E402
 from llm_comm.errors import ConfigError, PeerTimeout  # noqa: E402
 from llm_comm.integrations import common  # noqa: E402
-from llm_comm.integrations.vllm import plugin  # noqa: E402
+from llm_comm.integrations.vllm import eager_norms, plugin  # noqa: E402
 
 BENCH_PLUGINS = str(Path(__file__).parents[3] / "bench_serving" / "plugins")
 
@@ -153,7 +157,8 @@ def what_llm_comm_declines_goes_the_way_of_vllm() -> None:
 def all_other_collectives_stay_those_of_vllm() -> None:
     ours = plugin_class()
     public = {name for name in vars(ours) if not name.startswith("_")}
-    assert public & set(dir(CudaCommunicator)) == {"all_reduce", "destroy"}
+    sleep = {"suspend", "resume", "checkpoint_prepare", "checkpoint_restore"}
+    assert public & set(dir(CudaCommunicator)) - sleep == {"all_reduce", "destroy"}
     inherited = {name for name in vars(ours.__base__) if not name.startswith("_")}
     gather = {"all_gather", "all_gatherv", "custom_all_gather"}
     scatter = {"reduce_scatter", "reduce_scatterv", "reduce_scatterv_into_output", "custom_reduce_scatter"}
@@ -485,6 +490,258 @@ def a_peer_that_dies_ends_the_process_without_the_time_out() -> None:
     context = vllm_groups()
     context.__enter__()
     lose_rank_1()
+
+
+# ---- Sleep mode -----------------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """Of vLLM's worker, which imports all models and Triton, the two methods that llm_comm wraps."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any, bool]] = []
+
+    def sleep(self, level: int = 1) -> None:
+        self.calls.append(("sleep", level, communicator_of_tp().is_released))
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.calls.append(("wake_up", tags, communicator_of_tp().is_released))
+
+
+def communicator_of_tp() -> llm_comm.Communicator:
+    communicator: llm_comm.Communicator = parallel_state.get_tp_group().device_communicator._llm_comm
+    return communicator
+
+
+@contextlib.contextmanager
+def worker_module() -> Iterator[type]:
+    module = ModuleType("vllm.v1.worker.gpu_worker")
+    module.Worker = type("Worker", (), dict(vars(Worker)))  # type: ignore[attr-defined]
+    with mock.patch.dict(sys.modules, {module.__name__: module}):
+        yield module.Worker
+
+
+@scenario()
+def the_worker_has_the_methods_of_sleep_mode() -> None:
+    source = (Path(vllm.__file__).parent / "v1/worker/gpu_worker.py").read_text()
+    (worker,) = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "Worker")
+    methods = {node.name: node for node in worker.body if isinstance(node, ast.FunctionDef)}
+    for name, argument in (("sleep", "level"), ("wake_up", "tags")):
+        assert [each.arg for each in methods[name].args.args] == ["self", argument]
+    executor = (Path(vllm.__file__).parent / "v1/executor/abstract.py").read_text()
+    for name in ("sleep", "wake_up"):
+        assert f'collective_rpc("{name}"' in executor, "on all ranks of an engine"
+
+
+@scenario()
+def workspaces_are_released_while_vllm_sleeps() -> None:
+    with worker_module() as kind, vllm_groups() as log:
+        worker = kind()
+        communicator = communicator_of_tp()
+        group = parallel_state.get_tp_group()
+        assert torch.equal(group.all_reduce(data((16, 128))), expected_sum((16, 128)))
+        for level in (1, 2):
+            worker.sleep(level)
+            assert communicator.is_released
+            worker.wake_up(tags=["weights"])
+            assert not communicator.is_released
+            worker.wake_up(tags=["kv_cache"])
+            assert torch.equal(group.all_reduce(data((16, 128))), expected_sum((16, 128)))
+        awake = [("wake_up", ["weights"], False), ("wake_up", ["kv_cache"], False)]
+        assert worker.calls[:3] == [("sleep", 1, True), *awake]
+        is_first = dist_rank() == 0
+        assert len(log.having("group tp:0 sleeps: its workspaces (64 MiB on each rank) are released")) == 2 * is_first
+        assert len(log.having("group tp:0 is awake")) == 2 * is_first
+
+
+@scenario(LLM_COMM_SLEEP="0")
+def workspaces_stay_where_option_sleep_is_off() -> None:
+    with worker_module() as kind, vllm_groups() as log:
+        worker = kind()
+        worker.sleep()
+        worker.wake_up()
+        assert [released for _, _, released in worker.calls] == [False, False]
+        assert not log.having("sleeps")
+
+
+@scenario()
+def workspaces_that_cannot_be_released_stay() -> None:
+    with worker_module() as kind, vllm_groups() as log:
+        worker, communicator = kind(), communicator_of_tp()
+        communicator.memory_kind = "cudaIpc"
+        worker.sleep()
+        assert not communicator.is_released
+        group = parallel_state.get_tp_group()
+        assert torch.equal(group.all_reduce(data((16, 128))), expected_sum((16, 128)))
+        said = log.having("group tp:0 keeps its workspaces (64 MiB on each rank) while it sleeps", logging.WARNING)
+        assert ["cudaIpc" in each for each in said] == [True] * (dist_rank() == 0)
+
+
+@scenario()
+def a_group_that_is_destroyed_does_not_sleep() -> None:
+    with worker_module() as kind:
+        with vllm_groups():
+            pass
+        with mock.patch.object(parallel_state, "get_tp_group"):
+            kind().sleep()
+
+
+@scenario(world=4)
+def groups_of_several_engines_do_not_sleep() -> None:
+    """Two replicas with data parallelism: each sleeps when it is told to."""
+    config = VllmConfig()
+    config.parallel_config.data_parallel_size = 2
+    config.parallel_config.distributed_executor_backend = "external_launcher"  # the ranks are there already
+    with worker_module() as kind, vllm_groups(tensor_parallel=2, config=config):
+        dp = parallel_state.get_dp_group().device_communicator._llm_comm
+        if dist_rank() // 2 == 0:
+            kind().sleep()
+            assert communicator_of_tp().is_released
+            kind().wake_up()
+        assert dp is None or not dp.is_released
+        assert not communicator_of_tp().is_released
+        dist.barrier()
+
+
+@scenario(applies=hasattr(parallel_state, "checkpoint_prepare_distributed_state"))
+def workspaces_are_released_for_a_checkpoint_of_the_process() -> None:
+    with vllm_groups(), mock.patch("torch.accelerator.synchronize"):
+        group, communicator = parallel_state.get_tp_group(), communicator_of_tp()
+        for prepare, restore in (
+            (parallel_state.checkpoint_prepare_distributed_state, parallel_state.checkpoint_restore_distributed_state),
+            (parallel_state.suspend_device_comms, parallel_state.resume_device_comms),
+        ):
+            prepare()
+            assert communicator.is_released
+            restore()
+            assert not communicator.is_released
+            assert torch.equal(group.all_reduce(data((16, 128))), expected_sum((16, 128)))
+
+
+# ---- Models that are not compiled -----------------------------------------------------------------------------------
+
+
+class Layer:
+    """Of a model such as DeepSeek-V3.2: its attention and its MLP leave their sums to the norms behind them."""
+
+    def __init__(self, made: Any, hidden: int) -> None:
+        self.module, self.function = made, eager_norms.FUNCTION
+        self.norms = [RMSNorm(hidden, eps=1e-5, dtype=torch.bfloat16) for _ in range(2)]
+        for number, norm in enumerate(self.norms):
+            norm.weight.data = torch.linspace(0.5, 1.5 + number, hidden).bfloat16()
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for norm in self.norms:
+            x, residual = getattr(self.module, self.function)(x * (1 + dist_rank()), residual, norm)
+        return x, residual
+
+    def expected(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for norm in self.norms:
+            total = ((x * 1).float() + (x * 2).float()).bfloat16()
+            residual = (total.float() + residual.float()).bfloat16()
+            values = residual.float()
+            values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+            x = (values * norm.weight.float()).bfloat16()
+        return x, residual
+
+
+def model_module() -> ModuleType:
+    """As of a model, which has imported vLLM's function by its name."""
+    made = ModuleType("vllm.models.deepseek_v32.a_model")
+    theirs = next(importlib.import_module(name) for name in eager_norms._MODULES if module_exists(name))
+    setattr(made, eager_norms.FUNCTION, getattr(theirs, eager_norms.FUNCTION))
+    sys.modules[made.__name__] = made
+    return made
+
+
+def module_exists(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def not_compiled() -> VllmConfig:
+    return VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))
+
+
+def run_layer(made: ModuleType, tokens: int = 4) -> list[tuple[int, ...]]:
+    """Runs a layer, looks at what it computes, and returns the shapes of fused calls."""
+    communicator, shapes = communicator_of_tp(), []
+    original = communicator.all_reduce_add_rms_norm
+
+    def all_reduce_add_rms_norm(x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        shapes.append(tuple(x.shape))
+        return original(x, *arguments, **options)
+
+    layer, x, residual = Layer(made, 64), data((tokens, 64), rank=0), data((tokens, 64), rank=1)
+    before = residual.clone()
+    with torch.no_grad(), mock.patch.object(communicator, "all_reduce_add_rms_norm", all_reduce_add_rms_norm):
+        got = layer.forward(x, residual)
+        assert torch.equal(residual, before) or not shapes, "the residual belongs to the caller"
+        for mine, wanted in zip(got, layer.expected(x, before), strict=True):
+            torch.testing.assert_close(mine.float(), wanted.float(), rtol=0.02, atol=0.02)
+    return shapes
+
+
+@scenario()
+def norms_of_models_that_are_not_compiled_sum_by_the_fused_kernel() -> None:
+    made = model_module()
+    with vllm_groups(config=not_compiled()) as log:
+        assert run_layer(made) == [(4, 64)] * 2
+        said = "vLLM does not compile the model (it is in models that call fused_allreduce_rms_norm)"
+        assert len(log.having("not fused with RMSNorm: " + said)) == (dist_rank() == 0)
+        assert len(log.having("llm_comm: first all-reduce fused with its RMSNorm")) == (dist_rank() == 0)
+        # A model that is imported later.
+        assert run_layer(model_module()) == [(4, 64)] * 2
+
+
+@scenario(LLM_COMM_MAX_MESSAGE_BYTES="256")
+def what_the_kernel_declines_is_summed_and_normed_by_vllm() -> None:
+    made = model_module()
+    with vllm_groups(config=not_compiled()):
+        assert run_layer(made) == []
+        assert run_layer(made, tokens=2) == [(2, 64)] * 2
+
+
+@scenario(LLM_COMM_FUSE="0")
+def norms_of_models_that_are_not_compiled_stay_vllms() -> None:
+    made = model_module()
+    before = getattr(made, eager_norms.FUNCTION)
+    with vllm_groups(config=not_compiled()):
+        assert getattr(made, eager_norms.FUNCTION) is before
+        assert run_layer(made) == []
+
+
+@scenario()
+def norms_that_compute_something_else_are_left_to_vllm() -> None:
+    made = model_module()
+    with vllm_groups(config=not_compiled()):
+        function = getattr(made, eager_norms.FUNCTION)
+        assert function.by_llm_comm
+        norm = RMSNorm(64, var_hidden_size=32, dtype=torch.bfloat16)
+        with mock.patch.object(LlmComm := plugin_class(), "all_reduce_add_rms_norm") as fused:
+            x, residual = data((4, 64)), torch.ones(4, 64, dtype=torch.bfloat16)
+            _, summed = function(x, residual, norm)
+            fused.assert_not_called()
+        assert torch.equal(summed, expected_sum((4, 64)) + 1), LlmComm
+
+
+@scenario()
+def one_rank_without_the_function_takes_the_others_along() -> None:
+    made = model_module()
+    names = ("vllm.nothing",) if dist_rank() == 1 else eager_norms._MODULES
+    with mock.patch.object(eager_norms, "_MODULES", names), vllm_groups(config=not_compiled()) as log:
+        assert run_layer(made) == []
+        assert not log.having("it is in models that call")
+
+
+@scenario()
+def models_that_are_compiled_keep_vllms_function() -> None:
+    made = model_module()
+    before = getattr(made, eager_norms.FUNCTION)
+    with vllm_groups(config=VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.VLLM_COMPILE))):
+        assert getattr(made, eager_norms.FUNCTION) is before
 
 
 # ---- What they are made of ------------------------------------------------------------------------------------------
