@@ -1,6 +1,6 @@
 """A small model of an all-reduce over several nodes: the three phases of docs/nodes.md beside NCCL over all ranks.
 
-    python tools/nodes_model.py --json docs/results/nodes_model.json --plot docs/results/nodes_model.svg
+    python tools/nodes_model.py --json docs/results/nodes_model.json --plot docs/results/nodes_model.png
 
 Alpha-beta: a step takes a latency, and its bytes over a bandwidth. What goes in:
 
