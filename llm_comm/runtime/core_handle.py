@@ -12,6 +12,7 @@ from llm_comm import _core
 from llm_comm.errors import CommunicatorError
 from llm_comm.runtime.devices import is_capturing
 from llm_comm.runtime.statistics import Progress, Stats, Tallies
+from llm_comm.runtime.status import RankError
 from llm_comm.runtime.watchdog import Watchdog, operations_ended
 
 
@@ -69,6 +70,12 @@ class CoreHandle:
         if self._watchdog is None or is_capturing(self.device):
             return
         raise self._watchdog.end(str(error)) from error
+
+    def end_with(self, error: RankError) -> None:
+        """Ends the communicator, on all ranks of the node, because of what the device knows nothing of. From any
+        thread."""
+        if self._watchdog is not None:
+            self._watchdog.end_with(error)
 
     def on_error(self, callback: Callable[[CommunicatorError], None], exits: bool) -> None:
         """See ``Communicator.on_error``."""

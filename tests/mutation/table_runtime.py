@@ -232,7 +232,6 @@ RUNTIME: tuple[Mutant, ...] = (
             OF_COMPARISON,
         )
         for what, text in (
-            ("machine", "are on different machines"),
             ("version", "have different versions of llm_comm"),
             ("kind of device", "have different kinds of device"),
             ("limits", "have devices of different kinds"),

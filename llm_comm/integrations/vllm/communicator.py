@@ -324,7 +324,9 @@ class LlmCommCommunicator(GatheringCommunicator):
         theirs_is_off = (
             "; vLLM's fuse_allreduce_rms, which sums past llm_comm, is off" if fusion.keep_norms_apart() else ""
         )
-        why_not = common.objection_of_any(self.cpu_group, fusion.why_not_fused(communicator.config))
+        why_not = common.why_not_fused(communicator) or common.objection_of_any(
+            self.cpu_group, fusion.why_not_fused(communicator.config)
+        )
         if why_not is not None:
             wanted = communicator.max_preferred_tokens > 0
             about_linear = linear.about_linear("vLLM", "norms are not fused", 0) if wanted else ""
