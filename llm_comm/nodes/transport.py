@@ -22,8 +22,6 @@ class Transport(Protocol):
 
     #: For plans and messages.
     name: str
-    #: Whether a CUDA graph holds calls, and may be replayed.
-    has_been_captured: bool
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """Enqueues on the current stream: ``out`` gets the ``x`` of all nodes, in node order.
@@ -53,6 +51,10 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Ends the connections, unless a CUDA graph might use them. Call it on every rank."""
+
+
+#: What CUDA graphs hold: they may be replayed as long as the process lives, whatever becomes of the communicator.
+_in_graphs: list[Any] = []
 
 
 class StreamTransport:
@@ -95,6 +97,7 @@ class StreamTransport:
     def _note_capture(self) -> None:
         if not self.has_been_captured and torch.cuda.is_current_stream_capturing():
             self.has_been_captured = True
+            _in_graphs.append(self._partners)
 
 
 class HostTransport:
@@ -106,7 +109,6 @@ class HostTransport:
     """
 
     name = "gloo"
-    has_been_captured = False
 
     def __init__(self, store: Store, node: int, nodes: int, timeout_s: float, check: Callable[[], None]) -> None:
         self._partners: Any = dist.ProcessGroupGloo(store, node, nodes, timedelta(seconds=timeout_s))
