@@ -44,7 +44,7 @@ class NodeWatch(threading.Thread):
         store: Of this communicator alone, for this thread alone.
         placement: Of its ranks.
         handle: Of its core; not kept alive.
-        transport: Aborted when the communicator has failed.
+        transport: Aborted when the communicator has failed; not kept alive.
         timeout_s: Bound in seconds of the silence of a node.
     """
 
@@ -55,7 +55,7 @@ class NodeWatch(threading.Thread):
         self._store = store
         self._placement = placement
         self._handle = weakref.ref(handle)
-        self._transport = transport
+        self._transport = weakref.ref(transport)
         self._limit_s = timeout_s * _SILENCE_SHARE
         self._look_s = min(_LONGEST_LOOK_S, timeout_s * _LOOK_SHARE)
         self._hear_s = min(_LONGEST_HEAR_S, timeout_s * _HEAR_SHARE)
@@ -118,8 +118,10 @@ class NodeWatch(threading.Thread):
             # The first note is that of whoever knows best.
             self._store.compare_set(_NOTE, "", json.dumps(asdict(error)))
         finally:
-            with contextlib.suppress(Exception):  # it has ended by itself
-                self._transport.abort()
+            transport = self._transport()
+            if transport is not None:
+                with contextlib.suppress(Exception):  # it has ended by itself
+                    transport.abort()
 
     def _hear(self) -> RankError | None:
         """The failure of another rank, if there was one, as one of this rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from typing import Any
 
 import numpy as np
@@ -218,6 +219,26 @@ def make_several() -> None:
             with make(TWO_BY_TWO) as first, make(TWO_BY_TWO) as second:
                 for comm in (first, second, first):
                     assert comm.all_reduce(torch.ones(100)).eq(4).all()
+
+
+def drop_several() -> None:
+    with make(TWO_BY_TWO):
+        pass
+    with nothing_leaked():
+        for _ in range(2):
+            comm = make(TWO_BY_TWO)
+            assert comm.all_reduce(torch.ones(100)).eq(4).all()
+            dist.barrier()  # for the others it may be gone as soon as for this rank
+            del comm
+            gc.collect()
+        for thread in threading.enumerate():
+            if "llm_comm" in thread.name:
+                thread.join(10)
+                assert not thread.is_alive()
+
+
+def test_communicators_that_are_dropped_leave_nothing_behind(ranks: RankPool) -> None:
+    ranks.run(4, drop_several)
 
 
 def test_communicators_leave_nothing_behind(ranks: RankPool) -> None:

@@ -1,13 +1,13 @@
-"""Several nodes in one machine: each rank is told on which node it is (LLM_COMM_NODE), and NCCL or gloo is between them.
+"""Several nodes in one machine: each rank is told on which one it is (LLM_COMM_NODE), and NCCL or gloo is between them.
 
     torchrun --standalone --nproc-per-node 2 tests/gpu/nodes.py --nodes 2            # two GPUs as two nodes of one
     torchrun --standalone --nproc-per-node 4 tests/gpu/nodes.py --nodes 2            # one GPU: gloo, host memory
     torchrun --standalone --nproc-per-node 2 tests/gpu/nodes.py --nodes 2 --bench    # and times beside flat NCCL
 
 All-reduces, all-gathers and reduce-scatters of many sizes and types, eager and, over NCCL, in a CUDA graph that is
-replayed with other inputs, each bitwise what docs/nodes.md promises. ``--bench``: microseconds a call in a graph, aligned
-(llm_comm.bench.timing), beside torch's all_reduce of the whole group. What it says of nodes is little: there is NVLink, or
-PCIe, in place of a network.
+replayed with other inputs, each bitwise what docs/nodes.md promises. ``--bench``: microseconds a call in a graph,
+aligned (llm_comm.bench.timing), beside torch's all_reduce of the whole group. That says little of real nodes: NVLink, or
+PCIe, is in place of a network.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ def a_group_over_two_nodes_sums_hierarchically() -> None:
         whole = torch.full((5,), dist.get_rank(), dtype=torch.int64)
         assert torch.equal(group("tp").all_reduce(whole), torch.full((5,), 6, dtype=torch.int64))
     for text in (
-        "is active for group tp:0 (4 ranks, 2 nodes, ",
+        "active for group tp:0 (4 ranks, 2 nodes, ",
         "all-reduce hierarchical to ",
         "not fused with RMSNorm",
     ):

@@ -198,7 +198,7 @@ def a_group_over_two_nodes_sums_and_gathers_hierarchically() -> None:
         assert torch.equal(group.all_reduce(whole), torch.full((5,), 6, dtype=torch.int64))
         assert not group.device_communicator.fuses
     for text in (
-        "is active for group tp:0 (4 ranks, 2 nodes, ",
+        "active for group tp:0 (4 ranks, 2 nodes, ",
         "all-reduce hierarchical to ",
         "not fused with RMSNorm",
     ):
