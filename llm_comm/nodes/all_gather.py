@@ -50,7 +50,11 @@ class AllGatherOverNodes(AllGather):
             gather = in_node.gathers([hierarchy.nodes * each * unit.itemsize for each in room])
             phases.append(gather)
         return hierarchy.layout(
-            ALL_GATHER, longest, phases, lambda counter: self._make(rows, unit, room, gather, counter)
+            ALL_GATHER,
+            longest,
+            f"{parts.rows} x {list(parts.row_sizes)} elements of {dtype.itemsize} bytes",
+            phases,
+            lambda counter: self._make(rows, unit, room, gather, counter),
         )
 
     def _make(

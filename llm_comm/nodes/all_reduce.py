@@ -39,9 +39,12 @@ class AllReduceOverNodes(AllReduce):
             return Layout(without_kernel(ALL_REDUCE, "none", 0, "empty message"), None)
         in_node, exchange = hierarchy.in_node, hierarchy.exchange
         sizes = slices(count, in_node.ranks, dtype.itemsize)
+        what = f"{count} {data_type}"
         between = exchange.describe(sizes[0] * dtype.itemsize)
         if in_node.ranks == 1:
-            return hierarchy.layout(ALL_REDUCE, nbytes, [between], lambda counter: self._alone(nbytes, dtype, counter))
+            return hierarchy.layout(
+                ALL_REDUCE, nbytes, what, [between], lambda counter: self._alone(nbytes, dtype, counter)
+            )
         scatter = in_node.scatters(sizes, data_type)
         gather = in_node.gathers([size * dtype.itemsize for size in sizes])
 
@@ -59,7 +62,7 @@ class AllReduceOverNodes(AllReduce):
 
             return run
 
-        return hierarchy.layout(ALL_REDUCE, nbytes, [scatter, between, gather], make)
+        return hierarchy.layout(ALL_REDUCE, nbytes, what, [scatter, between, gather], make)
 
     def _alone(self, nbytes: int, dtype: torch.dtype, counter: _core.Counter) -> Run:
         """The same where each node has one rank."""

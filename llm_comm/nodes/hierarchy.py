@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 
 from llm_comm import _core
-from llm_comm.errors import CommunicatorError, PeerTimeout, UnsupportedInputError
+from llm_comm.errors import CommunicatorError, MismatchError, PeerTimeout, UnsupportedInputError
+from llm_comm.nodes.agreement import Agreement
 from llm_comm.nodes.exchange import Exchange
 from llm_comm.nodes.in_node import InNode
 from llm_comm.nodes.placement import Placement
@@ -32,6 +33,7 @@ class Hierarchy:
         in_node: Calls within the node.
         exchange: Between the nodes.
         hears: Whether another rank knows of a failure, at which the communicator has ended then.
+        agreement: Compares calls before they run; None: nobody does.
     """
 
     def __init__(
@@ -41,12 +43,14 @@ class Hierarchy:
         in_node: InNode,
         exchange: Exchange,
         hears: Callable[[], bool],
+        agreement: Agreement | None,
     ) -> None:
         self.device = handle.device
         self.placement = placement
         self.in_node = in_node
         self.exchange = exchange
         self._hears = hears
+        self._agreement = agreement
         self._handle = handle
 
     @property
@@ -60,12 +64,18 @@ class Hierarchy:
         return self.in_node.ranks
 
     def layout(
-        self, operation: str, message_bytes: int, phases: list[Layout | str], make: Callable[[_core.Counter], Run]
+        self,
+        operation: str,
+        message_bytes: int,
+        what: str,
+        phases: list[Layout | str],
+        make: Callable[[_core.Counter], Run],
     ) -> Layout:
         """The layout of a call.
 
         Args:
             message_bytes: As of ``Plan``.
+            what: Everything in which calls of the operation can differ, in words.
             phases: Calls within the node, and in words those between nodes, in their order.
             make: Makes what runs the call, and counts it.
         """
@@ -87,17 +97,23 @@ class Hierarchy:
             message_bytes=message_bytes,
             reason=reason,
         )
-        return Layout(plan, None, program=lambda counter: self._guarded(operation, make(counter)))
+        return Layout(
+            plan, None, program=lambda counter: self._guarded(operation, f"{operation} of {what}", make(counter))
+        )
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """A new buffer."""
         return torch.empty(count, dtype=dtype, device=self.device)
 
-    def _guarded(self, operation: str, run: Run) -> Run:
+    def _guarded(self, operation: str, call: str, run: Run) -> Run:
         def guarded(x: int, out: int, stream: int) -> bool:
             try:
                 # Where the first phase is between nodes, nothing else would notice: partners may be at another call.
                 self._handle.check()
+                differences = "" if self._agreement is None else self._agreement.differences(call)
+                if differences:
+                    self._end_for_mismatch(differences)
+                    return False
                 return run(x, out, stream)
             except UnsupportedInputError:  # of this call, on all ranks alike
                 raise
@@ -108,6 +124,16 @@ class Hierarchy:
                 return False
 
         return guarded
+
+    def _end_for_mismatch(self, differences: str) -> None:
+        placement = self.placement
+        others = [rank for rank in placement.partners if rank != placement.rank]
+        text = (
+            f"rank {placement.rank}: the nodes disagree about a call: {differences}. All ranks must make the same "
+            "calls in the same order. This communicator cannot be used any more."
+        )
+        brief = f"disagrees with {' or '.join(f'rank {rank}' for rank in others)}"
+        self._handle.end_with(RankError(MismatchError.__name__, fit(text), brief, placement.rank, others[0]))
 
     def _fail(self, operation: str, error: RuntimeError) -> None:
         """Ends the communicator because the transport has failed, unless another rank knows better."""

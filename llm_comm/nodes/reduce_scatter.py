@@ -50,6 +50,7 @@ class ReduceScatterOverNodes(ReduceScatter):
         return hierarchy.layout(
             REDUCE_SCATTER,
             problem.message_bytes(),
+            f"{parts.rows} x {list(parts.row_sizes)} {data_type}",
             phases,
             lambda counter: self._make(rows, dtype, scatter, counter),
         )

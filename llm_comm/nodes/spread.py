@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
+from llm_comm.nodes.agreement import Agreement
 from llm_comm.nodes.all_gather import AllGatherOverNodes
 from llm_comm.nodes.all_reduce import AllReduceOverNodes
 from llm_comm.nodes.exchange import Exchange
@@ -68,7 +69,10 @@ class Spread:
         self._watch = node_watch
         in_node = InNode(handle, self._in_node, placement.place)
         exchange = Exchange(transport, len(placement.nodes))
-        self._hierarchy = Hierarchy(handle, placement, in_node, exchange, node_watch.hears)
+        # As kernels do within a node.
+        compares = config.debug or handle.device.type == "cpu"
+        agreement = Agreement(transport, placement, handle.device) if compares else None
+        self._hierarchy = Hierarchy(handle, placement, in_node, exchange, node_watch.hears, agreement)
         node_watch.start()
 
     def operations(
@@ -157,7 +161,9 @@ def _connect_partners(
     common = (of_partners, placement.node, len(placement.nodes), timeout_s)
     # NCCL takes no two ranks of one GPU.
     if device.type == "cpu" or share_gpu:
-        return HostTransport(*common, handle.check)
+        others = " or ".join(f"rank {rank}" for rank in placement.partners if rank != placement.rank)
+        words = f"waits for {others} between the nodes"
+        return HostTransport(*common, handle.check, lambda waits: handle.remark(words if waits else ""))
     return StreamTransport(*common)
 
 

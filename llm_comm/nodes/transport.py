@@ -106,14 +106,24 @@ class HostTransport:
     Args:
         store, node, nodes, timeout_s: As of ``StreamTransport``.
         check: Raises where the communicator has failed for another reason: nothing more will come then.
+        tell: Takes whether this rank waits, once that has taken a while.
     """
 
     name = "gloo"
 
-    def __init__(self, store: Store, node: int, nodes: int, timeout_s: float, check: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        node: int,
+        nodes: int,
+        timeout_s: float,
+        check: Callable[[], None],
+        tell: Callable[[bool], None],
+    ) -> None:
         self._partners: Any = dist.ProcessGroupGloo(store, node, nodes, timedelta(seconds=timeout_s))
         self._timeout_s = timeout_s
         self._check = check
+        self._tell = tell
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
         on_host = _host_memory(out, x)
@@ -141,6 +151,12 @@ class HostTransport:
         return self._partners
 
     def _wait(self, work: dist.Work) -> None:
+        try:
+            self._wait_until(work)
+        finally:
+            self._tell(False)
+
+    def _wait_until(self, work: dist.Work) -> None:
         begin = last_check = time.monotonic()
         pause = _FIRST_WAIT_S
         while not work.is_completed():
@@ -149,6 +165,7 @@ class HostTransport:
                 raise RuntimeError(f"nothing came for {self._timeout_s:g} s (LLM_COMM_TIMEOUT_S)")
             if now - last_check > _CHECK_S:
                 last_check = now
+                self._tell(True)
                 self._check()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_WAIT_S)

@@ -77,6 +77,11 @@ class CoreHandle:
         if self._watchdog is not None:
             self._watchdog.end_with(error)
 
+    def remark(self, words: str) -> None:
+        """Lets the ranks of the node know what this one does beside its calls, for their errors; "" for nothing."""
+        if self._watchdog is not None:
+            self._watchdog.remark = words
+
     def on_error(self, callback: Callable[[CommunicatorError], None], exits: bool) -> None:
         """See ``Communicator.on_error``."""
         self.check_open()

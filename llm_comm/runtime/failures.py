@@ -105,6 +105,8 @@ def _sighting_in_words(sighting: Sighting) -> str:
         facts.append("alive")
     if state.error is not None:
         facts.append(state.error.brief)
+    if state.remark:
+        facts.append(state.remark)
     if state.last_call:
         facts.append(f"last call{' seen' * is_late}: {state.last_call}")
     else:

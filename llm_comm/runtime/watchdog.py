@@ -97,6 +97,8 @@ class Watchdog(threading.Thread):
         self._has_failed = threading.Event()
         self._lock = threading.Lock()
         self._error: RankError | None = None  # with the state of all ranks, once _has_failed is set
+        #: What the others are to know of this rank beside its calls, as of ``RankState``. Any thread may set it.
+        self.remark = ""
         self._other_error: RankError | None = None  # what the device knows nothing of
         self._callbacks: list[_CallbackRef] = []  # each returns the callback, or None once it is gone
         self._lost: set[int] = set()  # ranks of which the log has said that they are gone
@@ -283,7 +285,7 @@ class Watchdog(threading.Thread):
     def _state(self) -> RankState:
         call = self._core.last_call()
         self._seen(call)
-        return RankState(os.getpid(), call_in_words(call) if call.number else "")
+        return RankState(os.getpid(), call_in_words(call) if call.number else "", remark=self.remark)
 
     def _seen(self, call: _core.Call) -> tuple[int, float]:
         """The number of the last launch, and when it was first seen. From any thread."""

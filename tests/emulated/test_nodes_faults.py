@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -31,10 +32,6 @@ class Told(NamedTuple):
     text: str
     peer: int
     seconds: float
-
-
-def _die(_: int) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _meet(name: str, count: int = WORLD) -> None:
@@ -76,6 +73,82 @@ def calls_without(culprits: tuple[int, ...], dies: bool) -> Told | None:
         comm.all_gather(x)
     comm.close()
     return told
+
+
+def hear_without_calls(culprits: tuple[int, ...], how: int) -> Told | None:
+    """What ``on_error`` tells a rank that makes no call, while others get a signal."""
+    comm = _made()
+    heard: list[CommunicatorError] = []
+    has_heard = threading.Event()
+
+    def hear(error: CommunicatorError) -> None:
+        heard.append(error)
+        has_heard.set()
+
+    comm.on_error(hear, exits=True)
+    store().set(f"process {comm.rank}", str(os.getpid()))
+    _meet("begin")
+    begin = time.monotonic()
+    if comm.rank in culprits:
+        os.kill(os.getpid(), how)
+        time.sleep(60)
+    assert has_heard.wait(TIMEOUT_S + SLACK_S), "no error in time"
+    told = Told(type(heard[0]).__name__, str(heard[0]), heard[0].peer, time.monotonic() - begin)
+    if store().add("told", 1) == WORLD - len(culprits) and how == signal.SIGSTOP:
+        for rank in culprits:
+            os.kill(int(store().get(f"process {rank}")), signal.SIGKILL)
+    comm.close()
+    return told
+
+
+def test_a_rank_that_exits_is_told_on_all_nodes_without_a_call(mortal_ranks: RankPool) -> None:
+    told = mortal_ranks.run(WORLD, hear_without_calls, (3,), signal.SIGKILL, dying=(3,))
+    check(told, (3,))
+    assert all("process of rank 3 has exited" in each.text for each in told if each)
+
+
+def test_a_node_that_stops_is_told_without_a_call(mortal_ranks: RankPool) -> None:
+    told = mortal_ranks.run(WORLD, hear_without_calls, (2, 3), signal.SIGSTOP, dying=(2, 3))
+    for each in told[:2]:
+        assert each is not None
+        assert (each.kind, each.peer) == ("PeerTimeout", 2)
+        assert "no sign of life from node 1, n1, with ranks 2, 3, for " in each.text
+
+
+def make_other_calls(call: str) -> tuple[str, str]:
+    """What the ranks are told of which those of node 1 make another call."""
+    with make_communicator(node=f"n{dist.get_rank() // PLACES}", timeout_s=20.0) as comm:
+        x = torch.ones(64, dtype=torch.bfloat16)
+        comm.all_reduce(x)
+        is_odd = comm.rank >= PLACES
+        calls: dict[str, Callable[[], object]] = {
+            "size": lambda: comm.all_reduce(x[:8] if is_odd else x),
+            "type": lambda: comm.all_reduce(x.half() if is_odd else x),
+            "operation": lambda: comm.reduce_scatter(x) if is_odd else comm.all_reduce(x),
+            "sizes": lambda: comm.all_gather(x, sizes=[64] * WORLD) if not is_odd else comm.all_gather(x.view(8, 8), 1),
+        }
+        with pytest.raises(CommunicatorError) as caught:
+            calls[call]()
+        with pytest.raises(CommunicatorError):
+            comm.all_reduce(x)
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("size", ("all_reduce of 64 bf16", "all_reduce of 8 bf16")),
+        ("type", ("all_reduce of 64 bf16", "all_reduce of 64 fp16")),
+        ("operation", ("all_reduce of 64 bf16", "reduce_scatter of 1 x [16, 16, 16, 16] bf16")),
+        ("sizes", ("all_gather of 1 x [64, 64, 64, 64] elements", "all_gather of 8 x [8, 8, 8, 8] elements")),
+    ],
+)
+def test_nodes_that_make_different_calls_are_told(ranks: RankPool, call: str, words: tuple[str, str]) -> None:
+    for rank, (kind, text) in enumerate(ranks.run(WORLD, make_other_calls, call)):
+        assert kind == "MismatchError"
+        partner = (rank + PLACES) % WORLD
+        of_node = {r: f"rank {r} (node {r // PLACES}, n{r // PLACES}): {words[r // PLACES]}" for r in (rank, partner)}
+        assert all(each in text for each in of_node.values()) or "has learnt" in text, text
 
 
 def check(told: list[Told | None], culprits: tuple[int, ...]) -> None:

@@ -6,7 +6,7 @@
 
 All-reduces, all-gathers and reduce-scatters of many sizes and types, eager and, over NCCL, in a CUDA graph that is
 replayed with other inputs, each bitwise what docs/nodes.md promises. ``--bench``: microseconds a call in a graph,
-aligned (llm_comm.bench.timing), beside torch's all_reduce of the whole group. That says little of real nodes: NVLink, or
+aligned (llm_comm.bench.timing), beside the all_reduce of torch. That says little of real nodes: NVLink, or
 PCIe, is in place of a network.
 """
 
