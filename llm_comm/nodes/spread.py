@@ -16,11 +16,12 @@ from llm_comm.nodes.all_reduce import AllReduceOverNodes
 from llm_comm.nodes.exchange import Exchange
 from llm_comm.nodes.hierarchy import Hierarchy
 from llm_comm.nodes.in_node import InNode
+from llm_comm.nodes.mail import store_of
 from llm_comm.nodes.placement import Placement
 from llm_comm.nodes.reduce_scatter import ReduceScatterOverNodes
 from llm_comm.nodes.rendezvous import NodeRendezvous
 from llm_comm.nodes.transport import HostTransport, StreamTransport, Transport
-from llm_comm.nodes.watch import NodeWatch, store_of
+from llm_comm.nodes.watch import NodeWatch
 from llm_comm.nodes.within_a_node import NoAllReduceAddRmsNorm
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.tables import TuningTable
