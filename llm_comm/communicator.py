@@ -373,9 +373,9 @@ class Communicator(Answers, GatherScatter, LinearLayers):
             ConfigError: A row names a program that was not compiled when this communicator was made.
         """
         self._planner.check_table(table)
-        self._planner.table = table
         if self._spread is not None:
             self._spread.use_table(table)
+        self._planner.table = table
         self._forget()
 
     def _forget(self) -> None:
