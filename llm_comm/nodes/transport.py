@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -57,6 +59,20 @@ class Transport(Protocol):
 _in_graphs: list[Any] = []
 
 
+@atexit.register
+def _end_those_in_graphs() -> None:
+    """Before the CUDA context goes, which they would hang in."""
+    for partners in _in_graphs:
+        with contextlib.suppress(Exception):
+            partners.abort()
+
+
+def _finish(work: dist.Work | None) -> None:
+    """Has the current stream wait for what has been enqueued; None where torch has seen to it."""
+    if work is not None:
+        work.wait()
+
+
 class StreamTransport:
     """By NCCL, on the current stream of the device: calls return at once, and CUDA graphs capture them.
 
@@ -78,11 +94,11 @@ class StreamTransport:
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
         self._note_capture()
-        self._partners._allgather_base(out, x, self._gather).wait()
+        _finish(self._partners._allgather_base(out, x, self._gather))
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
         self._note_capture()
-        self._partners.alltoall_base(out, x, out_sizes, in_sizes, self._exchange).wait()
+        _finish(self._partners.alltoall_base(out, x, out_sizes, in_sizes, self._exchange))
 
     def set_limit(self, timeout_s: float) -> None:
         self._partners._set_default_timeout(timedelta(seconds=timeout_s))
