@@ -12,9 +12,11 @@ import os
 import time
 
 from harness import RankPool
-from nodes_cases import LAYOUTS, run_random_cases
+from nodes_cases import LAYOUTS, Layout, run_random_cases
 
 LIMIT_S = 3600.0
+#: More ranks than the tests have.
+LARGE = (Layout(2, 8), Layout(4, 4))
 
 
 def main() -> None:
@@ -24,8 +26,9 @@ def main() -> None:
     options.add_argument("--most", type=int, default=30_000, metavar="ELEMENTS", help="of a tensor; default: 30000")
     arguments = options.parse_args()
     os.environ["LLM_COMM_TABLE_DIR"] = os.devnull  # no tables of whoever runs it
-    with RankPool(max(layout.world for layout in LAYOUTS)) as pool:
-        for layout in LAYOUTS:
+    layouts = (*LAYOUTS, *LARGE)
+    with RankPool(max(layout.world for layout in layouts)) as pool:
+        for layout in layouts:
             begin = time.monotonic()
             of_call = arguments.seed, arguments.cases, arguments.most
             counts = pool.run(layout.world, run_random_cases, layout, *of_call, time_limit_s=LIMIT_S)[0]
