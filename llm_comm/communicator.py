@@ -14,7 +14,11 @@ import torch.distributed as dist
 
 from llm_comm import _core
 from llm_comm.config import Config
-from llm_comm.errors import CommunicatorError
+from llm_comm.errors import CommunicatorError, UnsupportedInputError
+from llm_comm.nodes.placement import find as find_nodes
+from llm_comm.nodes.spread import Spread, set_up
+from llm_comm.nodes.within_a_node import WHY as WITHIN_A_NODE
+from llm_comm.nodes.within_a_node import NoGenericOperations
 from llm_comm.operations import torch_operators
 from llm_comm.operations.all_gather import AllGather
 from llm_comm.operations.all_reduce import AllReduce
@@ -32,7 +36,7 @@ from llm_comm.planning.multicast import Multicast
 from llm_comm.planning.programs import Kernels
 from llm_comm.planning.tables import TuningTable
 from llm_comm.runtime.channels import Channels, open_channels
-from llm_comm.runtime.connect import agree, connect
+from llm_comm.runtime.connect import Connected, agree, compare, connect
 from llm_comm.runtime.release import release, restore, why_not_releasable
 from llm_comm.runtime.rendezvous import Rendezvous
 from llm_comm.runtime.statistics import Stats
@@ -48,7 +52,7 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
 
 class Communicator(Answers, GatherScatter, LinearLayers):
-    """All-reduce and its kin for the ranks of one process group on one machine.
+    """All-reduce and its kin for the ranks of one process group, on one machine or on several with equally many each.
 
     Making one is collective over the group: either all ranks get one or all raise. Calls are collective too: all ranks
     make the same calls, with the same shapes and dtypes, in the same order. Work is enqueued on the current CUDA stream
@@ -59,14 +63,15 @@ class Communicator(Answers, GatherScatter, LinearLayers):
     the registered torch operators.
 
     Args:
-        group: The ranks: 1 to 8 processes of this machine, each with a device of its own. gloo or NCCL.
+        group: The ranks, each with a device of its own: 1 to 8 processes of this machine, or as many on each of several
+            machines (docs/nodes.md: what else works only within a machine). gloo or NCCL.
         device: CUDA device of this rank, or ``"cpu"`` for an emulated GPU that works on CPU tensors. None takes the
             current CUDA device if there is one and the build has CUDA kernels, else an emulated GPU.
         config: Options, the same on all ranks; None loads them (``Config.load``).
 
     Raises:
-        RendezvousError: Ranks are missing, on other machines, configured differently, or cannot reach each other's
-            memory. The text says which and why.
+        RendezvousError: Ranks are missing, configured differently, or cannot reach each other's memory, or not as many
+            are on each machine. The text says which and why.
         ConfigError: An option of a rank is not allowed, or its tuning table or a program that is named cannot be used.
         UnsupportedInputError: The device of a rank is neither a CUDA device nor the CPU.
     """
@@ -84,7 +89,7 @@ class Communicator(Answers, GatherScatter, LinearLayers):
         self.is_emulated = self.device.type == "cpu"
         self.rank, self.world_size = rendezvous.rank, rendezvous.world_size
         try:
-            connected = connect(rendezvous, self.device, self.config)
+            connected = self._connect(rendezvous)
         except BaseException as error:
             # Whoever keeps the error keeps the frames that it went through, and what they hold: the device's memory.
             _clear_frames(error)
@@ -93,18 +98,18 @@ class Communicator(Answers, GatherScatter, LinearLayers):
         self._handle, self._planner = connected.handle, connected.planner
         self._heap = SymmetricHeap(rendezvous, self._handle, connected.memory_kind == "cudaIpc")
         common = (self._handle, self._planner)
-        layers, sums, norms = Linear(*common), AllReduce(*common), AllReduceAddRmsNorm(*common)
+        layers, (sums, norms, gathers, scatters) = Linear(*common), self._between_ranks()
         self._operations = torch_operators.Operations(
             sums,
             norms,
-            AllGather(*common, self.rank),
-            ReduceScatter(*common, self.rank),
+            gathers,
+            scatters,
             layers,
             Linear(*common, silu_and_mul=True),
             LinearAllReduce(self._handle, layers, sums),
             LinearAllReduceAddRmsNorm(self._handle, layers, norms),
         )
-        self._other_operations = GenericOperations(*common)
+        self._other_operations = (GenericOperations if self._spread is None else NoGenericOperations)(*common)
         # Found with one look-up each.
         self._all_reduce = self._operations.all_reduce.run
         self._all_reduce_add_rms_norm = self._operations.all_reduce_add_rms_norm.run
@@ -114,17 +119,38 @@ class Communicator(Answers, GatherScatter, LinearLayers):
         self._linear_silu_and_mul = self._operations.linear_silu_and_mul.run
         self._linear_all_reduce = self._operations.linear_all_reduce.run
         self._linear_all_reduce_add_rms_norm = self._operations.linear_all_reduce_add_rms_norm.run
-        self._load_programs(rendezvous)
+        if self._spread is None:
+            self._load_programs(rendezvous)
         self.name = torch_operators.register(self._operations)
         logger.info(
-            "rank %d of %d on %s: workspace %d bytes (%s), %s",
+            "rank %d of %d%s on %s: workspace %d bytes (%s), %s",
             self.rank,
             self.world_size,
+            "" if self._spread is None else f" ({self._spread.describe()})",
             "an emulated GPU" if self.is_emulated else self.device,
             self.workspace_bytes,
             self.memory_kind,
             self.table.describe(),
         )
+
+    def _connect(self, rendezvous: Rendezvous) -> Connected | Spread:
+        """Connects the ranks of this machine; where there are others, also what is between them. Collective."""
+        placement = find_nodes(rendezvous, self.config)
+        #: What there is between nodes; None where all ranks are on one.
+        self._spread: Spread | None = None
+        if placement is not None:
+            self._spread = set_up(rendezvous, placement, self.device, self.config)
+            return self._spread
+        compared = compare(rendezvous, self.device, self.config, rendezvous.world_size)
+        return connect(rendezvous, self.device, self.config, compared)
+
+    def _between_ranks(self) -> tuple[AllReduce, AllReduceAddRmsNorm, AllGather, ReduceScatter]:
+        """The operations in which other ranks take part."""
+        if self._spread is not None:
+            return self._spread.operations()
+        common = (self._handle, self._planner)
+        of_parts = (*common, self.rank)
+        return AllReduce(*common), AllReduceAddRmsNorm(*common), AllGather(*of_parts), ReduceScatter(*of_parts)
 
     def _load_programs(self, rendezvous: Rendezvous) -> None:
         """Has the programs of llm_comm.dsl compiled that options or the table name. Collective."""
@@ -305,8 +331,10 @@ class Communicator(Answers, GatherScatter, LinearLayers):
             RendezvousError: The ranks ask for different tensors, or one of them has no memory. The communicator, and
                 the group, can be used as before.
             MissingRankError: A rank has not made the call within ``Config.timeout_s``.
-            UnsupportedInputError: There is no such tensor, or a CUDA graph is being captured.
+            UnsupportedInputError: There is no such tensor, a CUDA graph is being captured, or the ranks are on several
+                nodes.
         """
+        self._check_one_node("empty")
         tensor = self._heap.empty(shape, torch.get_default_dtype() if dtype is None else dtype)
         if not self._planner.has_symmetric:
             self._planner.has_symmetric = True
@@ -327,8 +355,10 @@ class Communicator(Answers, GatherScatter, LinearLayers):
         Raises:
             RendezvousError: The ranks ask for different channels, or one of them has no memory or no proxy.
             MissingRankError: A rank has not made the call within ``Config.timeout_s``.
-            UnsupportedInputError: There are no such channels, or a CUDA graph is being captured.
+            UnsupportedInputError: There are no such channels, a CUDA graph is being captured, or the ranks are on
+                several nodes.
         """
+        self._check_one_node("channels")
         return open_channels(self._heap, self._handle, memory, semaphores)
 
     def release(self) -> None:
@@ -378,7 +408,13 @@ class Communicator(Answers, GatherScatter, LinearLayers):
     @property
     def why_not_releasable(self) -> str:
         """Why ``release`` declines, the same on all ranks, or ""."""
+        if self._spread is not None:
+            return f"releasing {WITHIN_A_NODE}"
         return why_not_releasable(self.memory_kind, self.multicast)
+
+    def _check_one_node(self, call: str) -> None:
+        if self._spread is not None:
+            raise UnsupportedInputError(f"Communicator.{call} {WITHIN_A_NODE}")
 
     # ---- State --------------------------------------------------------------------------------------------------
 
@@ -389,6 +425,8 @@ class Communicator(Answers, GatherScatter, LinearLayers):
             ConfigError: A row names a program that was not compiled when this communicator was made.
         """
         self._planner.check_table(table)
+        if self._spread is not None:
+            self._spread.use_table(table)
         self._planner.table = table
         self._forget()
 
@@ -450,6 +488,11 @@ class Communicator(Answers, GatherScatter, LinearLayers):
         return self._planner.limits
 
     @property
+    def nodes(self) -> int:
+        """On how many nodes the ranks are (docs/nodes.md)."""
+        return 1 if self._spread is None else self._spread.nodes
+
+    @property
     def workspace_bytes(self) -> int:
         """Bytes of device memory that this rank holds for the communicator, allocated once; 0 while it is released."""
         return 0 if self.is_released else self._handle.core().workspace_bytes()
@@ -464,7 +507,13 @@ class Communicator(Answers, GatherScatter, LinearLayers):
         self._forget()
         self._planner.programs = {}
         self._heap.close()
-        self._handle.close()
+        if self._spread is not None:
+            self._spread.stop_watching()
+        try:
+            self._handle.close()
+        finally:
+            if self._spread is not None:
+                self._spread.close()
 
     def __enter__(self) -> Communicator:
         return self

@@ -33,6 +33,7 @@ MULTICAST_OFF_VARIABLES = {
 _PREFIX = "LLM_COMM_"
 _MAX_NAME = 256
 _MAX_PATH = 4096
+_MAX_NODE = 64
 _MAX_PROGRAMS = 1000
 _PROGRAMS = re.compile(r"(?a:[\w.]+:\w+(, *[\w.]+:\w+)*)")
 _CONFIG_VARIABLE = f"{_PREFIX}CONFIG"
@@ -104,6 +105,11 @@ def _is_list_of_programs(value: Any) -> bool:
 
 _AS_TEXT = "environment and file: 64M is 64 MiB"
 
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= _MAX_NODE and value.isprintable() and value.isascii()
+
+
 _BOOLEAN = _Option(_boolean, lambda v: isinstance(v, bool), "true or false (environment: 1 or 0)")
 
 _BOOLEAN_OR_AUTO = _Option(
@@ -156,6 +162,12 @@ _OPTIONS: dict[str, _Option] = {
         int, lambda v: v is None or (_is_int(v) and 1 <= v < 1 << 16), "a port, 1 to 65535 (default: none)"
     ),
     "nvtx": _BOOLEAN,
+    "multi_node": _BOOLEAN,
+    "node": _Option(
+        str,
+        lambda v: v is None or _is_name(v),
+        f"a name of 1 to {_MAX_NODE} printable ASCII characters (default: by the boot id of the machine)",
+    ),
     "table": _Option(str, lambda v: v is None or _is_path(v), "path of a tuning table"),
     "dsl": _Option(
         str,
@@ -198,7 +210,7 @@ def _resolving(cls: type[Config]) -> type[Config]:
 @_resolving
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Options of a communicator; every rank of a group must have the same.
+    """Options of a communicator; every rank of a group must have the same, but for ``node``.
 
     Each is also an environment variable, ``LLM_COMM_`` and the name in capitals, and a key of the YAML file that
     ``LLM_COMM_CONFIG`` names. A variable that is empty counts as not set. The constructor looks in all four places:
@@ -247,6 +259,11 @@ class Config:
         stats_port: This port plus the rank, of each process of an engine, answers Prometheus; ``stats`` is on then.
             None: no port is opened.
         nvtx: An NVTX range around each launch on a GPU, for Nsight Systems.
+        multi_node: Whether engine integrations serve groups whose ranks are on several nodes (docs/nodes.md). A
+            ``Communicator`` of your own does so without it.
+        node: Name of the node that this rank is on, for tests: ranks of one name are taken for the ranks of a node, so
+            that one machine can stand for several. All ranks have a name or none has. None: ranks of one machine, by
+            its boot id, are a node.
         table: Tuning table to use in place of one that ``llm-comm tune --install`` has written or that is shipped.
         dsl: Programs of ``llm_comm.dsl`` to import, check and compile when a communicator is made, as
             ``module:program,module:program``: ``algorithm`` and tables can name them then, as ``dsl:program``.
@@ -281,6 +298,8 @@ class Config:
     stats: bool = False
     stats_port: int | None = None
     nvtx: bool = False
+    multi_node: bool = False
+    node: str | None = None
     table: str | None = None
     dsl: str | None = None
     dsl_max_bytes: int = 8 * MIB

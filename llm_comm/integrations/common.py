@@ -16,6 +16,8 @@ from llm_comm.config import MIB, Config
 from llm_comm.errors import CommunicatorError, ConfigError, LlmCommError, MissingRankError
 from llm_comm.installation import VERSION
 from llm_comm.integrations import sleeping, statistics
+from llm_comm.nodes.placement import find as placement_of
+from llm_comm.nodes.within_a_node import WHY as WITHIN_A_NODE
 from llm_comm.planning.catalogue import check_table_option
 from llm_comm.planning.multicast import NO_MULTICAST, Multicast, why_not
 from llm_comm.planning.programs import NO_PROGRAMS, Kernels
@@ -45,6 +47,8 @@ AT_EVERY_SIZE = " at every size (batch_invariant_norm)"
 
 # The options that switch them, and their names in the log.
 _PARTS = {ALL_GATHER: "all-gather", REDUCE_SCATTER: "reduce-scatter"}
+
+_HOW_TO_SPAN_NODES = "LLM_COMM_MULTI_NODE=1 on all ranks serves groups over several nodes, docs/nodes.md"
 
 # ASCII characters of what a rank can say in a vote: they fit in a message of the rendezvous, also if all are escaped.
 _MAX_WORD = 600
@@ -100,6 +104,8 @@ def join(group: dist.ProcessGroup, device: torch.device, load_config: Callable[[
     except Exception as error:  # whatever it is, the other ranks must hear of it
         objection = error
     _vote(rendezvous, objection)
+    assert config is not None
+    _vote(rendezvous, _objection_to_nodes(rendezvous, config))
 
     communicator = None
     try:
@@ -125,11 +131,35 @@ def _check(config: Config, device: torch.device, world_size: int) -> None:
     """Raises if this rank does without llm_comm, as far as it can tell alone."""
     if not config.enable:
         raise SwitchedOffError(f"enable is false ({config.origins.get('enable', 'Python')})")
-    if world_size > _core.max_world_size:
-        raise NotJoinedError(f"the group has {world_size} ranks, llm_comm serves up to {_core.max_world_size}")
+    if world_size > _core.max_world_size and not config.multi_node:
+        raise NotJoinedError(
+            f"the group has {world_size} ranks, llm_comm serves up to {_core.max_world_size} of one machine "
+            f"({_HOW_TO_SPAN_NODES})"
+        )
     if device.type == "cuda" and not _core.cuda_archs:
         raise NotJoinedError("this build of llm_comm has no CUDA kernels; install it where nvcc is found")
     check_table_option(config)
+
+
+def _objection_to_nodes(rendezvous: Rendezvous, config: Config) -> Exception | None:
+    """What this rank has against where the ranks are. Collective.
+
+    Raises:
+        AbsentRanksError: A rank is lost.
+    """
+    try:
+        placement = placement_of(rendezvous, config)
+    except MissingRankError as error:
+        raise AbsentRanksError(f"a rank of the engine was lost while llm_comm was set up: {error}") from error
+    except LlmCommError as error:
+        return error
+    if placement is None or config.multi_node:
+        return None
+    origin = config.origins.get("multi_node", "default")
+    return NotJoinedError(
+        f"the ranks are on {len(placement.nodes)} nodes ({', '.join(placement.hosts)}), and multi_node is false "
+        f"({origin}); {_HOW_TO_SPAN_NODES}"
+    )
 
 
 # What a rank can object with, most important first: an error of the operator is not to hide behind anything else.
@@ -247,7 +277,13 @@ class Member:
         communicator = self.communicator
         config, table = communicator.config, communicator.table
         where = "emulated GPUs" if communicator.is_emulated else communicator.memory_kind
-        if sums:
+        if communicator.nodes > 1:
+            where = f"{communicator.nodes} nodes, {where}"
+        if sums and communicator.nodes > 1:
+            limit = format_bytes(message_limit(ALL_REDUCE, table, config))
+            plans = f"hierarchical to {limit}, then {engine}'s own"
+            what = f"all-reduce {plans} ({table.describe()} in each node); {describe_parts(table, config)}"
+        elif sums:
             plans = describe_plans(table, config, f"{engine}'s own", communicator.multicast, communicator.programs)
             what = f"all-reduce {plans} ({table.describe()}); {describe_parts(table, config)}"
         else:
@@ -303,6 +339,11 @@ def enter(
     statistics.follow(group_name, communicator, dist.get_rank(), log)
     sleeping.follow(group_name, communicator, log)
     return Member(communicator, group_name, log)
+
+
+def why_not_fused(communicator: Communicator) -> str | None:
+    """Why no all-reduce of the group is fused with its norm, if so: the same on all ranks."""
+    return f"it {WITHIN_A_NODE}" if communicator.nodes > 1 else None
 
 
 def in_rank_order(config: Config, mode: str, log: logging.Logger) -> Config:

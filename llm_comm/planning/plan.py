@@ -68,9 +68,11 @@ class Plan:
 
     Attributes:
         operation: What is computed.
-        algorithm: Name of the algorithm, or of a program as ``"dsl:NAME"``; ``"none"`` where nothing has to be
-            exchanged, or ``"declined"``.
-        protocol: ``"LL"``, ``"HB"`` or ``"Port"``; ``"DSL"`` of a program; ``"none"`` where there is no algorithm.
+        algorithm: Name of the algorithm, or of a program as ``"dsl:NAME"``; ``"2PH"`` over several nodes, where the
+            numbers are those of the kernels within a node; ``"none"`` where nothing has to be exchanged, or
+            ``"declined"``.
+        protocol: ``"LL"``, ``"HB"`` or ``"Port"``; ``"DSL"`` of a program; ``"LL+HB"`` where phases of 2PH differ;
+            ``"none"`` where there is no algorithm.
         blocks: Blocks of a launch.
         threads: Threads of a block.
         tile_lines: Lines of 16 bytes that a block exchanges with each peer at a time.

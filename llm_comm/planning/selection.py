@@ -62,7 +62,7 @@ def lay_out(
     def no_kernel(outcome: str, why: str) -> Layout:
         return Layout(without_kernel(problem.operation, outcome, message_bytes, why, problem.row), None)
 
-    why = _why_not(problem, table, config)
+    why = why_not_served(problem, table, config)
     if why:
         return no_kernel("declined", why)
     if problem.count == 0:
@@ -135,7 +135,8 @@ def message_limit(operation: str, table: TuningTable, config: Config) -> int:
     return min(limit, table.max_fused_bytes) if operation == FUSED else limit
 
 
-def _why_not(problem: Problem, table: TuningTable, config: Config) -> str:
+def why_not_served(problem: Problem, table: TuningTable, config: Config) -> str:
+    """Why a message is declined whatever algorithms there are, or ""."""
     operation = registry.operations()[problem.operation]
     why = operation.why_not_rows(problem.row)
     if why:

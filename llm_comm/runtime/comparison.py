@@ -13,7 +13,7 @@ from llm_comm.errors import RendezvousError
 from llm_comm.planning.tables import TuningTable
 from llm_comm.runtime import devices
 from llm_comm.runtime.devices import gpu_name
-from llm_comm.runtime.rendezvous import Rendezvous, host_identity
+from llm_comm.runtime.rendezvous import Rendezvous
 
 logger = logging.getLogger("llm_comm")
 
@@ -41,8 +41,7 @@ _LIMITS_OF_A_DEVICE = ("sm_count", "max_cluster", "compute_capability")
 
 
 def compare_ranks(rendezvous: Rendezvous, device: torch.device, config: Config) -> _core.Limits:
-    """Compares hosts, GPUs, versions, devices and options. Before anything else: a rank elsewhere cannot map memory.
-    Returns what bounds the launches of this rank.
+    """Compares GPUs, versions, devices and options. Returns what bounds the launches of this rank.
 
     Raises:
         RendezvousError: They differ, or a rank cannot tell them. Raised on all ranks alike.
@@ -52,7 +51,6 @@ def compare_ranks(rendezvous: Rendezvous, device: torch.device, config: Config) 
     def introduction() -> dict[str, Any]:
         limits.append(devices.limits_of(device, config.workspace_bytes))
         return {
-            **host_identity(),
             "version": _core.version,
             "device": device.type,
             "gpu": gpu_name(device),
@@ -61,8 +59,6 @@ def compare_ranks(rendezvous: Rendezvous, device: torch.device, config: Config) 
         }
 
     everyone = rendezvous.collect("comparison of ranks", introduction)
-    hosts = [f"{other['host']} (boot id {other['boot_id']})" for other in everyone]
-    check_alike("are on different machines", [other["boot_id"] for other in everyone], shown=hosts)
     shared = _shared_gpus([other["gpu"] for other in everyone])
     # Where only some have the option, the comparison of options says so.
     if shared and not any(other["config"].get("share_gpu") for other in everyone):

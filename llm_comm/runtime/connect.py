@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +13,12 @@ from llm_comm import _core
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError, MissingRankError, RendezvousError
 from llm_comm.planning.planner import Planner
+from llm_comm.planning.tables import TuningTable
 from llm_comm.quoting import quoted
 from llm_comm.runtime import devices, multicast, self_test
 from llm_comm.runtime.comparison import compare_ranks, compare_tables
 from llm_comm.runtime.core_handle import CoreHandle
+from llm_comm.runtime.failures import AS_CONNECTED
 from llm_comm.runtime.rendezvous import Rendezvous
 from llm_comm.runtime.status import StatusBoard
 from llm_comm.runtime.watchdog import KERNEL_SHARE_OF_TIMEOUT, Watchdog
@@ -30,6 +33,13 @@ class Agreed(NamedTuple):
     rendezvous: Rendezvous
     device: torch.device
     config: Config
+
+
+class Compared(NamedTuple):
+    """What ranks have in common once they are known to fit together."""
+
+    limits: _core.Limits
+    table: TuningTable
 
 
 class Connected(NamedTuple):
@@ -60,10 +70,6 @@ def agree(group: dist.ProcessGroup, device: torch.device | str | int | None, con
     # A rank that cannot read how long it is to wait takes the usual time.
     timeout_s = Config.load({}).timeout_s if options is None else options.timeout_s
     rendezvous = Rendezvous(group, timeout_s, found)
-    if rendezvous.world_size > _core.max_world_size:  # known to all ranks
-        raise RendezvousError(
-            f"the group has {rendezvous.world_size} ranks; llm_comm serves up to {_core.max_world_size}"
-        )
 
     def answer() -> tuple[torch.device, Config]:
         if objection is not None:
@@ -83,19 +89,45 @@ def _options(config: Any) -> Config:
     return config
 
 
-def connect(rendezvous: Rendezvous, device: torch.device, config: Config) -> Connected:
-    """Compares the ranks, makes the core of this one, and maps the memory of the others. Collective.
+def compare(rendezvous: Rendezvous, device: torch.device, config: Config, connected: int) -> Compared:
+    """Compares the ranks. Collective.
 
     Whatever can fail on one rank is a step of the rendezvous: see there.
+
+    Args:
+        rendezvous: Of all ranks of the group.
+        device, config: Of this rank.
+        connected: How many of the ranks are to be connected: those of one machine.
 
     Raises:
         ConfigError: A tuning table cannot be used. Raised on all ranks alike.
         RendezvousError: The ranks do not fit together or a step has failed on one. Raised on all ranks alike.
     """
-    world_size = rendezvous.world_size
     limits = compare_ranks(rendezvous, device, config)
-    table = rendezvous.attempt("choice of a tuning table", lambda: devices.find_table(device, world_size, config))
+    table = rendezvous.attempt("choice of a tuning table", lambda: devices.find_table(device, connected, config))
     compare_tables(rendezvous, table)
+    return Compared(limits, table)
+
+
+def connect(
+    rendezvous: Rendezvous,
+    device: torch.device,
+    config: Config,
+    compared: Compared,
+    ranks: Sequence[int] | None = None,
+) -> Connected:
+    """Makes the core of this rank, and maps the memory of the others. Collective.
+
+    Args:
+        rendezvous: Of the ranks to connect, which are on one machine.
+        device, config: Of this rank.
+        compared: What ``compare`` returned.
+        ranks: The numbers of the ranks in the group, where it has others on other nodes.
+
+    Raises:
+        RendezvousError: A step has failed on a rank. Raised on all ranks alike.
+    """
+    limits, table = compared
     wanted = multicast.agree(rendezvous, device, config, table)
     core, limits_of_all, memory_kind = _set_up(rendezvous, device, config, limits, wanted.is_up)
     found = multicast.set_up(rendezvous, core, wanted) if wanted.is_up else wanted
@@ -107,8 +139,8 @@ def connect(rendezvous: Rendezvous, device: torch.device, config: Config) -> Con
             del core
             core, limits_of_all, memory_kind = _set_up(rendezvous, device, config, limits, False)
     multicast.tell(rendezvous, config, found)
-    watchdog = _watch(rendezvous, core, config.timeout_s)
-    planner = Planner(world_size, table, config, limits_of_all, found)
+    watchdog = _watch(rendezvous, core, config.timeout_s, ranks)
+    planner = Planner(rendezvous.world_size, table, config, limits_of_all, found)
     return Connected(CoreHandle(core, device, watchdog), planner, memory_kind)
 
 
@@ -148,20 +180,21 @@ def _make_core(
     return core, core.max_cluster_blocks()
 
 
-def _watch(rendezvous: Rendezvous, core: _core.Core, timeout_s: float) -> Watchdog | None:
-    """A watchdog over the core, started; None for one rank."""
-    if rendezvous.world_size == 1:
+def _watch(rendezvous: Rendezvous, core: _core.Core, timeout_s: float, ranks: Sequence[int] | None) -> Watchdog | None:
+    """A watchdog over the core, started; None for one rank that waits for nobody elsewhere."""
+    if rendezvous.world_size == 1 and ranks is None:
         return None
     board = None
     try:
-        board = StatusBoard.open(rendezvous)
+        if rendezvous.world_size > 1:
+            board = StatusBoard.open(rendezvous)
     except MissingRankError:
         raise
     except RendezvousError as error:  # the same on all ranks
         logger.info("errors will tell nothing of the other ranks: %s", error)
     if not _core.bounded_waits:
         logger.warning("this build of llm_comm is for measuring only: its kernels wait for ever")
-    watchdog = Watchdog(core, rendezvous.rank, timeout_s, board)
+    watchdog = Watchdog(core, rendezvous.rank, timeout_s, board, AS_CONNECTED if ranks is None else ranks)
     try:
         rendezvous.attempt("start of the watchdog", watchdog.start)
     except BaseException:

@@ -12,6 +12,7 @@ from llm_comm import _core
 from llm_comm.errors import CommunicatorError
 from llm_comm.runtime.devices import is_capturing
 from llm_comm.runtime.statistics import Progress, Stats, Tallies
+from llm_comm.runtime.status import RankError
 from llm_comm.runtime.watchdog import Watchdog, operations_ended
 
 
@@ -92,6 +93,17 @@ class CoreHandle:
         if self._watchdog is not None:
             self._watchdog.end(why)
             self.is_released = False  # from now on calls raise that error
+
+    def end_with(self, error: RankError) -> None:
+        """Ends the communicator, on all ranks of the node, because of what the device knows nothing of. From any
+        thread."""
+        if self._watchdog is not None:
+            self._watchdog.end_with(error)
+
+    def remark(self, words: str) -> None:
+        """Lets the ranks of the node know what this one does beside its calls, for their errors; "" for nothing."""
+        if self._watchdog is not None:
+            self._watchdog.remark = words
 
     def on_error(self, callback: Callable[[CommunicatorError], None], exits: bool) -> None:
         """See ``Communicator.on_error``."""

@@ -11,18 +11,24 @@ from llm_comm.runtime.status import LIFE_S, RankError, Sighting, fit
 
 #: Name of the data type of what is moved whatever it stands for.
 _BYTE = "byte"
+#: The ranks that are connected are all of the group.
+AS_CONNECTED = range(_core.max_world_size)
 #: What the core calls a kernel outside of the library (``Communicator.channels``).
 _USER_KERNEL = "user kernel"
 
 
-def explain(error: _core.OperationError, waited_s: float) -> RankError:
-    """What happened on this rank, and what to do about it."""
+def explain(error: _core.OperationError, waited_s: float, ranks: Sequence[int] = AS_CONNECTED) -> RankError:
+    """What happened on this rank, and what to do about it.
+
+    Args:
+        ranks: The numbers by which the user knows the ranks that are connected.
+    """
+    rank, peer = ranks[error.rank], ranks[error.peer] if 0 <= error.peer < len(ranks) else error.peer
     if error.cause == "transport":
         text = (
-            f"rank {error.rank}: data could not be sent to a peer: {error.text}. This communicator cannot be used any "
-            "more."
+            f"rank {rank}: data could not be sent to a peer: {error.text}. This communicator cannot be used any more."
         )
-        return RankError(LaunchError.__name__, fit(text), "could not send data to a peer", error.rank, error.rank)
+        return RankError(LaunchError.__name__, fit(text), "could not send data to a peer", rank, rank)
     # As calls are counted: from 1. The device counts the replays of graphs too, which no call of the host is.
     number = f"operation {error.sequence + 1} of this communicator, replays counted"
     phase = "comparison of calls" if error.phase < 0 else f"phase {error.phase}"
@@ -30,11 +36,11 @@ def explain(error: _core.OperationError, waited_s: float) -> RankError:
     if error.operation == _USER_KERNEL:  # no operation of the communicator: it has no number
         where = _USER_KERNEL
     kind: type[CommunicatorError]
-    culprit = error.peer
+    culprit = peer
     if error.cause == "mismatch":
-        kind, brief = MismatchError, f"disagrees with rank {error.peer}"
+        kind, brief = MismatchError, f"disagrees with rank {peer}"
         text = (
-            f"the ranks disagree about {number}: {_calls_in_words(error.calls)}. "
+            f"the ranks disagree about {number}: {_calls_in_words(error.calls, ranks)}. "
             "All ranks must make the same calls in the same order."
         )
     elif error.cause == "concurrent use":
@@ -44,41 +50,41 @@ def explain(error: _core.OperationError, waited_s: float) -> RankError:
             "run at once, or with eager calls, need a communicator each, or must wait for each other."
         )
     elif error.cause == "not symmetric":
-        kind, brief = MismatchError, f"rank {error.peer} has no symmetric tensor: {where}"
+        kind, brief = MismatchError, f"rank {peer} has no symmetric tensor: {where}"
         text = (
-            f"a tensor of rank {error.peer} is not in symmetric memory, or not at a multiple of 16 bytes there, where "
+            f"a tensor of rank {peer} is not in symmetric memory, or not at a multiple of 16 bytes there, where "
             f"the others were to access it: {where}. Pass tensors of Communicator.empty, or views of them, everywhere."
         )
     elif error.cause == "other place":
-        kind, brief = MismatchError, f"rank {error.peer} passed a tensor at another place: {where}"
+        kind, brief = MismatchError, f"rank {peer} passed a tensor at another place: {where}"
         text = (
-            f"a tensor of rank {error.peer} lies elsewhere in symmetric memory than that of rank 0: {where}, which "
+            f"a tensor of rank {peer} lies elsewhere in symmetric memory than that of rank 0: {where}, which "
             "needs it at the same place on all ranks. Pass the same tensor of Communicator.empty everywhere, or the "
             "same view of it. What the tensors of Communicator.empty hold now is not known."
         )
     elif error.cause == "no channel":
-        culprit = error.rank  # the peer may be no rank at all
+        culprit = rank  # the peer may be no rank at all
         kind, brief = LaunchError, f"asked for a channel that is not there: {where}"
         text = (
-            f"a {where} asked for a channel to rank {error.peer} by semaphore {error.sequence}, which is not there. "
+            f"a {where} asked for a channel to rank {peer} by semaphore {error.sequence}, which is not there. "
             "Ranks and semaphores are counted from 0; Communicator.channels takes the number of semaphores."
         )
     else:
-        kind, brief = PeerTimeout, f"waited for rank {error.peer} in a {where}"
+        kind, brief = PeerTimeout, f"waited for rank {peer} in a {where}"
         text = (
-            f"nothing came from rank {error.peer} for {waited_s:g} s in a {where}. "
-            f"Rank {error.peer} has died, hangs, or makes other calls than this rank. "
+            f"nothing came from rank {peer} for {waited_s:g} s in a {where}. "
+            f"Rank {peer} has died, hangs, or makes other calls than this rank. "
             "LLM_COMM_TIMEOUT_S sets the limit."
         )
         if error.cause == "peer exited":
-            text = f"the process of rank {error.peer} has exited, and a {where} waits for it."
-    text = f"rank {error.rank}: {text} This communicator cannot be used any more."
-    return RankError(kind.__name__, fit(text), brief, error.rank, culprit)
+            text = f"the process of rank {peer} has exited, and a {where} waits for it."
+    text = f"rank {rank}: {text} This communicator cannot be used any more."
+    return RankError(kind.__name__, fit(text), brief, rank, culprit)
 
 
-def describe_ranks(sightings: Sequence[Sighting]) -> str:
-    """A line for each rank, or nothing where nothing is known."""
-    lines = [f"\n  rank {rank}{_sighting_in_words(sighting)}" for rank, sighting in enumerate(sightings)]
+def describe_ranks(sightings: Sequence[Sighting], ranks: Sequence[int] = AS_CONNECTED) -> str:
+    """A line for each rank, or nothing where nothing is known; ``ranks`` as of ``explain``."""
+    lines = [f"\n  rank {ranks[i]}{_sighting_in_words(sighting)}" for i, sighting in enumerate(sightings)]
     return "\nState of the ranks:" + "".join(lines) if lines else ""
 
 
@@ -99,6 +105,8 @@ def _sighting_in_words(sighting: Sighting) -> str:
         facts.append("alive")
     if state.error is not None:
         facts.append(state.error.brief)
+    if state.remark:
+        facts.append(state.remark)
     if state.last_call:
         facts.append(f"last call{' seen' * is_late}: {state.last_call}")
     else:
@@ -108,7 +116,7 @@ def _sighting_in_words(sighting: Sighting) -> str:
     return f" (pid {state.pid}): " + "; ".join(facts)
 
 
-def _calls_in_words(calls: Sequence[_core.Call]) -> str:
+def _calls_in_words(calls: Sequence[_core.Call], numbers: Sequence[int]) -> str:
     """ "ranks 0, 1: one-shot all-reduce of 8 bf16 (call 3); rank 2: ...", with the details in which calls differ."""
     details_of = [_details_in_words(call, len(calls)) for call in calls]
     words: dict[str, set[str]] = {}  # of a detail, by its name
@@ -117,9 +125,9 @@ def _calls_in_words(calls: Sequence[_core.Call]) -> str:
             words.setdefault(name, set()).add(detail)
     differing = {name for name, said in words.items() if len(said) > 1}
     ranks: dict[str, list[str]] = {}
-    for rank, call in enumerate(calls):
-        details = [detail for name, detail in details_of[rank].items() if name in differing]
-        ranks.setdefault(call_in_words(call, details), []).append(str(rank))
+    for i, call in enumerate(calls):
+        details = [detail for name, detail in details_of[i].items() if name in differing]
+        ranks.setdefault(call_in_words(call, details), []).append(str(numbers[i]))
     return "; ".join(f"rank{'s' * (len(who) > 1)} {', '.join(who)}: {what}" for what, who in ranks.items())
 
 

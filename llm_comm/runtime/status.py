@@ -50,6 +50,7 @@ class RankState:
         operations_ended: On its device, when it noticed that a rank has failed; else None, or where that is not known.
         error: Its own error.
         is_closed: It has closed its communicator.
+        remark: What else it does, such as to wait for a rank of another node, or "".
     """
 
     pid: int
@@ -57,6 +58,7 @@ class RankState:
     operations_ended: int | None = None
     error: RankError | None = None
     is_closed: bool = False
+    remark: str = ""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,14 @@ from dataclasses import replace
 
 from llm_comm import _core
 from llm_comm.errors import CommunicatorError, LaunchError, PeerTimeout
-from llm_comm.runtime.failures import as_exception, call_in_words, describe_ranks, explain, root_cause
+from llm_comm.runtime.failures import (
+    AS_CONNECTED,
+    as_exception,
+    call_in_words,
+    describe_ranks,
+    explain,
+    root_cause,
+)
 from llm_comm.runtime.status import LIFE_S, RankError, RankState, Sighting, StatusBoard, fit
 
 logger = logging.getLogger("llm_comm")
@@ -63,13 +70,25 @@ class Watchdog(threading.Thread):
 
     Args:
         core: What to watch.
+        rank: Of this process among those that are connected.
         board: What the ranks know of each other, or None. Belongs to the watchdog from now on.
+        ranks: The numbers by which the user knows those that are connected: of a group on several nodes, the ranks of
+            this one.
     """
 
-    def __init__(self, core: _core.Core, rank: int, timeout_s: float, board: StatusBoard | None) -> None:
+    def __init__(
+        self,
+        core: _core.Core,
+        rank: int,
+        timeout_s: float,
+        board: StatusBoard | None,
+        ranks: Sequence[int] = AS_CONNECTED,
+    ) -> None:
         super().__init__(name="llm_comm watchdog", daemon=True)
         self._core = core
         self._rank = rank
+        self._ranks = ranks
+        self._number = ranks[rank]
         self._timeout_s = timeout_s
         self._board = board
         self._look_s = min(_LONGEST_LOOK_S, timeout_s * _LOOK_SHARE)
@@ -78,7 +97,9 @@ class Watchdog(threading.Thread):
         self._has_failed = threading.Event()
         self._lock = threading.Lock()
         self._error: RankError | None = None  # with the state of all ranks, once _has_failed is set
-        self._not_launched: RankError | None = None  # what the device knows nothing of
+        #: What the others are to know of this rank beside its calls, as of ``RankState``. Any thread may set it.
+        self.remark = ""
+        self._other_error: RankError | None = None  # what the device knows nothing of
         self._callbacks: list[_CallbackRef] = []  # each returns the callback, or None once it is gone
         self._lost: set[int] = set()  # ranks of which the log has said that they are gone
         self._exited: set[int] = set()  # ranks of which the kernels know that their processes have exited
@@ -103,11 +124,16 @@ class Watchdog(threading.Thread):
     def end(self, why: str) -> CommunicatorError:
         """Ends the communicator, on all ranks, because an operation could not be launched here. Returns the error."""
         text = (
-            f"rank {self._rank}: an operation could not be launched ({why}), and other ranks may have launched theirs. "
-            "This communicator cannot be used any more."
+            f"rank {self._number}: an operation could not be launched ({why}), and other ranks may have launched "
+            "theirs. This communicator cannot be used any more."
         )
         kind, brief = LaunchError.__name__, "could not launch an operation"
-        self._not_launched = RankError(kind, fit(text), brief, self._rank, self._rank)
+        return self.end_with(RankError(kind, fit(text), brief, self._number, self._number))
+
+    def end_with(self, why: RankError) -> CommunicatorError:
+        """The same because of what the device knows nothing of. From any thread. Returns the error of the communicator,
+        which may be an earlier one."""
+        self._other_error = self._other_error or why
         self._core.abort()  # nothing is enqueued from now on, and what waits for this rank learns of it by its page
         error = self.failure()
         assert error is not None
@@ -155,12 +181,12 @@ class Watchdog(threading.Thread):
         try:
             self._watch()
         except Exception as error:
-            logger.exception("llm_comm: the watchdog of rank %d failed", self._rank)
+            logger.exception("llm_comm: the watchdog of rank %d failed", self._number)
             text = (
-                f"rank {self._rank}: nobody watches this communicator any more ({type(error).__name__}: {error}). It "
+                f"rank {self._number}: nobody watches this communicator any more ({type(error).__name__}: {error}). It "
                 "cannot be used any more."
             )
-            failure = RankError(CommunicatorError.__name__, fit(text), "has no watchdog", self._rank, self._rank)
+            failure = RankError(CommunicatorError.__name__, fit(text), "has no watchdog", self._number, self._number)
             with contextlib.suppress(Exception):  # else the others learn of it when they wait for this rank
                 self._publish(replace(self._state(), error=failure))
             self._tell(failure)
@@ -214,7 +240,7 @@ class Watchdog(threading.Thread):
             pid = "" if sighting.state is None else f" (pid {sighting.state.pid})"
             logger.warning(
                 "llm_comm: rank %d%s %s. What waits for it ends with PeerTimeout",
-                rank,
+                self._ranks[rank],
                 pid,
                 "has exited without closing its communicator"
                 if sighting.has_exited
@@ -228,13 +254,13 @@ class Watchdog(threading.Thread):
 
     def _exit_as_error(self) -> RankError:
         assert self._first_exit is not None
-        peer, _ = self._first_exit
+        peer = self._ranks[self._first_exit[0]]
         text = (
-            f"rank {self._rank}: the process of rank {peer} has exited without closing its communicator. This one "
+            f"rank {self._number}: the process of rank {peer} has exited without closing its communicator. This one "
             "cannot be used any more."
         )
         brief = f"saw that the process of rank {peer} has exited"
-        return RankError(PeerTimeout.__name__, text, brief, self._rank, peer)
+        return RankError(PeerTimeout.__name__, text, brief, self._number, peer)
 
     def _wait_for_the_silent(self, state: RankState) -> None:
         """Until every other rank has given a sign of life from now on, or has closed, has exited, or was silent for too
@@ -259,7 +285,7 @@ class Watchdog(threading.Thread):
     def _state(self) -> RankState:
         call = self._core.last_call()
         self._seen(call)
-        return RankState(os.getpid(), call_in_words(call) if call.number else "")
+        return RankState(os.getpid(), call_in_words(call) if call.number else "", remark=self.remark)
 
     def _seen(self, call: _core.Call) -> tuple[int, float]:
         """The number of the last launch, and when it was first seen. From any thread."""
@@ -270,7 +296,7 @@ class Watchdog(threading.Thread):
     def _fail(self) -> RankState:
         """Finds out what happened, ends the communicator and tells those who asked for it."""
         state, sightings = self._hear()
-        error = root_cause(self._rank, state.error, sightings)
+        error = root_cause(self._number, state.error, sightings)
         if error is None:
             return state
         self._tell(error, sightings)
@@ -279,7 +305,7 @@ class Watchdog(threading.Thread):
     def _tell(self, error: RankError, sightings: Sequence[Sighting] = (), quietly: bool = False) -> None:
         """Ends the communicator with the first error that it is given, and what the ranks were doing. If ``quietly``,
         nobody hears of it."""
-        error = replace(error, text=error.text + describe_ranks(sightings))
+        error = replace(error, text=error.text + describe_ranks(sightings, self._ranks))
         with self._lock:
             if self._error is not None:
                 return
@@ -317,7 +343,9 @@ class Watchdog(threading.Thread):
 
     def _own_error(self) -> RankError | None:
         found = self._core.error()
-        return self._not_launched if found is None else explain(found, self._timeout_s * KERNEL_SHARE_OF_TIMEOUT)
+        if found is None:
+            return self._other_error
+        return explain(found, self._timeout_s * KERNEL_SHARE_OF_TIMEOUT, self._ranks)
 
     def _publish(self, state: RankState) -> None:
         if self._board is not None:

@@ -54,6 +54,11 @@ def test_nccl_library(world: int) -> None:
     run_ranks("nccl_library.py", 300, *(("--cases", "60") if SHARED else ()), world=world)
 
 
+@pytest.mark.timeout(320)
+def test_nodes() -> None:
+    run_ranks("nodes.py", 300, "--nodes", "2", world=4 if SHARED else WORLD // 2 * 2)
+
+
 @pytest.mark.timeout(200)
 def test_nccl_drill() -> None:
     run_program([str(HERE / "nccl_drill.py"), "--world", str(3 if SHARED else WORLD)], 180)

@@ -318,8 +318,8 @@ EDGES: tuple[Mutant, ...] = (
     python(
         "an error tells of a longer wait than there was",
         "llm_comm/runtime/watchdog.py",
-        "explain(found, self._timeout_s * KERNEL_SHARE_OF_TIMEOUT)",
-        "explain(found, self._timeout_s)",
+        "explain(found, self._timeout_s * KERNEL_SHARE_OF_TIMEOUT, self._ranks)",
+        "explain(found, self._timeout_s, self._ranks)",
         "tests/unit/test_exits.py",
     ),
     python(

@@ -8,6 +8,7 @@ WATCHDOG = "llm_comm/runtime/watchdog.py"
 FAILURES = "llm_comm/runtime/failures.py"
 STATUS = "llm_comm/runtime/status.py"
 COMPARISON = "llm_comm/runtime/comparison.py"
+PLACEMENT = "llm_comm/nodes/placement.py"
 RENDEZVOUS = "llm_comm/runtime/rendezvous.py"
 DESCRIPTORS = "llm_comm/runtime/descriptors.py"
 MESSAGES = "llm_comm/runtime/messages.py"
@@ -223,6 +224,13 @@ RUNTIME: tuple[Mutant, ...] = (
         OF_WATCHDOG + " -k test_nothing_is_said",
     ),
     # ---- Set-up ----
+    python(
+        "ranks may differ in machine",
+        PLACEMENT,
+        'each["boot_id"] if each["node"] is None',
+        '"here" if each["node"] is None',
+        "tests/unit/test_placement.py",
+    ),
     *(
         python(
             f"ranks may differ in {what}",
@@ -232,7 +240,6 @@ RUNTIME: tuple[Mutant, ...] = (
             OF_COMPARISON,
         )
         for what, text in (
-            ("machine", "are on different machines"),
             ("version", "have different versions of llm_comm"),
             ("kind of device", "have different kinds of device"),
             ("limits", "have devices of different kinds"),

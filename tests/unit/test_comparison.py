@@ -54,7 +54,6 @@ def test_ranks_that_are_alike() -> None:
 @pytest.mark.parametrize(
     ("path", "other", "words"),
     [
-        (("boot_id",), "another", "are on different machines"),
         (("version",), "0.0.9", "have different versions of llm_comm"),
         (("device",), "cuda", "have different kinds of device"),
         (("limits", "sm_count"), 78, "have devices of different kinds"),

@@ -40,6 +40,8 @@ VALUES: dict[str, tuple[object, str, object, object]] = {
     "stats": (True, "1", True, True),
     "stats_port": (9400, "1", 1, 65535),
     "nvtx": (True, "on", True, True),
+    "multi_node": (True, "1", True, True),
+    "node": ("a", "b", "b", "node 3"),
     "table": ("a.yaml", "b.yaml", "b.yaml", "c.yaml"),
     "dsl": ("a.b:c", "a:b,c.d:e", "a:b,c.d:e", "f:g, h:i"),
     "dsl_max_bytes": (1, "2M", 2 << 20, 4 << 30),

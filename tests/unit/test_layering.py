@@ -154,6 +154,7 @@ PYTHON_LAYERS = (
     {"planning"},
     {"runtime"},
     {"operations"},
+    {"nodes"},
     {"communicator"},
     {"dsl"},
     {"integrations", "launch", "preflight"},

@@ -174,7 +174,9 @@ def _why_not(group: Any, arguments: Mapping[str, Any]) -> str | None:
 
 def _set_up_fusion(group: Any, communicator: Communicator) -> str:
     """Puts norms and the all-reduces before them in one kernel, on all ranks or on none. Returns what to log."""
-    why_not = common.objection_of_any(group.cpu_group, _hook_norms(group, communicator.config))
+    why_not = common.why_not_fused(communicator) or common.objection_of_any(
+        group.cpu_group, _hook_norms(group, communicator.config)
+    )
     if why_not is not None:
         return f"; not fused with RMSNorm: {why_not}{about_linear('SGLang', 'norms are not fused', 0)}"
     from llm_comm.integrations.sglang import fusion

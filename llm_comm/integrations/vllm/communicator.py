@@ -355,7 +355,9 @@ class LlmCommCommunicator(GatheringCommunicator):
         theirs_is_off = (
             "; vLLM's fuse_allreduce_rms, which sums past llm_comm, is off" if fusion.keep_norms_apart() else ""
         )
-        why_not = common.objection_of_any(self.cpu_group, fusion.why_not_fused(communicator.config))
+        why_not = common.why_not_fused(communicator) or common.objection_of_any(
+            self.cpu_group, fusion.why_not_fused(communicator.config)
+        )
         self.max_fused_bytes = message_limit(FUSED, communicator.table, communicator.config)
         if why_not is not None:
             if why_not == fusion.NOT_COMPILED:  # of all ranks

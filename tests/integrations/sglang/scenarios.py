@@ -242,6 +242,37 @@ def tensor_parallel_groups_of_a_pipeline_are_joined_one_by_one() -> None:
         assert torch.equal(group("tp").all_reduce(data((4, 8))), expected_sum((4, 8), (first, first + 1)))
 
 
+@scenario(world=4, LLM_COMM_MULTI_NODE="1")
+def a_group_over_two_nodes_sums_hierarchically() -> None:
+    os.environ["LLM_COMM_NODE"] = f"node-{dist_rank() // 2}"
+    everyone = (0, 1, 2, 3)
+    with sglang_groups(tp=4) as log:
+        communicator = ours("tp")._llm_comm
+        assert (communicator.nodes, communicator.world_size) == (2, 4)
+        assert communicator.plan(data((16, 128))).algorithm == "2PH"
+        calls = calls_of(communicator)
+        for shape in ((16, 128), (1, 1), (3, 1001), (256, 1024)):
+            assert torch.equal(group("tp").all_reduce(data(shape)), expected_sum(shape, everyone))
+        assert len(calls) == 4
+        whole = torch.full((5,), dist.get_rank(), dtype=torch.int64)
+        assert torch.equal(group("tp").all_reduce(whole), torch.full((5,), 6, dtype=torch.int64))
+    for text in (
+        "active for group tp:0 (4 ranks, 2 nodes, ",
+        "all-reduce hierarchical to ",
+        "not fused with RMSNorm",
+    ):
+        assert len(log.having(text)) == (dist_rank() == 0)
+
+
+@scenario(world=4)
+def a_group_over_two_nodes_is_left_to_sglang_unless_asked_for() -> None:
+    os.environ["LLM_COMM_NODE"] = f"node-{dist_rank() // 2}"
+    with sglang_groups(tp=4) as log:
+        assert group("tp").ca_comm is None
+        assert torch.equal(group("tp").all_reduce(data((4, 8))), expected_sum((4, 8), (0, 1, 2, 3)))
+    assert log.having("the ranks are on 2 nodes (node-0, node-1), and multi_node is false (default)", logging.WARNING)
+
+
 @scenario(world=4)
 def attention_of_data_parallel_replicas_is_summed_in_groups_of_its_own() -> None:
     with sglang_groups(tp=4, attn_dp=2):

@@ -182,6 +182,55 @@ def tensor_parallel_groups_of_a_pipeline_are_joined_one_by_one() -> None:
         assert torch.equal(group.all_reduce(data((4, 8))), expected_sum((4, 8), (first, first + 1)))
 
 
+@scenario(world=4, LLM_COMM_MULTI_NODE="1")
+def a_group_over_two_nodes_sums_and_gathers_hierarchically() -> None:
+    os.environ["LLM_COMM_NODE"] = f"node-{dist_rank() // 2}"
+    everyone = (0, 1, 2, 3)
+    with vllm_groups(tensor_parallel=4) as log:
+        calls = calls_of_llm_comm()
+        group = parallel_state.get_tp_group()
+        communicator = group.device_communicator._llm_comm
+        assert (communicator.nodes, communicator.world_size) == (2, 4)
+        assert communicator.plan(data((16, 128))).algorithm == "2PH"
+        for shape in ((16, 128), (1, 1), (3, 1001), (256, 1024)):
+            assert torch.equal(group.all_reduce(data(shape)), expected_sum(shape, everyone))
+        assert len(calls) == 4
+        gathered = group.all_gather(data((4, 8)), dim=-1)
+        assert torch.equal(gathered, torch.cat([data((4, 8), rank) for rank in everyone], dim=-1))
+        assert communicator.stats().by_operation()["all_gather"].calls == 1
+        # What is declined goes vLLM's way on all ranks.
+        whole = torch.full((5,), dist.get_rank(), dtype=torch.int64)
+        assert torch.equal(group.all_reduce(whole), torch.full((5,), 6, dtype=torch.int64))
+        assert not group.device_communicator.fuses
+    for text in (
+        "active for group tp:0 (4 ranks, 2 nodes, ",
+        "all-reduce hierarchical to ",
+        "not fused with RMSNorm",
+    ):
+        assert len(log.having(text)) == (dist_rank() == 0)
+
+
+@scenario(world=4)
+def a_group_over_two_nodes_is_left_to_vllm_unless_asked_for() -> None:
+    os.environ["LLM_COMM_NODE"] = f"node-{dist_rank() // 2}"
+    with vllm_groups(tensor_parallel=4) as log:
+        group = parallel_state.get_tp_group()
+        assert group.device_communicator._llm_comm is None
+        assert torch.equal(group.all_reduce(data((4, 8))), expected_sum((4, 8), (0, 1, 2, 3)))
+    assert log.having("the ranks are on 2 nodes (node-0, node-1), and multi_node is false (default)", logging.WARNING)
+    assert log.having("LLM_COMM_MULTI_NODE=1 on all ranks serves groups over several nodes")
+
+
+@scenario(world=3, LLM_COMM_MULTI_NODE="1")
+def a_group_with_uneven_nodes_is_left_to_vllm() -> None:
+    os.environ["LLM_COMM_NODE"] = f"node-{dist_rank() // 2}"
+    with vllm_groups(tensor_parallel=3) as log:
+        group = parallel_state.get_tp_group()
+        assert group.device_communicator._llm_comm is None
+        assert torch.equal(group.all_reduce(data((4, 8))), expected_sum((4, 8), (0, 1, 2)))
+    assert log.having("the ranks are on 2 nodes, and not as many on each", logging.WARNING)
+
+
 @scenario(world=4)
 def each_data_parallel_replica_sums_alone() -> None:
     config = VllmConfig()

@@ -1,0 +1,1 @@
+"""Groups whose ranks are on several nodes: hierarchical collectives (docs/nodes.md)."""

@@ -1,0 +1,168 @@
+"""What the hierarchical operations of a communicator are made of, and how a failure between nodes ends it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from llm_comm import _core
+from llm_comm.errors import CommunicatorError, MismatchError, PeerTimeout, UnsupportedInputError
+from llm_comm.nodes.agreement import Agreement
+from llm_comm.nodes.exchange import Exchange
+from llm_comm.nodes.in_node import InNode
+from llm_comm.nodes.placement import Placement
+from llm_comm.planning.plan import NONE, Plan
+from llm_comm.planning.selection import Layout
+from llm_comm.runtime.core_handle import CoreHandle
+from llm_comm.runtime.status import RankError, fit
+
+#: Of the paper: a phase in the node, one between nodes, one in the node.
+ALGORITHM = "2PH"
+
+Run = Callable[[int, int, int], bool]
+
+
+class Hierarchy:
+    """Of one communicator.
+
+    Args:
+        handle: Of its core.
+        placement: Of its ranks.
+        in_node: Calls within the node.
+        exchange: Between the nodes.
+        hears: Whether another rank knows of a failure, at which the communicator has ended then.
+        agreement: Compares calls before they run; None: nobody does.
+    """
+
+    def __init__(
+        self,
+        handle: CoreHandle,
+        placement: Placement,
+        in_node: InNode,
+        exchange: Exchange,
+        hears: Callable[[], bool],
+        agreement: Agreement | None,
+    ) -> None:
+        self.device = handle.device
+        self.placement = placement
+        self.in_node = in_node
+        self.exchange = exchange
+        self._hears = hears
+        self._agreement = agreement
+        self._handle = handle
+
+    @property
+    def nodes(self) -> int:
+        """How many there are."""
+        return len(self.placement.nodes)
+
+    @property
+    def ranks_of_node(self) -> int:
+        """How many there are on each node."""
+        return self.in_node.ranks
+
+    def layout(
+        self,
+        operation: str,
+        message_bytes: int,
+        what: str,
+        phases: list[Layout | str],
+        make: Callable[[_core.Counter], Run],
+    ) -> Layout:
+        """The layout of a call.
+
+        Args:
+            message_bytes: As of ``Plan``.
+            what: Everything in which calls of the operation can differ, in words.
+            phases: Calls within the node, and in words those between nodes, in their order.
+            make: Makes what runs the call, and counts it.
+        """
+        words = [phase if isinstance(phase, str) else _in_words(phase.plan) for phase in phases]
+        within = [phase.plan for phase in phases if isinstance(phase, Layout)]
+        first = within[0] if within else None
+        reason = f"{self.nodes} nodes of {self.ranks_of_node}: {', '.join(words)}"
+        plan = Plan(
+            operation=operation,
+            algorithm=ALGORITHM,
+            protocol="+".join(dict.fromkeys(plan.protocol for plan in within)) or NONE,
+            blocks=max((plan.blocks for plan in within), default=0),
+            threads=max((plan.threads for plan in within), default=0),
+            tile_lines=first.tile_lines if first else 0,
+            cluster=first.cluster if first else 0,
+            depth=first.depth if first else 0,
+            chunks=max((plan.chunks for plan in within), default=1),
+            chunk_elements=first.chunk_elements if first else 0,
+            message_bytes=message_bytes,
+            reason=reason,
+        )
+        return Layout(
+            plan, None, program=lambda counter: self._guarded(operation, f"{operation} of {what}", make(counter))
+        )
+
+    def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """A new buffer."""
+        return torch.empty(count, dtype=dtype, device=self.device)
+
+    def _guarded(self, operation: str, call: str, run: Run) -> Run:
+        def guarded(x: int, out: int, stream: int) -> bool:
+            try:
+                # Where the first phase is between nodes, nothing else would notice: partners may be at another call.
+                self._handle.check()
+                differences = "" if self._agreement is None else self._agreement.differences(call)
+                if differences:
+                    self._end_for_mismatch(differences)
+                    return False
+                return run(x, out, stream)
+            except UnsupportedInputError:  # of this call, on all ranks alike
+                raise
+            except CommunicatorError:  # it is known already, and told by whoever called
+                return False
+            except RuntimeError as error:
+                self._fail(operation, error)
+                return False
+
+        return guarded
+
+    def _end_for_mismatch(self, differences: str) -> None:
+        placement = self.placement
+        others = [rank for rank in placement.partners if rank != placement.rank]
+        text = (
+            f"rank {placement.rank}: the nodes disagree about a call: {differences}. All ranks must make the same "
+            "calls in the same order. This communicator cannot be used any more."
+        )
+        brief = f"disagrees with {' or '.join(f'rank {rank}' for rank in others)}"
+        self._handle.end_with(RankError(MismatchError.__name__, fit(text), brief, placement.rank, others[0]))
+
+    def _fail(self, operation: str, error: RuntimeError) -> None:
+        """Ends the communicator because the transport has failed, unless another rank knows better."""
+        if self._hears():
+            return
+        placement = self.placement
+        others = [rank for rank in placement.partners if rank != placement.rank]
+        name = self.exchange.transport.name
+        brief = f"lost {' or '.join(f'rank {rank}' for rank in others)} between the nodes"
+        text = (
+            f"{placement.describe(placement.rank)}: exchange with {', '.join(map(placement.describe, others))} by "
+            f"{name} failed in a hierarchical {operation}: {_first_line(error)}. A node, or a rank of it, has died, "
+            "hangs, makes other calls than this rank, or cannot be reached. This communicator cannot be used any more."
+        )
+        self._handle.end_with(RankError(PeerTimeout.__name__, fit(text), brief, placement.rank, others[0]))
+
+
+def _first_line(error: Exception) -> str:
+    """What gloo and NCCL say, without their advice."""
+    lines = str(error).partition(". This is typically caused by")[0].strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _in_words(plan: Plan) -> str:
+    return f"{plan.operation} by {plan.algorithm} ({plan.protocol}) in the node"
+
+
+def slices(count: int, places: int, itemsize: int) -> list[int]:
+    """How many of ``count`` elements the rank of each place has: alike, of whole lines but for the last."""
+    in_line = math.lcm(16, itemsize) // itemsize
+    slice_ = -(-count // (places * in_line)) * in_line
+    return [min(slice_, max(0, count - place * slice_)) for place in range(places)]

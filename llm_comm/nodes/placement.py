@@ -1,0 +1,109 @@
+"""Which ranks of a group are on which node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llm_comm import _core
+from llm_comm.config import Config
+from llm_comm.errors import RendezvousError
+from llm_comm.runtime.rendezvous import Rendezvous, host_identity
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the ranks of a group are that is spread over nodes, as many on each; and where this one is.
+
+    Attributes:
+        nodes: The ranks of each node in ascending order. Nodes are in the order of their first ranks.
+        hosts: Names of the nodes for messages: ``Config.node``, else that of the host.
+        rank: Of this process in the group.
+    """
+
+    nodes: tuple[tuple[int, ...], ...]
+    hosts: tuple[str, ...]
+    rank: int
+
+    @property
+    def node(self) -> int:
+        """That of this rank."""
+        return next(node for node, ranks in enumerate(self.nodes) if self.rank in ranks)
+
+    @property
+    def place(self) -> int:
+        """Of this rank among those of its node."""
+        return self.ranks_here.index(self.rank)
+
+    @property
+    def ranks_here(self) -> tuple[int, ...]:
+        """The ranks of this node."""
+        return self.nodes[self.node]
+
+    @property
+    def partners(self) -> tuple[int, ...]:
+        """The ranks that have the same place in their nodes as this one has, itself among them, by node."""
+        return tuple(ranks[self.place] for ranks in self.nodes)
+
+    def by_place(self) -> list[int]:
+        """All ranks, those of the first place in each node before those of the second."""
+        return [ranks[place] for place in range(len(self.nodes[0])) for ranks in self.nodes]
+
+    def describe(self, rank: int) -> str:
+        """A rank of the group for messages: "rank 3 (node 1, worker-7)"."""
+        node = next(node for node, ranks in enumerate(self.nodes) if rank in ranks)
+        return f"rank {rank} (node {node}, {self.hosts[node]})"
+
+
+def find(rendezvous: Rendezvous, config: Config) -> Placement | None:
+    """Which ranks are on which node; None where all are on one. Collective.
+
+    Raises:
+        RendezvousError: Nodes have different numbers of ranks, or one has too many; ``Config.node`` is given on some
+            ranks alone, or the same on different machines. Raised on all ranks alike.
+    """
+    said = rendezvous.collect("comparison of nodes", lambda: {**host_identity(), "node": config.node})
+    return place(said, rendezvous.rank)
+
+
+def place(said: Sequence[dict[str, Any]], rank: int) -> Placement | None:
+    """The same from what each rank has said: ``host``, ``boot_id`` and ``node``."""
+    unnamed = [str(i) for i, each in enumerate(said) if each["node"] is None]
+    if 0 < len(unnamed) < len(said):
+        named = ", ".join(f"rank {i}: {each['node']!r}" for i, each in enumerate(said) if each["node"] is not None)
+        raise RendezvousError(
+            f"option node is given on some ranks ({named}), but not on ranks {', '.join(unnamed)}: set LLM_COMM_NODE "
+            "on all ranks or on none"
+        )
+    nodes: dict[str, list[int]] = {}
+    for i, each in enumerate(said):
+        nodes.setdefault(each["boot_id"] if each["node"] is None else each["node"], []).append(i)
+    for name, ranks in nodes.items():
+        machines = {said[i]["boot_id"] for i in ranks}
+        if len(machines) > 1:
+            where = ", ".join(f"rank {i}: {_host(said[i])}" for i in ranks)
+            raise RendezvousError(
+                f"ranks with option node {name!r} are on different machines: {where}. Give each machine names of "
+                "its own"
+            )
+        if len(ranks) > _core.max_world_size:
+            what = "the group has" if len(nodes) == 1 else f"{_host(said[ranks[0]])} has"
+            raise RendezvousError(
+                f"{what} {len(ranks)} ranks; llm_comm serves up to {_core.max_world_size} of a machine"
+            )
+    if len(nodes) == 1:
+        return None
+    if len({len(ranks) for ranks in nodes.values()}) > 1:
+        where = ", ".join(f"rank {i}: {_host(each)}" for i, each in enumerate(said))
+        raise RendezvousError(
+            f"the ranks are on {len(nodes)} nodes, and not as many on each: {where}. llm_comm serves groups that have "
+            "equally many ranks on each node"
+        )
+    hosts = tuple(said[ranks[0]]["node"] or said[ranks[0]]["host"] for ranks in nodes.values())
+    return Placement(tuple(map(tuple, nodes.values())), hosts, rank)
+
+
+def _host(said: dict[str, Any]) -> str:
+    by = f"boot id {said['boot_id']}" if said["node"] is None else f"node {said['node']!r}"
+    return f"{said['host']} ({by})"

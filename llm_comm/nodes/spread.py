@@ -1,0 +1,195 @@
+"""A communicator whose ranks are on several nodes: how it is set up, and what it consists of."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from llm_comm.config import Config
+from llm_comm.errors import ConfigError
+from llm_comm.nodes.agreement import Agreement
+from llm_comm.nodes.all_gather import AllGatherOverNodes
+from llm_comm.nodes.all_reduce import AllReduceOverNodes
+from llm_comm.nodes.exchange import Exchange
+from llm_comm.nodes.hierarchy import Hierarchy
+from llm_comm.nodes.in_node import InNode
+from llm_comm.nodes.mail import store_of
+from llm_comm.nodes.placement import Placement
+from llm_comm.nodes.reduce_scatter import ReduceScatterOverNodes
+from llm_comm.nodes.rendezvous import NodeRendezvous
+from llm_comm.nodes.transport import HostTransport, StreamTransport, Transport
+from llm_comm.nodes.watch import NodeWatch
+from llm_comm.nodes.within_a_node import NoAllReduceAddRmsNorm
+from llm_comm.planning.planner import Planner
+from llm_comm.planning.tables import TuningTable
+from llm_comm.runtime.connect import Connected, compare, connect
+from llm_comm.runtime.core_handle import CoreHandle
+from llm_comm.runtime.rendezvous import Rendezvous
+
+# A message that is served as a whole is served within the node too, whatever the parts there are.
+_EVERY_SIZE = 1 << 60
+
+
+class Spread:
+    """The parts of a communicator over several nodes.
+
+    Args:
+        placement: Of its ranks.
+        connected: The ranks of this node.
+        transport: Between nodes.
+        node_watch: Listens to the other nodes. Started.
+        config: Options of the communicator.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        connected: Connected,
+        transport: Transport,
+        node_watch: NodeWatch,
+        config: Config,
+    ) -> None:
+        handle, planner = connected.handle, connected.planner
+        world = sum(map(len, placement.nodes))
+        self.handle = handle
+        self.memory_kind = connected.memory_kind
+        #: Of all ranks: for what a call is to compute as a whole.
+        self.planner = Planner(world, planner.table, config, planner.limits, planner.multicast)
+        self._in_node = Planner(
+            planner.world_size,
+            planner.table,
+            config.replace(max_message_bytes=_EVERY_SIZE),
+            planner.limits,
+            planner.multicast,
+        )
+        self._transport = transport
+        self._placement = placement
+        self._watch = node_watch
+        in_node = InNode(handle, self._in_node, placement.place)
+        exchange = Exchange(transport, len(placement.nodes))
+        # As kernels do within a node.
+        compares = config.debug or handle.device.type == "cpu"
+        agreement = Agreement(transport, placement, handle.device) if compares else None
+        self._hierarchy = Hierarchy(handle, placement, in_node, exchange, node_watch.hears, agreement)
+        node_watch.start()
+
+    def operations(
+        self,
+    ) -> tuple[AllReduceOverNodes, NoAllReduceAddRmsNorm, AllGatherOverNodes, ReduceScatterOverNodes]:
+        """Those of the communicator between its ranks."""
+        common = (self.handle, self.planner, self._hierarchy)
+        return (
+            AllReduceOverNodes(*common),
+            NoAllReduceAddRmsNorm(self.handle, self.planner),
+            AllGatherOverNodes(*common),
+            ReduceScatterOverNodes(*common),
+        )
+
+    def use_table(self, table: TuningTable) -> None:
+        """Selects by another tuning table within the nodes."""
+        self._in_node.table = table
+
+    def describe(self) -> str:
+        """For the log: "2 nodes of 4 ranks, NCCL between them"."""
+        nodes = self._placement.nodes
+        return f"{len(nodes)} nodes of {len(nodes[0])} ranks, {self._transport.name} between them"
+
+    @property
+    def nodes(self) -> int:
+        """How many there are."""
+        return len(self._placement.nodes)
+
+    def stop_watching(self) -> None:
+        """Tells the other nodes what there is to tell, and listens to them no more. Before the handle is closed."""
+        self._watch.stop()
+
+    def close(self) -> None:
+        """Ends what is between the nodes, once the handle is closed. Call it on every rank."""
+        self._transport.close()
+
+
+def set_up(rendezvous: Rendezvous, placement: Placement, device: torch.device, config: Config) -> Spread:
+    """Compares the ranks of the group, connects those of each node, and makes what is between the nodes. Collective.
+
+    Raises:
+        ConfigError: An option or a tuning table cannot be used. Raised on all ranks alike.
+        RendezvousError: The ranks do not fit together, or a step has failed on one. Raised on all ranks alike.
+    """
+    # The sums of the switch have an order of their own, which nodes would not have in common.
+    config = config.replace(multicast="0")
+    compared = compare(rendezvous, device, config, len(placement.ranks_here))
+    if config.dsl is not None:
+        raise ConfigError(
+            f"option dsl is {config.dsl!r} ({config.origins.get('dsl', 'Python')}): programs work only within a node, "
+            "and the ranks are on several"
+        )
+    name = rendezvous.gather("name of the communicator", secrets.token_hex(8))[0]
+    # Half of the time limit: a rank at which a step has failed already waits in the vote, for as long as that.
+    limit_s = config.timeout_s / 2
+    store = rendezvous.attempt("store of the nodes", lambda: store_of(rendezvous.group, name, limit_s))
+    here = NodeRendezvous(rendezvous, placement)
+    connected = connect(here, device, config, compared, placement.ranks_here)
+    transport = None
+    try:
+        transport = rendezvous.attempt(
+            "connection between the nodes",
+            lambda: _connect_partners(store, placement, connected.handle, device, config.share_gpu, limit_s),
+            undo=lambda made: made.close(),
+        )
+        rendezvous.attempt("first exchange between the nodes", lambda: _try(transport, placement, device, limit_s))
+        transport.set_limit(config.timeout_s)
+    except BaseException:
+        connected.handle.close()
+        if transport is not None:
+            transport.close()
+        raise
+    node_watch = NodeWatch(PrefixStore("watch", store), placement, connected.handle, transport, config.timeout_s)
+    return Spread(placement, connected, transport, node_watch, config)
+
+
+def _connect_partners(
+    store: Store,
+    placement: Placement,
+    handle: CoreHandle,
+    device: torch.device,
+    share_gpu: bool,
+    timeout_s: float,
+) -> Transport:
+    of_partners = PrefixStore(f"place/{placement.place}", store)
+    common = (of_partners, placement.node, len(placement.nodes), timeout_s)
+    # NCCL takes no two ranks of one GPU.
+    if device.type == "cpu" or share_gpu:
+        others = " or ".join(f"rank {rank}" for rank in placement.partners if rank != placement.rank)
+        words = f"waits for {others} between the nodes"
+        return HostTransport(*common, handle.check, lambda waits: handle.remark(words if waits else ""))
+    return StreamTransport(*common)
+
+
+def _try(transport: Transport, placement: Placement, device: torch.device, timeout_s: float) -> None:
+    """Connects all pairs of partners, which NCCL would not do in a capture, and sees that data comes through."""
+    nodes, node = len(placement.nodes), placement.node
+    own = torch.full((nodes,), node, dtype=torch.uint8, device=device)
+    gathered = torch.empty(nodes * nodes, dtype=torch.uint8, device=device)
+    exchanged = torch.empty(nodes, dtype=torch.uint8, device=device)
+    transport.all_gather(gathered, own)
+    transport.all_to_all(exchanged, own, [1] * nodes, [1] * nodes)
+    if device.type == "cuda":
+        _wait(device, timeout_s)
+    expected = list(range(nodes))
+    if gathered.view(nodes, nodes)[:, 0].tolist() != expected or exchanged.tolist() != expected:
+        raise RuntimeError(f"{transport.name} brought {gathered.tolist()} and {exchanged.tolist()} from {expected}")
+
+
+def _wait(device: torch.device, timeout_s: float) -> None:
+    """Until the device has done what is enqueued on its current stream."""
+    with torch.cuda.device(device):
+        done = torch.cuda.Event()
+        done.record()
+    deadline = time.monotonic() + timeout_s
+    while not done.query():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"nothing came for {timeout_s:g} s (LLM_COMM_TIMEOUT_S)")
+        time.sleep(1e-3)

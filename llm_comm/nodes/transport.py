@@ -1,0 +1,201 @@
+"""What carries data between nodes: an engine that exists, behind one small interface."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, Store
+
+from llm_comm.errors import UnsupportedInputError
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 20e-6, 1e-3
+_CHECK_S = 0.02
+
+
+class Transport(Protocol):
+    """Between the ranks that have the same place in their nodes. All make the same calls in the same order."""
+
+    #: For plans and messages.
+    name: str
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Enqueues on the current stream: ``out`` gets the ``x`` of all nodes, in node order.
+
+        Args:
+            out: Contiguous bytes, as many as all ``x`` have.
+            x: Contiguous bytes, as many on all nodes, at least one.
+
+        Raises:
+            RuntimeError: It failed, or did not end in time.
+        """
+
+    def all_to_all(self, out: torch.Tensor, x: torch.Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
+        """The same: each node gets its piece of ``x``.
+
+        Args:
+            out: Contiguous bytes: the pieces from all nodes, in node order.
+            x: Contiguous bytes: the pieces for all nodes, in node order.
+            out_sizes, in_sizes: Bytes of each piece.
+        """
+
+    def set_limit(self, timeout_s: float) -> None:
+        """Bounds later calls, in seconds."""
+
+    def abort(self) -> None:
+        """Ends what hangs, as the communicator has failed. From any thread; afterwards nothing works any more."""
+
+    def close(self) -> None:
+        """Ends the connections, unless a CUDA graph might use them. Call it on every rank."""
+
+
+#: What CUDA graphs hold: they may be replayed as long as the process lives, whatever becomes of the communicator.
+_in_graphs: list[Any] = []
+
+
+@atexit.register
+def _end_those_in_graphs() -> None:
+    """Before the CUDA context goes, which they would hang in."""
+    for partners in _in_graphs:
+        with contextlib.suppress(Exception):
+            partners.abort()
+
+
+def _finish(work: dist.Work | None) -> None:
+    """Has the current stream wait for what has been enqueued; None where torch has seen to it."""
+    if work is not None:
+        work.wait()
+
+
+class StreamTransport:
+    """By NCCL, on the current stream of the device: calls return at once, and CUDA graphs capture them.
+
+    Args:
+        store: By which the partners find each other: theirs alone.
+        node, nodes: Of this rank, and how many there are.
+        timeout_s: Bound in seconds of a call that no graph holds. torch ends the process that waits longer.
+    """
+
+    name = "NCCL"
+
+    def __init__(self, store: Store, node: int, nodes: int, timeout_s: float) -> None:
+        self.has_been_captured = False
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        self._partners: Any = dist.ProcessGroupNCCL(store, node, nodes, options)
+        self._gather, self._exchange = AllgatherOptions(), AllToAllOptions()
+        self._gather.asyncOp = self._exchange.asyncOp = False
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        self._note_capture()
+        _finish(self._partners._allgather_base(out, x, self._gather))
+
+    def all_to_all(self, out: torch.Tensor, x: torch.Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
+        self._note_capture()
+        _finish(self._partners.alltoall_base(out, x, out_sizes, in_sizes, self._exchange))
+
+    def set_limit(self, timeout_s: float) -> None:
+        self._partners._set_default_timeout(timedelta(seconds=timeout_s))
+
+    def abort(self) -> None:
+        self._partners.abort()
+
+    def close(self) -> None:
+        if not self.has_been_captured:  # a graph that is replayed would use what is not there any more
+            self._partners.shutdown()
+
+    def _note_capture(self) -> None:
+        if not self.has_been_captured and torch.cuda.is_current_stream_capturing():
+            self.has_been_captured = True
+            _in_graphs.append(self._partners)
+
+
+class HostTransport:
+    """By gloo, on tensors of the CPU; those of a GPU go through the host's memory, which no CUDA graph captures.
+
+    Args:
+        store, node, nodes, timeout_s: As of ``StreamTransport``.
+        check: Raises where the communicator has failed for another reason: nothing more will come then.
+        tell: Takes whether this rank waits, once that has taken a while.
+    """
+
+    name = "gloo"
+
+    def __init__(
+        self,
+        store: Store,
+        node: int,
+        nodes: int,
+        timeout_s: float,
+        check: Callable[[], None],
+        tell: Callable[[bool], None],
+    ) -> None:
+        self._partners: Any = dist.ProcessGroupGloo(store, node, nodes, timedelta(seconds=timeout_s))
+        self._timeout_s = timeout_s
+        self._check = check
+        self._tell = tell
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        on_host = _host_memory(out, x)
+        self._wait(self._open()._allgather_base(*on_host))
+        _put_back(out, on_host[0])
+
+    def all_to_all(self, out: torch.Tensor, x: torch.Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
+        on_host = _host_memory(out, x)
+        self._wait(self._open().alltoall_base(*on_host, out_sizes, in_sizes))
+        _put_back(out, on_host[0])
+
+    def set_limit(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        # gloo's own limit is not to come before the one that has a message.
+        self._open()._set_default_timeout(timedelta(seconds=2 * timeout_s))
+
+    def abort(self) -> None:
+        """Nothing hangs: every wait here looks at ``check``."""
+
+    def close(self) -> None:
+        self._partners = None
+
+    def _open(self) -> Any:
+        assert self._partners is not None
+        return self._partners
+
+    def _wait(self, work: dist.Work) -> None:
+        try:
+            self._wait_until(work)
+        finally:
+            self._tell(False)
+
+    def _wait_until(self, work: dist.Work) -> None:
+        begin = last_check = time.monotonic()
+        pause = _FIRST_WAIT_S
+        while not work.is_completed():
+            now = time.monotonic()
+            if now - begin > self._timeout_s:
+                raise RuntimeError(f"nothing came for {self._timeout_s:g} s (LLM_COMM_TIMEOUT_S)")
+            if now - last_check > _CHECK_S:
+                last_check = now
+                self._tell(True)
+                self._check()
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_WAIT_S)
+        work.wait()
+
+
+def _host_memory(out: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if x.device.type == "cpu":
+        return out, x
+    if torch.cuda.is_current_stream_capturing():
+        raise UnsupportedInputError("data between nodes goes through the host's memory: no CUDA graph can capture that")
+    return torch.empty(out.shape, dtype=out.dtype), x.cpu()
+
+
+def _put_back(out: torch.Tensor, on_host: torch.Tensor) -> None:
+    if on_host is not out:
+        out.copy_(on_host)

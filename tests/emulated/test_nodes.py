@@ -1,0 +1,245 @@
+"""Collectives over several nodes: ranks of one machine that are told on which node they are, with gloo between them."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RankPool, error_of_setup, nothing_leaked
+from nodes_cases import LAYOUTS, Layout, make, run_random_cases, sum_over_nodes
+from reference import assert_bitwise_equal, contributions, rank_order_sum
+
+import llm_comm
+from llm_comm import UnsupportedInputError
+from llm_comm.nodes import exchange
+
+TWO_BY_TWO = Layout(2, 2)
+CASES = 24
+MOST = 30_000
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_random_calls(ranks: RankPool, layout: Layout) -> None:
+    first, *others = ranks.run(layout.world, run_random_cases, layout, 1, CASES, MOST)
+    assert all(counts == first for counts in others)
+    assert set(first) == {"_all_reduce", "_reduce_scatter", "_all_gather"}
+
+
+# ---- One sum -------------------------------------------------------------------------------------------------------
+
+
+def sum_at_sizes(layout: Layout, sizes: list[int], algorithm: str) -> list[str]:
+    """Compares the sums of the same elements in messages of several sizes; returns how they were exchanged."""
+    reasons = []
+    with make(layout, algorithm=algorithm) as comm:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            inputs = contributions(layout.world, max(sizes), dtype)
+            expected = sum_over_nodes(inputs, layout)
+            for size in sizes:
+                x = inputs[comm.rank][:size].contiguous()
+                assert_bitwise_equal(comm.all_reduce(x), expected[:size], f"{layout} {dtype} {size}")
+                if size % layout.world == 0:
+                    mine = size // layout.world
+                    part = expected[comm.rank * mine : (comm.rank + 1) * mine]
+                    assert_bitwise_equal(comm.reduce_scatter(x), part, f"reduce-scatter {layout} {dtype} {size}")
+                reasons.append(comm.plan(x).reason)
+    return reasons
+
+
+@pytest.mark.parametrize(
+    ("layout", "algorithm"), [(TWO_BY_TWO, "auto"), (Layout(4, 2), "auto"), (Layout(3, 1), "one_shot")]
+)
+def test_a_sum_does_not_depend_on_the_size_of_its_message(ranks: RankPool, layout: Layout, algorithm: str) -> None:
+    # One element, less than a line for each rank, about the size from which pieces are exchanged, and beyond it.
+    of_slice = exchange.GATHER_BYTES // 2
+    sizes = [1, 7, 8, 1000, of_slice * layout.places, of_slice * layout.places + 9, 3 * of_slice * layout.places + 1]
+    for reasons in ranks.run(layout.world, sum_at_sizes, layout, sizes, algorithm):
+        assert any("all-to-all" in reason for reason in reasons) == (layout.nodes > 2)
+
+
+def test_the_reference_is_another_sum_than_that_of_one_node() -> None:
+    inputs = contributions(4, 4000, torch.bfloat16)
+    assert not torch.equal(sum_over_nodes(inputs, TWO_BY_TWO), rank_order_sum(inputs))
+
+
+# ---- What else a communicator does ---------------------------------------------------------------------------------
+
+
+def use_all_of_it() -> None:
+    with make(TWO_BY_TWO) as comm:
+        assert (comm.rank, comm.world_size) == (dist.get_rank(), 4)
+        inputs = contributions(4, 4096, torch.bfloat16)
+        x, expected = inputs[comm.rank], sum_over_nodes(inputs, TWO_BY_TWO)
+        plan = comm.plan(x)
+        assert (plan.operation, plan.algorithm, plan.message_bytes) == ("all_reduce", "2PH", 8192)
+        assert plan.reason.startswith("2 nodes of 2: reduce_scatter by ")
+        assert "all-gather between the nodes by gloo" in plan.reason
+        result = comm.try_all_reduce(x)
+        assert result is not None
+        assert_bitwise_equal(result, expected, "try_all_reduce")
+        as_array = comm.all_reduce(inputs[comm.rank].float().numpy())
+        assert isinstance(as_array, np.ndarray)
+        # As compiled graphs call it.
+        assert_bitwise_equal(torch.ops.llm_comm.all_reduce(x, comm.name), expected, "operator")
+        gathered = torch.ops.llm_comm.all_gather(x, 0, None, comm.rank, 4, comm.name)
+        assert torch.equal(gathered, torch.cat(inputs))
+        weight = torch.randn(64, 64).to(torch.bfloat16)
+        y = torch.nn.functional.linear(x[:64].view(1, 64), weight)
+        assert comm.accepts_linear_all_reduce(x[:64].view(1, 64), weight)
+        with_layer = comm.linear_all_reduce(x[:64].view(1, 64), weight)
+        torch.testing.assert_close(with_layer, comm.all_reduce(y), atol=0.5, rtol=0.05)
+        for empty in (x[:0], x[:0].view(0, 8)):
+            assert comm.all_reduce(empty).shape == empty.shape
+        assert comm.all_gather(x[:0]).numel() == 0
+        comm.check()
+
+
+def test_a_communicator_over_nodes_does_what_others_do(ranks: RankPool) -> None:
+    ranks.run(4, use_all_of_it)
+
+
+def ask_for_what_is_of_one_node() -> None:
+    with make(TWO_BY_TWO, max_message_bytes=1 << 20) as comm:
+        x, weight = torch.ones(2, 64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
+        why = "works only within a node"
+        assert not comm.accepts_fused(x, weight)
+        assert why in comm.plan_fused(x, weight).reason
+        assert not comm.accepts_fused_linear(x, torch.ones(64, 64, dtype=torch.bfloat16), weight)
+        calls: list[Any] = [
+            lambda: comm.all_reduce_add_rms_norm(x, None, weight, 1e-6),
+            lambda: comm.empty(8),
+            comm.channels,
+            lambda: comm.run("anything", {"x": x}),
+        ]
+        for call in calls:
+            with pytest.raises(UnsupportedInputError, match=why):
+                call()
+        assert any(why in declined.reason for declined in comm.stats().declined)
+        # As within a node: what is too large, or of another type, is declined on all ranks alike.
+        large = torch.ones((1 << 19) + 8, dtype=torch.bfloat16)
+        assert not comm.accepts(large)
+        assert comm.try_all_reduce(large) is None
+        assert "max_message_bytes=1048576" in comm.plan(large).reason
+        assert comm.accepts(large[: 1 << 19])
+        assert not comm.accepts_all_gather(large)
+        assert not comm.accepts_reduce_scatter(large.repeat(4))
+        assert not comm.accepts(x.to(torch.int32))
+        assert comm.all_reduce(x).eq(4).all()
+
+
+def test_what_works_only_within_a_node_is_declined_with_the_reason(ranks: RankPool) -> None:
+    ranks.run(4, ask_for_what_is_of_one_node)
+
+
+# ---- Set-up --------------------------------------------------------------------------------------------------------
+
+
+def set_up_with(names: list[str | None], options: dict[int, dict[str, Any]]) -> str:
+    rank = dist.get_rank()
+    return error_of_setup(node=names[rank], **options.get(rank, {}))
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "words"),
+    [
+        (["a", "a", "b"], {}, "RendezvousError: the ranks are on 2 nodes, and not as many on each: rank 0: "),
+        (
+            ["a", "b", None],
+            {},
+            "RendezvousError: option node is given on some ranks (rank 0: 'a', rank 1: 'b'), but not",
+        ),
+        (
+            ["a", "b", "c"],
+            {2: {"algorithm": "two_shot"}},
+            "RendezvousError: the ranks have different options: rank 0: ",
+        ),
+        (["a", "b", "c"], {r: {"dsl": "a:b"} for r in range(3)}, "ConfigError: option dsl is 'a:b' (Python): programs"),
+    ],
+    ids=["uneven", "a name that is missing", "another option", "programs"],
+)
+def test_ranks_that_do_not_fit_are_told_alike(
+    ranks: RankPool, names: list[str | None], options: dict[int, dict[str, Any]], words: str
+) -> None:
+    texts = ranks.run(3, set_up_with, names, options)
+    assert len(set(texts)) == 1
+    assert texts[0].startswith(words)
+
+
+def fail_on_one_rank(where: str) -> str:
+    """What all ranks are told if a step fails on rank 3; the group can be used afterwards."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no such luck")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 3:
+            patch.setattr(where, fail)
+        try:
+            make(TWO_BY_TWO, timeout_s=6.0).close()
+        except llm_comm.LlmCommError as error:
+            said = f"{type(error).__name__}: {error}"
+        else:
+            raise AssertionError("a communicator was made")
+    gc.collect()
+    with make(TWO_BY_TWO) as comm:
+        assert comm.all_reduce(torch.ones(5)).eq(4).all()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        (
+            "llm_comm._core.make_emulated_core",
+            "set-up of the device failed on 1 of 4 ranks: rank 3: OSError: no such luck",
+        ),
+        ("llm_comm.nodes.spread._connect_partners", "connection between the nodes failed on "),
+        ("llm_comm.nodes.spread._try", "first exchange between the nodes failed on "),
+        ("llm_comm.nodes.spread.store_of", "store of the nodes failed on 1 of 4 ranks: rank 3: OSError: no such luck"),
+    ],
+    ids=["core", "connection", "exchange", "store"],
+)
+def test_a_step_that_fails_on_one_node_fails_on_all(ranks: RankPool, where: str, words: str) -> None:
+    texts = ranks.run(4, fail_on_one_rank, where)
+    assert len(set(texts)) == 1
+    assert words in texts[0]
+    assert texts[0].endswith("rank 3: OSError: no such luck")
+
+
+def make_several() -> None:
+    with make(TWO_BY_TWO):
+        pass  # whatever torch keeps of the first groups
+    with nothing_leaked():
+        for _ in range(2):
+            with make(TWO_BY_TWO) as first, make(TWO_BY_TWO) as second:
+                for comm in (first, second, first):
+                    assert comm.all_reduce(torch.ones(100)).eq(4).all()
+
+
+def drop_several() -> None:
+    with make(TWO_BY_TWO):
+        pass
+    with nothing_leaked():
+        for _ in range(2):
+            comm = make(TWO_BY_TWO)
+            assert comm.all_reduce(torch.ones(100)).eq(4).all()
+            dist.barrier()  # for the others it may be gone as soon as for this rank
+            del comm
+            gc.collect()
+        for thread in threading.enumerate():
+            if "llm_comm" in thread.name:
+                thread.join(10)
+                assert not thread.is_alive()
+
+
+def test_communicators_that_are_dropped_leave_nothing_behind(ranks: RankPool) -> None:
+    ranks.run(4, drop_several)
+
+
+def test_communicators_leave_nothing_behind(ranks: RankPool) -> None:
+    ranks.run(4, make_several)

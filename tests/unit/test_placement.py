@@ -1,0 +1,84 @@
+"""Which ranks are on which node, from what they say of themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llm_comm.errors import RendezvousError
+from llm_comm.nodes.placement import Placement, place
+
+
+def said(*machines: str, names: dict[int, str] | None = None) -> list[dict[str, Any]]:
+    """What ranks say that run on these machines; ``names``: their option ``node``, by rank."""
+    names = names or {}
+    return [
+        {"host": f"host-{machine}", "boot_id": machine, "node": names.get(rank)}
+        for rank, machine in enumerate(machines)
+    ]
+
+
+def placed(everyone: list[dict[str, Any]], rank: int) -> Placement:
+    found = place(everyone, rank)
+    assert found is not None
+    return found
+
+
+def test_one_machine_is_no_group_of_nodes() -> None:
+    assert place(said("a"), 0) is None
+    assert place(said(*"aaaaaaaa"), 3) is None
+    assert place(said("a", "a", names={0: "x", 1: "x"}), 0) is None
+
+
+@pytest.mark.parametrize(
+    ("machines", "nodes"),
+    [
+        ("aabb", ((0, 1), (2, 3))),
+        ("abab", ((0, 2), (1, 3))),
+        ("bbaa", ((0, 1), (2, 3))),  # in the order of their first ranks
+        ("abccba", ((0, 5), (1, 4), (2, 3))),
+        ("abc", ((0,), (1,), (2,))),
+        ("a" * 8 + "b" * 8, (tuple(range(8)), tuple(range(8, 16)))),
+    ],
+)
+def test_ranks_of_a_machine_are_a_node(machines: str, nodes: tuple[tuple[int, ...], ...]) -> None:
+    everyone = said(*machines)
+    for rank in range(len(machines)):
+        found = placed(everyone, rank)
+        assert found.nodes == nodes
+        assert found.nodes[found.node][found.place] == rank
+        assert found.ranks_here == nodes[found.node]
+        assert found.partners == tuple(ranks[found.place] for ranks in nodes)
+        assert rank in found.partners
+    assert placed(everyone, 0).hosts == tuple(f"host-{machines[ranks[0]]}" for ranks in nodes)
+
+
+def test_names_divide_a_machine() -> None:
+    found = placed(said(*"aaaa", names=dict(enumerate(("x", "y", "x", "y")))), 2)
+    assert found.nodes == ((0, 2), (1, 3))
+    assert found.hosts == ("x", "y")
+    assert found.describe(3) == "rank 3 (node 1, y)"
+
+
+@pytest.mark.parametrize(
+    ("everyone", "words"),
+    [
+        (said(*"aab"), r"the ranks are on 2 nodes, and not as many on each: rank 0: host-a \(boot id a\), rank 1: "),
+        (said(*"a" * 9), "^the group has 9 ranks; llm_comm serves up to 8"),
+        (said(*"a" * 9, *"b" * 9), r"^host-a \(boot id a\) has 9 ranks; llm_comm serves up to 8"),
+        (
+            said("a", "a", names={1: "x"}),
+            r"on some ranks \(rank 1: 'x'\), but not on ranks 0: set LLM_COMM_NODE on all",
+        ),
+        (
+            said(*"abab", names=dict(enumerate("xyyx"))),
+            r"option node 'x' are on different machines: rank 0: host-a \(node 'x'\), rank 3: host-b",
+        ),
+    ],
+    ids=["uneven", "too many of a machine", "too many of a node", "a name on one rank", "a name on two machines"],
+)
+def test_what_is_declined_says_why(everyone: list[dict[str, Any]], words: str) -> None:
+    for rank in range(len(everyone)):
+        with pytest.raises(RendezvousError, match=words):
+            place(everyone, rank)
