@@ -110,6 +110,9 @@ class Hierarchy:
             try:
                 # Where the first phase is between nodes, nothing else would notice: partners may be at another call.
                 self._handle.check()
+            except CommunicatorError:  # told by whoever called
+                return False
+            try:
                 differences = "" if self._agreement is None else self._agreement.differences(call)
                 if differences:
                     self._end_for_mismatch(differences)
@@ -117,7 +120,7 @@ class Hierarchy:
                 return run(x, out, stream)
             except UnsupportedInputError:  # of this call, on all ranks alike
                 raise
-            except CommunicatorError:  # it is known already, and told by whoever called
+            except CommunicatorError:  # it is known already
                 return False
             except RuntimeError as error:
                 self._fail(operation, error)

@@ -221,6 +221,22 @@ def make_several() -> None:
                     assert comm.all_reduce(torch.ones(100)).eq(4).all()
 
 
+def use_after_close() -> None:
+    comm = make(TWO_BY_TWO)
+    x = torch.ones(100)
+    comm.all_reduce(x)
+    comm.close()
+    comm.close()
+    for call in (comm.all_reduce, comm.all_gather, comm.reduce_scatter):
+        with pytest.raises(RuntimeError, match="this communicator is closed"):
+            call(x)
+    assert comm.stats().by_operation()["all_reduce"].calls == 1
+
+
+def test_a_closed_communicator_says_so(ranks: RankPool) -> None:
+    ranks.run(4, use_after_close)
+
+
 def drop_several() -> None:
     with make(TWO_BY_TWO):
         pass
