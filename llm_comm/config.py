@@ -253,7 +253,7 @@ class Config:
         share_gpu: Ranks may use one GPU together. For tests only: the driver gives them time slices in turn, so that an
             operation takes milliseconds.
         sleep: Whether engine integrations give the memory of the workspaces back while the engine sleeps
-            (``Communicator.release``).
+            (``Communicator.release``). Off until it has run on GPUs.
         stats: Whether engine integrations log what llm_comm was called for, at the end and on SIGUSR2, and give it to
             prometheus_client (docs/statistics.md). ``Communicator.stats`` needs no option.
         stats_port: This port plus the rank, of each process of an engine, answers Prometheus; ``stats`` is on then.
@@ -294,7 +294,7 @@ class Config:
     batch_invariant_norm: str = "engine"
     debug: bool = False
     share_gpu: bool = False
-    sleep: bool = True
+    sleep: bool = False
     stats: bool = False
     stats_port: int | None = None
     nvtx: bool = False

@@ -36,7 +36,7 @@ VALUES: dict[str, tuple[object, str, object, object]] = {
     "batch_invariant_norm": ("llm_comm", "llm_comm", "llm_comm", "llm_comm"),
     "debug": (True, "off", False, True),
     "share_gpu": (True, "1", True, True),
-    "sleep": (False, "off", False, False),
+    "sleep": (True, "on", True, True),
     "stats": (True, "1", True, True),
     "stats_port": (9400, "1", 1, 65535),
     "nvtx": (True, "on", True, True),

@@ -728,7 +728,7 @@ def the_scheduler_imports_what_is_hooked_before_it_makes_groups() -> None:
     assert "\nfrom sglang.srt.managers.scheduler_components.weight_updater import" in source
 
 
-@scenario()
+@scenario(LLM_COMM_SLEEP="1")
 def workspaces_are_released_with_the_memory_of_sglang() -> None:
     import_the_scheduler()
     with sglang_groups() as log:
@@ -744,15 +744,15 @@ def workspaces_are_released_with_the_memory_of_sglang() -> None:
         assert len(log.having("group tp:0 is awake")) == 2 * is_first
 
 
-@scenario(LLM_COMM_SLEEP="0")
-def workspaces_stay_where_option_sleep_is_off() -> None:
+@scenario()
+def workspaces_stay_without_option_sleep() -> None:
     import_the_scheduler()
     with sglang_groups() as log:
         release_and_resume(weight_updater(MemorySaver()), ["kv_cache"])
         assert not log.having("sleeps")
 
 
-@scenario()
+@scenario(LLM_COMM_SLEEP="1")
 def a_request_that_sglang_refuses_releases_nothing() -> None:
     import_the_scheduler()
     with sglang_groups():

@@ -582,7 +582,7 @@ def the_worker_has_the_methods_of_sleep_mode() -> None:
         assert f'collective_rpc("{name}"' in executor, "on all ranks of an engine"
 
 
-@scenario()
+@scenario(LLM_COMM_SLEEP="1")
 def workspaces_are_released_while_vllm_sleeps() -> None:
     with worker_module() as kind, vllm_groups() as log:
         worker = kind()
@@ -603,8 +603,8 @@ def workspaces_are_released_while_vllm_sleeps() -> None:
         assert len(log.having("group tp:0 is awake")) == 2 * is_first
 
 
-@scenario(LLM_COMM_SLEEP="0")
-def workspaces_stay_where_option_sleep_is_off() -> None:
+@scenario()
+def workspaces_stay_without_option_sleep() -> None:
     with worker_module() as kind, vllm_groups() as log:
         worker = kind()
         worker.sleep()
@@ -613,7 +613,7 @@ def workspaces_stay_where_option_sleep_is_off() -> None:
         assert not log.having("sleeps")
 
 
-@scenario()
+@scenario(LLM_COMM_SLEEP="1")
 def workspaces_that_cannot_be_released_stay() -> None:
     with worker_module() as kind, vllm_groups() as log:
         worker, communicator = kind(), communicator_of_tp()
@@ -626,7 +626,7 @@ def workspaces_that_cannot_be_released_stay() -> None:
         assert ["cudaIpc" in each for each in said] == [True] * (dist_rank() == 0)
 
 
-@scenario()
+@scenario(LLM_COMM_SLEEP="1")
 def a_group_that_is_destroyed_does_not_sleep() -> None:
     with worker_module() as kind:
         with vllm_groups():
@@ -635,7 +635,7 @@ def a_group_that_is_destroyed_does_not_sleep() -> None:
             kind().sleep()
 
 
-@scenario(world=4)
+@scenario(world=4, LLM_COMM_SLEEP="1")
 def groups_of_several_engines_do_not_sleep() -> None:
     """Two replicas with data parallelism: each sleeps when it is told to."""
     config = VllmConfig()
@@ -652,7 +652,7 @@ def groups_of_several_engines_do_not_sleep() -> None:
         dist.barrier()
 
 
-@scenario(applies=hasattr(parallel_state, "checkpoint_prepare_distributed_state"))
+@scenario(applies=hasattr(parallel_state, "checkpoint_prepare_distributed_state"), LLM_COMM_SLEEP="1")
 def workspaces_are_released_for_a_checkpoint_of_the_process() -> None:
     with vllm_groups(), mock.patch("torch.accelerator.synchronize"):
         group, communicator = parallel_state.get_tp_group(), communicator_of_tp()
