@@ -9,6 +9,9 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 // line and rank (docs/experiments/pair.md).
 inline constexpr int kMaxWorldByLines = 4;
 
+// Of a block. With 1024 a thread has 64 registers, and gathers spill.
+inline constexpr uint32_t kMaxPartThreads = kMaxBlockThreads / 2;
+
 // Algorithm says, of a launch whose largest part has `lines` lines among `world` ranks:
 //   slot_bytes(lines, world)           what it takes of a slot
 //   shared_lines(tile_lines, world)    what a block keeps in shared memory
@@ -20,7 +23,8 @@ struct TiledParts {
   static constexpr uint64_t threads_of_line(uint64_t world) { return world <= kMaxWorldByLines ? 1 : world; }
 
   static Tiling tile(const Problem& problem, const Choice& choice, const Limits& limits) {
-    const uint32_t most_tile_lines = floor_power_of_two(kMaxBlockThreads / problem.world);
+    const uint32_t most_tile_lines =
+        floor_power_of_two(static_cast<uint32_t>(kMaxPartThreads / threads_of_line(problem.world)));
     const uint32_t tile_lines = choice.tile_lines < most_tile_lines ? choice.tile_lines : most_tile_lines;
     const uint64_t most_lines =
         most_units(limits.slot_bytes, [&](uint64_t lines) { return Algorithm::slot_bytes(lines, problem.world); });
@@ -48,10 +52,11 @@ struct TiledParts {
                                   ": lower launch_units or raise workspace_bytes");
     }
     const uint64_t threads = threads_of_line(problem.world) * tiling.tile_lines;
-    if (tiling.tile_lines != floor_power_of_two(tiling.tile_lines | 1) ||
-        uint64_t{problem.world} * tiling.tile_lines > kMaxBlockThreads) {
+    if (tiling.tile_lines != floor_power_of_two(tiling.tile_lines | 1) || threads > kMaxPartThreads) {
       throw std::invalid_argument("tile_lines is " + std::to_string(tiling.tile_lines) +
-                                  "; it must be a power of two, and world times it at most 1024");
+                                  "; it must be a power of two, and the " +
+                                  std::to_string(threads_of_line(problem.world)) +
+                                  " threads of a line times it at most " + std::to_string(kMaxPartThreads));
     }
     if (tiling.blocks == 0 || tiling.blocks >= kArrivalsPerOperation) {
       throw std::invalid_argument("blocks is " + std::to_string(tiling.blocks) + "; it must be 1 to 65535");
@@ -62,11 +67,10 @@ struct TiledParts {
   }
 
   static std::vector<Choice> candidates(const Problem& problem, const Limits& limits) {
-    constexpr uint32_t kMaxThreads = 512;
     constexpr uint64_t kMaxRounds = 32;  // of tiles that a block walks over
     std::vector<Choice> found;
     const uint64_t lines = divide_up(problem.bytes(), sizeof(Line));
-    for (uint32_t tile_lines = 8; tile_lines <= 256 && tile_lines * threads_of_line(problem.world) <= kMaxThreads;
+    for (uint32_t tile_lines = 8; tile_lines <= 256 && tile_lines * threads_of_line(problem.world) <= kMaxPartThreads;
          tile_lines *= 2) {
       const uint64_t tiles = divide_up(lines, uint64_t{tile_lines});
       for (uint32_t waves = 1; waves <= 8; waves *= 2) {

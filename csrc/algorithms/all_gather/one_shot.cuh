@@ -17,7 +17,7 @@ inline constexpr OperationKind kAllGatherOneShot{5};
 // Thread (k, c) of a block sends line c of each of the block's tiles of this rank's part to peer k, and receives that of
 // peer k; those of this rank copy.
 template <DataType D>
-LLM_COMM_KERNEL(kMaxBlockThreads)
+LLM_COMM_KERNEL(kMaxPartThreads)
 all_gather_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   const uint32_t block = block_number(args.comm);
   const uint32_t rank = args.comm.rank;
@@ -121,7 +121,7 @@ LLM_COMM_DEVICE void all_gather_by_lines(const PartsArgs& args, uint32_t block) 
 }
 
 template <DataType D, int World>
-LLM_COMM_KERNEL(kMaxBlockThreads / 2)
+LLM_COMM_KERNEL(kMaxPartThreads)
 all_gather_one_shot_by_lines(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   const uint32_t block = block_number(args.comm);
   if (args.is_plain != 0) {

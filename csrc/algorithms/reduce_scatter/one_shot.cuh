@@ -19,7 +19,7 @@ inline constexpr OperationKind kReduceScatterOneShot{6};
 // Thread (k, c) of a block exchanges line c of each of the block's tiles with peer k: it sends of peer k's part, and receives of
 // this rank's; those of this rank contribute its own.
 template <DataType D, int World>
-LLM_COMM_KERNEL(kMaxBlockThreads)
+LLM_COMM_KERNEL(kMaxPartThreads)
 reduce_scatter_one_shot(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   const uint32_t block = block_number(args.comm);
   const uint32_t rank = args.comm.rank;
@@ -145,7 +145,7 @@ LLM_COMM_DEVICE void reduce_scatter_by_lines(const PartsArgs& args, uint32_t blo
 }
 
 template <DataType D, int World>
-LLM_COMM_KERNEL(kMaxBlockThreads / 2)
+LLM_COMM_KERNEL(kMaxPartThreads)
 reduce_scatter_one_shot_by_lines(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   const uint32_t block = block_number(args.comm);
   if (args.is_plain != 0) {

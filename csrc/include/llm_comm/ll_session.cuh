@@ -50,21 +50,33 @@ class LLSessionOf {
 
   // Whom send_to(k, ...) means, and from whom line [i] of receive_each() is.
   LLM_COMM_DEVICE uint32_t receiver(uint32_t k) const {
-    if constexpr (Peers == 1) return peer_;
-    return rank_ + 1 + k <= Peers ? rank_ + 1 + k : rank_ + k - Peers;
+    if constexpr (Peers == 1) {
+      return peer_;
+    } else {
+      return rank_ + 1 + k <= Peers ? rank_ + 1 + k : rank_ + k - Peers;
+    }
   }
   LLM_COMM_DEVICE uint32_t sender(uint32_t i) const {
-    if constexpr (Peers == 1) return peer_;
-    return i < rank_ ? i : i + 1;
+    if constexpr (Peers == 1) {
+      return peer_;
+    } else {
+      return i < rank_ ? i : i + 1;
+    }
   }
   // Their parts of the receiver's slots and of this rank's.
   LLM_COMM_DEVICE uint32_t sends_as(uint32_t k) const {
-    if constexpr (Peers == 1) return sends_as_;
-    return among_others(rank_, receiver(k));
+    if constexpr (Peers == 1) {
+      return sends_as_;
+    } else {
+      return among_others(rank_, receiver(k));
+    }
   }
   LLM_COMM_DEVICE uint32_t receives_as(uint32_t i) const {
-    if constexpr (Peers == 1) return receives_as_;
-    return i;
+    if constexpr (Peers == 1) {
+      return receives_as_;
+    } else {
+      return i;
+    }
   }
 
   template <class Count>

@@ -87,16 +87,19 @@ LLM_COMM_DEVICE Line sum_lines(const Line (&contribution)[World]) {
 // The same of rank `rank`'s line and those of the others, in their order.
 template <DataType D, int World>
 LLM_COMM_DEVICE Line sum_with_others(uint32_t rank, Line own, const Line (&others)[World - 1]) {
-  // The sum of two does not depend on their order.
-  if constexpr (World == 2) return sum_lines<D, 2>({own, others[0]});
-  Line contribution[World];
-  LLM_COMM_UNROLL(8)
-  for (uint32_t r = 0; r < World; ++r) {
-    const Line& before = others[r == World - 1 ? World - 2 : r];
-    const Line& behind = others[r == 0 ? 0 : r - 1];
-    contribution[r] = r == rank ? own : r < rank ? before : behind;
+  if constexpr (World == 2) {
+    // The sum of two does not depend on their order.
+    return sum_lines<D, 2>({own, others[0]});
+  } else {
+    Line contribution[World];
+    LLM_COMM_UNROLL(8)
+    for (uint32_t r = 0; r < World; ++r) {
+      const Line& before = others[r == World - 1 ? World - 2 : r];
+      const Line& behind = others[r == 0 ? 0 : r - 1];
+      contribution[r] = r == rank ? own : r < rank ? before : behind;
+    }
+    return sum_lines<D, World>(contribution);
   }
-  return sum_lines<D, World>(contribution);
 }
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET
