@@ -78,75 +78,82 @@ class PartView {
   using Load = ViewLoad<PartView>;
 
   LLM_COMM_DEVICE bool is_whole_input(uint32_t line) const { return line < whole_lines_; }
-  LLM_COMM_DEVICE const void* input_from(uint32_t line) const {
-    return is_direct(line) ? first_ + uint64_t{line} * kPerLine : place_of(line).element(0);
-  }
+  LLM_COMM_DEVICE const void* input_from(uint32_t line) const { return address(uint64_t{line} * kPerLine); }
 
-  // Lines that lie one behind the other are accessed here, all of a part of a Plain launch (parts_operation.h). For others there is a call: of rows with gaps, that are not aligned, or
-  // less than whole. Inlined, their instructions would lie in between, and be fetched for nothing.
+  // `Plain`: the launch is (parts_operation.h), so all lines are whole, and lie one behind the other.
   template <bool Plain = false>
   LLM_COMM_DEVICE Line load(uint32_t line) const {
-    return Plain || is_direct(line) ? load_line(first_ + uint64_t{line} * kPerLine) : load_apart(place_of(line));
+    if constexpr (Plain) {
+      return load_line(plain_address(line));
+    } else {
+      return line < whole_lines_ ? load_line(address(uint64_t{line} * kPerLine)) : load_by_elements(line);
+    }
   }
 
   // With zeros for what is not there.
-  LLM_COMM_DEVICE Line load_by_elements(uint32_t line) const { return load_apart(place_of(line)); }
+  LLM_COMM_DEVICE Line load_by_elements(uint32_t line) const { return load_elements(elements_of(line)); }
 
   template <bool Plain = false>
   LLM_COMM_DEVICE void store(uint32_t line, Line value) const {
-    if (Plain || is_direct(line)) {
-      store_line(const_cast<Storage*>(first_) + uint64_t{line} * kPerLine, value);
+    if constexpr (Plain) {
+      store_line(plain_address(line), value);
+    } else if (line < whole_lines_) {
+      store_line(address(uint64_t{line} * kPerLine), value);
     } else {
-      store_apart(place_of(line), value);
+      store_elements(elements_of(line), value);
     }
   }
 
  private:
   // Of a line: where its elements lie, and how many there are of them.
-  struct Place {
+  struct Elements {
     Storage* row;  // without gaps: the first element
     uint64_t row_elements;
     uint32_t column;  // of the first element in its row
     uint32_t size;    // of a row of a part with gaps, else 0
     uint32_t count;
-    bool is_whole;  // can be accessed as one
 
-    LLM_COMM_DEVICE Storage* element(uint32_t i) const {
+    LLM_COMM_DEVICE Storage* operator[](uint32_t i) const {
       if (size == 0) return row + i;
       const uint32_t rows = (column + i) / size;
       return row + rows * row_elements + (column + i - rows * size);
     }
   };
 
-  LLM_COMM_DEVICE bool is_direct(uint32_t line) const { return line < whole_lines_ && size_ == 0; }
-
-  LLM_COMM_DEVICE Place place_of(uint32_t line) const {
+  LLM_COMM_DEVICE Elements elements_of(uint32_t line) const {
     const uint64_t first = uint64_t{line} * kPerLine;
     const uint64_t left = first < count_ ? count_ - first : 0;
     const uint32_t count = left < kPerLine ? static_cast<uint32_t>(left) : kPerLine;
     auto* const tensor = const_cast<Storage*>(first_);
-    if (size_ == 0) return {tensor + first, 0, 0, 0, count, false};
-    return {tensor, row_elements_, begin_ + static_cast<uint32_t>(first), size_, count, line < whole_lines_};
+    if (size_ == 0) return {tensor + first, 0, 0, 0, count};
+    return {tensor, row_elements_, begin_ + static_cast<uint32_t>(first), size_, count};
   }
 
-  static LLM_COMM_DEVICE_CALL Line load_apart(Place place) {
-    if (place.is_whole) return load_line(place.element(0));
+  // Called, for what is not aligned or less than a line. Inlined, they would lie in between, and be fetched for nothing.
+  static LLM_COMM_DEVICE_CALL Line load_elements(Elements elements) {
     Line loaded{};
-    for (uint32_t i = 0; i < place.count; ++i) {
-      const uint32_t value = *place.element(i);
+    for (uint32_t i = 0; i < elements.count; ++i) {
+      const uint32_t value = *elements[i];
       loaded.word[i * sizeof(Storage) / 4] |= value << (i * sizeof(Storage) % 4 * 8);
     }
     return loaded;
   }
 
-  static LLM_COMM_DEVICE_CALL void store_apart(Place place, Line value) {
-    if (place.is_whole) {
-      store_line(place.element(0), value);
-      return;
+  static LLM_COMM_DEVICE_CALL void store_elements(Elements elements, Line value) {
+    for (uint32_t i = 0; i < elements.count; ++i) {
+      *elements[i] = static_cast<Storage>(value.word[i * sizeof(Storage) / 4] >> (i * sizeof(Storage) % 4 * 8));
     }
-    for (uint32_t i = 0; i < place.count; ++i) {
-      *place.element(i) = static_cast<Storage>(value.word[i * sizeof(Storage) / 4] >> (i * sizeof(Storage) % 4 * 8));
-    }
+  }
+
+  LLM_COMM_DEVICE Storage* plain_address(uint32_t line) const {
+    return const_cast<Storage*>(first_) + uint64_t{line} * kPerLine;
+  }
+
+  LLM_COMM_DEVICE Storage* address(uint64_t element) const {
+    if (size_ == 0) return const_cast<Storage*>(first_) + element;
+    const uint32_t place = begin_ + static_cast<uint32_t>(element);
+    const uint32_t row = place / size_;
+    return const_cast<Storage*>(first_) + row * row_elements_ + (place - row * size_);
   }
 
   const Storage* first_;   // of the part, or of what the launch takes of it where it has no gaps
