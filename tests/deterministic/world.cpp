@@ -11,6 +11,9 @@ namespace drill {
 
 namespace {
 
+// Workspaces are released between operations, while no kernel runs: there is nothing to be scheduled.
+[[noreturn]] void refuse_release() { throw std::logic_error("a schedule releases workspaces"); }
+
 class RankMemory {
  public:
   RankMemory(emulator::WeakMemory& memory, uint32_t rank) : memory_(&memory), rank_(rank) {}
@@ -42,6 +45,9 @@ class RankMemory {
   void leave_to_graphs() {}
   void read(void* to, const char* from, uint64_t bytes) const { std::memcpy(to, from, bytes); }
   std::optional<uint64_t> read_soon(const char*) const { return std::nullopt; }
+  void vacate() { refuse_release(); }
+  host::WorkspaceHandle refill(const WorkspaceLayout&, const std::string&) { refuse_release(); }
+  void remap(int, const host::WorkspaceHandle&) { refuse_release(); }
 
  private:
   // The machine's, whoever uses it.
@@ -108,6 +114,7 @@ class StreamLauncher {
   bool has_been_captured() const { return false; }
   bool wait_for(uint64_t) { return true; }
   bool wait_for_last_call() { return true; }
+  void wait_for_device() { refuse_release(); }
   void p2p_test(const DeviceComm& comm) {
     machine_->launch(rank_, {1, kMaxWorldSize, 0}, [=] { llm_comm::p2p_test(comm); }, false);
   }

@@ -386,7 +386,7 @@ def test_more_than_two_h100_go_by_the_tables_of_h200(world: int) -> None:
     assert (table.rows, table.max_message_bytes) == (theirs.rows, theirs.max_message_bytes)
     # Linear layers are bound by memory, which is not that of an H200.
     assert table.layers == own.layers != theirs.layers
-    problem = Problem(ALL_REDUCE, 1024, 0, "bf16", world)
+    problem = Problem(ALL_REDUCE, 512, 0, "bf16", world)
     reason = select(problem, table, CONFIG, limits_of(CONFIG)).reason
     assert reason.startswith(f"tune_h200_{world}.yaml, nearest: H200, up to {table.rows[ALL_REDUCE][0].up_to} bytes")
 
@@ -444,6 +444,7 @@ def test_the_line_at_start_names_table_and_origin(sums: bool, home: Path) -> Non
             is_emulated=False,
             memory_kind="VMM",
             multicast=NO_MULTICAST,
+            nodes=1,
             programs={},
             world_size=world,
         )
