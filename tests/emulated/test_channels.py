@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RankPool, make_communicator, nothing_leaked, store
+from programs import run_as_ranks
 from reference import assert_is_sum, contributions
 
 from llm_comm import Channels, Communicator, LaunchError, PeerTimeout, RendezvousError, UnsupportedInputError, emulated
@@ -82,19 +80,10 @@ def test_every_way_of_a_channel(ranks: RankPool, world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_example(world: int) -> None:
-    torchrun = ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(world)]
-    program = REPOSITORY / "examples" / "all_gather_channels.py"
-    done = subprocess.run(
-        [sys.executable, "-m", *torchrun, str(program), "--emulated", "--bytes", "5008"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={**os.environ, "LLM_COMM_TIMEOUT_S": "60"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    program, options = REPOSITORY / "examples" / "all_gather_channels.py", ("--emulated", "--bytes", "5008")
+    printed = run_as_ranks(program, *options, world=world, timeout_s=240, LLM_COMM_TIMEOUT_S="60")
     for rank in range(world):
-        assert f"rank {rank} of {world} on cpu: 10 of 10 results are right" in done.stdout
+        assert f"rank {rank} of {world} on cpu: 10 of 10 results are right" in printed
 
 
 def test_kernels_of_the_example_are_short() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import run_as_ranks
 
 GPU_PROGRAMS = Path(__file__).parents[1] / "gpu"
 sys.path.insert(0, str(GPU_PROGRAMS))
@@ -16,17 +16,9 @@ import cycles  # noqa: E402
 RSS_SLACK = 32 << 20  # of so few cycles
 
 
-def test_nothing_grows(tmp_path: Path) -> None:
-    torchrun = ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+def test_nothing_grows() -> None:
     options = ["--cycles", "40", "--rss-slack", str(RSS_SLACK), "--device", "emulated"]
-    done = subprocess.run(
-        [sys.executable, "-m", *torchrun, str(GPU_PROGRAMS / "cycles.py"), *options],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    run_as_ranks(GPU_PROGRAMS / "cycles.py", *options, timeout_s=280)
 
 
 @pytest.mark.parametrize("name", ["descriptors", "threads", "mappings", "abstract_sockets"])

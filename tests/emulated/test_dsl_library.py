@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import RankPool, make_communicator
+from programs import run_as_ranks
 from reference import assert_bitwise_equal, contributions
 
 from llm_comm import Communicator
@@ -85,15 +84,7 @@ def test_programs_of_the_library(ranks: RankPool, cache: str, number: int, world
 
 
 def test_example(cache: str) -> None:
-    torchrun = ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
     program = Path(__file__).parents[2] / "examples" / "dsl_all_gather.py"
-    done = subprocess.run(
-        [sys.executable, "-m", *torchrun, str(program), "--emulated"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={**os.environ, "LLM_COMM_TIMEOUT_S": "60", "LLM_COMM_CACHE_DIR": cache},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("elements of each rank") == 3
+    variables = {"LLM_COMM_TIMEOUT_S": "60", "LLM_COMM_CACHE_DIR": cache}
+    printed = run_as_ranks(program, "--emulated", timeout_s=240, **variables)
+    assert printed.count("elements of each rank") == 3

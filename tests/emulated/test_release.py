@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RankPool, make_communicator, nothing_leaked, store
+from programs import run_as_ranks
 from reference import assert_is_sum, contributions
 
 from llm_comm import Communicator, CommunicatorError, RendezvousError, UnsupportedInputError, emulated
@@ -339,16 +338,7 @@ def test_steps_out_of_order(ranks: RankPool) -> None:
 
 def test_the_program_for_gpus(tmp_path: Path) -> None:
     """On emulated ones."""
-    torchrun = ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
     results = tmp_path / "results.json"
     program = Path(__file__).parents[1] / "gpu" / "release.py"
-    options = ["--device", "emulated", "--cycles", "1", "--json", str(results)]
-    done = subprocess.run(
-        [sys.executable, "-m", *torchrun, str(program), *options],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    run_as_ranks(program, "--device", "emulated", "--cycles", "1", "--json", str(results))
     assert {"one_shot", "two_shot_hb", "port", "symmetric tensors"} < set(json.loads(results.read_text())["figures"])

@@ -6,8 +6,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RankPool, make_communicator, nothing_leaked
+from programs import run_as_ranks
 from reference import assert_is_sum, contributions
 
 from llm_comm import Communicator, RendezvousError, UnsupportedInputError, _core
@@ -397,18 +396,9 @@ def test_memory_that_graphs_may_use_is_not_given_to_others(ranks: RankPool) -> N
 
 def test_the_program_for_gpus(tmp_path: Path) -> None:
     """On emulated ones."""
-    torchrun = ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
     results = tmp_path / "results.json"
-    options = ["--device", "emulated", "--largest", "65536", "--json", str(results)]
     program = Path(__file__).parents[1] / "gpu" / "symmetric_heap.py"
-    done = subprocess.run(
-        [sys.executable, "-m", *torchrun, str(program), *options],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    run_as_ranks(program, "--device", "emulated", "--largest", "65536", "--json", str(results))
     made = json.loads(results.read_text())["figures"]["results"]
     assert all(made[f"{part} shared"] > 0 for part in ("tensors", "sums", "layers", "gathers", "memory", "mismatch"))
 

@@ -339,6 +339,21 @@ class Ranks:
 # ---- Report ----------------------------------------------------------------------------------------------------
 
 
+def expect(holds: bool, what: str) -> None:
+    """AssertionError that says what is not so, unless it holds."""
+    if not holds:
+        raise AssertionError(what)
+
+
+def error_of(kind: type[BaseException], call: Callable[[], object]) -> str:
+    """The text of the error of this kind that the call raises; AssertionError if it raises none."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")
+
+
 def report(
     program: str, device: str, world: int, table: Sequence[Sequence[str]], figures: Any, json_file: Path | None
 ) -> None:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from common import Recording, Session, parser, report, run, session
+from common import Recording, Session, error_of, expect, parser, report, run, session
 from values import Inputs, Sums, Values
 
 from llm_comm import Communicator, Config, LlmCommError
@@ -83,19 +83,6 @@ class Calls:
         self._ranks.synchronize()
         seconds = time.monotonic() - begin
         expect(seconds < AT_ONCE_S, f"a replay while released took {seconds:.1f} s")
-
-
-def expect(holds: bool, what: str) -> None:
-    if not holds:
-        raise AssertionError(what)
-
-
-def error_of(kind: type[BaseException], call: Callable[[], object]) -> str:
-    try:
-        call()
-    except kind as error:
-        return str(error)
-    raise AssertionError(f"no {kind.__name__}")
 
 
 def make(ranks: Session, algorithm: str) -> Communicator:

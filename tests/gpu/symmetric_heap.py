@@ -12,7 +12,7 @@ import gc
 from collections.abc import Callable
 
 import torch
-from common import Recording, Session, parser, report, run, session
+from common import Recording, Session, error_of, expect, parser, report, run, session
 from values import DTYPES, Inputs, Sums, Values
 
 from llm_comm import Communicator, CommunicatorError, Config, LlmCommError, MismatchError, _core, registry
@@ -59,19 +59,6 @@ def place(comm: Communicator, tensor: torch.Tensor) -> tuple[int, int]:
     found = comm._handle.core().find(tensor.data_ptr(), tensor.nbytes)
     assert found is not None
     return found
-
-
-def expect(holds: bool, what: str) -> None:
-    if not holds:
-        raise AssertionError(what)
-
-
-def error_of(kind: type[BaseException], call: Callable[[], object]) -> str:
-    try:
-        call()
-    except kind as error:
-        return str(error)
-    raise AssertionError(f"no {kind.__name__}")
 
 
 # ---- The parts -----------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from unittest import mock
 
 import torch
 from rank_processes import data, dist_rank, scenario, serve
-from scenarios import group, ours, parallel_state, sglang_groups
+from scenarios import fused_calls, group, ours, parallel_state, sglang_groups
 from sglang.srt import runtime_context
 from torch import nn
 
@@ -294,19 +294,6 @@ def server(reduction: str = "rs+rsv", speculation: str | None = None) -> Iterato
         mock.patch.object(runtime_context, "_CONTEXT", context),
     ):
         yield
-
-
-def fused_calls() -> list[tuple[int, ...]]:
-    shapes: list[tuple[int, ...]] = []
-    communicator = ours("tp")._llm_comm
-    original = communicator.all_reduce_add_rms_norm
-
-    def all_reduce_add_rms_norm(x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        shapes.append(tuple(x.shape))
-        return original(x, *arguments, **options)
-
-    communicator.all_reduce_add_rms_norm = all_reduce_add_rms_norm
-    return shapes
 
 
 # ---- Scenarios ------------------------------------------------------------------------------------------------------

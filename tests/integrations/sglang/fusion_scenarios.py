@@ -28,7 +28,7 @@ from unittest import mock
 import pytest
 import torch
 from rank_processes import Log, data, dist_rank, expected_sum, scenario, serve, shared_directory
-from scenarios import distributed, group, load_plugins, make_groups, ours, parallel_state, sglang_groups
+from scenarios import distributed, fused_calls, group, load_plugins, make_groups, ours, parallel_state, sglang_groups
 from sglang.srt.runtime_context import get_exec
 from torch import nn
 
@@ -781,19 +781,6 @@ def residual_that_a_norm_gets() -> str:
     _, new_residual = forward(norm_, data((4, HIDDEN)), residual)
     assert torch.equal(new_residual, expected_sum((4, HIDDEN)) + 1), "not reduced"
     return "as it is" if places == [residual.data_ptr()] else "copied"
-
-
-def fused_calls(group_name: str = "tp") -> list[tuple[int, ...]]:
-    shapes: list[tuple[int, ...]] = []
-    communicator = ours(group_name)._llm_comm
-    original = communicator.all_reduce_add_rms_norm
-
-    def all_reduce_add_rms_norm(x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        shapes.append(tuple(x.shape))
-        return original(x, *arguments, **options)
-
-    communicator.all_reduce_add_rms_norm = all_reduce_add_rms_norm
-    return shapes
 
 
 def make_model(model_type: Any = None) -> Any:

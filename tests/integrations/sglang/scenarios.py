@@ -901,6 +901,20 @@ def ours(name: str) -> Any:
     return ca_comm
 
 
+def fused_calls(group_name: str = "tp") -> list[tuple[int, ...]]:
+    """The shapes of the group's fused calls from now on."""
+    shapes: list[tuple[int, ...]] = []
+    communicator = ours(group_name)._llm_comm
+    original = communicator.all_reduce_add_rms_norm
+
+    def all_reduce_add_rms_norm(x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        shapes.append(tuple(x.shape))
+        return original(x, *arguments, **options)
+
+    communicator.all_reduce_add_rms_norm = all_reduce_add_rms_norm
+    return shapes
+
+
 @contextlib.contextmanager
 def server_options(**sections: dict[str, Any]) -> Iterator[None]:
     """What a server publishes of its options, as far as llm_comm looks at it."""
