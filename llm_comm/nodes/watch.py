@@ -25,6 +25,8 @@ from llm_comm.runtime.status import RankError, fit
 
 _LONGEST_LOOK_S, _LOOK_SHARE = 0.2, 1 / 40
 _LONGEST_HEAR_S, _HEAR_SHARE = 0.5, 1 / 20
+# Of a transport that has failed without a call, before that is an error of this rank.
+_LONGEST_PATIENCE_S, _PATIENCE_SHARE = 2.0, 1 / 5
 # Silence of a node that is an error, as a share of the time-out; the rest is for the others to hear of it.
 _SILENCE_SHARE = 0.8
 _LONGEST_STOP_S = 1.0
@@ -52,8 +54,8 @@ class NodeWatch(threading.Thread):
         self._look_s = min(_LONGEST_LOOK_S, timeout_s * _LOOK_SHARE)
         self._hear_s = min(_LONGEST_HEAR_S, timeout_s * _HEAR_SHARE)
         self._mail = Mail(store, placement, self._look_s, timeout_s)
-        # For what another rank has to say of a failure: it may know more.
-        self._patience_s = 2 * self._look_s + self._hear_s
+        # For what the culprit's own node has to say, which is more. No call of this rank waits for it.
+        self._patience_s = min(_LONGEST_PATIENCE_S, timeout_s * _PATIENCE_SHARE)
         self._lost_at: float | None = None
         self._has_heard = threading.Event()
         self._stopping = threading.Event()
@@ -72,7 +74,7 @@ class NodeWatch(threading.Thread):
     def hears(self) -> bool:
         """Whether another rank knows of a failure, at which the communicator has ended then. Waits for it a moment:
         connections also end because those at their other ends have heard of it earlier."""
-        return self._has_heard.wait(self._patience_s)
+        return self._has_heard.wait(2 * self._look_s + self._hear_s)
 
     def run(self) -> None:
         try:

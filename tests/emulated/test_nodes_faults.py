@@ -190,10 +190,13 @@ def test_who_makes_no_calls_is_told_over_ucx(mortal_ranks: RankPool) -> None:
 
 @needs_ucx
 def test_a_rank_that_exits_is_told_over_ucx_without_a_call(mortal_ranks: RankPool) -> None:
-    """Its partner learns more from the node of that rank than from the connection."""
+    """Its partner learns it from the node of that rank, or on a busy machine from the connection that has ended."""
     told = mortal_ranks.run(WORLD, hear_without_calls, (3,), signal.SIGKILL, "ucx", dying=(3,))
     check(told, (3,))
-    assert all("process of rank 3 has exited" in each.text for each in told if each)
+    for each in told[:3]:
+        assert each is not None
+        of_connection = "the connection to rank 3 (node 1, n1) has ended" in each.text
+        assert "process of rank 3 has exited" in each.text or of_connection, each.text
 
 
 @needs_ucx
