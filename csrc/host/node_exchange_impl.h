@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <optional>
 #include <stdexcept>
 #include <utility>
@@ -132,13 +133,21 @@ class NodeExchangeImpl final : public NodeExchange {
   void close() override {
     if (std::exchange(is_closed_, true)) return;
     device_.wait();
-    if (ports_ != nullptr) ports_->stop();
+    if (ports_ == nullptr) return;
+    // A kernel ends when its partners' data has come, and the proxy may not have taken its own requests by then.
+    if (!has_ended(*mailbox_)) ports_->settle(requests(), std::chrono::nanoseconds(args_.comm.timeout_ns));
+    ports_->stop();
   }
 
  private:
   static bool has_ended(const HostMailbox& mailbox) {
     return __atomic_load_n(&mailbox.error.complete, __ATOMIC_ACQUIRE) != 0 ||
            __atomic_load_n(&mailbox.end_reasons, __ATOMIC_ACQUIRE) != 0;
+  }
+  // That kernels have made so far.
+  uint64_t requests() const {
+    const char* const state = memory_->on_host() + kPortsOffset;
+    return __atomic_load_n(&reinterpret_cast<const PortState*>(state)->head, __ATOMIC_ACQUIRE);
   }
   void end_waits() { __atomic_fetch_or(&mailbox_->end_reasons, kAbortRequest, __ATOMIC_RELEASE); }
 

@@ -104,6 +104,14 @@ struct Gpu {
     proxy->start(owner);
   }
 
+  // The other process may wait for what the proxy has not taken yet.
+  ~Gpu() {
+    const auto* const ports = reinterpret_cast<const PortState*>(memory() + kPortsOffset);
+    if (mailbox.end_reasons == 0) proxy->settle(ports->head, std::chrono::minutes(1));
+  }
+  Gpu(const Gpu&) = delete;
+  Gpu& operator=(const Gpu&) = delete;
+
   char* memory() { return reinterpret_cast<char*>(workspace.data()); }
 
   void run(void (*kernel)(Exchange), uint32_t count) {

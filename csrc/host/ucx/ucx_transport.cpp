@@ -16,7 +16,8 @@ namespace {
 
 using std::chrono::steady_clock;
 
-// How long the end waits for peers to end too, and what tears down for UCX.
+// How long the end waits for what has been put to arrive, for peers to end too, and for UCX to take things down.
+constexpr auto kLongestFlush = std::chrono::seconds(10);
 constexpr auto kLongestFarewell = std::chrono::seconds(1);
 constexpr auto kLongestClose = std::chrono::seconds(1);
 // Of progress, before whoever calls looks for requests again.
@@ -257,7 +258,6 @@ bool UcxTransport::progress() {
 // A flush needs the peer, which might have ended by then: so nobody ends before its peers have said that they need it no longer.
 void UcxTransport::finish() {
   if (has_thrown_ || (has_failed_ && has_failed_())) return;
-  const auto deadline = steady_clock::now() + kLongestFarewell;
   std::vector<void*> flushes;
   for (uint32_t peer = 0; peer < lanes_.size(); ++peer) {
     if (!is_live(peer)) continue;
@@ -266,7 +266,8 @@ void UcxTransport::finish() {
     if (flush != nullptr && !ucp::is_error(flush)) flushes.push_back(flush);
   }
   const auto is_pending = [&](void* flush) { return ucp_.request_check_status(flush) == ucp::kInProgress; };
-  wait_until([&] { return std::none_of(flushes.begin(), flushes.end(), is_pending); }, deadline);
+  wait_until([&] { return std::none_of(flushes.begin(), flushes.end(), is_pending); },
+             steady_clock::now() + kLongestFlush);
   for (void* const flush : flushes) ucp_.request_free(flush);
   for (uint32_t peer = 0; peer < lanes_.size(); ++peer) {
     if (is_live(peer)) send_word(*lanes_[peer], 1, lanes_[peer]->farewell, lanes_[peer]->key_of_farewells);
@@ -278,7 +279,7 @@ void UcxTransport::finish() {
     }
     return true;
   };
-  wait_until(is_done, deadline);
+  wait_until(is_done, steady_clock::now() + kLongestFarewell);
 }
 
 // ---- Parts ---------------------------------------------------------------------------------------------------------
