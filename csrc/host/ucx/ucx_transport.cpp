@@ -123,14 +123,15 @@ void UcxTransport::tear_down() {
   for (const auto& lane : lanes_) {
     if (lane != nullptr) has_ended &= wait_until([&] { return lane->pending == 0; }, deadline);
   }
-  for (const ucp::Memory registered : {registered_, registered_farewells_}) {
-    if (registered != nullptr) ucp_.mem_unmap(context_, registered);
+  for (ucp::Memory* const registered : {&registered_, &registered_farewells_}) {
+    if (*registered != nullptr) ucp_.mem_unmap(context_, std::exchange(*registered, nullptr));
   }
   if (!has_ended) {
     for (auto& lane : lanes_) static_cast<void>(lane.release());  // callbacks may come as the worker ends
   }
-  if (worker_ != nullptr) ucp_.worker_destroy(worker_);
-  if (context_ != nullptr) ucp_.cleanup(context_);
+  if (worker_ != nullptr) ucp_.worker_destroy(std::exchange(worker_, nullptr));
+  if (context_ != nullptr) ucp_.cleanup(std::exchange(context_, nullptr));
+  lanes_.clear();
 }
 
 void UcxTransport::check(ucp::Status status, const char* what) const {
@@ -255,9 +256,18 @@ bool UcxTransport::progress() {
   return has_advanced;
 }
 
-// A flush needs the peer, which might have ended by then: so nobody ends before its peers have said that they need it no longer.
+void UcxTransport::begin(uint32_t) {
+  if (worker_ == nullptr) throw std::runtime_error("UCX: the connections have been ended");
+}
+
+// The connections end here rather than with the object, so that peers notice which still wait.
 void UcxTransport::finish() {
-  if (has_thrown_ || (has_failed_ && has_failed_())) return;
+  if (!has_thrown_ && !(has_failed_ && has_failed_())) say_farewell();
+  tear_down();
+}
+
+// A flush needs the peer, which might have ended by then: so nobody ends before its peers have said that they need it no longer.
+void UcxTransport::say_farewell() {
   std::vector<void*> flushes;
   for (uint32_t peer = 0; peer < lanes_.size(); ++peer) {
     if (!is_live(peer)) continue;

@@ -45,7 +45,7 @@ class UcxTransport final : public Transport {
   // The memory of a peer, for put() and signal(): an address in the process of the peer.
   char* memory_of(uint32_t peer) const { return lanes_.at(peer)->memory; }
 
-  void begin(uint32_t) override {}
+  void begin(uint32_t) override;  // throws after finish()
   void put(uint32_t peer, char* to, const char* from, uint64_t bytes) override;
   void signal(uint32_t peer, uint64_t* to, const uint64_t* values, uint32_t count) override;
   void echo(uint32_t peer, uint64_t* to, const uint64_t* values, uint32_t count) override;
@@ -89,7 +89,8 @@ class UcxTransport final : public Transport {
   bool has_thrown_ = false;
 
   void set_up();
-  void tear_down();
+  void say_farewell();
+  void tear_down();  // more than once is no error
   void connect(Lane& lane, uint32_t rank, const std::string& address);
   void check(ucp::Status status, const char* what) const;
   ucp::Memory register_memory(void* memory, uint64_t bytes) const;
