@@ -20,7 +20,7 @@ from llm_comm.nodes import exchange, ucx
 pytestmark = needs_ucx
 
 TWO_BY_TWO = Layout(2, 2)
-CASES = 12
+CASES = 8
 MOST = 30_000
 
 
