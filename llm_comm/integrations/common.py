@@ -363,7 +363,8 @@ def for_batch_invariance(config: Config, mode: str, is_on: bool, log: logging.Lo
         is_on: Whether the engine is in it.
     """
     if not is_on:
-        return config if config.batch_invariant_norm == "engine" else config.replace(batch_invariant_norm="engine")
+        is_usual = config.batch_invariant_norm == config.batch_invariant_linear == "engine"
+        return config if is_usual else config.replace(batch_invariant_norm="engine", batch_invariant_linear="engine")
     config = in_rank_order(config, mode, log)
     if "max_message_bytes" not in config.origins:
         # A sum must not depend on the size of its batch. llm_comm sums alike at every size; to change over to the
