@@ -384,6 +384,7 @@ def batch_invariant_layers_can_be_those_of_llm_comm_in_all_batches() -> None:
     with compiler() as vllm, vllms_own_layers() as theirs:
         said = "at every size (batch_invariant_norm); linear layers by llm_comm at every size (batch_invariant_linear)"
         assert len(vllm.log.having(said)) == (dist_rank() == 0)
+        assert parallel_state.get_tp_group().device_communicator._llm_comm.config.pdl
         layer, of_odd_size = random_weight(linear_layer()), linear_layer(inputs=96)
         with_bias = random_weight(ReplicatedLinear(INPUTS, HIDDEN, params_dtype=BF16, return_bias=False))
         with_bias.bias.data.copy_(torch.arange(HIDDEN))
