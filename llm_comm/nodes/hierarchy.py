@@ -21,7 +21,8 @@ from llm_comm.runtime.status import RankError, fit
 #: Of the paper: a phase in the node, one between nodes, one in the node.
 ALGORITHM = "2PH"
 
-Run = Callable[[int, int, int], bool]
+#: Takes the addresses of the buffers, and a stream. False: the communicator has failed.
+Run = Callable[..., bool]
 
 
 class Hierarchy:
@@ -81,7 +82,8 @@ class Hierarchy:
         """
         words = [phase if isinstance(phase, str) else _in_words(phase.plan) for phase in phases]
         within = [phase.plan for phase in phases if isinstance(phase, Layout)]
-        first = within[0] if within else None
+        # What works by rows says most of a call.
+        first = next((plan for plan in within if plan.row), within[0] if within else None)
         reason = f"{self.nodes} nodes of {self.ranks_of_node}: {', '.join(words)}"
         plan = Plan(
             operation=operation,
@@ -96,6 +98,7 @@ class Hierarchy:
             chunk_elements=first.chunk_elements if first else 0,
             message_bytes=message_bytes,
             reason=reason,
+            row=first.row if first else 0,
         )
         return Layout(
             plan, None, program=lambda counter: self._guarded(operation, f"{operation} of {what}", make(counter))
@@ -106,7 +109,7 @@ class Hierarchy:
         return torch.empty(count, dtype=dtype, device=self.device)
 
     def _guarded(self, operation: str, call: str, run: Run) -> Run:
-        def guarded(x: int, out: int, stream: int) -> bool:
+        def guarded(*of_call: int) -> bool:
             try:
                 # Where the first phase is between nodes, nothing else would notice: partners may be at another call.
                 self._handle.check()
@@ -117,7 +120,7 @@ class Hierarchy:
                 if differences:
                     self._end_for_mismatch(differences)
                     return False
-                return run(x, out, stream)
+                return run(*of_call)
             except UnsupportedInputError:  # of this call, on all ranks alike
                 raise
             except CommunicatorError:  # it is known already

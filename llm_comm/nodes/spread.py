@@ -13,6 +13,7 @@ from llm_comm.errors import ConfigError
 from llm_comm.nodes.agreement import Agreement
 from llm_comm.nodes.all_gather import AllGatherOverNodes
 from llm_comm.nodes.all_reduce import AllReduceOverNodes
+from llm_comm.nodes.all_reduce_add_rms_norm import AllReduceAddRmsNormOverNodes
 from llm_comm.nodes.exchange import Exchange
 from llm_comm.nodes.hierarchy import Hierarchy
 from llm_comm.nodes.in_node import InNode
@@ -22,7 +23,6 @@ from llm_comm.nodes.reduce_scatter import ReduceScatterOverNodes
 from llm_comm.nodes.rendezvous import NodeRendezvous
 from llm_comm.nodes.transport import HostTransport, StreamTransport, Transport
 from llm_comm.nodes.watch import NodeWatch
-from llm_comm.nodes.within_a_node import NoAllReduceAddRmsNorm
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.tables import TuningTable
 from llm_comm.runtime.connect import Connected, compare, connect
@@ -78,12 +78,12 @@ class Spread:
 
     def operations(
         self,
-    ) -> tuple[AllReduceOverNodes, NoAllReduceAddRmsNorm, AllGatherOverNodes, ReduceScatterOverNodes]:
+    ) -> tuple[AllReduceOverNodes, AllReduceAddRmsNormOverNodes, AllGatherOverNodes, ReduceScatterOverNodes]:
         """Those of the communicator between its ranks."""
         common = (self.handle, self.planner, self._hierarchy)
         return (
             AllReduceOverNodes(*common),
-            NoAllReduceAddRmsNorm(self.handle, self.planner),
+            AllReduceAddRmsNormOverNodes(*common),
             AllGatherOverNodes(*common),
             ReduceScatterOverNodes(*common),
         )
