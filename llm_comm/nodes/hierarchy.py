@@ -13,6 +13,8 @@ from llm_comm.nodes.agreement import Agreement
 from llm_comm.nodes.exchange import Exchange
 from llm_comm.nodes.in_node import InNode
 from llm_comm.nodes.placement import Placement
+from llm_comm.nodes.side_stream import SideStream
+from llm_comm.planning.node_rows import NodeRows
 from llm_comm.planning.plan import NONE, Plan
 from llm_comm.planning.selection import Layout
 from llm_comm.runtime.core_handle import CoreHandle
@@ -33,6 +35,7 @@ class Hierarchy:
         placement: Of its ranks.
         in_node: Calls within the node.
         exchange: Between the nodes.
+        rows: How calls go between them; others may be put in their place.
         hears: Whether another rank knows of a failure, at which the communicator has ended then.
         agreement: Compares calls before they run; None: nobody does.
     """
@@ -43,6 +46,7 @@ class Hierarchy:
         placement: Placement,
         in_node: InNode,
         exchange: Exchange,
+        rows: NodeRows,
         hears: Callable[[], bool],
         agreement: Agreement | None,
     ) -> None:
@@ -50,6 +54,8 @@ class Hierarchy:
         self.placement = placement
         self.in_node = in_node
         self.exchange = exchange
+        self.rows = rows
+        self.side = SideStream(handle.device)
         self._hears = hears
         self._agreement = agreement
         self._handle = handle
@@ -165,6 +171,16 @@ def _first_line(error: Exception) -> str:
 
 def _in_words(plan: Plan) -> str:
     return f"{plan.operation} by {plan.algorithm} ({plan.protocol}) in the node"
+
+
+def chunks(count: int, chunk_bytes: int, places: int, itemsize: int) -> list[int]:
+    """Elements of each chunk of a message, alike but for the last: of whole lines for each place, so that slices are
+    alike too. One where ``chunk_bytes`` is 0."""
+    if chunk_bytes == 0:
+        return [count]
+    step = math.lcm(16, itemsize) // itemsize * places
+    chunk = max(1, chunk_bytes // itemsize // step) * step
+    return [min(chunk, count - first) for first in range(0, count, chunk)]
 
 
 def slices(count: int, places: int, itemsize: int) -> list[int]:

@@ -1,5 +1,5 @@
 """The part of a tuning table that is about groups over several nodes: by the number of nodes and the bytes of an
-all-reduce, how its slices go between the nodes, in how many chunks, and whether that is faster than NCCL over all ranks."""
+all-reduce, how its slices go between the nodes, in which chunks, and whether NCCL over all ranks is slower."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ LEAST_CHUNK_BYTES = 16 * 1024
 
 _MOST_NODES = 1 << 16
 _MOST_BYTES = 1 << 60
-#: Of a slice, up to which the first exchange is expected to be faster. Reasoned, not measured (docs/experiments/nodes.md).
+#: Of a slice, up to which the first exchange is expected to be faster: reasoned, not measured
+#: (docs/experiments/nodes.md).
 _WHOLE_SLICE = 64 * 1024
 #: Up to which 2PH is expected to be faster than NCCL over all ranks, by the most nodes that it holds for: there too.
 _WON_BY_NODES = ((2, 2 * MIB), (4, MIB), (_MOST_NODES, MIB // 4))

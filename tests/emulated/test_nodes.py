@@ -17,7 +17,7 @@ from reference import assert_bitwise_equal, contributions, rank_order_sum
 
 import llm_comm
 from llm_comm import UnsupportedInputError
-from llm_comm.nodes import exchange
+from llm_comm.planning.node_rows import EXCHANGES, PIECES, WHOLE, NodeRow
 
 TWO_BY_TWO = Layout(2, 2)
 CASES = 24
@@ -56,11 +56,64 @@ def sum_at_sizes(layout: Layout, sizes: list[int], algorithm: str) -> list[str]:
     ("layout", "algorithm"), [(TWO_BY_TWO, "auto"), (Layout(4, 2), "auto"), (Layout(3, 1), "one_shot")]
 )
 def test_a_sum_does_not_depend_on_the_size_of_its_message(ranks: RankPool, layout: Layout, algorithm: str) -> None:
-    # One element, less than a line for each rank, about the size from which pieces are exchanged, and beyond it.
-    of_slice = exchange.GATHER_BYTES // 2
-    sizes = [1, 7, 8, 1000, of_slice * layout.places, of_slice * layout.places + 9, 3 * of_slice * layout.places + 1]
+    # One element, less than a line for each rank, about the sizes from which pieces are exchanged, and in chunks.
+    sizes = [1, 7, 8, 1000, 8192, 8200, 16384, 24581, 40_001]
     for reasons in ranks.run(layout.world, sum_at_sizes, layout, sizes, algorithm):
         assert any("all-to-all" in reason for reason in reasons) == (layout.nodes > 2)
+        assert any(" in 5 chunks" in reason for reason in reasons) == (layout.places > 1)
+
+
+def sum_by_each_row(layout: Layout) -> None:
+    """The bits of a sum are the same in chunks of any size and by either exchange, in place too."""
+    with make(layout) as comm:
+        inputs = contributions(layout.world, 50_003, torch.bfloat16)
+        expected = sum_over_nodes(inputs, layout)
+        for how in EXCHANGES:
+            for chunk_bytes in (0, 16 << 10, 40_000, 1 << 20):
+                row = NodeRow(layout.nodes, 1 << 20, how, chunk_bytes, is_faster=True)
+                comm.use_table(comm.table_of_node._replace(nodes=(row,)))
+                x = inputs[comm.rank].clone()
+                what = f"{layout}, {row.describe()}"
+                reason = comm.plan(x).reason
+                assert ("all-to-all" in reason) == (how == PIECES)
+                # Chunks of whole lines for each rank of the node.
+                step = 8 * layout.places
+                count = -(-len(x) // (chunk_bytes // 2 // step * step)) if chunk_bytes else 1
+                assert (f" in {count} chunks" in reason) == (count > 1), (reason, count)
+                assert_bitwise_equal(comm.all_reduce(x), expected, what)
+                assert comm.all_reduce(x, out=x) is x
+                assert_bitwise_equal(x, expected, f"{what}, in place")
+        calls = comm.stats().by_operation()["all_reduce"]
+        assert (calls.calls, calls.bytes) == (16, 16 * 100_006)
+
+
+@pytest.mark.parametrize("layout", [TWO_BY_TWO, Layout(3, 2)], ids=str)
+def test_a_sum_does_not_depend_on_chunks_and_exchanges(ranks: RankPool, layout: Layout) -> None:
+    ranks.run(layout.world, sum_by_each_row, layout)
+
+
+def ask_for_more_than_the_table_serves() -> None:
+    with make(TWO_BY_TWO) as comm:
+        x, weight = torch.ones(1024, 32, dtype=torch.bfloat16), torch.ones(32, dtype=torch.bfloat16)
+        faster = NodeRow(2, 16 << 10, WHOLE, 0, is_faster=True)
+        slower = NodeRow(2, 1 << 20, WHOLE, 0, is_faster=False)
+        of_node = comm.table_of_node
+        for rows, limit in (((faster, slower), 16 << 10), ((slower,), 0), ((faster._replace(nodes=3),), 2 << 20)):
+            comm.use_table(of_node._replace(nodes=rows))
+            assert (comm.table.max_message_bytes, comm.table_of_node.max_message_bytes) == (limit, 64 << 20)
+            serves = limit >= x.nbytes
+            assert comm.accepts(x) == comm.accepts_fused(x, weight) == serves
+            assert comm.accepts(x[:256]) == (limit > 0)
+            assert (comm.plan(x).algorithm == "declined") == (not serves)
+            assert comm.accepts(x[:0])
+    # An option goes before it.
+    with make(TWO_BY_TWO, max_message_bytes=1 << 20) as comm:
+        comm.use_table(comm.table_of_node._replace(nodes=(slower,)))
+        assert comm.all_reduce(x).eq(4).all()
+
+
+def test_larger_messages_than_the_table_serves_are_declined(ranks: RankPool) -> None:
+    ranks.run(4, ask_for_more_than_the_table_serves)
 
 
 def test_the_reference_is_another_sum_than_that_of_one_node() -> None:
