@@ -498,6 +498,11 @@ class Communicator(Answers, GatherScatter, LinearLayers):
         return 1 if self._spread is None else self._spread.nodes
 
     @property
+    def rank_in_node(self) -> int:
+        """The number of this rank among those of its node, from 0."""
+        return self.rank if self._spread is None else self._spread.place
+
+    @property
     def workspace_bytes(self) -> int:
         """Bytes of device memory that this rank holds for the communicator, allocated once; 0 while it is released."""
         return 0 if self.is_released else self._handle.core().workspace_bytes()

@@ -120,6 +120,11 @@ class Spread:
         """How many there are."""
         return len(self._placement.nodes)
 
+    @property
+    def place(self) -> int:
+        """Of this rank in its node."""
+        return self._placement.place
+
     def stop_watching(self) -> None:
         """Tells the other nodes what there is to tell, and listens to them no more. Before the handle is closed."""
         self._watch.stop()
