@@ -53,8 +53,9 @@ def emulated_table() -> TuningTable:
             (64 * MIB, PIECES, 4 * MIB),
         )
     )
-    limits = {"max_fused_bytes": 64 * MIB, "min_symmetric_bytes": 0}
-    return TuningTable("emulated", by_operation(rows), 64 * MIB, **limits, nodes=nodes)
+    return TuningTable(
+        "emulated", by_operation(rows), 64 * MIB, max_fused_bytes=64 * MIB, min_symmetric_bytes=0, nodes=nodes
+    )
 
 
 def rows_of_parts(operation: str, sm_count: int) -> tuple[Row, ...]:

@@ -138,7 +138,7 @@ def norm_over_nodes(layout: Layout) -> None:
                 share = total if comm.rank == 0 else torch.full(shape, -0.0, dtype=dtype)
                 for quantize in (None, "static", "dynamic", *(GROUPS if hidden % 128 == 0 else ())):
                     scale = torch.tensor([0.07]) if quantize == "static" else None
-                    for added in (residual, None):
+                    for added in (residual, None) if quantize is None else (residual,):
                         what = f"{layout} {dtype} {shape} {quantize}{'' if added is None else ' with residual'}"
                         how = {"quantize": quantize, "scale": scale}
                         found = comm.all_reduce_add_rms_norm(inputs[comm.rank], added, weight, EPS, **how)
