@@ -43,21 +43,22 @@ class AllReduceOverNodes(AllReduce):
             return Layout(declined(ALL_REDUCE, nbytes, why), None)
         if count == 0:
             return Layout(without_kernel(ALL_REDUCE, "none", 0, "empty message"), None)
-        in_node, exchange = hierarchy.in_node, hierarchy.exchange
+        in_node = hierarchy.in_node
         row = hierarchy.rows.find(nbytes)
         sizes = chunks(count, row.chunk_bytes, in_node.ranks, dtype.itemsize)
         what = f"{count} {data_type}"
-        between = exchange.describe(row.exchange)
         if in_node.ranks == 1:
-            # Nothing of the node could run beside the exchange.
+            # Nothing of the node could run beside the exchange: there are no chunks.
             return hierarchy.layout(
-                ALL_REDUCE, nbytes, what, [between], lambda counter: self._alone(nbytes, dtype, row.exchange, counter)
+                ALL_REDUCE,
+                nbytes,
+                what,
+                [hierarchy.between(row)],
+                lambda counter: self._alone(nbytes, dtype, row.exchange, counter),
             )
         by_size = {size: _Phases.of(in_node, size, data_type, dtype.itemsize) for size in dict.fromkeys(sizes)}
         largest = by_size[sizes[0]]
-        if len(sizes) > 1:
-            between = f"{between} in {len(sizes)} chunks"
-        phases: list[Layout | str] = [largest.scatter, between, largest.gather]
+        phases: list[Layout | str] = [largest.scatter, hierarchy.between(row, len(sizes)), largest.gather]
         return hierarchy.layout(
             ALL_REDUCE, nbytes, what, phases, lambda counter: self._make(sizes, by_size, dtype, row.exchange, counter)
         )

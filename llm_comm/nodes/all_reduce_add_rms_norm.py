@@ -50,7 +50,7 @@ class AllReduceAddRmsNormOverNodes(AllReduceAddRmsNorm):
             return norm
         sizes = slices(count, in_node.ranks, dtype.itemsize)
         scatter = in_node.scatters(sizes, data_type)
-        how = hierarchy.rows.find(problem.message_bytes()).exchange
+        between = hierarchy.rows.find(problem.message_bytes())
 
         def make(counter: _core.Counter) -> Run:
             scatters, norms = in_node.prepare(scatter), in_node.prepare(norm, counter)
@@ -62,10 +62,11 @@ class AllReduceAddRmsNormOverNodes(AllReduceAddRmsNorm):
                 if not scatters(x, address_of(slice_), stream):
                     return False
                 if mine:  # as on the other nodes
-                    exchange.add(slice_, slice_, how)
+                    exchange.add(slice_, slice_, between.exchange)
                 return norms(total.data_ptr(), residual, weight, out, residual_out, scale, stream)
 
             return run
 
-        what = f"{count} {data_type} in rows of {row}, quantization {int(parameters['quantization'])}"
-        return hierarchy.layout(FUSED, problem.message_bytes(), what, [scatter, exchange.describe(how), norm], make)
+        others = ", ".join(f"{name} {value:g}" for name, value in parameters.items())
+        what = f"{count} {data_type} in rows of {row}, {others}"
+        return hierarchy.layout(FUSED, problem.message_bytes(), what, [scatter, hierarchy.between(between), norm], make)

@@ -14,7 +14,7 @@ from llm_comm.nodes.exchange import Exchange
 from llm_comm.nodes.in_node import InNode
 from llm_comm.nodes.placement import Placement
 from llm_comm.nodes.side_stream import SideStream
-from llm_comm.planning.node_rows import NodeRows
+from llm_comm.planning.node_rows import NodeRow, NodeRows
 from llm_comm.planning.plan import NONE, Plan
 from llm_comm.planning.selection import Layout
 from llm_comm.runtime.core_handle import CoreHandle
@@ -109,6 +109,11 @@ class Hierarchy:
         return Layout(
             plan, None, program=lambda counter: self._guarded(operation, f"{operation} of {what}", make(counter))
         )
+
+    def between(self, row: NodeRow, chunks: int = 1) -> str:
+        """What goes between the nodes by a row of ``rows``, in words, and who says so."""
+        in_chunks = f" in {chunks} chunks" if chunks > 1 else ""
+        return f"{self.exchange.describe(row.exchange)}{in_chunks} ({self.rows.origin})"
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """A new buffer."""

@@ -189,7 +189,7 @@ def use_all_of_it() -> None:
         plan = comm.plan(x)
         assert (plan.operation, plan.algorithm, plan.message_bytes) == ("all_reduce", "2PH", 8192)
         assert plan.reason.startswith("2 nodes of 2: reduce_scatter by ")
-        assert "all-gather between the nodes by gloo" in plan.reason
+        assert "all-gather between the nodes by gloo (emulated), all_gather by " in plan.reason
         result = comm.try_all_reduce(x)
         assert result is not None
         assert_bitwise_equal(result, expected, "try_all_reduce")

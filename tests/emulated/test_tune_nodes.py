@@ -61,7 +61,7 @@ def tune(layout: Layout, folder: Path, *options: str) -> int:
         mock.patch.object(Communicator, "use_table", note),
         mock.patch.object(timing, "time_graph", timed),
     ):
-        return cli.main(["tune", "--min", "64K", "--max", "4M", "--reps", "1", *options])
+        return cli.main(["tune", "--min", "64K", "--max", "2M", "--reps", "1", *options])
 
 
 def reasons(layout: Layout, sizes: list[int], folder: Path) -> list[str]:
@@ -92,7 +92,7 @@ def test_a_table_that_was_tuned_over_nodes_is_used(ranks: RankPool, tmp_path: Pa
     # Rows of other numbers of nodes stay, and so does the bound within a node.
     assert any(row.nodes == 5 for row in written.table.nodes)
     assert written.table.max_message_bytes == 64 << 20
-    small, chunked, large = ranks.run(layout.world, reasons, layout, [64 * KIB, 1 << 20, 4 << 20], tmp_path)[0]
+    small, chunked, large = ranks.run(layout.world, reasons, layout, [64 * KIB, 1 << 20, 2 << 20], tmp_path)[0]
     assert small.startswith(f"{layout}".replace("x", " nodes of "))
     assert ("in 2 chunks" in chunked) == (layout.places > 1)
     assert "more than max_message_bytes=1048576" in large
