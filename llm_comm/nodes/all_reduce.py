@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -76,8 +77,7 @@ class AllReduceOverNodes(AllReduce):
         # The last one counts the call.
         gathers_last = in_node.prepare(by_size[sizes[-1]].gather, counter)
         places = [by_size[size].slices[in_node.place] for size in sizes]
-        begins = [sum(sizes[:chunk]) * dtype.itemsize for chunk in range(len(sizes))]
-
+        begins = [begin * dtype.itemsize for begin in accumulate(sizes[:-1], initial=0)]
         beside = side if len(sizes) > 1 else IN_ORDER
 
         def run(x: int, out: int, stream: int) -> bool:

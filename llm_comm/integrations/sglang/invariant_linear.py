@@ -30,7 +30,7 @@ class _State:
     """
     Attributes:
         is_hooked: Whether SGLang's method is hooked.
-        group: Whose communicator computes the layers; None: SGLang does.
+        group: Whose communicator computes the layers; None, or without one any more: SGLang does.
     """
 
     is_hooked = False
@@ -57,6 +57,7 @@ def _around_apply(theirs: Any, method: Any, layer: Any, x: torch.Tensor, bias: t
     weight = layer.weight
     if (
         _State.group is None
+        or _State.group.ca_comm is None  # it has ended, and this is a layer of another engine in this process
         or type(weight) is not torch.nn.Parameter
         or x.dtype != weight.dtype
         or not takes_all_batches_of(weight)

@@ -8,6 +8,7 @@ operators, are imported or used here.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -274,6 +275,9 @@ class LlmCommCommunicator(GatheringCommunicator):
 
     def destroy(self) -> None:
         member, self._member, self._llm_comm, self._parts = self._member, None, None, None
+        invariant_linear = sys.modules.get("llm_comm.integrations.vllm.invariant_linear")
+        if invariant_linear is not None:
+            invariant_linear.deactivate(self.unique_name)
         try:
             if member is not None:
                 member.close()

@@ -52,6 +52,13 @@ def activate(group_name: str) -> None:
     vllm_config.additional_config = {**vllm_config.additional_config, MARK: _VERSION}
 
 
+def deactivate(group_name: str) -> None:
+    """vLLM computes layers again, where the communicator of this group did: its end is not to be that of the layers of
+    another engine in this process."""
+    if _State.group_name == group_name:
+        _State.group_name = None
+
+
 def _asking_llm_comm(theirs: Any) -> Any:
     @functools.wraps(theirs)
     def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:

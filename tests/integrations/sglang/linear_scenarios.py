@@ -10,6 +10,7 @@ import importlib
 import inspect
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -363,6 +364,17 @@ def in_deterministic_mode_compiled_layers_take_batches_of_any_size() -> None:
             close(compiled(x), product(layer, x * 2))
         assert calls == [4, 64, 1]
         assert len(graphs) == 1, "traced anew"
+
+
+@scenario(**INVARIANT)
+def in_deterministic_mode_layers_are_those_of_sglang_in_another_engine_of_the_process() -> None:
+    with served() as (log, _):
+        assert len(log.having("(batch_invariant_linear)")) == (dist_rank() == 0)
+    os.environ["LLM_COMM_BATCH_INVARIANT_LINEAR"] = "engine"
+    meet_elsewhere("second")
+    module = sys.modules["llm_comm.integrations.sglang.invariant_linear"]
+    with served(), mock.patch.object(module, "_linear_of_any_batch", side_effect=AssertionError("not SGLang's")):
+        check(row_parallel(), (4, INPUTS // 2))
 
 
 @scenario(**INVARIANT)

@@ -451,6 +451,18 @@ def batch_invariant_layers_are_those_of_vllm_where_a_rank_cannot_have_others() -
         assert theirs == [(4, INPUTS)]
 
 
+@scenario(**INVARIANT)
+def batch_invariant_layers_are_those_of_vllm_in_another_engine_of_the_process() -> None:
+    with compiler() as first:
+        assert len(first.log.having("(batch_invariant_linear)")) == (dist_rank() == 0)
+    os.environ["LLM_COMM_BATCH_INVARIANT_LINEAR"] = "engine"
+    os.environ["SHARED_DIRECTORY"] = str(shared_directory() / "second")  # where its ranks meet
+    shared_directory().mkdir(exist_ok=True)
+    with compiler(), vllms_own_layers() as theirs:
+        linear_layer(reduce_results=False)(wide(data((4, HIDDEN))))
+        assert theirs == [(4, INPUTS)]
+
+
 @scenario(LLM_COMM_BATCH_INVARIANT_LINEAR="llm_comm")
 def layers_of_large_batches_are_those_of_vllm_outside_of_batch_invariant_mode() -> None:
     with compiler() as vllm:
