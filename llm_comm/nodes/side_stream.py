@@ -23,15 +23,18 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._has_begun = False
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
         """At its end, also by an exception, the current stream waits for all that is on this one: buffers may be given
         back then."""
+        self._has_begun = False
         try:
             yield
         finally:
-            if self._stream is not None:
+            # A stream on which nothing has begun is in no capture, which must not wait for it.
+            if self._stream is not None and self._has_begun:
                 torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def behind(self, enqueue: Callable[[], None]) -> Callable[[], None]:
@@ -45,6 +48,7 @@ class SideStream:
             return _nothing
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
+        self._has_begun = True
         with torch.cuda.stream(self._stream):
             enqueue()
         done = self._stream.record_event()
