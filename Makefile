@@ -42,7 +42,7 @@ sanitize: $(VENV)/.base ## The emulator and the host code under AddressSanitizer
 	  $(VENV)/bin/cmake -S tests/sanitizers -B build/sanitize-$$kind -G Ninja -DLLM_COMM_SANITIZE=$$kind \
 	    -DCMAKE_MAKE_PROGRAM="$(abspath $(VENV))/bin/ninja" \
 	  && $(VENV)/bin/cmake --build build/sanitize-$$kind \
-	  && $(VENV)/bin/ctest --test-dir build/sanitize-$$kind --output-on-failure --parallel $(JOBS) || exit 1; \
+	  && $(VENV)/bin/ctest --test-dir build/sanitize-$$kind --output-on-failure --timeout 300 --parallel $(JOBS) || exit 1; \
 	done
 
 mutants: $(VENV)/.installed ## Small bugs in copies of the sources: do the tests notice? (ARGS="--list", ARGS="-k overlap")

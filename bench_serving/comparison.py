@@ -116,8 +116,16 @@ def arm_environment(arm: Arm, settings: Settings) -> dict[str, str]:
 
 def _deterministic(arm: Arm) -> dict[str, str]:
     """Has vLLM be batch-invariant (SGLang has an option), and llm_comm take part in either engine's mode."""
-    ours = {"LLM_COMM_DETERMINISTIC": "1", "LLM_COMM_BATCH_INVARIANT_NORM": "llm_comm"} if arm.llm_comm else {}
-    return {"VLLM_BATCH_INVARIANT": "1", **ours}
+    mode = {"VLLM_BATCH_INVARIANT": "1"}
+    if not arm.llm_comm:
+        return mode
+    linear = "engine" if arm.linear_apart or arm.norms_apart else "llm_comm"
+    return {
+        **mode,
+        "LLM_COMM_DETERMINISTIC": "1",
+        "LLM_COMM_BATCH_INVARIANT_NORM": "llm_comm",
+        "LLM_COMM_BATCH_INVARIANT_LINEAR": linear,
+    }
 
 
 def _nccl_library() -> dict[str, str]:

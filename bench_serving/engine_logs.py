@@ -30,6 +30,7 @@ _PARTS = re.compile(r"llm_comm: first \w*(?:all_gather|reduce_scatter)\w* of gro
 # What the library in place of NCCL says of a communicator that it serves.
 _NCCL_LIBRARY = re.compile(r"llm_comm-nccl \[\d+\] INFO communicator of \d+ ranks[^\n]*: served by [^\n]*")
 _NORMS_APART = re.compile(r"not fused with RMSNorm: fuse is false")
+_INVARIANT_LINEAR = re.compile(r"linear layers by llm_comm at every size")
 _LINEAR_APART = re.compile(r"linear layers are \w+'s: fuse_linear is false")
 _VLLM_BACKENDS = re.compile(r"Using \[([^\]]*)\] all-reduce backends[^\n]*for group 'tp[^\n]*")
 # What vLLM's fusion with FlashInfer says of its workspace, and FlashInfer's way of using multicast.
@@ -64,11 +65,14 @@ def evidence(settings: Settings, arm: Arm, log: str) -> list[str]:
         _expect(log, _PARTS, False, "llm_comm has gathered or scattered")
     found += _expect(log, _NORMS_APART, arm.norms_apart, "llm_comm was told not to fuse")
     found += _expect(log, _PROGRAMS, arm.programs, "programs of llm_comm.dsl serve all-reduces")
-    if fuses and not arm.linear_apart:
+    invariant = settings.deterministic and arm.llm_comm and not (arm.linear_apart or arm.norms_apart)
+    found += _expect(log, _INVARIANT_LINEAR, invariant, "linear layers are llm_comm's at every size")
+    if invariant or (fuses and not arm.linear_apart):
         found += [match[0] for match in _LINEAR.finditer(log)]
     else:
         _expect(log, _LINEAR, False, "llm_comm has computed a linear layer")
-    if fuses == arm.fuses:  # else nothing is said of layers, as norms are not fused
+    # Else nothing is said of layers as norms are not fused, or another reason.
+    if fuses == arm.fuses and not settings.deterministic:
         told = "llm_comm was told to leave linear layers alone"
         found += _expect(log, _LINEAR_APART, arm.linear_apart, told)
     found += _expect(log, re.compile(re.escape(FREE_MARK)), arm.free, "all-reduces are replaced by nothing")

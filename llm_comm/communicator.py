@@ -426,7 +426,7 @@ class Communicator(Answers, GatherScatter, LinearLayers):
         """
         self._planner.check_table(table)
         if self._spread is not None:
-            self._spread.use_table(table)
+            table = self._spread.use_table(table)
         self._planner.table = table
         self._forget()
 
@@ -468,8 +468,13 @@ class Communicator(Answers, GatherScatter, LinearLayers):
 
     @property
     def table(self) -> TuningTable:
-        """The tuning table that selects."""
+        """The tuning table that selects; over several nodes with the bound of messages that holds there."""
         return self._planner.table
+
+    @property
+    def table_of_node(self) -> TuningTable:
+        """The same with the bound within a node."""
+        return self._planner.table if self._spread is None else self._spread.table
 
     @property
     def programs(self) -> Mapping[str, Kernels]:
@@ -491,6 +496,11 @@ class Communicator(Answers, GatherScatter, LinearLayers):
     def nodes(self) -> int:
         """On how many nodes the ranks are (docs/nodes.md)."""
         return 1 if self._spread is None else self._spread.nodes
+
+    @property
+    def rank_in_node(self) -> int:
+        """The number of this rank among those of its node, from 0."""
+        return self.rank if self._spread is None else self._spread.place
 
     @property
     def workspace_bytes(self) -> int:

@@ -154,6 +154,7 @@ _OPTIONS: dict[str, _Option] = {
     "reduce_scatter": _BOOLEAN,
     "deterministic": _BOOLEAN,
     "batch_invariant_norm": _one_of("engine", "llm_comm"),
+    "batch_invariant_linear": _one_of("engine", "llm_comm"),
     "debug": _BOOLEAN,
     "share_gpu": _BOOLEAN,
     "sleep": _BOOLEAN,
@@ -249,6 +250,8 @@ class Config:
             token must not depend on its batch (VLLM_BATCH_INVARIANT, SGLang's deterministic mode). ``"engine"``: its
             own, and none is fused. ``"llm_comm"``: fused ones, at every message size; ``max_fused_bytes`` of the tuning
             table bounds nothing. In any other mode engine integrations take it for ``"engine"``.
+        batch_invariant_linear: The same of linear layers without quantization. ``"llm_comm"``: those of served shapes,
+            in batches of any size, 64 tokens at a time: faster in small batches, and slower in prefills.
         debug: The ranks compare each call before they run it, and two operations at once are noticed: MismatchError and
             ConcurrentUseError in place of wrong sums. Emulated devices always do.
         share_gpu: Ranks may use one GPU together. For tests only: the driver gives them time slices in turn, so that an
@@ -295,6 +298,7 @@ class Config:
     reduce_scatter: bool = True
     deterministic: bool = False
     batch_invariant_norm: str = "engine"
+    batch_invariant_linear: str = "engine"
     debug: bool = False
     share_gpu: bool = False
     sleep: bool = False

@@ -106,7 +106,7 @@ def usable_gpus() -> tuple[int, str]:
     return count, "only one GPU" if count == 1 else ""
 
 
-def place(world: int | None, device: str, preferred: Sequence[int] = WORLDS) -> Placement:
+def place(world: int | None, device: str, preferred: Sequence[int] = WORLDS, *, over_nodes: bool = False) -> Placement:
     """Decides how many ranks run, and on what. The same on every rank of a host.
 
     Args:
@@ -114,6 +114,7 @@ def place(world: int | None, device: str, preferred: Sequence[int] = WORLDS) -> 
             emulated ranks. Inside a launched group the group's size decides.
         device: "cuda", "emulated", or "auto" for GPUs where there are enough of them.
         preferred: the numbers of ranks to choose a default from.
+        over_nodes: whether a launched group may have more ranks, on several machines.
 
     Raises:
         ConfigError: ``world`` is not in ``WORLDS``, contradicts the launched group, or needs missing GPUs.
@@ -127,9 +128,9 @@ def place(world: int | None, device: str, preferred: Sequence[int] = WORLDS) -> 
     gpus, why_none = usable_gpus()
     if world is None:
         world = _default_world(gpus if device != "emulated" else 0, preferred)
-    if world not in WORLDS:
-        raise ConfigError(f"{asked}: a command runs {WORLDS[0]} to {WORLDS[-1]} ranks")
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(world))) if in_rank() else world
+    if world not in WORLDS and not (over_nodes and ranks_here < world and ranks_here <= WORLDS[-1]):
+        raise ConfigError(f"{asked}: a command runs {WORLDS[0]} to {WORLDS[-1]} ranks")
     if device == "emulated":
         return Placement(world, on_gpu=False, reason="as asked")
     if gpus >= ranks_here:

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from fused_reference import (
+    EPS,
+    FUSED_DTYPES,
+    GROUPS,
+    assert_normed,
+    canonical,
+    exact_norm,
+    operands_of,
+    quantized,
+    scales_of,
+)
 from harness import make_communicator
 from parts_reference import ANY_DTYPES, Division, assert_same_bits, assert_untouched_outside, drawn_bits, placed
 from parts_reference import drawn_division as drawn_parts
@@ -79,6 +91,16 @@ def drawn_count(draw: random.Random, most: int) -> int:
     )
 
 
+#: A random call. Returns how many were made of the communicator.
+Call = Callable[[llm_comm.Communicator, Layout, random.Random, int, str], int]
+
+
+def calls_of(layout: Layout) -> tuple[Call, ...]:
+    """What a layout serves: nodes of one rank make no norms."""
+    plain = (_all_reduce, _reduce_scatter, _all_gather)
+    return (*plain, _fused) if layout.places > 1 else plain
+
+
 def run_random_cases(layout: Layout, seed: int, cases: int, most: int, **options: object) -> dict[str, int]:
     """Random calls, each compared bitwise with a reference that is the same on all ranks. Returns how many of each.
 
@@ -87,13 +109,13 @@ def run_random_cases(layout: Layout, seed: int, cases: int, most: int, **options
         most: Elements of a tensor.
     """
     draw = random.Random(f"{layout} {seed}")
-    counts: dict[str, int] = {}
+    calls, counts, made = calls_of(layout), dict[str, int](), 0
     with make(layout, **options) as comm:
         for case in range(cases):
-            call = draw.choice((_all_reduce, _reduce_scatter, _all_gather))
-            call(comm, layout, draw, most, f"{layout} seed {seed} case {case} rank {comm.rank}")
+            call = calls[case] if case < len(calls) else draw.choice(calls)
+            made += call(comm, layout, draw, most, f"{layout} seed {seed} case {case} rank {comm.rank}")
             counts[call.__name__] = counts.get(call.__name__, 0) + 1
-        assert sum(calls.calls for calls in comm.stats().calls) == cases
+        assert sum(calls.calls for calls in comm.stats().calls) == made
     return counts
 
 
@@ -104,7 +126,7 @@ def run_random_cases_over(transport: str, part_bytes: int, *of_cases: Any) -> di
         return run_random_cases(*of_cases, node_transport=transport)
 
 
-def _all_reduce(comm: llm_comm.Communicator, layout: Layout, draw: random.Random, most: int, what: str) -> None:
+def _all_reduce(comm: llm_comm.Communicator, layout: Layout, draw: random.Random, most: int, what: str) -> int:
     dtype = draw.choice(DTYPES)
     inputs = drawn_inputs(draw, layout.world, drawn_count(draw, most), dtype)
     expected = sum_over_nodes(inputs, layout)
@@ -121,9 +143,10 @@ def _all_reduce(comm: llm_comm.Communicator, layout: Layout, draw: random.Random
     assert_bitwise_equal(found, expected, what)
     assert_untouched_outside(around_x, x, what)
     assert_untouched_outside(around_out, out, what)
+    return 1
 
 
-def _reduce_scatter(comm: llm_comm.Communicator, layout: Layout, draw: random.Random, most: int, what: str) -> None:
+def _reduce_scatter(comm: llm_comm.Communicator, layout: Layout, draw: random.Random, most: int, what: str) -> int:
     dtype = draw.choice(DTYPES)
     division = drawn_parts(draw, layout.world, most)
     inputs = drawn_inputs(draw, layout.world, torch.Size(division.shape).numel(), dtype)
@@ -133,9 +156,10 @@ def _reduce_scatter(comm: llm_comm.Communicator, layout: Layout, draw: random.Ra
     found = comm.reduce_scatter(x.view(division.shape), division.dim, _sizes(draw, division))
     assert_bitwise_equal(found, expected.contiguous(), what)
     assert_untouched_outside(around, x, what)
+    return 1
 
 
-def _all_gather(comm: llm_comm.Communicator, layout: Layout, draw: random.Random, most: int, what: str) -> None:
+def _all_gather(comm: llm_comm.Communicator, layout: Layout, draw: random.Random, most: int, what: str) -> int:
     dtype = draw.choice(ANY_DTYPES)
     division = drawn_parts(draw, layout.world, most)
     whole = drawn_bits(division.shape, dtype, draw.randrange(1000))
@@ -145,6 +169,43 @@ def _all_gather(comm: llm_comm.Communicator, layout: Layout, draw: random.Random
     found = comm.all_gather(part, division.dim, _sizes(draw, division))
     assert_same_bits(found, whole, what)
     assert_untouched_outside(around, x, what)
+    return 1
+
+
+def _fused(comm: llm_comm.Communicator, layout: Layout, draw: random.Random, most: int, what: str) -> int:
+    dtype = draw.choice(FUSED_DTYPES)
+    quantize = draw.choice((None, "static", "dynamic", *GROUPS))
+    hidden = draw.choice((128, 256, 1152)) if quantize in GROUPS else 8 * draw.randint(1, 150)
+    rows = draw.choice((1, 2, draw.randint(1, max(1, most // hidden))))
+    shape = (rows, hidden)
+    inputs = drawn_inputs(draw, layout.world, rows * hidden, dtype)
+    residual, weight = operands_of(rows, hidden, dtype, draw.randrange(1000))
+    given = residual.clone() if draw.random() < 0.8 else None
+    total = sum_over_nodes(inputs, layout).view(shape)
+    expected = total if given is None else canonical(total + given)
+    x, around = placed(inputs[comm.rank], draw.randrange(9))
+    scale = torch.tensor([0.05]) if quantize == "static" else None
+    in_place = draw.random() < 0.5
+    out = x.view(shape) if in_place and quantize is None else None
+    residual_out = given if in_place else None
+    what = f"fused {what}: {dtype} {shape} {quantize}{' in place' * in_place}"
+    normed, new_residual, *scales = comm.all_reduce_add_rms_norm(
+        x.view(shape), given, weight, EPS, out=out, residual_out=residual_out, quantize=quantize, scale=scale
+    )
+    assert_bitwise_equal(canonical(new_residual), expected, f"new residual of {what}")
+    assert_untouched_outside(around, x, what)
+    if quantize is None:
+        assert_normed(normed, exact_norm(expected, weight, EPS), what)
+        return 1
+    # What is quantized are the rows that the same call returns without.
+    given = None if given is None else residual
+    rows_before = comm.all_reduce_add_rms_norm(inputs[comm.rank].view(shape), given, weight, EPS)[0]
+    if scale is None:
+        (scale,) = scales
+        assert torch.equal(scale, scales_of(rows_before, quantize)), f"scales of {what}"
+    found, wanted = normed.float(), quantized(rows_before, quantize, scale).float()
+    assert torch.equal(found.nan_to_num(1e9), wanted.nan_to_num(1e9)), what
+    return 2
 
 
 def _sizes(draw: random.Random, division: Division) -> list[int] | None:

@@ -33,8 +33,11 @@ MEASURED_RANKS = 4
 RANKS_OF_NODE = 8
 NODES = (2, 4, 8)
 SIZES = tuple(1 << power for power in range(13, 29))  # 8 KiB to 256 MiB
-#: docs/nodes.md: node sums above it are exchanged in pieces where there are three nodes or more.
+#: Slices above it are exchanged in pieces where there are three nodes or more (llm_comm/planning/node_rows.py).
 WHOLE_BELOW = 64 << 10
+
+#: Chunks of a quarter of a MiB or more are tried.
+LEAST_CHUNK = 256 << 10
 
 #: Microseconds, by algorithm and protocol (LL, LL128, Simple): baseLat and hwLat of NCCL's tuning.cc.
 BASE = {"tree": (4.4, 4.4, 0.0), "ring": (3.6, 10.0, 8.4)}
@@ -111,10 +114,30 @@ def between_nodes(nodes: int, size: float, given: Assumptions) -> float:
 
 
 def hierarchical(nodes: int, size: int, given: Assumptions) -> float:
-    """Reduce-scatter, exchange and all-gather, one behind the other, as they are today."""
+    """Reduce-scatter, exchange and all-gather, one behind the other."""
     slice_bytes = size / RANKS_OF_NODE
     phases = in_node("reduce_scatter", size, given) + between_nodes(nodes, slice_bytes, given)
     return phases + in_node("all_gather", size, given) + 2 * given.launch_us
+
+
+def pipelined(nodes: int, size: int, chunk: int, given: Assumptions) -> float:
+    """The same in chunks: each is exchanged while the node scatters the next one, and gathers the one before it."""
+    in_node_us = exchanged_us = gathered_from = 0.0
+    for first in range(0, size, chunk):
+        part = min(chunk, size - first)
+        in_node_us += in_node("reduce_scatter", part, given) + (given.launch_us if first else 0)
+        begin = max(in_node_us, exchanged_us) + given.launch_us
+        before, exchanged_us = exchanged_us, begin + between_nodes(nodes, part / RANKS_OF_NODE, given)
+        if first:
+            in_node_us = max(in_node_us, before) + given.launch_us + in_node("all_gather", chunk, given)
+        gathered_from = max(in_node_us, exchanged_us) + given.launch_us
+    return gathered_from + in_node("all_gather", part, given)
+
+
+def best_chunk(nodes: int, size: int, given: Assumptions) -> tuple[int, float]:
+    """Bytes of the chunks that are best, the message itself if none are, and the microseconds."""
+    chunks = [size >> power for power in range(5) if size >> power >= LEAST_CHUNK]
+    return min(((chunk, pipelined(nodes, size, chunk, given)) for chunk in chunks or [size]), key=lambda one: one[1])
 
 
 def flat(nodes: int, size: int, given: Assumptions) -> float:
@@ -144,6 +167,16 @@ def predicted(nodes: int) -> list[dict[str, Any]]:
         rows.append(
             {"bytes": size, "us": round(ours, 1), "nccl_us": round(nccl, 1), "ratio": [round(r, 2) for r in ratios]}
         )
+    return rows
+
+
+def in_chunks(nodes: int) -> list[dict[str, Any]]:
+    """By size: the best chunks, their time, and how many times faster than NCCL they are, probably."""
+    rows = []
+    for size in SIZES:
+        chunk, us = best_chunk(nodes, size, MIDDLE)
+        ratio = flat(nodes, size, MIDDLE) / us
+        rows.append({"bytes": size, "chunk_bytes": chunk, "us": round(us, 1), "ratio": round(ratio, 2)})
     return rows
 
 
@@ -186,12 +219,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{nodes} nodes of {RANKS_OF_NODE}: bytes, us, us of NCCL, ratio at worst, probably, at best")
         for row in rows:
             print(f"{row['bytes']:>11} {row['us']:9.1f} {row['nccl_us']:9.1f}  ", *(f"{r:5.2f}" for r in row["ratio"]))
+    chunked = {str(nodes): in_chunks(nodes) for nodes in NODES}
+    for nodes, rows in chunked.items():
+        print(f"{nodes} nodes of {RANKS_OF_NODE}, in chunks: bytes, bytes of a chunk, us, ratio")
+        for row in rows:
+            print(f"{row['bytes']:>11} {row['chunk_bytes']:>11} {row['us']:9.1f}   {row['ratio']:5.2f}")
     if options.json is not None:
         content = {
             "what": "a prediction of tools/nodes_model.py: nothing of it has been measured",
             "in_node": {"file": IN_NODE, **{name: asdict(fitted(name)) for name in ("all_gather", "reduce_scatter")}},
             "assumptions": {"for llm_comm": asdict(OURS), "probable": asdict(MIDDLE), "for NCCL": asdict(THEIRS)},
             "nodes": figures,
+            "in_chunks": chunked,
         }
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if options.plot is not None:

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
-from llm_comm import _core, launch, outputs, preflight, registry
-from llm_comm.bench import programs, report, tune_install, tune_layers, tune_list
+from llm_comm import _core, launch, preflight, registry
+from llm_comm.bench import programs, report, tune_install, tune_layers, tune_list, tune_nodes
 from llm_comm.bench.agreement import require_alike
 from llm_comm.bench.choosing import Measured, choose_by_means, is_slower, merge, sums_in_switch
 from llm_comm.bench.linear_arms import check_layers
@@ -32,7 +31,6 @@ from llm_comm.communicator import Communicator
 from llm_comm.config import Config, multicast_state
 from llm_comm.errors import ConfigError
 from llm_comm.launch import Placement
-from llm_comm.planning.table_files import table_text
 from llm_comm.planning.tables import ALL_REDUCE, FUSED, MulticastEntry, Row, TuningTable, of_symmetric
 from llm_comm.runtime.multicast import driver_of, name_of
 
@@ -71,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.list or args.remove is not None:
         return tune_list.run(args)
-    placement = launch.place(args.world, args.device)
+    placement = launch.place(args.world, args.device, over_nodes=True)
     if not placement.on_gpu:
         raise ConfigError(f"tune measures GPUs: {placement.reason}")
     asked_for = preflight.check({"--out": args.out, "--json": args.json}, dsl=args.dsl)
@@ -99,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
         require_alike(asked, group)  # before the first of them writes the file
         (record,) = records
         with Communicator(group, placement.device, config) as comm:
+            if comm.nodes > 1:
+                return 0 if tune_nodes.run(comm, group, args, record, asked_for) else 1
             if args.multicast and not comm.multicast.is_up:
                 raise ConfigError(f"--multicast: NVLink multicast cannot be used here: {comm.multicast.why}")
             measured = programs.to_measure(comm, asked_for)
@@ -119,7 +119,8 @@ def run(args: argparse.Namespace) -> int:
                     table = tune_layers.with_layers(tuned(shipped, found), tune_layers.rows_of(layers))
                     if args.multicast:
                         table = table._replace(multicast=entry_of(comm, environment["date"]))
-                    written = _write_table(comm, table, args, environment, asked_for)
+                    of_ranks = comm.device, comm.world_size
+                    written = tune_install.write(table, *of_ranks, args, environment, asked_for, out=args.out)
                 written = record.write(is_complete=left == 0) and written
     return 0 if written else 1
 
@@ -335,28 +336,3 @@ def choice_text(row: Row) -> str:
     """A row's algorithm and its numbers: ``one_shot LL  blocks<=8 tile_lines=16``."""
     shape = " ".join(f"{name}{'<=' if name in _BOUNDS else '='}{value}" for name, value in row.tunables().items())
     return f"{row.algorithm} {row.protocol}  {shape}".rstrip()
-
-
-def _write_table(
-    comm: Communicator,
-    table: TuningTable,
-    args: argparse.Namespace,
-    environment: Mapping[str, Any],
-    config: Config,
-) -> bool:
-    """Writes it where ``--out`` and ``--install`` say; returns whether all of that was done."""
-    device = torch.cuda.get_device_name(comm.device)
-    measured = {
-        "date": environment["date"],
-        **environment["versions"],
-        "operations": list(args.operations),
-        "method": environment["options"]["method"],
-        "complete": environment["complete"],
-        # What the option has to name where a row names a program.
-        **({} if config.dsl is None else {"dsl": config.dsl}),
-    }
-    text = table_text(device, comm.world_size, table, measured)
-    written = args.out is None or outputs.write_text("--out", args.out, text)
-    if args.install:
-        written = tune_install.install(text, device, comm.world_size, measured, config, force=args.force) and written
-    return written

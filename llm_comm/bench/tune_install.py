@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Mapping
@@ -9,12 +10,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from llm_comm import outputs
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
 from llm_comm.locks import locked
 from llm_comm.planning.installed import file_name, table_directory
-from llm_comm.planning.table_files import load_table, read_measured
+from llm_comm.planning.table_files import load_table, read_measured, table_text
+from llm_comm.planning.tables import TuningTable
 
 _OPTION = "--install"
 _LOCK = ".lock"
@@ -53,6 +57,39 @@ def directory_or_error(option: str) -> Path:
     if directory is None:
         raise ConfigError(f"{option}: this user has no home: set LLM_COMM_TABLE_DIR to the directory of tuning tables")
     return directory
+
+
+def write(
+    table: TuningTable,
+    device: torch.device,
+    world_size: int,
+    args: argparse.Namespace,
+    environment: Mapping[str, Any],
+    config: Config,
+    *,
+    out: Path | None,
+) -> bool:
+    """Writes a table where ``out`` and ``--install`` say; returns whether all of that was done.
+
+    Args:
+        table: For so many ranks of the device.
+        args, environment, config: Of the run.
+    """
+    device_name = torch.cuda.get_device_name(device)
+    measured = {
+        "date": environment["date"],
+        **environment["versions"],
+        "operations": list(args.operations),
+        "method": environment["options"]["method"],
+        "complete": environment["complete"],
+        # What the option has to name where a row names a program.
+        **({} if config.dsl is None else {"dsl": config.dsl}),
+    }
+    text = table_text(device_name, world_size, table, measured)
+    written = out is None or outputs.write_text("--out", out, text)
+    if args.install:
+        written = install(text, device_name, world_size, measured, config, force=args.force) and written
+    return written
 
 
 def install(

@@ -15,8 +15,8 @@ from llm_comm.errors import ConfigError
 from llm_comm.planning.tables import Row
 
 _COMMAND = "tune"
-# The GPUs of a machine are alike: which of them a run was given says nothing about it.
-_NOT_COMPARED = ("CUDA_VISIBLE_DEVICES",)
+# The GPUs of a machine are alike, and so are nodes: which of them a run, or a rank, was given says nothing about it.
+_NOT_COMPARED = ("CUDA_VISIBLE_DEVICES", "LLM_COMM_NODE")
 _TO_DO = "name another file, or remove this one to measure anew"
 
 
@@ -39,6 +39,8 @@ class Record:
         self._sizes: dict[str, dict[int, AtSize]] = {}
         #: Of linear layers: what ``llm-comm bench linear`` would write of each. Another run measures them anew.
         self.layers: list[dict[str, Any]] = []
+        #: Over several nodes: the rows that were found, by size. Another run measures them anew too.
+        self.nodes: list[dict[str, Any]] = []
         self._has_told = False
         if path is not None and path.is_file() and path.stat().st_size > 0:
             self._read(path)
@@ -90,7 +92,8 @@ class Record:
         """The content of the file."""
         sizes = {key: [_entry(found[size]) for size in sorted(found)] for key, found in self._sizes.items() if found}
         layers = {"layers": self.layers} if self.layers else {}
-        return {**self._head, "complete": is_complete, "operations": sizes, **layers}
+        nodes = {"nodes": self.nodes} if self.nodes else {}
+        return {**self._head, "complete": is_complete, "operations": sizes, **layers, **nodes}
 
     def _read(self, path: Path) -> None:
         try:

@@ -16,8 +16,8 @@ from llm_comm.config import MIB, Config
 from llm_comm.errors import CommunicatorError, ConfigError, LlmCommError, MissingRankError
 from llm_comm.installation import VERSION
 from llm_comm.integrations import sleeping, statistics
+from llm_comm.nodes.all_reduce_add_rms_norm import WHY_NOT_ALONE
 from llm_comm.nodes.placement import find as placement_of
-from llm_comm.nodes.within_a_node import WHY as WITHIN_A_NODE
 from llm_comm.planning.catalogue import check_table_option
 from llm_comm.planning.multicast import NO_MULTICAST, Multicast, why_not
 from llm_comm.planning.programs import NO_PROGRAMS, Kernels
@@ -343,7 +343,7 @@ def enter(
 
 def why_not_fused(communicator: Communicator) -> str | None:
     """Why no all-reduce of the group is fused with its norm, if so: the same on all ranks."""
-    return f"it {WITHIN_A_NODE}" if communicator.nodes > 1 else None
+    return f"it {WHY_NOT_ALONE}" if communicator.nodes == communicator.world_size > 1 else None
 
 
 def in_rank_order(config: Config, mode: str, log: logging.Logger) -> Config:
@@ -363,7 +363,8 @@ def for_batch_invariance(config: Config, mode: str, is_on: bool, log: logging.Lo
         is_on: Whether the engine is in it.
     """
     if not is_on:
-        return config if config.batch_invariant_norm == "engine" else config.replace(batch_invariant_norm="engine")
+        is_usual = config.batch_invariant_norm == config.batch_invariant_linear == "engine"
+        return config if is_usual else config.replace(batch_invariant_norm="engine", batch_invariant_linear="engine")
     config = in_rank_order(config, mode, log)
     if "max_message_bytes" not in config.origins:
         # A sum must not depend on the size of its batch. llm_comm sums alike at every size; to change over to the

@@ -9,6 +9,7 @@ import torch
 from llm_comm import _core
 from llm_comm.communicator import Communicator
 from llm_comm.operations.linear import ALIGNMENT
+from llm_comm.planning.layers import takes_features
 
 #: Of FP8: of x, and of the weight.
 Scales = tuple[torch.Tensor, torch.Tensor]
@@ -33,8 +34,18 @@ FIRST_LINEAR_SILU_AND_MUL = (
 )
 
 
+#: In the mode in which a token's result must not depend on its batch.
+FIRST_INVARIANT_LINEAR = (
+    "llm_comm: first linear layer of any number of tokens computed by llm_comm (%d ranks, shape %s, weight %s)"
+)
+
+#: Said of linear layers, at start, where they are llm_comm's in all batches.
+LINEAR_AT_EVERY_SIZE = "; linear layers by llm_comm at every size (batch_invariant_linear)"
+
+
 def why_not_linear(communicator: Communicator) -> str | None:
-    """Why no linear layer of an engine is computed by llm_comm, if so. The same on all ranks."""
+    """Why no linear layer of an engine is computed by llm_comm where few tokens are faster so, if none is. The same on
+    all ranks."""
     config = communicator.config
     if config.batch_invariant_norm == "llm_comm":  # the engine is in its batch-invariant mode
         return f"batches of more than {_core.linear_max_tokens} tokens would be the engine's, with other bits"
@@ -107,6 +118,37 @@ def try_linear_silu_and_mul(
     return None
 
 
+def takes_all_batches_of(weight: torch.Tensor) -> bool:
+    """Whether ``linear_of_any_batch`` computes the layer of ``weight``. It does so for all batches or for none."""
+    return (
+        weight.dtype in (torch.bfloat16, torch.float16)
+        and weight.dim() == 2
+        and weight.is_contiguous()
+        and all(takes_features(features) for features in weight.shape)
+    )
+
+
+def linear_of_any_batch(communicator: Communicator, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``x @ weight.T`` of any number of rows, as many at a time as ``communicator.linear`` takes. The bits of a row
+    depend on nothing beside it.
+
+    Args:
+        x: [..., inputs], of the dtype of ``weight``.
+        weight: [outputs, inputs], which ``takes_all_batches_of`` takes and ``is_aligned``.
+
+    Raises:
+        UnsupportedInputError: Something does not fit. An engine's kernel would have other bits.
+        CommunicatorError: An earlier call has failed.
+    """
+    outputs, inputs = weight.shape
+    tokens = x.numel() // inputs
+    rows, y = x.contiguous().view(tokens, inputs), x.new_empty((tokens, outputs))
+    for first in range(0, tokens, _core.linear_max_tokens):
+        part = slice(first, first + _core.linear_max_tokens)
+        communicator.linear(rows[part], weight, out=y[part])
+    return y.view(*x.shape[:-1], outputs)
+
+
 def scaling(scales: Scales | None, out_dtype: torch.dtype | None = None) -> dict[str, Any]:
     """As the communicator's methods take it: scales of x and of the weight are a parameter's, in classes of engines."""
     if scales is None:
@@ -122,12 +164,14 @@ def is_aligned(weight: torch.Tensor) -> bool:
     return weight.data_ptr() % ALIGNMENT == 0
 
 
-def about_linear(engine: str, why_not: str | None, most_tokens: int) -> str:
+def about_linear(communicator: Communicator, engine: str, why_not: str | None, most_tokens: int) -> str:
     """For the line in the log that says what llm_comm does: with the linear layers of ``engine``.
 
     Args:
         why_not: They are computed by the engine; None: by llm_comm, up to ``most_tokens``.
     """
+    if communicator.config.batch_invariant_linear == "llm_comm":  # of which something else is said
+        return ""
     if why_not is not None:
         return f"; linear layers are {engine}'s: {why_not}"
     return f"; linear layers of up to {most_tokens} tokens by llm_comm"

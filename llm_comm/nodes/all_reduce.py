@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
+
 import torch
 
 from llm_comm import _core
-from llm_comm.nodes.hierarchy import Hierarchy, Run, slices
-from llm_comm.nodes.in_node import address_of
+from llm_comm.nodes.exchange import Exchange
+from llm_comm.nodes.hierarchy import Hierarchy, Run, chunks, slices
+from llm_comm.nodes.in_node import InNode, address_of
 from llm_comm.nodes.memory import bytes_at
+from llm_comm.nodes.side_stream import IN_ORDER
 from llm_comm.operations.all_reduce import AllReduce
 from llm_comm.planning.plan import Problem, declined, without_kernel
 from llm_comm.planning.planner import Planner
@@ -37,41 +44,93 @@ class AllReduceOverNodes(AllReduce):
             return Layout(declined(ALL_REDUCE, nbytes, why), None)
         if count == 0:
             return Layout(without_kernel(ALL_REDUCE, "none", 0, "empty message"), None)
-        in_node, exchange = hierarchy.in_node, hierarchy.exchange
-        sizes = slices(count, in_node.ranks, dtype.itemsize)
+        in_node = hierarchy.in_node
+        row = hierarchy.rows.find(nbytes)
+        sizes = chunks(count, row.chunk_bytes, in_node.ranks, dtype.itemsize)
         what = f"{count} {data_type}"
-        between = exchange.describe(sizes[0] * dtype.itemsize)
         if in_node.ranks == 1:
+            # Nothing of the node could run beside the exchange: there are no chunks.
             return hierarchy.layout(
-                ALL_REDUCE, nbytes, what, [between], lambda counter: self._alone(nbytes, dtype, counter)
+                ALL_REDUCE,
+                nbytes,
+                what,
+                [hierarchy.between(row)],
+                lambda counter: self._alone(nbytes, dtype, row.exchange, counter),
             )
-        scatter = in_node.scatters(sizes, data_type)
-        gather = in_node.gathers([size * dtype.itemsize for size in sizes])
+        by_size = {size: _Phases.of(in_node, size, data_type, dtype.itemsize) for size in dict.fromkeys(sizes)}
+        largest = by_size[sizes[0]]
+        phases: list[Layout | str] = [largest.scatter, hierarchy.between(row, len(sizes)), largest.gather]
+        return hierarchy.layout(
+            ALL_REDUCE, nbytes, what, phases, lambda counter: self._make(sizes, by_size, dtype, row.exchange, counter)
+        )
 
-        def make(counter: _core.Counter) -> Run:
-            scatters, gathers = in_node.prepare(scatter), in_node.prepare(gather, counter)
-            mine = sizes[in_node.place]
+    def _make(
+        self, sizes: list[int], by_size: dict[int, _Phases], dtype: torch.dtype, how: str, counter: _core.Counter
+    ) -> Run:
+        """What runs the phases of each chunk. A chunk is scattered while the one before it is exchanged, and that one
+        gathered while the next is: so the links of the node and those between nodes are busy at once."""
+        hierarchy = self._hierarchy
+        in_node, exchange, side = hierarchy.in_node, hierarchy.exchange, hierarchy.side
+        prepared = {
+            size: (in_node.prepare(phases.scatter), in_node.prepare(phases.gather)) for size, phases in by_size.items()
+        }
+        # The last one counts the call.
+        gathers_last = in_node.prepare(by_size[sizes[-1]].gather, counter)
+        places = [by_size[size].slices[in_node.place] for size in sizes]
+        begins = [begin * dtype.itemsize for begin in accumulate(sizes[:-1], initial=0)]
+        beside = side if len(sizes) > 1 else IN_ORDER
 
-            def run(x: int, out: int, stream: int) -> bool:
-                slice_ = hierarchy.empty(mine, dtype)
-                if not scatters(x, address_of(slice_), stream):
-                    return False
-                if mine:  # as on the other nodes
-                    exchange.add(slice_, slice_)
-                return gathers(address_of(slice_), out, stream)
+        def run(x: int, out: int, stream: int) -> bool:
+            def gather(chunk: int) -> bool:
+                slice_, wait = exchanged[chunk]
+                wait()
+                gathers = gathers_last if chunk == len(sizes) - 1 else prepared[sizes[chunk]][1]
+                return gathers(address_of(slice_), out + begins[chunk], stream)
 
-            return run
+            exchanged: list[tuple[torch.Tensor, Callable[[], None]]] = []
+            with beside.joined():
+                for chunk, size in enumerate(sizes):
+                    slice_ = hierarchy.empty(places[chunk], dtype)
+                    scatters, _ = prepared[size]
+                    if not scatters(x + begins[chunk], address_of(slice_), stream):
+                        return False
+                    exchanged.append((slice_, beside.behind(partial(_add, exchange, slice_, how))))
+                    if chunk > 0 and not gather(chunk - 1):
+                        return False
+                return gather(len(sizes) - 1)
 
-        return hierarchy.layout(ALL_REDUCE, nbytes, what, [scatter, between, gather], make)
+        return run
 
-    def _alone(self, nbytes: int, dtype: torch.dtype, counter: _core.Counter) -> Run:
+    def _alone(self, nbytes: int, dtype: torch.dtype, how: str, counter: _core.Counter) -> Run:
         """The same where each node has one rank."""
         hierarchy = self._hierarchy
 
         def run(x: int, out: int, stream: int) -> bool:
             own, total = (bytes_at(address, nbytes, hierarchy.device).view(dtype) for address in (x, out))
-            hierarchy.exchange.add(own, total)
+            hierarchy.exchange.add(own, total, how)
             counter.add()
             return True
 
         return run
+
+
+class _Phases(NamedTuple):
+    """Those of a chunk in the node.
+
+    Attributes:
+        slices: Elements of each place.
+    """
+
+    slices: list[int]
+    scatter: Layout
+    gather: Layout
+
+    @staticmethod
+    def of(in_node: InNode, count: int, data_type: str, itemsize: int) -> _Phases:
+        sizes = slices(count, in_node.ranks, itemsize)
+        return _Phases(sizes, in_node.scatters(sizes, data_type), in_node.gathers([size * itemsize for size in sizes]))
+
+
+def _add(exchange: Exchange, slice_: torch.Tensor, how: str) -> None:
+    if slice_.numel():  # as on the other nodes
+        exchange.add(slice_, slice_, how)

@@ -6,10 +6,7 @@ import torch
 
 from llm_comm.nodes.sums import sum_in_order
 from llm_comm.nodes.transport import Transport
-
-#: Node sums up to this size go to all nodes, and each adds all of them. Larger ones are cut in a piece for each node,
-#: which adds that alone: fewer bytes travel, in two steps. Of two nodes both move the same. Not measured.
-GATHER_BYTES = 64 << 10
+from llm_comm.planning.node_rows import WHOLE
 
 _LINE_BYTES = 16
 
@@ -26,22 +23,23 @@ class Exchange:
         self.transport = transport
         self.nodes = nodes
 
-    def describe(self, nbytes: int) -> str:
-        """What ``add`` does with node sums of so many bytes, for a plan."""
-        steps = "all-gather" if self._gathers(nbytes) else "all-to-all and all-gather"
+    def describe(self, how: str) -> str:
+        """What ``add`` does, for a plan."""
+        steps = "all-gather" if how == WHOLE else "all-to-all and all-gather"
         return f"{steps} between the nodes by {self.transport.name}"
 
-    def add(self, node_sum: torch.Tensor, total: torch.Tensor) -> None:
+    def add(self, node_sum: torch.Tensor, total: torch.Tensor, how: str) -> None:
         """Puts the sum over the nodes into ``total``, bitwise the same on all of them.
 
         Args:
             node_sum: [elements] of bfloat16, float16 or float32, as many on all nodes, at least one; of this node.
             total: Like ``node_sum``; it may be ``node_sum``.
+            how: One of ``node_rows.EXCHANGES``, the same on all nodes. The sum does not depend on it.
 
         Raises:
             RuntimeError: As of the transport.
         """
-        if self._gathers(node_sum.nbytes):
+        if how == WHOLE:
             parts = node_sum.new_empty(self.nodes, node_sum.numel())
             self.gather(parts, node_sum)
             sum_in_order(parts, total)
@@ -79,9 +77,6 @@ class Exchange:
         self.transport.all_to_all(
             _as_bytes(out), _as_bytes(x), [mine * item] * self.nodes, [size * item for size in sizes]
         )
-
-    def _gathers(self, nbytes: int) -> bool:
-        return self.nodes == 2 or nbytes <= GATHER_BYTES
 
 
 def _as_bytes(x: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,8 @@ from llm_comm.nodes.exchange import Exchange
 from llm_comm.nodes.in_node import InNode
 from llm_comm.nodes.lost import lost_partners
 from llm_comm.nodes.placement import Placement
+from llm_comm.nodes.side_stream import SideStream
+from llm_comm.planning.node_rows import NodeRow, NodeRows
 from llm_comm.planning.plan import NONE, Plan
 from llm_comm.planning.selection import Layout
 from llm_comm.runtime.core_handle import CoreHandle
@@ -22,7 +24,8 @@ from llm_comm.runtime.status import RankError, fit
 #: Of the paper: a phase in the node, one between nodes, one in the node.
 ALGORITHM = "2PH"
 
-Run = Callable[[int, int, int], bool]
+#: Takes the addresses of the buffers, and a stream. False: the communicator has failed.
+Run = Callable[..., bool]
 
 
 class Hierarchy:
@@ -33,6 +36,7 @@ class Hierarchy:
         placement: Of its ranks.
         in_node: Calls within the node.
         exchange: Between the nodes.
+        rows: How calls go between them; others may be put in their place.
         hears: Whether another rank knows of a failure, at which the communicator has ended then.
         agreement: Compares calls before they run; None: nobody does.
     """
@@ -43,6 +47,7 @@ class Hierarchy:
         placement: Placement,
         in_node: InNode,
         exchange: Exchange,
+        rows: NodeRows,
         hears: Callable[[], bool],
         agreement: Agreement | None,
     ) -> None:
@@ -50,6 +55,8 @@ class Hierarchy:
         self.placement = placement
         self.in_node = in_node
         self.exchange = exchange
+        self.rows = rows
+        self.side = SideStream(handle.device)
         self._hears = hears
         self._agreement = agreement
         self._handle = handle
@@ -82,7 +89,8 @@ class Hierarchy:
         """
         words = [phase if isinstance(phase, str) else _in_words(phase.plan) for phase in phases]
         within = [phase.plan for phase in phases if isinstance(phase, Layout)]
-        first = within[0] if within else None
+        # What works by rows says most of a call.
+        first = next((plan for plan in within if plan.row), within[0] if within else None)
         reason = f"{self.nodes} nodes of {self.ranks_of_node}: {', '.join(words)}"
         plan = Plan(
             operation=operation,
@@ -97,17 +105,23 @@ class Hierarchy:
             chunk_elements=first.chunk_elements if first else 0,
             message_bytes=message_bytes,
             reason=reason,
+            row=first.row if first else 0,
         )
         return Layout(
             plan, None, program=lambda counter: self._guarded(operation, f"{operation} of {what}", make(counter))
         )
+
+    def between(self, row: NodeRow, chunks: int = 1) -> str:
+        """What goes between the nodes by a row of ``rows``, in words, and who says so."""
+        in_chunks = f" in {chunks} chunks" if chunks > 1 else ""
+        return f"{self.exchange.describe(row.exchange)}{in_chunks} ({self.rows.origin})"
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """A new buffer."""
         return torch.empty(count, dtype=dtype, device=self.device)
 
     def _guarded(self, operation: str, call: str, run: Run) -> Run:
-        def guarded(x: int, out: int, stream: int) -> bool:
+        def guarded(*of_call: int) -> bool:
             try:
                 # Where the first phase is between nodes, nothing else would notice: partners may be at another call.
                 self._handle.check()
@@ -118,7 +132,7 @@ class Hierarchy:
                 if differences:
                     self._end_for_mismatch(differences)
                     return False
-                return run(x, out, stream)
+                return run(*of_call)
             except UnsupportedInputError:  # of this call, on all ranks alike
                 raise
             except CommunicatorError:  # it is known already
@@ -155,6 +169,16 @@ def _first_line(error: Exception) -> str:
 
 def _in_words(plan: Plan) -> str:
     return f"{plan.operation} by {plan.algorithm} ({plan.protocol}) in the node"
+
+
+def chunks(count: int, chunk_bytes: int, places: int, itemsize: int) -> list[int]:
+    """Elements of each chunk of a message, alike but for the last: of whole lines for each place, so that slices are
+    alike too. One where ``chunk_bytes`` is 0."""
+    if chunk_bytes == 0:
+        return [count]
+    step = math.lcm(16, itemsize) // itemsize * places
+    chunk = max(1, chunk_bytes // itemsize // step) * step
+    return [min(chunk, count - first) for first in range(0, count, chunk)]
 
 
 def slices(count: int, places: int, itemsize: int) -> list[int]:

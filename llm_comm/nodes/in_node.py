@@ -1,4 +1,4 @@
-"""The part of a hierarchical operation within a node: all-gathers and reduce-scatters of flat tensors."""
+"""The part of a hierarchical operation within a node: all-gathers and reduce-scatters of flat tensors, and norms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from llm_comm import _core
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.selection import Layout
-from llm_comm.planning.tables import ALL_GATHER, REDUCE_SCATTER
+from llm_comm.planning.tables import ALL_GATHER, FUSED, REDUCE_SCATTER
 from llm_comm.runtime.core_handle import CoreHandle
 
 # An address that no kernel uses: it is of no element.
@@ -39,11 +39,15 @@ class InNode:
         """An all-gather of so many bytes from each place, not all 0."""
         return self._lay_out(ALL_GATHER, sizes, "byte")
 
-    def prepare(self, layout: Layout, counter: _core.Counter | None = None) -> Callable[[int, int, int], bool]:
-        """What takes the addresses of input and output, and a stream. False: the communicator has failed. ``counter``
-        counts the calls."""
+    def norms(self, count: int, row: int, data_type: str, parameters: tuple[float, ...]) -> Layout:
+        """An all-reduce + residual add + RMSNorm of so many elements; ``parameters`` are the operation's own."""
+        return self.planner.lay_out(FUSED, count, row, data_type, parameters)
+
+    def prepare(self, layout: Layout, counter: _core.Counter | None = None) -> Callable[..., bool]:
+        """What takes the addresses of the buffers, and a stream. False: the communicator has failed. ``counter`` counts
+        the calls."""
         assert layout.launches is not None
-        call: Callable[[int, int, int], bool] = self._handle.core().prepare(*layout.launches, None, counter, None)
+        call: Callable[..., bool] = self._handle.core().prepare(*layout.launches, None, counter, None)
         return call
 
     def _lay_out(self, operation: str, sizes: Sequence[int], data_type: str) -> Layout:

@@ -13,6 +13,7 @@ from llm_comm.errors import ConfigError
 from llm_comm.nodes.agreement import Agreement
 from llm_comm.nodes.all_gather import AllGatherOverNodes
 from llm_comm.nodes.all_reduce import AllReduceOverNodes
+from llm_comm.nodes.all_reduce_add_rms_norm import AllReduceAddRmsNormOverNodes
 from llm_comm.nodes.exchange import Exchange
 from llm_comm.nodes.hierarchy import Hierarchy
 from llm_comm.nodes.in_node import InNode
@@ -23,7 +24,7 @@ from llm_comm.nodes.rendezvous import NodeRendezvous
 from llm_comm.nodes.transport import HostTransport, StreamTransport, Transport, kind_of_transport
 from llm_comm.nodes.ucx import UcxTransport
 from llm_comm.nodes.watch import NodeWatch
-from llm_comm.nodes.within_a_node import NoAllReduceAddRmsNorm
+from llm_comm.planning.node_rows import NodeRows, rows_for
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.tables import TuningTable
 from llm_comm.runtime.connect import Connected, compare, connect
@@ -59,6 +60,7 @@ class Spread:
         self.memory_kind = connected.memory_kind
         #: Of all ranks: for what a call is to compute as a whole.
         self.planner = Planner(world, planner.table, config, planner.limits, planner.multicast)
+        self._places = planner.world_size
         self._in_node = Planner(
             planner.world_size,
             planner.table,
@@ -74,24 +76,40 @@ class Spread:
         # As kernels do within a node.
         compares = config.debug or handle.device.type == "cpu"
         agreement = Agreement(transport, placement, handle.device) if compares else None
-        self._hierarchy = Hierarchy(handle, placement, in_node, exchange, node_watch.hears, agreement)
+        rows = self._rows_of(planner.table)
+        self._hierarchy = Hierarchy(handle, placement, in_node, exchange, rows, node_watch.hears, agreement)
+        self.planner.table = self.use_table(planner.table)
         node_watch.start()
 
     def operations(
         self,
-    ) -> tuple[AllReduceOverNodes, NoAllReduceAddRmsNorm, AllGatherOverNodes, ReduceScatterOverNodes]:
+    ) -> tuple[AllReduceOverNodes, AllReduceAddRmsNormOverNodes, AllGatherOverNodes, ReduceScatterOverNodes]:
         """Those of the communicator between its ranks."""
         common = (self.handle, self.planner, self._hierarchy)
         return (
             AllReduceOverNodes(*common),
-            NoAllReduceAddRmsNorm(self.handle, self.planner),
+            AllReduceAddRmsNormOverNodes(*common),
             AllGatherOverNodes(*common),
             ReduceScatterOverNodes(*common),
         )
 
-    def use_table(self, table: TuningTable) -> None:
-        """Selects by another tuning table within the nodes."""
+    def use_table(self, table: TuningTable) -> TuningTable:
+        """Selects by a tuning table, which is of the ranks of one node, within the nodes and between them.
+
+        Returns:
+            What it is for calls as a whole: with another bound of messages.
+        """
         self._in_node.table = table
+        self._hierarchy.rows = rows = self._rows_of(table)
+        return table._replace(max_message_bytes=rows.limit)
+
+    @property
+    def table(self) -> TuningTable:
+        """That of the ranks of one node."""
+        return self._in_node.table
+
+    def _rows_of(self, table: TuningTable) -> NodeRows:
+        return rows_for(table.nodes, table.name, self.nodes, self._places)
 
     def describe(self) -> str:
         """For the log: "2 nodes of 4 ranks, NCCL between them"."""
@@ -102,6 +120,11 @@ class Spread:
     def nodes(self) -> int:
         """How many there are."""
         return len(self._placement.nodes)
+
+    @property
+    def place(self) -> int:
+        """Of this rank in its node."""
+        return self._placement.place
 
     def stop_watching(self) -> None:
         """Tells the other nodes what there is to tell, and listens to them no more. Before the handle is closed."""

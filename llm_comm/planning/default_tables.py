@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llm_comm.config import MIB
+from llm_comm.planning.node_rows import PIECES, WHOLE, NodeRow
 from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, FUSED, REDUCE_SCATTER, Row, TuningTable, by_operation
 
 #: For each SM; what is best on an H200.
@@ -42,7 +43,19 @@ def emulated_table() -> TuningTable:
         Row(64 * MIB, ALL_REDUCE, "two_shot_pull_hb", "HB", blocks=3, tile_lines=16),
         Row(64 * MIB, "all_gather", "direct_push_hb", "HB", blocks=3, tile_lines=16),
     )
-    return TuningTable("emulated", by_operation(rows), 64 * MIB, max_fused_bytes=64 * MIB, min_symmetric_bytes=0)
+    nodes = tuple(
+        NodeRow(count, up_to, exchange if count > 2 else WHOLE, chunk_bytes, is_faster=True)
+        for count in range(2, 9)
+        for up_to, exchange, chunk_bytes in (
+            (32 * 1024, WHOLE, 0),
+            (64 * 1024, PIECES, 0),
+            (MIB, PIECES, 32 * 1024),
+            (64 * MIB, PIECES, 4 * MIB),
+        )
+    )
+    return TuningTable(
+        "emulated", by_operation(rows), 64 * MIB, max_fused_bytes=64 * MIB, min_symmetric_bytes=0, nodes=nodes
+    )
 
 
 def rows_of_parts(operation: str, sm_count: int) -> tuple[Row, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -12,8 +12,9 @@ import yaml
 
 from llm_comm import registry
 from llm_comm.errors import ConfigError
-from llm_comm.planning import layers
+from llm_comm.planning import layers, node_rows
 from llm_comm.planning.layers import LayerRow
+from llm_comm.planning.node_rows import NodeRow
 from llm_comm.planning.programs import PROTOCOL
 from llm_comm.planning.tables import (
     ALL_REDUCE,
@@ -34,8 +35,9 @@ _BY_OPERATION = "min_symmetric_bytes"  # may be
 _LIMITS = ("max_fused_bytes", "fused_blocks", _BY_OPERATION)
 _MULTICAST = "multicast"
 _LAYERS = "layers"
+_NODES = "nodes"
 _MEASURED = "measured"
-_OPTIONAL_KEYS = (*_LIMITS, _MEASURED, _MULTICAST, _LAYERS)
+_OPTIONAL_KEYS = (*_LIMITS, _MEASURED, _MULTICAST, _LAYERS, _NODES)
 #: Files of before have a list for each operation in place of ``rows``, and no protocols: there was one.
 _KEYS_OF_BEFORE = {"all_reduce": ALL_REDUCE, "fused": FUSED}
 _PROTOCOL_OF_BEFORE = "LL"
@@ -47,6 +49,7 @@ _LONGEST_US = 1e9
 _MOST_OF_PROGRAMS = {"blocks": (1 << 16) - 1, "threads": 1024}
 
 _T = TypeVar("_T")
+_Sized = TypeVar("_Sized", LayerRow, NodeRow)
 
 
 class TableFile(NamedTuple):
@@ -131,7 +134,13 @@ def _read(name: str, content: Any) -> TableFile:
                 )
     limits = {key: content[key] for key in _LIMITS if key in content}
     table = TuningTable(
-        name, rows, content["max_message_bytes"], **limits, multicast=_multicast(content), layers=_layers(content)
+        name,
+        rows,
+        content["max_message_bytes"],
+        **limits,
+        multicast=_multicast(content),
+        layers=_layers(content),
+        nodes=_nodes(content),
     )
     return TableFile(str(content["device"]), content["world_size"], table)
 
@@ -139,35 +148,70 @@ def _read(name: str, content: Any) -> TableFile:
 def _layers(content: YamlMapping) -> tuple[LayerRow, ...]:
     """The rows of linear layers."""
     found: dict[tuple[str, int, int, bool], list[LayerRow]] = {}
-    for number, (line, entry) in enumerate(_list(content, _LAYERS, content.get(_LAYERS)), start=1):
-        row = _checked("layer", number, line, entry, _layer_row)
-        before = found.setdefault(row.layer(), [])
-        if before and row.up_to <= before[-1].up_to:
-            raise _InvalidError(
-                f"layer {number}: rows of one layer must be sorted by up_to, in tokens; the one before says "
-                f"{before[-1].up_to}",
-                line,
-            )
-        before.append(row)
+    for number, line, row in _rows_under(content, _LAYERS, "layer", _layer_row):
+        _require_behind(found.setdefault(row.layer(), []), row, f"layer {number}", "rows of one layer", "tokens", line)
     return tuple(row for of_layer in found.values() for row in of_layer)
 
 
 def _layer_row(entry: dict[str, Any]) -> LayerRow:
-    for name in entry:
-        _require(registry.why_not_known("key", name, LayerRow._fields))
-    missing = [name for name in LayerRow._fields if name not in entry and name not in LayerRow._field_defaults]
-    if missing:
-        raise _InvalidError(f"it lacks {', '.join(missing)}")
+    _check_keys(entry, LayerRow, ("us", "cublas_us"))
     _require(registry.why_not_known("operation", entry["operation"], layers.OPERATIONS))
     for name in ("pdl", "is_faster"):
-        if type(entry[name]) is not bool:
-            raise _InvalidError(f"{name} is {quoted(entry[name])}; it must be true or false")
-    for name in ("us", "cublas_us"):
-        if name in entry:
-            _check_us(name, entry[name])
+        _check_boolean(name, entry[name])
     row = LayerRow(**entry)
     _require(layers.why_not_row(row))
     return row
+
+
+def _nodes(content: YamlMapping) -> tuple[NodeRow, ...]:
+    """The rows of groups over several nodes."""
+    found: dict[int, list[NodeRow]] = {}
+    for number, line, row in _rows_under(content, _NODES, "row of nodes", _node_row):
+        what = f"row of nodes {number}", "rows of one number of nodes"
+        _require_behind(found.setdefault(row.nodes, []), row, *what, "bytes", line)
+    return tuple(row for of_number in found.values() for row in of_number)
+
+
+def _node_row(entry: dict[str, Any]) -> NodeRow:
+    _check_keys(entry, NodeRow, ("us", "nccl_us"))
+    _check_boolean("is_faster", entry["is_faster"])
+    row = NodeRow(**entry)
+    _require(node_rows.why_not_row(row))
+    return row
+
+
+def _rows_under(
+    content: YamlMapping, key: str, kind: str, read: Callable[[dict[str, Any]], _T]
+) -> Iterator[tuple[int, int, _T]]:
+    """What ``read`` makes of each entry of the list under a key, with its number and line."""
+    for number, (line, entry) in enumerate(_list(content, key, content.get(key)), start=1):
+        yield number, line, _checked(kind, number, line, entry, read)
+
+
+def _require_behind(before: list[_Sized], row: _Sized, which: str, of_what: str, unit: str, line: int) -> None:
+    """Puts a row behind those that it belongs to, if it is of more."""
+    if before and row.up_to <= before[-1].up_to:
+        raise _InvalidError(
+            f"{which}: {of_what} must be sorted by up_to, in {unit}; the one before says {before[-1].up_to}", line
+        )
+    before.append(row)
+
+
+def _check_keys(entry: dict[str, Any], kind: type[LayerRow] | type[NodeRow], figures: tuple[str, ...]) -> None:
+    """That an entry has the keys of a kind of row that it needs, and no others; and that times are numbers."""
+    for name in entry:
+        _require(registry.why_not_known("key", name, kind._fields))
+    missing = [name for name in kind._fields if name not in entry and name not in kind._field_defaults]
+    if missing:
+        raise _InvalidError(f"it lacks {', '.join(missing)}")
+    for name in figures:
+        if name in entry:
+            _check_us(name, entry[name])
+
+
+def _check_boolean(name: str, value: Any) -> None:
+    if type(value) is not bool:
+        raise _InvalidError(f"{name} is {quoted(value)}; it must be true or false")
 
 
 def _multicast(content: YamlMapping) -> MulticastEntry | None:
@@ -353,10 +397,12 @@ def table_text(device: str, world_size: int, table: TuningTable, measured: dict[
     }
     rows = _lines(row.entry() for of_operation in table.rows.values() for row in of_operation)
     of_layers = _lines(row.entry() for row in table.layers)
+    of_nodes = _lines(row.entry() for row in table.nodes)
     return (
         "# Written by `llm-comm tune`. The last row of an operation serves all larger messages, up to "
         f"max_message_bytes.\n{yaml.dump(head, Dumper=_Dumper, sort_keys=False)}rows:\n{rows}"
         + (f"{_LAYERS}:\n{of_layers}" if of_layers else "")
+        + (f"{_NODES}:\n{of_nodes}" if of_nodes else "")
     )
 
 

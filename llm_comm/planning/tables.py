@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from llm_comm import registry
 from llm_comm.config import MIB
 from llm_comm.planning.layers import LayerRow
+from llm_comm.planning.node_rows import NodeRow
 from llm_comm.quoting import shortened
 
 ALL_REDUCE = "all_reduce"
@@ -137,6 +138,9 @@ class TuningTable(NamedTuple):
     multicast: MulticastEntry | None = None
     #: Of linear layers, those of one layer one behind the other and sorted by tokens.
     layers: tuple[LayerRow, ...] = ()
+    #: Of groups over several nodes, those of one number of nodes one behind the other and sorted by bytes. The other
+    #: rows are then of the ranks of one node.
+    nodes: tuple[NodeRow, ...] = ()
     #: Of a table that a communicator goes by. Nothing is chosen by it.
     origin: Origin = Origin()
 
@@ -160,7 +164,8 @@ class TuningTable(NamedTuple):
         """The name, and a digest of what is chosen by: what ranks compare."""
         rows = {key: tuple(row.without_figures() for row in rows) for key, rows in self.rows.items()}
         layers = tuple(row.without_figures() for row in self.layers)
-        content = repr((sorted(rows.items()), *self._replace(layers=layers, origin=Origin())[2:]))
+        nodes = tuple(row.without_figures() for row in self.nodes)
+        content = repr((sorted(rows.items()), *self._replace(layers=layers, nodes=nodes, origin=Origin())[2:]))
         return f"{self.name} ({hashlib.sha256(content.encode()).hexdigest()[:12]})"
 
 

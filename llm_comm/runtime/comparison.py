@@ -26,6 +26,7 @@ _OPTIONS_OF_ALL_RANKS = (
     "fuse",
     "fuse_linear",
     "batch_invariant_norm",
+    "batch_invariant_linear",
     "all_gather",
     "reduce_scatter",
     "debug",

@@ -6,10 +6,12 @@ They run on emulated GPUs, with a recorder in every process. That a core of a re
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,10 +54,17 @@ def record_of(folder: Path, program: str, **variables: str) -> list[str]:
     return record.read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.parametrize(("name", "off"), _core.multicast_switches.items())
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_a_variable_alone_keeps_every_program_from_it(program: str, name: str, off: str, tmp_path: Path) -> None:
-    variables = {"LLM_COMM_MULTICAST": "1", name: off}
+def programs_and_switches() -> Iterator[tuple[str, str]]:
+    """Each program with some variable and each variable with some program that starts ranks, which takes seconds."""
+    with_ranks = itertools.cycle(("demo", "bench"))
+    for number, name in enumerate(_core.multicast_switches):
+        yield next(with_ranks), name
+        yield ("doctor", "tune")[number % 2], name
+
+
+@pytest.mark.parametrize(("program", "name"), list(programs_and_switches()))
+def test_a_variable_alone_keeps_every_program_from_it(program: str, name: str, tmp_path: Path) -> None:
+    variables = {"LLM_COMM_MULTICAST": "1", name: _core.multicast_switches[name]}
     found = record_of(tmp_path, program, **variables)
     assert set(found) == {"start"}
     assert len(found) > 2 or program in ("doctor", "tune")  # the ranks were recorded too

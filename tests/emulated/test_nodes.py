@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RankPool, error_of_setup, nothing_leaked
-from nodes_cases import LAYOUTS, Layout, make, run_random_cases, sum_over_nodes
+from fused_reference import EPS, FUSED_DTYPES, GROUPS, canonical, operands_of, rows_of
+from harness import RankPool, error_of_setup, make_communicator, nothing_leaked
+from nodes_cases import LAYOUTS, Layout, calls_of, make, run_random_cases, sum_over_nodes
 from reference import assert_bitwise_equal, contributions, rank_order_sum
 
 import llm_comm
 from llm_comm import UnsupportedInputError
-from llm_comm.nodes import exchange
+from llm_comm.planning.node_rows import EXCHANGES, PIECES, WHOLE, NodeRow
 
 TWO_BY_TWO = Layout(2, 2)
 CASES = 24
@@ -27,7 +28,7 @@ MOST = 30_000
 def test_random_calls(ranks: RankPool, layout: Layout) -> None:
     first, *others = ranks.run(layout.world, run_random_cases, layout, 1, CASES, MOST)
     assert all(counts == first for counts in others)
-    assert set(first) == {"_all_reduce", "_reduce_scatter", "_all_gather"}
+    assert set(first) == {call.__name__ for call in calls_of(layout)}
 
 
 # ---- One sum -------------------------------------------------------------------------------------------------------
@@ -55,16 +56,126 @@ def sum_at_sizes(layout: Layout, sizes: list[int], algorithm: str) -> list[str]:
     ("layout", "algorithm"), [(TWO_BY_TWO, "auto"), (Layout(4, 2), "auto"), (Layout(3, 1), "one_shot")]
 )
 def test_a_sum_does_not_depend_on_the_size_of_its_message(ranks: RankPool, layout: Layout, algorithm: str) -> None:
-    # One element, less than a line for each rank, about the size from which pieces are exchanged, and beyond it.
-    of_slice = exchange.GATHER_BYTES // 2
-    sizes = [1, 7, 8, 1000, of_slice * layout.places, of_slice * layout.places + 9, 3 * of_slice * layout.places + 1]
+    # One element, less than a line for each rank, about the sizes from which pieces are exchanged, and in chunks.
+    sizes = [1, 7, 8, 1000, 8192, 8200, 16384, 24581, 40_001]
     for reasons in ranks.run(layout.world, sum_at_sizes, layout, sizes, algorithm):
         assert any("all-to-all" in reason for reason in reasons) == (layout.nodes > 2)
+        assert any(" in 5 chunks" in reason for reason in reasons) == (layout.places > 1)
+
+
+def sum_by_each_row(layout: Layout) -> None:
+    """The bits of a sum are the same in chunks of any size and by either exchange, in place too."""
+    with make(layout) as comm:
+        inputs = contributions(layout.world, 50_003, torch.bfloat16)
+        expected = sum_over_nodes(inputs, layout)
+        for how in EXCHANGES:
+            for chunk_bytes in (0, 16 << 10, 40_000, 1 << 20):
+                row = NodeRow(layout.nodes, 1 << 20, how, chunk_bytes, is_faster=True)
+                comm.use_table(comm.table_of_node._replace(nodes=(row,)))
+                x = inputs[comm.rank].clone()
+                what = f"{layout}, {row.describe()}"
+                reason = comm.plan(x).reason
+                assert ("all-to-all" in reason) == (how == PIECES)
+                # Chunks of whole lines for each rank of the node.
+                step = 8 * layout.places
+                count = -(-len(x) // (chunk_bytes // 2 // step * step)) if chunk_bytes else 1
+                assert (f" in {count} chunks" in reason) == (count > 1), (reason, count)
+                assert_bitwise_equal(comm.all_reduce(x), expected, what)
+                assert comm.all_reduce(x, out=x) is x
+                assert_bitwise_equal(x, expected, f"{what}, in place")
+        calls = comm.stats().by_operation()["all_reduce"]
+        assert (calls.calls, calls.bytes) == (16, 16 * 100_006)
+
+
+@pytest.mark.parametrize("layout", [TWO_BY_TWO, Layout(3, 2)], ids=str)
+def test_a_sum_does_not_depend_on_chunks_and_exchanges(ranks: RankPool, layout: Layout) -> None:
+    ranks.run(layout.world, sum_by_each_row, layout)
+
+
+def ask_for_more_than_the_table_serves() -> None:
+    with make(TWO_BY_TWO) as comm:
+        x, weight = torch.ones(1024, 32, dtype=torch.bfloat16), torch.ones(32, dtype=torch.bfloat16)
+        faster = NodeRow(2, 16 << 10, WHOLE, 0, is_faster=True)
+        slower = NodeRow(2, 1 << 20, WHOLE, 0, is_faster=False)
+        of_node = comm.table_of_node
+        for rows, limit in (((faster, slower), 16 << 10), ((slower,), 0), ((faster._replace(nodes=3),), 2 << 20)):
+            comm.use_table(of_node._replace(nodes=rows))
+            assert (comm.table.max_message_bytes, comm.table_of_node.max_message_bytes) == (limit, 64 << 20)
+            serves = limit >= x.nbytes
+            assert comm.accepts(x) == comm.accepts_fused(x, weight) == serves
+            assert comm.accepts(x[:256]) == (limit > 0)
+            assert (comm.plan(x).algorithm == "declined") == (not serves)
+            assert comm.accepts(x[:0])
+    # An option goes before it.
+    with make(TWO_BY_TWO, max_message_bytes=1 << 20) as comm:
+        comm.use_table(comm.table_of_node._replace(nodes=(slower,)))
+        assert comm.all_reduce(x).eq(4).all()
+
+
+def test_larger_messages_than_the_table_serves_are_declined(ranks: RankPool) -> None:
+    ranks.run(4, ask_for_more_than_the_table_serves)
 
 
 def test_the_reference_is_another_sum_than_that_of_one_node() -> None:
     inputs = contributions(4, 4000, torch.bfloat16)
     assert not torch.equal(sum_over_nodes(inputs, TWO_BY_TWO), rank_order_sum(inputs))
+
+
+# ---- Norms ---------------------------------------------------------------------------------------------------------
+
+
+def norm_over_nodes(layout: Layout) -> None:
+    """Compares fused calls with those of one node that is given the sum over the nodes, bit by bit."""
+    with make(layout) as comm, make_communicator() as of_one:
+        for dtype in FUSED_DTYPES:
+            # Fewer lines than ranks, a row of several blocks, more than a slice of whole rows.
+            for rows, hidden in ((1, 8), (1, 5120), (3, 1152), (7, 712)):
+                shape = (rows, hidden)
+                inputs = rows_of(layout.world, rows, hidden, dtype)
+                residual, weight = operands_of(rows, hidden, dtype)
+                total = sum_over_nodes([x.flatten() for x in inputs], layout).view(shape)
+                # That node's sum is this very one.
+                share = total if comm.rank == 0 else torch.full(shape, -0.0, dtype=dtype)
+                for quantize in (None, "static", "dynamic", *(GROUPS if hidden % 128 == 0 else ())):
+                    scale = torch.tensor([0.07]) if quantize == "static" else None
+                    for added in (residual, None) if quantize is None else (residual,):
+                        what = f"{layout} {dtype} {shape} {quantize}{'' if added is None else ' with residual'}"
+                        how = {"quantize": quantize, "scale": scale}
+                        found = comm.all_reduce_add_rms_norm(inputs[comm.rank], added, weight, EPS, **how)
+                        wanted = of_one.all_reduce_add_rms_norm(share, added, weight, EPS, **how)
+                        new_residual = total if added is None else canonical(total + added)
+                        assert_bitwise_equal(found[1], new_residual, f"new residual of {what}")
+                        for one, other in zip(found, wanted, strict=True):
+                            assert one.stride() == other.stride()
+                            assert_bitwise_equal(one.float(), other.float(), what)
+
+
+@pytest.mark.parametrize("layout", [TWO_BY_TWO, Layout(3, 2, alternate=True)], ids=str)
+def test_norms_have_the_bits_that_one_node_makes_of_the_sum(ranks: RankPool, layout: Layout) -> None:
+    ranks.run(layout.world, norm_over_nodes, layout)
+
+
+def norm_behind_a_layer() -> None:
+    dtype = torch.bfloat16
+    with make(TWO_BY_TWO) as comm:
+        x, norm_weight = operands_of(3, 64, dtype, comm.rank)[0], operands_of(1, 256, dtype)[1]
+        weight = operands_of(256, 64, dtype, comm.rank)[0]
+        residual = operands_of(3, 256, dtype)[0]
+        assert comm.accepts_fused_linear(x, weight, norm_weight)
+        y = comm.linear(x, weight)
+        for quantize in (None, "dynamic", "group"):
+            found = comm.linear_all_reduce_add_rms_norm(x, weight, residual, norm_weight, EPS, quantize=quantize)
+            wanted = comm.all_reduce_add_rms_norm(y, residual, norm_weight, EPS, quantize=quantize)
+            for one, other in zip(found, wanted, strict=True):
+                assert_bitwise_equal(one.float(), other.float(), f"layer and norm, {quantize}")
+        plan = comm.plan_fused(y, norm_weight)
+        assert (plan.operation, plan.algorithm, plan.row) == ("all_reduce_add_rms_norm", "2PH", 256)
+        assert "all_reduce_add_rms_norm by one_shot (LL) in the node" in plan.reason
+        assert comm.all_reduce_add_rms_norm(y[:0], None, norm_weight, EPS)[0].shape == (0, 256)
+
+
+def test_a_layer_and_the_norm_behind_it(ranks: RankPool) -> None:
+    ranks.run(4, norm_behind_a_layer)
 
 
 # ---- What else a communicator does ---------------------------------------------------------------------------------
@@ -78,7 +189,7 @@ def use_all_of_it() -> None:
         plan = comm.plan(x)
         assert (plan.operation, plan.algorithm, plan.message_bytes) == ("all_reduce", "2PH", 8192)
         assert plan.reason.startswith("2 nodes of 2: reduce_scatter by ")
-        assert "all-gather between the nodes by gloo" in plan.reason
+        assert "all-gather between the nodes by gloo (emulated), all_gather by " in plan.reason
         result = comm.try_all_reduce(x)
         assert result is not None
         assert_bitwise_equal(result, expected, "try_all_reduce")
@@ -105,13 +216,9 @@ def test_a_communicator_over_nodes_does_what_others_do(ranks: RankPool) -> None:
 
 def ask_for_what_is_of_one_node() -> None:
     with make(TWO_BY_TWO, max_message_bytes=1 << 20) as comm:
-        x, weight = torch.ones(2, 64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
+        x = torch.ones(2, 64, dtype=torch.bfloat16)
         why = "works only within a node"
-        assert not comm.accepts_fused(x, weight)
-        assert why in comm.plan_fused(x, weight).reason
-        assert not comm.accepts_fused_linear(x, torch.ones(64, 64, dtype=torch.bfloat16), weight)
         calls: list[Any] = [
-            lambda: comm.all_reduce_add_rms_norm(x, None, weight, 1e-6),
             lambda: comm.empty(8),
             comm.channels,
             lambda: comm.run("anything", {"x": x}),
@@ -119,7 +226,6 @@ def ask_for_what_is_of_one_node() -> None:
         for call in calls:
             with pytest.raises(UnsupportedInputError, match=why):
                 call()
-        assert any(why in declined.reason for declined in comm.stats().declined)
         # As within a node: what is too large, or of another type, is declined on all ranks alike.
         large = torch.ones((1 << 19) + 8, dtype=torch.bfloat16)
         assert not comm.accepts(large)
@@ -134,6 +240,22 @@ def ask_for_what_is_of_one_node() -> None:
 
 def test_what_works_only_within_a_node_is_declined_with_the_reason(ranks: RankPool) -> None:
     ranks.run(4, ask_for_what_is_of_one_node)
+
+
+def ask_nodes_of_one_rank_for_norms() -> None:
+    with make(Layout(2, 1)) as comm:
+        x, weight = torch.ones(2, 64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
+        why = "the norm is the last phase in a node, and nodes of one rank have none"
+        assert not comm.accepts_fused(x, weight)
+        assert comm.plan_fused(x, weight).reason == why
+        assert not comm.accepts_fused_linear(x, torch.ones(64, 64, dtype=torch.bfloat16), weight)
+        with pytest.raises(UnsupportedInputError, match=why):
+            comm.all_reduce_add_rms_norm(x, None, weight, EPS)
+        assert {declined.reason for declined in comm.stats().declined} == {why}
+
+
+def test_nodes_of_one_rank_decline_norms(ranks: RankPool) -> None:
+    ranks.run(2, ask_nodes_of_one_rank_for_norms)
 
 
 # ---- Set-up --------------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def calls_without(culprits: tuple[int, ...], dies: bool, transport: str = "auto"
             os.kill(os.getpid(), signal.SIGKILL)
         store().wait([f"told {rank}" for rank in range(WORLD) if rank not in culprits])
         return None
-    x = torch.ones(5000)
+    x = torch.ones(50_000)  # in chunks
     told = _told_by(lambda: comm.all_reduce(x), begin)
     store().set(f"told {comm.rank}", "")
     with pytest.raises(CommunicatorError):

@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RankPool, error_of_setup, nothing_leaked
-from nodes_cases import Layout, make, run_random_cases_over, sum_over_nodes
+from nodes_cases import Layout, calls_of, make, run_random_cases_over, sum_over_nodes
 from reference import assert_bitwise_equal, contributions
 from ucx_here import needs_ucx
 
 from llm_comm import _core
-from llm_comm.nodes import exchange, ucx
+from llm_comm.nodes import ucx
+from llm_comm.planning.node_rows import EXCHANGES, NodeRow
 
 pytestmark = needs_ucx
 
@@ -30,22 +31,26 @@ MOST = 30_000
 def test_random_calls(ranks: RankPool, layout: Layout, part_bytes: int) -> None:
     first, *others = ranks.run(layout.world, run_random_cases_over, "ucx", part_bytes, layout, 1, CASES, MOST)
     assert all(counts == first for counts in others)
-    assert set(first) == {"_all_reduce", "_reduce_scatter", "_all_gather"}
+    assert set(first) == {call.__name__ for call in calls_of(layout)}
 
 
-def sum_large_ones() -> None:
-    """More than a slice, which three nodes exchange in pieces, and more than one part of the kernel."""
-    layout = Layout(3, 1)
-    with make(layout, node_transport="ucx") as comm:
-        for size in (exchange.GATHER_BYTES + 9, 3 * ucx.PART_BYTES, (1 << 20) + 5):
-            inputs = contributions(3, size, torch.bfloat16)
-            found = comm.all_reduce(inputs[comm.rank])
-            assert_bitwise_equal(found, sum_over_nodes(inputs, layout), f"{size} elements")
-        assert "all-to-all and all-gather between the nodes by UCX" in comm.plan(inputs[0]).reason
+def sum_large_ones(layout: Layout) -> None:
+    """More than one part of the kernel, in both ways of exchange, whole and in chunks."""
+    with make(layout, node_transport="ucx", max_message_bytes=4 << 20) as comm:
+        for how in EXCHANGES:
+            for chunk_bytes in (0, 128 << 10):
+                row = NodeRow(layout.nodes, 1 << 40, how, chunk_bytes, is_faster=True)
+                comm.use_table(comm.table_of_node._replace(nodes=(row,)))
+                for size in (3 * ucx.PART_BYTES, (1 << 19) + 5):
+                    inputs = contributions(layout.world, size, torch.bfloat16)
+                    found = comm.all_reduce(inputs[comm.rank])
+                    assert_bitwise_equal(found, sum_over_nodes(inputs, layout), f"{how} {chunk_bytes} {size}")
+                    assert "by UCX" in comm.plan(inputs[0]).reason
 
 
-def test_large_sums(ranks: RankPool) -> None:
-    ranks.run(3, sum_large_ones)
+@pytest.mark.parametrize("layout", [Layout(3, 1), TWO_BY_TWO], ids=str)
+def test_large_sums(ranks: RankPool, layout: Layout) -> None:
+    ranks.run(layout.world, sum_large_ones, layout)
 
 
 # ---- Set-up --------------------------------------------------------------------------------------------------------

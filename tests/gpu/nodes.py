@@ -4,9 +4,11 @@
     torchrun --standalone --nproc-per-node 4 tests/gpu/nodes.py --nodes 2            # one GPU: gloo, host memory
     torchrun --standalone --nproc-per-node 4 tests/gpu/nodes.py --transport ucx      # the same by UCX, in graphs too
     torchrun --standalone --nproc-per-node 2 tests/gpu/nodes.py --nodes 2 --bench    # and times beside flat NCCL
+    torchrun --standalone --nproc-per-node 4 tests/gpu/nodes.py --nodes 2 --chunk-bytes 1048576   # in chunks
 
-All-reduces, all-gathers and reduce-scatters of many sizes and types, eager and, but for gloo, in a CUDA graph that is
-replayed with other inputs, each bitwise what docs/nodes.md promises. ``--bench``: microseconds a call in a graph,
+All-reduces, also with a norm where nodes have several ranks, all-gathers and reduce-scatters of many sizes and types,
+eager and, but for gloo, in a CUDA graph that is replayed with other inputs, each bitwise what docs/nodes.md promises.
+Messages of every size are served, however the table bounds them. ``--bench``: microseconds a call in a graph,
 aligned (llm_comm.bench.timing), beside the all_reduce of torch. That says little of real nodes: NVLink, or
 PCIe, is in place of a network.
 """
@@ -23,10 +25,13 @@ from common import GraphPool, Recording, Session, parser, report, run, session, 
 
 from llm_comm import Communicator, Config
 from llm_comm.bench.timing import Schedule, time_eager, time_graph
+from llm_comm.planning.node_rows import EXCHANGES, WHOLE, NodeRow
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 COUNTS = (1, 7, 8, 1000, 4096, 70_001, 1 << 20, (3 << 20) + 5)
 COUNTS_EMULATED = (1, 7, 8, 1000, 70_001)
+ROWS = ((1, 64), (3, 5120), (40, 8192))
+EPS = 1e-5
 REPLAYS = 3
 BENCH_BYTES = tuple(1 << power for power in range(13, 27))  # 8 KiB to 64 MiB
 BENCH_BYTES_EMULATED = (1 << 13, 1 << 16)
@@ -91,6 +96,31 @@ class Checks:
             repeated = [part.repeat(world) for part in parts]
             self.compare(comm.reduce_scatter(repeated[rank].to(device)), expected, f"reduce-scatter of {what}")
 
+    def norms(self, comm: Communicator, in_graph: bool) -> None:
+        """The new residual bitwise, and the normed rows within rounding of what float64 makes of it."""
+        rank, world, device = self._ranks.rank, self._ranks.world, self._ranks.device
+        pool = GraphPool(device)
+        for rows, hidden in ROWS:
+            for dtype in (torch.bfloat16, torch.float16):
+                parts = inputs(world, rows * hidden, dtype, 2)
+                residual, *_ = inputs(1, rows * hidden, dtype, 3)
+                x, added = (part.view(rows, hidden).to(device) for part in (parts[rank], residual))
+                weight = torch.full((hidden,), 0.5, dtype=dtype, device=device)
+
+                def call(
+                    x: torch.Tensor = x, added: torch.Tensor = added, weight: torch.Tensor = weight
+                ) -> tuple[torch.Tensor, ...]:
+                    return comm.all_reduce_add_rms_norm(x, added, weight, EPS)
+
+                normed, new_residual = call()
+                if in_graph:
+                    normed, new_residual = Recording(call, device, pool.handle).replay()
+                expected = (sum_over_nodes(parts, self._nodes) + residual).view(rows, hidden)
+                what = f"{rows} rows of {hidden} {dtype}{' in a graph' * in_graph}"
+                self.compare(new_residual, expected, f"new residual of {what}")
+                exact = expected.double() * (expected.double().square().mean(-1, keepdim=True) + EPS).rsqrt() / 2
+                torch.testing.assert_close(normed.cpu().double(), exact, rtol=2**-7, atol=1e-6)
+
     def in_graphs(self, comm: Communicator) -> None:
         """Graphs of all three, in a chain, replayed with other inputs, with eager calls between."""
         rank, world, device = self._ranks.rank, self._ranks.world, self._ranks.device
@@ -140,6 +170,8 @@ def main() -> int:
     options.add_argument("--nodes", type=int, default=2, help="into how many the ranks are divided; default: 2")
     options.add_argument("--transport", choices=("auto", "nccl", "gloo", "ucx"), default="auto", help="between nodes")
     options.add_argument("--bench", action="store_true", help="time it, beside flat NCCL")
+    options.add_argument("--exchange", choices=EXCHANGES, default=WHOLE, help="between the nodes; default: %(default)s")
+    options.add_argument("--chunk-bytes", type=int, default=0, help="of messages that are larger; default: no chunks")
     arguments = options.parse_args()
     with session(arguments, measures=arguments.bench) as ranks:
         places = ranks.world // arguments.nodes
@@ -150,12 +182,18 @@ def main() -> int:
         config = Config.load(timeout_s=30.0, node_transport=kind)
         with Communicator(ranks.group, ranks.device, config) as comm:
             assert comm.nodes == arguments.nodes
+            row = NodeRow(comm.nodes, 1 << 40, arguments.exchange, arguments.chunk_bytes, is_faster=True)
+            comm.use_table(comm.table_of_node._replace(nodes=(row,)))
             checks = Checks(ranks, arguments.nodes)
             ranks.say(comm.plan(torch.zeros(4096, dtype=torch.bfloat16, device=ranks.device)).reason)
             checks.eager(comm)
+            if places > 1:
+                checks.norms(comm, in_graph=False)
             ranks.say(f"eager: {checks.count} results, all right")
             if in_graphs:
                 checks.in_graphs(comm)
+                if places > 1:
+                    checks.norms(comm, in_graph=True)
                 ranks.say(f"in graphs too: {checks.count} results, all right")
             figures: dict[str, object] = {"nodes": arguments.nodes, "results": checks.count, "in_graphs": in_graphs}
             table = [("what", "value"), *((name, str(value)) for name, value in figures.items())]

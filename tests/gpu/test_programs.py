@@ -55,8 +55,10 @@ def test_nccl_library(world: int) -> None:
 
 
 @pytest.mark.timeout(320)
-def test_nodes() -> None:
-    run_ranks("nodes.py", 300, "--nodes", "2", world=4 if SHARED else WORLD // 2 * 2)
+@pytest.mark.parametrize("chunk_bytes", [0, 1 << 20])
+def test_nodes(chunk_bytes: int) -> None:
+    chunks = "--chunk-bytes", str(chunk_bytes)
+    run_ranks("nodes.py", 300, "--nodes", "2", *chunks, world=4 if SHARED else WORLD // 2 * 2)
 
 
 @pytest.mark.timeout(200)

@@ -128,7 +128,7 @@ PLANNING: tuple[Mutant, ...] = (
     python(
         "a digest leaves out limits",
         TABLES,
-        "content = repr((sorted(rows.items()), *self._replace(layers=layers, origin=Origin())[2:]))",
+        "content = repr((sorted(rows.items()), *self._replace(layers=layers, nodes=nodes, origin=Origin())[2:]))",
         "content = repr(sorted(rows.items()))",
         OF_TABLES,
     ),

@@ -269,11 +269,13 @@ def test_an_engine_that_takes_the_library_for_nccl_loads_no_other_part_of_llm_co
 def test_deterministic_mode_reaches_engine_and_llm_comm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm_comm, "nccl_library", lambda: "/of/llm_comm.so")
     usual, mode = Settings("vllm", ""), Settings("vllm", "", deterministic=True)
-    ours = ("LLM_COMM_DETERMINISTIC", "LLM_COMM_BATCH_INVARIANT_NORM")
+    ours = ("LLM_COMM_DETERMINISTIC", "LLM_COMM_BATCH_INVARIANT_NORM", "LLM_COMM_BATCH_INVARIANT_LINEAR")
+    apart = {"llm_comm_unfused", "llm_comm_dsl", "llm_comm_no_linear"}
     for arm in arms.ARMS.values():
         environment = comparison.arm_environment(arm, mode)
         assert environment["VLLM_BATCH_INVARIANT"] == "1"
-        assert [environment.get(name) for name in ours] == (["1", "llm_comm"] if arm.llm_comm else [None, None])
+        linear = "engine" if arm.name in apart else "llm_comm"
+        assert [environment.get(name) for name in ours] == (["1", "llm_comm", linear] if arm.llm_comm else [None] * 3)
         assert not {"VLLM_BATCH_INVARIANT", *ours} & set(comparison.arm_environment(arm, usual))
 
 

@@ -193,12 +193,18 @@ def test_the_mode_must_be_the_one_asked_for() -> None:
             engine_logs.evidence(given, ARMS["default"], log)
     # SGLang's norms are fused in some of its versions and models, vLLM's always.
     backend = f"[TP0] {engine_logs.BACKEND_MARK} of group tp:0: LlmCommAllReduce, disabled=False"
+    layers = "linear layers by llm_comm at every size (batch_invariant_linear)"
     for fused in ("", FUSED):
-        log = f"{backend}\n{ACTIVE}\n{mark}\n{fused}"
+        log = f"{backend}\n{ACTIVE}; {layers}\n{mark}\n{fused}"
         found = engine_logs.evidence(ran("sglang", deterministic=True), ARMS["llm_comm"], log)
         assert any("fused with its" in line for line in found) == bool(fused)
     with pytest.raises(ValueError, match="llm_comm has fused an all-reduce"):
-        engine_logs.evidence(ran(deterministic=True), ARMS["llm_comm"], f"{NCCL_ONLY}\n{ACTIVE}\n{mark}")
+        engine_logs.evidence(ran(deterministic=True), ARMS["llm_comm"], f"{NCCL_ONLY}\n{ACTIVE}; {layers}\n{mark}")
+    for arm, log in (("llm_comm", ACTIVE), ("llm_comm_no_linear", f"{ACTIVE}; {layers}")):
+        with pytest.raises(ValueError, match="linear layers are llm_comm's at every size"):
+            engine_logs.evidence(ran(deterministic=True), ARMS[arm], f"{NCCL_ONLY}\n{log}\n{mark}\n{FUSED}")
+    apart = f"{NCCL_ONLY}\n{ACTIVE}; linear layers are vLLM's: batches of more than 64 tokens\n{mark}\n{FUSED}"
+    assert engine_logs.evidence(ran(deterministic=True), ARMS["llm_comm_no_linear"], apart)
 
 
 def test_eager_vllm_has_no_graphs_to_fuse_in() -> None:

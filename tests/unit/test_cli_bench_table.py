@@ -123,10 +123,10 @@ def test_it_needs_gpus_and_options_that_name_something(
     started: list[Any] = []
     monkeypatch.setattr(launch, "in_rank", lambda: False)
     monkeypatch.setattr(launch, "spawn", lambda *call: started.append(call) or 0)
-    monkeypatch.setattr(launch, "place", lambda *_: launch.Placement(2, on_gpu=False, reason="there is none"))
+    monkeypatch.setattr(launch, "place", lambda *_, **__: launch.Placement(2, on_gpu=False, reason="there is none"))
     assert cli.main(["bench", "table"]) == 2
     assert "bench table measures GPUs: there is none" in capsys.readouterr().err
-    monkeypatch.setattr(launch, "place", lambda *_: launch.Placement(2, on_gpu=True))
+    monkeypatch.setattr(launch, "place", lambda *_, **__: launch.Placement(2, on_gpu=True))
     assert cli.main(["bench", "table", "--min", "2M", "--max", "1M"]) == 2
     assert not started
     assert cli.main(["bench", "table", "--operations", "all-gather,reduce-scatter"]) == 0

@@ -99,6 +99,20 @@ def test_launched_group_decides_the_world(monkeypatch: pytest.MonkeyPatch) -> No
         launch.place(4, "auto")
 
 
+def test_a_group_of_several_machines_may_have_more_ranks_where_the_command_takes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_gpus(monkeypatch, 8)
+    for name, value in {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    assert launch.place(None, "auto", over_nodes=True) == Placement(16, on_gpu=True)
+    with pytest.raises(ConfigError, match="WORLD_SIZE=16: a command runs 2 to 8 ranks"):
+        launch.place(None, "auto")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
+    with pytest.raises(ConfigError, match="WORLD_SIZE=16: a command runs 2 to 8 ranks"):
+        launch.place(None, "auto", over_nodes=True)
+
+
 def test_numbers_of_containers_are_not_those_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(monkeypatch, 2)
     for name, value in {"RANK": "3", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "8"}.items():

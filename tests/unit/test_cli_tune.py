@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tables import fused_row, limits_of, plain_row, write_table
 
 from llm_comm import cli, launch
-from llm_comm.bench import choosing, timing, tune
+from llm_comm.bench import choosing, timing, tune, tune_install
 from llm_comm.bench.choosing import Measured
 from llm_comm.bench.measuring import count_candidates
 from llm_comm.bench.tune_record import Record
@@ -52,7 +52,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", *(name for name in os.environ if name.startswith("LLM_COMM_"))):
         monkeypatch.delenv(name, raising=False)
     calls: list[Any] = []
-    monkeypatch.setattr(launch, "place", lambda *_: launch.Placement(2, on_gpu=True))
+    monkeypatch.setattr(launch, "place", lambda *_, **__: launch.Placement(2, on_gpu=True))
     monkeypatch.setattr(launch, "spawn", lambda *call: calls.append(call) or 0)
     return calls
 
@@ -206,7 +206,7 @@ def test_nccl_is_timed_from_a_mebibyte_on(group: dist.ProcessGroup) -> None:
 
 
 class TuningComm(DecliningComm):
-    rank = 0
+    rank, nodes = 0, 1
 
     def __enter__(self) -> TuningComm:
         return self
@@ -226,7 +226,7 @@ def test_the_status_says_whether_all_files_are_written(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(launch, "place", lambda *_: launch.Placement(2, on_gpu=True))
+    monkeypatch.setattr(launch, "place", lambda *_, **__: launch.Placement(2, on_gpu=True))
     monkeypatch.setattr(launch, "in_rank", lambda: True)
     monkeypatch.setattr(launch, "local_rank", lambda: 0)
     monkeypatch.setattr(launch, "process_group", lambda _: contextlib.nullcontext(group))
@@ -381,9 +381,8 @@ def test_the_bounds_of_fused_messages_survive_in_the_file(tmp_path: Path, monkey
     path = tmp_path / "table.yaml"
     shipped = load_table(write_table(path, [ROW], max_fused_bytes=123456, fused_blocks=77))[2]
     table = tune.tuned(shipped, {})
-    comm: Any = SimpleNamespace(device=torch.device("cpu"), world_size=8)
-    args: Any = SimpleNamespace(operations=["fused"], out=path, install=False)
-    tune._write_table(comm, table, args, MEASURED, CONFIG)
+    args: Any = SimpleNamespace(operations=["fused"], install=False)
+    tune_install.write(table, torch.device("cpu"), 8, args, MEASURED, CONFIG, out=path)
     written = load_table(path)[2]
     assert (written.max_fused_bytes, written.fused_blocks) == (123456, 77)
 
@@ -392,9 +391,8 @@ def test_a_full_disk_does_not_lose_the_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "test device")
-    comm: Any = SimpleNamespace(device=torch.device("cpu"), world_size=8)
-    args: Any = SimpleNamespace(operations=["fused"], out=Path("/dev/full"), install=False)
-    assert not tune._write_table(comm, SHIPPED, args, MEASURED, CONFIG)
+    args: Any = SimpleNamespace(operations=["fused"], install=False)
+    assert not tune_install.write(SHIPPED, torch.device("cpu"), 8, args, MEASURED, CONFIG, out=Path("/dev/full"))
     out, err = capsys.readouterr()
     assert "--out /dev/full could not be written: No space left on device" in err
     (tmp_path / "table.yaml").write_text(out)

@@ -17,7 +17,7 @@ import yaml
 from tables import limits_of, plain_row, write_table
 
 from llm_comm import Config, ConfigError, cli, doctor, launch
-from llm_comm.bench import tune, tune_install, tune_list
+from llm_comm.bench import tune_install, tune_list
 from llm_comm.integrations import common
 from llm_comm.planning import catalogue, installed
 from llm_comm.planning.multicast import NO_MULTICAST
@@ -272,15 +272,15 @@ def test_an_option_that_goes_before_is_told(home: Path, capsys: pytest.CaptureFi
 
 def test_tune_writes_where_both_options_say(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: H200)
-    comm: Any = SimpleNamespace(device=torch.device("cpu"), world_size=8)
-    args: Any = SimpleNamespace(operations=["all-reduce"], out=home / "out.yaml", install=True, force=False)
+    of_ranks = torch.device("cpu"), 8
+    args: Any = SimpleNamespace(operations=["all-reduce"], install=True, force=False)
     environment = {"date": MEASURED["date"], "versions": {}, "options": {"method": "aligned"}, "complete": True}
     table = TuningTable("", by_operation([ROW]), 1 << 20)
-    assert tune._write_table(comm, table, args, environment, CONFIG)
+    assert tune_install.write(table, *of_ranks, args, environment, CONFIG, out=home / "out.yaml")
     assert load_table(home / "out.yaml").table.rows == find().rows
     assert find().origin.kind == OF_USER
-    args.out = None
-    assert not tune._write_table(comm, table, args, {**environment, "date": "2020-01-01T00:00:00+00:00"}, CONFIG)
+    earlier = {**environment, "date": "2020-01-01T00:00:00+00:00"}
+    assert not tune_install.write(table, *of_ranks, args, earlier, CONFIG, out=None)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_what_cannot_be_done_is_refused_before_any_rank_starts(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(launch, "place", lambda *_: launch.Placement(2, on_gpu=True))
+    monkeypatch.setattr(launch, "place", lambda *_, **__: launch.Placement(2, on_gpu=True))
     monkeypatch.setattr(launch, "spawn", lambda *_: pytest.fail("ranks were started"))
     assert cli.main(["tune", *options]) == 2
     assert complaint in capsys.readouterr().err

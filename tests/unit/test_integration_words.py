@@ -58,11 +58,14 @@ def test_up_to_which_size_parts_are_exchanged(options: dict[str, object], words:
 def test_an_engine_that_must_not_depend_on_batches_takes_every_size() -> None:
     log = logging.getLogger("an engine")
     usual, bounded = Config.load({}), Config.load({}, max_message_bytes=20 * KIB)
-    ours = Config.load({}, batch_invariant_norm="llm_comm")
+    ours = Config.load({}, batch_invariant_norm="llm_comm", batch_invariant_linear="llm_comm")
     assert common.for_batch_invariance(usual, "MODE", False, log) is usual
-    assert common.for_batch_invariance(ours, "MODE", False, log).batch_invariant_norm == "engine"
+    for config in (ours, ours.replace(batch_invariant_norm="engine")):
+        elsewhere = common.for_batch_invariance(config, "MODE", False, log)
+        assert (elsewhere.batch_invariant_norm, elsewhere.batch_invariant_linear) == ("engine", "engine")
     chosen = common.for_batch_invariance(ours, "MODE", True, log)
-    assert (chosen.batch_invariant_norm, chosen.max_message_bytes) == ("llm_comm", common.EVERY_SIZE)
+    assert (chosen.batch_invariant_norm, chosen.batch_invariant_linear) == ("llm_comm", "llm_comm")
+    assert chosen.max_message_bytes == common.EVERY_SIZE
     assert common.why_not_at_every_size(chosen, "vLLM") is None
     kept = common.for_batch_invariance(bounded, "MODE", True, log)
     assert kept.max_message_bytes == 20 * KIB

@@ -165,7 +165,7 @@ def test_why_an_engine_gives_none_away(options: dict[str, Any], layers: tuple[La
         config=planner.config, table=planner.table, max_preferred_tokens=planner.most_preferred_tokens()
     )
     found = why_not_linear(communicator)
-    text = about_linear("vLLM", found, 64)
+    text = about_linear(communicator, "vLLM", found, 64)
     if why is None:
         assert found is None
         assert text == "; linear layers of up to 64 tokens by llm_comm"
@@ -173,6 +173,8 @@ def test_why_an_engine_gives_none_away(options: dict[str, Any], layers: tuple[La
         assert found is not None
         assert re.search(why, found)
         assert text == f"; linear layers are vLLM's: {found}"
+    communicator.config = planner.config.replace(batch_invariant_linear="llm_comm")
+    assert about_linear(communicator, "vLLM", found, 64) == "", "something else is said of them"
 
 
 def choices_of(core: mock.Mock) -> list[tuple[int, int, int]]:

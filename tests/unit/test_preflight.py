@@ -72,7 +72,7 @@ def test_every_command_checks_before_it_starts_ranks(
 
 
 def test_tune_checks_where_its_table_goes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(launch, "place", lambda *_: launch.Placement(2, on_gpu=True))
+    monkeypatch.setattr(launch, "place", lambda *_, **__: launch.Placement(2, on_gpu=True))
     monkeypatch.setattr(launch, "spawn", lambda *_: pytest.fail("started ranks"))
     assert cli.main(["tune", "--out", "/no/such/directory/table.yaml"]) == 2
     assert "--out /no/such/directory/table.yaml: there is no directory" in capsys.readouterr().err

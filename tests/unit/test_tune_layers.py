@@ -167,7 +167,7 @@ def test_options_that_cannot_work(
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(launch, "place", lambda *_: launch.Placement(2, on_gpu=True))
+    monkeypatch.setattr(launch, "place", lambda *_, **__: launch.Placement(2, on_gpu=True))
     monkeypatch.setattr(launch, "spawn", lambda *_: pytest.fail("ranks were started"))
     assert cli.main(["tune", *options]) == 2
     assert f"ConfigError: {complaint}" in capsys.readouterr().err
@@ -178,7 +178,7 @@ def test_layers_alone_can_be_measured(monkeypatch: pytest.MonkeyPatch, option: s
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     started: list[Any] = []
-    monkeypatch.setattr(launch, "place", lambda *_: launch.Placement(2, on_gpu=True))
+    monkeypatch.setattr(launch, "place", lambda *_, **__: launch.Placement(2, on_gpu=True))
     monkeypatch.setattr(launch, "spawn", lambda *call: started.append(call) or 0)
     assert cli.main(["tune", "--operations", "none", option, "64x128"]) == 0
     assert len(started) == 1

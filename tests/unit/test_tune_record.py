@@ -175,7 +175,7 @@ def test_a_full_disk_is_told_once_and_at_the_end(capsys: pytest.CaptureFixture[s
 class Comm(SimpleNamespace):
     """A communicator of two ranks on an imagined GPU."""
 
-    rank, world_size, device, limits = 0, 2, torch.device("cpu"), limits_of(CONFIG)
+    rank, world_size, nodes, device, limits = 0, 2, 1, torch.device("cpu"), limits_of(CONFIG)
     config, multicast, programs = CONFIG, NO_MULTICAST, MappingProxyType({})
 
     def use_table(self, table: TuningTable) -> None:
@@ -219,7 +219,7 @@ def test_a_run_that_was_cut_off_goes_on_and_writes_the_same_table(
         return SimpleNamespace(us=us, min_us=us)
 
     comm = Comm()
-    monkeypatch.setattr(launch, "place", lambda *_: launch.Placement(2, on_gpu=True))
+    monkeypatch.setattr(launch, "place", lambda *_, **__: launch.Placement(2, on_gpu=True))
     monkeypatch.setattr(launch, "in_rank", lambda: True)
     monkeypatch.setattr(launch, "local_rank", lambda: 0)
     monkeypatch.setattr(launch, "process_group", lambda _: contextlib.nullcontext(group))
@@ -262,7 +262,7 @@ def test_a_file_of_another_run_is_told_once_before_any_rank_starts(
     monkeypatch: pytest.MonkeyPatch, path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(launch, "place", lambda *_: launch.Placement(2, on_gpu=True))
+    monkeypatch.setattr(launch, "place", lambda *_, **__: launch.Placement(2, on_gpu=True))
     monkeypatch.setattr(launch, "in_rank", lambda: False)
     monkeypatch.setattr(launch, "spawn", lambda *call: started.append(call) or 0)
     monkeypatch.setattr(tune.report, "environment", lambda _: ENVIRONMENT)

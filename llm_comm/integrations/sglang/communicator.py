@@ -23,7 +23,15 @@ from sglang.srt.utils import is_cuda
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
 from llm_comm.integrations import common
-from llm_comm.integrations.linear import FIRST_LINEAR, about_linear, try_linear, why_not_linear
+from llm_comm.integrations.linear import (
+    FIRST_INVARIANT_LINEAR,
+    FIRST_LINEAR,
+    LINEAR_AT_EVERY_SIZE,
+    about_linear,
+    linear_of_any_batch,
+    try_linear,
+    why_not_linear,
+)
 from llm_comm.integrations.parts import Parts
 from llm_comm.integrations.sglang import groups
 from llm_comm.runtime.rendezvous import Rendezvous
@@ -80,10 +88,14 @@ def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
         logger.warning("llm_comm is not active for group %s%s.", group.unique_name, about_parts)
         member.close()
         return
-    about_norms = _set_up_fusion(group, member.communicator) if kind == "tp" else ""
+    about_layers = ""
+    if kind == "tp":
+        about_layers = _set_up_fusion(group, member.communicator) + _set_up_invariant_linears(
+            group, member.communicator
+        )
     if dist.get_rank() == 0:
         elsewhere = _summed_elsewhere() if sums else ""
-        logger.info("%s%s%s%s", member.summary("SGLang", sums=sums), about_parts, about_norms, elsewhere)
+        logger.info("%s%s%s%s", member.summary("SGLang", sums=sums), about_parts, about_layers, elsewhere)
 
 
 def _sum(group: Any, member: common.Member) -> None:
@@ -178,7 +190,7 @@ def _set_up_fusion(group: Any, communicator: Communicator) -> str:
         group.cpu_group, _hook_norms(group, communicator.config)
     )
     if why_not is not None:
-        return f"; not fused with RMSNorm: {why_not}{about_linear('SGLang', 'norms are not fused', 0)}"
+        return f"; not fused with RMSNorm: {why_not}{about_linear(communicator, 'SGLang', 'norms are not fused', 0)}"
     from llm_comm.integrations.sglang import fusion
 
     at_every_size = communicator.config.batch_invariant_norm == "llm_comm"
@@ -196,7 +208,32 @@ def _set_up_linears(group: Any, communicator: Communicator) -> str:
         from llm_comm.integrations.sglang import linear
 
         linear.activate()
-    return about_linear("SGLang", why_not, communicator.max_preferred_tokens)
+    return about_linear(communicator, "SGLang", why_not, communicator.max_preferred_tokens)
+
+
+def _set_up_invariant_linears(group: Any, communicator: Communicator) -> str:
+    """The same of layers whose bits must not depend on their batch."""
+    if communicator.config.batch_invariant_linear == "engine":
+        return ""
+    why_not = common.objection_of_any(group.cpu_group, _hook_invariant_linears(), "linear layers")
+    if why_not is not None:
+        return f"; linear layers are SGLang's: {why_not}"
+    from llm_comm.integrations.sglang import invariant_linear
+
+    invariant_linear.activate(group)
+    return LINEAR_AT_EVERY_SIZE
+
+
+def _hook_invariant_linears() -> str | None:
+    """As ``_hook_linears``."""
+    try:
+        from llm_comm.integrations.sglang import invariant_linear
+
+        invariant_linear.set_up()
+    except Exception as error:
+        logger.debug("batch-invariant linear layers cannot be set up", exc_info=True)
+        return f"unknown version of SGLang ({type(error).__name__}: {error})"
+    return None
 
 
 def _hook_linears() -> str | None:
@@ -357,16 +394,29 @@ class LlmCommAllReduce:
         """The same of FP8, with its scales, as ``Communicator.linear`` takes them."""
         return self._try_linear(x, weight.detach(), (x_scale, weight_scale), out_dtype)
 
+    def linear_of_any_batch(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+        """The same of a layer that ``takes_all_batches_of`` takes; None once llm_comm has left the group."""
+        communicator = self._llm_comm
+        if communicator is None:
+            return None
+        result = linear_of_any_batch(communicator, x, weight)
+        self._say_of_first_linear(FIRST_INVARIANT_LINEAR, x, weight)
+        return result
+
     def _try_linear(self, x: torch.Tensor, weight: torch.Tensor, *of_fp8: Any) -> torch.Tensor | None:
         communicator = self._llm_comm
         if communicator is None or weight.dim() != 2:
             return None
         result = try_linear(communicator, x, weight, *of_fp8)
-        if result is not None and not self._has_linear:
+        if result is not None:
+            self._say_of_first_linear(FIRST_LINEAR, x, weight)
+        return result
+
+    def _say_of_first_linear(self, text: str, x: torch.Tensor, weight: torch.Tensor) -> None:
+        if not self._has_linear:
             self._has_linear = True
             if dist.get_rank() == 0:
-                logger.info(FIRST_LINEAR, communicator.world_size, tuple(x.shape), tuple(weight.shape))
-        return result
+                logger.info(text, self._member.communicator.world_size, tuple(x.shape), tuple(weight.shape))
 
     def capture(self) -> contextlib.AbstractContextManager[None]:
         """Entered around the capture of CUDA graphs. llm_comm needs none: it registers no tensors."""

@@ -8,6 +8,7 @@ operators, are imported or used here.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -232,6 +233,10 @@ class LlmCommCommunicator(GatheringCommunicator):
         attempt = partial(linear.try_linear_silu_and_mul, scales=(x_scale, weight_scale), out_dtype=out_dtype)
         return self._try_linear(attempt, x, gate_up_weight, linear.FIRST_LINEAR_SILU_AND_MUL)
 
+    def linear_of_any_batch(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+        """See ``invariant_linear.py``; None once llm_comm has left the group."""
+        return self._try_linear(linear.linear_of_any_batch, x, weight, linear.FIRST_INVARIANT_LINEAR)
+
     def prefers_linear(self, outputs: int, inputs: int, fp8: bool = False) -> bool:
         """Whether any batch of a linear layer is to be computed by llm_comm, of those that are small enough."""
         return self._prefers(outputs, inputs, silu_and_mul=False, fp8=fp8)
@@ -270,6 +275,9 @@ class LlmCommCommunicator(GatheringCommunicator):
 
     def destroy(self) -> None:
         member, self._member, self._llm_comm, self._parts = self._member, None, None, None
+        invariant_linear = sys.modules.get("llm_comm.integrations.vllm.invariant_linear")
+        if invariant_linear is not None:
+            invariant_linear.deactivate(self.unique_name)
         try:
             if member is not None:
                 member.close()
@@ -341,9 +349,11 @@ class LlmCommCommunicator(GatheringCommunicator):
         self._member, self._llm_comm = member, member.communicator
         sleep_mode.set_up()
         self._parts = Parts(member, logger)
-        about_norms = self._set_up_fusion(member.communicator) if self._kind == "tp" else ""
+        about_layers = ""
+        if self._kind == "tp":
+            about_layers = self._set_up_fusion(member.communicator) + self._set_up_invariant_linear(member.communicator)
         if self.global_rank == 0:
-            logger.info("%s%s", member.summary("vLLM", sums=self._sums), about_norms)
+            logger.info("%s%s", member.summary("vLLM", sums=self._sums), about_layers)
 
     def _load_config(self) -> Config:
         config = load_config() if self._sums else common.check_parts_wanted(load_config(), self.unique_name)
@@ -363,7 +373,7 @@ class LlmCommCommunicator(GatheringCommunicator):
             if why_not == fusion.NOT_COMPILED:  # of all ranks
                 why_not += self._set_up_eager_fusion()
             wanted = communicator.max_preferred_tokens > 0
-            about_linear = linear.about_linear("vLLM", "norms are not fused", 0) if wanted else ""
+            about_linear = linear.about_linear(communicator, "vLLM", "norms are not fused", 0) if wanted else ""
             return f"; not fused with RMSNorm: {why_not}{about_linear}{theirs_is_off}"
         about_linear = self._set_up_linear(communicator)
         fusion.prepare_compiler(self.max_fused_bytes, self.max_linear_tokens, self.linear_key)
@@ -378,6 +388,18 @@ class LlmCommCommunicator(GatheringCommunicator):
         self.fuses_eagerly = True
         return f" (it is in models that call {eager_norms.FUNCTION})"
 
+    def _set_up_invariant_linear(self, communicator: Communicator) -> str:
+        """The same for layers whose bits must not depend on their batch, compiled or not."""
+        if communicator.config.batch_invariant_linear == "engine":
+            return ""
+        why_not = common.objection_of_any(self.cpu_group, fusion.why_not_invariant_linear(), "linear layers")
+        if why_not is not None:
+            return f"; linear layers are vLLM's: {why_not}"
+        from llm_comm.integrations.vllm import invariant_linear
+
+        invariant_linear.activate(self.unique_name)
+        return linear.LINEAR_AT_EVERY_SIZE
+
     def _set_up_linear(self, communicator: Communicator) -> str:
         """The same for operators with linear layers."""
         tokens = 0
@@ -389,7 +411,7 @@ class LlmCommCommunicator(GatheringCommunicator):
             if tokens == 0:
                 why_not = f"norms are fused up to {common.format_bytes(self.max_fused_bytes)}, less than a token has"
         self.max_linear_tokens, self.linear_key = tokens, cache_key.preferred_layers(communicator)
-        return linear.about_linear("vLLM", why_not, self.max_linear_tokens)
+        return linear.about_linear(communicator, "vLLM", why_not, self.max_linear_tokens)
 
 
 def _show_log() -> None:

@@ -23,8 +23,8 @@ def choose(config: Config, device: torch.device, world_size: int) -> Config:
     """
     if "pdl" in config.origins:
         return config
-    if envs.VLLM_BATCH_INVARIANT:  # linear layers are vLLM's
-        return config.replace(pdl=False)
+    if envs.VLLM_BATCH_INVARIANT:
+        return config.replace(pdl=config.batch_invariant_linear == "llm_comm")
     gains = config.fuse_linear
     if gains == "auto":
         check_table_option(config)

@@ -114,12 +114,34 @@ def why_not_linear() -> str | None:
         # They rest on more of vLLM than the pass of the norms. All ranks are to have them, or none.
         from llm_comm.integrations.vllm import column_pass, linear_pass  # noqa: F401
 
-        offload = get_current_vllm_config_or_none().offload_config
-        if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
-            # The kernel reads a weight before those ahead have ended, and so maybe before it has come.
-            return "weights lie in the host's memory (cpu_offload_gb, offload_group_size)"
+        return _why_not_weights()
     except Exception as error:
         return f"it does not know this version of vLLM ({type(error).__name__}: {error})"
+
+
+def why_not_invariant_linear() -> str | None:
+    """Makes ready for layers whose bits must not depend on their batch; nothing changes yet. Returns why they cannot be
+    llm_comm's, if so."""
+    try:
+        vllm_config = get_current_vllm_config_or_none()
+        if not isinstance(vllm_config.additional_config, dict):  # which tells compiled graphs apart
+            return f"additional_config is of {type(vllm_config.additional_config)}"
+        if vllm_config.compilation_config.cache_dir:
+            return "compilation_config.cache_dir is set, and vLLM tells graphs with and without them apart by it"
+        from llm_comm.integrations.vllm import invariant_linear
+
+        invariant_linear.set_up()
+        return _why_not_weights()
+    except Exception as error:
+        return f"it does not know this version of vLLM ({type(error).__name__}: {error})"
+
+
+def _why_not_weights() -> str | None:
+    """Why weights are not where llm_comm's kernel may read them, if so."""
+    offload = get_current_vllm_config_or_none().offload_config
+    if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
+        # The kernel reads a weight before those ahead have ended, and so maybe before it has come.
+        return "weights lie in the host's memory (cpu_offload_gb, offload_group_size)"
     return None
 
 

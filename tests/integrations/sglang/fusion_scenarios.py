@@ -283,6 +283,18 @@ def norms_of_sglang_sum_by_the_fused_kernel() -> None:
         assert len(log.having("; fused with RMSNorm")) == (dist_rank() == 0)
 
 
+@scenario(world=4, LLM_COMM_MULTI_NODE="1")
+def norms_over_two_nodes_are_fused_with_the_last_phase() -> None:
+    os.environ["LLM_COMM_NODE"] = f"node-{dist_rank() // 2}"
+    with sglang_groups(tp=4) as log, server():
+        calls, everyone = fused_calls(), (0, 1, 2, 3)
+        check_norm(norm(1e-5), everyone)
+        check_norm(norm(0.1), everyone)
+        assert calls == [(4, HIDDEN)] * 2
+        assert len(log.having("; fused with RMSNorm")) == (dist_rank() == 0)
+        assert ours("tp")._llm_comm.stats().by_operation()["all_reduce_add_rms_norm"].calls == 2
+
+
 @scenario()
 def an_addition_to_the_residual_is_made_before() -> None:
     with sglang_groups(), server():
@@ -681,12 +693,13 @@ def forward(module: Any, x: torch.Tensor, residual: torch.Tensor, addition: Any 
         return layernorm._forward_with_allreduce_fusion(module, x, residual, addition, module.weight, **options)
 
 
-def check_norm(module: Any, **options: Any) -> None:
+def check_norm(module: Any, ranks: tuple[int, ...] = (0, 1), **options: Any) -> None:
+    total = expected_sum((4, HIDDEN), ranks)
     x, residual = data((4, HIDDEN)), torch.ones(4, HIDDEN, dtype=torch.bfloat16)
     normed, new_residual = forward(module, x, residual, **options)
     assert torch.equal(residual, torch.ones_like(residual)), "the residual was changed"
-    assert torch.equal(new_residual, expected_sum((4, HIDDEN)) + 1), "not reduced"
-    want, _ = module(expected_sum((4, HIDDEN)), torch.ones_like(residual), None)
+    assert torch.equal(new_residual, total + 1), "not reduced"
+    want, _ = module(total, torch.ones_like(residual), None)
     close(normed, want)
 
 

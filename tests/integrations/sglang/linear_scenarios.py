@@ -10,6 +10,7 @@ import importlib
 import inspect
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -295,6 +296,93 @@ def in_deterministic_mode_layers_are_those_of_sglang() -> None:
     with served() as (log, calls):
         assert methods() == before
         check_untouched(log, calls, "batch_invariant_norm is 'engine'; linear layers are SGLang's: norms are not fused")
+
+
+INVARIANT = {
+    "LLM_COMM_BATCH_INVARIANT_LINEAR": "llm_comm",
+    "LLM_COMM_DETERMINISTIC": "1",
+    "SGLANG_ENABLE_DETERMINISTIC_INFERENCE": "1",
+}
+
+
+@scenario(**INVARIANT)
+def in_deterministic_mode_layers_can_be_those_of_llm_comm_in_all_batches() -> None:
+    with served() as (log, calls):
+        said = "batch_invariant_norm is 'engine'; linear layers by llm_comm at every size (batch_invariant_linear)"
+        assert len(log.having(said)) == (dist_rank() == 0), log.having("is active for group")
+        half = INPUTS // 2
+        layer, with_bias = row_parallel(), column_parallel(bias=True)
+        x = numbers((130, INPUTS))
+        together, biased = layer(x[:, :half] * 1, skip_all_reduce=True)[0], with_bias(x)[0]
+        assert calls == [64, 64, 2] * 2, calls
+        close(together, product(layer, x[:, :half]))
+        close(biased, product(with_bias, x), with_bias.bias.double())
+        for first, rows in ((0, 1), (63, 3), (65, 65)):
+            some = x[first : first + rows]
+            alone = layer(some[:, :half] * 1, skip_all_reduce=True)[0]
+            assert torch.equal(alone, together[first : first + rows]), (first, rows)
+            assert torch.equal(with_bias(some)[0], biased[first : first + rows]), (first, rows)
+        assert with_bias(x[:0])[0].shape == (0, OUTPUTS // 2)
+        assert len(log.having("first linear layer of any number of tokens computed by llm_comm")) == (dist_rank() == 0)
+        check(layer, (65, half))
+        check_those_that_are_left_to_sglang(layer, calls)
+
+
+def check_those_that_are_left_to_sglang(served: Any, calls: list[int]) -> None:
+    """Whatever the batch."""
+    calls.clear()
+    half = INPUTS // 2
+    for other in (row_parallel(params_dtype=torch.float32), row_parallel(input_size=192), row_parallel(output_size=96)):
+        for tokens in (4, 65):
+            check(other, (tokens, other.weight.shape[1]))
+    x = numbers((4, half))
+    fetched = {"weight": served.weight.detach() * 2}
+    close(torch.func.functional_call(served, fetched, (x,), {"skip_all_reduce": True})[0], product(served, x) * 2)
+    kept = served.weight.data
+    served.weight.data = torch.cat([kept.new_empty(4), kept.reshape(-1)])[4:].view(kept.shape)
+    check(served, (4, half))
+    served.weight.data = kept
+    assert not calls
+    ours("tp").leave()
+    close(served(x, skip_all_reduce=True)[0], product(served, x))
+    assert not calls
+
+
+@scenario(**INVARIANT)
+def in_deterministic_mode_compiled_layers_take_batches_of_any_size() -> None:
+    with served() as (_, calls):
+        layer, graphs = column_parallel(), []
+
+        def backend(graph: Any, examples: Any) -> Any:
+            graphs.append(graph)
+            return graph
+
+        compiled = torch.compile(lambda x: layer.quant_method.apply(layer, x * 2), fullgraph=True, backend=backend)
+        for tokens in (4, 65):
+            x = numbers((tokens, INPUTS))
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+            close(compiled(x), product(layer, x * 2))
+        assert calls == [4, 64, 1]
+        assert len(graphs) == 1, "traced anew"
+
+
+@scenario(**INVARIANT)
+def in_deterministic_mode_layers_are_those_of_sglang_in_another_engine_of_the_process() -> None:
+    with served() as (log, _):
+        assert len(log.having("(batch_invariant_linear)")) == (dist_rank() == 0)
+    os.environ["LLM_COMM_BATCH_INVARIANT_LINEAR"] = "engine"
+    meet_elsewhere("second")
+    module = sys.modules["llm_comm.integrations.sglang.invariant_linear"]
+    with served(), mock.patch.object(module, "_linear_of_any_batch", side_effect=AssertionError("not SGLang's")):
+        check(row_parallel(), (4, INPUTS // 2))
+
+
+@scenario(**INVARIANT)
+def in_deterministic_mode_one_rank_that_cannot_be_hooked_takes_the_others_along() -> None:
+    missing = {"llm_comm.integrations.sglang.invariant_linear": None} if dist_rank() == 1 else {}
+    with mock.patch.dict("sys.modules", missing), served() as (log, calls):
+        said = "; linear layers are SGLang's: rank 1: unknown version of SGLang (ModuleNotFoundError"
+        check_untouched(log, calls, said)
 
 
 @scenario(LLM_COMM_FUSE_LINEAR="1")

@@ -5,6 +5,7 @@ Models of a few layers are made of vLLM's own norms and quantization, and compil
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -83,6 +84,32 @@ def norms_that_inductor_would_generate_are_fused_too() -> None:
             return end(x + residual), residual
 
         vllm.expect(model, fused=1)
+
+
+@scenario(world=4, LLM_COMM_MULTI_NODE="1")
+def norms_over_two_nodes_are_fused_with_the_last_phase() -> None:
+    os.environ["LLM_COMM_NODE"] = f"node-{dist_rank() // 2}"
+    with compiler(tensor_parallel=4) as vllm:
+        first, second = norms(1e-5, 2e-5)
+        quantize = quantization()
+        scale = torch.tensor([FP8_SCALE])
+
+        def model(x: torch.Tensor) -> Any:
+            total = tensor_model_parallel_all_reduce(x)
+            a, _ = quantize(first(total), scale)
+            b, residual = second(tensor_model_parallel_all_reduce(x * 2), total)
+            return a, b, residual
+
+        vllm.expect(model, fused=2, quantized=1)
+        assert len(vllm.log.having("; fused with RMSNorm in compiled graphs")) == (dist_rank() == 0)
+        stats = parallel_state.get_tp_group().device_communicator._llm_comm.stats()
+        assert stats.by_operation()["all_reduce_add_rms_norm"].calls == 2
+
+
+@scenario(world=2, LLM_COMM_MULTI_NODE="1")
+def norms_over_nodes_of_one_rank_are_left_to_vllm() -> None:
+    os.environ["LLM_COMM_NODE"] = f"node-{dist_rank()}"
+    expect_no_fusion(compiler_config(), "it is the last phase in a node, and nodes of one rank have none")
 
 
 @scenario(LLM_COMM_ALGORITHM="two_shot")

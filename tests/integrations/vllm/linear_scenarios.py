@@ -7,6 +7,9 @@ Data and weights are small whole numbers, so a layer's result is the same in any
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -33,7 +36,8 @@ from scenarios import parallel_state, tensor_model_parallel_all_reduce
 from vllm.compilation.passes.inductor_pass import pass_context
 from vllm.config import set_current_vllm_config
 from vllm.config.utils import Range
-from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.layers import linear as layers_module
+from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinear
 
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
@@ -42,6 +46,7 @@ from llm_comm.planning.default_tables import emulated_table
 from llm_comm.planning.layers import LayerRow
 from llm_comm.planning.table_files import table_text
 
+BF16 = torch.bfloat16
 INPUTS = 128
 WEIGHT = (HIDDEN, INPUTS)
 LINEAR_PASS, COLUMN_PASS = "LinearNormPass", "ColumnLinearPass"
@@ -371,6 +376,100 @@ def batch_invariant_layers_are_those_of_vllm_also_before_norms_of_llm_comm() -> 
         assert not {LINEAR_PASS, COLUMN_PASS} & names
 
 
+INVARIANT = {"VLLM_BATCH_INVARIANT": "1", "LLM_COMM_BATCH_INVARIANT_LINEAR": "llm_comm"}
+
+
+@scenario(LLM_COMM_BATCH_INVARIANT_NORM="llm_comm", **INVARIANT)
+def batch_invariant_layers_can_be_those_of_llm_comm_in_all_batches() -> None:
+    with compiler() as vllm, vllms_own_layers() as theirs:
+        said = "at every size (batch_invariant_norm); linear layers by llm_comm at every size (batch_invariant_linear)"
+        assert len(vllm.log.having(said)) == (dist_rank() == 0)
+        assert parallel_state.get_tp_group().device_communicator._llm_comm.config.pdl
+        layer, of_odd_size = random_weight(linear_layer()), linear_layer(inputs=96)
+        with_bias = random_weight(ReplicatedLinear(INPUTS, HIDDEN, params_dtype=BF16, return_bias=False))
+        with_bias.bias.data.copy_(torch.arange(HIDDEN))
+        (norm,) = norms(1e-5)
+        parts = layer_calls()
+
+        def model(x: torch.Tensor) -> Any:
+            sums = norm(layer(wide(x)), x * 1)
+            return *sums, with_bias(wide(x)), of_odd_size(wide(x)[:, :96] * 1)
+
+        batch = torch.randn(130, HIDDEN, generator=torch.Generator().manual_seed(dist_rank())).to(BF16)
+        together = vllm.trace(model, 1 << 40)(batch)
+        assert sorted(parts) == [(2, WEIGHT)] * 2 + [(64, WEIGHT)] * 4, parts
+        assert not theirs
+        assert [shape for shape, _ in vllm.fused_calls] == [(130, HIDDEN)]
+        linear = wide(batch).double() @ with_bias.weight.double().t()
+        torch.testing.assert_close(together[2].double(), linear + with_bias.bias, rtol=0.02, atol=0.2)
+        # Each batch in a graph of its own, as in ranges of vLLM's.
+        for first, rows in ((0, 1), (63, 3), (65, 65)):
+            some = vllm.trace(model, rows)(batch[first : first + rows])
+            for one, others in zip(some[:3], together, strict=False):
+                assert torch.equal(one, others[first : first + rows]), (first, rows)
+        # As models that are not compiled call it.
+        parts.clear()
+        assert torch.equal(with_bias(wide(batch[:65])), together[2][:65])
+        assert parts == [(64, WEIGHT), (1, WEIGHT)]
+        assert with_bias(wide(batch[:0])).shape == (0, HIDDEN)
+        assert len(vllm.log.having("first linear layer of any number of tokens computed")) == (dist_rank() == 0)
+
+
+@scenario(**INVARIANT)
+def batch_invariant_layers_of_llm_comm_need_no_norms_of_it_and_have_graphs_of_their_own() -> None:
+    config = compiler_config()
+    before = config.compute_hash()
+    with compiler(config) as vllm, vllms_own_layers() as theirs:
+        assert config.compute_hash() != before
+        said = "batch_invariant_norm is 'engine'; linear layers by llm_comm at every size (batch_invariant_linear)"
+        assert len(vllm.log.having(said)) == (dist_rank() == 0)
+        layer, parts = random_weight(linear_layer(reduce_results=False)), layer_calls()
+        x = wide(data((4, HIDDEN)))
+        y = vllm.trace(layer)(x)
+        assert (parts, theirs) == ([(4, WEIGHT)], [])
+        torch.testing.assert_close(y.float(), x.float() @ layer.weight.float().t(), rtol=0.02, atol=0.02)
+        # What a layer alone decides: a weight at an odd place, and the end of llm_comm.
+        kept = layer.weight.data
+        layer.weight.data = torch.empty(kept.numel() + 1, dtype=BF16)[1:].view_as(kept).copy_(kept)
+        layer(x)
+        layer.weight.data = kept
+        parallel_state.get_tp_group().device_communicator._llm_comm = None
+        layer(x)
+        assert (parts, theirs) == ([(4, WEIGHT)], [(4, INPUTS)] * 2)
+
+
+@scenario(**INVARIANT)
+def batch_invariant_layers_are_those_of_vllm_where_a_rank_cannot_have_others() -> None:
+    missing = {"llm_comm.integrations.vllm.invariant_linear": None} if dist_rank() == 1 else {}
+    config = compiler_config()
+    before = config.compute_hash()
+    with mock.patch.dict("sys.modules", missing), compiler(config) as vllm, vllms_own_layers() as theirs:
+        said = "batch_invariant_norm is 'engine'; linear layers are vLLM's: rank 1: it does not know this version of"
+        assert len(vllm.log.having(said)) == (dist_rank() == 0)
+        assert config.compute_hash() == before
+        linear_layer(reduce_results=False)(wide(data((4, HIDDEN))))
+        assert theirs == [(4, INPUTS)]
+
+
+@scenario(**INVARIANT)
+def batch_invariant_layers_are_those_of_vllm_in_another_engine_of_the_process() -> None:
+    with compiler() as first:
+        assert len(first.log.having("(batch_invariant_linear)")) == (dist_rank() == 0)
+    os.environ["LLM_COMM_BATCH_INVARIANT_LINEAR"] = "engine"
+    os.environ["SHARED_DIRECTORY"] = str(shared_directory() / "second")  # where its ranks meet
+    shared_directory().mkdir(exist_ok=True)
+    with compiler(), vllms_own_layers() as theirs:
+        linear_layer(reduce_results=False)(wide(data((4, HIDDEN))))
+        assert theirs == [(4, INPUTS)]
+
+
+@scenario(LLM_COMM_BATCH_INVARIANT_LINEAR="llm_comm")
+def layers_of_large_batches_are_those_of_vllm_outside_of_batch_invariant_mode() -> None:
+    with compiler() as vllm:
+        assert parallel_state.get_tp_group().device_communicator._llm_comm.config.batch_invariant_linear == "engine"
+        assert not vllm.log.having("batch_invariant_linear")
+
+
 @scenario(LLM_COMM_FUSE_LINEAR="1")
 def one_rank_that_lacks_the_pass_takes_the_others_along() -> None:
     missing = {"llm_comm.integrations.vllm.linear_pass": None} if dist_rank() == 1 else {}
@@ -434,6 +533,45 @@ def linear_layer(
     torch.manual_seed(dist_rank())
     layer.weight.data = torch.randint(-1, 2, layer.weight.shape).to(dtype)
     return layer
+
+
+def random_weight(layer: Any) -> Any:
+    """Whose sums depend on their order."""
+    layer.weight.data = torch.randn(layer.weight.shape).to(BF16)
+    return layer
+
+
+@contextmanager
+def vllms_own_layers() -> Iterator[list[tuple[int, ...]]]:
+    """torch's in place of the kernel of batch-invariant mode, which is Triton's. The shapes that it is given, but for
+    those in graphs."""
+    calls: list[tuple[int, ...]] = []
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            calls.append(tuple(x.shape))
+        return F.linear(x, weight, bias)
+
+    ours = sys.modules.get("llm_comm.integrations.vllm.invariant_linear")
+    with ExitStack() as stack:
+        for module in (layers_module, ours):
+            if module is not None:
+                stack.enter_context(mock.patch.object(module, "linear_batch_invariant", linear))
+        yield calls
+
+
+def layer_calls() -> list[tuple[int, tuple[int, ...]]]:
+    """The tokens and the weight of the layers that llm_comm computes alone from now on."""
+    calls: list[tuple[int, tuple[int, ...]]] = []
+    communicator = parallel_state.get_tp_group().device_communicator._llm_comm
+    original = communicator.linear
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
+        calls.append((len(x), tuple(weight.shape)))
+        return original(x, weight, **options)
+
+    communicator.linear = linear
+    return calls
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
