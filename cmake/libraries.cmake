@@ -44,7 +44,8 @@ set_source_files_properties(${LLM_COMM_EMULATED_KERNELS} PROPERTIES COMPILE_OPTI
 
 # What the Python module and the NCCL library share.
 add_library(llm_comm_host STATIC ${LLM_COMM_HOST_SOURCES} ${LLM_COMM_EMULATED_KERNELS})
-target_link_libraries(llm_comm_host PUBLIC llm_comm_headers llm_comm_emulator)
+# UCX is loaded at run time, by name.
+target_link_libraries(llm_comm_host PUBLIC llm_comm_headers llm_comm_emulator ${CMAKE_DL_LIBS})
 
 if(LLM_COMM_HAS_CUDA)
   # Linear layers have instructions of sm_90 alone (wgmma), for which its code is made, and none that runs elsewhere. Where PTX is

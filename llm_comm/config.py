@@ -169,6 +169,7 @@ _OPTIONS: dict[str, _Option] = {
         lambda v: v is None or _is_name(v),
         f"a name of 1 to {_MAX_NODE} printable ASCII characters (default: by the boot id of the machine)",
     ),
+    "node_transport": _one_of("auto", "nccl", "gloo", "ucx"),
     "table": _Option(str, lambda v: v is None or _is_path(v), "path of a tuning table"),
     "dsl": _Option(
         str,
@@ -267,6 +268,8 @@ class Config:
         node: Name of the node that this rank is on, for tests: ranks of one name are taken for the ranks of a node, so
             that one machine can stand for several. All ranks have a name or none has. None: ranks of one machine, by
             its boot id, are a node.
+        node_transport: What carries data between nodes (docs/nodes.md). ``"auto"``: NCCL on GPUs, gloo where they are
+            emulated or shared by ranks. ``"ucx"``: UCX, with port channels; it has to be installed.
         table: Tuning table to use in place of one that ``llm-comm tune --install`` has written or that is shipped.
         dsl: Programs of ``llm_comm.dsl`` to import, check and compile when a communicator is made, as
             ``module:program,module:program``: ``algorithm`` and tables can name them then, as ``dsl:program``.
@@ -304,6 +307,7 @@ class Config:
     nvtx: bool = False
     multi_node: bool = False
     node: str | None = None
+    node_transport: str = "auto"
     table: str | None = None
     dsl: str | None = None
     dsl_max_bytes: int = 8 * MIB

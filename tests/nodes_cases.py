@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from fused_reference import (
@@ -25,6 +26,7 @@ from parts_reference import drawn_division as drawn_parts
 from reference import DTYPES, assert_bitwise_equal, contributions, from_bits, rank_order_sum, special_patterns
 
 import llm_comm
+from llm_comm.nodes import ucx
 
 
 class Layout(NamedTuple):
@@ -115,6 +117,13 @@ def run_random_cases(layout: Layout, seed: int, cases: int, most: int, **options
             counts[call.__name__] = counts.get(call.__name__, 0) + 1
         assert sum(calls.calls for calls in comm.stats().calls) == made
     return counts
+
+
+def run_random_cases_over(transport: str, part_bytes: int, *of_cases: Any) -> dict[str, int]:
+    """``run_random_cases`` with a transport between the nodes, and parts of so many bytes, if it is UCX."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ucx, "PART_BYTES", part_bytes)
+        return run_random_cases(*of_cases, node_transport=transport)
 
 
 def _all_reduce(comm: llm_comm.Communicator, layout: Layout, draw: random.Random, most: int, what: str) -> int:

@@ -1,6 +1,8 @@
 // The transport of emulated GPUs, whose memory the proxy reaches as they do.
 #pragma once
 
+#include <sys/mman.h>
+
 #include <cstring>
 #include <memory>
 #include <new>
@@ -22,26 +24,34 @@ class MemoryTransport final : public Transport {
   void finish() override {}
 };
 
-class HeapRing final : public RingMemory {
+// Memory of this process alone; pages take memory that are written.
+class AnonymousMemory final : public RingMemory {
  public:
-  explicit HeapRing(uint32_t entries_log2)
-      : memory_(new (std::align_val_t{alignof(PortRing)}) char[port_ring_bytes(entries_log2)]()) {}
-  char* on_host() const override { return memory_.get(); }
-  char* on_device() const override { return memory_.get(); }
+  explicit AnonymousMemory(uint64_t bytes) : bytes_(bytes) {
+    void* const address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (address == MAP_FAILED) throw std::bad_alloc();
+    address_ = static_cast<char*>(address);
+  }
+  AnonymousMemory(const AnonymousMemory&) = delete;
+  AnonymousMemory& operator=(const AnonymousMemory&) = delete;
+  ~AnonymousMemory() override { munmap(address_, bytes_); }
+  char* on_host() const override { return address_; }
+  char* on_device() const override { return address_; }
 
  private:
-  struct Delete {
-    void operator()(char* memory) const { operator delete[](memory, std::align_val_t{alignof(PortRing)}); }
-  };
-  std::unique_ptr<char[], Delete> memory_;
+  uint64_t bytes_;
+  char* address_ = nullptr;
 };
 
 // Emulated ranks share few CPUs, so their proxies do not spin.
-inline std::unique_ptr<Ports> make_emulated_ports() {
+inline Patience emulated_patience() {
   using std::chrono::microseconds;
-  return std::make_unique<ProxyPorts>(std::make_unique<HeapRing>(ProxyPorts::kEntriesLog2),
-                                      std::make_unique<MemoryTransport>(),
-                                      Patience{microseconds(0), microseconds(0), microseconds(200), microseconds(100)});
+  return {microseconds(0), microseconds(0), microseconds(200), microseconds(100)};
+}
+
+inline std::unique_ptr<Ports> make_emulated_ports() {
+  return std::make_unique<ProxyPorts>(std::make_unique<AnonymousMemory>(port_ring_bytes(ProxyPorts::kEntriesLog2)),
+                                      std::make_unique<MemoryTransport>(), emulated_patience());
 }
 
 }  // namespace llm_comm::host

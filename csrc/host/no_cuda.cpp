@@ -2,6 +2,7 @@
 #include <stdexcept>
 
 #include "host/core.h"
+#include "host/node_exchange.h"
 
 namespace llm_comm::host {
 
@@ -11,6 +12,9 @@ constexpr const char* kNoCuda =
 }  // namespace
 
 std::unique_ptr<Core> make_cuda_core(const CoreOptions&, int) { throw std::runtime_error(kNoCuda); }
+std::unique_ptr<NodeExchange> make_cuda_node_exchange(const NodeExchangeOptions&, int) {
+  throw std::runtime_error(kNoCuda);
+}
 DeviceReport cuda_device_report(int) { throw std::runtime_error(kNoCuda); }
 
 }  // namespace llm_comm::host

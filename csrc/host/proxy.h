@@ -29,7 +29,9 @@ class Transport {
   virtual void signal(uint32_t peer, uint64_t* to, const uint64_t* values, uint32_t count) = 0;
   // Stores to words of this rank once all that went to the peer before has been done.
   virtual void echo(uint32_t peer, uint64_t* to, const uint64_t* values, uint32_t count) = 0;
-  // Returns once everything has been done. Throws nothing.
+  // Made again and again, with or without requests: what needs this thread to go on, as networks do. Whether anything has.
+  virtual bool progress() { return false; }
+  // Returns once everything has been done, or cannot be. Throws nothing.
   virtual void finish() = 0;
 };
 

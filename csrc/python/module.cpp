@@ -17,6 +17,7 @@
 #include "host/multicast_switches.h"
 #include "host/planner.h"
 #include "python/bound_call.h"
+#include "python/node_exchange.h"
 #include "python/tensor_capsule.h"
 
 namespace py = pybind11;
@@ -427,6 +428,7 @@ PYBIND11_MODULE(_core, module) {
   });
   module.def("bytes_of_semaphores", &bytes_of_semaphores, py::arg("world_size"), py::arg("semaphores"));
   module.def("bytes_of_channels", &bytes_of_channels);
+  llm_comm::python::add_node_exchange(module);
 
   module.def("make_emulated_core",
              [](const CoreOptions& options) { return CoreHolder(make_emulated_core(options).release()); });

@@ -8,10 +8,11 @@ from collections.abc import Callable
 import torch
 
 from llm_comm import _core
-from llm_comm.errors import CommunicatorError, MismatchError, PeerTimeout, UnsupportedInputError
+from llm_comm.errors import CommunicatorError, MismatchError, UnsupportedInputError
 from llm_comm.nodes.agreement import Agreement
 from llm_comm.nodes.exchange import Exchange
 from llm_comm.nodes.in_node import InNode
+from llm_comm.nodes.lost import lost_partners
 from llm_comm.nodes.placement import Placement
 from llm_comm.nodes.side_stream import SideStream
 from llm_comm.planning.node_rows import NodeRow, NodeRows
@@ -156,16 +157,8 @@ class Hierarchy:
         """Ends the communicator because the transport has failed, unless another rank knows better."""
         if self._hears():
             return
-        placement = self.placement
-        others = [rank for rank in placement.partners if rank != placement.rank]
-        name = self.exchange.transport.name
-        brief = f"lost {' or '.join(f'rank {rank}' for rank in others)} between the nodes"
-        text = (
-            f"{placement.describe(placement.rank)}: exchange with {', '.join(map(placement.describe, others))} by "
-            f"{name} failed in a hierarchical {operation}: {_first_line(error)}. A node, or a rank of it, has died, "
-            "hangs, makes other calls than this rank, or cannot be reached. This communicator cannot be used any more."
-        )
-        self._handle.end_with(RankError(PeerTimeout.__name__, fit(text), brief, placement.rank, others[0]))
+        where = f"in a hierarchical {operation}"
+        self._handle.end_with(lost_partners(self.placement, self.exchange.transport.name, where, _first_line(error)))
 
 
 def _first_line(error: Exception) -> str:

@@ -21,7 +21,8 @@ from llm_comm.nodes.mail import store_of
 from llm_comm.nodes.placement import Placement
 from llm_comm.nodes.reduce_scatter import ReduceScatterOverNodes
 from llm_comm.nodes.rendezvous import NodeRendezvous
-from llm_comm.nodes.transport import HostTransport, StreamTransport, Transport
+from llm_comm.nodes.transport import HostTransport, StreamTransport, Transport, kind_of_transport
+from llm_comm.nodes.ucx import UcxTransport
 from llm_comm.nodes.watch import NodeWatch
 from llm_comm.planning.node_rows import NodeRows, rows_for
 from llm_comm.planning.planner import Planner
@@ -149,6 +150,7 @@ def set_up(rendezvous: Rendezvous, placement: Placement, device: torch.device, c
             f"option dsl is {config.dsl!r} ({config.origins.get('dsl', 'Python')}): programs work only within a node, "
             "and the ranks are on several"
         )
+    kind = kind_of_transport(config, device, len(placement.nodes))
     name = rendezvous.gather("name of the communicator", secrets.token_hex(8))[0]
     # Half of the time limit: a rank at which a step has failed already waits in the vote, for as long as that.
     limit_s = config.timeout_s / 2
@@ -159,7 +161,7 @@ def set_up(rendezvous: Rendezvous, placement: Placement, device: torch.device, c
     try:
         transport = rendezvous.attempt(
             "connection between the nodes",
-            lambda: _connect_partners(store, placement, connected.handle, device, config.share_gpu, limit_s),
+            lambda: _connect_partners(store, placement, connected.handle, device, kind, limit_s),
             undo=lambda made: made.close(),
         )
         rendezvous.attempt("first exchange between the nodes", lambda: _try(transport, placement, device, limit_s))
@@ -178,17 +180,22 @@ def _connect_partners(
     placement: Placement,
     handle: CoreHandle,
     device: torch.device,
-    share_gpu: bool,
+    kind: str,
     timeout_s: float,
 ) -> Transport:
     of_partners = PrefixStore(f"place/{placement.place}", store)
     common = (of_partners, placement.node, len(placement.nodes), timeout_s)
-    # NCCL takes no two ranks of one GPU.
-    if device.type == "cpu" or share_gpu:
-        others = " or ".join(f"rank {rank}" for rank in placement.partners if rank != placement.rank)
-        words = f"waits for {others} between the nodes"
-        return HostTransport(*common, handle.check, lambda waits: handle.remark(words if waits else ""))
-    return StreamTransport(*common)
+    if kind == "nccl":
+        return StreamTransport(*common)
+    others = " or ".join(f"rank {rank}" for rank in placement.partners if rank != placement.rank)
+    words = f"waits for {others} between the nodes"
+
+    def tell(waits: bool) -> None:
+        handle.remark(words if waits else "")
+
+    if kind == "ucx":
+        return UcxTransport(of_partners, placement, device, timeout_s, tell)
+    return HostTransport(*common, handle.check, tell)
 
 
 def _try(transport: Transport, placement: Placement, device: torch.device, timeout_s: float) -> None:

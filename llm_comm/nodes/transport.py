@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -13,7 +11,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, Store
 
-from llm_comm.errors import UnsupportedInputError
+from llm_comm import _core
+from llm_comm.config import Config
+from llm_comm.errors import ConfigError, UnsupportedInputError
+from llm_comm.nodes.in_graphs import keep_for_graphs
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 20e-6, 1e-3
 _CHECK_S = 0.02
@@ -48,6 +49,10 @@ class Transport(Protocol):
     def set_limit(self, timeout_s: float) -> None:
         """Bounds later calls, in seconds."""
 
+    def look(self) -> str:
+        """Why nothing works any more, as far as that is known without a call; "" as long as it does. Asked for now and
+        then by a thread of its own."""
+
     def abort(self) -> None:
         """Ends what hangs, as the communicator has failed. From any thread; afterwards nothing works any more."""
 
@@ -55,22 +60,39 @@ class Transport(Protocol):
         """Ends the connections, unless a CUDA graph might use them. Call it on every rank."""
 
 
-#: What CUDA graphs hold: they may be replayed as long as the process lives, whatever becomes of the communicator.
-_in_graphs: list[Any] = []
-
-
-@atexit.register
-def _end_those_in_graphs() -> None:
-    """Before the CUDA context goes, which they would hang in."""
-    for partners in _in_graphs:
-        with contextlib.suppress(Exception):
-            partners.abort()
-
-
 def _finish(work: dist.Work | None) -> None:
     """Has the current stream wait for what has been enqueued; None where torch has seen to it."""
     if work is not None:
         work.wait()
+
+
+def kind_of_transport(config: Config, device: torch.device, nodes: int) -> str:
+    """Which transport option ``node_transport`` means here: "nccl", "gloo" or "ucx".
+
+    Args:
+        config: Of the communicator, the same on all ranks.
+        device: Of the communicator.
+        nodes: How many there are.
+
+    Raises:
+        ConfigError: It cannot be used here.
+    """
+    kind = config.node_transport
+    # NCCL takes no two ranks of one GPU.
+    why_not_nccl = (
+        "the ranks have emulated GPUs" if device.type == "cpu" else "ranks share a GPU" if config.share_gpu else ""
+    )
+    if kind == "auto":
+        return "gloo" if why_not_nccl else "nccl"
+    why = why_not_nccl if kind == "nccl" else ""
+    if kind == "ucx" and nodes > _core.max_world_size:
+        why = f"there are {nodes} nodes, and it serves up to {_core.max_world_size}"
+    if why:
+        raise ConfigError(
+            f"option node_transport is {kind!r} ({config.origins.get('node_transport', 'Python')}), but {why}: "
+            "leave it 'auto'"
+        )
+    return kind
 
 
 class StreamTransport:
@@ -103,6 +125,9 @@ class StreamTransport:
     def set_limit(self, timeout_s: float) -> None:
         self._partners._set_default_timeout(timedelta(seconds=timeout_s))
 
+    def look(self) -> str:
+        return ""  # NCCL ends the process by itself
+
     def abort(self) -> None:
         self._partners.abort()
 
@@ -113,7 +138,7 @@ class StreamTransport:
     def _note_capture(self) -> None:
         if not self.has_been_captured and torch.cuda.is_current_stream_capturing():
             self.has_been_captured = True
-            _in_graphs.append(self._partners)
+            keep_for_graphs(self._partners)
 
 
 class HostTransport:
@@ -155,6 +180,9 @@ class HostTransport:
         self._timeout_s = timeout_s
         # gloo's own limit is not to come before the one that has a message.
         self._open()._set_default_timeout(timedelta(seconds=2 * timeout_s))
+
+    def look(self) -> str:
+        return ""
 
     def abort(self) -> None:
         """Nothing hangs: every wait here looks at ``check``."""

@@ -16,6 +16,7 @@ import weakref
 from torch._C._distributed_c10d import Store
 
 from llm_comm.errors import CommunicatorError, PeerTimeout
+from llm_comm.nodes.lost import lost_partners
 from llm_comm.nodes.mail import Mail
 from llm_comm.nodes.placement import Placement
 from llm_comm.nodes.transport import Transport
@@ -24,6 +25,8 @@ from llm_comm.runtime.status import RankError, fit
 
 _LONGEST_LOOK_S, _LOOK_SHARE = 0.2, 1 / 40
 _LONGEST_HEAR_S, _HEAR_SHARE = 0.5, 1 / 20
+# Of a transport that has failed without a call, before that is an error of this rank.
+_LONGEST_PATIENCE_S, _PATIENCE_SHARE = 2.0, 1 / 5
 # Silence of a node that is an error, as a share of the time-out; the rest is for the others to hear of it.
 _SILENCE_SHARE = 0.8
 _LONGEST_STOP_S = 1.0
@@ -51,6 +54,9 @@ class NodeWatch(threading.Thread):
         self._look_s = min(_LONGEST_LOOK_S, timeout_s * _LOOK_SHARE)
         self._hear_s = min(_LONGEST_HEAR_S, timeout_s * _HEAR_SHARE)
         self._mail = Mail(store, placement, self._look_s, timeout_s)
+        # For what the culprit's own node has to say, which is more. No call of this rank waits for it.
+        self._patience_s = min(_LONGEST_PATIENCE_S, timeout_s * _PATIENCE_SHARE)
+        self._lost_at: float | None = None
         self._has_heard = threading.Event()
         self._stopping = threading.Event()
         weakref.finalize(handle, self.stop)
@@ -86,7 +92,7 @@ class NodeWatch(threading.Thread):
             return False
         error = _failure_of(handle)
         if error is None:
-            error = self._heard() or self._silent_node()
+            error = self._heard() or self._silent_node() or self._lost()
             if error is None:
                 return True
             handle.end_with(error)
@@ -118,6 +124,19 @@ class NodeWatch(threading.Thread):
             if alive_at is not None and now - alive_at > self._limit_s and not self._mail.is_lost:
                 return self._silence(node, now - alive_at)
         return None
+
+    def _lost(self) -> RankError | None:
+        """The error of a transport that has failed without a call, unless another rank has had the time to say why."""
+        transport = self._transport()
+        why = "" if transport is None else transport.look()
+        if not why or transport is None:
+            return None
+        now = time.monotonic()
+        if self._lost_at is None:
+            self._lost_at = now
+        if now - self._lost_at < self._patience_s:
+            return None
+        return lost_partners(self._placement, transport.name, "", why)
 
     def _silence(self, node: int, silent_s: float) -> RankError:
         placement = self._placement

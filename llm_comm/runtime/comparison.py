@@ -33,6 +33,7 @@ _OPTIONS_OF_ALL_RANKS = (
     "timeout_s",
     "pdl",
     "share_gpu",
+    "node_transport",
     "dsl",
     "dsl_max_bytes",
     "dsl_schedules",

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RankPool, make_communicator, store
+from ucx_here import needs_ucx
 
 import llm_comm
 from llm_comm import CommunicatorError
@@ -41,8 +42,9 @@ def _meet(name: str, count: int = WORLD) -> None:
     store().wait([f"{name}: all"])
 
 
-def _made() -> llm_comm.Communicator:
-    comm = make_communicator(node=f"n{dist.get_rank() // PLACES}", timeout_s=TIMEOUT_S)
+def _made(transport: str = "auto") -> llm_comm.Communicator:
+    node = f"n{dist.get_rank() // PLACES}"
+    comm = make_communicator(node=node, node_transport=transport, timeout_s=TIMEOUT_S)
     comm.all_reduce(torch.ones(5000))
     return comm
 
@@ -56,9 +58,9 @@ def _told_by(call: Callable[[], object], begin: float) -> Told:
     raise AssertionError("no error in time")
 
 
-def calls_without(culprits: tuple[int, ...], dies: bool) -> Told | None:
+def calls_without(culprits: tuple[int, ...], dies: bool, transport: str = "auto") -> Told | None:
     """What all-reduces tell a rank while others die, or make no more calls."""
-    comm = _made()
+    comm = _made(transport)
     _meet("begin")
     begin = time.monotonic()
     if comm.rank in culprits:
@@ -75,9 +77,9 @@ def calls_without(culprits: tuple[int, ...], dies: bool) -> Told | None:
     return told
 
 
-def hear_without_calls(culprits: tuple[int, ...], how: int) -> Told | None:
+def hear_without_calls(culprits: tuple[int, ...], how: int, transport: str = "auto") -> Told | None:
     """What ``on_error`` tells a rank that makes no call, while others get a signal."""
-    comm = _made()
+    comm = _made(transport)
     heard: list[CommunicatorError] = []
     has_heard = threading.Event()
 
@@ -170,3 +172,38 @@ def test_who_dies_is_told_on_all_nodes(mortal_ranks: RankPool, culprits: tuple[i
 @pytest.mark.parametrize("culprits", [(1,), (2, 3)], ids=["a rank", "a node"])
 def test_who_makes_no_calls_is_told_on_all_nodes(mortal_ranks: RankPool, culprits: tuple[int, ...]) -> None:
     check(mortal_ranks.run(WORLD, calls_without, culprits, False), culprits)
+
+
+# ---- Over UCX ------------------------------------------------------------------------------------------------------
+
+
+@needs_ucx
+@pytest.mark.parametrize("culprits", [(3,), (2, 3)], ids=["a rank", "a node"])
+def test_who_dies_is_told_over_ucx(mortal_ranks: RankPool, culprits: tuple[int, ...]) -> None:
+    check(mortal_ranks.run(WORLD, calls_without, culprits, True, "ucx", dying=culprits), culprits)
+
+
+@needs_ucx
+def test_who_makes_no_calls_is_told_over_ucx(mortal_ranks: RankPool) -> None:
+    check(mortal_ranks.run(WORLD, calls_without, (2, 3), False, "ucx"), (2, 3))
+
+
+@needs_ucx
+def test_a_rank_that_exits_is_told_over_ucx_without_a_call(mortal_ranks: RankPool) -> None:
+    """Its partner learns it from the node of that rank, or on a busy machine from the connection that has ended."""
+    told = mortal_ranks.run(WORLD, hear_without_calls, (3,), signal.SIGKILL, "ucx", dying=(3,))
+    check(told, (3,))
+    for each in told[:3]:
+        assert each is not None
+        of_connection = "the connection to rank 3 (node 1, n1) has ended" in each.text
+        assert "process of rank 3 has exited" in each.text or of_connection, each.text
+
+
+@needs_ucx
+def test_a_node_that_exits_is_told_over_ucx_without_a_call(mortal_ranks: RankPool) -> None:
+    told = mortal_ranks.run(WORLD, hear_without_calls, (2, 3), signal.SIGKILL, "ucx", dying=(2, 3))
+    check(told, (2, 3))
+    for rank, each in enumerate(told[:PLACES]):
+        assert each is not None
+        partner = f"rank {rank + PLACES} (node 1, n1)"
+        assert f"by UCX failed: UCX: the connection to {partner} has ended" in each.text or "learnt" in each.text

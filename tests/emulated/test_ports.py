@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import ucx_here
 from cores import connected, gather_problem, number_of, parts_of, problem_of, run_on_all, tiling_of, together
 from harness import RankPool, make_communicator, nothing_leaked
 from reference import DTYPES, assert_is_sum, contributions
@@ -38,17 +39,48 @@ def threads() -> int:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_primitive(tmp_path: Path) -> None:
     """put, signal, wait and flush between two emulated GPUs; a proxy that fails, that is flooded, that is forked."""
-    sources = [REPOSITORY / "tests" / "port_channel" / "emulated_main.cpp"]
-    sources += [CSRC / "host" / f"{name}.cpp" for name in ("proxy", "port_batch")]
-    sources += [CSRC / "emulator" / f"{name}.cpp" for name in ("executor", "fiber", "gpu_thread")]
-    flags = ["-std=c++20", "-O1", "-DLLM_COMM_EMULATOR", "-pthread"]
-    include = ["-I", str(CSRC), "-I", str(CSRC / "include")]
-    program = tmp_path / "ports"
-    build = ["g++", *flags, *include, *map(str, sources), "-o", str(program)]
-    subprocess.run(build, check=True, timeout=300)
+    program = built(tmp_path, "emulated_main")
     done = subprocess.run([program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "a put beyond the workspace is refused: yes" in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+@ucx_here.needs_ucx
+def test_primitive_over_ucx(tmp_path: Path) -> None:
+    """The same between two processes, whose proxies reach each other by UCX; one of them ends, and one dies."""
+    program = built(
+        tmp_path, "ucx_main", *(CSRC / "host" / "ucx" / f"{name}.cpp" for name in ("ucp_api", "ucx_transport"))
+    )
+    package = ucx_here.package()
+    of_package = [] if package is None else [str(package / "lib")]
+    paths = [*of_package, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+    environment = {**os.environ, "LD_LIBRARY_PATH": ":".join(paths), "UCX_TLS": "tcp"}
+    done = subprocess.run([program], capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "and the error names its rank: yes" in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_what_is_said_of_ucx_is_what_its_headers_say() -> None:
+    package = ucx_here.package()
+    if package is None:
+        pytest.skip("the package libucx, which brings UCX's headers, is not installed")
+    source = REPOSITORY / "tests" / "port_channel" / "ucp_layout.cpp"
+    flags = ["-std=c++20", "-fsyntax-only", "-I", str(CSRC), "-isystem", str(package / "include")]
+    subprocess.run(["g++", *flags, str(source)], check=True, timeout=300)
+
+
+def built(directory: Path, name: str, *sources: Path) -> Path:
+    """A program of tests/port_channel, with the emulator and a proxy."""
+    of_host = [CSRC / "host" / f"{part}.cpp" for part in ("proxy", "port_batch")]
+    of_emulator = [CSRC / "emulator" / f"{part}.cpp" for part in ("executor", "fiber", "gpu_thread")]
+    inputs = [REPOSITORY / "tests" / "port_channel" / f"{name}.cpp", *sources, *of_host, *of_emulator]
+    flags = ["-std=c++20", "-O1", "-DLLM_COMM_EMULATOR", "-pthread"]
+    include = ["-I", str(CSRC), "-I", str(CSRC / "include")]
+    program = directory / name
+    subprocess.run(["g++", *flags, *include, *map(str, inputs), "-ldl", "-o", str(program)], check=True, timeout=300)
+    return program
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")

@@ -1,12 +1,13 @@
-"""Several nodes in one machine: each rank is told on which one it is (LLM_COMM_NODE), and NCCL or gloo is between them.
+"""Several nodes in one machine: each rank is told on which it is (LLM_COMM_NODE); NCCL, gloo or UCX is between them.
 
     torchrun --standalone --nproc-per-node 2 tests/gpu/nodes.py --nodes 2            # two GPUs as two nodes of one
     torchrun --standalone --nproc-per-node 4 tests/gpu/nodes.py --nodes 2            # one GPU: gloo, host memory
+    torchrun --standalone --nproc-per-node 4 tests/gpu/nodes.py --transport ucx      # the same by UCX, in graphs too
     torchrun --standalone --nproc-per-node 2 tests/gpu/nodes.py --nodes 2 --bench    # and times beside flat NCCL
     torchrun --standalone --nproc-per-node 4 tests/gpu/nodes.py --nodes 2 --chunk-bytes 1048576   # in chunks
 
 All-reduces, also with a norm where nodes have several ranks, all-gathers and reduce-scatters of many sizes and types,
-eager and, over NCCL, in a CUDA graph that is replayed with other inputs, each bitwise what docs/nodes.md promises.
+eager and, but for gloo, in a CUDA graph that is replayed with other inputs, each bitwise what docs/nodes.md promises.
 Messages of every size are served, however the table bounds them. ``--bench``: microseconds a call in a graph,
 aligned (llm_comm.bench.timing), beside the all_reduce of torch. That says little of real nodes: NVLink, or
 PCIe, is in place of a network.
@@ -167,6 +168,7 @@ def bench(ranks: Session, comm: Communicator, flat: dist.ProcessGroup) -> dict[s
 def main() -> int:
     options = parser((__doc__ or "").partition("\n")[0])
     options.add_argument("--nodes", type=int, default=2, help="into how many the ranks are divided; default: 2")
+    options.add_argument("--transport", choices=("auto", "nccl", "gloo", "ucx"), default="auto", help="between nodes")
     options.add_argument("--bench", action="store_true", help="time it, beside flat NCCL")
     options.add_argument("--exchange", choices=EXCHANGES, default=WHOLE, help="between the nodes; default: %(default)s")
     options.add_argument("--chunk-bytes", type=int, default=0, help="of messages that are larger; default: no chunks")
@@ -175,7 +177,10 @@ def main() -> int:
         places = ranks.world // arguments.nodes
         os.environ["LLM_COMM_NODE"] = f"node-{ranks.rank // places}"
         over_nccl = wants_cuda(arguments.device) and not ranks.shares_gpu
-        with Communicator(ranks.group, ranks.device, Config.load(timeout_s=30.0)) as comm:
+        kind = arguments.transport
+        in_graphs = wants_cuda(arguments.device) and (kind in ("nccl", "ucx") or (kind == "auto" and over_nccl))
+        config = Config.load(timeout_s=30.0, node_transport=kind)
+        with Communicator(ranks.group, ranks.device, config) as comm:
             assert comm.nodes == arguments.nodes
             row = NodeRow(comm.nodes, 1 << 40, arguments.exchange, arguments.chunk_bytes, is_faster=True)
             comm.use_table(comm.table_of_node._replace(nodes=(row,)))
@@ -185,12 +190,12 @@ def main() -> int:
             if places > 1:
                 checks.norms(comm, in_graph=False)
             ranks.say(f"eager: {checks.count} results, all right")
-            if over_nccl:
+            if in_graphs:
                 checks.in_graphs(comm)
                 if places > 1:
                     checks.norms(comm, in_graph=True)
                 ranks.say(f"in graphs too: {checks.count} results, all right")
-            figures: dict[str, object] = {"nodes": arguments.nodes, "results": checks.count, "in_graphs": over_nccl}
+            figures: dict[str, object] = {"nodes": arguments.nodes, "results": checks.count, "in_graphs": in_graphs}
             table = [("what", "value"), *((name, str(value)) for name, value in figures.items())]
             if arguments.bench:
                 flat = dist.new_group(backend="nccl") if over_nccl else ranks.group

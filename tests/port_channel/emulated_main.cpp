@@ -136,7 +136,7 @@ class BrokenTransport final : public Transport {
 
 std::unique_ptr<Ports> make_broken(bool begins) {
   using std::chrono::microseconds;
-  return std::make_unique<ProxyPorts>(std::make_unique<HeapRing>(ProxyPorts::kEntriesLog2),
+  return std::make_unique<ProxyPorts>(std::make_unique<AnonymousMemory>(port_ring_bytes(ProxyPorts::kEntriesLog2)),
                                       std::make_unique<BrokenTransport>(begins),
                                       Patience{microseconds(0), microseconds(0), microseconds(50), microseconds(50)});
 }

@@ -1,13 +1,9 @@
 #include "host/cuda/copy_engines.h"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
-#include <new>
-#include <stdexcept>
 #include <utility>
 
 #include "host/cuda/driver.h"
+#include "host/cuda/registered_memory.h"
 #include "host/proxy.h"
 
 namespace llm_comm::host {
@@ -17,48 +13,6 @@ namespace {
 // Values that signals are copied from, of one peer: a half is written again when the copies from it have ended.
 constexpr uint32_t kValuesOfHalf = 512;
 constexpr uint64_t kBytesOfValues = kMaxWorldSize * 2 * kValuesOfHalf * sizeof(uint64_t);
-
-// Host memory that is registered, not allocated by CUDA: at the end of the process CUDA frees what it has allocated, while the
-// proxy may still look for requests.
-class RegisteredMemory final : public RingMemory {
- public:
-  // Values behind the FIFO.
-  static constexpr uint64_t kRingBytes = port_ring_bytes(ProxyPorts::kEntriesLog2);
-  static constexpr uint64_t kBytes = kRingBytes + kBytesOfValues;
-
-  RegisteredMemory() {
-    void* const address = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (address == MAP_FAILED) throw std::bad_alloc();
-    host_ = static_cast<char*>(address);
-    pid_ = getpid();
-    void* device = nullptr;
-    if (cudaHostRegister(address, kBytes, cudaHostRegisterMapped | cudaHostRegisterPortable) == cudaSuccess &&
-        cudaHostGetDevicePointer(&device, address, 0) == cudaSuccess) {
-      device_ = static_cast<char*>(device);
-    } else {
-      cudaGetLastError();  // a communicator without port channels: start() says so
-    }
-  }
-  RegisteredMemory(const RegisteredMemory&) = delete;
-  RegisteredMemory& operator=(const RegisteredMemory&) = delete;
-  // In a fork nothing is registered, and CUDA is of no use.
-  ~RegisteredMemory() override {
-    if (device_ != nullptr && getpid() == pid_) {
-      const BesideCaptures beside;
-      cudaHostUnregister(host_);
-    }
-    munmap(host_, kBytes);
-  }
-
-  char* on_host() const override { return host_; }
-  char* on_device() const override { return device_; }
-  uint64_t* values() const { return reinterpret_cast<uint64_t*>(host_ + kRingBytes); }
-
- private:
-  pid_t pid_ = 0;
-  char* host_ = nullptr;
-  char* device_ = nullptr;
-};
 
 // A stream for each peer, so that what goes to one peer is done in order, and the links to all are used at once. Signals are copies
 // of eight bytes.
@@ -143,8 +97,11 @@ class CopyEngines final : public Transport {
 std::unique_ptr<Ports> make_cuda_ports(int device) {
   using std::chrono::microseconds;
   const DeviceGuard guard(device);
-  auto memory = std::make_unique<RegisteredMemory>();
-  auto engines = std::make_unique<CopyEngines>(device, memory->values());
+  // Values behind the FIFO. Without a mapping there are no port channels: start() says so.
+  constexpr uint64_t kRingBytes = port_ring_bytes(ProxyPorts::kEntriesLog2);
+  auto memory = std::make_unique<RegisteredMemory>(kRingBytes + kBytesOfValues);
+  auto* const values = reinterpret_cast<uint64_t*>(memory->on_host() + kRingBytes);
+  auto engines = std::make_unique<CopyEngines>(device, values);
   return std::make_unique<ProxyPorts>(
       std::move(memory), std::move(engines),
       Patience{std::chrono::nanoseconds(500), microseconds(2'000), microseconds(50'000), microseconds(50)});

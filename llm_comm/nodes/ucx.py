@@ -1,0 +1,136 @@
+"""UCX between nodes: a kernel asks a proxy on the host to put data to the memory of its partners, and to signal."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from llm_comm import _core
+from llm_comm.nodes.in_graphs import keep_for_graphs
+from llm_comm.nodes.placement import Placement
+
+#: Bytes that a block of the kernel sends to a partner at once. Host memory of a rank is 64 of them for each partner,
+#: as far as it is used. Not measured.
+PART_BYTES = 128 << 10
+
+_LATE_S = 0.02  # a call that takes longer waits for a partner
+
+# Against what UCX does to a process beside communication: it handles its signals, and changes the code of mmap.
+_QUIET = {"UCX_HANDLE_ERRORS": "none", "UCX_MEM_MMAP_HOOK_MODE": "none"}
+
+
+def load() -> str:
+    """Loads UCX, that of the package ``libucx`` (``pip install libucx-cu13``) if it is there, else that of the system,
+    and returns its version.
+
+    Raises:
+        RuntimeError: There is none, or it is too old.
+    """
+    added = {name: value for name, value in _QUIET.items() if name not in os.environ}
+    os.environ.update(added)  # read once, when the library is loaded
+    try:
+        try:
+            import libucx
+        except ImportError:
+            pass
+        else:
+            libucx.load_library()
+        return _core.ucx_version()
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+class UcxTransport:
+    """By port channels over UCX: through host memory, which kernels of a GPU write and read themselves. On a GPU calls
+    are on its current stream and return at once, and CUDA graphs capture them.
+
+    Args:
+        store: By which the partners find each other: theirs alone. Whoever can read it can write to their memory.
+        placement: Of the ranks; up to 8 nodes.
+        device: Of the communicator.
+        timeout_s: Bound in seconds of every wait.
+        tell: Takes whether this rank waits, once that has taken a while.
+
+    Raises:
+        RuntimeError: UCX is missing, or the partners cannot be reached.
+        ValueError: There are more nodes.
+    """
+
+    name = "UCX"
+
+    def __init__(
+        self,
+        store: Store,
+        placement: Placement,
+        device: torch.device,
+        timeout_s: float,
+        tell: Callable[[bool], None] = lambda waits: None,
+    ) -> None:
+        load()
+        self._node, self._nodes = placement.node, len(placement.nodes)
+        self._device = device
+        self._tell = tell
+        self._exchange = _core.NodeExchange(
+            rank=self._node,
+            ranks=self._nodes,
+            part_bytes=PART_BYTES,
+            timeout_s=timeout_s,
+            device=-1 if device.type == "cpu" else (device.index or 0),
+        )
+        self._is_kept = False
+        self._began: float | None = None  # a call that has not returned
+        try:
+            store.set(f"ucx/{self._node}", self._exchange.address().hex())
+            keys = [f"ucx/{node}" for node in range(self._nodes)]
+            store.wait(keys, timedelta(seconds=timeout_s))
+            names = [placement.describe(rank) for rank in placement.partners]
+            self._exchange.connect([bytes.fromhex(store.get(key).decode()) for key in keys], names)
+        except BaseException:
+            self._exchange.close()
+            raise
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        self._run(out, x, [(0, x.nbytes, node * x.nbytes, x.nbytes) for node in range(self._nodes)])
+
+    def all_to_all(self, out: torch.Tensor, x: torch.Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
+        ways = zip(_offsets(in_sizes), in_sizes, _offsets(out_sizes), out_sizes, strict=True)
+        self._run(out, x, list(ways))
+
+    def set_limit(self, timeout_s: float) -> None:
+        self._exchange.set_limit(timeout_s)
+
+    def look(self) -> str:
+        began = self._began
+        self._tell(began is not None and time.monotonic() - began > _LATE_S)
+        return self._exchange.error()
+
+    def abort(self) -> None:
+        self._exchange.abort()
+
+    def close(self) -> None:
+        if not self._is_kept:  # a graph that is replayed needs the proxy
+            self._exchange.close()
+
+    def _run(self, out: torch.Tensor, x: torch.Tensor, pieces: list[tuple[int, int, int, int]]) -> None:
+        is_on_host = self._device.type == "cpu"
+        stream = 0 if is_on_host else torch.cuda.current_stream(self._device).cuda_stream
+        self._began = time.monotonic()
+        try:
+            if not self._exchange.run(x.data_ptr(), out.data_ptr(), pieces, stream):
+                raise RuntimeError(self._exchange.error())
+        finally:
+            self._began = None
+        if not self._is_kept and self._exchange.has_been_captured():
+            self._is_kept = True
+            keep_for_graphs(self._exchange)
+
+
+def _offsets(sizes: Sequence[int]) -> list[int]:
+    return [0, *itertools.accumulate(sizes)][: len(sizes)]
