@@ -47,6 +47,26 @@ def check(args: argparse.Namespace) -> None:
         )
 
 
+def check_table(comm: Communicator, group: dist.ProcessGroup) -> None:
+    """Whether the rows of a node, which are installed with those found here, may be taken for measured. Collective.
+
+    Raises:
+        ConfigError: They are of other machines on some rank. On all ranks alike.
+    """
+    table = comm.table_of_node
+    # The phases of a node of one rank go by no row.
+    mine = "" if table.origin.is_tuned or comm.nodes == comm.world_size else table.describe()
+    everyone: list[Any] = [None] * comm.world_size
+    dist.all_gather_object(everyone, mine, group=group)
+    untuned = [rank for rank, words in enumerate(everyone) if words]
+    if untuned:
+        raise ConfigError(
+            f"--install: rank {untuned[0]} goes by a table of other machines ({everyone[untuned[0]]}), whose rows "
+            "would be installed as if they had been measured: tune a node by itself first, or give --out FILE in "
+            "place of --install"
+        )
+
+
 def run(comm: Communicator, group: dist.ProcessGroup, args: argparse.Namespace, record: Record, config: Config) -> bool:
     """Measures, and writes what the options say: rank 0 the files, the first rank of each node into its user's
     directory. Collective.
@@ -55,9 +75,11 @@ def run(comm: Communicator, group: dist.ProcessGroup, args: argparse.Namespace, 
         Whether everything was written.
 
     Raises:
-        ConfigError: As of ``check``.
+        ConfigError: As of ``check`` and ``check_table``.
     """
     check(args)
+    if args.install:
+        check_table(comm, group)
     of_node = comm.table_of_node
     found, left = measure(comm, group, args)
     comm.use_table(of_node)

@@ -5,7 +5,9 @@ As in ``test_tune_command.py``, times are by a formula.
 
 from __future__ import annotations
 
+import io
 import os
+from contextlib import redirect_stderr
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,6 +98,30 @@ def test_a_table_that_was_tuned_over_nodes_is_used(ranks: RankPool, tmp_path: Pa
     assert small.startswith(f"{layout}".replace("x", " nodes of "))
     assert ("in 2 chunks" in chunked) == (layout.places > 1)
     assert "more than max_message_bytes=1048576" in large
+
+
+def tune_with_a_table_of_others(layout: Layout, folder: Path, rank: int) -> tuple[int, str]:
+    """One rank goes by such a table; the status, and what is printed."""
+    use = Communicator.table_of_node.fget
+
+    def table_of_node(self: Communicator) -> Any:
+        table = use(self)
+        is_tuned = dist.get_rank() != rank
+        return table._replace(origin=table.origin._replace(kind="nearest", is_tuned=is_tuned))
+
+    said = io.StringIO()
+    with mock.patch.object(Communicator, "table_of_node", property(table_of_node)), redirect_stderr(said):
+        return tune(layout, folder, "--install"), said.getvalue()
+
+
+def test_rows_of_other_machines_are_not_installed_with_those_between_nodes(ranks: RankPool, tmp_path: Path) -> None:
+    for status, said in ranks.run(4, tune_with_a_table_of_others, Layout(2, 2), tmp_path, 3):
+        assert status != 0
+        assert "--install: rank 3 goes by a table of other machines (emulated; not tuned for this machine" in said
+    assert not list(tmp_path.rglob("*.yaml"))
+    # The phases of a node of one rank go by none of them.
+    found = ranks.run(2, tune_with_a_table_of_others, Layout(2, 1), tmp_path, 1)
+    assert [status for status, _ in found] == [0, 0]
 
 
 def refused(*options: str) -> str:
