@@ -121,6 +121,7 @@ def _serve(connection: Connection, rank: int, port: int) -> None:
         except EOFError:  # the pool is gone
             return
         _running["store"] = dist.PrefixStore(task.name, root)
+        before = dict(os.environ)
         try:
             _init_group(dist.PrefixStore("group", store()), rank, task.world_size)
             try:
@@ -129,6 +130,8 @@ def _serve(connection: Connection, rank: int, port: int) -> None:
                 dist.destroy_process_group()
         except BaseException:
             answer = _Answer(None, traceback.format_exc())
+        os.environ.clear()  # the next task finds the variables that this one did
+        os.environ.update(before)
         connection.send(answer)
 
 

@@ -56,6 +56,8 @@ def start(name: str, backend_line: str) -> str:
             "INFO llm_comm 0.1.0 is active for group tp:0 (2 ranks, VMM): all-reduce one_shot to 48 KiB, then the rest"
             + _OF_THE_START.get(name, "")
         )
+        if os.environ.get("LLM_COMM_BATCH_INVARIANT_LINEAR") == "llm_comm":
+            print("INFO ...; linear layers by llm_comm at every size (batch_invariant_linear)")
     if name in ("llm_comm", "llm_comm_no_linear") and what not in ("pretends", "does not fuse"):
         print("INFO llm_comm: first all-reduce fused with its RMSNorm (2 ranks, shape (1, 64))")
         if os.environ.get("LLM_COMM_FUSE_LINEAR") == "1":
