@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from llm_comm.bench import timing, tune_install
-from llm_comm.bench.agreement import on_all
+from llm_comm.bench.agreement import on_all, require_alike
 from llm_comm.bench.choosing import is_slower
 from llm_comm.bench.measuring import schedule_of
 from llm_comm.bench.pace import Budget
@@ -54,17 +54,18 @@ def check_table(comm: Communicator, group: dist.ProcessGroup) -> None:
         ConfigError: They are of other machines on some rank. On all ranks alike.
     """
     table = comm.table_of_node
-    # The phases of a node of one rank go by no row.
-    mine = "" if table.origin.is_tuned or comm.nodes == comm.world_size else table.describe()
-    everyone: list[Any] = [None] * comm.world_size
-    dist.all_gather_object(everyone, mine, group=group)
-    untuned = [rank for rank, words in enumerate(everyone) if words]
-    if untuned:
-        raise ConfigError(
-            f"--install: rank {untuned[0]} goes by a table of other machines ({everyone[untuned[0]]}), whose rows "
-            "would be installed as if they had been measured: tune a node by itself first, or give --out FILE in "
-            "place of --install"
-        )
+
+    def of_this_rank() -> dict[str, str]:
+        # The phases of a node of one rank go by no row.
+        if not table.origin.is_tuned and comm.nodes < comm.world_size:
+            raise ConfigError(
+                f"--install: rank {comm.rank} goes by a table of other machines ({table.describe()}), whose rows "
+                "would be installed as if they had been measured: tune a node by itself first, or give --out FILE in "
+                "place of --install"
+            )
+        return {}
+
+    require_alike(of_this_rank, group)
 
 
 def run(comm: Communicator, group: dist.ProcessGroup, args: argparse.Namespace, record: Record, config: Config) -> bool:

@@ -8,7 +8,6 @@ operators, are imported or used here.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -130,6 +129,8 @@ class LlmCommCommunicator(GatheringCommunicator):
         self.max_fused_bytes = 0
         #: The largest batch, in tokens, whose linear layers go into operators of llm_comm; 0: none do.
         self.max_linear_tokens = 0
+        #: Whether layers whose bits must not depend on their batch are computed here: ``invariant_linear.py``.
+        self.computes_all_batches = False
         #: Differs where ``prefers_linear`` and its kin could.
         self.linear_key = ""
         self._said: set[str] = set()
@@ -275,9 +276,6 @@ class LlmCommCommunicator(GatheringCommunicator):
 
     def destroy(self) -> None:
         member, self._member, self._llm_comm, self._parts = self._member, None, None, None
-        invariant_linear = sys.modules.get("llm_comm.integrations.vllm.invariant_linear")
-        if invariant_linear is not None:
-            invariant_linear.deactivate(self.unique_name)
         try:
             if member is not None:
                 member.close()
@@ -397,7 +395,8 @@ class LlmCommCommunicator(GatheringCommunicator):
             return f"; linear layers are vLLM's: {why_not}"
         from llm_comm.integrations.vllm import invariant_linear
 
-        invariant_linear.activate(self.unique_name)
+        invariant_linear.mark_configuration()
+        self.computes_all_batches = True
         return linear.LINEAR_AT_EVERY_SIZE
 
     def _set_up_linear(self, communicator: Communicator) -> str:

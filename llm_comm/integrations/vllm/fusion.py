@@ -48,11 +48,9 @@ def why_not_fused(config: Config) -> str | None:
         return (
             f"compilation_config.backend is {vllm_config.compilation_config.backend!r}: vLLM changes inductor's graphs"
         )
-    if not isinstance(vllm_config.additional_config, dict):
-        return f"additional_config is of {type(vllm_config.additional_config)}"
-    if vllm_config.compilation_config.cache_dir:
-        # The graphs in there are taken whatever they hold, also by a vLLM without llm_comm and so without its operator.
-        return "vLLM tells graphs with and without it apart by their directory, and compilation_config.cache_dir is set"
+    why_not = _why_not_kept_apart(vllm_config)
+    if why_not is not None:
+        return why_not
     try:
         # The operators, which graphs from the cache need as well. The pass too, which is needed later: all ranks are to
         # have it, or none.
@@ -124,16 +122,25 @@ def why_not_invariant_linear() -> str | None:
     llm_comm's, if so."""
     try:
         vllm_config = get_current_vllm_config_or_none()
-        if not isinstance(vllm_config.additional_config, dict):  # which tells compiled graphs apart
-            return f"additional_config is of {type(vllm_config.additional_config)}"
-        if vllm_config.compilation_config.cache_dir:
-            return "compilation_config.cache_dir is set, and vLLM tells graphs with and without them apart by it"
+        why_not = _why_not_kept_apart(vllm_config)
+        if why_not is not None:
+            return why_not
         from llm_comm.integrations.vllm import invariant_linear
 
         invariant_linear.set_up()
         return _why_not_weights()
     except Exception as error:
         return f"it does not know this version of vLLM ({type(error).__name__}: {error})"
+
+
+def _why_not_kept_apart(vllm_config: Any) -> str | None:
+    """Why vLLM cannot tell compiled graphs with llm_comm's operators from those without, if so."""
+    if not isinstance(vllm_config.additional_config, dict):
+        return f"additional_config is of {type(vllm_config.additional_config)}"
+    if vllm_config.compilation_config.cache_dir:
+        # The graphs in there are taken whatever they hold, also by a vLLM without llm_comm and so without its operator.
+        return "vLLM tells graphs with and without it apart by their directory, and compilation_config.cache_dir is set"
+    return None
 
 
 def _why_not_weights() -> str | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod, linear_batch_invariant
 
 from llm_comm.integrations.linear import is_aligned, takes_all_batches_of
@@ -32,40 +33,29 @@ fused_op.library.define(
 )
 
 
-class _State:
-    #: vLLM's name of the group whose communicator computes the layers; None: vLLM does.
-    group_name: str | None = None
-
-
 def set_up() -> None:
-    """Hooks vLLM. Nothing changes before ``activate``. More than once is no error."""
+    """Hooks vLLM. Nothing changes before the communicator of the tensor-parallel group says ``computes_all_batches``.
+    More than once is no error."""
     theirs = UnquantizedLinearMethod.apply
     if not getattr(theirs, "by_llm_comm", False):
         UnquantizedLinearMethod.apply = _asking_llm_comm(theirs)
 
 
-def activate(group_name: str) -> None:
-    """The communicator of this group computes layers from now on. Marks the current configuration of vLLM, by which
-    it keeps compiled graphs apart."""
-    _State.group_name = group_name
+def mark_configuration() -> None:
+    """Has vLLM keep compiled graphs with the operator apart from those without, under its current configuration."""
     vllm_config = get_current_vllm_config_or_none()
     vllm_config.additional_config = {**vllm_config.additional_config, MARK: _VERSION}
-
-
-def deactivate(group_name: str) -> None:
-    """vLLM computes layers again, where the communicator of this group did: its end is not to be that of the layers of
-    another engine in this process."""
-    if _State.group_name == group_name:
-        _State.group_name = None
 
 
 def _asking_llm_comm(theirs: Any) -> Any:
     @functools.wraps(theirs)
     def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
         weight = layer.weight
-        if _State.group_name is None or x.dtype != weight.dtype or not takes_all_batches_of(weight):
+        group = get_tp_group()
+        ours = getattr(group.device_communicator, "computes_all_batches", False)
+        if not ours or x.dtype != weight.dtype or not takes_all_batches_of(weight):
             return theirs(self, layer, x, bias)
-        y = linear_of_any_batch(x, weight, _State.group_name)
+        y = linear_of_any_batch(x, weight, group.unique_name)
         return y if bias is None else y + bias  # rounded before, as vLLM does
 
     apply.by_llm_comm = True  # type: ignore[attr-defined]
