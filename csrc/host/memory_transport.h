@@ -1,12 +1,10 @@
 // The transport of emulated GPUs, whose memory the proxy reaches as they do.
 #pragma once
 
-#include <sys/mman.h>
-
 #include <cstring>
 #include <memory>
-#include <new>
 
+#include "host/anonymous_memory.h"
 #include "host/proxy.h"
 
 namespace llm_comm::host {
@@ -22,25 +20,6 @@ class MemoryTransport final : public Transport {
     signal(peer, to, values, count);
   }
   void finish() override {}
-};
-
-// Memory of this process alone; pages take memory that are written.
-class AnonymousMemory final : public RingMemory {
- public:
-  explicit AnonymousMemory(uint64_t bytes) : bytes_(bytes) {
-    void* const address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (address == MAP_FAILED) throw std::bad_alloc();
-    address_ = static_cast<char*>(address);
-  }
-  AnonymousMemory(const AnonymousMemory&) = delete;
-  AnonymousMemory& operator=(const AnonymousMemory&) = delete;
-  ~AnonymousMemory() override { munmap(address_, bytes_); }
-  char* on_host() const override { return address_; }
-  char* on_device() const override { return address_; }
-
- private:
-  uint64_t bytes_;
-  char* address_ = nullptr;
 };
 
 // Emulated ranks share few CPUs, so their proxies do not spin.

@@ -17,6 +17,7 @@
 #include "host/multicast_switches.h"
 #include "host/planner.h"
 #include "python/bound_call.h"
+#include "python/delete_without_gil.h"
 #include "python/node_exchange.h"
 #include "python/tensor_capsule.h"
 
@@ -27,14 +28,7 @@ using llm_comm::python::as_function;
 
 namespace {
 
-// A core on a GPU waits for its kernels before it goes: up to their time-out, in which other threads must run.
-struct DeleteWithoutGil {
-  void operator()(Core* core) const {
-    const py::gil_scoped_release release;
-    delete core;
-  }
-};
-using CoreHolder = std::unique_ptr<Core, DeleteWithoutGil>;
+using CoreHolder = std::unique_ptr<Core, llm_comm::python::DeleteWithoutGil<Core>>;
 
 // What Core::prepare() takes.
 using Launches = std::tuple<uint32_t, Problem, Tiling>;

@@ -9,24 +9,14 @@
 
 #include "host/node_exchange.h"
 #include "host/ucx/ucp_api.h"
+#include "python/delete_without_gil.h"
 
 namespace py = pybind11;
 using namespace llm_comm::host;  // NOLINT: a binding file
 
 namespace llm_comm::python {
 
-namespace {
-
-// It ends its connections before it goes, which others may wait for.
-struct DeleteWithoutGil {
-  void operator()(NodeExchange* exchange) const {
-    const py::gil_scoped_release release;
-    delete exchange;
-  }
-};
-using Holder = std::unique_ptr<NodeExchange, DeleteWithoutGil>;
-
-}  // namespace
+using Holder = std::unique_ptr<NodeExchange, DeleteWithoutGil<NodeExchange>>;
 
 void add_node_exchange(py::module_& module) {
   // The version of UCX; RuntimeError where there is none.

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "host/cuda/driver.h"
+#include "host/cuda/proxy_patience.h"
 #include "host/cuda/registered_memory.h"
 #include "host/proxy.h"
 
@@ -90,21 +91,14 @@ class CopyEngines final : public Transport {
 
 }  // namespace
 
-// Blocks of a grid ask within a microsecond of each other, and every copy that they do not share costs several.
-//
-// A request is to be seen within a few microseconds where operations follow each other, some milliseconds apart at most; then a
-// core is given up. Naps of 50 us are two or three percent of one, and what the first operation after a pause waits.
 std::unique_ptr<Ports> make_cuda_ports(int device) {
-  using std::chrono::microseconds;
   const DeviceGuard guard(device);
   // Values behind the FIFO. Without a mapping there are no port channels: start() says so.
   constexpr uint64_t kRingBytes = port_ring_bytes(ProxyPorts::kEntriesLog2);
   auto memory = std::make_unique<RegisteredMemory>(kRingBytes + kBytesOfValues);
   auto* const values = reinterpret_cast<uint64_t*>(memory->on_host() + kRingBytes);
   auto engines = std::make_unique<CopyEngines>(device, values);
-  return std::make_unique<ProxyPorts>(
-      std::move(memory), std::move(engines),
-      Patience{std::chrono::nanoseconds(500), microseconds(2'000), microseconds(50'000), microseconds(50)});
+  return std::make_unique<ProxyPorts>(std::move(memory), std::move(engines), kPatienceOfGpus);
 }
 
 }  // namespace llm_comm::host

@@ -2,6 +2,7 @@
 #include <cuda_runtime.h>
 
 #include "host/cuda/driver.h"
+#include "host/cuda/proxy_patience.h"
 #include "host/cuda/registered_memory.h"
 #include "host/node_exchange_impl.h"
 
@@ -34,11 +35,7 @@ class CudaExchangeDevice {
     return memory;
   }
 
-  // As of port channels in a node (copy_engines.cpp).
-  Patience patience() const {
-    using std::chrono::microseconds;
-    return {std::chrono::nanoseconds(500), microseconds(2'000), microseconds(50'000), microseconds(50)};
-  }
+  Patience patience() const { return kPatienceOfGpus; }
 
   // Calls on several streams are put in the order in which they are made: they use the same memory.
   bool launch(const NodeExchangeArgs& args, uint32_t blocks, uint64_t handle) {

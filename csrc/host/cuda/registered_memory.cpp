@@ -1,21 +1,15 @@
 #include "host/cuda/registered_memory.h"
 
-#include <sys/mman.h>
 #include <unistd.h>
-
-#include <new>
 
 #include "host/cuda/driver.h"
 
 namespace llm_comm::host {
 
-RegisteredMemory::RegisteredMemory(uint64_t bytes) : bytes_(bytes), pid_(getpid()) {
-  void* const address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (address == MAP_FAILED) throw std::bad_alloc();
-  host_ = static_cast<char*>(address);
+RegisteredMemory::RegisteredMemory(uint64_t bytes) : memory_(bytes), pid_(getpid()) {
   void* device = nullptr;
-  if (cudaHostRegister(address, bytes, cudaHostRegisterMapped | cudaHostRegisterPortable) == cudaSuccess &&
-      cudaHostGetDevicePointer(&device, address, 0) == cudaSuccess) {
+  if (cudaHostRegister(on_host(), bytes, cudaHostRegisterMapped | cudaHostRegisterPortable) == cudaSuccess &&
+      cudaHostGetDevicePointer(&device, on_host(), 0) == cudaSuccess) {
     device_ = static_cast<char*>(device);
   } else {
     cudaGetLastError();  // whoever needs it says so
@@ -24,11 +18,9 @@ RegisteredMemory::RegisteredMemory(uint64_t bytes) : bytes_(bytes), pid_(getpid(
 
 // In a fork nothing is registered, and CUDA is of no use.
 RegisteredMemory::~RegisteredMemory() {
-  if (device_ != nullptr && getpid() == pid_) {
-    const BesideCaptures beside;
-    cudaHostUnregister(host_);
-  }
-  munmap(host_, bytes_);
+  if (device_ == nullptr || getpid() != pid_) return;
+  const BesideCaptures beside;
+  cudaHostUnregister(on_host());
 }
 
 }  // namespace llm_comm::host

@@ -1,7 +1,7 @@
 // Host memory that a device maps.
 #pragma once
 
-#include "host/proxy.h"
+#include "host/anonymous_memory.h"
 
 namespace llm_comm::host {
 
@@ -15,13 +15,12 @@ class RegisteredMemory final : public RingMemory {
   RegisteredMemory& operator=(const RegisteredMemory&) = delete;
   ~RegisteredMemory() override;
 
-  char* on_host() const override { return host_; }
+  char* on_host() const override { return memory_.on_host(); }
   char* on_device() const override { return device_; }
 
  private:
-  uint64_t bytes_;
+  AnonymousMemory memory_;
   int pid_;
-  char* host_ = nullptr;
   char* device_ = nullptr;
 };
 
