@@ -16,10 +16,12 @@ def sum_in_order(parts: torch.Tensor, out: torch.Tensor) -> None:
         parts: [nodes, elements], at least two nodes, bfloat16, float16 or float32.
         out: [elements], of the same dtype.
     """
-    total = torch.add(parts[0].float(), parts[1])
-    for part in parts[2:]:
+    first, *rest, last = parts.unbind()
+    # Two tensors of one type: torch adds in fp32 and rounds once, in one kernel.
+    total = first.float() if rest else first
+    for part in rest:
         total.add_(part)
-    out.copy_(total)
+    torch.add(total, last, out=out)
     if out.device.type == "cpu":
         patterns = out.view(_PATTERNS[out.element_size()])
-        patterns.masked_fill_(total.isnan(), torch.iinfo(patterns.dtype).max)
+        patterns.masked_fill_(out.isnan(), torch.iinfo(patterns.dtype).max)
