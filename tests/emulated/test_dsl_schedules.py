@@ -150,14 +150,14 @@ CONTROLS = [
         "packets are read before they have come",
         library.two_shot_ll,
         2,
-        in_place_of("all = all && has_arrived(line[i]);", "all = true;"),
+        in_place_of("return poll_lines(from, line);", "return poll_lines(from, line), true;"),
         WRONG,
     ),
     Control(
         "packets are taken for whole by their first word",
         library.all_gather_ll,
         2,
-        in_place_of("all = all && has_arrived(line[i]);", "all = all && line[i].word[0] != kSentinel;"),
+        in_place_of("return poll_lines(from, line);", "return poll_lines(from, line), line[0].word[0] != kSentinel;"),
         WRONG,
     ),
     Control(

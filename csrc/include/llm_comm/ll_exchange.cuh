@@ -22,6 +22,24 @@ LLM_COMM_DEVICE Line receive_line(const Line* line, Op& op, uint32_t peer, uint3
   return value;
 }
 
+// One poll for several lines, whose loads are under way at the same time. A line that is armed_line() is loaded; another one has
+// come, or is not wanted. True once all have come. A single one is loaded in any case: do not poll for a line that is not wanted.
+template <uint32_t N>
+LLM_COMM_DEVICE bool poll_lines(const Line* const (&from)[N], Line (&lines)[N]) {
+  bool have_come = true;
+  if constexpr (N == 1) {
+    // Nobody polls once it has come, so there is nothing to ask before.
+    lines[0] = load_line_relaxed(from[0]);
+    have_come = has_arrived(lines[0]);
+  } else {
+    LLM_COMM_UNROLL(32)
+    for (uint32_t i = 0; i < N; ++i) load_line_relaxed_if(!has_arrived(lines[i]), from[i], lines[i]);
+    LLM_COMM_UNROLL(32)
+    for (uint32_t i = 0; i < N; ++i) have_come = have_come && has_arrived(lines[i]);
+  }
+  return have_come;
+}
+
 // After the line has been received: `line` lies in this rank's slot.
 LLM_COMM_DEVICE void re_arm_line(Line* line) { store_line_relaxed(line, armed_line()); }
 

@@ -171,26 +171,21 @@ class LLSessionOf {
   // come, so their loads are under way at the same time. The other lines are zeros.
   LLM_COMM_DEVICE void receive_each(uint64_t place, const bool (&is_wanted)[Peers], Line (&lines)[Peers],
                                     uint32_t phase) {
+    const Line* from[Peers];
     LLM_COMM_UNROLL(8)
-    for (uint32_t i = 0; i < Peers; ++i) lines[i] = is_wanted[i] ? armed_line() : Line{};
-    op_.wait_for_all(
-        [&] {
-          LLM_COMM_UNROLL(8)
-          for (uint32_t i = 0; i < Peers; ++i) {
-            if (!has_arrived(lines[i])) lines[i] = load_line_relaxed(incoming_[i] + place);
-          }
-          bool have_arrived = true;
-          LLM_COMM_UNROLL(8)
-          for (uint32_t i = 0; i < Peers; ++i) have_arrived = have_arrived && has_arrived(lines[i]);
-          return have_arrived;
-        },
-        [&] {
-          uint32_t late = sender(0);
-          LLM_COMM_UNROLL(8)
-          for (uint32_t i = 1; i < Peers; ++i) late = has_arrived(lines[i]) ? late : sender(i);
-          return late;
-        },
-        phase);
+    for (uint32_t i = 0; i < Peers; ++i) {
+      from[i] = incoming_[i] + place;
+      lines[i] = is_wanted[i] ? armed_line() : Line{};
+    }
+    if (Peers == 1 && !is_wanted[0]) return;
+    op_.wait_for_all([&] { return poll_lines(from, lines); },
+                     [&] {
+                       uint32_t late = sender(0);
+                       LLM_COMM_UNROLL(8)
+                       for (uint32_t i = 1; i < Peers; ++i) late = has_arrived(lines[i]) ? late : sender(i);
+                       return late;
+                     },
+                     phase);
   }
 
   // Every line that was received, by the thread that received it.

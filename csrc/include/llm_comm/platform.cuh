@@ -27,6 +27,7 @@
 // Plain memory       load_line / store_line: one 16-byte access; load_plain / store_plain: one of the size of T;
 //                    load_words(p, words): 1, 2 or 4 words by one access, which is not waited for before they are used
 // System scope       load_line_relaxed / store_line_relaxed: 16 bytes, of which only each 4-byte word is a unit;
+//                    load_line_relaxed_if(is_wanted, p, line): the same into `line`, where it is wanted, without a branch;
 //                    load_packet_relaxed / store_packet_relaxed: the same, but each 8-byte half is a unit;
 //                    {load,store}_relaxed, load_acquire, store_release on uint32_t, uint64_t; fence_system();
 //                    store_packets_release(p, packets): neighbouring packets, each half of which is a release

@@ -256,6 +256,19 @@ LLM_COMM_DEVICE Line load_line_relaxed(const void* address) {
   return v;
 }
 
+LLM_COMM_DEVICE void load_line_relaxed_if(bool is_wanted, const void* address, Line& line) {
+  // A predicate: the compiler makes a branch of a condition, and a poll with one takes longer (docs/experiments/dsl.md).
+  asm volatile(
+      "{\n"
+      ".reg .pred is_wanted;\n"
+      "setp.ne.u32 is_wanted, %5, 0;\n"
+      "@is_wanted ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];\n"
+      "}"
+      : "+r"(line.word[0]), "+r"(line.word[1]), "+r"(line.word[2]), "+r"(line.word[3])
+      : "l"(address), "r"(static_cast<uint32_t>(is_wanted))
+      : "memory");
+}
+
 LLM_COMM_DEVICE void store_line_relaxed(void* address, Line v) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(address), "r"(v.word[0]), "r"(v.word[1]),
                "r"(v.word[2]), "r"(v.word[3])

@@ -349,6 +349,10 @@ void load_words(const void* address, uint32_t (&word)[Words]) {
   for (uint32_t i = 0; i < Words; ++i) word[i] = load_plain(static_cast<const uint32_t*>(address) + i);
 }
 
+LLM_COMM_DEVICE void load_line_relaxed_if(bool is_wanted, const void* address, Line& line) {
+  if (is_wanted) line = load_line_relaxed(address);
+}
+
 // A failed poll gives way to other ranks, which may take a scheduler's tick.
 inline constexpr uint32_t kPollsPerCheck = 4;
 

@@ -224,7 +224,7 @@ class DataRunWriter:
         out = self._out
         places = [(op, j) for op in step.ops for j in range(self._batch)]
         with self._out.block(""):
-            self._array("Line* const from", [self._line(op.source, None, j) for op, j in places])
+            self._array("const Line* const from", [self._line(op.source, None, j) for op, j in places])
             if self._is_moved:
                 self._array("uint32_t* const masks", [self._mask(op.source, None, j) for op, j in places])
             there = [" && ".join(self._there(j, op)) for op, j in places]

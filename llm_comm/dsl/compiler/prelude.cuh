@@ -55,24 +55,15 @@ class Call {
   // Waits for all lines together: those that are armed_line() are loaded until they have come. False if the wait ended without.
   // Each of the senders has sent `Batch` of them.
   template <uint64_t Senders, uint32_t Batch, uint32_t N>
-  LLM_COMM_DEVICE bool receive(Line* const (&from)[N], Line (&line)[N]) const {
-    return poll_until(
-        [&] {
-          LLM_COMM_UNROLL(32)
-          for (uint32_t i = 0; i < N; ++i) {
-            if (!has_arrived(line[i])) line[i] = load_line_relaxed(from[i]);
-          }
-          bool all = true;
-          LLM_COMM_UNROLL(32)
-          for (uint32_t i = 0; i < N; ++i) all = all && has_arrived(line[i]);
-          return all;
-        },
-        [&](uint64_t start) {
-          uint32_t late = 0;
-          LLM_COMM_UNROLL(32)
-          for (uint32_t i = 1; i < N; ++i) late = has_arrived(line[i]) ? late : i / Batch;
-          return check(start, Senders, late);
-        });
+  LLM_COMM_DEVICE bool receive(const Line* const (&from)[N], Line (&line)[N]) const {
+    if (N == 1 && has_arrived(line[0])) return true;  // none is wanted
+    return poll_until([&] { return poll_lines(from, line); },
+                      [&](uint64_t start) {
+                        uint32_t late = 0;
+                        LLM_COMM_UNROLL(32)
+                        for (uint32_t i = 1; i < N; ++i) late = has_arrived(line[i]) ? late : i / Batch;
+                        return check(start, Senders, late);
+                      });
   }
 
   // Packets of any bytes: a line with a word that could be the sentinel is followed by a mask, as in ll_bytes.cuh. After receive();
