@@ -19,6 +19,9 @@ MAX_BLOCKS = 65535
 _BLOCKS_OF_SM = 8
 _THREADS_UP_TO = ((2048, 64), (32768, 128))
 _THREADS = 256
+#: The same of blocks that meet. They must all be resident. While one of a multiprocessor waits for a signal, the other one moves data.
+_MEETING_BLOCKS_OF_SM = 2
+_MEETING_THREADS = MAX_THREADS // _MEETING_BLOCKS_OF_SM
 #: Of blocks that meet, while there are multiprocessors without one.
 _FEW_THREADS = 64
 #: Where fibers of one thread stand for those of a GPU.
@@ -81,7 +84,9 @@ def limits_of(
     if blocks is None:
         most = _EMULATED_BLOCKS * groups
         if is_gpu:
-            most = torch.cuda.get_device_properties(device).multi_processor_count * (1 if meets else _BLOCKS_OF_SM)
+            most = torch.cuda.get_device_properties(device).multi_processor_count * (
+                _MEETING_BLOCKS_OF_SM if meets else _BLOCKS_OF_SM
+            )
         instances = min(most // groups, _PORT_INSTANCES) if uses_ports(groups_of_runs) else most // groups
         blocks = (program.instances if program.instances > 1 else instances) * groups
     if not groups <= blocks <= MAX_BLOCKS or blocks % groups:
@@ -90,7 +95,7 @@ def limits_of(
             f"{MAX_BLOCKS}; blocks is {blocks}"
         )
     if threads is None:
-        threads = _EMULATED_THREADS if not is_gpu else MAX_THREADS if meets else _THREADS
+        threads = _EMULATED_THREADS if not is_gpu else _MEETING_THREADS if meets else _THREADS
     why = why_not_threads(threads, is_gpu, MAX_THREADS)
     if why:
         raise ValueError(why)
