@@ -15,7 +15,8 @@ class Arm:
         label: In tables and plots.
         environment: Variables of the engine's processes.
         disable_custom_all_reduce: The option of this name, which vLLM and SGLang share.
-        own_fusion: Whether vLLM may fuse all-reduces with the norms after them by FlashInfer, as it does by default.
+        own_fusion: Whether the engine may fuse all-reduces with the norms after them by FlashInfer. vLLM does so by
+            default, SGLang where ``--engine-option`` asks for it.
         llm_comm: Whether the log must say that llm_comm is active; else it must not.
         fuses: Whether the log must say that llm_comm has fused a sum with its norm; else it must not.
         norms_apart: Whether the log must say that llm_comm was told not to fuse; else it must not.

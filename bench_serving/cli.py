@@ -15,7 +15,7 @@ from typing import Any
 from bench_serving import report
 from bench_serving.arms import ARMS
 from bench_serving.comparison import Comparison
-from bench_serving.settings import SHAPES, Settings
+from bench_serving.settings import FLASHINFER_OPTION, SHAPES, Settings
 
 ENGINES = ("vllm", "sglang")
 #: Of vLLM's command, whatever the model.
@@ -168,6 +168,12 @@ def settings_of(options: argparse.Namespace) -> Settings:
     if options.mode == "bench-latency" and options.engine != "vllm":
         raise SystemExit(
             "--mode bench-latency is vLLM's; SGLang's bench_one_batch loads no plugins, so it has no such arm"
+        )
+    backend = dict(options.engine_option).get(FLASHINFER_OPTION)
+    if backend not in (None, "trtllm"):
+        raise SystemExit(
+            f"--engine-option {FLASHINFER_OPTION}={backend}: must be trtllm; the other backends use NVLink multicast, "
+            "which is off in all arms"
         )
     if options.output_tokens < 2:
         raise SystemExit("--output-tokens must be at least 2: decoding begins with the second token")

@@ -87,7 +87,7 @@ class Comparison:
             "repeats": self.repeats,
             "arms": {name: ARMS[name].label for name in self.arms},
             **summary.summarize(runs),
-            "check": checks.summarize(runs),
+            "check": checks.summarize(runs, checks.tolerance(self.settings.config())),
             "invariance": invariance.summarize(runs),
             "runs": [
                 {

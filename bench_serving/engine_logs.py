@@ -36,6 +36,9 @@ _VLLM_BACKENDS = re.compile(r"Using \[([^\]]*)\] all-reduce backends[^\n]*for gr
 # What vLLM's fusion with FlashInfer says of its workspace, and FlashInfer's way of using multicast.
 _FLASHINFER = re.compile(r"Initialized FlashInfer All-?[Rr]educe")
 _MULTICAST = re.compile(r"backend[=:] ?mnnvl")
+_SGLANG_FLASHINFER = re.compile(r"FlashInfer AllReduce Fusion enabled and workspace initialized: backend=trtllm")
+# Which kernel vLLM has chosen for linear layers of fp8.
+_FP8_KERNEL = re.compile(r"Selected \w+ for Fp8\w+")
 _SGLANG_BACKEND = re.compile(re.escape(BACKEND_MARK) + r" of group tp:[^\n]*")
 
 
@@ -86,7 +89,11 @@ def evidence(settings: Settings, arm: Arm, log: str) -> list[str]:
     # In deterministic mode some versions of the engines turn theirs off.
     has_custom = settings.tensor_parallel_size in (2, 4, 6, 8) and not settings.deterministic
     found += {"vllm": _vllm, "sglang": _sglang}[settings.engine](arm, has_custom, log)
-    return found
+    if settings.engine == "sglang":
+        # Beside llm_comm's norms it has a workspace too; llm_comm comes first.
+        by_flashinfer = arm.own_fusion and settings.fuses_by_flashinfer and not settings.data_parallel_attention
+        found += _expect(log, _SGLANG_FLASHINFER, by_flashinfer, "SGLang fuses all-reduces by FlashInfer")
+    return found + [line for line in [_line(log, _FP8_KERNEL)] if line is not None]
 
 
 def _expect(log: str, pattern: re.Pattern[str], wanted: bool, what: str) -> list[str]:

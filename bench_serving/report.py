@@ -109,6 +109,8 @@ def _check(check: Mapping[str, Any]) -> str:
                 f"  {arm}: first-token logits differ from nccl's by {entry['distance_to_nccl']:.2e} (relative L2 norm, "
                 f"worst of {prompts} prompts); same most likely token in {entry['same_first_token']} of {prompts}"
             )
+    if "limit" in check:
+        lines.append(f"  of llm_comm's arms {check['limit']:.2g} is allowed")
     if NCCL not in check["logits"]:
         lines.append(f"  logits were compared with nothing: there is no arm {NCCL}")
     return "\n".join([*lines, *(f"  {failure}" for failure in check["failures"])])

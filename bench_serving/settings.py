@@ -15,6 +15,8 @@ SHAPES = Path(__file__).parent / "model_shapes"
 #: Requests of the check are generated in batches of these sizes, so that each all-reduce algorithm takes part.
 CHECK_BATCHES = (1, 4, 16)
 CHECK_TOKENS = 32
+#: SGLang's option that has it fuse all-reduces with norms by FlashInfer.
+FLASHINFER_OPTION = "flashinfer_allreduce_fusion_backend"
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,11 @@ class Settings:
     def data_parallel_attention(self) -> bool:
         """Whether SGLang computes attention by requests rather than by heads."""
         return self.engine == "sglang" and bool(self.engine_options.get("enable_dp_attention"))
+
+    @property
+    def fuses_by_flashinfer(self) -> bool:
+        """Whether SGLang is asked to fuse all-reduces with norms by FlashInfer."""
+        return self.engine == "sglang" and bool(self.engine_options.get(FLASHINFER_OPTION))
 
     @property
     def max_model_len(self) -> int:

@@ -65,7 +65,7 @@ def server_command(job: Job, model: Path, port: int) -> list[str]:
         command = ["vllm.entrypoints.cli.main", "serve", str(model)]
         del options["model"]
     else:
-        options = sglang.options(job.settings, job.disable_custom_all_reduce)
+        options = sglang.options(job.settings, job.disable_custom_all_reduce, job.own_fusion)
         command = ["sglang.launch_server"]
         options["model_path"] = str(model)
     del options["skip_tokenizer_init"]

@@ -21,8 +21,9 @@ from bench_serving.settings import Job, Settings
 _SENDING_S = 0.5
 
 
-def options(settings: Settings, disable_custom_all_reduce: bool) -> dict[str, Any]:
-    """Arguments of ``sglang.Engine``. Attention and sampling need no kernels beyond SGLang's own and Triton's."""
+def options(settings: Settings, disable_custom_all_reduce: bool, own_fusion: bool = True) -> dict[str, Any]:
+    """Arguments of ``sglang.Engine``; ``own_fusion`` as in ``arms.Arm``. Attention and sampling need no kernels beyond
+    SGLang's own and Triton's."""
     result: dict[str, Any] = {
         "model_path": settings.model,
         "load_format": "dummy",
@@ -38,8 +39,9 @@ def options(settings: Settings, disable_custom_all_reduce: bool) -> dict[str, An
         "chunked_prefill_size": 8192,
         "disable_prefill_cuda_graph": True,
         "disable_custom_all_reduce": disable_custom_all_reduce,
-        # It would take all-reduces past the seam, and through NVLink multicast.
-        "enforce_disable_flashinfer_allreduce_fusion": True,
+        # Of some models it is on by default, with a backend that may be NVLink multicast. Where it is wanted,
+        # `cli.settings_of` has seen to it that the backend is another.
+        "enforce_disable_flashinfer_allreduce_fusion": not (own_fusion and settings.fuses_by_flashinfer),
         "random_seed": settings.seed,
         "log_level": "info",
     }
@@ -61,7 +63,7 @@ class Sglang:
     def __init__(self, job: Job) -> None:
         import sglang
 
-        self._engine = sglang.Engine(**options(job.settings, job.disable_custom_all_reduce))
+        self._engine = sglang.Engine(**options(job.settings, job.disable_custom_all_reduce, job.own_fusion))
 
     def generate(self, prompts: list[list[int]], output_tokens: int) -> list[Request]:
         requests = [Request() for _ in prompts]

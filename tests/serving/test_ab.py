@@ -86,6 +86,15 @@ def test_the_whole_comparison(harness: Harness, engine: str, capsys: pytest.Capt
     assert "free is a bound, not an engine" in printed
 
 
+def test_sglang_with_flashinfer(harness: Harness) -> None:
+    option = "flashinfer_allreduce_fusion_backend=trtllm"
+    given = ("--engine", "sglang", "--arms", "nccl,default,llm_comm", "--repeats", "1", "--engine-option", option)
+    status, report = harness.run(*given)
+    assert status == 0
+    fused = {run["arm"]: "FlashInfer AllReduce Fusion" in "\n".join(run["evidence"]) for run in report["runs"]}
+    assert fused == {"nccl": False, "default": True, "llm_comm": True}
+
+
 @pytest.mark.parametrize(("mode", "milliseconds"), [("serve", 2.0), ("bench-latency", 10.0)])
 def test_the_engines_own_benchmarks(harness: Harness, mode: str, milliseconds: float) -> None:
     status, report = harness.run("--mode", mode, "--arms", "nccl,llm_comm", "--repeats", "1")

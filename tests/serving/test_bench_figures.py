@@ -275,6 +275,31 @@ def test_sglang_tells_its_custom_all_reduce(arm: str, state: str, right: bool) -
             engine_logs.evidence(ran("sglang"), ARMS[arm], log)
 
 
+def test_sglang_with_flashinfer_must_have_its_workspace() -> None:
+    asked = ran("sglang", engine_options={"flashinfer_allreduce_fusion_backend": "trtllm"})
+    backend = f"[TP0] {engine_logs.BACKEND_MARK} of group tp:0: CustomAllReduceV2, disabled=False"
+    has = "[TP0] FlashInfer AllReduce Fusion enabled and workspace initialized: backend={}, rank=0, world_size=4"
+    assert engine_logs.evidence(asked, ARMS["default"], f"{backend}\n{has.format('trtllm')}")
+    # After a failed set-up SGLang goes on without.
+    with pytest.raises(ValueError, match="does not say that SGLang fuses all-reduces by FlashInfer"):
+        engine_logs.evidence(asked, ARMS["default"], backend)
+    with pytest.raises(ValueError, match="FlashInfer uses multicast"):
+        engine_logs.evidence(asked, ARMS["default"], f"{backend}\n{has.format('mnnvl')}")
+    for settings, arm, custom in (
+        (asked, "nccl", "none"),
+        (ran("sglang"), "default", "CustomAllReduceV2, disabled=False"),
+    ):
+        log = f"[TP0] {engine_logs.BACKEND_MARK} of group tp:0: {custom}"
+        assert engine_logs.evidence(settings, ARMS[arm], log)
+        with pytest.raises(ValueError, match="says that SGLang fuses all-reduces by FlashInfer"):
+            engine_logs.evidence(settings, ARMS[arm], f"{log}\n{has.format('trtllm')}")
+
+
+def test_the_kernel_of_fp8_layers_is_recorded() -> None:
+    line = "INFO 11-26 Selected CutlassFP8ScaledMMLinearKernel for Fp8LinearMethod"
+    assert line in engine_logs.evidence(ran(), ARMS["default"], f"{line}\n{CUSTOM}")
+
+
 def checked(arm: str, repeat: int, tokens: list[int], logits: list[float]) -> Run:
     return Run(repeat, arm, 1.0, result={"check": {"tokens": {"1": [tokens]}, "logits": [logits]}})
 
@@ -326,6 +351,17 @@ def test_a_distance_that_is_no_number_is_too_large() -> None:
     result = checks.summarize(runs)
     assert math.isnan(result["logits"]["llm_comm"]["distance_to_nccl"])
     assert result["failures"] == ["llm_comm: logits differ from nccl's by nan, more than 0.04"]
+
+
+def test_the_limit_is_the_tolerance_or_twice_the_distance_of_default() -> None:
+    runs = [checked("nccl", 0, [1], [1.0, 2.0, 3.0]), checked("llm_comm", 0, [1], [1.0, 2.1, 3.0])]
+    assert checks.distance([1.0, 2.1, 3.0], [1.0, 2.0, 3.0]) == pytest.approx(0.058, abs=0.001)
+    assert not checks.summarize(runs)["passed"]
+    lenient = checks.summarize(runs, checks.AMPLIFIED_TOLERANCE)
+    assert (lenient["passed"], lenient["limit"]) == (True, checks.AMPLIFIED_TOLERANCE)
+    far = checks.summarize([*runs, checked("default", 0, [1], [1.0, 2.2, 3.0])])
+    assert far["limit"] == 2 * far["logits"]["default"]["distance_to_nccl"]
+    assert "limit" not in checks.summarize(runs[1:])
 
 
 def test_another_token_in_one_repeat_fails_the_check() -> None:

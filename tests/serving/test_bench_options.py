@@ -61,6 +61,10 @@ def test_wrong_options_are_named(options: list[str], said: str, capsys: pytest.C
         (["--mode", "bench-latency", "--engine", "sglang"], "is vLLM's"),
         (["--mode", "bench-latency", "--model", "llama-2-70b-quarter"], "ids below 10000, and .* has 8000"),
         (["--output-tokens", "1"], "at least 2"),
+        (
+            ["--engine", "sglang", "--engine-option", "flashinfer_allreduce_fusion_backend=auto"],
+            "flashinfer_allreduce_fusion_backend=auto: must be trtllm",
+        ),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options: list[str], said: str) -> None:
@@ -118,6 +122,26 @@ def test_shapes_can_be_split_over_8_ranks(shape: str) -> None:
     assert config["num_attention_heads"] % 8 == config["num_key_value_heads"] % 8 == 0
     assert config["intermediate_size"] % 8 == config["vocab_size"] % 8 == 0
     assert config["architectures"][0].lower().startswith(config["model_type"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "quantized"),
+    [
+        ("llama-2-70b-quarter", "llama-2-70b-quarter-fp8"),
+        ("llama-2-70b-quarter", "llama-2-70b-quarter-fp8-dynamic"),
+        ("qwen3-32b-quarter", "qwen3-32b-quarter-fp8"),
+    ],
+)
+def test_a_shape_in_fp8_differs_by_its_quantization_alone(shape: str, quantized: str) -> None:
+    whole, other = (json.loads((SHAPES / name / "config.json").read_text()) for name in (shape, quantized))
+    how = other.pop("quantization_config")
+    assert other == whole
+    assert how["quant_method"] == "fp8"
+    heads = whole["num_attention_heads"] + 2 * whole["num_key_value_heads"]
+    for block in how.get("weight_block_size", []):
+        # Of a rank of 2: outputs of qkv_proj and of gate and up, inputs of o_proj and of down_proj.
+        sizes = (heads * whole["head_dim"], whole["intermediate_size"], whole["num_attention_heads"] * 128)
+        assert all(size % (2 * block) == 0 for size in sizes)
 
 
 @pytest.mark.parametrize(("part", "ranks"), [("half", 4), ("quarter", 2)])
@@ -178,6 +202,22 @@ def test_nccl_sums_without_the_fusion_of_vllm() -> None:
     assert ARMS["nccl"].environment["VLLM_ALLREDUCE_USE_FLASHINFER"] == "0"
     command = bench_latency.command(Job(settings(), "nccl", True, ""), 16, 136, Path("latency.json"))
     assert "fuse_allreduce_rms" in command[command.index("--compilation-config") + 1]
+
+
+def test_sglang_fuses_by_flashinfer_where_it_is_asked_to_and_the_arm_may() -> None:
+    option, forced = "flashinfer_allreduce_fusion_backend", "enforce_disable_flashinfer_allreduce_fusion"
+    asked = settings("--engine", "sglang", "--engine-option", f"{option}=trtllm")
+    by_arm = {}
+    for name, arm in ARMS.items():
+        job = Job(asked, name, arm.disable_custom_all_reduce, "")
+        by_arm[name] = not sglang.options(asked, job.disable_custom_all_reduce, job.own_fusion)[forced]
+    assert [name for name, fuses in by_arm.items() if not fuses] == ["nccl", "nccl_library", "free", "free_norm"]
+    assert sglang.options(asked, False)[option] == "trtllm"
+    assert sglang.options(settings("--engine", "sglang"), False)[forced]
+    nccl = serve.server_command(Job(asked, "nccl", True, ""), Path("model"), 1)
+    assert "--enforce-disable-flashinfer-allreduce-fusion" in nccl
+    default = serve.server_command(Job(asked, "default", False, ""), Path("model"), 1)
+    assert "--enforce-disable-flashinfer-allreduce-fusion" not in default
 
 
 def test_graphs_are_captured_for_the_batch_sizes_that_occur() -> None:

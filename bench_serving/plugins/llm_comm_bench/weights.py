@@ -8,45 +8,116 @@ matrix differs from rank to rank, and activations are of order 1 throughout.
 from __future__ import annotations
 
 import math
+import re
 import zlib
 
 import torch
 
 # A layer adds this much of the size of an embedding, so that the residual grows slowly over many layers.
 _BRANCH_SCALE = 0.5
+# Standard deviation of a router's logits. With 8 experts of 128, two or three of them then carry a token and the eighth
+# has 1.5 % of the weight: an expert that enters or leaves the chosen ones by a rounding changes little, as in a trained
+# model. With 1, the eighth has 8 %.
+_ROUTER_SCALE = 4.0
+# Brings the weighted sum of experts back to the size of one: the root mean square of these weights is 0.67.
+_EXPERTS_SCALE = 1.5
+# Largest input that a layer of static quantization represents. Normed activations and their products with gates reach
+# 5 to 15; fp8 e4m3 is as precise at order 1 with any such range.
+_LARGEST_INPUT = 16.0
+
+# Scales of quantized weights: one for a tensor or for each of the layers in it, or (..._inv) one for each block.
+_WEIGHT_SCALE = re.compile(r"(weight|w13_weight|w2_weight)_scale(_inv)?")
+_INPUT_SCALE = re.compile(r"(w13_|w2_)?input_scale")
 
 
 @torch.no_grad()
 def fill(model: torch.nn.Module, rank: int, world_size: int) -> None:
     """Fills all parameters of ``model``, the shard of ``rank`` in a tensor-parallel group.
 
-    Vectors (norms, biases) are replicated in dense models and get the same values on all ranks: scales near 1, biases
-    0. Matrices are sharded, and get values of their rank. The seed of a parameter depends on its name and the rank, so
-    every start of the engine gets the same values.
+    Vectors (norms, biases) are replicated and get the same values on all ranks: scales near 1, biases 0. So do matrices
+    of linear layers that the engine does not split, such as routers of experts. Other matrices are sharded, and get
+    values of their rank. The seed of a parameter depends on its name and the rank, so every start of the engine gets
+    the same values.
+
+    Weights in fp8 e4m3 are quantized values of the same distribution, with the scale that belongs to them in all places
+    of its parameter; static scales of inputs are the same in all layers. Scales of a KV cache are 1.
+
+    Raises:
+        ValueError: A parameter is quantized in a way that is not known here.
     """
-    for name, parameter in model.named_parameters():
-        if not torch.is_floating_point(parameter) or parameter.device.type == "meta":
-            continue
-        data = parameter.data
-        if data.dim() < 2:
-            if name.endswith("bias"):
-                data.zero_()
+    filled: set[int] = set()  # embeddings may be those of the logits, too
+    for prefix, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        for name, parameter in own.items():
+            if id(parameter) in filled or not torch.is_floating_point(parameter) or parameter.device.type == "meta":
+                continue
+            filled.add(id(parameter))
+            full_name = f"{prefix}.{name}" if prefix else name
+            data = parameter.data
+            if match := _WEIGHT_SCALE.fullmatch(name):
+                weight = own[match[1]]
+                data.fill_(_bound(f"{prefix}.{match[1]}", weight.data, world_size) / _largest(weight, full_name))
+            elif _INPUT_SCALE.fullmatch(name):
+                data.fill_(_LARGEST_INPUT / torch.finfo(torch.float8_e4m3fn).max)
+            elif name.endswith("_scale"):
+                data.fill_(1.0)
+            elif data.dim() < 2:
+                if name.endswith("bias"):
+                    data.zero_()
+                else:
+                    _uniform(data, 0.75, 1.25, _seed(full_name))
             else:
-                _uniform(data, 0.75, 1.25, _seed(name))
-            continue
-        bound = _bound(name, data.shape[-1], world_size)
-        _uniform(data, -bound, bound, _seed(f"{name} of rank {rank}"))
+                seed = _seed(full_name if _is_replicated(module) else f"{full_name} of rank {rank}")
+                _matrix(data, _bound(full_name, data, world_size), seed, full_name)
 
 
-def _bound(name: str, columns: int, world_size: int) -> float:
-    """Half the width of a uniform distribution whose variance keeps activations at order 1."""
+def _is_replicated(module: torch.nn.Module) -> bool:
+    """Whether ``module`` is a linear layer that each rank computes whole; both engines name the class so."""
+    return any(kind.__name__ == "ReplicatedLinear" for kind in type(module).__mro__)
+
+
+def _bound(name: str, data: torch.Tensor, world_size: int) -> float:
+    """Half the width of a uniform distribution whose variance keeps activations at order 1.
+
+    Args:
+        name: Of the parameter, with those of the modules around it.
+        data: The weight, [..., outputs, inputs]; [inputs, outputs] if the latter are apart in memory, as engines leave
+            weights of fp8 for their kernels.
+        world_size: Number of ranks.
+    """
     unit = math.sqrt(3)  # a uniform distribution of variance 1
     if "embed" in name:
         return unit
-    # Row-parallel matrices hold a part of the columns: their products are summed over the ranks.
-    row_parallel = any(part in name for part in ("o_proj", "down_proj"))
-    fan_in = columns * world_size if row_parallel else columns
-    return unit * (_BRANCH_SCALE if row_parallel else 1.0) / math.sqrt(fan_in)
+    is_transposed = data.dim() == 2 and data.stride(0) == 1 and data.stride(1) != 1
+    inputs = data.shape[0] if is_transposed else data.shape[-1]
+    scale = 1.0
+    # Row-parallel matrices hold a part of the inputs: their products are summed over the ranks.
+    if any(part in name for part in ("o_proj", "down_proj", "w2_weight")):
+        inputs *= world_size
+        scale = _BRANCH_SCALE * (_EXPERTS_SCALE if "w2_weight" in name else 1.0)
+    elif name.endswith(".gate.weight"):
+        scale = _ROUTER_SCALE
+    return unit * scale / math.sqrt(inputs)
+
+
+def _matrix(data: torch.Tensor, bound: float, seed: int, name: str) -> None:
+    if torch.finfo(data.dtype).bits >= 16:
+        _uniform(data, -bound, bound, seed)
+        return
+    # Torch draws no fp8. What the scale multiplies is uniform over the range of the type.
+    largest = _largest(data, name)
+    drawn = torch.empty(data.shape, dtype=torch.float32, device=data.device)
+    _uniform(drawn, -largest, largest, seed)
+    data.copy_(drawn)
+
+
+def _largest(weight: torch.Tensor, name: str) -> float:
+    if weight.dtype != torch.float8_e4m3fn:
+        raise ValueError(
+            f"{name} belongs to a weight of {weight.dtype}; scaled weights are known for float8_e4m3fn alone: use "
+            "--weights dummy, without --check"
+        )
+    return float(torch.finfo(weight.dtype).max)
 
 
 def _seed(text: str) -> int:

@@ -1,0 +1,76 @@
+"""The tolerances of the check: rounding alone stays within them, a wrong sum does not."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+
+import pytest
+import small_model
+import torch
+
+from bench_serving import checks
+from bench_serving.settings import SHAPES
+
+LAYERS = 20
+KINDS = {
+    "bf16": ({}, checks.LOGITS_TOLERANCE),
+    "fp8, static": ({"quantized": small_model.STATIC}, checks.AMPLIFIED_TOLERANCE),
+    "fp8 for tokens": ({"quantized": small_model.TOKEN}, checks.AMPLIFIED_TOLERANCE),
+    "fp8 for blocks": ({"quantized": small_model.BLOCKS}, checks.AMPLIFIED_TOLERANCE),
+    "experts": ({"has_experts": True}, checks.AMPLIFIED_TOLERANCE),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The matrices are small: threads would wait for each other longer than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@functools.cache
+def model(kind: str) -> small_model.Model:
+    return small_model.Model(LAYERS, **KINDS[kind][0])
+
+
+def prompt(seed: int) -> torch.Tensor:
+    return torch.randint(0, small_model.VOCABULARY, (24,), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_norms_that_round_elsewhere_stay_within_the_tolerance(kind: str) -> None:
+    distances = []
+    for seed in range(3):
+        ours, size = model(kind).logits(prompt(seed), rounds_residual_first=True)
+        theirs, _ = model(kind).logits(prompt(seed), rounds_residual_first=False)
+        distances.append(checks.distance(ours, theirs))
+        # The layers' part of the residual does not vanish beside the embeddings, whose size is 1.
+        assert 1.2 < size < 4
+    assert 0 < max(distances) < KINDS[kind][1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_without_an_addend_do_not(kind: str) -> None:
+    right, _ = model(kind).logits(prompt(0), rounds_residual_first=True)
+    wrong, _ = model(kind).logits(prompt(0), rounds_residual_first=True, loses_an_addend=True)
+    assert checks.distance(wrong, right) > 2 * KINDS[kind][1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "amplifies"),
+    [
+        ("llama-2-70b-quarter", False),
+        ("qwen3-32b", False),
+        ("llama-2-70b-quarter-fp8", True),
+        ("llama-2-70b-quarter-fp8-dynamic", True),
+        ("qwen3-32b-quarter-fp8", True),
+        ("qwen3-30b-a3b", True),
+    ],
+)
+def test_the_tolerance_is_that_of_the_model(shape: str, amplifies: bool) -> None:
+    config = json.loads((SHAPES / shape / "config.json").read_text())
+    assert checks.tolerance(config) == (checks.AMPLIFIED_TOLERANCE if amplifies else checks.LOGITS_TOLERANCE)
