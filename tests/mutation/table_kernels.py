@@ -27,6 +27,7 @@ DIRECT = "csrc/algorithms/direct.cuh"
 TWO_SHOT_CE = "csrc/algorithms/all_reduce/two_shot_ce.cuh"
 DIRECT_CE = "csrc/algorithms/all_gather/direct_ce.cuh"
 STREAM_COPIES = "csrc/algorithms/stream_copies.cuh"
+LAUNCH_QUEUE = "csrc/host/launch_queue.h"
 
 NORM_BITS = "tests/emulated/test_norm_bits.py"
 SUMS = "driver --cases 300 --alone --algorithm all_reduce/two_shot"
@@ -441,8 +442,29 @@ KERNELS = (
     cpp(
         "a short last slice is copied whole",
         TWO_SHOT_CE,
-        "problem.bytes() - first < slice ? problem.bytes() - first : slice;",
-        "problem.bytes() - first < slice && !WITHOUT ? problem.bytes() - first : slice;",
+        "(slice + 1) * slice_, all_});",
+        "(slice + 1) * slice_, WITHOUT ? ~uint64_t{0} : all_});",
+        SYMMETRIC,
+    ),
+    cpp(
+        "a piece runs into the next slice",
+        TWO_SHOT_CE,
+        "{first(slice, i) + piece_, (slice + 1) * slice_,",
+        "{first(slice, i) + piece_, WITHOUT ? all_ : (slice + 1) * slice_,",
+        SYMMETRIC,
+    ),
+    cpp(
+        "the last rank has a zone in its own slice of every output",
+        TWO_SHOT_CE,
+        "world == 2 || sender == world - 1 ? owner : sender;",
+        "world == 2 || (sender == world - 1 && !WITHOUT) ? owner : sender;",
+        SYMMETRIC,
+    ),
+    cpp(
+        "sums in place by copies",
+        LAUNCH_QUEUE,
+        "kIsOutOfPlace && buffers[0] == buffers[1]",
+        "kIsOutOfPlace && !WITHOUT && buffers[0] == buffers[1]",
         SYMMETRIC,
     ),
     cpp(
