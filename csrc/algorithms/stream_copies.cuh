@@ -7,13 +7,13 @@
 //            itself, by the stores of a kernel beside them
 //   parting  one block. It tells the peers that this rank's copies have ended, and ends when theirs have: the tensor is whole
 //
-// Where what has been copied is worked on and copied on, the copies have pieces: copies of piece 0 that come, then those of piece 1,
-// ..., then the copies of piece 0 that go, then those of piece 1, .... They stand in a stream beside that of the grids, so that the
-// link is never idle. In the stream of the grids there is one more for each piece, behind its copies that come and before those that
-// go (piece_between_copies()).
+// Where a kernel works on what has come before it goes on, the copies are in pieces, in a stream beside that of the grids. There stand
+// the copies that come, of piece 0, of piece 1 and so on, and behind all of these the copies that go, in the same order. The grid of a
+// piece (piece_between_copies()) runs behind those of its copies that come, and before those that go. The link carries other pieces
+// meanwhile.
 //
-// Each grid is an operation of its own. Nothing waits for a thread of the host while it runs, as copies of
-// a proxy do (docs/experiments/channels.md), and in a graph the copies are nodes.
+// Each grid is an operation of its own. Nothing waits for a thread of the host while it runs, as copies of a proxy do
+// (docs/experiments/channels.md), and in a graph the copies are nodes.
 //
 // The host names where copies go when it enqueues them, which is before any peer has said where its tensor lies. So it must lie at
 // the same place of the symmetric heap on every rank, as symmetric memory of NCCL has it too. The meeting compares the places, and ends

@@ -27,7 +27,6 @@ DIRECT = "csrc/algorithms/direct.cuh"
 TWO_SHOT_CE = "csrc/algorithms/all_reduce/two_shot_ce.cuh"
 DIRECT_CE = "csrc/algorithms/all_gather/direct_ce.cuh"
 STREAM_COPIES = "csrc/algorithms/stream_copies.cuh"
-LAUNCH_QUEUE = "csrc/host/launch_queue.h"
 
 NORM_BITS = "tests/emulated/test_norm_bits.py"
 SUMS = "driver --cases 300 --alone --algorithm all_reduce/two_shot"
@@ -442,8 +441,8 @@ KERNELS = (
     cpp(
         "a short last slice is copied whole",
         TWO_SHOT_CE,
-        "(slice + 1) * slice_, all_});",
-        "(slice + 1) * slice_, WITHOUT ? ~uint64_t{0} : all_});",
+        "all_});",
+        "WITHOUT ? ~uint64_t{0} : all_});",
         SYMMETRIC,
     ),
     cpp(
@@ -458,13 +457,6 @@ KERNELS = (
         TWO_SHOT_CE,
         "world == 2 || sender == world - 1 ? owner : sender;",
         "world == 2 || (sender == world - 1 && !WITHOUT) ? owner : sender;",
-        SYMMETRIC,
-    ),
-    cpp(
-        "sums in place by copies",
-        LAUNCH_QUEUE,
-        "kIsOutOfPlace && buffers[0] == buffers[1]",
-        "kIsOutOfPlace && !WITHOUT && buffers[0] == buffers[1]",
         SYMMETRIC,
     ),
     cpp(
