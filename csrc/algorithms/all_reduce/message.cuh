@@ -43,12 +43,10 @@ class Message {
   using Storage = typename Element<D>::Storage;
   static constexpr uint32_t kPerLine = sizeof(Line) / sizeof(Storage);
 
-  LLM_COMM_DEVICE explicit Message(const AllReduceArgs& args) : Message(args.input, args.output, args.count) {}
-
-  LLM_COMM_DEVICE Message(const void* input, void* output, uint64_t count)
-      : input_(static_cast<const Storage*>(input)),
-        output_(static_cast<Storage*>(output)),
-        count_(count),
+  LLM_COMM_DEVICE explicit Message(const AllReduceArgs& args)
+      : input_(static_cast<const Storage*>(args.input)),
+        output_(static_cast<Storage*>(args.output)),
+        count_(args.count),
         input_whole_lines_(is_aligned(input_) ? static_cast<uint32_t>(count_ / kPerLine) : 0),
         output_whole_lines_(is_aligned(output_) ? static_cast<uint32_t>(count_ / kPerLine) : 0) {}
 

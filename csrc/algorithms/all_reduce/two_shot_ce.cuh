@@ -49,7 +49,9 @@ LLM_COMM_DEVICE void sum_piece(const StreamCopyArgs<AllReduceArgs>& args, const 
   const uint32_t own_lines = lines_of_slice(rank, slice, lines);
   const uint32_t of_piece = lines_of_slice(piece, piece_lines, own_lines);
   const Chunks chunks(block, args.tile_lines, piece_lines);
-  const Message<D> output(args.output, args.output, args.count);
+  AllReduceArgs of_output = args;
+  of_output.input = args.output;
+  const Message<D> output(of_output);  // as what is loaded
   piece_between_copies<World, (World > 2)>(
       args, kAllReduceTwoShotCE, message.bytes(), block, message.precomputed() + of_piece, [&] {
         for (uint32_t t = 0; t < chunks.count(); ++t) {
