@@ -85,7 +85,6 @@ struct AlgorithmInfo {
   const char* protocol;    // "LL"
   const char* title;       // "one-shot all-reduce", in errors
   uint32_t symmetric = 0;  // bit i: peers access buffer i, which has to lie in symmetric memory (direct.cuh)
-  uint32_t grids = 1;      // of a launch: operations, each with a number; copies stand between (stream_copies.cuh)
   // Of those by SwitchChannel. Their kernels execute multimem instructions, so they run only where DeviceComm::multicast is set.
   bool by_switch = false;
   bool sums_in_switch = false;    // not in rank order: only with `sum: any`

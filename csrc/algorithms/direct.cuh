@@ -113,6 +113,18 @@ class DirectSession {
     run_one_step(kDone, [](uint32_t) {});
   }
 
+  // For what stands between two rounds of copies: `work()` begins when the peers have begun this operation, which is when their copies
+  // of the first round have ended. With `WaitsForWork` this ends when the blocks of this number have done it on all ranks.
+  template <bool WaitsForWork, class Work>
+  LLM_COMM_DEVICE void run_behind_copies(Work work) {
+    session_.run_at_once(
+        WaitsForWork ? 1 : 0, 1,
+        [&](uint32_t step) {
+          if (step == 1) work();
+        },
+        [](uint32_t step) { return step == 1 ? kScatter : kGather; });
+  }
+
   // In work(), for what goes by other words than the signals.
   template <class Poll>
   LLM_COMM_DEVICE bool wait_until(Poll poll, uint32_t peer, uint32_t phase) {
@@ -191,6 +203,27 @@ class DirectSession {
   HBSession session_;
 };
 
+// Of blocks that walk over so many lines, in tiles.
+inline Grid grid_over_lines(const Problem& problem, const Tiling& tiling, uint64_t lines, const Limits& limits) {
+  if (tiling.blocks == 0 || tiling.blocks > kMaxDirectBlocks) {
+    throw std::invalid_argument("blocks is " + std::to_string(tiling.blocks) + "; it must be 1 to " +
+                                std::to_string(kMaxDirectBlocks));
+  }
+  if (tiling.tile_lines == 0 || tiling.tile_lines > 1u << 16) {
+    throw std::invalid_argument("tile_lines is " + std::to_string(tiling.tile_lines) + "; it must be 1 to 65536");
+  }
+  if (lines >> 31 != 0) throw std::invalid_argument("a rank's share of the message must have fewer than 2^31 lines");
+  const uint64_t tiles = divide_up(lines, uint64_t{tiling.tile_lines});
+  const uint64_t blocks = tiling.blocks < tiles ? tiling.blocks : tiles;
+  if (2 * blocks * problem.world * sizeof(Line) > limits.staging_bytes) {
+    throw std::invalid_argument(std::to_string(blocks) + " blocks take more staging memory than there is, " +
+                                std::to_string(limits.staging_bytes) + " bytes: lower blocks or raise workspace_bytes");
+  }
+  const uint32_t threads = tiling.tile_lines < kMaxDirectThreads ? tiling.tile_lines : kMaxDirectThreads;
+  return {static_cast<uint32_t>(blocks), threads < problem.world ? problem.world : threads,
+          DirectSession<kMaxWorldSize, kMaxPlaces>::shared_bytes()};
+}
+
 // How a launch of such an algorithm is shaped. Algorithm says, of a problem,
 //   is_served(problem)      whether peers can access what they have to, and kServed, which: for errors
 //   lines(problem)          lines that the blocks of a rank walk over
@@ -205,25 +238,7 @@ struct Direct {
 
   static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t, const Limits& limits) {
     if (!Algorithm::is_served(problem)) throw std::invalid_argument(Algorithm::kServed);
-    if (tiling.blocks == 0 || tiling.blocks > kMaxDirectBlocks) {
-      throw std::invalid_argument("blocks is " + std::to_string(tiling.blocks) + "; it must be 1 to " +
-                                  std::to_string(kMaxDirectBlocks));
-    }
-    if (tiling.tile_lines == 0 || tiling.tile_lines > 1u << 16) {
-      throw std::invalid_argument("tile_lines is " + std::to_string(tiling.tile_lines) + "; it must be 1 to 65536");
-    }
-    const uint64_t lines = Algorithm::lines(problem);
-    if (lines >> 31 != 0) throw std::invalid_argument("a rank's share of the message must have fewer than 2^31 lines");
-    const uint64_t tiles = divide_up(lines, uint64_t{tiling.tile_lines});
-    const uint64_t blocks = tiling.blocks < tiles ? tiling.blocks : tiles;
-    if (2 * blocks * problem.world * sizeof(Line) > limits.staging_bytes) {
-      throw std::invalid_argument(std::to_string(blocks) + " blocks take more staging memory than there is, " +
-                                  std::to_string(limits.staging_bytes) +
-                                  " bytes: lower blocks or raise workspace_bytes");
-    }
-    const uint32_t threads = tiling.tile_lines < kMaxDirectThreads ? tiling.tile_lines : kMaxDirectThreads;
-    return {static_cast<uint32_t>(blocks), threads < problem.world ? problem.world : threads,
-            DirectSession<kMaxWorldSize, kMaxPlaces>::shared_bytes()};
+    return grid_over_lines(problem, tiling, Algorithm::lines(problem), limits);
   }
 
   static std::vector<Choice> candidates(const Problem& problem, const Limits& limits) {

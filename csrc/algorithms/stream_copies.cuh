@@ -1,23 +1,28 @@
 // What algorithms share whose data is moved by copies that stand in the stream: CE, for copy engine. A launch of such an algorithm is
 // two grids, with the copies between them:
 //
-//   before   tells the peers where this rank's tensor lies, and that it may be written: the grids before it have ended. It ends when
-//            it knows that of all peers. It may do more.
+//   meeting  one block. It tells the peers where this rank's tensor lies, and that it may be written: the grids before it have ended.
+//            It ends when it knows that of all peers
 //   copies   to the tensors of the peers and to this rank's own: by copy engines on a GPU, and small ones, or those of the GPU to
 //            itself, by the stores of a kernel beside them
-//   after    one block. It tells the peers that this rank's copies have ended, and ends when theirs have: the tensor is whole
+//   parting  one block. It tells the peers that this rank's copies have ended, and ends when theirs have: the tensor is whole
 //
-// Each grid is an operation of its own. Nothing waits for a thread of the host while it runs, as copies of
-// a proxy do (docs/experiments/channels.md), and in a graph the copies are nodes.
+// Where a kernel works on what has come before it goes on, the copies are in pieces, in a stream beside that of the grids. There stand
+// the copies that come, of piece 0, of piece 1 and so on, and behind all of these the copies that go, in the same order. The grid of a
+// piece (piece_between_copies()) runs behind those of its copies that come, and before those that go. The link carries other pieces
+// meanwhile.
+//
+// Each grid is an operation of its own. Nothing waits for a thread of the host while it runs, as copies of a proxy do
+// (docs/experiments/channels.md), and in a graph the copies are nodes.
 //
 // The host names where copies go when it enqueues them, which is before any peer has said where its tensor lies. So it must lie at
-// the same place of the symmetric heap on every rank, as symmetric memory of NCCL has it too. `before` compares the places, and ends
+// the same place of the symmetric heap on every rank, as symmetric memory of NCCL has it too. The meeting compares the places, and ends
 // the communicator, with an error on all ranks, where they differ. But no grid can take back what is enqueued behind it: after an error
-// in `before` the copies are made nevertheless. They stay inside of the heap, whose tensors may then hold anything.
+// there the copies are made nevertheless. They stay inside of the heap, whose tensors may then hold anything.
 //
-// The places that meet_before_copies() tells go by the first half of the staging memory, as in direct.cuh. A rank may leave `before` while a peer still reads what it
-// was told. But next comes `after`, which stores nothing there and ends only when all peers have left `before`. So H1 of
-// hb_session.cuh holds for the two together, and nothing comes between them.
+// The places that meet_before_copies() tells go by the first half of the staging memory, as in direct.cuh. A rank may leave the
+// meeting while a peer still reads what it was told. But the grids behind it store nothing there, and the next one ends only when all
+// peers have left the meeting. So H1 of hb_session.cuh holds for all grids of a launch together, and nothing comes between them.
 #pragma once
 
 #include <algorithm>
@@ -29,11 +34,17 @@
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr uint32_t kStreamCopyThreads = 32;
-inline constexpr uint32_t kGridsAroundCopies = 2;  // of a launch
+inline constexpr uint32_t kMaxCopyPieces = 8;  // of a launch
+
+// Which grid of a launch it is: kFirstPiece + i is the one between the copies of piece i.
+inline constexpr uint32_t kMeeting = 0;
+inline constexpr uint32_t kParting = 1;
+inline constexpr uint32_t kFirstPiece = 2;
 
 // So many bytes to the symmetric tensor of a rank, from a tensor of this rank, both counted from where the tensors begin.
 struct StreamCopy {
   uint32_t rank;
+  uint32_t buffer;  // which of this rank's
   uint64_t from;
   uint64_t to;
   uint64_t bytes;
@@ -42,23 +53,26 @@ struct StreamCopy {
 
 template <class ArgsOfOperation>
 struct StreamCopyArgs : DirectArgs<ArgsOfOperation> {
-  uint32_t is_after;
+  uint32_t stage;
 };
 
-// What all peers get alike, the head of it by stores.
+// Of the input, what all peers get alike, the head of it by stores.
 inline void add_copies_to_peers(std::vector<StreamCopy>& all, uint32_t world, uint32_t rank, uint64_t from, uint64_t to,
                                 uint64_t bytes) {
   const uint64_t lines = bytes / sizeof(Line);
   const uint64_t head = std::min<uint64_t>(lines / kPiecesPerHead, kMaxHeadLines / (world - 1)) * sizeof(Line);
   for (uint32_t i = 1; i < world; ++i) {
     const uint32_t peer = (rank + i) % world;  // every rank begins with another one
-    if (head < bytes) all.push_back({peer, from + head, to + head, bytes - head});
-    if (head != 0) all.push_back({peer, from, to, head, true});
+    if (head < bytes) all.push_back({peer, 0, from + head, to + head, bytes - head});
+    if (head != 0) all.push_back({peer, 0, from, to, head, true});
   }
 }
 
 // An operation whose kernels take StreamCopyArgs. Besides what DirectOperation wants it says which copies a rank makes into buffer 1,
-// the one symmetric tensor, copies(problem, rank), and of which of its buffers, kCopied.
+// the one symmetric tensor: copies(problem, rank), or, in pieces,
+//   pieces(problem, tiling)                  how many, at most kMaxCopyPieces
+//   coming(problem, tiling, rank, piece)     the copies before the grid of a piece
+//   going(problem, tiling, rank, piece)      those behind it
 template <class Operation>
 struct StreamCopyOperation : DirectOperation<Operation> {
   using Args = StreamCopyArgs<typename Operation::Args>;
@@ -66,8 +80,12 @@ struct StreamCopyOperation : DirectOperation<Operation> {
     return {DirectOperation<Operation>::arguments(problem, tiling, grid), 0};
   }
 
-  static Grid grid_behind_copies() {
-    Grid grid{1, kStreamCopyThreads, DirectSession<kMaxWorldSize, kMaxPlaces>::shared_bytes()};
+  // How many grids a launch has.
+  static uint64_t grids(const Problem&, const Tiling&) { return kFirstPiece; }
+
+  static Grid meeting() { return {1, kStreamCopyThreads, DirectSession<kMaxWorldSize, kMaxPlaces>::shared_bytes()}; }
+  static Grid parting() {
+    Grid grid = meeting();
     grid.is_behind_copies = true;
     return grid;
   }
@@ -89,6 +107,21 @@ LLM_COMM_DEVICE void part_behind_copies(const Args& args, OperationKind kind, ui
   session.part();
 }
 
+// What a block does of the grid of a piece: it works on what has come, before it goes on.
+//
+// A rank's grid begins when its own copies of the piece have come to its peers. That those of the peers have come to this rank, a block
+// hears from the blocks of its number there, and then it works. Where `IsReadByAll`, the copies that go from here may overwrite what
+// blocks of a peer read. There a block ends when those of its number have done their work: so when a rank's grid has ended, all blocks
+// of all ranks have done theirs.
+template <int World, bool IsReadByAll, class Args, class Work>
+LLM_COMM_DEVICE void piece_between_copies(const Args& args, OperationKind kind, uint64_t bytes, uint32_t block,
+                                          uint64_t precomputed, Work work) {
+  DirectSession<World, 1> session(args.comm, kind, bytes, block);
+  session.wait_for_grids_before(precomputed);
+  session.begin();
+  session.template run_behind_copies<IsReadByAll>(work);
+}
+
 // Nothing is left to tune.
 struct ByStreamCopies {
   static constexpr Tunables kTunables{};
@@ -97,12 +130,11 @@ struct ByStreamCopies {
   static Tiling tile(const Problem& problem, const Choice&, const Limits&) { return {1, 1, 1, 0, problem.count}; }
 };
 
-inline Grid grid_around_copies(const Problem& problem, const Limits& limits) {
+inline void check_room_for_places(const Problem& problem, const Limits& limits) {
   if (2 * problem.world * sizeof(Line) > limits.staging_bytes) {
     throw std::invalid_argument("the staging memory has " + std::to_string(limits.staging_bytes) +
                                 " bytes, too few to say where a tensor lies: raise workspace_bytes");
   }
-  return {1, kStreamCopyThreads, DirectSession<kMaxWorldSize, kMaxPlaces>::shared_bytes()};
 }
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

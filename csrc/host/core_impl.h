@@ -20,6 +20,11 @@
 // Launcher: Function<Args> function(void (*)(Args));          // what launch() takes
 //           bool launch(const Function<Args>&, const Args&, const Grid&, uint64_t stream);   // whether a graph captures it
 //           void copy(const std::vector<Copy>&, uint64_t stream);   // behind all launches, in no order
+//           Beside beside(uint64_t stream);                   // for copies in a stream beside that of the launches. One at a time:
+//                                       // void follow();             what it copies from now on comes behind all launches so far
+//                                       // void copy(const std::vector<Copy>&);   behind what it has copied; stored ones as the others
+//                                       // void mark(uint32_t); void hold(uint32_t);   launches from hold(i) on come behind mark(i)
+//                                       // void join();               launches from now on come behind all copies
 //           uint32_t max_cluster_blocks();                    // 1 where the device has no clusters
 //           bool has_room_for_cluster(const Function<Args>&, const Grid&);
 //           uint32_t sm_count(); uint32_t max_shared_bytes();   // of the device; of a block

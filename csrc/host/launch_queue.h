@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "algorithms/check_call.cuh"
+#include "algorithms/stream_copies.cuh"
 #include "host/copy.h"
 #include "host/core.h"
 #include "host/segments.h"
@@ -58,6 +59,8 @@ class LaunchQueue {
 
   // Behind what has been launched.
   void copy(const std::vector<Copy>& copies, uint64_t stream) { launcher_.copy(copies, stream); }
+  // For copies beside what is launched (Launcher::Beside).
+  auto beside(uint64_t stream) { return launcher_.beside(stream); }
 
   // So far, captured ones included. From any thread.
   uint64_t launches() const { return launches_.load(std::memory_order_relaxed); }
@@ -118,7 +121,7 @@ class PreparedLaunches final : public PreparedCall {
     if (symmetric_ == 0) return true;
     if (segments_.empty()) return false;
     for (uint32_t i = 0; i < kMaxBuffers; ++i) {
-      if ((symmetric_ >> i & 1) != 0 && place_of(i, buffers[i]) == kNoPlace) return false;
+      if ((symmetric_ >> i & 1) != 0 && place_of(i, buffers) == kNoPlace) return false;
     }
     return true;
   }
@@ -141,7 +144,7 @@ class PreparedLaunches final : public PreparedCall {
       Operation::set_launch(args_, problem_, buffers, done, taken);
       if constexpr (requires { args_.places; }) {
         for (uint32_t i = 0, next = 0; i < kMaxBuffers; ++i) {
-          if ((symmetric_ >> i & 1) != 0) args_.places[next++] = place_of(i, buffers[i]);
+          if ((symmetric_ >> i & 1) != 0) args_.places[next++] = place_of(i, buffers);
         }
       }
       args_.comm.takes_tickets = grid.takes_tickets;
@@ -149,40 +152,72 @@ class PreparedLaunches final : public PreparedCall {
       const auto launch = [&](const Grid& of) {
         is_captured = queue_.launch(is_last ? last_ : whole_, args_, of, call_, taken * problem_.unit_bytes(), stream);
       };
-      launch(grid);
-      if constexpr (kHasCopies) {
-        queue_.copy(copies(buffers), stream);
-        args_.is_after = 1;
-        args_.comm.takes_tickets = 0;  // one block
-        launch(Operation::grid_behind_copies());
-        args_.is_after = 0;
+      if constexpr (!kHasCopies) {
+        launch(grid);
+      } else {
+        const auto launch_stage = [&](uint32_t stage, const Grid& of) {
+          args_.stage = stage;
+          args_.comm.takes_tickets = of.takes_tickets;
+          launch(of);
+        };
+        launch_stage(kMeeting, Operation::meeting());
+        if constexpr (kHasPieces) {
+          copy_in_pieces(buffers, stream, [&](uint32_t piece) { launch_stage(kFirstPiece + piece, grid); });
+        } else {
+          queue_.copy(placed(Operation::copies(problem_, args_.comm.rank), buffers), stream);
+        }
+        launch_stage(kParting, Operation::parting());
       }
     }
     return outcome(mailbox, is_captured);
   }
 
  private:
-  static constexpr bool kHasCopies = requires(Args& args) { args.is_after; };
+  static constexpr bool kHasCopies = requires(Args& args) { args.stage; };
+  static constexpr bool kHasPieces =
+      requires(const Problem& problem, const Tiling& tiling) { Operation::pieces(problem, tiling); };
+  static constexpr bool kIsOutOfPlace = requires { Operation::kIsOutOfPlace; };
+
+  // All copies that come are enqueued before the first that go: those that go wait for sums, and would hold up the others.
+  // `launch_piece(i)`: the grid of a piece.
+  template <class LaunchPiece>
+  void copy_in_pieces(const uint64_t* buffers, uint64_t stream, LaunchPiece launch_piece) {
+    const Tiling& tiling = shape_.tiling;
+    const uint32_t rank = args_.comm.rank;
+    const uint32_t pieces = Operation::pieces(problem_, tiling);
+    auto beside = queue_.beside(stream);
+    beside.follow();
+    for (uint32_t i = 0; i < pieces; ++i) {
+      beside.copy(placed(Operation::coming(problem_, tiling, rank, i), buffers));
+      beside.mark(i);
+    }
+    for (uint32_t i = 0; i < pieces; ++i) {
+      beside.hold(i);
+      launch_piece(i);
+      beside.follow();
+      beside.copy(placed(Operation::going(problem_, tiling, rank, i), buffers));
+    }
+    beside.join();
+  }
 
   // Where a tensor is not in the heap there is nowhere to copy to, and its kernels say so.
-  std::vector<Copy> copies(const uint64_t* buffers) const {
+  std::vector<Copy> placed(const std::vector<StreamCopy>& copies, const uint64_t* buffers) const {
     std::vector<Copy> all;
-    if constexpr (kHasCopies) {
-      if (args_.places[0] == kNoPlace) return all;
-      const auto place = segments_.find(buffers[1], Operation::buffer_bytes(problem_, 1));
-      for (const StreamCopy& copy : Operation::copies(problem_, args_.comm.rank)) {
-        char* const to = segments_.address(copy.rank, {place->segment, place->offset + copy.to}, copy.bytes);
-        const char* const from = reinterpret_cast<const char*>(buffers[Operation::kCopied]) + copy.from;
-        if (to != nullptr && to != from) all.push_back({to, from, copy.bytes, copy.is_stored});
-      }
+    if (args_.places[0] == kNoPlace) return all;
+    const auto place = segments_.find(buffers[1], Operation::buffer_bytes(problem_, 1));
+    for (const StreamCopy& copy : copies) {
+      char* const to = segments_.address(copy.rank, {place->segment, place->offset + copy.to}, copy.bytes);
+      const char* const from = reinterpret_cast<const char*>(buffers[copy.buffer]) + copy.from;
+      if (to != nullptr && to != from) all.push_back({to, from, copy.bytes, copy.is_stored});
     }
     return all;
   }
 
-  // Of a buffer that peers access line by line.
-  uint64_t place_of([[maybe_unused]] uint32_t buffer, [[maybe_unused]] uint64_t address) const {
+  // Of a buffer that peers access line by line. What is input and output at once has none where it must not be.
+  uint64_t place_of([[maybe_unused]] uint32_t buffer, [[maybe_unused]] const uint64_t* buffers) const {
     if constexpr (requires { Operation::buffer_bytes(problem_, buffer); }) {
-      const std::optional<Place> place = segments_.find(address, Operation::buffer_bytes(problem_, buffer));
+      if (kIsOutOfPlace && buffers[0] == buffers[1]) return kNoPlace;
+      const std::optional<Place> place = segments_.find(buffers[buffer], Operation::buffer_bytes(problem_, buffer));
       if (place && place->offset % sizeof(Line) == 0) return place_at(place->segment, place->offset);
     }
     return kNoPlace;

@@ -52,8 +52,9 @@ def explain(error: _core.OperationError, waited_s: float, ranks: Sequence[int] =
     elif error.cause == "not symmetric":
         kind, brief = MismatchError, f"rank {peer} has no symmetric tensor: {where}"
         text = (
-            f"a tensor of rank {peer} is not in symmetric memory, or not at a multiple of 16 bytes there, where "
-            f"the others were to access it: {where}. Pass tensors of Communicator.empty, or views of them, everywhere."
+            f"a tensor of rank {peer} is not in symmetric memory, or not at a multiple of 16 bytes there, or is input "
+            f"and output of one call, where the others were to access it: {where}. Pass tensors of Communicator.empty, "
+            "or views of them, everywhere."
         )
     elif error.cause == "other place":
         kind, brief = MismatchError, f"rank {peer} passed a tensor at another place: {where}"

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -28,6 +29,7 @@ class AnyCall final : public Call {
         problem_(draw_problem(type, ranks, random)),
         tiling_(draw_tiling(algorithm, problem_, random)) {
     in_place_ = Algorithm::kInfo.symmetric == 0b11 && random.chance(96);
+    if (kIsCopied && random.chance(128)) rounds_ = 2;
     for (uint32_t rank = 0; rank < ranks; ++rank) {
       if (kIsDirect) gaps_[rank] = rank != 0 && kIsCopied ? gaps_[0] : random.below(3);
       for (uint32_t buffer = 0; buffer < kMaxBuffers; ++buffer) {
@@ -38,16 +40,22 @@ class AnyCall final : public Call {
         if (info.is_output) continue;
         fill(tensors_[buffer].back(), type, count, random);
       }
+      if (rounds_ == 1) continue;
+      first_input_.emplace_back(type, elements(0, rank), random);
+      fill(first_input_.back(), type, elements(0, rank), random);
+      first_result_[rank].resize(divide_up(tensors_[first_output()][rank].bytes_with_guard(), sizeof(Line)));
     }
-    const auto input = [&](uint32_t rank, uint64_t i) { return tensors_[0][rank].at(i); };
     for (uint32_t rank = 0; rank < ranks; ++rank) {
       for (uint64_t i = 0; i < elements(first_output(), rank); ++i) {
         std::vector<uint32_t> summands;
         expected_[rank].push_back(Operation::expect(problem_, rank, i, [&](uint32_t of, uint64_t j) {
-          summands.push_back(input(of, j));
+          summands.push_back(tensors_[0][of].at(j));
           return summands.back();
         }));
         if (Algorithm::kInfo.sums_in_switch) sums_[rank].expect(type, summands);
+        if (rounds_ == 1) continue;
+        first_expected_[rank].push_back(
+            Operation::expect(problem_, rank, i, [&](uint32_t of, uint64_t j) { return first_input_[of].at(j); }));
       }
     }
   }
@@ -68,11 +76,26 @@ class AnyCall final : public Call {
       }
       buffers[buffer] = tensor.address();
     }
+    if (rounds_ == 2) {
+      uint64_t of_first_round[kMaxBuffers];
+      std::copy(buffers, buffers + kMaxBuffers, of_first_round);
+      of_first_round[0] = first_input_[rank].address();
+      calls_.back()->run(of_first_round, 0);
+      read(world, rank, tensors_[first_output()][rank]);
+    }
     calls_.back()->run(buffers, 0);
   }
 
   std::string wrong(uint32_t rank) const override {
     const Tensor& result = tensors_[in_place_ ? 0 : first_output()][rank];
+    if (rounds_ == 2) {
+      const auto* const found = reinterpret_cast<const char*>(first_result_[rank].data());
+      for (uint64_t i = 0; i < first_expected_[rank].size(); ++i) {
+        const uint32_t bytes = element_bytes(problem_.type);
+        if (std::memcmp(found + i * bytes, &first_expected_[rank][i], bytes) == 0) continue;
+        return "element " + std::to_string(i) + " of the first of two results is not " + hex(first_expected_[rank][i]);
+      }
+    }
     if (Algorithm::kInfo.sums_in_switch) return sums_[rank].wrong(result, false);  // ranks have parts of their own
     return result.differs_from(expected_[rank]);
   }
@@ -81,7 +104,11 @@ class AnyCall final : public Call {
     return tensors_[first_output()][rank].touched();
   }
 
-  uint64_t operations() const override { return launches(problem_, tiling_) * Algorithm::kInfo.grids; }
+  uint64_t operations() const override {
+    uint64_t grids = 1;  // of a launch
+    if constexpr (kIsCopied) grids = Operation::grids(problem_, tiling_);
+    return rounds_ * launches(problem_, tiling_) * grids;
+  }
 
   std::string name() const override {
     std::string parameters;
@@ -91,14 +118,18 @@ class AnyCall final : public Call {
                     std::to_string(static_cast<int64_t>(problem_.parameter[i])) + ", ";
     }
     return name_of(algorithm_) + " of " + std::to_string(problem_.count) + " " + data_type_name(problem_.type) + " (" +
-           parameters + text(tiling_) + (in_place_ ? ", in place)" : ")");
+           parameters + text(tiling_) +
+           (in_place_      ? ", in place)"
+            : rounds_ == 2 ? ", twice)"
+                           : ")");
   }
 
  private:
   // Its peers access whole lines only.
   static constexpr bool kIsDirect = Algorithm::kInfo.symmetric != 0;
   // Whose copies stand in the stream: their tensors lie at one place.
-  static constexpr bool kIsCopied = Algorithm::kInfo.grids > 1;
+  static constexpr bool kIsCopied =
+      requires(const Problem& problem, const Tiling& tiling) { Operation::grids(problem, tiling); };
 
   static constexpr uint32_t first_output() {
     uint32_t buffer = 0;
@@ -114,6 +145,17 @@ class AnyCall final : public Call {
       const uint32_t word = random.pick({kSentinel, kSentinel - 1});
       for (uint32_t byte = 0; byte < 4; ++byte) tensor.set(i + byte, word >> 8 * byte & 0xFF);
     }
+  }
+
+  // A grid that reads the result before the next round, as a user's kernel would. By a few threads, some of which come late.
+  void read(World& world, uint32_t rank, const Tensor& output) {
+    Line* const to = first_result_[rank].data();
+    const auto* const from = reinterpret_cast<const Line*>(output.address());
+    const uint64_t lines = first_result_[rank].size();
+    world.launch(rank, {1, kReaders, 0}, [=] {
+      grid_dependency_wait();
+      for (uint64_t i = thread_index(); i < lines; i += kReaders) to[i] = load_line(from + i);
+    });
   }
 
   uint64_t elements(uint32_t buffer, uint32_t rank) const {
@@ -165,7 +207,8 @@ class AnyCall final : public Call {
         problem.count = uint64_t{problem.row} * random.between(1, 4);
       } else {
         const uint32_t per_line = static_cast<uint32_t>(sizeof(Line)) / element_bytes(type);
-        const uint32_t lines = random.between(1, ranks > 4 ? 6 : 10);
+        // Of those that are copied the slices of all ranks but one are whole.
+        const uint32_t lines = random.between(1, kIsCopied ? 2 * ranks + 2 : ranks > 4 ? 6 : 10);
         problem.count =
             random.chance(96) ? lines * per_line : random.between(lines * per_line - per_line + 1, lines * per_line);
         if (kIsDirect) problem.count = lines * per_line;
@@ -175,6 +218,9 @@ class AnyCall final : public Call {
         if (parameter.name == nullptr) continue;
         problem.parameter[i] = parameter.is_rank ? random.below(ranks) : random.below(3);
       }
+      if constexpr (requires { Algorithm::is_served(problem); }) {
+        if (!Algorithm::is_served(problem)) continue;
+      }
       try {
         check_problem<Operation>(problem);
         return problem;
@@ -183,10 +229,17 @@ class AnyCall final : public Call {
     }
   }
 
+  static constexpr uint32_t kReaders = 3;
+
   uint32_t algorithm_;
   Problem problem_;
   Tiling tiling_;
   bool in_place_;
+  // 2: the call is made twice, with the same output and another input at first, and what comes first is read in between.
+  uint32_t rounds_ = 1;
+  std::vector<Tensor> first_input_;  // by rank, as what follows
+  std::vector<uint32_t> first_expected_[kMaxWorldSize];
+  std::vector<Line> first_result_[kMaxWorldSize];
   uint32_t gaps_[kMaxWorldSize] = {};         // lines before each symmetric tensor: it may lie elsewhere on each rank
   std::vector<Tensor> tensors_[kMaxBuffers];  // by rank
   std::vector<uint32_t> expected_[kMaxWorldSize];

@@ -22,14 +22,13 @@ CHUNKED = "csrc/algorithms/chunked.cuh"
 
 #: Of what HBSession::run() does, and of its buffers.
 AT_ONCE = {
-    r".*/direct_(push_hb|port|ce)|.*/two_shot_pull_hb": "its steps are signalled at once, and it stages nothing",
+    r".*/direct_(push_hb|port)|.*_ce|.*/two_shot_pull_hb": "its steps are signalled at once, and it stages nothing",
     r".*/port": "it has a session of its own",
 }
 #: Of what HBSession does in either way.
 NO_HB = {r".*/port": "it has a session of its own"}
 #: The place of a peer's output that has not come names no memory, or other memory: the program crashes.
 NO_PLACE = {r".*/two_shot_port": "without it a place may be read that has not come"}
-ONE_BY_ONE = {r".*/two_shot_ce": "a rank begins the next operation of the same signals when all have ended this one"}
 #: Whose peers read what a rank has staged, or stored to all.
 ONE_HOP_BY_SWITCH = ("all_reduce/one_shot_ld_reduce", "all_gather/push_switch", "reduce_scatter/ld_reduce")
 _WRONG = f"{WRONG_RESULT}|{NOBODY_IS_MISSING}"
@@ -102,7 +101,7 @@ OF_CHANNELS = (
             ),
         ),
         failure=NOBODY_IS_MISSING,
-        exempt={**NO_HB, **ONE_BY_ONE},
+        exempt=NO_HB,
     ),
     # ---- Staging memory ----
     Protection(

@@ -1,20 +1,21 @@
 """Protections of what copy engines write to symmetric outputs: when a copy may be asked for, and when a rank ends.
 
-Not here: that a rank of two_shot_port ends only when its copies have left its output. Calls of a schedule have outputs
-of their own, so nobody writes to one again.
+Not here: that a rank of two_shot_port ends only when its copies have left its output. Its calls in a schedule have
+outputs of their own, so nobody writes to one again.
 """
 
 from __future__ import annotations
 
 from edits import Edit
-from protection import NOBODY_IS_MISSING, OTHER_PLACE, WRONG_RESULT, Protection
+from protection import DIRECT, NOBODY_IS_MISSING, OTHER_PLACE, WRONG_RESULT, Protection
 
 STREAM_COPIES = "csrc/algorithms/stream_copies.cuh"
 LAUNCH_QUEUE = "csrc/host/launch_queue.h"
 DIRECT_PORT = "csrc/algorithms/all_gather/direct_port.cuh"
 TWO_SHOT_PORT = "csrc/algorithms/all_reduce/two_shot_port.cuh"
 
-IN_STREAM = ("all_gather/direct_ce", "all_reduce/two_shot_ce")
+IN_PIECES = ("all_reduce/two_shot_ce",)
+IN_STREAM = ("all_gather/direct_ce", *IN_PIECES)
 
 _WRONG = f"{WRONG_RESULT}|{NOBODY_IS_MISSING}"
 
@@ -72,7 +73,7 @@ OF_COPIES = (
         "copies begin when all ranks have said that their tensors may be written",
         (Edit(STREAM_COPIES, "session.meet(args.places);", "if (!WITHOUT) session.meet(args.places);"),),
         failure=_WRONG,
-        subjects=("all_gather/direct_ce",),
+        subjects=IN_STREAM,
     ),
     Protection(
         "copies_of_peers",
@@ -87,16 +88,60 @@ OF_COPIES = (
         (
             Edit(
                 LAUNCH_QUEUE,
-                "queue_.copy(copies(buffers), stream);",
-                "if (!WITHOUT) queue_.copy(copies(buffers), stream);",
+                "queue_.copy(placed(Operation::copies(problem_, args_.comm.rank), buffers), stream);",
+                "if (WITHOUT) launch_stage(kParting, Operation::parting());\n"
+                "queue_.copy(placed(Operation::copies(problem_, args_.comm.rank), buffers), stream);",
             ),
             Edit(
                 LAUNCH_QUEUE,
-                "args_.is_after = 0;",
-                "args_.is_after = 0; if (WITHOUT) queue_.copy(copies(buffers), stream);",
+                "} launch_stage(kParting, Operation::parting());",
+                "} if (kHasPieces || !WITHOUT) launch_stage(kParting, Operation::parting());",
             ),
         ),
         failure=_WRONG,
-        subjects=IN_STREAM,
+        subjects=("all_gather/direct_ce",),
+    ),
+    # ---- In pieces ----
+    Protection(
+        "sums_of_what_has_come",
+        "a piece is summed when the copies of all peers have brought it",
+        (Edit(DIRECT, "if (step == 1) work();", "if (step == (WITHOUT ? 0 : 1)) work();"),),
+        failure=_WRONG,
+        subjects=IN_PIECES,
+    ),
+    Protection(
+        "piece_has_left",
+        "a rank says that its copies of a piece have come when they have",
+        (Edit(LAUNCH_QUEUE, "beside.hold(i);", "if (!WITHOUT) beside.hold(i);"),),
+        failure=_WRONG,
+        subjects=IN_PIECES,
+    ),
+    Protection(
+        "sums_before_they_go",
+        "a piece of sums goes to the peers when it has been summed",
+        (
+            Edit(
+                LAUNCH_QUEUE,
+                "launch_piece(i); beside.follow();",
+                "if (WITHOUT) beside.copy(placed(Operation::going(problem_, tiling, rank, i), buffers));\n"
+                "launch_piece(i); beside.follow(); if (WITHOUT) continue;",
+            ),
+        ),
+        failure=_WRONG,
+        subjects=IN_PIECES,
+    ),
+    Protection(
+        "zones_have_been_read",
+        "a piece of sums goes to the peers when they have read what had come where it goes",
+        (Edit(DIRECT, "WaitsForWork ? 1 : 0, 1,", "WaitsForWork && !WITHOUT ? 1 : 0, 1,"),),
+        failure=_WRONG,
+        subjects=IN_PIECES,
+    ),
+    Protection(
+        "pieces_have_gone",
+        "a rank says that its copies have ended behind those of all pieces",
+        (Edit(LAUNCH_QUEUE, "beside.join();", "if (!WITHOUT) beside.join();"),),
+        failure=_WRONG,
+        subjects=IN_PIECES,
     ),
 )

@@ -1,8 +1,11 @@
 #include "world.h"
 
+#include <algorithm>
 #include <cstring>
+#include <deque>
 #include <optional>
 #include <stdexcept>
+#include <utility>
 
 #include "host/core_impl.h"
 #include "schedules/port_actor.h"
@@ -79,8 +82,37 @@ class StreamLauncher {
   template <class Args>
   bool launch(Function<Args> kernel, const Args& args, const Grid& grid, uint64_t) {
     machine_->launch(rank_, config_of(grid), [=] { kernel(args); }, true);
+    if (!beside_.empty()) place_some();
     return false;
   }
+  // What stands beside the launches is put among them, at any place that its order with them permits.
+  class Beside {
+   public:
+    explicit Beside(StreamLauncher& launcher) : launcher_(launcher) {}
+
+    void follow() { launcher_.place_some(); }
+    void copy(const std::vector<host::Copy>& copies) {
+      launcher_.beside_.push_back(copies);
+      ++count_;
+      launcher_.place_some();
+    }
+    void mark(uint32_t number) {
+      marks_.resize(std::max<size_t>(marks_.size(), number + 1));
+      marks_[number] = count_;
+    }
+    void hold(uint32_t number) {
+      launcher_.place_all_but(count_ - marks_.at(number));
+      launcher_.place_some();
+    }
+    void join() { launcher_.place_all_but(0); }
+
+   private:
+    StreamLauncher& launcher_;
+    std::vector<uint64_t> marks_;  // how many copies come before
+    uint64_t count_ = 0;           // of all copies
+  };
+  Beside beside(uint64_t) { return Beside(*this); }
+
   // By a few threads, so that what is copied comes in any order.
   void copy(const std::vector<host::Copy>& copies, uint64_t) {
     machine_->launch(
@@ -122,12 +154,22 @@ class StreamLauncher {
  private:
   static constexpr uint32_t kCopyThreads = 3;
 
+  void place_all_but(uint64_t left) {
+    while (beside_.size() > left) {
+      const std::vector<host::Copy> next = std::move(beside_.front());
+      beside_.pop_front();
+      copy(next, 0);
+    }
+  }
+  void place_some() { place_all_but(machine_->random().below(beside_.size() + 1)); }
+
   static emulator::LaunchConfig config_of(const Grid& grid) {
     return {grid.blocks, grid.threads, grid.shared_bytes, grid.cluster_blocks};
   }
 
   emulator::Machine* machine_;
   uint32_t rank_;
+  std::deque<std::vector<host::Copy>> beside_;  // that have not been put among the launches
 };
 
 }  // namespace

@@ -98,20 +98,23 @@ def test_all_gather_in_place(world: int, algorithm: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("algorithm", [PULL, COPIED_SUMS, SUMS_IN_STREAM])
 def test_all_reduce(world: int, dtype: torch.dtype, algorithm: str) -> None:
-    """Bitwise the sum of the others, in place on no rank, on all and on some; of symmetric inputs, or of any."""
+    """Bitwise the sum of the others, in place on no rank, on all and on some; of symmetric inputs, or of any. What all
+    goes by copies has no sums in place, and of few lines where there are more than two ranks; in pieces of which some
+    are empty."""
     cores = with_segment(connected(world), 1 << 20)
     of_any = algorithm != PULL
-    depth = 2 if of_any else 0
-    for seed, lines in enumerate((1, world - 1, 7 * world, 501)):
+    by_copies = algorithm == SUMS_IN_STREAM
+    few = (1 if world == 2 else world, 2 * world) if by_copies else (1, world - 1)
+    for seed, lines in enumerate((*few, 7 * world, 501)):
+        depth = 4 - seed if by_copies else 2 if of_any else 0
         count = lines * LINE // dtype.itemsize - (1 if of_any and seed % 2 else 0)
         inputs = contributions(world, count, dtype, seed)
-        # In place on one rank alone the outputs would not lie at one place.
-        for in_place in (0, world) if algorithm == SUMS_IN_STREAM else (0, world, 1):
+        for in_place in (0,) if by_copies else (0, world, 1):
             calls, outputs = [], []
             for rank, core in enumerate(cores):
                 is_in_place = rank < in_place
                 x = inputs[rank].clone()
-                elsewhere = 0 if algorithm == SUMS_IN_STREAM else rank
+                elsewhere = 0 if by_copies else rank
                 if is_in_place or not of_any:
                     x = symmetric(core, 512 * (elsewhere + seed), x)
                 # Behind the output lies what nobody may write.
@@ -140,8 +143,9 @@ def test_all_reduce(world: int, dtype: torch.dtype, algorithm: str) -> None:
         (COPIED_SUMS, "two_shot_hb"),
         (COPIED_SUMS, "port"),
         (COPIED_SUMS, "one_shot"),
-        (SUMS_IN_STREAM, PULL),
+        (SUMS_IN_STREAM, "two_shot"),
         (SUMS_IN_STREAM, "two_shot_hb"),
+        (SUMS_IN_STREAM, "port"),
         (SUMS_IN_STREAM, "one_shot"),
     ],
 )
@@ -150,11 +154,12 @@ def test_ranks_that_run_different_algorithms_do_not_meet(algorithm: str, other: 
     cores = with_segment(connected(2, timeout_s=0.5), 1 << 20)
     x = torch.ones(4096)
     tensors = [symmetric(cores[0], 0, x), x.clone()]
+    outputs = [symmetric(cores[0], 1 << 18, x), x] if algorithm == SUMS_IN_STREAM else tensors
     names = [algorithm, other]
     calls = []
-    for core, name, tensor in zip(cores, names, tensors, strict=True):
+    for core, name, tensor, output in zip(cores, names, tensors, outputs, strict=True):
         run = core.prepare(reduce(name), problem_of(x, 2), tiling_of(x.numel(), blocks=4, depth=DEPTHS.get(name, 0)))
-        calls.append(lambda run=run, x=tensor: run(x.data_ptr(), x.data_ptr(), 0))
+        calls.append(lambda run=run, x=tensor, y=output: run(x.data_ptr(), y.data_ptr(), 0))
     together(*calls)
     for rank, core in enumerate(cores):
         error = core.error()
@@ -246,7 +251,7 @@ def test_a_tensor_at_another_place(world: int, algorithm: str) -> None:
         for rank, core in enumerate(cores):
             error = core.error()
             assert error is not None
-            assert (error.cause, error.rank, error.peer, error.phase) == ("other place", rank, named, int(not gathers))
+            assert (error.cause, error.rank, error.peer, error.phase) == ("other place", rank, named, 0)
             said = explain(error, 1.0)
             assert said.kind == "MismatchError"
             assert f"a tensor of rank {named} lies elsewhere in symmetric memory than that of rank 0" in said.text
@@ -255,27 +260,61 @@ def test_a_tensor_at_another_place(world: int, algorithm: str) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_sums_behind_each_other_by_copies(world: int) -> None:
-    """In place, so that a slice that comes early destroys what is still to be sent."""
+    """Of one input into one output, which each rank reads in between: what comes early destroys a sum that is still to
+    be read, and what goes late sends the input of the next call. At times the output is the input of the next call."""
     cores = with_segment(connected(world))
     count = 4001
     inputs = [contributions(world, count, torch.bfloat16, seed) for seed in range(20)]
-    tensors = [symmetric(core, 0, torch.zeros(count, dtype=torch.bfloat16)) for core in cores]
-    problem = problem_of(tensors[0], world)
-    runs = [core.prepare(reduce(SUMS_IN_STREAM), problem, tiling_of(count, blocks=3, depth=2)) for core in cores]
+    tensors = [
+        [symmetric(core, place, torch.zeros(count, dtype=torch.bfloat16)) for place in (0, 1 << 14)] for core in cores
+    ]
+    problem = problem_of(tensors[0][0], world)
+    runs = [core.prepare(reduce(SUMS_IN_STREAM), problem, tiling_of(count, blocks=3, depth=3)) for core in cores]
     sums: list[list[torch.Tensor]] = [[] for _ in cores]
 
     def work(rank: int) -> bool:
-        for of_call in inputs:
-            tensors[rank].copy_(of_call[rank])
-            if not runs[rank](tensors[rank].data_ptr(), tensors[rank].data_ptr(), 0):
+        for seed, of_call in enumerate(inputs):
+            x, y = tensors[rank] if seed % 3 else reversed(tensors[rank])
+            x.copy_(of_call[rank])
+            if not runs[rank](x.data_ptr(), y.data_ptr(), 0):
                 return False
-            sums[rank].append(tensors[rank].clone())
+            sums[rank].append(y.clone())
         return True
 
     assert together(*(lambda rank=rank: work(rank) for rank in range(world))) == [True] * world
     for rank in range(world):
         for seed, of_call in enumerate(inputs):
             assert_is_sum(sums[rank][seed], of_call, f"rank {rank}, call {seed}")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_sums_in_place_go_another_way(world: int) -> None:
+    """What comes would destroy the input. Where there is no other way, all ranks end with an error."""
+    cores = with_segment(connected(world))
+    count = 3000
+    inputs = contributions(world, count, torch.float32, 5)
+    problem = problem_of(inputs[0], world)
+    direct = (reduce(SUMS_IN_STREAM), problem, tiling_of(count, blocks=2, depth=2))
+    ordinary = (reduce("two_shot_hb"), problem, tiling_of(count, blocks=2, depth=2))
+    prepared = [core.prepare(*ordinary, direct) for core in cores]
+    x = [symmetric(core, 0, inputs[rank]) for rank, core in enumerate(cores)]
+    y = [symmetric(core, 1 << 14, torch.zeros_like(inputs[0])) for core in cores]
+    for outputs, title in ((y, TITLES[SUMS_IN_STREAM]), (x, "two-shot all-reduce (HB)")):
+        calls = [
+            lambda run=run, x=a, y=b: run(x.data_ptr(), y.data_ptr(), 0)
+            for run, a, b in zip(prepared, x, outputs, strict=True)
+        ]
+        assert together(*calls) == [True] * world
+        for rank, core in enumerate(cores):
+            assert_is_sum(outputs[rank], inputs, title)
+            assert core.last_call().operation == title
+    alone = [core.prepare(*direct) for core in cores]
+    together(*(lambda run=run, x=a: run(x.data_ptr(), x.data_ptr(), 0) for run, a in zip(alone, x, strict=True)))
+    for rank, core in enumerate(cores):
+        error = core.error()
+        assert error is not None
+        assert (error.cause, error.rank, error.peer, error.phase) == ("not symmetric", rank, 0, 0)
+        assert "or is input and output of one call" in explain(error, 1.0).text
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -335,6 +374,25 @@ def test_shapes_that_peers_cannot_access_line_by_line() -> None:
         with pytest.raises(ValueError, match="in one piece: dim must be 0"):
             _core.shape(gather(algorithm), gather_problem(2, 2, [32, 16]), choice, limits)
     assert _core.shape(gather(IN_STREAM), gather_problem(2, 1, [32, 17]), _core.Choice(blocks=0), limits).launches == 1
+
+
+def test_shapes_of_sums_by_copies() -> None:
+    limits = _core.Limits(slot_bytes=1 << 20, sm_count=4, max_cluster=1, compute_capability=0, staging_bytes=1 << 16)
+
+    def shape(world: int, nbytes: int, **tunables: int) -> _core.Shape:
+        problem = problem_of(torch.empty(nbytes // 2, dtype=torch.bfloat16), world)
+        return _core.shape(reduce(SUMS_IN_STREAM), problem, _core.Choice(tile_lines=4, **tunables), limits)
+
+    assert shape(2, 2, blocks=3, depth=8).whole.blocks == 1
+    assert shape(2, 96 * LINE, blocks=9, depth=3).whole.blocks == 4, "a piece of 16 lines"
+    assert shape(4, 6 * LINE, blocks=1, depth=1).launches == 1
+    for world, nbytes in ((3, LINE), (4, 5 * LINE), (8, 13 * LINE), (3, 2 * LINE - 2)):
+        with pytest.raises(ValueError, match="too few lines of 16 bytes"):
+            shape(world, nbytes, blocks=1, depth=1)
+    with pytest.raises(ValueError, match="depth is 9; it must be 1 to 8"):
+        shape(2, LINE, blocks=1, depth=9)
+    with pytest.raises(ValueError, match="blocks is 161; it must be 1 to 160"):
+        shape(2, LINE, blocks=161, depth=2)
 
 
 @pytest.mark.parametrize("algorithm", [PUSH, COPY, IN_STREAM])

@@ -198,6 +198,10 @@ class Runner:
 
     def _expect_algorithm(self, comm: Communicator, case: Case, x: torch.Tensor) -> None:
         plan = comm.plan_all_gather(x.view(1, -1, case.inner), 1, case.sizes) if case.gathers else comm.plan(x)
+        lines = case.whole * case.dtype.itemsize // 16
+        slice_lines = -(-lines // comm.world_size)
+        if case.algorithm == "two_shot_ce" and comm.world_size > 2 and (comm.world_size - 1) * slice_lines > lines:
+            return  # the slices of all ranks but the last have to be whole
         if plan.symmetric != case.algorithm:
             raise AssertionError(f"{plan.symmetric} would run, not {case.algorithm}")
 

@@ -31,7 +31,9 @@ TIMEOUT_S = 20.0
 AT_ONCE_S = TIMEOUT_S / 4
 COUNTS = (1, 4096, 10_018, 300_001)
 HIDDEN = 1024
-ALGORITHMS = ("one_shot", "two_shot", "one_shot_hb", "two_shot_hb", "port", "two_shot_ce")
+ALGORITHMS = ("one_shot", "two_shot", "one_shot_hb", "two_shot_hb", "port")
+#: Of symmetric tensors.
+SYMMETRIC = ("auto", "two_shot_ce")
 
 
 class Calls:
@@ -87,7 +89,9 @@ class Calls:
 
 def make(ranks: Session, algorithm: str) -> Communicator:
     config = Config.load(timeout_s=TIMEOUT_S, share_gpu=ranks.shares_gpu, log="error", algorithm=algorithm)
-    return Communicator(ranks.group, ranks.device, config)
+    comm = Communicator(ranks.group, ranks.device, config)
+    comm.use_table(comm.table._replace(min_symmetric_bytes=0))
+    return comm
 
 
 def free_bytes(ranks: Session) -> int:
@@ -123,6 +127,9 @@ def algorithm_cycles(ranks: Session, algorithm: str, cycles: int, symmetric: boo
     gained = 0
     with make(ranks, algorithm) as comm:
         calls = Calls(ranks, comm, symmetric)
+        if symmetric and algorithm != "auto":
+            chosen = comm.plan(torch.empty(COUNTS[-1], dtype=torch.bfloat16, device=ranks.device)).symmetric
+            expect(chosen == algorithm, f"{chosen or 'none'} would run, not {algorithm}")
         calls.expect_right(True, f"{algorithm}, before")
         for number in range(cycles):
             gained = cycle(ranks, comm, calls, algorithm)
@@ -178,7 +185,10 @@ def main() -> int:
             each: lambda each=each: algorithm_cycles(ranks, each, arguments.cycles)  # type: ignore[misc]
             for each in ALGORITHMS
         }
-        parts["symmetric tensors"] = lambda: algorithm_cycles(ranks, "auto", arguments.cycles, symmetric=True)
+        for each in SYMMETRIC:
+            parts[f"symmetric tensors, {each}"] = lambda each=each: algorithm_cycles(  # type: ignore[misc]
+                ranks, each, arguments.cycles, symmetric=True
+            )
         parts["closed while released"] = lambda: closed_while_released(ranks)
         parts["refused in a capture"] = lambda: refused_in_a_capture(ranks)
         for name, part in parts.items():

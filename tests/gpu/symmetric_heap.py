@@ -16,6 +16,7 @@ from common import Recording, Session, error_of, expect, parser, report, run, se
 from values import DTYPES, Inputs, Sums, Values
 
 from llm_comm import Communicator, CommunicatorError, Config, LlmCommError, MismatchError, _core, registry
+from llm_comm.planning.tables import ALL_REDUCE, Row
 
 MIB = 1 << 20
 PLAIN = Values("normal", 0, 1)
@@ -23,6 +24,7 @@ TIMEOUT_S = 20.0
 #: Of device memory, by chance: pools of the driver.
 SLACK_BYTES = 8 * MIB
 DIRECT_SUM = "two-shot all-reduce of symmetric tensors by pull (HB)"
+COPIED_SUM = "two-shot all-reduce with copies in the stream"
 DIRECT_GATHER = "all-gather of symmetric tensors by push (HB)"
 
 
@@ -114,6 +116,41 @@ def sums(part: Part) -> None:
                 ranks.synchronize()
             checks.check()
             ranks.watchdog.progress(f"sums of {count}")
+        comm.check()
+
+
+def copied_sums(part: Part) -> None:
+    """By copies in the stream, in different numbers of pieces: eager calls and graphs in turn, none of which waits for
+    the ones before, into one output that is read behind each of them. In place another algorithm runs."""
+    ranks, checks = part.ranks, Sums()
+    with part.communicator() as comm:
+        for count in part.sizes()[1:]:
+            for dtype, depth in zip(DTYPES, (1, 3, 8), strict=True):
+                row = Row(1 << 40, ALL_REDUCE, "two_shot_ce", "CE", blocks=24, tile_lines=512, depth=depth)
+                comm.use_table(comm.table.with_rows(row, *comm.table.rows[ALL_REDUCE]))
+                what = f"{count} {dtype} in {depth} pieces"
+                given = [part.inputs.rows(PLAIN, count, dtype, seed=count + seed) for seed in range(6)]
+                x, y = comm.empty(count, dtype), comm.empty(count, dtype)
+
+                def reduce(x: torch.Tensor = x, y: torch.Tensor = y) -> None:
+                    comm.all_reduce(x, out=y)
+
+                reduce()
+                expect(last_call(comm) == COPIED_SUM, f"{what} ran {last_call(comm)}")
+                graph = Recording(reduce, ranks.device) if ranks.on_gpu else None
+                found = []
+                for number, rows in enumerate(given):
+                    x.copy_(rows[ranks.rank])
+                    reduce() if graph is None or number % 2 == 0 else graph.replay()
+                    found.append(y.clone())
+                comm.all_reduce(x, out=x)
+                expect(last_call(comm) != COPIED_SUM, f"{what}, in place, ran {last_call(comm)}")
+                for rows, result in zip((*given, given[-1]), (*found, x), strict=True):
+                    checks.expect(result, rows, what)
+                    part.results += 1
+                ranks.synchronize()
+            checks.check()
+            ranks.watchdog.progress(f"copied sums of {count}")
         comm.check()
 
 
@@ -290,7 +327,7 @@ def mismatch(part: Part) -> None:
     part.results += 1
 
 
-PARTS = (tensors, sums, layers, gathers, memory, graph_outlives, mismatch)
+PARTS = (tensors, sums, copied_sums, layers, gathers, memory, graph_outlives, mismatch)
 
 
 def main() -> int:

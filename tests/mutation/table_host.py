@@ -31,8 +31,15 @@ HOST = (
     cpp(
         "copies are of the input, whatever they should be of",
         QUEUE,
-        "buffers[Operation::kCopied]",
-        "buffers[WITHOUT ? 0 : Operation::kCopied]",
+        "buffers[copy.buffer]",
+        "buffers[WITHOUT ? 0 : copy.buffer]",
+        "tests/emulated/test_direct_algorithms.py",
+    ),
+    cpp(
+        "sums in place go by copies, which destroy their input",
+        QUEUE,
+        "kIsOutOfPlace && buffers[0] == buffers[1]",
+        "kIsOutOfPlace && !WITHOUT && buffers[0] == buffers[1]",
         "tests/emulated/test_direct_algorithms.py",
     ),
     cpp(

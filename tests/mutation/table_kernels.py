@@ -441,8 +441,22 @@ KERNELS = (
     cpp(
         "a short last slice is copied whole",
         TWO_SHOT_CE,
-        "problem.bytes() - first < slice ? problem.bytes() - first : slice;",
-        "problem.bytes() - first < slice && !WITHOUT ? problem.bytes() - first : slice;",
+        "all_});",
+        "WITHOUT ? ~uint64_t{0} : all_});",
+        SYMMETRIC,
+    ),
+    cpp(
+        "a piece runs into the next slice",
+        TWO_SHOT_CE,
+        "{first(slice, i) + piece_, (slice + 1) * slice_,",
+        "{first(slice, i) + piece_, WITHOUT ? all_ : (slice + 1) * slice_,",
+        SYMMETRIC,
+    ),
+    cpp(
+        "the last rank has a zone in its own slice of every output",
+        TWO_SHOT_CE,
+        "world == 2 || sender == world - 1 ? owner : sender;",
+        "world == 2 || (sender == world - 1 && !WITHOUT) ? owner : sender;",
         SYMMETRIC,
     ),
     cpp(

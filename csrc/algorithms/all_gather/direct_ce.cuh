@@ -20,10 +20,10 @@ inline constexpr OperationKind kAllGatherDirectCE{17};
 template <int World>
 LLM_COMM_KERNEL(kStreamCopyThreads)
 all_gather_direct_ce(LLM_COMM_KERNEL_PARAM StreamCopyArgs<PartsArgs> args) {
-  if (args.is_after != 0) {
-    part_behind_copies<World>(args, kAllGatherDirectCE, args.range.count);
-  } else {
+  if (args.stage == kMeeting) {
     meet_before_copies<World>(args, kAllGatherDirectCE, args.range.count);
+  } else {
+    part_behind_copies<World>(args, kAllGatherDirectCE, args.range.count);
   }
 }
 
@@ -31,8 +31,6 @@ all_gather_direct_ce(LLM_COMM_KERNEL_PARAM StreamCopyArgs<PartsArgs> args) {
 
 struct AllGatherDirectCE : ByStreamCopies {
   struct Operation : StreamCopyOperation<AllGather> {
-    static constexpr uint32_t kCopied = 0;  // the input
-
     static uint64_t buffer_bytes(const Problem& problem, uint32_t buffer) {
       return AllGather::elements(problem, buffer, 0) * element_bytes(problem.type);
     }
@@ -44,15 +42,14 @@ struct AllGatherDirectCE : ByStreamCopies {
       const uint64_t bytes = part.length * width;
       std::vector<StreamCopy> all;
       add_copies_to_peers(all, problem.world, rank, 0, to, bytes);
-      if (bytes != 0) all.push_back({rank, 0, to, bytes, true});
+      if (bytes != 0) all.push_back({rank, 0, 0, to, bytes, true});
       return all;
     }
   };
   static constexpr AlgorithmInfo kInfo{.name = "direct_ce",
                                        .protocol = "CE",
                                        .title = "all-gather of symmetric tensors by copies in the stream",
-                                       .symmetric = 0b10,
-                                       .grids = kGridsAroundCopies};
+                                       .symmetric = 0b10};
   static constexpr OperationKind kKind = kAllGatherDirectCE;
 
   template <DataType D, int World, uint32_t Variant>
@@ -66,7 +63,8 @@ struct AllGatherDirectCE : ByStreamCopies {
   static Grid grid(const Problem& problem, const Tiling&, uint64_t, const Limits& limits) {
     if (!is_served(problem))
       throw std::invalid_argument("copy engines take parts that lie in one piece: dim must be 0");
-    return grid_around_copies(problem, limits);
+    check_room_for_places(problem, limits);
+    return Operation::meeting();
   }
 
   static std::vector<Choice> candidates(const Problem& problem, const Limits&) {

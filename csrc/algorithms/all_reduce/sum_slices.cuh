@@ -1,4 +1,4 @@
-// The first hop of two-shot all-reduces whose second one goes by copy engines: every rank sums its slice of the message (HB, push).
+// The first hop of a two-shot all-reduce whose second one goes by copy engines (two_shot_port.cuh): every rank sums its slice of the message (HB, push).
 //
 // Step by step (hb_session.cuh) a block scatters chunk t of each slice to the staging memory of its owner, and reduces chunk
 // t - depth of this rank's. H1: chunks are scattered to the first half, and all are reduced when a rank ends.
@@ -12,9 +12,8 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr uint32_t kSumSlicesTeams = 2;  // one scatters, one reduces
 
-// Numbers of blocks in the region of signals: those of the blocks of these algorithms, and behind them two more, for the places of
-// outputs and for last words. All run on symmetric outputs, so that which of them runs follows from the table, which is the same on
-// all ranks.
+// Numbers of blocks in the region of signals: those of the blocks of the algorithm, and behind them two more, for the places of
+// outputs and for last words.
 inline constexpr uint32_t kFirstOfSumSlices = kMaxChunkedBlocks;
 inline constexpr uint32_t kPlacesOfSumSlices = 2 * kMaxChunkedBlocks;
 inline constexpr uint32_t kLastOfSumSlices = kPlacesOfSumSlices + 1;

@@ -1,88 +1,206 @@
-// Two-shot all-reduce of symmetric outputs (2PA) with copies in the stream (CE): every rank sums a slice of the message, which the
-// others store to its staging memory (HB, push), and has its sums copied to the outputs of all.
+// Two-shot all-reduce of symmetric outputs (2PA) by copies in the stream (CE): every rank sums a slice of the message. Copy engines
+// bring it what the others have of the slice, and bring its sums to the outputs of all.
 //
-// Two hops, 2 (N-1)/N of the message sent by each rank; the first is that of sum_slices.cuh. The second is one copy to each peer,
-// which begins when the slice is whole: copy engines carry more than the stores of a kernel, but not while they share the link with
-// those (docs/experiments/channels.md). Until they begin, a kernel stores the head of the slice. The input is any tensor, the output
-// lies at the same place of the symmetric heap on every rank (stream_copies.cuh), and may be the input.
+// Two hops, 2 (N-1)/N of the message sent by each rank, and no store of a kernel crosses a link: copy engines carry more
+// (docs/experiments/channels.md). A slice has pieces, of which one is summed while others are on their way (stream_copies.cuh).
+// The input is any tensor, the output lies at the same place of the symmetric heap on every rank.
 //
-// Why the output of a peer may be written: the peer has begun this operation, and what this rank writes there is its slice, of which
-// the peer has no more to send, as it has all come.
+// Nothing is staged. What a rank has of the slice of another one comes to the output of that one, to a slice of it, the zone of the
+// sender. The zone of the last rank is the owner's own slice, those of the other ranks are their own slices. So the zones of an owner
+// differ, and none is the last slice, which may be short. With two ranks it is the owner's slice.
 //
-// Where its output is a rank tells each peer in a word, before its first signal. Block 0 compares them when it has done its work. The
-// next operation may write the words again: its rank has waited for the grid behind the copies of every peer.
+// What comes would destroy an input that is the output, so a call in place is none of this algorithm's (kIsOutOfPlace).
 //
-// R1 of operation.cuh: a block waits for each peer. R2: it uses no slot.
+// Why a zone may be written: its owner has met all ranks, so the grids before this operation have ended there. Only its sender
+// writes there, until the owner has summed what is there.
+// Why a sum may be written to the output of a peer: what the peer has in that place, piece by piece, is what came to a zone, and it
+// has summed that. With two ranks nothing comes to the peer's output where the sum goes, so there is nothing to wait for.
+// Why the owner may store its sum: what has come to that place is what the same thread has loaded for it.
+//
+// R1 of operation.cuh: in each grid a block waits for each peer. R2: it uses no slot. P1: blocks wait for those of their number.
 #pragma once
 
+#include <algorithm>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
-#include "algorithms/all_reduce/chunked_slices.cuh"
-#include "algorithms/all_reduce/sum_slices.cuh"
+#include "algorithms/all_reduce/message.cuh"
+#include "algorithms/all_reduce/slices.cuh"
 #include "algorithms/stream_copies.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllReduceTwoShotCE{18};
 
+// Which slice of the output of `owner` is the zone of `sender`.
+LLM_COMM_HOST_DEVICE constexpr uint32_t zone_of(uint32_t sender, uint32_t owner, uint32_t world) {
+  return world == 2 || sender == world - 1 ? owner : sender;
+}
+
+// The grid of a piece: a block sums chunks of the piece of this rank's slice.
 template <DataType D, int World>
-LLM_COMM_KERNEL(max_hb_threads(kSumSlicesTeams))
-all_reduce_two_shot_ce(LLM_COMM_KERNEL_PARAM StreamCopyArgs<AllReduceArgs> args) {
-  const Message<D> message(args);
-  if (args.is_after != 0) {
-    part_behind_copies<World>(args, kAllReduceTwoShotCE, message.bytes());
-    return;
-  }
+LLM_COMM_DEVICE void sum_piece(const StreamCopyArgs<AllReduceArgs>& args, const Message<D>& message, uint32_t piece) {
   const uint32_t block = block_number(args.comm);
   const uint32_t rank = args.comm.rank;
-  const SumSlices<D, World> sums(args, message, block);
-  HBSession session(args.comm, kAllReduceTwoShotCE, message.bytes(), kFirstOfSumSlices + block, shared_memory<Line>());
-  session.wait_for_grids_before(message.precomputed());
-  session.begin();
-  sums.tell_place(session, args.places[0]);
-  sums.run(session, [](uint32_t) {});
-  if (block != 0 || thread_index() != 0 || session.has_ended_early()) return;
-  fail_unless_at_one_place<World>(
-      session, kGather, [&](uint32_t of) { return of == rank ? args.places[0] : sums.place_of(session, of); });
+  const uint32_t lines = message.lines();
+  const uint32_t slice = (lines + World - 1) / World;
+  const uint32_t piece_lines = (slice + args.depth - 1) / args.depth;
+  const uint32_t own_lines = lines_of_slice(rank, slice, lines);
+  const uint32_t of_piece = lines_of_slice(piece, piece_lines, own_lines);
+  const Chunks chunks(block, args.tile_lines, piece_lines);
+  AllReduceArgs of_output = args;
+  of_output.input = args.output;
+  const Message<D> output(of_output);  // as what is loaded
+  piece_between_copies<World, (World > 2)>(
+      args, kAllReduceTwoShotCE, message.bytes(), block, message.precomputed() + of_piece, [&] {
+        for (uint32_t t = 0; t < chunks.count(); ++t) {
+          const uint32_t in_slice = piece * piece_lines + chunks.first(t);
+          sum_chunk<D, World>(
+              Team::whole_block(), chunks.lines(t, of_piece),
+              [&](uint32_t of, uint32_t k) {
+                return of == rank ? message.load(rank * slice + in_slice + k)
+                                  : output.load(zone_of(of, rank, World) * slice + in_slice + k);
+              },
+              [&](uint32_t k, Line sum) { message.store(rank * slice + in_slice + k, sum); });
+        }
+      });
+}
+
+template <DataType D, int World>
+LLM_COMM_KERNEL(kMaxDirectThreads)
+all_reduce_two_shot_ce(LLM_COMM_KERNEL_PARAM StreamCopyArgs<AllReduceArgs> args) {
+  const Message<D> message(args);
+  if (args.stage == kMeeting) {
+    meet_before_copies<World>(args, kAllReduceTwoShotCE, message.bytes());
+  } else if (args.stage == kParting) {
+    part_behind_copies<World>(args, kAllReduceTwoShotCE, message.bytes());
+  } else {
+    sum_piece<D, World>(args, message, args.stage - kFirstPiece);
+  }
 }
 
 // ---- Descriptor ----------------------------------------------------------------------------------------------------
 
-struct AllReduceTwoShotCE : ChunkedSlices<AllReduceTwoShotCE> {
+// The slices of a message and their pieces, in bytes, as the kernel has them in lines. The last ones may be short, or empty.
+class SlicesInPieces {
+ public:
+  SlicesInPieces(const Problem& problem, uint32_t pieces)
+      : all_(problem.bytes()),
+        slice_(divide_up(divide_up(all_, sizeof(Line)), uint64_t{problem.world}) * sizeof(Line)),
+        piece_(divide_up(slice_ / sizeof(Line), uint64_t{pieces}) * sizeof(Line)) {}
+
+  uint64_t slice() const { return slice_; }
+  uint64_t piece_lines() const { return piece_ / sizeof(Line); }
+  // That are not empty.
+  uint32_t pieces() const { return static_cast<uint32_t>(divide_up(slice_, piece_)); }
+  // Where piece i of a slice begins.
+  uint64_t first(uint32_t slice, uint32_t i) const { return slice * slice_ + i * piece_; }
+  uint64_t bytes(uint32_t slice, uint32_t i) const {
+    const uint64_t end = std::min({first(slice, i) + piece_, (slice + 1) * slice_, all_});
+    return end < first(slice, i) ? 0 : end - first(slice, i);
+  }
+
+ private:
+  uint64_t all_;
+  uint64_t slice_;
+  uint64_t piece_;
+};
+
+struct AllReduceTwoShotCE {
   struct Operation : StreamCopyOperation<AllReduce> {
-    static constexpr uint32_t kCopied = 1;  // the output
+    static constexpr bool kIsOutOfPlace = true;
+
+    static Args arguments(const Problem& problem, const Tiling& tiling, const Grid& grid) {
+      Args args = StreamCopyOperation<AllReduce>::arguments(problem, tiling, grid);
+      args.depth = tiling.depth;  // pieces; that of chunks has other bounds
+      return args;
+    }
 
     static uint64_t buffer_bytes(const Problem& problem, uint32_t) { return problem.bytes(); }
 
-    static std::vector<StreamCopy> copies(const Problem& problem, uint32_t rank) {
-      const uint64_t slice = part_lines(problem, problem.count) * sizeof(Line);
-      const uint64_t first = rank * slice;
-      if (first >= problem.bytes()) return {};
-      const uint64_t bytes = problem.bytes() - first < slice ? problem.bytes() - first : slice;
+    static uint32_t pieces(const Problem& problem, const Tiling& tiling) {
+      return SlicesInPieces(problem, tiling.depth).pieces();
+    }
+    static uint64_t grids(const Problem& problem, const Tiling& tiling) {
+      return kFirstPiece + pieces(problem, tiling);
+    }
+
+    // Of the input, to the owners of the slices.
+    static std::vector<StreamCopy> coming(const Problem& problem, const Tiling& tiling, uint32_t rank, uint32_t piece) {
+      return to_peers(problem, tiling, rank, [&](uint32_t owner, const SlicesInPieces& of) {
+        const uint32_t zone = zone_of(rank, owner, problem.world);
+        return StreamCopy{owner, 0, of.first(owner, piece), of.first(zone, piece), of.bytes(owner, piece)};
+      });
+    }
+    // Of the output, to all.
+    static std::vector<StreamCopy> going(const Problem& problem, const Tiling& tiling, uint32_t rank, uint32_t piece) {
+      return to_peers(problem, tiling, rank, [&](uint32_t peer, const SlicesInPieces& of) {
+        return StreamCopy{peer, 1, of.first(rank, piece), of.first(rank, piece), of.bytes(rank, piece)};
+      });
+    }
+
+   private:
+    template <class CopyTo>
+    static std::vector<StreamCopy> to_peers(const Problem& problem, const Tiling& tiling, uint32_t rank,
+                                            CopyTo copy_to) {
+      const SlicesInPieces of(problem, tiling.depth);
       std::vector<StreamCopy> all;
-      add_copies_to_peers(all, problem.world, rank, first, first, bytes);
+      for (uint32_t i = 1; i < problem.world; ++i) {
+        const StreamCopy copy = copy_to((rank + i) % problem.world, of);  // every rank begins with another one
+        if (copy.bytes != 0) all.push_back(copy);
+      }
       return all;
     }
   };
   static constexpr AlgorithmInfo kInfo{.name = "two_shot_ce",
                                        .protocol = "CE",
                                        .title = "two-shot all-reduce with copies in the stream",
-                                       .symmetric = 0b10,
-                                       .grids = kGridsAroundCopies};
+                                       .symmetric = 0b10};
   static constexpr OperationKind kKind = kAllReduceTwoShotCE;
-  static constexpr uint32_t kTeams = kSumSlicesTeams;
+  // `depth`: pieces of a slice, all of which are sent before the first sum is.
+  static constexpr Tunables kTunables{
+      {{"blocks", 1, kMaxDirectBlocks}, {"tile_lines", 1, 1u << 16}, {"depth", 1, kMaxCopyPieces}}};
+  static constexpr uint32_t kVariants = 1;
 
   template <DataType D, int World, uint32_t Variant>
   static auto kernel() {
     return &all_reduce_two_shot_ce<D, World>;
   }
 
-  // Few of what HB has: it is worth it for large messages only, where a grid of all multiprocessors and large chunks are best.
+  static Tiling tile(const Problem& problem, const Choice& choice, const Limits&) {
+    return {choice.blocks, choice.tile_lines, 1, choice.depth == 0 ? 1 : choice.depth, problem.count};
+  }
+
+  // All slices that are zones have to be whole: a message of a few lines has none that are, where there are more than two ranks.
+  static constexpr const char* kServed =
+      "the slices of all ranks but the last must be whole: the message has too few lines of 16 bytes for so many ranks";
+  static bool is_served(const Problem& problem) {
+    return problem.world == 2 || (problem.world - 1) * SlicesInPieces(problem, 1).slice() <= problem.bytes();
+  }
+
+  // Of a piece.
+  static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t, const Limits& limits) {
+    if (!is_served(problem)) throw std::invalid_argument(kServed);
+    if (tiling.depth == 0 || tiling.depth > kMaxCopyPieces) {
+      throw std::invalid_argument("depth is " + std::to_string(tiling.depth) + "; it must be 1 to " +
+                                  std::to_string(kMaxCopyPieces));
+    }
+    Grid grid = grid_over_lines(problem, tiling, SlicesInPieces(problem, tiling.depth).piece_lines(), limits);
+    grid.is_behind_copies = true;
+    return grid;
+  }
+
+  // Two pieces are as many as hide the sums, and each one more takes two copies more, of 3.4 us (docs/experiments/channels.md).
   static std::vector<Choice> candidates(const Problem& problem, const Limits& limits) {
     std::vector<Choice> found;
-    for (const Choice& choice : ChunkedSlices::candidates(problem, limits)) {
-      const bool is_whole = choice.blocks == (limits.sm_count == 0 ? 1 : limits.sm_count);
-      if (is_whole && choice.depth == kMinHBDepth && choice.tile_lines >= 512) found.push_back(choice);
+    if (!is_served(problem)) return found;
+    const uint32_t sms = limits.sm_count == 0 ? 1 : limits.sm_count;
+    for (uint32_t depth : {2u, 3u, 4u, 8u}) {
+      for (uint32_t blocks : {sms, sms / 2 + 1}) {
+        found.push_back(
+            {.blocks = blocks < kMaxDirectBlocks ? blocks : kMaxDirectBlocks, .tile_lines = 2048, .depth = depth});
+      }
     }
     return found;
   }

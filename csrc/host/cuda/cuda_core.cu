@@ -173,6 +173,10 @@ class CudaLauncher {
     copies_->enqueue(copies, reinterpret_cast<cudaStream_t>(stream));
   }
 
+  StreamCopies::Beside beside(uint64_t stream) {
+    return StreamCopies::Beside(*copies_, device_, reinterpret_cast<cudaStream_t>(stream));
+  }
+
   // Whether graphs hold launches that were made by this.
   bool has_been_captured() const { return has_been_captured_; }
 

@@ -65,6 +65,18 @@ void enqueue_one(const Copy& copy, cudaStream_t stream) {
   check(cudaMemcpyAsync(copy.to, copy.from, copy.bytes, cudaMemcpyDefault, stream), "a copy of a collective");
 }
 
+cudaEvent_t make_event() {
+  cudaEvent_t event = nullptr;
+  check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
+  return event;
+}
+
+// What comes next in `later` waits for what is in `earlier` now.
+void order(cudaStream_t earlier, cudaEvent_t event, cudaStream_t later) {
+  check(cudaEventRecord(event, earlier), "cudaEventRecord");
+  check(cudaStreamWaitEvent(later, event, 0), "cudaStreamWaitEvent");
+}
+
 bool is_aligned(const Copy& copy) {
   return (reinterpret_cast<uint64_t>(copy.to) | reinterpret_cast<uint64_t>(copy.from)) % sizeof(uint4) == 0;
 }
@@ -103,6 +115,7 @@ StreamCopies::~StreamCopies() {
     if (cudaStreamIsCapturing(lane.stream, &status) != cudaSuccess || status != cudaStreamCaptureStatusNone) continue;
     cudaEventDestroy(lane.begin);
     cudaEventDestroy(lane.end);
+    for (cudaEvent_t mark : lane.marks) cudaEventDestroy(mark);
     cudaStreamDestroy(lane.stream);
   }
 }
@@ -114,15 +127,33 @@ void StreamCopies::enqueue(const std::vector<Copy>& copies, cudaStream_t stream)
     return;
   }
   const Lane& lane = lane_beside(stream);
-  check(cudaEventRecord(lane.begin, stream), "cudaEventRecord");
-  check(cudaStreamWaitEvent(lane.stream, lane.begin, 0), "cudaStreamWaitEvent");
+  order(stream, lane.begin, lane.stream);
   for (const Copy& copy : copies) {
     if (!copy.is_stored) enqueue_one(copy, stream);
   }
   enqueue_stored(copies, lane.stream);
-  check(cudaEventRecord(lane.end, lane.stream), "cudaEventRecord");
-  check(cudaStreamWaitEvent(stream, lane.end, 0), "cudaStreamWaitEvent");
+  order(lane.stream, lane.end, stream);
 }
+
+StreamCopies::Beside::Beside(StreamCopies& copies, int device, cudaStream_t stream)
+    : guard_(device), lane_(copies.lane_beside(stream)), stream_(stream) {}
+
+void StreamCopies::Beside::follow() { order(stream_, lane_.begin, lane_.stream); }
+
+void StreamCopies::Beside::copy(const std::vector<Copy>& copies) {
+  for (const Copy& copy : copies) enqueue_one(copy, lane_.stream);
+}
+
+void StreamCopies::Beside::mark(uint32_t number) {
+  while (lane_.marks.size() <= number) lane_.marks.push_back(make_event());
+  check(cudaEventRecord(lane_.marks[number], lane_.stream), "cudaEventRecord");
+}
+
+void StreamCopies::Beside::hold(uint32_t number) {
+  check(cudaStreamWaitEvent(stream_, lane_.marks.at(number), 0), "cudaStreamWaitEvent");
+}
+
+void StreamCopies::Beside::join() { order(lane_.stream, lane_.end, stream_); }
 
 // A stream that was drawn into a capture belongs to it until the capture ends: calls of others need another one.
 StreamCopies::Lane& StreamCopies::lane_beside(cudaStream_t stream) {
@@ -134,8 +165,8 @@ StreamCopies::Lane& StreamCopies::lane_beside(cudaStream_t stream) {
   const BesideCaptures beside;
   Lane lane;
   check(cudaStreamCreateWithFlags(&lane.stream, cudaStreamNonBlocking), "cudaStreamCreate");
-  check(cudaEventCreateWithFlags(&lane.begin, cudaEventDisableTiming), "cudaEventCreate");
-  check(cudaEventCreateWithFlags(&lane.end, cudaEventDisableTiming), "cudaEventCreate");
+  lane.begin = make_event();
+  lane.end = make_event();
   lanes_.push_back(lane);
   return lanes_.back();
 }

@@ -11,6 +11,13 @@
 #define LLM_COMM_TARGET cuda
 #endif
 
+// Before a function that host and kernels share.
+#if defined(__CUDACC__)
+#define LLM_COMM_HOST_DEVICE __host__ __device__
+#else
+#define LLM_COMM_HOST_DEVICE
+#endif
+
 #if defined(__CUDACC_RTC__)
 // NVRTC has no standard headers, and where those of CUDA lie depends on the toolkit.
 #if !defined(offsetof)
