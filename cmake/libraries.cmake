@@ -40,7 +40,7 @@ target_link_libraries(llm_comm_deterministic PRIVATE llm_comm_headers)
 target_compile_definitions(llm_comm_deterministic PRIVATE LLM_COMM_EMULATOR=1 LLM_COMM_DETERMINISTIC=1)
 
 # They are most of the time of a build on many cores, and no time of theirs matters: emulated GPUs are for being right.
-set_source_files_properties(${LLM_COMM_EMULATED_KERNELS} PROPERTIES COMPILE_OPTIONS -O1)
+set_source_files_properties(${LLM_COMM_EMULATED_KERNELS} PROPERTIES COMPILE_OPTIONS "${LLM_COMM_QUICK_TO_COMPILE}")
 
 # What the Python module and the NCCL library share.
 add_library(llm_comm_host STATIC ${LLM_COMM_HOST_SOURCES} ${LLM_COMM_EMULATED_KERNELS})

@@ -1,55 +1,191 @@
-"""Two nodes of two ranks in network namespaces of their own: what is exchanged, and a cable that is cut."""
+"""Two to four nodes in network namespaces of their own, over gloo and over UCX: right results, also where the network
+is slow or loses packets; an outage that ends in time; and a cable that is cut."""
 
 from __future__ import annotations
 
-import subprocess
+import os
+import threading
 import time
-from pathlib import Path
+from datetime import timedelta
 
+import harness
 import node_networks
-import node_ranks
 import pytest
+import torch
+import torch.distributed as dist
+from harness import RankPool
+from node_networks import Networks, Place
+from nodes_cases import Layout, calls_of, make, run_random_cases
+from ucx_here import needs_ucx
+
+import llm_comm
 
 pytestmark = pytest.mark.skipif(bool(node_networks.why_not()), reason=node_networks.why_not() or "-")
 
-RANKS = str(Path(__file__).with_name("node_ranks.py"))
+PORT = 29717  # each network has all ports for itself
+CASES = 10
+MOST = 20_000
+TIMEOUT_S = 4.0
 SLACK_S = 15.0
 
-
-def start(networks: node_networks.Networks, task: str) -> list[subprocess.Popen[str]]:
-    layout = node_ranks.LAYOUT
-    return [networks.start(layout.node_of(rank), [RANKS, task], RANK=str(rank)) for rank in range(layout.world)]
+over_each_transport = pytest.mark.parametrize("transport", ["gloo", pytest.param("ucx", marks=needs_ucx)])
 
 
-def wait_for(process: subprocess.Popen[str], word: str) -> str:
-    """The first line of a process that begins with a word."""
-    assert process.stdout is not None
-    said = []
-    for line in process.stdout:
-        if line.startswith(word):
-            return line
-        said.append(line)
-    raise AssertionError(f"the process ended without {word}:\n{''.join(said)}")
+def move_to(places: list[Place], layout: Layout) -> Place:
+    """Takes this rank to its node, and its group with it: from now on ranks of other nodes, and the store, are reached
+    by the cable alone."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    place = places[layout.node_of(rank)]
+    place.enter()
+    os.environ.update(GLOO_SOCKET_IFNAME=place.cable, UCX_NET_DEVICES=place.cable, UCX_TLS="tcp")
+    is_first = rank == 0
+    if not is_first:
+        harness.store().wait(["the store of the network is there"])  # whoever has to try again waits for seconds
+    store = dist.TCPStore(place.first_address, PORT, is_master=is_first, wait_for_workers=False)
+    if is_first:
+        harness.store().set("the store of the network is there", "")
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    return place
 
 
-@pytest.mark.parametrize("task", ["calls", "idle"])
-def test_a_cable_that_is_cut_is_told_on_both_sides(task: str) -> None:
-    """After random calls, which are right."""
-    layout = node_ranks.LAYOUT
-    with node_networks.Networks() as networks:
-        processes = start(networks, task)
-        with node_networks.ended(processes):
-            for process in processes:
-                wait_for(process, node_ranks.READY)
-            networks.cut()
-            begin = time.monotonic()
-            told = [wait_for(process, "TOLD") for process in processes]
-            assert time.monotonic() - begin < node_ranks.TIMEOUT_S + SLACK_S
-    for rank, text in enumerate(told):
+# ---- Results -------------------------------------------------------------------------------------------------------
+
+
+def run_calls(places: list[Place], layout: Layout, transport: str) -> dict[str, int]:
+    move_to(places, layout)
+    counts = run_random_cases(layout, 3, CASES, MOST, node_transport=transport)
+    dist.barrier()  # rank 0 has the store
+    return counts
+
+
+def check_calls(networks: Networks, ranks: RankPool, layout: Layout, transport: str) -> None:
+    first, *others = ranks.run(layout.world, run_calls, networks.places(), layout, transport)
+    assert all(counts == first for counts in others)
+    assert set(first) == {call.__name__ for call in calls_of(layout)}
+
+
+@over_each_transport
+@pytest.mark.parametrize("layout", [Layout(4, 2), Layout(2, 4), Layout(3, 2, alternate=True)], ids=str)
+def test_random_calls(mortal_ranks: RankPool, layout: Layout, transport: str) -> None:
+    with Networks(layout.nodes) as networks:
+        check_calls(networks, mortal_ranks, layout, transport)
+
+
+@over_each_transport
+def test_a_slow_network(mortal_ranks: RankPool, transport: str) -> None:
+    """Packets wait for each other, and are dropped where the queue is full."""
+    layout = Layout(2, 2)
+    with Networks(layout.nodes) as networks:
+        why_not = networks.queue(node_networks.SLOW)
+        if why_not:
+            pytest.skip(why_not)
+        check_calls(networks, mortal_ranks, layout, transport)
+        assert networks.counted("overlimits") > 0
+
+
+@over_each_transport
+def test_a_network_that_loses_packets(mortal_ranks: RankPool, transport: str) -> None:
+    layout = Layout(3, 2)
+    with Networks(layout.nodes) as networks:
+        why_not = networks.lose(0.02)
+        if why_not:
+            pytest.skip(why_not)
+        check_calls(networks, mortal_ranks, layout, transport)
+        assert networks.counted("dropped") > 0
+
+
+@over_each_transport
+def test_a_network_that_delays_loses_doubles_and_reorders(mortal_ranks: RankPool, transport: str) -> None:
+    layout = Layout(2, 2)
+    with Networks(layout.nodes) as networks:
+        why_not = networks.queue(node_networks.UNRULY)
+        if why_not:
+            pytest.skip(why_not)
+        check_calls(networks, mortal_ranks, layout, transport)
+        assert networks.counted("dropped") > 0
+
+
+# ---- Cables --------------------------------------------------------------------------------------------------------
+
+
+def call_during_an_outage(places: list[Place], layout: Layout, transport: str, seconds: float) -> int:
+    """Returns how many calls have ended by the time that a call begun after the outage has."""
+    place = move_to(places, layout)
+    calls = 0
+    with make(layout, node_transport=transport, timeout_s=20.0) as comm:
+        comm.all_reduce(torch.ones(1000))
+        dist.barrier()
+        outage = place.cut(seconds) if comm.rank == layout.world - 1 else None
+        is_over = False
+        while not is_over:
+            has_ended = outage is not None and outage.poll() is not None
+            # The last element tells all ranks at once.
+            x = torch.cat([torch.full((1000,), float(calls % 7)), torch.tensor([float(has_ended)])])
+            total = comm.all_reduce(x)
+            assert total[:-1].eq(layout.world * (calls % 7)).all(), calls
+            is_over = bool(total[-1] > 0)
+            calls += 1
+        assert outage is None or outage.returncode == 0
+        comm.check()
+    dist.barrier()
+    return calls
+
+
+@over_each_transport
+def test_an_outage_that_ends_in_time_fails_no_call(mortal_ranks: RankPool, transport: str) -> None:
+    layout = Layout(2, 2)
+    with Networks(layout.nodes) as networks:
+        calls = mortal_ranks.run(layout.world, call_during_an_outage, networks.places(), layout, transport, 1.0)
+    assert len(set(calls)) == 1
+
+
+def told_of_a_cut(places: list[Place], layout: Layout, transport: str, makes_calls: bool) -> tuple[str, float]:
+    """What a rank is told when a cable is cut, with or without calls, and after how many seconds."""
+    place = move_to(places, layout)
+    comm = make(layout, node_transport=transport, timeout_s=TIMEOUT_S)
+    _left_open.append(comm)
+    x = torch.ones(1000)
+    comm.all_reduce(x)
+    has_failed = threading.Event()
+    said: list[str] = []
+
+    def hear(error: llm_comm.CommunicatorError) -> None:
+        said.append(" ".join(f"{type(error).__name__}: {error}".split()))
+        has_failed.set()
+
+    comm.on_error(hear)
+    dist.barrier()
+    begin = time.monotonic()
+    if dist.get_rank() == layout.world - 1:
+        assert place.cut().wait() == 0
+    while not has_failed.is_set() and time.monotonic() - begin < 60:
+        if makes_calls:
+            try:
+                comm.all_reduce(x)
+            except llm_comm.CommunicatorError:
+                break
+        has_failed.wait(0.01)
+    has_failed.wait(5)
+    return said[0] if said else "nothing", time.monotonic() - begin
+
+
+#: The store is out of reach, so nothing can be closed.
+_left_open: list[llm_comm.Communicator] = []
+
+
+@over_each_transport
+@pytest.mark.parametrize("makes_calls", [True, False], ids=["calls", "idle"])
+def test_a_cable_that_is_cut_is_told_on_both_sides(mortal_ranks: RankPool, transport: str, makes_calls: bool) -> None:
+    layout = Layout(2, 2)
+    with Networks(layout.nodes) as networks:
+        told = mortal_ranks.run(layout.world, told_of_a_cut, networks.places(), layout, transport, makes_calls)
+    for rank, (text, seconds) in enumerate(told):
         elsewhere = 1 - layout.node_of(rank)
         named = [
             f"no sign of life from node {elsewhere}",
             *(f"waits for rank {r} " for r in layout.ranks_of(elsewhere)),
         ]
-        assert text.startswith("TOLD PeerTimeout: "), text
+        assert text.startswith("PeerTimeout: "), text
         assert any(words in text for words in named), text
+        assert seconds < TIMEOUT_S + SLACK_S

@@ -22,6 +22,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.utils import Range
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear
+from warm_compiler import warm_up
 
 from llm_comm.integrations.vllm import cache_key
 from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL, LayerRow
@@ -389,4 +390,5 @@ def expect_none() -> None:
 
 
 if __name__ == "__main__":
+    warm_up(__file__)
     scenarios.main(globals())

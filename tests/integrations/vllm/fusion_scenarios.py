@@ -36,6 +36,7 @@ from vllm.config.utils import Range
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+from warm_compiler import warm_up
 
 from llm_comm.errors import UnsupportedInputError
 
@@ -704,4 +705,5 @@ def why_not_in_all_batches(config: VllmConfig) -> str:
 
 
 if __name__ == "__main__":
+    warm_up(__file__)
     scenarios.main(globals())

@@ -38,6 +38,7 @@ from vllm.config import set_current_vllm_config
 from vllm.config.utils import Range
 from vllm.model_executor.layers import linear as layers_module
 from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinear
+from warm_compiler import warm_up
 
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
@@ -621,4 +622,5 @@ def expect_no_linear(why: str) -> None:
 
 
 if __name__ == "__main__":
+    warm_up(__file__)
     scenarios.main(globals())

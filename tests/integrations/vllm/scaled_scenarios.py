@@ -28,6 +28,7 @@ from scenarios import parallel_state, tensor_model_parallel_all_reduce
 from torch import nn
 from vllm import _custom_ops
 from vllm.model_executor.layers.activation import SiluAndMul
+from warm_compiler import warm_up
 
 from llm_comm.integrations.vllm.fused_op import FP8
 from llm_comm.planning.layers import LayerRow
@@ -255,4 +256,5 @@ def what_is_declined_is_computed_all_the_same() -> None:
 
 
 if __name__ == "__main__":
+    warm_up(__file__)
     scenarios.main(globals())
