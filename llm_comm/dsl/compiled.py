@@ -171,7 +171,7 @@ def compile(
         max_bytes: Of the message: of the larger one of input and output. Memory of the workspace grows with it.
         blocks: Of the kernel, of all groups together, at most. None: as many as the program has instances, or, where
             it does not say, as many as the device has multiprocessors.
-        threads: Of a block, at most. None: 256.
+        threads: Of a block, at most. None: 512 where blocks signal and wait, else 256.
         check: Whether ``dsl.check`` comes first. A program that it refuses may also spoil the communicator's other
             operations, whose slots rest on what it proves.
 

@@ -11,8 +11,8 @@ from llm_comm.dsl.compiler.grid import Limits
 from llm_comm.planning.programs import OWN_CHOICE, LaunchChoice
 
 GPU, EMULATED = torch.device("cuda", 0), torch.device("cpu")
-ON_GPU = Limits(instances=66, threads=512, few_threads=64, meets=True)
-ON_EMULATOR = Limits(instances=4, threads=16, few_threads=16, meets=True)
+ON_GPU = Limits(instances=66, few_instances=66, threads=512, few_threads=64, meets=True)
+ON_EMULATOR = Limits(instances=4, few_instances=4, threads=16, few_threads=16, meets=True)
 GROUPS = 2
 
 

@@ -10,16 +10,17 @@ import pytest
 import torch
 
 from llm_comm import dsl
-from llm_comm.dsl import ir
+from llm_comm.dsl import ir, library
 from llm_comm.dsl.compiler.element import element_of
 from llm_comm.dsl.compiler.errors import CompileError
 from llm_comm.dsl.compiler.grid import Limits
 from llm_comm.dsl.compiler.in_place import works_in_place
-from llm_comm.dsl.compiler.layout import armed_ranges, batch_of, chunk_lines, lay_out
+from llm_comm.dsl.compiler.layout import armed_ranges, batch_of, chunk_lines, lay_out, meeting_blocks_of_sm
 from llm_comm.dsl.compiler.runs import DataRun, LoopRuns, PortRun, SignalRun, WaitRun, runs_of
 from llm_comm.dsl.compiler.schedule import Receive, schedule, stages_of
 from llm_comm.dsl.compiler.senders import readers_of, sender_of
 from llm_comm.dsl.compiler.source import generate, is_moved, kernel_name
+from llm_comm.dsl.programs import ProgramText
 
 Text = Callable[[dsl.Builder], None]
 
@@ -359,7 +360,7 @@ def test_turns_hold_what_all_threads_carry_together() -> None:
 
 
 def test_grid_follows_from_the_lines() -> None:
-    limits = Limits(instances=10, threads=512, few_threads=64, meets=True)
+    limits = Limits(instances=10, few_instances=10, threads=512, few_threads=64, meets=True)
     assert limits.of_call(1) == (1, 64)
     assert limits.of_call(65) == (2, 64)
     assert limits.of_call(641) == (7, 96)
@@ -369,15 +370,44 @@ def test_grid_follows_from_the_lines() -> None:
         assert blocks * threads >= min(lines, 5120)
 
 
+def test_a_second_block_that_meets_comes_where_threads_have_many_lines() -> None:
+    limits = Limits(instances=20, few_instances=10, threads=512, few_threads=64, meets=True)
+    assert limits.of_call(10 * 512) == (10, 512)
+    assert limits.of_call(2 * 10 * 512) == (10, 512)
+    assert limits.of_call(2 * 10 * 512 + 1) == (20, 512)
+
+
+@pytest.mark.parametrize(
+    ("text", "world", "blocks_of_sm"),
+    [
+        (library.two_shot_hb, 2, 2),
+        (library.one_shot_hb, 2, 2),
+        (library.two_shot_hb, 3, 1),  # more lines under way
+        (library.all_gather_hb, 2, 1),  # no loop in which a block would wait again
+        (library.one_shot_ll, 2, 1),  # no meeting
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_blocks_that_meet_share_a_multiprocessor_where_half_of_the_registers_do(
+    text: ProgramText, world: int, blocks_of_sm: int
+) -> None:
+    program = text.build(world)
+    groups = runs_of(program)
+    assert meeting_blocks_of_sm(groups) == blocks_of_sm
+    layout = lay_out(program, groups, 1 << 16, 4, 64, masks=is_moved(program))
+    source = generate(program, groups, layout, element_of(torch.bfloat16))
+    assert f"LLM_COMM_KERNEL({512 * blocks_of_sm}) {kernel_name(program)}(" in source
+
+
 def test_grid_of_lines_that_are_on_their_way_by_themselves() -> None:
-    limits = Limits(instances=1056, threads=256, few_threads=64, meets=False)
+    limits = Limits(instances=1056, few_instances=1056, threads=256, few_threads=64, meets=False)
     assert limits.of_call(1) == (1, 64)
     assert limits.of_call(2048) == (32, 64)
     assert limits.of_call(2049) == (17, 128)
     assert limits.of_call(32768) == (256, 128)
     assert limits.of_call(32769) == (129, 256)
     assert limits.of_call(10_000_000) == (1056, 256)
-    few = Limits(instances=4, threads=16, few_threads=16, meets=False)
+    few = Limits(instances=4, few_instances=4, threads=16, few_threads=16, meets=False)
     assert [few.of_call(lines) for lines in (1, 17, 64, 4096, 40000)] == [(1, 16), (2, 16), (4, 16), (4, 16), (4, 16)]
 
 

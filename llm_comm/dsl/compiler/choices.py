@@ -40,7 +40,8 @@ def why_not(choice: LaunchChoice, limits: Limits, groups: int, device: torch.dev
 def narrowed(limits: Limits, choice: LaunchChoice, groups: int) -> Limits:
     """The limits of a launch by a choice that ``why_not`` does not refuse."""
     if choice.blocks is not None:
-        limits = dataclasses.replace(limits, instances=choice.blocks // groups)
+        instances = choice.blocks // groups
+        limits = dataclasses.replace(limits, instances=instances, few_instances=instances)
     if choice.threads is not None:
         limits = dataclasses.replace(limits, threads=choice.threads, few_threads=choice.threads)
     return limits

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from llm_comm.dsl import ir
+from llm_comm.dsl.compiler.layout import meeting_blocks_of_sm
 from llm_comm.dsl.compiler.runs import DataRun, GroupRuns, uses_ports
 from llm_comm.dsl.compiler.source import MAX_THREADS
 
@@ -19,11 +19,10 @@ MAX_BLOCKS = 65535
 _BLOCKS_OF_SM = 8
 _THREADS_UP_TO = ((2048, 64), (32768, 128))
 _THREADS = 256
-#: The same of blocks that meet. They must all be resident. While one of a multiprocessor waits for a signal, the other one moves data.
-_MEETING_BLOCKS_OF_SM = 2
-_MEETING_THREADS = MAX_THREADS // _MEETING_BLOCKS_OF_SM
 #: Of blocks that meet, while there are multiprocessors without one.
 _FEW_THREADS = 64
+#: Up to so many lines of a chunk for each thread a multiprocessor has one block that meets, and no second one.
+_LINES_OF_ONE_BLOCK = 2
 #: Where fibers of one thread stand for those of a GPU.
 _EMULATED_BLOCKS, _EMULATED_THREADS = 4, 16
 _MIN_THREADS = 8
@@ -37,30 +36,35 @@ class Limits:
 
     Attributes:
         instances: Blocks of each group, at most.
+        few_instances: The same where there is little to do.
         threads: Of a block, at most.
         few_threads: Of a block where there is little to do.
         meets: Blocks signal and wait, so each takes as large a share as it can; else there are rather many of them.
     """
 
     instances: int
+    few_instances: int
     threads: int
     few_threads: int
     meets: bool
 
     def of_call(self, lines: int) -> tuple[int, int]:
         """Blocks of each group, and their threads, for chunks of so many lines."""
+        instances = self.instances
         if self.meets:
-            per_block = -(-lines // self.instances)
+            if lines <= _LINES_OF_ONE_BLOCK * self.few_instances * self.threads:
+                instances = self.few_instances
+            per_block = -(-lines // instances)
             threads = min(self.threads, max(self.few_threads, -(-per_block // WARP) * WARP))
         else:
             fitting = (threads for most, threads in _THREADS_UP_TO if lines <= min(most, self.instances * threads))
             threads = min(self.threads, max(self.few_threads, next(fitting, self.threads)))
-        return min(self.instances, -(-lines // threads)), threads
+        return min(instances, -(-lines // threads)), threads
 
 
 def limits_of(
     program: ir.Program,
-    groups_of_runs: Sequence[GroupRuns],
+    groups_of_runs: tuple[GroupRuns, ...],
     device: torch.device,
     blocks: int | None,
     threads: int | None,
@@ -81,25 +85,29 @@ def limits_of(
     groups = len(program.groups)
     is_gpu = device.type == "cuda"
     meets = any(not isinstance(step, DataRun) for group in groups_of_runs for step in group.steps)
+    of_sm = 1
     if blocks is None:
         most = _EMULATED_BLOCKS * groups
         if is_gpu:
-            most = torch.cuda.get_device_properties(device).multi_processor_count * (
-                _MEETING_BLOCKS_OF_SM if meets else _BLOCKS_OF_SM
-            )
+            of_sm = meeting_blocks_of_sm(groups_of_runs) if meets else _BLOCKS_OF_SM
+            most = torch.cuda.get_device_properties(device).multi_processor_count * of_sm
         instances = min(most // groups, _PORT_INSTANCES) if uses_ports(groups_of_runs) else most // groups
-        blocks = (program.instances if program.instances > 1 else instances) * groups
+        if program.instances > 1:
+            of_sm, instances = 1, program.instances
+        blocks = instances * groups
     if not groups <= blocks <= MAX_BLOCKS or blocks % groups:
         raise ValueError(
             f"program {program.name!r} has {groups} group(s), so it takes a multiple of {groups} block(s), at most "
             f"{MAX_BLOCKS}; blocks is {blocks}"
         )
     if threads is None:
-        threads = _EMULATED_THREADS if not is_gpu else _MEETING_THREADS if meets else _THREADS
+        threads = _EMULATED_THREADS if not is_gpu else MAX_THREADS if meets else _THREADS
     why = why_not_threads(threads, is_gpu, MAX_THREADS)
     if why:
         raise ValueError(why)
-    return Limits(blocks // groups, threads, min(threads, _FEW_THREADS), meets)
+    instances = blocks // groups
+    few_instances = instances // of_sm if meets else instances
+    return Limits(instances, few_instances, threads, min(threads, _FEW_THREADS), meets)
 
 
 def why_not_threads(threads: int, is_gpu: bool, most: int) -> str:

@@ -17,6 +17,8 @@ _MOST_BYTES = 1 << 32
 #: Lines that a thread has under way together, and how many registers' worth of values it may hold meanwhile.
 _MAX_BATCH = 4
 _LIVE_LINES = 16
+#: Lines under way in a thread for which 64 registers do: ptxas spills none then, and from 12 lines on some.
+_LINES_IN_64_REGISTERS = 8
 
 
 def outer_parts(operation: ir.Operation, world: int) -> int:
@@ -33,9 +35,24 @@ def chunk_lines(part_bytes: int, pieces: int) -> int:
 def batch_of(loop: LoopRuns) -> int:
     """How many lines a thread carries together through all runs of a loop. (Elsewhere it is one: more blocks that have
     lines on their way served better.)"""
+    return max(1, min(_MAX_BATCH, _LIVE_LINES // _loads_of_line(loop)))
+
+
+def _loads_of_line(loop: LoopRuns) -> int:
+    """How many lines are loaded for one of a chunk, in the run that loads most."""
     runs = [run for run in loop.runs if isinstance(run, DataRun)]
-    live = max((sum(isinstance(op, ir.Load | ir.Get | ir.ReadPackets) for op in run.ops) for run in runs), default=1)
-    return max(1, min(_MAX_BATCH, _LIVE_LINES // max(1, live)))
+    return max(1, *(sum(isinstance(op, ir.Load | ir.Get | ir.ReadPackets) for op in run.ops) for run in runs))
+
+
+def meeting_blocks_of_sm(groups: tuple[GroupRuns, ...]) -> int:
+    """Of blocks that meet, and so must all be resident: how many there can be for each multiprocessor, 1 or 2.
+
+    Two where their threads do with half of the registers. Then one moves data while the other waits for a signal
+    (docs/experiments/dsl.md).
+    """
+    loops = [step for group in groups for step in group.steps if isinstance(step, LoopRuns)]
+    fit = all(batch_of(loop) * _loads_of_line(loop) <= _LINES_IN_64_REGISTERS for loop in loops)
+    return 2 if loops and fit and not uses_ports(groups) else 1
 
 
 @dataclass(frozen=True)

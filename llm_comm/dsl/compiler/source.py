@@ -9,7 +9,7 @@ from pathlib import Path
 from llm_comm.dsl import ir
 from llm_comm.dsl.compiler.data_run import ARRIVE, DataRunWriter
 from llm_comm.dsl.compiler.element import Element
-from llm_comm.dsl.compiler.layout import Layout, batch_of, outer_parts
+from llm_comm.dsl.compiler.layout import Layout, batch_of, meeting_blocks_of_sm, outer_parts
 from llm_comm.dsl.compiler.port_run import PortRunWriter
 from llm_comm.dsl.compiler.runs import (
     DataRun,
@@ -79,7 +79,9 @@ class _Source:
             "using namespace llm_comm::dsl;",
             "",
         )
-        head = f'extern "C" LLM_COMM_KERNEL({MAX_THREADS}) {kernel_name(program)}'
+        # Threads get as many registers as leave room for all blocks that must be resident.
+        bound = MAX_THREADS * meeting_blocks_of_sm(self._groups) if self._talks else MAX_THREADS
+        head = f'extern "C" LLM_COMM_KERNEL({bound}) {kernel_name(program)}'
         with self._out.block(f"{head}(LLM_COMM_KERNEL_PARAM ProgramArgs args)"):
             self._head()
             for number, group in enumerate(self._groups):

@@ -80,7 +80,7 @@ def plan_of(program: ir.Program) -> Plan:
     instances = _INSTANCES_THAT_SIGNAL if talkers and program.world > _SMALL_WORLD else _INSTANCES
     threads = max([_THREADS, *talkers])
     meets = any(not isinstance(step, DataRun) for group in groups for step in group.steps)
-    limits = Limits(instances, threads, threads, meets)
+    limits = Limits(instances, instances, threads, threads, meets)
     outer = outer_parts(program.operation, program.world)
     pieces = min((buffer.parts for buffer in program.buffers), default=outer) // outer
     parts = _parts(program, groups, instances * threads, _MOST_LINES_THAT_SIGNAL if talkers else _MOST_LINES)
