@@ -97,8 +97,14 @@ def in_node(operation: str, size: int, given: Assumptions) -> float:
     return line.latency * given.latency_ratio + (RANKS_OF_NODE - 1) * size / RANKS_OF_NODE / line.bandwidth
 
 
+def sum_of_nodes(nodes: int, given: Assumptions) -> float:
+    """Kernels of torch that add what the nodes have summed (llm_comm/nodes/sums.py): one for two nodes, else one for
+    each. A slice is small, so what one takes is the launch: 0.8 us were measured (docs/experiments/nodes.md)."""
+    return given.launch_us * (1 if nodes == 2 else nodes)
+
+
 def between_nodes(nodes: int, size: float, given: Assumptions) -> float:
-    """The slices of a place in its nodes: each rank has one, and its card for itself."""
+    """The slices of a place in its nodes, exchanged and added: each rank has one, and its card for itself."""
 
     def gather(size: float, steps: int) -> float:
         return min(
@@ -106,11 +112,13 @@ def between_nodes(nodes: int, size: float, given: Assumptions) -> float:
             for base, step, share in zip(BASE["ring"], NETWORK_STEP["ring"], ALONE, strict=True)
         )
 
+    added = sum_of_nodes(nodes, given)
     if nodes == 2 or size <= WHOLE_BELOW:
-        return gather((nodes - 1) * size, nodes - 1)
+        return gather((nodes - 1) * size, nodes - 1) + added
     # An all-to-all by send and receive, one step of protocol Simple; then an all-gather of what each has added up.
     moved = (nodes - 1) / nodes * size
-    return BASE["ring"][2] + NETWORK_STEP["ring"][2] + moved / given.card + gather(moved, nodes - 1) + given.launch_us
+    pieces = BASE["ring"][2] + NETWORK_STEP["ring"][2] + moved / given.card
+    return pieces + added + gather(moved, nodes - 1) + given.launch_us
 
 
 def hierarchical(nodes: int, size: int, given: Assumptions) -> float:

@@ -24,7 +24,7 @@ _MOST_BYTES = 1 << 60
 #: (docs/experiments/nodes.md).
 _WHOLE_SLICE = 64 * 1024
 #: Up to which 2PH is expected to be faster than NCCL over all ranks, by the most nodes that it holds for: there too.
-_WON_BY_NODES = ((2, 2 * MIB), (4, MIB), (_MOST_NODES, MIB // 4))
+_WON_BY_NODES = ((2, 2 * MIB), (4, MIB // 2), (_MOST_NODES, MIB // 8))
 
 
 class NodeRow(NamedTuple):
@@ -118,4 +118,7 @@ def general_rows(nodes: int, ranks_of_node: int = _core.max_world_size) -> tuple
     rows = [NodeRow(nodes, whole, WHOLE, 0, is_faster=True)]
     if whole < won:
         rows.append(NodeRow(nodes, won, PIECES, 0, is_faster=True))
+    elif nodes > 2:
+        # Of larger messages, where an option has them served.
+        rows.append(NodeRow(nodes, _MOST_BYTES, PIECES, 0, is_faster=False))
     return tuple(rows)

@@ -111,7 +111,7 @@ def test_numbers_of_nodes_without_rows_go_by_the_model() -> None:
     assert rows_for(ROWS, "a table", 3, 8).rows == general_rows(3, 8)
     assert "reasoned, not measured" in rows_for(ROWS, "a table", 3, 8).origin
     limits = {nodes: rows_for((), "", nodes, 8).limit for nodes in (2, 3, 4, 5, 8, 100)}
-    assert limits == {2: 2 << 20, 3: 1 << 20, 4: 1 << 20, 5: 1 << 18, 8: 1 << 18, 100: 1 << 18}
+    assert limits == {2: 2 << 20, 3: 1 << 19, 4: 1 << 19, 5: 1 << 17, 8: 1 << 17, 100: 1 << 17}
     # Slices of 64 KiB go whole.
     for nodes, places in ((3, 4), (4, 8), (8, 2)):
         rows = rows_for((), "", nodes, places)
