@@ -45,7 +45,7 @@ def _loads_of_line(loop: LoopRuns) -> int:
 
 
 def meeting_blocks_of_sm(groups: tuple[GroupRuns, ...]) -> int:
-    """Of blocks that meet, and so must all be resident: how many there can be for each multiprocessor, 1 or 2.
+    """Of blocks that meet, which are to be resident at once: how many there can be for each multiprocessor, 1 or 2.
 
     Two where their threads do with half of the registers. Then one moves data while the other waits for a signal
     (docs/experiments/dsl.md).
