@@ -341,4 +341,5 @@ def test_the_program_for_gpus(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     program = Path(__file__).parents[1] / "gpu" / "release.py"
     run_as_ranks(program, "--device", "emulated", "--cycles", "1", "--json", str(results))
-    assert {"one_shot", "two_shot_hb", "port", "symmetric tensors"} < set(json.loads(results.read_text())["figures"])
+    parts = {"one_shot", "two_shot_hb", "port", "symmetric tensors, auto", "symmetric tensors, two_shot_ce"}
+    assert parts < set(json.loads(results.read_text())["figures"])
