@@ -85,8 +85,8 @@ def test_a_launch_that_a_peer_does_not_make(operation: str, algorithm: str, chec
 
 
 def operations_of_a_call(algorithm: str) -> int:
-    """Grids that have a number: where copies stand in the stream, one before them and one behind."""
-    return 2 if algorithm.endswith("_ce") else 1
+    """Grids that have a number: where copies stand in the stream, one before them and one behind, and one that sums."""
+    return {"direct_ce": 2, "two_shot_ce": 3}.get(algorithm, 1)
 
 
 @each_of(OF_SYMMETRIC)

@@ -209,8 +209,8 @@ BENCH: tuple[Mutant, ...] = (
     python(
         "the engine's own rounding is no measure",
         CHECKS,
-        "limit = max(LOGITS_TOLERANCE, TIMES_DEFAULT * theirs)",
-        "limit = LOGITS_TOLERANCE",
+        "limit = max(tolerance, TIMES_DEFAULT * theirs)",
+        "limit = tolerance",
         OF_FIGURES,
     ),
     python(
