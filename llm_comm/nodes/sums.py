@@ -18,7 +18,7 @@ def sum_in_order(parts: torch.Tensor, out: torch.Tensor) -> None:
     """
     first, *rest, last = parts.unbind()
     # Two tensors of one type: torch adds in fp32 and rounds once, in one kernel.
-    total = first.float() if rest else first
+    total = first.to(torch.float32, copy=True) if rest else first
     for part in rest:
         total.add_(part)
     torch.add(total, last, out=out)
