@@ -399,6 +399,24 @@ def test_blocks_that_meet_share_a_multiprocessor_where_half_of_the_registers_do(
     assert f"LLM_COMM_KERNEL({512 * blocks_of_sm}) {kernel_name(program)}(" in source
 
 
+def test_a_loop_in_which_only_proxies_copy() -> None:
+    def gather(p: dsl.Builder) -> None:
+        x, y = p.input.chunks(1), p.output.chunks(p.world, symmetric=True)
+        p.copy(x[0], y[p.rank])
+        with p.loop():
+            for peer in p.peers:
+                p.port_put(x[0], peer, y[p.rank])
+                p.signal(peer, through_port=True)
+            for peer in p.peers:
+                p.wait(peer, through_port=True)
+
+    groups = runs_of(build(gather, 2, "all_gather"))
+    (loop,) = (step for step in groups[0].steps if isinstance(step, LoopRuns))
+    assert not any(isinstance(run, DataRun) for run in loop.runs)
+    assert batch_of(loop) == 4
+    assert meeting_blocks_of_sm(groups) == 1
+
+
 def test_grid_of_lines_that_are_on_their_way_by_themselves() -> None:
     limits = Limits(instances=1056, few_instances=1056, threads=256, few_threads=64, meets=False)
     assert limits.of_call(1) == (1, 64)

@@ -8,7 +8,7 @@ import torch
 
 from llm_comm.dsl import ir
 from llm_comm.dsl.compiler.layout import meeting_blocks_of_sm
-from llm_comm.dsl.compiler.runs import DataRun, GroupRuns, uses_ports
+from llm_comm.dsl.compiler.runs import GroupRuns, blocks_meet, uses_ports
 from llm_comm.dsl.compiler.source import MAX_THREADS
 
 WARP = 32
@@ -84,7 +84,7 @@ def limits_of(
     """
     groups = len(program.groups)
     is_gpu = device.type == "cuda"
-    meets = any(not isinstance(step, DataRun) for group in groups_of_runs for step in group.steps)
+    meets = blocks_meet(groups_of_runs)
     of_sm = 1
     if blocks is None:
         most = _EMULATED_BLOCKS * groups

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llm_comm.dsl import ir
-from llm_comm.dsl.compiler.runs import DataRun, GroupRuns, LoopRuns, chunk_of, uses_ports
+from llm_comm.dsl.compiler.runs import DataRun, GroupRuns, LoopRuns, SignalRun, WaitRun, chunk_of, uses_ports
 
 LINE_BYTES = 16
 MASK_BYTES = 4
@@ -41,18 +41,19 @@ def batch_of(loop: LoopRuns) -> int:
 def _loads_of_line(loop: LoopRuns) -> int:
     """How many lines are loaded for one of a chunk, in the run that loads most."""
     runs = [run for run in loop.runs if isinstance(run, DataRun)]
-    return max(1, *(sum(isinstance(op, ir.Load | ir.Get | ir.ReadPackets) for op in run.ops) for run in runs))
+    return max([1, *(sum(isinstance(op, ir.Load | ir.Get | ir.ReadPackets) for op in run.ops) for run in runs)])
 
 
 def meeting_blocks_of_sm(groups: tuple[GroupRuns, ...]) -> int:
     """Of blocks that meet, which are to be resident at once: how many there can be for each multiprocessor, 1 or 2.
 
-    Two where their threads do with half of the registers. Then one moves data while the other waits for a signal
-    (docs/experiments/dsl.md).
+    Two where they meet in loops, and their threads do with half of the registers. Then one moves data while the other
+    waits for a signal (docs/experiments/dsl.md).
     """
     loops = [step for group in groups for step in group.steps if isinstance(step, LoopRuns)]
+    talk = any(isinstance(run, SignalRun | WaitRun) for loop in loops for run in loop.runs)
     fit = all(batch_of(loop) * _loads_of_line(loop) <= _LINES_IN_64_REGISTERS for loop in loops)
-    return 2 if loops and fit and not uses_ports(groups) else 1
+    return 2 if talk and fit and not uses_ports(groups) else 1
 
 
 @dataclass(frozen=True)

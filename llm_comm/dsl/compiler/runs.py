@@ -217,6 +217,11 @@ def _parts(op: DataOp, sizes: dict[ir.Value, int]) -> int:
     return parts
 
 
+def blocks_meet(groups: Sequence[GroupRuns]) -> bool:
+    """Whether there is more than straight runs over lines: loops, signals, waits or copies of a proxy."""
+    return any(not isinstance(step, DataRun) for group in groups for step in group.steps)
+
+
 def uses_ports(groups: Sequence[GroupRuns]) -> bool:
     """Whether a proxy copies parts of chunks: a block's share of each chunk has to lie in one piece then."""
     return any(isinstance(run, PortRun) for group in groups for run in group.runs())

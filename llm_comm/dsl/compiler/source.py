@@ -80,7 +80,7 @@ class _Source:
             "",
         )
         # Threads get as many registers as leave room for all blocks that are to be resident at once.
-        bound = MAX_THREADS * meeting_blocks_of_sm(self._groups) if self._talks else MAX_THREADS
+        bound = MAX_THREADS * meeting_blocks_of_sm(self._groups)
         head = f'extern "C" LLM_COMM_KERNEL({bound}) {kernel_name(program)}'
         with self._out.block(f"{head}(LLM_COMM_KERNEL_PARAM ProgramArgs args)"):
             self._head()
