@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 
 import harness
@@ -72,38 +74,41 @@ def test_random_calls(mortal_ranks: RankPool, layout: Layout, transport: str) ->
         check_calls(networks, mortal_ranks, layout, transport)
 
 
-@over_each_transport
-def test_a_slow_network(mortal_ranks: RankPool, transport: str) -> None:
-    """Packets wait for each other, and are dropped where the queue is full."""
-    layout = Layout(2, 2)
-    with Networks(layout.nodes) as networks:
-        why_not = networks.queue(node_networks.SLOW)
-        if why_not:
-            pytest.skip(why_not)
-        check_calls(networks, mortal_ranks, layout, transport)
-        assert networks.counted("overlimits") > 0
+@dataclass(frozen=True)
+class Trouble:
+    """What a network does to packets.
+
+    Attributes:
+        name: Of the case.
+        begin: Begins it. Returns why it is not possible here, or "".
+        sign: The counter that shows that it has happened.
+        layout: Of the nodes.
+    """
+
+    name: str
+    begin: Callable[[Networks], str]
+    sign: str
+    layout: Layout
+
+
+TROUBLES = [
+    # Packets wait for each other, and are dropped where the queue is full.
+    Trouble("slow", lambda networks: networks.queue(node_networks.SLOW), "overlimits", Layout(2, 2)),
+    Trouble("loses packets", lambda networks: networks.lose(0.02), "dropped", Layout(3, 2)),
+    # It delays, loses, doubles and reorders.
+    Trouble("unruly", lambda networks: networks.queue(node_networks.UNRULY), "dropped", Layout(2, 2)),
+]
 
 
 @over_each_transport
-def test_a_network_that_loses_packets(mortal_ranks: RankPool, transport: str) -> None:
-    layout = Layout(3, 2)
-    with Networks(layout.nodes) as networks:
-        why_not = networks.lose(0.02)
+@pytest.mark.parametrize("trouble", TROUBLES, ids=lambda trouble: trouble.name)
+def test_a_network_in_trouble(mortal_ranks: RankPool, trouble: Trouble, transport: str) -> None:
+    with Networks(trouble.layout.nodes) as networks:
+        why_not = trouble.begin(networks)
         if why_not:
             pytest.skip(why_not)
-        check_calls(networks, mortal_ranks, layout, transport)
-        assert networks.counted("dropped") > 0
-
-
-@over_each_transport
-def test_a_network_that_delays_loses_doubles_and_reorders(mortal_ranks: RankPool, transport: str) -> None:
-    layout = Layout(2, 2)
-    with Networks(layout.nodes) as networks:
-        why_not = networks.queue(node_networks.UNRULY)
-        if why_not:
-            pytest.skip(why_not)
-        check_calls(networks, mortal_ranks, layout, transport)
-        assert networks.counted("dropped") > 0
+        check_calls(networks, mortal_ranks, trouble.layout, transport)
+        assert networks.counted(trouble.sign) > 0
 
 
 # ---- Cables --------------------------------------------------------------------------------------------------------

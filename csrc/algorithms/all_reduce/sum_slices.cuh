@@ -1,4 +1,5 @@
-// The first hop of a two-shot all-reduce whose second one goes by copy engines (two_shot_port.cuh): every rank sums its slice of the message (HB, push).
+// The first hop of a two-shot all-reduce whose second one goes by copy engines (two_shot_port.cuh): every rank sums its slice of the
+// message (HB, push).
 //
 // Step by step (hb_session.cuh) a block scatters chunk t of each slice to the staging memory of its owner, and reduces chunk
 // t - depth of this rank's. H1: chunks are scattered to the first half, and all are reduced when a rank ends.

@@ -8,17 +8,18 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 // `line` lies in the peer's slot.
 LLM_COMM_DEVICE void send_line(Line* line, Line payload) { store_line_relaxed(line, encode_sentinel(payload)); }
 
+// One poll for a line, which is loaded whatever `value` holds. True once it has come.
+LLM_COMM_DEVICE bool poll_line(const Line* line, Line& value) {
+  value = load_line_relaxed(line);
+  return has_arrived(value);
+}
+
 // `line` lies in this rank's slot; `op` is an Operation (operation.cuh). If the wait ends without the line, words that have
 // not arrived are NaN, so that nobody takes the result for a sum.
 template <class Op>
 LLM_COMM_DEVICE Line receive_line(const Line* line, Op& op, uint32_t peer, uint32_t phase) {
   Line value = armed_line();
-  op.wait_until(
-      [&] {
-        value = load_line_relaxed(line);
-        return has_arrived(value);
-      },
-      peer, phase);
+  op.wait_until([&] { return poll_line(line, value); }, peer, phase);
   return value;
 }
 
@@ -29,8 +30,7 @@ LLM_COMM_DEVICE bool poll_lines(const Line* const (&from)[N], Line (&lines)[N]) 
   bool have_come = true;
   if constexpr (N == 1) {
     // Nobody polls once it has come, so there is nothing to ask before.
-    lines[0] = load_line_relaxed(from[0]);
-    have_come = has_arrived(lines[0]);
+    have_come = poll_line(from[0], lines[0]);
   } else {
     LLM_COMM_UNROLL(32)
     for (uint32_t i = 0; i < N; ++i) load_line_relaxed_if(!has_arrived(lines[i]), from[i], lines[i]);
