@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_serving import report
+from bench_serving import checks, report
 from bench_serving.arms import ARMS
 from bench_serving.comparison import Comparison
 from bench_serving.settings import FLASHINFER_OPTION, SHAPES, Settings
@@ -208,6 +208,12 @@ def _check_model(settings: Settings, name: str) -> None:
         raise SystemExit(
             f"--mode bench-latency draws token ids below {_IDS_OF_BENCH_LATENCY}, and the vocabulary of {name} has "
             f"{config['vocab_size']}"
+        )
+    layers, most = settings.layers or config.get("num_hidden_layers", 0), checks.most_layers(config)
+    if settings.check and most is not None and layers > most:
+        raise SystemExit(
+            f"--check of {name}, in fp8 or with experts: over {layers} layers rounding alone moves its logits too far "
+            f"to judge sums by them; cut it with --layers {most}"
         )
 
 

@@ -61,6 +61,9 @@ def test_wrong_options_are_named(options: list[str], said: str, capsys: pytest.C
         (["--mode", "bench-latency", "--engine", "sglang"], "is vLLM's"),
         (["--mode", "bench-latency", "--model", "llama-2-70b-quarter"], "ids below 10000, and .* has 8000"),
         (["--output-tokens", "1"], "at least 2"),
+        (["--check", "--model", "qwen3-30b-a3b"], "over 48 layers .*--layers 24"),
+        (["--check", "--model", "qwen3-30b-a3b", "--layers", "25"], "over 25 layers"),
+        (["--mode", "check", "--model", "llama-2-70b-quarter-fp8"], "over 80 layers"),
         (
             ["--engine", "sglang", "--engine-option", "flashinfer_allreduce_fusion_backend=auto"],
             "flashinfer_allreduce_fusion_backend=auto: must be trtllm",
@@ -70,6 +73,19 @@ def test_wrong_options_are_named(options: list[str], said: str, capsys: pytest.C
 def test_options_that_contradict_each_other_are_refused(options: list[str], said: str) -> None:
     with pytest.raises(SystemExit, match=said):
         settings(*options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--check", "--model", "llama-2-70b"],
+        ["--check", "--model", "qwen3-30b-a3b", "--layers", "24"],
+        ["--weights", "scaled", "--model", "qwen3-30b-a3b"],
+    ],
+)
+def test_models_of_many_layers_that_are_taken(options: list[str]) -> None:
+    """Those in bf16, those that are cut, those that are not checked."""
+    assert settings(*options).weights == "scaled"
 
 
 def test_a_model_with_a_configuration_inside_is_refused(tmp_path: Path) -> None:

@@ -13,13 +13,13 @@ import torch
 from bench_serving import checks
 from bench_serving.settings import SHAPES
 
-LAYERS = 20
+LAYERS = checks.AMPLIFYING_LAYERS
 KINDS = {
     "bf16": ({}, checks.LOGITS_TOLERANCE),
-    "fp8, static": ({"quantized": small_model.STATIC}, checks.AMPLIFIED_TOLERANCE),
-    "fp8 for tokens": ({"quantized": small_model.TOKEN}, checks.AMPLIFIED_TOLERANCE),
-    "fp8 for blocks": ({"quantized": small_model.BLOCKS}, checks.AMPLIFIED_TOLERANCE),
-    "experts": ({"has_experts": True}, checks.AMPLIFIED_TOLERANCE),
+    "fp8, static": ({"quantized": small_model.STATIC}, checks.QUANTIZED_TOLERANCE),
+    "fp8 for tokens": ({"quantized": small_model.TOKEN}, checks.QUANTIZED_TOLERANCE),
+    "fp8 for blocks": ({"quantized": small_model.BLOCKS}, checks.QUANTIZED_TOLERANCE),
+    "experts": ({"has_experts": True}, checks.EXPERTS_TOLERANCE),
 }
 
 
@@ -61,16 +61,17 @@ def test_sums_without_an_addend_do_not(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "amplifies"),
+    ("shape", "tolerance"),
     [
-        ("llama-2-70b-quarter", False),
-        ("qwen3-32b", False),
-        ("llama-2-70b-quarter-fp8", True),
-        ("llama-2-70b-quarter-fp8-dynamic", True),
-        ("qwen3-32b-quarter-fp8", True),
-        ("qwen3-30b-a3b", True),
+        ("llama-2-70b-quarter", checks.LOGITS_TOLERANCE),
+        ("qwen3-32b", checks.LOGITS_TOLERANCE),
+        ("llama-2-70b-quarter-fp8", checks.QUANTIZED_TOLERANCE),
+        ("llama-2-70b-quarter-fp8-dynamic", checks.QUANTIZED_TOLERANCE),
+        ("qwen3-32b-quarter-fp8", checks.QUANTIZED_TOLERANCE),
+        ("qwen3-30b-a3b", checks.EXPERTS_TOLERANCE),
     ],
 )
-def test_the_tolerance_is_that_of_the_model(shape: str, amplifies: bool) -> None:
+def test_the_tolerance_is_that_of_the_model(shape: str, tolerance: float) -> None:
     config = json.loads((SHAPES / shape / "config.json").read_text())
-    assert checks.tolerance(config) == (checks.AMPLIFIED_TOLERANCE if amplifies else checks.LOGITS_TOLERANCE)
+    assert checks.tolerance(config) == tolerance
+    assert (checks.most_layers(config) is None) == (tolerance == checks.LOGITS_TOLERANCE)
