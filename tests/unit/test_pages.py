@@ -217,4 +217,4 @@ def test_performance_shows_the_engines_that_were_measured() -> None:
             assert_shows(nccl, times["nccl"])
             assert_shows(over_nccl, speedups(file, "nccl")[batch])
         checked += 1
-    assert checked == 44
+    assert checked == 48
