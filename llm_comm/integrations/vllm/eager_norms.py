@@ -14,19 +14,23 @@ import functools
 import importlib
 import importlib.util
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from vllm.distributed import get_tp_group
+
+from llm_comm.integrations.vllm import uncompiled_layers
 
 FUNCTION = "fused_allreduce_rms_norm"
 #: Where it is: vLLM 0.33, 0.26.
 _MODULES = ("vllm.models.common.ops.fused_allreduce_rms_norm", "vllm.models.deepseek_v32.nvidia.fused_ops")
 
 
-def set_up() -> str | None:
-    """Has the function ask llm_comm, where the communicator of the group says ``fuses_eagerly``. More than once is no
-    error. Returns why it cannot be, if so."""
+def set_up(architectures: Iterable[str]) -> str | None:
+    """Has the function ask llm_comm, where the communicator of the group says ``fuses_eagerly``, and layers of
+    ``architectures`` that could call it do so (``uncompiled_layers.py``). More than once is no error. Returns why it
+    cannot be, if so."""
     try:
         module = _find_module()
         if module is None:
@@ -37,6 +41,7 @@ def set_up() -> str | None:
             for each in list(sys.modules.values()):
                 if getattr(each, "__name__", "").startswith("vllm.") and vars(each).get(FUNCTION) is theirs:
                     setattr(each, FUNCTION, ours)
+        uncompiled_layers.set_up(architectures, getattr(module, FUNCTION))
     except Exception as error:
         return f"it does not know this version of vLLM ({type(error).__name__}: {error})"
     return None

@@ -80,7 +80,7 @@ def why_not_fused_eagerly() -> str | None:
         return "a norm must not depend on the size of its batch, and the function takes the sizes that are left to it"
     vllm_config = get_current_vllm_config_or_none()
     model = None if vllm_config is None else vllm_config.model_config
-    return _why_not_of_this_model(model) or eager_norms.set_up()
+    return _why_not_of_this_model(model) or eager_norms.set_up(() if model is None else model.architectures)
 
 
 def _why_not_of_this_model(model: Any) -> str | None:
