@@ -19,9 +19,9 @@ PROGRAM = "deterministic"
 SEEDS_OF_A_PROCESS = 1 << 32
 
 
-def build(directory: Path = BUILD, root: Path = REPOSITORY, sanitize: str = "") -> Path:
+def build(directory: Path = BUILD, root: Path = REPOSITORY, *more_options: str) -> Path:
     """Builds the driver from the sources below ``root``. Returns the directory with ``PROGRAM``."""
-    options = [f"-DLLM_COMM_SANITIZE={sanitize}", "-DLLM_COMM_WERROR=ON"]
+    options = ["-DLLM_COMM_WERROR=ON", *more_options]
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
     source = str(root / "tests" / "deterministic")
     for command in (

@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).parents[2]
 RECORDER = REPOSITORY / "tests" / "stand_in_driver" / "recorder"
 PROGRAMS = {
     "doctor": ["doctor"],
-    "demo": ["demo", "--device", "emulated", "--world", "2"],
+    "demo": ["demo", "--device", "emulated", "--world", "2", "--tokens", "8", "--layers", "1"],
     "bench": [
         "bench",
         "all-reduce",

@@ -118,7 +118,8 @@ def call_during_an_outage(places: list[Place], layout: Layout, transport: str, s
     """Returns how many calls have ended by the time that a call begun after the outage has."""
     place = move_to(places, layout)
     calls = 0
-    with make(layout, node_transport=transport, timeout_s=20.0) as comm:
+    # On a busy machine the cable may stay cut for longer, and TCP waits twice as long each time before it tries again.
+    with make(layout, node_transport=transport, timeout_s=60.0) as comm:
         comm.all_reduce(torch.ones(1000))
         dist.barrier()
         outage = place.cut(seconds) if comm.rank == layout.world - 1 else None
@@ -160,9 +161,12 @@ def told_of_a_cut(places: list[Place], layout: Layout, transport: str, makes_cal
         has_failed.set()
 
     comm.on_error(hear)
-    dist.barrier()
+    # Not a barrier: some would wait for ever for a message that was on its way when the cable was cut.
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    store.set(f"ready {rank}", "")
     begin = time.monotonic()
-    if dist.get_rank() == layout.world - 1:
+    if rank == layout.world - 1:
+        store.wait([f"ready {other}" for other in range(layout.world)])
         assert place.cut().wait() == 0
     while not has_failed.is_set() and time.monotonic() - begin < 60:
         if makes_calls:
