@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 #: In each of two processes.
-SCHEDULES = 5_000
+SCHEDULES = 4_000
 #: Of each algorithm by the switch, at least, in each of four runs.
 SCHEDULES_BY_SWITCH = 250
 
