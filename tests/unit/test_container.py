@@ -1,7 +1,7 @@
 """``container/``: the Dockerfile is one that Docker would take, and its script installs what it should.
 
-No image is built here: that takes Docker, a registry and 10 GB. The script is what an image runs; here it runs in
-virtual environments, with wheels and engines that consist of a file each.
+No image is built here: that takes Docker, a registry and 10 GB, or what ``container/try.sh`` takes. The script is what
+an image runs; here it runs in virtual environments, with wheels and engines that consist of a file each.
 """
 
 from __future__ import annotations
@@ -163,3 +163,14 @@ def test_what_is_missing_is_named(environment: Path, tmp_path: Path) -> None:
     nothing = install(environment, str(tmp_path / "emulated"), "vllm", path=str(tmp_path))
     assert nothing.returncode == 1
     assert "there is no python3 on the PATH" in nothing.stderr
+
+
+# ---- What tries it ---------------------------------------------------------------------------------------------------
+
+
+def test_the_script_that_builds_without_docker_is_a_script() -> None:
+    """It takes minutes, root and Debian's packages: it is run by hand."""
+    script = CONTAINER / "try.sh"
+    assert subprocess.run(["sh", "-n", script], check=False).returncode == 0
+    done = subprocess.run(["sh", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "usage: sh container/try.sh WHEELS ENGINE VERSION\n")
