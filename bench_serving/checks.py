@@ -15,8 +15,8 @@ from bench_serving.summary import Run
 LOGITS_TOLERANCE = 0.04
 #: The same of models in fp8, where a last bit becomes a step of up to 12 %.
 QUANTIZED_TOLERANCE = 0.15
-#: The same of models with experts, of which a router may take others for a last bit: most prompts are then 0.1 apart, a
-#: few 0.2.
+#: The same of models with experts, of which a router may take others for a last bit: most prompts are then up to 0.1
+#: apart, a few 0.2.
 EXPERTS_TOLERANCE = 0.3
 #: Both are for so many layers, which tests/serving/test_tolerances.py computes on a small model. The more layers, the
 #: less can right sums be told from wrong ones.

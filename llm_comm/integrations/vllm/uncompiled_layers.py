@@ -56,7 +56,7 @@ def _leaving_a_sum(kind: Any, function: Callable[..., Any]) -> Any:
     def __init__(layer: Any, *arguments: Any, **options: Any) -> None:
         theirs(layer, *arguments, **options)
         group = get_tp_group()
-        # The same on all ranks: it has been voted on, and the rest follows from the model's configuration.
+        # The same on all ranks: it has been voted on, and the rest follows from vLLM's version and the model.
         if getattr(group.device_communicator, "fuses_eagerly", False) and _may_leave_it(layer, kind, group.world_size):
             layer.self_attn.o_proj.reduce_results = False
             _have_it_sum(layer.post_attention_layernorm, function)
@@ -67,17 +67,20 @@ def _leaving_a_sum(kind: Any, function: Callable[..., Any]) -> Any:
 
 def _may_leave_it(layer: Any, kind: Any, world_size: int) -> bool:
     """Whether the norm behind the attention of ``layer`` reads the sum over the group, and nothing else does."""
-    attention = layer.self_attn
-    projection = attention.o_proj
-    return (
-        type(layer) is kind
-        and _adds_a_residual(layer)
-        and type(layer.post_attention_layernorm) is RMSNorm
-        and projection.reduce_results
-        and projection.tp_size == world_size
-        # A kernel that multiplies and sums.
-        and getattr(attention, "gemm_rs_ar", None) is None
-    )
+    try:
+        attention = layer.self_attn
+        projection = attention.o_proj
+        return (
+            type(layer) is kind
+            and _adds_a_residual(layer)
+            and type(layer.post_attention_layernorm) is RMSNorm
+            and projection.reduce_results
+            and projection.tp_size == world_size
+            # A kernel that multiplies and sums.
+            and getattr(attention, "gemm_rs_ar", None) is None
+        )
+    except AttributeError:  # a release of vLLM whose layers are others
+        return False
 
 
 def _adds_a_residual(layer: Any) -> bool:

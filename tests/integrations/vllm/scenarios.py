@@ -868,6 +868,8 @@ def attention_sums_where_more_than_a_norm_comes_behind_it() -> None:
             kind = type(uncompiled_models.build(architecture))
             derived = type("Derived", (kind,), {})(**uncompiled_models.PLAIN[architecture])
             assert run_uncompiled_layer(derived) == ["try_all_reduce"]
+            # A release whose layers say nothing of what is asked.
+            assert kind().self_attn.o_proj.reduce_results
 
 
 @scenario(applies=bool(UNCOMPILED), LLM_COMM_MAX_MESSAGE_BYTES="256")
