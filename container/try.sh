@@ -6,8 +6,8 @@
 #
 # The official image's place is taken by Debian 12 with Python 3.11, torch for CPUs, and the Python sources of the engine.
 # What is tried: that the Dockerfile builds, that nothing of the image below changes but for one package, that
-# `llm-comm doctor` finds kernels, engine and plugin in it, and that `llm-comm demo` runs. As root on Debian, with
-# buildah, debootstrap and a pip of Python 3.11.
+# `llm-comm doctor` finds kernels and engine in it, and that `llm-comm demo` runs. As root on Debian, with buildah,
+# debootstrap and a pip of Python 3.11.
 set -eu
 
 [ $# -eq 3 ] || { echo "usage: sh container/try.sh WHEELS ENGINE VERSION" >&2; exit 2; }

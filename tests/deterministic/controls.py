@@ -187,7 +187,7 @@ def edited_copy(directory: Path) -> Path:
 def build(directory: Path = driver.REPOSITORY / "build" / "controls") -> Path:
     """The program with all controls, which are noticed within few schedules."""
     sources = edited_copy(directory / "sources")
-    return driver.build(directory / "build", sources, "-DLLM_COMM_OPTIMIZE_KERNELS=-O0") / driver.PROGRAM
+    return driver.build(directory / "build", sources, ["-DLLM_COMM_OPTIMIZE_KERNELS=-O0"]) / driver.PROGRAM
 
 
 @dataclass(frozen=True)

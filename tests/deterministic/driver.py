@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -19,13 +20,14 @@ PROGRAM = "deterministic"
 SEEDS_OF_A_PROCESS = 1 << 32
 
 
-def build(directory: Path = BUILD, root: Path = REPOSITORY, *more_options: str) -> Path:
-    """Builds the driver from the sources below ``root``. Returns the directory with ``PROGRAM``."""
-    options = ["-DLLM_COMM_WERROR=ON", *more_options]
+def build(directory: Path = BUILD, root: Path = REPOSITORY, options: Sequence[str] = ()) -> Path:
+    """Builds the driver from the sources below ``root``, with ``options`` of CMake. Returns the directory with
+    ``PROGRAM``."""
+    always = ["-DLLM_COMM_SANITIZE=", "-DLLM_COMM_WERROR=ON"]  # whatever a build by hand has left there
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
     source = str(root / "tests" / "deterministic")
     for command in (
-        ["cmake", "-S", source, "-B", str(directory), *generator, *options],
+        ["cmake", "-S", source, "-B", str(directory), *generator, *always, *options],
         ["cmake", "--build", str(directory), "--parallel", str(os.cpu_count())],
     ):
         done = subprocess.run(command, capture_output=True, text=True, check=False)

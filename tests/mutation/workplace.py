@@ -96,7 +96,7 @@ class Builds:
 
     def driver(self) -> Path:
         """The deterministic driver."""
-        return self._build("driver", lambda to: driver.build(to, self._tree.directory) / driver.PROGRAM)
+        return self._build("driver", lambda to: driver.build(to, root=self._tree.directory) / driver.PROGRAM)
 
     def sanitized(self) -> Path:
         """The directory of the programs of tests/sanitizers."""

@@ -1,9 +1,10 @@
 """Models that vLLM does not compile, and that leave sums to the norms behind them by a function of vLLM's.
 
 ``fused_allreduce_rms_norm(hidden_states, residual, norm)`` takes FlashInfer's kernel where there is one, and else sums
-and norms one after the other. DeepSeek-V3.2, models that share its layers (GLM), and a draft model of Kimi-K3 call it.
-vLLM 0.33 runs them without torch.compile, in CUDA graphs with breaks (``DEFAULT_BREAKABLE_CUDAGRAPH_ARCHITECTURES``):
-the passes of ``fusion_pass.py`` do not see them. Here the function asks llm_comm first.
+and norms one after the other. DeepSeek-V3.2, models that share its layers (GLM, Dots3-Note), and a draft model of
+Kimi-K3 call it; ``uncompiled_layers.py`` has others do so. vLLM 0.33 runs them without torch.compile, in CUDA graphs
+with breaks (``DEFAULT_BREAKABLE_CUDAGRAPH_ARCHITECTURES``): the passes of ``fusion_pass.py`` do not see them. Here the
+function asks llm_comm first.
 
 Models import the function by its name, some before a communicator is made, so modules that have it are told too.
 """

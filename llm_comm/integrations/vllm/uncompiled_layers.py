@@ -16,15 +16,40 @@ import copy
 import functools
 import importlib
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.layernorm import RMSNorm
 
-_KIMI = ("vllm.models.kimi_k3.nvidia.model", "KimiDecoderLayer")
-_GLM = ("vllm.models.glm5next.common.model", "Glm5NextDecoderLayer")
-#: Where the layers of an architecture are.
+
+class Kind(NamedTuple):
+    """A kind of layer.
+
+    Attributes:
+        module: Where its class is.
+        name: Of the class.
+        adds_a_residual: Whether the whole residual is added behind the attention of a layer, and nothing else, on a
+            rank that has all tokens.
+    """
+
+    module: str
+    name: str
+    adds_a_residual: Callable[[Any], bool]
+
+
+_KIMI = Kind(
+    "vllm.models.kimi_k3.nvidia.model",
+    "KimiDecoderLayer",
+    lambda layer: not (layer.use_attn_res or layer.use_sequence_parallel),  # the former: a mix of earlier residuals
+)
+_GLM = Kind(
+    "vllm.models.glm5next.common.model",
+    "Glm5NextDecoderLayer",
+    # Layers that draft tokens do without hyper-connections.
+    lambda layer: (not layer.mhc or layer.is_mtp_layer) and not layer.is_sequence_parallel,
+)
+#: Of an architecture.
 LAYERS = {
     "KimiLinearForCausalLM": _KIMI,
     "Glm5NextForCausalLM": _GLM,
@@ -43,13 +68,13 @@ def set_up(architectures: Iterable[str], function: Callable[..., Any]) -> None:
     Raises:
         ImportError, AttributeError: This version of vLLM has the architecture, but not these layers.
     """
-    for module, name in {LAYERS[architecture] for architecture in architectures if architecture in LAYERS}:
-        layer = getattr(importlib.import_module(module), name)
-        if not getattr(layer.__init__, "by_llm_comm", False):
-            layer.__init__ = _leaving_a_sum(layer, function)
+    for kind in {LAYERS[architecture] for architecture in architectures if architecture in LAYERS}:
+        theirs = getattr(importlib.import_module(kind.module), kind.name)
+        if not getattr(theirs.__init__, "by_llm_comm", False):
+            theirs.__init__ = _leaving_a_sum(theirs, kind.adds_a_residual, function)
 
 
-def _leaving_a_sum(kind: Any, function: Callable[..., Any]) -> Any:
+def _leaving_a_sum(kind: Any, adds_a_residual: Callable[[Any], bool], function: Callable[..., Any]) -> Any:
     theirs = kind.__init__
 
     @functools.wraps(theirs)
@@ -57,7 +82,13 @@ def _leaving_a_sum(kind: Any, function: Callable[..., Any]) -> Any:
         theirs(layer, *arguments, **options)
         group = get_tp_group()
         # The same on all ranks: it has been voted on, and the rest follows from vLLM's version and the model.
-        if getattr(group.device_communicator, "fuses_eagerly", False) and _may_leave_it(layer, kind, group.world_size):
+        if not getattr(group.device_communicator, "fuses_eagerly", False):
+            return
+        try:
+            leaves_it = type(layer) is kind and adds_a_residual(layer) and _sums_for_a_norm(layer, group.world_size)
+        except AttributeError:  # a release of vLLM whose layers are others
+            leaves_it = False
+        if leaves_it:
             layer.self_attn.o_proj.reduce_results = False
             _have_it_sum(layer.post_attention_layernorm, function)
 
@@ -65,42 +96,28 @@ def _leaving_a_sum(kind: Any, function: Callable[..., Any]) -> Any:
     return __init__
 
 
-def _may_leave_it(layer: Any, kind: Any, world_size: int) -> bool:
-    """Whether the norm behind the attention of ``layer`` reads the sum over the group, and nothing else does."""
-    try:
-        attention = layer.self_attn
-        projection = attention.o_proj
-        return (
-            type(layer) is kind
-            and _adds_a_residual(layer)
-            and type(layer.post_attention_layernorm) is RMSNorm
-            and projection.reduce_results
-            and projection.tp_size == world_size
-            # A kernel that multiplies and sums.
-            and getattr(attention, "gemm_rs_ar", None) is None
-        )
-    except AttributeError:  # a release of vLLM whose layers are others
-        return False
-
-
-def _adds_a_residual(layer: Any) -> bool:
-    """Whether the whole residual is added, and nothing else, on a rank that has all tokens."""
-    if hasattr(layer, "use_attn_res"):  # Kimi: a mix of earlier residuals
-        return not (layer.use_attn_res or layer.use_sequence_parallel)
-    # GLM: hyper-connections, which the layers that draft tokens do without
-    return (not layer.mhc or layer.is_mtp_layer) and not layer.is_sequence_parallel
+def _sums_for_a_norm(layer: Any, world_size: int) -> bool:
+    """Whether the projection of the attention of ``layer`` sums over the group, and a plain norm comes behind."""
+    attention = layer.self_attn
+    return (
+        type(layer.post_attention_layernorm) is RMSNorm
+        and attention.o_proj.reduce_results
+        and attention.o_proj.tp_size == world_size
+        # A kernel that multiplies and sums.
+        and getattr(attention, "gemm_rs_ar", None) is None
+    )
 
 
 class _SummingNorm(RMSNorm):  # type: ignore[misc]
     """A norm whose input lacks its sum over the group."""
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> Any:
-        function, plain = self.__dict__["_llm_comm_sum"]
+        function, plain = self.llm_comm_sum
         return function(x, residual, plain)
 
 
 def _have_it_sum(norm: Any, function: Callable[..., Any]) -> None:
-    # The copy shares the parameters, those that are loaded later too. Not in an attribute that would make it a module
-    # of the model with parameters of its own.
-    norm.__dict__["_llm_comm_sum"] = (function, copy.copy(norm))
+    # The copy shares the parameters, those that are loaded later too. In a tuple: a module as an attribute would be a
+    # module of the model, with parameters of its own.
+    norm.llm_comm_sum = (function, copy.copy(norm))
     norm.__class__ = _SummingNorm

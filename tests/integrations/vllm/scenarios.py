@@ -21,7 +21,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -684,9 +684,7 @@ class Layer:
         for norm in self.norms:
             total = ((x * 1).float() + (x * 2).float()).bfloat16()
             residual = (total.float() + residual.float()).bfloat16()
-            values = residual.float()
-            values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
-            x = (values * norm.weight.float()).bfloat16()
+            x = uncompiled_models.normed(residual, norm)
         return x, residual
 
 
@@ -710,23 +708,45 @@ def not_compiled() -> VllmConfig:
     return VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))
 
 
+@contextlib.contextmanager
+def served_calls(*names: str) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
+    """The calls of methods ``names`` that llm_comm serves the tensor-parallel group: name, and shape of the first
+    tensor."""
+    communicator = communicator_of_tp()
+    calls: list[tuple[str, tuple[int, ...]]] = []
+
+    def noting(name: str) -> Any:
+        original = getattr(communicator, name)
+
+        def call(x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            result = original(x, *arguments, **options)
+            if result is not None:
+                calls.append((name, tuple(x.shape)))
+            return result
+
+        return mock.patch.object(communicator, name, call)
+
+    with contextlib.ExitStack() as noted:
+        for name in names:
+            noted.enter_context(noting(name))
+        yield calls
+
+
+def assert_near(got: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor]) -> None:
+    """Up to roundings of bf16."""
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=0.02, atol=0.02)
+
+
 def run_layer(made: ModuleType, tokens: int = 4) -> list[tuple[int, ...]]:
     """Runs a layer, looks at what it computes, and returns the shapes of fused calls."""
-    communicator, shapes = communicator_of_tp(), []
-    original = communicator.all_reduce_add_rms_norm
-
-    def all_reduce_add_rms_norm(x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        shapes.append(tuple(x.shape))
-        return original(x, *arguments, **options)
-
     layer, x, residual = Layer(made, 64), data((tokens, 64), rank=0), data((tokens, 64), rank=1)
     before = residual.clone()
-    with torch.no_grad(), mock.patch.object(communicator, "all_reduce_add_rms_norm", all_reduce_add_rms_norm):
+    with torch.no_grad(), served_calls("all_reduce_add_rms_norm") as calls:
         got = layer.forward(x, residual)
-        assert torch.equal(residual, before) or not shapes, "the residual belongs to the caller"
-        for mine, wanted in zip(got, layer.expected(x, before), strict=True):
-            torch.testing.assert_close(mine.float(), wanted.float(), rtol=0.02, atol=0.02)
-    return shapes
+        assert torch.equal(residual, before) or not calls, "the residual belongs to the caller"
+        assert_near(got, layer.expected(x, before))
+    return [shape for _, shape in calls]
 
 
 @scenario()
@@ -803,7 +823,7 @@ class Model(SimpleNamespace):
 
 
 @contextlib.contextmanager
-def groups_of_uncompiled_models(elsewhere: Mapping[str, tuple[str, str]] | None = None) -> Iterator[Log]:
+def groups_of_uncompiled_models(elsewhere: Mapping[str, uncompiled_layers.Kind] | None = None) -> Iterator[Log]:
     """As if a model had layers of all of them; this rank's vLLM has those of ``elsewhere`` at other places."""
     for architecture in UNCOMPILED:
         uncompiled_models.put_in_place(architecture)
@@ -815,27 +835,13 @@ def groups_of_uncompiled_models(elsewhere: Mapping[str, tuple[str, str]] | None 
 
 def run_uncompiled_layer(layer: Any) -> list[str]:
     """Runs a layer as the first of its model, looks at what it computes, and returns which calls llm_comm served."""
-    communicator, calls = communicator_of_tp(), []
-
-    def noting(name: str, original: Any) -> Any:
-        def call(*arguments: Any, **options: Any) -> Any:
-            result = original(*arguments, **options)
-            if result is not None:
-                calls.append(name)
-            return result
-
-        return mock.patch.object(communicator, name, call)
-
     x = data((4, uncompiled_models.HIDDEN), rank=0)
-    with torch.no_grad(), contextlib.ExitStack() as noted:
-        for name in ("try_all_reduce", "all_reduce_add_rms_norm"):
-            noted.enter_context(noting(name, getattr(communicator, name)))
+    with torch.no_grad(), served_calls("try_all_reduce", "all_reduce_add_rms_norm") as calls:
         got, *others = layer(positions=torch.arange(4), hidden_states=x, residual=None)
     # Kimi's forward returns one thing more before the residual, GLM's two behind it: None, in these layers.
     (residual,) = (each for each in others if each is not None)
-    for mine, wanted in zip((got, residual), uncompiled_models.expected(layer, x), strict=True):
-        torch.testing.assert_close(mine.float(), wanted.float(), rtol=0.02, atol=0.02)
-    return calls
+    assert_near((got, residual), uncompiled_models.expected(layer, x))
+    return [name for name, _ in calls]
 
 
 @scenario(applies=bool(UNCOMPILED))
@@ -890,7 +896,8 @@ def attention_of_models_that_are_not_fused_sums() -> None:
 
 @scenario(applies=bool(UNCOMPILED))
 def one_rank_without_the_layers_takes_the_others_along() -> None:
-    with groups_of_uncompiled_models({UNCOMPILED[-1]: ("vllm.nothing", "")} if dist_rank() == 1 else None) as log:
+    missing = {UNCOMPILED[-1]: uncompiled_layers.LAYERS[UNCOMPILED[-1]]._replace(module="vllm.nothing")}
+    with groups_of_uncompiled_models(missing if dist_rank() == 1 else None) as log:
         for architecture in UNCOMPILED[:-1]:
             assert run_uncompiled_layer(uncompiled_models.build(architecture)) == ["try_all_reduce"]
         assert not log.having("it is in models that call")

@@ -41,7 +41,7 @@ def is_there(architecture: str) -> bool:
 
 def put_in_place(architecture: str) -> None:
     """Makes the module of the layers of ``architecture`` one with their class alone, whose constructor is another."""
-    name, kind = uncompiled_layers.LAYERS[architecture]
+    name, kind, _ = uncompiled_layers.LAYERS[architecture]
     tree = ast.parse(_file(architecture).read_text(encoding="utf-8"))
     (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind)
     found.body = [node for node in found.body if getattr(node, "name", "") != "__init__"]
@@ -55,27 +55,28 @@ def put_in_place(architecture: str) -> None:
 
 def build(architecture: str, **attributes: Any) -> Any:
     """A layer, built as vLLM builds it."""
-    name, kind = uncompiled_layers.LAYERS[architecture]
+    name, kind, _ = uncompiled_layers.LAYERS[architecture]
     return getattr(sys.modules[name], kind)(**{**PLAIN[architecture], **attributes})
 
 
 def expected(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What ``layer`` makes of ``x`` and its residual, which is ``x`` too where the layer comes first."""
-    normed = _normed(x, layer.input_layernorm)
+    first = normed(x, layer.input_layernorm)
     parts = [_Attention.weight_of(rank) for rank in range(2)]
-    total = sum((normed @ part.T).float() for part in parts).bfloat16()
+    total = sum((first @ part.T).float() for part in parts).bfloat16()
     residual = (total.float() + x.float()).bfloat16()
-    return _normed(residual, layer.post_attention_layernorm) * 2, residual
+    return normed(residual, layer.post_attention_layernorm) * 2, residual
 
 
-def _normed(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+def normed(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    """What ``norm`` makes of ``x``, rounded once."""
     values = x.float()
     values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
     return (values * norm.weight.float()).bfloat16()
 
 
 def _file(architecture: str) -> Path:
-    name, _ = uncompiled_layers.LAYERS[architecture]
+    name = uncompiled_layers.LAYERS[architecture].module
     return Path(vllm.__file__).parent.joinpath(*name.split(".")[1:]).with_suffix(".py")
 
 
