@@ -59,6 +59,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="N,N",
         help="time prefills of so many tokens; 0: of none. Engines' own benchmarks never do (4096)",
     )
+    options.add_argument(
+        "--prefill-iterations", type=_positive, default=6, metavar="N", help="timed prefills of each length (%(default)s)"
+    )
     options.add_argument("--repeats", type=_positive, default=2, metavar="N", help="starts of each arm (%(default)s)")
     options.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     options.add_argument(
@@ -187,6 +190,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         output_tokens=options.output_tokens,
         iterations=options.iterations,
         prefill_tokens=() if by_the_engine else options.prefill_tokens,
+        prefill_iterations=options.prefill_iterations,
         enforce_eager=options.enforce_eager,
         weights=options.weights or ("scaled" if check or options.deterministic else "dummy"),
         engine_options=dict(options.engine_option),
