@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_serving import checks, report
+from bench_serving import checks, processes, report
 from bench_serving.arms import ARMS
 from bench_serving.comparison import Comparison
 from bench_serving.settings import FLASHINFER_OPTION, SHAPES, Settings
@@ -60,7 +60,11 @@ def parser() -> argparse.ArgumentParser:
         help="time prefills of so many tokens; 0: of none. Engines' own benchmarks never do (4096)",
     )
     options.add_argument(
-        "--prefill-iterations", type=_positive, default=6, metavar="N", help="timed prefills of each length (%(default)s)"
+        "--prefill-iterations",
+        type=_positive,
+        default=6,
+        metavar="N",
+        help="timed prefills of each length (%(default)s)",
     )
     options.add_argument("--repeats", type=_positive, default=2, metavar="N", help="starts of each arm (%(default)s)")
     options.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
@@ -249,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = settings_of(options)
     out: Path = options.out.resolve()
     check_place(settings.engine, out)
-    content = Comparison(
+    comparison = Comparison(
         settings,
         options.arms,
         options.repeats,
@@ -258,7 +262,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         shlex.join(["python", "-m", "bench_serving", *argv]),
         options.commit,
         options.resume,
-    ).run()
+    )
+    with processes.ended_by_signals():
+        content = comparison.run()
     print()
     report.show(out / "report.json")
     print(f"\n{out / 'report.json'}")

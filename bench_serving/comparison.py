@@ -66,7 +66,11 @@ class Comparison:
                 print(title, flush=True)
                 directory.mkdir(parents=True, exist_ok=True)
                 report.write_json(directory / _RAN_ON, ran_on)
+                busy = versions.busy_gpus(settings.tensor_parallel_size)
+                for gpu in busy:
+                    print(f"  WARNING: {gpu}: this run may fail, and its times are not the engine's alone", flush=True)
                 run = run_once(settings, ARMS[name], repeat, directory, self.timeout_s)
+                run = dataclasses.replace(run, evidence=(*busy, *run.evidence))
             else:
                 print(f"{title}: kept", flush=True)
             runs.append(run)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -70,6 +70,31 @@ def members(session: int) -> list[int]:
                 if int(fields[3]) == session and fields[0] not in "ZX":
                     found.append(int(entry))
     return found
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise SystemExit within the block, as Ctrl-C raises KeyboardInterrupt.
+
+    By default they would end this process alone: ``timeout``, a batch system or a closed terminal would leave engines
+    behind, with the GPUs' memory. One that is ignored (``nohup``) stays ignored.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    taken = [number for number, handler in before.items() if handler != signal.SIG_IGN]
+
+    def end(number: int, _: object) -> None:
+        # A second one must not interrupt what ends the engines.
+        for each in taken:
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    try:
+        for number in taken:
+            signal.signal(number, end)
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, before[number])
 
 
 class Session:

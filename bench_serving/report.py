@@ -104,10 +104,10 @@ def _check(check: Mapping[str, Any]) -> str:
         )
     for arm, entry in check["logits"].items():
         if "distance_to_nccl" in entry:
-            prompts = entry["prompts"]
+            prompts, judged = entry["prompts"], entry.get("judged", "worst")
             lines.append(
                 f"  {arm}: first-token logits differ from nccl's by {entry['distance_to_nccl']:.2e} (relative L2 norm, "
-                f"worst of {prompts} prompts); same most likely token in {entry['same_first_token']} of {prompts}"
+                f"{judged} of {prompts} prompts); same most likely token in {entry['same_first_token']} of {prompts}"
             )
     if "limit" in check:
         lines.append(f"  of llm_comm's arms {check['limit']:.2g} is allowed")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import runpy
 import subprocess
 from pathlib import Path
 
+#: Memory of a GPU that no program uses, by far: drivers and daemons hold up to some hundred MiB.
+_IDLE_MIB = 2048
 _PACKAGES = ("torch", "llm_comm", "triton", "transformers", "flashinfer-python")
 
 
@@ -22,6 +25,23 @@ def versions(engine: str) -> dict[str, str | None]:
 def device() -> str | None:
     """Name of the first GPU, or None."""
     return _first_line("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or None
+
+
+def busy_gpus(count: int) -> list[str]:
+    """Which of the first ``count`` visible GPUs hold memory of other processes, a sentence each.
+
+    Whoever measures beside them measures them too, and an engine may not start.
+    """
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    which = ("-i", chosen) if chosen else ()
+    lines = _output("nvidia-smi", *which, "--query-gpu=index,memory.used,memory.total", "--format=csv,noheader,nounits")
+    busy = []
+    for line in lines[:count]:
+        index, used, total = (part.strip() for part in line.split(","))
+        # Where it is not known, as with MIG, it is "[N/A]".
+        if used.isdecimal() and int(used) > _IDLE_MIB:
+            busy.append(f"GPU {index}: {used} of {total} MiB are in use by other processes")
+    return busy
 
 
 def commit(root: Path) -> str | None:
@@ -45,8 +65,13 @@ def _cuda_of_torch() -> str | None:
 
 
 def _first_line(*command: str) -> str:
+    return next(iter(_output(*command)), "").strip()
+
+
+def _output(*command: str) -> list[str]:
+    """The lines that a command prints; none if it is not there or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.partition("\n")[0].strip()
+        return []
+    return done.stdout.splitlines()

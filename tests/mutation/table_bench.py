@@ -189,8 +189,22 @@ BENCH: tuple[Mutant, ...] = (
     python(
         "NaN logits agree",
         CHECKS,
-        'if is_ours and not entry.get("distance_to_nccl", 0.0) <= limit:',
-        'if is_ours and entry.get("distance_to_nccl", 0.0) > limit:',
+        'if not entry["distance_to_nccl"] <= limit:',
+        'if entry["distance_to_nccl"] > limit:',
+        OF_FIGURES,
+    ),
+    python(
+        "NaN logits of a prompt are overlooked",
+        CHECKS,
+        "np.median(distances) if self.by_median else np.max(distances)",
+        "np.nanmedian(distances) if self.by_median else np.nanmax(distances)",
+        OF_FIGURES,
+    ),
+    python(
+        "one prompt may be far from nccl's where the median is judged",
+        CHECKS,
+        'elif tolerance.by_median and not max(entry["distances"]) <= MOST_OF_ONE_PROMPT:',
+        'elif tolerance.by_median and not min(entry["distances"]) <= MOST_OF_ONE_PROMPT:',
         OF_FIGURES,
     ),
     python(
@@ -204,13 +218,13 @@ BENCH: tuple[Mutant, ...] = (
         "logits may be infinite", CHECKS, "np.isfinite(row).all() and np.ptp(row) > 0", "np.ptp(row) > 0", OF_FIGURES
     ),
     python(
-        "logits may differ ten times as much", CHECKS, "LOGITS_TOLERANCE = 0.04", "LOGITS_TOLERANCE = 0.4", OF_FIGURES
+        "logits may differ ten times as much", CHECKS, "PLAIN = Tolerance(0.04)", "PLAIN = Tolerance(0.4)", OF_FIGURES
     ),
     python(
         "the engine's own rounding is no measure",
         CHECKS,
-        "limit = max(tolerance, TIMES_DEFAULT * theirs)",
-        "limit = tolerance",
+        "limit = max(tolerance.distance, TIMES_DEFAULT * theirs)",
+        "limit = tolerance.distance",
         OF_FIGURES,
     ),
     python(

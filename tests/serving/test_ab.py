@@ -288,6 +288,38 @@ def test_deterministic_mode_reaches_engine_and_llm_comm(monkeypatch: pytest.Monk
         assert not {"VLLM_BATCH_INVARIANT", *ours} & set(comparison.arm_environment(arm, usual))
 
 
+SMI = """#!/bin/sh
+case "$*" in
+"-i 2,3 --query-gpu=index,memory.used"*) printf '2, 70233, 81559\\n3, 512, 81559\\n' ;;
+"--query-gpu=index,memory.used"*) printf '0, [N/A], [N/A]\\n1, 4, 81559\\n2, 70233, 81559\\n' ;;
+*) exit 1 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(("visible", "is_busy"), [("2,3", True), (None, False)])
+def test_gpus_that_others_use_are_told(
+    harness: Harness,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    visible: str | None,
+    is_busy: bool,
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(SMI)
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    status, report = harness.run("--arms", "llm_comm", "--repeats", "1", faults={"llm_comm": "crash"})
+    assert status == 1
+    busy = "GPU 2: 70233 of 81559 MiB are in use by other processes"
+    assert report["runs"][0]["evidence"] == ([busy] if is_busy else [])
+    assert (f"WARNING: {busy}: this run may fail" in capsys.readouterr().out) == is_busy
+
+
 def test_a_session_leaves_no_process_behind(tmp_path: Path) -> None:
     grandchild = (
         "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"

@@ -357,11 +357,46 @@ def test_the_limit_is_the_tolerance_or_twice_the_distance_of_default() -> None:
     runs = [checked("nccl", 0, [1], [1.0, 2.0, 3.0]), checked("llm_comm", 0, [1], [1.0, 2.1, 3.0])]
     assert checks.distance([1.0, 2.1, 3.0], [1.0, 2.0, 3.0]) == pytest.approx(0.058, abs=0.001)
     assert not checks.summarize(runs)["passed"]
-    lenient = checks.summarize(runs, checks.QUANTIZED_TOLERANCE)
-    assert (lenient["passed"], lenient["limit"]) == (True, checks.QUANTIZED_TOLERANCE)
+    lenient = checks.summarize(runs, checks.QUANTIZED)
+    assert (lenient["passed"], lenient["limit"]) == (True, checks.QUANTIZED.distance)
     far = checks.summarize([*runs, checked("default", 0, [1], [1.0, 2.2, 3.0])])
     assert far["limit"] == 2 * far["logits"]["default"]["distance_to_nccl"]
     assert "limit" not in checks.summarize(runs[1:])
+
+
+def checked_prompts(arm: str, distances: list[float]) -> Run:
+    """A run whose logits are so far from those of ``[1, 1, -1, -1]``."""
+    logits = [[1 + x, 1 - x, -1 + x, -1 - x] for x in distances]
+    return Run(0, arm, 1.0, result={"check": {"tokens": {"1": [[1]]}, "logits": logits}})
+
+
+@pytest.mark.parametrize(
+    ("distances", "failure"),
+    [
+        ([0.1, 0.15, 0.6], None),
+        ([0.1, 0.25, 0.25], "llm_comm: logits differ from nccl's by 0.25, more than 0.2"),
+        ([0.1, 0.1, 0.9], "llm_comm: logits of one prompt differ from nccl's by 0.9, more than 0.7"),
+        ([0.1, 0.1, math.nan], "llm_comm: logits differ from nccl's by nan, more than 0.2"),
+    ],
+)
+def test_with_experts_the_median_prompt_is_judged_and_no_prompt_may_be_wrong(
+    distances: list[float], failure: str | None
+) -> None:
+    runs = [checked_prompts("nccl", [0.0, 0.0, 0.0]), checked_prompts("llm_comm", distances)]
+    result = checks.summarize(runs, checks.EXPERTS)
+    assert [each for each in result["failures"] if "finite" not in each] == ([failure] if failure else [])
+    entry = result["logits"]["llm_comm"]
+    assert entry["distances"] == pytest.approx(distances, nan_ok=True)
+    assert entry["judged"] == "median"
+
+
+def test_elsewhere_the_worst_prompt_is_judged() -> None:
+    runs = [checked_prompts("nccl", [0.0] * 3), checked_prompts("llm_comm", [0.01, 0.05, 0.01])]
+    result = checks.summarize(runs)
+    assert result["failures"] == ["llm_comm: logits differ from nccl's by 0.05, more than 0.04"]
+    assert result["logits"]["llm_comm"]["judged"] == "worst"
+    runs[1] = checked_prompts("llm_comm", [0.01, math.nan, 0.01])
+    assert not checks.summarize(runs)["passed"]
 
 
 def test_another_token_in_one_repeat_fails_the_check() -> None:

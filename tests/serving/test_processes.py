@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
+
+import pytest
 
 from bench_serving import processes
 
@@ -44,3 +48,40 @@ def test_a_result_of_before_does_not_count(tmp_path: Path) -> None:
     assert not (tmp_path / "result.json").exists()
     outcome = run(["sh", "-c", "echo said; echo {} > result.json"], tmp_path)
     assert (outcome.failure, outcome.log) == ("", "said\n")
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from bench_serving import processes
+engine = [sys.executable, "-c", "import subprocess; subprocess.run(['sleep', '600'])"]
+with processes.ended_by_signals():
+    with processes.Session(engine, {}, Path(sys.argv[1]), Path()) as session:
+        session.wait_for(lambda: len(session.processes) == 2, 30, print)
+        print(session.process.pid, flush=True)
+        session.wait_for(lambda: False, 600, print)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_whoever_ends_the_harness_ends_its_engines(tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "log")]
+    with subprocess.Popen(command, cwd=processes.ROOT, stdout=subprocess.PIPE, text=True) as harness:
+        assert harness.stdout is not None
+        session = int(harness.stdout.readline())
+        assert len(processes.members(session)) == 2
+        harness.send_signal(number)
+        assert harness.wait(LIMIT_S) == 128 + number
+    assert processes.members(session) == []
+
+
+def test_what_is_ignored_stays_ignored_and_handlers_come_back() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        term = signal.getsignal(signal.SIGTERM)
+        with processes.ended_by_signals():
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) != term
+        assert signal.getsignal(signal.SIGTERM) == term
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -15,11 +15,11 @@ from bench_serving.settings import SHAPES
 
 LAYERS = checks.AMPLIFYING_LAYERS
 KINDS = {
-    "bf16": ({}, checks.LOGITS_TOLERANCE),
-    "fp8, static": ({"quantized": small_model.STATIC}, checks.QUANTIZED_TOLERANCE),
-    "fp8 for tokens": ({"quantized": small_model.TOKEN}, checks.QUANTIZED_TOLERANCE),
-    "fp8 for blocks": ({"quantized": small_model.BLOCKS}, checks.QUANTIZED_TOLERANCE),
-    "experts": ({"has_experts": True}, checks.EXPERTS_TOLERANCE),
+    "bf16": ({}, checks.PLAIN),
+    "fp8, static": ({"quantized": small_model.STATIC}, checks.QUANTIZED),
+    "fp8 for tokens": ({"quantized": small_model.TOKEN}, checks.QUANTIZED),
+    "fp8 for blocks": ({"quantized": small_model.BLOCKS}, checks.QUANTIZED),
+    "experts": ({"has_experts": True}, checks.EXPERTS),
 }
 
 
@@ -50,28 +50,28 @@ def test_norms_that_round_elsewhere_stay_within_the_tolerance(kind: str) -> None
         distances.append(checks.distance(ours, theirs))
         # The layers' part of the residual does not vanish beside the embeddings, whose size is 1.
         assert 1.2 < size < 4
-    assert 0 < max(distances) < KINDS[kind][1]
+    assert 0 < KINDS[kind][1].of(distances) < KINDS[kind][1].distance
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sums_without_an_addend_do_not(kind: str) -> None:
     right, _ = model(kind).logits(prompt(0), rounds_residual_first=True)
     wrong, _ = model(kind).logits(prompt(0), rounds_residual_first=True, loses_an_addend=True)
-    assert checks.distance(wrong, right) > 2 * KINDS[kind][1]
+    assert checks.distance(wrong, right) > 2 * KINDS[kind][1].distance
 
 
 @pytest.mark.parametrize(
     ("shape", "tolerance"),
     [
-        ("llama-2-70b-quarter", checks.LOGITS_TOLERANCE),
-        ("qwen3-32b", checks.LOGITS_TOLERANCE),
-        ("llama-2-70b-quarter-fp8", checks.QUANTIZED_TOLERANCE),
-        ("llama-2-70b-quarter-fp8-dynamic", checks.QUANTIZED_TOLERANCE),
-        ("qwen3-32b-quarter-fp8", checks.QUANTIZED_TOLERANCE),
-        ("qwen3-30b-a3b", checks.EXPERTS_TOLERANCE),
+        ("llama-2-70b-quarter", checks.PLAIN),
+        ("qwen3-32b", checks.PLAIN),
+        ("llama-2-70b-quarter-fp8", checks.QUANTIZED),
+        ("llama-2-70b-quarter-fp8-dynamic", checks.QUANTIZED),
+        ("qwen3-32b-quarter-fp8", checks.QUANTIZED),
+        ("qwen3-30b-a3b", checks.EXPERTS),
     ],
 )
-def test_the_tolerance_is_that_of_the_model(shape: str, tolerance: float) -> None:
+def test_the_tolerance_is_that_of_the_model(shape: str, tolerance: checks.Tolerance) -> None:
     config = json.loads((SHAPES / shape / "config.json").read_text())
     assert checks.tolerance(config) == tolerance
-    assert (checks.most_layers(config) is None) == (tolerance == checks.LOGITS_TOLERANCE)
+    assert (checks.most_layers(config) is None) == (tolerance == checks.PLAIN)
