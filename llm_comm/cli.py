@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from llm_comm.bench import ALIGNED_METHODS, LAYER_TOKENS, METHODS, OPERATIONS, PLOT_SUFFIXES
-from llm_comm.config import parse_option
 from llm_comm.errors import ConfigError, LlmCommError
 from llm_comm.installation import VERSION
+from llm_comm.options import parse_option
 from llm_comm.sizes import parse_size
 from llm_comm.spelling import guess
 

@@ -5,21 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-from llm_comm import _core, registry
+from llm_comm import _core
 from llm_comm.errors import ConfigError
-from llm_comm.quoting import quoted, shortened
-from llm_comm.sizes import parse_size
-from llm_comm.spelling import guess
-from llm_comm.yaml_files import InvalidYamlError, YamlMapping, kind_of, read_yaml
-
-MIB = 1 << 20
+from llm_comm.option_sources import check_names, resolve
+from llm_comm.options import OPTIONS
+from llm_comm.quoting import quoted
+from llm_comm.sizes import MIB
 
 #: From this size of a rank's input on ``max_blocks`` bounds an operation; of one on parts, from this size of the whole
 #: tensor on. Smaller ones are over before a computation beside them would notice.
@@ -29,164 +24,6 @@ LARGE_BYTES = MIB
 MULTICAST_OFF_VARIABLES = {
     name: off for name, off in _core.multicast_switches.items() if not name.startswith("LLM_COMM_")
 }
-
-_PREFIX = "LLM_COMM_"
-_MAX_NAME = 256
-_MAX_PATH = 4096
-_MAX_NODE = 64
-_MAX_PROGRAMS = 1000
-_PROGRAMS = re.compile(r"(?a:[\w.]+:\w+(, *[\w.]+:\w+)*)")
-_CONFIG_VARIABLE = f"{_PREFIX}CONFIG"
-# Names after the prefix that are no options, and yet no misspelt ones.
-_RESERVED = re.compile(
-    r"CONFIG"
-    # Whatever tests and benchmarks of this project want to tell their own processes.
-    r"|(TEST|BENCH)_\w+"
-    # Of the NCCL library alone (csrc/nccl, docs/nccl.md).
-    r"|NCCL_(DEBUG|LIBRARY)"
-    # Where compiled programs are kept (llm_comm/dsl/compiler/cache.py).
-    r"|CACHE_DIR"
-    # Where the user's tuning tables are (llm_comm/planning/installed.py).
-    r"|TABLE_DIR"
-    # Options of the build (CMake), which some export; and what the authors of images like to set.
-    r"|CUDA|PYTHON|BUILT|WERROR|SPLIT_KERNELS|PTXAS_VERBOSE|UNBOUNDED_WAITS|SANITIZE|VERSION"
-    # Kubernetes sets these in every container beside a Service whose name begins with llm-comm.
-    r"|(\w+_)?SERVICE_(HOST|PORT(_\w+)?)|(\w+_)?PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?"
-)
-
-
-def _is_reserved(name: str) -> bool:
-    return len(name) <= _MAX_NAME and _RESERVED.fullmatch(name) is not None
-
-
-def _boolean(text: str) -> bool:
-    values = {
-        "0": False,
-        "false": False,
-        "off": False,
-        "no": False,
-        "1": True,
-        "true": True,
-        "on": True,
-        "yes": True,
-    }
-    return values[text.lower()]
-
-
-@dataclass(frozen=True)
-class _Option:
-    parse: Callable[[str], Any]
-    is_valid: Callable[[Any], bool]
-    valid_values: str
-
-
-def _one_of(*values: str) -> _Option:
-    return _Option(str, lambda v: isinstance(v, str) and v in values, " or ".join(repr(v) for v in values))
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_path(value: Any) -> bool:
-    return isinstance(value, str) and "\0" not in value and len(value) <= _MAX_PATH
-
-
-def _is_algorithm(value: Any) -> bool:
-    if not isinstance(value, str):
-        return False
-    return value in ("auto", *registry.algorithm_names()) or registry.is_program(value)
-
-
-def _is_list_of_programs(value: Any) -> bool:
-    # Ranks compare the options in one message.
-    return isinstance(value, str) and len(value) <= _MAX_PROGRAMS and _PROGRAMS.fullmatch(value) is not None
-
-
-_AS_TEXT = "environment and file: 64M is 64 MiB"
-
-
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= _MAX_NODE and value.isprintable() and value.isascii()
-
-
-_BOOLEAN = _Option(_boolean, lambda v: isinstance(v, bool), "true or false (environment: 1 or 0)")
-
-_BOOLEAN_OR_AUTO = _Option(
-    lambda text: text if text == "auto" else _boolean(text),
-    lambda v: isinstance(v, bool) or (isinstance(v, str) and v == "auto"),
-    "'auto', true or false (environment: auto, 1 or 0)",
-)
-
-_OPTIONS: dict[str, _Option] = {
-    "enable": _BOOLEAN,
-    "multicast": _one_of("auto", "0", "1"),
-    "sum": _one_of("rank_order", "any"),
-    "timeout_s": _Option(
-        float,
-        lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v < 1e6,
-        "a number of seconds above 0 and below 1000000",
-    ),
-    "log": _one_of("debug", "info", "warning", "error"),
-    "workspace_bytes": _Option(
-        parse_size,
-        lambda v: _is_int(v) and MIB <= v <= 4096 * MIB,
-        f"bytes, 1 MiB to 4 GiB ({_AS_TEXT})",
-    ),
-    "max_message_bytes": _Option(
-        parse_size,
-        lambda v: v is None or (_is_int(v) and 0 <= v < 1 << 63),
-        f"bytes >= 0 and below 8 EiB ({_AS_TEXT}; default: that of the tuning table)",
-    ),
-    "max_blocks": _Option(
-        int, lambda v: v is None or (_is_int(v) and 8 <= v < 1 << 16), "a number of blocks, 8 to 65535 (default: none)"
-    ),
-    "algorithm": _Option(
-        str,
-        _is_algorithm,
-        f"{_one_of('auto', *registry.algorithm_names()).valid_values}, or {registry.PROGRAM_PREFIX}NAME for a program "
-        "of option dsl",
-    ),
-    "pdl": _BOOLEAN,
-    "fuse": _BOOLEAN,
-    "fuse_linear": _BOOLEAN_OR_AUTO,
-    "all_gather": _BOOLEAN,
-    "reduce_scatter": _BOOLEAN,
-    "deterministic": _BOOLEAN,
-    "batch_invariant_norm": _one_of("engine", "llm_comm"),
-    "batch_invariant_linear": _one_of("engine", "llm_comm"),
-    "debug": _BOOLEAN,
-    "share_gpu": _BOOLEAN,
-    "sleep": _BOOLEAN,
-    "stats": _BOOLEAN,
-    "stats_port": _Option(
-        int, lambda v: v is None or (_is_int(v) and 1 <= v < 1 << 16), "a port, 1 to 65535 (default: none)"
-    ),
-    "nvtx": _BOOLEAN,
-    "multi_node": _BOOLEAN,
-    "node": _Option(
-        str,
-        lambda v: v is None or _is_name(v),
-        f"a name of 1 to {_MAX_NODE} printable ASCII characters (default: by the boot id of the machine)",
-    ),
-    "node_transport": _one_of("auto", "nccl", "gloo", "ucx"),
-    "table": _Option(str, lambda v: v is None or _is_path(v), "path of a tuning table"),
-    "dsl": _Option(
-        str,
-        lambda v: v is None or _is_list_of_programs(v),
-        f"programs as MODULE:PROGRAM, with commas between them, up to {_MAX_PROGRAMS} characters",
-    ),
-    "dsl_max_bytes": _Option(
-        parse_size, lambda v: _is_int(v) and 1 <= v <= 4096 * MIB, f"bytes, 1 to 4 GiB ({_AS_TEXT})"
-    ),
-    "dsl_schedules": _Option(
-        int,
-        lambda v: v is None or (_is_int(v) and 0 <= v <= 1_000_000),
-        "a number of schedules, 0 to 1000000 (default: by the size of the program)",
-    ),
-}
-
-_SIZES = [name for name, option in _OPTIONS.items() if option.parse is parse_size]
 
 
 def _resolving(cls: type[Config]) -> type[Config]:
@@ -200,10 +37,10 @@ def _resolving(cls: type[Config]) -> type[Config]:
                 f"Config takes options by name, as timeout_s=5; found {quoted(positional[0])} without one"
             )
         if "origins" in given:  # the copy of a configuration: nothing is left to look for
-            _check_names(name for name in given if name != "origins")
+            check_names(name for name in given if name != "origins")
             take(self, **given)
         else:
-            take(self, **_resolve(os.environ, given))
+            take(self, **resolve(os.environ, given))
 
     cls.__init__ = __init__  # type: ignore[method-assign]
     return cls
@@ -317,7 +154,7 @@ class Config:
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        for name, option in _OPTIONS.items():
+        for name, option in OPTIONS.items():
             value = getattr(self, name)
             if not option.is_valid(value):
                 raise ConfigError(
@@ -325,7 +162,7 @@ class Config:
                     f"valid: {option.valid_values}"
                 )
         # What dataclasses.replace was given was chosen too.
-        given = {f.name for f in dataclasses.fields(self) if f.name in _OPTIONS and getattr(self, f.name) != f.default}
+        given = {f.name for f in dataclasses.fields(self) if f.name in OPTIONS and getattr(self, f.name) != f.default}
         object.__setattr__(self, "origins", {**dict.fromkeys(sorted(given), "Python"), **self.origins})
 
     @classmethod
@@ -337,7 +174,7 @@ class Config:
         """
         if not isinstance(environ, Mapping | None):
             raise ConfigError(f"Config.load takes a mapping of variables, or options by name; found {quoted(environ)}")
-        return cls(**_resolve(os.environ if environ is None else environ, overrides))
+        return cls(**resolve(os.environ if environ is None else environ, overrides))
 
     @property
     def sums_in_any_order(self) -> bool:
@@ -348,105 +185,6 @@ class Config:
         """A copy with some options changed. File and environment are not read again."""
         origins = {**self.origins, **dict.fromkeys(changes, "Python")}
         return dataclasses.replace(self, **changes, origins=origins)
-
-
-def option_names() -> tuple[str, ...]:
-    """The names of all options, in the order of ``Config``."""
-    return tuple(_OPTIONS)
-
-
-def parse_option(name: str, text: str, source: str = "") -> Any:
-    """Reads an option from text, as variables and command lines have it.
-
-    Raises:
-        ConfigError: It is not allowed; ``source`` comes before the text.
-    """
-    option = _OPTIONS[name]
-    try:
-        value = option.parse(text)
-    except (ValueError, KeyError):
-        is_valid = False
-    else:
-        is_valid = option.is_valid(value)
-    if not is_valid:
-        raise ConfigError(f"{source}{quoted(text)} is not allowed; valid: {option.valid_values}")
-    return value
-
-
-def _variable(name: str) -> str:
-    return f"{_PREFIX}{name.upper()}"
-
-
-def _resolve(environ: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What the constructor is to take: all options that are not defaults, and their ``origins``."""
-    _check_variables(environ)
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    path = environ.get(_CONFIG_VARIABLE)
-    if path:
-        values, origins = _read_file(path)
-    found = _read_environment(environ)
-    _check_names(given)
-    return {
-        **values,
-        **found,
-        **given,
-        "origins": {**origins, **{name: _variable(name) for name in found}, **dict.fromkeys(given, "Python")},
-    }
-
-
-def _check_names(names: Iterable[Any], origins: Mapping[Any, str] = MappingProxyType({})) -> None:
-    for name in names:
-        if name not in _OPTIONS:
-            raise ConfigError(
-                f"unknown option {quoted(name)} ({origins.get(name, 'Python')}){guess(str(name), _OPTIONS)}; "
-                f"valid: {', '.join(_OPTIONS)}"
-            )
-
-
-def _check_variables(environ: Mapping[str, str]) -> None:
-    """Raises ConfigError for a variable that would be passed over: who misspells one believes that it holds."""
-    valid = [name.upper() for name in _OPTIONS] + [_CONFIG_VARIABLE.removeprefix(_PREFIX)]
-    for variable, text in sorted(environ.items()):
-        name = variable.removeprefix(_PREFIX)
-        if not variable.startswith(_PREFIX) or not text or name in valid or _is_reserved(name):
-            continue
-        raise ConfigError(
-            f"unknown variable {shortened(variable)}{guess(name.upper(), valid, _PREFIX)}: unset it; "
-            f"valid: {', '.join(_PREFIX + known for known in valid)}"
-        )
-
-
-def _read_file(path: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Options of a file, and in which line of it each stands."""
-    name = f"{_CONFIG_VARIABLE}={shortened(path)}"
-    try:
-        content = read_yaml(Path(path))
-    except InvalidYamlError as error:
-        raise ConfigError(f"{name}: cannot read the configuration: {error}") from error
-    if content is None:
-        return {}, {}
-    if not isinstance(content, YamlMapping):
-        raise ConfigError(f"{name}: expected 'option: value' lines, found {kind_of(content)}")
-    origins = {option: f"{shortened(path)}:{line}" for option, line in content.lines.items()}
-    _check_names(content, origins)
-    # YAML reads 0 and 1 as numbers where the option is spelt as a word.
-    if _is_int(content.get("multicast")):
-        content["multicast"] = str(content["multicast"])
-    for option in _SIZES:
-        if isinstance(content.get(option), str):
-            content[option] = parse_option(option, content[option], f"{origins[option]}: {option}: ")
-    return content, origins
-
-
-def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for name in _OPTIONS:
-        text = environ.get(_variable(name))
-        if not text:  # compose files cannot leave a variable out, only leave it empty
-            continue
-        values[name] = parse_option(name, text, f"{_variable(name)}=")
-    return values
 
 
 def multicast_state(config: Config | None = None, environ: Mapping[str, str] | None = None) -> tuple[bool, str]:

@@ -23,9 +23,10 @@ import torch
 from llm_comm import _core, engine_verdicts, launch
 from llm_comm.bench.report import format_bytes, run_tool, versions
 from llm_comm.bench.tune_list import tables_here
-from llm_comm.config import MULTICAST_OFF_VARIABLES, Config, multicast_state, option_names
+from llm_comm.config import MULTICAST_OFF_VARIABLES, Config, multicast_state
 from llm_comm.errors import ConfigError
 from llm_comm.installation import code_for, get_include, oldest_driver
+from llm_comm.options import option_names
 from llm_comm.planning.catalogue import check_table_option
 from llm_comm.planning.multicast import wish
 from llm_comm.planning.selection import message_limit

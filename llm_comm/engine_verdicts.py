@@ -15,7 +15,7 @@ from importlib import metadata
 from llm_comm import launch
 from llm_comm.bench.report import installed_version
 from llm_comm.config import Config
-from llm_comm.integrations import common
+from llm_comm.integrations import joining
 
 _PLUGIN = "llm_comm"
 
@@ -58,7 +58,7 @@ def verdict(engine: Engine, config: Config | None) -> str:
     version = installed_version(engine.package)
     if version is None:
         return "not installed"
-    if common.switched_off():
+    if joining.switched_off():
         return f"{version}; keeps its own all-reduce: LLM_COMM_ENABLE is off"
     why_not_loaded = _why_not_loaded(engine)
     if why_not_loaded is not None:

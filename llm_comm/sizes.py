@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+MIB = 1 << 20
+
+_UNITS = {"": 1, "K": 1 << 10, "M": MIB, "G": 1 << 30}
 
 
 def parse_size(text: str) -> int:

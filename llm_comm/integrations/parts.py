@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from llm_comm.communicator import Communicator
 from llm_comm.errors import UnsupportedInputError
-from llm_comm.integrations.common import Member
+from llm_comm.integrations.members import Member
 
 #: Logged once by rank 0 for each method of the engine, and again where parts differ in size: with the method, the
 #: group, number of ranks, shape, and how the sizes are. That a group is served does not mean that anything is gathered.

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from llm_comm import _core
 from llm_comm.errors import UnsupportedInputError
+from llm_comm.sizes import MIB
 
-MIB = 1 << 20
 #: Of a segment: device memory for peers comes in pieces of so many bytes.
 SEGMENT_MULTIPLE = 2 * MIB
 #: The heap grows by as much as it has, but by no more than this, or what is asked for.

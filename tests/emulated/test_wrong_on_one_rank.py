@@ -17,7 +17,7 @@ from harness import RankPool, make_communicator, nothing_leaked
 from reference import assert_is_sum, contributions
 
 from llm_comm import Communicator, Config, ConfigError, LlmCommError, RendezvousError, UnsupportedInputError
-from llm_comm.integrations import common
+from llm_comm.integrations import joining
 from llm_comm.runtime import messages
 
 CULPRIT = 1
@@ -102,7 +102,7 @@ def by_the_environment(**arguments: Any) -> None:
 
 
 def by_an_engine(**arguments: Any) -> None:
-    common.join(dist.group.WORLD, torch.device("cpu"), Config.load, **arguments)
+    joining.join(dist.group.WORLD, torch.device("cpu"), Config.load, **arguments)
 
 
 @pytest.fixture
@@ -127,9 +127,9 @@ def test_in_an_engine_too(ranks: RankPool, name: str, bad_file: str) -> None:
     found = ranks.run(2, come, name, bad_file, by_an_engine)
     assert len(set(found)) == 1, found
     kind, text = found[0]
-    expected: type[LlmCommError] = CASES[name].kind if CASES[name].environ else common.NotJoinedError
+    expected: type[LlmCommError] = CASES[name].kind if CASES[name].environ else joining.NotJoinedError
     if name == "other messages":  # it may have been the engine's, which waits for an answer then
-        expected = common.AbsentRanksError
+        expected = joining.AbsentRanksError
     assert kind == expected.__name__
     assert f"rank {CULPRIT}: " in text
     assert CASES[name].says in text, text

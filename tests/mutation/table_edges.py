@@ -15,7 +15,7 @@ FUSED = "csrc/algorithms/all_reduce_add_rms_norm/operation.cuh"
 FUSED_TWO_SHOT = "csrc/algorithms/all_reduce_add_rms_norm/two_shot.cuh"
 CHANNEL = "csrc/include/llm_comm/memory_channel.cuh"
 LAYOUT = "csrc/include/llm_comm/workspace_layout.h"
-CONFIG = "llm_comm/config.py"
+OPTIONS = "llm_comm/options.py"
 YAML = "llm_comm/yaml_files.py"
 QUOTING = "llm_comm/quoting.py"
 MESSAGES = "llm_comm/runtime/messages.py"
@@ -27,7 +27,8 @@ PLAIN_CALLS = "llm_comm/operations/all_reduce.py"
 FUSED_CALLS = "llm_comm/operations/all_reduce_add_rms_norm.py"
 QUANTIZATION = "llm_comm/operations/quantization.py"
 CORE_HANDLE = "llm_comm/runtime/core_handle.py"
-COMMON = "llm_comm/integrations/common.py"
+JOINING = "llm_comm/integrations/joining.py"
+MEMBERS = "llm_comm/integrations/members.py"
 PARTS = "llm_comm/integrations/parts.py"
 TUNE = "llm_comm/bench/tune.py"
 SUBJECTS = "llm_comm/bench/tune_subjects.py"
@@ -203,11 +204,11 @@ EDGES: tuple[Mutant, ...] = (
         "driver --cases 30 --alone --algorithm get",
     ),
     # ---- Options, files, messages ----
-    python("4 GiB are too much", CONFIG, "MIB <= v <= 4096 * MIB", "MIB <= v < 4096 * MIB", OF_CONFIG),
-    python("8 EiB are not too much", CONFIG, "0 <= v < 1 << 63", "0 <= v <= 1 << 63", OF_CONFIG),
+    python("4 GiB are too much", OPTIONS, "MIB <= v <= 4096 * MIB", "MIB <= v < 4096 * MIB", OF_CONFIG),
+    python("8 EiB are not too much", OPTIONS, "0 <= v < 1 << 63", "0 <= v <= 1 << 63", OF_CONFIG),
     python(
         "a path may be twice as long",
-        CONFIG,
+        OPTIONS,
         "and len(value) <= _MAX_PATH",
         "and len(value) <= 2 * _MAX_PATH",
         OF_CONFIG,
@@ -415,12 +416,12 @@ EDGES: tuple[Mutant, ...] = (
     ),
     # ---- Engines ----
     python(
-        "a wrong value switches llm_comm off", COMMON, "return False  # told when", "return True  # told when", JOIN
+        "a wrong value switches llm_comm off", JOINING, "return False  # told when", "return True  # told when", JOIN
     ),
-    python("the least important objection is told", COMMON, "kind = min(kind for", "kind = max(kind for", JOIN),
-    python("an objection may have any length", COMMON, "[:_MAX_WORD]", "", JOIN),
-    python("a process ends for what it has closed", COMMON, "if self._is_stopped:\n            return", "pass", JOIN),
-    python("an engine does not hear of exits", COMMON, "self._end, exits=True", "self._end, exits=False", JOIN),
+    python("the least important objection is told", JOINING, "kind = min(kind for", "kind = max(kind for", JOIN),
+    python("an objection may have any length", JOINING, "[:_MAX_WORD]", "", JOIN),
+    python("a process ends for what it has closed", MEMBERS, "if self._is_stopped:\n            return", "pass", JOIN),
+    python("an engine does not hear of exits", MEMBERS, "self._end, exits=True", "self._end, exits=False", JOIN),
     python(
         "ranks decide by the layout of their parts",
         PARTS,

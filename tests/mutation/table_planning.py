@@ -12,8 +12,10 @@ CATALOGUE = "llm_comm/planning/catalogue.py"
 PLAN = "llm_comm/planning/plan.py"
 REGISTRY = "llm_comm/registry.py"
 CONFIG = "llm_comm/config.py"
+SOURCES = "llm_comm/option_sources.py"
 VERDICTS = "llm_comm/engine_verdicts.py"
-COMMON = "llm_comm/integrations/common.py"
+DESCRIPTIONS = "llm_comm/integrations/descriptions.py"
+JOINING = "llm_comm/integrations/joining.py"
 
 SHAPES = "tests/unit/test_selection.py"
 FUSED_SHAPES = "tests/unit/test_fused_selection.py"
@@ -223,12 +225,12 @@ PLANNING: tuple[Mutant, ...] = (
     # ---- Options ----
     python(
         "the environment outdoes Python",
-        CONFIG,
+        SOURCES,
         '**found,\n        **given,\n        "origins"',
         '**given,\n        **found,\n        "origins"',
         OF_CONFIG,
     ),
-    python("unknown variables are passed over", CONFIG, "_check_variables(environ)", "pass", OF_CONFIG),
+    python("unknown variables are passed over", SOURCES, "_check_variables(environ)", "pass", OF_CONFIG),
     python(
         "a variable of a machine that forbids multicast is passed over",
         CONFIG,
@@ -264,34 +266,34 @@ PLANNING: tuple[Mutant, ...] = (
     python(
         "an engine that is switched off is said to be active",
         VERDICTS,
-        "if common.switched_off():",
+        "if joining.switched_off():",
         "if False:",
         OF_VERDICTS,
     ),
     python(
         "the log names an algorithm for sizes that are not served",
-        COMMON,
+        DESCRIPTIONS,
         "if row.up_to >= limit:\n            break",
         "if False:\n            break",
         "tests/unit/test_integration_words.py",
     ),
     python(
         "the log gives KiB for MiB",
-        COMMON,
+        DESCRIPTIONS,
         '("MiB", MIB), ("KiB", 1 << 10)',
         '("KiB", MIB), ("KiB", 1 << 10)',
         "tests/unit/test_integration_words.py",
     ),
     python(
         "the log tells of the table, not of the option",
-        COMMON,
+        DESCRIPTIONS,
         "algorithm = config.algorithm if forced else row.algorithm",
         "algorithm = row.algorithm",
         "tests/unit/test_integration_words.py",
     ),
     python(
         "what one rank says is said of all",
-        COMMON,
+        JOINING,
         "if len(texts) == world_size and",
         "if",
         "tests/unit/test_integration_words.py",

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from llm_comm import Config, ConfigError
-from llm_comm.config import MULTICAST_OFF_VARIABLES, option_names
+from llm_comm.config import MULTICAST_OFF_VARIABLES
+from llm_comm.options import option_names
 from llm_comm.sizes import parse_size
 
 # For every option: a value of its own for the file, the environment (as text and as a value) and Python.

@@ -16,7 +16,7 @@ from llm_comm.dsl import library, registry
 from llm_comm.dsl.programs import ProgramText
 from llm_comm.dsl.selected import digest, why_not_selectable
 from llm_comm.dsl.sums import sums_in_rank_order
-from llm_comm.integrations.common import describe_plans
+from llm_comm.integrations.descriptions import describe_plans
 from llm_comm.planning import catalogue
 from llm_comm.planning.plan import Plan
 from llm_comm.planning.planner import Planner

@@ -18,7 +18,7 @@ from tables import limits_of, plain_row, write_table
 
 from llm_comm import Config, ConfigError, cli, doctor, launch
 from llm_comm.bench import tune_install, tune_list
-from llm_comm.integrations import common
+from llm_comm.integrations import members
 from llm_comm.planning import catalogue, installed
 from llm_comm.planning.multicast import NO_MULTICAST
 from llm_comm.planning.nearest import near_devices
@@ -430,7 +430,7 @@ def test_what_a_file_says_of_when_it_was_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sums", [True, False])
 def test_the_line_at_start_names_table_and_origin(sums: bool, home: Path) -> None:
     install(H200, 3)
-    member = object.__new__(common.Member)  # without a watchdog over its communicator, which there is not
+    member = object.__new__(members.Member)  # without a watchdog over its communicator, which there is not
     member.group_name = "tp:0"
     for device, world, told in (
         (H200, 3, "(nvidia_h200_3.format1.yaml, user's directory); "),

@@ -11,8 +11,8 @@ import pytest
 
 from llm_comm.config import Config
 from llm_comm.errors import CommunicatorError, ConfigError, LlmCommError, MissingRankError
-from llm_comm.integrations import common
-from llm_comm.integrations.common import AbsentRanksError, NotJoinedError, SwitchedOffError
+from llm_comm.integrations import joining, members
+from llm_comm.integrations.joining import AbsentRanksError, NotJoinedError, SwitchedOffError
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def test_what_switches_llm_comm_off(value: str | None, is_off: bool, monkeypatch
     monkeypatch.delenv("LLM_COMM_ENABLE", raising=False)
     if value is not None:
         monkeypatch.setenv("LLM_COMM_ENABLE", value)
-    assert common.switched_off() == is_off
+    assert joining.switched_off() == is_off
 
 
 class Vote:
@@ -45,7 +45,7 @@ def vote(own: Exception | None, *others: Any) -> tuple[Any, Exception | None]:
     """What this rank says, and what comes of it."""
     rendezvous = Vote(*others)
     try:
-        common._vote(rendezvous, own)  # type: ignore[arg-type]
+        joining._vote(rendezvous, own)  # type: ignore[arg-type]
     except LlmCommError as error:
         return rendezvous.said, error
     return rendezvous.said, None
@@ -123,7 +123,7 @@ ERROR = CommunicatorError("rank 1 is gone", rank=0, peer=1)
 
 def test_an_error_ends_the_process(ended: list[int], caplog: pytest.LogCaptureFixture) -> None:
     communicator = Failing()
-    common.Member(communicator, "tp", LOG)  # type: ignore[arg-type]
+    members.Member(communicator, "tp", LOG)  # type: ignore[arg-type]
     assert communicator.exits, "exits of other ranks are errors too"
     communicator.fail(ERROR)
     assert ended == [1]
@@ -133,7 +133,7 @@ def test_an_error_ends_the_process(ended: list[int], caplog: pytest.LogCaptureFi
 def test_an_error_after_the_end_does_not(ended: list[int], caplog: pytest.LogCaptureFixture) -> None:
     """Also where the communicator could not be closed."""
     communicator = Failing()
-    member = common.Member(communicator, "tp", LOG)  # type: ignore[arg-type]
+    member = members.Member(communicator, "tp", LOG)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="the device is broken"):
         member.close()
     assert communicator.is_closed

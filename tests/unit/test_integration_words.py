@@ -8,7 +8,7 @@ import pytest
 from tables import plain_row
 
 from llm_comm.config import Config
-from llm_comm.integrations import common
+from llm_comm.integrations import descriptions, engine_config, joining
 from llm_comm.planning.tables import TuningTable, by_operation
 
 KIB = 1024
@@ -29,13 +29,13 @@ TABLE = TuningTable("table", by_operation(ROWS), 1 << 20)
         ({"max_message_bytes": 20 * KIB}, "one_shot to 20 KiB, then vLLM"),
         ({"max_message_bytes": 48 * KIB + 1}, "one_shot to 48 KiB, two_shot to 48 KiB, then vLLM"),
         ({"max_message_bytes": 8 << 20}, "one_shot to 48 KiB, two_shot to 8 MiB, then vLLM"),
-        ({"max_message_bytes": common.EVERY_SIZE}, "one_shot to 48 KiB, two_shot at all other sizes"),
+        ({"max_message_bytes": engine_config.EVERY_SIZE}, "one_shot to 48 KiB, two_shot at all other sizes"),
         ({"algorithm": "two_shot"}, "two_shot to 1 MiB, then vLLM"),
-        ({"algorithm": "one_shot", "max_message_bytes": common.EVERY_SIZE}, "one_shot at all sizes"),
+        ({"algorithm": "one_shot", "max_message_bytes": engine_config.EVERY_SIZE}, "one_shot at all sizes"),
     ],
 )
 def test_which_algorithm_serves_which_sizes(options: dict[str, object], words: str) -> None:
-    assert common.describe_plans(TABLE, Config.load({}, **options), "vLLM") == words
+    assert descriptions.describe_plans(TABLE, Config.load({}, **options), "vLLM") == words
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_which_algorithm_serves_which_sizes(options: dict[str, object], words: s
     [
         ({}, "all-gather and reduce-scatter to 1 MiB, then vLLM"),
         ({"max_message_bytes": 20 * KIB}, "all-gather and reduce-scatter to 20 KiB, then vLLM"),
-        ({"max_message_bytes": common.EVERY_SIZE}, "all-gather and reduce-scatter at all sizes"),
+        ({"max_message_bytes": engine_config.EVERY_SIZE}, "all-gather and reduce-scatter at all sizes"),
         ({"reduce_scatter": False}, "all-gather to 1 MiB, then vLLM; reduce_scatter is false (Python)"),
         (
             {"all_gather": False, "reduce_scatter": False},
@@ -52,24 +52,24 @@ def test_which_algorithm_serves_which_sizes(options: dict[str, object], words: s
     ],
 )
 def test_up_to_which_size_parts_are_exchanged(options: dict[str, object], words: str) -> None:
-    assert common.describe_parts(TABLE, Config.load({}, **options), ", then vLLM") == words
+    assert descriptions.describe_parts(TABLE, Config.load({}, **options), ", then vLLM") == words
 
 
 def test_an_engine_that_must_not_depend_on_batches_takes_every_size() -> None:
     log = logging.getLogger("an engine")
     usual, bounded = Config.load({}), Config.load({}, max_message_bytes=20 * KIB)
     ours = Config.load({}, batch_invariant_norm="llm_comm", batch_invariant_linear="llm_comm")
-    assert common.for_batch_invariance(usual, "MODE", False, log) is usual
+    assert engine_config.for_batch_invariance(usual, "MODE", False, log) is usual
     for config in (ours, ours.replace(batch_invariant_norm="engine")):
-        elsewhere = common.for_batch_invariance(config, "MODE", False, log)
+        elsewhere = engine_config.for_batch_invariance(config, "MODE", False, log)
         assert (elsewhere.batch_invariant_norm, elsewhere.batch_invariant_linear) == ("engine", "engine")
-    chosen = common.for_batch_invariance(ours, "MODE", True, log)
+    chosen = engine_config.for_batch_invariance(ours, "MODE", True, log)
     assert (chosen.batch_invariant_norm, chosen.batch_invariant_linear) == ("llm_comm", "llm_comm")
-    assert chosen.max_message_bytes == common.EVERY_SIZE
-    assert common.why_not_at_every_size(chosen, "vLLM") is None
-    kept = common.for_batch_invariance(bounded, "MODE", True, log)
+    assert chosen.max_message_bytes == engine_config.EVERY_SIZE
+    assert engine_config.why_not_at_every_size(chosen, "vLLM") is None
+    kept = engine_config.for_batch_invariance(bounded, "MODE", True, log)
     assert kept.max_message_bytes == 20 * KIB
-    said = common.why_not_at_every_size(kept, "vLLM")
+    said = engine_config.why_not_at_every_size(kept, "vLLM")
     assert said == "max_message_bytes is 20480 (Python), and norms of larger batches would be vLLM's, with other bits"
 
 
@@ -78,7 +78,7 @@ def test_an_engine_that_must_not_depend_on_batches_takes_every_size() -> None:
     [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (1 << 20, "1 MiB"), (3 << 29, "1.5 GiB")],
 )
 def test_bytes_in_words(count: int, words: str) -> None:
-    assert common.format_bytes(count) == words
+    assert descriptions.format_bytes(count) == words
 
 
 @pytest.mark.parametrize(
@@ -93,4 +93,4 @@ def test_bytes_in_words(count: int, words: str) -> None:
 )
 def test_who_said_what(said: dict[int, str], words: str) -> None:
     """What all say is said once; what some say is theirs."""
-    assert common._together(said, 3) == words
+    assert joining._together(said, 3) == words

@@ -150,6 +150,8 @@ PYTHON_LAYERS = (
     {"errors"},
     {"arrays", "emulated", "installation", "locks", "outputs", "quoting", "sizes", "spelling", "yaml_files"},
     {"registry"},
+    {"options"},
+    {"option_sources"},
     {"config"},
     {"planning"},
     {"runtime"},
@@ -265,7 +267,7 @@ def test_python_layers() -> None:
 
 
 def test_planning_needs_no_torch() -> None:
-    pure = ("llm_comm.registry", "llm_comm.config", "llm_comm.errors", "llm_comm.planning")
+    pure = ("llm_comm.registry", "llm_comm.option", "llm_comm.config", "llm_comm.errors", "llm_comm.planning")
     checked = {module: source for module, source in python_sources().items() if module.startswith(pure)}
     assert len(checked) >= 9
     imports = {module: {found.split(".")[0] for found, _ in imported_by(source)} for module, source in checked.items()}

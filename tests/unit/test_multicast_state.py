@@ -8,7 +8,7 @@ import pytest
 
 from llm_comm import Config
 from llm_comm.config import MULTICAST_OFF_VARIABLES, multicast_state
-from llm_comm.integrations import common
+from llm_comm.integrations import engine_config
 
 
 @pytest.mark.parametrize("option", ["auto", "0", "1"])
@@ -67,8 +67,8 @@ def test_modes_of_engines_keep_sums_in_rank_order(caplog: pytest.LogCaptureFixtu
     log = logging.getLogger("an engine")
     with caplog.at_level("INFO", log.name):
         usual = Config.load({})
-        assert common.in_rank_order(usual, "VLLM_BATCH_INVARIANT", log) is usual
+        assert engine_config.in_rank_order(usual, "VLLM_BATCH_INVARIANT", log) is usual
         assert not caplog.messages
-        config = common.in_rank_order(Config.load({}, sum="any"), "VLLM_BATCH_INVARIANT", log)
+        config = engine_config.in_rank_order(Config.load({}, sum="any"), "VLLM_BATCH_INVARIANT", log)
     assert not config.sums_in_any_order
     assert caplog.messages == ["llm_comm: sum is 'any', but VLLM_BATCH_INVARIANT is on: sums are made in rank order"]

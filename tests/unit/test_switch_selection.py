@@ -9,7 +9,7 @@ import pytest
 from tables import limits_of, plain_row
 
 from llm_comm import Config, ConfigError, Plan, registry
-from llm_comm.integrations import common
+from llm_comm.integrations import descriptions
 from llm_comm.planning import selection
 from llm_comm.planning.multicast import HOW_TO_GET_IT, NO_MULTICAST, Multicast, wish
 from llm_comm.planning.plan import Problem
@@ -140,7 +140,7 @@ def test_start_lines_say_what_is_used() -> None:
         (NO_MULTICAST, "any", "one_shot to 1 KiB, two_shot to 1 MiB, then the engine"),
     ):
         config = Config.load({}, sum=sum_)
-        assert common.describe_plans(TABLE, config, "the engine", multicast) == words
+        assert descriptions.describe_plans(TABLE, config, "the engine", multicast) == words
     assert UP.describe(Config.load({}, sum="any")).startswith("sums in any order; NVLink multicast is on: test table")
     assert UP.describe(CONFIG).startswith("sums in rank order; NVLink multicast is on")
     off = NO_MULTICAST.describe(Config.load({}, sum="any"))

@@ -13,7 +13,7 @@ from reference import ALGORITHMS
 from tables import core_of, fused_row, limits_of, plain_row, write_fused_table, write_table
 
 from llm_comm import Config, ConfigError, registry
-from llm_comm.integrations import common
+from llm_comm.integrations import descriptions, engine_config
 from llm_comm.planning import catalogue, selection
 from llm_comm.planning.default_tables import general_table
 from llm_comm.planning.plan import Problem
@@ -284,22 +284,22 @@ def test_table_of_the_emulator(world: int) -> None:
 @pytest.mark.parametrize("engine", ["vLLM", "SGLang"])
 def test_the_log_line_in_the_documentation_is_that_of_the_table(engine: str) -> None:
     table = catalogue.find_table("NVIDIA H200", 8, 132, CONFIG)
-    plans = common.describe_plans(table, CONFIG, f"{engine}'s own")
+    plans = descriptions.describe_plans(table, CONFIG, f"{engine}'s own")
     assert f"all-reduce {plans} ({table.describe()})" in (REPOSITORY / "docs" / f"{engine.lower()}.md").read_text()
 
 
 def test_the_log_line_where_all_sizes_are_served() -> None:
     *_, table = load_table(REPOSITORY / "configs" / "tune_h200_8.yaml")
-    config = CONFIG.replace(max_message_bytes=common.EVERY_SIZE)
-    assert common.describe_plans(table, config, "vLLM's own") == "one_shot to 48 KiB, two_shot at all other sizes"
+    config = CONFIG.replace(max_message_bytes=engine_config.EVERY_SIZE)
+    assert descriptions.describe_plans(table, config, "vLLM's own") == "one_shot to 48 KiB, two_shot at all other sizes"
     config = config.replace(algorithm="two_shot")
-    assert common.describe_plans(table, config, "vLLM's own") == "two_shot at all sizes"
+    assert descriptions.describe_plans(table, config, "vLLM's own") == "two_shot at all sizes"
 
 
 def test_the_log_line_of_a_table_without_rows() -> None:
     config = CONFIG.replace(max_message_bytes=1 << 20)
     table = TuningTable("empty", {}, 1)
-    assert common.describe_plans(table, config, "vLLM's own") == "what no table chose to 1 MiB, then vLLM's own"
+    assert descriptions.describe_plans(table, config, "vLLM's own") == "what no table chose to 1 MiB, then vLLM's own"
 
 
 # ---- Both forms of files --------------------------------------------------------------------------------------------

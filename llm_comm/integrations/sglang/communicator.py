@@ -22,7 +22,7 @@ from sglang.srt.utils import is_cuda
 
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
-from llm_comm.integrations import common
+from llm_comm.integrations import descriptions, engine_config, joining, members
 from llm_comm.integrations.linear import (
     FIRST_INVARIANT_LINEAR,
     FIRST_LINEAR,
@@ -72,12 +72,12 @@ def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
         return
 
     def load() -> Config:
-        config = load_config() if sums else common.check_parts_wanted(load_config(), group.unique_name)
+        config = load_config() if sums else engine_config.check_parts_wanted(load_config(), group.unique_name)
         gathers = config.all_gather or config.reduce_scatter
         served = [each for each in groups.served if gathers or each not in GATHERING]
-        return common.share_memory(config, kind, served)
+        return engine_config.share_memory(config, kind, served)
 
-    member = common.enter(group.unique_name, group.cpu_group, group.device, load, engine="SGLang", log=logger)
+    member = members.enter(group.unique_name, group.cpu_group, group.device, load, engine="SGLang", log=logger)
     if member is None:
         return
     _hook_memory_saver()
@@ -98,25 +98,25 @@ def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
         logger.info("%s%s%s%s", member.summary("SGLang", sums=sums), about_parts, about_layers, elsewhere)
 
 
-def _sum(group: Any, member: common.Member) -> None:
+def _sum(group: Any, member: members.Member) -> None:
     """Puts llm_comm in front of the custom all-reduce of ``group``."""
     theirs = group.ca_comm
     usable = theirs is not None and not theirs.disabled
     # SGLang's constructor fails and disables itself on each rank alone. Ranks that took different ways for what
     # llm_comm declines would wait for each other.
-    everywhere = Rendezvous(group.cpu_group, common.ENGINE_TIMEOUT_S).gather("SGLang's own all-reduce", usable)
+    everywhere = Rendezvous(group.cpu_group, joining.ENGINE_TIMEOUT_S).gather("SGLang's own all-reduce", usable)
     if usable and not all(everywhere):
         absent = [rank for rank, there in enumerate(everywhere) if not there]
         logger.warning("SGLang's own custom all-reduce is not used: it is disabled on ranks %s of the group.", absent)
     group.ca_comm = LlmCommAllReduce(member, theirs, uses_theirs=all(everywhere))
 
 
-def _gather_and_scatter(group: Any, member: common.Member) -> str:
+def _gather_and_scatter(group: Any, member: members.Member) -> str:
     """Puts llm_comm in front of what ``group`` gathers and scatters by. Returns what to log if it cannot be."""
     config = member.communicator.config
     if not (config.all_gather or config.reduce_scatter):
         return ""
-    why_not = common.objection_of_any(group.cpu_group, _hook_parts(config), "all-gather and reduce-scatter")
+    why_not = joining.objection_of_any(group.cpu_group, _hook_parts(config), "all-gather and reduce-scatter")
     if why_not is not None:
         return f"; but SGLang gathers and scatters itself: {why_not}"
     from llm_comm.integrations.sglang import gathering
@@ -158,15 +158,15 @@ def load_config() -> Config:
     config = Config.load()
     if "timeout_s" not in config.origins:
         theirs = parallel_state._MODEL_PARALLEL_GROUP_TIMEOUT
-        config = config.replace(timeout_s=common.ENGINE_TIMEOUT_S if theirs is None else theirs.total_seconds())
+        config = config.replace(timeout_s=joining.ENGINE_TIMEOUT_S if theirs is None else theirs.total_seconds())
     if _is_deterministic() and not config.deterministic:
-        raise common.SwitchedOffError("deterministic inference is on, and LLM_COMM_DETERMINISTIC is not")
-    return common.for_batch_invariance(config, "deterministic inference", _is_deterministic(), logger)
+        raise joining.SwitchedOffError("deterministic inference is on, and LLM_COMM_DETERMINISTIC is not")
+    return engine_config.for_batch_invariance(config, "deterministic inference", _is_deterministic(), logger)
 
 
 def _why_not(group: Any, arguments: Mapping[str, Any]) -> str | None:
     """Why llm_comm is ruled out on all ranks, if it is. What may differ between ranks is voted on later."""
-    if common.switched_off():
+    if joining.switched_off():
         return "LLM_COMM_ENABLE is off"
     if not is_cuda():
         return "the platform is not CUDA"
@@ -186,7 +186,7 @@ def _why_not(group: Any, arguments: Mapping[str, Any]) -> str | None:
 
 def _set_up_fusion(group: Any, communicator: Communicator) -> str:
     """Puts norms and the all-reduces before them in one kernel, on all ranks or on none. Returns what to log."""
-    why_not = common.why_not_fused(communicator) or common.objection_of_any(
+    why_not = members.why_not_fused(communicator) or joining.objection_of_any(
         group.cpu_group, _hook_norms(group, communicator.config)
     )
     if why_not is not None:
@@ -195,7 +195,7 @@ def _set_up_fusion(group: Any, communicator: Communicator) -> str:
 
     at_every_size = communicator.config.batch_invariant_norm == "llm_comm"
     fusion.activate(at_every_size)
-    sizes = common.AT_EVERY_SIZE if at_every_size else ""
+    sizes = descriptions.AT_EVERY_SIZE if at_every_size else ""
     return f"; fused with RMSNorm{sizes}{_set_up_linears(group, communicator)}"
 
 
@@ -203,7 +203,7 @@ def _set_up_linears(group: Any, communicator: Communicator) -> str:
     """Puts llm_comm in the place of linear layers before fused norms, on all ranks or on none. Returns what to log."""
     why_not = why_not_linear(communicator)  # the same on all ranks
     if why_not is None:
-        why_not = common.objection_of_any(group.cpu_group, _hook_linears(), "linear layers")
+        why_not = joining.objection_of_any(group.cpu_group, _hook_linears(), "linear layers")
     if why_not is None:
         from llm_comm.integrations.sglang import linear
 
@@ -215,7 +215,7 @@ def _set_up_invariant_linears(group: Any, communicator: Communicator) -> str:
     """The same of layers whose bits must not depend on their batch."""
     if communicator.config.batch_invariant_linear == "engine":
         return ""
-    why_not = common.objection_of_any(group.cpu_group, _hook_invariant_linears(), "linear layers")
+    why_not = joining.objection_of_any(group.cpu_group, _hook_invariant_linears(), "linear layers")
     if why_not is not None:
         return f"; linear layers are SGLang's: {why_not}"
     from llm_comm.integrations.sglang import invariant_linear
@@ -255,7 +255,7 @@ def _hook_norms(group: Any, config: Config) -> str | None:
         return f"fuse is false ({config.origins.get('fuse', 'Python')})"
     if _is_deterministic() and config.batch_invariant_norm == "engine":
         return "deterministic inference is on, and batch_invariant_norm is 'engine'"
-    why_not = common.why_not_at_every_size(config, "SGLang") if _is_deterministic() else None
+    why_not = engine_config.why_not_at_every_size(config, "SGLang") if _is_deterministic() else None
     if why_not is not None:
         return why_not
     try:
@@ -321,7 +321,7 @@ class LlmCommAllReduce:
         uses_theirs: Whether it may be asked: the same on all ranks.
     """
 
-    def __init__(self, member: common.Member, theirs: Any, uses_theirs: bool) -> None:
+    def __init__(self, member: members.Member, theirs: Any, uses_theirs: bool) -> None:
         #: SGLang asks no further while this is set, by whomever.
         self.disabled = False
         self._member = member
@@ -366,7 +366,7 @@ class LlmCommAllReduce:
         if not self._has_fused:
             self._has_fused = True
             if dist.get_rank() == 0:
-                logger.info(common.FIRST_FUSED, communicator.world_size, tuple(x.shape))
+                logger.info(descriptions.FIRST_FUSED, communicator.world_size, tuple(x.shape))
         return normed, new_residual
 
     def sum_of(self, x: torch.Tensor) -> torch.Tensor | None:

@@ -18,12 +18,13 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import get_tp_group
 
 from llm_comm.communicator import Communicator
-from llm_comm.config import Config, option_names
+from llm_comm.config import Config
 from llm_comm.errors import ConfigError
-from llm_comm.integrations import common, linear, sleeping
+from llm_comm.integrations import descriptions, engine_config, joining, linear, members, sleeping
 from llm_comm.integrations.parts import Parts
 from llm_comm.integrations.vllm import cache_key, dependent_launches, eager_norms, fusion, sleep_mode
 from llm_comm.integrations.vllm.gathering import GatheringCommunicator, only_gathers
+from llm_comm.options import option_names
 from llm_comm.planning.selection import message_limit
 from llm_comm.planning.tables import FUSED
 from llm_comm.quoting import quoted
@@ -74,8 +75,8 @@ def load_config() -> Config:
             raise ConfigError(f"additional_config[{SECTION!r}]: {error}") from error
     if "timeout_s" not in config.origins:
         theirs = None if vllm_config is None else vllm_config.parallel_config.distributed_timeout_seconds
-        config = config.replace(timeout_s=float(theirs or common.ENGINE_TIMEOUT_S))
-    return common.for_batch_invariance(config, "VLLM_BATCH_INVARIANT", envs.VLLM_BATCH_INVARIANT, logger)
+        config = config.replace(timeout_s=float(theirs or joining.ENGINE_TIMEOUT_S))
+    return engine_config.for_batch_invariance(config, "VLLM_BATCH_INVARIANT", envs.VLLM_BATCH_INVARIANT, logger)
 
 
 def served_groups(config: Config) -> list[str]:
@@ -120,7 +121,7 @@ class LlmCommCommunicator(GatheringCommunicator):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._llm_comm: Communicator | None = None
-        self._member: common.Member | None = None
+        self._member: members.Member | None = None
         self._kind = self.unique_name.split(":")[0]
         #: Whether compiled graphs hold llm_comm's operator where an all-reduce of this group and a norm were.
         self.fuses = False
@@ -302,7 +303,7 @@ class LlmCommCommunicator(GatheringCommunicator):
         ):
             return None
         results = communicator.all_reduce_add_rms_norm(x, residual, weight, epsilon, quantize=quantize, scale=scale)
-        self._say_once(common.FIRST_FUSED, x)
+        self._say_once(descriptions.FIRST_FUSED, x)
         return results
 
     def _prefers(self, outputs: int, inputs: int, **kind: bool) -> bool:
@@ -339,7 +340,7 @@ class LlmCommCommunicator(GatheringCommunicator):
             AbsentRanksError: A rank did not come: raised on those that did, so that vLLM does not start.
         """
         _show_log()
-        member = common.enter(
+        member = members.enter(
             self.unique_name, self.cpu_group, self.device, self._load_config, engine="vLLM", log=logger
         )
         if member is None:
@@ -354,16 +355,16 @@ class LlmCommCommunicator(GatheringCommunicator):
             logger.info("%s%s", member.summary("vLLM", sums=self._sums), about_layers)
 
     def _load_config(self) -> Config:
-        config = load_config() if self._sums else common.check_parts_wanted(load_config(), self.unique_name)
-        config = dependent_launches.choose(config, common.served_device(self.device), self.world_size)
-        return common.share_memory(config, self._kind, served_groups(config))
+        config = load_config() if self._sums else engine_config.check_parts_wanted(load_config(), self.unique_name)
+        config = dependent_launches.choose(config, joining.served_device(self.device), self.world_size)
+        return engine_config.share_memory(config, self._kind, served_groups(config))
 
     def _set_up_fusion(self, communicator: Communicator) -> str:
         """Decides whether compiled graphs are to hold the fused operator, alike on all ranks. Returns what to log."""
         theirs_is_off = (
             "; vLLM's fuse_allreduce_rms, which sums past llm_comm, is off" if fusion.keep_norms_apart() else ""
         )
-        why_not = common.why_not_fused(communicator) or common.objection_of_any(
+        why_not = members.why_not_fused(communicator) or joining.objection_of_any(
             self.cpu_group, fusion.why_not_fused(communicator.config)
         )
         self.max_fused_bytes = message_limit(FUSED, communicator.table, communicator.config)
@@ -376,12 +377,12 @@ class LlmCommCommunicator(GatheringCommunicator):
         about_linear = self._set_up_linear(communicator)
         fusion.prepare_compiler(self.max_fused_bytes, self.max_linear_tokens, self.linear_key)
         self.fuses = True
-        sizes = common.AT_EVERY_SIZE if communicator.config.batch_invariant_norm == "llm_comm" else ""
+        sizes = descriptions.AT_EVERY_SIZE if communicator.config.batch_invariant_norm == "llm_comm" else ""
         return f"; fused with RMSNorm in compiled graphs{sizes}{about_linear}{theirs_is_off}"
 
     def _set_up_eager_fusion(self) -> str:
         """The same for models that are not compiled, on all ranks or on none."""
-        if common.objection_of_any(self.cpu_group, fusion.why_not_fused_eagerly()) is not None:
+        if joining.objection_of_any(self.cpu_group, fusion.why_not_fused_eagerly()) is not None:
             return ""
         self.fuses_eagerly = True
         return f" (it is in models that call {eager_norms.FUNCTION})"
@@ -390,7 +391,7 @@ class LlmCommCommunicator(GatheringCommunicator):
         """The same for layers whose bits must not depend on their batch, compiled or not."""
         if communicator.config.batch_invariant_linear == "engine":
             return ""
-        why_not = common.objection_of_any(self.cpu_group, fusion.why_not_invariant_linear(), "linear layers")
+        why_not = joining.objection_of_any(self.cpu_group, fusion.why_not_invariant_linear(), "linear layers")
         if why_not is not None:
             return f"; linear layers are vLLM's: {why_not}"
         from llm_comm.integrations.vllm import invariant_linear
@@ -404,11 +405,13 @@ class LlmCommCommunicator(GatheringCommunicator):
         tokens = 0
         why_not = linear.why_not_linear(communicator)  # the same on all ranks
         if why_not is None:
-            why_not = common.objection_of_any(self.cpu_group, fusion.why_not_linear(), "linear layers")
+            why_not = joining.objection_of_any(self.cpu_group, fusion.why_not_linear(), "linear layers")
         if why_not is None:
             tokens = fusion.max_linear_tokens(communicator, self.max_fused_bytes)
             if tokens == 0:
-                why_not = f"norms are fused up to {common.format_bytes(self.max_fused_bytes)}, less than a token has"
+                why_not = (
+                    f"norms are fused up to {descriptions.format_bytes(self.max_fused_bytes)}, less than a token has"
+                )
         self.max_linear_tokens, self.linear_key = tokens, cache_key.preferred_layers(communicator)
         return linear.about_linear(communicator, "vLLM", why_not, self.max_linear_tokens)
 

@@ -11,7 +11,7 @@ from vllm.config import CompilationMode, get_current_vllm_config_or_none
 from llm_comm import registry
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
-from llm_comm.integrations import common
+from llm_comm.integrations import engine_config
 from llm_comm.integrations.vllm import cache_key, compile_ranges
 from llm_comm.planning.tables import FUSED
 
@@ -103,7 +103,7 @@ def _why_not_in_all_batches(config: Config, vllm_config: Any) -> str | None:
         return f"compile_sizes is {compilation.compile_sizes}, and graphs of one size may keep a norm of vLLM's"
     if model is not None and model.is_encoder_decoder:
         return "vLLM runs a model with an encoder past its compiled graphs where the encoder has inputs"
-    return common.why_not_at_every_size(config, "vLLM")
+    return engine_config.why_not_at_every_size(config, "vLLM")
 
 
 def why_not_linear() -> str | None:

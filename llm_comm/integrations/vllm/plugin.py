@@ -41,7 +41,7 @@ import os
 import sys
 from typing import Any
 
-from llm_comm.integrations import common
+from llm_comm.integrations import joining
 
 #: vLLM sets up the handlers of "vllm" and passes on what is logged below it.
 logger = logging.getLogger("vllm.llm_comm")
@@ -70,7 +70,7 @@ def register() -> None:
 
 def _step_in() -> str | None:
     """Wraps the methods by which the platform names its classes. Returns why it did not, if so."""
-    if common.switched_off():
+    if joining.switched_off():
         return "LLM_COMM_ENABLE is off"
     from vllm.platforms import current_platform
 

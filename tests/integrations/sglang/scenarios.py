@@ -78,7 +78,7 @@ from sglang.srt.runtime_context import get_parallel  # noqa: E402
 
 from llm_comm import _core  # noqa: E402
 from llm_comm.errors import ConfigError, PeerTimeout  # noqa: E402
-from llm_comm.integrations import common  # noqa: E402
+from llm_comm.integrations import joining, members  # noqa: E402
 
 
 def _take_the_place_of(name: str, **attributes: Any) -> None:
@@ -448,7 +448,7 @@ def encoder_servers_are_left_alone() -> None:
     with (
         mock.patch("sglang.srt.runtime_context.get_disagg", return_value=SimpleNamespace(encoder_only=True)),
         mock.patch("sglang.srt.utils.is_cuda", return_value=True),
-        mock.patch.object(common, "JOIN_TIMEOUT_S", 5.0),
+        mock.patch.object(joining, "JOIN_TIMEOUT_S", 5.0),
         distributed(),
     ):
         log = Log("sglang")
@@ -475,7 +475,7 @@ def a_rank_without_llm_comm_ends_the_start_of_the_others() -> None:
     load_plugins()
     with (
         mock.patch("sglang.srt.utils.is_cuda", return_value=True),
-        mock.patch.object(common, "JOIN_TIMEOUT_S", 2.0),
+        mock.patch.object(joining, "JOIN_TIMEOUT_S", 2.0),
     ):
         context = distributed()
         context.__enter__()
@@ -486,7 +486,7 @@ def a_rank_without_llm_comm_ends_the_start_of_the_others() -> None:
         try:
             make_groups(2, 1, 1, 1)
             error = "SGLang has started"
-        except common.AbsentRanksError as absent:
+        except joining.AbsentRanksError as absent:
             error = str(absent)
         (shared_directory() / "error").write_text(f"{error}\n{'llm_comm'}")
         assert "not every rank of the engine came to set up llm_comm" in error, error
@@ -535,7 +535,7 @@ def the_time_limit_is_that_of_sglang_unless_set() -> None:
 @scenario()
 def the_time_limit_is_that_of_engines_if_sglang_has_none() -> None:
     with sglang_groups():
-        assert ours("tp")._llm_comm.config.timeout_s == common.ENGINE_TIMEOUT_S
+        assert ours("tp")._llm_comm.config.timeout_s == joining.ENGINE_TIMEOUT_S
 
 
 @scenario(world=1)
@@ -647,7 +647,7 @@ def leaving_a_group_closes_llm_comm() -> None:
 def a_peer_that_stays_away_ends_the_process_with_its_name() -> None:
     last_words = shared_directory() / "last_words"
     if dist_rank() == 1:  # it hears of the error, and would end too
-        mock.patch.object(common.Watchdog, "start").start()
+        mock.patch.object(members.Watchdog, "start").start()
     context = sglang_groups()
     context.__enter__()
     if dist_rank() == 0:

@@ -63,7 +63,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 import llm_comm  # noqa: E402
 from llm_comm import _core  # noqa: E402
 from llm_comm.errors import ConfigError, PeerTimeout  # noqa: E402
-from llm_comm.integrations import common  # noqa: E402
+from llm_comm.integrations import joining, members  # noqa: E402
 from llm_comm.integrations.vllm import eager_norms, plugin, uncompiled_layers  # noqa: E402
 
 BENCH_PLUGINS = str(Path(__file__).parents[3] / "bench_serving" / "plugins")
@@ -323,7 +323,7 @@ def a_rank_without_llm_comm_ends_the_start_of_the_others() -> None:
     if dist_rank() == 1:
         os.environ["LLM_COMM_ENABLE"] = "0"
     said = shared_directory() / "error"
-    with mock.patch.object(common, "JOIN_TIMEOUT_S", 2.0):
+    with mock.patch.object(joining, "JOIN_TIMEOUT_S", 2.0):
         context = vllm_groups()
         if dist_rank() == 1:
             with contextlib.suppress(RuntimeError):  # the other rank is gone when vLLM makes the next group
@@ -333,7 +333,7 @@ def a_rank_without_llm_comm_ends_the_start_of_the_others() -> None:
         try:
             context.__enter__()
             error = "vLLM has started, and has not set up llm_comm"
-        except common.AbsentRanksError as absent:
+        except joining.AbsentRanksError as absent:
             error = str(absent)
         said.write_text(error)
         assert "not every rank of the engine came to set up llm_comm" in error, error
@@ -518,7 +518,7 @@ def elastic_expert_parallelism_keeps_its_exact_class() -> None:
 def a_peer_that_stays_away_ends_the_process_with_its_name() -> None:
     last_words = shared_directory() / "last_words"
     if dist_rank() == 1:  # it hears of the error, and would end too
-        mock.patch.object(common.Watchdog, "start").start()
+        mock.patch.object(members.Watchdog, "start").start()
     context = vllm_groups()
     context.__enter__()
     if dist_rank() == 0:

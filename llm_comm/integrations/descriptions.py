@@ -1,0 +1,83 @@
+"""What engine integrations write to the log of what llm_comm does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from llm_comm import registry
+from llm_comm.config import Config
+from llm_comm.integrations.engine_config import EVERY_SIZE
+from llm_comm.planning.multicast import NO_MULTICAST, Multicast, why_not
+from llm_comm.planning.programs import NO_PROGRAMS, Kernels
+from llm_comm.planning.selection import message_limit
+from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, TuningTable, of_programs
+from llm_comm.sizes import MIB
+
+#: Logged once by rank 0, with number of ranks and shape: that norms are set up to be fused does not mean that any is.
+FIRST_FUSED = "llm_comm: first all-reduce fused with its RMSNorm (%d ranks, shape %s)"
+
+#: What the line at start says of norms that are fused in an engine's batch-invariant mode.
+AT_EVERY_SIZE = " at every size (batch_invariant_norm)"
+
+# The options that switch them, and their names in the log.
+_PARTS = {ALL_GATHER: "all-gather", REDUCE_SCATTER: "reduce-scatter"}
+
+
+def describe_plans(
+    table: TuningTable,
+    config: Config,
+    engine: str,
+    multicast: Multicast = NO_MULTICAST,
+    programs: Mapping[str, Kernels] = NO_PROGRAMS,
+) -> str:
+    """Which algorithm serves which message sizes, in words: "one_shot to 48 KiB, two_shot to 48 MiB, then vLLM"."""
+    limit = message_limit(ALL_REDUCE, table, config)
+    algorithms = registry.operations()[ALL_REDUCE].algorithms
+    usable = [a for a in algorithms if not why_not(a, config, multicast, is_forced=a.name == config.algorithm)]
+    forced = {a.name for a in usable} & {config.algorithm}
+    known = {(a.name, a.protocol) for a in usable}
+    parts: list[tuple[str, int]] = []
+    for row in table.rows.get(ALL_REDUCE, ()):
+        if (row.algorithm, row.protocol) not in known or (parts and row.up_to <= parts[-1][1]):
+            continue
+        algorithm = config.algorithm if forced else row.algorithm
+        if parts and parts[-1][0] == algorithm:
+            parts.pop()
+        parts.append((algorithm, min(row.up_to, limit)))
+        if row.up_to >= limit:
+            break
+    if not parts:
+        parts = [("what no table chose", limit)]
+    parts[-1] = (parts[-1][0], limit)  # the last row serves all larger messages
+    words = [f"{algorithm} to {format_bytes(up_to)}" for algorithm, up_to in parts]
+    by_programs = _describe_programs(table, config, limit, programs)
+    if limit >= EVERY_SIZE:
+        return by_programs + ", ".join([*words[:-1], f"{parts[-1][0]} at all {'other ' * (len(parts) > 1)}sizes"])
+    return by_programs + ", ".join(words) + f", then {engine}"
+
+
+def _describe_programs(table: TuningTable, config: Config, limit: int, programs: Mapping[str, Kernels]) -> str:
+    """The same of programs of llm_comm.dsl that go before: "dsl:two_shot to 8 MiB, else "; "" for none."""
+    sizes = {row.algorithm: row.up_to for row in table.rows.get(of_programs(ALL_REDUCE), ())}
+    if config.algorithm != "auto":
+        is_of_others = config.algorithm in programs and programs[config.algorithm].operation != ALL_REDUCE
+        sizes = {config.algorithm: limit} if registry.is_program(config.algorithm) and not is_of_others else {}
+    words = [f"{name} to {format_bytes(min(up_to, limit, config.dsl_max_bytes))}" for name, up_to in sizes.items()]
+    return f"{', '.join(words)}, else " if words else ""
+
+
+def describe_parts(table: TuningTable, config: Config, beyond: str = "") -> str:
+    """Up to which size all-gathers and reduce-scatters are served, in words, then ``beyond``; and why not, if so."""
+    on = [words for name, words in _PARTS.items() if getattr(config, name)]
+    off = [f"{name} is false ({config.origins.get(name, 'Python')})" for name in _PARTS if not getattr(config, name)]
+    limit = message_limit(ALL_GATHER, table, config)
+    size = "at all sizes" if limit >= EVERY_SIZE else f"to {format_bytes(limit)}{beyond}"
+    return "; ".join([*([f"{' and '.join(on)} {size}"] if on else []), *off])
+
+
+def format_bytes(count: int) -> str:
+    """1536 as "1.5 KiB"."""
+    for unit, size in (("TiB", MIB << 20), ("GiB", MIB << 10), ("MiB", MIB), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count} B"

@@ -1,0 +1,152 @@
+"""This rank's part in a group that llm_comm serves, from joining it to the end of the process."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from llm_comm.communicator import Communicator
+from llm_comm.config import Config
+from llm_comm.errors import CommunicatorError
+from llm_comm.installation import VERSION
+from llm_comm.integrations import sleeping, statistics
+from llm_comm.integrations.descriptions import describe_parts, describe_plans, format_bytes
+from llm_comm.integrations.joining import NotJoinedError, SwitchedOffError, join
+from llm_comm.nodes.all_reduce_add_rms_norm import WHY_NOT_ALONE
+from llm_comm.planning.selection import message_limit
+from llm_comm.planning.tables import ALL_REDUCE
+
+_EXIT_CODE = 1
+
+
+class Member:
+    """This rank's part in a group that llm_comm serves: its communicator, and the watchdog over it.
+
+    Args:
+        communicator: Closed by ``close``.
+        group_name: The engine's name of the group.
+        log: Comes out where the engine's messages do. It takes the last words of the process, if it has to end.
+    """
+
+    def __init__(self, communicator: Communicator, group_name: str, log: logging.Logger) -> None:
+        self.communicator = communicator
+        self.group_name = group_name
+        self._log = log
+        self._watchdog = Watchdog(communicator, lambda last_words: log.critical("llm_comm: %s", last_words))
+        self._watchdog.start()
+
+    def summary(self, engine: str, *, sums: bool = True) -> str:
+        """The line for the log of rank 0 that says what llm_comm does from now on.
+
+        Args:
+            engine: Its name.
+            sums: Whether the group sums; else it gathers and scatters alone.
+        """
+        communicator = self.communicator
+        config, table = communicator.config, communicator.table
+        where = "emulated GPUs" if communicator.is_emulated else communicator.memory_kind
+        if communicator.nodes > 1:
+            where = f"{communicator.nodes} nodes, {where}"
+        if sums and communicator.nodes > 1:
+            limit = format_bytes(message_limit(ALL_REDUCE, table, config))
+            plans = f"hierarchical to {limit}, then {engine}'s own"
+            what = f"all-reduce {plans} ({table.describe()} in each node); {describe_parts(table, config)}"
+        elif sums:
+            plans = describe_plans(table, config, f"{engine}'s own", communicator.multicast, communicator.programs)
+            what = f"all-reduce {plans} ({table.describe()}); {describe_parts(table, config)}"
+        else:
+            beyond = f", then {engine}'s own"
+            what = f"{describe_parts(table, config, beyond)} ({table.describe()})"
+        return (
+            f"llm_comm {VERSION} is active for group {self.group_name} ({communicator.world_size} ranks, {where}): "
+            f"{what}; timeout {config.timeout_s:g} s; {communicator.multicast.describe(config)}"
+        )
+
+    def close(self) -> None:
+        """Makes no use of the group, which may be gone."""
+        with contextlib.ExitStack() as last:
+            last.callback(self._watchdog.stop)
+            # It waits for the GPU: for ever, where a kernel of NCCL waits for a dead rank.
+            last.callback(self.communicator.close)
+            statistics.leave(self.group_name, self.communicator, self._log)
+            sleeping.leave(self.communicator)
+
+
+def enter(
+    group_name: str,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    load_config: Callable[[], Config],
+    *,
+    engine: str,
+    log: logging.Logger,
+) -> Member | None:
+    """Joins ``group``; None, on all of its ranks, if they do without llm_comm, and a line in ``log`` that says why.
+
+    Args:
+        group_name: The engine's name of the group.
+        engine: Name of the engine.
+        log: Comes out where the engine's messages do.
+        group, device, load_config: See ``join``.
+
+    Raises:
+        ConfigError: A rank has a wrong option. Raised on all ranks, so that the engine does not start.
+        AbsentRanksError: A rank did not come. Raised on those that did, so that the engine does not start.
+    """
+    try:
+        communicator = join(group, device, load_config)
+    except SwitchedOffError as error:
+        if dist.get_rank() == 0:
+            log.info("llm_comm is not active: %s. %s's own collectives are used.", error, engine)
+        return None
+    except NotJoinedError as error:
+        # Every rank says so: whichever log is read, it tells why decoding is slower than hoped for.
+        text = "llm_comm %s is not active for group %s: %s. %s's own collectives are used."
+        log.warning(text, VERSION, group_name, error, engine)
+        return None
+    statistics.follow(group_name, communicator, dist.get_rank(), log)
+    sleeping.follow(group_name, communicator, log)
+    return Member(communicator, group_name, log)
+
+
+def why_not_fused(communicator: Communicator) -> str | None:
+    """Why no all-reduce of the group is fused with its norm, if so: the same on all ranks."""
+    return f"it {WHY_NOT_ALONE}" if communicator.nodes == communicator.world_size > 1 else None
+
+
+class Watchdog:
+    """Ends this process when ``communicator`` fails.
+
+    A CUDA graph is replayed without Python, so nobody would see the error, and the engine would serve sums that lack a
+    peer. An engine notices when one of its processes ends, and stops with an error; torch's watchdog of NCCL relies on
+    the same. Wrong results go unnoticed for less than 0.6 s.
+
+    Args:
+        communicator: What to watch, until ``stop``.
+        report: Takes the last words of the process, which name the peer.
+    """
+
+    def __init__(self, communicator: Communicator, report: Callable[[str], None]) -> None:
+        self._communicator = communicator
+        self._report = report
+        self._is_stopped = False
+
+    def start(self) -> None:
+        # Whoever waits for that rank: kernels of other libraries would do so without end, and hold up this process.
+        self._communicator.on_error(self._end, exits=True)
+
+    def stop(self) -> None:
+        """An error of the communicator does not end the process any more."""
+        self._is_stopped = True
+
+    def _end(self, error: CommunicatorError) -> None:
+        if self._is_stopped:
+            return
+        self._report(f"{error}\nEnding this process: what the engine computes from here on would be wrong.")
+        # Not sys.exit: the main thread may be waiting for the GPU or for another rank.
+        os._exit(_EXIT_CODE)
