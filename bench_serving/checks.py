@@ -73,14 +73,14 @@ def most_layers(config: Mapping[str, Any]) -> int | None:
 
 
 def summarize(runs: Sequence[Run], tolerance: Tolerance = PLAIN) -> dict[str, Any]:
-    """{"tokens": {arm: ...}, "logits": {arm: ...}, "limit": ..., "passed": bool, "failures": [...]}; empty if nothing
-    was checked.
+    """{"tokens": {arm: ...}, "logits": {arm: {length: ...}}, "limit": {length: ...}, "passed": bool, "failures":
+    [...]}; empty if nothing was checked.
 
     Tokens: greedy generations of equal prompts must be equal in all repeats of an arm; how many equal those of ``nccl``
     is told. Logits: those of the first token must be finite and not all equal, and those of llm_comm must agree with
     those of ``nccl``: within ``tolerance``, or ``TIMES_DEFAULT`` times the distance of ``default``, which is the limit.
-    Where the median is judged, no prompt may be further than ``MOST_OF_ONE_PROMPT`` either. The bound ``free`` is left
-    out: it computes nonsense.
+    Where the median is judged, no prompt may be further than ``MOST_OF_ONE_PROMPT`` either. Prompts of each length are
+    judged by themselves. The bound ``free`` is left out: it computes nonsense.
     """
     checked: dict[str, list[Mapping[str, Any]]] = {}
     for run in runs:
@@ -90,11 +90,23 @@ def summarize(runs: Sequence[Run], tolerance: Tolerance = PLAIN) -> dict[str, An
         return {}
     failures: list[str] = []
     tokens = {arm: _tokens(arm, results, failures) for arm, results in checked.items()}
-    logits = {arm: _logits(arm, results[0]["logits"], failures) for arm, results in checked.items()}
+    first = {arm: results[0]["logits"] for arm, results in checked.items()}
+    logits = {
+        arm: {length: _logits(arm, length, rows, failures) for length, rows in by_length.items()}
+        for arm, by_length in first.items()
+    }
     summary: dict[str, Any] = {"tokens": tokens, "logits": logits}
     if arms.NCCL in checked:
-        by_arm = {arm: results[0]["logits"] for arm, results in checked.items()}
-        summary["limit"] = _compare_with_nccl(by_arm, logits, tolerance, failures)
+        summary["limit"] = {
+            length: _compare_with_nccl(
+                length,
+                {arm: by_length[length] for arm, by_length in first.items()},
+                {arm: entries[length] for arm, entries in logits.items()},
+                tolerance,
+                failures,
+            )
+            for length in first[arms.NCCL]
+        }
         for arm, results in checked.items():
             tokens[arm]["same_as_nccl"] = _same_requests(results[0]["tokens"], checked[arms.NCCL][0]["tokens"])
     return {**summary, "passed": not failures, "failures": failures}
@@ -126,13 +138,14 @@ def _same_requests(own: Mapping[str, Any], other: Mapping[str, Any]) -> int:
     return sum(a == b for size in own for a, b in zip(own[size], other[size], strict=True))
 
 
-def _logits(arm: str, own: Sequence[Sequence[float]], failures: list[str]) -> dict[str, Any]:
+def _logits(arm: str, length: str, own: Sequence[Sequence[float]], failures: list[str]) -> dict[str, Any]:
     if not all(np.isfinite(row).all() and np.ptp(row) > 0 for row in own):
-        failures.append(f"{arm}: logits are not finite, or all equal")
+        failures.append(f"{arm}, prompts of {length} tokens: logits are not finite, or all equal")
     return {"prompts": len(own), "vocabulary": len(own[0]), "largest": float(np.abs(own).max())}
 
 
 def _compare_with_nccl(
+    length: str,
     logits: Mapping[str, Sequence[Sequence[float]]],
     entries: Mapping[str, dict[str, Any]],
     tolerance: Tolerance,
@@ -160,11 +173,12 @@ def _compare_with_nccl(
         # `not ... <=`: a NaN fails.
         if not entry["distance_to_nccl"] <= limit:
             failures.append(
-                f"{arm}: logits differ from nccl's by {entry['distance_to_nccl']:.3g}, more than {limit:.3g}"
+                f"{arm}, prompts of {length} tokens: logits differ from nccl's by {entry['distance_to_nccl']:.3g}, "
+                f"more than {limit:.3g}"
             )
         elif tolerance.by_median and not max(entry["distances"]) <= MOST_OF_ONE_PROMPT:
             failures.append(
-                f"{arm}: logits of one prompt differ from nccl's by {max(entry['distances']):.3g}, more than "
-                f"{MOST_OF_ONE_PROMPT}"
+                f"{arm}, prompts of {length} tokens: logits of one differ from nccl's by "
+                f"{max(entry['distances']):.3g}, more than {MOST_OF_ONE_PROMPT}"
             )
     return limit

@@ -14,6 +14,8 @@ _HEAD = (
     "arm", "decode ms/token", "(min-max)", "vs nccl", "(min-max)", "vs default", "(min-max)", "recovered",
     "TTFT mean", "median", "P99", "TPOT mean", "median", "P99", "ITL mean", "median", "P99",
 )  # fmt: skip
+#: Length of prompts that a report does not name.
+_UNKNOWN = "?"
 _LATENCIES = [f"{kind}_{name}_ms" for name in ("ttft", "tpot", "itl") for kind in ("mean", "median", "p99")]
 
 
@@ -93,6 +95,11 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
+def _by_length(logits: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Reports up to 2026-11-26 have prompts of one length, which they do not say."""
+    return {arm: {_UNKNOWN: entry} if "prompts" in entry else entry for arm, entry in logits.items()}
+
+
 def _check(check: Mapping[str, Any]) -> str:
     lines = ["check " + ("passed" if check["passed"] else "FAILED")]
     for arm, entry in check["tokens"].items():
@@ -102,15 +109,18 @@ def _check(check: Mapping[str, Any]) -> str:
             f"({entry['distinct_tokens']} distinct), {same} in {entry['repeats']} repeats"
             + (f"; {entry['same_as_nccl']} requests as nccl" if "same_as_nccl" in entry else "")
         )
-    for arm, entry in check["logits"].items():
-        if "distance_to_nccl" in entry:
-            prompts, judged = entry["prompts"], entry.get("judged", "worst")
-            lines.append(
-                f"  {arm}: first-token logits differ from nccl's by {entry['distance_to_nccl']:.2e} (relative L2 norm, "
-                f"{judged} of {prompts} prompts); same most likely token in {entry['same_first_token']} of {prompts}"
-            )
-    if "limit" in check:
-        lines.append(f"  of llm_comm's arms {check['limit']:.2g} is allowed")
+    limits = check.get("limit", {})
+    for arm, by_length in _by_length(check["logits"]).items():
+        for length, entry in by_length.items():
+            if "distance_to_nccl" in entry:
+                prompts, judged = entry["prompts"], entry.get("judged", "worst")
+                lines.append(
+                    f"  {arm}: first-token logits of prompts of {length} tokens differ from nccl's by "
+                    f"{entry['distance_to_nccl']:.2e} (relative L2 norm, {judged} of {prompts}); same most likely "
+                    f"token in {entry['same_first_token']}"
+                )
+    for length, limit in limits.items() if isinstance(limits, Mapping) else [(_UNKNOWN, limits)]:
+        lines.append(f"  of llm_comm's arms {limit:.2g} is allowed, of prompts of {length} tokens")
     if NCCL not in check["logits"]:
         lines.append(f"  logits were compared with nothing: there is no arm {NCCL}")
     return "\n".join([*lines, *(f"  {failure}" for failure in check["failures"])])

@@ -15,6 +15,9 @@ SHAPES = Path(__file__).parent / "model_shapes"
 #: Requests of the check are generated in batches of these sizes, so that each all-reduce algorithm takes part.
 CHECK_BATCHES = (1, 4, 16)
 CHECK_TOKENS = 32
+#: Of the shorter prompts whose logits are compared. So few tokens take the ways of a decode step: norms are fused with
+#: their sums, and linear layers are llm_comm's. Of longer prefills it often makes the sums alone.
+FEW_TOKENS = 32
 #: SGLang's option that has it fuse all-reduces with norms by FlashInfer.
 FLASHINFER_OPTION = "flashinfer_allreduce_fusion_backend"
 
@@ -112,6 +115,12 @@ class Settings:
         source = random.Random(f"{self.seed} {purpose} {count} {length}")
         vocabulary = self.config()["vocab_size"]
         return [[source.randrange(10, vocabulary) for _ in range(length)] for _ in range(count)]
+
+    def check_prompts(self) -> dict[int, list[list[int]]]:
+        """Those whose first logits are compared, by their length."""
+        count = max(CHECK_BATCHES[:2])
+        lengths = sorted({min(FEW_TOKENS, self.prompt_tokens), self.prompt_tokens})
+        return {length: self.prompts(count, length, "check") for length in lengths}
 
     def decode_prompts(self, count: int) -> list[list[int]]:
         """Those of a timed batch of ``count`` requests; in deterministic mode the first ones of the largest batch."""

@@ -110,9 +110,9 @@ def _check(engine: Engine, job: Job) -> dict[str, Any]:
     for count in CHECK_BATCHES:
         prompts = settings.prompts(count, settings.prompt_tokens, "check")
         tokens[count] = [request.tokens for request in engine.generate_together(prompts, CHECK_TOKENS)]
-    prompts = settings.prompts(max(CHECK_BATCHES[:2]), settings.prompt_tokens, "check")
-    logits = [engine.first_logits(prompt) for prompt in prompts]
-    say(f"check: tokens of {sum(CHECK_BATCHES)} requests, logits of {len(logits)}")
+    by_length = settings.check_prompts()
+    logits = {length: [engine.first_logits(prompt) for prompt in prompts] for length, prompts in by_length.items()}
+    say(f"check: tokens of {sum(CHECK_BATCHES)} requests, logits of {sum(map(len, logits.values()))}")
     return {"tokens": tokens, "logits": logits}
 
 

@@ -301,7 +301,7 @@ def test_the_kernel_of_fp8_layers_is_recorded() -> None:
 
 
 def checked(arm: str, repeat: int, tokens: list[int], logits: list[float]) -> Run:
-    return Run(repeat, arm, 1.0, result={"check": {"tokens": {"1": [tokens]}, "logits": [logits]}})
+    return Run(repeat, arm, 1.0, result={"check": {"tokens": {"1": [tokens]}, "logits": {"8": [logits]}}})
 
 
 def test_log_probabilities_are_compared_like_logits() -> None:
@@ -312,7 +312,7 @@ def test_log_probabilities_are_compared_like_logits() -> None:
 @pytest.mark.parametrize("logits", [[math.nan, 1.0, 2.0], [math.inf, 1.0, 2.0], [1.0, -math.inf, 2.0], [1.0, 1.0, 1.0]])
 def test_logits_without_information_fail_the_check(logits: list[float]) -> None:
     result = checks.summarize([checked("llm_comm", 0, [1], logits)])
-    assert result["failures"] == ["llm_comm: logits are not finite, or all equal"]
+    assert result["failures"] == ["llm_comm, prompts of 8 tokens: logits are not finite, or all equal"]
 
 
 @pytest.mark.parametrize(("theirs", "passed"), [(0.0, False), (0.03, True)])
@@ -324,7 +324,7 @@ def test_the_engines_own_rounding_is_the_measure(theirs: float, passed: bool) ->
         checked("llm_comm", 0, [1], [x + y * 0.05 for x, y in zip(reference, [1, 1, -1, -1], strict=True)]),
     ]
     result = checks.summarize(runs)
-    assert result["logits"]["llm_comm"]["distance_to_nccl"] == pytest.approx(0.05)
+    assert result["logits"]["llm_comm"]["8"]["distance_to_nccl"] == pytest.approx(0.05)
     assert result["passed"] == passed
 
 
@@ -349,8 +349,8 @@ def test_a_distance_that_is_no_number_is_too_large() -> None:
     """Of logits that are finite, but whose squares are not."""
     runs = [checked(arm, 0, [1], [sign, -sign]) for arm, sign in (("nccl", 1e200), ("llm_comm", -1e200))]
     result = checks.summarize(runs)
-    assert math.isnan(result["logits"]["llm_comm"]["distance_to_nccl"])
-    assert result["failures"] == ["llm_comm: logits differ from nccl's by nan, more than 0.04"]
+    assert math.isnan(result["logits"]["llm_comm"]["8"]["distance_to_nccl"])
+    assert result["failures"] == ["llm_comm, prompts of 8 tokens: logits differ from nccl's by nan, more than 0.04"]
 
 
 def test_the_limit_is_the_tolerance_or_twice_the_distance_of_default() -> None:
@@ -358,25 +358,25 @@ def test_the_limit_is_the_tolerance_or_twice_the_distance_of_default() -> None:
     assert checks.distance([1.0, 2.1, 3.0], [1.0, 2.0, 3.0]) == pytest.approx(0.058, abs=0.001)
     assert not checks.summarize(runs)["passed"]
     lenient = checks.summarize(runs, checks.QUANTIZED)
-    assert (lenient["passed"], lenient["limit"]) == (True, checks.QUANTIZED.distance)
+    assert (lenient["passed"], lenient["limit"]) == (True, {"8": checks.QUANTIZED.distance})
     far = checks.summarize([*runs, checked("default", 0, [1], [1.0, 2.2, 3.0])])
-    assert far["limit"] == 2 * far["logits"]["default"]["distance_to_nccl"]
+    assert far["limit"] == {"8": 2 * far["logits"]["default"]["8"]["distance_to_nccl"]}
     assert "limit" not in checks.summarize(runs[1:])
 
 
 def checked_prompts(arm: str, distances: list[float]) -> Run:
     """A run whose logits are so far from those of ``[1, 1, -1, -1]``."""
     logits = [[1 + x, 1 - x, -1 + x, -1 - x] for x in distances]
-    return Run(0, arm, 1.0, result={"check": {"tokens": {"1": [[1]]}, "logits": logits}})
+    return Run(0, arm, 1.0, result={"check": {"tokens": {"1": [[1]]}, "logits": {"8": logits}}})
 
 
 @pytest.mark.parametrize(
     ("distances", "failure"),
     [
         ([0.1, 0.15, 0.6], None),
-        ([0.1, 0.25, 0.25], "llm_comm: logits differ from nccl's by 0.25, more than 0.2"),
-        ([0.1, 0.1, 0.9], "llm_comm: logits of one prompt differ from nccl's by 0.9, more than 0.7"),
-        ([0.1, 0.1, math.nan], "llm_comm: logits differ from nccl's by nan, more than 0.2"),
+        ([0.1, 0.25, 0.25], "llm_comm, prompts of 8 tokens: logits differ from nccl's by 0.25, more than 0.2"),
+        ([0.1, 0.1, 0.9], "llm_comm, prompts of 8 tokens: logits of one differ from nccl's by 0.9, more than 0.7"),
+        ([0.1, 0.1, math.nan], "llm_comm, prompts of 8 tokens: logits differ from nccl's by nan, more than 0.2"),
     ],
 )
 def test_with_experts_the_median_prompt_is_judged_and_no_prompt_may_be_wrong(
@@ -385,7 +385,7 @@ def test_with_experts_the_median_prompt_is_judged_and_no_prompt_may_be_wrong(
     runs = [checked_prompts("nccl", [0.0, 0.0, 0.0]), checked_prompts("llm_comm", distances)]
     result = checks.summarize(runs, checks.EXPERTS)
     assert [each for each in result["failures"] if "finite" not in each] == ([failure] if failure else [])
-    entry = result["logits"]["llm_comm"]
+    entry = result["logits"]["llm_comm"]["8"]
     assert entry["distances"] == pytest.approx(distances, nan_ok=True)
     assert entry["judged"] == "median"
 
@@ -393,10 +393,24 @@ def test_with_experts_the_median_prompt_is_judged_and_no_prompt_may_be_wrong(
 def test_elsewhere_the_worst_prompt_is_judged() -> None:
     runs = [checked_prompts("nccl", [0.0] * 3), checked_prompts("llm_comm", [0.01, 0.05, 0.01])]
     result = checks.summarize(runs)
-    assert result["failures"] == ["llm_comm: logits differ from nccl's by 0.05, more than 0.04"]
-    assert result["logits"]["llm_comm"]["judged"] == "worst"
+    assert result["failures"] == ["llm_comm, prompts of 8 tokens: logits differ from nccl's by 0.05, more than 0.04"]
+    assert result["logits"]["llm_comm"]["8"]["judged"] == "worst"
     runs[1] = checked_prompts("llm_comm", [0.01, math.nan, 0.01])
     assert not checks.summarize(runs)["passed"]
+
+
+def of_lengths(arm: str, short: list[float], long: list[float]) -> Run:
+    return Run(0, arm, 1.0, result={"check": {"tokens": {"1": [[1]]}, "logits": {"8": [short], "99": [long]}}})
+
+
+def test_prompts_of_each_length_are_judged_by_themselves() -> None:
+    right, wrong, noisy = [1.0, -1.0, 1.0], [1.0, -1.0, 0.8], [1.0, -1.0, 0.5]
+    runs = [of_lengths("nccl", right, right), of_lengths("default", right, noisy), of_lengths("llm_comm", wrong, wrong)]
+    result = checks.summarize(runs)
+    (failure,) = result["failures"]
+    assert failure.startswith("llm_comm, prompts of 8 tokens: logits differ from nccl's by ")
+    assert result["limit"]["8"] == checks.PLAIN.distance
+    assert result["limit"]["99"] > result["logits"]["llm_comm"]["99"]["distance_to_nccl"] > checks.PLAIN.distance
 
 
 def test_another_token_in_one_repeat_fails_the_check() -> None:
@@ -456,9 +470,12 @@ def test_the_table_shows_ratios_with_their_spread() -> None:
 )
 def test_committed_reports_can_be_shown(path: Path, tmp_path: Path) -> None:
     content = json.loads(path.read_text())
-    assert "vs default" in report.text(content)
+    text = report.text(content)
+    assert ("vs default" in text) == bool(content["decode"])
+    assert ("check passed" in text) == bool(content["check"] and content["check"]["passed"])
     pytest.importorskip("matplotlib")
-    report.plot(tmp_path / "report.png", content)
+    if content["decode"]:
+        report.plot(tmp_path / "report.png", content)
 
 
 def test_a_run_that_does_not_count_is_in_no_figure() -> None:

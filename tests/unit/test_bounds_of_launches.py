@@ -16,7 +16,7 @@ HIDDEN = 1024
 MAX_CLUSTER = 16
 CHUNK_LINES = 8
 BF16 = tuple(registry.data_types()).index("bf16")
-#: Those of LL; of the others, tests/unit/test_bounds_of_staging.py.
+#: Those of LL.
 ALGORITHMS = [
     (a.operation, a.name)
     for name in (ALL_REDUCE, FUSED)
