@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import runpy
 import subprocess
 from pathlib import Path
@@ -37,10 +38,10 @@ def busy_gpus(count: int) -> list[str]:
     lines = _output("nvidia-smi", *which, "--query-gpu=index,memory.used,memory.total", "--format=csv,noheader,nounits")
     busy = []
     for line in lines[:count]:
-        index, used, total = (part.strip() for part in line.split(","))
         # Where it is not known, as with MIG, it is "[N/A]".
-        if used.isdecimal() and int(used) > _IDLE_MIB:
-            busy.append(f"GPU {index}: {used} of {total} MiB are in use by other processes")
+        found = re.fullmatch(r"(\d+), (\d+), (\d+)", line.strip())
+        if found and int(found[2]) > _IDLE_MIB:
+            busy.append(f"GPU {found[1]}: {found[2]} of {found[3]} MiB are in use by other processes")
     return busy
 
 
