@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_serving import checks, processes, report
+from bench_serving import checks, report
 from bench_serving.arms import ARMS
 from bench_serving.comparison import Comparison
 from bench_serving.settings import FLASHINFER_OPTION, SHAPES, Settings
@@ -253,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = settings_of(options)
     out: Path = options.out.resolve()
     check_place(settings.engine, out)
-    comparison = Comparison(
+    content = Comparison(
         settings,
         options.arms,
         options.repeats,
@@ -262,9 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         shlex.join(["python", "-m", "bench_serving", *argv]),
         options.commit,
         options.resume,
-    )
-    with processes.ended_by_signals():
-        content = comparison.run()
+    ).run()
     print()
     report.show(out / "report.json")
     print(f"\n{out / 'report.json'}")

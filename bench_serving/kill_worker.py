@@ -92,10 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         {**comparison.arm_environment(arm, settings), "LLM_COMM_TIMEOUT_S": str(options.timeout_s)}, os.environ
     )
     command = processes.module_command(f"bench_serving.engines.{options.engine}", str(out / "job.json"))
-    with (
-        processes.ended_by_signals(),
-        processes.Session(command, environment, out / "log.txt", out) as session,
-    ):
+    with processes.Session(command, environment, out / "log.txt", out) as session:
         up = session.wait_for(
             lambda: DECODING in session.text(), options.start_timeout, lambda line: print(f"  {line}")
         )

@@ -98,7 +98,10 @@ def ended_by_signals() -> Iterator[None]:
 
 
 class Session:
-    """A command in a session of its own, with all processes that it starts. None outlives the ``with`` block.
+    """A command in a session of its own, with all processes that it starts.
+
+    None outlives the ``with`` block, which also holds where a signal ends this process (``ended_by_signals``). So the
+    block is the main thread's, the only one that gets signals.
 
     Args:
         command: What to run.
@@ -110,6 +113,7 @@ class Session:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, directory: Path) -> None:
         self.log = log
         self._read_to = 0
+        self._signals = ended_by_signals()
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 command,
@@ -122,12 +126,16 @@ class Session:
             )
 
     def __enter__(self) -> Session:
+        self._signals.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.kill()
+        try:
+            self.kill()
+        finally:
+            self._signals.__exit__(None, None, None)
 
     @property
     def processes(self) -> list[int]:

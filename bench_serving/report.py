@@ -95,9 +95,14 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _by_length(logits: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Reports up to 2026-11-26 have prompts of one length, which they do not say."""
-    return {arm: {_UNKNOWN: entry} if "prompts" in entry else entry for arm, entry in logits.items()}
+def _by_length(check: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, float]]:
+    """{arm: {length: ...}} of logits, and the limits by length.
+
+    Reports up to 2026-11-26 have prompts of one length, which they do not say.
+    """
+    logits, limit = check["logits"], check.get("limit", {})
+    logits = {arm: {_UNKNOWN: entry} if "prompts" in entry else entry for arm, entry in logits.items()}
+    return logits, limit if isinstance(limit, Mapping) else {_UNKNOWN: limit}
 
 
 def _check(check: Mapping[str, Any]) -> str:
@@ -109,17 +114,17 @@ def _check(check: Mapping[str, Any]) -> str:
             f"({entry['distinct_tokens']} distinct), {same} in {entry['repeats']} repeats"
             + (f"; {entry['same_as_nccl']} requests as nccl" if "same_as_nccl" in entry else "")
         )
-    limits = check.get("limit", {})
-    for arm, by_length in _by_length(check["logits"]).items():
+    logits, limits = _by_length(check)
+    for arm, by_length in logits.items():
         for length, entry in by_length.items():
             if "distance_to_nccl" in entry:
                 prompts, judged = entry["prompts"], entry.get("judged", "worst")
                 lines.append(
                     f"  {arm}: first-token logits of prompts of {length} tokens differ from nccl's by "
                     f"{entry['distance_to_nccl']:.2e} (relative L2 norm, {judged} of {prompts}); same most likely "
-                    f"token in {entry['same_first_token']}"
+                    f"token in {entry['same_first_token']} of {prompts}"
                 )
-    for length, limit in limits.items() if isinstance(limits, Mapping) else [(_UNKNOWN, limits)]:
+    for length, limit in limits.items():
         lines.append(f"  of llm_comm's arms {limit:.2g} is allowed, of prompts of {length} tokens")
     if NCCL not in check["logits"]:
         lines.append(f"  logits were compared with nothing: there is no arm {NCCL}")

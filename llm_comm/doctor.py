@@ -26,7 +26,7 @@ from llm_comm.bench.tune_list import tables_here
 from llm_comm.config import MULTICAST_OFF_VARIABLES, Config, multicast_state
 from llm_comm.errors import ConfigError
 from llm_comm.installation import code_for, get_include, oldest_driver
-from llm_comm.options import option_names
+from llm_comm.options import OPTIONS
 from llm_comm.planning.catalogue import check_table_option
 from llm_comm.planning.multicast import wish
 from llm_comm.planning.selection import message_limit
@@ -266,7 +266,7 @@ def _describe_table(table: TuningTable, config: Config) -> str:
 
 
 def _configuration(config: Config) -> dict[str, str]:
-    return {name: f"{getattr(config, name)} ({config.origins.get(name, 'default')})" for name in option_names()}
+    return {name: f"{getattr(config, name)} ({config.origins.get(name, 'default')})" for name in OPTIONS}
 
 
 _SECTIONS: Mapping[str, Section] = {

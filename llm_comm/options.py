@@ -156,11 +156,6 @@ OPTIONS: dict[str, Option] = {
 }
 
 
-def option_names() -> tuple[str, ...]:
-    """The names of all options, in the order of ``Config``."""
-    return tuple(OPTIONS)
-
-
 def parse_option(name: str, text: str, source: str = "") -> Any:
     """Reads an option from text, as variables and command lines have it.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -300,8 +301,13 @@ def test_the_kernel_of_fp8_layers_is_recorded() -> None:
     assert line in engine_logs.evidence(ran(), ARMS["default"], f"{line}\n{CUSTOM}")
 
 
+def of_logits(arm: str, by_length: dict[str, list[list[float]]], repeat: int = 0, tokens: Sequence[int] = (1,)) -> Run:
+    """A run whose check had prompts of these lengths."""
+    return Run(repeat, arm, 1.0, result={"check": {"tokens": {"1": [list(tokens)]}, "logits": by_length}})
+
+
 def checked(arm: str, repeat: int, tokens: list[int], logits: list[float]) -> Run:
-    return Run(repeat, arm, 1.0, result={"check": {"tokens": {"1": [tokens]}, "logits": {"8": [logits]}}})
+    return of_logits(arm, {"8": [logits]}, repeat, tokens)
 
 
 def test_log_probabilities_are_compared_like_logits() -> None:
@@ -366,8 +372,7 @@ def test_the_limit_is_the_tolerance_or_twice_the_distance_of_default() -> None:
 
 def checked_prompts(arm: str, distances: list[float]) -> Run:
     """A run whose logits are so far from those of ``[1, 1, -1, -1]``."""
-    logits = [[1 + x, 1 - x, -1 + x, -1 - x] for x in distances]
-    return Run(0, arm, 1.0, result={"check": {"tokens": {"1": [[1]]}, "logits": {"8": logits}}})
+    return of_logits(arm, {"8": [[1 + x, 1 - x, -1 + x, -1 - x] for x in distances]})
 
 
 @pytest.mark.parametrize(
@@ -399,13 +404,10 @@ def test_elsewhere_the_worst_prompt_is_judged() -> None:
     assert not checks.summarize(runs)["passed"]
 
 
-def of_lengths(arm: str, short: list[float], long: list[float]) -> Run:
-    return Run(0, arm, 1.0, result={"check": {"tokens": {"1": [[1]]}, "logits": {"8": [short], "99": [long]}}})
-
-
 def test_prompts_of_each_length_are_judged_by_themselves() -> None:
     right, wrong, noisy = [1.0, -1.0, 1.0], [1.0, -1.0, 0.8], [1.0, -1.0, 0.5]
-    runs = [of_lengths("nccl", right, right), of_lengths("default", right, noisy), of_lengths("llm_comm", wrong, wrong)]
+    made = {"nccl": (right, right), "default": (right, noisy), "llm_comm": (wrong, wrong)}
+    runs = [of_logits(arm, {"8": [short], "99": [long]}) for arm, (short, long) in made.items()]
     result = checks.summarize(runs)
     (failure,) = result["failures"]
     assert failure.startswith("llm_comm, prompts of 8 tokens: logits differ from nccl's by ")

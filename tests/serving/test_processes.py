@@ -55,11 +55,10 @@ import sys
 from pathlib import Path
 from bench_serving import processes
 engine = [sys.executable, "-c", "import subprocess; subprocess.run(['sleep', '600'])"]
-with processes.ended_by_signals():
-    with processes.Session(engine, {}, Path(sys.argv[1]), Path()) as session:
-        session.wait_for(lambda: len(session.processes) == 2, 30, print)
-        print(session.process.pid, flush=True)
-        session.wait_for(lambda: False, 600, print)
+with processes.Session(engine, {}, Path(sys.argv[1]), Path()) as session:
+    session.wait_for(lambda: len(session.processes) == 2, 30, print)
+    print(session.process.pid, flush=True)
+    session.wait_for(lambda: False, 600, print)
 """
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from llm_comm import Config, ConfigError
 from llm_comm.config import MULTICAST_OFF_VARIABLES
-from llm_comm.options import option_names
+from llm_comm.options import OPTIONS
 from llm_comm.sizes import parse_size
 
 # For every option: a value of its own for the file, the environment (as text and as a value) and Python.
@@ -144,7 +144,7 @@ def file_environment(path: Path, text: str) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [*map(variable, option_names()), "LLM_COMM_CONFIG", *MULTICAST_OFF_VARIABLES]:
+    for name in [*map(variable, OPTIONS), "LLM_COMM_CONFIG", *MULTICAST_OFF_VARIABLES]:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -155,7 +155,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_every_option_is_tested_here() -> None:
     fields = [field.name for field in dataclasses.fields(Config) if field.name != "origins"]
-    assert list(option_names()) == fields == list(VALUES)
+    assert list(OPTIONS) == fields == list(VALUES)
 
 
 def test_defaults() -> None:
@@ -236,7 +236,7 @@ def test_origins_are_not_compared() -> None:
 
 def test_the_signature_tells_options_and_defaults() -> None:
     parameters = inspect.signature(Config).parameters
-    assert list(parameters) == [*option_names(), "origins"]
+    assert list(parameters) == [*OPTIONS, "origins"]
     assert parameters["timeout_s"].default == 30
 
 
@@ -362,7 +362,7 @@ def test_unknown_variable(name: str, meant: str) -> None:
     with pytest.raises(ConfigError) as error:
         Config.load({"LLM_COMM_LOG": "info", name: "1"})
     assert f"unknown variable {name} (did you mean {meant}?): unset it; valid: LLM_COMM_ENABLE, " in str(error.value)
-    assert all(variable(option) in str(error.value) for option in (*option_names(), "config"))
+    assert all(variable(option) in str(error.value) for option in (*OPTIONS, "config"))
 
 
 def test_unknown_variable_that_resembles_none() -> None:

@@ -24,7 +24,7 @@ from llm_comm.integrations import descriptions, engine_config, joining, linear, 
 from llm_comm.integrations.parts import Parts
 from llm_comm.integrations.vllm import cache_key, dependent_launches, eager_norms, fusion, sleep_mode
 from llm_comm.integrations.vllm.gathering import GatheringCommunicator, only_gathers
-from llm_comm.options import option_names
+from llm_comm.options import OPTIONS
 from llm_comm.planning.selection import message_limit
 from llm_comm.planning.tables import FUSED
 from llm_comm.quoting import quoted
@@ -60,13 +60,12 @@ def load_config() -> Config:
     section = {} if vllm_config is None else _section(vllm_config)
     if not isinstance(section, dict):
         raise ConfigError(
-            f"additional_config[{SECTION!r}] is {quoted(section)}; "
-            f"expected options by name: {', '.join(option_names())}"
+            f"additional_config[{SECTION!r}] is {quoted(section)}; expected options by name: {', '.join(OPTIONS)}"
         )
-    unknown = sorted(str(name) for name in section if name not in option_names())
+    unknown = sorted(str(name) for name in section if name not in OPTIONS)
     if unknown:
         raise ConfigError(
-            f"unknown option {quoted(unknown[0])} in additional_config[{SECTION!r}]; valid: {', '.join(option_names())}"
+            f"unknown option {quoted(unknown[0])} in additional_config[{SECTION!r}]; valid: {', '.join(OPTIONS)}"
         )
     if section:
         try:
