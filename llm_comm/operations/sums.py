@@ -1,0 +1,149 @@
+"""The methods of a communicator for all-reduces, alone and with the norm behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from llm_comm.operations import torch_operators
+from llm_comm.operations.answers import Answers
+from llm_comm.operations.watched import is_watched as _is_watched
+
+# Global names cost less than attributes.
+_is_compiling = torch.compiler.is_compiling
+_Tensor = torch.Tensor
+#: Types of operands that are what they seem; others are wrappers, which torch's dispatcher knows how to open.
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
+
+
+class Sums(Answers):
+    """What ``Communicator`` inherits."""
+
+    name: str
+    # ``run`` of them, found with one look-up each.
+    _all_reduce: Callable[..., Any]
+    _all_reduce_add_rms_norm: Callable[..., tuple[torch.Tensor, ...]]
+
+    # ---- Operations ---------------------------------------------------------------------------------------------
+
+    def all_reduce(self, x: Any, out: Any = None) -> Any:
+        """Sums ``x`` over all ranks, accumulated in fp32 in rank order and rounded once: bitwise the same on all ranks.
+
+        Args:
+            x: Contiguous tensor of any shape, bfloat16, float16 or float32, on this communicator's device; or an array
+                with DLPack or ``__cuda_array_interface__``.
+            out: Where the sum goes: like ``x``, which it may be, but must not overlap otherwise. None: a new tensor.
+
+        Returns:
+            ``out``, or a new tensor (array) like ``x``.
+
+        Raises:
+            UnsupportedInputError: ``accepts(x)`` is false, or ``out`` does not fit ``x``.
+            CommunicatorError: This or an earlier call has failed: PeerTimeout, LaunchError, MismatchError or
+                ConcurrentUseError.
+        """
+        # Host time of a call is a bar: this path makes no Python call that it can do without.
+        if _is_compiling() or type(x) is not _Tensor or _is_watched():
+            return self._dispatch_all_reduce(x, out)
+        return self._all_reduce(x, out)
+
+    def try_all_reduce(self, x: torch.Tensor) -> torch.Tensor | None:
+        """``all_reduce(x)`` where ``accepts(x)``, else None: in one look at ``x``, for engines that then go their own
+        way. The same on all ranks.
+
+        Args:
+            x: As of ``all_reduce``.
+
+        Returns:
+            A new tensor like ``x``, or None: nothing has been summed then.
+
+        Raises:
+            CommunicatorError: ``x`` is accepted, and this or an earlier call has failed, as of ``all_reduce``.
+        """
+        if _is_compiling() or type(x) is not _Tensor or _is_watched():
+            result: torch.Tensor | None = self._dispatch_all_reduce(x, None) if self.accepts(x) else None
+        else:
+            result = self._all_reduce(x, None, True)
+        return result
+
+    def _dispatch_all_reduce(self, x: Any, out: Any) -> Any:
+        """What is no ordinary tensor, or not one yet."""
+        if isinstance(x, _Tensor):
+            return torch_operators.all_reduce(x, out, self.name)
+        return self._operations.all_reduce.run_array(x, out)
+
+    def all_reduce_add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        out: torch.Tensor | None = None,
+        residual_out: torch.Tensor | None = None,
+        quantize: str | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Sums ``x`` over all ranks, adds ``residual`` and norms each row, in one kernel.
+
+        The sum is bitwise that of ``all_reduce``, and the new residual bitwise the torch sum of it and ``residual``.
+        The normed rows are ``new_residual / sqrt(mean(new_residual ** 2) + eps) * weight`` computed in fp32 and rounded
+        once; a row's bits do not depend on the rows beside it. (Engines round before the multiplication by the weight
+        too.) Where the sum of the squares overflows fp32 a row becomes zeros, as in the engines.
+
+        With ``quantize`` the normed rows, rounded to the dtype of ``x``, become FP8 e4m3, beyond +-448 saturated; NaN
+        stays NaN. ``"static"``: multiplied by ``1 / scale``, as vLLM's ``static_scaled_fp8_quant``. ``"dynamic"``:
+        divided by a scale for each row, its largest magnitude / 448 but at least 1 / (448 * 512), as vLLM's
+        ``rms_norm_dynamic_per_token_quant``. (SGLang's per-token kernel multiplies by the reciprocal and has no least
+        scale.) ``"group..."``: divided by a scale for each 128 elements of a row, their largest magnitude, but at least
+        1e-10, / 448. That and the scales are bitwise what vLLM's ``per_token_group_quant_fp8`` makes of the same normed
+        rows (``csrc/quantization/w8a8/fp8/per_token_group_quant.cu`` there), except that NaN stays NaN. SGLang's
+        multiplies by reciprocals, so its last bits may differ where scales are no powers of two.
+
+        ====================================  =======================  ==========================================
+        ``quantize``                          strides of the scales    as in the engines' functions
+        ====================================  =======================  ==========================================
+        ``"group"``                           (hidden / 128, 1)
+        ``"group_column_major"``              (1, tokens)              ``column_major_scales``
+        ``"group_column_major_tma"``          (1, tokens rounded up    that and ``tma_aligned_scales`` (vLLM) or
+                                              to a multiple of 4)      ``scale_tma_aligned`` (SGLang)
+        ``"..._ue8m0"``, each of the three    the same                 ``use_ue8m0``
+        ====================================  =======================  ==========================================
+
+        With ``_ue8m0`` scales are rounded up to powers of two, at least 2^-33, and stay float32: four of them in an
+        int32, as DeepGEMM wants them on Blackwell, are not made.
+
+        Args:
+            x: [..., hidden], contiguous, bfloat16 or float16; hidden is a multiple of 8 up to 16384.
+            residual: Like ``x``, the same on all ranks; None adds nothing, and the new residual is the sum.
+            weight: [hidden], of the dtype of ``x``.
+            eps: Added to the mean of the squares.
+            out: Where the normed rows go: like ``x``, which it may be, or float8_e4m3fn. None: a new tensor.
+            residual_out: Where the new residual goes: like ``x``; it may be ``residual``. None: a new tensor.
+            quantize: None, ``"static"``, ``"dynamic"``, or one of the table: hidden is a multiple of 128 then, and
+                ``x`` has two dimensions if scales go by columns.
+            scale: ``"static"``: float32, one element, required. Else where the scales go, float32; None: a new tensor.
+                ``"dynamic"``: an element for each row, [..., 1] if new. ``"group..."``: [..., hidden / 128], of these
+                strides. What lies between the columns is not written.
+
+        Returns:
+            ``(normed, new_residual)``; with ``"dynamic"`` and ``"group..."`` ``(normed, new_residual, scale)``.
+
+        Raises:
+            UnsupportedInputError: ``accepts_fused(x, weight, quantize)`` is false, or another tensor does not fit. The
+                sum has not been made then: call ``all_reduce``.
+            CommunicatorError: This or an earlier call has failed, as of ``all_reduce``.
+        """
+        if (
+            _is_compiling()
+            or type(x) is not _Tensor
+            or type(residual) not in _PLAIN
+            or type(scale) not in _PLAIN
+            or _is_watched()
+        ):
+            return torch_operators.all_reduce_add_rms_norm(
+                x, residual, weight, eps, out, residual_out, quantize, scale, self.name
+            )
+        return self._all_reduce_add_rms_norm(x, residual, weight, eps, out, residual_out, quantize, scale)
