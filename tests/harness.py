@@ -108,6 +108,7 @@ _running: dict[str, dist.Store] = {}  # of the process
 
 def _init_group(group_store: dist.Store, rank: int, world_size: int) -> None:
     dist.init_process_group("gloo", store=group_store, rank=rank, world_size=world_size, timeout=_GROUP_TIMEOUT)
+    dist.barrier()  # a rank that left before all have joined would fail those that still connect to it
 
 
 def _serve(connection: Connection, rank: int, port: int) -> None:

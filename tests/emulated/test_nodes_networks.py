@@ -37,7 +37,6 @@ def move_to(places: list[Place], layout: Layout) -> Place:
     """Takes this rank to its node, and its group with it: from now on ranks of other nodes, and the store, are reached
     by the cable alone."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    dist.barrier()  # a rank that is still connecting would find the others gone
     dist.destroy_process_group()
     place = places[layout.node_of(rank)]
     place.enter()
