@@ -1,52 +1,9 @@
-// What a Core does alike on every target. Compiled once per target (LLM_COMM_TARGET): Memory owns the
-// workspace and its mappings, Launcher starts kernels.
-//
-// Memory:   WorkspaceHandle create(const WorkspaceLayout&, bool use_ipc);   // local workspace, initialised by region
-//           void map(int peer, const WorkspaceHandle&);   char* local();
-//           HostMailbox* mailbox();                         // zeroed, mapped by the device
-//           void read(void* to, const char* from, uint64_t bytes);
-//           std::optional<uint64_t> read_soon(const char* from);   // from one thread at a time; gives up rather than wait
-//           void write(char* to, const void* from, uint64_t bytes);   // to the local workspace
-//           SharedMemory allocate(uint64_t bytes, bool use_ipc);      // of this rank, for peers to map
-//           std::shared_ptr<char> map_memory(int peer, uint64_t bytes, const WorkspaceHandle&);   // of a peer
-//           std::shared_ptr<char> for_tensor(std::shared_ptr<char> memory, std::weak_ptr<const void> core);
-//                                       // the same memory for a tensor, which may outlive the core
-//           WorkspaceHandle create_multicast(); void join_multicast(const WorkspaceHandle&); void add_multicast_device();
-//           void vacate();   // gives the memory of all workspaces back; addresses stay, and the own header says that calls do nothing
-//           WorkspaceHandle refill(const WorkspaceLayout&, const std::string& header);   // create() at the same addresses; `header` first
-//           void remap(int peer, const WorkspaceHandle&);   // map() at the same addresses
-//           char* bind_multicast(); void drop_multicast();   // as of Core; bind: where the object is mapped, never nullptr
-//           void leave_to_graphs();   // keeps the memory for what may still use it, and lets it do nothing
-// Launcher: Function<Args> function(void (*)(Args));          // what launch() takes
-//           bool launch(const Function<Args>&, const Args&, const Grid&, uint64_t stream);   // whether a graph captures it
-//           void copy(const std::vector<Copy>&, uint64_t stream);   // behind all launches, in no order
-//           Beside beside(uint64_t stream);                   // for copies in a stream beside that of the launches. One at a time:
-//                                       // void follow();             what it copies from now on comes behind all launches so far
-//                                       // void copy(const std::vector<Copy>&);   behind what it has copied; stored ones as the others
-//                                       // void mark(uint32_t); void hold(uint32_t);   launches from hold(i) on come behind mark(i)
-//                                       // void join();               launches from now on come behind all copies
-//           uint32_t max_cluster_blocks();                    // 1 where the device has no clusters
-//           bool has_room_for_cluster(const Function<Args>&, const Grid&);
-//           uint32_t sm_count(); uint32_t max_shared_bytes();   // of the device; of a block
-//           bool multiplies_fp8();                            // whether its kernels do
-//           void permit_shared_bytes(const Function<Args>&);   // a launch of it may take that much
-//           void map_matrix(MatrixView&, uint32_t parts, uint32_t box_rows, uint32_t boxes, BoxUse);
-//                                       // fills in what the target wants beside address and size
-//           uint64_t resident_blocks(const Function<Args>&, const Grid&);   // of such grids that run at once
-//           Function<ProgramArgs> load(const std::string& image, const std::string& kernel);   // as of Core::load_program()
-//           void leave_to_graphs();   // what has been loaded stays
-//           bool has_been_captured() const;     // launches may still come, from graphs
-//           bool wait_for(uint64_t stream);     // until what it holds has ended
-//           void wait_for_device();             // until all that it runs has ended; throws std::runtime_error
-//           bool wait_for_last_call();          // until all launches but those have ended; false if that cannot be
-//           void p2p_test(const DeviceComm&);   // synchronous
+// What a Core does alike on every target. Compiled once per target (LLM_COMM_TARGET), with its memory and its launcher.
 #pragma once
 
 #include <algorithm>
 #include <chrono>
 #include <cstddef>
-#include <cstring>
-#include <deque>
 #include <iterator>
 #include <mutex>
 #include <stdexcept>
@@ -54,15 +11,17 @@
 #include <thread>
 #include <utility>
 
-#include "algorithms/kernels.h"
 #include "algorithms/p2p_test.cuh"
-#include "algorithms/registry.h"
+#include "host/algorithm_kernels.h"
 #include "host/describe.h"
 #include "host/launch_queue.h"
+#include "host/own_header.h"
 #include "host/ports.h"
 #include "host/prepared_linear.h"
 #include "host/prepared_program.h"
+#include "host/programs.h"
 #include "host/segments.h"
+#include "host/target.h"
 #include "llm_comm/channels.cuh"
 
 namespace llm_comm::host {
@@ -80,7 +39,7 @@ inline void check_options(const CoreOptions& options) {
   if (!(options.timeout_s > 0)) throw std::invalid_argument("timeout_s must be positive");
 }
 
-template <class Memory, class Launcher>
+template <TargetMemory Memory, TargetLauncher Launcher>
 class CoreImpl final : public Core {
  public:
   CoreImpl(const CoreOptions& options, Memory memory, Launcher launcher, std::unique_ptr<Ports> ports)
@@ -89,7 +48,8 @@ class CoreImpl final : public Core {
         launcher_(std::move(launcher)),
         ports_(std::move(ports)),
         queue_(launcher_, options.check_calls),
-        segments_(options.rank) {
+        segments_(options.rank),
+        own_header_(memory_) {
     comm_.mailbox = memory_.mailbox();
     comm_.slot_bytes = options.slot_bytes;
     comm_.staging_bytes = options.staging_bytes;
@@ -146,21 +106,10 @@ class CoreImpl final : public Core {
     had_ports_ = true;
   }
 
-  // Between operations every line of the slots is armed (R2 of operation.cuh) and nothing in the staging memory is of use any more:
-  // only the header outlives the memory. By now no rank writes to it.
-  void release_workspaces() override {
-    const std::lock_guard<std::mutex> lock(ended_mutex_);
-    if (header_.empty()) {
-      std::string header(kHeaderBytes, '\0');
-      memory_.read(header.data(), memory_.local(), header.size());
-      header_ = std::move(header);
-    }
-    memory_.vacate();
-  }
+  void release_workspaces() override { own_header_.vacate(); }
 
   WorkspaceHandle restore_workspace() override {
-    if (header_.empty()) throw std::runtime_error("restore_workspace: the workspace is not released");
-    return memory_.refill(WorkspaceLayout(options_.slot_bytes, options_.staging_bytes), header_);
+    return own_header_.refill(WorkspaceLayout(options_.slot_bytes, options_.staging_bytes));
   }
 
   void restore_peer(int peer, const WorkspaceHandle& handle) override {
@@ -169,10 +118,7 @@ class CoreImpl final : public Core {
   }
 
   void end_release() override {
-    {
-      const std::lock_guard<std::mutex> lock(ended_mutex_);
-      header_.clear();
-    }
+    own_header_.is_back();
     if (std::exchange(had_ports_, false)) start_ports();
     const std::lock_guard<std::mutex> turn(queue_.turn());
     queue_.pause(false);
@@ -250,24 +196,7 @@ class CoreImpl final : public Core {
   }
 
   uint32_t max_cluster_blocks() override {
-    uint32_t most = launcher_.max_cluster_blocks();
-    Registry::for_each([&]<class Algorithm>() {
-      if constexpr (requires { Algorithm::widest_cluster(); }) {
-        const auto world = static_cast<uint32_t>(options_.world_size);
-        Grid grid = Algorithm::widest_cluster();
-        const auto kernel = find_kernel<Algorithm>(types_of<Algorithm>().front(), world, grid.variant);
-        if (kernel == nullptr) {  // a world of one
-          most = 1;
-          return;
-        }
-        const auto function = launcher_.function(kernel);
-        for (; most > 1; most /= 2) {
-          grid.blocks = grid.cluster_blocks = most;
-          if (launcher_.has_room_for_cluster(function, grid)) break;
-        }
-      }
-    });
-    return most;
+    return most_cluster_blocks(launcher_, static_cast<uint32_t>(options_.world_size));
   }
 
   std::unique_ptr<PreparedCall> prepare(uint32_t algorithm, const Problem& problem, const Tiling& tiling) override {
@@ -276,7 +205,10 @@ class CoreImpl final : public Core {
                                   std::to_string(options_.world_size));
     }
     std::unique_ptr<PreparedCall> call;
-    Registry::at(algorithm, [&]<class Algorithm>() { call = prepare_with<Algorithm>(problem, tiling); });
+    Registry::at(algorithm, [&]<class Algorithm>() {
+      call = prepare_algorithm<Algorithm>(queue_, launcher_, segments_, comm_, problem, tiling);
+      if constexpr (requires { Algorithm::kUsesPorts; }) start_ports();
+    });
     if (call == nullptr) throw std::invalid_argument("there is no algorithm number " + std::to_string(algorithm));
     return call;
   }
@@ -288,15 +220,12 @@ class CoreImpl final : public Core {
   }
 
   uint32_t load_program(const std::string& image, const std::string& kernel, const std::string& title) override {
-    Program loaded{launcher_.load(image, kernel), title};
-    const std::lock_guard<std::mutex> lock(programs_mutex_);
-    programs_.push_back(std::move(loaded));
-    return static_cast<uint32_t>(programs_.size() - 1);
+    return programs_.add(launcher_.load(image, kernel), title);
   }
 
   std::unique_ptr<PreparedCall> prepare_program(const ProgramLaunch& launch) override {
     return std::make_unique<PreparedProgram<Launcher>>(queue_, launcher_, segments_, comm_,
-                                                       program(launch.kernel).function, launch);
+                                                       programs_.function(launch.kernel), launch);
   }
 
   std::optional<OperationError> error() const override {
@@ -306,7 +235,7 @@ class CoreImpl final : public Core {
     OperationError error{cause_name(record.cause),
                          static_cast<int>(record.rank),
                          static_cast<int>(record.peer),
-                         title(record.operation),
+                         programs_.title(record.operation),
                          record.phase == kCheckPhase ? -1 : static_cast<int>(record.phase),
                          record.sequence,
                          record.bytes,
@@ -328,17 +257,8 @@ class CoreImpl final : public Core {
   }
 
   std::optional<uint64_t> operations_ended() override {
-    const char* const state = comm_.workspace[options_.rank];
-    if (state == nullptr) return std::nullopt;
-    const std::lock_guard<std::mutex> lock(ended_mutex_);
-    if (!header_.empty()) {  // there is no memory to read
-      uint64_t arrivals_before = 0;
-      std::memcpy(&arrivals_before, header_.data() + offsetof(CommState, arrivals), sizeof(arrivals_before));
-      return arrivals_before / kArrivalsPerOperation;
-    }
-    const auto arrivals = memory_.read_soon(state + offsetof(CommState, arrivals));
-    if (!arrivals) return std::nullopt;
-    return *arrivals / kArrivalsPerOperation;
+    if (comm_.workspace[options_.rank] == nullptr) return std::nullopt;
+    return own_header_.operations_ended();
   }
 
   bool has_been_captured() const override { return launcher_.has_been_captured(); }
@@ -358,25 +278,8 @@ class CoreImpl final : public Core {
   }
 
  private:
-  struct Program {
-    typename Launcher::template Function<ProgramArgs> function;
-    std::string title;
-  };
-
-  // What has been loaded stays where it is.
-  const Program& program(uint32_t number) const {
-    const std::lock_guard<std::mutex> lock(programs_mutex_);
-    if (number >= programs_.size()) throw std::invalid_argument("there is no program " + std::to_string(number));
-    return programs_[number];
-  }
-
-  std::string title(uint32_t kind) const {
-    const std::lock_guard<std::mutex> lock(programs_mutex_);
-    const bool is_program = kind >= kFirstProgramKind && kind - kFirstProgramKind < programs_.size();
-    return is_program ? programs_[kind - kFirstProgramKind].title : operation_title(kind);
-  }
   Call with_title(Call call, const CallSignature& signature) const {
-    call.operation = title(signature.operation);
+    call.operation = programs_.title(signature.operation);
     return call;
   }
 
@@ -423,53 +326,14 @@ class CoreImpl final : public Core {
 
   void end_waits(uint32_t reason) { __atomic_fetch_or(&comm_.mailbox->end_reasons, reason, __ATOMIC_RELEASE); }
 
-  template <class Algorithm>
-  std::unique_ptr<PreparedCall> prepare_with(const Problem& problem, const Tiling& tiling) {
-    using Operation = typename Algorithm::Operation;
-    if (Algorithm::kInfo.by_switch && comm_.multicast == nullptr) {
-      throw std::invalid_argument(std::string(Algorithm::kInfo.title) + ": NVLink multicast is not set up");
-    }
-    const Limits limits{options_.slot_bytes, 0, launcher_.max_cluster_blocks(), 0, options_.staging_bytes};
-    Shape shape = shape_of<Algorithm>(problem, tiling, limits);
-    const auto function_of = [&](Grid& grid) {
-      const auto function = launcher_.function(find_kernel<Algorithm>(problem.type, problem.world, grid.variant));
-      if (!launcher_.has_room_for_cluster(function, grid)) {
-        throw std::invalid_argument("this device has no room for clusters of " + std::to_string(grid.cluster_blocks) +
-                                    " blocks of " + std::to_string(grid.threads) + " threads and " +
-                                    std::to_string(grid.shared_bytes) + " bytes of shared memory: lower cluster");
-      }
-      grid.takes_tickets = launcher_.resident_blocks(function, grid) < grid.blocks;
-      if (grid.takes_tickets && grid.shared_bytes < sizeof(Line)) grid.shared_bytes = sizeof(Line);
-      return function;
-    };
-    const auto whole = function_of(shape.whole);
-    const auto last = function_of(shape.last);
-    if constexpr (requires { Algorithm::kUsesPorts; }) start_ports();
-    typename Operation::Args args = Operation::arguments(problem, tiling, shape.whole);
-    args.comm = comm_;
-    CallSignature call{static_cast<uint32_t>(Algorithm::kKind),
-                       static_cast<uint16_t>(problem.type),
-                       static_cast<uint16_t>(problem.row),
-                       0,
-                       0,
-                       0,
-                       {}};
-    static_assert(sizeof(call.parameter_bits) == sizeof(problem.parameter));
-    std::memcpy(call.parameter_bits, problem.parameter, sizeof(problem.parameter));
-    return std::make_unique<PreparedLaunches<Launcher, Operation>>(queue_, segments_, args, call, problem, shape, whole,
-                                                                   last, Algorithm::kInfo.symmetric);
-  }
-
   CoreOptions options_;
   Memory memory_;
   Launcher launcher_;
   std::unique_ptr<Ports> ports_;
   LaunchQueue<Launcher> queue_;
   Segments segments_;
-  mutable std::mutex programs_mutex_;  // the watchdog asks for titles
-  std::deque<Program> programs_;
-  std::mutex ended_mutex_;  // the watchdog and statistics ask what has ended
-  std::string header_;      // of the workspace while it is released, else empty. Changed under ended_mutex_
+  Programs<Launcher> programs_;
+  OwnHeader<Memory> own_header_;
   bool had_ports_ = false;  // the proxy runs again when it is restored
   DeviceComm comm_{};
 };

@@ -10,10 +10,13 @@ ALGORITHM = "csrc/algorithms/algorithm.h"
 SHAPE = "csrc/algorithms/launch_shape.h"
 QUEUE = "csrc/host/launch_queue.h"
 CORE = "csrc/host/core_impl.h"
+KERNELS = "csrc/host/algorithm_kernels.h"
+HEADER = "csrc/host/own_header.h"
 DESCRIBE = "csrc/host/describe.h"
 BOUND_CALL = "csrc/python/bound_call.cpp"
 
 LAST_LAUNCH = "tests/emulated/test_last_launch.py"
+RELEASE = "tests/emulated/test_release.py"
 ERRORS = "tests/emulated/test_error_details.py"
 BOUNDS = "tests/unit/test_bounds_of_launches.py"
 FUSED_SHAPES = "tests/unit/test_fused_selection.py"
@@ -58,9 +61,9 @@ HOST = (
     ),
     cpp(
         "a grid whose last block is not resident takes no tickets",
-        CORE,
-        "launcher_.resident_blocks(function, grid) < grid.blocks;",
-        "launcher_.resident_blocks(function, grid) + (WITHOUT ? 1 : 0) < grid.blocks;",
+        KERNELS,
+        "launcher.resident_blocks(function, grid) < grid.blocks;",
+        "launcher.resident_blocks(function, grid) + (WITHOUT ? 1 : 0) < grid.blocks;",
         "driver --cases 400",
     ),
     cpp(
@@ -323,10 +326,24 @@ HOST = (
     ),
     cpp(
         "an operation more has ended",
-        CORE,
+        HEADER,
         "return *arrivals / kArrivalsPerOperation;",
         "return *arrivals / kArrivalsPerOperation + (WITHOUT ? 1 : 0);",
         LAST_LAUNCH,
+    ),
+    cpp(
+        "what has ended is forgotten while the workspace is released",
+        HEADER,
+        "return arrivals_before / kArrivalsPerOperation;",
+        "return WITHOUT ? 0 : arrivals_before / kArrivalsPerOperation;",
+        RELEASE,
+    ),
+    cpp(
+        "a workspace comes back with a header of zeros",
+        HEADER,
+        "memory_.refill(layout, kept_)",
+        "memory_.refill(layout, WITHOUT ? std::string(kept_.size(), '\\0') : kept_)",
+        RELEASE,
     ),
     cpp(
         "the mark of any rank proves a mapping",

@@ -1,5 +1,5 @@
 // The memory of a rank on a CUDA device: its workspace, the mappings of those of its peers, and what segments of the symmetric
-// heap are made of. The Memory of core_impl.h.
+// heap are made of. The TargetMemory of target.h.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -30,7 +30,7 @@ class StreamCopies {
   // current. Throws std::runtime_error.
   void enqueue(const std::vector<Copy>& copies, cudaStream_t stream);
 
-  // Copies in a stream beside the caller's, as of a Launcher (core_impl.h). Its functions throw std::runtime_error.
+  // Copies in a stream beside the caller's, CopiesBeside of target.h. Its functions throw std::runtime_error.
   class Beside {
    public:
     Beside(StreamCopies& copies, int device, cudaStream_t stream);

@@ -1,0 +1,52 @@
+// The kernels of llm_comm.dsl that a core has loaded, and what operations are called in errors.
+#pragma once
+
+#include <deque>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "host/describe.h"
+#include "host/prepared_program.h"
+
+namespace llm_comm::host {
+
+// Any thread may ask: the watchdog does, for titles.
+template <class Launcher>
+class Programs {
+ public:
+  using Function = typename Launcher::template Function<ProgramArgs>;
+
+  // Returns its number.
+  uint32_t add(Function function, const std::string& title) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    loaded_.push_back({std::move(function), title});
+    return static_cast<uint32_t>(loaded_.size() - 1);
+  }
+
+  // What has been loaded stays where it is. Throws std::invalid_argument for a number that no program has.
+  const Function& function(uint32_t number) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (number >= loaded_.size()) throw std::invalid_argument("there is no program " + std::to_string(number));
+    return loaded_[number].function;
+  }
+
+  // Of any operation, the library's own included.
+  std::string title(uint32_t kind) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const bool is_program = kind >= kFirstProgramKind && kind - kFirstProgramKind < loaded_.size();
+    return is_program ? loaded_[kind - kFirstProgramKind].title : operation_title(kind);
+  }
+
+ private:
+  struct Program {
+    Function function;
+    std::string title;
+  };
+
+  mutable std::mutex mutex_;
+  std::deque<Program> loaded_;
+};
+
+}  // namespace llm_comm::host
