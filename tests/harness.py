@@ -49,11 +49,24 @@ def store() -> dist.Store:
     return _running["store"]
 
 
+def join_group(group_store: dist.Store, rank: int, world_size: int) -> None:
+    """Makes this process a rank of a gloo group of its own, dist.group.WORLD. Returns when all ranks have joined."""
+    dist.init_process_group("gloo", store=group_store, rank=rank, world_size=world_size, timeout=_GROUP_TIMEOUT)
+    dist.barrier()  # a rank that left before would fail those that still connect to it
+
+
 def regroup(name: str, members: list[int]) -> None:
     """Leaves the task's group and forms a new one of ``members``, ranks of the old one, of which this is one."""
     rank = members.index(dist.get_rank())
     dist.destroy_process_group()
-    _init_group(dist.PrefixStore(name, store()), rank, len(members))
+    join_group(dist.PrefixStore(name, store()), rank, len(members))
+
+
+def new_groups(memberships: Iterable[list[int]]) -> list[dist.ProcessGroup]:
+    """Groups of ranks of the task's group, by all of its ranks. Returns when all have joined theirs."""
+    groups = [dist.new_group(members) for members in memberships]
+    dist.barrier()
+    return groups
 
 
 def make_communicator(group: dist.ProcessGroup | None = None, **options: Any) -> llm_comm.Communicator:
@@ -106,11 +119,6 @@ def _resources() -> dict[str, int]:
 _running: dict[str, dist.Store] = {}  # of the process
 
 
-def _init_group(group_store: dist.Store, rank: int, world_size: int) -> None:
-    dist.init_process_group("gloo", store=group_store, rank=rank, world_size=world_size, timeout=_GROUP_TIMEOUT)
-    dist.barrier()  # a rank that left before all have joined would fail those that still connect to it
-
-
 def _serve(connection: Connection, rank: int, port: int) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
@@ -124,7 +132,7 @@ def _serve(connection: Connection, rank: int, port: int) -> None:
         _running["store"] = dist.PrefixStore(task.name, root)
         before = dict(os.environ)
         try:
-            _init_group(dist.PrefixStore("group", store()), rank, task.world_size)
+            join_group(dist.PrefixStore("group", store()), rank, task.world_size)
             try:
                 answer = _Answer(task.function(*task.arguments), None)
             finally:

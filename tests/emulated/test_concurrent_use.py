@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RankPool, make_communicator
+from harness import RankPool, make_communicator, new_groups
 from reference import assert_is_sum, contributions
 
 import llm_comm
@@ -122,7 +122,7 @@ def test_threads_take_turns(ranks: RankPool) -> None:
 
 def communicators_at_once(memberships: list[list[int]], calls: list[int]) -> None:
     rank = dist.get_rank()
-    groups = [dist.new_group(members) for members in memberships]
+    groups = new_groups(memberships)
     mine = {n: make_communicator(group) for n, group in enumerate(groups) if rank in memberships[n]}
     in_threads(*[lambda n=n, comm=comm: reduce_often(comm, 500 * (n + 1), calls[n], n) for n, comm in mine.items()])
     for comm in mine.values():

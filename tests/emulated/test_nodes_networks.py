@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 
 import harness
 import node_networks
@@ -47,7 +46,7 @@ def move_to(places: list[Place], layout: Layout) -> Place:
     store = dist.TCPStore(place.first_address, PORT, is_master=is_first, wait_for_workers=False)
     if is_first:
         harness.store().set("the store of the network is there", "")
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    harness.join_group(store, rank, world)
     return place
 
 

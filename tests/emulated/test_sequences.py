@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RankPool, make_communicator
+from harness import RankPool, make_communicator, new_groups
 from reference import ALGORITHMS, DTYPES, assert_bitwise_equal, assert_is_sum, contributions, rank_order_sum
 from tables import STEP_BYTES, VARIANTS, plain_row, table_of_all_variants
 
@@ -110,7 +110,7 @@ def test_two_communicators_of_one_group(ranks: RankPool, world: int) -> None:
 
 def check_overlapping(memberships: list[list[int]], calls: int) -> list[int]:
     """Returns how often this rank called each group's communicator."""
-    groups = [dist.new_group(members) for members in memberships]
+    groups = new_groups(memberships)
     mine = {
         number: make_communicator(group)
         for number, (members, group) in enumerate(zip(memberships, groups, strict=True))
@@ -138,7 +138,7 @@ def test_overlapping_groups_with_unequal_call_counts(ranks: RankPool) -> None:
 def check_subgroup(size: int) -> tuple[int, int]:
     """Tensor parallel groups of ``size`` within WORLD, of which only the last makes a communicator."""
     world = dist.get_world_size()
-    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
+    groups = new_groups(list(range(first, first + size)) for first in range(0, world, size))
     if dist.get_rank() < world - size:
         return -1, -1
     with make_communicator(groups[-1]) as comm:
