@@ -110,32 +110,36 @@ class Session:
         directory: Where it runs.
     """
 
+    process: subprocess.Popen[bytes]
+
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, directory: Path) -> None:
         self.log = log
+        self._command = command
+        self._environment = dict(environment)
+        self._directory = directory
         self._read_to = 0
-        self._signals = ended_by_signals()
-        with log.open("wb") as output:
+        self._exits = contextlib.ExitStack()
+
+    def __enter__(self) -> Session:
+        with contextlib.ExitStack() as exits, self.log.open("wb") as output:
+            exits.enter_context(ended_by_signals())
             self.process = subprocess.Popen(
-                command,
-                env=dict(environment),
-                cwd=directory,
+                self._command,
+                env=self._environment,
+                cwd=self._directory,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-
-    def __enter__(self) -> Session:
-        self._signals.__enter__()
+            exits.callback(self.kill)
+            self._exits = exits.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            self.kill()
-        finally:
-            self._signals.__exit__(None, None, None)
+        self._exits.close()
 
     @property
     def processes(self) -> list[int]:

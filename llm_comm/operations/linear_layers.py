@@ -9,6 +9,8 @@ import torch
 
 from llm_comm.operations import linear_operators, torch_operators
 from llm_comm.operations.scaling import Scaling
+from llm_comm.operations.watched import PLAIN as _PLAIN
+from llm_comm.operations.watched import PLAIN_WEIGHTS as _WEIGHTS
 from llm_comm.operations.watched import is_watched as _is_watched
 from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL, of_factors
 from llm_comm.planning.planner import Planner
@@ -16,9 +18,6 @@ from llm_comm.planning.planner import Planner
 # Global names cost less than attributes.
 _is_compiling = torch.compiler.is_compiling
 _Tensor = torch.Tensor
-#: Types of weights, and of what may be left out, that are what they seem.
-_WEIGHTS = frozenset({torch.Tensor, torch.nn.Parameter})
-_PLAIN = _WEIGHTS | {type(None)}
 
 
 class LinearLayers:

@@ -9,13 +9,12 @@ import torch
 
 from llm_comm.operations import torch_operators
 from llm_comm.operations.answers import Answers
+from llm_comm.operations.watched import PLAIN as _PLAIN
 from llm_comm.operations.watched import is_watched as _is_watched
 
 # Global names cost less than attributes.
 _is_compiling = torch.compiler.is_compiling
 _Tensor = torch.Tensor
-#: Types of operands that are what they seem; others are wrappers, which torch's dispatcher knows how to open.
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
 
 class Sums(Answers):

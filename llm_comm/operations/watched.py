@@ -16,6 +16,11 @@ _is_tracing = torch._C._is_tracing
 _is_included = torch._C._dispatch_tls_is_dispatch_key_included
 _BEFORE_DISPATCH = torch._C.DispatchKey.PreDispatch
 
+#: Types of weights that are what they seem, and of operands that may also be left out. Others are wrappers, which
+#: torch's dispatcher knows how to open.
+PLAIN_WEIGHTS = frozenset({torch.Tensor, torch.nn.Parameter})
+PLAIN = PLAIN_WEIGHTS | {type(None)}
+
 #: Tells autograd that tensors have been written, in about 0.1 us. Those of inference mode have no version to count up.
 count_write = torch._C._increment_version
 
