@@ -123,6 +123,7 @@ def _serve(connection: Connection, rank: int, port: int) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    gc.freeze()  # what the modules hold stays: no collection goes through it, nor copies its pages
     root = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:

@@ -8,6 +8,7 @@ A rank leaves one error, the traceback, if its function raises or its process do
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import multiprocessing
@@ -133,6 +134,7 @@ def serve(scenarios: Mapping[str, Any], process_name: str) -> None:
     """Runs scenarios by name until stdin ends; ``process_name`` is what the engine calls the process of a rank."""
     catalogue.find_table("emulated", 2, 1, llm_comm.Config.load({}))  # the ranks get what it has read
     results = os.fdopen(int(sys.argv[1]), "w")
+    gc.freeze()  # no collector of a rank goes through what the engine's modules hold, and copies its pages
     for line in sys.stdin:
         name = line.strip()
         applies = scenarios[name].applies
