@@ -34,6 +34,7 @@ class PreparedLinear final : public PreparedCall {
     args_.stages = choice_.stages;
     args_.stage_boxes = choice_.stage_boxes;
     args_.stage_bytes = linear::stage_bytes(problem, choice_);
+    args_.token_tiles = linear::token_tiles(problem.tokens);
   }
 
   bool takes(const uint64_t*) const override { return true; }
@@ -50,7 +51,8 @@ class PreparedLinear final : public PreparedCall {
     if (has_failed(mailbox_)) return Outcome::kFailed;
     args_.x = view(x, problem_.tokens, linear::token_rows(problem_.tokens), 1, BoxUse::kShared);
     args_.weight =
-        view(weight, problem_.outputs, choice_.block_outputs, weight_parts(problem_.epilogue), BoxUse::kOnce);
+        view(weight, problem_.outputs, choice_.block_outputs, weight_parts(problem_.epilogue),
+             linear::use_of_weight(problem_.tokens));
     args_.out = reinterpret_cast<void*>(out);
     if (is_scaled()) {
       args_.x_scale = reinterpret_cast<const float*>(buffers[3]);

@@ -110,6 +110,7 @@ PYBIND11_MODULE(_core, module) {
   for (const MulticastSwitch& one : kMulticastSwitches) switches[one.variable] = one.off;
   module.attr("multicast_switches") = switches;
   module.attr("linear_max_tokens") = llm_comm::linear::kMaxTokens;
+  module.attr("linear_max_many_tokens") = llm_comm::linear::kMaxManyTokens;
   module.attr("linear_multiple") = llm_comm::linear::kMultiple;
   module.attr("linear_fp8_multiple") = llm_comm::linear::inputs_multiple(FactorType::kFloat8);
   module.attr("linear_max_features") = llm_comm::linear::kMaxFeatures;

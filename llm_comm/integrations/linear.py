@@ -129,8 +129,7 @@ def takes_all_batches_of(weight: torch.Tensor) -> bool:
 
 
 def linear_of_any_batch(communicator: Communicator, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``x @ weight.T`` of any number of rows, as many at a time as ``communicator.linear`` takes. The bits of a row
-    depend on nothing beside it.
+    """``x @ weight.T`` of any number of rows. The bits of a row depend on nothing beside it.
 
     Args:
         x: [..., inputs], of the dtype of ``weight``.
@@ -143,8 +142,8 @@ def linear_of_any_batch(communicator: Communicator, x: torch.Tensor, weight: tor
     outputs, inputs = weight.shape
     tokens = x.numel() // inputs
     rows, y = x.contiguous().view(tokens, inputs), x.new_empty((tokens, outputs))
-    for first in range(0, tokens, _core.linear_max_tokens):
-        part = slice(first, first + _core.linear_max_tokens)
+    for first in range(0, tokens, _core.linear_max_many_tokens):
+        part = slice(first, first + _core.linear_max_many_tokens)
         communicator.linear(rows[part], weight, out=y[part])
     return y.view(*x.shape[:-1], outputs)
 

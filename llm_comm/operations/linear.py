@@ -1,4 +1,4 @@
-"""A linear layer of a few tokens, on one rank alone, plain or with silu-and-mul, of bf16, fp16 or FP8 with scales: its
+"""A linear layer, on one rank alone, plain or with silu-and-mul, of bf16, fp16 or FP8 with scales: its
 checks, what is prepared for its shapes, and the call itself. ``Communicator.linear`` and ``linear_silu_and_mul`` say
 more."""
 
@@ -244,7 +244,7 @@ class Linear:
             and takes_features(weight.shape[1], inputs_multiple(is_fp8))
             and weight.shape[0] % self._parts == 0
             and takes_features(weight.shape[0] // self._parts)
-            and 1 <= x.numel() // weight.shape[1] <= _core.linear_max_tokens
+            and 1 <= x.numel() // weight.shape[1] <= self._most_tokens(scaling)
             and (scaling is None or scaling.accepts_traced(self._device, x.numel() // weight.shape[1], weight.shape[0]))
         )
 
@@ -298,6 +298,11 @@ class Linear:
             )
             return prepare(choice=_core.LinearChoice())
 
+    def _most_tokens(self, scaling: Scaling | None) -> int:
+        """As ``serves_many`` in csrc/algorithms/linear/layer.h."""
+        is_few = self._silu_and_mul or scaling is not None
+        return _core.linear_max_tokens if is_few else _core.linear_max_many_tokens
+
     # ---- What does not fit --------------------------------------------------------------------------------------
 
     def _why_not(self, x: _Tensor, weight: _Tensor, scaling: Scaling | None, weight_name: str = "weight") -> str:
@@ -325,8 +330,9 @@ class Linear:
             if not takes_features(features, multiple):
                 return f"{features} {name}: it takes multiples of {multiple} up to {_core.linear_max_features}"
         tokens = x.numel() // inputs
-        if not 1 <= tokens <= _core.linear_max_tokens:
-            return f"{tokens} tokens: it takes 1 to {_core.linear_max_tokens}"
+        most = self._most_tokens(scaling)
+        if not 1 <= tokens <= most:
+            return f"{tokens} tokens: it takes 1 to {most}"
         return "" if scaling is None else scaling.why_not(self._device, tokens, rows)
 
     def _why_not_type(self, dtype: torch.dtype, scaling: Scaling | None) -> str:

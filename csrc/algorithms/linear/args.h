@@ -19,6 +19,8 @@ struct LinearArgs {
   const float* weight_scale;
   ScaleOf x_scale_of;
   ScaleOf weight_scale_of;
+  // Of many tokens.
+  uint32_t token_tiles;
 };
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

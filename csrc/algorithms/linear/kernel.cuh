@@ -1,6 +1,6 @@
-// A linear layer of up to 64 tokens as a stream of weights.
+// A linear layer as a stream of weights.
 //
-// A block computes some of the outputs for all tokens. One warp fetches boxes of the weight and of x into a ring of stages. Teams
+// A block computes some of the outputs for all tokens, or, where they are more than 64, for a tile of them. One warp fetches boxes of the weight and of x into a ring of stages. Teams
 // multiply them, each the boxes of every kTeams-th number, and their sums are added at the end. So the order of additions of an output
 // depends on the columns alone: a token's result is bitwise the same beside any others, whatever the grid, the ring, and the outputs of
 // a block are.
@@ -57,15 +57,34 @@ struct LinearMemory {
   LLM_COMM_DEVICE SharedPlace stage_at(uint32_t offset) const { return start + (linear::kHeaderBytes + offset); }
 };
 
+// Where a block's outputs and tokens begin. Neighbours have the same outputs and the next tile of tokens: what streams through the L2
+// cache once is the weight.
+template <uint32_t Tokens>
+struct LinearTile {
+  static constexpr bool kIsOne = Tokens <= linear::kMaxTokens;  // of all tokens
+
+  uint32_t first_output;
+  uint32_t first_token;
+
+  LLM_COMM_DEVICE LinearTile(const LinearArgs& args, uint32_t outputs)
+      : first_output((kIsOne ? block_index() : block_index() / args.token_tiles) * outputs),
+        first_token(kIsOne ? 0 : block_index() % args.token_tiles * Tokens) {}
+
+  LLM_COMM_DEVICE uint32_t tokens(const LinearArgs& args) const {
+    const uint32_t left = args.x.rows - first_token;
+    return kIsOne || left < Tokens ? left : Tokens;
+  }
+};
+
 // One warp's part of a block.
 template <uint32_t Tokens, uint32_t WeightParts>
 class LinearFetch {
  public:
-  LLM_COMM_DEVICE LinearFetch(const LinearArgs& args, const LinearMemory& memory)
+  LLM_COMM_DEVICE LinearFetch(const LinearArgs& args, const LinearMemory& memory, const LinearTile<Tokens>& tile)
       : args_(args),
         memory_(memory),
         boxes_(args.x.row_bytes / kBoxRowBytes),
-        first_output_(block_index() * (args.block_outputs / WeightParts)),
+        tile_(tile),
         x_offset_(args.stage_boxes * args.block_outputs * kBoxRowBytes) {}
 
   // Before anybody else uses the barriers.
@@ -99,20 +118,21 @@ class LinearFetch {
   LLM_COMM_DEVICE void fetch_weights(const StageCursor& at) const {
     const SharedPlace full = memory_.full(at.stage);
     fetch_begin(full, args_.stage_bytes);
-    fetch_boxes<WeightParts>(memory_.stage_at(at.offset), args_.weight, first_output_, at.first, args_.block_outputs,
-                             args_.stage_boxes, full, BoxUse::kOnce);
+    fetch_boxes<WeightParts>(memory_.stage_at(at.offset), args_.weight, tile_.first_output, at.first,
+                             args_.block_outputs, args_.stage_boxes, full,
+                             LinearTile<Tokens>::kIsOne ? BoxUse::kOnce : BoxUse::kShared);
   }
   LLM_COMM_DEVICE void fetch_tokens(const StageCursor& at) const {
     const SharedPlace full = memory_.full(at.stage);
-    fetch_boxes<1>(memory_.stage_at(at.offset) + x_offset_, args_.x, 0, at.first, Tokens, args_.stage_boxes, full,
-                   BoxUse::kShared);
+    fetch_boxes<1>(memory_.stage_at(at.offset) + x_offset_, args_.x, tile_.first_token, at.first, Tokens,
+                   args_.stage_boxes, full, BoxUse::kShared);
     fetch_end(full);
   }
 
   const LinearArgs& args_;
   const LinearMemory& memory_;
   uint32_t boxes_;
-  uint32_t first_output_;
+  LinearTile<Tokens> tile_;
   uint32_t x_offset_;
 };
 
@@ -155,8 +175,9 @@ linear_layer(LLM_COMM_KERNEL_PARAM LinearArgs args) {
   const bool fetches = team == linear::kTeams;
   constexpr uint32_t kParts = kWeightParts<E>;
   const uint32_t outputs = args.block_outputs / kParts;
-  const uint32_t first = block_index() * outputs;
-  const LinearFetch<Tokens, kParts> fetch(args, memory);
+  const LinearTile<Tokens> tile(args, outputs);
+  const uint32_t first = tile.first_output;
+  const LinearFetch<Tokens, kParts> fetch(args, memory, tile);
   LinearScales<F> scales(memory.scales());
   if (fetches) fetch.begin();
   block_sync();
@@ -175,7 +196,7 @@ linear_layer(LLM_COMM_KERNEL_PARAM LinearArgs args) {
   const uint32_t stride = args.block_outputs + linear::kSumsPadding;
   if (!fetches) {
     const uint32_t thread = thread_index() % kTeamThreads;
-    LLM_COMM_UNROLL(32)
+    LLM_COMM_UNROLL(128)
     for (uint32_t i = 0; i < Tokens / 2; ++i) {
       const uint32_t output = output_of(thread, i);
       if (output < args.block_outputs) partial[(team * Tokens + token_of(thread, i)) * stride + output] = sums[i];
@@ -185,7 +206,7 @@ linear_layer(LLM_COMM_KERNEL_PARAM LinearArgs args) {
   // Who reads what was there before has ended: of x, which has been multiplied, all has been fetched behind the wait for it.
   const uint32_t lines = outputs / linear::kLineElements;
   LLM_COMM_UNROLL(1)
-  for (uint32_t i = thread_index(); i < args.x.rows * lines; i += block_threads()) {
+  for (uint32_t i = thread_index(); i < tile.tokens(args) * lines; i += block_threads()) {
     const uint32_t token = i / lines;
     const uint32_t output = i % lines * linear::kLineElements;
     if (first + output >= args.weight.rows) continue;
@@ -202,7 +223,8 @@ linear_layer(LLM_COMM_KERNEL_PARAM LinearArgs args) {
       }
       line.word[j / 2] |= static_cast<uint32_t>(bits) << 16 * (j % 2);
     }
-    store_line(static_cast<uint16_t*>(args.out) + uint64_t{token} * args.weight.rows + first + output, line);
+    const uint64_t row = tile.first_token + token;
+    store_line(static_cast<uint16_t*>(args.out) + row * args.weight.rows + first + output, line);
   }
 }
 
@@ -218,8 +240,13 @@ LinearKernel LinearKernels<F, D, E>::find(uint32_t token_rows) {
     case 64:
       return &linear_layer<F, D, E, 64>;
     default:
-      return nullptr;
+      break;
   }
+  if constexpr (linear::serves_many(F, E)) {
+    if (token_rows == 128) return &linear_layer<F, D, E, 128>;
+    if (token_rows == 256) return &linear_layer<F, D, E, 256>;
+  }
+  return nullptr;
 }
 
 }  // namespace llm_comm::inline LLM_COMM_TARGET

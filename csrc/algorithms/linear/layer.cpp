@@ -45,8 +45,10 @@ void check_range(const char* name, uint32_t value, uint32_t most) {
 
 // One block for each multiprocessor, as far as that goes.
 uint32_t balanced_outputs(const LinearProblem& problem, uint32_t sm_count) {
-  const uint32_t share = divide_up(weight_rows(problem), std::max(sm_count, 1u));
-  return std::min(divide_up(share, rows_of_line(problem)) * rows_of_line(problem), kMaxBlockOutputs);
+  const uint64_t all = uint64_t{weight_rows(problem)} * token_tiles(problem.tokens);
+  const uint64_t share = divide_up(all, uint64_t{std::max(sm_count, 1u)});
+  if (share >= kMaxBlockOutputs) return kMaxBlockOutputs;
+  return divide_up(static_cast<uint32_t>(share), rows_of_line(problem)) * rows_of_line(problem);
 }
 
 }  // namespace
@@ -57,8 +59,9 @@ void check(const LinearProblem& problem) {
     refuse(std::string("it has no kernels for ") + factor_type_name(problem.factors) + " with results of " +
            data_type_name(problem.type));
   }
-  if (problem.tokens == 0 || problem.tokens > kMaxTokens) {
-    refuse(std::to_string(problem.tokens) + " tokens; it takes 1 to " + std::to_string(kMaxTokens));
+  const uint32_t most = serves_many(problem.factors, problem.epilogue) ? kMaxManyTokens : kMaxTokens;
+  if (problem.tokens == 0 || problem.tokens > most) {
+    refuse(std::to_string(problem.tokens) + " tokens; it takes 1 to " + std::to_string(most));
   }
   const auto check_features = [&](uint32_t features, const char* name, uint32_t multiple) {
     if (features > 0 && features % multiple == 0 && features <= kMaxFeatures) return;
@@ -84,7 +87,8 @@ LinearChoice complete(const LinearProblem& problem, const LinearChoice& choice, 
                                 "; it must be a multiple of " + std::to_string(rows_of_line(problem)));
   }
   const uint32_t boxes = boxes_of_row(problem);
-  if (all.stage_boxes == 0) all.stage_boxes = std::min(boxes, 2u);
+  // Boxes of many tokens are large: a deep ring of stages is worth more than large ones.
+  if (all.stage_boxes == 0) all.stage_boxes = problem.tokens > kMaxTokens ? 1 : std::min(boxes, 2u);
   check_range("stage_boxes", all.stage_boxes, kMaxStageBoxes);
   if (all.stages == 0) {
     const uint32_t stream = boxes * (stage_bytes(problem, all) / all.stage_boxes);
@@ -114,7 +118,8 @@ LinearChoice complete(const LinearProblem& problem, const LinearChoice& choice, 
 }
 
 Grid grid(const LinearProblem& problem, const LinearChoice& choice) {
-  return {divide_up(weight_rows(problem), choice.block_outputs), kThreads, shared_bytes(problem, choice)};
+  return {divide_up(weight_rows(problem), choice.block_outputs) * token_tiles(problem.tokens), kThreads,
+          shared_bytes(problem, choice)};
 }
 
 }  // namespace llm_comm::linear

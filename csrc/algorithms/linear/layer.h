@@ -17,7 +17,10 @@ inline constexpr OperationInfo kScaledInfo{
     .title = "linear layer",
     .buffers = {{"x"}, {"weight"}, {.name = "out", .is_output = true}, {"x_scale"}, {"weight_scale"}}};
 
+// Of a few tokens: one block has them all.
 inline constexpr uint32_t kMaxTokens = 64;
+// Of many, cut into tiles.
+inline constexpr uint32_t kMaxManyTokens = 1u << 20;
 inline constexpr uint32_t kMultiple = 64;  // of outputs, and of inputs that are not FP8
 inline constexpr uint32_t kMaxFeatures = 1u << 24;
 inline constexpr uint32_t kLineElements = 8;
@@ -43,8 +46,22 @@ constexpr bool serves(FactorType factors, DataType type) {
 // Of inputs: whole boxes.
 constexpr uint32_t inputs_multiple(FactorType factors) { return kBoxRowBytes / factor_bytes(factors); }
 
+// Many tokens: what engines compute in prefills, where a token's bits must not depend on its batch.
+constexpr bool serves_many(FactorType factors, LinearEpilogue epilogue) {
+  return factors != FactorType::kFloat8 && epilogue == LinearEpilogue::kNone;
+}
+
 // Rows of a box of x, for which there is a kernel each.
-constexpr uint32_t token_rows(uint32_t tokens) { return tokens <= 8 ? 8 : tokens <= 16 ? 16 : tokens <= 32 ? 32 : 64; }
+constexpr uint32_t token_rows(uint32_t tokens) {
+  if (tokens > kMaxTokens) return tokens <= 128 ? 128 : 256;
+  return tokens <= 8 ? 8 : tokens <= 16 ? 16 : tokens <= 32 ? 32 : 64;
+}
+
+// Boxes of x one below the other; each is multiplied by blocks of its own.
+constexpr uint32_t token_tiles(uint32_t tokens) { return divide_up(tokens, token_rows(tokens)); }
+
+// Of a matrix of the layer: whether others fetch the same boxes.
+constexpr BoxUse use_of_weight(uint32_t tokens) { return token_tiles(tokens) > 1 ? BoxUse::kShared : BoxUse::kOnce; }
 
 // Throws std::invalid_argument for what no choice makes possible.
 void check(const LinearProblem& problem);
