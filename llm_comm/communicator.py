@@ -98,6 +98,7 @@ class Communicator(Sums, GatherScatter, LinearLayers):
             scatters,
             layers,
             Linear(*common, silu_and_mul=True),
+            Linear(*common, many_tokens=True),
             LinearAllReduce(self._handle, layers, sums),
             LinearAllReduceAddRmsNorm(self._handle, layers, norms),
         )
@@ -310,6 +311,7 @@ class Communicator(Sums, GatherScatter, LinearLayers):
         self._operations.reduce_scatter.forget()
         self._operations.linear.forget()
         self._operations.linear_silu_and_mul.forget()
+        self._operations.linear_of_any_batch.forget()
         self._other_operations.forget()
 
     def check(self) -> None:

@@ -50,9 +50,8 @@ class PreparedLinear final : public PreparedCall {
     const std::lock_guard<std::mutex> turn(turn_);
     if (has_failed(mailbox_)) return Outcome::kFailed;
     args_.x = view(x, problem_.tokens, linear::token_rows(problem_.tokens), 1, BoxUse::kShared);
-    args_.weight =
-        view(weight, problem_.outputs, choice_.block_outputs, weight_parts(problem_.epilogue),
-             linear::use_of_weight(problem_.tokens));
+    args_.weight = view(weight, problem_.outputs, choice_.block_outputs, weight_parts(problem_.epilogue),
+                        linear::use_of_weight(problem_.tokens));
     args_.out = reinterpret_cast<void*>(out);
     if (is_scaled()) {
       args_.x_scale = reinterpret_cast<const float*>(buffers[3]);

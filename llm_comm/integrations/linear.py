@@ -139,13 +139,9 @@ def linear_of_any_batch(communicator: Communicator, x: torch.Tensor, weight: tor
         UnsupportedInputError: Something does not fit. An engine's kernel would have other bits.
         CommunicatorError: An earlier call has failed.
     """
-    outputs, inputs = weight.shape
-    tokens = x.numel() // inputs
-    rows, y = x.contiguous().view(tokens, inputs), x.new_empty((tokens, outputs))
-    for first in range(0, tokens, _core.linear_max_many_tokens):
-        part = slice(first, first + _core.linear_max_many_tokens)
-        communicator.linear(rows[part], weight, out=y[part])
-    return y.view(*x.shape[:-1], outputs)
+    if x.numel() == 0:
+        return x.new_empty((*x.shape[:-1], weight.shape[0]))
+    return communicator.linear_of_any_batch(x.contiguous(), weight)
 
 
 def scaling(scales: Scales | None, out_dtype: torch.dtype | None = None) -> dict[str, Any]:

@@ -61,12 +61,16 @@ class Linear:
         handle: Of the core that launches them.
         planner: Of the communicator.
         silu_and_mul: Whether the weight is that of gate and up, and the result ``silu(gate) * up``.
+        many_tokens: Whether calls of more than a few tokens are served, which are cut into tiles. None of them is FP8.
     """
 
-    def __init__(self, handle: CoreHandle, planner: Planner, silu_and_mul: bool = False) -> None:
+    def __init__(
+        self, handle: CoreHandle, planner: Planner, silu_and_mul: bool = False, many_tokens: bool = False
+    ) -> None:
         self._handle = handle
         self._planner = planner
         self._silu_and_mul = silu_and_mul
+        self._most_tokens = _core.linear_max_many_tokens if many_tokens else _core.linear_max_tokens
         self._name = LINEAR_SILU_AND_MUL if silu_and_mul else LINEAR
         #: Rows of the weight for an output.
         self._parts = 2 if silu_and_mul else 1
@@ -244,7 +248,7 @@ class Linear:
             and takes_features(weight.shape[1], inputs_multiple(is_fp8))
             and weight.shape[0] % self._parts == 0
             and takes_features(weight.shape[0] // self._parts)
-            and 1 <= x.numel() // weight.shape[1] <= self._most_tokens(scaling)
+            and 1 <= x.numel() // weight.shape[1] <= self._most_tokens
             and (scaling is None or scaling.accepts_traced(self._device, x.numel() // weight.shape[1], weight.shape[0]))
         )
 
@@ -298,11 +302,6 @@ class Linear:
             )
             return prepare(choice=_core.LinearChoice())
 
-    def _most_tokens(self, scaling: Scaling | None) -> int:
-        """As ``serves_many`` in csrc/algorithms/linear/layer.h."""
-        is_few = self._silu_and_mul or scaling is not None
-        return _core.linear_max_tokens if is_few else _core.linear_max_many_tokens
-
     # ---- What does not fit --------------------------------------------------------------------------------------
 
     def _why_not(self, x: _Tensor, weight: _Tensor, scaling: Scaling | None, weight_name: str = "weight") -> str:
@@ -330,9 +329,8 @@ class Linear:
             if not takes_features(features, multiple):
                 return f"{features} {name}: it takes multiples of {multiple} up to {_core.linear_max_features}"
         tokens = x.numel() // inputs
-        most = self._most_tokens(scaling)
-        if not 1 <= tokens <= most:
-            return f"{tokens} tokens: it takes 1 to {most}"
+        if not 1 <= tokens <= self._most_tokens:
+            return f"{tokens} tokens: it takes 1 to {self._most_tokens}"
         return "" if scaling is None else scaling.why_not(self._device, tokens, rows)
 
     def _why_not_type(self, dtype: torch.dtype, scaling: Scaling | None) -> str:

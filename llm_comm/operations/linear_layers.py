@@ -91,6 +91,28 @@ class LinearLayers:
             result = self._linear(x, weight, out, x_scale, weight_scale, out_dtype)
         return result
 
+    def linear_of_any_batch(
+        self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``linear`` of any number of tokens, a few or a whole prefill, bitwise the same.
+
+        For engines in which a token's result must not depend on its batch. More than 64 tokens are cut into tiles of
+        128 or 256, which are multiplied by one launch, in the order of additions that few tokens have. Where bits may
+        depend on the batch, cuBLAS is faster for many tokens. Eager: ``torch.compile`` does not trace it.
+
+        Args:
+            x: [..., inputs], contiguous, bfloat16 or float16, 1 to 2**20 rows; else as of ``linear``.
+            weight, out: As of ``linear``, and so is its caveat about the weight.
+
+        Returns:
+            ``out``, or a new tensor [..., outputs].
+
+        Raises:
+            UnsupportedInputError, CommunicatorError, RuntimeError: As of ``linear``.
+        """
+        result: torch.Tensor = self._operations.linear_of_any_batch.run(x, weight, out)
+        return result
+
     def linear_silu_and_mul(
         self,
         x: torch.Tensor,

@@ -17,7 +17,9 @@ from llm_comm import UnsupportedInputError
 
 #: Operands, and what is said of them. Where there is "{}" stands the name of the weight.
 DECLINED: dict[str, tuple[torch.Tensor, torch.Tensor, str]] = {
-    "no token": (X[:0], WEIGHT, "0 tokens: it takes 1 to 1048576"),
+    "no token": (X[:0], WEIGHT, "0 tokens: it takes 1 to 64"),
+    "65 tokens": (ones(65, INPUTS), WEIGHT, "65 tokens: it takes 1 to 64"),
+    "65 tokens in two dimensions": (ones(5, 13, INPUTS), WEIGHT, "65 tokens: it takes 1 to 64"),
     "96 inputs": (ones(2, 96), ones(64, 96), "96 inputs: it takes multiples of 64 up to 16777216"),
     "32 outputs": (X, WEIGHT[:32], "32 outputs: it takes multiples of 64 up to 16777216"),
     "no inputs": (X[:, :0], ones(64, 0), "0 inputs: it takes multiples of 64"),
@@ -94,8 +96,6 @@ ACCEPTED: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
     "fp16": (X.half(), WEIGHT.half()),
     "a row": (X[0], WEIGHT),
     "64 tokens": (ones(64, INPUTS), WEIGHT),
-    "65 tokens": (ones(65, INPUTS), WEIGHT),
-    "300 tokens": (ones(5, 60, INPUTS), WEIGHT),
     "more dimensions": (ones(2, 1, 3, INPUTS), WEIGHT),
     "square": (ones(64, 64), ones(64, 64)),
     "misaligned": (ones(TOKENS * INPUTS + 1)[1:].view(TOKENS, INPUTS), WEIGHT),

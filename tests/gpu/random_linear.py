@@ -7,7 +7,8 @@ that is replayed with other inputs. Half of them are of FP8 with scales (``fp8_l
 that. All ranks draw all ranks' inputs. The layer's result is compared with float64, and a row of it with that row
 alone, which must have the same bits. What comes behind the layer must be bitwise what the ranks' results sum to in
 rank order, and what the fused operation makes of those: ``random_cases.py`` tests both. Silu-and-mul must be within
-one rounding of float64 for what the plain layer returns, and have the same bits in each call.
+one rounding of float64 for what the plain layer returns, and have the same bits in each call. Layers of any batch must
+have the bits of ``linear``, of 64 tokens at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from llm_comm import Communicator, Config
 
 SETTLE_EVERY = 50
 MOST_FAILURES = 10
-ALONE = ("linear", "linear_silu_and_mul")
+ALONE = ("linear", "linear_silu_and_mul", "linear_of_any_batch")
+FEW = 64
 KINDS = (*ALONE, "linear_all_reduce", "linear_all_reduce_add_rms_norm")
 EPSILON = 1e-5
 
@@ -103,14 +105,17 @@ def draw_case(number: int, options: argparse.Namespace, world: int) -> Case:
         drawn = 64 * max(1, min(most, round(2 ** rng.uniform(0, most.bit_length()))))
         return -(-drawn // multiple) * multiple
 
+    kind = kinds[number % len(kinds)]
     fp8 = options.fp8 and rng.random() < 0.5
     dtype = rng.choice((torch.bfloat16, torch.float16))
     tokens = rng.choice((1, 2, 4, 8, 9, 16, 17, 32, 33, 64, rng.randint(1, 64)))
+    if kind == "linear_of_any_batch":
+        tokens, fp8 = rng.choice((tokens, 65, 128, 129, 256, 257, rng.randint(65, 2000))), False
     inputs, outputs = features(fp8_layers.BOX if fp8 else 64), features()
     by_groups = () if outputs % 128 else ("group", "group_column_major_tma", "group_column_major_ue8m0")
     return Case(
         number,
-        kinds[number % len(kinds)],
+        kind,
         dtype,
         tokens,
         inputs,
@@ -151,6 +156,8 @@ class Runner:
         def call() -> tuple[torch.Tensor, ...]:
             if case.kind == "linear":
                 return (self._communicator.linear(shaped, weight, target, **typed),)
+            if case.kind == "linear_of_any_batch":
+                return (self._communicator.linear_of_any_batch(shaped, weight, target),)
             if case.kind == "linear_silu_and_mul":
                 return (self._communicator.linear_silu_and_mul(shaped, weight, target, **typed),)
             if case.kind == "linear_all_reduce":
@@ -224,13 +231,16 @@ class Runner:
         rank = self._ranks.rank
         self._ranks.synchronize()
         linear, silu_and_mul = self._communicator.linear, self._communicator.linear_silu_and_mul
-        layers = [linear(of.x, of.weight, **of.options(case.dtype)) for of in operands]
+        if case.tokens > FEW:
+            layers = [torch.cat([linear(rows, of.weight) for rows in of.x.split(FEW)]) for of in operands]
+        else:
+            layers = [linear(of.x, of.weight, **of.options(case.dtype)) for of in operands]
         # Of one row, behind the layer of all of them: it must not depend on them.
         row = replay % case.tokens
         own, single = operands[rank], operands[rank].row(row)
         alone = linear(single.x, single.weight, **single.options(case.dtype))
         beyond = differs(alone[0], layers[rank][row]).sum() + _beyond(case, layers[rank], own).sum()
-        if case.kind == "linear":
+        if case.kind in ("linear", "linear_of_any_batch"):
             expected: tuple[torch.Tensor, ...] = (layers[rank],)
         elif case.kind == "linear_silu_and_mul":
             expected = (silu_and_mul(own.x, own.weight, **own.options(case.dtype)),)

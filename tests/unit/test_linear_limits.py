@@ -21,13 +21,14 @@ LARGEST = _core.linear_max_features
 STEP = _core.linear_multiple
 FP8_STEP = _core.linear_fp8_multiple
 MOST = _core.linear_max_tokens
+MANY = _core.linear_max_many_tokens
 CPU = torch.device("cpu")
 
 
-def layers_of(core: Any, silu_and_mul: bool = False) -> Linear:
+def layers_of(core: Any, silu_and_mul: bool = False, many_tokens: bool = False) -> Linear:
     planner = Planner(1, TuningTable("test table", {}, 0), Config.load({}), mock.Mock())
     handle = mock.Mock(device=CPU, core=mock.Mock(return_value=core), tallies=Tallies())
-    return Linear(handle, planner, silu_and_mul)
+    return Linear(handle, planner, silu_and_mul, many_tokens)
 
 
 def without_memory(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -67,6 +68,32 @@ def test_the_core_takes_what_is_accepted(
         assert not accepted
     else:
         assert accepted
+
+
+@pytest.mark.parametrize("data_type", registry.data_types())
+@pytest.mark.parametrize("tokens", [MOST, MOST + 1, 300, MANY, MANY + 1])
+def test_the_core_takes_the_many_tokens_that_are_accepted(data_type: str, tokens: int) -> None:
+    (core,) = connected(1)
+    layers = layers_of(core, many_tokens=True)
+    layers._device = torch.device("meta")
+    dtype = TORCH_TYPES.get(data_type)
+    x, weight = (without_memory(rows, STEP, dtype=dtype or torch.int32) for rows in (tokens, STEP))
+    accepted = layers.accepts(x, weight)
+    assert accepted == (dtype in (torch.bfloat16, torch.float16) and tokens <= MANY)
+    layer = {
+        "tokens": tokens,
+        "inputs": STEP,
+        "outputs": STEP,
+        "data_type": list(registry.data_types()).index(data_type),
+    }
+    for others in ({}, {"silu_and_mul": True}, {"scales": (True, False), "inputs": FP8_STEP}):
+        is_served = accepted and (tokens <= MOST or not others)
+        try:
+            core.prepare_linear(**{"silu_and_mul": False, **layer, **others}, choice=_core.LinearChoice())
+        except ValueError:
+            assert not is_served
+        else:
+            assert is_served
 
 
 @pytest.mark.parametrize("data_type", registry.data_types())
