@@ -67,7 +67,8 @@ def test_the_core_takes_what_is_accepted(
     except ValueError:
         assert not accepted
     else:
-        assert accepted
+        # More tokens are those of another operation.
+        assert accepted or (tokens > MOST and not silu_and_mul)
 
 
 @pytest.mark.parametrize("data_type", registry.data_types())
