@@ -11,8 +11,8 @@ max_world_size: int
 multicast_switches: dict[str, str]
 #: Of a symmetric heap.
 max_segments: int
-#: Of linear layers: rows of x, if they are few, and of ``linear_of_any_batch``; what inputs and outputs are multiples of,
-#: those of FP8 inputs, and at most.
+#: Of linear layers: rows of x, if they are few, and of ``linear_of_any_batch``; what inputs and outputs are multiples
+#: of, those of FP8 inputs, and at most.
 linear_max_tokens: int
 linear_max_many_tokens: int
 linear_multiple: int
