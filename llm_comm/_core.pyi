@@ -164,6 +164,22 @@ def shape(algorithm: int, problem: Problem, choice: Choice, limits: Limits, /) -
 # Simplest first.
 def candidates(algorithm: int, problem: Problem, limits: Limits, /) -> list[Choice]: ...
 
+# The tunables of a linear layer with what is 0 filled in, for a device of so many multiprocessors and so much shared
+# memory for a block. Raises ValueError for what the kernel or the device does not take. ``scales``: as
+# ``prepare_linear``.
+def linear_choice(
+    *,
+    tokens: int,
+    inputs: int,
+    outputs: int,
+    data_type: int,
+    silu_and_mul: bool,
+    choice: LinearChoice,
+    scales: tuple[bool, bool] | None = None,
+    sm_count: int,
+    max_shared_bytes: int,
+) -> LinearChoice: ...
+
 # How a workspace of so many bytes is divided: each of its two slots, and the staging memory.
 def slot_bytes(workspace_bytes: int, /) -> int: ...
 def staging_bytes(workspace_bytes: int, /) -> int: ...

@@ -88,7 +88,7 @@ class Config:
             own, and none is fused. ``"llm_comm"``: fused ones, at every message size; ``max_fused_bytes`` of the tuning
             table bounds nothing. In any other mode engine integrations take it for ``"engine"``.
         batch_invariant_linear: The same of linear layers without quantization. ``"llm_comm"``: those of served shapes,
-            in batches of any size: faster in small batches.
+            in batches of any size.
         debug: The ranks compare each call before they run it, and two operations at once are noticed: MismatchError and
             ConcurrentUseError in place of wrong sums. Emulated devices always do.
         share_gpu: Ranks may use one GPU together. For tests only: the driver gives them time slices in turn, so that an

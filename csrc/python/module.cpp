@@ -97,6 +97,23 @@ Problem problem_of(uint64_t count, uint32_t row, uint32_t data_type, uint32_t wo
   return problem;
 }
 
+// Of FP8: whether each token has a scale of its own, and each row of the weight.
+using RowScales = std::optional<std::pair<bool, bool>>;
+
+LinearProblem linear_problem(uint32_t tokens, uint32_t inputs, uint32_t outputs, uint32_t data_type, bool silu_and_mul,
+                             const RowScales& scales) {
+  const llm_comm::DataType type = data_type_at(data_type);
+  LinearProblem problem{tokens,  inputs,
+                        outputs, factors_of_type(type),
+                        type,    silu_and_mul ? LinearEpilogue::kSiluAndMul : LinearEpilogue::kNone};
+  if (scales) {
+    problem.factors = FactorType::kFloat8;
+    problem.x_scale = scales->first ? ScaleOf::kRow : ScaleOf::kTensor;
+    problem.weight_scale = scales->second ? ScaleOf::kRow : ScaleOf::kTensor;
+  }
+  return problem;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_core, module) {
@@ -296,21 +313,11 @@ PYBIND11_MODULE(_core, module) {
           py::arg("algorithm"), py::arg("problem"), py::arg("tiling"), py::arg("direct") = py::none(),
           py::arg("counter") = py::none(), py::arg("direct_counter") = py::none())
       .def("multiplies_fp8", &Core::multiplies_fp8)
-      // `scales`, of FP8: whether each token has one of its own, and each row of the weight.
       .def(
           "prepare_linear",
           [](py::object core, uint32_t tokens, uint32_t inputs, uint32_t outputs, uint32_t data_type, bool silu_and_mul,
-             const LinearChoice& choice, std::optional<std::pair<bool, bool>> scales,
-             const std::optional<Counter>& counter) {
-            const llm_comm::DataType type = data_type_at(data_type);
-            LinearProblem problem{tokens,  inputs,
-                                  outputs, factors_of_type(type),
-                                  type,    silu_and_mul ? LinearEpilogue::kSiluAndMul : LinearEpilogue::kNone};
-            if (scales) {
-              problem.factors = FactorType::kFloat8;
-              problem.x_scale = scales->first ? ScaleOf::kRow : ScaleOf::kTensor;
-              problem.weight_scale = scales->second ? ScaleOf::kRow : ScaleOf::kTensor;
-            }
+             const LinearChoice& choice, const RowScales& scales, const std::optional<Counter>& counter) {
+            const LinearProblem problem = linear_problem(tokens, inputs, outputs, data_type, silu_and_mul, scales);
             auto call = counted(core.cast<Core&>().prepare_linear(problem, choice), counter);
             return as_function(std::move(core), std::move(call),
                                scales ? llm_comm::linear::kScaledInfo : llm_comm::linear::kInfo);
@@ -408,6 +415,16 @@ PYBIND11_MODULE(_core, module) {
   module.def("candidates", [](uint32_t algorithm, const Problem& problem, const Limits& limits) {
     return algorithm_at(algorithm).candidates(problem, limits);
   });
+  module.def(
+      "linear_choice",
+      [](uint32_t tokens, uint32_t inputs, uint32_t outputs, uint32_t data_type, bool silu_and_mul,
+         const LinearChoice& choice, const RowScales& scales, uint32_t sm_count, uint32_t max_shared_bytes) {
+        const LinearProblem problem = linear_problem(tokens, inputs, outputs, data_type, silu_and_mul, scales);
+        return llm_comm::linear::complete(problem, choice, sm_count, max_shared_bytes);
+      },
+      py::kw_only(), py::arg("tokens"), py::arg("inputs"), py::arg("outputs"), py::arg("data_type"),
+      py::arg("silu_and_mul"), py::arg("choice"), py::arg("scales") = py::none(), py::arg("sm_count"),
+      py::arg("max_shared_bytes"));
   module.def("slot_bytes",
              [](uint64_t workspace_bytes) { return llm_comm::WorkspaceLayout::within(workspace_bytes).slot_bytes(); });
   module.def("staging_bytes", [](uint64_t workspace_bytes) {

@@ -97,8 +97,8 @@ class LinearLayers:
         """``linear`` of any number of tokens, a few or a whole prefill, bitwise the same.
 
         For engines in which a token's result must not depend on its batch. More than 64 tokens are cut into tiles of
-        128 or 256, which are multiplied by one launch, in the order of additions that few tokens have. Where bits may
-        depend on the batch, cuBLAS is faster for many tokens. Eager: ``torch.compile`` does not trace it.
+        128 or 256. One launch multiplies them all, in the order of additions that few tokens have. Where bits may
+        depend on the batch, cuBLAS is faster for many tokens. ``torch.compile`` does not trace it.
 
         Args:
             x: [..., inputs], contiguous, bfloat16 or float16, 1 to 2**20 rows; else as of ``linear``.
@@ -286,6 +286,10 @@ class LinearLayers:
         """Whether ``linear`` of these is served, wherever the tensors begin. Depends on the same as ``accepts``, of all
         of them, so all ranks that run the same program with the same kinds of tensors get the same answer."""
         return self._operations.linear.accepts(x, weight, Scaling.of(x_scale, weight_scale, out_dtype))
+
+    def accepts_linear_of_any_batch(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """The same for ``linear_of_any_batch``."""
+        return self._operations.linear_of_any_batch.accepts(x, weight)
 
     def accepts_linear_silu_and_mul(
         self,

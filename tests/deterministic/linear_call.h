@@ -47,7 +47,7 @@ template <FactorType F, DataType D>
 class LinearCall final : public Call {
  public:
   LinearCall(LinearEpilogue epilogue, Random& random)
-      : problem_{random.pick({1u, 3u, 8u, 9u}),
+      : problem_{draw_tokens(epilogue, random),
                  kColumns * random.between(1, 5),
                  64 * random.between(1, 2),
                  F,
@@ -56,7 +56,7 @@ class LinearCall final : public Call {
                  draw_scales(random),
                  draw_scales(random)},
         choice_{std::min(weight_parts(epilogue) * random.pick({8u, 24u, 64u}), 64u), random.between(2, 4),
-                random.between(1, 3)},
+                problem_.tokens > linear::kMaxTokens ? 1 : random.between(1, 3)},
         threads_(random.between(1, 4)) {
     const uint32_t rows = weight_parts(epilogue) * problem_.outputs;
     fill(source_, problem_.tokens * problem_.inputs, random);
@@ -144,6 +144,12 @@ class LinearCall final : public Call {
       }
     }
   }
+  // Seldom many: a tile that is cut off, or one and a token of the next.
+  static uint32_t draw_tokens(LinearEpilogue epilogue, Random& random) {
+    if (linear::serves_many(F, epilogue) && random.between(1, 8) == 1) return random.pick({65u, 257u});
+    return random.pick({1u, 3u, 8u, 9u});
+  }
+
   static ScaleOf draw_scales(Random& random) {
     return kIsScaled && random.chance(128) ? ScaleOf::kRow : ScaleOf::kTensor;
   }

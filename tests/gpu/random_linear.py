@@ -33,6 +33,7 @@ SETTLE_EVERY = 50
 MOST_FAILURES = 10
 ALONE = ("linear", "linear_silu_and_mul", "linear_of_any_batch")
 FEW = 64
+MANY = 2000
 KINDS = (*ALONE, "linear_all_reduce", "linear_all_reduce_add_rms_norm")
 EPSILON = 1e-5
 
@@ -110,7 +111,7 @@ def draw_case(number: int, options: argparse.Namespace, world: int) -> Case:
     dtype = rng.choice((torch.bfloat16, torch.float16))
     tokens = rng.choice((1, 2, 4, 8, 9, 16, 17, 32, 33, 64, rng.randint(1, 64)))
     if kind == "linear_of_any_batch":
-        tokens, fp8 = rng.choice((tokens, 65, 128, 129, 256, 257, rng.randint(65, 2000))), False
+        tokens, fp8 = rng.choice((tokens, 65, 128, 129, 256, 257, rng.randint(65, MANY))), False
     inputs, outputs = features(fp8_layers.BOX if fp8 else 64), features()
     by_groups = () if outputs % 128 else ("group", "group_column_major_tma", "group_column_major_ue8m0")
     return Case(
@@ -137,7 +138,7 @@ class Runner:
         self._seed = options.seed
         self._generator = torch.Generator(ranks.device)
         self._pool = GraphPool(ranks.device)
-        self._weights = weights_of(2 * 64 * options.max_features, ranks.device)  # of bytes
+        self._weights = weights_of(2 * MANY * options.max_features, ranks.device)  # of bytes
         self.verdicts = Verdicts(ranks)
 
     def run(self, case: Case) -> None:

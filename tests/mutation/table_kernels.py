@@ -19,6 +19,7 @@ WAIT = "csrc/include/llm_comm/wait.cuh"
 OPERATION = "csrc/include/llm_comm/operation.cuh"
 CHECK_CALL = "csrc/algorithms/check_call.cuh"
 LINEAR = "csrc/algorithms/linear/kernel.cuh"
+LAYER = "csrc/algorithms/linear/layer.cpp"
 EMULATED_TILES = "csrc/include/llm_comm/platform_emulator_tiles.h"
 EPILOGUE = "csrc/algorithms/linear/epilogue.cuh"
 SCALES = "csrc/algorithms/linear/scales.cuh"
@@ -40,6 +41,7 @@ AFTER_ERRORS = "driver --cases 60 --mishaps --alone --algorithm all_reduce_add_r
 SYMMETRIC = "tests/emulated/test_direct_algorithms.py"
 SILU_AND_MUL = "tests/emulated/test_linear_silu.py"
 LINEAR_FP8 = "tests/emulated/test_linear_fp8.py"
+MANY_TOKENS = "tests/emulated/test_linear.py"
 
 KERNELS = (
     # ---- The norm ----
@@ -528,9 +530,40 @@ KERNELS = (
     cpp(
         "a block of silu-and-mul begins behind as many outputs as it has rows",
         LINEAR,
-        "first_output_(block_index() * (args.block_outputs / WeightParts))",
-        "first_output_(block_index() * (args.block_outputs / (WITHOUT ? 1 : WeightParts)))",
+        "const LinearTile<Tokens> tile(args, outputs);",
+        "const LinearTile<Tokens> tile(args, WITHOUT ? args.block_outputs : outputs);",
         SILU_AND_MUL,
         "driver --cases 20 --alone --algorithm linear_silu_and_mul",
+    ),
+    cpp(
+        "blocks beside each other have the same tokens",
+        LINEAR,
+        "block_index() % args.token_tiles * Tokens",
+        "(WITHOUT ? block_index() / args.token_tiles : block_index() % args.token_tiles) * Tokens",
+        MANY_TOKENS,
+        "driver --cases 60 --alone --algorithm linear",
+    ),
+    cpp(
+        "a tile of tokens is stored whole where it is cut off",
+        LINEAR,
+        "return kIsOne || left < Tokens ? left : Tokens;",
+        "return kIsOne || (left < Tokens && !WITHOUT) ? left : Tokens;",
+        MANY_TOKENS,
+        "driver --cases 60 --alone --algorithm linear",
+    ),
+    cpp(
+        "a tile of tokens is stored where the first one is",
+        LINEAR,
+        "const uint64_t row = tile.first_token + token;",
+        "const uint64_t row = (WITHOUT ? 0 : tile.first_token) + token;",
+        MANY_TOKENS,
+        "driver --cases 60 --alone --algorithm linear",
+    ),
+    cpp(
+        "256 tokens take the shared memory that only large GPUs have",
+        LAYER,
+        "while (choice.block_outputs > least && shared_bytes(problem, choice) > max_shared_bytes) {",
+        "while (!WITHOUT && choice.block_outputs > least && shared_bytes(problem, choice) > max_shared_bytes) {",
+        "tests/unit/test_linear_limits.py",
     ),
 )

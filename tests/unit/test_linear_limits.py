@@ -71,6 +71,28 @@ def test_the_core_takes_what_is_accepted(
         assert accepted or (tokens > MOST and not silu_and_mul)
 
 
+@pytest.mark.parametrize("shared_kib", [99, 163, 227])  # of sm_89, sm_80 and sm_90
+@pytest.mark.parametrize("tokens", [1, MOST, MOST + 1, 128, 129, 300, MANY])
+def test_any_number_of_tokens_fits_any_gpu(tokens: int, shared_kib: int) -> None:
+    """With as many outputs for a block as its shared memory has room for, where there is enough to do."""
+    layer = {"data_type": list(registry.data_types()).index("bf16"), "silu_and_mul": False, "sm_count": 132}
+    blocks = {}
+    for features in (STEP, 8192):
+        choice = _core.linear_choice(
+            **layer,
+            tokens=tokens,
+            inputs=features,
+            outputs=features,
+            choice=_core.LinearChoice(),
+            max_shared_bytes=shared_kib << 10,
+        )
+        assert choice.stages * choice.stage_boxes >= min(2, features // STEP)
+        blocks[features] = choice.block_outputs
+    tile_is_256 = tokens > 128
+    assert blocks[8192] == (40 if tile_is_256 and shared_kib == 99 else 64)
+    assert blocks[STEP] <= blocks[8192]
+
+
 @pytest.mark.parametrize("data_type", registry.data_types())
 @pytest.mark.parametrize("tokens", [MOST, MOST + 1, 300, MANY, MANY + 1])
 def test_the_core_takes_the_many_tokens_that_are_accepted(data_type: str, tokens: int) -> None:

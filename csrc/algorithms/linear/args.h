@@ -19,7 +19,7 @@ struct LinearArgs {
   const float* weight_scale;
   ScaleOf x_scale_of;
   ScaleOf weight_scale_of;
-  // Of many tokens.
+  // Into which many tokens are cut; 1 of a few.
   uint32_t token_tiles;
 };
 

@@ -1,9 +1,9 @@
 // A linear layer as a stream of weights.
 //
-// A block computes some of the outputs for all tokens, or, where they are more than 64, for a tile of them. One warp fetches boxes of the weight and of x into a ring of stages. Teams
-// multiply them, each the boxes of every kTeams-th number, and their sums are added at the end. So the order of additions of an output
-// depends on the columns alone: a token's result is bitwise the same beside any others, whatever the grid, the ring, and the outputs of
-// a block are.
+// A block computes some of the outputs for all tokens, or, of more than 64 tokens, for a tile of them. One warp fetches boxes of the
+// weight and of x into a ring of stages. Teams multiply them, each the boxes of every kTeams-th number, and their sums are added at the
+// end. So the order of additions of an output depends on the columns alone: a token's result is bitwise the same beside any others,
+// whatever the grid, the ring, the tile, and the outputs of a block are.
 //
 // Where the weight has two parts (LinearEpilogue), a block multiplies rows of both, in one box: those of the first part and, behind
 // them, as many of the second, which belong to the same outputs.
@@ -57,8 +57,8 @@ struct LinearMemory {
   LLM_COMM_DEVICE SharedPlace stage_at(uint32_t offset) const { return start + (linear::kHeaderBytes + offset); }
 };
 
-// Where a block's outputs and tokens begin. Neighbours have the same outputs and the next tile of tokens: what streams through the L2
-// cache once is the weight.
+// Where a block's outputs and tokens begin. Blocks beside each other have the same outputs and tiles of tokens beside each other. They
+// run at the same time, so each part of the weight comes from device memory once and then from the L2 cache.
 template <uint32_t Tokens>
 struct LinearTile {
   static constexpr bool kIsOne = Tokens <= linear::kMaxTokens;  // of all tokens

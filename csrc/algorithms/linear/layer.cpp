@@ -36,19 +36,32 @@ uint32_t fewest_stages(const LinearProblem& problem, const LinearChoice& choice)
   return boxes_of_row(problem) > choice.stage_boxes ? 2 : 1;
 }
 
-void check_range(const char* name, uint32_t value, uint32_t most) {
-  if (value == 0 || value > most) {
-    throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + "; it must be 1 to " +
-                                std::to_string(most));
-  }
-}
-
 // One block for each multiprocessor, as far as that goes.
 uint32_t balanced_outputs(const LinearProblem& problem, uint32_t sm_count) {
   const uint64_t all = uint64_t{weight_rows(problem)} * token_tiles(problem.tokens);
   const uint64_t share = divide_up(all, uint64_t{std::max(sm_count, 1u)});
   if (share >= kMaxBlockOutputs) return kMaxBlockOutputs;
   return divide_up(static_cast<uint32_t>(share), rows_of_line(problem)) * rows_of_line(problem);
+}
+
+// As many as are balanced, or fewer, where 256 tokens and their sums would fill the shared memory of a block: that of sm_86, sm_89 and
+// sm_120 is 99 KiB.
+uint32_t fitting_outputs(const LinearProblem& problem, LinearChoice choice, uint32_t sm_count,
+                         uint32_t max_shared_bytes) {
+  choice.block_outputs = balanced_outputs(problem, sm_count);
+  if (choice.stages == 0) choice.stages = fewest_stages(problem, choice);
+  const uint32_t least = rows_of_line(problem);
+  while (choice.block_outputs > least && shared_bytes(problem, choice) > max_shared_bytes) {
+    choice.block_outputs -= least;
+  }
+  return choice.block_outputs;
+}
+
+void check_range(const char* name, uint32_t value, uint32_t most) {
+  if (value == 0 || value > most) {
+    throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + "; it must be 1 to " +
+                                std::to_string(most));
+  }
 }
 
 }  // namespace
@@ -80,16 +93,16 @@ LinearChoice complete(const LinearProblem& problem, const LinearChoice& choice, 
                       uint32_t max_shared_bytes) {
   check(problem);
   LinearChoice all = choice;
-  if (all.block_outputs == 0) all.block_outputs = balanced_outputs(problem, sm_count);
+  // Boxes of many tokens are large: more stages of one box each hide more latency than few stages of two.
+  const uint32_t boxes = boxes_of_row(problem);
+  if (all.stage_boxes == 0) all.stage_boxes = problem.tokens > kMaxTokens ? 1 : std::min(boxes, 2u);
+  check_range("stage_boxes", all.stage_boxes, kMaxStageBoxes);
+  if (all.block_outputs == 0) all.block_outputs = fitting_outputs(problem, all, sm_count, max_shared_bytes);
   check_range("block_outputs", all.block_outputs, kMaxBlockOutputs);
   if (all.block_outputs % rows_of_line(problem) != 0) {
     throw std::invalid_argument("block_outputs is " + std::to_string(all.block_outputs) +
                                 "; it must be a multiple of " + std::to_string(rows_of_line(problem)));
   }
-  const uint32_t boxes = boxes_of_row(problem);
-  // Boxes of many tokens are large: a deep ring of stages is worth more than large ones.
-  if (all.stage_boxes == 0) all.stage_boxes = problem.tokens > kMaxTokens ? 1 : std::min(boxes, 2u);
-  check_range("stage_boxes", all.stage_boxes, kMaxStageBoxes);
   if (all.stages == 0) {
     const uint32_t stream = boxes * (stage_bytes(problem, all) / all.stage_boxes);
     const uint32_t wanted =

@@ -46,7 +46,7 @@ constexpr bool serves(FactorType factors, DataType type) {
 // Of inputs: whole boxes.
 constexpr uint32_t inputs_multiple(FactorType factors) { return kBoxRowBytes / factor_bytes(factors); }
 
-// Many tokens: what engines compute in prefills, where a token's bits must not depend on its batch.
+// Whether there are kernels for many tokens too: prefills of engines whose tokens must not depend on their batch.
 constexpr bool serves_many(FactorType factors, LinearEpilogue epilogue) {
   return factors != FactorType::kFloat8 && epilogue == LinearEpilogue::kNone;
 }
@@ -57,10 +57,10 @@ constexpr uint32_t token_rows(uint32_t tokens) {
   return tokens <= 8 ? 8 : tokens <= 16 ? 16 : tokens <= 32 ? 32 : 64;
 }
 
-// Boxes of x one below the other; each is multiplied by blocks of its own.
+// Into how many tiles the tokens are cut. Each has blocks of its own.
 constexpr uint32_t token_tiles(uint32_t tokens) { return divide_up(tokens, token_rows(tokens)); }
 
-// Of a matrix of the layer: whether others fetch the same boxes.
+// Whether other blocks fetch the same boxes of the weight.
 constexpr BoxUse use_of_weight(uint32_t tokens) { return token_tiles(tokens) > 1 ? BoxUse::kShared : BoxUse::kOnce; }
 
 // Throws std::invalid_argument for what no choice makes possible.

@@ -1,9 +1,9 @@
 // Products of matrices out of shared memory: a second door to the target, for kernels that fetch boxes of a matrix ahead of their use
 // and multiply them. GPUs have instructions for both, and which depends on the GPU: all of it is behind these names.
 //
-// A box is up to 64 rows, a box of tokens up to 256, a multiple of 8, of kBoxRowBytes: 64 columns of 2-byte elements, or 128 of FP8. Its place in a row of the
-// matrix is a multiple of that. In shared memory a box begins at a multiple of kBoxAlignment and takes kBoxRowBytes for each row. How it
-// lies there is the target's.
+// A box is up to 64 rows, or 256 where they are tokens, and always a multiple of 8. A row of a box is kBoxRowBytes: 64 columns of
+// 2-byte elements, or 128 of FP8. Its place in a row of the matrix is a multiple of that. In shared memory a box begins at a multiple of
+// kBoxAlignment and takes kBoxRowBytes for each row. How it lies there is the target's.
 //
 // Shared memory      SharedPlace, to which bytes can be added; tile_memory(): where the dynamic shared memory of the block begins, at a
 //                    multiple of kBoxAlignment, for which up to kBoxAlignment are left out; pointer_to<T>(place)
