@@ -134,7 +134,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _add_linear(collectives: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = (
-        "time and check linear layers of few tokens beside cuBLAS; from 2 ranks on also layer + all-reduce + add + "
+        "time and check linear layers beside cuBLAS; of few tokens from 2 ranks on also layer + all-reduce + add + "
         "RMSNorm, beside cuBLAS with llm_comm and with NCCL"
     )
     parser = _command(collectives, "linear", text, "llm_comm.bench.linear")
@@ -145,7 +145,7 @@ def _add_linear(collectives: argparse._SubParsersAction[argparse.ArgumentParser]
         metavar="NxK,...",
         help="outputs and inputs of a rank's layer (8192x1024,8192x3584,5120x1024,5120x3200; emulated small ones)",
     )
-    parser.add_argument("--tokens", type=_numbers, metavar="M,...", help="tokens (1,4,16,64; emulated 1,9)")
+    parser.add_argument("--tokens", type=_numbers, metavar="M,...", help="tokens, to 4096 (1,4,16,64; emulated 1,9)")
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16", help="(%(default)s)")
     parser.add_argument(
         "--pdl",

@@ -1,4 +1,4 @@
-"""``llm-comm bench linear``: the layer before an all-reduce, y = x W^T of few tokens, alone and with what comes behind.
+"""``llm-comm bench linear``: the layer before an all-reduce, y = x W^T, alone and with what comes behind.
 
 A CUDA graph holds a chain of layers, each with a weight of its own: so many that none is in the L2 cache when its turn
 comes, as in a model. Alone, llm_comm's layer stands beside cuBLAS. With more than one rank the chain is layer +
@@ -9,6 +9,8 @@ With ``--fp8`` the layers are of FP8, beside torch's and vLLM's, on each rank al
 
 With ``--silu`` the layers are gate-and-up projections with silu-and-mul: llm_comm's in one kernel beside cuBLAS and a
 kernel for silu-and-mul, on each rank alone.
+
+Of more than 64 tokens the layer is ``Communicator.linear_of_any_batch``, on each rank alone.
 
 What llm_comm takes part in is timed with and without dependent launches (``Config.pdl``), the others once.
 """
@@ -28,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llm_comm import launch, outputs
+from llm_comm import _core, launch, outputs
 from llm_comm.bench import report, timing
 from llm_comm.bench.agreement import first_failure
 from llm_comm.bench.comparison import in_ranks, replayable
@@ -38,6 +40,7 @@ from llm_comm.bench.linear_arms import (
     Judge,
     JudgeOfLayers,
     Operands,
+    are_many,
     arm_of_choice,
     check_layers,
     choices_of,
@@ -61,6 +64,8 @@ SHAPES = ((8192, 1024), (8192, 3584), (5120, 1024), (5120, 3200))
 #: The same of their gate-and-up projections.
 SILU_SHAPES = ((3584, 8192), (3200, 5120))
 TOKENS = (1, 4, 16, 64)
+#: A chunk of a prefill. Results of more, in float64 for each weight, would fill a GPU.
+MOST_TOKENS = 4096
 _WEIGHT_BYTES = 600 << 20
 _REPS = 20
 # Emulated: that results are right, in seconds.
@@ -88,7 +93,12 @@ def run(args: argparse.Namespace) -> int:
     args.shapes = args.shapes or (shapes if placement.on_gpu else emulated)
     args.tokens = args.tokens or (TOKENS if placement.on_gpu else _EMULATED_TOKENS)
     args.reps = args.reps or (_REPS if placement.on_gpu else _EMULATED_REPS)
-    check_layers(args.shapes, args.tokens, "--shapes", fp8=bool(args.fp8))
+    check_layers(args.shapes, args.tokens, "--shapes", fp8=bool(args.fp8), most_tokens=MOST_TOKENS)
+    only_few = [f"--{name}" for name in ("silu", "fp8", "choices") if getattr(args, name)]
+    if only_few and any(map(are_many, args.tokens)):
+        raise ConfigError(
+            f"{only_few[0]} with --tokens {','.join(map(str, args.tokens))}: it takes 1 to {_core.linear_max_tokens}"
+        )
     return in_ranks(args, placement, lambda group, config: _run_rank(args, placement, group, config))
 
 
@@ -181,7 +191,7 @@ class LayerBench:
         fp8: str | None = None,
     ) -> None:
         self._comms, self._group, self._norm, self._silu = comms, group, norm, silu
-        self._which = slice(None) if chains else slice(1)  # the layer alone comes first
+        self._chains = chains
         self._reps, self._choices, self._progress, self._fp8 = reps, choices, progress, fp8
         self._comm = comms[0][1]
 
@@ -202,11 +212,13 @@ class LayerBench:
                 operands = Operands.of(weights, rows_of_x, self._comm.rank, silu=self._silu is not None)
             judge, other, our = self._arms(operands)
             what = f"linear {shape[0]}x{shape[1]}, {rows_of_x} tokens"
-            which = slice(None) if self._fp8 else self._which
-            others = {arm.name: self._measure(arm, weights, what) for arm in other[which]}
+            # The layer alone comes first. All that is beside FP8 layers is a layer alone.
+            which = slice(None) if self._chains and not are_many(rows_of_x) else slice(1)
+            beside = other if self._fp8 else other[which]
+            others = {arm.name: self._measure(arm, weights, what) for arm in beside}
             for pdl, comm in self._comms:
                 where = f"{what}, PDL {'on' if pdl else 'off'}"
-                ours = {arm.name: self._measure(arm, weights, where) for arm in our(comm)[self._which]}
+                ours = {arm.name: self._measure(arm, weights, where) for arm in our(comm)[which]}
                 choices = self._of_choices(comm, operands, judge, where) if self._choices else ((), None)
                 comm.check()
                 layers = self._calls(weights)

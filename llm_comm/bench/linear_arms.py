@@ -231,7 +231,13 @@ class Arm:
     error: Callable[[tuple[Tensor, ...], int], float]
 
 
-def check_layers(shapes: Sequence[tuple[int, int]], tokens: Sequence[int], option: str, fp8: bool = False) -> None:
+def check_layers(
+    shapes: Sequence[tuple[int, int]],
+    tokens: Sequence[int],
+    option: str,
+    fp8: bool = False,
+    most_tokens: int = _core.linear_max_tokens,
+) -> None:
     """Raises ConfigError unless there are kernels for such layers: outputs and inputs, which ``option`` has named."""
     multiple = inputs_multiple(fp8)
     for outputs, inputs in shapes:
@@ -240,8 +246,13 @@ def check_layers(shapes: Sequence[tuple[int, int]], tokens: Sequence[int], optio
                 f"{option} {outputs}x{inputs}: outputs and inputs are multiples of {_core.linear_multiple}"
                 f"{f', inputs of {multiple},' if fp8 else ''} up to {_core.linear_max_features}"
             )
-    if not all(0 < count <= _core.linear_max_tokens for count in tokens):
-        raise ConfigError(f"--tokens {','.join(map(str, tokens))}: 1 to {_core.linear_max_tokens} each")
+    if not all(0 < count <= most_tokens for count in tokens):
+        raise ConfigError(f"--tokens {','.join(map(str, tokens))}: 1 to {most_tokens} each")
+
+
+def are_many(tokens: int) -> bool:
+    """Whether only ``Communicator.linear_of_any_batch`` takes so many."""
+    return tokens > _core.linear_max_tokens
 
 
 def our_arms(comm: Communicator, operands: Operands, judge: Judge) -> list[Arm]:
@@ -249,9 +260,10 @@ def our_arms(comm: Communicator, operands: Operands, judge: Judge) -> list[Arm]:
     x, residual, norm_weight = operands.x, operands.residual, operands.norm_weight
     out, residual_out = operands.out, operands.residual_out
     summand = torch.empty_like(out)
+    linear = comm.linear_of_any_batch if are_many(len(x)) else comm.linear
 
     def layer(weight: Tensor) -> tuple[Tensor, ...]:
-        comm.linear(x, weight, out=out)
+        linear(x, weight, out=out)
         return (out,)
 
     def fused(weight: Tensor) -> tuple[Tensor, ...]:

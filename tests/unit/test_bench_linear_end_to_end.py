@@ -96,6 +96,31 @@ def test_layers_of_fp8(scales: str, tmp_path: Path) -> None:
     assert f"linear layers of FP8, a scale for each {scales}" in done.stdout
 
 
+def test_many_tokens_are_layers_alone(tmp_path: Path) -> None:
+    report = tmp_path / "linear.json"
+    done = run([*SMALL[:-1], "3,65,300", "--world", "2", "--pdl", "on", "--json", str(report)])
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(report.read_text())["rows"]
+    assert [(row["tokens"], set(row["results"])) for row in rows] == [(3, LAYER | CHAIN), (65, LAYER), (300, LAYER)]
+    for row in rows:
+        assert all(0 < result["error"] <= 1 and result["us"] > 0 for result in row["results"].values())
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--tokens", "64,4097"], "--tokens 64,4097: 1 to 4096 each"),
+        (["--tokens", "65", "--silu"], "--silu with --tokens 65: it takes 1 to 64"),
+        (["--tokens", "65", "--fp8", "--shapes", "128x384"], "--fp8 with --tokens 65: it takes 1 to 64"),
+        (["--tokens", "1,65", "--choices"], "--choices with --tokens 1,65: it takes 1 to 64"),
+    ],
+)
+def test_tokens_that_are_too_many(options: list[str], error: str) -> None:
+    done = run([*SMALL, *options])
+    assert done.returncode == 2
+    assert error in done.stderr
+
+
 @pytest.mark.parametrize("options", [[], ["--silu"]])
 def test_choices(options: list[str], tmp_path: Path) -> None:
     report = tmp_path / "linear.json"
@@ -116,6 +141,7 @@ def test_choices(options: list[str], tmp_path: Path) -> None:
     [
         ("linear", 0, "llm_comm", []),
         ("linear", 1, "llm_comm", []),
+        ("linear_of_any_batch", 1, "llm_comm", ["--tokens", "70"]),
         ("linear_silu_and_mul", 1, "llm_comm", ["--silu"]),
         ("linear_all_reduce_add_rms_norm", 1, "llm_comm fused", []),
         ("all_reduce_add_rms_norm", 1, "mm + llm_comm", []),
@@ -128,7 +154,8 @@ def test_one_wrong_element_on_one_rank_fails_the_run(
     script = SABOTAGE.format(path=sys.path, method=method, saboteur=saboteur)
     argv = [*SMALL, *options, "--pdl", "on", "--json", str(report)]
     assert launch.run_ranks(Placement(2, on_gpu=False), [sys.executable, "-c", script, *argv]) == 1
-    assert f"BAD at 128x64 3 PDL on: {name}" in capfd.readouterr().out
+    tokens = argv[len(argv) - argv[::-1].index("--tokens")]
+    assert f"BAD at 128x64 {tokens} PDL on: {name}" in capfd.readouterr().out
     (row,) = json.loads(report.read_text())["rows"]
     assert row["wrong"] == [name]
     assert row["results"][name]["us"] is None
