@@ -1,4 +1,4 @@
-// A linear layer of a few tokens: y = x W^T, as torch.nn.functional.linear without a bias, or what an epilogue makes of it. No rank
+// A linear layer: y = x W^T, as torch.nn.functional.linear without a bias, or what an epilogue makes of it. No rank
 // takes part but this one. x and W are of bf16 or fp16, or of FP8 with scales.
 #pragma once
 
