@@ -315,9 +315,6 @@ def test_wrong_options(argv: list[str]) -> None:
         ["--shapes", "96x64"],
         ["--shapes", f"64x{1 << 25}"],
         ["--tokens", "1,4097"],
-        ["--tokens", "1,65", "--silu"],
-        ["--tokens", "1,65", "--fp8"],
-        ["--tokens", "1,65", "--choices"],
         ["--choices", "--world", "2"],
         ["--world", "9"],
         ["--world", "1", "--device", "cuda"],
@@ -334,6 +331,17 @@ def test_options_that_cannot_work_are_refused_before_any_rank_starts(
     args = parse("--world", "2", *argv)
     args.argv = []
     with pytest.raises(ConfigError):
+        linear.run(args)
+
+
+@pytest.mark.parametrize("option", ["--silu", "--fp8", "--choices"])
+def test_only_plain_layers_have_many_tokens(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(linear.launch, "usable_gpus", lambda: (0, "none here"))
+    monkeypatch.setattr(linear.launch, "spawn", lambda *_: pytest.fail("started ranks"))
+    args = parse("--world", "1", "--tokens", "1,65", option)
+    args.argv = []
+    with pytest.raises(ConfigError, match=f"{option} with --tokens 1,65: it takes 1 to 64"):
         linear.run(args)
 
 

@@ -106,21 +106,6 @@ def test_many_tokens_are_layers_alone(tmp_path: Path) -> None:
         assert all(0 < result["error"] <= 1 and result["us"] > 0 for result in row["results"].values())
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        (["--tokens", "64,4097"], "--tokens 64,4097: 1 to 4096 each"),
-        (["--tokens", "65", "--silu"], "--silu with --tokens 65: it takes 1 to 64"),
-        (["--tokens", "65", "--fp8", "--shapes", "128x384"], "--fp8 with --tokens 65: it takes 1 to 64"),
-        (["--tokens", "1,65", "--choices"], "--choices with --tokens 1,65: it takes 1 to 64"),
-    ],
-)
-def test_tokens_that_are_too_many(options: list[str], error: str) -> None:
-    done = run([*SMALL, *options])
-    assert done.returncode == 2
-    assert error in done.stderr
-
-
 @pytest.mark.parametrize("options", [[], ["--silu"]])
 def test_choices(options: list[str], tmp_path: Path) -> None:
     report = tmp_path / "linear.json"
