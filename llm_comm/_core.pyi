@@ -1,4 +1,7 @@
 from collections.abc import Callable, Sequence
+from typing import TypedDict
+
+from typing_extensions import NotRequired, Unpack
 
 version: str
 cuda_archs: str
@@ -99,6 +102,15 @@ class Choice:
     @property
     def crowded_above(self) -> int: ...
 
+# A linear layer. ``scales``, of FP8: whether each token has one of its own, and each row of the weight.
+class _LinearProblem(TypedDict):
+    tokens: int
+    inputs: int
+    outputs: int
+    data_type: int
+    silu_and_mul: bool
+    scales: NotRequired[tuple[bool, bool] | None]
+
 class LinearChoice:
     def __init__(self, *, block_outputs: int = 0, stages: int = 0, stage_boxes: int = 0) -> None: ...
     @property
@@ -165,19 +177,9 @@ def shape(algorithm: int, problem: Problem, choice: Choice, limits: Limits, /) -
 def candidates(algorithm: int, problem: Problem, limits: Limits, /) -> list[Choice]: ...
 
 # The tunables of a linear layer with what is 0 filled in, for a device of so many multiprocessors and so much shared
-# memory for a block. Raises ValueError for what the kernel or the device does not take. ``scales``: as
-# ``prepare_linear``.
+# memory for a block. Raises ValueError for what the kernel or the device does not take.
 def linear_choice(
-    *,
-    tokens: int,
-    inputs: int,
-    outputs: int,
-    data_type: int,
-    silu_and_mul: bool,
-    choice: LinearChoice,
-    scales: tuple[bool, bool] | None = None,
-    sm_count: int,
-    max_shared_bytes: int,
+    *, choice: LinearChoice, sm_count: int, max_shared_bytes: int, **problem: Unpack[_LinearProblem]
 ) -> LinearChoice: ...
 
 # How a workspace of so many bytes is divided: each of its two slots, and the staging memory.
@@ -303,18 +305,8 @@ class Core:
     # Whether linear layers of FP8 have kernels for the device.
     def multiplies_fp8(self) -> bool: ...
     # The function takes x, weight and out, of FP8 the scales of x and of the weight behind them, and a stream.
-    # ``scales``, of FP8: whether each token has one of its own, and each row of the weight.
     def prepare_linear(
-        self,
-        *,
-        tokens: int,
-        inputs: int,
-        outputs: int,
-        data_type: int,
-        silu_and_mul: bool,
-        choice: LinearChoice,
-        scales: tuple[bool, bool] | None = None,
-        counter: Counter | None = None,
+        self, *, choice: LinearChoice, counter: Counter | None = None, **problem: Unpack[_LinearProblem]
     ) -> Callable[..., bool]: ...
     # A kernel of llm_comm.dsl. ``image``: a cubin; for emulated GPUs the path of a shared library. Returns its number.
     def load_program(self, image: bytes, kernel: str, title: str) -> int: ...

@@ -17,7 +17,9 @@
 #include "host/multicast_switches.h"
 #include "host/planner.h"
 #include "python/bound_call.h"
+#include "python/data_type_at.h"
 #include "python/delete_without_gil.h"
+#include "python/linear.h"
 #include "python/node_exchange.h"
 #include "python/tensor_capsule.h"
 
@@ -25,6 +27,9 @@ namespace py = pybind11;
 using namespace llm_comm;        // NOLINT: a binding file
 using namespace llm_comm::host;  // NOLINT
 using llm_comm::python::as_function;
+using llm_comm::python::data_type_at;
+using llm_comm::python::linear_problem;
+using llm_comm::python::RowScales;
 
 namespace {
 
@@ -83,34 +88,12 @@ py::object describe(const OperationInfo& operation) {
       py::arg("max_row") = operation.max_row));
 }
 
-llm_comm::DataType data_type_at(uint32_t number) {
-  if (number >= llm_comm::kDataTypes) throw std::invalid_argument("there is no data type " + std::to_string(number));
-  return static_cast<llm_comm::DataType>(number);
-}
-
 Problem problem_of(uint64_t count, uint32_t row, uint32_t data_type, uint32_t world_size,
                    const std::vector<double>& parameters) {
   const llm_comm::DataType type = data_type_at(data_type);
   if (parameters.size() > llm_comm::kMaxParameters) throw std::invalid_argument("too many parameters");
   Problem problem{count, row, type, world_size, {}};
   std::copy(parameters.begin(), parameters.end(), problem.parameter);
-  return problem;
-}
-
-// Of FP8: whether each token has a scale of its own, and each row of the weight.
-using RowScales = std::optional<std::pair<bool, bool>>;
-
-LinearProblem linear_problem(uint32_t tokens, uint32_t inputs, uint32_t outputs, uint32_t data_type, bool silu_and_mul,
-                             const RowScales& scales) {
-  const llm_comm::DataType type = data_type_at(data_type);
-  LinearProblem problem{tokens,  inputs,
-                        outputs, factors_of_type(type),
-                        type,    silu_and_mul ? LinearEpilogue::kSiluAndMul : LinearEpilogue::kNone};
-  if (scales) {
-    problem.factors = FactorType::kFloat8;
-    problem.x_scale = scales->first ? ScaleOf::kRow : ScaleOf::kTensor;
-    problem.weight_scale = scales->second ? ScaleOf::kRow : ScaleOf::kTensor;
-  }
   return problem;
 }
 
@@ -126,11 +109,6 @@ PYBIND11_MODULE(_core, module) {
   py::dict switches;  // variables that can forbid NVLink multicast, each with the value that usually does
   for (const MulticastSwitch& one : kMulticastSwitches) switches[one.variable] = one.off;
   module.attr("multicast_switches") = switches;
-  module.attr("linear_max_tokens") = llm_comm::linear::kMaxTokens;
-  module.attr("linear_max_many_tokens") = llm_comm::linear::kMaxManyTokens;
-  module.attr("linear_multiple") = llm_comm::linear::kMultiple;
-  module.attr("linear_fp8_multiple") = llm_comm::linear::inputs_multiple(FactorType::kFloat8);
-  module.attr("linear_max_features") = llm_comm::linear::kMaxFeatures;
   module.attr("max_segments") = llm_comm::kMaxSegments;
 
   py::class_<CoreOptions>(module, "CoreOptions")
@@ -161,14 +139,7 @@ PYBIND11_MODULE(_core, module) {
       .def_readonly("depth", &Choice::depth)
       .def_readonly("crowded_above", &Choice::crowded_above);
 
-  py::class_<LinearChoice>(module, "LinearChoice")
-      .def(py::init([](uint32_t block_outputs, uint32_t stages, uint32_t stage_boxes) {
-             return LinearChoice{block_outputs, stages, stage_boxes};
-           }),
-           py::kw_only(), py::arg("block_outputs") = 0, py::arg("stages") = 0, py::arg("stage_boxes") = 0)
-      .def_readonly("block_outputs", &LinearChoice::block_outputs)
-      .def_readonly("stages", &LinearChoice::stages)
-      .def_readonly("stage_boxes", &LinearChoice::stage_boxes);
+  llm_comm::python::add_linear(module);
 
   using Pair = std::pair<uint32_t, uint64_t>;  // of a Place
   py::class_<ProgramLaunch>(module, "ProgramLaunch")
@@ -415,16 +386,6 @@ PYBIND11_MODULE(_core, module) {
   module.def("candidates", [](uint32_t algorithm, const Problem& problem, const Limits& limits) {
     return algorithm_at(algorithm).candidates(problem, limits);
   });
-  module.def(
-      "linear_choice",
-      [](uint32_t tokens, uint32_t inputs, uint32_t outputs, uint32_t data_type, bool silu_and_mul,
-         const LinearChoice& choice, const RowScales& scales, uint32_t sm_count, uint32_t max_shared_bytes) {
-        const LinearProblem problem = linear_problem(tokens, inputs, outputs, data_type, silu_and_mul, scales);
-        return llm_comm::linear::complete(problem, choice, sm_count, max_shared_bytes);
-      },
-      py::kw_only(), py::arg("tokens"), py::arg("inputs"), py::arg("outputs"), py::arg("data_type"),
-      py::arg("silu_and_mul"), py::arg("choice"), py::arg("scales") = py::none(), py::arg("sm_count"),
-      py::arg("max_shared_bytes"));
   module.def("slot_bytes",
              [](uint64_t workspace_bytes) { return llm_comm::WorkspaceLayout::within(workspace_bytes).slot_bytes(); });
   module.def("staging_bytes", [](uint64_t workspace_bytes) {

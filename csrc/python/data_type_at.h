@@ -1,0 +1,18 @@
+// A data type by its number, as Python has it from data_types().
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "llm_comm/data_type.h"
+
+namespace llm_comm::python {
+
+// Throws std::invalid_argument for a number that is none's.
+inline DataType data_type_at(uint32_t number) {
+  if (number >= kDataTypes) throw std::invalid_argument("there is no data type " + std::to_string(number));
+  return static_cast<DataType>(number);
+}
+
+}  // namespace llm_comm::python

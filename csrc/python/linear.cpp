@@ -1,0 +1,54 @@
+#include "python/linear.h"
+
+#include <pybind11/stl.h>
+
+#include "algorithms/linear/layer.h"
+#include "python/data_type_at.h"
+
+namespace py = pybind11;
+
+namespace llm_comm::python {
+
+LinearProblem linear_problem(uint32_t tokens, uint32_t inputs, uint32_t outputs, uint32_t data_type, bool silu_and_mul,
+                             const RowScales& scales) {
+  const DataType type = data_type_at(data_type);
+  LinearProblem problem{tokens,  inputs,
+                        outputs, factors_of_type(type),
+                        type,    silu_and_mul ? LinearEpilogue::kSiluAndMul : LinearEpilogue::kNone};
+  if (scales) {
+    problem.factors = FactorType::kFloat8;
+    problem.x_scale = scales->first ? ScaleOf::kRow : ScaleOf::kTensor;
+    problem.weight_scale = scales->second ? ScaleOf::kRow : ScaleOf::kTensor;
+  }
+  return problem;
+}
+
+void add_linear(py::module_& module) {
+  module.attr("linear_max_tokens") = linear::kMaxTokens;
+  module.attr("linear_max_many_tokens") = linear::kMaxManyTokens;
+  module.attr("linear_multiple") = linear::kMultiple;
+  module.attr("linear_fp8_multiple") = linear::inputs_multiple(FactorType::kFloat8);
+  module.attr("linear_max_features") = linear::kMaxFeatures;
+
+  py::class_<LinearChoice>(module, "LinearChoice")
+      .def(py::init([](uint32_t block_outputs, uint32_t stages, uint32_t stage_boxes) {
+             return LinearChoice{block_outputs, stages, stage_boxes};
+           }),
+           py::kw_only(), py::arg("block_outputs") = 0, py::arg("stages") = 0, py::arg("stage_boxes") = 0)
+      .def_readonly("block_outputs", &LinearChoice::block_outputs)
+      .def_readonly("stages", &LinearChoice::stages)
+      .def_readonly("stage_boxes", &LinearChoice::stage_boxes);
+
+  module.def(
+      "linear_choice",
+      [](uint32_t tokens, uint32_t inputs, uint32_t outputs, uint32_t data_type, bool silu_and_mul,
+         const LinearChoice& choice, const RowScales& scales, uint32_t sm_count, uint32_t max_shared_bytes) {
+        const LinearProblem problem = linear_problem(tokens, inputs, outputs, data_type, silu_and_mul, scales);
+        return linear::complete(problem, choice, sm_count, max_shared_bytes);
+      },
+      py::kw_only(), py::arg("tokens"), py::arg("inputs"), py::arg("outputs"), py::arg("data_type"),
+      py::arg("silu_and_mul"), py::arg("choice"), py::arg("scales") = py::none(), py::arg("sm_count"),
+      py::arg("max_shared_bytes"));
+}
+
+}  // namespace llm_comm::python
