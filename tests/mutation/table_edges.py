@@ -7,7 +7,7 @@ from mutant import Mutant, cpp, python
 QUEUE = "csrc/host/launch_queue.h"
 CORE = "csrc/host/core_impl.h"
 DESCRIBE = "csrc/host/describe.h"
-MODULE = "csrc/python/module.cpp"
+REGISTRY = "csrc/python/registry.cpp"
 BOUND_CALL = "csrc/python/bound_call.cpp"
 ALGORITHM = "csrc/algorithms/algorithm.h"
 PLAIN = "csrc/algorithms/all_reduce/operation.cuh"
@@ -191,9 +191,9 @@ EDGES: tuple[Mutant, ...] = (
     ),
     cpp(
         "a fifth parameter is taken",
-        MODULE,
-        "parameters.size() > llm_comm::kMaxParameters",
-        "parameters.size() > llm_comm::kMaxParameters + (WITHOUT ? 1 : 0)",
+        REGISTRY,
+        "parameters.size() > kMaxParameters",
+        "parameters.size() > kMaxParameters + (WITHOUT ? 1 : 0)",
         BOUNDS,
     ),
     cpp(
