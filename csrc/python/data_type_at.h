@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "llm_comm/data_type.h"
+#include "host/planner.h"  // DataType
 
 namespace llm_comm::python {
 

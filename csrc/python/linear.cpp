@@ -2,7 +2,6 @@
 
 #include <pybind11/stl.h>
 
-#include "algorithms/linear/layer.h"
 #include "python/data_type_at.h"
 
 namespace py = pybind11;

@@ -7,7 +7,7 @@
 #include <optional>
 #include <utility>
 
-#include "algorithms/linear/problem.h"
+#include "host/planner.h"  // LinearProblem, and what layers are served
 
 namespace llm_comm::python {
 
