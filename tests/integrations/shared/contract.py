@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,16 +25,19 @@ class Contract(NamedTuple):
     versions: tuple[str, ...]
     #: A script of functions marked as scenarios, which ``rank_processes.serve`` runs.
     scenarios: Path
+    #: One that serves them with those of other files, each as ``file.function``: the engine is imported once for all.
+    served_by: Path | None = None
 
     def parametrized(self) -> Callable[[Any], Any]:
         """Makes a test that takes ``runner`` and ``name`` one test for each version and scenario."""
         # Read rather than imported, which would take the engine.
         functions = (node for node in ast.parse(self.scenarios.read_text()).body if isinstance(node, ast.FunctionDef))
         names = [f.name for f in functions if any("scenario(" in ast.unparse(mark) for mark in f.decorator_list)]
+        prefix = "" if self.served_by is None else f"{self.scenarios.stem}."
         runners = [pytest.param((self, version), id=version) for version in self.versions]
 
         def mark(test: Any) -> Any:
-            by_name = pytest.mark.parametrize("name", names)(test)
+            by_name = pytest.mark.parametrize("name", [pytest.param(prefix + name, id=name) for name in names])(test)
             return pytest.mark.parametrize("runner", runners, indirect=True, scope="module")(by_name)
 
         return mark
@@ -66,8 +69,9 @@ class Runner:
 
     def run(self, name: str) -> list[str]:
         assert self._process.stdin is not None
-        self._process.stdin.write(name + "\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # that it has ended is said below
+            self._process.stdin.write(name + "\n")
+            self._process.stdin.flush()
         result = None
         while result is None or result["name"] != name:  # results of tests that were stopped come late
             line = self._results.readline()
@@ -79,9 +83,13 @@ class Runner:
         errors: list[str] = result["errors"]
         return errors
 
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
     def stop(self) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._results.close()
         self._process.wait(timeout=60)
 
@@ -96,8 +104,25 @@ def running(contract: Contract, version: str, logs: Path) -> Iterator[Runner]:
         if any(sign in str(error) for sign in _UNREACHABLE):
             pytest.skip(f"{name} {version} cannot be had from the package registry: {str(error)[-300:]}")
         raise
-    runner = Runner(python, contract.scenarios, logs / f"{name}-{version}.log", f"{name.upper()}_")
+    script = contract.served_by or contract.scenarios
+    runner = Runner(python, script, logs / f"{name}-{version}.log", f"{name.upper()}_")
     try:
         yield runner
     finally:
         runner.stop()
+
+
+class SharedRunners:
+    """Runners whose process serves several files: each is started for the first of them, and stopped with ``stack``."""
+
+    def __init__(self, stack: ExitStack, logs: Path) -> None:
+        self._stack = stack
+        self._logs = logs
+        self._runners: dict[tuple[str, str, Path | None], Runner] = {}
+
+    def get(self, contract: Contract, version: str) -> Runner:
+        """As ``running``. One that a scenario has ended does not fail those of the next file."""
+        key = (contract.engine.name, version, contract.served_by)
+        if key not in self._runners or self._runners[key].has_ended():
+            self._runners[key] = self._stack.enter_context(running(contract, version, self._logs))
+        return self._runners[key]

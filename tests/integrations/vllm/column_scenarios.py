@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
-import scenarios
 import torch
 import torch.nn.functional as F
 from compiler_harness import HIDDEN, Compiler, Model, compiler, compiler_config, matches, norms
@@ -22,7 +21,6 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.utils import Range
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear
-from warm_compiler import warm_up
 
 from llm_comm.integrations.vllm import cache_key
 from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL, LayerRow
@@ -387,8 +385,3 @@ def expect_none() -> None:
         assert COLUMN_PASS not in [type(its_pass).__name__ for its_pass in backend.pass_manager.passes]
         qkv, gate_up, silu_and_mul = column_layer(), gate_up_layer(), SiluAndMul()
         expect_columns(vllm, lambda x: (qkv(x), silu_and_mul(gate_up(x * 2))), linear=0)
-
-
-if __name__ == "__main__":
-    warm_up(__file__)
-    scenarios.main(globals())

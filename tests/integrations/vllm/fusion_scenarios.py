@@ -11,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import scenarios
 import torch
 import vllm as vllm_package
 import vllm.ir.ops as vllm_ir
@@ -36,7 +35,6 @@ from vllm.config.utils import Range
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
-from warm_compiler import warm_up
 
 from llm_comm.errors import UnsupportedInputError
 
@@ -702,8 +700,3 @@ def why_not_in_all_batches(config: VllmConfig) -> str:
         said: str = group._set_up_fusion(group._llm_comm)
     assert said.startswith("; not fused with RMSNorm: "), said
     return said
-
-
-if __name__ == "__main__":
-    warm_up(__file__)
-    scenarios.main(globals())

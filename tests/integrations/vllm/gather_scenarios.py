@@ -438,7 +438,3 @@ def exchange_once(tp: Group) -> None:
     assert torch.equal(tp.coordinator.all_gatherv(data((2, 4)), 0, [2, 2]), whole)
     assert torch.equal(tp.coordinator.reduce_scatter(data((4, 4)), 0), expected_sum((4, 4)).chunk(2)[rank])
     assert torch.equal(tp.coordinator.reduce_scatterv(data((4, 4)), 0, [2, 2]), expected_sum((4, 4)).chunk(2)[rank])
-
-
-if __name__ == "__main__":
-    scenarios.main(globals())

@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-import scenarios
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -38,7 +37,6 @@ from vllm.config import set_current_vllm_config
 from vllm.config.utils import Range
 from vllm.model_executor.layers import linear as layers_module
 from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinear
-from warm_compiler import warm_up
 
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
@@ -619,8 +617,3 @@ def expect_no_linear(why: str) -> None:
             return norm(layer(wide(x)), x * 1)
 
         expect_linear(vllm, model, fused=0, norms_alone=1)
-
-
-if __name__ == "__main__":
-    warm_up(__file__)
-    scenarios.main(globals())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import scenarios
 import torch
 from compiler_harness import (
     FP8_SCALE,
@@ -28,7 +27,6 @@ from scenarios import parallel_state, tensor_model_parallel_all_reduce
 from torch import nn
 from vllm import _custom_ops
 from vllm.model_executor.layers.activation import SiluAndMul
-from warm_compiler import warm_up
 
 from llm_comm.integrations.vllm.fused_op import FP8
 from llm_comm.planning.layers import LayerRow
@@ -253,8 +251,3 @@ def what_is_declined_is_computed_all_the_same() -> None:
         # Without a communicator of llm_comm, the graph is as right.
         parallel_state.get_tp_group().device_communicator._llm_comm = None
         vllm.check(compiled, model, 8)
-
-
-if __name__ == "__main__":
-    warm_up(__file__)
-    scenarios.main(globals())

@@ -38,7 +38,6 @@ from rank_processes import (
     expected_sum,
     lose_rank_1,
     scenario,
-    serve,
     shared_directory,
     use_config_file,
     wait_for_text,
@@ -947,13 +946,3 @@ def plugin_class() -> type:
 def calls_of_llm_comm() -> list[torch.Size]:
     """The shapes that the communicator of the tensor-parallel group sums from now on."""
     return calls_of(parallel_state.get_tp_group().device_communicator._llm_comm)
-
-
-def main(found: dict[str, Any]) -> None:
-    if hasattr(vllm.logger, "configure_logging"):  # since 0.33; before, importing it is enough
-        vllm.logger.configure_logging(VllmConfig().logging_config)
-    serve(found, plugin.RANK_0_PROCESS.removesuffix("0") + "{}")
-
-
-if __name__ == "__main__":
-    main(globals())

@@ -8,7 +8,8 @@ from pathlib import Path
 from contract import Contract, Runner
 from vllm_environment import VERSIONS, VLLM
 
-CONTRACT = Contract(VLLM, VERSIONS, Path(__file__).parent / "scaled_scenarios.py")
+HERE = Path(__file__).parent
+CONTRACT = Contract(VLLM, VERSIONS, HERE / "scaled_scenarios.py", served_by=HERE / "all_scenarios.py")
 
 
 @CONTRACT.parametrized()

@@ -43,11 +43,11 @@ _TRACED = (
 )
 
 
-def warm_up(scenarios: str) -> None:
+def warm_up(scenarios: Iterable[str]) -> None:
     """To be called before ranks are forked.
 
     Args:
-        scenarios: The file with their models.
+        scenarios: The files with their models.
 
     Raises:
         RuntimeError: It has left a thread.
@@ -58,7 +58,8 @@ def warm_up(scenarios: str) -> None:
     _import(_MODULES)
     for module in _import(_TRACED):
         get_funcname(module.__file__, 1)
-    get_funcname(scenarios, 1)
+    for file in scenarios:
+        get_funcname(file, 1)
     pick_vec_isa()  # compiles a program for each set of vector instructions: most of the time of a small model
     _trace()
     if _threads() > before:
