@@ -3,13 +3,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from contract import Runner
+from vllm_environment import vllm_contract
 
-from contract import Contract, Runner
-from vllm_environment import VERSIONS, VLLM
-
-HERE = Path(__file__).parent
-CONTRACT = Contract(VLLM, VERSIONS, HERE / "column_scenarios.py", served_by=HERE / "all_scenarios.py")
+CONTRACT = vllm_contract("column_scenarios.py")
 
 
 @CONTRACT.parametrized()

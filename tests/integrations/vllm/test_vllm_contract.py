@@ -6,13 +6,10 @@ made in about a minute when a release is first met (``vllm_environment.py``).
 
 from __future__ import annotations
 
-from pathlib import Path
+from contract import Runner
+from vllm_environment import vllm_contract
 
-from contract import Contract, Runner
-from vllm_environment import VERSIONS, VLLM
-
-HERE = Path(__file__).parent
-CONTRACT = Contract(VLLM, VERSIONS, HERE / "scenarios.py", served_by=HERE / "all_scenarios.py")
+CONTRACT = vllm_contract("scenarios.py")
 
 
 @CONTRACT.parametrized()

@@ -3,6 +3,7 @@ import."""
 
 from pathlib import Path
 
+from contract import Contract
 from engine_environment import Engine
 
 _NVML = '''"""Stands in for NVML: a machine with one GPU, of which the generation is all that is known."""
@@ -61,3 +62,9 @@ VLLM = Engine(
         "xgrammar/openai_tool_call_schema.py": _NAMES_ONLY,
     },
 )  # fmt: skip
+
+
+def vllm_contract(scenarios: str) -> Contract:
+    """What the file ``scenarios`` has, in all versions. A process for each serves the other files too."""
+    here = Path(__file__).parent
+    return Contract(VLLM, VERSIONS, here / scenarios, served_by=here / "all_scenarios.py")
