@@ -60,14 +60,18 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 
 def members(session: int) -> list[int]:
-    """The processes of a session that have not ended."""
+    """The processes of a session that have not ended.
+
+    One whose first thread has exited looks like a zombie while other threads of it run, which may hold a GPU's memory.
+    """
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError, IndexError):
-                # After the name, which is in brackets and may hold anything: state, parent, group, session.
+                # Behind the name, which may hold anything: state, parent, group, session; the 18th counts threads.
                 fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
-                if int(fields[3]) == session and fields[0] not in "ZX":
+                has_ended = fields[0] == "X" or (fields[0] == "Z" and int(fields[17]) < 2)
+                if int(fields[3]) == session and not has_ended:
                     found.append(int(entry))
     return found
 
@@ -143,8 +147,7 @@ class Session:
 
     @property
     def processes(self) -> list[int]:
-        """All living processes of the session. The first one is one of them as long as it has no status: threads of it
-        that let go of a GPU are not seen any more."""
+        """All living processes of the session. The first one is one of them as long as it has no status."""
         first = self.process.pid
         return members(first) if self.process.poll() is not None else sorted({first, *members(first)})
 

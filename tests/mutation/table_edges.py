@@ -454,6 +454,7 @@ EDGES: tuple[Mutant, ...] = (
     python("runs that warm up count", TIMING, "if index >= schedule.warm_ups:", "if index >= 0:", OF_TIMING),
     python("the fastest rank is told", TIMING, "op=dist.ReduceOp.MAX", "op=dist.ReduceOp.MIN", OF_TIMING),
     python("a part of nothing is won", SUMMARY, "if default > free:", "if True:", OF_FIGURES),
-    python("who has ended lives", PROCESSES, 'and fields[0] not in "ZX"', "", OF_PROCESSES),
+    python("who has ended lives", PROCESSES, "and not has_ended", "", OF_PROCESSES),
+    python("threads without a first one are not seen", PROCESSES, "int(fields[17]) < 2", "True", OF_PROCESSES),
     python("a result of before counts", PROCESSES, "result.unlink(missing_ok=True)", "pass", OF_PROCESSES),
 )

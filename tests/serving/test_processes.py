@@ -37,6 +37,34 @@ def test_who_has_ended_and_is_not_waited_for_does_not_live() -> None:
             parent.kill()
 
 
+WITHOUT_ITS_FIRST_THREAD = """
+import ctypes, os, threading, time
+if os.fork() == 0:
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    ctypes.CDLL(None).pthread_exit(None)
+time.sleep(600)
+"""
+
+
+def test_a_process_lives_as_long_as_one_of_its_threads() -> None:
+    """A child's first thread exits, another sleeps: the child is a zombie that may hold a GPU's memory."""
+    command = [sys.executable, "-c", WITHOUT_ITS_FIRST_THREAD]
+    with subprocess.Popen(command, start_new_session=True) as parent:
+        try:
+            deadline = time.monotonic() + LIMIT_S
+            while [state_of(child) for child in children_of(parent.pid)] != ["Z"]:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            (child,) = children_of(parent.pid)
+            assert sorted(processes.members(parent.pid)) == sorted([parent.pid, child])
+            os.kill(child, signal.SIGKILL)
+            while processes.members(parent.pid) != [parent.pid]:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        finally:
+            os.killpg(parent.pid, signal.SIGKILL)
+
+
 def run(command: list[str], directory: Path) -> processes.Outcome:
     log, result = directory / "log.txt", directory / "result.json"
     return processes.run(command, dict(os.environ), log, result, LIMIT_S, lambda _: None)
