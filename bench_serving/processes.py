@@ -147,9 +147,8 @@ class Session:
 
     @property
     def processes(self) -> list[int]:
-        """All living processes of the session. The first one is one of them as long as it has no status."""
-        first = self.process.pid
-        return members(first) if self.process.poll() is not None else sorted({first, *members(first)})
+        """All living processes of the session."""
+        return members(self.process.pid)
 
     def text(self) -> str:
         """The log so far."""
