@@ -116,8 +116,8 @@ class Communicator(Sums, GatherScatter, LinearLayers):
             self._load_programs(rendezvous)
         self.name = torch_operators.register(self._operations)
         logger.info(
-            "rank %d of %d%s on %s: workspace %d bytes (%s), %s",
-            self.rank,
+            "%s of %d%s on %s: workspace %d bytes (%s), %s",
+            rendezvous.names.in_group(self.rank),
             self.world_size,
             "" if self._spread is None else f" ({self._spread.describe()})",
             "an emulated GPU" if self.is_emulated else self.device,
@@ -254,7 +254,7 @@ class Communicator(Sums, GatherScatter, LinearLayers):
         if self.is_released:
             return
         release(self._heap.rendezvous(), self._handle, self.why_not_releasable)
-        logger.info("rank %d of %d: the workspace is released", self.rank, self.world_size)
+        logger.info("%s: the workspace is released", self._heap.rendezvous().names.in_group(self.rank))
 
     def restore(self) -> None:
         """Takes memory for the workspace again, at the addresses of before, after ``release``: graphs can be replayed.
@@ -271,7 +271,7 @@ class Communicator(Sums, GatherScatter, LinearLayers):
         if not self.is_released:
             return
         restore(self._heap.rendezvous(), self._handle)
-        logger.info("rank %d of %d: the workspace is restored", self.rank, self.world_size)
+        logger.info("%s: the workspace is restored", self._heap.rendezvous().names.in_group(self.rank))
 
     @property
     def is_released(self) -> bool:

@@ -14,8 +14,10 @@ from importlib import metadata
 
 from llm_comm import launch
 from llm_comm.bench.report import installed_version
-from llm_comm.config import Config
+from llm_comm.config import Config, load_with_unknown
+from llm_comm.errors import ConfigError
 from llm_comm.integrations import joining
+from llm_comm.planning.catalogue import check_table_option
 
 _PLUGIN = "llm_comm"
 
@@ -50,6 +52,7 @@ ENGINES = (
 
 def verdicts(config: Config | None) -> dict[str, str]:
     """A sentence for each engine; ``config`` is None if the configuration is wrong."""
+    config = config or _config_of_engines()
     return {engine.name: verdict(engine, config) for engine in ENGINES}
 
 
@@ -74,6 +77,16 @@ def verdict(engine: Engine, config: Config | None) -> str:
             f"{engine.name} {engine.oldest} to {engine.newest}"
         )
     return f"{version}; its all-reduces go through llm_comm"
+
+
+def _config_of_engines() -> Config | None:
+    """The options as engines take them, which start with unknown ones; None where engines do not start either."""
+    try:
+        config = load_with_unknown(lambda *_: None)
+        check_table_option(config)
+    except ConfigError:
+        return None
+    return config
 
 
 def _why_not_loaded(engine: Engine) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -34,29 +34,40 @@ _RESERVED = re.compile(
     # Kubernetes sets these in every container beside a Service whose name begins with llm-comm.
     r"|(\w+_)?SERVICE_(HOST|PORT(_\w+)?)|(\w+_)?PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?"
 )
-_SIZES = [name for name, option in OPTIONS.items() if option.parse is parse_size]
+_SIZES = [name for name, option in OPTIONS.items() if option.kind.parse is parse_size]
 
 
 def _is_reserved(name: str) -> bool:
     return len(name) <= _MAX_NAME and _RESERVED.fullmatch(name) is not None
 
 
-def resolve(environ: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, Any]:
+#: Takes a name that is no option, where it stands and what may be meant, in words; and what to do about it. Whoever
+#: returns leaves it out.
+OnUnknown = Callable[[str, str], None]
+
+
+def refuse(what: str, advice: str) -> None:
+    """Raise ConfigError for an unknown name: who misspells an option believes that it holds."""
+    raise ConfigError(what + advice)
+
+
+def resolve(environ: Mapping[str, str], given: Mapping[str, Any], on_unknown: OnUnknown = refuse) -> dict[str, Any]:
     """What the constructor of ``Config`` is to take: all options that are not defaults, and their ``origins``.
 
     Args:
         environ: Variables. One of them may name a file.
         given: Options from Python, which come before both.
+        on_unknown: For unknown variables and unknown options of the file; those of ``given`` are refused.
 
     Raises:
         ConfigError: An unknown option or variable, text that is no value of its option, or a file that cannot be read.
     """
-    _check_variables(environ)
+    _check_variables(environ, on_unknown)
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     path = environ.get(_CONFIG_VARIABLE)
     if path:
-        values, origins = _read_file(path)
+        values, origins = _read_file(path, on_unknown)
     found = _read_environment(environ)
     check_names(given)
     return {
@@ -67,30 +78,28 @@ def resolve(environ: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def check_names(names: Iterable[Any], origins: Mapping[Any, str] = MappingProxyType({})) -> None:
-    """Raises ConfigError for a name that is no option; ``origins`` says where it stands."""
+def check_names(
+    names: Iterable[Any], origins: Mapping[Any, str] = MappingProxyType({}), on_unknown: OnUnknown = refuse
+) -> None:
+    """Report each name that is no option; ``origins`` says where it stands."""
     for name in names:
         if name not in OPTIONS:
-            raise ConfigError(
-                f"unknown option {quoted(name)} ({origins.get(name, 'Python')}){guess(str(name), OPTIONS)}; "
-                f"valid: {', '.join(OPTIONS)}"
-            )
+            what = f"unknown option {quoted(name)} ({origins.get(name, 'Python')}){guess(str(name), OPTIONS)}"
+            on_unknown(what, f"; valid: {', '.join(OPTIONS)}")
 
 
-def _check_variables(environ: Mapping[str, str]) -> None:
-    """Raises ConfigError for a variable that would be passed over: who misspells one believes that it holds."""
+def _check_variables(environ: Mapping[str, str], on_unknown: OnUnknown) -> None:
+    """Report each variable with the prefix that is no option."""
     valid = [name.upper() for name in OPTIONS] + [_CONFIG_VARIABLE.removeprefix(_PREFIX)]
     for variable, text in sorted(environ.items()):
         name = variable.removeprefix(_PREFIX)
         if not variable.startswith(_PREFIX) or not text or name in valid or _is_reserved(name):
             continue
-        raise ConfigError(
-            f"unknown variable {shortened(variable)}{guess(name.upper(), valid, _PREFIX)}: unset it; "
-            f"valid: {', '.join(_PREFIX + known for known in valid)}"
-        )
+        what = f"unknown variable {shortened(variable)}{guess(name.upper(), valid, _PREFIX)}"
+        on_unknown(what, f": unset it; valid: {', '.join(_PREFIX + known for known in valid)}")
 
 
-def _read_file(path: str) -> tuple[dict[str, Any], dict[str, str]]:
+def _read_file(path: str, on_unknown: OnUnknown) -> tuple[dict[str, Any], dict[str, str]]:
     """Options of a file, and in which line of it each stands."""
     name = f"{_CONFIG_VARIABLE}={shortened(path)}"
     try:
@@ -102,14 +111,15 @@ def _read_file(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     if not isinstance(content, YamlMapping):
         raise ConfigError(f"{name}: expected 'option: value' lines, found {kind_of(content)}")
     origins = {option: f"{shortened(path)}:{line}" for option, line in content.lines.items()}
-    check_names(content, origins)
+    check_names(content, origins, on_unknown)
+    known = {option: value for option, value in content.items() if option in OPTIONS}
     # YAML reads 0 and 1 as numbers where the option is spelt as a word.
-    if is_int(content.get("multicast")):
-        content["multicast"] = str(content["multicast"])
+    if is_int(known.get("multicast")):
+        known["multicast"] = str(known["multicast"])
     for option in _SIZES:
-        if isinstance(content.get(option), str):
-            content[option] = parse_option(option, content[option], f"{origins[option]}: {option}: ")
-    return content, origins
+        if isinstance(known.get(option), str):
+            known[option] = parse_option(option, known[option], f"{origins[option]}: {option}: ")
+    return known, {option: origins[option] for option in known}
 
 
 def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:

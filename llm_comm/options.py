@@ -1,8 +1,14 @@
-"""Which options there are, what each may be, and how it is written in variables and on command lines."""
+"""The options: values, meaning, how each is written as text, and whether all ranks of a group must have the same value.
+
+The docstring of ``Config``, ``docs/options.md`` (``tools/options_page.py``), the comparison of ranks at set-up and the
+test that sets each option on one rank alone (``tests/emulated/options_on_one_rank.py``) are derived from this table.
+"""
 
 from __future__ import annotations
 
+import enum
 import re
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,23 +38,62 @@ def _boolean(text: str) -> bool:
     return values[text.lower()]
 
 
+class Alike(enum.Enum):
+    """Whether all ranks of a group must have the same value of an option; the values are the words of the page."""
+
+    #: ``runtime/comparison.py`` compares the values at set-up.
+    YES = "yes"
+    #: ``runtime/comparison.py`` compares the digests of the files that the values name.
+    CONTENT = "yes, the content of the file"
+    #: ``nodes/placement.py`` compares whether there is a value.
+    ALL_OR_NONE = "on all ranks or on none"
+    #: The ranks vote at set-up; one rank that has the option off turns it off on all.
+    OFF_COUNTS = "no, off on one rank is off on all"
+    #: Nothing that another rank does depends on it.
+    NO = "no"
+
+    @property
+    def is_error(self) -> bool:
+        """Whether a value that one rank alone has ends the set-up on all ranks."""
+        return self in (Alike.YES, Alike.CONTENT, Alike.ALL_OR_NONE)
+
+
 @dataclass(frozen=True)
-class Option:
-    """How an option is read and judged.
+class Kind:
+    """How the values of an option are read and judged.
 
     Attributes:
-        parse: Reads it from text. Raises ValueError or KeyError.
-        is_valid: Whether it may have a value.
-        valid_values: These, in words.
+        parse: Read a value from text. Raises ValueError or KeyError.
+        is_valid: Whether a value is allowed.
+        valid_values: The allowed values, in words.
+        values_on_page: The same for a page, where ``valid_values`` depends on the build.
     """
 
     parse: Callable[[str], Any]
     is_valid: Callable[[Any], bool]
     valid_values: str
+    values_on_page: str = ""
 
 
-def _one_of(*values: str) -> Option:
-    return Option(str, lambda v: isinstance(v, str) and v in values, " or ".join(repr(v) for v in values))
+@dataclass(frozen=True)
+class Option:
+    """One option.
+
+    Attributes:
+        kind: Its values.
+        alike: Whether all ranks must have the same value.
+        why: The reason for ``alike``: what a difference would do, or why a difference does no harm.
+        meaning: What the option does, for the docstring of ``Config`` and the page.
+    """
+
+    kind: Kind
+    alike: Alike
+    why: str
+    meaning: str
+
+
+def _one_of(*values: str) -> Kind:
+    return Kind(str, lambda v: isinstance(v, str) and v in values, " or ".join(repr(v) for v in values))
 
 
 def is_int(value: Any) -> bool:
@@ -78,82 +123,273 @@ def _is_name(value: Any) -> bool:
     return isinstance(value, str) and 0 < len(value) <= _MAX_NODE and value.isprintable() and value.isascii()
 
 
-_BOOLEAN = Option(_boolean, lambda v: isinstance(v, bool), "true or false (environment: 1 or 0)")
+_BOOLEAN = Kind(_boolean, lambda v: isinstance(v, bool), "true or false (environment: 1 or 0)")
 
-_BOOLEAN_OR_AUTO = Option(
+_BOOLEAN_OR_AUTO = Kind(
     lambda text: text if text == "auto" else _boolean(text),
     lambda v: isinstance(v, bool) or (isinstance(v, str) and v == "auto"),
     "'auto', true or false (environment: auto, 1 or 0)",
 )
 
+_A_PROGRAM = f"{registry.PROGRAM_PREFIX}NAME for a program of option dsl"
+
+_SIZE = Kind(parse_size, lambda v: is_int(v) and MIB <= v <= 4096 * MIB, f"bytes, 1 MiB to 4 GiB ({_AS_TEXT})")
+
+_KERNELS = "ranks would run different kernels"
+_CALLS = "one rank would make calls that the others do not make"
+_WAITS = "ranks would give up at different times"
+_OWN_LOG = "each rank writes its own log"
+_OWN_HOST = "only the host of this rank acts on it"
+
 #: By name, in the order of ``Config``.
 OPTIONS: dict[str, Option] = {
-    "enable": _BOOLEAN,
-    "multicast": _one_of("auto", "0", "1"),
-    "sum": _one_of("rank_order", "any"),
-    "timeout_s": Option(
-        float,
-        lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v < 1e6,
-        "a number of seconds above 0 and below 1000000",
+    "enable": Option(
+        _BOOLEAN,
+        Alike.OFF_COUNTS,
+        "the ranks of an engine vote. A rank whose variable is 0 does not come to the vote: the others end with an "
+        "error",
+        "Whether engine integrations use llm_comm. A ``Communicator`` of your own ignores it.",
     ),
-    "log": _one_of("debug", "info", "warning", "error"),
+    "multicast": Option(
+        _one_of("auto", "0", "1"),
+        Alike.OFF_COUNTS,
+        "the ranks vote; multicast needs all of them",
+        "Whether NVLink multicast may be used (docs/multicast.md). ``auto``: where ``llm-comm tune --multicast`` has "
+        "made the tuning table on such a machine. ``1``: also without such a table, for algorithms that an option or "
+        "a row names. ``0``: never. ``NCCL_NVLS_ENABLE=0``, ``TORCH_SYMM_MEM_DISABLE_MULTICAST=1`` or "
+        "``NVSHMEM_DISABLE_NVLS=1`` turns it off whatever the option says.",
+    ),
+    "sum": Option(
+        _one_of("rank_order", "any"),
+        Alike.YES,
+        _KERNELS,
+        "``rank_order``: every sum is made in rank order, bitwise the same by any algorithm. ``any``: the NVLink "
+        "switch may sum too, in fp32 and in an order of its own. ``deterministic`` overrides ``any``.",
+    ),
+    "timeout_s": Option(
+        Kind(
+            float,
+            lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v < 1e6,
+            "a number of seconds above 0 and below 1000000",
+        ),
+        Alike.YES,
+        _WAITS,
+        "Bound in seconds of every wait for a peer, at set-up and in kernels. The default of engines is 600.",
+    ),
+    "log": Option(
+        _one_of("debug", "info", "warning", "error"),
+        Alike.NO,
+        _OWN_LOG,
+        "Level of the ``llm_comm`` logger. Where nobody chooses a level, a level that the application has set stays. A "
+        "script of your own must call ``logging.basicConfig()`` to see the lines.",
+    ),
     "workspace_bytes": Option(
-        parse_size,
-        lambda v: is_int(v) and MIB <= v <= 4096 * MIB,
-        f"bytes, 1 MiB to 4 GiB ({_AS_TEXT})",
+        _SIZE,
+        Alike.YES,
+        "slots of messages would lie at different addresses",
+        "Device memory of each rank for one communicator, outside torch's pool: a header of 64 KiB and two slots for "
+        "messages in flight. A slot bounds what one kernel launch can carry: half of it for two-shot, ``1 / "
+        "world_size`` of it for one-shot. A longer message takes several launches.",
     ),
     "max_message_bytes": Option(
-        parse_size,
-        lambda v: v is None or (is_int(v) and 0 <= v < 1 << 63),
-        f"bytes >= 0 and below 8 EiB ({_AS_TEXT}; default: that of the tuning table)",
+        Kind(
+            parse_size,
+            lambda v: v is None or (is_int(v) and 0 <= v < 1 << 63),
+            f"bytes >= 0 and below 8 EiB ({_AS_TEXT}; default: that of the tuning table)",
+        ),
+        Alike.YES,
+        "a message between the bounds would be served on some ranks alone",
+        "Larger messages are declined. None takes the bound of the tuning table.",
     ),
     "max_blocks": Option(
-        int, lambda v: v is None or (is_int(v) and 8 <= v < 1 << 16), "a number of blocks, 8 to 65535 (default: none)"
+        Kind(
+            int,
+            lambda v: v is None or (is_int(v) and 8 <= v < 1 << 16),
+            "a number of blocks, 8 to 65535 (default: none)",
+        ),
+        Alike.YES,
+        "grids and tiles would differ: wrong sums by HB algorithms",
+        "Maximum thread blocks of an operation of 1 MiB or more. Bounds the multiprocessors that a collective takes "
+        "from a computation beside it. Its cost: docs/tuning.md#fewer-multiprocessors. None: as the tuning table says.",
     ),
     "algorithm": Option(
-        str,
-        _is_algorithm,
-        f"{_one_of('auto', *registry.algorithm_names()).valid_values}, or {registry.PROGRAM_PREFIX}NAME for a program "
-        "of option dsl",
+        Kind(
+            str,
+            _is_algorithm,
+            f"{_one_of('auto', *registry.algorithm_names()).valid_values}, or {_A_PROGRAM}",
+            f"'auto', a name that `llm-comm algorithms` lists, or {_A_PROGRAM}",
+        ),
+        Alike.YES,
+        _KERNELS,
+        "``auto`` selects by the tuning table. A name forces that algorithm at every size, for each operation that has "
+        "it; other operations use the table. ``dsl:NAME``: a program, for the calls of its operation that it serves "
+        "(docs/dsl.md#select-a-program).",
     ),
-    "pdl": _BOOLEAN,
-    "fuse": _BOOLEAN,
-    "fuse_linear": _BOOLEAN_OR_AUTO,
-    "all_gather": _BOOLEAN,
-    "reduce_scatter": _BOOLEAN,
-    "deterministic": _BOOLEAN,
-    "batch_invariant_norm": _one_of("engine", "llm_comm"),
-    "batch_invariant_linear": _one_of("engine", "llm_comm"),
-    "debug": _BOOLEAN,
-    "share_gpu": _BOOLEAN,
-    "sleep": _BOOLEAN,
-    "stats": _BOOLEAN,
+    "pdl": Option(
+        _BOOLEAN,
+        Alike.YES,
+        "measurements of linear layers, which select code paths, depend on it",
+        "Programmatic dependent launch, on GPUs that have it (sm_90 and later). The default in vLLM is 0.",
+    ),
+    "fuse": Option(
+        _BOOLEAN,
+        Alike.YES,
+        _CALLS,
+        "Whether engine integrations put the residual add and the RMSNorm after an all-reduce into its kernel.",
+    ),
+    "fuse_linear": Option(
+        _BOOLEAN_OR_AUTO,
+        Alike.YES,
+        _CALLS,
+        "Whether engine integrations compute the linear layer before a fused all-reduce with llm_comm too "
+        "(docs/linear.md). ``auto``: where the tuning table has measured that it is faster. True: wherever it is "
+        "served; ``pdl`` is then on in engines too, unless it was chosen.",
+    ),
+    "all_gather": Option(
+        _BOOLEAN, Alike.YES, _CALLS, "Whether engine integrations gather with llm_comm (docs/all_gather.md)."
+    ),
+    "reduce_scatter": Option(
+        _BOOLEAN, Alike.YES, _CALLS, "Whether engine integrations reduce-scatter with llm_comm (docs/all_gather.md)."
+    ),
+    "deterministic": Option(
+        _BOOLEAN,
+        Alike.YES,
+        "with ``sum`` any, some ranks alone would use the NVLink switch",
+        "Whether llm_comm also sums in SGLang's deterministic mode, in place of NCCL "
+        "(docs/sglang.md#deterministic-inference). Sums are accumulated in rank order with it and without it, unless "
+        "``sum`` is ``any``.",
+    ),
+    "batch_invariant_norm": Option(
+        _one_of("engine", "llm_comm"),
+        Alike.YES,
+        _CALLS,
+        "Whose RMSNorms follow the all-reduces in a batch-invariant mode: vLLM's "
+        "(docs/vllm.md#batch-invariant-serving) or SGLang's deterministic mode. ``engine``: the engine's, and none is "
+        "fused. ``llm_comm``: fused ones, at every message size; ``max_fused_bytes`` of the tuning table bounds "
+        "nothing. In any other mode engine integrations take the option for ``engine``.",
+    ),
+    "batch_invariant_linear": Option(
+        _one_of("engine", "llm_comm"),
+        Alike.YES,
+        _CALLS,
+        "Whose linear layers without quantization run in a batch-invariant mode. ``llm_comm``: its own for served "
+        "shapes, in batches of any size.",
+    ),
+    "debug": Option(
+        _BOOLEAN,
+        Alike.YES,
+        "a rank would wait for calls that the others do not send",
+        "The ranks compare each call before they run it, and two operations at once are noticed: MismatchError and "
+        "ConcurrentUseError in place of wrong sums (docs/reliability.md#when-ranks-disagree). Always on where GPUs "
+        "are emulated.",
+    ),
+    "share_gpu": Option(
+        _BOOLEAN,
+        Alike.YES,
+        "a shared GPU is that of several ranks",
+        "Ranks may use one GPU together. For tests only: the driver gives them time slices in turn, so an operation "
+        "takes milliseconds (docs/reliability.md#tests-on-one-gpu).",
+    ),
+    "sleep": Option(
+        _BOOLEAN,
+        Alike.YES,
+        "a rank would release its workspace alone, and wait for the others",
+        "Whether engine integrations give the memory of the workspaces back while the engine sleeps "
+        "(``Communicator.release``; docs/vllm.md#sleep-mode, docs/sglang.md#release-memory).",
+    ),
+    "stats": Option(
+        _BOOLEAN,
+        Alike.NO,
+        _OWN_LOG,
+        "Whether engine integrations log the statistics of llm_comm, at the end and on SIGUSR2, and give them to "
+        "prometheus_client (docs/statistics.md). ``Communicator.stats`` needs no option.",
+    ),
     "stats_port": Option(
-        int, lambda v: v is None or (is_int(v) and 1 <= v < 1 << 16), "a port, 1 to 65535 (default: none)"
+        Kind(int, lambda v: v is None or (is_int(v) and 1 <= v < 1 << 16), "a port, 1 to 65535 (default: none)"),
+        Alike.NO,
+        _OWN_HOST,
+        "First port of the statistics for Prometheus: a process of an engine listens at this port plus its rank. "
+        "``stats`` is on then. None: no port is opened.",
     ),
-    "nvtx": _BOOLEAN,
-    "multi_node": _BOOLEAN,
+    "nvtx": Option(_BOOLEAN, Alike.NO, _OWN_HOST, "An NVTX range around each launch on a GPU, for Nsight Systems."),
+    "multi_node": Option(
+        _BOOLEAN,
+        Alike.OFF_COUNTS,
+        "the ranks of an engine vote",
+        "Whether engine integrations serve groups whose ranks are on several nodes (docs/nodes.md). A "
+        "``Communicator`` of your own does so without it.",
+    ),
     "node": Option(
-        str,
-        lambda v: v is None or _is_name(v),
-        f"a name of 1 to {_MAX_NODE} printable ASCII characters (default: by the boot id of the machine)",
+        Kind(
+            str,
+            lambda v: v is None or _is_name(v),
+            f"a name of 1 to {_MAX_NODE} printable ASCII characters (default: by the boot id of the machine)",
+        ),
+        Alike.ALL_OR_NONE,
+        "names and boot ids do not compare",
+        "Name of the node that this rank is on, for tests: the ranks of one name are taken for the ranks of a node, "
+        "so one machine can stand for several. None: ranks of one machine, by its boot id, are a node.",
     ),
-    "node_transport": _one_of("auto", "nccl", "gloo", "ucx"),
-    "table": Option(str, lambda v: v is None or _is_path(v), "path of a tuning table"),
+    "node_transport": Option(
+        _one_of("auto", "nccl", "gloo", "ucx"),
+        Alike.YES,
+        "nodes could not exchange data",
+        "What carries data between nodes (docs/nodes.md#what-carries-the-data). ``auto``: NCCL on GPUs, gloo where "
+        "GPUs are emulated or shared by ranks. ``ucx``: UCX, with port channels; it has to be installed.",
+    ),
+    "table": Option(
+        Kind(str, lambda v: v is None or _is_path(v), "path of a tuning table"),
+        Alike.CONTENT,
+        _KERNELS,
+        "Tuning table to use in place of one that ``llm-comm tune --install`` has written or that is shipped "
+        "(docs/tuning.md#which-table-a-start-takes).",
+    ),
     "dsl": Option(
-        str,
-        lambda v: v is None or _is_list_of_programs(v),
-        f"programs as MODULE:PROGRAM, with commas between them, up to {_MAX_PROGRAMS} characters",
+        Kind(
+            str,
+            lambda v: v is None or _is_list_of_programs(v),
+            f"programs as MODULE:PROGRAM, with commas between them, up to {_MAX_PROGRAMS} characters",
+        ),
+        Alike.YES,
+        "programs are compiled by all ranks together",
+        "Programs of ``llm_comm.dsl`` to import, check and compile when a communicator is made: ``algorithm`` and "
+        "tables can name them then, as ``dsl:program`` (docs/dsl.md#select-a-program).",
     ),
     "dsl_max_bytes": Option(
-        parse_size, lambda v: is_int(v) and 1 <= v <= 4096 * MIB, f"bytes, 1 to 4 GiB ({_AS_TEXT})"
+        Kind(parse_size, lambda v: is_int(v) and 1 <= v <= 4096 * MIB, f"bytes, 1 to 4 GiB ({_AS_TEXT})"),
+        Alike.YES,
+        "memory of programs would lie at different addresses",
+        "Programs serve messages up to this size. Each takes workspace memory for it, in addition to "
+        "``workspace_bytes``; log level info says how much.",
     ),
     "dsl_schedules": Option(
-        int,
-        lambda v: v is None or (is_int(v) and 0 <= v <= 1_000_000),
-        "a number of schedules, 0 to 1000000 (default: by the size of the program)",
+        Kind(
+            int,
+            lambda v: v is None or (is_int(v) and 0 <= v <= 1_000_000),
+            "a number of schedules, 0 to 1000000 (default: by the size of the program)",
+        ),
+        Alike.YES,
+        "a rank would wait for the others while it runs more schedules",
+        "Number of schedules of the deterministic emulator under which a program is run before it is compiled, where "
+        "there is a C++ compiler. None: by the size of the program. 0: none.",
     ),
 }
+
+
+def arguments_in_words() -> str:
+    """The section ``Args`` of the docstring of ``Config``."""
+    wrapped = (
+        textwrap.fill(
+            f"{name}: {option.meaning} Alike on all ranks: {option.alike.value}.",
+            120,
+            initial_indent=" " * 8,
+            subsequent_indent=" " * 12,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for name, option in OPTIONS.items()
+    )
+    return "\n".join(["    Args:", *wrapped])
 
 
 def parse_option(name: str, text: str, source: str = "") -> Any:
@@ -162,13 +398,13 @@ def parse_option(name: str, text: str, source: str = "") -> Any:
     Raises:
         ConfigError: It is not allowed; ``source`` comes before the text.
     """
-    option = OPTIONS[name]
+    kind = OPTIONS[name].kind
     try:
-        value = option.parse(text)
+        value = kind.parse(text)
     except (ValueError, KeyError):
         is_valid = False
     else:
-        is_valid = option.is_valid(value)
+        is_valid = kind.is_valid(value)
     if not is_valid:
-        raise ConfigError(f"{source}{quoted(text)} is not allowed; valid: {option.valid_values}")
+        raise ConfigError(f"{source}{quoted(text)} is not allowed; valid: {kind.valid_values}")
     return value

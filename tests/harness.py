@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import time
 import traceback
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 import llm_comm
+from llm_comm.runtime.rank_names import RankName, RankNames
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
 _FORKSERVER.set_forkserver_preload(["torch", "torch.distributed", "llm_comm", "pytest"])
@@ -69,6 +71,17 @@ def new_groups(memberships: Iterable[list[int]]) -> list[dist.ProcessGroup]:
     return groups
 
 
+def names_of_world(size: int) -> RankNames:
+    """Names of the ranks of a group that is torch's default group."""
+    return RankNames("WORLD", tuple(RankName(rank, rank) for rank in range(size)), size)
+
+
+def unnamed(text: str) -> str:
+    """A text with short names of ranks: "rank 1" for "group WORLD, rank 1 (global rank 1, pid 7 on a)"."""
+    text = re.sub(r" \(global ranks? [^()]*\)", "", text)
+    return re.sub(r"group \S+, (?=rank)| of group [^\s:,]+", "", text)
+
+
 def make_communicator(group: dist.ProcessGroup | None = None, **options: Any) -> llm_comm.Communicator:
     """An emulated communicator of the task's group. The limit on waits is one that a busy machine keeps."""
     defaults = {"workspace_bytes": 4 << 20, "timeout_s": 60.0}
@@ -100,7 +113,7 @@ def error_of_setup(**options: Any) -> str:
         try:
             make_communicator(**options)
         except llm_comm.LlmCommError as error:
-            said = f"{type(error).__name__}: {error}"
+            said = unnamed(f"{type(error).__name__}: {error}")
         else:
             raise AssertionError("a communicator was made")
     with make_communicator() as comm:

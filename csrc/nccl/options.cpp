@@ -63,8 +63,8 @@ uint64_t size(const char* name, const std::string& text) {
 }  // namespace
 
 std::string Options::digest() const {
-  return "timeout_s " + std::to_string(timeout_s) + ", workspace_bytes " + std::to_string(workspace_bytes) +
-         ", debug " + std::to_string(debug) + ", share_gpu " + std::to_string(share_gpu);
+  return "timeout_s " + std::to_string(timeout_s) + ", workspace_bytes " + std::to_string(workspace_bytes) + ", pdl " +
+         std::to_string(pdl) + ", debug " + std::to_string(debug) + ", share_gpu " + std::to_string(share_gpu);
 }
 
 Options read_options(const std::function<const char*(const char*)>& variable) {

@@ -50,7 +50,7 @@ def load(
     found = rendezvous.attempt("choice of programs", lambda: _find_all(config, table, rendezvous.world_size))
     digests = [f"{name} ({digest(program)})" for name, _, program in found]
     said = rendezvous.collect("comparison of programs", lambda: ", ".join(digests))
-    check_alike("have different programs of llm_comm.dsl", said)
+    check_alike(rendezvous.names, "have different programs of llm_comm.dsl", said)
     explore_all(rendezvous, found, config.dsl_schedules, config.timeout_s)
     site = Site(handle, heap)
     compiled: dict[str, Kernels] = {}
@@ -58,8 +58,13 @@ def load(
         kernels = ProgramKernels(name, program, site, rendezvous, config.dsl_max_bytes)
         compiled[name] = kernels
         logger.info(
-            "rank %d: %s serves %s to %d bytes of %s, with %d bytes of workspace",
-            *(rendezvous.rank, name, f"{kernels.operation.replace('_', '-')}s", kernels.max_bytes),
+            "%s: %s serves %s to %d bytes of %s, with %d bytes of workspace",
+            *(
+                rendezvous.names.in_group(rendezvous.rank),
+                name,
+                f"{kernels.operation.replace('_', '-')}s",
+                kernels.max_bytes,
+            ),
             *(", ".join(kernels.data_types), kernels.workspace_bytes),
         )
     if rendezvous.world_size > 1:

@@ -3,14 +3,54 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from llm_comm.config import Config
+from llm_comm.config import Config, load_with_unknown
+from llm_comm.installation import VERSION
 from llm_comm.integrations.joining import SwitchedOffError
+from llm_comm.option_sources import check_names
+from llm_comm.options import OPTIONS
 from llm_comm.sizes import MIB
 
 #: For ``max_message_bytes``, where a sum must not depend on its size: larger than any message.
 EVERY_SIZE = 1 << 60
+
+
+#: What this process has warned of: every group of it loads the options.
+_warned: set[str] = set()
+
+
+def load(log: logging.Logger, **options: Any) -> Config:
+    """The options of this rank: defaults < LLM_COMM_CONFIG < LLM_COMM_* < ``options``.
+
+    Unknown variables, and unknown options of the file, are warnings: an engine that goes back to an older llm_comm
+    starts with the settings of a newer one. Where one rank alone has such a name, the ranks stay alike: nobody uses it.
+
+    Args:
+        log: Takes the warnings.
+
+    Raises:
+        ConfigError: A value that is not allowed, or a file that cannot be read.
+    """
+    return load_with_unknown(lambda what, _: _warn(what, log), **options)
+
+
+def known(section: Mapping[Any, Any], place: str, log: logging.Logger) -> dict[str, Any]:
+    """The options of a section of an engine's own configuration. Others are warnings, as of ``load``.
+
+    Args:
+        place: The section, in words.
+        log: Takes the warnings.
+    """
+    check_names(section, dict.fromkeys(section, place), lambda what, _: _warn(what, log))
+    return {name: value for name, value in section.items() if name in OPTIONS}
+
+
+def _warn(what: str, log: logging.Logger) -> None:
+    if what not in _warned:
+        _warned.add(what)
+        log.warning("llm_comm: %s is ignored: llm_comm %s does not have it (docs/options.md)", what, VERSION)
 
 
 def check_parts_wanted(config: Config, group_name: str) -> Config:

@@ -15,6 +15,7 @@ from llm_comm.config import Config
 from llm_comm.errors import ConfigError, LlmCommError, MissingRankError
 from llm_comm.nodes.placement import find as placement_of
 from llm_comm.planning.catalogue import check_table_option
+from llm_comm.runtime.rank_names import RankNames
 from llm_comm.runtime.rendezvous import Rendezvous
 
 logger = logging.getLogger("llm_comm")
@@ -169,7 +170,7 @@ def _vote(rendezvous: Rendezvous, objection: Exception | None) -> None:
         return
     kind = min(kind for kind, _ in said.values())
     texts = {rank: text for rank, (its_kind, text) in said.items() if its_kind == kind}
-    raise _OBJECTIONS[kind](_together(texts, len(words)))
+    raise _OBJECTIONS[kind](_together(texts, rendezvous.names))
 
 
 def objection_of_any(group: dist.ProcessGroup, objection: str | None, about: str = "norms") -> str | None:
@@ -184,16 +185,17 @@ def objection_of_any(group: dist.ProcessGroup, objection: str | None, about: str
         RendezvousError: A rank is gone.
     """
     word = None if objection is None else _fit(objection)
-    words = Rendezvous(group, ENGINE_TIMEOUT_S).gather(f"vote on {about}", word)
+    rendezvous = Rendezvous(group, ENGINE_TIMEOUT_S)
+    words = rendezvous.gather(f"vote on {about}", word)
     said = {rank: word for rank, word in enumerate(words) if word is not None}
-    return _together(said, len(words)) if said else None
+    return _together(said, rendezvous.names) if said else None
 
 
-def _together(texts: Mapping[int, str], world_size: int) -> str:
+def _together(texts: Mapping[int, str], names: RankNames) -> str:
     """What some ranks say, in one line; once, if all say the same."""
-    if len(texts) == world_size and len(set(texts.values())) == 1:
+    if len(texts) == names.size and len(set(texts.values())) == 1:
         return texts[0]
-    return "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
+    return "; ".join(f"{names.full(rank)}: {text}" for rank, text in texts.items())
 
 
 def _fit(text: str) -> str:

@@ -20,6 +20,7 @@ from llm_comm.integrations.joining import NotJoinedError, SwitchedOffError, join
 from llm_comm.nodes.all_reduce_add_rms_norm import WHY_NOT_ALONE
 from llm_comm.planning.selection import message_limit
 from llm_comm.planning.tables import ALL_REDUCE
+from llm_comm.runtime.rank_names import name_group
 
 _EXIT_CODE = 1
 
@@ -98,6 +99,7 @@ def enter(
         ConfigError: A rank has a wrong option. Raised on all ranks, so that the engine does not start.
         AbsentRanksError: A rank did not come. Raised on those that did, so that the engine does not start.
     """
+    name_group(group, group_name)
     try:
         communicator = join(group, device, load_config)
     except SwitchedOffError as error:

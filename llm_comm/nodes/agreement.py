@@ -48,6 +48,6 @@ class Agreement:
         if all(each == calls[0] for each in calls):
             return ""
         return "; ".join(
-            f"{self._placement.describe(rank)}: {each[_DIGEST:].decode(errors='replace').rstrip()}"
+            f"{self._placement.names.full(rank)}: {each[_DIGEST:].decode(errors='replace').rstrip()}"
             for rank, each in zip(self._placement.partners, calls, strict=True)
         )

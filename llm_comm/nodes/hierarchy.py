@@ -145,13 +145,13 @@ class Hierarchy:
 
     def _end_for_mismatch(self, differences: str) -> None:
         placement = self.placement
-        others = [rank for rank in placement.partners if rank != placement.rank]
         text = (
-            f"rank {placement.rank}: the nodes disagree about a call: {differences}. All ranks must make the same "
-            "calls in the same order. This communicator cannot be used any more."
+            f"{placement.names.in_group(placement.rank)}: the nodes disagree about a call: {differences}. All ranks "
+            "must make the same calls in the same order. This communicator cannot be used any more."
         )
-        brief = f"disagrees with {' or '.join(f'rank {rank}' for rank in others)}"
-        self._handle.end_with(RankError(MismatchError.__name__, fit(text), brief, placement.rank, others[0]))
+        brief = f"disagrees with {placement.others}"
+        first = next(rank for rank in placement.partners if rank != placement.rank)
+        self._handle.end_with(RankError(MismatchError.__name__, fit(text), brief, placement.rank, first))
 
     def _fail(self, operation: str, error: RuntimeError) -> None:
         """Ends the communicator because the transport has failed, unless another rank knows better."""

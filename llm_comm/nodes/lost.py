@@ -8,7 +8,7 @@ from llm_comm.runtime.status import RankError, fit
 
 
 def lost_partners(placement: Placement, transport: str, where: str, why: str) -> RankError:
-    """That of a communicator that ends because of it.
+    """Build the error of a communicator whose partners on other nodes are lost.
 
     Args:
         placement: Of the ranks.
@@ -16,12 +16,12 @@ def lost_partners(placement: Placement, transport: str, where: str, why: str) ->
         where: In what it has failed, as "in a hierarchical all_reduce"; or "".
         why: What the transport says.
     """
-    others = [rank for rank in placement.partners if rank != placement.rank]
-    brief = f"lost {' or '.join(f'rank {rank}' for rank in others)} between the nodes"
+    names, rank, others = placement.names, placement.rank, placement.others
     failed = f"failed {where}" if where else "failed"
     text = (
-        f"{placement.describe(placement.rank)}: exchange with {', '.join(map(placement.describe, others))} by "
-        f"{transport} {failed}: {why}. A node, or a rank of it, has died, "
-        "hangs, makes other calls than this rank, or cannot be reached. This communicator cannot be used any more."
+        f"{names.in_group(rank)}: exchange with {others} by {transport} {failed}: {why}. A node, or a rank of it, has "
+        "died, hangs, makes other calls than this rank, or cannot be reached. This communicator cannot be used any "
+        "more."
     )
-    return RankError(PeerTimeout.__name__, fit(text), brief, placement.rank, others[0])
+    first = next(partner for partner in placement.partners if partner != rank)
+    return RankError(PeerTimeout.__name__, fit(text), f"lost {others} between the nodes", rank, first)

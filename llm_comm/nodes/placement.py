@@ -9,6 +9,7 @@ from typing import Any
 from llm_comm import _core
 from llm_comm.config import Config
 from llm_comm.errors import RendezvousError
+from llm_comm.runtime.rank_names import RankNames, process_here
 from llm_comm.runtime.rendezvous import Rendezvous, host_identity
 
 
@@ -20,11 +21,13 @@ class Placement:
         nodes: The ranks of each node in ascending order. Nodes are in the order of their first ranks.
         hosts: Names of the nodes for messages: ``Config.node``, else that of the host.
         rank: Of this process in the group.
+        names: Names of the ranks for errors, with their nodes.
     """
 
     nodes: tuple[tuple[int, ...], ...]
     hosts: tuple[str, ...]
     rank: int
+    names: RankNames
 
     @property
     def node(self) -> int:
@@ -50,10 +53,10 @@ class Placement:
         """All ranks, those of the first place in each node before those of the second."""
         return [ranks[place] for place in range(len(self.nodes[0])) for ranks in self.nodes]
 
-    def describe(self, rank: int) -> str:
-        """A rank of the group for messages: "rank 3 (node 1, worker-7)"."""
-        node = next(node for node, ranks in enumerate(self.nodes) if rank in ranks)
-        return f"rank {rank} (node {node}, {self.hosts[node]})"
+    @property
+    def others(self) -> str:
+        """The partners but this rank, in words."""
+        return self.names.several(rank for rank in self.partners if rank != self.rank)
 
 
 def find(rendezvous: Rendezvous, config: Config) -> Placement | None:
@@ -63,18 +66,27 @@ def find(rendezvous: Rendezvous, config: Config) -> Placement | None:
         RendezvousError: Nodes have different numbers of ranks, or one has too many; ``Config.node`` is given on some
             ranks alone, or the same on different machines. Raised on all ranks alike.
     """
-    said = rendezvous.collect("comparison of nodes", lambda: {**host_identity(), "node": config.node})
-    return place(said, rendezvous.rank)
+
+    def introduction() -> dict[str, Any]:
+        here = host_identity()
+        return {**here, **process_here(here["host"]), "node": config.node}
+
+    said = rendezvous.collect("comparison of nodes", introduction)
+    rendezvous.names = rendezvous.names.with_processes(said)
+    placement = place(said, rendezvous.rank, rendezvous.names)
+    if placement is not None:
+        rendezvous.names = placement.names
+    return placement
 
 
-def place(said: Sequence[dict[str, Any]], rank: int) -> Placement | None:
-    """The same from what each rank has said: ``host``, ``boot_id`` and ``node``."""
-    unnamed = [str(i) for i, each in enumerate(said) if each["node"] is None]
+def place(said: Sequence[dict[str, Any]], rank: int, names: RankNames) -> Placement | None:
+    """Which ranks are on which node, from what each rank has said: ``host``, ``boot_id`` and ``node``."""
+    unnamed = [i for i, each in enumerate(said) if each["node"] is None]
     if 0 < len(unnamed) < len(said):
-        named = ", ".join(f"rank {i}: {each['node']!r}" for i, each in enumerate(said) if each["node"] is not None)
+        named = (f"{names.full(i)}: {each['node']!r}" for i, each in enumerate(said) if each["node"] is not None)
         raise RendezvousError(
-            f"option node is given on some ranks ({named}), but not on ranks {', '.join(unnamed)}: set LLM_COMM_NODE "
-            "on all ranks or on none"
+            f"option node is given on some ranks of {names.of_group} ({', '.join(named)}), but not on "
+            f"{names.several(unnamed)}: set LLM_COMM_NODE on all ranks or on none"
         )
     nodes: dict[str, list[int]] = {}
     for i, each in enumerate(said):
@@ -82,26 +94,31 @@ def place(said: Sequence[dict[str, Any]], rank: int) -> Placement | None:
     for name, ranks in nodes.items():
         machines = {said[i]["boot_id"] for i in ranks}
         if len(machines) > 1:
-            where = ", ".join(f"rank {i}: {_host(said[i])}" for i in ranks)
+            where = ", ".join(f"{names.full(i)}: {_host(said[i])}" for i in ranks)
             raise RendezvousError(
-                f"ranks with option node {name!r} are on different machines: {where}. Give each machine names of "
-                "its own"
+                f"ranks of {names.of_group} with option node {name!r} are on different machines: {where}. Give each "
+                "machine names of its own"
             )
         if len(ranks) > _core.max_world_size:
-            what = "the group has" if len(nodes) == 1 else f"{_host(said[ranks[0]])} has"
+            what = f"{names.of_group} has" if len(nodes) == 1 else f"{_host(said[ranks[0]])} has"
             raise RendezvousError(
                 f"{what} {len(ranks)} ranks; llm_comm serves up to {_core.max_world_size} of a machine"
             )
     if len(nodes) == 1:
         return None
     if len({len(ranks) for ranks in nodes.values()}) > 1:
-        where = ", ".join(f"rank {i}: {_host(each)}" for i, each in enumerate(said))
+        where = ", ".join(f"{names.full(i)}: {_host(each)}" for i, each in enumerate(said))
         raise RendezvousError(
-            f"the ranks are on {len(nodes)} nodes, and not as many on each: {where}. llm_comm serves groups that have "
-            "equally many ranks on each node"
+            f"the ranks of {names.of_group} are on {len(nodes)} nodes, and not as many on each: {where}. llm_comm "
+            "serves groups that have equally many ranks on each node"
         )
     hosts = tuple(said[ranks[0]]["node"] or said[ranks[0]]["host"] for ranks in nodes.values())
-    return Placement(tuple(map(tuple, nodes.values())), hosts, rank)
+    node_of = {
+        i: f"node {node}{(said[i]['node'] and f' named {hosts[node]}') or ''}"
+        for node, ranks in enumerate(nodes.values())
+        for i in ranks
+    }
+    return Placement(tuple(map(tuple, nodes.values())), hosts, rank, names.with_nodes(node_of))
 
 
 def _host(said: dict[str, Any]) -> str:

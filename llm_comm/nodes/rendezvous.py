@@ -21,6 +21,7 @@ class NodeRendezvous(Rendezvous):
     def __init__(self, everyone: Rendezvous, placement: Placement) -> None:
         self.group = everyone.group
         self.rank, self.world_size = placement.place, len(placement.ranks_here)
+        self.names = placement.names.part(placement.ranks_here)
         self._everyone = everyone
         self._ranks = placement.ranks_here
         self._timeout_s = everyone._timeout_s

@@ -156,7 +156,7 @@ def set_up(rendezvous: Rendezvous, placement: Placement, device: torch.device, c
     limit_s = config.timeout_s / 2
     store = rendezvous.attempt("store of the nodes", lambda: store_of(rendezvous.group, name, limit_s))
     here = NodeRendezvous(rendezvous, placement)
-    connected = connect(here, device, config, compared, placement.ranks_here)
+    connected = connect(here, device, config, compared)
     transport = None
     try:
         transport = rendezvous.attempt(
@@ -187,8 +187,7 @@ def _connect_partners(
     common = (of_partners, placement.node, len(placement.nodes), timeout_s)
     if kind == "nccl":
         return StreamTransport(*common)
-    others = " or ".join(f"rank {rank}" for rank in placement.partners if rank != placement.rank)
-    words = f"waits for {others} between the nodes"
+    words = f"waits for {placement.others} between the nodes"
 
     def tell(waits: bool) -> None:
         handle.remark(words if waits else "")

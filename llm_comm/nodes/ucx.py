@@ -90,7 +90,7 @@ class UcxTransport:
             store.set(f"ucx/{self._node}", self._exchange.address().hex())
             keys = [f"ucx/{node}" for node in range(self._nodes)]
             store.wait(keys, timedelta(seconds=timeout_s))
-            names = [placement.describe(rank) for rank in placement.partners]
+            names = [placement.names.full(rank) for rank in placement.partners]
             self._exchange.connect([bytes.fromhex(store.get(key).decode()) for key in keys], names)
         except BaseException:
             self._exchange.close()

@@ -109,13 +109,11 @@ class NodeWatch(threading.Thread):
         note = self._mail.note
         if note is None:
             return None
-        placement = self._placement
-        culprit = "" if note.peer == note.rank else f" The culprit: {placement.describe(note.peer)}."
-        text = (
-            f"rank {placement.rank} has learnt from {placement.describe(note.rank)} of a failure.{culprit} It said: "
-            f"{note.text}"
-        )
-        return RankError(note.kind, fit(text), note.brief, placement.rank, note.peer)
+        names, rank = self._placement.names, self._placement.rank
+        culprit = "" if note.peer == note.rank else f" The culprit: {names.full(note.peer)}."
+        by = names.full(note.rank)
+        text = f"{names.in_group(rank)} was notified of a failure by {by}.{culprit} Its error: {note.text}"
+        return RankError(note.kind, fit(text), note.brief, rank, note.peer)
 
     def _silent_node(self) -> RankError | None:
         """The error of a node of which nothing is heard for too long, though there is a store."""
@@ -139,15 +137,15 @@ class NodeWatch(threading.Thread):
         return lost_partners(self._placement, transport.name, "", why)
 
     def _silence(self, node: int, silent_s: float) -> RankError:
-        placement = self._placement
-        ranks = ", ".join(map(str, placement.nodes[node]))
+        placement, names = self._placement, self._placement.names
+        ranks = placement.nodes[node]
         text = (
-            f"rank {placement.rank}: no sign of life from node {node}, {placement.hosts[node]}, with ranks {ranks}, "
-            f"for {silent_s:.1f} s: it is gone, hangs, or cannot be reached. LLM_COMM_TIMEOUT_S sets the limit. This "
-            "communicator cannot be used any more."
+            f"{names.in_group(placement.rank)}: no sign of life from node {node}, {placement.hosts[node]}, with "
+            f"{names.several(ranks)}, for {silent_s:.1f} s: it is gone, hangs, or cannot be reached. "
+            "LLM_COMM_TIMEOUT_S sets the limit. This communicator cannot be used any more."
         )
         brief = f"heard nothing of node {node} any more"
-        return RankError(PeerTimeout.__name__, fit(text), brief, placement.rank, placement.nodes[node][0])
+        return RankError(PeerTimeout.__name__, fit(text), brief, placement.rank, ranks[0])
 
 
 def _failure_of(handle: CoreHandle) -> RankError | None:

@@ -65,7 +65,7 @@ def open_channels(heap: SymmetricHeap, handle: CoreHandle, memory: torch.Tensor 
     if rendezvous.is_on_device:
         heap.check_not_capturing("channels")
     said = rendezvous.collect("request for channels", lambda: _request(heap, handle, memory, semaphores))
-    check_alike("ask for different channels", [_in_words(request) for request in said])
+    check_alike(rendezvous.names, "ask for different channels", [_in_words(request) for request in said])
     if memory is None:
         memory = heap.empty(DEFAULT_BYTES, torch.uint8)
     head = -(-_core.bytes_of_channels() // _ALIGNMENT) * _ALIGNMENT * 2  # words are aligned to 32 bytes

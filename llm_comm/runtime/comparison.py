@@ -10,34 +10,17 @@ import torch
 from llm_comm import _core
 from llm_comm.config import Config
 from llm_comm.errors import RendezvousError
+from llm_comm.options import OPTIONS, Alike
 from llm_comm.planning.tables import TuningTable
 from llm_comm.runtime import devices
 from llm_comm.runtime.devices import gpu_name
+from llm_comm.runtime.rank_names import RankNames
 from llm_comm.runtime.rendezvous import Rendezvous
 
 logger = logging.getLogger("llm_comm")
 
-# What would make the ranks of a group run different kernels, expect other messages, or give up at different times.
-_OPTIONS_OF_ALL_RANKS = (
-    "workspace_bytes",
-    "max_message_bytes",
-    "algorithm",
-    "sum",
-    "fuse",
-    "fuse_linear",
-    "batch_invariant_norm",
-    "batch_invariant_linear",
-    "all_gather",
-    "reduce_scatter",
-    "debug",
-    "timeout_s",
-    "pdl",
-    "share_gpu",
-    "node_transport",
-    "dsl",
-    "dsl_max_bytes",
-    "dsl_schedules",
-)
+#: The options whose values are compared here.
+_COMPARED = tuple(name for name, option in OPTIONS.items() if option.alike is Alike.YES)
 
 _LIMITS_OF_A_DEVICE = ("sm_count", "max_cluster", "compute_capability")
 
@@ -57,24 +40,31 @@ def compare_ranks(rendezvous: Rendezvous, device: torch.device, config: Config) 
             "device": device.type,
             "gpu": gpu_name(device),
             "limits": {name: getattr(limits[0], name) for name in _LIMITS_OF_A_DEVICE},
-            "config": {name: getattr(config, name) for name in _OPTIONS_OF_ALL_RANKS},
+            "config": {name: getattr(config, name) for name in _COMPARED},
         }
 
     everyone = rendezvous.collect("comparison of ranks", introduction)
-    shared = _shared_gpus([other["gpu"] for other in everyone])
+    shared = _shared_gpus(rendezvous.names, [other["gpu"] for other in everyone])
     # Where only some have the option, the comparison of options says so.
     if shared and not any(other["config"].get("share_gpu") for other in everyone):
         raise RendezvousError(
-            f"ranks share a GPU, each needs one of its own (torch.cuda.set_device): {shared}. "
-            "For tests only, LLM_COMM_SHARE_GPU=1 permits it"
+            f"ranks of {rendezvous.names.of_group} share a GPU, each needs one of its own (torch.cuda.set_device): "
+            f"{shared}. For tests only, LLM_COMM_SHARE_GPU=1 permits it"
         )
-    check_alike("have different versions of llm_comm", [other["version"] for other in everyone])
-    check_alike("have different kinds of device", [other["device"] for other in everyone])
-    check_alike("have devices of different kinds", [other["limits"] for other in everyone])
-    check_alike("have different options", [other["config"] for other in everyone])
+    names = rendezvous.names
+    check_alike(names, "have different versions of llm_comm", [other["version"] for other in everyone])
+    check_alike(names, "have different kinds of device", [other["device"] for other in everyone])
+    check_alike(names, "have devices of different kinds", [other["limits"] for other in everyone])
+    check_alike(
+        names,
+        "have different options",
+        [other["config"] for other in everyone],
+        to_do="give all ranks the same LLM_COMM_* variables, file and arguments (docs/options.md)",
+    )
     if config.share_gpu and rendezvous.rank == 0:
         logger.warning(
-            "llm_comm: share_gpu is on (%s), for tests only: %s",
+            "llm_comm: %s: share_gpu is on (%s), for tests only: %s",
+            rendezvous.names.of_group,
             config.origins.get("share_gpu", "Python"),
             f"{shared}. They take turns, so that an operation takes milliseconds" if shared else "no ranks share a GPU",
         )
@@ -89,6 +79,7 @@ def compare_tables(rendezvous: Rendezvous, table: TuningTable) -> None:
     """
     found = rendezvous.collect("comparison of tuning tables", lambda: (table.digest(), table.origin.describe()))
     check_alike(
+        rendezvous.names,
         "have different tuning tables",
         [digest for digest, _ in found],
         shown=[f"{digest}, {origin}" for digest, origin in found],
@@ -96,14 +87,41 @@ def compare_tables(rendezvous: Rendezvous, table: TuningTable) -> None:
     )
 
 
-def _shared_gpus(gpus: list[str | None]) -> str:
+def _shared_gpus(names: RankNames, gpus: list[str | None]) -> str:
     """Which ranks use the same GPU, in words; empty where each has one of its own, or is emulated."""
-    users = {gpu: [str(rank) for rank, of in enumerate(gpus) if of == gpu] for gpu in gpus if gpu}
-    return "; ".join(f"ranks {', '.join(ranks)} use {gpu}" for gpu, ranks in users.items() if len(ranks) > 1)
+    users = {gpu: [rank for rank, of in enumerate(gpus) if of == gpu] for gpu in gpus if gpu}
+    return "; ".join(f"{names.several(ranks)} use {gpu}" for gpu, ranks in users.items() if len(ranks) > 1)
 
 
-def check_alike(what: str, values: list[Any], shown: list[Any] | None = None, to_do: str = "") -> None:
-    """Raises RendezvousError, on all ranks alike, unless all values are equal; it says ``shown`` in their place."""
-    if any(value != values[0] for value in values):
-        found = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(shown or values))
-        raise RendezvousError(f"the ranks {what}: {found}{to_do and f'; {to_do}'}")
+def check_alike(
+    names: RankNames, what: str, values: list[Any], shown: list[Any] | None = None, to_do: str = ""
+) -> None:
+    """Raise RendezvousError, on all ranks alike, unless all values are equal.
+
+    Args:
+        names: Names of the ranks.
+        what: The difference, in words: "have different options".
+        values: JSON-able, by rank. Of dictionaries with the same keys, the error names the keys that differ.
+        shown: What the error says in place of the values.
+        to_do: What to do about it.
+    """
+    if all(value == values[0] for value in values):
+        return
+    found = shown or values
+    if all(isinstance(value, dict) for value in found):
+        words = "; ".join(
+            f"{key} is {_by_rank(names, [repr(value[key]) for value in found])}"
+            for key in found[0]
+            if any(value[key] != found[0][key] for value in found)
+        )
+    else:
+        words = _by_rank(names, [str(value) for value in found])
+    raise RendezvousError(f"the ranks of {names.of_group} {what}: {words}{to_do and f'; {to_do}'}")
+
+
+def _by_rank(names: RankNames, words: list[str]) -> str:
+    """ "8 on rank 1 (...), None on ranks 0, 2 (...)": the ranks that are fewer first."""
+    ranks = {each: [rank for rank, said in enumerate(words) if said == each] for each in words}
+    return ", ".join(
+        f"{each} on {names.several(who)}" for each, who in sorted(ranks.items(), key=lambda at: len(at[1]))
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,6 @@ from llm_comm.quoting import quoted
 from llm_comm.runtime import devices, multicast, self_test
 from llm_comm.runtime.comparison import compare_ranks, compare_tables
 from llm_comm.runtime.core_handle import CoreHandle
-from llm_comm.runtime.failures import AS_CONNECTED
 from llm_comm.runtime.rendezvous import Rendezvous
 from llm_comm.runtime.status import StatusBoard
 from llm_comm.runtime.watchdog import KERNEL_SHARE_OF_TIMEOUT, Watchdog
@@ -114,7 +112,6 @@ def connect(
     device: torch.device,
     config: Config,
     compared: Compared,
-    ranks: Sequence[int] | None = None,
 ) -> Connected:
     """Makes the core of this rank, and maps the memory of the others. Collective.
 
@@ -122,7 +119,6 @@ def connect(
         rendezvous: Of the ranks to connect, which are on one machine.
         device, config: Of this rank.
         compared: What ``compare`` returned.
-        ranks: The numbers of the ranks in the group, where it has others on other nodes.
 
     Raises:
         RendezvousError: A step has failed on a rank. Raised on all ranks alike.
@@ -139,7 +135,7 @@ def connect(
             del core
             core, limits_of_all, memory_kind = _set_up(rendezvous, device, config, limits, False)
     multicast.tell(rendezvous, config, found)
-    watchdog = _watch(rendezvous, core, config.timeout_s, ranks)
+    watchdog = _watch(rendezvous, core, config.timeout_s)
     planner = Planner(rendezvous.world_size, table, config, limits_of_all, found)
     return Connected(CoreHandle(core, device, watchdog), planner, memory_kind)
 
@@ -180,9 +176,9 @@ def _make_core(
     return core, core.max_cluster_blocks()
 
 
-def _watch(rendezvous: Rendezvous, core: _core.Core, timeout_s: float, ranks: Sequence[int] | None) -> Watchdog | None:
-    """A watchdog over the core, started; None for one rank that waits for nobody elsewhere."""
-    if rendezvous.world_size == 1 and ranks is None:
+def _watch(rendezvous: Rendezvous, core: _core.Core, timeout_s: float) -> Watchdog | None:
+    """A watchdog over the core, started; None for the only rank of a group."""
+    if rendezvous.names.size == 1:
         return None
     board = None
     try:
@@ -191,10 +187,10 @@ def _watch(rendezvous: Rendezvous, core: _core.Core, timeout_s: float, ranks: Se
     except MissingRankError:
         raise
     except RendezvousError as error:  # the same on all ranks
-        logger.info("errors will tell nothing of the other ranks: %s", error)
+        logger.info("%s: errors will tell nothing of the other ranks: %s", rendezvous.names.of_group, error)
     if not _core.bounded_waits:
         logger.warning("this build of llm_comm is for measuring only: its kernels wait for ever")
-    watchdog = Watchdog(core, rendezvous.rank, timeout_s, board, AS_CONNECTED if ranks is None else ranks)
+    watchdog = Watchdog(core, rendezvous.rank, timeout_s, board, rendezvous.names)
     try:
         rendezvous.attempt("start of the watchdog", watchdog.start)
     except BaseException:

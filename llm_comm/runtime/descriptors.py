@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from llm_comm.runtime.messages import MAX_HELLO_BYTES, hello, sender_of
+from llm_comm.runtime.rank_names import RankNames
 
 _ANSWER = b"+"
 _DESCRIPTOR = struct.Struct("i")
@@ -76,11 +77,19 @@ class Exchange:
         invitations: Of all ranks; the sockets listen.
         descriptor: What the peers are to get.
         limit_s: After which it fails.
+        names: Names of the ranks for errors.
     """
 
     def __init__(
-        self, rank: int, server: socket.socket, invitations: list[Invitation], descriptor: int, limit_s: float
+        self,
+        rank: int,
+        server: socket.socket,
+        invitations: list[Invitation],
+        descriptor: int,
+        limit_s: float,
+        names: RankNames,
     ) -> None:
+        self._names = names
         self._rank = rank
         self._server = server
         self._invitations = invitations
@@ -139,7 +148,8 @@ class Exchange:
             connection.connect("\0" + name)
             owner = _user_of(connection)
             if owner != self._user:
-                raise PermissionError(f"the socket of rank {peer} belongs to user {owner}, this rank to {self._user}")
+                whose = self._names.full(peer)
+                raise PermissionError(f"the socket of {whose} belongs to user {owner}, this rank to {self._user}")
             socket.send_fds(connection, [hello(secret, self._rank)], [self._descriptor])
         except (BlockingIOError, BrokenPipeError, ConnectionResetError):  # a full queue, or cut off
             connection.close()
@@ -148,8 +158,8 @@ class Exchange:
             connection.close()
             raise ConnectionRefusedError(
                 error.errno,
-                f"nobody listens at the socket of rank {peer}: it has given up, or is in another network namespace, as "
-                "containers without a common network are",
+                f"nobody listens at the socket of {self._names.full(peer)}: it has given up, or is in another network "
+                "namespace, as containers without a common network are",
             ) from error
         except BaseException:
             connection.close()
@@ -228,7 +238,8 @@ class Exchange:
         if sender not in self._awaited or len(descriptors) != 1:
             close_all(descriptors)
             if sender in self._awaited and flags & socket.MSG_CTRUNC and not self._drop_silent():
-                raise OSError(errno.EMFILE, f"no room for the file descriptor of rank {sender}: raise RLIMIT_NOFILE")
+                whose = self._names.full(sender)
+                raise OSError(errno.EMFILE, f"no room for the file descriptor of {whose}: raise RLIMIT_NOFILE")
             return True
         self._received[sender] = descriptors[0]
         self._awaited.remove(sender)
@@ -248,8 +259,9 @@ class Exchange:
         return bool(numbers)
 
     def _what_is_missing(self) -> str:
-        what = [f"ranks {sorted(self._awaited)} did not send their file descriptors"] if self._awaited else []
-        what += [f"ranks {self._unsent} did not take this one's"] if self._unsent else []
+        awaited, unsent = (self._names.several(sorted(ranks)) for ranks in (self._awaited, self._unsent))
+        what = [f"no file descriptor came from {awaited}"] if self._awaited else []
+        what += [f"{unsent} did not take that of this rank"] if self._unsent else []
         text = f"{' and '.join(what)} within {self._limit_s:g} s"
         if self._strangers:
             users = ", ".join(f"{count} of user {user}" for user, count in self._strangers.most_common(3))

@@ -7,27 +7,25 @@ from dataclasses import replace
 
 from llm_comm import _core, errors
 from llm_comm.errors import CommunicatorError, ConcurrentUseError, LaunchError, MismatchError, PeerTimeout
+from llm_comm.runtime.rank_names import RankNames
 from llm_comm.runtime.status import LIFE_S, RankError, Sighting, fit
 
 #: Name of the data type of what is moved whatever it stands for.
 _BYTE = "byte"
-#: The ranks that are connected are all of the group.
-AS_CONNECTED = range(_core.max_world_size)
 #: What the core calls a kernel outside of the library (``Communicator.channels``).
 _USER_KERNEL = "user kernel"
 
 
-def explain(error: _core.OperationError, waited_s: float, ranks: Sequence[int] = AS_CONNECTED) -> RankError:
+def explain(error: _core.OperationError, waited_s: float, names: RankNames) -> RankError:
     """What happened on this rank, and what to do about it.
 
     Args:
-        ranks: The numbers by which the user knows the ranks that are connected.
+        names: Names of the ranks that are connected.
     """
-    rank, peer = ranks[error.rank], ranks[error.peer] if 0 <= error.peer < len(ranks) else error.peer
+    this, peer, again = names.in_group(error.rank), names.full(error.peer), names.short(error.peer)
+    rank, culprit = names.number(error.rank), names.number(error.peer)
     if error.cause == "transport":
-        text = (
-            f"rank {rank}: data could not be sent to a peer: {error.text}. This communicator cannot be used any more."
-        )
+        text = f"{this}: data could not be sent to a peer: {error.text}. This communicator cannot be used any more."
         return RankError(LaunchError.__name__, fit(text), "could not send data to a peer", rank, rank)
     # As calls are counted: from 1. The device counts the replays of graphs too, which no call of the host is.
     number = f"operation {error.sequence + 1} of this communicator, replays counted"
@@ -36,11 +34,10 @@ def explain(error: _core.OperationError, waited_s: float, ranks: Sequence[int] =
     if error.operation == _USER_KERNEL:  # no operation of the communicator: it has no number
         where = _USER_KERNEL
     kind: type[CommunicatorError]
-    culprit = peer
     if error.cause == "mismatch":
-        kind, brief = MismatchError, f"disagrees with rank {peer}"
+        kind, brief = MismatchError, f"disagrees with {again}"
         text = (
-            f"the ranks disagree about {number}: {_calls_in_words(error.calls, ranks)}. "
+            f"the ranks disagree about {number}: {_calls_in_words(error.calls, names)}. "
             "All ranks must make the same calls in the same order."
         )
     elif error.cause == "concurrent use":
@@ -50,16 +47,16 @@ def explain(error: _core.OperationError, waited_s: float, ranks: Sequence[int] =
             "run at once, or with eager calls, need a communicator each, or must wait for each other."
         )
     elif error.cause == "not symmetric":
-        kind, brief = MismatchError, f"rank {peer} has no symmetric tensor: {where}"
+        kind, brief = MismatchError, f"{again} has no symmetric tensor: {where}"
         text = (
-            f"a tensor of rank {peer} is not in symmetric memory, or not at a multiple of 16 bytes there, or is input "
+            f"a tensor of {peer} is not in symmetric memory, or not at a multiple of 16 bytes there, or is input "
             f"and output of one call, where the others were to access it: {where}. Pass tensors of Communicator.empty, "
             "or views of them, everywhere."
         )
     elif error.cause == "other place":
-        kind, brief = MismatchError, f"rank {peer} passed a tensor at another place: {where}"
+        kind, brief = MismatchError, f"{again} passed a tensor at another place: {where}"
         text = (
-            f"a tensor of rank {peer} lies elsewhere in symmetric memory than that of rank 0: {where}, which "
+            f"a tensor of {peer} lies elsewhere in symmetric memory than that of {names.full(0)}: {where}, which "
             "needs it at the same place on all ranks. Pass the same tensor of Communicator.empty everywhere, or the "
             "same view of it. What the tensors of Communicator.empty hold now is not known."
         )
@@ -67,26 +64,26 @@ def explain(error: _core.OperationError, waited_s: float, ranks: Sequence[int] =
         culprit = rank  # the peer may be no rank at all
         kind, brief = LaunchError, f"asked for a channel that is not there: {where}"
         text = (
-            f"a {where} asked for a channel to rank {peer} by semaphore {error.sequence}, which is not there. "
+            f"a {where} asked for a channel to {peer} by semaphore {error.sequence}, which is not there. "
             "Ranks and semaphores are counted from 0; Communicator.channels takes the number of semaphores."
         )
     else:
-        kind, brief = PeerTimeout, f"waited for rank {peer} in a {where}"
+        kind, brief = PeerTimeout, f"waited for {again} in a {where}"
         text = (
-            f"nothing came from rank {peer} for {waited_s:g} s in a {where}. "
-            f"Rank {peer} has died, hangs, or makes other calls than this rank. "
+            f"nothing came from {peer} for {waited_s:g} s in a {where}. "
+            f"{again.capitalize()} has died, hangs, or makes other calls than this rank. "
             "LLM_COMM_TIMEOUT_S sets the limit."
         )
         if error.cause == "peer exited":
-            text = f"the process of rank {peer} has exited, and a {where} waits for it."
-    text = f"rank {rank}: {text} This communicator cannot be used any more."
+            text = f"the process of {peer} has exited, and a {where} waits for it."
+    text = f"{this}: {text} This communicator cannot be used any more."
     return RankError(kind.__name__, fit(text), brief, rank, culprit)
 
 
-def describe_ranks(sightings: Sequence[Sighting], ranks: Sequence[int] = AS_CONNECTED) -> str:
-    """A line for each rank, or nothing where nothing is known; ``ranks`` as of ``explain``."""
-    lines = [f"\n  rank {ranks[i]}{_sighting_in_words(sighting)}" for i, sighting in enumerate(sightings)]
-    return "\nState of the ranks:" + "".join(lines) if lines else ""
+def describe_ranks(sightings: Sequence[Sighting], names: RankNames) -> str:
+    """A line for each rank, or nothing where nothing is known; ``names`` as of ``explain``."""
+    lines = [f"\n  {names.full(i)}{_sighting_in_words(sighting)}" for i, sighting in enumerate(sightings)]
+    return f"\nState of the ranks of {names.of_group}:" + "".join(lines) if lines else ""
 
 
 def _sighting_in_words(sighting: Sighting) -> str:
@@ -114,10 +111,10 @@ def _sighting_in_words(sighting: Sighting) -> str:
         facts.append("no call seen" if is_late else "has made no call")
     if state.operations_ended is not None:
         facts.append(f"{state.operations_ended} operations ended on its device")
-    return f" (pid {state.pid}): " + "; ".join(facts)
+    return ": " + "; ".join(facts)
 
 
-def _calls_in_words(calls: Sequence[_core.Call], numbers: Sequence[int]) -> str:
+def _calls_in_words(calls: Sequence[_core.Call], names: RankNames) -> str:
     """ "ranks 0, 1: one-shot all-reduce of 8 bf16 (call 3); rank 2: ...", with the details in which calls differ."""
     details_of = [_details_in_words(call, len(calls)) for call in calls]
     words: dict[str, set[str]] = {}  # of a detail, by its name
@@ -125,11 +122,11 @@ def _calls_in_words(calls: Sequence[_core.Call], numbers: Sequence[int]) -> str:
         for name, detail in of_call.items():
             words.setdefault(name, set()).add(detail)
     differing = {name for name, said in words.items() if len(said) > 1}
-    ranks: dict[str, list[str]] = {}
+    ranks: dict[str, list[int]] = {}
     for i, call in enumerate(calls):
         details = [detail for name, detail in details_of[i].items() if name in differing]
-        ranks.setdefault(call_in_words(call, details), []).append(str(numbers[i]))
-    return "; ".join(f"rank{'s' * (len(who) > 1)} {', '.join(who)}: {what}" for what, who in ranks.items())
+        ranks.setdefault(call_in_words(call, details), []).append(i)
+    return "; ".join(f"{names.several(who)}: {what}" for what, who in ranks.items())
 
 
 def _details_in_words(call: _core.Call, world: int) -> dict[str, str]:
@@ -151,9 +148,13 @@ def call_in_words(call: _core.Call, details: Sequence[str] = ()) -> str:
     return f"{call.operation} of {call.count} {unit}{rows}{extra} (call {call.number})"
 
 
-def root_cause(rank: int, own: RankError | None, sightings: Sequence[Sighting]) -> RankError | None:
+def root_cause(this: str, own: RankError | None, sightings: Sequence[Sighting]) -> RankError | None:
     """The error to report: this rank's own, unless it has none or waited for a rank that stopped for another reason.
-    None where a page that had one cannot be read now, as its rank died while it wrote."""
+    None where a page that had one cannot be read now, as its rank died while it wrote.
+
+    Args:
+        this: This rank, in words.
+    """
     others = [s.state.error for s in sightings if s.state is not None and s.state.error not in (None, own)]
     timeout = PeerTimeout.__name__
     if own is not None and own.kind != timeout:
@@ -162,7 +163,7 @@ def root_cause(rank: int, own: RankError | None, sightings: Sequence[Sighting]) 
     first = next((error for error in others if error is not None and error.kind != timeout), timed_out)
     if first is None:
         return None
-    return first if first is own else replace(first, text=f"rank {rank} has learnt that {first.text}")
+    return first if first is own else replace(first, text=f"{this} was notified: {first.text}")
 
 
 def as_exception(error: RankError) -> CommunicatorError:

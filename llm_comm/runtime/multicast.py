@@ -42,9 +42,10 @@ def agree(rendezvous: Rendezvous, device: torch.device, config: Config, table: T
         return wishes[0]
     if len(against) == len(wishes):
         return wishes[0]._replace(is_up=False)
-    objection = f"not on all ranks: {'; '.join(f'rank {rank}: {why}' for rank, why in against.items())}"
+    names = rendezvous.names
+    objection = f"not on all ranks: {'; '.join(f'{names.full(rank)}: {why}' for rank, why in against.items())}"
     if rendezvous.rank == 0:
-        logger.warning("llm_comm: NVLink multicast is not used: %s", objection)
+        logger.warning("llm_comm: %s: NVLink multicast is not used: %s", names.of_group, objection)
     return Multicast(False, objection)
 
 
@@ -71,7 +72,8 @@ def set_up(rendezvous: Rendezvous, core: _core.Core, wanted: Multicast) -> Multi
 def failed(rendezvous: Rendezvous, why: str) -> Multicast:
     """What the ranks go on with where set-up or self-test has failed; told once."""
     if rendezvous.rank == 0:
-        logger.warning("llm_comm: NVLink multicast is not used, all ranks go on without: %s", why)
+        text = "llm_comm: %s: NVLink multicast is not used, all ranks go on without: %s"
+        logger.warning(text, rendezvous.names.of_group, why)
     return Multicast(False, why)
 
 
@@ -103,10 +105,11 @@ def tell(rendezvous: Rendezvous, config: Config, multicast: Multicast) -> None:
     """Says once what the communicator goes by, and whether the algorithm that an option names can be used."""
     if rendezvous.rank != 0:
         return
-    logger.info("llm_comm: %s", multicast.describe(config))
+    logger.info("llm_comm: %s: %s", rendezvous.names.of_group, multicast.describe(config))
     for operation in registry.operations().values():
         for algorithm in operation.algorithms:
             why = why_not(algorithm, config, multicast, is_forced=True) if algorithm.name == config.algorithm else ""
             if why:
-                logger.warning("llm_comm: algorithm %s cannot be used: %s", config.algorithm, why)
+                group = rendezvous.names.of_group
+                logger.warning("llm_comm: %s: algorithm %s cannot be used: %s", group, config.algorithm, why)
                 return

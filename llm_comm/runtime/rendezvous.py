@@ -21,6 +21,7 @@ from llm_comm.errors import ConfigError, LlmCommError, MissingRankError, Rendezv
 from llm_comm.quoting import quoted
 from llm_comm.runtime.descriptors import Exchange, Invitation, close_all, invite, listen
 from llm_comm.runtime.messages import Failure, Message, decode, encode
+from llm_comm.runtime.rank_names import RankNames
 
 T = TypeVar("T")
 
@@ -48,6 +49,8 @@ class Rendezvous:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        #: Names of the ranks for errors; with processes and hosts once the ranks have compared their nodes.
+        self.names = RankNames.of(group)
         self._timeout_s = timeout_s
         on_cpu = "gloo" in str(dist.get_backend_config(group)) or "gloo" in dist.get_backend(group)
         if on_cpu:
@@ -112,11 +115,13 @@ class Rendezvous:
             data = encode(Message(what, None, _failure_of(error)))
         said = [self._decode(rank, found) for rank, found in enumerate(self._gather(data))]
         if any(message.step != what for message in said):
-            steps = ", ".join(f"rank {rank}: {quoted(message.step)}" for rank, message in enumerate(said))
-            raise MissingRankError(f"the ranks are at different steps of the rendezvous of llm_comm: {steps}")
+            steps = ", ".join(f"{self.names.full(rank)}: {quoted(message.step)}" for rank, message in enumerate(said))
+            raise MissingRankError(
+                f"the ranks of {self.names.of_group} are at different steps of the rendezvous of llm_comm: {steps}"
+            )
         failures = {rank: message.failure for rank, message in enumerate(said) if message.failure is not None}
         if failures:
-            raise _error_of_all(what, failures, self.world_size)
+            raise _error_of_all(what, failures, self.names)
         return [message.value for message in said]
 
     def _gather(self, data: bytes) -> list[bytes]:
@@ -126,18 +131,18 @@ class Rendezvous:
             work = dist.all_gather(everyone, mine, group=self.group, async_op=True)
             work.wait(timedelta(seconds=max(self._timeout_s, _SHORTEST_WAIT_S)))
         except RuntimeError as error:
+            members = ", ".join(map(str, self.names.members))
             raise MissingRankError(
-                f"rank {self.rank}: not all {self.world_size} ranks came to the rendezvous of llm_comm within "
-                f"{self._timeout_s:g} s (LLM_COMM_TIMEOUT_S): {error}"
+                f"{self.names.in_group(self.rank)}: not all {self.names.size} ranks came to the rendezvous of llm_comm "
+                f"within {self._timeout_s:g} s (LLM_COMM_TIMEOUT_S). Its members are {members}: {error}"
             ) from error
         return [bytes(found.cpu().tolist()) for found in everyone]
 
-    @staticmethod
-    def _decode(rank: int, data: bytes) -> Message:
+    def _decode(self, rank: int, data: bytes) -> Message:
         try:
             return decode(data)
         except RendezvousError as error:  # the same on all ranks
-            raise RendezvousError(f"of rank {rank}: {error}") from None
+            raise RendezvousError(f"of {self.names.in_group(rank)}: {error}") from None
 
     @staticmethod
     def _try(step: Callable[[], T]) -> tuple[T | None, Failure | None]:
@@ -166,7 +171,7 @@ class Rendezvous:
     def _exchange(self, server: socket.socket, said: list[Any], descriptor: int) -> dict[int, int]:
         invitations = [Invitation(name, secret) for name, secret in said]
         # Half of the time limit: a rank that failed at once already waits in the vote, for as long as that.
-        return Exchange(self.rank, server, invitations, descriptor, self._timeout_s / 2).run()
+        return Exchange(self.rank, server, invitations, descriptor, self._timeout_s / 2, self.names).run()
 
 
 def host_identity() -> dict[str, str]:
@@ -185,12 +190,13 @@ def _failure_of(error: Exception) -> Failure:
     return Failure(type(error).__name__, text)
 
 
-def _error_of_all(what: str, failures: dict[int, Failure], world_size: int) -> LlmCommError:
+def _error_of_all(what: str, failures: dict[int, Failure], names: RankNames) -> LlmCommError:
     """What all ranks raise when some have failed."""
     kinds = {failure.kind for failure in failures.values()}
     kind = _RAISED_AS_THEY_ARE.get(kinds.pop()) if len(kinds) == 1 else None
     texts = {rank: text if kind or not name else f"{name}: {text}" for rank, (name, text) in failures.items()}
-    if kind and len(failures) == world_size and len(set(texts.values())) == 1:
+    if kind and len(failures) == names.size and len(set(texts.values())) == 1:
         return kind(texts[0])  # what a process alone would say
-    listed = "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
-    return (kind or RendezvousError)(f"{what} failed on {len(failures)} of {world_size} ranks: {listed}")
+    listed = "; ".join(f"{names.full(rank)}: {text}" for rank, text in texts.items())
+    where = f"{len(failures)} of {names.size} ranks of {names.of_group}"
+    return (kind or RendezvousError)(f"{what} failed on {where}: {listed}")

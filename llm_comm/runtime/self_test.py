@@ -61,7 +61,10 @@ def run(rendezvous: Rendezvous, core: _core.Core, device: torch.device, config: 
     except RendezvousError as error:  # the same on all ranks
         return str(error)
     differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    return f"self-test of NVLink multicast: ranks {differing} have other sums than rank 0" if differing else ""
+    if not differing:
+        return ""
+    names = rendezvous.names
+    return f"self-test of NVLink multicast: {names.several(differing)} have other sums than {names.full(0)}"
 
 
 def _test(

@@ -45,7 +45,6 @@ class RankState:
     """What a rank says of itself.
 
     Attributes:
-        pid: Process, as the rank itself knows it.
         last_call: The last kernel launch that it has enqueued or captured, in words, or "".
         operations_ended: On its device, when it noticed that a rank has failed; else None, or where that is not known.
         error: Its own error.
@@ -53,7 +52,6 @@ class RankState:
         remark: What else it does, such as to wait for a rank of another node, or "".
     """
 
-    pid: int
     last_call: str
     operations_ended: int | None = None
     error: RankError | None = None

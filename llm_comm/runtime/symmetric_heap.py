@@ -55,7 +55,7 @@ class SymmetricHeap:
             self.check_not_capturing("empty")
         request = rendezvous.collect("request for symmetric memory", lambda: self._request(shape, dtype))
         shapes = [f"{tuple(other['shape'])} of {other['dtype']}" for other in request]
-        check_alike("ask for different tensors of symmetric memory", shapes)
+        check_alike(rendezvous.names, "ask for different tensors of symmetric memory", shapes)
         size = tuple(request[rendezvous.rank]["shape"])
         nbytes = math.prod(size) * dtype.itemsize
         if nbytes == 0:

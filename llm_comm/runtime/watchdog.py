@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import os
 import threading
 import time
 import weakref
@@ -23,13 +22,13 @@ from dataclasses import replace
 from llm_comm import _core
 from llm_comm.errors import CommunicatorError, LaunchError, PeerTimeout
 from llm_comm.runtime.failures import (
-    AS_CONNECTED,
     as_exception,
     call_in_words,
     describe_ranks,
     explain,
     root_cause,
 )
+from llm_comm.runtime.rank_names import RankNames
 from llm_comm.runtime.status import LIFE_S, RankError, RankState, Sighting, StatusBoard, fit
 
 logger = logging.getLogger("llm_comm")
@@ -72,8 +71,7 @@ class Watchdog(threading.Thread):
         core: What to watch.
         rank: Of this process among those that are connected.
         board: What the ranks know of each other, or None. Belongs to the watchdog from now on.
-        ranks: The numbers by which the user knows those that are connected: of a group on several nodes, the ranks of
-            this one.
+        names: Names of those that are connected: of a group on several nodes, the ranks of this one.
     """
 
     def __init__(
@@ -82,13 +80,14 @@ class Watchdog(threading.Thread):
         rank: int,
         timeout_s: float,
         board: StatusBoard | None,
-        ranks: Sequence[int] = AS_CONNECTED,
+        names: RankNames,
     ) -> None:
         super().__init__(name="llm_comm watchdog", daemon=True)
         self._core = core
         self._rank = rank
-        self._ranks = ranks
-        self._number = ranks[rank]
+        self._names = names
+        self._this = names.in_group(rank)
+        self._number = names.number(rank)
         self._timeout_s = timeout_s
         self._board = board
         self._look_s = min(_LONGEST_LOOK_S, timeout_s * _LOOK_SHARE)
@@ -124,7 +123,7 @@ class Watchdog(threading.Thread):
     def end(self, why: str) -> CommunicatorError:
         """Ends the communicator, on all ranks, because an operation could not be launched here. Returns the error."""
         text = (
-            f"rank {self._number}: an operation could not be launched ({why}), and other ranks may have launched "
+            f"{self._this}: an operation could not be launched ({why}), and other ranks may have launched "
             "theirs. This communicator cannot be used any more."
         )
         kind, brief = LaunchError.__name__, "could not launch an operation"
@@ -181,9 +180,9 @@ class Watchdog(threading.Thread):
         try:
             self._watch()
         except Exception as error:
-            logger.exception("llm_comm: the watchdog of rank %d failed", self._number)
+            logger.exception("llm_comm: the watchdog of %s failed", self._this)
             text = (
-                f"rank {self._number}: nobody watches this communicator any more ({type(error).__name__}: {error}). It "
+                f"{self._this}: nobody watches this communicator any more ({type(error).__name__}: {error}). It "
                 "cannot be used any more."
             )
             failure = RankError(CommunicatorError.__name__, fit(text), "has no watchdog", self._number, self._number)
@@ -237,14 +236,13 @@ class Watchdog(threading.Thread):
             if rank in self._lost or not (sighting.has_exited or is_silent):
                 continue
             self._lost.add(rank)
-            pid = "" if sighting.state is None else f" (pid {sighting.state.pid})"
             logger.warning(
-                "llm_comm: rank %d%s %s. What waits for it ends with PeerTimeout",
-                self._ranks[rank],
-                pid,
+                "llm_comm: %s %s (noticed by %s). What waits for it ends with PeerTimeout",
+                self._names.in_group(rank),
                 "has exited without closing its communicator"
                 if sighting.has_exited
                 else f"has died or hangs: no sign of life for {sighting.age_s:.1f} s",
+                self._names.short(self._rank),
             )
 
     def _has_failed_by_exit(self) -> bool:
@@ -254,13 +252,13 @@ class Watchdog(threading.Thread):
 
     def _exit_as_error(self) -> RankError:
         assert self._first_exit is not None
-        peer = self._ranks[self._first_exit[0]]
+        names, index = self._names, self._first_exit[0]
         text = (
-            f"rank {self._number}: the process of rank {peer} has exited without closing its communicator. This one "
+            f"{self._this}: the process of {names.full(index)} has exited without closing its communicator. This one "
             "cannot be used any more."
         )
-        brief = f"saw that the process of rank {peer} has exited"
-        return RankError(PeerTimeout.__name__, text, brief, self._number, peer)
+        brief = f"saw that the process of {names.short(index)} has exited"
+        return RankError(PeerTimeout.__name__, text, brief, self._number, names.number(index))
 
     def _wait_for_the_silent(self, state: RankState) -> None:
         """Until every other rank has given a sign of life from now on, or has closed, has exited, or was silent for too
@@ -285,7 +283,7 @@ class Watchdog(threading.Thread):
     def _state(self) -> RankState:
         call = self._core.last_call()
         self._seen(call)
-        return RankState(os.getpid(), call_in_words(call) if call.number else "", remark=self.remark)
+        return RankState(call_in_words(call) if call.number else "", remark=self.remark)
 
     def _seen(self, call: _core.Call) -> tuple[int, float]:
         """The number of the last launch, and when it was first seen. From any thread."""
@@ -296,7 +294,7 @@ class Watchdog(threading.Thread):
     def _fail(self) -> RankState:
         """Finds out what happened, ends the communicator and tells those who asked for it."""
         state, sightings = self._hear()
-        error = root_cause(self._number, state.error, sightings)
+        error = root_cause(self._this, state.error, sightings)
         if error is None:
             return state
         self._tell(error, sightings)
@@ -305,7 +303,7 @@ class Watchdog(threading.Thread):
     def _tell(self, error: RankError, sightings: Sequence[Sighting] = (), quietly: bool = False) -> None:
         """Ends the communicator with the first error that it is given, and what the ranks were doing. If ``quietly``,
         nobody hears of it."""
-        error = replace(error, text=error.text + describe_ranks(sightings, self._ranks))
+        error = replace(error, text=error.text + describe_ranks(sightings, self._names))
         with self._lock:
             if self._error is not None:
                 return
@@ -345,7 +343,7 @@ class Watchdog(threading.Thread):
         found = self._core.error()
         if found is None:
             return self._other_error
-        return explain(found, self._timeout_s * KERNEL_SHARE_OF_TIMEOUT, self._ranks)
+        return explain(found, self._timeout_s * KERNEL_SHARE_OF_TIMEOUT, self._names)
 
     def _publish(self, state: RankState) -> None:
         if self._board is not None:

@@ -16,6 +16,7 @@ from cores import (
     together,
     with_segment,
 )
+from harness import names_of_world, unnamed
 from reference import DTYPES, assert_is_sum, contributions
 
 from llm_comm import _core
@@ -219,9 +220,9 @@ def test_a_tensor_that_is_not_symmetric(world: int, kind: str, algorithm: str) -
         error = core.error()
         assert error is not None
         assert (error.cause, error.rank, error.peer, error.phase) == ("not symmetric", rank, culprit, 0)
-        said = explain(error, 1.0)
+        said = explain(error, 1.0, names_of_world(world))
         assert said.kind == "MismatchError"
-        assert f"a tensor of rank {culprit} is not in symmetric memory" in said.text
+        assert f"a tensor of rank {culprit} is not in symmetric memory" in unnamed(said.text)
         assert TITLES[algorithm] in said.text
     if algorithm == IN_STREAM:  # its copies have been enqueued: into the heap of the culprit, but not where it says
         outputs = outputs[culprit : culprit + 1]
@@ -252,9 +253,11 @@ def test_a_tensor_at_another_place(world: int, algorithm: str) -> None:
             error = core.error()
             assert error is not None
             assert (error.cause, error.rank, error.peer, error.phase) == ("other place", rank, named, 0)
-            said = explain(error, 1.0)
+            said = explain(error, 1.0, names_of_world(world))
             assert said.kind == "MismatchError"
-            assert f"a tensor of rank {named} lies elsewhere in symmetric memory than that of rank 0" in said.text
+            assert f"a tensor of rank {named} lies elsewhere in symmetric memory than that of rank 0" in unnamed(
+                said.text
+            )
             assert TITLES[algorithm] in said.text
 
 
@@ -314,7 +317,7 @@ def test_sums_in_place_go_another_way(world: int) -> None:
         error = core.error()
         assert error is not None
         assert (error.cause, error.rank, error.peer, error.phase) == ("not symmetric", rank, 0, 0)
-        assert "or is input and output of one call" in explain(error, 1.0).text
+        assert "or is input and output of one call" in explain(error, 1.0, names_of_world(world)).text
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -356,8 +359,8 @@ def test_an_output_of_sums_that_is_not_symmetric(world: int, algorithm: str) -> 
         error = core.error()
         assert error is not None
         assert (error.cause, error.rank, error.peer) == ("not symmetric", rank, culprit)
-        text = explain(error, 1.0).text
-        assert f"a tensor of rank {culprit} is not in symmetric memory" in text
+        text = explain(error, 1.0, names_of_world(world)).text
+        assert f"a tensor of rank {culprit} is not in symmetric memory" in unnamed(text)
         assert TITLES[algorithm] in text
 
 

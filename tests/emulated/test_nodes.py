@@ -278,7 +278,7 @@ def set_up_with(names: list[str | None], options: dict[int, dict[str, Any]]) -> 
         (
             ["a", "b", "c"],
             {2: {"algorithm": "two_shot"}},
-            "RendezvousError: the ranks have different options: rank 0: ",
+            "RendezvousError: the ranks have different options: algorithm is 'two_shot' on rank 2, 'auto' on ",
         ),
         (["a", "b", "c"], {r: {"dsl": "a:b"} for r in range(3)}, "ConfigError: option dsl is 'a:b' (Python): programs"),
     ],

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import RankPool, make_communicator
+from harness import RankPool, make_communicator, unnamed
 from parts_reference import ANY_DTYPES, assert_same_bits, drawn_bits, drawn_division, placed
 from reference import DTYPES, assert_bitwise_equal, assert_is_sum, contributions, rank_order_sum
 from tables import table_of_parts
@@ -174,7 +174,7 @@ def disagree(call: Callable[[Communicator, bool], None]) -> str:
         ):
             with pytest.raises(MismatchError):
                 refuse()
-    return str(caught.value)
+    return unnamed(str(caught.value))
 
 
 @pytest.mark.parametrize("call", DISAGREEMENTS, ids=lambda call: call.__name__)

@@ -192,7 +192,7 @@ def refuse_on_one_rank() -> None:
         core = mock.Mock(wraps=comm._handle.core())
         core.begin_release.side_effect = RuntimeError("the device does not answer")
         patched = mock.patch.object(comm._handle, "_core", core) if comm.rank == 1 else mock.MagicMock()
-        with patched, pytest.raises(RendezvousError, match=r"rank 1: RuntimeError: the device does not answer"):
+        with patched, pytest.raises(RendezvousError, match=r"rank 1 .*: RuntimeError: the device does not answer"):
             comm.release()
         assert not comm.is_released
         assert_sums(comm, 0, "after a refusal")
@@ -213,7 +213,7 @@ def restore_without_memory(step: str) -> None:
         core = mock.Mock(wraps=comm._handle.core_of_released())
         getattr(core, step).side_effect = RuntimeError("out of memory")
         patched = mock.patch.object(comm._handle, "_core", core) if comm.rank == 0 else mock.MagicMock()
-        with patched, pytest.raises(RendezvousError, match=r"rank 0: RuntimeError: out of memory"):
+        with patched, pytest.raises(RendezvousError, match=r"rank 0 .*: RuntimeError: out of memory"):
             comm.restore()
         del core, patched
         assert comm.is_released

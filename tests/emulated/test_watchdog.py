@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -18,12 +19,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RankPool, make_communicator, pidfds
+from harness import RankPool, make_communicator, pidfds, unnamed
 from reference import assert_is_sum, contributions
 
 from llm_comm import Communicator, CommunicatorError, LaunchError, PeerTimeout, RendezvousError
 from llm_comm.runtime.status import StatusBoard
 
+HOST = socket.gethostname()
 TIMEOUT_S = 2.0
 # A busy machine may be slow; whoever waits so long waits for ever.
 LIMIT_S = 30.0
@@ -181,19 +183,19 @@ def test_all_ranks_are_told_without_a_further_call(mortal_ranks: RankPool, has_p
         blame = f"nothing came from rank {loss.peer} for 4.8 s in {where}"
         if has_pidfds:
             blame = f"the process of rank {victim} has exited, and {where}"
-        who = (
-            ("rank 2 has learnt that rank 0: ", "rank 2 has learnt that rank 1: ") if rank == idle else f"rank {rank}: "
-        )
-        assert head.startswith(who)
-        assert blame in head
+        who = ("rank 2 was notified: rank 0: ", "rank 2 was notified: rank 1: ") if rank == idle else f"rank {rank}: "
+        assert unnamed(head).startswith(who)
+        assert blame in unnamed(head)
         last = "last call: one-shot all-reduce of 20 fp32 (call {}); 3 operations ended on its device"
         waits = "alive; waited for rank "
-        assert states[0] == "State of the ranks:"
+        assert states[0] == "State of the ranks of group WORLD:"
         for other in (0, 1):
-            assert states[1 + other].startswith(f"  rank {other} (pid {losses[other].pid}): {waits}")
+            assert states[1 + other].startswith(
+                f"  rank {other} (global rank {other}, pid {losses[other].pid} on {HOST}): {waits}"
+            )
             assert states[1 + other].endswith(last.format(4))
-        assert states[3] == f"  rank 2 (pid {losses[2].pid}): alive; {last.format(3)}"
-        assert states[4].startswith("  rank 3 (pid ")
+        assert unnamed(states[3]) == f"  rank 2: alive; {last.format(3)}"
+        assert states[4].startswith("  rank 3 (global rank 3, pid ")
         assert (": its process has exited, no sign of life for " in states[4]) == has_pidfds
         assert states[4].endswith("last call seen: one-shot all-reduce of 20 fp32 (call 3)")
 
@@ -268,8 +270,8 @@ def test_an_exit_is_an_error_for_those_who_want_it_so(
     assert len(told) == is_told
     for text in told:
         why = "rank 0: the process of rank 1 has exited without closing its communicator. This one cannot be used any "
-        assert text.startswith(why)
-        assert "  rank 1 (pid " in text
+        assert unnamed(text).startswith(why)
+        assert "  rank 1 (global rank 1, pid " in text
 
 
 def outlive_one_that_had_closed() -> tuple[str, float]:
@@ -287,7 +289,7 @@ def outlive_one_that_had_closed() -> tuple[str, float]:
 
 def test_a_rank_that_has_exited_is_not_waited_for_though_it_had_closed(mortal_ranks: RankPool) -> None:
     (text, seconds), _ = mortal_ranks.run(2, outlive_one_that_had_closed, dying=[1])
-    assert text.startswith("rank 0: the process of rank 1 has exited, and a one-shot all-reduce of 80 bytes ")
+    assert unnamed(text).startswith("rank 0: the process of rank 1 has exited, and a one-shot all-reduce of 80 bytes ")
     assert seconds < LIMIT_S
 
 
@@ -305,7 +307,7 @@ def test_a_rank_that_there_is_not_cannot_exit(ranks: RankPool) -> None:
 
 def said_of(rank: int, records: list[str]) -> list[str]:
     """The log may speak of others too: of a rank that gets no CPU time for a second, on a machine with other work."""
-    return [text for text in records if text.startswith(f"llm_comm: rank {rank} ")]
+    return [text for text in records if text.startswith(f"llm_comm: group WORLD, rank {rank} ")]
 
 
 @pytest.mark.parametrize("how", ["idle", "dropped"])
@@ -314,14 +316,16 @@ def test_the_log_says_whose_process_has_exited(mortal_ranks: RankPool, how: str)
     found = mortal_ranks.run(3, outlive, 1, True, how, dying=[1])
     for rank in (0, 2):
         (said,) = said_of(1, found[rank][1])
-        assert re.fullmatch(r"llm_comm: rank 1 \(pid \d+\) has exited without closing its communicator\. .*", said)
+        words = rf"llm_comm: rank 1 has exited without closing its communicator \(noticed by rank {rank}\)\. .*"
+        assert re.fullmatch(words, unnamed(said))
+        assert re.search(rf"rank 1 \(global rank 1, pid \d+ on {re.escape(HOST)}\) has exited", said)
 
 
 def test_a_rank_of_which_no_more_is_known_is_silent(mortal_ranks: RankPool) -> None:
     found = mortal_ranks.run(3, outlive, 1, False, "dropped", dying=[1])
     for rank in (0, 2):
         (said,) = said_of(1, found[rank][1])
-        assert re.match(r"llm_comm: rank 1 \(pid \d+\) has died or hangs: no sign of life for [1-9]\.\d s\. ", said)
+        assert re.match(r"llm_comm: rank 1 has died or hangs: no sign of life for [1-9]\.\d s \(", unnamed(said))
 
 
 def test_nothing_is_said_of_a_rank_that_had_closed(mortal_ranks: RankPool) -> None:
@@ -372,8 +376,8 @@ def stay_away(how: str) -> list[str]:
 def test_errors_are_logged_where_nobody_asked_to_be_told(ranks: RankPool) -> None:
     first, second = ranks.run(2, stay_away, "stalled")
     assert len(first) == len(second) == 1
-    assert first[0].startswith("rank 0: nothing came from rank 1 ")
-    assert second[0].startswith("rank 1 has learnt that rank 0: nothing came from rank 1 ")
+    assert unnamed(first[0]).startswith("rank 0: nothing came from rank 1 ")
+    assert unnamed(second[0]).startswith("rank 1 was notified: rank 0: nothing came from rank 1 ")
 
 
 def test_rank_that_has_closed(ranks: RankPool) -> None:
@@ -449,7 +453,7 @@ def fail_without_pages(victim: int) -> str:
 def test_error_where_ranks_cannot_share_pages(mortal_ranks: RankPool) -> None:
     texts = mortal_ranks.run(3, fail_without_pages, 1, dying=[1])
     for rank in (0, 2):
-        assert texts[rank].startswith(f"rank {rank}: nothing came from rank 1 ")
+        assert unnamed(texts[rank]).startswith(f"rank {rank}: nothing came from rank 1 ")
         assert "State of the ranks" not in texts[rank]
 
 

@@ -20,11 +20,13 @@ from llm_comm.errors import ConfigError, RendezvousError
 from llm_comm.planning.table_files import load_table, table_text
 from llm_comm.runtime import messages
 from llm_comm.runtime.descriptors import Exchange, Invitation, listen
+from llm_comm.runtime.rank_names import RankName, RankNames
 from llm_comm.yaml_files import InvalidYamlError, YamlList, YamlMapping, parse_yaml
 
 LONGEST_ERROR = 4000
 ENVIRONMENT = b"environment\n"
 SECRET = "5ec3e7" * 6
+NAMES = RankNames("fuzzed", (RankName(0, 0), RankName(1, 1)), 2)
 
 _directory = Path(tempfile.mkdtemp(prefix="llm_comm_fuzz"))
 atexit.register(shutil.rmtree, _directory, ignore_errors=True)
@@ -92,7 +94,7 @@ class _Listener:
         self._count = self._descriptors = 0
 
     def say(self, data: bytes, descriptors: int) -> None:
-        exchange = Exchange(0, self._server, [Invitation("", SECRET), Invitation("", "")], self._null, 1.0)
+        exchange = Exchange(0, self._server, [Invitation("", SECRET), Invitation("", "")], self._null, 1.0, NAMES)
         theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             if data:

@@ -150,7 +150,7 @@ class Drill:
             out = torch.full_like(x, -1)
             calls: Callable[[], Any] = partial(communicator.all_reduce, x, out)
             replay = Recording(calls, self.ranks.device).replay if in_graph and self.ranks.on_gpu else calls
-            words = f"of 4096 bf16 (call 1); rank {odd_rank}: "
+            words = f"of 4096 bf16 (call 1); rank {odd_rank} ("
             text = self.expect(MismatchError, communicator, replay, words)
             assert out.eq(-1).all(), "something was written"
             self.ranks.barrier()
@@ -170,7 +170,7 @@ class Drill:
                 for turn in turns:
                     turn()
 
-            text = self.expect(MismatchError, communicator, run, "rank 0: ")
+            text = self.expect(MismatchError, communicator, run, "rank 0 (")
             self.ranks.barrier()
         return text
 

@@ -282,8 +282,8 @@ EDGES: tuple[Mutant, ...] = (
     python(
         "a file without room is passed over",
         DESCRIPTORS,
-        "and not self._drop_silent():\n                raise",
-        "and False:\n                raise",
+        "and not self._drop_silent():\n                whose",
+        "and False:\n                whose",
         OF_DESCRIPTORS,
     ),
     python(
@@ -312,15 +312,15 @@ EDGES: tuple[Mutant, ...] = (
     python(
         "what one rank has failed by is told as if all had",
         RENDEZVOUS,
-        "if kind and len(failures) == world_size and",
+        "if kind and len(failures) == names.size and",
         "if kind and",
         OF_RENDEZVOUS,
     ),
     python(
         "an error tells of a longer wait than there was",
         "llm_comm/runtime/watchdog.py",
-        "explain(found, self._timeout_s * KERNEL_SHARE_OF_TIMEOUT, self._ranks)",
-        "explain(found, self._timeout_s, self._ranks)",
+        "explain(found, self._timeout_s * KERNEL_SHARE_OF_TIMEOUT, self._names)",
+        "explain(found, self._timeout_s, self._names)",
         "tests/unit/test_exits.py",
     ),
     python(

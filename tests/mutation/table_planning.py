@@ -230,7 +230,21 @@ PLANNING: tuple[Mutant, ...] = (
         '**given,\n        **found,\n        "origins"',
         OF_CONFIG,
     ),
-    python("unknown variables are passed over", SOURCES, "_check_variables(environ)", "pass", OF_CONFIG),
+    python("unknown variables are passed over", SOURCES, "_check_variables(environ, on_unknown)", "pass", OF_CONFIG),
+    python(
+        "unknown options of a file are taken",
+        SOURCES,
+        "for option, value in content.items() if option in OPTIONS",
+        "for option, value in content.items()",
+        OF_CONFIG,
+    ),
+    python(
+        "an unknown variable stops an engine",
+        "llm_comm/integrations/engine_config.py",
+        "load_with_unknown(lambda what, _: _warn(what, log), **options)",
+        "Config(**options)",
+        OF_CONFIG,
+    ),
     python(
         "a variable of a machine that forbids multicast is passed over",
         CONFIG,
@@ -294,7 +308,7 @@ PLANNING: tuple[Mutant, ...] = (
     python(
         "what one rank says is said of all",
         JOINING,
-        "if len(texts) == world_size and",
+        "if len(texts) == names.size and",
         "if",
         "tests/unit/test_integration_words.py",
     ),

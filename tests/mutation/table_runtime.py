@@ -8,6 +8,8 @@ WATCHDOG = "llm_comm/runtime/watchdog.py"
 FAILURES = "llm_comm/runtime/failures.py"
 STATUS = "llm_comm/runtime/status.py"
 COMPARISON = "llm_comm/runtime/comparison.py"
+RANK_NAMES = "llm_comm/runtime/rank_names.py"
+OPTIONS = "llm_comm/options.py"
 PLACEMENT = "llm_comm/nodes/placement.py"
 RENDEZVOUS = "llm_comm/runtime/rendezvous.py"
 DESCRIPTORS = "llm_comm/runtime/descriptors.py"
@@ -232,38 +234,41 @@ RUNTIME: tuple[Mutant, ...] = (
         "tests/unit/test_placement.py",
     ),
     *(
-        python(
-            f"ranks may differ in {what}",
-            COMPARISON,
-            f'check_alike("{text}",',
-            f'check_alike("{text}", [0]) if 1 else check_alike("{text}",',
-            OF_COMPARISON,
-        )
-        for what, text in (
-            ("version", "have different versions of llm_comm"),
-            ("kind of device", "have different kinds of device"),
-            ("limits", "have devices of different kinds"),
-            ("options", "have different options"),
-        )
+        python(f"ranks may differ in {what}", COMPARISON, f'other["{what}"] for other', "0 for other", OF_COMPARISON)
+        for what in ("version", "device", "limits", "config")
     ),
     *(
-        python(f"ranks may differ in option {option}", COMPARISON, f'"{option}"', '"enable"', OF_COMPARISON)
-        for option in (
-            "workspace_bytes",
-            "max_message_bytes",
-            "algorithm",
-            "fuse",
-            "fuse_linear",
-            "all_gather",
-            "reduce_scatter",
-            "debug",
+        python(
+            f"ranks may differ in option {option}", OPTIONS, f'Alike.YES, "{why}', f'Alike.NO, "{why}', OF_COMPARISON
         )
+        for option, why in (
+            ("max_blocks", "grids and tiles"),
+            ("deterministic", "with ``sum`` any"),
+            ("sleep", "a rank would release"),
+        )
+    ),
+    python(
+        "an error shows all options",
+        COMPARISON,
+        "if any(value[key] != found[0][key] for value in found)",
+        "if True",
+        OF_COMPARISON,
+    ),
+    python(
+        "errors name ranks by their index", RANK_NAMES, "rank {self.rank} (", "rank {self.global_rank} (", OF_FAILURES
+    ),
+    python(
+        "ranks do not know each other's processes",
+        PLACEMENT,
+        "rendezvous.names = rendezvous.names.with_processes(said)",
+        "pass",
+        "tests/emulated/test_options.py",
     ),
     python(
         "only neighbours are compared",
         COMPARISON,
-        "if any(value != values[0] for value in values):",
-        "if values[-1] != values[0]:",
+        "if all(value == values[0] for value in values):",
+        "if values[-1] == values[0]:",
         OF_COMPARISON,
     ),
     python(

@@ -176,7 +176,14 @@ void variables() {
     EXPECT(!with({{"LLM_COMM_TIMEOUT_S", wrong}}).objection.empty());
   }
   EXPECT(!with({{"LLM_COMM_ENABLE", "off"}}).enable && with({{"LLM_COMM_ENABLE", ""}}).enable);
-  EXPECT(with({{"LLM_COMM_SHARE_GPU", "1"}}).digest() != with({}).digest());
+  // All that ranks could have differently, but for what they vote on (ENABLE) and compare by its content (TABLE).
+  for (const auto& [name, other] : std::map<std::string, std::string>{{"LLM_COMM_TIMEOUT_S", "3"},
+                                                                      {"LLM_COMM_WORKSPACE_BYTES", "128M"},
+                                                                      {"LLM_COMM_PDL", "0"},
+                                                                      {"LLM_COMM_DEBUG", "1"},
+                                                                      {"LLM_COMM_SHARE_GPU", "1"}}) {
+    EXPECT(with({{name, other}}).digest() != with({}).digest());
+  }
 }
 
 void interfaces() {

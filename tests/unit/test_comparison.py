@@ -9,14 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from harness import unnamed
 
 from llm_comm import _core
 from llm_comm.config import Config
 from llm_comm.errors import RendezvousError
+from llm_comm.options import OPTIONS, Alike
 from llm_comm.runtime import comparison, devices
 from llm_comm.runtime.devices import make_limits
+from llm_comm.runtime.rank_names import RankName, RankNames
 
 WORLD = 3
+NAMES = RankNames("tp:1", tuple(RankName(rank, 4 + rank) for rank in range(WORLD)), WORLD)
 CONFIG = Config.load({})
 DEVICE = {"sm_count": 132, "max_cluster": 16, "compute_capability": 90}
 
@@ -42,12 +46,25 @@ def compare(odd_rank: int = 0, *path: str, other: object = None) -> None:
             fields[name] = other
         return everyone
 
-    rendezvous: Any = SimpleNamespace(world_size=WORLD, rank=0, collect=collect)
+    rendezvous: Any = SimpleNamespace(world_size=WORLD, rank=0, collect=collect, names=NAMES)
     comparison.compare_ranks(rendezvous, torch.device("cpu"), CONFIG)
 
 
 def test_ranks_that_are_alike() -> None:
     compare()
+
+
+def test_what_ranks_may_differ_in() -> None:
+    """An option that is not in here has to be the same on all ranks."""
+    assert {name for name, option in OPTIONS.items() if not option.alike.is_error} == {
+        "enable",
+        "multicast",
+        "log",
+        "stats",
+        "stats_port",
+        "nvtx",
+        "multi_node",
+    }
 
 
 @pytest.mark.parametrize("odd_rank", range(WORLD))
@@ -59,17 +76,11 @@ def test_ranks_that_are_alike() -> None:
         (("limits", "sm_count"), 78, "have devices of different kinds"),
         (("limits", "max_cluster"), 8, "have devices of different kinds"),
         (("limits", "compute_capability"), 80, "have devices of different kinds"),
-        (("config", "workspace_bytes"), 1 << 20, "have different options"),
-        (("config", "max_message_bytes"), 17, "have different options"),
-        (("config", "algorithm"), "one_shot", "have different options"),
-        (("config", "fuse"), False, "have different options"),
-        (("config", "fuse_linear"), False, "have different options"),
-        (("config", "all_gather"), False, "have different options"),
-        (("config", "reduce_scatter"), False, "have different options"),
-        (("config", "debug"), True, "have different options"),
-        (("config", "dsl"), "a:b", "have different options"),
-        (("config", "dsl_max_bytes"), 17, "have different options"),
-        (("config", "dsl_schedules"), 3, "have different options"),
+        *(
+            (("config", name), "another", "have different options")
+            for name, option in OPTIONS.items()
+            if option.alike is Alike.YES
+        ),
     ],
     ids=lambda value: ".".join(value) if isinstance(value, tuple) else "",
 )
@@ -77,9 +88,15 @@ def test_a_rank_that_differs_is_named(odd_rank: int, path: tuple[str, ...], othe
     with pytest.raises(RendezvousError) as caught:
         compare(odd_rank, *path, other=other)
     text = str(caught.value)
-    assert text.startswith(f"the ranks {words}: rank 0: ")
-    of_odd_one = text.partition(f"rank {odd_rank}: ")[2].partition(f", rank {odd_rank + 1}: ")[0]
-    assert str(other) in of_odd_one
+    assert text.startswith(f"the ranks of group tp:1 {words}: ")
+    difference = text.partition(": ")[2]
+    if path[1:]:
+        assert difference.startswith(f"{path[1]} is ")
+        assert difference.count(" is ") == 1
+    others = ", ".join(str(rank) for rank in range(WORLD) if rank != odd_rank)
+    of_odd_one, _, of_others = difference.partition(f" on rank {odd_rank} (global rank {4 + odd_rank}), ")
+    assert of_odd_one.endswith(str(other) if path[0] == "version" or path[0] == "device" else repr(other))
+    assert f" on ranks {others} (global ranks " in of_others
 
 
 @pytest.mark.parametrize(
@@ -96,13 +113,13 @@ def test_gpus_that_are_shared(gpus: tuple[str | None, ...], words: str) -> None:
     def collect(_: str, introduction: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
         return [{**introduction(), "gpu": gpu} for gpu in gpus]
 
-    rendezvous: Any = SimpleNamespace(world_size=WORLD, rank=0, collect=collect)
+    rendezvous: Any = SimpleNamespace(world_size=WORLD, rank=0, collect=collect, names=NAMES)
     if not words:
         comparison.compare_ranks(rendezvous, torch.device("cpu"), CONFIG)
         return
     with pytest.raises(RendezvousError, match="share a GPU") as caught:
         comparison.compare_ranks(rendezvous, torch.device("cpu"), CONFIG)
-    assert words in str(caught.value)
+    assert words in unnamed(str(caught.value))
 
 
 def test_a_rank_says_what_it_has() -> None:
@@ -113,7 +130,7 @@ def test_a_rank_says_what_it_has() -> None:
         said.update(introduction())
         return [said] * WORLD
 
-    rendezvous: Any = SimpleNamespace(world_size=WORLD, rank=0, collect=collect)
+    rendezvous: Any = SimpleNamespace(world_size=WORLD, rank=0, collect=collect, names=NAMES)
     comparison.compare_ranks(rendezvous, torch.device("cpu"), CONFIG)
     assert (said["version"], said["device"], said["gpu"]) == (_core.version, "cpu", None)
     assert said["limits"] == DEVICE

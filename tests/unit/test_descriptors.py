@@ -10,12 +10,14 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from harness import names_of_world
 
 from llm_comm.runtime import descriptors
 from llm_comm.runtime.descriptors import Exchange, Invitation, close_all, invite, listen
 from llm_comm.runtime.messages import hello
 
 LIMIT_S = 60.0
+NAMES = names_of_world(2)
 
 
 class Ranks:
@@ -48,7 +50,8 @@ class Ranks:
             own = os.memfd_create("rank")
             os.write(own, bytes([rank]))
             try:
-                received = Exchange(rank, self.servers[rank], self.invitations, own, limit_s).run()
+                names = names_of_world(len(self.servers))
+                received = Exchange(rank, self.servers[rank], self.invitations, own, limit_s, names).run()
                 found[rank] = {peer: os.pread(file, 1, 0)[0] for peer, file in received.items()}
                 assert not any(map(os.get_inheritable, received.values()))
                 close_all(received.values())
@@ -138,11 +141,11 @@ def test_connections_of_other_users_are_not_read(monkeypatch: pytest.MonkeyPatch
     # The other rank's exchange must not see the patch: one that calls nobody.
     with Ranks(2) as ranks:
         ranks.stranger(0, b"anything")
-        exchange = Exchange(0, ranks.servers[0], ranks.invitations, 0, 0.3)
+        exchange = Exchange(0, ranks.servers[0], ranks.invitations, 0, 0.3, NAMES)
         exchange._unsent.clear()
         monkeypatch.setattr(Exchange, "_welcome", welcome_others)
         with pytest.raises(
-            TimeoutError, match=r"ranks \[1\] did not send .*other users were dropped \(1 of user 65534\)"
+            TimeoutError, match=r"no file descriptor came from rank 1 .*other users were dropped \(1 of user 65534\)"
         ):
             exchange.run()
 
@@ -150,8 +153,8 @@ def test_connections_of_other_users_are_not_read(monkeypatch: pytest.MonkeyPatch
 def test_nothing_is_sent_to_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(descriptors, "_user_of", lambda _: 65534)
     monkeypatch.setattr(socket, "send_fds", lambda *_: pytest.fail("it was sent"))
-    with Ranks(2) as ranks, pytest.raises(PermissionError, match="the socket of rank 1 belongs to user 65534"):
-        Exchange(0, ranks.servers[0], ranks.invitations, 0, LIMIT_S).run()
+    with Ranks(2) as ranks, pytest.raises(PermissionError, match=r"the socket of rank 1 .* belongs to user 65534"):
+        Exchange(0, ranks.servers[0], ranks.invitations, 0, LIMIT_S, NAMES).run()
 
 
 def test_nobody_guesses_the_word_of_a_rank() -> None:
@@ -182,7 +185,7 @@ def test_of_silent_strangers_the_first_go_first(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(descriptors, "_MAX_SILENT", 3)
     with Ranks(2) as ranks:
         connections = [ranks.stranger(0) for _ in range(5)]
-        exchange = Exchange(0, ranks.servers[0], ranks.invitations, 0, LIMIT_S)
+        exchange = Exchange(0, ranks.servers[0], ranks.invitations, 0, LIMIT_S, NAMES)
         exchange._accept()
         assert len(exchange._silent) == 3
         for connection in connections[:2]:
@@ -197,7 +200,7 @@ def test_a_file_for_which_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> N
     """Those who say nothing make room for it, and its rank comes again; else it is an error."""
     with Ranks(2) as ranks:
         word = hello(ranks.invitations[0].secret, 1)
-        exchange = Exchange(0, ranks.servers[0], ranks.invitations, 0, LIMIT_S)
+        exchange = Exchange(0, ranks.servers[0], ranks.invitations, 0, LIMIT_S, NAMES)
         ranks.stranger(0)
         exchange._accept()
         monkeypatch.setattr(descriptors, "_hear", lambda _: (word, [], socket.MSG_CTRUNC))
@@ -205,7 +208,7 @@ def test_a_file_for_which_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> N
         with ours, theirs:
             assert exchange._receive(ours)
             assert not exchange._silent
-            with pytest.raises(OSError, match="no room for the file descriptor of rank 1: raise RLIMIT_NOFILE"):
+            with pytest.raises(OSError, match=r"no room for the file descriptor of rank 1 .*: raise RLIMIT_NOFILE"):
                 exchange._receive(ours)
 
 
@@ -216,7 +219,7 @@ def no_room(*_: object) -> None:
 def test_strangers_make_room_when_descriptors_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with Ranks(2) as ranks:
         ranks.stranger(0)
-        exchange = Exchange(0, ranks.servers[0], ranks.invitations, 0, LIMIT_S)
+        exchange = Exchange(0, ranks.servers[0], ranks.invitations, 0, LIMIT_S, NAMES)
         exchange._accept()
         assert len(exchange._silent) == 1
         full: list[Callable[..., Any]] = [no_room]
@@ -236,12 +239,14 @@ def test_strangers_make_room_when_descriptors_run_out(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("wrong", [Invitation("no such socket", ""), Invitation("x" * 200, ""), Invitation("a\0b", "")])
 def test_an_invitation_that_leads_nowhere(wrong: Invitation) -> None:
     with Ranks(2) as ranks, pytest.raises(OSError):  # noqa: PT011 (which one depends on the name)
-        Exchange(0, ranks.servers[0], [ranks.invitations[0], wrong], 0, LIMIT_S).run()
+        Exchange(0, ranks.servers[0], [ranks.invitations[0], wrong], 0, LIMIT_S, NAMES).run()
 
 
 def test_where_nobody_listens_it_is_said_what_that_may_be() -> None:
     with (
         Ranks(2) as ranks,
-        pytest.raises(ConnectionRefusedError, match=r"^\[Errno 111\] nobody listens .* rank 1: .* network namespace"),
+        pytest.raises(
+            ConnectionRefusedError, match=r"^\[Errno 111\] nobody listens .* rank 1 \(.*\): .* network namespace"
+        ),
     ):
-        Exchange(0, ranks.servers[0], [ranks.invitations[0], Invitation("no such socket", "")], 0, LIMIT_S).run()
+        Exchange(0, ranks.servers[0], [ranks.invitations[0], Invitation("no such socket", "")], 0, LIMIT_S, NAMES).run()

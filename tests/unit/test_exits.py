@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from harness import names_of_world, unnamed
 
 from llm_comm.runtime import watchdog as watchdogs
 from llm_comm.runtime.status import RankError, RankState, Sighting
@@ -18,11 +19,11 @@ PEERS = (1, 2, 3)
 
 
 def alive(rank: int) -> Sighting:
-    return Sighting(RankState(70 + rank, ""), 0.0, False)
+    return Sighting(RankState(str(rank)), 0.0, False)
 
 
 def exited(rank: int, is_closed: bool = False) -> Sighting:
-    return Sighting(RankState(70 + rank, "", is_closed=is_closed), 0.0, True)
+    return Sighting(RankState(str(rank), is_closed=is_closed), 0.0, True)
 
 
 class Scene:
@@ -30,12 +31,12 @@ class Scene:
 
     def __init__(self) -> None:
         self.core = mock.Mock(**{"error.return_value": None, "last_call.return_value.number": 0})
-        self.watchdog = Watchdog(self.core, 0, 60.0, None)
+        self.watchdog = Watchdog(self.core, 0, 60.0, None, names_of_world(4))
 
     def see(self, *gone: Sighting) -> None:
         """A look at ranks of which ``gone`` have exited."""
-        by_pid = {sighting.state.pid: sighting for sighting in gone if sighting.state is not None}
-        self.watchdog._note_the_lost([by_pid.get(70 + rank, alive(rank)) for rank in (0, *PEERS)])
+        by_rank = {int(sighting.state.last_call): sighting for sighting in gone if sighting.state is not None}
+        self.watchdog._note_the_lost([by_rank.get(rank, alive(rank)) for rank in (0, *PEERS)])
 
     def told(self) -> list[int]:
         """Of whose exits the kernels have heard, in order."""
@@ -50,7 +51,7 @@ def test_the_first_exit_is_the_one_that_is_told(first: int, later: int) -> None:
     scene.see(exited(first), exited(later))
     error = scene.watchdog._exit_as_error()
     assert error.peer == first
-    assert f"the process of rank {first} has exited" in error.text
+    assert f"the process of rank {first} has exited" in unnamed(error.text)
     assert scene.told() == [first, later]
 
 
@@ -69,8 +70,9 @@ def test_an_exit_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
         for _ in range(3):
             scene.see(exited(2))
     assert scene.told() == [2]
-    assert [record.getMessage() for record in caplog.records] == [
-        "llm_comm: rank 2 (pid 72) has exited without closing its communicator. What waits for it ends with PeerTimeout"
+    assert [unnamed(record.getMessage()) for record in caplog.records] == [
+        "llm_comm: rank 2 has exited without closing its communicator (noticed by rank 0). What waits for it ends with "
+        "PeerTimeout"
     ]
 
 
@@ -113,4 +115,6 @@ def test_a_time_out_tells_how_long_kernels_wait() -> None:
     )
     error = scene.watchdog._own_error()
     assert error is not None
-    assert error.text.startswith("rank 0: nothing came from rank 2 for 48 s in a one-shot all-reduce of 16 bytes")
+    assert unnamed(error.text).startswith(
+        "rank 0: nothing came from rank 2 for 48 s in a one-shot all-reduce of 16 bytes"
+    )

@@ -7,9 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from harness import unnamed
 
 from llm_comm.runtime.failures import call_in_words, describe_ranks, explain, root_cause
+from llm_comm.runtime.rank_names import RankName, RankNames
 from llm_comm.runtime.status import LIFE_S, RankError, RankState, Sighting
+
+#: Ranks 4, 5 and 6 of all are a group.
+NAMES = RankNames("tp:1", tuple(RankName(i, 4 + i, f"pid {70 + i} on a") for i in range(3)), 3)
 
 
 def error_of(kind: str, rank: int, peer: int) -> RankError:
@@ -17,7 +22,7 @@ def error_of(kind: str, rank: int, peer: int) -> RankError:
 
 
 def state_of(error: RankError | None = None, **facts: Any) -> RankState:
-    return RankState(**{"pid": 70, "last_call": "one-shot all-reduce of 8 bf16 (call 3)", "error": error, **facts})
+    return RankState(**{"last_call": "one-shot all-reduce of 8 bf16 (call 3)", "error": error, **facts})
 
 
 def seen(error: RankError | None) -> Sighting:
@@ -34,7 +39,7 @@ def test_whose_error_is_told(own: str | None, other: str | None, third: str | No
     time-outs, this rank's own."""
     kinds = (own, other, third)
     errors = [None if kind is None else error_of(kind, rank, 3) for rank, kind in enumerate(kinds)]
-    told = root_cause(0, errors[0], [seen(error) for error in errors])
+    told = root_cause("group tp:1, rank 0", errors[0], [seen(error) for error in errors])
     causes = [error for error in errors if error is not None and error.kind != TIMEOUT]
     expected = next(iter(causes), next((error for error in errors if error is not None), None))
     if expected is None:
@@ -42,13 +47,13 @@ def test_whose_error_is_told(own: str | None, other: str | None, third: str | No
         return
     assert told is not None
     assert (told.kind, told.rank, told.peer) == (expected.kind, expected.rank, expected.peer)
-    learnt = "" if expected is errors[0] else "rank 0 has learnt that "
+    learnt = "" if expected is errors[0] else "group tp:1, rank 0 was notified: "
     assert told.text == f"{learnt}{expected.text}"
 
 
 def test_a_rank_without_a_page_hides_nobody() -> None:
     error = error_of(LAUNCH, 2, 2)
-    told = root_cause(0, error_of(TIMEOUT, 0, 2), [seen(None), Sighting(None, 0.0), seen(error)])
+    told = root_cause("group tp:1, rank 0", error_of(TIMEOUT, 0, 2), [seen(None), Sighting(None, 0.0), seen(error)])
     assert told is not None
     assert told.kind == LAUNCH
 
@@ -74,20 +79,26 @@ LAST_SEEN = "last call seen: one-shot all-reduce of 8 bf16 (call 3)"
 )
 def test_what_is_said_of_a_rank(age_s: float, facts: dict[str, Any], words: str, has_exited: bool | None) -> None:
     """The same where it cannot be told whether its process lives: without pidfds, silence is all there is to see."""
-    said = describe_ranks([Sighting(None, 0.0), Sighting(state_of(**facts), age_s, has_exited)]).splitlines()
-    assert said == ["", "State of the ranks:", "  rank 0: nothing is known of it", f"  rank 1 (pid 70): {words}"]
+    said = describe_ranks([Sighting(None, 0.0), Sighting(state_of(**facts), age_s, has_exited)], NAMES).splitlines()
+    assert said == [
+        "",
+        "State of the ranks of group tp:1:",
+        "  rank 0 (global rank 4, pid 70 on a): nothing is known of it",
+        f"  rank 1 (global rank 5, pid 71 on a): {words}",
+    ]
 
 
 @pytest.mark.parametrize("age_s", [0.0, 25.6])
 def test_what_is_said_of_a_rank_that_has_exited(age_s: float) -> None:
     words = f"its process has exited, no sign of life for {age_s:.1f} s; {LAST_SEEN}"
-    assert describe_ranks([Sighting(state_of(), age_s, True)]).endswith(f"  rank 0 (pid 70): {words}")
+    assert unnamed(describe_ranks([Sighting(state_of(), age_s, True)], NAMES)).endswith(f"  rank 0: {words}")
     closed = f"has closed its communicator; {LAST}"
-    assert describe_ranks([Sighting(state_of(is_closed=True), age_s, True)]).endswith(f"  rank 0 (pid 70): {closed}")
+    said = describe_ranks([Sighting(state_of(is_closed=True), age_s, True)], NAMES)
+    assert unnamed(said).endswith(f"  rank 0: {closed}")
 
 
 def test_nothing_is_said_where_nothing_is_known() -> None:
-    assert describe_ranks([]) == ""
+    assert describe_ranks([], NAMES) == ""
 
 
 def operation_error(cause: str, **fields: Any) -> Any:
@@ -138,11 +149,12 @@ def call(count: int, number: int, row: int = 0) -> Any:
     ids=["timeout", "phase 1", "comparison", "exit", "concurrent", "mismatch"],
 )
 def test_a_rank_s_own_error(error: Any, kind: str, brief: str, words: str) -> None:
-    told = explain(error, 24.0)
+    told = explain(error, 24.0, NAMES)
     assert (told.kind, told.rank, told.peer) == (kind, 1, 2)
     assert told.brief.startswith(brief)
-    assert told.text.startswith("rank 1: ")
-    assert words in told.text
+    assert told.text.startswith("group tp:1, rank 1 (global rank 5, pid 71 on a): ")
+    assert ("rank 2 (global rank 6, pid 72 on a)" in told.text) == (told.kind == TIMEOUT)
+    assert words in unnamed(told.text)
     assert told.text.endswith("This communicator cannot be used any more.")
 
 
@@ -180,4 +192,4 @@ def call_on_parts(data_type: str, *sizes: int, rows: int = 1) -> Any:
     ids=["sizes", "rows", "operation"],
 )
 def test_sizes_of_parts_are_told_as_a_caller_gives_them(calls: list[Any], words: str) -> None:
-    assert words in explain(operation_error("mismatch", calls=calls), 1.0).text
+    assert words in unnamed(explain(operation_error("mismatch", calls=calls), 1.0, NAMES).text)

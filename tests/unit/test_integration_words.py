@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+from harness import names_of_world, unnamed
 from tables import plain_row
 
 from llm_comm.config import Config
@@ -93,4 +94,4 @@ def test_bytes_in_words(count: int, words: str) -> None:
 )
 def test_who_said_what(said: dict[int, str], words: str) -> None:
     """What all say is said once; what some say is theirs."""
-    assert joining._together(said, 3) == words
+    assert unnamed(joining._together(said, names_of_world(3))) == words

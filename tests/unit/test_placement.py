@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
+from harness import names_of_world, unnamed
 
 from llm_comm.errors import RendezvousError
 from llm_comm.nodes.placement import Placement, place
@@ -19,16 +21,20 @@ def said(*machines: str, names: dict[int, str] | None = None) -> list[dict[str, 
     ]
 
 
+def place_of(everyone: list[dict[str, Any]], rank: int) -> Placement | None:
+    return place(everyone, rank, names_of_world(len(everyone)))
+
+
 def placed(everyone: list[dict[str, Any]], rank: int) -> Placement:
-    found = place(everyone, rank)
+    found = place_of(everyone, rank)
     assert found is not None
     return found
 
 
 def test_one_machine_is_no_group_of_nodes() -> None:
-    assert place(said("a"), 0) is None
-    assert place(said(*"aaaaaaaa"), 3) is None
-    assert place(said("a", "a", names={0: "x", 1: "x"}), 0) is None
+    assert place_of(said("a"), 0) is None
+    assert place_of(said(*"aaaaaaaa"), 3) is None
+    assert place_of(said("a", "a", names={0: "x", 1: "x"}), 0) is None
 
 
 @pytest.mark.parametrize(
@@ -58,18 +64,18 @@ def test_names_divide_a_machine() -> None:
     found = placed(said(*"aaaa", names=dict(enumerate(("x", "y", "x", "y")))), 2)
     assert found.nodes == ((0, 2), (1, 3))
     assert found.hosts == ("x", "y")
-    assert found.describe(3) == "rank 3 (node 1, y)"
+    assert found.names.full(3) == "rank 3 (global rank 3, node 1 named y)"
 
 
 @pytest.mark.parametrize(
     ("everyone", "words"),
     [
         (said(*"aab"), r"the ranks are on 2 nodes, and not as many on each: rank 0: host-a \(boot id a\), rank 1: "),
-        (said(*"a" * 9), "^the group has 9 ranks; llm_comm serves up to 8"),
+        (said(*"a" * 9), "^group WORLD has 9 ranks; llm_comm serves up to 8"),
         (said(*"a" * 9, *"b" * 9), r"^host-a \(boot id a\) has 9 ranks; llm_comm serves up to 8"),
         (
             said("a", "a", names={1: "x"}),
-            r"on some ranks \(rank 1: 'x'\), but not on ranks 0: set LLM_COMM_NODE on all",
+            r"on some ranks \(rank 1: 'x'\), but not on rank 0: set LLM_COMM_NODE on all",
         ),
         (
             said(*"abab", names=dict(enumerate("xyyx"))),
@@ -80,5 +86,6 @@ def test_names_divide_a_machine() -> None:
 )
 def test_what_is_declined_says_why(everyone: list[dict[str, Any]], words: str) -> None:
     for rank in range(len(everyone)):
-        with pytest.raises(RendezvousError, match=words):
-            place(everyone, rank)
+        with pytest.raises(RendezvousError) as caught:
+            place_of(everyone, rank)
+        assert re.search(words, unnamed(str(caught.value)))

@@ -21,6 +21,8 @@ class Group:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.waits: list[timedelta] = []
+        patch.setattr(dist, "get_process_group_ranks", lambda _group: [3])
+        self.group_name = "7"
         for name, answer in (("rank", 0), ("world_size", 1), ("backend", "gloo"), ("backend_config", "cpu:gloo")):
             patch.setattr(dist, f"get_{name}", lambda _group, answer=answer: answer)
         patch.setattr(dist, "all_gather", self._all_gather)
@@ -56,5 +58,8 @@ def test_an_error_without_words_is_voted_on(group: Group) -> None:
     def fail() -> None:
         raise MuteError
 
-    with pytest.raises(RendezvousError, match="a step failed on 1 of 1 ranks: rank 0: MuteError: it has no text"):
+    with pytest.raises(
+        RendezvousError,
+        match=r"^a step failed on 1 of 1 ranks of group 7: rank 0 \(global rank 3\): MuteError: it has no text",
+    ):
         group.rendezvous().attempt("a step", fail)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from harness import names_of_world, unnamed
 
 from llm_comm.errors import ConfigError, LlmCommError, RendezvousError, UnsupportedInputError
 from llm_comm.runtime.messages import Failure
@@ -43,8 +44,8 @@ VOTE = Failure("", "not here")
     ],
 )
 def test_the_error_of_all(failures: dict[int, Failure], kind: type[LlmCommError], text: str) -> None:
-    error = _error_of_all("step", failures, 2)
-    assert (type(error), str(error)) == (kind, text)
+    error = _error_of_all("step", failures, names_of_world(2))
+    assert (type(error), unnamed(str(error))) == (kind, text)
 
 
 def nested(depth: int) -> list[Any]:
@@ -64,6 +65,6 @@ def test_a_value_that_fits_no_message(value: object, why: str, monkeypatch: pyte
     monkeypatch.setattr(Rendezvous, "__init__", lambda *_: None)
     monkeypatch.setattr(Rendezvous, "_gather", lambda _, data: [data])
     rendezvous: Any = Rendezvous(None, 1.0)  # type: ignore[arg-type]
-    rendezvous.world_size = 1
-    with pytest.raises(RendezvousError, match=f"step failed on 1 of 1 ranks: rank 0: {why}: "):
+    rendezvous.world_size, rendezvous.names = 1, names_of_world(1)
+    with pytest.raises(RendezvousError, match=f"step failed on 1 of 1 ranks of group WORLD: rank 0 .*: {why}: "):
         rendezvous.gather("step", value)

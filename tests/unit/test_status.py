@@ -11,12 +11,13 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
+from harness import names_of_world
 
 from llm_comm.runtime import watchdog as watchdogs
 from llm_comm.runtime.status import RankError, RankState, Sighting, StatusBoard, fit
 from llm_comm.runtime.watchdog import Watchdog
 
-STATE = RankState(pid=17, last_call="one-shot all-reduce of 8 bf16 (call 3)")
+STATE = RankState(last_call="one-shot all-reduce of 8 bf16 (call 3)")
 
 
 @pytest.fixture
@@ -50,9 +51,9 @@ def test_ranks_are_seen_in_their_order() -> None:
     """Whatever the order in which their pages have come; the own one comes last."""
     pages = {rank: mmap.mmap(-1, 4096) for rank in (2, 1, 0)}
     for rank in pages:
-        StatusBoard(rank, pages).publish(replace(STATE, pid=rank))
+        StatusBoard(rank, pages).publish(replace(STATE, remark=str(rank)))
     board = StatusBoard(0, pages)
-    assert [sighting.state and sighting.state.pid for sighting in board.look()] == [0, 1, 2]
+    assert [sighting.state and sighting.state.remark for sighting in board.look()] == ["0", "1", "2"]
     board.close()
     assert all(page.closed for page in pages.values())
 
@@ -103,7 +104,7 @@ def abandon(how: str, kind_of_board: type[StatusBoard] = StatusBoard) -> mock.Mo
     pages = {rank: mmap.mmap(-1, 4096) for rank in (0, 1)}
     StatusBoard(1, pages).publish(replace(STATE, is_closed=how == "closed"))
     core = mock.Mock(**{"error.return_value": None, "last_call.return_value.number": 0})
-    watchdog = Watchdog(core, 0, 60.0, kind_of_board(0, pages, {1: os.pidfd_open(peer.pid)}))
+    watchdog = Watchdog(core, 0, 60.0, kind_of_board(0, pages, {1: os.pidfd_open(peer.pid)}), names_of_world(2))
     watchdog.start()
     if how in ("closed", "exited"):
         peer.kill()

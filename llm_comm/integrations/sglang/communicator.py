@@ -104,10 +104,12 @@ def _sum(group: Any, member: members.Member) -> None:
     usable = theirs is not None and not theirs.disabled
     # SGLang's constructor fails and disables itself on each rank alone. Ranks that took different ways for what
     # llm_comm declines would wait for each other.
-    everywhere = Rendezvous(group.cpu_group, joining.ENGINE_TIMEOUT_S).gather("SGLang's own all-reduce", usable)
+    rendezvous = Rendezvous(group.cpu_group, joining.ENGINE_TIMEOUT_S)
+    everywhere = rendezvous.gather("SGLang's own all-reduce", usable)
     if usable and not all(everywhere):
-        absent = [rank for rank, there in enumerate(everywhere) if not there]
-        logger.warning("SGLang's own custom all-reduce is not used: it is disabled on ranks %s of the group.", absent)
+        absent = rendezvous.names.several(rank for rank, there in enumerate(everywhere) if not there)
+        text = "SGLang's own custom all-reduce is not used in group %s: it is disabled on %s."
+        logger.warning(text, group.unique_name, absent)
     group.ca_comm = LlmCommAllReduce(member, theirs, uses_theirs=all(everywhere))
 
 
@@ -152,10 +154,10 @@ def load_config() -> Config:
     """The options: defaults < LLM_COMM_CONFIG < LLM_COMM_*.
 
     Raises:
-        ConfigError: An unknown option, a value that is not allowed, or a file that cannot be read.
+        ConfigError: A value that is not allowed, or a file that cannot be read.
         SwitchedOffError: SGLang is in deterministic mode, and llm_comm was not asked to be.
     """
-    config = Config.load()
+    config = engine_config.load(logger)
     if "timeout_s" not in config.origins:
         theirs = parallel_state._MODEL_PARALLEL_GROUP_TIMEOUT
         config = config.replace(timeout_s=joining.ENGINE_TIMEOUT_S if theirs is None else theirs.total_seconds())

@@ -53,23 +53,19 @@ def load_config() -> Config:
     """The options: defaults < LLM_COMM_CONFIG < LLM_COMM_* < ``additional_config["llm_comm"]`` of vLLM.
 
     Raises:
-        ConfigError: An unknown option, a value that is not allowed, or a file that cannot be read.
+        ConfigError: A value that is not allowed, or a file that cannot be read.
     """
     vllm_config = get_current_vllm_config_or_none()
-    config = Config.load()
+    config = engine_config.load(logger)
     section = {} if vllm_config is None else _section(vllm_config)
     if not isinstance(section, dict):
         raise ConfigError(
             f"additional_config[{SECTION!r}] is {quoted(section)}; expected options by name: {', '.join(OPTIONS)}"
         )
-    unknown = sorted(str(name) for name in section if name not in OPTIONS)
-    if unknown:
-        raise ConfigError(
-            f"unknown option {quoted(unknown[0])} in additional_config[{SECTION!r}]; valid: {', '.join(OPTIONS)}"
-        )
+    section = engine_config.known(section, f"additional_config[{SECTION!r}]", logger)
     if section:
         try:
-            config = Config.load(**section)
+            config = engine_config.load(logger, **section)
         except ConfigError as error:
             raise ConfigError(f"additional_config[{SECTION!r}]: {error}") from error
     if "timeout_s" not in config.origins:

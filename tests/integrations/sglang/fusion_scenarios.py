@@ -529,7 +529,9 @@ def one_rank_that_cannot_be_hooked_takes_the_others_along() -> None:
     unfused = make_model() if LLAMA_REDUCES else None
     with sglang_groups() as log, server():
         assert not gate_says(4)
-        assert len(log.having("not fused with RMSNorm: rank 1: unknown version of SGLang")) == (dist_rank() == 0)
+        assert len(log.having("not fused with RMSNorm: rank 1 (global rank 1): unknown version of SGLang")) == (
+            dist_rank() == 0
+        )
         if LLAMA_REDUCES:
             calls = fused_calls()
             close(run_model(make_model()), run_model(unfused))

@@ -295,7 +295,7 @@ def a_switch_that_only_one_rank_has_switches_all_off() -> None:
         assert torch.equal(coordinator.all_gather(data((1, 4)), 0), torch.cat([data((1, 4), r) for r in (0, 1)]))
         assert nccl.calls == ["all_gather"]
         (warning,) = log.having("is not active for group tp:0")
-        assert "the ranks have different options" in warning, warning
+        assert "the ranks of group tp:0 have different options: reduce_scatter is False on rank 1 (" in warning, warning
 
 
 @scenario()
@@ -303,7 +303,9 @@ def a_wrong_switch_of_one_rank_stops_sglang_on_every_rank() -> None:
     if dist_rank() == 1:
         os.environ["LLM_COMM_ALL_GATHER"] = "sometimes"
     error = start_error()
-    assert "rank 1: LLM_COMM_ALL_GATHER='sometimes' is not allowed; valid: true or false" in error, error
+    assert "rank 1 (global rank 1): LLM_COMM_ALL_GATHER='sometimes' is not allowed; valid: true or false" in error, (
+        error
+    )
 
 
 @scenario()

@@ -522,7 +522,7 @@ def one_rank_that_is_switched_off_takes_the_others_along() -> None:
     use_config_file("enable: false" if dist_rank() == 1 else "", f"options{dist_rank()}.yaml")
     with sglang_groups() as log:
         assert group("tp").ca_comm is None
-        assert len(log.having("is not active: rank 1: enable is false")) == (dist_rank() == 0)
+        assert len(log.having("is not active: rank 1 (global rank 1): enable is false")) == (dist_rank() == 0)
 
 
 @scenario()
@@ -553,7 +553,9 @@ def a_wrong_variable_of_one_rank_stops_sglang_on_every_rank() -> None:
     if dist_rank() == 1:
         os.environ["LLM_COMM_TIMEOUT_S"] = "soon"
     error = start_error()
-    assert "rank 1: LLM_COMM_TIMEOUT_S='soon' is not allowed; valid: a number of seconds" in error, error
+    assert "rank 1 (global rank 1): LLM_COMM_TIMEOUT_S='soon' is not allowed; valid: a number of seconds" in error, (
+        error
+    )
 
 
 @scenario()
@@ -589,7 +591,8 @@ def a_set_up_that_fails_on_one_rank_leaves_sglang_working() -> None:
     assert torch.equal(group("tp").all_reduce(data((4, 4))), expected_sum((4, 4)))
     assert group("tp").ca_comm.shapes == [(4, 4)]
     (warning,) = log.having("is not active for group tp:0", logging.WARNING)
-    assert "rank 1: RuntimeError: out of emulated memory" in warning, warning
+    assert "of group tp:0: rank 1 (global rank 1, pid " in warning, warning
+    assert "): RuntimeError: out of emulated memory" in warning, warning
     context.__exit__(None, None, None)
 
 
@@ -656,7 +659,8 @@ def a_peer_that_stays_away_ends_the_process_with_its_name() -> None:
             group("tp").all_reduce(data((4, 4)))
         time.sleep(60)  # the engine takes no notice
     said = wait_for_text(last_words, "Ending this process")
-    assert "llm_comm: rank 0: nothing came from rank 1" in said, said
+    assert "llm_comm: group tp:0, rank 0 (global rank 0, pid " in said, said
+    assert "): nothing came from rank 1 (global rank 1, pid " in said, said
 
 
 @scenario(exit_codes=(DIED_OF_THE_WATCHDOG, -signal.SIGKILL))
