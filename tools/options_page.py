@@ -18,7 +18,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 _HEAD = """\
 # Options
 
-`tools/options_page.py` writes this page from `llm_comm/options.py`; `tests/unit/test_config.py` compares them.
+`tools/options_page.py` writes this page from `llm_comm/options.py`; `tests/unit/test_option_table.py` compares them.
 
 An option can be set in four places. Later places override earlier ones:
 

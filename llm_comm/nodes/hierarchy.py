@@ -149,9 +149,8 @@ class Hierarchy:
             f"{placement.names.in_group(placement.rank)}: the nodes disagree about a call: {differences}. All ranks "
             "must make the same calls in the same order. This communicator cannot be used any more."
         )
-        brief = f"disagrees with {placement.others}"
-        first = next(rank for rank in placement.partners if rank != placement.rank)
-        self._handle.end_with(RankError(MismatchError.__name__, fit(text), brief, placement.rank, first))
+        brief = f"disagrees with {placement.names.several(placement.others)}"
+        self._handle.end_with(RankError(MismatchError.__name__, fit(text), brief, placement.rank, placement.others[0]))
 
     def _fail(self, operation: str, error: RuntimeError) -> None:
         """Ends the communicator because the transport has failed, unless another rank knows better."""

@@ -19,9 +19,9 @@ def lost_partners(placement: Placement, transport: str, where: str, why: str) ->
     names, rank, others = placement.names, placement.rank, placement.others
     failed = f"failed {where}" if where else "failed"
     text = (
-        f"{names.in_group(rank)}: exchange with {others} by {transport} {failed}: {why}. A node, or a rank of it, has "
-        "died, hangs, makes other calls than this rank, or cannot be reached. This communicator cannot be used any "
-        "more."
+        f"{names.in_group(rank)}: exchange with {names.each(others)} by {transport} {failed}: {why}. A node, or a "
+        "rank of it, has died, hangs, makes other calls than this rank, or cannot be reached. This communicator cannot "
+        "be used any more."
     )
-    first = next(partner for partner in placement.partners if partner != rank)
-    return RankError(PeerTimeout.__name__, fit(text), f"lost {others} between the nodes", rank, first)
+    brief = f"lost {names.several(others)} between the nodes"
+    return RankError(PeerTimeout.__name__, fit(text), brief, rank, others[0])

@@ -54,9 +54,9 @@ class Placement:
         return [ranks[place] for place in range(len(self.nodes[0])) for ranks in self.nodes]
 
     @property
-    def others(self) -> str:
-        """The partners but this rank, in words."""
-        return self.names.several(rank for rank in self.partners if rank != self.rank)
+    def others(self) -> tuple[int, ...]:
+        """The partners but this rank."""
+        return tuple(rank for rank in self.partners if rank != self.rank)
 
 
 def find(rendezvous: Rendezvous, config: Config) -> Placement | None:

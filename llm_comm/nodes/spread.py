@@ -187,7 +187,7 @@ def _connect_partners(
     common = (of_partners, placement.node, len(placement.nodes), timeout_s)
     if kind == "nccl":
         return StreamTransport(*common)
-    words = f"waits for {placement.others} between the nodes"
+    words = f"waits for {placement.names.several(placement.others)} between the nodes"
 
     def tell(waits: bool) -> None:
         handle.remark(words if waits else "")

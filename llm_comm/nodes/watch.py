@@ -141,7 +141,7 @@ class NodeWatch(threading.Thread):
         ranks = placement.nodes[node]
         text = (
             f"{names.in_group(placement.rank)}: no sign of life from node {node}, {placement.hosts[node]}, with "
-            f"{names.several(ranks)}, for {silent_s:.1f} s: it is gone, hangs, or cannot be reached. "
+            f"{names.each(ranks)}, for {silent_s:.1f} s: it is gone, hangs, or cannot be reached. "
             "LLM_COMM_TIMEOUT_S sets the limit. This communicator cannot be used any more."
         )
         brief = f"heard nothing of node {node} any more"

@@ -259,7 +259,7 @@ class Exchange:
         return bool(numbers)
 
     def _what_is_missing(self) -> str:
-        awaited, unsent = (self._names.several(sorted(ranks)) for ranks in (self._awaited, self._unsent))
+        awaited, unsent = (self._names.each(sorted(ranks)) for ranks in (self._awaited, self._unsent))
         what = [f"no file descriptor came from {awaited}"] if self._awaited else []
         what += [f"{unsent} did not take that of this rank"] if self._unsent else []
         text = f"{' and '.join(what)} within {self._limit_s:g} s"

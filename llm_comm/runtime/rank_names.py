@@ -112,8 +112,12 @@ class RankNames:
         """ "group tp:0, rank 1 (global rank 3, pid 4712 on worker-7)", the begin of a text."""
         return f"{self.of_group}, {self.full(index)}"
 
+    def each(self, indices: Iterable[int]) -> str:
+        """Some ranks, each in full: for ranks that somebody has to look for."""
+        return ", ".join(self.full(index) for index in indices)
+
     def several(self, indices: Iterable[int]) -> str:
-        """One rank in full, or "ranks 0, 2 (global ranks 4, 6)"."""
+        """One rank in full, or "ranks 0, 2 (global ranks 4, 6)": for ranks that have something in common."""
         members = [self.members[index] for index in indices]
         if len(members) == 1:
             return str(members[0])

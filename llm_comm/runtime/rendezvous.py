@@ -131,10 +131,10 @@ class Rendezvous:
             work = dist.all_gather(everyone, mine, group=self.group, async_op=True)
             work.wait(timedelta(seconds=max(self._timeout_s, _SHORTEST_WAIT_S)))
         except RuntimeError as error:
-            members = ", ".join(map(str, self.names.members))
+            members = self.names.each(range(self.names.size))
             raise MissingRankError(
                 f"{self.names.in_group(self.rank)}: not all {self.names.size} ranks came to the rendezvous of llm_comm "
-                f"within {self._timeout_s:g} s (LLM_COMM_TIMEOUT_S). Its members are {members}: {error}"
+                f"within {self._timeout_s:g} s (LLM_COMM_TIMEOUT_S). The group has {members}. {error}"
             ) from error
         return [bytes(found.cpu().tolist()) for found in everyone]
 

@@ -115,7 +115,7 @@ def check_reachable(rendezvous: Rendezvous, core: _core.Core) -> None:
     def look() -> None:
         unseen = core.peers_unseen()
         if unseen:
-            whose = rendezvous.names.several(unseen)
+            whose = rendezvous.names.each(unseen)
             raise RuntimeError(f"stores of {whose} did not arrive: the devices cannot write to each other")
 
     rendezvous.attempt("peer-to-peer test", look)

@@ -114,7 +114,7 @@ def test_a_node_that_stops_is_told_without_a_call(mortal_ranks: RankPool) -> Non
     for each in told[:2]:
         assert each is not None
         assert (each.kind, each.peer) == ("PeerTimeout", 2)
-        assert "no sign of life from node 1, n1, with ranks 2, 3, for " in each.text
+        assert "no sign of life from node 1, n1, with rank 2, rank 3, for " in each.text
 
 
 def make_other_calls(call: str) -> tuple[str, str]:

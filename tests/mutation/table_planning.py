@@ -236,14 +236,14 @@ PLANNING: tuple[Mutant, ...] = (
         SOURCES,
         "for option, value in content.items() if option in OPTIONS",
         "for option, value in content.items()",
-        OF_CONFIG,
+        "tests/unit/test_option_table.py",
     ),
     python(
         "an unknown variable stops an engine",
         "llm_comm/integrations/engine_config.py",
         "load_with_unknown(lambda what, _: _warn(what, log), **options)",
         "Config(**options)",
-        OF_CONFIG,
+        "tests/unit/test_option_table.py",
     ),
     python(
         "a variable of a machine that forbids multicast is passed over",

@@ -6,17 +6,14 @@ import ast
 import copy
 import dataclasses
 import inspect
-import logging
 import pickle
 import re
-import runpy
 from pathlib import Path
 
 import pytest
 
 from llm_comm import Config, ConfigError
 from llm_comm.config import MULTICAST_OFF_VARIABLES
-from llm_comm.integrations import engine_config
 from llm_comm.options import OPTIONS
 from llm_comm.sizes import parse_size
 
@@ -366,37 +363,6 @@ def test_unknown_variable(name: str, meant: str) -> None:
         Config.load({"LLM_COMM_LOG": "info", name: "1"})
     assert f"unknown variable {name} (did you mean {meant}?): unset it; valid: LLM_COMM_ENABLE, " in str(error.value)
     assert all(variable(option) in str(error.value) for option in (*OPTIONS, "config"))
-
-
-def test_engines_warn_of_unknown_names(
-    file: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As after a way back to an older version. What is known holds; a value that is not allowed is an error."""
-    environ = {**file_environment(file, "timeuot_s: 5\nlog: info"), "LLM_COMM_ALGORITM": "ring", "LLM_COMM_PDL": "0"}
-    for name, text in environ.items():
-        monkeypatch.setenv(name, text)
-    monkeypatch.setattr(engine_config, "_warned", set())
-    for _ in range(2):  # each group of a process loads the options, and one line is enough
-        config = engine_config.load(logging.getLogger("llm_comm"), algorithm="one_shot")
-    assert config == Config.load({}, log="info", pdl=False, algorithm="one_shot")
-    assert set(config.origins) == {"log", "pdl", "algorithm"}
-    section = engine_config.known({"fuze": True, "fuse": False}, "additional_config", logging.getLogger("llm_comm"))
-    assert section == {"fuse": False}
-    said = [message.partition(" is ignored: llm_comm ")[0] for message in caplog.messages]
-    assert said == [
-        "llm_comm: unknown variable LLM_COMM_ALGORITM (did you mean LLM_COMM_ALGORITHM?)",
-        f"llm_comm: unknown option 'timeuot_s' ({file}:1) (did you mean timeout_s?)",
-        "llm_comm: unknown option 'fuze' (additional_config) (did you mean fuse?)",
-    ]
-    monkeypatch.setenv("LLM_COMM_ALGORITHM", "of_a_newer_version")
-    with pytest.raises(ConfigError, match="LLM_COMM_ALGORITHM='of_a_newer_version' is not allowed"):
-        engine_config.load(logging.getLogger("llm_comm"))
-
-
-def test_the_page_of_options_is_that_of_the_table() -> None:
-    page = runpy.run_path(str(REPOSITORY / "tools" / "options_page.py"))["page"]
-    assert (REPOSITORY / "docs" / "options.md").read_text(encoding="utf-8") == page(), "run tools/options_page.py"
-    assert all(f"\n        {name}: {option.meaning[:30]}" in (Config.__doc__ or "") for name, option in OPTIONS.items())
 
 
 def test_unknown_variable_that_resembles_none() -> None:
