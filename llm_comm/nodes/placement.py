@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from llm_comm import _core
 from llm_comm.config import Config
 from llm_comm.errors import RendezvousError
-from llm_comm.runtime.rank_names import RankNames, process_here
+from llm_comm.runtime.rank_names import RankNames
 from llm_comm.runtime.rendezvous import Rendezvous, host_identity
 
 
@@ -66,12 +67,9 @@ def find(rendezvous: Rendezvous, config: Config) -> Placement | None:
         RendezvousError: Nodes have different numbers of ranks, or one has too many; ``Config.node`` is given on some
             ranks alone, or the same on different machines. Raised on all ranks alike.
     """
-
-    def introduction() -> dict[str, Any]:
-        here = host_identity()
-        return {**here, **process_here(here["host"]), "node": config.node}
-
-    said = rendezvous.collect("comparison of nodes", introduction)
+    said = rendezvous.collect(
+        "comparison of nodes", lambda: {**host_identity(), "pid": os.getpid(), "node": config.node}
+    )
     rendezvous.names = rendezvous.names.with_processes(said)
     placement = place(said, rendezvous.rank, rendezvous.names)
     if placement is not None:

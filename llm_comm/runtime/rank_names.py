@@ -6,7 +6,6 @@ its number in the group and by its global rank, and by process and host once the
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +13,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from llm_comm.quoting import shortened
-
-_MAX_HOST = 64
 #: What torch says of a group to which nobody has given a description.
 _UNDEFINED = "undefined"
 #: Names that engines have for their groups.
@@ -26,11 +22,6 @@ _given: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDicti
 def name_group(group: dist.ProcessGroup, name: str) -> None:
     """Have errors and log lines call ``group`` by an engine's name, such as ``tp:0``."""
     _given[group] = name
-
-
-def process_here(host: str) -> dict[str, Any]:
-    """What a rank says of its process to the others, for ``RankNames.with_processes``."""
-    return {"pid": os.getpid(), "host": shortened(host, _MAX_HOST)}
 
 
 @dataclass(frozen=True)
@@ -77,7 +68,7 @@ class RankNames:
         return cls(_name_of(group), members, len(members))
 
     def with_processes(self, said: Sequence[Mapping[str, Any]]) -> RankNames:
-        """The same with what each rank has said by ``process_here``."""
+        """The same with what each rank has said of its process: ``pid`` and ``host``."""
         words = (f"pid {each['pid']} on {each['host']}" if "pid" in each else "" for each in said)
         members = (replace(member, where=where) for member, where in zip(self.members, words, strict=True))
         return replace(self, members=tuple(members))
