@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
 import signal
 import sys
 import tempfile
@@ -118,7 +119,8 @@ def lose(part: Part, arguments: argparse.Namespace) -> Result:
     if statuses[victim] != expected_status:
         problems.append(f"rank {victim} ended with status {statuses[victim]}, not {expected_status}")
     slowest = 0.0
-    blame = f"the process of rank {victim} has exited" if loss.is_killed else f"nothing came from rank {victim} "
+    named = rf"rank {victim} \(global rank {victim}, pid \d+ on [^)]*\)"
+    blame = f"the process of {named} has exited" if loss.is_killed else f"nothing came from {named} "
     for rank in others if loss.is_killed else range(world):
         for how in ("told", "raised") if rank != victim else ("told",):
             outcome = part.content(f"{how}.{rank}")
@@ -128,9 +130,9 @@ def lose(part: Part, arguments: argparse.Namespace) -> Result:
             slowest = max(slowest, outcome["at"] - begin)
             if outcome["at"] - begin > limit_s:
                 problems.append(f"rank {rank} was {how} after {outcome['at'] - begin:.2f} s")
-            if blame not in outcome["text"]:
+            if not re.search(blame, outcome["text"]):
                 problems.append(f"rank {rank} does not name rank {victim}: {outcome['text']}")
-            if "State of the ranks:" not in outcome["text"]:
+            if "State of the ranks of group " not in outcome["text"]:
                 problems.append(f"rank {rank} does not say what the ranks were doing: {outcome['text']}")
     names = f"PeerTimeout names {victim}"
     return Result(name, names, f"{names if not problems else 'see below'}, {slowest:.2f} s", round(ended, 2), problems)

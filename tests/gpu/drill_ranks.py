@@ -221,7 +221,7 @@ class Drill:
                 with torch.cuda.stream(torch.cuda.Stream()):
                     graphs[1].replay()
 
-            text = self.expect(ConcurrentUseError, communicator, run, "rank 0: a one-shot all-reduce of 8192 bytes")
+            text = self.expect(ConcurrentUseError, communicator, run, "): a one-shot all-reduce of 8192 bytes")
             self.ranks.barrier()
         return text
 
@@ -264,7 +264,7 @@ class Drill:
                 with capture, torch.cuda.stream(other):
                     communicator.all_reduce(x, out)
 
-            text = self.expect(LaunchError, communicator, run, "rank 0: an operation could not be launched")
+            text = self.expect(LaunchError, communicator, run, "): an operation could not be launched")
             self.ranks.barrier()
         return text
 
@@ -286,7 +286,7 @@ class Drill:
                         while True:
                             fillers.append(torch.empty_like(x))
                 call = partial(communicator.all_reduce, x)
-                text = self.expect(LaunchError, communicator, call, "rank 0: an operation could not be launched")
+                text = self.expect(LaunchError, communicator, call, "): an operation could not be launched")
             finally:
                 torch.cuda.set_per_process_memory_fraction(1.0, device)
             self.ranks.barrier()
