@@ -7,7 +7,16 @@ not come for addresses, and crashes.
 from __future__ import annotations
 
 from edits import Edit
-from protection import DIRECT, HB_SESSION, NOBODY_IS_MISSING, NOT_SYMMETRIC, WRONG_RESULT, Protection
+from protection import (
+    DIRECT,
+    HB_SESSION,
+    NOBODY_IS_MISSING,
+    NOT_SYMMETRIC,
+    STEPS,
+    TRANSPORT,
+    WRONG_RESULT,
+    Protection,
+)
 
 SUBJECTS = ("all_gather/direct_push_hb", "all_reduce/two_shot_pull_hb")
 #: Its last step is told by copies as well.
@@ -41,6 +50,19 @@ OF_SYMMETRIC = (
         (Edit(DIRECT, "said = rank == comm_.rank ? own :", "said = rank == comm_.rank || WITHOUT ? own :"),),
         failure=_WRONG,
         subjects=WITH_COPIES,
+    ),
+    Protection(
+        "words_of_places",
+        "where outputs lie is told by words that are no signals",
+        (
+            Edit(
+                STEPS,
+                "comm.workspace[receiver] + kPlacesOffset)",
+                "comm.workspace[receiver] + (WITHOUT ? SumSlicesSignals::kOffset : kPlacesOffset))",
+            ),
+        ),
+        failure=f"{_WRONG}|{NOT_SYMMETRIC}|{TRANSPORT}",
+        subjects=("all_reduce/two_shot_port",),
     ),
     Protection(
         "block_before_step_signal",
