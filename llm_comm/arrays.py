@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,18 +49,36 @@ def as_tensor(array: Any) -> torch.Tensor:
 
 
 def as_output(array: Any) -> torch.Tensor:
-    """The same for an array that is to be written.
+    """A tensor over the memory of an array that is to be written.
 
     Raises:
-        UnsupportedInputError: It cannot be used, or not be written.
+        UnsupportedInputError: The array cannot be used, or not be written.
     """
+    if isinstance(array, torch.Tensor):
+        return array
     library = _library(array)
     flags, interface = getattr(array, "flags", None), getattr(array, "__cuda_array_interface__", None)
     # CuPy's flags do not have it: all of its arrays can be written.
     is_read_only = not getattr(flags, "writeable", True) or (interface is not None and interface["data"][1])
-    if is_read_only or library in _IMMUTABLE:
+    if is_read_only or library in _IMMUTABLE or _is_read_only_by_dlpack(array):
         raise UnsupportedInputError(f"out is a {type(array).__name__} that is read-only; leave out out, or copy it")
     return as_tensor(array)
+
+
+def call(operation: Callable[..., Any], x: Any, out: Any) -> Any:
+    """Call ``operation(x, out)`` with tensors over the memory of arrays.
+
+    Returns:
+        ``out``, or where it is None the result as an array like ``x``.
+
+    Raises:
+        UnsupportedInputError: As of ``as_tensor`` and ``as_output``.
+    """
+    if out is None:
+        return like(x, operation(as_tensor(x), None))
+    written = as_output(out)
+    operation(written if out is x else as_tensor(x), written)
+    return out
 
 
 def like(array: Any, tensor: torch.Tensor) -> Any:
@@ -98,6 +118,36 @@ def why_not_plain(tensor: torch.Tensor) -> str:
         return "the tensor is a DTensor: pass tensor.to_local()"
     return ""
 
+
+def _is_read_only_by_dlpack(array: Any) -> bool:
+    """Whether an array says by DLPack, from version 1.0 on, that nobody is to write its memory."""
+    try:
+        capsule = array.__dlpack__(max_version=(1, 0))
+    except (AttributeError, TypeError, BufferError):  # it has no DLPack, or an earlier version
+        return False
+    if not _is_capsule(capsule, _VERSIONED):
+        return False
+    return bool(_pointer_of(capsule, _VERSIONED)[0].flags & _READ_ONLY)
+
+
+class _ManagedTensor(ctypes.Structure):
+    """The beginning of DLManagedTensorVersioned: https://dmlc.github.io/dlpack/latest/c_api.html"""
+
+    _fields_ = (
+        ("version", ctypes.c_uint32 * 2),
+        ("manager", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+    )
+
+
+_VERSIONED, _READ_ONLY = b"dltensor_versioned", 1
+_is_capsule = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_IsValid", ctypes.pythonapi)
+)
+_pointer_of = ctypes.PYFUNCTYPE(ctypes.POINTER(_ManagedTensor), ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
 
 # Modules with from_dlpack, where it is not the library's own.
 _MODULES = {"jaxlib": "jax.dlpack"}

@@ -109,6 +109,7 @@ class Communicator(Sums, GatherScatter, LinearLayers):
         self._all_gather = self._operations.all_gather.run
         self._reduce_scatter = self._operations.reduce_scatter.run
         self._linear = self._operations.linear.run
+        self._linear_of_any_batch = self._operations.linear_of_any_batch.run
         self._linear_silu_and_mul = self._operations.linear_silu_and_mul.run
         self._linear_all_reduce = self._operations.linear_all_reduce.run
         self._linear_all_reduce_add_rms_norm = self._operations.linear_all_reduce_add_rms_norm.run

@@ -19,7 +19,7 @@ class MissingRankError(RendezvousError):
     """A rank did not come to a step of the set-up in time. Others may know more: what they raise can differ."""
 
 
-class UnsupportedInputError(LlmCommError):
+class UnsupportedInputError(LlmCommError, ValueError):
     """An input that ``Communicator.accepts`` declines was passed to an operation."""
 
 

@@ -14,6 +14,7 @@
 #include "host/counted_call.h"
 #include "host/multicast_switches.h"
 #include "host/planner.h"
+#include "host/writable_memory.h"
 #include "python/bound_call.h"
 #include "python/data_type_at.h"
 #include "python/delete_without_gil.h"
@@ -258,6 +259,7 @@ PYBIND11_MODULE(_core, module) {
   });
   module.def("bytes_of_semaphores", &bytes_of_semaphores, py::arg("world_size"), py::arg("semaphores"));
   module.def("bytes_of_channels", &bytes_of_channels);
+  module.def("is_writable", &is_writable, py::arg("address"), py::arg("bytes"));
   llm_comm::python::add_node_exchange(module);
 
   module.def("make_emulated_core",

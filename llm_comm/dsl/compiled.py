@@ -11,8 +11,11 @@ from llm_comm.dsl import ir, registry
 from llm_comm.dsl.checks import check as check_program
 from llm_comm.dsl.kernel import Kernel, Site
 from llm_comm.dsl.programs import ProgramText
+from llm_comm.errors import UnsupportedInputError
+from llm_comm.operations.operands import Operands, check_unwatched, why_not_buffer
 from llm_comm.operations.operation import keep
 from llm_comm.operations.ranges import within_range
+from llm_comm.operations.watched import check_memory, count_write
 from llm_comm.planning.plan import NONE
 from llm_comm.planning.programs import PROTOCOL
 from llm_comm.runtime.devices import current_stream_of
@@ -39,6 +42,8 @@ class Compiled:
         self._stream = current_stream_of(site.device)
         self._prepared: dict[int, Callable[..., bool]] = {}
         self.program = kernel.program
+        self._name = f"program {kernel.program.name!r}"
+        self._operands = Operands(self._name, reads=("x",), writes=("out",))
         self.source = kernel.source
         self.max_bytes = kernel.max_bytes
         self.workspace_bytes = kernel.workspace_bytes
@@ -58,28 +63,33 @@ class Compiled:
             of its first dimension.
 
         Raises:
-            ValueError: A tensor does not fit; nothing has been launched.
+            UnsupportedInputError: A tensor does not fit, or a mode, tracer or transform of torch would miss the call.
+                Nothing has been launched.
             CommunicatorError: The communicator has failed before. What goes wrong in this call, ``Communicator.check``
                 and later calls raise.
             RuntimeError: The communicator is closed.
         """
+        check_unwatched(self._name)
         self._site.handle.check()
         self._check_tensor("x", x)
         shape = self._output_shape(x)
         if out is None:
             if ir.Space.OUTPUT in self._kernel.symmetric:
-                raise ValueError(f"{self._name}: peers store to the output: pass out=, a tensor of Communicator.empty")
+                raise self._error("peers store to the output: pass out=, a tensor of Communicator.empty")
+            written: tuple[torch.Tensor, ...] = ()
             out = x.new_empty(shape)
         else:
+            written = (out,)
             self._check_tensor("out", out)
             if out.shape != shape:
-                raise ValueError(f"{self._name}: out has shape {tuple(out.shape)}; it must have {tuple(shape)}")
-            self._check_overlap(x, out)
+                raise self._error(f"out has shape {tuple(out.shape)}; it must have {tuple(shape)}")
+            is_in_place = out.data_ptr() == x.data_ptr() and out.nbytes == x.nbytes
+            if is_in_place and out.nbytes and not self._kernel.in_place:
+                raise self._error("out is x, but the program loads x after it has stored to out")
+            self._operands.check_written(x, out, in_place={("out", "x"): 0} if is_in_place else None)
         message = max(x.nbytes, out.nbytes)
         if message > self.max_bytes:
-            raise ValueError(
-                f"{self._name}: the message has {message} bytes; it was compiled for max_bytes={self.max_bytes}"
-            )
+            raise self._error(f"the message has {message} bytes; it was compiled for max_bytes={self.max_bytes}")
         for space in self._kernel.symmetric:
             self._check_place(space, x if space is ir.Space.INPUT else out)
         if message == 0:
@@ -89,7 +99,13 @@ class Compiled:
         if run is None:
             run = self._prepare(x.nbytes, out.nbytes)
             keep(self._prepared, x.nbytes, run)
-        if not run(x.data_ptr(), out.data_ptr(), self._stream()):
+        try:
+            is_enqueued = run(x.data_ptr(), out.data_ptr(), self._stream())
+        except RuntimeError as error:
+            self._site.handle.end_for(error)
+            raise
+        count_write(written)
+        if not is_enqueued:
             self._site.handle.check()
         return out
 
@@ -100,53 +116,37 @@ class Compiled:
         run = self._kernel.prepare(input_bytes, output_bytes, self._site.handle.tallies.counter(*kind))
         return within_range(run, self._site.device, *kind) if self._has_ranges else run
 
-    @property
-    def _name(self) -> str:
-        return f"program {self.program.name!r}"
+    def _error(self, why: str) -> UnsupportedInputError:
+        return UnsupportedInputError(f"{self._name}: {why}")
 
     # ---- Tensors -------------------------------------------------------------------------------------------------
 
     def _check_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{self._name}: {name} is a {type(tensor).__name__}; it must be a tensor")
+        why = why_not_buffer(tensor, self._site.device)
+        if why:
+            raise self._error(f"{name}: {why}")
+        check_memory(self._name, **{name: tensor})
         if tensor.dtype != self._kernel.element.dtype:
-            raise ValueError(
-                f"{self._name}: {name} is of {tensor.dtype}; it was compiled for dtype={self._kernel.element.dtype}"
-            )
-        if tensor.device != self._site.device:
-            raise ValueError(f"{self._name}: {name} is on {tensor.device}; the communicator is on {self._site.device}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{self._name}: {name} is not contiguous: pass {name}.contiguous()")
+            raise self._error(f"{name} is of {tensor.dtype}; it was compiled for dtype={self._kernel.element.dtype}")
 
     def _output_shape(self, x: torch.Tensor) -> torch.Size:
         operation, world = self.program.operation, self.program.world
         is_parted, becomes_parted = operation.has_parted_input, operation.has_parted_output
         if (is_parted or becomes_parted) and x.dim() == 0:
-            raise ValueError(f"{self._name}: x has no dimension; the first one holds the parts of the ranks")
+            raise self._error("x has no dimension; the first one holds the parts of the ranks")
         if is_parted and x.shape[0] % world:
-            raise ValueError(
-                f"{self._name}: the first dimension of x is {x.shape[0]}; it must be a multiple of {world}, a part for "
-                "each rank"
+            raise self._error(
+                f"the first dimension of x is {x.shape[0]}; it must be a multiple of {world}, a part for each rank"
             )
         if is_parted == becomes_parted:
             return x.shape
         first = x.shape[0] * world if becomes_parted else x.shape[0] // world
         return torch.Size((first, *x.shape[1:]))
 
-    def _check_overlap(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        begin, end = x.data_ptr(), x.data_ptr() + x.nbytes
-        if out.data_ptr() >= end or out.data_ptr() + out.nbytes <= begin:
-            return
-        if out.data_ptr() != begin or out.nbytes != x.nbytes:
-            raise ValueError(f"{self._name}: out overlaps x: pass other memory, or x itself")
-        if not self._kernel.in_place:
-            raise ValueError(f"{self._name}: out is x, but the program loads x after it has stored to out")
-
     def _check_place(self, space: ir.Space, tensor: torch.Tensor) -> None:
         if tensor.nbytes and self._site.heap.place_of(tensor) is None:
-            raise ValueError(
-                f"{self._name}: peers use the {space.value}, so it must be a tensor of Communicator.empty, or a view "
-                "of one"
+            raise self._error(
+                f"peers use the {space.value}, so it must be a tensor of Communicator.empty, or a view of one"
             )
 
 

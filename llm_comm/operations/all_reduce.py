@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from llm_comm import arrays
+from llm_comm import _core, arrays
 from llm_comm.errors import UnsupportedInputError
-from llm_comm.operations.operation import Operation, Prepared, keep, why_not_operand
-from llm_comm.operations.watched import check_memory, count_write, why_not_constant
+from llm_comm.operations.operands import Operands, why_not_operand, why_not_out
+from llm_comm.operations.operation import Operation, Prepared, keep
+from llm_comm.operations.watched import check_memory, count_write
 from llm_comm.planning.plan import Plan, declined, without_kernel
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.selection import Layout
@@ -21,6 +22,11 @@ from llm_comm.runtime.core_handle import CoreHandle
 _Tensor = torch.Tensor
 _strided = torch.strided
 _is_grad_enabled = torch.is_grad_enabled
+_is_inference = torch.is_inference_mode_enabled
+_is_writable = _core.is_writable
+
+_OPERANDS = Operands(ALL_REDUCE, reads=("x",), writes=("out",))
+_IN_PLACE = {("out", "x"): 0}
 
 
 class AllReduce(Operation):
@@ -69,25 +75,30 @@ class AllReduce(Operation):
                 raise UnsupportedInputError(f"all_reduce: {found}")
             prepared = found
         try:
-            does_not_fit = (
-                out is not None
-                and out is not x
-                and (
-                    not isinstance(out, _Tensor)
-                    or out.numel() != count
-                    or out.dtype is not dtype
-                    or out.device != self._device
-                    or not out.is_contiguous()
-                    or out.is_neg()
-                    or (differentiates and out.requires_grad)
-                    or 0 < abs(x.data_ptr() - out.data_ptr()) < x.nbytes
+            # What may not fit is looked at closely.
+            if out is not None and (
+                (
+                    out is not x
+                    and (
+                        not isinstance(out, _Tensor)
+                        or out.numel() != count
+                        or out.dtype is not dtype
+                        or out.device != self._device
+                        or not out.is_contiguous()
+                        or out.is_neg()
+                        or (differentiates and out.requires_grad)
+                        or 0 < abs(x.data_ptr() - out.data_ptr()) < x.nbytes
+                    )
                 )
-            )
+                or (out.is_inference() and not _is_inference())
+                or (self._is_emulated and not _is_writable(out.data_ptr(), out.nbytes))
+            ):
+                self._check_out(x, out)
+        except UnsupportedInputError:
+            raise
         except RuntimeError:
             check_memory("all_reduce", x=x, out=out)
             raise
-        if does_not_fit:
-            raise UnsupportedInputError(_why_not_out(x, out))
         run = prepared.run
         if run is None:  # of one rank, or empty
             self._handle.check()
@@ -102,6 +113,9 @@ class AllReduce(Operation):
             is_enqueued = run(x.data_ptr(), total.data_ptr(), self._current_stream())
             if out is not None:
                 count_write((out,))
+        except ValueError:  # an address of 0; nothing is launched
+            check_memory("all_reduce", x=x, out=out)
+            raise
         except RuntimeError as error:
             check_memory("all_reduce", x=x, out=out)
             self._handle.end_for(error)
@@ -110,13 +124,12 @@ class AllReduce(Operation):
             self._handle.check()
         return total
 
-    def run_array(self, x: Any, out: Any) -> Any:
-        """The same for an array of another library."""
-        tensor = arrays.as_tensor(x)
-        if out is None:
-            return arrays.like(x, self.run(tensor))
-        self.run(tensor, tensor if out is x else arrays.as_output(out))
-        return out
+    def _check_out(self, x: torch.Tensor, out: Any) -> None:
+        """Raise UnsupportedInputError unless the sum can go to ``out``."""
+        why = why_not_out(out, x.shape, x.dtype, self._device)
+        if why:
+            raise UnsupportedInputError(f"all_reduce: {why}")
+        _OPERANDS.check_written(x, out, in_place=_IN_PLACE)
 
     def accepts(self, x: torch.Tensor) -> bool:
         """Whether ``run`` serves ``x``."""
@@ -169,19 +182,3 @@ class AllReduce(Operation):
     def _why_not(self, x: torch.Tensor) -> str:
         """Why ``x`` is no input whatever its size, or ""."""
         return why_not_operand(x, self._device) or self._why_not_type(x.dtype)
-
-
-def _why_not_out(x: torch.Tensor, out: Any) -> str:
-    if not isinstance(out, _Tensor):
-        return f"all_reduce: x is a tensor, out a {type(out).__name__}; they must be of one library"
-    if out.is_neg():
-        return f"all_reduce: out: {arrays.why_not_plain(out)}"
-    if out.numel() != x.numel() or out.dtype != x.dtype or out.device != x.device or not out.is_contiguous():
-        return (
-            f"all_reduce: out ({tuple(out.shape)}, {out.dtype}, {out.device}) must be contiguous and like x "
-            f"({tuple(x.shape)}, {x.dtype}, {x.device})"
-        )
-    why = why_not_constant(out)
-    if why:
-        return f"all_reduce: out: {why}"
-    return "all_reduce: out overlaps x; it may be x itself or must not share memory with it"

@@ -11,7 +11,8 @@ import torch
 from llm_comm import arrays
 from llm_comm.errors import LlmCommError, UnsupportedInputError
 from llm_comm.operations import quantization
-from llm_comm.operations.operation import Operation, Prepared, extent, keep
+from llm_comm.operations.operands import Operands
+from llm_comm.operations.operation import Operation, Prepared, keep
 from llm_comm.operations.quantization import FP8
 from llm_comm.operations.watched import check_constant, check_memory, count_write, why_not_constant
 from llm_comm.planning.plan import Plan, declined
@@ -24,6 +25,14 @@ _Tensor = torch.Tensor
 _is_grad_enabled = torch.is_grad_enabled
 #: The results, and whether everything was enqueued.
 _Outcome = tuple[tuple[_Tensor, ...], bool]
+
+_READS, _WRITES = ("x", "residual", "weight"), ("out", "residual_out")
+_OPERANDS = Operands(FUSED, (*_READS, "scale"), _WRITES)
+#: Where ``quantize`` makes scales.
+_MAKING_SCALES = Operands(FUSED, _READS, ("scale", *_WRITES))
+#: A thread writes what it alone has read. FP8 is smaller than what it would take the place of.
+_IN_PLACE = {("residual_out", "residual"): 0}
+_IN_PLACE_UNQUANTIZED = {("out", "x"): 0, **_IN_PLACE}
 
 
 class AllReduceAddRmsNorm(Operation):
@@ -66,7 +75,7 @@ class AllReduceAddRmsNorm(Operation):
             results, enqueued = self._enqueue(x, residual, weight, eps, out, residual_out, quantize, scale, before)
         except LlmCommError:  # what does not fit, on all ranks alike
             raise
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             given = {"x": x, "residual": residual, "weight": weight, "scale": scale}
             check_memory("all_reduce_add_rms_norm", **given, out=out, residual_out=residual_out)
             self._handle.end_for(error)
@@ -101,27 +110,26 @@ class AllReduceAddRmsNorm(Operation):
             prepared = found
         if residual is not None:
             _check_like("residual", residual, x)
-        if quantize is None:
-            if scale is not None:
-                raise _error(_SCALE_ALONE)
-        else:
+        makes_scales = quantization.makes_scales(quantize)
+        writes = out is not None or residual_out is not None or (makes_scales and scale is not None)
+        if out is not None and (out is not x or quantize is not None):
+            _check_like("out", out, x, dtype=x.dtype if quantize is None else FP8)
+        if residual_out is not None and residual_out is not residual:
+            _check_like("residual_out", residual_out, x)
+        if quantize is not None:
             scale = _scale_of(x, quantize, scale)
+        elif scale is not None:
+            raise _error(_SCALE_ALONE)
+        if writes:
+            operands = _MAKING_SCALES if makes_scales else _OPERANDS
+            in_place = _IN_PLACE_UNQUANTIZED if quantize is None else _IN_PLACE
+            operands.check_written(x, residual, weight, scale, out, residual_out, in_place=in_place)
         if out is None:
             out = torch.empty_like(x) if quantize is None else torch.empty_like(x, dtype=FP8)
-        elif out is not x or quantize is not None:
-            _check_like("out", out, x, dtype=x.dtype if quantize is None else FP8)
-            _check_apart("out", out, x=x, residual=residual, weight=weight, scale=scale)
         if residual_out is None:
             residual_out = torch.empty_like(x)
-        elif residual_out is not residual:
-            _check_like("residual_out", residual_out, x)
-            _check_apart("residual_out", residual_out, x=x, residual=residual, weight=weight, out=out, scale=scale)
-        if residual is not None and (out is x or residual_out is residual):
-            _check_apart("residual", residual, x=x)
-        if out is residual or residual_out is out:
-            raise _error("out and residual_out or residual are the same tensor")
         results: tuple[_Tensor, ...] = (out, residual_out)
-        if scale is not None and quantization.makes_scales(quantize):
+        if scale is not None and makes_scales:
             results += (scale,)
         if prepared.run is None:
             self._count_unlaunched(prepared.plan)
@@ -303,19 +311,3 @@ def _check_memory(name: str, tensor: _Tensor) -> None:
         why = f"a {type(tensor).__name__} has no memory of its own"
     if why:
         raise _error(f"{name}: {why}")
-
-
-def _check_apart(name: str, tensor: _Tensor, **others: _Tensor | None) -> None:
-    start = tensor.data_ptr()
-    for other_name, other in others.items():
-        if other is None:
-            continue
-        other_start = other.data_ptr()
-        # Exactly x under out, and exactly the residual under residual_out: a thread writes what it alone has read.
-        if start == other_start and tensor.nbytes == other.nbytes and (name, other_name) in _MAY_BE_THE_SAME:
-            continue
-        if start < other_start + extent(other) and other_start < start + tensor.nbytes:
-            raise _error(f"{name} overlaps {other_name}")
-
-
-_MAY_BE_THE_SAME = {("out", "x"), ("residual_out", "residual")}

@@ -106,7 +106,8 @@ class GatherScatter:
         """What is no ordinary tensor, or not one yet."""
         if isinstance(x, _Tensor):
             return torch_operators.on_parts(operation, x, dim, sizes, out, self.name)
-        return operation.run_array(x, dim, sizes, out)
+        method: Callable[..., Any] = getattr(self, operation.name)
+        return arrays.call(lambda x, out: method(x, dim, sizes, out), x, out)
 
     # ---- What would be served -----------------------------------------------------------------------------------
 

@@ -9,22 +9,17 @@ from collections.abc import Mapping
 
 import torch
 
-from llm_comm import arrays, registry
+from llm_comm import registry
 from llm_comm.errors import UnsupportedInputError
-from llm_comm.operations.operation import Operation, Prepared, keep, overlap
-from llm_comm.operations.watched import check_memory, count_write, is_watched, why_not_constant
+from llm_comm.operations.operands import Operands, check_unwatched, why_not_buffer
+from llm_comm.operations.operation import Operation, Prepared, keep
+from llm_comm.operations.watched import check_memory, count_write
 from llm_comm.planning.plan import Plan, declined
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, FUSED, REDUCE_SCATTER
 from llm_comm.runtime.core_handle import CoreHandle
 
 _WITH_METHODS = (ALL_REDUCE, FUSED, ALL_GATHER, REDUCE_SCATTER)
-
-#: Methods have torch operators; what goes by its name has none.
-_LOST = (
-    "a TorchDispatchMode, torch.jit.trace, a transform of torch.func, or forward-mode differentiation is active, and "
-    "would miss the call: make it outside"
-)
 
 _Buffers = Mapping[str, "torch.Tensor | None"]
 _Parameters = Mapping[str, float]
@@ -68,14 +63,16 @@ class GenericOperation(Operation):
 
     def __init__(self, name: str, handle: CoreHandle, planner: Planner) -> None:
         super().__init__(name, handle, planner)
+        buffers, outputs = self._info.buffers, self._info.outputs
+        reads, writes = ([name for name in buffers if (name in outputs) == are] for are in (False, True))
+        self._operands = Operands(name, tuple(reads), tuple(writes))
         self._prepared: dict[tuple[int, int, torch.dtype, tuple[float, ...]], Prepared] = {}
 
     def run(self, buffers: _Buffers, row: int, parameters: _Parameters) -> None:
         """``Communicator.run``."""
+        check_unwatched(self._info.name)
         in_order = self._in_order(parameters)
         x = self._check_buffers(buffers)
-        if is_watched():
-            raise self._error(_LOST)
         key = (x.numel(), row, x.dtype, in_order)
         prepared = self._prepared.get(key)
         if prepared is None:
@@ -93,7 +90,7 @@ class GenericOperation(Operation):
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
         try:
             is_enqueued = prepared.run(*addresses, self._current_stream())
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             self._handle.end_for(error)
             raise
         count_write([tensor for name in self._info.outputs if (tensor := buffers.get(name)) is not None])
@@ -134,8 +131,6 @@ class GenericOperation(Operation):
                 if name not in self._info.optional:
                     raise self._error(f"it needs buffer {name}")
                 continue
-            if not isinstance(tensor, torch.Tensor):
-                raise self._error(f"{name} is a {type(tensor).__name__}, not a tensor")
             why = self._why_not(tensor)
             if why:
                 raise self._error(f"{name}: {why}")
@@ -148,23 +143,12 @@ class GenericOperation(Operation):
                     f"{name} has {tensor.numel()} elements of {tensor.dtype}, {first} {x.numel()} of {x.dtype}; they "
                     "must be alike"
                 )
-            for other_name, other in given.items():
-                if name in self._info.outputs and name != other_name and overlap(tensor, other):
-                    raise self._error(f"{name} overlaps {other_name}")
+        self._operands.check_written(*(given.get(name) for name in self._operands.reads + self._operands.writes))
         return x
 
     def _why_not(self, tensor: torch.Tensor) -> str:
         """Why a tensor is no buffer whatever its size, or ""."""
-        if tensor.device != self._device:
-            return f"the tensor is on {tensor.device}, the communicator on {self._device}"
-        why = arrays.why_not_plain(tensor)
-        if why:
-            return why
-        if not tensor.is_contiguous():
-            return f"the tensor is not contiguous: shape {tuple(tensor.shape)}, strides {tensor.stride()}"
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            return f"a {type(tensor).__name__} is a wrapper of other tensors"
-        return why_not_constant(tensor) or self._why_not_type(tensor.dtype)
+        return why_not_buffer(tensor, self._device) or self._why_not_type(tensor.dtype)
 
     def _error(self, why: str) -> UnsupportedInputError:
         return UnsupportedInputError(f"{self._info.name}: {why}")

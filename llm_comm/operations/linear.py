@@ -14,11 +14,12 @@ import torch
 
 from llm_comm import _core, arrays, registry
 from llm_comm.errors import LlmCommError, UnsupportedInputError
-from llm_comm.operations.operation import TORCH_TYPES, keep, overlap, why_not_operand
+from llm_comm.operations.operands import Operands, why_not_operand, why_not_out
+from llm_comm.operations.operation import TORCH_TYPES, keep
 from llm_comm.operations.quantization import FP8
 from llm_comm.operations.ranges import within_range
 from llm_comm.operations.scaling import Scaling
-from llm_comm.operations.watched import check_memory, count_write, is_traced, why_not_constant
+from llm_comm.operations.watched import check_memory, count_write, is_traced
 from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL, inputs_multiple, of_factors, takes_features
 from llm_comm.planning.plan import NONE
 from llm_comm.planning.planner import Planner
@@ -123,7 +124,7 @@ class Linear:
                     out.copy_(y.view(out.shape))
         except LlmCommError:
             raise
-        except RuntimeError:
+        except (RuntimeError, ValueError):
             given = {"x": x, _weight_of(self._name): weight, "out": out}
             check_memory(self._name, **given, x_scale=x_scale, weight_scale=weight_scale)
             raise
@@ -204,22 +205,12 @@ class Linear:
         out: Any,
         scaling: Scaling | None = None,
     ) -> None:
-        """Raises UnsupportedInputError unless the result can go to ``out``."""
-        if (
-            not isinstance(out, _Tensor)
-            or out.layout is not _strided
-            or out.is_nested
-            or out.numel() != prepared.elements
-            or out.dtype is not prepared.dtype
-            or out.device != self._device
-            or not out.is_contiguous()
-            or out.is_neg()
-            or (_is_grad_enabled() and out.requires_grad)
-            or overlap(out, x)
-            or overlap(out, weight)
-            or (scaling is not None and scaling.overlaps(out))
-        ):
-            raise UnsupportedInputError(f"{operation}: {_why_not_out(prepared, x, out)}")
+        """Raise UnsupportedInputError unless the result can go to ``out``."""
+        why = why_not_out(out, prepared.shape, prepared.dtype, self._device)
+        if why:
+            raise UnsupportedInputError(f"{operation}: {why}")
+        scales = (None, None) if scaling is None else (scaling.x, scaling.weight)
+        operands_of(operation, ("out",)).check_written(x, weight, *scales, out)
 
     # ---- What would be served -----------------------------------------------------------------------------------
 
@@ -348,19 +339,6 @@ def _weight_of(operation: str) -> str:
     return _WEIGHTS.get(operation, "linear_weight")
 
 
-def _why_not_out(prepared: PreparedLinear, x: _Tensor, out: Any) -> str:
-    if not isinstance(out, _Tensor):
-        return f"x is a tensor, out a {type(out).__name__}; they must be of one library"
-    why = arrays.why_not_plain(out)
-    if why:
-        return f"out: {why}"
-    dtype = prepared.dtype
-    if out.numel() != prepared.elements or out.dtype != dtype or out.device != x.device or not out.is_contiguous():
-        return (
-            f"out ({tuple(out.shape)}, {out.dtype}, {out.device}) must be contiguous and like the result "
-            f"({prepared.shape}, {dtype}, {x.device})"
-        )
-    why = why_not_constant(out)
-    if why:
-        return f"out: {why}"
-    return "out overlaps x or the weight, or a scale of theirs" if x.dtype is FP8 else "out overlaps x or the weight"
+def operands_of(operation: str, writes: tuple[str, ...]) -> Operands:
+    """The tensors of an operation that has a layer."""
+    return Operands(operation, ("x", _weight_of(operation), "x_scale", "weight_scale"), writes)

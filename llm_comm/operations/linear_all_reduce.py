@@ -16,8 +16,8 @@ from llm_comm import arrays
 from llm_comm.errors import LlmCommError, UnsupportedInputError
 from llm_comm.operations.all_reduce import AllReduce
 from llm_comm.operations.all_reduce_add_rms_norm import AllReduceAddRmsNorm
-from llm_comm.operations.linear import Linear
-from llm_comm.operations.operation import overlap, why_not_operand
+from llm_comm.operations.linear import Linear, operands_of
+from llm_comm.operations.operands import why_not_operand
 from llm_comm.operations.quantization import makes_scales
 from llm_comm.operations.scaling import Scaling
 from llm_comm.operations.watched import check_memory, is_traced
@@ -27,6 +27,8 @@ _Tensor = torch.Tensor
 
 PLAIN = "linear_all_reduce"
 WITH_NORM = "linear_all_reduce_add_rms_norm"
+#: Of the layer. What the norm reads is declared there.
+_OPERANDS = operands_of(WITH_NORM, ("out", "residual_out", "scale"))
 
 
 class LinearAllReduce:
@@ -69,7 +71,7 @@ class LinearAllReduce:
                 raise UnsupportedInputError(f"{PLAIN}: {self._sums.plan(y).reason}")
         except LlmCommError:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             check_memory(PLAIN, x=x, weight=weight, out=out, x_scale=x_scale, weight_scale=weight_scale)
             self._handle.end_for(error)
             raise
@@ -123,12 +125,9 @@ class LinearAllReduceAddRmsNorm:
         scaling = scaling_before_norm(x_scale, weight_scale, norm_weight)
         try:
             prepared = self._layers.find(WITH_NORM, x, weight, scaling)
-            written = {"out": out, "residual_out": residual_out, "scale": scale if makes_scales(quantize) else None}
-            for name, tensor in written.items():
-                if isinstance(tensor, _Tensor) and (overlap(tensor, x) or overlap(tensor, weight)):
-                    raise UnsupportedInputError(f"{WITH_NORM}: {name} overlaps x or linear_weight")
-                if isinstance(tensor, _Tensor) and scaling is not None and scaling.overlaps(tensor):
-                    raise UnsupportedInputError(f"{WITH_NORM}: {name} overlaps x_scale or weight_scale")
+            written = out, residual_out, scale if makes_scales(quantize) else None
+            if any(tensor is not None for tensor in written):
+                _OPERANDS.check_written(x, weight, x_scale, weight_scale, *written)
             y = x.new_empty(prepared.shape, dtype=prepared.dtype)
             layer = partial(self._layers.enqueue, prepared, x, weight, y, scaling)
             if out is None and quantize is None:
@@ -139,7 +138,7 @@ class LinearAllReduceAddRmsNorm:
                 raise UnsupportedInputError(f"{WITH_NORM}: where x is the layer's result, {error}") from error
         except LlmCommError:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             given = {"x": x, "linear_weight": weight, "residual": residual, "norm_weight": norm_weight}
             given |= {"x_scale": x_scale, "weight_scale": weight_scale}
             check_memory(WITH_NORM, **given, out=out, residual_out=residual_out, scale=scale)

@@ -28,6 +28,7 @@ class LinearLayers:
     _planner: Planner
     # ``run`` of them, found with one look-up each.
     _linear: Callable[..., Any]
+    _linear_of_any_batch: Callable[..., Any]
     _linear_silu_and_mul: Callable[..., Any]
     _linear_all_reduce: Callable[..., Any]
     _linear_all_reduce_add_rms_norm: Callable[..., Any]
@@ -98,7 +99,7 @@ class LinearLayers:
 
         For engines in which a token's result must not depend on its batch. More than 64 tokens are cut into tiles of
         128 or 256. One launch multiplies them all, in the order of additions that few tokens have. Where bits may
-        depend on the batch, cuBLAS is faster for many tokens. ``torch.compile`` does not trace it.
+        depend on the batch, cuBLAS is faster for many tokens.
 
         Args:
             x: [..., inputs], contiguous, bfloat16 or float16, 1 to 2**20 rows; else as of ``linear``.
@@ -110,7 +111,10 @@ class LinearLayers:
         Raises:
             UnsupportedInputError, CommunicatorError, RuntimeError: As of ``linear``.
         """
-        result: torch.Tensor = self._operations.linear_of_any_batch.run(x, weight, out)
+        if _is_compiling() or type(x) is not _Tensor or type(weight) not in _WEIGHTS or _is_watched():
+            result: torch.Tensor = linear_operators.linear_of_any_batch(x, weight, out, self.name)
+        else:
+            result = self._linear_of_any_batch(x, weight, out)
         return result
 
     def linear_silu_and_mul(

@@ -18,13 +18,13 @@ from llm_comm.operations.scaling import Scaling
 from llm_comm.operations.torch_operators import (
     OF_QUANTIZATION,
     add_rms_norm,
+    check_outputs,
     check_tensors,
     define,
     find,
     implement,
     put,
 )
-from llm_comm.operations.watched import check_constant
 
 _Tensor = torch.Tensor
 _Results = tuple[torch.Tensor, ...]
@@ -36,6 +36,11 @@ _Results = tuple[torch.Tensor, ...]
 def linear(x: Any, weight: Any, out: Any, scaling: Scaling | None, communicator: str) -> Any:
     """``Communicator.linear`` of tensors that are no ordinary ones, or not yet."""
     return _call("linear", {"x": x, "weight": weight}, out, scaling, communicator)
+
+
+def linear_of_any_batch(x: Any, weight: Any, out: Any, communicator: str) -> Any:
+    """``Communicator.linear_of_any_batch`` of tensors that are no ordinary ones, or not yet."""
+    return _call("linear_of_any_batch", {"x": x, "weight": weight}, out, None, communicator)
 
 
 def linear_silu_and_mul(x: Any, weight: Any, out: Any, scaling: Scaling | None, communicator: str) -> Any:
@@ -73,7 +78,7 @@ def _call(operation: str, operands: dict[str, Any], out: Any, scaling: Scaling |
     x_scale, weight_scale, out_dtype = scaling or (None, None, None)
     operands |= {"x_scale": x_scale, "weight_scale": weight_scale}
     check_tensors(operation, operands, optional=("x_scale", "weight_scale"))
-    check_constant(operation, **operands, out=out)
+    check_outputs(operation, out=out)
     result = getattr(torch.ops.llm_comm, operation)(*operands.values(), out_dtype, communicator)
     return result if out is None else put(result, f"{operation}: out", out)
 
@@ -114,8 +119,6 @@ def _implement_layer(name: str, weight_name: str, parts: int = 1, behind: str = 
         communicator: str,
         after: _Tensor | None = None,
     ) -> _Tensor:
-        operands = {"x": x, weight_name: weight, "x_scale": x_scale, "weight_scale": weight_scale}
-        check_constant(name, **operands)
         return _empty_result(x, weight.shape[0] // parts, Scaling.of(x_scale, weight_scale, out_dtype))
 
     schema = f"Tensor x, Tensor {weight_name}, {_SCALING}, str communicator{behind}"
@@ -162,9 +165,6 @@ def _implement_norm(quantize: str | None, operands: str, results: str) -> None:
         communicator: str,
         *own_and_after: Any,
     ) -> _Results:
-        operands = {"x": x, "linear_weight": linear_weight, "residual": residual, "norm_weight": norm_weight}
-        operands |= {"x_scale": x_scale, "weight_scale": weight_scale}
-        check_constant("linear_all_reduce_add_rms_norm", **operands)
         total = _empty_result(x, linear_weight.shape[0], scaling_before_norm(x_scale, weight_scale, norm_weight))
         of_call = quantization_of(own_and_after)
         check_quantization("linear_all_reduce_add_rms_norm", of_call, None, total.shape)
@@ -182,6 +182,7 @@ def _implement_norm(quantize: str | None, operands: str, results: str) -> None:
 
 
 _implement_layer("linear", "weight", in_order=False)
+_implement_layer("linear_of_any_batch", "weight", in_order=False)
 _implement_layer("linear_silu_and_mul", "gate_up_weight", parts=2, in_order=False)
 _implement_layer("linear_all_reduce", "linear_weight", behind=f", {OPERAND}")
 _implement_norm(None, "", "Tensor, Tensor")

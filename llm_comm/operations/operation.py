@@ -7,9 +7,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from llm_comm import arrays, registry
+from llm_comm import registry
 from llm_comm.operations.ranges import within_range
-from llm_comm.operations.watched import why_not_constant
 from llm_comm.planning.plan import Plan
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.selection import Layout
@@ -48,6 +47,8 @@ class Operation:
         self._info = registry.operations()[name]
         self._handle = handle
         self._device = handle.device
+        #: Buffers lie in memory of the process: a store to what is read-only would end it.
+        self._is_emulated = handle.device.type == "cpu"
         self._current_stream = current_stream_of(handle.device)
         self._planner = planner
         #: Types of elements that some algorithm has kernels for, and the core's names of them.
@@ -106,31 +107,6 @@ class Operation:
 
     def _why_not_type(self, dtype: torch.dtype) -> str:
         return "" if dtype in self._data_types else f"{dtype} is not one of {', '.join(map(str, self._data_types))}"
-
-
-def why_not_operand(tensor: torch.Tensor, device: torch.device) -> str:
-    """Why a tensor cannot be read on a communicator's device, whatever its shape and type, or ""."""
-    if tensor.device != device:
-        return f"the tensor is on {tensor.device}, the communicator on {device}"
-    why = arrays.why_not_plain(tensor)
-    if why:
-        return why
-    if not tensor.is_contiguous():
-        return f"the tensor is not contiguous: shape {tuple(tensor.shape)}, strides {tensor.stride()}"
-    return why_not_constant(tensor)
-
-
-def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether tensors share memory, or one lies between elements of the other."""
-    return a.data_ptr() < b.data_ptr() + extent(b) and b.data_ptr() < a.data_ptr() + extent(a)
-
-
-def extent(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last one."""
-    if tensor.is_contiguous():
-        return tensor.nbytes
-    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (steps + 1) * tensor.element_size()
 
 
 def keep(cache: dict[_Key, _Value], key: _Key, value: _Value) -> None:

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from llm_comm import arrays
+from llm_comm import _core, arrays
 from llm_comm.errors import UnsupportedInputError
-from llm_comm.operations.operation import Operation, keep, why_not_operand
-from llm_comm.operations.watched import check_memory, count_write, why_not_constant
+from llm_comm.operations.operands import Operands, why_not_operand, why_not_out
+from llm_comm.operations.operation import Operation, keep
+from llm_comm.operations.watched import check_memory, count_write
 from llm_comm.planning.plan import Plan, declined, without_kernel
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.selection import Layout
@@ -24,6 +25,8 @@ from llm_comm.runtime.core_handle import CoreHandle
 _Tensor = torch.Tensor
 _strided = torch.strided
 _is_grad_enabled = torch.is_grad_enabled
+_is_inference = torch.is_inference_mode_enabled
+_is_writable = _core.is_writable
 
 _INTEGERS: tuple[type, ...] = (Integral, torch.SymInt)
 #: Of a size; no memory is that large.
@@ -81,6 +84,7 @@ class PartsOperation(Operation):
         super().__init__(name, handle, planner)
         self.name = name
         self.rank, self.world_size = rank, planner.world_size
+        self._operands = Operands(name, reads=("x",), writes=("out",))
         self._prepared: dict[tuple[torch.Size, torch.dtype, int, tuple[int, ...] | None], PreparedParts] = {}
 
     # ---- Calls --------------------------------------------------------------------------------------------------
@@ -124,8 +128,10 @@ class PartsOperation(Operation):
                 raise self._error(found)
             prepared = found
         try:
-            does_not_fit = out is not None and (
+            # What may not fit is looked at closely.
+            if out is not None and (
                 not isinstance(out, _Tensor)
+                or (out.is_inference() and not _is_inference())
                 or out.numel() != prepared.elements
                 or out.dtype is not dtype
                 or out.device != self._device
@@ -139,12 +145,14 @@ class PartsOperation(Operation):
                     # In place: a line of the part is written by the thread that has read it, or with what it was.
                     and gap != prepared.in_place
                 )
-            )
+                or (self._is_emulated and not _is_writable(out.data_ptr(), out.nbytes))
+            ):
+                self._check_out(prepared, x, out)
+        except UnsupportedInputError:
+            raise
         except RuntimeError:
             check_memory(self.name, x=x, out=out)
             raise
-        if does_not_fit:
-            raise self._error(_why_not_out(x, out, prepared.shape))
         run = prepared.run
         if run is None:  # of one rank, or empty
             self._handle.check()
@@ -158,8 +166,9 @@ class PartsOperation(Operation):
             )
             if out is not None:
                 count_write((out,))
-        except ValueError as error:  # an address of 0
-            raise self._error(str(error)) from error
+        except ValueError:  # an address of 0; nothing is launched
+            check_memory(self.name, x=x, out=out)
+            raise
         except RuntimeError as error:
             check_memory(self.name, x=x, out=out)
             self._handle.end_for(error)
@@ -168,13 +177,13 @@ class PartsOperation(Operation):
             self._handle.check()
         return result
 
-    def run_array(self, x: Any, dim: int, sizes: Sizes | None, out: Any) -> Any:
-        """The same for an array of another library."""
-        tensor = arrays.as_tensor(x)
-        if out is None:
-            return arrays.like(x, self.run(tensor, dim, sizes))
-        self.run(tensor, dim, sizes, arrays.as_output(out))
-        return out
+    def _check_out(self, prepared: PreparedParts, x: torch.Tensor, out: Any) -> None:
+        """Raise UnsupportedInputError unless the result can go to ``out``."""
+        why = why_not_out(out, prepared.shape, x.dtype, self._device)
+        if why:
+            raise self._error(why)
+        in_place = None if prepared.in_place is None else {("out", "x"): prepared.in_place}
+        self._operands.check_written(x, out, in_place=in_place)
 
     def check_numbers(self, x: torch.Tensor, dim: int, sizes: Sizes | None) -> None:
         """What a graph has to know before the call runs.
@@ -337,20 +346,3 @@ def all_sizes(length: int, sizes: Sizes | None, world: int, takes_whole: bool) -
     if not takes_whole:
         return (length,) * world
     return None if length % world != 0 else (length // world,) * world
-
-
-def _why_not_out(x: torch.Tensor, out: Any, shape: tuple[int, ...]) -> str:
-    if not isinstance(out, _Tensor):
-        return f"x is a tensor, out a {type(out).__name__}; they must be of one library"
-    why = arrays.why_not_plain(out)
-    if why:
-        return f"out: {why}"
-    if out.numel() != math.prod(shape) or out.dtype != x.dtype or out.device != x.device or not out.is_contiguous():
-        return (
-            f"out ({tuple(out.shape)}, {out.dtype}, {out.device}) must be contiguous and like the result "
-            f"({shape}, {x.dtype}, {x.device})"
-        )
-    why = why_not_constant(out)
-    if why:
-        return f"out: {why}"
-    return "out overlaps x; x may be where this rank's part of out goes"

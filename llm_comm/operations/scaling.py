@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from llm_comm import arrays
-from llm_comm.operations.operation import overlap, why_not_operand
+from llm_comm.operations.operands import why_not_operand
 from llm_comm.operations.quantization import FP8
 
 #: Of results, where neither ``out_dtype`` nor ``out`` says so.
@@ -41,10 +41,6 @@ class Scaling(NamedTuple):
         if not (isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor)) or x.is_nested or weight.is_nested:
             return None
         return x.shape, weight.shape, self.out_dtype
-
-    def overlaps(self, out: torch.Tensor) -> bool:
-        """Whether scales, known to be contiguous tensors, share memory with another one."""
-        return overlap(out, self.x) or overlap(out, self.weight)
 
     def is_dense_on(self, device: torch.device) -> bool:
         """Whether scales, known to be tensors, can be read there: what changes no prepared layer."""

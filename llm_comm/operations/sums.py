@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from llm_comm import arrays
 from llm_comm.operations import torch_operators
 from llm_comm.operations.answers import Answers
 from llm_comm.operations.watched import PLAIN as _PLAIN
+from llm_comm.operations.watched import PLAIN_WEIGHTS as _WEIGHTS
 from llm_comm.operations.watched import is_watched as _is_watched
 
 # Global names cost less than attributes.
@@ -71,7 +73,7 @@ class Sums(Answers):
         """What is no ordinary tensor, or not one yet."""
         if isinstance(x, _Tensor):
             return torch_operators.all_reduce(x, out, self.name)
-        return self._operations.all_reduce.run_array(x, out)
+        return arrays.call(self.all_reduce, x, out)
 
     def all_reduce_add_rms_norm(
         self,
@@ -139,6 +141,7 @@ class Sums(Answers):
             _is_compiling()
             or type(x) is not _Tensor
             or type(residual) not in _PLAIN
+            or type(weight) not in _WEIGHTS
             or type(scale) not in _PLAIN
             or _is_watched()
         ):

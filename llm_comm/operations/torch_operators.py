@@ -22,6 +22,7 @@ from llm_comm.operations.all_reduce_add_rms_norm import AllReduceAddRmsNorm, che
 from llm_comm.operations.graph_order import OPERAND, keep_in_order
 from llm_comm.operations.linear import Linear
 from llm_comm.operations.linear_all_reduce import LinearAllReduce, LinearAllReduceAddRmsNorm
+from llm_comm.operations.operands import why_not_writable
 from llm_comm.operations.parts import PartsOperation, Sizes
 from llm_comm.operations.quantization import FP8, GROUPS, empty_scales, makes_scales
 from llm_comm.operations.reduce_scatter import ReduceScatter
@@ -104,7 +105,7 @@ def all_reduce(x: _Tensor, out: Any, communicator: str) -> Any:
     torch's dispatcher knows what to make of it: a graph while compiling, a fake result for a fake tensor, a wait for
     one that is still on its way (AsyncCollectiveTensor), an error for a part of a DTensor.
     """
-    check_constant("all_reduce", x=x, out=out)
+    check_outputs("all_reduce", out=out)
     result = torch.ops.llm_comm.all_reduce(x, communicator)
     return result if out is None else put(result, "all_reduce: out", out)
 
@@ -143,7 +144,7 @@ def add_rms_norm(
     """
     check_tensors(operation, {**operands, "scale": scale}, optional=("residual", "scale", "x_scale", "weight_scale"))
     check_quantization(operation, quantize, scale)
-    check_constant(operation, **operands, out=out, residual_out=residual_out, scale=scale)
+    check_outputs(operation, out=out, residual_out=residual_out, scale=scale if makes_scales(quantize) else None)
     operator = getattr(torch.ops.llm_comm, operation + OF_QUANTIZATION[quantize])
     of_operator = (scale,) if quantize == "static" else (quantize,) if quantize in GROUPS else ()
     results = operator(*operands.values(), eps, communicator, *of_operator)
@@ -165,20 +166,28 @@ def check_tensors(operation: str, operands: Mapping[str, Any], optional: Contain
 def on_parts(operation: PartsOperation, x: _Tensor, dim: int, sizes: Sizes | None, out: Any, communicator: str) -> Any:
     """The same for ``Communicator.all_gather`` and ``reduce_scatter``."""
     name = operation.name
-    check_constant(name, x=x, out=out)
+    check_outputs(name, out=out)
     operation.check_numbers(x, dim, sizes)
     if sizes is not None and not torch.compiler.is_compiling() and torch._C._is_tracing():
         # An assertion of torch's tracer would fail.
         raise UnsupportedInputError(f"{name}: torch.jit.trace cannot record sizes: use torch.compile or make_fx")
     operator = getattr(torch.ops.llm_comm, name)
-    result = operator(x, dim, sizes, operation.rank, operation.world_size, communicator)
+    result: _Tensor = operator(x, dim, sizes, operation.rank, operation.world_size, communicator)
     return result if out is None else put(result, f"{name}: out", out)
 
 
-def put(made: _Tensor, name: str, out: Any) -> _Tensor:
+def check_outputs(operation: str, **outputs: Any) -> None:
+    """Raise UnsupportedInputError, before anything is sent, unless what is given can be written."""
+    check_tensors(operation, outputs, optional=outputs)
+    check_constant(operation, **outputs)
+    for name, tensor in outputs.items():
+        why = "" if tensor is None else why_not_writable(tensor)
+        if why:
+            raise UnsupportedInputError(f"{operation}: {name}: {why}")
+
+
+def put(made: _Tensor, name: str, out: _Tensor) -> _Tensor:
     """Puts what an operator has made where the caller wants it; ``copy_`` alone would convert and repeat it."""
-    if not isinstance(out, _Tensor):
-        raise UnsupportedInputError(f"{name} is a {type(out).__name__}; it must be a tensor")
     if out.numel() != made.numel() or out.dtype != made.dtype or out.device != made.device:
         raise UnsupportedInputError(
             f"{name} ({tuple(out.shape)}, {out.dtype}, {out.device}) must be like what goes there "
@@ -197,7 +206,6 @@ def _all_reduce(x: _Tensor, communicator: str, after: _After = None) -> _Tensor:
 
 
 def _all_reduce_fake(x: _Tensor, communicator: str, after: _After = None) -> _Tensor:
-    check_constant("all_reduce", x=x)
     return torch.empty_like(x)
 
 
@@ -210,7 +218,6 @@ def _fused(
 def _fused_fake(
     x: _Tensor, residual: _Tensor | None, weight: _Tensor, eps: float, communicator: str, after: _After = None
 ) -> _Results:
-    check_constant("all_reduce_add_rms_norm", x=x, residual=residual, weight=weight)
     return torch.empty_like(x), torch.empty_like(x)
 
 
@@ -229,7 +236,6 @@ def _fused_static_fake(
     scale: _Tensor,
     after: _After = None,
 ) -> _Results:
-    check_constant("all_reduce_add_rms_norm", x=x, residual=residual, weight=weight)
     return torch.empty_like(x, dtype=FP8), torch.empty_like(x)
 
 
@@ -242,7 +248,6 @@ def _fused_dynamic(
 def _fused_dynamic_fake(
     x: _Tensor, residual: _Tensor | None, weight: _Tensor, eps: float, communicator: str, after: _After = None
 ) -> _Results:
-    check_constant("all_reduce_add_rms_norm", x=x, residual=residual, weight=weight)
     return torch.empty_like(x, dtype=FP8), torch.empty_like(x), empty_scales("dynamic", x)
 
 
@@ -262,7 +267,6 @@ def _fused_group_fake(
     after: _After = None,
 ) -> _Results:
     check_quantization("all_reduce_add_rms_norm", quantize, None, x.shape)
-    check_constant("all_reduce_add_rms_norm", x=x, residual=residual, weight=weight)
     return torch.empty_like(x, dtype=FP8), torch.empty_like(x), empty_scales(quantize, x)
 
 
@@ -275,7 +279,6 @@ def _all_gather(
 def _all_gather_fake(
     x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, communicator: str, after: _After = None
 ) -> _Tensor:
-    check_constant("all_gather", x=x)
     return _empty_with_length(x, dim, x.shape[dim] * world_size if sizes is None else sum(sizes))
 
 
@@ -288,7 +291,6 @@ def _reduce_scatter(
 def _reduce_scatter_fake(
     x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, communicator: str, after: _After = None
 ) -> _Tensor:
-    check_constant("reduce_scatter", x=x)
     return _empty_with_length(x, dim, x.shape[dim] // world_size if sizes is None else sizes[rank])
 
 
@@ -317,16 +319,26 @@ def define(schema: str) -> str:
 
 
 def implement(name: str, function: Callable[..., Any], fake: Callable[..., Any], *, in_order: bool = True) -> None:
-    """Gives an operator what it does, and what fake tensors it returns.
+    """Give an operator what it does, what fake tensors it returns, and the refusal of operands with a derivative.
 
     Args:
         in_order: Its calls keep their places in graphs: other ranks take part in them.
     """
+    operator: torch._ops.OpOverload = getattr(torch.ops.llm_comm, name).default
+    names = [argument.name for argument in operator._schema.arguments if argument.name != "after"]
+
+    def check_and_redispatch(keys: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
+        # Only autograd's key sees requires_grad and tangents as the caller does: transforms of torch.func too.
+        check_constant(name, **dict(zip(names, arguments, strict=False)))
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.redispatch(keys & torch._C._after_autograd_keyset, *arguments, **options)
+
+    _library.impl(name, check_and_redispatch, "Autograd", with_keyset=True)
     for device in ("CPU", "CUDA"):
         _library.impl(name, function, device)
     torch.library.register_fake(f"llm_comm::{name}", fake, lib=_library)
     if in_order:
-        keep_in_order(getattr(torch.ops.llm_comm, name).default)
+        keep_in_order(operator)
 
 
 def _all_reduce_of_batch(_info: Any, in_dims: Any, x: _Tensor, communicator: str, after: _After = None) -> Any:

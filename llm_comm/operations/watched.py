@@ -66,11 +66,15 @@ def check_constant(operation: str, **tensors: Any) -> None:
 
 
 def check_memory(operation: str, **tensors: Any) -> None:
-    """Raises UnsupportedInputError if torch does not tell where one of the tensors lies. For calls that have failed:
-    of wrappers, such as those of a transform of torch.func, all ranks have the same."""
+    """Raise UnsupportedInputError if torch does not tell where one of the tensors lies: of wrappers, such as those of a
+    transform of torch.func. All ranks have the same."""
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor):
             try:
-                tensor.data_ptr()
+                address = tensor.data_ptr()
             except RuntimeError as error:
                 raise UnsupportedInputError(f"{operation}: {name} has no memory of its own: {error}") from error
+            if address == 0 and tensor.numel() > 0:
+                raise UnsupportedInputError(
+                    f"{operation}: {name} has no memory of its own: it is a {type(tensor).__name__}"
+                )

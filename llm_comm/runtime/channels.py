@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from llm_comm import _core
+from llm_comm import _core, arrays
 from llm_comm.errors import UnsupportedInputError
 from llm_comm.quoting import quoted
 from llm_comm.runtime.comparison import check_alike
@@ -103,6 +103,9 @@ def _request(heap: SymmetricHeap, handle: CoreHandle, memory: Any, semaphores: A
         return {"semaphores": count, "place": None}
     if not isinstance(memory, torch.Tensor):
         raise UnsupportedInputError(f"channels: memory is {quoted(memory)}; it must be a tensor of Communicator.empty")
+    why = arrays.why_not_plain(memory)
+    if why:
+        raise UnsupportedInputError(f"channels: memory: {why}")
     place = heap.place_of(memory) if memory.is_contiguous() else None
     if place is None or place[1] % _ALIGNMENT:
         raise UnsupportedInputError(

@@ -82,7 +82,7 @@ class CoreHandle:
         if error is not None:
             raise error
 
-    def end_for(self, error: RuntimeError) -> None:
+    def end_for(self, error: RuntimeError | ValueError) -> None:
         """Ends the communicator because an operation that this rank accepts could not be launched, for want of memory
         for one. Others may have launched theirs: the next ones, of other numbers, would meet, and give wrong sums. In a
         capture nothing runs, and nothing has to end.

@@ -78,6 +78,10 @@ def decline_outputs(directory: Path) -> None:
         for out in (read_only, np.memmap(path, dtype=np.float32, mode="r"), Immutable(x.copy())):
             with pytest.raises(UnsupportedInputError, match="read-only"):
                 comm.all_reduce(x, out=out)
+            with pytest.raises(UnsupportedInputError, match="read-only"):
+                comm.all_reduce(out, out=out)
+            with pytest.raises(UnsupportedInputError, match="read-only"):
+                comm.all_gather(x[:2], out=out)
         assert (read_only == 1).all()
         with pytest.raises(UnsupportedInputError, match="x is a tensor, out a ndarray"):
             comm.all_reduce(torch.from_numpy(x), out=x)

@@ -488,9 +488,9 @@ def pass_what_does_not_fit(directory: str) -> None:
         x = torch.ones(64, dtype=torch.bfloat16)
         wrong: list[tuple[Any, Any, str]] = [
             (x.float(), None, "x is of torch.float32; it was compiled for dtype=torch.bfloat16"),
-            ("x", None, "x is a str; it must be a tensor"),
-            (x.to("meta"), None, "x is on meta; the communicator is on cpu"),
-            (x[::2], None, "x is not contiguous"),
+            ("x", None, "x: a str is not a tensor"),
+            (x.to("meta"), None, "x: the tensor is on meta, the communicator on cpu"),
+            (x[::2], None, "x: the tensor is not contiguous"),
             (
                 x.repeat(MAX_BYTES // 128 + 1),
                 None,

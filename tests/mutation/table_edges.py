@@ -48,6 +48,7 @@ OF_DESCRIPTORS = "tests/unit/test_descriptors.py"
 OF_RENDEZVOUS = "tests/unit/test_rendezvous_errors.py"
 OF_STATUS = "tests/unit/test_status.py"
 GENERIC_CALLS = "tests/emulated/test_generic.py"
+GUARD = "tests/emulated/test_operands.py"
 CLOSED = "tests/emulated/test_lifetime.py -k closed"
 MISFITS = "tests/emulated/test_fused.py -k test_tensor_that_does_not_fit"
 JOIN = "tests/unit/test_integration_join.py"
@@ -345,9 +346,7 @@ EDGES: tuple[Mutant, ...] = (
         OF_RENDEZVOUS,
     ),
     # ---- Operations ----
-    python("a call by name that a mode misses", GENERIC, "if is_watched():", "if False:", GENERIC_CALLS),
-    python("what a call by name writes is the same version", GENERIC, "count_write([tensor", "([tensor", GENERIC_CALLS),
-    python("a call by name loses gradients", GENERIC, "why_not_constant(tensor) or self", "self", GENERIC_CALLS),
+    python("what a call by name writes is the same version", GENERIC, "count_write([tensor", "([tensor", GUARD),
     python(
         "a kept call by name has other rows",
         GENERIC,
@@ -383,9 +382,7 @@ EDGES: tuple[Mutant, ...] = (
         "return results, True",
         "tests/emulated/test_mismatch.py -k whichever",
     ),
-    python(
-        "FP8 in place of x", FUSED_CALLS, "elif out is not x or quantize is not None:", "elif out is not x:", MISFITS
-    ),
+    python("FP8 in place of x", FUSED_CALLS, "(out is not x or quantize is not None):", "(out is not x):", MISFITS),
     python(
         "a scale in strides",
         QUANTIZATION,

@@ -66,9 +66,9 @@ LINEAR_LAYERS: tuple[Mutant, ...] = (
     ),
     python(
         "results go over scales that are still read",
-        SCALING,
-        "return overlap(out, self.x) or overlap(out, self.weight)",
-        "return overlap(out, self.x)",
+        CALLS,
+        "else (scaling.x, scaling.weight)",
+        "else (scaling.x, None)",
         "tests/emulated/test_linear_fp8.py",
     ),
     python(

@@ -8,12 +8,15 @@ FUSED = "llm_comm/operations/all_reduce_add_rms_norm.py"
 PLAIN = "llm_comm/operations/all_reduce.py"
 GENERIC = "llm_comm/operations/generic.py"
 OPERATION = "llm_comm/operations/operation.py"
+OPERANDS = "llm_comm/operations/operands.py"
+LAYERS = "llm_comm/operations/linear_layers.py"
+PROGRAMS = "llm_comm/dsl/compiled.py"
 OPERATORS = "llm_comm/operations/torch_operators.py"
 QUANTIZATION = "llm_comm/operations/quantization.py"
 COMMUNICATOR = "llm_comm/communicator.py"
 ARRAYS = "llm_comm/arrays.py"
 
-OVERLAPS = "tests/emulated/test_overlaps.py"
+GUARD = "tests/emulated/test_operands.py"
 TABLES_IN_USE = "tests/emulated/test_use_table.py"
 MISFITS = "tests/emulated/test_fused.py -k test_tensor_that_does_not_fit"
 DECLINED = "tests/emulated/test_fused.py -k test_declined_input"
@@ -39,79 +42,68 @@ def without(part: str, name: str) -> Mutant:
 OPERATIONS: tuple[Mutant, ...] = (
     # ---- Overlaps ----
     python(
-        "fused: the last element of another tensor may be written",
-        FUSED,
-        "if start < other_start + extent(other)",
-        "if start < other_start + extent(other) - other.element_size()",
-        OVERLAPS,
+        "what is written may begin at the last element of another tensor",
+        OPERANDS,
+        "begin >= other_end or",
+        "begin + tensor.element_size() >= other_end or",
+        GUARD,
     ),
     python(
-        "fused: the first element of another tensor may be written",
-        FUSED,
-        "other_start < start + tensor.nbytes:",
-        "other_start < start + tensor.nbytes - tensor.element_size():",
-        OVERLAPS,
+        "what is written may end with the first element of another tensor",
+        OPERANDS,
+        "or other_begin >= end:",
+        "or other_begin >= end - tensor.element_size():",
+        GUARD,
+    ),
+    python("neighbours overlap", OPERANDS, "begin >= other_end or", "begin > other_end or", GUARD),
+    python(
+        "what is written may be a tensor of inference mode anywhere",
+        OPERANDS,
+        "if tensor.is_inference() and not torch.is_inference_mode_enabled():",
+        "if False:",
+        GUARD,
+    ),
+    python("what has no operator is lost to modes", OPERANDS, "if is_watched():", "if False:", GUARD),
+    python("what has no operator takes wrappers", OPERANDS, "type(tensor) not in PLAIN_WEIGHTS:", "False:", GUARD),
+    python(
+        "operands that are read lose gradients",
+        OPERANDS,
+        "    return why_not_constant(tensor)\n",
+        '    return ""\n',
+        GUARD,
     ),
     python(
-        "fused: neighbours overlap",
-        FUSED,
-        "if start < other_start + extent(other)",
-        "if start <= other_start + extent(other)",
-        OVERLAPS,
+        "an operator that is called directly loses gradients",
+        OPERATORS,
+        "check_constant(name, **dict(zip(names, arguments, strict=False)))",
+        "pass",
+        GUARD,
     ),
+    python(
+        "a mode misses a layer of any batch",
+        LAYERS,
+        "type(weight) not in _WEIGHTS or _is_watched(): result: torch.Tensor = linear_operators.linear_of_any_batch",
+        "type(weight) not in _WEIGHTS: result: torch.Tensor = linear_operators.linear_of_any_batch",
+        GUARD,
+    ),
+    python("what a DSL kernel writes is the same version", PROGRAMS, "count_write(written)", "pass", GUARD),
     python(
         "fused: FP8 may begin where x does",
         FUSED,
-        "start == other_start and tensor.nbytes == other.nbytes and",
-        "start == other_start and",
-        OVERLAPS,
+        "_IN_PLACE_UNQUANTIZED if quantize is None else _IN_PLACE",
+        "_IN_PLACE_UNQUANTIZED",
+        GUARD,
     ),
     python(
         "fused: out may be the residual",
         FUSED,
-        '_MAY_BE_THE_SAME = {("out", "x"),',
-        '_MAY_BE_THE_SAME = {("out", "x"), ("out", "residual"),',
-        OVERLAPS,
+        '_IN_PLACE_UNQUANTIZED = {("out", "x"): 0,',
+        '_IN_PLACE_UNQUANTIZED = {("out", "x"): 0, ("out", "residual"): 0,',
+        GUARD,
     ),
-    python(
-        "fused: out is not compared with the scale",
-        FUSED,
-        '_check_apart("out", out, x=x, residual=residual, weight=weight, scale=scale)',
-        '_check_apart("out", out, x=x, residual=residual, weight=weight)',
-        OVERLAPS,
-    ),
-    python(
-        "fused: residual_out is not compared with out",
-        FUSED,
-        "weight=weight, out=out, scale=scale)",
-        "weight=weight, scale=scale)",
-        OVERLAPS,
-    ),
-    python(
-        "fused: a residual written in place may overlap x",
-        FUSED,
-        "if residual is not None and (out is x or residual_out is residual):",
-        "if residual is not None and out is x:",
-        OVERLAPS,
-        MISFITS,
-    ),
-    python(
-        "out may begin with the last element of x", PLAIN, "< x.nbytes\n", "< x.nbytes - x.element_size()\n", OVERLAPS
-    ),
-    python(
-        "a buffer's last element may be written",
-        OPERATION,
-        "a.data_ptr() < b.data_ptr() + extent(b) and",
-        "a.data_ptr() < b.data_ptr() + extent(b) - b.element_size() and",
-        OVERLAPS,
-    ),
-    python(
-        "a buffer's first element may be written",
-        OPERATION,
-        "and b.data_ptr() < a.data_ptr() + extent(a)",
-        "and b.data_ptr() < a.data_ptr() + extent(a) - a.element_size()",
-        OVERLAPS,
-    ),
+    python("fused: scales may overlap what is read", FUSED, "_MAKING_SCALES if makes_scales else", "", GUARD),
+    python("fused: scales alone are not checked", FUSED, "or (makes_scales and scale is not None)", "", GUARD),
+    python("out may begin with the last element of x", PLAIN, "< x.nbytes\n", "< x.nbytes - x.element_size()\n", GUARD),
     # ---- What is kept ----
     without(" weight.numel(),", "a cached fused call ignores the length of rows"),
     without(" x.dtype,", "a cached fused call ignores the type"),
@@ -305,7 +297,7 @@ OPERATIONS: tuple[Mutant, ...] = (
     ),
     python(
         "what lies between columns of scales may be written",
-        OPERATION,
+        OPERANDS,
         "if tensor.is_contiguous():",
         "if True:",
         "tests/emulated/test_fused_groups.py -k test_what_does_not_fit",
@@ -313,8 +305,8 @@ OPERATIONS: tuple[Mutant, ...] = (
     python(
         "a scale without quantization is passed over",
         FUSED,
-        "if scale is not None:\n                raise _error(_SCALE_ALONE)",
-        "if False:\n                raise _error(_SCALE_ALONE)",
+        "elif scale is not None:\n            raise _error(_SCALE_ALONE)",
+        "elif False:\n            raise _error(_SCALE_ALONE)",
         MISFITS,
     ),
     python(
@@ -341,8 +333,8 @@ OPERATIONS: tuple[Mutant, ...] = (
     python(
         "a dynamic scale is not copied to the caller's",
         OPERATORS,
-        "scale if makes_scales(quantize) else None)",
-        "None)",
+        "given = (out, residual_out, scale if makes_scales(quantize) else None)",
+        "given = (out, residual_out, None)",
         "tests/emulated/test_fused_compile.py",
         INPUTS,
     ),
@@ -362,8 +354,14 @@ OPERATIONS: tuple[Mutant, ...] = (
         OF_ARRAYS,
     ),
     python("read-only flags are passed over", ARRAYS, 'not getattr(flags, "writeable", True) or', "", OF_ARRAYS),
+    python("arrays of JAX are written", ARRAYS, "or library in _IMMUTABLE or", "or", OF_ARRAYS),
+    python("DLPack's flag is passed over", ARRAYS, "flags & _READ_ONLY", "flags & 0", OF_ARRAYS),
     python(
-        "arrays of JAX are written", ARRAYS, "if is_read_only or library in _IMMUTABLE:", "if is_read_only:", OF_ARRAYS
+        "an array that is summed in place is written though read-only",
+        ARRAYS,
+        "written = as_output(out)",
+        "written = as_tensor(out)",
+        "tests/emulated/test_arrays.py",
     ),
     python(
         "memory of another device is taken for one of the current",

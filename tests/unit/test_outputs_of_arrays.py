@@ -63,6 +63,31 @@ def test_arrays_of_libraries_that_never_change_them(memory: torch.Tensor, librar
         arrays.as_output(array)
 
 
+class DlpackArray:
+    """Hands out its memory, and says no more than DLPack does."""
+
+    def __init__(self, array: np.ndarray, versions: bool) -> None:
+        self._array = array
+        self._versions = versions
+
+    def __dlpack__(self, **options: Any) -> Any:
+        if not self._versions and "max_version" in options:
+            raise TypeError("there is no max_version")
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._array.__dlpack_device__()
+
+
+def test_arrays_that_are_read_only_by_dlpack() -> None:
+    numbers = np.zeros(4, dtype=np.float32)
+    for versions in (True, False):
+        assert arrays.as_output(DlpackArray(numbers, versions)).data_ptr() == numbers.ctypes.data
+    numbers.flags.writeable = False
+    with pytest.raises(UnsupportedInputError, match="out is a DlpackArray that is read-only"):
+        arrays.as_output(DlpackArray(numbers, True))
+
+
 def test_memory_of_another_device(memory: torch.Tensor) -> None:
     """torch copies it, or takes the address for one of the current device."""
     elsewhere = torch.zeros(4)

@@ -1,0 +1,410 @@
+"""Every callable that takes tensors, each operand of it: what torch must know, what must not be written, what overlaps.
+
+The walk knows callables by ``CASES``; ``test_every_callable_is_walked`` finds a new one that is not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import mmap
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from harness import RankPool, make_communicator
+from test_generic import OPERATION, with_stand_in
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import llm_comm
+from llm_comm import Communicator, UnsupportedInputError, dsl
+from llm_comm.dsl import library
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+ROWS, FEATURES = 2, 128
+EPS = 1e-5
+#: Bytes at a multiple of which the weight of a layer begins.
+ALIGNMENT = 16
+LAYER_WEIGHTS = {"weight", "gate_up_weight", "linear_weight"}
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Case(NamedTuple):
+    """One callable.
+
+    Attributes:
+        operands: Of a call that is right, by name.
+        writes: Operands that are written.
+        same: Pairs of a written and a read operand that may be the same memory.
+        options: What else is passed by name.
+        has_operator: Whether it is a torch operator for whom torch's dispatcher has to see it.
+    """
+
+    name: str
+    operands: Tensors
+    writes: tuple[str, ...] = ()
+    same: tuple[tuple[str, str], ...] = ()
+    options: dict[str, Any] = {}  # noqa: RUF012
+    has_operator: bool = True
+
+    def call(self, comm: Communicator, compiled: dsl.Compiled, tensors: Tensors) -> Any:
+        """Make the call; return its results."""
+        if self.name == "dsl":
+            return compiled(**tensors)
+        if self.name == "run":
+            return comm.run(OPERATION, tensors)
+        return getattr(comm, self.name)(**tensors, **self.options)
+
+
+def ones(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.ones(shape).to(dtype)
+
+
+def rows(outputs: int = FEATURES, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return ones(ROWS, outputs, dtype=dtype)
+
+
+def cases(world: int) -> list[Case]:
+    x_and_out = {"x": rows(), "out": rows()}
+    norm = {"x": rows(), "residual": rows(), "weight": ones(FEATURES)}
+    layer = {"x": rows(), "weight": ones(64, FEATURES)}
+    before_norm = {"x": rows(), "linear_weight": ones(64, FEATURES), "residual": rows(64), "norm_weight": ones(64)}
+    written = {"out": rows(), "residual_out": rows()}
+    out = ("out",)
+    same, of_norm = (("out", "x"),), ("residual_out", "residual")
+    found = [
+        Case("all_reduce", x_and_out, out, same),
+        Case("try_all_reduce", {"x": rows()}),
+        Case("all_gather", {"x": rows(), "out": ones(world * ROWS, FEATURES)}, out),
+        Case("try_all_gather", {"x": rows()}),
+        Case("reduce_scatter", {"x": ones(world * ROWS, FEATURES), "out": rows()}, out),
+        Case("try_reduce_scatter", {"x": ones(world * ROWS, FEATURES)}),
+        Case("linear", {**layer, "out": rows(64)}, out),
+        Case("linear_of_any_batch", {**layer, "out": rows(64)}, out),
+        Case("linear_silu_and_mul", {"x": rows(), "gate_up_weight": ones(128, FEATURES), "out": rows(64)}, out),
+        Case("linear_all_reduce", {"x": rows(), "linear_weight": ones(64, FEATURES), "out": rows(64)}, out),
+        Case("run", {"input": rows(), "output": rows()}, ("output",), has_operator=False),
+        Case("dsl", x_and_out, out, same, has_operator=False),
+    ]
+    for quantize, scale in ((None, {}), ("static", {"scale": torch.ones(1)}), ("dynamic", {"scale": torch.ones(ROWS)})):
+        makes = ("scale",) if quantize == "dynamic" else ()
+        results = {**written, "out": rows(dtype=BF16 if quantize is None else FP8)}
+        in_place = (of_norm, *same) if quantize is None else (of_norm,)
+        options = {"eps": EPS, "quantize": quantize}
+        writes = (*written, *makes)
+        found.append(Case("all_reduce_add_rms_norm", {**norm, **results, **scale}, writes, in_place, options))
+        smaller = {name: tensor[:, :64].contiguous() for name, tensor in results.items()}
+        operands = {**before_norm, **smaller, **scale}
+        found.append(Case("linear_all_reduce_add_rms_norm", operands, writes, (of_norm,), options))
+    return found
+
+
+def each(cases: list[Case]) -> Iterator[tuple[Case, str]]:
+    for case in cases:
+        for name in case.operands:
+            yield case, name
+
+
+def fresh(case: Case, **others: Any) -> Tensors:
+    """Operands of a call, of which those that are written are nobody else's."""
+    return {**{name: tensor.clone() for name, tensor in case.operands.items()}, **others}
+
+
+class Walk:
+    """The callables of one communicator.
+
+    Attributes:
+        cases: All of them.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.cases = cases(comm.world_size)
+        self._compiled = dsl.compile(library.one_shot_ll, comm, dtype=BF16, max_bytes=1 << 12)
+
+    def call(self, case: Case, **others: Any) -> Any:
+        """Call with some operands in the place of the usual ones."""
+        return case.call(self.comm, self._compiled, fresh(case, **others))
+
+    def refuse(self, match: str, case: Case, **others: Any) -> None:
+        """Expect an error before anything is sent; what only tries may say None in its place."""
+        try:
+            result = self.call(case, **others)
+        except UnsupportedInputError as error:
+            text = str(error)
+            assert match in text, f"{case.name} {case.options} of {list(others)}: {text}"
+        else:
+            told = result is None and case.name.startswith("try_")
+            assert told, f"{case.name} {case.options} takes {list(others)}, which should be refused: {match}"
+
+
+def walk(check: Callable[[Walk], None], cache: str) -> None:
+    with pytest.MonkeyPatch.context() as patch, make_communicator() as comm:
+        patch.setenv("LLM_COMM_CACHE_DIR", cache)
+        with_stand_in(patch)
+        walked = Walk(comm)
+        for case in walked.cases:
+            walked.call(case)  # its sizes are known: the quick way is taken
+        check(walked)
+        assert comm.all_reduce(torch.ones(30)).eq(comm.world_size).all()
+        comm.check()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("kernels"))
+
+
+# ---- What torch must know --------------------------------------------------------------------------------------------
+
+
+def negated(tensor: torch.Tensor) -> torch.Tensor:
+    return torch._neg_view(tensor.clone())
+
+
+def refuse_what_is_lost(walk: Walk) -> None:
+    kept: list[torch.Tensor] = []
+    for case, name in each(walk.cases):
+        tensor = case.operands[name]
+        walk.refuse("negated", case, **{name: negated(tensor)})
+        walk.refuse("requires grad", case, **{name: tensor.clone().requires_grad_()})
+        with torch.no_grad():
+            walk.call(case, **{name: tensor.clone().requires_grad_()})
+        with forward_ad.dual_level():
+            match = "tangent" if case.has_operator else "forward-mode"
+            walk.refuse(match, case, **{name: forward_ad.make_dual(tensor.clone(), tensor.clone())})
+        kept.clear()
+        torch.vmap(lambda row: kept.append(row) or row)(torch.stack([tensor] * 2))
+        walk.refuse("no memory of its own", case, **{name: kept[0]})
+    with pytest.raises(UnsupportedInputError, match=r"channels: memory: .* negated view"):
+        walk.comm.channels(torch._neg_view(walk.comm.empty(64, torch.float32)))
+
+
+class Wrapper(torch.Tensor):
+    """Stands for another tensor, as those of torchao do, and has no memory."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: type[Wrapper], inner: torch.Tensor) -> Wrapper:
+        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, _types: Any, arguments: Any = (), options: Any = None) -> Any:
+        opened = [argument.inner if isinstance(argument, Wrapper) else argument for argument in arguments]
+        return function(*opened, **(options or {}))
+
+
+def open_wrappers(walk: Walk) -> None:
+    """The dispatcher opens what is read, so results are right. What is written is refused, or torch writes it."""
+    for case, name in each(walk.cases):
+        wrapped = {name: Wrapper(case.operands[name].clone())}
+        if not case.has_operator:
+            walk.refuse("wrapper", case, **wrapped)
+            continue
+        if name in case.writes:
+            with contextlib.suppress(UnsupportedInputError):
+                walk.call(case, **wrapped)
+            continue
+        results, expected = walk.call(case, **wrapped), walk.call(case)
+        for result, right in zip(
+            *((one,) if torch.is_tensor(one) else one for one in (results, expected)), strict=True
+        ):
+            assert result.view(torch.uint8).equal(right.view(torch.uint8)), f"{case.name} of {name}"
+
+
+class Watcher(TorchDispatchMode):
+    """Lists the operators that are called under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, _types: Any, arguments: Any = (), options: Any = None) -> Any:
+        self.seen.append(str(function))
+        return function(*arguments, **(options or {}))
+
+
+def watch(walk: Walk) -> None:
+    """Modes and tracers see a call, or it is refused."""
+    for case in walk.cases:
+        inputs = {name: tensor for name, tensor in fresh(case).items() if name not in case.writes}
+        outputs = {name: tensor for name, tensor in case.operands.items() if name in case.writes}
+        if not case.has_operator:
+            with Watcher():
+                walk.refuse("would miss the call", case)
+            with pytest.raises(UnsupportedInputError, match="would miss the call"):
+                torch.vmap(lambda row: walk.call(case, **{next(iter(inputs)): row}))(torch.stack([rows()] * 2))  # noqa: B023
+            continue
+        watcher = Watcher()
+        with watcher:
+            walk.call(case)
+        assert sum(name.startswith("llm_comm") for name in watcher.seen) == 1, f"{case.name}: {watcher.seen}"
+        first = next(iter(inputs))
+        with torch.no_grad():
+            graph = make_fx(lambda x: walk.call(case, **{first: x}))(inputs[first])  # noqa: B023
+        targets = [str(node.target) for node in graph.graph.nodes]
+        assert sum(target.startswith("llm_comm") for target in targets) == 1, f"{case.name}: {targets}"
+        assert outputs or not case.writes
+
+
+# ---- What is written -------------------------------------------------------------------------------------------------
+
+
+def read_only(like: torch.Tensor) -> torch.Tensor:
+    """A tensor in memory to which a store would end the process."""
+    with Path("/proc/self/exe").open("rb") as file:
+        pages = mmap.mmap(file.fileno(), like.nbytes, prot=mmap.PROT_READ)
+    with warnings.catch_warnings(action="ignore"):
+        return torch.frombuffer(pages, dtype=torch.uint8).view(like.dtype).view(like.shape)
+
+
+def refuse_what_must_not_be_written(walk: Walk) -> None:
+    for case in walk.cases:
+        for name in case.writes:
+            tensor = case.operands[name]
+            with torch.inference_mode():
+                of_inference = tensor.clone()
+                walk.call(case, **{name: of_inference})
+            walk.refuse("made in inference mode", case, **{name: of_inference})
+            walk.refuse("read-only memory", case, **{name: read_only(tensor)})
+            given = tensor.clone()
+            walk.call(case, **{name: given})
+            assert given._version == 1, f"{case.name}: torch does not know that {name} is written"
+
+
+def beside(first: torch.Tensor, second: torch.Tensor, gap_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies in one buffer, the second so many bytes behind the end of the first; of less than 0 they overlap."""
+    begin = first.nbytes + gap_bytes
+    buffer = torch.zeros(begin + second.nbytes + 16, dtype=torch.uint8)
+    placed = []
+    for tensor, offset in ((first, 0), (second, begin)):
+        inside = buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        inside.copy_(tensor)
+        placed.append(inside)
+    return placed[0], placed[1]
+
+
+def refuse_overlaps(walk: Walk) -> None:
+    """Each pair in both orders, an element into each other, and side by side; what begins where another does."""
+    for whole in walk.cases:
+        for written, other in itertools.product(whole.writes, whole.operands):
+            if written == other:
+                continue
+            # Nothing else is written: each operand is compared for itself.
+            left = {name: one for name, one in whole.operands.items() if name not in whole.writes or name == other}
+            case = whole._replace(operands={**left, written: whole.operands[written]})
+            for pair in ((written, other), (other, written)):
+                first, second = (case.operands[name] for name in pair)
+                is_aligned = pair[1] in LAYER_WEIGHTS
+                # What lies behind has to be aligned to its elements.
+                step = ALIGNMENT if is_aligned else max(first.element_size(), second.element_size())
+                apart = -first.nbytes % ALIGNMENT if is_aligned else 0
+                walk.call(case, **dict(zip(pair, beside(first, second, apart), strict=True)))
+                into = dict(zip(pair, beside(first, second, -min(step, first.nbytes)), strict=True))
+                walk.refuse("overlaps", case, **into)
+            larger = max(case.operands[written], case.operands[other], key=lambda tensor: tensor.nbytes)
+            memory = larger.clone().view(torch.uint8).flatten()
+            # Views of the memory: what is compared are not the objects.
+            views = {
+                name: memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                for name, tensor in case.operands.items()
+                if name in (written, other)
+            }
+            if (written, other) in case.same:
+                walk.call(case, **views)
+            elif case.name not in ("all_gather", "reduce_scatter"):  # in place: test_parts_inputs.py
+                walk.refuse("overlaps", case, **views)
+
+
+CHECKS = (refuse_what_is_lost, open_wrappers, watch, refuse_what_must_not_be_written, refuse_overlaps)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("check", CHECKS)
+def test_operands(ranks: RankPool, cache: str, check: Callable[[Walk], None]) -> None:
+    ranks.run(2, walk, check, cache)
+
+
+# ---- Whatever there is -----------------------------------------------------------------------------------------------
+
+#: Methods that take tensors and hand none to the core: they say what would be served.
+ANSWERS = ("accepts", "plan")
+#: Take tensors by name, or memory of the communicator's own: test_channels.py.
+OTHERS = {"channels"}
+#: Whoever asks for the address of a tensor hands its memory on, past torch: each has the guard or is behind it.
+KNOW_ADDRESSES = {
+    "arrays.py",  # compares it with an interface's
+    "bench/linear_arms.py",
+    "emulated.py",  # in a text
+    "integrations/linear.py",  # alignment of a weight
+    "nodes/*.py",  # run behind the operations of nodes
+    "runtime/channels.py",
+    "runtime/self_test.py",
+    "runtime/symmetric_heap.py",
+    "operations/*.py",
+    "dsl/compiled.py",
+}
+
+
+def test_every_callable_is_walked() -> None:
+    walked = {case.name for case in cases(2)}
+    for name, method in inspect.getmembers(Communicator, inspect.isfunction):
+        takes = [str(parameter.annotation) for parameter in inspect.signature(method).parameters.values()]
+        if name.startswith("_") or not any("Tensor" in annotation or annotation == "Any" for annotation in takes):
+            continue
+        assert name in walked | OTHERS or name.startswith(ANSWERS), f"Communicator.{name} takes tensors: add a Case"
+    for case, name in each(cases(2)):
+        method = {"dsl": dsl.Compiled.__call__, "run": None}.get(case.name, getattr(Communicator, case.name, None))
+        if method is not None:
+            assert name in inspect.signature(method).parameters, f"{case.name} has no operand {name}"
+
+
+def test_no_tensor_reaches_the_core_past_the_guard() -> None:
+    package = Path(llm_comm.__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        asks = ".data_ptr" in path.read_text(encoding="utf-8")
+        known = any(path.relative_to(package).match(pattern) for pattern in KNOW_ADDRESSES)
+        assert known or not asks, f"{path.relative_to(package)} asks for data_ptr(): does it pass the guard?"
+
+
+def check_operators() -> None:
+    """Called directly: the operators themselves tell of a derivative that would be lost."""
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("llm_comm::")]
+    assert len(names) >= 13
+    for name in names:
+        operator = getattr(torch.ops.llm_comm, name.partition("::")[2]).default
+        tensors = [one.name for one in operator._schema.arguments if "Tensor" in str(one.type) and one.name != "after"]
+        for operand, has_tangent in itertools.product(tensors, (False, True)):
+            tensor = torch.ones(4)
+            values: dict[str, Any] = {"eps": EPS, "dim": 0, "rank": 0, "world_size": 2, "quantize": "group"}
+            given = [
+                tensor
+                if one.name in tensors
+                else values.get(one.name, "llm_comm.none" if one.name != "sizes" else None)
+                for one in operator._schema.arguments
+                if one.name not in ("after", "out_dtype")
+            ]
+            place = [one.name for one in operator._schema.arguments].index(operand)
+            with forward_ad.dual_level():
+                lost = (
+                    forward_ad.make_dual(tensor, tensor.clone()) if has_tangent else torch.ones(4, requires_grad=True)
+                )
+                given[place] = lost
+                if "out_dtype" in [one.name for one in operator._schema.arguments]:
+                    given.insert(4, None)
+                with pytest.raises(UnsupportedInputError, match="tangent" if has_tangent else "requires grad"):
+                    operator(*given)
+
+
+def test_operators_called_directly() -> None:
+    check_operators()
