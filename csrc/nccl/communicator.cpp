@@ -175,12 +175,13 @@ void Communicator::set_up_core(DescriptorExchange& exchange, const std::vector<s
     core.check_calls |= kCallsAreSynchronous;  // emulated devices always compare calls
     core_ = make_core(core, device_);
   });
-  const std::vector<pid_t> processes = map_workspaces(*core_, bootstrap_, exchange, names, options_.timeout_s);
+  std::vector<Descriptor> processes = map_workspaces(*core_, bootstrap_, exchange, names, options_.timeout_s);
   Limits limits = limits_of_devices;
   limits.slot_bytes = layout.slot_bytes();
   limits.staging_bytes = layout.staging_bytes();
   selection_.emplace(std::move(table), static_cast<uint32_t>(world()), limits, !uses_real_library_);
-  watch_ = std::make_unique<PeerWatch>(processes, [core = core_.get()](int peer) { core->peer_exited(peer); });
+  watch_ =
+      std::make_unique<PeerWatch>(std::move(processes), [core = core_.get()](int peer) { core->peer_exited(peer); });
 }
 
 std::shared_ptr<Communicator::Prepared> Communicator::prepared(const Message& message) {
