@@ -232,7 +232,9 @@ void Communicator::run(const Message& message, const void* send, void* recv, uin
     end(std::string(name_of(message.operation)) + " could not be launched: " + error.what());
   }
   const ncclResult_t result = async_error(text);
-  throw Failure(result == ncclSuccess ? ncclRemoteError : result, text);
+  if (result != ncclSuccess) throw Failure(result, text);
+  throw Failure(ncclRemoteError,
+                std::string(name_of(message.operation)) + " was ended: the communicator was aborted or revoked");
 }
 
 ncclResult_t Communicator::async_error(std::string& text) {
@@ -256,8 +258,13 @@ void Communicator::end(const std::string& why) {
   core_->abort();
 }
 
-void Communicator::abort() {
+void Communicator::revoke() {
   if (core_ != nullptr) core_->abort();
+}
+
+void Communicator::abort() {
+  revoke();
+  bootstrap_.interrupt();
 }
 
 }  // namespace llm_comm::nccl
