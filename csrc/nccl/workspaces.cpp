@@ -59,7 +59,11 @@ std::vector<Descriptor> map_workspaces(host::Core& core, Bootstrap& bootstrap, D
   }
   if (!objection.empty()) {
     inform(objection + ": trying cudaIpc");
-    map_by_ipc(core, bootstrap);
+    try {
+      map_by_ipc(core, bootstrap);
+    } catch (const Failure& failure) {
+      throw Failure(failure.result(), objection + "; by cudaIpc: " + failure.what());
+    }
   }
   bootstrap.attempt("peer-to-peer write", [&] { core.send_marks(); });
   bootstrap.attempt("peer-to-peer test", [&] {
