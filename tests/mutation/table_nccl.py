@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from mutant import cpp
+from mutant import cpp, cpp_edits
 
 NCCL = "csrc/nccl"
 TESTS = "tests/emulated/test_nccl_library.py"
 FORWARDING = f"{TESTS} -k goes_to_the_library_behind"
+UNLOCKED = ("std::unique_lock(set_up_mutex_)", "std::unique_lock(set_up_mutex_, std::defer_lock)")
 
 IN_PLACE_OF_NCCL = (
     # ---- Who does a call ----
@@ -61,18 +62,16 @@ IN_PLACE_OF_NCCL = (
         "while (result == ncclInProgress && !WITHOUT)",
         FORWARDING,
     ),
-    cpp(
+    # With the lock, threads of a group happen to split in their order.
+    cpp_edits(
         "splits of one communicator in a group run at once",
-        f"{NCCL}/group.cpp",
-        "one.communicator == nullptr",
-        "true",
+        [(f"{NCCL}/group.cpp", "one.communicator == nullptr", "true"), (f"{NCCL}/communicator.h", *UNLOCKED)],
         f"{TESTS} -k split_in_groups",
     ),
     cpp(
         "two threads split one communicator at once",
         f"{NCCL}/communicator.h",
-        "std::unique_lock(set_up_mutex_)",
-        "std::unique_lock(set_up_mutex_, std::defer_lock)",
+        *UNLOCKED,
         f"{TESTS} -k split_in_groups",
     ),
     # ---- Set-up that is disturbed ----

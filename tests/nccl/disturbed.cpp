@@ -25,7 +25,8 @@ using llm_comm::nccl::Hello;
 using nccl_test::Rank;
 using nccl_test::Ranks;
 
-// More than are kept of those that say nothing.
+// Of connections that say nothing, those that a hub keeps; and more than it, or a rank, keeps.
+constexpr int kMostStrangers = 256;
 constexpr int kFlood = 300;
 
 using Step = std::function<void(int socket)>;
@@ -34,7 +35,10 @@ thread_local Step before_hello;
 thread_local Step before_descriptor;
 thread_local Step before_answer;  // to a descriptor
 std::atomic<int> hellos = 0;
+std::atomic<int> accepted = 0;
 std::atomic<bool> is_gate_closed = false;  // accept4() waits
+std::atomic<int> waiting_at_gate = 0;
+std::atomic<bool> may_say_hello = false;
 
 struct Address {
   sockaddr_storage address{};
@@ -63,8 +67,8 @@ void wait_until_cut_off(int socket) {
 // Connections that say nothing.
 class Strangers {
  public:
-  explicit Strangers(const Address& to) {
-    for (int i = 0; i < kFlood; ++i) {
+  Strangers(const Address& to, int count) {
+    for (int i = 0; i < count; ++i) {
       sockets_.push_back(socket(to.address.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
       EXPECT(connect(sockets_.back(), reinterpret_cast<const sockaddr*>(&to.address), to.length) == 0);
     }
@@ -80,7 +84,7 @@ class Strangers {
 };
 
 void come_after_a_flood(int socket) {
-  const Strangers flood(peer_of(socket));
+  const Strangers flood(peer_of(socket), kFlood);
   wait_until_cut_off(socket);
 }
 
@@ -105,25 +109,31 @@ void pause_before_descriptor(Rank& self) {
   make_and_add_up(self, id);
 }
 
-// A rank that has said hello is known, however many come before the hub looks: no rank says hello twice.
+// The hub takes one connection too many while the hello of the oldest one has come, but is not read. No rank says hello twice.
 void flood_after_hello(Rank& self) {
   const ncclUniqueId id = self.next_id();
+  hellos = accepted = 0;
+  self.barrier();
   std::thread flood;
-  if (self.rank() == 0) {
-    is_gate_closed = true;
-    hellos = 0;
+  if (self.rank() == 1) {
     before_hello = [&](int socket) {
+      wait_until([] { return hellos == 1 && accepted == 2; });
       flood = std::thread([&self, hub = peer_of(socket)] {
+        const Strangers most(hub, kMostStrangers - 1);
+        wait_until([] { return accepted == 2 + kMostStrangers - 1; });
+        is_gate_closed = true;
+        const Strangers last(hub, 1);
+        wait_until([] { return waiting_at_gate == 1; });
+        may_say_hello = true;
         wait_until([&] { return hellos == self.world(); });
-        const Strangers strangers(hub);
         is_gate_closed = false;
         self.barrier();
       });
+      wait_until([] { return may_say_hello.load(); });
     };
   }
-  self.barrier();
   make_and_add_up(self, id);
-  if (self.rank() == 0) {
+  if (self.rank() == 1) {
     if (flood.joinable()) flood.join();
     EXPECT(hellos == self.world());
   } else {
@@ -169,8 +179,14 @@ extern "C" ssize_t sendmsg(int socket, const msghdr* message, int flags) {
 
 extern "C" int accept4(int socket, sockaddr* address, socklen_t* length, int flags) {
   static const auto real = reinterpret_cast<decltype(&accept4)>(dlsym(RTLD_NEXT, "accept4"));
-  wait_until([] { return !is_gate_closed; });
-  return real(socket, address, length, flags);
+  if (is_gate_closed) {
+    ++waiting_at_gate;
+    wait_until([] { return !is_gate_closed; });
+    --waiting_at_gate;
+  }
+  const int one = real(socket, address, length, flags);
+  if (one >= 0) ++accepted;
+  return one;
 }
 
 int main(int argc, char** argv) {
