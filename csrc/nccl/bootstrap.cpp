@@ -3,45 +3,96 @@
 #include <netinet/tcp.h>
 #include <poll.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <stdexcept>
+#include <thread>
 
 #include "nccl/failure.h"
 #include "nccl/interface.h"
 
 namespace llm_comm::nccl {
 
+namespace {
+
+// Between two hellos to a hub that does not answer.
+constexpr std::chrono::milliseconds kFirstPause(1);
+constexpr std::chrono::milliseconds kLongestPause(1000);
+
+}  // namespace
+
 Bootstrap::Bootstrap(const MeetingPlace& place, int rank, int world, double limit_s)
     : rank_(rank), world_(world), limit_s_(limit_s), secret_(place.secret) {
   const Deadline deadline(limit_s);
   const std::string where = "meeting of the ranks at " + describe(place.address);
-  socket_ = Descriptor(socket(place.address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!socket_) fail_with_errno("socket");
-  if (connect(socket_.fd(), reinterpret_cast<const sockaddr*>(&place.address), length_of(place.address)) != 0) {
-    if (errno != EINPROGRESS) fail_with_errno(where);
-    wait_until_ready(socket_.fd(), POLLOUT, deadline, where.c_str());
-    int error = 0;
-    socklen_t length = sizeof(error);
-    getsockopt(socket_.fd(), SOL_SOCKET, SO_ERROR, &error, &length);
-    if (error != 0) throw Failure(ncclSystemError, where + ": " + std::strerror(error));
+  std::string objection;
+  for (auto pause = kFirstPause; !say_hello(place, where, deadline, objection);
+       pause = std::min(2 * pause, kLongestPause)) {
+    if (deadline.is_over()) throw Failure(ncclRemoteError, where + ": no answer in time, at last: " + objection);
+    std::this_thread::sleep_for(pause);
   }
-  const int on = 1;
-  setsockopt(socket_.fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
-  const Hello hello{Hello::kMagic, place.secret, static_cast<uint32_t>(rank), static_cast<uint32_t>(world)};
-  send_all(socket_.fd(), &hello, sizeof(hello), deadline, where.c_str());
   Welcome welcome;
   receive_all(socket_.fd(), &welcome, sizeof(welcome), deadline, where.c_str());
   if (welcome.has_real_id != 0) real_id_ = welcome.real_id;
 }
 
+bool Bootstrap::say_hello(const MeetingPlace& place, const std::string& where, const Deadline& deadline,
+                          std::string& objection) {
+  socket_ = Descriptor(::socket(place.address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!socket_) fail_with_errno("socket");
+  int error = 0;
+  if (connect(socket_.fd(), reinterpret_cast<const sockaddr*>(&place.address), length_of(place.address)) != 0) {
+    error = errno;
+    if (error == EINPROGRESS) {
+      wait_until_ready(socket_.fd(), POLLOUT, deadline, where.c_str());
+      socklen_t length = sizeof(error);
+      getsockopt(socket_.fd(), SOL_SOCKET, SO_ERROR, &error, &length);
+    }
+  }
+  if (error != 0) {
+    objection = std::strerror(error);
+    // A flood fills the queue of the hub, and from this host takes the ports.
+    if (error == ETIMEDOUT || error == ECONNRESET || error == EAGAIN || error == EADDRNOTAVAIL) return false;
+    throw Failure(ncclSystemError, where + ": " + objection);
+  }
+  const int on = 1;
+  setsockopt(socket_.fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+  const Hello hello{Hello::kMagic, place.secret, static_cast<uint32_t>(rank_), static_cast<uint32_t>(world_)};
+  Answer answer{};
+  try {
+    send_all(socket_.fd(), &hello, sizeof(hello), deadline, where.c_str());
+    receive_all(socket_.fd(), &answer, sizeof(answer), deadline, where.c_str());
+  } catch (const Failure& failure) {
+    if (failure.result() != ncclRemoteError || deadline.is_over()) throw;
+    objection = "the connection was cut";
+    return false;
+  }
+  if (answer == Answer::kKnown) return true;
+  if (answer == Answer::kNoPlaceFor) {
+    throw Failure(ncclInvalidUsage, where + ": rank " + std::to_string(rank_) + " of " + std::to_string(world_) +
+                                        " has come before, or other ranks say another number of ranks");
+  }
+  throw Failure(ncclRemoteError,
+                where + ": the ncclUniqueId is damaged, or was made by another communicator or version of llm_comm");
+}
+
 std::vector<std::string> Bootstrap::exchange(std::string_view message) {
-  constexpr const char* kWhat = "exchange between the ranks of a communicator";
   if (message.size() > kMaxMessageBytes) {
     throw std::invalid_argument("a message of " + std::to_string(message.size()) + " bytes; at most " +
                                 std::to_string(kMaxMessageBytes));
   }
-  const Deadline deadline(limit_s_);
+  try {
+    return exchange_until(Deadline(limit_s_), message);
+  } catch (const Failure&) {
+    interrupt();
+    throw;
+  }
+}
+
+std::vector<std::string> Bootstrap::exchange_until(const Deadline& deadline, std::string_view message) {
+  constexpr const char* kWhat = "exchange between the ranks of a communicator";
   const auto bytes = static_cast<uint32_t>(message.size());
   std::string framed(reinterpret_cast<const char*>(&bytes), sizeof(bytes));
   framed.append(message);
@@ -56,6 +107,8 @@ std::vector<std::string> Bootstrap::exchange(std::string_view message) {
   }
   return all;
 }
+
+void Bootstrap::interrupt() noexcept { shutdown(socket_.fd(), SHUT_RDWR); }
 
 void Bootstrap::agree(const char* what, std::string objection) {
   constexpr size_t kMost = 1024;

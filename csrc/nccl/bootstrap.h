@@ -13,7 +13,8 @@ namespace llm_comm::nccl {
 
 class Bootstrap {
  public:
-  // Returns when all ranks have come. Throws Failure where they do not within the limit.
+  // Returns when all ranks have come. Throws Failure where they do not within the limit. A hub that is flooded by others may drop a
+  // rank that it does not know yet: the rank says hello again until the hub knows it.
   Bootstrap(const MeetingPlace& place, int rank, int world, double limit_s);
 
   int rank() const { return rank_; }
@@ -23,8 +24,14 @@ class Bootstrap {
   const std::optional<ncclUniqueId>& real_id() const { return real_id_; }
 
   // The messages of all ranks, by rank. Collective. Throws Failure where a rank is lost or does not come within the limit, and
-  // std::invalid_argument for a message above kMaxMessageBytes.
+  // std::invalid_argument for a message above kMaxMessageBytes. After a Failure all further exchanges fail at once: a late answer would
+  // be taken for that of the next one.
   std::vector<std::string> exchange(std::string_view message);
+
+  // Makes an exchange that waits, and all later ones, fail. From any thread.
+  void interrupt() noexcept;
+  // Becomes readable, outside of exchanges, when a rank has left or is lost.
+  int socket() const { return socket_.fd(); }
 
   // Runs a step that may fail on one rank: then it has failed on all, which throw Failure with what the first of them said.
   template <class Step>
@@ -40,6 +47,9 @@ class Bootstrap {
   }
 
  private:
+  // Whether the hub knows this rank; where it has not answered, `objection` says why.
+  bool say_hello(const MeetingPlace& place, const std::string& where, const Deadline& deadline, std::string& objection);
+  std::vector<std::string> exchange_until(const Deadline& deadline, std::string_view message);
   void agree(const char* what, std::string objection);
 
   int rank_;

@@ -175,12 +175,13 @@ void Communicator::set_up_core(DescriptorExchange& exchange, const std::vector<s
     core.check_calls |= kCallsAreSynchronous;  // emulated devices always compare calls
     core_ = make_core(core, device_);
   });
-  const std::vector<pid_t> processes = map_workspaces(*core_, bootstrap_, exchange, names, options_.timeout_s);
+  std::vector<Descriptor> processes = map_workspaces(*core_, bootstrap_, exchange, names, options_.timeout_s);
   Limits limits = limits_of_devices;
   limits.slot_bytes = layout.slot_bytes();
   limits.staging_bytes = layout.staging_bytes();
   selection_.emplace(std::move(table), static_cast<uint32_t>(world()), limits, !uses_real_library_);
-  watch_ = std::make_unique<PeerWatch>(processes, [core = core_.get()](int peer) { core->peer_exited(peer); });
+  watch_ =
+      std::make_unique<PeerWatch>(std::move(processes), [core = core_.get()](int peer) { core->peer_exited(peer); });
 }
 
 std::shared_ptr<Communicator::Prepared> Communicator::prepared(const Message& message) {
@@ -231,7 +232,9 @@ void Communicator::run(const Message& message, const void* send, void* recv, uin
     end(std::string(name_of(message.operation)) + " could not be launched: " + error.what());
   }
   const ncclResult_t result = async_error(text);
-  throw Failure(result == ncclSuccess ? ncclRemoteError : result, text);
+  if (result != ncclSuccess) throw Failure(result, text);
+  throw Failure(ncclRemoteError,
+                std::string(name_of(message.operation)) + " was ended: the communicator was aborted or revoked");
 }
 
 ncclResult_t Communicator::async_error(std::string& text) {
@@ -255,8 +258,13 @@ void Communicator::end(const std::string& why) {
   core_->abort();
 }
 
-void Communicator::abort() {
+void Communicator::revoke() {
   if (core_ != nullptr) core_->abort();
+}
+
+void Communicator::abort() {
+  revoke();
+  bootstrap_.interrupt();
 }
 
 }  // namespace llm_comm::nccl

@@ -23,6 +23,9 @@ class Communicator {
   // Collective; returns or fails on all ranks alike. `device`: the current one. Throws Failure.
   static std::shared_ptr<Communicator> connect(const MeetingPlace& place, int rank, int world, int device,
                                                const Options& options);
+  // Holds until the lock is released that no other thread sets up communicators over this one's ranks: the ranks would mix up the
+  // messages of two of them.
+  std::unique_lock<std::mutex> lock_set_up() { return std::unique_lock(set_up_mutex_); }
   // That of the ranks that give the same color, in the order of their keys; nothing where `color` is negative. Collective over
   // this one. Throws Failure: on all ranks of the new one alike, or on all of this one.
   std::shared_ptr<Communicator> split(int color, int key);
@@ -47,6 +50,8 @@ class Communicator {
   // What ncclCommGetAsyncError() says of it, and why. From any thread.
   ncclResult_t async_error(std::string& text);
   // Ends all that runs and will be launched. From any thread.
+  void revoke();
+  // Ends a set-up over this one's ranks that waits for them, too. From any thread.
   void abort();
 
  private:
@@ -72,6 +77,7 @@ class Communicator {
   std::string why_not_served_;
   std::unique_ptr<host::Core> core_;  // where it serves anything
   std::optional<Selection> selection_;
+  std::mutex set_up_mutex_;
   std::mutex mutex_;  // of the two that follow
   std::unordered_map<Message, std::shared_ptr<Prepared>, MessageHash> prepared_;
   std::string ended_for_;

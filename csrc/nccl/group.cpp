@@ -19,7 +19,7 @@ struct Group {
   int depth = 0;
   bool is_in_real_group = false;
   ncclResult_t result = ncclSuccess;
-  std::vector<std::pair<Job, int>> jobs;
+  std::vector<QueuedJob> jobs;
   std::vector<QueuedCall> calls;
 };
 
@@ -42,60 +42,63 @@ Outcome outcome_of(Step step) {
   }
 }
 
-ncclResult_t run_on(const Job& job, int device) {
-  const CurrentDevice current(device);
-  return job();
+ncclResult_t run(const QueuedJob& one) {
+  const CurrentDevice current(one.device);
+  return one.job();
 }
 
-// All at once, each in a thread of its own. Throws the first failure; returns ncclInProgress where a step did.
-template <class Step>
-ncclResult_t run_together(const std::vector<Step>& steps) {
-  std::vector<Outcome> outcomes(steps.size());
-  std::vector<std::thread> threads;
-  for (size_t i = 0; i < steps.size(); ++i) {
-    threads.emplace_back([&, i] { outcomes[i] = outcome_of(steps[i]); });
-  }
-  for (std::thread& thread : threads) thread.join();
-  ncclResult_t result = ncclSuccess;
-  for (const Outcome& outcome : outcomes) {
-    if (outcome.result == ncclSuccess) continue;
-    if (outcome.result == ncclInProgress) {
-      result = ncclInProgress;
-      continue;
-    }
-    throw Failure(outcome.result, outcome.text);
-  }
-  return result;
+ncclResult_t run(const QueuedCall& call) {
+  call.communicator->run(call.message, call.send, call.recv, call.stream);
+  return ncclSuccess;
 }
 
-void run(const QueuedCall& call) { call.communicator->run(call.message, call.send, call.recv, call.stream); }
-
-// The calls of each communicator in their order.
-std::vector<std::vector<QueuedCall>> by_communicator(std::vector<QueuedCall> calls) {
-  std::vector<std::vector<QueuedCall>> lists;
-  for (QueuedCall& call : calls) {
-    auto list = lists.begin();
-    while (list != lists.end() && list->front().communicator != call.communicator) ++list;
+// What is queued for each communicator, in its order. What is queued for none is a list of its own.
+template <class Queued>
+std::vector<std::vector<Queued>> by_communicator(std::vector<Queued> queued) {
+  std::vector<std::vector<Queued>> lists;
+  for (Queued& one : queued) {
+    auto list = one.communicator == nullptr ? lists.end() : lists.begin();
+    while (list != lists.end() && list->front().communicator != one.communicator) ++list;
     if (list == lists.end()) {
       lists.emplace_back();
       list = lists.end() - 1;
     }
-    list->push_back(std::move(call));
+    list->push_back(std::move(one));
   }
   return lists;
+}
+
+// All lists at once, each in a thread of its own, to their ends: other ranks go on after a failure of this one. Throws the first
+// failure; returns ncclInProgress where a step did.
+template <class Queued>
+ncclResult_t run_together(const std::vector<std::vector<Queued>>& lists) {
+  std::vector<std::vector<Outcome>> outcomes_of_lists(lists.size());
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < lists.size(); ++i) {
+    const Outcome start = outcome_of([&] {
+      threads.emplace_back([&, i] {
+        for (const Queued& one : lists[i]) outcomes_of_lists[i].push_back(outcome_of([&] { return run(one); }));
+      });
+      return ncclSuccess;
+    });
+    if (start.result != ncclSuccess) outcomes_of_lists[i].push_back(start);
+  }
+  for (std::thread& thread : threads) thread.join();
+  ncclResult_t result = ncclSuccess;
+  for (const std::vector<Outcome>& outcomes : outcomes_of_lists) {
+    for (const Outcome& outcome : outcomes) {
+      if (outcome.result != ncclSuccess && outcome.result != ncclInProgress)
+        throw Failure(outcome.result, outcome.text);
+      if (outcome.result == ncclInProgress) result = ncclInProgress;
+    }
+  }
+  return result;
 }
 
 void run_calls(std::vector<QueuedCall> calls) {
   const auto lists = by_communicator(std::move(calls));
   if (kCallsAreSynchronous && lists.size() > 1) {
-    std::vector<std::function<ncclResult_t()>> steps;
-    for (const auto& list : lists) {
-      steps.emplace_back([&list] {
-        for (const QueuedCall& call : list) run(call);
-        return ncclSuccess;
-      });
-    }
-    run_together(steps);
+    run_together(lists);
     return;
   }
   // The first of all, then the second of all: a stream takes a limited number of launches before it makes the host wait, and those of
@@ -107,15 +110,6 @@ void run_calls(std::vector<QueuedCall> calls) {
       if (i < list.size()) run(list[i]);
     }
   }
-}
-
-// Not in the caller's thread, which may be in a group of the real library: what a job asks of that must have happened when it returns.
-ncclResult_t run_jobs(const std::vector<std::pair<Job, int>>& jobs) {
-  std::vector<std::function<ncclResult_t()>> steps;
-  for (const auto& [job, device] : jobs) {
-    steps.emplace_back([&job = job, device = device] { return run_on(job, device); });
-  }
-  return run_together(steps);
 }
 
 Group take_outermost(const char* name) {
@@ -139,7 +133,9 @@ ncclResult_t end_group() {
   // The real library's group ends in any case: else its calls of later groups would be in this one.
   Outcome own = outcome_of([&] {
     if (group.result != ncclSuccess) return group.result;
-    const ncclResult_t result = run_jobs(group.jobs);
+    // In threads even where there is one: this one may be in a group of the real library, and what a job asks of that library must have
+    // happened when the job returns.
+    const ncclResult_t result = run_together(by_communicator(std::move(group.jobs)));
     run_calls(std::move(group.calls));
     return result;
   });
@@ -161,9 +157,9 @@ ncclResult_t simulate_end_of_group(ncclSimInfo_t* info) {
   return call_real(&RealFunctions::GroupSimulateEnd, "GroupSimulateEnd", info);
 }
 
-ncclResult_t run_or_queue(Job job, int device) {
-  if (!is_in_group()) return run_on(job, device);
-  group_of_thread.jobs.emplace_back(std::move(job), device);
+ncclResult_t run_or_queue(QueuedJob job) {
+  if (!is_in_group()) return run(job);
+  group_of_thread.jobs.push_back(std::move(job));
   return ncclSuccess;
 }
 

@@ -12,6 +12,13 @@ namespace llm_comm::nccl {
 // Makes communicators, and may wait for other ranks. What it throws or returns is the group's result.
 using Job = std::function<ncclResult_t()>;
 
+struct QueuedJob {
+  Job job;
+  int device;  // current while it runs
+  // Over whose ranks it makes one, or none. The jobs of one communicator run in their order, as on all of its ranks.
+  std::shared_ptr<Communicator> communicator = nullptr;
+};
+
 struct QueuedCall {
   std::shared_ptr<Communicator> communicator;
   Message message;
@@ -27,8 +34,8 @@ ncclResult_t end_group();
 // Ends it and runs nothing.
 ncclResult_t simulate_end_of_group(ncclSimInfo_t* info);
 
-// Now, or at the end of the group. `device`: that is current while it runs.
-ncclResult_t run_or_queue(Job job, int device);
+// Now, or at the end of the group.
+ncclResult_t run_or_queue(QueuedJob job);
 ncclResult_t run_or_queue(QueuedCall call);
 // Before a call of the real library: in a group it has to be in one, too.
 void join_group_of_real_library();

@@ -26,6 +26,7 @@ namespace {
 // Whoever connects has to say who he is in that time; of those that have not, so many are kept.
 constexpr double kHelloLimitS = 10;
 constexpr size_t kMostStrangers = 256;
+constexpr int kAcceptedAtOnce = 128;
 constexpr size_t kReadAtOnce = 1 << 16;
 
 struct Guest {
@@ -88,29 +89,45 @@ class Hub {
   }
 
   void take_new_ones() {
-    for (;;) {
+    // evict_stranger() may find the last rank, which closes the server.
+    for (int i = 0; i < kAcceptedAtOnce && server_; ++i) {
       Descriptor socket(accept4(server_.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
       if (!socket) {
-        // Without a descriptor to spare the same connection would be announced for ever.
-        if (errno == EMFILE || errno == ENFILE) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+        const int error = errno;
+        if (error == EINTR || error == ECONNABORTED) continue;
+        if (has_no_room(error)) {
+          if (evict_stranger()) continue;
+          // The same connection is announced again at once.
+          std::this_thread::sleep_for(std::chrono::milliseconds(5));
+        }
         return;
       }
       const int on = 1;
       setsockopt(socket.fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
-      if (guests_.size() - count_known() >= kMostStrangers) {
-        // The one that has said nothing for longest makes room.
-        const auto oldest = std::find_if(guests_.begin(), guests_.end(), [](const auto& g) { return g->rank < 0; });
-        guests_.erase(oldest);
-      }
+      if (guests_.size() - count_known() >= kMostStrangers) evict_stranger();
       guests_.push_back(std::make_unique<Guest>());
       guests_.back()->socket = std::move(socket);
     }
   }
 
+  // Makes room: the stranger that has said nothing for longest is dropped. A rank whose hello has come by now is no stranger.
+  bool evict_stranger() {
+    for (auto guest = guests_.begin(); guest != guests_.end(); ++guest) {
+      if ((*guest)->rank < 0) serve(**guest);
+      if ((*guest)->rank >= 0) continue;
+      guests_.erase(guest);
+      return true;
+    }
+    return false;
+  }
+
   void serve(Guest& guest) {
     char buffer[4096];
-    while (!guest.is_gone && guest.in.size() < kReadAtOnce) {
-      const ssize_t got = recv(guest.socket.fd(), buffer, sizeof(buffer), MSG_DONTWAIT);
+    // Of a stranger no more is kept than a hello.
+    const size_t most = guest.rank < 0 ? sizeof(Hello) : kReadAtOnce;
+    while (!guest.is_gone && guest.in.size() < most) {
+      const size_t room = std::min(sizeof(buffer), most - guest.in.size());
+      const ssize_t got = recv(guest.socket.fd(), buffer, room, MSG_DONTWAIT);
       if (got > 0) {
         guest.in.append(buffer, static_cast<size_t>(got));
       } else if (got == 0 || (errno != EAGAIN && errno != EINTR)) {
@@ -132,12 +149,12 @@ class Hub {
     const bool is_known =
         hello.magic == Hello::kMagic && are_equal(hello.secret.data(), secret_.data(), secret_.size());
     if (!is_known || has_begun_) {
-      guest.is_gone = true;
+      refuse(guest, Answer::kUnknown);
       return;
     }
     if (world_ == 0) {
       if (hello.world == 0 || hello.world > kMaxRanks) {
-        guest.is_gone = true;
+        refuse(guest, Answer::kNoPlaceFor);
         return;
       }
       world_ = hello.world;
@@ -148,17 +165,24 @@ class Hub {
       warn("rank " + std::to_string(hello.rank) + " of " + std::to_string(hello.world) +
            " came to the meeting place of " + std::to_string(world_) +
            " ranks, where it does not fit, or has come before: the communicator cannot be made");
-      guest.is_gone = has_lost_one_ = true;
+      refuse(guest, Answer::kNoPlaceFor);
+      has_lost_one_ = true;
       return;
     }
     guest.rank = static_cast<int>(hello.rank);
     ranks_[hello.rank] = &guest;
+    guest.out.push_back(static_cast<char>(Answer::kKnown));
     if (std::find(ranks_.begin(), ranks_.end(), nullptr) != ranks_.end()) return;
     has_begun_ = true;
     for (Guest* const rank : ranks_) rank->out.append(reinterpret_cast<const char*>(&welcome_), sizeof(welcome_));
     // Nobody else is let in.
     server_ = Descriptor();
     for (const auto& stranger : guests_) stranger->is_gone |= stranger->rank < 0;
+  }
+
+  static void refuse(Guest& guest, Answer answer) {
+    guest.is_gone = true;
+    (void)!send(guest.socket.fd(), &answer, sizeof(answer), MSG_NOSIGNAL | MSG_DONTWAIT);
   }
 
   static uint32_t announced(const Guest& guest) {
@@ -200,8 +224,7 @@ class Hub {
     }
   }
 
-  // Of ranks that have left on purpose the others want nothing more. One that is lost while others are in a round is missed by them:
-  // they find their connections closed.
+  // Once a rank has left, no round can end: the connections of the others are closed as soon as they have their last answers.
   void drop_those_gone() {
     for (const auto& guest : guests_) {
       if (!guest->is_gone || guest->rank < 0) continue;
@@ -209,10 +232,7 @@ class Hub {
       if (!has_begun_) has_lost_one_ = true;
       has_left_ = true;
     }
-    std::erase_if(guests_, [](const auto& guest) { return guest->is_gone; });
-    if (has_left_) {
-      for (const auto& guest : guests_) has_lost_one_ |= guest->rank >= 0 && !guest->in.empty();
-    }
+    std::erase_if(guests_, [&](const auto& guest) { return guest->is_gone || (has_left_ && guest->out.empty()); });
   }
 
   Descriptor server_;

@@ -1,6 +1,6 @@
 // Where the ranks of a communicator meet: a thread of the process that made the ncclUniqueId. It knows ranks by the secret, and
-// then serves rounds: when each rank has sent a message, each gets those of all. Where a rank is lost it cuts off the others, so that
-// nobody waits for it.
+// then serves rounds: when each rank has sent a message, each gets those of all. Where a rank leaves or is lost it cuts off the others,
+// so that nobody waits for it.
 #pragma once
 
 #include <optional>

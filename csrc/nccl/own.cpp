@@ -118,7 +118,7 @@ ncclResult_t init(ncclComm_t* out, int world, const ncclUniqueId& id, int rank, 
     if (communicator->uses_real_library()) of_real = init_real(world, *communicator->real_id(), rank, config);
     return enter(out, of_real, std::move(communicator));
   };
-  return run_or_queue(std::move(job), device);
+  return run_or_queue({std::move(job), device});
 }
 
 using Forward = ncclResult_t (*)(const Message&, const void*, void*, ncclComm_t, cudaStream_t);
@@ -258,7 +258,7 @@ ncclResult_t CommAbort(ncclComm_t comm) {
 ncclResult_t CommRevoke(ncclComm_t comm, int flags) {
   const auto communicator = find(comm);
   const bool has_real = is_real(communicator);
-  if (communicator != nullptr) communicator->abort();
+  if (communicator != nullptr) communicator->revoke();
   if (!has_real) return ncclSuccess;
   join_group_of_real_library();
   return call_real(&RealFunctions::CommRevoke, "CommRevoke", comm, flags);
@@ -275,6 +275,7 @@ ncclResult_t CommSplit(ncclComm_t comm, int color, int key, ncclComm_t* newcomm,
   }
   Job job = [=, config = ConfigCopy(config)]() mutable {
     *newcomm = nullptr;
+    const auto lock = parent->lock_set_up();
     auto child = parent->split(color, key);
     ncclComm_t of_real = nullptr;
     if (has_real) {
@@ -284,7 +285,7 @@ ncclResult_t CommSplit(ncclComm_t comm, int color, int key, ncclComm_t* newcomm,
     }
     return child == nullptr ? ncclSuccess : enter(newcomm, of_real, std::move(child));
   };
-  return run_or_queue(std::move(job), parent->device());
+  return run_or_queue({std::move(job), parent->device(), parent});
 }
 
 ncclResult_t CommGetAsyncError(ncclComm_t comm, ncclResult_t* error) {

@@ -2,7 +2,6 @@
 
 #include <poll.h>
 #include <sys/eventfd.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cstdint>
@@ -11,25 +10,10 @@
 
 namespace llm_comm::nccl {
 
-namespace {
-
-Descriptor open_process(pid_t process) {
-#ifdef SYS_pidfd_open
-  return Descriptor(static_cast<int>(syscall(SYS_pidfd_open, process, 0)));
-#else
-  (void)process;
-  return Descriptor();
-#endif
-}
-
-}  // namespace
-
-PeerWatch::PeerWatch(const std::vector<pid_t>& processes, std::function<void(int rank)> has_exited)
+PeerWatch::PeerWatch(std::vector<Descriptor> processes, std::function<void(int rank)> has_exited)
     : has_exited_(std::move(has_exited)) {
   for (size_t rank = 0; rank < processes.size(); ++rank) {
-    if (processes[rank] <= 0 || processes[rank] == getpid()) continue;
-    Descriptor process = open_process(processes[rank]);
-    if (process) peers_.push_back({static_cast<int>(rank), std::move(process)});
+    if (processes[rank]) peers_.push_back({static_cast<int>(rank), std::move(processes[rank])});
   }
   if (peers_.empty()) return;
   stop_ = Descriptor(eventfd(0, EFD_CLOEXEC));

@@ -1,8 +1,6 @@
 // Looks out for processes of peers that exit.
 #pragma once
 
-#include <sys/types.h>
-
 #include <functional>
 #include <thread>
 #include <vector>
@@ -13,9 +11,9 @@ namespace llm_comm::nccl {
 
 class PeerWatch {
  public:
-  // `processes`: by rank; 0 and this process are not watched, and none is where the kernel has no pidfd. `has_exited` is called in
-  // the thread of the watch.
-  PeerWatch(const std::vector<pid_t>& processes, std::function<void(int rank)> has_exited);
+  // `processes`: pidfds by rank, or none, which is not watched. The ranks send each other theirs, because a number of a process means
+  // nothing in another PID namespace (of a container). `has_exited` is called in the thread of the watch.
+  PeerWatch(std::vector<Descriptor> processes, std::function<void(int rank)> has_exited);
   PeerWatch(const PeerWatch&) = delete;
   PeerWatch& operator=(const PeerWatch&) = delete;
   ~PeerWatch();

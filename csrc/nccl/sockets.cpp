@@ -28,6 +28,8 @@ void fail_with_errno(const std::string& what) {
   throw Failure(ncclSystemError, what + ": " + std::strerror(error));
 }
 
+bool has_no_room(int error) { return error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM; }
+
 void wait_until_ready(int fd, short events, const Deadline& deadline, const char* what) {
   for (;;) {
     pollfd poll_of{fd, events, 0};

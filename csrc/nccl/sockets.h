@@ -45,6 +45,9 @@ void receive_all(int fd, void* data, size_t bytes, const Deadline& deadline, con
 
 [[noreturn]] void fail_with_errno(const std::string& what);
 
+// Whether an errno says that descriptors or memory for another connection have run out.
+bool has_no_room(int error);
+
 // Of the kernel's generator.
 void fill_randomly(void* data, size_t bytes);
 // Takes as long whatever the bytes are.

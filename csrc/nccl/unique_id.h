@@ -25,14 +25,21 @@ std::optional<MeetingPlace> from_id(const ncclUniqueId& id);
 
 // The first bytes of a connection.
 struct Hello {
-  static constexpr uint64_t kMagic = 0x0001'4d4d'4f43'4c4c;  // "LLCOMM", version 1
+  static constexpr uint64_t kMagic = 0x0002'4d4d'4f43'4c4c;  // "LLCOMM", version 2
   uint64_t magic;
   Secret secret;
   uint32_t rank;
   uint32_t world;
 };
 
-// What the hub answers, once all ranks have come.
+// The hub's answer to a Hello, at once, of one byte. A rank that is cut off without an answer says hello again.
+enum class Answer : char {
+  kKnown = '+',       // the hub keeps this connection until the rank closes it
+  kUnknown = '?',     // another secret, or another version of this library
+  kNoPlaceFor = '-',  // another rank has come under this number, or with another number of ranks
+};
+
+// The hub's second answer, once all ranks have come.
 struct Welcome {
   uint64_t has_real_id;
   ncclUniqueId real_id;

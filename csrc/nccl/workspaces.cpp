@@ -1,7 +1,5 @@
 #include "nccl/workspaces.h"
 
-#include <unistd.h>
-
 #include "nccl/failure.h"
 #include "nccl/log.h"
 
@@ -9,12 +7,22 @@ namespace llm_comm::nccl {
 
 namespace {
 
-void map_by_descriptor(host::Core& core, Bootstrap& bootstrap, const DescriptorExchange::Result& peers) {
-  bootstrap.attempt("mapping of the workspaces of the peers", [&] {
-    for (int peer = 0; peer < bootstrap.world(); ++peer) {
-      if (peer != bootstrap.rank()) core.map_peer(peer, {peers.descriptors[static_cast<size_t>(peer)].fd(), ""});
-    }
-  });
+// Attempts a step. Returns why it has failed on a rank, the same on all; nothing where it has not. Throws Failure where a rank is lost.
+template <class Step>
+std::string objection_to(Bootstrap& bootstrap, const char* what, Step step) {
+  try {
+    bootstrap.attempt(what, step);
+  } catch (const Failure& failure) {
+    if (failure.result() != ncclSystemError) throw;
+    return failure.what();
+  }
+  return "";
+}
+
+void map_by_descriptor(host::Core& core, const Bootstrap& bootstrap, const std::vector<Descriptor>& workspaces) {
+  for (int peer = 0; peer < bootstrap.world(); ++peer) {
+    if (peer != bootstrap.rank()) core.map_peer(peer, {workspaces[static_cast<size_t>(peer)].fd(), ""});
+  }
 }
 
 // Where memory cannot be shared by descriptors. Not between threads of one process.
@@ -31,26 +39,37 @@ void map_by_ipc(host::Core& core, Bootstrap& bootstrap) {
 
 }  // namespace
 
-std::vector<pid_t> map_workspaces(host::Core& core, Bootstrap& bootstrap, DescriptorExchange& exchange,
-                                  const std::vector<std::string>& names, double limit_s) {
+std::vector<Descriptor> map_workspaces(host::Core& core, Bootstrap& bootstrap, DescriptorExchange& exchange,
+                                       const std::vector<std::string>& names, double limit_s) {
+  Descriptor own;
+  std::string objection = objection_to(bootstrap, "allocation of the workspace",
+                                       [&] { own = Descriptor(core.create_workspace(false).fd); });
+  // Also where workspaces go by cudaIpc: the ranks watch each other's processes.
   DescriptorExchange::Result peers;
-  try {
-    Descriptor own;
-    bootstrap.attempt("allocation of the workspace", [&] { own = Descriptor(core.create_workspace(false).fd); });
-    bootstrap.attempt("exchange of descriptors",
-                      [&] { peers = exchange.run(bootstrap.rank(), names, bootstrap.secret(), own.fd(), limit_s); });
-    map_by_descriptor(core, bootstrap, peers);
-  } catch (const Failure& error) {
-    if (error.result() != ncclSystemError) throw;  // a rank is lost
-    inform(std::string(error.what()) + ": trying cudaIpc");
-    map_by_ipc(core, bootstrap);
+  peers.processes.resize(names.size());
+  const int sent = objection.empty() ? own.fd() : -1;
+  // Half of the time limit: a rank that failed at once already waits in the vote, for as long as that.
+  const std::string not_exchanged = objection_to(bootstrap, "exchange of descriptors", [&] {
+    peers = exchange.run(bootstrap.rank(), names, bootstrap.secret(), sent, bootstrap.socket(), limit_s / 2);
+  });
+  if (objection.empty()) objection = not_exchanged;
+  if (objection.empty()) {
+    objection = objection_to(bootstrap, "mapping of the workspaces of the peers",
+                             [&] { map_by_descriptor(core, bootstrap, peers.workspaces); });
+  }
+  if (!objection.empty()) {
+    inform(objection + ": trying cudaIpc");
+    try {
+      map_by_ipc(core, bootstrap);
+    } catch (const Failure& failure) {
+      throw Failure(failure.result(), objection + "; by cudaIpc: " + failure.what());
+    }
   }
   bootstrap.attempt("peer-to-peer write", [&] { core.send_marks(); });
   bootstrap.attempt("peer-to-peer test", [&] {
     if (!core.peers_unseen().empty()) throw Failure(ncclSystemError, "stores of a peer did not arrive");
   });
-  peers.processes.resize(names.size());
-  return peers.processes;
+  return std::move(peers.processes);
 }
 
 }  // namespace llm_comm::nccl

@@ -1,8 +1,6 @@
 // The workspaces of a communicator's ranks: each allocates its own and maps those of the others.
 #pragma once
 
-#include <sys/types.h>
-
 #include <string>
 #include <vector>
 
@@ -12,9 +10,9 @@
 
 namespace llm_comm::nccl {
 
-// Collective. Ends with a store of every rank to every other one. Returns the processes of the ranks, as this one sees them. Throws
-// Failure on all ranks alike.
-std::vector<pid_t> map_workspaces(host::Core& core, Bootstrap& bootstrap, DescriptorExchange& exchange,
-                                  const std::vector<std::string>& names, double limit_s);
+// Collective. Ends with a store of every rank to every other one. Returns pidfds of the peers, by rank (`DescriptorExchange::Result`).
+// Throws Failure on all ranks alike.
+std::vector<Descriptor> map_workspaces(host::Core& core, Bootstrap& bootstrap, DescriptorExchange& exchange,
+                                       const std::vector<std::string>& names, double limit_s);
 
 }  // namespace llm_comm::nccl

@@ -73,7 +73,7 @@ def link_flags() -> list[str]:
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("nccl")
-    for name in ("collectives", "lifecycle", "forwarding"):
+    for name in ("collectives", "lifecycle", "forwarding", "disturbed"):
         compiled(directory, name, f"{name}.cpp", "ranks.cpp")
     compiled_stand_in(directory, "libstand_in.so")
     return directory
@@ -109,6 +109,20 @@ def test_collectives_by_a_table(programs: Path, world: int, tmp_path: Path) -> N
 @pytest.mark.parametrize(("scenario", "kind"), BY_KIND)
 def test_lifecycle(programs: Path, scenario: str, kind: str, world: int) -> None:
     run(programs / "lifecycle", scenario, kind, world, LLM_COMM_NCCL_DEBUG="NONE")
+
+
+def test_a_rank_of_another_container_dies(programs: Path) -> None:
+    """Numbers of processes mean nothing there: each rank has a PID namespace of its own."""
+    if subprocess.run(["unshare", "--pid", "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("PID namespaces are not permitted")
+    run(programs / "lifecycle", "killed", "containers", 2, LLM_COMM_NCCL_DEBUG="NONE")
+
+
+@pytest.mark.parametrize(
+    "scenario", ["pause_before_hello", "pause_before_descriptor", "flood_after_hello", "death_before_descriptor"]
+)
+def test_set_up_is_disturbed(programs: Path, scenario: str) -> None:
+    run(programs / "disturbed", scenario, LLM_COMM_NCCL_DEBUG="NONE")
 
 
 def test_all_scenarios_are_run(programs: Path) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from mutant import cpp
+from mutant import cpp, cpp_edits
 
 NCCL = "csrc/nccl"
 TESTS = "tests/emulated/test_nccl_library.py"
 FORWARDING = f"{TESTS} -k goes_to_the_library_behind"
+UNLOCKED = ("std::unique_lock(set_up_mutex_)", "std::unique_lock(set_up_mutex_, std::defer_lock)")
 
 IN_PLACE_OF_NCCL = (
     # ---- Who does a call ----
@@ -60,6 +61,61 @@ IN_PLACE_OF_NCCL = (
         "while (result == ncclInProgress)",
         "while (result == ncclInProgress && !WITHOUT)",
         FORWARDING,
+    ),
+    # With the lock, threads of a group happen to split in their order.
+    cpp_edits(
+        "splits of one communicator in a group run at once",
+        [(f"{NCCL}/group.cpp", "one.communicator == nullptr", "true"), (f"{NCCL}/communicator.h", *UNLOCKED)],
+        f"{TESTS} -k split_in_groups",
+    ),
+    cpp(
+        "two threads split one communicator at once",
+        f"{NCCL}/communicator.h",
+        *UNLOCKED,
+        f"{TESTS} -k split_in_groups",
+    ),
+    # ---- Set-up that is disturbed ----
+    cpp(
+        "a rank that was cut off before it was known gives up",
+        f"{NCCL}/bootstrap.cpp",
+        "failure.result() != ncclRemoteError || deadline.is_over()",
+        "true",
+        f"{TESTS} -k pause_before_hello",
+    ),
+    cpp(
+        "the meeting place drops a rank whose hello it has not read",
+        f"{NCCL}/hub.cpp",
+        "if ((*guest)->rank < 0) serve(**guest);",
+        "if ((*guest)->rank < 0 && !WITHOUT) serve(**guest);",
+        f"{TESTS} -k flood_after_hello",
+    ),
+    cpp(
+        "a descriptor is not sent again",
+        f"{NCCL}/descriptors.cpp",
+        "errno == EPIPE || errno == ECONNRESET",
+        "false",
+        f"{TESTS} -k pause_before_descriptor",
+    ),
+    cpp(
+        "a rank that is lost in the exchange of descriptors is waited for",
+        f"{NCCL}/descriptors.cpp",
+        "polls[0].revents != 0",
+        "false",
+        f"{TESTS} -k death_before_descriptor",
+    ),
+    cpp(
+        "ranks do not send each other their processes",
+        f"{NCCL}/descriptors.cpp",
+        "process_ = open_own_process();",
+        "if (!WITHOUT) process_ = open_own_process();",
+        f"{TESTS} -k another_container",
+    ),
+    cpp(
+        "a split goes on waiting when its communicator is aborted",
+        f"{NCCL}/communicator.cpp",
+        "bootstrap_.interrupt();",
+        "if (!WITHOUT) bootstrap_.interrupt();",
+        f"{TESTS} -k abort",
     ),
     # ---- Communicators ----
     cpp(

@@ -1,6 +1,7 @@
 #include "ranks.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -13,8 +14,23 @@
 namespace nccl_test {
 
 namespace {
+
 std::atomic<int> failures_of_process = 0;
+
+// The first child of a process that has asked for a namespace is in it; this process only waits for that one.
+void enter_pid_namespace() {
+  if (unshare(CLONE_NEWPID) != 0) {
+    std::perror("unshare");
+    _exit(1);
+  }
+  const pid_t process = fork();
+  if (process == 0) return;
+  int status = 0;
+  waitpid(process, &status, 0);
+  _exit(status == 0 ? 0 : 1);
 }
+
+}  // namespace
 
 struct Shared {
   std::atomic<int> failures;
@@ -82,6 +98,7 @@ int run_ranks(Ranks kind, int world, const std::function<void(Rank&)>& body, int
     for (int rank = 0; rank < world; ++rank) {
       const pid_t process = fork();
       if (process == 0) {
+        if (kind == Ranks::kContainers) enter_pid_namespace();
         Rank self(*shared, rank, world);
         body(self);
         std::exit(failures_of_process == before ? 0 : 1);

@@ -1,4 +1,4 @@
-// Ranks of a communicator as threads of this process or as processes, for tests of the NCCL library.
+// Ranks of a communicator as threads of this process, as processes, or as processes in PID namespaces of their own, for tests of the NCCL library.
 #pragma once
 
 #include <cstdio>
@@ -9,7 +9,7 @@
 
 namespace nccl_test {
 
-enum class Ranks { kThreads, kProcesses };
+enum class Ranks { kThreads, kProcesses, kContainers };
 
 // What the ranks of a test have in common, in memory that processes share too.
 struct Shared;

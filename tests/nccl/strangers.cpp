@@ -97,6 +97,31 @@ void ranks_meet(uint32_t seed) {
   for (std::thread& thread : threads) thread.join();
 }
 
+// The answer to an exchange that has failed is not taken for that of the next one.
+void rank_is_late() {
+  constexpr double kLimitS = 2;
+  const MeetingPlace place = open_hub(std::nullopt, 20);
+  std::atomic<bool> may_answer = false;
+  std::thread late([&] {
+    Bootstrap bootstrap(place, 1, 2, 20);
+    while (!may_answer) usleep(1000);
+    try {
+      bootstrap.exchange("late");
+    } catch (const Failure&) {
+    }
+  });
+  Bootstrap bootstrap(place, 0, 2, kLimitS);
+  for (const char* const message : {"in time", "too soon"}) {
+    try {
+      bootstrap.exchange(message);
+      expect(false, "an exchange ends without a rank, or after one that failed");
+    } catch (const Failure&) {
+    }
+    may_answer = true;
+  }
+  late.join();
+}
+
 // A rank that goes mad: the others must get an error, and soon.
 void rank_is_hostile(uint32_t seed) {
   const MeetingPlace place = open_hub(std::nullopt, 10);
@@ -169,6 +194,7 @@ int main(int argc, char** argv) {
   const uint32_t seed = argc > 2 ? static_cast<uint32_t>(std::atoi(argv[2])) : 1;
   std::mt19937 random(seed);
   for (const EmbeddedTable& table : embedded_tables()) parse_table(table.name, table.text);
+  rank_is_late();
   for (uint32_t round = 0; round < rounds; ++round) {
     ranks_meet(seed + round * 100);
     rank_is_hostile(seed + round * 100);
