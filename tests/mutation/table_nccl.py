@@ -32,6 +32,21 @@ IN_PLACE_OF_NCCL = (
         "rank == 0",
         f"{TESTS} -k test_collectives",
     ),
+    # ---- The API ----
+    cpp(
+        "a function of the newest NCCL is missing",
+        f"{NCCL}/functions.def",
+        "LLM_COMM_NCCL_FORWARDED(ncclResult_t, CommResume, (ncclComm_t comm), (comm))",
+        "",
+        f"{TESTS} -k exported_symbols",
+    ),
+    cpp(
+        "any configuration passes for an initialized one",
+        f"{NCCL}/own.cpp",
+        "config->magic == NCCL_API_MAGIC",
+        "true",
+        f"{TESTS} -k configured",
+    ),
     # ---- Groups ----
     cpp(
         "served calls of a group do not wait for its end",
