@@ -34,11 +34,11 @@ IN_PLACE_OF_NCCL = (
     ),
     # ---- The API ----
     cpp(
-        "a function of the newest NCCL is missing",
-        f"{NCCL}/functions.def",
-        "LLM_COMM_NCCL_FORWARDED(ncclResult_t, CommResume, (ncclComm_t comm), (comm))",
-        "",
-        f"{TESTS} -k exported_symbols",
+        "a function that NCCL lacks is called",
+        f"{NCCL}/real_library.h",
+        "functions_.*function == nullptr",
+        "false",
+        FORWARDING,
     ),
     cpp(
         "any configuration passes for an initialized one",

@@ -59,7 +59,7 @@ void run(Rank& self) {
 
   // Memory that nothing but the stand-in gets: it does not look at it.
   float number = 1;
-  std::vector<float> large(9 << 20);
+  std::vector<float> large(17 << 20);
   Calls all_reduce("AllReduce");
   Calls group_start("GroupStart");
   Calls group_end("GroupEnd");
