@@ -70,7 +70,8 @@ endif()
 
 # The library that stands in for NCCL, and the same over emulated GPUs, for tests.
 llm_comm_nccl_sources(LLM_COMM_NCCL_SOURCES)
-add_library(llm_comm_nccl_emulated SHARED ${LLM_COMM_NCCL_SOURCES} csrc/nccl/emulated/device.cpp)
+add_library(llm_comm_nccl_emulated SHARED ${LLM_COMM_NCCL_SOURCES} csrc/nccl/emulated/choice.cpp
+            csrc/nccl/emulated/device.cpp)
 target_link_libraries(llm_comm_nccl_emulated PRIVATE llm_comm_host)
 llm_comm_nccl_link_options(llm_comm_nccl_emulated)
 if(LLM_COMM_HAS_CUDA)

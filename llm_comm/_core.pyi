@@ -1,5 +1,5 @@
 from collections.abc import Callable, Sequence
-from typing import TypedDict
+from typing import TypeAlias, TypedDict
 
 from typing_extensions import NotRequired, Unpack
 
@@ -175,6 +175,27 @@ def shape(algorithm: int, problem: Problem, choice: Choice, limits: Limits, /) -
 
 # Simplest first.
 def candidates(algorithm: int, problem: Problem, limits: Limits, /) -> list[Choice]: ...
+
+# Which tuning table serves a device (csrc/host/table_choice.h). ``shipped``: devices and ranks of the tables that come
+# with the package. Returns "shipped", "nearest", "emulated" or "general"; of the first two the table's index; and of
+# "nearest" the short name of its device.
+def choose_table(
+    device: str, world: int, sm_count: int, compute_capability: int, shipped: list[tuple[str, int]], /
+) -> tuple[str, int, str]: ...
+
+#: End of the names of installed tables.
+table_suffix: str
+
+def table_directory() -> str | None: ...
+def table_file_name(device: str, world: int, /) -> str: ...
+
+# The fields of a planning.tables.Row up to ``depth``.
+RowFields: TypeAlias = tuple[int, str, str, str, int, int, int, int, int]
+
+# A table's max_message_bytes and rows.
+def general_table(world: int, sm_count: int, /) -> tuple[int, list[RowFields]]: ...
+def emulated_table() -> tuple[int, list[RowFields]]: ...
+def rows_of_parts(operation: str, sm_count: int, /) -> list[RowFields]: ...
 
 # The tunables of a linear layer with what is 0 filled in, for a device of so many multiprocessors and so much shared
 # memory for a block. Raises ValueError for what the kernel or the device does not take.

@@ -46,17 +46,6 @@ ncclResult_t guarded(Step step) noexcept {
   }
 }
 
-// Functions that return something else have no way to say that they failed.
-template <class Value, class Step>
-Value guarded_value(Step step) noexcept {
-  Value value{};
-  guarded([&] {
-    value = step();
-    return ncclSuccess;
-  });
-  return value;
-}
-
 // A communicator without one of the real library must not get there.
 void check_is_real(ncclComm_t comm, const char* name) {
   const auto communicator = find(comm);
@@ -64,7 +53,8 @@ void check_is_real(ncclComm_t comm, const char* name) {
   throw Failure(ncclInvalidUsage,
                 std::string("nccl") + name +
                     " is not served by llm_comm, and this communicator has no NCCL library behind it: " +
-                    RealLibrary::get().why_not());
+                    (RealLibrary::get().is_there() ? "the process that made its id has found none"
+                                                   : RealLibrary::get().why_not()));
 }
 template <class Other>
 void check_is_real(const Other&, const char*) {}
@@ -75,15 +65,17 @@ Result forward(Result (*RealFunctions::*function)(Parameters...), const char* na
     (check_is_real(arguments, name), ...);
     join_group_of_real_library();
   }
-  const Result result = call_real(function, name, arguments...);
-  // What went wrong that library has to say, not this one.
-  if constexpr (std::is_same_v<Result, ncclResult_t>) {
+  if constexpr (!std::is_same_v<Result, ncclResult_t>) {
+    return call_real(function, name, arguments...);
+  } else {
+    const Result result = call_real(function, name, arguments...);
+    // What went wrong that library has to say, not this one.
     if (result != ncclSuccess && result != ncclInProgress) set_last_error("");
+    return result;
   }
-  return result;
 }
 
-// The same with the arguments in parentheses, as functions.def has them.
+// `forward` for arguments in parentheses, as functions.def has them.
 template <class Function>
 struct Forwarding {
   Function function;
@@ -94,12 +86,17 @@ struct Forwarding {
   }
 };
 
+// A function that returns no ncclResult_t cannot say that it failed: it returns zeros, and there is a warning.
 template <class Value>
 Value forwarded(Value (*)(), auto step) noexcept {
   if constexpr (std::is_same_v<Value, ncclResult_t>) {
     return guarded(step);
+  } else if constexpr (std::is_void_v<Value>) {
+    guarded([&] { return step(), ncclSuccess; });
   } else {
-    return guarded_value<Value>(step);
+    Value value{};
+    guarded([&] { return value = step(), ncclSuccess; });
+    return value;
   }
 }
 
@@ -121,6 +118,8 @@ const char* error_string(ncclResult_t result) noexcept {
       return "remote process exited or there was a network error";
     case ncclInProgress:
       return "operation in progress";
+    case ncclTimeout:
+      return "operation timed out";
     default:
       return "unknown result code";
   }
@@ -177,11 +176,5 @@ LLM_COMM_NCCL_ALIAS(const char*, GetErrorString, (ncclResult_t result))
 LLM_COMM_NCCL_EXPORT const char* ncclGetLastError(ncclComm_t comm) { return last_error_of(comm); }
 LLM_COMM_NCCL_ALIAS(const char*, GetLastError, (ncclComm_t comm))
 
-LLM_COMM_NCCL_EXPORT void ncclResetDebugInit() {
-  const RealLibrary& real = RealLibrary::get();
-  if (!real.is_there() || real.functions().ResetDebugInit == nullptr) return;
-  const InRealLibrary inside;
-  real.functions().ResetDebugInit();
-}
-LLM_COMM_NCCL_ALIAS(void, ResetDebugInit, ())
+// Exported by NCCL 2.28 to 2.32 beside ncclResetDebugInit, without a prototype in nccl.h.
 LLM_COMM_NCCL_EXPORT void ncclResetDebugInitInternal() { ncclResetDebugInit(); }

@@ -132,7 +132,8 @@ void Communicator::set_up(bool is_offered_real) {
     own.sm_count = device.sm_count;
     own.max_cluster = device.max_cluster;
     own.compute_capability = device.compute_capability;
-    table = find_table(options_.table, device.name, static_cast<uint32_t>(world()), device.sm_count);
+    table = find_table(options_.table, device.name, static_cast<uint32_t>(world()), device.sm_count,
+                       device.compute_capability);
     own.table = table.digest();
     exchange = std::make_unique<DescriptorExchange>();
     own.name = exchange->name();

@@ -19,8 +19,6 @@ const char* ncclGetErrorString(ncclResult_t result);
 const char* pncclGetErrorString(ncclResult_t result);
 const char* ncclGetLastError(ncclComm_t comm);
 const char* pncclGetLastError(ncclComm_t comm);
-void ncclResetDebugInit(void);
-void pncclResetDebugInit(void);
 void ncclResetDebugInitInternal(void);
 
 #ifdef __cplusplus

@@ -1,4 +1,4 @@
-// The types of NCCL's C API (2.28), as its ABI has them: whoever includes NCCL's own nccl.h must not include this. C and C++.
+// The types of NCCL's C API (2.32.3), as its ABI has them: whoever includes NCCL's own nccl.h must not include this. C and C++.
 #pragma once
 
 #include <limits.h>
@@ -6,11 +6,12 @@
 #include <stdint.h>
 
 #define NCCL_UNIQUE_ID_BYTES 128
+#define NCCL_API_MAGIC 0xcafebeef
 #define NCCL_CONFIG_UNDEF_INT INT_MIN
 #define NCCL_SPLIT_NOCOLOR -1
 
-// Of the API that this is, where no other library says which it is: 2.28.9.
-#define LLM_COMM_NCCL_VERSION 22809
+// The answer of ncclGetVersion() where no NCCL library stands behind this one: the release that functions.def is of.
+#define LLM_COMM_NCCL_VERSION 23203
 
 typedef struct ncclComm* ncclComm_t;
 typedef struct ncclWindow_vidmem* ncclWindow_t;
@@ -28,7 +29,8 @@ typedef enum {
   ncclInvalidUsage = 5,
   ncclRemoteError = 6,
   ncclInProgress = 7,
-  ncclNumResults = 8
+  ncclTimeout = 8,
+  ncclNumResults = 9
 } ncclResult_t;
 
 typedef enum {
@@ -59,7 +61,7 @@ typedef enum {
 
 typedef enum { ncclScalarDevice = 0, ncclScalarHostImmediate = 1 } ncclScalarResidence_t;
 
-// Of these, only what they begin with is looked at here: NCCL gives later versions more fields.
+// The first fields of NCCL's structure, which are all that is read here: later releases append more.
 typedef struct {
   size_t size;
   unsigned int magic;
@@ -67,15 +69,32 @@ typedef struct {
   int blocking;
 } ncclConfig_t;
 typedef struct ncclSimInfo ncclSimInfo_t;
+typedef struct ncclCollConfig ncclCollConfig_t;
+typedef struct ncclEncryptionConfig ncclEncryptionConfig_t;
+typedef struct ncclCommProperties ncclCommProperties_t;
+typedef struct ncclWaitSignalDesc ncclWaitSignalDesc_t;
+typedef struct ncclParamHandle* ncclParamHandle_t;
+typedef enum {
+  ncclStatGpuMemSuspend = 0,
+  ncclStatGpuMemSuspended = 1,
+  ncclStatGpuMemPersist = 2,
+  ncclStatGpuMemTotal = 3
+} ncclCommMemStat_t;
+typedef enum { NCCL_CFT_TEAM_FLAT, NCCL_CFT_TEAM_HIER_MULTIMEM, NCCL_CFT_TEAM_HIER_LSA } ncclCftTeamMode_t;
 
 typedef struct {
   int nRanks;
   int rank;
   int stride;
 } ncclTeam_t;
+typedef struct {
+  void* mcBasePtr;
+} ncclMultimemHandle_t;
 typedef struct ncclDevComm ncclDevComm_t;
 typedef struct ncclDevCommRequirements ncclDevCommRequirements_t;
 typedef struct ncclDevResourceRequirements ncclDevResourceRequirements_t;
 typedef struct ncclGinBarrierHandle ncclGinBarrierHandle_t;
 typedef struct ncclLsaBarrierHandle ncclLsaBarrierHandle_t;
 typedef struct ncclLLA2AHandle ncclLLA2AHandle_t;
+typedef struct ncclGinOutboxHandle ncclGinOutboxHandle_t;
+typedef struct ncclGinInboxA2AHandle ncclGinInboxA2AHandle_t;

@@ -42,11 +42,14 @@ class ConfigCopy {
   explicit ConfigCopy(const ncclConfig_t* config) {
     if (config == nullptr) return;
     constexpr size_t kMost = 4096;
-    require(config->size >= sizeof(size_t) && config->size <= kMost,
-            "ncclConfig_t says that it has " + std::to_string(config->size) +
-                " bytes: NCCL_CONFIG_INITIALIZER was not used");
-    bytes_.resize((config->size + sizeof(uint64_t) - 1) / sizeof(uint64_t));
-    std::memcpy(bytes_.data(), config, config->size);
+    const size_t size = config->size;
+    require(size >= sizeof(ncclConfig_t) && size <= kMost && config->magic == NCCL_API_MAGIC,
+            "ncclConfig_t has size " + std::to_string(size) + " and magic " + std::to_string(config->magic) +
+                ": initialize it with NCCL_CONFIG_INITIALIZER");
+    require(config->blocking == 0 || config->blocking == 1 || config->blocking == NCCL_CONFIG_UNDEF_INT,
+            "ncclConfig_t has blocking " + std::to_string(config->blocking) + ": it must be 0 or 1");
+    bytes_.resize((size + sizeof(uint64_t) - 1) / sizeof(uint64_t));
+    std::memcpy(bytes_.data(), config, size);
   }
   ncclConfig_t* get() { return bytes_.empty() ? nullptr : reinterpret_cast<ncclConfig_t*>(bytes_.data()); }
 

@@ -17,7 +17,7 @@ thread_local int InRealLibrary::depth_ = 0;
 RealLibrary::RealLibrary() {
   const char* const named = std::getenv("LLM_COMM_NCCL_LIBRARY");
   if (named != nullptr && std::string(named) == "none") {
-    why_not_ = "LLM_COMM_NCCL_LIBRARY is none";
+    why_not_ = "LLM_COMM_NCCL_LIBRARY is none; it may name one";
   } else if (named != nullptr && *named != '\0') {
     load(named);
   } else if (kHasRealNccl) {
@@ -51,8 +51,6 @@ void RealLibrary::load(const char* name) {
   functions_.GetErrorString =
       reinterpret_cast<decltype(functions_.GetErrorString)>(dlsym(handle, "ncclGetErrorString"));
   functions_.GetLastError = reinterpret_cast<decltype(functions_.GetLastError)>(dlsym(handle, "ncclGetLastError"));
-  functions_.ResetDebugInit =
-      reinterpret_cast<decltype(functions_.ResetDebugInit)>(dlsym(handle, "ncclResetDebugInit"));
   if (functions_.GetUniqueId == nullptr || functions_.CommInitRank == nullptr || functions_.GetVersion == nullptr) {
     why_not_ = path_ + " has no ncclGetUniqueId, ncclCommInitRank or ncclGetVersion: it is no NCCL library";
     return;

@@ -17,7 +17,6 @@ struct RealFunctions {
 #undef LLM_COMM_NCCL_FORWARDED
   const char* (*GetErrorString)(ncclResult_t);
   const char* (*GetLastError)(ncclComm_t);
-  void (*ResetDebugInit)();
 };
 
 class RealLibrary {
@@ -41,7 +40,8 @@ class RealLibrary {
                         " is not served by llm_comm here, and there is no NCCL library for it: " + why_not_);
     }
     if (functions_.*function == nullptr) {
-      throw Failure(ncclInvalidUsage, "the NCCL library " + path_ + " has no nccl" + name);
+      throw Failure(ncclInvalidUsage, "the NCCL library " + path_ + ", version " + std::to_string(version()) +
+                                          ", has no nccl" + name + ": LLM_COMM_NCCL_LIBRARY may name a newer one");
     }
     return functions_.*function;
   }

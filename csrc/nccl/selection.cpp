@@ -1,5 +1,6 @@
 #include "nccl/selection.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "algorithms/parts.h"
@@ -90,21 +91,47 @@ Decision Selection::decide(const Message& message) const {
       problem.parameter[kFirstSize + rank] = has_part ? static_cast<double>(problem.count) : 0;
     }
   }
-  const Row* row = nullptr;
-  for (const Row& candidate : table_.rows) {
-    if (candidate.operation != registered(message.operation)) continue;
-    row = &candidate;
-    if (bytes <= candidate.up_to) break;
-  }
-  if (row == nullptr) return forwarded(table_.name + " has no row for it");
-  const host::Algorithm& algorithm = host::algorithms()[row->algorithm];
+  const auto chosen = choose(registered(message.operation), problem, bytes);
+  if (!chosen) return forwarded(table_.name + " has no row for it");
+  const host::Algorithm& algorithm = host::algorithms()[chosen->first];
   try {
-    const Shape shape = algorithm.shape(problem, row->choice, limits_);
-    return {Plan{row->algorithm, problem, shape.tiling},
+    const Shape shape = algorithm.shape(problem, chosen->second, limits_);
+    return {Plan{chosen->first, problem, shape.tiling},
             std::string(algorithm.info->name) + " " + algorithm.info->protocol + " (" + table_.name + ")"};
   } catch (const std::invalid_argument& error) {
     return forwarded(error.what());
   }
+}
+
+// The rule of llm_comm/planning/selection.py for a communicator whose options have their defaults.
+std::optional<std::pair<uint32_t, Choice>> Selection::choose(const std::string& operation, const Problem& problem,
+                                                             uint64_t bytes) const {
+  const auto& all = host::algorithms();
+  const auto has_type = [&](const host::Algorithm& algorithm) {
+    return std::find(algorithm.types.begin(), algorithm.types.end(), problem.type) != algorithm.types.end();
+  };
+  std::vector<Row> rows;
+  for (const Row& row : table_.rows) {
+    if (row.operation == operation) rows.push_back(row);
+  }
+  if (rows.empty() && operation != "all_reduce") rows = host::rows_of_parts(operation, limits_.sm_count);
+  const auto row = std::find_if(rows.begin(), rows.end(), [&](const Row& one) { return bytes <= one.up_to; });
+  if (!rows.empty()) {
+    const Row& of_size = row == rows.end() ? rows.back() : *row;
+    if (has_type(all[of_size.algorithm])) return std::pair(of_size.algorithm, of_size.choice);
+  }
+  for (uint32_t number = 0; number < all.size(); ++number) {
+    const host::Algorithm& algorithm = all[number];
+    const std::string protocol = algorithm.info->protocol;
+    // Only a row chooses what copy engines move, or the switch.
+    const bool needs_row = protocol == "Port" || protocol == "CE" || algorithm.info->by_switch;
+    if (algorithm.operation->name != operation || algorithm.info->symmetric != 0 || needs_row || !has_type(algorithm)) {
+      continue;
+    }
+    const auto candidates = algorithm.candidates(problem, limits_);
+    if (!candidates.empty()) return std::pair(number, candidates.front());
+  }
+  return std::nullopt;
 }
 
 }  // namespace llm_comm::nccl

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "nccl/nccl_types.h"
 #include "nccl/table.h"
@@ -47,6 +48,10 @@ class Selection {
   Decision decide(const Message& message) const;
 
  private:
+  // An algorithm by its number, and how it is launched; nothing where no algorithm serves the message.
+  std::optional<std::pair<uint32_t, Choice>> choose(const std::string& operation, const Problem& problem,
+                                                    uint64_t bytes) const;
+
   Table table_;
   uint32_t world_;
   Limits limits_;

@@ -1,15 +1,24 @@
 #include "nccl/table.h"
 
+#include <sys/stat.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <charconv>
 #include <fstream>
+#include <initializer_list>
+#include <iterator>
 #include <map>
+#include <mutex>
 #include <optional>
+#include <set>
 #include <sstream>
+#include <stdexcept>
 #include <string_view>
 
 #include "host/planner.h"
 #include "nccl/failure.h"
+#include "nccl/log.h"
 
 namespace llm_comm::nccl {
 
@@ -39,6 +48,14 @@ std::string unquoted(std::string_view text) {
     text = text.substr(1, text.size() - 2);
   }
   return std::string(text);
+}
+
+// Whether this library has what a row asks for.
+bool can_run(const Row& row) {
+  const host::Algorithm& algorithm = host::algorithms()[row.algorithm];
+  const bool is_served =
+      row.operation == "all_reduce" || row.operation == "all_gather" || row.operation == "reduce_scatter";
+  return is_served && algorithm.info->symmetric == 0 && !algorithm.info->by_switch;
 }
 
 uint64_t number(const std::string& key, const std::string& text) {
@@ -71,40 +88,69 @@ std::map<std::string, std::string> pairs(std::string_view text) {
   return found;
 }
 
-bool is_served(const std::string& operation) {
-  return operation == "all_reduce" || operation == "all_gather" || operation == "reduce_scatter";
+bool is_in(const std::string& text, std::initializer_list<const char*> list) {
+  return std::find(list.begin(), list.end(), text) != list.end();
 }
 
-// Nothing where the row is not for this library.
-std::optional<Row> row_of(std::string_view text) {
+// A row of a file, and how it is compared with others: rows of one `key` are sorted by size.
+struct FileRow {
+  Row row;
+  std::string key;
+  bool by_switch = false;
+  bool can_run = false;
+};
+
+using Entry = std::map<std::string, std::string>;
+
+std::string take(Entry& entry, const char* key) {
+  const auto at = entry.find(key);
+  if (at == entry.end()) throw LineError(std::string("it lacks ") + key);
+  std::string value = at->second;
+  entry.erase(at);
+  return value;
+}
+
+uint64_t size_of(Entry& entry) {
+  const uint64_t up_to = number("up_to", take(entry, "up_to"));
+  if (up_to == 0) throw LineError("up_to is 0");
+  return up_to;
+}
+
+FileRow row_of_program(Entry entry) {
+  const std::string operation = take(entry, "operation");
+  if (!is_in(operation, {"all_reduce", "all_gather", "reduce_scatter"})) {
+    throw LineError("programs are not selected for " + operation.substr(0, 40));
+  }
+  return {{operation, size_of(entry), 0, {}}, operation + " by programs"};
+}
+
+// `section`: under which key of the file it stands. Files of before have a list for each operation, without protocols.
+FileRow row_of(std::string_view text, const std::string& section) {
   text = trimmed(text);
   if (text.size() < 2 || text.front() != '{' || text.back() != '}') {
     throw LineError("a row must be {key: value, ...} on one line, as `llm-comm tune` writes it");
   }
-  auto entry = pairs(text.substr(1, text.size() - 2));
-  const auto take = [&](const char* key) {
-    const auto at = entry.find(key);
-    if (at == entry.end()) throw LineError(std::string("it lacks ") + key);
-    std::string value = at->second;
-    entry.erase(at);
-    return value;
-  };
-  Row row{take("operation"), number("up_to", take("up_to")), 0, {}};
-  if (row.up_to == 0) throw LineError("up_to is 0");
-  const std::string name = take("algorithm");
-  const std::string protocol = take("protocol");
-  if (!is_served(row.operation)) return std::nullopt;
+  Entry entry = pairs(text.substr(1, text.size() - 2));
+  const auto program = entry.find("algorithm");
+  if (program != entry.end() && program->second.rfind("dsl:", 0) == 0) return row_of_program(std::move(entry));
+  if (section != "rows") {
+    entry.emplace("operation", section == "fused" ? "all_reduce_add_rms_norm" : section);
+    entry.emplace("protocol", "LL");
+  }
+  const std::string operation = take(entry, "operation");
+  Row row{operation, size_of(entry), 0, {}};
+  const std::string name = take(entry, "algorithm");
+  const std::string protocol = take(entry, "protocol");
   const auto& all = host::algorithms();
   const auto found = std::find_if(all.begin(), all.end(), [&](const host::Algorithm& algorithm) {
-    return row.operation == algorithm.operation->name && name == algorithm.info->name &&
+    return operation == algorithm.operation->name && name == algorithm.info->name &&
            protocol == algorithm.info->protocol;
   });
-  if (found == all.end()) throw LineError(row.operation + " has no algorithm " + name + " " + protocol);
-  if (found->info->symmetric != 0 || found->info->by_switch) return std::nullopt;
+  if (found == all.end()) throw LineError(operation + " has no algorithm " + name + " " + protocol);
   row.algorithm = static_cast<uint32_t>(found - all.begin());
   for (const Tunable& tunable : found->tunables->tunable) {
     if (tunable.name == nullptr) break;
-    const uint64_t value = number(tunable.name, take(tunable.name));
+    const uint64_t value = number(tunable.name, take(entry, tunable.name));
     const bool is_power = (value & (value - 1)) == 0;
     if (value < tunable.min || value > tunable.max || (tunable.is_power_of_two && !is_power)) {
       throw LineError(std::string(tunable.name) + " is " + std::to_string(value) + "; it must be " +
@@ -122,15 +168,58 @@ std::optional<Row> row_of(std::string_view text) {
   entry.erase("us");
   entry.erase("runner_up");
   if (!entry.empty()) throw LineError("unknown key " + entry.begin()->first.substr(0, 40));
-  return row;
+  const bool is_symmetric = found->info->symmetric != 0;
+  FileRow of_file{std::move(row), operation + (is_symmetric ? " of symmetric tensors" : ""), found->info->by_switch};
+  of_file.can_run = can_run(of_file.row);
+  return of_file;
 }
 
-uint32_t algorithm_number(const std::string& operation, const std::string& name, const std::string& protocol) {
-  const auto& all = host::algorithms();
-  for (uint32_t i = 0; i < all.size(); ++i) {
-    if (operation == all[i].operation->name && name == all[i].info->name && protocol == all[i].info->protocol) return i;
+// Of a rank, or of several in one process, said once.
+void warn_once(const std::string& text) {
+  static std::mutex mutex;
+  static std::set<std::string> said;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (said.insert(text).second) warn(text);
+}
+
+Table of_rows(std::string name, uint64_t max_message_bytes, std::vector<Row> rows) {
+  Table table;
+  table.name = std::move(name);
+  table.max_message_bytes = max_message_bytes;
+  std::copy_if(rows.begin(), rows.end(), std::back_inserter(table.rows), can_run);
+  return table;
+}
+
+const std::vector<Table>& shipped_tables() {
+  static const std::vector<Table> tables = [] {
+    std::vector<Table> found;
+    for (const EmbeddedTable& embedded : embedded_tables()) found.push_back(parse_table(embedded.name, embedded.text));
+    return found;
+  }();
+  return tables;
+}
+
+// The installed table for a device and number of ranks. One that cannot be used is passed over with a warning.
+std::optional<Table> installed_table(const std::string& device, uint32_t world) {
+  const auto directory = host::table_directory();
+  if (!directory) return std::nullopt;
+  const std::string file = host::table_file_name(device, world);
+  const std::string path = *directory + "/" + file;
+  struct stat status{};
+  if (stat(path.c_str(), &status) != 0 && (errno == ENOENT || errno == ENOTDIR)) return std::nullopt;
+  try {
+    Table table = read_table(path, "");
+    if (table.device != device || table.world != world) {
+      throw Failure(ncclInvalidArgument, "tuning table " + path + ": it is for " + std::to_string(table.world) +
+                                             " of " + table.device + ", and its name says " + std::to_string(world) +
+                                             " of " + device);
+    }
+    table.name = file;
+    return table;
+  } catch (const Failure& failure) {
+    warn_once(std::string(failure.what()) + ". It is passed over. `llm-comm tune --install` measures it anew");
+    return std::nullopt;
   }
-  throw std::logic_error("no algorithm " + name + " of " + operation);
 }
 
 }  // namespace
@@ -154,6 +243,8 @@ Table parse_table(const std::string& name, const std::string& text) {
   table.name = name;
   std::istringstream lines(text);
   std::string section;
+  std::set<std::string> sections;
+  std::map<std::string, FileRow> previous;  // by key
   int line_number = 0;
   for (std::string whole; std::getline(lines, whole);) {
     ++line_number;
@@ -165,77 +256,93 @@ Table parse_table(const std::string& name, const std::string& text) {
         const size_t colon = line.find(':');
         if (colon == std::string_view::npos) throw LineError("expected 'key: value'");
         section = std::string(trimmed(line.substr(0, colon)));
+        // A limit that is misspelt would not hold.
+        if (!is_in(section,
+                   {"device", "world_size", "max_message_bytes", "rows", "all_reduce", "fused", "max_fused_bytes",
+                    "fused_blocks", "min_symmetric_bytes", "measured", "multicast", "layers", "nodes"})) {
+          throw LineError("it has no such key as " + section.substr(0, 40));
+        }
+        sections.insert(is_in(section, {"all_reduce", "fused"}) ? "rows" : section);
         const std::string value = unquoted(line.substr(colon + 1));
         if (section == "device") table.device = value;
         if (section == "world_size") table.world = static_cast<uint32_t>(number(section, value));
         if (section == "max_message_bytes") table.max_message_bytes = number(section, value);
         continue;
       }
-      if (section != "rows") continue;
+      if (!is_in(section, {"rows", "all_reduce", "fused"})) continue;
       std::string_view entry = trimmed(line);
       if (entry.substr(0, 2) != "- ") throw LineError("expected '- {...}'");
-      if (auto row = row_of(entry.substr(2))) {
-        for (const Row& before : table.rows) {
-          if (before.operation == row->operation && before.up_to > row->up_to) {
-            throw LineError("rows of one operation must be sorted by up_to");
-          }
+      const FileRow found = row_of(entry.substr(2), section);
+      const auto before = previous.find(found.key);
+      if (before != previous.end()) {
+        const uint64_t least = before->second.row.up_to;
+        // A row by the switch may have one of its size behind it, for where the switch is not used.
+        if (found.row.up_to < least || (found.row.up_to == least && !before->second.by_switch)) {
+          throw LineError("rows of " + found.key + " must be sorted by up_to");
         }
-        table.rows.push_back(std::move(*row));
+      }
+      previous.insert_or_assign(found.key, found);
+      if (found.can_run) {
+        table.rows.push_back(found.row);
+      } else {
+        inform("tuning table " + name + ", line " + std::to_string(line_number) +
+               ": a row that cannot run here is left out");
       }
     } catch (const LineError& error) {
       throw Failure(ncclInvalidArgument,
                     "tuning table " + name + ", line " + std::to_string(line_number) + ": " + error.what());
     }
   }
-  if (table.world == 0 || table.max_message_bytes == 0 || table.rows.empty()) {
-    throw Failure(ncclInvalidArgument, "tuning table " + name + " lacks world_size, max_message_bytes or rows");
+  for (const char* const key : {"device", "world_size", "max_message_bytes", "rows"}) {
+    if (sections.count(key) == 0) throw Failure(ncclInvalidArgument, "tuning table " + name + " lacks " + key);
   }
+  if (previous.empty()) throw Failure(ncclInvalidArgument, "tuning table " + name + " has no rows");
   return table;
 }
 
-Table read_table(const std::string& path) {
+Table read_table(const std::string& path, const std::string& where) {
   std::ifstream file(path, std::ios::binary);
   std::string text(kMaxFileBytes + 1, '\0');
   file.read(text.data(), static_cast<std::streamsize>(text.size()));
   if (!file.eof() || file.bad()) {
-    throw Failure(ncclInvalidArgument,
-                  "LLM_COMM_TABLE=" + path.substr(0, 200) + " cannot be read, or is larger than 1 MiB");
+    throw Failure(ncclInvalidArgument, where + path.substr(0, 200) + " cannot be read, or is larger than 1 MiB");
   }
   text.resize(static_cast<size_t>(file.gcount()));
   return parse_table(path, text);
 }
 
-Table find_table(const std::string& path, const std::string& device, uint32_t world, uint32_t sm_count) {
-  if (!path.empty()) return read_table(path);
-  for (const EmbeddedTable& embedded : embedded_tables()) {
-    Table table = parse_table(embedded.name, embedded.text);
-    if (table.device == device && table.world == world) return table;
+Table find_table(const std::string& path, const std::string& device, uint32_t world, uint32_t sm_count,
+                 uint32_t compute_capability) {
+  if (!path.empty()) {
+    Table table = read_table(path, "LLM_COMM_TABLE=");
+    if (table.device != device || table.world != world) {
+      warn_once(path + " was measured on " + std::to_string(table.world) + " ranks of " + table.device + ", not on " +
+                std::to_string(world) + " of " + device + ": sums are right, the choice may not be the fastest");
+    }
+    return table;
   }
-  return general_table(world, sm_count);
-}
-
-Table general_table(uint32_t world, uint32_t sm_count) {
-  constexpr uint64_t kKiB = 1024;
-  constexpr uint64_t kMiB = 1024 * kKiB;
-  Table table;
-  table.name = "general table";
-  table.world = world;
-  table.max_message_bytes = 8 * kMiB;
-  const auto add = [&](const char* operation, uint64_t up_to, const char* algorithm, const char* protocol,
-                       uint32_t blocks_of_sm, uint32_t tile_lines, uint32_t depth = 0) {
-    const Choice choice{.blocks = blocks_of_sm * sm_count, .tile_lines = tile_lines, .depth = depth};
-    table.rows.push_back({operation, up_to, algorithm_number(operation, algorithm, protocol), choice});
-  };
-  add("all_reduce", 400 * kKiB / (world > 1 ? world - 1 : 1), "one_shot", "LL", 2, 16);
-  add("all_reduce", 512 * kKiB, "two_shot", "LL", 4, 16);
-  add("all_reduce", 64 * kMiB, "two_shot", "LL", 8, 32);
-  for (const char* const operation : {"all_gather", "reduce_scatter"}) {
-    add(operation, 64 * kKiB, "one_shot", "LL", 1, 32);
-    add(operation, kMiB, "one_shot", "LL", 8, 32);
-    add(operation, 4 * kMiB, "one_shot", "LL", 8, 128);
-    add(operation, 64 * kMiB, "push_hb", "HB", 1, 1024, 2);
+  if (auto installed = installed_table(device, world)) return *installed;
+  const std::vector<Table>& shipped = shipped_tables();
+  std::vector<host::MeasuredOn> measured_on;
+  for (const Table& table : shipped) measured_on.push_back({table.device, table.world});
+  const host::TableChoice choice = host::choose_table(device, world, sm_count, compute_capability, measured_on);
+  switch (choice.kind) {
+    case host::TableChoice::Kind::kShipped:
+      return shipped[choice.shipped];
+    case host::TableChoice::Kind::kNearest: {
+      Table table = shipped[choice.shipped];
+      table.name += std::string(", nearest: ") + choice.nearest;
+      return table;
+    }
+    case host::TableChoice::Kind::kEmulated: {
+      host::DefaultTable found = host::emulated_table();
+      return of_rows("emulated", found.max_message_bytes, std::move(found.rows));
+    }
+    case host::TableChoice::Kind::kGeneral:
+      break;
   }
-  return table;
+  host::DefaultTable found = host::general_table(world, sm_count);
+  return of_rows("general table", found.max_message_bytes, std::move(found.rows));
 }
 
 }  // namespace llm_comm::nccl

@@ -6,16 +6,11 @@
 #include <string>
 #include <vector>
 
-#include "algorithms/launch_shape.h"
+#include "host/table_choice.h"
 
 namespace llm_comm::nccl {
 
-struct Row {
-  std::string operation;
-  uint64_t up_to;      // bytes: of an operation on parts, of the largest part
-  uint32_t algorithm;  // its number in the registry
-  Choice choice;
-};
+using host::Row;
 
 struct Table {
   std::string name;
@@ -28,16 +23,15 @@ struct Table {
   std::string digest() const;
 };
 
-// Rows of operations that this library does not serve, of algorithms for symmetric tensors and of those by the NVLink switch are left
-// out. Throws Failure (ncclInvalidArgument) with the number of the line that is wrong.
+// Rows that cannot run here are left out: of operations that this library does not serve, of algorithms for symmetric tensors or by the
+// NVLink switch, and of programs of llm_comm.dsl. Throws Failure (ncclInvalidArgument) with the number of the line that is wrong.
 Table parse_table(const std::string& name, const std::string& text);
-Table read_table(const std::string& path);
+// `where`: the option that names the file, or nothing.
+Table read_table(const std::string& path, const std::string& where);
 
-// Of a file, where one is named; else the one that was compiled in for such a device; else that for any device.
-Table find_table(const std::string& path, const std::string& device, uint32_t world, uint32_t sm_count);
-
-// For devices without one of their own: that of llm_comm/planning/default_tables.py.
-Table general_table(uint32_t world, uint32_t sm_count);
+// The table of a file, where `path` names one; else that which Communicator would find (host/table_choice.h).
+Table find_table(const std::string& path, const std::string& device, uint32_t world, uint32_t sm_count,
+                 uint32_t compute_capability);
 
 struct EmbeddedTable {
   const char* name;

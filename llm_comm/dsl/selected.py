@@ -42,8 +42,9 @@ def load(
         By the names that options and tables give them. None for one rank, which exchanges nothing.
 
     Raises:
-        ConfigError: A program cannot be imported, is not registered or not correct, fails under a schedule, cannot be
-            selected, or cannot be launched as a row of the table says. Raised on all ranks alike.
+        ConfigError: A program cannot be imported or is not correct, ``config.algorithm`` names one that is not
+            registered, one fails under a schedule, cannot be selected, or cannot be launched as a row of the table
+            says. Raised on all ranks alike. Rows of programs that are not registered are left out, with a warning.
         RendezvousError: The ranks have different programs, or one of them could not compile or place one. Raised on
             all ranks alike.
     """
@@ -68,7 +69,8 @@ def load(
             *(", ".join(kernels.data_types), kernels.workspace_bytes),
         )
     if rendezvous.world_size > 1:
-        rendezvous.attempt("check of the rows that name programs", lambda: check_rows(table, compiled))
+        runnable = table.with_programs(compiled)
+        rendezvous.attempt("check of the rows that name programs", lambda: check_rows(runnable, compiled))
     return compiled
 
 
@@ -132,7 +134,9 @@ def _find_all(config: Config, table: TuningTable, world: int) -> list[Candidate]
         try:
             found[name] = registry.find(name)
         except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
+            if name == config.algorithm:
+                raise ConfigError(f"{where}: {error}") from None
+            logger.warning("%s: its rows of %s are left out: %s", where, name, error)
     found.update({name: text for name, text in listed.items() if name not in found})
     if world == 1:
         return []

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 
+from llm_comm import _core
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
 from llm_comm.planning.default_tables import emulated_table, general_table
 from llm_comm.planning.installed import look_up
 from llm_comm.planning.layers import LayerRow
-from llm_comm.planning.nearest import near_devices
 from llm_comm.planning.table_files import TableFile, load_table
 from llm_comm.planning.tables import BY_OPTION, EMULATED, GENERAL, NEAREST, OF_USER, SHIPPED, Origin, TuningTable
 
@@ -51,7 +51,7 @@ def find_table(
     device_name: str, world_size: int, sm_count: int, config: Config, compute_capability: int = 0
 ) -> TuningTable:
     """The table of ``config.table``; else that of the user's directory, or else the shipped one, for the device and
-    world size; else the shipped one of a near device (``nearest.py``); else a general one. Its ``origin`` says which.
+    world size; else the shipped one of a near device; else a general one. Its ``origin`` says which.
 
     Args:
         device_name: As the driver gives it, for example ``"NVIDIA H200"``, or ``"emulated"``.
@@ -86,18 +86,19 @@ def _of_option(path: str, device_name: str, world_size: int) -> TuningTable:
 
 
 def _without_installed(device_name: str, world_size: int, sm_count: int, compute_capability: int) -> TuningTable:
-    for device, world, table in _read_shipped():
-        if device == device_name and world == world_size:
-            return _found(table, SHIPPED)
-    if device_name == "emulated":
+    """The table that the core chooses, by the rule of the NCCL library."""
+    shipped = _read_shipped()
+    measured_on = [(device, world) for device, world, _ in shipped]
+    kind, index, near = _core.choose_table(device_name, world_size, sm_count, compute_capability, measured_on)
+    if kind == EMULATED:
         return _found(emulated_table(), EMULATED)
-    near = near_devices(device_name, sm_count, compute_capability)
-    for device, world, table in _read_shipped():
-        if device in near and world == world_size:
-            name = f"{table.name}, nearest: {near[device]}"
-            here = table._replace(name=name, layers=_layers_of(device_name))
-            return _found(here, NEAREST, is_tuned=False)
-    return _found(general_table(world_size, sm_count), GENERAL, is_tuned=False)
+    if kind == GENERAL:
+        return _found(general_table(world_size, sm_count), GENERAL, is_tuned=False)
+    table = shipped[index].table
+    if kind == SHIPPED:
+        return _found(table, SHIPPED)
+    here = table._replace(name=f"{table.name}, nearest: {near}", layers=_layers_of(device_name))
+    return _found(here, NEAREST, is_tuned=False)
 
 
 def _layers_of(device_name: str) -> tuple[LayerRow, ...]:

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
-import re
 from pathlib import Path
 from typing import NamedTuple
 
+from llm_comm import _core
 from llm_comm.errors import ConfigError
 from llm_comm.planning.table_files import TableFile, load_table
 
 logger = logging.getLogger("llm_comm")
-
-#: Of the files. Another llm_comm whose tables this one would misread takes another number, and they do not meet.
-FORMAT = 1
-_SUFFIX = f".format{FORMAT}.yaml"
 
 
 class Lookup(NamedTuple):
@@ -34,26 +29,19 @@ class Lookup(NamedTuple):
 def table_directory() -> Path | None:
     """``LLM_COMM_TABLE_DIR``, else ``llm_comm/tables`` in ``XDG_CONFIG_HOME`` or ``~/.config``; None for a user without
     a home. It need not exist."""
-    chosen = os.environ.get("LLM_COMM_TABLE_DIR")
-    if chosen:
-        return Path(chosen)
-    base = os.environ.get("XDG_CONFIG_HOME")
-    try:
-        return Path(base or Path.home() / ".config", "llm_comm", "tables")
-    except RuntimeError:
-        return None
+    found = _core.table_directory()
+    return None if found is None else Path(found)
 
 
 def file_name(device_name: str, world_size: int) -> str:
-    """Of the table for so many of a device: ``nvidia_h200_8.format1.yaml``."""
-    device = re.sub(r"[^a-z0-9]+", "_", device_name.lower()).strip("_")
-    return f"{device}_{world_size}{_SUFFIX}"
+    """Name of the file for so many of a device: ``nvidia_h200_8.format1.yaml``."""
+    return _core.table_file_name(device_name, world_size)
 
 
 def installed_files() -> list[Path]:
     """All files in the user's directory that this llm_comm would look for."""
     directory = table_directory()
-    return sorted(directory.glob(f"*{_SUFFIX}")) if directory is not None else []
+    return sorted(directory.glob(f"*{_core.table_suffix}")) if directory is not None else []
 
 
 def look_up(device_name: str, world_size: int) -> Lookup | None:

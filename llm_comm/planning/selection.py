@@ -174,9 +174,9 @@ def _choose(
         for a in of_type
     }
     algorithms = [a for a in of_type if not why_not[a.name, a.protocol]]
-    rows, remark = _rows_of(table, problem.operation, limits)
-    # A row that cannot be used is passed over: the next one counts that serves the size.
-    rows = tuple(row for row in rows if not why_not.get((row.algorithm, row.protocol)))
+    # A row that cannot be used is left out: the next one counts that serves the size.
+    usable = (row for row in table.rows.get(problem.operation, ()) if not why_not.get((row.algorithm, row.protocol)))
+    rows, remark = _rows_or_general(tuple(usable), table, problem.operation, limits)
     row = of_size = row_of(rows, problem.message_bytes())
     proposed = None if row is None else operation.find(row.algorithm, row.protocol)
     found = proposed if proposed in algorithms else None
@@ -228,9 +228,10 @@ def _within_ranges(row: Row, algorithm: registry.Algorithm) -> Row:
     )
 
 
-def _rows_of(table: TuningTable, operation: str, limits: _core.Limits) -> tuple[tuple[Row, ...], str]:
-    """The rows of an operation, and a remark on them."""
-    rows = table.rows.get(operation, ())
+def _rows_or_general(
+    rows: tuple[Row, ...], table: TuningTable, operation: str, limits: _core.Limits
+) -> tuple[tuple[Row, ...], str]:
+    """The usable rows of an operation, or those for tables that have none; and a remark on them."""
     if rows:
         return rows, ""
     if operation == FUSED:

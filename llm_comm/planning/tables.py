@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from llm_comm import registry
@@ -159,6 +159,13 @@ class TuningTable(NamedTuple):
         found = self._replace(rows={**self.rows, **by_operation(rows)})
         replaced = {of_programs(row.operation) for row in rows} - by_operation(rows).keys()
         return found._replace(rows={key: of_key for key, of_key in found.rows.items() if key not in replaced})
+
+    def with_programs(self, names: Container[str]) -> TuningTable:
+        """A table without the rows of all other programs."""
+        kept = (row for rows in self.rows.values() for row in rows)
+        return self._replace(
+            rows=by_operation(row for row in kept if not registry.is_program(row.algorithm) or row.algorithm in names)
+        )
 
     def digest(self) -> str:
         """The name, and a digest of what is chosen by: what ranks compare."""

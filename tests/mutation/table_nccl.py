@@ -33,6 +33,21 @@ IN_PLACE_OF_NCCL = (
         "rank == 0",
         f"{TESTS} -k test_collectives",
     ),
+    # ---- The API ----
+    cpp(
+        "a function that NCCL lacks is called",
+        f"{NCCL}/real_library.h",
+        "functions_.*function == nullptr",
+        "false",
+        FORWARDING,
+    ),
+    cpp(
+        "any configuration passes for an initialized one",
+        f"{NCCL}/own.cpp",
+        "config->magic == NCCL_API_MAGIC",
+        "true",
+        f"{TESTS} -k configured",
+    ),
     # ---- Groups ----
     cpp(
         "served calls of a group do not wait for its end",

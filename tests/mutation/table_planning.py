@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from mutant import Mutant, python
+from mutant import Mutant, cpp, python
 
 SELECTION = "llm_comm/planning/selection.py"
 TABLES = "llm_comm/planning/tables.py"
 FILES = "llm_comm/planning/table_files.py"
+TABLE_CHOICE = "csrc/host/table_choice.cpp"
 DEFAULTS = "llm_comm/planning/default_tables.py"
 CATALOGUE = "llm_comm/planning/catalogue.py"
 PLAN = "llm_comm/planning/plan.py"
@@ -187,12 +188,19 @@ PLANNING: tuple[Mutant, ...] = (
         FUSED_SHAPES,
         "tests/emulated/test_use_table.py",
     ),
-    python(
+    cpp(
         "a table of another world is used",
-        CATALOGUE,
-        "if device == device_name and world == world_size:",
-        "if device == device_name:",
+        TABLE_CHOICE,
+        "shipped[i].device == device && shipped[i].world == world",
+        "shipped[i].device == device",
         OF_TABLES,
+    ),
+    cpp(
+        "devices are near whatever their multiprocessors",
+        TABLE_CHOICE,
+        "here->sm_count != sm_count",
+        "false",
+        "tests/unit/test_installed_tables.py -k near",
     ),
     python(
         "a table for another device is used unsaid",
@@ -201,11 +209,11 @@ PLANNING: tuple[Mutant, ...] = (
         "if device != device_name:",
         OF_TABLES,
     ),
-    python(
+    cpp(
         "one-shot up to the same size in every world",
-        DEFAULTS,
-        "400 * 1024 // max(1, world_size - 1)",
-        "400 * 1024",
+        TABLE_CHOICE,
+        "400 * kKiB / std::max(1u, world - 1)",
+        "400 * kKiB",
         OF_TABLES,
     ),
     python(

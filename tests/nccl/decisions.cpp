@@ -93,9 +93,10 @@ void agreements() {
 
 void selections() {
   const Limits limits{8 << 20, 132, 16, 90, 16 << 20};
-  const Table table = find_table("", "NVIDIA H100 80GB HBM3", 2, 132);
+  const Table table = find_table("", "NVIDIA H100 80GB HBM3", 2, 132, 90);
   EXPECT(table.name == "tune_h100_2.yaml");
-  EXPECT(find_table("", "a GPU of nobody", 2, 132).name == "general table");
+  EXPECT(find_table("", "NVIDIA H100 80GB HBM3", 8, 132, 90).name == "tune_h200_8.yaml, nearest: H200");
+  EXPECT(find_table("", "NVIDIA H100 80GB HBM3", 8, 114, 90).name == "general table");
   const Selection selection(table, 2, limits, false);
   const Selection of_all(table, 2, limits, true);
   const auto name = [&](const Selection& by, const Message& message) {
@@ -121,7 +122,7 @@ void selections() {
   }
   EXPECT(!name(selection, {Operation::kBroadcast, ncclInt8, 8 << 20}).empty());
   EXPECT(name(selection, {Operation::kBroadcast, ncclInt8, (8 << 20) + 1}).empty());
-  const Table general = general_table(8, 132);
+  const Table general = find_table("", "a GPU of nobody", 8, 132, 90);
   EXPECT(name(Selection(general, 8, limits, false), {Operation::kBroadcast, ncclInt8, 150000}).empty());
   EXPECT(!name(Selection(general, 8, limits, false), {Operation::kBroadcast, ncclInt8, 149000}).empty());
 }
@@ -138,14 +139,14 @@ std::string error_of(const std::string& table) {
 }
 
 void tables() {
-  const std::string head = "world_size: 2\nmax_message_bytes: 100\nrows:\n";
+  const std::string head = "device: x\nworld_size: 2\nmax_message_bytes: 100\nrows:\n";
   const std::string row =
       "  - {operation: all_reduce, up_to: 8, algorithm: one_shot, protocol: LL, blocks: 2, tile_lines: 16, depth: 0";
   EXPECT(error_of(head + row + "}\n").empty());
   EXPECT(error_of(head + row + "}  # a remark\n\n").empty());
   EXPECT(error_of(head + row + ", us: 3, runner_up: {algorithm: two_shot, protocol: LL, us: 4}}\n").empty());
-  EXPECT(error_of(row + "}\n").find("lacks world_size") != std::string::npos);
-  EXPECT(error_of(head + row + "\n").find("line 4: a row must be") != std::string::npos);
+  EXPECT(error_of(row + "}\n").find("lacks device") != std::string::npos);
+  EXPECT(error_of(head + row + "\n").find("line 5: a row must be") != std::string::npos);
   EXPECT(error_of(head + row + ", color: red}\n").find("unknown key color") != std::string::npos);
   EXPECT(error_of(head + row + ", depth: 1}\n").find("depth is there twice") != std::string::npos);
   std::string wrong = row;
@@ -157,6 +158,12 @@ void tables() {
   wrong = row;
   wrong.replace(wrong.find("up_to: 8"), 8, "up_to: 4");
   EXPECT(error_of(head + row + "}\n" + wrong + "}\n").find("sorted by up_to") != std::string::npos);
+  const std::string program =
+      "  - {operation: all_reduce, up_to: 8, algorithm: 'dsl:mine', protocol: DSL, blocks: 4}\n";
+  EXPECT(error_of(head + program + row + "}\n").empty());
+  EXPECT(parse_table("t", head + program + row + "}\n").digest() == parse_table("t", head + row + "}\n").digest());
+  EXPECT(error_of(head + row + "}\n" + row + "}\n").find("sorted by up_to") != std::string::npos);
+  EXPECT(error_of("max_block: 3\n" + head + row + "}\n").find("no such key as max_block") != std::string::npos);
   EXPECT(parse_table("t", head + row + "}\n").digest() != parse_table("t", head + wrong + "}\n").digest());
 }
 

@@ -59,7 +59,7 @@ void run(Rank& self) {
 
   // Memory that nothing but the stand-in gets: it does not look at it.
   float number = 1;
-  std::vector<float> large(9 << 20);
+  std::vector<float> large(17 << 20);
   Calls all_reduce("AllReduce");
   Calls group_start("GroupStart");
   Calls group_end("GroupEnd");
@@ -75,8 +75,16 @@ void run(Rank& self) {
     EXPECT(broadcast.more() == 1);
     EXPECT(group_start.more() == 0);
     EXPECT(ncclTeamWorld(comm).rank == self.rank());
+    Calls suspend("CommSuspend");
+    EXPECT_OK(ncclCommSuspend(comm, 1));
+    EXPECT(suspend.more() == 1);
+    Calls dump("ParamDumpAll");
+    pncclParamDumpAll();
+    EXPECT(dump.more() == 1);
     // What the library does not have, and what fails in it.
-    EXPECT_RESULT(ncclReduce(&number, &number, 1, ncclFloat32, ncclSum, 0, comm, nullptr), ncclInvalidUsage);
+    EXPECT_RESULT(ncclCommResume(comm), ncclInvalidUsage);
+    const std::string refusal = ncclGetLastError(comm);
+    EXPECT(refusal.find("version 22899, has no ncclCommResume: LLM_COMM_NCCL_LIBRARY may name") != std::string::npos);
     EXPECT_RESULT(ncclAllReduce(&number, &number, 1, ncclFloat32, ncclNumOps, comm, nullptr), ncclInvalidArgument);
     EXPECT(std::string(ncclGetLastError(comm)).find("the stand-in's last error") != std::string::npos);
   });
@@ -122,7 +130,7 @@ void run(Rank& self) {
     ncclUniqueId foreign{};
     std::string("an id of the stand-in").copy(foreign.internal, sizeof(foreign.internal));
     ncclComm_t other = nullptr;
-    ncclConfig_t config{sizeof(ncclConfig_t), 0xcafebeef, LLM_COMM_NCCL_VERSION, 1};
+    ncclConfig_t config{sizeof(ncclConfig_t), NCCL_API_MAGIC, LLM_COMM_NCCL_VERSION, 1};
     EXPECT_OK(ncclCommInitRankConfig(&other, 1000, foreign, 3, &config));
     int ranks = 0;
     EXPECT_OK(ncclCommCount(other, &ranks));

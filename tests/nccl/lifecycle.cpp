@@ -11,6 +11,7 @@
 #include <map>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include "ranks.h"
@@ -80,9 +81,15 @@ void one_rank(Rank&) {
 void configured(Rank& self) {
   ncclComm_t comm = nullptr;
   const ncclUniqueId id = self.next_id();
+  for (ncclConfig_t wrong : {ncclConfig_t{sizeof(ncclConfig_t), 0xcafebeee, LLM_COMM_NCCL_VERSION, 1},
+                             ncclConfig_t{7, NCCL_API_MAGIC, LLM_COMM_NCCL_VERSION, 1},
+                             ncclConfig_t{sizeof(ncclConfig_t), NCCL_API_MAGIC, LLM_COMM_NCCL_VERSION, 2}}) {
+    EXPECT_RESULT(ncclCommInitRankConfig(&comm, self.world(), id, self.rank(), &wrong), ncclInvalidArgument);
+    EXPECT(says(ncclGetLastError(nullptr), "ncclConfig_t has"));
+  }
   EXPECT_OK(ncclGroupStart());
   {
-    ncclConfig_t config{sizeof(ncclConfig_t), 0xcafebeef, LLM_COMM_NCCL_VERSION, 1};
+    ncclConfig_t config{sizeof(ncclConfig_t), NCCL_API_MAGIC, LLM_COMM_NCCL_VERSION, 1};
     EXPECT_OK(ncclCommInitRankConfig(&comm, self.world(), id, self.rank(), &config));
     std::memset(&config, 0xff, sizeof(config));
   }
@@ -186,6 +193,21 @@ void unequal_counts(Rank& self) {
   for (ncclComm_t comm : {left, right, all}) EXPECT_OK(ncclCommDestroy(comm));
 }
 
+// Calls a function with zeros, which must name it and the option by which an NCCL library is found.
+template <class Result, class... Parameters>
+void expect_refusal(const std::string& name, Result (*function)(Parameters...)) {
+  if constexpr (std::is_same_v<Result, ncclResult_t>) {
+    EXPECT_RESULT(function(Parameters{}...), ncclInvalidUsage);
+  } else {
+    function(Parameters{}...);
+  }
+  const std::string refusal = ncclGetLastError(nullptr);
+  const bool is_named = says(refusal.c_str(), ("nccl" + name + " is not served").c_str()) &&
+                        says(refusal.c_str(), "LLM_COMM_NCCL_LIBRARY");
+  EXPECT(is_named);
+  if (!is_named) std::fprintf(stderr, "nccl%s says: %s\n", name.c_str(), refusal.c_str());
+}
+
 void misuse(Rank& self) {
   ncclComm_t comm = self.make_communicator();
   float number = 1;
@@ -210,6 +232,9 @@ void misuse(Rank& self) {
       ncclAllReduce(&number, &number, 1, ncclFloat32, ncclSum, reinterpret_cast<ncclComm_t>(&number), nullptr),
       ncclInvalidArgument);
   EXPECT_RESULT(ncclCommDestroy(reinterpret_cast<ncclComm_t>(&number)), ncclInvalidArgument);
+#define LLM_COMM_NCCL_OWN(type, name, parameters, arguments)
+#define LLM_COMM_NCCL_FORWARDED(type, name, parameters, arguments) expect_refusal(#name, &nccl##name);
+#include "nccl/functions.def"
   // In a group it is said at the end again.
   EXPECT_OK(ncclGroupStart());
   EXPECT_RESULT(ncclRecv(&number, 1, ncclFloat32, 0, comm, nullptr), ncclInvalidUsage);

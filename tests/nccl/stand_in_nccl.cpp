@@ -153,6 +153,8 @@ STAND_IN ncclTeam_t ncclTeamWorld(ncclComm_t comm) {
   check(comm, "TeamWorld");
   return {comm->world, comm->rank, 1};
 }
+STAND_IN ncclResult_t ncclCommSuspend(ncclComm_t comm, int) { return check(comm, "CommSuspend"); }
+STAND_IN void ncclParamDumpAll() { count("ParamDumpAll"); }
 STAND_IN ncclResult_t ncclGroupStart() {
   ++group_depth;
   ++group_depth_of_thread;

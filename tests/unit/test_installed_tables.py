@@ -16,12 +16,11 @@ import torch
 import yaml
 from tables import limits_of, plain_row, write_table
 
-from llm_comm import Config, ConfigError, cli, doctor, launch
+from llm_comm import Config, ConfigError, _core, cli, doctor, launch
 from llm_comm.bench import tune_install, tune_list
 from llm_comm.integrations import members
 from llm_comm.planning import catalogue, installed
 from llm_comm.planning.multicast import NO_MULTICAST
-from llm_comm.planning.nearest import near_devices
 from llm_comm.planning.plan import Problem
 from llm_comm.planning.selection import select
 from llm_comm.planning.table_files import TableFile, load_table, table_text
@@ -81,10 +80,7 @@ def test_the_directory(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_user_without_a_home_has_no_directory(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_cls: type[Path]) -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", classmethod(fail))
+    monkeypatch.setattr(_core, "table_directory", lambda: None)
     assert installed.table_directory() is None
     assert find().origin.kind == SHIPPED
     assert installed.installed_files() == []
@@ -350,11 +346,6 @@ def test_remove(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
 # ---- Near devices ---------------------------------------------------------------------------------------------------
 
 
-def test_h100_and_h200_serve_each_other() -> None:
-    assert near_devices(H100, 132, 90) == {H200: "H200"}
-    assert near_devices(H200, 132, 90) == {H100: "H100"}
-
-
 @pytest.mark.parametrize(
     ("name", "sm_count", "compute_capability"),
     [
@@ -372,7 +363,6 @@ def test_h100_and_h200_serve_each_other() -> None:
     ],
 )
 def test_no_other_device_is_near(name: str, sm_count: int, compute_capability: int) -> None:
-    assert near_devices(name, sm_count, compute_capability) == {}
     table = catalogue.find_table(name, 8, sm_count, CONFIG, compute_capability)
     assert table.origin == Origin(GENERAL, is_tuned=False)
 

@@ -47,6 +47,7 @@ from rank_processes import (
     serve,
     shared_directory,
     use_config_file,
+    use_nccl_library_by,
     wait_for_text,
 )
 
@@ -212,6 +213,11 @@ def all_that_groups_use_of_a_custom_all_reduce_is_there() -> None:
     member = SimpleNamespace(communicator=None)
     assert {"should_custom_ar", "custom_all_reduce", "capture", "disabled"} <= used
     assert not [name for name in used - for_amd if not hasattr(LlmCommAllReduce(member, None, False), name)]
+
+
+@scenario()
+def the_wrapper_of_nccl_loads_the_library_in_its_place() -> None:
+    use_nccl_library_by(importlib.import_module("sglang.srt.distributed.device_communicators.pynccl_wrapper"))
 
 
 @scenario()

@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -89,6 +90,32 @@ def wait_for_text(path: Path, text: str) -> str:
         assert time.monotonic() < deadline, f"{path.name} does not say {text!r}"
         time.sleep(0.1)
     return path.read_text()
+
+
+def use_nccl_library_by(wrapper: ModuleType) -> None:
+    """An engine's own wrapper of NCCL loads the library in place of NCCL, finds every function that it lists, and moves
+    data. ``wrapper``: the engine's module ``pynccl_wrapper``."""
+    library = wrapper.NCCLLibrary(llm_comm.nccl_library(emulated=True))
+    assert not [f.name for f in wrapper.NCCLLibrary.exported_functions if f.name not in library._funcs]
+    rank, place = dist_rank(), shared_directory()
+    if rank == 0:
+        (place / "id.new").write_bytes(bytes(library.ncclGetUniqueId()))
+        (place / "id.new").rename(place / "id")
+    while not (place / "id").exists():
+        time.sleep(0.01)
+    unique_id = wrapper.ncclUniqueId.from_buffer_copy((place / "id").read_bytes())
+    comm = library.ncclCommInitRank(2, unique_id, rank)
+    x, total = data((5, 1001), rank), torch.zeros(5, 1001, dtype=torch.bfloat16)
+    types, pointers = wrapper.ncclDataTypeEnum, [wrapper.buffer_type(y.data_ptr()) for y in (x, total)]
+    library.ncclAllReduce(*pointers, x.numel(), types.ncclBfloat16, wrapper.ncclRedOpTypeEnum.ncclSum, comm, None)
+    assert torch.equal(total, expected_sum((5, 1001)))
+    library.ncclBroadcast(*pointers, x.numel(), types.ncclBfloat16, 1, comm, None)
+    assert torch.equal(total, data((5, 1001), 1))
+    if "ncclCommSuspend" in library._funcs:  # refused, as no NCCL is there to do it
+        invalid_usage = 5
+        assert library._funcs["ncclCommSuspend"](comm, 1) == invalid_usage
+        assert b"ncclCommSuspend is not served" in library._funcs["ncclGetLastError"](None)
+    library.ncclCommDestroy(comm)
 
 
 def lose_rank_1() -> None:

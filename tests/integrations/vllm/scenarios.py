@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
 import importlib.util
 import json
 import logging
@@ -40,6 +41,7 @@ from rank_processes import (
     scenario,
     shared_directory,
     use_config_file,
+    use_nccl_library_by,
     wait_for_text,
 )
 
@@ -506,6 +508,11 @@ def a_platform_that_does_not_name_its_communicator_is_left_alone() -> None:
     with mock.patch("vllm.platforms.current_platform", mock.Mock(spec=["is_cuda"])):
         load_plugins()
     assert log.having("it does not know this version of vLLM", logging.WARNING)
+
+
+@scenario()
+def the_wrapper_of_nccl_loads_the_library_in_its_place() -> None:
+    use_nccl_library_by(importlib.import_module("vllm.distributed.device_communicators.pynccl_wrapper"))
 
 
 @scenario()
