@@ -99,6 +99,8 @@ class Config:
             prometheus_client (docs/statistics.md). ``Communicator.stats`` needs no option.
         stats_port: This port plus the rank, of each process of an engine, answers Prometheus; ``stats`` is on then.
             None: no port is opened.
+        stats_host: Address on which ``stats_port`` is opened. Whoever reaches it reads the metrics; ``"0.0.0.0"`` is
+            every address of the machine.
         nvtx: An NVTX range around each launch on a GPU, for Nsight Systems.
         multi_node: Whether engine integrations serve groups whose ranks are on several nodes (docs/nodes.md). A
             ``Communicator`` of your own does so without it.
@@ -141,6 +143,7 @@ class Config:
     sleep: bool = False
     stats: bool = False
     stats_port: int | None = None
+    stats_host: str = "127.0.0.1"
     nvtx: bool = False
     multi_node: bool = False
     node: str | None = None

@@ -131,6 +131,7 @@ OPTIONS: dict[str, Option] = {
     "stats_port": Option(
         int, lambda v: v is None or (is_int(v) and 1 <= v < 1 << 16), "a port, 1 to 65535 (default: none)"
     ),
+    "stats_host": Option(str, _is_name, f"an address or host name of 1 to {_MAX_NODE} printable ASCII characters"),
     "nvtx": _BOOLEAN,
     "multi_node": _BOOLEAN,
     "node": Option(

@@ -91,6 +91,13 @@ IN_PLACE_OF_NCCL = (
         f"{TESTS} -k forked",
     ),
     cpp(
+        "a forked child learns nothing of a handle that it has inherited",
+        f"{NCCL}/communicators.cpp",
+        "if (map->communicators.count(handle) == 0) continue;",
+        "if (WITHOUT || map->communicators.count(handle) == 0) continue;",
+        f"{TESTS} -k forked",
+    ),
+    cpp(
         "a variable that cannot be read is passed over",
         f"{NCCL}/options.cpp",
         "options.objection = failure.what();",

@@ -261,8 +261,9 @@ void forked(Rank& self) {
   const pid_t child = fork();
   if (child == 0) {
     float sum = 0;
-    const bool is_refused = add_up(comm, 1, sum) == ncclInvalidArgument && ncclCommDestroy(comm) == ncclInvalidArgument;
-    _exit(is_refused ? 0 : 1);
+    const bool is_refused = add_up(comm, 1, sum) == ncclInvalidUsage && ncclCommDestroy(comm) == ncclInvalidUsage &&
+                            ncclCommAbort(comm) == ncclInvalidUsage;
+    _exit(is_refused && says(ncclGetLastError(nullptr), "the process that this one was forked from") ? 0 : 1);
   }
   int status = -1;
   waitpid(child, &status, 0);
