@@ -258,8 +258,13 @@ void strangers(Rank& self) {
 // A child process has no communicators, and does not disturb its parent's.
 void forked(Rank& self) {
   ncclComm_t comm = self.make_communicator();
+  const float mine = 1;
+  float in_group = 0;
+  EXPECT_OK(ncclGroupStart());
+  EXPECT_OK(ncclAllReduce(&mine, &in_group, 1, ncclFloat32, ncclSum, comm, nullptr));
   const pid_t child = fork();
   if (child == 0) {
+    if (ncclGroupEnd() != ncclInvalidUsage) _exit(2);
     float sum = 0;
     const bool is_refused = add_up(comm, 1, sum) == ncclInvalidUsage && ncclCommDestroy(comm) == ncclInvalidUsage &&
                             ncclCommAbort(comm) == ncclInvalidUsage;
@@ -268,6 +273,8 @@ void forked(Rank& self) {
   int status = -1;
   waitpid(child, &status, 0);
   EXPECT(status == 0);
+  EXPECT_OK(ncclGroupEnd());
+  EXPECT(in_group == static_cast<float>(self.world()));
   expect_sum(comm, 1, static_cast<float>(self.world()));
   EXPECT_OK(ncclCommDestroy(comm));
 }
