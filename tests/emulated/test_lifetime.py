@@ -173,7 +173,7 @@ def wait_for_child(child: int) -> None:
 
 def fork_beside_a_call(transport: str | None) -> None:
     """Rank 0 forks while a call of another thread waits for rank 1, with the lock of its communicator."""
-    rank = dist.get_rank()
+    rank, x = dist.get_rank(), torch.ones(10)
     comm = make_communicator(**({} if transport is None else {"node": f"n{rank}", "node_transport": transport}))
     for use in IN_CHILD.values():
         with contextlib.suppress(UnsupportedInputError):
@@ -181,7 +181,7 @@ def fork_beside_a_call(transport: str | None) -> None:
     if rank == 0:
         spread, launches = comm._spread, comm.stats().progress.launches
         sums: list[torch.Tensor] = []
-        thread = threading.Thread(target=lambda: sums.append(comm.all_reduce(X)))
+        thread = threading.Thread(target=lambda: sums.append(comm.all_reduce(x)))
         thread.start()
         while not (comm.stats().progress.launches > launches if spread is None else spread._hierarchy._is_in_call):
             time.sleep(0.001)
@@ -206,8 +206,8 @@ def fork_beside_a_call(transport: str | None) -> None:
         wait_for_child(child)
     else:
         store().wait(["the child has ended"])
-        comm.all_reduce(X)
-    assert comm.all_reduce(X).eq(2).all()
+        comm.all_reduce(x)
+    assert comm.all_reduce(x).eq(2).all()
     comm.close()
 
 
