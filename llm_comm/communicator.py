@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import traceback
@@ -390,17 +391,16 @@ class Communicator(Sums, GatherScatter, LinearLayers):
         Waits for the eager calls of this communicator and for the current stream, not for graphs that are replayed on
         other streams. Where a CUDA graph holds operations of it, the workspace (``workspace_bytes``) stays until the
         process ends, as the graph might be replayed: operations that begin from now on do nothing.
+
+        In a process that was forked from the one that made the communicator, nothing changes.
         """
+        if self._handle.is_of_parent:
+            return
         self._forget()
         self._planner.programs = {}
         self._heap.close()
-        if self._spread is not None:
-            self._spread.stop_watching()
-        try:
+        with contextlib.nullcontext() if self._spread is None else self._spread.closing():
             self._handle.close()
-        finally:
-            if self._spread is not None:
-                self._spread.close()
 
     def __enter__(self) -> Communicator:
         return self

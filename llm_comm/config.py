@@ -88,6 +88,7 @@ class Config:
     sleep: bool = False
     stats: bool = False
     stats_port: int | None = None
+    stats_host: str = "127.0.0.1"
     nvtx: bool = False
     multi_node: bool = False
     node: str | None = None

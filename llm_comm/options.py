@@ -311,6 +311,13 @@ OPTIONS: dict[str, Option] = {
         "First port of the statistics for Prometheus: a process of an engine listens at this port plus its rank. "
         "``stats`` is on then. None: no port is opened.",
     ),
+    "stats_host": Option(
+        Kind(str, _is_name, f"an address or host name of 1 to {_MAX_NODE} printable ASCII characters"),
+        Alike.NO,
+        _OWN_HOST,
+        "Address at which ``stats_port`` is opened. Whoever reaches the address reads the statistics; ``0.0.0.0`` is "
+        "every address of the machine.",
+    ),
     "nvtx": Option(_BOOLEAN, Alike.NO, _OWN_HOST, "An NVTX range around each launch on a GPU, for Nsight Systems."),
     "multi_node": Option(
         _BOOLEAN,

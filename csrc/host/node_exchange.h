@@ -24,7 +24,7 @@ struct NodePiece {
   uint64_t bytes_in;   // of the same partner's bytes_out for this rank
 };
 
-// Not thread-safe, but where it says so.
+// Calls of several threads take turns; connect() comes before them. In a forked child of the process that made it, nothing works.
 class NodeExchange {
  public:
   virtual ~NodeExchange() = default;
@@ -39,12 +39,13 @@ class NodeExchange {
   virtual bool run(uint64_t input, uint64_t output, const std::vector<NodePiece>& pieces, uint64_t stream) = 0;
   // Of calls from now on.
   virtual void set_limit(double timeout_s) = 0;
-  // Why nothing works any more; empty as long as it does. From any thread.
+  // Why nothing works any more; empty as long as it does. Beside a call, too.
   virtual std::string error() const = 0;
-  // Ends what waits, soon. From any thread.
+  // Ends what waits, soon. Beside a call, too.
   virtual void abort() = 0;
   virtual bool has_been_captured() const = 0;
-  // Waits until partners have ended as well, a second at most, and ends the connections. More than once is no error.
+  // Waits for a call that runs, then until partners have ended as well, a second at most, and ends the connections. More than once is
+  // no error.
   virtual void close() = 0;
 };
 

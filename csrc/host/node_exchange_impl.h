@@ -7,13 +7,16 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <mutex>
 #include <optional>
 #include <stdexcept>
 #include <utility>
 
 #include "algorithms/node_exchange.cuh"
 #include "host/node_exchange.h"
+#include "host/own_process.h"
 #include "host/proxy.h"
 #include "host/ucx/ucx_transport.h"
 
@@ -88,6 +91,8 @@ class NodeExchangeImpl final : public NodeExchange {
   }
 
   bool run(uint64_t input, uint64_t output, const std::vector<NodePiece>& pieces, uint64_t stream) override {
+    check_process();
+    const std::lock_guard<std::mutex> turn(turn_);
     if (ports_ == nullptr || is_closed_) throw std::runtime_error("the partners are not connected");
     if (pieces.size() != options_.ranks) {
       throw std::invalid_argument(std::to_string(pieces.size()) + " pieces for " + std::to_string(options_.ranks) +
@@ -106,13 +111,15 @@ class NodeExchangeImpl final : public NodeExchange {
       if (has_ended(*mailbox_)) return false;
       args_.first_part = part;
       const auto blocks = static_cast<uint32_t>(std::min<uint64_t>(parts - part, kMaxExchangeBlocks));
-      has_been_captured_ |= device_.launch(args_, blocks, stream);
+      if (device_.launch(args_, blocks, stream)) has_been_captured_ = true;
     }
     return !has_ended(*mailbox_);
   }
 
   void set_limit(double timeout_s) override {
     if (!(timeout_s > 0)) throw std::invalid_argument("timeout_s must be positive");
+    check_process();
+    const std::lock_guard<std::mutex> turn(turn_);
     args_.comm.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
   }
 
@@ -131,6 +138,8 @@ class NodeExchangeImpl final : public NodeExchange {
   bool has_been_captured() const override { return has_been_captured_; }
 
   void close() override {
+    if (!maker_.is_this()) return;
+    const std::lock_guard<std::mutex> turn(turn_);
     if (std::exchange(is_closed_, true)) return;
     device_.wait();
     if (ports_ == nullptr) return;
@@ -149,6 +158,11 @@ class NodeExchangeImpl final : public NodeExchange {
     const char* const state = memory_->on_host() + kPortsOffset;
     return __atomic_load_n(&reinterpret_cast<const PortState*>(state)->head, __ATOMIC_ACQUIRE);
   }
+  // Before turn_ is taken: in a forked child it may be held by a thread that is not there.
+  void check_process() const {
+    if (!maker_.is_this())
+      throw std::runtime_error("this exchange belongs to the process that this one was forked from");
+  }
   void end_waits() { __atomic_fetch_or(&mailbox_->end_reasons, kAbortRequest, __ATOMIC_RELEASE); }
 
   NodeExchangeOptions options_;
@@ -162,9 +176,11 @@ class NodeExchangeImpl final : public NodeExchange {
   std::string address_;
   std::unique_ptr<ProxyPorts> ports_;
   std::vector<std::string> names_;
-  NodeExchangeArgs args_{};
-  bool has_been_captured_ = false;
-  bool is_closed_ = false;
+  OwnProcess maker_;
+  std::mutex turn_;          // of calls, and of what ends them
+  NodeExchangeArgs args_{};  // under turn_, once connected
+  std::atomic<bool> has_been_captured_ = false;
+  bool is_closed_ = false;  // under turn_
 };
 
 }  // namespace llm_comm::host

@@ -1,7 +1,6 @@
 #include "host/proxy.h"
 
 #include <sched.h>
-#include <unistd.h>
 
 #include <cstring>
 #include <stdexcept>
@@ -26,7 +25,6 @@ void ProxyPorts::start(const PortOwner& owner) {
   if (thread_ != nullptr) return;
   if (ring() == nullptr) throw std::runtime_error("there is no FIFO for port channels");
   owner_ = owner;
-  pid_ = getpid();
   std::promise<void> has_begun;
   thread_ = std::make_unique<std::thread>([&] { run(has_begun); });
   try {
@@ -40,7 +38,7 @@ void ProxyPorts::start(const PortOwner& owner) {
 
 void ProxyPorts::stop() {
   if (thread_ == nullptr) return;
-  if (getpid() != pid_) {
+  if (!maker_.is_this()) {
     // A fork has this object, but neither the thread nor the transport's device.
     static_cast<void>(thread_.release());
     static_cast<void>(transport_.release());

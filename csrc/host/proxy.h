@@ -2,8 +2,6 @@
 // carry them out.
 #pragma once
 
-#include <sys/types.h>
-
 #include <atomic>
 #include <chrono>
 #include <future>
@@ -11,6 +9,7 @@
 #include <string>
 #include <thread>
 
+#include "host/own_process.h"
 #include "host/port_batch.h"
 #include "host/ports.h"
 
@@ -82,7 +81,7 @@ class ProxyPorts final : public Ports {
   std::unique_ptr<Transport> transport_;
   Patience patience_;
   PortOwner owner_{};
-  pid_t pid_ = 0;  // of the process that has started the thread
+  OwnProcess maker_;
   std::unique_ptr<std::thread> thread_;
   std::atomic<bool> is_ending_ = false;
   std::atomic<bool> has_error_ = false;

@@ -6,6 +6,8 @@
 #include <shared_mutex>
 #include <unordered_map>
 
+#include "nccl/failure.h"
+
 namespace llm_comm::nccl {
 
 namespace {
@@ -17,13 +19,25 @@ struct Map {
 };
 
 // Never destroyed: what runs at the end of a process may still ask. A process that was forked has none of the threads, nor the GPU's
-// context, and some other thread may have held the lock: it begins with nothing, and leaves what it inherited alone.
+// context: it begins with nothing, and leaves what it inherited alone. No thread is within the map when a process forks, so that the
+// child can tell what it has inherited.
 Map* map_of_process = new Map;
-[[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] {
-  Map* const own = new Map;
-  own->inherited = map_of_process;
-  map_of_process = own;
-});
+[[maybe_unused]] const int at_fork =
+    pthread_atfork([] { map_of_process->mutex.lock(); }, [] { map_of_process->mutex.unlock(); },
+                   [] {
+                     Map* const own = new Map;
+                     own->inherited = map_of_process;
+                     map_of_process = own;
+                   });
+
+// Of a handle that the map of this process does not have. The NCCL library must not get one that was inherited either.
+void check_not_inherited(ncclComm_t handle) {
+  for (const Map* map = map_of_process->inherited; map != nullptr; map = map->inherited) {
+    if (map->communicators.count(handle) == 0) continue;
+    throw Failure(ncclInvalidUsage,
+                  "this communicator belongs to the process that this one was forked from: make one in this process");
+  }
+}
 
 }  // namespace
 
@@ -31,7 +45,9 @@ std::shared_ptr<Communicator> find(ncclComm_t handle) {
   Map& map = *map_of_process;
   const std::shared_lock lock(map.mutex);
   const auto found = map.communicators.find(handle);
-  return found == map.communicators.end() ? nullptr : found->second;
+  if (found != map.communicators.end()) return found->second;
+  check_not_inherited(handle);
+  return nullptr;
 }
 
 void add(ncclComm_t handle, std::shared_ptr<Communicator> communicator) {
@@ -44,7 +60,10 @@ std::shared_ptr<Communicator> remove(ncclComm_t handle) {
   Map& map = *map_of_process;
   const std::unique_lock lock(map.mutex);
   const auto found = map.communicators.find(handle);
-  if (found == map.communicators.end()) return nullptr;
+  if (found == map.communicators.end()) {
+    check_not_inherited(handle);
+    return nullptr;
+  }
   std::shared_ptr<Communicator> removed = std::move(found->second);
   map.communicators.erase(found);
   return removed;

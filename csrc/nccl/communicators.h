@@ -8,10 +8,11 @@
 
 namespace llm_comm::nccl {
 
-// Nothing where the handle is the real library's alone, or of nobody, or was made by the process that this one was forked from.
+// Nothing where the handle is the real library's alone, or of nobody. Throws Failure (ncclInvalidUsage) where it was made by a process
+// that has forked this one.
 std::shared_ptr<Communicator> find(ncclComm_t handle);
 void add(ncclComm_t handle, std::shared_ptr<Communicator> communicator);
-// Returns what was there.
+// Returns what was there; as find().
 std::shared_ptr<Communicator> remove(ncclComm_t handle);
 
 }  // namespace llm_comm::nccl

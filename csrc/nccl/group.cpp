@@ -1,5 +1,7 @@
 #include "nccl/group.h"
 
+#include <pthread.h>
+
 #include <exception>
 #include <string>
 #include <thread>
@@ -24,6 +26,12 @@ struct Group {
 };
 
 thread_local Group group_of_thread;
+
+// What a group holds when a process forks is for the parent to run. The child's copy is never destroyed.
+[[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] {
+  new Group(std::move(group_of_thread));
+  group_of_thread = {};
+});
 
 // The result of a thread of its own, and what it had to say.
 struct Outcome {

@@ -30,8 +30,7 @@ void require(bool holds, const std::string& what) {
 bool is_real(const std::shared_ptr<Communicator>& communicator) {
   if (communicator != nullptr) return communicator->uses_real_library();
   if (!RealLibrary::get().is_there()) {
-    throw Failure(ncclInvalidArgument,
-                  "this is no communicator of this process (one that was made before a fork is none)");
+    throw Failure(ncclInvalidArgument, "this is no communicator of this process");
   }
   return true;
 }

@@ -4,6 +4,8 @@
 #include <string>
 #include <utility>
 
+#include "host/own_process.h"
+
 namespace py = pybind11;
 
 namespace llm_comm::python {
@@ -16,6 +18,7 @@ struct BoundCall {
   std::unique_ptr<host::PreparedCall> call;
   Py_ssize_t buffers;
   uint32_t optional;  // bit i: buffer i may be 0
+  host::OwnProcess maker{};
 };
 
 // run(address, ..., stream) -> bool. Every eager call goes through it, so it uses CPython's own calling convention:
@@ -25,6 +28,12 @@ PyObject* run_bound_call(PyObject* capsule, PyObject* const* arguments, Py_ssize
   const BoundCall& bound = *static_cast<BoundCall*>(PyCapsule_GetPointer(capsule, nullptr));
   if (count != bound.buffers + 1) {
     PyErr_Format(PyExc_TypeError, "run() takes %zd addresses and a stream; %zd arguments given", bound.buffers, count);
+    return nullptr;
+  }
+  if (!bound.maker.is_this()) {  // before any lock, which a thread of the parent may have held
+    PyErr_SetString(PyExc_RuntimeError,
+                    "this communicator belongs to the process that this one was forked from: no rank waits for a call "
+                    "from here. Make a communicator in this process");
     return nullptr;
   }
   uint64_t values[kMaxBuffers + 1];

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "host/own_process.h"
+
 namespace llm_comm::python {
 
 namespace {
@@ -38,16 +40,20 @@ struct Manager {
   std::shared_ptr<void> tensor;
   int64_t shape[1];
   DLManagedTensor managed;
+  host::OwnProcess maker{};
 };
 
-// In any thread, with or without the interpreter's lock.
-void drop(DLManagedTensor* managed) { delete static_cast<Manager*>(managed->manager); }
+// In any thread, with or without the interpreter's lock. In a forked child the memory is left to the parent.
+void drop(DLManagedTensor* managed) {
+  auto* const manager = static_cast<Manager*>(managed->manager);
+  if (manager->maker.is_this()) delete manager;
+}
 
 }  // namespace
 
 LentTensor lend_as_tensor(std::shared_ptr<char> memory, uint64_t bytes, int device) {
   char* const first = memory.get();
-  auto* const manager = new Manager{std::make_shared<std::shared_ptr<char>>(std::move(memory)), {}, {}};
+  auto* const manager = new Manager{std::make_shared<std::shared_ptr<char>>(std::move(memory)), {}, {}, {}};
   manager->shape[0] = static_cast<int64_t>(bytes);
   manager->managed = {
       {first, device < 0 ? kHost : kCuda, device < 0 ? 0 : device, 1, kUnsigned, 8, 1, manager->shape, nullptr, 0},

@@ -123,12 +123,13 @@ class Publisher:
             self.publish()
 
 
-def serve(read: Read, rank: int, port: int | None, log: logging.Logger) -> None:
+def serve(read: Read, rank: int, port: int | None, host: str, log: logging.Logger) -> None:
     """Shows the metrics in each way that there is, once a process. What cannot be opened is a warning.
 
     Args:
         read, rank: As of ``Collector``.
-        port: Of rank 0, on all addresses of the machine, with the metrics of llm_comm alone; None for none.
+        port: Of rank 0, with the metrics of llm_comm alone; None for none.
+        host: Address on which the port is opened.
     """
     try:
         import prometheus_client
@@ -146,12 +147,13 @@ def serve(read: Read, rank: int, port: int | None, log: logging.Logger) -> None:
     if port is not None and _is_first(f"port {port}"):
         registry = prometheus_client.CollectorRegistry()
         registry.register(collector)
+        where = f"{host}:{port + rank} (stats_host, stats_port)"
         try:
-            prometheus_client.start_http_server(port + rank, registry=registry)
+            prometheus_client.start_http_server(port + rank, addr=host, registry=registry)
         except (OSError, OverflowError) as error:
-            log.warning("llm_comm: no port for Prometheus (stats_port): %s", error)
+            log.warning("llm_comm: no port for Prometheus at %s: %s", where, error)
         else:
-            log.info("llm_comm: metrics for Prometheus on port %d", port + rank)
+            log.info("llm_comm: metrics for Prometheus at %s", where)
 
 
 def _is_first(way: str) -> bool:

@@ -57,7 +57,7 @@ def follow(group_name: str, communicator: Communicator, rank: int, log: logging.
         _at_end.append(Finalize(None, _tell, exitpriority=0))
         _take_signal(log)
     _groups[group_name], _logs[group_name] = communicator, log
-    prometheus.serve(_stats_of_groups, rank, config.stats_port, log)
+    prometheus.serve(_stats_of_groups, rank, config.stats_port, config.stats_host, log)
 
 
 def leave(group_name: str, communicator: Communicator, log: logging.Logger) -> None:

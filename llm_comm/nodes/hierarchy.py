@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 
 import torch
@@ -57,6 +58,10 @@ class Hierarchy:
         self.exchange = exchange
         self.rows = rows
         self.side = SideStream(handle.device)
+        #: Held for the whole length of an operation: of its phases none may lie between those of another one. A thread
+        #: takes it again where a signal handler that interrupts an operation closes the communicator.
+        self.turn = threading.RLock()
+        self._is_in_call = False
         self._hears = hears
         self._agreement = agreement
         self._handle = handle
@@ -122,26 +127,44 @@ class Hierarchy:
 
     def _guarded(self, operation: str, call: str, run: Run) -> Run:
         def guarded(*of_call: int) -> bool:
-            try:
-                # Where the first phase is between nodes, nothing else would notice: partners may be at another call.
-                self._handle.check()
-            except CommunicatorError:  # told by whoever called
-                return False
-            try:
-                differences = "" if self._agreement is None else self._agreement.differences(call)
-                if differences:
-                    self._end_for_mismatch(differences)
-                    return False
-                return run(*of_call)
-            except UnsupportedInputError:  # of this call, on all ranks alike
-                raise
-            except CommunicatorError:  # it is known already
-                return False
-            except RuntimeError as error:
-                self._fail(operation, error)
-                return False
+            self._handle.check_open()  # before the lock: in a forked child nobody may be there to give it back
+            with self.turn:
+                if self._is_in_call:
+                    raise RuntimeError(
+                        f"{operation} is called within another operation of this communicator and thread, as by a "
+                        "signal handler: call it when that has returned"
+                    )
+                self._is_in_call = True
+                try:
+                    return self._in_turn(operation, call, lambda: run(*of_call))
+                finally:
+                    self._is_in_call = False
 
         return guarded
+
+    def _in_turn(self, operation: str, call: str, run: Callable[[], bool]) -> bool:
+        """Runs a call, while this thread has the turn."""
+        try:
+            # Where the first phase is between nodes, nothing else would notice: partners may be at another call.
+            self._handle.check()
+        except CommunicatorError:  # told by whoever called
+            return False
+        try:
+            differences = "" if self._agreement is None else self._agreement.differences(call)
+            if differences:
+                self._end_for_mismatch(differences)
+                return False
+            return run()
+        except (UnsupportedInputError, ValueError):  # of this call, on all ranks alike
+            raise
+        except CommunicatorError:  # it is known already
+            return False
+        except RuntimeError as error:
+            self._fail(operation, error)
+            return False
+        except BaseException as error:  # such as KeyboardInterrupt: the others are in phases that this rank never joins
+            self._handle.fail(f"{type(error).__name__} interrupted {operation}")
+            raise
 
     def _end_for_mismatch(self, differences: str) -> None:
         placement = self.placement

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 from typing import Protocol
 
 
@@ -25,3 +26,6 @@ def _end_all() -> None:
     for partners in _kept:
         with contextlib.suppress(Exception):
             partners.abort()
+
+
+os.register_at_fork(after_in_child=lambda: atexit.unregister(_end_all))  # the partners are the parent's

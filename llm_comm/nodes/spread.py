@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
+from collections.abc import Iterator
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -126,13 +128,19 @@ class Spread:
         """Of this rank in its node."""
         return self._placement.place
 
-    def stop_watching(self) -> None:
-        """Tells the other nodes what there is to tell, and listens to them no more. Before the handle is closed."""
-        self._watch.stop()
+    @contextlib.contextmanager
+    def closing(self) -> Iterator[None]:
+        """End the operations between the nodes; the handle is closed within. Every rank calls it.
 
-    def close(self) -> None:
-        """Ends what is between the nodes, once the handle is closed. Call it on every rank."""
-        self._transport.close()
+        A call of another thread ends first. Before the handle is closed the other nodes hear what there is to tell; the
+        connections end last.
+        """
+        with self._hierarchy.turn:
+            self._watch.stop()
+            try:
+                yield
+            finally:
+                self._transport.close()
 
 
 def set_up(rendezvous: Rendezvous, placement: Placement, device: torch.device, config: Config) -> Spread:

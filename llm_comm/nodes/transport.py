@@ -15,13 +15,17 @@ from llm_comm import _core
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError, UnsupportedInputError
 from llm_comm.nodes.in_graphs import keep_for_graphs
+from llm_comm.runtime.forks import keep_in_child
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 20e-6, 1e-3
 _CHECK_S = 0.02
 
 
 class Transport(Protocol):
-    """Between the ranks that have the same place in their nodes. All make the same calls in the same order."""
+    """Between the ranks that have the same place in their nodes. All make the same calls in the same order.
+
+    A rank makes one call at a time; ``look`` and ``abort`` may come beside it.
+    """
 
     #: For plans and messages.
     name: str
@@ -111,6 +115,7 @@ class StreamTransport:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)
         self._partners: Any = dist.ProcessGroupNCCL(store, node, nodes, options)
+        keep_in_child(self._partners)
         self._gather, self._exchange = AllgatherOptions(), AllToAllOptions()
         self._gather.asyncOp = self._exchange.asyncOp = False
 
@@ -162,6 +167,7 @@ class HostTransport:
         tell: Callable[[bool], None],
     ) -> None:
         self._partners: Any = dist.ProcessGroupGloo(store, node, nodes, timedelta(seconds=timeout_s))
+        keep_in_child(self._partners)
         self._timeout_s = timeout_s
         self._check = check
         self._tell = tell
@@ -191,7 +197,8 @@ class HostTransport:
         self._partners = None
 
     def _open(self) -> Any:
-        assert self._partners is not None
+        if self._partners is None:
+            raise RuntimeError("the connections between the nodes are closed")
         return self._partners
 
     def _wait(self, work: dist.Work) -> None:

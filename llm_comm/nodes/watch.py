@@ -59,7 +59,7 @@ class NodeWatch(threading.Thread):
         self._lost_at: float | None = None
         self._has_heard = threading.Event()
         self._stopping = threading.Event()
-        weakref.finalize(handle, self.stop)
+        handle.when_dropped(self.stop)
 
     def start(self) -> None:
         self._mail.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,7 @@ import torch
 
 from llm_comm import _core
 from llm_comm.errors import CommunicatorError
+from llm_comm.runtime import forks
 from llm_comm.runtime.devices import is_capturing
 from llm_comm.runtime.statistics import Progress, Stats, Tallies
 from llm_comm.runtime.status import RankError
@@ -36,7 +38,31 @@ class CoreHandle:
         self._is_in_graphs = False
         self._core: _core.Core | None = core
         self._watchdog = watchdog
-        self._stop_watching = None if watchdog is None else weakref.finalize(self, watchdog.abandon)
+        self._finalizers: list[weakref.finalize[..., CoreHandle]] = []
+        self._stop_watching = None if watchdog is None else self.when_dropped(watchdog.abandon)
+        self._maker = os.getpid()
+        forks.leave_in_child(self)
+
+    def when_dropped(self, call: Callable[[], None]) -> weakref.finalize[..., CoreHandle]:
+        """Call ``call`` once nobody holds this handle, or when the process ends, but not in a forked child."""
+        finalizer = weakref.finalize(self, call)
+        self._finalizers.append(finalizer)
+        return finalizer
+
+    def leave_to_parent(self) -> None:
+        """Refuse every call, in a process that was forked from the one that made the communicator.
+
+        A call from here would take the parent's turn in memory that the ranks share.
+        """
+        self.is_open = False
+        for finalizer in self._finalizers:
+            finalizer.detach()
+        self._core = self._watchdog = self._stop_watching = None
+
+    @property
+    def is_of_parent(self) -> bool:
+        """Whether this process was forked from the one that made the communicator."""
+        return self._maker != os.getpid()
 
     def core(self) -> _core.Core:
         """The core.
@@ -66,6 +92,11 @@ class CoreHandle:
 
     def _check_not_closed(self) -> None:
         if not self.is_open:
+            if self.is_of_parent:
+                raise RuntimeError(
+                    f"this communicator belongs to process {self._maker}, and this is process {os.getpid()}, forked "
+                    "from it: no rank waits for a call from here. Make a communicator in this process"
+                )
             replays = "; operations of it in CUDA graphs do nothing any more" if self._is_in_graphs else ""
             raise RuntimeError(f"this communicator is closed{replays}")
 

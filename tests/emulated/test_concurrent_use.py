@@ -5,18 +5,23 @@ from __future__ import annotations
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import cores
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RankPool, make_communicator, new_groups
+from harness import RankPool, make_communicator, new_groups, store
+from nodes_cases import Layout, make
 from reference import assert_is_sum, contributions
+from ucx_here import needs_ucx
 
 import llm_comm
-from llm_comm import Communicator, _core
+from llm_comm import Communicator, CommunicatorError, _core
+from llm_comm.planning.node_rows import NodeRow
 
 TESTS = Path(__file__).parents[1]
 CSRC = TESTS.parent / "csrc"
@@ -190,6 +195,94 @@ def share_a_communicator(threads: int, calls: int) -> None:
 def test_threads_take_turns(ranks: RankPool) -> None:
     """All calls are alike: which thread's comes first on which rank is up to chance."""
     ranks.run(2, share_a_communicator, 3, 40)
+
+
+def repeat(call: Callable[[], torch.Tensor], expected: torch.Tensor, what: str) -> None:
+    for _ in range(4):
+        assert torch.equal(call(), expected), what
+
+
+def share_over_nodes(transport: str, places: int) -> None:
+    """Each kind of call with what it returns where one thread alone makes it."""
+    with make(Layout(2, places), node_transport=transport) as comm:
+        # Of whole messages and in chunks.
+        for chunk_bytes in (0, 1 << 14)[:places]:
+            row = NodeRow(2, 1 << 40, "all_to_all", chunk_bytes, is_faster=True)
+            comm.use_table(comm.table_of_node._replace(nodes=(row,)))
+            x = torch.arange(9000, dtype=torch.float32) * (comm.rank + 1)
+            rows = x[:1024].view(16, 64).bfloat16()
+            calls: list[Callable[[], torch.Tensor]] = [
+                lambda x=x: comm.all_reduce(x),
+                lambda x=x: comm.all_gather(x),
+                lambda x=x: comm.reduce_scatter(x),
+            ]
+            if places > 1:
+                calls.append(lambda rows=rows: comm.all_reduce_add_rms_norm(rows, rows, rows[0], 1e-6)[0])
+            for number, call in enumerate(calls):
+                again = partial(repeat, call, call(), f"call {number}")
+                in_threads(again, again)
+                dist.barrier()  # calls of both threads are alike
+
+
+@pytest.mark.parametrize(("transport", "places"), [("gloo", 2), pytest.param("ucx", 1, marks=needs_ucx)])
+def test_threads_take_turns_over_nodes(ranks: RankPool, transport: str, places: int) -> None:
+    ranks.run(2 * places, share_over_nodes, transport, places)
+
+
+def close_beside_a_call() -> None:
+    """Of a rank whose partner has not come to the call."""
+    comm = make(Layout(2, 1))
+    if comm.rank == 0:
+        hierarchy = comm._spread._hierarchy
+        in_call = threading.Thread(target=reduce_often, args=[comm, 3000, 1])
+        in_call.start()
+        while not hierarchy._is_in_call:
+            time.sleep(0.001)
+        closes = threading.Thread(target=comm.close)
+        closes.start()
+        store().set("called", "")
+        in_call.join()
+        closes.join()
+        with pytest.raises(RuntimeError, match="communicator is closed"):
+            reduce_often(comm, 3000, 1)
+    else:
+        store().wait(["called"])
+        reduce_often(comm, 3000, 1)
+        comm.close()
+
+
+def leave_a_call(how: str) -> str:
+    """What both ranks are told where a signal handler of rank 0 comes between two phases of a call, and makes a call of
+    its own or raises."""
+    with make(Layout(2, 1)) as comm:
+        x = torch.ones(300)
+        if comm.rank == 0:
+            exchange = comm._spread._hierarchy.exchange
+
+            def handle(*_: object) -> None:
+                if how == "raises":
+                    raise KeyboardInterrupt
+                comm.all_reduce(x)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(exchange, "add", handle)
+                with pytest.raises(KeyboardInterrupt if how == "raises" else CommunicatorError):
+                    comm.all_reduce(x)
+        with pytest.raises(CommunicatorError) as caught:
+            comm.all_reduce(x)
+    return str(caught.value)
+
+
+def test_close_waits_for_a_call_over_nodes(ranks: RankPool) -> None:
+    ranks.run(2, close_beside_a_call)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("raises", "KeyboardInterrupt interrupted all_reduce"), ("calls", "called within another operation")],
+)
+def test_call_over_nodes_that_is_left_ends_the_communicator(ranks: RankPool, how: str, words: str) -> None:
+    assert all(words in text for text in ranks.run(2, leave_a_call, how))
 
 
 def communicators_at_once(memberships: list[list[int]], calls: list[int]) -> None:

@@ -447,4 +447,19 @@ HOST = (
         "count < bound.buffers + 1 || count > bound.buffers + (WITHOUT ? 2 : 1)",
         BOUNDS,
     ),
+    # ---- Threads and forks ----
+    cpp(
+        "a forked child makes a call that its parent has prepared",
+        BOUND_CALL,
+        "if (!bound.maker.is_this()) {",
+        "if (!WITHOUT && !bound.maker.is_this()) {",
+        "tests/emulated/test_lifetime.py -k forked",
+    ),
+    cpp(
+        "threads call an exchange between nodes at once",
+        "csrc/host/node_exchange_impl.h",
+        "turn(turn_);\n    if (ports_ == nullptr || is_closed_) throw",
+        "turn(WITHOUT ? *new std::mutex : turn_);\n    if (ports_ == nullptr || is_closed_) throw",
+        "sanitized node_exchange 20",
+    ),
 )

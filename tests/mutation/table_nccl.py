@@ -162,6 +162,20 @@ IN_PLACE_OF_NCCL = (
         f"{TESTS} -k forked",
     ),
     cpp(
+        "a forked child runs what its parent has put into a group",
+        f"{NCCL}/group.cpp",
+        "group_of_thread = {};\n});",
+        "if (!WITHOUT) group_of_thread = {};\n});",
+        f"{TESTS} -k forked",
+    ),
+    cpp(
+        "a forked child learns nothing of a handle that it has inherited",
+        f"{NCCL}/communicators.cpp",
+        "if (map->communicators.count(handle) == 0) continue;",
+        "if (WITHOUT || map->communicators.count(handle) == 0) continue;",
+        f"{TESTS} -k forked",
+    ),
+    cpp(
         "a variable that cannot be read is passed over",
         f"{NCCL}/options.cpp",
         "options.objection = failure.what();",

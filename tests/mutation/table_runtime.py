@@ -15,6 +15,8 @@ RENDEZVOUS = "llm_comm/runtime/rendezvous.py"
 DESCRIPTORS = "llm_comm/runtime/descriptors.py"
 MESSAGES = "llm_comm/runtime/messages.py"
 CORE_HANDLE = "llm_comm/runtime/core_handle.py"
+FORKS = "llm_comm/runtime/forks.py"
+HIERARCHY = "llm_comm/nodes/hierarchy.py"
 WORKSPACES = "llm_comm/runtime/workspaces.py"
 
 OF_FAILURES = "tests/unit/test_failures.py"
@@ -24,6 +26,8 @@ OF_COMPARISON = "tests/unit/test_comparison.py"
 OF_RENDEZVOUS = "tests/emulated/test_rendezvous.py"
 OF_DESCRIPTORS = "tests/unit/test_descriptors.py"
 OF_WATCHDOG = "tests/emulated/test_watchdog.py"
+OF_FORKS = "tests/emulated/test_lifetime.py -k forked"
+OF_TURNS = "tests/emulated/test_concurrent_use.py -k nodes"
 
 RUNTIME: tuple[Mutant, ...] = (
     # ---- Whose error it is ----
@@ -347,5 +351,37 @@ RUNTIME: tuple[Mutant, ...] = (
         "if not self.is_open:",
         "if False:",
         "tests/emulated/test_lifetime.py",
+    ),
+    # ---- Threads and forks ----
+    python("a forked child may use its parent's communicator", FORKS, "left.leave_to_parent()", "pass", OF_FORKS),
+    python(
+        "a forked child destroys its parent's connections",
+        FORKS,
+        "ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))",
+        "pass",
+        f"{OF_FORKS} -k gloo",
+    ),
+    python("threads mix the phases of their calls over nodes", HIERARCHY, "with self.turn:", "if True:", OF_TURNS),
+    python(
+        "a communicator over nodes is closed beside a call",
+        "llm_comm/nodes/spread.py",
+        "with self._hierarchy.turn:",
+        "if True:",
+        OF_TURNS,
+    ),
+    python(
+        "a call over nodes that is interrupted ends nothing",
+        HIERARCHY,
+        'self._handle.fail(f"{type(error).__name__} interrupted {operation}")',
+        "pass",
+        OF_TURNS,
+    ),
+    python("a call over nodes is made within another one", HIERARCHY, "if self._is_in_call:", "if False:", OF_TURNS),
+    python(
+        "metrics are open to other machines",
+        "llm_comm/integrations/prometheus.py",
+        "addr=host",
+        'addr="0.0.0.0"',
+        "tests/unit/test_engine_statistics.py",
     ),
 )

@@ -1,4 +1,4 @@
-"""The list of mutants fits the sources, and what the documentation says of it fits the list."""
+"""The list of mutants fits the sources, and what the documentation says of results fits their file."""
 
 from __future__ import annotations
 
@@ -65,10 +65,12 @@ def test_verdicts() -> None:
     assert not run.Outcome(alike, "", 0.0, "no such test").is_as_it_should_be
 
 
-def test_the_documented_run_is_one_of_all_mutants() -> None:
-    """All noticed, or explained."""
+def test_the_page_says_what_the_results_say() -> None:
+    """All noticed, or explained. The file is what a run has written: a mutant that is newer is not in it."""
     documented = json.loads(RESULTS[-1].read_text(encoding="utf-8"))
-    assert [entry["name"] for entry in documented["results"]] == [mutant.name for mutant in MUTANTS]
     assert all(bool(entry["noticed_by"]) != ("equivalent" in entry) for entry in documented["results"])
+    noticed = sum(bool(entry["noticed_by"]) for entry in documented["results"])
+    assert (len(documented["results"]), noticed) == (documented["mutants"], documented["noticed"])
     page = (REPOSITORY / "docs" / "reliability.md").read_text(encoding="utf-8")
-    assert f"{documented['noticed']} of {documented['mutants'] - documented['equivalent']} mutants" in page
+    assert f"results of {documented['mutants']} mutants ([data](results/{RESULTS[-1].name})): {noticed} were" in page
+    assert f"and {documented['equivalent']} are marked" in page

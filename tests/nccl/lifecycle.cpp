@@ -342,15 +342,23 @@ void strangers(Rank& self) {
 // A child process has no communicators, and does not disturb its parent's.
 void forked(Rank& self) {
   ncclComm_t comm = self.make_communicator();
+  const float mine = 1;
+  float in_group = 0;
+  EXPECT_OK(ncclGroupStart());
+  EXPECT_OK(ncclAllReduce(&mine, &in_group, 1, ncclFloat32, ncclSum, comm, nullptr));
   const pid_t child = fork();
   if (child == 0) {
+    if (ncclGroupEnd() != ncclInvalidUsage) _exit(2);
     float sum = 0;
-    const bool is_refused = add_up(comm, 1, sum) == ncclInvalidArgument && ncclCommDestroy(comm) == ncclInvalidArgument;
-    _exit(is_refused ? 0 : 1);
+    const bool is_refused = add_up(comm, 1, sum) == ncclInvalidUsage && ncclCommDestroy(comm) == ncclInvalidUsage &&
+                            ncclCommAbort(comm) == ncclInvalidUsage;
+    _exit(is_refused && says(ncclGetLastError(nullptr), "the process that this one was forked from") ? 0 : 1);
   }
   int status = -1;
   waitpid(child, &status, 0);
   EXPECT(status == 0);
+  EXPECT_OK(ncclGroupEnd());
+  EXPECT(in_group == static_cast<float>(self.world()));
   expect_sum(comm, 1, static_cast<float>(self.world()));
   EXPECT_OK(ncclCommDestroy(comm));
 }

@@ -140,17 +140,22 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_a_port_of_the_rank_answers(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("host", [None, "0.0.0.0"])
+def test_a_port_of_the_rank_answers(caplog: pytest.LogCaptureFixture, host: str | None) -> None:
+    """To this machine's 127.0.0.1 alone, unless an option says otherwise."""
     pytest.importorskip("prometheus_client")
     port = free_port()
-    engine = Engine(stats_port=port - 1)  # which turns on the rest
+    engine = Engine(stats_port=port - 1, **({} if host is None else {"stats_host": host}))  # which turns on the rest
     statistics.follow("tp", engine, 1, LOG)  # type: ignore[arg-type]
     statistics.follow("dp", engine, 1, LOG)  # type: ignore[arg-type]
-    assert caplog.messages == [f"llm_comm: metrics for Prometheus on port {port}"], "one for all groups"
+    (message,) = caplog.messages  # one for all groups
+    assert message.startswith(f"llm_comm: metrics for Prometheus at {host or '127.0.0.1'}:{port} ")
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         text = answer.read().decode()
     assert 'llm_comm_launches_total{group="tp",rank="1"} 9.0' in text
     assert 'llm_comm_launches_total{group="dp",rank="1"} 9.0' in text
+    with socket.socket() as other:
+        assert (other.connect_ex(("127.0.0.2", port)) == 0) == (host is not None)
 
 
 def test_a_port_that_is_taken_or_none_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -163,7 +168,7 @@ def test_a_port_that_is_taken_or_none_ends_nothing(caplog: pytest.LogCaptureFixt
     engine = Engine(stats_port=65535)
     statistics.follow("tp", engine, 1, LOG)  # type: ignore[arg-type]
     assert len(caplog.messages) == 2
-    assert all(text.startswith("llm_comm: no port for Prometheus (stats_port): ") for text in caplog.messages)
+    assert all(text.startswith("llm_comm: no port for Prometheus at 127.0.0.1:") for text in caplog.messages)
 
 
 # A process of an engine that gathers the metrics of all of them, and what its server then shows of a worker that ended.
@@ -176,7 +181,7 @@ def read():
     calls, nbytes = next(numbers)
     of_kind = Calls("all_reduce", "one_shot", "LL", 16, calls, nbytes, 0, 0)
     return {"tp": Stats((of_kind,), (), Progress(calls, None, 2.5))}
-prometheus.serve(read, 3, None, logging.getLogger())
+prometheus.serve(read, 3, None, "127.0.0.1", logging.getLogger())
 prometheus.Publisher(prometheus.Collector(read, 2)).publish()
 """
 SERVER = """

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -218,3 +219,12 @@ def test_performance_shows_the_engines_that_were_measured() -> None:
             assert_shows(over_nccl, speedups(file, "nccl")[batch])
         checked += 1
     assert checked == 48
+
+
+def test_a_release_needs_the_tests() -> None:
+    workflows = ROOT / ".github" / "workflows"
+    jobs = yaml.safe_load((workflows / "release.yml").read_text(encoding="utf-8"))["jobs"]
+    assert jobs[jobs["publish"]["needs"]]["uses"] == "./.github/workflows/ci.yml"
+    tests = yaml.safe_load((workflows / "ci.yml").read_text(encoding="utf-8"))
+    assert "workflow_call" in tests[True], "YAML takes the key 'on' for true"
+    assert {"run": ".ci/run"} in tests["jobs"]["test"]["steps"]

@@ -1,12 +1,10 @@
 #include "host/cuda/registered_memory.h"
 
-#include <unistd.h>
-
 #include "host/cuda/driver.h"
 
 namespace llm_comm::host {
 
-RegisteredMemory::RegisteredMemory(uint64_t bytes) : memory_(bytes), pid_(getpid()) {
+RegisteredMemory::RegisteredMemory(uint64_t bytes) : memory_(bytes) {
   void* device = nullptr;
   if (cudaHostRegister(on_host(), bytes, cudaHostRegisterMapped | cudaHostRegisterPortable) == cudaSuccess &&
       cudaHostGetDevicePointer(&device, on_host(), 0) == cudaSuccess) {
@@ -18,7 +16,7 @@ RegisteredMemory::RegisteredMemory(uint64_t bytes) : memory_(bytes), pid_(getpid
 
 // In a fork nothing is registered, and CUDA is of no use.
 RegisteredMemory::~RegisteredMemory() {
-  if (device_ == nullptr || getpid() != pid_) return;
+  if (device_ == nullptr || !maker_.is_this()) return;
   const BesideCaptures beside;
   cudaHostUnregister(on_host());
 }

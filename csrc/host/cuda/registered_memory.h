@@ -2,6 +2,7 @@
 #pragma once
 
 #include "host/anonymous_memory.h"
+#include "host/own_process.h"
 
 namespace llm_comm::host {
 
@@ -20,7 +21,7 @@ class RegisteredMemory final : public RingMemory {
 
  private:
   AnonymousMemory memory_;
-  int pid_;
+  OwnProcess maker_;
   char* device_ = nullptr;
 };
 
