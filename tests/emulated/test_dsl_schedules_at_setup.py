@@ -98,7 +98,7 @@ def run_without_a_compiler(directory: str) -> list[str]:
 
 
 def test_without_a_compiler_they_are_not_run(ranks: RankPool, cache: str) -> None:
-    said = "schedules of programs were not run: there is no C++ compiler '/nowhere/g++' (CXX names one)"
+    said = "schedules of programs were not run: there is no C++ compiler '/nowhere/g++'; CXX names another"
     assert ranks.run(2, run_without_a_compiler, cache) == [[said], []]
 
 
