@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from typing import Any
 
 import torch
 
-from llm_comm import _core
+from llm_comm import _core, registry
 from llm_comm.config import Config
 from llm_comm.errors import RendezvousError
 from llm_comm.planning.tables import TuningTable
+from llm_comm.quoting import quoted
 from llm_comm.runtime import devices
 from llm_comm.runtime.devices import gpu_name
 from llm_comm.runtime.rendezvous import Rendezvous
@@ -54,6 +56,7 @@ def compare_ranks(rendezvous: Rendezvous, device: torch.device, config: Config) 
         limits.append(devices.limits_of(device, config.workspace_bytes))
         return {
             "version": _core.version,
+            "algorithms": _digest_of_algorithms(),
             "device": device.type,
             "gpu": gpu_name(device),
             "limits": {name: getattr(limits[0], name) for name in _LIMITS_OF_A_DEVICE},
@@ -69,6 +72,11 @@ def compare_ranks(rendezvous: Rendezvous, device: torch.device, config: Config) 
             "For tests only, LLM_COMM_SHARE_GPU=1 permits it"
         )
     check_alike("have different versions of llm_comm", [other["version"] for other in everyone])
+    check_alike(
+        "have builds of llm_comm with different algorithms",
+        [other["algorithms"] for other in everyone],
+        to_do="install the same build for all of them (llm-comm algorithms lists what a build has)",
+    )
     check_alike("have different kinds of device", [other["device"] for other in everyone])
     check_alike("have devices of different kinds", [other["limits"] for other in everyone])
     check_alike("have different options", [other["config"] for other in everyone])
@@ -103,7 +111,22 @@ def _shared_gpus(gpus: list[str | None]) -> str:
 
 
 def check_alike(what: str, values: list[Any], shown: list[Any] | None = None, to_do: str = "") -> None:
-    """Raises RendezvousError, on all ranks alike, unless all values are equal; it says ``shown`` in their place."""
+    """Raises RendezvousError, on all ranks alike, unless all values are equal; it says ``shown`` in their place, and of
+    mappings only the items in which ranks differ."""
     if any(value != values[0] for value in values):
+        if shown is None and all(isinstance(value, dict) and value.keys() == values[0].keys() for value in values):
+            names = [name for name in values[0] if any(value[name] != values[0][name] for value in values)]
+            shown = [", ".join(f"{name} {quoted(value[name])}" for name in names) for value in values]
         found = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(shown or values))
         raise RendezvousError(f"the ranks {what}: {found}{to_do and f'; {to_do}'}")
+
+
+def _digest_of_algorithms() -> str:
+    """Of the registry of this build, by whose numbers ranks choose kernels."""
+    algorithms = [algorithm for operation in registry.operations().values() for algorithm in operation.algorithms]
+    return digest_of("\n".join(str(algorithm) for algorithm in algorithms))
+
+
+def digest_of(code: str | bytes) -> str:
+    """By which ranks compare code that each of them loads."""
+    return hashlib.sha256(code.encode() if isinstance(code, str) else code).hexdigest()[:12]
