@@ -61,15 +61,16 @@ class Workspace(NamedTuple):
 def load_kernel(
     what: str, make: Callable[[], Kernel], site: Site, workspace: Workspace | None = None, *, own_error: bool = False
 ) -> tuple[Kernel, Workspace]:
-    """Makes a kernel on every rank, compares them, and gives it to the core: on all ranks or on none. Collective.
+    """Make a kernel on every rank, compare the ranks' kernels, and load it into the core: on all ranks or on none.
+    Collective.
 
-    A core gets code of llm_comm.dsl by this function alone.
+    No other function loads code of llm_comm.dsl.
 
     Args:
         what: Names the kernel, the same on all ranks.
-        make: Makes that of this rank.
+        make: Makes the kernel of this rank.
         site: Of the communicator.
-        workspace: That of another kernel of the same program; None: a new one.
+        workspace: Workspace of another kernel of the same program; None makes a new one.
         own_error: Raise what ``make`` has raised here, where it has failed alike on every rank.
 
     Raises:
@@ -141,8 +142,8 @@ class Kernel:
         self._number = -1
 
     def described(self) -> dict[str, Any]:
-        """What ranks compare of a kernel. Comments of the source are left out: they quote lines of files, which ranks
-        may have in different places."""
+        """Return the properties of a kernel that all ranks must share. The digest leaves out comments of the source:
+        they quote paths of files, which may differ between ranks."""
         code = re.sub(r"\s*//[^\n]*", "", self.source)
         return {
             "program": self.program.name,

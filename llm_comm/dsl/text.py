@@ -18,8 +18,8 @@ def describe(program: ir.Program) -> str:
 
 
 def digest(program: ir.Program) -> str:
-    """By which ranks compare what a program does; not of the file that it comes from, which may lie in different places
-    on them."""
+    """Digest of a program's operations, for comparison between ranks. The path of its file is left out: it may differ
+    between ranks."""
     head, _, *lines = describe(program).splitlines()
     content = "\n".join((head, *lines, f"{program.instances} instances, {program.semaphores} semaphores"))
     return digest_of(content)

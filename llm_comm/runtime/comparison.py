@@ -122,11 +122,11 @@ def check_alike(what: str, values: list[Any], shown: list[Any] | None = None, to
 
 
 def _digest_of_algorithms() -> str:
-    """Of the registry of this build, by whose numbers ranks choose kernels."""
+    """Digest of this build's registry: ranks choose kernels by its numbers."""
     algorithms = [algorithm for operation in registry.operations().values() for algorithm in operation.algorithms]
     return digest_of("\n".join(str(algorithm) for algorithm in algorithms))
 
 
 def digest_of(code: str | bytes) -> str:
-    """By which ranks compare code that each of them loads."""
+    """Short digest of code, for comparison between ranks."""
     return hashlib.sha256(code.encode() if isinstance(code, str) else code).hexdigest()[:12]

@@ -126,11 +126,11 @@ class SymmetricHeap:
         return place
 
     def meet(self, call: str) -> Rendezvous:
-        """Where the ranks meet for a collective call.
+        """Return the rendezvous of the ranks for a collective call.
 
         Raises:
             RuntimeError: The communicator is closed.
-            UnsupportedInputError: Messages of the ranks go by a CUDA stream, which is being captured.
+            UnsupportedInputError: The rendezvous uses a CUDA stream that is being captured.
         """
         self._handle.check_open()
         rendezvous = self.rendezvous()

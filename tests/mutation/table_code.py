@@ -35,7 +35,6 @@ CODE: tuple[Mutant, ...] = (
         "content",
         f"{OF_CACHE} -k whole",
     ),
-    python("links are followed", FILES, "| os.O_NOFOLLOW", "", f"{OF_CACHE} -k whole"),
     python(
         "files that others may write are loaded",
         FILES,
@@ -72,7 +71,6 @@ CODE: tuple[Mutant, ...] = (
         "raise",
         f"{OF_CACHE} -k cannot_be_written",
     ),
-    python("locks are waited for", CACHE, ", _PATIENCE_S))", "))", f"{OF_CACHE} -k does_not_end"),
     python("CXX is one word", EMULATED, "return shlex.split(chosen)", "return [chosen]", f"{OF_CACHE} -k command"),
     # ---- Names ----
     python(

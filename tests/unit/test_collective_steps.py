@@ -1,9 +1,9 @@
 """Collective set-up: what can fail on one rank is a step of the rendezvous, or the other ranks would wait for that rank
 until their time-out, and the process group would be lost.
 
-A function is collective if it takes part in a step: it calls one, hands a rendezvous on, or calls a collective function
-that has one. All that such a function does beside is looked at here. A step runs its work as a function of its own, so
-bodies of lambdas and of nested functions are left out.
+A function is collective if it calls a step of a rendezvous, passes a rendezvous on, or calls a function that does. The
+test looks at all other calls of such a function. A step runs its work as a function, so bodies of lambdas and nested
+functions are left out.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SAFE = re.compile(
 
 
 def own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """What a function does itself, as it goes well: not in nested functions, nor behind an error."""
+    """Nodes that a function runs itself and without an error: not those of nested functions and of handlers."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda | ast.Raise):
             continue

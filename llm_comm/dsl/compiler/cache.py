@@ -1,8 +1,8 @@
 """Compiled kernels on disk, shared by all processes of a user.
 
 A file's name is a hash of all that it was made of: source, headers, compiler, options, and for emulated GPUs the
-emulator's library. So nothing in the cache is ever out of date, and it can be deleted at any time. A file that is not
-whole is made anew, and code that another user could have put there is refused (``code_files``).
+emulator's library. So nothing in the cache is ever out of date, and it can be deleted at any time. A
+damaged file is compiled again, and code that another user could have put there is refused (``code_files``).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from llm_comm.locks import locked
 
 logger = logging.getLogger("llm_comm")
 
-#: A process that compiles this long, or was stopped, is not waited for any more.
-_PATIENCE_S = 60.0
+#: Longest wait in seconds for another process that compiles the same kernel: it may have been stopped.
+_PATIENCE_S = 20.0
 #: Directories of libraries that could not be kept.
 _private: list[tempfile.TemporaryDirectory[str]] = []
 
@@ -80,7 +80,7 @@ def cached_file(name: str, suffix: str, parts: Sequence[str], make: Callable[[],
 
 
 def _cached(name: str, suffix: str, parts: Sequence[str], make: Callable[[], bytes]) -> tuple[bytes, Path | None]:
-    """The content, and its file; None where the directory of the cache cannot be written."""
+    """Return the content and its file; the file is None where the directory of the cache cannot be written."""
     key, file = _key(parts), _path(name, suffix, parts)
     try:
         code_files.prepare(file.parent)
@@ -105,7 +105,7 @@ def _cached(name: str, suffix: str, parts: Sequence[str], make: Callable[[], byt
 
 @contextmanager
 def _one_at_a_time(file: Path) -> Iterator[None]:
-    """One process compiles, as far as files can be locked: two that do so at once do the same work twice."""
+    """Lock a file of the cache where that is possible. Two processes without the lock only do the same work twice."""
     with ExitStack() as stack:
         with suppress(OSError):
             stack.enter_context(locked(file.with_suffix(".lock"), _PATIENCE_S))
@@ -113,7 +113,7 @@ def _one_at_a_time(file: Path) -> Iterator[None]:
 
 
 def _work_directory() -> tempfile.TemporaryDirectory[str]:
-    """A directory to compile in: where the system has such, as the compiler's own files lie there too."""
+    """Make a directory to compile in: in the system's directory of temporary files, else in the cache."""
     try:
         return tempfile.TemporaryDirectory(prefix="llm_comm_kernel_")
     except OSError:
@@ -121,7 +121,7 @@ def _work_directory() -> tempfile.TemporaryDirectory[str]:
 
 
 def _private_file(name: str, content: bytes) -> Path:
-    """A file that lasts as long as this process."""
+    """Write a library that lasts as long as this process."""
     directory = tempfile.TemporaryDirectory(prefix="llm_comm_kernel_")
     _private.append(directory)
     file = Path(directory.name, f"{name}.so")

@@ -1,12 +1,14 @@
-"""Files of code that the processes of a user share: whole, or not used; and never those of another user.
+"""Compiled code in files that all processes of a user share. Files that are damaged are not used, and files of other
+users are refused.
 
-A file is written beside its place and renamed, and ends in a seal: the length and the digest of its content. A reader
-notices a file that a full disk, a lost power supply or an interrupted copy has cut short.
+A file is written under a temporary name and renamed. It ends in a seal: the length and the digest of its content. So a
+reader notices a file that a full disk, a power failure or an interrupted copy has cut short.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import stat
@@ -16,21 +18,22 @@ from pathlib import Path
 
 from llm_comm.errors import ConfigError
 
-#: Mark, length and digest. Loaders of shared libraries ignore what follows the sections.
+#: Mark, length and digest. The loader of shared libraries ignores bytes behind the sections.
 _SEAL = struct.Struct("<16sQ32s")
 _MARK = b"llm_comm code 01"
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def prepare(directory: Path) -> None:
-    """Makes a directory for code, and all above it that are missing, for this user alone.
+    """Make a directory for compiled code, and its missing parents, with mode 700.
 
-    A directory of this user that others may write to is closed to them: each file in it is looked at by itself.
+    Where other users may write to an existing directory of this user, its mode is tightened. ``read`` checks the owner
+    of each file in it.
 
     Raises:
-        ConfigError: Other users could exchange what is in it: the directory or one above it belongs to another user, or
-            everybody may write to it without its being sticky.
-        OSError: It cannot be made.
+        ConfigError: Another user could replace files of the directory: it or a parent belongs to another user, or is
+            writable for everybody and not sticky.
+        OSError: The directory cannot be made.
     """
     for missing in reversed([path for path in (directory, *directory.parents) if not path.exists()]):
         with contextlib.suppress(FileExistsError):
@@ -41,30 +44,30 @@ def prepare(directory: Path) -> None:
         real.chmod(stat.S_IMODE(status.st_mode) & ~_OTHERS_WRITE)
     for path in (real, *real.parents):
         status = path.stat()
-        # Who lets a group write to a directory above this one trusts the group.
+        # A parent may be writable for a group: its owner trusts the members (umask 002 is common).
         lax = _OTHERS_WRITE if path == real else stat.S_IWOTH
-        if not _is_own(status):
+        if not _is_own(status) and (path == real or status.st_uid != _unmapped_user()):
             raise _unsafe(directory, f"{path} belongs to user {status.st_uid}")
         if status.st_mode & lax and not status.st_mode & stat.S_ISVTX:
             raise _unsafe(directory, f"{path} has mode {stat.S_IMODE(status.st_mode):o}, so others may write to it")
 
 
 def read(path: Path, key: str) -> bytes | None:
-    """The content of a file that ``write`` has written with the same key; None where there is none that is whole.
+    """Return the content of a file that ``write`` wrote with the same key; None where it is missing or damaged.
 
     Raises:
         ConfigError: The file belongs to another user.
     """
     try:
-        # A pipe does not block, and a link is not followed: neither is a file of `write`.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        # Opening a pipe would block.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return None
     try:
         status = os.fstat(descriptor)
         if not _is_own(status):
             raise _unsafe(path.parent, f"{path.name} in it belongs to user {status.st_uid}")
-        # What others may have changed is not used: it is made anew.
+        # Other users may have changed a file that they can write: the caller makes a new one.
         if not stat.S_ISREG(status.st_mode) or status.st_mode & _OTHERS_WRITE:
             return None
         with open(descriptor, "rb", closefd=False) as file:
@@ -78,16 +81,16 @@ def read(path: Path, key: str) -> bytes | None:
 
 
 def write(path: Path, key: str, content: bytes) -> None:
-    """Puts a file in its place: others see the one before or all of this one.
+    """Write a file. Readers see the previous file or the whole new one.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written; the previous one is still there.
     """
     descriptor, beside = tempfile.mkstemp(prefix=f".{path.name[:60]}.", dir=path.parent)
     try:
         with open(descriptor, "wb") as file:
             file.write(content + _seal(content, key))
-            os.fchmod(file.fileno(), 0o644)  # who opens the directory to readers means its files
+            os.fchmod(file.fileno(), 0o644)  # readable for whom the directory is opened to
         os.replace(beside, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -102,6 +105,18 @@ def _seal(content: bytes, key: str) -> bytes:
 
 def _is_own(status: os.stat_result) -> bool:
     return status.st_uid in (0, os.geteuid())
+
+
+@functools.cache
+def _unmapped_user() -> int | None:
+    """User id that stands for root of the host in a user namespace without that root (Apptainer): the usual owner of
+    "/home" there."""
+    try:
+        mapped = Path("/proc/self/uid_map").read_text(encoding="ascii").split()
+        overflow = int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+    return None if mapped == ["0", "0", str((1 << 32) - 1)] else overflow
 
 
 def _unsafe(directory: Path, why: str) -> ConfigError:

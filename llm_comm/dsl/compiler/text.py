@@ -40,8 +40,8 @@ class Text:
 
 
 def comment(text: str) -> str:
-    """A comment of one line, whatever the text holds: control characters, or a backslash that would join the next line
-    to it. Names and lines of the user's program reach the source by comments alone."""
+    """A comment of one line for any text. Control characters are escaped. A backslash at the end is dropped: it would
+    make the next line of the source a part of the comment."""
     return f"// {text.encode('unicode_escape').decode()}".rstrip("\\ ")
 
 
