@@ -12,7 +12,6 @@ from llm_comm import _core, registry
 from llm_comm.config import Config
 from llm_comm.errors import RendezvousError
 from llm_comm.planning.tables import TuningTable
-from llm_comm.quoting import quoted
 from llm_comm.runtime import devices
 from llm_comm.runtime.devices import gpu_name
 from llm_comm.runtime.rendezvous import Rendezvous
@@ -116,7 +115,7 @@ def check_alike(what: str, values: list[Any], shown: list[Any] | None = None, to
     if any(value != values[0] for value in values):
         if shown is None and all(isinstance(value, dict) and value.keys() == values[0].keys() for value in values):
             names = [name for name in values[0] if any(value[name] != values[0][name] for value in values)]
-            shown = [", ".join(f"{name} {quoted(value[name])}" for name in names) for value in values]
+            shown = [{name: value[name] for name in names} for value in values]
         found = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(shown or values))
         raise RendezvousError(f"the ranks {what}: {found}{to_do and f'; {to_do}'}")
 
