@@ -91,7 +91,7 @@ def gather(comm: llm_comm.Communicator, part_bytes: int, calls: int, compile_ker
     """Gathers parts of so many bytes, each kernel so many times. Returns how many results were right."""
     tensor = comm.empty((comm.world_size, part_bytes), torch.uint8)
     blocks = 4
-    channels = comm.channels(tensor, semaphores=blocks)
+    channels = comm.channels(tensor, semaphores=blocks, code=BY_STORES + BY_COPY_ENGINES)
     right = 0
     for code, grid, block in ((BY_STORES, blocks, 128), (BY_COPY_ENGINES, 1, 32)):
         kernel = compile_kernel(code, "all_gather", comm.device)

@@ -209,14 +209,16 @@ class Communicator(Sums, GatherScatter, LinearLayers):
             UnsupportedInputError: There is no such tensor, a CUDA graph is being captured, or the ranks are on several
                 nodes.
         """
-        self._check_one_node("empty")
+        self.check_one_node("Communicator.empty")
         tensor = self._heap.empty(shape, torch.get_default_dtype() if dtype is None else dtype)
         if not self._planner.has_symmetric:
             self._planner.has_symmetric = True
             self._forget()  # prepared without what symmetric memory makes possible
         return tensor
 
-    def channels(self, memory: torch.Tensor | None = None, *, semaphores: int = 16) -> Channels:
+    def channels(
+        self, memory: torch.Tensor | None = None, *, semaphores: int = 16, code: str | bytes | None = None
+    ) -> Channels:
         """Channels to every other rank, for kernels of one's own: see docs/own_kernels.md.
 
         Collective, as ``empty`` is. The proxy of port channels runs from now on.
@@ -226,15 +228,18 @@ class Communicator(Sums, GatherScatter, LinearLayers):
                 multiple of 16 bytes; the same on all ranks. None: a new one of 1 MiB.
             semaphores: Of each pair of ranks and each kind of channel. No other object shares them. The same on all
                 ranks.
+            code: Source or image of the kernels that are to use the channels. Where given, a digest of it is compared
+                between the ranks: kernels that differ would exchange wrong data, and nothing else would tell.
 
         Raises:
-            RendezvousError: The ranks ask for different channels, or one of them has no memory or no proxy.
+            RendezvousError: The ranks ask for different channels or have different code, or one of them has no memory
+                or no proxy.
             MissingRankError: A rank has not made the call within ``Config.timeout_s``.
             UnsupportedInputError: There are no such channels, a CUDA graph is being captured, or the ranks are on
                 several nodes.
         """
-        self._check_one_node("channels")
-        return open_channels(self._heap, self._handle, memory, semaphores)
+        self.check_one_node("Communicator.channels")
+        return open_channels(self._heap, self._handle, memory, semaphores, code)
 
     def release(self) -> None:
         """Gives the memory of the workspace back to the device, until ``restore``: for an engine that sleeps.
@@ -287,9 +292,10 @@ class Communicator(Sums, GatherScatter, LinearLayers):
             return f"releasing {WITHIN_A_NODE}"
         return why_not_releasable(self.memory_kind, self.multicast)
 
-    def _check_one_node(self, call: str) -> None:
+    def check_one_node(self, call: str) -> None:
+        """Raises UnsupportedInputError, on all ranks alike, where ``call`` would be of ranks on several nodes."""
         if self._spread is not None:
-            raise UnsupportedInputError(f"Communicator.{call} {WITHIN_A_NODE}")
+            raise UnsupportedInputError(f"{call} {WITHIN_A_NODE}")
 
     # ---- State --------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import shlex
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -52,13 +55,14 @@ class RawKernel:
 
     Args:
         code: C++ source with ``extern "C" LLM_COMM_KERNEL(max_threads) name(...)``.
-        name: Of the kernel.
+        name: Of the kernel: an identifier of C++, in ASCII.
         options: More of them for the compiler: ``-I``, ``-D`` and the like.
         library: The file that ``compile_library`` has made of the same source, name and options; None: compiles them.
 
     Raises:
         RuntimeError: There is no compiler (``CXX`` names one; else it is g++), or it does not take the source: the text
             holds its output.
+        ValueError: The name is no identifier.
     """
 
     def __init__(
@@ -126,9 +130,29 @@ def _bytes_of(value: Any) -> bytes:
     raise ValueError(f"a kernel takes numbers and addresses (tensor.data_ptr()), not a {type(value).__name__}")
 
 
-def compiler() -> str:
-    """The C++ compiler of emulated kernels."""
-    return os.environ.get("CXX", "g++")
+def compiler() -> list[str]:
+    """The command of the C++ compiler of emulated kernels: the words of ``CXX``, as a shell splits them; g++ where
+    ``CXX`` is not set or empty.
+
+    Raises:
+        RuntimeError: A quotation in ``CXX`` does not end.
+    """
+    chosen = os.environ.get("CXX", "")
+    try:
+        return shlex.split(chosen) or ["g++"]
+    except ValueError as error:
+        raise RuntimeError(f"CXX is {chosen!r}, which is no command: {error}") from None
+
+
+def why_no_compiler() -> str:
+    """Why ``compiler`` cannot be run, or ""."""
+    try:
+        command = compiler()
+    except RuntimeError as error:
+        return str(error)
+    if shutil.which(command[0]) is not None:
+        return ""
+    return f"there is no C++ compiler {shlex.join(command)!r}; CXX names another"
 
 
 def compile_library(code: str, name: str, options: Sequence[str], library: Path, driver: Driver = PROCESSES) -> None:
@@ -140,8 +164,13 @@ def compile_library(code: str, name: str, options: Sequence[str], library: Path,
         library: The file to write. The source lies beside it meanwhile, so each call has a directory of its own.
 
     Raises:
-        RuntimeError: As of ``RawKernel``.
+        RuntimeError, ValueError: As of ``RawKernel``.
     """
+    if not re.fullmatch(r"(?a:[A-Za-z_]\w*)", name):
+        raise ValueError(f"a kernel is called {name!r}, which is no identifier of C++ in ASCII")
+    why = why_no_compiler()
+    if why:
+        raise RuntimeError(f"kernel {name}: {why}")
     # A library of its own: a kernel may have the name of a function of libc ("wait"), or of another kernel.
     alone = ["-Wl,-Bsymbolic", "-fno-gnu-unique"]
     defines = [f"-DLLM_COMM_{define}" for define in driver.defines]
@@ -149,13 +178,15 @@ def compile_library(code: str, name: str, options: Sequence[str], library: Path,
     source = library.with_suffix(".cpp")
     source.write_text(f'{code}\n#include "{driver.header}"\nLLM_COMM_{driver.macro}({name})\n', encoding="utf-8")
     archive = Path(get_library_dir(), driver.archive)
-    command = [compiler(), *flags, str(source), "-o", str(library), str(archive), "-pthread"]
+    command = [*compiler(), *flags, str(source), "-o", str(library), str(archive), "-pthread"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S, check=False)
-    except FileNotFoundError:
-        raise RuntimeError(f"kernel {name}: there is no compiler {compiler()!r}; CXX names another") from None
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"kernel {name}: {command[0]} has not ended within {_COMPILE_LIMIT_S} s") from None
+    except OSError as error:
+        raise RuntimeError(f"kernel {name}: {shlex.join(compiler())!r} (CXX) cannot be run: {error}") from None
     if done.returncode != 0:
-        raise RuntimeError(f"{compiler()} does not compile kernel {name}:\n{done.stderr}")
+        raise RuntimeError(f"{shlex.join(compiler())} does not compile kernel {name}:\n{done.stderr}")
 
 
 def _compile(code: str, name: str, options: Sequence[str]) -> ctypes.CDLL:

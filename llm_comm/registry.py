@@ -191,6 +191,14 @@ def is_program(name: Any) -> bool:
     return isinstance(name, str) and len(name) <= _MAX_PROGRAM and _PROGRAM.fullmatch(name) is not None
 
 
+def why_not_a_name(name: Any) -> str:
+    """Why a program, or a group of blocks, cannot be called that, or "". Names stand in errors, logs and sources."""
+    most = _MAX_PROGRAM - len(PROGRAM_PREFIX)
+    if isinstance(name, str) and 0 < len(name) <= most and name.isprintable():
+        return ""
+    return f"is {quoted(name)}; it must have 1 to {most} characters, all of them printable"
+
+
 def why_not_known(what: str, name: Any, valid: Iterable[str]) -> str:
     """Why there is no such name, with a guess and what is valid; "" if there is."""
     known = tuple(dict.fromkeys(valid))

@@ -193,8 +193,8 @@ class Core {
   virtual std::unique_ptr<PreparedCall> prepare_linear(const LinearProblem& problem, const LinearChoice& choice) = 0;
 
   // A kernel of llm_comm.dsl, by which `prepare_program()` names it. `image`: a cubin; for an emulated GPU the path of a shared
-  // library. `title`: of its calls, for errors. All ranks load the same kernels in the same order. Throws std::runtime_error for
-  // what cannot be loaded.
+  // library. `title`: of its calls, for errors. All ranks load the same kernels in the same order; one that fails counts. Throws
+  // std::runtime_error for what cannot be loaded.
   virtual uint32_t load_program(const std::string& image, const std::string& kernel, const std::string& title) = 0;
   // Buffers of the call: input and output. Throws std::invalid_argument for what does not fit the heap or the device.
   virtual std::unique_ptr<PreparedCall> prepare_program(const ProgramLaunch& launch) = 0;

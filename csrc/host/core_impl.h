@@ -220,7 +220,7 @@ class CoreImpl final : public Core {
   }
 
   uint32_t load_program(const std::string& image, const std::string& kernel, const std::string& title) override {
-    return programs_.add(launcher_.load(image, kernel), title);
+    return programs_.add([&] { return launcher_.load(image, kernel); }, title);
   }
 
   std::unique_ptr<PreparedCall> prepare_program(const ProgramLaunch& launch) override {

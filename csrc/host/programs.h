@@ -3,6 +3,7 @@
 
 #include <deque>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -18,18 +19,23 @@ class Programs {
  public:
   using Function = typename Launcher::template Function<ProgramArgs>;
 
-  // Returns its number.
-  uint32_t add(Function function, const std::string& title) {
+  // Loads a program by load(), and returns its number. Numbers count attempts: ranks on which one fails stay in step with the others.
+  template <class Load>
+  uint32_t add(const Load& load, const std::string& title) {
+    const uint32_t number = take_number(title);
+    Function function = load();
     const std::lock_guard<std::mutex> lock(mutex_);
-    loaded_.push_back({std::move(function), title});
-    return static_cast<uint32_t>(loaded_.size() - 1);
+    loaded_[number].function = std::move(function);
+    return number;
   }
 
   // What has been loaded stays where it is. Throws std::invalid_argument for a number that no program has.
   const Function& function(uint32_t number) const {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (number >= loaded_.size()) throw std::invalid_argument("there is no program " + std::to_string(number));
-    return loaded_[number].function;
+    if (number >= loaded_.size() || !loaded_[number].function) {
+      throw std::invalid_argument("there is no program " + std::to_string(number));
+    }
+    return *loaded_[number].function;
   }
 
   // Of any operation, the library's own included.
@@ -41,9 +47,15 @@ class Programs {
 
  private:
   struct Program {
-    Function function;
+    std::optional<Function> function;
     std::string title;
   };
+
+  uint32_t take_number(const std::string& title) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    loaded_.push_back({std::nullopt, title});
+    return static_cast<uint32_t>(loaded_.size() - 1);
+  }
 
   mutable std::mutex mutex_;
   std::deque<Program> loaded_;

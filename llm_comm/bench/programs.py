@@ -8,7 +8,8 @@ from llm_comm.bench.report import format_bytes
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
 from llm_comm.dsl import registry
-from llm_comm.dsl.selected import digest, examine
+from llm_comm.dsl.selected import examine
+from llm_comm.dsl.text import digest
 from llm_comm.planning.plan import Plan, Problem
 from llm_comm.planning.programs import PROTOCOL, Kernels
 from llm_comm.planning.tables import Row, TuningTable, by_operation

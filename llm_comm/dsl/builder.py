@@ -16,6 +16,7 @@ from llm_comm.dsl.errors import Fault, ProgramError
 from llm_comm.dsl.ir import Chunk, Location, Operation, Space, Value
 from llm_comm.dsl.lines import users_line
 from llm_comm.dsl.ranks import Absolute, Rank, Relative
+from llm_comm.registry import why_not_a_name
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,11 @@ class Builder:
         Groups of a rank are not ordered among each other. A name that was there before goes on with that group.
 
         Raises:
-            ProgramError: Inside of another group, or of a loop.
+            ProgramError: Inside of another group, or of a loop; or the name is not printable.
         """
+        why = why_not_a_name(name)
+        if why:
+            raise _misuse(f"the name of a group {why}")
         if self._group is not None or self._body is not None:
             raise _misuse(f"group {name!r} begins inside of another group or of a loop: end that one first")
         self._group = name

@@ -9,7 +9,7 @@ import torch
 from llm_comm.communicator import Communicator
 from llm_comm.dsl import ir, registry
 from llm_comm.dsl.checks import check as check_program
-from llm_comm.dsl.kernel import Kernel, Site
+from llm_comm.dsl.kernel import Kernel, Site, load_kernel
 from llm_comm.dsl.programs import ProgramText
 from llm_comm.errors import UnsupportedInputError
 from llm_comm.operations.operands import Operands, check_unwatched, why_not_buffer
@@ -18,6 +18,7 @@ from llm_comm.operations.ranges import within_range
 from llm_comm.operations.watched import check_memory, count_write
 from llm_comm.planning.plan import NONE
 from llm_comm.planning.programs import PROTOCOL
+from llm_comm.quoting import quoted
 from llm_comm.runtime.devices import current_stream_of
 
 
@@ -179,24 +180,31 @@ def compile(
         What is called as the operation is.
 
     Raises:
-        ProgramError: The program is not correct.
+        RendezvousError: The ranks compile different programs, or for different types or sizes: the text says in what
+            they differ. Or a step has failed on a rank: its error is in the text. Raised on all ranks alike; the
+            communicator can be used as before.
+        MissingRankError: A rank has not made the call within ``Config.timeout_s``.
+        UnsupportedInputError: The ranks are on several nodes, or a CUDA graph is being captured.
+        ProgramError: The program is not correct. This and what follows is raised where every rank fails alike; else
+            it is in the text of a RendezvousError.
         CompileError: There is no kernel for an operation of the program yet.
         ValueError: A number, or the world of the program, does not fit.
-        RendezvousError: The ranks ask for different kernels, or one of them has no memory.
-        MissingRankError: A rank has not made the call within ``Config.timeout_s``.
+        ConfigError: Another user could have put code into the directory of compiled kernels (docs/dsl.md).
         ModuleNotFoundError: cupy, which compiles for GPUs, is not installed.
         RuntimeError: There is no compiler for emulated GPUs, or the communicator is closed.
     """
-    if isinstance(program, ProgramText):
-        program = program.build(comm.world_size)
-    if program.world != comm.world_size:
-        raise ValueError(f"program {program.name!r} is for {program.world} ranks; there are {comm.world_size}")
-    if max_bytes < 1:
-        raise ValueError(f"max_bytes is {max_bytes}; it must be positive")
-    if check:
-        check_program(program)
+    comm.check_one_node("dsl.compile")
     site = Site(comm._handle, comm._heap)
-    # Before the ranks meet, so that none waits for one that has no compiler.
-    kernel = Kernel(program, site, dtype, max_bytes, blocks, threads)
-    kernel.connect()
+
+    def make() -> Kernel:
+        traced = program.build(comm.world_size) if isinstance(program, ProgramText) else program
+        if not isinstance(traced, ir.Program):
+            raise ValueError(f"dsl.compile takes what dsl.program has made of a function, not {quoted(traced)}")
+        if traced.world != comm.world_size:
+            raise ValueError(f"program {traced.name!r} is for {traced.world} ranks; there are {comm.world_size}")
+        if check:
+            check_program(traced)
+        return Kernel(traced, site, dtype, max_bytes, blocks, threads)
+
+    kernel, _ = load_kernel("a program by dsl.compile", make, site, own_error=True)
     return Compiled(kernel, site, comm.config.nvtx)

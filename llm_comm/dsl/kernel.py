@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,10 +19,14 @@ from llm_comm.dsl.compiler.in_place import works_in_place
 from llm_comm.dsl.compiler.layout import Layout, armed_ranges, chunk_lines, lay_out, outer_parts
 from llm_comm.dsl.compiler.runs import runs_of
 from llm_comm.dsl.compiler.source import generate, is_moved, kernel_name, shared_bytes, symmetric_spaces
+from llm_comm.dsl.text import digest
 from llm_comm.operations.operation import TORCH_TYPES
 from llm_comm.planning.programs import OWN_CHOICE, LaunchChoice
+from llm_comm.quoting import quoted
 from llm_comm.runtime.channels import Channels, open_channels
+from llm_comm.runtime.comparison import check_alike, digest_of
 from llm_comm.runtime.core_handle import CoreHandle
+from llm_comm.runtime.rendezvous import Rendezvous
 from llm_comm.runtime.symmetric_heap import SymmetricHeap
 
 _NUMBERS = {name: number for number, name in enumerate(_core.data_types())}
@@ -53,10 +58,42 @@ class Workspace(NamedTuple):
     channels: Channels
 
 
+def load_kernel(
+    what: str, make: Callable[[], Kernel], site: Site, workspace: Workspace | None = None, *, own_error: bool = False
+) -> tuple[Kernel, Workspace]:
+    """Make a kernel on every rank, compare the ranks' kernels, and load it into the core: on all ranks or on none.
+    Collective.
+
+    No other function loads code of llm_comm.dsl.
+
+    Args:
+        what: Names the kernel, the same on all ranks.
+        make: Makes the kernel of this rank.
+        site: Of the communicator.
+        workspace: Workspace of another kernel of the same program; None makes a new one.
+        own_error: Raise what ``make`` has raised here, where it has failed alike on every rank.
+
+    Raises:
+        RendezvousError: A rank could not make, place or load its kernel, or the ranks have different ones; the text
+            says in what. Raised on all ranks alike.
+        MissingRankError: A rank has not made the call in time.
+    """
+    rendezvous = site.heap.meet(what)
+    made: list[Kernel] = []
+
+    def step() -> dict[str, Any]:
+        made.append(make())
+        return made[0].described()
+
+    said = rendezvous.collect(f"compilation of {what}", step, own_error=own_error)
+    check_alike(rendezvous.names, "have different kernels of llm_comm.dsl", said)
+    return made[0], made[0].connect(rendezvous, workspace)
+
+
 class Kernel:
     """A program for one type of elements and all sizes up to one.
 
-    Making one compiles it; ``connect``, which is collective, gives it to the core.
+    Making one compiles it; ``load_kernel``, which is collective, gives it to the core.
 
     Args:
         program: What is compiled.
@@ -67,7 +104,7 @@ class Kernel:
         threads: Of a block, at most; None: as many as serve.
 
     Raises:
-        CompileError, ValueError, ModuleNotFoundError, RuntimeError: As of ``dsl.compile``.
+        CompileError, ValueError, ModuleNotFoundError, ConfigError, RuntimeError: As of ``dsl.compile``.
     """
 
     def __init__(
@@ -79,6 +116,12 @@ class Kernel:
         blocks: int | None = None,
         threads: int | None = None,
     ) -> None:
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype is {quoted(dtype)}; it must be a torch.dtype")
+        for name, number in (("max_bytes", max_bytes), ("blocks", blocks), ("threads", threads)):
+            is_left_out = number is None and name != "max_bytes"
+            if not is_left_out and not (type(number) is int and number > 0):
+                raise ValueError(f"{name} is {quoted(number)}; it must be a positive whole number")
         self.program = program
         self.max_bytes = max_bytes
         self.element: Element = element_of(dtype)
@@ -98,31 +141,42 @@ class Kernel:
         self._workspace: Workspace | None = None
         self._number = -1
 
-    def connect(self, workspace: Workspace | None = None) -> Workspace:
-        """Loads the kernel, and makes its workspace where none is given. Collective.
+    def described(self) -> dict[str, Any]:
+        """Return the properties of a kernel that all ranks must share. The digest leaves out comments of the source:
+        they quote paths of files, which may differ between ranks."""
+        code = re.sub(r"\s*//[^\n]*", "", self.source)
+        return {
+            "program": self.program.name,
+            "operation": f"{self.program.operation.value} in a world of {self.program.world}",
+            "dtype": str(self.element.dtype),
+            "max_bytes": self.max_bytes,
+            "blocks": self._limits.instances * len(self.program.groups),
+            "threads": self._limits.threads,
+            "digest": f"{digest(self.program)}-{digest_of(code)}",
+        }
 
-        Raises:
-            RendezvousError: The ranks ask for different kernels, or one of them has no memory.
-            MissingRankError: A rank has not made the call in time.
-            RuntimeError: The device does not take the kernel.
-        """
-        self._workspace = self._make_workspace() if workspace is None else workspace
+    def connect(self, rendezvous: Rendezvous, workspace: Workspace | None) -> Workspace:
+        """Makes the workspace where none is given, and loads the kernel. Collective: see ``load_kernel``."""
+        if workspace is None:
+            memory = self._site.heap.empty(self._layout.bytes, torch.uint8)
+            rendezvous.attempt(f"preparation of the workspace of {self.program.name}", lambda: self._arm(memory))
+            # A rank has its channels only when all have asked for them: so all workspaces are ready.
+            semaphores = self._limits.instances * self.program.semaphores
+            workspace = Workspace(memory, open_channels(self._site.heap, self._site.handle, memory, semaphores))
+        self._number = rendezvous.attempt(f"loading of program {self.program.name}", self._load)
+        self._workspace = workspace
+        return workspace
+
+    def _load(self) -> int:
         title = f"program {self.program.name}"
-        # Behind the meeting of the ranks: so all have loaded as many.
-        self._number = self._site.handle.core().load_program(self._image, kernel_name(self.program), title)
-        return self._workspace
+        return self._site.handle.core().load_program(self._image, kernel_name(self.program), title)
 
-    def _make_workspace(self) -> Workspace:
-        site, program = self._site, self.program
-        memory = site.heap.empty(self._layout.bytes, torch.uint8)
+    def _arm(self, memory: torch.Tensor) -> None:
         memory.zero_()
-        for begin, end in armed_ranges(program, self._layout):
+        for begin, end in armed_ranges(self.program, self._layout):
             memory[begin:end] = 0xFF
         if memory.is_cuda:
             torch.cuda.current_stream(memory.device).synchronize()
-        # A rank has its channels only when all have asked for them: so all workspaces are ready.
-        semaphores = self._limits.instances * program.semaphores
-        return Workspace(memory, open_channels(site.heap, site.handle, memory, semaphores))
 
     def why_not(self, choice: LaunchChoice) -> str:
         """Why it cannot be launched so, or ""."""

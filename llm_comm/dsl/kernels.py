@@ -9,11 +9,10 @@ import torch
 
 from llm_comm import _core
 from llm_comm.dsl import ir
-from llm_comm.dsl.kernel import Kernel, Site
+from llm_comm.dsl.kernel import Kernel, Site, Workspace, load_kernel
 from llm_comm.dsl.sums import sums_in_rank_order
 from llm_comm.operations.operation import TORCH_TYPES
 from llm_comm.planning.programs import LaunchChoice
-from llm_comm.runtime.rendezvous import Rendezvous
 
 
 class ProgramKernels:
@@ -24,14 +23,13 @@ class ProgramKernels:
         program: A correct one of an all-reduce, an all-gather or a reduce-scatter, which works in place, and whose
             tensors need not be symmetric.
         site: Of the communicator.
-        rendezvous: Of the ranks.
         max_bytes: Of the larger one of input and output.
 
     Raises:
-        RendezvousError: It cannot be compiled on a rank, or a rank has no memory for it. Raised on all ranks alike.
+        RendezvousError: As of ``load_kernel``. Raised on all ranks alike.
     """
 
-    def __init__(self, name: str, program: ir.Program, site: Site, rendezvous: Rendezvous, max_bytes: int) -> None:
+    def __init__(self, name: str, program: ir.Program, site: Site, max_bytes: int) -> None:
         operation = program.operation
         self.operation = operation.value
         self._inputs, self._outputs = (
@@ -43,13 +41,10 @@ class ProgramKernels:
         self.data_types = tuple(types)
         self.sums_in_rank_order = sums_in_rank_order(program)
         self._kernels: dict[str, Kernel] = {}
-        workspace = None
+        workspace: Workspace | None = None
         for data_type, dtype in types.items():
-            kernel = rendezvous.attempt(
-                f"compilation of {name} for {data_type}",
-                functools.partial(Kernel, program, site, dtype, max_bytes),
-            )
-            workspace = kernel.connect(workspace)
+            make = functools.partial(Kernel, program, site, dtype, max_bytes)
+            kernel, workspace = load_kernel(f"{name} for {data_type}", make, site, workspace)
             self._kernels[data_type] = kernel
         self.workspace_bytes = kernel.workspace_bytes
 

@@ -9,6 +9,8 @@ from llm_comm.dsl import ir
 from llm_comm.dsl.builder import Builder
 from llm_comm.dsl.errors import Fault, ProgramError
 from llm_comm.dsl.lines import location
+from llm_comm.quoting import quoted
+from llm_comm.registry import why_not_a_name
 
 #: What ``program`` decorates.
 Text = Callable[[Builder], None]
@@ -22,9 +24,17 @@ class ProgramText:
         operation: What it computes.
         root: Of a broadcast.
         instances: Into how many shares each chunk is cut.
+
+    Raises:
+        ValueError: It is made of something else than a function, or the function has no printable name.
     """
 
     def __init__(self, text: Text, operation: ir.Operation, root: int, instances: int) -> None:
+        if not (inspect.isfunction(text) or inspect.ismethod(text)):
+            raise ValueError(f"dsl.program takes a function, not {quoted(text)}: wrap it in one")
+        why = why_not_a_name(text.__name__)
+        if why:
+            raise ValueError(f"dsl.program: the name of the function {why}")
         self.name = text.__name__
         self.operation = operation
         self.root = root
@@ -73,7 +83,8 @@ def program(operation: str | ir.Operation, *, root: int = 0, instances: int = 1)
         instances: Into how many equal shares each chunk is cut, each of which blocks of its own treat.
 
     Raises:
-        ValueError: There is no such operation, or ``instances`` is not positive.
+        ValueError: There is no such operation, ``instances`` is not positive, or what is decorated is no function with
+            a printable name.
     """
     if instances < 1:
         raise ValueError(f"instances={instances}: it is at least 1")

@@ -8,7 +8,7 @@ from llm_comm.config import Config
 from llm_comm.dsl.ir import Operation, Program
 from llm_comm.dsl.programs import ProgramText
 from llm_comm.errors import ConfigError
-from llm_comm.registry import PROGRAM_PREFIX, why_not_known
+from llm_comm.registry import PROGRAM_PREFIX, is_program, why_not_known
 
 #: That communicators have methods for, by the table.
 OPERATIONS = (Operation.ALL_REDUCE, Operation.ALL_GATHER, Operation.REDUCE_SCATTER)
@@ -29,7 +29,7 @@ def register(program: ProgramText) -> ProgramText:
         The program, so this can be used as a decorator above ``dsl.program``.
 
     Raises:
-        ValueError: It is no such program, or another one has the name.
+        ValueError: It is no such program, options cannot spell its name, or another one has the name.
     """
     if not isinstance(program, ProgramText):
         raise ValueError(f"register takes what dsl.program has made of a function, not a {type(program).__name__}")
@@ -39,6 +39,11 @@ def register(program: ProgramText) -> ProgramText:
             f"{', '.join(operation.value for operation in OPERATIONS)}"
         )
     name = name_of(program)
+    if not is_program(name):
+        raise ValueError(
+            f"program {program.name!r} cannot be registered: options and tables name programs by letters, digits and _ "
+            "of ASCII: give its function such a name"
+        )
     if _registered.setdefault(name, program) is not program:
         raise ValueError(f"another program is registered as {name}: give this one's function another name")
     return program

@@ -3,7 +3,6 @@ all of its ranks or on none."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 
 from llm_comm.config import Config
@@ -16,7 +15,7 @@ from llm_comm.dsl.kernels import ProgramKernels
 from llm_comm.dsl.programs import ProgramText
 from llm_comm.dsl.schedules.setup import Candidate, explore_all
 from llm_comm.dsl.sums import sums_in_rank_order
-from llm_comm.dsl.text import describe
+from llm_comm.dsl.text import digest
 from llm_comm.errors import ConfigError, LlmCommError
 from llm_comm.planning.programs import Kernels, check_rows, named_by
 from llm_comm.planning.tables import TuningTable
@@ -49,14 +48,15 @@ def load(
             all ranks alike.
     """
     found = rendezvous.attempt("choice of programs", lambda: _find_all(config, table, rendezvous.world_size))
-    digests = [f"{name} ({digest(program)})" for name, _, program in found]
-    said = rendezvous.collect("comparison of programs", lambda: ", ".join(digests))
+    said = rendezvous.collect(
+        "comparison of programs", lambda: ", ".join(f"{name} ({digest(program)})" for name, _, program in found)
+    )
     check_alike(rendezvous.names, "have different programs of llm_comm.dsl", said)
     explore_all(rendezvous, found, config.dsl_schedules, config.timeout_s)
     site = Site(handle, heap)
     compiled: dict[str, Kernels] = {}
     for name, _, program in found:
-        kernels = ProgramKernels(name, program, site, rendezvous, config.dsl_max_bytes)
+        kernels = ProgramKernels(name, program, site, config.dsl_max_bytes)
         compiled[name] = kernels
         logger.info(
             "%s: %s serves %s to %d bytes of %s, with %d bytes of workspace",
@@ -72,13 +72,6 @@ def load(
         runnable = table.with_programs(compiled)
         rendezvous.attempt("check of the rows that name programs", lambda: check_rows(runnable, compiled))
     return compiled
-
-
-def digest(program: ir.Program) -> str:
-    """Of all that a program does; not of the file that it comes from, which ranks may have in different places."""
-    head, _, *lines = describe(program).splitlines()
-    content = "\n".join((head, *lines, f"{program.instances} instances, {program.semaphores} semaphores"))
-    return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
 def why_not_selectable(program: ir.Program, config: Config) -> str:

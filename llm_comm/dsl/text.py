@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from llm_comm.dsl import ir
 from llm_comm.dsl.ranks import Rank
+from llm_comm.runtime.comparison import digest_of
 
 
 def describe(program: ir.Program) -> str:
@@ -14,6 +15,14 @@ def describe(program: ir.Program) -> str:
     ``%3`` is a value, ``rank`` the rank that runs the line, ``behind 1`` in a loop that the line is a piece behind.
     """
     return "\n".join(_lines(program))
+
+
+def digest(program: ir.Program) -> str:
+    """Digest of a program's operations, for comparison between ranks. The path of its file is left out: it may differ
+    between ranks."""
+    head, _, *lines = describe(program).splitlines()
+    content = "\n".join((head, *lines, f"{program.instances} instances, {program.semaphores} semaphores"))
+    return digest_of(content)
 
 
 def describe_op(op: ir.Op) -> str:

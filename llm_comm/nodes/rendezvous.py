@@ -27,6 +27,6 @@ class NodeRendezvous(Rendezvous):
         self._timeout_s = everyone._timeout_s
         self._device = everyone._device
 
-    def _meet(self, what: str, value: Any, failure: Failure | None) -> list[Any]:
-        said = self._everyone._meet(what, value, failure)
+    def _meet(self, what: str, value: Any, failure: Failure | None, own_error: Exception | None = None) -> list[Any]:
+        said = self._everyone._meet(what, value, failure, own_error)
         return [said[rank] for rank in self._ranks]

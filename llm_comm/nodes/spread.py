@@ -173,14 +173,18 @@ def set_up(rendezvous: Rendezvous, placement: Placement, device: torch.device, c
             undo=lambda made: made.close(),
         )
         rendezvous.attempt("first exchange between the nodes", lambda: _try(transport, placement, device, limit_s))
-        transport.set_limit(config.timeout_s)
+
+        def finish() -> Spread:
+            transport.set_limit(config.timeout_s)
+            of_watch = PrefixStore("watch", store), placement, connected.handle, transport, config.timeout_s
+            return Spread(placement, connected, transport, NodeWatch(*of_watch), config)
+
+        return rendezvous.attempt("watch between the nodes", finish, undo=Spread.stop_watching)
     except BaseException:
         connected.handle.close()
         if transport is not None:
             transport.close()
         raise
-    node_watch = NodeWatch(PrefixStore("watch", store), placement, connected.handle, transport, config.timeout_s)
-    return Spread(placement, connected, transport, node_watch, config)
 
 
 def _connect_partners(

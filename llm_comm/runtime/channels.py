@@ -10,7 +10,7 @@ import torch
 from llm_comm import _core, arrays
 from llm_comm.errors import UnsupportedInputError
 from llm_comm.quoting import quoted
-from llm_comm.runtime.comparison import check_alike
+from llm_comm.runtime.comparison import check_alike, digest_of
 from llm_comm.runtime.core_handle import CoreHandle
 from llm_comm.runtime.symmetric_heap import SymmetricHeap
 
@@ -58,13 +58,17 @@ class Channels:
         return self._private.data_ptr()
 
 
-def open_channels(heap: SymmetricHeap, handle: CoreHandle, memory: torch.Tensor | None, semaphores: int) -> Channels:
+def open_channels(
+    heap: SymmetricHeap,
+    handle: CoreHandle,
+    memory: torch.Tensor | None,
+    semaphores: int,
+    code: str | bytes | None = None,
+) -> Channels:
     """``Communicator.channels``."""
-    handle.check_open()
-    rendezvous = heap.rendezvous()
-    if rendezvous.is_on_device:
-        heap.check_not_capturing("channels")
-    said = rendezvous.collect("request for channels", lambda: _request(heap, handle, memory, semaphores))
+    rendezvous = heap.meet("channels")
+    said = rendezvous.collect("request for channels", lambda: _request(heap, handle, memory, semaphores, code))
+    check_alike(rendezvous.names, "have different code for channels", [request.pop("code") for request in said])
     check_alike(rendezvous.names, "ask for different channels", [_in_words(request) for request in said])
     if memory is None:
         memory = heap.empty(DEFAULT_BYTES, torch.uint8)
@@ -87,8 +91,9 @@ def open_channels(heap: SymmetricHeap, handle: CoreHandle, memory: torch.Tensor 
     return Channels(handle, memory, semaphores, private, places)
 
 
-def _request(heap: SymmetricHeap, handle: CoreHandle, memory: Any, semaphores: Any) -> dict[str, Any]:
-    """What this rank asks for: where the memory lies, which has to be the same place on all ranks."""
+def _request(heap: SymmetricHeap, handle: CoreHandle, memory: Any, semaphores: Any, code: Any) -> dict[str, Any]:
+    """What this rank asks for: where the memory lies, which has to be the same place on all ranks, and a digest of the
+    code that is to use the channels."""
     handle.check()
     heap.check_not_capturing("channels")
     try:
@@ -99,8 +104,11 @@ def _request(heap: SymmetricHeap, handle: CoreHandle, memory: Any, semaphores: A
         raise UnsupportedInputError(
             f"channels: semaphores is {quoted(semaphores)}; it must be a whole number from 1 to {MAX_SEMAPHORES}"
         )
+    if not isinstance(code, str | bytes | None):
+        raise UnsupportedInputError(f"channels: code is {quoted(code)}; it must be a text or bytes")
+    said = {"semaphores": count, "place": None, "code": None if code is None else digest_of(code)}
     if memory is None:
-        return {"semaphores": count, "place": None}
+        return said
     if not isinstance(memory, torch.Tensor):
         raise UnsupportedInputError(f"channels: memory is {quoted(memory)}; it must be a tensor of Communicator.empty")
     why = arrays.why_not_plain(memory)
@@ -112,7 +120,7 @@ def _request(heap: SymmetricHeap, handle: CoreHandle, memory: Any, semaphores: A
             "channels: memory must be a contiguous tensor of Communicator.empty, or a view of one that begins at a "
             f"multiple of {_ALIGNMENT} bytes; it is one of shape {tuple(memory.shape)} and {memory.dtype} elsewhere"
         )
-    return {"semaphores": count, "place": [*place, memory.nbytes]}
+    return {**said, "place": [*place, memory.nbytes]}
 
 
 def _in_words(request: dict[str, Any]) -> str:

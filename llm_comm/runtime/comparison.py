@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from typing import Any
 
 import torch
 
-from llm_comm import _core
+from llm_comm import _core, registry
 from llm_comm.config import Config
 from llm_comm.errors import RendezvousError
 from llm_comm.options import OPTIONS, Alike
@@ -37,6 +38,7 @@ def compare_ranks(rendezvous: Rendezvous, device: torch.device, config: Config) 
         limits.append(devices.limits_of(device, config.workspace_bytes))
         return {
             "version": _core.version,
+            "algorithms": _digest_of_algorithms(),
             "device": device.type,
             "gpu": gpu_name(device),
             "limits": {name: getattr(limits[0], name) for name in _LIMITS_OF_A_DEVICE},
@@ -53,6 +55,12 @@ def compare_ranks(rendezvous: Rendezvous, device: torch.device, config: Config) 
         )
     names = rendezvous.names
     check_alike(names, "have different versions of llm_comm", [other["version"] for other in everyone])
+    check_alike(
+        names,
+        "have builds of llm_comm with different algorithms",
+        [other["algorithms"] for other in everyone],
+        to_do="install the same build for all of them (llm-comm algorithms lists what a build has)",
+    )
     check_alike(names, "have different kinds of device", [other["device"] for other in everyone])
     check_alike(names, "have devices of different kinds", [other["limits"] for other in everyone])
     check_alike(
@@ -108,7 +116,7 @@ def check_alike(
     if all(value == values[0] for value in values):
         return
     found = shown or values
-    if all(isinstance(value, dict) for value in found):
+    if all(isinstance(value, dict) and value.keys() == found[0].keys() for value in found):
         words = "; ".join(
             f"{key} is {_by_rank(names, [repr(value[key]) for value in found])}"
             for key in found[0]
@@ -125,3 +133,14 @@ def _by_rank(names: RankNames, words: list[str]) -> str:
     return ", ".join(
         f"{each} on {names.several(who)}" for each, who in sorted(ranks.items(), key=lambda at: len(at[1]))
     )
+
+
+def _digest_of_algorithms() -> str:
+    """Digest of this build's registry: ranks choose kernels by its numbers."""
+    algorithms = [algorithm for operation in registry.operations().values() for algorithm in operation.algorithms]
+    return digest_of("\n".join(str(algorithm) for algorithm in algorithms))
+
+
+def digest_of(code: str | bytes) -> str:
+    """Short digest of code, for comparison between ranks."""
+    return hashlib.sha256(code.encode() if isinstance(code, str) else code).hexdigest()[:12]

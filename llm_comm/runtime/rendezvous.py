@@ -74,13 +74,19 @@ class Rendezvous:
         """
         return self._meet(what, value, None)
 
-    def collect(self, what: str, step: Callable[[], Any]) -> list[Any]:
+    def collect(self, what: str, step: Callable[[], Any], *, own_error: bool = False) -> list[Any]:
         """What ``step`` returns on every rank, by rank: JSON-able, and for a step that can fail.
+
+        Args:
+            what: Names the step.
+            step: What can fail.
+            own_error: Raise what ``step`` has raised here, where every rank has failed by the same text.
 
         Raises:
             RendezvousError: As of ``attempt``.
         """
-        return self._meet(what, *self._try(step))
+        value, failure, error = self._try(step)
+        return self._meet(what, value, failure, error if own_error else None)
 
     def attempt(self, what: str, step: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
         """Runs ``step`` here, and returns its result once it has succeeded on every rank.
@@ -94,7 +100,7 @@ class Rendezvous:
             RendezvousError: It failed somewhere; the text says on which ranks and why, and is the same on all.
             ConfigError, UnsupportedInputError: The same, where each rank at which it failed has failed by this.
         """
-        result, failure = self._try(step)
+        result, failure, _ = self._try(step)
         try:
             self._meet(what, None, failure)
         except BaseException:
@@ -107,8 +113,8 @@ class Rendezvous:
         """Raises RendezvousError on all ranks if any rank has an error."""
         self._meet(what, None, None if error is None else Failure("", error))
 
-    def _meet(self, what: str, value: Any, failure: Failure | None) -> list[Any]:
-        """The values of all ranks, if no rank has failed."""
+    def _meet(self, what: str, value: Any, failure: Failure | None, own_error: Exception | None = None) -> list[Any]:
+        """The values of all ranks, if no rank has failed. ``own_error`` is raised where all have failed alike."""
         try:
             data = encode(Message(what, value, failure))
         except (ValueError, TypeError, RecursionError) as error:
@@ -121,6 +127,8 @@ class Rendezvous:
             )
         failures = {rank: message.failure for rank, message in enumerate(said) if message.failure is not None}
         if failures:
+            if own_error is not None and len(failures) == self.world_size and len(set(failures.values())) == 1:
+                raise own_error
             raise _error_of_all(what, failures, self.names)
         return [message.value for message in said]
 
@@ -145,11 +153,11 @@ class Rendezvous:
             raise RendezvousError(f"of {self.names.in_group(rank)}: {error}") from None
 
     @staticmethod
-    def _try(step: Callable[[], T]) -> tuple[T | None, Failure | None]:
+    def _try(step: Callable[[], T]) -> tuple[T | None, Failure | None, Exception | None]:
         try:
-            return step(), None
+            return step(), None, None
         except Exception as error:  # whatever it is, the other ranks must hear of it
-            return None, _failure_of(error)
+            return None, _failure_of(error), error
 
     def exchange_descriptors(self, descriptor: int) -> dict[int, int]:
         """Sends a file descriptor to every peer; returns theirs by rank, for the caller to close.

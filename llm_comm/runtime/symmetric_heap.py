@@ -11,7 +11,7 @@ import contextlib
 import math
 import operator
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,10 +49,7 @@ class SymmetricHeap:
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """``Communicator.empty``."""
-        self._handle.check_open()
-        rendezvous = self.rendezvous()
-        if rendezvous.is_on_device:
-            self.check_not_capturing("empty")
+        rendezvous = self.meet("empty")
         request = rendezvous.collect("request for symmetric memory", lambda: self._request(shape, dtype))
         shapes = [f"{tuple(other['shape'])} of {other['dtype']}" for other in request]
         check_alike(rendezvous.names, "ask for different tensors of symmetric memory", shapes)
@@ -93,7 +90,7 @@ class SymmetricHeap:
         self._layout = layout
         self._loans = {number: found for number, found in self._loans.items() if number not in dead}
         self._loans[allocation.number] = loan
-        self._close_segments(rendezvous, core, vacated)
+        _close_segments(rendezvous, core, vacated)
         return tensor
 
     def _request(self, shape: Any, dtype: Any) -> dict[str, Any]:
@@ -127,6 +124,19 @@ class SymmetricHeap:
             return None
         place: tuple[int, int] | None = self._handle.core().find(tensor.data_ptr(), tensor.nbytes)
         return place
+
+    def meet(self, call: str) -> Rendezvous:
+        """Return the rendezvous of the ranks for a collective call.
+
+        Raises:
+            RuntimeError: The communicator is closed.
+            UnsupportedInputError: The rendezvous uses a CUDA stream that is being captured.
+        """
+        self._handle.check_open()
+        rendezvous = self.rendezvous()
+        if rendezvous.is_on_device:
+            self.check_not_capturing(call)
+        return rendezvous
 
     def rendezvous(self) -> Rendezvous:
         """Of the ranks, as long as the heap is open."""
@@ -167,20 +177,23 @@ class SymmetricHeap:
             tensor = torch.empty(0, dtype=dtype, device=device).set_(storage, 0, size, without_gaps)
         return tensor, loan
 
-    def _close_segments(self, rendezvous: Rendezvous, core: _core.Core, segments: Sequence[int]) -> None:
-        """Gives segments back, which nothing uses on any rank."""
-        for segment in segments:
-            core.unmap_segment(segment)
-        # Other kinds of memory last as long as somebody maps them.
-        if segments and self._use_ipc:
-            rendezvous.vote("return of symmetric memory", None)
-        for segment in segments:
-            core.close_segment(segment)
-
     def close(self) -> None:
         """Drops the group. What tensors hold stays theirs."""
         self._rendezvous = None
         self._loans.clear()
+
+
+def _close_segments(rendezvous: Rendezvous, core: _core.Core, segments: Sequence[int]) -> None:
+    """Gives segments back, which nothing uses on any rank."""
+
+    def each(step: Callable[[int], None]) -> None:
+        for segment in segments:
+            step(segment)
+
+    if segments:
+        # Memory of cudaIpc must not go as long as a peer maps it.
+        rendezvous.attempt("unmapping of symmetric memory", lambda: each(core.unmap_segment))
+        rendezvous.attempt("return of symmetric memory", lambda: each(core.close_segment))
 
 
 def _dead_on_all(layout: HeapLayout, said: Sequence[str]) -> set[int]:

@@ -103,6 +103,10 @@ def ask_for_different_channels() -> None:
             comm.channels(tensor, semaphores=4 + comm.rank)
         with pytest.raises(RendezvousError, match="different channels"):
             comm.channels(tensor[: 4096 - 16 * comm.rank])
+        with pytest.raises(RendezvousError, match=r"different code for channels: rank 0: \w{12}, rank 1: \w{12}"):
+            comm.channels(tensor, code=EXCHANGE + "\n" * comm.rank)
+        with pytest.raises(UnsupportedInputError, match="channels: code is 3"):
+            comm.channels(tensor, code=3)  # type: ignore[arg-type]
         with pytest.raises(UnsupportedInputError, match=r"must be a contiguous tensor of Communicator\.empty"):
             comm.channels(torch.zeros(4096, dtype=torch.uint8) if comm.rank == 1 else tensor)
         for semaphores in (0, 1 << 20, "2"):
@@ -112,7 +116,7 @@ def ask_for_different_channels() -> None:
             comm.channels(tensor[8:])
         with pytest.raises(UnsupportedInputError, match="must be a tensor"):
             comm.channels("memory")  # type: ignore[arg-type]
-        channels = comm.channels(tensor[16:], semaphores=2)
+        channels = comm.channels(tensor[16:], semaphores=2, code=EXCHANGE)
         assert channels.memory.data_ptr() == tensor.data_ptr() + 16
         assert channels.semaphores == 2
         dist.barrier()

@@ -6,7 +6,9 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,12 +16,13 @@ import torch.distributed as dist
 from harness import RankPool, make_communicator, nothing_leaked
 from reference import assert_bitwise_equal, assert_is_sum, contributions, from_bits, special_patterns
 
-from llm_comm import Communicator, PeerTimeout, dsl
+from llm_comm import Communicator, LlmCommError, PeerTimeout, dsl
 from llm_comm.dsl import ir
 from llm_comm.dsl.compiled import Compiled
 from llm_comm.dsl.compiled import compile as compile_program
 from llm_comm.dsl.compiler.errors import CompileError
 from llm_comm.dsl.compiler.layout import armed_ranges
+from llm_comm.dsl.kernel import Kernel
 from llm_comm.dsl.library import all_gather_ll, all_to_all_ll, reduce_scatter_ll, two_shot_hb, two_shot_ll
 from llm_comm.dsl.programs import ProgramText
 
@@ -526,6 +529,63 @@ def pass_what_does_not_fit(directory: str) -> None:
 
 def test_what_does_not_fit_is_refused(ranks: RankPool, cache: str) -> None:
     ranks.run(2, pass_what_does_not_fit, cache)
+
+
+def compile_what_differs(directory: str) -> None:
+    """Each case differs on the last rank alone. Ends with a good kernel, whose calls are right: so all ranks count as
+    many loads, those that have failed on one of them included."""
+    use_cache(directory)
+    with make_communicator() as comm:
+        is_odd = comm.rank == comm.world_size - 1
+        options: dict[str, Any] = {"dtype": torch.float32, "max_bytes": MAX_BYTES, "threads": 8}
+
+        def error(text: ProgramText = one_shot, **changed: Any) -> str:
+            with pytest.raises(LlmCommError) as caught:
+                compile_program(text, comm, **{**options, **changed})
+            texts: list[str] = [""] * comm.world_size
+            dist.all_gather_object(texts, f"{type(caught.value).__name__}: {caught.value}")
+            assert len(set(texts)) == 1, texts
+            return texts[0]
+
+        with mock.patch("llm_comm.dsl.kernel.compile_image", return_value=b"none"):
+            for name, other in (("dtype", torch.bfloat16), ("max_bytes", 1 << 14), ("blocks", 2), ("threads", 16)):
+                said = error(**{name: other} if is_odd else {}).replace("'", "")
+                assert said.startswith(
+                    f"RendezvousError: the ranks have different kernels of llm_comm.dsl: rank 0: {{{name}:"
+                )
+                assert f", rank {comm.world_size - 1}: {{{name}: {other}" in said
+            said = error(through_rank_0 if is_odd else one_shot)
+            assert "rank 0: {'program': 'one_shot', 'digest': " in said
+            assert f"rank {comm.world_size - 1}: {{'program': 'through_rank_0', 'digest': " in said
+            assert error(renamed if is_odd else one_shot).count("{'digest'") == comm.world_size
+            # Of one rank what it says, of all alike the error itself.
+            assert "failed on 1 of 3 ranks: rank 2: ValueError: max_bytes is 0;" in error(max_bytes=0 if is_odd else 9)
+            with pytest.raises(ValueError, match=r"^max_bytes is 0; it must be a positive whole number"):
+                compile_program(one_shot, comm, dtype=torch.float32, max_bytes=0)
+            with pytest.raises(CompileError, match=r"torch\.int32 are moved, never summed"):
+                compile_program(one_shot, comm, dtype=torch.int32, max_bytes=9)
+        missing = mock.patch("llm_comm.dsl.kernel.compile_image", return_value=b"/there/is/no/library")
+        with missing if is_odd else nullcontext():
+            said = error()
+        assert said.startswith(
+            "RendezvousError: loading of program one_shot failed on 1 of 3 ranks: rank 2: RuntimeError"
+        )
+        broken = mock.patch.object(Kernel, "_arm", side_effect=RuntimeError("no memory"))
+        with broken if is_odd else nullcontext():
+            assert "preparation of the workspace of one_shot failed on 1 of 3 ranks: rank 2: Runt" in error()
+        x = torch.arange(100.0)
+        assert compile_program(one_shot, comm, **options)(x).eq(3 * x).all()
+        assert comm.all_reduce(x).eq(3 * x).all()
+        comm.check()
+        dist.barrier()
+
+
+renamed = dsl.program("all_reduce")(through_rank_0._text)
+renamed.name = "one_shot"
+
+
+def test_ranks_compile_the_same_or_none_does(ranks: RankPool, cache: str) -> None:
+    ranks.run(3, compile_what_differs, cache)
 
 
 def wait_for_a_silent_rank(text: ProgramText, directory: str) -> None:

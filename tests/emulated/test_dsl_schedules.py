@@ -272,5 +272,5 @@ def test_messages_have_all_kinds_of_sizes() -> None:
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    with pytest.raises(RuntimeError, match="there is no compiler '/nowhere/g\\+\\+'; CXX names another"):
+    with pytest.raises(RuntimeError, match="there is no C\\+\\+ compiler '/nowhere/g\\+\\+'; CXX names another"):
         dsl.explore(library.one_shot_ll.build(2), 1)

@@ -93,12 +93,13 @@ def test_they_can_be_switched_off(ranks: RankPool, cache: str) -> None:
 
 def run_without_a_compiler(directory: str) -> list[str]:
     use_cache(directory)
-    with mock.patch.object(setup, "compiler", return_value="/nowhere/g++"):
+    why = "there is no C++ compiler '/nowhere/g++'; CXX names another"
+    with mock.patch.object(setup, "why_no_compiler", return_value=why):
         return sums()
 
 
 def test_without_a_compiler_they_are_not_run(ranks: RankPool, cache: str) -> None:
-    said = "schedules of programs were not run: there is no C++ compiler '/nowhere/g++' (CXX names one)"
+    said = "schedules of programs were not run: there is no C++ compiler '/nowhere/g++'; CXX names another"
     assert ranks.run(2, run_without_a_compiler, cache) == [[said], []]
 
 

@@ -12,6 +12,7 @@ import shutil
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -381,11 +382,23 @@ def compile_on_rank_0_alone(directory: str) -> str:
         return error_of_setup(**SELECTED)
 
 
+def load_on_rank_0_alone(directory: str) -> str:
+    use_cache(directory)
+    what = "llm_comm.dsl.kernel.compile_image"
+    with mock.patch(what, return_value=b"/no/library") if dist.get_rank() else nullcontext():
+        return error_of_setup(**SELECTED)
+
+
+def test_a_rank_that_cannot_load(ranks: RankPool, cache: str) -> None:
+    said = one_error(ranks.run(2, load_on_rank_0_alone, cache))
+    assert said.startswith("RendezvousError: loading of program two_shot_ll failed on 1 of 2 ranks: rank 1: RuntimeErr")
+
+
 def test_a_rank_that_cannot_compile(ranks: RankPool, cache: str) -> None:
     said = one_error(ranks.run(2, compile_on_rank_0_alone, cache))
     what = "RendezvousError: compilation of dsl:two_shot_ll for bf16 failed on 1 of 2 ranks: rank 1: RuntimeError: "
     assert said.startswith(what)
-    assert "there is no compiler '/there/is/no/compiler'" in said
+    assert "there is no C++ compiler '/there/is/no/compiler'" in said
 
 
 @dsl.program("all_reduce")

@@ -17,6 +17,8 @@ from reference import assert_bitwise_equal, contributions, rank_order_sum
 
 import llm_comm
 from llm_comm import UnsupportedInputError
+from llm_comm.dsl.compiled import compile as compile_program
+from llm_comm.dsl.library import two_shot_ll
 from llm_comm.planning.node_rows import EXCHANGES, PIECES, WHOLE, NodeRow
 
 TWO_BY_TWO = Layout(2, 2)
@@ -222,6 +224,7 @@ def ask_for_what_is_of_one_node() -> None:
             lambda: comm.empty(8),
             comm.channels,
             lambda: comm.run("anything", {"x": x}),
+            lambda: compile_program(two_shot_ll, comm, dtype=x.dtype, max_bytes=1024),
         ]
         for call in calls:
             with pytest.raises(UnsupportedInputError, match=why):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mutant import Mutant, check_names
 from table_bench import BENCH
+from table_code import CODE
 from table_edges import EDGES
 from table_host import HOST
 from table_kernels import KERNELS
@@ -25,5 +26,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *SWITCH,
     *LINEAR_LAYERS,
     *IN_PLACE_OF_NCCL,
+    *CODE,
 )
 check_names(MUTANTS)

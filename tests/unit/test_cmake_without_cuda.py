@@ -15,6 +15,7 @@ REPOSITORY = Path(__file__).parents[2]
 SEARCHED = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 UNUSABLE = """\
 #!/bin/sh
+touch "$0.called"
 echo "#error -- unsupported GNU version!" >&2
 exit 1
 """
@@ -43,7 +44,8 @@ def nvcc(tmp_path: Path) -> str:
 
 
 def test_an_unusable_nvcc_is_warned_of(nvcc: str, tmp_path: Path) -> None:
-    said = " ".join(configure(nvcc, "AUTO", tmp_path).stderr.split())
+    said = " ".join(configure(f"env '{nvcc}'", "AUTO", tmp_path).stderr.split())
+    assert Path(f"{nvcc}.called").exists(), "a launcher stands before it, as in CUDACXX='ccache nvcc'"
     assert "CMake Warning" in said
     assert f"no CUDA kernels: {nvcc} does not compile a test program" in said
     assert "LLM_COMM_CUDA=ON makes this an error" in said

@@ -72,6 +72,7 @@ def test_what_ranks_may_differ_in() -> None:
     ("path", "other", "words"),
     [
         (("version",), "0.0.9", "have different versions of llm_comm"),
+        (("algorithms",), "0123456789ab", "have builds of llm_comm with different algorithms"),
         (("device",), "cuda", "have different kinds of device"),
         (("limits", "sm_count"), 78, "have devices of different kinds"),
         (("limits", "max_cluster"), 8, "have devices of different kinds"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 
@@ -346,6 +347,18 @@ def only_a_rank_that_is_not(p: dsl.Builder) -> None:
         pass
 
 
+@refused("the name of a group is 'a\\n#error'; it must have 1 to 196 characters, all of them printable")
+def a_group_of_two_lines(p: dsl.Builder) -> None:
+    with p.group("a\n#error"):  # refused
+        pass
+
+
+@refused("the name of a group is 3; it must have")
+def a_group_by_number(p: dsl.Builder) -> None:
+    with p.group(3):  # type: ignore[arg-type]  # refused
+        pass
+
+
 @refused("semaphore -1: they are numbered from 0")
 def a_negative_semaphore(p: dsl.Builder) -> None:
     p.signal(p.rank + 1, semaphore=-1)  # refused
@@ -364,6 +377,23 @@ def a_buffer_is_taken_for_a_chunk(p: dsl.Builder) -> None:
 @refused("program 'nothing_at_all' has no operation")  # refused
 def nothing_at_all(p: dsl.Builder) -> None:
     p.input.chunks(1)
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "a\0b", "\u202e", "a" * 197])
+def test_names_that_are_refused(name: str) -> None:
+    def text(p: dsl.Builder) -> None:
+        raise AssertionError
+
+    text.__name__ = name
+    with pytest.raises(
+        ValueError, match=r"^dsl\.program: the name of the function is .* 1 to 196 characters, all of them"
+    ):
+        dsl.program("all_reduce")(text)
+
+
+def test_what_is_no_function() -> None:
+    with pytest.raises(ValueError, match=r"takes a function, not functools\.partial\(.*: wrap it in one"):
+        dsl.program("all_reduce")(functools.partial(print))
 
 
 @pytest.mark.parametrize(("world", "root"), [(1, 0), (2, 2)])

@@ -91,6 +91,11 @@ def test_operations_that_communicators_do_not_select(operation: str) -> None:
         dsl.register(make(operation=operation))
 
 
+def test_names_that_options_cannot_spell() -> None:
+    with pytest.raises(ValueError, match=r"program 'a b' cannot be registered: .* letters, digits and _ of ASCII"):
+        dsl.register(make("a b"))
+
+
 def test_what_is_no_program() -> None:
     with pytest.raises(ValueError, match="not a function"):
         dsl.register(make)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -57,7 +58,10 @@ def build(text: Text, world: int = 3, operation: str = "all_reduce") -> ir.Progr
 
 
 def source_of(text: Text, world: int = 3, operation: str = "all_reduce", dtype: torch.dtype = torch.bfloat16) -> str:
-    program = build(text, world, operation)
+    return source_of_program(build(text, world, operation), dtype)
+
+
+def source_of_program(program: ir.Program, dtype: torch.dtype = torch.bfloat16) -> str:
     groups = runs_of(program)
     layout = lay_out(program, groups, 1 << 16, 4, 64, masks=is_moved(program))
     return generate(program, groups, layout, element_of(dtype))
@@ -86,6 +90,35 @@ def test_names_of_kernels_are_names_of_cpp() -> None:
 
     names.__name__ = "<lambda>"
     assert kernel_name(build(names)) == "dsl__lambda_"
+    names.__name__ = "größe/" + 100 * "n"
+    assert kernel_name(build(names)) == "dsl_gr__e_" + 54 * "n"
+
+
+@pytest.mark.parametrize(
+    "text", ["a\n#error", "a\r#error", "ends \\", "ends \\ ", "a\u2028#error", "\udc80", "*/ #error"]
+)
+def test_texts_of_the_user_reach_the_source_as_comments(text: str) -> None:
+    """Names and lines: a backslash at the end of a comment would make the next line of the source a part of it."""
+    where = ir.Location(text, 1, text)
+
+    def changed(step: ir.Op | ir.Loop, **changes: object) -> ir.Op | ir.Loop:
+        if isinstance(step, ir.Loop):
+            step = replace(step, body=tuple(changed(op, **changes) for op in step.body))
+        return replace(step, **{name: value for name, value in changes.items() if hasattr(step, name)})
+
+    program = build(pipelined)
+    (group,) = program.groups
+    other = ir.Group("other", tuple(changed(step, semaphore=1) for step in group.steps))
+    program = replace(program, semaphores=2, groups=(group, other))
+    spoiled = ir.Group(text, tuple(changed(step, where=where) for step in group.steps))
+    source = source_of_program(replace(program, name=text, where=where, groups=(spoiled, other)))
+    clean = source_of_program(program)
+    assert re.sub(r" dsl_\w+\(", "(", code_of(source)) == re.sub(r" dsl_\w+\(", "(", code_of(clean))
+    assert all(line.isascii() and line.isprintable() for line in source[source.index("extern") :].splitlines())
+    assert not any(line.rstrip().endswith("\\") for line in source.splitlines())
+    head = source.splitlines()
+    assert all(line.startswith("//") for line in head[:3])
+    assert head[3:4] == clean.splitlines()[3:4]
 
 
 def test_source_says_dtype_and_world() -> None:

@@ -69,6 +69,9 @@ def test_what_does_not_fit_is_refused(kernel: RawKernel, grid: Any, block: Any, 
 def test_errors_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)does not compile kernel nothing:.*not declared"):
         RawKernel(SOURCE, "nothing")
+    for name in ("a\n#error", "größe", "a b", "2a", ""):
+        with pytest.raises(ValueError, match="is no identifier"):
+            RawKernel(SOURCE, name)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(RuntimeError, match="there is no compiler 'no-such-compiler'"):
+    with pytest.raises(RuntimeError, match="there is no C\\+\\+ compiler 'no-such-compiler'"):
         RawKernel(SOURCE, "scale")

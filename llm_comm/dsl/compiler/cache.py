@@ -1,22 +1,33 @@
 """Compiled kernels on disk, shared by all processes of a user.
 
 A file's name is a hash of all that it was made of: source, headers, compiler, options, and for emulated GPUs the
-emulator's library. So nothing in the cache is ever out of date, and it can be deleted at any time.
+emulator's library. So nothing in the cache is ever out of date, and it can be deleted at any time. A
+damaged file is compiled again, and code that another user could have put there is refused (``code_files``).
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from llm_comm import emulated
+from llm_comm.dsl.compiler import code_files
 from llm_comm.installation import digest_of_headers, get_library_dir
 from llm_comm.locks import locked
+
+logger = logging.getLogger("llm_comm")
+
+#: Longest wait in seconds for another process that compiles the same kernel: it may have been stopped.
+_PATIENCE_S = 20.0
+#: Directories of libraries that could not be kept.
+_private: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def cache_directory() -> Path:
@@ -34,43 +45,98 @@ def cached_library(
 ) -> Path:
     """The shared library of an emulated kernel: compiled now, or by an earlier call of any process.
 
-    Of processes that ask for one kernel at the same time one compiles, and the others wait for it.
+    Of processes that ask for one kernel at the same time one compiles, and the others wait for it. Where the directory
+    cannot be written, the library lies in a temporary one until this process ends.
 
     Raises:
         RuntimeError: There is no compiler, or it does not take the source.
-        OSError: The directory of the cache cannot be written.
+        ConfigError: Another user could have put code into the directory of the cache.
+        OSError: No temporary file can be written either.
     """
     parts = _parts_of_library(code, name, options, driver)
-    return _cached(name, "so", parts, lambda path: emulated.compile_library(code, name, options, path, driver))
+
+    def make() -> bytes:
+        with _work_directory() as work:
+            library = Path(work, "kernel.so")
+            emulated.compile_library(code, name, options, library, driver)
+            return library.read_bytes()
+
+    content, file = _cached(name, "so", parts, make)
+    return _private_file(name, content) if file is None else file
 
 
-def cached_file(name: str, suffix: str, parts: Sequence[str], make: Callable[[Path], object]) -> bytes:
+def cached_file(name: str, suffix: str, parts: Sequence[str], make: Callable[[], bytes]) -> bytes:
     """What a compiler has made of all that ``parts`` tell, now or in an earlier call of any process.
 
     Args:
         name, suffix: Of the file, beside the hash of the parts.
         parts: What the content depends on.
-        make: Writes a file.
+        make: Compiles.
 
     Raises:
-        OSError: The directory of the cache cannot be written.
+        ConfigError: As of ``cached_library``.
     """
-    return _cached(name, suffix, parts, make).read_bytes()
+    return _cached(name, suffix, parts, make)[0]
 
 
-def _cached(name: str, suffix: str, parts: Sequence[str], make: Callable[[Path], object]) -> Path:
-    file = _path(name, suffix, parts)
-    if file.is_file():
-        return file
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with locked(file.with_suffix(".lock")):
-        if not file.is_file():
-            with tempfile.TemporaryDirectory(prefix="compiling_", dir=file.parent) as work:
-                made = Path(work, f"kernel.{suffix}")
-                make(made)
-                # Others see the whole file or none.
-                made.replace(file)
+def _cached(name: str, suffix: str, parts: Sequence[str], make: Callable[[], bytes]) -> tuple[bytes, Path | None]:
+    """Return the content and its file; the file is None where the directory of the cache cannot be written."""
+    key, file = _key(parts), _path(name, suffix, parts)
+    try:
+        code_files.prepare(file.parent)
+    except OSError as error:
+        _warn_once(file.parent, str(error))
+        return make(), None
+    found = code_files.read(file, key)
+    if found is not None:
+        return found, file
+    with _one_at_a_time(file):
+        found = code_files.read(file, key)
+        if found is not None:
+            return found, file
+        made = make()
+        try:
+            code_files.write(file, key, made)
+        except OSError as error:
+            _warn_once(file.parent, str(error))
+            return made, None
+    return made, file
+
+
+@contextmanager
+def _one_at_a_time(file: Path) -> Iterator[None]:
+    """Lock a file of the cache where that is possible. Two processes without the lock only do the same work twice."""
+    with ExitStack() as stack:
+        with suppress(OSError):
+            stack.enter_context(locked(file.with_suffix(".lock"), _PATIENCE_S))
+        yield
+
+
+def _work_directory() -> tempfile.TemporaryDirectory[str]:
+    """Make a directory to compile in: in the system's directory of temporary files, else in the cache."""
+    try:
+        return tempfile.TemporaryDirectory(prefix="llm_comm_kernel_")
+    except OSError:
+        return tempfile.TemporaryDirectory(prefix="compiling_", dir=cache_directory() / "kernels")
+
+
+def _private_file(name: str, content: bytes) -> Path:
+    """Write a library that lasts as long as this process."""
+    directory = tempfile.TemporaryDirectory(prefix="llm_comm_kernel_")
+    _private.append(directory)
+    file = Path(directory.name, f"{name}.so")
+    file.write_bytes(content)
     return file
+
+
+@functools.cache
+def _warn_once(directory: Path, why: str) -> None:
+    logger.warning(
+        "compiled kernels are not kept, so each start compiles them: %s cannot be used: %s (LLM_COMM_CACHE_DIR names "
+        "another directory)",
+        directory,
+        why,
+    )
 
 
 def library_path(
@@ -82,7 +148,7 @@ def library_path(
 
 def _parts_of_library(code: str, name: str, options: Sequence[str], driver: emulated.Driver) -> tuple[str, ...]:
     of_driver = (driver.macro, *driver.defines, _installed(driver.archive))
-    return (code, name, "\0".join(options), *of_driver, _version(emulated.compiler()))
+    return (code, name, "\0".join(options), *of_driver, _version(*emulated.compiler()))
 
 
 def _path(name: str, suffix: str, parts: Sequence[str]) -> Path:
@@ -105,9 +171,9 @@ def _installed(archive: str) -> str:
 
 
 @functools.cache
-def _version(compiler: str) -> str:
+def _version(*compiler: str) -> str:
     try:
-        done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=False)
-    except FileNotFoundError:
+        done = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
         return f"{compiler}: none"  # compiling will say so
     return f"{compiler}: {done.stdout}"

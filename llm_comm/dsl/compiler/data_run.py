@@ -12,7 +12,7 @@ from llm_comm.dsl.compiler.layout import LINE_BYTES, MASK_BYTES, Layout, outer_p
 from llm_comm.dsl.compiler.runs import DataRun, chunk_of, made_by, values_read
 from llm_comm.dsl.compiler.schedule import Receive, Schedule, Step, ops_of, schedule, stages_of
 from llm_comm.dsl.compiler.senders import readers_of, sender_of
-from llm_comm.dsl.compiler.text import Text, address_of, number_of, runs_on
+from llm_comm.dsl.compiler.text import Text, address_of, comment, number_of, runs_on
 from llm_comm.dsl.ranks import Rank, Relative
 
 #: kAbsolute of prelude.cuh.
@@ -67,7 +67,7 @@ class DataRunWriter:
 
     def _straight(self, run: DataRun, begins: bool) -> None:
         plan = schedule(run.ops)
-        with self._out.block(f"if (end{self._parts} <= stride)  // a thread has one line"):
+        with self._out.block(f"if (end{self._parts} <= stride)", remark="a thread has one line"):
             self._start(run, in_loop=False)
             self._one_line(plan, begins)
         with self._out.block("else"):
@@ -323,7 +323,8 @@ class DataRunWriter:
             elif peer is not None and (chunk.buffer.space, peer) not in self._tensors:
                 name = self._tensors[chunk.buffer.space, peer] = f"t{len(self._tensors)}"
                 where = f"address_of(args.comm, {number_of(peer)}, args.{chunk.buffer.space.value}_place)"
-                self._out.add(f"const Tensor<Storage> {name}({where}, part_bytes);  // {chunk.buffer.name} of {peer}")
+                remark = comment(f"{chunk.buffer.name} of {peer}")
+                self._out.add(f"const Tensor<Storage> {name}({where}, part_bytes);  {remark}")
 
     def _declare_place(self, chunk: ir.Chunk, half: bool) -> None:
         """The same in the workspaces of all ranks. ``half``: in the half of this call; else from where one begins."""
@@ -339,7 +340,7 @@ class DataRunWriter:
             return " + ".join([*terms, f"{turn} * {turn_bytes}u"] if turn else terms)
 
         lines = at(place.offset, place.chunk_stride, place.turn_lines * LINE_BYTES)
-        self._out.add(f"const uint32_t {name} = {lines};  // {chunk}")
+        self._out.add(f"const uint32_t {name} = {lines};  {comment(str(chunk))}")
         if place.mask_offset is not None:
             masks = at(place.mask_offset, place.chunk_stride // LINE_BYTES * MASK_BYTES, place.turn_lines * MASK_BYTES)
             self._out.add(f"const uint32_t m{name} = {masks};")

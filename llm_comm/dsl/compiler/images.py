@@ -24,7 +24,8 @@ def compile_image(code: str, name: str, device: torch.device) -> bytes:
     Raises:
         ModuleNotFoundError: cupy is not installed.
         RuntimeError: The compiler does not take the source.
-        OSError: The directory of the cache cannot be written.
+        ConfigError: Another user could have put code into the directory of the cache.
+        OSError: An emulated kernel cannot be written to any file.
     """
     if device.type == "cpu":
         return os.fsencode(cached_library(code, name))
@@ -32,7 +33,7 @@ def compile_image(code: str, name: str, device: torch.device) -> bytes:
     nvrtc = _nvrtc()
     version = ".".join(map(str, nvrtc.getVersion()))
     parts = (code, name, *options, f"NVRTC {version}")
-    return cached_file(name, "cubin", parts, lambda path: path.write_bytes(_cubin(nvrtc, code, name, options)))
+    return cached_file(name, "cubin", parts, lambda: _cubin(nvrtc, code, name, options))
 
 
 def _cubin(nvrtc: Any, code: str, name: str, options: tuple[str, ...]) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from llm_comm.dsl import ir
 from llm_comm.dsl.compiler.layout import Layout, outer_parts
 from llm_comm.dsl.compiler.runs import PortOp
-from llm_comm.dsl.compiler.text import Text, number_of
+from llm_comm.dsl.compiler.text import Text, comment, number_of
 
 
 class PortRunWriter:
@@ -50,7 +50,7 @@ class PortRunWriter:
         for chunk in (op.source, op.target):
             if chunk.buffer.space.is_tensor:
                 out.add(
-                    f"const uint64_t end_of_{chunk.buffer.space.value} = {self._end(chunk)};  // {chunk}",
+                    f"const uint64_t end_of_{chunk.buffer.space.value} = {self._end(chunk)};  {comment(str(chunk))}",
                     f"bytes = bytes_within(from, bytes, end_of_{chunk.buffer.space.value});",
                 )
         source = self._offset(op.source, lag)

@@ -27,10 +27,9 @@ class Text:
         self._depth -= 1
 
     @contextmanager
-    def block(self, head: str, end: str = "}") -> Iterator[None]:
-        """Lines inside stand in braces behind ``head``, which may end with a comment (``  // ...``)."""
-        head, slashes, comment = head.partition("  // ")
-        self.add(f"{head} {{{slashes}{comment}".lstrip())
+    def block(self, head: str, end: str = "}", remark: str | None = None) -> Iterator[None]:
+        """Lines inside stand in braces behind ``head``. ``remark`` stands behind the brace, as a comment."""
+        self.add(f"{head} {{{'' if remark is None else f'  {comment(remark)}'}".lstrip())
         with self.indented():
             yield
         self.add(end)
@@ -38,6 +37,12 @@ class Text:
     def joined(self) -> str:
         """All of them."""
         return "\n".join(self._lines) + "\n"
+
+
+def comment(text: str) -> str:
+    """A comment of one line for any text. Control characters are escaped. A backslash at the end is dropped: it would
+    make the next line of the source a part of the comment."""
+    return f"// {text.encode('unicode_escape').decode()}".rstrip("\\ ")
 
 
 def number_of(rank: Rank | int) -> str:

@@ -56,7 +56,8 @@ def explore(
         CompileError: There is no kernel for an operation of the program.
         ValueError: A number does not fit.
         RuntimeError: There is no C++ compiler (``CXX`` names one; else it is g++), or it does not take the kernel.
-        OSError: The directory of compiled kernels, or the trace, cannot be written.
+        ConfigError: Another user could have put code into the directory of compiled kernels.
+        OSError: The trace cannot be written.
     """
     if schedules is not None and not 1 <= schedules < 1 << 32:
         raise ValueError(f"schedules is {schedules}; there is 1 at least")

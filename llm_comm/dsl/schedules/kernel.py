@@ -89,8 +89,7 @@ class ExploredKernel:
     """The kernel of a plan, compiled.
 
     Raises:
-        RuntimeError: There is no compiler, or it does not take the source.
-        OSError: The directory of the cache cannot be written.
+        RuntimeError, ConfigError, OSError: As of ``cached_library``.
     """
 
     def __init__(self, plan: Plan) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from llm_comm.dsl.compiler import code_files
 from llm_comm.dsl.compiler.cache import library_path
 from llm_comm.dsl.compiler.source import kernel_name
 from llm_comm.dsl.schedules.kernel import SCHEDULES
@@ -14,16 +15,19 @@ from llm_comm.dsl.schedules.plan import Plan
 
 def has_passed(plan: Plan, schedules: int) -> bool:
     """Whether ``remember`` was called of the same kernel, emulator, headers and compiler, and so many schedules."""
-    return _file(plan, schedules).is_file()
+    file = _file(plan, schedules)
+    return code_files.read(file, file.name) is not None
 
 
 def remember(plan: Plan, schedules: int) -> None:
     """Notes that schedules 0, 1, ... have passed.
 
     Raises:
-        OSError: The directory of the cache cannot be written.
+        ConfigError, OSError: The directory of the cache cannot be used.
     """
-    _file(plan, schedules).touch()
+    file = _file(plan, schedules)
+    code_files.prepare(file.parent)
+    code_files.write(file, file.name, b"")
 
 
 def _file(plan: Plan, schedules: int) -> Path:

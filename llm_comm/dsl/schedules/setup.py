@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +16,7 @@ from llm_comm.dsl.schedules.budget import schedules_for
 from llm_comm.dsl.schedules.explore import explore_plan
 from llm_comm.dsl.schedules.passed import has_passed, remember
 from llm_comm.dsl.schedules.plan import plan_of
-from llm_comm.emulated import compiler
+from llm_comm.emulated import why_no_compiler
 from llm_comm.errors import ConfigError
 from llm_comm.runtime.rendezvous import Rendezvous
 
@@ -62,9 +61,11 @@ def explore_all(
     if not candidates or schedules == 0:
         return
     with ThreadPoolExecutor(1) as pool:
-        running: Future[str] | None = None
-        if rendezvous.rank == _RUNNER:
-            running = pool.submit(_first_failure, candidates, schedules)
+
+        def start() -> Future[str] | None:
+            return pool.submit(_first_failure, candidates, schedules) if rendezvous.rank == _RUNNER else None
+
+        running = rendezvous.attempt("start of the schedules of programs", start)
         while True:
             said = rendezvous.collect("schedules of programs", lambda: _ask(running, min(_MEET_S, timeout_s / 4)))
             is_done, failure = said[_RUNNER]
@@ -86,8 +87,9 @@ def _ask(running: Future[str] | None, patience_s: float) -> tuple[bool, str]:
 
 def _first_failure(candidates: Sequence[Candidate], schedules: int | None) -> str:
     """What is wrong with the first program that fails, or ""."""
-    if shutil.which(compiler()) is None:
-        logger.info("schedules of programs were not run: there is no C++ compiler %r (CXX names one)", compiler())
+    why = why_no_compiler()
+    if why:
+        logger.info("schedules of programs were not run: %s", why)
         return ""
     for candidate in candidates:
         try:
