@@ -26,11 +26,11 @@ class UnsupportedInputError(LlmCommError, ValueError):
 class CommunicatorError(LlmCommError):
     """A communicator has failed, and cannot be used any more; others of the same process can.
 
-    The text ends with what the ranks were doing.
+    The text names ranks by group, global rank, process and host, and ends with what the ranks were doing.
 
     Attributes:
-        rank: The rank that noticed it.
-        peer: The rank that it blames.
+        rank: Number in the group of the rank that noticed it.
+        peer: Number in the group of the rank that it blames.
     """
 
     def __init__(self, message: str, *, rank: int, peer: int) -> None:
