@@ -54,10 +54,10 @@ def explain(error: _core.OperationError, waited_s: float, names: RankNames) -> R
             "calls, or beside another graph, needs a communicator of its own, or must be ordered with them by an event."
         )
     elif error.cause == "order":
-        kind, brief = MismatchError, f"operations in another order than on rank {peer}"
+        kind, brief = MismatchError, f"operations in another order than on {again}"
         text = (
             f"the first {error.sequence} operations of this communicator (replays counted) had another order than on "
-            f"rank {peer}, or were others: sums may have been wrong. All ranks must make the same calls in the same "
+            f"{peer}, or were others: sums may have been wrong. All ranks must make the same calls in the same "
             "order. A CUDA graph that is replayed beside eager calls, or beside another graph, has none: give it a "
             "communicator of its own, or order it with them by an event."
         )
