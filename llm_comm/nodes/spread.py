@@ -179,7 +179,7 @@ def set_up(rendezvous: Rendezvous, placement: Placement, device: torch.device, c
             of_watch = PrefixStore("watch", store), placement, connected.handle, transport, config.timeout_s
             return Spread(placement, connected, transport, NodeWatch(*of_watch), config)
 
-        return rendezvous.attempt("watch between the nodes", finish, undo=Spread.stop_watching)
+        return rendezvous.attempt("watch between the nodes", finish, undo=lambda made: made._watch.stop())
     except BaseException:
         connected.handle.close()
         if transport is not None:
