@@ -100,10 +100,10 @@ inline const uint32_t* tunable_of(const Choice& choice, std::string_view name) {
   // Without a depth there is the least one.
   return name == "depth" && choice.depth != 0 ? &choice.depth : nullptr;
 }
+// Clusters of a tiling may be of any size that the device takes, which grid() knows.
 inline const uint32_t* tunable_of(const Tiling& tiling, std::string_view name) {
   if (name == "blocks") return &tiling.blocks;
   if (name == "tile_lines") return &tiling.tile_lines;
-  if (name == "cluster") return &tiling.cluster;
   return name == "depth" ? &tiling.depth : nullptr;
 }
 

@@ -37,8 +37,6 @@ WRONG = "|".join((WRONG_RESULT, NOBODY_IS_MISSING, "is not armed again", r"count
 #: Words that have not come may name no place, or another one.
 NOT_SYMMETRIC = r"^rank \d+: not symmetric in"
 OTHER_PLACE = r"^rank \d+: other place in"
-#: The proxy is asked for what is nowhere.
-TRANSPORT = r"^rank \d+: transport in"
 BLAME = "blames the wrong one"
 MISMATCH = r"^rank \d+: mismatch in"
 CONCURRENT = r"^rank \d+: concurrent use in"

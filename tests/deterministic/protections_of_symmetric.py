@@ -12,8 +12,6 @@ from protection import (
     HB_SESSION,
     NOBODY_IS_MISSING,
     NOT_SYMMETRIC,
-    STEPS,
-    TRANSPORT,
     WRONG_RESULT,
     Protection,
 )
@@ -50,19 +48,6 @@ OF_SYMMETRIC = (
         (Edit(DIRECT, "said = rank == comm_.rank ? own :", "said = rank == comm_.rank || WITHOUT ? own :"),),
         failure=_WRONG,
         subjects=WITH_COPIES,
-    ),
-    Protection(
-        "words_of_places",
-        "where outputs lie is told by words that are no signals",
-        (
-            Edit(
-                STEPS,
-                "comm.workspace[receiver] + kPlacesOffset)",
-                "comm.workspace[receiver] + (WITHOUT ? SumSlicesSignals::kOffset : kPlacesOffset))",
-            ),
-        ),
-        failure=f"{_WRONG}|{NOT_SYMMETRIC}|{TRANSPORT}",
-        subjects=("all_reduce/two_shot_port",),
     ),
     Protection(
         "block_before_step_signal",

@@ -300,7 +300,7 @@ struct RowsInClusters {
                                   std::to_string(Algorithm::kMaxThreads));
     }
     const uint64_t cluster = tiling.cluster;
-    if (cluster > limits.max_cluster) {
+    if (cluster == 0 || cluster > limits.max_cluster) {
       throw std::invalid_argument("cluster is " + std::to_string(cluster) + "; this device takes 1 to " +
                                   std::to_string(limits.max_cluster));
     }
