@@ -38,7 +38,8 @@ class Executor {
 
   // Blocks of such grids that run at once: those of one cluster at least.
   static uint32_t resident_blocks(uint32_t threads, uint32_t cluster_blocks) {
-    const uint32_t clusters = kResidentThreads / (threads * cluster_blocks);
+    if (cluster_blocks == 0) cluster_blocks = 1;
+    const uint32_t clusters = threads == 0 ? 1 : kResidentThreads / (threads * cluster_blocks);
     return (clusters == 0 ? 1 : clusters) * cluster_blocks;
   }
 

@@ -93,6 +93,7 @@ void ProxyPorts::serve() {
   while (!is_ending_.load(std::memory_order_relaxed)) {
     const bool has_advanced = transport_->progress();
     if (take() == 0) {
+      if (owner_.has_failed()) return;
       if (has_advanced) {
         last_request = std::chrono::steady_clock::now();
       } else {

@@ -157,6 +157,35 @@ void tell_of_failures() {
   expect(text == "no engine", "a transport that cannot begin is refused");
 }
 
+class NotedEnd final : public Transport {
+ public:
+  explicit NotedEnd(std::atomic<bool>& has_ended) : has_ended_(has_ended) {}
+  void begin(uint32_t) override {}
+  void put(uint32_t, char*, const char*, uint64_t) override {}
+  void signal(uint32_t, uint64_t*, const uint64_t*, uint32_t) override {}
+  void echo(uint32_t, uint64_t*, const uint64_t*, uint32_t) override {}
+  void finish() override { has_ended_ = true; }
+
+ private:
+  std::atomic<bool>& has_ended_;
+};
+
+// Nobody has to ask for an error, or to make a request.
+void end_with_the_communicator() {
+  using std::chrono::microseconds;
+  std::atomic<bool> has_failed = false;
+  std::atomic<bool> has_ended = false;
+  ProxyPorts proxy(std::make_unique<AnonymousMemory>(port_ring_bytes(ProxyPorts::kEntriesLog2)),
+                   std::make_unique<NotedEnd>(has_ended),
+                   Patience{microseconds(0), microseconds(0), microseconds(50), microseconds(50)});
+  proxy.start({{}, 0, 0, 2, [&] { return has_failed.load(); }, [] {}});
+  const bool began = !has_ended;
+  has_failed = true;
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  while (!has_ended && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
+  expect(began && has_ended, "a proxy ends with its communicator");
+}
+
 // Empty where it was carried out.
 template <class Put>
 std::string refusal_of(World& world, Put put) {
@@ -242,6 +271,7 @@ int main(int argc, char** argv) {
   end_waits();
   tell_of_failures();
   refuse_what_is_beyond();
+  end_with_the_communicator();
   if (argc < 2 || std::strcmp(argv[1], "without-forks") != 0) survive_a_fork();
   merge_requests();
   return all ? 0 : 1;

@@ -132,7 +132,8 @@ bool blocks_take_turns() {
   llm_comm::CommState state{};
   uint32_t turn = 0;
   const user::Turns turns{&state, &turn, {&gpu.mailbox, &gpu.aborted, &gpu.last_look, &gpu.exited, kSecondsNs}};
-  bool right = llm_comm::emulator::Executor::resident_blocks(kThreadsOfBlock, 1) < kBlocks;
+  bool right = llm_comm::emulator::Executor::resident_blocks(kThreadsOfBlock, 1) < kBlocks &&
+               llm_comm::emulator::Executor::resident_blocks(0, 0) == 1;  // of a grid that cannot be launched
   for (int launch = 0; launch < 20; ++launch) {
     gpu.executor.run({kBlocks, kThreadsOfBlock, sizeof(llm_comm::Line)}, [&] { user::take_turns(turns); });
     right &= turn == 0 && gpu.aborted == 0;

@@ -1,6 +1,7 @@
 // Core on a CUDA device.
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -51,7 +52,7 @@ class CudaLauncher {
         sm_count_(other.sm_count_),
         last_stream_(other.last_stream_),
         has_last_stream_(other.has_last_stream_),
-        has_been_captured_(other.has_been_captured_),
+        has_been_captured_(other.has_been_captured()),
         modules_(std::move(other.modules_)),
         copies_(std::move(other.copies_)),
         order_(std::exchange(other.order_, nullptr)) {}
@@ -151,7 +152,7 @@ class CudaLauncher {
     const bool is_captured = is_capturing(cuda_stream);
     if (is_captured) {
       // A stream under capture takes no part in the order of calls: its work runs when the graph is launched.
-      has_been_captured_ = true;
+      has_been_captured_.store(true, std::memory_order_relaxed);
     } else {
       order_behind_last_call(cuda_stream);
     }
@@ -177,8 +178,8 @@ class CudaLauncher {
     return StreamCopies::Beside(*copies_, device_, reinterpret_cast<cudaStream_t>(stream));
   }
 
-  // Whether graphs hold launches that were made by this.
-  bool has_been_captured() const { return has_been_captured_; }
+  // Whether graphs hold launches that were made by this. From any thread.
+  bool has_been_captured() const { return has_been_captured_.load(std::memory_order_relaxed); }
 
   // Waits until what has been launched, other than in graphs, has ended. False if that cannot be waited for: the stream is
   // being captured now, or is gone.
@@ -272,7 +273,7 @@ class CudaLauncher {
   uint32_t sm_count_;
   cudaStream_t last_stream_ = nullptr;
   bool has_last_stream_ = false;
-  bool has_been_captured_ = false;
+  std::atomic<bool> has_been_captured_ = false;
   std::vector<CUmodule> modules_;  // of programs
   std::unique_ptr<StreamCopies> copies_ = std::make_unique<StreamCopies>();
   cudaEvent_t order_ = nullptr;

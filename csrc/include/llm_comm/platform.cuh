@@ -31,9 +31,13 @@
 //                    load_packet_relaxed / store_packet_relaxed: the same, but each 8-byte half is a unit;
 //                    {load,store}_relaxed, load_acquire, store_release on uint32_t, uint64_t; fence_system();
 //                    store_packets_release(p, packets): neighbouring packets, each half of which is a release
-// Device scope       add_relaxed(uint64_t*, n): no value comes back, so nobody waits for it; compare_and_swap;
+// Device scope       read-modify-writes. All are relaxed: they order no other access. Where one is to tell of others,
+//                    fence_system() lies on both sides.
+//                    add_relaxed(uint64_t*, n): no value comes back, so nobody waits for it; compare_and_swap;
 //                    fetch_add(uint64_t*, n): what was there;
 //                    count_up(uint32_t*, last): what was there; adds 1, or starts again at 0 from `last` on
+//                    A load_line() beside them finds each 8-byte half as it was before or after one of them. PTX promises
+//                    that of relaxed loads alone; GPUs make a load of 16 aligned bytes one access to the L2
 // Waiting            clock_ns(): monotonic; spin_hint(): called after a poll that failed;
 //                    kPollsPerCheck: failed polls after which a wait looks at the clock
 // Multicast          of NVLink, where a MulticastPlace leads to several memories: multicast_load_reduce_{bf16,fp16,fp32}: the sum

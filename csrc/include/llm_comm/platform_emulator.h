@@ -325,14 +325,14 @@ LLM_COMM_DEVICE uint64_t fetch_add(uint64_t* address, uint64_t n) {
 LLM_COMM_DEVICE void add_relaxed(uint64_t* address, uint64_t n) { __atomic_fetch_add(address, n, __ATOMIC_RELAXED); }
 
 LLM_COMM_DEVICE uint32_t compare_and_swap(uint32_t* address, uint32_t expected, uint32_t desired) {
-  __atomic_compare_exchange_n(address, &expected, desired, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+  __atomic_compare_exchange_n(address, &expected, desired, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return expected;
 }
 
 LLM_COMM_DEVICE uint32_t count_up(uint32_t* address, uint32_t last) {
   uint32_t found = __atomic_load_n(address, __ATOMIC_RELAXED);
-  while (!__atomic_compare_exchange_n(address, &found, found >= last ? 0 : found + 1, false, __ATOMIC_SEQ_CST,
-                                      __ATOMIC_SEQ_CST)) {
+  while (!__atomic_compare_exchange_n(address, &found, found >= last ? 0 : found + 1, false, __ATOMIC_RELAXED,
+                                      __ATOMIC_RELAXED)) {
   }
   return found;
 }
