@@ -315,8 +315,10 @@ class Communicator(Sums, GatherScatter, LinearLayers):
         self._other_operations.forget()
 
     def check(self) -> None:
-        """Raises the CommunicatorError of an earlier call, if one has failed; costs no synchronization."""
-        self._handle.check()
+        """Raises the CommunicatorError of an earlier call, if one has failed; costs no synchronization.
+
+        Where CUDA graphs hold operations, it also looks whether some have run beside others (docs/reliability.md)."""
+        self._handle.check(look_at_order=True)
 
     def stats(self) -> Stats:
         """What this rank has called, declined and ended so far (docs/statistics.md). May be called from any thread, by

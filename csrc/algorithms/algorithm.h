@@ -15,11 +15,13 @@
 //
 //   Operation, kInfo                            AlgorithmInfo
 //   kKind                                       OperationKind, unlike that of any other algorithm
-//   kTunables                                   Tunables: the fields of Choice that it reads
+//   kTunables                                   Tunables: the fields of Choice that it reads, and their bounds, which stand
+//                                               nowhere else: tables, tilings and candidates are held to them
 //   kVariants, kernel<type, World, Variant>()   its kernels, all with the signature void(Operation::Args)
 //   tile(problem, choice, limits) -> Tiling     may throw std::invalid_argument
-//   grid(problem, tiling, units, limits) -> Grid   of a launch of so many units; throws std::invalid_argument for a tiling
-//                                               that the workspace, the device or the kernels do not take
+//   grid(problem, tiling, units, limits) -> Grid   of a launch of so many units, by a tiling within the bounds of kTunables;
+//                                               throws std::invalid_argument for one that the workspace, the device or
+//                                               the kernels do not take
 //   candidates(problem, limits)                 choices worth measuring, simplest first; the first serves where no table
 //                                               has a row
 //   widest_cluster() -> Grid                    (optional) of a kernel in clusters: the launch that asks most of a device
@@ -28,6 +30,7 @@
 // in errors and tables, candidates of the tuner, schedules of the deterministic emulator, `llm-comm algorithms`.
 #pragma once
 
+#include <string_view>
 #include <vector>
 
 #include "algorithms/launch_shape.h"
@@ -78,7 +81,45 @@ struct Tunable {
 
 struct Tunables {
   Tunable tunable[kMaxTunables];
+
+  // The largest value of a tunable; 0 where there is none of this name.
+  constexpr uint32_t max(std::string_view name) const {
+    for (const Tunable& one : tunable) {
+      if (one.name != nullptr && name == one.name) return one.max;
+    }
+    return 0;
+  }
 };
+
+// The fields by which tunables go; nullptr where there is no such one.
+inline const uint32_t* tunable_of(const Choice& choice, std::string_view name) {
+  if (name == "blocks") return &choice.blocks;
+  if (name == "threads") return &choice.threads;
+  if (name == "tile_lines") return &choice.tile_lines;
+  if (name == "cluster") return &choice.cluster;
+  // Without a depth there is the least one.
+  return name == "depth" && choice.depth != 0 ? &choice.depth : nullptr;
+}
+// Clusters of a tiling may be of any size that the device takes, which grid() knows.
+inline const uint32_t* tunable_of(const Tiling& tiling, std::string_view name) {
+  if (name == "blocks") return &tiling.blocks;
+  if (name == "tile_lines") return &tiling.tile_lines;
+  return name == "depth" ? &tiling.depth : nullptr;
+}
+
+// Throws std::invalid_argument for a Choice or a Tiling that is outside of the bounds of an algorithm's tunables.
+template <class Values>
+void check_bounds(const Tunables& tunables, const Values& values) {
+  for (const Tunable& bound : tunables.tunable) {
+    const uint32_t* const value = bound.name == nullptr ? nullptr : tunable_of(values, bound.name);
+    if (value == nullptr) continue;
+    const bool is_power = *value == floor_power_of_two(*value | 1);
+    if (*value >= bound.min && *value <= bound.max && (is_power || !bound.is_power_of_two)) continue;
+    throw std::invalid_argument(std::string(bound.name) + " is " + std::to_string(*value) + "; it must be " +
+                                std::to_string(bound.min) + " to " + std::to_string(bound.max) +
+                                (bound.is_power_of_two ? " and a power of two" : ""));
+  }
+}
 
 struct AlgorithmInfo {
   const char* name;        // "one_shot"
@@ -167,6 +208,7 @@ Shape shape_of(const Problem& problem, const Tiling& tiling, const Limits& limit
     throw std::invalid_argument("a slot of " + std::to_string(limits.slot_bytes) +
                                 " bytes holds no part of the message: raise workspace_bytes");
   }
+  check_bounds(Algorithm::kTunables, tiling);
   const uint64_t units = problem.units();
   const uint64_t whole = units < tiling.launch_units ? units : tiling.launch_units;
   const uint64_t launches = divide_up(units, whole);

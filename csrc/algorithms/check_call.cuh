@@ -25,7 +25,7 @@ struct CheckCallArgs {
 inline constexpr uint32_t kLinesPerCall = sizeof(CallSignature) / sizeof(FlagLine);
 static_assert(sizeof(CallSignature) == 4 * sizeof(uint32_t) + (1 + kMaxParameters) * sizeof(uint64_t), "it has gaps");
 static_assert(kLinesPerCall * sizeof(FlagLine) == sizeof(CallSignature), "it is sent in whole lines");
-static_assert(kCallsOffset + kMaxWorldSize * kLinesPerCall * sizeof(Line) <= kPortSemaphoresOffset,
+static_assert(kCallsOffset + kMaxWorldSize * kLinesPerCall * sizeof(Line) <= kPlacesOffset,
               "the region holds all calls");
 
 LLM_COMM_DEVICE bool is_same_call(const CallSignature& a, const CallSignature& b) {

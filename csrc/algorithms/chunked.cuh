@@ -2,6 +2,9 @@
 // staging memory, and how their launches are shaped.
 #pragma once
 
+#include <algorithm>
+#include <initializer_list>
+
 #include "algorithms/algorithm.h"
 #include "llm_comm/hb_session.cuh"
 #include "llm_comm/reduce.cuh"
@@ -116,9 +119,18 @@ LLM_COMM_DEVICE void sum_chunk(const Team& team, uint32_t lines, Load load, Stor
   }
 }
 
-// Blocks of a grid. Algorithms that must not meet, because ranks choose between them by what their tensors are, have signals of
-// their own (direct.cuh has the others).
-inline constexpr uint32_t kMaxChunkedBlocks = 288;
+// Blocks of a grid, each of which has a row of signals.
+inline constexpr uint32_t kMaxChunkedBlocks = CommonSignals::kBlocks;
+
+// Those of `wanted`, in their order, that a grid may have: what is above `most` is cut to it, and nothing comes twice.
+inline std::vector<uint32_t> up_to(uint32_t most, std::initializer_list<uint32_t> wanted) {
+  std::vector<uint32_t> found;
+  for (uint32_t blocks : wanted) {
+    blocks = std::clamp(blocks, 1u, most);
+    if (std::find(found.begin(), found.end(), blocks) == found.end()) found.push_back(blocks);
+  }
+  return found;
+}
 
 // Algorithm says kTeams of its blocks, and part_lines(problem, units): the lines of the largest part of a launch of so many units.
 template <class Algorithm>
@@ -142,24 +154,17 @@ struct Chunked {
                   problem.count};
     const uint64_t of_a_line = staging_bytes({tiling.blocks, 1, 1, tiling.depth, 0}, problem.world);
     const uint64_t most = of_a_line == 0 ? 0 : limits.staging_bytes / of_a_line;
-    if (tiling.tile_lines > most) tiling.tile_lines = static_cast<uint32_t>(most);
+    if (tiling.tile_lines > most) tiling.tile_lines = most == 0 ? 1 : static_cast<uint32_t>(most);
     return tiling;
   }
 
   static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {
     const uint64_t bytes = units * element_bytes(problem.type);
     if (units >> 32 != 0) throw std::invalid_argument("a launch must have fewer than 2^32 elements");
-    if (tiling.blocks == 0 || tiling.blocks > kMaxChunkedBlocks) {
-      throw std::invalid_argument("blocks is " + std::to_string(tiling.blocks) + "; it must be 1 to " +
-                                  std::to_string(kMaxChunkedBlocks));
-    }
-    if (tiling.depth < kMinHBDepth || tiling.depth > kMaxDepth) {
-      throw std::invalid_argument("depth is " + std::to_string(tiling.depth) + "; it must be 2 to 8");
-    }
     if (tiling.launch_units < problem.count && tiling.launch_units * element_bytes(problem.type) % sizeof(Line) != 0) {
       throw std::invalid_argument("launches must be whole lines");
     }
-    if (tiling.tile_lines == 0 || staging_bytes(tiling, problem.world) > limits.staging_bytes) {
+    if (staging_bytes(tiling, problem.world) > limits.staging_bytes) {
       throw std::invalid_argument("chunks of " + std::to_string(tiling.tile_lines) + " lines in " +
                                   std::to_string(tiling.blocks) + " blocks do not fit into " +
                                   std::to_string(limits.staging_bytes) +
@@ -186,12 +191,12 @@ struct Chunked {
   static std::vector<Choice> candidates(const Problem& problem, const Limits& limits) {
     std::vector<Choice> found;
     if (problem.bytes() < 1 << 20) return found;
-    const uint32_t sms = limits.sm_count == 0 ? 1 : limits.sm_count;
-    for (uint32_t blocks : {sms / 2, sms, 2 * sms}) {
+    const uint32_t sms = limits.multiprocessors();
+    for (uint32_t blocks : up_to(Algorithm::kTunables.max("blocks"), {sms / 2, sms, 2 * sms})) {
       for (uint32_t tile_lines : {256u, 512u, 1024u, 2048u, 4096u}) {
         for (uint32_t depth : {2u, 3u, 4u}) {
           const Tiling tiling{blocks, tile_lines, 1, depth, 0};
-          if (blocks > kMaxSemaphoreBlocks || staging_bytes(tiling, problem.world) > limits.staging_bytes) continue;
+          if (staging_bytes(tiling, problem.world) > limits.staging_bytes) continue;
           found.push_back({.blocks = blocks, .tile_lines = tile_lines, .depth = depth});
         }
       }

@@ -11,8 +11,8 @@
 // The word goes by the first half of the staging memory, a line for each block and sender, which is read before the step that the
 // sender waits for at its end (H1). R1 of operation.cuh: a block waits for each peer. R2: it uses no slot.
 //
-// Which algorithm runs follows from the tensors, so ranks that pass different kinds run different ones, which must not meet. The
-// signals of these come from the upper end of their region, and those of others from the lower end: each waits in vain.
+// Which algorithm runs follows from the tensors, so ranks that pass different kinds run different ones, which must not meet.
+// The signals of these are DirectSignals, those of others lie elsewhere: each waits in vain.
 #pragma once
 
 #include "algorithms/chunked.cuh"
@@ -21,9 +21,8 @@
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr uint32_t kMaxDirectThreads = 512;
-inline constexpr uint32_t kMaxDirectBlocks = 160;  // of a grid
-static_assert(2 * kMaxChunkedBlocks + 2 + kMaxDirectBlocks <= kMaxSemaphoreBlocks);
-inline constexpr uint32_t kMaxPlaces = 2;  // of tensors of a call: they go in one line
+inline constexpr uint32_t kMaxDirectBlocks = DirectSignals::kBlocks;  // of a grid
+inline constexpr uint32_t kMaxPlaces = 2;                             // of tensors of a call: they go in one line
 
 // The phases, as errors number them.
 inline constexpr uint32_t kReady = 0;
@@ -73,7 +72,7 @@ class DirectSession {
       : comm_(comm),
         block_(block),
         shared_(shared_memory<Shared>()),
-        session_(comm, kind, bytes, kMaxSemaphoreBlocks - 1 - block, &shared_->incomplete) {}
+        session_(comm, kind, bytes, SignalRow::of<DirectSignals>(block), &shared_->incomplete) {}
 
   // As of HBSession.
   template <class... Values>
@@ -205,13 +204,6 @@ class DirectSession {
 
 // Of blocks that walk over so many lines, in tiles.
 inline Grid grid_over_lines(const Problem& problem, const Tiling& tiling, uint64_t lines, const Limits& limits) {
-  if (tiling.blocks == 0 || tiling.blocks > kMaxDirectBlocks) {
-    throw std::invalid_argument("blocks is " + std::to_string(tiling.blocks) + "; it must be 1 to " +
-                                std::to_string(kMaxDirectBlocks));
-  }
-  if (tiling.tile_lines == 0 || tiling.tile_lines > 1u << 16) {
-    throw std::invalid_argument("tile_lines is " + std::to_string(tiling.tile_lines) + "; it must be 1 to 65536");
-  }
   if (lines >> 31 != 0) throw std::invalid_argument("a rank's share of the message must have fewer than 2^31 lines");
   const uint64_t tiles = divide_up(lines, uint64_t{tiling.tile_lines});
   const uint64_t blocks = tiling.blocks < tiles ? tiling.blocks : tiles;
@@ -244,11 +236,9 @@ struct Direct {
   static std::vector<Choice> candidates(const Problem& problem, const Limits& limits) {
     std::vector<Choice> found;
     if (!Algorithm::is_served(problem)) return found;
-    const uint32_t sms = limits.sm_count == 0 ? 1 : limits.sm_count;
-    for (uint32_t blocks : {sms, sms / 2 + 1, sms / 4 + 1}) {
-      for (uint32_t tile_lines : {1024u, 2048u, 512u}) {
-        found.push_back({.blocks = blocks < kMaxDirectBlocks ? blocks : kMaxDirectBlocks, .tile_lines = tile_lines});
-      }
+    const uint32_t sms = limits.multiprocessors();
+    for (uint32_t blocks : up_to(kTunables.max("blocks"), {sms, sms / 2 + 1, sms / 4 + 1})) {
+      for (uint32_t tile_lines : {1024u, 2048u, 512u}) found.push_back({.blocks = blocks, .tile_lines = tile_lines});
     }
     return found;
   }

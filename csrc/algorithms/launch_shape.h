@@ -50,6 +50,9 @@ struct Limits {
   uint32_t max_cluster;         // blocks of a cluster; 1: the device has none
   uint32_t compute_capability;  // 90 for 9.0; 0: emulated
   uint64_t staging_bytes = 0;   // of the workspace
+
+  // Multiprocessors of the device that candidates are for: 1 where nothing is known of it.
+  uint32_t multiprocessors() const { return sm_count == 0 ? 1 : sm_count; }
 };
 
 struct Tiling {

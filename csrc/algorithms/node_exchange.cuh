@@ -18,6 +18,7 @@
 #pragma once
 
 #include "llm_comm/port_channel.cuh"
+#include "llm_comm/steps.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
@@ -125,7 +126,7 @@ class ExchangeBlock {
 
   LLM_COMM_DEVICE char* own_memory() const { return args_.comm.workspace[args_.comm.rank]; }
   LLM_COMM_DEVICE uint64_t* counter(uint32_t rank) const {
-    return reinterpret_cast<uint64_t*>(own_memory() + kSemaphoresOffset) + block_index() * kMaxWorldSize + rank;
+    return SignalRow::of<CommonSignals>(block_index()).word(args_.comm, args_.comm.rank, rank);
   }
   LLM_COMM_DEVICE uint64_t count(uint32_t rank) const { return load_relaxed(counter(rank)); }
 

@@ -113,25 +113,22 @@ struct InPortChunks {
     if (tiling.blocks > most_blocks(problem.world)) tiling.blocks = most_blocks(problem.world);
     const uint64_t of_a_line = bytes_of_half({tiling.blocks, 1, 1, tiling.depth, 0}, problem.world);
     const uint64_t most = of_a_line == 0 ? 0 : half_bytes(limits) / of_a_line;
-    if (tiling.tile_lines > most) tiling.tile_lines = static_cast<uint32_t>(most);
+    if (tiling.tile_lines > most) tiling.tile_lines = most == 0 ? 1 : static_cast<uint32_t>(most);
     return tiling;
   }
 
   static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {
     const uint64_t bytes = units * element_bytes(problem.type);
     if (units >> 32 != 0) throw std::invalid_argument("a launch must have fewer than 2^32 elements");
-    if (tiling.blocks == 0 || tiling.blocks > most_blocks(problem.world)) {
-      throw std::invalid_argument("blocks is " + std::to_string(tiling.blocks) + "; it must be 1 to " +
+    if (tiling.blocks > most_blocks(problem.world)) {
+      throw std::invalid_argument("blocks is " + std::to_string(tiling.blocks) + "; among " +
+                                  std::to_string(problem.world) + " ranks there are words of ports for " +
                                   std::to_string(most_blocks(problem.world)));
-    }
-    if (tiling.depth == 0 || tiling.depth > kMaxDepth) {
-      throw std::invalid_argument("depth is " + std::to_string(tiling.depth) + "; it must be 1 to " +
-                                  std::to_string(kMaxDepth));
     }
     if (tiling.launch_units < problem.count && tiling.launch_units * element_bytes(problem.type) % sizeof(Line) != 0) {
       throw std::invalid_argument("launches must be whole lines");
     }
-    if (tiling.tile_lines == 0 || bytes_of_half(tiling, problem.world) > half_bytes(limits)) {
+    if (bytes_of_half(tiling, problem.world) > half_bytes(limits)) {
       throw std::invalid_argument("chunks of " + std::to_string(tiling.tile_lines) + " lines in " +
                                   std::to_string(tiling.blocks) + " blocks do not fit into " +
                                   std::to_string(limits.staging_bytes) +
@@ -161,7 +158,8 @@ struct InPortChunks {
       if (blocks > most_blocks(problem.world)) continue;
       for (uint32_t depth : {1u, 3u}) {
         const uint64_t of_a_line = bytes_of_half({blocks, 1, 1, depth, 0}, problem.world);
-        const uint32_t most = floor_power_of_two(static_cast<uint32_t>(half_bytes(limits) / of_a_line) | 1);
+        const uint64_t fits = std::min<uint64_t>(half_bytes(limits) / of_a_line, kTunables.max("tile_lines"));
+        const uint32_t most = floor_power_of_two(static_cast<uint32_t>(fits) | 1);
         for (const uint32_t tile_lines : {most, most / 2, most / 4}) {
           if (uint64_t{tile_lines} * blocks * sizeof(Line) < kLeastCopy) continue;
           found.push_back({.blocks = blocks, .tile_lines = tile_lines, .depth = depth});

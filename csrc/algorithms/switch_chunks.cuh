@@ -77,11 +77,11 @@ struct ChunkedBySwitch : Chunked<Algorithm> {
     constexpr uint64_t kFewestBytes = 64 << 10;
     std::vector<Choice> found = Chunked<Algorithm>::candidates(problem, limits);
     if (!found.empty() || problem.bytes() < kFewestBytes) return found;
-    const uint32_t sms = limits.sm_count == 0 ? 1 : limits.sm_count;
-    for (uint32_t blocks : {sms / 2, sms}) {
+    const uint32_t sms = limits.multiprocessors();
+    for (uint32_t blocks : up_to(Algorithm::kTunables.max("blocks"), {sms / 2, sms})) {
       for (uint32_t tile_lines : {32u, 64u, 128u, 256u}) {
         const Tiling tiling{blocks, tile_lines, 1, kMinHBDepth, 0};
-        if (blocks == 0 || Chunked<Algorithm>::staging_bytes(tiling, problem.world) > limits.staging_bytes) continue;
+        if (Chunked<Algorithm>::staging_bytes(tiling, problem.world) > limits.staging_bytes) continue;
         found.push_back({.blocks = blocks, .tile_lines = tile_lines, .depth = kMinHBDepth});
       }
     }

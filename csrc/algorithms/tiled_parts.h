@@ -52,14 +52,10 @@ struct TiledParts {
                                   ": lower launch_units or raise workspace_bytes");
     }
     const uint64_t threads = threads_of_line(problem.world) * tiling.tile_lines;
-    if (tiling.tile_lines != floor_power_of_two(tiling.tile_lines | 1) || threads > kMaxPartThreads) {
-      throw std::invalid_argument("tile_lines is " + std::to_string(tiling.tile_lines) +
-                                  "; it must be a power of two, and the " +
-                                  std::to_string(threads_of_line(problem.world)) +
-                                  " threads of a line times it at most " + std::to_string(kMaxPartThreads));
-    }
-    if (tiling.blocks == 0 || tiling.blocks >= kArrivalsPerOperation) {
-      throw std::invalid_argument("blocks is " + std::to_string(tiling.blocks) + "; it must be 1 to 65535");
+    if (threads > kMaxPartThreads) {
+      throw std::invalid_argument("tile_lines is " + std::to_string(tiling.tile_lines) + "; it must be at most " +
+                                  std::to_string(kMaxPartThreads / threads_of_line(problem.world)) + " among " +
+                                  std::to_string(problem.world) + " ranks");
     }
     const uint64_t tiles = divide_up(lines, uint64_t{tiling.tile_lines});
     return {static_cast<uint32_t>(tiling.blocks < tiles ? tiling.blocks : tiles), static_cast<uint32_t>(threads),
@@ -74,7 +70,7 @@ struct TiledParts {
          tile_lines *= 2) {
       const uint64_t tiles = divide_up(lines, uint64_t{tile_lines});
       for (uint32_t waves = 1; waves <= 8; waves *= 2) {
-        const uint32_t blocks = waves * (limits.sm_count == 0 ? 1 : limits.sm_count);
+        const uint32_t blocks = waves * limits.multiprocessors();
         if (waves > 1 && tiles <= blocks / 2) break;  // the grid would be the same
         if (divide_up(tiles, uint64_t{blocks}) <= kMaxRounds)
           found.push_back({.blocks = blocks, .tile_lines = tile_lines});

@@ -44,7 +44,8 @@ struct Call {
 
 // Why a communicator cannot be used any more.
 struct OperationError {
-  // "timeout", "peer exited": `peer` was waited for, and nothing came; "mismatch": `calls` differ; "concurrent use"; "not
+  // "timeout", "peer exited": `peer` was waited for, and nothing came; "mismatch": `calls` differ; "concurrent use"; "overlap": found
+  // by check_order(), before operation `sequence`; "order": so is this, of `peer`; "not
   // symmetric": a tensor of `peer` that the others were to access is not in symmetric memory; "other place": it is, but elsewhere
   // than that of rank 0, where all must be at one place; "transport": what a kernel asked of a
   // port channel could not be done, and `text` says why.
@@ -200,8 +201,11 @@ class Core {
 
   // For a thread that watches this rank. None of these waits for another rank.
 
-  // The first error of a kernel, if any. Reads host memory only.
+  // The first error of a kernel, if any, or what check_order() has found. Reads host memory only.
   virtual std::optional<OperationError> error() const = 0;
+  // Looks whether operations overlapped, or had another order than on a peer (host/order_of_operations.h), and ends the communicator
+  // if so: only those of graphs can. Reads a few words of all workspaces and waits for no operation. From any thread.
+  virtual void check_order() = 0;
   // Ends all waits of this rank's kernels, now and later; its calls fail from now on.
   virtual void abort() = 0;
   // The process of `peer` has exited: waits of this rank's kernels for it end, unless what they wait for has come. Throws

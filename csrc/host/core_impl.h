@@ -229,8 +229,10 @@ class CoreImpl final : public Core {
   }
 
   std::optional<OperationError> error() const override {
-    if (!has_error(*comm_.mailbox)) return error_of_ports();
-    ports_->abandon();
+    if (!has_error(*comm_.mailbox)) {
+      const std::lock_guard<std::mutex> lock(order_mutex_);
+      return order_error_ ? order_error_ : error_of_ports();
+    }
     const ErrorRecord& record = comm_.mailbox->error;
     OperationError error{cause_name(record.cause),
                          static_cast<int>(record.rank),
@@ -247,6 +249,29 @@ class CoreImpl final : public Core {
       }
     }
     return error;
+  }
+
+  void check_order() override {
+    if (comm_.workspace[options_.rank] == nullptr || has_failed(*comm_.mailbox)) return;
+    std::optional<OperationError> found;
+    const auto own = own_header_.order_of(comm_.workspace[options_.rank]);
+    if (!own) return;
+    const auto report = [&](const char* cause, int peer) {
+      found = OperationError{cause, options_.rank, peer, "", 0, own->operations, 0, {}, {}};
+    };
+    if (own->has_overlap()) report("overlap", options_.rank);
+    for (int peer = 0; peer < options_.world_size && !found; ++peer) {
+      if (peer == options_.rank) continue;
+      const auto other = own_header_.order_of(comm_.workspace[peer]);
+      if (other && own->differs_from(*other)) report("order", peer);
+    }
+    // An operation that a failure has cut short may not have counted itself.
+    if (!found || has_failed(*comm_.mailbox)) return;
+    {
+      const std::lock_guard<std::mutex> lock(order_mutex_);
+      if (!order_error_) order_error_ = std::move(found);
+    }
+    end_waits(kAbortRequest);
   }
 
   Call last_call() const override {
@@ -334,7 +359,9 @@ class CoreImpl final : public Core {
   Segments segments_;
   Programs<Launcher> programs_;
   OwnHeader<Memory> own_header_;
-  bool had_ports_ = false;  // the proxy runs again when it is restored
+  mutable std::mutex order_mutex_;
+  std::optional<OperationError> order_error_;  // under the lock
+  bool had_ports_ = false;                     // the proxy runs again when it is restored
   DeviceComm comm_{};
 };
 

@@ -10,6 +10,7 @@
 #include "algorithms/stream_copies.cuh"
 #include "host/copy.h"
 #include "host/core.h"
+#include "host/order_of_operations.h"
 #include "host/segments.h"
 
 namespace llm_comm::host {
@@ -149,6 +150,7 @@ class PreparedLaunches final : public PreparedCall {
       }
       args_.comm.takes_tickets = grid.takes_tickets;
       call_.count = static_cast<uint32_t>(taken * problem_.unit_elements());
+      args_.comm.call = hash_of(call_);
       const auto launch = [&](const Grid& of) {
         is_captured = queue_.launch(is_last ? last_ : whole_, args_, of, call_, taken * problem_.unit_bytes(), stream);
       };

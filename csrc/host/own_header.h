@@ -9,6 +9,7 @@
 #include <string>
 
 #include "host/core.h"
+#include "host/order_of_operations.h"
 #include "llm_comm/workspace_layout.h"
 
 namespace llm_comm::host {
@@ -41,6 +42,20 @@ class OwnHeader {
   void is_back() {
     const std::lock_guard<std::mutex> lock(mutex_);
     kept_.clear();
+  }
+
+  // What a rank's device has counted, by the workspace of that rank. Nothing where it cannot be read soon, an operation ended
+  // meanwhile, or a wait has been aborted: operations do not count themselves then.
+  std::optional<OrderOnRank> order_of(const char* workspace) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!kept_.empty()) return std::nullopt;
+    const auto before = memory_.read_soon(workspace + offsetof(CommState, arrivals));
+    const auto order = memory_.read_soon(workspace + offsetof(CommState, order));
+    const auto behind = memory_.read_soon(workspace + offsetof(CommState, arrivals));
+    const auto aborted = memory_.read_soon(workspace + offsetof(CommState, aborted));
+    if (!before || !order || !behind || !aborted || *aborted != 0) return std::nullopt;
+    if (*before / kArrivalsPerOperation != *behind / kArrivalsPerOperation) return std::nullopt;
+    return OrderOnRank{*before / kArrivalsPerOperation, *order};
   }
 
   // Of this rank's operations. Nothing where the memory cannot be read soon.

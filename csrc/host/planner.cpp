@@ -12,9 +12,15 @@ const std::vector<Algorithm>& algorithms() {
       found.push_back({&A::Operation::kInfo, &A::kInfo, &A::kTunables, types_of<A>(),
                        [](const Problem& problem, const Choice& choice, const Limits& limits) {
                          check_problem<typename A::Operation>(problem);
+                         check_bounds(A::kTunables, choice);
+                         if (limits.max_cluster == 0)
+                           throw std::invalid_argument("max_cluster is 0; without clusters it is 1");
                          return shape_of<A>(problem, A::tile(problem, choice, limits), limits);
                        },
-                       &A::candidates});
+                       [](const Problem& problem, const Limits& limits) {
+                         check_problem<typename A::Operation>(problem);
+                         return A::candidates(problem, limits);
+                       }});
     });
     return found;
   }();

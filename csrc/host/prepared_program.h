@@ -64,6 +64,7 @@ class PreparedProgram final : public PreparedCall {
                              0,
                              0,
                              {}};
+    args_.comm.call = hash_of(call);
     const bool is_captured = queue_.launch(function_, args_, grid_, call, args_.bytes, stream);
     return outcome(mailbox, is_captured);
   }

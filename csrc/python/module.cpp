@@ -235,6 +235,7 @@ PYBIND11_MODULE(_core, module) {
           },
           py::arg("memory"), py::arg("bytes"), py::arg("semaphore_words"), py::arg("semaphores"))
       .def("error", &Core::error)
+      .def("check_order", &Core::check_order, py::call_guard<py::gil_scoped_release>())
       .def("abort", &Core::abort)
       .def("peer_exited", &Core::peer_exited)
       .def("has_been_captured", &Core::has_been_captured)

@@ -69,9 +69,15 @@ class CoreHandle:
             replays = "; operations of it in CUDA graphs do nothing any more" if self._is_in_graphs else ""
             raise RuntimeError(f"this communicator is closed{replays}")
 
-    def check(self) -> None:
-        """Raises the CommunicatorError of an earlier call, if one has failed; costs no synchronization."""
+    def check(self, look_at_order: bool = False) -> None:
+        """Raises the CommunicatorError of an earlier call, if one has failed; costs no synchronization.
+
+        Args:
+            look_at_order: Ask the GPUs too whether operations of graphs have run beside others.
+        """
         self.check_open()
+        if look_at_order and self._watchdog is not None:
+            self._watchdog.look_at_order()
         error = None if self._watchdog is None else self._watchdog.failure()
         if error is not None:
             raise error

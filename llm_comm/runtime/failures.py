@@ -49,6 +49,21 @@ def explain(error: _core.OperationError, waited_s: float, ranks: Sequence[int] =
             f"a {where} began on this GPU while another operation of the communicator was under way. Graphs that "
             "run at once, or with eager calls, need a communicator each, or must wait for each other."
         )
+    elif error.cause == "overlap":
+        kind, brief = ConcurrentUseError, "operations ran at once"
+        text = (
+            f"operations of this communicator ran at once on this GPU and had one number, among its first "
+            f"{error.sequence} (replays counted): sums may have been wrong. A CUDA graph that is replayed beside eager "
+            "calls, or beside another graph, needs a communicator of its own, or must be ordered with them by an event."
+        )
+    elif error.cause == "order":
+        kind, brief = MismatchError, f"operations in another order than on rank {peer}"
+        text = (
+            f"the first {error.sequence} operations of this communicator (replays counted) had another order than on "
+            f"rank {peer}, or were others: sums may have been wrong. All ranks must make the same calls in the same "
+            "order. A CUDA graph that is replayed beside eager calls, or beside another graph, has none: give it a "
+            "communicator of its own, or order it with them by an event."
+        )
     elif error.cause == "not symmetric":
         kind, brief = MismatchError, f"rank {peer} has no symmetric tensor: {where}"
         text = (

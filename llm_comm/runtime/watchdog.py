@@ -38,6 +38,8 @@ logger = logging.getLogger("llm_comm")
 #: (1/16 of it, ``record_wait_in_vain`` in wait.cuh), for a look of this thread, and for it to hear from the others.
 KERNEL_SHARE_OF_TIMEOUT = 0.8
 _LOOK_SHARE, _LONGEST_LOOK_S = 1 / 40, 0.05
+#: From one look at the order of operations to the next: each reads a few words of every rank's GPU.
+_ORDER_LOOK_S = 1.0
 _HEAR_SHARE, _LONGEST_HEAR_S = 1 / 20, 0.5
 #: How long it takes a process that gives no sign of life to exit: the driver frees its memory first.
 _LONGEST_DEATH_S = 2.5
@@ -106,6 +108,7 @@ class Watchdog(threading.Thread):
         self._first_exit: tuple[int, float] | None = None  # the rank, not closed before, and when it was seen
         self._fails_on_exit = False
         self._is_abandoned = False
+        self._next_look_at_order = 0.0
         self._last_launch = (0, 0.0)  # its number, and when it was first seen
 
     # ---- For the communicator -----------------------------------------------------------------------------------
@@ -138,6 +141,13 @@ class Watchdog(threading.Thread):
         error = self.failure()
         assert error is not None
         return error
+
+    def look_at_order(self) -> None:
+        """Ends the communicator if operations of graphs have run beside others, as far as that shows. Calls outside of
+        graphs wait for each other."""
+        with contextlib.suppress(RuntimeError):  # the device has an error of its own
+            if self._core.has_been_captured():
+                self._core.check_order()
 
     def idle_s(self) -> float | None:
         """Seconds since the last launch was enqueued or captured, as far as looks tell; None if there was none."""
@@ -202,6 +212,11 @@ class Watchdog(threading.Thread):
                 state = self._state()
                 sightings = self._look()
                 self._note_the_lost(sightings)
+                if time.monotonic() >= self._next_look_at_order:
+                    self._next_look_at_order = time.monotonic() + _ORDER_LOOK_S
+                    # Memory of a rank that has closed may be gone.
+                    if not any(s.is_closed or s.has_exited for s in sightings):
+                        self.look_at_order()
                 if self._own_error() is not None or any(s.state and s.state.error for s in sightings):
                     state = self._fail()
                 elif self._has_failed_by_exit():

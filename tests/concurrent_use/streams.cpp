@@ -1,6 +1,7 @@
 // Streams of emulated GPUs that use one communicator without an order, as graphs replayed on two streams do. Each stream
 // is a thread with an executor of its own. Usage: streams overlap | order | ordered. Prints for each rank
-// "rank R: cause C, peer P, sums N right M".
+// "rank R: cause C, peer P, sums N right M". Or: streams numbers. Prints what the host makes of the numbers of two operations
+// (host/order_of_operations.h).
 #include <atomic>
 #include <cstdio>
 #include <cstring>
@@ -12,6 +13,7 @@
 #include "algorithms/all_reduce/one_shot.cuh"
 #include "algorithms/check_call.cuh"
 #include "emulator/executor.h"
+#include "host/order_of_operations.h"
 
 namespace {
 
@@ -91,6 +93,56 @@ void overlap() {
   late.join();
 }
 
+// Two grids of a rank, behind kBefore others, each of which takes a number: at once, or one after the other.
+constexpr uint64_t kBefore = 7;
+host::OrderOnRank order_of_two(uint32_t rank, bool at_once) {
+  std::atomic<uint32_t> begun = 0;
+  constexpr uint32_t kThreadsOfGrid = 4;
+  CommState& state = *reinterpret_cast<CommState*>(gpus[rank].workspace.data());
+  state.arrivals = kBefore * kArrivalsPerOperation;
+  state.order = host::OrderOnRank::sum_of_numbers(kBefore);
+  const auto take_number = [&](emulator::Executor& executor, uint32_t call) {
+    DeviceComm comm{};
+    comm.workspace[rank] = reinterpret_cast<char*>(gpus[rank].workspace.data());
+    comm.rank = rank;
+    comm.call = call;
+    executor.run({2, kThreadsOfGrid / 2, 0}, [&] {
+      Operation operation(comm, kAllReduceOneShot, 0);
+      operation.begin();
+      ++begun;
+      while (at_once && begun < 2 * kThreadsOfGrid) spin_hint();
+      block_sync();
+      if (thread_index() == 0) operation.arrive();
+    });
+  };
+  std::thread first = stream([&](auto& executor) { take_number(executor, 3); });
+  if (!at_once) first.join();
+  std::thread second = stream([&](auto& executor) { take_number(executor, 5); });
+  if (at_once) first.join();
+  second.join();
+  return {state.arrivals / kArrivalsPerOperation, state.order};
+}
+
+void numbers() {
+  const auto print = [](const char* what, const host::OrderOnRank& on, const host::OrderOnRank& peer) {
+    std::printf("%s: %d operations, settled %d, overlap %d, differs %d\n", what, static_cast<int>(on.operations),
+                on.is_settled(), on.has_overlap(), on.differs_from(peer));
+  };
+  const host::OrderOnRank together = order_of_two(0, true);
+  const host::OrderOnRank in_turn = order_of_two(1, false);
+  print("at once", together, in_turn);
+  print("in turn", in_turn, together);
+  // As read while an operation counts itself: the sum lacks the last one, or has the next one.
+  const uint64_t before = host::OrderOnRank::sum_of_numbers(kBefore);
+  const auto sum = [&](uint32_t first, uint32_t second) {
+    return before + share_of_order(kBefore, first) + share_of_order(kBefore + 1, second);
+  };
+  print("without the last", {kBefore + 2, before + share_of_order(kBefore, 3)}, in_turn);
+  print("with the next", {kBefore + 1, in_turn.order}, in_turn);
+  print("in the other order", {kBefore + 2, sum(5, 3)}, in_turn);
+  print("one less", {kBefore + 1, before + share_of_order(kBefore, 5)}, in_turn);
+}
+
 // Two launches alike in all but their numbers, in another order on each rank.
 void order() {
   std::vector<std::thread> ranks;
@@ -133,6 +185,9 @@ int main(int argc, char** argv) {
     order();
   } else if (scenario == "ordered") {
     ordered();
+  } else if (scenario == "numbers") {
+    numbers();
+    return 0;
   } else {
     return 2;
   }

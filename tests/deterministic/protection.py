@@ -33,7 +33,7 @@ WRONG_RESULT = r"^((without an error on|(before|behind) the error of|though nobo
 UNTOLD = r"^(without an error on|(before|behind) the error of) rank \d+, call \d+"
 NOBODY_IS_MISSING = r"^rank \d+: a wait of .* expired"
 #: Of the protections of lines and slots: any of these, as it happens.
-WRONG = "|".join((WRONG_RESULT, NOBODY_IS_MISSING, "is not armed again", r"counted \d+ operations"))
+WRONG = "|".join((WRONG_RESULT, NOBODY_IS_MISSING, "is not armed again", r"counted (\d+ )?operations"))
 #: Words that have not come may name no place, or another one.
 NOT_SYMMETRIC = r"^rank \d+: not symmetric in"
 OTHER_PLACE = r"^rank \d+: other place in"

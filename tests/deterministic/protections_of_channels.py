@@ -48,9 +48,9 @@ OF_CHANNELS = (
         (
             Edit(
                 HB_SESSION,
-                "store_release(semaphore(peer, comm_.rank), value_of(step));",
-                "if (WITHOUT) { store_relaxed(semaphore(peer, comm_.rank), value_of(step)); } else "
-                "{ store_release(semaphore(peer, comm_.rank), value_of(step)); }",
+                "store_release(row_.word(comm_, peer, comm_.rank), value_of(step));",
+                "if (WITHOUT) { store_relaxed(row_.word(comm_, peer, comm_.rank), value_of(step)); } else "
+                "{ store_release(row_.word(comm_, peer, comm_.rank), value_of(step)); }",
             ),
         ),
         failure=f"{_WRONG}|{OTHER_PLACE}",
@@ -62,8 +62,8 @@ OF_CHANNELS = (
         (
             Edit(
                 HB_SESSION,
-                "load_acquire(semaphore_of_peer) - value_of(step)",
-                "(WITHOUT ? load_relaxed(semaphore_of_peer) : load_acquire(semaphore_of_peer)) - value_of(step)",
+                "load_acquire(word) - value_of(step)",
+                "(WITHOUT ? load_relaxed(word) : load_acquire(word)) - value_of(step)",
             ),
         ),
         failure=f"{_WRONG}|{OTHER_PLACE}",

@@ -154,8 +154,8 @@ OF_PORTS = (
         (
             Edit(
                 PORT_SESSION,
-                "return load_acquire(value) - value_of(step)",
-                "return (WITHOUT ? load_relaxed(value) : load_acquire(value)) - value_of(step)",
+                "return load_acquire(word) - value_of(step)",
+                "return (WITHOUT ? load_relaxed(word) : load_acquire(word)) - value_of(step)",
             ),
         ),
         failure=WRONG_RESULT,

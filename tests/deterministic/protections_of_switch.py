@@ -96,9 +96,9 @@ OF_SWITCH = (
         (
             Edit(
                 FUSED_LD_REDUCE,
-                "store_release(step_word(",
+                "store_release(row_.word(",
                 "const auto signal = [](uint64_t* to, uint64_t n) {"
-                " WITHOUT ? store_relaxed(to, n) : store_release(to, n); };\n signal(step_word(",
+                " WITHOUT ? store_relaxed(to, n) : store_release(to, n); };\n signal(row_.word(",
             ),
         ),
         failure=_WRONG,

@@ -7,7 +7,14 @@ not come for addresses, and crashes.
 from __future__ import annotations
 
 from edits import Edit
-from protection import DIRECT, HB_SESSION, NOBODY_IS_MISSING, NOT_SYMMETRIC, WRONG_RESULT, Protection
+from protection import (
+    DIRECT,
+    HB_SESSION,
+    NOBODY_IS_MISSING,
+    NOT_SYMMETRIC,
+    WRONG_RESULT,
+    Protection,
+)
 
 SUBJECTS = ("all_gather/direct_push_hb", "all_reduce/two_shot_pull_hb")
 #: Its last step is told by copies as well.

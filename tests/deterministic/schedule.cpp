@@ -185,6 +185,12 @@ std::string check_all_right(World& world, const std::vector<std::unique_ptr<Call
       return "rank " + std::to_string(rank) + " counted " + std::to_string(world.operations_counted(rank)) +
              " operations of " + std::to_string(operations);
     }
+    if (world.order(rank).has_overlap() || !world.order(rank).is_settled()) {
+      return "rank " + std::to_string(rank) + " counted operations that had one number";
+    }
+    if (rank != 0 && world.order(rank).differs_from(world.order(0))) {
+      return "rank " + std::to_string(rank) + " counted operations in another order than rank 0";
+    }
   }
   return "";
 }

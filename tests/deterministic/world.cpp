@@ -198,6 +198,7 @@ World::World(emulator::Machine& machine, uint32_t ranks, uint64_t first_operatio
     host::Core& own = core(rank);
     own.create_workspace(false);
     CommState state{};
+    state.order = host::OrderOnRank::sum_of_numbers(first_operation);
     state.arrivals = first_operation * kArrivalsPerOperation;
     std::memcpy(machine.memory().of_rank(rank), &state, sizeof(state));
     for (uint32_t peer = 0; peer < ranks; ++peer) {
@@ -247,6 +248,12 @@ uint64_t World::operations_counted(uint32_t rank) {
   CommState state;
   std::memcpy(&state, machine_.memory().of_rank(rank), sizeof(state));
   return operations_before(state.arrivals / kArrivalsPerOperation);
+}
+
+host::OrderOnRank World::order(uint32_t rank) {
+  CommState state;
+  std::memcpy(&state, machine_.memory().of_rank(rank), sizeof(state));
+  return {state.arrivals / kArrivalsPerOperation, state.order};
 }
 
 uint64_t World::operations_before(uint64_t sequence) const {

@@ -7,6 +7,7 @@
 #include "channel_memory.cuh"
 #include "emulator/deterministic/machine.h"
 #include "host/core.h"
+#include "host/order_of_operations.h"
 #include "llm_comm/operation.cuh"
 
 namespace drill {
@@ -50,6 +51,8 @@ class World {
   std::string not_armed(uint32_t rank);
   // How many operations the rank's state counts, from 0.
   uint64_t operations_counted(uint32_t rank);
+  // As the host reads it once all have ended.
+  host::OrderOnRank order(uint32_t rank);
   // How many operations of the schedule come before the one of this number.
   uint64_t operations_before(uint64_t sequence) const;
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import cores
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from harness import RankPool, make_communicator, new_groups
 from reference import assert_is_sum, contributions
 
 import llm_comm
-from llm_comm import Communicator
+from llm_comm import Communicator, _core
 
 TESTS = Path(__file__).parents[1]
 CSRC = TESTS.parent / "csrc"
@@ -73,6 +74,77 @@ def test_streams_that_take_turns(program: Path) -> None:
     found, _, sums = causes(program, "ordered")
     assert found == [NONE, NONE]
     assert sums == ["sums 200, right 200"] * 2
+
+
+def test_numbers_that_two_operations_had(program: Path) -> None:
+    """What the host finds without debug: two operations of one number; and another order than on a peer that has ended
+    as many. What it reads while an operation counts itself proves nothing."""
+    done = subprocess.run([program, "numbers"], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == [
+        "at once: 9 operations, settled 0, overlap 1, differs 0",
+        "in turn: 9 operations, settled 1, overlap 0, differs 0",
+        "without the last: 9 operations, settled 0, overlap 0, differs 0",
+        "with the next: 8 operations, settled 0, overlap 0, differs 0",
+        "in the other order: 9 operations, settled 1, overlap 0, differs 1",
+        "one less: 8 operations, settled 1, overlap 0, differs 0",
+    ]
+
+
+@pytest.mark.parametrize("orders", [((0, 1), (0, 1)), ((0, 1), (1, 0))], ids=["one order", "two orders"])
+def test_calls_in_another_order_without_debug(orders: tuple[tuple[int, ...], ...]) -> None:
+    """As of a graph that is replayed beside eager calls: the sums are wrong without an error, and the host finds it."""
+    ranks = cores.connected(2)
+    x = [torch.full((64,), 1.0, dtype=dtype) for dtype in (torch.float16, torch.bfloat16)]
+    number = cores.number_of("all_reduce", "one_shot")
+    tiling = _core.Tiling(blocks=1, tile_lines=8, cluster=1, depth=0, launch_units=64)
+
+    def call_in(rank: int) -> None:
+        out = torch.empty_like(x[0])
+        for i in orders[rank]:
+            call = ranks[rank].prepare(number, cores.problem_of(x[i], 2), tiling)
+            assert call(x[i].data_ptr(), out.data_ptr(), 0)
+
+    in_threads(lambda: call_in(0), lambda: call_in(1))
+    for rank, core in enumerate(ranks):
+        assert core.error() is None
+        core.check_order()
+        error = core.error()
+        if orders[0] == orders[1]:
+            assert error is None
+        else:
+            assert (error.cause, error.rank, error.peer, error.sequence) == ("order", rank, 1 - rank, 2)
+
+
+class Captured:
+    """A core of which graphs hold launches."""
+
+    def __init__(self, core: _core.Core) -> None:
+        self.core = core
+        self.looks = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.core, name)
+
+    def has_been_captured(self) -> bool:
+        return True
+
+    def check_order(self) -> None:
+        self.looks += 1
+        self.core.check_order()
+        raise RuntimeError("the device has an error of its own")
+
+
+def check_with_graphs() -> None:
+    with make_communicator() as comm:
+        reduce_often(comm, 64, 3)
+        watchdog = comm._handle._watchdog
+        watchdog._core = Captured(watchdog._core)
+        comm.check()
+        assert watchdog._core.looks >= 1
+
+
+def test_check_asks_the_gpus_where_there_are_graphs(ranks: RankPool) -> None:
+    ranks.run(2, check_with_graphs)
 
 
 def test_kernels_without_bounded_waits(tmp_path: Path) -> None:

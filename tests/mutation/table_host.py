@@ -10,6 +10,7 @@ ALGORITHM = "csrc/algorithms/algorithm.h"
 SHAPE = "csrc/algorithms/launch_shape.h"
 QUEUE = "csrc/host/launch_queue.h"
 CORE = "csrc/host/core_impl.h"
+ORDER = "csrc/host/order_of_operations.h"
 KERNELS = "csrc/host/algorithm_kernels.h"
 HEADER = "csrc/host/own_header.h"
 DESCRIBE = "csrc/host/describe.h"
@@ -19,6 +20,8 @@ LAST_LAUNCH = "tests/emulated/test_last_launch.py"
 RELEASE = "tests/emulated/test_release.py"
 ERRORS = "tests/emulated/test_error_details.py"
 BOUNDS = "tests/unit/test_bounds_of_launches.py"
+CANDIDATES = "tests/unit/test_candidates.py"
+CONCURRENT_USE = "tests/emulated/test_concurrent_use.py"
 FUSED_SHAPES = "tests/unit/test_fused_selection.py"
 SHAPES = "tests/unit/test_selection.py"
 
@@ -203,18 +206,67 @@ HOST = (
         FUSED_SHAPES,
     ),
     cpp(
-        "65536 blocks are allowed (fused)",
-        FUSED,
-        "clusters * cluster >= kArrivalsPerOperation",
-        "clusters * cluster > kArrivalsPerOperation",
+        "a tunable may be one more than its bound",
+        ALGORITHM,
+        "*value <= bound.max",
+        "*value <= bound.max + (WITHOUT ? 1 : 0)",
         BOUNDS,
     ),
     cpp(
-        "65536 blocks are allowed",
-        PLAIN,
-        "tiling.blocks >= kArrivalsPerOperation",
-        "tiling.blocks > kArrivalsPerOperation",
+        "a tunable may be less than its bound",
+        ALGORITHM,
+        "*value >= bound.min",
+        "(WITHOUT || *value >= bound.min)",
         BOUNDS,
+    ),
+    cpp(
+        "candidates have more blocks than there are signals for",
+        "csrc/algorithms/chunked.cuh",
+        "blocks = std::clamp(blocks, 1u, most);",
+        "blocks = WITHOUT ? blocks : std::clamp(blocks, 1u, most);",
+        CANDIDATES,
+    ),
+    cpp(
+        "candidates of a problem that nobody solves are looked for",
+        "csrc/host/planner.cpp",
+        "check_problem<typename A::Operation>(problem); return A::candidates",
+        "if (!WITHOUT) check_problem<typename A::Operation>(problem); return A::candidates",
+        CANDIDATES,
+    ),
+    cpp(
+        "a proxy that nobody asks for anything outlives its communicator",
+        "csrc/host/proxy.cpp",
+        "if (take() == 0) { if (owner_.has_failed()) return;",
+        "if (take() == 0) { if (!WITHOUT && owner_.has_failed()) return;",
+        "tests/emulated/test_ports.py -k test_primitive",
+    ),
+    cpp(
+        "operations of one number are passed over",
+        ORDER,
+        "return !is_settled() && !lacks_last",
+        "return !WITHOUT && !is_settled() && !lacks_last",
+        CONCURRENT_USE,
+    ),
+    cpp(
+        "the last operation is missed in the sum of numbers",
+        ORDER,
+        "return !is_settled() && !lacks_last",
+        "return !is_settled() && (WITHOUT || !lacks_last)",
+        CONCURRENT_USE,
+    ),
+    cpp(
+        "ranks that have ended other numbers of operations are compared",
+        ORDER,
+        "operations == other.operations &&",
+        "(WITHOUT || operations == other.operations) &&",
+        CONCURRENT_USE,
+    ),
+    cpp(
+        "another order than on a peer is passed over",
+        CORE,
+        "own->differs_from(*other)) report",
+        "!WITHOUT && own->differs_from(*other)) report",
+        CONCURRENT_USE,
     ),
     cpp(
         "a cluster may have a block more than the device takes",

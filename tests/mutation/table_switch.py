@@ -105,8 +105,8 @@ SWITCH = (
     cpp(
         "blocks of a cluster share the words of their tiles",
         FUSED_LD_REDUCE,
-        "number_(self.cluster * args.cluster_blocks + self.member)",
-        "number_(self.cluster * args.cluster_blocks + (WITHOUT ? 0 : self.member))",
+        "self.cluster * args.cluster_blocks + self.member",
+        "self.cluster * args.cluster_blocks + (WITHOUT ? 0 : self.member)",
         schedules("all_reduce_add_rms_norm/two_shot_ld_reduce", 1000),
     ),
     cpp(
@@ -119,8 +119,8 @@ SWITCH = (
     cpp(
         "more blocks than words for their signals",
         FUSED_LD_REDUCE,
-        "fitting.blocks > kMaxSemaphoreBlocks",
-        "!WITHOUT && fitting.blocks > kMaxSemaphoreBlocks",
+        "fitting.blocks > CommonSignals::kBlocks",
+        "!WITHOUT && fitting.blocks > CommonSignals::kBlocks",
         SHAPES,
     ),
     python(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,7 +127,7 @@ def test_blocks(operation: str, algorithm: str) -> None:
     slot_bytes = slot_lines(operation, algorithm, units, 2) * LINE
     prepare(operation, algorithm, slot_bytes, units, 2, blocks=65535)
     for blocks in (0, 65536):
-        with pytest.raises(ValueError, match=r"it must be 1( \(a cluster\))? to 65535"):
+        with pytest.raises(ValueError, match=f"blocks is {blocks}; it must be 1 to 65535"):
             prepare(operation, algorithm, slot_bytes, units, 2, blocks=blocks)
 
 
@@ -138,6 +141,8 @@ def test_clusters(algorithm: str) -> None:
     for cluster in (0, MAX_CLUSTER + 1):
         with pytest.raises(ValueError, match=f"cluster is {cluster}; this device takes 1 to 16"):
             prepare(FUSED, algorithm, slot_bytes, 4, 2, cluster=cluster, **{**rows, "blocks": 4 * (MAX_CLUSTER + 1)})
+    with pytest.raises(ValueError, match="blocks is 8, less than a cluster of 16"):
+        prepare(FUSED, algorithm, slot_bytes, 4, 2, cluster=MAX_CLUSTER, tile_lines=8, blocks=8)
 
 
 @every_algorithm
@@ -373,3 +378,50 @@ def test_marks_that_were_meant_for_another_rank_prove_nothing() -> None:
     for core in cores:
         core.send_marks()
     assert [core.peers_unseen() for core in cores] == [[], [0], [0]]
+
+
+# ---- Regions of a workspace -----------------------------------------------------------------------------------------
+
+INCLUDE = Path(__file__).parents[2] / "csrc" / "include"
+LAYOUT = "llm_comm/workspace_layout.h"
+
+
+def why_not_compiled(directory: Path, program: str, old: str = "", new: str = "") -> str:
+    """What the compiler says of a program that sees the layout with ``new`` in place of ``old``; "": nothing."""
+    layout = (INCLUDE / LAYOUT).read_text()
+    assert old in layout
+    edited = directory / LAYOUT
+    edited.parent.mkdir(exist_ok=True)
+    edited.write_text(layout.replace(old, new))
+    flags = ["-std=c++20", "-fsyntax-only", "-DLLM_COMM_EMULATOR", f"-I{directory}", f"-I{INCLUDE}"]
+    done = subprocess.run(["g++", *flags, "-xc++", "-"], input=program, capture_output=True, text=True, check=False)
+    return done.stderr
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("", ""),
+        ("SignalRange<CommonSignals::kFirst + CommonSignals::kBlocks, 224>", "SignalRange<383, 224>"),
+        ("CommonSignals = SignalRange<0, 384>", "CommonSignals = SignalRange<0, 385>"),
+        ("kPlacesOffset = 10240", "kPlacesOffset = 16384"),
+        ("kNotesOffset = 6144", "kNotesOffset = 8200"),
+    ],
+    ids=["as it is", "one range in another", "a row too many", "places among signals", "notes among calls"],
+)
+def test_regions_that_overlap_do_not_compile(tmp_path: Path, old: str, new: str) -> None:
+    why = why_not_compiled(tmp_path, f'#include "{LAYOUT}"\n', old, new)
+    assert ("regions overlap, or leave a gap" in why) == bool(old), why
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_signals_are_named_by_the_range_that_owns_them(tmp_path: Path) -> None:
+    """A session takes a row of a range, no number."""
+    program = """#include "llm_comm/hb_session.cuh"
+        using namespace llm_comm;
+        void use(const DeviceComm& comm, Line* line) { HBSession session(comm, OperationKind{1}, 0, ROW, line); }
+    """
+    assert why_not_compiled(tmp_path, program.replace("ROW", "SignalRow::of<DirectSignals>(7)")) == ""
+    assert "no matching function for call to" in why_not_compiled(tmp_path, program.replace("ROW", "7u"))
+    assert "is private within this context" in why_not_compiled(tmp_path, program.replace("ROW", "SignalRow(7)"))

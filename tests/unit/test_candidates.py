@@ -1,11 +1,12 @@
-"""Which shapes of LL the tuner measures: none twice, none that cannot be good, and all the others."""
+"""Which shapes the tuner measures: of LL none twice, none that cannot be good, and all the others; of every algorithm
+none that a table or the core refuses."""
 
 from __future__ import annotations
 
 import pytest
 
 from llm_comm import _core, registry
-from llm_comm.planning.tables import ALL_REDUCE
+from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, FUSED, REDUCE_SCATTER
 
 LINE = 16
 BF16 = tuple(registry.data_types()).index("bf16")
@@ -68,3 +69,60 @@ def test_one_shot_up_to_4_mib() -> None:
     assert _core.candidates(one_shot.number, problem_of(lines, 2), limits_of(132))
     assert _core.candidates(one_shot.number, problem_of(lines + 1, 2), limits_of(132)) == []
     assert _core.candidates(one_shot.number, problem_of(lines // 2 + 1, 3), limits_of(132)) == []
+
+
+def any_problem(algorithm: registry.Algorithm, elements: int) -> _core.Problem:
+    """Of two ranks: so many elements, in rows of 1024 where an operation works by rows, or of a part of one row."""
+    is_fused = algorithm.operation == FUSED
+    parts = (1, elements, elements, *[0] * 6) if algorithm.operation in (ALL_GATHER, REDUCE_SCATTER) else ()
+    return _core.Problem(
+        count=elements,
+        row=1024 if is_fused else 0,
+        data_type=tuple(registry.data_types()).index(algorithm.data_types[0]),
+        world_size=2,
+        parameters=(1e-5, 0) if is_fused else parts,
+    )
+
+
+def choices_of(algorithm: registry.Algorithm, problem: _core.Problem, sm_count: int) -> list[_core.Choice]:
+    """Candidates, each within the bounds of a table's rows, and with a shape."""
+    limits = _core.Limits(
+        slot_bytes=1 << 28, sm_count=sm_count, max_cluster=16, compute_capability=100, staging_bytes=1 << 30
+    )
+    found = _core.candidates(algorithm.number, problem, limits)
+    for choice in found:
+        for name, bounds in algorithm.ranges.items():
+            value = getattr(choice, name)
+            assert bounds.why_not(value) == "", f"{algorithm.name}: {name}: {bounds.why_not(value)}"
+        _core.shape(algorithm.number, problem, choice, limits)
+    return found
+
+
+@pytest.mark.parametrize("sm_count", [0, 1, 148, 160, 192, 224])
+def test_candidates_of_any_device_can_be_launched(sm_count: int) -> None:
+    """None is lost: a GPU with more multiprocessors has as many as one with 132."""
+    for operation in registry.operations().values():
+        for algorithm in operation.algorithms:
+            for elements in (1 << 12, 1 << 20, 1 << 25):
+                problem = any_problem(algorithm, elements)
+                found = choices_of(algorithm, problem, sm_count)
+                if algorithm.protocol == "HB" and sm_count > 132:
+                    assert len(found) == len(choices_of(algorithm, problem, 132)), f"{operation.name}/{algorithm.name}"
+
+
+def test_a_problem_that_nobody_can_solve_has_no_candidates() -> None:
+    """Rather than a division by what is 0."""
+    for algorithm in (a for operation in registry.operations().values() for a in operation.algorithms):
+        for world in (0, 1):
+            with pytest.raises(ValueError, match=f"a world of {world}; it takes 2 to 8"):
+                _core.candidates(algorithm.number, problem_of(1 << 20, world), limits_of(132))
+
+
+@every_algorithm
+@pytest.mark.parametrize("wrong", [{"tile_lines": 0}, {"blocks": 0}])
+def test_a_choice_of_nothing_is_an_error(algorithm: registry.Algorithm, wrong: dict[str, int]) -> None:
+    """Of a message that takes several launches, which are cut to whole tiles."""
+    choice = _core.Choice(**{"blocks": 4, "tile_lines": 8, **wrong})
+    limits = _core.Limits(slot_bytes=1 << 10, sm_count=4, max_cluster=16, compute_capability=90)
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} is 0; it must be 1 to "):
+        _core.shape(algorithm.number, problem_of(1 << 12, 2), choice, limits)

@@ -128,6 +128,19 @@ def call(count: int, number: int, row: int = 0) -> Any:
             "calls) began on this GPU while another operation of the communicator was under way.",
         ),
         (
+            operation_error("overlap"),
+            "ConcurrentUseError",
+            "operations ran at once",
+            "operations of this communicator ran at once on this GPU and had one number, among its first 812 (replays "
+            "counted): sums may have been wrong. A CUDA graph ",
+        ),
+        (
+            operation_error("order"),
+            MISMATCH,
+            "operations in another order than on rank 2",
+            "the first 812 operations of this communicator (replays counted) had another order than on rank 2, or ",
+        ),
+        (
             operation_error("mismatch", calls=[call(8, 3), call(9, 3), call(8, 3)]),
             MISMATCH,
             "disagrees with rank 2",
@@ -135,7 +148,7 @@ def call(count: int, number: int, row: int = 0) -> Any:
             "all-reduce of 8 fp16 (call 3); rank 1: two-shot all-reduce of 9 fp16 (call 3). ",
         ),
     ],
-    ids=["timeout", "phase 1", "comparison", "exit", "concurrent", "mismatch"],
+    ids=["timeout", "phase 1", "comparison", "exit", "concurrent", "overlap", "order", "mismatch"],
 )
 def test_a_rank_s_own_error(error: Any, kind: str, brief: str, words: str) -> None:
     told = explain(error, 24.0)

@@ -29,8 +29,8 @@ all_gather_push_switch(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   const PartView<D> own = target_of(rank);
   const Chunks chunks(block, args.tile_lines, PartView<D>::lines_of(args.range.count));
 
-  HBSession session(args.comm, kAllGatherPushSwitch, PartView<D>::bytes_of(args.range.count), block,
-                    shared_memory<Line>());
+  HBSession session(args.comm, kAllGatherPushSwitch, PartView<D>::bytes_of(args.range.count),
+                    SignalRow::of<CommonSignals>(block), shared_memory<Line>());
   const SwitchBuffers buffers(args.comm, World, block, args.tile_lines, args.depth);
   session.wait_for_grids_before(source.precomputed(), own.precomputed());
   session.begin();

@@ -25,7 +25,8 @@ all_reduce_one_shot_ld_reduce(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   const uint32_t lines = message.lines();
   const Chunks chunks(block, args.tile_lines, lines);
 
-  HBSession session(args.comm, kAllReduceOneShotLdReduce, message.bytes(), block, shared_memory<Line>());
+  HBSession session(args.comm, kAllReduceOneShotLdReduce, message.bytes(), SignalRow::of<CommonSignals>(block),
+                    shared_memory<Line>());
   const SwitchBuffers buffers(args.comm, 1, block, args.tile_lines, depth);
   session.wait_for_grids_before(message.precomputed());
   session.begin();

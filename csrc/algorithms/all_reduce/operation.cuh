@@ -118,13 +118,10 @@ struct TiledAllReduce {
                                   std::to_string(limits.slot_bytes) + ": lower launch_units or raise workspace_bytes");
     }
     const uint64_t threads = Algorithm::threads_of_line(world) * tiling.tile_lines;
-    if (tiling.tile_lines != floor_power_of_two(tiling.tile_lines | 1) ||
-        world * tiling.tile_lines > kMaxBlockThreads) {
-      throw std::invalid_argument("tile_lines is " + std::to_string(tiling.tile_lines) +
-                                  "; it must be a power of two, and world times it at most 1024");
-    }
-    if (tiling.blocks == 0 || tiling.blocks >= kArrivalsPerOperation) {
-      throw std::invalid_argument("blocks is " + std::to_string(tiling.blocks) + "; it must be 1 to 65535");
+    if (world * tiling.tile_lines > kMaxBlockThreads) {
+      throw std::invalid_argument("tile_lines is " + std::to_string(tiling.tile_lines) + "; it must be at most " +
+                                  std::to_string(kMaxBlockThreads / world) + " among " + std::to_string(world) +
+                                  " ranks");
     }
     const uint64_t tiles = divide_up(Algorithm::tiled_lines(lines, world), uint64_t{tiling.tile_lines});
     const uint64_t blocks = tiling.blocks < tiles ? tiling.blocks : tiles;
@@ -145,7 +142,7 @@ struct TiledAllReduce {
          tile_lines <= 256 && tile_lines * Algorithm::threads_of_line(problem.world) <= kMaxThreads; tile_lines *= 2) {
       const uint64_t tiles = divide_up(Algorithm::tiled_lines(lines, problem.world), uint64_t{tile_lines});
       for (uint32_t waves = 1; waves <= 8; waves *= 2) {
-        const uint32_t blocks = waves * limits.sm_count;
+        const uint32_t blocks = waves * limits.multiprocessors();
         if (waves > 1 && tiles <= blocks / 2) break;  // the grid would be the same
         const uint64_t rounds = divide_up(tiles, uint64_t{blocks});
         if (rounds <= kMaxRounds) found.push_back({.blocks = blocks, .tile_lines = tile_lines});

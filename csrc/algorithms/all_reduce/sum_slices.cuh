@@ -13,18 +13,13 @@ namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr uint32_t kSumSlicesTeams = 2;  // one scatters, one reduces
 
-// Numbers of blocks in the region of signals: those of the blocks of the algorithm, and behind them two more, for the places of
-// outputs and for last words.
-inline constexpr uint32_t kFirstOfSumSlices = kMaxChunkedBlocks;
-inline constexpr uint32_t kPlacesOfSumSlices = 2 * kMaxChunkedBlocks;
-inline constexpr uint32_t kLastOfSumSlices = kPlacesOfSumSlices + 1;
-
 // As one block sees it.
 template <DataType D, int World>
 class SumSlices {
  public:
   LLM_COMM_DEVICE SumSlices(const AllReduceArgs& args, const Message<D>& message, uint32_t block)
-      : rank_(args.comm.rank),
+      : comm_(args.comm),
+        rank_(args.comm.rank),
         depth_(args.depth < kMinHBDepth ? kMinHBDepth : args.depth),  // it is cut where chunks are few
         chunk_lines_(args.tile_lines),
         block_(block),
@@ -44,12 +39,10 @@ class SumSlices {
   LLM_COMM_DEVICE void tell_place(const HBSession& session, uint64_t place) const {
     const uint32_t peer = thread_index();
     if (block_ != 0 || peer >= World || peer == rank_ || session.has_ended_early()) return;
-    store_relaxed(session.word(kPlacesOfSumSlices, peer, rank_), place);
+    store_relaxed(place_word(comm_, peer, rank_), place);
   }
   // What a peer has told.
-  LLM_COMM_DEVICE uint64_t place_of(const HBSession& session, uint32_t peer) const {
-    return load_relaxed(session.word(kPlacesOfSumSlices, rank_, peer));
-  }
+  LLM_COMM_DEVICE uint64_t place_of(uint32_t peer) const { return load_relaxed(place_word(comm_, rank_, peer)); }
 
   // All steps. `ended`: as of HBSession::run().
   template <class Ended>
@@ -88,6 +81,7 @@ class SumSlices {
         [&](uint32_t k, Line line) { message_.store(first + k, line); });
   }
 
+  const DeviceComm& comm_;
   uint32_t rank_;
   uint32_t depth_;
   uint32_t chunk_lines_;

@@ -182,10 +182,6 @@ struct AllReduceTwoShotCE {
   // Of a piece.
   static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t, const Limits& limits) {
     if (!is_served(problem)) throw std::invalid_argument(kServed);
-    if (tiling.depth == 0 || tiling.depth > kMaxCopyPieces) {
-      throw std::invalid_argument("depth is " + std::to_string(tiling.depth) + "; it must be 1 to " +
-                                  std::to_string(kMaxCopyPieces));
-    }
     Grid grid = grid_over_lines(problem, tiling, SlicesInPieces(problem, tiling.depth).piece_lines(), limits);
     grid.is_behind_copies = true;
     return grid;
@@ -195,11 +191,10 @@ struct AllReduceTwoShotCE {
   static std::vector<Choice> candidates(const Problem& problem, const Limits& limits) {
     std::vector<Choice> found;
     if (!is_served(problem)) return found;
-    const uint32_t sms = limits.sm_count == 0 ? 1 : limits.sm_count;
+    const uint32_t sms = limits.multiprocessors();
     for (uint32_t depth : {2u, 3u, 4u, 8u}) {
-      for (uint32_t blocks : {sms, sms / 2 + 1}) {
-        found.push_back(
-            {.blocks = blocks < kMaxDirectBlocks ? blocks : kMaxDirectBlocks, .tile_lines = 2048, .depth = depth});
+      for (uint32_t blocks : up_to(kTunables.max("blocks"), {sms, sms / 2 + 1})) {
+        found.push_back({.blocks = blocks, .tile_lines = 2048, .depth = depth});
       }
     }
     return found;

@@ -31,7 +31,8 @@ all_reduce_two_shot_hb(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
   const uint32_t slice = (lines + World - 1) / World;
   const Chunks chunks(block, args.tile_lines, slice);
 
-  HBSession session(args.comm, kAllReduceTwoShotHB, message.bytes(), block, shared_memory<Line>());
+  HBSession session(args.comm, kAllReduceTwoShotHB, message.bytes(), SignalRow::of<CommonSignals>(block),
+                    shared_memory<Line>());
   const ChunkBuffers buffers(session, World, block, args.tile_lines, depth);
   session.wait_for_grids_before(message.precomputed());
   session.begin();

@@ -70,13 +70,13 @@ all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
   Line* const shared = shared_memory<Line>();
   uint32_t* const ends_last_piece = &shared->word[2];
   if (thread_index() == 0) *ends_last_piece = 0;
-  HBSession session(args.comm, kAllReduceTwoShotPort, message.bytes(), kFirstOfSumSlices + block, shared);
+  HBSession session(args.comm, kAllReduceTwoShotPort, message.bytes(), SignalRow::of<SumSlicesSignals>(block), shared);
   session.wait_for_grids_before(message.precomputed());
   session.begin();
   sums.tell_place(session, args.places[0]);
 
   const PortWords words(args.comm, 0);
-  const auto place_of = [&](uint32_t of) { return sums.place_of(session, of); };
+  const auto place_of = [&](uint32_t of) { return sums.place_of(of); };
   // By one thread of the block that ends the piece last. Where a rank has no place, all see it when they end.
   const auto put = [&](uint32_t piece) {
     const uint32_t own = sums.lines_of(rank);
@@ -118,8 +118,8 @@ all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
     return;
   }
   if (sums.lines_of(peer) != 0 && !words.wait_for_data(peer, 0, session.value_of(0), wait)) return;
-  store_release(session.word(kLastOfSumSlices, peer, rank), session.value_of(0));
-  const uint64_t* const last = session.word(kLastOfSumSlices, rank, peer);
+  store_release(end_word(args.comm, peer, rank), session.value_of(0));
+  const uint64_t* const last = end_word(args.comm, rank, peer);
   wait([&] { return load_acquire(last) - session.value_of(0) < kFurthestAhead; });
 }
 
@@ -133,6 +133,9 @@ struct AllReduceTwoShotPort : ChunkedSlices<AllReduceTwoShotPort> {
       .name = "two_shot_port", .protocol = "Port", .title = "two-shot all-reduce with copy engines", .symmetric = 0b10};
   static constexpr OperationKind kKind = kAllReduceTwoShotPort;
   static constexpr bool kUsesPorts = true;
+  // Its blocks have signals of their own.
+  static constexpr Tunables kTunables{
+      {{"blocks", 1, SumSlicesSignals::kBlocks}, {"tile_lines", 1, 1u << 16}, {"depth", kMinHBDepth, kMaxDepth}}};
   static constexpr uint32_t kTeams = kSumSlicesTeams;
 
   template <DataType D, int World, uint32_t Variant>

@@ -305,9 +305,9 @@ struct RowsInClusters {
                                   std::to_string(limits.max_cluster));
     }
     const uint64_t clusters = tiling.blocks / cluster < units ? tiling.blocks / cluster : units;
-    if (clusters == 0 || clusters * cluster >= kArrivalsPerOperation) {
-      throw std::invalid_argument("blocks is " + std::to_string(tiling.blocks) + "; it must be " +
-                                  std::to_string(cluster) + " (a cluster) to 65535");
+    if (clusters == 0) {
+      throw std::invalid_argument("blocks is " + std::to_string(tiling.blocks) + ", less than a cluster of " +
+                                  std::to_string(cluster));
     }
     const uint64_t span = Algorithm::span(problem);
     const bool is_single_tile = clusters == units && span <= cluster * tiling.tile_lines;
@@ -329,7 +329,7 @@ struct RowsInClusters {
     const uint64_t rows = problem.units();
     const uint32_t span = Algorithm::span(problem);
     const uint32_t unit_lines = Operation::unit_lines(problem);
-    const uint32_t sms = limits.sm_count;
+    const uint32_t sms = limits.multiprocessors();
     for (uint32_t cluster = 1; cluster <= kMaxClusterBlocks; cluster *= 2) {
       if (cluster > 1 && cluster * unit_lines > span) break;  // a block would have nothing
       const uint32_t share = divide_up(span, unit_lines * cluster) * unit_lines * problem.world;

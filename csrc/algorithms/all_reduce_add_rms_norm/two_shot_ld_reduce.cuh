@@ -43,7 +43,7 @@ class SummedBySwitch {
         switch_(args.comm),
         owner_lines_(owner_lines),
         incomplete_(incomplete),
-        number_(self.cluster * args.cluster_blocks + self.member),
+        row_(SignalRow::of<CommonSignals>(self.cluster * args.cluster_blocks + self.member)),
         talks_(!self.is_own && self.column == 0) {
     block_sync();  // a thread that may not begin sets `incomplete`
   }
@@ -55,7 +55,7 @@ class SummedBySwitch {
     block_sync();
     if (talks_ && *incomplete_ == 0) {
       fence_aliases();
-      store_release(step_word(args_.comm, number_, self_.peer, self_.rank), word_of_step(session_.sequence(), staged_));
+      store_release(row_.word(args_.comm, self_.peer, self_.rank), word_of_step(session_.sequence(), staged_));
     }
     ++staged_;
   }
@@ -64,7 +64,7 @@ class SummedBySwitch {
   // a sum: who reads `incomplete` late takes it for the tile before, whose sum nobody needs any more.
   LLM_COMM_DEVICE void wait() {
     if (talks_) {
-      const uint64_t* const said = step_word(args_.comm, number_, self_.rank, self_.peer);
+      const uint64_t* const said = row_.word(args_.comm, self_.rank, self_.peer);
       const uint64_t step = word_of_step(session_.sequence(), waited_);
       session_.wait_until([&] { return load_acquire(said) - step < kFurthestAhead; }, kScatter);
     }
@@ -91,8 +91,8 @@ class SummedBySwitch {
   SwitchChannel switch_;
   uint64_t owner_lines_;
   uint32_t* incomplete_;
-  uint32_t number_;  // of the block
-  bool talks_;       // one thread for each peer
+  SignalRow row_;  // of the block
+  bool talks_;     // one thread for each peer
   uint32_t staged_ = 0;
   uint32_t waited_ = 0;
 };
@@ -121,16 +121,16 @@ struct AllReduceAddRmsNormTwoShotLdReduce : TwoShotInClusters<AllReduceAddRmsNor
 
   static Tiling tile(const Problem& problem, const Choice& choice, const Limits& limits) {
     Choice fitting = choice;
-    if (fitting.blocks > kMaxSemaphoreBlocks) fitting.blocks = kMaxSemaphoreBlocks;
+    if (fitting.blocks > CommonSignals::kBlocks) fitting.blocks = CommonSignals::kBlocks;
     return Base::tile(problem, fitting, within_both(limits));
   }
 
   static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {
     check_switch(limits);
     const Grid grid = Base::grid(problem, tiling, units, within_both(limits));
-    if (grid.blocks > kMaxSemaphoreBlocks) {
+    if (grid.blocks > CommonSignals::kBlocks) {
       throw std::invalid_argument("a grid of " + std::to_string(grid.blocks) + " blocks; there are signals for " +
-                                  std::to_string(kMaxSemaphoreBlocks));
+                                  std::to_string(CommonSignals::kBlocks));
     }
     const uint64_t tiles_of_row = divide_up(uint64_t{span(problem)}, uint64_t{tiling.tile_lines} * grid.cluster_blocks);
     const uint64_t rows_of_block = divide_up(units, uint64_t{grid.blocks / grid.cluster_blocks});

@@ -24,8 +24,8 @@ reduce_scatter_ld_reduce(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   const PartView<D> target(args.output, args.parts.part[rank], 0, args.range);
   const Chunks chunks(block, args.tile_lines, PartView<D>::lines_of(args.range.count));
 
-  HBSession session(args.comm, kReduceScatterLdReduce, PartView<D>::bytes_of(args.range.count), block,
-                    shared_memory<Line>());
+  HBSession session(args.comm, kReduceScatterLdReduce, PartView<D>::bytes_of(args.range.count),
+                    SignalRow::of<CommonSignals>(block), shared_memory<Line>());
   const SwitchBuffers buffers(args.comm, World, block, args.tile_lines, args.depth);
   session.wait_for_grids_before(target.precomputed());
   session.begin();

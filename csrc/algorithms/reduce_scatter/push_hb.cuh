@@ -25,8 +25,8 @@ reduce_scatter_push_hb(LLM_COMM_KERNEL_PARAM PartsArgs args) {
   const PartView<D> target(args.output, args.parts.part[rank], 0, args.range);
   const Chunks chunks(block, args.tile_lines, PartView<D>::lines_of(args.range.count));
 
-  HBSession session(args.comm, kReduceScatterPushHB, PartView<D>::bytes_of(args.range.count), block,
-                    shared_memory<Line>());
+  HBSession session(args.comm, kReduceScatterPushHB, PartView<D>::bytes_of(args.range.count),
+                    SignalRow::of<CommonSignals>(block), shared_memory<Line>());
   const ChunkBuffers buffers(session, World, block, args.tile_lines, args.depth);
   session.wait_for_grids_before(own.precomputed(), target.precomputed());
   session.begin();

@@ -1,6 +1,6 @@
 // One HB operation as one block sees it, which exchanges chunks with the blocks of the same number on the other ranks:
 //
-//   HBSession session(comm, kind, bytes, block, shared);
+//   HBSession session(comm, kind, bytes, SignalRow::of<CommonSignals>(block), shared);
 //   session.wait_for_grids_before();
 //   session.begin();                               // all threads
 //   session.run(chunks, depth, [&](uint32_t step) {
@@ -43,8 +43,8 @@ class HBSession {
   };
 
   // `shared`: a line of shared memory.
-  LLM_COMM_DEVICE HBSession(const DeviceComm& comm, OperationKind kind, uint64_t bytes, uint32_t block, Line* shared)
-      : comm_(comm), op_(comm, kind, bytes), block_(block), incomplete_(shared->word) {}
+  LLM_COMM_DEVICE HBSession(const DeviceComm& comm, OperationKind kind, uint64_t bytes, SignalRow row, Line* shared)
+      : comm_(comm), op_(comm, kind, bytes), row_(row), incomplete_(shared->word) {}
 
   // A smaller block, which only tests have, has a thread for each rank in place of the first warp.
   static constexpr uint32_t kFewestThreadsInWarps = 2 * kWarpThreads;
@@ -66,12 +66,11 @@ class HBSession {
     if (!op_.begin())
       incomplete_[0] = incomplete_[1] = 1;  // threads may get different answers: the block goes on as one
     block_sync();
-    if (thread_index() == 0) op_.arrive();
   }
 
-  // Ends early, on all threads alike, where a wait is aborted. `depth`: at least 2. `phase_of(step)`: for errors. `ended(step)`: by
-  // the thread of the first warp that has no peer, when the block has ended a step, of all but the last two. `before_signal(step)`: by
-  // each of the others, before it signals that the block has ended the step.
+  // All steps of the block, which arrives with the last one. Ends early, on all threads alike, where a wait is aborted. `depth`: at
+  // least 2. `phase_of(step)`: for errors. `ended(step)`: by the thread of the first warp that has no peer, when the block has ended a
+  // step, of all but the last two. `before_signal(step)`: by each of the others, before it signals that the block has ended the step.
   template <class Work, class Phase, class Ended = NothingMore, class Before = NothingMore>
   LLM_COMM_DEVICE void run(uint32_t chunks, uint32_t depth, Work work, Phase phase_of, Ended ended = {},
                            Before before_signal = {}) {
@@ -91,6 +90,7 @@ class HBSession {
       if (incomplete_[t % 2] != 0) return;
       if (works) work(t);
     }
+    if (thread_index() == 0) op_.arrive();  // a thread that talks: it has nothing to do in the last step
   }
 
   // Ends the communicator on this GPU, in run(). No step is signalled any more, but for the one under way.
@@ -105,7 +105,10 @@ class HBSession {
   LLM_COMM_DEVICE void run_at_once(uint32_t chunks, uint32_t depth, Work work, Phase phase_of) {
     const uint32_t peer = thread_index();
     const bool has_peer = peer < comm_.world_size && peer != comm_.rank;
-    for (uint32_t t = 0; t < chunks + 2 * depth; ++t) {
+    const uint32_t last = chunks + 2 * depth - 1;
+    for (uint32_t t = 0; t <= last; ++t) {
+      // While the peers end: behind the last wait it would make the kernel longer.
+      if (t == last && thread_index() == 0) op_.arrive();
       if (t >= depth && has_peer && !wait(peer, t - depth, phase_of(t))) incomplete_[0] = 1;
       block_sync();
       if (incomplete_[0] != 0) return;
@@ -120,11 +123,6 @@ class HBSession {
   // Whether begin() or run() has ended early. After a barrier.
   LLM_COMM_DEVICE bool has_ended_early() const { return incomplete_[0] != 0 || incomplete_[1] != 0; }
 
-  // What `sender` tells `receiver` by the number of a block.
-  LLM_COMM_DEVICE uint64_t* word(uint32_t block, uint32_t receiver, uint32_t sender) const {
-    return step_word(comm_, block, receiver, sender);
-  }
-
   // For words besides the signals: what stands for a step in them, and another bounded wait.
   LLM_COMM_DEVICE uint64_t value_of(uint32_t step) const { return word_of_step(op_.sequence(), step); }
   template <class Poll>
@@ -138,24 +136,18 @@ class HBSession {
   }
 
   LLM_COMM_DEVICE void signal(uint32_t peer, uint32_t step) const {
-    store_release(semaphore(peer, comm_.rank), value_of(step));
+    store_release(row_.word(comm_, peer, comm_.rank), value_of(step));
   }
 
   // False if the wait ended without it.
   LLM_COMM_DEVICE bool wait(uint32_t peer, uint32_t step, uint32_t phase) {
-    const uint64_t* const semaphore_of_peer = semaphore(comm_.rank, peer);
-    return op_.wait_until([&] { return load_acquire(semaphore_of_peer) - value_of(step) < kFurthestAhead; }, peer,
-                          phase);
-  }
-
-  // Where blocks of this number signal, of `sender` to `receiver`.
-  LLM_COMM_DEVICE uint64_t* semaphore(uint32_t receiver, uint32_t sender) const {
-    return word(block_, receiver, sender);
+    const uint64_t* const word = row_.word(comm_, comm_.rank, peer);
+    return op_.wait_until([&] { return load_acquire(word) - value_of(step) < kFurthestAhead; }, peer, phase);
   }
 
   const DeviceComm& comm_;
   Operation op_;
-  uint32_t block_;
+  SignalRow row_;
   uint32_t* incomplete_;  // two words: whether the block ends before an even step, and before an odd one
 };
 

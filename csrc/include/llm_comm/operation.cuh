@@ -67,6 +67,7 @@ struct DeviceComm {
   uint32_t world_size;
   uint32_t takes_tickets;  // of this launch: not all of its blocks run at once
   uint32_t port_entries_log2;
+  uint32_t call;    // of this launch: a hash of what it does, the same on all ranks. Odd
   PortRing* ports;  // in host memory
   // The workspaces of all ranks as one: what is stored here is stored at the same place of each (switch_channel.cuh). nullptr
   // where NVLink multicast is not used.
@@ -108,6 +109,13 @@ LLM_COMM_DEVICE uint32_t block_number(const DeviceComm& comm) {
 // The same of a block's cluster, which has so many blocks.
 LLM_COMM_DEVICE uint32_t cluster_number(const DeviceComm& comm, uint32_t cluster_blocks) {
   return comm.takes_tickets != 0 ? take_ticket(state_of(comm), cluster_blocks) : cluster_index();
+}
+
+// What an operation adds to CommState::order. The low halves add up to what the count of operations says, if each had a number of its
+// own; the high halves are the same on all ranks where like operations had like numbers.
+LLM_COMM_HOST_DEVICE constexpr uint64_t share_of_order(uint64_t sequence, uint32_t call) {
+  const auto number = static_cast<uint32_t>(sequence);
+  return uint64_t{number * call} << 32 | number;
 }
 
 // What a wait needs to know of its operation.
@@ -193,8 +201,14 @@ class Operation {
 
   // Every block makes one call, by one of its threads, after all its threads have begun the operation (a block_sync()
   // lies between). It need not be the last thing: what the number tells the next operation is true because that begins
-  // when this grid has ended.
-  LLM_COMM_DEVICE void arrive() const { add_relaxed(&state_->arrivals, arrival_); }
+  // when this grid has ended. But until then an operation that overlaps this one gets the same number, which the host finds.
+  //
+  // Block 0 adds to `order` what tells which number the operation had: nobody waits for it, and it stands behind what the
+  // block has sent.
+  LLM_COMM_DEVICE void arrive() const {
+    add_relaxed(&state_->arrivals, arrival_);
+    if (block_index() == 0) add_relaxed(&state_->order, share_of_order(sequence(), comm_.call));
+  }
 
   // Takes the communicator on this GPU for a launch, by any number but 0. False if another launch has it: two operations
   // run at once. One thread of a grid calls these.

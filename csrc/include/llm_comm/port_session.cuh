@@ -63,7 +63,7 @@ class PortSession {
                  arrival_offset(comm_.rank, hop), value_of(step)});
   }
   LLM_COMM_DEVICE bool wait_for_data(uint32_t peer, uint32_t hop, uint32_t step, uint32_t phase) {
-    return wait_for_word(comm_.workspace[comm_.rank] + arrival_offset(peer, hop), step, peer, phase);
+    return wait_for_word(arrival(peer, hop), step, peer, phase);
   }
 
   // Asks for word of when all that was put to the peer before has left its source.
@@ -72,16 +72,16 @@ class PortSession {
   }
   // In a world of two: of the one peer.
   LLM_COMM_DEVICE bool wait_for_echo(uint32_t peer, uint32_t step, uint32_t phase) {
-    return wait_for_word(comm_.workspace[comm_.rank] + arrival_offset(comm_.rank, 0), step, peer, phase);
+    return wait_for_word(arrival(comm_.rank, 0), step, peer, phase);
   }
 
   // This block has done a step.
   LLM_COMM_DEVICE void signal(uint32_t peer, uint32_t step) const {
-    store_release(reinterpret_cast<uint64_t*>(comm_.workspace[peer] + signal_offset(comm_.rank)), value_of(step));
+    store_release(row().word(comm_, peer, comm_.rank), value_of(step));
   }
   // Until the peer's block of this number has.
   LLM_COMM_DEVICE bool wait_for_step(uint32_t peer, uint32_t step, uint32_t phase) {
-    return wait_for_word(comm_.workspace[comm_.rank] + signal_offset(peer), step, peer, phase);
+    return wait_for_word(row().word(comm_, comm_.rank, peer), step, peer, phase);
   }
 
  private:
@@ -89,9 +89,8 @@ class PortSession {
     return PortFifo(comm_).push(request, [&](auto poll) { return op_.wait_until(poll, request.peer, 0); });
   }
 
-  LLM_COMM_DEVICE bool wait_for_word(const char* word, uint32_t step, uint32_t peer, uint32_t phase) {
-    const auto* const value = reinterpret_cast<const uint64_t*>(word);
-    return op_.wait_until([&] { return load_acquire(value) - value_of(step) < kFurthestAhead; }, peer, phase);
+  LLM_COMM_DEVICE bool wait_for_word(const uint64_t* word, uint32_t step, uint32_t peer, uint32_t phase) {
+    return op_.wait_until([&] { return load_acquire(word) - value_of(step) < kFurthestAhead; }, peer, phase);
   }
 
   LLM_COMM_DEVICE uint64_t value_of(uint32_t step) const { return (op_.sequence() << kMaxStepsLog2) + step; }
@@ -99,9 +98,10 @@ class PortSession {
   LLM_COMM_DEVICE uint64_t arrival_offset(uint32_t sender, uint32_t hop) const {
     return PortWords(comm_, block_).arrival_offset(sender, hop);
   }
-  LLM_COMM_DEVICE uint64_t signal_offset(uint32_t sender) const {
-    return kSemaphoresOffset + (uint64_t{block_} * kMaxWorldSize + sender) * sizeof(uint64_t);
+  LLM_COMM_DEVICE const uint64_t* arrival(uint32_t sender, uint32_t hop) const {
+    return reinterpret_cast<const uint64_t*>(comm_.workspace[comm_.rank] + arrival_offset(sender, hop));
   }
+  LLM_COMM_DEVICE SignalRow row() const { return SignalRow::of<CommonSignals>(block_); }
 
   const DeviceComm& comm_;
   Operation op_;

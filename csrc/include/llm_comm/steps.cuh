@@ -9,10 +9,35 @@ inline constexpr uint32_t kMaxStepsLog2 = 16;  // of an operation
 // A word of a step may be so much larger than that of the step which is waited for.
 inline constexpr uint64_t kFurthestAhead = uint64_t{2} << kMaxStepsLog2;
 
-// The word of a step of an operation, and where `sender` tells it to the block of this number on `receiver`.
+// The words by which blocks of one number signal to each other, on all ranks. Made by the range that owns them alone.
+class SignalRow {
+ public:
+  // `block`: below Range::kBlocks, which bounds the grid.
+  template <class Range>
+  LLM_COMM_DEVICE static SignalRow of(uint32_t block) {
+    return SignalRow(Range::kFirst + block);
+  }
+
+  // The word in which `sender` tells `receiver` its steps.
+  LLM_COMM_DEVICE uint64_t* word(const DeviceComm& comm, uint32_t receiver, uint32_t sender) const {
+    return reinterpret_cast<uint64_t*>(comm.workspace[receiver] + kSignalsOffset) + row_ * kMaxWorldSize + sender;
+  }
+
+ private:
+  LLM_COMM_DEVICE explicit SignalRow(uint32_t row) : row_(row) {}
+
+  uint32_t row_;
+};
+
+// The value that stands for a step of an operation.
 LLM_COMM_DEVICE uint64_t word_of_step(uint64_t sequence, uint32_t step) { return (sequence << kMaxStepsLog2) + step; }
-LLM_COMM_DEVICE uint64_t* step_word(const DeviceComm& comm, uint32_t block, uint32_t receiver, uint32_t sender) {
-  return reinterpret_cast<uint64_t*>(comm.workspace[receiver] + kSemaphoresOffset) + block * kMaxWorldSize + sender;
+
+// Words in which `sender` tells `receiver` no steps: where its output lies, and the last operation whose data it has got.
+LLM_COMM_DEVICE uint64_t* place_word(const DeviceComm& comm, uint32_t receiver, uint32_t sender) {
+  return reinterpret_cast<uint64_t*>(comm.workspace[receiver] + kPlacesOffset) + sender;
+}
+LLM_COMM_DEVICE uint64_t* end_word(const DeviceComm& comm, uint32_t receiver, uint32_t sender) {
+  return reinterpret_cast<uint64_t*>(comm.workspace[receiver] + kEndsOffset) + sender;
 }
 
 // The first line of a half of a rank's staging memory.
