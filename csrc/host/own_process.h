@@ -16,7 +16,8 @@ class OwnProcess {
 
  private:
   static inline std::atomic<uint32_t> forks = 0;  // that lie between the process that loaded the library and this one
-  [[maybe_unused]] static inline const int counts = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
+  static void count_fork() { forks.fetch_add(1, std::memory_order_relaxed); }
+  [[maybe_unused]] static inline const int counts = pthread_atfork(nullptr, nullptr, count_fork);
 
   uint32_t forks_ = forks.load(std::memory_order_relaxed);
 };
