@@ -83,6 +83,7 @@ class Config:
     deterministic: bool = False
     batch_invariant_norm: str = "engine"
     batch_invariant_linear: str = "engine"
+    untested: bool = False
     debug: bool = False
     share_gpu: bool = False
     sleep: bool = False

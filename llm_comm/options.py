@@ -275,6 +275,13 @@ OPTIONS: dict[str, Option] = {
         "Whose linear layers without quantization run in a batch-invariant mode. ``llm_comm``: its own for served "
         "shapes, in batches of any size.",
     ),
+    "untested": Option(
+        _BOOLEAN,
+        Alike.YES,
+        _CALLS,
+        "Whether engine integrations use features whose functions in this release of the engine are there but were not "
+        "tested (docs/troubleshooting.md#an-engine-that-is-newer). The all-reduce does not depend on it.",
+    ),
     "debug": Option(
         _BOOLEAN,
         Alike.YES,

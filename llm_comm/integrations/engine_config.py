@@ -21,7 +21,7 @@ EVERY_SIZE = 1 << 60
 _warned: set[str] = set()
 
 
-def load(log: logging.Logger, **options: Any) -> Config:
+def load(log: logging.Logger, /, **options: Any) -> Config:
     """The options of this rank: defaults < LLM_COMM_CONFIG < LLM_COMM_* < ``options``.
 
     Unknown variables, and unknown options of the file, are warnings: an engine that goes back to an older llm_comm

@@ -29,6 +29,8 @@ QUANTIZATION = "llm_comm/operations/quantization.py"
 CORE_HANDLE = "llm_comm/runtime/core_handle.py"
 JOINING = "llm_comm/integrations/joining.py"
 MEMBERS = "llm_comm/integrations/members.py"
+SEAMS = "llm_comm/integrations/seams.py"
+ENGINE_SOURCES = "llm_comm/integrations/engine_sources.py"
 PARTS = "llm_comm/integrations/parts.py"
 TUNE = "llm_comm/bench/tune.py"
 SUBJECTS = "llm_comm/bench/tune_subjects.py"
@@ -52,6 +54,7 @@ GUARD = "tests/emulated/test_operands.py"
 CLOSED = "tests/emulated/test_lifetime.py -k closed"
 MISFITS = "tests/emulated/test_fused.py -k test_tensor_that_does_not_fit"
 JOIN = "tests/unit/test_integration_join.py"
+OF_SEAMS = "tests/unit/test_seams.py"
 OF_PARTS = "tests/emulated/test_engine_parts.py"
 OF_TUNE = "tests/unit/test_cli_tune.py"
 OF_TIMING = "tests/unit/test_timing.py"
@@ -454,4 +457,47 @@ EDGES: tuple[Mutant, ...] = (
     python("who has ended lives", PROCESSES, "and not has_ended", "", OF_PROCESSES),
     python("threads without a first one are not seen", PROCESSES, "int(fields[17]) < 2", "True", OF_PROCESSES),
     python("a result of before counts", PROCESSES, "result.unlink(missing_ok=True)", "pass", OF_PROCESSES),
+    # ---- Seams to engines ----
+    python(
+        "a seam to an engine whose source was not tested is used",
+        SEAMS,
+        "if row.by_digest and not self.untested and",
+        "if False and",
+        OF_SEAMS,
+    ),
+    python(
+        "a symbol that is gone does not switch its feature off",
+        SEAMS,
+        "if row.is_required else None",
+        "if False else None",
+        OF_SEAMS,
+    ),
+    python(
+        "a function with other parameters is called as before",
+        SEAMS,
+        "if row.takes is not None and found.takes != row.takes:",
+        "if False:",
+        OF_SEAMS,
+    ),
+    python(
+        "half of a feature stays in place where the other half cannot be",
+        SEAMS,
+        "put(owner, name, inspect.getattr_static(owner, name), theirs)",
+        "pass",
+        OF_SEAMS,
+    ),
+    python(
+        "modules that imported a function by its name keep the engine's",
+        SEAMS,
+        "if isinstance(owner, ModuleType):",
+        "if False:",
+        OF_SEAMS,
+    ),
+    python(
+        "a docstring counts in the digest of a definition",
+        ENGINE_SOURCES,
+        'if name == "body" and has_docstring else found',
+        "if False else found",
+        OF_SEAMS,
+    ),
 )

@@ -36,6 +36,7 @@ VALUES: dict[str, tuple[object, str, object, object]] = {
     "deterministic": (True, "1", True, True),
     "batch_invariant_norm": ("llm_comm", "llm_comm", "llm_comm", "llm_comm"),
     "batch_invariant_linear": ("llm_comm", "llm_comm", "llm_comm", "llm_comm"),
+    "untested": (True, "1", True, True),
     "debug": (True, "off", False, True),
     "share_gpu": (True, "1", True, True),
     "sleep": (True, "on", True, True),

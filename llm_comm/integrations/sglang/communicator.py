@@ -1,7 +1,6 @@
 """What SGLang's groups get as their custom all-reduce: llm_comm, in front of SGLang's own.
 
-All names of SGLang that llm_comm relies on, but for those in ``plugin.py``, those of all-gather and reduce-scatter in
-``gathering.py``, of norms in ``fusion.py`` and of linear layers in ``linear.py``, are imported or used here.
+Names of SGLang that llm_comm relies on stand in ``seams.py``. This module imports those of the all-reduce alone.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from sglang.srt.utils import is_cuda
 
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
-from llm_comm.integrations import descriptions, engine_config, joining, members
+from llm_comm.integrations import descriptions, engine_config, joining, members, sleeping
 from llm_comm.integrations.linear import (
     FIRST_INVARIANT_LINEAR,
     FIRST_LINEAR,
@@ -33,7 +32,8 @@ from llm_comm.integrations.linear import (
     why_not_linear,
 )
 from llm_comm.integrations.parts import Parts
-from llm_comm.integrations.sglang import groups
+from llm_comm.integrations.sglang import groups, seams
+from llm_comm.integrations.sglang.seams import TABLE
 from llm_comm.runtime.rendezvous import Rendezvous
 
 logger = logging.getLogger("sglang.llm_comm")
@@ -66,13 +66,21 @@ def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
         return
     if kind == _PDMUX:
         _leave_norms_to_sglang()
-    why_not = _why_not(group, arguments)
+    why_not, elsewhere, unknown = None, "", None
+    try:
+        why_not = _why_not(group, arguments)
+        elsewhere = _summed_elsewhere() if sums else ""
+    except Exception as error:  # the other ranks must hear of it
+        unknown = joining.NotJoinedError(f"it cannot be set up in {TABLE.release} ({type(error).__name__}: {error})")
     if why_not is not None:
         _log_once(why_not)
         return
 
     def load() -> Config:
+        if unknown is not None:
+            raise unknown
         config = load_config() if sums else engine_config.check_parts_wanted(load_config(), group.unique_name)
+        TABLE.untested = config.untested
         gathers = config.all_gather or config.reduce_scatter
         served = [each for each in groups.served if gathers or each not in GATHERING]
         return engine_config.share_memory(config, kind, served)
@@ -80,7 +88,6 @@ def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
     member = members.enter(group.unique_name, group.cpu_group, group.device, load, engine="SGLang", log=logger)
     if member is None:
         return
-    _hook_memory_saver()
     if sums:
         _sum(group, member)
     about_parts = _gather_and_scatter(group, member)
@@ -88,14 +95,21 @@ def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
         logger.warning("llm_comm is not active for group %s%s.", group.unique_name, about_parts)
         member.close()
         return
-    about_layers = ""
+    about_layers = _set_up_release(group, member.communicator)
     if kind == "tp":
-        about_layers = _set_up_fusion(group, member.communicator) + _set_up_invariant_linears(
+        about_layers += _set_up_fusion(group, member.communicator) + _set_up_invariant_linears(
             group, member.communicator
         )
     if dist.get_rank() == 0:
-        elsewhere = _summed_elsewhere() if sums else ""
         logger.info("%s%s%s%s", member.summary("SGLang", sums=sums), about_parts, about_layers, elsewhere)
+        _say_what_is_off()
+
+
+@functools.cache
+def _say_what_is_off() -> None:
+    off = TABLE.describe()
+    if off is not None:
+        logger.warning(off)
 
 
 def _sum(group: Any, member: members.Member) -> None:
@@ -118,7 +132,7 @@ def _gather_and_scatter(group: Any, member: members.Member) -> str:
     config = member.communicator.config
     if not (config.all_gather or config.reduce_scatter):
         return ""
-    why_not = joining.objection_of_any(group.cpu_group, _hook_parts(config), "all-gather and reduce-scatter")
+    why_not = joining.objection_of_any(group.cpu_group, TABLE.attempt(seams.GATHERING), seams.GATHERING)
     if why_not is not None:
         return f"; but SGLang gathers and scatters itself: {why_not}"
     from llm_comm.integrations.sglang import gathering
@@ -127,27 +141,17 @@ def _gather_and_scatter(group: Any, member: members.Member) -> str:
     return ""
 
 
-def _hook_parts(config: Config) -> str | None:
-    """Makes SGLang ready for it on this rank; nothing changes yet. Returns why it cannot be, if so."""
-    try:
-        from llm_comm.integrations.sglang import gathering
+def _set_up_release(group: Any, communicator: Communicator) -> str:
+    """Has workspaces released while SGLang releases memory, on all ranks or on none. Returns what to log."""
+    if not communicator.config.sleep:
+        return ""
+    from llm_comm.integrations.sglang import memory_saver
 
-        gathering.set_up(config)
-    except Exception as error:
-        logger.debug("all-gather and reduce-scatter cannot be set up", exc_info=True)
-        return f"unknown version of SGLang ({type(error).__name__}: {error})"
-    return None
-
-
-def _hook_memory_saver() -> None:
-    try:
-        from llm_comm.integrations.sglang import memory_saver
-
-        memory_saver.set_up()
-    except Exception as error:
-        logger.debug("the memory saver cannot be hooked", exc_info=True)
-        text = "llm_comm: its workspaces stay while SGLang releases memory: unknown version of SGLang (%s: %s)"
-        logger.warning(text, type(error).__name__, error)
+    why_not = joining.objection_of_any(group.cpu_group, memory_saver.set_up(), seams.MEMORY)
+    if why_not is None:
+        return ""
+    sleeping.leave(communicator)
+    return f"; its workspaces stay while SGLang releases memory: {why_not}"
 
 
 def load_config() -> Config:
@@ -159,7 +163,7 @@ def load_config() -> Config:
     """
     config = engine_config.load(logger)
     if "timeout_s" not in config.origins:
-        theirs = parallel_state._MODEL_PARALLEL_GROUP_TIMEOUT
+        theirs = parallel_state._MODEL_PARALLEL_GROUP_TIMEOUT if TABLE.has(seams.TIMEOUT) else None
         config = config.replace(timeout_s=joining.ENGINE_TIMEOUT_S if theirs is None else theirs.total_seconds())
     if _is_deterministic() and not config.deterministic:
         raise joining.SwitchedOffError("deterministic inference is on, and LLM_COMM_DETERMINISTIC is not")
@@ -189,7 +193,7 @@ def _why_not(group: Any, arguments: Mapping[str, Any]) -> str | None:
 def _set_up_fusion(group: Any, communicator: Communicator) -> str:
     """Puts norms and the all-reduces before them in one kernel, on all ranks or on none. Returns what to log."""
     why_not = members.why_not_fused(communicator) or joining.objection_of_any(
-        group.cpu_group, _hook_norms(group, communicator.config)
+        group.cpu_group, _attempt_norms(group, communicator.config)
     )
     if why_not is not None:
         return f"; not fused with RMSNorm: {why_not}{about_linear(communicator, 'SGLang', 'norms are not fused', 0)}"
@@ -205,7 +209,7 @@ def _set_up_linears(group: Any, communicator: Communicator) -> str:
     """Puts llm_comm in the place of linear layers before fused norms, on all ranks or on none. Returns what to log."""
     why_not = why_not_linear(communicator)  # the same on all ranks
     if why_not is None:
-        why_not = joining.objection_of_any(group.cpu_group, _hook_linears(), "linear layers")
+        why_not = joining.objection_of_any(group.cpu_group, _attempt_linears(), "linear layers")
     if why_not is None:
         from llm_comm.integrations.sglang import linear
 
@@ -217,7 +221,7 @@ def _set_up_invariant_linears(group: Any, communicator: Communicator) -> str:
     """The same of layers whose bits must not depend on their batch."""
     if communicator.config.batch_invariant_linear == "engine":
         return ""
-    why_not = joining.objection_of_any(group.cpu_group, _hook_invariant_linears(), "linear layers")
+    why_not = joining.objection_of_any(group.cpu_group, TABLE.attempt(seams.INVARIANT_LINEAR), "linear layers")
     if why_not is not None:
         return f"; linear layers are SGLang's: {why_not}"
     from llm_comm.integrations.sglang import invariant_linear
@@ -226,50 +230,36 @@ def _set_up_invariant_linears(group: Any, communicator: Communicator) -> str:
     return LINEAR_AT_EVERY_SIZE
 
 
-def _hook_invariant_linears() -> str | None:
-    """As ``_hook_linears``."""
-    try:
-        from llm_comm.integrations.sglang import invariant_linear
-
-        invariant_linear.set_up()
-    except Exception as error:
-        logger.debug("batch-invariant linear layers cannot be set up", exc_info=True)
-        return f"unknown version of SGLang ({type(error).__name__}: {error})"
-    return None
-
-
-def _hook_linears() -> str | None:
+def _attempt_linears() -> str | None:
     """Makes SGLang ready for it on this rank; nothing changes yet. Returns why it cannot be, if so."""
-    try:
-        from llm_comm.integrations.sglang import linear, scaled_linear
-
-        linear.set_up()
-        scaled_linear.set_up()
-    except Exception as error:
-        logger.debug("linear layers cannot be set up", exc_info=True)
-        return f"unknown version of SGLang ({type(error).__name__}: {error})"
-    return None
+    why_not = TABLE.attempt(seams.LINEAR, _look_up_linears)
+    if why_not is None:
+        TABLE.attempt(seams.FP8)  # by each rank alone: no other takes part in a layer
+    return why_not
 
 
-def _hook_norms(group: Any, config: Config) -> str | None:
+def _look_up_linears() -> None:
+    from llm_comm.integrations.sglang import linear
+
+    linear.set_up()
+
+
+def _attempt_norms(group: Any, config: Config) -> str | None:
     """Makes SGLang ready for it on this rank; nothing changes yet. Returns why it cannot be, if so."""
     if not config.fuse:
         return f"fuse is false ({config.origins.get('fuse', 'Python')})"
     if _is_deterministic() and config.batch_invariant_norm == "engine":
         return "deterministic inference is on, and batch_invariant_norm is 'engine'"
     why_not = engine_config.why_not_at_every_size(config, "SGLang") if _is_deterministic() else None
-    if why_not is not None:
-        return why_not
-    try:
-        from llm_comm.integrations.sglang import fusion
+    if why_not is None and _is_deterministic() and TABLE.has(seams.NEW_LLAMA):
+        why_not = "this version of SGLang has no model of which llm_comm knows that all batches take the same norms"
+    return why_not or TABLE.attempt(seams.NORMS, functools.partial(_note_group, group))
 
-        if _is_deterministic() and not fusion.has_norms_for_all_batches():
-            return "this version of SGLang has no model of which llm_comm knows that all batches take the same norms"
-        fusion.set_up(group)
-    except Exception as error:
-        logger.debug("fusion cannot be set up", exc_info=True)
-        return f"unknown version of SGLang ({type(error).__name__}: {error})"
-    return None
+
+def _note_group(group: Any) -> None:
+    from llm_comm.integrations.sglang import fusion
+
+    fusion.set_up(group)
 
 
 def _leave_norms_to_sglang() -> None:
@@ -298,7 +288,9 @@ def _option(options: Callable[[], Any], name: str) -> Any:
 
 
 def _summed_elsewhere() -> str:
-    if _server_option("comm", "flashinfer_allreduce_fusion_backend") is None:
+    if TABLE.why_not(seams.THEIR_FUSION) is not None or not _server_option(
+        "comm", "flashinfer_allreduce_fusion_backend"
+    ):
         return ""
     return (
         "; but SGLang's FlashInfer all-reduce fusion comes first where it applies "

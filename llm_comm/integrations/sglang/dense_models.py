@@ -24,8 +24,6 @@ from llm_comm.integrations.sglang.fused_norm import State, all_sums_are_of_the_g
 
 logger = logging.getLogger("sglang.llm_comm")
 
-LLAMA = "sglang.srt.models.llama"
-QWEN3 = "sglang.srt.models.qwen3"
 # Set on a tensor that still lacks its sum, between layers of Llama.
 _OWED = "_llm_comm_owed"
 # The same by SGLang's name, between layers that have a communicator.
@@ -76,7 +74,8 @@ def _leave_sums(model: Any, layers: list[Any], linears: list[Any], is_possible: 
 # ---- Llama ----------------------------------------------------------------------------------------------------------
 
 
-def after_llama_init(_: None, model: Any, *args: Any, **kwargs: Any) -> None:
+def make_llama(theirs: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    theirs(model, *args, **kwargs)
     from sglang.srt.models.llama import LlamaDecoderLayer
 
     if State.is_active:
@@ -118,7 +117,8 @@ def around_llama_layer(
 # ---- Qwen3 ----------------------------------------------------------------------------------------------------------
 
 
-def after_qwen3_init(_: None, model: Any, *args: Any, **kwargs: Any) -> None:
+def make_qwen3(theirs: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    theirs(model, *args, **kwargs)
     from sglang.srt.layers.communicator import CommunicateSummableTensorPairFn
     from sglang.srt.models.qwen3 import Qwen3DecoderLayer, Qwen3Model
 

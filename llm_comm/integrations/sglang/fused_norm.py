@@ -22,7 +22,6 @@ class State:
 
     Attributes:
         group: The one that they serve.
-        is_hooked: Whether all of them are set.
         is_active: Whether norms sum. Looked at by every hook, and the same on all ranks.
         computes_linears: Whether llm_comm computes linear layers too, if norms sum (``linear.py``).
         their_gate: SGLang's own decision, without ours.
@@ -33,7 +32,6 @@ class State:
     """
 
     group: Any = None
-    is_hooked = False
     is_active = False
     computes_linears = False
     at_every_size = False

@@ -20,48 +20,26 @@ them: ranks that leave a sum to different places would wait for each other.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
-import pkgutil
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_exec, get_parallel, get_server_args, get_spec
 
-from llm_comm.integrations.sglang import dense_models as dense
-from llm_comm.integrations.sglang.fused_norm import State, around_norm, norms_of_boundaries_sum
-from llm_comm.integrations.sglang.hooks import hook
+from llm_comm.integrations.seams import load
+from llm_comm.integrations.sglang.fused_norm import State, norms_of_boundaries_sum
+from llm_comm.integrations.sglang.seams import GATE, TABLE
 
 logger = logging.getLogger("sglang.llm_comm")
 
-_NORM = "sglang.srt.layers.layernorm._forward_with_allreduce_fusion"
-_BOUNDARY = "sglang.srt.layers.communicator.LayerCommunicator"
-
 
 def set_up(group: Any) -> None:
-    """Hooks SGLang, once, so that norms can sum over ``group``, the tensor-parallel one, themselves.
-
-    Raises:
-        RuntimeError: SGLang could not be hooked. It works as before then.
-    """
+    """Note ``group``, the tensor-parallel one, as that over which norms are to sum."""
     State.group = group
-    if State.is_hooked:
-        return
-    gate = _gate()
-    State.their_gate = pkgutil.resolve_name(gate)
-    hook(_NORM, around_norm, HookType.AROUND)
-    if _defers_to_anyone():
-        hook(f"{_BOUNDARY}.__init__", _after_boundary_init, HookType.AFTER)
-        hook(f"{_BOUNDARY}.should_fuse_mlp_allreduce_with_next_layer", _around_deferral, HookType.AROUND)
-        hook(f"{dense.QWEN3}.Qwen3DecoderLayer.forward", dense.around_qwen3_layer, HookType.AROUND)
-        hook(f"{dense.QWEN3}.Qwen3Model.__init__", dense.after_qwen3_init, HookType.AFTER)
-    hook(gate, _around_gate, HookType.AROUND)
-    if _llama_reduces_in_its_linears():
-        hook(f"{dense.LLAMA}.LlamaDecoderLayer.forward", dense.around_llama_layer, HookType.AROUND)
-        hook(f"{dense.LLAMA}.LlamaModel.__init__", dense.after_llama_init, HookType.AFTER)
-    State.is_hooked = True
+    if State.their_gate is None:
+        State.their_gate = load(str(TABLE.first_of(GATE)))
+    State.overwrites_residuals = not _speculates()
 
 
 def activate(at_every_size: bool = False) -> None:
@@ -71,7 +49,6 @@ def activate(at_every_size: bool = False) -> None:
         at_every_size: See ``State``.
     """
     State.is_active, State.at_every_size = True, at_every_size
-    State.overwrites_residuals = not _speculates()
 
 
 def deactivate() -> bool:
@@ -88,25 +65,6 @@ def forget(group: Any) -> None:
         _say_why_not_deferred.cache_clear()
 
 
-def has_norms_for_all_batches() -> bool:
-    """Whether this SGLang has a model of which all batches take the same norms that sum."""
-    return _llama_reduces_in_its_linears()
-
-
-def _gate() -> str:
-    """The function by which SGLang decides whether a norm is to sum."""
-    if _defers_to_anyone():
-        return "sglang.srt.layers.communicator.apply_flashinfer_allreduce_fusion"
-    module = importlib.import_module("sglang.srt.layers.layer_boundary.residual.add_norm")
-    newer = "flashinfer_ar_fusion_applies"
-    return f"{module.__name__}.{newer if hasattr(module, newer) else 'apply_flashinfer_allreduce_fusion'}"
-
-
-def _defers_to_anyone() -> bool:
-    """Whether this SGLang leaves the sum of an MLP to the next layer whoever else may read it: before 0.5.21."""
-    return importlib.util.find_spec("sglang.srt.layers.layer_boundary") is None
-
-
 def _speculates() -> bool:
     """Whether there is, or may be, a draft model."""
     try:
@@ -115,23 +73,20 @@ def _speculates() -> bool:
         return True
 
 
-def _llama_reduces_in_its_linears() -> bool:
-    return not hasattr(importlib.import_module(dense.LLAMA).LlamaDecoderLayer, "stage_facts")
-
-
 # ---- Models that leave sums to their norms --------------------------------------------------------------------------
 
 
-def _around_gate(theirs: Any, batch_size: int) -> bool:
+def around_gate(theirs: Any, batch_size: int) -> bool:
     return (norms_of_boundaries_sum() and batch_size > 0) or theirs(batch_size)
 
 
-def _after_boundary_init(_: None, boundary: Any, *args: Any, **kwargs: Any) -> None:
+def make_boundary(theirs: Any, boundary: Any, *args: Any, **kwargs: Any) -> None:
+    theirs(boundary, *args, **kwargs)
     # By now all groups are made. Kept with the layer: its forward may be compiled.
     boundary.llm_comm_defers = State.is_active and _why_not_deferred() is None
 
 
-def _around_deferral(theirs: Any, boundary: Any, forward_batch: Any) -> bool:
+def around_deferral(theirs: Any, boundary: Any, forward_batch: Any) -> bool:
     """Whether a layer leaves the sum of its MLP to the next one."""
     leaves = bool(theirs(boundary, forward_batch))
     if not leaves or not State.is_active or getattr(boundary, "llm_comm_defers", False):

@@ -16,16 +16,11 @@ from typing import Any
 
 import torch
 from sglang.srt.distributed import parallel_state
-from sglang.srt.plugins.hook_registry import HookType
 
-from llm_comm.config import Config
 from llm_comm.integrations.parts import Parts
-from llm_comm.integrations.sglang.hooks import hook
 
 #: Attribute of a group that llm_comm serves.
 PARTS = "llm_comm_parts"
-
-_COORDINATOR = "sglang.srt.distributed.parallel_state.GroupCoordinator"
 
 # Opaque to torch.compile, as SGLang's operator around an all-gather is: whoever serves it is found out at run time.
 # A fragment: ``fused_norm.py`` has an operator in there too, and may be loaded or not.
@@ -35,41 +30,15 @@ _library.define(
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 
-_hooked: set[str] = set()
 
-
-def set_up(config: Config) -> None:
-    """Hooks SGLang, once, for what ``config`` says.
-
-    Raises:
-        RuntimeError: SGLang could not be hooked. It works as before then.
-    """
-    wanted: dict[str, Any] = {}
-    if config.all_gather:
-        wanted |= {
-            "_all_gather_into_tensor": _around_all_gather_into_tensor,
-            "all_gatherv": _around_all_gatherv,
-            "all_gather": _around_all_gather,
-        }
-    if config.reduce_scatter:
-        wanted |= {
-            "_reduce_scatter_tensor": _around_reduce_scatter_tensor,
-            "reduce_scatterv": _around_reduce_scatterv,
-        }
-    for name, function in wanted.items():
-        if name not in _hooked:
-            hook(f"{_COORDINATOR}.{name}", function, HookType.AROUND)
-            _hooked.add(name)
-
-
-def _around_all_gather_into_tensor(theirs: Any, group: Any, output: torch.Tensor, input: torch.Tensor) -> Any:
+def all_gather_into_tensor(theirs: Any, group: Any, output: torch.Tensor, input: torch.Tensor) -> Any:
     parts: Parts | None = getattr(group, PARTS, None)
     if parts is None or parts.all_gather("all_gather_into_tensor", input, out=output) is None:
         return theirs(group, output, input)
     return None
 
 
-def _around_reduce_scatter_tensor(theirs: Any, group: Any, output: torch.Tensor, input: torch.Tensor) -> Any:
+def reduce_scatter_tensor(theirs: Any, group: Any, output: torch.Tensor, input: torch.Tensor) -> Any:
     parts: Parts | None = getattr(group, PARTS, None)
     # NCCL counts elements, whatever the shapes are.
     if parts is None or parts.reduce_scatter("reduce_scatter_tensor", input.reshape(-1), out=output) is None:
@@ -77,7 +46,7 @@ def _around_reduce_scatter_tensor(theirs: Any, group: Any, output: torch.Tensor,
     return output
 
 
-def _around_all_gather(
+def all_gather(
     theirs: Any,
     group: Any,
     input_: torch.Tensor,
@@ -93,7 +62,7 @@ def _around_all_gather(
     return theirs(group, input_, dim) if result is None else result
 
 
-def _around_all_gatherv(
+def all_gatherv(
     theirs: Any,
     group: Any,
     input_: torch.Tensor | list[torch.Tensor],
@@ -114,7 +83,7 @@ def _around_all_gatherv(
     return results
 
 
-def _around_reduce_scatterv(
+def reduce_scatterv(
     theirs: Any,
     group: Any,
     input_: torch.Tensor,

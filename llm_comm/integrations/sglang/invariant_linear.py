@@ -14,12 +14,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.plugins.hook_registry import HookType
 
 from llm_comm.integrations.linear import is_aligned, takes_all_batches_of
-from llm_comm.integrations.sglang.hooks import hook
-
-_METHOD = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod"
 
 # Opaque to torch.compile: graphs are traced with one number of tokens and run with others.
 _library = torch.library.Library("llm_comm_sglang", "FRAGMENT")
@@ -29,23 +25,10 @@ _library.define("linear_of_any_batch(Tensor x, Tensor weight) -> Tensor", tags=(
 class _State:
     """
     Attributes:
-        is_hooked: Whether SGLang's method is hooked.
         group: Whose communicator computes the layers; None, or without one any more: SGLang does.
     """
 
-    is_hooked = False
     group: Any = None
-
-
-def set_up() -> None:
-    """Hooks SGLang, once. Nothing changes before ``activate``.
-
-    Raises:
-        RuntimeError: It could not be hooked, and works as before.
-    """
-    if not _State.is_hooked:
-        hook(f"{_METHOD}.apply", _around_apply, HookType.AROUND)
-        _State.is_hooked = True
 
 
 def activate(group: Any) -> None:
@@ -53,7 +36,7 @@ def activate(group: Any) -> None:
     _State.group = group
 
 
-def _around_apply(theirs: Any, method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+def around_apply(theirs: Any, method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
     weight = layer.weight
     if (
         _State.group is None

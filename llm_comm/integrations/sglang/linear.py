@@ -26,17 +26,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sglang.srt.plugins.hook_registry import HookType
 
 from llm_comm.integrations.linear import prefers_some
 from llm_comm.integrations.sglang.fused_norm import State, all_sums_are_of_the_group
-from llm_comm.integrations.sglang.hooks import hook
 
 logger = logging.getLogger("sglang.llm_comm")
 
 _LAYERS = "sglang.srt.layers.linear"
 _UNQUANTIZED = "sglang.srt.layers.quantization.unquant"
-_METHOD = f"{_UNQUANTIZED}.UnquantizedLinearMethod"
 
 # Those of ``--bf16-gemm-backend`` by which SGLang leaves a layer to torch, and so to cuBLAS.
 _CUBLAS = ("auto", "torch")
@@ -50,34 +47,26 @@ class _SGLang:
     """What of SGLang the hooks need.
 
     Attributes:
-        is_hooked: Whether both are set.
         row_parallel: The class of the layers that are summed over ranks.
         column_parallel: That of the layers whose outputs are split over ranks.
         unquantized: The module with SGLang's own kernels for layers without quantization.
     """
 
-    is_hooked = False
     row_parallel: Any = None
     column_parallel: Any = None
     unquantized: Any = None
 
 
 def set_up() -> None:
-    """Hooks SGLang, once.
+    """Look up what the hooks need.
 
     Raises:
-        RuntimeError: SGLang could not be hooked. It works as before then.
-        Exception: It lacks a name.
+        Exception: SGLang lacks a name.
     """
-    if _SGLang.is_hooked:
-        return
     layers = importlib.import_module(_LAYERS)
     _SGLang.row_parallel, _SGLang.column_parallel = layers.RowParallelLinear, layers.ColumnParallelLinear
     _SGLang.unquantized = importlib.import_module(_UNQUANTIZED)
     _their_backend()  # fails here rather than when a model is made
-    hook(f"{_METHOD}.apply", _around_apply, HookType.AROUND)
-    hook(f"{_METHOD}.create_weights", _after_create_weights, HookType.AFTER)
-    _SGLang.is_hooked = True
 
 
 def activate() -> None:
@@ -89,7 +78,8 @@ def activate() -> None:
 # ---- Which layers ---------------------------------------------------------------------------------------------------
 
 
-def _after_create_weights(_: None, method: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+def create_weights(theirs: Any, method: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    theirs(method, layer, *args, **kwargs)
     # Kept with the layer: its forward may be compiled.
     layer.llm_comm_computes = State.is_active and State.computes_linears and _is_of_the_kind(layer) and _wants(layer)
 
@@ -101,12 +91,7 @@ def _is_of_the_kind(layer: Any) -> bool:
         return False
     if isinstance(layer, _SGLang.column_parallel):
         return True
-    return (
-        isinstance(layer, _SGLang.row_parallel)
-        # What an unknown version may lack is as if it were set.
-        and not getattr(layer, "use_dp_attention_reduce", True)
-        and not getattr(layer, "with_bias", True)
-    )
+    return isinstance(layer, _SGLang.row_parallel) and not (layer.use_dp_attention_reduce or layer.with_bias)
 
 
 def _wants(layer: Any) -> bool:
@@ -149,7 +134,7 @@ def _say_that_they_are_sglangs(backend: str) -> None:
 # ---- Their computation ----------------------------------------------------------------------------------------------
 
 
-def _around_apply(theirs: Any, method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+def apply(theirs: Any, method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
     if bias is None and getattr(layer, "llm_comm_computes", False):
         weight = layer.weight
         # Not a tensor in its place: someone may have just made that.

@@ -10,40 +10,24 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from sglang.srt.plugins.hook_registry import HookType
-
 from llm_comm.integrations import sleeping
-from llm_comm.integrations.sglang.hooks import hook
+from llm_comm.integrations.sglang.seams import MEMORY, TABLE
 
 _MODULE = "sglang.srt.managers.scheduler_components.weight_updater"
-_CLASS = "SchedulerWeightUpdaterManager"
-_hooked: set[str] = set()
 
 
-def set_up() -> None:
-    """Hooks the scheduler's methods, in a process that has a scheduler. More than once is no error.
-
-    Raises:
-        AttributeError, RuntimeError: They cannot be hooked: another version of SGLang.
-    """
-    if _MODULE not in sys.modules:  # a process without a scheduler, which gets no such requests
-        return
-    for name, around in (
-        ("release_memory_occupation", _around_release),
-        ("resume_memory_occupation", _around_resume),
-    ):
-        if name not in _hooked:
-            hook(f"{_MODULE}.{_CLASS}.{name}", around, HookType.AROUND)
-            _hooked.add(name)
+def set_up() -> str | None:
+    """Hook the scheduler's methods, in a process that has a scheduler. Return why they cannot be, if so."""
+    return TABLE.attempt(MEMORY) if _MODULE in sys.modules else None  # other processes get no such requests
 
 
-def _around_release(theirs: Any, *args: Any, **kwargs: Any) -> Any:
+def release_memory_occupation(theirs: Any, *args: Any, **kwargs: Any) -> Any:
     # Behind SGLang: it refuses where requests are under way.
     result = theirs(*args, **kwargs)
     sleeping.release_all()
     return result
 
 
-def _around_resume(theirs: Any, *args: Any, **kwargs: Any) -> Any:
+def resume_memory_occupation(theirs: Any, *args: Any, **kwargs: Any) -> Any:
     sleeping.restore_all()
     return theirs(*args, **kwargs)

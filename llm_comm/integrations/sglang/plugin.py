@@ -11,6 +11,8 @@ in there is swallowed, so a wrong option could not end the start; the group's na
 at all in deterministic mode nor for some groups that sum activations; and where SGLang's own class fails, llm_comm
 would go down with it.
 
+Names of SGLang that llm_comm replaces or relies on are rows of ``seams.py``.
+
 This module is loaded in every process of SGLang, most of which never make a group. So it imports little, and leaves
 all decisions to the moment when a group is made. By then the scheduler has set up its log as well.
 
@@ -33,29 +35,31 @@ import logging
 import sys
 from typing import Any
 
-from llm_comm.errors import LlmCommError
+from llm_comm.integrations.sglang.seams import ALL_REDUCE, TABLE
 
 #: SGLang sets up the root logger, which all others pass their messages on to.
 logger = logging.getLogger("sglang.llm_comm")
 
-_THEIRS = "sglang.srt.distributed.parallel_state"
-THEIR_CLASS = f"{_THEIRS}.GroupCoordinator"
+THEIR_CLASS = "sglang.srt.distributed.parallel_state.GroupCoordinator"
 
 
 def register() -> None:
-    """Called by SGLang in each of its processes. Never raises."""
+    """Register the hooks of the all-reduce. Called by SGLang in each of its processes. Never raises."""
     try:
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+        why_not = TABLE.why_not(ALL_REDUCE)
+        if why_not is None:
+            from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        HookRegistry.register(f"{_THEIRS}.initialize_model_parallel", _around_all_groups, HookType.AROUND)
-        HookRegistry.register(f"{THEIR_CLASS}.__init__", _around_init, HookType.AROUND)
-        HookRegistry.register(f"{THEIR_CLASS}.destroy", _before_destroy, HookType.BEFORE)
+            for symbol, patch in TABLE.patches(ALL_REDUCE):  # which SGLang puts in place, after those of all plugins
+                HookRegistry.register(symbol.replace(":", "."), patch, HookType.AROUND)
     except Exception as error:
-        _warn_of_unknown_version(f"{type(error).__name__}: {error}")
+        why_not = f"it cannot be set up in {TABLE.release} ({type(error).__name__}: {error})"
+    if why_not is not None:
+        _warn(why_not)
 
 
-def _around_all_groups(theirs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Makes the groups as SGLang does, once it is noted which ones there will be."""
+def make_all_groups(theirs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make the groups as SGLang does, once it is noted which ones there will be."""
     try:
         from llm_comm.integrations.sglang import groups
 
@@ -65,25 +69,25 @@ def _around_all_groups(theirs: Any, *args: Any, **kwargs: Any) -> Any:
     return theirs(*args, **kwargs)
 
 
-def _around_init(theirs: Any, group: Any, *args: Any, **kwargs: Any) -> None:
-    """Makes the group as SGLang does, then puts llm_comm in front of its custom all-reduce.
+def make_group(theirs: Any, group: Any, *args: Any, **kwargs: Any) -> None:
+    """Make the group as SGLang does, then put llm_comm in front of its custom all-reduce.
 
     Raises:
         ConfigError: A rank has a wrong option. The scheduler of every rank ends with it, so SGLang does not start.
         RendezvousError: A rank is gone.
+        Exception: An error of llm_comm itself, after ranks have agreed to use it: SGLang does not start. Without the
+            error, this rank would do without llm_comm alone, and the others would wait for it.
     """
     theirs(group, *args, **kwargs)
     try:
         from llm_comm.integrations.sglang import communicator
-
-        communicator.step_in(group, kwargs)
-    except LlmCommError:
-        raise
     except Exception as error:  # a name that is not there: the same on all ranks
-        _warn_of_unknown_version(f"{type(error).__name__}: {error}")
+        _warn(f"it cannot be set up in {TABLE.release} ({type(error).__name__}: {error})")
+        return
+    communicator.step_in(group, kwargs)
 
 
-def _before_destroy(group: Any) -> None:
+def destroy_group(theirs: Any, group: Any) -> None:
     for ours in (getattr(group, "ca_comm", None), getattr(group, "llm_comm_parts", None)):
         close = getattr(ours, "leave", None)
         if close is not None:
@@ -91,11 +95,9 @@ def _before_destroy(group: Any) -> None:
     fusion = sys.modules.get("llm_comm.integrations.sglang.fusion")
     if fusion is not None:
         fusion.forget(group)
+    theirs(group)
 
 
 @functools.cache
-def _warn_of_unknown_version(error: str) -> None:
-    logger.warning(
-        "llm_comm is not active: it does not know this version of SGLang (%s). SGLang's own collectives are used.",
-        error,
-    )
+def _warn(why_not: str) -> None:
+    logger.warning("llm_comm is not active: %s. SGLang's own collectives are used.", why_not)

@@ -11,48 +11,14 @@ of torch.compile, which keep SGLang's operator.
 
 from __future__ import annotations
 
-import importlib
-import logging
 from typing import Any
 
 import torch
-from sglang.srt.plugins.hook_registry import HookType
 
 from llm_comm.integrations.sglang.fused_norm import State
-from llm_comm.integrations.sglang.hooks import hook
-
-logger = logging.getLogger("sglang.llm_comm")
-
-_MODULE = "sglang.srt.layers.quantization.fp8_utils"
-_FUNCTION = "fp8_scaled_mm"
 
 
-class _SGLang:
-    """Whether it is hooked."""
-
-    is_hooked = False
-
-
-def set_up() -> None:
-    """Hooks SGLang, once. Where it has no such function, as without CUDA, FP8 stays SGLang's, on this rank alone: the
-    others wait for none of its layers.
-
-    Raises:
-        RuntimeError: It could not be hooked, and works as before.
-    """
-    if _SGLang.is_hooked:
-        return
-    try:
-        module = importlib.import_module(_MODULE)
-    except Exception:
-        logger.debug("%s cannot be imported", _MODULE, exc_info=True)
-        return
-    if hasattr(module, _FUNCTION):
-        hook(f"{_MODULE}.{_FUNCTION}", _around_fp8_scaled_mm, HookType.AROUND)
-        _SGLang.is_hooked = True
-
-
-def _around_fp8_scaled_mm(
+def around_fp8_scaled_mm(
     theirs: Any,
     x: torch.Tensor,
     weight: torch.Tensor,

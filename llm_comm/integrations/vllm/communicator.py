@@ -1,111 +1,48 @@
 """vLLM's CUDA communicator with the all-reduce of llm_comm in front of its own, and who gets one.
 
-All names of vLLM that llm_comm relies on, but for the platform's in ``plugin.py``, those of all-gather and
-reduce-scatter in ``gathering.py`` and those of the compiler in ``fusion.py``, ``pass_manager.py``, the passes and the
-operators, are imported or used here.
+Names of vLLM that llm_comm relies on stand in ``seams.py``. This module imports those of the all-reduce alone.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-import vllm.envs as envs
-from vllm.config import get_current_vllm_config_or_none
-from vllm.distributed import get_tp_group
+from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
-from llm_comm.errors import ConfigError
 from llm_comm.integrations import descriptions, engine_config, joining, linear, members, sleeping
 from llm_comm.integrations.parts import Parts
-from llm_comm.integrations.vllm import cache_key, dependent_launches, eager_norms, fusion, sleep_mode
-from llm_comm.integrations.vllm.gathering import GatheringCommunicator, only_gathers
-from llm_comm.options import OPTIONS
+from llm_comm.integrations.vllm import (
+    cache_key,
+    configuration,
+    dependent_launches,
+    fusion,
+    gathering,
+    seams,
+    sleep_mode,
+)
+from llm_comm.integrations.vllm.seams import TABLE
 from llm_comm.planning.selection import message_limit
 from llm_comm.planning.tables import FUSED
-from llm_comm.quoting import quoted
 
 logger = logging.getLogger("vllm.llm_comm")
 
-SECTION = "llm_comm"
-#: Groups in whose name the models sum activations. Others gather and scatter alone (``only_gathers``), or do neither.
-GROUPS = ("tp", "dcp")
+
+@functools.cache
+def _say_what_is_off(line: str) -> None:
+    logger.warning(line)
 
 
-def why_not() -> str | None:
-    """Why the current configuration of vLLM rules llm_comm out on all ranks, if it does."""
-    vllm_config = get_current_vllm_config_or_none()
-    if vllm_config is None:
-        return None
-    if vllm_config.parallel_config.enable_elastic_ep:
-        return "elastic expert parallelism insists on vLLM's own communicator"
-    section = _section(vllm_config)
-    if isinstance(section, dict) and section.get("enable") is False:
-        return f"enable is false in additional_config[{SECTION!r}]"
-    return None
+class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
+    """Sums with llm_comm what it accepts, and takes vLLM's way for the rest and for all other collectives.
 
-
-def load_config() -> Config:
-    """The options: defaults < LLM_COMM_CONFIG < LLM_COMM_* < ``additional_config["llm_comm"]`` of vLLM.
-
-    Raises:
-        ConfigError: A value that is not allowed, or a file that cannot be read.
-    """
-    vllm_config = get_current_vllm_config_or_none()
-    config = engine_config.load(logger)
-    section = {} if vllm_config is None else _section(vllm_config)
-    if not isinstance(section, dict):
-        raise ConfigError(
-            f"additional_config[{SECTION!r}] is {quoted(section)}; expected options by name: {', '.join(OPTIONS)}"
-        )
-    section = engine_config.known(section, f"additional_config[{SECTION!r}]", logger)
-    if section:
-        try:
-            config = engine_config.load(logger, **section)
-        except ConfigError as error:
-            raise ConfigError(f"additional_config[{SECTION!r}]: {error}") from error
-    if "timeout_s" not in config.origins:
-        theirs = None if vllm_config is None else vllm_config.parallel_config.distributed_timeout_seconds
-        config = config.replace(timeout_s=float(theirs or joining.ENGINE_TIMEOUT_S))
-    return engine_config.for_batch_invariance(config, "VLLM_BATCH_INVARIANT", envs.VLLM_BATCH_INVARIANT, logger)
-
-
-def served_groups(config: Config) -> list[str]:
-    """The groups of this process that llm_comm serves under ``config`` and the current configuration of vLLM, in the
-    order in which they are made."""
-    vllm_config = get_current_vllm_config_or_none()
-    if vllm_config is None:
-        return []
-    parallel = vllm_config.parallel_config
-    sizes = {
-        "tp": parallel.tensor_parallel_size,
-        "dcp": parallel.decode_context_parallel_size,
-        "pcp": parallel.prefill_context_parallel_size,
-        "dp": parallel.data_parallel_size,
-    }
-    sizes["ep"] = sizes["tp"] * sizes["pcp"] * sizes["dp"]
-    gathers = config.all_gather or config.reduce_scatter
-    return [kind for kind, size in sizes.items() if size > 1 and (kind in GROUPS or (gathers and only_gathers(kind)))]
-
-
-def _section(vllm_config: Any) -> Any:
-    # A platform plugin may have put an object of its own there.
-    additional = vllm_config.additional_config
-    return additional.get(SECTION, {}) if isinstance(additional, dict) else {}
-
-
-def fuses() -> bool:
-    """Whether the group in whose name a model sums its activations, at this moment, is one whose norms are fused."""
-    return getattr(get_tp_group().device_communicator, "fuses", False)
-
-
-class LlmCommCommunicator(GatheringCommunicator):
-    """Sums, gathers and scatters with llm_comm what it accepts, and takes vLLM's way for the rest and for all other
-    collectives.
+    A group that also gathers and scatters gets a class derived from this one (``gathering.py``).
 
     llm_comm is set up in the constructor, where all ranks of a group come together and before vLLM measures what memory
     is left. It registers no tensors and bakes nothing into graphs that their replay depends on, so graphs that are
@@ -117,6 +54,9 @@ class LlmCommCommunicator(GatheringCommunicator):
         super().__init__(*args, **kwargs)
         self._llm_comm: Communicator | None = None
         self._member: members.Member | None = None
+        self._parts: Parts | None = None
+        #: Whether all ranks release the workspaces while vLLM sleeps.
+        self._sleeps = False
         self._kind = self.unique_name.split(":")[0]
         #: Whether compiled graphs hold llm_comm's operator where an all-reduce of this group and a norm were.
         self.fuses = False
@@ -130,8 +70,8 @@ class LlmCommCommunicator(GatheringCommunicator):
         #: Differs where ``prefers_linear`` and its kin could.
         self.linear_key = ""
         self._said: set[str] = set()
-        self._sums = self._kind in GROUPS
-        if self.world_size > 1 and (self._sums or only_gathers(self._kind)):
+        self._sums = self._kind in configuration.GROUPS
+        if self.world_size > 1 and (self._sums or configuration.only_gathers(self._kind)):
             self._join()
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
@@ -244,26 +184,26 @@ class LlmCommCommunicator(GatheringCommunicator):
 
     # Of vLLM 0.33, which calls them for all groups, on all of their ranks.
 
-    def suspend(self) -> None:
+    def suspend(self, *args: Any, **kwargs: Any) -> None:
         """Gives memory back while vLLM sleeps, with ``enable_nccl_comm_suspend``."""
-        super().suspend()
+        super().suspend(*args, **kwargs)
         self._release()
 
-    def resume(self) -> None:
+    def resume(self, *args: Any, **kwargs: Any) -> None:
         self._restore()
-        super().resume()
+        super().resume(*args, **kwargs)
 
-    def checkpoint_prepare(self) -> None:
+    def checkpoint_prepare(self, *args: Any, **kwargs: Any) -> None:
         """Before a checkpoint of the process: nothing of another rank's workspace stays mapped."""
-        super().checkpoint_prepare()
+        super().checkpoint_prepare(*args, **kwargs)
         self._release()
 
-    def checkpoint_restore(self) -> None:
+    def checkpoint_restore(self, *args: Any, **kwargs: Any) -> None:
         self._restore()
-        super().checkpoint_restore()
+        super().checkpoint_restore(*args, **kwargs)
 
     def _release(self) -> None:
-        if self._llm_comm is not None:
+        if self._llm_comm is not None and self._sleeps:
             sleeping.release(self.unique_name, self._llm_comm, logger)
 
     def _restore(self) -> None:
@@ -341,31 +281,69 @@ class LlmCommCommunicator(GatheringCommunicator):
         if member is None:
             return
         self._member, self._llm_comm = member, member.communicator
-        sleep_mode.set_up()
-        self._parts = Parts(member, logger)
-        about_layers = ""
+        about_parts = self._set_up_parts(member)
+        if about_parts and not self._sums:  # nothing is left to do
+            logger.warning("llm_comm is not active for group %s%s.", self.unique_name, about_parts)
+            self._member = self._llm_comm = None
+            member.close()
+            return
+        about = about_parts + self._set_up_sleep(member.communicator)
         if self._kind == "tp":
-            about_layers = self._set_up_fusion(member.communicator) + self._set_up_invariant_linear(member.communicator)
+            about += self._set_up_fusion(member.communicator) + self._set_up_invariant_linear(member.communicator)
         if self.global_rank == 0:
-            logger.info("%s%s", member.summary("vLLM", sums=self._sums), about_layers)
+            logger.info("%s%s", member.summary("vLLM", sums=self._sums), about)
+            off = TABLE.describe()
+            if off is not None:
+                _say_what_is_off(off)
+
+    def _objection(self, of_this_rank: str | None, about: str) -> str | None:
+        """Return why a rank of the group does without a feature, if so: the same on all ranks. Collective."""
+        return joining.objection_of_any(self.cpu_group, of_this_rank, about)
+
+    def _set_up_parts(self, member: members.Member) -> str:
+        """Puts llm_comm in front of all-gathers and reduce-scatters, on all ranks or on none. Returns what to log."""
+        config = member.communicator.config
+        if not (config.all_gather or config.reduce_scatter):
+            return ""
+        why_not = self._objection(TABLE.attempt(seams.GATHERING), seams.GATHERING)
+        if why_not is not None:
+            return f"; but vLLM gathers and scatters itself: {why_not}"
+        self._parts = Parts(member, logger)
+        self.__class__ = gathering.gathering(type(self))
+        return ""
+
+    def _set_up_sleep(self, communicator: Communicator) -> str:
+        """Has workspaces released while vLLM sleeps, on all ranks or on none. Returns what to log."""
+        if not communicator.config.sleep:
+            return ""
+        why_not = self._objection(sleep_mode.set_up(), seams.SLEEP)
+        if why_not is not None:
+            sleeping.leave(communicator)
+            return f"; its workspaces stay while vLLM sleeps: {why_not}"
+        self._sleeps = True
+        return ""
 
     def _load_config(self) -> Config:
-        config = load_config() if self._sums else engine_config.check_parts_wanted(load_config(), self.unique_name)
+        config = configuration.load_config()
+        if not self._sums:
+            config = engine_config.check_parts_wanted(config, self.unique_name)
+        TABLE.untested = config.untested
         config = dependent_launches.choose(config, joining.served_device(self.device), self.world_size)
-        return engine_config.share_memory(config, self._kind, served_groups(config))
+        return engine_config.share_memory(config, self._kind, configuration.served_groups(config))
 
     def _set_up_fusion(self, communicator: Communicator) -> str:
         """Decides whether compiled graphs are to hold the fused operator, alike on all ranks. Returns what to log."""
         theirs_is_off = (
             "; vLLM's fuse_allreduce_rms, which sums past llm_comm, is off" if fusion.keep_norms_apart() else ""
         )
-        why_not = members.why_not_fused(communicator) or joining.objection_of_any(
-            self.cpu_group, fusion.why_not_fused(communicator.config)
-        )
+        unknown = self._objection(TABLE.why_not(seams.NORMS), "norms of this release")
+        why_not = members.why_not_fused(communicator) or unknown
+        if why_not is None:
+            why_not = self._objection(fusion.why_not_fused(communicator.config), "norms")
         self.max_fused_bytes = message_limit(FUSED, communicator.table, communicator.config)
         if why_not is not None:
-            if why_not == fusion.NOT_COMPILED:  # of all ranks
-                why_not += self._set_up_eager_fusion()
+            if why_not in (fusion.NOT_COMPILED, unknown):  # of all ranks
+                why_not += self._set_up_eager_fusion(communicator.config)
             wanted = communicator.max_preferred_tokens > 0
             about_linear = linear.about_linear(communicator, "vLLM", "norms are not fused", 0) if wanted else ""
             return f"; not fused with RMSNorm: {why_not}{about_linear}{theirs_is_off}"
@@ -375,18 +353,19 @@ class LlmCommCommunicator(GatheringCommunicator):
         sizes = descriptions.AT_EVERY_SIZE if communicator.config.batch_invariant_norm == "llm_comm" else ""
         return f"; fused with RMSNorm in compiled graphs{sizes}{about_linear}{theirs_is_off}"
 
-    def _set_up_eager_fusion(self) -> str:
+    def _set_up_eager_fusion(self, config: Config) -> str:
         """The same for models that are not compiled, on all ranks or on none."""
-        if joining.objection_of_any(self.cpu_group, fusion.why_not_fused_eagerly()) is not None:
-            return ""
+        why_not = self._objection(fusion.why_not_fused_eagerly(config), "norms outside compiled graphs")
+        if why_not is not None:
+            return f" (nor is it in models that call {seams.FUNCTION}: {why_not})"
         self.fuses_eagerly = True
-        return f" (it is in models that call {eager_norms.FUNCTION})"
+        return f" (it is in models that call {seams.FUNCTION})"
 
     def _set_up_invariant_linear(self, communicator: Communicator) -> str:
         """The same for layers whose bits must not depend on their batch, compiled or not."""
         if communicator.config.batch_invariant_linear == "engine":
             return ""
-        why_not = joining.objection_of_any(self.cpu_group, fusion.why_not_invariant_linear(), "linear layers")
+        why_not = self._objection(fusion.why_not_invariant_linear(), "linear layers")
         if why_not is not None:
             return f"; linear layers are vLLM's: {why_not}"
         from llm_comm.integrations.vllm import invariant_linear
@@ -400,7 +379,7 @@ class LlmCommCommunicator(GatheringCommunicator):
         tokens = 0
         why_not = linear.why_not_linear(communicator)  # the same on all ranks
         if why_not is None:
-            why_not = joining.objection_of_any(self.cpu_group, fusion.why_not_linear(), "linear layers")
+            why_not = self._objection(fusion.why_not_linear(), "linear layers")
         if why_not is None:
             tokens = fusion.max_linear_tokens(communicator, self.max_fused_bytes)
             if tokens == 0:

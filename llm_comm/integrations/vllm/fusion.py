@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import vllm.envs as envs
-from vllm.config import CompilationMode, get_current_vllm_config_or_none
+from vllm.config import get_current_vllm_config_or_none
 
 from llm_comm import registry
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
 from llm_comm.integrations import engine_config
-from llm_comm.integrations.vllm import cache_key, compile_ranges
+from llm_comm.integrations.vllm import cache_key, compile_ranges, seams
+from llm_comm.integrations.vllm.seams import TABLE
 from llm_comm.planning.tables import FUSED
 
 
@@ -24,7 +26,9 @@ def keep_norms_apart() -> bool:
     vLLM's fusion switches llm_comm off. The passes are made when the model is compiled, later than this.
     """
     vllm_config = get_current_vllm_config_or_none()
-    if vllm_config is None or not vllm_config.compilation_config.pass_config.fuse_allreduce_rms:
+    if vllm_config is None or TABLE.why_not(seams.THEIR_FUSION) is not None:
+        return False
+    if not vllm_config.compilation_config.pass_config.fuse_allreduce_rms:
         return False
     vllm_config.compilation_config.pass_config.fuse_allreduce_rms = False
     return True
@@ -37,9 +41,17 @@ NOT_COMPILED = "vLLM does not compile the model"
 def why_not_fused(config: Config) -> str | None:
     """Makes ready for compiled graphs that hold the fused operator; nothing changes yet. Returns why there are to be
     none, if so."""
+    return _switched_off(config) or TABLE.attempt(seams.NORMS, partial(_why_not_compiled, config))
+
+
+def _switched_off(config: Config) -> str | None:
+    return None if config.fuse else f"fuse is false ({config.origins.get('fuse', 'Python')})"
+
+
+def _why_not_compiled(config: Config) -> str | None:
+    from vllm.config import CompilationMode
+
     vllm_config = get_current_vllm_config_or_none()
-    if not config.fuse:
-        return f"fuse is false ({config.origins.get('fuse', 'Python')})"
     if envs.VLLM_BATCH_INVARIANT and config.batch_invariant_norm == "engine":
         return "VLLM_BATCH_INVARIANT is on, and batch_invariant_norm is 'engine'"
     if vllm_config is None or vllm_config.compilation_config.mode != CompilationMode.VLLM_COMPILE:
@@ -51,36 +63,39 @@ def why_not_fused(config: Config) -> str | None:
     why_not = _why_not_kept_apart(vllm_config)
     if why_not is not None:
         return why_not
-    try:
-        # The operators, which graphs from the cache need as well. The pass too, which is needed later: all ranks are to
-        # have it, or none.
-        from llm_comm.integrations.vllm import (  # noqa: F401
-            column_op,
-            fused_op,
-            group_fp8_op,
-            linear_op,
-            pass_manager,
-            scaled_op,
-        )
+    # The operators, which graphs from the cache need as well. The pass too, which is needed later: all ranks are to
+    # have it, or none.
+    from llm_comm.integrations.vllm import (  # noqa: F401
+        column_op,
+        fused_op,
+        group_fp8_op,
+        linear_op,
+        pass_manager,
+        scaled_op,
+    )
 
-        compile_ranges.new_endpoints(vllm_config, 0, 0)
-        return _why_not_of_this_model(vllm_config.model_config) or (
-            _why_not_in_all_batches(config, vllm_config) if envs.VLLM_BATCH_INVARIANT else None
-        )
-    except Exception as error:
-        return f"it does not know this version of vLLM ({type(error).__name__}: {error})"
+    return _why_not_of_this_model(vllm_config.model_config) or (
+        _why_not_in_all_batches(config, vllm_config) if envs.VLLM_BATCH_INVARIANT else None
+    )
 
 
-def why_not_fused_eagerly() -> str | None:
+def why_not_fused_eagerly(config: Config) -> str | None:
     """Of a model that is not compiled: has vLLM's function for an all-reduce and a norm ask llm_comm. Returns why it
     does not, if so."""
-    from llm_comm.integrations.vllm import eager_norms
-
     if envs.VLLM_BATCH_INVARIANT:
         return "a norm must not depend on the size of its batch, and the function takes the sizes that are left to it"
+    return _switched_off(config) or TABLE.attempt(seams.EAGER_NORMS, _why_not_eager_norms)
+
+
+def _why_not_eager_norms() -> str | None:
     vllm_config = get_current_vllm_config_or_none()
     model = None if vllm_config is None else vllm_config.model_config
-    return _why_not_of_this_model(model) or eager_norms.set_up(() if model is None else model.architectures)
+    why_not = _why_not_of_this_model(model)
+    if why_not is not None or model is None:
+        return why_not
+    from llm_comm.integrations.vllm import uncompiled_layers
+
+    return uncompiled_layers.set_up(model.architectures)
 
 
 def _why_not_of_this_model(model: Any) -> str | None:
@@ -108,29 +123,19 @@ def _why_not_in_all_batches(config: Config, vllm_config: Any) -> str | None:
 
 def why_not_linear() -> str | None:
     """What of vLLM rules linear layers of llm_comm out, if something does: norms are fused all the same."""
-    try:
-        # They rest on more of vLLM than the pass of the norms. All ranks are to have them, or none.
-        from llm_comm.integrations.vllm import column_pass, linear_pass  # noqa: F401
+    return TABLE.attempt(seams.LINEAR, _import_linear_passes, _why_not_weights)
 
-        return _why_not_weights()
-    except Exception as error:
-        return f"it does not know this version of vLLM ({type(error).__name__}: {error})"
+
+def _import_linear_passes() -> None:
+    # All ranks are to have them, or none.
+    from llm_comm.integrations.vllm import column_pass, linear_pass  # noqa: F401
 
 
 def why_not_invariant_linear() -> str | None:
     """Makes ready for layers whose bits must not depend on their batch; nothing changes yet. Returns why they cannot be
     llm_comm's, if so."""
-    try:
-        vllm_config = get_current_vllm_config_or_none()
-        why_not = _why_not_kept_apart(vllm_config)
-        if why_not is not None:
-            return why_not
-        from llm_comm.integrations.vllm import invariant_linear
-
-        invariant_linear.set_up()
-        return _why_not_weights()
-    except Exception as error:
-        return f"it does not know this version of vLLM ({type(error).__name__}: {error})"
+    config = get_current_vllm_config_or_none()
+    return TABLE.attempt(seams.INVARIANT_LINEAR, partial(_why_not_kept_apart, config), _why_not_weights)
 
 
 def _why_not_kept_apart(vllm_config: Any) -> str | None:

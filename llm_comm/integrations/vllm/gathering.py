@@ -40,10 +40,20 @@ def only_gathers(kind: str) -> bool:
     return kind == "dp"
 
 
-class GatheringCommunicator(CudaCommunicator):  # type: ignore[misc]
+def gathering(kind: type) -> type:
+    """Return ``kind``, a class of communicators, with the methods below in front of its own.
+
+    A communicator gets this class once its ranks have agreed: methods of a release that llm_comm does not know are not
+    overridden.
+    """
+    return type(kind.__name__, (_Gathering, kind), {})
+
+
+# Its base is vLLM's for the methods that follow it in the classes of ``gathering``.
+class _Gathering(CudaCommunicator):  # type: ignore[misc]
     """Gathers and scatters by llm_comm what it accepts, and takes vLLM's way for the rest."""
 
-    #: None where llm_comm has no part in the group.
+    #: None where llm_comm has left the group.
     _parts: Parts | None = None
 
     def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:

@@ -11,13 +11,12 @@ quantization stay vLLM's.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import get_tp_group
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod, linear_batch_invariant
+from vllm.model_executor.layers.linear import linear_batch_invariant
 
 from llm_comm.integrations.linear import is_aligned, takes_all_batches_of
 from llm_comm.integrations.vllm import fused_op
@@ -33,33 +32,22 @@ fused_op.library.define(
 )
 
 
-def set_up() -> None:
-    """Hooks vLLM. Nothing changes before the communicator of the tensor-parallel group says ``computes_all_batches``.
-    More than once is no error."""
-    theirs = UnquantizedLinearMethod.apply
-    if not getattr(theirs, "by_llm_comm", False):
-        UnquantizedLinearMethod.apply = _asking_llm_comm(theirs)
-
-
 def mark_configuration() -> None:
     """Has vLLM keep compiled graphs with the operator apart from those without, under its current configuration."""
     vllm_config = get_current_vllm_config_or_none()
     vllm_config.additional_config = {**vllm_config.additional_config, MARK: _VERSION}
 
 
-def _asking_llm_comm(theirs: Any) -> Any:
-    @functools.wraps(theirs)
-    def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
-        weight = layer.weight
-        group = get_tp_group()
-        ours = getattr(group.device_communicator, "computes_all_batches", False)
-        if not ours or x.dtype != weight.dtype or not takes_all_batches_of(weight):
-            return theirs(self, layer, x, bias)
-        y = linear_of_any_batch(x, weight, group.unique_name)
-        return y if bias is None else y + bias  # rounded before, as vLLM does
-
-    apply.by_llm_comm = True  # type: ignore[attr-defined]
-    return apply
+def apply(theirs: Any, method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    """In place of ``UnquantizedLinearMethod.apply``: by llm_comm where the communicator of the tensor-parallel group
+    says ``computes_all_batches``."""
+    weight = layer.weight
+    group = get_tp_group()
+    ours = getattr(group.device_communicator, "computes_all_batches", False)
+    if not ours or x.dtype != weight.dtype or not takes_all_batches_of(weight):
+        return theirs(method, layer, x, bias)
+    y = linear_of_any_batch(x, weight, group.unique_name)
+    return y if bias is None else y + bias  # rounded before, as vLLM does
 
 
 def _linear_of_any_batch(x: torch.Tensor, weight: torch.Tensor, group_name: str) -> torch.Tensor:

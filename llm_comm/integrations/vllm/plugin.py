@@ -10,6 +10,8 @@ The platform also names the class that runs the passes of vLLM's compiler. Where
 subclass with up to three passes more (``pass_manager.py``). vLLM's own pass of the kind, which goes past llm_comm, is
 turned off.
 
+Names of vLLM that llm_comm replaces or relies on are rows of ``seams.py``.
+
 This module is loaded in every process of vLLM, most of which never make a communicator. So it imports little, and what
 it cannot decide yet it leaves to the moment when the class is asked for.
 
@@ -38,10 +40,11 @@ import functools
 import logging
 import multiprocessing
 import os
-import sys
 from typing import Any
 
 from llm_comm.integrations import joining
+from llm_comm.integrations.vllm import seams
+from llm_comm.integrations.vllm.seams import TABLE
 
 #: vLLM sets up the handlers of "vllm" and passes on what is logged below it.
 logger = logging.getLogger("vllm.llm_comm")
@@ -54,63 +57,47 @@ OUR_PASS_MANAGER = "llm_comm.integrations.vllm.pass_manager.LlmCommPassManager"
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes, possibly more than once. Never raises."""
+    """Replace the methods by which the platform names its classes. Never raises.
+
+    vLLM calls this in each of its processes, possibly more than once.
+    """
     try:
-        why_not = _step_in()
+        if joining.switched_off():
+            _say_why_not("LLM_COMM_ENABLE is off")
+            return
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_cuda():
+            _say_why_not(f"the platform is {type(current_platform).__name__}, not CUDA")
+            return
+        why_not = TABLE.attempt(seams.ALL_REDUCE)
     except Exception as error:
-        logger.warning(
-            "llm_comm is not active: it does not know this version of vLLM (%s: %s). vLLM's own collectives are used.",
-            type(error).__name__,
-            error,
-        )
-        return
-    if why_not is not None and _is_rank_0():
-        logger.info("llm_comm is not active: %s. vLLM's own collectives are used.", why_not)
+        why_not = f"it cannot be set up in {TABLE.release} ({type(error).__name__}: {error})"
+    if why_not is not None:
+        logger.warning("llm_comm is not active: %s. vLLM's own collectives are used.", why_not)
 
 
-def _step_in() -> str | None:
-    """Wraps the methods by which the platform names its classes. Returns why it did not, if so."""
-    if joining.switched_off():
-        return "LLM_COMM_ENABLE is off"
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cuda():
-        return f"the platform is {type(current_platform).__name__}, not CUDA"
-    platform = type(current_platform)
-    theirs = platform.get_device_communicator_cls
-    if not getattr(theirs, "by_llm_comm", False):
-        platform.get_device_communicator_cls = classmethod(_choosing(theirs))
-        platform.get_pass_manager_cls = classmethod(_choosing_pass_manager(platform.get_pass_manager_cls))
-    return None
+def choose_communicator(theirs: Any, cls: type) -> str:
+    """Return the name of the communicator class: llm_comm's in place of the one that it knows."""
+    name: str = theirs(cls)
+    why_not = _why_not(name)
+    if why_not is None:
+        return OUR_CLASS
+    _log_once(why_not)
+    return name
 
 
-def _choosing(theirs: Any) -> Any:
-    @functools.wraps(theirs.__func__)
-    def get_device_communicator_cls(cls: type) -> str:
-        name: str = theirs()
-        why_not = _why_not(name)
-        if why_not is None:
-            return OUR_CLASS
-        _log_once(why_not)
+def choose_pass_manager(theirs: Any, cls: type) -> str:
+    """Return the name of the class that runs the compiler's passes: llm_comm's where norms of the group are fused."""
+    from vllm.distributed import get_tp_group
+
+    name: str = theirs(cls)
+    if not getattr(get_tp_group().device_communicator, "fuses", False):
         return name
-
-    get_device_communicator_cls.by_llm_comm = True  # type: ignore[attr-defined]
-    return get_device_communicator_cls
-
-
-def _choosing_pass_manager(theirs: Any) -> Any:
-    @functools.wraps(theirs.__func__)
-    def get_pass_manager_cls(cls: type) -> str:
-        name: str = theirs()
-        communicator = sys.modules.get("llm_comm.integrations.vllm.communicator")
-        if communicator is None or not communicator.fuses():
-            return name
-        if name != THEIR_PASS_MANAGER:
-            logger.warning("llm_comm does not fuse: the pass manager is %s, which it does not know", name)
-            return name
-        return OUR_PASS_MANAGER
-
-    return get_pass_manager_cls
+    if name != THEIR_PASS_MANAGER:
+        logger.warning("llm_comm does not fuse: the pass manager is %s, which it does not know", name)
+        return name
+    return OUR_PASS_MANAGER
 
 
 def _why_not(name: str) -> str | None:
@@ -118,10 +105,15 @@ def _why_not(name: str) -> str | None:
     if name != THEIR_CLASS:
         return f"the communicator class is {name}, which llm_comm does not know"
     try:
-        from llm_comm.integrations.vllm import communicator
+        from llm_comm.integrations.vllm import communicator, configuration  # noqa: F401
     except Exception as error:
-        return f"it does not know this version of vLLM ({type(error).__name__}: {error})"
-    return communicator.why_not()
+        return f"it cannot be set up in {TABLE.release} ({type(error).__name__}: {error})"
+    return configuration.why_not()
+
+
+def _say_why_not(why_not: str) -> None:
+    if _is_rank_0():
+        logger.info("llm_comm is not active: %s. vLLM's own collectives are used.", why_not)
 
 
 def _is_rank_0() -> bool:

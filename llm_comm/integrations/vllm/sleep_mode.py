@@ -7,49 +7,41 @@ communicators; those of llm_comm are told always, as nothing of theirs is lost. 
 
 from __future__ import annotations
 
-import functools
-import logging
 import sys
 from typing import Any
 
 from vllm.config import get_current_vllm_config_or_none
 
 from llm_comm.integrations import sleeping
-
-logger = logging.getLogger("vllm.llm_comm")
+from llm_comm.integrations.vllm.seams import SLEEP, TABLE
 
 _MODULE = "vllm.v1.worker.gpu_worker"
 #: Groups whose ranks are all of one engine, however many engines there are.
 _OF_ONE_ENGINE = ("tp", "dcp", "pcp")
 
 
-def set_up() -> None:
-    """Once a group is served: wraps the methods of vLLM's worker, in a process that has one. Never raises."""
-    worker = getattr(sys.modules.get(_MODULE), "Worker", None)
-    if worker is None or getattr(getattr(worker, "sleep", None), "by_llm_comm", False):
-        return
-    try:
-        theirs_sleep, theirs_wake_up = worker.sleep, worker.wake_up
-    except AttributeError as error:
-        logger.warning("llm_comm: its workspaces stay while vLLM sleeps: this version of vLLM is unknown (%s)", error)
-        return
+class _State:
+    """
+    Attributes:
+        is_alone: Whether the engine is the only one, so that all groups are of one engine.
+    """
 
+    is_alone = True
+
+
+def set_up() -> str | None:
+    """Replace the methods of vLLM's worker, in a process that has one. Return why they cannot be, if so."""
     vllm_config = get_current_vllm_config_or_none()
-    is_alone = vllm_config is None or vllm_config.parallel_config.data_parallel_size == 1
+    _State.is_alone = vllm_config is None or vllm_config.parallel_config.data_parallel_size == 1
+    return TABLE.attempt(SLEEP) if _MODULE in sys.modules else None
 
-    def falls_asleep(group_name: str) -> bool:
-        return is_alone or group_name.split(":", maxsplit=1)[0] in _OF_ONE_ENGINE
 
-    @functools.wraps(theirs_sleep)
-    def sleep(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Before vLLM: it logs how much memory has become free.
-        sleeping.release_all(falls_asleep)
-        return theirs_sleep(self, *args, **kwargs)
+def sleep(theirs: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
+    # Before vLLM: it logs how much memory has become free.
+    sleeping.release_all(lambda name: _State.is_alone or name.split(":", maxsplit=1)[0] in _OF_ONE_ENGINE)
+    return theirs(worker, *args, **kwargs)
 
-    @functools.wraps(theirs_wake_up)
-    def wake_up(self: Any, *args: Any, **kwargs: Any) -> Any:
-        sleeping.restore_all()
-        return theirs_wake_up(self, *args, **kwargs)
 
-    sleep.by_llm_comm = True  # type: ignore[attr-defined]
-    worker.sleep, worker.wake_up = sleep, wake_up
+def wake_up(theirs: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
+    sleeping.restore_all()
+    return theirs(worker, *args, **kwargs)

@@ -13,8 +13,6 @@ something between a sum and a norm, or kernels of their own: docs/vllm.md.
 from __future__ import annotations
 
 import copy
-import functools
-import importlib
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -22,34 +20,37 @@ import torch
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.layernorm import RMSNorm
 
+from llm_comm.integrations.seams import load
+from llm_comm.integrations.vllm import seams
+
 
 class Kind(NamedTuple):
     """A kind of layer.
 
     Attributes:
-        module: Where its class is.
-        name: Of the class.
+        feature: The rows of ``seams.py`` about the layer.
+        symbol: The class, ``module:name``.
         adds_a_residual: Whether the whole residual is added behind the attention of a layer, and nothing else, on a
             rank that has all tokens.
     """
 
-    module: str
-    name: str
+    feature: str
+    symbol: str
     adds_a_residual: Callable[[Any], bool]
 
 
 _KIMI = Kind(
-    "vllm.models.kimi_k3.nvidia.model",
-    "KimiDecoderLayer",
+    seams.KIMI,
+    seams.KIMI_LAYER,
     lambda layer: not (layer.use_attn_res or layer.use_sequence_parallel),  # the former: a mix of earlier residuals
 )
 _GLM = Kind(
-    "vllm.models.glm5next.common.model",
-    "Glm5NextDecoderLayer",
+    seams.GLM,
+    seams.GLM_LAYER,
     # Layers that draft tokens do without hyper-connections.
     lambda layer: (not layer.mhc or layer.is_mtp_layer) and not layer.is_sequence_parallel,
 )
-#: Of an architecture.
+#: Kinds by architecture.
 LAYERS = {
     "KimiLinearForCausalLM": _KIMI,
     "Glm5NextForCausalLM": _GLM,
@@ -57,43 +58,32 @@ LAYERS = {
 }
 
 
-def set_up(architectures: Iterable[str], function: Callable[..., Any]) -> None:
-    """Has layers of ``architectures`` that are built from now on leave the sum of their attention to the norm behind
-    it, where the communicator of the group says ``fuses_eagerly``. More than once is no error.
-
-    Args:
-        architectures: Of the model.
-        function: ``fused_allreduce_rms_norm``, which asks llm_comm.
-
-    Raises:
-        ImportError, AttributeError: This version of vLLM has the architecture, but not these layers.
-    """
-    for kind in {LAYERS[architecture] for architecture in architectures if architecture in LAYERS}:
-        theirs = getattr(importlib.import_module(kind.module), kind.name)
-        if not getattr(theirs.__init__, "by_llm_comm", False):
-            theirs.__init__ = _leaving_a_sum(theirs, kind.adds_a_residual, function)
+def set_up(architectures: Iterable[str]) -> str | None:
+    """Have layers of ``architectures`` that are built from now on leave the sum of their attention to the norm behind
+    it, where the communicator of the group says ``fuses_eagerly``. Return why they cannot, if so."""
+    features = {LAYERS[architecture].feature for architecture in architectures if architecture in LAYERS}
+    return next(filter(None, map(seams.TABLE.attempt, sorted(features))), None)
 
 
-def _leaving_a_sum(kind: Any, adds_a_residual: Callable[[Any], bool], function: Callable[..., Any]) -> Any:
-    theirs = kind.__init__
+def make_kimi_layer(theirs: Any, layer: Any, *arguments: Any, **options: Any) -> None:
+    theirs(layer, *arguments, **options)
+    _leave_a_sum(layer, _KIMI)
 
-    @functools.wraps(theirs)
-    def __init__(layer: Any, *arguments: Any, **options: Any) -> None:
-        theirs(layer, *arguments, **options)
-        group = get_tp_group()
-        # The same on all ranks: it has been voted on, and the rest follows from vLLM's version and the model.
-        if not getattr(group.device_communicator, "fuses_eagerly", False):
-            return
-        try:
-            leaves_it = type(layer) is kind and adds_a_residual(layer) and _sums_for_a_norm(layer, group.world_size)
-        except AttributeError:  # a release of vLLM whose layers are others
-            leaves_it = False
-        if leaves_it:
-            layer.self_attn.o_proj.reduce_results = False
-            _have_it_sum(layer.post_attention_layernorm, function)
 
-    __init__.by_llm_comm = True  # type: ignore[attr-defined]
-    return __init__
+def make_glm_layer(theirs: Any, layer: Any, *arguments: Any, **options: Any) -> None:
+    theirs(layer, *arguments, **options)
+    _leave_a_sum(layer, _GLM)
+
+
+def _leave_a_sum(layer: Any, kind: Kind) -> None:
+    """Have ``layer`` leave the sum of its attention to the norm behind it, where the group ``fuses_eagerly``."""
+    group = get_tp_group()
+    # The same on all ranks: voted on, and the rest follows from vLLM's version and the model.
+    if not getattr(group.device_communicator, "fuses_eagerly", False) or type(layer) is not load(kind.symbol):
+        return
+    if kind.adds_a_residual(layer) and _sums_for_a_norm(layer, group.world_size):
+        layer.self_attn.o_proj.reduce_results = False
+        _have_it_sum(layer.post_attention_layernorm)
 
 
 def _sums_for_a_norm(layer: Any, world_size: int) -> bool:
@@ -116,8 +106,8 @@ class _SummingNorm(RMSNorm):  # type: ignore[misc]
         return function(x, residual, plain)
 
 
-def _have_it_sum(norm: Any, function: Callable[..., Any]) -> None:
+def _have_it_sum(norm: Any) -> None:
     # The copy shares the parameters, those that are loaded later too. In a tuple: a module as an attribute would be a
     # module of the model, with parameters of its own.
-    norm.llm_comm_sum = (function, copy.copy(norm))
+    norm.llm_comm_sum = (load(str(seams.TABLE.first_of(seams.SUMMING_NORM))), copy.copy(norm))
     norm.__class__ = _SummingNorm

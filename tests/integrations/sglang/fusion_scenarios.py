@@ -529,9 +529,8 @@ def one_rank_that_cannot_be_hooked_takes_the_others_along() -> None:
     unfused = make_model() if LLAMA_REDUCES else None
     with sglang_groups() as log, server():
         assert not gate_says(4)
-        assert len(log.having("not fused with RMSNorm: rank 1 (global rank 1): unknown version of SGLang")) == (
-            dist_rank() == 0
-        )
+        said = "not fused with RMSNorm: rank 1 (global rank 1): it cannot be set up in SGLang"
+        assert len(log.having(said)) == (dist_rank() == 0)
         if LLAMA_REDUCES:
             calls = fused_calls()
             close(run_model(make_model()), run_model(unfused))
@@ -553,7 +552,7 @@ def a_norm_that_cannot_be_hooked_keeps_its_sums() -> None:
     before = gate_function()
     with sglang_groups() as log:
         assert gate_function() is before, "sums would be left to norms that do not make them"
-        assert len(log.having("not fused with RMSNorm: unknown version of SGLang")) == (dist_rank() == 0)
+        assert len(log.having("not fused with RMSNorm: it cannot be set up in SGLang")) == (dist_rank() == 0)
         assert torch.equal(group("tp").all_reduce(data((4, HIDDEN))), expected_sum((4, HIDDEN)))
 
 

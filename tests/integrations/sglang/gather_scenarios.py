@@ -315,7 +315,7 @@ def one_rank_that_cannot_be_hooked_takes_the_others_along() -> None:
     with sglang_groups() as log:
         assert not hasattr(scenarios.group("tp"), "llm_comm_parts")
         assert torch.equal(scenarios.group("tp").all_reduce(data((4, 4))), expected_sum((4, 4)))
-        said = "; but SGLang gathers and scatters itself: rank 1: unknown version of SGLang (RuntimeError: "
+        said = "; but SGLang gathers and scatters itself: rank 1 (global rank 1): it cannot be set up in SGLang "
         assert len(log.having(said)) == (dist_rank() == 0)
 
 

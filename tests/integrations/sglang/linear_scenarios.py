@@ -381,7 +381,7 @@ def in_deterministic_mode_layers_are_those_of_sglang_in_another_engine_of_the_pr
 def in_deterministic_mode_one_rank_that_cannot_be_hooked_takes_the_others_along() -> None:
     missing = {"llm_comm.integrations.sglang.invariant_linear": None} if dist_rank() == 1 else {}
     with mock.patch.dict("sys.modules", missing), served() as (log, calls):
-        said = "; linear layers are SGLang's: rank 1: unknown version of SGLang (ModuleNotFoundError"
+        said = "; linear layers are SGLang's: rank 1 (global rank 1): it cannot be set up in SGLang "
         check_untouched(log, calls, said)
 
 
@@ -392,7 +392,8 @@ def one_rank_that_cannot_be_hooked_takes_the_others_along() -> None:
         del linear.RowParallelLinear
     with served() as (log, calls):
         linear.RowParallelLinear = row_parallel_linear
-        check_untouched(log, calls, "; linear layers are SGLang's: rank 1: unknown version of SGLang (AttributeError")
+        said = "; linear layers are SGLang's: rank 1 (global rank 1): it cannot be set up in SGLang "
+        check_untouched(log, calls, said)
         assert len(log.having("; fused with RMSNorm")) == (dist_rank() == 0)
 
 

@@ -14,11 +14,12 @@ from unittest import mock
 import torch
 from fusion_scenarios import excerpt
 from linear_scenarios import numbers, served, use_table
+from lost_seams import lose
 from rank_processes import dist_rank, scenario, serve
 from scenarios import ours
 from torch import nn
 
-from llm_comm.integrations.sglang import scaled_linear
+from llm_comm.integrations.sglang import seams
 from llm_comm.planning.layers import LayerRow
 
 INPUTS, OUTPUTS = 256, 128
@@ -53,7 +54,7 @@ def fp8_scaled_mm(
 THEIRS = SimpleNamespace(kernel=fp8_scaled_mm)
 
 fp8_utils = excerpt(
-    scaled_linear._MODULE,
+    seams.FP8_KERNEL.partition(":")[0],
     "apply_fp8_linear",
     fp8_scaled_mm=fp8_scaled_mm,
     cutlass_fp8_supported=lambda: True,
@@ -151,7 +152,9 @@ def only_the_layers_of_a_table_are_computed_by_llm_comm() -> None:
 @scenario(LLM_COMM_FUSE_LINEAR="1")
 def without_the_function_other_layers_are_still_computed() -> None:
     """As in a version that calls it otherwise: FP8 is no reason to leave the rest."""
-    with mock.patch.object(scaled_linear, "_FUNCTION", "another_name"), served() as (log, calls):
+    lose(seams.TABLE, seams.FP8_KERNEL)
+    with served() as (log, calls):
+        assert len(log.having("linear layers of FP8: off, SGLang ", logging.WARNING)) == (dist_rank() == 0)
         assert len(log.having("; linear layers of up to 64 tokens by llm_comm")) == (dist_rank() == 0)
         Layer().check(numbers((4, INPUTS)))
         assert not calls

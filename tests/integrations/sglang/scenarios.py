@@ -35,6 +35,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from lost_seams import check_every_symbol, lose
 from rank_processes import (
     DIED_OF_THE_WATCHDOG,
     Log,
@@ -80,6 +81,8 @@ from sglang.srt.runtime_context import get_parallel  # noqa: E402
 from llm_comm import _core  # noqa: E402
 from llm_comm.errors import ConfigError, PeerTimeout  # noqa: E402
 from llm_comm.integrations import joining, members  # noqa: E402
+from llm_comm.integrations.seams import load  # noqa: E402
+from llm_comm.integrations.sglang import seams  # noqa: E402
 
 
 def _take_the_place_of(name: str, **attributes: Any) -> None:
@@ -101,6 +104,7 @@ _take_the_place_of("sglang.srt.distributed.bootstrap", reset_parallel_initialise
 # Nor is it to find the stand-in when it runs.
 sys.modules.update({name: None for name in sys.modules if name.split(".")[0] == "triton"})
 
+MEMORY_SAVER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 _SOURCES = Path(sglang.__file__).parent / "srt"
 
 BENCH_PLUGINS = str(Path(__file__).parents[3] / "bench_serving" / "plugins")
@@ -619,8 +623,46 @@ def a_version_of_sglang_that_llm_comm_does_not_know_is_left_alone() -> None:
         )
         assert made.ca_comm is None
         assert torch.equal(made.all_reduce(data((4, 4))), expected_sum((4, 4)))
-        (warning,) = log.having("it does not know this version of SGLang", logging.WARNING)
+        (warning,) = log.having("is not active for group tp:0: it cannot be set up in SGLang", logging.WARNING)
         assert "_ENABLE_CUSTOM_ALL_REDUCE" in warning, warning
+
+
+@scenario(world=1)
+def each_symbol_of_sglang_that_is_lost_switches_its_features_off() -> None:
+    check_every_symbol(seams.TABLE)
+
+
+@scenario(world=1)
+def without_a_symbol_of_the_all_reduce_sglang_is_left_alone() -> None:
+    for row in seams.ROWS:
+        if row.feature == seams.ALL_REDUCE and row.is_required:
+            lose(seams.TABLE, *row.symbols.split())
+            log = Log("sglang")
+            load_plugins()
+            (warning,) = log.having("llm_comm is not active: SGLang ", logging.WARNING)
+            assert f"has no {' or '.join(row.symbols.split())}. SGLang's own collectives are used." in warning, warning
+    assert not HookRegistry._hooks
+
+
+@scenario()
+def all_reduces_need_nothing_but_their_own_symbols() -> None:
+    """A release without anything else that llm_comm knows, and one that renamed options of the server."""
+    own = {row.symbols for row in seams.ROWS if row.feature == seams.ALL_REDUCE and row.is_required}
+    others = {row.symbols for row in seams.ROWS} - own
+    lose(seams.TABLE, *(symbol for symbols in others for symbol in symbols.split()))
+    mock.patch.dict("sys.modules", {"sglang.srt.layers.layernorm": None, "sglang.srt.layers.linear": None}).start()
+    with server_options(comm={"fusion_backend": "auto"}), sglang_groups() as log:
+        assert torch.equal(group("tp").all_reduce(data((16, 128))), expected_sum((16, 128)))
+        parts = [data((16, 128), rank) for rank in range(2)]
+        assert torch.equal(group("tp").all_gather(data((16, 128)), 0), torch.cat(parts))
+        assert ours("tp").communicator is not None
+        is_first = dist_rank() == 0
+        assert len(log.having("is active for group tp:0 (2 ranks")) == is_first
+        assert len(log.having("; but SGLang gathers and scatters itself: SGLang ")) == is_first
+        assert len(log.having("; not fused with RMSNorm: SGLang ")) == is_first
+        said = log.having("on: all-reduce; all-gather and reduce-scatter: off, SGLang ", logging.WARNING)
+        assert [line.count(": off, SGLang ") for line in said] == [len(seams.LOST) - 1] * is_first
+        assert [line.count(" is missing. ") for line in said] == [2] * is_first
 
 
 @scenario()
@@ -778,14 +820,20 @@ def a_request_that_sglang_refuses_releases_nothing() -> None:
             raise AssertionError("it was not refused")
 
 
-@scenario()
-def a_version_without_the_memory_saver_is_served() -> None:
+@scenario(LLM_COMM_SLEEP="1")
+def one_rank_without_the_memory_saver_takes_the_others_along() -> None:
     import_the_scheduler()
-    module = sys.modules["sglang.srt.managers.scheduler_components.weight_updater"]
-    del module.SchedulerWeightUpdaterManager.release_memory_occupation
+    symbol = f"{MEMORY_SAVER}.resume_memory_occupation"
+    if dist_rank() == 1:
+        lose(seams.TABLE, symbol)
     with sglang_groups() as log:
         assert torch.equal(group("tp").all_reduce(data((16, 128))), expected_sum((16, 128)))
-        assert len(log.having("its workspaces stay while SGLang releases memory: unknown version")) == 1
+        said = "; its workspaces stay while SGLang releases memory: rank 1 (global rank 1): SGLang "
+        assert len(log.having(said)) == (dist_rank() == 0)
+        assert load(symbol).__module__ != "llm_comm.integrations.sglang.memory_saver"
+        with mock.patch("torch.get_device_module", return_value=mock.Mock()):
+            weight_updater(MemorySaver()).release_memory_occupation(SimpleNamespace(tags=["kv_cache"]))
+        assert not ours("tp")._llm_comm.is_released, "one rank that releases alone ends the group"
 
 
 # ---- What they are made of ------------------------------------------------------------------------------------------

@@ -299,7 +299,7 @@ def without_a_row_graphs_are_as_before() -> None:
 def one_rank_that_lacks_the_pass_takes_the_others_along() -> None:
     missing = {"llm_comm.integrations.vllm.column_pass": None} if dist_rank() == 1 else {}
     with mock.patch.dict("sys.modules", missing):
-        expect_no_linear("linear layers are vLLM's: rank 1 (global rank 1): it does not know this version of vLLM")
+        expect_no_linear("linear layers are vLLM's: rank 1 (global rank 1): it cannot be set up in vLLM")
 
 
 @scenario()

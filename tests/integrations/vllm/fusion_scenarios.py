@@ -37,6 +37,7 @@ from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
 from llm_comm.errors import UnsupportedInputError
+from llm_comm.integrations.vllm.seams import TABLE
 
 # Where a graph is cut in pieces, as at attention.
 torch.library.define("llm_comm_tests::cut", "(Tensor x) -> Tensor")
@@ -498,14 +499,14 @@ def the_log_says_what_was_fused() -> None:
 def one_rank_that_cannot_fuse_takes_the_others_along() -> None:
     missing = {"llm_comm.integrations.vllm.fused_op": None} if dist_rank() == 1 else {}
     with mock.patch.dict("sys.modules", missing):
-        expect_no_fusion(compiler_config(), "rank 1: it does not know this version of vLLM")
+        expect_no_fusion(compiler_config(), "rank 1 (global rank 1): it cannot be set up in vLLM")
 
 
 @scenario()
 def one_rank_that_lacks_the_pass_takes_the_others_along() -> None:
     missing = {"llm_comm.integrations.vllm.fusion_pass": None} if dist_rank() == 1 else {}
     with mock.patch.dict("sys.modules", missing):
-        expect_no_fusion(compiler_config(), "rank 1: it does not know this version of vLLM")
+        expect_no_fusion(compiler_config(), "rank 1 (global rank 1): it cannot be set up in vLLM")
 
 
 @scenario()
@@ -523,7 +524,7 @@ def without_inductor_there_are_no_passes() -> None:
 def a_configuration_that_llm_comm_does_not_know_is_left_alone() -> None:
     config = with_model(compiler_config())
     config.model_config.get_hidden_size.side_effect = AttributeError("renamed")
-    expect_no_fusion(config, "it does not know this version of vLLM (AttributeError: renamed)")
+    expect_no_fusion(config, f"it cannot be set up in {TABLE.release} (AttributeError: renamed)")
 
 
 @scenario()

@@ -345,10 +345,8 @@ def weights_that_come_from_the_host_are_left_to_vllm() -> None:
             again.offload_config = None
         with set_current_vllm_config(again):
             said = group._set_up_fusion(group._llm_comm)
-        assert (
-            "fused with RMSNorm in compiled graphs; linear layers are vLLM's: rank 1 (global rank 1): it does not know"
-            in said
-        ), said
+        wanted = "linear layers are vLLM's: rank 1 (global rank 1): it cannot be set up"
+        assert f"fused with RMSNorm in compiled graphs; {wanted}" in said, said
 
 
 @scenario(LLM_COMM_FUSE_LINEAR="1", LLM_COMM_FUSE="0")
@@ -446,9 +444,7 @@ def batch_invariant_layers_are_those_of_vllm_where_a_rank_cannot_have_others() -
     config = compiler_config()
     before = config.compute_hash()
     with mock.patch.dict("sys.modules", missing), compiler(config) as vllm, vllms_own_layers() as theirs:
-        said = (
-            "batch_invariant_norm is 'engine'; linear layers are vLLM's: rank 1 (global rank 1): it does not know this "
-        )
+        said = "batch_invariant_norm is 'engine'; linear layers are vLLM's: rank 1 (global rank 1): it cannot be set"
         assert len(vllm.log.having(said)) == (dist_rank() == 0)
         assert config.compute_hash() == before
         linear_layer(reduce_results=False)(wide(data((4, HIDDEN))))
@@ -478,7 +474,7 @@ def layers_of_large_batches_are_those_of_vllm_outside_of_batch_invariant_mode() 
 def one_rank_that_lacks_the_pass_takes_the_others_along() -> None:
     missing = {"llm_comm.integrations.vllm.linear_pass": None} if dist_rank() == 1 else {}
     with mock.patch.dict("sys.modules", missing):
-        expect_no_linear("linear layers are vLLM's: rank 1 (global rank 1): it does not know this version of vLLM")
+        expect_no_linear("linear layers are vLLM's: rank 1 (global rank 1): it cannot be set up in vLLM")
 
 
 @scenario(LLM_COMM_FUSE_LINEAR="1", LLM_COMM_MAX_MESSAGE_BYTES="16384")

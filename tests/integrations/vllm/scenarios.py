@@ -15,14 +15,13 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
-import importlib.util
 import json
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -30,6 +29,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from lost_seams import check_every_symbol, lose
 from rank_processes import (
     DIED_OF_THE_WATCHDOG,
     Log,
@@ -65,7 +65,8 @@ import llm_comm  # noqa: E402
 from llm_comm import _core  # noqa: E402
 from llm_comm.errors import ConfigError, PeerTimeout  # noqa: E402
 from llm_comm.integrations import joining, members  # noqa: E402
-from llm_comm.integrations.vllm import eager_norms, plugin, uncompiled_layers  # noqa: E402
+from llm_comm.integrations.seams import load  # noqa: E402
+from llm_comm.integrations.vllm import configuration, gathering, plugin, seams, uncompiled_layers  # noqa: E402
 
 BENCH_PLUGINS = str(Path(__file__).parents[3] / "bench_serving" / "plugins")
 
@@ -161,7 +162,7 @@ def all_other_collectives_stay_those_of_vllm() -> None:
     public = {name for name in vars(ours) if not name.startswith("_")}
     sleep = {"suspend", "resume", "checkpoint_prepare", "checkpoint_restore"}
     assert public & set(dir(CudaCommunicator)) - sleep == {"all_reduce", "destroy"}
-    inherited = {name for name in vars(ours.__base__) if not name.startswith("_")}
+    inherited = {name for name in vars(gathering._Gathering) if not name.startswith("_")}
     gather = {"all_gather", "all_gatherv", "custom_all_gather"}
     scatter = {"reduce_scatter", "reduce_scatterv", "reduce_scatterv_into_output", "custom_reduce_scatter"}
     assert inherited == gather | scatter
@@ -418,7 +419,7 @@ def the_deployment_example_is_valid() -> None:
     arguments = FlexibleArgumentParser().load_config_file(str(example))
     additional = json.loads(arguments[arguments.index("--additional-config") + 1])
     with set_current_vllm_config(VllmConfig(additional_config=additional)):
-        config = sys.modules[plugin_class().__module__].load_config()
+        config = configuration.load_config()
     defaults = llm_comm.Config.load({}, timeout_s=600.0)
     assert (config, config.origins["algorithm"]) == (defaults, "Python")
 
@@ -491,23 +492,44 @@ def a_set_up_that_fails_on_one_rank_leaves_vllm_working() -> None:
     context.__exit__(None, None, None)
 
 
-@scenario()
-def a_version_of_vllm_that_llm_comm_does_not_know_is_left_alone() -> None:
-    with mock.patch("vllm.config.get_current_vllm_config_or_none") as renamed:
-        del renamed  # only to name what is taken away
-        del vllm.config.get_current_vllm_config_or_none
-        load_plugins()
-        sys.modules.pop("llm_comm.integrations.vllm.communicator", None)
-        assert current_platform.get_device_communicator_cls() == plugin.THEIR_CLASS
-        vllm.config.get_current_vllm_config_or_none = None  # for the patch to put back
+@scenario(world=1)
+def each_symbol_of_vllm_that_is_lost_switches_its_features_off() -> None:
+    check_every_symbol(seams.TABLE)
+
+
+@scenario(world=1)
+def without_a_symbol_of_the_all_reduce_vllm_is_left_alone() -> None:
+    for row in seams.ROWS:
+        if row.feature == seams.ALL_REDUCE and row.is_required:
+            lose(seams.TABLE, row.symbols)
+            log = Log("vllm")
+            load_plugins()
+            assert current_platform.get_device_communicator_cls() == plugin.THEIR_CLASS
+            (warning,) = log.having("llm_comm is not active: vLLM", logging.WARNING)
+            assert f"has no {row.symbols}. vLLM's own collectives are used." in warning, warning
 
 
 @scenario()
-def a_platform_that_does_not_name_its_communicator_is_left_alone() -> None:
-    log = Log("vllm")
-    with mock.patch("vllm.platforms.current_platform", mock.Mock(spec=["is_cuda"])):
-        load_plugins()
-    assert log.having("it does not know this version of vLLM", logging.WARNING)
+def all_reduces_need_nothing_but_their_own_symbols() -> None:
+    """A release without anything else that llm_comm knows, one that raises where a module is imported among it."""
+    own = {row.symbols for row in seams.ROWS if row.feature == seams.ALL_REDUCE}
+    others = {row.symbols for row in seams.ROWS} - own
+    lose(seams.TABLE, *(symbol for symbols in others for symbol in symbols.split()))
+    mock.patch.dict("sys.modules", {"vllm.compilation.passes.pass_manager": None, "vllm.ir.ops": None}).start()
+    mock.patch("vllm.distributed.get_tp_group", side_effect=AssertionError).start()
+    with vllm_groups() as log, mock.patch("vllm.config.CompilationMode", None):
+        group = parallel_state.get_tp_group()
+        calls = calls_of_llm_comm()
+        parts = [data((16, 128), rank) for rank in range(2)]
+        assert torch.equal(group.all_reduce(data((16, 128))), expected_sum((16, 128)))
+        assert torch.equal(group.all_gather(data((16, 128)), 0), torch.cat(parts))
+        assert len(calls) == 1
+        is_first = dist_rank() == 0
+        assert len(log.having("is active for group tp:0 (2 ranks")) == is_first
+        assert len(log.having("; but vLLM gathers and scatters itself: vLLM ")) == is_first
+        assert len(log.having("; not fused with RMSNorm: vLLM ")) == is_first
+        said = log.having("on: all-reduce; all-gather and reduce-scatter: off, vLLM ", logging.WARNING)
+        assert [line.count(": off, vLLM ") for line in said] == [len(seams.LOST) - 1] * is_first
 
 
 @scenario()
@@ -617,6 +639,17 @@ def workspaces_are_released_while_vllm_sleeps() -> None:
         assert len(log.having("group tp:0 is awake")) == 2 * is_first
 
 
+@scenario(LLM_COMM_SLEEP="1")
+def one_rank_without_the_methods_of_sleep_mode_takes_the_others_along() -> None:
+    if dist_rank() == 1:
+        lose(seams.TABLE, "vllm.v1.worker.gpu_worker:Worker.wake_up")
+    with worker_module() as kind, vllm_groups() as log:
+        kind().sleep()
+        assert not communicator_of_tp().is_released, "one rank that releases alone ends the group"
+        said = "; its workspaces stay while vLLM sleeps: rank 1 (global rank 1): vLLM "
+        assert len(log.having(said)) == (dist_rank() == 0)
+
+
 @scenario()
 def workspaces_stay_without_option_sleep() -> None:
     with worker_module() as kind, vllm_groups() as log:
@@ -688,7 +721,7 @@ class Layer:
     """Of a model such as DeepSeek-V3.2: its attention and its MLP leave their sums to the norms behind them."""
 
     def __init__(self, made: Any, hidden: int) -> None:
-        self.module, self.function = made, eager_norms.FUNCTION
+        self.module, self.function = made, seams.FUNCTION
         self.norms = [RMSNorm(hidden, eps=1e-5, dtype=torch.bfloat16) for _ in range(2)]
         for number, norm in enumerate(self.norms):
             norm.weight.data = torch.linspace(0.5, 1.5 + number, hidden).bfloat16()
@@ -709,17 +742,9 @@ class Layer:
 def model_module() -> ModuleType:
     """As of a model, which has imported vLLM's function by its name."""
     made = ModuleType("vllm.models.deepseek_v32.a_model")
-    theirs = next(importlib.import_module(name) for name in eager_norms._MODULES if module_exists(name))
-    setattr(made, eager_norms.FUNCTION, getattr(theirs, eager_norms.FUNCTION))
+    setattr(made, seams.FUNCTION, load(seams.TABLE.first_of(seams.SUMMING_NORM)))
     sys.modules[made.__name__] = made
     return made
-
-
-def module_exists(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def not_compiled() -> VllmConfig:
@@ -790,9 +815,9 @@ def what_the_kernel_declines_is_summed_and_normed_by_vllm() -> None:
 @scenario(LLM_COMM_FUSE="0")
 def norms_of_models_that_are_not_compiled_stay_vllms() -> None:
     made = model_module()
-    before = getattr(made, eager_norms.FUNCTION)
+    before = getattr(made, seams.FUNCTION)
     with vllm_groups(config=not_compiled()):
-        assert getattr(made, eager_norms.FUNCTION) is before
+        assert getattr(made, seams.FUNCTION) is before
         assert run_layer(made) == []
 
 
@@ -800,7 +825,7 @@ def norms_of_models_that_are_not_compiled_stay_vllms() -> None:
 def norms_that_compute_something_else_are_left_to_vllm() -> None:
     made = model_module()
     with vllm_groups(config=not_compiled()):
-        function = getattr(made, eager_norms.FUNCTION)
+        function = getattr(made, seams.FUNCTION)
         assert function.by_llm_comm
         norm = RMSNorm(64, var_hidden_size=32, dtype=torch.bfloat16)
         with mock.patch.object(LlmComm := plugin_class(), "all_reduce_add_rms_norm") as fused:
@@ -813,18 +838,20 @@ def norms_that_compute_something_else_are_left_to_vllm() -> None:
 @scenario()
 def one_rank_without_the_function_takes_the_others_along() -> None:
     made = model_module()
-    names = ("vllm.nothing",) if dist_rank() == 1 else eager_norms._MODULES
-    with mock.patch.object(eager_norms, "_MODULES", names), vllm_groups(config=not_compiled()) as log:
+    if dist_rank() == 1:
+        lose(seams.TABLE, seams.TABLE.first_of(seams.SUMMING_NORM))
+    with vllm_groups(config=not_compiled()) as log:
         assert run_layer(made) == []
-        assert not log.having("it is in models that call")
+        said = "(nor is it in models that call fused_allreduce_rms_norm: rank 1 (global rank 1): vLLM "
+        assert len(log.having(said)) == (dist_rank() == 0)
 
 
 @scenario()
 def models_that_are_compiled_keep_vllms_function() -> None:
     made = model_module()
-    before = getattr(made, eager_norms.FUNCTION)
+    before = getattr(made, seams.FUNCTION)
     with vllm_groups(config=VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.VLLM_COMPILE))):
-        assert getattr(made, eager_norms.FUNCTION) is before
+        assert getattr(made, seams.FUNCTION) is before
 
 
 UNCOMPILED = [name for name in uncompiled_models.PLAIN if uncompiled_models.is_there(name)]
@@ -841,13 +868,13 @@ class Model(SimpleNamespace):
 
 
 @contextlib.contextmanager
-def groups_of_uncompiled_models(elsewhere: Mapping[str, uncompiled_layers.Kind] | None = None) -> Iterator[Log]:
-    """As if a model had layers of all of them; this rank's vLLM has those of ``elsewhere`` at other places."""
+def groups_of_uncompiled_models() -> Iterator[Log]:
+    """As if a model had layers of all of them."""
     for architecture in UNCOMPILED:
         uncompiled_models.put_in_place(architecture)
     config = not_compiled()
     config.__dict__["model_config"] = Model(architectures=UNCOMPILED, dtype=torch.bfloat16)
-    with mock.patch.dict(uncompiled_layers.LAYERS, elsewhere or {}), vllm_groups(config=config) as log:
+    with vllm_groups(config=config) as log:
         yield log
 
 
@@ -877,7 +904,7 @@ def attention_leaves_its_sum_to_the_norm_behind_it() -> None:
             )
             assert run_uncompiled_layer(layer) == ["all_reduce_add_rms_norm"]
         # More than once is no error.
-        assert eager_norms.set_up(UNCOMPILED) is None
+        assert uncompiled_layers.set_up(UNCOMPILED) is None
         for architecture in UNCOMPILED:
             assert run_uncompiled_layer(uncompiled_models.build(architecture)) == ["all_reduce_add_rms_norm"]
 
@@ -892,8 +919,6 @@ def attention_sums_where_more_than_a_norm_comes_behind_it() -> None:
             kind = type(uncompiled_models.build(architecture))
             derived = type("Derived", (kind,), {})(**uncompiled_models.PLAIN[architecture])
             assert run_uncompiled_layer(derived) == ["try_all_reduce"]
-            # A release whose layers say nothing of what is asked.
-            assert kind().self_attn.o_proj.reduce_results
 
 
 @scenario(applies=bool(UNCOMPILED), LLM_COMM_MAX_MESSAGE_BYTES="256")
@@ -914,9 +939,10 @@ def attention_of_models_that_are_not_fused_sums() -> None:
 
 @scenario(applies=bool(UNCOMPILED))
 def one_rank_without_the_layers_takes_the_others_along() -> None:
-    missing = {UNCOMPILED[-1]: uncompiled_layers.LAYERS[UNCOMPILED[-1]]._replace(module="vllm.nothing")}
-    with groups_of_uncompiled_models(missing if dist_rank() == 1 else None) as log:
-        for architecture in UNCOMPILED[:-1]:
+    if dist_rank() == 1:
+        lose(seams.TABLE, f"{uncompiled_layers.LAYERS[UNCOMPILED[-1]].symbol}.forward")
+    with groups_of_uncompiled_models() as log:
+        for architecture in UNCOMPILED:
             assert run_uncompiled_layer(uncompiled_models.build(architecture)) == ["try_all_reduce"]
         assert not log.having("it is in models that call")
 

@@ -41,7 +41,7 @@ def is_there(architecture: str) -> bool:
 
 def put_in_place(architecture: str) -> None:
     """Makes the module of the layers of ``architecture`` one with their class alone, whose constructor is another."""
-    name, kind, _ = uncompiled_layers.LAYERS[architecture]
+    name, kind = uncompiled_layers.LAYERS[architecture].symbol.split(":")
     tree = ast.parse(_file(architecture).read_text(encoding="utf-8"))
     (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind)
     found.body = [node for node in found.body if getattr(node, "name", "") != "__init__"]
@@ -55,7 +55,7 @@ def put_in_place(architecture: str) -> None:
 
 def build(architecture: str, **attributes: Any) -> Any:
     """A layer, built as vLLM builds it."""
-    name, kind, _ = uncompiled_layers.LAYERS[architecture]
+    name, kind = uncompiled_layers.LAYERS[architecture].symbol.split(":")
     return getattr(sys.modules[name], kind)(**{**PLAIN[architecture], **attributes})
 
 
@@ -76,7 +76,7 @@ def normed(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
 
 
 def _file(architecture: str) -> Path:
-    name = uncompiled_layers.LAYERS[architecture].module
+    name = uncompiled_layers.LAYERS[architecture].symbol.split(":")[0]
     return Path(vllm.__file__).parent.joinpath(*name.split(".")[1:]).with_suffix(".py")
 
 

@@ -1,0 +1,195 @@
+"""Definitions in the sources of an engine, read without importing them: parameters and a digest.
+
+A digest is made of the syntax tree: comments, layout and docstrings do not count. The tree is written in an own form,
+which is the same under all versions of Python.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+_Function = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class Reader(Protocol):
+    """Where sources come from."""
+
+    def read(self, module: str) -> tuple[str, bool] | None:
+        """Return the source of ``module`` and whether it is a package; None: there is none."""
+
+
+class Modules:
+    """Sources of the packages that this process would import."""
+
+    def read(self, module: str) -> tuple[str, bool] | None:
+        top, *rest = module.split(".")
+        # Only the package at the top is looked up: to look up one below it would import all above.
+        spec = importlib.util.find_spec(top)
+        for root in (spec and spec.submodule_search_locations) or ():
+            path = Path(root, *rest)
+            for file, is_package in ((path / "__init__.py", True), (path.with_suffix(".py"), False)):
+                if file.is_file():
+                    return file.read_text(encoding="utf-8"), is_package
+        return None
+
+
+class Definition(NamedTuple):
+    """A definition of an engine.
+
+    Attributes:
+        digest: Of the source.
+        takes: Names of the parameters without ``self`` and ``cls``, with their asterisks; None: it is no function.
+    """
+
+    digest: str
+    takes: tuple[str, ...] | None
+
+
+class Sources:
+    """Definitions by symbol, ``module:qualified name``."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        # A tree takes many times the memory of its source, and rows of a module stand together.
+        self._tree = functools.lru_cache(maxsize=16)(self._parse)
+
+    def has(self, symbol: str) -> bool:
+        """Return whether there is such a symbol, or a module of that name."""
+        module, _, qualified = symbol.partition(":")
+        return self._tree(module) is not None if not qualified else bool(self.nodes(symbol))
+
+    def nodes(self, symbol: str) -> list[ast.AST]:
+        """Return the statements that bind a symbol: none, where there is no such symbol."""
+        module, _, qualified = symbol.partition(":")
+        return self._look_up(module, qualified.split("."))
+
+    def find(self, symbol: str) -> Definition:
+        """Return the definition of a symbol that is there.
+
+        Raises:
+            LookupError: There is no such symbol.
+        """
+        nodes = self.nodes(symbol)
+        if not nodes:
+            raise LookupError(symbol)
+        digest = hashlib.sha256("\n".join(map(_text, nodes)).encode()).hexdigest()[:12]
+        return Definition(digest, _parameters(nodes[-1]) if isinstance(nodes[-1], _Function) else None)
+
+    def _parse(self, module: str) -> tuple[ast.Module, bool] | None:
+        found = self._reader.read(module)
+        if found is None:
+            return None
+        return ast.parse(found[0]), found[1]
+
+    def _look_up(self, module: str, path: list[str], depth: int = 0) -> list[ast.AST]:
+        """The statements that bind the last name of ``path``; several where a release chooses by platform."""
+        found = self._tree(module)
+        if found is None or depth > 8:
+            return []
+        tree, is_package = found
+        name, *rest = path
+        bound = list(_bindings(tree.body, name))
+        own = [node for node in bound if not isinstance(node, ast.ImportFrom)]
+        if own:
+            return self._inside(module, own, rest, depth) if rest else own
+        for node in bound:
+            assert isinstance(node, ast.ImportFrom)
+            source = _absolute(node, module, is_package)
+            original = next((a.name for a in node.names if (a.asname or a.name) == name), name)
+            elsewhere = self._look_up(source, [original, *rest], depth + 1)
+            if not elsewhere and self._tree(f"{source}.{original}") is not None:
+                elsewhere = self._look_up(f"{source}.{original}", rest, depth + 1) if rest else [node]
+            if elsewhere:
+                return elsewhere
+        # An import from another package is a name all the same.
+        return [] if rest else [node for node in bound if not _is_star(node)]
+
+    def _inside(self, module: str, owners: list[ast.AST], path: list[str], depth: int) -> list[ast.AST]:
+        name, *rest = path
+        for owner in owners:
+            if not isinstance(owner, ast.ClassDef):
+                continue
+            bound = list(_bindings(owner.body, name)) or list(_set_on_self(owner, name))
+            if bound:
+                return self._inside(module, bound, rest, depth) if rest else bound
+            for base in owner.bases:
+                if isinstance(base, ast.Name):
+                    inherited = self._look_up(module, [base.id, *path], depth + 1)
+                    if inherited:
+                        return inherited
+        return []
+
+
+def _bindings(body: list[ast.stmt], name: str) -> Iterator[ast.AST]:
+    for node in body:
+        if isinstance(node, (*_Function, ast.ClassDef)):
+            if node.name == name:
+                yield node
+        elif isinstance(node, ast.ImportFrom):
+            if _is_star(node) or any((alias.asname or alias.name) == name for alias in node.names):
+                yield node
+        elif isinstance(node, ast.Import):
+            if any((alias.asname or alias.name) == name for alias in node.names):
+                yield node
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(part, ast.Name) and part.id == name for target in targets for part in ast.walk(target)):
+                yield node
+        elif isinstance(node, (ast.If, ast.Try, ast.With)):
+            parts = [node.body, getattr(node, "orelse", []), getattr(node, "finalbody", [])]
+            parts += [handler.body for handler in getattr(node, "handlers", [])]
+            for part in parts:
+                yield from _bindings(part, name)
+
+
+def _set_on_self(owner: ast.ClassDef, name: str) -> Iterator[ast.AST]:
+    for node in ast.walk(owner):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self"), attr=attribute, ctx=ast.Store()) if attribute == name:
+                yield node
+                return
+
+
+def _is_star(node: ast.AST) -> bool:
+    return isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
+
+
+def _absolute(node: ast.ImportFrom, module: str, is_package: bool) -> str:
+    if node.level == 0:
+        return node.module or ""
+    above = module.split(".")[: len(module.split(".")) - node.level + is_package]
+    return ".".join([*above, *([node.module] if node.module else [])])
+
+
+def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, ...]:
+    given = function.args
+    names = [arg.arg for arg in (*given.posonlyargs, *given.args)]
+    if names[:1] in (["self"], ["cls"]):
+        names = names[1:]
+    names += [f"*{given.vararg.arg}"] if given.vararg else []
+    names += [arg.arg for arg in given.kwonlyargs]
+    names += [f"**{given.kwarg.arg}"] if given.kwarg else []
+    return tuple(names)
+
+
+def _text(node: object) -> str:
+    if isinstance(node, list):
+        return f"[{','.join(map(_text, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    if isinstance(node, ast.JoinedStr):  # Python 3.12 reads its constants otherwise
+        return f"f({','.join(_text(part.value) for part in node.values if isinstance(part, ast.FormattedValue))})"
+    fields = []
+    for name, found in ast.iter_fields(node):
+        has_docstring = isinstance(node, (*_Function, ast.ClassDef)) and ast.get_docstring(node, clean=False)
+        value = found[1:] if name == "body" and has_docstring else found
+        # Fields that newer versions of Python have are empty in the sources of older ones.
+        if value is not None and value != [] and name not in ("kind", "ctx", "type_comment"):
+            fields.append(f"{name}={_text(value)}")
+    return f"{type(node).__name__}({','.join(fields)})"

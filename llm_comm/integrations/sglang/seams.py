@@ -1,0 +1,210 @@
+"""Seams to SGLang: see ``llm_comm/integrations/seams.py``. This module imports nothing of SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llm_comm.integrations.seams import Row, Table
+
+ALL_REDUCE = "all-reduce"
+GATHERING = "all-gather and reduce-scatter"
+MEMORY = "release of memory"
+THEIR_FUSION = "notice of FlashInfer's fused norms"
+NORMS = "fused norms"
+LINEAR = "linear layers"
+FP8 = "linear layers of FP8"
+INVARIANT_LINEAR = "batch-invariant linear layers"
+
+#: The loss without a feature.
+LOST = {
+    ALL_REDUCE: "All collectives are SGLang's",
+    GATHERING: "All-gathers and reduce-scatters are SGLang's",
+    MEMORY: "Workspaces of llm_comm stay while SGLang releases memory",
+    THEIR_FUSION: "Where SGLang fuses all-reduces with norms by FlashInfer, these all-reduces use no llm_comm",
+    NORMS: "All-reduces and norms are kernels of their own",
+    LINEAR: "Linear layers are SGLang's",
+    FP8: "Linear layers of FP8 are SGLang's",
+    INVARIANT_LINEAR: "Linear layers are SGLang's",
+}
+
+_OURS = "llm_comm.integrations.sglang"
+_STATE = "sglang.srt.distributed.parallel_state"
+_GROUP = f"{_STATE}:GroupCoordinator"
+_THEIRS = "sglang.srt.distributed.device_communicators.custom_all_reduce:CustomAllreduce"
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
+_BOUNDARY = "sglang.srt.layers.communicator:LayerCommunicator"
+_UNQUANTIZED = "sglang.srt.layers.quantization.unquant"
+_LINEAR = "sglang.srt.layers.linear"
+_LLAMA = "sglang.srt.models.llama"
+_QWEN3 = "sglang.srt.models.qwen3"
+_CONTEXT = "sglang.srt.runtime_context"
+
+TIMEOUT = f"{_STATE}:_MODEL_PARALLEL_GROUP_TIMEOUT"
+#: Layers that leave the sum of an MLP to the next one by rules of their own: from 0.5.21 on.
+NEW_BOUNDARIES = "sglang.srt.layers.layer_boundary"
+#: Layers of Llama whose linears leave their sums to norms: from 0.5.22 on.
+NEW_LLAMA = f"{_LLAMA}:LlamaDecoderLayer.stage_facts"
+_OLD_BOUNDARIES, _OLD_LLAMA = f"!{NEW_BOUNDARIES}", f"!{NEW_LLAMA}"
+#: The function by which SGLang decides whether a norm is to sum: from 0.5.23 on, 0.5.21 and 0.5.22, before.
+GATE = (
+    f"{NEW_BOUNDARIES}.residual.add_norm:flashinfer_ar_fusion_applies "
+    f"{NEW_BOUNDARIES}.residual.add_norm:apply_flashinfer_allreduce_fusion "
+    "sglang.srt.layers.communicator:apply_flashinfer_allreduce_fusion"
+)
+FP8_KERNEL = "sglang.srt.layers.quantization.fp8_utils:fp8_scaled_mm"
+_NEW_FUSIONS = f"{NEW_BOUNDARIES}.fusions.allreduce"
+
+
+def _option(name: str, group: str) -> str:
+    """An option of the server; SGLang 0.5.23 has a class for each group of options."""
+    return f"sglang.srt.server_args:ServerArgs.{name} sglang.srt.arg_groups.fields.{group}.{name}"
+
+
+def _named(feature: str, *symbols: str) -> tuple[Row, ...]:
+    """Symbols that must be there, whatever their definition is."""
+    return tuple(Row(feature, symbol, by_digest=False) for symbol in symbols)
+
+
+def _tested(feature: str, *symbols: str, where: str = "") -> tuple[Row, ...]:
+    """Symbols whose definition must be one that was tested."""
+    return tuple(Row(feature, symbol, where=where) for symbol in symbols)
+
+
+ROWS = (
+    Row(ALL_REDUCE, f"{_GROUP}.__init__", patch=f"{_OURS}.plugin:make_group", by_digest=False),
+    Row(ALL_REDUCE, f"{_GROUP}.destroy", patch=f"{_OURS}.plugin:destroy_group", takes=(), by_digest=False),
+    Row(
+        ALL_REDUCE,
+        f"{_STATE}:initialize_model_parallel",
+        patch=f"{_OURS}.plugin:make_all_groups",
+        by_digest=False,
+        is_required=False,
+        lost="Each group takes as much memory as if there were no other",
+    ),
+    Row(ALL_REDUCE, f"{_GROUP}.all_reduce", takes=("input_",), by_digest=False),
+    Row(ALL_REDUCE, f"{_THEIRS}.should_custom_ar", takes=("inp",), by_digest=False),
+    Row(ALL_REDUCE, f"{_THEIRS}.custom_all_reduce", takes=("input",), by_digest=False),
+    *_named(
+        ALL_REDUCE,
+        *(f"{_GROUP}.{name}" for name in ("ca_comm", "unique_name", "cpu_group", "device", "world_size")),
+        f"{_STATE}:_ENABLE_CUSTOM_ALL_REDUCE",
+        f"{_THEIRS}.disabled",
+        "sglang.srt.environ:envs",
+        "sglang.srt.environ:Envs.SGLANG_ENABLE_DETERMINISTIC_INFERENCE",
+        "sglang.srt.utils:is_cuda",
+        "sglang.srt.plugins.hook_registry:HookRegistry.register",
+        "sglang.srt.plugins.hook_registry:HookType",
+        f"{_CONTEXT}:get_disagg",
+        f"{_CONTEXT}:get_exec",
+        _option("encoder_only", "disagg:Disagg"),
+        _option("elastic_ep_backend", "exec_:ExecMoe"),
+    ),
+    Row(ALL_REDUCE, TIMEOUT, by_digest=False, is_required=False, lost="Waits are bounded by llm_comm's own limit"),
+    *_named(THEIR_FUSION, _option("flashinfer_allreduce_fusion_backend", "exec_:ExecComm")),
+    # All-gathers and reduce-scatters.
+    *(
+        Row(GATHERING, f"{_GROUP}.{name}", patch=f"{_OURS}.gathering:{name.lstrip('_')}")
+        for name in (
+            "_all_gather_into_tensor",
+            "all_gatherv",
+            "all_gather",
+            "_reduce_scatter_tensor",
+            "reduce_scatterv",
+        )
+    ),
+    *_tested(GATHERING, f"{_STATE}:_groups"),
+    # Release of memory.
+    *(
+        Row(MEMORY, f"{_UPDATER}.{name}", patch=f"{_OURS}.memory_saver:{name}")
+        for name in ("release_memory_occupation", "resume_memory_occupation")
+    ),
+    # Norms that sum.
+    Row(NORMS, "sglang.srt.layers.layernorm:_forward_with_allreduce_fusion", patch=f"{_OURS}.fused_norm:around_norm"),
+    Row(NORMS, GATE, patch=f"{_OURS}.fusion:around_gate"),
+    *_tested(
+        NORMS,
+        "sglang.srt.layers.layernorm:RMSNorm",
+        "sglang.srt.layers.dp_attention:is_dp_attention_enabled",
+        f"{_STATE}:_groups",
+        f"{_CONTEXT}:get_parallel",
+        f"{_CONTEXT}:get_spec",
+        f"{_CONTEXT}:get_server_args",
+    ),
+    # Callers of both.
+    *_tested(
+        NORMS,
+        f"{_NEW_FUSIONS}:fused_attn_input",
+        f"{_NEW_FUSIONS}:fused_ffn_input",
+        f"{NEW_BOUNDARIES}.exit:_batch_allows_deferred_sum",
+        where=NEW_BOUNDARIES,
+    ),
+    Row(NORMS, f"{_BOUNDARY}.__init__", patch=f"{_OURS}.fusion:make_boundary", where=_OLD_BOUNDARIES),
+    Row(
+        NORMS,
+        f"{_BOUNDARY}.should_fuse_mlp_allreduce_with_next_layer",
+        patch=f"{_OURS}.fusion:around_deferral",
+        where=_OLD_BOUNDARIES,
+    ),
+    *_tested(
+        NORMS,
+        f"{_BOUNDARY}.prepare_attn",
+        f"{_BOUNDARY}.prepare_mlp",
+        "sglang.srt.layers.communicator:CommunicateSummableTensorPairFn._trivial",
+        "sglang.srt.arg_groups.overrides:_FLASHINFER_ALLREDUCE_FUSION_ARCHS",
+        where=_OLD_BOUNDARIES,
+    ),
+    # Dense models whose linears sum.
+    Row(
+        NORMS,
+        f"{_QWEN3}:Qwen3DecoderLayer.forward",
+        patch=f"{_OURS}.dense_models:around_qwen3_layer",
+        where=_OLD_BOUNDARIES,
+    ),
+    Row(NORMS, f"{_QWEN3}:Qwen3Model.__init__", patch=f"{_OURS}.dense_models:make_qwen3", where=_OLD_BOUNDARIES),
+    Row(
+        NORMS,
+        f"{_LLAMA}:LlamaDecoderLayer.forward",
+        patch=f"{_OURS}.dense_models:around_llama_layer",
+        where=_OLD_LLAMA,
+    ),
+    Row(NORMS, f"{_LLAMA}:LlamaModel.__init__", patch=f"{_OURS}.dense_models:make_llama", where=_OLD_LLAMA),
+    *_tested(
+        NORMS,
+        f"{_LLAMA}:LlamaModel.forward",
+        f"{_LLAMA}:LlamaMLP.forward",
+        f"{_LLAMA}:LlamaAttention.forward",
+        f"{_LINEAR}:RowParallelLinear.forward",
+        where=_OLD_LLAMA,
+    ),
+    # Linear layers in front of and behind norms that sum.
+    Row(LINEAR, f"{_UNQUANTIZED}:UnquantizedLinearMethod.apply", patch=f"{_OURS}.linear:apply"),
+    Row(LINEAR, f"{_UNQUANTIZED}:UnquantizedLinearMethod.create_weights", patch=f"{_OURS}.linear:create_weights"),
+    *_tested(
+        LINEAR,
+        f"{_UNQUANTIZED}:get_bf16_gemm_backend",
+        f"{_LINEAR}:RowParallelLinear.__init__",
+        f"{_LINEAR}:ColumnParallelLinear.__init__",
+    ),
+    Row(
+        FP8,
+        FP8_KERNEL,
+        patch=f"{_OURS}.scaled_linear:around_fp8_scaled_mm",
+    ),
+    # Linear layers in deterministic mode.
+    Row(
+        INVARIANT_LINEAR,
+        f"{_UNQUANTIZED}:UnquantizedLinearMethod.apply",
+        patch=f"{_OURS}.invariant_linear:around_apply",
+    ),
+)
+
+
+def _install(symbol: str, patch: Callable[..., Any]) -> None:
+    from llm_comm.integrations.sglang.hooks import hook
+
+    hook(symbol.replace(":", "."), patch)
+
+
+TABLE = Table("SGLang", "sglang", ROWS, LOST, Path(__file__).with_name("digests.json"), _install)

@@ -1,0 +1,207 @@
+"""Seams to vLLM: see ``llm_comm/integrations/seams.py``. This module imports nothing of vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llm_comm.integrations.seams import Row, Table, replace
+
+ALL_REDUCE = "all-reduce"
+GATHERING = "all-gather and reduce-scatter"
+SLEEP = "sleep mode"
+THEIR_FUSION = "vLLM's own fused norms"
+NORMS = "fused norms in compiled graphs"
+LINEAR = "fused linear layers"
+INVARIANT_LINEAR = "batch-invariant linear layers"
+EAGER_NORMS = "fused norms outside compiled graphs"
+KIMI = "fused norms of Kimi-Linear"
+GLM = "fused norms of GLM-5-Next"
+
+#: The loss without a feature, of those that do not belong to a model.
+LOST = {
+    ALL_REDUCE: "All collectives are vLLM's",
+    GATHERING: "All-gathers and reduce-scatters are vLLM's",
+    SLEEP: "Workspaces of llm_comm stay while vLLM sleeps",
+    THEIR_FUSION: "vLLM's fusion of all-reduces with norms, where it is on, uses no llm_comm",
+    NORMS: "All-reduces and norms are kernels of their own",
+    LINEAR: "Linear layers are vLLM's",
+    INVARIANT_LINEAR: "Linear layers are vLLM's",
+    EAGER_NORMS: "Norms of models that vLLM does not compile are vLLM's",
+}
+
+_OURS = "llm_comm.integrations.vllm"
+_COMMUNICATOR = "vllm.distributed.device_communicators.cuda_communicator:CudaCommunicator"
+_PLATFORM = "vllm.platforms.cuda:CudaPlatformBase"
+_GROUP = "vllm.distributed.parallel_state:GroupCoordinator"
+_PASSES = "vllm.compilation.passes"
+_LINEAR = "vllm.model_executor.layers.linear"
+_KIMI = "vllm.models.kimi_k3.nvidia"
+_GLM = "vllm.models.glm5next.common"
+
+TIMEOUT = "vllm.config:ParallelConfig.distributed_timeout_seconds"
+#: The function that sums and norms outside compiled graphs.
+FUNCTION = "fused_allreduce_rms_norm"
+#: Its places: vLLM 0.33, 0.26.
+SUMMING_NORM = (
+    f"vllm.models.common.ops.fused_allreduce_rms_norm:{FUNCTION} vllm.models.deepseek_v32.nvidia.fused_ops:{FUNCTION}"
+)
+KIMI_LAYER = f"{_KIMI}.model:KimiDecoderLayer"
+GLM_LAYER = f"{_GLM}.model:Glm5NextDecoderLayer"
+
+
+def _named(feature: str, *symbols: str) -> tuple[Row, ...]:
+    """Symbols that must be there, whatever their definition is."""
+    return tuple(Row(feature, symbol, by_digest=False) for symbol in symbols)
+
+
+def _tested(feature: str, *symbols: str) -> tuple[Row, ...]:
+    """Symbols whose definition must be one that was tested."""
+    return tuple(Row(feature, symbol) for symbol in symbols)
+
+
+ROWS = (
+    Row(
+        ALL_REDUCE,
+        f"{_PLATFORM}.get_device_communicator_cls",
+        patch=f"{_OURS}.plugin:choose_communicator",
+        takes=(),
+        by_digest=False,
+    ),
+    Row(ALL_REDUCE, f"{_PLATFORM}.is_cuda", takes=(), by_digest=False),
+    Row(ALL_REDUCE, f"{_COMMUNICATOR}.all_reduce", takes=("input_",), by_digest=False),
+    Row(ALL_REDUCE, f"{_COMMUNICATOR}.destroy", takes=(), by_digest=False),
+    Row(ALL_REDUCE, "vllm.config:get_current_vllm_config_or_none", takes=(), by_digest=False),
+    *_named(
+        ALL_REDUCE,
+        *(f"{_COMMUNICATOR}.{name}" for name in ("unique_name", "cpu_group", "device", "world_size", "global_rank")),
+        "vllm.platforms:current_platform",
+        "vllm.envs:VLLM_BATCH_INVARIANT",
+        *(f"vllm.config:VllmConfig.{name}" for name in ("additional_config", "parallel_config", "model_config")),
+        *(
+            f"vllm.config:ParallelConfig.{name}"
+            for name in (
+                "enable_elastic_ep",
+                "tensor_parallel_size",
+                "decode_context_parallel_size",
+                "prefill_context_parallel_size",
+                "data_parallel_size",
+            )
+        ),
+    ),
+    Row(
+        ALL_REDUCE,
+        TIMEOUT,
+        by_digest=False,
+        is_required=False,
+        lost="Waits are bounded by llm_comm's own limit",
+    ),
+    *_named(
+        THEIR_FUSION,
+        "vllm.config:VllmConfig.compilation_config",
+        "vllm.config:CompilationConfig.pass_config",
+        "vllm.config.compilation:PassConfig.fuse_allreduce_rms",
+    ),
+    # All-gathers and reduce-scatters: methods that a subclass overrides.
+    *_tested(
+        GATHERING,
+        *(f"{_COMMUNICATOR}.{name}" for name in ("all_gather", "all_gatherv", "reduce_scatter", "reduce_scatterv")),
+        "vllm.config:ParallelConfig.use_sequence_parallel_moe",
+    ),
+    *(
+        Row(GATHERING, f"{_COMMUNICATOR}.{name}", is_required=False)
+        for name in ("reduce_scatterv_into_output", "custom_all_gather", "custom_reduce_scatter")
+    ),
+    *_named(
+        GATHERING,
+        "vllm.config:ParallelConfig.all2all_backend",
+        "vllm.config:ParallelConfig.enable_expert_parallel",
+        "vllm.config:ModelConfig.is_moe",
+    ),
+    # Sleep mode.
+    Row(SLEEP, "vllm.v1.worker.gpu_worker:Worker.sleep", patch=f"{_OURS}.sleep_mode:sleep"),
+    Row(SLEEP, "vllm.v1.worker.gpu_worker:Worker.wake_up", patch=f"{_OURS}.sleep_mode:wake_up"),
+    *(
+        Row(SLEEP, f"{_COMMUNICATOR}.{name}", is_required=False)
+        for name in ("suspend", "resume", "checkpoint_prepare", "checkpoint_restore")
+    ),
+    # Norms in compiled graphs.
+    Row(NORMS, f"{_PLATFORM}.get_pass_manager_cls", patch=f"{_OURS}.plugin:choose_pass_manager", takes=()),
+    *_tested(
+        NORMS,
+        f"{_PASSES}.pass_manager:PostGradPassManager",
+        f"{_PASSES}.inductor_pass:get_pass_context",
+        f"{_PASSES}.inductor_pass:enable_fake_mode",
+        f"{_PASSES}.vllm_inductor_pass:VllmInductorPass",
+        f"{_PASSES}.vllm_inductor_pass:VllmPatternMatcherPass",
+        f"{_PASSES}.fusion.matcher_utils:MatcherQuantFP8",
+        "vllm.model_executor.layers.quantization.utils.quant_utils:kFp8StaticTensorSym",
+        "vllm.ir.ops:rms_norm",
+        "vllm.ir.ops:fused_add_rms_norm",
+        "vllm.ir.op:IrOp",
+        "vllm._custom_ops:scaled_fp8_quant",
+        "vllm.distributed:tensor_model_parallel_all_reduce",
+        "vllm.distributed:get_tp_group",
+        f"{_GROUP}.all_reduce",
+        f"{_GROUP}._all_reduce_out_place",
+        "vllm.distributed.parallel_state:_groups",
+        "vllm.config:set_current_vllm_config",
+        "vllm.config.utils:Range",
+        "vllm.config:CompilationMode",
+        "vllm.config:VllmConfig.compute_hash",
+        "vllm.config:CompilationConfig.compile_ranges_endpoints",
+        "vllm.config:ModelConfig.get_hidden_size",
+        "vllm.config:ModelConfig.using_transformers_backend",
+    ),
+    Row(NORMS, f"{_PASSES}.fusion.add_rms_fusion:AddRMSNormFusionPass", is_required=False),
+    *_named(
+        NORMS,
+        f"{_GROUP}.unique_name",
+        f"{_GROUP}.device_communicator",
+        "vllm.config:VllmConfig.compilation_config",
+        "vllm.config:CompilationConfig.pass_config",
+        *(f"vllm.config:CompilationConfig.{name}" for name in ("mode", "backend", "cache_dir", "compile_sizes")),
+        "vllm.config:ModelConfig.is_encoder_decoder",
+        "vllm.config:ModelConfig.dtype",
+    ),
+    # Linear layers in compiled graphs, on top of the norms.
+    *_tested(LINEAR, f"{_PASSES}.fusion.matcher_utils:MatcherSiluAndMul", "vllm._custom_ops:cutlass_scaled_mm"),
+    *_named(LINEAR, "vllm.config:VllmConfig.offload_config"),
+    # Linear layers in batch-invariant mode.
+    Row(
+        INVARIANT_LINEAR,
+        f"{_LINEAR}:UnquantizedLinearMethod.apply",
+        patch=f"{_OURS}.invariant_linear:apply",
+    ),
+    *_tested(
+        INVARIANT_LINEAR,
+        f"{_LINEAR}:linear_batch_invariant",
+        "vllm.distributed:get_tp_group",
+        "vllm.distributed.parallel_state:_groups",
+        "vllm.config:VllmConfig.compute_hash",
+    ),
+    *_named(INVARIANT_LINEAR, "vllm.config:VllmConfig.offload_config"),
+    # Norms outside compiled graphs.
+    Row(EAGER_NORMS, SUMMING_NORM, patch=f"{_OURS}.eager_norms:fused_allreduce_rms_norm"),
+    *_tested(EAGER_NORMS, "vllm.model_executor.layers.layernorm:RMSNorm", "vllm.distributed:get_tp_group"),
+    *_named(EAGER_NORMS, "vllm.config:ModelConfig.architectures"),
+    Row(KIMI, f"{KIMI_LAYER}.__init__", patch=f"{_OURS}.uncompiled_layers:make_kimi_layer"),
+    *_tested(
+        KIMI,
+        f"{KIMI_LAYER}.forward",
+        f"{_KIMI}.mla:MultiHeadLatentAttention.forward",
+        f"{_KIMI}.kda:KimiK3DeltaAttention.forward",
+        f"{_KIMI}.model:KimiLinearGatedDeltaNetAttention.forward",
+        f"{_LINEAR}:RowParallelLinear.forward",
+    ),
+    Row(GLM, f"{GLM_LAYER}.__init__", patch=f"{_OURS}.uncompiled_layers:make_glm_layer"),
+    *_tested(
+        GLM,
+        f"{GLM_LAYER}.forward",
+        f"{_GLM}.attention:Glm5NextMLAAttention.forward",
+        "vllm.model_executor.layers.mla:MultiHeadLatentAttentionWrapper.forward",
+        f"{_GLM}.kda:Glm5NextLinearAttention.forward",
+        f"{_LINEAR}:RowParallelLinear.forward",
+    ),
+)
+
+TABLE = Table("vLLM", "vllm", ROWS, LOST, Path(__file__).with_name("digests.json"), replace)
