@@ -37,6 +37,8 @@ SAFE = re.compile(
     |kind_of_transport|Config\.load|served_device|sums_in_rank_order|_dead_on_all|_shared_gpus|functools\.partial
     |(NotJoinedError|Agreed|Channels|Compared|Compiled|Connected|CoreHandle|LlmCommAllReduce|Multicast|Planner|Rendezvous
       |Site|SymmetricHeap|ThreadPoolExecutor|Watchdog|Workspace|_Memory)
+    # Words for ranks, and a copy of a table.
+    |(.*\.)?names\.\w+|table\.with_programs
     # The operations of a communicator, once its ranks are connected.
     |torch_operators\.(Operations|register)|Linear\w*|GenericOperations.*|self\._forget
     """,
