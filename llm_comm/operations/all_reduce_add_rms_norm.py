@@ -110,7 +110,7 @@ class AllReduceAddRmsNorm(Operation):
             prepared = found
         if residual is not None:
             _check_like("residual", residual, x)
-        makes_scales = quantization.makes_scales(quantize)
+        makes_scales = quantize is not None and quantization.makes_scales(quantize)
         writes = out is not None or residual_out is not None or (makes_scales and scale is not None)
         if out is not None and (out is not x or quantize is not None):
             _check_like("out", out, x, dtype=x.dtype if quantize is None else FP8)
