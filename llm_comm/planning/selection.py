@@ -68,11 +68,11 @@ def lay_out(
     if problem.count == 0:
         return no_kernel("none", "no rows" if problem.row else "empty message")
     for_core = problem.for_core()
-    chosen = _choose(problem, for_core, table, config, limits, multicast)
-    if chosen is None:
-        return no_kernel("declined", f"no algorithm of {problem.operation} has a shape for {message_bytes} bytes")
-    algorithm = chosen.algorithm
     try:
+        chosen = _choose(problem, for_core, table, config, limits, multicast)
+        if chosen is None:
+            return no_kernel("declined", f"no algorithm of {problem.operation} has a shape for {message_bytes} bytes")
+        algorithm = chosen.algorithm
         shape = _core.shape(algorithm.number, for_core, _bounded(chosen.choice, problem, config), limits)
     except ValueError as error:
         return no_kernel("declined", str(error))
