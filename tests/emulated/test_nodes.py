@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fused_reference import EPS, FUSED_DTYPES, GROUPS, canonical, operands_of, rows_of
-from harness import RankPool, error_of_setup, make_communicator, nothing_leaked
+from harness import RankPool, error_of_setup, make_communicator, nothing_leaked, unnamed
 from nodes_cases import LAYOUTS, Layout, calls_of, make, run_random_cases, sum_over_nodes
 from reference import assert_bitwise_equal, contributions, rank_order_sum
 
@@ -330,7 +330,7 @@ def fail_on_one_rank(where: str) -> str:
     ids=["core", "connection", "exchange", "store"],
 )
 def test_a_step_that_fails_on_one_node_fails_on_all(ranks: RankPool, where: str, words: str) -> None:
-    texts = ranks.run(4, fail_on_one_rank, where)
+    texts = [unnamed(text) for text in ranks.run(4, fail_on_one_rank, where)]
     assert len(set(texts)) == 1
     assert words in texts[0]
     assert texts[0].endswith("rank 3: OSError: no such luck")

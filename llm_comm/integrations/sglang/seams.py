@@ -135,9 +135,10 @@ ROWS = (
     # Callers of both.
     *_tested(
         NORMS,
-        f"{_NEW_FUSIONS}:fused_attn_input",
-        f"{_NEW_FUSIONS}:fused_ffn_input",
-        f"{NEW_BOUNDARIES}.exit:_batch_allows_deferred_sum",
+        # From 0.5.22 on, and in 0.5.21.
+        f"{_NEW_FUSIONS}:fused_attn_input {_NEW_FUSIONS}:complete_attention_input",
+        f"{_NEW_FUSIONS}:fused_ffn_input {_NEW_FUSIONS}:complete_ffn_input",
+        f"{NEW_BOUNDARIES}.exit:_batch_allows_deferred_sum {NEW_BOUNDARIES}.exit:_can_defer_ffn_reduction",
         where=NEW_BOUNDARIES,
     ),
     Row(NORMS, f"{_BOUNDARY}.__init__", patch=f"{_OURS}.fusion:make_boundary", where=_OLD_BOUNDARIES),
