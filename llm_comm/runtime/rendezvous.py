@@ -86,7 +86,12 @@ class Rendezvous:
             RendezvousError: As of ``attempt``.
         """
         value, failure, error = self._try(step)
-        return self._meet(what, value, failure, error if own_error else None)
+        try:
+            return self._meet(what, value, failure, error if own_error else None)
+        finally:
+            # The traceback of an error holds the frames of the callers. An error in one of them would be a cycle, which
+            # keeps a communicator alive that nobody holds.
+            del error
 
     def attempt(self, what: str, step: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
         """Runs ``step`` here, and returns its result once it has succeeded on every rank.
@@ -100,7 +105,7 @@ class Rendezvous:
             RendezvousError: It failed somewhere; the text says on which ranks and why, and is the same on all.
             ConfigError, UnsupportedInputError: The same, where each rank at which it failed has failed by this.
         """
-        result, failure, _ = self._try(step)
+        result, failure = self._try(step)[:2]
         try:
             self._meet(what, None, failure)
         except BaseException:
@@ -128,7 +133,10 @@ class Rendezvous:
         failures = {rank: message.failure for rank, message in enumerate(said) if message.failure is not None}
         if failures:
             if own_error is not None and len(failures) == self.world_size and len(set(failures.values())) == 1:
-                raise own_error
+                try:
+                    raise own_error
+                finally:
+                    del own_error  # as in ``collect``
             raise _error_of_all(what, failures, self.names)
         return [message.value for message in said]
 
