@@ -226,7 +226,7 @@ def a_group_with_uneven_nodes_is_left_to_vllm() -> None:
         group = parallel_state.get_tp_group()
         assert group.device_communicator._llm_comm is None
         assert torch.equal(group.all_reduce(data((4, 8))), expected_sum((4, 8), (0, 1, 2)))
-    assert log.having("the ranks are on 2 nodes, and not as many on each", logging.WARNING)
+    assert log.having("are on 2 nodes, and not as many on each", logging.WARNING)
 
 
 @scenario(world=4)
