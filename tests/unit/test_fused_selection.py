@@ -259,7 +259,7 @@ def test_core_refuses_a_plan_that_does_not_fit(world: int, algorithm: str) -> No
         ({"tile_lines": 1024 // world}, "cannot walk over rows|at most 512"),
         ({"cluster": 0}, "cluster is 0"),
         ({"cluster": 32}, "this device takes 1 to 16"),
-        ({"blocks": 1}, "blocks is 1; it must be 2"),
+        ({"blocks": 1}, "blocks is 1, less than a cluster of 2"),
         ({"hidden": 1020}, "multiple of 8 up to 16384"),
         ({"hidden": 16392}, "multiple of 8 up to 16384"),
         ({"data_type": 2}, "no kernels for fp32"),
