@@ -236,9 +236,10 @@ def workspaces_of_three_groups() -> dict[str, int]:
     config.parallel_config.tensor_parallel_size = 2
     config.parallel_config.enable_expert_parallel = True
     with vllm_groups(2, config=config):
-        served = [kind for kind in ("tp", "dcp", "pcp", "pp", "dp", "ep") if parts_of(kind) is not None]
-        groups = {kind: getattr(parallel_state, f"get_{kind}_group")() for kind in served}
-        return {kind: group.device_communicator._llm_comm.workspace_bytes >> 20 for kind, group in groups.items()}
+        kinds = ("tp", "dcp", "pcp", "pp", "dp", "ep")
+        groups = {kind: getattr(parallel_state, f"get_{kind}_group")().device_communicator for kind in kinds}
+        found = {kind: getattr(communicator, "_llm_comm", None) for kind, communicator in groups.items()}
+        return {kind: comm.workspace_bytes >> 20 for kind, comm in found.items() if comm is not None}
 
 
 @scenario(world=4)
