@@ -9,7 +9,7 @@ from llm_comm import _core, registry
 LINE = 16
 HIDDEN = 1024
 CHUNK = 8
-SEMAPHORE_BLOCKS = 768
+SEMAPHORE_BLOCKS = 384
 BF16 = tuple(registry.data_types()).index("bf16")
 BYTE = tuple(registry.data_types()).index("byte")
 BY_SWITCH = [a for o in registry.operations().values() for a in o.algorithms if a.by_switch]

@@ -295,7 +295,7 @@ def a_switch_that_only_one_rank_has_switches_all_off() -> None:
         assert torch.equal(coordinator.all_gather(data((1, 4)), 0), torch.cat([data((1, 4), r) for r in (0, 1)]))
         assert nccl.calls == ["all_gather"]
         (warning,) = log.having("is not active for group tp:0")
-        assert "the ranks of group tp:0 have different options: reduce_scatter is False on rank 1 (" in warning, warning
+        assert "the ranks of group tp:0 have different options: reduce_scatter is True on rank 0 (" in warning, warning
 
 
 @scenario()
