@@ -179,7 +179,8 @@ def test_the_log_of_all_ranks_comes_out_if_asked_for(level: str) -> None:
     shown = {line.partition(" of 2 ")[0] for line in done.stderr.splitlines() if line.startswith("llm-comm")}
     of_sums = {line for line in shown if "sums in rank order; NVLink multicast is off" in line}  # told once
     assert len(of_sums) == bool(level)
-    assert shown - of_sums == ({f"llm-comm, rank {rank}: INFO: rank {rank}" for rank in (0, 1)} if level else set())
+    named = {line.partition(" (")[0] for line in shown - of_sums}
+    assert named == ({f"llm-comm, rank {r}: INFO: group WORLD, rank {r}" for r in (0, 1)} if level else set())
 
 
 @pytest.mark.parametrize("collective", ["all-reduce", "all-gather", "reduce-scatter"])
