@@ -6,6 +6,8 @@ TORCH ?= torch==2.13.0
 ARGS ?=
 # Files of tests that run at once; 0 for a debugger.
 JOBS ?= 2
+# Which tests `make test` runs; CONTRIBUTING.md says what the others are.
+TESTS ?= not gpu and not nightly
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
@@ -17,7 +19,7 @@ BUILD_INPUTS := CMakeLists.txt pyproject.toml $(shell find csrc cmake configs -n
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-gpu soak fuzz sanitize mutants lint format dist wheels clean
+.PHONY: help demo test test-gpu nightly soak fuzz sanitize mutants lint format dist wheels clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -26,10 +28,17 @@ demo: $(VENV)/.installed ## Tensor-parallel decoding through llm_comm, on GPUs o
 	$(VENV)/bin/llm-comm demo $(ARGS)
 
 test: $(VENV)/.installed ## All tests that need no GPU (ARGS="tests/unit -k two_shot")
-	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -m "not gpu" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -m "$(TESTS)" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-gpu: $(VENV)/.installed ## The tests that need a GPU, or several (ARGS="-k soak")
 	$(PY) -m pytest -m gpu $(ARGS)
+
+nightly: ## All that needs no GPU: all tests, ten minutes of each fuzzer and of schedules, sanitizers, mutants (hours)
+	$(MAKE) test TESTS="not gpu"
+	$(MAKE) soak
+	$(MAKE) fuzz ARGS="--seconds 600"
+	$(MAKE) sanitize
+	$(MAKE) mutants
 
 soak: $(VENV)/.base ## Ten minutes of schedules of the deterministic emulator (ARGS="--replay SEED")
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) tests/deterministic/driver.py --seconds 600 $(ARGS)

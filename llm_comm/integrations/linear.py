@@ -76,48 +76,6 @@ def prefers_some(
     return any(prefers(outputs, inputs, tokens, fp8=fp8) for tokens in range(1, most_tokens + 1))
 
 
-def try_linear(
-    communicator: Communicator,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: Scales | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> torch.Tensor | None:
-    """``communicator.linear(x, weight)`` of an engine's layer, where it is preferred and served; else None.
-
-    Args:
-        scales, out_dtype: Of FP8: scales of ``x`` and of the weight, and the dtype of the result.
-    """
-    outputs, inputs = weight.shape
-    of_fp8 = scaling(scales, out_dtype)
-    if (
-        communicator.prefers_linear(outputs, inputs, x.shape[:-1].numel(), fp8=scales is not None)
-        and communicator.accepts_linear(x, weight, **of_fp8)
-        and is_aligned(weight)
-    ):
-        return communicator.linear(x, weight, **of_fp8)
-    return None
-
-
-def try_linear_silu_and_mul(
-    communicator: Communicator,
-    x: torch.Tensor,
-    gate_up_weight: torch.Tensor,
-    scales: Scales | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> torch.Tensor | None:
-    """The same of ``communicator.linear_silu_and_mul(x, gate_up_weight)``."""
-    rows, inputs = gate_up_weight.shape
-    of_fp8 = scaling(scales, out_dtype)
-    if (
-        communicator.prefers_linear_silu_and_mul(rows // 2, inputs, x.shape[:-1].numel(), fp8=scales is not None)
-        and communicator.accepts_linear_silu_and_mul(x, gate_up_weight, **of_fp8)
-        and is_aligned(gate_up_weight)
-    ):
-        return communicator.linear_silu_and_mul(x, gate_up_weight, **of_fp8)
-    return None
-
-
 def takes_all_batches_of(weight: torch.Tensor) -> bool:
     """Whether ``linear_of_any_batch`` computes the layer of ``weight``. It does so for all batches or for none."""
     return (
@@ -144,13 +102,9 @@ def linear_of_any_batch(communicator: Communicator, x: torch.Tensor, weight: tor
     return communicator.linear_of_any_batch(x.contiguous(), weight)
 
 
-def scaling(scales: Scales | None, out_dtype: torch.dtype | None = None) -> dict[str, Any]:
+def scaling(scales: Scales | None) -> dict[str, Any]:
     """As the communicator's methods take it: scales of x and of the weight are a parameter's, in classes of engines."""
-    if scales is None:
-        return {}
-    x_scale, weight_scale = (scale.detach() for scale in scales)
-    given: dict[str, Any] = {"x_scale": x_scale, "weight_scale": weight_scale}
-    return given if out_dtype is None else {**given, "out_dtype": out_dtype}
+    return {} if scales is None else {"x_scale": scales[0].detach(), "weight_scale": scales[1].detach()}
 
 
 def is_aligned(weight: torch.Tensor) -> bool:

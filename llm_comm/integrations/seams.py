@@ -191,6 +191,20 @@ class Table:
             raise
 
 
+#: What ``flashinfer_rows`` are for. No loss is told where FlashInfer is not installed.
+FLASHINFER = "norms that the engine fuses by FlashInfer"
+
+
+def flashinfer_rows() -> tuple[Row, ...]:
+    """The rows of ``flashinfer_calls.py``, in the table of each engine. FlashInfer has releases of its own."""
+    theirs, ours = "flashinfer.comm:", "llm_comm.integrations.flashinfer_calls:"
+    return (
+        Row(FLASHINFER, f"{theirs}allreduce_fusion", patch=f"{ours}around_fusion", by_digest=False),
+        Row(FLASHINFER, f"{theirs}create_allreduce_fusion_workspace", patch=f"{ours}note_group", by_digest=False),
+        Row(FLASHINFER, f"{theirs}AllReduceFusionPattern", by_digest=False),
+    )
+
+
 def owner_of(symbol: str) -> tuple[Any, str]:
     """Return the module or class that holds ``symbol``, imported, and the name in there.
 
@@ -218,7 +232,7 @@ def load(symbol: str) -> Any:
 def replace(symbol: str, patch: Callable[..., Any]) -> None:
     """Have ``patch`` called in place of ``symbol``, with the replaced function before the arguments.
 
-    Modules that have imported a function by its name get the replacement too.
+    Modules that have imported the function, by whatever name, get the replacement too.
     """
     owner, name = owner_of(symbol)
     theirs = inspect.getattr_static(owner, name)
@@ -234,9 +248,11 @@ def replace(symbol: str, patch: Callable[..., Any]) -> None:
 
 
 def put(owner: Any, name: str, before: Any, after: Any) -> None:
-    """Put ``after`` in the place of ``before``, which is ``owner``'s; of a module's, in all modules that have it."""
+    """Put ``after`` in the place of ``before``, which is ``owner``'s; of a module's, in all modules that have it, by
+    whatever name."""
     setattr(owner, name, after)
     if isinstance(owner, ModuleType):
         for module in list(sys.modules.values()):
-            if getattr(module, "__dict__", {}).get(name) is before:
-                setattr(module, name, after)
+            names = [key for key, value in list(getattr(module, "__dict__", {}).items()) if value is before]
+            for key in names:
+                setattr(module, key, after)

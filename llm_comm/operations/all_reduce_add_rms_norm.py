@@ -31,7 +31,7 @@ _OPERANDS = Operands(FUSED, (*_READS, "scale"), _WRITES)
 #: Where ``quantize`` makes scales.
 _MAKING_SCALES = Operands(FUSED, _READS, ("scale", *_WRITES))
 #: A thread writes what it alone has read. FP8 is smaller than what it would take the place of.
-_IN_PLACE = {("residual_out", "residual"): 0}
+_IN_PLACE = {("residual_out", "residual"): 0, ("residual_out", "x"): 0}
 _IN_PLACE_UNQUANTIZED = {("out", "x"): 0, **_IN_PLACE}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from llm_comm.operations import linear_operators, torch_operators
 from llm_comm.operations.scaling import Scaling
 from llm_comm.operations.watched import PLAIN as _PLAIN
 from llm_comm.operations.watched import PLAIN_WEIGHTS as _WEIGHTS
+from llm_comm.operations.watched import attempt
 from llm_comm.operations.watched import is_watched as _is_watched
 from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL, of_factors
 from llm_comm.planning.planner import Planner
@@ -275,6 +277,89 @@ class LinearLayers:
             x, linear_weight, residual, norm_weight, eps, out, residual_out, quantize, scale, x_scale, weight_scale
         )
         return results
+
+    # ---- For engines, which go their own way where a layer is not served ----------------------------------------
+
+    def try_linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        x_scale: torch.Tensor | None = None,
+        weight_scale: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor | None:
+        """``linear`` where ``prefers_linear`` and where it serves all of these, else None: in one look at them.
+
+        Args:
+            x, weight, x_scale, weight_scale, out_dtype: As of ``linear``.
+
+        Returns:
+            A new tensor, or None.
+
+        Raises:
+            CommunicatorError, RuntimeError: As of ``linear``, of layers that are served.
+        """
+        if not self._prefers_operands(LINEAR, 1, x, weight, x_scale is not None):
+            return None
+        scales: dict[str, Any] = {"x_scale": x_scale, "weight_scale": weight_scale, "out_dtype": out_dtype}
+        return attempt(partial(self.accepts_linear, x, weight, **scales), partial(self.linear, x, weight, **scales))
+
+    def try_linear_silu_and_mul(
+        self,
+        x: torch.Tensor,
+        gate_up_weight: torch.Tensor,
+        *,
+        x_scale: torch.Tensor | None = None,
+        weight_scale: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor | None:
+        """The same of ``linear_silu_and_mul``."""
+        if not self._prefers_operands(LINEAR_SILU_AND_MUL, 2, x, gate_up_weight, x_scale is not None):
+            return None
+        scales: dict[str, Any] = {"x_scale": x_scale, "weight_scale": weight_scale, "out_dtype": out_dtype}
+        return attempt(
+            partial(self.accepts_linear_silu_and_mul, x, gate_up_weight, **scales),
+            partial(self.linear_silu_and_mul, x, gate_up_weight, **scales),
+        )
+
+    def try_linear_all_reduce_add_rms_norm(
+        self,
+        x: torch.Tensor,
+        linear_weight: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm_weight: torch.Tensor,
+        eps: float,
+        *,
+        quantize: str | None = None,
+        scale: torch.Tensor | None = None,
+        x_scale: torch.Tensor | None = None,
+        weight_scale: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...] | None:
+        """The same of ``linear_all_reduce_add_rms_norm``. None may be of this rank alone, where its weight is not
+        aligned: nothing has been summed then, and the ranks that were served wait for the same sum from
+        ``all_reduce_add_rms_norm`` of what this rank computes itself.
+        """
+        if not self._prefers_operands(LINEAR, 1, x, linear_weight, x_scale is not None):
+            return None
+        scales: dict[str, Any] = {"x_scale": x_scale, "weight_scale": weight_scale}
+        return attempt(
+            partial(self.accepts_fused_linear, x, linear_weight, norm_weight, quantize, **scales),
+            partial(
+                self.linear_all_reduce_add_rms_norm,
+                *(x, linear_weight, residual, norm_weight, eps),
+                quantize=quantize,
+                scale=scale,
+                **scales,
+            ),
+        )
+
+    def _prefers_operands(self, operation: str, parts: int, x: torch.Tensor, weight: torch.Tensor, fp8: bool) -> bool:
+        """Whether a layer is preferred, of ``parts`` rows of the weight for an output."""
+        if weight.dim() != 2:
+            return False
+        rows, inputs = weight.shape
+        return self._prefers(operation, rows // parts, inputs, x.shape[:-1].numel(), fp8)
 
     # ---- What would be served -----------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from llm_comm.operations import torch_operators
 from llm_comm.operations.answers import Answers
 from llm_comm.operations.watched import PLAIN as _PLAIN
 from llm_comm.operations.watched import PLAIN_WEIGHTS as _WEIGHTS
+from llm_comm.operations.watched import attempt
 from llm_comm.operations.watched import is_watched as _is_watched
 
 # Global names cost less than attributes.
@@ -50,23 +52,24 @@ class Sums(Answers):
             return self._dispatch_all_reduce(x, out)
         return self._all_reduce(x, out)
 
-    def try_all_reduce(self, x: torch.Tensor) -> torch.Tensor | None:
-        """``all_reduce(x)`` where ``accepts(x)``, else None: in one look at ``x``, for engines that then go their own
-        way. The same on all ranks.
+    def try_all_reduce(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
+        """``all_reduce(x, out)`` where ``accepts(x)``, else None: in one look at ``x``, for engines that then go their
+        own way. The same on all ranks.
 
         Args:
-            x: As of ``all_reduce``.
+            x, out: As of ``all_reduce``.
 
         Returns:
-            A new tensor like ``x``, or None: nothing has been summed then.
+            ``out``, or a new tensor like ``x``; None: nothing has been summed.
 
         Raises:
+            UnsupportedInputError: ``x`` is accepted, and ``out`` does not fit it.
             CommunicatorError: ``x`` is accepted, and this or an earlier call has failed, as of ``all_reduce``.
         """
         if _is_compiling() or type(x) is not _Tensor or _is_watched():
-            result: torch.Tensor | None = self._dispatch_all_reduce(x, None) if self.accepts(x) else None
+            result: torch.Tensor | None = self._dispatch_all_reduce(x, out) if self.accepts(x) else None
         else:
-            result = self._all_reduce(x, None, True)
+            result = self._all_reduce(x, out, True)
         return result
 
     def _dispatch_all_reduce(self, x: Any, out: Any) -> Any:
@@ -122,7 +125,7 @@ class Sums(Answers):
             weight: [hidden], of the dtype of ``x``.
             eps: Added to the mean of the squares.
             out: Where the normed rows go: like ``x``, which it may be, or float8_e4m3fn. None: a new tensor.
-            residual_out: Where the new residual goes: like ``x``; it may be ``residual``. None: a new tensor.
+            residual_out: Where the new residual goes: like ``x``; it may be ``residual``, or ``x``. None: a new tensor.
             quantize: None, ``"static"``, ``"dynamic"``, or one of the table: hidden is a multiple of 128 then, and
                 ``x`` has two dimensions if scales go by columns.
             scale: ``"static"``: float32, one element, required. Else where the scales go, float32; None: a new tensor.
@@ -149,3 +152,34 @@ class Sums(Answers):
                 x, residual, weight, eps, out, residual_out, quantize, scale, self.name
             )
         return self._all_reduce_add_rms_norm(x, residual, weight, eps, out, residual_out, quantize, scale)
+
+    def try_all_reduce_add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        out: torch.Tensor | None = None,
+        residual_out: torch.Tensor | None = None,
+        quantize: str | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...] | None:
+        """``all_reduce_add_rms_norm`` where it serves all of these, else None: in one look at them, for engines that
+        then go their own way. The same on all ranks.
+
+        Args:
+            x, residual, weight, eps, out, residual_out, quantize, scale: As of ``all_reduce_add_rms_norm``.
+
+        Returns:
+            What that returns; None: nothing has been summed.
+
+        Raises:
+            CommunicatorError: The call is served, and this or an earlier one has failed, as of ``all_reduce``.
+        """
+        operands = x, residual, weight, eps
+        options: dict[str, Any] = {"out": out, "residual_out": residual_out, "quantize": quantize, "scale": scale}
+        return attempt(
+            partial(self.accepts_fused, x, weight, quantize),
+            partial(self.all_reduce_add_rms_norm, *operands, **options),
+        )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -23,6 +24,8 @@ PLAIN = PLAIN_WEIGHTS | {type(None)}
 
 #: Tells autograd that tensors have been written, in about 0.1 us. Those of inference mode have no version to count up.
 count_write = torch._C._increment_version
+
+_Result = TypeVar("_Result")
 
 _REQUIRES_GRAD = (
     "the tensor requires grad, and nothing is differentiated: call under torch.no_grad(), or pass x.detach()"
@@ -63,6 +66,21 @@ def check_constant(operation: str, **tensors: Any) -> None:
         why = why_not_constant(tensor) if isinstance(tensor, torch.Tensor) else ""
         if why:
             raise UnsupportedInputError(f"{operation}: {name}: {why}")
+
+
+def attempt(accepts: Callable[[], bool], call: Callable[[], _Result]) -> _Result | None:
+    """Return what ``call`` returns, or None if what it is given is not served.
+
+    Args:
+        accepts: Whether it is served: asked under torch.compile alone, which cannot trace the error of a call.
+        call: Looks at its operands before anything else, and raises UnsupportedInputError.
+    """
+    if torch.compiler.is_compiling() and not accepts():
+        return None
+    try:
+        return call()
+    except UnsupportedInputError:
+        return None
 
 
 def check_memory(operation: str, **tensors: Any) -> None:

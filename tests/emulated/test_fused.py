@@ -178,6 +178,10 @@ def check_alignment(dtype: torch.dtype, rows: int, hidden: int) -> None:
             assert_bitwise_equal(r, expected, f"{what}, in place")
             assert_bitwise_equal(x, out, f"{what}, in place")
             assert_untouched_outside(x_buffer, x, f"{what}, in place")
+            x, x_buffer = at_offset(inputs[rank], (step + 5 * rank) % 8)
+            comm.all_reduce_add_rms_norm(x, residual, w, EPS, out=out, residual_out=x)
+            assert_bitwise_equal(x, expected, f"{what}, new residual in the place of the input")
+            assert_untouched_outside(x_buffer, x, f"{what}, new residual in the place of the input")
 
             fp8, fp8_buffer = at_offset(torch.zeros_like(x, dtype=FP8), (step + rank) % 8)
             x, _ = at_offset(inputs[rank], step)
@@ -208,6 +212,11 @@ def check_outputs_of_variants() -> None:
             comm.all_reduce_add_rms_norm(x, in_place, weight, EPS, out=x, residual_out=in_place)
             assert_bitwise_equal(in_place, expected, plan)
             assert_normed(x, exact_norm(expected, weight, EPS), plan)
+            # As vLLM calls FlashInfer for a norm without a residual.
+            total = inputs[comm.rank].clone()
+            normed, _ = comm.all_reduce_add_rms_norm(total, None, weight, EPS, residual_out=total)
+            assert_bitwise_equal(total, new_residual_of(inputs, None), plan)
+            assert_normed(normed, exact_norm(total, weight, EPS), plan)
 
 
 @pytest.mark.parametrize("world", [2, 5, 8])

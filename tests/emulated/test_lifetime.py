@@ -29,6 +29,7 @@ USES: dict[str, Callable[[Communicator], object]] = {
     "all_reduce": lambda comm: comm.all_reduce(X),
     "all_reduce in place": lambda comm: comm.all_reduce(X, out=X),
     "try_all_reduce": lambda comm: comm.try_all_reduce(X),
+    "try_all_reduce_add_rms_norm": lambda comm: comm.try_all_reduce_add_rms_norm(ROWS, None, ROWS[0], 1e-5),
     "all_reduce of nothing": lambda comm: comm.all_reduce(X[:0]),
     "all_reduce of a new size": lambda comm: comm.all_reduce(X[:5]),
     "plan_fused": lambda comm: comm.plan_fused(ROWS, ROWS[0]),

@@ -78,10 +78,10 @@ def cases(world: int) -> list[Case]:
     before_norm = {"x": rows(), "linear_weight": ones(64, FEATURES), "residual": rows(64), "norm_weight": ones(64)}
     written = {"out": rows(), "residual_out": rows()}
     out = ("out",)
-    same, of_norm = (("out", "x"),), ("residual_out", "residual")
+    same, of_norm = (("out", "x"),), (("residual_out", "residual"), ("residual_out", "x"))
     found = [
         Case("all_reduce", x_and_out, out, same),
-        Case("try_all_reduce", {"x": rows()}),
+        Case("try_all_reduce", x_and_out, out, same),
         Case("all_gather", {"x": rows(), "out": ones(world * ROWS, FEATURES)}, out),
         Case("try_all_gather", {"x": rows()}),
         Case("reduce_scatter", {"x": ones(world * ROWS, FEATURES), "out": rows()}, out),
@@ -90,19 +90,23 @@ def cases(world: int) -> list[Case]:
         Case("linear_of_any_batch", {**layer, "out": rows(64)}, out),
         Case("linear_silu_and_mul", {"x": rows(), "gate_up_weight": ones(128, FEATURES), "out": rows(64)}, out),
         Case("linear_all_reduce", {"x": rows(), "linear_weight": ones(64, FEATURES), "out": rows(64)}, out),
+        Case("try_linear", layer),
+        Case("try_linear_silu_and_mul", {"x": rows(), "gate_up_weight": ones(128, FEATURES)}),
+        Case("try_linear_all_reduce_add_rms_norm", before_norm, options={"eps": EPS}),
+        Case("try_all_reduce_add_rms_norm", {**norm, **written}, tuple(written), (*of_norm, *same), {"eps": EPS}),
         Case("run", {"input": rows(), "output": rows()}, ("output",), has_operator=False),
         Case("dsl", x_and_out, out, same, has_operator=False),
     ]
     for quantize, scale in ((None, {}), ("static", {"scale": torch.ones(1)}), ("dynamic", {"scale": torch.ones(ROWS)})):
         makes = ("scale",) if quantize == "dynamic" else ()
         results = {**written, "out": rows(dtype=BF16 if quantize is None else FP8)}
-        in_place = (of_norm, *same) if quantize is None else (of_norm,)
+        in_place = (*of_norm, *same) if quantize is None else of_norm
         options = {"eps": EPS, "quantize": quantize}
         writes = (*written, *makes)
         found.append(Case("all_reduce_add_rms_norm", {**norm, **results, **scale}, writes, in_place, options))
         smaller = {name: tensor[:, :64].contiguous() for name, tensor in results.items()}
         operands = {**before_norm, **smaller, **scale}
-        found.append(Case("linear_all_reduce_add_rms_norm", operands, writes, (of_norm,), options))
+        found.append(Case("linear_all_reduce_add_rms_norm", operands, writes, of_norm[:1], options))
     return found
 
 
@@ -146,7 +150,7 @@ class Walk:
 
 
 def walk(check: Callable[[Walk], None], cache: str) -> None:
-    with pytest.MonkeyPatch.context() as patch, make_communicator() as comm:
+    with pytest.MonkeyPatch.context() as patch, make_communicator(fuse_linear=True) as comm:
         patch.setenv("LLM_COMM_CACHE_DIR", cache)
         with_stand_in(patch)
         walked = Walk(comm)

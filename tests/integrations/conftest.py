@@ -7,6 +7,16 @@ import contract
 import pytest
 
 
+@pytest.hookimpl(tryfirst=True)  # before some are deselected
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        given = getattr(item, "callspec", None)
+        if given is not None and "runner" in given.params:
+            what, version = given.params["runner"]
+            if what.is_nightly(version, given.params["name"]):
+                item.add_marker("nightly")
+
+
 @pytest.fixture(scope="session")
 def shared_runners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[contract.SharedRunners]:
     with ExitStack() as stack:

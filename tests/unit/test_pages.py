@@ -224,7 +224,11 @@ def test_performance_shows_the_engines_that_were_measured() -> None:
 def test_a_release_needs_the_tests() -> None:
     workflows = ROOT / ".github" / "workflows"
     jobs = yaml.safe_load((workflows / "release.yml").read_text(encoding="utf-8"))["jobs"]
-    assert jobs[jobs["publish"]["needs"]]["uses"] == "./.github/workflows/ci.yml"
+    needed = {jobs[name]["uses"] for name in jobs["publish"]["needs"]}
+    assert needed == {"./.github/workflows/ci.yml", "./.github/workflows/nightly.yml"}
     tests = yaml.safe_load((workflows / "ci.yml").read_text(encoding="utf-8"))
     assert "workflow_call" in tests[True], "YAML takes the key 'on' for true"
     assert {"run": ".ci/run"} in tests["jobs"]["test"]["steps"]
+    nightly = yaml.safe_load((workflows / "nightly.yml").read_text(encoding="utf-8"))
+    assert {"workflow_call", "schedule"} <= set(nightly[True])
+    assert any('TESTS="not gpu"' in command for command in nightly["jobs"]["nightly"]["strategy"]["matrix"]["run"])

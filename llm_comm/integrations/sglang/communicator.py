@@ -21,17 +21,18 @@ from sglang.srt.utils import is_cuda
 
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
-from llm_comm.integrations import descriptions, engine_config, joining, members, sleeping
+from llm_comm.integrations import descriptions, engine_config, flashinfer_calls, joining, members, sleeping
 from llm_comm.integrations.linear import (
     FIRST_INVARIANT_LINEAR,
     FIRST_LINEAR,
     LINEAR_AT_EVERY_SIZE,
     about_linear,
     linear_of_any_batch,
-    try_linear,
+    scaling,
     why_not_linear,
 )
 from llm_comm.integrations.parts import Parts
+from llm_comm.integrations.seams import FLASHINFER
 from llm_comm.integrations.sglang import groups, seams
 from llm_comm.integrations.sglang.seams import TABLE
 from llm_comm.runtime.rendezvous import Rendezvous
@@ -66,10 +67,11 @@ def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
         return
     if kind == _PDMUX:
         _leave_norms_to_sglang()
-    why_not, elsewhere, unknown = None, "", None
+        flashinfer_calls.leave_group(group.cpu_group)  # of the tensor-parallel group: the ranks are the same
+    why_not, is_elsewhere, unknown = None, False, None
     try:
         why_not = _why_not(group, arguments)
-        elsewhere = _summed_elsewhere() if sums else ""
+        is_elsewhere = sums and _flashinfer_sums()
     except Exception as error:  # the other ranks must hear of it
         unknown = joining.NotJoinedError(f"it cannot be set up in {TABLE.release} ({type(error).__name__}: {error})")
     if why_not is not None:
@@ -100,8 +102,10 @@ def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
         about_layers += _set_up_fusion(group, member.communicator) + _set_up_invariant_linears(
             group, member.communicator
         )
+    if sums:
+        about_layers += _serve_flashinfer(group, member.communicator, is_elsewhere)
     if dist.get_rank() == 0:
-        logger.info("%s%s%s%s", member.summary("SGLang", sums=sums), about_parts, about_layers, elsewhere)
+        logger.info("%s%s%s", member.summary("SGLang", sums=sums), about_parts, about_layers)
         _say_what_is_off()
 
 
@@ -287,15 +291,39 @@ def _option(options: Callable[[], Any], name: str) -> Any:
         return None
 
 
-def _summed_elsewhere() -> str:
-    if TABLE.why_not(seams.THEIR_FUSION) is not None or not _server_option(
-        "comm", "flashinfer_allreduce_fusion_backend"
-    ):
-        return ""
-    return (
-        "; but SGLang's FlashInfer all-reduce fusion comes first where it applies "
-        "(--enforce-disable-flashinfer-allreduce-fusion)"
+def _flashinfer_sums() -> bool:
+    """Whether SGLang sums by FlashInfer, past its custom all-reduce, what FlashInfer's workspace has room for."""
+    return TABLE.why_not(seams.THEIR_FUSION) is None and bool(
+        _server_option("comm", "flashinfer_allreduce_fusion_backend")
     )
+
+
+def _serve_flashinfer(group: Any, communicator: Communicator, is_wanted: bool) -> str:
+    """Has llm_comm compute what SGLang leaves to FlashInfer, on all ranks or on none. Returns what to log.
+
+    Args:
+        group: A group that sums, and ``communicator`` its own.
+        is_wanted: Whether this rank's SGLang leaves anything to FlashInfer.
+    """
+    if not is_wanted:
+        why_not: str | None = "SGLang sums nothing by FlashInfer"
+    elif group.unique_name.split(":")[0] == _PDMUX:
+        why_not = "two groups have the same ranks"
+    else:
+        why_not = TABLE.attempt(FLASHINFER)
+    why_not = joining.objection_of_any(group.cpu_group, why_not, "FlashInfer")
+    if why_not is not None:
+        return is_wanted * (
+            "; but SGLang's FlashInfer all-reduce fusion comes first where it applies "
+            f"(--enforce-disable-flashinfer-allreduce-fusion), past llm_comm: {why_not}"
+        )
+    flashinfer_calls.serve(
+        group.cpu_group,
+        communicator,
+        fuses=communicator.config.fuse and not _is_deterministic(),
+        say=group.ca_comm.say_of_first_norm,
+    )
+    return "; and what SGLang sums by FlashInfer, where llm_comm serves it"
 
 
 @functools.cache
@@ -354,14 +382,22 @@ class LlmCommAllReduce:
         if communicator.config.batch_invariant_norm == "llm_comm":
             # SGLang's norm would have other bits. What is not served is an error of the call below.
             x, residual = x.contiguous(), residual.contiguous()
-        elif not communicator.accepts_fused(x, weight) or not residual.is_contiguous():
+            call: Callable[..., tuple[torch.Tensor, ...] | None] = communicator.all_reduce_add_rms_norm
+        else:
+            call = communicator.try_all_reduce_add_rms_norm
+        results = call(x, residual, weight, epsilon)
+        if results is None:
             return None
-        normed, new_residual = communicator.all_reduce_add_rms_norm(x, residual, weight, epsilon)
+        normed, new_residual = results
+        self.say_of_first_norm(x)
+        return normed, new_residual
+
+    def say_of_first_norm(self, x: torch.Tensor) -> None:
+        """Logs the first norm that is fused, of ``x``."""
         if not self._has_fused:
             self._has_fused = True
             if dist.get_rank() == 0:
-                logger.info(descriptions.FIRST_FUSED, communicator.world_size, tuple(x.shape))
-        return normed, new_residual
+                logger.info(descriptions.FIRST_FUSED, self._member.communicator.world_size, tuple(x.shape))
 
     def sum_of(self, x: torch.Tensor) -> torch.Tensor | None:
         """The sum over the group by llm_comm, a new tensor; None, the same on all ranks, if it declines ``x``."""
@@ -386,7 +422,7 @@ class LlmCommAllReduce:
         out_dtype: torch.dtype,
     ) -> torch.Tensor | None:
         """The same of FP8, with its scales, as ``Communicator.linear`` takes them."""
-        return self._try_linear(x, weight.detach(), (x_scale, weight_scale), out_dtype)
+        return self._try_linear(x, weight.detach(), **scaling((x_scale, weight_scale)), out_dtype=out_dtype)
 
     def linear_of_any_batch(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         """The same of a layer that ``takes_all_batches_of`` takes; None once llm_comm has left the group."""
@@ -397,11 +433,9 @@ class LlmCommAllReduce:
         self._say_of_first_linear(FIRST_INVARIANT_LINEAR, x, weight)
         return result
 
-    def _try_linear(self, x: torch.Tensor, weight: torch.Tensor, *of_fp8: Any) -> torch.Tensor | None:
+    def _try_linear(self, x: torch.Tensor, weight: torch.Tensor, **of_fp8: Any) -> torch.Tensor | None:
         communicator = self._llm_comm
-        if communicator is None or weight.dim() != 2:
-            return None
-        result = try_linear(communicator, x, weight, *of_fp8)
+        result = None if communicator is None else communicator.try_linear(x, weight, **of_fp8)
         if result is not None:
             self._say_of_first_linear(FIRST_LINEAR, x, weight)
         return result
@@ -420,6 +454,7 @@ class LlmCommAllReduce:
         """Closes llm_comm; whoever asks from now on is served by SGLang's own."""
         if self._llm_comm is not None:
             self._llm_comm = None
+            flashinfer_calls.leave(self._member.communicator)
             self._member.close()
 
     def close(self) -> None:

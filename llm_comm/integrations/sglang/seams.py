@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llm_comm.integrations.seams import Row, Table
+from llm_comm.integrations.seams import Row, Table, flashinfer_rows, replace
 
 ALL_REDUCE = "all-reduce"
 GATHERING = "all-gather and reduce-scatter"
@@ -103,6 +103,7 @@ ROWS = (
     ),
     Row(ALL_REDUCE, TIMEOUT, by_digest=False, is_required=False, lost="Waits are bounded by llm_comm's own limit"),
     *_named(THEIR_FUSION, _option("flashinfer_allreduce_fusion_backend", "exec_:ExecComm")),
+    *flashinfer_rows(),
     # All-gathers and reduce-scatters.
     *(
         Row(GATHERING, f"{_GROUP}.{name}", patch=f"{_OURS}.gathering:{name.lstrip('_')}")
@@ -203,6 +204,9 @@ ROWS = (
 
 
 def _install(symbol: str, patch: Callable[..., Any]) -> None:
+    if not symbol.startswith("sglang."):
+        replace(symbol, patch)
+        return
     from llm_comm.integrations.sglang.hooks import hook
 
     hook(symbol.replace(":", "."), patch)

@@ -16,8 +16,17 @@ from vllm.distributed.device_communicators.cuda_communicator import CudaCommunic
 
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
-from llm_comm.integrations import descriptions, engine_config, joining, linear, members, sleeping
+from llm_comm.integrations import (
+    descriptions,
+    engine_config,
+    flashinfer_calls,
+    joining,
+    linear,
+    members,
+    sleeping,
+)
 from llm_comm.integrations.parts import Parts
+from llm_comm.integrations.seams import FLASHINFER
 from llm_comm.integrations.vllm import (
     cache_key,
     configuration,
@@ -118,33 +127,36 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         """See ``linear_op.py``, and ``scaled_op.py`` for ``scales``, of x and of its weight; None, if it is not served:
         nothing has been summed then."""
         communicator = self._llm_comm
+        if communicator is None:
+            return None
         # A parameter of a class of vLLM's would take the way by torch's dispatcher again.
         linear_weight = linear_weight.detach()
-        outputs, inputs = linear_weight.shape
-        quantize = None if scale is None else "static"
-        of_factors = linear.scaling(scales)
-        if (
-            communicator is None
-            or not communicator.prefers_linear(outputs, inputs, x.numel() // inputs, fp8=scales is not None)
-            or not communicator.accepts_fused_linear(x, linear_weight, weight, quantize, **of_factors)
-            or (residual is not None and not residual.is_contiguous())
-            # Maybe of this rank alone, which is no harm: the others make the same sum behind their layer.
-            or not linear.is_aligned(linear_weight)
-        ):
-            return None
-        normed, new_residual = communicator.linear_all_reduce_add_rms_norm(
-            x, linear_weight, residual, weight, epsilon, quantize=quantize, scale=scale, **of_factors
+        # It may decline on this rank alone, which is no harm: the others make the same sum behind their layer.
+        results = communicator.try_linear_all_reduce_add_rms_norm(
+            x,
+            linear_weight,
+            residual,
+            weight,
+            epsilon,
+            quantize=None if scale is None else "static",
+            scale=scale,
+            **linear.scaling(scales),
         )
+        if results is None:
+            return None
+        normed, new_residual = results
         self._say_once(linear.FIRST_FUSED_LINEAR, x, linear_weight)
         return normed, new_residual
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         """See ``column_op.py``; None, if it is not served."""
-        return self._try_linear(linear.try_linear, x, weight, linear.FIRST_COLUMN_LINEAR)
+        return self._try_linear(Communicator.try_linear, x, weight, linear.FIRST_COLUMN_LINEAR)
 
     def linear_silu_and_mul(self, x: torch.Tensor, gate_up_weight: torch.Tensor) -> torch.Tensor | None:
         """See ``column_op.py``; None, if it is not served."""
-        return self._try_linear(linear.try_linear_silu_and_mul, x, gate_up_weight, linear.FIRST_LINEAR_SILU_AND_MUL)
+        return self._try_linear(
+            Communicator.try_linear_silu_and_mul, x, gate_up_weight, linear.FIRST_LINEAR_SILU_AND_MUL
+        )
 
     def scaled_linear(
         self,
@@ -155,7 +167,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         out_dtype: torch.dtype,
     ) -> torch.Tensor | None:
         """See ``scaled_op.py``; None, if it is not served. ``weight`` is [outputs, inputs]."""
-        attempt = partial(linear.try_linear, scales=(x_scale, weight_scale), out_dtype=out_dtype)
+        attempt = partial(Communicator.try_linear, **linear.scaling((x_scale, weight_scale)), out_dtype=out_dtype)
         return self._try_linear(attempt, x, weight, linear.FIRST_COLUMN_LINEAR)
 
     def scaled_linear_silu_and_mul(
@@ -167,7 +179,8 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         out_dtype: torch.dtype,
     ) -> torch.Tensor | None:
         """The same with silu-and-mul."""
-        attempt = partial(linear.try_linear_silu_and_mul, scales=(x_scale, weight_scale), out_dtype=out_dtype)
+        scales = linear.scaling((x_scale, weight_scale))
+        attempt = partial(Communicator.try_linear_silu_and_mul, **scales, out_dtype=out_dtype)
         return self._try_linear(attempt, x, gate_up_weight, linear.FIRST_LINEAR_SILU_AND_MUL)
 
     def linear_of_any_batch(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
@@ -214,6 +227,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         member, self._member, self._llm_comm, self._parts = self._member, None, None, None
         try:
             if member is not None:
+                flashinfer_calls.leave(member.communicator)
                 member.close()
         finally:  # also where the CUDA context is broken
             super().destroy()
@@ -233,12 +247,12 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         if communicator.config.batch_invariant_norm == "llm_comm":
             # vLLM's norm would have other bits. What is not served is an error of the call below.
             x, residual = x.contiguous(), None if residual is None else residual.contiguous()
-        elif not communicator.accepts_fused(x, weight, quantize) or (
-            residual is not None and not residual.is_contiguous()
-        ):
-            return None
-        results = communicator.all_reduce_add_rms_norm(x, residual, weight, epsilon, quantize=quantize, scale=scale)
-        self._say_once(descriptions.FIRST_FUSED, x)
+            call: Callable[..., tuple[torch.Tensor, ...] | None] = communicator.all_reduce_add_rms_norm
+        else:
+            call = communicator.try_all_reduce_add_rms_norm
+        results = call(x, residual, weight, epsilon, quantize=quantize, scale=scale)
+        if results is not None:
+            self._say_once(descriptions.FIRST_FUSED, x)
         return results
 
     def _prefers(self, outputs: int, inputs: int, **kind: bool) -> bool:
@@ -333,9 +347,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
 
     def _set_up_fusion(self, communicator: Communicator) -> str:
         """Decides whether compiled graphs are to hold the fused operator, alike on all ranks. Returns what to log."""
-        theirs_is_off = (
-            "; vLLM's fuse_allreduce_rms, which sums past llm_comm, is off" if fusion.keep_norms_apart() else ""
-        )
+        serves_theirs = self._serve_flashinfer(communicator)
         unknown = self._objection(TABLE.why_not(seams.NORMS), "norms of this release")
         why_not = members.why_not_fused(communicator) or unknown
         if why_not is None:
@@ -346,12 +358,23 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
                 why_not += self._set_up_eager_fusion(communicator.config)
             wanted = communicator.max_preferred_tokens > 0
             about_linear = linear.about_linear(communicator, "vLLM", "norms are not fused", 0) if wanted else ""
-            return f"; not fused with RMSNorm: {why_not}{about_linear}{theirs_is_off}"
+            about_theirs = fusion.keep_theirs(serves_theirs)
+            return f"; not fused with RMSNorm: {why_not}{about_linear}{about_theirs}"
         about_linear = self._set_up_linear(communicator)
         fusion.prepare_compiler(self.max_fused_bytes, self.max_linear_tokens, self.linear_key)
         self.fuses = True
         sizes = descriptions.AT_EVERY_SIZE if communicator.config.batch_invariant_norm == "llm_comm" else ""
-        return f"; fused with RMSNorm in compiled graphs{sizes}{about_linear}{theirs_is_off}"
+        return f"; fused with RMSNorm in compiled graphs{sizes}{about_linear}{fusion.keep_theirs(False)}"
+
+    def _serve_flashinfer(self, communicator: Communicator) -> bool:
+        """Has llm_comm compute norms that vLLM fuses by FlashInfer, on all ranks or on none; whether it does."""
+        why_not = self._objection(fusion.why_not_flashinfer() or TABLE.attempt(FLASHINFER), "FlashInfer")
+        if why_not is not None:
+            logger.debug("llm_comm: norms of FlashInfer are left alone: %s", why_not)
+            return False
+        say = partial(self._say_once, descriptions.FIRST_FUSED)
+        flashinfer_calls.serve(self.cpu_group, communicator, fuses=communicator.config.fuse, say=say)
+        return communicator.config.fuse
 
     def _set_up_eager_fusion(self, config: Config) -> str:
         """The same for models that are not compiled, on all ranks or on none."""

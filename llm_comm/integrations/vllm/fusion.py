@@ -18,20 +18,31 @@ from llm_comm.integrations.vllm.seams import TABLE
 from llm_comm.planning.tables import FUSED
 
 
-def keep_norms_apart() -> bool:
-    """Turns off vLLM's fusion of an all-reduce with the norm after it; returns whether it was on.
+def keep_theirs(is_served: bool) -> str:
+    """Keep vLLM's fusion of an all-reduce with the norm after it if ``is_served``, else turn it off. Returns what to
+    log.
 
-    With FlashInfer installed, vLLM fuses at decode sizes by default, and none of these all-reduces would come here.
-    That is so whether or not we fuse: who switches our fusion off wants sums by llm_comm and norms by vLLM; who wants
-    vLLM's fusion switches llm_comm off. The passes are made when the model is compiled, later than this.
+    With FlashInfer installed, vLLM fuses at decode sizes by default. Where llm_comm does not serve the calls of
+    FlashInfer, none of these all-reduces would come here, nor to the passes of llm_comm: an operator who switches
+    ``fuse`` off wants sums by llm_comm and norms by vLLM, and one who wants vLLM's fusion switches llm_comm off. The
+    passes are made when the model is compiled, later than this.
     """
     vllm_config = get_current_vllm_config_or_none()
     if vllm_config is None or TABLE.why_not(seams.THEIR_FUSION) is not None:
-        return False
+        return ""
     if not vllm_config.compilation_config.pass_config.fuse_allreduce_rms:
-        return False
+        return ""
+    if is_served:
+        return "; vLLM's fuse_allreduce_rms is on, and llm_comm computes what it serves of it"
     vllm_config.compilation_config.pass_config.fuse_allreduce_rms = False
-    return True
+    return "; vLLM's fuse_allreduce_rms, which sums past llm_comm, is off"
+
+
+def why_not_flashinfer() -> str | None:
+    """Why llm_comm does not compute norms that vLLM fuses by FlashInfer, if so."""
+    if envs.VLLM_BATCH_INVARIANT:
+        return "a norm must not depend on the size of its batch, and FlashInfer's are of some sizes"
+    return None
 
 
 #: What ``why_not_fused`` says of models for which ``eager_norms.py`` can be of use.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llm_comm.integrations.seams import Row, Table, replace
+from llm_comm.integrations.seams import Row, Table, flashinfer_rows, replace
 
 ALL_REDUCE = "all-reduce"
 GATHERING = "all-gather and reduce-scatter"
@@ -101,6 +101,7 @@ ROWS = (
         "vllm.config:CompilationConfig.pass_config",
         "vllm.config.compilation:PassConfig.fuse_allreduce_rms",
     ),
+    *flashinfer_rows(),
     # All-gathers and reduce-scatters: methods that a subclass overrides.
     *_tested(
         GATHERING,

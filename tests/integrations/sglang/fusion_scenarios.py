@@ -272,7 +272,7 @@ if IS_OLD:
 # ---- Scenarios ------------------------------------------------------------------------------------------------------
 
 
-@scenario()
+@scenario(smoke=True)
 def norms_of_sglang_sum_by_the_fused_kernel() -> None:
     with sglang_groups() as log, server():
         calls = fused_calls()
@@ -329,7 +329,7 @@ def norms_that_compute_something_else_are_summed_and_left_to_sglang() -> None:
         assert not calls
 
 
-@scenario()
+@scenario(smoke=True)
 def compiled_norms_sum_by_the_fused_kernel() -> None:
     with sglang_groups(), server(), torch.no_grad():
         calls = fused_calls()
@@ -359,7 +359,7 @@ def where_attention_sums_in_other_groups_norms_are_left_alone() -> None:
             assert not gate_says(4)
 
 
-@scenario(applies=IS_OLD)
+@scenario(smoke=True, applies=IS_OLD)
 def an_mlp_leaves_its_sum_to_the_next_layer() -> None:
     """Later versions ask who reads it."""
     assert mlp_leaves_its_sum()
@@ -432,7 +432,7 @@ def in_deterministic_mode_norms_are_those_of_sglang() -> None:
         assert len(log.having(said)) == (dist_rank() == 0)
 
 
-@scenario(applies=LLAMA_REDUCES, LLM_COMM_BATCH_INVARIANT_NORM="llm_comm", **DETERMINISTIC)
+@scenario(smoke=True, applies=LLAMA_REDUCES, LLM_COMM_BATCH_INVARIANT_NORM="llm_comm", **DETERMINISTIC)
 def in_deterministic_mode_all_batches_of_llama_can_have_norms_of_llm_comm() -> None:
     unfused = make_model()
     with sglang_groups() as log, server():
@@ -556,7 +556,7 @@ def a_norm_that_cannot_be_hooked_keeps_its_sums() -> None:
         assert torch.equal(group("tp").all_reduce(data((4, HIDDEN))), expected_sum((4, HIDDEN)))
 
 
-@scenario(applies=LLAMA_REDUCES)
+@scenario(smoke=True, applies=LLAMA_REDUCES)
 def dense_llama_is_fused() -> None:
     """Where its linears reduce; else it takes the path of the other models."""
     check_dense(llama.LlamaModel, 6, run_model)
@@ -594,7 +594,7 @@ def linears_of_llama_that_sum_elsewhere_are_left_alone() -> None:
         assert len(log.having("norms of LlamaModel are not fused: its linears sum in another")) == (dist_rank() == 0)
 
 
-@scenario(applies=IS_OLD)
+@scenario(smoke=True, applies=IS_OLD)
 def dense_qwen3_is_fused() -> None:
     """Its attention leaves the sum to a norm by itself, its MLP does not."""
     check_dense(qwen3.Qwen3Model, 3, run_unfused)

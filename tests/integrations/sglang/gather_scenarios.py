@@ -33,7 +33,7 @@ _SOURCES = Path(parallel_state.__file__).parents[1]
 # ---- What is served: bit for bit what SGLang would have made --------------------------------------------------------
 
 
-@scenario()
+@scenario(smoke=True)
 def gathers_are_those_of_sglang() -> None:
     check_gathers()
 
@@ -62,7 +62,7 @@ def check_gathers() -> None:
         assert not tp.nccl_of_ours
 
 
-@scenario()
+@scenario(smoke=True)
 def scatters_are_the_one_sum() -> None:
     check_scatters()
 
@@ -129,7 +129,7 @@ def outputs_decide_nothing() -> None:
         assert len(tp.served) == 2
 
 
-@scenario()
+@scenario(smoke=True)
 def compiled_calls_reach_llm_comm() -> None:
     with group() as tp:
         coordinator = tp.coordinator

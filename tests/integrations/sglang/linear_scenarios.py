@@ -105,7 +105,7 @@ class QuantizedMethod:
 # ---- Scenarios ------------------------------------------------------------------------------------------------------
 
 
-@scenario(LLM_COMM_FUSE_LINEAR="1")
+@scenario(smoke=True, LLM_COMM_FUSE_LINEAR="1")
 def row_parallel_layers_are_computed_by_llm_comm() -> None:
     with served() as (log, calls):
         assert len(log.having("; fused with RMSNorm; linear layers of up to 64 tokens by llm_comm")) == (
@@ -305,7 +305,7 @@ INVARIANT = {
 }
 
 
-@scenario(**INVARIANT)
+@scenario(smoke=True, **INVARIANT)
 def in_deterministic_mode_layers_can_be_those_of_llm_comm_in_all_batches() -> None:
     with served() as (log, calls):
         said = "batch_invariant_norm is 'engine'; linear layers by llm_comm at every size (batch_invariant_linear)"
@@ -424,8 +424,9 @@ def layer_calls() -> list[int]:
 
     def counted(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def linear_of(x: torch.Tensor, weight: torch.Tensor, **scales: Any) -> torch.Tensor:
+            result = original(x, weight, **scales)
             tokens.append(x.numel() // x.shape[-1])
-            return original(x, weight, **scales)
+            return result
 
         return linear_of
 

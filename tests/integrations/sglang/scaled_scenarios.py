@@ -96,7 +96,7 @@ class Layer:
 # ---- Scenarios ------------------------------------------------------------------------------------------------------
 
 
-@scenario(LLM_COMM_FUSE_LINEAR="1")
+@scenario(smoke=True, LLM_COMM_FUSE_LINEAR="1")
 def layers_are_computed_by_llm_comm() -> None:
     with served() as (log, calls):
         layer = Layer()

@@ -38,6 +38,7 @@ import torch.distributed as dist
 from lost_seams import check_every_symbol, lose
 from rank_processes import (
     DIED_OF_THE_WATCHDOG,
+    STAND_INS,
     Log,
     calls_of,
     data,
@@ -113,7 +114,7 @@ BENCH_PLUGINS = str(Path(__file__).parents[3] / "bench_serving" / "plugins")
 # ---- Scenarios: each runs in every rank, in processes that have not made a group before -----------------------------
 
 
-@scenario()
+@scenario(smoke=True)
 def eager_all_reduces_reach_llm_comm() -> None:
     with sglang_groups() as log:
         calls = calls_of(ours("tp")._llm_comm)
@@ -128,7 +129,7 @@ def eager_all_reduces_reach_llm_comm() -> None:
     assert len(log.having("is active for group tp:0 (2 ranks")) == (dist_rank() == 0)
 
 
-@scenario(LLM_COMM_MAX_MESSAGE_BYTES="1024")
+@scenario(smoke=True, LLM_COMM_MAX_MESSAGE_BYTES="1024")
 def compiled_all_reduces_reach_llm_comm_first() -> None:
     def layer(x: torch.Tensor) -> torch.Tensor:
         return tp.all_reduce(x * 2) + 1
@@ -163,7 +164,7 @@ def what_llm_comm_declines_goes_to_the_custom_all_reduce_of_sglang() -> None:
         assert (len(theirs.shapes), len(calls)) == (3, 1)
 
 
-@scenario()
+@scenario(smoke=True)
 def it_passes_for_the_custom_all_reduce_of_sglang() -> None:
     with sglang_groups(theirs=True):
         ca_comm = group("tp").ca_comm
@@ -194,7 +195,7 @@ def where_that_of_sglang_is_disabled_on_all_ranks_it_passes_for_none() -> None:
         assert not log.having("llm_comm", logging.WARNING)
 
 
-@scenario()
+@scenario(smoke=True)
 def groups_capture_graphs_within_the_context_of_sglang() -> None:
     stream = torch.cpu.Stream()
     current = mock.patch.object(parallel_state, "get_current_device_stream_fast", return_value=stream)
@@ -507,7 +508,71 @@ def a_rank_without_llm_comm_ends_the_start_of_the_others() -> None:
 @scenario()
 def a_fusion_that_sums_past_llm_comm_is_told() -> None:
     with server_options(comm={"flashinfer_allreduce_fusion_backend": "auto"}), sglang_groups() as log:
-        assert len(log.having("but SGLang's FlashInfer all-reduce fusion comes first")) == (dist_rank() == 0)
+        said = "but SGLang's FlashInfer all-reduce fusion comes first where it applies "
+        assert len(log.having(said)) == len(log.having(", past llm_comm: SGLang ")) == (dist_rank() == 0)
+
+
+@contextlib.contextmanager
+def flashinfer_groups() -> Iterator[tuple[Log, Any, Any]]:
+    """Groups of a SGLang that sums and norms by FlashInfer: the log, SGLang's module for it, ``flashinfer.comm``."""
+    sys.path.insert(0, str(STAND_INS))
+    options = {"flashinfer_allreduce_fusion_backend": "trtllm", "enable_aiter_allreduce_fusion": False}
+    with server_options(comm=options), mock.patch("sglang.srt.utils.is_cuda", return_value=True):
+        with mock.patch("sglang.srt.utils.common.is_cuda", return_value=True):
+            fusion = importlib.import_module("sglang.srt.layers.flashinfer_comm_fusion")  # keeps names of FlashInfer
+        stack = contextlib.ExitStack()
+        patches = {
+            "_preflight_check_workspace_memory": lambda **_: True,
+            "resolve_flashinfer_allreduce_fusion_backend": lambda *_: "trtllm",
+            "get_server_args": lambda: None,
+            "resolve_fusion_world_size": lambda **_: 2,
+            "resolve_fusion_group": lambda **_: (2, dist_rank(), group("tp")),
+            "is_flashinfer_available": lambda: True,
+        }
+        for name, function in patches.items():
+            if hasattr(fusion, name):
+                stack.enter_context(mock.patch.object(fusion, name, function))
+        with stack, sglang_groups() as log:
+            yield log, fusion, importlib.import_module("flashinfer.comm")
+            assert not log.having("FlashInfer", logging.WARNING)
+
+
+def norm_by_flashinfer(fusion: Any, rows: int = 4) -> None:
+    """A norm that SGLang leaves to FlashInfer, and a look at its results."""
+    x, residual = data((rows, 64)), data((rows, 64), rank=0)
+    weight = torch.linspace(0.5, 1.5, 64).bfloat16()
+    normed, new_residual = fusion.flashinfer_allreduce_residual_rmsnorm(x, residual, weight, eps=1e-5)
+    total = expected_sum((rows, 64)).float() + residual.float()
+    want = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-5) * weight.float()
+    torch.testing.assert_close(new_residual.float(), total, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(normed.float(), want, rtol=0.02, atol=0.02)
+
+
+@scenario(smoke=True, LLM_COMM_MAX_MESSAGE_BYTES="1K")
+def what_sglang_leaves_to_flashinfer_is_computed_by_llm_comm_where_it_serves_it() -> None:
+    with flashinfer_groups() as (log, fusion, theirs):
+        said = "; and what SGLang sums by FlashInfer, where llm_comm serves it"
+        assert len(log.having(said)) == (dist_rank() == 0)
+        fused, summed = fused_calls(), calls_of(ours("tp")._llm_comm)
+        norm_by_flashinfer(fusion)
+        assert (fused, theirs.calls) == ([(4, 64)], [])
+        if hasattr(fusion, "flashinfer_allreduce"):
+            x = data((4, 64))
+            assert torch.equal(fusion.flashinfer_allreduce(x, use_attn_tp_group=True), expected_sum((4, 64)))
+            assert (summed, theirs.calls) == ([(4, 64)], [])
+        norm_by_flashinfer(fusion, rows=16)  # too large for llm_comm
+        assert (fused, theirs.calls) == ([(4, 64)], [1])
+        ours("tp").leave()
+        norm_by_flashinfer(fusion)
+        assert (fused, theirs.calls) == ([(4, 64)], [1, 1])
+
+
+@scenario(LLM_COMM_FUSE="0")
+def norms_of_flashinfer_stay_its_own_where_norms_are_not_fused() -> None:
+    with flashinfer_groups() as (_, fusion, theirs):
+        fused = fused_calls()
+        norm_by_flashinfer(fusion)
+        assert (fused, theirs.calls) == ([], [1])
 
 
 @scenario(world=1)
@@ -628,7 +693,7 @@ def a_version_of_sglang_that_llm_comm_does_not_know_is_left_alone() -> None:
         assert "_ENABLE_CUSTOM_ALL_REDUCE" in warning, warning
 
 
-@scenario(world=1)
+@scenario(smoke=True, world=1)
 def each_symbol_of_sglang_that_is_lost_switches_its_features_off() -> None:
     check_every_symbol(seams.TABLE)
 
@@ -682,7 +747,7 @@ def loading_twice_is_harmless() -> None:
     assert hooked.__wrapped__ is not hooked
 
 
-@scenario(world=1, LLM_COMM_ALGORITHM="two_shot")
+@scenario(smoke=True, world=1, LLM_COMM_ALGORITHM="two_shot")
 def a_new_process_finds_the_plugin_and_its_options() -> None:
     assert in_a_new_process() == "True two_shot"
 
@@ -718,7 +783,7 @@ def a_peer_that_stays_away_ends_the_process_with_its_name() -> None:
     assert "): nothing came from rank 1 (global rank 1, pid " in said, said
 
 
-@scenario(exit_codes=(DIED_OF_THE_WATCHDOG, -signal.SIGKILL))
+@scenario(smoke=True, exit_codes=(DIED_OF_THE_WATCHDOG, -signal.SIGKILL))
 def a_peer_that_dies_ends_the_process_without_the_time_out() -> None:
     context = sglang_groups()
     context.__enter__()
@@ -783,7 +848,7 @@ def the_scheduler_imports_what_is_hooked_before_it_makes_groups() -> None:
     assert "\nfrom sglang.srt.managers.scheduler_components.weight_updater import" in source
 
 
-@scenario(LLM_COMM_SLEEP="1")
+@scenario(smoke=True, LLM_COMM_SLEEP="1")
 def workspaces_are_released_with_the_memory_of_sglang() -> None:
     import_the_scheduler()
     with sglang_groups() as log:
@@ -969,8 +1034,9 @@ def fused_calls(group_name: str = "tp") -> list[tuple[int, ...]]:
     original = communicator.all_reduce_add_rms_norm
 
     def all_reduce_add_rms_norm(x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        results = original(x, *arguments, **options)
         shapes.append(tuple(x.shape))
-        return original(x, *arguments, **options)
+        return results
 
     communicator.all_reduce_add_rms_norm = all_reduce_add_rms_norm
     return shapes

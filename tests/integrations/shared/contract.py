@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import subprocess
@@ -19,7 +20,10 @@ _UNREACHABLE = ("connection broken by", "from versions: none", "ReadTimeout", "C
 
 
 class Contract(NamedTuple):
-    """What is to hold in each of the versions of an engine."""
+    """What is to hold in each of the versions of an engine.
+
+    `make test` runs all scenarios in the newest version and those of the smoke in the others; `make nightly` runs all.
+    """
 
     engine: Engine
     versions: tuple[str, ...]
@@ -30,17 +34,31 @@ class Contract(NamedTuple):
 
     def parametrized(self) -> Callable[[Any], Any]:
         """Makes a test that takes ``runner`` and ``name`` one test for each version and scenario."""
-        # Read rather than imported, which would take the engine.
-        functions = (node for node in ast.parse(self.scenarios.read_text()).body if isinstance(node, ast.FunctionDef))
-        names = [f.name for f in functions if any("scenario(" in ast.unparse(mark) for mark in f.decorator_list)]
-        prefix = "" if self.served_by is None else f"{self.scenarios.stem}."
         runners = [pytest.param((self, version), id=version) for version in self.versions]
+        prefix = "" if self.served_by is None else f"{self.scenarios.stem}."
+        names = [pytest.param(prefix + name, id=name) for name in self._marks()]
 
         def mark(test: Any) -> Any:
-            by_name = pytest.mark.parametrize("name", [pytest.param(prefix + name, id=name) for name in names])(test)
+            by_name = pytest.mark.parametrize("name", names)(test)
             return pytest.mark.parametrize("runner", runners, indirect=True, scope="module")(by_name)
 
         return mark
+
+    def is_nightly(self, version: str, name: str) -> bool:
+        """Whether `make test` leaves a scenario out in a version."""
+        newest = max(self.versions, key=lambda version: [int(part) for part in version.split(".")])
+        return version != newest and "smoke=True" not in self._marks()[name.rpartition(".")[2]]
+
+    def _marks(self) -> dict[str, str]:
+        """Decorators of all scenarios, by name. Read rather than imported, which would take the engine."""
+        return _marks(self.scenarios)
+
+
+@functools.cache
+def _marks(path: Path) -> dict[str, str]:
+    functions = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef))
+    marks = {function.name: " ".join(map(ast.unparse, function.decorator_list)) for function in functions}
+    return {name: mark for name, mark in marks.items() if "scenario(" in mark}
 
 
 class Runner:

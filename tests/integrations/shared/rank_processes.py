@@ -31,14 +31,28 @@ import llm_comm
 from llm_comm.planning import catalogue
 
 DIED_OF_THE_WATCHDOG = 1
+#: Packages that stand in for others, for scenarios that put them on the path.
+STAND_INS = Path(__file__).parent / "stand_ins"
 _RANKS_S = 120.0
 
 
 def scenario(
-    world: int = 2, exit_codes: tuple[int, ...] | None = None, applies: bool = True, **environment: str
+    world: int = 2,
+    exit_codes: tuple[int, ...] | None = None,
+    applies: bool = True,
+    smoke: bool = False,
+    **environment: str,
 ) -> Callable[[Any], Any]:
-    """Marks a scenario: how many ranks, how their processes end, whether this version of the engine has what it is
-    about, and what the operator had set."""
+    """Marks a scenario.
+
+    Args:
+        world: Number of ranks.
+        exit_codes: How their processes end; None: with 0.
+        applies: Whether this version of the engine has what the scenario is about.
+        smoke: Whether `make test` runs it in every version of the engine, and not in the newest alone (`contract.py`
+            reads that from the source).
+        environment: What the operator has set.
+    """
 
     def mark(function: Any) -> Any:
         @wraps(function)
@@ -73,8 +87,8 @@ def calls_of(communicator: llm_comm.Communicator) -> list[torch.Size]:
     shapes: list[torch.Size] = []
     original = communicator.try_all_reduce
 
-    def try_all_reduce(x: torch.Tensor) -> torch.Tensor | None:
-        total = original(x)
+    def try_all_reduce(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
+        total = original(x, out)
         if total is not None:
             shapes.append(x.shape)
         return total

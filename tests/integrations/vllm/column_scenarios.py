@@ -32,7 +32,7 @@ QKV, GATE_UP = (OUTPUTS, HIDDEN), (2 * OUTPUTS, HIDDEN)
 # ---- What is replaced -----------------------------------------------------------------------------------------------
 
 
-@scenario(LLM_COMM_FUSE_LINEAR="1")
+@scenario(smoke=True, LLM_COMM_FUSE_LINEAR="1")
 def layers_become_operators() -> None:
     check_a_models_layers(compiler_config())
 

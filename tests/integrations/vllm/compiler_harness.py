@@ -162,8 +162,9 @@ def calls_of_the_fused_kernel() -> list[tuple[tuple[int, ...], str | None]]:
         original = communicator.all_reduce_add_rms_norm
 
         def all_reduce_add_rms_norm(x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            results = original(x, *arguments, **options)
             calls.append((tuple(x.shape), options.get("quantize")))
-            return original(x, *arguments, **options)
+            return results
 
         communicator.all_reduce_add_rms_norm = all_reduce_add_rms_norm
     return calls
@@ -176,8 +177,9 @@ def calls_of_linear_layers() -> list[tuple[tuple[int, ...], tuple[int, ...], str
         original = communicator.linear_all_reduce_add_rms_norm
 
         def linear_all_reduce_add_rms_norm(x: torch.Tensor, weight: torch.Tensor, *others: Any, **options: Any) -> Any:
+            results = original(x, weight, *others, **options)
             calls.append((tuple(x.shape), tuple(weight.shape), options.get("quantize")))
-            return original(x, weight, *others, **options)
+            return results
 
         communicator.linear_all_reduce_add_rms_norm = linear_all_reduce_add_rms_norm
     return calls
@@ -189,8 +191,8 @@ def calls_of_columns() -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
 
     def recording(name: str, original: Any) -> Any:
         def call(x: torch.Tensor, weight: torch.Tensor, **scales: Any) -> torch.Tensor:
-            calls.append((name, tuple(x.shape), tuple(weight.shape)))
             result: torch.Tensor = original(x, weight, **scales)
+            calls.append((name, tuple(x.shape), tuple(weight.shape)))
             return result
 
         return call

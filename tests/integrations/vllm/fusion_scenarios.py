@@ -5,7 +5,9 @@ Models of a few layers are made of vLLM's own norms and quantization, and compil
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +28,8 @@ from compiler_harness import (
     quantization,
     with_model,
 )
-from rank_processes import data, dist_rank, expected_sum, scenario, shared_directory
+from lost_seams import OTHER_BODY, lose
+from rank_processes import STAND_INS, data, dist_rank, expected_sum, scenario, shared_directory
 from scenarios import current_platform, parallel_state, plugin, tensor_model_parallel_all_reduce
 from vllm.compilation.passes.inductor_pass import pass_context
 from vllm.compilation.passes.pass_manager import PostGradPassManager
@@ -55,10 +58,113 @@ def dequantize(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return x.float() * scales.repeat_interleave(128, -1)
 
 
-# ---- What is fused --------------------------------------------------------------------------------------------------
+# ---- What vLLM fuses itself, by FlashInfer --------------------------------------------------------------------------
+
+
+def with_flashinfer() -> Any:
+    """FlashInfer is installed: modules that have looked for it look again. Returns ``flashinfer.comm``."""
+    sys.path.insert(0, str(STAND_INS))
+    for name in (
+        "distributed.device_communicators.flashinfer_all_reduce",
+        "compilation.passes.fusion.allreduce_rms_fusion",
+    ):
+        importlib.reload(importlib.import_module(f"vllm.{name}"))
+    importlib.reload(importlib.import_module("vllm.compilation.passes.pass_manager"))
+    return importlib.import_module("flashinfer.comm")
+
+
+def config_with_flashinfer() -> VllmConfig:
+    """As a vLLM of today has it by default, on a GPU of these ranks."""
+    config = with_model(compiler_config())
+    config.compilation_config.pass_config.fuse_allreduce_rms = True
+    config.compilation_config.pass_config.fi_allreduce_fusion_max_size_mb = 1.0
+    return config
+
+
+def compiled_by_flashinfer(vllm: Any) -> tuple[Any, Any]:
+    """A model of what vLLM fuses, and the same compiled."""
+    first, *others = norms(1e-5, 1e-6, 1e-5)
+    quantize, scale = quantization(), torch.tensor([FP8_SCALE])
+
+    def model(x: torch.Tensor) -> Any:
+        x = residual = tensor_model_parallel_all_reduce(x)
+        x = first(x)
+        for norm in others:
+            x, residual = norm(tensor_model_parallel_all_reduce(x), residual)
+        normed, residual = first(tensor_model_parallel_all_reduce(x), residual)
+        return quantize(normed, scale)[0], residual
+
+    return model, vllm.trace(model)
+
+
+@scenario(smoke=True)
+def of_an_untested_release_norms_that_vllm_fuses_by_flashinfer_are_computed_by_llm_comm() -> None:
+    theirs = with_flashinfer()
+    lose(TABLE, "vllm.compilation.passes.pass_manager:PostGradPassManager", how=OTHER_BODY)
+    with compiler(config_with_flashinfer()) as vllm:
+        said = "vLLM's fuse_allreduce_rms is on, and llm_comm computes what it serves of it"
+        assert len(vllm.log.having(said)) == (dist_rank() == 0)
+        model, compiled = compiled_by_flashinfer(vllm)
+        vllm.check(compiled, model)
+        assert vllm.fused_calls == [((4, HIDDEN), None)] * 3 + [((4, HIDDEN), "static")], vllm.fused_calls
+        assert not theirs.calls
+        assert len(vllm.log.having("llm_comm: first all-reduce fused with its RMSNorm")) == (dist_rank() == 0)
+        # A group that has ended is left to FlashInfer, and so is what llm_comm does not compute.
+        parallel_state.get_tp_group().device_communicator.destroy()
+        vllm.check(compiled, model)
+        assert theirs.calls == [1, 1, 1, 2]
+
+
+@scenario(LLM_COMM_MAX_MESSAGE_BYTES="256")
+def what_llm_comm_declines_of_flashinfers_norms_goes_to_flashinfer() -> None:
+    theirs = with_flashinfer()
+    lose(TABLE, "vllm.compilation.passes.pass_manager:PostGradPassManager", how=OTHER_BODY)
+    with compiler(config_with_flashinfer()) as vllm:
+        model, compiled = compiled_by_flashinfer(vllm)
+        vllm.check(compiled, model)
+        assert (theirs.calls, vllm.fused_calls) == ([1, 1, 1, 2], [])
+        vllm.check(compiled, model, rows=2)
+        assert len(vllm.fused_calls) == 4
+        adds_1 = GemmaRMSNorm(HIDDEN, eps=1e-6)
+        adds_1.weight.data = torch.full((HIDDEN,), 0.25, dtype=torch.bfloat16)
+
+        def gemma(x: torch.Tensor) -> Any:
+            return adds_1(tensor_model_parallel_all_reduce(x * 2), x)
+
+        vllm.check(vllm.trace(gemma), gemma, rows=2)
+        assert (theirs.calls[4:], len(vllm.fused_calls)) == ([1], 4)
 
 
 @scenario()
+def one_rank_without_flashinfer_leaves_its_norms_to_nobody() -> None:
+    with_flashinfer()
+    lost = ["vllm.compilation.passes.pass_manager:PostGradPassManager"]
+    lose(TABLE, *lost, how=OTHER_BODY)
+    if dist_rank() == 1:
+        lose(TABLE, *lost, "flashinfer.comm:allreduce_fusion")
+    config = config_with_flashinfer()
+    with compiler(config) as vllm:
+        assert config.compilation_config.pass_config.fuse_allreduce_rms is False
+        model, compiled = compiled_by_flashinfer(vllm)
+        vllm.check(compiled, model)
+        assert not vllm.fused_calls
+
+
+@scenario()
+def of_a_tested_release_the_passes_of_llm_comm_come_first() -> None:
+    theirs = with_flashinfer()
+    config = config_with_flashinfer()
+    with compiler(config) as vllm:
+        assert config.compilation_config.pass_config.fuse_allreduce_rms is False
+        model, compiled = compiled_by_flashinfer(vllm)
+        vllm.check(compiled, model)
+        assert (len(vllm.fused_calls), matches(OUR_PASS), theirs.calls) == (4, 4, [])
+
+
+# ---- What is fused --------------------------------------------------------------------------------------------------
+
+
+@scenario(smoke=True)
 def norms_of_any_epsilon_are_fused_with_and_without_residual() -> None:
     with compiler() as vllm:
         first, *others = norms(1e-5, 1e-6, 3e-6, 0.1)
@@ -112,7 +218,7 @@ def norms_over_nodes_of_one_rank_are_left_to_vllm() -> None:
     expect_no_fusion(compiler_config(), "it is the last phase in a node, and nodes of one rank have none")
 
 
-@scenario(LLM_COMM_ALGORITHM="two_shot")
+@scenario(smoke=True, LLM_COMM_ALGORITHM="two_shot")
 def a_batch_of_any_size_takes_the_same_graph() -> None:
     with compiler() as vllm:
         (norm,) = norms(1e-5)
@@ -126,7 +232,7 @@ def a_batch_of_any_size_takes_the_same_graph() -> None:
         assert vllm.fused_calls == [((rows, HIDDEN), None) for rows in (3, 2, 7, 40)], vllm.fused_calls
 
 
-@scenario()
+@scenario(smoke=True)
 def static_quantization_is_fused_too() -> None:
     with compiler() as vllm:
         first, second, third = norms(1e-5, 2e-5, 3e-5)
@@ -176,7 +282,7 @@ def group_quantization(size: int = 128, **switches: bool) -> QuantFP8:
     return QuantFP8(False, GroupShape(1, size), **{"use_ue8m0": False, **switches}, compile_native=False)
 
 
-@scenario()
+@scenario(smoke=True)
 def quantization_by_groups_is_fused_too() -> None:
     with compiler(compiler_config(custom_ops=["+quant_fp8"])) as vllm:
         first, second, third = norms(1e-5, 2e-5, 3e-5, hidden=OF_GROUPS)
@@ -679,7 +785,7 @@ def compiled_graphs_are_kept_apart_by_what_they_hold() -> None:
             assert backend.pass_manager.uuid() != theirs.uuid()
 
 
-@scenario()
+@scenario(smoke=True)
 def a_graph_that_was_compiled_before_finds_its_operator() -> None:
     """The process that loads it runs no pass, so nothing but the communicator has defined the operator."""
     with compiler() as vllm:

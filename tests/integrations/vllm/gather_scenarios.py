@@ -30,7 +30,7 @@ ASKS_FOR_CUSTOM = hasattr(CudaCommunicator, "custom_all_gather")
 # ---- What is served: bit for bit what vLLM would have made ----------------------------------------------------------
 
 
-@scenario()
+@scenario(smoke=True)
 def gathers_are_those_of_vllm() -> None:
     check_gathers()
 
@@ -55,7 +55,7 @@ def check_gathers() -> None:
         assert not tp.nccl_of_ours
 
 
-@scenario()
+@scenario(smoke=True)
 def scatters_are_the_one_sum() -> None:
     check_scatters()
 
@@ -116,7 +116,7 @@ def layouts_that_differ_between_ranks_part_nobody() -> None:
         assert len(tp.served) == 2
 
 
-@scenario()
+@scenario(smoke=True)
 def compiled_calls_reach_llm_comm() -> None:
     def layer(x: torch.Tensor) -> torch.Tensor:
         return tensor_model_parallel_reduce_scatter(tensor_model_parallel_all_gather(x * 2, 0) + 1, 0)
@@ -174,7 +174,7 @@ def models_that_split_their_sequence_keep_what_vllm_has_where_it_is_off() -> Non
 # ---- Experts: tokens go to all ranks and come back ------------------------------------------------------------------
 
 
-@scenario()
+@scenario(smoke=True)
 def tokens_of_data_parallel_replicas_are_exchanged_by_llm_comm() -> None:
     with group("dp", tensor_parallel=1, config=replicated(2)) as dp, exchange(dp, [3, 5]) as manager:
         hidden, weights, ids = (data((3 + 2 * dist.get_rank(), n)) for n in (16, 2, 2))

@@ -53,7 +53,7 @@ LINEAR_PASS, COLUMN_PASS = "LinearNormPass", "ColumnLinearPass"
 # ---- What is fused --------------------------------------------------------------------------------------------------
 
 
-@scenario(LLM_COMM_FUSE_LINEAR="1")
+@scenario(smoke=True, LLM_COMM_FUSE_LINEAR="1")
 def linear_layers_go_into_the_operator_of_their_norm() -> None:
     with compiler() as vllm:
         layers = [linear_layer() for _ in range(4)]
@@ -379,7 +379,7 @@ def batch_invariant_layers_are_those_of_vllm_also_before_norms_of_llm_comm() -> 
 INVARIANT = {"VLLM_BATCH_INVARIANT": "1", "LLM_COMM_BATCH_INVARIANT_LINEAR": "llm_comm"}
 
 
-@scenario(LLM_COMM_BATCH_INVARIANT_NORM="llm_comm", **INVARIANT)
+@scenario(smoke=True, LLM_COMM_BATCH_INVARIANT_NORM="llm_comm", **INVARIANT)
 def batch_invariant_layers_can_be_those_of_llm_comm_in_all_batches() -> None:
     with compiler() as vllm, vllms_own_layers() as theirs:
         said = "at every size (batch_invariant_norm); linear layers by llm_comm at every size (batch_invariant_linear)"

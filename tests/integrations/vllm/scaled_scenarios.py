@@ -107,7 +107,7 @@ def expect(vllm: Compiler, model: Model, wanted: Expected, rows: int = 4) -> Non
     assert found == wanted, found
 
 
-@scenario(LLM_COMM_FUSE_LINEAR="1")
+@scenario(smoke=True, LLM_COMM_FUSE_LINEAR="1")
 def layers_go_into_the_operator_of_their_norm() -> None:
     with compiler(with_model(compiler_config(norms_by="native"))) as vllm:
         layers = [ScaledLayer(per_channel=c, per_token=t) for c in (False, True) for t in (False, True)]

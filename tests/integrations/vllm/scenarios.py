@@ -84,7 +84,7 @@ def the_entry_point_is_found_and_loading_twice_is_harmless() -> None:
     assert type(current_platform).get_device_communicator_cls == wrapped
 
 
-@scenario()
+@scenario(smoke=True)
 def eager_all_reduces_reach_llm_comm() -> None:
     with vllm_groups() as log:
         calls = calls_of_llm_comm()
@@ -120,7 +120,7 @@ def all_reduces_go_through_a_program_of_the_dsl() -> None:
         assert len(log.having("all-reduce dsl:two_shot_ll to 16 KiB, else one_shot to ")) == (dist_rank() == 0)
 
 
-@scenario()
+@scenario(smoke=True)
 def compiled_all_reduces_reach_llm_comm() -> None:
     def layer(x: torch.Tensor) -> torch.Tensor:
         return tensor_model_parallel_all_reduce(x * 2) + 1
@@ -133,7 +133,7 @@ def compiled_all_reduces_reach_llm_comm() -> None:
         assert len(calls) == 2
 
 
-@scenario()
+@scenario(smoke=True)
 def graph_capture_accepts_the_class() -> None:
     with vllm_groups(), mock.patch("torch.cuda.current_stream", return_value=None):
         group = parallel_state.get_tp_group()
@@ -342,7 +342,7 @@ def a_rank_without_llm_comm_ends_the_start_of_the_others() -> None:
         assert "LLM_COMM_ENABLE, VLLM_PLUGINS and SGLANG_PLUGINS are set as on the others" in error, error
 
 
-@scenario(LLM_COMM_ALGORITHM="one_shot", LLM_COMM_LOG="error")
+@scenario(smoke=True, LLM_COMM_ALGORITHM="one_shot", LLM_COMM_LOG="error")
 def options_come_from_all_places_in_order() -> None:
     section = {"algorithm": "two_shot", "workspace_bytes": 8 << 20}
     use_config_file("log: info\nalgorithm: one_shot\npdl: true")
@@ -492,7 +492,7 @@ def a_set_up_that_fails_on_one_rank_leaves_vllm_working() -> None:
     context.__exit__(None, None, None)
 
 
-@scenario(world=1)
+@scenario(smoke=True, world=1)
 def each_symbol_of_vllm_that_is_lost_switches_its_features_off() -> None:
     check_every_symbol(seams.TABLE)
 
@@ -570,7 +570,7 @@ def a_peer_that_stays_away_ends_the_process_with_its_name() -> None:
     assert "): nothing came from rank 1 (global rank 1, pid " in said, said
 
 
-@scenario(exit_codes=(DIED_OF_THE_WATCHDOG, -signal.SIGKILL))
+@scenario(smoke=True, exit_codes=(DIED_OF_THE_WATCHDOG, -signal.SIGKILL))
 def a_peer_that_dies_ends_the_process_without_the_time_out() -> None:
     context = vllm_groups()
     context.__enter__()
@@ -618,7 +618,7 @@ def the_worker_has_the_methods_of_sleep_mode() -> None:
         assert f'collective_rpc("{name}"' in executor, "on all ranks of an engine"
 
 
-@scenario(LLM_COMM_SLEEP="1")
+@scenario(smoke=True, LLM_COMM_SLEEP="1")
 def workspaces_are_released_while_vllm_sleeps() -> None:
     with worker_module() as kind, vllm_groups() as log:
         worker = kind()
@@ -792,7 +792,7 @@ def run_layer(made: ModuleType, tokens: int = 4) -> list[tuple[int, ...]]:
     return [shape for _, shape in calls]
 
 
-@scenario()
+@scenario(smoke=True)
 def norms_of_models_that_are_not_compiled_sum_by_the_fused_kernel() -> None:
     made = model_module()
     with vllm_groups(config=not_compiled()) as log:

@@ -1,0 +1,1 @@
+"""Stands in for FlashInfer: the part of ``flashinfer.comm`` that engines sum and norm by, over torch.distributed."""
