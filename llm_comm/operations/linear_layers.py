@@ -356,7 +356,7 @@ class LinearLayers:
 
     def _prefers_operands(self, operation: str, parts: int, x: torch.Tensor, weight: torch.Tensor, fp8: bool) -> bool:
         """Whether a layer is preferred, of ``parts`` rows of the weight for an output."""
-        if weight.dim() != 2:
+        if weight.dim() != 2 or weight.is_nested or x.is_nested:  # which have no shape
             return False
         rows, inputs = weight.shape
         return self._prefers(operation, rows // parts, inputs, x.shape[:-1].numel(), fp8)

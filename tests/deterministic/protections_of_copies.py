@@ -7,7 +7,7 @@ outputs of their own, so nobody writes to one again.
 from __future__ import annotations
 
 from edits import Edit
-from protection import DIRECT, HB_SESSION, NOBODY_IS_MISSING, OTHER_PLACE, WRONG_RESULT, Protection
+from protection import DIRECT, HB_SESSION, NOBODY_IS_MISSING, OTHER_PLACE, STEPS, WRONG_RESULT, Protection
 
 STREAM_COPIES = "csrc/algorithms/stream_copies.cuh"
 LAUNCH_QUEUE = "csrc/host/launch_queue.h"
@@ -66,6 +66,20 @@ OF_COPIES = (
         (Edit(TWO_SHOT_PORT, "!words.wait_for_data(peer,", "!WITHOUT && !words.wait_for_data(peer,"),),
         failure=_WRONG,
         subjects=("all_reduce/two_shot_port",),
+    ),
+    Protection(
+        "places_apart_from_signals",
+        "a word that is no step, here the place of an output, lies where nobody waits for a step",
+        (
+            Edit(
+                STEPS,
+                "+ kPlacesOffset) + sender;",
+                "+ (WITHOUT ? kSignalsOffset : kPlacesOffset)) + sender;",
+            ),
+        ),
+        failure=_WRONG,
+        subjects=("all_reduce/two_shot_port",),
+        with_others=True,
     ),
     # ---- In the stream ----
     Protection(

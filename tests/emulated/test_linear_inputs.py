@@ -48,7 +48,7 @@ DECLINED: dict[str, tuple[torch.Tensor, torch.Tensor, str]] = {
 def decline(name: str) -> list[str]:
     x, weight, _ = DECLINED[name]
     texts = []
-    with make_communicator() as comm:
+    with make_communicator(fuse_linear=True) as comm:
         for _ in range(2):  # the second time, calls of as many elements are prepared
             # Tracing does not ask who has another's memory; the call does.
             if "negated" not in name:
@@ -59,6 +59,8 @@ def decline(name: str) -> list[str]:
                 with pytest.raises(UnsupportedInputError) as error:
                     call()
                 texts.append(str(error.value))
+            assert comm.try_linear(x, weight) is None
+            assert comm.try_linear_all_reduce_add_rms_norm(x, weight, None, NORM, EPS) is None
             compute_right(comm)
     return texts
 
@@ -156,6 +158,32 @@ def test_a_weight_that_is_not_aligned(ranks: RankPool) -> None:
 
 
 # ---- What comes behind the layer -------------------------------------------------------------------------------------
+
+
+def try_each() -> None:
+    gate_up, beside = ones(2 * OUTPUTS, INPUTS), torch.empty(WEIGHT.numel() + 1).to(WEIGHT.dtype)[1:].view_as(WEIGHT)
+    with make_communicator(fuse_linear=True) as comm:
+        assert torch.equal(comm.try_linear(X, WEIGHT), comm.linear(X, WEIGHT))
+        assert torch.equal(comm.try_linear_silu_and_mul(X, gate_up), comm.linear_silu_and_mul(X, gate_up))
+        operands = X, WEIGHT, RESIDUAL, NORM, EPS
+        tried, called = (
+            call(*operands) for call in (comm.try_linear_all_reduce_add_rms_norm, comm.linear_all_reduce_add_rms_norm)
+        )
+        assert all(torch.equal(one, other) for one, other in zip(tried, called, strict=True))
+        # Not aligned, no layer, not contiguous, of another dtype.
+        assert comm.try_linear(X, beside) is comm.try_linear(X, torch.nested.nested_tensor([WEIGHT])) is None
+        assert comm.try_linear_silu_and_mul(X, gate_up.t()) is comm.try_linear_silu_and_mul(X, gate_up[:96]) is None
+        assert comm.try_all_reduce_add_rms_norm(RESIDUAL, RESIDUAL.t().contiguous().t(), NORM, EPS) is None
+        assert comm.try_all_reduce_add_rms_norm(RESIDUAL, None, NORM, EPS, out=RESIDUAL.half()) is None
+        compute_right(comm)
+    with make_communicator(fuse_linear=False) as comm:
+        assert comm.try_linear(X, WEIGHT) is comm.try_linear_silu_and_mul(X, gate_up) is None
+        assert comm.try_linear_all_reduce_add_rms_norm(*operands) is None
+
+
+def test_what_only_tries_returns_none_for_what_is_declined_or_not_preferred(ranks: RankPool) -> None:
+    ranks.run(2, try_each)
+
 
 LIMIT = TOKENS * OUTPUTS * 2
 

@@ -48,6 +48,10 @@ def check_depth_of_many_tiles() -> None:
             reduce_once(comm, 768, torch.float32, seed=1)
             title = algorithm.replace("_", "-")
             assert comm._handle.core().last_call().operation == f"{title} all-reduce"
+            comm.use_table(comm.table.with_rows(row._replace(depth=65536)))
+            plan = comm.plan(torch.empty(768))
+            assert plan.algorithm == "declined"
+            assert "depth is 65536; " in plan.reason, plan.reason
 
 
 def test_a_depth_of_more_tiles_than_there_are(ranks: RankPool) -> None:

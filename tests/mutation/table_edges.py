@@ -31,6 +31,8 @@ JOINING = "llm_comm/integrations/joining.py"
 MEMBERS = "llm_comm/integrations/members.py"
 SEAMS = "llm_comm/integrations/seams.py"
 ENGINE_SOURCES = "llm_comm/integrations/engine_sources.py"
+FLASHINFER_CALLS = "llm_comm/integrations/flashinfer_calls.py"
+WATCHED = "llm_comm/operations/watched.py"
 PARTS = "llm_comm/integrations/parts.py"
 TUNE = "llm_comm/bench/tune.py"
 SUBJECTS = "llm_comm/bench/tune_subjects.py"
@@ -55,6 +57,7 @@ CLOSED = "tests/emulated/test_lifetime.py -k closed"
 MISFITS = "tests/emulated/test_fused.py -k test_tensor_that_does_not_fit"
 JOIN = "tests/unit/test_integration_join.py"
 OF_SEAMS = "tests/unit/test_seams.py"
+OF_FLASHINFER = "tests/unit/test_flashinfer_calls.py"
 OF_PARTS = "tests/emulated/test_engine_parts.py"
 OF_TUNE = "tests/unit/test_cli_tune.py"
 OF_TIMING = "tests/unit/test_timing.py"
@@ -499,5 +502,40 @@ EDGES: tuple[Mutant, ...] = (
         'if name == "body" and has_docstring else found',
         "if False else found",
         OF_SEAMS,
+    ),
+    python(
+        "what asks FlashInfer for more than llm_comm computes is computed without it",
+        FLASHINFER_CALLS,
+        "if any(_has_effect(value)",
+        "if any(False and _has_effect(value)",
+        OF_FLASHINFER,
+    ),
+    python(
+        "a call of FlashInfer over another group is summed over this one",
+        FLASHINFER_CALLS,
+        '_served.get(getattr(call.get("workspace"), _RANKS, ()))',
+        "next(iter(_served.values()), None)",
+        OF_FLASHINFER,
+    ),
+    python(
+        "norms of FlashInfer are computed where fuse is off",
+        FLASHINFER_CALLS,
+        "not (served.fuses or kind == _SUM)",
+        "False",
+        OF_FLASHINFER,
+    ),
+    python(
+        "the new residual of FlashInfer's call goes elsewhere",
+        FLASHINFER_CALLS,
+        'residual_out=call.get("residual_out")',
+        "residual_out=None",
+        OF_FLASHINFER,
+    ),
+    python(
+        "a call that only tries raises where it is not served",
+        WATCHED,
+        "    except UnsupportedInputError:\n        return None",
+        "    except UnsupportedInputError:\n        raise",
+        "tests/emulated/test_linear_inputs.py -k test_what_only_tries",
     ),
 )
