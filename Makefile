@@ -16,6 +16,8 @@ CPP_FILES = $(shell find csrc tests llm_comm -name '*.h' -o -name '*.cuh' -o -na
 # Directories are listed too: their times change when a file is added or removed.
 BUILD_INPUTS := CMakeLists.txt pyproject.toml $(shell find csrc cmake configs -not -name '.*' 2>/dev/null)
 
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -98,10 +100,28 @@ $(VENV)/.base:
 	$(PIP) install --quiet scikit-build-core pybind11 cmake ninja
 	@touch $@
 
-# Without isolation, so that the compiled objects and the build tools stay where the next build finds them.
+# Kernels are compiled for the GPUs of this machine, and for none where there is none: unless CUDAARCHS or CMAKE_ARGS ask
+# for them, as .ci/run does.
+ifeq ($(CUDAARCHS)$(findstring LLM_COMM_CUDA=,$(CMAKE_ARGS)),)
+  GPU_ARCHS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | sort -u | paste -sd ';')
+  ifeq ($(GPU_ARCHS),)
+    export CMAKE_ARGS += -DLLM_COMM_CUDA=OFF
+    BUILT_FOR := for emulated GPUs, as there is no GPU here: 2 to 4 minutes the first time
+  else
+    export CUDAARCHS := $(GPU_ARCHS)
+    BUILT_FOR := for sm $(GPU_ARCHS) and emulated GPUs: 3 to 15 minutes the first time
+  endif
+else
+  BUILT_FOR := as CUDAARCHS and CMAKE_ARGS say: up to 30 minutes the first time
+endif
+
+# Without isolation, so that the compiled objects and the build tools stay where the next build finds them. Of pip's output
+# the progress of the compiler is shown, and all of it where it fails.
 define install
-@echo "building llm_comm: some minutes the first time, without further output (LLM_COMM_CUDA and architectures: see CONTRIBUTING.md)"
-$(PIP) install --quiet --no-build-isolation --editable '.[$(1)]'
+@echo "building llm_comm $(BUILT_FOR) (CONTRIBUTING.md, \"CUDA or not\")"
+@mkdir -p build
+@$(PIP) install --verbose --no-build-isolation --editable '.[$(1)]' 2>&1 | tee build/install.log \
+  | sed -unE 's|^ *(\[[0-9]+/[0-9]+\]).* ([^ ]*/)?([^ ]+)$$|\1 \3|p' || { cat build/install.log; exit 1; }
 @$(PY) -c 'import llm_comm; print("llm_comm is built", "with CUDA kernels" if llm_comm.cuda_compiled() else "without CUDA kernels: emulated GPUs only")'
 @touch $(VENV)/.installed
 endef
