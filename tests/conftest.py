@@ -11,9 +11,27 @@ from harness import RankPool
 os.environ["LLM_COMM_TABLE_DIR"] = os.devnull
 
 
+#: The emulated worlds of `make test`: the smallest, one of odd size, the largest. `make nightly` has the others.
+WORLDS = {2, 3, 8}
+
+
+@pytest.hookimpl(tryfirst=True)  # before some are deselected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of minutes first, in which another CPU works beside them; what comes last is short, and not waited for."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+    of_test: dict[str, set[int]] = {}
+    emulated = [item for item in items if item.path.parent.name == "emulated"]
+    for item in emulated:
+        of_test.setdefault(item.nodeid.partition("[")[0], set()).add(_world_of(item))
+    for item in emulated:
+        if _world_of(item) in {4, 5, 6, 7} and of_test[item.nodeid.partition("[")[0]] & WORLDS:
+            item.add_marker("nightly")
+
+
+def _world_of(item: pytest.Item) -> int:
+    """How many ranks a test has, if it is made for several numbers; else 0."""
+    world = getattr(item, "callspec", None) and item.callspec.params.get("world")  # type: ignore[attr-defined]
+    return world if isinstance(world, int) else 0
 
 
 @pytest.fixture(autouse=True)
