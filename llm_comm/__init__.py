@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from llm_comm.bare_sources import give_way
+
+give_way()  # before anything asks for the compiled module
+
+# ruff: noqa: E402
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
 from llm_comm.errors import (

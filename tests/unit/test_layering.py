@@ -147,7 +147,7 @@ PACKAGE = REPOSITORY / "llm_comm"
 CORE = "llm_comm._core"  # a compiled module
 # What a part imports stands in its own row or above it.
 PYTHON_LAYERS = (
-    {"errors"},
+    {"bare_sources", "errors"},
     {"arrays", "emulated", "installation", "locks", "outputs", "quoting", "sizes", "spelling", "yaml_files"},
     {"registry"},
     {"options"},

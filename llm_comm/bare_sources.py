@@ -1,0 +1,41 @@
+"""Sources of a checkout that are imported where they are not built, because Python was started in its root."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import warnings
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+
+
+def give_way() -> None:
+    """Import the installed llm_comm in the place of these sources, if they are not built.
+
+    Raises:
+        ImportError: They are not, and there is no other.
+    """
+    if importlib.util.find_spec("llm_comm._core") is not None:
+        return
+    for entry in sys.path:
+        found = Path(entry, "llm_comm")
+        is_built = any((found / f"_core{suffix}").is_file() for suffix in EXTENSION_SUFFIXES)
+        if is_built and (found / "__init__.py").is_file():
+            break
+    else:
+        raise ImportError(
+            f"llm_comm in {_HERE} is not built, and no other one is installed: run `pip install .` in {_HERE.parent} "
+            "(or `make demo`, which makes an environment of its own)"
+        )
+    warnings.warn(f"llm_comm in {_HERE} is not built: the installed one in {found} is used", stacklevel=3)
+    for name in [name for name in sys.modules if name == "llm_comm" or name.startswith("llm_comm.")]:
+        del sys.modules[name]
+    spec = importlib.util.spec_from_file_location(
+        "llm_comm", found / "__init__.py", submodule_search_locations=[str(found)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules["llm_comm"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
