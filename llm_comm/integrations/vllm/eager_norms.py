@@ -2,7 +2,7 @@
 
 ``fused_allreduce_rms_norm(hidden_states, residual, norm)`` takes FlashInfer's kernel where there is one, and else sums
 and norms one after the other. DeepSeek-V3.2, models that share its layers (GLM, Dots3-Note), and a draft model of
-Kimi-K3 call it; ``uncompiled_layers.py`` has others do so. vLLM 0.33 runs them without torch.compile, in CUDA graphs
+Kimi-K3 call it. vLLM 0.33 runs them without torch.compile, in CUDA graphs
 with breaks (``DEFAULT_BREAKABLE_CUDAGRAPH_ARCHITECTURES``): the passes of ``fusion_pass.py`` do not see them. Here the
 function asks llm_comm first.
 

@@ -101,12 +101,7 @@ def why_not_fused_eagerly(config: Config) -> str | None:
 def _why_not_eager_norms() -> str | None:
     vllm_config = get_current_vllm_config_or_none()
     model = None if vllm_config is None else vllm_config.model_config
-    why_not = _why_not_of_this_model(model)
-    if why_not is not None or model is None:
-        return why_not
-    from llm_comm.integrations.vllm import uncompiled_layers
-
-    return uncompiled_layers.set_up(model.architectures)
+    return _why_not_of_this_model(model)
 
 
 def _why_not_of_this_model(model: Any) -> str | None:

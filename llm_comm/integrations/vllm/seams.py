@@ -14,10 +14,8 @@ NORMS = "fused norms in compiled graphs"
 LINEAR = "fused linear layers"
 INVARIANT_LINEAR = "batch-invariant linear layers"
 EAGER_NORMS = "fused norms outside compiled graphs"
-KIMI = "fused norms of Kimi-Linear"
-GLM = "fused norms of GLM-5-Next"
 
-#: The loss without a feature, of those that do not belong to a model.
+#: The loss without a feature.
 LOST = {
     ALL_REDUCE: "All collectives are vLLM's",
     GATHERING: "All-gathers and reduce-scatters are vLLM's",
@@ -35,8 +33,6 @@ _PLATFORM = "vllm.platforms.cuda:CudaPlatformBase"
 _GROUP = "vllm.distributed.parallel_state:GroupCoordinator"
 _PASSES = "vllm.compilation.passes"
 _LINEAR = "vllm.model_executor.layers.linear"
-_KIMI = "vllm.models.kimi_k3.nvidia"
-_GLM = "vllm.models.glm5next.common"
 
 TIMEOUT = "vllm.config:ParallelConfig.distributed_timeout_seconds"
 #: The function that sums and norms outside compiled graphs.
@@ -45,8 +41,6 @@ FUNCTION = "fused_allreduce_rms_norm"
 SUMMING_NORM = (
     f"vllm.models.common.ops.fused_allreduce_rms_norm:{FUNCTION} vllm.models.deepseek_v32.nvidia.fused_ops:{FUNCTION}"
 )
-KIMI_LAYER = f"{_KIMI}.model:KimiDecoderLayer"
-GLM_LAYER = f"{_GLM}.model:Glm5NextDecoderLayer"
 
 
 def _named(feature: str, *symbols: str) -> tuple[Row, ...]:
@@ -185,24 +179,6 @@ ROWS = (
     Row(EAGER_NORMS, SUMMING_NORM, patch=f"{_OURS}.eager_norms:fused_allreduce_rms_norm"),
     *_tested(EAGER_NORMS, "vllm.model_executor.layers.layernorm:RMSNorm", "vllm.distributed:get_tp_group"),
     *_named(EAGER_NORMS, "vllm.config:ModelConfig.architectures"),
-    Row(KIMI, f"{KIMI_LAYER}.__init__", patch=f"{_OURS}.uncompiled_layers:make_kimi_layer"),
-    *_tested(
-        KIMI,
-        f"{KIMI_LAYER}.forward",
-        f"{_KIMI}.mla:MultiHeadLatentAttention.forward",
-        f"{_KIMI}.kda:KimiK3DeltaAttention.forward",
-        f"{_KIMI}.model:KimiLinearGatedDeltaNetAttention.forward",
-        f"{_LINEAR}:RowParallelLinear.forward",
-    ),
-    Row(GLM, f"{GLM_LAYER}.__init__", patch=f"{_OURS}.uncompiled_layers:make_glm_layer"),
-    *_tested(
-        GLM,
-        f"{GLM_LAYER}.forward",
-        f"{_GLM}.attention:Glm5NextMLAAttention.forward",
-        "vllm.model_executor.layers.mla:MultiHeadLatentAttentionWrapper.forward",
-        f"{_GLM}.kda:Glm5NextLinearAttention.forward",
-        f"{_LINEAR}:RowParallelLinear.forward",
-    ),
 )
 
 TABLE = Table("vLLM", "vllm", ROWS, LOST, Path(__file__).with_name("digests.json"), replace)

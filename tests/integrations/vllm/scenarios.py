@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -51,7 +51,6 @@ from vllm.platforms import current_platform
 
 type(current_platform).dispatch_key = "CPU"  # before the operators are registered, which the next import does
 
-import uncompiled_models  # noqa: E402
 import vllm.logger  # noqa: E402
 import vllm.plugins  # noqa: E402
 from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config  # noqa: E402
@@ -66,7 +65,7 @@ from llm_comm import _core  # noqa: E402
 from llm_comm.errors import ConfigError, PeerTimeout  # noqa: E402
 from llm_comm.integrations import joining, members  # noqa: E402
 from llm_comm.integrations.seams import load  # noqa: E402
-from llm_comm.integrations.vllm import configuration, gathering, plugin, seams, uncompiled_layers  # noqa: E402
+from llm_comm.integrations.vllm import configuration, gathering, plugin, seams  # noqa: E402
 
 BENCH_PLUGINS = str(Path(__file__).parents[3] / "bench_serving" / "plugins")
 
@@ -735,7 +734,9 @@ class Layer:
         for norm in self.norms:
             total = ((x * 1).float() + (x * 2).float()).bfloat16()
             residual = (total.float() + residual.float()).bfloat16()
-            x = uncompiled_models.normed(residual, norm)
+            values = residual.float()
+            values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+            x = (values * norm.weight.float()).bfloat16()
         return x, residual
 
 
@@ -852,99 +853,6 @@ def models_that_are_compiled_keep_vllms_function() -> None:
     before = getattr(made, seams.FUNCTION)
     with vllm_groups(config=VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.VLLM_COMPILE))):
         assert getattr(made, seams.FUNCTION) is before
-
-
-UNCOMPILED = [name for name in uncompiled_models.PLAIN if uncompiled_models.is_there(name)]
-
-
-class Model(SimpleNamespace):
-    """The configuration of a model of which little is known; it has nothing else that vLLM asks about."""
-
-    def __getattr__(self, name: str) -> bool:
-        return False
-
-    def get_hidden_size(self) -> int:
-        return uncompiled_models.HIDDEN
-
-
-@contextlib.contextmanager
-def groups_of_uncompiled_models() -> Iterator[Log]:
-    """As if a model had layers of all of them."""
-    for architecture in UNCOMPILED:
-        uncompiled_models.put_in_place(architecture)
-    config = not_compiled()
-    config.__dict__["model_config"] = Model(architectures=UNCOMPILED, dtype=torch.bfloat16)
-    with vllm_groups(config=config) as log:
-        yield log
-
-
-def run_uncompiled_layer(layer: Any) -> list[str]:
-    """Runs a layer as the first of its model, looks at what it computes, and returns which calls llm_comm served."""
-    x = data((4, uncompiled_models.HIDDEN), rank=0)
-    with torch.no_grad(), served_calls("try_all_reduce", "all_reduce_add_rms_norm") as calls:
-        got, *others = layer(positions=torch.arange(4), hidden_states=x, residual=None)
-    # Kimi's forward returns one thing more before the residual, GLM's two behind it: None, in these layers.
-    (residual,) = (each for each in others if each is not None)
-    assert_near((got, residual), uncompiled_models.expected(layer, x))
-    return [name for name, _ in calls]
-
-
-@scenario(applies=bool(UNCOMPILED))
-def attention_leaves_its_sum_to_the_norm_behind_it() -> None:
-    with groups_of_uncompiled_models():
-        for architecture in UNCOMPILED:
-            layer = uncompiled_models.build(architecture)
-            assert run_uncompiled_layer(layer) == ["all_reduce_add_rms_norm"]
-            # A checkpoint is loaded into the parameters that vLLM's own layer has.
-            names = sorted(name for name, _ in layer.named_parameters())
-            norms = [f"{norm}.weight" for norm in ("input_layernorm", "post_attention_layernorm")]
-            assert names == [*norms, "self_attn.o_proj.weight"]
-            layer.post_attention_layernorm.weight = torch.nn.Parameter(
-                torch.ones(uncompiled_models.HIDDEN, dtype=torch.bfloat16)
-            )
-            assert run_uncompiled_layer(layer) == ["all_reduce_add_rms_norm"]
-        # More than once is no error.
-        assert uncompiled_layers.set_up(UNCOMPILED) is None
-        for architecture in UNCOMPILED:
-            assert run_uncompiled_layer(uncompiled_models.build(architecture)) == ["all_reduce_add_rms_norm"]
-
-
-@scenario(applies=bool(UNCOMPILED))
-def attention_sums_where_more_than_a_norm_comes_behind_it() -> None:
-    with groups_of_uncompiled_models():
-        for architecture in UNCOMPILED:
-            for attributes in uncompiled_models.NOT_PLAIN[architecture]:
-                assert uncompiled_models.build(architecture, **attributes).self_attn.o_proj.reduce_results
-            # Another class, whose forward may be another.
-            kind = type(uncompiled_models.build(architecture))
-            derived = type("Derived", (kind,), {})(**uncompiled_models.PLAIN[architecture])
-            assert run_uncompiled_layer(derived) == ["try_all_reduce"]
-
-
-@scenario(applies=bool(UNCOMPILED), LLM_COMM_MAX_MESSAGE_BYTES="256")
-def a_sum_that_was_left_and_is_declined_is_vllms() -> None:
-    with groups_of_uncompiled_models():
-        for architecture in UNCOMPILED:
-            layer = uncompiled_models.build(architecture)
-            assert not layer.self_attn.o_proj.reduce_results
-            assert run_uncompiled_layer(layer) == []
-
-
-@scenario(applies=bool(UNCOMPILED), LLM_COMM_FUSE="0")
-def attention_of_models_that_are_not_fused_sums() -> None:
-    with groups_of_uncompiled_models():
-        for architecture in UNCOMPILED:
-            assert run_uncompiled_layer(uncompiled_models.build(architecture)) == ["try_all_reduce"]
-
-
-@scenario(applies=bool(UNCOMPILED))
-def one_rank_without_the_layers_takes_the_others_along() -> None:
-    if dist_rank() == 1:
-        lose(seams.TABLE, f"{uncompiled_layers.LAYERS[UNCOMPILED[-1]].symbol}.forward")
-    with groups_of_uncompiled_models() as log:
-        for architecture in UNCOMPILED:
-            assert run_uncompiled_layer(uncompiled_models.build(architecture)) == ["try_all_reduce"]
-        assert not log.having("it is in models that call")
 
 
 # ---- What they are made of ------------------------------------------------------------------------------------------
