@@ -39,7 +39,7 @@ class CommunicatorError(LlmCommError):
         self.peer = peer
 
 
-class PeerTimeout(CommunicatorError):
+class PeerTimeout(CommunicatorError, TimeoutError):
     """A rank waited in vain for a peer: longer than ``Config.timeout_s``, or one whose process has exited."""
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from harness import unnamed
 
+from llm_comm.errors import PeerTimeout, UnsupportedInputError
 from llm_comm.runtime.failures import call_in_words, describe_ranks, explain, root_cause
 from llm_comm.runtime.rank_names import RankName, RankNames
 from llm_comm.runtime.status import LIFE_S, RankError, RankState, Sighting
@@ -31,6 +32,13 @@ def seen(error: RankError | None) -> Sighting:
 
 TIMEOUT, LAUNCH, MISMATCH = "PeerTimeout", "LaunchError", "MismatchError"
 KINDS = (None, TIMEOUT, LAUNCH, MISMATCH)
+
+
+def test_errors_are_those_of_python_too() -> None:
+    with pytest.raises(TimeoutError, match="rank 1 is gone"):
+        raise PeerTimeout("rank 1 is gone", rank=0, peer=1)
+    with pytest.raises(ValueError, match="too wide"):
+        raise UnsupportedInputError("too wide")
 
 
 @pytest.mark.parametrize(("own", "other", "third"), list(itertools.product(KINDS, repeat=3)))
