@@ -26,6 +26,7 @@ from llm_comm.integrations.linear import (
     FIRST_INVARIANT_LINEAR,
     FIRST_LINEAR,
     LINEAR_AT_EVERY_SIZE,
+    Scales,
     about_linear,
     linear_of_any_batch,
     scaling,
@@ -409,20 +410,23 @@ class LlmCommAllReduce:
         """That of the group, as long as llm_comm is in it."""
         return self._llm_comm
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-        """``x @ weight.T`` of this rank by llm_comm, a new tensor; None if it declines, or is not preferred."""
-        return self._try_linear(x, weight)
-
-    def scaled_linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        x_scale: torch.Tensor,
-        weight_scale: torch.Tensor,
-        out_dtype: torch.dtype,
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, scales: Scales | None = None, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor | None:
-        """The same of FP8, with its scales, as ``Communicator.linear`` takes them."""
-        return self._try_linear(x, weight.detach(), **scaling((x_scale, weight_scale)), out_dtype=out_dtype)
+        """``x @ weight.T`` of this rank by llm_comm, a new tensor; None if it declines, or is not preferred.
+
+        Args:
+            x, weight: As of ``Communicator.linear``.
+            scales, out_dtype: Of FP8: scales of ``x`` and of the weight, and the dtype of the result.
+        """
+        communicator = self._llm_comm
+        if communicator is None:
+            return None
+        weight = weight if scales is None else weight.detach()
+        result = communicator.try_linear(x, weight, **scaling(scales), out_dtype=out_dtype)
+        if result is not None:
+            self._say_of_first_linear(FIRST_LINEAR, x, weight)
+        return result
 
     def linear_of_any_batch(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         """The same of a layer that ``takes_all_batches_of`` takes; None once llm_comm has left the group."""
@@ -431,13 +435,6 @@ class LlmCommAllReduce:
             return None
         result = linear_of_any_batch(communicator, x, weight)
         self._say_of_first_linear(FIRST_INVARIANT_LINEAR, x, weight)
-        return result
-
-    def _try_linear(self, x: torch.Tensor, weight: torch.Tensor, **of_fp8: Any) -> torch.Tensor | None:
-        communicator = self._llm_comm
-        result = None if communicator is None else communicator.try_linear(x, weight, **of_fp8)
-        if result is not None:
-            self._say_of_first_linear(FIRST_LINEAR, x, weight)
         return result
 
     def _say_of_first_linear(self, text: str, x: torch.Tensor, weight: torch.Tensor) -> None:

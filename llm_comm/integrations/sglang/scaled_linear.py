@@ -37,8 +37,8 @@ def around_fp8_scaled_mm(
         and type(weight) is torch.nn.Parameter
         and type(weight_scale) is torch.nn.Parameter
     ):
-        linear = getattr(getattr(State.group, "ca_comm", None), "scaled_linear", None)
-        result = None if linear is None else linear(x, weight.t(), x_scale, weight_scale, out_dtype)
+        linear = getattr(getattr(State.group, "ca_comm", None), "linear", None)
+        result = None if linear is None else linear(x, weight.t(), (x_scale, weight_scale), out_dtype)
         if result is not None:
             return result
     return theirs(x, weight, x_scale, weight_scale, out_dtype, bias)

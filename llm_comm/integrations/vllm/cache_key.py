@@ -16,18 +16,16 @@ from llm_comm.planning import layers
 MARK = "llm_comm_fusion"
 
 _SOURCES = (
-    "column_op.py",
     "column_pass.py",
     "fused_op.py",
     "fusion_pass.py",
     "fusion_patterns.py",
     "graph_layers.py",
     "group_fp8_op.py",
+    "layer_ops.py",
     "layer_pass.py",
-    "linear_op.py",
     "linear_pass.py",
     "pass_manager.py",
-    "scaled_op.py",
 )
 
 

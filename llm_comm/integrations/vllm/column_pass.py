@@ -1,5 +1,5 @@
 """A pass of vLLM's compiler: linear layers that no all-reduce comes after, those split by columns, become operators of
-llm_comm; gate and up together with silu-and-mul (``column_op.py``; of FP8 ``scaled_op.py``).
+llm_comm; gate and up together with silu-and-mul (``layer_ops.py``).
 
 It runs behind ``linear_pass.py``, to which those belong that an all-reduce comes after, and leaves alone what the
 group's communicator would decline for every batch. In both supported versions of vLLM silu-and-mul is a chain of
@@ -19,12 +19,11 @@ from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass, VllmPat
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 
-from llm_comm.integrations.vllm.column_op import linear, linear_silu_and_mul, silu_and_mul
 from llm_comm.integrations.vllm.fused_op import all_reduce_add_rms_norm
 from llm_comm.integrations.vllm.fusion_pass import log_once
 from llm_comm.integrations.vllm.graph_layers import RESHAPES, Layer, Node, erase, layer_of, reshaped
+from llm_comm.integrations.vllm.layer_ops import linear, linear_silu_and_mul, silu_and_mul
 from llm_comm.integrations.vllm.layer_pass import LayerPass
-from llm_comm.integrations.vllm.scaled_op import scaled_linear, scaled_linear_silu_and_mul
 
 # What sums the result of a layer over ranks.
 _SUMS = (torch.ops.vllm.all_reduce.default, torch.ops.vllm.reduce_scatter.default, all_reduce_add_rms_norm)
@@ -93,10 +92,7 @@ def _replace_with_activation(graph: torch.fx.Graph, activation: Node, group: str
     layer: Any = layer_of(y)
     x = layer.x.meta["val"]
     with graph.inserting_before(activation):
-        if layer.scales is None:
-            ours = graph.call_function(linear_silu_and_mul, (layer.x, layer.weight, group))
-        else:
-            ours = graph.call_function(scaled_linear_silu_and_mul, _operands(layer, group))
+        ours = graph.call_function(linear_silu_and_mul, _operands(layer, group))
         ours.meta["val"] = x.new_empty((x.shape[0], layer.shape[0] // 2), dtype=layer.dtype)
         if layer.reshape is not None:
             ours = reshaped(graph, ours, layer.reshape)
@@ -118,17 +114,14 @@ def _is_summed(y: Node) -> bool:
 
 
 def _operands(layer: Layer, group: str) -> tuple[Any, ...]:
-    """Of an operator of a layer of FP8."""
-    assert layer.scales is not None
-    return layer.x, layer.weight, *layer.scales, layer.dtype, group
+    """Of an operator of a layer."""
+    out_dtype = None if layer.scales is None else layer.dtype
+    return layer.x, layer.weight, *layer.scales_or_none, out_dtype, group
 
 
 def _replace(graph: torch.fx.Graph, layer: Layer, group: str) -> None:
     with graph.inserting_before(layer.mm):
-        if layer.scales is None:
-            ours = graph.call_function(linear, (layer.x, layer.weight, group))
-        else:
-            ours = graph.call_function(scaled_linear, _operands(layer, group))
+        ours = graph.call_function(linear, _operands(layer, group))
     ours.meta.update(layer.mm.meta)
     layer.mm.replace_all_uses_with(ours)
     erase(graph, layer.nodes())

@@ -25,6 +25,7 @@ from llm_comm.integrations import (
     members,
     sleeping,
 )
+from llm_comm.integrations.linear import Scales
 from llm_comm.integrations.parts import Parts
 from llm_comm.integrations.seams import FLASHINFER
 from llm_comm.integrations.vllm import (
@@ -122,10 +123,10 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         weight: torch.Tensor,
         epsilon: float,
         scale: torch.Tensor | None,
-        scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+        scales: Scales | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """See ``linear_op.py``, and ``scaled_op.py`` for ``scales``, of x and of its weight; None, if it is not served:
-        nothing has been summed then."""
+        """See ``layer_ops.py``; None, if it is not served: nothing has been summed then. ``linear_weight`` is
+        [outputs, inputs]."""
         communicator = self._llm_comm
         if communicator is None:
             return None
@@ -148,39 +149,26 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         self._say_once(linear.FIRST_FUSED_LINEAR, x, linear_weight)
         return normed, new_residual
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-        """See ``column_op.py``; None, if it is not served."""
-        return self._try_linear(Communicator.try_linear, x, weight, linear.FIRST_COLUMN_LINEAR)
-
-    def linear_silu_and_mul(self, x: torch.Tensor, gate_up_weight: torch.Tensor) -> torch.Tensor | None:
-        """See ``column_op.py``; None, if it is not served."""
-        return self._try_linear(
-            Communicator.try_linear_silu_and_mul, x, gate_up_weight, linear.FIRST_LINEAR_SILU_AND_MUL
-        )
-
-    def scaled_linear(
+    def linear(
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
-        x_scale: torch.Tensor,
-        weight_scale: torch.Tensor,
-        out_dtype: torch.dtype,
+        scales: Scales | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor | None:
-        """See ``scaled_op.py``; None, if it is not served. ``weight`` is [outputs, inputs]."""
-        attempt = partial(Communicator.try_linear, **linear.scaling((x_scale, weight_scale)), out_dtype=out_dtype)
+        """See ``layer_ops.py``; None, if it is not served. ``weight`` is [outputs, inputs]."""
+        attempt = partial(Communicator.try_linear, **linear.scaling(scales), out_dtype=out_dtype)
         return self._try_linear(attempt, x, weight, linear.FIRST_COLUMN_LINEAR)
 
-    def scaled_linear_silu_and_mul(
+    def linear_silu_and_mul(
         self,
         x: torch.Tensor,
         gate_up_weight: torch.Tensor,
-        x_scale: torch.Tensor,
-        weight_scale: torch.Tensor,
-        out_dtype: torch.dtype,
+        scales: Scales | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor | None:
         """The same with silu-and-mul."""
-        scales = linear.scaling((x_scale, weight_scale))
-        attempt = partial(Communicator.try_linear_silu_and_mul, **scales, out_dtype=out_dtype)
+        attempt = partial(Communicator.try_linear_silu_and_mul, **linear.scaling(scales), out_dtype=out_dtype)
         return self._try_linear(attempt, x, gate_up_weight, linear.FIRST_LINEAR_SILU_AND_MUL)
 
     def linear_of_any_batch(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:

@@ -76,14 +76,7 @@ def _why_not_compiled(config: Config) -> str | None:
         return why_not
     # The operators, which graphs from the cache need as well. The pass too, which is needed later: all ranks are to
     # have it, or none.
-    from llm_comm.integrations.vllm import (  # noqa: F401
-        column_op,
-        fused_op,
-        group_fp8_op,
-        linear_op,
-        pass_manager,
-        scaled_op,
-    )
+    from llm_comm.integrations.vllm import fused_op, group_fp8_op, layer_ops, pass_manager  # noqa: F401
 
     return _why_not_of_this_model(vllm_config.model_config) or (
         _why_not_in_all_batches(config, vllm_config) if envs.VLLM_BATCH_INVARIANT else None

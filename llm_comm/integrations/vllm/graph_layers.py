@@ -61,6 +61,11 @@ class Layer(NamedTuple):
         value: torch.Tensor = self.mm.meta["val"]
         return value.dtype
 
+    @property
+    def scales_or_none(self) -> tuple[Node | None, Node | None]:
+        """As an operator takes them."""
+        return (None, None) if self.scales is None else self.scales
+
     def nodes(self) -> list[Node]:
         """Those that are of no use without the layer, the last one first."""
         return [node for node in (self.reshape, self.mm, *self.before) if node is not None]

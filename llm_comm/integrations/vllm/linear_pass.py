@@ -1,5 +1,5 @@
 """A pass of vLLM's compiler: a linear layer goes into the operator that ``fusion_pass.py`` has made of the all-reduce
-and the norm after it (``linear_op.py``; of FP8 ``scaled_op.py``).
+and the norm after it (``layer_ops.py``).
 
 It walks the graph (``graph_layers.py``), and leaves alone what the group's communicator would decline for every batch.
 """
@@ -16,9 +16,8 @@ from vllm.distributed import get_tp_group
 from llm_comm.integrations.vllm.fused_op import all_reduce_add_rms_norm
 from llm_comm.integrations.vllm.fusion_pass import log_once
 from llm_comm.integrations.vllm.graph_layers import Layer, Node, erase, layer_of, reshaped
+from llm_comm.integrations.vllm.layer_ops import linear_all_reduce_add_rms_norm
 from llm_comm.integrations.vllm.layer_pass import LayerPass
-from llm_comm.integrations.vllm.linear_op import linear_all_reduce_add_rms_norm
-from llm_comm.integrations.vllm.scaled_op import scaled_linear_all_reduce_add_rms_norm
 
 
 class LinearNormPass(LayerPass):
@@ -64,11 +63,8 @@ def _replace(graph: torch.fx.Graph, pair: _Pair) -> None:
     layer, norm = pair
     with graph.inserting_before(norm):
         x = layer.x if layer.reshape is None else reshaped(graph, layer.x, layer.reshape)
-        if layer.scales is None:
-            fused = graph.call_function(linear_all_reduce_add_rms_norm, (x, layer.weight, *norm.args[1:]))
-        else:
-            operands = (x, layer.weight, *layer.scales, *norm.args[1:])
-            fused = graph.call_function(scaled_linear_all_reduce_add_rms_norm, operands)
+        operands = (x, layer.weight, *layer.scales_or_none, *norm.args[1:])
+        fused = graph.call_function(linear_all_reduce_add_rms_norm, operands)
     fused.meta.update(norm.meta)
     norm.replace_all_uses_with(fused)
     erase(graph, [norm, *layer.nodes()])

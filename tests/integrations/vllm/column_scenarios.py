@@ -259,7 +259,8 @@ def what_is_declined_is_computed_all_the_same() -> None:
         vllm.column_calls.clear()
         x, operators = data((8, HIDDEN)), torch.ops.llm_comm_vllm
         given = [t.clone() for t in (x, qkv.weight, gate_up.weight)]
-        want = operators.linear(x, qkv.weight, "tp:0"), operators.linear_silu_and_mul(x, gate_up.weight, "tp:0")
+        plain = (None, None, None, "tp:0")  # without scales
+        want = operators.linear(x, qkv.weight, *plain), operators.linear_silu_and_mul(x, gate_up.weight, *plain)
         assert len(vllm.column_calls) == 2
         for t, before in zip((x, qkv.weight, gate_up.weight), given, strict=True):
             assert torch.equal(t, before), "an input of an operator was changed"
@@ -269,8 +270,8 @@ def what_is_declined_is_computed_all_the_same() -> None:
         apart = torch.cat([x, x], -1)[:, :HIDDEN]
         for its_x, served in ((x, not is_rank_1), (apart, False)):
             vllm.column_calls.clear()
-            assert torch.equal(operators.linear(its_x, weights[0], "tp:0"), want[0])
-            activated = operators.linear_silu_and_mul(its_x, weights[1], "tp:0")
+            assert torch.equal(operators.linear(its_x, weights[0], *plain), want[0])
+            activated = operators.linear_silu_and_mul(its_x, weights[1], *plain)
             torch.testing.assert_close(activated, want[1], rtol=0.02, atol=0)
             assert len(vllm.column_calls) == 2 * served
         # Without a communicator of llm_comm, the graph is as right.

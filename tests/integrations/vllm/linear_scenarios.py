@@ -253,19 +253,19 @@ def what_is_declined_is_computed_and_reduced_all_the_same() -> None:
         operator = torch.ops.llm_comm_vllm.linear_all_reduce_add_rms_norm
         x, residual = wide(data((8, HIDDEN))), torch.ones(8, HIDDEN, dtype=torch.bfloat16)
         given = [t.clone() for t in (x, layer.weight, residual)]
-        want = operator(x, layer.weight, residual, norm.weight, 1e-5, None, "tp:0")
+        want = operator(x, layer.weight, None, None, residual, norm.weight, 1e-5, None, "tp:0")
         assert len(vllm.linear_calls) == 3
         for t, before in zip((x, layer.weight, residual), given, strict=True):
             assert torch.equal(t, before), "an input of the operator was changed"
         # A weight that begins at an odd place is read by torch. The other rank goes on as ever.
         shifted = torch.empty(layer.weight.numel() + 1, dtype=torch.bfloat16)[1:].view_as(layer.weight)
         weight = shifted.copy_(layer.weight) if dist_rank() == 1 else layer.weight
-        got = operator(x, weight, residual, norm.weight, 1e-5, None, "tp:0")
+        got = operator(x, weight, None, None, residual, norm.weight, 1e-5, None, "tp:0")
         assert all(map(torch.equal, got, want))
         assert len(vllm.linear_calls) == 3 + (dist_rank() == 0)
         # A residual that lies apart is declined by all.
         apart = torch.ones(8, HIDDEN + 8, dtype=torch.bfloat16)[:, :HIDDEN]
-        got = operator(x, layer.weight, apart, norm.weight, 1e-5, None, "tp:0")
+        got = operator(x, layer.weight, None, None, apart, norm.weight, 1e-5, None, "tp:0")
         assert torch.equal(got[1], want[1])
         # Without a communicator of llm_comm, the graph is as right.
         parallel_state.get_tp_group().device_communicator._llm_comm = None
