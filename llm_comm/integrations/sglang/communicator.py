@@ -69,10 +69,10 @@ def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
     if kind == _PDMUX:
         _leave_norms_to_sglang()
         flashinfer_calls.leave_group(group.cpu_group)  # of the tensor-parallel group: the ranks are the same
-    why_not, is_elsewhere, unknown = None, False, None
+    why_not, is_elsewhere, unknown = None, None, None
     try:
         why_not = _why_not(group, arguments)
-        is_elsewhere = sums and _flashinfer_sums()
+        is_elsewhere = _flashinfer_sums()
     except Exception as error:  # the other ranks must hear of it
         unknown = joining.NotJoinedError(f"it cannot be set up in {TABLE.release} ({type(error).__name__}: {error})")
     if why_not is not None:
@@ -292,21 +292,22 @@ def _option(options: Callable[[], Any], name: str) -> Any:
         return None
 
 
-def _flashinfer_sums() -> bool:
-    """Whether SGLang sums by FlashInfer, past its custom all-reduce, what FlashInfer's workspace has room for."""
-    return TABLE.why_not(seams.THEIR_FUSION) is None and bool(
-        _server_option("comm", "flashinfer_allreduce_fusion_backend")
-    )
+def _flashinfer_sums() -> bool | None:
+    """Whether SGLang sums by FlashInfer, past its custom all-reduce, what FlashInfer's workspace has room for; None:
+    this release does not tell."""
+    if TABLE.why_not(seams.THEIR_FUSION) is not None:
+        return None
+    return bool(_server_option("comm", "flashinfer_allreduce_fusion_backend"))
 
 
-def _serve_flashinfer(group: Any, communicator: Communicator, is_wanted: bool) -> str:
+def _serve_flashinfer(group: Any, communicator: Communicator, is_wanted: bool | None) -> str:
     """Has llm_comm compute what SGLang leaves to FlashInfer, on all ranks or on none. Returns what to log.
 
     Args:
         group: A group that sums, and ``communicator`` its own.
-        is_wanted: Whether this rank's SGLang leaves anything to FlashInfer.
+        is_wanted: As of ``_flashinfer_sums``, on this rank.
     """
-    if not is_wanted:
+    if is_wanted is False:
         why_not: str | None = "SGLang sums nothing by FlashInfer"
     elif group.unique_name.split(":")[0] == _PDMUX:
         why_not = "two groups have the same ranks"
@@ -314,7 +315,7 @@ def _serve_flashinfer(group: Any, communicator: Communicator, is_wanted: bool) -
         why_not = TABLE.attempt(FLASHINFER)
     why_not = joining.objection_of_any(group.cpu_group, why_not, "FlashInfer")
     if why_not is not None:
-        return is_wanted * (
+        return bool(is_wanted) * (
             "; but SGLang's FlashInfer all-reduce fusion comes first where it applies "
             f"(--enforce-disable-flashinfer-allreduce-fusion), past llm_comm: {why_not}"
         )

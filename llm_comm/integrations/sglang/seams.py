@@ -22,7 +22,7 @@ LOST = {
     ALL_REDUCE: "All collectives are SGLang's",
     GATHERING: "All-gathers and reduce-scatters are SGLang's",
     MEMORY: "Workspaces of llm_comm stay while SGLang releases memory",
-    THEIR_FUSION: "Where SGLang fuses all-reduces with norms by FlashInfer, these all-reduces use no llm_comm",
+    THEIR_FUSION: "Whether SGLang sums by FlashInfer is not told",
     NORMS: "All-reduces and norms are kernels of their own",
     LINEAR: "Linear layers are SGLang's",
     FP8: "Linear layers of FP8 are SGLang's",

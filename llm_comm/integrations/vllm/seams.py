@@ -20,7 +20,7 @@ LOST = {
     ALL_REDUCE: "All collectives are vLLM's",
     GATHERING: "All-gathers and reduce-scatters are vLLM's",
     SLEEP: "Workspaces of llm_comm stay while vLLM sleeps",
-    THEIR_FUSION: "vLLM's fusion of all-reduces with norms, where it is on, uses no llm_comm",
+    THEIR_FUSION: "vLLM's fusion of all-reduces with norms stays as it is",
     NORMS: "All-reduces and norms are kernels of their own",
     LINEAR: "Linear layers are vLLM's",
     INVARIANT_LINEAR: "Linear layers are vLLM's",

@@ -534,7 +534,7 @@ def flashinfer_groups() -> Iterator[tuple[Log, Any, Any]]:
                 stack.enter_context(mock.patch.object(fusion, name, function))
         with stack, sglang_groups() as log:
             yield log, fusion, importlib.import_module("flashinfer.comm")
-            assert not log.having("FlashInfer", logging.WARNING)
+            assert not log.having("to initialize FlashInfer", logging.WARNING)
 
 
 def norm_by_flashinfer(fusion: Any, rows: int = 4) -> None:
@@ -565,6 +565,18 @@ def what_sglang_leaves_to_flashinfer_is_computed_by_llm_comm_where_it_serves_it(
         ours("tp").leave()
         norm_by_flashinfer(fusion)
         assert (fused, theirs.calls) == ([(4, 64)], [1, 1])
+
+
+@scenario()
+def a_release_whose_option_is_not_known_may_sum_by_flashinfer() -> None:
+    lose(
+        seams.TABLE,
+        *(symbol for row in seams.ROWS if row.feature == seams.THEIR_FUSION for symbol in row.symbols.split()),
+    )
+    with flashinfer_groups() as (_, fusion, theirs):
+        fused = fused_calls()
+        norm_by_flashinfer(fusion)
+        assert (fused, theirs.calls) == ([(4, 64)], [])
 
 
 @scenario(LLM_COMM_FUSE="0")
