@@ -33,7 +33,7 @@ def accept_all(comm: Communicator, x: torch.Tensor, weight: torch.Tensor) -> lis
     return [
         comm.accepts_linear(x, weight),
         comm.accepts_linear_all_reduce(x, weight),
-        comm.accepts_fused_linear(x, weight, NORM),
+        comm.accepts_linear_all_reduce_add_rms_norm(x, weight, NORM),
     ]
 
 

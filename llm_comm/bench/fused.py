@@ -96,8 +96,8 @@ class _Fused:
 
     def bind(self, operands: Operands) -> Callable[[], Outputs]:
         x, residual, weight = operands.x, operands.residual, operands.weight
-        if not self._comm.accepts_fused(x, weight):
-            raise RuntimeError(self._comm.plan_fused(x, weight).reason)
+        if not self._comm.accepts_all_reduce_add_rms_norm(x, weight):
+            raise RuntimeError(self._comm.plan_all_reduce_add_rms_norm(x, weight).reason)
         out, residual_out = torch.empty_like(x), torch.empty_like(x)
 
         def call() -> Outputs:
@@ -267,7 +267,7 @@ class _Bench:
             results[library.name] = self._measure(library, mode, reference)
         self._comm.check()
         operands = reference.operands(0, 0)
-        plan = self._comm.plan_fused(operands.x, operands.weight)
+        plan = self._comm.plan_all_reduce_add_rms_norm(operands.x, operands.weight)
         return Row(plan.message_bytes, mode, dataclasses.asdict(plan), results)
 
     def _measure(self, library: Library, mode: str, reference: FusedReference) -> Result:

@@ -228,7 +228,7 @@ class FusedSubject:
         weight = torch.ones(self._hidden, device=comm.device, dtype=_DTYPE)
         fused = comm.all_reduce_add_rms_norm
         call = partial(fused, x, residual, weight, _EPS, out=out, residual_out=residual_out)
-        return Bound(partial(comm.plan_fused, x, weight), call)
+        return Bound(partial(comm.plan_all_reduce_add_rms_norm, x, weight), call)
 
 
 def subjects_of(

@@ -31,7 +31,9 @@ class Answers:
         calls = self._operations.all_reduce
         return calls.accepts_traced(tensor) if _is_traced(tensor) else calls.accepts(tensor)
 
-    def accepts_fused(self, x: torch.Tensor, weight: torch.Tensor, quantize: str | None = None) -> bool:
+    def accepts_all_reduce_add_rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, quantize: str | None = None
+    ) -> bool:
         """Whether ``all_reduce_add_rms_norm`` of ``x`` and ``weight`` is served. Depends on the same as ``accepts``, of
         both, so all ranks that run the same program with the same kinds of tensors get the same answer."""
         calls = self._operations.all_reduce_add_rms_norm
@@ -47,10 +49,14 @@ class Answers:
         """
         return self._operations.all_reduce.plan(arrays.as_tensor(x))
 
-    def plan_fused(self, x: torch.Tensor, weight: torch.Tensor, quantize: str | None = None) -> Plan:
+    def plan_all_reduce_add_rms_norm(self, x: torch.Tensor, weight: torch.Tensor, quantize: str | None = None) -> Plan:
         """What ``all_reduce_add_rms_norm`` of ``x`` and ``weight`` would run, and why; ``"declined"`` is the algorithm
         of an input that is not served."""
         return self._operations.all_reduce_add_rms_norm.plan(x, weight, quantize)
+
+    #: Names of before each operation had its own in them, for a release.
+    accepts_fused = accepts_all_reduce_add_rms_norm
+    plan_fused = plan_all_reduce_add_rms_norm
 
     def plan_for(self, operation: str, x: torch.Tensor, *, row: int = 0, **parameters: float) -> Plan:
         """What ``run`` of an operation would do for buffers like ``x``, and why.

@@ -244,8 +244,8 @@ class LinearLayers:
             ``(normed, new_residual)``; with ``"dynamic"`` and ``"group..."`` ``(normed, new_residual, scale)``.
 
         Raises:
-            UnsupportedInputError: ``accepts_fused_linear`` of these is false, ``linear_weight`` is not aligned, or
-                another tensor does not fit.
+            UnsupportedInputError: ``accepts_linear_all_reduce_add_rms_norm`` of these is false, ``linear_weight`` is
+                not aligned, or another tensor does not fit.
             CommunicatorError: This or an earlier call has failed, as of ``all_reduce``.
         """
         if (
@@ -344,7 +344,7 @@ class LinearLayers:
             return None
         scales: dict[str, Any] = {"x_scale": x_scale, "weight_scale": weight_scale}
         return attempt(
-            partial(self.accepts_fused_linear, x, linear_weight, norm_weight, quantize, **scales),
+            partial(self.accepts_linear_all_reduce_add_rms_norm, x, linear_weight, norm_weight, quantize, **scales),
             partial(
                 self.linear_all_reduce_add_rms_norm,
                 *(x, linear_weight, residual, norm_weight, eps),
@@ -406,7 +406,7 @@ class LinearLayers:
         scaling = Scaling.of(x_scale, weight_scale, out_dtype)
         return self._operations.linear_all_reduce.accepts(x, linear_weight, scaling)
 
-    def accepts_fused_linear(
+    def accepts_linear_all_reduce_add_rms_norm(
         self,
         x: torch.Tensor,
         linear_weight: torch.Tensor,
@@ -416,9 +416,13 @@ class LinearLayers:
         x_scale: torch.Tensor | None = None,
         weight_scale: torch.Tensor | None = None,
     ) -> bool:
-        """The same for ``linear_all_reduce_add_rms_norm``. False where there is one rank, as ``accepts_fused`` is."""
+        """The same for ``linear_all_reduce_add_rms_norm``. False where there is one rank, as
+        ``accepts_all_reduce_add_rms_norm`` is."""
         accepts = self._operations.linear_all_reduce_add_rms_norm.accepts
         return accepts(x, linear_weight, norm_weight, quantize, x_scale, weight_scale)
+
+    #: The name of before, for a release.
+    accepts_fused_linear = accepts_linear_all_reduce_add_rms_norm
 
     def prefers_linear(self, outputs: int, inputs: int, tokens: int, *, fp8: bool = False) -> bool:
         """Whether an engine is to compute a layer of this shape by ``linear`` and its kin, in place of its own kernel.

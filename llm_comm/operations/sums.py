@@ -136,8 +136,8 @@ class Sums(Answers):
             ``(normed, new_residual)``; with ``"dynamic"`` and ``"group..."`` ``(normed, new_residual, scale)``.
 
         Raises:
-            UnsupportedInputError: ``accepts_fused(x, weight, quantize)`` is false, or another tensor does not fit. The
-                sum has not been made then: call ``all_reduce``.
+            UnsupportedInputError: ``accepts_all_reduce_add_rms_norm(x, weight, quantize)`` is false, or another tensor
+                does not fit. The sum has not been made then: call ``all_reduce``.
             CommunicatorError: This or an earlier call has failed, as of ``all_reduce``.
         """
         if (
@@ -180,6 +180,6 @@ class Sums(Answers):
         operands = x, residual, weight, eps
         options: dict[str, Any] = {"out": out, "residual_out": residual_out, "quantize": quantize, "scale": scale}
         return attempt(
-            partial(self.accepts_fused, x, weight, quantize),
+            partial(self.accepts_all_reduce_add_rms_norm, x, weight, quantize),
             partial(self.all_reduce_add_rms_norm, *operands, **options),
         )

@@ -82,8 +82,8 @@ def norm_what_requires_grad() -> None:
         parameter = torch.nn.Parameter(WEIGHT)
         given: dict[str, Any] = {"x": x, "residual": x, "weight": WEIGHT, "eps": 1e-5}
         comm.all_reduce_add_rms_norm(**given)  # its size is known
-        assert not comm.accepts_fused(x, parameter)
-        assert not comm.accepts_fused(x.clone().requires_grad_(), WEIGHT)
+        assert not comm.accepts_all_reduce_add_rms_norm(x, parameter)
+        assert not comm.accepts_all_reduce_add_rms_norm(x.clone().requires_grad_(), WEIGHT)
         options: list[tuple[str, Any, dict[str, Any]]] = [
             ("x", x.clone(), {}),
             ("residual", x.clone(), {}),
@@ -99,7 +99,7 @@ def norm_what_requires_grad() -> None:
             with torch.no_grad():
                 comm.all_reduce_add_rms_norm(**call)
         with torch.no_grad():
-            assert comm.accepts_fused(x, parameter)
+            assert comm.accepts_all_reduce_add_rms_norm(x, parameter)
             normed, _ = comm.all_reduce_add_rms_norm(x, x, parameter, 1e-5)
             assert not normed.requires_grad
         reduce_right(comm)

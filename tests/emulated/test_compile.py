@@ -105,7 +105,7 @@ def ask_first_for_many_sizes(dynamic: bool | None) -> None:
     with make_communicator(max_message_bytes=4096) as comm:
 
         def layer(x: torch.Tensor) -> torch.Tensor:
-            if comm.accepts_fused(x, weight):
+            if comm.accepts_all_reduce_add_rms_norm(x, weight):
                 return comm.all_reduce_add_rms_norm(x, None, weight, 1e-5)[1]
             return comm.all_reduce(x) if comm.accepts(x) else x
 
@@ -114,13 +114,13 @@ def ask_first_for_many_sizes(dynamic: bool | None) -> None:
         compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend=counter)
         for rows in range(2, 40):
             x = torch.ones(rows, 64, dtype=torch.bfloat16)
-            assert comm.accepts(x) == comm.accepts_fused(x, weight) == (rows <= 32)
+            assert comm.accepts(x) == comm.accepts_all_reduce_add_rms_norm(x, weight) == (rows <= 32)
             assert compiled(x).eq(comm.world_size if rows <= 32 else 1).all()
         assert counter.frame_count <= 3
         for x in (torch.ones(4, 64), torch.ones(64, 4, dtype=torch.bfloat16).t()):
             torch._dynamo.reset()
-            assert not comm.accepts_fused(x, weight)
-            assert torch.compile(lambda x: comm.accepts_fused(x, weight), backend="eager")(x) is False
+            assert not comm.accepts_all_reduce_add_rms_norm(x, weight)
+            assert torch.compile(lambda x: comm.accepts_all_reduce_add_rms_norm(x, weight), backend="eager")(x) is False
             accepted = comm.accepts(x)
             assert torch.compile(lambda x: comm.accepts(x) + 0, backend="eager")(x) == accepted
 

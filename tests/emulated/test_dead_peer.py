@@ -163,7 +163,7 @@ def lose_in_fused(algorithm: str, rows: int, victim: int, at_once: bool) -> Loss
     """On a rank: fused calls whose blocks share rows in clusters, and the death of ``victim``."""
     comm = make_mortal(algorithm, has_pidfds=not at_once)
     x, weight = torch.ones(rows, 1024, dtype=torch.bfloat16), torch.ones(1024, dtype=torch.bfloat16)
-    assert comm.plan_fused(x, weight).cluster > 1
+    assert comm.plan_all_reduce_add_rms_norm(x, weight).cluster > 1
     if comm.rank == victim:
         threading.Timer(0.0 if at_once else 0.3, die).start()
         if at_once:

@@ -54,7 +54,7 @@ def check_shapes(dtype: torch.dtype) -> None:
             inputs = rows_of(world, rows, hidden, dtype)
             residual, weight = operands_of(rows, hidden, dtype)
             what = f"{algorithm}, {rows} rows of {hidden}"
-            assert comm.plan_fused(inputs[0], weight).algorithm == algorithm
+            assert comm.plan_all_reduce_add_rms_norm(inputs[0], weight).algorithm == algorithm
             with_residual = check_call(comm, inputs, residual, weight, what)
             again = check_call(comm, inputs, residual, weight, what)
             assert_bitwise_equal(with_residual, again, f"{what}: the second time")
@@ -89,7 +89,11 @@ def variants(comm: Communicator) -> Iterator[str]:
     """Makes the communicator run one variant after the other; yields their plans for rows of 1024."""
     for row in VARIANTS:
         comm.use_table(comm.table.with_rows(row))
-        yield str(comm.plan_fused(torch.empty(5, 1024, dtype=torch.bfloat16), torch.empty(1024, dtype=torch.bfloat16)))
+        yield str(
+            comm.plan_all_reduce_add_rms_norm(
+                torch.empty(5, 1024, dtype=torch.bfloat16), torch.empty(1024, dtype=torch.bfloat16)
+            )
+        )
 
 
 def check_variants(rows: int, hidden: int, dtype: torch.dtype) -> None:
@@ -116,11 +120,11 @@ def check_chunks(dtype: torch.dtype) -> None:
     for _, world, comm, algorithm in communicators(workspace_bytes=1 << 20):
         hidden = 4096
         residual, weight = operands_of(1, hidden, dtype)
-        chunk = comm.plan_fused(residual, weight).chunk_rows
+        chunk = comm.plan_all_reduce_add_rms_norm(residual, weight).chunk_rows
         for rows in (chunk, 2 * chunk + 3):
             inputs = rows_of(world, rows, hidden, dtype)
             residual, weight = operands_of(rows, hidden, dtype)
-            assert comm.plan_fused(inputs[0], weight).chunks == -(-rows // chunk)
+            assert comm.plan_all_reduce_add_rms_norm(inputs[0], weight).chunks == -(-rows // chunk)
             check_call(comm, inputs, residual, weight, f"{algorithm}, chunks of {chunk}, {rows} rows")
             check_dynamic(comm, inputs, residual, weight, f"{algorithm}, chunks of {chunk}, {rows} rows")
 
@@ -358,8 +362,8 @@ def decline(name: str) -> str:
     x, weight, quantize, _ = DECLINED[name]
     with make_communicator(max_message_bytes=4096) as comm:
         check_call(comm, rows_of(comm.world_size, 2, 64, torch.bfloat16), None, WEIGHT, "a call before")
-        assert not comm.accepts_fused(x, weight, quantize)
-        plan = comm.plan_fused(x, weight, quantize)
+        assert not comm.accepts_all_reduce_add_rms_norm(x, weight, quantize)
+        plan = comm.plan_all_reduce_add_rms_norm(x, weight, quantize)
         assert plan.algorithm == "declined"
         with pytest.raises(UnsupportedInputError) as error:
             comm.all_reduce_add_rms_norm(x, None, weight, EPS, quantize=quantize, scale=torch.ones(1))
@@ -376,7 +380,7 @@ def test_declined_input(ranks: RankPool, name: str) -> None:
 
 def decline_in_world_of_one() -> None:
     with make_communicator() as comm:
-        assert not comm.accepts_fused(ROW, WEIGHT)
+        assert not comm.accepts_all_reduce_add_rms_norm(ROW, WEIGHT)
         assert not comm._operations.all_reduce_add_rms_norm.accepts_traced(ROW, WEIGHT, None)
         with pytest.raises(UnsupportedInputError, match="one rank"):
             comm.all_reduce_add_rms_norm(ROW, None, WEIGHT, EPS)
@@ -390,7 +394,7 @@ def accept() -> None:
     with make_communicator() as comm:
         for shape in ((0, 64), (64,), (2, 3, 64)):
             x = torch.ones(shape, dtype=torch.bfloat16)
-            assert comm.accepts_fused(x, WEIGHT)
+            assert comm.accepts_all_reduce_add_rms_norm(x, WEIGHT)
             normed, new_residual = comm.all_reduce_add_rms_norm(x, x, WEIGHT, 0.0)
             assert normed.shape == new_residual.shape == x.shape
             assert new_residual.eq(comm.world_size + 1).all()

@@ -75,7 +75,7 @@ def check_shapes(dtype: torch.dtype) -> None:
             inputs = rows_of(comm.world_size, rows, hidden, dtype)
             residual, weight = operands_of(rows, hidden, dtype)
             for quantize in GROUPS:
-                assert comm.plan_fused(inputs[0], weight, quantize).algorithm == algorithm
+                assert comm.plan_all_reduce_add_rms_norm(inputs[0], weight, quantize).algorithm == algorithm
                 what = f"{algorithm}, {rows} rows of {hidden}, {quantize}"
                 check_groups(comm, inputs, None if number % 2 else residual, weight, quantize, what)
             zeros = torch.zeros(rows, hidden, dtype=dtype)
@@ -121,10 +121,10 @@ def check_launches() -> None:
     for comm, algorithm in communicators(workspace_bytes=1 << 20):
         hidden = 4096
         residual, weight = operands_of(1, hidden, torch.bfloat16)
-        rows = 2 * comm.plan_fused(residual, weight, "group").chunk_rows + 3
+        rows = 2 * comm.plan_all_reduce_add_rms_norm(residual, weight, "group").chunk_rows + 3
         inputs = rows_of(comm.world_size, rows, hidden, torch.bfloat16)
         residual, weight = operands_of(rows, hidden, torch.bfloat16)
-        assert comm.plan_fused(inputs[0], weight, "group").chunks == 3
+        assert comm.plan_all_reduce_add_rms_norm(inputs[0], weight, "group").chunks == 3
         for quantize in LAYOUTS:
             check_groups(comm, inputs, residual, weight, quantize, f"{algorithm}, {rows} rows, {quantize}")
 

@@ -194,7 +194,7 @@ def decline_without_memory() -> None:
             comm.all_reduce(partial)
         x = torch.ones(2, 64, dtype=torch.bfloat16)
         weight = DTensor.from_local(x[0], mesh)
-        assert not comm.accepts_fused(x, weight)
+        assert not comm.accepts_all_reduce_add_rms_norm(x, weight)
         for _ in range(2):  # the second time with sizes that have been prepared
             with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
                 comm.all_reduce_add_rms_norm(x, None, weight, 1e-5)
@@ -209,7 +209,7 @@ def decline_negated_views() -> None:
         for is_prepared in (False, True):
             for place, name in enumerate(("x", "residual", "weight")):
                 given = [torch._neg_view(tensor) if i == place else tensor for i, tensor in enumerate(plain)]
-                assert comm.accepts_fused(given[0], given[2]) == (name == "residual"), is_prepared
+                assert comm.accepts_all_reduce_add_rms_norm(given[0], given[2]) == (name == "residual"), is_prepared
                 with pytest.raises(UnsupportedInputError, match=f"{name}: the tensor is a negated view"):
                     comm.all_reduce_add_rms_norm(*given, 1e-5)
             comm.all_reduce_add_rms_norm(*plain, 1e-5)

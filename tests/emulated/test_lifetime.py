@@ -32,9 +32,11 @@ USES: dict[str, Callable[[Communicator], object]] = {
     "try_all_reduce_add_rms_norm": lambda comm: comm.try_all_reduce_add_rms_norm(ROWS, None, ROWS[0], 1e-5),
     "all_reduce of nothing": lambda comm: comm.all_reduce(X[:0]),
     "all_reduce of a new size": lambda comm: comm.all_reduce(X[:5]),
-    "plan_fused": lambda comm: comm.plan_fused(ROWS, ROWS[0]),
-    "accepts_fused": lambda comm: comm.accepts_fused(ROWS, ROWS[0]),
-    "accepts_fused in a graph": lambda comm: torch.compile(comm.accepts_fused, backend="eager")(ROWS, ROWS[0]),
+    "plan_all_reduce_add_rms_norm": lambda comm: comm.plan_all_reduce_add_rms_norm(ROWS, ROWS[0]),
+    "accepts_all_reduce_add_rms_norm": lambda comm: comm.accepts_all_reduce_add_rms_norm(ROWS, ROWS[0]),
+    "accepts_all_reduce_add_rms_norm in a graph": lambda comm: torch.compile(
+        comm.accepts_all_reduce_add_rms_norm, backend="eager"
+    )(ROWS, ROWS[0]),
     "on_error": lambda comm: comm.on_error(print),
     "check": lambda comm: comm.check(),
     "workspace_bytes": lambda comm: comm.workspace_bytes,

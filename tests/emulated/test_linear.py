@@ -227,7 +227,7 @@ def check_norm(dtype: torch.dtype) -> list[list[torch.Tensor]]:
             y = comm.linear(x, weight)
             for quantize, given in itertools.product(QUANTIZATIONS, (residual, None)):
                 if quantize in GROUPS and outputs % GROUP_SIZE != 0:
-                    assert not comm.accepts_fused_linear(x, weight, norm_weight, quantize)
+                    assert not comm.accepts_linear_all_reduce_add_rms_norm(x, weight, norm_weight, quantize)
                     continue
                 what = f"{shape}, {quantize}, {'with' if given is not None else 'no'} residual"
                 options = {"quantize": quantize, "scale": torch.tensor([0.05]) if quantize == "static" else None}

@@ -56,9 +56,9 @@ class Layer(torch.nn.Module):
         assert not comm.accepts_linear(residual, self.weight)
         assert comm.accepts_linear_all_reduce(x, self.weight)
         assert not comm.accepts_linear_all_reduce(x.half(), self.weight)
-        assert comm.accepts_fused_linear(x, *weights, "static")
-        assert not comm.accepts_fused_linear(x, *weights, "int8")
-        assert not comm.accepts_fused_linear(x, self.weight, self.weight)
+        assert comm.accepts_linear_all_reduce_add_rms_norm(x, *weights, "static")
+        assert not comm.accepts_linear_all_reduce_add_rms_norm(x, *weights, "int8")
+        assert not comm.accepts_linear_all_reduce_add_rms_norm(x, self.weight, self.weight)
         y = comm.linear(x, self.weight)
         written = torch.empty_like(residual)
         comm.linear(x * 2, self.weight, out=written)
@@ -69,7 +69,7 @@ class Layer(torch.nn.Module):
         fused(x * 4, weights[0], in_place, weights[1], EPS, out=normed, residual_out=in_place)
         static, residual = fused(x, weights[0], residual, weights[1], EPS, quantize="static", scale=self.scale)
         dynamic, alone, scale = fused(x * 0.5, weights[0], None, weights[1], EPS, quantize="dynamic")
-        assert comm.accepts_fused_linear(x, *weights, "group_column_major")
+        assert comm.accepts_linear_all_reduce_add_rms_norm(x, *weights, "group_column_major")
         groups, _, scales = fused(x, weights[0], alone, weights[1], EPS, quantize="group_column_major")
         fp8 = static.float(), dynamic.float() * scale, groups.float(), scales
         return y, written, total, normed, in_place, residual, *fp8, alone
@@ -279,7 +279,7 @@ def trace(kind: str) -> None:
                 assert comm.accepts_linear(x, weight)
                 assert comm.accepts_linear_all_reduce(x, weight)
                 assert not comm.accepts_linear_all_reduce(x.half(), weight)
-                assert not comm.accepts_fused_linear(x, weight, weight)
+                assert not comm.accepts_linear_all_reduce_add_rms_norm(x, weight, weight)
                 return call_all(comm, x, weight)
 
             program: Any = make_fx(asked, **TRACES[kind])(first, weight)

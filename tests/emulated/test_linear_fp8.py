@@ -280,7 +280,7 @@ def calls(comm: Communicator, given: dict[str, Any]) -> list[Any]:
         ),
         (
             lambda: comm.linear_all_reduce_add_rms_norm(x, weight, None, NORM, EPS, **call),
-            lambda: comm.accepts_fused_linear(x, weight, NORM, **call),
+            lambda: comm.accepts_linear_all_reduce_add_rms_norm(x, weight, NORM, **call),
         ),
     ]
 

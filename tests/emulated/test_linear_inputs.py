@@ -113,7 +113,7 @@ def accept() -> None:
                 assert comm.accepts_linear(x, weight), name
                 assert comm._operations.linear._accepts_traced(x, weight), name
                 assert comm.accepts_linear_all_reduce(x, weight), name
-                assert comm.accepts_fused_linear(x, weight, norm), name
+                assert comm.accepts_linear_all_reduce_add_rms_norm(x, weight, norm), name
                 assert comm.linear(x, weight).eq(inputs).all(), name
                 assert comm.linear_all_reduce(x, weight).eq(inputs * comm.world_size).all(), name
                 normed, _ = comm.linear_all_reduce_add_rms_norm(x, weight, None, norm, EPS)
@@ -250,7 +250,7 @@ def reject_norm(name: str) -> str:
     asked = [call["x"], call["linear_weight"], call["norm_weight"], call.get("quantize")]
     with make_communicator() as comm:
         for _ in range(2):  # the second time, usual calls are prepared
-            assert comm.accepts_fused_linear(*asked) == (name not in NORMS)
+            assert comm.accepts_linear_all_reduce_add_rms_norm(*asked) == (name not in NORMS)
             with (
                 mock.patch.object(comm._operations.linear, "enqueue") as enqueue,
                 pytest.raises(UnsupportedInputError, match=f"^linear_all_reduce_add_rms_norm: .*{message}") as error,

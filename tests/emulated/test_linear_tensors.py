@@ -126,7 +126,7 @@ def require_grad() -> None:
             found = name.replace("norm_", "")
             with pytest.raises(UnsupportedInputError, match=f"{found}: the tensor requires grad"):
                 comm.linear_all_reduce_add_rms_norm(**{**usual, name: wrong})
-        assert not comm.accepts_fused_linear(X, WEIGHT, NORM.clone().requires_grad_())
+        assert not comm.accepts_linear_all_reduce_add_rms_norm(X, WEIGHT, NORM.clone().requires_grad_())
         for operation in (comm.linear, comm.linear_all_reduce):
             with pytest.raises(UnsupportedInputError, match="out: the tensor requires grad"):
                 operation(X, WEIGHT, out=RESIDUAL.clone().requires_grad_())

@@ -94,8 +94,8 @@ def ask_with_symbolic_sizes() -> None:
         def answers(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             assert comm.accepts(x)
             assert not comm.accepts(x.double())
-            assert comm.accepts_fused(x, weight)
-            assert not comm.accepts_fused(x, weight.float())
+            assert comm.accepts_all_reduce_add_rms_norm(x, weight)
+            assert not comm.accepts_all_reduce_add_rms_norm(x, weight.float())
             return comm.all_reduce(x)
 
         x, weight = torch.ones(2, 64).bfloat16(), torch.ones(64).bfloat16()

@@ -104,7 +104,7 @@ def ask_for_more_than_the_table_serves() -> None:
             comm.use_table(of_node._replace(nodes=rows))
             assert (comm.table.max_message_bytes, comm.table_of_node.max_message_bytes) == (limit, 64 << 20)
             serves = limit >= x.nbytes
-            assert comm.accepts(x) == comm.accepts_fused(x, weight) == serves
+            assert comm.accepts(x) == comm.accepts_all_reduce_add_rms_norm(x, weight) == serves
             assert comm.accepts(x[:256]) == (limit > 0)
             assert (comm.plan(x).algorithm == "declined") == (not serves)
             assert comm.accepts(x[:0])
@@ -163,14 +163,14 @@ def norm_behind_a_layer() -> None:
         x, norm_weight = operands_of(3, 64, dtype, comm.rank)[0], operands_of(1, 256, dtype)[1]
         weight = operands_of(256, 64, dtype, comm.rank)[0]
         residual = operands_of(3, 256, dtype)[0]
-        assert comm.accepts_fused_linear(x, weight, norm_weight)
+        assert comm.accepts_linear_all_reduce_add_rms_norm(x, weight, norm_weight)
         y = comm.linear(x, weight)
         for quantize in (None, "dynamic", "group"):
             found = comm.linear_all_reduce_add_rms_norm(x, weight, residual, norm_weight, EPS, quantize=quantize)
             wanted = comm.all_reduce_add_rms_norm(y, residual, norm_weight, EPS, quantize=quantize)
             for one, other in zip(found, wanted, strict=True):
                 assert_bitwise_equal(one.float(), other.float(), f"layer and norm, {quantize}")
-        plan = comm.plan_fused(y, norm_weight)
+        plan = comm.plan_all_reduce_add_rms_norm(y, norm_weight)
         assert (plan.operation, plan.algorithm, plan.row) == ("all_reduce_add_rms_norm", "2PH", 256)
         assert "all_reduce_add_rms_norm by one_shot (LL) in the node" in plan.reason
         assert comm.all_reduce_add_rms_norm(y[:0], None, norm_weight, EPS)[0].shape == (0, 256)
@@ -249,9 +249,9 @@ def ask_nodes_of_one_rank_for_norms() -> None:
     with make(Layout(2, 1)) as comm:
         x, weight = torch.ones(2, 64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
         why = "the norm is the last phase in a node, and nodes of one rank have none"
-        assert not comm.accepts_fused(x, weight)
-        assert comm.plan_fused(x, weight).reason == why
-        assert not comm.accepts_fused_linear(x, torch.ones(64, 64, dtype=torch.bfloat16), weight)
+        assert not comm.accepts_all_reduce_add_rms_norm(x, weight)
+        assert comm.plan_all_reduce_add_rms_norm(x, weight).reason == why
+        assert not comm.accepts_linear_all_reduce_add_rms_norm(x, torch.ones(64, 64, dtype=torch.bfloat16), weight)
         with pytest.raises(UnsupportedInputError, match=why):
             comm.all_reduce_add_rms_norm(x, None, weight, EPS)
         assert {declined.reason for declined in comm.stats().declined} == {why}

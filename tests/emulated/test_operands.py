@@ -373,6 +373,15 @@ def test_every_callable_is_walked() -> None:
             assert name in inspect.signature(method).parameters, f"{case.name} has no operand {name}"
 
 
+def test_names_of_before_are_the_same_methods() -> None:
+    for old, new in (
+        ("accepts_fused", "accepts_all_reduce_add_rms_norm"),
+        ("plan_fused", "plan_all_reduce_add_rms_norm"),
+        ("accepts_fused_linear", "accepts_linear_all_reduce_add_rms_norm"),
+    ):
+        assert getattr(Communicator, old) is getattr(Communicator, new)
+
+
 def test_no_tensor_reaches_the_core_past_the_guard() -> None:
     package = Path(llm_comm.__file__).parent
     for path in sorted(package.rglob("*.py")):

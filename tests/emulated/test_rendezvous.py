@@ -376,7 +376,7 @@ def come_with_room_for_small_clusters() -> int:
             normed, sums = comm.all_reduce_add_rms_norm(x, None, weight, 1e-5)
             assert torch.equal(sums, x * comm.world_size)
             assert torch.equal(normed, x)
-            return comm.plan_fused(x, weight).cluster
+            return comm.plan_all_reduce_add_rms_norm(x, weight).cluster
 
 
 def test_all_ranks_go_by_the_smallest_clusters(ranks: RankPool) -> None:

@@ -136,7 +136,7 @@ def check_declined() -> None:
         with pytest.raises(UnsupportedInputError):
             comm.all_reduce(large)
         assert not comm.accepts(wide)
-        assert not comm.accepts_fused(large.view(1, -1), weight)
+        assert not comm.accepts_all_reduce_add_rms_norm(large.view(1, -1), weight)
         with pytest.raises(UnsupportedInputError):
             comm.all_reduce_add_rms_norm(large.view(1, -1), None, weight, 1e-5)
         assert not comm.accepts_all_gather(torch.ones(8, dtype=BF16), 3)
@@ -178,7 +178,7 @@ def check_linear() -> None:
     with make_communicator(max_message_bytes=256) as comm:
         norm_weight = torch.ones(128, dtype=BF16)
         assert not comm.accepts_linear_all_reduce(x, weight)
-        assert not comm.accepts_fused_linear(x, weight, norm_weight)
+        assert not comm.accepts_linear_all_reduce_add_rms_norm(x, weight, norm_weight)
         with pytest.raises(UnsupportedInputError, match="max_message_bytes=256"):
             comm.linear_all_reduce(x, weight)
         with pytest.raises(UnsupportedInputError, match="max_message_bytes=256"):

@@ -73,7 +73,7 @@ def fused(algorithm: str, seed: int) -> None:
                 for rank in range(comm.world_size)
             ]
             weight = torch.ones(hidden, dtype=torch.bfloat16)
-            assert comm.plan_fused(inputs[comm.rank], weight).algorithm == algorithm
+            assert comm.plan_all_reduce_add_rms_norm(inputs[comm.rank], weight).algorithm == algorithm
             _, total = comm.all_reduce_add_rms_norm(inputs[comm.rank], None, weight, 1e-5)
             assert_bitwise_equal(total, sum(x.float() for x in inputs).to(torch.bfloat16), f"call {number}")  # type: ignore[union-attr]
 

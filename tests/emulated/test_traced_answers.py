@@ -55,7 +55,7 @@ INPUTS = {
 def check_fused(comm: Communicator) -> None:
     calls = comm._operations.all_reduce_add_rms_norm
     for name, (x, weight, quantize, is_served) in FUSED_OPERANDS.items():
-        answers = comm.accepts_fused(x, weight, quantize), calls.accepts_traced(x, weight, quantize)
+        answers = comm.accepts_all_reduce_add_rms_norm(x, weight, quantize), calls.accepts_traced(x, weight, quantize)
         assert answers == (is_served, is_served), f"{name}: {answers}"
         if is_served:
             scale = torch.ones(1) if quantize == "static" else None
@@ -86,7 +86,7 @@ def check_negated(comm: Communicator) -> None:
     with pytest.raises(UnsupportedInputError, match="negated"):
         comm.all_reduce(negated)
     for operands in ((negated, weight), (x, torch._neg_view(weight))):
-        assert not comm.accepts_fused(*operands)
+        assert not comm.accepts_all_reduce_add_rms_norm(*operands)
         with pytest.raises(UnsupportedInputError, match="negated"):
             comm.all_reduce_add_rms_norm(operands[0], None, operands[1], EPS)
 

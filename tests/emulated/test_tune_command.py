@@ -94,7 +94,7 @@ def plans(folder: Path) -> list[Plan]:
         assert bool((comm.all_reduce(symmetric) == 3).all())
         assert bool((comm.all_gather(half * rank, out=gathered) == torch.arange(2).repeat_interleave(len(half))).all())
         assert bool((comm.reduce_scatter(x) == 2).all())
-        fused = comm.plan_fused(rows, rows[0])
+        fused = comm.plan_all_reduce_add_rms_norm(rows, rows[0])
         return [comm.plan(x), fused, comm.plan_all_gather(half), comm.plan_reduce_scatter(x)]
 
 
@@ -148,7 +148,12 @@ def plans_with_multicast(folder: Path) -> dict[str, list[tuple[str, ...]]]:
             assert comm.multicast.is_up == ("multicast" not in how), comm.multicast
             assert bool((comm.all_reduce(x) == 2).all())
             assert bool((comm.reduce_scatter(x) == 2).all())
-            kinds = [comm.plan(x), comm.plan_fused(rows, rows[0]), comm.plan_all_gather(x), comm.plan_reduce_scatter(x)]
+            kinds = [
+                comm.plan(x),
+                comm.plan_all_reduce_add_rms_norm(rows, rows[0]),
+                comm.plan_all_gather(x),
+                comm.plan_reduce_scatter(x),
+            ]
             found[str(how)] = [(plan.algorithm, plan.reason.partition(",")[0]) for plan in kinds]
     return found
 

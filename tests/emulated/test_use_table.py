@@ -28,7 +28,7 @@ def call_all(comm: Communicator, x: torch.Tensor, weight: torch.Tensor) -> None:
     rows = rows_of(comm.world_size, *x.shape, x.dtype)
     check_call(comm, rows, None, weight, "fused")
     assert comm.accepts(x)
-    assert comm.accepts_fused(x, weight)
+    assert comm.accepts_all_reduce_add_rms_norm(x, weight)
 
 
 def check_another_table() -> None:
@@ -41,7 +41,7 @@ def check_another_table() -> None:
             call_all(comm, x, weight)
             assert ran_by(comm._operations.all_reduce) == {(algorithm, blocks, depth)}
             assert ran_by(comm._operations.all_reduce_add_rms_norm) == {(algorithm, 1, depth)}
-            plans = comm.plan(x), comm.plan_fused(x, weight)
+            plans = comm.plan(x), comm.plan_all_reduce_add_rms_norm(x, weight)
             assert [(plan.algorithm, plan.depth) for plan in plans] == [(algorithm, depth)] * 2
             found.append(plans)
         assert len(set(found)) == len(found)
@@ -58,12 +58,12 @@ def check_other_limits() -> None:
         call_all(comm, x, weight)
         comm.use_table(usual._replace(max_fused_bytes=x.nbytes - 1))
         assert comm.accepts(x)
-        assert not comm.accepts_fused(x, weight)
+        assert not comm.accepts_all_reduce_add_rms_norm(x, weight)
         with pytest.raises(UnsupportedInputError, match="more than max_fused_bytes"):
             comm.all_reduce_add_rms_norm(x, None, weight, EPS)
         comm.use_table(usual._replace(max_message_bytes=x.nbytes - 1))
         assert not comm.accepts(x)
-        assert not comm.accepts_fused(x, weight)
+        assert not comm.accepts_all_reduce_add_rms_norm(x, weight)
         assert comm.try_all_reduce(x) is None
         with pytest.raises(UnsupportedInputError, match="more than max_message_bytes"):
             comm.all_reduce(x)
@@ -90,12 +90,16 @@ def check_traced_limits() -> None:
             (1 << 20, x.nbytes - 1, False),
         ):
             comm.use_table(usual._replace(max_fused_bytes=fused, max_message_bytes=message))
-            assert calls.accepts_traced(x, weight, None) == comm.accepts_fused(x, weight) == expected
+            assert calls.accepts_traced(x, weight, None) == comm.accepts_all_reduce_add_rms_norm(x, weight) == expected
             assert comm._operations.all_reduce.accepts_traced(x) == comm.accepts(x) == (message >= x.nbytes)
         comm.use_table(usual)
         for hidden in (8, 12, 16384, 16392):
             x, weight = torch.ones(2, hidden, dtype=torch.bfloat16), torch.ones(hidden, dtype=torch.bfloat16)
-            assert calls.accepts_traced(x, weight, None) == comm.accepts_fused(x, weight) == (hidden in (8, 16384))
+            assert (
+                calls.accepts_traced(x, weight, None)
+                == comm.accepts_all_reduce_add_rms_norm(x, weight)
+                == (hidden in (8, 16384))
+            )
 
 
 def test_what_is_traced_keeps_the_same_limits(ranks: RankPool) -> None:
@@ -124,7 +128,7 @@ def check_keys() -> None:
             for rows, hidden in ((1, 64), (7, 64), (2, 64), (3, 128), (6, 64)):
                 x = rows_of(comm.world_size, rows, hidden, torch.bfloat16)[comm.rank]
                 weight = operands_of(rows, hidden, torch.bfloat16)[1]
-                plan = comm.plan_fused(x, weight)
+                plan = comm.plan_all_reduce_add_rms_norm(x, weight)
                 assert (plan.row, plan.message_bytes) == (hidden, x.nbytes)
                 normed, total = comm.all_reduce_add_rms_norm(x, None, weight, EPS)
                 check_fp8(comm, x, weight, normed)

@@ -84,7 +84,7 @@ def why_not_usable(communicators: dict[str, Communicator], device: torch.device)
             wrong.append(f"{operation} runs {plan.algorithm}, not {name}: {plan.reason}")
     row = torch.zeros(1, 512, dtype=torch.bfloat16, device=device)
     for name in FUSED:
-        plan = communicators[name].plan_fused(row, row[0])
+        plan = communicators[name].plan_all_reduce_add_rms_norm(row, row[0])
         if communicators[name].multicast.is_up and plan.algorithm != name:
             wrong.append(f"the fused one runs {plan.algorithm}, not {name}: {plan.reason}")
     return list(dict.fromkeys(wrong))

@@ -113,7 +113,7 @@ class DecliningComm(SimpleNamespace):
     def plan(self, x: torch.Tensor) -> Any:
         return declined(ALL_REDUCE, x.nbytes, "too plain")
 
-    def plan_fused(self, x: torch.Tensor, weight: torch.Tensor) -> Any:
+    def plan_all_reduce_add_rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> Any:
         return declined(FUSED, x.nbytes, f"rows of {len(weight)}: too odd")
 
     def all_reduce(self, *_: object) -> None:
@@ -154,7 +154,7 @@ class WillingComm(DecliningComm):
         (rows,) = table.rows.values()
         self.given.extend(rows)
 
-    def plan_fused(self, x: torch.Tensor, weight: torch.Tensor) -> Any:
+    def plan_all_reduce_add_rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> Any:
         problem = Problem(FUSED, x.numel(), len(weight), "bf16", 2, (0, 0))
         table = TuningTable("tune", by_operation(self.given[-1:]), 1 << 40, 1 << 40)
         return select(problem, table, CONFIG, self.limits)
@@ -263,7 +263,7 @@ def test_times_of_which_another_was_taken_off_can_be_negative() -> None:
 
 def test_a_failed_communicator_is_no_refusal(group: dist.ProcessGroup) -> None:
     class Failed(DecliningComm):
-        def plan_fused(self, x: torch.Tensor, weight: torch.Tensor) -> Any:
+        def plan_all_reduce_add_rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> Any:
             return without_kernel(FUSED, "one_shot", x.nbytes, "")
 
         def all_reduce_add_rms_norm(self, *_: object, **__: object) -> None:
