@@ -33,7 +33,7 @@ def checkout(tmp_path: Path) -> Path:
 def test_an_installed_llm_comm_is_not_hidden(checkout: Path, tmp_path: Path) -> None:
     installed = tmp_path / "site" / "llm_comm"
     installed.mkdir(parents=True)
-    for path in (*PACKAGE.iterdir(), Path(_core.__file__)):
+    for path in (*PACKAGE.iterdir(), *Path(_core.__file__).parent.iterdir()):
         if not (installed / path.name).exists():
             (installed / path.name).symlink_to(path)
     files = "llm_comm.__file__, quoting.__file__, llm_comm.__version__"
