@@ -15,7 +15,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.append(str(REPOSITORY / "tests" / "deterministic"))
 
-from edits import TYPES, Change, Edit, source  # noqa: E402
+from edits import TYPES, Change, Edit, source, switched  # noqa: E402
 
 __all__ = [
     "REPOSITORY",
@@ -29,6 +29,7 @@ __all__ = [
     "cpp_edits",
     "python",
     "source",
+    "switched",
 ]
 
 

@@ -243,15 +243,15 @@ HOST = (
     cpp(
         "operations of one number are passed over",
         ORDER,
-        "return !is_settled() && !lacks_last",
-        "return !WITHOUT && !is_settled() && !lacks_last",
+        "return !is_settled()",
+        "return !WITHOUT && !is_settled()",
         CONCURRENT_USE,
     ),
     cpp(
         "the last operation is missed in the sum of numbers",
         ORDER,
-        "return !is_settled() && !lacks_last",
-        "return !is_settled() && (WITHOUT || !lacks_last)",
+        "&& !lacks_last &&",
+        "&& (WITHOUT || !lacks_last) &&",
         CONCURRENT_USE,
     ),
     cpp(

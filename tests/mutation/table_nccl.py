@@ -7,7 +7,6 @@ from mutant import cpp, cpp_edits
 NCCL = "csrc/nccl"
 TESTS = "tests/emulated/test_nccl_library.py"
 FORWARDING = f"{TESTS} -k goes_to_the_library_behind"
-UNLOCKED = ("std::unique_lock(set_up_mutex_)", "std::unique_lock(set_up_mutex_, std::defer_lock)")
 
 IN_PLACE_OF_NCCL = (
     # ---- Who does a call ----
@@ -80,13 +79,17 @@ IN_PLACE_OF_NCCL = (
     # With the lock, threads of a group happen to split in their order.
     cpp_edits(
         "splits of one communicator in a group run at once",
-        [(f"{NCCL}/group.cpp", "one.communicator == nullptr", "true"), (f"{NCCL}/communicator.h", *UNLOCKED)],
+        [
+            (f"{NCCL}/group.cpp", "one.communicator == nullptr", "true"),
+            (f"{NCCL}/own.cpp", "parent->lock_set_up()", "std::unique_lock<std::mutex>()"),
+        ],
         f"{TESTS} -k split_in_groups",
     ),
     cpp(
         "two threads split one communicator at once",
         f"{NCCL}/communicator.h",
-        *UNLOCKED,
+        "std::unique_lock(set_up_mutex_)",
+        "std::unique_lock(set_up_mutex_, std::defer_lock)",
         f"{TESTS} -k split_in_groups",
     ),
     # ---- Set-up that is disturbed ----
