@@ -27,9 +27,10 @@ struct Group {
 
 thread_local Group group_of_thread;
 
-// What a group holds when a process forks is for the parent to run. The child's copy is never destroyed.
+// What a group holds when a process forks is for the parent to run. The child's copies are never destroyed.
 [[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] {
-  new Group(std::move(group_of_thread));
+  static auto* const inherited = new std::vector<Group>;
+  inherited->push_back(std::move(group_of_thread));
   group_of_thread = {};
 });
 

@@ -77,8 +77,7 @@ def switched(files: Iterable[str], changes: Iterable[Change]) -> dict[str, bytes
                 raise ValueError(f"{file}: two edits change {source(file)[change.start : end]!r}")
             text += source(file)[end : change.start] + change.text
             end = change.end
-        # Headers include it all the same.
-        include = f'#include "{TYPES.removeprefix("csrc/include/")}"\n' if file.endswith(".cpp") else ""
+        include = "" if file == TYPES else f'#include "{TYPES.removeprefix("csrc/include/")}"\n'
         texts[file] = (include + text + source(file)[end:]).encode()
     texts[TYPES] += _READ_SWITCH.encode()
     return texts
