@@ -115,13 +115,6 @@ IN_PLACE_OF_NCCL = (
         f"{TESTS} -k pause_before_descriptor",
     ),
     cpp(
-        "a rank that is lost in the exchange of descriptors is waited for",
-        f"{NCCL}/descriptors.cpp",
-        "polls[0].revents != 0",
-        "false",
-        f"{TESTS} -k death_before_descriptor",
-    ),
-    cpp(
         "ranks do not send each other their processes",
         f"{NCCL}/descriptors.cpp",
         "process_ = open_own_process();",
