@@ -103,7 +103,7 @@ $(VENV)/.base:
 # Kernels are compiled for the GPUs of this machine, and for none where there is none: unless CUDAARCHS or CMAKE_ARGS ask
 # for them, as .ci/run does.
 ifeq ($(CUDAARCHS)$(findstring LLM_COMM_CUDA=,$(CMAKE_ARGS)),)
-  GPU_ARCHS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | sort -u | paste -sd ';')
+  GPU_ARCHS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | grep -xE '[0-9]+' | sort -u | paste -sd ';')
   ifeq ($(GPU_ARCHS),)
     export CMAKE_ARGS += -DLLM_COMM_CUDA=OFF
     BUILT_FOR := for emulated GPUs, as there is no GPU here: 2 to 4 minutes the first time

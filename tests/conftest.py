@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in emulated:
         of_test.setdefault(item.nodeid.partition("[")[0], set()).add(_world_of(item))
     for item in emulated:
-        if _world_of(item) in {4, 5, 6, 7} and of_test[item.nodeid.partition("[")[0]] & WORLDS:
+        if _world_of(item) not in {0, 1, *WORLDS} and of_test[item.nodeid.partition("[")[0]] & WORLDS:
             item.add_marker("nightly")
 
 

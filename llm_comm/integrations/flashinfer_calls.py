@@ -92,8 +92,10 @@ def around_fusion(theirs: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _by_llm_comm(call: dict[str, Any]) -> torch.Tensor | None:
     served = _served.get(getattr(call.get("workspace"), _RANKS, ()))
-    kind = None if served is None else _kind_of(call)
-    if served is None or kind is None or not (served.fuses or kind == _SUM):
+    if served is None:
+        return None
+    kind = _kind_of(call)
+    if kind is None or not (served.fuses or kind == _SUM):
         return None
     if any(_has_effect(value) for name, value in call.items() if name not in _READ[kind] | _WITHOUT_EFFECT):
         return None

@@ -300,7 +300,7 @@ class LinearLayers:
         Raises:
             CommunicatorError, RuntimeError: As of ``linear``, of layers that are served.
         """
-        if not self._prefers_operands(LINEAR, 1, x, weight, x_scale is not None):
+        if not self._prefers_operands(LINEAR, x, weight, x_scale is not None):
             return None
         scales: dict[str, Any] = {"x_scale": x_scale, "weight_scale": weight_scale, "out_dtype": out_dtype}
         return attempt(partial(self.accepts_linear, x, weight, **scales), partial(self.linear, x, weight, **scales))
@@ -315,7 +315,7 @@ class LinearLayers:
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor | None:
         """The same of ``linear_silu_and_mul``."""
-        if not self._prefers_operands(LINEAR_SILU_AND_MUL, 2, x, gate_up_weight, x_scale is not None):
+        if not self._prefers_operands(LINEAR_SILU_AND_MUL, x, gate_up_weight, x_scale is not None):
             return None
         scales: dict[str, Any] = {"x_scale": x_scale, "weight_scale": weight_scale, "out_dtype": out_dtype}
         return attempt(
@@ -340,7 +340,7 @@ class LinearLayers:
         aligned: nothing has been summed then, and the ranks that were served wait for the same sum from
         ``all_reduce_add_rms_norm`` of what this rank computes itself.
         """
-        if not self._prefers_operands(LINEAR, 1, x, linear_weight, x_scale is not None):
+        if not self._prefers_operands(LINEAR, x, linear_weight, x_scale is not None):
             return None
         scales: dict[str, Any] = {"x_scale": x_scale, "weight_scale": weight_scale}
         return attempt(
@@ -354,12 +354,13 @@ class LinearLayers:
             ),
         )
 
-    def _prefers_operands(self, operation: str, parts: int, x: torch.Tensor, weight: torch.Tensor, fp8: bool) -> bool:
-        """Whether a layer is preferred, of ``parts`` rows of the weight for an output."""
+    def _prefers_operands(self, operation: str, x: torch.Tensor, weight: torch.Tensor, fp8: bool) -> bool:
+        """Return whether the layer of these operands is preferred."""
         if weight.dim() != 2 or weight.is_nested or x.is_nested:  # which have no shape
             return False
         rows, inputs = weight.shape
-        return self._prefers(operation, rows // parts, inputs, x.shape[:-1].numel(), fp8)
+        outputs = rows // 2 if operation == LINEAR_SILU_AND_MUL else rows
+        return self._prefers(operation, outputs, inputs, x.shape[:-1].numel(), fp8)
 
     # ---- What would be served -----------------------------------------------------------------------------------
 

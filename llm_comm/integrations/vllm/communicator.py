@@ -157,8 +157,8 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor | None:
         """See ``layer_ops.py``; None, if it is not served. ``weight`` is [outputs, inputs]."""
-        attempt = partial(Communicator.try_linear, **linear.scaling(scales), out_dtype=out_dtype)
-        return self._try_linear(attempt, x, weight, linear.FIRST_COLUMN_LINEAR)
+        attempt, first = Communicator.try_linear, linear.FIRST_COLUMN_LINEAR
+        return self._try_linear(attempt, x, weight, first, **linear.scaling(scales), out_dtype=out_dtype)
 
     def linear_silu_and_mul(
         self,
@@ -168,8 +168,8 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor | None:
         """The same with silu-and-mul."""
-        attempt = partial(Communicator.try_linear_silu_and_mul, **linear.scaling(scales), out_dtype=out_dtype)
-        return self._try_linear(attempt, x, gate_up_weight, linear.FIRST_LINEAR_SILU_AND_MUL)
+        attempt, first = Communicator.try_linear_silu_and_mul, linear.FIRST_LINEAR_SILU_AND_MUL
+        return self._try_linear(attempt, x, gate_up_weight, first, **linear.scaling(scales), out_dtype=out_dtype)
 
     def linear_of_any_batch(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         """See ``invariant_linear.py``; None once llm_comm has left the group."""
@@ -250,14 +250,15 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
 
     def _try_linear(
         self,
-        attempt: Callable[[Communicator, torch.Tensor, torch.Tensor], torch.Tensor | None],
+        attempt: Callable[..., torch.Tensor | None],
         x: torch.Tensor,
         weight: torch.Tensor,
         first: str,
+        **options: Any,
     ) -> torch.Tensor | None:
         communicator = self._llm_comm
         weight = weight.detach()  # as of ``linear_all_reduce_add_rms_norm``
-        result = None if communicator is None else attempt(communicator, x, weight)
+        result = None if communicator is None else attempt(communicator, x, weight, **options)
         if result is not None:
             self._say_once(first, x, weight)
         return result

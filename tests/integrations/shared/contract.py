@@ -36,7 +36,7 @@ class Contract(NamedTuple):
         """Makes a test that takes ``runner`` and ``name`` one test for each version and scenario."""
         runners = [pytest.param((self, version), id=version) for version in self.versions]
         prefix = "" if self.served_by is None else f"{self.scenarios.stem}."
-        names = [pytest.param(prefix + name, id=name) for name in self._marks()]
+        names = [pytest.param(prefix + name, id=name) for name in _marks(self.scenarios)]
 
         def mark(test: Any) -> Any:
             by_name = pytest.mark.parametrize("name", names)(test)
@@ -47,15 +47,12 @@ class Contract(NamedTuple):
     def is_nightly(self, version: str, name: str) -> bool:
         """Whether `make test` leaves a scenario out in a version."""
         newest = max(self.versions, key=lambda version: [int(part) for part in version.split(".")])
-        return version != newest and "smoke=True" not in self._marks()[name.rpartition(".")[2]]
-
-    def _marks(self) -> dict[str, str]:
-        """Decorators of all scenarios, by name. Read rather than imported, which would take the engine."""
-        return _marks(self.scenarios)
+        return version != newest and "smoke=True" not in _marks(self.scenarios)[name.rpartition(".")[2]]
 
 
 @functools.cache
 def _marks(path: Path) -> dict[str, str]:
+    """The decorators of each scenario in a file, by name. Read rather than imported, which would take the engine."""
     functions = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef))
     marks = {function.name: " ".join(map(ast.unparse, function.decorator_list)) for function in functions}
     return {name: mark for name, mark in marks.items() if "scenario(" in mark}
