@@ -21,7 +21,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-gpu nightly soak fuzz sanitize mutants lint format dist wheels clean
+.PHONY: help demo check test test-gpu nightly soak fuzz sanitize mutants lint format dist wheels clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -31,6 +31,12 @@ demo: $(VENV)/.installed ## Tensor-parallel decoding through llm_comm, on GPUs o
 
 test: $(VENV)/.installed ## All tests that need no GPU (ARGS="tests/unit -k two_shot")
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -m "$(TESTS)" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# One file of each operation; the ranks of all of them are the same processes.
+QUICK := tests/unit $(addprefix tests/emulated/test_,all_reduce.py fused.py all_gather.py reduce_scatter.py linear.py inputs.py)
+
+check: lint $(VENV)/.installed ## Before a commit: lint, unit tests, one file of emulated tests an operation (5 minutes)
+	$(MAKE) test ARGS="$(QUICK) $(ARGS)"
 
 test-gpu: $(VENV)/.installed ## The tests that need a GPU, or several (ARGS="-k soak")
 	$(PY) -m pytest -m gpu $(ARGS)

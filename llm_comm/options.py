@@ -295,7 +295,7 @@ OPTIONS: dict[str, Option] = {
         Alike.YES,
         "a shared GPU is that of several ranks",
         "Ranks may use one GPU together. For tests only: the driver gives them time slices in turn, so an operation "
-        "takes milliseconds (docs/reliability.md#tests-on-one-gpu).",
+        "takes milliseconds (docs/develop/testing.md#tests-on-one-gpu).",
     ),
     "sleep": Option(
         _BOOLEAN,

@@ -23,7 +23,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -234,27 +234,6 @@ def measure(control: Control, program: Path, runs: int) -> dict[str, object]:
     }
 
 
-def table(results: Sequence[Mapping[str, object]]) -> str:
-    """The rows of docs/reliability.md: a protection, and for each algorithm the median and the most of its runs."""
-    columns = [algorithm.subject for algorithm in ALGORITHMS]
-    heads = ["control", "what is taken out", *columns, "message passing", "budget"]
-    rows = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    measured = {str(result["name"]): result for result in results}
-    for protection in PROTECTIONS:
-        cells: dict[str, list[str]] = {}
-        for control in CONTROLS:
-            if control.protection is not protection:
-                continue
-            result = measured[control.name]
-            algorithm, is_fp8, _ = control.subject.partition("+")
-            column = algorithm if algorithm in columns else "message passing"
-            what = "" if column == control.subject else "FP8 " if is_fp8 else f"{control.subject} "
-            cells.setdefault(column, []).append(f"{what}{result['schedules_median']} ({result['schedules_most']})")
-        row = [protection.name, protection.text, *("; ".join(cells.get(c, [])) for c in heads[2:-1])]
-        rows.append("| " + " | ".join([*row, str(protection.budget)]) + " |")
-    return "".join(row + "\n" for row in rows)
-
-
 def documented_results() -> list[dict[str, object]]:
     """The newest in docs/results."""
     files = sorted((driver.REPOSITORY / "docs" / "results").glob("*_negative_controls.json"))
@@ -274,7 +253,6 @@ def fast_controls() -> list[Control]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="print the controls and what each takes out, and run none")
-    parser.add_argument("--table", action="store_true", help="print the table of docs/reliability.md, and run none")
     parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--runs", type=int, default=9, help="runs of each control, with different seeds")
     parser.add_argument("-k", default="", help="only controls whose names contain this: a protection, an algorithm")
@@ -283,9 +261,6 @@ def main() -> int:
     if arguments.list:
         for control in controls:
             print(f"{control.name:60} {control.protection.text}")
-        return 0
-    if arguments.table:
-        print(table(documented_results()), end="")
         return 0
     program = build()
     results = []
