@@ -11,8 +11,8 @@ from protection import DIRECT, HB_SESSION, NOBODY_IS_MISSING, OTHER_PLACE, STEPS
 
 STREAM_COPIES = "csrc/algorithms/stream_copies.cuh"
 LAUNCH_QUEUE = "csrc/host/launch_queue.h"
-DIRECT_PORT = "csrc/algorithms/all_gather/direct_port.cuh"
-TWO_SHOT_PORT = "csrc/algorithms/all_reduce/two_shot_port.cuh"
+DIRECT_PORT = "csrc/optional/all_gather/direct_port.cuh"
+TWO_SHOT_PORT = "csrc/optional/all_reduce/two_shot_port.cuh"
 
 IN_PIECES = ("all_reduce/two_shot_ce",)
 IN_STREAM = ("all_gather/direct_ce", *IN_PIECES)
