@@ -219,6 +219,14 @@ Shape shape_of(const Problem& problem, const Tiling& tiling, const Limits& limit
           Algorithm::grid(problem, tiling, units - (launches - 1) * whole, limits)};
 }
 
+// Whether an algorithm has kernels for `types` and for no other data type.
+template <class Algorithm, DataType... types>
+constexpr bool serves_exactly() {
+  uint32_t served = 0;
+  for (uint32_t i = 0; i < kDataTypes; ++i) served += Algorithm::Operation::serves(static_cast<DataType>(i));
+  return served == sizeof...(types) && (Algorithm::Operation::serves(types) && ...);
+}
+
 template <class Algorithm>
 std::vector<DataType> types_of() {
   std::vector<DataType> types;
