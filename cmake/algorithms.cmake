@@ -2,6 +2,7 @@
 # <build>/generated/algorithms:
 #
 #   registry.h                              the list as a C++ type, for everybody who asks what there is
+#   kinds.h                                 the OperationKind of each algorithm: its place in the list, from 1
 #   kernels_<descriptor>_<type>_<half>.cu   kernels for GPUs, of one data type and half of the worlds: they take nvcc long
 #   kernels_<descriptor>.cu                 all of an algorithm, in place of those (LLM_COMM_SPLIT_KERNELS=OFF)
 #   kernels_<descriptor>.cpp                the same for the emulator
@@ -66,8 +67,12 @@ function(llm_comm_write_registry)
   foreach(header IN LISTS headers)
     string(APPEND includes "#include \"${header}\"\n")
   endforeach()
+  set(kinds "")
+  set(kind 0)
   set(extern "")
   foreach(descriptor types_of_one IN ZIP_LISTS descriptors types)
+    math(EXPR kind "${kind} + 1")
+    string(APPEND kinds "struct ${descriptor};\ntemplate <>\ninline constexpr OperationKind kKindOf<${descriptor}>{${kind}};\n")
     string(REPLACE " " ";" types_of_one "${types_of_one}")
     list(JOIN types_of_one ", DataType::" arguments)
     string(APPEND extern "static_assert(serves_exactly<${descriptor}, DataType::${arguments}>(), \"data types in the row\");\n")
@@ -77,6 +82,17 @@ function(llm_comm_write_registry)
       endforeach()
     endforeach()
   endforeach()
+  llm_comm_write("${LLM_COMM_GENERATED}/algorithms/kinds.h"
+"// Written by cmake/algorithms.cmake.
+#pragma once
+
+#include \"algorithms/algorithm.h\"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+${kinds}
+}  // namespace llm_comm::inline LLM_COMM_TARGET
+")
   list(JOIN descriptors ", " all)
   llm_comm_write("${LLM_COMM_GENERATED}/algorithms/registry.h"
 "// Written by cmake/algorithms.cmake: the algorithms of this build.
@@ -87,7 +103,6 @@ ${includes}
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 using Registry = AlgorithmList<${all}>;
-static_assert(Registry::have_kinds_of_their_own(), \"two algorithms have the same OperationKind, or that of user kernels\");
 
 ${extern}
 }  // namespace llm_comm::inline LLM_COMM_TARGET

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "algorithms/algorithm.h"
+#include "algorithms/kinds.h"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
