@@ -47,8 +47,6 @@ class PreparedProgram final : public PreparedCall {
     args_.comm.takes_tickets = grid_.takes_tickets;
   }
 
-  bool takes(const uint64_t*) const override { return true; }
-
   Outcome run(const uint64_t* buffers, uint64_t stream) override {
     const std::lock_guard<std::mutex> turn(queue_.turn());
     const HostMailbox& mailbox = *args_.comm.mailbox;
