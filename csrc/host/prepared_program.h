@@ -29,7 +29,7 @@ class PreparedProgram final : public PreparedCall {
                                      place_at(launch.semaphore_words.segment, launch.semaphore_words.offset),
                                      launch.semaphores};
     for (uint32_t i = 0; i < comm.world_size; ++i) {
-      args_.at[i] = segments.address((comm.rank + i) % comm.world_size, launch.memory, launch.memory_bytes);
+      args_.at[i] = segments.address((comm.rank + i) % comm.world_size, args_.memory, launch.memory_bytes);
       if (args_.at[i] == nullptr)
         throw std::invalid_argument("the workspace of a program is not in the symmetric heap");
     }

@@ -35,7 +35,13 @@ struct AllGatherDirectCE : ByStreamCopies {
       return AllGather::elements(problem, buffer, 0) * element_bytes(problem.type);
     }
 
-    static std::vector<StreamCopy> copies(const Problem& problem, uint32_t rank) {
+    template <class Launch, class Copies>
+    static void enqueue(Args& args, const Problem& problem, const Tiling&, const Grid&, Launch launch, Copies& copies) {
+      enqueue_around(args, launch, [&] { copies.copy(copies_of(problem, args.comm.rank)); });
+    }
+
+   private:
+    static std::vector<StreamCopy> copies_of(const Problem& problem, uint32_t rank) {
       const Part part = parts_of(problem).part[rank];
       const uint64_t width = element_bytes(problem.type);
       const uint64_t to = part.first * width;

@@ -119,13 +119,35 @@ struct AllReduceTwoShotCE {
 
     static uint64_t buffer_bytes(const Problem& problem, uint32_t) { return problem.bytes(); }
 
-    static uint32_t pieces(const Problem& problem, const Tiling& tiling) {
-      return SlicesInPieces(problem, tiling.depth).pieces();
-    }
     static uint64_t grids(const Problem& problem, const Tiling& tiling) {
-      return kFirstPiece + pieces(problem, tiling);
+      return kFirstPiece + SlicesInPieces(problem, tiling.depth).pieces();
     }
 
+    // All copies that come are enqueued before the first that go: those that go wait for sums, and would hold up the others.
+    template <class Launch, class Copies>
+    static void enqueue(Args& args, const Problem& problem, const Tiling& tiling, const Grid& grid, Launch launch,
+                        Copies& copies) {
+      enqueue_around(args, launch, [&] {
+        const uint32_t pieces = SlicesInPieces(problem, tiling.depth).pieces();
+        const uint32_t rank = args.comm.rank;
+        auto beside = copies.beside();
+        beside.follow();
+        for (uint32_t i = 0; i < pieces; ++i) {
+          beside.copy(copies.placed(coming(problem, tiling, rank, i)));
+          beside.mark(i);
+        }
+        for (uint32_t i = 0; i < pieces; ++i) {
+          beside.hold(i);
+          args.stage = kFirstPiece + i;
+          launch(grid);
+          beside.follow();
+          beside.copy(copies.placed(going(problem, tiling, rank, i)));
+        }
+        beside.join();
+      });
+    }
+
+   private:
     // Of the input, to the owners of the slices.
     static std::vector<StreamCopy> coming(const Problem& problem, const Tiling& tiling, uint32_t rank, uint32_t piece) {
       return to_peers(problem, tiling, rank, [&](uint32_t owner, const SlicesInPieces& of) {
@@ -140,7 +162,6 @@ struct AllReduceTwoShotCE {
       });
     }
 
-   private:
     template <class CopyTo>
     static std::vector<StreamCopy> to_peers(const Problem& problem, const Tiling& tiling, uint32_t rank,
                                             CopyTo copy_to) {
