@@ -1,4 +1,4 @@
-# From the list of algorithms (csrc/algorithms/registry.def, and a list of the user's own) to sources in
+# From the lists of algorithms (csrc/algorithms/registry.def, csrc/optional/registry.def, and lists of the user's own) to sources in
 # <build>/generated/algorithms:
 #
 #   registry.h                              the list as a C++ type, for everybody who asks what there is
@@ -19,7 +19,8 @@ set(LLM_COMM_WORLDS kEven kOdd)
 # Of x and weight, and of results.
 set(LLM_COMM_LINEAR_TYPES kBFloat16/kBFloat16 kFloat16/kFloat16 kFloat8/kBFloat16 kFloat8/kFloat16)
 set(LLM_COMM_LINEAR_EPILOGUES kNone kSiluAndMul)
-set(LLM_COMM_ALGORITHM_LISTS "${LLM_COMM_CSRC}/algorithms/registry.def" ${LLM_COMM_EXTRA_ALGORITHMS})
+set(LLM_COMM_ALGORITHM_LISTS "${LLM_COMM_CSRC}/algorithms/registry.def" "${LLM_COMM_CSRC}/optional/registry.def"
+    ${LLM_COMM_EXTRA_ALGORITHMS})
 
 # Sets in the caller: headers, descriptors.
 function(llm_comm_read_algorithms)
@@ -73,7 +74,7 @@ function(llm_comm_write_registry)
   endforeach()
   list(JOIN descriptors ", " all)
   llm_comm_write("${LLM_COMM_GENERATED}/algorithms/registry.h"
-"// Written by cmake/algorithms.cmake from registry.def: the algorithms of this build.
+"// Written by cmake/algorithms.cmake: the algorithms of this build.
 #pragma once
 
 #include \"algorithms/kernels.h\"
@@ -90,7 +91,7 @@ endfunction()
 
 function(llm_comm_write_kernels source header instantiations)
   llm_comm_write("${source}"
-"// Written by cmake/algorithms.cmake from registry.def.
+"// Written by cmake/algorithms.cmake.
 #include \"algorithms/kernels.h\"
 #include \"${header}\"
 

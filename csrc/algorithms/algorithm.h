@@ -26,8 +26,9 @@
 //                                               has a row
 //   widest_cluster() -> Grid                    (optional) of a kernel in clusters: the launch that asks most of a device
 //
-// registry.def lists the algorithms, and everything else is derived from that list: kernels and how they are loaded, names
-// in errors and tables, candidates of the tuner, schedules of the deterministic emulator, `llm-comm algorithms`.
+// algorithms/registry.def and optional/registry.def list the algorithms, and everything else is derived from the lists: kernels
+// and how they are loaded, names in errors and tables, candidates of the tuner, schedules of the deterministic emulator,
+// `llm-comm algorithms`.
 #pragma once
 
 #include <string_view>

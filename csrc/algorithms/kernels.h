@@ -1,6 +1,6 @@
 // The kernels of an algorithm by data type, world size and variant. They are compiled in translation units of their own, which
-// CMake makes from registry.def: for GPUs one for each algorithm, data type and half of the worlds, so that a build uses all
-// cores (all of an algorithm in one with LLM_COMM_SPLIT_KERNELS=OFF). Everybody else only asks for an address.
+// CMake makes from the lists of algorithms: for GPUs one for each algorithm, data type and half of the worlds, so that a build
+// uses all cores (all of an algorithm in one with LLM_COMM_SPLIT_KERNELS=OFF). Everybody else only asks for an address.
 #pragma once
 
 #include <utility>

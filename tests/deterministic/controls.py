@@ -42,7 +42,7 @@ from protections_of_ports import OF_PORTS
 from protections_of_switch import OF_SWITCH
 from protections_of_symmetric import OF_SYMMETRIC
 
-REGISTRIES = ("csrc/algorithms/registry.def", "tests/toy/registry.def")
+REGISTRIES = ("csrc/algorithms/registry.def", "csrc/optional/registry.def", "tests/toy/registry.def")
 INCLUDES = ("csrc", "csrc/include")
 #: What the copy holds.
 TREES = ("cmake", "csrc", "tests/deterministic", "tests/toy")

@@ -10,8 +10,8 @@ from edits import Edit
 from protection import DIRECT, HB_SESSION, NOBODY_IS_MISSING, OTHER_PLACE, STEPS, WRONG_RESULT, Protection
 
 STREAM_COPIES = "csrc/algorithms/stream_copies.cuh"
-DIRECT_PORT = "csrc/algorithms/all_gather/direct_port.cuh"
-TWO_SHOT_PORT = "csrc/algorithms/all_reduce/two_shot_port.cuh"
+DIRECT_PORT = "csrc/optional/all_gather/direct_port.cuh"
+TWO_SHOT_PORT = "csrc/optional/all_reduce/two_shot_port.cuh"
 TWO_SHOT_CE = "csrc/algorithms/all_reduce/two_shot_ce.cuh"
 
 IN_PIECES = ("all_reduce/two_shot_ce",)

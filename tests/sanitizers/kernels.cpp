@@ -10,10 +10,10 @@
 #include <vector>
 
 #include "algorithms/all_reduce/one_shot.cuh"
-#include "algorithms/all_reduce/port.cuh"
 #include "algorithms/all_reduce/two_shot.cuh"
 #include "emulator/executor.h"
 #include "host/memory_transport.h"
+#include "optional/all_reduce/port.cuh"
 
 namespace {
 

@@ -14,7 +14,7 @@
 #pragma once
 
 #include "algorithms/all_reduce/two_shot.cuh"
-#include "algorithms/by_switch.h"
+#include "optional/by_switch.h"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 

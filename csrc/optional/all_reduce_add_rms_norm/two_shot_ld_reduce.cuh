@@ -21,8 +21,8 @@
 #pragma once
 
 #include "algorithms/all_reduce_add_rms_norm/two_shot.cuh"
-#include "algorithms/by_switch.h"
 #include "llm_comm/steps.cuh"
+#include "optional/by_switch.h"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 

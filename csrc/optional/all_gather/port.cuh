@@ -6,7 +6,7 @@
 #pragma once
 
 #include "algorithms/all_gather/operation.cuh"
-#include "algorithms/port_chunks.cuh"
+#include "optional/port_chunks.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 

@@ -22,7 +22,7 @@
 
 #include "algorithms/all_reduce/message.cuh"
 #include "algorithms/all_reduce/slices.cuh"
-#include "algorithms/port_chunks.cuh"
+#include "optional/port_chunks.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 

@@ -9,7 +9,7 @@
 #pragma once
 
 #include "algorithms/all_reduce_add_rms_norm/two_shot.cuh"
-#include "algorithms/by_switch.h"
+#include "optional/by_switch.h"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 

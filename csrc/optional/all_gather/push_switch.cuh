@@ -10,7 +10,7 @@
 #pragma once
 
 #include "algorithms/all_gather/operation.cuh"
-#include "algorithms/switch_chunks.cuh"
+#include "optional/switch_chunks.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 

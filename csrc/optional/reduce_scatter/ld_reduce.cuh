@@ -9,7 +9,7 @@
 #pragma once
 
 #include "algorithms/reduce_scatter/operation.cuh"
-#include "algorithms/switch_chunks.cuh"
+#include "optional/switch_chunks.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 

@@ -20,9 +20,9 @@
 #pragma once
 
 #include "algorithms/all_reduce/chunked_slices.cuh"
-#include "algorithms/all_reduce/sum_slices.cuh"
 #include "algorithms/direct.cuh"
 #include "llm_comm/port_words.cuh"
+#include "optional/all_reduce/sum_slices.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
