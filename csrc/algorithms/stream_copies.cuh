@@ -68,11 +68,9 @@ inline void add_copies_to_peers(std::vector<StreamCopy>& all, uint32_t world, ui
   }
 }
 
-// An operation whose kernels take StreamCopyArgs. Besides what DirectOperation wants it says which copies a rank makes into buffer 1,
-// the one symmetric tensor: copies(problem, rank), or, in pieces,
-//   pieces(problem, tiling)                  how many, at most kMaxCopyPieces
-//   coming(problem, tiling, rank, piece)     the copies before the grid of a piece
-//   going(problem, tiling, rank, piece)      those behind it
+// An operation whose kernels take StreamCopyArgs. Besides what DirectOperation wants it enqueues its launches:
+//   enqueue(args, problem, tiling, grid, launch, copies)   launch(grid) launches a grid with `args`, `copies` (host/heap_copies.h)
+//                                                          makes this rank's copies into buffer 1, the one symmetric tensor
 template <class Operation>
 struct StreamCopyOperation : DirectOperation<Operation> {
   using Args = StreamCopyArgs<typename Operation::Args>;
@@ -84,10 +82,18 @@ struct StreamCopyOperation : DirectOperation<Operation> {
   static uint64_t grids(const Problem&, const Tiling&) { return kFirstPiece; }
 
   static Grid meeting() { return {1, kStreamCopyThreads, DirectSession<kMaxWorldSize, kMaxPlaces>::shared_bytes()}; }
-  static Grid parting() {
+
+ protected:
+  // Enqueues the meeting, `between()`, and the parting.
+  template <class Launch, class Between>
+  static void enqueue_around(Args& args, Launch launch, Between between) {
     Grid grid = meeting();
+    args.stage = kMeeting;
+    launch(grid);
+    between();
     grid.is_behind_copies = true;
-    return grid;
+    args.stage = kParting;
+    launch(grid);
   }
 };
 

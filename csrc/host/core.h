@@ -77,11 +77,8 @@ class PreparedCall {
   virtual Outcome run(const uint64_t* buffers, uint64_t stream) = 0;
 
   // Whether all buffers that peers are to access are in symmetric memory, where they can. From any thread.
-  virtual bool takes(const uint64_t* buffers) const = 0;
+  virtual bool takes([[maybe_unused]] const uint64_t* buffers) const { return true; }
 };
-
-// A call that goes by `direct` where that takes the buffers, else by `ordinary`.
-std::unique_ptr<PreparedCall> prefer(std::unique_ptr<PreparedCall> direct, std::unique_ptr<PreparedCall> ordinary);
 
 // Where a tensor lies in the symmetric heap.
 struct Place {

@@ -142,8 +142,7 @@ class CoreImpl final : public Core {
     owner.has_failed = [mailbox = comm_.mailbox] { return llm_comm::host::has_failed(*mailbox); };
     owner.fail = [this] { end_waits(kAbortRequest); };
     owner.find_in_heap = [this](uint32_t rank, uint64_t place, uint64_t bytes) {
-      const uint64_t offset = place & (place_at(1, 0) - 1);
-      return segments_.address(rank, {static_cast<uint32_t>(place >> kPlaceOffsetBits), offset}, bytes);
+      return segments_.address(rank, place, bytes);
     };
     ports_->start(owner);
   }

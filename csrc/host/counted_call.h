@@ -25,10 +25,28 @@ struct Counter {
   uint64_t bytes;
 
   // Nothing that has failed.
-  void add(Outcome outcome) const;
+  void add(Outcome outcome) const {
+    if (outcome == Outcome::kFailed) return;
+    const bool is_captured = outcome == Outcome::kCaptured;
+    (is_captured ? tally->captured_calls : tally->calls).fetch_add(1, std::memory_order_relaxed);
+    (is_captured ? tally->captured_bytes : tally->bytes).fetch_add(bytes, std::memory_order_relaxed);
+  }
 };
 
-// The same call, counted; without a counter, what was given.
-std::unique_ptr<PreparedCall> counted(std::unique_ptr<PreparedCall> call, std::optional<Counter> counter);
+// A prepared call whose runs are counted where there is a counter.
+struct CountedCall {
+  std::unique_ptr<PreparedCall> call;
+  std::optional<Counter> counter = std::nullopt;
+  // Runs in place of `call` where it takes the buffers, and counts its own runs.
+  std::unique_ptr<CountedCall> direct = nullptr;
+
+  // As PreparedCall::run().
+  Outcome run(const uint64_t* buffers, uint64_t stream) const {
+    if (direct != nullptr && direct->call->takes(buffers)) return direct->run(buffers, stream);
+    const Outcome outcome = call->run(buffers, stream);
+    if (counter) counter->add(outcome);
+    return outcome;
+  }
+};
 
 }  // namespace llm_comm::host

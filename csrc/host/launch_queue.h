@@ -7,9 +7,8 @@
 #include <vector>
 
 #include "algorithms/check_call.cuh"
-#include "algorithms/stream_copies.cuh"
-#include "host/copy.h"
 #include "host/core.h"
+#include "host/heap_copies.h"
 #include "host/order_of_operations.h"
 #include "host/segments.h"
 
@@ -58,10 +57,7 @@ class LaunchQueue {
     return launcher_.launch(check_->after, check, Grid{1, 1, 0}, stream);
   }
 
-  // Behind what has been launched.
-  void copy(const std::vector<Copy>& copies, uint64_t stream) { launcher_.copy(copies, stream); }
-  // For copies beside what is launched (Launcher::Beside).
-  auto beside(uint64_t stream) { return launcher_.beside(stream); }
+  Launcher& launcher() { return launcher_; }
 
   // So far, captured ones included. From any thread.
   uint64_t launches() const { return launches_.load(std::memory_order_relaxed); }
@@ -148,72 +144,24 @@ class PreparedLaunches final : public PreparedCall {
           if ((symmetric_ >> i & 1) != 0) args_.places[next++] = place_of(i, buffers);
         }
       }
-      args_.comm.takes_tickets = grid.takes_tickets;
       call_.count = static_cast<uint32_t>(taken * problem_.unit_elements());
       args_.comm.call = hash_of(call_);
       const auto launch = [&](const Grid& of) {
+        args_.comm.takes_tickets = of.takes_tickets;
         is_captured = queue_.launch(is_last ? last_ : whole_, args_, of, call_, taken * problem_.unit_bytes(), stream);
       };
-      if constexpr (!kHasCopies) {
-        launch(grid);
+      if constexpr (requires { Operation::grids(problem_, shape_.tiling); }) {  // several grids, with copies
+        HeapCopies<Launcher> copies(queue_.launcher(), segments_, args_.places[0], buffers, stream);
+        Operation::enqueue(args_, problem_, shape_.tiling, grid, launch, copies);
       } else {
-        const auto launch_stage = [&](uint32_t stage, const Grid& of) {
-          args_.stage = stage;
-          args_.comm.takes_tickets = of.takes_tickets;
-          launch(of);
-        };
-        launch_stage(kMeeting, Operation::meeting());
-        if constexpr (kHasPieces) {
-          copy_in_pieces(buffers, stream, [&](uint32_t piece) { launch_stage(kFirstPiece + piece, grid); });
-        } else {
-          queue_.copy(placed(Operation::copies(problem_, args_.comm.rank), buffers), stream);
-        }
-        launch_stage(kParting, Operation::parting());
+        launch(grid);
       }
     }
     return outcome(mailbox, is_captured);
   }
 
  private:
-  static constexpr bool kHasCopies = requires(Args& args) { args.stage; };
-  static constexpr bool kHasPieces =
-      requires(const Problem& problem, const Tiling& tiling) { Operation::pieces(problem, tiling); };
   static constexpr bool kIsOutOfPlace = requires { Operation::kIsOutOfPlace; };
-
-  // All copies that come are enqueued before the first that go: those that go wait for sums, and would hold up the others.
-  // `launch_piece(i)`: the grid of a piece.
-  template <class LaunchPiece>
-  void copy_in_pieces(const uint64_t* buffers, uint64_t stream, LaunchPiece launch_piece) {
-    const Tiling& tiling = shape_.tiling;
-    const uint32_t rank = args_.comm.rank;
-    const uint32_t pieces = Operation::pieces(problem_, tiling);
-    auto beside = queue_.beside(stream);
-    beside.follow();
-    for (uint32_t i = 0; i < pieces; ++i) {
-      beside.copy(placed(Operation::coming(problem_, tiling, rank, i), buffers));
-      beside.mark(i);
-    }
-    for (uint32_t i = 0; i < pieces; ++i) {
-      beside.hold(i);
-      launch_piece(i);
-      beside.follow();
-      beside.copy(placed(Operation::going(problem_, tiling, rank, i), buffers));
-    }
-    beside.join();
-  }
-
-  // Where a tensor is not in the heap there is nowhere to copy to, and its kernels say so.
-  std::vector<Copy> placed(const std::vector<StreamCopy>& copies, const uint64_t* buffers) const {
-    std::vector<Copy> all;
-    if (args_.places[0] == kNoPlace) return all;
-    const auto place = segments_.find(buffers[1], Operation::buffer_bytes(problem_, 1));
-    for (const StreamCopy& copy : copies) {
-      char* const to = segments_.address(copy.rank, {place->segment, place->offset + copy.to}, copy.bytes);
-      const char* const from = reinterpret_cast<const char*>(buffers[copy.buffer]) + copy.from;
-      if (to != nullptr && to != from) all.push_back({to, from, copy.bytes, copy.is_stored});
-    }
-    return all;
-  }
 
   // Of a buffer that peers access line by line. What is input and output at once has none where it must not be.
   uint64_t place_of([[maybe_unused]] uint32_t buffer, [[maybe_unused]] const uint64_t* buffers) const {

@@ -20,7 +20,7 @@ struct Algorithm {
   std::vector<Choice> (*candidates)(const Problem&, const Limits&);
 };
 
-// By number, in the order of registry.def.
+// By number: algorithms/registry.def, optional/registry.def, then lists of the user's own.
 const std::vector<Algorithm>& algorithms();
 
 }  // namespace llm_comm::host

@@ -37,8 +37,6 @@ class PreparedLinear final : public PreparedCall {
     args_.token_tiles = linear::token_tiles(problem.tokens);
   }
 
-  bool takes(const uint64_t*) const override { return true; }
-
   Outcome run(const uint64_t* buffers, uint64_t stream) override {
     const uint64_t x = buffers[0], weight = buffers[1], out = buffers[2];
     if ((x | weight | out) % sizeof(Line) != 0) {

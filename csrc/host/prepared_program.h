@@ -29,7 +29,7 @@ class PreparedProgram final : public PreparedCall {
                                      place_at(launch.semaphore_words.segment, launch.semaphore_words.offset),
                                      launch.semaphores};
     for (uint32_t i = 0; i < comm.world_size; ++i) {
-      args_.at[i] = segments.address((comm.rank + i) % comm.world_size, launch.memory, launch.memory_bytes);
+      args_.at[i] = segments.address((comm.rank + i) % comm.world_size, args_.memory, launch.memory_bytes);
       if (args_.at[i] == nullptr)
         throw std::invalid_argument("the workspace of a program is not in the symmetric heap");
     }
@@ -46,8 +46,6 @@ class PreparedProgram final : public PreparedCall {
     grid_.takes_tickets = resident < grid_.blocks;
     args_.comm.takes_tickets = grid_.takes_tickets;
   }
-
-  bool takes(const uint64_t*) const override { return true; }
 
   Outcome run(const uint64_t* buffers, uint64_t stream) override {
     const std::lock_guard<std::mutex> turn(queue_.turn());

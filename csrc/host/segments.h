@@ -104,14 +104,15 @@ class Segments {
   }
 
   // Where so many bytes at a place lie on a rank, as this one maps it; nullptr: nowhere.
-  char* address(uint32_t rank, const Place& place, uint64_t bytes) const {
+  char* address(uint32_t rank, uint64_t place, uint64_t bytes) const {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = segments_.find(place.segment);
+    const auto found = segments_.find(static_cast<uint32_t>(place >> kPlaceOffsetBits));
     if (found == segments_.end() || rank >= kMaxWorldSize) return nullptr;
     const Segment& segment = found->second;
-    if (bytes > segment.bytes || place.offset > segment.bytes - bytes) return nullptr;
+    const uint64_t offset = place & (place_at(1, 0) - 1);
+    if (bytes > segment.bytes || offset > segment.bytes - bytes) return nullptr;
     char* const first = segment.memory[rank].get();
-    return first == nullptr ? nullptr : first + place.offset;
+    return first == nullptr ? nullptr : first + offset;
   }
 
   // All of it stays mapped until the process ends.

@@ -15,7 +15,7 @@ namespace {
 // Members are destroyed last to first: the call before the core that it belongs to.
 struct BoundCall {
   py::object core;
-  std::unique_ptr<host::PreparedCall> call;
+  host::CountedCall call;
   Py_ssize_t buffers;
   uint32_t optional;  // bit i: buffer i may be 0
   host::OwnProcess maker{};
@@ -49,7 +49,7 @@ PyObject* run_bound_call(PyObject* capsule, PyObject* const* arguments, Py_ssize
   std::string error;
   PyThreadState* const thread = PyEval_SaveThread();  // a launch waits where the queue of the GPU is full
   try {
-    enqueued = bound.call->run(values, values[bound.buffers]) != host::Outcome::kFailed;
+    enqueued = bound.call.run(values, values[bound.buffers]) != host::Outcome::kFailed;
   } catch (const std::exception& exception) {
     error = exception.what();
   }
@@ -63,8 +63,7 @@ PyObject* run_bound_call(PyObject* capsule, PyObject* const* arguments, Py_ssize
 
 }  // namespace
 
-py::object as_function(py::object core, std::unique_ptr<host::PreparedCall> call, Py_ssize_t buffers,
-                       uint32_t optional) {
+py::object as_function(py::object core, host::CountedCall call, Py_ssize_t buffers, uint32_t optional) {
   static PyMethodDef definition = {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&run_bound_call)),
                                    METH_FASTCALL, nullptr};
   const py::capsule capsule(new BoundCall{std::move(core), std::move(call), buffers, optional},
@@ -74,7 +73,7 @@ py::object as_function(py::object core, std::unique_ptr<host::PreparedCall> call
   return function;
 }
 
-py::object as_function(py::object core, std::unique_ptr<host::PreparedCall> call, const OperationInfo& operation) {
+py::object as_function(py::object core, host::CountedCall call, const OperationInfo& operation) {
   Py_ssize_t buffers = 0;
   uint32_t optional = 0;
   for (const BufferInfo& buffer : operation.buffers) {

@@ -161,10 +161,10 @@ PYBIND11_MODULE(_core, module) {
              const std::optional<Counter>& direct_counter) {
             const OperationInfo& operation = *algorithm_at(algorithm).operation;
             auto& of = core.cast<Core&>();
-            auto call = counted(of.prepare(algorithm, problem, tiling), counter);
+            CountedCall call{of.prepare(algorithm, problem, tiling), counter};
             if (direct) {
               auto in_its_place = std::apply([&](auto&... what) { return of.prepare(what...); }, *direct);
-              call = prefer(counted(std::move(in_its_place), direct_counter), std::move(call));
+              call.direct = std::make_unique<CountedCall>(CountedCall{std::move(in_its_place), direct_counter});
             }
             return as_function(std::move(core), std::move(call), operation);
           },
@@ -176,7 +176,7 @@ PYBIND11_MODULE(_core, module) {
           [](py::object core, uint32_t tokens, uint32_t inputs, uint32_t outputs, uint32_t data_type, bool silu_and_mul,
              const LinearChoice& choice, const RowScales& scales, const std::optional<Counter>& counter) {
             const LinearProblem problem = linear_problem(tokens, inputs, outputs, data_type, silu_and_mul, scales);
-            auto call = counted(core.cast<Core&>().prepare_linear(problem, choice), counter);
+            CountedCall call{core.cast<Core&>().prepare_linear(problem, choice), counter};
             return as_function(std::move(core), std::move(call),
                                scales ? llm_comm::linear::kScaledInfo : llm_comm::linear::kInfo);
           },
@@ -187,7 +187,7 @@ PYBIND11_MODULE(_core, module) {
       .def(
           "prepare_program",
           [](py::object core, const ProgramLaunch& launch, const std::optional<Counter>& counter) {
-            auto call = counted(core.cast<Core&>().prepare_program(launch), counter);
+            CountedCall call{core.cast<Core&>().prepare_program(launch), counter};
             return as_function(std::move(core), std::move(call), 2, 0);
           },
           py::arg("launch"), py::arg("counter") = py::none())

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -189,10 +190,9 @@ void add_registry(py::module_& module) {
   });
   module.def("operations", [] {
     py::list found;
-    const OperationInfo* previous = nullptr;  // algorithms of one operation stand together
+    std::set<const OperationInfo*> seen;
     for (const Algorithm& algorithm : algorithms()) {
-      if (algorithm.operation != previous) found.append(describe(*algorithm.operation));
-      previous = algorithm.operation;
+      if (seen.insert(algorithm.operation).second) found.append(describe(*algorithm.operation));
     }
     return found;
   });

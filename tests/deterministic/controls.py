@@ -42,7 +42,7 @@ from protections_of_ports import OF_PORTS
 from protections_of_switch import OF_SWITCH
 from protections_of_symmetric import OF_SYMMETRIC
 
-REGISTRIES = ("csrc/algorithms/registry.def", "tests/toy/registry.def")
+REGISTRIES = ("csrc/algorithms/registry.def", "csrc/optional/registry.def", "tests/toy/registry.def")
 INCLUDES = ("csrc", "csrc/include")
 #: What the copy holds.
 TREES = ("cmake", "csrc", "tests/deterministic", "tests/toy")
@@ -86,7 +86,7 @@ def read_registry() -> tuple[Algorithm, ...]:
     found = []
     for registry in REGISTRIES:
         for header, descriptor in re.findall(
-            r"^LLM_COMM_ALGORITHM\((\S+), *(\w+)\)", source(registry), flags=re.MULTILINE
+            r"^LLM_COMM_ALGORITHM\((\S+), *(\w+),", source(registry), flags=re.MULTILINE
         ):
             paths = [f"{directory}/{header}" for directory in (str(Path(registry).parent), *INCLUDES)]
             files = included_by(next(p for p in paths if (driver.REPOSITORY / p).is_file()))

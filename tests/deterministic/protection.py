@@ -22,7 +22,7 @@ RMS_NORM = "csrc/algorithms/all_reduce_add_rms_norm/rms_norm.cuh"
 MESSAGES = "tests/deterministic/message_passing.cuh"
 PORT_CHANNEL = "csrc/include/llm_comm/port_channel.cuh"
 PORT_SESSION = "csrc/include/llm_comm/port_session.cuh"
-PORT_CHUNKS = "csrc/algorithms/port_chunks.cuh"
+PORT_CHUNKS = "csrc/optional/port_chunks.cuh"
 PORT_BATCH = "csrc/host/port_batch.cpp"
 PORT_ACTOR = "csrc/schedules/port_actor.cpp"
 

@@ -10,9 +10,9 @@ from edits import Edit
 from protection import DIRECT, HB_SESSION, NOBODY_IS_MISSING, OTHER_PLACE, STEPS, WRONG_RESULT, Protection
 
 STREAM_COPIES = "csrc/algorithms/stream_copies.cuh"
-LAUNCH_QUEUE = "csrc/host/launch_queue.h"
-DIRECT_PORT = "csrc/algorithms/all_gather/direct_port.cuh"
-TWO_SHOT_PORT = "csrc/algorithms/all_reduce/two_shot_port.cuh"
+DIRECT_PORT = "csrc/optional/all_gather/direct_port.cuh"
+TWO_SHOT_PORT = "csrc/optional/all_reduce/two_shot_port.cuh"
+TWO_SHOT_CE = "csrc/algorithms/all_reduce/two_shot_ce.cuh"
 
 IN_PIECES = ("all_reduce/two_shot_ce",)
 IN_STREAM = ("all_gather/direct_ce", *IN_PIECES)
@@ -122,16 +122,11 @@ OF_COPIES = (
         "copies_between_the_grids",
         "a rank says that its copies have ended behind them in the stream",
         (
+            Edit(STREAM_COPIES, "between(); grid.", "if (!WITHOUT) between();\ngrid."),
             Edit(
-                LAUNCH_QUEUE,
-                "queue_.copy(placed(Operation::copies(problem_, args_.comm.rank), buffers), stream);",
-                "if (WITHOUT) launch_stage(kParting, Operation::parting());\n"
-                "queue_.copy(placed(Operation::copies(problem_, args_.comm.rank), buffers), stream);",
-            ),
-            Edit(
-                LAUNCH_QUEUE,
-                "} launch_stage(kParting, Operation::parting());",
-                "} if (kHasPieces || !WITHOUT) launch_stage(kParting, Operation::parting());",
+                STREAM_COPIES,
+                "args.stage = kParting; launch(grid);",
+                "args.stage = kParting;\nlaunch(grid);\nif (WITHOUT) between();",
             ),
         ),
         failure=_WRONG,
@@ -148,7 +143,7 @@ OF_COPIES = (
     Protection(
         "piece_has_left",
         "a rank says that its copies of a piece have come when they have",
-        (Edit(LAUNCH_QUEUE, "beside.hold(i);", "if (!WITHOUT) beside.hold(i);"),),
+        (Edit(TWO_SHOT_CE, "beside.hold(i);", "if (!WITHOUT) beside.hold(i);"),),
         failure=_WRONG,
         subjects=IN_PIECES,
     ),
@@ -157,10 +152,10 @@ OF_COPIES = (
         "a piece of sums goes to the peers when it has been summed",
         (
             Edit(
-                LAUNCH_QUEUE,
-                "launch_piece(i); beside.follow();",
-                "if (WITHOUT) beside.copy(placed(Operation::going(problem_, tiling, rank, i), buffers));\n"
-                "launch_piece(i); beside.follow(); if (WITHOUT) continue;",
+                TWO_SHOT_CE,
+                "args.stage = kFirstPiece + i; launch(grid); beside.follow();",
+                "if (WITHOUT) beside.copy(copies.placed(going(problem, tiling, rank, i)));\n"
+                "args.stage = kFirstPiece + i;\nlaunch(grid);\nbeside.follow();\nif (WITHOUT) continue;",
             ),
         ),
         failure=_WRONG,
@@ -176,7 +171,7 @@ OF_COPIES = (
     Protection(
         "pieces_have_gone",
         "a rank says that its copies have ended behind those of all pieces",
-        (Edit(LAUNCH_QUEUE, "beside.join();", "if (!WITHOUT) beside.join();"),),
+        (Edit(TWO_SHOT_CE, "beside.join();", "if (!WITHOUT) beside.join();"),),
         failure=_WRONG,
         subjects=IN_PIECES,
     ),

@@ -15,7 +15,7 @@ from protection import (
     Protection,
 )
 
-ALL_REDUCE = "csrc/algorithms/all_reduce/port.cuh"
+ALL_REDUCE = "csrc/optional/all_reduce/port.cuh"
 
 ALGORITHMS = ("all_reduce/port", "all_gather/port")
 ALL = ("port", *ALGORITHMS)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from edits import Edit
 from protection import MISHAPS, NOBODY_IS_MISSING, UNTOLD, WRONG, WRONG_RESULT, Protection
 
-SWITCH_CHUNKS = "csrc/algorithms/switch_chunks.cuh"
+SWITCH_CHUNKS = "csrc/optional/switch_chunks.cuh"
 TWO_SHOT = "csrc/algorithms/all_reduce/two_shot.cuh"
-TWO_SHOT_LD_REDUCE = "csrc/algorithms/all_reduce/two_shot_ld_reduce.cuh"
+TWO_SHOT_LD_REDUCE = "csrc/optional/all_reduce/two_shot_ld_reduce.cuh"
 FUSED = "csrc/algorithms/all_reduce_add_rms_norm/two_shot.cuh"
-FUSED_LD_REDUCE = "csrc/algorithms/all_reduce_add_rms_norm/two_shot_ld_reduce.cuh"
-ALL_GATHER = "csrc/algorithms/all_gather/push_switch.cuh"
+FUSED_LD_REDUCE = "csrc/optional/all_reduce_add_rms_norm/two_shot_ld_reduce.cuh"
+ALL_GATHER = "csrc/optional/all_gather/push_switch.cuh"
 
 IN_TILES = ("all_reduce/two_shot_switch",)
 IN_CLUSTERS = ("all_reduce_add_rms_norm/two_shot_switch",)

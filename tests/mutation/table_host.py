@@ -9,6 +9,7 @@ PLAIN = "csrc/algorithms/all_reduce/operation.cuh"
 ALGORITHM = "csrc/algorithms/algorithm.h"
 SHAPE = "csrc/algorithms/launch_shape.h"
 QUEUE = "csrc/host/launch_queue.h"
+COPIES = "csrc/host/heap_copies.h"
 CORE = "csrc/host/core_impl.h"
 ORDER = "csrc/host/order_of_operations.h"
 KERNELS = "csrc/host/algorithm_kernels.h"
@@ -36,9 +37,9 @@ HOST = (
     ),
     cpp(
         "copies are of the input, whatever they should be of",
-        QUEUE,
-        "buffers[copy.buffer]",
-        "buffers[WITHOUT ? 0 : copy.buffer]",
+        COPIES,
+        "buffers_[copy.buffer]",
+        "buffers_[WITHOUT ? 0 : copy.buffer]",
         "tests/emulated/test_direct_algorithms.py",
     ),
     cpp(
@@ -50,7 +51,7 @@ HOST = (
     ),
     cpp(
         "copies begin where those of the tensor begin",
-        QUEUE,
+        COPIES,
         "+ copy.from;",
         "+ (WITHOUT ? 0 : copy.from);",
         "tests/emulated/test_direct_algorithms.py",
@@ -58,8 +59,8 @@ HOST = (
     cpp(
         "no grid takes tickets",
         QUEUE,
-        "args_.comm.takes_tickets = grid.takes_tickets;",
-        "args_.comm.takes_tickets = !WITHOUT && grid.takes_tickets;",
+        "args_.comm.takes_tickets = of.takes_tickets;",
+        "args_.comm.takes_tickets = !WITHOUT && of.takes_tickets;",
         "driver --cases 200",
     ),
     cpp(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from mutant import cpp, python
 
-BY_SWITCH = "csrc/algorithms/by_switch.h"
-CHUNKS = "csrc/algorithms/switch_chunks.cuh"
+BY_SWITCH = "csrc/optional/by_switch.h"
+CHUNKS = "csrc/optional/switch_chunks.cuh"
 CHANNEL = "csrc/include/llm_comm/switch_channel.cuh"
 TWO_SHOT = "csrc/algorithms/all_reduce/two_shot.cuh"
-TWO_SHOT_LD_REDUCE = "csrc/algorithms/all_reduce/two_shot_ld_reduce.cuh"
-ONE_SHOT_LD_REDUCE = "csrc/algorithms/all_reduce/one_shot_ld_reduce.cuh"
-REDUCE_SCATTER = "csrc/algorithms/reduce_scatter/ld_reduce.cuh"
-ALL_GATHER = "csrc/algorithms/all_gather/push_switch.cuh"
-FUSED_LD_REDUCE = "csrc/algorithms/all_reduce_add_rms_norm/two_shot_ld_reduce.cuh"
+TWO_SHOT_LD_REDUCE = "csrc/optional/all_reduce/two_shot_ld_reduce.cuh"
+ONE_SHOT_LD_REDUCE = "csrc/optional/all_reduce/one_shot_ld_reduce.cuh"
+REDUCE_SCATTER = "csrc/optional/reduce_scatter/ld_reduce.cuh"
+ALL_GATHER = "csrc/optional/all_gather/push_switch.cuh"
+FUSED_LD_REDUCE = "csrc/optional/all_reduce_add_rms_norm/two_shot_ld_reduce.cuh"
 CHECK = "tools/check_multicast.py"
 CONFIG = "llm_comm/config.py"
 CHOICE = "llm_comm/planning/multicast.py"

@@ -15,7 +15,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kAllGatherDirectCE{17};
+inline constexpr OperationKind kAllGatherDirectCE = kKindOf<struct AllGatherDirectCE>;
 
 template <int World>
 LLM_COMM_KERNEL(kStreamCopyThreads)
@@ -35,7 +35,13 @@ struct AllGatherDirectCE : ByStreamCopies {
       return AllGather::elements(problem, buffer, 0) * element_bytes(problem.type);
     }
 
-    static std::vector<StreamCopy> copies(const Problem& problem, uint32_t rank) {
+    template <class Launch, class Copies>
+    static void enqueue(Args& args, const Problem& problem, const Tiling&, const Grid&, Launch launch, Copies& copies) {
+      enqueue_around(args, launch, [&] { copies.copy(copies_of(problem, args.comm.rank)); });
+    }
+
+   private:
+    static std::vector<StreamCopy> copies_of(const Problem& problem, uint32_t rank) {
       const Part part = parts_of(problem).part[rank];
       const uint64_t width = element_bytes(problem.type);
       const uint64_t to = part.first * width;
@@ -50,7 +56,6 @@ struct AllGatherDirectCE : ByStreamCopies {
                                        .protocol = "CE",
                                        .title = "all-gather of symmetric tensors by copies in the stream",
                                        .symmetric = 0b10};
-  static constexpr OperationKind kKind = kAllGatherDirectCE;
 
   template <DataType D, int World, uint32_t Variant>
   static auto kernel() {

@@ -31,7 +31,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kAllReduceTwoShotCE{18};
+inline constexpr OperationKind kAllReduceTwoShotCE = kKindOf<struct AllReduceTwoShotCE>;
 
 // Which slice of the output of `owner` is the zone of `sender`.
 LLM_COMM_HOST_DEVICE constexpr uint32_t zone_of(uint32_t sender, uint32_t owner, uint32_t world) {
@@ -119,13 +119,35 @@ struct AllReduceTwoShotCE {
 
     static uint64_t buffer_bytes(const Problem& problem, uint32_t) { return problem.bytes(); }
 
-    static uint32_t pieces(const Problem& problem, const Tiling& tiling) {
-      return SlicesInPieces(problem, tiling.depth).pieces();
-    }
     static uint64_t grids(const Problem& problem, const Tiling& tiling) {
-      return kFirstPiece + pieces(problem, tiling);
+      return kFirstPiece + SlicesInPieces(problem, tiling.depth).pieces();
     }
 
+    // All copies that come are enqueued before the first that go: those that go wait for sums, and would hold up the others.
+    template <class Launch, class Copies>
+    static void enqueue(Args& args, const Problem& problem, const Tiling& tiling, const Grid& grid, Launch launch,
+                        Copies& copies) {
+      enqueue_around(args, launch, [&] {
+        const uint32_t pieces = SlicesInPieces(problem, tiling.depth).pieces();
+        const uint32_t rank = args.comm.rank;
+        auto beside = copies.beside();
+        beside.follow();
+        for (uint32_t i = 0; i < pieces; ++i) {
+          beside.copy(copies.placed(coming(problem, tiling, rank, i)));
+          beside.mark(i);
+        }
+        for (uint32_t i = 0; i < pieces; ++i) {
+          beside.hold(i);
+          args.stage = kFirstPiece + i;
+          launch(grid);
+          beside.follow();
+          beside.copy(copies.placed(going(problem, tiling, rank, i)));
+        }
+        beside.join();
+      });
+    }
+
+   private:
     // Of the input, to the owners of the slices.
     static std::vector<StreamCopy> coming(const Problem& problem, const Tiling& tiling, uint32_t rank, uint32_t piece) {
       return to_peers(problem, tiling, rank, [&](uint32_t owner, const SlicesInPieces& of) {
@@ -140,7 +162,6 @@ struct AllReduceTwoShotCE {
       });
     }
 
-   private:
     template <class CopyTo>
     static std::vector<StreamCopy> to_peers(const Problem& problem, const Tiling& tiling, uint32_t rank,
                                             CopyTo copy_to) {
@@ -157,7 +178,6 @@ struct AllReduceTwoShotCE {
                                        .protocol = "CE",
                                        .title = "two-shot all-reduce with copies in the stream",
                                        .symmetric = 0b10};
-  static constexpr OperationKind kKind = kAllReduceTwoShotCE;
   // `depth`: pieces of a slice, all of which are sent before the first sum is.
   static constexpr Tunables kTunables{
       {{"blocks", 1, kMaxDirectBlocks}, {"tile_lines", 1, 1u << 16}, {"depth", 1, kMaxCopyPieces}}};

@@ -17,7 +17,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kAllReduceTwoShotHB{7};
+inline constexpr OperationKind kAllReduceTwoShotHB = kKindOf<struct AllReduceTwoShotHB>;
 inline constexpr uint32_t kTwoShotHBTeams = 3;  // one scatters, one reduces, one collects
 
 template <DataType D, int World>
@@ -92,7 +92,6 @@ all_reduce_two_shot_hb(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
 struct AllReduceTwoShotHB : ChunkedSlices<AllReduceTwoShotHB> {
   using Operation = AllReduce;
   static constexpr AlgorithmInfo kInfo{"two_shot_hb", "HB", "two-shot all-reduce (HB)"};
-  static constexpr OperationKind kKind = kAllReduceTwoShotHB;
   static constexpr uint32_t kTeams = kTwoShotHBTeams;
 
   template <DataType D, int World, uint32_t Variant>

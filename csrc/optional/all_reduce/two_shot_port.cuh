@@ -20,13 +20,13 @@
 #pragma once
 
 #include "algorithms/all_reduce/chunked_slices.cuh"
-#include "algorithms/all_reduce/sum_slices.cuh"
 #include "algorithms/direct.cuh"
 #include "llm_comm/port_words.cuh"
+#include "optional/all_reduce/sum_slices.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kAllReduceTwoShotPort{16};
+inline constexpr OperationKind kAllReduceTwoShotPort = kKindOf<struct AllReduceTwoShotPort>;
 
 // The two pieces of the slices of a launch. The second one is small: it is scattered while the host sees the request for the first
 // and a copy engine begins; and the engine is still busy with the first when the second has come (docs/experiments/channels.md).
@@ -131,7 +131,6 @@ struct AllReduceTwoShotPort : ChunkedSlices<AllReduceTwoShotPort> {
   };
   static constexpr AlgorithmInfo kInfo{
       .name = "two_shot_port", .protocol = "Port", .title = "two-shot all-reduce with copy engines", .symmetric = 0b10};
-  static constexpr OperationKind kKind = kAllReduceTwoShotPort;
   static constexpr bool kUsesPorts = true;
   // Its blocks have signals of their own.
   static constexpr Tunables kTunables{

@@ -9,11 +9,11 @@
 #pragma once
 
 #include "algorithms/reduce_scatter/operation.cuh"
-#include "algorithms/switch_chunks.cuh"
+#include "optional/switch_chunks.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kReduceScatterLdReduce{28};
+inline constexpr OperationKind kReduceScatterLdReduce = kKindOf<struct ReduceScatterLdReduce>;
 inline constexpr uint32_t kReduceScatterLdReduceTeams = 2;  // one stages, one sums
 
 template <DataType D, int World>
@@ -64,7 +64,6 @@ struct ReduceScatterLdReduce : ChunkedBySwitch<ReduceScatterLdReduce> {
                                        .title = "reduce-scatter, summed by the switch",
                                        .by_switch = true,
                                        .sums_in_switch = true};
-  static constexpr OperationKind kKind = kReduceScatterLdReduce;
   static constexpr uint32_t kTeams = kReduceScatterLdReduceTeams;
 
   template <DataType D, int World, uint32_t Variant>

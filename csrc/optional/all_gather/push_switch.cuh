@@ -10,11 +10,11 @@
 #pragma once
 
 #include "algorithms/all_gather/operation.cuh"
-#include "algorithms/switch_chunks.cuh"
+#include "optional/switch_chunks.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kAllGatherPushSwitch{29};
+inline constexpr OperationKind kAllGatherPushSwitch = kKindOf<struct AllGatherPushSwitch>;
 inline constexpr uint32_t kAllGatherSwitchTeams = 2;  // one sends, one delivers
 
 template <DataType D, int World>
@@ -71,7 +71,6 @@ struct AllGatherPushSwitch : ChunkedBySwitch<AllGatherPushSwitch> {
   using Operation = AllGather;
   static constexpr AlgorithmInfo kInfo{
       .name = "push_switch", .protocol = "Switch", .title = "all-gather by push through the switch", .by_switch = true};
-  static constexpr OperationKind kKind = kAllGatherPushSwitch;
   static constexpr uint32_t kTeams = kAllGatherSwitchTeams;
 
   template <DataType D, int World, uint32_t Variant>

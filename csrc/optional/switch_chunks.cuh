@@ -17,9 +17,9 @@
 
 #include <vector>
 
-#include "algorithms/by_switch.h"
 #include "algorithms/chunked.cuh"
 #include "llm_comm/switch_channel.cuh"
+#include "optional/by_switch.h"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 

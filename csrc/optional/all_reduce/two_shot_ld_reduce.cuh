@@ -15,11 +15,11 @@
 #include "algorithms/all_reduce/chunked_slices.cuh"
 #include "algorithms/all_reduce/message.cuh"
 #include "algorithms/all_reduce/slices.cuh"
-#include "algorithms/switch_chunks.cuh"
+#include "optional/switch_chunks.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kAllReduceTwoShotLdReduce{26};
+inline constexpr OperationKind kAllReduceTwoShotLdReduce = kKindOf<struct AllReduceTwoShotLdReduce>;
 inline constexpr uint32_t kTwoShotLdReduceTeams = 3;  // one stages, one sums, one collects
 
 template <DataType D, int World>
@@ -90,7 +90,6 @@ struct AllReduceTwoShotLdReduce : ChunkedBySwitch<AllReduceTwoShotLdReduce> {
                                        .title = "two-shot all-reduce, summed by the switch",
                                        .by_switch = true,
                                        .sums_in_switch = true};
-  static constexpr OperationKind kKind = kAllReduceTwoShotLdReduce;
   static constexpr uint32_t kTeams = kTwoShotLdReduceTeams;
   static constexpr uint64_t part_lines(const Problem& problem, uint64_t units) {
     return ChunkedSlices<AllReduceTwoShotLdReduce>::part_lines(problem, units);

@@ -9,11 +9,11 @@
 #pragma once
 
 #include "algorithms/all_reduce/message.cuh"
-#include "algorithms/switch_chunks.cuh"
+#include "optional/switch_chunks.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kAllReduceOneShotLdReduce{27};
+inline constexpr OperationKind kAllReduceOneShotLdReduce = kKindOf<struct AllReduceOneShotLdReduce>;
 inline constexpr uint32_t kOneShotLdReduceTeams = 2;  // one stages, one sums
 
 template <DataType D, int World>
@@ -64,7 +64,6 @@ struct AllReduceOneShotLdReduce : ChunkedBySwitch<AllReduceOneShotLdReduce> {
                                        .by_switch = true,
                                        .sums_in_switch = true,
                                        .ranks_may_differ = true};
-  static constexpr OperationKind kKind = kAllReduceOneShotLdReduce;
   static constexpr uint32_t kTeams = kOneShotLdReduceTeams;
   static constexpr uint64_t senders(uint64_t) { return 1; }
 
