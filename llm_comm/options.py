@@ -45,7 +45,7 @@ class Alike(enum.Enum):
     YES = "yes"
     #: ``runtime/comparison.py`` compares the digests of the files that the values name.
     CONTENT = "yes, the content of the file"
-    #: ``nodes/placement.py`` compares whether there is a value.
+    #: ``nodes/topology.py`` compares whether there is a value.
     ALL_OR_NONE = "on all ranks or on none"
     #: The ranks vote at set-up; one rank that has the option off turns it off on all.
     OFF_COUNTS = "no, off on one rank is off on all"

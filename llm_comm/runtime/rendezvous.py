@@ -51,19 +51,19 @@ class Rendezvous:
         self.world_size = dist.get_world_size(group)
         #: Names of the ranks for errors; with processes and hosts once the ranks have compared their nodes.
         self.names = RankNames.of(group)
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         on_cpu = "gloo" in str(dist.get_backend_config(group)) or "gloo" in dist.get_backend(group)
         if on_cpu:
-            self._device = torch.device("cpu")
+            self.device = torch.device("cpu")
         elif device is not None and device.type == "cuda":
-            self._device = device
+            self.device = device
         else:
-            self._device = torch.device("cuda", torch.cuda.current_device())
+            self.device = torch.device("cuda", torch.cuda.current_device())
 
     @property
     def is_on_device(self) -> bool:
         """Whether its messages go by a CUDA stream, which may be captured."""
-        return self._device.type == "cuda"
+        return self.device.type == "cuda"
 
     def gather(self, what: str, value: Any) -> list[Any]:
         """The JSON-able ``value`` of every rank, by rank. ``what`` names the step.
@@ -141,16 +141,16 @@ class Rendezvous:
         return [message.value for message in said]
 
     def _gather(self, data: bytes) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
         try:
             work = dist.all_gather(everyone, mine, group=self.group, async_op=True)
-            work.wait(timedelta(seconds=max(self._timeout_s, _SHORTEST_WAIT_S)))
+            work.wait(timedelta(seconds=max(self.timeout_s, _SHORTEST_WAIT_S)))
         except RuntimeError as error:
             members = self.names.each(range(self.names.size))
             raise MissingRankError(
                 f"{self.names.in_group(self.rank)}: not all {self.names.size} ranks came to the rendezvous of llm_comm "
-                f"within {self._timeout_s:g} s (LLM_COMM_TIMEOUT_S). The group has {members}. {error}"
+                f"within {self.timeout_s:g} s (LLM_COMM_TIMEOUT_S). The group has {members}. {error}"
             ) from error
         return [bytes(found.cpu().tolist()) for found in everyone]
 
@@ -187,7 +187,7 @@ class Rendezvous:
     def _exchange(self, server: socket.socket, said: list[Any], descriptor: int) -> dict[int, int]:
         invitations = [Invitation(name, secret) for name, secret in said]
         # Half of the time limit: a rank that failed at once already waits in the vote, for as long as that.
-        return Exchange(self.rank, server, invitations, descriptor, self._timeout_s / 2, self.names).run()
+        return Exchange(self.rank, server, invitations, descriptor, self.timeout_s / 2, self.names).run()
 
 
 def host_identity() -> dict[str, str]:

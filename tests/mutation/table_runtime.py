@@ -10,7 +10,7 @@ STATUS = "llm_comm/runtime/status.py"
 COMPARISON = "llm_comm/runtime/comparison.py"
 RANK_NAMES = "llm_comm/runtime/rank_names.py"
 OPTIONS = "llm_comm/options.py"
-PLACEMENT = "llm_comm/nodes/placement.py"
+TOPOLOGY = "llm_comm/nodes/topology.py"
 RENDEZVOUS = "llm_comm/runtime/rendezvous.py"
 DESCRIPTORS = "llm_comm/runtime/descriptors.py"
 MESSAGES = "llm_comm/runtime/messages.py"
@@ -232,10 +232,10 @@ RUNTIME: tuple[Mutant, ...] = (
     # ---- Set-up ----
     python(
         "ranks may differ in machine",
-        PLACEMENT,
+        TOPOLOGY,
         'each["boot_id"] if each["node"] is None',
         '"here" if each["node"] is None',
-        "tests/unit/test_placement.py",
+        "tests/unit/test_topology.py",
     ),
     *(
         python(f"ranks may differ in {what}", COMPARISON, f'other["{what}"] for other', "0 for other", OF_COMPARISON)
@@ -263,7 +263,7 @@ RUNTIME: tuple[Mutant, ...] = (
     ),
     python(
         "ranks do not know each other's processes",
-        PLACEMENT,
+        TOPOLOGY,
         "rendezvous.names = rendezvous.names.with_processes(said)",
         "pass",
         "tests/emulated/test_options.py",
@@ -364,7 +364,7 @@ RUNTIME: tuple[Mutant, ...] = (
     python("threads mix the phases of their calls over nodes", HIERARCHY, "with self.turn:", "if True:", OF_TURNS),
     python(
         "a communicator over nodes is closed beside a call",
-        "llm_comm/nodes/spread.py",
+        "llm_comm/nodes/group.py",
         "with self._hierarchy.turn:",
         "if True:",
         OF_TURNS,
