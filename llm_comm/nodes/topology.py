@@ -10,9 +10,8 @@ from typing import Any
 from llm_comm import _core
 from llm_comm.config import Config
 from llm_comm.errors import RendezvousError
-from llm_comm.runtime.messages import Failure
 from llm_comm.runtime.rank_names import RankNames
-from llm_comm.runtime.rendezvous import Rendezvous, host_identity
+from llm_comm.runtime.rendezvous import Failure, Rendezvous, host_identity
 
 
 @dataclass(frozen=True)

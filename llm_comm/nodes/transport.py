@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, Store
 from llm_comm import _core
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError, UnsupportedInputError
-from llm_comm.runtime.forks import keep_in_child
+from llm_comm.runtime.core_handle import keep_in_child
 
 
 class _Partners(Protocol):

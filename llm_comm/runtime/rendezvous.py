@@ -9,10 +9,11 @@ gloo ends all its connections. After any other error it can be used.
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,70 @@ import torch.distributed as dist
 from llm_comm.errors import ConfigError, LlmCommError, MissingRankError, RendezvousError, UnsupportedInputError
 from llm_comm.quoting import quoted
 from llm_comm.runtime.descriptors import Exchange, Invitation, close_all, invite, listen
-from llm_comm.runtime.messages import Failure, Message, decode, encode
 from llm_comm.runtime.rank_names import RankNames
+
+#: All messages of a step have the same length.
+MESSAGE_BYTES = 4096
+_MAX_ERROR_BYTES = 1500
+
+
+class Failure(NamedTuple):
+    """Why a rank cannot go on: the class of the error by name, and its text."""
+
+    kind: str
+    text: str
+
+
+class Message(NamedTuple):
+    """What a rank says at a step: a value, or that it cannot go on."""
+
+    step: str
+    value: Any
+    failure: Failure | None = None
+
+
+def encode(message: Message) -> bytes:
+    """A message as it travels.
+
+    Raises:
+        ValueError: It is too long, or has what JSON does not have.
+    """
+    failure = message.failure and [message.failure.kind, _fit(message.failure.text)]
+    text = json.dumps([message.step, message.value, failure], ensure_ascii=False)
+    # Names of files may have characters that are none, which JSON writes as escapes of its own.
+    data = text.encode(errors="backslashreplace")
+    if len(data) > MESSAGE_BYTES:
+        raise ValueError(f"a rendezvous message has {len(data)} bytes, at most {MESSAGE_BYTES} fit")
+    return data.ljust(MESSAGE_BYTES)
+
+
+def decode(data: bytes) -> Message:
+    """A message that has arrived.
+
+    Raises:
+        RendezvousError: It is none; the text shows its begin.
+    """
+    try:
+        step, value, failure = json.loads(data)
+        if not isinstance(step, str):
+            raise ValueError("no step")
+        if failure is not None:
+            kind, text = failure
+            if not (isinstance(kind, str) and isinstance(text, str)):
+                raise ValueError("no failure")
+            failure = Failure(kind, text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RendezvousError(
+            f"this is no message of this version of llm_comm: {quoted(bytes(data[:64]))} ({type(error).__name__})"
+        ) from None
+    return Message(step, value, failure)
+
+
+def _fit(error: str) -> str:
+    """What of an error text fits a message. JSON writes control characters at length, so they go."""
+    printable = "".join(c if c.isprintable() else " " for c in error[:_MAX_ERROR_BYTES])
+    return printable.encode(errors="replace")[:_MAX_ERROR_BYTES].decode(errors="ignore")
+
 
 T = TypeVar("T")
 

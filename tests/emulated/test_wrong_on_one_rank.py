@@ -19,7 +19,7 @@ from reference import assert_is_sum, contributions
 
 from llm_comm import Communicator, Config, ConfigError, LlmCommError, RendezvousError, UnsupportedInputError
 from llm_comm.integrations import joining
-from llm_comm.runtime import messages
+from llm_comm.runtime import rendezvous
 
 CULPRIT = 1
 NO_CUDA_DEVICE = f"cuda:{torch.cuda.device_count() + 90}"
@@ -65,7 +65,7 @@ CASES = {
     "other messages": Case(
         RendezvousError,
         "this is no message of this version of llm_comm: b'hello",
-        patch=("llm_comm.runtime.rendezvous.encode", lambda _: b"hello".ljust(messages.MESSAGE_BYTES)),
+        patch=("llm_comm.runtime.rendezvous.encode", lambda _: b"hello".ljust(rendezvous.MESSAGE_BYTES)),
     ),
 }
 

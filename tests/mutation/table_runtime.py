@@ -13,9 +13,7 @@ OPTIONS = "llm_comm/options.py"
 TOPOLOGY = "llm_comm/nodes/topology.py"
 RENDEZVOUS = "llm_comm/runtime/rendezvous.py"
 DESCRIPTORS = "llm_comm/runtime/descriptors.py"
-MESSAGES = "llm_comm/runtime/messages.py"
 CORE_HANDLE = "llm_comm/runtime/core_handle.py"
-FORKS = "llm_comm/runtime/forks.py"
 HIERARCHY = "llm_comm/nodes/hierarchy.py"
 WORKSPACES = "llm_comm/runtime/workspaces.py"
 
@@ -291,7 +289,7 @@ RUNTIME: tuple[Mutant, ...] = (
     ),
     python(
         "descriptors of strangers are taken",
-        MESSAGES,
+        DESCRIPTORS,
         "is_ours = hmac.compare_digest(secret, own_secret.encode())",
         "is_ours = True",
         OF_DESCRIPTORS,
@@ -353,10 +351,12 @@ RUNTIME: tuple[Mutant, ...] = (
         "tests/emulated/test_lifetime.py",
     ),
     # ---- Threads and forks ----
-    python("a forked child may use its parent's communicator", FORKS, "left.leave_to_parent()", "pass", OF_FORKS),
+    python(
+        "a forked child may use its parent's communicator", CORE_HANDLE, "handle.leave_to_parent()", "pass", OF_FORKS
+    ),
     python(
         "a forked child destroys its parent's connections",
-        FORKS,
+        CORE_HANDLE,
         "ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))",
         "pass",
         f"{OF_FORKS} -k gloo",
