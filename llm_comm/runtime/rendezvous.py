@@ -18,8 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from llm_comm.errors import ConfigError, LlmCommError, MissingRankError, RendezvousError, UnsupportedInputError
-from llm_comm.quoting import quoted
+from llm_comm.errors import ConfigError, LlmCommError, MissingRankError, RendezvousError, UnsupportedInputError, quoted
 from llm_comm.runtime.descriptors import Exchange, Invitation, close_all, invite, listen
 from llm_comm.runtime.rank_names import RankNames
 

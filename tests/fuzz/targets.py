@@ -17,11 +17,11 @@ import yaml
 
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError, RendezvousError
+from llm_comm.files import InvalidYamlError, YamlList, YamlMapping, parse_yaml
 from llm_comm.planning.table_files import load_table, table_text
 from llm_comm.runtime import rendezvous
 from llm_comm.runtime.descriptors import Exchange, Invitation, listen
 from llm_comm.runtime.rank_names import RankName, RankNames
-from llm_comm.yaml_files import InvalidYamlError, YamlList, YamlMapping, parse_yaml
 
 LONGEST_ERROR = 4000
 ENVIRONMENT = b"environment\n"
