@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from llm_comm.cli import main
+from llm_comm.cli.commands import main
 
 sys.exit(main())

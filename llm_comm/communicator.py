@@ -15,10 +15,9 @@ import torch.distributed as dist
 from llm_comm import _core
 from llm_comm.config import Config
 from llm_comm.errors import CommunicatorError, UnsupportedInputError
-from llm_comm.nodes.placement import find as find_nodes
-from llm_comm.nodes.spread import Spread, set_up
-from llm_comm.nodes.within_a_node import WHY as WITHIN_A_NODE
-from llm_comm.nodes.within_a_node import NoGenericOperations
+from llm_comm.nodes.group import WHY as WITHIN_A_NODE
+from llm_comm.nodes.group import MultiNodeGroup, NoGenericOperations, set_up
+from llm_comm.nodes.topology import find_topology
 from llm_comm.operations import torch_operators
 from llm_comm.operations.all_gather import AllGather
 from llm_comm.operations.all_reduce import AllReduce
@@ -103,7 +102,7 @@ class Communicator(Sums, GatherScatter, LinearLayers):
             LinearAllReduce(self._handle, layers, sums),
             LinearAllReduceAddRmsNorm(self._handle, layers, norms),
         )
-        self._other_operations = (GenericOperations if self._spread is None else NoGenericOperations)(*common)
+        self._other_operations = (GenericOperations if self._multi_node is None else NoGenericOperations)(*common)
         # Found with one look-up each.
         self._all_reduce = self._operations.all_reduce.run
         self._all_reduce_add_rms_norm = self._operations.all_reduce_add_rms_norm.run
@@ -114,35 +113,35 @@ class Communicator(Sums, GatherScatter, LinearLayers):
         self._linear_silu_and_mul = self._operations.linear_silu_and_mul.run
         self._linear_all_reduce = self._operations.linear_all_reduce.run
         self._linear_all_reduce_add_rms_norm = self._operations.linear_all_reduce_add_rms_norm.run
-        if self._spread is None:
+        if self._multi_node is None:
             self._load_programs(rendezvous)
         self.name = torch_operators.register(self._operations)
         logger.info(
             "%s of %d%s on %s: workspace %d bytes (%s), %s",
             rendezvous.names.in_group(self.rank),
             self.world_size,
-            "" if self._spread is None else f" ({self._spread.describe()})",
+            "" if self._multi_node is None else f" ({self._multi_node.describe()})",
             "an emulated GPU" if self.is_emulated else self.device,
             self.workspace_bytes,
             self.memory_kind,
             self.table.describe(),
         )
 
-    def _connect(self, rendezvous: Rendezvous) -> Connected | Spread:
+    def _connect(self, rendezvous: Rendezvous) -> Connected | MultiNodeGroup:
         """Connects the ranks of this machine; where there are others, also what is between them. Collective."""
-        placement = find_nodes(rendezvous, self.config)
+        topology = find_topology(rendezvous, self.config)
         #: What there is between nodes; None where all ranks are on one.
-        self._spread: Spread | None = None
-        if placement is not None:
-            self._spread = set_up(rendezvous, placement, self.device, self.config)
-            return self._spread
+        self._multi_node: MultiNodeGroup | None = None
+        if topology is not None:
+            self._multi_node = set_up(rendezvous, topology, self.device, self.config)
+            return self._multi_node
         compared = compare(rendezvous, self.device, self.config, rendezvous.world_size)
         return connect(rendezvous, self.device, self.config, compared)
 
     def _between_ranks(self) -> tuple[AllReduce, AllReduceAddRmsNorm, AllGather, ReduceScatter]:
         """The operations in which other ranks take part."""
-        if self._spread is not None:
-            return self._spread.operations()
+        if self._multi_node is not None:
+            return self._multi_node.operations()
         common = (self._handle, self._planner)
         of_parts = (*common, self.rank)
         return AllReduce(*common), AllReduceAddRmsNorm(*common), AllGather(*of_parts), ReduceScatter(*of_parts)
@@ -288,13 +287,13 @@ class Communicator(Sums, GatherScatter, LinearLayers):
     @property
     def why_not_releasable(self) -> str:
         """Why ``release`` declines, the same on all ranks, or ""."""
-        if self._spread is not None:
+        if self._multi_node is not None:
             return f"releasing {WITHIN_A_NODE}"
         return why_not_releasable(self.memory_kind, self.multicast)
 
     def check_one_node(self, call: str) -> None:
         """Raises UnsupportedInputError, on all ranks alike, where ``call`` would be of ranks on several nodes."""
-        if self._spread is not None:
+        if self._multi_node is not None:
             raise UnsupportedInputError(f"{call} {WITHIN_A_NODE}")
 
     # ---- State --------------------------------------------------------------------------------------------------
@@ -306,8 +305,8 @@ class Communicator(Sums, GatherScatter, LinearLayers):
             ConfigError: A row names a program that was not compiled when this communicator was made.
         """
         self._planner.check_table(table)
-        if self._spread is not None:
-            table = self._spread.use_table(table)
+        if self._multi_node is not None:
+            table = self._multi_node.use_table(table)
         self._planner.table = table
         self._forget()
 
@@ -358,7 +357,7 @@ class Communicator(Sums, GatherScatter, LinearLayers):
     @property
     def table_of_node(self) -> TuningTable:
         """The same with the bound within a node."""
-        return self._planner.table if self._spread is None else self._spread.table
+        return self._planner.table if self._multi_node is None else self._multi_node.table
 
     @property
     def programs(self) -> Mapping[str, Kernels]:
@@ -379,12 +378,12 @@ class Communicator(Sums, GatherScatter, LinearLayers):
     @property
     def nodes(self) -> int:
         """On how many nodes the ranks are (docs/nodes.md)."""
-        return 1 if self._spread is None else self._spread.nodes
+        return 1 if self._multi_node is None else self._multi_node.nodes
 
     @property
     def rank_in_node(self) -> int:
         """The number of this rank among those of its node, from 0."""
-        return self.rank if self._spread is None else self._spread.place
+        return self.rank if self._multi_node is None else self._multi_node.place
 
     @property
     def workspace_bytes(self) -> int:
@@ -405,7 +404,7 @@ class Communicator(Sums, GatherScatter, LinearLayers):
         self._forget()
         self._planner.programs = {}
         self._heap.close()
-        with contextlib.nullcontext() if self._spread is None else self._spread.closing():
+        with contextlib.nullcontext() if self._multi_node is None else self._multi_node.closing():
             self._handle.close()
 
     def __enter__(self) -> Communicator:

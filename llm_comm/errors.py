@@ -1,6 +1,9 @@
-"""Every error that llm_comm raises on purpose."""
+"""Errors that llm_comm raises on purpose, and the words that they take from values and names of others."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class LlmCommError(RuntimeError):
@@ -54,3 +57,33 @@ class LaunchError(CommunicatorError):
 
 class ConcurrentUseError(CommunicatorError):
     """Two operations of one communicator ran at once on a rank. Noticed with ``Config.debug``."""
+
+
+MOST_OF_A_VALUE = 120
+MOST_OF_A_TEXT = 400
+
+
+def quoted(value: object) -> str:
+    """``repr`` of a value, cut where it is long."""
+    if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to write very long ones
+        return f"a number of {value.bit_length()} bits"
+    try:
+        text = repr(value)
+    except Exception as error:  # whatever its class says of itself
+        return f"{type(value).__name__} ({type(error).__name__})"
+    return shortened(text, MOST_OF_A_VALUE)
+
+
+def shortened(text: str, most: int = MOST_OF_A_TEXT) -> str:
+    """A text of at most about ``most`` characters: where it is longer, its begin and how long it was."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+
+
+#: Nobody means a name of ours by a longer one.
+_LONGEST = 80
+
+
+def guess(name: str, valid: Iterable[str], prefix: str = "") -> str:
+    """`` (did you mean ...?)`` with ``prefix`` and the name that is closest, for an error; empty if none is close."""
+    close = difflib.get_close_matches(name, list(valid), n=1) if len(name) <= _LONGEST else []
+    return f" (did you mean {prefix}{close[0]}?)" if close else ""

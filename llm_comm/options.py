@@ -14,14 +14,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from llm_comm import registry
-from llm_comm.errors import ConfigError
-from llm_comm.quoting import quoted
-from llm_comm.sizes import MIB, parse_size
+from llm_comm.errors import ConfigError, quoted
 
+MIB = 1 << 20
+_UNITS = {"": 1, "K": 1 << 10, "M": MIB, "G": 1 << 30}
 _MAX_PATH = 4096
 _MAX_NODE = 64
 _MAX_PROGRAMS = 1000
 _PROGRAMS = re.compile(r"(?a:[\w.]+:\w+(, *[\w.]+:\w+)*)")
+
+
+def parse_size(text: str) -> int:
+    """Reads a size such as ``512``, ``64K``, ``64KB`` or ``64 KiB``: powers of 1024, in capitals or not.
+
+    Raises:
+        ValueError: It is none.
+    """
+    match = re.fullmatch(r"([0-9]+)\s*(?:([KMG])I?)?B?", text.strip().upper())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size: write 512, 64K or 8M")
+    return int(match[1]) * _UNITS[match[2] or ""]
 
 
 def _boolean(text: str) -> bool:
@@ -45,7 +57,7 @@ class Alike(enum.Enum):
     YES = "yes"
     #: ``runtime/comparison.py`` compares the digests of the files that the values name.
     CONTENT = "yes, the content of the file"
-    #: ``nodes/placement.py`` compares whether there is a value.
+    #: ``nodes/topology.py`` compares whether there is a value.
     ALL_OR_NONE = "on all ranks or on none"
     #: The ranks vote at set-up; one rank that has the option off turns it off on all.
     OFF_COUNTS = "no, off on one rank is off on all"

@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from llm_comm import _core
-from llm_comm.quoting import quoted
-from llm_comm.spelling import guess
+from llm_comm.errors import guess, quoted
 
 #: Before the name of a program of llm_comm.dsl, where an option or a table names one in place of an algorithm.
 PROGRAM_PREFIX = "dsl:"

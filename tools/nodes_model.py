@@ -98,7 +98,7 @@ def in_node(operation: str, size: int, given: Assumptions) -> float:
 
 
 def sum_of_nodes(nodes: int, given: Assumptions) -> float:
-    """Kernels of torch that add what the nodes have summed (llm_comm/nodes/sums.py): one for two nodes, else one for
+    """Kernels of torch that add the sums of the nodes (llm_comm/nodes/exchange.py): one for two nodes, else one for
     each. A slice is small, so what one takes is the launch: 0.8 us were measured (docs/experiments/nodes.md)."""
     return given.launch_us * (1 if nodes == 2 else nodes)
 

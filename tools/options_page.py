@@ -11,8 +11,7 @@ import re
 from pathlib import Path
 
 from llm_comm.config import Config
-from llm_comm.options import OPTIONS, Option
-from llm_comm.sizes import MIB
+from llm_comm.options import MIB, OPTIONS, Option
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 _HEAD = """\

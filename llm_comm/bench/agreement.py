@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from llm_comm.errors import ConfigError, LlmCommError
-from llm_comm.quoting import quoted
+from llm_comm.errors import ConfigError, LlmCommError, quoted
 
 _T = TypeVar("_T")
 

@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llm_comm import launch, preflight
 from llm_comm.bench import others, programs, report, timing
 from llm_comm.bench.agreement import first_failure
 from llm_comm.bench.report import DTYPES, Progress, Result, Row, format_bytes
 from llm_comm.bench.timing import Schedule
+from llm_comm.cli import launch
+from llm_comm.cli.launch import Placement
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError, LlmCommError
-from llm_comm.launch import Placement
 from llm_comm.planning.plan import Plan
 
 _T = TypeVar("_T")
@@ -188,7 +188,7 @@ def in_ranks(
     Raises:
         ConfigError: the configuration is wrong, a file cannot be written, or ``--plot`` lacks its library.
     """
-    config = preflight.check({"--json": args.json, "--plot": args.plot}, **overrides)
+    config = launch.checked_config({"--json": args.json, "--plot": args.plot}, **overrides)
     if args.plot:
         report.require_matplotlib()
     if not launch.in_rank():

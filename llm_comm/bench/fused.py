@@ -19,17 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llm_comm import launch, registry
+from llm_comm import registry
 from llm_comm.bench import others, report, timing
 from llm_comm.bench.agreement import first_failure
 from llm_comm.bench.comparison import EMULATED, ON_GPU, in_ranks, settle, sizes
 from llm_comm.bench.reference import Reference, worst
 from llm_comm.bench.report import DTYPES, OURS, Progress, Result, Row, format_bytes
 from llm_comm.bench.timing import Schedule
+from llm_comm.cli import launch
+from llm_comm.cli.launch import Placement
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError, LlmCommError
-from llm_comm.launch import Placement
 from llm_comm.planning.tables import FUSED
 
 EPS = 1e-5

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llm_comm import _core, launch, outputs
+from llm_comm import _core, files
 from llm_comm.bench import report, timing
 from llm_comm.bench.agreement import first_failure
 from llm_comm.bench.comparison import in_ranks, replayable
@@ -53,10 +53,11 @@ from llm_comm.bench.linear_report import Choice, LayerRow, plot, remarks_on, tab
 from llm_comm.bench.linear_silu import SILU_REMARK, SiluJudge, other_silu_arm, our_silu_arm, silu_of_engines
 from llm_comm.bench.report import DTYPES, Progress, Result
 from llm_comm.bench.timing import ALIGNING_CALLS, Schedule
+from llm_comm.cli import launch
+from llm_comm.cli.launch import Placement
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError, LlmCommError, UnsupportedInputError
-from llm_comm.launch import Placement
 from llm_comm.operations.quantization import FP8
 
 #: Outputs and inputs of layers of Llama-3.3-70B and Qwen3-32B, in 8 parts.
@@ -159,7 +160,7 @@ def _publish(args: argparse.Namespace, placement: Placement, rows: Sequence[Laye
         settings = {"dtype": args.dtype, "method": "aligned", "reps": args.reps, "pdl": args.pdl}
         settings |= {"silu": args.silu, "fp8": args.fp8}
         found = {"rows": [row.as_dict(compared=placement.on_gpu) for row in rows], "remarks": remarks}
-        written = outputs.write_json("--json", args.json, {**content, **settings, **found})
+        written = files.write_json("--json", args.json, {**content, **settings, **found})
     if args.plot:
         written &= report.could_draw(args.plot, partial(plot, args.plot, rows, f"{title}\n{method}"))
     return written

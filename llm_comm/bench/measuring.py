@@ -15,9 +15,9 @@ from llm_comm.bench.programs import why_not_run
 from llm_comm.bench.timing import Schedule
 from llm_comm.bench.tune_subjects import Bound, Subject, candidates_on, nothing
 from llm_comm.communicator import Communicator
+from llm_comm.options import MIB
 from llm_comm.planning.tables import Row, TuningTable, by_operation
 from llm_comm.registry import is_program
-from llm_comm.sizes import MIB
 
 _NO_LIMIT = 1 << 40
 _CALLS = 20

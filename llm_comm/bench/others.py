@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from llm_comm import launch
 from llm_comm.bench import report
+from llm_comm.cli import launch
 from llm_comm.errors import MissingRankError, RendezvousError
 from llm_comm.runtime.rendezvous import Rendezvous
 

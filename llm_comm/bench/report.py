@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from llm_comm import outputs
+from llm_comm import files
+from llm_comm.cli.launch import Placement
 from llm_comm.errors import ConfigError
 from llm_comm.installation import VERSION
-from llm_comm.launch import Placement
 from llm_comm.registry import is_program
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -295,7 +295,7 @@ def publish(
     if args.json:
         settings = {"dtype": args.dtype, "method": args.method, "calls": args.calls, "reps": args.reps}
         found = {"rows": [row.as_dict(compared=placement.on_gpu) for row in rows], "remarks": remarks}
-        written = outputs.write_json("--json", args.json, {**content, **environment(placement), **settings, **found})
+        written = files.write_json("--json", args.json, {**content, **environment(placement), **settings, **found})
     if args.plot:
         written &= could_draw(args.plot, partial(plot, args.plot, rows, f"{title}\n{method}"))
     return written
@@ -310,7 +310,7 @@ def could_draw(path: Path, draw: Callable[[], None]) -> bool:
     try:
         draw()
     except OSError as error:
-        outputs.tell_unwritten("--plot", path, error, "the tables have what it would show")
+        files.tell_unwritten("--plot", path, error, "the tables have what it would show")
         return False
     return True
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from llm_comm import launch, outputs, preflight
+from llm_comm import files
 from llm_comm.bench import programs, report
 from llm_comm.bench.agreement import require_alike
 from llm_comm.bench.choosing import Measured, choose
@@ -21,6 +21,7 @@ from llm_comm.bench.pace import Budget, Pace
 from llm_comm.bench.report import Progress, format_bytes
 from llm_comm.bench.tune import check_options, choice_text, options_of, require_candidates
 from llm_comm.bench.tune_subjects import Subject, coarse_first, subjects_of
+from llm_comm.cli import launch
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     placement = launch.place(args.world, args.device)
     if not placement.on_gpu:
         raise ConfigError(f"bench table measures GPUs: {placement.reason}")
-    config = preflight.check({"--json": args.json}, dsl=args.dsl)
+    config = launch.checked_config({"--json": args.json}, dsl=args.dsl)
     check_options(args, config)
     if not launch.in_rank():
         return launch.spawn(placement, args.argv)
@@ -108,7 +109,7 @@ def _run(args: argparse.Namespace, placement: launch.Placement, group: dist.Proc
             return True
         found = {"table": comm.table.name, "method": args.method, "complete": left == 0}
         content = {"command": "bench table", **report.environment(placement), **found}
-        return outputs.write_json("--json", args.json, {**content, "rows": [row.as_dict() for row in rows]})
+        return files.write_json("--json", args.json, {**content, "rows": [row.as_dict() for row in rows]})
 
 
 def compare(

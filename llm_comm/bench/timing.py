@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from llm_comm import launch
 from llm_comm.bench import ALIGNED_METHODS
+from llm_comm.cli import launch
 
 _WARM_UP_RUNS = 3
 #: Calls before the clock starts, where ranks are aligned.

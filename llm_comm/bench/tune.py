@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from llm_comm import _core, launch, preflight, registry
+from llm_comm import _core, registry
 from llm_comm.bench import programs, report, tune_install, tune_layers, tune_list, tune_nodes
 from llm_comm.bench.agreement import require_alike
 from llm_comm.bench.choosing import Measured, choose_by_means, is_slower, merge, sums_in_switch
@@ -27,10 +27,11 @@ from llm_comm.bench.tune_subjects import (
     coarse_first,
     subjects_of,
 )
+from llm_comm.cli import launch
+from llm_comm.cli.launch import Placement
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config, multicast_state
 from llm_comm.errors import ConfigError
-from llm_comm.launch import Placement
 from llm_comm.planning.tables import ALL_REDUCE, FUSED, MulticastEntry, Row, TuningTable, of_symmetric
 from llm_comm.runtime.multicast import driver_of, name_of
 
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     placement = launch.place(args.world, args.device, over_nodes=True)
     if not placement.on_gpu:
         raise ConfigError(f"tune measures GPUs: {placement.reason}")
-    asked_for = preflight.check({"--out": args.out, "--json": args.json}, dsl=args.dsl)
+    asked_for = launch.checked_config({"--out": args.out, "--json": args.json}, dsl=args.dsl)
     check_options(args, asked_for)
     if args.force and not args.install:
         raise ConfigError("--force: it lets --install replace a better table; give --install too")

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from llm_comm import outputs
+from llm_comm import files
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
-from llm_comm.locks import locked
+from llm_comm.files import locked
 from llm_comm.planning.installed import file_name, table_directory
 from llm_comm.planning.table_files import load_table, read_measured, table_text
 from llm_comm.planning.tables import TuningTable
@@ -86,7 +86,7 @@ def write(
         **({} if config.dsl is None else {"dsl": config.dsl}),
     }
     text = table_text(device_name, world_size, table, measured)
-    written = out is None or outputs.write_text("--out", out, text)
+    written = out is None or files.write_text("--out", out, text)
     if args.install:
         written = install(text, device_name, world_size, measured, config, force=args.force) and written
     return written
@@ -116,7 +116,7 @@ def install(
             if not force:
                 why_not = _why_kept(path, measured)
             if not why_not:
-                outputs.replace_text(path, text)
+                files.replace_text(path, text)
     except (OSError, ConfigError) as error:
         why_not = str(error)
     if why_not:

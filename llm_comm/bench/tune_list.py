@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from llm_comm import launch, preflight
 from llm_comm.bench.tune_install import directory_or_error
+from llm_comm.cli import launch
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
 from llm_comm.planning.catalogue import find_table, shipped_tables
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if args.remove is not None:
         remove(args.remove)
         return 0
-    config = preflight.check({})
+    config = launch.checked_config({})
     for line in aligned([Listed(*(name.upper() for name in Listed._fields)), *listed(config)]):
         print(line)
     print("\nHere:")

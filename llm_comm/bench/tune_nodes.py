@@ -24,9 +24,9 @@ from llm_comm.bench.tune_subjects import ELEMENT_BYTES
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
+from llm_comm.options import MIB
 from llm_comm.planning.node_rows import EXCHANGES, WHOLE, NodeRow
 from llm_comm.planning.tables import TuningTable
-from llm_comm.sizes import MIB
 
 _NO_LIMIT = 1 << 40
 #: From a quarter of a MiB on, below which latencies bound an exchange, and at most so many of a message.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llm_comm import outputs
+from llm_comm import files
 from llm_comm.bench.agreement import difference
 from llm_comm.bench.choosing import Measured
 from llm_comm.bench.measuring import AtSize
@@ -59,10 +59,10 @@ class Record:
         if self._path is None or not writes:
             return
         try:
-            outputs.replace_json(self._path, self.report(is_complete=False))
+            files.replace_json(self._path, self.report(is_complete=False))
         except OSError as error:
             if not self._has_told:
-                outputs.tell_unwritten("--json", self._path, error, "measuring goes on, and it is tried again")
+                files.tell_unwritten("--json", self._path, error, "measuring goes on, and it is tried again")
             self._has_told = True
 
     def asked(self) -> dict[str, Any]:
@@ -83,9 +83,9 @@ class Record:
             return True
         report = self.report(is_complete)
         try:
-            outputs.replace_json(self._path, report)
+            files.replace_json(self._path, report)
         except OSError:
-            return outputs.write_json("--json", self._path, report)
+            return files.write_json("--json", self._path, report)
         return True
 
     def report(self, is_complete: bool) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from llm_comm import _core, registry
 from llm_comm.bench import OPERATIONS
 from llm_comm.bench.programs import rows_for
 from llm_comm.communicator import Communicator
+from llm_comm.options import MIB
 from llm_comm.planning.multicast import why_not
 from llm_comm.planning.plan import Plan, Problem
 from llm_comm.planning.programs import NO_PROGRAMS, Kernels
 from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, FUSED, REDUCE_SCATTER, Row, of_symmetric
-from llm_comm.sizes import MIB
 
 #: bf16, in which everything is measured.
 ELEMENT_BYTES = 2

@@ -18,13 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llm_comm import launch, outputs, preflight
+from llm_comm import files
 from llm_comm.bench.report import DTYPES, dtype_name, environment, format_bytes, plan_text
+from llm_comm.cli import launch
+from llm_comm.cli.launch import Placement
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
 from llm_comm.demo.model import KVCache, Llama, LlamaConfig
 from llm_comm.errors import ConfigError
-from llm_comm.launch import Placement
 
 PLAN_LADDER = tuple(1024 << step for step in range(11))
 # Relative norm of the difference between the logits of one step. What one rounding of every partial sum to
@@ -171,7 +172,7 @@ def run(args: argparse.Namespace) -> int:
     config = _model_config(args)
     placement = launch.place(args.world, args.device, preferred=[w for w in launch.WORLDS if config.divides(w)])
     config.require_divides(placement.world)
-    preflight.check({"--json": args.json}, **_overrides(args))
+    launch.checked_config({"--json": args.json}, **_overrides(args))
     if not launch.in_rank():
         return launch.spawn(placement, args.argv)
     with launch.process_group(placement) as group, torch.inference_mode():
@@ -233,7 +234,7 @@ def _run_rank(args: argparse.Namespace, config: LlamaConfig, placement: Placemen
         }
         print(render(report))
         if args.json:
-            written = outputs.write_json("--json", args.json, report)
+            written = files.write_json("--json", args.json, report)
     return 0 if passed and written else 1
 
 

@@ -20,9 +20,9 @@ from llm_comm.dsl.compiler.layout import Layout, armed_ranges, chunk_lines, lay_
 from llm_comm.dsl.compiler.runs import runs_of
 from llm_comm.dsl.compiler.source import generate, is_moved, kernel_name, shared_bytes, symmetric_spaces
 from llm_comm.dsl.text import digest
+from llm_comm.errors import quoted
 from llm_comm.operations.operation import TORCH_TYPES
 from llm_comm.planning.programs import OWN_CHOICE, LaunchChoice
-from llm_comm.quoting import quoted
 from llm_comm.runtime.channels import Channels, open_channels
 from llm_comm.runtime.comparison import check_alike, digest_of
 from llm_comm.runtime.core_handle import CoreHandle

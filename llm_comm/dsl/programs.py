@@ -9,7 +9,7 @@ from llm_comm.dsl import ir
 from llm_comm.dsl.builder import Builder
 from llm_comm.dsl.errors import Fault, ProgramError
 from llm_comm.dsl.lines import location
-from llm_comm.quoting import quoted
+from llm_comm.errors import quoted
 from llm_comm.registry import why_not_a_name
 
 #: What ``program`` decorates.

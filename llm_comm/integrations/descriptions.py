@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from llm_comm import registry
 from llm_comm.config import Config
 from llm_comm.integrations.engine_config import EVERY_SIZE
+from llm_comm.options import MIB
 from llm_comm.planning.multicast import NO_MULTICAST, Multicast, why_not
 from llm_comm.planning.programs import NO_PROGRAMS, Kernels
 from llm_comm.planning.selection import message_limit
 from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, TuningTable, of_programs
-from llm_comm.sizes import MIB
 
 #: Logged once by rank 0, with number of ranks and shape: that norms are set up to be fused does not mean that any is.
 FIRST_FUSED = "llm_comm: first all-reduce fused with its RMSNorm (%d ranks, shape %s)"

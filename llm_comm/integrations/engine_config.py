@@ -6,12 +6,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llm_comm.config import Config, load_with_unknown
+from llm_comm.config import Config, check_names, load_with_unknown
 from llm_comm.installation import VERSION
 from llm_comm.integrations.joining import SwitchedOffError
-from llm_comm.option_sources import check_names
-from llm_comm.options import OPTIONS
-from llm_comm.sizes import MIB
+from llm_comm.options import MIB, OPTIONS
 
 #: For ``max_message_bytes``, where a sum must not depend on its size: larger than any message.
 EVERY_SIZE = 1 << 60

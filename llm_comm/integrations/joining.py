@@ -13,7 +13,7 @@ from llm_comm import _core
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError, LlmCommError, MissingRankError
-from llm_comm.nodes.placement import find as placement_of
+from llm_comm.nodes.topology import find_topology
 from llm_comm.planning.catalogue import check_table_option
 from llm_comm.runtime.rank_names import RankNames
 from llm_comm.runtime.rendezvous import Rendezvous
@@ -128,16 +128,16 @@ def _objection_to_nodes(rendezvous: Rendezvous, config: Config) -> Exception | N
         AbsentRanksError: A rank is lost.
     """
     try:
-        placement = placement_of(rendezvous, config)
+        topology = find_topology(rendezvous, config)
     except MissingRankError as error:
         raise AbsentRanksError(f"a rank of the engine was lost while llm_comm was set up: {error}") from error
     except LlmCommError as error:
         return error
-    if placement is None or config.multi_node:
+    if topology is None or config.multi_node:
         return None
     origin = config.origins.get("multi_node", "default")
     return NotJoinedError(
-        f"the ranks are on {len(placement.nodes)} nodes ({', '.join(placement.hosts)}), and multi_node is false "
+        f"the ranks are on {len(topology.nodes)} nodes ({', '.join(topology.hosts)}), and multi_node is false "
         f"({origin}); {_HOW_TO_SPAN_NODES}"
     )
 

@@ -17,7 +17,7 @@ from llm_comm.installation import VERSION
 from llm_comm.integrations import sleeping, statistics
 from llm_comm.integrations.descriptions import describe_parts, describe_plans, format_bytes
 from llm_comm.integrations.joining import NotJoinedError, SwitchedOffError, join
-from llm_comm.nodes.all_reduce_add_rms_norm import WHY_NOT_ALONE
+from llm_comm.nodes.all_reduce import WHY_NOT_ALONE
 from llm_comm.planning.selection import message_limit
 from llm_comm.planning.tables import ALL_REDUCE
 from llm_comm.runtime.rank_names import name_group

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from llm_comm.communicator import Communicator
 from llm_comm.errors import LlmCommError, MissingRankError
-from llm_comm.sizes import MIB
+from llm_comm.options import MIB
 
 #: Of this process, the oldest first: the engine's name of the group, and where it logs.
 _groups: dict[int, tuple[str, weakref.ref[Communicator], logging.Logger]] = {}

@@ -1,4 +1,4 @@
-"""All-reduce over nodes: reduce-scatter in the node, the sum of each slice between nodes, all-gather in the node."""
+"""All-reduce over nodes, plain and fused: reduce-scatter in the node, sum between nodes, all-gather in the node."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import torch
 
 from llm_comm import _core
 from llm_comm.nodes.exchange import Exchange
-from llm_comm.nodes.hierarchy import Hierarchy, Run, chunks, slices
-from llm_comm.nodes.in_node import InNode, address_of
-from llm_comm.nodes.memory import bytes_at
-from llm_comm.nodes.side_stream import IN_ORDER
+from llm_comm.nodes.hierarchy import IN_ORDER, Hierarchy, Run
+from llm_comm.nodes.in_node import InNode, address_of, bytes_at, chunks, slices
 from llm_comm.operations.all_reduce import AllReduce
-from llm_comm.planning.plan import Problem, declined, without_kernel
+from llm_comm.operations.all_reduce_add_rms_norm import AllReduceAddRmsNorm
+from llm_comm.planning.plan import Problem
 from llm_comm.planning.planner import Planner
-from llm_comm.planning.selection import Layout, why_not_served
-from llm_comm.planning.tables import ALL_REDUCE
+from llm_comm.planning.selection import Layout
+from llm_comm.planning.tables import ALL_REDUCE, FUSED
 from llm_comm.runtime.core_handle import CoreHandle
 
 
 class AllReduceOverNodes(AllReduce):
-    """The all-reduces of one communicator.
+    """All-reduces of one communicator.
 
     Args:
-        planner: Of all ranks.
-        hierarchy: Of the same communicator.
+        handle: Handle of the core that is connected within the node.
+        planner: Planner for the ranks of all nodes.
+        hierarchy: Common parts of the communicator's hierarchical operations.
     """
 
     def __init__(self, handle: CoreHandle, planner: Planner, hierarchy: Hierarchy) -> None:
@@ -39,11 +39,9 @@ class AllReduceOverNodes(AllReduce):
         planner, hierarchy = self._planner, self._hierarchy
         data_type, nbytes = self._data_types[dtype], count * dtype.itemsize
         problem = Problem(ALL_REDUCE, count, 0, data_type, planner.world_size)
-        why = why_not_served(problem, planner.table, planner.config)
-        if why:
-            return Layout(declined(ALL_REDUCE, nbytes, why), None)
-        if count == 0:
-            return Layout(without_kernel(ALL_REDUCE, "none", 0, "empty message"), None)
+        nothing = hierarchy.without_phases(problem, planner)
+        if nothing is not None:
+            return nothing
         in_node = hierarchy.in_node
         row = hierarchy.rows.find(nbytes)
         sizes = chunks(count, row.chunk_bytes, in_node.ranks, dtype.itemsize)
@@ -102,7 +100,7 @@ class AllReduceOverNodes(AllReduce):
         return run
 
     def _alone(self, nbytes: int, dtype: torch.dtype, how: str, counter: _core.Counter) -> Run:
-        """The same where each node has one rank."""
+        """The runner for nodes of one rank."""
         hierarchy = self._hierarchy
 
         def run(x: int, out: int, stream: int) -> bool:
@@ -134,3 +132,57 @@ class _Phases(NamedTuple):
 def _add(exchange: Exchange, slice_: torch.Tensor, how: str) -> None:
     if slice_.numel():  # as on the other nodes
         exchange.add(slice_, slice_, how)
+
+
+WHY_NOT_ALONE = "is the last phase in a node, and nodes of one rank have none"
+
+
+class AllReduceAddRmsNormOverNodes(AllReduceAddRmsNorm):
+    """Fused all-reduce + add + RMSNorm of one communicator; arguments as of ``AllReduceOverNodes``.
+
+    The last phase is the fused kernel of one node in place of an all-gather. It adds up what the ranks of the node give
+    it: of each slice the sum over all nodes, from the rank that has it, and -0 from the others, which changes no value.
+    So norm and residual have the bits that one node makes of that sum.
+    """
+
+    def __init__(self, handle: CoreHandle, planner: Planner, hierarchy: Hierarchy) -> None:
+        super().__init__(handle, planner)
+        self._hierarchy = hierarchy
+
+    def takes(self, count: int, element_size: int, row: int, dimensions: int, quantize: str | None) -> bool:
+        return self._hierarchy.in_node.ranks > 1 and super().takes(count, element_size, row, dimensions, quantize)
+
+    def _lay_out(self, count: int, row: int, dtype: torch.dtype, **parameters: float) -> Layout:
+        planner, hierarchy = self._planner, self._hierarchy
+        data_type = self._data_types[dtype]
+        in_order = tuple(parameters[name] for name in self._info.parameters)
+        problem = Problem(FUSED, count, row, data_type, planner.world_size, in_order)
+        in_node, exchange = hierarchy.in_node, hierarchy.exchange
+        nothing = hierarchy.without_phases(problem, planner, f"the norm {WHY_NOT_ALONE}" if in_node.ranks == 1 else "")
+        if nothing is not None:
+            return nothing
+        norm = in_node.norms(count, row, data_type, in_order)
+        if norm.launches is None:
+            return norm
+        sizes = slices(count, in_node.ranks, dtype.itemsize)
+        scatter = in_node.scatters(sizes, data_type)
+        between = hierarchy.rows.find(problem.message_bytes())
+
+        def make(counter: _core.Counter) -> Run:
+            scatters, norms = in_node.prepare(scatter), in_node.prepare(norm, counter)
+            begin, mine = sum(sizes[: in_node.place]), sizes[in_node.place]
+
+            def run(x: int, residual: int, weight: int, out: int, residual_out: int, scale: int, stream: int) -> bool:
+                total = hierarchy.empty(count, dtype).fill_(-0.0)
+                slice_ = total[begin : begin + mine]
+                if not scatters(x, address_of(slice_), stream):
+                    return False
+                if mine:  # as on the other nodes
+                    exchange.add(slice_, slice_, between.exchange)
+                return norms(total.data_ptr(), residual, weight, out, residual_out, scale, stream)
+
+            return run
+
+        others = ", ".join(f"{name} {value:g}" for name, value in parameters.items())
+        what = f"{count} {data_type} in rows of {row}, {others}"
+        return hierarchy.layout(FUSED, problem.message_bytes(), what, [scatter, hierarchy.between(between), norm], make)

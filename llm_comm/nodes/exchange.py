@@ -1,22 +1,48 @@
-"""The sum between nodes of what each of them has summed: exchanged by a transport, added in node order."""
+"""Exchange between the nodes: sums in node order, all-to-all, all-gather, and the comparison of calls."""
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 
-from llm_comm.nodes.sums import sum_in_order
+from llm_comm.nodes.topology import Topology
 from llm_comm.nodes.transport import Transport
 from llm_comm.planning.node_rows import WHOLE
+from llm_comm.runtime.devices import is_capturing
+
+_PATTERNS = {2: torch.int16, 4: torch.int32}
+
+
+def sum_in_order(parts: torch.Tensor, out: torch.Tensor) -> None:
+    """Puts the sum of the node sums into ``out``: added in fp32 from the first node to the last, rounded once.
+
+    NaN becomes 0x7FFF (fp32: 0x7FFFFFFF), as in the kernels. GPUs make no other NaN in an addition or a conversion.
+
+    Args:
+        parts: [nodes, elements], at least two nodes, bfloat16, float16 or float32.
+        out: [elements], of the same dtype.
+    """
+    first, *rest, last = parts.unbind()
+    # Two tensors of one type: torch adds in fp32 and rounds once, in one kernel.
+    total = first.to(torch.float32, copy=True) if rest else first
+    for part in rest:
+        total.add_(part)
+    torch.add(total, last, out=out)
+    if out.device.type == "cpu":
+        patterns = out.view(_PATTERNS[out.element_size()])
+        patterns.masked_fill_(out.isnan(), torch.iinfo(patterns.dtype).max)
+
 
 _LINE_BYTES = 16
 
 
 class Exchange:
-    """Of one communicator.
+    """Exchange between the nodes of one communicator.
 
     Args:
         transport: Between the ranks with the same place in their nodes.
-        nodes: How many they are.
+        nodes: Number of nodes.
     """
 
     def __init__(self, transport: Transport, nodes: int) -> None:
@@ -81,3 +107,47 @@ class Exchange:
 
 def _as_bytes(x: torch.Tensor) -> torch.Tensor:
     return x.view(-1).view(torch.uint8)
+
+
+_BYTES = 256
+_DIGEST = 8
+
+
+class Agreement:
+    """Comparison of calls between the nodes; kernels compare calls within a node alone. Each comparison is an exchange
+    for which the host waits.
+
+    Args:
+        transport: Connection of the ranks with the same place in their nodes.
+        topology: Nodes of all ranks.
+        device: Device of the communicator.
+    """
+
+    def __init__(self, transport: Transport, topology: Topology, device: torch.device) -> None:
+        self._transport = transport
+        self._topology = topology
+        self._device = device
+
+    def differences(self, call: str) -> str:
+        """What each partner calls, in words, if not all call the same; else "", as in a capture, where nothing runs.
+
+        Args:
+            call: What this rank calls, with everything in which calls can differ.
+
+        Raises:
+            RuntimeError: As of the transport.
+        """
+        if is_capturing(self._device):
+            return ""
+        text = call.encode("ascii", "replace")
+        mine = hashlib.sha256(text).digest()[:_DIGEST] + text[: _BYTES - _DIGEST]
+        sent = torch.frombuffer(bytearray(mine.ljust(_BYTES)), dtype=torch.uint8).to(self._device)
+        received = torch.empty(len(self._topology.nodes), _BYTES, dtype=torch.uint8, device=self._device)
+        self._transport.all_gather(received.view(-1), sent)
+        calls = [bytes(of_node.tolist()) for of_node in received.cpu()]
+        if all(each == calls[0] for each in calls):
+            return ""
+        return "; ".join(
+            f"{self._topology.names.full(rank)}: {each[_DIGEST:].decode(errors='replace').rstrip()}"
+            for rank, each in zip(self._topology.partners, calls, strict=True)
+        )

@@ -1,26 +1,81 @@
-"""What the hierarchical operations of a communicator are made of, and how a failure between nodes ends it."""
+"""Parts that the hierarchical operations of a communicator have in common, and how a failure between nodes ends it."""
 
 from __future__ import annotations
 
-import math
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from llm_comm import _core
 from llm_comm.errors import CommunicatorError, MismatchError, UnsupportedInputError
-from llm_comm.nodes.agreement import Agreement
-from llm_comm.nodes.exchange import Exchange
+from llm_comm.nodes.exchange import Agreement, Exchange
 from llm_comm.nodes.in_node import InNode
-from llm_comm.nodes.lost import lost_partners
-from llm_comm.nodes.placement import Placement
-from llm_comm.nodes.side_stream import SideStream
+from llm_comm.nodes.topology import Topology
+from llm_comm.nodes.watch import lost_partners
 from llm_comm.planning.node_rows import NodeRow, NodeRows
-from llm_comm.planning.plan import NONE, Plan
-from llm_comm.planning.selection import Layout
+from llm_comm.planning.plan import NONE, Plan, Problem, declined, without_kernel
+from llm_comm.planning.planner import Planner
+from llm_comm.planning.selection import Layout, why_not_served
 from llm_comm.runtime.core_handle import CoreHandle
 from llm_comm.runtime.status import RankError, fit
+
+
+class SideStream:
+    """Stream beside the one of the calls: chunks are exchanged on it while the node works on others. On emulated GPUs,
+    where a call returns when it is done, everything runs in the order in which it is enqueued.
+
+    CUDA graphs capture what is on it: it begins behind the current stream, and ends before ``joined`` does. Kernels of
+    the node and of NCCL run at the same time then. Neither keeps the other from ending: NCCL leaves multiprocessors
+    free, so blocks of the node's kernels always start; and what those wait for is in their node alone.
+
+    Args:
+        device: Of the communicator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._has_begun = False
+
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[None]:
+        """At its end, also by an exception, the current stream waits for all that is on this one: buffers may be given
+        back then."""
+        self._has_begun = False
+        try:
+            yield
+        finally:
+            # A stream on which nothing has begun is in no capture, which must not wait for it.
+            if self._stream is not None and self._has_begun:
+                torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def behind(self, enqueue: Callable[[], None]) -> Callable[[], None]:
+        """Enqueues on this stream, behind what is on the current one so far.
+
+        Returns:
+            What has the current stream wait until that is done.
+        """
+        if self._stream is None:
+            enqueue()
+            return _nothing
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        self._has_begun = True
+        with torch.cuda.stream(self._stream):
+            enqueue()
+        done = self._stream.record_event()
+        return lambda: current.wait_event(done)
+
+
+def _nothing() -> None:
+    """It is done."""
+
+
+#: No other stream, on any device.
+IN_ORDER = SideStream(torch.device("cpu"))
+
 
 #: Of the paper: a phase in the node, one between nodes, one in the node.
 ALGORITHM = "2PH"
@@ -30,11 +85,11 @@ Run = Callable[..., bool]
 
 
 class Hierarchy:
-    """Of one communicator.
+    """Common parts of the hierarchical operations of one communicator.
 
     Args:
-        handle: Of its core.
-        placement: Of its ranks.
+        handle: Handle of its core.
+        topology: Of its ranks.
         in_node: Calls within the node.
         exchange: Between the nodes.
         rows: How calls go between them; others may be put in their place.
@@ -45,7 +100,7 @@ class Hierarchy:
     def __init__(
         self,
         handle: CoreHandle,
-        placement: Placement,
+        topology: Topology,
         in_node: InNode,
         exchange: Exchange,
         rows: NodeRows,
@@ -53,7 +108,7 @@ class Hierarchy:
         agreement: Agreement | None,
     ) -> None:
         self.device = handle.device
-        self.placement = placement
+        self.topology = topology
         self.in_node = in_node
         self.exchange = exchange
         self.rows = rows
@@ -69,12 +124,23 @@ class Hierarchy:
     @property
     def nodes(self) -> int:
         """How many there are."""
-        return len(self.placement.nodes)
+        return len(self.topology.nodes)
 
-    @property
-    def ranks_of_node(self) -> int:
-        """How many there are on each node."""
-        return self.in_node.ranks
+    def without_phases(self, problem: Problem, planner: Planner, why_not: str = "") -> Layout | None:
+        """The layout of a call that is declined or has nothing to do; None for any other call.
+
+        Args:
+            planner: Planner for the ranks of all nodes.
+            why_not: A reason to decline the call that the planner does not know.
+        """
+        operation, nbytes = problem.operation, problem.message_bytes()
+        why = why_not_served(problem, planner.table, planner.config) or why_not
+        if why:
+            return Layout(declined(operation, nbytes, why), None)
+        if nbytes == 0:
+            nothing = "no rows" if problem.row else "empty message"
+            return Layout(without_kernel(operation, "none", 0, nothing, problem.row), None)
+        return None
 
     def layout(
         self,
@@ -96,7 +162,7 @@ class Hierarchy:
         within = [phase.plan for phase in phases if isinstance(phase, Layout)]
         # What works by rows says most of a call.
         first = next((plan for plan in within if plan.row), within[0] if within else None)
-        reason = f"{self.nodes} nodes of {self.ranks_of_node}: {', '.join(words)}"
+        reason = f"{self.nodes} nodes of {self.in_node.ranks}: {', '.join(words)}"
         plan = Plan(
             operation=operation,
             algorithm=ALGORITHM,
@@ -167,20 +233,20 @@ class Hierarchy:
             raise
 
     def _end_for_mismatch(self, differences: str) -> None:
-        placement = self.placement
+        topology = self.topology
         text = (
-            f"{placement.names.in_group(placement.rank)}: the nodes disagree about a call: {differences}. All ranks "
+            f"{topology.names.in_group(topology.rank)}: the nodes disagree about a call: {differences}. All ranks "
             "must make the same calls in the same order. This communicator cannot be used any more."
         )
-        brief = f"disagrees with {placement.names.several(placement.others)}"
-        self._handle.end_with(RankError(MismatchError.__name__, fit(text), brief, placement.rank, placement.others[0]))
+        brief = f"disagrees with {topology.names.several(topology.others)}"
+        self._handle.end_with(RankError(MismatchError.__name__, fit(text), brief, topology.rank, topology.others[0]))
 
     def _fail(self, operation: str, error: RuntimeError) -> None:
         """Ends the communicator because the transport has failed, unless another rank knows better."""
         if self._hears():
             return
         where = f"in a hierarchical {operation}"
-        self._handle.end_with(lost_partners(self.placement, self.exchange.transport.name, where, _first_line(error)))
+        self._handle.end_with(lost_partners(self.topology, self.exchange.transport.name, where, _first_line(error)))
 
 
 def _first_line(error: Exception) -> str:
@@ -191,20 +257,3 @@ def _first_line(error: Exception) -> str:
 
 def _in_words(plan: Plan) -> str:
     return f"{plan.operation} by {plan.algorithm} ({plan.protocol}) in the node"
-
-
-def chunks(count: int, chunk_bytes: int, places: int, itemsize: int) -> list[int]:
-    """Elements of each chunk of a message, alike but for the last: of whole lines for each place, so that slices are
-    alike too. One where ``chunk_bytes`` is 0."""
-    if chunk_bytes == 0:
-        return [count]
-    step = math.lcm(16, itemsize) // itemsize * places
-    chunk = max(1, chunk_bytes // itemsize // step) * step
-    return [min(chunk, count - first) for first in range(0, count, chunk)]
-
-
-def slices(count: int, places: int, itemsize: int) -> list[int]:
-    """How many of ``count`` elements the rank of each place has: alike, of whole lines but for the last."""
-    in_line = math.lcm(16, itemsize) // itemsize
-    slice_ = -(-count // (places * in_line)) * in_line
-    return [min(slice_, max(0, count - place * slice_)) for place in range(places)]

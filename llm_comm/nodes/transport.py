@@ -1,7 +1,10 @@
-"""What carries data between nodes: an engine that exists, behind one small interface."""
+"""Transports of data between nodes: NCCL and gloo behind one small interface. ``ucx.py`` has the third."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -14,8 +17,31 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, Store
 from llm_comm import _core
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError, UnsupportedInputError
-from llm_comm.nodes.in_graphs import keep_for_graphs
-from llm_comm.runtime.forks import keep_in_child
+from llm_comm.runtime.core_handle import keep_in_child
+
+
+class _Partners(Protocol):
+    def abort(self) -> None: ...
+
+
+_kept: list[_Partners] = []
+
+
+def keep_for_graphs(partners: _Partners) -> None:
+    """Keeps it until the end of the process, and ends it then."""
+    _kept.append(partners)
+
+
+@atexit.register
+def _end_all() -> None:
+    """Before the CUDA context goes, which they would hang in."""
+    for partners in _kept:
+        with contextlib.suppress(Exception):
+            partners.abort()
+
+
+os.register_at_fork(after_in_child=lambda: atexit.unregister(_end_all))  # the partners are the parent's
+
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 20e-6, 1e-3
 _CHECK_S = 0.02

@@ -12,8 +12,8 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from llm_comm import _core
-from llm_comm.nodes.in_graphs import keep_for_graphs
-from llm_comm.nodes.placement import Placement
+from llm_comm.nodes.topology import Topology
+from llm_comm.nodes.transport import keep_for_graphs
 
 #: Bytes that a block of the kernel sends to a partner at once. Host memory of a rank is 64 of them for each partner,
 #: as far as it is used. Not measured.
@@ -53,7 +53,7 @@ class UcxTransport:
 
     Args:
         store: By which the partners find each other: theirs alone. Whoever can read it can write to their memory.
-        placement: Of the ranks; up to 8 nodes.
+        topology: Of the ranks; up to 8 nodes.
         device: Of the communicator.
         timeout_s: Bound in seconds of every wait.
         tell: Takes whether this rank waits, once that has taken a while.
@@ -68,13 +68,13 @@ class UcxTransport:
     def __init__(
         self,
         store: Store,
-        placement: Placement,
+        topology: Topology,
         device: torch.device,
         timeout_s: float,
         tell: Callable[[bool], None] = lambda waits: None,
     ) -> None:
         load()
-        self._node, self._nodes = placement.node, len(placement.nodes)
+        self._node, self._nodes = topology.node, len(topology.nodes)
         self._device = device
         self._tell = tell
         self._exchange = _core.NodeExchange(
@@ -90,7 +90,7 @@ class UcxTransport:
             store.set(f"ucx/{self._node}", self._exchange.address().hex())
             keys = [f"ucx/{node}" for node in range(self._nodes)]
             store.wait(keys, timedelta(seconds=timeout_s))
-            names = [placement.names.full(rank) for rank in placement.partners]
+            names = [topology.names.full(rank) for rank in topology.partners]
             self._exchange.connect([bytes.fromhex(store.get(key).decode()) for key in keys], names)
         except BaseException:
             self._exchange.close()

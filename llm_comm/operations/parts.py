@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 import torch
 
 from llm_comm import _core, arrays
-from llm_comm.errors import UnsupportedInputError
+from llm_comm.errors import UnsupportedInputError, quoted
 from llm_comm.operations.operands import Operands, why_not_operand, why_not_out
 from llm_comm.operations.operation import Operation, keep
 from llm_comm.operations.watched import check_memory, count_write
 from llm_comm.planning.plan import Plan, declined, without_kernel
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.selection import Layout
-from llm_comm.quoting import quoted
 from llm_comm.runtime.core_handle import CoreHandle
 
 # Global names cost less than attributes.

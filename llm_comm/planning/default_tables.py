@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from llm_comm import _core
+from llm_comm.options import MIB
 from llm_comm.planning.node_rows import PIECES, WHOLE, NodeRow
 from llm_comm.planning.tables import FUSED, Row, TuningTable, by_operation
-from llm_comm.sizes import MIB
 
 #: For each SM; what is best on an H200.
 _FUSED_BLOCKS_PER_SM = 3

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from llm_comm import _core
 from llm_comm.config import Config
-from llm_comm.quoting import quoted
+from llm_comm.errors import quoted
 
 #: By the name of the communicator's method.
 LINEAR = "linear"

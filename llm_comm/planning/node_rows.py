@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from llm_comm import _core
-from llm_comm.quoting import quoted
-from llm_comm.sizes import MIB
+from llm_comm.errors import quoted
+from llm_comm.options import MIB
 
 #: Each node gets the slices of all nodes, and adds them.
 WHOLE = "all_gather"

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 
 from llm_comm import registry
-from llm_comm.errors import ConfigError
+from llm_comm.errors import ConfigError, quoted, shortened
+from llm_comm.files import InvalidYamlError, YamlList, YamlMapping, kind_of, read_yaml
 from llm_comm.planning import layers, node_rows
 from llm_comm.planning.layers import LayerRow
 from llm_comm.planning.node_rows import NodeRow
@@ -27,8 +28,6 @@ from llm_comm.planning.tables import (
     TuningTable,
     by_operation,
 )
-from llm_comm.quoting import quoted, shortened
-from llm_comm.yaml_files import InvalidYamlError, YamlList, YamlMapping, kind_of, read_yaml
 
 _KEYS = ("device", "world_size", "max_message_bytes", "rows")
 _BY_OPERATION = "min_symmetric_bytes"  # may be

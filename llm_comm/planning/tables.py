@@ -7,10 +7,10 @@ from collections.abc import Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from llm_comm import registry
+from llm_comm.errors import shortened
+from llm_comm.options import MIB
 from llm_comm.planning.layers import LayerRow
 from llm_comm.planning.node_rows import NodeRow
-from llm_comm.quoting import shortened
-from llm_comm.sizes import MIB
 
 ALL_REDUCE = "all_reduce"
 FUSED = "all_reduce_add_rms_norm"

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from llm_comm import _core, arrays
-from llm_comm.errors import UnsupportedInputError
-from llm_comm.quoting import quoted
+from llm_comm.errors import UnsupportedInputError, quoted
 from llm_comm.runtime.comparison import check_alike, digest_of
 from llm_comm.runtime.core_handle import CoreHandle
 from llm_comm.runtime.symmetric_heap import SymmetricHeap

@@ -10,10 +10,9 @@ import torch.distributed as dist
 
 from llm_comm import _core
 from llm_comm.config import Config
-from llm_comm.errors import ConfigError, MissingRankError, RendezvousError
+from llm_comm.errors import ConfigError, MissingRankError, RendezvousError, quoted
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.tables import TuningTable
-from llm_comm.quoting import quoted
 from llm_comm.runtime import devices, multicast, self_test
 from llm_comm.runtime.comparison import compare_ranks, compare_tables
 from llm_comm.runtime.core_handle import CoreHandle

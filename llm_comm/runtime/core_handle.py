@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from llm_comm import _core
 from llm_comm.errors import CommunicatorError
-from llm_comm.runtime import forks
 from llm_comm.runtime.devices import is_capturing
 from llm_comm.runtime.statistics import Progress, Stats, Tallies
 from llm_comm.runtime.status import RankError
 from llm_comm.runtime.watchdog import Watchdog, operations_ended
+
+_handles: weakref.WeakSet[CoreHandle] = weakref.WeakSet()
+_kept: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def keep_in_child(kept: Any) -> None:
+    """Never destroy ``kept`` in a forked child: its destructor waits for threads that only the parent has."""
+    _kept.add(kept)
+
+
+def _in_child() -> None:
+    for kept in _kept:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    for handle in list(_handles):
+        handle.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 class CoreHandle:
@@ -41,7 +60,7 @@ class CoreHandle:
         self._finalizers: list[weakref.finalize[..., CoreHandle]] = []
         self._stop_watching = None if watchdog is None else self.when_dropped(watchdog.abandon)
         self._maker = os.getpid()
-        forks.leave_in_child(self)
+        _handles.add(self)
 
     def when_dropped(self, call: Callable[[], None]) -> weakref.finalize[..., CoreHandle]:
         """Call ``call`` once nobody holds this handle, or when the process ends, but not in a forked child."""
@@ -52,7 +71,8 @@ class CoreHandle:
     def leave_to_parent(self) -> None:
         """Refuse every call, in a process that was forked from the one that made the communicator.
 
-        A call from here would take the parent's turn in memory that the ranks share.
+        A call from here would take the parent's turn in memory that the ranks share. No lock may be waited for: a
+        thread of the parent may have held any when the process forked.
         """
         self.is_open = False
         for finalizer in self._finalizers:

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hmac
 import os
+import re
 import secrets
 import select
 import socket
@@ -23,7 +25,6 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from llm_comm.runtime.messages import MAX_HELLO_BYTES, hello, sender_of
 from llm_comm.runtime.rank_names import RankNames
 
 _ANSWER = b"+"
@@ -38,11 +39,28 @@ _MAX_SILENT = 64
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
+#: More than the greeting on a socket has.
+MAX_HELLO_BYTES = 256
+
+
 class Invitation(NamedTuple):
     """Where a rank listens, and the word that whoever comes has to know."""
 
     name: str
     secret: str
+
+
+def hello(secret: str, rank: int) -> bytes:
+    """What a rank says first on the socket of a peer; ``secret`` is what that one has told the group."""
+    return f"{secret} {rank}".encode()
+
+
+def sender_of(data: bytes, own_secret: str) -> int | None:
+    """The rank that said ``hello`` with this rank's secret; None if nobody did."""
+    secret, _, rank = data[:MAX_HELLO_BYTES].partition(b" ")
+    is_ours = hmac.compare_digest(secret, own_secret.encode())
+    # Digits in one spelling only: 1 and not 01, which int takes too.
+    return int(rank) if is_ours and re.fullmatch(rb"0|[1-9][0-9]{0,2}", rank) else None
 
 
 def listen() -> socket.socket:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from llm_comm import _core
 from llm_comm.errors import UnsupportedInputError
-from llm_comm.sizes import MIB
+from llm_comm.options import MIB
 
 #: Of a segment: device memory for peers comes in pieces of so many bytes.
 SEGMENT_MULTIPLE = 2 * MIB

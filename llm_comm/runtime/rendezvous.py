@@ -9,19 +9,81 @@ gloo ends all its connections. After any other error it can be used.
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from llm_comm.errors import ConfigError, LlmCommError, MissingRankError, RendezvousError, UnsupportedInputError
-from llm_comm.quoting import quoted
+from llm_comm.errors import ConfigError, LlmCommError, MissingRankError, RendezvousError, UnsupportedInputError, quoted
 from llm_comm.runtime.descriptors import Exchange, Invitation, close_all, invite, listen
-from llm_comm.runtime.messages import Failure, Message, decode, encode
 from llm_comm.runtime.rank_names import RankNames
+
+#: All messages of a step have the same length.
+MESSAGE_BYTES = 4096
+_MAX_ERROR_BYTES = 1500
+
+
+class Failure(NamedTuple):
+    """Why a rank cannot go on: the class of the error by name, and its text."""
+
+    kind: str
+    text: str
+
+
+class Message(NamedTuple):
+    """What a rank says at a step: a value, or that it cannot go on."""
+
+    step: str
+    value: Any
+    failure: Failure | None = None
+
+
+def encode(message: Message) -> bytes:
+    """A message as it travels.
+
+    Raises:
+        ValueError: It is too long, or has what JSON does not have.
+    """
+    failure = message.failure and [message.failure.kind, _fit(message.failure.text)]
+    text = json.dumps([message.step, message.value, failure], ensure_ascii=False)
+    # Names of files may have characters that are none, which JSON writes as escapes of its own.
+    data = text.encode(errors="backslashreplace")
+    if len(data) > MESSAGE_BYTES:
+        raise ValueError(f"a rendezvous message has {len(data)} bytes, at most {MESSAGE_BYTES} fit")
+    return data.ljust(MESSAGE_BYTES)
+
+
+def decode(data: bytes) -> Message:
+    """A message that has arrived.
+
+    Raises:
+        RendezvousError: It is none; the text shows its begin.
+    """
+    try:
+        step, value, failure = json.loads(data)
+        if not isinstance(step, str):
+            raise ValueError("no step")
+        if failure is not None:
+            kind, text = failure
+            if not (isinstance(kind, str) and isinstance(text, str)):
+                raise ValueError("no failure")
+            failure = Failure(kind, text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RendezvousError(
+            f"this is no message of this version of llm_comm: {quoted(bytes(data[:64]))} ({type(error).__name__})"
+        ) from None
+    return Message(step, value, failure)
+
+
+def _fit(error: str) -> str:
+    """What of an error text fits a message. JSON writes control characters at length, so they go."""
+    printable = "".join(c if c.isprintable() else " " for c in error[:_MAX_ERROR_BYTES])
+    return printable.encode(errors="replace")[:_MAX_ERROR_BYTES].decode(errors="ignore")
+
 
 T = TypeVar("T")
 
@@ -51,19 +113,19 @@ class Rendezvous:
         self.world_size = dist.get_world_size(group)
         #: Names of the ranks for errors; with processes and hosts once the ranks have compared their nodes.
         self.names = RankNames.of(group)
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         on_cpu = "gloo" in str(dist.get_backend_config(group)) or "gloo" in dist.get_backend(group)
         if on_cpu:
-            self._device = torch.device("cpu")
+            self.device = torch.device("cpu")
         elif device is not None and device.type == "cuda":
-            self._device = device
+            self.device = device
         else:
-            self._device = torch.device("cuda", torch.cuda.current_device())
+            self.device = torch.device("cuda", torch.cuda.current_device())
 
     @property
     def is_on_device(self) -> bool:
         """Whether its messages go by a CUDA stream, which may be captured."""
-        return self._device.type == "cuda"
+        return self.device.type == "cuda"
 
     def gather(self, what: str, value: Any) -> list[Any]:
         """The JSON-able ``value`` of every rank, by rank. ``what`` names the step.
@@ -141,16 +203,16 @@ class Rendezvous:
         return [message.value for message in said]
 
     def _gather(self, data: bytes) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
         try:
             work = dist.all_gather(everyone, mine, group=self.group, async_op=True)
-            work.wait(timedelta(seconds=max(self._timeout_s, _SHORTEST_WAIT_S)))
+            work.wait(timedelta(seconds=max(self.timeout_s, _SHORTEST_WAIT_S)))
         except RuntimeError as error:
             members = self.names.each(range(self.names.size))
             raise MissingRankError(
                 f"{self.names.in_group(self.rank)}: not all {self.names.size} ranks came to the rendezvous of llm_comm "
-                f"within {self._timeout_s:g} s (LLM_COMM_TIMEOUT_S). The group has {members}. {error}"
+                f"within {self.timeout_s:g} s (LLM_COMM_TIMEOUT_S). The group has {members}. {error}"
             ) from error
         return [bytes(found.cpu().tolist()) for found in everyone]
 
@@ -187,7 +249,7 @@ class Rendezvous:
     def _exchange(self, server: socket.socket, said: list[Any], descriptor: int) -> dict[int, int]:
         invitations = [Invitation(name, secret) for name, secret in said]
         # Half of the time limit: a rank that failed at once already waits in the vote, for as long as that.
-        return Exchange(self.rank, server, invitations, descriptor, self._timeout_s / 2, self.names).run()
+        return Exchange(self.rank, server, invitations, descriptor, self.timeout_s / 2, self.names).run()
 
 
 def host_identity() -> dict[str, str]:

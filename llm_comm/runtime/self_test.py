@@ -13,11 +13,11 @@ import torch
 from llm_comm import _core, registry
 from llm_comm.config import Config
 from llm_comm.errors import MissingRankError, RendezvousError
+from llm_comm.options import MIB
 from llm_comm.planning.multicast import Multicast, why_not
 from llm_comm.planning.plan import Problem
 from llm_comm.runtime.devices import current_stream_of
 from llm_comm.runtime.rendezvous import Rendezvous
-from llm_comm.sizes import MIB
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "byte": torch.uint8}
 _ROW = 512  # elements, of an operation that works by rows

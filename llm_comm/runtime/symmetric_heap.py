@@ -18,8 +18,7 @@ import torch
 import torch.utils.dlpack
 
 from llm_comm import _core
-from llm_comm.errors import UnsupportedInputError
-from llm_comm.quoting import quoted
+from llm_comm.errors import UnsupportedInputError, quoted
 from llm_comm.runtime.comparison import check_alike
 from llm_comm.runtime.core_handle import CoreHandle
 from llm_comm.runtime.devices import is_capturing

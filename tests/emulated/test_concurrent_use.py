@@ -233,7 +233,7 @@ def close_beside_a_call() -> None:
     """Of a rank whose partner has not come to the call."""
     comm = make(Layout(2, 1))
     if comm.rank == 0:
-        hierarchy = comm._spread._hierarchy
+        hierarchy = comm._multi_node._hierarchy
         in_call = threading.Thread(target=reduce_often, args=[comm, 3000, 1])
         in_call.start()
         while not hierarchy._is_in_call:
@@ -257,7 +257,7 @@ def leave_a_call(how: str) -> str:
     with make(Layout(2, 1)) as comm:
         x = torch.ones(300)
         if comm.rank == 0:
-            exchange = comm._spread._hierarchy.exchange
+            exchange = comm._multi_node._hierarchy.exchange
 
             def handle(*_: object) -> None:
                 if how == "raises":

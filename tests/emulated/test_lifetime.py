@@ -182,7 +182,7 @@ def fork_beside_a_call(transport: str | None) -> None:
         with contextlib.suppress(UnsupportedInputError):
             use(comm)  # what it prepares the child has, too
     if rank == 0:
-        spread, launches = comm._spread, comm.stats().progress.launches
+        spread, launches = comm._multi_node, comm.stats().progress.launches
         sums: list[torch.Tensor] = []
         thread = threading.Thread(target=lambda: sums.append(comm.all_reduce(x)))
         thread.start()

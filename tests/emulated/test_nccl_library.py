@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import llm_comm
-from llm_comm import cli
+from llm_comm.cli import commands
 
 REPOSITORY = Path(__file__).parents[2]
 SOURCES = REPOSITORY / "tests" / "nccl"
@@ -234,12 +234,12 @@ _ctypes.dlclose(library._handle)
 
 
 def test_path_on_the_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cli.main(["nccl-path", "--emulated"]) == 0
+    assert commands.main(["nccl-path", "--emulated"]) == 0
     path = capsys.readouterr().out.strip()
     assert path == str(LIBRARY)
     version = ctypes.c_int()
     assert ctypes.CDLL(path).ncclGetVersion(ctypes.byref(version)) == 0
     assert version.value == 23203
     if not llm_comm.cuda_compiled():
-        assert cli.main(["nccl-path"]) == 1
+        assert commands.main(["nccl-path"]) == 1
         assert "libllm_comm_nccl.so" in capsys.readouterr().err

@@ -323,9 +323,9 @@ def fail_on_one_rank(where: str) -> str:
             "llm_comm._core.make_emulated_core",
             "set-up of the device failed on 1 of 4 ranks: rank 3: OSError: no such luck",
         ),
-        ("llm_comm.nodes.spread._connect_partners", "connection between the nodes failed on "),
-        ("llm_comm.nodes.spread._try", "first exchange between the nodes failed on "),
-        ("llm_comm.nodes.spread.store_of", "store of the nodes failed on 1 of 4 ranks: rank 3: OSError: no such luck"),
+        ("llm_comm.nodes.group._connect_partners", "connection between the nodes failed on "),
+        ("llm_comm.nodes.group._try", "first exchange between the nodes failed on "),
+        ("llm_comm.nodes.group.store_of", "store of the nodes failed on 1 of 4 ranks: rank 3: OSError: no such luck"),
     ],
     ids=["core", "connection", "exchange", "store"],
 )

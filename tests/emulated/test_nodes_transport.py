@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from harness import RankPool, store
 
-from llm_comm.nodes import in_graphs, transport
+from llm_comm.nodes import transport
 
 NODES = 3
 
@@ -49,7 +49,7 @@ def call_it(is_capturing: bool) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "ProcessGroupNCCL", StandIn, raising=False)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
-        patch.setattr(in_graphs, "_kept", [])
+        patch.setattr(transport, "_kept", [])
         made = transport.StreamTransport(dist.PrefixStore("nodes", store()), node, NODES, 20.0)
         made.set_limit(30.0)
         stand_in: StandIn = made._partners
@@ -66,7 +66,7 @@ def call_it(is_capturing: bool) -> list[str]:
         first = sum(in_sizes[:node])
         assert received.tolist() == [10 * of + first + i for of in range(NODES) for i in range(mine)]
         made.close()
-        in_graphs._end_all()  # as at the end of the process
+        transport._end_all()  # as at the end of the process
         return stand_in.ended
 
 

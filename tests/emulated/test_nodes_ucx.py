@@ -152,7 +152,7 @@ def test_options_that_make_no_exchange() -> None:
 def wait_alone() -> str:
     """What a rank is told whose partner makes no call."""
     comm = make(Layout(2, 1), node_transport="ucx", timeout_s=30.0)
-    transport = comm._spread._transport
+    transport = comm._multi_node._transport
     transport.set_limit(0.3)
     said = ""
     if comm.rank == 0:

@@ -173,7 +173,7 @@ def test_directories_with_the_same_table_or_the_same_broken_one(ranks: RankPool,
 def pretend_to_be_elsewhere() -> str:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == CULPRIT:
-            patch.setattr("llm_comm.nodes.placement.host_identity", lambda: {"host": "far-away", "boot_id": "another"})
+            patch.setattr("llm_comm.nodes.topology.host_identity", lambda: {"host": "far-away", "boot_id": "another"})
         return rendezvous_error()
 
 

@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 from harness import RankPool, make_communicator
 
-from llm_comm import _core, cli, launch
+from llm_comm import _core
 from llm_comm.bench.measuring import Bench
 from llm_comm.bench.pace import Budget
 from llm_comm.bench.tune_record import Record
+from llm_comm.cli import commands, launch
 from llm_comm.dsl import registry
 from llm_comm.planning.plan import Plan
 from llm_comm.planning.table_files import load_table
@@ -75,12 +76,12 @@ def as_on_gpus() -> Iterator[None]:
 def tune(folder: Path, *options: str) -> int:
     files = "--out", str(folder / "table.yaml"), "--json", str(folder / "found.json")
     with as_on_gpus():
-        return cli.main(["tune", *OPTIONS, *files, *options])
+        return commands.main(["tune", *OPTIONS, *files, *options])
 
 
 def bench(folder: Path) -> int:
     with as_on_gpus(), mock.patch.dict("os.environ", {"LLM_COMM_TABLE": str(folder / "table.yaml")}):
-        return cli.main(["bench", "table", *OPTIONS, "--json", str(folder / "compared.json")])
+        return commands.main(["bench", "table", *OPTIONS, "--json", str(folder / "compared.json")])
 
 
 def plans(folder: Path) -> list[Plan]:
@@ -114,7 +115,7 @@ def test_the_table_that_was_tuned_is_used(ranks: RankPool, tmp_path: Path) -> No
 
 def tune_and_install(folder: Path) -> int:
     with mock.patch.dict(os.environ, {"LLM_COMM_TABLE_DIR": str(folder / "tables")}), as_on_gpus():
-        return cli.main(["tune", *OPTIONS, "--operations", "all-reduce", "--install"])
+        return commands.main(["tune", *OPTIONS, "--operations", "all-reduce", "--install"])
 
 
 def plan_by_what_is_installed(folder: Path) -> tuple[Plan, str]:

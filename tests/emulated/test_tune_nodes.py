@@ -20,8 +20,8 @@ from harness import RankPool
 from nodes_cases import Layout, make
 from test_tune_command import as_on_gpus
 
-from llm_comm import cli
 from llm_comm.bench import timing, tune_nodes
+from llm_comm.cli import commands
 from llm_comm.communicator import Communicator
 from llm_comm.planning.node_rows import PIECES, WHOLE, NodeRow
 from llm_comm.planning.table_files import load_table
@@ -63,7 +63,7 @@ def tune(layout: Layout, folder: Path, *options: str) -> int:
         mock.patch.object(Communicator, "use_table", note),
         mock.patch.object(timing, "time_graph", timed),
     ):
-        return cli.main(["tune", "--min", "64K", "--max", "2M", "--reps", "1", *options])
+        return commands.main(["tune", "--min", "64K", "--max", "2M", "--reps", "1", *options])
 
 
 def reasons(layout: Layout, sizes: list[int], folder: Path) -> list[str]:
@@ -125,7 +125,7 @@ def test_rows_of_other_machines_are_not_installed_with_those_between_nodes(ranks
 
 
 def refused(*options: str) -> str:
-    args: Any = cli.build_parser().parse_args(["tune", *options])
+    args: Any = commands.build_parser().parse_args(["tune", *options])
     with pytest.raises(Exception, match="several nodes") as caught:
         tune_nodes.check(args)
     return f"{type(caught.value).__name__}: {caught.value}"
@@ -134,7 +134,7 @@ def refused(*options: str) -> str:
 def test_what_is_measured_within_a_machine_alone_is_refused() -> None:
     assert refused("--operations", "fused").startswith("ConfigError: --operations fused: the ranks are on several")
     assert refused("--layers", "64x64", "--multicast").startswith("ConfigError: --layers, --multicast: ")
-    tune_nodes.check(cli.build_parser().parse_args(["tune"]))
+    tune_nodes.check(commands.build_parser().parse_args(["tune"]))
 
 
 def test_candidates_and_the_choice_between_them() -> None:

@@ -19,7 +19,7 @@ from reference import assert_is_sum, contributions
 
 from llm_comm import Communicator, Config, ConfigError, LlmCommError, RendezvousError, UnsupportedInputError
 from llm_comm.integrations import joining
-from llm_comm.runtime import messages
+from llm_comm.runtime import rendezvous
 
 CULPRIT = 1
 NO_CUDA_DEVICE = f"cuda:{torch.cuda.device_count() + 90}"
@@ -53,11 +53,11 @@ CASES = {
     "missing device": Case(RendezvousError, "", arguments={"device": NO_CUDA_DEVICE}),
     "no device": Case(RendezvousError, "RuntimeError: ", arguments={"device": "emulated"}),
     "properties": Case(RendezvousError, "OSError: no such luck", patch=("llm_comm.runtime.devices.make_limits", fail)),
-    "host": Case(RendezvousError, "OSError: no such", patch=("llm_comm.nodes.placement.host_identity", fail)),
+    "host": Case(RendezvousError, "OSError: no such", patch=("llm_comm.nodes.topology.host_identity", fail)),
     "long name": Case(
         RendezvousError,
         "ValueError: a rendezvous message has ",
-        patch=("llm_comm.nodes.placement.host_identity", lambda: {"host": "x" * 5000, "boot_id": ""}),
+        patch=("llm_comm.nodes.topology.host_identity", lambda: {"host": "x" * 5000, "boot_id": ""}),
     ),
     "version": Case(RendezvousError, "0.0.7", patch=("llm_comm._core.version", "0.0.7")),
     "core": Case(RendezvousError, "OSError: no such luck", patch=("llm_comm._core.make_emulated_core", fail)),
@@ -65,7 +65,7 @@ CASES = {
     "other messages": Case(
         RendezvousError,
         "this is no message of this version of llm_comm: b'hello",
-        patch=("llm_comm.runtime.rendezvous.encode", lambda _: b"hello".ljust(messages.MESSAGE_BYTES)),
+        patch=("llm_comm.runtime.rendezvous.encode", lambda _: b"hello".ljust(rendezvous.MESSAGE_BYTES)),
     ),
 }
 

@@ -17,11 +17,11 @@ import yaml
 
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError, RendezvousError
+from llm_comm.files import InvalidYamlError, YamlList, YamlMapping, parse_yaml
 from llm_comm.planning.table_files import load_table, table_text
-from llm_comm.runtime import messages
+from llm_comm.runtime import rendezvous
 from llm_comm.runtime.descriptors import Exchange, Invitation, listen
 from llm_comm.runtime.rank_names import RankName, RankNames
-from llm_comm.yaml_files import InvalidYamlError, YamlList, YamlMapping, parse_yaml
 
 LONGEST_ERROR = 4000
 ENVIRONMENT = b"environment\n"
@@ -72,13 +72,13 @@ def message(data: bytes) -> None:
 
 def _step_message(data: bytes) -> None:
     try:
-        found = messages.decode(data)
+        found = rendezvous.decode(data)
     except RendezvousError as error:
         _check_error(error, False)
         return
     assert isinstance(found.step, str)
     try:
-        again = messages.decode(messages.encode(found))
+        again = rendezvous.decode(rendezvous.encode(found))
     except ValueError:  # spaces between, which cost nothing on the way in
         return
     assert repr(again[:2]) == repr(found[:2])
@@ -100,7 +100,7 @@ class _Listener:
             if data:
                 socket.send_fds(theirs, [data], [self._null] * descriptors)
             exchange._welcome(ours)
-        is_hello = data[: messages.MAX_HELLO_BYTES] == messages.hello(SECRET, 1)
+        is_hello = data[: descriptors.MAX_HELLO_BYTES] == descriptors.hello(SECRET, 1)
         assert bool(exchange._received) == (is_hello and descriptors > 0)
         for descriptor in exchange._received.values():
             os.close(descriptor)

@@ -30,7 +30,8 @@ import torch
 import torch.distributed as dist
 
 import llm_comm
-from llm_comm import Config, launch
+from llm_comm import Config
+from llm_comm.cli import launch
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from memcheck import sanitizer_path
 from overlap import mps_control_path
 from user_kernels import nvcc_path
 
-from llm_comm import launch
+from llm_comm.cli import launch
 
 HERE = Path(__file__).parent
 GPUS, WHY_NONE = launch.usable_gpus()

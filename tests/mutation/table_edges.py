@@ -16,9 +16,8 @@ FUSED_TWO_SHOT = "csrc/algorithms/all_reduce_add_rms_norm/two_shot.cuh"
 CHANNEL = "csrc/include/llm_comm/memory_channel.cuh"
 LAYOUT = "csrc/include/llm_comm/workspace_layout.h"
 OPTIONS = "llm_comm/options.py"
-YAML = "llm_comm/yaml_files.py"
-QUOTING = "llm_comm/quoting.py"
-MESSAGES = "llm_comm/runtime/messages.py"
+YAML = "llm_comm/files.py"
+QUOTING = "llm_comm/errors.py"
 DESCRIPTORS = "llm_comm/runtime/descriptors.py"
 RENDEZVOUS = "llm_comm/runtime/rendezvous.py"
 STATUS = "llm_comm/runtime/status.py"
@@ -241,29 +240,29 @@ EDGES: tuple[Mutant, ...] = (
     ),
     python(
         "a full message is refused",
-        MESSAGES,
+        RENDEZVOUS,
         "if len(data) > MESSAGE_BYTES:",
         "if len(data) >= MESSAGE_BYTES:",
         OF_MESSAGES,
     ),
     python(
-        "control characters stay in errors", MESSAGES, 'c if c.isprintable() else " " for c', "c for c", OF_MESSAGES
+        "control characters stay in errors", RENDEZVOUS, 'c if c.isprintable() else " " for c', "c for c", OF_MESSAGES
     ),
     python(
         "wide characters make errors too long",
-        MESSAGES,
+        RENDEZVOUS,
         '[:_MAX_ERROR_BYTES].decode(errors="ignore")',
         '.decode(errors="ignore")',
         OF_MESSAGES,
     ),
     python(
         "names that are no characters do not travel",
-        MESSAGES,
+        RENDEZVOUS,
         'text.encode(errors="backslashreplace")',
         "text.encode()",
         OF_MESSAGES,
     ),
-    python("a step may be anything", MESSAGES, "if not isinstance(step, str):", "if False:", OF_MESSAGES),
+    python("a step may be anything", RENDEZVOUS, "if not isinstance(step, str):", "if False:", OF_MESSAGES),
     # ---- Descriptors ----
     python(
         "children inherit the memory of peers",

@@ -10,12 +10,10 @@ STATUS = "llm_comm/runtime/status.py"
 COMPARISON = "llm_comm/runtime/comparison.py"
 RANK_NAMES = "llm_comm/runtime/rank_names.py"
 OPTIONS = "llm_comm/options.py"
-PLACEMENT = "llm_comm/nodes/placement.py"
+TOPOLOGY = "llm_comm/nodes/topology.py"
 RENDEZVOUS = "llm_comm/runtime/rendezvous.py"
 DESCRIPTORS = "llm_comm/runtime/descriptors.py"
-MESSAGES = "llm_comm/runtime/messages.py"
 CORE_HANDLE = "llm_comm/runtime/core_handle.py"
-FORKS = "llm_comm/runtime/forks.py"
 HIERARCHY = "llm_comm/nodes/hierarchy.py"
 WORKSPACES = "llm_comm/runtime/workspaces.py"
 
@@ -232,10 +230,10 @@ RUNTIME: tuple[Mutant, ...] = (
     # ---- Set-up ----
     python(
         "ranks may differ in machine",
-        PLACEMENT,
+        TOPOLOGY,
         'each["boot_id"] if each["node"] is None',
         '"here" if each["node"] is None',
-        "tests/unit/test_placement.py",
+        "tests/unit/test_topology.py",
     ),
     *(
         python(f"ranks may differ in {what}", COMPARISON, f'other["{what}"] for other', "0 for other", OF_COMPARISON)
@@ -263,7 +261,7 @@ RUNTIME: tuple[Mutant, ...] = (
     ),
     python(
         "ranks do not know each other's processes",
-        PLACEMENT,
+        TOPOLOGY,
         "rendezvous.names = rendezvous.names.with_processes(said)",
         "pass",
         "tests/emulated/test_options.py",
@@ -291,7 +289,7 @@ RUNTIME: tuple[Mutant, ...] = (
     ),
     python(
         "descriptors of strangers are taken",
-        MESSAGES,
+        DESCRIPTORS,
         "is_ours = hmac.compare_digest(secret, own_secret.encode())",
         "is_ours = True",
         OF_DESCRIPTORS,
@@ -353,10 +351,12 @@ RUNTIME: tuple[Mutant, ...] = (
         "tests/emulated/test_lifetime.py",
     ),
     # ---- Threads and forks ----
-    python("a forked child may use its parent's communicator", FORKS, "left.leave_to_parent()", "pass", OF_FORKS),
+    python(
+        "a forked child may use its parent's communicator", CORE_HANDLE, "handle.leave_to_parent()", "pass", OF_FORKS
+    ),
     python(
         "a forked child destroys its parent's connections",
-        FORKS,
+        CORE_HANDLE,
         "ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))",
         "pass",
         f"{OF_FORKS} -k gloo",
@@ -364,7 +364,7 @@ RUNTIME: tuple[Mutant, ...] = (
     python("threads mix the phases of their calls over nodes", HIERARCHY, "with self.turn:", "if True:", OF_TURNS),
     python(
         "a communicator over nodes is closed beside a call",
-        "llm_comm/nodes/spread.py",
+        "llm_comm/nodes/group.py",
         "with self._hierarchy.turn:",
         "if True:",
         OF_TURNS,

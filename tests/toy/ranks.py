@@ -105,9 +105,9 @@ def main(path: Path) -> None:
                 refused = str(error)
             assert "root is not one of its ranks" in refused
 
-    import llm_comm.cli
+    from llm_comm.cli.commands import main as command
 
-    llm_comm.cli.main(["algorithms"])
+    command(["algorithms"])
 
 
 if __name__ == "__main__":

@@ -36,10 +36,10 @@ def test_an_installed_llm_comm_is_not_hidden(checkout: Path, tmp_path: Path) -> 
     for path in (*PACKAGE.iterdir(), *Path(_core.__file__).parent.iterdir()):
         if not (installed / path.name).exists():
             (installed / path.name).symlink_to(path)
-    files = "llm_comm.__file__, quoting.__file__, llm_comm.__version__"
-    ask = f"import llm_comm; from llm_comm import quoting; print({files})"
+    files = "llm_comm.__file__, errors.__file__, llm_comm.__version__"
+    ask = f"import llm_comm; from llm_comm import errors; print({files})"
     done = run(checkout, installed.parent, code=ask)
-    expected = f"{installed / '__init__.py'} {installed / 'quoting.py'} {llm_comm.__version__}\n"
+    expected = f"{installed / '__init__.py'} {installed / 'errors.py'} {llm_comm.__version__}\n"
     assert done.stdout == expected, done.stderr
     assert f"is not built: the installed one in {installed} is used" in done.stderr
 

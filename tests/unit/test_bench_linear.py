@@ -11,15 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llm_comm import cli
 from llm_comm.bench import linear, linear_arms, linear_report, report, timing
 from llm_comm.bench.fused import add_rms_norm
 from llm_comm.bench.linear_arms import FUSED, Arm, Judge, Names, Operands, make_weights
 from llm_comm.bench.linear_report import Choice, LayerRow
 from llm_comm.bench.linear_silu import SiluJudge, silu_and_mul
 from llm_comm.bench.report import Progress, Result
+from llm_comm.cli import commands
+from llm_comm.cli.launch import Placement
 from llm_comm.errors import ConfigError, PeerTimeout, UnsupportedInputError
-from llm_comm.launch import Placement
 
 CPU = torch.device("cpu")
 ON_GPU, EMULATED = Names.of(True), Names.of(False)
@@ -275,7 +275,7 @@ def test_choices_fill_the_device() -> None:
 
 
 def parse(*argv: str) -> argparse.Namespace:
-    return cli.build_parser().parse_args(["bench", "linear", *argv])
+    return commands.build_parser().parse_args(["bench", "linear", *argv])
 
 
 def test_options() -> None:

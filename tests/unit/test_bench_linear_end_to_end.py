@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from llm_comm import launch
-from llm_comm.launch import Placement
+from llm_comm.cli import launch
+from llm_comm.cli.launch import Placement
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SMALL = ["bench", "linear", "--device", "emulated", "--shapes", "128x64", "--tokens", "3"]
@@ -22,7 +22,7 @@ SABOTAGE = """
 import os, sys
 sys.path[:] = {path!r}
 import llm_comm
-from llm_comm import cli
+from llm_comm.cli import commands
 right = llm_comm.Communicator.{method}
 def wrong(self, *tensors, **options):
     results = right(self, *tensors, **options)
@@ -30,13 +30,13 @@ def wrong(self, *tensors, **options):
     return results
 if os.environ["RANK"] == "{saboteur}":
     llm_comm.Communicator.{method} = wrong
-sys.exit(cli.main(sys.argv[1:]))
+sys.exit(commands.main(sys.argv[1:]))
 """
 
 
 def run(argv: list[str]) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-    start = f"import sys; sys.path[:] = {sys.path!r}; from llm_comm import cli; sys.exit(cli.main())"
+    start = f"import sys; sys.path[:] = {sys.path!r}; from llm_comm.cli.commands import main; sys.exit(main())"
     command = [sys.executable, "-c", start, *argv]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
 

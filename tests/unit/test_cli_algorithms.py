@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from llm_comm import cli, launch, registry
+from llm_comm import registry
+from llm_comm.cli import commands, launch
 from llm_comm.dsl import library
 from llm_comm.dsl import registry as programs
 
@@ -72,7 +73,7 @@ def cells(line: str) -> list[str]:
 
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["algorithms"]) == 0
+    assert commands.main(["algorithms"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[4:] == [
         "operation        what              buffers    parameters",
@@ -89,7 +90,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["algorithms", "--json"]) == 0
+    assert commands.main(["algorithms", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {
         "operations": OPERATIONS,
         "algorithms": ALGORITHMS,
@@ -100,7 +101,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def listed(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, dict[str, Any]]:
     """The programs that the command lists, by name."""
-    assert cli.main(["algorithms", "--json", *options]) == 0
+    assert commands.main(["algorithms", "--json", *options]) == 0
     return {found["name"]: found for found in json.loads(capsys.readouterr().out)["programs"]}
 
 
@@ -168,7 +169,9 @@ def test_programs_that_an_option_names(
 
 
 def test_a_table_of_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["algorithms", "--dsl", "llm_comm.dsl.library:all_gather_ll,llm_comm.dsl.library:ring_ll"]) == 0
+    assert (
+        commands.main(["algorithms", "--dsl", "llm_comm.dsl.library:all_gather_ll,llm_comm.dsl.library:ring_ll"]) == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     begin = lines.index("programs of llm_comm.dsl for 4 ranks")
     assert [cells(line) for line in lines[begin + 1 : begin + 4]] == [
@@ -183,11 +186,11 @@ def test_a_table_of_programs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_cannot_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["algorithms", "--dsl", "no_such_module:program"]) == 2
+    assert commands.main(["algorithms", "--dsl", "no_such_module:program"]) == 2
     assert "option dsl (--dsl): no_such_module:program: cannot import no_such_module" in capsys.readouterr().err
     for options in (["--dsl", "module"], ["--world", "9"]):
         with pytest.raises(SystemExit):
-            cli.main(["algorithms", *options])
+            commands.main(["algorithms", *options])
     err = capsys.readouterr().err
     assert "argument --dsl: 'module' is not allowed; valid: programs as MODULE:PROGRAM" in err
     assert "argument --world: '9' is not a number of ranks, 2 to 8" in err

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from tables import limits_of, plain_row
 
-from llm_comm import cli, launch
 from llm_comm.bench import table, timing
 from llm_comm.bench.choosing import Measured
 from llm_comm.bench.table import Compared
 from llm_comm.bench.tune_subjects import AllReduceSubject, Bound
+from llm_comm.cli import commands, launch
 from llm_comm.config import Config
 from llm_comm.planning.multicast import NO_MULTICAST
 from llm_comm.planning.selection import select
@@ -124,10 +124,10 @@ def test_it_needs_gpus_and_options_that_name_something(
     monkeypatch.setattr(launch, "in_rank", lambda: False)
     monkeypatch.setattr(launch, "spawn", lambda *call: started.append(call) or 0)
     monkeypatch.setattr(launch, "place", lambda *_, **__: launch.Placement(2, on_gpu=False, reason="there is none"))
-    assert cli.main(["bench", "table"]) == 2
+    assert commands.main(["bench", "table"]) == 2
     assert "bench table measures GPUs: there is none" in capsys.readouterr().err
     monkeypatch.setattr(launch, "place", lambda *_, **__: launch.Placement(2, on_gpu=True))
-    assert cli.main(["bench", "table", "--min", "2M", "--max", "1M"]) == 2
+    assert commands.main(["bench", "table", "--min", "2M", "--max", "1M"]) == 2
     assert not started
-    assert cli.main(["bench", "table", "--operations", "all-gather,reduce-scatter"]) == 0
+    assert commands.main(["bench", "table", "--operations", "all-gather,reduce-scatter"]) == 0
     assert len(started) == 1

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from llm_comm import _core, cli, doctor, engine_verdicts, launch
+from llm_comm import _core
+from llm_comm.cli import commands, doctor, engine_verdicts, launch
 from llm_comm.installation import code_for, oldest_driver
 
 TOPOLOGY = """\
@@ -48,7 +49,7 @@ def _nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_section_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--json"]) == 0
+    assert commands.main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert set(report) == SECTIONS
     assert not [title for title, section in report.items() if "error" in section]
@@ -81,13 +82,13 @@ def test_a_wrong_option_is_told_once_and_nothing_is_judged_by_it(
     monkeypatch.setattr(engine_verdicts, "installed_version", {"vllm": "0.33"}.get)
     monkeypatch.setattr(engine_verdicts, "_has_entry_point", lambda _: True)
     monkeypatch.setattr(launch, "usable_gpus", lambda: (0, "no GPU here"))
-    assert cli.main(["doctor"]) == 2
+    assert commands.main(["doctor"]) == 2
     text = capsys.readouterr().out
     assert text.startswith(f"error: ConfigError: {error}")
     assert text.count("ConfigError") == 1
     assert "demo_would_run_on" not in text
 
-    assert cli.main(["doctor", "--json"]) == 2
+    assert commands.main(["doctor", "--json"]) == 2
     report = json.loads(capsys.readouterr().out)
     assert set(report) == {*SECTIONS, "error"}
     assert report["error"].startswith(f"ConfigError: {error}")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from llm_comm import launch
-from llm_comm.launch import Placement
+from llm_comm.cli import launch
+from llm_comm.cli.launch import Placement
 
 pytestmark = pytest.mark.long
 
@@ -24,7 +24,7 @@ SABOTAGE = """
 import os, sys
 sys.path[:] = {path!r}
 import llm_comm
-from llm_comm import cli
+from llm_comm.cli import commands
 def wrong(right):
     def call(self, *tensors, **options):
         result = right(self, *tensors, **options)
@@ -34,13 +34,13 @@ def wrong(right):
 if os.environ["RANK"] == "{saboteur}":
     for name in ("all_reduce", "all_gather", "reduce_scatter"):
         setattr(llm_comm.Communicator, name, wrong(getattr(llm_comm.Communicator, name)))
-sys.exit(cli.main(sys.argv[1:]))
+sys.exit(commands.main(sys.argv[1:]))
 """
 
 
 def run(argv: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES} | variables
-    start = f"import sys; sys.path[:] = {sys.path!r}; from llm_comm import cli; sys.exit(cli.main())"
+    start = f"import sys; sys.path[:] = {sys.path!r}; from llm_comm.cli.commands import main; sys.exit(main())"
     command = [sys.executable, "-c", start, *argv]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from llm_comm import launch
+from llm_comm.cli import launch
+from llm_comm.cli.launch import Placement
 from llm_comm.errors import ConfigError
-from llm_comm.launch import Placement
 
 EMULATED = Placement(world=3, on_gpu=False, reason="test")
 SLEEPS_UNLESS_RANK_1 = """
@@ -149,7 +149,7 @@ def test_ranks_end_with_their_launcher(sent: signal.Signals, status: int, tmp_pa
     rank = SLEEPS_UNLESS_RANK_1.format(ending="pass")
     launcher = (
         f"import sys; sys.path[:] = {sys.path!r}\n"
-        "from llm_comm import launch\n"
+        "from llm_comm.cli import launch\n"
         f"command = [sys.executable, '-c', {rank!r}, {str(tmp_path)!r}]\n"
         "sys.exit(launch.run_ranks(launch.Placement(3, False), command))"
     )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from types import SimpleNamespace
+from collections.abc import Callable
 
 import pytest
 
 import llm_comm
-from llm_comm import cli
+from llm_comm.cli import commands
 from llm_comm.errors import ConfigError, PeerTimeout
 
 
@@ -19,48 +19,48 @@ from llm_comm.errors import ConfigError, PeerTimeout
     [("512", 512), ("1K", 1024), ("64k", 65536), ("8M", 8 << 20), ("8MB", 8 << 20), ("1G", 1 << 30), ("8MiB", 8 << 20)],
 )
 def test_byte_count(text: str, count: int) -> None:
-    assert cli.byte_count(text) == count
+    assert commands.byte_count(text) == count
 
 
 @pytest.mark.parametrize("text", ["", "K", "4Q", "-1K", "1.5K", "4iB"])
 def test_byte_count_rejects(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="not a size: write 512, 64K or 8M"):
-        cli.byte_count(text)
+        commands.byte_count(text)
     with pytest.raises(argparse.ArgumentTypeError, match="'0K': a message has at least a byte"):
-        cli.byte_count("0K")
+        commands.byte_count("0K")
 
 
 @pytest.mark.parametrize(
-    ("argv", "module"),
+    ("argv", "runs"),
     [
-        (["demo"], "llm_comm.demo.run"),
-        (["bench", "all-reduce"], "llm_comm.bench.all_reduce"),
-        (["bench", "all-gather"], "llm_comm.bench.all_gather"),
-        (["bench", "reduce-scatter"], "llm_comm.bench.reduce_scatter"),
-        (["bench", "fused"], "llm_comm.bench.fused"),
-        (["bench", "linear"], "llm_comm.bench.linear"),
-        (["bench", "table"], "llm_comm.bench.table"),
-        (["tune"], "llm_comm.bench.tune"),
-        (["algorithms"], "llm_comm.algorithms_command"),
-        (["doctor"], "llm_comm.doctor"),
-        (["nccl-path"], "llm_comm.nccl_command"),
+        (["demo"], "llm_comm.demo.run:run"),
+        (["bench", "all-reduce"], "llm_comm.bench.all_reduce:run"),
+        (["bench", "all-gather"], "llm_comm.bench.all_gather:run"),
+        (["bench", "reduce-scatter"], "llm_comm.bench.reduce_scatter:run"),
+        (["bench", "fused"], "llm_comm.bench.fused:run"),
+        (["bench", "linear"], "llm_comm.bench.linear:run"),
+        (["bench", "table"], "llm_comm.bench.table:run"),
+        (["tune"], "llm_comm.bench.tune:run"),
+        (["algorithms"], "llm_comm.cli.contents:algorithms"),
+        (["doctor"], "llm_comm.cli.doctor:run"),
+        (["nccl-path"], "llm_comm.cli.contents:nccl_path"),
     ],
 )
-def test_every_command_is_handed_to_its_module(argv: list[str], module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_is_handed_to_its_function(argv: list[str], runs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def load(name: str) -> SimpleNamespace:
-        return SimpleNamespace(run=lambda args: seen.append((name, args.argv)) or 5)
+    def resolve(name: str) -> Callable[[argparse.Namespace], int]:
+        return lambda args: seen.append((name, args.argv)) or 5
 
-    monkeypatch.setattr(cli.importlib, "import_module", load)
-    assert cli.main(argv) == 5
-    assert seen == [(module, argv)]
+    monkeypatch.setattr(commands.pkgutil, "resolve_name", resolve)
+    assert commands.main(argv) == 5
+    assert seen == [(runs, argv)]
 
 
 @pytest.mark.parametrize("argv", [[], ["bench"], ["demo", "--world", "0"], ["bench", "all-reduce", "--mode", "x"]])
 def test_wrong_command_line_exits_with_2(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
-        cli.main(argv)
+        commands.main(argv)
     assert exit_.value.code == 2
 
 
@@ -84,14 +84,14 @@ def test_what_is_wrong_and_what_may_be_meant_is_named(
     argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
-        cli.main(argv)
+        commands.main(argv)
     assert exit_.value.code == 2
     assert complaint in capsys.readouterr().err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
-        cli.main(["--version"])
+        commands.main(["--version"])
     assert exit_.value.code == 0
     assert capsys.readouterr().out == f"llm-comm {llm_comm.__version__}\n"
 
@@ -104,7 +104,7 @@ def test_the_package_runs_as_the_command() -> None:
 
 @pytest.mark.parametrize(("text", "modes"), [("graph,eager", ("eager", "graph")), ("eager,eager", ("eager",))])
 def test_bench_modes_are_ordered_and_unique(text: str, modes: tuple[str, ...]) -> None:
-    args = cli.build_parser().parse_args(["bench", "all-reduce", "--mode", text])
+    args = commands.build_parser().parse_args(["bench", "all-reduce", "--mode", text])
     assert args.mode == modes
 
 
@@ -117,11 +117,11 @@ def test_known_errors_become_one_line_and_a_status(
     def fail(_args: argparse.Namespace) -> int:
         raise error
 
-    monkeypatch.setattr(cli.importlib, "import_module", lambda _: SimpleNamespace(run=fail))
+    monkeypatch.setattr(commands.pkgutil, "resolve_name", lambda _: fail)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert cli.main(["doctor"]) == status
+    assert commands.main(["doctor"]) == status
     assert capsys.readouterr().err == f"llm-comm, rank 1: {type(error).__name__}: {error}\n"
     monkeypatch.delenv("LOCAL_RANK")
-    assert cli.main(["doctor"]) == status
+    assert commands.main(["doctor"]) == status
     assert capsys.readouterr().err == f"llm-comm: {type(error).__name__}: {error}\n"

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from tables import fused_row, limits_of, plain_row, write_table
 
-from llm_comm import cli, launch
 from llm_comm.bench import choosing, timing, tune, tune_install
 from llm_comm.bench.choosing import Measured
 from llm_comm.bench.measuring import count_candidates
 from llm_comm.bench.tune_record import Record
 from llm_comm.bench.tune_subjects import AllReduceSubject, FusedSubject, Subject, candidates, subjects_of
+from llm_comm.cli import commands, launch
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError, PeerTimeout
 from llm_comm.planning.multicast import NO_MULTICAST
@@ -70,7 +70,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_options_that_cannot_work_are_refused_before_any_rank_starts(
     options: list[str], complaint: str, started: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["tune", *options]) == 2
+    assert commands.main(["tune", *options]) == 2
     assert f"ConfigError: {complaint}" in capsys.readouterr().err
     assert not started
 
@@ -85,7 +85,7 @@ def test_options_that_cannot_work_are_refused_before_any_rank_starts(
     ],
 )
 def test_options_that_can_work_start_ranks(options: list[str], started: list[Any]) -> None:
-    assert cli.main(["tune", *options]) == 0
+    assert commands.main(["tune", *options]) == 0
     assert len(started) == 1
 
 
@@ -94,7 +94,7 @@ def test_options_that_would_falsify_the_table_are_refused(
     name: str, value: str, started: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(f"LLM_COMM_{name}", value)
-    assert cli.main(["tune"]) == 2
+    assert commands.main(["tune"]) == 2
     assert f"(LLM_COMM_{name}), but tune measures every algorithm and size: unset it" in capsys.readouterr().err
     assert not started
 
@@ -246,7 +246,7 @@ def test_the_status_says_whether_all_files_are_written(
         "--json",
         str(tmp_path / json),
     ]
-    assert cli.main(["tune", *options]) == status
+    assert commands.main(["tune", *options]) == status
     assert (tmp_path / "a.yaml").exists() == (out == "a.yaml")
     assert (tmp_path / "a.json").exists() == (json == "a.json")
 
@@ -282,7 +282,7 @@ def test_a_size_without_candidates_is_noticed_before_any_is_measured() -> None:
 @pytest.mark.parametrize("world", launch.WORLDS)
 @pytest.mark.parametrize("sm_count", [58, 108, 132, 148])
 def test_by_default_every_size_has_candidates(world: int, sm_count: int) -> None:
-    args = cli.build_parser().parse_args(["tune"])
+    args = commands.build_parser().parse_args(["tune"])
     subjects = subjects_of(args.operations, args.hidden, args.max, world)
     assert [s.key for s in subjects] == [
         *(ALL_REDUCE, of_symmetric(ALL_REDUCE), FUSED, ALL_GATHER, of_symmetric(ALL_GATHER), REDUCE_SCATTER)

@@ -17,7 +17,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "llm_comm"
 #: Commands end with all their ranks when one fails: their launcher sees to that. The last one is the mechanism itself.
-LEFT_OUT = re.compile(r"(bench|demo|planning)/.*|runtime/rendezvous\.py")
+LEFT_OUT = re.compile(r"(bench|cli|demo|planning)/.*|runtime/rendezvous\.py")
 STEPS = {"attempt", "collect", "gather", "vote", "exchange_descriptors"}
 #: Values that are a rendezvous.
 OF_RENDEZVOUS = re.compile(r"(self\._?)?rendezvous|here|Rendezvous\(.*\)|self\._heap\.rendezvous\(\)")
@@ -33,7 +33,7 @@ SAFE = re.compile(
     any|all|dict|enumerate|int|isinstance|len|list|max|min|next|range|set|sorted|str|tuple|zip
     |logger\.\w+|quoted|_?in_words|_?_fit|_?together|check_alike|math\.prod|contextlib\.suppress|secrets\.token_hex
     |.*\.(append|items|join|keys|values|get|pop|replace|_replace|upper|core|core_of_released|check_one_node|describe)
-    |(self\._)?layout\.\w+|cls|torch\.(empty|get_default_dtype)|_core\.bytes_of_\w+|devices\.make_limits|programs\.named_by|place|_place
+    |(self\._)?layout\.\w+|cls|torch\.(empty|get_default_dtype)|_core\.bytes_of_\w+|devices\.make_limits|programs\.named_by|topology_of|_place
     |kind_of_transport|Config\.load|served_device|sums_in_rank_order|_dead_on_all|_shared_gpus|functools\.partial
     |(NotJoinedError|Agreed|Channels|Compared|Compiled|Connected|CoreHandle|LlmCommAllReduce|Multicast|Planner|Rendezvous
       |Site|SymmetricHeap|ThreadPoolExecutor|Watchdog|Workspace|_Memory)

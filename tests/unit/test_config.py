@@ -14,8 +14,7 @@ import pytest
 
 from llm_comm import Config, ConfigError
 from llm_comm.config import MULTICAST_OFF_VARIABLES
-from llm_comm.options import OPTIONS
-from llm_comm.sizes import parse_size
+from llm_comm.options import OPTIONS, parse_size
 
 # For every option: a value of its own for the file, the environment (as text and as a value) and Python.
 VALUES: dict[str, tuple[object, str, object, object]] = {

@@ -13,8 +13,7 @@ import pytest
 from harness import names_of_world
 
 from llm_comm.runtime import descriptors
-from llm_comm.runtime.descriptors import Exchange, Invitation, close_all, invite, listen
-from llm_comm.runtime.messages import hello
+from llm_comm.runtime.descriptors import Exchange, Invitation, close_all, hello, invite, listen
 
 LIMIT_S = 60.0
 NAMES = names_of_world(2)

@@ -21,7 +21,7 @@ from llm_comm import emulated
 from llm_comm.dsl.compiler import cache, code_files
 from llm_comm.dsl.compiler.cache import cache_directory, cached_file, cached_library
 from llm_comm.errors import ConfigError
-from llm_comm.locks import locked
+from llm_comm.files import locked
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from llm_comm import doctor, engine_verdicts, launch
+from llm_comm.cli import doctor, engine_verdicts, launch
+from llm_comm.cli.engine_verdicts import ENGINES, Engine, is_supported
 from llm_comm.config import Config
-from llm_comm.engine_verdicts import ENGINES, Engine, is_supported
 
 REPOSITORY = Path(__file__).parents[2]
 VLLM, SGLANG = ENGINES

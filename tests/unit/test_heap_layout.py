@@ -9,8 +9,8 @@ import pytest
 
 from llm_comm import _core
 from llm_comm.errors import UnsupportedInputError
+from llm_comm.options import MIB
 from llm_comm.runtime.heap_layout import ALIGNMENT, MAX_GROWTH, SEGMENT_MULTIPLE, Allocation, HeapLayout
-from llm_comm.sizes import MIB
 
 
 def placed(layout: HeapLayout, nbytes: int) -> Allocation:

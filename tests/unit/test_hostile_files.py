@@ -12,9 +12,9 @@ import numpy
 import pytest
 
 from llm_comm import Config, ConfigError
+from llm_comm.files import MAX_BYTES, MAX_DEPTH, InvalidYamlError, parse_yaml, read_yaml
 from llm_comm.planning import catalogue
 from llm_comm.planning.table_files import load_table
-from llm_comm.yaml_files import MAX_BYTES, MAX_DEPTH, InvalidYamlError, parse_yaml, read_yaml
 
 #: The longest error names every option.
 LONGEST_ERROR = 2000

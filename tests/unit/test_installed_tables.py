@@ -16,8 +16,9 @@ import torch
 import yaml
 from tables import limits_of, plain_row, write_table
 
-from llm_comm import Config, ConfigError, _core, cli, doctor, launch
+from llm_comm import Config, ConfigError, _core
 from llm_comm.bench import tune_install, tune_list
+from llm_comm.cli import commands, doctor, launch
 from llm_comm.integrations import members
 from llm_comm.planning import catalogue, installed
 from llm_comm.planning.multicast import NO_MULTICAST
@@ -85,7 +86,7 @@ def test_a_user_without_a_home_has_no_directory(home: Path, monkeypatch: pytest.
     assert find().origin.kind == SHIPPED
     assert installed.installed_files() == []
     for options in (["--remove", "x"], ["--list", "--remove", "x"]):
-        assert cli.main(["tune", *options]) == 2
+        assert commands.main(["tune", *options]) == 2
     with pytest.raises(ConfigError, match="no home: set LLM_COMM_TABLE_DIR"):
         tune_install.prepare(CONFIG)
 
@@ -301,7 +302,7 @@ def test_what_cannot_be_done_is_refused_before_any_rank_starts(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(launch, "place", lambda *_, **__: launch.Placement(2, on_gpu=True))
     monkeypatch.setattr(launch, "spawn", lambda *_: pytest.fail("ranks were started"))
-    assert cli.main(["tune", *options]) == 2
+    assert commands.main(["tune", *options]) == 2
     assert complaint in capsys.readouterr().err
 
 
@@ -313,7 +314,7 @@ def test_list(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     install()
     capsys.readouterr()
     monkeypatch.setattr(launch, "usable_gpus", lambda: (0, "none"))
-    assert cli.main(["tune", "--list"]) == 0
+    assert commands.main(["tune", "--list"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["ORIGIN", "DEVICE", "RANKS", "MEASURED", "COMMIT", "LLM_COMM", "FILE"]
     mine, ours, unusable, *shipped = lines[:-3]
@@ -333,13 +334,13 @@ def test_remove(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     install(H200, 4)
     (path, other) = reversed(installed.installed_files())
     capsys.readouterr()
-    assert cli.main(["tune", "--remove", "nvidia_h200_2.format1.yaml"]) == 2
+    assert commands.main(["tune", "--remove", "nvidia_h200_2.format1.yaml"]) == 2
     assert f"it has {other.name}, {path.name}" in capsys.readouterr().err
-    assert cli.main(["tune", "--remove", path.name]) == 0
+    assert commands.main(["tune", "--remove", path.name]) == 0
     assert capsys.readouterr().out == f"removed {path}\n"
     assert find().origin == Origin(SHIPPED)
     assert find(H200, 4).origin.kind == OF_USER
-    assert cli.main(["tune", "--remove", str(other)]) == 0
+    assert commands.main(["tune", "--remove", str(other)]) == 0
     assert installed.installed_files() == []
 
 

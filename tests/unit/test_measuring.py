@@ -23,11 +23,11 @@ from llm_comm.bench.tune_subjects import (
     candidates,
 )
 from llm_comm.config import Config
+from llm_comm.options import MIB
 from llm_comm.planning.multicast import NO_MULTICAST
 from llm_comm.planning.plan import Problem
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.tables import ALL_REDUCE, Row, RunnerUp, TuningTable, by_operation
-from llm_comm.sizes import MIB
 
 CONFIG = Config.load({})
 WORLD = 2

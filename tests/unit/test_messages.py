@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llm_comm.errors import RendezvousError
-from llm_comm.runtime.messages import MESSAGE_BYTES, Failure, Message, decode, encode
+from llm_comm.runtime.rendezvous import MESSAGE_BYTES, Failure, Message, decode, encode
 
 
 def test_a_message_may_fill_its_place() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llm_comm.nodes.sums import sum_in_order
+from llm_comm.nodes.exchange import sum_in_order
 
 BITS = {2: torch.int16, 4: torch.int32}
 

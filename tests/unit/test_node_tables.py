@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from llm_comm.errors import ConfigError
-from llm_comm.nodes.hierarchy import chunks, slices
+from llm_comm.nodes.in_node import chunks, slices
 from llm_comm.planning.default_tables import emulated_table, general_table
 from llm_comm.planning.node_rows import PIECES, WHOLE, NodeRow, general_rows, rows_for
 from llm_comm.planning.table_files import load_table, table_text

@@ -27,7 +27,7 @@ def test_as_many_are_kept_as_there_is_room_for() -> None:
 
 
 def test_a_table_of_a_communicator_concerns_every_operation() -> None:
-    comm = mock.Mock(_spread=None)  # on one node
+    comm = mock.Mock(_multi_node=None)  # on one node
     comm._forget = lambda: Communicator._forget(comm)
     Communicator.use_table(comm, table := mock.Mock())
     assert comm._planner.table is table

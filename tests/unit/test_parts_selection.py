@@ -9,13 +9,13 @@ import pytest
 from tables import core_of, limits_of
 
 from llm_comm import Config, Plan, _core, registry
+from llm_comm.options import MIB
 from llm_comm.planning import selection
 from llm_comm.planning.catalogue import shipped_tables
 from llm_comm.planning.default_tables import emulated_table, general_table, rows_of_parts
 from llm_comm.planning.plan import Problem
 from llm_comm.planning.table_files import load_table
 from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Row, TuningTable, by_operation
-from llm_comm.sizes import MIB
 
 BOTH = (ALL_GATHER, REDUCE_SCATTER)
 both = pytest.mark.parametrize("operation", BOTH)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llm_comm.quoting import MOST_OF_A_TEXT, MOST_OF_A_VALUE, quoted, shortened
+from llm_comm.errors import MOST_OF_A_TEXT, MOST_OF_A_VALUE, quoted, shortened
 
 
 def test_a_text_is_cut_where_it_is_longer_than_most() -> None:

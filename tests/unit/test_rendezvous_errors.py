@@ -8,8 +8,7 @@ import pytest
 from harness import names_of_world, unnamed
 
 from llm_comm.errors import ConfigError, LlmCommError, RendezvousError, UnsupportedInputError
-from llm_comm.runtime.messages import Failure
-from llm_comm.runtime.rendezvous import Rendezvous, _error_of_all
+from llm_comm.runtime.rendezvous import Failure, Rendezvous, _error_of_all
 
 CONFIG = Failure("ConfigError", "no such option")
 DEVICE = Failure("UnsupportedInputError", "no such device")

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llm_comm import launch
 from llm_comm.bench import timing
 from llm_comm.bench.timing import Schedule, Timing
+from llm_comm.cli import launch
 
 GROUP: Any = None
 

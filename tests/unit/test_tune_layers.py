@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from llm_comm import Communicator, Config, cli, launch
+from llm_comm import Communicator, Config
 from llm_comm.bench import tune_layers
 from llm_comm.bench.linear_report import Choice
 from llm_comm.bench.linear_report import LayerRow as Measured
 from llm_comm.bench.report import Result
+from llm_comm.cli import commands, launch
 from llm_comm.planning.layers import LayerRow
 from llm_comm.planning.table_files import load_table, table_text
 from llm_comm.planning.tables import TuningTable
@@ -169,7 +170,7 @@ def test_options_that_cannot_work(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(launch, "place", lambda *_, **__: launch.Placement(2, on_gpu=True))
     monkeypatch.setattr(launch, "spawn", lambda *_: pytest.fail("ranks were started"))
-    assert cli.main(["tune", *options]) == 2
+    assert commands.main(["tune", *options]) == 2
     assert f"ConfigError: {complaint}" in capsys.readouterr().err
 
 
@@ -180,5 +181,5 @@ def test_layers_alone_can_be_measured(monkeypatch: pytest.MonkeyPatch, option: s
     started: list[Any] = []
     monkeypatch.setattr(launch, "place", lambda *_, **__: launch.Placement(2, on_gpu=True))
     monkeypatch.setattr(launch, "spawn", lambda *call: started.append(call) or 0)
-    assert cli.main(["tune", "--operations", "none", option, "64x128"]) == 0
+    assert commands.main(["tune", "--operations", "none", option, "64x128"]) == 0
     assert len(started) == 1

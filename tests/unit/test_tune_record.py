@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from tables import limits_of
 
-from llm_comm import cli, launch, outputs
+from llm_comm import files
 from llm_comm.bench import timing, tune
 from llm_comm.bench.choosing import Measured
 from llm_comm.bench.measuring import AtSize, count_candidates
 from llm_comm.bench.tune_record import Record
 from llm_comm.bench.tune_subjects import AllReduceSubject, Bound
+from llm_comm.cli import commands, launch
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
 from llm_comm.planning.multicast import NO_MULTICAST
@@ -132,7 +133,7 @@ def test_an_empty_file_is_none(path: Path) -> None:
 
 
 def test_a_file_is_whole_at_any_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outputs.replace_json(path, {"a": 1})
+    files.replace_json(path, {"a": 1})
 
     def full(self: Path, text: str, encoding: str) -> None:
         with self.open("w", encoding=encoding) as file:
@@ -142,7 +143,7 @@ def test_a_file_is_whole_at_any_time(path: Path, monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", full)
         with pytest.raises(OSError, match="No space left"):
-            outputs.replace_json(path, {"a": 2})
+            files.replace_json(path, {"a": 2})
     assert json.loads(path.read_text()) == {"a": 1}
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
@@ -150,11 +151,11 @@ def test_a_file_is_whole_at_any_time(path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_link_stays_a_link_and_a_device_a_device(path: Path) -> None:
     link = path.with_name("link.json")
     link.symlink_to(path)
-    outputs.replace_json(link, {"a": 1})
+    files.replace_json(link, {"a": 1})
     assert link.is_symlink()
     assert json.loads(path.read_text()) == {"a": 1}
     with pytest.raises(OSError, match="No space left"):
-        outputs.replace_json(Path("/dev/full"), {})
+        files.replace_json(Path("/dev/full"), {})
     assert Path("/dev/full").is_char_device()
 
 
@@ -233,19 +234,19 @@ def test_a_run_that_was_cut_off_goes_on_and_writes_the_same_table(
         files = ["--out", str(tmp_path / f"{name}.yaml"), "--json", str(tmp_path / f"{name}.json")]
         return ["tune", "--operations", "all-reduce", "--max", "3K", *files]
 
-    assert cli.main(command("whole")) == 0
+    assert commands.main(command("whole")) == 0
     whole, printed = list(timed), capsys.readouterr().out
     assert sorted(set(whole)) == [1024, 1536, 2048, 3072]
     timed.clear()
     left = whole.index(1024) + 5
     assert list(dict.fromkeys(whole)) == [3072, 1536, 1024, 2048], "few sizes over the whole range come first"
     with pytest.raises(Cut):
-        cli.main(command("cut"))
+        commands.main(command("cut"))
     assert not (tmp_path / "cut.yaml").exists()
     left = 10**6
     timed.clear()
     capsys.readouterr()
-    assert cli.main(command("cut")) == 0
+    assert commands.main(command("cut")) == 0
     assert timed == whole[whole.index(1024) :], "what was cut off is measured anew, those before it are not"
     out = capsys.readouterr().out
     assert out == f"{tmp_path / 'cut.json'} has 2 of 4 sizes: going on behind them\n{printed}"
@@ -254,7 +255,7 @@ def test_a_run_that_was_cut_off_goes_on_and_writes_the_same_table(
     rows = load_table(tmp_path / "cut.yaml").table.rows[ALL_REDUCE]
     assert all(row.us is not None and row.runner_up is not None for row in rows)
     timed.clear()
-    assert cli.main(command("cut")) == 0
+    assert commands.main(command("cut")) == 0
     assert timed == []
 
 
@@ -267,7 +268,7 @@ def test_a_file_of_another_run_is_told_once_before_any_rank_starts(
     monkeypatch.setattr(launch, "spawn", lambda *call: started.append(call) or 0)
     monkeypatch.setattr(tune.report, "environment", lambda _: ENVIRONMENT)
     record(path).add("all_reduce", AT_SIZE, writes=True)
-    assert cli.main(["tune", "--json", str(path)]) == 2
+    assert commands.main(["tune", "--json", str(path)]) == 2
     assert "there is a file of another run: --operations is ['all-reduce'] there and" in capsys.readouterr().err
     assert not started
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from llm_comm import emulated
 from llm_comm.dsl.compiler import code_files
+from llm_comm.files import locked
 from llm_comm.installation import digest_of_headers, get_library_dir
-from llm_comm.locks import locked
 
 logger = logging.getLogger("llm_comm")
 

@@ -10,12 +10,11 @@ import vllm.envs as envs
 from vllm.config import get_current_vllm_config_or_none
 
 from llm_comm.config import Config
-from llm_comm.errors import ConfigError
+from llm_comm.errors import ConfigError, quoted
 from llm_comm.integrations import engine_config, joining
 from llm_comm.integrations.vllm import gathering, seams
 from llm_comm.integrations.vllm.seams import TABLE
 from llm_comm.options import OPTIONS
-from llm_comm.quoting import quoted
 
 logger = logging.getLogger("vllm.llm_comm")
 

@@ -1,4 +1,4 @@
-"""Which ranks of a group are on which node."""
+"""Which ranks of a group are on which node, and the set-up steps of a node's ranks in step with the other nodes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from llm_comm import _core
 from llm_comm.config import Config
 from llm_comm.errors import RendezvousError
 from llm_comm.runtime.rank_names import RankNames
-from llm_comm.runtime.rendezvous import Rendezvous, host_identity
+from llm_comm.runtime.rendezvous import Failure, Rendezvous, host_identity
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Where the ranks of a group are that is spread over nodes, as many on each; and where this one is.
+class Topology:
+    """Nodes of a group whose ranks are on several, as many on each, and the place of this rank.
 
     Attributes:
         nodes: The ranks of each node in ascending order. Nodes are in the order of their first ranks.
@@ -32,12 +32,12 @@ class Placement:
 
     @property
     def node(self) -> int:
-        """That of this rank."""
+        """Node of this rank."""
         return next(node for node, ranks in enumerate(self.nodes) if self.rank in ranks)
 
     @property
     def place(self) -> int:
-        """Of this rank among those of its node."""
+        """Place of this rank among the ranks of its node."""
         return self.ranks_here.index(self.rank)
 
     @property
@@ -60,7 +60,7 @@ class Placement:
         return tuple(rank for rank in self.partners if rank != self.rank)
 
 
-def find(rendezvous: Rendezvous, config: Config) -> Placement | None:
+def find_topology(rendezvous: Rendezvous, config: Config) -> Topology | None:
     """Which ranks are on which node; None where all are on one. Collective.
 
     Raises:
@@ -71,13 +71,13 @@ def find(rendezvous: Rendezvous, config: Config) -> Placement | None:
         "comparison of nodes", lambda: {**host_identity(), "pid": os.getpid(), "node": config.node}
     )
     rendezvous.names = rendezvous.names.with_processes(said)
-    placement = place(said, rendezvous.rank, rendezvous.names)
-    if placement is not None:
-        rendezvous.names = placement.names
-    return placement
+    topology = topology_of(said, rendezvous.rank, rendezvous.names)
+    if topology is not None:
+        rendezvous.names = topology.names
+    return topology
 
 
-def place(said: Sequence[dict[str, Any]], rank: int, names: RankNames) -> Placement | None:
+def topology_of(said: Sequence[dict[str, Any]], rank: int, names: RankNames) -> Topology | None:
     """Which ranks are on which node, from what each rank has said: ``host``, ``boot_id`` and ``node``."""
     unnamed = [i for i, each in enumerate(said) if each["node"] is None]
     if 0 < len(unnamed) < len(said):
@@ -116,9 +116,30 @@ def place(said: Sequence[dict[str, Any]], rank: int, names: RankNames) -> Placem
         for node, ranks in enumerate(nodes.values())
         for i in ranks
     }
-    return Placement(tuple(map(tuple, nodes.values())), hosts, rank, names.with_nodes(node_of))
+    return Topology(tuple(map(tuple, nodes.values())), hosts, rank, names.with_nodes(node_of))
 
 
 def _host(said: dict[str, Any]) -> str:
     by = f"boot id {said['boot_id']}" if said["node"] is None else f"node {said['node']!r}"
     return f"{said['host']} ({by})"
+
+
+class NodeRendezvous(Rendezvous):
+    """Rendezvous of the ranks of one node, in step with the other nodes: a failure of one rank is one of all nodes,
+    so no rank goes on and waits for operations that never come.
+
+    Args:
+        everyone: Rendezvous of all ranks.
+        topology: Nodes of all ranks.
+    """
+
+    def __init__(self, everyone: Rendezvous, topology: Topology) -> None:
+        super().__init__(everyone.group, everyone.timeout_s, everyone.device)
+        self.rank, self.world_size = topology.place, len(topology.ranks_here)
+        self.names = topology.names.part(topology.ranks_here)
+        self._everyone = everyone
+        self._ranks = topology.ranks_here
+
+    def _meet(self, what: str, value: Any, failure: Failure | None, own_error: Exception | None = None) -> list[Any]:
+        said = self._everyone._meet(what, value, failure, own_error)
+        return [said[rank] for rank in self._ranks]

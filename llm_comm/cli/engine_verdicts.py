@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
 
-from llm_comm import launch
 from llm_comm.bench.report import installed_version
+from llm_comm.cli import launch
 from llm_comm.config import Config, load_with_unknown
 from llm_comm.errors import ConfigError
 from llm_comm.integrations import joining

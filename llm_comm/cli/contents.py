@@ -1,34 +1,37 @@
-"""``llm-comm algorithms``: what can run an operation, of this build and of programs. Needs no GPU and no ranks."""
+"""Commands that show what this installation has: ``algorithms`` and ``nccl-path``. No GPU, no ranks."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from llm_comm import preflight, registry
+from llm_comm import registry
 from llm_comm.bench.report import columns
+from llm_comm.cli import launch
 from llm_comm.dsl.listing import Listed, listed
+from llm_comm.installation import nccl_library
 
 
-def run(args: argparse.Namespace) -> int:
+def algorithms(args: argparse.Namespace) -> int:
     """``llm-comm algorithms``. Returns 0.
 
     Raises:
         ConfigError: The configuration is wrong, or a program that it names cannot be imported.
     """
-    config = preflight.configuration(dsl=args.dsl)
+    config = launch.configuration(dsl=args.dsl)
     operations = registry.operations().values()
-    algorithms = [_algorithm(algorithm) for operation in operations for algorithm in operation.algorithms]
-    programs = [_program(found) for found in listed(config, args.world, args.library)]
+    found = [_algorithm(algorithm) for operation in operations for algorithm in operation.algorithms]
+    programs = [_program(program) for program in listed(config, args.world, args.library)]
     of_operations = [_operation(operation) for operation in operations]
     if args.json:
-        found = {"operations": of_operations, "algorithms": algorithms, "world": args.world, "programs": programs}
-        print(json.dumps(found, indent=2))
+        report = {"operations": of_operations, "algorithms": found, "world": args.world, "programs": programs}
+        print(json.dumps(report, indent=2))
         return 0
     heads = ["operation", "algorithm", "protocol", "data types", "tunables", "needs", "how"]
-    print(_table(heads, (entry.values() for entry in algorithms)))
+    print(_table(heads, (entry.values() for entry in found)))
     if programs:
         print(f"\nprograms of llm_comm.dsl for {args.world} ranks")
         heads = ["operation", "program", "lines", "option dsl", "selectable"]
@@ -82,3 +85,13 @@ def _table(head: Sequence[str], rows: Iterable[Iterable[str | list[str]]]) -> st
 
 def _cell(value: str | list[str]) -> str:
     return (value if isinstance(value, str) else ", ".join(value)) or "-"
+
+
+def nccl_path(args: argparse.Namespace) -> int:
+    """``llm-comm nccl-path``. Returns 0, or 1 where there is none."""
+    try:
+        print(nccl_library(emulated=args.emulated))
+    except FileNotFoundError as error:
+        print(f"llm-comm: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -6,19 +6,17 @@ Exit status: 0 success, 1 a run or one of its checks failed, 2 the command line 
 from __future__ import annotations
 
 import argparse
-import importlib
 import logging
+import pkgutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from llm_comm.bench import ALIGNED_METHODS, LAYER_TOKENS, METHODS, OPERATIONS, PLOT_SUFFIXES
-from llm_comm.errors import ConfigError, LlmCommError
+from llm_comm.errors import ConfigError, LlmCommError, guess
 from llm_comm.installation import VERSION
-from llm_comm.options import parse_option
-from llm_comm.sizes import parse_size
-from llm_comm.spelling import guess
+from llm_comm.options import parse_option, parse_size
 
 _BENCH_MODES = ("eager", "graph")
 _ALIGNED_AND_SPACED = (
@@ -37,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _show_log()
     try:
         # Imported on use: each command needs only its own dependencies.
-        return int(importlib.import_module(args.module).run(args))
+        return int(pkgutil.resolve_name(args.runs)(args))
     except LlmCommError as error:
         print(f"{_speaker()}: {type(error).__name__}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
@@ -61,14 +59,14 @@ def _with_guesses(unknown: Sequence[str], parser: argparse.ArgumentParser) -> st
 
 
 def _speaker() -> str:
-    from llm_comm import launch
+    from llm_comm.cli import launch
 
     return f"llm-comm, rank {launch.rank()}" if launch.in_rank() else "llm-comm"
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all subcommands. A parse yields ``module``, whose ``run(args) -> int`` does the work, and
-    ``parser``, that of the subcommand."""
+    """The parser of all subcommands. A parse yields ``runs``, the ``module:function`` that does the work and returns
+    the exit status, and ``parser``, the parser of the subcommand."""
     parser = argparse.ArgumentParser(prog="llm-comm", description="Low-latency tensor-parallel collectives.")
     parser.add_argument("--version", action="version", version=f"llm-comm {VERSION}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -82,16 +80,16 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str, module: str
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str, runs: str
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=text, description=_sentence(text))
-    parser.set_defaults(module=module, parser=parser)
+    parser.set_defaults(runs=runs, parser=parser)
     return parser
 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = "decode with a small tensor-parallel Llama and check it against an unsharded run"
-    parser = _command(commands, "demo", text, "llm_comm.demo.run")
+    parser = _command(commands, "demo", text, "llm_comm.demo.run:run")
     _add_ranks(parser)
     parser.add_argument("--tokens", type=_positive, default=256, help="tokens to generate per sequence (%(default)s)")
     parser.add_argument("--batch", type=_positive, default=1, help="sequences decoded together (%(default)s)")
@@ -112,22 +110,22 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     bench = commands.add_parser("bench", help="time a collective beside other libraries")
     collectives = bench.add_subparsers(title="collectives", required=True, metavar="COLLECTIVE")
     text = "time and check all-reduce + residual add + RMSNorm in one kernel beside the same in two, and FlashInfer"
-    parser = _command(collectives, "fused", text, "llm_comm.bench.fused")
+    parser = _command(collectives, "fused", text, "llm_comm.bench.fused:run")
     parser.add_argument("--min", type=byte_count, help="smallest message (16K, or a row if that is longer)")
     parser.add_argument("--max", type=byte_count, help="largest message (1M; emulated 64K)")
     parser.add_argument("--hidden", type=_positive, default=8192, help="elements of a row (%(default)s)")
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16", help="(%(default)s)")
     _add_bench_options(parser, "graph")
     text = "time and check all-reduce beside NCCL and torch symmetric memory (beside gloo on emulated GPUs)"
-    parser = _command(collectives, "all-reduce", text, "llm_comm.bench.all_reduce")
+    parser = _command(collectives, "all-reduce", text, "llm_comm.bench.all_reduce:run")
     _add_comparison(parser, "message")
     text = "the same of all-gather, into ordinary and into symmetric memory"
-    _add_comparison(_command(collectives, "all-gather", text, "llm_comm.bench.all_gather"), "part of a rank")
-    text = "the same of reduce-scatter"
-    _add_comparison(_command(collectives, "reduce-scatter", text, "llm_comm.bench.reduce_scatter"), "part of a rank")
+    _add_comparison(_command(collectives, "all-gather", text, "llm_comm.bench.all_gather:run"), "part of a rank")
+    parser = _command(collectives, "reduce-scatter", "the same of reduce-scatter", "llm_comm.bench.reduce_scatter:run")
+    _add_comparison(parser, "part of a rank")
     _add_linear(collectives)
     text = "time what the tuning table chooses beside all candidates, and mark where one is 5 percent faster"
-    parser = _command(collectives, "table", text, "llm_comm.bench.table")
+    parser = _command(collectives, "table", text, "llm_comm.bench.table:run")
     _add_candidates(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results as JSON")
 
@@ -137,7 +135,7 @@ def _add_linear(collectives: argparse._SubParsersAction[argparse.ArgumentParser]
         "time and check linear layers beside cuBLAS; of few tokens from 2 ranks on also layer + all-reduce + add + "
         "RMSNorm, beside cuBLAS with llm_comm and with NCCL"
     )
-    parser = _command(collectives, "linear", text, "llm_comm.bench.linear")
+    parser = _command(collectives, "linear", text, "llm_comm.bench.linear:run")
     _add_ranks(parser, "ranks, 1 to 8 (one a GPU; without GPUs 4)")
     parser.add_argument(
         "--shapes",
@@ -216,7 +214,7 @@ def _add_json_and_plot(parser: argparse.ArgumentParser) -> None:
 
 def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = "measure which algorithm is fastest at each size here and write a tuning table"
-    parser = _command(commands, "tune", text, "llm_comm.bench.tune")
+    parser = _command(commands, "tune", text, "llm_comm.bench.tune:run")
     _add_candidates(parser)
     parser.add_argument(
         "--layers",
@@ -317,7 +315,7 @@ def _add_programs(parser: argparse.ArgumentParser, what: str) -> None:
 
 def _add_algorithms(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = "list the operations and algorithms of this build, and programs of llm_comm.dsl"
-    parser = _command(commands, "algorithms", text, "llm_comm.algorithms_command")
+    parser = _command(commands, "algorithms", text, "llm_comm.cli.contents:algorithms")
     _add_programs(parser, "programs to list")
     parser.add_argument("--library", action="store_true", help="list the programs of llm_comm.dsl.library too")
     parser.add_argument(
@@ -332,13 +330,13 @@ def _add_algorithms(commands: argparse._SubParsersAction[argparse.ArgumentParser
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = "report what this machine offers and what llm_comm would do with it"
-    parser = _command(commands, "doctor", text, "llm_comm.doctor")
+    parser = _command(commands, "doctor", text, "llm_comm.cli.doctor:run")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_nccl_path(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = "print the path of the library that stands in for NCCL"
-    parser = _command(commands, "nccl-path", text, "llm_comm.nccl_command")
+    parser = _command(commands, "nccl-path", text, "llm_comm.cli.contents:nccl_path")
     parser.add_argument("--emulated", action="store_true", help="the one over emulated GPUs, for tests")
 
 
@@ -379,7 +377,7 @@ def _option(name: str, text: str) -> Any:
 
 
 def _world(text: str) -> int:
-    from llm_comm.launch import WORLDS
+    from llm_comm.cli.launch import WORLDS
 
     world = _positive(text)
     if world not in WORLDS:

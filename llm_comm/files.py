@@ -1,20 +1,29 @@
-"""YAML files of options and tables: nothing in them is passed over, and none costs more than its size.
+"""Files: YAML of options and tables, reports of commands, and locks.
 
-Only what such files need is read: mappings, lists, words, numbers. PyYAML alone takes the last of two equal keys,
-follows aliases that make gigabytes of a few lines, and ends in whatever exception a value happens to raise.
+Nothing in a YAML file is passed over, and none costs more than its size. Only what such files need is read: mappings,
+lists, words, numbers. PyYAML alone takes the last of two equal keys, follows aliases that make gigabytes of a few
+lines, and ends in whatever exception a value happens to raise.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
+import math
 import os
 import stat
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from llm_comm.quoting import quoted, shortened
+from llm_comm.errors import quoted, shortened
 
 #: PyYAML reads about 100 KiB in a second. The files of this package have 3 KiB.
 MAX_BYTES = 128 << 10
@@ -178,3 +187,84 @@ class _Reader:
 
 def _line(event: Any) -> int:
     return int(event.start_mark.line) + 1
+
+
+def write_text(option: str, path: Path, text: str) -> bool:
+    """Writes the file of an option. If that fails, says so and prints what would be in it.
+
+    Returns:
+        Whether it was written. The command fails if not.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        tell_unwritten(option, path, error, "its content is on the standard output")
+        print(text, flush=True)
+        return False
+    return True
+
+
+def write_json(option: str, path: Path, report: Mapping[str, Any]) -> bool:
+    """As :func:`write_text`, of a report."""
+    return write_text(option, path, json.dumps(report, indent=2) + "\n")
+
+
+def replace_json(path: Path, report: Mapping[str, Any]) -> None:
+    """As :func:`replace_text`, of a report."""
+    replace_text(path, json.dumps(report, indent=2) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file so that it is whole at any time: it has all of what it had before, or all of the text.
+
+    Raises:
+        OSError: It cannot be written; what was there is still there.
+    """
+    if path.exists() and not path.is_file():  # a device or a pipe, which must not be replaced by a file
+        path.write_text(text, encoding="utf-8")
+        return
+    target = path.resolve()  # of a symbolic link the file, not the link
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, target)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+
+
+def tell_unwritten(option: str, path: Path, error: OSError, consequence: str) -> None:
+    """Says on stderr that the file of an option could not be written (whole), why, and what follows."""
+    print(f"llm-comm: {option} {path} could not be written: {error.strerror or error}; {consequence}", file=sys.stderr)
+
+
+_POLL_S = 0.05
+
+
+@contextmanager
+def locked(path: Path, patience_s: float = math.inf) -> Iterator[None]:
+    """The lock ends with the process at the latest. The file stays: who waits for it has it open.
+
+    Args:
+        path: The file.
+        patience_s: Longest wait in seconds; then the block runs without the lock.
+
+    Raises:
+        OSError: The file cannot be made or locked.
+    """
+    deadline = time.monotonic() + patience_s
+    # With these flags opening does not block, not even where a pipe lies there.
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(_POLL_S)
+        yield
+    finally:
+        os.close(descriptor)

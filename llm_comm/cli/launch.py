@@ -1,30 +1,38 @@
-"""Runs a subcommand of ``llm-comm`` as N cooperating ranks of this host.
+"""Checks of a command before it starts ranks, and the start: N cooperating ranks of this host.
 
-A command that needs ranks calls :func:`spawn` in the process that the user started; that starts N copies of
-the same command line, each with the environment that ``torchrun`` would give it. The copies (and processes
-started by ``torchrun`` itself) find :func:`in_rank` true and open the process group with
-:func:`process_group`.
+A command that needs ranks calls ``spawn`` in the process that the user started. ``spawn`` starts N copies of the same
+command line, each with the environment of ``torchrun``. The copies, and processes that ``torchrun`` itself started,
+find ``in_rank`` true and open the process group with ``process_group``.
+
+``torchrun`` is not used to start the copies: its ranks outlive a launcher that is killed, its exit status is 1 whatever
+a rank returned, it stops the other ranks before they have printed their reports, and it looks up the name of the host.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from llm_comm.config import Config
+from llm_comm.dsl import registry as programs
 from llm_comm.errors import ConfigError
 from llm_comm.installation import cuda_compiled
+from llm_comm.planning.catalogue import check_table_option
 
 #: Numbers of ranks that commands run. (A communicator can also have one rank, which has nothing to sum.)
 WORLDS = range(2, 9)
@@ -149,7 +157,7 @@ def _default_world(gpus: int, preferred: Sequence[int]) -> int:
 def spawn(placement: Placement, argv: Sequence[str]) -> int:
     """Runs ``llm-comm <argv>`` once a rank; returns as :func:`run_ranks`."""
     # Whatever the working directory holds, the ranks must import what this process imported.
-    boot = f"import sys; sys.path[:] = {sys.path!r}; from llm_comm.cli import main; sys.exit(main())"
+    boot = f"import sys; sys.path[:] = {sys.path!r}; from llm_comm.cli.commands import main; sys.exit(main())"
     return run_ranks(placement, [sys.executable, "-c", boot, *argv])
 
 
@@ -266,3 +274,47 @@ def process_group(placement: Placement) -> Iterator[dist.ProcessGroup]:
 def barrier(group: dist.ProcessGroup) -> None:
     """Waits on the host until every rank of the group is here; leaves the GPU alone."""
     dist.all_reduce(torch.zeros(1), group=group)
+
+
+def checked_config(outputs: Mapping[str, Path | None], **overrides: Any) -> Config:
+    """Returns the configuration that communicators of this command will load.
+
+    Args:
+        outputs: By option, the files that the command is to write at its end; None where there is none.
+        overrides: As of ``configuration``.
+
+    Raises:
+        ConfigError: An option, or the tuning table or a program that it names, is wrong, or a file cannot be written.
+    """
+    config = configuration(**overrides)
+    check_table_option(config)
+    programs.of_option(config)
+    for option, path in outputs.items():
+        if path is not None:
+            _check_output(option, path)
+    return config
+
+
+def configuration(**overrides: Any) -> Config:
+    """The options that hold for a command.
+
+    Args:
+        overrides: Options of ``Config`` from the command line; None where it has none.
+
+    Raises:
+        ConfigError: An option is wrong.
+    """
+    given = {name: value for name, value in overrides.items() if value is not None}
+    config = Config.load(**given)
+    origins = {name: f"--{name.replace('_', '-')}" for name in given}
+    return dataclasses.replace(config, origins={**config.origins, **origins})
+
+
+def _check_output(option: str, path: Path) -> None:
+    directory = path.parent
+    if not directory.is_dir():
+        raise ConfigError(f"{option} {path}: there is no directory {directory}; make it, or name another")
+    if path.is_dir():
+        raise ConfigError(f"{option} {path} is a directory: name a file in it")
+    if not os.access(path if path.exists() else directory, os.W_OK):
+        raise ConfigError(f"{option} {path}: no permission to write there; name another file")

@@ -9,7 +9,7 @@ import pytest
 from harness import names_of_world, unnamed
 
 from llm_comm.errors import RendezvousError
-from llm_comm.nodes.placement import Placement, place
+from llm_comm.nodes.topology import Topology, topology_of
 
 
 def said(*machines: str, names: dict[int, str] | None = None) -> list[dict[str, Any]]:
@@ -21,11 +21,11 @@ def said(*machines: str, names: dict[int, str] | None = None) -> list[dict[str, 
     ]
 
 
-def place_of(everyone: list[dict[str, Any]], rank: int) -> Placement | None:
-    return place(everyone, rank, names_of_world(len(everyone)))
+def place_of(everyone: list[dict[str, Any]], rank: int) -> Topology | None:
+    return topology_of(everyone, rank, names_of_world(len(everyone)))
 
 
-def placed(everyone: list[dict[str, Any]], rank: int) -> Placement:
+def placed(everyone: list[dict[str, Any]], rank: int) -> Topology:
     found = place_of(everyone, rank)
     assert found is not None
     return found

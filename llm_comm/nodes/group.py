@@ -1,47 +1,63 @@
-"""A communicator whose ranks are on several nodes: how it is set up, and what it consists of."""
+"""A communicator whose ranks are on several nodes: its set-up, its parts, and what it declines."""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from llm_comm.config import Config
-from llm_comm.errors import ConfigError
-from llm_comm.nodes.agreement import Agreement
-from llm_comm.nodes.all_gather import AllGatherOverNodes
-from llm_comm.nodes.all_reduce import AllReduceOverNodes
-from llm_comm.nodes.all_reduce_add_rms_norm import AllReduceAddRmsNormOverNodes
-from llm_comm.nodes.exchange import Exchange
+from llm_comm.errors import ConfigError, UnsupportedInputError
+from llm_comm.nodes.all_reduce import AllReduceAddRmsNormOverNodes, AllReduceOverNodes
+from llm_comm.nodes.exchange import Agreement, Exchange
+from llm_comm.nodes.gather_scatter import AllGatherOverNodes, ReduceScatterOverNodes
 from llm_comm.nodes.hierarchy import Hierarchy
 from llm_comm.nodes.in_node import InNode
-from llm_comm.nodes.mail import store_of
-from llm_comm.nodes.placement import Placement
-from llm_comm.nodes.reduce_scatter import ReduceScatterOverNodes
-from llm_comm.nodes.rendezvous import NodeRendezvous
+from llm_comm.nodes.topology import NodeRendezvous, Topology
 from llm_comm.nodes.transport import HostTransport, StreamTransport, Transport, kind_of_transport
 from llm_comm.nodes.ucx import UcxTransport
-from llm_comm.nodes.watch import NodeWatch
+from llm_comm.nodes.watch import NodeWatch, store_of
+from llm_comm.operations.generic import GenericOperations
 from llm_comm.planning.node_rows import NodeRows, rows_for
+from llm_comm.planning.plan import Plan, declined
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.tables import TuningTable
 from llm_comm.runtime.connect import Connected, compare, connect
 from llm_comm.runtime.core_handle import CoreHandle
 from llm_comm.runtime.rendezvous import Rendezvous
 
+WHY = "works only within a node, and the ranks are on several"
+
+
+class NoGenericOperations(GenericOperations):
+    """Operations by name, of which there are none."""
+
+    def run(
+        self,
+        operation: str,
+        buffers: Mapping[str, torch.Tensor | None],
+        row: int,
+        parameters: Mapping[str, float],
+    ) -> None:
+        raise UnsupportedInputError(f"{operation}: Communicator.run {WHY}")
+
+    def plan(self, operation: str, x: torch.Tensor, row: int, parameters: Mapping[str, float]) -> Plan:
+        return declined(operation, x.nbytes, WHY)
+
+
 # A message that is served as a whole is served within the node too, whatever the parts there are.
 _EVERY_SIZE = 1 << 60
 
 
-class Spread:
+class MultiNodeGroup:
     """The parts of a communicator over several nodes.
 
     Args:
-        placement: Of its ranks.
+        topology: Of its ranks.
         connected: The ranks of this node.
         transport: Between nodes.
         node_watch: Listens to the other nodes. Started.
@@ -50,14 +66,14 @@ class Spread:
 
     def __init__(
         self,
-        placement: Placement,
+        topology: Topology,
         connected: Connected,
         transport: Transport,
         node_watch: NodeWatch,
         config: Config,
     ) -> None:
         handle, planner = connected.handle, connected.planner
-        world = sum(map(len, placement.nodes))
+        world = sum(map(len, topology.nodes))
         self.handle = handle
         self.memory_kind = connected.memory_kind
         #: Of all ranks: for what a call is to compute as a whole.
@@ -71,22 +87,22 @@ class Spread:
             planner.multicast,
         )
         self._transport = transport
-        self._placement = placement
+        self._topology = topology
         self._watch = node_watch
-        in_node = InNode(handle, self._in_node, placement.place)
-        exchange = Exchange(transport, len(placement.nodes))
+        in_node = InNode(handle, self._in_node, topology.place)
+        exchange = Exchange(transport, len(topology.nodes))
         # As kernels do within a node.
         compares = config.debug or handle.device.type == "cpu"
-        agreement = Agreement(transport, placement, handle.device) if compares else None
+        agreement = Agreement(transport, topology, handle.device) if compares else None
         rows = self._rows_of(planner.table)
-        self._hierarchy = Hierarchy(handle, placement, in_node, exchange, rows, node_watch.hears, agreement)
+        self._hierarchy = Hierarchy(handle, topology, in_node, exchange, rows, node_watch.hears, agreement)
         self.planner.table = self.use_table(planner.table)
         node_watch.start()
 
     def operations(
         self,
     ) -> tuple[AllReduceOverNodes, AllReduceAddRmsNormOverNodes, AllGatherOverNodes, ReduceScatterOverNodes]:
-        """Those of the communicator between its ranks."""
+        """The operations between the ranks of the communicator."""
         common = (self.handle, self.planner, self._hierarchy)
         return (
             AllReduceOverNodes(*common),
@@ -115,18 +131,18 @@ class Spread:
 
     def describe(self) -> str:
         """For the log: "2 nodes of 4 ranks, NCCL between them"."""
-        nodes = self._placement.nodes
+        nodes = self._topology.nodes
         return f"{len(nodes)} nodes of {len(nodes[0])} ranks, {self._transport.name} between them"
 
     @property
     def nodes(self) -> int:
         """How many there are."""
-        return len(self._placement.nodes)
+        return len(self._topology.nodes)
 
     @property
     def place(self) -> int:
         """Of this rank in its node."""
-        return self._placement.place
+        return self._topology.place
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
@@ -143,7 +159,7 @@ class Spread:
                 self._transport.close()
 
 
-def set_up(rendezvous: Rendezvous, placement: Placement, device: torch.device, config: Config) -> Spread:
+def set_up(rendezvous: Rendezvous, topology: Topology, device: torch.device, config: Config) -> MultiNodeGroup:
     """Compares the ranks of the group, connects those of each node, and makes what is between the nodes. Collective.
 
     Raises:
@@ -152,32 +168,32 @@ def set_up(rendezvous: Rendezvous, placement: Placement, device: torch.device, c
     """
     # The sums of the switch have an order of their own, which nodes would not have in common.
     config = config.replace(multicast="0")
-    compared = compare(rendezvous, device, config, len(placement.ranks_here))
+    compared = compare(rendezvous, device, config, len(topology.ranks_here))
     if config.dsl is not None:
         raise ConfigError(
             f"option dsl is {config.dsl!r} ({config.origins.get('dsl', 'Python')}): programs work only within a node, "
             "and the ranks are on several"
         )
-    kind = kind_of_transport(config, device, len(placement.nodes))
+    kind = kind_of_transport(config, device, len(topology.nodes))
     name = rendezvous.gather("name of the communicator", secrets.token_hex(8))[0]
     # Half of the time limit: a rank at which a step has failed already waits in the vote, for as long as that.
     limit_s = config.timeout_s / 2
     store = rendezvous.attempt("store of the nodes", lambda: store_of(rendezvous.group, name, limit_s))
-    here = NodeRendezvous(rendezvous, placement)
+    here = NodeRendezvous(rendezvous, topology)
     connected = connect(here, device, config, compared)
     transport = None
     try:
         transport = rendezvous.attempt(
             "connection between the nodes",
-            lambda: _connect_partners(store, placement, connected.handle, device, kind, limit_s),
+            lambda: _connect_partners(store, topology, connected.handle, device, kind, limit_s),
             undo=lambda made: made.close(),
         )
-        rendezvous.attempt("first exchange between the nodes", lambda: _try(transport, placement, device, limit_s))
+        rendezvous.attempt("first exchange between the nodes", lambda: _try(transport, topology, device, limit_s))
 
-        def finish() -> Spread:
+        def finish() -> MultiNodeGroup:
             transport.set_limit(config.timeout_s)
-            of_watch = PrefixStore("watch", store), placement, connected.handle, transport, config.timeout_s
-            return Spread(placement, connected, transport, NodeWatch(*of_watch), config)
+            of_watch = PrefixStore("watch", store), topology, connected.handle, transport, config.timeout_s
+            return MultiNodeGroup(topology, connected, transport, NodeWatch(*of_watch), config)
 
         return rendezvous.attempt("watch between the nodes", finish, undo=lambda made: made._watch.stop())
     except BaseException:
@@ -189,29 +205,29 @@ def set_up(rendezvous: Rendezvous, placement: Placement, device: torch.device, c
 
 def _connect_partners(
     store: Store,
-    placement: Placement,
+    topology: Topology,
     handle: CoreHandle,
     device: torch.device,
     kind: str,
     timeout_s: float,
 ) -> Transport:
-    of_partners = PrefixStore(f"place/{placement.place}", store)
-    common = (of_partners, placement.node, len(placement.nodes), timeout_s)
+    of_partners = PrefixStore(f"place/{topology.place}", store)
+    common = (of_partners, topology.node, len(topology.nodes), timeout_s)
     if kind == "nccl":
         return StreamTransport(*common)
-    words = f"waits for {placement.names.several(placement.others)} between the nodes"
+    words = f"waits for {topology.names.several(topology.others)} between the nodes"
 
     def tell(waits: bool) -> None:
         handle.remark(words if waits else "")
 
     if kind == "ucx":
-        return UcxTransport(of_partners, placement, device, timeout_s, tell)
+        return UcxTransport(of_partners, topology, device, timeout_s, tell)
     return HostTransport(*common, handle.check, tell)
 
 
-def _try(transport: Transport, placement: Placement, device: torch.device, timeout_s: float) -> None:
+def _try(transport: Transport, topology: Topology, device: torch.device, timeout_s: float) -> None:
     """Connects all pairs of partners, which NCCL would not do in a capture, and sees that data comes through."""
-    nodes, node = len(placement.nodes), placement.node
+    nodes, node = len(topology.nodes), topology.node
     own = torch.full((nodes,), node, dtype=torch.uint8, device=device)
     gathered = torch.empty(nodes * nodes, dtype=torch.uint8, device=device)
     exchanged = torch.empty(nodes, dtype=torch.uint8, device=device)

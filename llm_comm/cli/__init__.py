@@ -1,0 +1,1 @@
+"""The ``llm-comm`` command: parser, what starts ranks, and commands that need none."""

@@ -1,0 +1,220 @@
+"""All-gather and reduce-scatter over nodes.
+
+All-gather: each part goes to the ranks with the same place in their nodes, and from there to all ranks of each node.
+Reduce-scatter: each rank gets the node sums of its own part and of its partners' parts; partners exchange and add them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from llm_comm import _core
+from llm_comm.nodes.exchange import sum_in_order
+from llm_comm.nodes.hierarchy import Hierarchy, Run
+from llm_comm.nodes.in_node import address_of, bytes_at
+from llm_comm.nodes.topology import Topology
+from llm_comm.operations.all_gather import AllGather
+from llm_comm.operations.parts import Parts
+from llm_comm.operations.reduce_scatter import ReduceScatter
+from llm_comm.planning.plan import Problem
+from llm_comm.planning.planner import Planner
+from llm_comm.planning.selection import Layout
+from llm_comm.planning.tables import ALL_GATHER, REDUCE_SCATTER
+from llm_comm.runtime.core_handle import CoreHandle
+
+
+class Rows:
+    """Parts of a contiguous tensor in rank order, and in place order.
+
+    Place order: the ranks of all nodes with the first place in their nodes, then those with the second, and so on.
+
+    Args:
+        parts: How the tensor is divided among the ranks along a dimension.
+        topology: Nodes of all ranks.
+        scale: Copied units in each element that ``parts`` counts.
+    """
+
+    def __init__(self, parts: Parts, topology: Topology, scale: int = 1) -> None:
+        self._rows = parts.rows
+        self._sizes = [size * scale for size in parts.row_sizes]
+        self._nodes = topology.nodes
+        places = len(topology.nodes[0])
+        in_blocks = all(ranks == tuple(range(n * places, (n + 1) * places)) for n, ranks in enumerate(topology.nodes))
+        # Where parts are alike, and the ranks of a node stand together, one strided copy does.
+        self._is_regular = in_blocks and len(set(parts.row_sizes)) == 1
+
+    @property
+    def whole(self) -> int:
+        """Elements of the tensor."""
+        return self._rows * sum(self._sizes)
+
+    def of(self, rank: int) -> int:
+        """Elements of the part of a rank."""
+        return self._rows * self._sizes[rank]
+
+    def put_in_rank_order(self, by_place: torch.Tensor, room: Sequence[int], whole: torch.Tensor) -> None:
+        """Copies parts to where they belong.
+
+        Args:
+            by_place: [elements]: the parts, each in a space of so many elements as ``room`` says of its place.
+            whole: [elements]: where they go.
+        """
+        for of_whole, part in self._pairs(whole, by_place, room):
+            of_whole.copy_(part)
+
+    def put_by_place(self, whole: torch.Tensor, by_place: torch.Tensor) -> None:
+        """Copies the parts of ``whole`` one behind the other into ``by_place``, of as many elements."""
+        for of_whole, part in self._pairs(whole, by_place, None):
+            part.copy_(of_whole)
+
+    def _pairs(
+        self, whole: torch.Tensor, by_place: torch.Tensor, room: Sequence[int] | None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of both, of equal shapes, that hold the same elements."""
+        if self._is_regular:
+            nodes, places = len(self._nodes), len(self._nodes[0])
+            part = (self._rows, self._sizes[0])
+            in_rank_order = whole.view(self._rows, nodes, places, self._sizes[0])
+            yield in_rank_order.permute(2, 1, 0, 3), by_place.view(places, nodes, *part)
+            return
+        wide, at = whole.view(self._rows, sum(self._sizes)), 0
+        for place in range(len(self._nodes[0])):
+            for ranks in self._nodes:
+                rank = ranks[place]
+                size = self._sizes[rank]
+                if self._rows * size:
+                    part_of_whole = wide.narrow(1, sum(self._sizes[:rank]), size)
+                    yield part_of_whole, by_place[at : at + self._rows * size].view(self._rows, size)
+                at += self.of(rank) if room is None else room[place]
+
+
+# What elements are copied as, by their bytes: whatever they are, their bits stay.
+_UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+class AllGatherOverNodes(AllGather):
+    """All-gathers of one communicator; arguments as of ``AllReduceOverNodes``."""
+
+    def __init__(self, handle: CoreHandle, planner: Planner, hierarchy: Hierarchy) -> None:
+        super().__init__(handle, planner, hierarchy.topology.rank)
+        self._hierarchy = hierarchy
+
+    def _layout(self, parts: Parts, dtype: torch.dtype) -> Layout:
+        planner, hierarchy = self._planner, self._hierarchy
+        in_bytes = tuple(float(size * dtype.itemsize) for size in parts.row_sizes)
+        longest = parts.rows * int(max(in_bytes))
+        problem = Problem(ALL_GATHER, longest, 0, "byte", self.world_size, (float(parts.rows), *in_bytes))
+        nothing = hierarchy.without_phases(problem, planner)
+        if nothing is not None:
+            return nothing
+        in_node, topology = hierarchy.in_node, hierarchy.topology
+        unit = _UNITS[dtype.itemsize]
+        rows = Rows(parts, topology, dtype.itemsize // unit.itemsize)
+        # The parts of a place, one of each node, get as much room as the longest of them needs.
+        room = [max(rows.of(ranks[place]) for ranks in topology.nodes) for place in range(in_node.ranks)]
+        phases: list[Layout | str] = [f"all-gather between the nodes by {hierarchy.exchange.transport.name}"]
+        gather = None
+        if in_node.ranks > 1:
+            gather = in_node.gathers([hierarchy.nodes * each * unit.itemsize for each in room])
+            phases.append(gather)
+        return hierarchy.layout(
+            ALL_GATHER,
+            longest,
+            f"{parts.rows} x {list(parts.row_sizes)} elements of {dtype.itemsize} bytes",
+            phases,
+            lambda counter: self._make(rows, unit, room, gather, counter),
+        )
+
+    def _make(
+        self, rows: Rows, unit: torch.dtype, room: list[int], gather: Layout | None, counter: _core.Counter
+    ) -> Run:
+        hierarchy = self._hierarchy
+        nodes, in_node, exchange = hierarchy.nodes, hierarchy.in_node, hierarchy.exchange
+        gathers = None if gather is None else in_node.prepare(gather, counter)
+        own, own_room = rows.of(hierarchy.topology.rank), room[in_node.place]
+
+        def run(x: int, out: int, stream: int) -> bool:
+            of_place = hierarchy.empty(nodes * own_room, unit)
+            if own_room:  # as on the other nodes
+                part = bytes_at(x, own * unit.itemsize, hierarchy.device).view(unit)
+                if own < own_room:
+                    padded = hierarchy.empty(own_room, unit)
+                    padded[:own].copy_(part)
+                    part = padded
+                exchange.gather(of_place, part)
+            by_place = of_place
+            if gathers is None:
+                counter.add()
+            else:
+                by_place = hierarchy.empty(nodes * sum(room), unit)
+                if not gathers(address_of(of_place), address_of(by_place), stream):
+                    return False
+            whole = bytes_at(out, rows.whole * unit.itemsize, hierarchy.device).view(unit)
+            rows.put_in_rank_order(by_place, room, whole)
+            return True
+
+        return run
+
+
+class ReduceScatterOverNodes(ReduceScatter):
+    """Reduce-scatters of one communicator; arguments as of ``AllReduceOverNodes``."""
+
+    def __init__(self, handle: CoreHandle, planner: Planner, hierarchy: Hierarchy) -> None:
+        super().__init__(handle, planner, hierarchy.topology.rank)
+        self._hierarchy = hierarchy
+
+    def _layout(self, parts: Parts, dtype: torch.dtype) -> Layout:
+        planner, hierarchy = self._planner, self._hierarchy
+        data_type = self._data_types[dtype]
+        count = parts.rows * max(parts.row_sizes)
+        in_row = tuple(map(float, parts.row_sizes))
+        problem = Problem(REDUCE_SCATTER, count, 0, data_type, self.world_size, (float(parts.rows), *in_row))
+        nothing = hierarchy.without_phases(problem, planner)
+        if nothing is not None:
+            return nothing
+        in_node, topology = hierarchy.in_node, hierarchy.topology
+        rows = Rows(parts, topology)
+        phases: list[Layout | str] = []
+        scatter = None
+        if in_node.ranks > 1:
+            of_place = [sum(rows.of(ranks[place]) for ranks in topology.nodes) for place in range(in_node.ranks)]
+            scatter = in_node.scatters(of_place, data_type)
+            phases.append(scatter)
+        phases.append(f"all-to-all between the nodes by {hierarchy.exchange.transport.name}")
+        return hierarchy.layout(
+            REDUCE_SCATTER,
+            problem.message_bytes(),
+            f"{parts.rows} x {list(parts.row_sizes)} {data_type}",
+            phases,
+            lambda counter: self._make(rows, dtype, scatter, counter),
+        )
+
+    def _make(self, rows: Rows, dtype: torch.dtype, scatter: Layout | None, counter: _core.Counter) -> Run:
+        hierarchy = self._hierarchy
+        in_node, exchange = hierarchy.in_node, hierarchy.exchange
+        scatters = None if scatter is None else in_node.prepare(scatter, counter)
+        own = rows.of(hierarchy.topology.rank)
+        of_partners = [rows.of(rank) for rank in hierarchy.topology.partners]
+
+        def run(x: int, out: int, stream: int) -> bool:
+            whole = bytes_at(x, rows.whole * dtype.itemsize, hierarchy.device).view(dtype)
+            by_place = hierarchy.empty(rows.whole, dtype)
+            rows.put_by_place(whole, by_place)
+            node_sums = by_place
+            if scatters is None:
+                counter.add()
+            else:
+                node_sums = hierarchy.empty(sum(of_partners), dtype)
+                if not scatters(by_place.data_ptr(), address_of(node_sums), stream):
+                    return False
+            if sum(of_partners):  # as on the other nodes
+                parts = hierarchy.empty(hierarchy.nodes * own, dtype)
+                exchange.scatter(parts, node_sums, own, of_partners)
+                if own:
+                    total = bytes_at(out, own * dtype.itemsize, hierarchy.device).view(dtype)
+                    sum_in_order(parts.view(hierarchy.nodes, own), total)
+            return True
+
+        return run
