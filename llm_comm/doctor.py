@@ -22,7 +22,7 @@ import torch
 
 from llm_comm import _core, engine_verdicts, launch
 from llm_comm.bench.report import format_bytes, run_tool, versions
-from llm_comm.bench.tune_list import tables_here
+from llm_comm.bench.tune_tables import tables_here
 from llm_comm.config import MULTICAST_OFF_VARIABLES, Config, multicast_state
 from llm_comm.errors import ConfigError
 from llm_comm.installation import code_for, get_include, oldest_driver

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from harness import RankPool, make_communicator
 
 from llm_comm import _core, cli, launch
-from llm_comm.bench.measuring import Bench
-from llm_comm.bench.pace import Budget
+from llm_comm.bench.measuring import Bench, Budget
 from llm_comm.bench.tune_record import Record
 from llm_comm.dsl import registry
 from llm_comm.planning.plan import Plan

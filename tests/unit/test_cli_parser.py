@@ -34,9 +34,9 @@ def test_byte_count_rejects(text: str) -> None:
     ("argv", "module"),
     [
         (["demo"], "llm_comm.demo.run"),
-        (["bench", "all-reduce"], "llm_comm.bench.all_reduce"),
-        (["bench", "all-gather"], "llm_comm.bench.all_gather"),
-        (["bench", "reduce-scatter"], "llm_comm.bench.reduce_scatter"),
+        (["bench", "all-reduce"], "llm_comm.bench.collectives"),
+        (["bench", "all-gather"], "llm_comm.bench.collectives"),
+        (["bench", "reduce-scatter"], "llm_comm.bench.collectives"),
         (["bench", "fused"], "llm_comm.bench.fused"),
         (["bench", "linear"], "llm_comm.bench.linear"),
         (["bench", "table"], "llm_comm.bench.table"),
