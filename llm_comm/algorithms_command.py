@@ -9,7 +9,7 @@ from typing import Any
 
 from llm_comm import preflight, registry
 from llm_comm.bench.report import columns
-from llm_comm.dsl.listing import Listed, listed
+from llm_comm.dsl.selected import Listed, listed
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_comm.config import Config
-from llm_comm.dsl import registry as programs
+from llm_comm.dsl import programs
 from llm_comm.errors import ConfigError
 from llm_comm.planning.catalogue import check_table_option
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from llm_comm.communicator import Communicator
-from llm_comm.dsl import ir, registry
+from llm_comm.dsl import ir, programs
 from llm_comm.dsl.checks import check as check_program
 from llm_comm.dsl.kernel import Kernel, Site, load_kernel
 from llm_comm.dsl.programs import ProgramText
@@ -113,7 +113,7 @@ class Compiled:
     def _prepare(self, input_bytes: int, output_bytes: int) -> Callable[..., bool]:
         # Of parts, a message is one of them, as it is in plans.
         message_bytes = min(input_bytes, output_bytes)
-        kind = self.program.operation.value, message_bytes, registry.name_of(self.program), PROTOCOL
+        kind = self.program.operation.value, message_bytes, programs.name_of(self.program), PROTOCOL
         run = self._kernel.prepare(input_bytes, output_bytes, self._site.handle.tallies.counter(*kind))
         return within_range(run, self._site.device, *kind) if self._has_ranges else run
 

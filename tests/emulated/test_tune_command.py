@@ -25,7 +25,7 @@ from harness import RankPool, make_communicator
 from llm_comm import _core, cli, launch
 from llm_comm.bench.measuring import Bench, Budget
 from llm_comm.bench.tune_record import Record
-from llm_comm.dsl import registry
+from llm_comm.dsl import programs
 from llm_comm.planning.plan import Plan
 from llm_comm.planning.table_files import load_table
 from llm_comm.planning.tables import ALL_REDUCE, of_programs
@@ -224,7 +224,7 @@ TWO_SHOT = "llm_comm.dsl.library:two_shot_ll"
 
 
 def tune_with_program(folder: Path) -> int:
-    registry._registered.clear()  # what an earlier test has registered in this process
+    programs._registered.clear()  # what an earlier test has registered in this process
     environment = {"LLM_COMM_CACHE_DIR": str(folder), "LLM_COMM_DSL_MAX_BYTES": "32K"}
     with (
         # Faster than two_shot, which is a favourite, by 2 us.

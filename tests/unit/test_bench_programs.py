@@ -16,7 +16,7 @@ from llm_comm.bench.measuring import AtSize, Bench, count_candidates, schedule_o
 from llm_comm.bench.tune_record import Record
 from llm_comm.bench.tune_subjects import Bound, CollectiveSubject, SymmetricPool, candidates_on
 from llm_comm.config import Config
-from llm_comm.dsl import registry
+from llm_comm.dsl import programs as dsl_programs
 from llm_comm.errors import ConfigError
 from llm_comm.planning.multicast import NO_MULTICAST
 from llm_comm.planning.plan import Plan, Problem
@@ -98,7 +98,7 @@ def program_row(blocks: int = 0, threads: int = 0, name: str = "dsl:two_shot_ll"
 
 @pytest.fixture(autouse=True)
 def _nothing_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(dsl_programs, "_registered", {})
 
 
 # ---- Candidates ------------------------------------------------------------------------------------------------------

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from llm_comm import cli, launch, registry
-from llm_comm.dsl import library
-from llm_comm.dsl import registry as programs
+from llm_comm.dsl import library, programs
 
 OPERATIONS: list[dict[str, Any]] = [
     {"name": "all_reduce", "title": "sum of all ranks", "buffers": ["x", "out"], "parameters": []},
