@@ -56,7 +56,7 @@ from llm_comm.communicator import Communicator
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
 from llm_comm.launch import Placement
-from llm_comm.operations.quantization import FP8
+from llm_comm.operations.fp8 import FP8
 
 #: Outputs and inputs of layers of Llama-3.3-70B and Qwen3-32B, in 8 parts.
 SHAPES = ((8192, 1024), (8192, 3584), (5120, 1024), (5120, 3200))

@@ -12,10 +12,8 @@ from llm_comm.dsl.checks import check as check_program
 from llm_comm.dsl.kernel import Kernel, Site, load_kernel
 from llm_comm.dsl.programs import ProgramText
 from llm_comm.errors import UnsupportedInputError
-from llm_comm.operations.operands import Operands, check_unwatched, why_not_buffer
-from llm_comm.operations.operation import keep
-from llm_comm.operations.ranges import within_range
-from llm_comm.operations.watched import check_memory, count_write
+from llm_comm.operations.operands import Operands, check_memory, check_unwatched, count_write, why_not_buffer
+from llm_comm.operations.operation import keep, within_range
 from llm_comm.planning.plan import NONE
 from llm_comm.planning.programs import PROTOCOL
 from llm_comm.quoting import quoted

@@ -10,8 +10,7 @@ from llm_comm.nodes.hierarchy import Hierarchy, Run
 from llm_comm.nodes.in_node import address_of
 from llm_comm.nodes.memory import bytes_at
 from llm_comm.nodes.rows import Rows
-from llm_comm.operations.all_gather import AllGather
-from llm_comm.operations.parts import Parts
+from llm_comm.operations.parts import AllGather, Parts
 from llm_comm.planning.plan import Problem, declined, without_kernel
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.selection import Layout, why_not_served

@@ -11,8 +11,7 @@ from llm_comm.nodes.in_node import address_of
 from llm_comm.nodes.memory import bytes_at
 from llm_comm.nodes.rows import Rows
 from llm_comm.nodes.sums import sum_in_order
-from llm_comm.operations.parts import Parts
-from llm_comm.operations.reduce_scatter import ReduceScatter
+from llm_comm.operations.parts import Parts, ReduceScatter
 from llm_comm.planning.plan import Problem, declined, without_kernel
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.selection import Layout, why_not_served
