@@ -19,7 +19,6 @@ from llm_comm.nodes.group import WHY as WITHIN_A_NODE
 from llm_comm.nodes.group import MultiNodeGroup, NoGenericOperations, set_up
 from llm_comm.nodes.topology import find_topology
 from llm_comm.operations import torch_operators
-from llm_comm.operations.all_gather import AllGather
 from llm_comm.operations.all_reduce import AllReduce
 from llm_comm.operations.all_reduce_add_rms_norm import AllReduceAddRmsNorm
 from llm_comm.operations.gather_scatter import GatherScatter
@@ -27,7 +26,7 @@ from llm_comm.operations.generic import GenericOperations
 from llm_comm.operations.linear import Linear
 from llm_comm.operations.linear_all_reduce import LinearAllReduce, LinearAllReduceAddRmsNorm
 from llm_comm.operations.linear_layers import LinearLayers
-from llm_comm.operations.reduce_scatter import ReduceScatter
+from llm_comm.operations.parts import AllGather, ReduceScatter
 from llm_comm.operations.sums import Sums
 from llm_comm.planning import programs
 from llm_comm.planning.multicast import Multicast

@@ -1,4 +1,7 @@
-"""What the ranks of a command have to know of each other: that all were asked the same, and that none has failed."""
+"""Agreement of the ranks of a command: all were asked the same, none has failed, and all compare the same libraries.
+
+Ranks that compared different libraries would wait for each other in collectives of which the other knows nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from llm_comm.errors import ConfigError, LlmCommError, quoted
+from llm_comm.bench.report import first_line
+from llm_comm.cli import launch
+from llm_comm.errors import ConfigError, LlmCommError, MissingRankError, RendezvousError, UnsupportedInputError, quoted
+from llm_comm.runtime.rendezvous import Rendezvous
 
 _T = TypeVar("_T")
+
+# A rank that has failed waits in the vote for those that wait for it in the library's own set-up: until the limit of
+# the group ends that, and then some.
+_VOTE_TIMEOUT_S = 2 * launch.GROUP_TIMEOUT.total_seconds()
 
 
 def require_alike(asked: Callable[[], Mapping[str, Any]], group: dist.ProcessGroup) -> None:
@@ -55,6 +65,28 @@ def first_failure(failure: str, error: float, group: dist.ProcessGroup) -> tuple
     return next((text for text, _ in outcomes if text), ""), max(worst for _, worst in outcomes)
 
 
+def checked(check: Callable[[], float], group: dist.ProcessGroup) -> tuple[str, float]:
+    """Run a check of results on this rank. Collective.
+
+    Args:
+        check: Return how far off results are; raise RuntimeError where a library cannot compute them.
+
+    Returns:
+        Why a rank's library cannot, or "", and the largest error of all ranks.
+
+    Raises:
+        LlmCommError: The communicator has failed.
+    """
+    failure, error = "", 0.0
+    try:
+        error = check()
+    except RuntimeError as reason:
+        if isinstance(reason, LlmCommError) and not isinstance(reason, UnsupportedInputError):
+            raise
+        failure = first_line(reason)
+    return first_failure(failure, error, group)
+
+
 def on_all(call: Callable[[], _T], group: dist.ProcessGroup) -> _T:
     """Calls it, and returns only if no rank has failed: others would wait for that one in what comes next. Collective.
 
@@ -79,3 +111,31 @@ def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
     flags = torch.tensor([int(flag)])
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
     return bool(flags)
+
+
+class NotUsableError(RuntimeError):
+    """A library could not be set up on some rank. Raised on all ranks, with the same text."""
+
+
+def set_up(what: str, step: Callable[[], _T], group: dist.ProcessGroup) -> _T:
+    """Runs ``step``, and returns its result once it has succeeded on every rank. Collective.
+
+    What can fail on one rank alone, such as an import, should be a step before the one in which ranks wait for each
+    other.
+
+    Raises:
+        NotUsableError: It failed somewhere; the text names ``what``, the ranks and the reasons.
+        MissingRankError: A rank did not come to the vote.
+    """
+    result, failure = None, None
+    try:
+        result = step()
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        failure = first_line(error)
+    try:
+        Rendezvous(group, _VOTE_TIMEOUT_S).vote(what, failure)
+    except MissingRankError:  # no vote: the others may not know that there is none
+        raise
+    except RendezvousError as error:
+        raise NotUsableError(str(error)) from None
+    return result  # type: ignore[return-value]

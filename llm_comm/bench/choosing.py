@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from itertools import groupby
+from typing import NamedTuple, TypeVar
 
 from llm_comm import registry
 from llm_comm.bench.report import format_bytes
 from llm_comm.errors import ConfigError
+from llm_comm.planning.layers import LayerRow
+from llm_comm.planning.node_rows import NodeRow
 from llm_comm.planning.tables import Row, RunnerUp
+
+_Row = TypeVar("_Row", LayerRow, NodeRow)
 
 # A simpler candidate is kept when another is better by less than the spread of repeated runs.
 _NOISE = 0.01
@@ -135,6 +140,12 @@ def merge(best: Sequence[Sequence[Measured]]) -> list[Row]:
             groups.pop()
         groups.append(rows)
     return [row for rows in groups for row in rows]
+
+
+def last_of_alike(rows: Sequence[_Row]) -> list[_Row]:
+    """One row for neighbouring rows that run alike, with the figures of the largest; rows of layers, or of nodes."""
+    groups = groupby(rows, key=lambda row: row.without_figures()._replace(up_to=0))
+    return [list(group)[-1] for _, group in groups]
 
 
 def _as_of_size(rows: Sequence[Row], size: int) -> list[Row]:

@@ -1,6 +1,6 @@
 """Times one collective by llm_comm beside other libraries in one run, and checks every result.
 
-What the collective is, ``Collective`` says; the commands ``llm-comm bench ...`` have one each.
+``Collective`` describes the collective; the commands of ``collectives`` and ``fused`` have one each.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ import argparse
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llm_comm.bench import others, programs, report, timing
-from llm_comm.bench.agreement import first_failure
+from llm_comm.bench import agreement, programs, report, timing
+from llm_comm.bench.agreement import checked, first_failure
 from llm_comm.bench.report import DTYPES, Progress, Result, Row, format_bytes
 from llm_comm.bench.timing import Schedule
 from llm_comm.cli import launch
 from llm_comm.cli.launch import Placement
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
-from llm_comm.errors import ConfigError, LlmCommError
+from llm_comm.errors import ConfigError
 from llm_comm.planning.plan import Plan
 
 _T = TypeVar("_T")
@@ -49,10 +49,11 @@ EMULATED = Defaults(max_bytes=64 << 10, modes=("eager",), calls=2, reps=3)
 
 @dataclass(frozen=True)
 class Bound:
-    """A library bound to its input ``x``: ``call`` enqueues the collective and returns the tensor of its result."""
+    """A library bound to its input ``x``: ``call`` enqueues the collective and returns the tensor, or tensors, of its
+    result."""
 
     x: Tensor
-    call: Callable[[], Tensor]
+    call: Callable[[], Any]
 
 
 class Library(Protocol):
@@ -80,7 +81,7 @@ class Judge(Protocol):
     def addend(self, rank: int, salt: int) -> Tensor:
         """The input of one rank; another ``salt`` gives other data."""
 
-    def error(self, actual: Tensor, salt: int, rounds_once: bool) -> float:
+    def error(self, actual: Any, salt: int, rounds_once: bool) -> float:
         """How far off a result of this rank is, as a fraction of what rounding explains; above 1 it is wrong."""
 
 
@@ -89,12 +90,14 @@ class Collective:
     """What is compared.
 
     Attributes:
-        title: "all-reduce".
+        title: "all-reduce", as the command is named.
         libraries: the libraries to compare for a dtype and a largest message in bytes, ours first, the same on all
             ranks; and remarks on what is missing or to be read with care.
         judge: of messages of so many elements, for the rank of a communicator.
         plan: what llm_comm runs for so many elements.
         ours: what a communicator does by itself, into an ordinary tensor.
+        heading: Title of tables and plots; "": ``title``.
+        settings: Further entries of the JSON.
     """
 
     title: str
@@ -102,6 +105,8 @@ class Collective:
     judge: Callable[[Communicator, torch.dtype, int], Judge]
     plan: Callable[[Communicator, torch.dtype, int], Plan]
     ours: Callable[[Communicator, torch.dtype], Library]
+    heading: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def operation(self) -> str:
@@ -146,8 +151,13 @@ def run(args: argparse.Namespace, collective: Collective) -> int:
         raise ConfigError(f"--max {format_bytes(args.max)} is smaller than --min {format_bytes(args.min)}")
     if args.min % DTYPES[args.dtype].itemsize:
         raise ConfigError(f"--min {args.min}: a message is made of elements of {DTYPES[args.dtype].itemsize} bytes")
+    return start(args, placement, collective, dsl=args.dsl)
+
+
+def start(args: argparse.Namespace, placement: Placement, collective: Collective, **overrides: Any) -> int:
+    """Compare a collective in all ranks, with options that ``settle`` has completed; otherwise as ``run``."""
     return in_ranks(
-        args, placement, lambda group, config: _run_rank(args, collective, placement, group, config), dsl=args.dsl
+        args, placement, lambda group, config: _run_rank(args, collective, placement, group, config), **overrides
     )
 
 
@@ -219,8 +229,8 @@ def _run_rank(
                 rows.append(bench.row(message_bytes, mode, libraries, progress))
         progress.clear()
     if speaks:
-        title = f"{collective.title}, {args.dtype}, {placement.describe()}"
-        command = {"command": f"bench {collective.title}"}
+        title = f"{collective.heading or collective.title}, {args.dtype}, {placement.describe()}"
+        command = {"command": f"bench {collective.title}", **collective.settings}
         written = report.publish(title, args, placement, rows, remarks, command)
     return 1 if not written or any(row.wrong for row in rows) else 0
 
@@ -238,7 +248,7 @@ def symmetric_buffer(
     """So many elements in torch's symmetric memory, and its handle. Collective.
 
     Raises:
-        others.NotUsableError: it failed somewhere, on all ranks.
+        agreement.NotUsableError: it failed somewhere, on all ranks.
     """
 
     def allocate() -> tuple[Any, Tensor]:
@@ -246,8 +256,8 @@ def symmetric_buffer(
 
         return symmetric_memory, symmetric_memory.empty(count, dtype=dtype, device=device)
 
-    module, buffer = others.set_up("allocation", allocate, group)
-    return buffer, others.set_up("exchange of handles", lambda: module.rendezvous(buffer, group), group)
+    module, buffer = agreement.set_up("allocation", allocate, group)
+    return buffer, agreement.set_up("exchange of handles", lambda: module.rendezvous(buffer, group), group)
 
 
 class Comparison:
@@ -278,18 +288,16 @@ class Comparison:
 
     def measure(self, library: Library, count: int, mode: str, judge: Judge) -> Result:
         """Checks and times one library."""
-        failure, error = "", 0.0
-        try:
+        bound: Bound
+
+        def check() -> float:
+            nonlocal bound
             bound = library.bind(count)
-            error = self._check(library, bound, bound.call, judge)
-        except LlmCommError:
-            raise
-        except RuntimeError as reason:
-            failure = report.first_line(reason)
-        failure, error = first_failure(failure, error, self._group)
+            return self._check(library, bound, bound.call, judge)
+
+        failure, error = checked(check, self._group)
         if failure:
             return Result(skipped=failure)
-
         original = bound.x.clone()
 
         def reset() -> None:
@@ -306,7 +314,7 @@ class Comparison:
             timed = timing.time_eager(bound.call, reset, self._schedule, self._comm.device, self._group)
         return Result(timed.us, timed.min_us, timed.host_us, error)
 
-    def _check(self, library: Library, bound: Bound, call: Callable[[], Tensor], judge: Judge) -> float:
+    def _check(self, library: Library, bound: Bound, call: Callable[[], Any], judge: Judge) -> float:
         error = 0.0
         for salt in range(_CHECKS):
             bound.x.copy_(judge.addend(self._comm.rank, salt))

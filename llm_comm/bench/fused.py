@@ -11,60 +11,27 @@ import argparse
 import dataclasses
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from llm_comm import registry
-from llm_comm.bench import others, report, timing
-from llm_comm.bench.agreement import first_failure
-from llm_comm.bench.comparison import EMULATED, ON_GPU, in_ranks, settle, sizes
-from llm_comm.bench.reference import Reference, worst
-from llm_comm.bench.report import DTYPES, OURS, Progress, Result, Row, format_bytes
-from llm_comm.bench.timing import Schedule
-from llm_comm.cli import launch
-from llm_comm.cli.launch import Placement
+from llm_comm.bench import agreement, comparison, report
+from llm_comm.bench.comparison import EMULATED, ON_GPU, Bound, Collective, Library
+from llm_comm.bench.reference import EPS, FusedReference, Operands, Outputs
+from llm_comm.bench.report import OURS, format_bytes
 from llm_comm.communicator import Communicator
-from llm_comm.config import Config
-from llm_comm.errors import ConfigError, LlmCommError
+from llm_comm.errors import ConfigError
+from llm_comm.planning.plan import Plan
 from llm_comm.planning.tables import FUSED
 
-EPS = 1e-5
 NORM_REMARK = "norm: the residual add and the norm as torch.compile makes one kernel of them"
-_CHECKS = 2
 _ON_GPU = dataclasses.replace(ON_GPU, max_bytes=1 << 20, modes=("graph",))
 
-#: Normed rows and new residual.
-Outputs = tuple[Tensor, Tensor]
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True)
-class Operands:
-    """What a call works on: [rows, hidden], the same residual and weight on all ranks."""
-
-    x: Tensor
-    residual: Tensor
-    weight: Tensor
-
-
-class Library(Protocol):
-    """One way to do it.
-
-    Attributes:
-        name: column head.
-        rounds_once: sums are accumulated in float32 and rounded once.
-    """
-
-    name: str
-    rounds_once: bool
-
-    def bind(self, operands: Operands) -> Callable[[], Outputs]:
-        """A call, which may overwrite ``x``. Raises RuntimeError, on all ranks, where unsupported."""
 
 
 def add_rms_norm(summed: Tensor, residual: Tensor, weight: Tensor) -> Outputs:
@@ -89,13 +56,38 @@ def as_engines_run(function: Callable[..., _Result], comm: Communicator) -> Call
     return torch.compile(function, dynamic=False)
 
 
+class _Rows:
+    """Operands of a rank, by the number of elements.
+
+    Args:
+        hidden: Elements of a row.
+    """
+
+    def __init__(self, comm: Communicator, dtype: torch.dtype, hidden: int) -> None:
+        self.comm, self.hidden, self._dtype = comm, hidden, dtype
+
+    def reference(self, count: int) -> FusedReference:
+        """Judge of results for so many elements."""
+        return FusedReference(count // self.hidden, self.hidden, self.comm.world_size, self._dtype, self.comm.device)
+
+    def operands(self, count: int) -> Operands:
+        """Operands of this rank."""
+        return self.reference(count).operands(self.comm.rank, 0)
+
+    def plan(self, count: int) -> Plan:
+        """The plan of the fused operation."""
+        operands = self.operands(count)
+        return self.comm.plan_all_reduce_add_rms_norm(operands.x, operands.weight)
+
+
 class _Fused:
-    name, rounds_once = OURS, True
+    name, in_place, rounds_once = OURS, False, True
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
+    def __init__(self, rows: _Rows) -> None:
+        self._rows, self._comm = rows, rows.comm
 
-    def bind(self, operands: Operands) -> Callable[[], Outputs]:
+    def bind(self, count: int) -> Bound:
+        operands = self._rows.operands(count)
         x, residual, weight = operands.x, operands.residual, operands.weight
         if not self._comm.accepts_all_reduce_add_rms_norm(x, weight):
             raise RuntimeError(self._comm.plan_all_reduce_add_rms_norm(x, weight).reason)
@@ -105,36 +97,55 @@ class _Fused:
             self._comm.all_reduce_add_rms_norm(x, residual, weight, EPS, out=out, residual_out=residual_out)
             return out, residual_out
 
-        return call
+        return Bound(x, call)
 
 
 class _Unfused:
+    """An all-reduce, and the norm behind it.
+
+    Args:
+        bind_reduce: Return the all-reduce of a tensor as a call.
+        in_place: Whether the sums replace the tensor.
+    """
+
     rounds_once = False
 
-    def __init__(self, name: str, bind_reduce: Callable[[Tensor], Callable[[], Tensor]], norm: Callable[..., Outputs]):
-        self.name, self._bind_reduce, self._norm = name, bind_reduce, norm
+    def __init__(
+        self,
+        name: str,
+        rows: _Rows,
+        bind_reduce: Callable[[Tensor], Callable[[], Tensor]],
+        norm: Callable[..., Outputs],
+        in_place: bool,
+    ) -> None:
+        self.name, self.in_place = name, in_place
+        self._rows, self._bind_reduce, self._norm = rows, bind_reduce, norm
 
-    def bind(self, operands: Operands) -> Callable[[], Outputs]:
+    def bind(self, count: int) -> Bound:
+        operands = self._rows.operands(count)
         reduce = self._bind_reduce(operands.x)
-        return lambda: self._norm(reduce(), operands.residual, operands.weight)
+        return Bound(operands.x, lambda: self._norm(reduce(), operands.residual, operands.weight))
 
 
 class _FlashInfer:
     """TensorRT-LLM's fused kernel through FlashInfer, with the FlashInfer workspace that needs no multicast object."""
 
-    rounds_once = True
+    in_place, rounds_once = False, True
 
-    def __init__(self, one_shot: bool, comm: Communicator, group: dist.ProcessGroup, tokens: int, hidden: int):
+    def __init__(self, one_shot: bool, rows: _Rows, group: dist.ProcessGroup, tokens: int) -> None:
         from flashinfer import comm as flashinfer
 
+        comm = rows.comm
+
         self.name = f"flashinfer {1 if one_shot else 2}-shot"
-        self._module, self._one_shot, self._comm = flashinfer, one_shot, comm
+        self._module, self._one_shot, self._rows, self._comm = flashinfer, one_shot, rows, comm
         # The default memory is torch's symmetric memory or cudaIpc; multicast of the former is off (run()).
         self._handles, self._workspace = flashinfer.trtllm_create_ipc_workspace_for_all_reduce_fusion(
-            comm.rank, comm.world_size, tokens, hidden, group=group
+            comm.rank, comm.world_size, tokens, rows.hidden, group=group
         )
 
-    def bind(self, operands: Operands) -> Callable[[], Outputs]:
+    def bind(self, count: int) -> Bound:
+        operands = self._rows.operands(count)
         x = operands.x
         if not self._one_shot and len(x) <= self._comm.world_size:
             raise RuntimeError("two-shot needs more rows than ranks")
@@ -166,7 +177,7 @@ class _FlashInfer:
             )
             return out, residual_out
 
-        return call
+        return Bound(x, call)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -176,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: the options do not fit together or this machine, or the configuration is wrong.
     """
     args.min = args.min or max(16 << 10, args.hidden * 2)
-    placement = settle(args, _ON_GPU, EMULATED)
+    placement = comparison.settle(args, _ON_GPU, EMULATED)
     why = registry.operations()[FUSED].why_not_rows(args.hidden)
     if why:
         raise ConfigError(f"--hidden: {why}")
@@ -185,31 +196,28 @@ def run(args: argparse.Namespace) -> int:
             f"--min {format_bytes(args.min)}, --max {format_bytes(args.max)}: the smallest message is a row of "
             f"--hidden {args.hidden} elements, and the largest is no smaller"
         )
-    return in_ranks(args, placement, lambda group, config: _run_rank(args, placement, group, config))
+    args.min -= args.min % (args.hidden * 2)  # whole rows
+    return comparison.start(args, placement, collective(args.hidden))
 
 
-def _run_rank(args: argparse.Namespace, placement: Placement, group: dist.ProcessGroup, config: Config) -> int:
-    rows, written = [], True
-    with Communicator(group, placement.device, config) as comm:
-        libraries, remarks = _libraries(comm, group, args.max // (2 * args.hidden), args.hidden)
-        schedule = Schedule.by(args.method, args.calls, args.reps)
-        bench = _Bench(comm, group, DTYPES[args.dtype], args.hidden, schedule)
-        progress = Progress(enabled=comm.rank == 0)
-        for message_bytes in sizes(args.min, args.max):
-            for mode in args.mode:
-                rows.append(bench.row(message_bytes // (2 * args.hidden), mode, libraries, progress))
-        progress.clear()
-    if launch.rank() == 0:
-        title = f"all-reduce + add + RMSNorm, hidden {args.hidden}, {args.dtype}, {placement.describe()}"
-        content = {"command": "bench fused", "hidden": args.hidden}
-        written = report.publish(title, args, placement, rows, remarks, content)
-    return 1 if not written or any(row.wrong for row in rows) else 0
+def collective(hidden: int) -> Collective:
+    """The fused operation on rows of ``hidden`` elements."""
+    return Collective(
+        "fused",
+        partial(libraries_of, hidden),
+        lambda comm, dtype, count: _Rows(comm, dtype, hidden).reference(count),
+        lambda comm, dtype, count: _Rows(comm, dtype, hidden).plan(count),
+        lambda comm, dtype: _Fused(_Rows(comm, dtype, hidden)),
+        f"all-reduce + add + RMSNorm, hidden {hidden}",
+        {"hidden": hidden},
+    )
 
 
-def _libraries(
-    comm: Communicator, group: dist.ProcessGroup, tokens: int, hidden: int
+def libraries_of(
+    hidden: int, comm: Communicator, dtype: torch.dtype, max_bytes: int, group: dist.ProcessGroup
 ) -> tuple[list[Library], list[str]]:
-    """The libraries to compare, the same on all ranks, and remarks on what is missing or to be read with care."""
+    """The libraries of ``Collective`` for the fused operation, and remarks on those that are missing."""
+    rows = _Rows(comm, dtype, hidden)
 
     def ours(x: Tensor) -> Callable[[], Tensor]:
         if not comm.accepts(x):
@@ -223,115 +231,20 @@ def _libraries(
 
         return call
 
-    if comm.is_emulated:
-        return [
-            _Fused(comm),
-            _Unfused("plain + norm", ours, add_rms_norm),
-            _Unfused("gloo + norm", other, add_rms_norm),
-        ], [report.EMULATED_REMARK]
     norm = norm_of_engines(comm)
     libraries: list[Library] = [
-        _Fused(comm),
-        _Unfused("plain + norm", ours, norm),
-        _Unfused("nccl + norm", other, norm),
+        _Fused(rows),
+        _Unfused("plain + norm", rows, ours, norm, in_place=False),
+        _Unfused("gloo + norm" if comm.is_emulated else "nccl + norm", rows, other, norm, in_place=True),
     ]
+    if comm.is_emulated:
+        return libraries, [report.EMULATED_REMARK]
     remarks = [NORM_REMARK]
     try:
-        others.set_up("import", lambda: importlib.import_module("flashinfer.comm"), group)
+        agreement.set_up("import", lambda: importlib.import_module("flashinfer.comm"), group)
         for one_shot in (True, False):
-            make = partial(_FlashInfer, one_shot, comm, group, tokens, hidden)
-            libraries.append(others.set_up("set-up of its workspace", make, group))
-    except others.NotUsableError as error:
+            make = partial(_FlashInfer, one_shot, rows, group, max_bytes // (2 * hidden))
+            libraries.append(agreement.set_up("set-up of its workspace", make, group))
+    except agreement.NotUsableError as error:
         remarks.append(f"FlashInfer is not usable here: {error}")
     return libraries, remarks
-
-
-class _Bench:
-    """Measures on this rank; its methods are collective."""
-
-    def __init__(
-        self,
-        comm: Communicator,
-        group: dist.ProcessGroup,
-        dtype: torch.dtype,
-        hidden: int,
-        schedule: Schedule,
-    ) -> None:
-        self._comm, self._group, self._dtype, self._hidden, self._schedule = comm, group, dtype, hidden, schedule
-
-    def row(self, rows: int, mode: str, libraries: list[Library], progress: Progress) -> Row:
-        """Checks and times all libraries at one size."""
-        reference = FusedReference(rows, self._hidden, self._comm.world_size, self._dtype, self._comm.device)
-        results = {}
-        for library in libraries:
-            progress.show(f"fused {rows} rows {mode}: {library.name}")
-            results[library.name] = self._measure(library, mode, reference)
-        self._comm.check()
-        operands = reference.operands(0, 0)
-        plan = self._comm.plan_all_reduce_add_rms_norm(operands.x, operands.weight)
-        return Row(plan.message_bytes, mode, dataclasses.asdict(plan), results)
-
-    def _measure(self, library: Library, mode: str, reference: FusedReference) -> Result:
-        operands = reference.operands(self._comm.rank, 0)
-        failure, error = "", 0.0
-        try:
-            call = library.bind(operands)
-            for salt in range(_CHECKS):
-                operands.x.copy_(reference.operands(self._comm.rank, salt).x)
-                error = max(error, reference.error(call(), salt, library.rounds_once))
-        except LlmCommError:
-            raise
-        except RuntimeError as reason:
-            failure = report.first_line(reason)
-        failure, error = first_failure(failure, error, self._group)
-        if failure:
-            return Result(skipped=failure)
-        if mode == "graph":
-            timed = timing.time_graph(call, _nothing, self._schedule, self._group)
-        else:
-            timed = timing.time_eager(call, _nothing, self._schedule, self._comm.device, self._group)
-        return Result(timed.us, timed.min_us, timed.host_us, error)
-
-
-def _nothing() -> None:
-    """What a library that works in place makes of its input in the end does not matter to its time."""
-
-
-class FusedReference:
-    """Operands that depend on rank and position, and float64 results, which judge a library."""
-
-    def __init__(self, rows: int, hidden: int, world: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._shape, self._world = (rows, hidden), world
-        self._sums = Reference(rows * hidden, world, dtype, device)
-
-    def operands(self, rank: int, salt: int) -> Operands:
-        """Of one rank; another ``salt`` gives another ``x``. The residual is that of a rank that does not exist."""
-        x = self._sums.addend(rank, salt).view(self._shape)
-        residual = self._sums.addend(self._world, 0).view(self._shape)
-        weight = self._sums.addend(self._world + 1, 0).view(self._shape)[0].clone()
-        return Operands(x, residual, weight)
-
-    def error(self, outputs: Outputs, salt: int, rounds_once: bool) -> float:
-        """Largest difference from the float64 results, as a fraction of what rounding explains; huge for a NaN.
-
-        The norm is judged by the library's own new residual: what that is off by is counted once.
-        """
-        normed, new_residual = outputs
-        addends = torch.stack([self.operands(rank, salt).x.double() for rank in range(self._world)])
-        operands = self.operands(0, salt)
-        epsilon = torch.finfo(normed.dtype).eps
-        total = addends.sum(0)
-        exact = total + operands.residual.double()
-        magnitude = addends.abs().sum(0)
-        summing = magnitude * self._world * (torch.finfo(torch.float32).eps if rounds_once else epsilon)
-        allowed = summing + (total.abs() + exact.abs() + epsilon) * (epsilon / 2) * 1.01
-        return max(worst(new_residual.double() - exact, allowed), norm_error(normed, new_residual, operands.weight))
-
-
-def norm_error(normed: Tensor, new_residual: Tensor, weight: Tensor) -> float:
-    """Largest difference of normed rows from the float64 norm of a residual, as a fraction of what rounding explains;
-    infinite for a NaN."""
-    x = new_residual.double()
-    norm = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
-    # One ulp more than half of one; and a rounding before the weight, as some kernels do.
-    return worst(normed.double() - norm, norm.abs() * torch.finfo(normed.dtype).eps * 1.5 + 1e-30)

@@ -32,33 +32,32 @@ from torch import Tensor
 
 from llm_comm import _core, files
 from llm_comm.bench import report, timing
-from llm_comm.bench.agreement import first_failure
+from llm_comm.bench.agreement import checked, first_failure
 from llm_comm.bench.comparison import in_ranks, replayable
-from llm_comm.bench.fused import NORM_REMARK, Outputs, norm_of_engines
+from llm_comm.bench.fused import NORM_REMARK
 from llm_comm.bench.linear_arms import (
+    FP8_REMARK,
+    SILU_REMARK,
     Arm,
-    Judge,
-    JudgeOfLayers,
-    Operands,
     are_many,
     arm_of_choice,
     check_layers,
     choices_of,
-    make_weights,
-    other_arms,
-    our_arms,
+    other_chains,
+    other_layers,
+    our_chains,
+    our_layer,
 )
-from llm_comm.bench.linear_fp8 import FP8_REMARK, Fp8Judge, other_fp8_arms, our_fp8_arm
+from llm_comm.bench.linear_operands import Fp8Judge, Judge, JudgeOfLayers, Operands, SiluJudge, make_weights
 from llm_comm.bench.linear_report import Choice, LayerRow, plot, remarks_on, tables
-from llm_comm.bench.linear_silu import SILU_REMARK, SiluJudge, other_silu_arm, our_silu_arm, silu_of_engines
 from llm_comm.bench.report import DTYPES, Progress, Result
 from llm_comm.bench.timing import ALIGNING_CALLS, Schedule
 from llm_comm.cli import launch
 from llm_comm.cli.launch import Placement
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
-from llm_comm.errors import ConfigError, LlmCommError, UnsupportedInputError
-from llm_comm.operations.quantization import FP8
+from llm_comm.errors import ConfigError
+from llm_comm.operations.fp8 import FP8
 
 #: Outputs and inputs of layers of Llama-3.3-70B and Qwen3-32B, in 8 parts.
 SHAPES = ((8192, 1024), (8192, 3584), (5120, 1024), (5120, 3200))
@@ -126,9 +125,7 @@ def _run_rank(args: argparse.Namespace, placement: Placement, group: dist.Proces
             for pdl in _PDL[args.pdl]
         ]
         progress = Progress(enabled=launch.rank() == 0)
-        norm = norm_of_engines(comms[0][1])
-        silu = silu_of_engines(comms[0][1]) if args.silu else None
-        bench = LayerBench(comms, group, norm, silu, args.reps, args.choices, progress, fp8=args.fp8)
+        bench = LayerBench(comms, group, args.reps, progress, choices=args.choices, silu=args.silu, fp8=args.fp8)
         rows = []
         for shape in args.shapes:
             rows += bench.rows(shape, args.tokens, DTYPES[args.dtype], args.weights)
@@ -171,10 +168,10 @@ class LayerBench:
 
     Args:
         comms: With and without dependent launches.
-        norm: Add and norm behind an all-reduce, as an engine runs them.
-        silu: Silu-and-mul as an engine runs it, where it is behind the layers.
+        reps: Timed runs of a chain.
         choices: Whether to time choices of the layer's kernel too.
         chains: Whether to time what comes behind a layer too, where there are several ranks.
+        silu: Whether the layers are gate-and-up projections with silu-and-mul behind them.
         fp8: ``"row"`` or ``"tensor"``: operands are FP8, and have a scale for each; None: of the dtype of results.
     """
 
@@ -182,18 +179,16 @@ class LayerBench:
         self,
         comms: Sequence[tuple[bool, Communicator]],
         group: dist.ProcessGroup,
-        norm: Callable[..., Outputs],
-        silu: Callable[[Tensor], Tensor] | None,
         reps: int,
-        choices: bool,
         progress: Progress,
         *,
+        choices: bool = False,
         chains: bool = True,
+        silu: bool = False,
         fp8: str | None = None,
     ) -> None:
-        self._comms, self._group, self._norm, self._silu = comms, group, norm, silu
-        self._chains = chains
-        self._reps, self._choices, self._progress, self._fp8 = reps, choices, progress, fp8
+        self._comms, self._group, self._reps, self._progress = comms, group, reps, progress
+        self._choices, self._chains, self._silu, self._fp8 = choices, chains, silu, fp8
         self._comm = comms[0][1]
 
     def rows(
@@ -210,16 +205,22 @@ class LayerBench:
             if self._fp8:
                 operands = Operands.of_fp8(weights, rows_of_x, self._comm.rank, dtype, self._fp8 == "row")
             else:
-                operands = Operands.of(weights, rows_of_x, self._comm.rank, silu=self._silu is not None)
-            judge, other, our = self._arms(operands)
+                operands = Operands.of(weights, rows_of_x, self._comm.rank, silu=self._silu)
+            judge = self._judge(operands)
+            # What is behind a layer has no kernels for FP8, silu-and-mul or many tokens.
+            with_chains = self._chains and self._comm.world_size > 1 and not are_many(rows_of_x)
+            judge_of_chains = judge if isinstance(judge, Judge) and with_chains else None
             what = f"linear {shape[0]}x{shape[1]}, {rows_of_x} tokens"
-            # The layer alone comes first. All that is beside FP8 layers is a layer alone.
-            which = slice(None) if self._chains and not are_many(rows_of_x) else slice(1)
-            beside = other if self._fp8 else other[which]
-            others = {arm.name: self._measure(arm, weights, what) for arm in beside}
+            arms = list(other_layers(self._comm, operands, judge))
+            if judge_of_chains:
+                arms += other_chains(self._comm, self._group, operands, judge_of_chains)
+            others = {arm.name: self._measure(arm, weights, what) for arm in arms}
             for pdl, comm in self._comms:
                 where = f"{what}, PDL {'on' if pdl else 'off'}"
-                ours = {arm.name: self._measure(arm, weights, where) for arm in our(comm)[which]}
+                arms = [our_layer(comm, operands, judge)]
+                if judge_of_chains:
+                    arms += our_chains(comm, operands, judge_of_chains)
+                ours = {arm.name: self._measure(arm, weights, where) for arm in arms}
                 choices = self._of_choices(comm, operands, judge, where) if self._choices else ((), None)
                 comm.check()
                 layers = self._calls(weights)
@@ -229,19 +230,10 @@ class LayerBench:
                 rows.append(row)
         return rows
 
-    def _arms(self, operands: Operands) -> tuple[JudgeOfLayers, list[Arm], Callable[[Communicator], list[Arm]]]:
-        """What judges layers alone, the arms of others, and those of a communicator."""
+    def _judge(self, operands: Operands) -> JudgeOfLayers:
         if self._silu:
-            of_silu = SiluJudge(operands)
-            other = [other_silu_arm(self._comm, operands, of_silu, self._silu)]
-            return of_silu, other, lambda comm: [our_silu_arm(comm, operands, of_silu)]
-        if self._fp8:
-            of_fp8 = Fp8Judge(operands)
-            other = list(other_fp8_arms(self._comm, operands, of_fp8))
-            return of_fp8, other, lambda comm: [our_fp8_arm(comm, operands, of_fp8)]
-        judge = Judge(operands, self._group)
-        others = other_arms(self._comm, self._group, operands, judge, self._norm)
-        return judge, others, lambda comm: our_arms(comm, operands, judge)
+            return SiluJudge(operands)
+        return Fp8Judge(operands) if self._fp8 else Judge(operands, self._group)
 
     def _weights(self, bytes_each: int, weight_bytes: int | None) -> int:
         if self._comm.is_emulated and weight_bytes is None:
@@ -256,17 +248,11 @@ class LayerBench:
     def _measure(self, arm: Arm, weights: Sequence[Tensor], what: str) -> Result:
         """Checks the result of every weight, and times the chain if all are right."""
         self._progress.show(f"{what}: {arm.name}")
-        failure, error = "", 0.0
-        try:
-            for index, weight in enumerate(weights):
-                error = max(error, arm.error(arm.call(weight), index))
-        except UnsupportedInputError as reason:  # the same on all ranks
-            failure = report.first_line(reason)
-        except LlmCommError:
-            raise
-        except RuntimeError as reason:
-            failure = report.first_line(reason)
-        failure, error = first_failure(failure, error, self._group)
+
+        def check() -> float:
+            return max(arm.error(arm.call(weight), index) for index, weight in enumerate(weights))
+
+        failure, error = checked(check, self._group)
         if failure:
             return Result(skipped=failure)
         if not self._comm.is_emulated:

@@ -1,20 +1,21 @@
-"""The ways to compute linear layers that ``llm-comm bench linear`` times, and what judges their results."""
+"""The ways to compute linear layers that ``llm-comm bench linear`` times."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from llm_comm import _core, registry
-from llm_comm.bench.fused import EPS, Outputs, norm_error
-from llm_comm.bench.reference import worst
+from llm_comm.bench.fused import as_engines_run, norm_of_engines
+from llm_comm.bench.linear_operands import Judge, JudgeOfLayers, Operands
+from llm_comm.bench.reference import EPS, Outputs
 from llm_comm.bench.report import OURS, dtype_name
 from llm_comm.communicator import Communicator
 from llm_comm.errors import ConfigError, LlmCommError
@@ -22,9 +23,10 @@ from llm_comm.planning.layers import inputs_multiple, takes_features
 
 #: Layer, sum over the ranks, add and norm as one call.
 FUSED = f"{OURS} fused"
-#: Standard deviation of FP8 operands: small ones lose no more than others.
-FP8_SPREAD = 16.0
-_ALIKE_SEED, _X_SEED, _WEIGHTS_SEED, _SCALES_SEED = 1, 1000, 2000, 3000
+#: Column head of the kernel that vLLM uses.
+CUTLASS = "vllm cutlass"
+FP8_REMARK = "scaled_mm: torch._scaled_mm with fast accumulation"
+SILU_REMARK = "silu-and-mul behind cublas: what torch.compile makes one kernel of"
 _BLOCK_OUTPUTS = range(8, 65, 8)
 # Of the ring in shared memory: how many stages, of how many boxes each.
 _RINGS = (
@@ -53,167 +55,6 @@ class Names(NamedTuple):
         layer, other = ("scaled_mm" if fp8 else "cublas", "nccl") if on_gpu else ("mm", "gloo")
         layer += " + silu" if silu else ""
         return Names(layer, f"{layer} + {OURS}", f"{layer} + {other}", f"{layer} + norm")
-
-
-@dataclass(frozen=True)
-class Operands:
-    """What layers work on. ``x`` and the weights differ by rank; residual and weight of the norm do not.
-
-    Attributes:
-        weights: [outputs, inputs] each, or [2 * outputs, inputs], of gate and up.
-        x: [tokens, inputs].
-        residual: [tokens, outputs].
-        norm_weight: [outputs].
-        out, residual_out: [tokens, outputs], for results; NaN until there is one.
-        scales: Of FP8: those of x, and of a weight, the same for all of them.
-    """
-
-    weights: Sequence[Tensor]
-    x: Tensor
-    residual: Tensor
-    norm_weight: Tensor
-    out: Tensor
-    residual_out: Tensor
-    scales: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def silu(self) -> bool:
-        """Whether the weights are of gate and up."""
-        return self.weights[0].shape[0] != self.out.shape[1]
-
-    @staticmethod
-    def of(weights: Sequence[Tensor], tokens: int, rank: int, silu: bool = False) -> Operands:
-        """For some tokens of a rank; ``silu``: of weights of gate and up."""
-        like = weights[0]
-        rows, inputs = like.shape
-        outputs = rows // 2 if silu else rows
-        alike = _generator(like.device, _ALIKE_SEED)
-        return Operands(
-            weights,
-            like.new_empty(tokens, inputs).normal_(generator=_generator(like.device, _X_SEED + rank)),
-            like.new_empty(tokens, outputs).normal_(generator=alike),
-            like.new_empty(outputs).normal_(1, 0.1, generator=alike),
-            like.new_full((tokens, outputs), math.nan),
-            like.new_full((tokens, outputs), math.nan),
-        )
-
-    @staticmethod
-    def of_fp8(weights: Sequence[Tensor], tokens: int, rank: int, dtype: torch.dtype, per_row: bool) -> Operands:
-        """The same of FP8 weights, as ``make_weights`` makes them.
-
-        Args:
-            dtype: Of results.
-            per_row: Whether each row of x and of the weight has a scale of its own; else each tensor.
-        """
-        like = weights[0]
-        inputs = like.shape[1]
-        plain = [torch.empty(like.shape, dtype=dtype, device=like.device)]
-        others = Operands.of(plain, tokens, rank)
-        random = _generator(like.device, _SCALES_SEED + rank)
-
-        def scale(rows: int, value: float) -> Tensor:
-            shape = (rows, 1) if per_row else (1,)
-            return value * torch.empty(shape, device=like.device).uniform_(0.5, 1.5, generator=random)
-
-        scales = scale(tokens, 1 / FP8_SPREAD), scale(like.shape[0], inputs**-0.5 / FP8_SPREAD)
-        return dataclasses.replace(others, weights=weights, x=(others.x * FP8_SPREAD).to(like.dtype), scales=scales)
-
-
-def make_weights(
-    count: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, rank: int
-) -> list[Tensor]:
-    """Weights of so many layers of [outputs, inputs]; what a layer makes of normal inputs has a variance of 1, of FP8
-    with its scales."""
-    whole = torch.empty(count, *shape, dtype=dtype, device=device)
-    random = _generator(device, _WEIGHTS_SEED + rank)
-    if dtype.itemsize == 1:
-        for weight in whole:
-            weight.copy_(torch.empty(shape, device=device).normal_(0, FP8_SPREAD, generator=random))
-    else:
-        whole.normal_(0, shape[1] ** -0.5, generator=random)
-    if device.type == "cuda":
-        # llm_comm's layers read weights before what is ahead in the stream has ended.
-        torch.cuda.synchronize(device)
-    return list(whole)
-
-
-def _generator(device: torch.device, seed: int) -> torch.Generator:
-    return torch.Generator(device).manual_seed(seed)
-
-
-class _Exact(NamedTuple):
-    """In float64, [layers, tokens, outputs] each: a result, or its sum over the ranks; the sum of the magnitudes of the
-    ranks' results; and of all products in them."""
-
-    total: Tensor
-    results: Tensor
-    products: Tensor
-
-
-class JudgeOfLayers(Protocol):
-    """Judges what layers alone return."""
-
-    def layer(self, out: Tensor, index: int, rounds_once: bool) -> float:
-        """As ``Judge.layer``."""
-
-
-class Judge:
-    """The results of all layers in float64, of this rank and summed over the ranks, which judge those of an arm.
-
-    Collective, where there is more than one rank.
-    """
-
-    def __init__(self, operands: Operands, group: dist.ProcessGroup) -> None:
-        self._operands, self._world = operands, dist.get_world_size(group)
-        x = operands.x.double()
-        total = torch.stack([x @ weight.double().t() for weight in operands.weights])
-        products = torch.stack([x.abs() @ weight.double().abs().t() for weight in operands.weights])
-        self._alone = _Exact(total, total.abs(), products)
-        self._of_ranks = self._alone
-        if self._world > 1:
-            self._of_ranks = _Exact(*(tensor.clone() for tensor in self._alone))
-            for tensor in self._of_ranks:
-                dist.all_reduce(tensor, group=group)
-
-    def layer(self, out: Tensor, index: int, rounds_once: bool) -> float:
-        """How far off the result of one layer is, as a fraction of what rounding explains; above 1 it is wrong.
-
-        Args:
-            rounds_once: Allow a float32 accumulation and one rounding to the dtype; otherwise every partial sum may be
-                rounded, as cuBLAS may where it splits the products.
-        """
-        allowed = self._allowed(self._alone, index, out.dtype, rounds_once)
-        return worst(out.double() - self._alone.total[index], allowed)
-
-    def chain(self, outputs: Outputs, index: int, layer_rounds_once: bool, sum_rounds_once: bool) -> float:
-        """The same of layer, sum over the ranks, add and norm."""
-        return self._normed(self._of_ranks, self._world, outputs, index, layer_rounds_once, sum_rounds_once)
-
-    def chain_without_sum(self, outputs: Outputs, index: int) -> float:
-        """The same without the sum over the ranks."""
-        return self._normed(self._alone, 0, outputs, index, False, True)
-
-    def _normed(
-        self, exact: _Exact, addends: int, outputs: Outputs, index: int, layer_rounds_once: bool, sum_rounds_once: bool
-    ) -> float:
-        normed, new_residual = outputs
-        epsilon = torch.finfo(normed.dtype).eps
-        total = exact.total[index]
-        expected = total + self._operands.residual.double()
-        summing = addends * (torch.finfo(torch.float32).eps if sum_rounds_once else epsilon)
-        allowed = self._allowed(exact, index, normed.dtype, layer_rounds_once) + exact.results[index] * summing
-        # The sum is rounded, and the new residual; of both what is off already is rounded.
-        allowed += (total.abs() + expected.abs() + epsilon) * (epsilon / 2) * 1.01
-        error = worst(new_residual.double() - expected, allowed)
-        return max(error, norm_error(normed, new_residual, self._operands.norm_weight))
-
-    def _allowed(self, exact: _Exact, index: int, dtype: torch.dtype, rounds_once: bool) -> Tensor:
-        """By which the layers themselves may be off."""
-        epsilon = torch.finfo(dtype).eps
-        if not rounds_once:
-            return exact.products[index] * epsilon
-        accumulation = self._operands.x.shape[1] * torch.finfo(torch.float32).eps / 2
-        return exact.results[index] * (epsilon / 2) + exact.products[index] * accumulation
 
 
 @dataclass(frozen=True)
@@ -255,16 +96,28 @@ def are_many(tokens: int) -> bool:
     return tokens > _core.linear_max_tokens
 
 
-def our_arms(comm: Communicator, operands: Operands, judge: Judge) -> list[Arm]:
-    """Those of a communicator."""
+def layer_arm(name: str, call: Callable[[Tensor], tuple[Tensor, ...]], judge: JudgeOfLayers, rounds_once: bool) -> Arm:
+    """A layer alone."""
+    return Arm(name, call, lambda found, index: judge.layer(found[0], index, rounds_once))
+
+
+def our_layer(comm: Communicator, operands: Operands, judge: JudgeOfLayers) -> Arm:
+    """llm_comm's layer alone: of FP8, or with silu-and-mul in its kernel, as the operands are."""
+    x, out = operands.x, operands.out
+    linear: Callable[..., Tensor] = comm.linear_of_any_batch if are_many(len(x)) else comm.linear
+    if operands.silu:
+        linear = comm.linear_silu_and_mul
+    elif operands.scales is not None:
+        x_scale, weight_scale = operands.scales
+        linear = partial(linear, x_scale=x_scale, weight_scale=weight_scale)
+    return layer_arm(OURS, lambda weight: (linear(x, weight, out=out),), judge, True)
+
+
+def our_chains(comm: Communicator, operands: Operands, judge: Judge) -> list[Arm]:
+    """Layer, all-reduce, add and norm, in one call of a communicator, and with the layer by cuBLAS."""
     x, residual, norm_weight = operands.x, operands.residual, operands.norm_weight
     out, residual_out = operands.out, operands.residual_out
     summand = torch.empty_like(out)
-    linear = comm.linear_of_any_batch if are_many(len(x)) else comm.linear
-
-    def layer(weight: Tensor) -> tuple[Tensor, ...]:
-        linear(x, weight, out=out)
-        return (out,)
 
     def fused(weight: Tensor) -> tuple[Tensor, ...]:
         comm.linear_all_reduce_add_rms_norm(x, weight, residual, norm_weight, EPS, out=out, residual_out=residual_out)
@@ -275,30 +128,54 @@ def our_arms(comm: Communicator, operands: Operands, judge: Judge) -> list[Arm]:
         comm.all_reduce_add_rms_norm(summand, residual, norm_weight, EPS, out=out, residual_out=residual_out)
         return out, residual_out
 
-    arms = [Arm(OURS, layer, lambda found, index: judge.layer(found[0], index, True))]
-    if comm.world_size > 1:
-        names = Names.of(not comm.is_emulated)
-        arms += [
-            Arm(FUSED, fused, lambda found, index: judge.chain(_pair(found), index, True, True)),
-            Arm(
-                names.layer_and_ours,
-                layer_and_ours,
-                lambda found, index: judge.chain(_pair(found), index, False, True),
-            ),
-        ]
-    return arms
+    return [
+        Arm(FUSED, fused, lambda found, index: judge.chain(_pair(found), index, True, True)),
+        Arm(
+            Names.of(not comm.is_emulated).layer_and_ours,
+            layer_and_ours,
+            lambda found, index: judge.chain(_pair(found), index, False, True),
+        ),
+    ]
 
 
-def other_arms(
-    comm: Communicator, group: dist.ProcessGroup, operands: Operands, judge: Judge, norm: Callable[..., Outputs]
-) -> list[Arm]:
-    """Those that no communicator takes part in; ``comm`` says where they run, and ``norm`` is ``add_rms_norm``."""
-    x, residual, norm_weight, out = operands.x, operands.residual, operands.norm_weight, operands.out
-    names = Names.of(not comm.is_emulated)
+def other_layers(comm: Communicator, operands: Operands, judge: JudgeOfLayers) -> Iterator[Arm]:
+    """The layer alone by cuBLAS, with a kernel for silu-and-mul behind it where the operands want it; of FP8 by torch,
+    and by vLLM where it can be imported."""
+    x, out, scales = operands.x, operands.out, operands.scales
+    name = Names.of(not comm.is_emulated, operands.silu, scales is not None).layer
+    if scales is not None:
+        x_scale, weight_scale = scales
+
+        def scaled(weight: Tensor) -> tuple[Tensor, ...]:
+            if comm.is_emulated:
+                products = x.float() @ weight.float().t()
+                return ((products * weight_scale.view(1, -1) * x_scale).to(out.dtype),)
+            of_weight = weight_scale.view(1, -1) if weight_scale.numel() > 1 else weight_scale
+            by_row = {"scale_a": x_scale, "scale_b": of_weight}
+            return (torch._scaled_mm(x, weight.t(), **by_row, out_dtype=out.dtype, use_fast_accum=True),)
+
+        def by_cutlass(weight: Tensor) -> tuple[Tensor, ...]:
+            torch.ops._C.cutlass_scaled_mm(out, x, weight.t(), x_scale, weight_scale, None)
+            return (out,)
+
+        yield layer_arm(name, scaled, judge, False)
+        if not comm.is_emulated and _has_cutlass():
+            yield layer_arm(CUTLASS, by_cutlass, judge, False)
+        return
+    products = out.new_empty(len(out), operands.weights[0].shape[0]) if operands.silu else out
+    activation = as_engines_run(silu_and_mul, comm) if operands.silu else None
 
     def layer(weight: Tensor) -> tuple[Tensor, ...]:
-        torch.mm(x, weight.t(), out=out)
-        return (out,)
+        torch.mm(x, weight.t(), out=products)
+        return (products if activation is None else activation(products),)
+
+    yield layer_arm(name, layer, judge, False)
+
+
+def other_chains(comm: Communicator, group: dist.ProcessGroup, operands: Operands, judge: Judge) -> list[Arm]:
+    """The layer by cuBLAS with another library's all-reduce, add and norm behind it, and with add and norm alone."""
+    x, residual, norm_weight, out = operands.x, operands.residual, operands.norm_weight, operands.out
+    names, norm = Names.of(not comm.is_emulated), norm_of_engines(comm)
 
     def layer_and_other(weight: Tensor) -> tuple[Tensor, ...]:
         torch.mm(x, weight.t(), out=out)
@@ -309,21 +186,26 @@ def other_arms(
         torch.mm(x, weight.t(), out=out)
         return norm(out, residual, norm_weight)
 
-    arms = [Arm(names.layer, layer, lambda found, index: judge.layer(found[0], index, False))]
-    if comm.world_size > 1:
-        arms += [
-            Arm(
-                names.layer_and_other,
-                layer_and_other,
-                lambda found, index: judge.chain(_pair(found), index, False, False),
-            ),
-            Arm(
-                names.layer_and_norm,
-                layer_and_norm,
-                lambda found, index: judge.chain_without_sum(_pair(found), index),
-            ),
-        ]
-    return arms
+    return [
+        Arm(
+            names.layer_and_other, layer_and_other, lambda found, index: judge.chain(_pair(found), index, False, False)
+        ),
+        Arm(names.layer_and_norm, layer_and_norm, lambda found, index: judge.chain_without_sum(_pair(found), index)),
+    ]
+
+
+def _has_cutlass() -> bool:
+    try:
+        from vllm import _custom_ops  # noqa: F401
+    except ImportError:
+        return False
+    return hasattr(torch.ops._C, "cutlass_scaled_mm")
+
+
+def silu_and_mul(products: Tensor) -> Tensor:
+    """``silu(gate) * up`` of the two halves of a row."""
+    gate, up = products.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
 
 
 def _pair(found: tuple[Tensor, ...]) -> Outputs:
@@ -381,4 +263,4 @@ def arm_of_choice(
         return (out,)
 
     name = f"{block} outputs, {stages} of {boxes}"
-    return Arm(name, call, lambda found, index: judge.layer(found[0], index, True))
+    return layer_arm(name, call, judge, True)

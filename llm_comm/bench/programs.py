@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Mapping
 from llm_comm.bench.report import format_bytes
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
-from llm_comm.dsl import registry
+from llm_comm.dsl import programs
+from llm_comm.dsl.rendering import digest
 from llm_comm.dsl.selected import examine
-from llm_comm.dsl.text import digest
 from llm_comm.planning.plan import Plan, Problem
 from llm_comm.planning.programs import PROTOCOL, Kernels
 from llm_comm.planning.tables import Row, TuningTable, by_operation
@@ -43,7 +43,7 @@ def unmeasured(
     """
     return [
         f"{name} is not measured: {examine(text, world_size, config)[1]}"
-        for name, text in registry.of_option(config).items()
+        for name, text in programs.of_option(config).items()
         if name not in measured and _on_command_line(text.operation.value) in operations
     ]
 
@@ -74,7 +74,7 @@ def digests(config: Config, world_size: int) -> list[str]:
     Raises:
         ConfigError: One cannot be imported or is not correct.
     """
-    texts = registry.of_option(config)
+    texts = programs.of_option(config)
     return [f"{name} ({digest(examine(text, world_size, config)[0])})" for name, text in texts.items()]
 
 

@@ -16,8 +16,7 @@ from llm_comm import files
 from llm_comm.bench import programs, report
 from llm_comm.bench.agreement import require_alike
 from llm_comm.bench.choosing import Measured, choose
-from llm_comm.bench.measuring import Bench, count_candidates, schedule_of
-from llm_comm.bench.pace import Budget, Pace
+from llm_comm.bench.measuring import Bench, Budget, Pace, count_candidates, schedule_of
 from llm_comm.bench.report import Progress, format_bytes
 from llm_comm.bench.tune import check_options, choice_text, options_of, require_candidates
 from llm_comm.bench.tune_subjects import Subject, coarse_first, subjects_of
@@ -167,7 +166,7 @@ def _compare(comm: Communicator, bench: Bench, subject: Subject, size: int, show
 def _phrase(plan: Plan) -> str:
     if plan.symmetric:
         return f"{plan.symmetric} of symmetric tensors"
-    return f"{plan.algorithm} {plan.protocol}, {plan.blocks} blocks x {plan.threads} threads"
+    return report.plan_text(vars(plan))
 
 
 def line(row: Compared, label: str) -> str:

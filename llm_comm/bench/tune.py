@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from llm_comm import _core, registry
-from llm_comm.bench import programs, report, tune_install, tune_layers, tune_list, tune_nodes
+from llm_comm.bench import programs, report, tune_layers, tune_nodes, tune_tables
 from llm_comm.bench.agreement import require_alike
 from llm_comm.bench.choosing import Measured, choose_by_means, is_slower, merge, sums_in_switch
 from llm_comm.bench.linear_arms import check_layers
-from llm_comm.bench.measuring import AtSize, Bench, count_candidates, schedule_of
-from llm_comm.bench.pace import Budget, Pace
+from llm_comm.bench.measuring import AtSize, Bench, Budget, Pace, count_candidates, schedule_of
 from llm_comm.bench.report import Progress, format_bytes
 from llm_comm.bench.tune_record import Record
 from llm_comm.bench.tune_subjects import (
@@ -69,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             ``--json`` is a file of another run, nothing can be installed, or there is no table to remove.
     """
     if args.list or args.remove is not None:
-        return tune_list.run(args)
+        return tune_tables.run(args)
     placement = launch.place(args.world, args.device, over_nodes=True)
     if not placement.on_gpu:
         raise ConfigError(f"tune measures GPUs: {placement.reason}")
@@ -78,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if args.force and not args.install:
         raise ConfigError("--force: it lets --install replace a better table; give --install too")
     if args.install:
-        tune_install.prepare(asked_for)
+        tune_tables.prepare(asked_for)
     check_layers(args.layers, args.tokens, "--layers")
     check_layers(args.silu_layers, args.tokens, "--silu-layers")
     check_layers(args.fp8_layers, args.tokens, "--fp8-layers", fp8=True)
@@ -121,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
                     if args.multicast:
                         table = table._replace(multicast=entry_of(comm, environment["date"]))
                     of_ranks = comm.device, comm.world_size
-                    written = tune_install.write(table, *of_ranks, args, environment, asked_for, out=args.out)
+                    written = tune_tables.write(table, *of_ranks, args, environment, asked_for, out=args.out)
                 written = record.write(is_complete=left == 0) and written
     return 0 if written else 1
 

@@ -4,18 +4,14 @@ how many tokens, and with which tunables."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 
 import torch
 import torch.distributed as dist
 
 from llm_comm.bench import linear_report
-from llm_comm.bench.choosing import is_slower
-from llm_comm.bench.fused import norm_of_engines
+from llm_comm.bench.choosing import is_slower, last_of_alike
 from llm_comm.bench.linear import LayerBench
-from llm_comm.bench.linear_arms import Names
-from llm_comm.bench.linear_fp8 import CUTLASS
-from llm_comm.bench.linear_silu import silu_of_engines
+from llm_comm.bench.linear_arms import CUTLASS, Names
 from llm_comm.bench.report import OURS, Progress
 from llm_comm.communicator import Communicator
 from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL, LayerRow, is_fp8, of_factors
@@ -46,18 +42,9 @@ def measure(
     if not shapes:
         return []
     progress = Progress(enabled=comm.rank == 0)
-    activation = silu_of_engines(comm) if silu else None
-    bench = LayerBench(
-        [(comm.config.pdl, comm)],
-        group,
-        norm_of_engines(comm),
-        activation,
-        reps,
-        True,
-        progress,
-        chains=False,
-        fp8="row" if fp8 else None,
-    )
+    pdl = [(comm.config.pdl, comm)]
+    fp8_scales = "row" if fp8 else None
+    bench = LayerBench(pdl, group, reps, progress, choices=True, chains=False, silu=silu, fp8=fp8_scales)
     found: list[linear_report.LayerRow] = []
     for shape in shapes:
         measured = bench.rows(shape, sorted(tokens), torch.bfloat16, None)
@@ -72,8 +59,7 @@ def measure(
 def rows_of(measured: Sequence[linear_report.LayerRow], on_gpu: bool = True) -> tuple[LayerRow, ...]:
     """One row for neighbouring numbers of tokens that run alike, with the figures of the largest."""
     rows = [_row(one, Names.of(on_gpu, one.silu, one.fp8).layer) for one in measured]
-    alike = groupby(rows, key=lambda row: row.without_figures()._replace(up_to=0))
-    return tuple(list(group)[-1] for _, group in alike)
+    return tuple(last_of_alike(rows))
 
 
 def _row(measured: linear_report.LayerRow, other: str) -> LayerRow:

@@ -6,17 +6,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from llm_comm.bench import timing, tune_install
+from llm_comm.bench import timing, tune_tables
 from llm_comm.bench.agreement import on_all, require_alike
-from llm_comm.bench.choosing import is_slower
-from llm_comm.bench.measuring import schedule_of
-from llm_comm.bench.pace import Budget
+from llm_comm.bench.choosing import is_slower, last_of_alike
+from llm_comm.bench.measuring import Budget, schedule_of
 from llm_comm.bench.report import Progress, format_bytes
 from llm_comm.bench.timing import Schedule
 from llm_comm.bench.tune_record import Record
@@ -90,11 +88,11 @@ def run(comm: Communicator, group: dist.ProcessGroup, args: argparse.Namespace, 
     environment: list[Any] = [record.report(is_complete=left == 0)]
     dist.broadcast_object_list(environment, src=dist.get_global_rank(group, 0), group=group)
     ranks_of_node = comm.world_size // comm.nodes
-    table = with_rows(of_node, rows_of(found))._replace(name="")
+    table = with_rows(of_node, last_of_alike(found))._replace(name="")
     written = True
     if comm.rank_in_node == 0 and found:
         out = args.out if comm.rank == 0 else None
-        written = tune_install.write(table, comm.device, ranks_of_node, args, environment[0], config, out=out)
+        written = tune_tables.write(table, comm.device, ranks_of_node, args, environment[0], config, out=out)
     if comm.rank == 0:
         written = record.write(is_complete=left == 0) and written
     return written
@@ -163,12 +161,6 @@ def choose(measured: Sequence[NodeRow], nccl_us: float) -> NodeRow:
     chosen = next(row for row in measured if row.us is not None and not is_slower(row.us, best))
     assert chosen.us is not None
     return chosen._replace(is_faster=not is_slower(chosen.us, nccl_us), nccl_us=nccl_us)
-
-
-def rows_of(found: Sequence[NodeRow]) -> tuple[NodeRow, ...]:
-    """One row for neighbouring sizes that run alike, with the figures of the largest."""
-    alike = groupby(found, key=lambda row: row.without_figures()._replace(up_to=0))
-    return tuple(list(rows)[-1] for _, rows in alike)
 
 
 def with_rows(table: TuningTable, rows: Sequence[NodeRow]) -> TuningTable:

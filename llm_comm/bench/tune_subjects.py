@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from llm_comm import _core, registry
 from llm_comm.bench import OPERATIONS
+from llm_comm.bench.collectives import PRIMITIVES
 from llm_comm.bench.programs import rows_for
 from llm_comm.communicator import Communicator
 from llm_comm.options import MIB
@@ -26,10 +27,9 @@ _DTYPE, _DATA_TYPE = torch.bfloat16, "bf16"
 _EPS = 1e-5
 #: Where a block has a row's tile for itself the kernels differ little above this: what the largest size says holds on.
 LARGEST_FUSED = 16 * MIB
-# From here NCCL is timed too: the table ends where NCCL wins.
-_COMPARE_FROM = MIB
-# The same of parts, for people who compare: no limit comes of it.
-_COMPARE_PARTS_FROM = MIB // 16
+# From here NCCL is timed too: the table of all-reduces ends where NCCL wins. Parts have no such limit: their times are
+# for people who compare.
+_COMPARE_FROM = {ALL_REDUCE: MIB, ALL_GATHER: MIB // 16, REDUCE_SCATTER: MIB // 16}
 #: Below, ordinary memory is expected to be faster: on symmetric tensors a call begins with a hop that carries no data.
 SYMMETRIC_FROM = MIB // 16
 _ALIGNMENT = 256
@@ -110,93 +110,52 @@ def doubling_sizes(smallest: int, largest: int) -> Iterator[int]:
         size *= 2
 
 
-class AllReduceSubject:
-    """The plain all-reduce.
+class CollectiveSubject:
+    """All-reduce, or a gather or scatter of equal parts along the first dimension, whose sizes are those of a part.
 
     Args:
-        pool: Where its tensors lie; None: in ordinary memory.
+        operation: Of ``PRIMITIVES``.
+        pool: Where results lie, and inputs of an all-reduce; None: in ordinary memory.
         programs: Of a communicator, to be measured too.
     """
 
-    operation = ALL_REDUCE
-
-    def __init__(self, pool: SymmetricPool | None = None, programs: Mapping[str, Kernels] = NO_PROGRAMS) -> None:
-        self._pool, self.is_symmetric, self.programs = pool, pool is not None, programs
-        self.key, self.label = _named(self.operation, "", pool)
-
-    def sizes(self, smallest: int, largest: int) -> Iterator[int]:
-        return doubling_sizes(_from(smallest, self._pool), largest)
-
-    def problem(self, size: int, world_size: int) -> Problem:
-        return Problem(self.operation, size // ELEMENT_BYTES, 0, _DATA_TYPE, world_size)
-
-    def bind(self, comm: Communicator, group: dist.ProcessGroup, size: int) -> Bound:
-        count = size // ELEMENT_BYTES
-        x, out = _tensors(comm, count, count) if self._pool is None else self._pool.tensors(comm, count, count)
-        x.normal_()
-        is_compared = size >= _COMPARE_FROM and self._pool is None
-        nccl = (partial(dist.all_reduce, x, group=group), x.zero_) if is_compared else None
-        return Bound(partial(comm.plan, x), partial(comm.all_reduce, x, out), nccl)
-
-
-class AllGatherSubject:
-    """All-gather of equal parts along the first dimension; sizes are those of a part.
-
-    Args:
-        pool: Where the results lie; None: in ordinary memory, as the parts always do.
-        programs: As of ``AllReduceSubject``.
-    """
-
-    operation = ALL_GATHER
-
-    def __init__(self, pool: SymmetricPool | None = None, programs: Mapping[str, Kernels] = NO_PROGRAMS) -> None:
-        self._pool, self.is_symmetric, self.programs = pool, pool is not None, programs
-        self.key, self.label = _named(self.operation, "all-gather ", pool)
+    def __init__(
+        self, operation: str, pool: SymmetricPool | None = None, programs: Mapping[str, Kernels] = NO_PROGRAMS
+    ) -> None:
+        self.operation, self._pool, self.programs = operation, pool, programs
+        self.is_symmetric = pool is not None
+        self.key = operation if pool is None else of_symmetric(operation)
+        self.label = "" if operation == ALL_REDUCE else f"{operation.replace('_', '-')} "
+        self.label += "" if pool is None else "symmetric "
 
     def sizes(self, smallest: int, largest: int) -> Iterator[int]:
         return doubling_sizes(_from(smallest, self._pool), largest)
 
     def problem(self, size: int, world_size: int) -> Problem:
         # Any bits are gathered, as bytes.
-        return Problem(self.operation, size, 0, "byte", world_size, (1.0, *[float(size)] * world_size))
+        count, data_type = (size, "byte") if self.operation == ALL_GATHER else (size // ELEMENT_BYTES, _DATA_TYPE)
+        parts = () if self.operation == ALL_REDUCE else (1.0, *[float(count)] * world_size)
+        return Problem(self.operation, count, 0, data_type, world_size, parts)
 
     def bind(self, comm: Communicator, group: dist.ProcessGroup, size: int) -> Bound:
-        count = size // ELEMENT_BYTES
-        whole = count * comm.world_size
-        (x,) = _tensors(comm, count)
-        (out,) = _tensors(comm, whole) if self._pool is None else self._pool.tensors(comm, whole)
-        is_compared = size >= _COMPARE_PARTS_FROM and self._pool is None
-        nccl = (partial(dist.all_gather_into_tensor, out, x, group=group), nothing) if is_compared else None
-        return Bound(partial(comm.plan_all_gather, x), partial(comm.all_gather, x, out=out), nccl)
+        primitive = PRIMITIVES[self.operation]
+        counts = primitive.counts(size // ELEMENT_BYTES, comm.world_size)
 
+        def ordinary(count: int) -> torch.Tensor:
+            return torch.empty(count, device=comm.device, dtype=_DTYPE)
 
-class ReduceScatterSubject:
-    """Reduce-scatter into equal parts along the first dimension; sizes are those of a part.
-
-    Args:
-        programs: As of ``AllReduceSubject``.
-    """
-
-    operation = key = REDUCE_SCATTER
-    label, is_symmetric = "reduce-scatter ", False
-
-    def __init__(self, programs: Mapping[str, Kernels] = NO_PROGRAMS) -> None:
-        self.programs = programs
-
-    def sizes(self, smallest: int, largest: int) -> Iterator[int]:
-        return doubling_sizes(smallest, largest)
-
-    def problem(self, size: int, world_size: int) -> Problem:
-        count = size // ELEMENT_BYTES
-        return Problem(self.operation, count, 0, _DATA_TYPE, world_size, (1.0, *[float(count)] * world_size))
-
-    def bind(self, comm: Communicator, group: dist.ProcessGroup, size: int) -> Bound:
-        count = size // ELEMENT_BYTES
-        x, out = _tensors(comm, count * comm.world_size, count)
+        if self._pool is None:
+            x, out = map(ordinary, counts)
+        elif self.operation == ALL_REDUCE:
+            x, out = self._pool.tensors(comm, *counts)
+        else:
+            x, (out,) = ordinary(counts[0]), self._pool.tensors(comm, counts[1])
         x.normal_()
-        is_compared = size >= _COMPARE_PARTS_FROM
-        nccl = (partial(dist.reduce_scatter_tensor, out, x, group=group), nothing) if is_compared else None
-        return Bound(partial(comm.plan_reduce_scatter, x), partial(comm.reduce_scatter, x, out=out), nccl)
+        nccl: tuple[Call, Call] | None = None
+        if self._pool is None and size >= _COMPARE_FROM[self.operation]:
+            in_place = self.operation == ALL_REDUCE
+            nccl = partial(primitive.by_torch, x, out, group), x.zero_ if in_place else nothing
+        return Bound(partial(primitive.plan, comm, x), partial(primitive.run, comm, x, out), nccl)
 
 
 class FusedSubject:
@@ -251,10 +210,10 @@ def subjects_of(
     # The result of a gather, or input and output of an all-reduce.
     pool = SymmetricPool(largest * max(2, world_size if gathers else 0))
     known: dict[str, list[Subject]] = {
-        "all-reduce": [AllReduceSubject(programs=programs), AllReduceSubject(pool)],
+        "all-reduce": [CollectiveSubject(ALL_REDUCE, None, programs), CollectiveSubject(ALL_REDUCE, pool)],
         "fused": [FusedSubject(hidden)],
-        "all-gather": [AllGatherSubject(programs=programs), AllGatherSubject(pool)],
-        "reduce-scatter": [ReduceScatterSubject(programs)],
+        "all-gather": [CollectiveSubject(ALL_GATHER, None, programs), CollectiveSubject(ALL_GATHER, pool)],
+        "reduce-scatter": [CollectiveSubject(REDUCE_SCATTER, None, programs)],
     }
     return [subject for name in OPERATIONS if name in names for subject in known[name]]
 
@@ -311,14 +270,6 @@ def candidates_on(comm: Communicator, subject: Subject, size: int) -> Iterator[R
 
 def nothing() -> None:
     """Outputs are separate tensors: a call leaves its inputs as they were."""
-
-
-def _tensors(comm: Communicator, *counts: int) -> list[torch.Tensor]:
-    return [torch.empty(count, device=comm.device, dtype=_DTYPE) for count in counts]
-
-
-def _named(operation: str, label: str, pool: SymmetricPool | None) -> tuple[str, str]:
-    return (operation, label) if pool is None else (of_symmetric(operation), f"{label}symmetric ")
 
 
 def _from(smallest: int, pool: SymmetricPool | None) -> int:

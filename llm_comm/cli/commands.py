@@ -117,12 +117,10 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16", help="(%(default)s)")
     _add_bench_options(parser, "graph")
     text = "time and check all-reduce beside NCCL and torch symmetric memory (beside gloo on emulated GPUs)"
-    parser = _command(collectives, "all-reduce", text, "llm_comm.bench.all_reduce:run")
-    _add_comparison(parser, "message")
+    _add_comparison(collectives, "all-reduce", text, "message")
     text = "the same of all-gather, into ordinary and into symmetric memory"
-    _add_comparison(_command(collectives, "all-gather", text, "llm_comm.bench.all_gather:run"), "part of a rank")
-    parser = _command(collectives, "reduce-scatter", "the same of reduce-scatter", "llm_comm.bench.reduce_scatter:run")
-    _add_comparison(parser, "part of a rank")
+    _add_comparison(collectives, "all-gather", text, "part of a rank")
+    _add_comparison(collectives, "reduce-scatter", "the same of reduce-scatter", "part of a rank")
     _add_linear(collectives)
     text = "time what the tuning table chooses beside all candidates, and mark where one is 5 percent faster"
     parser = _command(collectives, "table", text, "llm_comm.bench.table:run")
@@ -180,7 +178,11 @@ def _add_linear(collectives: argparse._SubParsersAction[argparse.ArgumentParser]
     _add_json_and_plot(parser)
 
 
-def _add_comparison(parser: argparse.ArgumentParser, what: str) -> None:
+def _add_comparison(
+    collectives: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str, what: str
+) -> None:
+    parser = _command(collectives, name, text, "llm_comm.bench.collectives:run")
+    parser.set_defaults(collective=name)
     parser.add_argument("--min", type=byte_count, default=byte_count("1K"), help=f"smallest {what} (1K)")
     parser.add_argument("--max", type=byte_count, help=f"largest {what} (8M; emulated 64K)")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="(%(default)s)")

@@ -11,7 +11,7 @@ from typing import Any
 from llm_comm import registry
 from llm_comm.bench.report import columns
 from llm_comm.cli import launch
-from llm_comm.dsl.listing import Listed, listed
+from llm_comm.dsl.selected import Listed, listed
 from llm_comm.installation import nccl_library
 
 

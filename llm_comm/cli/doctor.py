@@ -22,7 +22,7 @@ import torch
 
 from llm_comm import _core
 from llm_comm.bench.report import format_bytes, run_tool, versions
-from llm_comm.bench.tune_list import tables_here
+from llm_comm.bench.tune_tables import tables_here
 from llm_comm.cli import engine_verdicts, launch
 from llm_comm.config import MULTICAST_OFF_VARIABLES, Config, multicast_state
 from llm_comm.errors import ConfigError

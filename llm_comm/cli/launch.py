@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from llm_comm.config import Config
-from llm_comm.dsl import registry as programs
+from llm_comm.dsl import programs
 from llm_comm.errors import ConfigError
 from llm_comm.installation import cuda_compiled
 from llm_comm.planning.catalogue import check_table_option

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from llm_comm.dsl.errors import Fault, ProgramError
-from llm_comm.dsl.ir import Buffer, Chunk, Space
-from llm_comm.dsl.lines import users_frame, users_line
-from llm_comm.dsl.ranks import Absolute, Rank, Relative
+from llm_comm.dsl.errors import Fault, ProgramError, users_frame, users_line
+from llm_comm.dsl.ir import Absolute, Buffer, Chunk, Rank, Relative, Space
 
 
 @dataclass(frozen=True)

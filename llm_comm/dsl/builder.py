@@ -12,10 +12,8 @@ from dataclasses import dataclass
 
 from llm_comm.dsl import ir
 from llm_comm.dsl.buffers import Chunks, Shape, Tensor
-from llm_comm.dsl.errors import Fault, ProgramError
-from llm_comm.dsl.ir import Chunk, Location, Operation, Space, Value
-from llm_comm.dsl.lines import users_line
-from llm_comm.dsl.ranks import Absolute, Rank, Relative
+from llm_comm.dsl.errors import Fault, ProgramError, users_line
+from llm_comm.dsl.ir import Absolute, Chunk, Location, Operation, Rank, Relative, Space, Value
 from llm_comm.registry import why_not_a_name
 
 

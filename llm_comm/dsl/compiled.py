@@ -7,15 +7,13 @@ from collections.abc import Callable
 import torch
 
 from llm_comm.communicator import Communicator
-from llm_comm.dsl import ir, registry
+from llm_comm.dsl import ir, programs
 from llm_comm.dsl.checks import check as check_program
 from llm_comm.dsl.kernel import Kernel, Site, load_kernel
 from llm_comm.dsl.programs import ProgramText
 from llm_comm.errors import UnsupportedInputError, quoted
-from llm_comm.operations.operands import Operands, check_unwatched, why_not_buffer
-from llm_comm.operations.operation import keep
-from llm_comm.operations.ranges import within_range
-from llm_comm.operations.watched import check_memory, count_write
+from llm_comm.operations.operands import Operands, check_memory, check_unwatched, count_write, why_not_buffer
+from llm_comm.operations.operation import keep, within_range
 from llm_comm.planning.plan import NONE
 from llm_comm.planning.programs import PROTOCOL
 from llm_comm.runtime.devices import current_stream_of
@@ -112,7 +110,7 @@ class Compiled:
     def _prepare(self, input_bytes: int, output_bytes: int) -> Callable[..., bool]:
         # Of parts, a message is one of them, as it is in plans.
         message_bytes = min(input_bytes, output_bytes)
-        kind = self.program.operation.value, message_bytes, registry.name_of(self.program), PROTOCOL
+        kind = self.program.operation.value, message_bytes, programs.name_of(self.program), PROTOCOL
         run = self._kernel.prepare(input_bytes, output_bytes, self._site.handle.tallies.counter(*kind))
         return within_range(run, self._site.device, *kind) if self._has_ranges else run
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from llm_comm.dsl.ranks import Rank
-
 
 class Operation(Enum):
     """What a program computes, and how many chunks its buffers have for a world."""
@@ -122,6 +120,10 @@ class Op:
     where: Location
     only: frozenset[int] | None
     lag: int
+
+    def runs_on(self, rank: int) -> bool:
+        """Whether a rank runs it."""
+        return self.only is None or rank in self.only
 
 
 @dataclass(frozen=True)
@@ -260,7 +262,52 @@ class Program:
     where: Location
     root: int = 0
 
+    @property
+    def sums_in_rank_order(self) -> bool:
+        """Whether each sum of a correct program is of all ranks at once: then it is made in their order and rounded
+        once, as the library's own."""
+        return all(len(op.operands) == self.world for op in self.ops() if isinstance(op, Sum))
+
     def ops(self) -> Iterator[Op]:
         """All operations, those of loops too."""
         for group in self.groups:
             yield from group.ops()
+
+
+@dataclass(frozen=True)
+class Relative:
+    """The rank ``(rank + offset) % world`` for the rank that runs the program. Relative(0) is that rank itself.
+
+    ``+`` and ``-`` of a whole number count on, around the world.
+    """
+
+    offset: int
+
+    def on(self, rank: int, world: int) -> int:
+        return (rank + self.offset) % world
+
+    def __add__(self, steps: int) -> Relative:
+        return Relative(self.offset + steps)
+
+    def __sub__(self, steps: int) -> Relative:
+        return Relative(self.offset - steps)
+
+    def __str__(self) -> str:
+        return "rank" if self.offset == 0 else f"rank{self.offset:+}"
+
+
+@dataclass(frozen=True)
+class Absolute:
+    """The same rank, whoever runs the program."""
+
+    rank: int
+
+    def on(self, rank: int, world: int) -> int:
+        return self.rank
+
+    def __str__(self) -> str:
+        return str(self.rank)
+
+
+#: A rank of a program for a certain world.
+Rank = Relative | Absolute

@@ -1,7 +1,12 @@
-"""A program as a kernel of a communicator's core: compiled, loaded, with its workspace in symmetric memory."""
+"""A program as a kernel of a communicator's core: compiled, loaded, with its workspace in symmetric memory.
+
+``Kernel`` is for one type of elements; ``ProgramKernels`` are those of all types of an operation, which a communicator
+calls in place of an algorithm.
+"""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,15 +16,15 @@ import torch
 
 from llm_comm import _core
 from llm_comm.dsl import ir
-from llm_comm.dsl.compiler import choices
-from llm_comm.dsl.compiler.element import Element, element_of
+from llm_comm.dsl.compiler import grid
+from llm_comm.dsl.compiler.analysis import works_in_place
+from llm_comm.dsl.compiler.cache import compile_image
 from llm_comm.dsl.compiler.grid import Limits, limits_of
-from llm_comm.dsl.compiler.images import compile_image
-from llm_comm.dsl.compiler.in_place import works_in_place
 from llm_comm.dsl.compiler.layout import Layout, armed_ranges, chunk_lines, lay_out, outer_parts
 from llm_comm.dsl.compiler.runs import runs_of
 from llm_comm.dsl.compiler.source import generate, is_moved, kernel_name, shared_bytes, symmetric_spaces
-from llm_comm.dsl.text import digest
+from llm_comm.dsl.compiler.text import Element, element_of
+from llm_comm.dsl.rendering import digest
 from llm_comm.errors import quoted
 from llm_comm.operations.operation import TORCH_TYPES
 from llm_comm.planning.programs import OWN_CHOICE, LaunchChoice
@@ -180,17 +185,17 @@ class Kernel:
 
     def why_not(self, choice: LaunchChoice) -> str:
         """Why it cannot be launched so, or ""."""
-        return choices.why_not(choice, self._limits, len(self.program.groups), self._site.device)
+        return grid.why_not(choice, self._limits, len(self.program.groups), self._site.device)
 
     def candidates(self, message_bytes: int) -> list[LaunchChoice]:
         """Choices worth measuring, its own first, none of which ends in the grid of another one."""
         lines = chunk_lines(message_bytes // self.outer, self._pieces)
-        return choices.candidates(self._limits, len(self.program.groups), lines)
+        return grid.candidates(self._limits, len(self.program.groups), lines)
 
     def grid(self, message_bytes: int, choice: LaunchChoice = OWN_CHOICE) -> tuple[int, int]:
         """Blocks of a launch, of all groups, and their threads; ``why_not(choice)`` is empty."""
         groups = len(self.program.groups)
-        limits = choices.narrowed(self._limits, choice, groups)
+        limits = grid.narrowed(self._limits, choice, groups)
         instances, threads = limits.of_call(chunk_lines(message_bytes // self.outer, self._pieces))
         return instances * groups, threads
 
@@ -227,3 +232,61 @@ class Kernel:
             symmetric=sum(_SYMMETRIC[space] for space in self.symmetric),
         )
         return self._site.handle.core().prepare_program(launch, counter)
+
+
+class ProgramKernels:
+    """A program for all types that calls of its operation are of. Making one is collective.
+
+    Args:
+        name: As options and tables name it.
+        program: A correct one of an all-reduce, an all-gather or a reduce-scatter, which works in place, and whose
+            tensors need not be symmetric.
+        site: Of the communicator.
+        max_bytes: Of the larger one of input and output.
+
+    Raises:
+        RendezvousError: As of ``load_kernel``. Raised on all ranks alike.
+    """
+
+    def __init__(self, name: str, program: ir.Program, site: Site, max_bytes: int) -> None:
+        operation = program.operation
+        self.operation = operation.value
+        self._inputs, self._outputs = (
+            program.world if is_parted else 1 for is_parted in (operation.has_parted_input, operation.has_parted_output)
+        )
+        self.max_bytes = max_bytes // max(self._inputs, self._outputs)
+        # What is moved is bytes, of whatever type.
+        types = TORCH_TYPES if operation.adds_up else {"byte": torch.uint8}
+        self.data_types = tuple(types)
+        self.sums_in_rank_order = program.sums_in_rank_order
+        self._kernels: dict[str, Kernel] = {}
+        workspace: Workspace | None = None
+        for data_type, dtype in types.items():
+            make = functools.partial(Kernel, program, site, dtype, max_bytes)
+            kernel, workspace = load_kernel(f"{name} for {data_type}", make, site, workspace)
+            self._kernels[data_type] = kernel
+        self.workspace_bytes = kernel.workspace_bytes
+
+    def why_not(self, choice: LaunchChoice) -> str:
+        """See ``planning.programs.Kernels``."""
+        # Those of all types have the same limits.
+        return next(iter(self._kernels.values())).why_not(choice)
+
+    def candidates(self, data_type: str, message_bytes: int) -> list[LaunchChoice]:
+        """See ``planning.programs.Kernels``."""
+        return self._kernels[data_type].candidates(self._whole(message_bytes))
+
+    def grid(self, data_type: str, message_bytes: int, choice: LaunchChoice) -> tuple[int, int]:
+        """See ``planning.programs.Kernels``."""
+        return self._kernels[data_type].grid(self._whole(message_bytes), choice)
+
+    def prepare(
+        self, data_type: str, message_bytes: int, choice: LaunchChoice, counter: _core.Counter
+    ) -> Callable[..., bool]:
+        """See ``planning.programs.Kernels``."""
+        kernel = self._kernels[data_type]
+        return kernel.prepare(message_bytes * self._inputs, message_bytes * self._outputs, counter, choice)
+
+    def _whole(self, message_bytes: int) -> int:
+        """Bytes of all parts, as a kernel counts a message."""
+        return message_bytes * max(self._inputs, self._outputs)

@@ -4,18 +4,17 @@ all of its ranks or on none."""
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 from llm_comm.config import Config
-from llm_comm.dsl import ir, registry
+from llm_comm.dsl import ir, library, programs
 from llm_comm.dsl.checks import check
-from llm_comm.dsl.compiler.in_place import works_in_part, works_in_place
+from llm_comm.dsl.compiler.analysis import works_in_part, works_in_place
 from llm_comm.dsl.compiler.runs import runs_of
-from llm_comm.dsl.kernel import Site
-from llm_comm.dsl.kernels import ProgramKernels
+from llm_comm.dsl.kernel import ProgramKernels, Site
 from llm_comm.dsl.programs import ProgramText
+from llm_comm.dsl.rendering import digest
 from llm_comm.dsl.schedules.setup import Candidate, explore_all
-from llm_comm.dsl.sums import sums_in_rank_order
-from llm_comm.dsl.text import digest
 from llm_comm.errors import ConfigError, LlmCommError
 from llm_comm.planning.programs import Kernels, check_rows, named_by
 from llm_comm.planning.tables import TuningTable
@@ -77,8 +76,8 @@ def load(
 def why_not_selectable(program: ir.Program, config: Config) -> str:
     """Why the communicator's method of its operation cannot run a correct program, or ""."""
     operation = program.operation
-    if operation not in registry.OPERATIONS:
-        selectable = ", ".join(found.value for found in registry.OPERATIONS)
+    if operation not in programs.OPERATIONS:
+        selectable = ", ".join(found.value for found in programs.OPERATIONS)
         return f"it is a program of {operation.value}; those of {selectable} can be selected"
     tensors = [buffer for buffer in program.buffers if buffer.space.is_tensor]
     symmetric = [buffer.space.value for buffer in tensors if buffer.is_symmetric]
@@ -95,7 +94,7 @@ def why_not_selectable(program: ir.Program, config: Config) -> str:
             "it loads its input after it has stored to the output, and one of the two may be this rank's part of the "
             f"other in {operation.value}"
         )
-    if not config.sums_in_any_order and not sums_in_rank_order(program):
+    if not config.sums_in_any_order and not program.sums_in_rank_order:
         return (
             "it adds up some ranks before others, so its sums are not those in rank order, which option sum asks for: "
             "sum=any permits it, where deterministic is off"
@@ -115,17 +114,17 @@ def examine(text: ProgramText, world: int, config: Config) -> tuple[ir.Program, 
         return program, why_not_selectable(program, config)
     except Exception as error:  # whatever the user's text raises, for a world that it is not for, say
         what = str(error) if isinstance(error, LlmCommError) else f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{registry.name_of(text)} for {world} ranks: {what}") from error
+        raise ConfigError(f"{programs.name_of(text)} for {world} ranks: {what}") from error
 
 
 def _find_all(config: Config, table: TuningTable, world: int) -> list[Candidate]:
     """What is to be compiled, in the same order on all ranks."""
-    listed = registry.of_option(config)
+    listed = programs.of_option(config)
     named = named_by(config, table)
     found = {}
     for name, where in named.items():
         try:
-            found[name] = registry.find(name)
+            found[name] = programs.find(name)
         except ConfigError as error:
             if name == config.algorithm:
                 raise ConfigError(f"{where}: {error}") from None
@@ -135,7 +134,7 @@ def _find_all(config: Config, table: TuningTable, world: int) -> list[Candidate]
         return []
     chosen = []
     for name, text in sorted(found.items()):
-        where = named.get(name) or registry.origin(config)
+        where = named.get(name) or programs.origin(config)
         try:
             program, why = examine(text, world, config)
         except ConfigError as error:
@@ -147,3 +146,51 @@ def _find_all(config: Config, table: TuningTable, world: int) -> list[Candidate]
         else:
             chosen.append(Candidate(name, where, program))
     return chosen
+
+
+class Listed(NamedTuple):
+    """A program, for a world.
+
+    Attributes:
+        name: As options and tables name it.
+        option: What option ``dsl`` has to say for that.
+        operation: What it computes.
+        lines: Of its text in Python; 0 where that is not known.
+        why_not: Why it cannot be selected as an all-reduce; "" if it can.
+    """
+
+    name: str
+    option: str
+    operation: str
+    lines: int
+    why_not: str
+
+
+def listed(config: Config, world: int, with_library: bool) -> list[Listed]:
+    """The programs that ``config.dsl`` names, and those that come with llm_comm.
+
+    Args:
+        config: Options by which programs would be selected.
+        world: Ranks that they are built and checked for.
+        with_library: List those of ``llm_comm.dsl.library`` too.
+
+    Raises:
+        ConfigError: What option ``dsl`` names cannot be imported, or cannot be registered.
+    """
+    programs.of_option(config)  # tells what is wrong with it
+    options = [] if config.dsl is None else [option.strip() for option in config.dsl.split(",")]
+    found = {programs.register_one(option): option for option in options}
+    if with_library:
+        for text in library.PROGRAMS:
+            found.setdefault(text, f"{library.__name__}:{text.name}")
+    return [
+        Listed(programs.name_of(text), option, text.operation.value, text.lines, _why_not(text, world, config))
+        for text, option in found.items()
+    ]
+
+
+def _why_not(text: ProgramText, world: int, config: Config) -> str:
+    try:
+        return examine(text, world, config)[1]
+    except ConfigError as error:
+        return str(error)

@@ -15,9 +15,7 @@ from llm_comm.nodes.exchange import sum_in_order
 from llm_comm.nodes.hierarchy import Hierarchy, Run
 from llm_comm.nodes.in_node import address_of, bytes_at
 from llm_comm.nodes.topology import Topology
-from llm_comm.operations.all_gather import AllGather
-from llm_comm.operations.parts import Parts
-from llm_comm.operations.reduce_scatter import ReduceScatter
+from llm_comm.operations.parts import AllGather, Parts, ReduceScatter
 from llm_comm.planning.plan import Problem
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.selection import Layout

@@ -9,9 +9,8 @@ import torch
 
 from llm_comm import _core, arrays
 from llm_comm.errors import UnsupportedInputError
-from llm_comm.operations.operands import Operands, why_not_operand, why_not_out
+from llm_comm.operations.operands import Operands, check_memory, count_write, why_not_operand, why_not_out
 from llm_comm.operations.operation import Operation, Prepared, keep
-from llm_comm.operations.watched import check_memory, count_write
 from llm_comm.planning.plan import Plan, declined, without_kernel
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.selection import Layout

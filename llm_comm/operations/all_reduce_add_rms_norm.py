@@ -10,11 +10,10 @@ import torch
 
 from llm_comm import arrays
 from llm_comm.errors import LlmCommError, UnsupportedInputError
-from llm_comm.operations import quantization
-from llm_comm.operations.operands import Operands
+from llm_comm.operations import fp8
+from llm_comm.operations.fp8 import FP8
+from llm_comm.operations.operands import Operands, check_constant, check_memory, count_write, why_not_constant
 from llm_comm.operations.operation import Operation, Prepared, keep
-from llm_comm.operations.quantization import FP8
-from llm_comm.operations.watched import check_constant, check_memory, count_write, why_not_constant
 from llm_comm.planning.plan import Plan, declined
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.selection import Layout
@@ -110,7 +109,7 @@ class AllReduceAddRmsNorm(Operation):
             prepared = found
         if residual is not None:
             _check_like("residual", residual, x)
-        makes_scales = quantize is not None and quantization.makes_scales(quantize)
+        makes_scales = quantize is not None and fp8.makes_scales(quantize)
         writes = out is not None or residual_out is not None or (makes_scales and scale is not None)
         if out is not None and (out is not x or quantize is not None):
             _check_like("out", out, x, dtype=x.dtype if quantize is None else FP8)
@@ -171,9 +170,9 @@ class AllReduceAddRmsNorm(Operation):
 
     def count_declined_result(self, shape: Sequence[int], dtype: torch.dtype, quantize: str | None) -> None:
         """Counts that it does not take (``takes``) rows that are not computed yet."""
-        why = quantization.why_not(quantize, shape)
+        why = fp8.why_not(quantize, shape)
         if not why:
-            code = quantization.CODES[quantize]
+            code = fp8.CODES[quantize]
             layout = self._lay_out(math.prod(shape), shape[-1], dtype, epsilon=0.0, quantization=code)
             why = layout.plan.reason
         self._count_declined(why)
@@ -189,7 +188,7 @@ class AllReduceAddRmsNorm(Operation):
         return prepared
 
     def _layout(self, x: _Tensor, weight: _Tensor, eps: float, quantize: str | None) -> Layout:
-        code = quantization.CODES[quantize]
+        code = fp8.CODES[quantize]
         return self._lay_out(x.numel(), weight.numel(), x.dtype, epsilon=eps, quantization=code)
 
     def _fits(self, x: _Tensor, weight: _Tensor) -> bool:
@@ -226,7 +225,7 @@ class AllReduceAddRmsNorm(Operation):
             return f"weight is {weight.dtype}, x is {x.dtype}"
         if weight.dim() != 1 or x.dim() == 0 or x.shape[-1] != weight.numel():
             return f"weight has shape {tuple(weight.shape)}: it must be that of a row of x, {tuple(x.shape)}"
-        return quantization.why_not(quantize, x.shape)
+        return fp8.why_not(quantize, x.shape)
 
     def accepts_traced(self, x: _Tensor, weight: _Tensor, quantize: str | None) -> bool:
         """Whether ``plan`` declines nothing, for torch.compile, which can trace neither caches nor texts with sizes."""
@@ -248,7 +247,7 @@ class AllReduceAddRmsNorm(Operation):
         return (
             self._planner.world_size > 1
             and self._info.takes_rows_of(row)
-            and quantization.takes(quantize, row, dimensions)
+            and fp8.takes(quantize, row, dimensions)
             and count * element_size <= self._planner.message_limit(FUSED)
         )
 
@@ -264,22 +263,22 @@ def check_quantization(
     Raises:
         UnsupportedInputError: There is no such quantization, or ``scale`` is given without one.
     """
-    why = quantization.why_not(quantize, shape) or (_SCALE_ALONE if quantize is None and scale is not None else "")
+    why = fp8.why_not(quantize, shape) or (_SCALE_ALONE if quantize is None and scale is not None else "")
     if why:
         raise UnsupportedInputError(f"{operation}: {why}")
 
 
 def _scale_of(x: _Tensor, quantize: str, scale: _Tensor | None) -> _Tensor:
     """``scale``, if it fits, or a new tensor for those that the call makes."""
-    why = quantization.why_not(quantize, x.shape)  # a prepared call knows no dimensions
+    why = fp8.why_not(quantize, x.shape)  # a prepared call knows no dimensions
     if why:
         raise _error(why)
     if scale is None:
         if quantize == "static":
             raise _error("quantize='static' needs scale, a float32 tensor of one element")
-        return quantization.empty_scales(quantize, x)
+        return fp8.empty_scales(quantize, x)
     _check_memory("scale", scale)
-    why = quantization.why_not_scales(quantize, scale, x)
+    why = fp8.why_not_scales(quantize, scale, x)
     if why:
         raise _error(why)
     return scale

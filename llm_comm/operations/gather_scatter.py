@@ -9,9 +9,9 @@ import torch
 
 from llm_comm import arrays
 from llm_comm.operations import torch_operators
+from llm_comm.operations.operands import is_traced
+from llm_comm.operations.operands import is_watched as _is_watched
 from llm_comm.operations.parts import PartsOperation, Sizes
-from llm_comm.operations.watched import is_traced
-from llm_comm.operations.watched import is_watched as _is_watched
 from llm_comm.planning.plan import Plan
 
 # Global names cost less than attributes.
@@ -20,7 +20,7 @@ _Tensor = torch.Tensor
 
 
 class GatherScatter:
-    """What ``Communicator`` inherits."""
+    """Mixin of ``Communicator``: all-gather and reduce-scatter, and their ``accepts`` and ``plan``."""
 
     name: str
     _operations: torch_operators.Operations

@@ -11,9 +11,8 @@ import torch
 
 from llm_comm import registry
 from llm_comm.errors import UnsupportedInputError
-from llm_comm.operations.operands import Operands, check_unwatched, why_not_buffer
+from llm_comm.operations.operands import Operands, check_memory, check_unwatched, count_write, why_not_buffer
 from llm_comm.operations.operation import Operation, Prepared, keep
-from llm_comm.operations.watched import check_memory, count_write
 from llm_comm.planning.plan import Plan, declined
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, FUSED, REDUCE_SCATTER

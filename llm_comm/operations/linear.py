@@ -14,12 +14,9 @@ import torch
 
 from llm_comm import _core, arrays, registry
 from llm_comm.errors import LlmCommError, UnsupportedInputError
-from llm_comm.operations.operands import Operands, why_not_operand, why_not_out
-from llm_comm.operations.operation import TORCH_TYPES, keep
-from llm_comm.operations.quantization import FP8
-from llm_comm.operations.ranges import within_range
-from llm_comm.operations.scaling import Scaling
-from llm_comm.operations.watched import check_memory, count_write, is_traced
+from llm_comm.operations.fp8 import FP8, Scaling
+from llm_comm.operations.operands import Operands, check_memory, count_write, is_traced, why_not_operand, why_not_out
+from llm_comm.operations.operation import TORCH_TYPES, keep, within_range
 from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL, inputs_multiple, of_factors, takes_features
 from llm_comm.planning.plan import NONE
 from llm_comm.planning.planner import Planner

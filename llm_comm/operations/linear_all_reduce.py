@@ -16,11 +16,9 @@ from llm_comm import arrays
 from llm_comm.errors import LlmCommError, UnsupportedInputError
 from llm_comm.operations.all_reduce import AllReduce
 from llm_comm.operations.all_reduce_add_rms_norm import AllReduceAddRmsNorm
+from llm_comm.operations.fp8 import Scaling, makes_scales
 from llm_comm.operations.linear import Linear, operands_of
-from llm_comm.operations.operands import why_not_operand
-from llm_comm.operations.quantization import makes_scales
-from llm_comm.operations.scaling import Scaling
-from llm_comm.operations.watched import check_memory, is_traced
+from llm_comm.operations.operands import check_memory, is_traced, why_not_operand
 from llm_comm.runtime.core_handle import CoreHandle
 
 _Tensor = torch.Tensor
@@ -105,7 +103,7 @@ class LinearAllReduceAddRmsNorm:
     def run(
         self,
         x: _Tensor,
-        weight: _Tensor,
+        linear_weight: _Tensor,
         residual: _Tensor | None,
         norm_weight: _Tensor,
         eps: float,
@@ -124,12 +122,12 @@ class LinearAllReduceAddRmsNorm:
         """
         scaling = scaling_before_norm(x_scale, weight_scale, norm_weight)
         try:
-            prepared = self._layers.find(WITH_NORM, x, weight, scaling)
+            prepared = self._layers.find(WITH_NORM, x, linear_weight, scaling)
             written = out, residual_out, scale if makes_scales(quantize) else None
             if any(tensor is not None for tensor in written):
-                _OPERANDS.check_written(x, weight, x_scale, weight_scale, *written)
+                _OPERANDS.check_written(x, linear_weight, x_scale, weight_scale, *written)
             y = x.new_empty(prepared.shape, dtype=prepared.dtype)
-            layer = partial(self._layers.enqueue, prepared, x, weight, y, scaling)
+            layer = partial(self._layers.enqueue, prepared, x, linear_weight, y, scaling)
             if out is None and quantize is None:
                 out = y
             try:
@@ -139,7 +137,7 @@ class LinearAllReduceAddRmsNorm:
         except LlmCommError:
             raise
         except (RuntimeError, ValueError) as error:
-            given = {"x": x, "linear_weight": weight, "residual": residual, "norm_weight": norm_weight}
+            given = {"x": x, "linear_weight": linear_weight, "residual": residual, "norm_weight": norm_weight}
             given |= {"x_scale": x_scale, "weight_scale": weight_scale}
             check_memory(WITH_NORM, **given, out=out, residual_out=residual_out, scale=scale)
             self._handle.end_for(error)

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from llm_comm.operations import linear_operators, torch_operators
-from llm_comm.operations.scaling import Scaling
-from llm_comm.operations.watched import PLAIN as _PLAIN
-from llm_comm.operations.watched import PLAIN_WEIGHTS as _WEIGHTS
-from llm_comm.operations.watched import attempt
-from llm_comm.operations.watched import is_watched as _is_watched
+from llm_comm.operations.fp8 import Scaling
+from llm_comm.operations.operands import PLAIN as _PLAIN
+from llm_comm.operations.operands import PLAIN_WEIGHTS as _WEIGHTS
+from llm_comm.operations.operands import attempt
+from llm_comm.operations.operands import is_watched as _is_watched
 from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL, of_factors
 from llm_comm.planning.planner import Planner
 
@@ -23,7 +23,7 @@ _Tensor = torch.Tensor
 
 
 class LinearLayers:
-    """What ``Communicator`` inherits."""
+    """Mixin of ``Communicator``: linear layers, their ``accepts``, and which of them an engine is to prefer."""
 
     name: str
     _operations: torch_operators.Operations

@@ -1,28 +1,27 @@
 """The operations with a linear layer as torch custom operators: see torch_operators.py.
 
 A layer alone is no call of other ranks, and keeps no place in a graph. Scales, and the dtype of the result, are None
-unless operands are FP8. They have no defaults: what comes behind them is found by its place (graph_order.py).
+unless operands are FP8. They have no defaults: what comes behind them is found by its place (torch_operators.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from llm_comm.operations.all_reduce_add_rms_norm import check_quantization
-from llm_comm.operations.graph_order import OPERAND
+from llm_comm.operations.fp8 import Scaling
 from llm_comm.operations.linear_all_reduce import scaling_before_norm
-from llm_comm.operations.quantization import FP8, GROUPS, empty_scales, makes_scales
-from llm_comm.operations.scaling import Scaling
 from llm_comm.operations.torch_operators import (
-    OF_QUANTIZATION,
+    OPERAND,
     add_rms_norm,
     check_outputs,
     check_tensors,
     define,
     find,
     implement,
+    implement_norms,
     put,
 )
 
@@ -130,62 +129,17 @@ def _empty_result(x: _Tensor, outputs: int, scaling: Scaling | None) -> _Tensor:
     return x.new_empty((*x.shape[:-1], outputs), dtype=dtype)
 
 
-def _implement_norm(quantize: str | None, operands: str, results: str) -> None:
-    """One operator for each quantization: only ``static`` has a scale for an operand. ``group`` stands for all with
-    groups, of which the operator is told."""
-    name = f"linear_all_reduce_add_rms_norm{OF_QUANTIZATION[quantize]}"
-
-    def quantization_of(operands: tuple[Any, ...]) -> str | None:
-        return operands[0] if quantize in GROUPS else quantize
-
-    def run(
-        x: _Tensor,
-        linear_weight: _Tensor,
-        residual: _Tensor | None,
-        norm_weight: _Tensor,
-        x_scale: _Tensor | None,
-        weight_scale: _Tensor | None,
-        eps: float,
-        communicator: str,
-        *own_and_after: Any,
-    ) -> _Results:
-        scale = own_and_after[0] if quantize == "static" else None
-        call = find(communicator).linear_all_reduce_add_rms_norm.run
-        scales = {"scale": scale, "x_scale": x_scale, "weight_scale": weight_scale}
-        return call(x, linear_weight, residual, norm_weight, eps, quantize=quantization_of(own_and_after), **scales)
-
-    def fake(
-        x: _Tensor,
-        linear_weight: _Tensor,
-        residual: _Tensor | None,
-        norm_weight: _Tensor,
-        x_scale: _Tensor | None,
-        weight_scale: _Tensor | None,
-        eps: float,
-        communicator: str,
-        *own_and_after: Any,
-    ) -> _Results:
-        total = _empty_result(x, linear_weight.shape[0], scaling_before_norm(x_scale, weight_scale, norm_weight))
-        of_call = quantization_of(own_and_after)
-        check_quantization("linear_all_reduce_add_rms_norm", of_call, None, total.shape)
-        if of_call is None:
-            return torch.empty_like(total), total
-        normed = torch.empty_like(total, dtype=FP8)
-        return (normed, total, empty_scales(of_call, total)) if makes_scales(of_call) else (normed, total)
-
-    schema = (
-        "Tensor x, Tensor linear_weight, Tensor? residual, Tensor norm_weight, Tensor? x_scale, Tensor? weight_scale, "
-        "float eps, str communicator"
-    )
-    define(f"{name}({schema}, {operands}{OPERAND}) -> ({results})")
-    implement(name, run, fake)
+def _empty_sum(operands: Mapping[str, Any]) -> _Tensor:
+    scaling = scaling_before_norm(operands["x_scale"], operands["weight_scale"], operands["norm_weight"])
+    return _empty_result(operands["x"], operands["linear_weight"].shape[0], scaling)
 
 
 _implement_layer("linear", "weight", in_order=False)
 _implement_layer("linear_of_any_batch", "weight", in_order=False)
 _implement_layer("linear_silu_and_mul", "gate_up_weight", parts=2, in_order=False)
 _implement_layer("linear_all_reduce", "linear_weight", behind=f", {OPERAND}")
-_implement_norm(None, "", "Tensor, Tensor")
-_implement_norm("static", "Tensor scale, ", "Tensor, Tensor")
-_implement_norm("dynamic", "", "Tensor, Tensor, Tensor")
-_implement_norm("group", "str quantize, ", "Tensor, Tensor, Tensor")
+implement_norms(
+    "linear_all_reduce_add_rms_norm",
+    "Tensor x, Tensor linear_weight, Tensor? residual, Tensor norm_weight, Tensor? x_scale, Tensor? weight_scale",
+    _empty_sum,
+)

@@ -12,12 +12,12 @@ import torch
 
 from llm_comm import _core, arrays
 from llm_comm.errors import UnsupportedInputError, quoted
-from llm_comm.operations.operands import Operands, why_not_operand, why_not_out
+from llm_comm.operations.operands import Operands, check_memory, count_write, why_not_operand, why_not_out
 from llm_comm.operations.operation import Operation, keep
-from llm_comm.operations.watched import check_memory, count_write
 from llm_comm.planning.plan import Plan, declined, without_kernel
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.selection import Layout
+from llm_comm.planning.tables import ALL_GATHER, REDUCE_SCATTER
 from llm_comm.runtime.core_handle import CoreHandle
 
 # Global names cost less than attributes.
@@ -345,3 +345,31 @@ def all_sizes(length: int, sizes: Sizes | None, world: int, takes_whole: bool) -
     if not takes_whole:
         return (length,) * world
     return None if length % world != 0 else (length // world,) * world
+
+
+class AllGather(PartsOperation):
+    """The all-gathers of one communicator."""
+
+    takes_whole = False
+
+    def __init__(self, handle: CoreHandle, planner: Planner, rank: int) -> None:
+        super().__init__(ALL_GATHER, handle, planner, rank)
+
+    def _core_type(self, dtype: torch.dtype) -> tuple[str, int]:
+        return "byte", dtype.itemsize
+
+    def _why_not_type(self, dtype: torch.dtype) -> str:
+        # Their values rest on a scale that is no part of the memory.
+        return f"{dtype} is quantized: pass x.int_repr()" if dtype in _QUANTIZED else ""
+
+
+_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+
+
+class ReduceScatter(PartsOperation):
+    """The reduce-scatters of one communicator."""
+
+    takes_whole = True
+
+    def __init__(self, handle: CoreHandle, planner: Planner, rank: int) -> None:
+        super().__init__(REDUCE_SCATTER, handle, planner, rank)

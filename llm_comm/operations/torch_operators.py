@@ -1,40 +1,47 @@
 """The operations as torch custom operators, so that models which call them compile with ``fullgraph=True``, and torch's
 dispatcher finds what to do with tensors that stand for others.
 
-An operator names its communicator by a string, since a compiled graph holds no Python objects. ``after`` keeps calls in
-order (graph_order.py).
+An operator names its communicator by a string, since a compiled graph holds no Python objects.
+
+Calls in a compiled graph stay in the order of the program, on every rank. Ranks compile for themselves, and nothing but
+the flow of data keeps two nodes of a graph in order: passes and schedulers may turn round calls that do not depend on
+each other, and what they choose can rest on what a rank has measured. So each call that does not depend on the call
+before is given a result of that one as a last operand, ``after``, which nobody reads. It happens when torch.compile
+traces, before any pass of it. Calls that depend on each other anyway, as in most models, stay as they are.
+
+torch has effect tokens for this (``torch.library._register_effectful_op``). With them torch 2.13 compiles neither
+``torch.cond`` nor ``torch.while_loop`` around a call, and keeps no compiled graph on disk.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from llm_comm.errors import UnsupportedInputError
-from llm_comm.operations.all_gather import AllGather
 from llm_comm.operations.all_reduce import AllReduce
 from llm_comm.operations.all_reduce_add_rms_norm import AllReduceAddRmsNorm, check_quantization
-from llm_comm.operations.graph_order import OPERAND, keep_in_order
+from llm_comm.operations.fp8 import FP8, GROUPS, empty_scales, makes_scales
 from llm_comm.operations.linear import Linear
 from llm_comm.operations.linear_all_reduce import LinearAllReduce, LinearAllReduceAddRmsNorm
-from llm_comm.operations.operands import why_not_writable
-from llm_comm.operations.parts import PartsOperation, Sizes
-from llm_comm.operations.quantization import FP8, GROUPS, empty_scales, makes_scales
-from llm_comm.operations.reduce_scatter import ReduceScatter
-from llm_comm.operations.watched import check_constant
+from llm_comm.operations.operands import check_constant, why_not_writable
+from llm_comm.operations.parts import AllGather, PartsOperation, ReduceScatter, Sizes
 
+_Node = torch.fx.Node
+
+#: The operand, last in the schema of an operator whose calls are kept in order.
+OPERAND = "Tensor? after=None"
+
+_in_order: set[torch._ops.OpOverload] = set()
 _library = torch.library.Library("llm_comm", "DEF")
 _library.define(f"all_reduce(Tensor x, str communicator, {OPERAND}) -> Tensor")
-_FUSED = "Tensor x, Tensor? residual, Tensor weight, float eps, str communicator"
-_library.define(f"all_reduce_add_rms_norm({_FUSED}, {OPERAND}) -> (Tensor, Tensor)")
-_library.define(f"all_reduce_add_rms_norm_static_fp8({_FUSED}, Tensor scale, {OPERAND}) -> (Tensor, Tensor)")
-_library.define(f"all_reduce_add_rms_norm_dynamic_fp8({_FUSED}, {OPERAND}) -> (Tensor, Tensor, Tensor)")
-_library.define(f"all_reduce_add_rms_norm_group_fp8({_FUSED}, str quantize, {OPERAND}) -> (Tensor, Tensor, Tensor)")
 # Rank and world stand in the graph: the shapes of results rest on them, and ranks, or other worlds, may share compiled
 # graphs on disk.
 _PARTS = "Tensor x, int dim, SymInt[]? sizes, int rank, int world_size, str communicator"
@@ -55,6 +62,56 @@ _After = torch.Tensor | None
 
 
 # ---- The register ---------------------------------------------------------------------------------------------------
+
+
+def keep_in_order(called: torch._ops.OpOverload) -> None:
+    """Calls of an operator, which has ``OPERAND``, keep their place among all such calls of a graph."""
+
+    def trace(mode: ProxyTorchDispatchMode, *arguments: Any, **options: Any) -> Any:
+        with mode:  # which is off in a rule
+            result = called._op_dk(torch._C.DispatchKey.Python, *arguments, **options)
+        _order_last_call(mode.tracer.graph)
+        return result
+
+    _in_order.add(called)
+    called.py_impl(ProxyTorchDispatchMode)(trace)
+
+
+def _order_last_call(graph: torch.fx.Graph) -> None:
+    """Makes the last call of the graph depend on the one before it, if there is one and it does not."""
+    call: _Node | None = None
+    later: list[_Node] = []  # than the call before, last to first
+    for node in reversed(graph.nodes):
+        if node.target in _in_order:
+            if call is not None:
+                _order(node, call, later)
+                return
+            call = node
+        if call is not None:
+            later.append(node)
+
+
+def _order(before: _Node, call: _Node, later: list[_Node]) -> None:
+    dependent = {before}
+    for node in reversed(later):
+        if not dependent.isdisjoint(node.all_input_nodes):
+            dependent.add(node)
+    if call in dependent:
+        return
+    others = len(cast(torch._ops.OpOverload, call.target)._schema.arguments) - 1
+    result = _result_of(before)
+    call.args = (*call.args[:others], result)
+    if "eager_input_vals" in call.meta:  # by which inductor keeps the strides of operands
+        arguments, options = call.meta["eager_input_vals"]
+        call.meta["eager_input_vals"] = ((*arguments[:others], result.meta["val"]), options)
+
+
+def _result_of(call: _Node) -> _Node:
+    """A result of a call, the last one where there are several: the smallest, or one that lives long anyway."""
+    if isinstance(call.meta["val"], torch.Tensor):
+        return call
+    results = [user for user in call.users if user.target is operator.getitem]
+    return max(results, key=lambda node: cast(int, node.args[1]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,67 +266,6 @@ def _all_reduce_fake(x: _Tensor, communicator: str, after: _After = None) -> _Te
     return torch.empty_like(x)
 
 
-def _fused(
-    x: _Tensor, residual: _Tensor | None, weight: _Tensor, eps: float, name: str, after: _After = None
-) -> _Results:
-    return find(name).all_reduce_add_rms_norm.run(x, residual, weight, eps)
-
-
-def _fused_fake(
-    x: _Tensor, residual: _Tensor | None, weight: _Tensor, eps: float, communicator: str, after: _After = None
-) -> _Results:
-    return torch.empty_like(x), torch.empty_like(x)
-
-
-def _fused_static(
-    x: _Tensor, residual: _Tensor | None, weight: _Tensor, eps: float, name: str, scale: _Tensor, after: _After = None
-) -> _Results:
-    return find(name).all_reduce_add_rms_norm.run(x, residual, weight, eps, quantize="static", scale=scale)
-
-
-def _fused_static_fake(
-    x: _Tensor,
-    residual: _Tensor | None,
-    weight: _Tensor,
-    eps: float,
-    communicator: str,
-    scale: _Tensor,
-    after: _After = None,
-) -> _Results:
-    return torch.empty_like(x, dtype=FP8), torch.empty_like(x)
-
-
-def _fused_dynamic(
-    x: _Tensor, residual: _Tensor | None, weight: _Tensor, eps: float, name: str, after: _After = None
-) -> _Results:
-    return find(name).all_reduce_add_rms_norm.run(x, residual, weight, eps, quantize="dynamic")
-
-
-def _fused_dynamic_fake(
-    x: _Tensor, residual: _Tensor | None, weight: _Tensor, eps: float, communicator: str, after: _After = None
-) -> _Results:
-    return torch.empty_like(x, dtype=FP8), torch.empty_like(x), empty_scales("dynamic", x)
-
-
-def _fused_group(
-    x: _Tensor, residual: _Tensor | None, weight: _Tensor, eps: float, name: str, quantize: str, after: _After = None
-) -> _Results:
-    return find(name).all_reduce_add_rms_norm.run(x, residual, weight, eps, quantize=quantize)
-
-
-def _fused_group_fake(
-    x: _Tensor,
-    residual: _Tensor | None,
-    weight: _Tensor,
-    eps: float,
-    communicator: str,
-    quantize: str,
-    after: _After = None,
-) -> _Results:
-    check_quantization("all_reduce_add_rms_norm", quantize, None, x.shape)
-    return torch.empty_like(x, dtype=FP8), torch.empty_like(x), empty_scales(quantize, x)
-
-
 def _all_gather(
     x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, communicator: str, after: _After = None
 ) -> _Tensor:
@@ -341,6 +337,52 @@ def implement(name: str, function: Callable[..., Any], fake: Callable[..., Any],
         keep_in_order(operator)
 
 
+def implement_norms(operation: str, operands: str, total_of: Callable[[Mapping[str, Any]], torch.Tensor]) -> None:
+    """Define the operators of an operation that ends in a norm, one for each quantization. Only ``static`` has a scale
+    for an operand. ``group`` stands for all with groups, of which the operator is told.
+
+    Args:
+        operation: Name of the method, and of the attribute of ``Operations``.
+        operands: Their schema, before epsilon. ``run`` of the operation takes the same names.
+        total_of: Return a tensor like the sum, for fake tensors.
+    """
+    schema = f"{operands}, float eps, str communicator"
+    names = [argument.split()[-1] for argument in schema.split(",")]
+
+    def implement_norm(quantize: str | None, own_operand: str, results: str) -> None:
+        def bound(arguments: tuple[Any, ...]) -> tuple[dict[str, Any], str | None]:
+            """Operands by name, and the quantization. ``after`` comes last, where it is given."""
+            own = arguments[len(names) :]
+            given = dict(zip(names, arguments, strict=False))
+            if quantize == "static":
+                given["scale"] = own[0]
+            return given, own[0] if quantize in GROUPS else quantize
+
+        def run(*arguments: Any) -> _Results:
+            given, of_call = bound(arguments)
+            communicator = given.pop("communicator")
+            found: _Results = getattr(find(communicator), operation).run(**given, quantize=of_call)
+            return found
+
+        def fake(*arguments: Any) -> _Results:
+            given, of_call = bound(arguments)
+            total = total_of(given)
+            check_quantization(operation, of_call, None, total.shape)
+            if of_call is None:
+                return torch.empty_like(total), total
+            normed = torch.empty_like(total, dtype=FP8)
+            return (normed, total, empty_scales(of_call, total)) if makes_scales(of_call) else (normed, total)
+
+        name = operation + OF_QUANTIZATION[quantize]
+        define(f"{name}({schema}, {own_operand}{OPERAND}) -> ({results})")
+        implement(name, run, fake)
+
+    implement_norm(None, "", "Tensor, Tensor")
+    implement_norm("static", "Tensor scale, ", "Tensor, Tensor")
+    implement_norm("dynamic", "", "Tensor, Tensor, Tensor")
+    implement_norm("group", "str quantize, ", "Tensor, Tensor, Tensor")
+
+
 def _all_reduce_of_batch(_info: Any, in_dims: Any, x: _Tensor, communicator: str, after: _After = None) -> Any:
     """For torch.vmap: sums go element by element, so one sum does for the batch."""
     return torch.ops.llm_comm.all_reduce(x.contiguous(), communicator), in_dims[0]
@@ -366,7 +408,8 @@ implement("all_gather", _all_gather, _all_gather_fake)
 implement("reduce_scatter", _reduce_scatter, _reduce_scatter_fake)
 for _operator in ("all_gather", "reduce_scatter"):
     torch.library.register_vmap(f"llm_comm::{_operator}", _of_batch(_operator), lib=_library)
-implement("all_reduce_add_rms_norm", _fused, _fused_fake)
-implement("all_reduce_add_rms_norm_static_fp8", _fused_static, _fused_static_fake)
-implement("all_reduce_add_rms_norm_dynamic_fp8", _fused_dynamic, _fused_dynamic_fake)
-implement("all_reduce_add_rms_norm_group_fp8", _fused_group, _fused_group_fake)
+implement_norms(
+    "all_reduce_add_rms_norm",
+    "Tensor x, Tensor? residual, Tensor weight",
+    lambda operands: torch.empty_like(operands["x"]),
+)

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from harness import RankPool
 
 from llm_comm.bench import OPERATIONS, agreement
-from llm_comm.bench.pace import Budget
-from llm_comm.bench.tune_subjects import AllReduceSubject, coarse_first, subjects_of
+from llm_comm.bench.measuring import Budget
+from llm_comm.bench.tune_subjects import CollectiveSubject, coarse_first, subjects_of
 from llm_comm.errors import ConfigError, LlmCommError
+from llm_comm.planning.tables import ALL_REDUCE
 
 
 def test_what_tells_two_apart_is_named() -> None:
@@ -83,7 +84,7 @@ def test_ranks_end_together_when_the_time_is_up(ranks: RankPool) -> None:
 
 
 def test_a_run_that_ends_early_has_every_operation_over_the_whole_range() -> None:
-    subject = AllReduceSubject()
+    subject = CollectiveSubject(ALL_REDUCE)
     assert [size for _, size in coarse_first([subject], 1024, 32768)] == [
         *(2048, 32768),
         8192,

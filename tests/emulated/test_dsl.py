@@ -20,8 +20,8 @@ from llm_comm import Communicator, LlmCommError, PeerTimeout, dsl
 from llm_comm.dsl import ir
 from llm_comm.dsl.compiled import Compiled
 from llm_comm.dsl.compiled import compile as compile_program
-from llm_comm.dsl.compiler.errors import CompileError
 from llm_comm.dsl.compiler.layout import armed_ranges
+from llm_comm.dsl.errors import CompileError
 from llm_comm.dsl.kernel import Kernel
 from llm_comm.dsl.library import all_gather_ll, all_to_all_ll, reduce_scatter_ll, two_shot_hb, two_shot_ll
 from llm_comm.dsl.programs import ProgramText

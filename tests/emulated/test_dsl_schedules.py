@@ -14,9 +14,8 @@ import pytest
 from llm_comm import dsl
 from llm_comm.dsl import Fault, ScheduleError, library
 from llm_comm.dsl.library import PROGRAMS
-from llm_comm.dsl.schedules.budget import schedules_for
 from llm_comm.dsl.schedules.explore import explore_plan
-from llm_comm.dsl.schedules.plan import plan_of
+from llm_comm.dsl.schedules.plan import plan_of, schedules_for
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from harness import RankPool, error_of_setup, make_communicator
 
-from llm_comm.dsl import registry
+from llm_comm.dsl import programs
 from llm_comm.dsl.schedules import plan, setup
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
@@ -33,7 +33,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def use_cache(directory: str) -> None:
     os.environ["LLM_COMM_CACHE_DIR"] = directory
-    registry._registered.clear()  # what an earlier test has registered in this process
+    programs._registered.clear()  # what an earlier test has registered in this process
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from reference import assert_bitwise_equal, contributions, rank_order_sum
 
 import llm_comm
 from llm_comm import Communicator, Config, ConfigError, PeerTimeout, dsl
-from llm_comm.dsl import library, registry
+from llm_comm.dsl import library, programs
 from llm_comm.planning.programs import LaunchChoice
 from llm_comm.planning.tables import ALL_REDUCE, Row, by_operation
 
@@ -52,7 +52,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def use_cache(directory: str) -> None:
     os.environ["LLM_COMM_CACHE_DIR"] = directory
-    registry._registered.clear()  # what an earlier test has registered in this process
+    programs._registered.clear()  # what an earlier test has registered in this process
 
 
 def last_was_a_program(comm: Communicator) -> bool:
@@ -192,7 +192,7 @@ def read_a_table(directory: str, path: str) -> None:
     with make_communicator(table=path, dsl=TWO_SHOT, dsl_max_bytes=MAX_BYTES) as comm:
         assert comm.plan(torch.ones(64)).algorithm == "dsl:two_shot_ll"
         dist.barrier()
-    registry._registered.clear()
+    programs._registered.clear()
     with log_lines() as lines, make_communicator(table=path) as comm:
         assert comm.plan(torch.ones(64)).algorithm == "one_shot"
         assert_bitwise_equal(comm.all_reduce(torch.ones(64)), torch.full((64,), 2.0), "a sum without the program")
@@ -250,7 +250,7 @@ def test_a_launch_that_cannot_be_is_told_by_all_ranks(ranks: RankPool, cache: st
 
 
 def sum_alone() -> None:
-    registry._registered.clear()
+    programs._registered.clear()
     with make_communicator(**SELECTED) as comm:
         assert comm.plan(torch.ones(3)).algorithm == "none"
         assert comm.all_reduce(torch.ones(3)).eq(1).all()

@@ -12,7 +12,7 @@ from harness import RankPool, make_communicator
 from reference import assert_bitwise_equal, contributions, rank_order_sum
 
 from llm_comm import Communicator
-from llm_comm.dsl import registry
+from llm_comm.dsl import programs
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
@@ -30,7 +30,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
 def communicator(directory: str, program: str) -> Communicator:
     """One that runs a program of the library wherever it can."""
     os.environ["LLM_COMM_CACHE_DIR"] = directory
-    registry._registered.clear()  # what an earlier test has registered in this process
+    programs._registered.clear()  # what an earlier test has registered in this process
     return make_communicator(dsl=f"{LIBRARY}:{program}", dsl_max_bytes=MAX_BYTES, algorithm=f"dsl:{program}")
 
 

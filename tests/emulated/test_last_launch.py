@@ -13,7 +13,7 @@ from fused_reference import EPS, FP8, GROUP_SIZE, GROUPS, operands_of, rows_of
 from reference import ALGORITHMS, assert_is_sum, contributions
 
 from llm_comm import _core
-from llm_comm.operations.quantization import CODES
+from llm_comm.operations.fp8 import CODES
 from llm_comm.planning.tables import ALL_REDUCE, FUSED
 
 #: So long that both blocks of a cluster have a share in every world; of groups, a whole number.

@@ -29,7 +29,7 @@ from fused_reference import (
 )
 from reference import ALGORITHMS
 
-from llm_comm.operations.quantization import CODES, makes_scales
+from llm_comm.operations.fp8 import CODES, makes_scales
 from llm_comm.planning.tables import FUSED
 
 every_dtype = pytest.mark.parametrize("dtype", FUSED_DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))

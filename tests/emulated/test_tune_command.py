@@ -23,11 +23,10 @@ import torch.distributed as dist
 from harness import RankPool, make_communicator
 
 from llm_comm import _core
-from llm_comm.bench.measuring import Bench
-from llm_comm.bench.pace import Budget
+from llm_comm.bench.measuring import Bench, Budget
 from llm_comm.bench.tune_record import Record
 from llm_comm.cli import commands, launch
-from llm_comm.dsl import registry
+from llm_comm.dsl import programs
 from llm_comm.planning.plan import Plan
 from llm_comm.planning.table_files import load_table
 from llm_comm.planning.tables import ALL_REDUCE, of_programs
@@ -226,7 +225,7 @@ TWO_SHOT = "llm_comm.dsl.library:two_shot_ll"
 
 
 def tune_with_program(folder: Path) -> int:
-    registry._registered.clear()  # what an earlier test has registered in this process
+    programs._registered.clear()  # what an earlier test has registered in this process
     environment = {"LLM_COMM_CACHE_DIR": str(folder), "LLM_COMM_DSL_MAX_BYTES": "32K"}
     with (
         # Faster than two_shot, which is a favourite, by 2 us.

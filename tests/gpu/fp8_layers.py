@@ -1,6 +1,6 @@
 """Random operands of FP8 linear layers, and what results of them may be.
 
-There is a bound for any operands, far wider than fp32's (``llm_comm/bench/linear_fp8.py`` says why). And there are
+There is a bound for any operands, far wider than fp32's (``llm_comm/bench/linear_operands.py`` says why). And there are
 operands whose sums fit in the bits that tensor cores keep, for which the one right result is known.
 """
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from llm_comm.bench.linear_fp8 import bound_of, sums_and_errors
+from llm_comm.bench.linear_operands import bound_of, sums_and_errors
 
 FP8 = torch.float8_e4m3fn
 #: What inputs are a multiple of.

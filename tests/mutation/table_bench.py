@@ -9,7 +9,7 @@ MEASURING = "llm_comm/bench/measuring.py"
 TUNE = "llm_comm/bench/tune.py"
 SUBJECTS = "llm_comm/bench/tune_subjects.py"
 AGREEMENT = "llm_comm/bench/agreement.py"
-PACE = "llm_comm/bench/pace.py"
+REFERENCE = "llm_comm/bench/reference.py"
 REPORT = "llm_comm/bench/report.py"
 KILL_WORKER = "bench_serving/kill_worker.py"
 CHECKS = "bench_serving/checks.py"
@@ -53,7 +53,7 @@ BENCH: tuple[Mutant, ...] = (
     ),
     python("what runs alike is measured again", MEASURING, "if key not in plans:", "if True:", OF_TUNE),
     python("sizes in their order", SUBJECTS, "enumerate((8, 4, 2, 1))", "enumerate((1, 1, 1, 1))", OF_RANKS),
-    python("each rank ends by its own clock", PACE, "any_rank(time", "bool(time", OF_RANKS),
+    python("each rank ends by its own clock", MEASURING, "any_rank(time", "bool(time", OF_RANKS),
     python("only one rank's options count", AGREEMENT, "enumerate(everyone)", "enumerate(everyone[:1])", OF_RANKS),
     python("a rank that failed alone ends alone", AGREEMENT, "any_rank(failure is not None, group)", "False", OF_RANKS),
     python(
@@ -102,14 +102,14 @@ BENCH: tuple[Mutant, ...] = (
     ),
     python(
         "gathered parts need not be all there",
-        "llm_comm/bench/all_gather.py",
+        REFERENCE,
         "return 0.0 if torch.equal(actual, expected)",
         "return 0.0 if torch.equal(actual[:-1], expected[:-1])",
         OF_BENCH,
     ),
     python(
         "every rank's part of sums is the first",
-        "llm_comm/bench/reduce_scatter.py",
+        REFERENCE,
         "self._first = Reference(count * world, world, dtype, device), rank * count",
         "self._first = Reference(count * world, world, dtype, device), 0",
         OF_BENCH,

@@ -9,7 +9,7 @@ TABLES = "llm_comm/planning/tables.py"
 FILES = "llm_comm/planning/table_files.py"
 TUNE = "llm_comm/bench/tune_layers.py"
 CALLS = "llm_comm/operations/linear.py"
-SCALING = "llm_comm/operations/scaling.py"
+SCALING = "llm_comm/operations/fp8.py"
 
 OF_TABLES = "tests/unit/test_layer_tables.py"
 OF_TUNE = "tests/unit/test_tune_layers.py"

@@ -12,7 +12,7 @@ OPERANDS = "llm_comm/operations/operands.py"
 LAYERS = "llm_comm/operations/linear_layers.py"
 PROGRAMS = "llm_comm/dsl/compiled.py"
 OPERATORS = "llm_comm/operations/torch_operators.py"
-QUANTIZATION = "llm_comm/operations/quantization.py"
+QUANTIZATION = "llm_comm/operations/fp8.py"
 COMMUNICATOR = "llm_comm/communicator.py"
 ARRAYS = "llm_comm/arrays.py"
 

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from harness import RankPool, unnamed
 
-from llm_comm.bench import all_gather, all_reduce, fused, reduce_scatter
-from llm_comm.bench.comparison import Collective
+from llm_comm.bench import fused
+from llm_comm.bench.collectives import COLLECTIVES
 
-COLLECTIVES = {c.title: c for c in (all_reduce.ALL_REDUCE, all_gather.ALL_GATHER, reduce_scatter.REDUCE_SCATTER)}
 #: What is always there, and what symmetric memory of torch adds.
 ALWAYS = {
     "all-reduce": ["llm_comm", "nccl"],
@@ -56,8 +55,7 @@ def libraries_of(step: str, ranks: list[int], title: str) -> tuple[list[str], li
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symmetric_memory, "empty", empty)
         patch.setattr(symmetric_memory, "rendezvous", lambda *_: refuse_on(ranks if step == "rendezvous" else []))
-        collective: Collective = COLLECTIVES[title]
-        libraries, remarks = collective.libraries(comm(), torch.bfloat16, 1024, dist.group.WORLD)  # type: ignore[arg-type]
+        libraries, remarks = COLLECTIVES[title].libraries(comm(), torch.bfloat16, 1024, dist.group.WORLD)  # type: ignore[arg-type]
     return [library.name for library in libraries], remarks
 
 
@@ -80,7 +78,7 @@ def fused_libraries(step: str, ranks: list[int], title: str = "fused") -> tuple[
         absent = step == "import" and dist.get_rank() in ranks
         patch.setitem(sys.modules, "flashinfer", package)
         patch.setitem(sys.modules, "flashinfer.comm", None if absent else module)
-        libraries, remarks = fused._libraries(comm(), dist.group.WORLD, 8, 64)  # type: ignore[arg-type]
+        libraries, remarks = fused.libraries_of(64, comm(), torch.bfloat16, 1024, dist.group.WORLD)  # type: ignore[arg-type]
     return [library.name for library in libraries], remarks[1:]
 
 

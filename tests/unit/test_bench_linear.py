@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from llm_comm.bench import linear, linear_arms, linear_report, report, timing
 from llm_comm.bench.fused import add_rms_norm
-from llm_comm.bench.linear_arms import FUSED, Arm, Judge, Names, Operands, make_weights
+from llm_comm.bench.linear_arms import FUSED, Arm, Names, silu_and_mul
+from llm_comm.bench.linear_operands import Judge, Operands, SiluJudge, make_weights
 from llm_comm.bench.linear_report import Choice, LayerRow
-from llm_comm.bench.linear_silu import SiluJudge, silu_and_mul
 from llm_comm.bench.report import Progress, Result
 from llm_comm.cli import commands
 from llm_comm.cli.launch import Placement
@@ -144,7 +144,7 @@ class LoneComm:
 
 
 def bench(group: dist.ProcessGroup, comm: Any = None) -> linear.LayerBench:
-    return linear.LayerBench([(True, comm or LoneComm())], group, add_rms_norm, None, 2, False, Progress(False))
+    return linear.LayerBench([(True, comm or LoneComm())], group, 2, Progress(False))
 
 
 def arm(operands: Operands, judge: Judge, call: Any) -> Arm:

@@ -9,13 +9,14 @@ import pytest
 import torch
 from tables import limits_of, plain_row
 
-from llm_comm.bench import all_gather, all_reduce, choosing, comparison, programs, reduce_scatter, tune, tune_subjects
+from llm_comm.bench import choosing, comparison, programs, tune, tune_subjects
 from llm_comm.bench.choosing import Measured
+from llm_comm.bench.collectives import COLLECTIVES
 from llm_comm.bench.measuring import AtSize, Bench, count_candidates, schedule_of
 from llm_comm.bench.tune_record import Record
-from llm_comm.bench.tune_subjects import AllReduceSubject, Bound, SymmetricPool, candidates_on
+from llm_comm.bench.tune_subjects import Bound, CollectiveSubject, SymmetricPool, candidates_on
 from llm_comm.config import Config
-from llm_comm.dsl import registry
+from llm_comm.dsl import programs as dsl_programs
 from llm_comm.errors import ConfigError
 from llm_comm.planning.multicast import NO_MULTICAST
 from llm_comm.planning.plan import Plan, Problem
@@ -97,7 +98,7 @@ def program_row(blocks: int = 0, threads: int = 0, name: str = "dsl:two_shot_ll"
 
 @pytest.fixture(autouse=True)
 def _nothing_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(dsl_programs, "_registered", {})
 
 
 # ---- Candidates ------------------------------------------------------------------------------------------------------
@@ -125,7 +126,7 @@ def test_what_is_said_of_programs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_candidates_of_programs_come_behind_those_of_algorithms() -> None:
     comm: Any = Comm()
-    with_programs, without = AllReduceSubject(programs=comm.programs), AllReduceSubject()
+    with_programs, without = CollectiveSubject(ALL_REDUCE, programs=comm.programs), CollectiveSubject(ALL_REDUCE)
     plain = list(candidates_on(comm, without, SIZE))
     rows = [program_row(*grid, name=name) for name in comm.programs for grid in ((0, 0), (4, 64), (4, 32))]
     assert list(candidates_on(comm, with_programs, SIZE)) == [*plain, *rows]
@@ -136,7 +137,7 @@ def test_candidates_of_programs_come_behind_those_of_algorithms() -> None:
 def test_only_ordinary_tensors_have_candidates_of_programs() -> None:
     found = tune_subjects.subjects_of(tune_subjects.OPERATIONS, 8192, 4096, WORLD, Comm().programs)
     assert [subject.key for subject in found if subject.programs] == [ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER]
-    assert not AllReduceSubject(SymmetricPool(64)).programs
+    assert not CollectiveSubject(ALL_REDUCE, SymmetricPool(64)).programs
     gather = Problem(ALL_GATHER, SIZE, 0, "byte", WORLD, (1.0, *[float(SIZE)] * WORLD))
     fp32 = Problem(ALL_REDUCE, SIZE // 4, 0, "fp32", WORLD)
     assert [list(programs.rows_for(problem, Comm().programs)) for problem in (gather, fp32)] == [[], []]
@@ -144,7 +145,7 @@ def test_only_ordinary_tensors_have_candidates_of_programs() -> None:
     assert [(row.operation, row.algorithm, row.up_to) for row in rows] == [(ALL_GATHER, "dsl:all_gather_ll", SIZE)] * 3
 
 
-class Subject(AllReduceSubject):
+class Subject(CollectiveSubject):
     """One whose calls do nothing."""
 
     def bind(self, comm: Any, group: Any, size: int) -> Bound:
@@ -153,7 +154,7 @@ class Subject(AllReduceSubject):
 
 
 def rows_that_run(comm: Any) -> tuple[list[Row], list[str]]:
-    bench = Bench(comm, None, Subject(programs=comm.programs), SIZE, schedule_of("aligned", 3, SIZE))  # type: ignore[arg-type]
+    bench = Bench(comm, None, Subject(ALL_REDUCE, programs=comm.programs), SIZE, schedule_of("aligned", 3, SIZE))  # type: ignore[arg-type]
     refusals: list[str] = []
     return [row for row in bench._that_run(refusals) if row.algorithm.startswith("dsl:")], refusals
 
@@ -255,10 +256,10 @@ def test_a_run_goes_on_behind_rows_of_programs(tmp_path: Any) -> None:
 def test_each_program_is_a_library_of_the_benchmark() -> None:
     comm: Any = Comm()
     comm.programs["dsl:all_gather_ll"] = OfGathers()
-    ring, two_shot = comparison.programs_of(all_reduce.ALL_REDUCE, comm, torch.bfloat16)
-    (gather,) = comparison.programs_of(all_gather.ALL_GATHER, comm, torch.bfloat16)
+    ring, two_shot = comparison.programs_of(COLLECTIVES["all-reduce"], comm, torch.bfloat16)
+    (gather,) = comparison.programs_of(COLLECTIVES["all-gather"], comm, torch.bfloat16)
     assert (gather.name, gather.rounds_once) == ("dsl:all_gather_ll", True)
-    assert comparison.programs_of(reduce_scatter.REDUCE_SCATTER, comm, torch.bfloat16) == []
+    assert comparison.programs_of(COLLECTIVES["reduce-scatter"], comm, torch.bfloat16) == []
     assert (ring.name, ring.in_place, ring.rounds_once) == ("dsl:ring_ll", False, False)
     assert (two_shot.name, two_shot.in_place, two_shot.rounds_once) == ("dsl:two_shot_ll", False, True)
     for library in (two_shot, ring, two_shot):

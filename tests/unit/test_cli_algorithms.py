@@ -13,8 +13,7 @@ import pytest
 
 from llm_comm import registry
 from llm_comm.cli import commands, launch
-from llm_comm.dsl import library
-from llm_comm.dsl import registry as programs
+from llm_comm.dsl import library, programs
 
 OPERATIONS: list[dict[str, Any]] = [
     {"name": "all_reduce", "title": "sum of all ranks", "buffers": ["x", "out"], "parameters": []},

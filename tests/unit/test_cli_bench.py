@@ -12,10 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llm_comm.bench import METHODS, all_reduce, comparison, report, timing
-from llm_comm.bench.all_gather import Parts
-from llm_comm.bench.reduce_scatter import PartOfSums
-from llm_comm.bench.reference import Reference
+from llm_comm.bench import METHODS, collectives, comparison, report, timing
+from llm_comm.bench.reference import PartOfSums, Parts, Reference
 from llm_comm.bench.report import Result, Row
 from llm_comm.bench.timing import Schedule
 from llm_comm.errors import ConfigError
@@ -213,6 +211,7 @@ def test_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.Monkey
 
 def arguments(**given: object) -> argparse.Namespace:
     defaults = {
+        "collective": "all-reduce",
         "world": 2,
         "device": "emulated",
         "dtype": "bf16",
@@ -242,7 +241,7 @@ def test_options_that_cannot_work_are_refused_before_any_rank_starts(
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(comparison.launch, "spawn", lambda *_: pytest.fail("started ranks"))
     with pytest.raises(ConfigError):
-        all_reduce.run(arguments(**given))
+        collectives.run(arguments(**given))
 
 
 def test_multicast_of_torch_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +253,7 @@ def test_multicast_of_torch_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         comparison.launch, "spawn", lambda *_: seen.append(environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"]) or 0
     )
-    assert all_reduce.run(arguments()) == 0
+    assert collectives.run(arguments()) == 0
     assert seen == ["1"]
 
 
@@ -346,7 +345,8 @@ class LoneComm:
 
 def test_measuring_notices_stale_results_and_keeps_reasons(group: dist.ProcessGroup) -> None:
     schedule, comm = Schedule(1, 1, False), LoneComm()
-    bench = comparison.Comparison(all_reduce.ALL_REDUCE, comm, group, torch.float32, schedule)  # type: ignore[arg-type]
+    collective = collectives.COLLECTIVES["all-reduce"]
+    bench = comparison.Comparison(collective, comm, group, torch.float32, schedule)  # type: ignore[arg-type]
     reference = Reference(100, 1, torch.float32, CPU)
     assert bench.measure(WrongOnFreshData(), 100, "eager", reference).wrong
     assert bench.measure(Unsupported(), 100, "eager", reference) == Result(skipped="cannot take 100 elements")

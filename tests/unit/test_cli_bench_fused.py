@@ -9,13 +9,15 @@ import pytest
 import torch
 from tables import limits_of, write_table
 
-from llm_comm.bench import choosing, fused
+from llm_comm.bench import choosing, comparison, fused
 from llm_comm.bench.choosing import Measured
-from llm_comm.bench.fused import FusedReference, add_rms_norm
-from llm_comm.bench.tune_subjects import LARGEST_FUSED, AllReduceSubject, FusedSubject, candidates
+from llm_comm.bench.fused import add_rms_norm
+from llm_comm.bench.reference import FusedReference
+from llm_comm.bench.tune_subjects import LARGEST_FUSED, CollectiveSubject, FusedSubject, candidates
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
 from llm_comm.planning.table_files import load_table
+from llm_comm.planning.tables import ALL_REDUCE
 
 CPU = torch.device("cpu")
 WORLD = 4
@@ -70,7 +72,7 @@ def test_options_that_cannot_work_are_refused_before_any_rank_starts(
     given: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(fused.launch, "spawn", lambda *_: pytest.fail("started ranks"))
+    monkeypatch.setattr(comparison.launch, "spawn", lambda *_: pytest.fail("started ranks"))
     defaults = {"world": 2, "device": "emulated", "min": 1024, "max": None, "mode": None, "calls": None, "reps": None}
     options = argparse.Namespace(**{**defaults, "hidden": 64, "json": None, "plot": None, "argv": [], **given})
     with pytest.raises(ConfigError):
@@ -92,7 +94,7 @@ def test_row_counts_lie_within_the_bounds() -> None:
 @pytest.mark.parametrize("hidden", [64, 2880, 8192])
 def test_candidates_are_rows_of_a_table(world: int, hidden: int, tmp_path: Path) -> None:
     for rows in (1, 16, 64, 500):
-        for subject in (FusedSubject(hidden), AllReduceSubject()):
+        for subject in (FusedSubject(hidden), CollectiveSubject(ALL_REDUCE)):
             tried = list(candidates(subject.problem(rows * hidden * 2, world), limits_of(Config.load({}))))
             assert tried
             assert len(set(tried)) == len(tried)
@@ -105,7 +107,7 @@ def test_candidates_are_rows_of_a_table(world: int, hidden: int, tmp_path: Path)
 def test_one_shot_is_not_tried_far_above_where_it_can_win(world: int, largest: int) -> None:
     limits = limits_of(Config.load({}))
     for size, algorithms in ((largest, {"one_shot", "two_shot"}), (largest + 2, {"two_shot"})):
-        problem = AllReduceSubject().problem(size // 2 * 2, world)
+        problem = CollectiveSubject(ALL_REDUCE).problem(size // 2 * 2, world)
         found = candidates(problem, limits)
         assert {row.algorithm for row in found if row.protocol == "LL"} == algorithms
 

@@ -15,7 +15,7 @@ from tables import limits_of, plain_row
 from llm_comm.bench import table, timing
 from llm_comm.bench.choosing import Measured
 from llm_comm.bench.table import Compared
-from llm_comm.bench.tune_subjects import AllReduceSubject, Bound
+from llm_comm.bench.tune_subjects import Bound, CollectiveSubject
 from llm_comm.cli import commands, launch
 from llm_comm.config import Config
 from llm_comm.planning.multicast import NO_MULTICAST
@@ -63,7 +63,7 @@ class Comm(SimpleNamespace):
         self.table = given
 
 
-class Plain(AllReduceSubject):
+class Plain(CollectiveSubject):
     def bind(self, comm: Any, group: Any, size: int) -> Bound:
         return Bound(lambda: select(self.problem(size, 2), comm.table, CONFIG, comm.limits), lambda: None)
 
@@ -92,7 +92,7 @@ def test_the_choice_of_the_table_is_timed_beside_the_candidates(
 
     monkeypatch.setattr(timing, "time_graph", time_graph)
     given = argparse.Namespace(min=1024, max=4096, reps=1, method="aligned", seconds=None)
-    rows, left = table.compare(comm, group, [Plain()], given)
+    rows, left = table.compare(comm, group, [Plain(ALL_REDUCE)], given)
     assert left == 0
     assert comm.table is shipped
     assert of_table == tries * 3

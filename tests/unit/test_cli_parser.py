@@ -34,9 +34,9 @@ def test_byte_count_rejects(text: str) -> None:
     ("argv", "runs"),
     [
         (["demo"], "llm_comm.demo.run:run"),
-        (["bench", "all-reduce"], "llm_comm.bench.all_reduce:run"),
-        (["bench", "all-gather"], "llm_comm.bench.all_gather:run"),
-        (["bench", "reduce-scatter"], "llm_comm.bench.reduce_scatter:run"),
+        (["bench", "all-reduce"], "llm_comm.bench.collectives:run"),
+        (["bench", "all-gather"], "llm_comm.bench.collectives:run"),
+        (["bench", "reduce-scatter"], "llm_comm.bench.collectives:run"),
         (["bench", "fused"], "llm_comm.bench.fused:run"),
         (["bench", "linear"], "llm_comm.bench.linear:run"),
         (["bench", "table"], "llm_comm.bench.table:run"),

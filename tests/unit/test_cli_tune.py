@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from tables import fused_row, limits_of, plain_row, write_table
 
-from llm_comm.bench import choosing, timing, tune, tune_install
+from llm_comm.bench import choosing, timing, tune, tune_tables
 from llm_comm.bench.choosing import Measured
 from llm_comm.bench.measuring import count_candidates
 from llm_comm.bench.tune_record import Record
-from llm_comm.bench.tune_subjects import AllReduceSubject, FusedSubject, Subject, candidates, subjects_of
+from llm_comm.bench.tune_subjects import CollectiveSubject, FusedSubject, Subject, candidates, subjects_of
 from llm_comm.cli import commands, launch
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError, PeerTimeout
@@ -138,7 +138,7 @@ def measure(
 
 def test_a_size_at_which_all_candidates_decline_is_named(group: dist.ProcessGroup) -> None:
     with pytest.raises(ConfigError, match="no kernel can be measured at 32K: too plain; leave it out"):
-        measure(DecliningComm(), group, AllReduceSubject(), arguments())
+        measure(DecliningComm(), group, CollectiveSubject(ALL_REDUCE), arguments())
     with pytest.raises(ConfigError, match="no kernel can be measured at 32K: rows of 8192: too odd; leave it out"):
         measure(DecliningComm(), group, FusedSubject(8192), arguments())
 
@@ -188,7 +188,7 @@ def test_what_runs_alike_is_measured_once(group: dist.ProcessGroup, monkeypatch:
     ],
 )
 def test_sizes_up_to_the_largest(smallest: int, largest: int, sizes: list[int]) -> None:
-    assert list(AllReduceSubject().sizes(smallest, largest)) == sizes
+    assert list(CollectiveSubject(ALL_REDUCE).sizes(smallest, largest)) == sizes
 
 
 def test_sizes_of_fused_messages_are_whole_rows() -> None:
@@ -200,8 +200,8 @@ def test_sizes_of_fused_messages_are_whole_rows() -> None:
 def test_nccl_is_timed_from_a_mebibyte_on(group: dist.ProcessGroup) -> None:
     """The input is restored for it, which sums in place."""
     comm: Any = DecliningComm()
-    assert AllReduceSubject().bind(comm, group, (1 << 20) - 2).nccl is None
-    nccl = AllReduceSubject().bind(comm, group, 1 << 20).nccl
+    assert CollectiveSubject(ALL_REDUCE).bind(comm, group, (1 << 20) - 2).nccl is None
+    nccl = CollectiveSubject(ALL_REDUCE).bind(comm, group, 1 << 20).nccl
     assert nccl is not None
 
 
@@ -368,7 +368,7 @@ def test_symmetric_tensors_are_made_use_of_from_where_they_win(
 
 def test_what_is_printed() -> None:
     row = ROW._replace(runner_up=RunnerUp("two_shot", "LL", 6.5))
-    assert tune.line(AllReduceSubject(), Measured(row, 5.0), 7.25) == (
+    assert tune.line(CollectiveSubject(ALL_REDUCE), Measured(row, 5.0), 7.25) == (
         "        4K     5.00 us  one_shot LL  blocks<=8 tile_lines=16 depth=0   two_shot LL     6.50   NCCL     7.25"
     )
     assert tune.line(FusedSubject(8192), Measured(FUSED_ROW, 5.0), None) == (
@@ -382,7 +382,7 @@ def test_the_bounds_of_fused_messages_survive_in_the_file(tmp_path: Path, monkey
     shipped = load_table(write_table(path, [ROW], max_fused_bytes=123456, fused_blocks=77))[2]
     table = tune.tuned(shipped, {})
     args: Any = SimpleNamespace(operations=["fused"], install=False)
-    tune_install.write(table, torch.device("cpu"), 8, args, MEASURED, CONFIG, out=path)
+    tune_tables.write(table, torch.device("cpu"), 8, args, MEASURED, CONFIG, out=path)
     written = load_table(path)[2]
     assert (written.max_fused_bytes, written.fused_blocks) == (123456, 77)
 
@@ -392,7 +392,7 @@ def test_a_full_disk_does_not_lose_the_table(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "test device")
     args: Any = SimpleNamespace(operations=["fused"], install=False)
-    assert not tune_install.write(SHIPPED, torch.device("cpu"), 8, args, MEASURED, CONFIG, out=Path("/dev/full"))
+    assert not tune_tables.write(SHIPPED, torch.device("cpu"), 8, args, MEASURED, CONFIG, out=Path("/dev/full"))
     out, err = capsys.readouterr()
     assert "--out /dev/full could not be written: No space left on device" in err
     (tmp_path / "table.yaml").write_text(out)

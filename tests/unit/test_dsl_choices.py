@@ -6,8 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llm_comm.dsl.compiler.choices import candidates, narrowed, why_not
-from llm_comm.dsl.compiler.grid import Limits
+from llm_comm.dsl.compiler.grid import Limits, candidates, narrowed, why_not
 from llm_comm.planning.programs import OWN_CHOICE, LaunchChoice
 
 GPU, EMULATED = torch.device("cuda", 0), torch.device("cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llm_comm.dsl.compiler.images import cupy_package
+from llm_comm.dsl.compiler.cache import cupy_package
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,9 @@ import yaml
 from tables import limits_of, plain_row
 
 from llm_comm import Config, ConfigError, _core, dsl
-from llm_comm.dsl import library, registry
+from llm_comm.dsl import library, programs
 from llm_comm.dsl.programs import ProgramText
 from llm_comm.dsl.selected import digest, why_not_selectable
-from llm_comm.dsl.sums import sums_in_rank_order
 from llm_comm.integrations.descriptions import describe_plans
 from llm_comm.planning import catalogue
 from llm_comm.planning.plan import Plan
@@ -41,7 +40,7 @@ ANY_ORDER = Config.load({}, sum="any")
 
 @pytest.fixture(autouse=True)
 def _nothing_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(programs, "_registered", {})
 
 
 def make(name: str = "mine", operation: str = "all_reduce", instances: int = 1) -> ProgramText:
@@ -65,24 +64,24 @@ def test_a_registered_program_is_found() -> None:
     program = make()
     assert dsl.register(program) is program
     assert dsl.register(program) is program, "the same again is no error"
-    assert registry.find("dsl:mine") is program
-    assert registry.registered() == ("dsl:mine",)
+    assert programs.find("dsl:mine") is program
+    assert programs.registered() == ("dsl:mine",)
 
 
 def test_an_unknown_name_is_told_with_what_is_registered() -> None:
     with pytest.raises(ConfigError, match=r"program is 'dsl:mine'; valid: none\. Option dsl=module:program registers"):
-        registry.find("dsl:mine")
+        programs.find("dsl:mine")
     dsl.register(make("two_shot"))
     dsl.register(make("one_shot"))
     with pytest.raises(ConfigError, match=r"'dsl:two_sot' \(did you mean dsl:two_shot\?\); valid: dsl:one_shot, dsl:t"):
-        registry.find("dsl:two_sot")
+        programs.find("dsl:two_sot")
 
 
 def test_another_program_of_the_same_name_is_refused() -> None:
     first = dsl.register(make())
     with pytest.raises(ValueError, match="another program is registered as dsl:mine"):
         dsl.register(make())
-    assert registry.find("dsl:mine") is first
+    assert programs.find("dsl:mine") is first
 
 
 @pytest.mark.parametrize("operation", ["broadcast", "all_to_all"])
@@ -129,10 +128,10 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
 
 def test_programs_of_modules(module: Callable[[str], str]) -> None:
-    texts = registry.register_all(f"{module(MODULE)}:first, llm_comm.dsl.library:two_shot_ll")
+    texts = programs.register_all(f"{module(MODULE)}:first, llm_comm.dsl.library:two_shot_ll")
     assert [text.name for text in texts] == ["first", "two_shot_ll"]
-    assert registry.registered() == ("dsl:first", "dsl:two_shot_ll")
-    assert registry.find("dsl:two_shot_ll") is library.two_shot_ll
+    assert programs.registered() == ("dsl:first", "dsl:two_shot_ll")
+    assert programs.find("dsl:two_shot_ll") is library.two_shot_ll
 
 
 @pytest.mark.parametrize(
@@ -149,9 +148,9 @@ def test_programs_of_modules(module: Callable[[str], str]) -> None:
 def test_a_module_that_does_not_serve(module: Callable[[str], str], text: str, name: str, complaint: str) -> None:
     name_of_module = module(text)
     with pytest.raises(ConfigError) as error:
-        registry.register_all(f"{name_of_module}:{name}")
+        programs.register_all(f"{name_of_module}:{name}")
     assert str(error.value).startswith(f"{name_of_module}:{name}: {complaint.format(m=name_of_module)}")
-    assert registry.registered() == ()
+    assert programs.registered() == ()
 
 
 # ---- What can be selected --------------------------------------------------------------------------------------------
@@ -161,13 +160,13 @@ def test_a_module_that_does_not_serve(module: Callable[[str], str], text: str, n
 @pytest.mark.parametrize("name", ["one_shot_ll", "one_shot_hb", "two_shot_ll", "two_shot_hb"])
 def test_programs_of_the_library_that_can_be_selected(name: str, world: int) -> None:
     program = getattr(library, name).build(world)
-    assert sums_in_rank_order(program)
+    assert program.sums_in_rank_order
     assert why_not_selectable(program, CONFIG) == ""
 
 
 def test_sums_in_another_order_need_leave() -> None:
     ring = library.ring_ll.build(3)
-    assert not sums_in_rank_order(ring)
+    assert not ring.sums_in_rank_order
     assert "it adds up some ranks before others" in why_not_selectable(ring, CONFIG)
     assert "sum=any permits it" in why_not_selectable(ring, Config.load({}, sum="any", deterministic=True))
     assert why_not_selectable(ring, ANY_ORDER) == ""
@@ -270,8 +269,8 @@ def test_the_digest_is_not_of_the_place(module: Callable[[str], str]) -> None:
     text = f"from llm_comm import dsl\n{decorated}"
     found = []
     for name in (module(text), module(f"# moved\n{text}")):
-        found.append(registry.register_one(f"{name}:same").build(2))
-        registry._registered.clear()
+        found.append(programs.register_one(f"{name}:same").build(2))
+        programs._registered.clear()
     assert found[0].where != found[1].where
     assert digest(found[0]) == digest(found[1])
 

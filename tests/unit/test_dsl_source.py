@@ -12,15 +12,14 @@ import torch
 
 from llm_comm import dsl
 from llm_comm.dsl import ir, library
-from llm_comm.dsl.compiler.element import element_of
-from llm_comm.dsl.compiler.errors import CompileError
+from llm_comm.dsl.compiler.analysis import readers_of, sender_of, works_in_place
 from llm_comm.dsl.compiler.grid import Limits
-from llm_comm.dsl.compiler.in_place import works_in_place
 from llm_comm.dsl.compiler.layout import armed_ranges, batch_of, chunk_lines, lay_out, meeting_blocks_of_sm
 from llm_comm.dsl.compiler.runs import DataRun, LoopRuns, PortRun, SignalRun, WaitRun, runs_of
 from llm_comm.dsl.compiler.schedule import Receive, schedule, stages_of
-from llm_comm.dsl.compiler.senders import readers_of, sender_of
 from llm_comm.dsl.compiler.source import generate, is_moved, kernel_name
+from llm_comm.dsl.compiler.text import element_of
+from llm_comm.dsl.errors import CompileError
 from llm_comm.dsl.programs import ProgramText
 
 Text = Callable[[dsl.Builder], None]

@@ -17,7 +17,7 @@ import yaml
 from tables import limits_of, plain_row, write_table
 
 from llm_comm import Config, ConfigError, _core
-from llm_comm.bench import tune_install, tune_list
+from llm_comm.bench import tune_tables
 from llm_comm.cli import commands, doctor, launch
 from llm_comm.integrations import members
 from llm_comm.planning import catalogue, installed
@@ -61,7 +61,7 @@ def text_of(device: str = H200, world: int = 8, row: Any = ROW, **measured: Any)
 
 def install(device: str = H200, world: int = 8, row: Any = ROW, *, force: bool = False, **measured: Any) -> bool:
     text = text_of(device, world, row, **measured)
-    return tune_install.install(text, device, world, {**MEASURED, **measured}, CONFIG, force=force)
+    return tune_tables.install(text, device, world, {**MEASURED, **measured}, CONFIG, force=force)
 
 
 def find(device: str = H200, world: int = 8, config: Config = CONFIG, capability: int = 90) -> TuningTable:
@@ -88,7 +88,7 @@ def test_a_user_without_a_home_has_no_directory(home: Path, monkeypatch: pytest.
     for options in (["--remove", "x"], ["--list", "--remove", "x"]):
         assert commands.main(["tune", *options]) == 2
     with pytest.raises(ConfigError, match="no home: set LLM_COMM_TABLE_DIR"):
-        tune_install.prepare(CONFIG)
+        tune_tables.prepare(CONFIG)
 
 
 def test_names_of_files() -> None:
@@ -124,7 +124,7 @@ def test_precedence(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for files, config in (((near, shipped), option), ((near, shipped), CONFIG)):
         monkeypatch.setattr(catalogue, "_read_shipped", lambda files=files: files)
         found.append(find(H100, 8, config).describe())
-    tune_list.remove("nvidia_h100_80gb_hbm3_8.format1.yaml")
+    tune_tables.remove("nvidia_h100_80gb_hbm3_8.format1.yaml")
     for files in ((near, shipped), (near,), ()):
         monkeypatch.setattr(catalogue, "_read_shipped", lambda files=files: files)
         found.append(find(H100, 8).describe())
@@ -263,7 +263,7 @@ def test_several_processes_install_at_once(home: Path) -> None:
 
 def test_an_option_that_goes_before_is_told(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = Config.load({"LLM_COMM_TABLE": "mine.yaml"})
-    assert tune_install.install(text_of(), H200, 8, MEASURED, config, force=False)
+    assert tune_tables.install(text_of(), H200, 8, MEASURED, config, force=False)
     assert "but option table (LLM_COMM_TABLE) goes before it: unset that" in capsys.readouterr().out
 
 
@@ -273,11 +273,11 @@ def test_tune_writes_where_both_options_say(home: Path, monkeypatch: pytest.Monk
     args: Any = SimpleNamespace(operations=["all-reduce"], install=True, force=False)
     environment = {"date": MEASURED["date"], "versions": {}, "options": {"method": "aligned"}, "complete": True}
     table = TuningTable("", by_operation([ROW]), 1 << 20)
-    assert tune_install.write(table, *of_ranks, args, environment, CONFIG, out=home / "out.yaml")
+    assert tune_tables.write(table, *of_ranks, args, environment, CONFIG, out=home / "out.yaml")
     assert load_table(home / "out.yaml").table.rows == find().rows
     assert find().origin.kind == OF_USER
     earlier = {**environment, "date": "2020-01-01T00:00:00+00:00"}
-    assert not tune_install.write(table, *of_ranks, args, earlier, CONFIG, out=None)
+    assert not tune_tables.write(table, *of_ranks, args, earlier, CONFIG, out=None)
 
 
 @pytest.mark.parametrize(
@@ -412,10 +412,10 @@ def test_the_doctor_names_table_and_origin(home: Path, monkeypatch: pytest.Monke
 
 def test_what_a_file_says_of_when_it_was_measured(tmp_path: Path) -> None:
     path = write_table(tmp_path / "table.yaml", [ROW])
-    assert tune_list.read_measured(path) == {}
+    assert tune_tables.read_measured(path) == {}
     content = {**yaml.safe_load(path.read_text()), "measured": {"date": "today", "complete": False}}
     path.write_text(yaml.safe_dump(content))
-    assert tune_list.read_measured(path) == {"date": "today", "complete": "False"}
+    assert tune_tables.read_measured(path) == {"date": "today", "complete": "False"}
 
 
 @pytest.mark.parametrize("sums", [True, False])

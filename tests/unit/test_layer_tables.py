@@ -16,8 +16,8 @@ from tables import plain_row
 
 from llm_comm import Config, ConfigError, _core
 from llm_comm.integrations.linear import about_linear, why_not_linear
+from llm_comm.operations.fp8 import Scaling
 from llm_comm.operations.linear import Linear
-from llm_comm.operations.scaling import Scaling
 from llm_comm.planning.layers import LayerRow
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.table_files import load_table, table_text

@@ -11,9 +11,9 @@ import torch
 from cores import connected
 
 from llm_comm import Config, UnsupportedInputError, _core, registry
+from llm_comm.operations.fp8 import Scaling
 from llm_comm.operations.linear import Linear
 from llm_comm.operations.operation import MAX_PREPARED, TORCH_TYPES
-from llm_comm.operations.scaling import Scaling
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.tables import TuningTable
 from llm_comm.runtime.statistics import Tallies

@@ -9,16 +9,13 @@ import pytest
 import torch
 from tables import limits_of
 
-from llm_comm.bench import choosing, measuring, pace, timing, tune_subjects
+from llm_comm.bench import choosing, measuring, timing, tune_subjects
 from llm_comm.bench.choosing import Measured
-from llm_comm.bench.measuring import Bench, schedule_of
-from llm_comm.bench.pace import Pace
+from llm_comm.bench.measuring import Bench, Pace, schedule_of
 from llm_comm.bench.timing import Schedule
 from llm_comm.bench.tune_subjects import (
-    AllGatherSubject,
-    AllReduceSubject,
     Bound,
-    ReduceScatterSubject,
+    CollectiveSubject,
     SymmetricPool,
     candidates,
 )
@@ -27,7 +24,7 @@ from llm_comm.options import MIB
 from llm_comm.planning.multicast import NO_MULTICAST
 from llm_comm.planning.plan import Problem
 from llm_comm.planning.planner import Planner
-from llm_comm.planning.tables import ALL_REDUCE, Row, RunnerUp, TuningTable, by_operation
+from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Row, RunnerUp, TuningTable, by_operation
 
 CONFIG = Config.load({})
 WORLD = 2
@@ -60,7 +57,7 @@ class Comm:
         return torch.empty(nbytes, dtype=dtype)
 
 
-class Subject(AllReduceSubject):
+class Subject(CollectiveSubject):
     """One whose calls do nothing."""
 
     def bind(self, comm: Any, group: Any, size: int) -> Bound:
@@ -89,7 +86,7 @@ def measured_by(monkeypatch: pytest.MonkeyPatch, us_of: Any, reps: int = 9) -> t
     comm: Any = Comm()
     clock = Clock(comm, us_of)
     monkeypatch.setattr(timing, "time_graph", clock)
-    return clock, Bench(comm, GROUP, Subject(), SIZE, Schedule(20, reps, True)).candidates(lambda _: None)
+    return clock, Bench(comm, GROUP, Subject(ALL_REDUCE), SIZE, Schedule(20, reps, True)).candidates(lambda _: None)
 
 
 def test_only_what_may_be_the_best_is_timed_at_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +150,7 @@ def test_looks_within_ten_percent_count(us: float, is_timed: bool) -> None:
 
 def test_symmetric_candidates_run_on_symmetric_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     comm: Any = Comm()
-    subject = Subject(SymmetricPool(0))
+    subject = Subject(ALL_REDUCE, SymmetricPool(0))
     clock = Clock(comm, lambda row, is_look: 1.0)
     monkeypatch.setattr(timing, "time_graph", clock)
     found = Bench(comm, GROUP, subject, SIZE, Schedule(20, 1, True)).candidates(lambda _: None)
@@ -196,7 +193,7 @@ def test_large_messages_take_fewer_calls(whole_bytes: int, calls: int) -> None:
 
 def test_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(pace.time, "monotonic", lambda: now)
+    monkeypatch.setattr(measuring.time, "monotonic", lambda: now)
     found = Pace(100)
     assert found.text() == "0 of 100 in all"
     found.advance(10)
@@ -237,7 +234,10 @@ class PartsComm:
     all_reduce = reduce_scatter = all_gather
 
 
-@pytest.mark.parametrize("subject", [AllGatherSubject(), ReduceScatterSubject()], ids=lambda s: s.operation)
+PARTS = [CollectiveSubject(ALL_GATHER), CollectiveSubject(REDUCE_SCATTER)]
+
+
+@pytest.mark.parametrize("subject", PARTS, ids=lambda s: s.operation)
 def test_sizes_of_parts(subject: Any) -> None:
     """As rows of tables have them: bytes of the largest part."""
     problem = subject.problem(4096, WORLD)
@@ -253,7 +253,7 @@ def test_sizes_of_parts(subject: Any) -> None:
     assert subject.bind(PartsComm(), GROUP, 65536).nccl is not None
 
 
-@pytest.mark.parametrize("subject", [AllGatherSubject(), ReduceScatterSubject()], ids=lambda s: s.operation)
+@pytest.mark.parametrize("subject", PARTS, ids=lambda s: s.operation)
 def test_every_protocol_is_a_candidate_for_parts(subject: Any) -> None:
     found = {row.protocol for row in candidates(subject.problem(16 * MIB, WORLD), limits_of(CONFIG))}
     assert found == {"LL", "HB"}, "copies by the host are chosen by nobody but who names them"
@@ -285,9 +285,9 @@ def test_the_pool_of_a_run_has_room_for_its_largest_message(world: int, names: l
 
 def test_symmetric_tensors_are_measured_from_64_kib_in_whole_lines() -> None:
     pool = SymmetricPool(0)
-    assert list(AllReduceSubject(pool).sizes(1024, 128 << 10)) == [64 << 10, 96 << 10, 128 << 10]
-    assert all(size % 16 == 0 for size in AllGatherSubject(pool).sizes(100_002, MIB))
-    assert list(AllGatherSubject(pool).sizes(1024, 32 << 10)) == []
+    assert list(CollectiveSubject(ALL_REDUCE, pool).sizes(1024, 128 << 10)) == [64 << 10, 96 << 10, 128 << 10]
+    assert all(size % 16 == 0 for size in CollectiveSubject(ALL_GATHER, pool).sizes(100_002, MIB))
+    assert list(CollectiveSubject(ALL_GATHER, pool).sizes(1024, 32 << 10)) == []
 
 
 @pytest.mark.parametrize("smallest", [2, 3, 6, 1025])

@@ -15,10 +15,10 @@ import torch
 
 import llm_comm
 from llm_comm import installation
-from llm_comm.dsl.compiler.element import element_of
 from llm_comm.dsl.compiler.layout import lay_out
 from llm_comm.dsl.compiler.runs import runs_of
 from llm_comm.dsl.compiler.source import MAX_THREADS, generate, is_moved, kernel_name
+from llm_comm.dsl.compiler.text import element_of
 from llm_comm.dsl.library import PROGRAMS, all_gather_hb, two_shot_hb, two_shot_ll
 from llm_comm.dsl.programs import ProgramText
 

@@ -11,7 +11,7 @@ import torch
 
 from llm_comm.config import Config
 from llm_comm.operations.all_reduce import AllReduce
-from llm_comm.operations.ranges import within_range
+from llm_comm.operations.operation import within_range
 from llm_comm.planning.plan import Plan
 from llm_comm.planning.selection import Layout
 from llm_comm.planning.tables import ALL_REDUCE

@@ -19,7 +19,7 @@ from llm_comm.bench import timing, tune
 from llm_comm.bench.choosing import Measured
 from llm_comm.bench.measuring import AtSize, count_candidates
 from llm_comm.bench.tune_record import Record
-from llm_comm.bench.tune_subjects import AllReduceSubject, Bound
+from llm_comm.bench.tune_subjects import Bound, CollectiveSubject
 from llm_comm.cli import commands, launch
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
@@ -189,7 +189,7 @@ class Comm(SimpleNamespace):
     def __exit__(self, *_: object) -> None: ...
 
 
-class Subject(AllReduceSubject):
+class Subject(CollectiveSubject):
     """Its calls do nothing."""
 
     def bind(self, comm: Any, group: Any, size: int) -> Bound:
@@ -226,7 +226,7 @@ def test_a_run_that_was_cut_off_goes_on_and_writes_the_same_table(
     monkeypatch.setattr(launch, "process_group", lambda _: contextlib.nullcontext(group))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "test device")
     monkeypatch.setattr(tune, "Communicator", lambda *_: comm)
-    monkeypatch.setattr(tune, "subjects_of", lambda *_: [Subject()])
+    monkeypatch.setattr(tune, "subjects_of", lambda *_: [Subject(ALL_REDUCE)])
     monkeypatch.setattr(tune.report, "environment", lambda _: ENVIRONMENT)
     monkeypatch.setattr(timing, "time_graph", time_graph)
 
@@ -281,7 +281,7 @@ def test_progress_shows_size_candidates_and_time_left(
     monkeypatch.setattr(tune.Progress, "show", lambda _, text: shown.append(text))
     given = argparse.Namespace(min=1024, max=1536, reps=9, method="aligned", seconds=None)
     comm: Any = Comm()
-    subject = Subject()
+    subject = Subject(ALL_REDUCE)
     tune.measure(comm, group, [subject], given, record(None))
     total = count_candidates(subject, [1024, 1536], comm)
     assert shown[0].startswith("tuning 1.5K: candidate 1 of ")

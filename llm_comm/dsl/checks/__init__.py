@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from llm_comm.dsl.checks.accesses import check_calls, check_packets, check_port_work, check_races
 from llm_comm.dsl.checks.balance import check_balance
-from llm_comm.dsl.checks.execution import Execution
-from llm_comm.dsl.checks.races import check_calls, check_packets, check_port_work, check_races
+from llm_comm.dsl.checks.simulation import Simulation, check_waits
 from llm_comm.dsl.checks.trial import trials
-from llm_comm.dsl.checks.waits import check_waits
 from llm_comm.dsl.ir import Program
 
 #: Calls that follow each other in a trial: the third one uses the workspace of the first.
@@ -23,11 +22,11 @@ def check(program: Program) -> None:
     for trial in tried:
         check_balance(trial)
     for trial in tried:
-        execution = Execution(trial, CALLS)
-        execution.run()
-        check_waits(trial, execution)
-        check_packets(trial, execution.records)
-        check_races(trial, execution.records)
-        execution.contents.check()
-        check_port_work(execution.records)
-        check_calls(trial, execution.records)
+        simulation = Simulation(trial, CALLS)
+        simulation.run()
+        check_waits(trial, simulation)
+        check_packets(trial, simulation.records)
+        check_races(trial, simulation.records)
+        simulation.contents.check()
+        check_port_work(simulation.records)
+        check_calls(trial, simulation.records)

@@ -62,13 +62,13 @@ class Trial:
         everything = tuple(range(self.pieces))
         for number, step in enumerate(group.steps, start=1):
             if isinstance(step, ir.Op):
-                if _runs(step, rank):
+                if step.runs_on(rank):
                     yield Act(step, everything, loop=0)
                 continue
             lag = max((op.lag for op in step.body), default=0)
             for turn in range(self.pieces + lag):
                 for op in step.body:
-                    if _runs(op, rank) and 0 <= turn - op.lag < self.pieces:
+                    if op.runs_on(rank) and 0 <= turn - op.lag < self.pieces:
                         yield Act(op, (turn - op.lag,), loop=number)
 
     def places(self, act: Act, runs: int, owner: int, chunk: Chunk, call: int) -> list[tuple[int, Place]]:
@@ -122,7 +122,3 @@ def is_workspace(buffer: Buffer) -> bool:
 def at(where: Location) -> str:
     """A line as messages name it beside the one they point at."""
     return f"{where.file}:{where.line}"
-
-
-def _runs(op: ir.Op, rank: int) -> bool:
-    return op.only is None or rank in op.only

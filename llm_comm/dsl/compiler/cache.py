@@ -1,4 +1,4 @@
-"""Compiled kernels on disk, shared by all processes of a user.
+"""Compilation of kernels, and compiled kernels on disk, shared by all processes of a user.
 
 A file's name is a hash of all that it was made of: source, headers, compiler, options, and for emulated GPUs the
 emulator's library. So nothing in the cache is ever out of date, and it can be deleted at any time. A
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import logging
 import os
 import subprocess
@@ -16,11 +17,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from llm_comm import emulated
 from llm_comm.dsl.compiler import code_files
 from llm_comm.files import locked
-from llm_comm.installation import digest_of_headers, get_library_dir
+from llm_comm.installation import digest_of_headers, get_library_dir, get_nvrtc_options
 
 logger = logging.getLogger("llm_comm")
 
@@ -177,3 +181,58 @@ def _version(*compiler: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return f"{compiler}: none"  # compiling will say so
     return f"{compiler}: {done.stdout}"
+
+
+def compile_image(code: str, name: str, device: torch.device) -> bytes:
+    """What ``Core.load_program`` takes, compiled now or by an earlier call of any process.
+
+    Args:
+        code: C++ source.
+        name: Of the kernel.
+        device: A GPU, for which NVRTC compiles, by cupy; the CPU stands for an emulated one, for which g++ does.
+
+    Raises:
+        ModuleNotFoundError: cupy is not installed.
+        RuntimeError: The compiler does not take the source.
+        ConfigError: Another user could have put code into the directory of the cache.
+        OSError: An emulated kernel cannot be written to any file.
+    """
+    if device.type == "cpu":
+        return os.fsencode(cached_library(code, name))
+    options = (*get_nvrtc_options(), f"-arch=sm_{''.join(map(str, torch.cuda.get_device_capability(device)))}")
+    nvrtc = _nvrtc()
+    version = ".".join(map(str, nvrtc.getVersion()))
+    parts = (code, name, *options, f"NVRTC {version}")
+    return cached_file(name, "cubin", parts, lambda: _cubin(nvrtc, code, name, options))
+
+
+def _cubin(nvrtc: Any, code: str, name: str, options: tuple[str, ...]) -> bytes:
+    program = nvrtc.createProgram(code, f"{name}.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, options)
+        return bytes(nvrtc.getCUBIN(program))
+    except nvrtc.NVRTCError as error:
+        raise RuntimeError(f"NVRTC does not compile kernel {name}:\n{nvrtc.getProgramLog(program)}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+@functools.cache
+def _nvrtc() -> Any:
+    """cupy's binding of NVRTC."""
+    try:
+        return importlib.import_module("cupy").cuda.nvrtc
+    except ModuleNotFoundError as error:
+        if error.name != "cupy":
+            raise
+        raise ModuleNotFoundError(
+            "programs of llm_comm.dsl are compiled for GPUs by cupy, which is not installed: pip install "
+            f"{cupy_package()}",
+            name="cupy",
+        ) from error
+
+
+def cupy_package() -> str:
+    """The package of cupy for the CUDA that this torch is built for."""
+    major = (torch.version.cuda or "12").partition(".")[0]
+    return f"cupy-cuda{major}x"

@@ -6,14 +6,13 @@ import itertools
 from collections.abc import Iterable
 
 from llm_comm.dsl import ir
-from llm_comm.dsl.compiler.element import Element
-from llm_comm.dsl.compiler.errors import CompileError
+from llm_comm.dsl.compiler.analysis import readers_of, sender_of
 from llm_comm.dsl.compiler.layout import LINE_BYTES, MASK_BYTES, Layout, outer_parts
 from llm_comm.dsl.compiler.runs import DataRun, chunk_of, made_by, values_read
 from llm_comm.dsl.compiler.schedule import Receive, Schedule, Step, ops_of, schedule, stages_of
-from llm_comm.dsl.compiler.senders import readers_of, sender_of
-from llm_comm.dsl.compiler.text import Text, address_of, comment, number_of, runs_on
-from llm_comm.dsl.ranks import Rank, Relative
+from llm_comm.dsl.compiler.text import Element, Text, address_of, comment, number_of, runs_on
+from llm_comm.dsl.errors import CompileError
+from llm_comm.dsl.ir import Rank, Relative
 
 #: kAbsolute of prelude.cuh.
 _ABSOLUTE = 8

@@ -1,7 +1,12 @@
-"""How many blocks and threads a call takes. The same on all ranks: it follows from the size of the message alone."""
+"""Blocks and threads of a call, and the choices of them that a row of a tuning table may name.
+
+Both follow from the size of the message alone, so they are the same on all ranks.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +15,7 @@ from llm_comm.dsl import ir
 from llm_comm.dsl.compiler.layout import meeting_blocks_of_sm
 from llm_comm.dsl.compiler.runs import GroupRuns, blocks_meet, uses_ports
 from llm_comm.dsl.compiler.source import MAX_THREADS
+from llm_comm.planning.programs import OWN_CHOICE, LaunchChoice
 
 WARP = 32
 #: Of a launch, as for algorithms of the core.
@@ -28,6 +34,8 @@ _EMULATED_BLOCKS, _EMULATED_THREADS = 4, 16
 _MIN_THREADS = 8
 #: Of programs whose blocks have proxies copy their shares, one by one: large copies are what copy engines are good at.
 _PORT_INSTANCES = 4
+#: How often blocks and threads of the largest grid are halved.
+_HALVINGS = 3
 
 
 @dataclass(frozen=True)
@@ -115,3 +123,56 @@ def why_not_threads(threads: int, is_gpu: bool, most: int) -> str:
     if _MIN_THREADS <= threads <= most and not (is_gpu and threads % WARP):
         return ""
     return f"threads is {threads}; a block has {_MIN_THREADS} to {most}, on a GPU a multiple of {WARP}"
+
+
+def why_not(choice: LaunchChoice, limits: Limits, groups: int, device: torch.device) -> str:
+    """Why a program cannot be launched so, or "".
+
+    Args:
+        choice: What is asked for.
+        limits: That it was compiled for.
+        groups: Of the program.
+        device: That it runs on.
+    """
+    if choice.blocks is not None:
+        most = limits.instances * groups
+        if not groups <= choice.blocks <= most or choice.blocks % groups:
+            return (
+                f"blocks is {choice.blocks}; the program has {groups} group(s) and was compiled for {most} block(s), "
+                f"so it takes a multiple of {groups} up to {most}"
+            )
+    if choice.threads is not None:
+        why = why_not_threads(choice.threads, device.type == "cuda", limits.threads)
+        if why:
+            return why
+    return ""
+
+
+def narrowed(limits: Limits, choice: LaunchChoice, groups: int) -> Limits:
+    """The limits of a launch by a choice that ``why_not`` does not refuse."""
+    if choice.blocks is not None:
+        instances = choice.blocks // groups
+        limits = dataclasses.replace(limits, instances=instances, few_instances=instances)
+    if choice.threads is not None:
+        limits = dataclasses.replace(limits, threads=choice.threads, few_threads=choice.threads)
+    return limits
+
+
+def candidates(limits: Limits, groups: int, lines: int) -> list[LaunchChoice]:
+    """Choices for chunks of so many lines, the program's own first, none of which ends in the grid of another one."""
+    found = {limits.of_call(lines): OWN_CHOICE}
+    for instances in _halved(limits.instances, 1, 1):
+        for threads in _halved(limits.threads, limits.few_threads, WARP):
+            choice = LaunchChoice(instances * groups, threads)
+            found.setdefault(narrowed(limits, choice, groups).of_call(lines), choice)
+    return list(found.values())
+
+
+def _halved(most: int, least: int, multiple: int) -> Iterator[int]:
+    """The largest number and its halves, as far as they are multiples, and no smaller than the least."""
+    number = most
+    for _ in range(_HALVINGS + 1):
+        yield number
+        number //= 2
+        if number < least or number % multiple:
+            return

@@ -1,11 +1,20 @@
-"""C++ as text: lines, indented, and how ranks are spelled."""
+"""C++ as text: lines, indented, and the spelling of ranks and types of elements."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from llm_comm.dsl.ranks import Rank, Relative
+import torch
+
+from llm_comm.dsl.ir import Rank, Relative
+
+_NUMBERS = {
+    torch.bfloat16: "kBFloat16",
+    torch.float16: "kFloat16",
+    torch.float32: "kFloat32",
+}
 
 
 class Text:
@@ -61,3 +70,24 @@ def runs_on(only: frozenset[int]) -> str:
     """Whether this rank is one of them."""
     tests = " || ".join(f"rank == {rank}" for rank in sorted(only))
     return f"({tests})" if len(only) > 1 else tests
+
+
+@dataclass(frozen=True)
+class Element:
+    """Of a message.
+
+    Attributes:
+        dtype: As torch has it.
+        number: The DataType of data_type.h that sums it; None: elements are moved only.
+        storage: By which loads and stores take it apart where a line is not aligned, or not full.
+    """
+
+    dtype: torch.dtype
+    number: str | None
+    storage: str
+
+
+def element_of(dtype: torch.dtype) -> Element:
+    """The element of a dtype of torch."""
+    width = min(dtype.itemsize, 4)
+    return Element(dtype, _NUMBERS.get(dtype), f"uint{8 * width}_t")

@@ -12,7 +12,6 @@ from llm_comm.dsl.compiler.cache import cached_library
 from llm_comm.dsl.compiler.layout import armed_ranges
 from llm_comm.dsl.compiler.source import kernel_name, symmetric_spaces
 from llm_comm.dsl.schedules.plan import Plan
-from llm_comm.dsl.sums import sums_in_rank_order
 from llm_comm.emulated import Driver
 
 #: The deterministic emulator: all ranks of a world in one thread.
@@ -133,7 +132,7 @@ def _described(plan: Plan) -> _Program:
         has_parted_input=operation.has_parted_input,
         has_parted_output=operation.has_parted_output,
         adds_up=operation.adds_up,
-        sums_in_rank_order=sums_in_rank_order(program),
+        sums_in_rank_order=program.sums_in_rank_order,
         works_in_place=plan.works_in_place,
         has_symmetric_input=ir.Space.INPUT in symmetric,
         has_symmetric_output=ir.Space.OUTPUT in symmetric,

@@ -1,4 +1,4 @@
-"""What is run of a program under schedules: its kernel, small grids, and messages of several sizes."""
+"""Plan for the schedules of a program: its kernel, small grids, messages of several sizes, and how many schedules."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from llm_comm.dsl import ir
-from llm_comm.dsl.compiler.element import element_of
+from llm_comm.dsl.compiler.analysis import works_in_place
 from llm_comm.dsl.compiler.grid import Limits
-from llm_comm.dsl.compiler.in_place import works_in_place
 from llm_comm.dsl.compiler.layout import LINE_BYTES, Layout, batch_of, chunk_lines, lay_out, outer_parts
 from llm_comm.dsl.compiler.runs import GroupRuns, LoopRuns, SignalRun, WaitRun, blocks_meet, runs_of
 from llm_comm.dsl.compiler.source import generate, is_moved, shared_bytes
+from llm_comm.dsl.compiler.text import element_of
 
 #: Of a group: blocks have shares of a chunk.
 _INSTANCES = 2
@@ -28,6 +28,11 @@ _LINES_OF_A_THREAD = 4
 ELEMENT_BYTES = 4
 #: Of all ranks in one call, and where blocks signal. Larger messages are left out where three smaller ones are there.
 _MOST_LINES, _MOST_LINES_THAT_SIGNAL = 4096, 1280
+#: Of all schedules of a program together.
+_WORK = 50_000
+_FEWEST, _MOST = 12, 200
+#: Of a loop, in the messages of schedules.
+_PIECES = 4
 
 
 @dataclass(frozen=True)
@@ -128,3 +133,26 @@ def _lines_of_call(program: ir.Program, elements: int) -> int:
     """Of the messages of all ranks."""
     outer = outer_parts(program.operation, program.world)
     return -(-elements * ELEMENT_BYTES // LINE_BYTES) * outer * program.world
+
+
+def schedules_for(program: ir.Program) -> int:
+    """Fewer, the larger a program is: each gets about the same work, which is some seconds.
+
+    That is no loss: a schedule of a large program makes more accesses to memory, each of which may be delayed or
+    overtaken, so the same work meets a mistake about as often, be it many short schedules or few long ones.
+    """
+    return max(_FEWEST, min(_MOST, _WORK // max(1, _work(program))))
+
+
+def _work(program: ir.Program) -> int:
+    """Of one schedule: operations of all ranks. A signal or a wait counts for each rank: it brings all that the other
+    has seen."""
+    work = 0
+    for group in program.groups:
+        for step in group.steps:
+            ops = step.body if isinstance(step, ir.Loop) else (step,)
+            for op in ops:
+                ranks = program.world if op.only is None else len(op.only)
+                weight = program.world if isinstance(op, ir.Signal | ir.Wait) else 1
+                work += ranks * weight * (_PIECES if isinstance(step, ir.Loop) else 1)
+    return work

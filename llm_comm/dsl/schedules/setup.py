@@ -1,21 +1,27 @@
-"""Schedules of the programs of a communicator, before it is made: run on one rank, while the others wait."""
+"""Schedules of the programs of a communicator, before it is made: run on one rank, while the others wait.
+
+Programs that have passed are remembered in files beside the compiled kernels, shared by all processes of a user.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotDoneError
+from pathlib import Path
 from typing import NamedTuple
 
 from llm_comm.dsl import ir
-from llm_comm.dsl.compiler.errors import CompileError
-from llm_comm.dsl.errors import ScheduleError
-from llm_comm.dsl.schedules.budget import schedules_for
+from llm_comm.dsl.compiler import code_files
+from llm_comm.dsl.compiler.cache import library_path
+from llm_comm.dsl.compiler.source import kernel_name
+from llm_comm.dsl.errors import CompileError, ScheduleError
 from llm_comm.dsl.schedules.explore import explore_plan
-from llm_comm.dsl.schedules.passed import has_passed, remember
-from llm_comm.dsl.schedules.plan import plan_of
+from llm_comm.dsl.schedules.kernel import SCHEDULES
+from llm_comm.dsl.schedules.plan import Plan, plan_of, schedules_for
 from llm_comm.emulated import why_no_compiler
 from llm_comm.errors import ConfigError
 from llm_comm.runtime.rendezvous import Rendezvous
@@ -116,3 +122,27 @@ def _explore(candidate: Candidate, schedules: int | None) -> None:
         remember(plan, count)
     except OSError as error:
         logger.warning("schedules of %s are not remembered: %s", candidate.name, error)
+
+
+def has_passed(plan: Plan, schedules: int) -> bool:
+    """Whether ``remember`` was called of the same kernel, emulator, headers and compiler, and so many schedules."""
+    file = _file(plan, schedules)
+    return code_files.read(file, file.name) is not None
+
+
+def remember(plan: Plan, schedules: int) -> None:
+    """Notes that schedules 0, 1, ... have passed.
+
+    Raises:
+        ConfigError, OSError: The directory of the cache cannot be used.
+    """
+    file = _file(plan, schedules)
+    code_files.prepare(file.parent)
+    code_files.write(file, file.name, b"")
+
+
+def _file(plan: Plan, schedules: int) -> Path:
+    # The name of the library follows from the source, and all else that it is made of.
+    library = library_path(plan.source, kernel_name(plan.program), driver=SCHEDULES)
+    calls = hashlib.sha256(repr((plan.sizes, plan.layout, plan.works_in_place)).encode()).hexdigest()[:8]
+    return library.with_suffix(f".{schedules}_schedules_passed_{calls}")

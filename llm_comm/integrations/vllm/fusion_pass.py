@@ -21,7 +21,7 @@ from vllm.distributed import get_tp_group
 
 from llm_comm.integrations.vllm import cache_key, compile_ranges
 from llm_comm.integrations.vllm.fusion_patterns import patterns
-from llm_comm.operations.quantization import GROUP_SIZE
+from llm_comm.operations.fp8 import GROUP_SIZE
 
 logger = logging.getLogger("vllm.llm_comm")
 

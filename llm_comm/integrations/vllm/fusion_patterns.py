@@ -21,7 +21,7 @@ from llm_comm.integrations.vllm.group_fp8_op import (
     all_reduce_add_rms_norm_group_fp8,
     name_of,
 )
-from llm_comm.operations.quantization import GROUP_SIZE
+from llm_comm.operations.fp8 import GROUP_SIZE
 
 
 class Pattern(NamedTuple):

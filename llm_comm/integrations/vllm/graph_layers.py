@@ -17,7 +17,7 @@ import torch
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 from llm_comm.integrations.vllm.fusion_pass import DTYPES
-from llm_comm.operations.quantization import FP8
+from llm_comm.operations.fp8 import FP8
 
 Node = torch.fx.Node
 _aten = torch.ops.aten

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from llm_comm.integrations.vllm import fused_op
-from llm_comm.operations import quantization
+from llm_comm.operations import fp8
 
 #: vLLM's, and numbers with which its layers call it: what llm_comm computes.
 VLLM_QUANTIZATION = torch.ops._C.per_token_group_fp8_quant.default
@@ -56,17 +56,17 @@ def _quantize(
     normed: torch.Tensor, quantize: str, new_residual: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """By vLLM's operator."""
-    fp8 = torch.empty_like(normed, dtype=fused_op.FP8)
-    scales = quantization.empty_scales(quantize, normed)
+    quantized = torch.empty_like(normed, dtype=fused_op.FP8)
+    scales = fp8.empty_scales(quantize, normed)
     switches = (quantize.endswith("_ue8m0"), "column_major" in quantize, "tma" in quantize)
-    VLLM_QUANTIZATION(normed, fp8, scales, quantization.GROUP_SIZE, EPS, -LARGEST, LARGEST, *switches)
-    return fp8, new_residual, scales
+    VLLM_QUANTIZATION(normed, quantized, scales, fp8.GROUP_SIZE, EPS, -LARGEST, LARGEST, *switches)
+    return quantized, new_residual, scales
 
 
 def _fake(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float, quantize: str, group_name: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    scales = quantization.empty_scales(quantize, x)
+    scales = fp8.empty_scales(quantize, x)
     return torch.empty_like(x, dtype=fused_op.FP8), torch.empty_like(x), scales
 
 

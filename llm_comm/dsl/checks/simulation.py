@@ -12,19 +12,20 @@ from __future__ import annotations
 from collections import defaultdict
 
 from llm_comm.dsl import ir
+from llm_comm.dsl.checks.accesses import Access, PortWork, Records
 from llm_comm.dsl.checks.balance import Semaphore
-from llm_comm.dsl.checks.clocks import Clock, join, with_own
 from llm_comm.dsl.checks.contents import Content, Contents
-from llm_comm.dsl.checks.knowledge import Carriers, Knowledge, Told
-from llm_comm.dsl.checks.records import Access, PortWork, Records
-from llm_comm.dsl.checks.trial import Act, Place, Trial
+from llm_comm.dsl.checks.knowledge import Carriers, Clock, Knowledge, Told, join, with_own
+from llm_comm.dsl.checks.trial import Act, Place, Trial, at
+from llm_comm.dsl.errors import Fault, ProgramError
 from llm_comm.dsl.ir import Chunk, Space
 
 #: What packets bring: what their sender knew, and the data.
 _Packets = tuple[Clock, Content | None]
+_MOST_TOLD = 4
 
 
-class Execution:
+class Simulation:
     """A run of a trial.
 
     Args:
@@ -273,3 +274,34 @@ class Execution:
     def _put_to_peer(self, actor: int) -> None:
         if self._first_put[actor] is None:
             self._first_put[actor] = self._knowledge[actor].number
+
+
+def check_waits(trial: Trial, simulation: Simulation) -> None:
+    """Refuses a run in which ranks wait for ever. There are as many signals as waits: so some wait for each other.
+
+    Raises:
+        ProgramError: DEADLOCK, at a line that waits; it tells what the others wait for.
+    """
+    if not simulation.stuck:
+        return
+    several_groups = len(trial.program.groups) > 1
+    told = []
+    for actor, act in simulation.stuck[:_MOST_TOLD]:
+        rank, group = trial.actors[actor]
+        name = f" (group {trial.program.groups[group].name!r})" if several_groups else ""
+        told.append(f"rank {rank}{name} waits for {_awaited(trial, act, rank)} ({at(act.op.where)})")
+    if len(simulation.stuck) > _MOST_TOLD:
+        told.append("...")
+    raise ProgramError(
+        Fault.DEADLOCK,
+        f"ranks wait for each other: {'; '.join(told)}. Have each rank signal, or put, before it waits",
+        simulation.stuck[0][1].op.where,
+    )
+
+
+def _awaited(trial: Trial, act: Act, rank: int) -> str:
+    if isinstance(act.op, ir.Wait):
+        return f"a signal of rank {act.op.peer.on(rank, trial.program.world)}"
+    assert isinstance(act.op, ir.ReadPackets)
+    _, place = trial.places(act, rank, rank, act.op.source, 0)[0]
+    return f"packets in {place}"

@@ -1,27 +1,37 @@
-"""``llm-comm tune --install``: writes the table to the user's directory, where every later start finds it."""
+"""Tables of ``llm-comm tune``.
+
+``--install`` writes the measured table to the user's directory, where every later start finds it. ``--list`` shows the
+tables that starts find here, and ``--remove`` removes an installed one.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
+from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from llm_comm import files
+from llm_comm.bench.report import columns
+from llm_comm.cli import launch
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
 from llm_comm.files import locked
-from llm_comm.planning.installed import file_name, table_directory
+from llm_comm.planning.catalogue import find_table, shipped_tables
+from llm_comm.planning.installed import file_name, installed_files, table_directory
 from llm_comm.planning.table_files import load_table, read_measured, table_text
-from llm_comm.planning.tables import TuningTable
+from llm_comm.planning.tables import BY_OPTION, OF_USER, SHIPPED, TuningTable
 
 _OPTION = "--install"
 _LOCK = ".lock"
+_UNKNOWN = "-"
+_DIGITS_OF_COMMIT = 7
 
 
 def prepare(config: Config) -> Path:
@@ -150,3 +160,90 @@ def _time(text: str) -> datetime | None:
     except ValueError:
         return None
     return found if found.tzinfo is not None else found.replace(tzinfo=timezone.utc)
+
+
+class Listed(NamedTuple):
+    """A table as it is listed; the fields are the columns."""
+
+    origin: str
+    device: str
+    ranks: str
+    measured: str
+    commit: str
+    llm_comm: str
+    file: str
+
+
+def run(args: argparse.Namespace) -> int:
+    """Entry point of both options; returns 0.
+
+    Raises:
+        ConfigError: The configuration is wrong, or there is nothing to remove.
+    """
+    if args.remove is not None:
+        remove(args.remove)
+        return 0
+    config = launch.checked_config({})
+    print(columns([Listed(*(name.upper() for name in Listed._fields)), *listed(config)], str.ljust))
+    print("\nHere:")
+    for world, table in tables_here(config).items():
+        print(f"  {world} ranks: {table.describe()}")
+    return 0
+
+
+def remove(name: str) -> None:
+    """Removes an installed table.
+
+    Args:
+        name: Of its file, as ``--list`` has it, with or without the directory.
+
+    Raises:
+        ConfigError: There is none of this name, or it cannot be removed.
+    """
+    directory = directory_or_error("--remove")
+    files = {path.name: path for path in installed_files()}
+    path = files.get(Path(name).name)
+    if path is None or Path(name) not in (path, Path(path.name)):
+        there = ", ".join(files) or "no table"
+        raise ConfigError(f"--remove {name}: {directory} has no such table; it has {there}")
+    try:
+        path.unlink()
+    except OSError as error:
+        raise ConfigError(f"--remove {name}: {path} cannot be removed: {error.strerror or error}") from error
+    print(f"removed {path}")
+
+
+def listed(config: Config) -> Iterator[Listed]:
+    """All tables in the order in which a start looks at them. Those of near devices are among the shipped ones."""
+    if config.table is not None:
+        yield _listed(BY_OPTION, Path(config.table), config.table)
+    for path in installed_files():
+        yield _listed(OF_USER, path, str(path))
+    for shipped in shipped_tables():
+        yield _listed(SHIPPED, shipped, shipped.name)
+
+
+def _listed(origin: str, path: Path | resources.abc.Traversable, name: str) -> Listed:
+    try:
+        device, world, _ = load_table(path)
+        measured = read_measured(path)
+    except ConfigError as error:
+        nothing = Listed(f"{origin}, cannot be used", _UNKNOWN, _UNKNOWN, _UNKNOWN, _UNKNOWN, _UNKNOWN, "")
+        return nothing._replace(file=f"{name} ({' '.join(str(error).split())})")
+    date, commit, version = (measured.get(key, _UNKNOWN) for key in ("date", "commit", "llm_comm"))
+    return Listed(origin, device, str(world), date, commit[:_DIGITS_OF_COMMIT], version, name)
+
+
+def tables_here(config: Config) -> dict[int, TuningTable]:
+    """What communicators of this machine would go by, by ranks.
+
+    Raises:
+        ConfigError: The table of option ``table`` cannot be used.
+    """
+    gpus = launch.usable_gpus()[0]
+    if gpus < launch.WORLDS[0]:
+        return {launch.DEFAULT_EMULATED_WORLD: find_table("emulated", launch.DEFAULT_EMULATED_WORLD, 1, config)}
+    gpu = torch.cuda.get_device_properties(0)
+    capability = 10 * gpu.major + gpu.minor
+    worlds = [world for world in launch.WORLDS if world <= gpus]
+    return {world: find_table(gpu.name, world, gpu.multi_processor_count, config, capability) for world in worlds}
