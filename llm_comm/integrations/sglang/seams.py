@@ -23,7 +23,7 @@ LOST = {
     GATHERING: "All-gathers and reduce-scatters are SGLang's",
     MEMORY: "Workspaces of llm_comm stay while SGLang releases memory",
     THEIR_FUSION: "Whether SGLang sums by FlashInfer is not told",
-    NORMS: "All-reduces and norms are kernels of their own",
+    NORMS: "All-reduces are fused with norms only where SGLang does so by itself",
     LINEAR: "Linear layers are SGLang's",
     FP8: "Linear layers of FP8 are SGLang's",
     INVARIANT_LINEAR: "Linear layers are SGLang's",

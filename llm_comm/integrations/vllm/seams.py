@@ -21,7 +21,7 @@ LOST = {
     GATHERING: "All-gathers and reduce-scatters are vLLM's",
     SLEEP: "Workspaces of llm_comm stay while vLLM sleeps",
     THEIR_FUSION: "vLLM's fusion of all-reduces with norms stays as it is",
-    NORMS: "All-reduces and norms are kernels of their own",
+    NORMS: "All-reduces are fused with norms only where vLLM's own passes do so",
     LINEAR: "Linear layers are vLLM's",
     INVARIANT_LINEAR: "Linear layers are vLLM's",
     EAGER_NORMS: "Norms of models that vLLM does not compile are vLLM's",
