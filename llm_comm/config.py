@@ -219,7 +219,6 @@ class Config:
     table: str | None = None
     dsl: str | None = None
     dsl_max_bytes: int = 8 * MIB
-    dsl_schedules: int | None = None
     #: Where each value comes from; what is not named is a default. Given to the constructor, as ``dataclasses.replace``
     #: does, it says that all options are: file and environment are not read again.
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)

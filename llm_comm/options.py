@@ -388,17 +388,6 @@ OPTIONS: dict[str, Option] = {
         "Programs serve messages up to this size. Each takes workspace memory for it, in addition to "
         "``workspace_bytes``; log level info says how much.",
     ),
-    "dsl_schedules": Option(
-        Kind(
-            int,
-            lambda v: v is None or (is_int(v) and 0 <= v <= 1_000_000),
-            "a number of schedules, 0 to 1000000 (default: by the size of the program)",
-        ),
-        Alike.YES,
-        "a rank would wait for the others while it runs more schedules",
-        "Number of schedules of the deterministic emulator under which a program is run before it is compiled, where "
-        "there is a C++ compiler. None: by the size of the program. 0: none.",
-    ),
 }
 
 

@@ -60,7 +60,6 @@ OTHERS: dict[str, Any] = {
     "table": "",  # another file
     "dsl": "module:program",
     "dsl_max_bytes": 1 << 20,
-    "dsl_schedules": 3,
 }
 
 

@@ -49,7 +49,6 @@ VALUES: dict[str, tuple[object, str, object, object]] = {
     "table": ("a.yaml", "b.yaml", "b.yaml", "c.yaml"),
     "dsl": ("a.b:c", "a:b,c.d:e", "a:b,c.d:e", "f:g, h:i"),
     "dsl_max_bytes": (1, "2M", 2 << 20, 4 << 30),
-    "dsl_schedules": (0, "7", 7, 1_000_000),
 }
 
 INVALID: list[tuple[str, object, str]] = [
@@ -101,9 +100,6 @@ INVALID: list[tuple[str, object, str]] = [
     ("dsl_max_bytes", 0, "bytes, 1 to 4 GiB"),
     ("dsl_max_bytes", (4 << 30) + 1, "bytes, 1 to 4 GiB"),
     ("dsl_max_bytes", None, "bytes, 1 to 4 GiB"),
-    ("dsl_schedules", -1, "a number of schedules, 0 to 1000000"),
-    ("dsl_schedules", 1_000_001, "a number of schedules, 0 to 1000000"),
-    ("dsl_schedules", True, "a number of schedules, 0 to 1000000"),
 ]
 
 INVALID_TEXTS = [
@@ -128,7 +124,6 @@ INVALID_TEXTS = [
     ("share_gpu", "all", "true or false"),
     ("dsl", "a", "programs as MODULE:PROGRAM"),
     ("dsl_max_bytes", "0", "bytes, 1 to 4 GiB"),
-    ("dsl_schedules", "some", "a number of schedules, 0 to 1000000"),
 ]
 
 
