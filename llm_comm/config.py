@@ -209,8 +209,7 @@ class Config:
     debug: bool = False
     share_gpu: bool = False
     sleep: bool = False
-    stats: bool = False
-    stats_port: int | None = None
+    stats: bool | int = False
     stats_host: str = "127.0.0.1"
     nvtx: bool = False
     multi_node: bool = False

@@ -51,7 +51,6 @@ OTHERS: dict[str, Any] = {
     "sleep": True,
     "untested": True,
     "stats": True,
-    "stats_port": 9400,
     "stats_host": "localhost",
     "nvtx": True,
     "multi_node": True,
