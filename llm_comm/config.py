@@ -209,8 +209,7 @@ class Config:
     debug: bool = False
     share_gpu: bool = False
     sleep: bool = False
-    stats: bool = False
-    stats_port: int | None = None
+    stats: bool | int = False
     stats_host: str = "127.0.0.1"
     nvtx: bool = False
     multi_node: bool = False
@@ -219,7 +218,6 @@ class Config:
     table: str | None = None
     dsl: str | None = None
     dsl_max_bytes: int = 8 * MIB
-    dsl_schedules: int | None = None
     #: Where each value comes from; what is not named is a default. Given to the constructor, as ``dataclasses.replace``
     #: does, it says that all options are: file and environment are not read again.
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)

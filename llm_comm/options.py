@@ -317,25 +317,23 @@ OPTIONS: dict[str, Option] = {
         "(``Communicator.release``; docs/vllm.md#sleep-mode, docs/sglang.md#release-memory).",
     ),
     "stats": Option(
-        _BOOLEAN,
+        Kind(
+            lambda text: int(text) if text.isdecimal() and len(text) > 1 else _boolean(text),
+            lambda v: isinstance(v, bool) or (is_int(v) and 1024 <= v < 1 << 16),
+            "true or false (environment: 1 or 0), or a port, 1024 to 65535",
+        ),
         Alike.NO,
         _OWN_LOG,
         "Whether engine integrations log the statistics of llm_comm, at the end and on SIGUSR2, and give them to "
-        "prometheus_client (docs/statistics.md). ``Communicator.stats`` needs no option.",
-    ),
-    "stats_port": Option(
-        Kind(int, lambda v: v is None or (is_int(v) and 1 <= v < 1 << 16), "a port, 1 to 65535 (default: none)"),
-        Alike.NO,
-        _OWN_HOST,
-        "First port of the statistics for Prometheus: a process of an engine listens at this port plus its rank. "
-        "``stats`` is on then. None: no port is opened.",
+        "prometheus_client (docs/statistics.md). A port: they also serve them to Prometheus, each process of an engine "
+        "at this port plus its rank. ``Communicator.stats`` needs no option.",
     ),
     "stats_host": Option(
         Kind(str, _is_name, f"an address or host name of 1 to {_MAX_NODE} printable ASCII characters"),
         Alike.NO,
         _OWN_HOST,
-        "Address at which ``stats_port`` is opened. Whoever reaches the address reads the statistics; ``0.0.0.0`` is "
-        "every address of the machine.",
+        "Address at which the ports of ``stats`` are opened. Whoever reaches the address reads the statistics; "
+        "``0.0.0.0`` is every address of the machine.",
     ),
     "nvtx": Option(_BOOLEAN, Alike.NO, _OWN_HOST, "An NVTX range around each launch on a GPU, for Nsight Systems."),
     "multi_node": Option(
@@ -387,17 +385,6 @@ OPTIONS: dict[str, Option] = {
         "memory of programs would lie at different addresses",
         "Programs serve messages up to this size. Each takes workspace memory for it, in addition to "
         "``workspace_bytes``; log level info says how much.",
-    ),
-    "dsl_schedules": Option(
-        Kind(
-            int,
-            lambda v: v is None or (is_int(v) and 0 <= v <= 1_000_000),
-            "a number of schedules, 0 to 1000000 (default: by the size of the program)",
-        ),
-        Alike.YES,
-        "a rank would wait for the others while it runs more schedules",
-        "Number of schedules of the deterministic emulator under which a program is run before it is compiled, where "
-        "there is a C++ compiler. None: by the size of the program. 0: none.",
     ),
 }
 

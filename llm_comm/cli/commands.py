@@ -74,6 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_tune(commands)
     _add_algorithms(commands)
+    _add_check(commands)
     _add_doctor(commands)
     _add_nccl_path(commands)
     return parser
@@ -320,6 +321,19 @@ def _add_algorithms(commands: argparse._SubParsersAction[argparse.ArgumentParser
     parser = _command(commands, "algorithms", text, "llm_comm.cli.contents:algorithms")
     _add_programs(parser, "programs to list")
     parser.add_argument("--library", action="store_true", help="list the programs of llm_comm.dsl.library too")
+    _add_world_of_programs(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "check programs of llm_comm.dsl, and run their kernels under schedules of the deterministic emulator"
+    parser = _command(commands, "check", text, "llm_comm.cli.contents:check")
+    parser.add_argument("programs", type=_programs, metavar="MODULE:PROGRAM,...", help="programs to check")
+    _add_world_of_programs(parser)
+    parser.add_argument("--schedules", type=_positive, help="schedules of each program (12 to 200, by its size)")
+
+
+def _add_world_of_programs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world",
         type=_world,
@@ -327,7 +341,6 @@ def _add_algorithms(commands: argparse._SubParsersAction[argparse.ArgumentParser
         metavar="N",
         help="ranks that programs are built and checked for, 2 to 8 (%(default)s)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

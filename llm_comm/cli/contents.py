@@ -1,4 +1,4 @@
-"""Commands that show what this installation has: ``algorithms`` and ``nccl-path``. No GPU, no ranks."""
+"""Commands that need no GPU and no ranks: ``algorithms``, ``check`` and ``nccl-path``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 from llm_comm import registry
 from llm_comm.bench.report import columns
 from llm_comm.cli import launch
-from llm_comm.dsl.selected import Listed, listed
+from llm_comm.dsl.programs import of_option
+from llm_comm.dsl.schedules import explore
+from llm_comm.dsl.selected import Listed, examine, listed
 from llm_comm.installation import nccl_library
 
 
@@ -39,6 +41,27 @@ def algorithms(args: argparse.Namespace) -> int:
     print()
     print(_table(["operation", "what", "buffers", "parameters"], (entry.values() for entry in of_operations)))
     return 0
+
+
+def check(args: argparse.Namespace) -> int:
+    """``llm-comm check``. Returns 0, or 1 where a program is not correct or fails under a schedule.
+
+    Raises:
+        ConfigError: The configuration is wrong, or a program cannot be imported.
+    """
+    config = launch.configuration(dsl=args.programs)
+    failed = 0
+    for name, text in of_option(config).items():
+        try:
+            program, why_not = examine(text, args.world, config)
+            explored = explore(program, args.schedules)
+        except RuntimeError as error:  # an error of the program, or there is no C++ compiler
+            print(f"llm-comm: {name}: {error}", file=sys.stderr)
+            failed = 1
+            continue
+        selectable = f"; it cannot be selected: {why_not}" if why_not else ""
+        print(f"{name} for {args.world} ranks: correct, passed {explored.schedules} schedules{selectable}")
+    return failed
 
 
 def _algorithm(algorithm: registry.Algorithm) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Programs that a communicator is to run in place of algorithms: found, checked, tried and compiled as it is made, on
-all of its ranks or on none."""
+"""Programs that a communicator is to run in place of algorithms: found, checked and compiled as it is made, on all of
+its ranks or on none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from llm_comm.dsl.compiler.runs import runs_of
 from llm_comm.dsl.kernel import ProgramKernels, Site
 from llm_comm.dsl.programs import ProgramText
 from llm_comm.dsl.rendering import digest
-from llm_comm.dsl.schedules.setup import Candidate, explore_all
 from llm_comm.errors import ConfigError, LlmCommError
 from llm_comm.planning.programs import Kernels, check_rows, named_by
 from llm_comm.planning.tables import TuningTable
@@ -24,6 +23,20 @@ from llm_comm.runtime.rendezvous import Rendezvous
 from llm_comm.runtime.symmetric_heap import SymmetricHeap
 
 logger = logging.getLogger("llm_comm")
+
+
+class Candidate(NamedTuple):
+    """A program that is to be selected.
+
+    Attributes:
+        name: As options and tables give it.
+        where: The option or table that names it.
+        program: For the world of the ranks.
+    """
+
+    name: str
+    where: str
+    program: ir.Program
 
 
 def load(
@@ -41,8 +54,8 @@ def load(
 
     Raises:
         ConfigError: A program cannot be imported or is not correct, ``config.algorithm`` names one that is not
-            registered, one fails under a schedule, cannot be selected, or cannot be launched as a row of the table
-            says. Raised on all ranks alike. Rows of programs that are not registered are left out, with a warning.
+            registered, one cannot be selected, or cannot be launched as a row of the table says. Raised on all ranks
+            alike. Rows of programs that are not registered are left out, with a warning.
         RendezvousError: The ranks have different programs, or one of them could not compile or place one. Raised on
             all ranks alike.
     """
@@ -51,7 +64,6 @@ def load(
         "comparison of programs", lambda: ", ".join(f"{name} ({digest(program)})" for name, _, program in found)
     )
     check_alike(rendezvous.names, "have different programs of llm_comm.dsl", said)
-    explore_all(rendezvous, found, config.dsl_schedules, config.timeout_s)
     site = Site(handle, heap)
     compiled: dict[str, Kernels] = {}
     for name, _, program in found:

@@ -135,7 +135,7 @@ def serve(read: Read, rank: int, port: int | None, host: str, log: logging.Logge
         import prometheus_client
     except ImportError:
         if port is not None:
-            log.warning("llm_comm: stats_port is set, but prometheus_client is not installed: no port is opened")
+            log.warning("llm_comm: option stats is a port, but prometheus_client is not installed: no port is opened")
         return
     collector = Collector(read, rank)
     directory = os.environ.get(DIRECTORY)
@@ -147,7 +147,7 @@ def serve(read: Read, rank: int, port: int | None, host: str, log: logging.Logge
     if port is not None and _is_first(f"port {port}"):
         registry = prometheus_client.CollectorRegistry()
         registry.register(collector)
-        where = f"{host}:{port + rank} (stats_host, stats_port)"
+        where = f"{host}:{port + rank} (stats_host, stats)"
         try:
             prometheus_client.start_http_server(port + rank, addr=host, registry=registry)
         except (OSError, OverflowError) as error:

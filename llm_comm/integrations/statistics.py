@@ -11,7 +11,6 @@ from multiprocessing.util import Finalize
 from types import FrameType
 
 from llm_comm.communicator import Communicator
-from llm_comm.config import Config
 from llm_comm.integrations import prometheus
 from llm_comm.runtime.statistics import Stats
 
@@ -50,27 +49,23 @@ def follow(group_name: str, communicator: Communicator, rank: int, log: logging.
         log: Comes out where the engine's messages do.
     """
     config = communicator.config
-    if not _is_on(config):
+    if not config.stats:
         return
     if not _at_end:
         # Not atexit, which the worker processes of engines, children of multiprocessing, pass over.
         _at_end.append(Finalize(None, _tell, exitpriority=0))
         _take_signal(log)
     _groups[group_name], _logs[group_name] = communicator, log
-    prometheus.serve(_stats_of_groups, rank, config.stats_port, config.stats_host, log)
+    prometheus.serve(_stats_of_groups, rank, None if config.stats is True else config.stats, config.stats_host, log)
 
 
 def leave(group_name: str, communicator: Communicator, log: logging.Logger) -> None:
     """Logs what the group has done, before it is closed: at level info where options ask for it, else debug."""
-    level = logging.INFO if _is_on(communicator.config) else logging.DEBUG
+    level = logging.INFO if communicator.config.stats else logging.DEBUG
     if log.isEnabledFor(level):
         log.log(level, "%s", describe(group_name, communicator.stats()))
     if _groups.get(group_name) is communicator:
         del _groups[group_name]
-
-
-def _is_on(config: Config) -> bool:
-    return config.stats or config.stats_port is not None
 
 
 def _stats_of_groups() -> dict[str, Stats]:

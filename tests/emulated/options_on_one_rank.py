@@ -51,7 +51,6 @@ OTHERS: dict[str, Any] = {
     "sleep": True,
     "untested": True,
     "stats": True,
-    "stats_port": 9400,
     "stats_host": "localhost",
     "nvtx": True,
     "multi_node": True,
@@ -60,7 +59,6 @@ OTHERS: dict[str, Any] = {
     "table": "",  # another file
     "dsl": "module:program",
     "dsl_max_bytes": 1 << 20,
-    "dsl_schedules": 3,
 }
 
 

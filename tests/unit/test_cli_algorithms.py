@@ -1,9 +1,10 @@
-"""What ``llm-comm algorithms`` makes of the registry."""
+"""What ``llm-comm algorithms`` makes of the registry, and ``llm-comm check`` of programs."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from llm_comm import registry
 from llm_comm.cli import commands, launch
 from llm_comm.dsl import library, programs
+from llm_comm.dsl.schedules import plan
 
 OPERATIONS: list[dict[str, Any]] = [
     {"name": "all_reduce", "title": "sum of all ranks", "buffers": ["x", "out"], "parameters": []},
@@ -201,3 +203,45 @@ def test_needs_of_the_algorithms_of_this_build(monkeypatch: pytest.MonkeyPatch) 
     assert found["one_shot", "LL"] == ()
     assert found["port", "Port"] == ("a row or option",)
     assert found["two_shot_ld_reduce", "Switch"] == ("NVLink multicast", "sum=any", "a row or option")
+
+
+# ---- llm-comm check --------------------------------------------------------------------------------------------------
+
+CHECK = ["check", "llm_comm.dsl.library:one_shot_ll", "--world", "2", "--schedules", "3"]
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+
+
+@needs_compiler
+def test_a_correct_program_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main(CHECK) == 0
+    assert capsys.readouterr().out == "dsl:one_shot_ll for 2 ranks: correct, passed 3 schedules\n"
+
+
+@needs_compiler
+def test_a_program_that_fails_under_a_schedule(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Packets are not armed again."""
+    generate = plan.generate
+    monkeypatch.setattr(plan, "generate", lambda *given: generate(*given).replace("re_arm_line(", "(void)("))
+    assert commands.main(CHECK) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("llm-comm: dsl:one_shot_ll: ")
+    assert "fails under schedule 0 of the deterministic emulator, at step " in said.err
+
+
+def test_a_program_for_another_world_and_no_compiler(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    found = ",".join(f"llm_comm.dsl.library:{name}" for name in ("one_shot_ll", "hierarchical_ll"))
+    assert commands.main(["check", found, "--world", "3"]) == 1
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.endswith("there is no C++ compiler '/nowhere/g++'; CXX names another")
+    assert second.startswith("llm-comm: dsl:hierarchical_ll: dsl:hierarchical_ll for 3 ranks: ")
+
+
+def test_a_program_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main(["check", "llm_comm.dsl.library:nothing"]) == 2
+    assert "llm_comm.dsl.library:nothing: program is 'nothing'" in capsys.readouterr().err

@@ -42,6 +42,7 @@ def test_byte_count_rejects(text: str) -> None:
         (["bench", "table"], "llm_comm.bench.table:run"),
         (["tune"], "llm_comm.bench.tune:run"),
         (["algorithms"], "llm_comm.cli.contents:algorithms"),
+        (["check", "module:program"], "llm_comm.cli.contents:check"),
         (["doctor"], "llm_comm.cli.doctor:run"),
         (["nccl-path"], "llm_comm.cli.contents:nccl_path"),
     ],

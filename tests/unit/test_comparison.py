@@ -61,7 +61,6 @@ def test_what_ranks_may_differ_in() -> None:
         "multicast",
         "log",
         "stats",
-        "stats_port",
         "stats_host",
         "nvtx",
         "multi_node",

@@ -39,8 +39,7 @@ VALUES: dict[str, tuple[object, str, object, object]] = {
     "debug": (True, "off", False, True),
     "share_gpu": (True, "1", True, True),
     "sleep": (True, "on", True, True),
-    "stats": (True, "1", True, True),
-    "stats_port": (9400, "1", 1, 65535),
+    "stats": (True, "9400", 9400, 65535),
     "stats_host": ("::1", "0.0.0.0", "0.0.0.0", "a-host"),
     "nvtx": (True, "on", True, True),
     "multi_node": (True, "1", True, True),
@@ -49,7 +48,6 @@ VALUES: dict[str, tuple[object, str, object, object]] = {
     "table": ("a.yaml", "b.yaml", "b.yaml", "c.yaml"),
     "dsl": ("a.b:c", "a:b,c.d:e", "a:b,c.d:e", "f:g, h:i"),
     "dsl_max_bytes": (1, "2M", 2 << 20, 4 << 30),
-    "dsl_schedules": (0, "7", 7, 1_000_000),
 }
 
 INVALID: list[tuple[str, object, str]] = [
@@ -91,6 +89,8 @@ INVALID: list[tuple[str, object, str]] = [
     ("batch_invariant_linear", False, "'engine' or 'llm_comm'"),
     ("debug", 1, "true or false"),
     ("share_gpu", 1, "true or false"),
+    ("stats", 1, "true or false (environment: 1 or 0), or a port, 1024 to 65535"),
+    ("stats", 65536, "or a port, 1024 to 65535"),
     ("stats_host", "", "an address or host name"),
     ("table", 7, "path of a tuning table"),
     ("dsl", "", "programs as MODULE:PROGRAM"),
@@ -101,9 +101,6 @@ INVALID: list[tuple[str, object, str]] = [
     ("dsl_max_bytes", 0, "bytes, 1 to 4 GiB"),
     ("dsl_max_bytes", (4 << 30) + 1, "bytes, 1 to 4 GiB"),
     ("dsl_max_bytes", None, "bytes, 1 to 4 GiB"),
-    ("dsl_schedules", -1, "a number of schedules, 0 to 1000000"),
-    ("dsl_schedules", 1_000_001, "a number of schedules, 0 to 1000000"),
-    ("dsl_schedules", True, "a number of schedules, 0 to 1000000"),
 ]
 
 INVALID_TEXTS = [
@@ -126,9 +123,10 @@ INVALID_TEXTS = [
     ("batch_invariant_norm", "1", "'engine' or 'llm_comm'"),
     ("debug", "verbose", "true or false"),
     ("share_gpu", "all", "true or false"),
+    ("stats", "01", "or a port, 1024 to 65535"),
+    ("stats", "443", "or a port, 1024 to 65535"),
     ("dsl", "a", "programs as MODULE:PROGRAM"),
     ("dsl_max_bytes", "0", "bytes, 1 to 4 GiB"),
-    ("dsl_schedules", "some", "a number of schedules, 0 to 1000000"),
 ]
 
 

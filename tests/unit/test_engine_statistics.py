@@ -145,7 +145,7 @@ def test_a_port_of_the_rank_answers(caplog: pytest.LogCaptureFixture, host: str 
     """To this machine's 127.0.0.1 alone, unless an option says otherwise."""
     pytest.importorskip("prometheus_client")
     port = free_port()
-    engine = Engine(stats_port=port - 1, **({} if host is None else {"stats_host": host}))  # which turns on the rest
+    engine = Engine(stats=port - 1, **({} if host is None else {"stats_host": host}))
     statistics.follow("tp", engine, 1, LOG)  # type: ignore[arg-type]
     statistics.follow("dp", engine, 1, LOG)  # type: ignore[arg-type]
     (message,) = caplog.messages  # one for all groups
@@ -163,9 +163,9 @@ def test_a_port_that_is_taken_or_none_ends_nothing(caplog: pytest.LogCaptureFixt
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
-        engine = Engine(stats_port=other.getsockname()[1])
+        engine = Engine(stats=other.getsockname()[1])
         statistics.follow("tp", engine, 0, LOG)  # type: ignore[arg-type]
-    engine = Engine(stats_port=65535)
+    engine = Engine(stats=65535)
     statistics.follow("tp", engine, 1, LOG)  # type: ignore[arg-type]
     assert len(caplog.messages) == 2
     assert all(text.startswith("llm_comm: no port for Prometheus at 127.0.0.1:") for text in caplog.messages)
