@@ -44,6 +44,8 @@ logger = logging.getLogger("sglang.llm_comm")
 GROUPS = ("tp", "pdmux_prefill_tp", "attention_tp", "moe_tp", "moe_ep", "dcp")
 #: Those that gather and scatter alone. That of pipeline parallelism does neither.
 GATHERING = ("attn_cp", "moe_dp", "shared_experts_tp")
+# The module of what a scheduler asks to release and to resume memory.
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater"
 # Sums for prefills while another stream decodes. Made right after "tp", before any model.
 _PDMUX = "pdmux_prefill_tp"
 # Arguments of the constructor by which ranks come and go while the others serve.
@@ -150,9 +152,10 @@ def _set_up_release(group: Any, communicator: Communicator) -> str:
     """Has workspaces released while SGLang releases memory, on all ranks or on none. Returns what to log."""
     if not communicator.config.sleep:
         return ""
-    from llm_comm.integrations.sglang import memory_saver
-
-    why_not = joining.objection_of_any(group.cpu_group, memory_saver.set_up(), seams.MEMORY)
+    # Each scheduler gets both requests, whatever their tags, while it is idle; other processes get none. Workspaces go
+    # with the first release and come with the first resume: whatever is resumed may be computed with.
+    of_this_rank = TABLE.attempt(seams.MEMORY) if _UPDATER in sys.modules else None
+    why_not = joining.objection_of_any(group.cpu_group, of_this_rank, seams.MEMORY)
     if why_not is None:
         return ""
     sleeping.leave(communicator)
