@@ -83,7 +83,6 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         self.computes_all_batches = False
         #: Differs where ``prefers_linear`` and its kin could.
         self.linear_key = ""
-        self._said: set[str] = set()
         self._sums = self._kind in configuration.GROUPS
         if self.world_size > 1 and (self._sums or configuration.only_gathers(self._kind)):
             self._join()
@@ -268,11 +267,8 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         return result
 
     def _say_once(self, text: str, *tensors: torch.Tensor) -> None:
-        """Logs what happens for the first time, with the number of ranks and the shapes of ``tensors``."""
-        if text not in self._said:
-            self._said.add(text)
-            if self.global_rank == 0:
-                logger.info(text, self.world_size, *(tuple(tensor.shape) for tensor in tensors))
+        if self._member is not None:
+            self._member.say_once(text, *tensors)
 
     def _join(self) -> None:
         """Makes the communicator on all ranks of the group or on none.
