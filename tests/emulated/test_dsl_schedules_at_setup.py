@@ -145,7 +145,7 @@ def test_what_fails_is_refused_on_all_ranks_alike(ranks: RankPool, cache: str) -
     assert text == again
     assert others == [(text, again)]
     assert text.startswith("ConfigError: option algorithm (Python): dsl:one_shot_ll for 2 ranks: ")
-    assert "one_shot_ll.py:" in text
+    assert "library.py:" in text
     assert "fails under schedule 0 of the deterministic emulator, at step " in text
     assert "dsl.explore(program, schedules=1, seed=0) runs it again" in text
 
