@@ -327,7 +327,7 @@ def compiled_graphs_are_kept_apart_by_the_layers_that_they_hold() -> None:
                 keys.add(backend.pass_manager.uuid())
         assert (len(keys), len(passes)) == (2 * len(choices), len(choices))
         in_the_passes = {its_pass.__module__.rpartition(".")[2] + ".py" for its_pass in map(type, found.values())}
-        assert {"linear_passes.py", "operators.py"} <= in_the_passes & {*compiled_graphs._SOURCES}
+        assert {"fusion_pass.py", "linear_passes.py"} <= in_the_passes & {*compiled_graphs._SOURCES}
 
 
 # ---- What they are made of ------------------------------------------------------------------------------------------
