@@ -38,6 +38,7 @@ class Member:
         self.communicator = communicator
         self.group_name = group_name
         self._log = log
+        self._said: set[str] = set()
         self._watchdog = Watchdog(communicator, lambda last_words: log.critical("llm_comm: %s", last_words))
         self._watchdog.start()
 
@@ -67,6 +68,13 @@ class Member:
             f"llm_comm {VERSION} is active for group {self.group_name} ({communicator.world_size} ranks, {where}): "
             f"{what}; timeout {config.timeout_s:g} s; {communicator.multicast.describe(config)}"
         )
+
+    def say_once(self, text: str, *tensors: torch.Tensor) -> None:
+        """Log on rank 0 what happens for the first time, with the number of ranks and the shapes of ``tensors``."""
+        if text not in self._said:
+            self._said.add(text)
+            if dist.get_rank() == 0:
+                self._log.info(text, self.communicator.world_size, *(tuple(tensor.shape) for tensor in tensors))
 
     def close(self) -> None:
         """Makes no use of the group, which may be gone."""

@@ -63,18 +63,7 @@ class Parts:
             dim, sizes: As of ``Communicator.all_gather``.
             out: Of any layout, and of any shape with as many elements. It decides nothing: ranks may differ in it.
         """
-        communicator = self._gathers
-        if communicator is None:
-            return None
-        # Before anyone decides: ranks whose parts differ in size can differ in layout. One row is always contiguous.
-        x = x.contiguous()
-        if out is None:
-            result = communicator.try_all_gather(x, dim, sizes)
-        elif communicator.accepts_all_gather(x, dim, sizes):
-            result = _into(communicator.all_gather, x, dim, sizes, out)
-        else:
-            return None
-        return self._told(method, x, sizes, result)
+        return self._call(self._gathers, "all_gather", method, x, dim, sizes, out)
 
     def reduce_scatter(
         self,
@@ -85,14 +74,26 @@ class Parts:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """This rank's part along ``dim`` of the sum over the group; the rest as of ``all_gather``."""
-        communicator = self._scatters
+        return self._call(self._scatters, "reduce_scatter", method, x, dim, sizes, out)
+
+    def _call(
+        self,
+        communicator: Communicator | None,
+        operation: str,
+        method: str,
+        x: torch.Tensor,
+        dim: int,
+        sizes: Sequence[int] | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor | None:
         if communicator is None:
             return None
+        # Before anyone decides: ranks whose parts differ in size can differ in layout. One row is always contiguous.
         x = x.contiguous()
         if out is None:
-            result = communicator.try_reduce_scatter(x, dim, sizes)
-        elif communicator.accepts_reduce_scatter(x, dim, sizes):
-            result = _into(communicator.reduce_scatter, x, dim, sizes, out)
+            result = getattr(communicator, f"try_{operation}")(x, dim, sizes)
+        elif getattr(communicator, f"accepts_{operation}")(x, dim, sizes):
+            result = _into(getattr(communicator, operation), x, dim, sizes, out)
         else:
             return None
         return self._told(method, x, sizes, result)

@@ -195,6 +195,16 @@ class Table:
 FLASHINFER = "norms that the engine fuses by FlashInfer"
 
 
+def named_rows(feature: str, *symbols: str) -> tuple[Row, ...]:
+    """Rows of symbols that must be there, whatever their definition is."""
+    return tuple(Row(feature, symbol, by_digest=False) for symbol in symbols)
+
+
+def digest_rows(feature: str, *symbols: str, where: str = "") -> tuple[Row, ...]:
+    """Rows of symbols whose definition must be one that was tested."""
+    return tuple(Row(feature, symbol, where=where) for symbol in symbols)
+
+
 def flashinfer_rows() -> tuple[Row, ...]:
     """The rows of ``flashinfer_calls.py``, in the table of each engine. FlashInfer has releases of its own."""
     theirs, ours = "flashinfer.comm:", "llm_comm.integrations.flashinfer_calls:"

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from typing import Any
 
 from llm_comm.communicator import Communicator
 from llm_comm.errors import LlmCommError, MissingRankError
 from llm_comm.options import MIB
+
+#: Kinds of groups, as their names begin, whose ranks all fall asleep together; (): all groups. An engine sets it.
+only: tuple[str, ...] = ()
 
 #: Of this process, the oldest first: the engine's name of the group, and where it logs.
 _groups: dict[int, tuple[str, weakref.ref[Communicator], logging.Logger]] = {}
@@ -33,18 +36,34 @@ def leave(communicator: Communicator) -> None:
     _groups.pop(id(communicator), None)
 
 
-def release_all(falls_asleep: Callable[[str], bool] = lambda _: True) -> None:
-    """Releases every group of this process that is named so. Collective over each of them.
+def release_first(theirs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a method by which an engine falls asleep, behind ``release_all``: it logs how much memory is free."""
+    release_all()
+    return theirs(*args, **kwargs)
 
-    Args:
-        falls_asleep: Whether all ranks of a group, by its name, make this call now.
+
+def release_last(theirs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a method by which an engine falls asleep, then ``release_all``: it refuses where requests are under way."""
+    result = theirs(*args, **kwargs)
+    release_all()
+    return result
+
+
+def restore_first(theirs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a method by which an engine wakes up, behind ``restore_all``."""
+    restore_all()
+    return theirs(*args, **kwargs)
+
+
+def release_all() -> None:
+    """Releases every group of this process that falls asleep. Collective over each of them.
 
     Raises:
         MissingRankError: As of ``release``.
     """
     for group_name, reference, log in list(_groups.values()):
         communicator = reference()
-        if communicator is not None and falls_asleep(group_name):
+        if communicator is not None and (not only or group_name.split(":", maxsplit=1)[0] in only):
             release(group_name, communicator, log)
 
 

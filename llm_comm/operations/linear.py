@@ -37,7 +37,7 @@ _ALGORITHM = "linear"
 #: Bytes, at a multiple of which the core wants tensors to begin.
 ALIGNMENT = 16
 #: What operations call the layer's weight, where it is not ``linear_weight``.
-_WEIGHTS = {LINEAR: "weight", LINEAR_SILU_AND_MUL: "gate_up_weight"}
+_WEIGHTS = {LINEAR: "weight", "linear_of_any_batch": "weight", LINEAR_SILU_AND_MUL: "gate_up_weight"}
 
 
 class PreparedLinear(NamedTuple):
@@ -122,7 +122,7 @@ class Linear:
         except LlmCommError:
             raise
         except (RuntimeError, ValueError):
-            given = {"x": x, _weight_of(self._name): weight, "out": out}
+            given = {"x": x, weight_of(self._name): weight, "out": out}
             check_memory(self._name, **given, x_scale=x_scale, weight_scale=weight_scale)
             raise
         if not is_enqueued:
@@ -160,14 +160,14 @@ class Linear:
             or weight.is_neg()
             or (scaling is not None and (dtype is not FP8 or not scaling.is_dense_on(device)))
         ):
-            why = self._why_not(x, weight, scaling, _weight_of(operation))
+            why = self._why_not(x, weight, scaling, weight_of(operation))
             if why:
                 self._handle.tallies.decline(self._name, why)
                 raise UnsupportedInputError(f"{operation}: {why}")
             prepared = self._prepare(x, weight, scaling)
         if weight.data_ptr() % ALIGNMENT != 0:
             raise UnsupportedInputError(
-                f"{operation}: {_weight_of(operation)} begins at {weight.data_ptr():#x}, which is no multiple of "
+                f"{operation}: {weight_of(operation)} begins at {weight.data_ptr():#x}, which is no multiple of "
                 f"{ALIGNMENT} bytes: pass a copy, made once"
             )
         return prepared
@@ -331,11 +331,11 @@ class Linear:
         return "" if self.has_fp8 else f"{FP8} needs a GPU of sm_89 or later, and a build of llm_comm for it"
 
 
-def _weight_of(operation: str) -> str:
+def weight_of(operation: str) -> str:
     """What an operation calls the layer's weight."""
     return _WEIGHTS.get(operation, "linear_weight")
 
 
 def operands_of(operation: str, writes: tuple[str, ...]) -> Operands:
     """The tensors of an operation that has a layer."""
-    return Operands(operation, ("x", _weight_of(operation), "x_scale", "weight_scale"), writes)
+    return Operands(operation, ("x", weight_of(operation), "x_scale", "weight_scale"), writes)

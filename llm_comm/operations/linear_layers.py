@@ -89,7 +89,7 @@ class LinearLayers:
             or _is_watched()
         ):
             scaling = Scaling.of(x_scale, weight_scale, out_dtype, out)
-            result: torch.Tensor = linear_operators.linear(x, weight, out, scaling, self.name)
+            result: torch.Tensor = linear_operators.linear("linear", x, weight, out, scaling, self.name)
         else:
             result = self._linear(x, weight, out, x_scale, weight_scale, out_dtype)
         return result
@@ -114,7 +114,7 @@ class LinearLayers:
             UnsupportedInputError, CommunicatorError, RuntimeError: As of ``linear``.
         """
         if _is_compiling() or type(x) is not _Tensor or type(weight) not in _WEIGHTS or _is_watched():
-            result: torch.Tensor = linear_operators.linear_of_any_batch(x, weight, out, self.name)
+            result: torch.Tensor = linear_operators.linear("linear_of_any_batch", x, weight, out, None, self.name)
         else:
             result = self._linear_of_any_batch(x, weight, out)
         return result
@@ -160,7 +160,9 @@ class LinearLayers:
             or _is_watched()
         ):
             scaling = Scaling.of(x_scale, weight_scale, out_dtype, out)
-            result: torch.Tensor = linear_operators.linear_silu_and_mul(x, gate_up_weight, out, scaling, self.name)
+            result: torch.Tensor = linear_operators.linear(
+                "linear_silu_and_mul", x, gate_up_weight, out, scaling, self.name
+            )
         else:
             result = self._linear_silu_and_mul(x, gate_up_weight, out, x_scale, weight_scale, out_dtype)
         return result
@@ -202,7 +204,9 @@ class LinearLayers:
             or _is_watched()
         ):
             scaling = Scaling.of(x_scale, weight_scale, out_dtype, out)
-            result: torch.Tensor = linear_operators.linear_all_reduce(x, linear_weight, out, scaling, self.name)
+            result: torch.Tensor = linear_operators.linear(
+                "linear_all_reduce", x, linear_weight, out, scaling, self.name
+            )
         else:
             result = self._linear_all_reduce(x, linear_weight, out, x_scale, weight_scale, out_dtype)
         return result

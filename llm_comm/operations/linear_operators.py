@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from llm_comm.operations.fp8 import Scaling
+from llm_comm.operations.linear import weight_of
 from llm_comm.operations.linear_all_reduce import scaling_before_norm
 from llm_comm.operations.torch_operators import (
     OPERAND,
@@ -19,9 +20,8 @@ from llm_comm.operations.torch_operators import (
     check_outputs,
     check_tensors,
     define,
+    define_norms,
     find,
-    implement,
-    implement_norms,
     put,
 )
 
@@ -32,24 +32,19 @@ _Results = tuple[torch.Tensor, ...]
 # ---- Calls that go by the dispatcher --------------------------------------------------------------------------------
 
 
-def linear(x: Any, weight: Any, out: Any, scaling: Scaling | None, communicator: str) -> Any:
-    """``Communicator.linear`` of tensors that are no ordinary ones, or not yet."""
-    return _call("linear", {"x": x, "weight": weight}, out, scaling, communicator)
+def linear(operation: str, x: Any, weight: Any, out: Any, scaling: Scaling | None, communicator: str) -> Any:
+    """A method of ``Communicator`` whose only result is that of a layer, of tensors that are no ordinary ones, or not
+    yet.
 
-
-def linear_of_any_batch(x: Any, weight: Any, out: Any, communicator: str) -> Any:
-    """``Communicator.linear_of_any_batch`` of tensors that are no ordinary ones, or not yet."""
-    return _call("linear_of_any_batch", {"x": x, "weight": weight}, out, None, communicator)
-
-
-def linear_silu_and_mul(x: Any, weight: Any, out: Any, scaling: Scaling | None, communicator: str) -> Any:
-    """The same for ``Communicator.linear_silu_and_mul``."""
-    return _call("linear_silu_and_mul", {"x": x, "gate_up_weight": weight}, out, scaling, communicator)
-
-
-def linear_all_reduce(x: Any, weight: Any, out: Any, scaling: Scaling | None, communicator: str) -> Any:
-    """The same for ``Communicator.linear_all_reduce``."""
-    return _call("linear_all_reduce", {"x": x, "linear_weight": weight}, out, scaling, communicator)
+    Args:
+        operation: Name of the method.
+    """
+    x_scale, weight_scale, out_dtype = scaling or (None, None, None)
+    operands = {"x": x, weight_of(operation): weight, "x_scale": x_scale, "weight_scale": weight_scale}
+    check_tensors(operation, operands, optional=("x_scale", "weight_scale"))
+    check_outputs(operation, out=out)
+    result = getattr(torch.ops.llm_comm, operation)(*operands.values(), out_dtype, communicator)
+    return result if out is None else put(result, f"{operation}: out", out)
 
 
 def linear_all_reduce_add_rms_norm(
@@ -66,20 +61,11 @@ def linear_all_reduce_add_rms_norm(
     weight_scale: Any,
     communicator: str,
 ) -> _Results:
-    """The same for ``Communicator.linear_all_reduce_add_rms_norm``."""
+    """``Communicator.linear_all_reduce_add_rms_norm`` of tensors that are no ordinary ones, or not yet."""
     operands = {"x": x, "linear_weight": linear_weight, "residual": residual, "norm_weight": norm_weight}
     operands |= {"x_scale": x_scale, "weight_scale": weight_scale}
     name = "linear_all_reduce_add_rms_norm"
     return add_rms_norm(name, operands, eps, out, residual_out, quantize, scale, communicator)
-
-
-def _call(operation: str, operands: dict[str, Any], out: Any, scaling: Scaling | None, communicator: str) -> Any:
-    x_scale, weight_scale, out_dtype = scaling or (None, None, None)
-    operands |= {"x_scale": x_scale, "weight_scale": weight_scale}
-    check_tensors(operation, operands, optional=("x_scale", "weight_scale"))
-    check_outputs(operation, out=out)
-    result = getattr(torch.ops.llm_comm, operation)(*operands.values(), out_dtype, communicator)
-    return result if out is None else put(result, f"{operation}: out", out)
 
 
 # ---- The operators --------------------------------------------------------------------------------------------------
@@ -87,12 +73,11 @@ def _call(operation: str, operands: dict[str, Any], out: Any, scaling: Scaling |
 _SCALING = "Tensor? x_scale, Tensor? weight_scale, ScalarType? out_dtype"
 
 
-def _implement_layer(name: str, weight_name: str, parts: int = 1, behind: str = "", in_order: bool = True) -> None:
+def _define_layer(name: str, parts: int = 1, behind: str = "", in_order: bool = True) -> None:
     """Whose only result is one tensor.
 
     Args:
         name: Of the operation.
-        weight_name: What it calls the weight.
         parts: Rows of the weight for an output.
         behind: Of the schema, behind the communicator.
     """
@@ -120,8 +105,8 @@ def _implement_layer(name: str, weight_name: str, parts: int = 1, behind: str = 
     ) -> _Tensor:
         return _empty_result(x, weight.shape[0] // parts, Scaling.of(x_scale, weight_scale, out_dtype))
 
-    schema = f"Tensor x, Tensor {weight_name}, {_SCALING}, str communicator{behind}"
-    implement(define(f"{name}({schema}) -> Tensor"), run, fake, in_order=in_order)
+    schema = f"Tensor x, Tensor {weight_of(name)}, {_SCALING}, str communicator{behind}"
+    define(f"{name}({schema}) -> Tensor", run, fake, in_order=in_order)
 
 
 def _empty_result(x: _Tensor, outputs: int, scaling: Scaling | None) -> _Tensor:
@@ -134,11 +119,11 @@ def _empty_sum(operands: Mapping[str, Any]) -> _Tensor:
     return _empty_result(operands["x"], operands["linear_weight"].shape[0], scaling)
 
 
-_implement_layer("linear", "weight", in_order=False)
-_implement_layer("linear_of_any_batch", "weight", in_order=False)
-_implement_layer("linear_silu_and_mul", "gate_up_weight", parts=2, in_order=False)
-_implement_layer("linear_all_reduce", "linear_weight", behind=f", {OPERAND}")
-implement_norms(
+_define_layer("linear", in_order=False)
+_define_layer("linear_of_any_batch", in_order=False)
+_define_layer("linear_silu_and_mul", parts=2, in_order=False)
+_define_layer("linear_all_reduce", behind=f", {OPERAND}")
+define_norms(
     "linear_all_reduce_add_rms_norm",
     "Tensor x, Tensor linear_weight, Tensor? residual, Tensor norm_weight, Tensor? x_scale, Tensor? weight_scale",
     _empty_sum,

@@ -41,12 +41,9 @@ OPERAND = "Tensor? after=None"
 
 _in_order: set[torch._ops.OpOverload] = set()
 _library = torch.library.Library("llm_comm", "DEF")
-_library.define(f"all_reduce(Tensor x, str communicator, {OPERAND}) -> Tensor")
 # Rank and world stand in the graph: the shapes of results rest on them, and ranks, or other worlds, may share compiled
 # graphs on disk.
 _PARTS = "Tensor x, int dim, SymInt[]? sizes, int rank, int world_size, str communicator"
-_library.define(f"all_gather({_PARTS}, {OPERAND}) -> Tensor")
-_library.define(f"reduce_scatter({_PARTS}, {OPERAND}) -> Tensor")
 
 #: What follows an operation's name in that of its operator, by ``quantize``.
 OF_QUANTIZATION: dict[str | None, str] = {
@@ -266,30 +263,6 @@ def _all_reduce_fake(x: _Tensor, communicator: str, after: _After = None) -> _Te
     return torch.empty_like(x)
 
 
-def _all_gather(
-    x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, communicator: str, after: _After = None
-) -> _Tensor:
-    return _run_on_parts(find(communicator).all_gather, x, dim, sizes, rank, world_size)
-
-
-def _all_gather_fake(
-    x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, communicator: str, after: _After = None
-) -> _Tensor:
-    return _empty_with_length(x, dim, x.shape[dim] * world_size if sizes is None else sum(sizes))
-
-
-def _reduce_scatter(
-    x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, communicator: str, after: _After = None
-) -> _Tensor:
-    return _run_on_parts(find(communicator).reduce_scatter, x, dim, sizes, rank, world_size)
-
-
-def _reduce_scatter_fake(
-    x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, communicator: str, after: _After = None
-) -> _Tensor:
-    return _empty_with_length(x, dim, x.shape[dim] // world_size if sizes is None else sizes[rank])
-
-
 def _run_on_parts(
     operation: PartsOperation, x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int
 ) -> _Tensor:
@@ -302,24 +275,14 @@ def _run_on_parts(
     return result
 
 
-def _empty_with_length(x: _Tensor, dim: int, length: int) -> _Tensor:
-    shape = list(x.shape)
-    shape[dim] = length
-    return x.new_empty(shape)
-
-
-def define(schema: str) -> str:
-    """Defines an operator; returns its name."""
-    _library.define(schema)
-    return schema.partition("(")[0]
-
-
-def implement(name: str, function: Callable[..., Any], fake: Callable[..., Any], *, in_order: bool = True) -> None:
-    """Give an operator what it does, what fake tensors it returns, and the refusal of operands with a derivative.
+def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any], *, in_order: bool = True) -> None:
+    """Define an operator: what it does, what fake tensors it returns, and the refusal of operands with a derivative.
 
     Args:
-        in_order: Its calls keep their places in graphs: other ranks take part in them.
+        in_order: Its calls keep their places in graphs: other ranks take part in them. The schema ends in ``OPERAND``.
     """
+    _library.define(schema)
+    name = schema.partition("(")[0]
     operator: torch._ops.OpOverload = getattr(torch.ops.llm_comm, name).default
     names = [argument.name for argument in operator._schema.arguments if argument.name != "after"]
 
@@ -337,7 +300,7 @@ def implement(name: str, function: Callable[..., Any], fake: Callable[..., Any],
         keep_in_order(operator)
 
 
-def implement_norms(operation: str, operands: str, total_of: Callable[[Mapping[str, Any]], torch.Tensor]) -> None:
+def define_norms(operation: str, operands: str, total_of: Callable[[Mapping[str, Any]], torch.Tensor]) -> None:
     """Define the operators of an operation that ends in a norm, one for each quantization. Only ``static`` has a scale
     for an operand. ``group`` stands for all with groups, of which the operator is told.
 
@@ -349,7 +312,7 @@ def implement_norms(operation: str, operands: str, total_of: Callable[[Mapping[s
     schema = f"{operands}, float eps, str communicator"
     names = [argument.split()[-1] for argument in schema.split(",")]
 
-    def implement_norm(quantize: str | None, own_operand: str, results: str) -> None:
+    def define_norm(quantize: str | None, own_operand: str, results: str) -> None:
         def bound(arguments: tuple[Any, ...]) -> tuple[dict[str, Any], str | None]:
             """Operands by name, and the quantization. ``after`` comes last, where it is given."""
             own = arguments[len(names) :]
@@ -374,13 +337,12 @@ def implement_norms(operation: str, operands: str, total_of: Callable[[Mapping[s
             return (normed, total, empty_scales(of_call, total)) if makes_scales(of_call) else (normed, total)
 
         name = operation + OF_QUANTIZATION[quantize]
-        define(f"{name}({schema}, {own_operand}{OPERAND}) -> ({results})")
-        implement(name, run, fake)
+        define(f"{name}({schema}, {own_operand}{OPERAND}) -> ({results})", run, fake)
 
-    implement_norm(None, "", "Tensor, Tensor")
-    implement_norm("static", "Tensor scale, ", "Tensor, Tensor")
-    implement_norm("dynamic", "", "Tensor, Tensor, Tensor")
-    implement_norm("group", "str quantize, ", "Tensor, Tensor, Tensor")
+    define_norm(None, "", "Tensor, Tensor")
+    define_norm("static", "Tensor scale, ", "Tensor, Tensor")
+    define_norm("dynamic", "", "Tensor, Tensor, Tensor")
+    define_norm("group", "str quantize, ", "Tensor, Tensor, Tensor")
 
 
 def _all_reduce_of_batch(_info: Any, in_dims: Any, x: _Tensor, communicator: str, after: _After = None) -> Any:
@@ -388,27 +350,43 @@ def _all_reduce_of_batch(_info: Any, in_dims: Any, x: _Tensor, communicator: str
     return torch.ops.llm_comm.all_reduce(x.contiguous(), communicator), in_dims[0]
 
 
-implement("all_reduce", _all_reduce, _all_reduce_fake)
+define(f"all_reduce(Tensor x, str communicator, {OPERAND}) -> Tensor", _all_reduce, _all_reduce_fake)
 torch.library.register_vmap("llm_comm::all_reduce", _all_reduce_of_batch, lib=_library)
 
 
-def _of_batch(operator: str) -> Callable[..., Any]:
-    """For torch.vmap: the batch is a further dimension of the parts."""
+def _define_parts(name: str, length: Callable[[int, Sizes | None, int, int], int]) -> None:
+    """Define the operator of an operation on parts.
 
-    def call(_info: Any, in_dims: Any, x: _Tensor, dim: int, *others: Any, after: _After = None) -> Any:
+    Args:
+        length: Of the result along the dimension, for that of x, the sizes, the rank and the number of ranks.
+    """
+
+    def run(
+        x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, communicator: str, after: _After = None
+    ) -> _Tensor:
+        return _run_on_parts(getattr(find(communicator), name), x, dim, sizes, rank, world_size)
+
+    def fake(
+        x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, communicator: str, after: _After = None
+    ) -> _Tensor:
+        shape = list(x.shape)
+        shape[dim] = length(shape[dim], sizes, rank, world_size)
+        return x.new_empty(shape)
+
+    def of_batch(_info: Any, in_dims: Any, x: _Tensor, dim: int, *others: Any, after: _After = None) -> Any:
+        """For torch.vmap: the batch is a further dimension of the parts."""
         batch = in_dims[0] % x.dim()
         logical = dim % (x.dim() - 1)
         physical = logical + (logical >= batch)
-        return getattr(torch.ops.llm_comm, operator)(x.contiguous(), physical, *others), batch
+        return getattr(torch.ops.llm_comm, name)(x.contiguous(), physical, *others), batch
 
-    return call
+    define(f"{name}({_PARTS}, {OPERAND}) -> Tensor", run, fake)
+    torch.library.register_vmap(f"llm_comm::{name}", of_batch, lib=_library)
 
 
-implement("all_gather", _all_gather, _all_gather_fake)
-implement("reduce_scatter", _reduce_scatter, _reduce_scatter_fake)
-for _operator in ("all_gather", "reduce_scatter"):
-    torch.library.register_vmap(f"llm_comm::{_operator}", _of_batch(_operator), lib=_library)
-implement_norms(
+_define_parts("all_gather", lambda part, sizes, _, world: part * world if sizes is None else sum(sizes))
+_define_parts("reduce_scatter", lambda whole, sizes, rank, world: whole // world if sizes is None else sizes[rank])
+define_norms(
     "all_reduce_add_rms_norm",
     "Tensor x, Tensor? residual, Tensor weight",
     lambda operands: torch.empty_like(operands["x"]),

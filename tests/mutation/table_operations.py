@@ -82,8 +82,8 @@ OPERATIONS: tuple[Mutant, ...] = (
     python(
         "a mode misses a layer of any batch",
         LAYERS,
-        "type(weight) not in _WEIGHTS or _is_watched(): result: torch.Tensor = linear_operators.linear_of_any_batch",
-        "type(weight) not in _WEIGHTS: result: torch.Tensor = linear_operators.linear_of_any_batch",
+        "type(weight) not in _WEIGHTS or _is_watched(): result: torch.Tensor = linear_operators.linear(",
+        "type(weight) not in _WEIGHTS: result: torch.Tensor = linear_operators.linear(",
         GUARD,
     ),
     python("what a DSL kernel writes is the same version", PROGRAMS, "count_write(written)", "pass", GUARD),
@@ -201,7 +201,7 @@ OPERATIONS: tuple[Mutant, ...] = (
     python(
         "a traced fused call takes any quantization",
         FUSED,
-        "            and quantization.takes(quantize, row, dimensions)\n",
+        "            and fp8.takes(quantize, row, dimensions)\n",
         "",
         "tests/emulated/test_traced_answers.py",
     ),
@@ -283,11 +283,17 @@ OPERATIONS: tuple[Mutant, ...] = (
     python(
         "a static scale may have many elements",
         QUANTIZATION,
-        "scale.numel() == count",
-        "scale.numel() >= count",
+        "fits = scale.numel() == count",
+        "fits = scale.numel() >= count",
         MISFITS,
     ),
-    python("a scale may be of any type", QUANTIZATION, "scale.dtype is torch.float32 and", "", MISFITS),
+    python(
+        "a scale may be of any type",
+        QUANTIZATION,
+        "if fits and scale.dtype is torch.float32 and",
+        "if fits and",
+        MISFITS,
+    ),
     python(
         "scales of groups may have other strides",
         QUANTIZATION,

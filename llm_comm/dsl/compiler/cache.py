@@ -44,9 +44,7 @@ def cache_directory() -> Path:
     return Path(base, "llm_comm") if base else Path.home() / ".cache" / "llm_comm"
 
 
-def cached_library(
-    code: str, name: str, options: Sequence[str] = (), driver: emulated.Driver = emulated.PROCESSES
-) -> Path:
+def cached_library(code: str, name: str, driver: emulated.Driver = emulated.PROCESSES) -> Path:
     """The shared library of an emulated kernel: compiled now, or by an earlier call of any process.
 
     Of processes that ask for one kernel at the same time one compiles, and the others wait for it. Where the directory
@@ -57,12 +55,12 @@ def cached_library(
         ConfigError: Another user could have put code into the directory of the cache.
         OSError: No temporary file can be written either.
     """
-    parts = _parts_of_library(code, name, options, driver)
+    parts = _parts_of_library(code, name, driver)
 
     def make() -> bytes:
         with _work_directory() as work:
             library = Path(work, "kernel.so")
-            emulated.compile_library(code, name, options, library, driver)
+            emulated.compile_library(code, name, (), library, driver)
             return library.read_bytes()
 
     content, file = _cached(name, "so", parts, make)
@@ -143,16 +141,14 @@ def _warn_once(directory: Path, why: str) -> None:
     )
 
 
-def library_path(
-    code: str, name: str, options: Sequence[str] = (), driver: emulated.Driver = emulated.PROCESSES
-) -> Path:
+def library_path(code: str, name: str, driver: emulated.Driver = emulated.PROCESSES) -> Path:
     """Where ``cached_library`` has it, or will have it."""
-    return _path(name, "so", _parts_of_library(code, name, options, driver))
+    return _path(name, "so", _parts_of_library(code, name, driver))
 
 
-def _parts_of_library(code: str, name: str, options: Sequence[str], driver: emulated.Driver) -> tuple[str, ...]:
+def _parts_of_library(code: str, name: str, driver: emulated.Driver) -> tuple[str, ...]:
     of_driver = (driver.macro, *driver.defines, _installed(driver.archive))
-    return (code, name, "\0".join(options), *of_driver, _version(*emulated.compiler()))
+    return (code, name, *of_driver, _version(*emulated.compiler()))
 
 
 def _path(name: str, suffix: str, parts: Sequence[str]) -> Path:

@@ -44,6 +44,8 @@ logger = logging.getLogger("sglang.llm_comm")
 GROUPS = ("tp", "pdmux_prefill_tp", "attention_tp", "moe_tp", "moe_ep", "dcp")
 #: Those that gather and scatter alone. That of pipeline parallelism does neither.
 GATHERING = ("attn_cp", "moe_dp", "shared_experts_tp")
+# The module of what a scheduler asks to release and to resume memory.
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater"
 # Sums for prefills while another stream decodes. Made right after "tp", before any model.
 _PDMUX = "pdmux_prefill_tp"
 # Arguments of the constructor by which ranks come and go while the others serve.
@@ -104,7 +106,7 @@ def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
             group, member.communicator
         )
     if sums:
-        about_layers += _serve_flashinfer(group, member.communicator, is_elsewhere)
+        about_layers += _serve_flashinfer(group, member, is_elsewhere)
     if dist.get_rank() == 0:
         logger.info("%s%s%s", member.summary("SGLang", sums=sums), about_parts, about_layers)
         _say_what_is_off()
@@ -150,9 +152,10 @@ def _set_up_release(group: Any, communicator: Communicator) -> str:
     """Has workspaces released while SGLang releases memory, on all ranks or on none. Returns what to log."""
     if not communicator.config.sleep:
         return ""
-    from llm_comm.integrations.sglang import memory_saver
-
-    why_not = joining.objection_of_any(group.cpu_group, memory_saver.set_up(), seams.MEMORY)
+    # Each scheduler gets both requests, whatever their tags, while it is idle; other processes get none. Workspaces go
+    # with the first release and come with the first resume: whatever is resumed may be computed with.
+    of_this_rank = TABLE.attempt(seams.MEMORY) if _UPDATER in sys.modules else None
+    why_not = joining.objection_of_any(group.cpu_group, of_this_rank, seams.MEMORY)
     if why_not is None:
         return ""
     sleeping.leave(communicator)
@@ -300,11 +303,11 @@ def _flashinfer_sums() -> bool | None:
     return bool(_server_option("comm", "flashinfer_allreduce_fusion_backend"))
 
 
-def _serve_flashinfer(group: Any, communicator: Communicator, is_wanted: bool | None) -> str:
+def _serve_flashinfer(group: Any, member: members.Member, is_wanted: bool | None) -> str:
     """Has llm_comm compute what SGLang leaves to FlashInfer, on all ranks or on none. Returns what to log.
 
     Args:
-        group: A group that sums, and ``communicator`` its own.
+        group, member: A group that sums, and this rank's part in it.
         is_wanted: As of ``_flashinfer_sums``, on this rank.
     """
     if is_wanted is False:
@@ -321,9 +324,9 @@ def _serve_flashinfer(group: Any, communicator: Communicator, is_wanted: bool | 
         )
     flashinfer_calls.serve(
         group.cpu_group,
-        communicator,
-        fuses=communicator.config.fuse and not _is_deterministic(),
-        say=group.ca_comm.say_of_first_norm,
+        member.communicator,
+        fuses=member.communicator.config.fuse and not _is_deterministic(),
+        say=functools.partial(member.say_once, descriptions.FIRST_FUSED),
     )
     return "; and what SGLang sums by FlashInfer, where llm_comm serves it"
 
@@ -350,7 +353,6 @@ class LlmCommAllReduce:
         self.disabled = False
         self._member = member
         self._llm_comm: Communicator | None = member.communicator
-        self._has_fused = self._has_linear = False
         # Also kept if it is not to be asked: at its end it meets the other ranks in a barrier.
         self._unused = None if uses_theirs else theirs
         self._theirs = theirs if uses_theirs else None
@@ -391,15 +393,8 @@ class LlmCommAllReduce:
         if results is None:
             return None
         normed, new_residual = results
-        self.say_of_first_norm(x)
+        self._member.say_once(descriptions.FIRST_FUSED, x)
         return normed, new_residual
-
-    def say_of_first_norm(self, x: torch.Tensor) -> None:
-        """Logs the first norm that is fused, of ``x``."""
-        if not self._has_fused:
-            self._has_fused = True
-            if dist.get_rank() == 0:
-                logger.info(descriptions.FIRST_FUSED, self._member.communicator.world_size, tuple(x.shape))
 
     def sum_of(self, x: torch.Tensor) -> torch.Tensor | None:
         """The sum over the group by llm_comm, a new tensor; None, the same on all ranks, if it declines ``x``."""
@@ -426,7 +421,7 @@ class LlmCommAllReduce:
         weight = weight if scales is None else weight.detach()
         result = communicator.try_linear(x, weight, **scaling(scales), out_dtype=out_dtype)
         if result is not None:
-            self._say_of_first_linear(FIRST_LINEAR, x, weight)
+            self._member.say_once(FIRST_LINEAR, x, weight)
         return result
 
     def linear_of_any_batch(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
@@ -435,14 +430,8 @@ class LlmCommAllReduce:
         if communicator is None:
             return None
         result = linear_of_any_batch(communicator, x, weight)
-        self._say_of_first_linear(FIRST_INVARIANT_LINEAR, x, weight)
+        self._member.say_once(FIRST_INVARIANT_LINEAR, x, weight)
         return result
-
-    def _say_of_first_linear(self, text: str, x: torch.Tensor, weight: torch.Tensor) -> None:
-        if not self._has_linear:
-            self._has_linear = True
-            if dist.get_rank() == 0:
-                logger.info(text, self._member.communicator.world_size, tuple(x.shape), tuple(weight.shape))
 
     def capture(self) -> contextlib.AbstractContextManager[None]:
         """Entered around the capture of CUDA graphs. llm_comm needs none: it registers no tensors."""

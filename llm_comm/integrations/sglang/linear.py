@@ -14,6 +14,11 @@ shape, the options and the table, which ranks have compared.
 The weight is read before the kernels ahead have ended, so it must not be written in the stream of the layer just
 before: weights that SGLang fetches from the host for each pass (``--cpu-offload-gb``, ``--offload-group-size``) are
 tensors in place of parameters, and left alone.
+
+All of SGLang's methods for FP8 with a scale for each output of the weight (its default on Hopper) quantize x and call
+``fp8_scaled_mm`` of ``fp8_utils``: that function is hooked. It is not told which layer it computes, and need not be. So
+replicated layers go by llm_comm too, where their shape is preferred. Scales of blocks, and one scale for the whole
+weight, go other ways in SGLang, and stay there. So do graphs of torch.compile, which keep SGLang's operator.
 """
 
 from __future__ import annotations
@@ -171,3 +176,32 @@ def _fake_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 _library.impl("linear", _linear, "CompositeExplicitAutograd")
 torch.library.register_fake("llm_comm_sglang::linear", _fake_linear, lib=_library)
+
+
+# ---- FP8 ------------------------------------------------------------------------------------------------------------
+
+
+def around_fp8_scaled_mm(
+    theirs: Any,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> Any:
+    """``x @ weight``, scaled: weight is [inputs, outputs], the transpose of a contiguous tensor."""
+    if (
+        bias is None
+        and State.is_active
+        and State.computes_linears
+        and not torch.compiler.is_compiling()
+        # Not a tensor in its place: someone may have just made that.
+        and type(weight) is torch.nn.Parameter
+        and type(weight_scale) is torch.nn.Parameter
+    ):
+        linear = getattr(getattr(State.group, "ca_comm", None), "linear", None)
+        result = None if linear is None else linear(x, weight.t(), (x_scale, weight_scale), out_dtype)
+        if result is not None:
+            return result
+    return theirs(x, weight, x_scale, weight_scale, out_dtype, bias)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llm_comm.integrations.seams import Row, Table, flashinfer_rows, replace
+from llm_comm.integrations.seams import Row, Table, digest_rows, flashinfer_rows, named_rows, replace
 
 ALL_REDUCE = "all-reduce"
 GATHERING = "all-gather and reduce-scatter"
@@ -62,16 +63,6 @@ def _option(name: str, group: str) -> str:
     return f"sglang.srt.server_args:ServerArgs.{name} sglang.srt.arg_groups.fields.{group}.{name}"
 
 
-def _named(feature: str, *symbols: str) -> tuple[Row, ...]:
-    """Symbols that must be there, whatever their definition is."""
-    return tuple(Row(feature, symbol, by_digest=False) for symbol in symbols)
-
-
-def _tested(feature: str, *symbols: str, where: str = "") -> tuple[Row, ...]:
-    """Symbols whose definition must be one that was tested."""
-    return tuple(Row(feature, symbol, where=where) for symbol in symbols)
-
-
 ROWS = (
     Row(ALL_REDUCE, f"{_GROUP}.__init__", patch=f"{_OURS}.plugin:make_group", by_digest=False),
     Row(ALL_REDUCE, f"{_GROUP}.destroy", patch=f"{_OURS}.plugin:destroy_group", takes=(), by_digest=False),
@@ -86,7 +77,7 @@ ROWS = (
     Row(ALL_REDUCE, f"{_GROUP}.all_reduce", takes=("input_",), by_digest=False),
     Row(ALL_REDUCE, f"{_THEIRS}.should_custom_ar", takes=("inp",), by_digest=False),
     Row(ALL_REDUCE, f"{_THEIRS}.custom_all_reduce", takes=("input",), by_digest=False),
-    *_named(
+    *named_rows(
         ALL_REDUCE,
         *(f"{_GROUP}.{name}" for name in ("ca_comm", "unique_name", "cpu_group", "device", "world_size")),
         f"{_STATE}:_ENABLE_CUSTOM_ALL_REDUCE",
@@ -102,7 +93,7 @@ ROWS = (
         _option("elastic_ep_backend", "exec_:ExecMoe"),
     ),
     Row(ALL_REDUCE, TIMEOUT, by_digest=False, is_required=False, lost="Waits are bounded by llm_comm's own limit"),
-    *_named(THEIR_FUSION, _option("flashinfer_allreduce_fusion_backend", "exec_:ExecComm")),
+    *named_rows(THEIR_FUSION, _option("flashinfer_allreduce_fusion_backend", "exec_:ExecComm")),
     *flashinfer_rows(),
     # All-gathers and reduce-scatters.
     *(
@@ -115,16 +106,14 @@ ROWS = (
             "reduce_scatterv",
         )
     ),
-    *_tested(GATHERING, f"{_STATE}:_groups"),
+    *digest_rows(GATHERING, f"{_STATE}:_groups"),
     # Release of memory.
-    *(
-        Row(MEMORY, f"{_UPDATER}.{name}", patch=f"{_OURS}.memory_saver:{name}")
-        for name in ("release_memory_occupation", "resume_memory_occupation")
-    ),
+    Row(MEMORY, f"{_UPDATER}.release_memory_occupation", patch="llm_comm.integrations.sleeping:release_last"),
+    Row(MEMORY, f"{_UPDATER}.resume_memory_occupation", patch="llm_comm.integrations.sleeping:restore_first"),
     # Norms that sum.
     Row(NORMS, "sglang.srt.layers.layernorm:_forward_with_allreduce_fusion", patch=f"{_OURS}.fused_norm:around_norm"),
     Row(NORMS, GATE, patch=f"{_OURS}.fusion:around_gate"),
-    *_tested(
+    *digest_rows(
         NORMS,
         "sglang.srt.layers.layernorm:RMSNorm",
         "sglang.srt.layers.dp_attention:is_dp_attention_enabled",
@@ -134,7 +123,7 @@ ROWS = (
         f"{_CONTEXT}:get_server_args",
     ),
     # Callers of both.
-    *_tested(
+    *digest_rows(
         NORMS,
         # From 0.5.22 on, and in 0.5.21.
         f"{_NEW_FUSIONS}:fused_attn_input {_NEW_FUSIONS}:complete_attention_input",
@@ -149,7 +138,7 @@ ROWS = (
         patch=f"{_OURS}.fusion:around_deferral",
         where=_OLD_BOUNDARIES,
     ),
-    *_tested(
+    *digest_rows(
         NORMS,
         f"{_BOUNDARY}.prepare_attn",
         f"{_BOUNDARY}.prepare_mlp",
@@ -172,7 +161,7 @@ ROWS = (
         where=_OLD_LLAMA,
     ),
     Row(NORMS, f"{_LLAMA}:LlamaModel.__init__", patch=f"{_OURS}.dense_models:make_llama", where=_OLD_LLAMA),
-    *_tested(
+    *digest_rows(
         NORMS,
         f"{_LLAMA}:LlamaModel.forward",
         f"{_LLAMA}:LlamaMLP.forward",
@@ -183,7 +172,7 @@ ROWS = (
     # Linear layers in front of and behind norms that sum.
     Row(LINEAR, f"{_UNQUANTIZED}:UnquantizedLinearMethod.apply", patch=f"{_OURS}.linear:apply"),
     Row(LINEAR, f"{_UNQUANTIZED}:UnquantizedLinearMethod.create_weights", patch=f"{_OURS}.linear:create_weights"),
-    *_tested(
+    *digest_rows(
         LINEAR,
         f"{_UNQUANTIZED}:get_bf16_gemm_backend",
         f"{_LINEAR}:RowParallelLinear.__init__",
@@ -192,7 +181,7 @@ ROWS = (
     Row(
         FP8,
         FP8_KERNEL,
-        patch=f"{_OURS}.scaled_linear:around_fp8_scaled_mm",
+        patch=f"{_OURS}.linear:around_fp8_scaled_mm",
     ),
     # Linear layers in deterministic mode.
     Row(
@@ -207,9 +196,15 @@ def _install(symbol: str, patch: Callable[..., Any]) -> None:
     if not symbol.startswith("sglang."):
         replace(symbol, patch)
         return
-    from llm_comm.integrations.sglang.hooks import hook
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    hook(symbol.replace(":", "."), patch)
+    # Once groups are made, later than plugins usually do it.
+    target = symbol.replace(":", ".")
+    before = pkgutil.resolve_name(target)
+    HookRegistry.register(target, patch, HookType.AROUND)
+    HookRegistry.apply_hooks()  # logs what it cannot do, and goes on
+    if pkgutil.resolve_name(target) is before:
+        raise RuntimeError(f"{target} cannot be hooked")
 
 
 TABLE = Table("SGLang", "sglang", ROWS, LOST, Path(__file__).with_name("digests.json"), _install)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -29,19 +30,22 @@ from llm_comm.integrations.linear import Scales
 from llm_comm.integrations.parts import Parts
 from llm_comm.integrations.seams import FLASHINFER
 from llm_comm.integrations.vllm import (
-    cache_key,
+    compiled_graphs,
     configuration,
-    dependent_launches,
     fusion,
     gathering,
     seams,
-    sleep_mode,
 )
 from llm_comm.integrations.vllm.seams import TABLE
 from llm_comm.planning.selection import message_limit
 from llm_comm.planning.tables import FUSED
 
 logger = logging.getLogger("vllm.llm_comm")
+
+#: The module of the worker that sleeps.
+_WORKER = "vllm.v1.worker.gpu_worker"
+#: Groups whose ranks are all of one engine, however many engines there are.
+_OF_ONE_ENGINE = ("tp", "dcp", "pcp")
 
 
 @functools.cache
@@ -57,7 +61,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
     llm_comm is set up in the constructor, where all ranks of a group come together and before vLLM measures what memory
     is left. It registers no tensors and bakes nothing into graphs that their replay depends on, so graphs that are
     captured to measure their memory and thrown away leave nothing behind, and expandable segments do not concern it:
-    its workspace lies outside torch's pool. While vLLM sleeps its memory is given back (``sleep_mode.py``).
+    its workspace lies outside torch's pool. While vLLM sleeps its memory is given back (``sleeping.py``).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -79,7 +83,6 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         self.computes_all_batches = False
         #: Differs where ``prefers_linear`` and its kin could.
         self.linear_key = ""
-        self._said: set[str] = set()
         self._sums = self._kind in configuration.GROUPS
         if self.world_size > 1 and (self._sums or configuration.only_gathers(self._kind)):
             self._join()
@@ -100,7 +103,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         epsilon: float,
         scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """See ``fused_op.py``; None, the same on all ranks, if it is not served: nothing has been summed then.
+        """See ``operators.py``; None, the same on all ranks, if it is not served: nothing has been summed then.
 
         Raises:
             UnsupportedInputError: It is not served, and must be: in batch-invariant mode a norm is llm_comm's in all
@@ -112,7 +115,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
     def all_reduce_add_rms_norm_group_fp8(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float, quantize: str
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """See ``group_fp8_op.py``; None as of ``all_reduce_add_rms_norm``."""
+        """See ``operators.py``; None as of ``all_reduce_add_rms_norm``."""
         return self._all_reduce_add_rms_norm(x, residual, weight, epsilon, quantize)  # type: ignore[return-value]
 
     def linear_all_reduce_add_rms_norm(
@@ -125,7 +128,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         scale: torch.Tensor | None,
         scales: Scales | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """See ``layer_ops.py``; None, if it is not served: nothing has been summed then. ``linear_weight`` is
+        """See ``operators.py``; None, if it is not served: nothing has been summed then. ``linear_weight`` is
         [outputs, inputs]."""
         communicator = self._llm_comm
         if communicator is None:
@@ -156,7 +159,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         scales: Scales | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor | None:
-        """See ``layer_ops.py``; None, if it is not served. ``weight`` is [outputs, inputs]."""
+        """See ``operators.py``; None, if it is not served. ``weight`` is [outputs, inputs]."""
         attempt, first = Communicator.try_linear, linear.FIRST_COLUMN_LINEAR
         return self._try_linear(attempt, x, weight, first, **linear.scaling(scales), out_dtype=out_dtype)
 
@@ -264,11 +267,8 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         return result
 
     def _say_once(self, text: str, *tensors: torch.Tensor) -> None:
-        """Logs what happens for the first time, with the number of ranks and the shapes of ``tensors``."""
-        if text not in self._said:
-            self._said.add(text)
-            if self.global_rank == 0:
-                logger.info(text, self.world_size, *(tuple(tensor.shape) for tensor in tensors))
+        if self._member is not None:
+            self._member.say_once(text, *tensors)
 
     def _join(self) -> None:
         """Makes the communicator on all ranks of the group or on none.
@@ -319,7 +319,11 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         """Has workspaces released while vLLM sleeps, on all ranks or on none. Returns what to log."""
         if not communicator.config.sleep:
             return ""
-        why_not = self._objection(sleep_mode.set_up(), seams.SLEEP)
+        # vLLM has every worker of an engine sleep. Groups with ranks in several engines are left alone: each engine
+        # sleeps when it is told to.
+        sleeping.only = () if configuration.is_alone() else _OF_ONE_ENGINE
+        of_this_rank = TABLE.attempt(seams.SLEEP) if _WORKER in sys.modules else None
+        why_not = self._objection(of_this_rank, seams.SLEEP)
         if why_not is not None:
             sleeping.leave(communicator)
             return f"; its workspaces stay while vLLM sleeps: {why_not}"
@@ -331,7 +335,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         if not self._sums:
             config = engine_config.check_parts_wanted(config, self.unique_name)
         TABLE.untested = config.untested
-        config = dependent_launches.choose(config, joining.served_device(self.device), self.world_size)
+        config = configuration.choose_pdl(config, joining.served_device(self.device), self.world_size)
         return engine_config.share_memory(config, self._kind, configuration.served_groups(config))
 
     def _set_up_fusion(self, communicator: Communicator) -> str:
@@ -398,7 +402,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
                 why_not = (
                     f"norms are fused up to {descriptions.format_bytes(self.max_fused_bytes)}, less than a token has"
                 )
-        self.max_linear_tokens, self.linear_key = tokens, cache_key.preferred_layers(communicator)
+        self.max_linear_tokens, self.linear_key = tokens, compiled_graphs.preferred_layers(communicator)
         return linear.about_linear(communicator, "vLLM", why_not, self.max_linear_tokens)
 
 

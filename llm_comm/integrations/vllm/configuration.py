@@ -6,6 +6,7 @@ import contextlib
 import logging
 from typing import Any
 
+import torch
 import vllm.envs as envs
 from vllm.config import get_current_vllm_config_or_none
 
@@ -15,6 +16,8 @@ from llm_comm.integrations import engine_config, joining
 from llm_comm.integrations.vllm import gathering, seams
 from llm_comm.integrations.vllm.seams import TABLE
 from llm_comm.options import OPTIONS
+from llm_comm.planning.catalogue import check_table_option
+from llm_comm.runtime.devices import find_table
 
 logger = logging.getLogger("vllm.llm_comm")
 
@@ -92,6 +95,12 @@ def served_groups(config: Config) -> list[str]:
     return [kind for kind, size in sizes.items() if size > 1 and (kind in GROUPS or (gathers and only_gathers(kind)))]
 
 
+def is_alone() -> bool:
+    """Return whether the engine is the only one, so that all groups are of one engine."""
+    vllm_config = get_current_vllm_config_or_none()
+    return vllm_config is None or vllm_config.parallel_config.data_parallel_size == 1
+
+
 def _section(vllm_config: Any) -> Any:
     # A platform plugin may have put an object of its own there.
     additional = vllm_config.additional_config
@@ -101,3 +110,36 @@ def _section(vllm_config: Any) -> Any:
 def only_gathers(kind: str) -> bool:
     """Return whether groups of ``kind`` gather and scatter by llm_comm, and sum nothing."""
     return TABLE.why_not(seams.GATHERING) is None and gathering.only_gathers(kind)
+
+
+def choose_pdl(config: Config, device: torch.device, world_size: int) -> Config:
+    """``config`` with ``pdl`` off, unless it was set or linear layers are to be computed by llm_comm.
+
+    Behind and before the kernels of a model dependent launches cost 0.7 to 1 % (docs/experiments/engines.md). Linear
+    layers of llm_comm gain more by them (docs/experiments/linear.md). The same on all ranks that have the same options
+    and device.
+
+    Raises:
+        ConfigError: The tuning table cannot be used.
+    """
+    if "pdl" in config.origins:
+        return config
+    if envs.VLLM_BATCH_INVARIANT:
+        return config.replace(pdl=config.batch_invariant_linear == "llm_comm")
+    gains = config.fuse_linear
+    if gains == "auto":
+        check_table_option(config)
+        outputs = _outputs_before_norms()
+        layers = find_table(device, world_size, config).layers
+        gains = any(row.is_faster and row.pdl and row.outputs == outputs for row in layers)
+    return config.replace(pdl=gains)
+
+
+def _outputs_before_norms() -> int | None:
+    """Of the layers in front of all-reduces, by which a model is known before its layers are made; None: no model, or
+    none that is known here, whose norms and layers are vLLM's then (``fusion.py``, which also says so)."""
+    try:
+        model = get_current_vllm_config_or_none().model_config
+        return None if model is None else int(model.get_hidden_size())
+    except Exception:
+        return None

@@ -13,7 +13,7 @@ from llm_comm import registry
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
 from llm_comm.integrations import engine_config
-from llm_comm.integrations.vllm import cache_key, compile_ranges, seams
+from llm_comm.integrations.vllm import compiled_graphs, seams
 from llm_comm.integrations.vllm.seams import TABLE
 from llm_comm.planning.tables import FUSED
 
@@ -76,7 +76,7 @@ def _why_not_compiled(config: Config) -> str | None:
         return why_not
     # The operators, which graphs from the cache need as well. The pass too, which is needed later: all ranks are to
     # have it, or none.
-    from llm_comm.integrations.vllm import fused_op, group_fp8_op, layer_ops, pass_manager  # noqa: F401
+    from llm_comm.integrations.vllm import fusion_pass, operators  # noqa: F401
 
     return _why_not_of_this_model(vllm_config.model_config) or (
         _why_not_in_all_batches(config, vllm_config) if envs.VLLM_BATCH_INVARIANT else None
@@ -127,7 +127,7 @@ def why_not_linear() -> str | None:
 
 def _import_linear_passes() -> None:
     # All ranks are to have them, or none.
-    from llm_comm.integrations.vllm import column_pass, linear_pass  # noqa: F401
+    from llm_comm.integrations.vllm import linear_passes  # noqa: F401
 
 
 def why_not_invariant_linear() -> str | None:
@@ -164,7 +164,7 @@ def max_linear_tokens(communicator: Communicator, max_fused_bytes: int) -> int:
         max_fused_bytes: Larger messages keep their norms apart.
     """
     preferred = communicator.max_preferred_tokens
-    return compile_ranges.max_linear_tokens(get_current_vllm_config_or_none(), max_fused_bytes, preferred)
+    return compiled_graphs.max_linear_tokens(get_current_vllm_config_or_none(), max_fused_bytes, preferred)
 
 
 def prepare_compiler(max_fused_bytes: int, max_linear_tokens: int, linear_key: str) -> None:
@@ -176,13 +176,13 @@ def prepare_compiler(max_fused_bytes: int, max_linear_tokens: int, linear_key: s
     Args:
         max_fused_bytes: Larger messages keep their norms apart.
         max_linear_tokens: The same of linear layers; 0: all of them are vLLM's.
-        linear_key: ``cache_key.preferred_layers`` of the group whose all-reduces are fused.
+        linear_key: ``compiled_graphs.preferred_layers`` of the group whose all-reduces are fused.
     """
     vllm_config = get_current_vllm_config_or_none()
     # What vLLM keeps compiled graphs under is made of its configuration. additional_config is the part for plugins.
-    mark = {cache_key.MARK: cache_key.value(max_fused_bytes, max_linear_tokens, linear_key)}
+    mark = {compiled_graphs.MARK: compiled_graphs.value(max_fused_bytes, max_linear_tokens, linear_key)}
     vllm_config.additional_config = {**vllm_config.additional_config, **mark}
-    endpoints = compile_ranges.new_endpoints(vllm_config, max_fused_bytes, max_linear_tokens)
+    endpoints = compiled_graphs.new_endpoints(vllm_config, max_fused_bytes, max_linear_tokens)
     if endpoints:
         compilation = vllm_config.compilation_config
         compilation.compile_ranges_endpoints = sorted({*compilation.compile_ranges_endpoints, *endpoints})

@@ -1,34 +1,45 @@
-"""A pass of vLLM's compiler: all-reduce, residual add and RMSNorm become one operator (``fused_op.py``).
+"""A pass of vLLM's compiler: all-reduce, residual add and RMSNorm become one operator (``operators.py``); and the pass
+manager that runs it among vLLM's own.
 
-It matches any epsilon, and one group, that of tensor parallelism. It does not match what llm_comm does not compute:
-weights of another dtype than the activations (Gemma's ``weight.float() + 1``), norms without weights or over a part of
-the row.
+The pass matches any epsilon, and one group, that of tensor parallelism. It does not match what llm_comm does not
+compute: weights of another dtype than the activations (Gemma's ``weight.float() + 1``), norms without weights or over a
+part of the row.
+
+vLLM has a pass that fuses all-reduces with norms by FlashInfer (``AllReduceFusionPass``), which goes past the
+communicator and is off while llm_comm is active. Ours stand in its place: after the passes that tidy the graph, before
+those that fuse norms with quantization, which go on to work on what they leave. They come in through the platform,
+which names the class of the pass manager: passes that an operator adds (``inductor_passes``) run too late, behind the
+fusions with quantization.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
+from typing import Any
 
 import torch
 import torch._inductor.pattern_matcher as pm
-import torch.distributed as dist
 from vllm.compilation.passes.inductor_pass import enable_fake_mode, get_pass_context
+from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass, VllmPatternMatcherPass
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.utils import Range
 from vllm.distributed import get_tp_group
 
-from llm_comm.integrations.vllm import cache_key, compile_ranges
+from llm_comm.integrations.vllm import compiled_graphs
+from llm_comm.integrations.vllm.compiled_graphs import log_once
 from llm_comm.integrations.vllm.fusion_patterns import patterns
+from llm_comm.integrations.vllm.graph_layers import DTYPES
 from llm_comm.operations.fp8 import GROUP_SIZE
-
-logger = logging.getLogger("vllm.llm_comm")
-
-DTYPES = (torch.bfloat16, torch.float16)
 
 # Stands for any epsilon: numbers of this value become wildcards in a pattern. No pattern holds it for another reason.
 _ANY_EPSILON = 1.0e-5 / 3.0
+try:
+    from vllm.compilation.passes.fusion.add_rms_fusion import AddRMSNormFusionPass as _AddNormPass
+except ImportError:  # before 0.33
+    _AddNormPass = None
+
+#: Passes of vLLM that go first: they remove what would hide a pattern, or replace all-reduces altogether.
+BEFORE_OURS = ("NoOpEliminationPass", "SequenceParallelismPass", "AsyncTPPass", "AddRMSNormFusionPass")
 
 
 class AllReduceNormPass(VllmPatternMatcherPass):  # type: ignore[misc]
@@ -38,7 +49,7 @@ class AllReduceNormPass(VllmPatternMatcherPass):  # type: ignore[misc]
     def __init__(self, config: VllmConfig) -> None:
         super().__init__(config)
         communicator = get_tp_group().device_communicator
-        self._max_tokens = compile_ranges.max_fused_tokens(config, communicator.max_fused_bytes)
+        self._max_tokens = compiled_graphs.max_fused_tokens(config, communicator.max_fused_bytes)
         self.pm_pass = pm.PatternMatcherPass(pass_name=self.pass_name)
         self._register()
         self.dump_patterns(config, self.pm_pass)
@@ -73,14 +84,7 @@ class AllReduceNormPass(VllmPatternMatcherPass):  # type: ignore[misc]
         return self._max_tokens is None or compile_range.end <= self._max_tokens
 
     def uuid(self) -> str:
-        return cache_key.digest_of_sources()
-
-
-@functools.cache
-def log_once(text: str) -> None:
-    """Logs what was done to a graph. The layers of a model are graphs of their own, most of them alike."""
-    if dist.get_rank() == 0:
-        logger.info(text)
+        return compiled_graphs.digest_of_sources()
 
 
 def _computes_the_same_of_groups(match: pm.Match) -> bool:
@@ -123,3 +127,37 @@ def _norms_the_same(values: dict[str, torch.Tensor]) -> bool:
         and (weight.dtype, weight.shape) == (x.dtype, x.shape[-1:])
         and (residual.dtype, residual.shape) == (x.dtype, x.shape)
     )
+
+
+class LlmCommPassManager(PostGradPassManager):  # type: ignore[misc]
+    """Its ``uuid`` is made of those of the passes, so it covers ours."""
+
+    def configure(self, config: VllmConfig) -> None:
+        super().configure(config)
+        with set_current_vllm_config(config, check_compile=False):
+            ours: list[Any] = [AllReduceNormPass(config)]
+            if get_tp_group().device_communicator.max_linear_tokens > 0:
+                ours += _linear_passes(config)
+        names = [type(theirs).__name__ for theirs in self.passes]
+        place = max((names.index(name) + 1 for name in BEFORE_OURS if name in names), default=0)
+        self.passes[place:place] = [*_makes_norms(config, names), *ours]
+
+
+def _linear_passes(config: VllmConfig) -> list[Any]:
+    """Each works on what the passes before it leave. All ranks have them: ``fusion.why_not_linear`` has looked."""
+    from llm_comm.integrations.vllm.linear_passes import ColumnLinearPass, LinearNormPass
+
+    return [LinearNormPass(config), ColumnLinearPass(config)]
+
+
+def _makes_norms(config: VllmConfig, there: list[str]) -> list[Any]:
+    """The pass that makes vLLM's norms of those of transformers, which has a backend for models that vLLM lacks.
+
+    vLLM 0.33 has it, where another pass needs it; the one that llm_comm stands in for is off.
+    """
+    if _AddNormPass is None or _AddNormPass.__name__ in there or config.model_config is None:
+        return []
+    if not config.model_config.using_transformers_backend():
+        return []
+    with set_current_vllm_config(config, check_compile=False):
+        return [_AddNormPass(config)]

@@ -13,15 +13,16 @@ from vllm.compilation.passes.fusion.matcher_utils import MatcherQuantFP8
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 
-from llm_comm.integrations.vllm.fused_op import FP8, all_reduce_add_rms_norm
-from llm_comm.integrations.vllm.group_fp8_op import (
+from llm_comm.integrations.vllm.operators import (
     EPS,
     LARGEST,
-    VLLM_QUANTIZATION,
+    all_reduce_add_rms_norm,
     all_reduce_add_rms_norm_group_fp8,
     name_of,
 )
-from llm_comm.operations.fp8 import GROUP_SIZE
+from llm_comm.operations.fp8 import FP8, GROUP_SIZE
+
+_VLLM_QUANTIZATION = torch.ops._C.per_token_group_fp8_quant.default
 
 
 class Pattern(NamedTuple):
@@ -101,7 +102,7 @@ def _patterns_of_groups(
 ) -> Iterator[Pattern]:
     def quantize(normed: Any, scale: Any) -> tuple[Any, Any]:
         _, fp8, scales = auto_functionalized(  # type: ignore[misc]
-            VLLM_QUANTIZATION,
+            _VLLM_QUANTIZATION,
             input=normed,
             output_q=torch.empty(normed.shape, device=normed.device, dtype=FP8),
             output_s=scale,

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
-from llm_comm.integrations.vllm.fusion_pass import DTYPES
 from llm_comm.operations.fp8 import FP8
 
 Node = torch.fx.Node
+#: Types of activations that llm_comm computes with.
+DTYPES = (torch.bfloat16, torch.float16)
 _aten = torch.ops.aten
 #: Before inductor tidies the graph, and after.
 RESHAPES = (_aten.view.default, _aten.reshape.default)

@@ -19,17 +19,12 @@ from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.linear import linear_batch_invariant
 
 from llm_comm.integrations.linear import is_aligned, takes_all_batches_of
-from llm_comm.integrations.vllm import fused_op
+from llm_comm.integrations.vllm import operators
 
 #: Key of additional_config that tells compiled graphs with the operator from those without.
 MARK = "llm_comm_invariant_linear"
 #: What goes under it: another number for an operator that computes something else.
 _VERSION = 1
-
-fused_op.library.define(
-    "linear_of_any_batch(Tensor x, Tensor weight, str group_name) -> Tensor",
-    tags=(torch.Tag.needs_fixed_stride_order,),
-)
 
 
 def mark_configuration() -> None:
@@ -62,7 +57,7 @@ def _linear_of_any_batch(x: torch.Tensor, weight: torch.Tensor, group_name: str)
         ValueError: There is no such group (any more).
         UnsupportedInputError: llm_comm does not serve ``x``. vLLM's kernel would have other bits.
     """
-    ours = getattr(fused_op.find_group(group_name).device_communicator, "linear_of_any_batch", None)
+    ours = getattr(operators.find_group(group_name).device_communicator, "linear_of_any_batch", None)
     # An odd address is the layer's, as its shape is: the weight stays where it is.
     result = None if ours is None or not is_aligned(weight) else ours(x, weight)
     return linear_batch_invariant(x, weight) if result is None else result  # type: ignore[no-any-return]
@@ -72,8 +67,6 @@ def _fake(x: torch.Tensor, weight: torch.Tensor, group_name: str) -> torch.Tenso
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-for _device in ("CPU", "CUDA"):
-    fused_op.library.impl("linear_of_any_batch", _linear_of_any_batch, _device)
-torch.library.register_fake("llm_comm_vllm::linear_of_any_batch", _fake, lib=fused_op.library)
-
-linear_of_any_batch = torch.ops.llm_comm_vllm.linear_of_any_batch.default
+linear_of_any_batch = operators.define(
+    "linear_of_any_batch(Tensor x, Tensor weight, str group_name) -> Tensor", _linear_of_any_batch, _fake
+)

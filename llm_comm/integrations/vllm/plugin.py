@@ -7,7 +7,7 @@ and captured calls take the same way, and the V1 and V2 model runners share it. 
 methods of the same class (``gathering.py``).
 
 The platform also names the class that runs the passes of vLLM's compiler. Where llm_comm is active, that becomes a
-subclass with up to three passes more (``pass_manager.py``). vLLM's own pass of the kind, which goes past llm_comm, is
+subclass with up to three passes more (``fusion_pass.py``). vLLM's own pass of the kind, which goes past llm_comm, is
 turned off.
 
 Names of vLLM that llm_comm replaces or relies on are rows of ``seams.py``.
@@ -29,7 +29,7 @@ models that split their sequence     no such question    first of all        llm
 ask for ``custom_all_gather``
 tokens of experts come back into     no                  yes                 both are served
 a given output
-sleep tells communicators            no                  with an option      always (``sleep_mode.py``)
+sleep tells communicators            no                  with an option      always (``sleeping.py``)
 ``fused_allreduce_rms_norm``         of one model        of all models       both are hooked (``eager_norms.py``)
 ===================================  ==================  ==================  ======================================
 """
@@ -53,7 +53,7 @@ THEIR_CLASS = "vllm.distributed.device_communicators.cuda_communicator.CudaCommu
 RANK_0_PROCESS = "VllmWorker-0"
 OUR_CLASS = "llm_comm.integrations.vllm.communicator.LlmCommCommunicator"
 THEIR_PASS_MANAGER = "vllm.compilation.passes.pass_manager.PostGradPassManager"
-OUR_PASS_MANAGER = "llm_comm.integrations.vllm.pass_manager.LlmCommPassManager"
+OUR_PASS_MANAGER = "llm_comm.integrations.vllm.fusion_pass.LlmCommPassManager"
 
 
 def register() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llm_comm.integrations.seams import Row, Table, flashinfer_rows, replace
+from llm_comm.integrations.seams import Row, Table, digest_rows, flashinfer_rows, named_rows, replace
 
 ALL_REDUCE = "all-reduce"
 GATHERING = "all-gather and reduce-scatter"
@@ -43,16 +43,6 @@ SUMMING_NORM = (
 )
 
 
-def _named(feature: str, *symbols: str) -> tuple[Row, ...]:
-    """Symbols that must be there, whatever their definition is."""
-    return tuple(Row(feature, symbol, by_digest=False) for symbol in symbols)
-
-
-def _tested(feature: str, *symbols: str) -> tuple[Row, ...]:
-    """Symbols whose definition must be one that was tested."""
-    return tuple(Row(feature, symbol) for symbol in symbols)
-
-
 ROWS = (
     Row(
         ALL_REDUCE,
@@ -65,7 +55,7 @@ ROWS = (
     Row(ALL_REDUCE, f"{_COMMUNICATOR}.all_reduce", takes=("input_",), by_digest=False),
     Row(ALL_REDUCE, f"{_COMMUNICATOR}.destroy", takes=(), by_digest=False),
     Row(ALL_REDUCE, "vllm.config:get_current_vllm_config_or_none", takes=(), by_digest=False),
-    *_named(
+    *named_rows(
         ALL_REDUCE,
         *(f"{_COMMUNICATOR}.{name}" for name in ("unique_name", "cpu_group", "device", "world_size", "global_rank")),
         "vllm.platforms:current_platform",
@@ -89,7 +79,7 @@ ROWS = (
         is_required=False,
         lost="Waits are bounded by llm_comm's own limit",
     ),
-    *_named(
+    *named_rows(
         THEIR_FUSION,
         "vllm.config:VllmConfig.compilation_config",
         "vllm.config:CompilationConfig.pass_config",
@@ -97,7 +87,7 @@ ROWS = (
     ),
     *flashinfer_rows(),
     # All-gathers and reduce-scatters: methods that a subclass overrides.
-    *_tested(
+    *digest_rows(
         GATHERING,
         *(f"{_COMMUNICATOR}.{name}" for name in ("all_gather", "all_gatherv", "reduce_scatter", "reduce_scatterv")),
         "vllm.config:ParallelConfig.use_sequence_parallel_moe",
@@ -106,22 +96,22 @@ ROWS = (
         Row(GATHERING, f"{_COMMUNICATOR}.{name}", is_required=False)
         for name in ("reduce_scatterv_into_output", "custom_all_gather", "custom_reduce_scatter")
     ),
-    *_named(
+    *named_rows(
         GATHERING,
         "vllm.config:ParallelConfig.all2all_backend",
         "vllm.config:ParallelConfig.enable_expert_parallel",
         "vllm.config:ModelConfig.is_moe",
     ),
     # Sleep mode.
-    Row(SLEEP, "vllm.v1.worker.gpu_worker:Worker.sleep", patch=f"{_OURS}.sleep_mode:sleep"),
-    Row(SLEEP, "vllm.v1.worker.gpu_worker:Worker.wake_up", patch=f"{_OURS}.sleep_mode:wake_up"),
+    Row(SLEEP, "vllm.v1.worker.gpu_worker:Worker.sleep", patch="llm_comm.integrations.sleeping:release_first"),
+    Row(SLEEP, "vllm.v1.worker.gpu_worker:Worker.wake_up", patch="llm_comm.integrations.sleeping:restore_first"),
     *(
         Row(SLEEP, f"{_COMMUNICATOR}.{name}", is_required=False)
         for name in ("suspend", "resume", "checkpoint_prepare", "checkpoint_restore")
     ),
     # Norms in compiled graphs.
     Row(NORMS, f"{_PLATFORM}.get_pass_manager_cls", patch=f"{_OURS}.plugin:choose_pass_manager", takes=()),
-    *_tested(
+    *digest_rows(
         NORMS,
         f"{_PASSES}.pass_manager:PostGradPassManager",
         f"{_PASSES}.inductor_pass:get_pass_context",
@@ -148,7 +138,7 @@ ROWS = (
         "vllm.config:ModelConfig.using_transformers_backend",
     ),
     Row(NORMS, f"{_PASSES}.fusion.add_rms_fusion:AddRMSNormFusionPass", is_required=False),
-    *_named(
+    *named_rows(
         NORMS,
         f"{_GROUP}.unique_name",
         f"{_GROUP}.device_communicator",
@@ -159,26 +149,26 @@ ROWS = (
         "vllm.config:ModelConfig.dtype",
     ),
     # Linear layers in compiled graphs, on top of the norms.
-    *_tested(LINEAR, f"{_PASSES}.fusion.matcher_utils:MatcherSiluAndMul", "vllm._custom_ops:cutlass_scaled_mm"),
-    *_named(LINEAR, "vllm.config:VllmConfig.offload_config"),
+    *digest_rows(LINEAR, f"{_PASSES}.fusion.matcher_utils:MatcherSiluAndMul", "vllm._custom_ops:cutlass_scaled_mm"),
+    *named_rows(LINEAR, "vllm.config:VllmConfig.offload_config"),
     # Linear layers in batch-invariant mode.
     Row(
         INVARIANT_LINEAR,
         f"{_LINEAR}:UnquantizedLinearMethod.apply",
         patch=f"{_OURS}.invariant_linear:apply",
     ),
-    *_tested(
+    *digest_rows(
         INVARIANT_LINEAR,
         f"{_LINEAR}:linear_batch_invariant",
         "vllm.distributed:get_tp_group",
         "vllm.distributed.parallel_state:_groups",
         "vllm.config:VllmConfig.compute_hash",
     ),
-    *_named(INVARIANT_LINEAR, "vllm.config:VllmConfig.offload_config"),
+    *named_rows(INVARIANT_LINEAR, "vllm.config:VllmConfig.offload_config"),
     # Norms outside compiled graphs.
     Row(EAGER_NORMS, SUMMING_NORM, patch=f"{_OURS}.eager_norms:fused_allreduce_rms_norm"),
-    *_tested(EAGER_NORMS, "vllm.model_executor.layers.layernorm:RMSNorm", "vllm.distributed:get_tp_group"),
-    *_named(EAGER_NORMS, "vllm.config:ModelConfig.architectures"),
+    *digest_rows(EAGER_NORMS, "vllm.model_executor.layers.layernorm:RMSNorm", "vllm.distributed:get_tp_group"),
+    *named_rows(EAGER_NORMS, "vllm.config:ModelConfig.architectures"),
 )
 
 TABLE = Table("vLLM", "vllm", ROWS, LOST, Path(__file__).with_name("digests.json"), replace)

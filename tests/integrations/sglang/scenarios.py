@@ -908,7 +908,7 @@ def one_rank_without_the_memory_saver_takes_the_others_along() -> None:
         assert torch.equal(group("tp").all_reduce(data((16, 128))), expected_sum((16, 128)))
         said = "; its workspaces stay while SGLang releases memory: rank 1 (global rank 1): SGLang "
         assert len(log.having(said)) == (dist_rank() == 0)
-        assert load(symbol).__module__ != "llm_comm.integrations.sglang.memory_saver"
+        assert load(symbol).__module__ != "llm_comm.integrations.sleeping"
         with mock.patch("torch.get_device_module", return_value=mock.Mock()):
             weight_updater(MemorySaver()).release_memory_occupation(SimpleNamespace(tags=["kv_cache"]))
         assert not ours("tp")._llm_comm.is_released, "one rank that releases alone ends the group"

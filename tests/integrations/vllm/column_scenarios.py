@@ -22,7 +22,7 @@ from vllm.config.utils import Range
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear
 
-from llm_comm.integrations.vllm import cache_key
+from llm_comm.integrations.vllm import compiled_graphs
 from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL, LayerRow
 
 #: Of a rank: those of qkv, and of gate as of up.
@@ -298,7 +298,7 @@ def without_a_row_graphs_are_as_before() -> None:
 
 @scenario(LLM_COMM_FUSE_LINEAR="1")
 def one_rank_that_lacks_the_pass_takes_the_others_along() -> None:
-    missing = {"llm_comm.integrations.vllm.column_pass": None} if dist_rank() == 1 else {}
+    missing = {"llm_comm.integrations.vllm.linear_passes": None} if dist_rank() == 1 else {}
     with mock.patch.dict("sys.modules", missing):
         expect_no_linear("linear layers are vLLM's: rank 1 (global rank 1): it cannot be set up in vLLM")
 
@@ -327,7 +327,7 @@ def compiled_graphs_are_kept_apart_by_the_layers_that_they_hold() -> None:
                 keys.add(backend.pass_manager.uuid())
         assert (len(keys), len(passes)) == (2 * len(choices), len(choices))
         in_the_passes = {its_pass.__module__.rpartition(".")[2] + ".py" for its_pass in map(type, found.values())}
-        assert {"column_pass.py", "linear_pass.py"} <= in_the_passes & {*cache_key._SOURCES}
+        assert {"fusion_pass.py", "linear_passes.py"} <= in_the_passes & {*compiled_graphs._SOURCES}
 
 
 # ---- What they are made of ------------------------------------------------------------------------------------------

@@ -530,7 +530,7 @@ def batches_that_are_too_large_have_a_graph_without_the_operator() -> None:
         compiled = vllm.compile(model)
         vllm.check(compiled, model, 8)
         assert vllm.fused_calls == [((8, HIDDEN), None)]
-        with mock.patch("llm_comm.integrations.vllm.fused_op.run_one_by_one", side_effect=AssertionError):
+        with mock.patch("llm_comm.integrations.vllm.operators.run_one_by_one", side_effect=AssertionError):
             _, residual = vllm.check(compiled, model, 9)
         assert torch.equal(residual, expected_sum((9, HIDDEN)) + data((9, HIDDEN))), "not reduced"
         assert len(vllm.fused_calls) == 1
@@ -603,7 +603,7 @@ def the_log_says_what_was_fused() -> None:
 
 @scenario()
 def one_rank_that_cannot_fuse_takes_the_others_along() -> None:
-    missing = {"llm_comm.integrations.vllm.fused_op": None} if dist_rank() == 1 else {}
+    missing = {"llm_comm.integrations.vllm.operators": None} if dist_rank() == 1 else {}
     with mock.patch.dict("sys.modules", missing):
         expect_no_fusion(compiler_config(), "rank 1 (global rank 1): it cannot be set up in vLLM")
 

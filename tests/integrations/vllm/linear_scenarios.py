@@ -40,7 +40,7 @@ from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinea
 
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
-from llm_comm.integrations.vllm.dependent_launches import choose
+from llm_comm.integrations.vllm.configuration import choose_pdl
 from llm_comm.planning.default_tables import emulated_table
 from llm_comm.planning.layers import LayerRow
 from llm_comm.planning.table_files import table_text
@@ -313,12 +313,12 @@ def launches_do_not_depend_where_no_layer_gains_or_somebody_has_said() -> None:
     ):
         use_table([layer], f"{number}.yaml")
         with set_current_vllm_config(config):
-            chosen = choose(Config.load(**options), torch.device("cpu"), 2)
+            chosen = choose_pdl(Config.load(**options), torch.device("cpu"), 2)
         assert chosen.pdl is expected, (number, chosen)
     os.environ["LLM_COMM_TABLE"] = "/nowhere.yaml"
     error = ""
     try:
-        choose(Config.load(), torch.device("cpu"), 2)
+        choose_pdl(Config.load(), torch.device("cpu"), 2)
     except ConfigError as caught:
         error = str(caught)
     assert error.startswith("option table (LLM_COMM_TABLE): "), error
@@ -472,7 +472,7 @@ def layers_of_large_batches_are_those_of_vllm_outside_of_batch_invariant_mode() 
 
 @scenario(LLM_COMM_FUSE_LINEAR="1")
 def one_rank_that_lacks_the_pass_takes_the_others_along() -> None:
-    missing = {"llm_comm.integrations.vllm.linear_pass": None} if dist_rank() == 1 else {}
+    missing = {"llm_comm.integrations.vllm.linear_passes": None} if dist_rank() == 1 else {}
     with mock.patch.dict("sys.modules", missing):
         expect_no_linear("linear layers are vLLM's: rank 1 (global rank 1): it cannot be set up in vLLM")
 

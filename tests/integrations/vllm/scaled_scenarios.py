@@ -28,7 +28,7 @@ from torch import nn
 from vllm import _custom_ops
 from vllm.model_executor.layers.activation import SiluAndMul
 
-from llm_comm.integrations.vllm.fused_op import FP8
+from llm_comm.integrations.vllm.operators import FP8
 from llm_comm.planning.layers import LayerRow
 
 BF16 = torch.bfloat16

@@ -1,15 +1,17 @@
-"""A pass of vLLM's compiler: linear layers that no all-reduce comes after, those split by columns, become operators of
-llm_comm; gate and up together with silu-and-mul (``layer_ops.py``).
+"""Passes of vLLM's compiler that replace linear layers by operators of llm_comm (``operators.py``).
 
-It runs behind ``linear_pass.py``, to which those belong that an all-reduce comes after, and leaves alone what the
-group's communicator would decline for every batch. In both supported versions of vLLM silu-and-mul is a chain of
-torch's operators in the graph, or vLLM's own where ``custom_ops`` has ``+silu_and_mul``.
+``LinearNormPass`` puts a linear layer into the operator that ``fusion_pass.py`` has made of the all-reduce and the norm
+after it. ``ColumnLinearPass`` runs behind it, for layers that no all-reduce comes after, those split by columns: gate
+and up become one operator with silu-and-mul. In both supported versions of vLLM silu-and-mul is a chain of torch's
+operators in the graph, or vLLM's own where ``custom_ops`` has ``+silu_and_mul``.
+
+Both walk the graph (``graph_layers.py``), and leave alone what the group's communicator would decline for every batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._inductor.pattern_matcher as pm
@@ -17,16 +19,89 @@ from vllm.compilation.passes.fusion.matcher_utils import MatcherSiluAndMul
 from vllm.compilation.passes.inductor_pass import enable_fake_mode, get_pass_context
 from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass, VllmPatternMatcherPass
 from vllm.config import VllmConfig
+from vllm.config.utils import Range
 from vllm.distributed import get_tp_group
 
-from llm_comm.integrations.vllm.fused_op import all_reduce_add_rms_norm
-from llm_comm.integrations.vllm.fusion_pass import log_once
+from llm_comm.integrations.vllm import compiled_graphs
+from llm_comm.integrations.vllm.compiled_graphs import log_once
 from llm_comm.integrations.vllm.graph_layers import RESHAPES, Layer, Node, erase, layer_of, reshaped
-from llm_comm.integrations.vllm.layer_ops import linear, linear_silu_and_mul, silu_and_mul
-from llm_comm.integrations.vllm.layer_pass import LayerPass
+from llm_comm.integrations.vllm.operators import (
+    all_reduce_add_rms_norm,
+    linear,
+    linear_all_reduce_add_rms_norm,
+    linear_silu_and_mul,
+    silu_and_mul,
+)
 
 # What sums the result of a layer over ranks.
 _SUMS = (torch.ops.vllm.all_reduce.default, torch.ops.vllm.reduce_scatter.default, all_reduce_add_rms_norm)
+
+
+class LayerPass(VllmInductorPass):  # type: ignore[misc]
+    """A pass for batches whose linear layers llm_comm may compute."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        super().__init__(config)
+        communicator = get_tp_group().device_communicator
+        self._max_tokens = communicator.max_linear_tokens
+        self._uuid = f"{compiled_graphs.digest_of_sources()} {self._max_tokens} {communicator.linear_key}"
+
+    def is_applicable_for_range(self, compile_range: Range) -> bool:
+        """Larger batches keep their linear layers as they are."""
+        return compile_range.end <= self._max_tokens  # type: ignore[no-any-return]
+
+    def uuid(self) -> str:
+        return self._uuid
+
+
+class LinearNormPass(LayerPass):
+    """Replaces a linear layer and the fused all-reduce after it, where a batch of the graph may gain by it."""
+
+    @VllmInductorPass.time_and_log  # type: ignore[untyped-decorator]
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        prefers = get_tp_group().device_communicator.prefers_linear
+        norms = [node for node in graph.nodes if node.target is all_reduce_add_rms_norm]
+        found = [
+            pair
+            for pair in map(_layer_before, norms)
+            if pair is not None and prefers(*pair.layer.shape, pair.layer.scales is not None)
+        ]
+        for pair in found:
+            _replace_with_norm(graph, pair)
+        VllmPatternMatcherPass.match_table[self.pass_name] += len(found)
+        batches = get_pass_context().compile_range
+        if norms:
+            log_once(
+                f"llm_comm fused {len(found)} of {len(norms)} all-reduces with RMSNorm of a graph for batches of "
+                f"{batches.start} to {batches.end} tokens with the linear layers before them"
+            )
+
+
+class _Pair(NamedTuple):
+    """A linear layer, and the all-reduce with its norm that comes after it."""
+
+    layer: Layer
+    norm: Node
+
+
+def _layer_before(norm: Node) -> _Pair | None:
+    """The linear layer whose result ``norm``, and nothing else, takes; None where there is none that can go with it."""
+    total: Any = norm.args[0]
+    layer = layer_of(total)
+    if layer is None or len(total.users) != 1 or total in norm.args[1:]:
+        return None
+    return _Pair(layer, norm)
+
+
+def _replace_with_norm(graph: torch.fx.Graph, pair: _Pair) -> None:
+    layer, norm = pair
+    with graph.inserting_before(norm):
+        x = layer.x if layer.reshape is None else reshaped(graph, layer.x, layer.reshape)
+        operands = (x, layer.weight, *layer.scales_or_none, *norm.args[1:])
+        fused = graph.call_function(linear_all_reduce_add_rms_norm, operands)
+    fused.meta.update(norm.meta)
+    norm.replace_all_uses_with(fused)
+    erase(graph, [norm, *layer.nodes()])
 
 
 class ColumnLinearPass(LayerPass, VllmPatternMatcherPass):  # type: ignore[misc]

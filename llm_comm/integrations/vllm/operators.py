@@ -1,0 +1,378 @@
+"""The operators that vLLM's compiled graphs call where all-reduces with the RMSNorms after them were
+(``fusion_pass.py``), and linear layers (``linear_passes.py``).
+
+Compiled graphs are kept on disk and loaded by processes that compile nothing, so operators are defined apart from the
+passes, when a communicator is made. They are functional and opaque to inductor, and decide at run time, by the shape of
+the batch, who computes: a graph is compiled for all batch sizes, and llm_comm declines the largest. What llm_comm
+declines goes by what the graph held before. It declines no norm in batch-invariant mode
+(``Config.batch_invariant_norm``).
+
+A linear layer has ``x`` [..., inputs] and ``weight`` [outputs, inputs], bf16 or fp16. Of FP8 it has scales, and its
+operands are those of vLLM's ``cutlass_scaled_mm``: ``weight`` [inputs, outputs], the transpose of a contiguous tensor,
+``x_scale`` one number or [tokens, 1], ``weight_scale`` one or one for each output, both fp32. Weight and its scale are
+read before the kernels ahead have ended, so none of these may write them. No other rank takes part in a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import vllm.ir.ops
+from vllm import _custom_ops
+from vllm.distributed import parallel_state
+
+from llm_comm.operations import fp8
+from llm_comm.operations.fp8 import FP8
+
+_Tensor = torch.Tensor
+_SCALES = "Tensor? x_scale, Tensor? weight_scale"
+
+#: vLLM's quantization by groups of 128: numbers with which its layers call it, and llm_comm computes.
+EPS = 1e-10
+LARGEST = 448.0
+
+#: Holds the operators for as long as it lives.
+_library = torch.library.Library("llm_comm_vllm", "DEF")
+
+
+def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Define an operator of vLLM's graphs.
+
+    Args:
+        schema: As torch has it, from the name on.
+        function: The operator, on CPU and CUDA.
+        fake: The shapes of its results.
+
+    Returns:
+        The operator as graphs have it.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, function, device)
+    torch.library.register_fake(f"llm_comm_vllm::{name}", fake, lib=_library)
+    return getattr(torch.ops.llm_comm_vllm, name).default
+
+
+# ---- All-reduce and RMSNorm -----------------------------------------------------------------------------------------
+
+
+def _run(
+    x: _Tensor,
+    residual: _Tensor | None,
+    weight: _Tensor,
+    epsilon: float,
+    scale: _Tensor | None,
+    group_name: str,
+) -> tuple[_Tensor, _Tensor]:
+    """The RMSNorm of (the sum of ``x`` over the group + ``residual``), and what was normed.
+
+    Args:
+        x: [..., hidden], this rank's addend.
+        residual: Like ``x``, the same on all ranks; None adds nothing.
+        weight: [hidden], like ``x``.
+        epsilon: Added to the mean of squares.
+        scale: One fp32 number: the norm is divided by it and rounded to FP8 e4m3. None leaves it in the dtype of ``x``.
+        group_name: vLLM's name of the group.
+
+    Raises:
+        ValueError: There is no such group (any more).
+    """
+    group = find_group(group_name)
+    fused = getattr(group.device_communicator, "all_reduce_add_rms_norm", None)
+    result = None if fused is None else fused(x, residual, weight, epsilon, scale)
+    if result is None:
+        return run_one_by_one(group, x, residual, weight, epsilon, scale)
+    return result  # type: ignore[no-any-return]
+
+
+def find_group(name: str) -> Any:
+    """vLLM's group of a name, as torch.ops.vllm.all_reduce finds it.
+
+    Raises:
+        ValueError: There is no such group (any more).
+    """
+    reference = parallel_state._groups.get(name)
+    group = None if reference is None else reference()
+    if group is None:
+        raise ValueError(f"there is no group {name!r} in this process (any more)")
+    return group
+
+
+def run_one_by_one(
+    group: Any,
+    x: _Tensor,
+    residual: _Tensor | None,
+    weight: _Tensor,
+    epsilon: float,
+    scale: _Tensor | None,
+) -> tuple[_Tensor, _Tensor]:
+    """What the graph held before: the group's all-reduce, whoever serves it, vLLM's norm, and its quantization."""
+    total = group._all_reduce_out_place(x)
+    if residual is None:
+        normed, new_residual = _run_ir(vllm.ir.ops.rms_norm, total, weight, epsilon), total
+    else:
+        normed, new_residual = _run_ir(vllm.ir.ops.fused_add_rms_norm, total, residual, weight, epsilon)
+    if scale is not None:
+        normed, _ = _custom_ops.scaled_fp8_quant(normed, scale, group_shape=(-1, -1))
+    return normed, new_residual
+
+
+def _run_ir(op: Any, total: _Tensor, *arguments: Any) -> Any:
+    """Runs an operator of vLLM's IR by vLLM's CUDA kernel, if it serves the arguments.
+
+    In compiled graphs vLLM prefers "native", a chain of torch operators for inductor to generate a kernel of. Called
+    eagerly, as here, that would be a kernel for each operator.
+    """
+    kernel = op.impls.get("vllm_c")
+    if kernel is None or not kernel.supported or not kernel.supports_args(total, *arguments):
+        return op(total, *arguments)
+    if kernel.inplace:  # it may have ``total``, but the residual belongs to the graph
+        arguments = (arguments[0].clone(), *arguments[1:])
+    return kernel.impl_fn(total, *arguments)
+
+
+def _fake_norm(
+    x: _Tensor,
+    residual: _Tensor | None,
+    weight: _Tensor,
+    epsilon: float,
+    scale: _Tensor | None,
+    group_name: str,
+) -> tuple[_Tensor, _Tensor]:
+    return torch.empty_like(x, dtype=x.dtype if scale is None else FP8), torch.empty_like(x)
+
+
+def name_of(by_columns: bool, for_tma: bool, ue8m0: bool) -> str:
+    """What llm_comm calls the quantization of vLLM's with these switches."""
+    layout = "_column_major_tma" if for_tma else "_column_major"
+    return f"group{layout if by_columns else ''}{'_ue8m0' if ue8m0 else ''}"
+
+
+def _run_by_groups(
+    x: _Tensor, residual: _Tensor | None, weight: _Tensor, epsilon: float, quantize: str, group_name: str
+) -> tuple[_Tensor, _Tensor, _Tensor]:
+    """The RMSNorm of (the sum of ``x`` over the group + ``residual``) in FP8, what was normed, and the scales.
+
+    Args:
+        x: [tokens, hidden], this rank's addend.
+        residual, weight, epsilon, group_name: As of ``all_reduce_add_rms_norm``.
+        quantize: As of ``Communicator.all_reduce_add_rms_norm``: one of those by groups.
+
+    Raises:
+        ValueError: There is no such group (any more).
+    """
+    group = find_group(group_name)
+    fused = getattr(group.device_communicator, "all_reduce_add_rms_norm_group_fp8", None)
+    result = None if fused is None else fused(x, residual, weight, epsilon, quantize)
+    if result is None:  # what the graph held before
+        normed, new_residual = run_one_by_one(group, x, residual, weight, epsilon, None)
+        return _quantize(normed, quantize, new_residual)
+    return result  # type: ignore[no-any-return]
+
+
+def _quantize(normed: _Tensor, quantize: str, new_residual: _Tensor) -> tuple[_Tensor, _Tensor, _Tensor]:
+    """By vLLM's operator."""
+    quantized = torch.empty_like(normed, dtype=FP8)
+    scales = fp8.empty_scales(quantize, normed)
+    switches = (quantize.endswith("_ue8m0"), "column_major" in quantize, "tma" in quantize)
+    torch.ops._C.per_token_group_fp8_quant.default(
+        normed, quantized, scales, fp8.GROUP_SIZE, EPS, -LARGEST, LARGEST, *switches
+    )
+    return quantized, new_residual, scales
+
+
+def _fake_by_groups(
+    x: _Tensor, residual: _Tensor | None, weight: _Tensor, epsilon: float, quantize: str, group_name: str
+) -> tuple[_Tensor, _Tensor, _Tensor]:
+    scales = fp8.empty_scales(quantize, x)
+    return torch.empty_like(x, dtype=FP8), torch.empty_like(x), scales
+
+
+# ---- Linear layers --------------------------------------------------------------------------------------------------
+
+
+def _linear(
+    x: _Tensor,
+    weight: _Tensor,
+    x_scale: _Tensor | None,
+    weight_scale: _Tensor | None,
+    out_dtype: torch.dtype | None,
+    group_name: str,
+) -> _Tensor:
+    """``x @ weight.T``.
+
+    Args:
+        x, weight, x_scale, weight_scale: See above.
+        out_dtype: Of the result of FP8; None: that of ``x``.
+        group_name: vLLM's name of the group whose communicator computes the layer.
+
+    Raises:
+        ValueError: There is no such group (any more).
+    """
+    result = _by_llm_comm("linear", x, weight, x_scale, weight_scale, out_dtype, group_name)
+    return _as_before(x, weight, x_scale, weight_scale, out_dtype) if result is None else result
+
+
+def _linear_silu_and_mul(
+    x: _Tensor,
+    weight: _Tensor,
+    x_scale: _Tensor | None,
+    weight_scale: _Tensor | None,
+    out_dtype: torch.dtype | None,
+    group_name: str,
+) -> _Tensor:
+    """``silu(x @ gate.T) * (x @ up.T)``: half of the outputs of ``weight`` are those of gate, then come those of up.
+    Arguments and errors as of ``linear``."""
+    result = _by_llm_comm("linear_silu_and_mul", x, weight, x_scale, weight_scale, out_dtype, group_name)
+    if result is None:
+        return _silu_and_mul(_linear(x, weight, x_scale, weight_scale, out_dtype, group_name))
+    return result
+
+
+def _by_llm_comm(
+    method: str,
+    x: _Tensor,
+    weight: _Tensor,
+    x_scale: _Tensor | None,
+    weight_scale: _Tensor | None,
+    out_dtype: torch.dtype | None,
+    group_name: str,
+) -> _Tensor | None:
+    """By a method of the group's communicator; None, if it declines, or is not llm_comm's."""
+    ours = getattr(find_group(group_name).device_communicator, method, None)
+    if ours is None:
+        return None
+    return ours(x, *_as_ours(weight, x_scale, weight_scale), out_dtype)  # type: ignore[no-any-return]
+
+
+def _as_ours(weight: _Tensor, x_scale: _Tensor | None, weight_scale: _Tensor | None) -> tuple[_Tensor, Any]:
+    """The weight, [outputs, inputs], and the scales as llm_comm takes them."""
+    return (weight, None) if x_scale is None else (weight.t(), (x_scale, weight_scale))
+
+
+def _as_before(
+    x: _Tensor,
+    weight: _Tensor,
+    x_scale: _Tensor | None,
+    weight_scale: _Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> _Tensor:
+    """The layer by what the graph held before."""
+    if x_scale is None:
+        return torch.nn.functional.linear(x, weight)
+    result: _Tensor = _custom_ops.cutlass_scaled_mm(x, weight, x_scale, weight_scale, out_dtype)
+    return result
+
+
+def _silu_and_mul(y: _Tensor) -> _Tensor:
+    """silu of the first half of each row times the second half. No graph holds it in the end.
+
+    By vLLM's kernel, also where the graph held torch's operators for inductor to generate one of: called eagerly, as
+    here, that would be a kernel for each. As those it rounds silu before it multiplies.
+    """
+    result = _fake_silu_and_mul(y)
+    torch.ops._C.silu_and_mul(result, y)
+    return result
+
+
+def _linear_all_reduce_add_rms_norm(
+    x: _Tensor,
+    weight: _Tensor,
+    x_scale: _Tensor | None,
+    weight_scale: _Tensor | None,
+    residual: _Tensor | None,
+    norm_weight: _Tensor,
+    epsilon: float,
+    scale: _Tensor | None,
+    group_name: str,
+) -> tuple[_Tensor, _Tensor]:
+    """The RMSNorm of (the sum of the layer's result over the group + ``residual``), and what was normed.
+
+    Args:
+        x, weight, x_scale, weight_scale: See above, of this rank.
+        residual: [..., outputs], the same on all ranks; None adds nothing.
+        norm_weight: [outputs], of the dtype of the layer's result.
+        epsilon, scale, group_name: As of ``all_reduce_add_rms_norm``.
+
+    Raises:
+        ValueError: There is no such group (any more).
+    """
+    communicator = find_group(group_name).device_communicator
+    fused = getattr(communicator, "linear_all_reduce_add_rms_norm", None)
+    ours, scales = _as_ours(weight, x_scale, weight_scale)
+    result = None if fused is None else fused(x, ours, residual, norm_weight, epsilon, scale, scales)
+    if result is None:
+        y = _as_before(x, weight, x_scale, weight_scale, norm_weight.dtype)
+        return _run(y, residual, norm_weight, epsilon, scale, group_name)
+    return result  # type: ignore[no-any-return]
+
+
+def _fake_silu_and_mul(y: _Tensor) -> _Tensor:
+    return y.new_empty((*y.shape[:-1], y.shape[-1] // 2))
+
+
+def _fake_linear(
+    x: _Tensor,
+    weight: _Tensor,
+    x_scale: _Tensor | None,
+    weight_scale: _Tensor | None,
+    out_dtype: torch.dtype | None,
+    group_name: str,
+) -> _Tensor:
+    outputs = weight.shape[0 if x_scale is None else 1]
+    return x.new_empty((*x.shape[:-1], outputs), dtype=out_dtype or x.dtype)
+
+
+def _fake_linear_silu_and_mul(*operands: Any) -> _Tensor:
+    return _fake_silu_and_mul(_fake_linear(*operands))
+
+
+def _fake_linear_all_reduce_add_rms_norm(
+    x: _Tensor,
+    weight: _Tensor,
+    x_scale: _Tensor | None,
+    weight_scale: _Tensor | None,
+    residual: _Tensor | None,
+    norm_weight: _Tensor,
+    epsilon: float,
+    scale: _Tensor | None,
+    group_name: str,
+) -> tuple[_Tensor, _Tensor]:
+    total = _fake_linear(x, weight, x_scale, weight_scale, norm_weight.dtype, group_name)
+    return torch.empty_like(total, dtype=total.dtype if scale is None else FP8), total
+
+
+# ---- The operators as graphs have them ------------------------------------------------------------------------------
+
+all_reduce_add_rms_norm = define(
+    "all_reduce_add_rms_norm(Tensor x, Tensor? residual, Tensor weight, float epsilon, Tensor? scale, str group_name)"
+    " -> (Tensor, Tensor)",
+    _run,
+    _fake_norm,
+)
+all_reduce_add_rms_norm_group_fp8 = define(
+    "all_reduce_add_rms_norm_group_fp8(Tensor x, Tensor? residual, Tensor weight, float epsilon, str quantize, "
+    "str group_name) -> (Tensor, Tensor, Tensor)",
+    _run_by_groups,
+    _fake_by_groups,
+)
+silu_and_mul = define("silu_and_mul(Tensor y) -> Tensor", _silu_and_mul, _fake_silu_and_mul)
+linear = define(
+    f"linear(Tensor x, Tensor weight, {_SCALES}, ScalarType? out_dtype, str group_name) -> Tensor",
+    _linear,
+    _fake_linear,
+)
+linear_silu_and_mul = define(
+    f"linear_silu_and_mul(Tensor x, Tensor weight, {_SCALES}, ScalarType? out_dtype, str group_name) -> Tensor",
+    _linear_silu_and_mul,
+    _fake_linear_silu_and_mul,
+)
+linear_all_reduce_add_rms_norm = define(
+    f"linear_all_reduce_add_rms_norm(Tensor x, Tensor weight, {_SCALES}, Tensor? residual, Tensor norm_weight, "
+    "float epsilon, Tensor? scale, str group_name) -> (Tensor, Tensor)",
+    _linear_all_reduce_add_rms_norm,
+    _fake_linear_all_reduce_add_rms_norm,
+)
