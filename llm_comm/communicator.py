@@ -308,7 +308,7 @@ class Communicator(Sums, GatherScatter, LinearLayers):
             table = self._multi_node.use_table(table)
         self._planner.table = table
         self._forget()
-        self._handle.core_of_released().load(*self._planner.kernels())
+        self._handle.core_of_released().load(self._planner.choosable())
 
     def _forget(self) -> None:
         """Drops what is prepared and planned."""

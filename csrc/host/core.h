@@ -176,9 +176,9 @@ class Core {
   // The most blocks of a cluster, a power of two, that this device has room for whatever the kernel; 1: it has no clusters.
   virtual uint32_t max_cluster_blocks() = 0;
 
-  // Loads the kernels of algorithms, by their numbers in the registry (planner.h), and those of linear layers. A kernel that is not
-  // loaded is when a call is prepared, in the capture of a stream too. But the driver then waits for all kernels that run on the device.
-  virtual void load(const std::vector<uint32_t>& algorithms, bool linear_layers) = 0;
+  // Loads the kernels of algorithms, by their numbers in the registry (planner.h). Other kernels are loaded when a call is prepared, in
+  // the capture of a stream too: the driver then waits for all kernels that run on the device.
+  virtual void load(const std::vector<uint32_t>& algorithms) = 0;
 
   // `algorithm`: its number in the registry. Throws std::invalid_argument for what the algorithm, the workspace or the device does not
   // take.

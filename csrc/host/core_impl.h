@@ -198,11 +198,10 @@ class CoreImpl final : public Core {
     return most_cluster_blocks(launcher_, static_cast<uint32_t>(options_.world_size));
   }
 
-  void load(const std::vector<uint32_t>& algorithms, bool linear_layers) override {
+  void load(const std::vector<uint32_t>& algorithms) override {
     for (const uint32_t number : algorithms) {
       Registry::at(number, [&]<class Algorithm>() { load_kernels<Algorithm>(launcher_, options_.world_size); });
     }
-    if (linear_layers) load_linear_kernels(launcher_);
   }
 
   std::unique_ptr<PreparedCall> prepare(uint32_t algorithm, const Problem& problem, const Tiling& tiling) override {

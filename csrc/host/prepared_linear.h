@@ -10,21 +10,6 @@
 
 namespace llm_comm::host {
 
-// Loads the kernels of linear layers.
-template <class Launcher>
-void load_linear_kernels(Launcher& launcher) {
-  for (const FactorType factors : {FactorType::kBFloat16, FactorType::kFloat16, FactorType::kFloat8}) {
-    for (const DataType type : {DataType::kBFloat16, DataType::kFloat16}) {
-      if (!linear::serves(factors, type)) continue;
-      for (const LinearEpilogue epilogue : {LinearEpilogue::kNone, LinearEpilogue::kSiluAndMul}) {
-        for (const uint32_t tokens : {8u, 16u, 32u, 64u}) {
-          launcher.function(find_linear_kernel(factors, type, epilogue, tokens));
-        }
-      }
-    }
-  }
-}
-
 template <class Launcher>
 class PreparedLinear final : public PreparedCall {
  public:

@@ -179,7 +179,7 @@ void Communicator::set_up_core(DescriptorExchange& exchange, const std::vector<s
     core.staging_bytes = layout.staging_bytes();
     core.check_calls |= kCallsAreSynchronous;  // emulated devices always compare calls
     core_ = make_core(core, device_);
-    core_->load(selection.algorithms(), false);
+    core_->load(selection.algorithms());
   });
   std::vector<Descriptor> processes = map_workspaces(*core_, bootstrap_, exchange, names, options_.timeout_s);
   selection_ = std::move(selection);

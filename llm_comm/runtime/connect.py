@@ -174,7 +174,7 @@ def _make_core(rank: int, device: torch.device, planner: Planner) -> tuple[_core
         multicast=planner.multicast.is_up,
     )
     core = _core.make_emulated_core(options) if is_emulated else _core.make_cuda_core(options, device.index)
-    core.load(*planner.kernels())
+    core.load(planner.choosable())
     return core, core.max_cluster_blocks()
 
 

@@ -56,7 +56,7 @@ def check_first_call_in_graph(ranks: Session) -> dict[str, dict[str, float]]:
     """Raises AssertionError unless a graph captures an all-reduce, and a linear layer whose kernel is not loaded."""
     x = torch.ones(4096, dtype=torch.bfloat16, device=ranks.device)
     square = torch.ones(64, 64, dtype=torch.bfloat16, device=ranks.device)
-    with Communicator(ranks.group, ranks.device, Config.load(timeout_s=60.0, fuse_linear=False)) as communicator:
+    with Communicator(ranks.group, ranks.device, Config.load(timeout_s=60.0)) as communicator:
 
         def calls() -> tuple[torch.Tensor, torch.Tensor]:
             return communicator.all_reduce(x), communicator.linear(square[:1], square)

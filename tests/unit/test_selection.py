@@ -75,7 +75,7 @@ def test_kernels_of_all_plans_are_loaded(table: TuningTable, multicast: Multicas
             config = Config.load({}, algorithm=algorithm, **more)
             planner = Planner(8, table, config, limits_of(config), multicast)
             planner.has_symmetric = True
-            loaded, _ = planner.kernels()
+            loaded = planner.choosable()
             for layout in plans_of(planner):
                 for launches in (layout.launches, layout.direct):
                     assert launches is None or launches[0] in loaded, layout.plan
@@ -87,7 +87,7 @@ def test_kernels_that_no_plan_names_are_not_loaded(table: TuningTable) -> None:
     found = [a for operation in registry.operations().values() for a in operation.algorithms]
     optional = {a.number for a in found if a.by_switch or a.protocol == "Port" or a.name == "one_shot_hb"}
     assert len(optional) == 12
-    assert not optional.intersection(planner.kernels()[0])
+    assert not optional.intersection(planner.choosable())
 
 
 # ---- Look-up -------------------------------------------------------------------------------------------------------
