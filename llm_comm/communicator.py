@@ -310,6 +310,7 @@ class Communicator(Sums, GatherScatter, LinearLayers):
             table = self._spread.use_table(table)
         self._planner.table = table
         self._forget()
+        self._handle.core_of_released().load(self._planner.choosable())
 
     def _forget(self) -> None:
         """Drops what is prepared and planned."""

@@ -34,6 +34,16 @@ uint32_t most_cluster_blocks(Launcher& launcher, uint32_t world_size) {
   return most;
 }
 
+// Loads an algorithm's kernels for a world, of all data types.
+template <class Algorithm, class Launcher>
+void load_kernels(Launcher& launcher, uint32_t world_size) {
+  for (const DataType type : types_of<Algorithm>()) {
+    for (uint32_t variant = 0; variant < Algorithm::kVariants; ++variant) {
+      if (const auto kernel = find_kernel<Algorithm>(type, world_size, variant)) launcher.function(kernel);
+    }
+  }
+}
+
 // The kernel of a grid, which learns how it takes its blocks.
 template <class Algorithm, class Launcher>
 auto function_of(Launcher& launcher, const Problem& problem, Grid& grid) {

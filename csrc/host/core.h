@@ -179,8 +179,12 @@ class Core {
   // The most blocks of a cluster, a power of two, that this device has room for whatever the kernel; 1: it has no clusters.
   virtual uint32_t max_cluster_blocks() = 0;
 
-  // `algorithm`: its number in the registry (planner.h). Throws std::invalid_argument for what the algorithm, the workspace or
-  // the device does not take.
+  // Loads the kernels of algorithms, by their numbers in the registry (planner.h). Other kernels are loaded when a call is prepared, in
+  // the capture of a stream too: the driver then waits for all kernels that run on the device.
+  virtual void load(const std::vector<uint32_t>& algorithms) = 0;
+
+  // `algorithm`: its number in the registry. Throws std::invalid_argument for what the algorithm, the workspace or the device does not
+  // take.
   virtual std::unique_ptr<PreparedCall> prepare(uint32_t algorithm, const Problem& problem, const Tiling& tiling) = 0;
 
   // Whether linear layers of FP8 have kernels for this device: from sm_89 on.

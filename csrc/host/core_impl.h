@@ -199,6 +199,12 @@ class CoreImpl final : public Core {
     return most_cluster_blocks(launcher_, static_cast<uint32_t>(options_.world_size));
   }
 
+  void load(const std::vector<uint32_t>& algorithms) override {
+    for (const uint32_t number : algorithms) {
+      Registry::at(number, [&]<class Algorithm>() { load_kernels<Algorithm>(launcher_, options_.world_size); });
+    }
+  }
+
   std::unique_ptr<PreparedCall> prepare(uint32_t algorithm, const Problem& problem, const Tiling& tiling) override {
     if (problem.world != static_cast<uint32_t>(options_.world_size)) {
       throw std::invalid_argument("a call for " + std::to_string(problem.world) + " ranks of a communicator of " +

@@ -170,17 +170,19 @@ void Communicator::set_up(bool is_offered_real) {
 void Communicator::set_up_core(DescriptorExchange& exchange, const std::vector<std::string>& names, Table table,
                                const Limits& limits_of_devices) {
   const WorkspaceLayout layout = WorkspaceLayout::within(options_.workspace_bytes);
+  Limits limits = limits_of_devices;
+  limits.slot_bytes = layout.slot_bytes();
+  limits.staging_bytes = layout.staging_bytes();
+  Selection selection(std::move(table), static_cast<uint32_t>(world()), limits, !uses_real_library_);
   bootstrap_.attempt("set-up of the device", [&] {
     host::CoreOptions core{rank(), world(), layout.slot_bytes(), options_.timeout_s, options_.pdl, options_.debug};
     core.staging_bytes = layout.staging_bytes();
     core.check_calls |= kCallsAreSynchronous;  // emulated devices always compare calls
     core_ = make_core(core, device_);
+    core_->load(selection.algorithms());
   });
   std::vector<Descriptor> processes = map_workspaces(*core_, bootstrap_, exchange, names, options_.timeout_s);
-  Limits limits = limits_of_devices;
-  limits.slot_bytes = layout.slot_bytes();
-  limits.staging_bytes = layout.staging_bytes();
-  selection_.emplace(std::move(table), static_cast<uint32_t>(world()), limits, !uses_real_library_);
+  selection_ = std::move(selection);
   watch_ =
       std::make_unique<PeerWatch>(std::move(processes), [core = core_.get()](int peer) { core->peer_exited(peer); });
 }

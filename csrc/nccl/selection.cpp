@@ -42,6 +42,13 @@ const char* registered(Operation operation) {
   return "all_gather";
 }
 
+// Whether an algorithm serves an operation where no row names it: not what copy engines move, or the switch.
+bool needs_no_row(const host::Algorithm& algorithm, const std::string& operation) {
+  const std::string protocol = algorithm.info->protocol;
+  const bool needs_row = protocol == "Port" || protocol == "CE" || algorithm.info->by_switch;
+  return algorithm.operation->name == operation && algorithm.info->symmetric == 0 && !needs_row;
+}
+
 }  // namespace
 
 uint64_t Message::part_bytes() const { return count * bytes_of(type); }
@@ -103,6 +110,27 @@ Decision Selection::decide(const Message& message) const {
   }
 }
 
+std::vector<uint32_t> Selection::algorithms() const {
+  std::vector<uint32_t> found;
+  for (const char* const operation : {"all_reduce", "all_gather", "reduce_scatter"}) {
+    const std::vector<Row> rows = rows_of(operation);
+    for (const Row& row : rows) found.push_back(row.algorithm);
+    for (uint32_t number = 0; number < host::algorithms().size(); ++number) {
+      if (rows.empty() && needs_no_row(host::algorithms()[number], operation)) found.push_back(number);
+    }
+  }
+  return found;
+}
+
+std::vector<Row> Selection::rows_of(const std::string& operation) const {
+  std::vector<Row> rows;
+  for (const Row& row : table_.rows) {
+    if (row.operation == operation) rows.push_back(row);
+  }
+  if (rows.empty() && operation != "all_reduce") rows = host::rows_of_parts(operation, limits_.sm_count);
+  return rows;
+}
+
 // The rule of llm_comm/planning/selection.py for a communicator whose options have their defaults.
 std::optional<std::pair<uint32_t, Choice>> Selection::choose(const std::string& operation, const Problem& problem,
                                                              uint64_t bytes) const {
@@ -110,25 +138,15 @@ std::optional<std::pair<uint32_t, Choice>> Selection::choose(const std::string& 
   const auto has_type = [&](const host::Algorithm& algorithm) {
     return std::find(algorithm.types.begin(), algorithm.types.end(), problem.type) != algorithm.types.end();
   };
-  std::vector<Row> rows;
-  for (const Row& row : table_.rows) {
-    if (row.operation == operation) rows.push_back(row);
-  }
-  if (rows.empty() && operation != "all_reduce") rows = host::rows_of_parts(operation, limits_.sm_count);
+  const std::vector<Row> rows = rows_of(operation);
   const auto row = std::find_if(rows.begin(), rows.end(), [&](const Row& one) { return bytes <= one.up_to; });
   if (!rows.empty()) {
     const Row& of_size = row == rows.end() ? rows.back() : *row;
     if (has_type(all[of_size.algorithm])) return std::pair(of_size.algorithm, of_size.choice);
   }
   for (uint32_t number = 0; number < all.size(); ++number) {
-    const host::Algorithm& algorithm = all[number];
-    const std::string protocol = algorithm.info->protocol;
-    // Only a row chooses what copy engines move, or the switch.
-    const bool needs_row = protocol == "Port" || protocol == "CE" || algorithm.info->by_switch;
-    if (algorithm.operation->name != operation || algorithm.info->symmetric != 0 || needs_row || !has_type(algorithm)) {
-      continue;
-    }
-    const auto candidates = algorithm.candidates(problem, limits_);
+    if (!needs_no_row(all[number], operation) || !has_type(all[number])) continue;
+    const auto candidates = all[number].candidates(problem, limits_);
     if (!candidates.empty()) return std::pair(number, candidates.front());
   }
   return std::nullopt;

@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "nccl/nccl_types.h"
 #include "nccl/table.h"
@@ -46,8 +47,12 @@ class Selection {
       : table_(std::move(table)), world_(world), limits_(limits), serves_all_(serves_all) {}
 
   Decision decide(const Message& message) const;
+  // Numbers of all algorithms that it can choose.
+  std::vector<uint32_t> algorithms() const;
 
  private:
+  // The table's, or those for tables that have none of the operation; none for an all-reduce.
+  std::vector<Row> rows_of(const std::string& operation) const;
   // An algorithm by its number, and how it is launched; nothing where no algorithm serves the message.
   std::optional<std::pair<uint32_t, Choice>> choose(const std::string& operation, const Problem& problem,
                                                     uint64_t bytes) const;

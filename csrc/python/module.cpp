@@ -153,6 +153,7 @@ PYBIND11_MODULE(_core, module) {
       .def("max_cluster_blocks", &Core::max_cluster_blocks, py::call_guard<py::gil_scoped_release>())
       .def("send_marks", &Core::send_marks, py::call_guard<py::gil_scoped_release>())
       .def("peers_unseen", &Core::peers_unseen, py::call_guard<py::gil_scoped_release>())
+      .def("load", &Core::load, py::arg("algorithms"), py::call_guard<py::gil_scoped_release>())
       // `direct`: what to run in place of it where the tensors are in symmetric memory. The counters are theirs.
       .def(
           "prepare",

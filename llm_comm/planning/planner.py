@@ -66,6 +66,10 @@ class Planner:
             layout = programs.with_program(layout, problem, self.table, self.config, self.programs)
         return selection.with_direct(layout, problem, *by) if self.has_symmetric else layout
 
+    def choosable(self) -> list[int]:
+        """Numbers of the algorithms that plans can name."""
+        return selection.choosable(self.table, self._config_of_tables, self.limits, self.multicast)
+
     def check_table(self, table: TuningTable) -> None:
         """Raises ConfigError if a table names a program that is not compiled."""
         if self.world_size > 1:

@@ -6,7 +6,7 @@ The table chooses; how the choice is cut to size is arithmetic of the core (``cs
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from llm_comm import _core, registry
@@ -127,6 +127,25 @@ def with_direct(layout: Layout, problem: Problem, table: TuningTable, config: Co
     return layout
 
 
+def choosable(table: TuningTable, config: Config, limits: _core.Limits, multicast: Multicast) -> list[int]:
+    """Numbers of the algorithms that plans can name, whatever the message and the tensors."""
+    found = []
+    for operation in registry.operations().values():
+        why_not = _why_not(operation.algorithms, config, multicast)
+        rows, _ = _rows_or_general(why_not, table, operation.name, limits)
+        named = {(row.algorithm, row.protocol) for row in (*rows, *table.rows.get(of_symmetric(operation.name), ()))}
+        of_rows = [operation.find(row.algorithm, row.protocol) for row in rows]
+        has_gaps = not rows or any(algorithm is None or algorithm.is_symmetric for algorithm in of_rows)
+        for algorithm in operation.algorithms:
+            key = algorithm.name, algorithm.protocol
+            # Without a row: the first candidates, those of symmetric tensors, and HB by few blocks.
+            is_few_blocks = algorithm.protocol == "HB" and config.max_blocks is not None
+            needs_no_row = not algorithm.needs_row and (has_gaps or algorithm.is_symmetric or is_few_blocks)
+            if not why_not[key] and (key in named or needs_no_row or algorithm.name == config.algorithm):
+                found.append(algorithm.number)
+    return found
+
+
 def message_limit(operation: str, table: TuningTable, config: Config) -> int:
     """Larger messages are declined, in bytes."""
     limit = table.max_message_bytes if config.max_message_bytes is None else config.max_message_bytes
@@ -169,14 +188,9 @@ def _choose(
     """By the table's row, the forced algorithm, or else the first candidate that there is."""
     operation = registry.operations()[problem.operation]
     of_type = [a for a in operation.algorithms if problem.data_type in a.data_types and not a.is_symmetric]
-    why_not = {
-        (a.name, a.protocol): switch.why_not(a, config, multicast, is_forced=a.name == config.algorithm)
-        for a in of_type
-    }
+    why_not = _why_not(of_type, config, multicast)
     algorithms = [a for a in of_type if not why_not[a.name, a.protocol]]
-    # A row that cannot be used is left out: the next one counts that serves the size.
-    usable = (row for row in table.rows.get(problem.operation, ()) if not why_not.get((row.algorithm, row.protocol)))
-    rows, remark = _rows_or_general(tuple(usable), table, problem.operation, limits)
+    rows, remark = _rows_or_general(why_not, table, problem.operation, limits)
     row = of_size = row_of(rows, problem.message_bytes())
     proposed = None if row is None else operation.find(row.algorithm, row.protocol)
     found = proposed if proposed in algorithms else None
@@ -228,10 +242,24 @@ def _within_ranges(row: Row, algorithm: registry.Algorithm) -> Row:
     )
 
 
+def _why_not(
+    algorithms: Iterable[registry.Algorithm], config: Config, multicast: Multicast
+) -> dict[tuple[str, str], str]:
+    """Why algorithms may not be used, by name and protocol; "" for those that may."""
+    return {
+        (a.name, a.protocol): switch.why_not(a, config, multicast, is_forced=a.name == config.algorithm)
+        for a in algorithms
+    }
+
+
 def _rows_or_general(
-    rows: tuple[Row, ...], table: TuningTable, operation: str, limits: _core.Limits
+    why_not: Mapping[tuple[str, str], str], table: TuningTable, operation: str, limits: _core.Limits
 ) -> tuple[tuple[Row, ...], str]:
-    """The usable rows of an operation, or those for tables that have none; and a remark on them."""
+    """The usable rows of an operation, or those for tables that have none; and a remark on them.
+
+    A row that cannot be used is left out: the next one counts that serves the size.
+    """
+    rows = tuple(row for row in table.rows.get(operation, ()) if not why_not.get((row.algorithm, row.protocol)))
     if rows:
         return rows, ""
     if operation == FUSED:

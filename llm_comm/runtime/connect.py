@@ -11,6 +11,7 @@ import torch.distributed as dist
 from llm_comm import _core
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError, MissingRankError, RendezvousError
+from llm_comm.planning.multicast import Multicast
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.tables import TuningTable
 from llm_comm.quoting import quoted
@@ -124,8 +125,12 @@ def connect(
         RendezvousError: A step has failed on a rank. Raised on all ranks alike.
     """
     limits, table = compared
+
+    def planner_of(limits: _core.Limits, is_allowed: Multicast) -> Planner:
+        return Planner(rendezvous.world_size, table, config, limits, is_allowed)
+
     wanted = multicast.agree(rendezvous, device, config, table)
-    core, limits_of_all, memory_kind = _set_up(rendezvous, device, config, limits, wanted.is_up)
+    core, limits_of_all, memory_kind = _set_up(rendezvous, device, planner_of(limits, wanted))
     found = multicast.set_up(rendezvous, core, wanted) if wanted.is_up else wanted
     if found.is_up:
         why = self_test.run(rendezvous, core, device, config, limits_of_all)
@@ -133,46 +138,44 @@ def connect(
             # A test that ran out of time has ended the core: all ranks make another one.
             found = multicast.failed(rendezvous, why)
             del core
-            core, limits_of_all, memory_kind = _set_up(rendezvous, device, config, limits, False)
+            core, limits_of_all, memory_kind = _set_up(rendezvous, device, planner_of(limits, found))
     multicast.tell(rendezvous, config, found)
     watchdog = _watch(rendezvous, core, config.timeout_s)
-    planner = Planner(rendezvous.world_size, table, config, limits_of_all, found)
-    return Connected(CoreHandle(core, device, watchdog), planner, memory_kind)
+    return Connected(CoreHandle(core, device, watchdog), planner_of(limits_of_all, found), memory_kind)
 
 
-def _set_up(
-    rendezvous: Rendezvous, device: torch.device, config: Config, limits: _core.Limits, with_multicast: bool
-) -> tuple[_core.Core, _core.Limits, str]:
-    """The core, with the memory of the others mapped, what bounds the launches of all ranks, and the kind of memory."""
-    rank, world_size = rendezvous.rank, rendezvous.world_size
-    core, most_blocks = rendezvous.attempt(
-        "set-up of the device", lambda: _make_core(rank, world_size, device, limits, config, with_multicast)
-    )
+def _set_up(rendezvous: Rendezvous, device: torch.device, planner: Planner) -> tuple[_core.Core, _core.Limits, str]:
+    """The core, with the memory of the others mapped, what bounds the launches of all ranks, and the kind of memory.
+
+    ``planner`` knows the limits of this rank alone.
+    """
+    core, most_blocks = rendezvous.attempt("set-up of the device", lambda: _make_core(rendezvous.rank, device, planner))
     clusters: list[int] = rendezvous.gather("comparison of clusters", most_blocks)
     memory_kind = map_workspaces(rendezvous, core, device.type == "cpu")
     check_reachable(rendezvous, core)
+    limits = planner.limits
     limits_of_all = devices.make_limits(
-        config.workspace_bytes, limits.sm_count, min(clusters), limits.compute_capability
+        planner.config.workspace_bytes, limits.sm_count, min(clusters), limits.compute_capability
     )
     return core, limits_of_all, memory_kind
 
 
-def _make_core(
-    rank: int, world_size: int, device: torch.device, limits: _core.Limits, config: Config, with_multicast: bool
-) -> tuple[_core.Core, int]:
-    """The core, and the most blocks of a cluster that its device has room for."""
+def _make_core(rank: int, device: torch.device, planner: Planner) -> tuple[_core.Core, int]:
+    """The core, with the kernels that plans can name, and the most blocks of a cluster that its device has room for."""
     is_emulated = device.type == "cpu"
+    config, limits = planner.config, planner.limits
     options = _core.CoreOptions(
         rank=rank,
-        world_size=world_size,
+        world_size=planner.world_size,
         slot_bytes=limits.slot_bytes,
         staging_bytes=limits.staging_bytes,
         timeout_s=config.timeout_s * KERNEL_SHARE_OF_TIMEOUT,
         dependent_launch=config.pdl,
         check_calls=config.debug or is_emulated,
-        multicast=with_multicast,
+        multicast=planner.multicast.is_up,
     )
     core = _core.make_emulated_core(options) if is_emulated else _core.make_cuda_core(options, device.index)
+    core.load(planner.choosable())
     return core, core.max_cluster_blocks()
 
 

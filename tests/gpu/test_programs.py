@@ -84,6 +84,11 @@ def test_memcheck(world: int) -> None:
     run_program([str(HERE / "memcheck.py"), "--world", str(world)], 400)
 
 
+@pytest.mark.timeout(130)
+def test_first_call_in_a_graph() -> None:
+    run_ranks("setup_cost.py", 120, "--first-call-in-graph")
+
+
 @pytest.mark.timeout(620)
 def test_cycles() -> None:
     run_ranks("cycles.py", 600, "--cycles", "200", "--rss-slack", str(32 << 20))

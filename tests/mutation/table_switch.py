@@ -178,8 +178,8 @@ SWITCH = (
     python(
         "a row that may not be used ends the search",
         SELECTION,
-        "(row for row in table.rows.get(problem.operation, ()) if not why_not.get((row.algorithm, row.protocol)))",
-        "table.rows.get(problem.operation, ())",
+        "tuple(row for row in table.rows.get(operation, ()) if not why_not.get((row.algorithm, row.protocol)))",
+        "table.rows.get(operation, ())",
         OF_SELECTION,
     ),
     python(

@@ -1,4 +1,5 @@
 // What follows from what ranks have said, and from variables: pure functions of the NCCL library.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -101,6 +102,8 @@ void selections() {
   const Selection of_all(table, 2, limits, true);
   const auto name = [&](const Selection& by, const Message& message) {
     const Decision decision = by.decide(message);
+    const std::vector<uint32_t> loaded = by.algorithms();
+    EXPECT(!decision.plan || std::count(loaded.begin(), loaded.end(), decision.plan->algorithm) != 0);
     return decision.plan ? std::string(host::algorithms()[decision.plan->algorithm].info->name) : "";
   };
   EXPECT(name(selection, {Operation::kAllReduce, ncclBfloat16, 512}) == "one_shot");

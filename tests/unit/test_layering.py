@@ -106,7 +106,8 @@ def test_assembly_is_in_platform_headers_only() -> None:
 
 
 def test_kernels_do_not_know_the_target() -> None:
-    neutral = [path for path in sources("algorithms") + sources("optional") + sources("include") if path.name not in PLATFORMS]
+    layers = ("algorithms", "optional", "include")
+    neutral = [path for layer in layers for path in sources(layer) if path.name not in PLATFORMS]
     assert offenders(r"__CUDA_ARCH__|__CUDACC|LLM_COMM_EMULATOR|\b(threadIdx|blockIdx|__syncthreads)\b", neutral) == []
     assert offenders(r"__global__|__device__|__shared__|<<<", neutral) == []
 

@@ -13,9 +13,12 @@ from tables import core_of, limits_of, plain_row
 
 from llm_comm import Config, Plan, _core, registry
 from llm_comm.planning import selection
+from llm_comm.planning.catalogue import shipped_tables
 from llm_comm.planning.default_tables import emulated_table, general_table
-from llm_comm.planning.multicast import Multicast
+from llm_comm.planning.multicast import NO_MULTICAST, Multicast
 from llm_comm.planning.plan import Problem, declined
+from llm_comm.planning.planner import Planner
+from llm_comm.planning.table_files import load_table
 from llm_comm.planning.tables import ALL_REDUCE, Row, TuningTable, by_operation
 
 WORLDS = range(2, 9)
@@ -41,6 +44,50 @@ def problem_of(count: int, data_type: str, world: int) -> Problem:
 
 def select(count: int, data_type: str, world: int, table: TuningTable, config: Config) -> Plan:
     return selection.select(problem_of(count, data_type, world), table, config, limits_of(config))
+
+
+# ---- Kernels of plans ----------------------------------------------------------------------------------------------
+
+SHIPPED = tuple(load_table(path).table for path in shipped_tables())
+NO_ROWS = TuningTable("no rows", {}, 1 << 30)
+OF_PROGRAM = TuningTable("of a program", by_operation([Row(1 << 30, ALL_REDUCE, "dsl:ring_ll", "DSL")]), 1 << 30)
+MULTICAST = Multicast(True, "a test")
+
+
+def plans_of(planner: Planner) -> Iterator[selection.Layout]:
+    for operation in registry.operations().values():
+        row = 512 if operation.row_multiple else 0
+        for data_type, element_bytes in registry.data_types().items():
+            for nbytes in (16, 4096, 1 << 18, 1 << 20, 6 << 20, 64 << 20):
+                count = max(row, nbytes // element_bytes)
+                known = {"rows": 1.0, **{f"size_{rank}": float(count) for rank in range(planner.world_size)}}
+                parameters = tuple(known.get(name, 0.0) for name in operation.parameters)
+                yield planner.lay_out(operation.name, count, row, data_type, parameters)
+
+
+@pytest.mark.parametrize("multicast", [NO_MULTICAST, MULTICAST], ids=["", "multicast"])
+@pytest.mark.parametrize(
+    "table", [TABLE, NO_ROWS, OF_PROGRAM, emulated_table(), *SHIPPED], ids=lambda table: table.name
+)
+def test_kernels_of_all_plans_are_loaded(table: TuningTable, multicast: Multicast) -> None:
+    for algorithm in ("auto", *registry.algorithm_names(), "dsl:ring_ll"):
+        for more in ({}, {"max_blocks": 8}, {"sum": "any"}):
+            config = Config.load({}, algorithm=algorithm, **more)
+            planner = Planner(8, table, config, limits_of(config), multicast)
+            planner.has_symmetric = True
+            loaded = planner.choosable()
+            for layout in plans_of(planner):
+                for launches in (layout.launches, layout.direct):
+                    assert launches is None or launches[0] in loaded, layout.plan
+
+
+@pytest.mark.parametrize("table", SHIPPED, ids=lambda of: of.name)
+def test_kernels_that_no_plan_names_are_not_loaded(table: TuningTable) -> None:
+    planner = Planner(8, table, CONFIG, limits_of(CONFIG))
+    found = [a for operation in registry.operations().values() for a in operation.algorithms]
+    optional = {a.number for a in found if a.by_switch or a.protocol == "Port" or a.name == "one_shot_hb"}
+    assert len(optional) == 12
+    assert not optional.intersection(planner.choosable())
 
 
 # ---- Look-up -------------------------------------------------------------------------------------------------------

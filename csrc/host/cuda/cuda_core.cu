@@ -22,6 +22,15 @@ int device_attribute(cudaDeviceAttr attribute, int device) {
   return value;
 }
 
+// Loads a kernel and returns the architecture that it was compiled for: 90, say. Fails, with the driver's words, where the build has no
+// code for this GPU. The driver waits for the kernels that run on the device.
+int load_kernel(const void* kernel) {
+  const BesideCaptures beside;
+  cudaFuncAttributes attributes{};
+  check(cudaFuncGetAttributes(&attributes, kernel), "this build of llm_comm has no kernels for the GPU");
+  return attributes.ptxVersion;
+}
+
 // Launches through the driver: the runtime looks the kernel up in a table at every launch, which is host time of every
 // eager call.
 class CudaLauncher {
@@ -66,6 +75,7 @@ class CudaLauncher {
   CUfunction function(void (*kernel)(Args)) const {
     const DeviceGuard guard(device_);
     const auto symbol = reinterpret_cast<const void*>(kernel);
+    load_kernel(symbol);
     if (max_cluster_blocks_ > kPortableClusterBlocks) {
       check(cudaFuncSetAttribute(symbol, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "cudaFuncSetAttribute");
     }
@@ -279,39 +289,6 @@ class CudaLauncher {
   cudaEvent_t order_ = nullptr;
 };
 
-// Loads every kernel that the communicator may launch: the first launch of one could otherwise fall into a capture,
-// where loading is not allowed. Fails, with the driver's words, where the build has no code for this GPU. Returns the
-// architecture that they were compiled for: 90, say.
-int load_kernels(uint32_t world_size) {
-  cudaFuncAttributes attributes{};
-  const auto load = [&](const void* kernel) {
-    check(cudaFuncGetAttributes(&attributes, kernel), "this build of llm_comm has no kernels for the GPU");
-  };
-  for (const FactorType factors : {FactorType::kBFloat16, FactorType::kFloat16, FactorType::kFloat8}) {
-    for (const DataType type : {DataType::kBFloat16, DataType::kFloat16}) {
-      if (!linear::serves(factors, type)) continue;
-      for (const LinearEpilogue epilogue : {LinearEpilogue::kNone, LinearEpilogue::kSiluAndMul}) {
-        for (const uint32_t tokens : {8u, 16u, 32u, 64u}) {
-          load(reinterpret_cast<const void*>(find_linear_kernel(factors, type, epilogue, tokens)));
-        }
-      }
-    }
-  }
-  load(reinterpret_cast<const void*>(&cuda::p2p_test));
-  load(reinterpret_cast<const void*>(&cuda::check_call));
-  load(reinterpret_cast<const void*>(&cuda::release_call));
-  Registry::for_each([&]<class Algorithm>() {
-    for (const DataType type : types_of<Algorithm>()) {
-      for (uint32_t variant = 0; variant < Algorithm::kVariants; ++variant) {
-        if (const auto kernel = find_kernel<Algorithm>(type, world_size, variant)) {
-          load(reinterpret_cast<const void*>(kernel));
-        }
-      }
-    }
-  });
-  return attributes.ptxVersion;  // the same for all: they come out of one build
-}
-
 bool driver_attribute(CUdevice_attribute attribute, int device) {
   int value = 0;
   const CUresult error = Driver::get().device_get_attribute(&value, attribute, device);
@@ -326,7 +303,7 @@ std::unique_ptr<Core> make_cuda_core(const CoreOptions& options, int device) {
   check_options(options);
   const DeviceGuard guard(device);
   const BesideCaptures beside;
-  const int architecture = load_kernels(static_cast<uint32_t>(options.world_size));
+  const int architecture = load_kernel(reinterpret_cast<const void*>(&cuda::p2p_test));
   return std::make_unique<CoreImpl<CudaMemory, CudaLauncher>>(
       options, CudaMemory(device, options.world_size, options.multicast),
       CudaLauncher(device, architecture, options.dependent_launch), make_cuda_ports(device));
