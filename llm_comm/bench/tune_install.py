@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from llm_comm import outputs
+from llm_comm import _core, outputs
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
 from llm_comm.locks import locked
-from llm_comm.planning.installed import file_name, table_directory
-from llm_comm.planning.table_files import load_table, read_measured, table_text
+from llm_comm.planning.catalogue import table_directory
+from llm_comm.planning.table_files import load_table, table_text
 from llm_comm.planning.tables import TuningTable
 
 _OPTION = "--install"
@@ -110,7 +110,7 @@ def install(
         Whether it was done. The command fails if not.
     """
     try:
-        path = prepare(config) / file_name(device_name, world_size)
+        path = prepare(config) / _core.table_file_name(device_name, world_size)
         why_not = ""
         with locked(path.with_name(_LOCK)):
             if not force:
@@ -132,11 +132,10 @@ def install(
 def _why_kept(path: Path, measured: Mapping[str, Any]) -> str:
     """Why the installed table is to stay; empty if it may be replaced, or cannot be used anyway."""
     try:
-        load_table(path)
-        present = read_measured(path)
+        present = load_table(path).measured
     except ConfigError:
         return ""
-    if present.get("complete") != "False" and not measured["complete"]:
+    if present.get("complete") != "false" and not measured["complete"]:
         return f"{path} was measured completely and this table was not, so it stays; --force replaces it"
     there, here = _time(present.get("date", "")), _time(str(measured["date"]))
     if there is not None and here is not None and there > here:

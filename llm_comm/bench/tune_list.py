@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,9 +13,8 @@ from llm_comm import launch, preflight
 from llm_comm.bench.tune_install import directory_or_error
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
-from llm_comm.planning.catalogue import find_table, shipped_tables
-from llm_comm.planning.installed import installed_files
-from llm_comm.planning.table_files import load_table, read_measured
+from llm_comm.planning.catalogue import find_table, installed_files, shipped_tables
+from llm_comm.planning.table_files import TableFile, load_table
 from llm_comm.planning.tables import BY_OPTION, OF_USER, SHIPPED, TuningTable
 
 _UNKNOWN = "-"
@@ -78,22 +76,24 @@ def remove(name: str) -> None:
 def listed(config: Config) -> Iterator[Listed]:
     """All tables in the order in which a start looks at them. Those of near devices are among the shipped ones."""
     if config.table is not None:
-        yield _listed(BY_OPTION, Path(config.table), config.table)
+        yield _of_file(BY_OPTION, Path(config.table))
     for path in installed_files():
-        yield _listed(OF_USER, path, str(path))
+        yield _of_file(OF_USER, path)
     for shipped in shipped_tables():
-        yield _listed(SHIPPED, shipped, shipped.name)
+        yield _listed(SHIPPED, shipped, shipped.table.name)
 
 
-def _listed(origin: str, path: Path | resources.abc.Traversable, name: str) -> Listed:
+def _of_file(origin: str, path: Path) -> Listed:
     try:
-        device, world, _ = load_table(path)
-        measured = read_measured(path)
+        return _listed(origin, load_table(path), str(path))
     except ConfigError as error:
-        nothing = Listed(f"{origin}, cannot be used", _UNKNOWN, _UNKNOWN, _UNKNOWN, _UNKNOWN, _UNKNOWN, "")
-        return nothing._replace(file=f"{name} ({' '.join(str(error).split())})")
-    date, commit, version = (measured.get(key, _UNKNOWN) for key in ("date", "commit", "llm_comm"))
-    return Listed(origin, device, str(world), date, commit[:_DIGITS_OF_COMMIT], version, name)
+        nothing = Listed(f"{origin}, cannot be used", *[_UNKNOWN] * (len(Listed._fields) - 1))
+        return nothing._replace(file=f"{path} ({' '.join(str(error).split())})")
+
+
+def _listed(origin: str, found: TableFile, name: str) -> Listed:
+    date, commit, version = (found.measured.get(key, _UNKNOWN) for key in ("date", "commit", "llm_comm"))
+    return Listed(origin, found.device, str(found.world_size), date, commit[:_DIGITS_OF_COMMIT], version, name)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -1,21 +1,18 @@
-"""The tuning table for a device: of option ``table``, the user's directory, the package, a near device, or for any."""
+"""The tuning table for a device: of option ``table``, the user's directory, the package, a near device, or for any. The
+core looks for it (``csrc/host/table_choice.h``), by the same rule for the NCCL library."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
-from importlib import resources
+import os
 from pathlib import Path
 
 from llm_comm import _core
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
-from llm_comm.planning.default_tables import emulated_table, general_table
-from llm_comm.planning.installed import look_up
-from llm_comm.planning.layers import LayerRow
-from llm_comm.planning.table_files import TableFile, load_table
-from llm_comm.planning.tables import BY_OPTION, EMULATED, GENERAL, NEAREST, OF_USER, SHIPPED, Origin, TuningTable
+from llm_comm.planning.table_files import TableFile, load_table, table_of, unusable
+from llm_comm.planning.tables import Origin, TuningTable
 
 logger = logging.getLogger("llm_comm")
 
@@ -34,17 +31,23 @@ def check_table_option(config: Config) -> None:
         raise ConfigError(f"option table ({config.origins.get('table', 'Python')}): {error}") from error
 
 
-def shipped_tables() -> Iterator[resources.abc.Traversable]:
-    """The tuning tables that come with the package."""
-    directory = resources.files("llm_comm") / "configs"
-    if directory.is_dir():
-        yield from sorted((f for f in directory.iterdir() if f.name.startswith("tune_")), key=lambda f: f.name)
-
-
 @functools.cache
-def _read_shipped() -> tuple[TableFile, ...]:
-    """What they say. Read once: it takes a good part of a second, and each communicator asks."""
-    return tuple(load_table(path) for path in shipped_tables())
+def shipped_tables() -> tuple[TableFile, ...]:
+    """The tuning tables that come with the package."""
+    return tuple(table_of(**fields) for fields in _core.shipped_tables())
+
+
+def table_directory() -> Path | None:
+    """The user's directory of tables: ``LLM_COMM_TABLE_DIR``, else ``llm_comm/tables`` in ``XDG_CONFIG_HOME`` or
+    ``~/.config``; None for a user without a home. It need not exist. ``llm-comm tune --install`` writes there."""
+    found = _core.table_directory()
+    return None if found is None else Path(found)
+
+
+def installed_files() -> list[Path]:
+    """All files in the user's directory that this llm_comm would look for."""
+    directory = table_directory()
+    return sorted(directory.glob(f"*{_core.table_suffix}")) if directory is not None else []
 
 
 def find_table(
@@ -60,52 +63,15 @@ def find_table(
 
     Raises:
         ConfigError: The table of the option cannot be used. One of the user's directory that cannot be used is warned
-            of and passed over.
+            of, once in a process, and passed over.
     """
-    if config.table is not None:
-        return _of_option(config.table, device_name, world_size)
-    installed = look_up(device_name, world_size)
-    if installed is not None and installed.found is not None:
-        return _found(installed.found.table, OF_USER, str(installed.path))
-    table = _without_installed(device_name, world_size, sm_count, compute_capability)
-    if installed is None:
-        return table
-    return table._replace(origin=table.origin._replace(passed_over=str(installed.path)))
-
-
-def _of_option(path: str, device_name: str, world_size: int) -> TuningTable:
-    device, world, table = load_table(Path(path))
-    if (device, world) != (device_name, world_size):
-        logger.warning(
-            "%s was measured on %d ranks of %s, not on %d of %s: sums are right, the choice may not be the fastest",
-            *(table.name, world, device, world_size, device_name),
+    named = config.table or ""
+    try:
+        fields, origin, remarks = _core.find_table(
+            os.fsencode(named), device_name, world_size, sm_count, compute_capability
         )
-    # Emulated GPUs are not tuned for.
-    is_tuned = device_name == "emulated" or (device, world) == (device_name, world_size)
-    return _found(table, BY_OPTION, path, is_tuned=is_tuned)
-
-
-def _without_installed(device_name: str, world_size: int, sm_count: int, compute_capability: int) -> TuningTable:
-    """The table that the core chooses, by the rule of the NCCL library."""
-    shipped = _read_shipped()
-    measured_on = [(device, world) for device, world, _ in shipped]
-    kind, index, near = _core.choose_table(device_name, world_size, sm_count, compute_capability, measured_on)
-    if kind == EMULATED:
-        return _found(emulated_table(), EMULATED)
-    if kind == GENERAL:
-        return _found(general_table(world_size, sm_count), GENERAL, is_tuned=False)
-    table = shipped[index].table
-    if kind == SHIPPED:
-        return _found(table, SHIPPED)
-    here = table._replace(name=f"{table.name}, nearest: {near}", layers=_layers_of(device_name))
-    return _found(here, NEAREST, is_tuned=False)
-
-
-def _layers_of(device_name: str) -> tuple[LayerRow, ...]:
-    """Linear layers as measured on this very device: a rank computes them alone, so with any number of ranks. Those of
-    a near device say nothing, as its memory may be faster."""
-    return next((table.layers for device, _, table in _read_shipped() if device == device_name), ())
-
-
-def _found(table: TuningTable, kind: str, path: str = "", *, is_tuned: bool = True) -> TuningTable:
-    return table._replace(origin=Origin(kind, path, is_tuned))
+    except ValueError as error:
+        raise unusable(named, error) from None
+    for remark in remarks:
+        logger.warning("%s", remark)
+    return table_of(**fields).table._replace(origin=Origin(*origin))

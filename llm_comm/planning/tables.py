@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from llm_comm import registry
+from llm_comm import _core, registry
 from llm_comm.planning.layers import LayerRow
 from llm_comm.planning.node_rows import NodeRow
 from llm_comm.quoting import shortened
@@ -76,6 +76,12 @@ class Row(NamedTuple):
             **self.tunables(),
             **figures,
         }
+
+
+def row_of_fields(fields: _core.RowFields) -> Row:
+    """A row from the fields that the core has of it."""
+    us, runner_up = fields[9:]
+    return Row(*fields[:9], us, None if runner_up is None else RunnerUp(*runner_up))
 
 
 class MulticastEntry(NamedTuple):

@@ -57,7 +57,7 @@ def table(data: bytes) -> None:
     except ConfigError as error:
         _check_error(error, "table.yaml")
         return
-    path.write_text(table_text(found.device, found.world_size, found.table, {}), encoding="utf-8")
+    path.write_text(table_text(*found), encoding="utf-8")
     assert load_table(path) == found
 
 

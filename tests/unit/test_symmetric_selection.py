@@ -200,7 +200,7 @@ def test_table_files(tmp_path: Path) -> None:
     again = tmp_path / "again.yaml"
     again.write_text(table_text("test device", 8, table, {}), encoding="utf-8")
     assert load_table(again).table._replace(name=table.name) == table
-    with pytest.raises(ConfigError, match="the rows of all_reduce of symmetric tensors must be sorted by up_to"):
+    with pytest.raises(ConfigError, match="rows of all_reduce of symmetric tensors must be sorted by up_to"):
         load_table(write_table(tmp_path / "unsorted.yaml", [LARGE, ORDINARY, SMALL]))
 
 
