@@ -3,7 +3,7 @@
 set(LLM_COMM_CONFIGS "${CMAKE_CURRENT_LIST_DIR}/../configs")
 
 function(llm_comm_table_sources variable)
-  set(sources table_choice table_yaml tables)
+  set(sources table_choice tables yaml)
   list(TRANSFORM sources PREPEND "${LLM_COMM_CSRC}/host/")
   list(TRANSFORM sources APPEND ".cpp")
 

@@ -1,24 +1,20 @@
-"""YAML files of options and tables: nothing in them is passed over, and none costs more than its size.
+"""YAML files of options: nothing in them is passed over, and none costs more than its size.
 
-Only what such files need is read: mappings, lists, words, numbers. PyYAML alone takes the last of two equal keys,
-follows aliases that make gigabytes of a few lines, and ends in whatever exception a value happens to raise.
+The core reads their mappings, lists and words (``csrc/host/yaml.h``), as it does those of tuning tables. PyYAML says
+what a word means.
 """
 
 from __future__ import annotations
 
 import os
-import stat
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from llm_comm.quoting import quoted, shortened
+from llm_comm import _core
+from llm_comm.quoting import quoted
 
-#: PyYAML reads about 100 KiB in a second. The files of this package have 3 KiB.
-MAX_BYTES = 128 << 10
-MAX_DEPTH = 16
 _MAX_NUMBER = 1 << 63
 _MAX_DIGITS = 100
 
@@ -31,150 +27,68 @@ class InvalidYamlError(Exception):
     """A file that cannot be used. The text says why and in which line, and leaves the file's name to others."""
 
 
-class YamlMapping(dict[Any, Any]):
-    """A mapping of a file. ``lines``: where each key stands; ``line``: where it begins."""
-
-    def __init__(self, line: int) -> None:
-        super().__init__()
-        self.line = line
-        self.lines: dict[Any, int] = {}
-
-
-class YamlList(list[Any]):
-    """A list of a file. ``lines``: where each entry begins."""
+class YamlMapping(dict[str, Any]):
+    """A mapping of a file. ``lines``: where each key stands."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lines: list[int] = []
+        self.lines: dict[str, int] = {}
 
 
 def kind_of(value: Any) -> str:
     """What a value of a file is, in a word."""
-    return "dict" if isinstance(value, dict) else "list" if isinstance(value, list) else type(value).__name__
+    return "dict" if isinstance(value, dict) else type(value).__name__
 
 
-def read_yaml(path: Path | resources.abc.Traversable) -> Any:
-    """What a file says: a ``YamlMapping``, a ``YamlList``, a word, number, truth value, or None if it is empty.
+def read_yaml(path: Path) -> Any:
+    """What a file says: a ``YamlMapping``, a list, a word, number, truth value, or None if it is empty.
 
     Raises:
         InvalidYamlError: It cannot be read, is too large, or has something that such a file has no need of.
     """
-    return parse_yaml(_read(path))
+    try:
+        content = _core.read_file(os.fsencode(path))
+    except ValueError as error:
+        raise InvalidYamlError(str(error)) from None
+    return parse_yaml(content)
 
 
 def parse_yaml(content: bytes) -> Any:
     """The same of what is in a file."""
     try:
-        reader = _Reader(content.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise InvalidYamlError(f"line {line}: {type(error).__name__}: {error}") from error
-    except yaml.reader.ReaderError as error:
-        line = content.decode("utf-8").count("\n", 0, error.position) + 1
-        raise InvalidYamlError(f"line {line}: character #x{error.character:04x} is not allowed") from error
-    try:
-        return reader.document()
-    except yaml.MarkedYAMLError as error:
-        raise InvalidYamlError(shortened(str(error))) from error
-    # Escapes and directives with numbers that stand for nothing end in ValueError or OverflowError.
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
-        raise InvalidYamlError(f"line {reader.line()}: {type(error).__name__}: {shortened(str(error))}") from error
+        found = _core.parse_yaml(content)
+    except ValueError as error:
+        raise InvalidYamlError(str(error)) from None
+    return _value(*found)
 
 
-def _read(path: Path | resources.abc.Traversable) -> bytes:
-    try:
-        # A pipe or terminal would be waited for, and has nothing for the second rank that reads it.
-        if isinstance(path, Path) and not stat.S_ISREG(os.stat(path).st_mode):
-            raise InvalidYamlError("it is no ordinary file")
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise InvalidYamlError(f"{type(error).__name__}: {error.strerror}") from error
-    except ValueError as error:  # a name with a NUL
-        raise InvalidYamlError(f"{type(error).__name__}: {shortened(str(error))}") from error
-    if len(content) > MAX_BYTES:
-        raise InvalidYamlError(f"it has more than {MAX_BYTES} bytes")
-    return bytes(content)
-
-
-class _Reader:
-    """Makes values of PyYAML's events, one after the other, so that nothing is made of what is refused."""
-
-    def __init__(self, text: str) -> None:
-        self._loader = yaml.SafeLoader(text)
-        self._loader.name = "this file"
-
-    def line(self) -> int:
-        """How far it has read."""
-        return int(self._loader.line) + 1
-
-    def document(self) -> Any:
-        self._next()  # the begin of the stream
-        if self._loader.check_event(yaml.StreamEndEvent):
-            return None
-        self._next()  # the begin of the document
-        value = self._value(self._next(), 0)
-        self._next()  # its end
-        if not self._loader.check_event(yaml.StreamEndEvent):
-            raise InvalidYamlError(f"line {_line(self._next())}: a second document begins; there may be one")
-        return value
-
-    def _next(self) -> Any:
-        return self._loader.get_event()
-
-    def _value(self, event: Any, depth: int) -> Any:
-        line = _line(event)
-        if isinstance(event, yaml.AliasEvent):
-            raise InvalidYamlError(
-                f"line {line}: aliases (*{shortened(str(event.anchor), 40)}) are not allowed: write it out"
-            )
-        if event.tag is not None:
-            raise InvalidYamlError(f"line {line}: tags ({shortened(event.tag, 40)}) are not allowed")
-        if isinstance(event, yaml.ScalarEvent):
-            return self._scalar(event)
-        if depth == MAX_DEPTH:
-            raise InvalidYamlError(f"line {line}: more than {MAX_DEPTH} levels")
-        is_mapping = isinstance(event, yaml.MappingStartEvent)
-        return self._mapping(line, depth + 1) if is_mapping else self._sequence(depth + 1)
-
-    def _mapping(self, line: int, depth: int) -> YamlMapping:
-        found = YamlMapping(line)
-        while not isinstance(event := self._next(), yaml.MappingEndEvent):
-            line = _line(event)
-            if not isinstance(event, yaml.ScalarEvent | yaml.AliasEvent):
-                raise InvalidYamlError(f"line {line}: a key must be a word")
-            key = self._value(event, depth)
-            if key in found:
-                raise InvalidYamlError(f"line {line}: {quoted(key)} stands in line {found.lines[key]} already")
-            found.lines[key] = line
-            found[key] = self._value(self._next(), depth)
+def _value(line: int, kind: str, content: Any) -> Any:
+    if kind == "mapping":
+        found = YamlMapping()
+        for key, value in content.items():
+            found.lines[key] = value[0]
+            found[key] = _value(*value)
         return found
-
-    def _sequence(self, depth: int) -> YamlList:
-        found = YamlList()
-        while not isinstance(event := self._next(), yaml.SequenceEndEvent):
-            found.lines.append(_line(event))
-            found.append(self._value(event, depth))
-        return found
-
-    def _scalar(self, event: yaml.ScalarEvent) -> Any:
-        """What YAML means by a word. A date stays a word."""
-        tag = self._loader.resolve(yaml.ScalarNode, event.value, event.implicit)
-        node = yaml.ScalarNode(tag, event.value)
-        if tag in _CONSTANTS:
-            return self._loader.construct_object(node)
-        if tag not in _NUMBERS:
-            return event.value
-        if len(event.value) > _MAX_DIGITS:
-            raise InvalidYamlError(f"line {_line(event)}: a number of {len(event.value)} digits")
-        try:
-            number = self._loader.construct_object(node)
-        except (ValueError, OverflowError) as error:
-            raise InvalidYamlError(f"line {_line(event)}: {quoted(event.value)} is no number") from error
-        if isinstance(number, int) and abs(number) >= _MAX_NUMBER:
-            raise InvalidYamlError(f"line {_line(event)}: {quoted(number)} is too large")
-        return number
+    if kind == "list":
+        return [_value(*item) for item in content]
+    return content if kind == "text" else _meaning(content, line)
 
 
-def _line(event: Any) -> int:
-    return int(event.start_mark.line) + 1
+def _meaning(word: str, line: int) -> Any:
+    """What YAML means by a word. A date stays a word."""
+    loader = yaml.SafeLoader("")
+    tag = loader.resolve(yaml.ScalarNode, word, (True, False))
+    node = yaml.ScalarNode(tag, word)
+    if tag in _CONSTANTS:
+        return loader.construct_object(node)
+    if tag not in _NUMBERS:
+        return word
+    if len(word) > _MAX_DIGITS:
+        raise InvalidYamlError(f"line {line}: a number of {len(word)} digits")
+    try:
+        number = loader.construct_object(node)
+    except (ValueError, OverflowError) as error:
+        raise InvalidYamlError(f"line {line}: {quoted(word)} is no number") from error
+    if isinstance(number, int) and abs(number) >= _MAX_NUMBER:
+        raise InvalidYamlError(f"line {line}: {quoted(number)} is too large")
+    return number

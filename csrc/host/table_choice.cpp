@@ -13,7 +13,7 @@
 #include <string_view>
 
 #include "host/planner.h"
-#include "host/table_yaml.h"
+#include "host/yaml.h"
 
 namespace llm_comm::host {
 
@@ -135,13 +135,13 @@ bool find_installed(FoundTable& found, const std::string& device, uint32_t world
   try {
     found.table = read_table(path);
     if (found.table.device != device || found.table.world != world) {
-      throw TableError("it is for " + std::to_string(found.table.world) + " of " + found.table.device +
-                       ", and its name says " + std::to_string(world) + " of " + device);
+      throw FileError("it is for " + std::to_string(found.table.world) + " of " + found.table.device +
+                      ", and its name says " + std::to_string(world) + " of " + device);
     }
     found.origin = "user's directory";
     found.path = path;
     return true;
-  } catch (const TableError& error) {
+  } catch (const FileError& error) {
     found.passed_over = path;
     remark(found, "tuning table " + path + ": " + error.what() +
                       ". It is passed over. `llm-comm tune --install` measures it anew, `llm-comm tune --remove " +

@@ -25,7 +25,7 @@ struct FoundTable {
 };
 
 // `named`: the file of option `table`; nothing without that option. `compute_capability`: 90 for 9.0; 0 where it is not known, and then
-// no device is near. Throws TableError where the named file cannot be used.
+// no device is near. Throws FileError where the named file cannot be used.
 FoundTable find_table(const std::string& named, const std::string& device, uint32_t world, uint32_t sm_count,
                       uint32_t compute_capability);
 

@@ -1,18 +1,13 @@
 #include "host/tables.h"
 
-#include <sys/stat.h>
-
 #include <algorithm>
 #include <cctype>
-#include <cerrno>
 #include <charconv>
-#include <cstring>
-#include <fstream>
 #include <iterator>
 
 #include "algorithms/linear/layer.h"
 #include "host/planner.h"
-#include "host/table_yaml.h"
+#include "host/yaml.h"
 
 namespace llm_comm::host {
 
@@ -20,7 +15,6 @@ namespace {
 
 using Names = std::vector<std::string>;
 
-constexpr size_t kMaxFileBytes = 128 << 10;  // a table has a few KiB
 constexpr uint64_t kMaxNumber = INT64_MAX;
 constexpr double kLongestUs = 1e9;
 constexpr size_t kLongestName = 80;  // that somebody may have meant by another
@@ -74,13 +68,13 @@ std::string guess(const std::string& name, const Names& valid) {
 }
 
 [[noreturn]] void refuse(const std::string& name, const Node& value, const std::string& valid) {
-  throw TableError(name + " is " + shown(value) + "; it must be " + valid, value.line);
+  throw FileError(name + " is " + shown(value) + "; it must be " + valid, value.line);
 }
 
 // A value that is one of some names.
 std::string known(const std::string& name, const Node& value, const Names& valid) {
   if (value.kind == Node::Kind::kWord && is_among(value.word, valid)) return value.word;
-  throw TableError(name + " is " + shown(value) + guess(value.word, valid) + "; valid: " + joined(valid), value.line);
+  throw FileError(name + " is " + shown(value) + guess(value.word, valid) + "; valid: " + joined(valid), value.line);
 }
 
 void require_keys(const Node& node, const Names& keys, const Names& optional) {
@@ -89,7 +83,7 @@ void require_keys(const Node& node, const Names& keys, const Names& optional) {
     if (node.find(key) == nullptr) missing.push_back(key);
   }
   const std::string valid = "; keys: " + joined(keys) + "; optional: " + joined(optional);
-  if (!missing.empty()) throw TableError("it lacks " + joined(missing) + valid);
+  if (!missing.empty()) throw FileError("it lacks " + joined(missing) + valid);
 }
 
 // That a mapping has the keys that it needs, and no others: a number under a misspelt key would not hold.
@@ -98,9 +92,9 @@ void check_keys(const Node& node, const Names& keys, const Names& optional) {
   const Names all = keys + optional;
   for (const auto& [key, value] : node.entries) {
     if (is_among(key, all)) continue;
-    throw TableError("it has no such key as " + shortened(key, kLongestName) + guess(key, all) +
-                         "; keys: " + joined(keys) + "; optional: " + joined(optional),
-                     value.line);
+    throw FileError("it has no such key as " + shortened(key, kLongestName) + guess(key, all) +
+                        "; keys: " + joined(keys) + "; optional: " + joined(optional),
+                    value.line);
   }
 }
 
@@ -163,7 +157,7 @@ std::optional<RunnerUp> runner_up(const Node& row, const std::string& operation)
   const Names keys{"algorithm", "protocol", "us"};
   const bool has_keys = value->entries.size() == keys.size() &&
                         std::all_of(keys.begin(), keys.end(), [&](auto& key) { return value->find(key) != nullptr; });
-  if (!has_keys) throw TableError("runner_up is " + shown(*value) + "; it must have " + joined(keys));
+  if (!has_keys) throw FileError("runner_up is " + shown(*value) + "; it must have " + joined(keys));
   const Node &algorithm = *value->find("algorithm"), &protocol = *value->find("protocol");
   if (!is_program(&algorithm) || protocol.word != "DSL" || !is_among(operation, kOperationsOfPrograms)) {
     Names valid;
@@ -183,11 +177,11 @@ Row row_of_program(const Node& node) {
   check_keys(node, {"operation", "up_to", "algorithm"}, Names{"protocol", "blocks", "threads"} + kFigures);
   const Node& operation = *node.find("operation");
   if (!is_among(operation.word, kOperationsOfPrograms)) {
-    throw TableError("operation is " + shown(operation) + "; programs are selected for " +
-                     joined(kOperationsOfPrograms));
+    throw FileError("operation is " + shown(operation) + "; programs are selected for " +
+                    joined(kOperationsOfPrograms));
   }
   if (const Node* const protocol = node.find("protocol"); protocol != nullptr && protocol->word != "DSL") {
-    throw TableError("protocol is " + shown(*protocol) + "; that of programs is DSL");
+    throw FileError("protocol is " + shown(*protocol) + "; that of programs is DSL");
   }
   const auto tunable = [&](const char* name, uint64_t most) {
     const std::string valid = "a whole number from 1 to " + std::to_string(most) + ". Without it the program chooses";
@@ -307,13 +301,13 @@ auto read_rows(const Node& content, const char* key, const char* kind, const cha
   std::vector<std::pair<std::string, std::vector<R>>> groups;
   const Node* const list = content.find(key);
   if (list != nullptr && !list->is_null() && list->kind != Node::Kind::kList) {
-    throw TableError(std::string(key) + " is " + shown(*list) + "; it must be a list of rows", list->line);
+    throw FileError(std::string(key) + " is " + shown(*list) + "; it must be a list of rows", list->line);
   }
   const size_t count = list == nullptr ? 0 : list->items.size();
   for (size_t i = 0; i < count; ++i) {
     const Node& item = list->items[i];
     try {
-      if (item.kind != Node::Kind::kMapping) throw TableError("it must be 'key: value' pairs");
+      if (item.kind != Node::Kind::kMapping) throw FileError("it must be 'key: value' pairs");
       R row = read(item);
       const std::string name = key_of(row);
       auto group = std::find_if(groups.begin(), groups.end(), [&](const auto& one) { return one.first == name; });
@@ -321,14 +315,14 @@ auto read_rows(const Node& content, const char* key, const char* kind, const cha
       if (!group->second.empty()) {
         const R& before = group->second.back();
         if (row.up_to < before.up_to || (row.up_to == before.up_to && !may_repeat(before))) {
-          throw TableError("rows of " + name + " must be sorted by up_to, in " + unit + "; the one before says " +
-                           std::to_string(before.up_to));
+          throw FileError("rows of " + name + " must be sorted by up_to, in " + unit + "; the one before says " +
+                          std::to_string(before.up_to));
         }
       }
       group->second.push_back(std::move(row));
-    } catch (const TableError& error) {
-      throw TableError(std::string(kind) + " " + std::to_string(i + 1) + ", " + shown(item) + ": " + error.bare,
-                       error.line == 0 ? item.line : error.line);
+    } catch (const FileError& error) {
+      throw FileError(std::string(kind) + " " + std::to_string(i + 1) + ", " + shown(item) + ": " + error.bare,
+                      error.line == 0 ? item.line : error.line);
     }
   }
   std::vector<R> found;
@@ -356,8 +350,8 @@ void read_min_symmetric(const Node& value, Table& table) {
   for (const auto& [operation, least] : value.entries) {
     if (!is_among(operation, operations)) {
       operations.erase(std::unique(operations.begin(), operations.end()), operations.end());
-      throw TableError(key + " names '" + shortened(operation, kLongestName) + "'; operations: " + joined(operations),
-                       least.line);
+      throw FileError(key + " names '" + shortened(operation, kLongestName) + "'; operations: " + joined(operations),
+                      least.line);
     }
     const auto number = number_in(least);
     if (!number || *number > kMaxNumber) refuse(key + " of " + operation, least, valid);
@@ -369,7 +363,7 @@ MulticastEntry read_multicast(const Node& value) {
   const Names keys{"device", "driver", "world_size", "date"};
   if (value.kind != Node::Kind::kMapping || value.entries.size() != keys.size() ||
       std::any_of(keys.begin(), keys.end(), [&](const std::string& key) { return value.find(key) == nullptr; })) {
-    throw TableError("multicast is " + shown(value) + "; it must have " + joined(keys), value.line);
+    throw FileError("multicast is " + shown(value) + "; it must have " + joined(keys), value.line);
   }
   const Node& world = *value.find("world_size");
   const auto found = number_in(world);
@@ -377,28 +371,13 @@ MulticastEntry read_multicast(const Node& value) {
   return {value.find("device")->word, value.find("driver")->word, *found, value.find("date")->word};
 }
 
-std::string text_of(const std::string& path) {
-  if (path.find('\0') != std::string::npos) throw TableError("the name of a file has no NUL");
-  struct stat status{};
-  if (stat(path.c_str(), &status) != 0) throw TableError(std::strerror(errno));
-  // A pipe or terminal would be waited for, and has nothing for the second rank that reads it.
-  if (!S_ISREG(status.st_mode)) throw TableError("it is no ordinary file");
-  std::ifstream file(path, std::ios::binary);
-  if (!file) throw TableError(std::strerror(errno));
-  std::string text(kMaxFileBytes + 1, '\0');
-  file.read(text.data(), static_cast<std::streamsize>(text.size()));
-  text.resize(static_cast<size_t>(file.gcount()));
-  if (text.size() > kMaxFileBytes) throw TableError("it has more than " + std::to_string(kMaxFileBytes) + " bytes");
-  return text;
-}
-
 }  // namespace
 
-Table read_table(const std::string& path) { return parse_table(path.substr(path.rfind('/') + 1), text_of(path)); }
+Table read_table(const std::string& path) { return parse_table(path.substr(path.rfind('/') + 1), read_file(path)); }
 
 Table parse_table(const std::string& name, std::string_view text) {
   const Node content = read_yaml(text);
-  if (content.kind != Node::Kind::kMapping) throw TableError("expected 'key: value' lines, found " + shown(content));
+  if (content.kind != Node::Kind::kMapping) throw FileError("expected 'key: value' lines, found " + shown(content));
   Table table{name};
   const Names limits{"world_size", "max_message_bytes", "max_fused_bytes", "fused_blocks", "min_symmetric_bytes"};
   check_keys(content, {"device", "world_size", "max_message_bytes", "rows"},
@@ -425,7 +404,7 @@ Table parse_table(const std::string& name, std::string_view text) {
     return row.program.empty() && algorithms()[row.algorithm].info->by_switch;
   };
   table.rows = read_rows(content, "rows", "row", "bytes", read_row, key, is_by_switch);
-  if (table.rows.empty()) throw TableError("no rows");
+  if (table.rows.empty()) throw FileError("no rows");
   table.layers = read_rows(content, "layers", "layer", "tokens", read_layer, key, never);
   table.nodes = read_rows(content, "nodes", "row of nodes", "bytes", read_node_row, key, never);
   if (const Node* const measured = content.find("measured")) {

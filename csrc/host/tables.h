@@ -87,7 +87,7 @@ struct Table {
   std::vector<std::pair<std::string, std::string>> measured = {};  // when, and by what
 };
 
-// The table of a file, or of its text. Throws TableError (table_yaml.h), which says what would be valid.
+// The table of a file, or of its text. Throws FileError (yaml.h), which says what would be valid.
 Table read_table(const std::string& path);
 Table parse_table(const std::string& name, std::string_view text);
 

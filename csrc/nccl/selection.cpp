@@ -6,7 +6,7 @@
 
 #include "algorithms/parts.h"
 #include "host/planner.h"
-#include "host/table_yaml.h"
+#include "host/yaml.h"
 #include "nccl/failure.h"
 #include "nccl/log.h"
 
@@ -67,7 +67,7 @@ Table find_table(const std::string& path, const std::string& device, uint32_t wo
       inform("tuning table " + table.name + ": rows that cannot run here are left out: " + std::to_string(left_out));
     }
     return table;
-  } catch (const host::TableError& error) {
+  } catch (const host::FileError& error) {
     throw Failure(ncclInvalidArgument, "tuning table " + path.substr(0, 200) + ": " + error.what());
   }
 }

@@ -9,6 +9,7 @@
 
 #include "host/planner.h"
 #include "host/table_choice.h"
+#include "host/yaml.h"
 
 namespace py = pybind11;
 using namespace llm_comm::host;  // NOLINT: a binding file
@@ -67,9 +68,24 @@ py::dict fields_of(const Table& table) {
                   py::arg("nodes") = fields_of(table.nodes), py::arg("measured") = measured);
 }
 
+// The line of a value, what it is, and its content: of a word, and of a text that stood in quotes, itself.
+py::tuple content_of(const Node& node) {
+  if (node.kind == Node::Kind::kWord) return py::make_tuple(node.line, node.is_quoted ? "text" : "word", node.word);
+  if (node.kind == Node::Kind::kList) {
+    py::list items;
+    for (const Node& item : node.items) items.append(content_of(item));
+    return py::make_tuple(node.line, "list", items);
+  }
+  py::dict entries;
+  for (const auto& [key, value] : node.entries) entries[py::str(key)] = content_of(value);
+  return py::make_tuple(node.line, "mapping", entries);
+}
+
 }  // namespace
 
 void add_tables(py::module_& module) {
+  module.def("read_file", [](const std::string& path) { return py::bytes(read_file(path)); });
+  module.def("parse_yaml", [](const std::string& text) { return content_of(read_yaml(text)); });
   module.def("read_table", [](const std::string& path) { return fields_of(read_table(path)); });
   module.def("shipped_tables", [] {
     py::list found;

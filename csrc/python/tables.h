@@ -1,4 +1,4 @@
-// Tuning tables for Python: what host/tables.h and host/table_choice.h read and find, as tuples.
+// YAML and tuning tables for Python: what host/yaml.h, tables.h and table_choice.h read and find, as tuples.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -21,7 +21,7 @@ from llm_comm.planning.table_files import load_table, table_text
 from llm_comm.runtime import messages
 from llm_comm.runtime.descriptors import Exchange, Invitation, listen
 from llm_comm.runtime.rank_names import RankName, RankNames
-from llm_comm.yaml_files import InvalidYamlError, YamlList, YamlMapping, parse_yaml
+from llm_comm.yaml_files import InvalidYamlError, parse_yaml
 
 LONGEST_ERROR = 4000
 ENVIRONMENT = b"environment\n"
@@ -129,29 +129,23 @@ def _check_error(error: Exception, name: str | bool) -> None:
 
 
 def _compare_with_pyyaml(data: bytes) -> None:
-    """Whatever is taken means what PyYAML says, but for dates and merge keys, which stay words."""
+    """Whatever is taken means what PyYAML says, but for dates, merge keys and keys of any kind, which stay words."""
     try:
         ours = parse_yaml(data)
     except InvalidYamlError:
         return
     try:
         theirs = yaml.safe_load(data.decode("utf-8"))
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, ValueError, TypeError):
         return
-    if "<<" not in repr(ours) and not _has_dates(theirs):
-        assert repr(_plain(ours)) == repr(theirs)
+    if "<<" not in repr(ours) and not _has_words_of_other_kinds(theirs):
+        assert repr(ours) == repr(theirs)
 
 
-def _has_dates(value: Any) -> bool:
+def _has_words_of_other_kinds(value: Any) -> bool:
     if isinstance(value, dict):
-        return any(_has_dates(part) for pair in value.items() for part in pair)
-    return any(map(_has_dates, value)) if isinstance(value, list) else isinstance(value, datetime.date)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, YamlMapping):
-        return {key: _plain(part) for key, part in value.items()}
-    return [_plain(part) for part in value] if isinstance(value, YamlList) else value
+        return any(not isinstance(key, str) or _has_words_of_other_kinds(part) for key, part in value.items())
+    return any(map(_has_words_of_other_kinds, value)) if isinstance(value, list) else isinstance(value, datetime.date)
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {"config": config, "table": table, "messages": message}

@@ -16,7 +16,6 @@ FUSED_TWO_SHOT = "csrc/algorithms/all_reduce_add_rms_norm/two_shot.cuh"
 CHANNEL = "csrc/include/llm_comm/memory_channel.cuh"
 LAYOUT = "csrc/include/llm_comm/workspace_layout.h"
 OPTIONS = "llm_comm/options.py"
-YAML = "llm_comm/yaml_files.py"
 QUOTING = "llm_comm/quoting.py"
 MESSAGES = "llm_comm/runtime/messages.py"
 DESCRIPTORS = "llm_comm/runtime/descriptors.py"
@@ -45,7 +44,6 @@ BOUNDS = "tests/unit/test_bounds_of_launches.py"
 CANDIDATES = "tests/unit/test_candidates.py"
 FUSED_SHAPES = "tests/unit/test_fused_selection.py"
 OF_CONFIG = "tests/unit/test_config.py"
-OF_FILES = "tests/unit/test_hostile_files.py"
 OF_QUOTING = "tests/unit/test_quoting.py"
 OF_MESSAGES = "tests/unit/test_messages.py"
 OF_DESCRIPTORS = "tests/unit/test_descriptors.py"
@@ -219,15 +217,6 @@ EDGES: tuple[Mutant, ...] = (
         "and len(value) <= _MAX_PATH",
         "and len(value) <= 2 * _MAX_PATH",
         OF_CONFIG,
-    ),
-    python("a full file is refused", YAML, "if len(content) > MAX_BYTES:", "if len(content) >= MAX_BYTES:", OF_FILES),
-    python("a level more", YAML, "if depth == MAX_DEPTH:", "if depth > MAX_DEPTH:", OF_FILES),
-    python(
-        "an alias of a key is no word",
-        YAML,
-        "isinstance(event, yaml.ScalarEvent | yaml.AliasEvent)",
-        "isinstance(event, yaml.ScalarEvent)",
-        OF_FILES,
     ),
     python(
         "a text that fits is cut",

@@ -6,7 +6,7 @@ from mutant import Mutant, cpp, python
 
 SELECTION = "llm_comm/planning/selection.py"
 TABLES = "llm_comm/planning/tables.py"
-READER = "csrc/host/table_yaml.cpp"
+READER = "csrc/host/yaml.cpp"
 FILES = "csrc/host/tables.cpp"
 TABLE_CHOICE = "csrc/host/table_choice.cpp"
 PLAN = "llm_comm/planning/plan.py"
@@ -170,10 +170,10 @@ PLANNING: tuple[Mutant, ...] = (
     cpp("a number in quotes is one", FILES, "!value.is_quoted && !is_octal", "!is_octal", OF_TABLES),
     cpp("a tunable may be less", FILES, "*found < least", "false", OF_TABLES),
     cpp("the largest value of a tunable is refused", FILES, "*found > most", "*found >= most", OF_TABLES),
-    cpp("a full table is refused", FILES, "text.size() > kMaxFileBytes", "text.size() >= kMaxFileBytes", OF_HOSTILE),
-    cpp("a table has a level more", READER, "level == kMaxLevels", "level > kMaxLevels", OF_HOSTILE),
+    cpp("a full file is refused", READER, "text.size() > kMaxFileBytes", "text.size() >= kMaxFileBytes", OF_HOSTILE),
+    cpp("a file has a level more", READER, "level == kMaxLevels", "level > kMaxLevels", OF_HOSTILE),
     cpp("the last of two equal keys counts", READER, "mapping.find(key.word)", "nullptr", OF_HOSTILE),
-    cpp("empty lines in quotes are spaces", READER, "lines == 1", "lines >= 1", OF_TABLES),
+    cpp("empty lines in quotes are spaces", READER, "empty == 0", "true", OF_TABLES),
     python(
         "rows of the largest length are declined",
         REGISTRY,

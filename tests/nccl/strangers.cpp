@@ -14,8 +14,8 @@
 #include <thread>
 #include <vector>
 
-#include "host/table_yaml.h"
 #include "host/tables.h"
+#include "host/yaml.h"
 #include "nccl/agreement.h"
 #include "nccl/bootstrap.h"
 #include "nccl/failure.h"
@@ -184,7 +184,7 @@ void readers_get_damaged_input(std::mt19937& random) {
   const size_t first_rows = text.find("rows:");
   try {
     host::parse_table("damaged", damaged(text.substr(0, first_rows + 600), random));
-  } catch (const host::TableError&) {
+  } catch (const host::FileError&) {
   }
 }
 

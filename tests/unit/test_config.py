@@ -449,7 +449,7 @@ def test_unusable_file(content: bytes, found: str, file: Path) -> None:
 
 
 def test_missing_file(file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config\.yaml: cannot read the configuration: FileNotFoundError: No such"):
+    with pytest.raises(ConfigError, match=r"config\.yaml: cannot read the configuration: No such file"):
         Config.load({"LLM_COMM_CONFIG": str(file)})
 
 

@@ -14,8 +14,10 @@ import pytest
 from llm_comm import Config, ConfigError
 from llm_comm.planning import catalogue
 from llm_comm.planning.table_files import load_table
-from llm_comm.yaml_files import MAX_BYTES, MAX_DEPTH, InvalidYamlError, parse_yaml, read_yaml
+from llm_comm.yaml_files import InvalidYamlError, parse_yaml, read_yaml
 
+#: Of a file.
+MAX_BYTES, MAX_DEPTH = 128 << 10, 16
 #: The longest error names every option.
 LONGEST_ERROR = 2000
 DIGITS = "9" * 5000
@@ -39,8 +41,7 @@ READERS = {"config": error_of_config, "table": error_of_table}
 HEAD = {"config": "pdl: true\n", "table": "device: x\n"}
 TAIL = {"config": "", "table": "\nworld_size: 2\nrows:"}
 
-#: What stands from line 2 on, and what the error says. ``KEY`` is an option of the one and a limit of the other. Tables
-#: have a reader of their own, in the core.
+#: What stands from line 2 on, and what the error says. ``KEY`` is an option of the one and a limit of the other.
 HOSTILE = {
     "digits": (f"KEY: {DIGITS}", "line 2: a number of 5000 digits"),
     "digits of another base": (f"KEY: 0x{'f' * 5000}", "line 2: a number of 5002 digits"),
@@ -52,38 +53,34 @@ HOSTILE = {
         "a: &a [x, x, x, x, x, x, x, x, x]\n"
         + "\n".join(f"{b}: &{b} [{', '.join(['*' + a] * 9)}]" for a, b in zip("abcdefgh", "bcdefghi", strict=True))
         + "\nKEY: *i",
-        "line 3: aliases (*a) are not allowed",
+        "line 2: aliases (&a) are not allowed",
     ),
-    "an alias for a key": ("a: &a x\n*a : 1", "line 3: aliases (*a) are not allowed"),
+    "an alias for a key": ("a: x\n*a : 1", "line 3: aliases (*a) are not allowed"),
     "a key twice": ("KEY: 1\nlog: info\nKEY: 2", "line 4: 'KEY' stands in line 2 already"),
     "a key twice further down": ("KEY: {a: 1,\n  a: 2}", "line 3: 'a' stands in line 2 already"),
-    "a tag": ("KEY: !!binary aGVsbG8=", "line 2: tags (tag:yaml.org,2002:binary) are not allowed"),
-    "a tag of Python": ("KEY: !!python/object/apply:os.system [true]", "line 2: tags (tag:yaml.org,2002:python"),
+    "a tag": ("KEY: !!binary aGVsbG8=", "line 2: tags (!!binary) are not allowed"),
+    "a tag of Python": (
+        "KEY: !!python/object/apply:os.system [true]",
+        "line 2: tags (!!python/object/",
+    ),
     "a key that is a list": ("? [a]\n: 1", "line 2: a key must be a word"),
     "a second document": ("---\nKEY: 1", "line 2: a second document begins"),
-    "a character that is none": ('KEY: "\\Uffffffff"', "line 2: OverflowError"),
+    "a character that is none": ('KEY: "\\Uffffffff"', "line 2: character #xffffffff is not allowed"),
     "a NUL": ("#\nKEY: a\0b", "line 3: character #x0000 is not allowed"),
-    "other bytes than those of UTF-8": ("#\nKEY: \udcff", "line 3: UnicodeDecodeError"),
-    "no end": ("KEY: 'a", "line 2, column"),
+    "other bytes than those of UTF-8": ("#\nKEY: \udcff", "line 3: its bytes are not those of UTF-8"),
+    "no end": ("KEY: 'a", "line 2: the quote ' has no end"),
     "too long": ("KEY: 1\n" + "#" * MAX_BYTES, f"it has more than {MAX_BYTES} bytes"),
-    "a version": (f"%YAML {DIGITS}.1\n---\nKEY: 1", "line 1: ValueError"),
+    "a version": (f"%YAML {DIGITS}.1\n---\nKEY: 1", "line 1: a word cannot begin with %"),
 }
 KEYS = {"config": "timeout_s", "table": "max_message_bytes"}
 
 
+#: What a word means is looked at where it is used.
 OF_TABLES = {
     "digits": "line 2: max_message_bytes is 99999",
     "digits of another base": "line 2: max_message_bytes is '0xfff",
     "a number without digits": "line 2: max_message_bytes is '0x_'; it must be a whole number",
     "more than 63 bits": "line 2: max_message_bytes is 9223372036854775808; it must be",
-    "aliases": "line 2: aliases (&a) are not allowed",
-    "an alias for a key": "line 2: aliases (&a) are not allowed",
-    "a tag": "line 2: tags (!!binary) are not allowed",
-    "a tag of Python": "line 2: tags (!!python/object/apply:os.system) are not allowed",
-    "a character that is none": "line 2: character #xffffffff is not allowed",
-    "other bytes than those of UTF-8": "line 3: its bytes are not those of UTF-8",
-    "no end": "line 2: the quote ' has no end",
-    "a version": "line 1: a word cannot begin with %",
 }
 
 

@@ -1,8 +1,13 @@
-#include "host/table_yaml.h"
+#include "host/yaml.h"
+
+#include <sys/stat.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <charconv>
 #include <cstdint>
+#include <cstring>
+#include <fstream>
 #include <tuple>
 
 namespace llm_comm::host {
@@ -10,6 +15,7 @@ namespace llm_comm::host {
 namespace {
 
 constexpr int kMaxLevels = 16;
+constexpr size_t kMaxFileBytes = 128 << 10;  // files of this package have a few KiB
 constexpr size_t kMostOfAValue = 120;
 constexpr size_t kMostOfAToken = 40;
 constexpr std::string_view kFlow = ",[]{}";
@@ -27,8 +33,10 @@ std::string number_of(uint32_t code) {
 }
 
 bool is_character(uint32_t code) {
-  const bool is_control = code < 0x20 && code != '\t' && code != '\n' && code != '\r';
-  return !is_control && code != 0x7f && code <= 0x10ffff && (code < 0xd800 || code > 0xdfff);
+  const bool is_control = (code < 0x20 && code != '\t' && code != '\n') || (code >= 0x7f && code < 0xa0);
+  // To YAML, U+2028 and U+2029 are ends of lines.
+  const bool is_surrogate = code >= 0xd800 && code <= 0xdfff;
+  return !is_control && !is_surrogate && code != 0x2028 && code != 0x2029 && code <= 0x10ffff;
 }
 
 std::string in_utf8(uint32_t code) {
@@ -62,7 +70,7 @@ class Reader {
 
   Node document() {
     skip();
-    if (is_begin_of_document()) {
+    if (!at_end() && is_marker()) {
       pos_ += 3;
       skip();
     }
@@ -74,13 +82,14 @@ class Reader {
   }
 
  private:
-  [[noreturn]] void fail(const std::string& what) const { throw TableError(what, line_); }
+  [[noreturn]] void fail(const std::string& what) const { throw FileError(what, line_); }
 
   void check_characters() {
     for (size_t length = 0; pos_ < text_.size(); pos_ += length) {
       const auto [code, bytes] = first_character(text_.substr(pos_));
       if (bytes == 0) fail("its bytes are not those of UTF-8");
-      if (!is_character(code)) fail("character " + number_of(code) + " is not allowed");
+      const bool ends_line = code == '\r' && text_.substr(pos_, 2) == "\r\n";
+      if (!is_character(code) && !ends_line) fail("character " + number_of(code) + " is not allowed");
       if (code == '\n') ++line_;
       length = bytes;
     }
@@ -94,7 +103,11 @@ class Reader {
   int column() const { return static_cast<int>(pos_ - line_start_); }
   // Whether it begins an entry of a list.
   bool is_dash() const { return peek() == '-' && is_blank(peek(1)); }
-  bool is_begin_of_document() const { return column() == 0 && text_.substr(pos_, 3) == "---" && is_blank(peek(3)); }
+  // Whether a document begins or ends here.
+  bool is_marker() const {
+    const std::string_view marker = text_.substr(pos_, 3);
+    return column() == 0 && (marker == "---" || marker == "...") && is_blank(peek(3));
+  }
   std::string token() const {
     const std::string_view rest = text_.substr(pos_);
     return shortened(std::string(rest.substr(0, rest.find_first_of(" \t\r\n,[]{}"))), kMostOfAToken);
@@ -118,7 +131,7 @@ class Reader {
         fail("it is indented by a tab: take spaces");
       }
     }
-    if (!is_first && !at_end() && is_begin_of_document()) fail("a second document begins; there may be one");
+    if (!is_first && !at_end() && is_marker()) fail("a second document begins; there may be one, without ...");
   }
 
   // Whether what was read is a key: its colon is next.
@@ -138,7 +151,7 @@ class Reader {
     const int column = this->column();
     Node found = word(false);
     if (is_key()) return mapping(std::move(found), column, level);
-    if (!found.is_quoted) read_more_lines(found, parent);
+    if (!found.is_quoted) read_more_lines(found, parent, false);
     return found;
   }
 
@@ -166,7 +179,7 @@ class Reader {
     if (is_dash()) fail("a list begins on a line of its own");
     Node found = is_in(peek(), "[{") ? flow(level) : word(false);
     if (is_key()) fail("'" + shortened(found.word, kMostOfAToken) + ":' is a second key in a line: put it in quotes");
-    if (found.kind == Node::Kind::kWord && !found.is_quoted) read_more_lines(found, column);
+    if (found.kind == Node::Kind::kWord && !found.is_quoted) read_more_lines(found, column, false);
     return found;
   }
 
@@ -192,11 +205,7 @@ class Reader {
     if (peek() == '{') return flow_mapping(level);
     if (peek() == '[') return flow_list(level);
     Node found = word(true);
-    while (!found.is_quoted) {
-      skip();
-      if (at_end() || is_in(peek(), ",:[]{}")) break;
-      found.word.append(" ").append(plain(true));
-    }
+    if (!found.is_quoted) read_more_lines(found, -1, true);
     return found;
   }
 
@@ -247,7 +256,7 @@ class Reader {
 
   static void add(Node& mapping, const Node& key, Node value) {
     if (const Node* const before = mapping.find(key.word)) {
-      throw TableError(
+      throw FileError(
           "'" + shortened(key.word, kMostOfAValue) + "' stands in line " + std::to_string(before->line) + " already",
           key.line);
     }
@@ -260,8 +269,9 @@ class Reader {
     if (c == '&' || c == '*') fail("aliases (" + token() + ") are not allowed: write it out");
     if (c == '!') fail("tags (" + token() + ") are not allowed");
     if (c == '|' || c == '>') fail("blocks of text (| and >) are not allowed: write it in quotes");
-    if (is_in(c, "[{") || (c == '?' && is_blank(peek(1)))) fail("a key must be a word");
-    if (is_in(c, ",]}%@`") || (c == ':' && is_blank(peek(1)))) fail(std::string("a word cannot begin with ") + c);
+    if (is_in(c, "[{") || (c == '?' && (in_flow || is_blank(peek(1))))) fail("a key must be a word");
+    if (is_in(c, ",]}%@`") || is_dash() || (c == ':' && is_blank(peek(1))))
+      fail(std::string("a word cannot begin with ") + c);
     Node found;
     found.line = line_;
     found.is_quoted = c == '\'' || c == '"';
@@ -284,18 +294,17 @@ class Reader {
   }
 
   // The lines of a plain word behind its first, which are indented further than what it belongs to.
-  void read_more_lines(Node& word, int parent) {
+  void read_more_lines(Node& word, int parent, bool in_flow) {
     while (at_line_end() && !at_end()) {
       const auto before = std::tuple(pos_, line_, line_start_);
-      const size_t next = text_.find_first_not_of(" \t\r\n", pos_);
-      const bool is_comment = next != std::string_view::npos && text_[next] == '#';
-      if (!is_comment) skip();
-      if (is_comment || at_end() || column() <= parent) {
+      const std::string between = fold_lines();
+      const bool is_other = at_end() || peek() == '#' || is_marker() || column() <= parent;
+      if (is_other || (in_flow && is_in(peek(), ",:[]{}"))) {
         std::tie(pos_, line_, line_start_) = before;
         return;
       }
-      word.word.append(" ").append(plain(false));
-      if (is_key()) fail("it is indented like more of the word in line " + std::to_string(word.line));
+      word.word.append(between).append(plain(in_flow));
+      if (!in_flow && is_key()) fail("it is indented like more of the word in line " + std::to_string(word.line));
     }
   }
 
@@ -304,12 +313,11 @@ class Reader {
     ++pos_;
     std::string found;
     for (;;) {
-      if (at_end()) throw TableError(std::string("the quote ") + quote + " has no end", begin);
+      if (at_end()) throw FileError(std::string("the quote ") + quote + " has no end", begin);
       const char c = peek();
       if (c == '\n') {
         while (!found.empty() && is_in(found.back(), " \t\r")) found.pop_back();
-        const int lines = next_line();
-        found += lines == 1 ? " " : std::string(static_cast<size_t>(lines) - 1, '\n');
+        found += fold_lines();
         continue;
       }
       ++pos_;
@@ -326,23 +334,24 @@ class Reader {
     }
   }
 
-  // To the next line that is not empty, within quotes. Returns how many lines that is.
-  int next_line() {
+  // To the next line that is not empty, within a word. Returns what stands for that in the word.
+  std::string fold_lines() {
     const int begin = line_;
     for (; is_blank(peek()) && !at_end(); ++pos_) {
       if (peek() != '\n') continue;
       ++line_;
       line_start_ = pos_ + 1;
     }
-    return line_ - begin;
+    const int empty = line_ - begin - 1;
+    return empty == 0 ? " " : std::string(static_cast<size_t>(empty), '\n');
   }
 
   std::string escaped() {
-    constexpr std::string_view kNames = "tnr\"/\\ N_LP";
-    constexpr uint32_t kCodes[] = {'\t', '\n', '\r', '"', '/', '\\', ' ', 0x85, 0xa0, 0x2028, 0x2029};
+    constexpr std::string_view kNames = "tn\"/\\ _";
+    constexpr uint32_t kCodes[] = {'\t', '\n', '"', '/', '\\', ' ', 0xa0};
     const char name = peek();
     if (name == '\n') {
-      next_line();
+      fold_lines();
       return "";
     }
     const size_t digits = name == 'x' ? 2 : name == 'u' ? 4 : name == 'U' ? 8 : 0;
@@ -396,6 +405,21 @@ const Node* Node::find(std::string_view key) const {
   const auto found =
       std::find_if(entries.begin(), entries.end(), [&](const auto& entry) { return entry.first == key; });
   return found == entries.end() ? nullptr : &found->second;
+}
+
+std::string read_file(const std::string& path) {
+  if (path.find('\0') != std::string::npos) throw FileError("the name of a file has no NUL");
+  struct stat status{};
+  if (stat(path.c_str(), &status) != 0) throw FileError(std::strerror(errno));
+  // A pipe or terminal would be waited for, and has nothing for the second rank that reads it.
+  if (!S_ISREG(status.st_mode)) throw FileError("it is no ordinary file");
+  std::ifstream file(path, std::ios::binary);
+  if (!file) throw FileError(std::strerror(errno));
+  std::string text(kMaxFileBytes + 1, '\0');
+  file.read(text.data(), static_cast<std::streamsize>(text.size()));
+  text.resize(static_cast<size_t>(file.gcount()));
+  if (text.size() > kMaxFileBytes) throw FileError("it has more than " + std::to_string(kMaxFileBytes) + " bytes");
+  return text;
 }
 
 Node read_yaml(std::string_view text) { return Reader(text).document(); }

@@ -1,8 +1,8 @@
-// The reader of tuning tables' YAML, for Communicator and for the NCCL library: one reader, so both take and refuse the same files.
+// The reader of YAML, of tuning tables (for Communicator and for the NCCL library) and of configuration files: all take and refuse alike.
 //
-// A table is written by `llm-comm tune`, or by hand. The reader takes mappings and lists, in lines or in braces; words, plain or in quotes;
-// and comments. It refuses what a table has no need of, with the number of the line: aliases and anchors, tags, blocks of text (| and >),
-// directives, a second document, equal keys, and more than 16 levels. No YAML library for C++ is there wherever `pip install .` compiles.
+// It takes mappings and lists, in lines or in braces; words, plain or in quotes; and comments. It refuses what such a file has no need of,
+// with the number of the line: aliases and anchors, tags, blocks of text (| and >), directives, a second document, equal keys, and more
+// than 16 levels. No YAML library for C++ is there wherever `pip install .` compiles.
 #pragma once
 
 #include <stdexcept>
@@ -13,9 +13,9 @@
 
 namespace llm_comm::host {
 
-// What is wrong with a table, without the name of its file.
-struct TableError : std::invalid_argument {
-  explicit TableError(const std::string& text, int in_line = 0)
+// What is wrong with a file, without its name.
+struct FileError : std::invalid_argument {
+  explicit FileError(const std::string& text, int in_line = 0)
       : std::invalid_argument(in_line == 0 ? text : "line " + std::to_string(in_line) + ": " + text),
         bare(text),
         line(in_line) {}
@@ -38,7 +38,9 @@ struct Node {
   const Node* find(std::string_view key) const;
 };
 
-// Throws TableError. The words of the result are UTF-8 without control characters but for line ends and tabs.
+// The content of an ordinary file of at most 128 KiB, and what it means. Both throw FileError. Words are UTF-8 without control characters
+// but for line ends and tabs.
+std::string read_file(const std::string& path);
 Node read_yaml(std::string_view text);
 
 // A value as an error shows it, cut where it is long.
