@@ -176,23 +176,10 @@ def shape(algorithm: int, problem: Problem, choice: Choice, limits: Limits, /) -
 # Simplest first.
 def candidates(algorithm: int, problem: Problem, limits: Limits, /) -> list[Choice]: ...
 
-# What a tuning table says (csrc/host/tables.h): keywords of planning.table_files.table_of. Rows are tuples in the order
-# of the fields of planning.tables.Row, LayerRow and NodeRow.
-class TableFields(TypedDict):
-    name: str
-    device: str
-    world_size: int
-    max_message_bytes: int
-    max_fused_bytes: int
-    fused_blocks: int
-    min_symmetric_bytes: int | dict[str, int]
-    multicast: tuple[str, str, int, str] | None
-    rows: list[RowFields]
-    layers: list[tuple[Any, ...]]
-    nodes: list[tuple[Any, ...]]
-    measured: dict[str, str]
-
-RowFields: TypeAlias = tuple[int, str, str, str, int, int, int, int, int, float | None, tuple[str, str, float] | None]
+# Fields of a planning.tables.Row, and what a tuning table says (csrc/host/tables.h): the parameters of
+# planning.table_files.table_of.
+RowFields: TypeAlias = tuple[int, str, str, str, int, int, int, int, int, float | None, dict[str, Any] | None]
+TableFields: TypeAlias = tuple[str, str, int, int, list[RowFields], dict[str, Any]]
 
 # The content of an ordinary file, and what its YAML says (csrc/host/yaml.h): the line of a value, "word", "text" (in
 # quotes), "list" or "mapping", and its content. Both raise ValueError.

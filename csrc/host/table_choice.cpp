@@ -13,7 +13,6 @@
 #include <string_view>
 
 #include "host/planner.h"
-#include "host/yaml.h"
 
 namespace llm_comm::host {
 
@@ -82,10 +81,10 @@ Table general_table(uint32_t world, uint32_t sm_count) {
   const uint64_t one_shot = 400 * kKiB / std::max(1u, world - 1);
   return {.name = "general table",
           .max_message_bytes = 8 * kMiB,
-          .fused_blocks = kFusedBlocksOfMultiprocessor * uint64_t{sm_count},
           .rows = {row("all_reduce", one_shot, "one_shot", "LL", {.blocks = 2 * sm_count, .tile_lines = 16}),
                    row("all_reduce", 512 * kKiB, "two_shot", "LL", {.blocks = 4 * sm_count, .tile_lines = 16}),
-                   row("all_reduce", 64 * kMiB, "two_shot", "LL", {.blocks = 8 * sm_count, .tile_lines = 32})}};
+                   row("all_reduce", 64 * kMiB, "two_shot", "LL", {.blocks = 8 * sm_count, .tile_lines = 32})},
+          .content = read_yaml("fused_blocks: " + std::to_string(kFusedBlocksOfMultiprocessor * sm_count))};
 }
 
 // Small blocks: an emulated GPU has few lanes, and every path is to be taken.
@@ -95,8 +94,6 @@ Table emulated_table() {
   constexpr const char* kFused = "all_reduce_add_rms_norm";
   Table table{.name = "emulated",
               .max_message_bytes = kLarge,
-              .max_fused_bytes = kLarge,
-              .min_symmetric_bytes = 0,
               .rows = {row("all_reduce", kSmall, "one_shot", "LL", {.blocks = 2, .tile_lines = 16}),
                        row("all_reduce", kLarge, "two_shot", "LL", {.blocks = 4, .tile_lines = 16, .depth = 1}),
                        row(kFused, kSmall, "one_shot", "LL", {.blocks = 4, .threads = 128, .cluster = 2}),
@@ -107,13 +104,17 @@ Table emulated_table() {
     table.rows.push_back(row(operation, kSmall, "one_shot", "LL", {.blocks = 2, .tile_lines = 16}));
     table.rows.push_back(row(operation, kLarge, "push_hb", "HB", {.blocks = 4, .tile_lines = 64, .depth = 2}));
   }
-  for (uint64_t nodes = 2; nodes <= 8; ++nodes) {
-    const char* const pieces = nodes > 2 ? "all_to_all" : "all_gather";
-    table.nodes.insert(table.nodes.end(), {{nodes, 32 * kKiB, "all_gather", 0, true},
-                                           {nodes, 64 * kKiB, pieces, 0, true},
-                                           {nodes, kMiB, pieces, 32 * kKiB, true},
-                                           {nodes, kLarge, pieces, 4 * kMiB, true}});
+  std::string content = "max_fused_bytes: 67108864\nmin_symmetric_bytes: 0\nnodes:";
+  for (int nodes = 2; nodes <= 8; ++nodes) {
+    const std::string pieces = nodes > 2 ? "all_to_all" : "all_gather";
+    for (const std::string& way :
+         {std::string("32768, exchange: all_gather, chunk_bytes: 0"), "65536, exchange: " + pieces + ", chunk_bytes: 0",
+          "1048576, exchange: " + pieces + ", chunk_bytes: 32768",
+          "67108864, exchange: " + pieces + ", chunk_bytes: 4194304"}) {
+      content += "\n- {nodes: " + std::to_string(nodes) + ", up_to: " + way + ", is_faster: true}";
+    }
   }
+  table.content = read_yaml(content);
   return table;
 }
 
@@ -183,7 +184,10 @@ void find_shipped(FoundTable& found, const std::string& device, uint32_t world, 
   // Linear layers as measured on this very device: a rank computes them alone, so with any number of ranks. Those of a near device say
   // nothing, as its memory may be faster.
   const auto alike = first([&](const Table& one) { return one.device == device; });
-  found.table.layers = alike == shipped.end() ? std::vector<LayerRow>() : alike->layers;
+  const Node* const layers = alike == shipped.end() ? nullptr : alike->content.find("layers");
+  auto& entries = found.table.content.entries;
+  std::erase_if(entries, [](const auto& entry) { return entry.first == "layers"; });
+  if (layers != nullptr) entries.emplace_back("layers", *layers);
 }
 
 }  // namespace

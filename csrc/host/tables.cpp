@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <cctype>
 #include <charconv>
-#include <iterator>
+#include <map>
+#include <utility>
 
 #include "algorithms/linear/layer.h"
 #include "host/planner.h"
-#include "host/yaml.h"
 
 namespace llm_comm::host {
 
@@ -98,22 +98,12 @@ void check_keys(const Node& node, const Names& keys, const Names& optional) {
   }
 }
 
-std::optional<uint64_t> number_in(const Node& value) {
-  const std::string& word = value.word;
-  uint64_t found = 0;
-  const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), found);
-  // YAML takes 010 for eight.
-  const bool is_octal = word.size() > 1 && word[0] == '0';
-  const bool is_whole = error == std::errc() && end == word.data() + word.size() && !value.is_quoted && !is_octal;
-  return is_whole ? std::optional(found) : std::nullopt;
-}
-
-// A number under a key; `otherwise` where there is no such key.
+// A number under a key; 0 where there is no such key.
 uint64_t number(const Node& node, const std::string& key, uint64_t least, uint64_t most, const std::string& valid,
-                uint64_t otherwise = 0, uint64_t multiple = 1) {
+                uint64_t multiple = 1) {
   const Node* const value = node.find(key);
-  if (value == nullptr) return otherwise;
-  const auto found = number_in(*value);
+  if (value == nullptr) return 0;
+  const auto found = value->whole_number();
   if (!found || *found < least || *found > most || *found % multiple != 0) refuse(key, *value, valid);
   return *found;
 }
@@ -127,20 +117,13 @@ bool truth(const Node& node, const std::string& key) {
   refuse(key, value, "true or false");
 }
 
-// Microseconds. A time that another was taken off can be negative.
-std::optional<double> time(const Node& node, const std::string& key, const std::string& name) {
+// Microseconds, if there is such a key. A time that another was taken off can be negative.
+void check_time(const Node& node, const std::string& key, const std::string& name) {
   const Node* const value = node.find(key);
-  if (value == nullptr) return std::nullopt;
-  double found = 0;
-  const char* const end = value->word.data() + value->word.size();
-  const auto [last, error] = std::from_chars(value->word.data(), end, found);
-  const bool is_within = found >= -kLongestUs && found <= kLongestUs;
-  if (value->is_quoted || error != std::errc() || last != end || !is_within) {
-    refuse(name, *value, "a number of microseconds");
-  }
-  return found;
+  if (value == nullptr) return;
+  const auto found = value->number();
+  if (!found || *found < -kLongestUs || *found > kLongestUs) refuse(name, *value, "a number of microseconds");
 }
-std::optional<double> time(const Node& node, const std::string& key) { return time(node, key, key); }
 
 bool is_program(const Node* name) {
   constexpr std::string_view kPrefix = "dsl:";
@@ -151,24 +134,29 @@ bool is_program(const Node* name) {
          std::all_of(word.begin() + kPrefix.size(), word.end(), is_of_name);
 }
 
-std::optional<RunnerUp> runner_up(const Node& row, const std::string& operation) {
-  const Node* const value = row.find("runner_up");
-  if (value == nullptr) return std::nullopt;
-  const Names keys{"algorithm", "protocol", "us"};
-  const bool has_keys = value->entries.size() == keys.size() &&
-                        std::all_of(keys.begin(), keys.end(), [&](auto& key) { return value->find(key) != nullptr; });
-  if (!has_keys) throw FileError("runner_up is " + shown(*value) + "; it must have " + joined(keys));
-  const Node &algorithm = *value->find("algorithm"), &protocol = *value->find("protocol");
+// That a mapping has some keys and no others.
+void require_exactly(const std::string& name, const Node& value, const Names& keys) {
+  const bool has_keys = std::all_of(keys.begin(), keys.end(), [&](auto& key) { return value.find(key) != nullptr; });
+  if (has_keys && value.entries.size() == keys.size()) return;
+  throw FileError(name + " is " + shown(value) + "; it must have " + joined(keys), value.line);
+}
+
+void check_figures(const Node& row, const std::string& operation) {
+  check_time(row, "us", "us");
+  const Node* const runner_up = row.find("runner_up");
+  if (runner_up == nullptr) return;
+  require_exactly("runner_up", *runner_up, {"algorithm", "protocol", "us"});
+  const Node &algorithm = *runner_up->find("algorithm"), &protocol = *runner_up->find("protocol");
   if (!is_program(&algorithm) || protocol.word != "DSL" || !is_among(operation, kOperationsOfPrograms)) {
     Names valid;
     for (const Algorithm& one : algorithms()) {
       if (one.operation->name == operation) valid.push_back(std::string(one.info->name) + " " + one.info->protocol);
     }
-    Node both;
-    both.word = algorithm.word + " " + protocol.word;
+    Node both = algorithm;
+    both.word += " " + protocol.word;
     known("runner_up", both, valid);
   }
-  return RunnerUp{algorithm.word, protocol.word, *time(*value, "us", "us of runner_up")};
+  check_time(*runner_up, "us", "us of runner_up");
 }
 
 // A row that names a program of llm_comm.dsl. Whether there is such a program, and whether it can be launched with so many blocks and
@@ -240,135 +228,121 @@ Row row_of_algorithm(const Node& node) {
 
 Row read_row(const Node& node) {
   Row row = is_program(node.find("algorithm")) ? row_of_program(node) : row_of_algorithm(node);
-  row.us = time(node, "us");
-  row.runner_up = runner_up(node, row.operation);
+  check_figures(node, row.operation);
+  if (const Node* const us = node.find("us")) row.us = *us;
+  if (const Node* const runner_up = node.find("runner_up")) row.runner_up = *runner_up;
   return row;
 }
 
-LayerRow read_layer(const Node& node) {
-  const Names tunables{"block_outputs", "stages", "stage_boxes"};
-  check_keys(node, {"operation", "outputs", "inputs", "pdl", "up_to", "is_faster"},
-             tunables + Names{"us", "cublas_us"});
-  const std::string fp8 = "_fp8", linear = "linear", silu = "linear_silu_and_mul";
-  const std::string operation = known("operation", *node.find("operation"), {linear, silu, linear + fp8, silu + fp8});
-  const bool is_fp8 = operation == linear + fp8 || operation == silu + fp8;
-  const auto features = [&](const char* name, uint64_t multiple) {
-    return number(node, name, 1, linear::kMaxFeatures,
-                  "a multiple of " + std::to_string(multiple) + " up to " + std::to_string(linear::kMaxFeatures), 0,
-                  multiple);
-  };
-  const auto tunable = [&](const char* name, uint64_t most, uint64_t multiple) {
-    const std::string steps = multiple > 1 ? " in steps of " + std::to_string(multiple) : "";
-    return number(node, name, 0, most, "0 (as the kernel finds best) to " + std::to_string(most) + steps, 0, multiple);
-  };
-  const uint64_t outputs = features("outputs", linear::kMultiple);
-  const uint64_t inputs = features("inputs", is_fp8 ? linear::inputs_multiple(FactorType::kFloat8) : linear::kMultiple);
-  const bool pdl = truth(node, "pdl");
-  const uint64_t up_to =
-      number(node, "up_to", 1, linear::kMaxTokens, "a number of tokens, 1 to " + std::to_string(linear::kMaxTokens));
-  return {operation,
-          outputs,
-          inputs,
-          pdl,
-          up_to,
-          truth(node, "is_faster"),
-          tunable("block_outputs", linear::kMaxBlockOutputs, linear::kLineElements),
-          tunable("stages", linear::kMaxStages, 1),
-          tunable("stage_boxes", linear::kMaxStageBoxes, 1),
-          time(node, "us"),
-          time(node, "cublas_us")};
+// What rows that belong together, and so are sorted by size, have in common; and the size.
+struct Place {
+  std::string of;
+  uint64_t up_to;
+  bool may_repeat = false;  // a row of the same size may stand behind it
+};
+
+Place place_of(const Row& row) {
+  if (!row.program.empty()) return {row.operation + " by programs", row.up_to};
+  const AlgorithmInfo& info = *algorithms()[row.algorithm].info;
+  // Behind a row by the switch there may be another one, for where the switch is not used.
+  return {row.operation + (info.symmetric != 0 ? " of symmetric tensors" : ""), row.up_to, info.by_switch};
 }
 
-NodeRow read_node_row(const Node& node) {
+Place check_layer(const Node& node) {
+  check_keys(node, {"operation", "outputs", "inputs", "pdl", "up_to", "is_faster"},
+             {"block_outputs", "stages", "stage_boxes", "us", "cublas_us"});
+  const Names of_fp8{"linear_fp8", "linear_silu_and_mul_fp8"};
+  const std::string operation =
+      known("operation", *node.find("operation"), Names{"linear", "linear_silu_and_mul"} + of_fp8);
+  const auto features = [&](const char* name, uint64_t multiple) {
+    const std::string valid = std::to_string(multiple) + " up to " + std::to_string(linear::kMaxFeatures);
+    return std::to_string(number(node, name, 1, linear::kMaxFeatures, "a multiple of " + valid, multiple));
+  };
+  const auto check_tunable = [&](const char* name, uint64_t most, uint64_t multiple) {
+    const std::string steps = multiple > 1 ? " in steps of " + std::to_string(multiple) : "";
+    number(node, name, 0, most, "0 (as the kernel finds best) to " + std::to_string(most) + steps, multiple);
+  };
+  const std::string outputs = features("outputs", linear::kMultiple);
+  const std::string inputs = features(
+      "inputs", is_among(operation, of_fp8) ? linear::inputs_multiple(FactorType::kFloat8) : linear::kMultiple);
+  const std::string with_pdl = truth(node, "pdl") ? " with pdl" : " without pdl";
+  const uint64_t up_to =
+      number(node, "up_to", 1, linear::kMaxTokens, "a number of tokens, 1 to " + std::to_string(linear::kMaxTokens));
+  truth(node, "is_faster");
+  check_tunable("block_outputs", linear::kMaxBlockOutputs, linear::kLineElements);
+  check_tunable("stages", linear::kMaxStages, 1);
+  check_tunable("stage_boxes", linear::kMaxStageBoxes, 1);
+  for (const char* const name : {"us", "cublas_us"}) check_time(node, name, name);
+  return {operation + " of " + outputs + " outputs and " + inputs + " inputs" + with_pdl, up_to};
+}
+
+Place check_row_of_nodes(const Node& node) {
   check_keys(node, {"nodes", "up_to", "exchange", "chunk_bytes", "is_faster"}, {"us", "nccl_us"});
   const uint64_t nodes = number(node, "nodes", 2, kMaxNodes, "a number of at least 2");
   const uint64_t up_to = number(node, "up_to", 1, kMaxNodeBytes, "a number of bytes above 0");
   const Node& exchange = *node.find("exchange");
-  const Names exchanges{"all_gather", "all_to_all"};
-  if (!is_among(exchange.word, exchanges)) refuse("exchange", exchange, joined(exchanges, " or "));
+  if (!is_among(exchange.word, {"all_gather", "all_to_all"})) refuse("exchange", exchange, "all_gather or all_to_all");
   const std::string valid = "0 (one chunk) or at least " + std::to_string(kMinChunkBytes);
   const uint64_t chunk_bytes = number(node, "chunk_bytes", 0, kMaxNodeBytes, valid);
   if (chunk_bytes != 0 && chunk_bytes < kMinChunkBytes) refuse("chunk_bytes", *node.find("chunk_bytes"), valid);
-  return {nodes, up_to, exchange.word, chunk_bytes, truth(node, "is_faster"), time(node, "us"), time(node, "nccl_us")};
+  truth(node, "is_faster");
+  for (const char* const name : {"us", "nccl_us"}) check_time(node, name, name);
+  return {std::to_string(nodes) + " nodes", up_to};
 }
 
-// The rows under a key, those that `key_of` says belong together one behind the other and sorted by size. What is wrong with a row is said
-// with its kind, number and line. `may_repeat`: a row behind which one of the same size may stand.
-template <class Read, class KeyOf, class MayRepeat>
-auto read_rows(const Node& content, const char* key, const char* kind, const char* unit, Read read, KeyOf key_of,
-               MayRepeat may_repeat) {
-  using R = decltype(read(content));
-  std::vector<std::pair<std::string, std::vector<R>>> groups;
+// The list under a key. What is wrong with a row is said with its kind, number and line.
+template <class Read>
+void read_rows(const Node& content, const char* key, const std::string& kind, const char* unit, Read read) {
+  std::map<std::string, Place> before;
   const Node* const list = content.find(key);
-  if (list != nullptr && !list->is_null() && list->kind != Node::Kind::kList) {
-    throw FileError(std::string(key) + " is " + shown(*list) + "; it must be a list of rows", list->line);
-  }
-  const size_t count = list == nullptr ? 0 : list->items.size();
-  for (size_t i = 0; i < count; ++i) {
+  if (list == nullptr || list->is_null()) return;
+  if (list->kind != Node::Kind::kList) refuse(key, *list, "a list of rows");
+  for (size_t i = 0; i < list->items.size(); ++i) {
     const Node& item = list->items[i];
     try {
       if (item.kind != Node::Kind::kMapping) throw FileError("it must be 'key: value' pairs");
-      R row = read(item);
-      const std::string name = key_of(row);
-      auto group = std::find_if(groups.begin(), groups.end(), [&](const auto& one) { return one.first == name; });
-      if (group == groups.end()) group = groups.insert(group, {name, {}});
-      if (!group->second.empty()) {
-        const R& before = group->second.back();
-        if (row.up_to < before.up_to || (row.up_to == before.up_to && !may_repeat(before))) {
-          throw FileError("rows of " + name + " must be sorted by up_to, in " + unit + "; the one before says " +
-                          std::to_string(before.up_to));
-        }
+      const Place place = read(item);
+      const auto found = before.find(place.of);
+      const uint64_t least = found == before.end() ? 0 : found->second.up_to + (found->second.may_repeat ? 0 : 1);
+      if (place.up_to < least) {
+        throw FileError("rows of " + place.of + " must be sorted by up_to, in " + unit + "; the one before says " +
+                        std::to_string(found->second.up_to));
       }
-      group->second.push_back(std::move(row));
+      before.insert_or_assign(place.of, place);
     } catch (const FileError& error) {
-      throw FileError(std::string(kind) + " " + std::to_string(i + 1) + ", " + shown(item) + ": " + error.bare,
+      throw FileError(kind + " " + std::to_string(i + 1) + ", " + shown(item) + ": " + error.bare,
                       error.line == 0 ? item.line : error.line);
     }
   }
-  std::vector<R> found;
-  for (auto& [name, rows] : groups) std::move(rows.begin(), rows.end(), std::back_inserter(found));
-  return found;
 }
 
-std::string key_of(const Row& row) {
-  if (!row.program.empty()) return row.operation + " by programs";
-  return row.operation + (algorithms()[row.algorithm].info->symmetric != 0 ? " of symmetric tensors" : "");
-}
-
-std::string key_of(const LayerRow& row) {
-  return row.operation + " of " + std::to_string(row.outputs) + " outputs and " + std::to_string(row.inputs) +
-         " inputs with pdl " + (row.pdl ? "on" : "off");
-}
-
-std::string key_of(const NodeRow& row) { return std::to_string(row.nodes) + " nodes"; }
-
-// Numbers of a mapping by operation, or of all operations.
-void read_min_symmetric(const Node& value, Table& table) {
+// A number, or one by operation.
+void check_min_symmetric(const Node& content) {
   const std::string key = "min_symmetric_bytes", valid = "a whole number of at least 0";
+  const Node* const value = content.find(key);
+  if (value == nullptr || value->kind != Node::Kind::kMapping) {
+    number(content, key, 0, kMaxNumber, valid);
+    return;
+  }
   Names operations;
-  for (const Algorithm& one : algorithms()) operations.emplace_back(one.operation->name);
-  for (const auto& [operation, least] : value.entries) {
+  for (const Algorithm& one : algorithms()) {
+    if (!is_among(one.operation->name, operations)) operations.emplace_back(one.operation->name);
+  }
+  for (const auto& [operation, least] : value->entries) {
     if (!is_among(operation, operations)) {
-      operations.erase(std::unique(operations.begin(), operations.end()), operations.end());
       throw FileError(key + " names '" + shortened(operation, kLongestName) + "'; operations: " + joined(operations),
                       least.line);
     }
-    const auto number = number_in(least);
-    if (!number || *number > kMaxNumber) refuse(key + " of " + operation, least, valid);
-    table.min_symmetric_of[operation] = *number;
+    const auto found = least.whole_number();
+    if (!found || *found > kMaxNumber) refuse(key + " of " + operation, least, valid);
   }
 }
 
-MulticastEntry read_multicast(const Node& value) {
-  const Names keys{"device", "driver", "world_size", "date"};
-  if (value.kind != Node::Kind::kMapping || value.entries.size() != keys.size() ||
-      std::any_of(keys.begin(), keys.end(), [&](const std::string& key) { return value.find(key) == nullptr; })) {
-    throw FileError("multicast is " + shown(value) + "; it must have " + joined(keys), value.line);
-  }
-  const Node& world = *value.find("world_size");
-  const auto found = number_in(world);
-  if (!found || *found > kMaxNumber) refuse("world_size of multicast", world, "a number");
-  return {value.find("device")->word, value.find("driver")->word, *found, value.find("date")->word};
+void check_multicast(const Node* value) {
+  if (value == nullptr) return;
+  require_exactly("multicast", *value, {"device", "driver", "world_size", "date"});
+  const Node& world = *value->find("world_size");
+  if (!world.whole_number()) refuse("world_size of multicast", world, "a number");
 }
 
 }  // namespace
@@ -376,42 +350,28 @@ MulticastEntry read_multicast(const Node& value) {
 Table read_table(const std::string& path) { return parse_table(path.substr(path.rfind('/') + 1), read_file(path)); }
 
 Table parse_table(const std::string& name, std::string_view text) {
-  const Node content = read_yaml(text);
+  Node content = read_yaml(text);
   if (content.kind != Node::Kind::kMapping) throw FileError("expected 'key: value' lines, found " + shown(content));
-  Table table{name};
-  const Names limits{"world_size", "max_message_bytes", "max_fused_bytes", "fused_blocks", "min_symmetric_bytes"};
   check_keys(content, {"device", "world_size", "max_message_bytes", "rows"},
              {"max_fused_bytes", "fused_blocks", "min_symmetric_bytes", "measured", "multicast", "layers", "nodes"});
-  uint64_t* const places[] = {&table.world, &table.max_message_bytes, &table.max_fused_bytes, &table.fused_blocks,
-                              &table.min_symmetric_bytes};
-  for (size_t i = 0; i < limits.size(); ++i) {
-    const Node* const value = content.find(limits[i]);
-    if (value == nullptr) continue;
-    if (places[i] == &table.min_symmetric_bytes && value->kind == Node::Kind::kMapping) {
-      read_min_symmetric(*value, table);
-    } else {
-      *places[i] = number(content, limits[i], 0, kMaxNumber, "a whole number of at least 0");
-    }
-  }
+  const auto limit = [&](const char* key) {
+    return number(content, key, 0, kMaxNumber, "a whole number of at least 0");
+  };
   const Node& device = *content.find("device");
   if (device.kind != Node::Kind::kWord) refuse("device", device, "a name");
-  table.device = device.word;
-  if (const Node* const value = content.find("multicast")) table.multicast = read_multicast(*value);
-  const auto never = [](const auto&) { return false; };
-  const auto key = [](const auto& row) { return key_of(row); };
-  // Behind a row by the switch may stand one of its size, for where the switch is not used.
-  const auto is_by_switch = [](const Row& row) {
-    return row.program.empty() && algorithms()[row.algorithm].info->by_switch;
-  };
-  table.rows = read_rows(content, "rows", "row", "bytes", read_row, key, is_by_switch);
+  Table table{name, device.word, limit("world_size"), limit("max_message_bytes")};
+  for (const char* const key : {"max_fused_bytes", "fused_blocks"}) limit(key);
+  check_min_symmetric(content);
+  check_multicast(content.find("multicast"));
+  read_rows(content, "rows", "row", "bytes", [&](const Node& node) {
+    table.rows.push_back(read_row(node));
+    return place_of(table.rows.back());
+  });
   if (table.rows.empty()) throw FileError("no rows");
-  table.layers = read_rows(content, "layers", "layer", "tokens", read_layer, key, never);
-  table.nodes = read_rows(content, "nodes", "row of nodes", "bytes", read_node_row, key, never);
-  if (const Node* const measured = content.find("measured")) {
-    for (const auto& [about, value] : measured->entries) {
-      table.measured.emplace_back(about, value.kind == Node::Kind::kWord ? value.word : shown(value));
-    }
-  }
+  read_rows(content, "layers", "layer", "tokens", check_layer);
+  read_rows(content, "nodes", "row of nodes", "bytes", check_row_of_nodes);
+  std::erase_if(content.entries, [](const auto& entry) { return entry.first == "rows"; });
+  table.content = std::move(content);
   return table;
 }
 

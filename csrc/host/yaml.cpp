@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <cstring>
 #include <fstream>
-#include <tuple>
 
 namespace llm_comm::host {
 
@@ -25,13 +24,6 @@ bool is_in(char character, std::string_view some) { return some.find(character) 
 // At the end of the text a reader sees '\0', which is no character of it.
 bool is_blank(char character) { return is_in(character, std::string_view(" \t\r\n\0", 5)); }
 
-std::string number_of(uint32_t code) {
-  char digits[16];
-  const auto end = std::to_chars(digits, digits + sizeof(digits), code, 16).ptr;
-  const std::string text(digits, end);
-  return "#x" + std::string(4 - std::min<size_t>(4, text.size()), '0') + text;
-}
-
 bool is_character(uint32_t code) {
   const bool is_control = (code < 0x20 && code != '\t' && code != '\n') || (code >= 0x7f && code < 0xa0);
   // To YAML, U+2028 and U+2029 are ends of lines.
@@ -39,26 +31,19 @@ bool is_character(uint32_t code) {
   return !is_control && !is_surrogate && code != 0x2028 && code != 0x2029 && code <= 0x10ffff;
 }
 
-std::string in_utf8(uint32_t code) {
-  if (code < 0x80) return {static_cast<char>(code)};
-  std::string found;
-  for (; code >= 0x40 || (found.size() == 1 && code >= 0x20) || (found.size() == 2 && code >= 0x10); code >>= 6) {
-    found.insert(found.begin(), static_cast<char>(0x80 | (code & 0x3f)));
-  }
-  constexpr uint32_t kFirst[] = {0, 0xc0, 0xe0, 0xf0};
-  return static_cast<char>(kFirst[found.size()] | code) + found;
-}
-
 // The character at the begin of a text, and its bytes; 0 bytes where it is none of UTF-8.
 std::pair<uint32_t, size_t> first_character(std::string_view text) {
   const auto byte = static_cast<unsigned char>(text[0]);
   if (byte < 0x80) return {byte, 1};
   const size_t length = byte >= 0xf0 ? 4 : byte >= 0xe0 ? 3 : 2;
-  if (text.size() < length) return {0, 0};
   uint32_t code = byte & (0x7fu >> length);
-  for (size_t i = 1; i < length; ++i) code = code << 6 | (static_cast<unsigned char>(text[i]) & 0x3f);
-  // Neither too long a form, nor bytes that only look like it.
-  return {code, code <= 0x10ffff && in_utf8(code) == text.substr(0, length) ? length : 0};
+  for (size_t i = 1; i < length; ++i) {
+    const unsigned char next = i < text.size() ? static_cast<unsigned char>(text[i]) : 0;
+    if ((next & 0xc0) != 0x80) return {0, 0};
+    code = code << 6 | (next & 0x3f);
+  }
+  constexpr uint32_t kLeast[] = {0, 0, 0x80, 0x800, 0x10000};
+  return {code, byte >= 0xc0 && byte < 0xf8 && code >= kLeast[length] ? length : 0};
 }
 
 class Reader {
@@ -75,7 +60,7 @@ class Reader {
       skip();
     }
     Node found;
-    if (!at_end()) found = block(-1, 0);
+    if (!at_end()) found = block(0);
     skip();
     if (!at_end()) fail("it does not belong to the lines before it: look at its indentation");
     return found;
@@ -89,7 +74,7 @@ class Reader {
       const auto [code, bytes] = first_character(text_.substr(pos_));
       if (bytes == 0) fail("its bytes are not those of UTF-8");
       const bool ends_line = code == '\r' && text_.substr(pos_, 2) == "\r\n";
-      if (!is_character(code) && !ends_line) fail("character " + number_of(code) + " is not allowed");
+      if (!is_character(code) && !ends_line) fail("character " + std::to_string(code) + " is not allowed");
       if (code == '\n') ++line_;
       length = bytes;
     }
@@ -140,8 +125,8 @@ class Reader {
     return peek() == ':' && is_blank(peek(1));
   }
 
-  // What begins here, in lines. `parent`: the column of what it belongs to.
-  Node block(int parent, int level) {
+  // What begins here, in lines.
+  Node block(int level) {
     if (is_dash()) return list(level);
     if (is_in(peek(), "[{")) {
       Node found = flow(level);
@@ -151,7 +136,6 @@ class Reader {
     const int column = this->column();
     Node found = word(false);
     if (is_key()) return mapping(std::move(found), column, level);
-    if (!found.is_quoted) read_more_lines(found, parent, false);
     return found;
   }
 
@@ -174,12 +158,11 @@ class Reader {
     skip();
     if (at_end() || line_ != line) {
       const bool is_there = !at_end() && (this->column() > column || (this->column() == column && is_dash()));
-      return is_there ? block(column, level) : Node{};
+      return is_there ? block(level) : Node{};
     }
     if (is_dash()) fail("a list begins on a line of its own");
     Node found = is_in(peek(), "[{") ? flow(level) : word(false);
     if (is_key()) fail("'" + shortened(found.word, kMostOfAToken) + ":' is a second key in a line: put it in quotes");
-    if (found.kind == Node::Kind::kWord && !found.is_quoted) read_more_lines(found, column, false);
     return found;
   }
 
@@ -191,7 +174,7 @@ class Reader {
       ++pos_;
       skip();
       Node item;
-      if (!at_end() && (line_ == line || this->column() > column)) item = block(column, level + 1);
+      if (!at_end() && (line_ == line || this->column() > column)) item = block(level + 1);
       item.line = line;
       found.items.push_back(std::move(item));
       skip();
@@ -204,9 +187,7 @@ class Reader {
   Node flow(int level) {
     if (peek() == '{') return flow_mapping(level);
     if (peek() == '[') return flow_list(level);
-    Node found = word(true);
-    if (!found.is_quoted) read_more_lines(found, -1, true);
-    return found;
+    return word(true);
   }
 
   Node flow_mapping(int level) {
@@ -293,82 +274,24 @@ class Reader {
     return std::string(found);
   }
 
-  // The lines of a plain word behind its first, which are indented further than what it belongs to.
-  void read_more_lines(Node& word, int parent, bool in_flow) {
-    while (at_line_end() && !at_end()) {
-      const auto before = std::tuple(pos_, line_, line_start_);
-      const std::string between = fold_lines();
-      const bool is_other = at_end() || peek() == '#' || is_marker() || column() <= parent;
-      if (is_other || (in_flow && is_in(peek(), ",:[]{}"))) {
-        std::tie(pos_, line_, line_start_) = before;
-        return;
-      }
-      word.word.append(between).append(plain(in_flow));
-      if (!in_flow && is_key()) fail("it is indented like more of the word in line " + std::to_string(word.line));
-    }
-  }
-
   std::string in_quotes(char quote) {
-    const int begin = line_;
     ++pos_;
     std::string found;
-    for (;;) {
-      if (at_end()) throw FileError(std::string("the quote ") + quote + " has no end", begin);
+    for (;; ++pos_) {
+      if (at_line_end()) fail(std::string("the quote ") + quote + " has no end in its line");
       const char c = peek();
-      if (c == '\n') {
-        while (!found.empty() && is_in(found.back(), " \t\r")) found.pop_back();
-        found += fold_lines();
-        continue;
-      }
-      ++pos_;
-      if (c == quote && quote == '\'' && peek() == quote) {
-        found += quote;
-        ++pos_;
-      } else if (c == quote) {
-        return found;
-      } else if (c == '\\' && quote == '"') {
-        found += escaped();
-      } else {
-        found += c;
-      }
+      if (c == quote && (quote == '"' || peek(1) != quote)) break;
+      if (c == quote || (c == '\\' && quote == '"')) ++pos_;
+      found += c == '\\' && quote == '"' ? escaped() : c;
     }
+    ++pos_;
+    return found;
   }
 
-  // To the next line that is not empty, within a word. Returns what stands for that in the word.
-  std::string fold_lines() {
-    const int begin = line_;
-    for (; is_blank(peek()) && !at_end(); ++pos_) {
-      if (peek() != '\n') continue;
-      ++line_;
-      line_start_ = pos_ + 1;
-    }
-    const int empty = line_ - begin - 1;
-    return empty == 0 ? " " : std::string(static_cast<size_t>(empty), '\n');
-  }
-
-  std::string escaped() {
-    constexpr std::string_view kNames = "tn\"/\\ _";
-    constexpr uint32_t kCodes[] = {'\t', '\n', '"', '/', '\\', ' ', 0xa0};
-    const char name = peek();
-    if (name == '\n') {
-      fold_lines();
-      return "";
-    }
-    const size_t digits = name == 'x' ? 2 : name == 'u' ? 4 : name == 'U' ? 8 : 0;
-    const size_t known = kNames.find(name);
-    uint32_t code = 0;
-    if (known != std::string_view::npos) {
-      code = kCodes[known];
-    } else {
-      const std::string_view text = text_.substr(std::min(pos_ + 1, text_.size()), digits);
-      const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), code, 16);
-      if (digits == 0 || text.size() < digits || error != std::errc() || end != text.data() + digits) {
-        fail(std::string("\\") + name + " does not stand for a character");
-      }
-    }
-    if (!is_character(code)) fail("character " + number_of(code) + " is not allowed");
-    pos_ += 1 + digits;
-    return in_utf8(code);
+  // What stands for itself behind a backslash, or the tab.
+  char escaped() const {
+    if (!is_in(peek(), "t\"/\\ ")) fail(std::string("\\") + peek() + " is not allowed in quotes");
+    return peek() == 't' ? '\t' : peek();
   }
 
   std::string_view text_;
@@ -377,15 +300,9 @@ class Reader {
   int line_ = 1;
 };
 
-bool is_number(const std::string& word) {
-  double value = 0;
-  const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), value);
-  return error != std::errc::invalid_argument && end == word.data() + word.size();
-}
-
 std::string written(const Node& node) {
   if (node.kind == Node::Kind::kWord) {
-    const bool is_constant = node.is_null() || node.word == "true" || node.word == "false" || is_number(node.word);
+    const bool is_constant = node.is_null() || node.word == "true" || node.word == "false" || node.number();
     return !node.is_quoted && is_constant ? node.word : "'" + node.word + "'";
   }
   std::string found;
@@ -399,6 +316,26 @@ std::string written(const Node& node) {
 
 bool Node::is_null() const {
   return kind == Kind::kWord && !is_quoted && (word.empty() || word == "null" || word == "~");
+}
+
+std::optional<uint64_t> Node::whole_number() const {
+  uint64_t found = 0;
+  const char* const end = word.data() + word.size();
+  const auto [last, error] = std::from_chars(word.data(), end, found);
+  const bool is_octal = word.size() > 1 && word[0] == '0';
+  if (kind != Kind::kWord || is_quoted || is_octal || error != std::errc() || last != end) return std::nullopt;
+  return found;
+}
+
+std::optional<double> Node::number() const {
+  double found = 0;
+  const char* const end = word.data() + word.size();
+  const auto [last, error] = std::from_chars(word.data(), end, found);
+  const bool is_number = error == std::errc() && last == end && word.find_first_of("0123456789") < 2;
+  if (kind != Kind::kWord || is_quoted || !is_number) return std::nullopt;
+  // YAML has a dot in all numbers that are not whole.
+  return word.find_first_not_of("-0123456789") == std::string::npos || is_in('.', word) ? std::optional(found)
+                                                                                        : std::nullopt;
 }
 
 const Node* Node::find(std::string_view key) const {

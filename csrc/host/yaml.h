@@ -1,10 +1,12 @@
 // The reader of YAML, of tuning tables (for Communicator and for the NCCL library) and of configuration files: all take and refuse alike.
 //
-// It takes mappings and lists, in lines or in braces; words, plain or in quotes; and comments. It refuses what such a file has no need of,
-// with the number of the line: aliases and anchors, tags, blocks of text (| and >), directives, a second document, equal keys, and more
-// than 16 levels. No YAML library for C++ is there wherever `pip install .` compiles.
+// It takes mappings and lists, in lines or in braces; words in one line, plain or in quotes; and comments. It refuses what such a file has
+// no need of, with the number of the line: aliases and anchors, tags, texts of several lines, directives, a second document, equal keys,
+// and more than 16 levels. No YAML library for C++ is there wherever `pip install .` compiles.
 #pragma once
 
+#include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -34,12 +36,15 @@ struct Node {
   std::vector<Node> items;                            // of kList
 
   bool is_null() const;
+  // What a word means that is not in quotes: a number in decimal digits, perhaps with a fraction.
+  std::optional<uint64_t> whole_number() const;
+  std::optional<double> number() const;
   // The value of a key; nullptr if there is none.
   const Node* find(std::string_view key) const;
 };
 
 // The content of an ordinary file of at most 128 KiB, and what it means. Both throw FileError. Words are UTF-8 without control characters
-// but for line ends and tabs.
+// but for tabs.
 std::string read_file(const std::string& path);
 Node read_yaml(std::string_view text);
 

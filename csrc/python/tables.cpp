@@ -24,48 +24,44 @@ py::str decoded(const std::string& text) {
       PyUnicode_DecodeFSDefaultAndSize(text.data(), static_cast<Py_ssize_t>(text.size())));
 }
 
-// In the order of the fields of planning.tables.Row, and of planning.layers.LayerRow and planning.node_rows.NodeRow.
-py::tuple fields_of(const Row& row) {
-  const AlgorithmInfo& info = *algorithms()[row.algorithm].info;
-  const bool is_program = !row.program.empty();
-  const Choice& choice = row.choice;
-  py::object runner_up = py::none();
-  if (row.runner_up) {
-    runner_up = py::make_tuple(row.runner_up->algorithm, row.runner_up->protocol, row.runner_up->us);
+// What a checked value means.
+py::object meaning_of(const Node& node) {
+  if (node.kind == Node::Kind::kMapping) {
+    py::dict found;
+    for (const auto& [key, value] : node.entries) found[py::str(key)] = meaning_of(value);
+    return found;
   }
-  return py::make_tuple(row.up_to, row.operation, is_program ? row.program.c_str() : info.name,
-                        is_program ? "DSL" : info.protocol, choice.blocks, choice.threads, choice.tile_lines,
-                        choice.cluster, choice.depth, row.us, runner_up);
-}
-py::tuple fields_of(const LayerRow& row) {
-  return py::make_tuple(row.operation, row.outputs, row.inputs, row.pdl, row.up_to, row.is_faster, row.block_outputs,
-                        row.stages, row.stage_boxes, row.us, row.cublas_us);
-}
-py::tuple fields_of(const NodeRow& row) {
-  return py::make_tuple(row.nodes, row.up_to, row.exchange, row.chunk_bytes, row.is_faster, row.us, row.nccl_us);
+  if (node.kind == Node::Kind::kList) {
+    py::list found;
+    for (const Node& item : node.items) found.append(meaning_of(item));
+    return found;
+  }
+  if (node.is_null()) return py::none();
+  if (const auto whole = node.whole_number()) return py::int_(*whole);
+  if (const auto number = node.number()) return py::float_(*number);
+  const bool is_true = node.word == "true" || node.word == "True";
+  if (!node.is_quoted && (is_true || node.word == "false" || node.word == "False")) return py::bool_(is_true);
+  return py::str(node.word);
 }
 
-template <class R>
-py::list fields_of(const std::vector<R>& rows) {
+// In the order of the fields of planning.tables.Row.
+py::list fields_of(const std::vector<Row>& rows) {
   py::list found;
-  for (const R& row : rows) found.append(fields_of(row));
+  for (const Row& row : rows) {
+    const AlgorithmInfo& info = *algorithms()[row.algorithm].info;
+    const bool is_program = !row.program.empty();
+    const Choice& choice = row.choice;
+    found.append(py::make_tuple(row.up_to, row.operation, is_program ? row.program.c_str() : info.name,
+                                is_program ? "DSL" : info.protocol, choice.blocks, choice.threads, choice.tile_lines,
+                                choice.cluster, choice.depth, meaning_of(row.us), meaning_of(row.runner_up)));
+  }
   return found;
 }
 
-// Keywords of planning.table_files.table_of.
-py::dict fields_of(const Table& table) {
-  py::dict measured;
-  for (const auto& [about, value] : table.measured) measured[py::str(about)] = value;
-  py::object multicast = py::none();
-  if (const auto& on = table.multicast) multicast = py::make_tuple(on->device, on->driver, on->world, on->date);
-  py::object min_symmetric = py::cast(table.min_symmetric_bytes);
-  if (!table.min_symmetric_of.empty()) min_symmetric = py::cast(table.min_symmetric_of);
-  return py::dict(py::arg("name") = decoded(table.name), py::arg("device") = table.device,
-                  py::arg("world_size") = table.world, py::arg("max_message_bytes") = table.max_message_bytes,
-                  py::arg("max_fused_bytes") = table.max_fused_bytes, py::arg("fused_blocks") = table.fused_blocks,
-                  py::arg("min_symmetric_bytes") = min_symmetric, py::arg("multicast") = multicast,
-                  py::arg("rows") = fields_of(table.rows), py::arg("layers") = fields_of(table.layers),
-                  py::arg("nodes") = fields_of(table.nodes), py::arg("measured") = measured);
+// In the order of the parameters of planning.table_files.table_of.
+py::tuple fields_of(const Table& table) {
+  return py::make_tuple(decoded(table.name), table.device, table.world, table.max_message_bytes, fields_of(table.rows),
+                        meaning_of(table.content));
 }
 
 // The line of a value, what it is, and its content: of a word, and of a text that stood in quotes, itself.

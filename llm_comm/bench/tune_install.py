@@ -135,7 +135,7 @@ def _why_kept(path: Path, measured: Mapping[str, Any]) -> str:
         present = load_table(path).measured
     except ConfigError:
         return ""
-    if present.get("complete") != "false" and not measured["complete"]:
+    if present.get("complete") != "False" and not measured["complete"]:
         return f"{path} was measured completely and this table was not, so it stays; --force replaces it"
     there, here = _time(present.get("date", "")), _time(str(measured["date"]))
     if there is not None and here is not None and there > here:

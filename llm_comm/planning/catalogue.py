@@ -34,7 +34,7 @@ def check_table_option(config: Config) -> None:
 @functools.cache
 def shipped_tables() -> tuple[TableFile, ...]:
     """The tuning tables that come with the package."""
-    return tuple(table_of(**fields) for fields in _core.shipped_tables())
+    return tuple(table_of(*fields) for fields in _core.shipped_tables())
 
 
 def table_directory() -> Path | None:
@@ -74,4 +74,4 @@ def find_table(
         raise unusable(named, error) from None
     for remark in remarks:
         logger.warning("%s", remark)
-    return table_of(**fields).table._replace(origin=Origin(*origin))
+    return table_of(*fields).table._replace(origin=Origin(*origin))

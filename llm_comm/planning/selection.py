@@ -218,7 +218,7 @@ def _can_use(algorithm: registry.Algorithm, row: Row, meant_for: registry.Algori
     tile of LL is a bad chunk of HB, and HB takes fewer blocks."""
     if meant_for is None or (algorithm.protocol, algorithm.ranges.keys()) != (row.protocol, meant_for.ranges.keys()):
         return False
-    return not any(bounds.why_not(getattr(row, name)) for name, bounds in algorithm.ranges.items())
+    return all(bounds.takes(getattr(row, name)) for name, bounds in algorithm.ranges.items())
 
 
 def _within_ranges(row: Row, algorithm: registry.Algorithm) -> Row:

@@ -5,8 +5,9 @@ The core reads and checks them (``csrc/host/tables.h``), for the NCCL library to
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from llm_comm.planning.layers import LayerRow
 from llm_comm.planning.node_rows import NodeRow
 from llm_comm.planning.tables import MulticastEntry, TuningTable, by_operation, row_of_fields
 from llm_comm.quoting import shortened
+
+_LIMITS = ("max_fused_bytes", "fused_blocks", "min_symmetric_bytes")
 
 
 class TableFile(NamedTuple):
@@ -36,7 +39,7 @@ def load_table(path: Path) -> TableFile:
         ConfigError: The file cannot be read, or something in it is not valid; the text says what would be.
     """
     try:
-        return table_of(**_core.read_table(os.fsencode(path)))
+        return table_of(*_core.read_table(os.fsencode(path)))
     except ValueError as error:
         raise unusable(path, error) from None
 
@@ -47,25 +50,31 @@ def unusable(path: Path | str, error: ValueError) -> ConfigError:
 
 
 def table_of(
-    *,
+    name: str,
     device: str,
     world_size: int,
+    max_message_bytes: int,
     rows: Iterable[_core.RowFields],
-    layers: Iterable[tuple[Any, ...]],
-    nodes: Iterable[tuple[Any, ...]],
-    multicast: tuple[str, str, int, str] | None,
-    measured: dict[str, str],
-    **fields: Any,
+    content: Mapping[str, Any],
 ) -> TableFile:
-    """A table from the fields that the core has read. ``fields``: the others of ``TuningTable``."""
+    """A table from what the core has read. ``content``: the other entries of the file."""
+    multicast = content.get("multicast")
     table = TuningTable(
-        rows=by_operation(row_of_fields(row) for row in rows),
-        layers=tuple(LayerRow(*row) for row in layers),
-        nodes=tuple(NodeRow(*row) for row in nodes),
-        multicast=None if multicast is None else MulticastEntry(*multicast),
-        **fields,
+        name,
+        by_operation(row_of_fields(row) for row in rows),
+        max_message_bytes,
+        **{limit: content[limit] for limit in _LIMITS if limit in content},
+        multicast=None if multicast is None else _multicast(**multicast),
+        layers=tuple(LayerRow(**row) for row in content.get("layers") or ()),
+        nodes=tuple(NodeRow(**row) for row in content.get("nodes") or ()),
     )
-    return TableFile(device, world_size, table, measured)
+    measured = content.get("measured")
+    words = measured.items() if isinstance(measured, dict) else ()
+    return TableFile(device, world_size, table, {about: str(value) for about, value in words})
+
+
+def _multicast(world_size: int, **words: Any) -> MulticastEntry:
+    return MulticastEntry(world_size=world_size, **{about: str(word) for about, word in words.items()})
 
 
 class _Dumper(yaml.SafeDumper):
@@ -93,7 +102,7 @@ def table_text(device: str, world_size: int, table: TuningTable, measured: dict[
     of_nodes = _lines(row.entry() for row in table.nodes)
     return (
         "# Written by `llm-comm tune`. The last row of an operation serves all larger messages, up to "
-        f"max_message_bytes.\n{yaml.dump(head, Dumper=_Dumper, sort_keys=False)}rows:\n{rows}"
+        f"max_message_bytes.\n{_written(head)}rows:\n{rows}"
         + (f"layers:\n{of_layers}" if of_layers else "")
         + (f"nodes:\n{of_nodes}" if of_nodes else "")
     )
@@ -101,7 +110,10 @@ def table_text(device: str, world_size: int, table: TuningTable, measured: dict[
 
 def _lines(entries: Iterable[dict[str, Any]]) -> str:
     """A row a line: tables are read by people who compare rows."""
-    return "".join(
-        "  - " + yaml.dump(entry, Dumper=_Dumper, sort_keys=False, default_flow_style=True, width=400)
-        for entry in entries
-    )
+    return "".join("  - " + _written(entry, default_flow_style=True) for entry in entries)
+
+
+def _written(entry: dict[str, Any], *, default_flow_style: bool = False) -> str:
+    """YAML with each word in one line."""
+    style: dict[str, Any] = {"default_flow_style": default_flow_style, "width": math.inf, "allow_unicode": True}
+    return str(yaml.dump(entry, None, _Dumper, sort_keys=False, **style))

@@ -81,7 +81,7 @@ class Row(NamedTuple):
 def row_of_fields(fields: _core.RowFields) -> Row:
     """A row from the fields that the core has of it."""
     us, runner_up = fields[9:]
-    return Row(*fields[:9], us, None if runner_up is None else RunnerUp(*runner_up))
+    return Row(*fields[:9], us, None if runner_up is None else RunnerUp(**runner_up))
 
 
 class MulticastEntry(NamedTuple):
@@ -142,10 +142,10 @@ class TuningTable(NamedTuple):
     min_symmetric_bytes: int | Mapping[str, int] = MIB
     #: Of a table that permits NVLink multicast.
     multicast: MulticastEntry | None = None
-    #: Of linear layers, those of one layer one behind the other and sorted by tokens.
+    #: Of linear layers, those of one layer sorted by tokens.
     layers: tuple[LayerRow, ...] = ()
-    #: Of groups over several nodes, those of one number of nodes one behind the other and sorted by bytes. The other
-    #: rows are then of the ranks of one node.
+    #: Of groups over several nodes, those of one number of nodes sorted by bytes. The other rows are then of the ranks
+    #: of one node.
     nodes: tuple[NodeRow, ...] = ()
     #: Of a table that a communicator goes by. Nothing is chosen by it.
     origin: Origin = Origin()

@@ -65,7 +65,7 @@ def random_row(draw: random.Random, algorithm: registry.Algorithm, up_to: int) -
     numbers = {}
     for name, bounds in algorithm.ranges.items():
         some = {0, 1, 2, 4, 8, 16, 64, 256, 512, 1056, bounds.least}
-        numbers[name] = draw.choice(sorted(n for n in some if not bounds.why_not(n)))
+        numbers[name] = draw.choice(sorted(n for n in some if bounds.takes(n)))
     return Row(up_to, algorithm.operation, algorithm.name, algorithm.protocol, **numbers)
 
 

@@ -397,7 +397,7 @@ def test_what_a_file_says_of_when_it_was_measured(tmp_path: Path) -> None:
     assert load_table(path).measured == {}
     content = {**yaml.safe_load(path.read_text()), "measured": {"date": "today", "complete": False}}
     path.write_text(yaml.safe_dump(content))
-    assert load_table(path).measured == {"date": "today", "complete": "false"}
+    assert load_table(path).measured == {"date": "today", "complete": "False"}
 
 
 @pytest.mark.parametrize("sums", [True, False])

@@ -56,7 +56,7 @@ def test_layers_of_a_file_in_any_order_and_with_the_least_that_a_row_says(tmp_pa
     least = {"operation": "linear", "outputs": 64, "inputs": 64, "pdl": True, "is_faster": True}
     entries = [{**least, "up_to": 4}, SMALL.entry(), {**least, "up_to": 8}]
     layers = load_table(write(tmp_path / "mine.yaml", TABLE, entries)).table.layers
-    assert layers == (LayerRow("linear", 64, 64, True, 4, True), LayerRow("linear", 64, 64, True, 8, True), SMALL)
+    assert layers == (LayerRow("linear", 64, 64, True, 4, True), SMALL, LayerRow("linear", 64, 64, True, 8, True))
 
 
 def test_tables_that_choose_alike_have_one_digest() -> None:
