@@ -177,7 +177,7 @@ def shape(algorithm: int, problem: Problem, choice: Choice, limits: Limits, /) -
 def candidates(algorithm: int, problem: Problem, limits: Limits, /) -> list[Choice]: ...
 
 # Fields of a planning.tables.Row, and what a tuning table says (csrc/host/tables.h): the parameters of
-# planning.table_files.table_of.
+# planning.catalogue._table_of.
 RowFields: TypeAlias = tuple[int, str, str, str, int, int, int, int, int, float | None, dict[str, Any] | None]
 TableFields: TypeAlias = tuple[str, str, int, int, list[RowFields], dict[str, Any]]
 

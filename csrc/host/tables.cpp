@@ -4,6 +4,7 @@
 #include <cctype>
 #include <charconv>
 #include <map>
+#include <numeric>
 #include <utility>
 
 #include "algorithms/linear/layer.h"
@@ -28,9 +29,9 @@ const Names kOfEveryRow{"operation", "up_to", "algorithm", "protocol"};
 const Names kFigures{"us", "runner_up"};
 const Names kOperationsOfPrograms{"all_reduce", "all_gather", "reduce_scatter"};
 
-std::string joined(const Names& names, const char* between = ", ") {
+std::string joined(const Names& names) {
   std::string found;
-  for (const std::string& name : names) found += (found.empty() ? "" : between) + name;
+  for (const std::string& name : names) found += (found.empty() ? "" : ", ") + name;
   return found.empty() ? "none" : found;
 }
 
@@ -190,32 +191,30 @@ uint32_t& field_of(Choice& choice, std::string_view tunable) {
 
 Row row_of_algorithm(const Node& node) {
   require_keys(node, kOfEveryRow, kFigures);
-  const auto& all = algorithms();
-  const auto names = [&](auto name, auto is_wanted) {
-    Names found;
-    for (const Algorithm& one : all) {
-      if (is_wanted(one) && !is_among(name(one), found)) found.push_back(name(one));
+  std::vector<uint32_t> left(algorithms().size());
+  std::iota(left.begin(), left.end(), 0);
+  // Leaves the algorithms with the name that stands under a key.
+  const auto narrow = [&](const char* key, auto name_of) {
+    const auto name_at = [&](uint32_t number) { return std::string(name_of(algorithms()[number])); };
+    Names valid;
+    for (const uint32_t number : left) {
+      if (!is_among(name_at(number), valid)) valid.push_back(name_at(number));
     }
-    return found;
+    const std::string name = known(key, *node.find(key), valid);
+    std::erase_if(left, [&](uint32_t number) { return name_at(number) != name; });
+    return name;
   };
-  const auto name_of_operation = [](const Algorithm& one) { return std::string(one.operation->name); };
-  const auto name_of = [](const Algorithm& one) { return std::string(one.info->name); };
-  const auto protocol_of = [](const Algorithm& one) { return std::string(one.info->protocol); };
-  const std::string operation =
-      known("operation", *node.find("operation"), names(name_of_operation, [](const Algorithm&) { return true; }));
-  const auto is_of_operation = [&](const Algorithm& one) { return one.operation->name == operation; };
-  const std::string name = known("algorithm", *node.find("algorithm"), names(name_of, is_of_operation));
-  const auto is_of_name = [&](const Algorithm& one) { return is_of_operation(one) && one.info->name == name; };
-  const std::string protocol = known("protocol", *node.find("protocol"), names(protocol_of, is_of_name));
-  const auto found = std::find_if(
-      all.begin(), all.end(), [&](const Algorithm& one) { return is_of_name(one) && one.info->protocol == protocol; });
-  Names tunables;
-  for (const Tunable& one : found->tunables->tunable) {
-    if (one.name != nullptr) tunables.emplace_back(one.name);
+  const std::string operation = narrow("operation", [](const Algorithm& one) { return one.operation->name; });
+  narrow("algorithm", [](const Algorithm& one) { return one.info->name; });
+  narrow("protocol", [](const Algorithm& one) { return one.info->protocol; });
+  const Tunables& tunables = *algorithms()[left.front()].tunables;
+  Names names;
+  for (const Tunable& one : tunables.tunable) {
+    if (one.name != nullptr) names.emplace_back(one.name);
   }
-  check_keys(node, kOfEveryRow + tunables, kFigures);
-  Row row{operation, size(node), static_cast<uint32_t>(found - all.begin()), {}};
-  for (const Tunable& one : found->tunables->tunable) {
+  check_keys(node, kOfEveryRow + names, kFigures);
+  Row row{operation, size(node), left.front(), {}};
+  for (const Tunable& one : tunables.tunable) {
     if (one.name == nullptr) continue;
     const std::string valid =
         std::to_string(one.min) + " to " + std::to_string(one.max) + (one.is_power_of_two ? ", a power of two" : "");

@@ -58,7 +58,7 @@ py::list fields_of(const std::vector<Row>& rows) {
   return found;
 }
 
-// In the order of the parameters of planning.table_files.table_of.
+// In the order of the parameters of planning.catalogue._table_of.
 py::tuple fields_of(const Table& table) {
   return py::make_tuple(decoded(table.name), table.device, table.world, table.max_message_bytes, fields_of(table.rows),
                         meaning_of(table.content));

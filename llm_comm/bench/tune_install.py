@@ -16,8 +16,7 @@ from llm_comm import _core, outputs
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
 from llm_comm.locks import locked
-from llm_comm.planning.catalogue import table_directory
-from llm_comm.planning.table_files import load_table, table_text
+from llm_comm.planning.catalogue import load_table, table_directory, table_text
 from llm_comm.planning.tables import TuningTable
 
 _OPTION = "--install"

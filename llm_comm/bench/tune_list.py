@@ -13,8 +13,7 @@ from llm_comm import launch, preflight
 from llm_comm.bench.tune_install import directory_or_error
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
-from llm_comm.planning.catalogue import find_table, installed_files, shipped_tables
-from llm_comm.planning.table_files import TableFile, load_table
+from llm_comm.planning.catalogue import TableFile, find_table, installed_files, load_table, shipped_tables
 from llm_comm.planning.tables import BY_OPTION, OF_USER, SHIPPED, TuningTable
 
 _UNKNOWN = "-"

@@ -27,8 +27,8 @@ from llm_comm.bench.measuring import Bench
 from llm_comm.bench.pace import Budget
 from llm_comm.bench.tune_record import Record
 from llm_comm.dsl import registry
+from llm_comm.planning.catalogue import load_table
 from llm_comm.planning.plan import Plan
-from llm_comm.planning.table_files import load_table
 from llm_comm.planning.tables import ALL_REDUCE, of_programs
 
 OPTIONS = ("--min", "16K", "--max", "64K", "--hidden", "512", "--reps", "4")

@@ -17,7 +17,7 @@ import yaml
 
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError, RendezvousError
-from llm_comm.planning.table_files import load_table, table_text
+from llm_comm.planning.catalogue import load_table, table_text
 from llm_comm.runtime import messages
 from llm_comm.runtime.descriptors import Exchange, Invitation, listen
 from llm_comm.runtime.rank_names import RankName, RankNames

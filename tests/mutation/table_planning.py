@@ -155,7 +155,7 @@ PLANNING: tuple[Mutant, ...] = (
     cpp("misspelt keys are passed over", FILES, "is_among(key, all)", "true", OF_TABLES),
     python(
         "limits of a file are passed over",
-        "llm_comm/planning/table_files.py",
+        "llm_comm/planning/catalogue.py",
         "for limit in _LIMITS if limit in content",
         "for limit in () if limit in content",
         OF_TABLES,

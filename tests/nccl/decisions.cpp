@@ -122,7 +122,7 @@ void selections() {
   EXPECT(!name(selection, {Operation::kBroadcast, ncclInt8, 8 << 20}).empty());
   EXPECT(name(selection, {Operation::kBroadcast, ncclInt8, (8 << 20) + 1}).empty());
   Table other = table;
-  other.rows.back().us = 3;
+  other.rows.back().us.word = "3";
   EXPECT(digest_of(other) == digest_of(table));
   other.rows.back().choice.depth += 1;
   EXPECT(digest_of(other) != digest_of(table));

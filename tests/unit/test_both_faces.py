@@ -12,9 +12,9 @@ import pytest
 import llm_comm
 from llm_comm import Config, ConfigError, _core, registry
 from llm_comm.planning import catalogue, programs
+from llm_comm.planning.catalogue import load_table, table_text
 from llm_comm.planning.plan import Problem
 from llm_comm.planning.selection import lay_out
-from llm_comm.planning.table_files import load_table, table_text
 from llm_comm.planning.tables import OPERATIONS_OF_PROGRAMS, Row, TuningTable, by_operation
 
 DEVICES = (

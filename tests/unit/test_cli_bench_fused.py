@@ -15,7 +15,7 @@ from llm_comm.bench.fused import FusedReference, add_rms_norm
 from llm_comm.bench.tune_subjects import LARGEST_FUSED, AllReduceSubject, FusedSubject, candidates
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
-from llm_comm.planning.table_files import load_table
+from llm_comm.planning.catalogue import load_table
 
 CPU = torch.device("cpu")
 WORLD = 4

@@ -23,10 +23,10 @@ from llm_comm.bench.tune_record import Record
 from llm_comm.bench.tune_subjects import AllReduceSubject, FusedSubject, Subject, candidates, subjects_of
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError, PeerTimeout
+from llm_comm.planning.catalogue import load_table
 from llm_comm.planning.multicast import NO_MULTICAST
 from llm_comm.planning.plan import Problem, declined, without_kernel
 from llm_comm.planning.selection import select
-from llm_comm.planning.table_files import load_table
 from llm_comm.planning.tables import (
     ALL_GATHER,
     ALL_REDUCE,

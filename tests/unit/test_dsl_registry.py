@@ -18,10 +18,10 @@ from llm_comm.dsl.selected import digest, why_not_selectable
 from llm_comm.dsl.sums import sums_in_rank_order
 from llm_comm.integrations.descriptions import describe_plans
 from llm_comm.planning import catalogue
+from llm_comm.planning.catalogue import load_table, table_text
 from llm_comm.planning.plan import Plan
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.programs import OWN_CHOICE, LaunchChoice, named_by
-from llm_comm.planning.table_files import load_table, table_text
 from llm_comm.planning.tables import (
     ALL_GATHER,
     ALL_REDUCE,

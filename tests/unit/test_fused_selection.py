@@ -13,8 +13,8 @@ from tables import core_of, fused_row, limits_of, plain_row
 
 from llm_comm import Config, FusedPlan, Plan, _core, registry
 from llm_comm.planning import selection
+from llm_comm.planning.catalogue import load_table
 from llm_comm.planning.plan import Problem
-from llm_comm.planning.table_files import load_table
 from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, by_operation
 
 # Of the kernels (csrc/algorithms/all_reduce_add_rms_norm/operation.cuh).

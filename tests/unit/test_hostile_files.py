@@ -13,7 +13,7 @@ import pytest
 
 from llm_comm import Config, ConfigError
 from llm_comm.planning import catalogue
-from llm_comm.planning.table_files import load_table
+from llm_comm.planning.catalogue import load_table
 from llm_comm.yaml_files import InvalidYamlError, parse_yaml, read_yaml
 
 #: Of a file.

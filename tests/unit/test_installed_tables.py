@@ -20,10 +20,10 @@ from llm_comm import Config, ConfigError, _core, cli, doctor, launch
 from llm_comm.bench import tune_install, tune_list
 from llm_comm.integrations import members
 from llm_comm.planning import catalogue
+from llm_comm.planning.catalogue import load_table, table_text
 from llm_comm.planning.multicast import NO_MULTICAST
 from llm_comm.planning.plan import Problem
 from llm_comm.planning.selection import select
-from llm_comm.planning.table_files import load_table, table_text
 from llm_comm.planning.tables import (
     ALL_REDUCE,
     BY_OPTION,

@@ -18,9 +18,9 @@ from llm_comm import Config, ConfigError, _core
 from llm_comm.integrations.linear import about_linear, why_not_linear
 from llm_comm.operations.linear import Linear
 from llm_comm.operations.scaling import Scaling
+from llm_comm.planning.catalogue import load_table, table_text
 from llm_comm.planning.layers import LayerRow
 from llm_comm.planning.planner import Planner
-from llm_comm.planning.table_files import load_table, table_text
 from llm_comm.planning.tables import TuningTable, by_operation
 
 SMALL = LayerRow("linear", 128, 64, True, 4, True, 16, 2, 1, us=4.5, cublas_us=6.25)

@@ -11,8 +11,8 @@ from tables import emulated_table, general_table
 
 from llm_comm.errors import ConfigError
 from llm_comm.nodes.hierarchy import chunks, slices
+from llm_comm.planning.catalogue import load_table, table_text
 from llm_comm.planning.node_rows import PIECES, WHOLE, NodeRow, general_rows, rows_for
-from llm_comm.planning.table_files import load_table, table_text
 from llm_comm.planning.tables import TuningTable
 
 ROWS = (

@@ -11,9 +11,9 @@ from tables import limits_of, plain_row
 from llm_comm import Config, ConfigError, Plan, registry
 from llm_comm.integrations import descriptions
 from llm_comm.planning import selection
+from llm_comm.planning.catalogue import load_table, table_text
 from llm_comm.planning.multicast import HOW_TO_GET_IT, NO_MULTICAST, Multicast, wish
 from llm_comm.planning.plan import Problem
-from llm_comm.planning.table_files import load_table, table_text
 from llm_comm.planning.tables import ALL_REDUCE, FUSED, MulticastEntry, Row, TuningTable, by_operation
 
 UP = Multicast(True, "test table was made with it on 2026-11-23")

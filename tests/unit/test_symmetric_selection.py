@@ -10,9 +10,9 @@ from tables import limits_of, plain_row, write_table
 
 from llm_comm import Config, ConfigError, _core, registry
 from llm_comm.planning import selection
+from llm_comm.planning.catalogue import load_table, table_text
 from llm_comm.planning.plan import Plan, Problem
 from llm_comm.planning.planner import Planner
-from llm_comm.planning.table_files import load_table, table_text
 from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, Row, TuningTable, by_operation, of_symmetric
 from llm_comm.sizes import MIB
 

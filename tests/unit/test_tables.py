@@ -16,8 +16,8 @@ from tables import core_of, fused_row, general_table, limits_of, plain_row, writ
 from llm_comm import Config, ConfigError, registry
 from llm_comm.integrations import descriptions, engine_config
 from llm_comm.planning import catalogue, selection
+from llm_comm.planning.catalogue import load_table, table_text
 from llm_comm.planning.plan import Problem
-from llm_comm.planning.table_files import load_table, table_text
 from llm_comm.planning.tables import (
     ALL_GATHER,
     ALL_REDUCE,

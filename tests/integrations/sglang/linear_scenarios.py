@@ -26,9 +26,8 @@ from scenarios import distributed, group, load_plugins, make_groups, ours, sglan
 from torch import nn
 
 from llm_comm.config import Config
-from llm_comm.planning.catalogue import find_table
+from llm_comm.planning.catalogue import find_table, table_text
 from llm_comm.planning.layers import LayerRow
-from llm_comm.planning.table_files import table_text
 
 INPUTS, OUTPUTS = 256, 128  # of all ranks together
 _LAYERS, _UNQUANTIZED = "sglang.srt.layers.linear", "sglang.srt.layers.quantization.unquant"

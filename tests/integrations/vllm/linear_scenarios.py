@@ -41,9 +41,8 @@ from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinea
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
 from llm_comm.integrations.vllm.dependent_launches import choose
-from llm_comm.planning.catalogue import find_table
+from llm_comm.planning.catalogue import find_table, table_text
 from llm_comm.planning.layers import LayerRow
-from llm_comm.planning.table_files import table_text
 
 BF16 = torch.bfloat16
 INPUTS = 128
