@@ -3,11 +3,13 @@
 # through the two files that are written at the end.
 include(cmake/algorithms.cmake)
 include(cmake/nccl.cmake)
+include(cmake/tables.cmake)
 llm_comm_write_registry()
 llm_comm_algorithm_sources(LLM_COMM_EMULATED_KERNELS cpp)
 llm_comm_algorithm_sources(LLM_COMM_CUDA_KERNELS cu)
 llm_comm_linear_sources(LLM_COMM_EMULATED_LINEAR cpp)
 llm_comm_linear_sources(LLM_COMM_CUDA_LINEAR cu)
+llm_comm_table_sources(LLM_COMM_TABLE_SOURCES)
 list(APPEND LLM_COMM_EMULATED_KERNELS ${LLM_COMM_EMULATED_LINEAR})
 
 set(LLM_COMM_BOUNDED_WAITS 1)
@@ -43,7 +45,7 @@ target_compile_definitions(llm_comm_deterministic PRIVATE LLM_COMM_EMULATOR=1 LL
 set_source_files_properties(${LLM_COMM_EMULATED_KERNELS} PROPERTIES COMPILE_OPTIONS "${LLM_COMM_QUICK_TO_COMPILE}")
 
 # What the Python module and the NCCL library share.
-add_library(llm_comm_host STATIC ${LLM_COMM_HOST_SOURCES} ${LLM_COMM_EMULATED_KERNELS})
+add_library(llm_comm_host STATIC ${LLM_COMM_HOST_SOURCES} ${LLM_COMM_TABLE_SOURCES} ${LLM_COMM_EMULATED_KERNELS})
 # UCX is loaded at run time, by name.
 target_link_libraries(llm_comm_host PUBLIC llm_comm_headers llm_comm_emulator ${CMAKE_DL_LIBS})
 

@@ -1,5 +1,5 @@
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 from typing_extensions import NotRequired, Unpack
 
@@ -176,25 +176,26 @@ def shape(algorithm: int, problem: Problem, choice: Choice, limits: Limits, /) -
 # Simplest first.
 def candidates(algorithm: int, problem: Problem, limits: Limits, /) -> list[Choice]: ...
 
-# Which tuning table serves a device (csrc/host/table_choice.h). ``shipped``: devices and ranks of the tables that come
-# with the package. Returns "shipped", "nearest", "emulated" or "general"; of the first two the table's index; and of
-# "nearest" the short name of its device.
-def choose_table(
-    device: str, world: int, sm_count: int, compute_capability: int, shipped: list[tuple[str, int]], /
-) -> tuple[str, int, str]: ...
+# Fields of a planning.tables.Row, and what a tuning table says (csrc/host/tables.h): the parameters of
+# planning.catalogue._table_of.
+RowFields: TypeAlias = tuple[int, str, str, str, int, int, int, int, int, float | None, dict[str, Any] | None]
+TableFields: TypeAlias = tuple[str, str, int, int, list[RowFields], dict[str, Any]]
+
+# The table of a file, by the bytes of its name. Raises ValueError for one that cannot be used, without the name.
+def read_table(path: bytes, /) -> TableFields: ...
+def shipped_tables() -> list[TableFields]: ...
+
+# The table for a device (csrc/host/table_choice.h), the fields of its planning.tables.Origin, and warnings. ``named``:
+# the file of option ``table``, or nothing. Raises ValueError where that cannot be used.
+def find_table(
+    named: bytes, device: str, world: int, sm_count: int, compute_capability: int, /
+) -> tuple[TableFields, tuple[str, str, bool, str], list[str]]: ...
 
 #: End of the names of installed tables.
 table_suffix: str
 
 def table_directory() -> str | None: ...
 def table_file_name(device: str, world: int, /) -> str: ...
-
-# The fields of a planning.tables.Row up to ``depth``.
-RowFields: TypeAlias = tuple[int, str, str, str, int, int, int, int, int]
-
-# A table's max_message_bytes and rows.
-def general_table(world: int, sm_count: int, /) -> tuple[int, list[RowFields]]: ...
-def emulated_table() -> tuple[int, list[RowFields]]: ...
 def rows_of_parts(operation: str, sm_count: int, /) -> list[RowFields]: ...
 
 # The tunables of a linear layer with what is 0 filled in, for a device of so many multiprocessors and so much shared

@@ -29,7 +29,7 @@ _RESERVED = re.compile(
     r"|NCCL_(DEBUG|LIBRARY)"
     # Where compiled programs are kept (llm_comm/dsl/compiler/cache.py).
     r"|CACHE_DIR"
-    # Where the user's tuning tables are (llm_comm/planning/installed.py).
+    # Where the user's tuning tables are (csrc/host/table_choice.h).
     r"|TABLE_DIR"
     # Options of the build (CMake), which some export; and what the authors of images like to set.
     r"|CUDA|PYTHON|BUILT|WERROR|SPLIT_KERNELS|PTXAS_VERBOSE|UNBOUNDED_WAITS|SANITIZE|VERSION"

@@ -1,4 +1,4 @@
-"""Files: YAML of options and tables, reports of commands, and locks.
+"""Files: YAML of options, reports of commands, and locks.
 
 Nothing in a YAML file is passed over, and none costs more than its size. Only what such files need is read: mappings,
 lists, words, numbers. PyYAML alone takes the last of two equal keys, follows aliases that make gigabytes of a few
@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -41,29 +40,20 @@ class InvalidYamlError(Exception):
 
 
 class YamlMapping(dict[Any, Any]):
-    """A mapping of a file. ``lines``: where each key stands; ``line``: where it begins."""
-
-    def __init__(self, line: int) -> None:
-        super().__init__()
-        self.line = line
-        self.lines: dict[Any, int] = {}
-
-
-class YamlList(list[Any]):
-    """A list of a file. ``lines``: where each entry begins."""
+    """A mapping of a file. ``lines``: where each key stands."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lines: list[int] = []
+        self.lines: dict[Any, int] = {}
 
 
 def kind_of(value: Any) -> str:
     """What a value of a file is, in a word."""
-    return "dict" if isinstance(value, dict) else "list" if isinstance(value, list) else type(value).__name__
+    return "dict" if isinstance(value, dict) else type(value).__name__
 
 
-def read_yaml(path: Path | resources.abc.Traversable) -> Any:
-    """What a file says: a ``YamlMapping``, a ``YamlList``, a word, number, truth value, or None if it is empty.
+def read_yaml(path: Path) -> Any:
+    """What a file says: a ``YamlMapping``, a list, a word, number, truth value, or None if it is empty.
 
     Raises:
         InvalidYamlError: It cannot be read, is too large, or has something that such a file has no need of.
@@ -90,10 +80,10 @@ def parse_yaml(content: bytes) -> Any:
         raise InvalidYamlError(f"line {reader.line()}: {type(error).__name__}: {shortened(str(error))}") from error
 
 
-def _read(path: Path | resources.abc.Traversable) -> bytes:
+def _read(path: Path) -> bytes:
     try:
         # A pipe or terminal would be waited for, and has nothing for the second rank that reads it.
-        if isinstance(path, Path) and not stat.S_ISREG(os.stat(path).st_mode):
+        if not stat.S_ISREG(os.stat(path).st_mode):
             raise InvalidYamlError("it is no ordinary file")
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -103,7 +93,7 @@ def _read(path: Path | resources.abc.Traversable) -> bytes:
         raise InvalidYamlError(f"{type(error).__name__}: {shortened(str(error))}") from error
     if len(content) > MAX_BYTES:
         raise InvalidYamlError(f"it has more than {MAX_BYTES} bytes")
-    return bytes(content)
+    return content
 
 
 class _Reader:
@@ -144,10 +134,10 @@ class _Reader:
         if depth == MAX_DEPTH:
             raise InvalidYamlError(f"line {line}: more than {MAX_DEPTH} levels")
         is_mapping = isinstance(event, yaml.MappingStartEvent)
-        return self._mapping(line, depth + 1) if is_mapping else self._sequence(depth + 1)
+        return self._mapping(depth + 1) if is_mapping else self._sequence(depth + 1)
 
-    def _mapping(self, line: int, depth: int) -> YamlMapping:
-        found = YamlMapping(line)
+    def _mapping(self, depth: int) -> YamlMapping:
+        found = YamlMapping()
         while not isinstance(event := self._next(), yaml.MappingEndEvent):
             line = _line(event)
             if not isinstance(event, yaml.ScalarEvent | yaml.AliasEvent):
@@ -159,10 +149,9 @@ class _Reader:
             found[key] = self._value(self._next(), depth)
         return found
 
-    def _sequence(self, depth: int) -> YamlList:
-        found = YamlList()
+    def _sequence(self, depth: int) -> list[Any]:
+        found = []
         while not isinstance(event := self._next(), yaml.SequenceEndEvent):
-            found.lines.append(_line(event))
             found.append(self._value(event, depth))
         return found
 

@@ -26,17 +26,9 @@ class Range(NamedTuple):
     most: int
     is_power_of_two: bool
 
-    def why_not(self, value: Any) -> str:
-        """Why it may not be ``value``, or ""."""
-        is_right = (
-            type(value) is int
-            and self.least <= value <= self.most
-            and not (self.is_power_of_two and value & (value - 1))
-        )
-        return "" if is_right else f"{quoted(value)} is not {self}"
-
-    def __str__(self) -> str:
-        return f"{self.least} to {self.most}" + ", a power of two" * self.is_power_of_two
+    def takes(self, value: int) -> bool:
+        """Whether it may be ``value``."""
+        return self.least <= value <= self.most and not (self.is_power_of_two and value & (value - 1))
 
 
 class Algorithm(NamedTuple):

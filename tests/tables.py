@@ -11,7 +11,8 @@ import yaml
 from reference import ALGORITHMS
 
 from llm_comm import Config, _core
-from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, FUSED, REDUCE_SCATTER, Row
+from llm_comm.planning import catalogue
+from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, FUSED, REDUCE_SCATTER, Origin, Row, TuningTable
 
 #: Every way to run a message that differs in code path: grids of one block and of several, one tile and many, sent
 #: ahead or not.
@@ -19,6 +20,20 @@ VARIANTS = tuple(itertools.product(ALGORITHMS, (1, 2, 5), (1, 4, 32), (0, 1, 3))
 
 #: By how much a message grows from one row of `table_of_all_variants` to the next.
 STEP_BYTES = 992
+
+
+def general_table(world_size: int, sm_count: int) -> TuningTable:
+    """The table of a device that nobody has measured."""
+    return _found("a device that nobody tuned for", world_size, sm_count)
+
+
+def emulated_table() -> TuningTable:
+    """The table of emulated GPUs."""
+    return _found("emulated", 2, 1)
+
+
+def _found(device: str, world_size: int, sm_count: int) -> TuningTable:
+    return catalogue.find_table(device, world_size, sm_count, Config.load({}))._replace(origin=Origin())
 
 
 def plain_row(up_to: int, algorithm: str, blocks: int, tile_lines: int, depth: int) -> Row:

@@ -1,10 +1,14 @@
 #include "host/table_choice.h"
 
 #include <pwd.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdlib>
+#include <mutex>
+#include <set>
 #include <stdexcept>
 #include <string_view>
 
@@ -13,9 +17,6 @@
 namespace llm_comm::host {
 
 namespace {
-
-constexpr uint64_t kKiB = 1024;
-constexpr uint64_t kMiB = 1024 * kKiB;
 
 // Devices that serve each other with their tables, because nothing that a table is measured for differs: the compute capability (which
 // kernels run), the multiprocessors (how many blocks run at once), and the links between devices (when two hops are faster than one). Links
@@ -34,6 +35,9 @@ constexpr NearDevice kNearDevices[] = {
     {"NVIDIA H100 80GB HBM3", "H100", 90, 132, 0},
     {"NVIDIA H200", "H200", 90, 132, 0},
 };
+
+// Of fused operations, for tables without a measured bound; what is best on an H200.
+constexpr uint32_t kFusedBlocksOfMultiprocessor = 3;
 
 const NearDevice* near_device(const std::string& device) {
   for (const NearDevice& one : kNearDevices) {
@@ -69,26 +73,143 @@ std::optional<std::string> home() {
   return found->pw_dir;
 }
 
-}  // namespace
+// The table of devices without one. It has rows of all_reduce alone: rows_of_parts serves the operations on parts.
+//
+// One-shot sends (N-1) x bytes in one hop, two-shot 2 (N-1)/N x bytes in two: by the H200 tables they break even near 400 KiB / (N-1),
+// which is the time of a hop on NVLink. Tiles and grids are the H200's too.
+Table general_table(uint32_t world, uint32_t sm_count) {
+  const uint64_t one_shot = 400 * kKiB / std::max(1u, world - 1);
+  return {.name = "general table",
+          .max_message_bytes = 8 * kMiB,
+          .rows = {row("all_reduce", one_shot, "one_shot", "LL", {.blocks = 2 * sm_count, .tile_lines = 16}),
+                   row("all_reduce", 512 * kKiB, "two_shot", "LL", {.blocks = 4 * sm_count, .tile_lines = 16}),
+                   row("all_reduce", 64 * kMiB, "two_shot", "LL", {.blocks = 8 * sm_count, .tile_lines = 32})},
+          .content = read_yaml("fused_blocks: " + std::to_string(kFusedBlocksOfMultiprocessor * sm_count))};
+}
 
-TableChoice choose_table(const std::string& device, uint32_t world, uint32_t sm_count, uint32_t compute_capability,
-                         const std::vector<MeasuredOn>& shipped) {
-  using Kind = TableChoice::Kind;
-  for (size_t i = 0; i < shipped.size(); ++i) {
-    if (shipped[i].device == device && shipped[i].world == world) return {Kind::kShipped, i};
+// Small blocks: an emulated GPU has few lanes, and every path is to be taken.
+Table emulated_table() {
+  constexpr uint64_t kSmall = 8 * kKiB;
+  constexpr uint64_t kLarge = 64 * kMiB;
+  constexpr const char* kFused = "all_reduce_add_rms_norm";
+  Table table{.name = "emulated",
+              .max_message_bytes = kLarge,
+              .rows = {row("all_reduce", kSmall, "one_shot", "LL", {.blocks = 2, .tile_lines = 16}),
+                       row("all_reduce", kLarge, "two_shot", "LL", {.blocks = 4, .tile_lines = 16, .depth = 1}),
+                       row(kFused, kSmall, "one_shot", "LL", {.blocks = 4, .threads = 128, .cluster = 2}),
+                       row(kFused, kLarge, "two_shot", "LL", {.blocks = 4, .threads = 128, .cluster = 2, .depth = 1}),
+                       row("all_reduce", kLarge, "two_shot_pull_hb", "HB", {.blocks = 3, .tile_lines = 16}),
+                       row("all_gather", kLarge, "direct_push_hb", "HB", {.blocks = 3, .tile_lines = 16})}};
+  for (const char* const operation : {"all_gather", "reduce_scatter"}) {
+    table.rows.push_back(row(operation, kSmall, "one_shot", "LL", {.blocks = 2, .tile_lines = 16}));
+    table.rows.push_back(row(operation, kLarge, "push_hb", "HB", {.blocks = 4, .tile_lines = 64, .depth = 2}));
   }
-  if (device == "emulated") return {Kind::kEmulated};
-  const NearDevice* const here = near_device(device);
-  if (here == nullptr || here->compute_capability != compute_capability || here->sm_count != sm_count) {
-    return {Kind::kGeneral};
-  }
-  for (size_t i = 0; i < shipped.size(); ++i) {
-    const NearDevice* const there = near_device(shipped[i].device);
-    if (there != nullptr && there->group == here->group && shipped[i].world == world) {
-      return {Kind::kNearest, i, there->short_name};
+  std::string content = "max_fused_bytes: 67108864\nmin_symmetric_bytes: 0\nnodes:";
+  for (int nodes = 2; nodes <= 8; ++nodes) {
+    const std::string pieces = nodes > 2 ? "all_to_all" : "all_gather";
+    for (const std::string& way :
+         {std::string("32768, exchange: all_gather, chunk_bytes: 0"), "65536, exchange: " + pieces + ", chunk_bytes: 0",
+          "1048576, exchange: " + pieces + ", chunk_bytes: 32768",
+          "67108864, exchange: " + pieces + ", chunk_bytes: 4194304"}) {
+      content += "\n- {nodes: " + std::to_string(nodes) + ", up_to: " + way + ", is_faster: true}";
     }
   }
-  return {Kind::kGeneral};
+  table.content = read_yaml(content);
+  return table;
+}
+
+// Adds a warning, once in a process: of its ranks, or of its communicators.
+void remark(FoundTable& found, const std::string& text) {
+  static std::mutex mutex;
+  static std::set<std::string> said;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (said.insert(text).second) found.remarks.push_back(text);
+}
+
+// Whether the user has installed a table for the device and number of ranks. One that cannot be used is remarked on.
+bool find_installed(FoundTable& found, const std::string& device, uint32_t world) {
+  const auto directory = table_directory();
+  const std::string file = table_file_name(device, world);
+  const std::string path = directory.value_or("") + "/" + file;
+  struct stat status{};
+  if (!directory || (stat(path.c_str(), &status) != 0 && (errno == ENOENT || errno == ENOTDIR))) return false;
+  try {
+    found.table = read_table(path);
+    if (found.table.device != device || found.table.world != world) {
+      throw FileError("it is for " + std::to_string(found.table.world) + " of " + found.table.device +
+                      ", and its name says " + std::to_string(world) + " of " + device);
+    }
+    found.origin = "user's directory";
+    found.path = path;
+    return true;
+  } catch (const FileError& error) {
+    found.passed_over = path;
+    remark(found, "tuning table " + path + ": " + error.what() +
+                      ". It is passed over. `llm-comm tune --install` measures it anew, `llm-comm tune --remove " +
+                      file + "` removes it");
+    return false;
+  }
+}
+
+void find_shipped(FoundTable& found, const std::string& device, uint32_t world, uint32_t sm_count,
+                  uint32_t compute_capability) {
+  const std::vector<Table>& shipped = shipped_tables();
+  const auto first = [&](auto is_wanted) { return std::find_if(shipped.begin(), shipped.end(), is_wanted); };
+  const auto own = first([&](const Table& one) { return one.device == device && one.world == world; });
+  if (own != shipped.end()) {
+    found.table = *own;
+    found.origin = "shipped";
+    return;
+  }
+  if (device == "emulated") {
+    found.table = emulated_table();
+    found.origin = "emulated";
+    return;
+  }
+  found.is_tuned = false;
+  const NearDevice* const here = near_device(device);
+  const bool is_known = here != nullptr && here->compute_capability == compute_capability && here->sm_count == sm_count;
+  const auto near = first([&](const Table& one) {
+    const NearDevice* const there = near_device(one.device);
+    return is_known && there != nullptr && there->group == here->group && one.world == world;
+  });
+  if (near == shipped.end()) {
+    found.table = general_table(world, sm_count);
+    found.origin = "general";
+    return;
+  }
+  found.table = *near;
+  found.table.name += std::string(", nearest: ") + near_device(near->device)->short_name;
+  found.origin = "nearest";
+  // Linear layers as measured on this very device: a rank computes them alone, so with any number of ranks. Those of a near device say
+  // nothing, as its memory may be faster.
+  const auto alike = first([&](const Table& one) { return one.device == device; });
+  const Node* const layers = alike == shipped.end() ? nullptr : alike->content.find("layers");
+  auto& entries = found.table.content.entries;
+  std::erase_if(entries, [](const auto& entry) { return entry.first == "layers"; });
+  if (layers != nullptr) entries.emplace_back("layers", *layers);
+}
+
+}  // namespace
+
+FoundTable find_table(const std::string& named, const std::string& device, uint32_t world, uint32_t sm_count,
+                      uint32_t compute_capability) {
+  FoundTable found;
+  if (named.empty()) {
+    if (!find_installed(found, device, world)) find_shipped(found, device, world, sm_count, compute_capability);
+    return found;
+  }
+  found.table = read_table(named);
+  found.origin = "option table";
+  found.path = named;
+  const bool is_for_this = found.table.device == device && found.table.world == world;
+  found.is_tuned = is_for_this || device == "emulated";
+  if (!is_for_this) {
+    remark(found, named + " was measured on " + std::to_string(found.table.world) + " ranks of " + found.table.device +
+                      ", not on " + std::to_string(world) + " of " + device +
+                      ": sums are right, the choice may not be the fastest");
+  }
+  return found;
 }
 
 std::optional<std::string> table_directory() {
@@ -113,34 +234,6 @@ std::string table_file_name(const std::string& device, uint32_t world) {
   }
   if (!name.empty() && name.back() == '_') name.pop_back();
   return name + "_" + std::to_string(world) + kTableSuffix;
-}
-
-// One-shot sends (N-1) x bytes in one hop, two-shot 2 (N-1)/N x bytes in two: by the H200 tables they break even near 400 KiB / (N-1),
-// which is the time of a hop on NVLink. Tiles and grids are the H200's too.
-DefaultTable general_table(uint32_t world, uint32_t sm_count) {
-  const uint64_t one_shot = 400 * kKiB / std::max(1u, world - 1);
-  return {8 * kMiB,
-          {row("all_reduce", one_shot, "one_shot", "LL", {.blocks = 2 * sm_count, .tile_lines = 16}),
-           row("all_reduce", 512 * kKiB, "two_shot", "LL", {.blocks = 4 * sm_count, .tile_lines = 16}),
-           row("all_reduce", 64 * kMiB, "two_shot", "LL", {.blocks = 8 * sm_count, .tile_lines = 32})}};
-}
-
-DefaultTable emulated_table() {
-  constexpr uint64_t kSmall = 8 * kKiB;
-  constexpr uint64_t kLarge = 64 * kMiB;
-  constexpr const char* kFused = "all_reduce_add_rms_norm";
-  DefaultTable table{kLarge,
-                     {row("all_reduce", kSmall, "one_shot", "LL", {.blocks = 2, .tile_lines = 16}),
-                      row("all_reduce", kLarge, "two_shot", "LL", {.blocks = 4, .tile_lines = 16, .depth = 1}),
-                      row(kFused, kSmall, "one_shot", "LL", {.blocks = 4, .threads = 128, .cluster = 2}),
-                      row(kFused, kLarge, "two_shot", "LL", {.blocks = 4, .threads = 128, .cluster = 2, .depth = 1}),
-                      row("all_reduce", kLarge, "two_shot_pull_hb", "HB", {.blocks = 3, .tile_lines = 16}),
-                      row("all_gather", kLarge, "direct_push_hb", "HB", {.blocks = 3, .tile_lines = 16})}};
-  for (const char* const operation : {"all_gather", "reduce_scatter"}) {
-    table.rows.push_back(row(operation, kSmall, "one_shot", "LL", {.blocks = 2, .tile_lines = 16}));
-    table.rows.push_back(row(operation, kLarge, "push_hb", "HB", {.blocks = 4, .tile_lines = 64, .depth = 2}));
-  }
-  return table;
 }
 
 // As measured on two H200, where LL is faster up to 24 MiB, which is about one launch there. Where there are more ranks, each has a smaller

@@ -134,7 +134,7 @@ void Communicator::set_up(bool is_offered_real) {
     own.compute_capability = device.compute_capability;
     table = find_table(options_.table, device.name, static_cast<uint32_t>(world()), device.sm_count,
                        device.compute_capability);
-    own.table = table.digest();
+    own.table = digest_of(table);
     exchange = std::make_unique<DescriptorExchange>();
     own.name = exchange->name();
   } catch (const std::exception& error) {

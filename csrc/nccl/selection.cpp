@@ -1,10 +1,14 @@
 #include "nccl/selection.h"
 
 #include <algorithm>
+#include <sstream>
 #include <stdexcept>
 
 #include "algorithms/parts.h"
 #include "host/planner.h"
+#include "host/yaml.h"
+#include "nccl/failure.h"
+#include "nccl/log.h"
 
 namespace llm_comm::nccl {
 
@@ -49,7 +53,45 @@ bool needs_no_row(const host::Algorithm& algorithm, const std::string& operation
   return algorithm.operation->name == operation && algorithm.info->symmetric == 0 && !needs_row;
 }
 
+// Whether this library has what a row asks for.
+bool can_run(const Row& row) {
+  const host::Algorithm& algorithm = host::algorithms()[row.algorithm];
+  const bool is_served =
+      row.operation == "all_reduce" || row.operation == "all_gather" || row.operation == "reduce_scatter";
+  return is_served && row.program.empty() && algorithm.info->symmetric == 0 && !algorithm.info->by_switch;
+}
+
 }  // namespace
+
+Table find_table(const std::string& path, const std::string& device, uint32_t world, uint32_t sm_count,
+                 uint32_t compute_capability) {
+  try {
+    host::FoundTable found = host::find_table(path, device, world, sm_count, compute_capability);
+    for (const std::string& remark : found.remarks) warn(remark);
+    Table table = std::move(found.table);
+    const size_t left_out = std::erase_if(table.rows, [](const Row& row) { return !can_run(row); });
+    if (left_out > 0) {
+      inform("tuning table " + table.name + ": rows that cannot run here are left out: " + std::to_string(left_out));
+    }
+    return table;
+  } catch (const host::FileError& error) {
+    throw Failure(ncclInvalidArgument, "tuning table " + path.substr(0, 200) + ": " + error.what());
+  }
+}
+
+std::string digest_of(const Table& table) {
+  std::ostringstream text;
+  text << table.max_message_bytes;
+  for (const Row& row : table.rows) {
+    const Choice& choice = row.choice;
+    text << '|' << row.operation << ' ' << row.up_to << ' ' << row.algorithm << ' ' << choice.blocks << ' '
+         << choice.threads << ' ' << choice.tile_lines << ' ' << choice.depth;
+  }
+  // FNV-1a: ranks compare what they have chosen, not what somebody has made.
+  uint64_t hash = 14695981039346656037u;
+  for (const char byte : text.str()) hash = (hash ^ static_cast<unsigned char>(byte)) * 1099511628211u;
+  return table.name + " " + std::to_string(hash);
+}
 
 uint64_t Message::part_bytes() const { return count * bytes_of(type); }
 

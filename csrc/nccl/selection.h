@@ -7,10 +7,21 @@
 #include <utility>
 #include <vector>
 
+#include "host/table_choice.h"
 #include "nccl/nccl_types.h"
-#include "nccl/table.h"
 
 namespace llm_comm::nccl {
+
+using host::Row;
+using host::Table;
+
+// The tuning table of a device, by the rule of Communicator (host/table_choice.h), without the rows that cannot run here: of operations that
+// this library does not serve, of algorithms for symmetric tensors or by the NVLink switch, and of programs of llm_comm.dsl. `path`: the file
+// of LLM_COMM_TABLE, or nothing. Throws Failure (ncclInvalidArgument) where that cannot be used.
+Table find_table(const std::string& path, const std::string& device, uint32_t world, uint32_t sm_count,
+                 uint32_t compute_capability);
+// What ranks compare: all that is chosen by.
+std::string digest_of(const Table& table);
 
 enum class Operation { kAllReduce, kAllGather, kReduceScatter, kBroadcast };
 

@@ -21,6 +21,7 @@
 #include "python/linear.h"
 #include "python/node_exchange.h"
 #include "python/registry.h"
+#include "python/tables.h"
 #include "python/tensor_capsule.h"
 
 namespace py = pybind11;
@@ -64,6 +65,7 @@ PYBIND11_MODULE(_core, module) {
            py::arg("multicast") = false);
 
   llm_comm::python::add_registry(module);
+  llm_comm::python::add_tables(module);
   llm_comm::python::add_linear(module);
 
   using Pair = std::pair<uint32_t, uint64_t>;  // of a Place

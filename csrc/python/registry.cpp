@@ -6,10 +6,9 @@
 #include <set>
 #include <stdexcept>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "host/table_choice.h"
+#include "host/planner.h"
 #include "python/data_type_at.h"
 
 namespace py = pybind11;
@@ -69,42 +68,6 @@ Problem problem_of(uint64_t count, uint32_t row, uint32_t data_type, uint32_t wo
   Problem problem{count, row, type, world_size, {}};
   std::copy(parameters.begin(), parameters.end(), problem.parameter);
   return problem;
-}
-
-// In the order of planning.tables.Row.
-py::tuple fields_of(const Row& row) {
-  const AlgorithmInfo& info = *algorithms()[row.algorithm].info;
-  const Choice& choice = row.choice;
-  return py::make_tuple(row.up_to, row.operation, info.name, info.protocol, choice.blocks, choice.threads,
-                        choice.tile_lines, choice.cluster, choice.depth);
-}
-
-py::list fields_of(const std::vector<Row>& rows) {
-  py::list found;
-  for (const Row& row : rows) found.append(fields_of(row));
-  return found;
-}
-
-py::tuple fields_of(const DefaultTable& table) {
-  return py::make_tuple(table.max_message_bytes, fields_of(table.rows));
-}
-
-void add_table_choice(py::module_& module) {
-  module.def("choose_table", [](const std::string& device, uint32_t world, uint32_t sm_count, uint32_t capability,
-                                const std::vector<std::pair<std::string, uint32_t>>& shipped) {
-    std::vector<MeasuredOn> measured_on;
-    for (const auto& [name, ranks] : shipped) measured_on.push_back({name, ranks});
-    const TableChoice choice = choose_table(device, world, sm_count, capability, measured_on);
-    constexpr const char* kNames[] = {"shipped", "emulated", "nearest", "general"};
-    return py::make_tuple(kNames[static_cast<int>(choice.kind)], choice.shipped, choice.nearest);
-  });
-  module.attr("table_suffix") = kTableSuffix;
-  module.def("table_directory", &table_directory);
-  module.def("table_file_name", &table_file_name);
-  module.def("general_table", [](uint32_t world, uint32_t sms) { return fields_of(general_table(world, sms)); });
-  module.def("emulated_table", [] { return fields_of(emulated_table()); });
-  module.def("rows_of_parts",
-             [](const std::string& operation, uint32_t sms) { return fields_of(rows_of_parts(operation, sms)); });
 }
 
 }  // namespace
@@ -202,7 +165,6 @@ void add_registry(py::module_& module) {
   module.def("candidates", [](uint32_t algorithm, const Problem& problem, const Limits& limits) {
     return algorithm_at(algorithm).candidates(problem, limits);
   });
-  add_table_choice(module);
 }
 
 }  // namespace llm_comm::python

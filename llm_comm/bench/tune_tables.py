@@ -11,21 +11,26 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from llm_comm import files
+from llm_comm import _core, files
 from llm_comm.bench.report import columns
 from llm_comm.cli import launch
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
 from llm_comm.files import locked
-from llm_comm.planning.catalogue import find_table, shipped_tables
-from llm_comm.planning.installed import file_name, installed_files, table_directory
-from llm_comm.planning.table_files import load_table, read_measured, table_text
+from llm_comm.planning.catalogue import (
+    TableFile,
+    find_table,
+    installed_files,
+    load_table,
+    shipped_tables,
+    table_directory,
+    table_text,
+)
 from llm_comm.planning.tables import BY_OPTION, OF_USER, SHIPPED, TuningTable
 
 _OPTION = "--install"
@@ -120,7 +125,7 @@ def install(
         Whether it was done. The command fails if not.
     """
     try:
-        path = prepare(config) / file_name(device_name, world_size)
+        path = prepare(config) / _core.table_file_name(device_name, world_size)
         why_not = ""
         with locked(path.with_name(_LOCK)):
             if not force:
@@ -142,8 +147,7 @@ def install(
 def _why_kept(path: Path, measured: Mapping[str, Any]) -> str:
     """Why the installed table is to stay; empty if it may be replaced, or cannot be used anyway."""
     try:
-        load_table(path)
-        present = read_measured(path)
+        present = load_table(path).measured
     except ConfigError:
         return ""
     if present.get("complete") != "False" and not measured["complete"]:
@@ -216,22 +220,24 @@ def remove(name: str) -> None:
 def listed(config: Config) -> Iterator[Listed]:
     """All tables in the order in which a start looks at them. Those of near devices are among the shipped ones."""
     if config.table is not None:
-        yield _listed(BY_OPTION, Path(config.table), config.table)
+        yield _of_file(BY_OPTION, Path(config.table))
     for path in installed_files():
-        yield _listed(OF_USER, path, str(path))
+        yield _of_file(OF_USER, path)
     for shipped in shipped_tables():
-        yield _listed(SHIPPED, shipped, shipped.name)
+        yield _listed(SHIPPED, shipped, shipped.table.name)
 
 
-def _listed(origin: str, path: Path | resources.abc.Traversable, name: str) -> Listed:
+def _of_file(origin: str, path: Path) -> Listed:
     try:
-        device, world, _ = load_table(path)
-        measured = read_measured(path)
+        return _listed(origin, load_table(path), str(path))
     except ConfigError as error:
-        nothing = Listed(f"{origin}, cannot be used", _UNKNOWN, _UNKNOWN, _UNKNOWN, _UNKNOWN, _UNKNOWN, "")
-        return nothing._replace(file=f"{name} ({' '.join(str(error).split())})")
-    date, commit, version = (measured.get(key, _UNKNOWN) for key in ("date", "commit", "llm_comm"))
-    return Listed(origin, device, str(world), date, commit[:_DIGITS_OF_COMMIT], version, name)
+        nothing = Listed(f"{origin}, cannot be used", *[_UNKNOWN] * (len(Listed._fields) - 1))
+        return nothing._replace(file=f"{path} ({' '.join(str(error).split())})")
+
+
+def _listed(origin: str, found: TableFile, name: str) -> Listed:
+    date, commit, version = (found.measured.get(key, _UNKNOWN) for key in ("date", "commit", "llm_comm"))
+    return Listed(origin, found.device, str(found.world_size), date, commit[:_DIGITS_OF_COMMIT], version, name)
 
 
 def tables_here(config: Config) -> dict[int, TuningTable]:

@@ -1,23 +1,86 @@
-"""The tuning table for a device: of option ``table``, the user's directory, the package, a near device, or for any."""
+"""Tuning tables: their YAML files, as ``configs/`` has them and ``llm-comm tune`` writes them, and which one serves a
+device.
+
+The core reads and checks files (``csrc/host/tables.h``) and finds tables (``csrc/host/table_choice.h``), for the NCCL
+library too.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
-from importlib import resources
+import math
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
 
 from llm_comm import _core
 from llm_comm.config import Config
-from llm_comm.errors import ConfigError
-from llm_comm.planning.default_tables import emulated_table, general_table
-from llm_comm.planning.installed import look_up
+from llm_comm.errors import ConfigError, shortened
 from llm_comm.planning.layers import LayerRow
-from llm_comm.planning.table_files import TableFile, load_table
-from llm_comm.planning.tables import BY_OPTION, EMULATED, GENERAL, NEAREST, OF_USER, SHIPPED, Origin, TuningTable
+from llm_comm.planning.node_rows import NodeRow
+from llm_comm.planning.tables import MulticastEntry, Origin, TuningTable, by_operation, row_of_fields
 
 logger = logging.getLogger("llm_comm")
+
+_LIMITS = ("max_fused_bytes", "fused_blocks", "min_symmetric_bytes")
+
+
+class TableFile(NamedTuple):
+    """A table, and what it was measured on, when and by what."""
+
+    device: str
+    world_size: int
+    table: TuningTable
+    measured: dict[str, str]
+
+
+def load_table(path: Path) -> TableFile:
+    """Reads a tuning table.
+
+    Raises:
+        ConfigError: The file cannot be read, or something in it is not valid; the text says what would be.
+    """
+    try:
+        return _table_of(*_core.read_table(os.fsencode(path)))
+    except ValueError as error:
+        raise _unusable(path, error) from None
+
+
+def _unusable(path: Path | str, error: ValueError) -> ConfigError:
+    """The error for a file that is no table."""
+    return ConfigError(f"tuning table {shortened(str(path))}: {error}")
+
+
+def _table_of(
+    name: str,
+    device: str,
+    world_size: int,
+    max_message_bytes: int,
+    rows: Iterable[_core.RowFields],
+    content: Mapping[str, Any],
+) -> TableFile:
+    """A table from what the core has read. ``content``: the other entries of the file."""
+    multicast = content.get("multicast")
+    table = TuningTable(
+        name,
+        by_operation(row_of_fields(row) for row in rows),
+        max_message_bytes,
+        **{limit: content[limit] for limit in _LIMITS if limit in content},
+        multicast=None if multicast is None else _multicast(**multicast),
+        layers=tuple(LayerRow(**row) for row in content.get("layers") or ()),
+        nodes=tuple(NodeRow(**row) for row in content.get("nodes") or ()),
+    )
+    measured = content.get("measured")
+    words = measured.items() if isinstance(measured, dict) else ()
+    return TableFile(device, world_size, table, {about: str(value) for about, value in words})
+
+
+def _multicast(world_size: int, **words: Any) -> MulticastEntry:
+    return MulticastEntry(world_size=world_size, **{about: str(word) for about, word in words.items()})
 
 
 def check_table_option(config: Config) -> None:
@@ -34,17 +97,23 @@ def check_table_option(config: Config) -> None:
         raise ConfigError(f"option table ({config.origins.get('table', 'Python')}): {error}") from error
 
 
-def shipped_tables() -> Iterator[resources.abc.Traversable]:
-    """The tuning tables that come with the package."""
-    directory = resources.files("llm_comm") / "configs"
-    if directory.is_dir():
-        yield from sorted((f for f in directory.iterdir() if f.name.startswith("tune_")), key=lambda f: f.name)
-
-
 @functools.cache
-def _read_shipped() -> tuple[TableFile, ...]:
-    """What they say. Read once: it takes a good part of a second, and each communicator asks."""
-    return tuple(load_table(path) for path in shipped_tables())
+def shipped_tables() -> tuple[TableFile, ...]:
+    """The tuning tables that come with the package."""
+    return tuple(_table_of(*fields) for fields in _core.shipped_tables())
+
+
+def table_directory() -> Path | None:
+    """The user's directory of tables: ``LLM_COMM_TABLE_DIR``, else ``llm_comm/tables`` in ``XDG_CONFIG_HOME`` or
+    ``~/.config``; None for a user without a home. It need not exist. ``llm-comm tune --install`` writes there."""
+    found = _core.table_directory()
+    return None if found is None else Path(found)
+
+
+def installed_files() -> list[Path]:
+    """All files in the user's directory that this llm_comm would look for."""
+    directory = table_directory()
+    return sorted(directory.glob(f"*{_core.table_suffix}")) if directory is not None else []
 
 
 def find_table(
@@ -60,52 +129,57 @@ def find_table(
 
     Raises:
         ConfigError: The table of the option cannot be used. One of the user's directory that cannot be used is warned
-            of and passed over.
+            of, once in a process, and passed over.
     """
-    if config.table is not None:
-        return _of_option(config.table, device_name, world_size)
-    installed = look_up(device_name, world_size)
-    if installed is not None and installed.found is not None:
-        return _found(installed.found.table, OF_USER, str(installed.path))
-    table = _without_installed(device_name, world_size, sm_count, compute_capability)
-    if installed is None:
-        return table
-    return table._replace(origin=table.origin._replace(passed_over=str(installed.path)))
-
-
-def _of_option(path: str, device_name: str, world_size: int) -> TuningTable:
-    device, world, table = load_table(Path(path))
-    if (device, world) != (device_name, world_size):
-        logger.warning(
-            "%s was measured on %d ranks of %s, not on %d of %s: sums are right, the choice may not be the fastest",
-            *(table.name, world, device, world_size, device_name),
+    named = config.table or ""
+    try:
+        fields, origin, remarks = _core.find_table(
+            os.fsencode(named), device_name, world_size, sm_count, compute_capability
         )
-    # Emulated GPUs are not tuned for.
-    is_tuned = device_name == "emulated" or (device, world) == (device_name, world_size)
-    return _found(table, BY_OPTION, path, is_tuned=is_tuned)
+    except ValueError as error:
+        raise _unusable(named, error) from None
+    for remark in remarks:
+        logger.warning("%s", remark)
+    return _table_of(*fields).table._replace(origin=Origin(*origin))
 
 
-def _without_installed(device_name: str, world_size: int, sm_count: int, compute_capability: int) -> TuningTable:
-    """The table that the core chooses, by the rule of the NCCL library."""
-    shipped = _read_shipped()
-    measured_on = [(device, world) for device, world, _ in shipped]
-    kind, index, near = _core.choose_table(device_name, world_size, sm_count, compute_capability, measured_on)
-    if kind == EMULATED:
-        return _found(emulated_table(), EMULATED)
-    if kind == GENERAL:
-        return _found(general_table(world_size, sm_count), GENERAL, is_tuned=False)
-    table = shipped[index].table
-    if kind == SHIPPED:
-        return _found(table, SHIPPED)
-    here = table._replace(name=f"{table.name}, nearest: {near}", layers=_layers_of(device_name))
-    return _found(here, NEAREST, is_tuned=False)
+class _Dumper(yaml.SafeDumper):
+    """Writes what appears twice out twice: the core takes no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
-def _layers_of(device_name: str) -> tuple[LayerRow, ...]:
-    """Linear layers as measured on this very device: a rank computes them alone, so with any number of ranks. Those of
-    a near device say nothing, as its memory may be faster."""
-    return next((table.layers for device, _, table in _read_shipped() if device == device_name), ())
+def table_text(device: str, world_size: int, table: TuningTable, measured: dict[str, Any]) -> str:
+    """What a file says of a table; ``measured``: when, and by what."""
+    least = table.min_symmetric_bytes
+    head = {
+        "device": device,
+        "world_size": world_size,
+        "max_message_bytes": table.max_message_bytes,
+        "max_fused_bytes": table.max_fused_bytes,
+        "fused_blocks": table.fused_blocks,
+        "min_symmetric_bytes": least if isinstance(least, int) else dict(least),
+        "measured": measured,
+        **({} if table.multicast is None else {"multicast": table.multicast._asdict()}),
+    }
+    rows = _lines(row.entry() for of_operation in table.rows.values() for row in of_operation)
+    of_layers = _lines(row.entry() for row in table.layers)
+    of_nodes = _lines(row.entry() for row in table.nodes)
+    return (
+        "# Written by `llm-comm tune`. The last row of an operation serves all larger messages, up to "
+        f"max_message_bytes.\n{_written(head)}rows:\n{rows}"
+        + (f"layers:\n{of_layers}" if of_layers else "")
+        + (f"nodes:\n{of_nodes}" if of_nodes else "")
+    )
 
 
-def _found(table: TuningTable, kind: str, path: str = "", *, is_tuned: bool = True) -> TuningTable:
-    return table._replace(origin=Origin(kind, path, is_tuned))
+def _lines(entries: Iterable[dict[str, Any]]) -> str:
+    """A row a line: tables are read by people who compare rows."""
+    return "".join("  - " + _written(entry, default_flow_style=True) for entry in entries)
+
+
+def _written(entry: dict[str, Any], *, default_flow_style: bool = False) -> str:
+    """YAML with each word in one line."""
+    style: dict[str, Any] = {"default_flow_style": default_flow_style, "width": math.inf, "allow_unicode": True}
+    return str(yaml.dump(entry, None, _Dumper, sort_keys=False, **style))

@@ -8,19 +8,16 @@ from typing import Any, NamedTuple
 
 from llm_comm import _core
 from llm_comm.config import Config
-from llm_comm.errors import quoted
 
 #: By the name of the communicator's method.
 LINEAR = "linear"
 LINEAR_SILU_AND_MUL = "linear_silu_and_mul"
 #: The same of FP8 operands, which are measured by themselves.
 _OF_FP8 = {LINEAR: "linear_fp8", LINEAR_SILU_AND_MUL: "linear_silu_and_mul_fp8"}
-OPERATIONS = (*_OF_FP8, *_OF_FP8.values())
 #: Inputs of bf16 that are as many bytes as one of FP8: so a row of either is the same stream.
 _FP8_TO_BF16 = 2
-#: What the tunables of a row may be, and the multiple that they are of (csrc/algorithms/linear/layer.h). Whether a
-#: device has room for all of them together, the core says when a layer is prepared.
-_TUNABLES = {"block_outputs": (64, 8), "stages": (16, 1), "stage_boxes": (8, 1)}
+#: Whether a device has room for all of them together, the core says when a layer is prepared.
+_TUNABLES = ("block_outputs", "stages", "stage_boxes")
 
 
 class LayerRow(NamedTuple):
@@ -62,28 +59,6 @@ class LayerRow(NamedTuple):
     def entry(self) -> dict[str, Any]:
         """What a file says of it."""
         return {name: value for name, value in self._asdict().items() if value is not None}
-
-
-def why_not_row(row: LayerRow) -> str:
-    """Why a table may not have such numbers, or ""."""
-    for name, multiple in (("outputs", _core.linear_multiple), ("inputs", inputs_multiple(is_fp8(row.operation)))):
-        features = getattr(row, name)
-        if type(features) is not int or not takes_features(features, multiple):
-            return (
-                f"{name} is {quoted(features)}; it must be a multiple of {multiple} up to {_core.linear_max_features}"
-            )
-    if not _is_within(row.up_to, 1, _core.linear_max_tokens):
-        return f"up_to is {quoted(row.up_to)}; it must be a number of tokens, 1 to {_core.linear_max_tokens}"
-    for name, (most, multiple) in _TUNABLES.items():
-        value = getattr(row, name)
-        if not _is_within(value, 0, most) or value % multiple:
-            multiples = f" in steps of {multiple}" if multiple > 1 else ""
-            return f"{name} is {quoted(value)}; it must be 0 (as the kernel finds best) to {most}{multiples}"
-    return ""
-
-
-def _is_within(value: object, least: int, most: int) -> bool:
-    return type(value) is int and least <= value <= most
 
 
 def takes_features(features: int, multiple: int = _core.linear_multiple) -> bool:

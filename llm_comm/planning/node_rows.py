@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from llm_comm import _core
-from llm_comm.errors import quoted
 from llm_comm.options import MIB
 
 #: Each node gets the slices of all nodes, and adds them.
@@ -15,8 +14,6 @@ WHOLE = "all_gather"
 #: two steps.
 PIECES = "all_to_all"
 EXCHANGES = (WHOLE, PIECES)
-#: Of chunks: smaller ones are bound by latency.
-LEAST_CHUNK_BYTES = 16 * 1024
 
 _MOST_NODES = 1 << 16
 _MOST_BYTES = 1 << 60
@@ -76,23 +73,6 @@ class NodeRows(NamedTuple):
     def find(self, message_bytes: int) -> NodeRow:
         """The row of a message; the last one where it is larger than all: an option may permit that."""
         return next((row for row in self.rows if message_bytes <= row.up_to), self.rows[-1])
-
-
-def why_not_row(row: NodeRow) -> str:
-    """Why a table may not have such a row, or ""."""
-    if not _is_within(row.nodes, 2, _MOST_NODES):
-        return f"nodes is {quoted(row.nodes)}; it must be a number of at least 2"
-    if not _is_within(row.up_to, 1, _MOST_BYTES):
-        return f"up_to is {quoted(row.up_to)}; it must be a number of bytes above 0"
-    if row.exchange not in EXCHANGES:
-        return f"exchange is {quoted(row.exchange)}; it must be {' or '.join(EXCHANGES)}"
-    if row.chunk_bytes != 0 and not _is_within(row.chunk_bytes, LEAST_CHUNK_BYTES, _MOST_BYTES):
-        return f"chunk_bytes is {quoted(row.chunk_bytes)}; it must be 0 (one chunk) or at least {LEAST_CHUNK_BYTES}"
-    return ""
-
-
-def _is_within(value: object, least: int, most: int) -> bool:
-    return type(value) is int and least <= value <= most
 
 
 def rows_for(rows: tuple[NodeRow, ...], name: str, nodes: int, ranks_of_node: int) -> NodeRows:

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from llm_comm import _core, registry
 from llm_comm.config import LARGE_BYTES, Config
+from llm_comm.options import MIB
 from llm_comm.planning import multicast as switch
-from llm_comm.planning.default_tables import derive_fused_rows, rows_of_parts
 from llm_comm.planning.multicast import NO_MULTICAST, Multicast
 from llm_comm.planning.plan import Plan, Problem, without_kernel
-from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, of_symmetric, row_of
+from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, of_symmetric, row_of, row_of_fields
 
 _LARGEST_NUMBER = (1 << 32) - 1  # that a field of a choice can hold
 _LINE_BYTES = 16
@@ -232,7 +232,7 @@ def _can_use(algorithm: registry.Algorithm, row: Row, meant_for: registry.Algori
     tile of LL is a bad chunk of HB, and HB takes fewer blocks."""
     if meant_for is None or (algorithm.protocol, algorithm.ranges.keys()) != (row.protocol, meant_for.ranges.keys()):
         return False
-    return not any(bounds.why_not(getattr(row, name)) for name, bounds in algorithm.ranges.items())
+    return all(bounds.takes(getattr(row, name)) for name, bounds in algorithm.ranges.items())
 
 
 def _within_ranges(row: Row, algorithm: registry.Algorithm) -> Row:
@@ -267,8 +267,34 @@ def _rows_or_general(
             _without_switch(table.rows.get(ALL_REDUCE, ()))
         ), " (derived from all_reduce, not measured)"
     if registry.operations()[operation].has_parts:
-        return rows_of_parts(operation, limits.sm_count), " (general rows, not measured)"
+        general = _core.rows_of_parts(operation, limits.sm_count)
+        return tuple(row_of_fields(fields) for fields in general), " (general rows, not measured)"
     return (), ""
+
+
+# One-shot receives the row from every rank: it takes as many blocks as a cluster can have, so that they are small, as
+# the plain kernels' tables prefer them too. Two-shot has 1/N of that to do, and takes smaller clusters where there are
+# more rows than SMs.
+_FUSED_ONE_SHOT = Row(0, FUSED, "one_shot", "LL", blocks=1056, threads=1024, cluster=16)
+_FUSED_TWO_SHOT = Row(0, FUSED, "two_shot", "LL", blocks=1056, threads=512, cluster=8)
+_FUSED_TWO_SHOT_OF_MANY = _FUSED_TWO_SHOT._replace(cluster=4, depth=1)
+
+
+def derive_fused_rows(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Rows for fused operations where none have been measured: the algorithm of the plain all-reduce at each size."""
+    derived: list[Row] = []
+    for row in rows:
+        for up_to in sorted({min(row.up_to, MIB), row.up_to}):
+            if derived and up_to <= derived[-1].up_to:
+                continue
+            if row.algorithm == "one_shot":
+                fused = _FUSED_ONE_SHOT
+            else:
+                fused = _FUSED_TWO_SHOT if up_to <= MIB else _FUSED_TWO_SHOT_OF_MANY
+            if derived and derived[-1]._replace(up_to=0) == fused:
+                derived.pop()
+            derived.append(fused._replace(up_to=up_to))
+    return tuple(derived)
 
 
 def _without_switch(rows: tuple[Row, ...]) -> tuple[Row, ...]:

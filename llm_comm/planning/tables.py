@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from llm_comm import registry
+from llm_comm import _core, registry
 from llm_comm.errors import shortened
 from llm_comm.options import MIB
 from llm_comm.planning.layers import LayerRow
@@ -78,6 +78,12 @@ class Row(NamedTuple):
         }
 
 
+def row_of_fields(fields: _core.RowFields) -> Row:
+    """A row from the fields that the core has of it."""
+    us, runner_up = fields[9:]
+    return Row(*fields[:9], us, None if runner_up is None else RunnerUp(**runner_up))
+
+
 class MulticastEntry(NamedTuple):
     """On what ``llm-comm tune --multicast`` has tested algorithms by the NVLink switch: a communicator uses multicast
     where it is on the same."""
@@ -136,10 +142,10 @@ class TuningTable(NamedTuple):
     min_symmetric_bytes: int | Mapping[str, int] = MIB
     #: Of a table that permits NVLink multicast.
     multicast: MulticastEntry | None = None
-    #: Of linear layers, those of one layer one behind the other and sorted by tokens.
+    #: Of linear layers, those of one layer sorted by tokens.
     layers: tuple[LayerRow, ...] = ()
-    #: Of groups over several nodes, those of one number of nodes one behind the other and sorted by bytes. The other
-    #: rows are then of the ranks of one node.
+    #: Of groups over several nodes, those of one number of nodes sorted by bytes. The other rows are then of the ranks
+    #: of one node.
     nodes: tuple[NodeRow, ...] = ()
     #: Of a table that a communicator goes by. Nothing is chosen by it.
     origin: Origin = Origin()

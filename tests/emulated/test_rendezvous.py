@@ -26,7 +26,6 @@ from tables import plain_row, write_table
 
 from llm_comm import RendezvousError, _core
 from llm_comm.errors import MissingRankError
-from llm_comm.planning import installed
 from llm_comm.runtime import rendezvous as rendezvous_module
 from llm_comm.runtime.descriptors import close_all
 
@@ -119,7 +118,7 @@ def come_with_directory(of_culprit: str, of_others: str) -> str:
 @pytest.mark.parametrize("kind", ["other", "missing", "broken"])
 def test_different_directories_of_tuning_tables(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     """Each rank would go by the table that it finds."""
-    name = installed.file_name("emulated", WORLD)
+    name = _core.table_file_name("emulated", WORLD)
     paths = []
     for directory, algorithm in (("a", "one_shot"), ("b", "two_shot")):
         (tmp_path / directory).mkdir()
@@ -156,7 +155,7 @@ def table_of_directories(*directories: str) -> str:
 
 def test_directories_with_the_same_table_or_the_same_broken_one(ranks: RankPool, tmp_path: Path) -> None:
     """Copies will do: what is compared is what is chosen by."""
-    name = installed.file_name("emulated", WORLD)
+    name = _core.table_file_name("emulated", WORLD)
     directories = [tmp_path / str(rank) for rank in range(WORLD)]
     for directory in directories:
         directory.mkdir()

@@ -27,8 +27,8 @@ from llm_comm.bench.measuring import Bench, Budget
 from llm_comm.bench.tune_record import Record
 from llm_comm.cli import commands, launch
 from llm_comm.dsl import programs
+from llm_comm.planning.catalogue import load_table
 from llm_comm.planning.plan import Plan
-from llm_comm.planning.table_files import load_table
 from llm_comm.planning.tables import ALL_REDUCE, of_programs
 
 OPTIONS = ("--min", "16K", "--max", "64K", "--hidden", "512", "--reps", "4")
@@ -167,7 +167,7 @@ def tune_with_multicast(folder: Path) -> int:
 @needs_multicast
 def test_a_table_with_multicast_has_what_runs_with_less(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(2, tune_with_multicast, tmp_path, time_limit_s=400.0) == [0, 0]
-    device, world, table = load_table(tmp_path / "table.yaml")
+    device, world, table, _ = load_table(tmp_path / "table.yaml")
     assert table.multicast is not None
     assert table.multicast[:3] == ("emulated", "emulated", 2)
     assert (device, world) == ("emulated", 2)
@@ -301,7 +301,7 @@ def test_a_run_that_was_cut_off_or_out_of_time_goes_on(ranks: RankPool, tmp_path
     ranks.run(2, tune, cut)
     assert "complete: true" in (cut / "table.yaml").read_text()
     assert content(cut, "found.json") == content(whole, "found.json")
-    assert load_table(cut / "table.yaml") == load_table(whole / "table.yaml")
+    assert load_table(cut / "table.yaml")[:3] == load_table(whole / "table.yaml")[:3]
 
 
 def content(folder: Path, name: str) -> dict[str, Any]:

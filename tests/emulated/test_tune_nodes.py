@@ -23,8 +23,8 @@ from test_tune_command import as_on_gpus
 from llm_comm.bench import timing, tune_nodes
 from llm_comm.cli import commands
 from llm_comm.communicator import Communicator
+from llm_comm.planning.catalogue import load_table
 from llm_comm.planning.node_rows import PIECES, WHOLE, NodeRow
-from llm_comm.planning.table_files import load_table
 
 KIB = 1 << 10
 

@@ -17,8 +17,8 @@ import yaml
 
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError, RendezvousError
-from llm_comm.files import InvalidYamlError, YamlList, YamlMapping, parse_yaml
-from llm_comm.planning.table_files import load_table, table_text
+from llm_comm.files import InvalidYamlError, YamlMapping, parse_yaml
+from llm_comm.planning.catalogue import load_table, table_text
 from llm_comm.runtime import rendezvous
 from llm_comm.runtime.descriptors import Exchange, Invitation, listen
 from llm_comm.runtime.rank_names import RankName, RankNames
@@ -57,7 +57,7 @@ def table(data: bytes) -> None:
     except ConfigError as error:
         _check_error(error, "table.yaml")
         return
-    path.write_text(table_text(found.device, found.world_size, found.table, {}), encoding="utf-8")
+    path.write_text(table_text(*found), encoding="utf-8")
     assert load_table(path) == found
 
 
@@ -151,7 +151,7 @@ def _has_dates(value: Any) -> bool:
 def _plain(value: Any) -> Any:
     if isinstance(value, YamlMapping):
         return {key: _plain(part) for key, part in value.items()}
-    return [_plain(part) for part in value] if isinstance(value, YamlList) else value
+    return [_plain(part) for part in value] if isinstance(value, list) else value
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {"config": config, "table": table, "messages": message}

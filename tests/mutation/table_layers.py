@@ -6,7 +6,6 @@ from mutant import Mutant, python
 
 LAYERS = "llm_comm/planning/layers.py"
 TABLES = "llm_comm/planning/tables.py"
-FILES = "llm_comm/planning/table_files.py"
 TUNE = "llm_comm/bench/tune_layers.py"
 CALLS = "llm_comm/operations/linear.py"
 SCALING = "llm_comm/operations/fp8.py"
@@ -77,13 +76,6 @@ LINEAR_LAYERS: tuple[Mutant, ...] = (
         "if scale.dtype is not torch.float32:",
         "if False:",
         "tests/emulated/test_linear_fp8.py",
-    ),
-    python(
-        "two rows of a layer are for as many tokens",
-        FILES,
-        "if before and row.up_to <= before[-1].up_to:",
-        "if before and row.up_to < before[-1].up_to:",
-        OF_TABLES,
     ),
     python(
         "layers that run alike differ by what was measured",

@@ -6,10 +6,9 @@ from mutant import Mutant, cpp, python
 
 SELECTION = "llm_comm/planning/selection.py"
 TABLES = "llm_comm/planning/tables.py"
-FILES = "llm_comm/planning/table_files.py"
+READER = "csrc/host/yaml.cpp"
+FILES = "csrc/host/tables.cpp"
 TABLE_CHOICE = "csrc/host/table_choice.cpp"
-DEFAULTS = "llm_comm/planning/default_tables.py"
-CATALOGUE = "llm_comm/planning/catalogue.py"
 PLAN = "llm_comm/planning/plan.py"
 REGISTRY = "llm_comm/registry.py"
 CONFIG = "llm_comm/config.py"
@@ -21,6 +20,8 @@ JOINING = "llm_comm/integrations/joining.py"
 SHAPES = "tests/unit/test_selection.py"
 FUSED_SHAPES = "tests/unit/test_fused_selection.py"
 OF_TABLES = "tests/unit/test_tables.py"
+OF_LAYERS = "tests/unit/test_layer_tables.py"
+OF_HOSTILE = "tests/unit/test_hostile_files.py"
 OF_VERDICTS = "tests/unit/test_engine_verdicts.py"
 OF_CONFIG = "tests/unit/test_config.py"
 
@@ -74,8 +75,8 @@ PLANNING: tuple[Mutant, ...] = (
     python(
         "numbers that an algorithm does not take serve",
         SELECTION,
-        "return not any(bounds.why_not(getattr(row, name))",
-        "return True or not any(bounds.why_not(getattr(row, name))",
+        "return all(bounds.takes(getattr(row, name))",
+        "return True or all(bounds.takes(getattr(row, name))",
         SHAPES,
     ),
     python(
@@ -150,36 +151,21 @@ PLANNING: tuple[Mutant, ...] = (
         OF_TABLES,
         "tests/unit/test_cli_tune.py",
     ),
-    python(
-        "rows of one size are allowed",
-        FILES,
-        "if row.up_to <= previous.up_to:",
-        "if row.up_to < previous.up_to:",
-        OF_TABLES,
-    ),
-    python("misspelt keys are passed over", FILES, "if missing or unknown:", "if missing:", OF_TABLES),
+    cpp("rows of one size are allowed", FILES, "found->second.may_repeat", "true", OF_TABLES, OF_LAYERS),
+    cpp("misspelt keys are passed over", FILES, "is_among(key, all)", "true", OF_TABLES),
     python(
         "limits of a file are passed over",
-        FILES,
-        "limits = {key: content[key] for key in _LIMITS if key in content}",
-        "limits: dict[str, int] = {}",
+        "llm_comm/planning/catalogue.py",
+        "for limit in _LIMITS if limit in content",
+        "for limit in () if limit in content",
         OF_TABLES,
     ),
-    python(
-        "negative limits are allowed",
-        FILES,
-        "if type(value) is not int or value < 0:",
-        "if type(value) is not int:",
-        OF_TABLES,
-    ),
-    python("a tunable may be anything", FILES, "why = range_.why_not(entry[name])", 'why = ""', OF_TABLES),
-    python(
-        "the largest value of a tunable is refused",
-        REGISTRY,
-        "self.least <= value <= self.most",
-        "self.least <= value < self.most",
-        OF_TABLES,
-    ),
+    cpp("a number in quotes is one", READER, "is_quoted || is_octal", "is_octal", OF_TABLES),
+    cpp("a tunable may be less", FILES, "*found < least", "false", OF_TABLES),
+    cpp("the largest value of a tunable is refused", FILES, "*found > most", "*found >= most", OF_TABLES),
+    cpp("a full file is refused", READER, "text.size() > kMaxFileBytes", "text.size() >= kMaxFileBytes", OF_HOSTILE),
+    cpp("a file has a level more", READER, "level == kMaxLevels", "level > kMaxLevels", OF_HOSTILE),
+    cpp("the last of two equal keys counts", READER, "mapping.find(key.word)", "nullptr", OF_HOSTILE),
     python(
         "rows of the largest length are declined",
         REGISTRY,
@@ -191,22 +177,22 @@ PLANNING: tuple[Mutant, ...] = (
     cpp(
         "a table of another world is used",
         TABLE_CHOICE,
-        "shipped[i].device == device && shipped[i].world == world",
-        "shipped[i].device == device",
+        "one.device == device && one.world == world",
+        "one.device == device",
         OF_TABLES,
     ),
     cpp(
         "devices are near whatever their multiprocessors",
         TABLE_CHOICE,
-        "here->sm_count != sm_count",
-        "false",
+        "here->sm_count == sm_count",
+        "true",
         "tests/unit/test_installed_tables.py -k near",
     ),
-    python(
-        "a table for another device is used unsaid",
-        CATALOGUE,
-        "if (device, world) != (device_name, world_size):",
-        "if device != device_name:",
+    cpp(
+        "a table for another world is used unsaid",
+        TABLE_CHOICE,
+        "!is_for_this",
+        "found.table.device != device",
         OF_TABLES,
     ),
     cpp(
@@ -218,7 +204,7 @@ PLANNING: tuple[Mutant, ...] = (
     ),
     python(
         "fused rows derived for small messages alone",
-        DEFAULTS,
+        SELECTION,
         "if up_to <= MIB else _FUSED_TWO_SHOT_OF_MANY",
         "if True else _FUSED_TWO_SHOT_OF_MANY",
         FUSED_SHAPES,

@@ -13,7 +13,6 @@
 #include "nccl/interface.h"
 #include "nccl/options.h"
 #include "nccl/selection.h"
-#include "nccl/table.h"
 #include "nccl/unique_id.h"
 
 namespace {
@@ -125,50 +124,17 @@ void selections() {
   }
   EXPECT(!name(selection, {Operation::kBroadcast, ncclInt8, 8 << 20}).empty());
   EXPECT(name(selection, {Operation::kBroadcast, ncclInt8, (8 << 20) + 1}).empty());
+  Table other = table;
+  other.rows.back().us.word = "3";
+  EXPECT(digest_of(other) == digest_of(table));
+  other.rows.back().choice.depth += 1;
+  EXPECT(digest_of(other) != digest_of(table));
   const Table general = find_table("", "a GPU of nobody", 8, 132, 90);
   EXPECT(name(Selection(general, 8, limits, false), {Operation::kBroadcast, ncclInt8, 150000}).empty());
   EXPECT(!name(Selection(general, 8, limits, false), {Operation::kBroadcast, ncclInt8, 149000}).empty());
 }
 
-// ---- Tables, options, interfaces, ids ----
-
-std::string error_of(const std::string& table) {
-  try {
-    parse_table("t", table);
-    return "";
-  } catch (const Failure& failure) {
-    return failure.what();
-  }
-}
-
-void tables() {
-  const std::string head = "device: x\nworld_size: 2\nmax_message_bytes: 100\nrows:\n";
-  const std::string row =
-      "  - {operation: all_reduce, up_to: 8, algorithm: one_shot, protocol: LL, blocks: 2, tile_lines: 16, depth: 0";
-  EXPECT(error_of(head + row + "}\n").empty());
-  EXPECT(error_of(head + row + "}  # a remark\n\n").empty());
-  EXPECT(error_of(head + row + ", us: 3, runner_up: {algorithm: two_shot, protocol: LL, us: 4}}\n").empty());
-  EXPECT(error_of(row + "}\n").find("lacks device") != std::string::npos);
-  EXPECT(error_of(head + row + "\n").find("line 5: a row must be") != std::string::npos);
-  EXPECT(error_of(head + row + ", color: red}\n").find("unknown key color") != std::string::npos);
-  EXPECT(error_of(head + row + ", depth: 1}\n").find("depth is there twice") != std::string::npos);
-  std::string wrong = row;
-  wrong.replace(wrong.find("16"), 2, "17");
-  EXPECT(error_of(head + wrong + "}\n").find("tile_lines is 17; it must be") != std::string::npos);
-  wrong = row;
-  wrong.replace(wrong.find("up_to: 8"), 8, "up_to: x");
-  EXPECT(error_of(head + wrong + "}\n").find("up_to is 'x'") != std::string::npos);
-  wrong = row;
-  wrong.replace(wrong.find("up_to: 8"), 8, "up_to: 4");
-  EXPECT(error_of(head + row + "}\n" + wrong + "}\n").find("sorted by up_to") != std::string::npos);
-  const std::string program =
-      "  - {operation: all_reduce, up_to: 8, algorithm: 'dsl:mine', protocol: DSL, blocks: 4}\n";
-  EXPECT(error_of(head + program + row + "}\n").empty());
-  EXPECT(parse_table("t", head + program + row + "}\n").digest() == parse_table("t", head + row + "}\n").digest());
-  EXPECT(error_of(head + row + "}\n" + row + "}\n").find("sorted by up_to") != std::string::npos);
-  EXPECT(error_of("max_block: 3\n" + head + row + "}\n").find("no such key as max_block") != std::string::npos);
-  EXPECT(parse_table("t", head + row + "}\n").digest() != parse_table("t", head + wrong + "}\n").digest());
-}
+// ---- Options, interfaces, ids ----
 
 void variables() {
   const auto with = [](std::map<std::string, std::string> values) {
@@ -226,7 +192,6 @@ void ids() {
 int main() {
   agreements();
   selections();
-  tables();
   variables();
   interfaces();
   ids();

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import llm_comm
-from llm_comm import Config, _core, registry
-from llm_comm.planning import catalogue, installed, programs
+from llm_comm import Config, ConfigError, _core, registry
+from llm_comm.planning import catalogue, programs
+from llm_comm.planning.catalogue import load_table, table_text
 from llm_comm.planning.plan import Problem
 from llm_comm.planning.selection import lay_out
-from llm_comm.planning.table_files import table_text
 from llm_comm.planning.tables import OPERATIONS_OF_PROGRAMS, Row, TuningTable, by_operation
 
 DEVICES = (
@@ -29,6 +29,7 @@ DEVICES = (
 )
 NCCL_TYPES = {"bf16": 9, "fp16": 6, "fp32": 7}
 SETTINGS, PROBLEMS_OF_EACH = 100, 10
+DAMAGED = 1000
 
 
 class Limits(ctypes.Structure):
@@ -64,7 +65,7 @@ def random_row(draw: random.Random, algorithm: registry.Algorithm, up_to: int) -
     numbers = {}
     for name, bounds in algorithm.ranges.items():
         some = {0, 1, 2, 4, 8, 16, 64, 256, 512, 1056, bounds.least}
-        numbers[name] = draw.choice(sorted(n for n in some if not bounds.why_not(n)))
+        numbers[name] = draw.choice(sorted(n for n in some if bounds.takes(n)))
     return Row(up_to, algorithm.operation, algorithm.name, algorithm.protocol, **numbers)
 
 
@@ -88,10 +89,49 @@ def of_python(table: TuningTable, problem: Problem, limits: _core.Limits) -> str
     return "|".join(map(str, (table.name, algorithm.name, algorithm.protocol, *numbers)))
 
 
-def test_a_thousand_random_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def function_of_the_library() -> Callable[..., None]:
     choose = ctypes.CDLL(llm_comm.nccl_library(emulated=True)).llm_comm_nccl_choice
     choose.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_uint32, ctypes.POINTER(Limits), ctypes.c_int]
     choose.argtypes += [ctypes.c_int, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_size_t]
+    return choose
+
+
+def damaged(draw: random.Random, text: str) -> str:
+    """A text in which characters or lines are wrong, missing, or there twice."""
+    for _ in range(draw.randint(1, 3)):
+        at, length = draw.randrange(len(text)), draw.choice((1, 1, 3, 30))
+        some = (*"{}[]:,#&*!'\"\\%@-\t\n0", "\N{SNOWMAN}", ": ", "\n  ", "99999999999999999999")
+        insert = draw.choice(("", text[at : at + length], *some))
+        text = text[:at] + insert + text[at + draw.choice((0, length)) :]
+    return text
+
+
+def test_damaged_tables(tmp_path: Path) -> None:
+    """Both faces give the same verdict, and the same reason."""
+    choose = function_of_the_library()
+    draw = random.Random(49)
+    path = tmp_path / "mine.yaml"
+    said = ctypes.create_string_buffer(4000)
+    verdicts = []
+    for number in range(DAMAGED):
+        if number % 20 == 0:
+            table = TuningTable("", by_operation(random_rows(draw)), 1 << 20)
+            text = table_text("emulated", 2, table, {"date": "today"})
+        path.write_text(damaged(draw, text), encoding="utf-8")
+        choose(str(path).encode(), b"emulated", 2, Limits(1 << 20, 4, 1, 0, 0), 0, 9, 8, said, len(said))
+        theirs = said.value.decode().removeprefix("error|") if said.value.startswith(b"error|") else ""
+        try:
+            load_table(path)
+            ours = ""
+        except ConfigError as error:
+            ours = str(error)
+        assert ours == theirs
+        verdicts.append(ours)
+    assert verdicts.count("") > DAMAGED / 50
+
+
+def test_a_thousand_random_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = function_of_the_library()
     monkeypatch.delenv("LLM_COMM_TABLE", raising=False)
     draw = random.Random(48)
     kinds, outcomes = set(), set()
@@ -103,7 +143,7 @@ def test_a_thousand_random_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         path = ""
         if draw.random() < 0.6 and (rows := list(random_rows(draw))):
             table = TuningTable("", by_operation(rows), 1 << draw.randint(18, 30))
-            name = draw.choice([installed.file_name(device, world)] * 2 + ["mine.yaml"])
+            name = draw.choice([_core.table_file_name(device, world)] * 2 + ["mine.yaml"])
             file = tmp_path / str(setting) / name
             text = table_text(device, world, table, {"date": "today"})
             file.write_text(text.replace("rows:", "broken:") if draw.random() < 0.1 else text, encoding="utf-8")

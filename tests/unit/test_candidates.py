@@ -93,7 +93,7 @@ def choices_of(algorithm: registry.Algorithm, problem: _core.Problem, sm_count: 
     for choice in found:
         for name, bounds in algorithm.ranges.items():
             value = getattr(choice, name)
-            assert bounds.why_not(value) == "", f"{algorithm.name}: {name}: {bounds.why_not(value)}"
+            assert bounds.takes(value), f"{algorithm.name}: {name} is {value}, not {bounds}"
         _core.shape(algorithm.number, problem, choice, limits)
     return found
 

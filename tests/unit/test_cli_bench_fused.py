@@ -16,7 +16,7 @@ from llm_comm.bench.reference import FusedReference
 from llm_comm.bench.tune_subjects import LARGEST_FUSED, CollectiveSubject, FusedSubject, candidates
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
-from llm_comm.planning.table_files import load_table
+from llm_comm.planning.catalogue import load_table
 from llm_comm.planning.tables import ALL_REDUCE
 
 CPU = torch.device("cpu")

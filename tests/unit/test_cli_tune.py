@@ -23,10 +23,10 @@ from llm_comm.bench.tune_subjects import CollectiveSubject, FusedSubject, Subjec
 from llm_comm.cli import commands, launch
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError, PeerTimeout
+from llm_comm.planning.catalogue import load_table
 from llm_comm.planning.multicast import NO_MULTICAST
 from llm_comm.planning.plan import Problem, declined, without_kernel
 from llm_comm.planning.selection import select
-from llm_comm.planning.table_files import load_table
 from llm_comm.planning.tables import (
     ALL_GATHER,
     ALL_REDUCE,

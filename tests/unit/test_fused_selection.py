@@ -13,9 +13,8 @@ from tables import core_of, fused_row, limits_of, plain_row
 
 from llm_comm import Config, FusedPlan, Plan, _core, registry
 from llm_comm.planning import selection
-from llm_comm.planning.default_tables import derive_fused_rows
+from llm_comm.planning.catalogue import load_table
 from llm_comm.planning.plan import Problem
-from llm_comm.planning.table_files import load_table
 from llm_comm.planning.tables import ALL_REDUCE, FUSED, Row, TuningTable, by_operation
 
 # Of the kernels (csrc/algorithms/all_reduce_add_rms_norm/operation.cuh).
@@ -66,18 +65,18 @@ def test_table_without_fused_rows() -> None:
     plan = select_fused(1, 1024, 4, TABLE._replace(rows={ALL_REDUCE: PLAIN}), CONFIG, LIMITS)
     assert plan.algorithm == "one_shot"
     assert "not measured" in plan.reason
-    assert [row.algorithm for row in derive_fused_rows(PLAIN)] == ["one_shot", "two_shot"]
+    assert [row.algorithm for row in selection.derive_fused_rows(PLAIN)] == ["one_shot", "two_shot"]
 
 
 def test_rows_that_are_derived() -> None:
     plain = (plain_row(4096, "one_shot", 3, 8, 0), plain_row(8192, "one_shot", 9, 8, 0))
     plain += (plain_row(65536, "two_shot", 1, 8, 0), plain_row(64 << 20, "two_shot", 1, 8, 0))
-    assert derive_fused_rows(plain) == (
+    assert selection.derive_fused_rows(plain) == (
         fused_row(8192, "one_shot", 1056, 1024, 16, 0),
         fused_row(1 << 20, "two_shot", 1056, 512, 8, 0),
         fused_row(64 << 20, "two_shot", 1056, 512, 4, 1),
     )
-    assert derive_fused_rows(()) == ()
+    assert selection.derive_fused_rows(()) == ()
 
 
 def test_without_any_row_the_first_candidate_runs() -> None:
@@ -278,7 +277,7 @@ def test_core_refuses_a_plan_that_does_not_fit(world: int, algorithm: str) -> No
 @pytest.mark.parametrize("mib", [1, 0.5, 0.25])
 def test_rows_of_a_decode_batch_take_a_cluster_each(world: int, hidden: int, mib: float) -> None:
     """On an H200, up to max_fused_bytes, no block walks over several rows: that takes about twice the time."""
-    *_, table = load_table(Path(__file__).parents[2] / "configs" / f"tune_h200_{world}.yaml")
+    table = load_table(Path(__file__).parents[2] / "configs" / f"tune_h200_{world}.yaml").table
     rows = int(mib * (1 << 20)) // (2 * hidden)
     plan = select_fused(rows, hidden, world, table, CONFIG, LIMITS)
     assert plan.blocks == plan.cluster * rows

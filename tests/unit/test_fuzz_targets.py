@@ -42,5 +42,5 @@ def test_a_target_notices_a_wrong_reader(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("llm_comm.runtime.descriptors.sender_of", lambda *_: 1)
     inputs = {"config": b"log: info", "table": b"device: x", "messages": b"1nobody 1"}
     for name, data in inputs.items():
-        with pytest.raises((AssertionError, AttributeError)):
+        with pytest.raises((AssertionError, TypeError)):
             targets.TARGETS[name](data)

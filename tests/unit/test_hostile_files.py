@@ -1,5 +1,5 @@
-"""Configuration files, tuning tables and variables that somebody has made to break the reader: always ConfigError, with
-the file, the key and the line, and never at a length that nobody can read."""
+"""Configuration files, tuning tables and variables that somebody has made to break their readers: always ConfigError,
+with the file, the key and the line, and never at a length that nobody can read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from llm_comm import Config, ConfigError
 from llm_comm.files import MAX_BYTES, MAX_DEPTH, InvalidYamlError, parse_yaml, read_yaml
 from llm_comm.planning import catalogue
-from llm_comm.planning.table_files import load_table
+from llm_comm.planning.catalogue import load_table
 
 #: The longest error names every option.
 LONGEST_ERROR = 2000
@@ -37,8 +37,10 @@ def error_of_table(text: str | bytes, path: Path) -> str:
 
 READERS = {"config": error_of_config, "table": error_of_table}
 HEAD = {"config": "pdl: true\n", "table": "device: x\n"}
+TAIL = {"config": "", "table": "\nworld_size: 2\nrows:"}
 
-#: What stands from line 2 on, and what the error says. ``KEY`` is an option of the one and a limit of the other.
+#: What stands from line 2 on, and what the error says of a configuration file. ``KEY`` is an option of the one and a
+#: limit of the other.
 HOSTILE = {
     "digits": (f"KEY: {DIGITS}", "line 2: a number of 5000 digits"),
     "digits of another base": (f"KEY: 0x{'f' * 5000}", "line 2: a number of 5002 digits"),
@@ -69,13 +71,33 @@ HOSTILE = {
 KEYS = {"config": "timeout_s", "table": "max_message_bytes"}
 
 
+#: Where the reader of tables says it in other words, and looks at numbers where they are used.
+OF_TABLES = {
+    "digits": "line 2: max_message_bytes is '99999",
+    "digits of another base": "line 2: max_message_bytes is '0xfff",
+    "a number without digits": "line 2: max_message_bytes is '0x_'; it must be a whole number",
+    "more than 63 bits": "line 2: max_message_bytes is 9223372036854775808; it must be",
+    "aliases": "line 2: aliases (&a) are not allowed",
+    "an alias for a key": "line 2: aliases (&a) are not allowed",
+    "a tag": "line 2: tags (!!binary) are not allowed",
+    "a tag of Python": "line 2: tags (!!python/object/",
+    "a character that is none": "line 2: \\U is not allowed in quotes",
+    "a NUL": "line 3: character 0 is not allowed",
+    "other bytes than those of UTF-8": "line 3: its bytes are not those of UTF-8",
+    "no end": "line 2: the quote ' has no end in its line",
+    "a version": "line 1: a word cannot begin with %",
+}
+
+
 @pytest.mark.parametrize("what", HOSTILE)
 @pytest.mark.parametrize("reader", READERS)
 def test_hostile_files(reader: str, what: str, tmp_path: Path) -> None:
     text, found = (part.replace("KEY", KEYS[reader]) for part in HOSTILE[what])
+    if reader == "table":
+        found = OF_TABLES.get(what, found)
     path = tmp_path / f"{reader}.yaml"
     begins_alone = text.startswith("%")
-    error = READERS[reader](text if begins_alone else HEAD[reader] + text, path)
+    error = READERS[reader](text if begins_alone else HEAD[reader] + text + TAIL[reader], path)
     assert found in error
     assert str(path) in error
     assert len(error) < LONGEST_ERROR
@@ -86,6 +108,12 @@ def test_files_up_to_the_limits_are_read(tmp_path: Path) -> None:
     path.write_bytes(b"a: 1 #".ljust(MAX_BYTES, b"x"))
     assert read_yaml(path) == {"a": 1}
     assert parse_yaml(f"a: {(1 << 63) - 1}".encode()) == {"a": (1 << 63) - 1}
+    row = "{operation: all_reduce, up_to: 9, algorithm: one_shot, protocol: LL, blocks: 1, tile_lines: 4, depth: 0}"
+    table = f"device: x\nworld_size: 2\nmax_message_bytes: 99\nrows: [{row}]\nmeasured: "
+    most = "[" * (MAX_DEPTH - 1) + "]" * (MAX_DEPTH - 1)
+    path.write_bytes(f"{table}{most} #".encode().ljust(MAX_BYTES, b"x"))
+    assert load_table(path).device == "x"
+    assert f"line 5: more than {MAX_DEPTH} levels" in error_of_table(f"{table}[{most}]", path)
     parse_yaml(b"[" * MAX_DEPTH + b"]" * MAX_DEPTH)
     parse_yaml(b"{a: " * MAX_DEPTH + b"1" + b"}" * MAX_DEPTH)
     for begin, end in ((b"[", b"]"), (b"{a: ", b"}")):
@@ -118,9 +146,7 @@ def test_values_of_files_are_named_with_their_lines(tmp_path: Path) -> None:
     assert f"unknown option 'timeout' ({path}:2) (did you" in error_of_config("pdl: true\ntimeout: 3", path)
     assert f"{path}:2: workspace_bytes: '1Q' is not" in error_of_config("pdl: true\nworkspace_bytes: 1Q", path)
     path.write_text(f"pdl: true\ntable: {tmp_path / 'no.yaml'}")
-    with pytest.raises(
-        ConfigError, match=rf"option table \({path}:2\): tuning table .*no\.yaml: FileNotFoundError: No"
-    ):
+    with pytest.raises(ConfigError, match=rf"option table \({path}:2\): tuning table .*no\.yaml: No such file"):
         catalogue.check_table_option(Config.load({"LLM_COMM_CONFIG": str(path)}))
 
 

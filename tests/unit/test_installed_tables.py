@@ -20,11 +20,11 @@ from llm_comm import Config, ConfigError, _core
 from llm_comm.bench import tune_tables
 from llm_comm.cli import commands, doctor, launch
 from llm_comm.integrations import members
-from llm_comm.planning import catalogue, installed
+from llm_comm.planning import catalogue
+from llm_comm.planning.catalogue import load_table, table_text
 from llm_comm.planning.multicast import NO_MULTICAST
 from llm_comm.planning.plan import Problem
 from llm_comm.planning.selection import select
-from llm_comm.planning.table_files import TableFile, load_table, table_text
 from llm_comm.planning.tables import (
     ALL_REDUCE,
     BY_OPTION,
@@ -72,19 +72,19 @@ def find(device: str = H200, world: int = 8, config: Config = CONFIG, capability
 
 
 def test_the_directory(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert installed.table_directory() == home / ".config" / "llm_comm" / "tables"
+    assert catalogue.table_directory() == home / ".config" / "llm_comm" / "tables"
     monkeypatch.setenv("XDG_CONFIG_HOME", "/xdg")
-    assert installed.table_directory() == Path("/xdg/llm_comm/tables")
+    assert catalogue.table_directory() == Path("/xdg/llm_comm/tables")
     monkeypatch.setenv("LLM_COMM_TABLE_DIR", "/tables")
-    assert installed.table_directory() == Path("/tables")
+    assert catalogue.table_directory() == Path("/tables")
     Config.load()  # the variable is no option, and no misspelt one
 
 
 def test_a_user_without_a_home_has_no_directory(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_core, "table_directory", lambda: None)
-    assert installed.table_directory() is None
+    assert catalogue.table_directory() is None
     assert find().origin.kind == SHIPPED
-    assert installed.installed_files() == []
+    assert catalogue.installed_files() == []
     for options in (["--remove", "x"], ["--list", "--remove", "x"]):
         assert commands.main(["tune", *options]) == 2
     with pytest.raises(ConfigError, match="no home: set LLM_COMM_TABLE_DIR"):
@@ -92,8 +92,8 @@ def test_a_user_without_a_home_has_no_directory(home: Path, monkeypatch: pytest.
 
 
 def test_names_of_files() -> None:
-    assert installed.file_name(H200, 8) == "nvidia_h200_8.format1.yaml"
-    assert installed.file_name(H100, 2) == "nvidia_h100_80gb_hbm3_2.format1.yaml"
+    assert _core.table_file_name(H200, 8) == "nvidia_h200_8.format1.yaml"
+    assert _core.table_file_name(H100, 2) == "nvidia_h100_80gb_hbm3_2.format1.yaml"
 
 
 # ---- Which table is taken -------------------------------------------------------------------------------------------
@@ -113,26 +113,18 @@ def test_an_installed_table_is_found_without_an_option(home: Path, capsys: pytes
     assert sorted(path.name for path in path.parent.iterdir()) == [".lock", path.name], "nothing else is left"
 
 
-def test_precedence(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precedence(home: Path, tmp_path: Path) -> None:
     """Each goes before those after it."""
-    path = write_table(tmp_path / "mine.yaml", [OTHER_ROW], device=H100, world_size=8)
-    option = Config.load({}, table=str(path))
-    shipped = TableFile(H100, 8, TuningTable("shipped.yaml", by_operation([ROW]), 1))
-    near = TableFile(H200, 8, TuningTable("near.yaml", by_operation([ROW]), 1))
-    install(H100, 8)
-    found = []
-    for files, config in (((near, shipped), option), ((near, shipped), CONFIG)):
-        monkeypatch.setattr(catalogue, "_read_shipped", lambda files=files: files)
-        found.append(find(H100, 8, config).describe())
-    tune_tables.remove("nvidia_h100_80gb_hbm3_8.format1.yaml")
-    for files in ((near, shipped), (near,), ()):
-        monkeypatch.setattr(catalogue, "_read_shipped", lambda files=files: files)
-        found.append(find(H100, 8).describe())
+    path = write_table(tmp_path / "mine.yaml", [OTHER_ROW], device=H100, world_size=2)
+    install(H100, 2)
+    found = [find(H100, 2, config).describe() for config in (Config.load({}, table=str(path)), CONFIG)]
+    tune_tables.remove("nvidia_h100_80gb_hbm3_2.format1.yaml")
+    found += [find(H100, world).describe() for world in (2, 8, 3)]
     assert found == [
         "mine.yaml, option table",
-        "nvidia_h100_80gb_hbm3_8.format1.yaml, user's directory",
-        "shipped.yaml, shipped",
-        f"near.yaml, nearest: H200; {NOT_TUNED}",
+        "nvidia_h100_80gb_hbm3_2.format1.yaml, user's directory",
+        "tune_h100_2.yaml, shipped",  # though tune_h200_2.yaml is of a near device
+        f"tune_h200_8.yaml, nearest: H200; {NOT_TUNED}",
         f"general table; {NOT_TUNED}",
     ]
 
@@ -249,7 +241,7 @@ def test_several_processes_install_at_once(home: Path) -> None:
     processes = [context.Process(target=install_many, args=(blocks,)) for blocks in (1, 2, 3)]
     for process in processes:
         process.start()
-    path = installed.table_directory() / "nvidia_h200_8.format1.yaml"  # type: ignore[operator]
+    path = catalogue.table_directory() / "nvidia_h200_8.format1.yaml"  # type: ignore[operator]
     deadline = time.monotonic() + 60
     while not path.exists():
         assert time.monotonic() < deadline
@@ -324,7 +316,7 @@ def test_list(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert ours.split()[2:] == ["NVIDIA", "H200", "8", MEASURED["date"], "0123456", "0.1.0", str(path)]
     assert unusable.startswith("user's directory, cannot be used")
     assert f"{wrong} (tuning table {wrong}: " in unusable
-    assert [line.split()[-1] for line in shipped] == [path.name for path in catalogue.shipped_tables()]
+    assert [line.split()[-1] for line in shipped] == [found.table.name for found in catalogue.shipped_tables()]
     assert all(line.startswith("shipped ") for line in shipped)
     assert lines[-2:] == ["Here:", "  4 ranks: mine.yaml, option table"]
 
@@ -332,7 +324,7 @@ def test_list(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 def test_remove(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     install()
     install(H200, 4)
-    (path, other) = reversed(installed.installed_files())
+    (path, other) = reversed(catalogue.installed_files())
     capsys.readouterr()
     assert commands.main(["tune", "--remove", "nvidia_h200_2.format1.yaml"]) == 2
     assert f"it has {other.name}, {path.name}" in capsys.readouterr().err
@@ -341,7 +333,7 @@ def test_remove(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert find().origin == Origin(SHIPPED)
     assert find(H200, 4).origin.kind == OF_USER
     assert commands.main(["tune", "--remove", str(other)]) == 0
-    assert installed.installed_files() == []
+    assert catalogue.installed_files() == []
 
 
 # ---- Near devices ---------------------------------------------------------------------------------------------------
@@ -387,15 +379,6 @@ def test_a_number_of_ranks_that_nobody_measured_has_the_general_table(world: int
     assert find(H100, world).origin.kind == find(H200, world).origin.kind == GENERAL
 
 
-def test_near_devices_without_layers_of_their_own_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = find(H100, 2)._replace(name="tune_h100_8.yaml")
-    assert theirs.layers
-    monkeypatch.setattr(catalogue, "_read_shipped", lambda: (TableFile(H100, 8, theirs),))
-    table = find(H200, 8)
-    assert table.name == "tune_h100_8.yaml, nearest: H100"
-    assert table.layers == ()
-
-
 # ---- What is told ---------------------------------------------------------------------------------------------------
 
 
@@ -412,10 +395,10 @@ def test_the_doctor_names_table_and_origin(home: Path, monkeypatch: pytest.Monke
 
 def test_what_a_file_says_of_when_it_was_measured(tmp_path: Path) -> None:
     path = write_table(tmp_path / "table.yaml", [ROW])
-    assert tune_tables.read_measured(path) == {}
+    assert load_table(path).measured == {}
     content = {**yaml.safe_load(path.read_text()), "measured": {"date": "today", "complete": False}}
     path.write_text(yaml.safe_dump(content))
-    assert tune_tables.read_measured(path) == {"date": "today", "complete": "False"}
+    assert load_table(path).measured == {"date": "today", "complete": "False"}
 
 
 @pytest.mark.parametrize("sums", [True, False])

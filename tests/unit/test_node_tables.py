@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import yaml
+from tables import emulated_table, general_table
 
 from llm_comm.errors import ConfigError
 from llm_comm.nodes.in_node import chunks, slices
-from llm_comm.planning.default_tables import emulated_table, general_table
+from llm_comm.planning.catalogue import load_table, table_text
 from llm_comm.planning.node_rows import PIECES, WHOLE, NodeRow, general_rows, rows_for
-from llm_comm.planning.table_files import load_table, table_text
 from llm_comm.planning.tables import TuningTable
 
 ROWS = (
@@ -48,7 +48,7 @@ def test_a_file_says_what_the_table_says(tmp_path: Path) -> None:
         ({"nodes": 1}, "nodes is 1; it must be a number of at least 2"),
         ({"nodes": "two"}, "nodes is 'two'"),
         ({"up_to": 0}, "up_to is 0; it must be a number of bytes above 0"),
-        ({"up_to": True}, "up_to is True"),
+        ({"up_to": True}, "up_to is true"),
         ({"exchange": "ring"}, "exchange is 'ring'; it must be all_gather or all_to_all"),
         ({"chunk_bytes": 100}, "chunk_bytes is 100; it must be 0 .* or at least 16384"),
         ({"chunk_bytes": -1}, "chunk_bytes is -1"),
@@ -68,7 +68,7 @@ def test_what_is_wrong_with_a_row_is_said_with_its_line(tmp_path: Path, change: 
     [
         (
             [ROWS[1].entry(), ROWS[0].entry()],
-            "row of nodes 2: .* sorted by up_to, in bytes; the one before says 1048576",
+            "row of nodes 2, .* sorted by up_to, in bytes; the one before says 1048576",
         ),
         ([ROWS[0].entry(), ROWS[0].entry()], "sorted by up_to"),
         ([[2]], "row of nodes 1, .*: it must be 'key: value' pairs"),
@@ -82,7 +82,7 @@ def test_lists_that_are_wrong(tmp_path: Path, rows: list[Any], complaint: str) -
 
 def test_rows_of_several_numbers_of_nodes_may_alternate(tmp_path: Path) -> None:
     rows = (ROWS[0], ROWS[3], ROWS[1])
-    assert load_table(written(tmp_path, [row.entry() for row in rows])).table.nodes == (ROWS[0], ROWS[1], ROWS[3])
+    assert load_table(written(tmp_path, [row.entry() for row in rows])).table.nodes == rows
 
 
 def test_ranks_compare_what_is_chosen_by() -> None:

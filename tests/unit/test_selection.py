@@ -9,12 +9,11 @@ from typing import NamedTuple
 
 import pytest
 from reference import ALGORITHMS
-from tables import core_of, limits_of, plain_row
+from tables import core_of, emulated_table, general_table, limits_of, plain_row
 
 from llm_comm import Config, Plan, _core, registry
 from llm_comm.planning import selection
 from llm_comm.planning.catalogue import shipped_tables
-from llm_comm.planning.default_tables import emulated_table, general_table
 from llm_comm.planning.multicast import NO_MULTICAST, Multicast
 from llm_comm.planning.plan import Problem, declined
 from llm_comm.planning.planner import Planner

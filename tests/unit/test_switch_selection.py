@@ -11,9 +11,9 @@ from tables import limits_of, plain_row
 from llm_comm import Config, ConfigError, Plan, registry
 from llm_comm.integrations import descriptions
 from llm_comm.planning import selection
+from llm_comm.planning.catalogue import load_table, table_text
 from llm_comm.planning.multicast import HOW_TO_GET_IT, NO_MULTICAST, Multicast, wish
 from llm_comm.planning.plan import Problem
-from llm_comm.planning.table_files import load_table, table_text
 from llm_comm.planning.tables import ALL_REDUCE, FUSED, MulticastEntry, Row, TuningTable, by_operation
 
 UP = Multicast(True, "test table was made with it on 2026-11-23")
@@ -150,6 +150,11 @@ def test_start_lines_say_what_is_used() -> None:
 # ---- Tables --------------------------------------------------------------------------------------------------------
 
 
+#: Of algorithms that are by the switch without a fixture: the core reads files.
+SWITCHED = PLAIN._replace(algorithm="two_shot_switch")
+REDUCED = SUMS._replace(algorithm="two_shot_ld_reduce", protocol="Switch")
+
+
 def write(folder: Path, table: TuningTable, **changes: str) -> Path:
     text = table_text("NVIDIA H200", 8, table, {"date": "2026-11-23"})
     for old, new in changes.items():
@@ -161,12 +166,13 @@ def write(folder: Path, table: TuningTable, **changes: str) -> Path:
 
 
 def test_a_file_has_all_of_it(tmp_path: Path) -> None:
-    assert load_table(write(tmp_path, TABLE)).table == TABLE
-    assert load_table(write(tmp_path, TABLE._replace(multicast=None))).table.multicast is None
+    table = TABLE._replace(rows=by_operation([SMALL, REDUCED, SWITCHED, PLAIN]))
+    assert load_table(write(tmp_path, table)).table == table
+    assert load_table(write(tmp_path, table._replace(multicast=None))).table.multicast is None
     assert TABLE.digest() != TABLE._replace(multicast=None).digest()
 
 
-@pytest.mark.parametrize("rows", [[PLAIN, SUMS], [PLAIN, PLAIN], [STORES, PLAIN, PLAIN]])
+@pytest.mark.parametrize("rows", [[PLAIN, REDUCED], [PLAIN, PLAIN], [SWITCHED, PLAIN, PLAIN]])
 def test_rows_of_one_size_need_one_that_may_be_passed_over(rows: list[Row], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must be sorted by up_to"):
         load_table(write(tmp_path, TABLE._replace(rows=by_operation(rows))))
@@ -176,7 +182,7 @@ def test_rows_of_one_size_need_one_that_may_be_passed_over(rows: list[Row], tmp_
     ("old", "new"), [("  driver: CUDA 13.0\n", ""), ("  world_size: 8", "  world_size: many"), ("  date:", "  day:")]
 )
 def test_an_entry_that_is_not_whole_is_refused(old: str, new: str, tmp_path: Path) -> None:
-    path = write(tmp_path, TABLE, **{old: new})
+    path = write(tmp_path, TABLE._replace(rows=by_operation([PLAIN])), **{old: new})
     with pytest.raises(ConfigError, match=r"line \d+: (world_size of )?multicast is"):
         load_table(path)
 

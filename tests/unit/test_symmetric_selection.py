@@ -11,9 +11,9 @@ from tables import limits_of, plain_row, write_table
 from llm_comm import Config, ConfigError, _core, registry
 from llm_comm.options import MIB
 from llm_comm.planning import selection
+from llm_comm.planning.catalogue import load_table, table_text
 from llm_comm.planning.plan import Plan, Problem
 from llm_comm.planning.planner import Planner
-from llm_comm.planning.table_files import load_table, table_text
 from llm_comm.planning.tables import ALL_GATHER, ALL_REDUCE, Row, TuningTable, by_operation, of_symmetric
 
 CONFIG = Config.load({})
@@ -200,7 +200,7 @@ def test_table_files(tmp_path: Path) -> None:
     again = tmp_path / "again.yaml"
     again.write_text(table_text("test device", 8, table, {}), encoding="utf-8")
     assert load_table(again).table._replace(name=table.name) == table
-    with pytest.raises(ConfigError, match="the rows of all_reduce of symmetric tensors must be sorted by up_to"):
+    with pytest.raises(ConfigError, match="rows of all_reduce of symmetric tensors must be sorted by up_to"):
         load_table(write_table(tmp_path / "unsorted.yaml", [LARGE, ORDINARY, SMALL]))
 
 

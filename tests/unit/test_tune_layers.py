@@ -15,8 +15,8 @@ from llm_comm.bench.linear_report import Choice
 from llm_comm.bench.linear_report import LayerRow as Measured
 from llm_comm.bench.report import Result
 from llm_comm.cli import commands, launch
+from llm_comm.planning.catalogue import load_table, table_text
 from llm_comm.planning.layers import LayerRow
-from llm_comm.planning.table_files import load_table, table_text
 from llm_comm.planning.tables import TuningTable
 
 

@@ -23,10 +23,10 @@ from llm_comm.bench.tune_subjects import Bound, CollectiveSubject
 from llm_comm.cli import commands, launch
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
+from llm_comm.planning.catalogue import load_table
 from llm_comm.planning.multicast import NO_MULTICAST
 from llm_comm.planning.plan import Plan, Problem
 from llm_comm.planning.selection import select
-from llm_comm.planning.table_files import load_table
 from llm_comm.planning.tables import ALL_REDUCE, Row, TuningTable, by_operation
 
 CONFIG = Config.load({})

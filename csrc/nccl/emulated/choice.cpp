@@ -6,7 +6,6 @@
 
 #include "host/planner.h"
 #include "nccl/selection.h"
-#include "nccl/table.h"
 
 using namespace llm_comm;        // NOLINT: a C function
 using namespace llm_comm::nccl;  // NOLINT

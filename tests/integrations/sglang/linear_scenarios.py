@@ -25,9 +25,9 @@ from rank_processes import Log, dist_rank, scenario, serve, shared_directory
 from scenarios import distributed, group, load_plugins, make_groups, ours, sglang_groups
 from torch import nn
 
-from llm_comm.planning.default_tables import emulated_table
+from llm_comm.config import Config
+from llm_comm.planning.catalogue import find_table, table_text
 from llm_comm.planning.layers import LayerRow
-from llm_comm.planning.table_files import table_text
 
 INPUTS, OUTPUTS = 256, 128  # of all ranks together
 _LAYERS, _UNQUANTIZED = "sglang.srt.layers.linear", "sglang.srt.layers.quantization.unquant"
@@ -533,7 +533,8 @@ def check_untouched(log: Log, calls: list[int], said: str) -> None:
 def use_table(*rows: LayerRow) -> None:
     path = shared_directory() / f"rank{dist_rank()}" / "mine.yaml"  # ranks compare names
     path.parent.mkdir(exist_ok=True)
-    path.write_text(table_text("emulated", 2, emulated_table()._replace(layers=rows), {}))
+    table = find_table("emulated", 2, 1, Config.load({}))._replace(layers=rows)
+    path.write_text(table_text("emulated", 2, table, {}))
     os.environ["LLM_COMM_TABLE"] = str(path)
 
 

@@ -41,9 +41,8 @@ from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinea
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
 from llm_comm.integrations.vllm.configuration import choose_pdl
-from llm_comm.planning.default_tables import emulated_table
+from llm_comm.planning.catalogue import find_table, table_text
 from llm_comm.planning.layers import LayerRow
-from llm_comm.planning.table_files import table_text
 
 BF16 = torch.bfloat16
 INPUTS = 128
@@ -587,7 +586,8 @@ def use_table(layers: list[LayerRow], name: str = "layers.yaml") -> None:
     """Tuned for emulated GPUs, with rows of linear layers."""
     path = shared_directory() / f"rank{dist_rank()}" / name
     path.parent.mkdir(exist_ok=True)
-    path.write_text(table_text("emulated", 2, emulated_table()._replace(layers=tuple(layers)), {}))
+    table = find_table("emulated", 2, 1, Config.load({}))._replace(layers=tuple(layers))
+    path.write_text(table_text("emulated", 2, table, {}))
     os.environ["LLM_COMM_TABLE"] = str(path)
 
 
