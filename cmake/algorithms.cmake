@@ -2,6 +2,7 @@
 # <build>/generated/algorithms:
 #
 #   registry.h                              the list as a C++ type, for everybody who asks what there is
+#   kinds.h                                 the OperationKind of each algorithm: its place in the list, from 1
 #   kernels_<descriptor>_<type>_<half>.cu   kernels for GPUs, of one data type and half of the worlds: they take nvcc long
 #   kernels_<descriptor>.cu                 all of an algorithm, in place of those (LLM_COMM_SPLIT_KERNELS=OFF)
 #   kernels_<descriptor>.cpp                the same for the emulator
@@ -9,12 +10,11 @@
 #
 # llm_comm_algorithm_sources(<list variable> cu|cpp) and llm_comm_linear_sources name the sources to compile; include directories are csrc,
 # csrc/include and <build>/generated. The files that a list names are relative to its own directory, or to csrc.
-option(LLM_COMM_SPLIT_KERNELS "Kernels of an algorithm for GPUs in eight sources, for many cores; one source takes less CPU time" ON)
+option(LLM_COMM_SPLIT_KERNELS "A source for GPUs for each algorithm, data type and half of the worlds, for many cores; one source takes less CPU time" ON)
 set(LLM_COMM_EXTRA_ALGORITHMS "" CACHE STRING "Lists of more algorithms, in the format of csrc/algorithms/registry.def")
 
 get_filename_component(LLM_COMM_CSRC "${CMAKE_CURRENT_LIST_DIR}/../csrc" ABSOLUTE)
 set(LLM_COMM_GENERATED "${CMAKE_CURRENT_BINARY_DIR}/generated")
-set(LLM_COMM_DATA_TYPES kBFloat16 kFloat16 kFloat32 kByte)
 set(LLM_COMM_WORLDS kEven kOdd)
 # Of x and weight, and of results.
 set(LLM_COMM_LINEAR_TYPES kBFloat16/kBFloat16 kFloat16/kFloat16 kFloat8/kBFloat16 kFloat8/kFloat16)
@@ -22,20 +22,22 @@ set(LLM_COMM_LINEAR_EPILOGUES kNone kSiluAndMul)
 set(LLM_COMM_ALGORITHM_LISTS "${LLM_COMM_CSRC}/algorithms/registry.def" "${LLM_COMM_CSRC}/optional/registry.def"
     ${LLM_COMM_EXTRA_ALGORITHMS})
 
-# Sets in the caller: headers, descriptors.
+# Sets in the caller: headers, descriptors, and types: those of a descriptor with a space between them.
 function(llm_comm_read_algorithms)
   set(headers "")
   set(descriptors "")
+  set(types "")
   foreach(list IN LISTS LLM_COMM_ALGORITHM_LISTS)
     get_filename_component(list "${list}" ABSOLUTE)
     get_filename_component(directory "${list}" DIRECTORY)
     set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${list}")
     file(STRINGS "${list}" rows REGEX "^[A-Z]")
     foreach(row IN LISTS rows)
-      if(NOT row MATCHES "^LLM_COMM_ALGORITHM\\(([^ ,]+), *([A-Za-z0-9_]+)\\)$")
-        message(FATAL_ERROR "${list}: '${row}' is not LLM_COMM_ALGORITHM(file, descriptor)")
+      if(NOT row MATCHES "^LLM_COMM_ALGORITHM\\(([^ ,]+), *([A-Za-z0-9_]+), *(k[A-Za-z0-9 ]+)\\)$")
+        message(FATAL_ERROR "${list}: '${row}' is not LLM_COMM_ALGORITHM(file, descriptor, data types)")
       endif()
       list(APPEND descriptors "${CMAKE_MATCH_2}")
+      list(APPEND types "${CMAKE_MATCH_3}")
       if(EXISTS "${directory}/${CMAKE_MATCH_1}")
         list(APPEND headers "${directory}/${CMAKE_MATCH_1}")
       else()
@@ -45,6 +47,7 @@ function(llm_comm_read_algorithms)
   endforeach()
   set(headers "${headers}" PARENT_SCOPE)
   set(descriptors "${descriptors}" PARENT_SCOPE)
+  set(types "${types}" PARENT_SCOPE)
 endfunction()
 
 # Leaves a file alone that would not change, so that nothing is compiled again.
@@ -64,14 +67,32 @@ function(llm_comm_write_registry)
   foreach(header IN LISTS headers)
     string(APPEND includes "#include \"${header}\"\n")
   endforeach()
+  set(kinds "")
+  set(kind 0)
   set(extern "")
-  foreach(descriptor IN LISTS descriptors)
-    foreach(type IN LISTS LLM_COMM_DATA_TYPES)
+  foreach(descriptor types_of_one IN ZIP_LISTS descriptors types)
+    math(EXPR kind "${kind} + 1")
+    string(APPEND kinds "struct ${descriptor};\ntemplate <>\ninline constexpr OperationKind kKindOf<${descriptor}>{${kind}};\n")
+    string(REPLACE " " ";" types_of_one "${types_of_one}")
+    list(JOIN types_of_one ", DataType::" arguments)
+    string(APPEND extern "static_assert(serves_exactly<${descriptor}, DataType::${arguments}>(), \"data types in the row\");\n")
+    foreach(type IN LISTS types_of_one)
       foreach(half IN LISTS LLM_COMM_WORLDS)
         string(APPEND extern "extern template struct Kernels<${descriptor}, DataType::${type}, Worlds::${half}>;\n")
       endforeach()
     endforeach()
   endforeach()
+  llm_comm_write("${LLM_COMM_GENERATED}/algorithms/kinds.h"
+"// Written by cmake/algorithms.cmake.
+#pragma once
+
+#include \"algorithms/algorithm.h\"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+${kinds}
+}  // namespace llm_comm::inline LLM_COMM_TARGET
+")
   list(JOIN descriptors ", " all)
   llm_comm_write("${LLM_COMM_GENERATED}/algorithms/registry.h"
 "// Written by cmake/algorithms.cmake: the algorithms of this build.
@@ -82,7 +103,6 @@ ${includes}
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 using Registry = AlgorithmList<${all}>;
-static_assert(Registry::have_kinds_of_their_own(), \"two algorithms have the same OperationKind, or that of user kernels\");
 
 ${extern}
 }  // namespace llm_comm::inline LLM_COMM_TARGET
@@ -109,9 +129,10 @@ function(llm_comm_algorithm_sources variable extension)
     set(split ON)
   endif()
   set(sources "")
-  foreach(header descriptor IN ZIP_LISTS headers descriptors)
+  foreach(header descriptor types_of_one IN ZIP_LISTS headers descriptors types)
     set(all "")
-    foreach(type IN LISTS LLM_COMM_DATA_TYPES)
+    string(REPLACE " " ";" types_of_one "${types_of_one}")
+    foreach(type IN LISTS types_of_one)
       foreach(half IN LISTS LLM_COMM_WORLDS)
         set(one "template struct Kernels<${descriptor}, DataType::${type}, Worlds::${half}>;\n")
         string(APPEND all "${one}")

@@ -14,7 +14,6 @@
 // An algorithm says how. Its descriptor stands at the end of its file, and has
 //
 //   Operation, kInfo                            AlgorithmInfo
-//   kKind                                       OperationKind, unlike that of any other algorithm
 //   kTunables                                   Tunables: the fields of Choice that it reads, and their bounds, which stand
 //                                               nowhere else: tables, tilings and candidates are held to them
 //   kVariants, kernel<type, World, Variant>()   its kernels, all with the signature void(Operation::Args)
@@ -36,6 +35,15 @@
 
 #include "algorithms/launch_shape.h"
 #include "llm_comm/wait.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+// Number of an algorithm in errors and in comparisons of calls. A build says which (algorithms/kinds.h, written by CMake); a kernel that
+// is compiled apart from a build is a user's.
+template <class Algorithm>
+inline constexpr OperationKind kKindOf = OperationKind::kUser;
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET
 
 namespace llm_comm {
 
@@ -159,17 +167,6 @@ struct AlgorithmList {
     ((index = __is_same(Algorithm, Algorithms) ? i : index, ++i), ...);
     return index;
   }
-
-  static constexpr bool have_kinds_of_their_own() {
-    const uint32_t kinds[] = {static_cast<uint32_t>(Algorithms::kKind)...};
-    for (uint32_t i = 0; i < kCount; ++i) {
-      if (kinds[i] == static_cast<uint32_t>(OperationKind::kUser)) return false;
-      for (uint32_t j = 0; j < i; ++j) {
-        if (kinds[i] == kinds[j]) return false;
-      }
-    }
-    return true;
-  }
 };
 
 // What no algorithm of an operation can do.
@@ -217,6 +214,14 @@ Shape shape_of(const Problem& problem, const Tiling& tiling, const Limits& limit
   if (Algorithm::kInfo.symmetric != 0 && launches > 1) throw std::invalid_argument("the message takes one launch");
   return {tiling, launches, Algorithm::grid(problem, tiling, whole, limits),
           Algorithm::grid(problem, tiling, units - (launches - 1) * whole, limits)};
+}
+
+// Whether an algorithm has kernels for `types` and for no other data type.
+template <class Algorithm, DataType... types>
+constexpr bool serves_exactly() {
+  uint32_t served = 0;
+  for (uint32_t i = 0; i < kDataTypes; ++i) served += Algorithm::Operation::serves(static_cast<DataType>(i));
+  return served == sizeof...(types) && (Algorithm::Operation::serves(types) && ...);
 }
 
 template <class Algorithm>

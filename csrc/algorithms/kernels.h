@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "algorithms/algorithm.h"
+#include "algorithms/kinds.h"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
@@ -23,17 +24,15 @@ struct Kernels {
 template <class Algorithm, DataType D, Worlds Half>
 KernelOf<Algorithm> Kernels<Algorithm, D, Half>::find(uint32_t world, uint32_t variant) {
   KernelOf<Algorithm> found = nullptr;
-  if constexpr (Algorithm::Operation::serves(D)) {
-    const auto look_at_world = [&]<int World>() {
-      [&]<uint32_t... Variant>(std::integer_sequence<uint32_t, Variant...>) {
-        ((variant == Variant ? void(found = Algorithm::template kernel<D, World, Variant>()) : void()), ...);
-      }(std::make_integer_sequence<uint32_t, Algorithm::kVariants>());
-    };
-    constexpr int kFirst = 2 + static_cast<int>(Half);
-    [&]<int... I>(std::integer_sequence<int, I...>) {
-      ((world == kFirst + 2 * I ? look_at_world.template operator()<kFirst + 2 * I>() : void()), ...);
-    }(std::make_integer_sequence<int, (kMaxWorldSize - kFirst) / 2 + 1>());
-  }
+  const auto look_at_world = [&]<int World>() {
+    [&]<uint32_t... Variant>(std::integer_sequence<uint32_t, Variant...>) {
+      ((variant == Variant ? void(found = Algorithm::template kernel<D, World, Variant>()) : void()), ...);
+    }(std::make_integer_sequence<uint32_t, Algorithm::kVariants>());
+  };
+  constexpr int kFirst = 2 + static_cast<int>(Half);
+  [&]<int... I>(std::integer_sequence<int, I...>) {
+    ((world == kFirst + 2 * I ? look_at_world.template operator()<kFirst + 2 * I>() : void()), ...);
+  }(std::make_integer_sequence<int, (kMaxWorldSize - kFirst) / 2 + 1>());
   return found;
 }
 
@@ -42,9 +41,11 @@ template <class Algorithm>
 KernelOf<Algorithm> find_kernel(DataType type, uint32_t world, uint32_t variant) {
   KernelOf<Algorithm> found = nullptr;
   const auto look_at_type = [&]<DataType D>() {
-    if (type != D) return;
-    found = world % 2 == 0 ? Kernels<Algorithm, D, Worlds::kEven>::find(world, variant)
-                           : Kernels<Algorithm, D, Worlds::kOdd>::find(world, variant);
+    if constexpr (Algorithm::Operation::serves(D)) {
+      if (type != D) return;
+      found = world % 2 == 0 ? Kernels<Algorithm, D, Worlds::kEven>::find(world, variant)
+                             : Kernels<Algorithm, D, Worlds::kOdd>::find(world, variant);
+    }
   };
   look_at_type.template operator()<DataType::kBFloat16>();
   look_at_type.template operator()<DataType::kFloat16>();

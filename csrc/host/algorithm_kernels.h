@@ -64,7 +64,7 @@ std::unique_ptr<PreparedCall> prepare_algorithm(LaunchQueue<Launcher>& queue, La
   const auto last = function_of<Algorithm>(launcher, problem, shape.last);
   typename Operation::Args args = Operation::arguments(problem, tiling, shape.whole);
   args.comm = comm;
-  CallSignature call{static_cast<uint32_t>(Algorithm::kKind),
+  CallSignature call{static_cast<uint32_t>(kKindOf<Algorithm>),
                      static_cast<uint16_t>(problem.type),
                      static_cast<uint16_t>(problem.row),
                      0,

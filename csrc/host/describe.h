@@ -13,7 +13,7 @@ namespace llm_comm::host {
 inline std::string operation_title(uint32_t kind) {
   std::string title = "user kernel";
   Registry::for_each([&]<class Algorithm>() {
-    if (static_cast<uint32_t>(Algorithm::kKind) == kind) title = Algorithm::kInfo.title;
+    if (static_cast<uint32_t>(kKindOf<Algorithm>) == kind) title = Algorithm::kInfo.title;
   });
   return title;
 }
@@ -65,7 +65,7 @@ inline std::string parameter_in_words(const ParameterInfo& parameter, double val
 inline Call describe_in_full(const CallSignature& call) {
   Call described = describe(call);
   Registry::for_each([&]<class Algorithm>() {
-    if (static_cast<uint32_t>(Algorithm::kKind) != call.operation) return;
+    if (static_cast<uint32_t>(kKindOf<Algorithm>) != call.operation) return;
     constexpr const OperationInfo& info = Algorithm::Operation::kInfo;
     for (int i = 0; i < kMaxParameters && info.parameters[i].name != nullptr; ++i) {
       double value;

@@ -86,7 +86,7 @@ def read_registry() -> tuple[Algorithm, ...]:
     found = []
     for registry in REGISTRIES:
         for header, descriptor in re.findall(
-            r"^LLM_COMM_ALGORITHM\((\S+), *(\w+)\)", source(registry), flags=re.MULTILINE
+            r"^LLM_COMM_ALGORITHM\((\S+), *(\w+),", source(registry), flags=re.MULTILINE
         ):
             paths = [f"{directory}/{header}" for directory in (str(Path(registry).parent), *INCLUDES)]
             files = included_by(next(p for p in paths if (driver.REPOSITORY / p).is_file()))

@@ -9,11 +9,9 @@
 #include <thread>
 #include <vector>
 
-#include "algorithms/all_reduce/one_shot.cuh"
-#include "algorithms/all_reduce/two_shot.cuh"
+#include "algorithms/registry.h"
 #include "emulator/executor.h"
 #include "host/memory_transport.h"
-#include "optional/all_reduce/port.cuh"
 
 namespace {
 

@@ -22,7 +22,7 @@
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 // For errors and comparisons of calls. Unlike that of every other algorithm of a build, which the registry checks.
-inline constexpr OperationKind kBroadcastDirect{100};
+inline constexpr OperationKind kBroadcastDirect = kKindOf<struct BroadcastDirect>;
 
 struct BroadcastArgs {
   DeviceComm comm;
@@ -129,7 +129,6 @@ struct Broadcast {
 struct BroadcastDirect {
   using Operation = Broadcast;
   static constexpr AlgorithmInfo kInfo{"direct", "LL", "direct broadcast"};
-  static constexpr OperationKind kKind = kBroadcastDirect;
   static constexpr Tunables kTunables{
       {{"blocks", 1, kArrivalsPerOperation - 1}, {"tile_lines", 1, kMaxBlockThreads / 2}}};
 

@@ -7,13 +7,12 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kBroadcastSwitch{101};
-inline constexpr OperationKind kBroadcastWrong{102};
+inline constexpr OperationKind kBroadcastSwitch = kKindOf<struct BroadcastSwitch>;
+inline constexpr OperationKind kBroadcastWrong = kKindOf<struct BroadcastWrong>;
 
 struct BroadcastSwitch : BroadcastDirect {
   static constexpr AlgorithmInfo kInfo{
       .name = "by_switch", .protocol = "LL", .title = "broadcast by the switch", .by_switch = true};
-  static constexpr OperationKind kKind = kBroadcastSwitch;
 };
 
 template <DataType D>
@@ -31,7 +30,6 @@ struct BroadcastWrong : BroadcastDirect {
                                        .title = "wrong broadcast by the switch",
                                        .by_switch = true,
                                        .sums_in_switch = true};
-  static constexpr OperationKind kKind = kBroadcastWrong;
 
   template <DataType D, int World, uint32_t Variant>
   static auto kernel() {

@@ -77,7 +77,7 @@ def test_ptx(kernel: str, body: str, wrong: str) -> None:
 def compiled(directory: Path, header: str, kernel: str, *options: str) -> None:
     source = directory / "kernel.cu"
     source.write_text(
-        f'#include "algorithms/all_reduce/{header}.cuh"\nnamespace llm_comm {{\n'
+        f'#include "optional/all_reduce/{header}.cuh"\nnamespace llm_comm {{\n'
         f"void (*kernel)(cuda::AllReduceArgs) = &cuda::{kernel}<DataType::kBFloat16, 2>;\n}}\n",
         encoding="utf-8",
     )

@@ -15,7 +15,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kAllGatherDirectCE{17};
+inline constexpr OperationKind kAllGatherDirectCE = kKindOf<struct AllGatherDirectCE>;
 
 template <int World>
 LLM_COMM_KERNEL(kStreamCopyThreads)
@@ -56,7 +56,6 @@ struct AllGatherDirectCE : ByStreamCopies {
                                        .protocol = "CE",
                                        .title = "all-gather of symmetric tensors by copies in the stream",
                                        .symmetric = 0b10};
-  static constexpr OperationKind kKind = kAllGatherDirectCE;
 
   template <DataType D, int World, uint32_t Variant>
   static auto kernel() {

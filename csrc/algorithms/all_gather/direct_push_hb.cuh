@@ -9,7 +9,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kAllGatherDirectPushHB{12};
+inline constexpr OperationKind kAllGatherDirectPushHB = kKindOf<struct AllGatherDirectPushHB>;
 
 // The lines of one part in the whole tensor, which is in lines too.
 class LinesOfPart {
@@ -75,7 +75,6 @@ struct AllGatherDirectPushHB : Direct<AllGatherDirectPushHB> {
                                        .protocol = "HB",
                                        .title = "all-gather of symmetric tensors by push (HB)",
                                        .symmetric = 0b10};
-  static constexpr OperationKind kKind = kAllGatherDirectPushHB;
 
   template <DataType D, int World, uint32_t Variant>
   static auto kernel() {

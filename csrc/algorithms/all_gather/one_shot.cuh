@@ -12,7 +12,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kAllGatherOneShot{5};
+inline constexpr OperationKind kAllGatherOneShot = kKindOf<struct AllGatherOneShot>;
 
 // Thread (k, c) of a block sends line c of each of the block's tiles of this rank's part to peer k, and receives that of
 // peer k; those of this rank copy.
@@ -136,7 +136,6 @@ all_gather_one_shot_by_lines(LLM_COMM_KERNEL_PARAM PartsArgs args) {
 struct AllGatherOneShot : TiledParts<AllGatherOneShot> {
   using Operation = AllGather;
   static constexpr AlgorithmInfo kInfo{"one_shot", "LL", "one-shot all-gather"};
-  static constexpr OperationKind kKind = kAllGatherOneShot;
 
   template <DataType D, int World, uint32_t Variant>
   static auto kernel() {

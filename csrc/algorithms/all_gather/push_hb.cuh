@@ -7,7 +7,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kAllGatherPushHB{8};
+inline constexpr OperationKind kAllGatherPushHB = kKindOf<struct AllGatherPushHB>;
 inline constexpr uint32_t kAllGatherPushTeams = 2;  // one sends, one delivers
 
 template <DataType D, int World, template <int> class Buffers>
@@ -42,7 +42,6 @@ all_gather_push_hb(LLM_COMM_KERNEL_PARAM PartsArgs args) {
 struct AllGatherPushHB : Chunked<AllGatherPushHB> {
   using Operation = AllGather;
   static constexpr AlgorithmInfo kInfo{"push_hb", "HB", "all-gather by push (HB)"};
-  static constexpr OperationKind kKind = kAllGatherPushHB;
   static constexpr uint32_t kTeams = kAllGatherPushTeams;
 
   template <DataType D, int World, uint32_t Variant>

@@ -12,7 +12,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kAllReduceOneShot{1};
+inline constexpr OperationKind kAllReduceOneShot = kKindOf<struct AllReduceOneShot>;
 
 // `SingleTile`: the grid has a block for every tile.
 template <DataType D, int World, bool SingleTile>
@@ -139,7 +139,6 @@ all_reduce_one_shot_pair(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
 
 struct AllReduceOneShot : TiledAllReduce<AllReduceOneShot> {
   static constexpr AlgorithmInfo kInfo{"one_shot", "LL", "one-shot all-reduce"};
-  static constexpr OperationKind kKind = kAllReduceOneShot;
 
   template <DataType D, int World, uint32_t Variant>
   static KernelPointer kernel() {

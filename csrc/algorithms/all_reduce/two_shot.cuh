@@ -20,7 +20,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kAllReduceTwoShot{2};
+inline constexpr OperationKind kAllReduceTwoShot = kKindOf<struct AllReduceTwoShot>;
 
 // `SingleTile`: the grid has a block for every tile.
 template <DataType D, int World, bool SingleTile, bool BySwitch>
@@ -139,7 +139,6 @@ struct TwoShotInTiles : TiledAllReduce<Algorithm> {
 
 struct AllReduceTwoShot : TwoShotInTiles<AllReduceTwoShot> {
   static constexpr AlgorithmInfo kInfo{"two_shot", "LL", "two-shot all-reduce"};
-  static constexpr OperationKind kKind = kAllReduceTwoShot;
   static constexpr uint64_t gathered_slices(uint64_t world) { return world - 1; }
 
   template <DataType D, int World, uint32_t Variant>

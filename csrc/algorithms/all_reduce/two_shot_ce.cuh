@@ -31,7 +31,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kAllReduceTwoShotCE{18};
+inline constexpr OperationKind kAllReduceTwoShotCE = kKindOf<struct AllReduceTwoShotCE>;
 
 // Which slice of the output of `owner` is the zone of `sender`.
 LLM_COMM_HOST_DEVICE constexpr uint32_t zone_of(uint32_t sender, uint32_t owner, uint32_t world) {
@@ -178,7 +178,6 @@ struct AllReduceTwoShotCE {
                                        .protocol = "CE",
                                        .title = "two-shot all-reduce with copies in the stream",
                                        .symmetric = 0b10};
-  static constexpr OperationKind kKind = kAllReduceTwoShotCE;
   // `depth`: pieces of a slice, all of which are sent before the first sum is.
   static constexpr Tunables kTunables{
       {{"blocks", 1, kMaxDirectBlocks}, {"tile_lines", 1, 1u << 16}, {"depth", 1, kMaxCopyPieces}}};

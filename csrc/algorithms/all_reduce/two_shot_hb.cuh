@@ -11,7 +11,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kAllReduceTwoShotHB{7};
+inline constexpr OperationKind kAllReduceTwoShotHB = kKindOf<struct AllReduceTwoShotHB>;
 inline constexpr uint32_t kTwoShotTeams = 3;  // one scatters, one sums, one collects
 
 template <DataType D, int World, template <int> class Buffers>
@@ -44,7 +44,6 @@ all_reduce_two_shot_hb(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
 struct AllReduceTwoShotHB : ChunkedSlices<AllReduceTwoShotHB> {
   using Operation = AllReduce;
   static constexpr AlgorithmInfo kInfo{"two_shot_hb", "HB", "two-shot all-reduce (HB)"};
-  static constexpr OperationKind kKind = kAllReduceTwoShotHB;
   static constexpr uint32_t kTeams = kTwoShotTeams;
 
   template <DataType D, int World, uint32_t Variant>

@@ -14,7 +14,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kAllReduceTwoShotPullHB{13};
+inline constexpr OperationKind kAllReduceTwoShotPullHB = kKindOf<struct AllReduceTwoShotPullHB>;
 
 template <DataType D, int World>
 LLM_COMM_KERNEL(kMaxDirectThreads)
@@ -62,7 +62,6 @@ struct AllReduceTwoShotPullHB : Direct<AllReduceTwoShotPullHB> {
                                        .protocol = "HB",
                                        .title = "two-shot all-reduce of symmetric tensors by pull (HB)",
                                        .symmetric = 0b11};
-  static constexpr OperationKind kKind = kAllReduceTwoShotPullHB;
 
   template <DataType D, int World, uint32_t Variant>
   static auto kernel() {

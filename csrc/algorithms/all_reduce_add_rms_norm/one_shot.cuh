@@ -12,7 +12,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kAllReduceAddRmsNormOneShot{3};
+inline constexpr OperationKind kAllReduceAddRmsNormOneShot = kKindOf<struct AllReduceAddRmsNormOneShot>;
 
 // Elements that a thread sums and norms together: enough that half of the threads, or fewer, have a pack of the tile each.
 // Measured: with 2, twice as many warps deliver twice as many partial sums; with 8, each thread takes too long.
@@ -146,7 +146,6 @@ all_reduce_add_rms_norm_one_shot(LLM_COMM_KERNEL_PARAM AddRmsNormArgs args) {
 
 struct AllReduceAddRmsNormOneShot : RowsInClusters<AllReduceAddRmsNormOneShot> {
   static constexpr AlgorithmInfo kInfo{"one_shot", "LL", "one-shot all-reduce + RMSNorm"};
-  static constexpr OperationKind kKind = kAllReduceAddRmsNormOneShot;
   static constexpr uint32_t kMaxThreads = kMaxFusedThreads;
 
   template <DataType D, int World, uint32_t Variant>

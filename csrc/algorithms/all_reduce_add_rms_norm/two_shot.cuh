@@ -20,7 +20,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kAllReduceAddRmsNormTwoShot{4};
+inline constexpr OperationKind kAllReduceAddRmsNormTwoShot = kKindOf<struct AllReduceAddRmsNormTwoShot>;
 
 // How sums come to the others: the owner of a segment sends them to each, or stores them to all ranks at once.
 struct Pushed {
@@ -243,7 +243,6 @@ struct TwoShotInClusters : RowsInClusters<Algorithm> {
 
 struct AllReduceAddRmsNormTwoShot : TwoShotInClusters<AllReduceAddRmsNormTwoShot> {
   static constexpr AlgorithmInfo kInfo{"two_shot", "LL", "two-shot all-reduce + RMSNorm"};
-  static constexpr OperationKind kKind = kAllReduceAddRmsNormTwoShot;
   // One for each of the other ranks, and in the second phase one for the rank itself.
   static constexpr uint64_t slot_segments(uint64_t world) { return 2 * world - 1; }
 

@@ -14,7 +14,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kReduceScatterOneShot{6};
+inline constexpr OperationKind kReduceScatterOneShot = kKindOf<struct ReduceScatterOneShot>;
 
 // Thread (k, c) of a block exchanges line c of each of the block's tiles with peer k: it sends of peer k's part, and receives of
 // this rank's; those of this rank contribute its own.
@@ -160,7 +160,6 @@ reduce_scatter_one_shot_by_lines(LLM_COMM_KERNEL_PARAM PartsArgs args) {
 struct ReduceScatterOneShot : TiledParts<ReduceScatterOneShot> {
   using Operation = ReduceScatter;
   static constexpr AlgorithmInfo kInfo{"one_shot", "LL", "one-shot reduce-scatter"};
-  static constexpr OperationKind kKind = kReduceScatterOneShot;
 
   template <DataType D, int World, uint32_t Variant>
   static auto kernel() {

@@ -8,7 +8,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kReduceScatterPushHB{9};
+inline constexpr OperationKind kReduceScatterPushHB = kKindOf<struct ReduceScatterPushHB>;
 inline constexpr uint32_t kReduceScatterTeams = 2;  // one sends, one sums
 
 template <DataType D, int World, template <int> class Buffers>
@@ -42,7 +42,6 @@ reduce_scatter_push_hb(LLM_COMM_KERNEL_PARAM PartsArgs args) {
 struct ReduceScatterPushHB : Chunked<ReduceScatterPushHB> {
   using Operation = ReduceScatter;
   static constexpr AlgorithmInfo kInfo{"push_hb", "HB", "reduce-scatter by push (HB)"};
-  static constexpr OperationKind kKind = kReduceScatterPushHB;
   static constexpr uint32_t kTeams = kReduceScatterTeams;
 
   template <DataType D, int World, uint32_t Variant>

@@ -16,8 +16,8 @@ inline constexpr bool kBoundedWaits = false;
 inline constexpr bool kBoundedWaits = true;
 #endif
 
-// What a rank was doing when a wait expired. Each algorithm of the registry has a number of its own, which its file
-// states; all kernels outside of the library share kUser.
+// What a rank was doing when a wait expired. Each algorithm of the registry has a number of its own: its place there, from 1.
+// All kernels outside of the library share kUser.
 enum class OperationKind : uint32_t { kUser = 0 };
 
 // Phases are numbered by each algorithm, from 0. Before them lies the one in which the ranks compare their calls

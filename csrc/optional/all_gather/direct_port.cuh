@@ -17,7 +17,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kAllGatherDirectPort{15};
+inline constexpr OperationKind kAllGatherDirectPort = kKindOf<struct AllGatherDirectPort>;
 
 template <DataType D, int World>
 LLM_COMM_KERNEL(kMaxDirectThreads)
@@ -74,7 +74,6 @@ struct AllGatherDirectPort : Direct<AllGatherDirectPort> {
                                        .protocol = "Port",
                                        .title = "all-gather of symmetric tensors by copy engines",
                                        .symmetric = 0b10};
-  static constexpr OperationKind kKind = kAllGatherDirectPort;
   static constexpr bool kUsesPorts = true;
 
   template <DataType D, int World, uint32_t Variant>

@@ -10,7 +10,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kAllGatherPort{10};
+inline constexpr OperationKind kAllGatherPort = kKindOf<struct AllGatherPort>;
 
 template <DataType D, int World>
 LLM_COMM_KERNEL(kMaxPortThreads)
@@ -65,7 +65,6 @@ all_gather_port(LLM_COMM_KERNEL_PARAM PartsArgs args) {
 struct AllGatherPort : InPortChunks<AllGatherPort> {
   using Operation = AllGather;
   static constexpr AlgorithmInfo kInfo{"port", "Port", "all-gather by copy engines"};
-  static constexpr OperationKind kKind = kAllGatherPort;
 
   template <DataType D, int World, uint32_t Variant>
   static auto kernel() {

@@ -7,7 +7,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kAllGatherPushSwitch{29};
+inline constexpr OperationKind kAllGatherPushSwitch = kKindOf<struct AllGatherPushSwitch>;
 
 template <DataType D, int World>
 LLM_COMM_KERNEL(max_hb_threads(kAllGatherPushTeams))
@@ -21,7 +21,6 @@ struct AllGatherPushSwitch : ChunkedBySwitch<AllGatherPushSwitch> {
   using Operation = AllGather;
   static constexpr AlgorithmInfo kInfo{
       .name = "push_switch", .protocol = "Switch", .title = "all-gather by push through the switch", .by_switch = true};
-  static constexpr OperationKind kKind = kAllGatherPushSwitch;
   static constexpr uint32_t kTeams = kAllGatherPushTeams;
 
   template <DataType D, int World, uint32_t Variant>

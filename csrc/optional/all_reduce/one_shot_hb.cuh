@@ -11,7 +11,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kAllReduceOneShotHB{14};
+inline constexpr OperationKind kAllReduceOneShotHB = kKindOf<struct AllReduceOneShotHB>;
 inline constexpr uint32_t kOneShotTeams = 2;  // one sends or stages, one sums
 
 // Stage: what a block does with chunk t of the message before it is summed, stage(steps, team, t, message).
@@ -47,7 +47,6 @@ all_reduce_one_shot_hb(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
 struct AllReduceOneShotHB : Chunked<AllReduceOneShotHB> {
   using Operation = AllReduce;
   static constexpr AlgorithmInfo kInfo{"one_shot_hb", "HB", "one-shot all-reduce (HB)"};
-  static constexpr OperationKind kKind = kAllReduceOneShotHB;
   static constexpr uint32_t kTeams = kOneShotTeams;
   static constexpr uint64_t part_lines(const Problem& problem, uint64_t units) {
     return divide_up(units * element_bytes(problem.type), sizeof(Line));

@@ -11,7 +11,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kAllReduceOneShotLdReduce{27};
+inline constexpr OperationKind kAllReduceOneShotLdReduce = kKindOf<struct AllReduceOneShotLdReduce>;
 
 template <DataType D, int World>
 LLM_COMM_KERNEL(max_hb_threads(kOneShotTeams))
@@ -32,7 +32,6 @@ struct AllReduceOneShotLdReduce : ChunkedBySwitch<AllReduceOneShotLdReduce> {
                                        .by_switch = true,
                                        .sums_in_switch = true,
                                        .ranks_may_differ = true};
-  static constexpr OperationKind kKind = kAllReduceOneShotLdReduce;
   static constexpr uint32_t kTeams = kOneShotTeams;
   static constexpr uint64_t senders(uint64_t) { return 1; }
 

@@ -26,7 +26,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kAllReducePort{11};
+inline constexpr OperationKind kAllReducePort = kKindOf<struct AllReducePort>;
 
 // Between two ranks.
 template <DataType D>
@@ -161,7 +161,6 @@ all_reduce_port(LLM_COMM_KERNEL_PARAM AllReduceArgs args) {
 struct AllReducePort : InPortChunks<AllReducePort> {
   using Operation = AllReduce;
   static constexpr AlgorithmInfo kInfo{"port", "Port", "all-reduce by copy engines"};
-  static constexpr OperationKind kKind = kAllReducePort;
 
   template <DataType D, int World, uint32_t Variant>
   static auto kernel() {

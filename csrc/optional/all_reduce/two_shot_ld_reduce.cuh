@@ -13,7 +13,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kAllReduceTwoShotLdReduce{26};
+inline constexpr OperationKind kAllReduceTwoShotLdReduce = kKindOf<struct AllReduceTwoShotLdReduce>;
 
 template <DataType D, int World>
 LLM_COMM_KERNEL(max_hb_threads(kTwoShotTeams))
@@ -30,7 +30,6 @@ struct AllReduceTwoShotLdReduce : ChunkedBySwitch<AllReduceTwoShotLdReduce> {
                                        .title = "two-shot all-reduce, summed by the switch",
                                        .by_switch = true,
                                        .sums_in_switch = true};
-  static constexpr OperationKind kKind = kAllReduceTwoShotLdReduce;
   static constexpr uint32_t kTeams = kTwoShotTeams;
   static constexpr uint64_t part_lines(const Problem& problem, uint64_t units) {
     return ChunkedSlices<AllReduceTwoShotLdReduce>::part_lines(problem, units);

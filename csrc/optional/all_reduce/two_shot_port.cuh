@@ -26,7 +26,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kAllReduceTwoShotPort{16};
+inline constexpr OperationKind kAllReduceTwoShotPort = kKindOf<struct AllReduceTwoShotPort>;
 inline constexpr uint32_t kSumSlicesTeams = 2;  // one scatters, one sums
 
 // The two pieces of the slices of a launch. The second one is small: it is scattered while the host sees the request for the first
@@ -141,7 +141,6 @@ struct AllReduceTwoShotPort : ChunkedSlices<AllReduceTwoShotPort> {
   };
   static constexpr AlgorithmInfo kInfo{
       .name = "two_shot_port", .protocol = "Port", .title = "two-shot all-reduce with copy engines", .symmetric = 0b10};
-  static constexpr OperationKind kKind = kAllReduceTwoShotPort;
   static constexpr bool kUsesPorts = true;
   // Its blocks have signals of their own.
   static constexpr Tunables kTunables{

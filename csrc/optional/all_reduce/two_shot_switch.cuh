@@ -18,7 +18,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kAllReduceTwoShotSwitch{25};
+inline constexpr OperationKind kAllReduceTwoShotSwitch = kKindOf<struct AllReduceTwoShotSwitch>;
 
 template <DataType D, int World, bool SingleTile>
 LLM_COMM_KERNEL(kMaxBlockThreads)
@@ -33,7 +33,6 @@ struct AllReduceTwoShotSwitch : TwoShotInTiles<AllReduceTwoShotSwitch> {
                                        .protocol = "LL",
                                        .title = "two-shot all-reduce, gathered by the switch",
                                        .by_switch = true};
-  static constexpr OperationKind kKind = kAllReduceTwoShotSwitch;
   static constexpr uint64_t gathered_slices(uint64_t world) { return world; }
 
   static Grid grid(const Problem& problem, const Tiling& tiling, uint64_t units, const Limits& limits) {

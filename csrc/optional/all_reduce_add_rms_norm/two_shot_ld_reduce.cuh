@@ -26,7 +26,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kAllReduceAddRmsNormTwoShotLdReduce{31};
+inline constexpr OperationKind kAllReduceAddRmsNormTwoShotLdReduce = kKindOf<struct AllReduceAddRmsNormTwoShotLdReduce>;
 
 // The first hop of a block. All its threads make all calls.
 class SummedBySwitch {
@@ -112,7 +112,6 @@ struct AllReduceAddRmsNormTwoShotLdReduce : TwoShotInClusters<AllReduceAddRmsNor
                                        .title = "two-shot all-reduce + RMSNorm, summed by the switch",
                                        .by_switch = true,
                                        .sums_in_switch = true};
-  static constexpr OperationKind kKind = kAllReduceAddRmsNormTwoShotLdReduce;
   // One for every owner. As many lines are staged.
   static constexpr uint64_t slot_segments(uint64_t world) { return world; }
 

@@ -13,7 +13,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kAllReduceAddRmsNormTwoShotSwitch{30};
+inline constexpr OperationKind kAllReduceAddRmsNormTwoShotSwitch = kKindOf<struct AllReduceAddRmsNormTwoShotSwitch>;
 
 template <DataType D, int World, bool SingleTile, bool Quantized>
 LLM_COMM_KERNEL(kMaxTwoShotThreads)
@@ -28,7 +28,6 @@ struct AllReduceAddRmsNormTwoShotSwitch : TwoShotInClusters<AllReduceAddRmsNormT
                                        .protocol = "LL",
                                        .title = "two-shot all-reduce + RMSNorm, gathered by the switch",
                                        .by_switch = true};
-  static constexpr OperationKind kKind = kAllReduceAddRmsNormTwoShotSwitch;
   // One for each of the other ranks, and in the second phase one for every owner.
   static constexpr uint64_t slot_segments(uint64_t world) { return 2 * world - 1; }
 

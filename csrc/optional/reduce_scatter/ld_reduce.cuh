@@ -11,7 +11,7 @@
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
-inline constexpr OperationKind kReduceScatterLdReduce{28};
+inline constexpr OperationKind kReduceScatterLdReduce = kKindOf<struct ReduceScatterLdReduce>;
 
 template <DataType D, int World>
 LLM_COMM_KERNEL(max_hb_threads(kReduceScatterTeams))
@@ -28,7 +28,6 @@ struct ReduceScatterLdReduce : ChunkedBySwitch<ReduceScatterLdReduce> {
                                        .title = "reduce-scatter, summed by the switch",
                                        .by_switch = true,
                                        .sums_in_switch = true};
-  static constexpr OperationKind kKind = kReduceScatterLdReduce;
   static constexpr uint32_t kTeams = kReduceScatterTeams;
 
   template <DataType D, int World, uint32_t Variant>
