@@ -59,28 +59,6 @@ class Chunks {
   uint32_t count_;
 };
 
-// Buffers for the chunks of all blocks, 2 depth in turn, in one half of each rank's staging memory: [turn][block][sender][line], for
-// each of the other ranks as sender.
-class ChunkBuffers {
- public:
-  LLM_COMM_DEVICE ChunkBuffers(const HBSession& session, uint32_t world, uint32_t block, uint32_t chunk_lines,
-                               uint32_t depth)
-      : session_(session), senders_(world - 1), block_(block), chunk_lines_(chunk_lines), turns_(2 * depth) {}
-
-  // What `sender` sends to `receiver` as its chunk t.
-  LLM_COMM_DEVICE Line* of(uint32_t receiver, uint32_t half, uint32_t t, uint32_t sender) const {
-    const uint64_t place = (uint64_t{t % turns_} * block_count() + block_) * senders_ + among_others(sender, receiver);
-    return session_.staging(receiver, half) + place * chunk_lines_;
-  }
-
- private:
-  const HBSession& session_;
-  uint32_t senders_;
-  uint32_t block_;
-  uint32_t chunk_lines_;
-  uint32_t turns_;
-};
-
 // Moves so many lines, each thread of the team several at a time, whose loads are under way together.
 template <class Load, class Store>
 LLM_COMM_DEVICE void move_lines(const Team& team, uint32_t lines, Load load, Store store) {

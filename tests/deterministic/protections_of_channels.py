@@ -18,7 +18,7 @@ from protection import (
 )
 
 BYTES = "csrc/include/llm_comm/ll_bytes.cuh"
-CHUNKED = "csrc/algorithms/chunked.cuh"
+STEP_PIPELINE = "csrc/algorithms/step_pipeline.cuh"
 
 #: Of what HBSession::run() does, and of its buffers.
 AT_ONCE = {
@@ -107,9 +107,9 @@ OF_CHANNELS = (
     Protection(
         "hb_turns",
         "there are twice as many buffers as steps that a block is ahead",
-        (Edit(CHUNKED, "turns_(2 * depth)", "turns_(WITHOUT ? depth : 2 * depth)"),),
+        (Edit(STEP_PIPELINE, "turns_(2 * depth)", "turns_(WITHOUT ? depth : 2 * depth)"),),
         failure=WRONG_RESULT,
-        exempt={**AT_ONCE, PLAIN_BY_SWITCH: "it has buffers of its own"},
+        exempt={PLAIN_BY_SWITCH: "it has buffers of its own"},
     ),
     Protection(
         "hb_last_steps",
@@ -121,7 +121,7 @@ OF_CHANNELS = (
     Protection(
         "hb_second_half",
         "H2: what a second hop stores has memory of its own",
-        (Edit(CHUNKED, "session_.staging(receiver, half)", "session_.staging(receiver, WITHOUT ? 0 : half)"),),
+        (Edit(STEP_PIPELINE, "staging_of(comm_, receiver, hop)", "staging_of(comm_, receiver, WITHOUT ? 0 : hop)"),),
         failure=WRONG_RESULT,
         subjects=("all_reduce/two_shot_hb",),
     ),

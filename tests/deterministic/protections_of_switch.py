@@ -7,10 +7,10 @@ from protection import MISHAPS, NOBODY_IS_MISSING, UNTOLD, WRONG, WRONG_RESULT, 
 
 SWITCH_CHUNKS = "csrc/optional/switch_chunks.cuh"
 TWO_SHOT = "csrc/algorithms/all_reduce/two_shot.cuh"
-TWO_SHOT_LD_REDUCE = "csrc/optional/all_reduce/two_shot_ld_reduce.cuh"
+STEP_PIPELINE = "csrc/algorithms/step_pipeline.cuh"
 FUSED = "csrc/algorithms/all_reduce_add_rms_norm/two_shot.cuh"
 FUSED_LD_REDUCE = "csrc/optional/all_reduce_add_rms_norm/two_shot_ld_reduce.cuh"
-ALL_GATHER = "csrc/optional/all_gather/push_switch.cuh"
+ALL_GATHER = "csrc/algorithms/all_gather/push_hb.cuh"
 
 IN_TILES = ("all_reduce/two_shot_switch",)
 IN_CLUSTERS = ("all_reduce_add_rms_norm/two_shot_switch",)
@@ -26,9 +26,9 @@ OF_SWITCH = (
         "a fence of aliases lies between what a block stages, or stores to all ranks, and the signal of the step",
         (
             Edit(
-                SWITCH_CHUNKS,
-                "(uint32_t) const { fence_aliases(); }",
-                "(uint32_t) const { if (!WITHOUT) fence_aliases(); }",
+                STEP_PIPELINE,
+                "[](uint32_t) { Buffers::fence(); }",
+                "[](uint32_t) { if (!WITHOUT) Buffers::fence(); }",
             ),
         ),
         failure=_WRONG,
@@ -70,13 +70,7 @@ OF_SWITCH = (
     Protection(
         "switch_fence_of_parts",
         "a fence of aliases lies between what plain stores left in staging memory and a store there on all ranks",
-        (
-            Edit(
-                ALL_GATHER,
-                "session.begin();\n  fence_aliases();",
-                "session.begin();\n if (!WITHOUT) fence_aliases();\n",
-            ),
-        ),
+        (Edit(ALL_GATHER, "Buffers<World>::fence();", "if (!WITHOUT) Buffers<World>::fence();"),),
         failure=WRONG_RESULT,
         subjects=("all_gather/push_switch",),
         with_others=True,
@@ -135,9 +129,9 @@ OF_SWITCH = (
         "each rank has the switch sum its own slice",
         (
             Edit(
-                TWO_SHOT_LD_REDUCE,
-                "staged = buffers.of(kScatter, u, rank);",
-                "staged = buffers.of(kScatter, u, WITHOUT ? 0 : rank);",
+                SWITCH_CHUNKS,
+                "staged = of(kFirstHop, t, own_part());",
+                "staged = of(kFirstHop, t, WITHOUT ? 0 : own_part());",
             ),
         ),
         failure=WRONG_RESULT,
@@ -190,8 +184,8 @@ OF_SWITCH = (
         (
             Edit(
                 SWITCH_CHUNKS,
-                "* parts_ + part;",
-                "* parts_ + (WITHOUT && half == 1 ? 0 : part);",
+                "* Parts + part;",
+                "* Parts + (WITHOUT && hop == kSecondHop ? 0 : part);",
             ),
         ),
         failure=WRONG_RESULT,

@@ -8,10 +8,7 @@ BY_SWITCH = "csrc/optional/by_switch.h"
 CHUNKS = "csrc/optional/switch_chunks.cuh"
 CHANNEL = "csrc/include/llm_comm/switch_channel.cuh"
 TWO_SHOT = "csrc/algorithms/all_reduce/two_shot.cuh"
-TWO_SHOT_LD_REDUCE = "csrc/optional/all_reduce/two_shot_ld_reduce.cuh"
-ONE_SHOT_LD_REDUCE = "csrc/optional/all_reduce/one_shot_ld_reduce.cuh"
-REDUCE_SCATTER = "csrc/optional/reduce_scatter/ld_reduce.cuh"
-ALL_GATHER = "csrc/optional/all_gather/push_switch.cuh"
+STEP_PIPELINE = "csrc/algorithms/step_pipeline.cuh"
 FUSED_LD_REDUCE = "csrc/optional/all_reduce_add_rms_norm/two_shot_ld_reduce.cuh"
 CHECK = "tools/check_multicast.py"
 CONFIG = "llm_comm/config.py"
@@ -68,31 +65,31 @@ SWITCH = (
         schedules("all_reduce/two_shot_switch"),
     ),
     cpp(
-        "a rank does not collect its own slice",
-        TWO_SHOT_LD_REDUCE,
-        "i <= World; ++i",
-        "i < World + (WITHOUT ? 0u : 1u); ++i",
+        "a rank does not keep the sums of its own slice",
+        STEP_PIPELINE,
+        "sums.store(first + k, sum);",
+        "if (!WITHOUT) sums.store(first + k, sum);",
         schedules("all_reduce/two_shot_ld_reduce"),
     ),
     cpp(
         "one-shot returns what the rank has staged itself",
-        ONE_SHOT_LD_REDUCE,
-        "return buffers.sum<D>(staged);",
-        "return WITHOUT ? load_line(staged) : buffers.sum<D>(staged);",
+        CHUNKS,
+        "return channel_.load_reduce<D>(",
+        "return WITHOUT ? load_line(staged + k) : channel_.load_reduce<D>(",
         schedules("all_reduce/one_shot_ld_reduce"),
     ),
     cpp(
         "reduce-scatter sums the part of the first rank",
-        REDUCE_SCATTER,
-        "staged = buffers.of(0, u, rank);",
-        "staged = buffers.of(0, u, WITHOUT ? 0 : rank);",
+        CHUNKS,
+        "Parts == 1 ? 0 : comm_.rank;",
+        "Parts == 1 || WITHOUT ? 0 : comm_.rank;",
         schedules("reduce_scatter/ld_reduce"),
     ),
     cpp(
         "all-gather leaves out the part of the rank itself",
-        ALL_GATHER,
-        "own.store(first + k, line);",
-        "if (!WITHOUT) own.store(first + k, line);",
+        STEP_PIPELINE,
+        "target.store(first + k, line);",
+        "if (!WITHOUT) target.store(first + k, line);",
         schedules("all_gather/push_switch"),
     ),
     cpp(

@@ -9,7 +9,7 @@
 //   marks    kMarksOffset    zero       each peer one line at set-up: the proof that a mapping carries stores
 //   notes    kNotesOffset    zero       each rank one word after an error: whom it waited for (suspicion.cuh)
 //   calls    kCallsOffset    zero       each rank its next call, where calls are compared, as flag lines (check_call.cuh)
-//   places   kPlacesOffset   0xFF       each peer one word: where its output lies (all_reduce/sum_slices.cuh)
+//   places   kPlacesOffset   0xFF       each peer one word: where its output lies (two_shot_port.cuh)
 //   ends     kEndsOffset     0x7F       each peer one word: the last operation whose data it has got (two_shot_port.cuh)
 //   arrivals kPortSemaphoresOffset 0x7F each peer's proxy the last step whose data it has brought (port_session.cuh)
 //   signals  CommonSignals   0x7F       each block of each peer the last step that it has done (hb_session.cuh): of

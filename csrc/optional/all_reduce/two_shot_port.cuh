@@ -1,10 +1,10 @@
 // Two-shot all-reduce of symmetric outputs (2PA): every rank sums a slice of the message, which the others store to its staging memory
 // (HB, push), and copy engines bring the sums to the outputs of all (PortChannel).
 //
-// Two hops, 2 (N-1)/N of the message sent by each rank; the first is that of sum_slices.cuh. A slice has two pieces: what all blocks
-// reduce in the first steps, and in the others. The block that ends a piece last has it copied to every peer, as one copy: a copy engine carries more than the stores of a
-// kernel, but only in large copies. The input is any tensor, the output lies in the symmetric heap on every rank, and may be the
-// input.
+// Two hops, 2 (N-1)/N of the message sent by each rank; the first is that of two_shot_hb.cuh (step_pipeline.cuh). A slice has two
+// pieces: what all blocks reduce in the first steps, and in the others. The block that ends a piece last has it copied to every peer,
+// as one copy: a copy engine carries more than the stores of a kernel, but only in large copies. The input is any tensor, the output
+// lies in the symmetric heap on every rank, and may be the input.
 //
 // Why the output of a peer may be written: the peer has begun this operation, and what this rank writes there is a piece of its
 // slice, of which the peer has no more to send, as it has all come. A rank ends when the slices of all peers have come and all peers
@@ -14,19 +14,20 @@
 // seen what block 0 had seen when it ended its part of it. The next operation may write the word again: this rank has waited for the
 // peer's last word. A rank without a symmetric output says so; then all ranks end with an error that names it.
 //
-// R1 of operation.cuh: a block waits for each peer. R2: it uses no slot. H1: chunks are scattered to the first half, and all are
-// reduced when a rank ends. P1: blocks wait for those of their number; the one that ends the last piece for those of all ranks that
-// do, when no other block of this rank has anything to wait for.
+// P1 of operation.cuh: blocks wait for those of their number; the one that ends the last piece for those of all ranks that do, when no
+// other block of this rank has anything to wait for.
 #pragma once
 
 #include "algorithms/all_reduce/chunked_slices.cuh"
+#include "algorithms/all_reduce/slices.cuh"
 #include "algorithms/direct.cuh"
+#include "algorithms/step_pipeline.cuh"
 #include "llm_comm/port_words.cuh"
-#include "optional/all_reduce/sum_slices.cuh"
 
 namespace llm_comm::inline LLM_COMM_TARGET {
 
 inline constexpr OperationKind kAllReduceTwoShotPort = kKindOf<struct AllReduceTwoShotPort>;
+inline constexpr uint32_t kSumSlicesTeams = 2;  // one scatters, one sums
 
 // The two pieces of the slices of a launch. The second one is small: it is scattered while the host sees the request for the first
 // and a copy engine begins; and the engine is still busy with the first when the second has come (docs/experiments/channels.md).
@@ -60,27 +61,34 @@ LLM_COMM_KERNEL(max_hb_threads(kSumSlicesTeams))
 all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
   const uint32_t block = block_number(args.comm);
   const uint32_t rank = args.comm.rank;
+  const uint32_t depth = args.depth < kMinHBDepth ? kMinHBDepth : args.depth;  // it is cut where chunks are few
   const Message<D> message(args);
-  const SumSlices<D, World> sums(args, message, block);
+  const uint32_t lines = message.lines();
+  const uint32_t slice = (lines + World - 1) / World;
+  const auto slice_of = [&](uint32_t owner) { return Slice<D>(message, owner, slice, lines); };
   const uint32_t peer = thread_index();
   const bool has_peer = peer < World && peer != rank;
-
-  const Pieces pieces(sums.chunks(), args.tile_lines);
 
   Line* const shared = shared_memory<Line>();
   uint32_t* const ends_last_piece = &shared->word[2];
   if (thread_index() == 0) *ends_last_piece = 0;
   HBSession session(args.comm, kAllReduceTwoShotPort, message.bytes(), SignalRow::of<SumSlicesSignals>(block), shared);
+  const StepPipeline<D, World> steps(session, args.comm, block, args.tile_lines, depth, slice);
+  const Pieces pieces(steps.chunks(), args.tile_lines);
   session.wait_for_grids_before(message.precomputed());
   session.begin();
-  sums.tell_place(session, args.places[0]);
+  // Before the first signal. Not once the communicator has failed: a late peer may be about to use what belongs to the operation
+  // before.
+  if (block == 0 && has_peer && !session.has_ended_early()) {
+    store_relaxed(place_word(args.comm, peer, rank), args.places[0]);
+  }
 
   const PortWords words(args.comm, 0);
-  const auto place_of = [&](uint32_t of) { return sums.place_of(of); };
+  const auto place_of = [&](uint32_t of) { return load_relaxed(place_word(args.comm, rank, of)); };
   // By one thread of the block that ends the piece last. Where a rank has no place, all see it when they end.
   const auto put = [&](uint32_t piece) {
-    const uint32_t own = sums.lines_of(rank);
-    const uint32_t first = sums.first_line(rank) + pieces.first_line(piece);
+    const uint32_t own = slice_of(rank).lines();
+    const uint32_t first = rank * slice + pieces.first_line(piece);
     const uint32_t count = pieces.lines(piece, own);
     if (count == 0 || args.places[0] == kNoPlace) return;
     const bool is_last = piece == Pieces::kLast || pieces.lines(Pieces::kLast, own) == 0;
@@ -99,8 +107,8 @@ all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
     }
   };
   const auto ended = [&](uint32_t step) {
-    const uint32_t u = step - sums.depth();
-    if (step < sums.depth() || u >= sums.chunks() || !pieces.ends_with(u)) return;
+    const uint32_t u = step - depth;
+    if (step < depth || u >= steps.chunks() || !pieces.ends_with(u)) return;
     const uint32_t piece = pieces.of(u);
     fence_system();  // what the block has summed, before the count
     if (count_up(&state_of(args.comm)->summed[piece], block_count() - 1) != block_count() - 1) return;
@@ -108,7 +116,9 @@ all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
     put(piece);
     if (piece == Pieces::kLast) *ends_last_piece = 1;
   };
-  sums.run(session, ended);
+  steps.run_and_tell(
+      ended, [&](const Team& team, uint32_t t) { steps.stage(team, t, slice_of); },
+      [&](const Team& team, uint32_t t) { steps.sum(team, t, slice_of(rank), slice_of(rank)); });
   // The last piece ends two steps before the last step: a barrier of the block lies behind it.
   if (session.has_ended_early() || *ends_last_piece == 0 || !has_peer) return;
 
@@ -117,7 +127,7 @@ all_reduce_two_shot_port(LLM_COMM_KERNEL_PARAM DirectArgs<AllReduceArgs> args) {
     session.fail(ErrorCause::kNotSymmetric, args.places[0] == kNoPlace ? rank : peer, kGather);
     return;
   }
-  if (sums.lines_of(peer) != 0 && !words.wait_for_data(peer, 0, session.value_of(0), wait)) return;
+  if (slice_of(peer).lines() != 0 && !words.wait_for_data(peer, 0, session.value_of(0), wait)) return;
   store_release(end_word(args.comm, peer, rank), session.value_of(0));
   const uint64_t* const last = end_word(args.comm, rank, peer);
   wait([&] { return load_acquire(last) - session.value_of(0) < kFurthestAhead; });

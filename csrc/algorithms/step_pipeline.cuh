@@ -1,0 +1,204 @@
+// The pipeline of algorithms that stage, combine and collect a message chunk by chunk. In step t (hb_session.cuh)
+//
+//   team 0   stages chunk t of each part for the owner of the part, or stores chunk t of its own part to all
+//   team 1   combines chunk t - depth: it sums what all ranks have staged of its part, or takes what they have stored
+//   team 2   collects chunk t - 2 depth of the sums of the others: of algorithms with a second hop
+//
+// `Buffers` is the transport: threads store to staging memory of peers and sum (ChunkBuffers), or the NVLink switch does
+// (optional/switch_chunks.cuh).
+//
+// Why a buffer may be written again, in the terms of hb_session.cuh:
+//
+//   Within an operation, a hop has 2 depth buffers in turn: chunk t overwrites chunk t - 2 depth, which was read `depth` steps
+//   before. Buffers of the second hop lag `depth` steps behind those of the first, on all ranks.
+//   H1: the first hop uses the first half. All of it has been read when a rank ends, since it waits for the step in which a peer reads
+//   the last chunk.
+//   H2: the second hop uses the second half, from step `depth` on.
+//
+// R1 of operation.cuh: a block waits for each peer. R2: it uses no slot.
+#pragma once
+
+#include "algorithms/chunked.cuh"
+
+namespace llm_comm::inline LLM_COMM_TARGET {
+
+// The halves of the staging memory, one for each hop.
+inline constexpr uint32_t kFirstHop = 0;
+inline constexpr uint32_t kSecondHop = 1;
+
+// Buffers for the chunks of all blocks, 2 depth in turn, in one half of each rank's staging memory: [turn][block][sender][line], for
+// each of the other ranks as sender.
+template <int World>
+class ChunkBuffers {
+ public:
+  LLM_COMM_DEVICE ChunkBuffers(const DeviceComm& comm, uint32_t block, uint32_t chunk_lines, uint32_t depth)
+      : comm_(comm), block_(block), chunk_lines_(chunk_lines), turns_(2 * depth) {}
+
+  // Where chunk t of `sender` comes to on this rank.
+  LLM_COMM_DEVICE const Line* from(uint32_t hop, uint32_t t, uint32_t sender) const {
+    return of(comm_.rank, hop, t, sender);
+  }
+
+  // visit(owner, buffer) for each part that is staged in a buffer: chunk t of it.
+  template <class Visit>
+  LLM_COMM_DEVICE void for_each_staged(uint32_t t, Visit visit) const {
+    LLM_COMM_UNROLL(1)
+    for (uint32_t i = 1; i < World; ++i) {
+      const uint32_t to = (comm_.rank + i) % World;  // every rank begins with another one
+      visit(to, of(to, kFirstHop, t, comm_.rank));
+    }
+  }
+
+  // Sums chunk t of this rank's part: own(k) is what this rank has of line k, store(k, sum) takes the sum.
+  template <DataType D, class Own, class Store>
+  LLM_COMM_DEVICE void sum(const Team& team, uint32_t lines, uint32_t t, Own own, Store store) const {
+    sum_chunk<D, World>(
+        team, lines,
+        [&](uint32_t of, uint32_t k) { return of == comm_.rank ? own(k) : load_line(from(kFirstHop, t, of) + k); },
+        store);
+  }
+
+  // Stores lines of this rank's chunk t to the buffers of all others.
+  class ToOthers {
+   public:
+    LLM_COMM_DEVICE ToOthers(const ChunkBuffers& buffers, uint32_t hop, uint32_t t) {
+      const uint32_t rank = buffers.comm_.rank;
+      LLM_COMM_UNROLL(8)
+      for (uint32_t i = 1; i < World; ++i) targets_[i] = buffers.of((rank + i) % World, hop, t, rank);
+    }
+    LLM_COMM_DEVICE void store(uint32_t k, Line line) const {
+      LLM_COMM_UNROLL(8)
+      for (uint32_t i = 1; i < World; ++i) store_line(targets_[i] + k, line);
+    }
+
+   private:
+    Line* targets_[World];
+  };
+
+  // By the threads that tell a step, before the signal.
+  LLM_COMM_DEVICE static void fence() {}
+
+ private:
+  // What `sender` sends to `receiver` as its chunk t.
+  LLM_COMM_DEVICE Line* of(uint32_t receiver, uint32_t hop, uint32_t t, uint32_t sender) const {
+    const uint64_t place =
+        (uint64_t{t % turns_} * block_count() + block_) * (World - 1) + among_others(sender, receiver);
+    return staging_of(comm_, receiver, hop) + place * chunk_lines_;
+  }
+
+  const DeviceComm& comm_;
+  uint32_t block_;
+  uint32_t chunk_lines_;
+  uint32_t turns_;
+};
+
+// As one block sees it. A part is a view that has lines(), load(line) and store(line, value).
+template <DataType D, int World, class Buffers = ChunkBuffers<World>>
+class StepPipeline {
+ public:
+  // `part_lines`: of the largest part.
+  LLM_COMM_DEVICE StepPipeline(HBSession& session, const DeviceComm& comm, uint32_t block, uint32_t chunk_lines,
+                               uint32_t depth, uint32_t part_lines)
+      : session_(session),
+        rank_(comm.rank),
+        depth_(depth),
+        chunks_(block, chunk_lines, part_lines),
+        buffers_(comm, block, chunk_lines, depth) {}
+
+  LLM_COMM_DEVICE uint32_t chunks() const { return chunks_.count(); }
+
+  // All steps. Each job is that of one team: job(team, t) does its work on chunk t.
+  template <class... Jobs>
+  LLM_COMM_DEVICE void run(Jobs... jobs) const {
+    run_and_tell(HBSession::NothingMore(), jobs...);
+  }
+  // `ended`: as of HBSession::run().
+  template <class Ended, class... Jobs>
+  LLM_COMM_DEVICE void run_and_tell(Ended ended, Jobs... jobs) const {
+    const auto work = [&](uint32_t step) {
+      const Team team = Team::of(session_, sizeof...(Jobs));
+      uint32_t number = 0;
+      const auto give = [&](const auto& job) {
+        const uint32_t behind = number * depth_;
+        // The third team has as many steps as there are chunks.
+        const bool has_chunk = step >= behind && (number == 2 || step - behind < chunks_.count());
+        if (team.number == number++ && has_chunk) job(team, step - behind);
+      };
+      (give(jobs), ...);
+    };
+    const auto phase_of = [&](uint32_t step) { return sizeof...(Jobs) < 3 || step < 2 * depth_ ? kScatter : kGather; };
+    session_.run(chunks_.count(), depth_, work, phase_of, ended, [](uint32_t) { Buffers::fence(); });
+  }
+
+  // Stages chunk t of the parts that go to others. part_of(owner): what this rank has of a part.
+  template <class PartOf>
+  LLM_COMM_DEVICE void stage(const Team& team, uint32_t t, PartOf part_of) const {
+    buffers_.for_each_staged(t, [&](uint32_t owner, Line* staged) {
+      const auto& part = part_of(owner);
+      const uint32_t first = chunks_.first(t);
+      move_lines(
+          team, chunks_.lines(t, part.lines()), [&](uint32_t k) { return part.load(first + k); },
+          [&](uint32_t k, Line line) { store_line(staged + k, line); });
+    });
+  }
+
+  // Sums chunk t of this rank's part, of which it has `own`, in `sums`.
+  template <class Own, class Sums>
+  LLM_COMM_DEVICE void sum(const Team& team, uint32_t t, const Own& own, const Sums& sums) const {
+    sum_with(team, t, own, sums, [](uint32_t, Line) {});
+  }
+  // The same, with the sums stored to all others.
+  template <class Own, class Sums>
+  LLM_COMM_DEVICE void sum_for_all(const Team& team, uint32_t t, const Own& own, const Sums& sums) const {
+    const typename Buffers::ToOthers others(buffers_, kSecondHop, t);
+    sum_with(team, t, own, sums, [&](uint32_t k, Line sum) { others.store(k, sum); });
+  }
+
+  // Stores chunk t of this rank's part to all others, and to where it belongs on this rank.
+  template <class Source, class Target>
+  LLM_COMM_DEVICE void spread(const Team& team, uint32_t t, const Source& source, const Target& target) const {
+    const typename Buffers::ToOthers others(buffers_, kFirstHop, t);
+    const uint32_t first = chunks_.first(t);
+    move_lines(
+        team, chunks_.lines(t, source.lines()), [&](uint32_t k) { return source.load(first + k); },
+        [&](uint32_t k, Line line) {
+          others.store(k, line);
+          target.store(first + k, line);
+        });
+  }
+
+  // Takes chunk t of each other rank's part. part_of(owner): where it belongs.
+  template <class PartOf>
+  LLM_COMM_DEVICE void collect(const Team& team, uint32_t hop, uint32_t t, PartOf part_of) const {
+    LLM_COMM_UNROLL(1)
+    for (uint32_t i = 1; i < World; ++i) {
+      const uint32_t owner = (rank_ + i) % World;
+      const auto& part = part_of(owner);
+      const Line* const sent = buffers_.from(hop, t, owner);
+      const uint32_t first = chunks_.first(t);
+      move_lines(
+          team, chunks_.lines(t, part.lines()), [&](uint32_t k) { return load_line(sent + k); },
+          [&](uint32_t k, Line line) { part.store(first + k, line); });
+    }
+  }
+
+ private:
+  template <class Own, class Sums, class Spread>
+  LLM_COMM_DEVICE void sum_with(const Team& team, uint32_t t, const Own& own, const Sums& sums, Spread spread) const {
+    const uint32_t first = chunks_.first(t);
+    buffers_.template sum<D>(
+        team, chunks_.lines(t, own.lines()), t, [&](uint32_t k) { return own.load(first + k); },
+        [&](uint32_t k, Line sum) {
+          sums.store(first + k, sum);
+          spread(k, sum);
+        });
+  }
+
+  HBSession& session_;
+  uint32_t rank_;
+  uint32_t depth_;
+  Chunks chunks_;
+  Buffers buffers_;
+};
+
+}  // namespace llm_comm::inline LLM_COMM_TARGET
