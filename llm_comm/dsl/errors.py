@@ -7,7 +7,6 @@ import sys
 from enum import Enum
 from types import FrameType
 
-from llm_comm.dsl import ir
 from llm_comm.dsl.ir import Location
 from llm_comm.errors import LlmCommError
 
@@ -64,7 +63,7 @@ class ScheduleError(ProgramError):
 class CompileError(LlmCommError):
     """A program, or a part of it, that there is no kernel for. The text says which line and what to do."""
 
-    def __init__(self, where: ir.Location, what: str) -> None:
+    def __init__(self, where: Location, what: str) -> None:
         super().__init__(f"{what}\n  {where}")
 
 

@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable
 
 from llm_comm.config import Config
-from llm_comm.dsl import ir
 from llm_comm.dsl.builder import Builder
 from llm_comm.dsl.errors import Fault, ProgramError, location
 from llm_comm.dsl.ir import Operation, Program
@@ -35,7 +34,7 @@ class ProgramText:
         ValueError: It is made of something else than a function, or the function has no printable name.
     """
 
-    def __init__(self, text: Text, operation: ir.Operation, root: int, instances: int) -> None:
+    def __init__(self, text: Text, operation: Operation, root: int, instances: int) -> None:
         if not (inspect.isfunction(text) or inspect.ismethod(text)):
             raise ValueError(f"dsl.program takes a function, not {quoted(text)}: wrap it in one")
         why = why_not_a_name(text.__name__)
@@ -57,7 +56,7 @@ class ProgramText:
             return 0
         return sum(1 for line in source if line.strip())
 
-    def build(self, world: int) -> ir.Program:
+    def build(self, world: int) -> Program:
         """Traces the program for a world. ``dsl.check`` tells whether it is correct.
 
         Args:
@@ -80,7 +79,7 @@ class ProgramText:
         return builder.finish(self.name, self.operation, self.instances, where)
 
 
-def program(operation: str | ir.Operation, *, root: int = 0, instances: int = 1) -> Callable[[Text], ProgramText]:
+def program(operation: str | Operation, *, root: int = 0, instances: int = 1) -> Callable[[Text], ProgramText]:
     """Makes a program of a function that takes a ``Builder``.
 
     Args:
@@ -94,7 +93,7 @@ def program(operation: str | ir.Operation, *, root: int = 0, instances: int = 1)
     """
     if instances < 1:
         raise ValueError(f"instances={instances}: it is at least 1")
-    known = ir.Operation(operation)
+    known = Operation(operation)
     return lambda text: ProgramText(text, known, root, instances)
 
 

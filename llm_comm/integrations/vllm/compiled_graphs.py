@@ -85,17 +85,6 @@ def max_fused_tokens(vllm_config: Any, max_fused_bytes: int) -> int | None:
     return None if model is None else max_fused_bytes // (model.get_hidden_size() * model.dtype.itemsize)
 
 
-def max_linear_tokens(vllm_config: Any, max_fused_bytes: int, preferred: int) -> int:
-    """The largest batch, in tokens, whose linear layers go into operators of llm_comm: its norms must be fused.
-
-    Args:
-        vllm_config, max_fused_bytes: As of ``new_endpoints``.
-        preferred: The most tokens for which any layer is preferred.
-    """
-    fused = max_fused_tokens(vllm_config, max_fused_bytes)
-    return preferred if fused is None else min(preferred, fused)
-
-
 @functools.cache
 def log_once(text: str) -> None:
     """Logs what was done to a graph. The layers of a model are graphs of their own, most of them alike."""

@@ -157,14 +157,15 @@ def _why_not_weights() -> str | None:
 
 
 def max_linear_tokens(communicator: Communicator, max_fused_bytes: int) -> int:
-    """The largest batch, in tokens, whose linear layers are to go into operators of llm_comm.
+    """The largest batch, in tokens, whose linear layers go into operators of llm_comm: its norms must be fused.
 
     Args:
         communicator: Of the group whose all-reduces are fused.
         max_fused_bytes: Larger messages keep their norms apart.
     """
+    fused = compiled_graphs.max_fused_tokens(get_current_vllm_config_or_none(), max_fused_bytes)
     preferred = communicator.max_preferred_tokens
-    return compiled_graphs.max_linear_tokens(get_current_vllm_config_or_none(), max_fused_bytes, preferred)
+    return preferred if fused is None else min(preferred, fused)
 
 
 def prepare_compiler(max_fused_bytes: int, max_linear_tokens: int, linear_key: str) -> None:
