@@ -75,7 +75,8 @@ Table find_table(const std::string& path, const std::string& device, uint32_t wo
     }
     return table;
   } catch (const host::FileError& error) {
-    throw Failure(ncclInvalidArgument, "tuning table " + path.substr(0, 200) + ": " + error.what());
+    throw Failure(ncclInvalidArgument,
+                  "option table (LLM_COMM_TABLE): tuning table " + path.substr(0, 200) + ": " + error.what());
   }
 }
 

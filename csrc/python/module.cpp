@@ -21,7 +21,6 @@
 #include "python/linear.h"
 #include "python/node_exchange.h"
 #include "python/registry.h"
-#include "python/tables.h"
 #include "python/tensor_capsule.h"
 
 namespace py = pybind11;

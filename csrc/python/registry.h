@@ -13,5 +13,7 @@ namespace llm_comm::python {
 const host::Algorithm& algorithm_at(uint32_t number);
 
 void add_registry(pybind11::module_& module);
+// YAML and tuning tables: what host/yaml.h, tables.h and table_choice.h read and find, as tuples.
+void add_tables(pybind11::module_& module);
 
 }  // namespace llm_comm::python

@@ -1,5 +1,3 @@
-#include "python/tables.h"
-
 #include <pybind11/stl.h>
 
 #include <optional>
@@ -10,6 +8,7 @@
 #include "host/planner.h"
 #include "host/table_choice.h"
 #include "host/yaml.h"
+#include "python/registry.h"
 
 namespace py = pybind11;
 using namespace llm_comm::host;  // NOLINT: a binding file

@@ -106,7 +106,7 @@ def test_collectives_by_a_table(programs: Path, world: int, tmp_path: Path) -> N
     table.write_text(table_for(world), encoding="utf-8")
     said = run(programs / "collectives", "processes", world, 40, LLM_COMM_TABLE=str(table), LLM_COMM_NCCL_DEBUG="INFO")
     for algorithm in ("one_shot LL", "two_shot LL", "two_shot_hb HB", "push_hb HB"):
-        assert f"llm_comm, {algorithm} ({table})" in said
+        assert f"llm_comm, {algorithm} ({table.name})" in said
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -195,15 +195,15 @@ def test_more_ranks_than_are_served(programs: Path) -> None:
         ("LLM_COMM_TIMEOUT_S", "soon", "LLM_COMM_TIMEOUT_S=soon is not allowed; valid: a number of seconds"),
         ("LLM_COMM_WORKSPACE_BYTES", "1K", "LLM_COMM_WORKSPACE_BYTES=1K is not allowed; valid: bytes, 1 MiB"),
         ("LLM_COMM_SHARE_GPU", "perhaps", "LLM_COMM_SHARE_GPU=perhaps is not allowed; valid: 1 or 0"),
-        ("LLM_COMM_TABLE", "/nowhere/table.yaml", "LLM_COMM_TABLE=/nowhere/table.yaml cannot be read"),
-        ("LLM_COMM_TABLE", "{bad}", ", line 4: all_reduce has no algorithm fastest LL"),
+        ("LLM_COMM_TABLE", "/nowhere/table.yaml", "(LLM_COMM_TABLE): tuning table /nowhere/table.yaml: No such file"),
+        ("LLM_COMM_TABLE", "{bad}", "line 5: row 1, {operation: 'all_reduce'"),
     ],
 )
 def test_wrong_options(programs: Path, tmp_path: Path, name: str, value: str, text: str) -> None:
     """All ranks say the same, and at once."""
     bad = tmp_path / "bad.yaml"
     row = "{operation: all_reduce, up_to: 8, algorithm: fastest, protocol: LL}"
-    bad.write_text(f"world_size: 2\nmax_message_bytes: 8\nrows:\n  - {row}\n", encoding="utf-8")
+    bad.write_text(f"device: x\nworld_size: 2\nmax_message_bytes: 8\nrows:\n  - {row}\n", encoding="utf-8")
     command = [str(programs / "collectives"), "processes", "2", "1"]
     environment = {**os.environ, name: value.format(bad=bad)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
