@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from llm_comm.communicator import Communicator
 from llm_comm.errors import LlmCommError, MissingRankError
+from llm_comm.integrations.engine_config import options_of
 from llm_comm.options import MIB
 
 #: Of this process, the oldest first: the engine's name of the group, and where it logs.
@@ -66,7 +67,7 @@ def release(group_name: str, communicator: Communicator, log: logging.Logger) ->
     Raises:
         MissingRankError: A rank did not come. The group is lost, so the engine cannot go on.
     """
-    if not communicator.config.sleep or communicator.is_released:
+    if not options_of(communicator).sleep or communicator.is_released:
         return
     nbytes, why_not = communicator.workspace_bytes, communicator.why_not_releasable
     if not why_not:

@@ -9,7 +9,7 @@ from typing import Any
 import vllm.envs as envs
 from vllm.config import get_current_vllm_config_or_none
 
-from llm_comm.config import Config
+from llm_comm.config import EngineOptions
 from llm_comm.errors import ConfigError, quoted
 from llm_comm.integrations import engine_config, joining
 from llm_comm.integrations.vllm import gathering, seams
@@ -38,7 +38,7 @@ def why_not() -> str | None:
     return None
 
 
-def load_config() -> Config:
+def load_config() -> EngineOptions:
     """The options: defaults < LLM_COMM_CONFIG < LLM_COMM_* < ``additional_config["llm_comm"]`` of vLLM.
 
     Raises:
@@ -53,7 +53,7 @@ def load_config() -> Config:
     return engine_config.for_batch_invariance(config, "VLLM_BATCH_INVARIANT", envs.VLLM_BATCH_INVARIANT, logger)
 
 
-def _options(vllm_config: Any) -> Config:
+def _options(vllm_config: Any) -> EngineOptions:
     """The options of the operator, as of ``load_config``.
 
     Raises:
@@ -74,7 +74,7 @@ def _options(vllm_config: Any) -> Config:
     return config
 
 
-def served_groups(config: Config) -> list[str]:
+def served_groups(config: EngineOptions) -> list[str]:
     """The groups of this process that llm_comm serves under ``config`` and the current configuration of vLLM, in the
     order in which they are made."""
     vllm_config = get_current_vllm_config_or_none()

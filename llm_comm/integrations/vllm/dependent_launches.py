@@ -6,12 +6,12 @@ import torch
 import vllm.envs as envs
 from vllm.config import get_current_vllm_config_or_none
 
-from llm_comm.config import Config
+from llm_comm.config import EngineOptions
 from llm_comm.planning.catalogue import check_table_option
 from llm_comm.runtime.devices import find_table
 
 
-def choose(config: Config, device: torch.device, world_size: int) -> Config:
+def choose(config: EngineOptions, device: torch.device, world_size: int) -> EngineOptions:
     """``config`` with ``pdl`` off, unless it was set or linear layers are to be computed by llm_comm.
 
     Behind and before the kernels of a model dependent launches cost 0.7 to 1 % (docs/experiments/engines.md). Linear

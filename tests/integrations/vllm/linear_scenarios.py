@@ -38,7 +38,7 @@ from vllm.config.utils import Range
 from vllm.model_executor.layers import linear as layers_module
 from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinear
 
-from llm_comm.config import Config
+from llm_comm.config import EngineOptions
 from llm_comm.errors import ConfigError
 from llm_comm.integrations.vllm.dependent_launches import choose
 from llm_comm.planning.default_tables import emulated_table
@@ -313,12 +313,12 @@ def launches_do_not_depend_where_no_layer_gains_or_somebody_has_said() -> None:
     ):
         use_table([layer], f"{number}.yaml")
         with set_current_vllm_config(config):
-            chosen = choose(Config.load(**options), torch.device("cpu"), 2)
+            chosen = choose(EngineOptions.load(**options), torch.device("cpu"), 2)
         assert chosen.pdl is expected, (number, chosen)
     os.environ["LLM_COMM_TABLE"] = "/nowhere.yaml"
     error = ""
     try:
-        choose(Config.load(), torch.device("cpu"), 2)
+        choose(EngineOptions.load(), torch.device("cpu"), 2)
     except ConfigError as caught:
         error = str(caught)
     assert error.startswith("option table (LLM_COMM_TABLE): "), error
