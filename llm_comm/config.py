@@ -6,11 +6,11 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from llm_comm import _core
 from llm_comm.errors import ConfigError, guess, quoted, shortened
@@ -53,12 +53,15 @@ def refuse(what: str, advice: str) -> None:
     raise ConfigError(what + advice)
 
 
-def resolve(environ: Mapping[str, str], given: Mapping[str, Any], on_unknown: OnUnknown = refuse) -> dict[str, Any]:
-    """What the constructor of ``Config`` is to take: all options that are not defaults, and their ``origins``.
+def resolve(
+    environ: Mapping[str, str], given: Mapping[str, Any], names: Collection[str], on_unknown: OnUnknown = refuse
+) -> dict[str, Any]:
+    """Arguments of a constructor: all options among ``names`` that are not defaults, and their ``origins``.
 
     Args:
         environ: Variables. One of them may name a file.
         given: Options from Python, which come before both.
+        names: Options of the class. File and environment may have others, which are those of the other class.
         on_unknown: For unknown variables and unknown options of the file; those of ``given`` are refused.
 
     Raises:
@@ -71,13 +74,24 @@ def resolve(environ: Mapping[str, str], given: Mapping[str, Any], on_unknown: On
     if path:
         values, origins = _read_file(path, on_unknown)
     found = _read_environment(environ)
-    check_names(given)
+    _check_given(given, names)
+    values = {**values, **found, **given}
+    origins = {**origins, **{name: _variable(name) for name in found}, **dict.fromkeys(given, "Python")}
     return {
-        **values,
-        **found,
-        **given,
-        "origins": {**origins, **{name: _variable(name) for name in found}, **dict.fromkeys(given, "Python")},
+        **{name: value for name, value in values.items() if name in names},
+        "origins": {name: origin for name, origin in origins.items() if name in names},
     }
+
+
+def _check_given(given: Iterable[str], names: Collection[str]) -> None:
+    """Raise ConfigError for an option that there is not, or that is not among ``names``."""
+    check_names(given)
+    others = [name for name in given if name not in names]
+    if others:
+        raise ConfigError(
+            f"only engine integrations read option {', '.join(others)}: leave it out of Config, and set "
+            f"{', '.join(map(_variable, others))} for the engine (docs/options.md)"
+        )
 
 
 def check_names(
@@ -148,32 +162,40 @@ MULTICAST_OFF_VARIABLES = {
 }
 
 
-def _resolving(cls: type[Config]) -> type[Config]:
+_Options = TypeVar("_Options", bound="Config")
+
+
+def _resolving(cls: type[_Options]) -> type[_Options]:
     """Makes the constructor, which dataclass wrote, look for what it is not given in the file and the environment, and
     fills in the docstring."""
     take: Callable[..., None] = vars(cls)["__init__"]
 
     @functools.wraps(take)
-    def __init__(self: Config, *positional: object, **given: Any) -> None:
+    def __init__(self: _Options, *positional: object, **given: Any) -> None:
         if positional:
             raise ConfigError(
-                f"Config takes options by name, as timeout_s=5; found {quoted(positional[0])} without one"
+                f"{cls.__name__} takes options by name, as timeout_s=5; found {quoted(positional[0])} without one"
             )
         if "origins" in given:  # the copy of a configuration: nothing is left to look for
-            check_names(name for name in given if name != "origins")
+            _check_given([name for name in given if name != "origins"], _names_of(cls))
             take(self, **given)
         else:
-            take(self, **resolve(os.environ, given))
+            take(self, **resolve(os.environ, given, _names_of(cls)))
 
-    cls.__init__ = __init__  # type: ignore[method-assign]
-    cls.__doc__ = (cls.__doc__ or "").replace("    {arguments}", arguments_in_words())
+    cls.__init__ = __init__  # type: ignore[method-assign, assignment]
+    cls.__doc__ = (cls.__doc__ or "").replace("    {arguments}", arguments_in_words(vars(cls)["__annotations__"]))
     return cls
+
+
+def _names_of(cls: type[Config]) -> tuple[str, ...]:
+    """Options that a class has."""
+    return tuple(field.name for field in dataclasses.fields(cls) if field.name in OPTIONS)
 
 
 @_resolving
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Options of a communicator.
+    """Options of a communicator. ``EngineOptions`` adds those that only engine integrations read.
 
     Each is also an environment variable, ``LLM_COMM_`` and the name in capitals, and a key of the YAML file that
     ``LLM_COMM_CONFIG`` names. A variable that is empty counts as not set. The constructor looks in all four places:
@@ -188,7 +210,6 @@ class Config:
         ConfigError: An unknown option or variable, a value that is not allowed, or a file that cannot be read.
     """
 
-    enable: bool = True
     multicast: str = "auto"
     sum: str = "rank_order"
     timeout_s: float = 30.0
@@ -198,21 +219,12 @@ class Config:
     max_blocks: int | None = None
     algorithm: str = "auto"
     pdl: bool = True
-    fuse: bool = True
     fuse_linear: bool | str = "auto"
-    all_gather: bool = True
-    reduce_scatter: bool = True
     deterministic: bool = False
     batch_invariant_norm: str = "engine"
-    batch_invariant_linear: str = "engine"
-    untested: bool = False
     debug: bool = False
     share_gpu: bool = False
-    sleep: bool = False
-    stats: bool | int = False
-    stats_host: str = "127.0.0.1"
     nvtx: bool = False
-    multi_node: bool = False
     node: str | None = None
     node_transport: str = "auto"
     table: str | None = None
@@ -223,19 +235,18 @@ class Config:
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        for name, option in OPTIONS.items():
-            value = getattr(self, name)
-            if not option.kind.is_valid(value):
+        for name in _names_of(type(self)):
+            value, kind = getattr(self, name), OPTIONS[name].kind
+            if not kind.is_valid(value):
                 raise ConfigError(
-                    f"option {name} is {quoted(value)} ({self.origins.get(name, 'Python')}); "
-                    f"valid: {option.kind.valid_values}"
+                    f"option {name} is {quoted(value)} ({self.origins.get(name, 'Python')}); valid: {kind.valid_values}"
                 )
         # What dataclasses.replace was given was chosen too.
         given = {f.name for f in dataclasses.fields(self) if f.name in OPTIONS and getattr(self, f.name) != f.default}
         object.__setattr__(self, "origins", {**dict.fromkeys(sorted(given), "Python"), **self.origins})
 
     @classmethod
-    def load(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Config:
+    def load(cls: type[_Options], environ: Mapping[str, str] | None = None, **overrides: Any) -> _Options:
         """As the constructor, with the variables to read: ``os.environ`` if None.
 
         Raises:
@@ -243,26 +254,49 @@ class Config:
         """
         if not isinstance(environ, Mapping | None):
             raise ConfigError(f"Config.load takes a mapping of variables, or options by name; found {quoted(environ)}")
-        return cls(**resolve(os.environ if environ is None else environ, overrides))
+        return cls(**resolve(os.environ if environ is None else environ, overrides, _names_of(cls)))
 
     @property
     def sums_in_any_order(self) -> bool:
         """Whether sums may be made in the NVLink switch."""
         return self.sum == "any" and not self.deterministic
 
-    def replace(self, **changes: Any) -> Config:
+    def replace(self: _Options, **changes: Any) -> _Options:
         """A copy with some options changed. File and environment are not read again."""
         origins = {**self.origins, **dict.fromkeys(changes, "Python")}
         return dataclasses.replace(self, **changes, origins=origins)
 
 
-def load_with_unknown(on_unknown: OnUnknown, **options: Any) -> Config:
-    """As ``Config(**options)``, but unknown variables and unknown options of the file go to ``on_unknown``.
+@_resolving
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(Config):
+    """Options of an engine integration: those of ``Config``, and those below, from the same four places.
+
+    {arguments}
+
+    Raises:
+        ConfigError: As of ``Config``.
+    """
+
+    enable: bool = True
+    fuse: bool = True
+    all_gather: bool = True
+    reduce_scatter: bool = True
+    batch_invariant_linear: str = "engine"
+    untested: bool = False
+    sleep: bool = False
+    stats: bool | int = False
+    stats_host: str = "127.0.0.1"
+    multi_node: bool = False
+
+
+def load_with_unknown(on_unknown: OnUnknown, **options: Any) -> EngineOptions:
+    """As ``EngineOptions(**options)``, but unknown variables and unknown options of the file go to ``on_unknown``.
 
     Raises:
         ConfigError: As of the constructor, and whatever ``on_unknown`` raises.
     """
-    return Config(**resolve(os.environ, options, on_unknown))
+    return EngineOptions(**resolve(os.environ, options, _names_of(EngineOptions), on_unknown))
 
 
 def multicast_state(config: Config | None = None, environ: Mapping[str, str] | None = None) -> tuple[bool, str]:

@@ -1,7 +1,8 @@
 """The options: values, meaning, how each is written as text, and whether all ranks of a group must have the same value.
 
-The docstring of ``Config``, ``docs/options.md`` (``tools/options_page.py``), the comparison of ranks at set-up and the
-test that sets each option on one rank alone (``tests/emulated/options_on_one_rank.py``) are derived from this table.
+The docstrings of ``Config`` and ``EngineOptions``, ``docs/options.md`` (``tools/options_page.py``), the comparison of
+ranks at set-up and the test that sets each option on one rank alone (``tests/emulated/options_on_one_rank.py``) are
+derived from this table.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import enum
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,13 +96,15 @@ class Option:
         kind: Its values.
         alike: Whether all ranks must have the same value.
         why: The reason for ``alike``: what a difference would do, or why a difference does no harm.
-        meaning: What the option does, for the docstring of ``Config`` and the page.
+        meaning: What the option does, for the docstring of its class and the page.
+        of_engines: Whether only engine integrations read the option, so that ``EngineOptions`` has it, not ``Config``.
     """
 
     kind: Kind
     alike: Alike
     why: str
     meaning: str
+    of_engines: bool = False
 
 
 def _one_of(*values: str) -> Kind:
@@ -153,7 +156,7 @@ _WAITS = "ranks would give up at different times"
 _OWN_LOG = "each rank writes its own log"
 _OWN_HOST = "only the host of this rank acts on it"
 
-#: By name, in the order of ``Config``.
+#: By name. ``Config`` and ``EngineOptions`` are the two faces of the table.
 OPTIONS: dict[str, Option] = {
     "enable": Option(
         _BOOLEAN,
@@ -161,6 +164,7 @@ OPTIONS: dict[str, Option] = {
         "the ranks of an engine vote. A rank whose variable is 0 does not come to the vote: the others end with an "
         "error",
         "Whether engine integrations use llm_comm. A ``Communicator`` of your own ignores it.",
+        of_engines=True,
     ),
     "multicast": Option(
         _one_of("auto", "0", "1"),
@@ -248,6 +252,7 @@ OPTIONS: dict[str, Option] = {
         Alike.YES,
         _CALLS,
         "Whether engine integrations put the residual add and the RMSNorm after an all-reduce into its kernel.",
+        of_engines=True,
     ),
     "fuse_linear": Option(
         _BOOLEAN_OR_AUTO,
@@ -258,10 +263,18 @@ OPTIONS: dict[str, Option] = {
         "served; ``pdl`` is then on in engines too, unless it was chosen.",
     ),
     "all_gather": Option(
-        _BOOLEAN, Alike.YES, _CALLS, "Whether engine integrations gather with llm_comm (docs/all_gather.md)."
+        _BOOLEAN,
+        Alike.YES,
+        _CALLS,
+        "Whether engine integrations gather with llm_comm (docs/all_gather.md).",
+        of_engines=True,
     ),
     "reduce_scatter": Option(
-        _BOOLEAN, Alike.YES, _CALLS, "Whether engine integrations reduce-scatter with llm_comm (docs/all_gather.md)."
+        _BOOLEAN,
+        Alike.YES,
+        _CALLS,
+        "Whether engine integrations reduce-scatter with llm_comm (docs/all_gather.md).",
+        of_engines=True,
     ),
     "deterministic": Option(
         _BOOLEAN,
@@ -286,6 +299,7 @@ OPTIONS: dict[str, Option] = {
         _CALLS,
         "Whose linear layers without quantization run in a batch-invariant mode. ``llm_comm``: its own for served "
         "shapes, in batches of any size.",
+        of_engines=True,
     ),
     "untested": Option(
         _BOOLEAN,
@@ -293,6 +307,7 @@ OPTIONS: dict[str, Option] = {
         _CALLS,
         "Whether engine integrations use features whose functions in this release of the engine are there but were not "
         "tested (docs/troubleshooting.md#an-engine-that-is-newer). The all-reduce does not depend on it.",
+        of_engines=True,
     ),
     "debug": Option(
         _BOOLEAN,
@@ -315,6 +330,7 @@ OPTIONS: dict[str, Option] = {
         "a rank would release its workspace alone, and wait for the others",
         "Whether engine integrations give the memory of the workspaces back while the engine sleeps "
         "(``Communicator.release``; docs/vllm.md#sleep-mode, docs/sglang.md#release-memory).",
+        of_engines=True,
     ),
     "stats": Option(
         Kind(
@@ -327,6 +343,7 @@ OPTIONS: dict[str, Option] = {
         "Whether engine integrations log the statistics of llm_comm, at the end and on SIGUSR2, and give them to "
         "prometheus_client (docs/statistics.md). A port: they also serve them to Prometheus, each process of an engine "
         "at this port plus its rank. ``Communicator.stats`` needs no option.",
+        of_engines=True,
     ),
     "stats_host": Option(
         Kind(str, _is_name, f"an address or host name of 1 to {_MAX_NODE} printable ASCII characters"),
@@ -334,6 +351,7 @@ OPTIONS: dict[str, Option] = {
         _OWN_HOST,
         "Address at which the ports of ``stats`` are opened. Whoever reaches the address reads the statistics; "
         "``0.0.0.0`` is every address of the machine.",
+        of_engines=True,
     ),
     "nvtx": Option(_BOOLEAN, Alike.NO, _OWN_HOST, "An NVTX range around each launch on a GPU, for Nsight Systems."),
     "multi_node": Option(
@@ -342,6 +360,7 @@ OPTIONS: dict[str, Option] = {
         "the ranks of an engine vote",
         "Whether engine integrations serve groups whose ranks are on several nodes (docs/nodes.md). A "
         "``Communicator`` of your own does so without it.",
+        of_engines=True,
     ),
     "node": Option(
         Kind(
@@ -389,8 +408,8 @@ OPTIONS: dict[str, Option] = {
 }
 
 
-def arguments_in_words() -> str:
-    """The section ``Args`` of the docstring of ``Config``."""
+def arguments_in_words(names: Collection[str]) -> str:
+    """The section ``Args`` of the docstring of a class with options of these names."""
     wrapped = (
         textwrap.fill(
             f"{name}: {option.meaning} Alike on all ranks: {option.alike.value}.",
@@ -401,6 +420,7 @@ def arguments_in_words() -> str:
             break_on_hyphens=False,
         )
         for name, option in OPTIONS.items()
+        if name in names
     )
     return "\n".join(["    Args:", *wrapped])
 

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 import llm_comm
+from llm_comm.config import EngineOptions
 from llm_comm.runtime.rank_names import RankName, RankNames
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
@@ -83,9 +84,9 @@ def unnamed(text: str) -> str:
 
 
 def make_communicator(group: dist.ProcessGroup | None = None, **options: Any) -> llm_comm.Communicator:
-    """An emulated communicator of the task's group. The limit on waits is one that a busy machine keeps."""
+    """An emulated communicator of the task's group, as engines make them. A busy machine keeps the limit on waits."""
     defaults = {"workspace_bytes": 4 << 20, "timeout_s": 60.0}
-    config = llm_comm.Config.load({}, **{**defaults, **options})
+    config = EngineOptions.load({}, **{**defaults, **options})
     return llm_comm.Communicator(group or dist.group.WORLD, device="cpu", config=config)
 
 

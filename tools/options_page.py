@@ -10,7 +10,7 @@ import dataclasses
 import re
 from pathlib import Path
 
-from llm_comm.config import Config
+from llm_comm.config import EngineOptions
 from llm_comm.options import MIB, OPTIONS, Option
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
@@ -33,10 +33,17 @@ An option can be set in four places. Later places override earlier ones:
   older llm_comm and the settings of a newer one. That holds for variables, the file, and vLLM's `additional_config`.
 - A value that is not allowed is an error everywhere, in an engine on all ranks: without it, sums could have other bits
   than was asked for. Take such a value out before you go back to a version that does not know it.
+- Only engine integrations read the [options of engines](#options-of-engines). A `Communicator` of your own ignores
+  them in the file and the environment, and `llm_comm.Config(...)` does not take them.
 - **Alike on all ranks** says whether all ranks of a group must have the same value. `yes`: the values are compared when
   a communicator is made. Where they differ, all ranks raise one `RendezvousError` with option, values and ranks (in an
   engine: a warning, and the engine's own collectives are used).
 
+## Options of a communicator
+
+"""
+_ENGINES = "\n## Options of engines\n\n"
+_COLUMNS = """\
 | option | values | default | alike on all ranks | meaning |
 |---|---|---|---|---|
 """
@@ -50,12 +57,17 @@ _WHY = """
 
 def page() -> str:
     """The page."""
-    defaults = {field.name: field.default for field in dataclasses.fields(Config)}
-    rows = "".join(_row(name, option, defaults[name]) for name, option in OPTIONS.items())
+    tables = [_table(of_engines) for of_engines in (False, True)]
     reasons = "".join(
         f"| `{name}` | {option.alike.value} | {_markdown(option.why)} |\n" for name, option in OPTIONS.items()
     )
-    return _HEAD + rows + _WHY + reasons
+    return _HEAD + _ENGINES.join(tables) + _WHY + reasons
+
+
+def _table(of_engines: bool) -> str:
+    defaults = {field.name: field.default for field in dataclasses.fields(EngineOptions)}
+    options = ((name, option) for name, option in OPTIONS.items() if option.of_engines == of_engines)
+    return _COLUMNS + "".join(_row(name, option, defaults[name]) for name, option in options)
 
 
 def _row(name: str, option: Option, default: object) -> str:

@@ -24,7 +24,7 @@ from llm_comm import _core
 from llm_comm.bench.report import format_bytes, run_tool, versions
 from llm_comm.bench.tune_tables import tables_here
 from llm_comm.cli import engine_verdicts, launch
-from llm_comm.config import MULTICAST_OFF_VARIABLES, Config, multicast_state
+from llm_comm.config import MULTICAST_OFF_VARIABLES, Config, EngineOptions, multicast_state
 from llm_comm.errors import ConfigError
 from llm_comm.installation import code_for, get_include, oldest_driver
 from llm_comm.options import OPTIONS
@@ -53,10 +53,10 @@ def run(args: argparse.Namespace) -> int:
 def collect() -> dict[str, Any]:
     """The whole report by section; a section that failed is ``{"error": why}``. A wrong configuration is the first
     entry, ``"error"``, and what depends on it is ``NOT_JUDGED``."""
-    config: Config | None = None
+    config: EngineOptions | None = None
     report: dict[str, Any] = {}
     try:
-        config = Config.load()
+        config = EngineOptions.load()
         check_table_option(config)
     except ConfigError as error:
         config, report["error"] = None, f"{type(error).__name__}: {error}"
@@ -69,7 +69,7 @@ def collect() -> dict[str, Any]:
 class Section:
     """A part of the report; ``gather`` is given the configuration, None if that is wrong."""
 
-    gather: Callable[[Config | None], Any]
+    gather: Callable[[EngineOptions | None], Any]
 
 
 def fact(gather: Callable[[], Any]) -> Section:
@@ -77,7 +77,7 @@ def fact(gather: Callable[[], Any]) -> Section:
     return Section(lambda _: gather())
 
 
-def judgement(gather: Callable[[Config], Any]) -> Section:
+def judgement(gather: Callable[[EngineOptions], Any]) -> Section:
     """A section that follows from the configuration."""
     return Section(lambda config: NOT_JUDGED if config is None else gather(config))
 

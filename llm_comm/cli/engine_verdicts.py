@@ -14,7 +14,7 @@ from importlib import metadata
 
 from llm_comm.bench.report import installed_version
 from llm_comm.cli import launch
-from llm_comm.config import Config, load_with_unknown
+from llm_comm.config import EngineOptions, load_with_unknown
 from llm_comm.errors import ConfigError
 from llm_comm.integrations import joining
 from llm_comm.planning.catalogue import check_table_option
@@ -50,13 +50,13 @@ ENGINES = (
 )
 
 
-def verdicts(config: Config | None) -> dict[str, str]:
+def verdicts(config: EngineOptions | None) -> dict[str, str]:
     """A sentence for each engine; ``config`` is None if the configuration is wrong."""
     config = config or _config_of_engines()
     return {engine.name: verdict(engine, config) for engine in ENGINES}
 
 
-def verdict(engine: Engine, config: Config | None) -> str:
+def verdict(engine: Engine, config: EngineOptions | None) -> str:
     """Whether the installed version of ``engine`` sums with llm_comm, or else the first reason why it does not."""
     version = installed_version(engine.package)
     if version is None:
@@ -79,7 +79,7 @@ def verdict(engine: Engine, config: Config | None) -> str:
     return f"{version}; its all-reduces go through llm_comm"
 
 
-def _config_of_engines() -> Config | None:
+def _config_of_engines() -> EngineOptions | None:
     """The options as engines take them, which start with unknown ones; None where engines do not start either."""
     try:
         config = load_with_unknown(lambda *_: None)
@@ -102,7 +102,7 @@ def _why_not_loaded(engine: Engine) -> str | None:
     return f"{engine.allowed}={allowed} leaves {_PLUGIN} out"
 
 
-def _why_not_active(config: Config) -> str | None:
+def _why_not_active(config: EngineOptions) -> str | None:
     if not config.enable:
         return f"enable is false ({config.origins.get('enable', 'Python')})"
     return launch.usable_gpus()[1] or None

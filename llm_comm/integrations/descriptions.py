@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from llm_comm import registry
-from llm_comm.config import Config
+from llm_comm.config import Config, EngineOptions
 from llm_comm.integrations.engine_config import EVERY_SIZE
 from llm_comm.options import MIB
 from llm_comm.planning.multicast import NO_MULTICAST, Multicast, why_not
@@ -66,7 +66,7 @@ def _describe_programs(table: TuningTable, config: Config, limit: int, programs:
     return f"{', '.join(words)}, else " if words else ""
 
 
-def describe_parts(table: TuningTable, config: Config, beyond: str = "") -> str:
+def describe_parts(table: TuningTable, config: EngineOptions, beyond: str = "") -> str:
     """Up to which size all-gathers and reduce-scatters are served, in words, then ``beyond``; and why not, if so."""
     on = [words for name, words in _PARTS.items() if getattr(config, name)]
     off = [f"{name} is false ({config.origins.get(name, 'Python')})" for name in _PARTS if not getattr(config, name)]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
-from llm_comm.config import Config, check_names, load_with_unknown
+from llm_comm.communicator import Communicator
+from llm_comm.config import EngineOptions, check_names, load_with_unknown
 from llm_comm.installation import VERSION
 from llm_comm.integrations.joining import SwitchedOffError
 from llm_comm.options import MIB, OPTIONS
@@ -19,7 +20,7 @@ EVERY_SIZE = 1 << 60
 _warned: set[str] = set()
 
 
-def load(log: logging.Logger, /, **options: Any) -> Config:
+def load(log: logging.Logger, /, **options: Any) -> EngineOptions:
     """The options of this rank: defaults < LLM_COMM_CONFIG < LLM_COMM_* < ``options``.
 
     Unknown variables, and unknown options of the file, are warnings: an engine that goes back to an older llm_comm
@@ -51,7 +52,12 @@ def _warn(what: str, log: logging.Logger) -> None:
         log.warning("llm_comm: %s is ignored: llm_comm %s does not have it (docs/options.md)", what, VERSION)
 
 
-def check_parts_wanted(config: Config, group_name: str) -> Config:
+def options_of(communicator: Communicator) -> EngineOptions:
+    """Options of a communicator that an engine integration has made."""
+    return cast(EngineOptions, communicator.config)
+
+
+def check_parts_wanted(config: EngineOptions, group_name: str) -> EngineOptions:
     """``config``, for a group that gathers and scatters and never sums.
 
     Raises:
@@ -62,7 +68,7 @@ def check_parts_wanted(config: Config, group_name: str) -> Config:
     return config
 
 
-def share_memory(config: Config, kind: str, served: Sequence[str]) -> Config:
+def share_memory(config: EngineOptions, kind: str, served: Sequence[str]) -> EngineOptions:
     """``config`` with this group's share of ``workspace_bytes``, which by default all groups of a process take
     together: the first one, that of tensor parallelism, a half, the others equal parts of the other half.
 
@@ -77,7 +83,7 @@ def share_memory(config: Config, kind: str, served: Sequence[str]) -> Config:
     return config.replace(workspace_bytes=half if kind == served[0] else half // (len(served) - 1) // MIB * MIB)
 
 
-def in_rank_order(config: Config, mode: str, log: logging.Logger) -> Config:
+def in_rank_order(config: EngineOptions, mode: str, log: logging.Logger) -> EngineOptions:
     """``config`` for a mode of an engine in which sums must not depend on who makes them: not in the NVLink switch,
     whatever option ``sum`` says."""
     if config.sum == "rank_order":
@@ -86,7 +92,7 @@ def in_rank_order(config: Config, mode: str, log: logging.Logger) -> Config:
     return config.replace(sum="rank_order")
 
 
-def for_batch_invariance(config: Config, mode: str, is_on: bool, log: logging.Logger) -> Config:
+def for_batch_invariance(config: EngineOptions, mode: str, is_on: bool, log: logging.Logger) -> EngineOptions:
     """``config`` for an engine that has a mode in which a token's result must not depend on its batch.
 
     Args:
@@ -104,7 +110,7 @@ def for_batch_invariance(config: Config, mode: str, is_on: bool, log: logging.Lo
     return config
 
 
-def why_not_at_every_size(config: Config, engine: str) -> str | None:
+def why_not_at_every_size(config: EngineOptions, engine: str) -> str | None:
     """Why norms of some messages would be the engine's, which have other bits than those of llm_comm, if so.
 
     Args:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from llm_comm import _core
 from llm_comm.communicator import Communicator
-from llm_comm.config import Config
+from llm_comm.config import EngineOptions
 from llm_comm.errors import ConfigError, LlmCommError, MissingRankError
 from llm_comm.nodes.topology import find_topology
 from llm_comm.planning.catalogue import check_table_option
@@ -52,7 +52,7 @@ def switched_off() -> bool:
     """Whether ``LLM_COMM_ENABLE`` says that the engine is to be left alone, whatever the other options are."""
     name = "LLM_COMM_ENABLE"
     try:
-        return name in os.environ and not Config.load({name: os.environ[name]}).enable
+        return name in os.environ and not EngineOptions.load({name: os.environ[name]}).enable
     except ConfigError:
         return False  # told when the ranks join
 
@@ -62,7 +62,7 @@ def served_device(device: torch.device) -> torch.device:
     return device if torch.cuda.is_available() else torch.device("cpu")
 
 
-def join(group: dist.ProcessGroup, device: torch.device, load_config: Callable[[], Config]) -> Communicator:
+def join(group: dist.ProcessGroup, device: torch.device, load_config: Callable[[], EngineOptions]) -> Communicator:
     """A communicator for ``group``, on all of its ranks or on none. Collective.
 
     Args:
@@ -107,7 +107,7 @@ def join(group: dist.ProcessGroup, device: torch.device, load_config: Callable[[
     return communicator
 
 
-def _check(config: Config, device: torch.device, world_size: int) -> None:
+def _check(config: EngineOptions, device: torch.device, world_size: int) -> None:
     """Raises if this rank does without llm_comm, as far as it can tell alone."""
     if not config.enable:
         raise SwitchedOffError(f"enable is false ({config.origins.get('enable', 'Python')})")
@@ -121,7 +121,7 @@ def _check(config: Config, device: torch.device, world_size: int) -> None:
     check_table_option(config)
 
 
-def _objection_to_nodes(rendezvous: Rendezvous, config: Config) -> Exception | None:
+def _objection_to_nodes(rendezvous: Rendezvous, config: EngineOptions) -> Exception | None:
     """What this rank has against where the ranks are. Collective.
 
     Raises:

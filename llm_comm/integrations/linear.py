@@ -8,6 +8,7 @@ import torch
 
 from llm_comm import _core
 from llm_comm.communicator import Communicator
+from llm_comm.integrations.engine_config import options_of
 from llm_comm.operations.linear import ALIGNMENT
 from llm_comm.planning.layers import takes_features
 
@@ -119,7 +120,7 @@ def about_linear(communicator: Communicator, engine: str, why_not: str | None, m
     Args:
         why_not: They are computed by the engine; None: by llm_comm, up to ``most_tokens``.
     """
-    if communicator.config.batch_invariant_linear == "llm_comm":  # of which something else is said
+    if options_of(communicator).batch_invariant_linear == "llm_comm":  # of which something else is said
         return ""
     if why_not is not None:
         return f"; linear layers are {engine}'s: {why_not}"

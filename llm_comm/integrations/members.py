@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 
 from llm_comm.communicator import Communicator
-from llm_comm.config import Config
+from llm_comm.config import EngineOptions
 from llm_comm.errors import CommunicatorError
 from llm_comm.installation import VERSION
 from llm_comm.integrations import sleeping, statistics
 from llm_comm.integrations.descriptions import describe_parts, describe_plans, format_bytes
+from llm_comm.integrations.engine_config import options_of
 from llm_comm.integrations.joining import NotJoinedError, SwitchedOffError, join
 from llm_comm.nodes.all_reduce import WHY_NOT_ALONE
 from llm_comm.planning.selection import message_limit
@@ -50,7 +51,7 @@ class Member:
             sums: Whether the group sums; else it gathers and scatters alone.
         """
         communicator = self.communicator
-        config, table = communicator.config, communicator.table
+        config, table = options_of(communicator), communicator.table
         where = "emulated GPUs" if communicator.is_emulated else communicator.memory_kind
         if communicator.nodes > 1:
             where = f"{communicator.nodes} nodes, {where}"
@@ -90,7 +91,7 @@ def enter(
     group_name: str,
     group: dist.ProcessGroup,
     device: torch.device,
-    load_config: Callable[[], Config],
+    load_config: Callable[[], EngineOptions],
     *,
     engine: str,
     log: logging.Logger,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from llm_comm.communicator import Communicator
 from llm_comm.errors import UnsupportedInputError
+from llm_comm.integrations.engine_config import options_of
 from llm_comm.integrations.members import Member
 
 #: Logged once by rank 0 for each method of the engine, and again where parts differ in size: with the method, the
@@ -19,7 +20,7 @@ FIRST_CALL = "llm_comm: first %s of group %s (%d ranks, shape %s%s)"
 
 
 class Parts:
-    """One group's, as far as ``Config.all_gather`` and ``Config.reduce_scatter`` say.
+    """One group's, as far as ``EngineOptions.all_gather`` and ``EngineOptions.reduce_scatter`` say.
 
     Each method returns None, the same on all ranks, for what is not served: nothing has been exchanged then, and the
     engine goes its own way.
@@ -30,7 +31,7 @@ class Parts:
     """
 
     def __init__(self, member: Member, log: logging.Logger) -> None:
-        communicator, config = member.communicator, member.communicator.config
+        communicator, config = member.communicator, options_of(member.communicator)
         self._member = member
         self._log = log
         self._gathers: Communicator | None = communicator if config.all_gather else None

@@ -12,6 +12,7 @@ from typing import Any
 
 from llm_comm.communicator import Communicator
 from llm_comm.errors import LlmCommError, MissingRankError
+from llm_comm.integrations.engine_config import options_of
 from llm_comm.options import MIB
 
 #: Kinds of groups, as their names begin, whose ranks all fall asleep together; (): all groups. An engine sets it.
@@ -85,7 +86,7 @@ def release(group_name: str, communicator: Communicator, log: logging.Logger) ->
     Raises:
         MissingRankError: A rank did not come. The group is lost, so the engine cannot go on.
     """
-    if not communicator.config.sleep or communicator.is_released:
+    if not options_of(communicator).sleep or communicator.is_released:
         return
     nbytes, why_not = communicator.workspace_bytes, communicator.why_not_releasable
     if not why_not:

@@ -12,6 +12,7 @@ from types import FrameType
 
 from llm_comm.communicator import Communicator
 from llm_comm.integrations import prometheus
+from llm_comm.integrations.engine_config import options_of
 from llm_comm.runtime.statistics import Stats
 
 #: Of this process: groups that are followed, by the engine's names, in the order in which they were made.
@@ -48,7 +49,7 @@ def follow(group_name: str, communicator: Communicator, rank: int, log: logging.
         rank: Of this process among all of the engine's, for its port.
         log: Comes out where the engine's messages do.
     """
-    config = communicator.config
+    config = options_of(communicator)
     if not config.stats:
         return
     if not _at_end:
@@ -61,7 +62,7 @@ def follow(group_name: str, communicator: Communicator, rank: int, log: logging.
 
 def leave(group_name: str, communicator: Communicator, log: logging.Logger) -> None:
     """Logs what the group has done, before it is closed: at level info where options ask for it, else debug."""
-    level = logging.INFO if communicator.config.stats else logging.DEBUG
+    level = logging.INFO if options_of(communicator).stats else logging.DEBUG
     if log.isEnabledFor(level):
         log.log(level, "%s", describe(group_name, communicator.stats()))
     if _groups.get(group_name) is communicator:

@@ -42,7 +42,7 @@ def compare_ranks(rendezvous: Rendezvous, device: torch.device, config: Config) 
             "device": device.type,
             "gpu": gpu_name(device),
             "limits": {name: getattr(limits[0], name) for name in _LIMITS_OF_A_DEVICE},
-            "config": {name: getattr(config, name) for name in _COMPARED},
+            "config": {name: getattr(config, name) for name in _COMPARED if hasattr(config, name)},
         }
 
     everyone = rendezvous.collect("comparison of ranks", introduction)

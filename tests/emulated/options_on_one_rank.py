@@ -19,7 +19,8 @@ import torch.distributed as dist
 from harness import RankPool, make_communicator
 from tables import write_table
 
-from llm_comm import Config, LlmCommError
+from llm_comm import LlmCommError
+from llm_comm.config import EngineOptions
 from llm_comm.options import OPTIONS, Alike
 from llm_comm.planning.tables import ALL_REDUCE, Row
 
@@ -77,7 +78,7 @@ def write_tables(directory: Path) -> dict[str, str]:
 
 def differences(tables: dict[str, str], swapped: bool) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     """An option, the value of the odd rank, and the value of the others; ``swapped``: also the other way round."""
-    usual = Config.load({})
+    usual = EngineOptions.load({})
     for name in OPTIONS:
         pairs = [(getattr(usual, name), OTHERS[name])]
         if name == "timeout_s":

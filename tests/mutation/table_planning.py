@@ -12,7 +12,6 @@ TABLE_CHOICE = "csrc/host/table_choice.cpp"
 PLAN = "llm_comm/planning/plan.py"
 REGISTRY = "llm_comm/registry.py"
 CONFIG = "llm_comm/config.py"
-SOURCES = "llm_comm/config.py"
 VERDICTS = "llm_comm/cli/engine_verdicts.py"
 DESCRIPTIONS = "llm_comm/integrations/descriptions.py"
 JOINING = "llm_comm/integrations/joining.py"
@@ -219,15 +218,15 @@ PLANNING: tuple[Mutant, ...] = (
     # ---- Options ----
     python(
         "the environment outdoes Python",
-        SOURCES,
-        '**found,\n        **given,\n        "origins"',
-        '**given,\n        **found,\n        "origins"',
+        CONFIG,
+        "{**values, **found, **given}",
+        "{**values, **given, **found}",
         OF_CONFIG,
     ),
-    python("unknown variables are passed over", SOURCES, "_check_variables(environ, on_unknown)", "pass", OF_CONFIG),
+    python("unknown variables are passed over", CONFIG, "_check_variables(environ, on_unknown)", "pass", OF_CONFIG),
     python(
         "unknown options of a file are taken",
-        SOURCES,
+        CONFIG,
         "for option, value in content.items() if option in OPTIONS",
         "for option, value in content.items()",
         "tests/unit/test_option_table.py",

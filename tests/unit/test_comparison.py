@@ -12,7 +12,7 @@ import torch
 from harness import unnamed
 
 from llm_comm import _core
-from llm_comm.config import Config
+from llm_comm.config import EngineOptions
 from llm_comm.errors import RendezvousError
 from llm_comm.options import OPTIONS, Alike
 from llm_comm.runtime import comparison, devices
@@ -21,7 +21,7 @@ from llm_comm.runtime.rank_names import RankName, RankNames
 
 WORLD = 3
 NAMES = RankNames("tp:1", tuple(RankName(rank, 4 + rank) for rank in range(WORLD)), WORLD)
-CONFIG = Config.load({})
+CONFIG = EngineOptions.load({})
 DEVICE = {"sm_count": 132, "max_cluster": 16, "compute_capability": 90}
 
 

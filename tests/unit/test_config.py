@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from llm_comm import Config, ConfigError
-from llm_comm.config import MULTICAST_OFF_VARIABLES
+from llm_comm.config import MULTICAST_OFF_VARIABLES, EngineOptions
 from llm_comm.options import OPTIONS, parse_size
 
 # For every option: a value of its own for the file, the environment (as text and as a value) and Python.
@@ -154,8 +154,10 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_every_option_is_tested_here() -> None:
-    fields = [field.name for field in dataclasses.fields(Config) if field.name != "origins"]
-    assert list(OPTIONS) == fields == list(VALUES)
+    assert list(OPTIONS) == list(VALUES)
+    for kind, of_engines in ((Config, {False}), (EngineOptions, {False, True})):
+        fields = {field.name for field in dataclasses.fields(kind)} - {"origins"}
+        assert fields == {name for name, option in OPTIONS.items() if option.of_engines in of_engines}
 
 
 def test_defaults() -> None:
@@ -166,16 +168,16 @@ def test_defaults() -> None:
 @pytest.mark.parametrize("option", VALUES)
 def test_file_then_environment_then_python(option: str, file: Path) -> None:
     in_file, text, in_environment, in_python = VALUES[option]
-    assert in_file != getattr(Config(), option)
+    assert in_file != getattr(EngineOptions(), option)
     environ = file_environment(file, f"{option}: {in_file!r}\n")
-    loaded = Config.load(environ)
+    loaded = EngineOptions.load(environ)
     assert (getattr(loaded, option), loaded.origins[option]) == (in_file, f"{file}:1")
 
     environ[variable(option)] = text
-    loaded = Config.load(environ)
+    loaded = EngineOptions.load(environ)
     assert (getattr(loaded, option), loaded.origins[option]) == (in_environment, variable(option))
 
-    loaded = Config.load(environ, **{option: in_python})
+    loaded = EngineOptions.load(environ, **{option: in_python})
     assert (getattr(loaded, option), loaded.origins[option]) == (in_python, "Python")
 
 
@@ -184,7 +186,7 @@ def test_the_constructor_looks_in_all_four_places(option: str, file: Path, monke
     in_file, text, in_environment, in_python = VALUES[option]
 
     def found(**given: object) -> tuple[object, str]:
-        config = Config(**given)
+        config = EngineOptions(**given)
         return getattr(config, option), config.origins[option]
 
     for name, value in file_environment(file, f"{option}: {in_file!r}\n").items():
@@ -193,9 +195,9 @@ def test_the_constructor_looks_in_all_four_places(option: str, file: Path, monke
     monkeypatch.setenv(variable(option), text)
     assert found() == (in_environment, variable(option))
     assert found(**{option: in_python}) == (in_python, "Python")
-    default = getattr(Config.load({}), option)
+    default = getattr(EngineOptions.load({}), option)
     assert found(**{option: default}) == (default, "Python"), "what is given wins, also if it equals the default"
-    assert Config.load({}).origins == {}
+    assert EngineOptions.load({}).origins == {}
 
 
 def test_sources_are_merged(file: Path) -> None:
@@ -207,7 +209,7 @@ def test_sources_are_merged(file: Path) -> None:
 
 def test_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLM_COMM_TIMEOUT_S", "7")
-    assert Config.load().timeout_s == Config(fuse=False).timeout_s == 7
+    assert Config.load().timeout_s == Config(pdl=False).timeout_s == 7
     assert Config.load({}).timeout_s == 30
 
 
@@ -236,8 +238,22 @@ def test_origins_are_not_compared() -> None:
 
 def test_the_signature_tells_options_and_defaults() -> None:
     parameters = inspect.signature(Config).parameters
-    assert list(parameters) == [*OPTIONS, "origins"]
+    assert list(parameters) == [*(name for name, option in OPTIONS.items() if not option.of_engines), "origins"]
     assert parameters["timeout_s"].default == 30
+
+
+def test_a_communicator_takes_no_options_of_engines(file: Path) -> None:
+    """Those of the file and the environment, which engines on the same machine read, are left out."""
+    for make in (Config, lambda **options: Config.load({}, **options), Config().replace):
+        with pytest.raises(
+            ConfigError, match=r"only engine integrations read option fuse: .* set LLM_COMM_FUSE for the"
+        ):
+            make(fuse=False)
+    environ = {**file_environment(file, "sleep: true\ntimeout_s: 5"), "LLM_COMM_FUSE": "0"}
+    assert Config.load(environ) == Config(timeout_s=5)
+    assert Config.load(environ).origins.keys() == {"timeout_s"}
+    assert EngineOptions.load(environ) == EngineOptions(timeout_s=5, sleep=True, fuse=False)
+    assert isinstance(EngineOptions.load(environ).replace(pdl=False), EngineOptions)
 
 
 def test_options_are_given_by_name() -> None:
@@ -269,7 +285,7 @@ def test_a_size_in_a_file_that_is_none(text: str, file: Path) -> None:
 
 @pytest.mark.parametrize(("text", "value"), [("1", True), ("on", True), ("YES", True), ("False", False), ("no", False)])
 def test_spellings_of_booleans(text: str, value: bool) -> None:
-    assert Config.load({"LLM_COMM_ENABLE": text}).enable is value
+    assert EngineOptions.load({"LLM_COMM_ENABLE": text}).enable is value
 
 
 @pytest.mark.parametrize("value", ["0", "1"])
@@ -284,7 +300,7 @@ def test_empty_file(content: str, file: Path) -> None:
 
 @pytest.mark.parametrize(("option", "value", "valid"), INVALID)
 def test_invalid_value_in_python(option: str, value: object, valid: str) -> None:
-    for make in (Config, lambda **options: Config.load({}, **options), Config().replace):
+    for make in (EngineOptions, lambda **options: EngineOptions.load({}, **options), EngineOptions().replace):
         with pytest.raises(ConfigError) as error:
             make(**{option: value})
         assert f"option {option} is {value!r} (Python); valid: " in str(error.value)

@@ -19,7 +19,7 @@ from unittest import mock
 
 import pytest
 
-from llm_comm.config import Config
+from llm_comm.config import EngineOptions
 from llm_comm.integrations import prometheus, statistics
 from llm_comm.runtime.statistics import Calls, Declined, Progress, Stats
 
@@ -44,7 +44,7 @@ class Engine:
     """A communicator as statistics see it."""
 
     def __init__(self, **options: Any) -> None:
-        self.config = Config.load({}, **options)
+        self.config = EngineOptions.load({}, **options)
 
     def stats(self) -> Stats:
         return STATS

@@ -10,11 +10,11 @@ import pytest
 
 from llm_comm.cli import doctor, engine_verdicts, launch
 from llm_comm.cli.engine_verdicts import ENGINES, Engine, is_supported
-from llm_comm.config import Config
+from llm_comm.config import EngineOptions
 
 REPOSITORY = Path(__file__).parents[2]
 VLLM, SGLANG = ENGINES
-CONFIG = Config.load({})
+CONFIG = EngineOptions.load({})
 ACTIVE = "; its all-reduces go through llm_comm"
 KEPT = "; keeps its own all-reduce: "
 
@@ -85,7 +85,7 @@ def test_switched_off_in_a_file(machine: pytest.MonkeyPatch, tmp_path: Path) -> 
     file = tmp_path / "options.yaml"
     file.write_text("enable: false")
     machine.setenv("LLM_COMM_CONFIG", str(file))
-    assert engine_verdicts.verdict(VLLM, Config.load()) == f"0.33{KEPT}enable is false ({file}:1)"
+    assert engine_verdicts.verdict(VLLM, EngineOptions.load()) == f"0.33{KEPT}enable is false ({file}:1)"
 
 
 def test_a_wrong_configuration_ends_the_start(machine: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from tables import limits_of, plain_row, write_table
 from llm_comm import Config, ConfigError, _core
 from llm_comm.bench import tune_tables
 from llm_comm.cli import commands, doctor, launch
+from llm_comm.config import EngineOptions
 from llm_comm.integrations import members
 from llm_comm.planning import catalogue
 from llm_comm.planning.catalogue import load_table, table_text
@@ -413,7 +414,7 @@ def test_the_line_at_start_names_table_and_origin(sums: bool, home: Path) -> Non
         (H100, 7, f"(general table; {NOT_TUNED}); "),
     ):
         communicator: Any = SimpleNamespace(
-            config=CONFIG,
+            config=EngineOptions.load({}),
             table=find(device, world),
             is_emulated=False,
             memory_kind="VMM",

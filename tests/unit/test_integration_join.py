@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from harness import names_of_world, unnamed
 
-from llm_comm.config import Config
+from llm_comm.config import EngineOptions
 from llm_comm.errors import CommunicatorError, ConfigError, LlmCommError, MissingRankError
 from llm_comm.integrations import joining, members
 from llm_comm.integrations.joining import AbsentRanksError, NotJoinedError, SwitchedOffError
@@ -102,7 +102,7 @@ class Failing:
         self.fail: Callable[[CommunicatorError], None]
         self.exits = False
         self.is_closed = False
-        self.config = Config.load({})
+        self.config = EngineOptions.load({})
 
     def on_error(self, callback: Callable[[CommunicatorError], None], *, exits: bool = False) -> None:
         self.fail, self.exits = callback, exits

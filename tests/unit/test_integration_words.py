@@ -8,7 +8,7 @@ import pytest
 from harness import names_of_world, unnamed
 from tables import plain_row
 
-from llm_comm.config import Config
+from llm_comm.config import EngineOptions
 from llm_comm.integrations import descriptions, engine_config, joining
 from llm_comm.planning.tables import TuningTable, by_operation
 
@@ -36,7 +36,7 @@ TABLE = TuningTable("table", by_operation(ROWS), 1 << 20)
     ],
 )
 def test_which_algorithm_serves_which_sizes(options: dict[str, object], words: str) -> None:
-    assert descriptions.describe_plans(TABLE, Config.load({}, **options), "vLLM") == words
+    assert descriptions.describe_plans(TABLE, EngineOptions.load({}, **options), "vLLM") == words
 
 
 @pytest.mark.parametrize(
@@ -53,13 +53,13 @@ def test_which_algorithm_serves_which_sizes(options: dict[str, object], words: s
     ],
 )
 def test_up_to_which_size_parts_are_exchanged(options: dict[str, object], words: str) -> None:
-    assert descriptions.describe_parts(TABLE, Config.load({}, **options), ", then vLLM") == words
+    assert descriptions.describe_parts(TABLE, EngineOptions.load({}, **options), ", then vLLM") == words
 
 
 def test_an_engine_that_must_not_depend_on_batches_takes_every_size() -> None:
     log = logging.getLogger("an engine")
-    usual, bounded = Config.load({}), Config.load({}, max_message_bytes=20 * KIB)
-    ours = Config.load({}, batch_invariant_norm="llm_comm", batch_invariant_linear="llm_comm")
+    usual, bounded = EngineOptions.load({}), EngineOptions.load({}, max_message_bytes=20 * KIB)
+    ours = EngineOptions.load({}, batch_invariant_norm="llm_comm", batch_invariant_linear="llm_comm")
     assert engine_config.for_batch_invariance(usual, "MODE", False, log) is usual
     for config in (ours, ours.replace(batch_invariant_norm="engine")):
         elsewhere = engine_config.for_batch_invariance(config, "MODE", False, log)

@@ -14,7 +14,8 @@ import yaml
 from cores import connected
 from tables import plain_row
 
-from llm_comm import Config, ConfigError, _core
+from llm_comm import ConfigError, _core
+from llm_comm.config import EngineOptions
 from llm_comm.integrations.linear import about_linear, why_not_linear
 from llm_comm.operations.fp8 import Scaling
 from llm_comm.operations.linear import Linear
@@ -40,7 +41,7 @@ def write(path: Path, table: TuningTable, layers: Any = None) -> Path:
 
 
 def planner_of(layers: tuple[LayerRow, ...] = LAYERS, **options: Any) -> Planner:
-    return Planner(2, TABLE._replace(layers=layers), Config.load({}, **options), mock.Mock())
+    return Planner(2, TABLE._replace(layers=layers), EngineOptions.load({}, **options), mock.Mock())
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:

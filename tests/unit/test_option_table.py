@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from llm_comm import Config, ConfigError
+from llm_comm.config import EngineOptions
 from llm_comm.integrations import engine_config
 from llm_comm.options import OPTIONS
 
@@ -26,7 +27,7 @@ def test_engines_warn_of_unknown_names(
     monkeypatch.setattr(engine_config, "_warned", set())
     for _ in range(2):  # each group of a process loads the options, and one line is enough
         config = engine_config.load(logging.getLogger("llm_comm"), algorithm="one_shot")
-    assert config == Config.load({}, log="info", pdl=False, algorithm="one_shot")
+    assert config == EngineOptions.load({}, log="info", pdl=False, algorithm="one_shot")
     assert set(config.origins) == {"log", "pdl", "algorithm"}
     section = engine_config.known({"fuze": True, "fuse": False}, "additional_config", logging.getLogger("llm_comm"))
     assert section == {"fuse": False}
@@ -44,4 +45,8 @@ def test_engines_warn_of_unknown_names(
 def test_the_page_of_options_is_that_of_the_table() -> None:
     page = runpy.run_path(str(REPOSITORY / "tools" / "options_page.py"))["page"]
     assert (REPOSITORY / "docs" / "options.md").read_text(encoding="utf-8") == page(), "run tools/options_page.py"
-    assert all(f"\n        {name}: {option.meaning[:30]}" in (Config.__doc__ or "") for name, option in OPTIONS.items())
+    for name, option in OPTIONS.items():
+        documented = [
+            f"\n        {name}: {option.meaning[:30]}" in (kind.__doc__ or "") for kind in (Config, EngineOptions)
+        ]
+        assert documented == [not option.of_engines, option.of_engines]

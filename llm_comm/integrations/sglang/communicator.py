@@ -20,8 +20,9 @@ from sglang.srt.runtime_context import get_disagg, get_exec
 from sglang.srt.utils import is_cuda
 
 from llm_comm.communicator import Communicator
-from llm_comm.config import Config
+from llm_comm.config import EngineOptions
 from llm_comm.integrations import descriptions, engine_config, flashinfer_calls, joining, members, sleeping
+from llm_comm.integrations.engine_config import options_of
 from llm_comm.integrations.linear import (
     FIRST_INVARIANT_LINEAR,
     FIRST_LINEAR,
@@ -81,7 +82,7 @@ def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
         _log_once(why_not)
         return
 
-    def load() -> Config:
+    def load() -> EngineOptions:
         if unknown is not None:
             raise unknown
         config = load_config() if sums else engine_config.check_parts_wanted(load_config(), group.unique_name)
@@ -136,7 +137,7 @@ def _sum(group: Any, member: members.Member) -> None:
 
 def _gather_and_scatter(group: Any, member: members.Member) -> str:
     """Puts llm_comm in front of what ``group`` gathers and scatters by. Returns what to log if it cannot be."""
-    config = member.communicator.config
+    config = options_of(member.communicator)
     if not (config.all_gather or config.reduce_scatter):
         return ""
     why_not = joining.objection_of_any(group.cpu_group, TABLE.attempt(seams.GATHERING), seams.GATHERING)
@@ -150,7 +151,7 @@ def _gather_and_scatter(group: Any, member: members.Member) -> str:
 
 def _set_up_release(group: Any, communicator: Communicator) -> str:
     """Has workspaces released while SGLang releases memory, on all ranks or on none. Returns what to log."""
-    if not communicator.config.sleep:
+    if not options_of(communicator).sleep:
         return ""
     # Each scheduler gets both requests, whatever their tags, while it is idle; other processes get none. Workspaces go
     # with the first release and come with the first resume: whatever is resumed may be computed with.
@@ -162,7 +163,7 @@ def _set_up_release(group: Any, communicator: Communicator) -> str:
     return f"; its workspaces stay while SGLang releases memory: {why_not}"
 
 
-def load_config() -> Config:
+def load_config() -> EngineOptions:
     """The options: defaults < LLM_COMM_CONFIG < LLM_COMM_*.
 
     Raises:
@@ -201,7 +202,7 @@ def _why_not(group: Any, arguments: Mapping[str, Any]) -> str | None:
 def _set_up_fusion(group: Any, communicator: Communicator) -> str:
     """Puts norms and the all-reduces before them in one kernel, on all ranks or on none. Returns what to log."""
     why_not = members.why_not_fused(communicator) or joining.objection_of_any(
-        group.cpu_group, _attempt_norms(group, communicator.config)
+        group.cpu_group, _attempt_norms(group, options_of(communicator))
     )
     if why_not is not None:
         return f"; not fused with RMSNorm: {why_not}{about_linear(communicator, 'SGLang', 'norms are not fused', 0)}"
@@ -227,7 +228,7 @@ def _set_up_linears(group: Any, communicator: Communicator) -> str:
 
 def _set_up_invariant_linears(group: Any, communicator: Communicator) -> str:
     """The same of layers whose bits must not depend on their batch."""
-    if communicator.config.batch_invariant_linear == "engine":
+    if options_of(communicator).batch_invariant_linear == "engine":
         return ""
     why_not = joining.objection_of_any(group.cpu_group, TABLE.attempt(seams.INVARIANT_LINEAR), "linear layers")
     if why_not is not None:
@@ -252,7 +253,7 @@ def _look_up_linears() -> None:
     linear.set_up()
 
 
-def _attempt_norms(group: Any, config: Config) -> str | None:
+def _attempt_norms(group: Any, config: EngineOptions) -> str | None:
     """Makes SGLang ready for it on this rank; nothing changes yet. Returns why it cannot be, if so."""
     if not config.fuse:
         return f"fuse is false ({config.origins.get('fuse', 'Python')})"
@@ -325,7 +326,7 @@ def _serve_flashinfer(group: Any, member: members.Member, is_wanted: bool | None
     flashinfer_calls.serve(
         group.cpu_group,
         member.communicator,
-        fuses=member.communicator.config.fuse and not _is_deterministic(),
+        fuses=options_of(member.communicator).fuse and not _is_deterministic(),
         say=functools.partial(member.say_once, descriptions.FIRST_FUSED),
     )
     return "; and what SGLang sums by FlashInfer, where llm_comm serves it"

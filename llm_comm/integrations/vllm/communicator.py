@@ -16,7 +16,7 @@ import torch
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 
 from llm_comm.communicator import Communicator
-from llm_comm.config import Config
+from llm_comm.config import EngineOptions
 from llm_comm.integrations import (
     descriptions,
     engine_config,
@@ -26,6 +26,7 @@ from llm_comm.integrations import (
     members,
     sleeping,
 )
+from llm_comm.integrations.engine_config import options_of
 from llm_comm.integrations.linear import Scales
 from llm_comm.integrations.parts import Parts
 from llm_comm.integrations.seams import FLASHINFER
@@ -305,7 +306,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
 
     def _set_up_parts(self, member: members.Member) -> str:
         """Puts llm_comm in front of all-gathers and reduce-scatters, on all ranks or on none. Returns what to log."""
-        config = member.communicator.config
+        config = options_of(member.communicator)
         if not (config.all_gather or config.reduce_scatter):
             return ""
         why_not = self._objection(TABLE.attempt(seams.GATHERING), seams.GATHERING)
@@ -317,7 +318,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
 
     def _set_up_sleep(self, communicator: Communicator) -> str:
         """Has workspaces released while vLLM sleeps, on all ranks or on none. Returns what to log."""
-        if not communicator.config.sleep:
+        if not options_of(communicator).sleep:
             return ""
         # vLLM has every worker of an engine sleep. Groups with ranks in several engines are left alone: each engine
         # sleeps when it is told to.
@@ -330,7 +331,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         self._sleeps = True
         return ""
 
-    def _load_config(self) -> Config:
+    def _load_config(self) -> EngineOptions:
         config = configuration.load_config()
         if not self._sums:
             config = engine_config.check_parts_wanted(config, self.unique_name)
@@ -344,11 +345,11 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         unknown = self._objection(TABLE.why_not(seams.NORMS), "norms of this release")
         why_not = members.why_not_fused(communicator) or unknown
         if why_not is None:
-            why_not = self._objection(fusion.why_not_fused(communicator.config), "norms")
+            why_not = self._objection(fusion.why_not_fused(options_of(communicator)), "norms")
         self.max_fused_bytes = message_limit(FUSED, communicator.table, communicator.config)
         if why_not is not None:
             if why_not in (fusion.NOT_COMPILED, unknown):  # of all ranks
-                why_not += self._set_up_eager_fusion(communicator.config)
+                why_not += self._set_up_eager_fusion(options_of(communicator))
             wanted = communicator.max_preferred_tokens > 0
             about_linear = linear.about_linear(communicator, "vLLM", "norms are not fused", 0) if wanted else ""
             about_theirs = fusion.keep_theirs(serves_theirs)
@@ -366,10 +367,10 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
             logger.debug("llm_comm: norms of FlashInfer are left alone: %s", why_not)
             return False
         say = partial(self._say_once, descriptions.FIRST_FUSED)
-        flashinfer_calls.serve(self.cpu_group, communicator, fuses=communicator.config.fuse, say=say)
-        return communicator.config.fuse
+        flashinfer_calls.serve(self.cpu_group, communicator, fuses=options_of(communicator).fuse, say=say)
+        return options_of(communicator).fuse
 
-    def _set_up_eager_fusion(self, config: Config) -> str:
+    def _set_up_eager_fusion(self, config: EngineOptions) -> str:
         """The same for models that are not compiled, on all ranks or on none."""
         why_not = self._objection(fusion.why_not_fused_eagerly(config), "norms outside compiled graphs")
         if why_not is not None:
@@ -379,7 +380,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
 
     def _set_up_invariant_linear(self, communicator: Communicator) -> str:
         """The same for layers whose bits must not depend on their batch, compiled or not."""
-        if communicator.config.batch_invariant_linear == "engine":
+        if options_of(communicator).batch_invariant_linear == "engine":
             return ""
         why_not = self._objection(fusion.why_not_invariant_linear(), "linear layers")
         if why_not is not None:

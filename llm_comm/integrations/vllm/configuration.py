@@ -10,7 +10,7 @@ import torch
 import vllm.envs as envs
 from vllm.config import get_current_vllm_config_or_none
 
-from llm_comm.config import Config
+from llm_comm.config import EngineOptions
 from llm_comm.errors import ConfigError, quoted
 from llm_comm.integrations import engine_config, joining
 from llm_comm.integrations.vllm import gathering, seams
@@ -41,7 +41,7 @@ def why_not() -> str | None:
     return None
 
 
-def load_config() -> Config:
+def load_config() -> EngineOptions:
     """The options: defaults < LLM_COMM_CONFIG < LLM_COMM_* < ``additional_config["llm_comm"]`` of vLLM.
 
     Raises:
@@ -56,7 +56,7 @@ def load_config() -> Config:
     return engine_config.for_batch_invariance(config, "VLLM_BATCH_INVARIANT", envs.VLLM_BATCH_INVARIANT, logger)
 
 
-def _options(vllm_config: Any) -> Config:
+def _options(vllm_config: Any) -> EngineOptions:
     """The options of the operator, as of ``load_config``.
 
     Raises:
@@ -77,7 +77,7 @@ def _options(vllm_config: Any) -> Config:
     return config
 
 
-def served_groups(config: Config) -> list[str]:
+def served_groups(config: EngineOptions) -> list[str]:
     """The groups of this process that llm_comm serves under ``config`` and the current configuration of vLLM, in the
     order in which they are made."""
     vllm_config = get_current_vllm_config_or_none()
@@ -112,7 +112,7 @@ def only_gathers(kind: str) -> bool:
     return TABLE.why_not(seams.GATHERING) is None and gathering.only_gathers(kind)
 
 
-def choose_pdl(config: Config, device: torch.device, world_size: int) -> Config:
+def choose_pdl(config: EngineOptions, device: torch.device, world_size: int) -> EngineOptions:
     """``config`` with ``pdl`` off, unless it was set or linear layers are to be computed by llm_comm.
 
     Behind and before the kernels of a model dependent launches cost 0.7 to 1 % (docs/experiments/engines.md). Linear

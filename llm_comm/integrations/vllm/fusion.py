@@ -11,7 +11,7 @@ from vllm.config import get_current_vllm_config_or_none
 
 from llm_comm import registry
 from llm_comm.communicator import Communicator
-from llm_comm.config import Config
+from llm_comm.config import EngineOptions
 from llm_comm.integrations import engine_config
 from llm_comm.integrations.vllm import compiled_graphs, seams
 from llm_comm.integrations.vllm.seams import TABLE
@@ -49,17 +49,17 @@ def why_not_flashinfer() -> str | None:
 NOT_COMPILED = "vLLM does not compile the model"
 
 
-def why_not_fused(config: Config) -> str | None:
+def why_not_fused(config: EngineOptions) -> str | None:
     """Makes ready for compiled graphs that hold the fused operator; nothing changes yet. Returns why there are to be
     none, if so."""
     return _switched_off(config) or TABLE.attempt(seams.NORMS, partial(_why_not_compiled, config))
 
 
-def _switched_off(config: Config) -> str | None:
+def _switched_off(config: EngineOptions) -> str | None:
     return None if config.fuse else f"fuse is false ({config.origins.get('fuse', 'Python')})"
 
 
-def _why_not_compiled(config: Config) -> str | None:
+def _why_not_compiled(config: EngineOptions) -> str | None:
     from vllm.config import CompilationMode
 
     vllm_config = get_current_vllm_config_or_none()
@@ -83,7 +83,7 @@ def _why_not_compiled(config: Config) -> str | None:
     )
 
 
-def why_not_fused_eagerly(config: Config) -> str | None:
+def why_not_fused_eagerly(config: EngineOptions) -> str | None:
     """Of a model that is not compiled: has vLLM's function for an all-reduce and a norm ask llm_comm. Returns why it
     does not, if so."""
     if envs.VLLM_BATCH_INVARIANT:
@@ -106,7 +106,7 @@ def _why_not_of_this_model(model: Any) -> str | None:
     return registry.operations()[FUSED].why_not_rows(model.get_hidden_size()) or None
 
 
-def _why_not_in_all_batches(config: Config, vllm_config: Any) -> str | None:
+def _why_not_in_all_batches(config: EngineOptions, vllm_config: Any) -> str | None:
     """Why the norms of some batches would be vLLM's, if so: their bits differ from those of llm_comm's, and so would a
     token's result in one batch from that in another."""
     compilation, model = vllm_config.compilation_config, vllm_config.model_config

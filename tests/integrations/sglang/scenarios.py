@@ -633,7 +633,7 @@ def the_deployment_example_is_valid() -> None:
     os.environ["LLM_COMM_CONFIG"] = str(Path(__file__).parents[3] / "configs/sglang_deployment.yaml")
     config = communicator.load_config()
     assert config.origins["algorithm"].startswith(os.environ["LLM_COMM_CONFIG"] + ":")
-    assert config == communicator.Config.load({}, timeout_s=600.0)
+    assert config == communicator.EngineOptions.load({}, timeout_s=600.0)
 
 
 @scenario()

@@ -38,7 +38,7 @@ from vllm.config.utils import Range
 from vllm.model_executor.layers import linear as layers_module
 from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinear
 
-from llm_comm.config import Config
+from llm_comm.config import EngineOptions
 from llm_comm.errors import ConfigError
 from llm_comm.integrations.vllm.configuration import choose_pdl
 from llm_comm.planning.catalogue import find_table, table_text
@@ -312,12 +312,12 @@ def launches_do_not_depend_where_no_layer_gains_or_somebody_has_said() -> None:
     ):
         use_table([layer], f"{number}.yaml")
         with set_current_vllm_config(config):
-            chosen = choose_pdl(Config.load(**options), torch.device("cpu"), 2)
+            chosen = choose_pdl(EngineOptions.load(**options), torch.device("cpu"), 2)
         assert chosen.pdl is expected, (number, chosen)
     os.environ["LLM_COMM_TABLE"] = "/nowhere.yaml"
     error = ""
     try:
-        choose_pdl(Config.load(), torch.device("cpu"), 2)
+        choose_pdl(EngineOptions.load(), torch.device("cpu"), 2)
     except ConfigError as caught:
         error = str(caught)
     assert error.startswith("option table (LLM_COMM_TABLE): "), error
@@ -586,7 +586,7 @@ def use_table(layers: list[LayerRow], name: str = "layers.yaml") -> None:
     """Tuned for emulated GPUs, with rows of linear layers."""
     path = shared_directory() / f"rank{dist_rank()}" / name
     path.parent.mkdir(exist_ok=True)
-    table = find_table("emulated", 2, 1, Config.load({}))._replace(layers=tuple(layers))
+    table = find_table("emulated", 2, 1, EngineOptions.load({}))._replace(layers=tuple(layers))
     path.write_text(table_text("emulated", 2, table, {}))
     os.environ["LLM_COMM_TABLE"] = str(path)
 

@@ -62,6 +62,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 
 import llm_comm  # noqa: E402
 from llm_comm import _core  # noqa: E402
+from llm_comm.config import EngineOptions  # noqa: E402
 from llm_comm.errors import ConfigError, PeerTimeout  # noqa: E402
 from llm_comm.integrations import joining, members  # noqa: E402
 from llm_comm.integrations.seams import load  # noqa: E402
@@ -419,7 +420,7 @@ def the_deployment_example_is_valid() -> None:
     additional = json.loads(arguments[arguments.index("--additional-config") + 1])
     with set_current_vllm_config(VllmConfig(additional_config=additional)):
         config = configuration.load_config()
-    defaults = llm_comm.Config.load({}, timeout_s=600.0)
+    defaults = EngineOptions.load({}, timeout_s=600.0)
     assert (config, config.origins["algorithm"]) == (defaults, "Python")
 
 
