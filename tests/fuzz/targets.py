@@ -20,7 +20,7 @@ from llm_comm.errors import ConfigError, RendezvousError
 from llm_comm.files import InvalidYamlError, YamlMapping, parse_yaml
 from llm_comm.planning.catalogue import load_table, table_text
 from llm_comm.runtime import rendezvous
-from llm_comm.runtime.descriptors import Exchange, Invitation, listen
+from llm_comm.runtime.descriptors import MAX_HELLO_BYTES, Exchange, Invitation, hello, listen
 from llm_comm.runtime.rank_names import RankName, RankNames
 
 LONGEST_ERROR = 4000
@@ -100,7 +100,7 @@ class _Listener:
             if data:
                 socket.send_fds(theirs, [data], [self._null] * descriptors)
             exchange._welcome(ours)
-        is_hello = data[: descriptors.MAX_HELLO_BYTES] == descriptors.hello(SECRET, 1)
+        is_hello = data[:MAX_HELLO_BYTES] == hello(SECRET, 1)
         assert bool(exchange._received) == (is_hello and descriptors > 0)
         for descriptor in exchange._received.values():
             os.close(descriptor)

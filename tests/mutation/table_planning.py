@@ -162,7 +162,7 @@ PLANNING: tuple[Mutant, ...] = (
     cpp("a number in quotes is one", READER, "is_quoted || is_octal", "is_octal", OF_TABLES),
     cpp("a tunable may be less", FILES, "*found < least", "false", OF_TABLES),
     cpp("the largest value of a tunable is refused", FILES, "*found > most", "*found >= most", OF_TABLES),
-    cpp("a full file is refused", READER, "text.size() > kMaxFileBytes", "text.size() >= kMaxFileBytes", OF_HOSTILE),
+    cpp("a full table is refused", READER, "text.size() > kMaxFileBytes", "text.size() >= kMaxFileBytes", OF_HOSTILE),
     cpp("a file has a level more", READER, "level == kMaxLevels", "level > kMaxLevels", OF_HOSTILE),
     cpp("the last of two equal keys counts", READER, "mapping.find(key.word)", "nullptr", OF_HOSTILE),
     python(

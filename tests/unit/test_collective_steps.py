@@ -35,7 +35,7 @@ SAFE = re.compile(
     |.*\.(append|items|join|keys|values|get|pop|replace|_replace|upper|core|core_of_released|check_one_node|describe)
     |(self\._)?layout\.\w+|cls|torch\.(empty|get_default_dtype)|_core\.bytes_of_\w+|devices\.make_limits|programs\.named_by|topology_of|_place
     |kind_of_transport|Config\.load|served_device|sums_in_rank_order|_dead_on_all|_shared_gpus|functools\.partial
-    |(NotJoinedError|Agreed|Channels|Compared|Compiled|Connected|CoreHandle|LlmCommAllReduce|Multicast|Planner|Rendezvous
+    |(NotJoinedError|Agreed|Channels|Compared|Compiled|Connected|CoreHandle|LlmCommAllReduce|Multicast|Planner|planner_of|Rendezvous
       |Site|SymmetricHeap|ThreadPoolExecutor|Watchdog|Workspace|_Memory)
     # Words for ranks, and a copy of a table.
     |(.*\.)?names\.\w+|table\.with_programs

@@ -17,7 +17,6 @@ from llm_comm.planning.catalogue import shipped_tables
 from llm_comm.planning.multicast import NO_MULTICAST, Multicast
 from llm_comm.planning.plan import Problem, declined
 from llm_comm.planning.planner import Planner
-from llm_comm.planning.table_files import load_table
 from llm_comm.planning.tables import ALL_REDUCE, Row, TuningTable, by_operation
 
 WORLDS = range(2, 9)
@@ -47,7 +46,7 @@ def select(count: int, data_type: str, world: int, table: TuningTable, config: C
 
 # ---- Kernels of plans ----------------------------------------------------------------------------------------------
 
-SHIPPED = tuple(load_table(path).table for path in shipped_tables())
+SHIPPED = tuple(found.table for found in shipped_tables())
 NO_ROWS = TuningTable("no rows", {}, 1 << 30)
 OF_PROGRAM = TuningTable("of a program", by_operation([Row(1 << 30, ALL_REDUCE, "dsl:ring_ll", "DSL")]), 1 << 30)
 MULTICAST = Multicast(True, "a test")
