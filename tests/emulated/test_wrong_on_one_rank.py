@@ -18,6 +18,7 @@ from harness import RankPool, make_communicator, nothing_leaked, unnamed
 from reference import assert_is_sum, contributions
 
 from llm_comm import Communicator, Config, ConfigError, LlmCommError, RendezvousError, UnsupportedInputError
+from llm_comm.config import EngineOptions
 from llm_comm.integrations import joining
 from llm_comm.runtime import rendezvous
 
@@ -103,7 +104,7 @@ def by_the_environment(**arguments: Any) -> None:
 
 
 def by_an_engine(**arguments: Any) -> None:
-    joining.join(dist.group.WORLD, torch.device("cpu"), Config.load, **arguments)
+    joining.join(dist.group.WORLD, torch.device("cpu"), EngineOptions.load, **arguments)
 
 
 @pytest.fixture
