@@ -73,6 +73,19 @@ def test_lines_of_prose_are_not_too_long(page: Path) -> None:
     assert [line for line in lines(page) if len(line) > LONGEST_PROSE_LINE and not line.lstrip().startswith("|")] == []
 
 
+_SOURCE = re.compile(r"`((?:\w+/)+\w+\.(?:py|cuh|cu|h|cpp|def|cmake))`")
+#: Pages that name sources of engines too, or those of the day.
+_NAMES_OTHER_SOURCES = ("docs/vllm.md", "docs/sglang.md", "docs/experiments/")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if not name(page).startswith(_NAMES_OTHER_SOURCES)], ids=name)
+def test_sources_that_a_page_names_exist(page: Path) -> None:
+    here = ("csrc", "llm_comm", "tests", "tools", "cmake", "bench_serving", "examples")
+    there = [path.as_posix() for folder in here for path in (ROOT / folder).rglob("*.*")]
+    named = _SOURCE.findall(page.read_text(encoding="utf-8"))
+    assert [source for source in named if not any(path.endswith(f"/{source}") for path in there)] == []
+
+
 def test_every_result_file_is_cited_and_exists() -> None:
     cited = {file for page in PAGES for file in _RESULT.findall(page.read_text(encoding="utf-8"))}
     assert cited == {path.name for path in RESULTS.iterdir()}
