@@ -17,7 +17,7 @@ import torch.distributed as dist
 from harness import RankPool, make_communicator, nothing_leaked, unnamed
 from reference import assert_is_sum, contributions
 
-from llm_comm import Communicator, Config, ConfigError, LlmCommError, RendezvousError, UnsupportedInputError
+from llm_comm import Communicator, ConfigError, LlmCommError, RendezvousError, UnsupportedInputError
 from llm_comm.config import EngineOptions
 from llm_comm.integrations import joining
 from llm_comm.runtime import rendezvous
