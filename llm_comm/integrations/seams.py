@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 from llm_comm.integrations.engine_sources import Definition, Modules, Sources
@@ -66,13 +66,22 @@ class Table:
         lost: The loss without a feature, by feature, in the order of messages.
         digests: The file with digests of tested releases.
         install: How this engine's functions are replaced.
+        needs: The feature that another one cannot do without, by the latter.
     """
 
     def __init__(
-        self, engine: str, package: str, rows: tuple[Row, ...], lost: Mapping[str, str], digests: Path, install: Install
+        self,
+        engine: str,
+        package: str,
+        rows: tuple[Row, ...],
+        lost: Mapping[str, str],
+        digests: Path,
+        install: Install,
+        needs: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.engine, self.package, self.rows, self.lost, self.digests = engine, package, rows, lost, digests
         self._install = install
+        self.needs = needs
         self._applied: set[str] = set()
         #: Whether features are on in releases that were not tested (option ``untested``).
         self.untested = False
@@ -121,6 +130,9 @@ class Table:
     def describe(self) -> str | None:
         """Return one line: the features that are off in this release, why, and what is lost; None: all are on."""
         off = {feature: self.why_not(feature) for feature in self.lost}
+        for feature, other in self.needs.items():
+            if off[other] and not off[feature]:
+                off[feature] = f"it needs {other}"
         lines = [f"{feature}: off, {why_not}. {self.lost[feature]}" for feature, why_not in off.items() if why_not]
         lines += [
             f"{row.feature}: {row.symbols} is missing. {row.lost}"

@@ -142,6 +142,15 @@ def test_nothing_is_replaced_in_a_release_that_lost_a_symbol(engine: Path, old: 
     assert (group.name() == ("ours", "theirs")) == ("has no" not in said)
 
 
+def test_a_feature_is_off_with_the_one_that_it_needs(engine: Path) -> None:
+    lost = {"sums": "Sums are Toy's", "products": "Products are Toy's"}
+    gone = Row("sums", "toy_engine:nothing")
+    table = Table("Toy", "toy_engine", (gone,), lost, engine / "digests.json", seams.replace, {"products": "sums"})
+    said = str(table.describe())
+    assert "on: nothing; sums: off, " in said
+    assert said.endswith("products: off, it needs sums. Products are Toy's")
+
+
 def test_a_replacement_that_fails_takes_back_those_before(engine: Path) -> None:
     def install(symbol: str, patch: Callable[..., Any]) -> None:
         if symbol == SUM.symbols:

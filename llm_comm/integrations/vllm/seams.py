@@ -171,4 +171,6 @@ ROWS = (
     *named_rows(EAGER_NORMS, "vllm.config:ModelConfig.architectures"),
 )
 
-TABLE = Table("vLLM", "vllm", ROWS, LOST, Path(__file__).with_name("digests.json"), replace)
+#: vLLM's manager of passes, which is replaced for the norms, runs the passes of linear layers too.
+NEEDS = {LINEAR: NORMS}
+TABLE = Table("vLLM", "vllm", ROWS, LOST, Path(__file__).with_name("digests.json"), replace, NEEDS)
