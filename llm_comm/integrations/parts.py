@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from llm_comm.communicator import Communicator
 from llm_comm.errors import UnsupportedInputError
 from llm_comm.integrations.engine_config import options_of
 from llm_comm.integrations.members import Member
@@ -34,8 +33,18 @@ class Parts:
         communicator, config = member.communicator, options_of(member.communicator)
         self._member = member
         self._log = log
-        self._gathers: Communicator | None = communicator if config.all_gather else None
-        self._scatters: Communicator | None = communicator if config.reduce_scatter else None
+        self._gathers = (
+            _Operation(communicator.all_gather, communicator.accepts_all_gather, communicator.try_all_gather)
+            if config.all_gather
+            else None
+        )
+        self._scatters = (
+            _Operation(
+                communicator.reduce_scatter, communicator.accepts_reduce_scatter, communicator.try_reduce_scatter
+            )
+            if config.reduce_scatter
+            else None
+        )
         self._said: set[tuple[str, bool]] = set()
 
     @property
@@ -64,7 +73,7 @@ class Parts:
             dim, sizes: As of ``Communicator.all_gather``.
             out: Of any layout, and of any shape with as many elements. It decides nothing: ranks may differ in it.
         """
-        return self._call(self._gathers, "all_gather", method, x, dim, sizes, out)
+        return self._call(self._gathers, method, x, dim, sizes, out)
 
     def reduce_scatter(
         self,
@@ -75,26 +84,25 @@ class Parts:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """This rank's part along ``dim`` of the sum over the group; the rest as of ``all_gather``."""
-        return self._call(self._scatters, "reduce_scatter", method, x, dim, sizes, out)
+        return self._call(self._scatters, method, x, dim, sizes, out)
 
     def _call(
         self,
-        communicator: Communicator | None,
-        operation: str,
+        operation: _Operation | None,
         method: str,
         x: torch.Tensor,
         dim: int,
         sizes: Sequence[int] | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        if communicator is None:
+        if operation is None:
             return None
         # Before anyone decides: ranks whose parts differ in size can differ in layout. One row is always contiguous.
         x = x.contiguous()
         if out is None:
-            result = getattr(communicator, f"try_{operation}")(x, dim, sizes)
-        elif getattr(communicator, f"accepts_{operation}")(x, dim, sizes):
-            result = _into(getattr(communicator, operation), x, dim, sizes, out)
+            result = operation.attempt(x, dim, sizes)
+        elif operation.accepts(x, dim, sizes):
+            result = _into(operation.run, x, dim, sizes, out)
         else:
             return None
         return self._told(method, x, sizes, result)
@@ -118,6 +126,14 @@ class Parts:
                 world = self._member.communicator.world_size
                 self._log.info(FIRST_CALL, method, self._member.group_name, world, tuple(x.shape), uneven)
         return result
+
+
+class _Operation(NamedTuple):
+    """Methods of a communicator for one operation."""
+
+    run: Callable[..., Any]
+    accepts: Callable[..., bool]
+    attempt: Callable[..., torch.Tensor | None]
 
 
 def _into(

@@ -434,7 +434,7 @@ EDGES: tuple[Mutant, ...] = (
     python("an output with gaps is an error", PARTS, "except UnsupportedInputError:", "except ValueError:", OF_PARTS),
     python("a first call is told each time", PARTS, "self._said.add(kind)", "pass", OF_PARTS),
     python("the first uneven parts are not told", PARTS, "len(set(sizes)) > 1", "len(sizes) > 8", OF_PARTS),
-    python("all_gather is always on", PARTS, "communicator if config.all_gather else None", "communicator", OF_PARTS),
+    python("all_gather is always on", PARTS, "if config.all_gather", "if True", OF_PARTS),
     # ---- Measurements ----
     python("one size alone is not tuned", TUNE, "if args.max < args.min:", "if args.max <= args.min:", OF_TUNE),
     python("two bytes are not tuned", TUNE, "if args.min < 2:", "if args.min <= 2:", OF_TUNE),

@@ -55,7 +55,8 @@ def cached_library(code: str, name: str, driver: emulated.Driver = emulated.PROC
         ConfigError: Another user could have put code into the directory of the cache.
         OSError: No temporary file can be written either.
     """
-    parts = _parts_of_library(code, name, driver)
+    of_driver = (driver.macro, *driver.defines, _installed(driver.archive))
+    parts = (code, name, *of_driver, _version(*emulated.compiler()))
 
     def make() -> bytes:
         with _work_directory() as work:
@@ -139,16 +140,6 @@ def _warn_once(directory: Path, why: str) -> None:
         directory,
         why,
     )
-
-
-def library_path(code: str, name: str, driver: emulated.Driver = emulated.PROCESSES) -> Path:
-    """Where ``cached_library`` has it, or will have it."""
-    return _path(name, "so", _parts_of_library(code, name, driver))
-
-
-def _parts_of_library(code: str, name: str, driver: emulated.Driver) -> tuple[str, ...]:
-    of_driver = (driver.macro, *driver.defines, _installed(driver.archive))
-    return (code, name, *of_driver, _version(*emulated.compiler()))
 
 
 def _path(name: str, suffix: str, parts: Sequence[str]) -> Path:
