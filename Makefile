@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 ARGS ?=
-# Files of tests that run at once; 0 for a debugger.
-JOBS ?= 2
+# Files of tests that run at once; 0 for a debugger. One more than CPUs, up to eight: tests wait for time-outs.
+JOBS ?= $(shell cpus=$$(nproc); echo $$((cpus < 8 ? cpus + 1 : 8)))
 # Which tests `make test` runs; CONTRIBUTING.md says what the others are.
 TESTS ?= not gpu and not nightly
 

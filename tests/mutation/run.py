@@ -27,8 +27,6 @@ from table import MUTANTS
 from workplace import Builds, Worker
 
 LEAST_NOTICED = 0.95
-#: Checks that a sample goes without: their builds alone would take its time, or what they run without a mutant.
-LONG_TO_BUILD = ("driver ", "sanitized ", "tests/emulated/test_nccl_library.py")
 
 #: For what the checks of its row have let through. Not the tests that compare the sources with a list of edits.
 WIDER_OF_CPP = (
@@ -175,6 +173,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="print the mutants and who should notice, and make none")
     parser.add_argument("-k", default="", help="only mutants whose names or files contain this")
+    parser.add_argument("--python", action="store_true", help="only mutants of Python, which need no build")
     parser.add_argument("--seconds", type=float, default=0, help="begin no mutant later than this; in another order")
     parser.add_argument("--seed", type=int, default=datetime.date.today().toordinal(), help="of that order")
     parser.add_argument("--narrow", action="store_true", help="the checks of each row only, no wider ones")
@@ -182,12 +181,12 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where to write the results")
     arguments = parser.parse_args()
     mutants = [mutant for mutant in MUTANTS if arguments.k in mutant.name or arguments.k in mutant.file]
+    mutants = [mutant for mutant in mutants if not (arguments.python and mutant.is_cpp)]
     if arguments.list:
         for mutant in mutants:
             print(f"{mutant.name:60} {mutant.file}: {'; '.join(mutant.checks)}")
         return 0
     if arguments.seconds:
-        mutants = [mutant for mutant in mutants if not any(check.startswith(LONG_TO_BUILD) for check in mutant.checks)]
         print(f"mutants in the order of --seed {arguments.seed}", flush=True)
         random.Random(arguments.seed).shuffle(mutants)
     outcomes = examine_all(mutants, arguments.jobs, arguments.seconds, arguments.narrow)
