@@ -1,0 +1,195 @@
+"""Times all tilings of linear layers beside cuBLAS, one GPU, cold weights, in CUDA graphs.
+
+    torchrun --standalone --nproc-per-node 1 tests/gpu/linear_choices.py --list fitted --json FILE
+    torchrun --standalone --nproc-per-node 1 tests/gpu/linear_choices.py --list judged --json FILE
+
+The files are what the kernel's own choice is fitted to, and judged by (docs/experiments/linear.md). Of FP8 the layer
+beside it is ``torch._scaled_mm``; of silu-and-mul it is cuBLAS alone, without the activation. Where there is no GPU, a
+small layer is timed on an emulated one.
+
+Layers are timed with dependent launches, in two kinds of chains. In a ``row`` one stands behind another: where a layer
+leaves multiprocessors free, the next one runs beside it. In engines that is so of gate and up and the layer behind
+them. All others stand behind a kernel that lets them begin only when the layer before has ended, as the fused
+all-reduce does: ``spaced``, with a layer of 64 outputs, which takes about as long, before each. Times are of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from chains import cold_weights, time_chain
+from common import Session, add_seconds, parser, report, run, session
+from linear_shapes import LISTS, Layer
+
+from llm_comm import Communicator, Config, _core, registry
+
+TOKENS = (1, 16, 32, 64)
+EMULATED = (Layer("linear", 192, 256, "emulated"), Layer("linear_silu_and_mul_fp8", 64, 256, "emulated"))
+EMULATED_CHOICES = ((16, 2, 2), (64, 4, 1))
+#: Stages of the ring, and boxes of each.
+RINGS = (
+    *((stages, 1) for stages in (6, 8, 12, 16)),
+    *((stages, 2) for stages in (2, 3, 4, 5, 6, 8, 10, 12, 16)),
+    *((stages, 4) for stages in (2, 3, 4, 5, 7)),
+    *((stages, 8) for stages in (2, 3)),
+)
+#: Outputs and inputs, and a tiling that leaves room for a block of the layer on the same multiprocessor, as that of an
+#: all-reduce does.
+SPACER = (64, 2048)
+SPACER_CHOICE = (8, 2, 4)
+REPS = 5
+
+
+def choices_of(layer: Layer, sm_count: int) -> Iterator[tuple[int, int, int]]:
+    """Outputs of a block, stages, and boxes of a stage: of half a block for each multiprocessor and more."""
+    rows = 2 * layer.outputs if layer.has_silu else layer.outputs
+    least = 16 if layer.has_silu else 8
+    for block_outputs in range(least, 65, least):
+        blocks = rows / block_outputs
+        if (blocks >= 0.4 * sm_count or block_outputs == least) and (blocks <= 6 * sm_count or block_outputs >= 40):
+            for stages, boxes in RINGS:
+                yield block_outputs, stages, boxes
+
+
+class Bench:
+    """Layers of one rank."""
+
+    def __init__(self, at: Session, comm: Communicator) -> None:
+        self._at, self._comm = at, comm
+        self._random = torch.Generator(at.device).manual_seed(1)
+        x, weight = (torch.ones(rows, SPACER[1], dtype=torch.bfloat16, device=at.device) for rows in (1, SPACER[0]))
+        layer = self._ours(Layer("linear", *SPACER, "spacer"), x, (), SPACER_CHOICE)
+        assert layer is not None
+        self._spacer = partial(layer, weight)
+
+    def layer(self, layer: Layer) -> dict[str, Any]:
+        """All times of a layer."""
+        rows = 2 * layer.outputs if layer.has_silu else layer.outputs
+        dtype = torch.float8_e4m3fn if layer.is_fp8 else torch.bfloat16
+        weights = cold_weights((rows, layer.inputs), dtype, self._at.device, self._random)
+        of_tokens = [self._tokens(layer, weights, tokens) for tokens in (TOKENS if self._at.on_gpu else TOKENS[:2])]
+        return {**layer._asdict(), "tokens": of_tokens}
+
+    def _tokens(self, layer: Layer, weights: list[torch.Tensor], tokens: int) -> dict[str, Any]:
+        device, like = self._at.device, weights[0]
+        x = torch.empty(tokens, layer.inputs, device=device).normal_(generator=self._random).to(like.dtype)
+        scales: tuple[torch.Tensor, ...] = ()
+        if layer.is_fp8:
+            scales = torch.ones(tokens, 1, device=device), torch.ones(len(like), 1, device=device)
+        found: dict[str, Any] = {"tokens": tokens, "other_us": None, "other_spaced_us": None}
+        if self._at.on_gpu:
+            found["other_us"] = round(time_chain(self._other(x, len(like), scales), weights, REPS), 3)
+            found["other_spaced_us"] = round(
+                time_chain(self._spaced(self._other(x, len(like), scales)), weights, REPS), 3
+            )
+        found["choices"] = []
+        choices = choices_of(layer, self._comm.limits.sm_count) if self._at.on_gpu else EMULATED_CHOICES
+        for choice in [(0, 0, 0), *choices]:
+            call = self._ours(layer, x, scales, choice)
+            if call is not None:
+                times = [time_chain(call, weights, REPS), time_chain(self._spaced(call), weights, REPS)]
+                found["choices"].append(" ".join(f"{number:.5g}" for number in (*choice, *times)))
+        self._comm.check()
+        found["choices"] = "; ".join(found["choices"])  # a line of the file
+        return found
+
+    def spacer_us(self) -> float:
+        """What it takes alone."""
+        weights = [torch.empty(0, device=self._at.device)] * 100
+        return round(time_chain(lambda _: self._spacer(), weights, REPS), 3)
+
+    def _spaced(self, call: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], object]:
+        def both(weight: torch.Tensor) -> None:
+            self._spacer()
+            call(weight)
+
+        return both
+
+    def _other(
+        self, x: torch.Tensor, rows: int, scales: tuple[torch.Tensor, ...]
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        if scales:
+            x_scale, weight_scale = scales[0], scales[1].view(1, -1)
+            return lambda weight: torch._scaled_mm(
+                x, weight.t(), scale_a=x_scale, scale_b=weight_scale, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
+        out = x.new_empty(len(x), rows)
+        return lambda weight: torch.mm(x, weight.t(), out=out)
+
+    def _ours(
+        self,
+        layer: Layer,
+        x: torch.Tensor,
+        scales: tuple[torch.Tensor, ...],
+        choice: tuple[int, int, int],
+    ) -> Callable[[torch.Tensor], object] | None:
+        """None where the kernel does not take the choice."""
+        out = torch.empty(len(x), layer.outputs, dtype=torch.bfloat16, device=x.device)
+        try:
+            prepared = self._comm._handle.core().prepare_linear(
+                tokens=len(x),
+                inputs=layer.inputs,
+                outputs=layer.outputs,
+                data_type=tuple(registry.data_types()).index("bf16"),
+                silu_and_mul=layer.has_silu,
+                choice=_core.LinearChoice(block_outputs=choice[0], stages=choice[1], stage_boxes=choice[2]),
+                scales=(True, True) if scales else None,
+            )
+        except ValueError:
+            return None
+        addresses = [scale.data_ptr() for scale in scales]
+
+        def call(weight: torch.Tensor) -> bool:
+            stream = torch.cuda.current_stream(x.device).cuda_stream if self._at.on_gpu else 0
+            return prepared(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *addresses, stream)
+
+        return call
+
+
+def _own_and_best(choices: str) -> tuple[str, str]:
+    """Spaced, microseconds."""
+    times = [float(choice.split()[4]) for choice in choices.split("; ")]
+    return str(times[0]), str(min(times))
+
+
+def main(options: argparse.Namespace) -> int:
+    with session(options, measures=True) as at:
+        comm = Communicator(at.group, at.device, Config(pdl=True))
+        bench = Bench(at, comm)
+        spacer_us = bench.spacer_us()
+        rows = []
+        for layer in LISTS[options.list] if at.on_gpu else EMULATED:
+            if at.is_late(options):
+                break
+            start = time.monotonic()
+            rows.append(bench.layer(layer))
+            at.watchdog.progress(str(layer))
+            at.say(f"{layer}: {time.monotonic() - start:.1f} s")
+        sm_count = comm.limits.sm_count
+        comm.close()
+        head = [["layer", "tokens", "other, us", "own choice", "best"]]
+        table = [
+            [
+                f"{row['operation']} {row['outputs']}x{row['inputs']}",
+                str(of["tokens"]),
+                str(of["other_spaced_us"]),
+                *_own_and_best(of["choices"]),
+            ]
+            for row in rows
+            for of in row["tokens"]
+        ]
+        figures = {"list": options.list, "reps": REPS, "sm_count": sm_count, "spacer_us": spacer_us, "layers": rows}
+        report("linear_choices", at.device.type, at.world, head + table, figures, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    options = parser(__doc__)
+    options.add_argument("--list", choices=tuple(LISTS), default="fitted")
+    add_seconds(options)
+    run(lambda: main(options.parse_args()))
