@@ -82,27 +82,12 @@ def _define_layer(name: str, parts: int = 1, behind: str = "", in_order: bool = 
         behind: Of the schema, behind the communicator.
     """
 
-    def run(
-        x: _Tensor,
-        weight: _Tensor,
-        x_scale: _Tensor | None,
-        weight_scale: _Tensor | None,
-        out_dtype: torch.dtype | None,
-        communicator: str,
-        after: _Tensor | None = None,
-    ) -> _Tensor:
+    def run(x: _Tensor, weight: _Tensor, x_scale: Any, weight_scale: Any, out_dtype: Any, *others: Any) -> _Tensor:
+        communicator = others[0]  # behind it, what the call comes after
         result: _Tensor = getattr(find(communicator), name).run(x, weight, None, x_scale, weight_scale, out_dtype)
         return result
 
-    def fake(
-        x: _Tensor,
-        weight: _Tensor,
-        x_scale: _Tensor | None,
-        weight_scale: _Tensor | None,
-        out_dtype: torch.dtype | None,
-        communicator: str,
-        after: _Tensor | None = None,
-    ) -> _Tensor:
+    def fake(x: _Tensor, weight: _Tensor, x_scale: Any, weight_scale: Any, out_dtype: Any, *others: Any) -> _Tensor:
         return _empty_result(x, weight.shape[0] // parts, Scaling.of(x_scale, weight_scale, out_dtype))
 
     schema = f"Tensor x, Tensor {weight_of(name)}, {_SCALING}, str communicator{behind}"

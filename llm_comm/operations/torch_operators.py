@@ -263,18 +263,6 @@ def _all_reduce_fake(x: _Tensor, communicator: str, after: _After = None) -> _Te
     return torch.empty_like(x)
 
 
-def _run_on_parts(
-    operation: PartsOperation, x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int
-) -> _Tensor:
-    if (rank, world_size) != (operation.rank, operation.world_size):
-        raise UnsupportedInputError(
-            f"{operation.name}: the call is that of rank {rank} of {world_size}; this is rank {operation.rank} of "
-            f"{operation.world_size}"
-        )
-    result: _Tensor = operation.run(x, dim, sizes)
-    return result
-
-
 def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any], *, in_order: bool = True) -> None:
     """Define an operator: what it does, what fake tensors it returns, and the refusal of operands with a derivative.
 
@@ -361,14 +349,17 @@ def _define_parts(name: str, length: Callable[[int, Sizes | None, int, int], int
         length: Of the result along the dimension, for that of x, the sizes, the rank and the number of ranks.
     """
 
-    def run(
-        x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, communicator: str, after: _After = None
-    ) -> _Tensor:
-        return _run_on_parts(getattr(find(communicator), name), x, dim, sizes, rank, world_size)
+    def run(x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, *others: Any) -> _Tensor:
+        operation: PartsOperation = getattr(find(others[0]), name)  # the communicator; what the call comes after
+        if (rank, world_size) != (operation.rank, operation.world_size):
+            raise UnsupportedInputError(
+                f"{name}: the call is that of rank {rank} of {world_size}; this is rank {operation.rank} of "
+                f"{operation.world_size}"
+            )
+        result: _Tensor = operation.run(x, dim, sizes)
+        return result
 
-    def fake(
-        x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, communicator: str, after: _After = None
-    ) -> _Tensor:
+    def fake(x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, *others: Any) -> _Tensor:
         shape = list(x.shape)
         shape[dim] = length(shape[dim], sizes, rank, world_size)
         return x.new_empty(shape)
