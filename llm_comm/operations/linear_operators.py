@@ -16,7 +16,6 @@ from llm_comm.operations.linear import weight_of
 from llm_comm.operations.linear_all_reduce import scaling_before_norm
 from llm_comm.operations.torch_operators import (
     OPERAND,
-    add_rms_norm,
     check_outputs,
     check_tensors,
     define,
@@ -45,27 +44,6 @@ def linear(operation: str, x: Any, weight: Any, out: Any, scaling: Scaling | Non
     check_outputs(operation, out=out)
     result = getattr(torch.ops.llm_comm, operation)(*operands.values(), out_dtype, communicator)
     return result if out is None else put(result, f"{operation}: out", out)
-
-
-def linear_all_reduce_add_rms_norm(
-    x: Any,
-    linear_weight: Any,
-    residual: Any,
-    norm_weight: Any,
-    eps: float,
-    out: Any,
-    residual_out: Any,
-    quantize: str | None,
-    scale: Any,
-    x_scale: Any,
-    weight_scale: Any,
-    communicator: str,
-) -> _Results:
-    """``Communicator.linear_all_reduce_add_rms_norm`` of tensors that are no ordinary ones, or not yet."""
-    operands = {"x": x, "linear_weight": linear_weight, "residual": residual, "norm_weight": norm_weight}
-    operands |= {"x_scale": x_scale, "weight_scale": weight_scale}
-    name = "linear_all_reduce_add_rms_norm"
-    return add_rms_norm(name, operands, eps, out, residual_out, quantize, scale, communicator)
 
 
 # ---- The operators --------------------------------------------------------------------------------------------------

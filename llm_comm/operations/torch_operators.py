@@ -164,22 +164,6 @@ def all_reduce(x: _Tensor, out: Any, communicator: str) -> Any:
     return result if out is None else put(result, "all_reduce: out", out)
 
 
-def all_reduce_add_rms_norm(
-    x: _Tensor,
-    residual: _Tensor | None,
-    weight: _Tensor,
-    eps: float,
-    out: Any,
-    residual_out: Any,
-    quantize: str | None,
-    scale: _Tensor | None,
-    communicator: str,
-) -> _Results:
-    """The same for ``Communicator.all_reduce_add_rms_norm``."""
-    operands = {"x": x, "residual": residual, "weight": weight}
-    return add_rms_norm("all_reduce_add_rms_norm", operands, eps, out, residual_out, quantize, scale, communicator)
-
-
 def add_rms_norm(
     operation: str,
     operands: Mapping[str, Any],
@@ -190,9 +174,10 @@ def add_rms_norm(
     scale: Any,
     communicator: str,
 ) -> _Results:
-    """The same for an operation that has an operator for each quantization.
+    """The same for a method whose operation has an operator for each quantization.
 
     Args:
+        operation: Name of the method.
         operands: By name, in the order in which the operators take them. Only ``"residual"`` and scales of a layer may
             be None.
     """
