@@ -16,7 +16,7 @@ from llm_comm import _core
 from llm_comm.config import Config
 from llm_comm.errors import CommunicatorError, UnsupportedInputError
 from llm_comm.nodes.group import WHY as WITHIN_A_NODE
-from llm_comm.nodes.group import MultiNodeGroup, NoGenericOperations, set_up
+from llm_comm.nodes.group import MultiNodeGroup, set_up
 from llm_comm.nodes.topology import find_topology
 from llm_comm.operations import torch_operators
 from llm_comm.operations.all_reduce import AllReduce
@@ -101,7 +101,7 @@ class Communicator(Sums, GatherScatter, LinearLayers):
             LinearAllReduce(self._handle, layers, sums),
             LinearAllReduceAddRmsNorm(self._handle, layers, norms),
         )
-        self._other_operations = (GenericOperations if self._multi_node is None else NoGenericOperations)(*common)
+        self._other_operations = GenericOperations(*common, "" if self._multi_node is None else WITHIN_A_NODE)
         # Found with one look-up each.
         self._all_reduce = self._operations.all_reduce.run
         self._all_reduce_add_rms_norm = self._operations.all_reduce_add_rms_norm.run

@@ -42,11 +42,6 @@ def add_rms_norm(summed: Tensor, residual: Tensor, weight: Tensor) -> Outputs:
     return (x * factor * weight.float()).to(summed.dtype), new_residual
 
 
-def norm_of_engines(comm: Communicator) -> Callable[..., Outputs]:
-    """``add_rms_norm`` as an engine runs it."""
-    return as_engines_run(add_rms_norm, comm)
-
-
 def as_engines_run(function: Callable[..., _Result], comm: Communicator) -> Callable[..., _Result]:
     """What ``torch.compile`` makes of a function on GPUs; on emulated ones the function itself."""
     if comm.is_emulated:
@@ -231,7 +226,7 @@ def libraries_of(
 
         return call
 
-    norm = norm_of_engines(comm)
+    norm = as_engines_run(add_rms_norm, comm)
     libraries: list[Library] = [
         _Fused(rows),
         _Unfused("plain + norm", rows, ours, norm, in_place=False),

@@ -21,7 +21,6 @@ import argparse
 import contextlib
 import itertools
 import math
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -83,7 +82,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: the options do not fit together or this machine, or the configuration is wrong.
     """
-    placement = place(1 if args.choices and not launch.in_rank() and args.world is None else args.world, args.device)
+    world = 1 if args.choices and not launch.in_rank() and args.world is None else args.world
+    placement = launch.place(world, args.device, least=1)
     if args.choices and placement.world != 1:
         raise ConfigError(f"--choices times the layer alone: {placement.world} ranks are too many; use --world 1")
     if args.silu and args.fp8:
@@ -100,22 +100,6 @@ def run(args: argparse.Namespace) -> int:
             f"{only_few[0]} with --tokens {','.join(map(str, args.tokens))}: it takes 1 to {_core.linear_max_tokens}"
         )
     return in_ranks(args, placement, lambda group, config: _run_rank(args, placement, group, config))
-
-
-def place(world: int | None, device: str) -> Placement:
-    """As ``launch.place``, with one rank too: where it is asked for, or there is one GPU.
-
-    Raises:
-        ConfigError: as of ``launch.place``.
-    """
-    launched = int(os.environ["WORLD_SIZE"]) if launch.in_rank() else None
-    gpus, why = (0, "as asked") if device == "emulated" else launch.usable_gpus()
-    is_one = launched == 1 if launched is not None else world == 1 or (world is None and gpus == 1)
-    if not is_one or world not in (None, 1):
-        return launch.place(world, device)
-    if gpus == 0 and device == "cuda":
-        raise ConfigError(f"cannot run on a GPU: {why}")
-    return Placement(1, on_gpu=gpus > 0, reason="" if gpus else why)
 
 
 def _run_rank(args: argparse.Namespace, placement: Placement, group: dist.ProcessGroup, config: Config) -> int:

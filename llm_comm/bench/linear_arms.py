@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llm_comm import _core, registry
-from llm_comm.bench.fused import as_engines_run, norm_of_engines
+from llm_comm.bench.fused import add_rms_norm, as_engines_run
 from llm_comm.bench.linear_operands import Judge, JudgeOfLayers, Operands
 from llm_comm.bench.reference import EPS, Outputs
 from llm_comm.bench.report import OURS, dtype_name
@@ -175,7 +175,7 @@ def other_layers(comm: Communicator, operands: Operands, judge: JudgeOfLayers) -
 def other_chains(comm: Communicator, group: dist.ProcessGroup, operands: Operands, judge: Judge) -> list[Arm]:
     """The layer by cuBLAS with another library's all-reduce, add and norm behind it, and with add and norm alone."""
     x, residual, norm_weight, out = operands.x, operands.residual, operands.norm_weight, operands.out
-    names, norm = Names.of(not comm.is_emulated), norm_of_engines(comm)
+    names, norm = Names.of(not comm.is_emulated), as_engines_run(add_rms_norm, comm)
 
     def layer_and_other(weight: Tensor) -> tuple[Tensor, ...]:
         torch.mm(x, weight.t(), out=out)

@@ -51,7 +51,7 @@ class Reference:
                 the dtype for every addend.
             first: element of the sum with which ``actual`` begins.
         """
-        total, magnitude = (sums[first : first + actual.numel()] for sums in self._sums(salt))
+        total, magnitude = (sums[first : first + actual.numel()] for sums in self.sums(salt))
         epsilon = torch.finfo(self._dtype).eps
         if rounds_once:
             allowed = total.abs() * (epsilon / 2) + magnitude * (self._world * torch.finfo(torch.float32).eps)
@@ -59,7 +59,7 @@ class Reference:
             allowed = magnitude * (self._world * epsilon)
         return worst(actual.double() - total, allowed)
 
-    def _sums(self, salt: int) -> tuple[Tensor, Tensor]:
+    def sums(self, salt: int) -> tuple[Tensor, Tensor]:
         """Sum of the addends and of their absolute values, float64."""
         if salt not in self._expected:
             addends = [self.addend(rank, salt).double() for rank in range(self._world)]
@@ -133,12 +133,10 @@ class FusedReference:
         The norm is judged by the library's own new residual: what that is off by is counted once.
         """
         normed, new_residual = outputs
-        addends = torch.stack([self.addend(rank, salt).double() for rank in range(self._world)])
+        total, magnitude = (sums.view(self._shape) for sums in self._sums.sums(salt))
         operands = self.operands(0, salt)
         epsilon = torch.finfo(normed.dtype).eps
-        total = addends.sum(0)
         exact = total + operands.residual.double()
-        magnitude = addends.abs().sum(0)
         summing = magnitude * self._world * (torch.finfo(torch.float32).eps if rounds_once else epsilon)
         allowed = summing + (total.abs() + exact.abs() + epsilon) * (epsilon / 2) * 1.01
         return max(worst(new_residual.double() - exact, allowed), norm_error(normed, new_residual, operands.weight))

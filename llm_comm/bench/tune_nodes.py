@@ -4,7 +4,7 @@ which chunks, and up to which size that is faster than NCCL over all ranks."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from llm_comm.bench import timing, tune_tables
 from llm_comm.bench.agreement import on_all, require_alike
 from llm_comm.bench.choosing import is_slower, last_of_alike
+from llm_comm.bench.comparison import sizes as doublings
 from llm_comm.bench.measuring import Budget, schedule_of
 from llm_comm.bench.report import Progress, format_bytes
 from llm_comm.bench.timing import Schedule
@@ -106,7 +107,7 @@ def measure(comm: Communicator, group: dist.ProcessGroup, args: argparse.Namespa
     """
     found: list[NodeRow] = []
     progress = Progress(enabled=comm.rank == 0)
-    sizes = list(sizes_of(args.min, args.max))
+    sizes = list(doublings(args.min - args.min % ELEMENT_BYTES, args.max))  # of whole elements
     budget = Budget(args.seconds, group)
     for size in budget.take(sizes):
         schedule = schedule_of(args.method, args.reps, size)
@@ -118,14 +119,6 @@ def measure(comm: Communicator, group: dist.ProcessGroup, args: argparse.Namespa
     if budget.left and comm.rank == 0:
         print(f"--seconds {args.seconds} are over: {budget.left} of {len(sizes)} sizes were not measured")
     return found, budget.left
-
-
-def sizes_of(smallest: int, largest: int) -> Iterator[int]:
-    """Powers of two times the smallest, whole elements all."""
-    size = smallest - smallest % ELEMENT_BYTES
-    while size <= largest:
-        yield size
-        size *= 2
 
 
 def candidates(nodes: int, size: int) -> list[NodeRow]:

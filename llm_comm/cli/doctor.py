@@ -14,7 +14,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -61,25 +60,22 @@ def collect() -> dict[str, Any]:
     except ConfigError as error:
         config, report["error"] = None, f"{type(error).__name__}: {error}"
     for title, section in _SECTIONS.items():
-        report[title] = _attempt(partial(section.gather, config))
+        report[title] = _attempt(partial(section, config))
     return report
 
 
-@dataclass(frozen=True)
-class Section:
-    """A part of the report; ``gather`` is given the configuration, None if that is wrong."""
-
-    gather: Callable[[EngineOptions | None], Any]
+#: Gathers a section of the report. It takes the configuration, None if that is wrong.
+Section = Callable[[EngineOptions | None], Any]
 
 
 def fact(gather: Callable[[], Any]) -> Section:
     """A section that holds whatever the configuration is."""
-    return Section(lambda _: gather())
+    return lambda _: gather()
 
 
 def judgement(gather: Callable[[EngineOptions], Any]) -> Section:
     """A section that follows from the configuration."""
-    return Section(lambda config: NOT_JUDGED if config is None else gather(config))
+    return lambda config: NOT_JUDGED if config is None else gather(config)
 
 
 def _attempt(gather: Callable[[], Any]) -> Any:
@@ -279,7 +275,7 @@ _SECTIONS: Mapping[str, Section] = {
     "multicast": judgement(_multicast),
     "workspace": judgement(_workspace),
     "tuning": judgement(_tuning),
-    "engines": Section(engine_verdicts.verdicts),
+    "engines": engine_verdicts.verdicts,
     "configuration": judgement(_configuration),
 }
 

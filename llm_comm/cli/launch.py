@@ -114,7 +114,14 @@ def usable_gpus() -> tuple[int, str]:
     return count, "only one GPU" if count == 1 else ""
 
 
-def place(world: int | None, device: str, preferred: Sequence[int] = WORLDS, *, over_nodes: bool = False) -> Placement:
+def place(
+    world: int | None,
+    device: str,
+    preferred: Sequence[int] = WORLDS,
+    *,
+    least: int = WORLDS[0],
+    over_nodes: bool = False,
+) -> Placement:
     """Decides how many ranks run, and on what. The same on every rank of a host.
 
     Args:
@@ -122,10 +129,11 @@ def place(world: int | None, device: str, preferred: Sequence[int] = WORLDS, *, 
             emulated ranks. Inside a launched group the group's size decides.
         device: "cuda", "emulated", or "auto" for GPUs where there are enough of them.
         preferred: the numbers of ranks to choose a default from.
+        least: the fewest ranks that the command runs.
         over_nodes: whether a launched group may have more ranks, on several machines.
 
     Raises:
-        ConfigError: ``world`` is not in ``WORLDS``, contradicts the launched group, or needs missing GPUs.
+        ConfigError: ``world`` is too small or too large, contradicts the launched group, or needs missing GPUs.
     """
     asked = f"--world {world}"
     if in_rank():
@@ -135,22 +143,22 @@ def place(world: int | None, device: str, preferred: Sequence[int] = WORLDS, *, 
         world, asked = launched, f"WORLD_SIZE={launched}"
     gpus, why_none = usable_gpus()
     if world is None:
-        world = _default_world(gpus if device != "emulated" else 0, preferred)
+        world = _default_world(gpus if device != "emulated" else 0, preferred, least)
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(world))) if in_rank() else world
-    if world not in WORLDS and not (over_nodes and ranks_here < world and ranks_here <= WORLDS[-1]):
-        raise ConfigError(f"{asked}: a command runs {WORLDS[0]} to {WORLDS[-1]} ranks")
+    if not least <= world <= WORLDS[-1] and not (over_nodes and ranks_here < world and ranks_here <= WORLDS[-1]):
+        raise ConfigError(f"{asked}: a command runs {least} to {WORLDS[-1]} ranks")
     if device == "emulated":
         return Placement(world, on_gpu=False, reason="as asked")
     if gpus >= ranks_here:
         return Placement(world, on_gpu=True)
     why = why_none or f"{ranks_here} ranks, but only {gpus} GPUs"
     if device == "cuda":
-        raise ConfigError(f"cannot run {world} ranks on GPUs: {why}")
+        raise ConfigError(f"cannot run {'on a GPU' if world == 1 else f'{world} ranks on GPUs'}: {why}")
     return Placement(world, on_gpu=False, reason=why)
 
 
-def _default_world(gpus: int, preferred: Sequence[int]) -> int:
-    wanted = gpus if gpus in WORLDS else DEFAULT_EMULATED_WORLD if gpus < WORLDS[0] else WORLDS[-1]
+def _default_world(gpus: int, preferred: Sequence[int], least: int) -> int:
+    wanted = DEFAULT_EMULATED_WORLD if gpus < least else min(gpus, WORLDS[-1])
     return max((world for world in preferred if world <= wanted), default=wanted)
 
 

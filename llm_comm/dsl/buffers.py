@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 
 from llm_comm.dsl.errors import Fault, ProgramError, users_frame, users_line
 from llm_comm.dsl.ir import Absolute, Buffer, Chunk, Rank, Relative, Space
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How a buffer is cut; see ``ir.Buffer``."""
-
-    space: Space
-    chunks: int
-    parts: int
-    turns: int = 1
-    is_symmetric: bool = False
 
 
 class Chunks:
@@ -27,14 +16,14 @@ class Chunks:
     the name of the variable that holds it.
 
     Args:
-        shape: How it is cut.
+        shape: The buffer, with no name yet.
         take_name: Makes a name unique.
         ranks: That run the line which is being traced.
         world: Of the program.
     """
 
     def __init__(
-        self, shape: Shape, take_name: Callable[[str], str], ranks: Callable[[], frozenset[int]], world: int
+        self, shape: Buffer, take_name: Callable[[str], str], ranks: Callable[[], frozenset[int]], world: int
     ) -> None:
         self.shape = shape
         self.buffer: Buffer | None = None
@@ -74,9 +63,7 @@ class Chunks:
             name = shape.space.value
             if not shape.space.is_tensor:
                 name = next((name for name, value in users_frame().f_locals.items() if value is self), name)
-            self.buffer = Buffer(
-                self._take_name(name), shape.space, shape.chunks, shape.parts, shape.turns, shape.is_symmetric
-            )
+            self.buffer = replace(shape, name=self._take_name(name))
         return self.buffer
 
 
@@ -91,7 +78,7 @@ class Tensor:
     """
 
     def __init__(
-        self, space: Space, parts_of_message: int, needs_multiple_of: int, make: Callable[[Shape], Chunks]
+        self, space: Space, parts_of_message: int, needs_multiple_of: int, make: Callable[[Buffer], Chunks]
     ) -> None:
         self._space = space
         self._parts_of_message = parts_of_message
@@ -118,7 +105,7 @@ class Tensor:
                 f"{self._needs_multiple_of} chunks, not into {count}",
                 users_line(),
             )
-        shape = Shape(self._space, count, count * self._parts_of_message, is_symmetric=symmetric)
+        shape = Buffer("", self._space, count, count * self._parts_of_message, is_symmetric=symmetric)
         if self._chunks is None:
             self._chunks = self._make(shape)
         if self._chunks.shape != shape:

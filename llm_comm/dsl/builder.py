@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from llm_comm.dsl import ir
-from llm_comm.dsl.buffers import Chunks, Shape, Tensor
+from llm_comm.dsl.buffers import Chunks, Tensor
 from llm_comm.dsl.errors import Fault, ProgramError, users_line
 from llm_comm.dsl.ir import Absolute, Chunk, Location, Operation, Rank, Relative, Space, Value
 from llm_comm.registry import why_not_a_name
@@ -95,9 +95,9 @@ class Builder:
     def _workspace(self, space: Space, count: int, like: Chunks, turns: int) -> Chunks:
         if count < 1 or turns < 1:
             raise _misuse(f"{count} chunk(s) in {turns} turn(s): both are at least 1")
-        return self._chunks_of(Shape(space, count, like.shape.parts, turns, is_symmetric=True))
+        return self._chunks_of(ir.Buffer("", space, count, like.shape.parts, turns, is_symmetric=True))
 
-    def _chunks_of(self, shape: Shape) -> Chunks:
+    def _chunks_of(self, shape: ir.Buffer) -> Chunks:
         chunks = Chunks(shape, self._take_name, self._running, self.world)
         self._all_chunks.append(chunks)
         return chunks

@@ -98,6 +98,10 @@ class Chunk:
     buffer: Buffer
     index: Rank | int
 
+    def number_on(self, rank: int, world: int) -> int:
+        """The number of the chunk where ``rank`` runs the program."""
+        return self.index if isinstance(self.index, int) else self.index.on(rank, world)
+
     def __str__(self) -> str:
         return f"{self.buffer.name}[{self.index}]"
 

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from llm_comm.config import EngineOptions
 from llm_comm.errors import CommunicatorError
 from llm_comm.installation import VERSION
 from llm_comm.integrations import sleeping, statistics
-from llm_comm.integrations.descriptions import describe_parts, describe_plans, format_bytes
+from llm_comm.integrations.descriptions import FIRST_FUSED, describe_parts, describe_plans, format_bytes
 from llm_comm.integrations.engine_config import options_of
 from llm_comm.integrations.joining import NotJoinedError, SwitchedOffError, join
 from llm_comm.nodes.all_reduce import WHY_NOT_ALONE
@@ -27,7 +28,7 @@ _EXIT_CODE = 1
 
 
 class Member:
-    """This rank's part in a group that llm_comm serves: its communicator, and the watchdog over it.
+    """This rank's part in a group that llm_comm serves: its communicator, whose failure ends the process.
 
     Args:
         communicator: Closed by ``close``.
@@ -40,8 +41,27 @@ class Member:
         self.group_name = group_name
         self._log = log
         self._said: set[str] = set()
-        self._watchdog = Watchdog(communicator, lambda last_words: log.critical("llm_comm: %s", last_words))
-        self._watchdog.start()
+        self._is_closed = False
+        self._watch()
+
+    def _watch(self) -> None:
+        """End this process when the communicator fails.
+
+        A CUDA graph is replayed without Python, so nobody would see the error, and the engine would serve sums that
+        lack a peer. An engine notices when one of its processes ends, and stops with an error; torch's watchdog of NCCL
+        relies on the same. Wrong results go unnoticed for less than 0.6 s.
+        """
+        # An exit of another rank ends this process too: kernels of other libraries would wait for that rank without
+        # end, and hold up this process.
+        self.communicator.on_error(self._end, exits=True)
+
+    def _end(self, error: CommunicatorError) -> None:
+        if self._is_closed:
+            return
+        last_words = f"{error}\nEnding this process: what the engine computes from here on would be wrong."
+        self._log.critical("llm_comm: %s", last_words)
+        # Not sys.exit: the main thread may be waiting for the GPU or for another rank.
+        os._exit(_EXIT_CODE)
 
     def summary(self, engine: str, *, sums: bool = True) -> str:
         """The line for the log of rank 0 that says what llm_comm does from now on.
@@ -77,10 +97,52 @@ class Member:
             if dist.get_rank() == 0:
                 self._log.info(text, self.communicator.world_size, *(tuple(tensor.shape) for tensor in tensors))
 
+    def all_reduce_add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float, **options: Any
+    ) -> tuple[torch.Tensor, ...] | None:
+        """The fused sum and norm of ``Communicator.all_reduce_add_rms_norm``; None, the same on all ranks, if it is not
+        served: nothing has been summed then.
+
+        Raises:
+            UnsupportedInputError: It is not served, and must be: with ``batch_invariant_norm`` llm_comm computes the
+                norms of all batches.
+        """
+        communicator = self.communicator
+        if communicator.config.batch_invariant_norm == "llm_comm":
+            # The engine's norm would have other bits. What is not served is an error of the call below.
+            x, residual = x.contiguous(), None if residual is None else residual.contiguous()
+            call: Callable[..., tuple[torch.Tensor, ...] | None] = communicator.all_reduce_add_rms_norm
+        else:
+            call = communicator.try_all_reduce_add_rms_norm
+        results = call(x, residual, weight, epsilon, **options)
+        if results is not None:
+            self.say_once(FIRST_FUSED, x)
+        return results
+
+    def try_linear(
+        self,
+        attempt: Callable[..., torch.Tensor | None],
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        first: str,
+        **options: Any,
+    ) -> torch.Tensor | None:
+        """A linear layer of this rank; None if it is not served.
+
+        Args:
+            attempt: Takes the communicator, ``x``, the weight and the options; returns a new tensor or None.
+            x, weight, options: Of the layer.
+            first: Logged for the first layer that is served.
+        """
+        result = attempt(self.communicator, x, weight, **options)
+        if result is not None:
+            self.say_once(first, x, weight)
+        return result
+
     def close(self) -> None:
         """Makes no use of the group, which may be gone."""
         with contextlib.ExitStack() as last:
-            last.callback(self._watchdog.stop)
+            last.callback(setattr, self, "_is_closed", True)
             # It waits for the GPU: for ever, where a kernel of NCCL waits for a dead rank.
             last.callback(self.communicator.close)
             statistics.leave(self.group_name, self.communicator, self._log)
@@ -128,36 +190,3 @@ def enter(
 def why_not_fused(communicator: Communicator) -> str | None:
     """Why no all-reduce of the group is fused with its norm, if so: the same on all ranks."""
     return f"it {WHY_NOT_ALONE}" if communicator.nodes == communicator.world_size > 1 else None
-
-
-class Watchdog:
-    """Ends this process when ``communicator`` fails.
-
-    A CUDA graph is replayed without Python, so nobody would see the error, and the engine would serve sums that lack a
-    peer. An engine notices when one of its processes ends, and stops with an error; torch's watchdog of NCCL relies on
-    the same. Wrong results go unnoticed for less than 0.6 s.
-
-    Args:
-        communicator: What to watch, until ``stop``.
-        report: Takes the last words of the process, which name the peer.
-    """
-
-    def __init__(self, communicator: Communicator, report: Callable[[str], None]) -> None:
-        self._communicator = communicator
-        self._report = report
-        self._is_stopped = False
-
-    def start(self) -> None:
-        # Whoever waits for that rank: kernels of other libraries would do so without end, and hold up this process.
-        self._communicator.on_error(self._end, exits=True)
-
-    def stop(self) -> None:
-        """An error of the communicator does not end the process any more."""
-        self._is_stopped = True
-
-    def _end(self, error: CommunicatorError) -> None:
-        if self._is_stopped:
-            return
-        self._report(f"{error}\nEnding this process: what the engine computes from here on would be wrong.")
-        # Not sys.exit: the main thread may be waiting for the GPU or for another rank.
-        os._exit(_EXIT_CODE)

@@ -105,27 +105,19 @@ class Parts:
             result = _into(operation.run, x, dim, sizes, out)
         else:
             return None
-        return self._told(method, x, sizes, result)
-
-    def leave(self) -> None:
-        """Closes llm_comm; whoever asks from now on is served by the engine."""
-        self._gathers = self._scatters = None
-        self._member.close()
-
-    def _told(
-        self, method: str, x: torch.Tensor, sizes: Sequence[int] | None, result: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """``result``, and a line in the log if it is the first of its kind."""
-        if result is None:
-            return None
         kind = (method, sizes is not None and len(set(sizes)) > 1)
-        if kind not in self._said:
+        if result is not None and kind not in self._said:
             self._said.add(kind)
             if dist.get_rank() == 0:
                 uneven = f", sizes {list(sizes)}" if sizes is not None and kind[1] else ""
                 world = self._member.communicator.world_size
                 self._log.info(FIRST_CALL, method, self._member.group_name, world, tuple(x.shape), uneven)
         return result
+
+    def leave(self) -> None:
+        """Closes llm_comm; whoever asks from now on is served by the engine."""
+        self._gathers = self._scatters = None
+        self._member.close()
 
 
 class _Operation(NamedTuple):

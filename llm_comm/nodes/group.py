@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from llm_comm.config import Config
-from llm_comm.errors import ConfigError, UnsupportedInputError
+from llm_comm.errors import ConfigError
 from llm_comm.nodes.all_reduce import AllReduceAddRmsNormOverNodes, AllReduceOverNodes
 from llm_comm.nodes.exchange import Agreement, Exchange
 from llm_comm.nodes.gather_scatter import AllGatherOverNodes, ReduceScatterOverNodes
@@ -21,32 +21,15 @@ from llm_comm.nodes.topology import NodeRendezvous, Topology
 from llm_comm.nodes.transport import HostTransport, StreamTransport, Transport, kind_of_transport
 from llm_comm.nodes.ucx import UcxTransport
 from llm_comm.nodes.watch import NodeWatch, store_of
-from llm_comm.operations.generic import GenericOperations
 from llm_comm.planning.node_rows import NodeRows, rows_for
-from llm_comm.planning.plan import Plan, declined
 from llm_comm.planning.planner import Planner
 from llm_comm.planning.tables import TuningTable
 from llm_comm.runtime.connect import Connected, compare, connect
 from llm_comm.runtime.core_handle import CoreHandle
 from llm_comm.runtime.rendezvous import Rendezvous
 
+#: The reason of calls that are not served between nodes.
 WHY = "works only within a node, and the ranks are on several"
-
-
-class NoGenericOperations(GenericOperations):
-    """Operations by name, of which there are none."""
-
-    def run(
-        self,
-        operation: str,
-        buffers: Mapping[str, torch.Tensor | None],
-        row: int,
-        parameters: Mapping[str, float],
-    ) -> None:
-        raise UnsupportedInputError(f"{operation}: Communicator.run {WHY}")
-
-    def plan(self, operation: str, x: torch.Tensor, row: int, parameters: Mapping[str, float]) -> Plan:
-        return declined(operation, x.nbytes, WHY)
 
 
 # A message that is served as a whole is served within the node too, whatever the parts there are.

@@ -25,10 +25,16 @@ _Parameters = Mapping[str, float]
 
 
 class GenericOperations:
-    """Those of one communicator, by name."""
+    """Those of one communicator, by name.
 
-    def __init__(self, handle: CoreHandle, planner: Planner) -> None:
+    Args:
+        handle, planner: As of ``Operation``.
+        why_none: Why there are none, or "".
+    """
+
+    def __init__(self, handle: CoreHandle, planner: Planner, why_none: str = "") -> None:
         self._common = (handle, planner)
+        self._why_none = why_none
         self._operations: dict[str, GenericOperation] = {}
 
     def run(self, operation: str, buffers: _Buffers, row: int, parameters: _Parameters) -> None:
@@ -37,6 +43,8 @@ class GenericOperations:
 
     def plan(self, operation: str, x: torch.Tensor, row: int, parameters: _Parameters) -> Plan:
         """``Communicator.plan_for``."""
+        if self._why_none:
+            return declined(operation, x.nbytes, self._why_none)
         return self._find(operation).plan(x, row, parameters)
 
     def forget(self) -> None:
@@ -45,6 +53,8 @@ class GenericOperations:
             operation.forget()
 
     def _find(self, name: str) -> GenericOperation:
+        if self._why_none:
+            raise UnsupportedInputError(f"{name}: Communicator.run {self._why_none}")
         found = self._operations.get(name)
         if found is not None:
             return found

@@ -263,20 +263,10 @@ class LinearLayers:
             or type(weight_scale) not in _PLAIN
             or _is_watched()
         ):
-            return linear_operators.linear_all_reduce_add_rms_norm(
-                x,
-                linear_weight,
-                residual,
-                norm_weight,
-                eps,
-                out,
-                residual_out,
-                quantize,
-                scale,
-                x_scale,
-                weight_scale,
-                self.name,
-            )
+            operands = {"x": x, "linear_weight": linear_weight, "residual": residual, "norm_weight": norm_weight}
+            operands |= {"x_scale": x_scale, "weight_scale": weight_scale}
+            name = "linear_all_reduce_add_rms_norm"
+            return torch_operators.add_rms_norm(name, operands, eps, out, residual_out, quantize, scale, self.name)
         results: tuple[torch.Tensor, ...] = self._linear_all_reduce_add_rms_norm(
             x, linear_weight, residual, norm_weight, eps, out, residual_out, quantize, scale, x_scale, weight_scale
         )

@@ -16,7 +16,6 @@ from llm_comm.operations.linear import weight_of
 from llm_comm.operations.linear_all_reduce import scaling_before_norm
 from llm_comm.operations.torch_operators import (
     OPERAND,
-    add_rms_norm,
     check_outputs,
     check_tensors,
     define,
@@ -47,27 +46,6 @@ def linear(operation: str, x: Any, weight: Any, out: Any, scaling: Scaling | Non
     return result if out is None else put(result, f"{operation}: out", out)
 
 
-def linear_all_reduce_add_rms_norm(
-    x: Any,
-    linear_weight: Any,
-    residual: Any,
-    norm_weight: Any,
-    eps: float,
-    out: Any,
-    residual_out: Any,
-    quantize: str | None,
-    scale: Any,
-    x_scale: Any,
-    weight_scale: Any,
-    communicator: str,
-) -> _Results:
-    """``Communicator.linear_all_reduce_add_rms_norm`` of tensors that are no ordinary ones, or not yet."""
-    operands = {"x": x, "linear_weight": linear_weight, "residual": residual, "norm_weight": norm_weight}
-    operands |= {"x_scale": x_scale, "weight_scale": weight_scale}
-    name = "linear_all_reduce_add_rms_norm"
-    return add_rms_norm(name, operands, eps, out, residual_out, quantize, scale, communicator)
-
-
 # ---- The operators --------------------------------------------------------------------------------------------------
 
 _SCALING = "Tensor? x_scale, Tensor? weight_scale, ScalarType? out_dtype"
@@ -82,27 +60,12 @@ def _define_layer(name: str, parts: int = 1, behind: str = "", in_order: bool = 
         behind: Of the schema, behind the communicator.
     """
 
-    def run(
-        x: _Tensor,
-        weight: _Tensor,
-        x_scale: _Tensor | None,
-        weight_scale: _Tensor | None,
-        out_dtype: torch.dtype | None,
-        communicator: str,
-        after: _Tensor | None = None,
-    ) -> _Tensor:
+    def run(x: _Tensor, weight: _Tensor, x_scale: Any, weight_scale: Any, out_dtype: Any, *others: Any) -> _Tensor:
+        communicator = others[0]  # behind it, what the call comes after
         result: _Tensor = getattr(find(communicator), name).run(x, weight, None, x_scale, weight_scale, out_dtype)
         return result
 
-    def fake(
-        x: _Tensor,
-        weight: _Tensor,
-        x_scale: _Tensor | None,
-        weight_scale: _Tensor | None,
-        out_dtype: torch.dtype | None,
-        communicator: str,
-        after: _Tensor | None = None,
-    ) -> _Tensor:
+    def fake(x: _Tensor, weight: _Tensor, x_scale: Any, weight_scale: Any, out_dtype: Any, *others: Any) -> _Tensor:
         return _empty_result(x, weight.shape[0] // parts, Scaling.of(x_scale, weight_scale, out_dtype))
 
     schema = f"Tensor x, Tensor {weight_of(name)}, {_SCALING}, str communicator{behind}"

@@ -72,18 +72,19 @@ class PartsOperation(Operation):
     """All-gathers or reduce-scatters of one communicator.
 
     Args:
-        name, handle, planner: As of ``Operation``.
+        handle, planner: As of ``Operation``.
         rank: Of this process.
     """
 
+    #: In the registry.
+    name: str
     #: Whether the input is the whole tensor; else the output is.
     takes_whole: bool
 
-    def __init__(self, name: str, handle: CoreHandle, planner: Planner, rank: int) -> None:
-        super().__init__(name, handle, planner)
-        self.name = name
+    def __init__(self, handle: CoreHandle, planner: Planner, rank: int) -> None:
+        super().__init__(self.name, handle, planner)
         self.rank, self.world_size = rank, planner.world_size
-        self._operands = Operands(name, reads=("x",), writes=("out",))
+        self._operands = Operands(self.name, reads=("x",), writes=("out",))
         self._prepared: dict[tuple[torch.Size, torch.dtype, int, tuple[int, ...] | None], PreparedParts] = {}
 
     # ---- Calls --------------------------------------------------------------------------------------------------
@@ -350,10 +351,7 @@ def all_sizes(length: int, sizes: Sizes | None, world: int, takes_whole: bool) -
 class AllGather(PartsOperation):
     """The all-gathers of one communicator."""
 
-    takes_whole = False
-
-    def __init__(self, handle: CoreHandle, planner: Planner, rank: int) -> None:
-        super().__init__(ALL_GATHER, handle, planner, rank)
+    name, takes_whole = ALL_GATHER, False
 
     def _core_type(self, dtype: torch.dtype) -> tuple[str, int]:
         return "byte", dtype.itemsize
@@ -369,7 +367,4 @@ _QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2,
 class ReduceScatter(PartsOperation):
     """The reduce-scatters of one communicator."""
 
-    takes_whole = True
-
-    def __init__(self, handle: CoreHandle, planner: Planner, rank: int) -> None:
-        super().__init__(REDUCE_SCATTER, handle, planner, rank)
+    name, takes_whole = REDUCE_SCATTER, True

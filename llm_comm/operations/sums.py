@@ -152,9 +152,8 @@ class Sums:
             or type(scale) not in _PLAIN
             or _is_watched()
         ):
-            return torch_operators.all_reduce_add_rms_norm(
-                x, residual, weight, eps, out, residual_out, quantize, scale, self.name
-            )
+            operands, name = {"x": x, "residual": residual, "weight": weight}, "all_reduce_add_rms_norm"
+            return torch_operators.add_rms_norm(name, operands, eps, out, residual_out, quantize, scale, self.name)
         return self._all_reduce_add_rms_norm(x, residual, weight, eps, out, residual_out, quantize, scale)
 
     def try_all_reduce_add_rms_norm(

@@ -164,22 +164,6 @@ def all_reduce(x: _Tensor, out: Any, communicator: str) -> Any:
     return result if out is None else put(result, "all_reduce: out", out)
 
 
-def all_reduce_add_rms_norm(
-    x: _Tensor,
-    residual: _Tensor | None,
-    weight: _Tensor,
-    eps: float,
-    out: Any,
-    residual_out: Any,
-    quantize: str | None,
-    scale: _Tensor | None,
-    communicator: str,
-) -> _Results:
-    """The same for ``Communicator.all_reduce_add_rms_norm``."""
-    operands = {"x": x, "residual": residual, "weight": weight}
-    return add_rms_norm("all_reduce_add_rms_norm", operands, eps, out, residual_out, quantize, scale, communicator)
-
-
 def add_rms_norm(
     operation: str,
     operands: Mapping[str, Any],
@@ -190,9 +174,10 @@ def add_rms_norm(
     scale: Any,
     communicator: str,
 ) -> _Results:
-    """The same for an operation that has an operator for each quantization.
+    """The same for a method whose operation has an operator for each quantization.
 
     Args:
+        operation: Name of the method.
         operands: By name, in the order in which the operators take them. Only ``"residual"`` and scales of a layer may
             be None.
     """
@@ -261,18 +246,6 @@ def _all_reduce(x: _Tensor, communicator: str, after: _After = None) -> _Tensor:
 
 def _all_reduce_fake(x: _Tensor, communicator: str, after: _After = None) -> _Tensor:
     return torch.empty_like(x)
-
-
-def _run_on_parts(
-    operation: PartsOperation, x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int
-) -> _Tensor:
-    if (rank, world_size) != (operation.rank, operation.world_size):
-        raise UnsupportedInputError(
-            f"{operation.name}: the call is that of rank {rank} of {world_size}; this is rank {operation.rank} of "
-            f"{operation.world_size}"
-        )
-    result: _Tensor = operation.run(x, dim, sizes)
-    return result
 
 
 def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any], *, in_order: bool = True) -> None:
@@ -361,14 +334,17 @@ def _define_parts(name: str, length: Callable[[int, Sizes | None, int, int], int
         length: Of the result along the dimension, for that of x, the sizes, the rank and the number of ranks.
     """
 
-    def run(
-        x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, communicator: str, after: _After = None
-    ) -> _Tensor:
-        return _run_on_parts(getattr(find(communicator), name), x, dim, sizes, rank, world_size)
+    def run(x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, *others: Any) -> _Tensor:
+        operation: PartsOperation = getattr(find(others[0]), name)  # the communicator; what the call comes after
+        if (rank, world_size) != (operation.rank, operation.world_size):
+            raise UnsupportedInputError(
+                f"{name}: the call is that of rank {rank} of {world_size}; this is rank {operation.rank} of "
+                f"{operation.world_size}"
+            )
+        result: _Tensor = operation.run(x, dim, sizes)
+        return result
 
-    def fake(
-        x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, communicator: str, after: _After = None
-    ) -> _Tensor:
+    def fake(x: _Tensor, dim: int, sizes: Sizes | None, rank: int, world_size: int, *others: Any) -> _Tensor:
         shape = list(x.shape)
         shape[dim] = length(shape[dim], sizes, rank, world_size)
         return x.new_empty(shape)

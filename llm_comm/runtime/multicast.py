@@ -79,26 +79,13 @@ def failed(rendezvous: Rendezvous, why: str) -> Multicast:
 
 def _share_object(rendezvous: Rendezvous, core: _core.Core) -> None:
     """The object of rank 0, on all ranks. The others have a descriptor of nothing to give in return."""
-    created: list[int] = []
-    try:
-        rendezvous.attempt(
-            "creation of the multicast object",
-            lambda: created.append(
-                core.create_multicast() if rendezvous.rank == 0 else os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-            ),
-        )
-        received = rendezvous.exchange_descriptors(created[0])
-    finally:
-        for descriptor in created:
-            os.close(descriptor)
-    try:
-        rendezvous.attempt(
-            "import of the multicast object",
-            lambda: None if rendezvous.rank == 0 else core.join_multicast(received[0]),
-        )
-    finally:
-        for descriptor in received.values():
-            os.close(descriptor)
+    is_first = rendezvous.rank == 0
+    rendezvous.share_descriptors(
+        "creation of the multicast object",
+        lambda: core.create_multicast() if is_first else os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC),
+        "import of the multicast object",
+        lambda received: None if is_first else core.join_multicast(received[0]),
+    )
 
 
 def tell(rendezvous: Rendezvous, config: Config, multicast: Multicast) -> None:

@@ -6,9 +6,6 @@ rank that cannot take a step leaves all ranks where they were, if nothing has be
 
 from __future__ import annotations
 
-import os
-
-from llm_comm import _core
 from llm_comm.errors import UnsupportedInputError
 from llm_comm.planning.multicast import Multicast
 from llm_comm.runtime.core_handle import CoreHandle
@@ -73,8 +70,14 @@ def restore(rendezvous: Rendezvous, handle: CoreHandle) -> None:
         MissingRankError: A rank did not come. As before on this one.
     """
     core = handle.core_of_released()
+
+    def map_peers(peers: dict[int, int]) -> None:
+        for peer, descriptor in peers.items():
+            core.restore_peer(peer, descriptor)
+
+    steps = "restoring the workspace", "mapping of the peers' memory"
     try:
-        _map(rendezvous, core)
+        rendezvous.share_descriptors(steps[0], core.restore_workspace, steps[1], map_peers)
     except BaseException:
         try:
             core.release_workspaces()
@@ -87,23 +90,3 @@ def restore(rendezvous: Rendezvous, handle: CoreHandle) -> None:
         handle.fail("the proxy of port channels did not start again on all ranks")
         raise
     handle.is_released = False
-
-
-def _map(rendezvous: Rendezvous, core: _core.Core) -> None:
-    own: list[int] = []
-    try:
-        rendezvous.attempt("restoring the workspace", lambda: own.append(core.restore_workspace()))
-        peers = rendezvous.exchange_descriptors(own[0])
-    finally:
-        for descriptor in own:
-            os.close(descriptor)
-
-    def map_peers() -> None:
-        for peer, descriptor in peers.items():
-            core.restore_peer(peer, descriptor)
-
-    try:
-        rendezvous.attempt("mapping of the peers' memory", map_peers)
-    finally:
-        for descriptor in peers.values():
-            os.close(descriptor)

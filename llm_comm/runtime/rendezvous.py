@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
@@ -242,6 +243,28 @@ class Rendezvous:
                 lambda: self._exchange(server, said, descriptor),
                 undo=lambda received: close_all(received.values()),
             )
+
+    def share_descriptors(
+        self, made: str, make: Callable[[], int], used: str, use: Callable[[dict[int, int]], object]
+    ) -> None:
+        """Has every rank make a file descriptor, and use those of its peers. All of them are closed at the end.
+
+        Args:
+            made, make: Names the step that makes the descriptor of this rank, and makes it.
+            used, use: The same of the step that takes the descriptors of the peers, by rank.
+
+        Raises:
+            RendezvousError: As of ``attempt`` and ``exchange_descriptors``.
+        """
+        own = self.attempt(made, make, undo=os.close)
+        try:
+            peers = self.exchange_descriptors(own)
+        finally:
+            os.close(own)
+        try:
+            self.attempt(used, lambda: use(peers))
+        finally:
+            close_all(peers.values())
 
     def _listen(self) -> socket.socket:
         return listen()

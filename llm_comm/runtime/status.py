@@ -94,19 +94,22 @@ class StatusBoard:
         Raises:
             RendezvousError: The ranks cannot exchange file descriptors.
         """
-        own = rendezvous.attempt("status page", _make_page, undo=os.close)
-        peers: dict[int, int] = {}
-        try:
-            peers = rendezvous.exchange_descriptors(own)
+        pages: dict[int, mmap.mmap] = {}
 
-            def map_pages() -> dict[int, mmap.mmap]:
-                pages = {rank: mmap.mmap(fd, _PAGE_BYTES, prot=mmap.PROT_READ) for rank, fd in peers.items()}
-                return pages | {rendezvous.rank: mmap.mmap(own, _PAGE_BYTES)}
+        def make() -> int:
+            descriptor = os.memfd_create("llm_comm_status", os.MFD_CLOEXEC)
+            try:
+                os.ftruncate(descriptor, _PAGE_BYTES)
+                pages[rendezvous.rank] = mmap.mmap(descriptor, _PAGE_BYTES)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            return descriptor
 
-            pages = rendezvous.attempt("mapping of the status pages", map_pages)
-        finally:
-            for fd in (own, *peers.values()):
-                os.close(fd)
+        def map_peers(peers: dict[int, int]) -> None:
+            pages.update({rank: mmap.mmap(fd, _PAGE_BYTES, prot=mmap.PROT_READ) for rank, fd in peers.items()})
+
+        rendezvous.share_descriptors("status page", make, "mapping of the status pages", map_peers)
         return cls(rendezvous.rank, pages, _exchange_processes(rendezvous))
 
     def publish(self, state: RankState) -> None:
@@ -135,16 +138,6 @@ class StatusBoard:
             page.close()
         for process in self._processes.values():
             os.close(process)
-
-
-def _make_page() -> int:
-    descriptor = os.memfd_create("llm_comm_status", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(descriptor, _PAGE_BYTES)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 def _exchange_processes(rendezvous: Rendezvous) -> dict[int, int]:

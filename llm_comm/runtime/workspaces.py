@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -73,23 +72,12 @@ def map_workspaces(rendezvous: Rendezvous, core: _core.Core, is_emulated: bool) 
 
 
 def _map_by_descriptor(rendezvous: Rendezvous, memory: _Memory) -> None:
-    descriptors: list[int] = []
-    try:
-        rendezvous.attempt(f"allocation of {memory.name}", lambda: descriptors.append(memory.create(False)[0]))
-        peers = rendezvous.exchange_descriptors(descriptors[0])
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+    def map_peers(peers: dict[int, int]) -> None:
+        for peer, descriptor in peers.items():
+            memory.map_peer(peer, descriptor, b"")
 
-    def map_peers() -> None:
-        for peer, fd in peers.items():
-            memory.map_peer(peer, fd, b"")
-
-    try:
-        rendezvous.attempt(f"mapping of the peers' {memory.of_peers}", map_peers)
-    finally:
-        for fd in peers.values():
-            os.close(fd)
+    allocation, mapping = f"allocation of {memory.name}", f"mapping of the peers' {memory.of_peers}"
+    rendezvous.share_descriptors(allocation, lambda: memory.create(False)[0], mapping, map_peers)
 
 
 def _map_by_ipc(rendezvous: Rendezvous, memory: _Memory) -> None:

@@ -422,7 +422,7 @@ EDGES: tuple[Mutant, ...] = (
     ),
     python("the least important objection is told", JOINING, "kind = min(kind for", "kind = max(kind for", JOIN),
     python("an objection may have any length", JOINING, "[:_MAX_WORD]", "", JOIN),
-    python("a process ends for what it has closed", MEMBERS, "if self._is_stopped:\n            return", "pass", JOIN),
+    python("a process ends for what it has closed", MEMBERS, "if self._is_closed:\n            return", "pass", JOIN),
     python("an engine does not hear of exits", MEMBERS, "self._end, exits=True", "self._end, exits=False", JOIN),
     python(
         "ranks decide by the layout of their parts",

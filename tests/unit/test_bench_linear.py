@@ -17,7 +17,7 @@ from llm_comm.bench.linear_arms import FUSED, Arm, Names, silu_and_mul
 from llm_comm.bench.linear_operands import Judge, Operands, SiluJudge, make_weights
 from llm_comm.bench.linear_report import Choice, LayerRow
 from llm_comm.bench.report import Progress, Result
-from llm_comm.cli import commands
+from llm_comm.cli import commands, launch
 from llm_comm.cli.launch import Placement
 from llm_comm.errors import ConfigError, PeerTimeout, UnsupportedInputError
 
@@ -363,7 +363,7 @@ def test_one_rank_runs_where_it_is_asked_for_or_there_is_one_gpu(
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(linear.launch, "usable_gpus", lambda: (gpus, "why"))
-    placement = linear.place(world, device)
+    placement = launch.place(world, device, least=1)
     assert (placement.world, placement.on_gpu) == expected
     assert bool(placement.reason) != placement.on_gpu
 
@@ -372,13 +372,13 @@ def test_a_launched_group_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear.launch, "usable_gpus", lambda: (1, ""))
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert linear.place(None, "auto") == Placement(1, True)
+    assert launch.place(None, "auto", least=1) == Placement(1, True)
     with pytest.raises(ConfigError, match="contradicts"):
-        linear.place(2, "auto")
+        launch.place(2, "auto", least=1)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert linear.place(None, "emulated").world == 2
+    assert launch.place(None, "emulated", least=1).world == 2
     with pytest.raises(ConfigError, match="contradicts"):
-        linear.place(1, "auto")
+        launch.place(1, "auto", least=1)
 
 
 # ---- What is reported -----------------------------------------------------------------------------------------------

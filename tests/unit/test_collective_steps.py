@@ -18,7 +18,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "llm_comm"
 #: Commands end with all their ranks when one fails: their launcher sees to that. The last one is the mechanism itself.
 LEFT_OUT = re.compile(r"(bench|cli|demo|planning)/.*|runtime/rendezvous\.py")
-STEPS = {"attempt", "collect", "gather", "vote", "exchange_descriptors"}
+STEPS = {"attempt", "collect", "gather", "vote", "exchange_descriptors", "share_descriptors"}
 #: Values that are a rendezvous.
 OF_RENDEZVOUS = re.compile(r"(self\._?)?rendezvous|here|Rendezvous\(.*\)|self\._heap\.rendezvous\(\)")
 #: Collective calls that show no rendezvous.

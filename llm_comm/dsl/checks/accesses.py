@@ -47,13 +47,12 @@ class Access:
 
 @dataclass(frozen=True)
 class PortWork:
-    """A ``port_put``: two actors stand for what the proxy has read, and for what has come."""
+    """A ``port_put``: of the proxy's two actors, one for what it has read, the one for what has come."""
 
     where: Location
     rank: int
     peer: int
     call: int
-    source_actor: int
     target_actor: int
     number: int
     target: Place

@@ -232,7 +232,7 @@ class Simulation:
             of_target = Access(reads + 1, number, before, True, rank, call, target, op, op.where)
             self.records.accesses.setdefault(source, []).append(of_source)
             self.records.accesses.setdefault(target, []).append(of_target)
-            self.records.port_work.append(PortWork(op.where, rank, peer, call, reads, reads + 1, number, target))
+            self.records.port_work.append(PortWork(op.where, rank, peer, call, reads + 1, number, target))
 
     def _signal(self, actor: int, rank: int, op: ir.Signal) -> None:
         peer, knowledge = op.peer.on(rank, self._world), self._knowledge[actor]

@@ -74,7 +74,7 @@ class Trial:
     def places(self, act: Act, runs: int, owner: int, chunk: Chunk, call: int) -> list[tuple[int, Place]]:
         """The pieces that ``act``, run by rank ``runs``, uses of a chunk of rank ``owner``, and where they are."""
         buffer = chunk.buffer
-        index = chunk.index if isinstance(chunk.index, int) else chunk.index.on(runs, self.program.world)
+        index = chunk.number_on(runs, self.program.world)
         if not 0 <= index < buffer.chunks:
             raise ProgramError(
                 Fault.MISUSE,

@@ -65,7 +65,7 @@ def sender_of(program: ir.Program, read: ir.ReadPackets) -> Rank:
             continue
         for sender in _running(op, world):
             receiver = op.peer.on(sender, world)
-            if _index(op.target, sender, world) == _index(read.source, receiver, world):
+            if op.target.number_on(sender, world) == read.source.number_on(receiver, world):
                 senders.setdefault(receiver, sender)
     receivers = [rank for rank in _running(read, world) if rank in senders]
     offsets = {(senders[rank] - rank) % world for rank in receivers}
@@ -83,7 +83,7 @@ def readers_of(program: ir.Program, read: ir.ReadPackets) -> int:
         sum(
             op.source.buffer == read.source.buffer
             and rank in _running(op, world)
-            and _index(op.source, rank, world) == _index(read.source, rank, world)
+            and op.source.number_on(rank, world) == read.source.number_on(rank, world)
             for op in reads
         )
         for rank in _running(read, world)
@@ -92,7 +92,3 @@ def readers_of(program: ir.Program, read: ir.ReadPackets) -> int:
 
 def _running(op: ir.Op, world: int) -> list[int]:
     return [rank for rank in range(world) if op.runs_on(rank)]
-
-
-def _index(chunk: ir.Chunk, rank: int, world: int) -> int:
-    return chunk.index if isinstance(chunk.index, int) else chunk.index.on(rank, world)

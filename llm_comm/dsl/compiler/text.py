@@ -29,18 +29,12 @@ class Text:
         self._lines += ["  " * self._depth + line if self._depth else line for line in lines]
 
     @contextmanager
-    def indented(self) -> Iterator[None]:
-        """Lines inside are one step deeper."""
-        self._depth += 1
-        yield
-        self._depth -= 1
-
-    @contextmanager
     def block(self, head: str, end: str = "}", remark: str | None = None) -> Iterator[None]:
         """Lines inside stand in braces behind ``head``. ``remark`` stands behind the brace, as a comment."""
         self.add(f"{head} {{{'' if remark is None else f'  {comment(remark)}'}".lstrip())
-        with self.indented():
-            yield
+        self._depth += 1
+        yield
+        self._depth -= 1
         self.add(end)
 
     def joined(self) -> str:

@@ -129,12 +129,12 @@ def writers_of(program: ir.Program, rank: int, element: int, part_bytes: int) ->
     part, line = element // of_part, element % of_part * ELEMENT_BYTES // LINE_BYTES
     found = []
     for op, chunk in _stores_to_outputs(program):
-        buffer, index = chunk.buffer, chunk.index
+        buffer = chunk.buffer
         pieces = buffer.parts // outer_parts(program.operation, program.world)
         for sender in range(program.world):
             if not op.runs_on(sender) or _receiver(op, sender, program.world) != rank:
                 continue
-            number = index if isinstance(index, int) else index.on(sender, program.world)
+            number = chunk.number_on(sender, program.world)
             at = (0, number) if pieces == buffer.chunks else divmod(number, pieces)
             if at == (part, line // chunk_lines(part_bytes, pieces)):
                 found.append(op.where)

@@ -381,21 +381,9 @@ class LlmCommAllReduce:
             UnsupportedInputError: It is not served, and must be: in deterministic mode a norm is llm_comm's in all
                 batches.
         """
-        communicator = self._llm_comm
-        if communicator is None:
+        if self._llm_comm is None:
             return None
-        if communicator.config.batch_invariant_norm == "llm_comm":
-            # SGLang's norm would have other bits. What is not served is an error of the call below.
-            x, residual = x.contiguous(), residual.contiguous()
-            call: Callable[..., tuple[torch.Tensor, ...] | None] = communicator.all_reduce_add_rms_norm
-        else:
-            call = communicator.try_all_reduce_add_rms_norm
-        results = call(x, residual, weight, epsilon)
-        if results is None:
-            return None
-        normed, new_residual = results
-        self._member.say_once(descriptions.FIRST_FUSED, x)
-        return normed, new_residual
+        return self._member.all_reduce_add_rms_norm(x, residual, weight, epsilon)  # type: ignore[return-value]
 
     def sum_of(self, x: torch.Tensor) -> torch.Tensor | None:
         """The sum over the group by llm_comm, a new tensor; None, the same on all ranks, if it declines ``x``."""
@@ -416,23 +404,16 @@ class LlmCommAllReduce:
             x, weight: As of ``Communicator.linear``.
             scales, out_dtype: Of FP8: scales of ``x`` and of the weight, and the dtype of the result.
         """
-        communicator = self._llm_comm
-        if communicator is None:
-            return None
         weight = weight if scales is None else weight.detach()
-        result = communicator.try_linear(x, weight, **scaling(scales), out_dtype=out_dtype)
-        if result is not None:
-            self._member.say_once(FIRST_LINEAR, x, weight)
-        return result
+        options = {**scaling(scales), "out_dtype": out_dtype}
+        return self._try_linear(Communicator.try_linear, x, weight, FIRST_LINEAR, **options)
 
     def linear_of_any_batch(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         """The same of a layer that ``takes_all_batches_of`` takes; None once llm_comm has left the group."""
-        communicator = self._llm_comm
-        if communicator is None:
-            return None
-        result = linear_of_any_batch(communicator, x, weight)
-        self._member.say_once(FIRST_INVARIANT_LINEAR, x, weight)
-        return result
+        return self._try_linear(linear_of_any_batch, x, weight, FIRST_INVARIANT_LINEAR)
+
+    def _try_linear(self, *arguments: Any, **options: Any) -> torch.Tensor | None:
+        return None if self._llm_comm is None else self._member.try_linear(*arguments, **options)
 
     def capture(self) -> contextlib.AbstractContextManager[None]:
         """Entered around the capture of CUDA graphs. llm_comm needs none: it registers no tensors."""

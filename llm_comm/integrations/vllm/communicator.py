@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -110,14 +109,20 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
             UnsupportedInputError: It is not served, and must be: in batch-invariant mode a norm is llm_comm's in all
                 batches.
         """
-        quantize = None if scale is None else "static"
-        return self._all_reduce_add_rms_norm(x, residual, weight, epsilon, quantize, scale)  # type: ignore[return-value]
+        member, quantize = self._serving(), None if scale is None else "static"
+        if member is None:
+            return None
+        results = member.all_reduce_add_rms_norm(x, residual, weight, epsilon, quantize=quantize, scale=scale)
+        return results  # type: ignore[return-value]
 
     def all_reduce_add_rms_norm_group_fp8(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float, quantize: str
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """See ``operators.py``; None as of ``all_reduce_add_rms_norm``."""
-        return self._all_reduce_add_rms_norm(x, residual, weight, epsilon, quantize)  # type: ignore[return-value]
+        member = self._serving()
+        if member is None:
+            return None
+        return member.all_reduce_add_rms_norm(x, residual, weight, epsilon, quantize=quantize)  # type: ignore[return-value]
 
     def linear_all_reduce_add_rms_norm(
         self,
@@ -131,13 +136,13 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """See ``operators.py``; None, if it is not served: nothing has been summed then. ``linear_weight`` is
         [outputs, inputs]."""
-        communicator = self._llm_comm
-        if communicator is None:
+        member = self._serving()
+        if member is None:
             return None
         # A parameter of a class of vLLM's would take the way by torch's dispatcher again.
         linear_weight = linear_weight.detach()
         # It may decline on this rank alone, which is no harm: the others make the same sum behind their layer.
-        results = communicator.try_linear_all_reduce_add_rms_norm(
+        results = member.communicator.try_linear_all_reduce_add_rms_norm(
             x,
             linear_weight,
             residual,
@@ -150,7 +155,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         if results is None:
             return None
         normed, new_residual = results
-        self._say_once(linear.FIRST_FUSED_LINEAR, x, linear_weight)
+        member.say_once(linear.FIRST_FUSED_LINEAR, x, linear_weight)
         return normed, new_residual
 
     def linear(
@@ -224,28 +229,8 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         finally:  # also where the CUDA context is broken
             super().destroy()
 
-    def _all_reduce_add_rms_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        weight: torch.Tensor,
-        epsilon: float,
-        quantize: str | None,
-        scale: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, ...] | None:
-        communicator = self._llm_comm
-        if communicator is None:
-            return None
-        if communicator.config.batch_invariant_norm == "llm_comm":
-            # vLLM's norm would have other bits. What is not served is an error of the call below.
-            x, residual = x.contiguous(), None if residual is None else residual.contiguous()
-            call: Callable[..., tuple[torch.Tensor, ...] | None] = communicator.all_reduce_add_rms_norm
-        else:
-            call = communicator.try_all_reduce_add_rms_norm
-        results = call(x, residual, weight, epsilon, quantize=quantize, scale=scale)
-        if results is not None:
-            self._say_once(descriptions.FIRST_FUSED, x)
-        return results
+    def _serving(self) -> members.Member | None:
+        return None if self._llm_comm is None else self._member
 
     def _prefers(self, outputs: int, inputs: int, **kind: bool) -> bool:
         communicator = self._llm_comm
@@ -253,23 +238,10 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         return communicator is not None and linear.prefers_some(communicator, outputs, inputs, tokens, **kind)
 
     def _try_linear(
-        self,
-        attempt: Callable[..., torch.Tensor | None],
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        first: str,
-        **options: Any,
+        self, attempt: Any, x: torch.Tensor, weight: torch.Tensor, first: str, **options: Any
     ) -> torch.Tensor | None:
-        communicator = self._llm_comm
-        weight = weight.detach()  # as of ``linear_all_reduce_add_rms_norm``
-        result = None if communicator is None else attempt(communicator, x, weight, **options)
-        if result is not None:
-            self._say_once(first, x, weight)
-        return result
-
-    def _say_once(self, text: str, *tensors: torch.Tensor) -> None:
-        if self._member is not None:
-            self._member.say_once(text, *tensors)
+        member, weight = self._serving(), weight.detach()  # as of ``linear_all_reduce_add_rms_norm``
+        return None if member is None else member.try_linear(attempt, x, weight, first, **options)
 
     def _join(self) -> None:
         """Makes the communicator on all ranks of the group or on none.
@@ -366,9 +338,10 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         if why_not is not None:
             logger.debug("llm_comm: norms of FlashInfer are left alone: %s", why_not)
             return False
-        say = partial(self._say_once, descriptions.FIRST_FUSED)
-        flashinfer_calls.serve(self.cpu_group, communicator, fuses=options_of(communicator).fuse, say=say)
-        return options_of(communicator).fuse
+        assert self._member is not None
+        fuses, say = options_of(communicator).fuse, partial(self._member.say_once, descriptions.FIRST_FUSED)
+        flashinfer_calls.serve(self.cpu_group, communicator, fuses=fuses, say=say)
+        return fuses
 
     def _set_up_eager_fusion(self, config: EngineOptions) -> str:
         """The same for models that are not compiled, on all ranks or on none."""

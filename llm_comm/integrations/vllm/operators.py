@@ -16,7 +16,7 @@ read before the kernels ahead have ended, so none of these may write them. No ot
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import vllm.ir.ops
@@ -134,14 +134,8 @@ def _run_ir(op: Any, total: _Tensor, *arguments: Any) -> Any:
     return kernel.impl_fn(total, *arguments)
 
 
-def _fake_norm(
-    x: _Tensor,
-    residual: _Tensor | None,
-    weight: _Tensor,
-    epsilon: float,
-    scale: _Tensor | None,
-    group_name: str,
-) -> tuple[_Tensor, _Tensor]:
+def _fake_norm(x: _Tensor, *others: Any) -> tuple[_Tensor, _Tensor]:
+    *_, scale, _ = others
     return torch.empty_like(x, dtype=x.dtype if scale is None else FP8), torch.empty_like(x)
 
 
@@ -184,87 +178,69 @@ def _quantize(normed: _Tensor, quantize: str, new_residual: _Tensor) -> tuple[_T
     return quantized, new_residual, scales
 
 
-def _fake_by_groups(
-    x: _Tensor, residual: _Tensor | None, weight: _Tensor, epsilon: float, quantize: str, group_name: str
-) -> tuple[_Tensor, _Tensor, _Tensor]:
-    scales = fp8.empty_scales(quantize, x)
-    return torch.empty_like(x, dtype=FP8), torch.empty_like(x), scales
+def _fake_by_groups(x: _Tensor, *others: Any) -> tuple[_Tensor, _Tensor, _Tensor]:
+    *_, quantize, _ = others
+    return torch.empty_like(x, dtype=FP8), torch.empty_like(x), fp8.empty_scales(quantize, x)
 
 
 # ---- Linear layers --------------------------------------------------------------------------------------------------
 
 
-def _linear(
-    x: _Tensor,
-    weight: _Tensor,
-    x_scale: _Tensor | None,
-    weight_scale: _Tensor | None,
-    out_dtype: torch.dtype | None,
-    group_name: str,
-) -> _Tensor:
-    """``x @ weight.T``.
+class _Operands(NamedTuple):
+    """Operands of a linear layer, in the order of the operators.
 
-    Args:
+    Attributes:
         x, weight, x_scale, weight_scale: See above.
         out_dtype: Of the result of FP8; None: that of ``x``.
-        group_name: vLLM's name of the group whose communicator computes the layer.
+    """
+
+    x: _Tensor
+    weight: _Tensor
+    x_scale: _Tensor | None
+    weight_scale: _Tensor | None
+    out_dtype: torch.dtype | None
+
+    def as_ours(self) -> tuple[_Tensor, Any]:
+        """The weight, [outputs, inputs], and the scales as llm_comm takes them."""
+        return (self.weight, None) if self.x_scale is None else (self.weight.t(), (self.x_scale, self.weight_scale))
+
+    def as_before(self) -> _Tensor:
+        """The layer by what the graph held before."""
+        if self.x_scale is None:
+            return torch.nn.functional.linear(self.x, self.weight)
+        result: _Tensor = _custom_ops.cutlass_scaled_mm(*self)
+        return result
+
+    def empty_result(self) -> _Tensor:
+        """A tensor of the shape and dtype of the result."""
+        outputs = self.weight.shape[0 if self.x_scale is None else 1]
+        return self.x.new_empty((*self.x.shape[:-1], outputs), dtype=self.out_dtype or self.x.dtype)
+
+
+def _linear(*arguments: Any) -> _Tensor:
+    """``x @ weight.T``, of ``_Operands`` and vLLM's name of the group whose communicator computes the layer.
 
     Raises:
         ValueError: There is no such group (any more).
     """
-    result = _by_llm_comm("linear", x, weight, x_scale, weight_scale, out_dtype, group_name)
-    return _as_before(x, weight, x_scale, weight_scale, out_dtype) if result is None else result
+    result = _by_llm_comm("linear", *arguments)
+    return _Operands(*arguments[:-1]).as_before() if result is None else result
 
 
-def _linear_silu_and_mul(
-    x: _Tensor,
-    weight: _Tensor,
-    x_scale: _Tensor | None,
-    weight_scale: _Tensor | None,
-    out_dtype: torch.dtype | None,
-    group_name: str,
-) -> _Tensor:
+def _linear_silu_and_mul(*arguments: Any) -> _Tensor:
     """``silu(x @ gate.T) * (x @ up.T)``: half of the outputs of ``weight`` are those of gate, then come those of up.
     Arguments and errors as of ``linear``."""
-    result = _by_llm_comm("linear_silu_and_mul", x, weight, x_scale, weight_scale, out_dtype, group_name)
-    if result is None:
-        return _silu_and_mul(_linear(x, weight, x_scale, weight_scale, out_dtype, group_name))
-    return result
+    result = _by_llm_comm("linear_silu_and_mul", *arguments)
+    return _silu_and_mul(_linear(*arguments)) if result is None else result
 
 
-def _by_llm_comm(
-    method: str,
-    x: _Tensor,
-    weight: _Tensor,
-    x_scale: _Tensor | None,
-    weight_scale: _Tensor | None,
-    out_dtype: torch.dtype | None,
-    group_name: str,
-) -> _Tensor | None:
+def _by_llm_comm(method: str, *arguments: Any) -> _Tensor | None:
     """By a method of the group's communicator; None, if it declines, or is not llm_comm's."""
+    operands, group_name = _Operands(*arguments[:-1]), arguments[-1]
     ours = getattr(find_group(group_name).device_communicator, method, None)
     if ours is None:
         return None
-    return ours(x, *_as_ours(weight, x_scale, weight_scale), out_dtype)  # type: ignore[no-any-return]
-
-
-def _as_ours(weight: _Tensor, x_scale: _Tensor | None, weight_scale: _Tensor | None) -> tuple[_Tensor, Any]:
-    """The weight, [outputs, inputs], and the scales as llm_comm takes them."""
-    return (weight, None) if x_scale is None else (weight.t(), (x_scale, weight_scale))
-
-
-def _as_before(
-    x: _Tensor,
-    weight: _Tensor,
-    x_scale: _Tensor | None,
-    weight_scale: _Tensor | None,
-    out_dtype: torch.dtype | None,
-) -> _Tensor:
-    """The layer by what the graph held before."""
-    if x_scale is None:
-        return torch.nn.functional.linear(x, weight)
-    result: _Tensor = _custom_ops.cutlass_scaled_mm(x, weight, x_scale, weight_scale, out_dtype)
-    return result
+    return ours(operands.x, *operands.as_ours(), operands.out_dtype)  # type: ignore[no-any-return]
 
 
 def _silu_and_mul(y: _Tensor) -> _Tensor:
@@ -302,11 +278,11 @@ def _linear_all_reduce_add_rms_norm(
     """
     communicator = find_group(group_name).device_communicator
     fused = getattr(communicator, "linear_all_reduce_add_rms_norm", None)
-    ours, scales = _as_ours(weight, x_scale, weight_scale)
+    operands = _Operands(x, weight, x_scale, weight_scale, norm_weight.dtype)
+    ours, scales = operands.as_ours()
     result = None if fused is None else fused(x, ours, residual, norm_weight, epsilon, scale, scales)
     if result is None:
-        y = _as_before(x, weight, x_scale, weight_scale, norm_weight.dtype)
-        return _run(y, residual, norm_weight, epsilon, scale, group_name)
+        return _run(operands.as_before(), residual, norm_weight, epsilon, scale, group_name)
     return result  # type: ignore[no-any-return]
 
 
@@ -314,34 +290,19 @@ def _fake_silu_and_mul(y: _Tensor) -> _Tensor:
     return y.new_empty((*y.shape[:-1], y.shape[-1] // 2))
 
 
-def _fake_linear(
-    x: _Tensor,
-    weight: _Tensor,
-    x_scale: _Tensor | None,
-    weight_scale: _Tensor | None,
-    out_dtype: torch.dtype | None,
-    group_name: str,
-) -> _Tensor:
-    outputs = weight.shape[0 if x_scale is None else 1]
-    return x.new_empty((*x.shape[:-1], outputs), dtype=out_dtype or x.dtype)
+def _fake_linear(*arguments: Any) -> _Tensor:
+    return _Operands(*arguments[:-1]).empty_result()
 
 
-def _fake_linear_silu_and_mul(*operands: Any) -> _Tensor:
-    return _fake_silu_and_mul(_fake_linear(*operands))
+def _fake_linear_silu_and_mul(*arguments: Any) -> _Tensor:
+    return _fake_silu_and_mul(_fake_linear(*arguments))
 
 
 def _fake_linear_all_reduce_add_rms_norm(
-    x: _Tensor,
-    weight: _Tensor,
-    x_scale: _Tensor | None,
-    weight_scale: _Tensor | None,
-    residual: _Tensor | None,
-    norm_weight: _Tensor,
-    epsilon: float,
-    scale: _Tensor | None,
-    group_name: str,
+    x: _Tensor, weight: _Tensor, x_scale: Any, weight_scale: Any, residual: Any, norm_weight: _Tensor, *others: Any
 ) -> tuple[_Tensor, _Tensor]:
-    total = _fake_linear(x, weight, x_scale, weight_scale, norm_weight.dtype, group_name)
+    _, scale, _ = others
+    total = _Operands(x, weight, x_scale, weight_scale, norm_weight.dtype).empty_result()
     return torch.empty_like(total, dtype=total.dtype if scale is None else FP8), total
 
 

@@ -782,7 +782,7 @@ def leaving_a_group_closes_llm_comm() -> None:
 def a_peer_that_stays_away_ends_the_process_with_its_name() -> None:
     last_words = shared_directory() / "last_words"
     if dist_rank() == 1:  # it hears of the error, and would end too
-        mock.patch.object(members.Watchdog, "start").start()
+        mock.patch.object(members.Member, "_watch").start()
     context = sglang_groups()
     context.__enter__()
     if dist_rank() == 0:

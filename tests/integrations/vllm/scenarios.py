@@ -557,7 +557,7 @@ def elastic_expert_parallelism_keeps_its_exact_class() -> None:
 def a_peer_that_stays_away_ends_the_process_with_its_name() -> None:
     last_words = shared_directory() / "last_words"
     if dist_rank() == 1:  # it hears of the error, and would end too
-        mock.patch.object(members.Watchdog, "start").start()
+        mock.patch.object(members.Member, "_watch").start()
     context = vllm_groups()
     context.__enter__()
     if dist_rank() == 0:
