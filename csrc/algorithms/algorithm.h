@@ -139,6 +139,13 @@ struct AlgorithmInfo {
   bool by_switch = false;
   bool sums_in_switch = false;    // not in rank order: only with `sum: any`
   bool ranks_may_differ = false;  // each rank asks the switch for its own sum: ranks may get other bits
+
+  // Whether only an option or a row of a table chooses it, for whatever has been measured. Copy engines are worth it for large
+  // messages alone; NVLink multicast has to be set up.
+  bool needs_row() const {
+    const std::string_view by = protocol;
+    return by == "Port" || by == "CE" || by_switch;
+  }
 };
 
 // A list of descriptors.
