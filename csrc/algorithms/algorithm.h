@@ -151,8 +151,6 @@ struct AlgorithmInfo {
 // A list of descriptors.
 template <class... Algorithms>
 struct AlgorithmList {
-  static constexpr uint32_t kCount = sizeof...(Algorithms);
-
   // step.operator()<Algorithm>() for each, in order.
   template <class Step>
   static void for_each(Step step) {
@@ -164,15 +162,6 @@ struct AlgorithmList {
   static void at(uint32_t index, Step step) {
     uint32_t i = 0;
     ((i++ == index ? step.template operator()<Algorithms>() : void()), ...);
-  }
-
-  // The number of a descriptor in the list.
-  template <class Algorithm>
-  static constexpr uint32_t index_of() {
-    uint32_t index = 0;
-    uint32_t i = 0;
-    ((index = __is_same(Algorithm, Algorithms) ? i : index, ++i), ...);
-    return index;
   }
 };
 
