@@ -53,6 +53,7 @@ class _Algorithm:
     by_switch: bool
     sums_in_switch: bool
     ranks_may_differ: bool
+    needs_row: bool
 
 class _Operation:
     name: str

@@ -45,6 +45,7 @@ class Algorithm(NamedTuple):
         by_switch: Its kernels use NVLink multicast (SwitchChannel): only where the ranks have set that up.
         sums_in_switch: Its sums are made in the switch, not in rank order: only with the option ``sum: any``.
         ranks_may_differ: Each rank asks the switch for its own sum, so ranks may get other bits.
+        needs_row: Only an option or a row of a table chooses it (AlgorithmInfo in csrc/algorithms/algorithm.h).
     """
 
     number: int
@@ -58,6 +59,7 @@ class Algorithm(NamedTuple):
     by_switch: bool = False
     sums_in_switch: bool = False
     ranks_may_differ: bool = False
+    needs_row: bool = False
 
     @property
     def is_by_proxy(self) -> bool:
@@ -65,12 +67,6 @@ class Algorithm(NamedTuple):
         where the process has filled the queue of the GPU, frees memory or first uses a kernel meanwhile, the copies
         wait for the very kernel that waits for them (docs/experiments/channels.md)."""
         return self.protocol == "Port"
-
-    @property
-    def needs_row(self) -> bool:
-        """Only an option or a row of a table chooses it, for whatever has been measured: it moves data by copy
-        engines, which are worth it where messages are large enough; or by NVLink multicast, which has to be set up."""
-        return self.protocol in ("Port", "CE") or self.by_switch
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -153,6 +149,7 @@ def operations() -> dict[str, Operation]:
             by_switch=found.by_switch,
             sums_in_switch=found.sums_in_switch,
             ranks_may_differ=found.ranks_may_differ,
+            needs_row=found.needs_row,
         )
         for found in _core.algorithms()
     ]

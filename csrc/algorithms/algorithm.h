@@ -139,13 +139,18 @@ struct AlgorithmInfo {
   bool by_switch = false;
   bool sums_in_switch = false;    // not in rank order: only with `sum: any`
   bool ranks_may_differ = false;  // each rank asks the switch for its own sum: ranks may get other bits
+
+  // Whether only an option or a row of a table chooses it, for whatever has been measured. Copy engines are worth it for large
+  // messages alone; NVLink multicast has to be set up.
+  bool needs_row() const {
+    const std::string_view by = protocol;
+    return by == "Port" || by == "CE" || by_switch;
+  }
 };
 
 // A list of descriptors.
 template <class... Algorithms>
 struct AlgorithmList {
-  static constexpr uint32_t kCount = sizeof...(Algorithms);
-
   // step.operator()<Algorithm>() for each, in order.
   template <class Step>
   static void for_each(Step step) {
@@ -157,15 +162,6 @@ struct AlgorithmList {
   static void at(uint32_t index, Step step) {
     uint32_t i = 0;
     ((i++ == index ? step.template operator()<Algorithms>() : void()), ...);
-  }
-
-  // The number of a descriptor in the list.
-  template <class Algorithm>
-  static constexpr uint32_t index_of() {
-    uint32_t index = 0;
-    uint32_t i = 0;
-    ((index = __is_same(Algorithm, Algorithms) ? i : index, ++i), ...);
-    return index;
   }
 };
 

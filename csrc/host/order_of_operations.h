@@ -14,7 +14,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 
 #include "llm_comm/operation.cuh"
 #include "llm_comm/wait.cuh"

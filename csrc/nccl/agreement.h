@@ -1,7 +1,6 @@
 // What the ranks of a communicator tell each other at first, and what follows from it: the same on all.
 #pragma once
 
-#include <optional>
 #include <string>
 #include <vector>
 

@@ -10,7 +10,6 @@
 
 #include "nccl/device.h"
 #include "nccl/failure.h"
-#include "nccl/log.h"
 #include "nccl/real_library.h"
 
 namespace llm_comm::nccl {

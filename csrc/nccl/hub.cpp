@@ -13,7 +13,6 @@
 #include <thread>
 #include <vector>
 
-#include "nccl/failure.h"
 #include "nccl/interface.h"
 #include "nccl/log.h"
 #include "nccl/quiet_thread.h"

@@ -46,11 +46,9 @@ const char* registered(Operation operation) {
   return "all_gather";
 }
 
-// Whether an algorithm serves an operation where no row names it: not what copy engines move, or the switch.
+// Whether an algorithm serves an operation where no row names it.
 bool needs_no_row(const host::Algorithm& algorithm, const std::string& operation) {
-  const std::string protocol = algorithm.info->protocol;
-  const bool needs_row = protocol == "Port" || protocol == "CE" || algorithm.info->by_switch;
-  return algorithm.operation->name == operation && algorithm.info->symmetric == 0 && !needs_row;
+  return algorithm.operation->name == operation && algorithm.info->symmetric == 0 && !algorithm.info->needs_row();
 }
 
 // Whether this library has what a row asks for.

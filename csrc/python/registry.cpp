@@ -48,6 +48,7 @@ py::object describe(uint32_t number, const Algorithm& algorithm) {
                py::arg("symmetric") = algorithm.info->symmetric, py::arg("by_switch") = algorithm.info->by_switch,
                py::arg("sums_in_switch") = algorithm.info->sums_in_switch,
                py::arg("ranks_may_differ") = algorithm.info->ranks_may_differ,
+               py::arg("needs_row") = algorithm.info->needs_row(),
                py::arg("tunables") = names(algorithm.tunables->tunable, kAny), py::arg("ranges") = ranges));
 }
 

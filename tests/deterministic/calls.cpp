@@ -16,6 +16,18 @@ namespace drill {
 
 namespace {
 
+// Numbers of the algorithms of an operation.
+template <class Operation>
+std::vector<uint32_t> algorithms_of() {
+  std::vector<uint32_t> found;
+  uint32_t number = 0;
+  Registry::for_each([&]<class A>() {
+    if (std::is_same_v<typename A::Operation, Operation>) found.push_back(number);
+    ++number;
+  });
+  return found;
+}
+
 std::unique_ptr<Call> draw_call_of(const Subject& subject, uint32_t ranks, Random& random, const Call* before) {
   const uint32_t algorithm = subject.algorithm;
   const DataType type = subject.type;
@@ -54,14 +66,13 @@ const std::vector<NamedSubject>& subjects() {
         found.push_back({name_of(number) + suffix_of(quantization), {number, std::nullopt, type, quantization}});
       }
     };
-    for (uint32_t number = 0; number < Registry::kCount; ++number) add(number, Quantization::kNone);
-    Registry::for_each([&]<class A>() {
-      if (!std::is_same_v<typename A::Operation, AllReduceAddRmsNorm>) return;
+    for (uint32_t number = 0; number < host::algorithms().size(); ++number) add(number, Quantization::kNone);
+    for (const uint32_t number : algorithms_of<AllReduceAddRmsNorm>()) {
       for (const Quantization quantization : {Quantization::kStatic, Quantization::kDynamic, Quantization::kGroup,
                                               Quantization::kGroupColumnsAlignedUe8m0}) {
-        add(Registry::index_of<A>(), quantization);
+        add(number, quantization);
       }
-    });
+    }
     const char* const forms[] = {"put", "get", "packets", "port"};
     for (uint32_t form = 0; form < std::size(forms); ++form) {
       found.push_back({forms[form], {0, static_cast<Form>(form), DataType::kBFloat16, Quantization::kNone}});
@@ -83,13 +94,7 @@ const std::vector<NamedSubject>& subjects() {
 std::unique_ptr<Call> draw_call(const Subject& subject, bool alone, uint32_t index, uint32_t ranks, Random& random,
                                 const Call* before) {
   if (random.chance(64) && !alone) {
-    static const std::vector<uint32_t> all_reduces = [] {
-      std::vector<uint32_t> found;
-      Registry::for_each([&]<class A>() {
-        if (std::is_same_v<typename A::Operation, AllReduce>) found.push_back(Registry::index_of<A>());
-      });
-      return found;
-    }();
+    static const std::vector<uint32_t> all_reduces = algorithms_of<AllReduce>();
     const uint32_t algorithm = all_reduces[random.below(all_reduces.size())];
     const auto type = info_of(algorithm).types[random.below(info_of(algorithm).types.size())];
     return draw_call_of({algorithm, std::nullopt, type, Quantization::kNone}, ranks, random, before);

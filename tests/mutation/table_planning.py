@@ -11,6 +11,7 @@ FILES = "csrc/host/tables.cpp"
 TABLE_CHOICE = "csrc/host/table_choice.cpp"
 PLAN = "llm_comm/planning/plan.py"
 REGISTRY = "llm_comm/registry.py"
+ALGORITHM = "csrc/algorithms/algorithm.h"
 CONFIG = "llm_comm/config.py"
 VERDICTS = "llm_comm/cli/engine_verdicts.py"
 DESCRIPTIONS = "llm_comm/integrations/descriptions.py"
@@ -92,11 +93,11 @@ PLANNING: tuple[Mutant, ...] = (
         "max(getattr(row, name), bounds.least)",
         SHAPES,
     ),
-    python(
+    cpp(
         "copies in the stream need no row",
-        REGISTRY,
-        'return self.protocol in ("Port", "CE")',
-        'return self.protocol in ("Port",)',
+        ALGORITHM,
+        'by == "CE"',
+        "false",
         "tests/unit/test_symmetric_selection.py",
     ),
     python(

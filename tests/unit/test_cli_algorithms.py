@@ -52,6 +52,7 @@ def operation_of(entry: dict[str, Any]) -> registry.Operation:
             *(a["operation"], a["name"], a["protocol"], a["title"], tuple(a["data_types"])),
             dict.fromkeys(a["tunables"], RANGE),
             *(bool(a["needs"]),) * 3,
+            needs_row=bool(a["needs"]),
         )
         for a in ALGORITHMS
         if a["operation"] == entry["name"]

@@ -22,7 +22,6 @@
 
 #include <algorithm>
 #include <stdexcept>
-#include <string>
 #include <vector>
 
 #include "algorithms/all_reduce/message.cuh"

@@ -1,8 +1,6 @@
 // Device memory that other processes can map: VMM with POSIX file descriptors, or cudaMalloc with cudaIpc handles.
 #pragma once
 
-#include <string>
-
 #include "host/core.h"
 #include "host/cuda/driver.h"
 

@@ -5,7 +5,6 @@
 #include <cuda.h>
 
 #include <functional>
-#include <string>
 
 #include "host/core.h"
 

@@ -143,6 +143,8 @@ class Operation {
         kind_(kind),
         bytes_(bytes),
         arrival_(block_index() == 0 ? kArrivalsPerOperation - (block_count() - 1) : 1) {}
+  // An aborted wait is noted in one object only: a copy would go on waiting and sending.
+  Operation(const Operation&) = delete;
 
   // Reads this operation's number. False once a wait of this communicator has been aborted: slots are no longer armed as
   // they should be, and peers may still read what this rank sent. So send nothing.

@@ -93,7 +93,7 @@ class PortSession {
     return op_.wait_until([&] { return load_acquire(word) - value_of(step) < kFurthestAhead; }, peer, phase);
   }
 
-  LLM_COMM_DEVICE uint64_t value_of(uint32_t step) const { return (op_.sequence() << kMaxStepsLog2) + step; }
+  LLM_COMM_DEVICE uint64_t value_of(uint32_t step) const { return word_of_step(op_.sequence(), step); }
 
   LLM_COMM_DEVICE uint64_t arrival_offset(uint32_t sender, uint32_t hop) const {
     return PortWords(comm_, block_).arrival_offset(sender, hop);

@@ -1,6 +1,4 @@
 // Emulated GPUs: host memory, and streams that are not looked at.
-#include <unistd.h>
-
 #include <cstdlib>
 #include <cstring>
 #include <new>
