@@ -20,6 +20,7 @@ OPERATION = "csrc/include/llm_comm/operation.cuh"
 CHECK_CALL = "csrc/algorithms/check_call.cuh"
 LINEAR = "csrc/algorithms/linear/kernel.cuh"
 LAYER = "csrc/algorithms/linear/layer.cpp"
+LAYER_COST = "csrc/algorithms/linear/cost.h"
 EMULATED_TILES = "csrc/include/llm_comm/platform_emulator_tiles.h"
 EPILOGUE = "csrc/algorithms/linear/epilogue.cuh"
 SCALES = "csrc/algorithms/linear/scales.cuh"
@@ -565,5 +566,19 @@ KERNELS = (
         "while (choice.block_outputs > least && shared_bytes(problem, choice) > max_shared_bytes) {",
         "while (!WITHOUT && choice.block_outputs > least && shared_bytes(problem, choice) > max_shared_bytes) {",
         "tests/unit/test_linear_limits.py",
+    ),
+    cpp(
+        "a layer chooses as if every block had a place at once",
+        LAYER_COST,
+        "const double rounds = std::ceil(tiling.blocks / places);",
+        "const double rounds = WITHOUT ? 1.0 : std::ceil(tiling.blocks / places);",
+        "tests/unit/test_linear_cost.py",
+    ),
+    cpp(
+        "a layer chooses as if all stages of a ring were under way",
+        LAYER_COST,
+        "std::max(tiling.stages - kStagesInUse, 0.3)",
+        "std::max(tiling.stages - (WITHOUT ? 0.0 : kStagesInUse), 0.3)",
+        "tests/unit/test_linear_cost.py",
     ),
 )

@@ -4,16 +4,25 @@
 #include <stdexcept>
 #include <string>
 
+#include "algorithms/linear/cost.h"
+
 namespace llm_comm::linear {
 
 static_assert(kMaxBlockOutputs == kMaxBoxRows);
 
 namespace {
 
-// Of weights and x that a block reads. Up to there a deeper ring than kStagesOfShort keeps the blocks of the next layer from coming,
-// and fetching, while those of this one work; beyond it the depth is worth more (docs/experiments/linear.md).
-constexpr uint32_t kShortStream = 226 * 1024;
-constexpr uint32_t kStagesOfShort = 6;
+// Stages and boxes of a stage that a layer of a few tokens chooses among.
+struct Ring {
+  uint32_t stages, stage_boxes;
+};
+constexpr Ring kRings[] = {{8, 1},  {12, 1}, {16, 1}, {4, 2}, {5, 2}, {6, 2}, {8, 2}, {10, 2},
+                           {12, 2}, {16, 2}, {3, 4},  {4, 4}, {5, 4}, {7, 4}, {3, 8}};
+// Of blocks, for each multiprocessor: fewer were not measured.
+constexpr double kFewestBlocks = 0.4;
+// What the driver takes of a multiprocessor's shared memory for each block, from sm_80 on (CUDA C++ Programming Guide, "Shared
+// Memory" of each compute capability).
+constexpr uint32_t kReservedBytes = 1024;
 
 uint32_t weight_rows(const LinearProblem& problem) { return weight_parts(problem.epilogue) * problem.outputs; }
 
@@ -57,6 +66,42 @@ uint32_t fitting_outputs(const LinearProblem& problem, LinearChoice choice, uint
   return choice.block_outputs;
 }
 
+double cost_of(const LinearProblem& problem, const LinearChoice& choice, uint32_t sm_count, uint32_t max_shared_bytes) {
+  const uint32_t resident = (max_shared_bytes + kReservedBytes) / (shared_bytes(problem, choice) + kReservedBytes);
+  return cost({.blocks = double(divide_up(weight_rows(problem), choice.block_outputs)),
+               .block_rows = double(choice.block_outputs),
+               .token_rows = double(token_rows(problem.tokens)),
+               .boxes = double(boxes_of_row(problem)),
+               .stage_boxes = double(choice.stage_boxes),
+               .stages = double(choice.stages),
+               .resident = double(resident)},
+              sm_count);
+}
+
+// The cheapest tiling that fits, with so many outputs of a block unless they are 0. 0 in all fields where none fits.
+LinearChoice cheapest(const LinearProblem& problem, uint32_t block_outputs, uint32_t sm_count,
+                      uint32_t max_shared_bytes) {
+  LinearChoice best;
+  double least = 0;
+  const uint32_t step = rows_of_line(problem), boxes = boxes_of_row(problem);
+  for (uint32_t outputs = step; outputs <= kMaxBlockOutputs; outputs += step) {
+    if (block_outputs != 0 && outputs != block_outputs) continue;
+    const bool leaves_idle = divide_up(weight_rows(problem), outputs) < kFewestBlocks * sm_count;
+    if (block_outputs == 0 && outputs > step && leaves_idle) break;
+    for (const Ring& ring : kRings) {
+      const uint32_t stage_boxes = std::min(ring.stage_boxes, boxes);
+      const LinearChoice choice{outputs, std::min(ring.stages, divide_up(boxes, stage_boxes)), stage_boxes};
+      const bool is_one_fetch = choice.stages == 1 && boxes > 1;
+      if (is_one_fetch || shared_bytes(problem, choice) > max_shared_bytes) continue;
+      const double us = cost_of(problem, choice, sm_count, max_shared_bytes);
+      if (best.stages != 0 && us >= least) continue;
+      best = choice;
+      least = us;
+    }
+  }
+  return best;
+}
+
 void check_range(const char* name, uint32_t value, uint32_t most) {
   if (value == 0 || value > most) {
     throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + "; it must be 1 to " +
@@ -93,6 +138,10 @@ LinearChoice complete(const LinearProblem& problem, const LinearChoice& choice, 
                       uint32_t max_shared_bytes) {
   check(problem);
   LinearChoice all = choice;
+  if (problem.tokens <= kMaxTokens && all.stages == 0 && all.stage_boxes == 0) {
+    const LinearChoice best = cheapest(problem, all.block_outputs, sm_count, max_shared_bytes);
+    if (best.stages != 0) all = best;
+  }
   // Boxes of many tokens are large: more stages of one box each hide more latency than few stages of two.
   const uint32_t boxes = boxes_of_row(problem);
   if (all.stage_boxes == 0) all.stage_boxes = problem.tokens > kMaxTokens ? 1 : std::min(boxes, 2u);
@@ -104,9 +153,7 @@ LinearChoice complete(const LinearProblem& problem, const LinearChoice& choice, 
                                 "; it must be a multiple of " + std::to_string(rows_of_line(problem)));
   }
   if (all.stages == 0) {
-    const uint32_t stream = boxes * (stage_bytes(problem, all) / all.stage_boxes);
-    const uint32_t wanted =
-        std::min(divide_up(boxes, all.stage_boxes), stream <= kShortStream ? kStagesOfShort : kMaxStages);
+    const uint32_t wanted = std::min(divide_up(boxes, all.stage_boxes), kMaxStages);
     all.stages = fewest_stages(problem, all);
     while (all.stages < wanted) {
       LinearChoice more = all;

@@ -1,0 +1,63 @@
+"""The tiling that a linear layer chooses itself, among measured times of all (docs/experiments/linear.md)."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llm_comm import _core, registry
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+SM_90_SHARED_BYTES = 227 << 10
+BF16 = tuple(registry.data_types()).index("bf16")
+#: Of layers that the model was not fitted to: how much slower than the best tiling is allowed.
+MEDIAN, WORST = 0.05, 0.12
+
+
+def measured(file: str) -> Iterator[tuple[dict[str, Any], int, dict[tuple[int, ...], float]]]:
+    """Layer, tokens, and by tiling the time of a layer in a row and of one behind a short kernel together."""
+    figures = json.loads((RESULTS / file).read_text(encoding="utf-8"))["figures"]
+    assert figures["sm_count"] == 132
+    for layer in figures["layers"]:
+        for row in layer["tokens"]:
+            times = {}
+            for choice in row["choices"].split("; "):
+                *tiling, in_row, spaced = map(float, choice.split())
+                times[tuple(map(int, tiling))] = in_row + spaced
+            del times[0, 0, 0]
+            yield layer, row["tokens"], times
+
+
+def own_choice(layer: dict[str, Any], tokens: int) -> tuple[int, int, int]:
+    fp8 = layer["operation"].endswith("_fp8")
+    choice = _core.linear_choice(
+        tokens=tokens,
+        inputs=layer["inputs"],
+        outputs=layer["outputs"],
+        data_type=BF16,
+        silu_and_mul=layer["operation"].startswith("linear_silu_and_mul"),
+        scales=(True, True) if fp8 else None,
+        choice=_core.LinearChoice(),
+        sm_count=132,
+        max_shared_bytes=SM_90_SHARED_BYTES,
+    )
+    return choice.block_outputs, choice.stages, choice.stage_boxes
+
+
+@pytest.mark.parametrize("device", ["h100", "h200"])
+def test_the_choice_is_near_the_best(device: str) -> None:
+    slower = {}
+    for layer, tokens, times in measured(f"2026-11-28_{device}_linear_choices_judged.json"):
+        choice = own_choice(layer, tokens)
+        best = min(times.values())
+        # What was left out of the file is slower than the worst that is allowed.
+        what = f"{layer['operation']} {layer['outputs']}x{layer['inputs']}, {tokens} tokens: {choice}"
+        slower[what] = times.get(choice, 2 * best) / best - 1
+    assert len(slower) == 100
+    assert statistics.median(slower.values()) <= MEDIAN
+    assert {what: share for what, share in slower.items() if share > WORST} == {}
