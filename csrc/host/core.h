@@ -187,6 +187,9 @@ class Core {
   // Whether linear layers of FP8 have kernels for this device: from sm_89 on.
   virtual bool multiplies_fp8() const = 0;
 
+  // As linear::choices, on this device.
+  virtual std::vector<LinearChoice> linear_choices(const LinearProblem& problem) const = 0;
+
   // A linear layer, which no other rank takes part in. Buffers of the call: x [tokens, inputs], weight [outputs, inputs], or twice as
   // many rows where the epilogue is silu-and-mul, and out [tokens, outputs], contiguous and 16-byte aligned; of FP8 then the fp32 scales
   // of x and of the weight, one or as many as rows each. The weight and its scales are read before the grids ahead in the stream have

@@ -220,6 +220,10 @@ class CoreImpl final : public Core {
 
   bool multiplies_fp8() const override { return launcher_.multiplies_fp8(); }
 
+  std::vector<LinearChoice> linear_choices(const LinearProblem& problem) const override {
+    return linear::choices(problem, launcher_.sm_count(), launcher_.max_shared_bytes());
+  }
+
   std::unique_ptr<PreparedCall> prepare_linear(const LinearProblem& problem, const LinearChoice& choice) override {
     return std::make_unique<PreparedLinear<Launcher>>(launcher_, queue_.turn(), *comm_.mailbox, problem, choice);
   }

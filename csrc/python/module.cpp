@@ -174,6 +174,14 @@ PYBIND11_MODULE(_core, module) {
           py::arg("counter") = py::none(), py::arg("direct_counter") = py::none())
       .def("multiplies_fp8", &Core::multiplies_fp8)
       .def(
+          "linear_choices",
+          [](const Core& core, uint32_t tokens, uint32_t inputs, uint32_t outputs, uint32_t data_type,
+             bool silu_and_mul, const RowScales& scales) {
+            return core.linear_choices(linear_problem(tokens, inputs, outputs, data_type, silu_and_mul, scales));
+          },
+          py::kw_only(), py::arg("tokens"), py::arg("inputs"), py::arg("outputs"), py::arg("data_type"),
+          py::arg("silu_and_mul"), py::arg("scales") = py::none())
+      .def(
           "prepare_linear",
           [](py::object core, uint32_t tokens, uint32_t inputs, uint32_t outputs, uint32_t data_type, bool silu_and_mul,
              const LinearChoice& choice, const RowScales& scales, const std::optional<Counter>& counter) {

@@ -39,9 +39,8 @@ from llm_comm.bench.linear_arms import (
     SILU_REMARK,
     Arm,
     are_many,
-    arm_of_choice,
+    arms_of_choices,
     check_layers,
-    choices_of,
     other_chains,
     other_layers,
     our_chains,
@@ -258,12 +257,11 @@ class LayerBench:
     def _of_choices(
         self, comm: Communicator, operands: Operands, judge: JudgeOfLayers, what: str
     ) -> tuple[Sequence[Choice], Choice | None]:
-        """All choices that there are kernels for, and the fastest."""
+        """All choices that are worth a try, and the fastest."""
         timed: list[tuple[Choice, Arm]] = []
-        for choice in choices_of(operands.weights[0].shape[0], comm.limits.sm_count, operands.silu):
-            arm = arm_of_choice(comm, operands, judge, choice)
-            if arm is not None:
-                timed.append((Choice(*choice, self._measure(arm, operands.weights, what)), arm))
+        for choice, arm in arms_of_choices(comm, operands, judge):
+            result = self._measure(arm, operands.weights, what)
+            timed.append((Choice(choice.block_outputs, choice.stages, choice.stage_boxes, result), arm))
         right = [(choice, arm) for choice, arm in timed if choice.result.us is not None]
         best = None
         if right:

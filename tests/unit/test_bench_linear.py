@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llm_comm.bench import linear, linear_arms, linear_report, report, timing
+from llm_comm.bench import linear, linear_report, report, timing
 from llm_comm.bench.fused import add_rms_norm
 from llm_comm.bench.linear_arms import FUSED, Arm, Names, silu_and_mul
 from llm_comm.bench.linear_operands import Judge, Operands, SiluJudge, make_weights
@@ -253,22 +253,6 @@ def test_calls_before_the_clock_have_weights_of_their_own(
     count = bench(group, comm)._weights(1000 if given is None else 25, given)
     assert count == weights
     assert bench(group, comm)._calls([torch.empty(0)] * count) == calls
-
-
-def test_choices_fill_the_device() -> None:
-    def blocks(outputs: int, sm_count: int) -> list[int]:
-        return list(dict.fromkeys(block for block, *_ in linear_arms.choices_of(outputs, sm_count)))
-
-    assert blocks(8192, 132) == [32, 40, 48, 56, 64]
-    assert blocks(5120, 132) == [24, 32, 40, 48, 56, 64]
-    assert blocks(64, 132) == [8]
-    assert blocks(1 << 20, 132) == [64]
-    of_silu = list(dict.fromkeys(block for block, *_ in linear_arms.choices_of(2 * 3200, 132, silu=True)))
-    assert of_silu == [32, 48, 64], "as many rows of gate as of up, in eights"
-    tried = list(linear_arms.choices_of(8192, 132))
-    assert len(tried) == len(set(tried)) == 5 * 13
-    assert (64, 16, 2) in tried
-    assert (32, 3, 8) in tried
 
 
 # ---- The command line -----------------------------------------------------------------------------------------------

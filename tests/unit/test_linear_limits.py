@@ -107,6 +107,31 @@ def test_any_number_of_tokens_fits_any_gpu(tokens: int, shared_kib: int) -> None
     assert blocks[STEP] <= blocks[8192]
 
 
+@pytest.mark.parametrize("inputs", [FP8_STEP, 256, 8192])
+@pytest.mark.parametrize("tokens", [1, MOST, MOST + 1])
+def test_choices_worth_a_try(tokens: int, inputs: int) -> None:
+    """Each is one that the core takes, and the first its own."""
+    (core,) = connected(1)
+    data_type = list(registry.data_types()).index("bf16")
+    for others in ({}, {"silu_and_mul": True}, {"scales": (True, False)}):
+        if others and tokens > MOST:
+            continue
+        layer = {
+            "silu_and_mul": False,
+            "tokens": tokens,
+            "inputs": inputs,
+            "outputs": 4096,
+            "data_type": data_type,
+            **others,
+        }
+        choices = core.linear_choices(**layer)
+        found = [(choice.block_outputs, choice.stages, choice.stage_boxes) for choice in choices]
+        assert len(set(found)) == len(found)
+        assert len(found) == 1 if tokens > MOST else len(found) > 1
+        for choice in choices:
+            core.prepare_linear(**layer, choice=choice)
+
+
 @pytest.mark.parametrize("data_type", registry.data_types())
 @pytest.mark.parametrize("tokens", [MOST, MOST + 1, 300, MANY, MANY + 1])
 def test_the_core_takes_the_many_tokens_that_are_accepted(data_type: str, tokens: int) -> None:

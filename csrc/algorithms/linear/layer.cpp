@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "algorithms/linear/cost.h"
 
@@ -78,11 +79,10 @@ double cost_of(const LinearProblem& problem, const LinearChoice& choice, uint32_
               sm_count);
 }
 
-// The cheapest tiling that fits, with so many outputs of a block unless they are 0. 0 in all fields where none fits.
-LinearChoice cheapest(const LinearProblem& problem, uint32_t block_outputs, uint32_t sm_count,
-                      uint32_t max_shared_bytes) {
-  LinearChoice best;
-  double least = 0;
+// All that fit, with so many outputs of a block unless they are 0, and their costs.
+std::vector<std::pair<double, LinearChoice>> fitting(const LinearProblem& problem, uint32_t block_outputs,
+                                                     uint32_t sm_count, uint32_t max_shared_bytes) {
+  std::vector<std::pair<double, LinearChoice>> found;
   const uint32_t step = rows_of_line(problem), boxes = boxes_of_row(problem);
   for (uint32_t outputs = step; outputs <= kMaxBlockOutputs; outputs += step) {
     if (block_outputs != 0 && outputs != block_outputs) continue;
@@ -93,13 +93,14 @@ LinearChoice cheapest(const LinearProblem& problem, uint32_t block_outputs, uint
       const LinearChoice choice{outputs, std::min(ring.stages, divide_up(boxes, stage_boxes)), stage_boxes};
       const bool is_one_fetch = choice.stages == 1 && boxes > 1;
       if (is_one_fetch || shared_bytes(problem, choice) > max_shared_bytes) continue;
-      const double us = cost_of(problem, choice, sm_count, max_shared_bytes);
-      if (best.stages != 0 && us >= least) continue;
-      best = choice;
-      least = us;
+      // A short row makes rings alike.
+      if (std::any_of(found.begin(), found.end(), [&](const auto& other) { return other.second == choice; })) continue;
+      found.emplace_back(cost_of(problem, choice, sm_count, max_shared_bytes), choice);
     }
   }
-  return best;
+  // Of equal cost the first, whatever the library's order is: the same on all ranks.
+  std::stable_sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  return found;
 }
 
 void check_range(const char* name, uint32_t value, uint32_t most) {
@@ -134,13 +135,21 @@ uint32_t stage_bytes(const LinearProblem& problem, const LinearChoice& choice) {
   return choice.stage_boxes * (choice.block_outputs + token_rows(problem.tokens)) * kBoxRowBytes;
 }
 
+std::vector<LinearChoice> choices(const LinearProblem& problem, uint32_t sm_count, uint32_t max_shared_bytes) {
+  check(problem);
+  std::vector<LinearChoice> found;
+  if (problem.tokens > kMaxTokens) return {complete(problem, {}, sm_count, max_shared_bytes)};
+  for (const auto& [cost, choice] : fitting(problem, 0, sm_count, max_shared_bytes)) found.push_back(choice);
+  return found;
+}
+
 LinearChoice complete(const LinearProblem& problem, const LinearChoice& choice, uint32_t sm_count,
                       uint32_t max_shared_bytes) {
   check(problem);
   LinearChoice all = choice;
   if (problem.tokens <= kMaxTokens && all.stages == 0 && all.stage_boxes == 0) {
-    const LinearChoice best = cheapest(problem, all.block_outputs, sm_count, max_shared_bytes);
-    if (best.stages != 0) all = best;
+    const auto found = fitting(problem, all.block_outputs, sm_count, max_shared_bytes);
+    if (!found.empty()) all = found.front().second;
   }
   // Boxes of many tokens are large: more stages of one box each hide more latency than few stages of two.
   const uint32_t boxes = boxes_of_row(problem);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "algorithms/algorithm.h"
 #include "algorithms/linear/problem.h"
@@ -65,6 +66,8 @@ constexpr BoxUse use_of_weight(uint32_t tokens) { return token_tiles(tokens) > 1
 
 // Throws std::invalid_argument for what no choice makes possible.
 void check(const LinearProblem& problem);
+// What is worth a try on such a device, the fastest first as the kernel expects it; of many tokens that alone.
+std::vector<LinearChoice> choices(const LinearProblem& problem, uint32_t sm_count, uint32_t max_shared_bytes);
 // The choice with all fields filled in, for a device of so many multiprocessors and so much shared memory for a block. Throws
 // std::invalid_argument for a choice that the kernel does not take.
 LinearChoice complete(const LinearProblem& problem, const LinearChoice& choice, uint32_t sm_count,

@@ -42,6 +42,8 @@ struct LinearChoice {
   uint32_t block_outputs = 0;  // rows of the weight that a block multiplies, as many of each part
   uint32_t stages = 0;         // of the ring of boxes in shared memory
   uint32_t stage_boxes = 0;    // boxes of the weight in a stage, and as many of x
+
+  bool operator==(const LinearChoice&) const = default;
 };
 
 }  // namespace llm_comm
