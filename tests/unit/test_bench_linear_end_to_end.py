@@ -114,7 +114,7 @@ def test_choices(options: list[str], tmp_path: Path) -> None:
     found = json.loads(report.read_text())
     assert found["ranks"]["world"] == 1
     (row,) = found["rows"]
-    assert len(row["choices"]) > 10
+    assert len(row["choices"]) > 3
     assert all(choice["block_outputs"] % 16 == 0 or not options for choice in row["choices"])
     assert all(choice["result"]["error"] <= 1 for choice in row["choices"])
     assert row["best_choice"]["result"]["us"] > 0
