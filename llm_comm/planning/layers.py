@@ -14,8 +14,6 @@ LINEAR = "linear"
 LINEAR_SILU_AND_MUL = "linear_silu_and_mul"
 #: The same of FP8 operands, which are measured by themselves.
 _OF_FP8 = {LINEAR: "linear_fp8", LINEAR_SILU_AND_MUL: "linear_silu_and_mul_fp8"}
-#: Inputs of bf16 that are as many bytes as one of FP8: so a row of either is the same stream.
-_FP8_TO_BF16 = 2
 #: Whether a device has room for all of them together, the core says when a layer is prepared.
 _TUNABLES = ("block_outputs", "stages", "stage_boxes")
 
@@ -84,13 +82,8 @@ def is_fp8(operation: str) -> bool:
 def choice_of_layer(
     rows: Iterable[LayerRow], operation: str, outputs: int, inputs: int, tokens: int, pdl: bool
 ) -> _core.LinearChoice:
-    """With which tunables a layer runs: as its row says or, of FP8 without one, that of a layer of bf16 with as many
-    bytes, which is cut and fetched alike; else as the kernel finds best."""
-    rows = tuple(rows)
+    """With which tunables a layer runs: as its row says, else as the kernel finds best."""
     row = layer_row(rows, operation, outputs, inputs, tokens, pdl)
-    if row is None and is_fp8(operation):
-        alike = next(name for name, of_fp8 in _OF_FP8.items() if of_fp8 == operation)
-        row = layer_row(rows, alike, outputs, inputs // _FP8_TO_BF16, tokens, pdl)
     return _core.LinearChoice() if row is None else row.choice()
 
 

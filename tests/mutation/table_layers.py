@@ -57,13 +57,6 @@ LINEAR_LAYERS: tuple[Mutant, ...] = (
         "tests/unit/test_tune_layers.py",
     ),
     python(
-        "a layer of FP8 runs as one of bf16 with as many inputs",
-        LAYERS,
-        "_FP8_TO_BF16 = 2",
-        "_FP8_TO_BF16 = 1",
-        OF_TABLES,
-    ),
-    python(
         "results go over scales that are still read",
         CALLS,
         "else (scaling.x, scaling.weight)",
