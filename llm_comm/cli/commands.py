@@ -346,6 +346,12 @@ def _add_world_of_programs(parser: argparse.ArgumentParser) -> None:
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = "report what this machine offers and what llm_comm would do with it"
     parser = _command(commands, "doctor", text, "llm_comm.cli.doctor:run")
+    parser.add_argument(
+        "--model",
+        metavar="PATH_OR_NAME",
+        help="say instead which layers and norms of a model are served, by its config.json",
+    )
+    parser.add_argument("--tp", type=_positive, metavar="N", default=8, help="its tensor-parallel ranks (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

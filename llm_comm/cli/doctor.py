@@ -22,7 +22,7 @@ import torch
 from llm_comm import _core
 from llm_comm.bench.report import format_bytes, run_tool, versions
 from llm_comm.bench.tune_tables import tables_here
-from llm_comm.cli import engine_verdicts, launch
+from llm_comm.cli import engine_verdicts, launch, model_verdicts
 from llm_comm.config import MULTICAST_OFF_VARIABLES, Config, EngineOptions, multicast_state
 from llm_comm.errors import ConfigError
 from llm_comm.installation import code_for, get_include, oldest_driver
@@ -43,7 +43,15 @@ NOT_JUDGED = "not judged: the configuration is wrong; the error at the top says 
 
 def run(args: argparse.Namespace) -> int:
     """``llm-comm doctor``. Prints the report; returns 2 if the configuration is wrong, else 0: faults of the machine
-    are what it is to find."""
+    are what it is to find.
+
+    Raises:
+        ConfigError: Of ``--model``: there is no such model, or the configuration is wrong.
+    """
+    if args.model is not None:
+        verdicts = model_verdicts.report(args.model, args.tp, EngineOptions.load())
+        print(json.dumps(verdicts, indent=2) if args.json else "\n".join(_lines(verdicts, "")))
+        return 0
     report = collect()
     print(json.dumps(report, indent=2, default=str) if args.json else render(report))
     return 2 if "error" in report else 0

@@ -63,7 +63,7 @@ def test_a_failing_section_is_reported_and_the_others_stay(
 
     sections = {"gpus": doctor.fact(broken), "engines": doctor.fact(lambda: {"vLLM": "not installed"})}
     monkeypatch.setattr(doctor, "_SECTIONS", sections)
-    assert doctor.run(argparse.Namespace(json=False)) == 0
+    assert doctor.run(argparse.Namespace(json=False, model=None)) == 0
     assert capsys.readouterr().out == "gpus\n  error: OSError: driver is gone\nengines\n  vLLM: not installed\n"
 
 

@@ -1,0 +1,158 @@
+"""``llm-comm doctor --model``: what of a model is served, by config.json alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llm_comm.cli import commands, launch, model_verdicts
+from llm_comm.config import EngineOptions
+from llm_comm.errors import ConfigError
+
+SHAPES = Path(__file__).parents[2] / "bench_serving" / "model_shapes"
+LLAMA = json.loads((SHAPES / "llama-3-8b" / "config.json").read_text())
+H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu_and_no_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("LLM_COMM_", "HF_", "XDG_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(launch, "usable_gpus", lambda: (0, "none"))
+
+
+def verdicts(directory: Path, ranks: int = 2, /, **entries: Any) -> dict[str, str]:
+    config = {name: value for name, value in {**LLAMA, **entries}.items() if value is not None}
+    (directory / "config.json").write_text(json.dumps(config))
+    return model_verdicts.report(str(directory), ranks, EngineOptions.load({}))
+
+
+def refusal(directory: Path, ranks: int = 2, /, **entries: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        verdicts(directory, ranks, **entries)
+    return str(caught.value)
+
+
+def test_a_model_of_which_a_table_has_layers() -> None:
+    found = model_verdicts.report(str(SHAPES / "llama-2-70b-quarter"), 2, EngineOptions.load({}))
+    assert found["all-reduce"] == "served: 16K a token of bf16 or fp16"
+    assert found["norms"] == "fused with the all-reduce before them"
+    assert found["o_proj"] == f"8192 x 1024: served up to 64 tokens on {H100}, up to 16 tokens on {H200}"
+    assert found["qkv_proj"] == f"1280 x 8192: served up to 32 tokens on {H100}, not measured on {H200}"
+    assert found["gate_up_proj"].startswith("3584 x 8192, with silu-and-mul in vLLM: served up to 64 tokens")
+    assert list(found) == ["model", "all-reduce", "norms", "qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+
+
+def test_a_model_that_no_table_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = f"served with fuse_linear: 1; else the engine's: tables of {H100}, {H200} have no row"
+    assert verdicts(tmp_path)["down_proj"] == f"4096 x 7168: {left}"
+    monkeypatch.setenv("LLM_COMM_FUSE_LINEAR", "1")
+    options = EngineOptions.load()
+    found = model_verdicts.report(str(tmp_path), 4, options)
+    assert found["qkv_proj"] == "1536 x 4096: served, up to 64 tokens"
+    monkeypatch.setenv("LLM_COMM_FUSE_LINEAR", "0")
+    found = model_verdicts.report(str(tmp_path), 4, EngineOptions.load())
+    assert found["qkv_proj"] == "1536 x 4096: served, but fuse_linear is off"
+
+
+@pytest.mark.parametrize(
+    ("entries", "layer", "why"),
+    [
+        ({"model_type": "qwen2"}, "qkv_proj", "the engine's: it has a bias"),
+        ({"model_type": "qwen2"}, "o_proj", "served"),
+        ({"attention_bias": True}, "o_proj", "the engine's: it has a bias, which is rank 0's"),
+        ({"mlp_bias": True}, "down_proj", "the engine's: it has a bias"),
+        ({"model_type": "gemma2"}, "norms", "not fused: Gemma's norms multiply by 1 + weight"),
+        ({"model_type": "gemma2"}, "down_proj", "the engine's: the norm behind its sum is not fused"),
+        ({"model_type": "gemma2", "hidden_act": "gelu"}, "gate_up_proj", "14336 x 4096: served"),
+        ({"rms_norm_eps": None}, "norms", "not fused: they are no RMSNorm"),
+        ({"rms_norm_eps": None}, "up_proj", "7168 x 4096: served"),
+        ({"hidden_size": 32768}, "norms", "not fused: rows of 32768 are longer than 16384"),
+        ({"intermediate_size": 14400}, "gate_up_proj", "the engine's: 7200 outputs are no multiple of 64"),
+        ({"intermediate_size": 14400}, "down_proj", "the engine's: 7200 inputs are no multiple of 64"),
+        ({"num_experts": 128}, "experts", "128, the engine's; their sum is served"),
+        ({"kv_lora_rank": 512}, "attention", "latent (MLA): its layers are not judged here"),
+        ({"quantization_config": {"quant_method": "awq"}}, "o_proj", "the engine's: quantized by awq"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+            "o_proj",
+            "the engine's: FP8 with scales of blocks",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8"}, "intermediate_size": 14464},
+            "down_proj",
+            "7232 inputs are no",
+        ),
+        ({"text_config": {"hidden_size": 2048}}, "all-reduce", "served: 4K a token"),
+    ],
+)
+def test_what_is_not_served(tmp_path: Path, entries: dict[str, Any], layer: str, why: str) -> None:
+    assert why in verdicts(tmp_path, **entries)[layer]
+
+
+@pytest.mark.parametrize(
+    ("weights", "x", "is_served"),
+    [
+        (
+            {"type": "float", "num_bits": 8, "strategy": "channel"},
+            {"type": "float", "num_bits": 8, "strategy": "token"},
+            True,
+        ),
+        (
+            {"type": "float", "num_bits": 8, "strategy": "block"},
+            {"type": "float", "num_bits": 8, "strategy": "token"},
+            False,
+        ),
+        ({"type": "int", "num_bits": 4, "strategy": "group"}, None, False),
+    ],
+)
+def test_compressed_tensors(tmp_path: Path, weights: dict[str, Any], x: dict[str, Any] | None, is_served: bool) -> None:
+    groups = {"group_0": {"weights": weights, "input_activations": x}}
+    found = verdicts(tmp_path, quantization_config={"quant_method": "compressed-tensors", "config_groups": groups})
+    assert ("the engine's: quantized by compressed-tensors" in found["qkv_proj"]) == (not is_served)
+
+
+def test_ranks_that_share_heads(tmp_path: Path) -> None:
+    found = verdicts(tmp_path, 8, num_key_value_heads=2)
+    assert found["qkv_proj"].startswith(f"{(4 + 2) * 128} x 4096")
+
+
+def test_what_is_no_model(tmp_path: Path) -> None:
+    assert "--tp 3: it must be 2 to 8 and divide 32 heads" in refusal(tmp_path, 3)
+    assert "--tp 16" in refusal(tmp_path, 16)
+    assert "hidden_size in" in refusal(tmp_path, hidden_size="large")
+    assert "num_hidden_layers" in refusal(tmp_path, num_hidden_layers=None)
+    assert "num_attention_heads" in refusal(tmp_path, num_attention_heads=True)
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(ConfigError, match="has no entries"):
+        model_verdicts.read(tmp_path / "list.json")
+    (tmp_path / "list.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        model_verdicts.read(tmp_path / "list.json")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        model_verdicts.read(tmp_path / "no.json")
+
+
+def test_names_are_those_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="--model org/name: no such file or directory, and no such model in"):
+        model_verdicts.find("org/name")
+    file = tmp_path / "hub" / "models--org--name" / "snapshots" / "1234" / "config.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(LLAMA))
+    assert model_verdicts.find("org/name") == file
+    assert model_verdicts.find(str(file.parent)) == model_verdicts.find(str(file)) == file
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert commands.main(["doctor", "--model", str(tmp_path), "--tp", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "norms: fused with the all-reduce before them" in lines
+    assert commands.main(["doctor", "--model", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["down_proj"].startswith("4096 x 1792")
+    assert commands.main(["doctor", "--model", str(tmp_path / "none")]) == 2
