@@ -162,7 +162,7 @@ PYTHON_LAYERS = (
     {"dsl"},
     {"integrations", "cli", "cli.launch"},
     {"bench"},
-    {"demo", "cli.contents", "cli.doctor", "cli.engine_verdicts"},
+    {"demo", "cli.contents", "cli.doctor", "cli.engine_verdicts", "cli.model_verdicts"},
     {"cli.commands"},
     {"__main__"},
 )
