@@ -62,7 +62,8 @@ def decode_ms(batch: Sequence[Request]) -> float:
 
 
 def latencies(requests: Iterable[Request]) -> dict[str, float]:
-    """Mean, median and P99 over requests (ITL: over all arrivals), in ms, under the names that vLLM gives them."""
+    """Mean, median and P99 over requests (ITL: over all arrivals, and P99.9), in ms, under the names that vLLM gives
+    them."""
     requests = list(requests)
     samples = {
         "ttft": [request.ttft for request in requests],
@@ -75,6 +76,8 @@ def latencies(requests: Iterable[Request]) -> dict[str, float]:
             result[f"mean_{name}_ms"] = float(np.mean(seconds)) * 1e3
             result[f"median_{name}_ms"] = float(np.median(seconds)) * 1e3
             result[f"p99_{name}_ms"] = float(np.percentile(seconds, 99)) * 1e3
+    if samples["itl"]:
+        result["p99.9_itl_ms"] = float(np.percentile(samples["itl"], 99.9)) * 1e3
     return result
 
 

@@ -12,11 +12,14 @@ from bench_serving.arms import ARMS, DEFAULT, NCCL
 
 _HEAD = (
     "arm", "decode ms/token", "(min-max)", "vs nccl", "(min-max)", "vs default", "(min-max)", "recovered",
-    "TTFT mean", "median", "P99", "TPOT mean", "median", "P99", "ITL mean", "median", "P99",
+    "TTFT mean", "median", "P99", "TPOT mean", "median", "P99", "ITL mean", "median", "P99", "P99.9",
 )  # fmt: skip
 #: Length of prompts that a report does not name.
 _UNKNOWN = "?"
-_LATENCIES = [f"{kind}_{name}_ms" for name in ("ttft", "tpot", "itl") for kind in ("mean", "median", "p99")]
+_LATENCIES = (
+    *(f"{kind}_{name}_ms" for name in ("ttft", "tpot", "itl") for kind in ("mean", "median", "p99")),
+    "p99.9_itl_ms",
+)
 
 
 def text(report: Mapping[str, Any]) -> str:

@@ -32,6 +32,7 @@ def test_latencies_of_known_times() -> None:
     assert figures["mean_itl_ms"] == pytest.approx(125)
     assert figures["median_itl_ms"] == pytest.approx(100)
     assert figures["p99_itl_ms"] == pytest.approx(197)
+    assert figures["p99.9_itl_ms"] == pytest.approx(199.7)
 
 
 def test_tokens_that_arrive_together_count_each() -> None:
