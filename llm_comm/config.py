@@ -128,14 +128,14 @@ def _read_file(path: str, on_unknown: OnUnknown) -> tuple[dict[str, Any], dict[s
         raise ConfigError(f"{name}: expected 'option: value' lines, found {kind_of(content)}")
     origins = {option: f"{shortened(path)}:{line}" for option, line in content.lines.items()}
     check_names(content, origins, on_unknown)
-    known = {option: value for option, value in content.items() if option in OPTIONS}
+    values = dict(content)
     # YAML reads 0 and 1 as numbers where the option is spelt as a word.
-    if is_int(known.get("multicast")):
-        known["multicast"] = str(known["multicast"])
+    if is_int(values.get("multicast")):
+        values["multicast"] = str(values["multicast"])
     for option in _SIZES:
-        if isinstance(known.get(option), str):
-            known[option] = parse_option(option, known[option], f"{origins[option]}: {option}: ")
-    return known, {option: origins[option] for option in known}
+        if isinstance(values.get(option), str):
+            values[option] = parse_option(option, values[option], f"{origins[option]}: {option}: ")
+    return values, origins
 
 
 def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -259,8 +259,8 @@ OPTIONS: dict[str, Option] = {
         Alike.YES,
         _CALLS,
         "Whether engine integrations compute the linear layer before a fused all-reduce with llm_comm too "
-        "(docs/linear.md). ``auto``: where the tuning table has measured that it is faster. True: wherever it is "
-        "served; ``pdl`` is then on in engines too, unless it was chosen.",
+        "(docs/linear.md). ``auto``: where the tuning table has measured that it is faster, or its size says so. True: "
+        "wherever it is served; ``pdl`` is then on in engines too, unless it was chosen.",
     ),
     "all_gather": Option(
         _BOOLEAN,

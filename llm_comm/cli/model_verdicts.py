@@ -11,12 +11,21 @@ from typing import Any, NamedTuple
 
 import torch
 
+from llm_comm import _core
 from llm_comm.bench.report import format_bytes
 from llm_comm.cli import launch
 from llm_comm.config import EngineOptions
 from llm_comm.errors import ConfigError
 from llm_comm.planning.catalogue import find_table
-from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL, inputs_multiple, of_factors, takes_features
+from llm_comm.planning.layers import (
+    LINEAR,
+    LINEAR_SILU_AND_MUL,
+    inputs_multiple,
+    is_measured,
+    of_factors,
+    takes_features,
+    tokens_by_size,
+)
 from llm_comm.planning.tables import TuningTable
 
 #: As kMaxHidden in csrc/algorithms/all_reduce_add_rms_norm/operation.cuh.
@@ -93,6 +102,11 @@ def report(name: str, ranks: int, options: EngineOptions) -> dict[str, str]:
         lines["experts"] = f"{model.experts}, the engine's; their sum is served"
     if model.has_latent_attention:
         lines["attention"] = "latent (MLA): its layers are not judged here"
+    if options.fuse_linear == "auto":
+        lines["linear layers"] = (
+            "where they are faster, with dependent launches (pdl). Those are on in SGLang; in vLLM with pdl: 1, or "
+            "where the table has a layer with as many outputs as the hidden size"
+        )
     for layer in layers_of(model, ranks):
         lines[layer.name] = _verdict(layer, tables, options)
     return lines
@@ -229,17 +243,18 @@ def _layer(model: Model, name: str, operation: str, outputs: int, inputs: int, w
     return Layer(name, of_factors(operation, model.is_fp8), outputs, inputs, why_not)
 
 
-def _tables(ranks: int, options: EngineOptions) -> Iterator[tuple[str, TuningTable]]:
+def _tables(ranks: int, options: EngineOptions) -> Iterator[tuple[str, tuple[TuningTable, _core.Limits]]]:
     """By GPU: the one that is here, else those that tables come with."""
     gpus: tuple[tuple[str, int, int], ...] = _MEASURED_GPUS
     if launch.usable_gpus()[0]:
         here = torch.cuda.get_device_properties(0)
         gpus = ((here.name, here.multi_processor_count, 10 * here.major + here.minor),)
     for name, sm_count, capability in gpus:
-        yield name, find_table(name, ranks, sm_count, options, capability)
+        limits = _core.Limits(slot_bytes=0, sm_count=sm_count, max_cluster=0, compute_capability=capability)
+        yield name, (find_table(name, ranks, sm_count, options, capability), limits)
 
 
-def _verdict(layer: Layer, tables: Mapping[str, TuningTable], options: EngineOptions) -> str:
+def _verdict(layer: Layer, tables: Mapping[str, tuple[TuningTable, _core.Limits]], options: EngineOptions) -> str:
     shape = f"{layer.outputs} x {layer.inputs}"
     if "silu" in layer.operation:
         shape += ", with silu-and-mul in vLLM"
@@ -247,14 +262,19 @@ def _verdict(layer: Layer, tables: Mapping[str, TuningTable], options: EngineOpt
         return f"{shape}: the engine's: {layer.why_not}"
     if options.fuse_linear != "auto":
         return f"{shape}: {'served, up to 64 tokens' if options.fuse_linear else 'served, but fuse_linear is off'}"
-    found = {name: _most_tokens(layer, table) for name, table in tables.items()}
+    found = {name: _most_tokens(layer, table, limits) for name, (table, limits) in tables.items()}
     if not any(found.values()):
-        return f"{shape}: served with fuse_linear: 1; else the engine's: tables of {', '.join(found)} have no row"
-    by_gpu = [f"{f'up to {tokens} tokens' if tokens else 'not measured'} on {name}" for name, tokens in found.items()]
+        return f"{shape}: served with fuse_linear: 1; else the engine's: not known to be faster on {', '.join(found)}"
+    by_gpu = [
+        f"{f'up to {tokens} tokens' if tokens else 'not known to be faster'} on {name}"
+        for name, tokens in found.items()
+    ]
     return f"{shape}: served {', '.join(by_gpu)}"
 
 
-def _most_tokens(layer: Layer, table: TuningTable) -> int:
-    """Up to which the table has llm_comm's kernel as the faster one, with dependent launches."""
-    of_layer = (layer.operation, layer.outputs, layer.inputs, True)
-    return max((row.up_to for row in table.layers if row.layer() == of_layer and row.is_faster), default=0)
+def _most_tokens(layer: Layer, table: TuningTable, limits: _core.Limits) -> int:
+    """Up to which llm_comm's kernel is known to be the faster one, with dependent launches."""
+    of_layer = [row for row in table.layers if row.layer() == (layer.operation, layer.outputs, layer.inputs, True)]
+    if of_layer:
+        return max((row.up_to for row in of_layer if row.is_faster), default=0)
+    return tokens_by_size(layer.operation, layer.outputs, layer.inputs) if is_measured(limits) else 0

@@ -423,7 +423,8 @@ class LinearLayers:
         """Whether an engine is to compute a layer of this shape by ``linear`` and its kin, in place of its own kernel.
 
         As ``Config.fuse_linear`` says: ``"auto"`` where the tuning table has measured that it is faster, with ``pdl``
-        as it is now; True for every shape that is served; False for none. The same on all ranks.
+        as it is now, or of a layer that it has not where its size says so (docs/linear.md); True for every shape that
+        is served; False for none. The same on all ranks.
 
         Args:
             outputs, inputs: Of the weight of this rank.

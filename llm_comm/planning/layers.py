@@ -14,6 +14,10 @@ LINEAR = "linear"
 LINEAR_SILU_AND_MUL = "linear_silu_and_mul"
 #: The same of FP8 operands, which are measured by themselves.
 _OF_FP8 = {LINEAR: "linear_fp8", LINEAR_SILU_AND_MUL: "linear_silu_and_mul_fp8"}
+#: Tokens, bytes of a weight and bytes of its rows, up to which a layer that no table has is faster than cuBLAS, with
+#: dependent launches: by 4 % at least, on H100 and H200 (docs/experiments/linear.md, "Beside cuBLAS").
+_FASTER_UNMEASURED = ((64, 32_000_000, 10_752), (32, 128_000_000, 32_768))
+_MEASURED_CAPABILITY, _MEASURED_SM_COUNT = 90, 132
 #: Whether a device has room for all of them together, the core says when a layer is prepared.
 _TUNABLES = ("block_outputs", "stages", "stage_boxes")
 
@@ -96,20 +100,50 @@ def layer_row(
 
 
 def is_preferred(
-    rows: Iterable[LayerRow], config: Config, operation: str, outputs: int, inputs: int, tokens: int
+    rows: Iterable[LayerRow],
+    config: Config,
+    limits: _core.Limits,
+    operation: str,
+    outputs: int,
+    inputs: int,
+    tokens: int,
 ) -> bool:
     """Whether an engine is to compute a layer by llm_comm, as ``Config.fuse_linear`` says."""
     multiple = inputs_multiple(is_fp8(operation))
     if not (1 <= tokens <= _core.linear_max_tokens and takes_features(outputs) and takes_features(inputs, multiple)):
         return False
-    if config.fuse_linear == "auto":
-        row = layer_row(rows, operation, outputs, inputs, tokens, config.pdl)
+    if config.fuse_linear != "auto":
+        return bool(config.fuse_linear)
+    of_layer = [row for row in rows if row.layer() == (operation, outputs, inputs, config.pdl)]
+    if of_layer:
+        row = layer_row(of_layer, operation, outputs, inputs, tokens, config.pdl)
         return row is not None and row.is_faster
-    return bool(config.fuse_linear)
+    return config.pdl and is_measured(limits) and tokens <= tokens_by_size(operation, outputs, inputs)
 
 
-def most_tokens(rows: Iterable[LayerRow], config: Config) -> int:
+def is_measured(limits: _core.Limits) -> bool:
+    """Whether layers that no table has were measured on such devices."""
+    return limits.compute_capability == _MEASURED_CAPABILITY and limits.sm_count >= _MEASURED_SM_COUNT
+
+
+def tokens_by_size(operation: str, outputs: int, inputs: int) -> int:
+    """Up to how many tokens a layer that no table has is faster than cuBLAS, by the size of its weight alone."""
+    parts = 2 if operation in (LINEAR_SILU_AND_MUL, _OF_FP8[LINEAR_SILU_AND_MUL]) else 1
+    row_bytes = inputs * (1 if is_fp8(operation) else 2)
+    return next(
+        (
+            tokens
+            for tokens, weight_limit, row_limit in _FASTER_UNMEASURED
+            if parts * outputs * row_bytes <= weight_limit and row_bytes <= row_limit
+        ),
+        0,
+    )
+
+
+def most_tokens(rows: Iterable[LayerRow], config: Config, limits: _core.Limits) -> int:
     """Of the layers that are preferred; 0 where none is."""
-    if config.fuse_linear == "auto":
-        return max((row.up_to for row in rows if row.is_faster and row.pdl == config.pdl), default=0)
-    return _core.linear_max_tokens if config.fuse_linear else 0
+    if config.fuse_linear != "auto":
+        return _core.linear_max_tokens if config.fuse_linear else 0
+    by_size = _FASTER_UNMEASURED[0][0] if config.pdl and is_measured(limits) else 0
+    by_table = (row.up_to for row in rows if row.is_faster and row.pdl == config.pdl)
+    return max([by_size, *by_table])

@@ -90,10 +90,10 @@ class Planner:
         layer = (operation, outputs, inputs, tokens)
         found = self._preferred.get(layer)
         if found is None:
-            found = layers.is_preferred(self.table.layers, self.config, *layer)
+            found = layers.is_preferred(self.table.layers, self.config, self.limits, *layer)
             self._preferred[layer] = found
         return found
 
     def most_preferred_tokens(self) -> int:
         """Of any layer; 0 where none is to be computed by llm_comm."""
-        return layers.most_tokens(self.table.layers, self.config)
+        return layers.most_tokens(self.table.layers, self.config, self.limits)

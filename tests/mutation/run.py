@@ -36,7 +36,8 @@ WIDER_OF_CPP = (
     "tests/emulated/test_fused.py tests/emulated/test_all_reduce.py",
 )
 WIDER_OF_PYTHON = (
-    "tests/unit --ignore=tests/unit/test_layering.py --ignore=tests/unit/test_user_kernel.py",
+    "tests/unit --ignore=tests/unit/test_layering.py --ignore=tests/unit/test_user_kernel.py"
+    " --ignore=tests/unit/test_bare_sources.py",
     "tests/emulated/test_use_table.py tests/emulated/test_inputs.py tests/emulated/test_generic.py"
     " tests/emulated/test_compile.py tests/emulated/test_rendezvous.py",
     "tests/emulated/test_watchdog.py tests/emulated/test_fused.py",

@@ -50,6 +50,20 @@ LINEAR_LAYERS: tuple[Mutant, ...] = (
         OF_TABLES,
     ),
     python(
+        "layers are given away by size on GPUs where none was measured",
+        LAYERS,
+        "return limits.compute_capability == _MEASURED_CAPABILITY and limits.sm_count >= _MEASURED_SM_COUNT",
+        "return limits.sm_count >= _MEASURED_SM_COUNT",
+        OF_TABLES,
+    ),
+    python(
+        "layers are given away by size past a row that says otherwise",
+        LAYERS,
+        "    if of_layer:\n",
+        "    if of_layer and of_layer[0].is_faster:\n",
+        OF_TABLES,
+    ),
+    python(
         "layers of FP8 are given away by rows of bf16",
         LAYERS,
         "return _OF_FP8[operation] if fp8 else operation",

@@ -226,13 +226,6 @@ PLANNING: tuple[Mutant, ...] = (
     ),
     python("unknown variables are passed over", CONFIG, "_check_variables(environ, on_unknown)", "pass", OF_CONFIG),
     python(
-        "unknown options of a file are taken",
-        CONFIG,
-        "for option, value in content.items() if option in OPTIONS",
-        "for option, value in content.items()",
-        "tests/unit/test_option_table.py",
-    ),
-    python(
         "an unknown variable stops an engine",
         "llm_comm/integrations/engine_config.py",
         "load_with_unknown(lambda what, _: _warn(what, log), **options)",

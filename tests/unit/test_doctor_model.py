@@ -15,6 +15,7 @@ from llm_comm.errors import ConfigError
 
 SHAPES = Path(__file__).parents[2] / "bench_serving" / "model_shapes"
 LLAMA = json.loads((SHAPES / "llama-3-8b" / "config.json").read_text())
+LAYERS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 
 
@@ -42,14 +43,17 @@ def test_a_model_of_which_a_table_has_layers() -> None:
     assert found["all-reduce"] == "served: 16K a token of bf16 or fp16"
     assert found["norms"] == "fused with the all-reduce before them"
     assert found["o_proj"] == f"8192 x 1024: served up to 64 tokens on {H100}, up to 16 tokens on {H200}"
-    assert found["qkv_proj"] == f"1280 x 8192: served up to 32 tokens on {H100}, not measured on {H200}"
+    assert found["qkv_proj"] == f"1280 x 8192: served up to 32 tokens on {H100}, up to 32 tokens on {H200}"
     assert found["gate_up_proj"].startswith("3584 x 8192, with silu-and-mul in vLLM: served up to 64 tokens")
-    assert list(found) == ["model", "all-reduce", "norms", "qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+    assert list(found) == ["model", "all-reduce", "norms", "linear layers", *LAYERS]
 
 
 def test_a_model_that_no_table_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = f"served with fuse_linear: 1; else the engine's: tables of {H100}, {H200} have no row"
-    assert verdicts(tmp_path)["down_proj"] == f"4096 x 7168: {left}"
+    assert (
+        verdicts(tmp_path)["down_proj"] == f"4096 x 7168: served up to 32 tokens on {H100}, up to 32 tokens on {H200}"
+    )
+    left = f"served with fuse_linear: 1; else the engine's: not known to be faster on {H100}, {H200}"
+    assert verdicts(tmp_path, intermediate_size=65536)["down_proj"] == f"4096 x 32768: {left}"
     monkeypatch.setenv("LLM_COMM_FUSE_LINEAR", "1")
     options = EngineOptions.load()
     found = model_verdicts.report(str(tmp_path), 4, options)

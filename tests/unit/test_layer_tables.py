@@ -134,6 +134,42 @@ def test_what_no_kernel_serves_is_never_given_away(outputs: int, inputs: int, to
     assert not planner_of(fuse_linear=True).prefers_layer("linear", outputs, inputs, tokens)
 
 
+@pytest.mark.parametrize(
+    ("operation", "outputs", "inputs", "most"),
+    [
+        ("linear", 3072, 4096, 64),
+        ("linear", 3904, 4096, 64),  # 31.98 MB
+        ("linear", 3968, 4096, 32),
+        ("linear", 1280, 8192, 32),  # long rows
+        ("linear", 15616, 4096, 32),  # 127.9 MB
+        ("linear", 15680, 4096, 0),
+        ("linear", 64, 16384 + 64, 0),
+        ("linear_silu_and_mul", 7808, 4096, 32),
+        ("linear_silu_and_mul", 7872, 4096, 0),
+        ("linear_fp8", 3072, 8192, 64),
+        ("linear_fp8", 15616, 8192, 32),
+        ("linear_silu_and_mul_fp8", 1920, 8192, 64),
+    ],
+)
+def test_layers_that_no_table_has_are_given_away_by_size(operation: str, outputs: int, inputs: int, most: int) -> None:
+    limits = {"slot_bytes": 0, "sm_count": 132, "max_cluster": 16, "compute_capability": 90}
+
+    def planner(layers: tuple[LayerRow, ...] = (), pdl: bool = True, **others: int) -> Planner:
+        config = EngineOptions.load({}, pdl=pdl)
+        return Planner(2, TABLE._replace(layers=layers), config, _core.Limits(**{**limits, **others}))
+
+    def given(planner: Planner) -> int:
+        return max((t for t in range(1, 66) if planner.prefers_layer(operation, outputs, inputs, t)), default=0)
+
+    assert given(planner()) == most
+    assert planner().most_preferred_tokens() == 64
+    for other in (planner(pdl=False), planner(compute_capability=100), planner(sm_count=114)):
+        assert given(other) == other.most_preferred_tokens() == 0
+    row = LayerRow(operation, outputs, inputs, True, 16, True)
+    assert given(planner((row,))) == 16
+    assert given(planner((row._replace(is_faster=False),))) == 0
+
+
 def test_another_table_counts_at_once() -> None:
     planner = planner_of()
     assert planner.prefers_layer("linear", 128, 64, 4)

@@ -45,7 +45,8 @@ def preferred_layers(communicator: Communicator) -> str:
     depend on."""
     config = communicator.config
     rows = [tuple(row.without_figures()) for row in communicator.table.layers]
-    return hashlib.sha256(repr((config.fuse_linear, config.pdl, rows)).encode()).hexdigest()
+    by_size = layers.is_measured(communicator.limits)
+    return hashlib.sha256(repr((config.fuse_linear, config.pdl, by_size, rows)).encode()).hexdigest()
 
 
 def value(max_fused_bytes: int, max_linear_tokens: int, linear_key: str) -> str:
