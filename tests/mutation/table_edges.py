@@ -431,7 +431,7 @@ EDGES: tuple[Mutant, ...] = (
         "",
         OF_PARTS,
     ),
-    python("an output with gaps is an error", PARTS, "except UnsupportedInputError:", "except ValueError:", OF_PARTS),
+    python("an output with gaps is an error", PARTS, "except UnsupportedInputError:", "except TypeError:", OF_PARTS),
     python("a first call is told each time", PARTS, "self._said.add(kind)", "pass", OF_PARTS),
     python("the first uneven parts are not told", PARTS, "len(set(sizes)) > 1", "len(sizes) > 8", OF_PARTS),
     python("all_gather is always on", PARTS, "if config.all_gather", "if True", OF_PARTS),

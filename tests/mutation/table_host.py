@@ -313,13 +313,6 @@ HOST = (
         "driver --cases 300 --alone --algorithm all_reduce/one_shot",
     ),
     cpp(
-        "any depth is handed to the kernels",
-        PLAIN,
-        "tiling.depth < tiles_of_block ? tiling.depth : tiles_of_block",
-        "tiling.depth",
-        "tests/emulated/test_sequences.py -k test_a_depth_of_more_tiles",
-    ),
-    cpp(
         "launches of a message are not as long as each other",
         PLAIN,
         "if (lines > most_lines && most_lines > 0)",
