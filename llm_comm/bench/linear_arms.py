@@ -211,30 +211,44 @@ def _pair(found: tuple[Tensor, ...]) -> Outputs:
 # ---- Choices of the layer's kernel ----------------------------------------------------------------------------------
 
 
-def arms_of_choices(
-    comm: Communicator, operands: Operands, judge: JudgeOfLayers
-) -> Iterator[tuple[_core.LinearChoice, Arm]]:
-    """The layer by tilings that are worth a try. ``Communicator.linear`` takes none."""
-    x, out, scales = operands.x, operands.out, operands.scales or ()
-    core = comm._handle.core()
-    problem: _core._LinearProblem = {
+def problem_of(x: Tensor, out: Tensor, scales: Sequence[Tensor], silu: bool) -> _core._LinearProblem:
+    """A layer as the core takes it. ``scales``: of x and of the weight, where they are FP8."""
+    return {
         "tokens": x.shape[0],
         "inputs": x.shape[1],
         "outputs": out.shape[1],
         "data_type": tuple(registry.data_types()).index(dtype_name(out.dtype)),
-        "silu_and_mul": operands.silu,
-        "scales": None if not scales else (scales[0].numel() > 1, scales[1].numel() > 1),
+        "silu_and_mul": silu,
+        "scales": (scales[0].numel() > 1, scales[1].numel() > 1) if scales else None,
     }
-    for choice in core.linear_choices(**problem)[:_MOST_CHOICES]:
-        run = core.prepare_linear(choice=choice, **problem)
 
-        def call(weight: Tensor, run: Callable[..., bool] = run) -> tuple[Tensor, ...]:
-            stream = 0 if comm.is_emulated else torch.cuda.current_stream(comm.device).cuda_stream
-            of_scales = (scale.data_ptr() for scale in scales)
-            if not run(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *of_scales, stream):
-                comm.check()
-                raise LlmCommError("the communicator has failed")
-            return (out,)
 
+def call_of_choice(
+    comm: Communicator, x: Tensor, out: Tensor, scales: Sequence[Tensor], silu: bool, choice: _core.LinearChoice
+) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """The layer of a weight by one tiling, which ``Communicator.linear`` does not take.
+
+    Raises:
+        ValueError: There is no such kernel.
+    """
+    run = comm._handle.core().prepare_linear(choice=choice, **problem_of(x, out, scales, silu))
+
+    def call(weight: Tensor) -> tuple[Tensor, ...]:
+        stream = 0 if comm.is_emulated else torch.cuda.current_stream(comm.device).cuda_stream
+        of_scales = (scale.data_ptr() for scale in scales)
+        if not run(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *of_scales, stream):
+            comm.check()
+            raise LlmCommError("the communicator has failed")
+        return (out,)
+
+    return call
+
+
+def arms_of_choices(
+    comm: Communicator, operands: Operands, judge: JudgeOfLayers
+) -> Iterator[tuple[_core.LinearChoice, Arm]]:
+    """The layer by tilings that are worth a try."""
+    layer = operands.x, operands.out, operands.scales or (), operands.silu
+    for choice in comm._handle.core().linear_choices(**problem_of(*layer))[:_MOST_CHOICES]:
         name = f"{choice.block_outputs} outputs, {choice.stages} of {choice.stage_boxes}"
-        yield choice, layer_arm(name, call, judge, True)
+        yield choice, layer_arm(name, call_of_choice(comm, *layer, choice), judge, True)

@@ -21,10 +21,9 @@ from llm_comm.planning.layers import (
     LINEAR,
     LINEAR_SILU_AND_MUL,
     inputs_multiple,
-    is_measured,
+    is_preferred,
     of_factors,
     takes_features,
-    tokens_by_size,
 )
 from llm_comm.planning.tables import TuningTable
 
@@ -262,7 +261,7 @@ def _verdict(layer: Layer, tables: Mapping[str, tuple[TuningTable, _core.Limits]
         return f"{shape}: the engine's: {layer.why_not}"
     if options.fuse_linear != "auto":
         return f"{shape}: {'served, up to 64 tokens' if options.fuse_linear else 'served, but fuse_linear is off'}"
-    found = {name: _most_tokens(layer, table, limits) for name, (table, limits) in tables.items()}
+    found = {name: _most_tokens(layer, table, limits, options) for name, (table, limits) in tables.items()}
     if not any(found.values()):
         return f"{shape}: served with fuse_linear: 1; else the engine's: not known to be faster on {', '.join(found)}"
     by_gpu = [
@@ -272,9 +271,7 @@ def _verdict(layer: Layer, tables: Mapping[str, tuple[TuningTable, _core.Limits]
     return f"{shape}: served {', '.join(by_gpu)}"
 
 
-def _most_tokens(layer: Layer, table: TuningTable, limits: _core.Limits) -> int:
-    """Up to which llm_comm's kernel is known to be the faster one, with dependent launches."""
-    of_layer = [row for row in table.layers if row.layer() == (layer.operation, layer.outputs, layer.inputs, True)]
-    if of_layer:
-        return max((row.up_to for row in of_layer if row.is_faster), default=0)
-    return tokens_by_size(layer.operation, layer.outputs, layer.inputs) if is_measured(limits) else 0
+def _most_tokens(layer: Layer, table: TuningTable, limits: _core.Limits, options: EngineOptions) -> int:
+    """Up to which an engine would compute the layer by llm_comm, with dependent launches."""
+    by = table.layers, options.replace(pdl=True), limits, layer.operation, layer.outputs, layer.inputs
+    return max((tokens for tokens in range(1, _core.linear_max_tokens + 1) if is_preferred(*by, tokens)), default=0)

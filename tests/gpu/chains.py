@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from llm_comm.bench.linear_operands import make_weights
 from llm_comm.bench.timing import capture
 
 #: By how much the weights of a chain exceed the L2 cache, which keeps part of what was read before.
@@ -23,20 +24,13 @@ _DELAY_CYCLES = 100_000  # longer than the host takes to enqueue a replay
 _EMULATED_WEIGHTS = 2
 
 
-def cold_weights(
-    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, random: torch.Generator
-) -> list[torch.Tensor]:
+def cold_weights(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
     """Random weights of [outputs, inputs]. Zeros would draw less power, and so run faster."""
     count = _EMULATED_WEIGHTS
     if device.type == "cuda":
         l2_bytes = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or _USUAL_L2_BYTES
         count = max(_FEWEST_WEIGHTS, -(-int(_COLD * l2_bytes) // (shape[0] * shape[1] * dtype.itemsize)))
-    weights = torch.empty(count, *shape, dtype=dtype, device=device)
-    for weight in weights:
-        weight.copy_(torch.empty(shape, device=device).normal_(0, shape[1] ** -0.5, generator=random))
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # llm_comm's layers read weights before what is ahead in the stream has ended
-    return list(weights)
+    return make_weights(count, shape, dtype, device, rank=0)
 
 
 def time_chain(call: Callable[[torch.Tensor], object], weights: Sequence[torch.Tensor], reps: int) -> float:

@@ -26,7 +26,8 @@ from chains import cold_weights, time_chain
 from common import Session, add_seconds, parser, report, run, session
 from linear_shapes import LISTS, Layer
 
-from llm_comm import Communicator, Config, _core, registry
+from llm_comm import Communicator, Config, _core
+from llm_comm.bench.linear_arms import call_of_choice
 
 TOKENS = (1, 16, 32, 64)
 EMULATED = (Layer("linear", 192, 256, "emulated"), Layer("linear_silu_and_mul_fp8", 64, 256, "emulated"))
@@ -71,7 +72,7 @@ class Bench:
         """All times of a layer."""
         rows = 2 * layer.outputs if layer.has_silu else layer.outputs
         dtype = torch.float8_e4m3fn if layer.is_fp8 else torch.bfloat16
-        weights = cold_weights((rows, layer.inputs), dtype, self._at.device, self._random)
+        weights = cold_weights((rows, layer.inputs), dtype, self._at.device)
         of_tokens = [self._tokens(layer, weights, tokens) for tokens in (TOKENS if self._at.on_gpu else TOKENS[:2])]
         return {**layer._asdict(), "tokens": of_tokens}
 
@@ -130,25 +131,11 @@ class Bench:
     ) -> Callable[[torch.Tensor], object] | None:
         """None where the kernel does not take the choice."""
         out = torch.empty(len(x), layer.outputs, dtype=torch.bfloat16, device=x.device)
+        tiling = _core.LinearChoice(block_outputs=choice[0], stages=choice[1], stage_boxes=choice[2])
         try:
-            prepared = self._comm._handle.core().prepare_linear(
-                tokens=len(x),
-                inputs=layer.inputs,
-                outputs=layer.outputs,
-                data_type=tuple(registry.data_types()).index("bf16"),
-                silu_and_mul=layer.has_silu,
-                choice=_core.LinearChoice(block_outputs=choice[0], stages=choice[1], stage_boxes=choice[2]),
-                scales=(True, True) if scales else None,
-            )
+            return call_of_choice(self._comm, x, out, scales, layer.has_silu, tiling)
         except ValueError:
             return None
-        addresses = [scale.data_ptr() for scale in scales]
-
-        def call(weight: torch.Tensor) -> bool:
-            stream = torch.cuda.current_stream(x.device).cuda_stream if self._at.on_gpu else 0
-            return prepared(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *addresses, stream)
-
-        return call
 
 
 def _own_and_best(choices: str) -> tuple[str, str]:

@@ -22,10 +22,16 @@ ACTIVATION_US = 2.0
 MEDIAN, WORST = 0.05, 0.12
 
 
-def measured(file: str) -> Iterator[tuple[dict[str, Any], int, dict[tuple[int, ...], float]]]:
-    """Layer, tokens, and by tiling the time of a layer in a row and of one behind a short kernel together."""
-    figures = json.loads((RESULTS / file).read_text(encoding="utf-8"))["figures"]
+def figures_of(device: str, which: str) -> dict[str, Any]:
+    file = RESULTS / f"2026-11-28_{device}_linear_choices_{which}.json"
+    figures: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["figures"]
     assert figures["sm_count"] == 132
+    return figures
+
+
+def measured(figures: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[tuple[int, ...], float]]]:
+    """Layer, what was measured of a number of tokens, and by tiling the time of a layer in a row and of one behind a
+    short kernel together."""
     for layer in figures["layers"]:
         for row in layer["tokens"]:
             times = {}
@@ -33,7 +39,7 @@ def measured(file: str) -> Iterator[tuple[dict[str, Any], int, dict[tuple[int, .
                 *tiling, in_row, spaced = map(float, choice.split())
                 times[tuple(map(int, tiling))] = in_row + spaced
             del times[0, 0, 0]
-            yield layer, row["tokens"], times
+            yield layer, row, times
 
 
 def own_choice(layer: dict[str, Any], tokens: int) -> tuple[int, int, int]:
@@ -55,7 +61,8 @@ def own_choice(layer: dict[str, Any], tokens: int) -> tuple[int, int, int]:
 @pytest.mark.parametrize("device", ["h100", "h200"])
 def test_the_choice_is_near_the_best(device: str) -> None:
     slower = {}
-    for layer, tokens, times in measured(f"2026-11-28_{device}_linear_choices_judged.json"):
+    for layer, row, times in measured(figures_of(device, "judged")):
+        tokens = row["tokens"]
         choice = own_choice(layer, tokens)
         best = min(times.values())
         # What was left out of the file is slower than the worst that is allowed.
@@ -70,17 +77,16 @@ def test_the_choice_is_near_the_best(device: str) -> None:
 @pytest.mark.parametrize("which", ["fitted", "judged"])
 def test_layers_that_are_given_away_by_size_are_faster(device: str, which: str) -> None:
     """Than cuBLAS or torch._scaled_mm, in both chains together, without the short kernel in one of them."""
-    file = f"2026-11-28_{device}_linear_choices_{which}.json"
-    figures = json.loads((RESULTS / file).read_text(encoding="utf-8"))["figures"]
-    others = [row["other_us"] + row["other_spaced_us"] for layer in figures["layers"] for row in layer["tokens"]]
+    figures = figures_of(device, which)
+    alone = figures["spacer_us"]
     ratios = {}
-    for other, (layer, tokens, times) in zip(others, measured(file), strict=True):
+    for layer, row, times in measured(figures):
+        tokens, other = row["tokens"], row["other_us"] + row["other_spaced_us"]
         by_size = tokens_by_size(layer["operation"], layer["outputs"], layer["inputs"])
         choice = own_choice(layer, tokens)
         if tokens <= by_size and choice in times:
             what = f"{layer['operation']} {layer['outputs']}x{layer['inputs']}, {tokens} tokens: {choice}"
             activations = 2 * ACTIVATION_US if "silu" in layer["operation"] else 0.0
-            alone = figures["spacer_us"]
             ratios[what] = (other + activations - alone) / (times[choice] - alone)
     assert len(ratios) > 50
     assert {what: ratio for what, ratio in ratios.items() if ratio < 1.03} == {}

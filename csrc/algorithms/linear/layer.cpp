@@ -137,8 +137,8 @@ uint32_t stage_bytes(const LinearProblem& problem, const LinearChoice& choice) {
 
 std::vector<LinearChoice> choices(const LinearProblem& problem, uint32_t sm_count, uint32_t max_shared_bytes) {
   check(problem);
-  std::vector<LinearChoice> found;
   if (problem.tokens > kMaxTokens) return {complete(problem, {}, sm_count, max_shared_bytes)};
+  std::vector<LinearChoice> found;
   for (const auto& [cost, choice] : fitting(problem, 0, sm_count, max_shared_bytes)) found.push_back(choice);
   return found;
 }
