@@ -280,6 +280,7 @@ class EngineOptions(Config):
 
     enable: bool = True
     fuse: bool = True
+    tune_at_start: str | float = "auto"
     all_gather: bool = True
     reduce_scatter: bool = True
     batch_invariant_linear: str = "engine"

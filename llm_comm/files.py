@@ -213,7 +213,7 @@ def replace_text(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
         return
     target = path.resolve()  # of a symbolic link the file, not the link
-    partial = target.with_name(f".{target.name}.partial")
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")  # another process may write the same file
     try:
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, target)

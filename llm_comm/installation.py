@@ -46,6 +46,17 @@ def oldest_driver(nvcc_version: str = _core.nvcc_version) -> str | None:
     return {"12": "525", "13": "580"}.get(nvcc_version.partition(".")[0])
 
 
+@functools.cache
+def digest_of_kernels() -> str:
+    """Of the compiled kernels of this build, with the code that launches them: what measurements are kept by."""
+    libraries = [Path(_core.__file__), *sorted(Path(get_library_dir()).glob("libllm_comm_cuda.so*"))]
+    digest = hashlib.sha256()
+    for path in libraries:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
 def get_include() -> str:
     """Directory to pass to a compiler with ``-I`` for ``#include "llm_comm/memory_channel.cuh"``."""
     return _installed_directory("include")

@@ -262,6 +262,19 @@ OPTIONS: dict[str, Option] = {
         "(docs/linear.md). ``auto``: where the tuning table has measured that it is faster, or its size says so. True: "
         "wherever it is served; ``pdl`` is then on in engines too, unless it was chosen.",
     ),
+    "tune_at_start": Option(
+        Kind(
+            lambda text: text if text == "auto" else float(text),
+            lambda v: v == "auto" or (isinstance(v, (int, float)) and not isinstance(v, bool) and 0 <= v <= 3600),
+            "'auto', or seconds from 0 to 3600",
+        ),
+        Alike.YES,
+        "ranks measure together",
+        "How long engine integrations may measure linear layers at the start of an engine (docs/linear.md). ``auto``: "
+        "10 s, on GPUs of which each has one rank. 0: not at all, and what earlier starts have found counts for "
+        "nothing.",
+        of_engines=True,
+    ),
     "all_gather": Option(
         _BOOLEAN,
         Alike.YES,

@@ -46,7 +46,7 @@ from llm_comm.bench.linear_arms import (
     our_chains,
     our_layer,
 )
-from llm_comm.bench.linear_operands import Fp8Judge, Judge, JudgeOfLayers, Operands, SiluJudge, make_weights
+from llm_comm.bench.linear_operands import Fp8Judge, Judge, JudgeOfLayers, Operands, SiluJudge
 from llm_comm.bench.linear_report import Choice, LayerRow, plot, remarks_on, tables
 from llm_comm.bench.report import DTYPES, Progress, Result
 from llm_comm.bench.timing import ALIGNING_CALLS, Schedule
@@ -55,6 +55,7 @@ from llm_comm.cli.launch import Placement
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
+from llm_comm.integrations.layer_timing import make_weights
 from llm_comm.operations.fp8 import FP8
 
 #: Outputs and inputs of layers of Llama-3.3-70B and Qwen3-32B, in 8 parts.

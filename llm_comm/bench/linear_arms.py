@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llm_comm import _core, registry
+from llm_comm import _core
 from llm_comm.bench.fused import add_rms_norm, as_engines_run
 from llm_comm.bench.linear_operands import Judge, JudgeOfLayers, Operands
 from llm_comm.bench.reference import EPS, Outputs
-from llm_comm.bench.report import OURS, dtype_name
+from llm_comm.bench.report import OURS
 from llm_comm.communicator import Communicator
-from llm_comm.errors import ConfigError, LlmCommError
+from llm_comm.errors import ConfigError
+from llm_comm.integrations.layer_timing import call_of_choice, choices_of
 from llm_comm.planning.layers import inputs_multiple, takes_features
 
 #: Layer, sum over the ranks, add and norm as one call.
@@ -211,44 +212,11 @@ def _pair(found: tuple[Tensor, ...]) -> Outputs:
 # ---- Choices of the layer's kernel ----------------------------------------------------------------------------------
 
 
-def problem_of(x: Tensor, out: Tensor, scales: Sequence[Tensor], silu: bool) -> _core._LinearProblem:
-    """A layer as the core takes it. ``scales``: of x and of the weight, where they are FP8."""
-    return {
-        "tokens": x.shape[0],
-        "inputs": x.shape[1],
-        "outputs": out.shape[1],
-        "data_type": tuple(registry.data_types()).index(dtype_name(out.dtype)),
-        "silu_and_mul": silu,
-        "scales": (scales[0].numel() > 1, scales[1].numel() > 1) if scales else None,
-    }
-
-
-def call_of_choice(
-    comm: Communicator, x: Tensor, out: Tensor, scales: Sequence[Tensor], silu: bool, choice: _core.LinearChoice
-) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """The layer of a weight by one tiling, which ``Communicator.linear`` does not take.
-
-    Raises:
-        ValueError: There is no such kernel.
-    """
-    run = comm._handle.core().prepare_linear(choice=choice, **problem_of(x, out, scales, silu))
-
-    def call(weight: Tensor) -> tuple[Tensor, ...]:
-        stream = 0 if comm.is_emulated else torch.cuda.current_stream(comm.device).cuda_stream
-        of_scales = (scale.data_ptr() for scale in scales)
-        if not run(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *of_scales, stream):
-            comm.check()
-            raise LlmCommError("the communicator has failed")
-        return (out,)
-
-    return call
-
-
 def arms_of_choices(
     comm: Communicator, operands: Operands, judge: JudgeOfLayers
 ) -> Iterator[tuple[_core.LinearChoice, Arm]]:
     """The layer by tilings that are worth a try."""
     layer = operands.x, operands.out, operands.scales or (), operands.silu
-    for choice in comm._handle.core().linear_choices(**problem_of(*layer))[:_MOST_CHOICES]:
+    for choice in choices_of(comm, *layer)[:_MOST_CHOICES]:
         name = f"{choice.block_outputs} outputs, {choice.stages} of {choice.stage_boxes}"
         yield choice, layer_arm(name, call_of_choice(comm, *layer, choice), judge, True)

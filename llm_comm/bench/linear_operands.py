@@ -18,10 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llm_comm.bench.reference import Outputs, norm_error, worst
+from llm_comm.integrations.layer_timing import FP8_SPREAD
 
-#: Standard deviation of FP8 operands: small ones lose no more than others.
-FP8_SPREAD = 16.0
-_ALIKE_SEED, _X_SEED, _WEIGHTS_SEED, _SCALES_SEED = 1, 1000, 2000, 3000
+_ALIKE_SEED, _X_SEED, _SCALES_SEED = 1, 1000, 3000
 # How far silu moves at most where its gate moves by 1.
 _STEEPEST = 1.1
 #: Columns of an instruction, and of a box: boxes of even number are added by one team, the others by another.
@@ -94,24 +93,6 @@ class Operands:
 
         scales = scale(tokens, 1 / FP8_SPREAD), scale(like.shape[0], inputs**-0.5 / FP8_SPREAD)
         return dataclasses.replace(others, weights=weights, x=(others.x * FP8_SPREAD).to(like.dtype), scales=scales)
-
-
-def make_weights(
-    count: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, rank: int
-) -> list[Tensor]:
-    """Weights of so many layers of [outputs, inputs]; what a layer makes of normal inputs has a variance of 1, of FP8
-    with its scales."""
-    whole = torch.empty(count, *shape, dtype=dtype, device=device)
-    random = _generator(device, _WEIGHTS_SEED + rank)
-    if dtype.itemsize == 1:
-        for weight in whole:
-            weight.copy_(torch.empty(shape, device=device).normal_(0, FP8_SPREAD, generator=random))
-    else:
-        whole.normal_(0, shape[1] ** -0.5, generator=random)
-    if device.type == "cuda":
-        # llm_comm's layers read weights before what is ahead in the stream has ended.
-        torch.cuda.synchronize(device)
-    return list(whole)
 
 
 def _generator(device: torch.device, seed: int) -> torch.Generator:

@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
             if comm.rank == 0:
                 environment = record.report(is_complete=left == 0)
                 if args.out is not None or args.install:
-                    table = tune_layers.with_layers(tuned(shipped, found), tune_layers.rows_of(layers))
+                    table = tuned(shipped, found).with_layers(tune_layers.rows_of(layers))
                     if args.multicast:
                         table = table._replace(multicast=entry_of(comm, environment["date"]))
                     of_ranks = comm.device, comm.world_size

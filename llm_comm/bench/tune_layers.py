@@ -15,7 +15,6 @@ from llm_comm.bench.linear_arms import CUTLASS, Names
 from llm_comm.bench.report import OURS, Progress
 from llm_comm.communicator import Communicator
 from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL, LayerRow, is_fp8, of_factors
-from llm_comm.planning.tables import TuningTable
 
 
 def measure(
@@ -80,12 +79,6 @@ def _row(measured: linear_report.LayerRow, other: str) -> LayerRow:
 
 def _rounded(us: float | None) -> float | None:
     return None if us is None else round(us, 3)
-
-
-def with_layers(table: TuningTable, rows: Sequence[LayerRow]) -> TuningTable:
-    """A table with these in place of all rows of their layers."""
-    replaced = {row.layer() for row in rows}
-    return table._replace(layers=(*(row for row in table.layers if row.layer() not in replaced), *rows))
 
 
 def line(row: LayerRow) -> str:

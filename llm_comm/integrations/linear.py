@@ -44,16 +44,22 @@ FIRST_INVARIANT_LINEAR = (
 LINEAR_AT_EVERY_SIZE = "; linear layers by llm_comm at every size (batch_invariant_linear)"
 
 
-def why_not_linear(communicator: Communicator) -> str | None:
-    """Why no linear layer of an engine is computed by llm_comm where few tokens are faster so, if none is. The same on
-    all ranks."""
+def why_not_any(communicator: Communicator) -> str | None:
+    """Why no linear layer of an engine may be computed by llm_comm where few tokens are faster so, if none may. The
+    same on all ranks."""
     config = communicator.config
     if config.batch_invariant_norm == "llm_comm":  # the engine is in its batch-invariant mode
         return f"batches of more than {_core.linear_max_tokens} tokens would be the engine's, with other bits"
-    if communicator.max_preferred_tokens > 0:
-        return None
     if config.fuse_linear is False:
         return f"fuse_linear is false ({config.origins.get('fuse_linear', 'Python')})"
+    return None
+
+
+def why_not_preferred(communicator: Communicator) -> str | None:
+    """Why none is known to be faster, if so. The same on all ranks."""
+    if communicator.max_preferred_tokens > 0:
+        return None
+    config = communicator.config
     pdl = "on" if config.pdl else "off"
     return f"fuse_linear is 'auto', and {communicator.table.name} has no layer that is faster with pdl {pdl}"
 

@@ -22,6 +22,15 @@ _MEASURED_CAPABILITY, _MEASURED_SM_COUNT = 90, 132
 _TUNABLES = ("block_outputs", "stages", "stage_boxes")
 
 
+class LayerKey(NamedTuple):
+    """What the rows of a layer have in common."""
+
+    operation: str
+    outputs: int
+    inputs: int
+    pdl: bool
+
+
 class LayerRow(NamedTuple):
     """How a layer of so many outputs and inputs runs on up to ``up_to`` tokens."""
 
@@ -46,9 +55,9 @@ class LayerRow(NamedTuple):
         """What is chosen by."""
         return self._replace(us=None, cublas_us=None)
 
-    def layer(self) -> tuple[str, int, int, bool]:
+    def layer(self) -> LayerKey:
         """What rows that belong together have in common."""
-        return self[:4]
+        return LayerKey(*self[:4])
 
     def tunables(self) -> dict[str, int]:
         """By name."""
@@ -76,6 +85,11 @@ def inputs_multiple(fp8: bool) -> int:
 def of_factors(operation: str, fp8: bool) -> str:
     """What a table calls ``LINEAR`` or ``LINEAR_SILU_AND_MUL``, of FP8 operands or of others."""
     return _OF_FP8[operation] if fp8 else operation
+
+
+def weights_of(operation: str) -> int:
+    """Rows of the weight for an output: 2 where those of gate and up are one layer."""
+    return 2 if operation in (LINEAR_SILU_AND_MUL, _OF_FP8[LINEAR_SILU_AND_MUL]) else 1
 
 
 def is_fp8(operation: str) -> bool:
@@ -128,13 +142,12 @@ def is_measured(limits: _core.Limits) -> bool:
 
 def tokens_by_size(operation: str, outputs: int, inputs: int) -> int:
     """Up to how many tokens a layer that no table has is faster than cuBLAS, by the size of its weight alone."""
-    parts = 2 if operation in (LINEAR_SILU_AND_MUL, _OF_FP8[LINEAR_SILU_AND_MUL]) else 1
     row_bytes = inputs * (1 if is_fp8(operation) else 2)
     return next(
         (
             tokens
             for tokens, weight_limit, row_limit in _FASTER_UNMEASURED
-            if parts * outputs * row_bytes <= weight_limit and row_bytes <= row_limit
+            if weights_of(operation) * outputs * row_bytes <= weight_limit and row_bytes <= row_limit
         ),
         0,
     )

@@ -166,6 +166,12 @@ class TuningTable(NamedTuple):
         replaced = {of_programs(row.operation) for row in rows} - by_operation(rows).keys()
         return found._replace(rows={key: of_key for key, of_key in found.rows.items() if key not in replaced})
 
+    def with_layers(self, rows: Iterable[LayerRow]) -> TuningTable:
+        """A table with these in place of all rows of their layers."""
+        rows = tuple(rows)
+        replaced = {row.layer() for row in rows}
+        return self._replace(layers=(*(row for row in self.layers if row.layer() not in replaced), *rows))
+
     def with_programs(self, names: Container[str]) -> TuningTable:
         """A table without the rows of all other programs."""
         kept = (row for rows in self.rows.values() for row in rows)

@@ -22,12 +22,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from chains import cold_weights, time_chain
 from common import Session, add_seconds, parser, report, run, session
 from linear_shapes import LISTS, Layer
 
 from llm_comm import Communicator, Config, _core
-from llm_comm.bench.linear_arms import call_of_choice
+from llm_comm.integrations.layer_timing import call_of_choice, cold_weights, time_chain
 
 TOKENS = (1, 16, 32, 64)
 EMULATED = (Layer("linear", 192, 256, "emulated"), Layer("linear_silu_and_mul_fp8", 64, 256, "emulated"))

@@ -121,8 +121,8 @@ LINEAR_LAYERS: tuple[Mutant, ...] = (
     ),
     python(
         "a table forgets the layers that were not measured",
-        TUNE,
-        "(*(row for row in table.layers if row.layer() not in replaced), *rows)",
+        "llm_comm/planning/tables.py",
+        "(*(row for row in self.layers if row.layer() not in replaced), *rows)",
         "(*rows,)",
         OF_TUNE,
     ),

@@ -37,6 +37,8 @@ SAFE = re.compile(
     |kind_of_transport|Config\.load|served_device|sums_in_rank_order|_dead_on_all|_shared_gpus|functools\.partial
     |(NotJoinedError|Agreed|Channels|Compared|Compiled|Connected|CoreHandle|LlmCommAllReduce|Multicast|Planner|planner_of|Rendezvous
       |Site|SymmetricHeap|ThreadPoolExecutor|Watchdog|Workspace|_Memory)
+    # Rows of what ranks have said, and objects that only keep what they are given.
+    |partial|LayerKey|LayerRow|rows_of|_Tuning|budget_s|options_of
     # Words for ranks, and a copy of a table.
     |(.*\.)?names\.\w+|table\.with_programs
     # The operations of a communicator, once its ranks are connected.

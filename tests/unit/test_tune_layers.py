@@ -74,8 +74,8 @@ def test_layers_that_were_not_measured_stay() -> None:
     others = (old._replace(pdl=False), old._replace(inputs=192), old._replace(outputs=64))
     table = TuningTable("t", {}, 0, layers=(others[0], old, old._replace(up_to=64), *others[1:]))
     new = row(16, False, 3.0, 2.0)
-    assert tune_layers.with_layers(table, (new,)).layers == (*others, new)
-    assert tune_layers.with_layers(table, ()) == table
+    assert table.with_layers((new,)).layers == (*others, new)
+    assert table.with_layers(()) == table
 
 
 def test_what_is_printed() -> None:
@@ -131,7 +131,7 @@ def test_gate_and_up_are_measured_with_their_activation(group: dist.ProcessGroup
         (row_,) = tune_layers.rows_of([found], on_gpu=False)
         assert row_.layer() == ("linear_silu_and_mul", 64, 128, True)
         preferred = row_._replace(is_faster=True)
-        comm.use_table(tune_layers.with_layers(comm.table, (preferred,)))
+        comm.use_table(comm.table.with_layers((preferred,)))
         assert comm.prefers_linear_silu_and_mul(64, 128, 3)
         assert not comm.prefers_linear(64, 128, 3)
 
@@ -144,7 +144,7 @@ def test_layers_of_fp8_are_measured(group: dist.ProcessGroup) -> None:
         assert len(found.choices) > 3
         (row_,) = tune_layers.rows_of([found], on_gpu=False)
         assert row_.layer() == ("linear_fp8", 64, 128, True)
-        comm.use_table(tune_layers.with_layers(comm.table, (row_._replace(is_faster=True),)))
+        comm.use_table(comm.table.with_layers((row_._replace(is_faster=True),)))
         assert comm.prefers_linear(64, 128, 3, fp8=True)
         assert not comm.prefers_linear(64, 128, 3)
         assert not comm.prefers_linear_silu_and_mul(64, 128, 3, fp8=True)

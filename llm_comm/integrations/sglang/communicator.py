@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import sys
 from collections.abc import Callable, Mapping
@@ -21,7 +22,15 @@ from sglang.srt.utils import is_cuda
 
 from llm_comm.communicator import Communicator
 from llm_comm.config import EngineOptions
-from llm_comm.integrations import descriptions, engine_config, flashinfer_calls, joining, members, sleeping
+from llm_comm.integrations import (
+    descriptions,
+    engine_config,
+    flashinfer_calls,
+    joining,
+    layer_tuning,
+    members,
+    sleeping,
+)
 from llm_comm.integrations.engine_config import options_of
 from llm_comm.integrations.linear import (
     FIRST_INVARIANT_LINEAR,
@@ -31,12 +40,14 @@ from llm_comm.integrations.linear import (
     about_linear,
     linear_of_any_batch,
     scaling,
-    why_not_linear,
+    why_not_any,
+    why_not_preferred,
 )
 from llm_comm.integrations.parts import Parts
 from llm_comm.integrations.seams import FLASHINFER
 from llm_comm.integrations.sglang import groups, seams
 from llm_comm.integrations.sglang.seams import TABLE
+from llm_comm.planning.models import Layer, find, layers_of_engine
 from llm_comm.runtime.rendezvous import Rendezvous
 
 logger = logging.getLogger("sglang.llm_comm")
@@ -216,14 +227,32 @@ def _set_up_fusion(group: Any, communicator: Communicator) -> str:
 
 def _set_up_linears(group: Any, communicator: Communicator) -> str:
     """Puts llm_comm in the place of linear layers before fused norms, on all ranks or on none. Returns what to log."""
-    why_not = why_not_linear(communicator)  # the same on all ranks
+    found = ""
+    why_not = why_not_any(communicator)  # the same on all ranks
     if why_not is None:
         why_not = joining.objection_of_any(group.cpu_group, _attempt_linears(), "linear layers")
+    if why_not is None:
+        found = layer_tuning.tune(communicator, group.cpu_group, _layers(group.world_size), logger)
+        why_not = why_not_preferred(communicator)
     if why_not is None:
         from llm_comm.integrations.sglang import linear
 
         linear.activate()
-    return about_linear(communicator, "SGLang", why_not, communicator.max_preferred_tokens)
+    return about_linear(communicator, "SGLang", why_not, communicator.max_preferred_tokens) + found
+
+
+def _layers(world_size: int) -> tuple[Layer, ...]:
+    """The linear layers of the model on a rank, as far as its config.json tells: before there are any."""
+    try:
+        from sglang.srt.runtime_context import get_server_args
+
+        server = get_server_args()
+        if server.enable_dp_attention:
+            return ()
+        content = json.loads(find(server.model_path).read_text(encoding="utf-8"))
+        return layers_of_engine(content, world_size, server.quantization, with_activation=False)
+    except Exception:  # no server, or no such file
+        return ()
 
 
 def _set_up_invariant_linears(group: Any, communicator: Communicator) -> str:

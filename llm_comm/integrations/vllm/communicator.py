@@ -21,6 +21,7 @@ from llm_comm.integrations import (
     engine_config,
     flashinfer_calls,
     joining,
+    layer_tuning,
     linear,
     members,
     sleeping,
@@ -366,10 +367,14 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
 
     def _set_up_linear(self, communicator: Communicator) -> str:
         """The same for operators with linear layers."""
-        tokens = 0
-        why_not = linear.why_not_linear(communicator)  # the same on all ranks
+        tokens, found = 0, ""
+        why_not = linear.why_not_any(communicator)  # the same on all ranks
         if why_not is None:
             why_not = self._objection(fusion.why_not_linear(), "linear layers")
+        if why_not is None:
+            layers = configuration.layers(self.world_size)
+            found = layer_tuning.tune(communicator, self.cpu_group, layers, logger)
+            why_not = linear.why_not_preferred(communicator)
         if why_not is None:
             tokens = fusion.max_linear_tokens(communicator, self.max_fused_bytes)
             if tokens == 0:
@@ -377,7 +382,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
                     f"norms are fused up to {descriptions.format_bytes(self.max_fused_bytes)}, less than a token has"
                 )
         self.max_linear_tokens, self.linear_key = tokens, compiled_graphs.preferred_layers(communicator)
-        return linear.about_linear(communicator, "vLLM", why_not, self.max_linear_tokens)
+        return linear.about_linear(communicator, "vLLM", why_not, self.max_linear_tokens) + found
 
 
 def _show_log() -> None:

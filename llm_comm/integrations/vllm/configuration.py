@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,18 +13,22 @@ from vllm.config import get_current_vllm_config_or_none
 
 from llm_comm.config import EngineOptions
 from llm_comm.errors import ConfigError, quoted
-from llm_comm.integrations import engine_config, joining
+from llm_comm.integrations import engine_config, joining, layer_tuning
 from llm_comm.integrations.vllm import gathering, seams
 from llm_comm.integrations.vllm.seams import TABLE
 from llm_comm.options import OPTIONS
 from llm_comm.planning.catalogue import check_table_option
-from llm_comm.runtime.devices import find_table
+from llm_comm.planning.layers import LayerRow, is_preferred
+from llm_comm.planning.models import Layer, layers_of_engine
+from llm_comm.runtime.devices import find_table, limits_of
 
 logger = logging.getLogger("vllm.llm_comm")
 
 SECTION = "llm_comm"
 #: Groups in whose name the models sum activations. Others gather and scatter alone (``only_gathers``), or do neither.
 GROUPS = ("tp", "dcp")
+#: Compute capability.
+_FIRST_WITH_PDL = 90
 
 
 def why_not() -> str | None:
@@ -130,9 +135,20 @@ def choose_pdl(config: EngineOptions, device: torch.device, world_size: int) -> 
     if gains == "auto":
         check_table_option(config)
         outputs = _outputs_before_norms()
-        layers = find_table(device, world_size, config).layers
-        gains = any(row.is_faster and row.pdl and row.outputs == outputs for row in layers)
+        table = find_table(device, world_size, config).layers
+        gains = any(row.is_faster and row.pdl and row.outputs == outputs for row in table)
+        gains = gains or _is_known_to_gain(config.replace(pdl=True), device, table, world_size)
     return config.replace(pdl=gains)
+
+
+def _is_known_to_gain(config: EngineOptions, device: torch.device, rows: Sequence[LayerRow], world_size: int) -> bool:
+    """Whether some layer of the model is preferred with dependent launches, or will be measured with them."""
+    limits = limits_of(device, config.workspace_bytes)
+    measures = layer_tuning.budget_s(config, device) > 0 and limits.compute_capability >= _FIRST_WITH_PDL
+    return any(
+        measures or is_preferred(rows, config, limits, layer.operation, layer.outputs, layer.inputs, tokens=1)
+        for layer in layers(world_size)
+    )
 
 
 def _outputs_before_norms() -> int | None:
@@ -143,3 +159,12 @@ def _outputs_before_norms() -> int | None:
         return None if model is None else int(model.get_hidden_size())
     except Exception:
         return None
+
+
+def layers(world_size: int) -> tuple[Layer, ...]:
+    """The linear layers of the current model on a rank, as far as its config.json tells: before there are any."""
+    try:
+        model = get_current_vllm_config_or_none().model_config
+        return layers_of_engine(model.hf_config.to_dict(), world_size, model.quantization, with_activation=True)
+    except Exception:  # no model, or none that is like those that are known here
+        return ()

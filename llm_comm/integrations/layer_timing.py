@@ -1,0 +1,194 @@
+"""Times of linear layers on one rank, in a few milliseconds each: chains of layers with cold weights in a CUDA graph.
+
+A graph holds a layer for each of the weights, so many that none is in the L2 cache when its turn comes, as in a model.
+Tuning at the start of an engine (``layer_tuning.py``) and tests go by it; ``llm-comm bench`` and ``tune`` align the
+ranks and repeat more often.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from llm_comm import _core, registry
+from llm_comm.communicator import Communicator
+from llm_comm.errors import LlmCommError
+from llm_comm.operations.operation import TORCH_TYPES
+
+#: Standard deviation of FP8 operands: small ones lose no more than others.
+FP8_SPREAD = 16.0
+#: By how much the weights of a chain exceed the L2 cache, which keeps part of what was read before.
+_COLD = 2.5
+#: Of a GPU that does not say how large its L2 cache is.
+_USUAL_L2_BYTES = 64 << 20
+_FEWEST_WEIGHTS = 4
+_DELAY_CYCLES = 100_000  # longer than the host takes to enqueue a replay
+_EMULATED_WEIGHTS = 2
+_WEIGHTS_SEED = 2000
+
+
+def make_weights(
+    count: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, rank: int
+) -> list[torch.Tensor]:
+    """Random weights of so many layers of [outputs, inputs]; what a layer makes of normal inputs has a variance of 1,
+    of FP8 with its scales. Zeros would draw less power, and so run faster."""
+    whole = torch.empty(count, *shape, dtype=dtype, device=device)
+    random = torch.Generator(device).manual_seed(_WEIGHTS_SEED + rank)
+    if dtype.itemsize == 1:
+        for weight in whole:
+            weight.copy_(torch.empty(shape, device=device).normal_(0, FP8_SPREAD, generator=random))
+    else:
+        whole.normal_(0, shape[1] ** -0.5, generator=random)
+    if device.type == "cuda":
+        # llm_comm's layers read weights before what is ahead in the stream has ended.
+        torch.cuda.synchronize(device)
+    return list(whole)
+
+
+def cold_weights(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Random weights of [outputs, inputs], more than the L2 cache holds."""
+    count = _EMULATED_WEIGHTS
+    if device.type == "cuda":
+        l2_bytes = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or _USUAL_L2_BYTES
+        count = max(_FEWEST_WEIGHTS, -(-int(_COLD * l2_bytes) // (shape[0] * shape[1] * dtype.itemsize)))
+    return make_weights(count, shape, dtype, device, rank=0)
+
+
+def time_chain(call: Callable[[torch.Tensor], object], weights: Sequence[torch.Tensor], reps: int) -> float:
+    """Microseconds a layer: the median of ``reps`` runs of ``call`` with each of the weights in turn.
+
+    Args:
+        call: Enqueues a layer with this weight on the current stream.
+        weights: As of ``cold_weights``.
+        reps: Timed runs.
+    """
+    device = weights[0].device
+    if device.type != "cuda":
+        return _median_us([_host_seconds(call, weights) for _ in range(reps)], len(weights))
+    graph = _captured(call, weights)
+    graph.replay()
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(reps)]
+    for begin, end in events:
+        torch.cuda._sleep(_DELAY_CYCLES)
+        begin.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize(device)
+    return _median_us([begin.elapsed_time(end) / 1e3 for begin, end in events], len(weights))
+
+
+def _captured(call: Callable[[torch.Tensor], object], weights: Sequence[torch.Tensor]) -> torch.cuda.CUDAGraph:
+    """A graph of the chain. Not by ``torch.cuda.graph``: that collects garbage before each capture, which takes longer
+    than all the rest where an engine is loaded."""
+    current = torch.cuda.current_stream()
+    side = torch.cuda.Stream()
+    side.wait_stream(current)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(side):
+        for weight in weights[:2]:  # kernels are loaded, and workspaces allocated, outside of the capture
+            call(weight)
+        # thread_local: NCCL's watchdog thread may query its own events while we capture.
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for weight in weights:
+                call(weight)
+        finally:
+            graph.capture_end()
+    current.wait_stream(side)
+    return graph
+
+
+def _host_seconds(call: Callable[[torch.Tensor], object], weights: Sequence[torch.Tensor]) -> float:
+    start = time.perf_counter()
+    for weight in weights:
+        call(weight)
+    return time.perf_counter() - start
+
+
+def _median_us(seconds: Sequence[float], layers: int) -> float:
+    return statistics.median(seconds) / layers * 1e6
+
+
+# ---- Calls of a layer -----------------------------------------------------------------------------------------------
+
+
+def problem_of(x: torch.Tensor, out: torch.Tensor, scales: Sequence[torch.Tensor], silu: bool) -> _core._LinearProblem:
+    """A layer as the core takes it. ``scales``: of x and of the weight, where they are FP8."""
+    name = next(name for name, dtype in TORCH_TYPES.items() if dtype is out.dtype)
+    return {
+        "tokens": x.shape[0],
+        "inputs": x.shape[1],
+        "outputs": out.shape[1],
+        "data_type": tuple(registry.data_types()).index(name),
+        "silu_and_mul": silu,
+        "scales": (scales[0].numel() > 1, scales[1].numel() > 1) if scales else None,
+    }
+
+
+def call_of_choice(
+    comm: Communicator,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    scales: Sequence[torch.Tensor],
+    silu: bool,
+    choice: _core.LinearChoice,
+) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
+    """The layer of a weight by one tiling, which ``Communicator.linear`` does not take.
+
+    Raises:
+        ValueError: There is no such kernel.
+    """
+    run = comm._handle.core().prepare_linear(choice=choice, **problem_of(x, out, scales, silu))
+
+    def call(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        stream = 0 if comm.is_emulated else torch.cuda.current_stream(comm.device).cuda_stream
+        of_scales = (scale.data_ptr() for scale in scales)
+        if not run(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *of_scales, stream):
+            comm.check()
+            raise LlmCommError("the communicator has failed")
+        return (out,)
+
+    return call
+
+
+def choices_of(
+    comm: Communicator, x: torch.Tensor, out: torch.Tensor, scales: Sequence[torch.Tensor], silu: bool
+) -> list[_core.LinearChoice]:
+    """Tilings of a layer that are worth a try, the fastest first as the kernel expects it."""
+    return comm._handle.core().linear_choices(**problem_of(x, out, scales, silu))
+
+
+def calls_of_others(
+    x: torch.Tensor, out: torch.Tensor, scales: Sequence[torch.Tensor], silu: bool
+) -> list[Callable[[torch.Tensor], object]]:
+    """The layer by the kernels that engines have for it: cuBLAS, for FP8 torch's and vLLM's. Behind gate and up stands
+    an activation that reads and writes as silu-and-mul does."""
+    products = out.new_empty(len(x), 2 * out.shape[1]) if silu else out
+    plain: list[Callable[[torch.Tensor], torch.Tensor]] = [lambda weight: torch.mm(x, weight.t(), out=products)]
+    if scales and x.device.type != "cuda":
+        plain = [lambda weight: products.copy_(x.float() @ weight.float().t())]
+    elif scales:
+        x_scale, weight_scale = scales
+        of_weight = weight_scale.view(1, -1) if weight_scale.numel() > 1 else weight_scale
+
+        def scaled(weight: torch.Tensor) -> torch.Tensor:
+            by_row = {"scale_a": x_scale, "scale_b": of_weight}
+            return torch._scaled_mm(x, weight.t(), **by_row, out_dtype=out.dtype, use_fast_accum=True)
+
+        def by_cutlass(weight: torch.Tensor) -> torch.Tensor:
+            torch.ops._C.cutlass_scaled_mm(products, x, weight.t(), x_scale, weight_scale, None)
+            return products
+
+        plain = [scaled]
+        if hasattr(torch.ops._C, "cutlass_scaled_mm"):  # of a vLLM that is loaded
+            plain.append(by_cutlass)
+    if not silu:
+        return list(plain)
+    gated: list[Callable[[torch.Tensor], object]] = [
+        lambda weight, layer=layer: torch.ops.aten.glu.out(layer(weight), -1, out=out)  # type: ignore[misc]
+        for layer in plain
+    ]
+    return gated

@@ -1,0 +1,246 @@
+"""Linear layers that measure themselves when an engine starts: which of them llm_comm computes faster than the engine's
+own kernel, for how many tokens, and by which tiling.
+
+The layers are those of the model's config.json (``planning/models.py``), so nothing waits for weights, and the GPU's
+memory is free. Every rank times them, and the slowest counts. Rank 0 keeps what was found (``layer_cache.py``). Layers
+that the tuning table has are not measured. Bits do not depend on it: a layer has the same ones by every tiling.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from llm_comm import _core
+from llm_comm.communicator import Communicator
+from llm_comm.config import EngineOptions
+from llm_comm.errors import MissingRankError, RendezvousError
+from llm_comm.integrations.engine_config import options_of
+from llm_comm.integrations.joining import ENGINE_TIMEOUT_S
+from llm_comm.integrations.layer_cache import LayerCache
+from llm_comm.integrations.layer_timing import call_of_choice, calls_of_others, choices_of, cold_weights, time_chain
+from llm_comm.operations.fp8 import FP8
+from llm_comm.planning.layers import LayerKey, LayerRow, is_fp8, weights_of
+from llm_comm.planning.models import Layer
+from llm_comm.runtime.rendezvous import Rendezvous
+
+#: Each is the largest number that a row is for.
+TOKENS = (1, 4, 8, 16, 32, 64)
+_EMULATED_TOKENS = (1, 16)
+#: Seconds, of option ``tune_at_start``.
+_USUAL_BUDGET_S = 10.0
+#: Tilings of a layer that are timed: for nine of ten layers one of the first 4 is within 2.1 % of the best of all, one
+#: of the first 12 within 1.1 % (docs/experiments/linear.md, "The kernel's own choice").
+_MOST_CHOICES = 6
+_REPS = 7
+#: A layer is the engine's unless llm_comm's is faster by more than repeated runs differ.
+_MARGIN = 0.02
+#: Outputs and inputs of a short layer before every other one, and its tiling, which leaves room for a block of the next
+#: layer on the same multiprocessor. In a model qkv stands behind a short kernel, and the down-projection behind a long
+#: one.
+_SPACER = (64, 2048)
+_SPACER_CHOICE = _core.LinearChoice(block_outputs=8, stages=2, stage_boxes=4)
+
+#: Of a number of tokens: microseconds of a layer by the engine's kernel, and of llm_comm's by tiling: outputs of a
+#: block, stages, boxes of a stage. Half a spacer is in both.
+Times = tuple[float, list[tuple[int, int, int, float]]]
+
+
+def budget_s(config: EngineOptions, device: torch.device) -> float:
+    """Seconds that measuring may take; 0 where nothing is measured. On emulated and shared GPUs nothing is, unless the
+    option is a number."""
+    if config.fuse_linear is False:
+        return 0.0
+    if config.tune_at_start != "auto":
+        return float(config.tune_at_start)
+    return _USUAL_BUDGET_S if device.type == "cuda" and not config.share_gpu else 0.0
+
+
+def tune(communicator: Communicator, group: dist.ProcessGroup, layers: Iterable[Layer], log: logging.Logger) -> str:
+    """Has ``communicator`` go by measured rows for those of ``layers`` that its table lacks. Collective.
+
+    Args:
+        communicator: Of the ranks among which the layers are split.
+        group: gloo group of the same ranks.
+        layers: Of this rank. One counts that all ranks have.
+        log: Takes warnings.
+
+    Returns:
+        What was found, for the line in the log that says what llm_comm does.
+
+    Raises:
+        MissingRankError: A rank is gone.
+    """
+    if budget_s(options_of(communicator), communicator.device) <= 0:
+        return ""
+    tuning = _Tuning(communicator, layers, log)
+    try:
+        return _tune(Rendezvous(group, ENGINE_TIMEOUT_S), tuning)
+    except MissingRankError:
+        raise
+    except RendezvousError as error:  # the same on all ranks
+        log.warning("llm_comm: linear layers were not measured, and are chosen by their sizes: %s", error)
+        return ""
+
+
+def _tune(rendezvous: Rendezvous, tuning: _Tuning) -> str:
+    """As of ``tune``. Whatever can fail on a rank alone is a step.
+
+    Raises:
+        RendezvousError: A step has failed on a rank.
+    """
+    lacking = rendezvous.collect("linear layers to measure", tuning.lacking)
+    # A rank that could not read the model's config.json has none.
+    layers = [LayerKey(*layer) for layer in lacking[0] if all(layer in of_rank for of_rank in lacking)]
+    if not layers:
+        return ""
+    for layer in layers:
+        name = f"linear layer {layer.outputs}x{layer.inputs}"
+        kept = rendezvous.collect(f"rows of {name}", partial(tuning.kept, layer))[0]
+        if kept is not None:
+            tuning.found[layer] = [LayerRow(*layer, *of_tokens) for of_tokens in kept]
+        elif not any(rendezvous.collect(f"time for {name}", tuning.is_late)):
+            times = rendezvous.collect(f"measurement of {name}", partial(tuning.times, layer))
+            tuning.found[layer] = rows_of(layer, times)
+            tuning.measured.append(layer)
+    return rendezvous.attempt("choice of linear layers", partial(tuning.use, len(layers)))
+
+
+class _Tuning:
+    """What ``tune`` does on this rank: the steps of ``_tune``."""
+
+    def __init__(self, communicator: Communicator, layers: Iterable[Layer], log: logging.Logger) -> None:
+        self._communicator, self._layers, self._log = communicator, layers, log
+        self._start = time.monotonic()
+        self._bench: LayerBench | None = None
+        #: Rows by layer, and the layers that were measured now.
+        self.found: dict[LayerKey, list[LayerRow]] = {}
+        self.measured: list[LayerKey] = []
+
+    @functools.cached_property
+    def _cache(self) -> LayerCache:
+        return LayerCache(self._communicator.device, self._log)
+
+    def lacking(self) -> list[LayerKey]:
+        """The layers that the table lacks."""
+        pdl, known = self._communicator.config.pdl, {row.layer() for row in self._communicator.table.layers}
+        served = (LayerKey(layer.operation, layer.outputs, layer.inputs, pdl) for layer in self._layers)
+        return [layer for layer in dict.fromkeys(served) if layer not in known]
+
+    def kept(self, layer: LayerKey) -> list[tuple[Any, ...]] | None:
+        """Rows of an earlier start, without what they have in common, on rank 0."""
+        return self._cache.read(layer) if self._communicator.rank == 0 else None
+
+    def is_late(self) -> bool:
+        """Whether the time is over."""
+        return time.monotonic() - self._start > budget_s(options_of(self._communicator), self._communicator.device)
+
+    def times(self, layer: LayerKey) -> list[Times]:
+        """Of each of ``TOKENS``."""
+        self._bench = self._bench or LayerBench(self._communicator)
+        try:
+            return self._bench.times(layer)
+        finally:
+            if self._communicator.device.type == "cuda":
+                torch.cuda.empty_cache()  # the engine counts what is free
+
+    def use(self, layers: int) -> str:
+        """Has the communicator go by what was found. Returns what to log: ``layers`` were looked for."""
+        communicator = self._communicator
+        rows = [row for of_layer in self.found.values() for row in of_layer]
+        communicator.use_table(communicator.table.with_layers(rows))
+        if communicator.rank == 0:
+            for layer in self.measured:
+                self._cache.write(layer, self.found[layer])
+        faster, late = {row.layer() for row in rows if row.is_faster}, layers - len(self.found)
+        took = f"{len(self.measured)} measured in {time.monotonic() - self._start:.1f} s"
+        took += f", no time for {late}" if late else ""
+        return f" ({len(faster)} of {layers} that {communicator.table.name} lacks are faster: {took})"
+
+
+class LayerBench:
+    """Times layers on this rank."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._tokens = _EMULATED_TOKENS if communicator.is_emulated else TOKENS
+        self._random = torch.Generator(communicator.device).manual_seed(1)
+
+    def times(self, layer: LayerKey) -> list[Times]:
+        """Of each number of tokens."""
+        operation, outputs, inputs, _ = layer
+        communicator = self._communicator
+        device = communicator.device
+        dtype = FP8 if is_fp8(operation) else torch.bfloat16
+        weights = cold_weights((weights_of(operation) * outputs, inputs), dtype, device)
+        spacer = self._spacer()
+        found = []
+        for tokens in self._tokens:
+            x = torch.empty(tokens, inputs, device=device).normal_(generator=self._random).to(dtype)
+            scales: tuple[torch.Tensor, ...] = ()
+            if dtype is FP8:
+                scales = torch.ones(tokens, 1, device=device), torch.ones(len(weights[0]), 1, device=device)
+            of_layer = (
+                x,
+                torch.empty(tokens, outputs, dtype=torch.bfloat16, device=device),
+                scales,
+                weights_of(operation) > 1,
+            )
+            theirs = min(time_chain(_spaced(call, spacer), weights, _REPS) for call in calls_of_others(*of_layer))
+            ours = []
+            for choice in choices_of(communicator, *of_layer)[:_MOST_CHOICES]:
+                call = call_of_choice(communicator, *of_layer, choice)
+                us = time_chain(_spaced(call, spacer), weights, _REPS)
+                ours.append((choice.block_outputs, choice.stages, choice.stage_boxes, round(us, 3)))
+            found.append((round(theirs, 3), ours))
+        communicator.check()
+        return found
+
+    def _spacer(self) -> Callable[[], object]:
+        outputs, inputs = _SPACER
+        x, weight = (
+            torch.ones(rows, inputs, dtype=torch.bfloat16, device=self._communicator.device) for rows in (1, outputs)
+        )
+        call = call_of_choice(self._communicator, x, x.new_empty(1, outputs), (), False, _SPACER_CHOICE)
+        return partial(call, weight)
+
+
+def _spaced(call: Callable[[torch.Tensor], object], spacer: Callable[[], object]) -> Callable[[torch.Tensor], object]:
+    """The layer, behind a short one at every other call."""
+    turns = itertools.cycle((True, False))
+
+    def both(weight: torch.Tensor) -> None:
+        if next(turns):
+            spacer()
+        call(weight)
+
+    return both
+
+
+def rows_of(layer: LayerKey, times: Sequence[Sequence[Times]]) -> list[LayerRow]:
+    """Rows of a layer by what each rank has measured."""
+    tokens = TOKENS if len(times[0]) == len(TOKENS) else _EMULATED_TOKENS
+    return [_row_of(layer, up_to, of_ranks) for up_to, of_ranks in zip(tokens, zip(*times, strict=True), strict=True)]
+
+
+def _row_of(layer: LayerKey, tokens: int, of_ranks: Sequence[Times]) -> LayerRow:
+    """The row for up to ``tokens``: the slowest rank counts, and tilings that all ranks have timed."""
+    theirs = max(us for us, _ in of_ranks)
+    timed = [{tuple(tiling): us for *tiling, us in ours} for _, ours in of_ranks]
+    slowest = {
+        tiling: max(times[tiling] for times in timed) for tiling in timed[0] if all(tiling in times for times in timed)
+    }
+    if not slowest:
+        return LayerRow(*layer, tokens, False, cublas_us=theirs)
+    tiling, us = min(slowest.items(), key=lambda one: one[1])
+    block_outputs, stages, stage_boxes = tiling
+    is_faster = us * (1 + _MARGIN) < theirs
+    return LayerRow(*layer, tokens, is_faster, block_outputs, stages, stage_boxes, us, theirs)

@@ -1,0 +1,224 @@
+"""The layers of a model, by its config.json: what a rank computes of it, and what llm_comm has no kernels for."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llm_comm.errors import ConfigError
+from llm_comm.planning.layers import LINEAR, LINEAR_SILU_AND_MUL, inputs_multiple, of_factors, takes_features
+
+#: As kMaxHidden in csrc/algorithms/all_reduce_add_rms_norm/operation.cuh.
+_MOST_HIDDEN = 16384
+#: Of ``model_type``: bias in qkv that config.json does not speak of.
+_BIASED_QKV = ("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+class Model(NamedTuple):
+    """What config.json says of a decoder's layers."""
+
+    name: str
+    kind: str
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    #: Of the MLP; 0 where there is none.
+    inner: int
+    layers: int
+    has_qkv_bias: bool
+    has_o_bias: bool
+    has_mlp_bias: bool
+    is_gated: bool
+    activation: str
+    #: Why norms are not fused, or "".
+    why_not_norm: str
+    #: Why linear layers are not served, or "".
+    why_not_layers: str
+    is_fp8: bool
+    experts: int
+    has_latent_attention: bool
+
+
+class Layer(NamedTuple):
+    """A linear layer of a rank."""
+
+    name: str
+    operation: str
+    outputs: int
+    inputs: int
+    #: Why it is not served, or "".
+    why_not: str = ""
+
+
+def find(name: str) -> Path:
+    """The config.json that ``name`` stands for; raises ConfigError."""
+    given = Path(name)
+    if given.exists():
+        return given / "config.json" if given.is_dir() else given
+    home = os.environ.get("HF_HUB_CACHE") or Path(
+        os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface",
+        "hub",
+    )
+    found = sorted(Path(home).glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json"), key=os.path.getmtime)
+    if not found:
+        raise ConfigError(f"--model {name}: no such file or directory, and no such model in {home}: give a path")
+    return found[-1]
+
+
+def read(path: Path) -> Model:
+    """What a config.json says; raises ConfigError."""
+    try:
+        whole = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--model: {path} cannot be read: {error}") from error
+    if not isinstance(whole, dict):
+        raise ConfigError(f"--model: {path} has no entries")
+    try:
+        return of_config(whole, path.resolve().parent.name)
+    except ConfigError as error:
+        raise ConfigError(f"--model: {path}: {error}") from error
+
+
+def of_config(whole: Mapping[str, Any], name: str = "", quantization: str | None = None) -> Model:
+    """What the entries of a config.json say; raises ConfigError.
+
+    Args:
+        name: Of the model, in words.
+        quantization: That of the engine's options, for a checkpoint without one.
+    """
+    text = whole.get("text_config")
+    config = {**whole, **text} if isinstance(text, Mapping) else whole
+
+    def number(entry: str, default: int | None = None) -> int:
+        value = config.get(entry)
+        if value is None and default is not None:
+            return default
+        if type(value) is not int or value <= 0:
+            raise ConfigError(f"{entry} is {value!r}: a decoder has a positive number of them")
+        return value
+
+    heads, hidden, kind = number("num_attention_heads"), number("hidden_size"), str(config.get("model_type"))
+    experts = next((number(entry) for entry in _EXPERTS if config.get(entry)), 0)
+    biased = bool(config.get("attention_bias"))
+    activation = str(config.get("hidden_act") or config.get("hidden_activation") or "silu")
+    of_checkpoint = config.get("quantization_config")
+    of_engine = {} if quantization is None else {"quant_method": quantization}
+    why_quantized, is_fp8 = _quantization(of_checkpoint if isinstance(of_checkpoint, Mapping) else of_engine)
+    return Model(
+        name=name,
+        kind=kind,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=number("num_key_value_heads", heads),
+        head_size=number("head_dim", max(1, hidden // heads)),
+        inner=0 if experts else number("intermediate_size"),
+        layers=number("num_hidden_layers"),
+        has_qkv_bias=biased or bool(config.get("qkv_bias")) or kind in _BIASED_QKV,
+        has_o_bias=biased and not kind.startswith("qwen"),
+        has_mlp_bias=bool(config.get("mlp_bias")),
+        is_gated="rms_norm_eps" in config,
+        activation=activation,
+        why_not_norm=_why_not_norm(kind, hidden, config),
+        why_not_layers=why_quantized,
+        is_fp8=is_fp8,
+        experts=experts,
+        has_latent_attention=bool(config.get("kv_lora_rank")),
+    )
+
+
+def _why_not_norm(kind: str, hidden: int, config: Mapping[str, Any]) -> str:
+    if kind.startswith("gemma"):
+        return "Gemma's norms multiply by 1 + weight"
+    if "rms_norm_eps" not in config:
+        return "they are no RMSNorm (config.json has no rms_norm_eps)"
+    return "" if hidden <= _MOST_HIDDEN else f"rows of {hidden} are longer than {_MOST_HIDDEN}"
+
+
+def _quantization(config: Mapping[str, Any]) -> tuple[str, bool]:
+    """Why layers are not served, or "", and whether operands are FP8."""
+    if not config:
+        return "", False
+    method = str(config.get("quant_method"))
+    if config.get("weight_block_size"):
+        return "FP8 with scales of blocks", True
+    if method == "fp8":
+        return "", True
+    groups = config.get("config_groups")
+    if method == "compressed-tensors" and isinstance(groups, Mapping):
+        parts = [
+            part
+            for group in groups.values()
+            if isinstance(group, Mapping)
+            for part in (group.get("weights"), group.get("input_activations"))
+        ]
+        if parts and all(_is_served_fp8(part) for part in parts):
+            return "", True
+    return f"quantized by {method}", False
+
+
+def _is_served_fp8(part: Any) -> bool:
+    """Whether a part of a compressed-tensors group is FP8 with scales of tensors, tokens or outputs."""
+    return (
+        isinstance(part, Mapping)
+        and (part.get("type"), part.get("num_bits")) == ("float", 8)
+        and part.get("strategy") in ("tensor", "channel", "token")
+    )
+
+
+def layers_of(model: Model, ranks: int, with_activation: bool = True) -> Iterator[Layer]:
+    """The linear layers that a rank computes.
+
+    Args:
+        with_activation: Whether gate and up are one layer with silu-and-mul, where that is their activation.
+    """
+    heads, kv_heads = model.heads // ranks, max(1, model.kv_heads // ranks)
+    behind = "the norm behind its sum is not fused" if model.why_not_norm else ""
+    if not model.has_latent_attention:
+        bias = "it has a bias"
+        outputs = (heads + 2 * kv_heads) * model.head_size
+        yield _layer(model, "qkv_proj", LINEAR, outputs, model.hidden, bias if model.has_qkv_bias else "")
+        of_o = f"{bias}, which is rank 0's" if model.has_o_bias else ""
+        yield _layer(model, "o_proj", LINEAR, model.hidden, heads * model.head_size, of_o or behind)
+    if model.inner:
+        inner, bias = model.inner // ranks, "it has a bias" if model.has_mlp_bias else ""
+        if model.is_gated and model.activation == "silu" and with_activation:
+            yield _layer(model, "gate_up_proj", LINEAR_SILU_AND_MUL, inner, model.hidden, bias)
+        else:
+            outputs = 2 * inner if model.is_gated else inner
+            yield _layer(model, "gate_up_proj" if model.is_gated else "up_proj", LINEAR, outputs, model.hidden, bias)
+        yield _layer(model, "down_proj", LINEAR, model.hidden, inner, bias or behind)
+
+
+def layers_of_engine(
+    config: Mapping[str, Any], ranks: int, quantization: str | None, with_activation: bool
+) -> tuple[Layer, ...]:
+    """The layers of a rank that llm_comm has kernels for; none of a model that is no decoder, or is not split evenly.
+
+    Args:
+        config: The entries of config.json.
+        ranks: Among which the layers are split.
+        quantization: As of ``of_config``.
+        with_activation: As of ``layers_of``.
+    """
+    try:
+        model = of_config(config, quantization=quantization)
+    except ConfigError:
+        return ()
+    if model.heads % ranks or model.inner % ranks:
+        return ()
+    return tuple(layer for layer in layers_of(model, ranks, with_activation) if not layer.why_not)
+
+
+def _layer(model: Model, name: str, operation: str, outputs: int, inputs: int, why_not: str) -> Layer:
+    multiple = inputs_multiple(model.is_fp8)
+    why_not = why_not or model.why_not_layers
+    if not why_not and not takes_features(outputs):
+        why_not = f"{outputs} outputs are no multiple of {inputs_multiple(False)}"
+    if not why_not and not takes_features(inputs, multiple):
+        why_not = f"{inputs} inputs are no multiple of {multiple}"
+    return Layer(name, of_factors(operation, model.is_fp8), outputs, inputs, why_not)
