@@ -245,7 +245,8 @@ OPTIONS: dict[str, Option] = {
         _BOOLEAN,
         Alike.YES,
         "measurements of linear layers, which select code paths, depend on it",
-        "Programmatic dependent launch, on GPUs that have it (sm_90 and later). The default in vLLM is 0.",
+        "Programmatic dependent launch, on GPUs that have it (sm_90 and later). In vLLM it is off by default for models "
+        "without linear layers that llm_comm may compute.",
     ),
     "fuse": Option(
         _BOOLEAN,
@@ -259,7 +260,7 @@ OPTIONS: dict[str, Option] = {
         Alike.YES,
         _CALLS,
         "Whether engine integrations compute the linear layer before a fused all-reduce with llm_comm too "
-        "(docs/linear.md). ``auto``: where the tuning table has measured that it is faster, or its size says so. True: "
+        "(docs/linear.md). ``auto``: where it is faster, as the tuning table says, or as measured at start. True: "
         "wherever it is served; ``pdl`` is then on in engines too, unless it was chosen.",
     ),
     "tune_at_start": Option(

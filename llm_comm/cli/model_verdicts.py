@@ -50,10 +50,7 @@ def report(name: str, ranks: int, options: EngineOptions) -> dict[str, str]:
     if model.has_latent_attention:
         lines["attention"] = "latent (MLA): its layers are not judged here"
     if options.fuse_linear == "auto":
-        lines["linear layers"] = (
-            "where they are faster, with dependent launches (pdl). Those are on in SGLang; in vLLM with pdl: 1, or "
-            "where the table has a layer with as many outputs as the hidden size"
-        )
+        lines["linear layers"] = "those that are faster than the engine's: by the tuning table, or as measured at start"
     for layer in layers_of(model, ranks):
         lines[layer.name] = _verdict(layer, tables, options)
     return lines
@@ -78,17 +75,15 @@ def _verdict(layer: Layer, tables: Mapping[str, tuple[TuningTable, _core.Limits]
         return f"{shape}: the engine's: {layer.why_not}"
     if options.fuse_linear != "auto":
         return f"{shape}: {'served, up to 64 tokens' if options.fuse_linear else 'served, but fuse_linear is off'}"
-    found = {name: _most_tokens(layer, table, limits, options) for name, (table, limits) in tables.items()}
-    if not any(found.values()):
-        return f"{shape}: served with fuse_linear: 1; else the engine's: not known to be faster on {', '.join(found)}"
-    by_gpu = [
-        f"{f'up to {tokens} tokens' if tokens else 'not known to be faster'} on {name}"
-        for name, tokens in found.items()
-    ]
-    return f"{shape}: served {', '.join(by_gpu)}"
+    found = ", ".join(f"{_known(layer, *known, options)} on {name}" for name, known in tables.items())
+    return f"{shape}: {found}"
 
 
-def _most_tokens(layer: Layer, table: TuningTable, limits: _core.Limits, options: EngineOptions) -> int:
-    """Up to which an engine would compute the layer by llm_comm, with dependent launches."""
+def _known(layer: Layer, table: TuningTable, limits: _core.Limits, options: EngineOptions) -> str:
+    """What an engine would do with the layer, with dependent launches."""
+    key = layer.operation, layer.outputs, layer.inputs, True
+    if options.tune_at_start != 0 and all(row.layer() != key for row in table.layers):
+        return "measured at start"
     by = table.layers, options.replace(pdl=True), limits, layer.operation, layer.outputs, layer.inputs
-    return max((tokens for tokens in range(1, _core.linear_max_tokens + 1) if is_preferred(*by, tokens)), default=0)
+    preferred = [tokens for tokens in range(1, _core.linear_max_tokens + 1) if is_preferred(*by, tokens)]
+    return f"served up to {preferred[-1]} tokens" if preferred else "not known to be faster"

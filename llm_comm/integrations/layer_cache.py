@@ -61,7 +61,7 @@ class LayerCache:
             rows = [LayerRow(*layer, **entry) for entry in content["rows"]]
             if (content["device"], content["kernels"]) != (self._device, self._kernels) or not _are_valid(rows):
                 raise ValueError("it is not what this llm_comm writes")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             self._warn(f"{path} cannot be used ({type(error).__name__}: {error}); its layer is measured again")

@@ -132,8 +132,9 @@ class _Tuning:
     def lacking(self) -> list[LayerKey]:
         """The layers that the table lacks."""
         pdl, known = self._communicator.config.pdl, {row.layer() for row in self._communicator.table.layers}
-        served = (LayerKey(layer.operation, layer.outputs, layer.inputs, pdl) for layer in self._layers)
-        return [layer for layer in dict.fromkeys(served) if layer not in known]
+        served = [layer for layer in self._layers if not layer.why_not]
+        keys = dict.fromkeys(LayerKey(layer.operation, layer.outputs, layer.inputs, pdl) for layer in served)
+        return [key for key in keys if key not in known]
 
     def kept(self, layer: LayerKey) -> list[tuple[Any, ...]] | None:
         """Rows of an earlier start, without what they have in common, on rank 0."""

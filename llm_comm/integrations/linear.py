@@ -9,6 +9,7 @@ import torch
 from llm_comm import _core
 from llm_comm.communicator import Communicator
 from llm_comm.integrations.engine_config import options_of
+from llm_comm.integrations.layer_tuning import budget_s
 from llm_comm.operations.linear import ALIGNMENT
 from llm_comm.planning.layers import takes_features
 
@@ -52,7 +53,7 @@ def why_not_any(communicator: Communicator) -> str | None:
         return f"batches of more than {_core.linear_max_tokens} tokens would be the engine's, with other bits"
     if config.fuse_linear is False:
         return f"fuse_linear is false ({config.origins.get('fuse_linear', 'Python')})"
-    return None
+    return None if budget_s(options_of(communicator), communicator.device) > 0 else why_not_preferred(communicator)
 
 
 def why_not_preferred(communicator: Communicator) -> str | None:

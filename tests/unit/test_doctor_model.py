@@ -42,18 +42,22 @@ def test_a_model_of_which_a_table_has_layers() -> None:
     found = model_verdicts.report(str(SHAPES / "llama-2-70b-quarter"), 2, EngineOptions.load({}))
     assert found["all-reduce"] == "served: 16K a token of bf16 or fp16"
     assert found["norms"] == "fused with the all-reduce before them"
-    assert found["o_proj"] == f"8192 x 1024: served up to 64 tokens on {H100}, up to 16 tokens on {H200}"
-    assert found["qkv_proj"] == f"1280 x 8192: served up to 32 tokens on {H100}, up to 32 tokens on {H200}"
+    assert found["o_proj"] == f"8192 x 1024: served up to 64 tokens on {H100}, served up to 16 tokens on {H200}"
+    assert found["qkv_proj"] == f"1280 x 8192: served up to 32 tokens on {H100}, measured at start on {H200}"
     assert found["gate_up_proj"].startswith("3584 x 8192, with silu-and-mul in vLLM: served up to 64 tokens")
     assert list(found) == ["model", "all-reduce", "norms", "linear layers", *LAYERS]
 
 
 def test_a_model_that_no_table_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (
-        verdicts(tmp_path)["down_proj"] == f"4096 x 7168: served up to 32 tokens on {H100}, up to 32 tokens on {H200}"
-    )
-    left = f"served with fuse_linear: 1; else the engine's: not known to be faster on {H100}, {H200}"
-    assert verdicts(tmp_path, intermediate_size=65536)["down_proj"] == f"4096 x 32768: {left}"
+    assert verdicts(tmp_path)["down_proj"] == f"4096 x 7168: measured at start on {H100}, measured at start on {H200}"
+    monkeypatch.setenv("LLM_COMM_TUNE_AT_START", "0")
+    found = model_verdicts.report(str(tmp_path), 2, EngineOptions.load())
+    assert found["down_proj"] == f"4096 x 7168: served up to 32 tokens on {H100}, served up to 32 tokens on {H200}"
+    found = model_verdicts.report(str(SHAPES / "llama-2-70b-quarter"), 2, EngineOptions.load())
+    assert found["qkv_proj"] == f"1280 x 8192: served up to 32 tokens on {H100}, served up to 32 tokens on {H200}"
+    verdicts(tmp_path, intermediate_size=65536)
+    found = model_verdicts.report(str(tmp_path), 2, EngineOptions.load())
+    assert found["down_proj"] == f"4096 x 32768: not known to be faster on {H100}, not known to be faster on {H200}"
     monkeypatch.setenv("LLM_COMM_FUSE_LINEAR", "1")
     options = EngineOptions.load()
     found = model_verdicts.report(str(tmp_path), 4, options)
@@ -67,14 +71,14 @@ def test_a_model_that_no_table_has(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ("entries", "layer", "why"),
     [
         ({"model_type": "qwen2"}, "qkv_proj", "the engine's: it has a bias"),
-        ({"model_type": "qwen2"}, "o_proj", "served"),
+        ({"model_type": "qwen2"}, "o_proj", "measured at start"),
         ({"attention_bias": True}, "o_proj", "the engine's: it has a bias, which is rank 0's"),
         ({"mlp_bias": True}, "down_proj", "the engine's: it has a bias"),
         ({"model_type": "gemma2"}, "norms", "not fused: Gemma's norms multiply by 1 + weight"),
         ({"model_type": "gemma2"}, "down_proj", "the engine's: the norm behind its sum is not fused"),
-        ({"model_type": "gemma2", "hidden_act": "gelu"}, "gate_up_proj", "14336 x 4096: served"),
+        ({"model_type": "gemma2", "hidden_act": "gelu"}, "gate_up_proj", "14336 x 4096: measured"),
         ({"rms_norm_eps": None}, "norms", "not fused: they are no RMSNorm"),
-        ({"rms_norm_eps": None}, "up_proj", "7168 x 4096: served"),
+        ({"rms_norm_eps": None}, "up_proj", "7168 x 4096: measured"),
         ({"hidden_size": 32768}, "norms", "not fused: rows of 32768 are longer than 16384"),
         ({"intermediate_size": 14400}, "gate_up_proj", "the engine's: 7200 outputs are no multiple of 64"),
         ({"intermediate_size": 14400}, "down_proj", "the engine's: 7200 inputs are no multiple of 64"),

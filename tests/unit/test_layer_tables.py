@@ -16,7 +16,7 @@ from tables import plain_row
 
 from llm_comm import ConfigError, _core
 from llm_comm.config import EngineOptions
-from llm_comm.integrations.linear import about_linear, why_not_any, why_not_preferred
+from llm_comm.integrations.linear import about_linear, why_not_any
 from llm_comm.operations.fp8 import Scaling
 from llm_comm.operations.linear import Linear
 from llm_comm.planning.catalogue import load_table, table_text
@@ -201,7 +201,7 @@ def test_why_an_engine_gives_none_away(options: dict[str, Any], layers: tuple[La
     communicator: Any = mock.Mock(
         config=planner.config, table=planner.table, max_preferred_tokens=planner.most_preferred_tokens()
     )
-    found = why_not_any(communicator) or why_not_preferred(communicator)
+    found = why_not_any(communicator)
     text = about_linear(communicator, "vLLM", found, 64)
     if why is None:
         assert found is None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import importlib
 import inspect
+import json
 import logging
 import os
 import sys
@@ -26,6 +27,7 @@ from scenarios import distributed, group, load_plugins, make_groups, ours, sglan
 from torch import nn
 
 from llm_comm.config import Config
+from llm_comm.integrations.layer_tuning import LayerBench
 from llm_comm.planning.catalogue import find_table, table_text
 from llm_comm.planning.layers import LayerRow
 
@@ -260,6 +262,28 @@ def only_the_layers_of_a_table_are_computed_by_llm_comm() -> None:
             "linear layers are SGLang's after all: the tuning table compared with cuBLAS, not with --bf16"
         )
         assert len(said) == (dist_rank() == 0), said
+
+
+@scenario(LLM_COMM_TUNE_AT_START="60")
+def layers_of_the_model_measure_themselves() -> None:
+    place, half = shared_directory(), INPUTS // 2
+    os.environ["LLM_COMM_TABLE_DIR"] = str(place / "tables")
+    heads = {"num_attention_heads": 4, "head_dim": 64}
+    entries = {"hidden_size": OUTPUTS, "intermediate_size": 384, "num_hidden_layers": 1, "rms_norm_eps": 1e-5, **heads}
+    mine = place / f"model{dist_rank()}"
+    mine.mkdir()
+    (mine / "config.json").write_text(json.dumps(entries))
+    options = SimpleNamespace(model_path=str(mine), quantization=None, enable_dp_attention=False)
+    times = [(10.0, [(8, 2, 1, 11.0)]), (10.0, [(8, 2, 1, 5.0)])]  # of 1 and 16 tokens
+    by_options = mock.patch("sglang.srt.runtime_context.get_server_args", return_value=options)
+    with by_options, mock.patch.object(LayerBench, "times", return_value=times), served() as (log, calls):
+        said = "; linear layers of up to 16 tokens by llm_comm (3 of 3 that emulated lacks are faster: 3 measured in "
+        assert len(log.having(said)) == (dist_rank() == 0), log.having("is active")
+        layer, other = row_parallel(), row_parallel(output_size=OUTPUTS * 2)
+        for tokens in (1, 2, 16, 17):
+            check(layer, (tokens, half))
+            check(other, (tokens, half))
+        assert calls == [2, 16]
 
 
 @scenario()

@@ -33,16 +33,18 @@ from compiler_harness import (
 from rank_processes import data, dist_rank, scenario, shared_directory
 from scenarios import parallel_state, tensor_model_parallel_all_reduce
 from vllm.compilation.passes.inductor_pass import pass_context
-from vllm.config import set_current_vllm_config
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.utils import Range
 from vllm.model_executor.layers import linear as layers_module
 from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinear
 
 from llm_comm.config import EngineOptions
 from llm_comm.errors import ConfigError
+from llm_comm.integrations.layer_tuning import LayerBench
 from llm_comm.integrations.vllm.configuration import choose_pdl
 from llm_comm.planning.catalogue import find_table, table_text
 from llm_comm.planning.layers import LayerRow
+from llm_comm.runtime.devices import make_limits
 
 BF16 = torch.bfloat16
 INPUTS = 128
@@ -163,6 +165,58 @@ def a_table_says_which_layers_and_batches() -> None:
         said = "llm_comm fused 1 of 3 all-reduces with RMSNorm of a graph for batches of 1 to 8 tokens with the linear"
         assert len(vllm.log.having(said)) == is_rank_0
         assert len(vllm.log.having("with the linear layers before them")) == is_rank_0
+
+
+def decoder() -> VllmConfig:
+    """Of a model whose o_proj is the layer of ``linear_layer``, on two ranks."""
+    config = with_model(compiler_config())
+    entries = {"num_attention_heads": 4, "head_dim": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    config.model_config.hf_config.to_dict.return_value = {"hidden_size": HIDDEN, "rms_norm_eps": 1e-5, **entries}
+    config.model_config.quantization = None
+    return config
+
+
+@scenario(LLM_COMM_TUNE_AT_START="60")
+def layers_of_the_model_measure_themselves() -> None:
+    os.environ["LLM_COMM_TABLE_DIR"] = str(shared_directory() / "tables")
+    times = [(10.0, [(8, 2, 1, 11.0)]), (10.0, [(8, 2, 1, 5.0)])]  # of 1 and 16 tokens
+    for measured in (4, 0):
+        with mock.patch.object(LayerBench, "times", return_value=times), compiler(decoder()) as vllm:
+            said = "; linear layers of up to 16 tokens by llm_comm (4 of 4 that emulated lacks are faster: "
+            said += f"{measured} measured in "
+            assert len(vllm.log.having(said)) == (dist_rank() == 0), vllm.log.having("is active")
+            layer, (norm,) = linear_layer(), norms(1e-5)
+
+            def model(x: torch.Tensor, norm: Model = norm, layer: Model = layer) -> Any:
+                return norm(layer(wide(x)), x * 1)
+
+            compiled = vllm.trace(model, 16)
+            for rows in (1, 2, 16):
+                vllm.linear_calls.clear()
+                vllm.check(compiled, model, rows)
+                assert vllm.linear_calls == [((rows, INPUTS), WEIGHT, None)] * (rows > 1), (rows, vllm.linear_calls)
+
+
+@scenario(LLM_COMM_TUNE_AT_START="60")
+def dependent_launches_come_with_layers_that_will_be_measured() -> None:
+    hopper = make_limits(64 << 20, 132, 16, 90)
+    older = make_limits(64 << 20, 108, 1, 80)
+    quantized, without_layers = decoder(), decoder()
+    quantized.model_config.quantization = "awq"
+    without_layers.model_config.hf_config.to_dict.side_effect = AttributeError("renamed")
+    for config, limits, options, expected in (
+        (decoder(), hopper, {}, True),
+        (decoder(), hopper, {"tune_at_start": 0}, True),  # by size
+        (decoder(), older, {}, False),
+        (decoder(), hopper, {"fuse_linear": False}, False),
+        (decoder(), hopper, {"pdl": False}, False),
+        (quantized, hopper, {}, False),
+        (without_layers, hopper, {}, False),
+    ):
+        by_limits = mock.patch("llm_comm.integrations.vllm.configuration.limits_of", return_value=limits)
+        with set_current_vllm_config(config), by_limits:
+            chosen = choose_pdl(EngineOptions.load(**options), torch.device("cpu"), 2)
+        assert chosen.pdl is expected, (options, chosen)
 
 
 # ---- What is not ----------------------------------------------------------------------------------------------------
