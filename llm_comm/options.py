@@ -245,8 +245,8 @@ OPTIONS: dict[str, Option] = {
         _BOOLEAN,
         Alike.YES,
         "measurements of linear layers, which select code paths, depend on it",
-        "Programmatic dependent launch, on GPUs that have it (sm_90 and later). In vLLM it is off by default for models "
-        "without linear layers that llm_comm may compute.",
+        "Programmatic dependent launch, on GPUs that have it (sm_90 and later). In vLLM it is off by default for "
+        "models without linear layers that llm_comm may compute.",
     ),
     "fuse": Option(
         _BOOLEAN,
@@ -271,9 +271,9 @@ OPTIONS: dict[str, Option] = {
         ),
         Alike.YES,
         "ranks measure together",
-        "How long engine integrations may measure linear layers at the start of an engine (docs/linear.md). ``auto``: "
-        "10 s, on GPUs of which each has one rank. 0: not at all, and what earlier starts have found counts for "
-        "nothing.",
+        "How long engine integrations may measure at the start of an engine: linear layers (docs/linear.md), and "
+        "where no tuning table is of the machine sums (docs/tuning.md), each for so long. ``auto``: 10 s and 20 s, on "
+        "GPUs of which each has one rank. 0: not at all, and what earlier starts have found counts for nothing.",
         of_engines=True,
     ),
     "all_gather": Option(

@@ -34,6 +34,7 @@ from llm_comm.bench import report, timing
 from llm_comm.bench.agreement import checked, first_failure
 from llm_comm.bench.comparison import in_ranks, replayable
 from llm_comm.bench.fused import NORM_REMARK
+from llm_comm.bench.layer_chains import make_weights
 from llm_comm.bench.linear_arms import (
     FP8_REMARK,
     SILU_REMARK,
@@ -55,7 +56,6 @@ from llm_comm.cli.launch import Placement
 from llm_comm.communicator import Communicator
 from llm_comm.config import Config
 from llm_comm.errors import ConfigError
-from llm_comm.integrations.layer_timing import make_weights
 from llm_comm.operations.fp8 import FP8
 
 #: Outputs and inputs of layers of Llama-3.3-70B and Qwen3-32B, in 8 parts.

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from llm_comm import _core
 from llm_comm.bench.fused import add_rms_norm, as_engines_run
+from llm_comm.bench.layer_chains import call_of_choice, choices_of
 from llm_comm.bench.linear_operands import Judge, JudgeOfLayers, Operands
 from llm_comm.bench.reference import EPS, Outputs
 from llm_comm.bench.report import OURS
 from llm_comm.communicator import Communicator
 from llm_comm.errors import ConfigError
-from llm_comm.integrations.layer_timing import call_of_choice, choices_of
 from llm_comm.planning.layers import inputs_multiple, takes_features
 
 #: Layer, sum over the ranks, add and norm as one call.

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llm_comm.bench.layer_chains import FP8_SPREAD
 from llm_comm.bench.reference import Outputs, norm_error, worst
-from llm_comm.integrations.layer_timing import FP8_SPREAD
 
 _ALIKE_SEED, _X_SEED, _SCALES_SEED = 1, 1000, 3000
 # How far silu moves at most where its gate moves by 1.

@@ -15,6 +15,7 @@ which the user pays, would vanish from the result.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -72,13 +73,28 @@ class Timing:
 
 
 def capture(call: Call, calls: int) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of ``calls`` calls in a row. The call must have run before, outside of a capture."""
+    """A CUDA graph of ``calls`` calls in a row. The call must have run before, outside of a capture.
+
+    Not by ``torch.cuda.graph``: that collects garbage before each capture, which takes longer than all the rest where
+    an engine is loaded.
+    """
     graph = torch.cuda.CUDAGraph()
-    # thread_local: NCCL's watchdog thread may query its own events while we capture.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(calls):
-            call()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
+        # thread_local: NCCL's watchdog thread may query its own events while we capture.
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for _ in range(calls):
+                call()
+        finally:
+            graph.capture_end()
     return graph
+
+
+@functools.cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """One for all captures: cuBLAS has a workspace for each stream."""
+    return torch.cuda.Stream(device)
 
 
 def time_graph(call: Call, reset: Call, schedule: Schedule, group: dist.ProcessGroup) -> Timing:

@@ -2,8 +2,8 @@
 own kernel, for how many tokens, and by which tiling.
 
 The layers are those of the model's config.json (``planning/models.py``), so nothing waits for weights, and the GPU's
-memory is free. Every rank times them, and the slowest counts. Rank 0 keeps what was found (``layer_cache.py``). Layers
-that the tuning table has are not measured. Bits do not depend on it: a layer has the same ones by every tiling.
+memory is free. Every rank times them, and the slowest counts. Rank 0 keeps what was found (``measured_tables.py``).
+Layers that the tuning table has are not measured. Bits do not depend on it: a layer has the same ones by every tiling.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from llm_comm import _core
+from llm_comm.bench.layer_chains import call_of_choice, calls_of_others, choices_of, cold_weights, time_chain
 from llm_comm.communicator import Communicator
 from llm_comm.config import EngineOptions
 from llm_comm.errors import MissingRankError, RendezvousError
 from llm_comm.integrations.engine_config import options_of
 from llm_comm.integrations.joining import ENGINE_TIMEOUT_S
-from llm_comm.integrations.layer_cache import LayerCache
-from llm_comm.integrations.layer_timing import call_of_choice, calls_of_others, choices_of, cold_weights, time_chain
+from llm_comm.integrations.measured_tables import MeasuredTables
 from llm_comm.operations.fp8 import FP8
 from llm_comm.planning.layers import LayerKey, LayerRow, is_fp8, weights_of
 from llm_comm.planning.models import Layer
@@ -105,8 +104,8 @@ def _tune(rendezvous: Rendezvous, tuning: _Tuning) -> str:
     for layer in layers:
         name = f"linear layer {layer.outputs}x{layer.inputs}"
         kept = rendezvous.collect(f"rows of {name}", partial(tuning.kept, layer))[0]
-        if kept is not None:
-            tuning.found[layer] = [LayerRow(*layer, *of_tokens) for of_tokens in kept]
+        if kept:
+            tuning.found[layer] = [LayerRow(*row) for row in kept]
         elif not any(rendezvous.collect(f"time for {name}", tuning.is_late)):
             times = rendezvous.collect(f"measurement of {name}", partial(tuning.times, layer))
             tuning.found[layer] = rows_of(layer, times)
@@ -126,8 +125,8 @@ class _Tuning:
         self.measured: list[LayerKey] = []
 
     @functools.cached_property
-    def _cache(self) -> LayerCache:
-        return LayerCache(self._communicator.device, self._log)
+    def _tables(self) -> MeasuredTables:
+        return MeasuredTables(self._communicator.device, self._communicator.world_size, self._log)
 
     def lacking(self) -> list[LayerKey]:
         """The layers that the table lacks."""
@@ -136,9 +135,10 @@ class _Tuning:
         keys = dict.fromkeys(LayerKey(layer.operation, layer.outputs, layer.inputs, pdl) for layer in served)
         return [key for key in keys if key not in known]
 
-    def kept(self, layer: LayerKey) -> list[tuple[Any, ...]] | None:
-        """Rows of an earlier start, without what they have in common, on rank 0."""
-        return self._cache.read(layer) if self._communicator.rank == 0 else None
+    def kept(self, layer: LayerKey) -> list[LayerRow]:
+        """Rows of an earlier start, on rank 0."""
+        table = self._tables.read(_name(layer)) if self._communicator.rank == 0 else None
+        return [] if table is None else [row for row in table.layers if row.layer() == layer]
 
     def is_late(self) -> bool:
         """Whether the time is over."""
@@ -151,20 +151,28 @@ class _Tuning:
             return self._bench.times(layer)
         finally:
             if self._communicator.device.type == "cuda":
-                torch.cuda.empty_cache()  # the engine counts what is free
+                torch._C._cuda_clearCublasWorkspaces()  # the engine counts what is free
+                torch.cuda.empty_cache()
 
     def use(self, layers: int) -> str:
         """Has the communicator go by what was found. Returns what to log: ``layers`` were looked for."""
         communicator = self._communicator
         rows = [row for of_layer in self.found.values() for row in of_layer]
-        communicator.use_table(communicator.table.with_layers(rows))
         if communicator.rank == 0:
             for layer in self.measured:
-                self._cache.write(layer, self.found[layer])
+                # A file has rows of sums, of which nothing is taken.
+                table = communicator.table._replace(layers=tuple(self.found[layer]))
+                self._tables.write(_name(layer), table)
+        communicator.use_table(communicator.table.with_layers(rows))
         faster, late = {row.layer() for row in rows if row.is_faster}, layers - len(self.found)
         took = f"{len(self.measured)} measured in {time.monotonic() - self._start:.1f} s"
         took += f", no time for {late}" if late else ""
         return f" ({len(faster)} of {layers} that {communicator.table.name} lacks are faster: {took})"
+
+
+def _name(layer: LayerKey) -> str:
+    """Of the file of a layer."""
+    return f"{layer.operation}_{layer.outputs}x{layer.inputs}{'_pdl' if layer.pdl else ''}"
 
 
 class LayerBench:

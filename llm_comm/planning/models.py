@@ -175,7 +175,12 @@ def layers_of(model: Model, ranks: int, with_activation: bool = True) -> Iterato
 
     Args:
         with_activation: Whether gate and up are one layer with silu-and-mul, where that is their activation.
+
+    Returns:
+        None where ranks do not divide the model.
     """
+    if model.heads % ranks or model.inner % ranks:
+        return
     heads, kv_heads = model.heads // ranks, max(1, model.kv_heads // ranks)
     behind = "the norm behind its sum is not fused" if model.why_not_norm else ""
     if not model.has_latent_attention:
@@ -192,26 +197,6 @@ def layers_of(model: Model, ranks: int, with_activation: bool = True) -> Iterato
             outputs = 2 * inner if model.is_gated else inner
             yield _layer(model, "gate_up_proj" if model.is_gated else "up_proj", LINEAR, outputs, model.hidden, bias)
         yield _layer(model, "down_proj", LINEAR, model.hidden, inner, bias or behind)
-
-
-def layers_of_engine(
-    config: Mapping[str, Any], ranks: int, quantization: str | None, with_activation: bool
-) -> tuple[Layer, ...]:
-    """The layers of a rank that llm_comm has kernels for; none of a model that is no decoder, or is not split evenly.
-
-    Args:
-        config: The entries of config.json.
-        ranks: Among which the layers are split.
-        quantization: As of ``of_config``.
-        with_activation: As of ``layers_of``.
-    """
-    try:
-        model = of_config(config, quantization=quantization)
-    except ConfigError:
-        return ()
-    if model.heads % ranks or model.inner % ranks:
-        return ()
-    return tuple(layer for layer in layers_of(model, ranks, with_activation) if not layer.why_not)
 
 
 def _layer(model: Model, name: str, operation: str, outputs: int, inputs: int, why_not: str) -> Layer:

@@ -26,7 +26,7 @@ from common import Session, add_seconds, parser, report, run, session
 from linear_shapes import LISTS, Layer
 
 from llm_comm import Communicator, Config, _core
-from llm_comm.integrations.layer_timing import call_of_choice, cold_weights, time_chain
+from llm_comm.bench.layer_chains import call_of_choice, cold_weights, time_chain
 
 TOKENS = (1, 16, 32, 64)
 EMULATED = (Layer("linear", 192, 256, "emulated"), Layer("linear_silu_and_mul_fp8", 64, 256, "emulated"))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from llm_comm.bench import linear, linear_report, report, timing
 from llm_comm.bench.fused import add_rms_norm
+from llm_comm.bench.layer_chains import make_weights
 from llm_comm.bench.linear_arms import FUSED, Arm, Names, silu_and_mul
 from llm_comm.bench.linear_operands import Judge, Operands, SiluJudge
 from llm_comm.bench.linear_report import Choice, LayerRow
@@ -20,7 +21,6 @@ from llm_comm.bench.report import Progress, Result
 from llm_comm.cli import commands, launch
 from llm_comm.cli.launch import Placement
 from llm_comm.errors import ConfigError, PeerTimeout, UnsupportedInputError
-from llm_comm.integrations.layer_timing import make_weights
 
 CPU = torch.device("cpu")
 ON_GPU, EMULATED = Names.of(True), Names.of(False)

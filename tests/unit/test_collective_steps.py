@@ -38,7 +38,9 @@ SAFE = re.compile(
     |(NotJoinedError|Agreed|Channels|Compared|Compiled|Connected|CoreHandle|LlmCommAllReduce|Multicast|Planner|planner_of|Rendezvous
       |Site|SymmetricHeap|ThreadPoolExecutor|Watchdog|Workspace|_Memory)
     # Rows of what ranks have said, and objects that only keep what they are given.
-    |partial|LayerKey|LayerRow|rows_of|_Tuning|budget_s|options_of
+    |partial|LayerKey|LayerRow|Row|rows_of|_Tuning|_Sums|_?budget_s|options_of|log\.warning
+    # Catches what fails.
+    |sums\.why_not_measured
     # Words for ranks, and a copy of a table.
     |(.*\.)?names\.\w+|table\.with_programs
     # The operations of a communicator, once its ranks are connected.

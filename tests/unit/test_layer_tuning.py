@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import logging
-import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llm_comm import Communicator, files
+from llm_comm import Communicator
 from llm_comm.config import EngineOptions
-from llm_comm.integrations import layer_cache
-from llm_comm.integrations.layer_cache import LayerCache
 from llm_comm.integrations.layer_tuning import TOKENS, LayerBench, budget_s, rows_of, tune
+from llm_comm.integrations.measured_tables import MeasuredTables
 from llm_comm.planning.layers import LayerKey, LayerRow
 from llm_comm.planning.models import Layer
 
@@ -93,8 +89,8 @@ def test_what_was_measured_counts_and_is_kept(
         assert all(row.tunables().values()), row
     kept = sorted(directory.rglob("*"))
     assert [path.name for path in kept if path.is_file()] == [
-        "linear_64x128_pdl.json",
-        "linear_silu_and_mul_64x128_pdl.json",
+        "linear_64x128_pdl.yaml",
+        "linear_silu_and_mul_64x128_pdl.yaml",
     ]
 
     monkeypatch.setattr(LayerBench, "__init__", _fail)
@@ -112,14 +108,14 @@ def _fail(*_: Any) -> None:
 
 def test_nothing_is_measured_where_the_option_says_so(group: dist.ProcessGroup, directory: Path) -> None:
     with Communicator(group, "cpu", EngineOptions.load({}, tune_at_start=0)) as comm:
-        LayerCache(CPU, LOG).write(KEY, ROWS)
+        MeasuredTables(CPU, 1, LOG).write("linear_64x128_pdl", comm.table._replace(layers=tuple(ROWS)))
         assert tune(comm, group, [O_PROJ], LOG) == ""
         assert comm.table.layers == ()
 
 
 def test_layers_for_which_there_is_no_time(group: dist.ProcessGroup, directory: Path) -> None:
     with Communicator(group, "cpu", EngineOptions.load({}, tune_at_start=1e-9)) as comm:
-        LayerCache(CPU, LOG).write(KEY, ROWS)
+        MeasuredTables(CPU, 1, LOG).write("linear_64x128_pdl", comm.table._replace(layers=tuple(ROWS)))
         assert "(1 of 2 that emulated lacks are faster: 0 measured" in (
             about := tune(comm, group, [O_PROJ, GATE_UP], LOG)
         )
@@ -139,133 +135,3 @@ def test_a_rank_that_cannot_measure_goes_by_sizes(
     (said,) = warnings(caplog)
     assert said.startswith("llm_comm: linear layers were not measured, and are chosen by their sizes: measurement of")
     assert "CUDA out of memory" in said
-
-
-# ---- The files ------------------------------------------------------------------------------------------------------
-
-
-def test_rows_come_back_as_they_were(directory: Path) -> None:
-    cache = LayerCache(CPU, LOG)
-    assert cache.read(KEY) is None
-    cache.write(KEY, ROWS)
-    assert [LayerRow(*KEY, *row) for row in cache.read(KEY) or ()] == ROWS
-    for other in (KEY._replace(pdl=False), KEY._replace(operation="linear_fp8"), KEY._replace(outputs=128)):
-        assert cache.read(other) is None
-
-
-def test_other_kernels_and_devices_have_files_of_their_own(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    LayerCache(CPU, LOG).write(KEY, ROWS)
-    monkeypatch.setattr(layer_cache, "digest_of_kernels", lambda: "0" * 64)
-    other = LayerCache(CPU, LOG)
-    assert other.read(KEY) is None
-    other.write(KEY, ROWS[:1])
-    monkeypatch.setattr(LayerCache, "_device", "NVIDIA H100 80GB HBM3", raising=False)
-    assert len(list(directory.rglob("*.json"))) == 2
-
-
-def changed(**entries: Any) -> Callable[[dict[str, Any]], Any]:
-    return lambda content: {**content, **entries}
-
-
-def changed_row(**entries: Any) -> Callable[[dict[str, Any]], Any]:
-    return lambda content: {**content, "rows": [{**content["rows"][0], **entries}]}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(lambda content: json.dumps(content)[:-20], id="cut off"),
-        pytest.param(lambda _: "\x00\xff", id="no text"),
-        pytest.param(lambda _: "[" * 60_000, id="deep"),
-        pytest.param(lambda _: [], id="a list"),
-        pytest.param(lambda _: {}, id="empty"),
-        pytest.param(changed(device="NVIDIA H100 80GB HBM3"), id="of another device"),
-        pytest.param(changed(kernels="0" * 12), id="of other kernels"),
-        pytest.param(changed(rows=[]), id="no rows"),
-        pytest.param(changed(rows=3), id="no list of rows"),
-        pytest.param(lambda content: {**content, "rows": content["rows"][::-1]}, id="not sorted"),
-        pytest.param(changed_row(up_to="4"), id="a word for a number"),
-        pytest.param(changed_row(up_to=True), id="a truth for a number"),
-        pytest.param(changed_row(stages=-1), id="negative"),
-        pytest.param(changed_row(stages=1 << 40), id="large"),
-        pytest.param(changed_row(is_faster=1), id="a number for a truth"),
-        pytest.param(changed_row(us="fast"), id="a word for a time"),
-        pytest.param(changed_row(outputs=64), id="what the name says"),
-        pytest.param(changed_row(warps=4), id="an entry of another version"),
-    ],
-)
-def test_a_file_that_cannot_be_used(
-    change: Callable[[dict[str, Any]], Any],
-    comm: Communicator,
-    group: dist.ProcessGroup,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(LayerBench, "times", lambda *_: [(6.0, [(32, 2, 4, 5.0)]), (6.5, [(64, 3, 1, 7.0)])])
-    cache = LayerCache(CPU, LOG)
-    cache.write(KEY, ROWS)
-    path = cache.path(KEY)
-    assert path is not None
-    content = change(json.loads(path.read_text()))
-    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="latin-1")
-    assert "1 measured" in tune(comm, group, [O_PROJ], LOG)
-    assert list(comm.table.layers) == ROWS
-    (said,) = warnings(caplog)
-    assert f"{path} cannot be used (" in said
-    assert [LayerRow(*KEY, *row) for row in cache.read(KEY) or ()] == ROWS, "it is right again"
-
-
-def test_a_directory_that_cannot_be_written(
-    comm: Communicator,
-    group: dist.ProcessGroup,
-    directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def is_full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(layer_cache, "replace_json", is_full)
-    assert "2 measured" in tune(comm, group, [O_PROJ, GATE_UP], LOG)
-    assert len(comm.table.layers) == 4
-    (said,) = warnings(caplog)
-    assert "cannot be written (No space left on device): the next start measures again" in said
-    monkeypatch.setenv("LLM_COMM_TABLE_DIR", "/dev/null")  # no directory
-    cache = LayerCache(CPU, LOG)
-    assert cache.read(KEY) is None
-    cache.write(KEY, ROWS)
-    assert "Not a directory" in warnings(caplog)[1]
-
-
-def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(layer_cache, "table_directory", lambda: None)
-    cache = LayerCache(CPU, LOG)
-    cache.write(KEY, ROWS)
-    assert cache.read(KEY) is None
-    assert not warnings(caplog)
-
-
-def _write(path: Path, name: str, start: Any) -> None:
-    start.wait()
-    for _ in range(300):
-        files.replace_json(path, {"name": name, "filling": name * 4000})
-
-
-def test_processes_that_write_at_once(tmp_path: Path) -> None:
-    """What is read is of one of them and whole, also where one was killed while it wrote."""
-    path = tmp_path / "file.json"
-    files.replace_json(path, {"name": "a", "filling": "a" * 4000})
-    processes = multiprocessing.get_context("fork")
-    start = processes.Event()
-    writers = [processes.Process(target=_write, args=(path, name, start)) for name in "abc"]
-    for writer in writers:
-        writer.start()
-    start.set()
-    writers[0].kill()
-    while any(writer.is_alive() for writer in writers):
-        content = json.loads(path.read_text())
-        assert content["filling"] == content["name"] * 4000
-    for writer in writers[1:]:
-        writer.join()
-        assert writer.exitcode == 0
-    writers[0].join()

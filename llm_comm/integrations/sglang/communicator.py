@@ -23,6 +23,7 @@ from sglang.srt.utils import is_cuda
 from llm_comm.communicator import Communicator
 from llm_comm.config import EngineOptions
 from llm_comm.integrations import (
+    collective_tuning,
     descriptions,
     engine_config,
     flashinfer_calls,
@@ -47,7 +48,7 @@ from llm_comm.integrations.parts import Parts
 from llm_comm.integrations.seams import FLASHINFER
 from llm_comm.integrations.sglang import groups, seams
 from llm_comm.integrations.sglang.seams import TABLE
-from llm_comm.planning.models import Layer, find, layers_of_engine
+from llm_comm.planning.models import Model, find, layers_of, of_config
 from llm_comm.runtime.rendezvous import Rendezvous
 
 logger = logging.getLogger("sglang.llm_comm")
@@ -114,6 +115,9 @@ def step_in(group: Any, arguments: Mapping[str, Any]) -> None:
         return
     about_layers = _set_up_release(group, member.communicator)
     if kind == "tp":
+        model = _model()
+        hidden = 0 if model is None else model.hidden
+        about_layers += collective_tuning.tune(member.communicator, group.cpu_group, hidden, logger)
         about_layers += _set_up_fusion(group, member.communicator) + _set_up_invariant_linears(
             group, member.communicator
         )
@@ -232,7 +236,9 @@ def _set_up_linears(group: Any, communicator: Communicator) -> str:
     if why_not is None:
         why_not = joining.objection_of_any(group.cpu_group, _attempt_linears(), "linear layers")
     if why_not is None:
-        found = layer_tuning.tune(communicator, group.cpu_group, _layers(group.world_size), logger)
+        model = _model()
+        layers = () if model is None else layers_of(model, group.world_size, with_activation=False)
+        found = layer_tuning.tune(communicator, group.cpu_group, layers, logger)
         why_not = why_not_preferred(communicator)
     if why_not is None:
         from llm_comm.integrations.sglang import linear
@@ -241,18 +247,18 @@ def _set_up_linears(group: Any, communicator: Communicator) -> str:
     return about_linear(communicator, "SGLang", why_not, communicator.max_preferred_tokens) + found
 
 
-def _layers(world_size: int) -> tuple[Layer, ...]:
-    """The linear layers of the model on a rank, as far as its config.json tells: before there are any."""
+def _model() -> Model | None:
+    """The model by its config.json; None: there is no server, no such file, or the model is not known here."""
     try:
         from sglang.srt.runtime_context import get_server_args
 
         server = get_server_args()
-        if server.enable_dp_attention:
-            return ()
+        if server.enable_dp_attention:  # its layers are split over other groups
+            return None
         content = json.loads(find(server.model_path).read_text(encoding="utf-8"))
-        return layers_of_engine(content, world_size, server.quantization, with_activation=False)
-    except Exception:  # no server, or no such file
-        return ()
+        return of_config(content, quantization=server.quantization)
+    except Exception:
+        return None
 
 
 def _set_up_invariant_linears(group: Any, communicator: Communicator) -> str:

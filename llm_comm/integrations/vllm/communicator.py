@@ -17,6 +17,7 @@ from vllm.distributed.device_communicators.cuda_communicator import CudaCommunic
 from llm_comm.communicator import Communicator
 from llm_comm.config import EngineOptions
 from llm_comm.integrations import (
+    collective_tuning,
     descriptions,
     engine_config,
     flashinfer_calls,
@@ -266,6 +267,9 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
             return
         about = about_parts + self._set_up_sleep(member.communicator)
         if self._kind == "tp":
+            model = configuration.model()
+            hidden = 0 if model is None else model.hidden
+            about += collective_tuning.tune(member.communicator, self.cpu_group, hidden, logger)
             about += self._set_up_fusion(member.communicator) + self._set_up_invariant_linear(member.communicator)
         if self.global_rank == 0:
             logger.info("%s%s", member.summary("vLLM", sums=self._sums), about)

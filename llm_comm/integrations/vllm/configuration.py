@@ -19,7 +19,7 @@ from llm_comm.integrations.vllm.seams import TABLE
 from llm_comm.options import OPTIONS
 from llm_comm.planning.catalogue import check_table_option
 from llm_comm.planning.layers import LayerRow, is_preferred
-from llm_comm.planning.models import Layer, layers_of_engine
+from llm_comm.planning.models import Layer, Model, layers_of, of_config
 from llm_comm.runtime.devices import find_table, limits_of
 
 logger = logging.getLogger("vllm.llm_comm")
@@ -162,9 +162,17 @@ def _outputs_before_norms() -> int | None:
 
 
 def layers(world_size: int) -> tuple[Layer, ...]:
-    """The linear layers of the current model on a rank, as far as its config.json tells: before there are any."""
+    """The linear layers of the current model that llm_comm may compute on a rank, as far as its config.json tells:
+    before there are any."""
+    found = model()
+    layers = () if found is None else layers_of(found, world_size)
+    return tuple(layer for layer in layers if not layer.why_not)
+
+
+def model() -> Model | None:
+    """The current model by its config.json; None: there is none, or none that is known here."""
     try:
-        model = get_current_vllm_config_or_none().model_config
-        return layers_of_engine(model.hf_config.to_dict(), world_size, model.quantization, with_activation=True)
-    except Exception:  # no model, or none that is like those that are known here
-        return ()
+        theirs = get_current_vllm_config_or_none().model_config
+        return of_config(theirs.hf_config.to_dict(), quantization=theirs.quantization)
+    except Exception:
+        return None

@@ -1,8 +1,8 @@
 """Times of linear layers on one rank, in a few milliseconds each: chains of layers with cold weights in a CUDA graph.
 
 A graph holds a layer for each of the weights, so many that none is in the L2 cache when its turn comes, as in a model.
-Tuning at the start of an engine (``layer_tuning.py``) and tests go by it; ``llm-comm bench`` and ``tune`` align the
-ranks and repeat more often.
+Engines tune by it at their start (``integrations/layer_tuning.py``), and tests go by it. ``llm-comm bench`` and
+``tune`` align the ranks and repeat more often.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from llm_comm import _core, registry
+from llm_comm.bench.timing import capture
 from llm_comm.communicator import Communicator
 from llm_comm.errors import LlmCommError
 from llm_comm.operations.operation import TORCH_TYPES
@@ -68,7 +69,10 @@ def time_chain(call: Callable[[torch.Tensor], object], weights: Sequence[torch.T
     device = weights[0].device
     if device.type != "cuda":
         return _median_us([_host_seconds(call, weights) for _ in range(reps)], len(weights))
-    graph = _captured(call, weights)
+    for weight in weights[:2]:
+        call(weight)
+    turn = iter(weights)
+    graph = capture(lambda: call(next(turn)), len(weights))
     graph.replay()
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(reps)]
     for begin, end in events:
@@ -78,27 +82,6 @@ def time_chain(call: Callable[[torch.Tensor], object], weights: Sequence[torch.T
         end.record()
     torch.cuda.synchronize(device)
     return _median_us([begin.elapsed_time(end) / 1e3 for begin, end in events], len(weights))
-
-
-def _captured(call: Callable[[torch.Tensor], object], weights: Sequence[torch.Tensor]) -> torch.cuda.CUDAGraph:
-    """A graph of the chain. Not by ``torch.cuda.graph``: that collects garbage before each capture, which takes longer
-    than all the rest where an engine is loaded."""
-    current = torch.cuda.current_stream()
-    side = torch.cuda.Stream()
-    side.wait_stream(current)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(side):
-        for weight in weights[:2]:  # kernels are loaded, and workspaces allocated, outside of the capture
-            call(weight)
-        # thread_local: NCCL's watchdog thread may query its own events while we capture.
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            for weight in weights:
-                call(weight)
-        finally:
-            graph.capture_end()
-    current.wait_stream(side)
-    return graph
 
 
 def _host_seconds(call: Callable[[torch.Tensor], object], weights: Sequence[torch.Tensor]) -> float:

@@ -1,4 +1,4 @@
-"""Linear layers that measure themselves at start, on several ranks: all go by the same rows, or by none."""
+"""What engines measure at their start, on several ranks: all go by the same rows, or by none."""
 
 from __future__ import annotations
 

@@ -1,0 +1,155 @@
+"""Sums that measure themselves when an engine starts on a machine that no tuning table is of: all-reduces of its decode
+batches, with their norms and without, by the candidates of ``llm-comm tune``.
+
+Larger messages go by the table as before. Rank 0 keeps what was found (``measured_tables.py``). Sums have the same bits
+by every candidate.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import torch.distributed as dist
+
+from llm_comm.bench.choosing import choose_by_means, merge
+from llm_comm.bench.measuring import AtSize, Bench, Budget, schedule_of
+from llm_comm.bench.report import first_line
+from llm_comm.bench.tune_subjects import ELEMENT_BYTES, CollectiveSubject, FusedSubject
+from llm_comm.communicator import Communicator
+from llm_comm.config import EngineOptions
+from llm_comm.integrations.engine_config import options_of
+from llm_comm.integrations.joining import ENGINE_TIMEOUT_S
+from llm_comm.integrations.measured_tables import MeasuredTables
+from llm_comm.planning.tables import ALL_REDUCE, Row, TuningTable, by_operation
+from llm_comm.runtime.rendezvous import Rendezvous
+
+#: Of batches, the most telling first: there may be no time for all.
+TOKENS = (16, 1, 64, 4)
+#: Seconds, of option ``tune_at_start``.
+_USUAL_BUDGET_S = 20.0
+_REPS = 5
+
+
+def tune(communicator: Communicator, group: dist.ProcessGroup, hidden: int, log: logging.Logger) -> str:
+    """Has ``communicator`` sum by measured rows where no table is of its machine. Collective.
+
+    Args:
+        communicator: Of the group in which the models sum.
+        group: gloo group of the same ranks.
+        hidden: Elements of a row of the model, on this rank; 0 where it is not known.
+        log: Takes warnings.
+
+    Returns:
+        What was found, for the line in the log that says what llm_comm does.
+
+    Raises:
+        LlmCommError: A rank is gone, or the communicator has failed.
+    """
+    table = communicator.table
+    if _budget_s(communicator) <= 0 or table.origin.is_tuned or communicator.nodes > 1:
+        return ""
+    rendezvous = Rendezvous(group, ENGINE_TIMEOUT_S)
+    of_ranks = rendezvous.gather("hidden size of the model", hidden)
+    if hidden <= 0 or any(of_rank != hidden for of_rank in of_ranks):
+        return ""
+    sums = _Sums(communicator, group, hidden, log)
+    kept = rendezvous.collect("sums that were measured", sums.kept)[0]
+    rows = [Row(*row) for row in kept]
+    if not rows:
+        failures = rendezvous.gather("measurement of sums", sums.why_not_measured())
+        if any(failures):
+            log.warning("llm_comm: sums were not measured: %s", max(failures, key=bool))
+            return ""
+        rows = sums.rows
+    return rendezvous.attempt("choice of sums", partial(sums.use, rows))
+
+
+def _budget_s(communicator: Communicator) -> float:
+    """Seconds that measuring may take; 0 where nothing is measured: on emulated GPUs, and as a rule on shared ones."""
+    config: EngineOptions = options_of(communicator)
+    if communicator.is_emulated:
+        return 0.0
+    if config.tune_at_start != "auto":
+        return float(config.tune_at_start)
+    return 0.0 if config.share_gpu else _USUAL_BUDGET_S
+
+
+class _Sums:
+    """What ``tune`` does on this rank.
+
+    Attributes:
+        rows: That were measured.
+    """
+
+    def __init__(self, communicator: Communicator, group: dist.ProcessGroup, hidden: int, log: logging.Logger) -> None:
+        self._communicator, self._group, self._hidden, self._log = communicator, group, hidden, log
+        self._table, self._start = communicator.table, time.monotonic()
+        self.rows: list[Row] = []
+
+    def kept(self) -> list[Row]:
+        """Rows of an earlier start, on rank 0."""
+        if self._communicator.rank != 0:
+            return []
+        table = self._tables().read(self._name)
+        return [] if table is None else [row.without_figures() for rows in table.rows.values() for row in rows]
+
+    def why_not_measured(self) -> str:
+        """Measures, and says why it could not. Collective: what fails on a rank ends it on all of them."""
+        try:
+            self.rows = self._measure()
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            return first_line(error)
+        finally:
+            self._communicator.use_table(self._table)
+        return ""
+
+    def _measure(self) -> list[Row]:
+        comm = self._communicator
+        subjects = FusedSubject(self._hidden), CollectiveSubject(ALL_REDUCE)
+        row_bytes = self._hidden * ELEMENT_BYTES
+        found: dict[str, list[AtSize]] = {subject.key: [] for subject in subjects}
+        to_do = [(subject, tokens * row_bytes) for tokens in TOKENS for subject in subjects]
+        for subject, size in Budget(_budget_s(comm), self._group).take(to_do):
+            whole_bytes = subject.problem(size, comm.world_size).whole_bytes()
+            bench = Bench(comm, self._group, subject, size, schedule_of("aligned", _REPS, whole_bytes))
+            found[subject.key].append(bench.candidates(_say_nothing))
+        return [row for of_operation in found.values() for row in _best(of_operation)]
+
+    def use(self, rows: Sequence[Row]) -> str:
+        """Has the communicator go by ``rows``, and by its table above. Returns what to log."""
+        name = f"{self._table.name} with sums measured at start"
+        origin = self._table.origin._replace(is_tuned=True)
+        self._communicator.use_table(over(self._table, rows)._replace(name=name, origin=origin))
+        if self._communicator.rank == 0 and self.rows:
+            self._tables().write(self._name, self._table._replace(rows=by_operation(self.rows), layers=(), nodes=()))
+        when = f"in {time.monotonic() - self._start:.1f} s" if self.rows else "at an earlier start"
+        return f"; sums of decode batches measured {when}"
+
+    @property
+    def _name(self) -> str:
+        return f"sums_{self._communicator.world_size}_ranks_{self._hidden}"
+
+    def _tables(self) -> MeasuredTables:
+        return MeasuredTables(self._communicator.device, self._communicator.world_size, self._log)
+
+
+def _best(measured: Sequence[AtSize]) -> list[Row]:
+    """The rows of an operation, of what ran."""
+    of_sizes = sorted((at_size for at_size in measured if at_size.measured), key=lambda at_size: at_size.size)
+    return merge([choose_by_means(at_size.measured, at_size.size, ()) for at_size in of_sizes])
+
+
+def over(table: TuningTable, rows: Sequence[Row]) -> TuningTable:
+    """A table with measured rows, and its own for larger messages of the same operations."""
+    measured = by_operation(rows)
+    larger = [
+        row for key, of_key in measured.items() for row in table.rows.get(key, ()) if row.up_to > of_key[-1].up_to
+    ]
+    return table.with_rows(*rows, *larger)
+
+
+def _say_nothing(_: str) -> None:
+    pass
