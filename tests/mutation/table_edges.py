@@ -524,6 +524,13 @@ EDGES: tuple[Mutant, ...] = (
         OF_FLASHINFER,
     ),
     python(
+        "norms of Gemma by FlashInfer's call lose their addend",
+        FLASHINFER_CALLS,
+        'weight_bias=call.get("weight_bias") or 0.0',
+        "weight_bias=0.0",
+        OF_FLASHINFER,
+    ),
+    python(
         "the new residual of FlashInfer's call goes elsewhere",
         FLASHINFER_CALLS,
         'residual_out=call.get("residual_out")',
