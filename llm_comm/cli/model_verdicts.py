@@ -34,6 +34,16 @@ _MEASURED_GPUS = (("NVIDIA H100 80GB HBM3", 132, 90), ("NVIDIA H200", 132, 90))
 #: Of ``model_type``: bias in qkv that config.json does not speak of.
 _BIASED_QKV = ("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_GEMMA_3 = ("gemma3", "gemma3_text")
+#: Entries that their config.json leaves out where they are those of transformers' Gemma3TextConfig, as that of
+#: google/gemma-3-4b-it does.
+_OF_GEMMA_3 = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
 
 
 class Model(NamedTuple):
@@ -91,11 +101,13 @@ def report(name: str, ranks: int, options: EngineOptions) -> dict[str, str]:
             f"columns of the MLP, which {path} has"
         )
     tables = dict(_tables(ranks, options))
-    norm = model.why_not_norm
+    norm, fused = model.why_not_norm, "fused with the all-reduce before them"
+    if model.kind.startswith("gemma"):  # whose linears make the sums in SGLang
+        fused += " in vLLM; in SGLang summed by llm_comm, normed by SGLang"
     lines = {
         "model": f"{model.name} ({model.kind}), {model.layers} layers, {ranks} ranks",
         "all-reduce": f"served: {format_bytes(2 * model.hidden)} a token of bf16 or fp16",
-        "norms": f"not fused: {norm}; summed by llm_comm" if norm else "fused with the all-reduce before them",
+        "norms": f"not fused: {norm}; summed by llm_comm" if norm else fused,
     }
     if model.experts:
         lines["experts"] = f"{model.experts}, the engine's; their sum is served"
@@ -136,6 +148,9 @@ def read(path: Path) -> Model:
         raise ConfigError(f"--model: {path} has no entries")
     text = whole.get("text_config")
     config: dict[str, Any] = {**whole, **text} if isinstance(text, dict) else whole
+    kind = str(config.get("model_type"))
+    if kind in _GEMMA_3:
+        config = {**_OF_GEMMA_3, **config}
 
     def number(name: str, default: int | None = None) -> int:
         value = config.get(name)
@@ -145,7 +160,7 @@ def read(path: Path) -> Model:
             raise ConfigError(f"--model: {name} in {path} is {value!r}: a decoder has a positive number of them")
         return value
 
-    heads, hidden, kind = number("num_attention_heads"), number("hidden_size"), str(config.get("model_type"))
+    heads, hidden = number("num_attention_heads"), number("hidden_size")
     experts = next((number(name) for name in _EXPERTS if config.get(name)), 0)
     biased = bool(config.get("attention_bias"))
     activation = str(config.get("hidden_act") or config.get("hidden_activation") or "silu")
@@ -165,7 +180,7 @@ def read(path: Path) -> Model:
         has_mlp_bias=bool(config.get("mlp_bias")),
         is_gated="rms_norm_eps" in config,
         activation=activation,
-        why_not_norm=_why_not_norm(kind, hidden, config),
+        why_not_norm=_why_not_norm(hidden, config),
         why_not_layers=why_quantized,
         is_fp8=is_fp8,
         experts=experts,
@@ -173,9 +188,7 @@ def read(path: Path) -> Model:
     )
 
 
-def _why_not_norm(kind: str, hidden: int, config: Mapping[str, Any]) -> str:
-    if kind.startswith("gemma"):
-        return "Gemma's norms multiply by 1 + weight"
+def _why_not_norm(hidden: int, config: Mapping[str, Any]) -> str:
     if "rms_norm_eps" not in config:
         return "they are no RMSNorm (config.json has no rms_norm_eps)"
     return "" if hidden <= _MOST_HIDDEN else f"rows of {hidden} are longer than {_MOST_HIDDEN}"

@@ -100,8 +100,8 @@ class Sums:
         The sum is bitwise that of ``all_reduce``, and the new residual bitwise the torch sum of it and ``residual``.
         The normed rows are ``new_residual / sqrt(mean(new_residual ** 2) + eps) * (weight + weight_bias)`` computed in
         fp32 and rounded once; a row's bits do not depend on the rows beside it. Norms of Gemma are those with a
-        ``weight_bias`` of 1, and engines round them once as well. (Their plain norms round before the multiplication by
-        the weight too.) Where the sum of the squares overflows fp32 a row becomes zeros, as in the engines.
+        ``weight_bias`` of 1, and engines round them once as well. (vLLM's other norms round before the multiplication
+        by the weight too.) Where the sum of the squares overflows fp32 a row becomes zeros, as in the engines.
 
         With ``quantize`` the normed rows, rounded to the dtype of ``x``, become FP8 e4m3, beyond +-448 saturated; NaN
         stays NaN. ``"static"``: multiplied by ``1 / scale``, as vLLM's ``static_scaled_fp8_quant``. ``"dynamic"``:

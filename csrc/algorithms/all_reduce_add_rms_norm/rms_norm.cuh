@@ -285,8 +285,8 @@ class RmsNorm {
     return magnitude;
   }
 
-  // Rounds once, at the end, as FlashInfer's kernels and the Gemma norms of vLLM and SGLang. The plain norms of vLLM and
-  // SGLang round before the multiplication by the weight too.
+  // Rounds once, at the end, with any weight_bias. So do GemmaRMSNorm of vLLM and of SGLang; vLLM's RMSNorm rounds before the
+  // multiplication by the weight too.
   LLM_COMM_DEVICE Values normalize(Values values, Values weight, float factor) const {
     Values result;
     LLM_COMM_UNROLL(8)
