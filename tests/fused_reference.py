@@ -33,12 +33,12 @@ def new_residual_of(inputs: list[torch.Tensor], residual: torch.Tensor | None) -
     return total if residual is None else canonical(total + residual)
 
 
-def exact_norm(new_residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def exact_norm(new_residual: torch.Tensor, weight: torch.Tensor, eps: float, weight_bias: float = 0.0) -> torch.Tensor:
     """In float64. Rows whose squares sum up to more than fp32 holds are zeros, as they are in the engines."""
     x = new_residual.double()
     squares = x.square().sum(-1, keepdim=True)
     factor = (squares / x.shape[-1] + eps).rsqrt()
-    return x * torch.where(squares > torch.finfo(torch.float32).max, 0.0, factor) * weight.double()
+    return x * torch.where(squares > torch.finfo(torch.float32).max, 0.0, factor) * (weight.double() + weight_bias)
 
 
 def places(values: torch.Tensor) -> torch.Tensor:
@@ -122,14 +122,15 @@ def check_call(
     weight: torch.Tensor,
     what: str,
     eps: float = EPS,
+    weight_bias: float = 0.0,
 ) -> torch.Tensor:
     """One call without options; returns the normed rows."""
     expected = new_residual_of(inputs, residual)
     x = inputs[comm.rank].clone()
     before = None if residual is None else residual.clone()
-    normed, new_residual = comm.all_reduce_add_rms_norm(x, residual, weight, eps)
+    normed, new_residual = comm.all_reduce_add_rms_norm(x, residual, weight, eps, weight_bias=weight_bias)
     assert_bitwise_equal(canonical(new_residual), expected, f"{what}: the new residual")
-    assert_normed(normed, exact_norm(new_residual, weight, eps), what)
+    assert_normed(normed, exact_norm(new_residual, weight, eps, weight_bias), what)
     assert_bitwise_equal(x, inputs[comm.rank], f"{what}: the input")
     if residual is not None and before is not None:
         assert_bitwise_equal(residual, before, f"{what}: the residual")

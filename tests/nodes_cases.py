@@ -188,18 +188,21 @@ def _fused(comm: llm_comm.Communicator, layout: Layout, draw: random.Random, mos
     in_place = draw.random() < 0.5
     out = x.view(shape) if in_place and quantize is None else None
     residual_out = given if in_place else None
-    what = f"fused {what}: {dtype} {shape} {quantize}{' in place' * in_place}"
+    bias = draw.choice((0.0, 1.0, 0.5))
+    what = f"fused {what}: {dtype} {shape} {quantize} weight_bias {bias}{' in place' * in_place}"
+    options = {"weight_bias": bias, "quantize": quantize, "scale": scale}
     normed, new_residual, *scales = comm.all_reduce_add_rms_norm(
-        x.view(shape), given, weight, EPS, out=out, residual_out=residual_out, quantize=quantize, scale=scale
+        x.view(shape), given, weight, EPS, out=out, residual_out=residual_out, **options
     )
     assert_bitwise_equal(canonical(new_residual), expected, f"new residual of {what}")
     assert_untouched_outside(around, x, what)
     if quantize is None:
-        assert_normed(normed, exact_norm(expected, weight, EPS), what)
+        assert_normed(normed, exact_norm(expected, weight, EPS, bias), what)
         return 1
     # What is quantized are the rows that the same call returns without.
     given = None if given is None else residual
-    rows_before = comm.all_reduce_add_rms_norm(inputs[comm.rank].view(shape), given, weight, EPS)[0]
+    x = inputs[comm.rank].view(shape)
+    rows_before = comm.all_reduce_add_rms_norm(x, given, weight, EPS, weight_bias=bias)[0]
     if scale is None:
         (scale,) = scales
         assert torch.equal(scale, scales_of(rows_before, quantize)), f"scales of {what}"

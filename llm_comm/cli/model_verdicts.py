@@ -39,11 +39,13 @@ def report(name: str, ranks: int, options: EngineOptions) -> dict[str, str]:
             f"columns of the MLP, which {path} has"
         )
     tables = dict(_tables(ranks, options))
-    norm = model.why_not_norm
+    norm, fused = model.why_not_norm, "fused with the all-reduce before them"
+    if model.kind.startswith("gemma"):  # whose linears make the sums in SGLang
+        fused += " in vLLM; in SGLang summed by llm_comm, normed by SGLang"
     lines = {
         "model": f"{model.name} ({model.kind}), {model.layers} layers, {ranks} ranks",
         "all-reduce": f"served: {format_bytes(2 * model.hidden)} a token of bf16 or fp16",
-        "norms": f"not fused: {norm}; summed by llm_comm" if norm else "fused with the all-reduce before them",
+        "norms": f"not fused: {norm}; summed by llm_comm" if norm else fused,
     }
     if model.experts:
         lines["experts"] = f"{model.experts}, the engine's; their sum is served"

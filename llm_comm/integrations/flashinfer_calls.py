@@ -28,12 +28,11 @@ _SUM, _NORM, _NORM_FP8 = "kAllReduce", "kARResidualRMSNorm", "kARResidualRMSNorm
 _WITHOUT_EFFECT = frozenset(
     {"workspace", "pattern", "launch_with_pdl", "trigger_completion_at_end", "layout_code", "use_oneshot", "fp32_acc"}
 )
+_NORMS = frozenset({"input", "residual_in", "residual_out", "rms_gamma", "rms_eps", "weight_bias", "norm_out"})
 _READ = {
     _SUM: frozenset({"input", "output"}),
-    _NORM: frozenset({"input", "residual_in", "residual_out", "rms_gamma", "rms_eps", "norm_out"}),
-    _NORM_FP8: frozenset(
-        {"input", "residual_in", "residual_out", "rms_gamma", "rms_eps", "norm_out", "quant_out", "scale_factor"}
-    ),
+    _NORM: _NORMS,
+    _NORM_FP8: _NORMS | {"quant_out", "scale_factor"},
 }
 #: The default of ``rms_eps``.
 _EPS = 1e-6
@@ -112,6 +111,7 @@ def _by_llm_comm(call: dict[str, Any]) -> torch.Tensor | None:
         residual,
         weight,
         call.get("rms_eps", _EPS),
+        weight_bias=call.get("weight_bias") or 0.0,
         out=call.get("norm_out" if kind == _NORM else "quant_out"),
         residual_out=call.get("residual_out"),
         quantize=None if kind == _NORM else "static",
@@ -124,7 +124,7 @@ def _by_llm_comm(call: dict[str, Any]) -> torch.Tensor | None:
 
 
 def _has_effect(value: Any) -> bool:
-    """Return whether an argument asks for something, as ``weight_bias`` of 1 does, which norms of Gemma have."""
+    """Return whether an argument asks for something: None and 0 do not."""
     return value is not None and not (isinstance(value, (int, float)) and value == 0)
 
 

@@ -40,8 +40,9 @@ class AllReduceAddRmsNorm(Operation):
     def __init__(self, handle: CoreHandle, planner: Planner) -> None:
         super().__init__(FUSED, handle, planner)
         # The row's length is no part of a message's size: without it a call would run with rows of another one.
-        self._prepared: dict[tuple[int, int, torch.dtype, float, str | None], Prepared] = {}
-        # By the same but eps, which no plan depends on: engines ask before each call whether it will be served.
+        self._prepared: dict[tuple[int, int, torch.dtype, float, float, str | None], Prepared] = {}
+        # By the same but eps and weight_bias, which no plan depends on: engines ask before each call whether it will be
+        # served.
         self._plans: dict[tuple[int, int, torch.dtype, str | None], Plan] = {}
 
     def forget(self) -> None:
@@ -55,6 +56,7 @@ class AllReduceAddRmsNorm(Operation):
         residual: _Tensor | None,
         weight: _Tensor,
         eps: float,
+        weight_bias: float = 0.0,
         out: _Tensor | None = None,
         residual_out: _Tensor | None = None,
         quantize: str | None = None,
@@ -71,7 +73,9 @@ class AllReduceAddRmsNorm(Operation):
             CommunicatorError: This or an earlier call has failed.
         """
         try:
-            results, enqueued = self._enqueue(x, residual, weight, eps, out, residual_out, quantize, scale, before)
+            results, enqueued = self._enqueue(
+                x, residual, weight, eps, weight_bias, out, residual_out, quantize, scale, before
+            )
         except LlmCommError:  # what does not fit, on all ranks alike
             raise
         except (RuntimeError, ValueError) as error:
@@ -89,20 +93,21 @@ class AllReduceAddRmsNorm(Operation):
         residual: _Tensor | None,
         weight: _Tensor,
         eps: float,
+        weight_bias: float,
         out: _Tensor | None,
         residual_out: _Tensor | None,
         quantize: str | None,
         scale: _Tensor | None,
         before: Callable[[], object] | None,
     ) -> _Outcome:
-        prepared = self._prepared.get((x.numel(), weight.numel(), x.dtype, eps, quantize))
+        prepared = self._prepared.get((x.numel(), weight.numel(), x.dtype, eps, weight_bias, quantize))
         if _is_grad_enabled():
             for tensor in (x, residual, weight, out, residual_out, scale):
                 if tensor is not None and getattr(tensor, "requires_grad", False):
                     given = {"x": x, "residual": residual, "weight": weight, "scale": scale}
                     check_constant("all_reduce_add_rms_norm", **given, out=out, residual_out=residual_out)
         if prepared is None or not self._fits(x, weight):
-            found = self._prepare(x, weight, eps, quantize)
+            found = self._prepare(x, weight, eps, weight_bias, quantize)
             if isinstance(found, str):
                 self._count_declined(found)
                 raise _error(found)
@@ -164,7 +169,7 @@ class AllReduceAddRmsNorm(Operation):
         key = (x.numel(), weight.numel(), x.dtype, quantize)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._layout(x, weight, 0.0, quantize).plan
+            plan = self._layout(x.numel(), weight.numel(), x.dtype, quantize).plan
             keep(self._plans, key, plan)
         return plan
 
@@ -172,27 +177,36 @@ class AllReduceAddRmsNorm(Operation):
         """Counts that it does not take (``takes``) rows that are not computed yet."""
         why = fp8.why_not(quantize, shape)
         if not why:
-            code = fp8.CODES[quantize]
-            layout = self._lay_out(math.prod(shape), shape[-1], dtype, epsilon=0.0, quantization=code)
-            why = layout.plan.reason
+            why = self._layout(math.prod(shape), shape[-1], dtype, quantize).plan.reason
         self._count_declined(why)
 
-    def _prepare(self, x: _Tensor, weight: _Tensor, eps: float, quantize: str | None) -> Prepared | str:
+    def _prepare(
+        self, x: _Tensor, weight: _Tensor, eps: float, weight_bias: float, quantize: str | None
+    ) -> Prepared | str:
         """What to launch, or why it is declined."""
         plan = self.plan(x, weight, quantize)
         if plan.algorithm == "declined":
             return plan.reason
-        prepared = self._prepare_call(self._layout(x, weight, eps, quantize))
+        layout = self._layout(x.numel(), weight.numel(), x.dtype, quantize, eps, weight_bias)
+        prepared = self._prepare_call(layout)
         if not isinstance(prepared, str):
-            keep(self._prepared, (x.numel(), weight.numel(), x.dtype, eps, quantize), prepared)
+            keep(self._prepared, (x.numel(), weight.numel(), x.dtype, eps, weight_bias, quantize), prepared)
         return prepared
 
-    def _layout(self, x: _Tensor, weight: _Tensor, eps: float, quantize: str | None) -> Layout:
+    def _layout(
+        self,
+        count: int,
+        row: int,
+        dtype: torch.dtype,
+        quantize: str | None,
+        eps: float = 0.0,
+        weight_bias: float = 0.0,
+    ) -> Layout:
         code = fp8.CODES[quantize]
-        return self._lay_out(x.numel(), weight.numel(), x.dtype, epsilon=eps, quantization=code)
+        return self._lay_out(count, row, dtype, epsilon=eps, quantization=code, weight_bias=weight_bias)
 
     def _fits(self, x: _Tensor, weight: _Tensor) -> bool:
-        """What a prepared call does not say: everything but sizes, type, eps and quantization."""
+        """What a prepared call does not say: everything but sizes, type, eps, weight_bias and quantization."""
         device = self._device
         return (
             x.device == device

@@ -107,6 +107,7 @@ class LinearAllReduceAddRmsNorm:
         residual: _Tensor | None,
         norm_weight: _Tensor,
         eps: float,
+        weight_bias: float = 0.0,
         out: _Tensor | None = None,
         residual_out: _Tensor | None = None,
         quantize: str | None = None,
@@ -131,7 +132,9 @@ class LinearAllReduceAddRmsNorm:
             if out is None and quantize is None:
                 out = y
             try:
-                return self._norms.run(y, residual, norm_weight, eps, out, residual_out, quantize, scale, layer)
+                return self._norms.run(
+                    y, residual, norm_weight, eps, weight_bias, out, residual_out, quantize, scale, layer
+                )
             except UnsupportedInputError as error:
                 raise UnsupportedInputError(f"{WITH_NORM}: where x is the layer's result, {error}") from error
         except LlmCommError:

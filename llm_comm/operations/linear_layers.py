@@ -219,6 +219,7 @@ class LinearLayers:
         norm_weight: torch.Tensor,
         eps: float,
         *,
+        weight_bias: float = 0.0,
         out: torch.Tensor | None = None,
         residual_out: torch.Tensor | None = None,
         quantize: str | None = None,
@@ -236,7 +237,7 @@ class LinearLayers:
                 16384.
             residual: [..., outputs], of the dtype of the layer's result, the same on all ranks; None adds nothing.
             norm_weight: [outputs], of the dtype of the layer's result: where ``x`` is float8_e4m3fn, it says which.
-            eps, quantize, scale: As of ``all_reduce_add_rms_norm``.
+            eps, weight_bias, quantize, scale: As of ``all_reduce_add_rms_norm``.
             x_scale, weight_scale: Of ``x`` and ``linear_weight``, as of ``linear``.
             out: [..., outputs], of the dtype of ``norm_weight`` or float8_e4m3fn: where the normed rows go.
             residual_out: [..., outputs], of the dtype of ``norm_weight``: where the new residual goes; it may be
@@ -266,9 +267,12 @@ class LinearLayers:
             operands = {"x": x, "linear_weight": linear_weight, "residual": residual, "norm_weight": norm_weight}
             operands |= {"x_scale": x_scale, "weight_scale": weight_scale}
             name = "linear_all_reduce_add_rms_norm"
-            return torch_operators.add_rms_norm(name, operands, eps, out, residual_out, quantize, scale, self.name)
+            return torch_operators.add_rms_norm(
+                name, operands, eps, weight_bias, out, residual_out, quantize, scale, self.name
+            )
         results: tuple[torch.Tensor, ...] = self._linear_all_reduce_add_rms_norm(
-            x, linear_weight, residual, norm_weight, eps, out, residual_out, quantize, scale, x_scale, weight_scale
+            *(x, linear_weight, residual, norm_weight, eps, weight_bias),
+            *(out, residual_out, quantize, scale, x_scale, weight_scale),
         )
         return results
 
@@ -325,6 +329,7 @@ class LinearLayers:
         norm_weight: torch.Tensor,
         eps: float,
         *,
+        weight_bias: float = 0.0,
         quantize: str | None = None,
         scale: torch.Tensor | None = None,
         x_scale: torch.Tensor | None = None,
@@ -342,6 +347,7 @@ class LinearLayers:
             partial(
                 self.linear_all_reduce_add_rms_norm,
                 *(x, linear_weight, residual, norm_weight, eps),
+                weight_bias=weight_bias,
                 quantize=quantize,
                 scale=scale,
                 **scales,

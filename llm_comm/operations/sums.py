@@ -89,6 +89,7 @@ class Sums:
         weight: torch.Tensor,
         eps: float,
         *,
+        weight_bias: float = 0.0,
         out: torch.Tensor | None = None,
         residual_out: torch.Tensor | None = None,
         quantize: str | None = None,
@@ -97,9 +98,10 @@ class Sums:
         """Sums ``x`` over all ranks, adds ``residual`` and norms each row, in one kernel.
 
         The sum is bitwise that of ``all_reduce``, and the new residual bitwise the torch sum of it and ``residual``.
-        The normed rows are ``new_residual / sqrt(mean(new_residual ** 2) + eps) * weight`` computed in fp32 and rounded
-        once; a row's bits do not depend on the rows beside it. (Engines round before the multiplication by the weight
-        too.) Where the sum of the squares overflows fp32 a row becomes zeros, as in the engines.
+        The normed rows are ``new_residual / sqrt(mean(new_residual ** 2) + eps) * (weight + weight_bias)`` computed in
+        fp32 and rounded once; a row's bits do not depend on the rows beside it. Norms of Gemma are those with a
+        ``weight_bias`` of 1, and engines round them once as well. (vLLM's other norms round before the multiplication
+        by the weight too.) Where the sum of the squares overflows fp32 a row becomes zeros, as in the engines.
 
         With ``quantize`` the normed rows, rounded to the dtype of ``x``, become FP8 e4m3, beyond +-448 saturated; NaN
         stays NaN. ``"static"``: multiplied by ``1 / scale``, as vLLM's ``static_scaled_fp8_quant``. ``"dynamic"``:
@@ -127,7 +129,8 @@ class Sums:
             x: [..., hidden], contiguous, bfloat16 or float16; hidden is a multiple of 8 up to 16384.
             residual: Like ``x``, the same on all ranks; None adds nothing, and the new residual is the sum.
             weight: [hidden], of the dtype of ``x``.
-            eps: Added to the mean of the squares.
+            eps: Added to the mean of the squares; the same on all ranks, as is ``weight_bias``.
+            weight_bias: Added to the weights in fp32, in which it must be a finite number.
             out: Where the normed rows go: like ``x``, which it may be, or float8_e4m3fn. None: a new tensor.
             residual_out: Where the new residual goes: like ``x``; it may be ``residual``, or ``x``. None: a new tensor.
             quantize: None, ``"static"``, ``"dynamic"``, or one of the table: hidden is a multiple of 128 then, and
@@ -153,8 +156,10 @@ class Sums:
             or _is_watched()
         ):
             operands, name = {"x": x, "residual": residual, "weight": weight}, "all_reduce_add_rms_norm"
-            return torch_operators.add_rms_norm(name, operands, eps, out, residual_out, quantize, scale, self.name)
-        return self._all_reduce_add_rms_norm(x, residual, weight, eps, out, residual_out, quantize, scale)
+            return torch_operators.add_rms_norm(
+                name, operands, eps, weight_bias, out, residual_out, quantize, scale, self.name
+            )
+        return self._all_reduce_add_rms_norm(x, residual, weight, eps, weight_bias, out, residual_out, quantize, scale)
 
     def try_all_reduce_add_rms_norm(
         self,
@@ -163,6 +168,7 @@ class Sums:
         weight: torch.Tensor,
         eps: float,
         *,
+        weight_bias: float = 0.0,
         out: torch.Tensor | None = None,
         residual_out: torch.Tensor | None = None,
         quantize: str | None = None,
@@ -172,7 +178,8 @@ class Sums:
         then go their own way. The same on all ranks.
 
         Args:
-            x, residual, weight, eps, out, residual_out, quantize, scale: As of ``all_reduce_add_rms_norm``.
+            x, residual, weight, eps, weight_bias, out, residual_out, quantize, scale: As of
+                ``all_reduce_add_rms_norm``.
 
         Returns:
             What that returns; None: nothing has been summed.
@@ -184,7 +191,7 @@ class Sums:
         options: dict[str, Any] = {"out": out, "residual_out": residual_out, "quantize": quantize, "scale": scale}
         return attempt(
             partial(self.accepts_all_reduce_add_rms_norm, x, weight, quantize),
-            partial(self.all_reduce_add_rms_norm, *operands, **options),
+            partial(self.all_reduce_add_rms_norm, *operands, weight_bias=weight_bias, **options),
         )
 
     # ---- What would be served -----------------------------------------------------------------------------------

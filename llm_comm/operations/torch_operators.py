@@ -168,6 +168,7 @@ def add_rms_norm(
     operation: str,
     operands: Mapping[str, Any],
     eps: float,
+    weight_bias: float,
     out: Any,
     residual_out: Any,
     quantize: str | None,
@@ -186,7 +187,7 @@ def add_rms_norm(
     check_outputs(operation, out=out, residual_out=residual_out, scale=scale if makes_scales(quantize) else None)
     operator = getattr(torch.ops.llm_comm, operation + OF_QUANTIZATION[quantize])
     of_operator = (scale,) if quantize == "static" else (quantize,) if quantize in GROUPS else ()
-    results = operator(*operands.values(), eps, communicator, *of_operator)
+    results = operator(*operands.values(), eps, weight_bias, communicator, *of_operator)
     given = (out, residual_out, scale if makes_scales(quantize) else None)
     names = ("out", "residual_out", "scale")
     return tuple(
@@ -282,7 +283,7 @@ def define_norms(operation: str, operands: str, total_of: Callable[[Mapping[str,
         operands: Their schema, before epsilon. ``run`` of the operation takes the same names.
         total_of: Return a tensor like the sum, for fake tensors.
     """
-    schema = f"{operands}, float eps, str communicator"
+    schema = f"{operands}, float eps, float weight_bias, str communicator"
     names = [argument.split()[-1] for argument in schema.split(",")]
 
     def define_norm(quantize: str | None, own_operand: str, results: str) -> None:

@@ -16,6 +16,16 @@ _MOST_HIDDEN = 16384
 #: Of ``model_type``: bias in qkv that config.json does not speak of.
 _BIASED_QKV = ("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_GEMMA_3 = ("gemma3", "gemma3_text")
+#: Entries that their config.json leaves out where they are those of transformers' Gemma3TextConfig, as that of
+#: google/gemma-3-4b-it does.
+_OF_GEMMA_3 = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
 
 
 class Model(NamedTuple):
@@ -93,6 +103,9 @@ def of_config(whole: Mapping[str, Any], name: str = "", quantization: str | None
     """
     text = whole.get("text_config")
     config = {**whole, **text} if isinstance(text, Mapping) else whole
+    kind = str(config.get("model_type"))
+    if kind in _GEMMA_3:
+        config = {**_OF_GEMMA_3, **config}
 
     def number(entry: str, default: int | None = None) -> int:
         value = config.get(entry)
@@ -102,7 +115,7 @@ def of_config(whole: Mapping[str, Any], name: str = "", quantization: str | None
             raise ConfigError(f"{entry} is {value!r}: a decoder has a positive number of them")
         return value
 
-    heads, hidden, kind = number("num_attention_heads"), number("hidden_size"), str(config.get("model_type"))
+    heads, hidden = number("num_attention_heads"), number("hidden_size")
     experts = next((number(entry) for entry in _EXPERTS if config.get(entry)), 0)
     biased = bool(config.get("attention_bias"))
     activation = str(config.get("hidden_act") or config.get("hidden_activation") or "silu")
@@ -123,7 +136,7 @@ def of_config(whole: Mapping[str, Any], name: str = "", quantization: str | None
         has_mlp_bias=bool(config.get("mlp_bias")),
         is_gated="rms_norm_eps" in config,
         activation=activation,
-        why_not_norm=_why_not_norm(kind, hidden, config),
+        why_not_norm=_why_not_norm(hidden, config),
         why_not_layers=why_quantized,
         is_fp8=is_fp8,
         experts=experts,
@@ -131,9 +144,7 @@ def of_config(whole: Mapping[str, Any], name: str = "", quantization: str | None
     )
 
 
-def _why_not_norm(kind: str, hidden: int, config: Mapping[str, Any]) -> str:
-    if kind.startswith("gemma"):
-        return "Gemma's norms multiply by 1 + weight"
+def _why_not_norm(hidden: int, config: Mapping[str, Any]) -> str:
     if "rms_norm_eps" not in config:
         return "they are no RMSNorm (config.json has no rms_norm_eps)"
     return "" if hidden <= _MOST_HIDDEN else f"rows of {hidden} are longer than {_MOST_HIDDEN}"

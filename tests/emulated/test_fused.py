@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -423,6 +424,9 @@ MISFITS = {
     "scale for some rows": ({"quantize": "dynamic", "scale": torch.ones(1)}, "scale .*2 elements"),
     "scale in strides": ({"quantize": "dynamic", "scale": torch.ones(2, 2)[:, 0]}, "scale .*contiguous"),
     "scale without quantization": ({"scale": torch.ones(1)}, "scale without quantize"),
+    "weight_bias is infinite": ({"weight_bias": -math.inf}, "weight_bias is -inf"),
+    "weight_bias is no number": ({"weight_bias": math.nan, "quantize": "dynamic"}, "weight_bias is nan"),
+    "weight_bias beyond fp32": ({"weight_bias": 3.5e38}, "weight_bias is 35.* finite number in fp32"),
 }
 
 

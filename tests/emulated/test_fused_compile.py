@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from fused_reference import EPS, FP8, check_call, operands_of, rows_of
@@ -35,10 +37,10 @@ class Layer(torch.nn.Module):
         fused = self.comm.all_reduce_add_rms_norm
         normed, residual = fused(x * 2, residual, self.weight, EPS)
         y = normed + 1
-        normed, residual = fused(y, residual, self.weight, EPS, out=y, residual_out=residual.clone())
+        normed, residual = fused(y, residual, self.weight, EPS, weight_bias=1.0, out=y, residual_out=residual.clone())
         static, residual = fused(normed, residual, self.weight, EPS, quantize="static", scale=self.scale)
         dynamic, total, scale = fused(normed * 0.5, None, self.weight, EPS, quantize="dynamic")
-        by_rows, _, row_scales = fused(x, total, self.weight, EPS, quantize="group_ue8m0")
+        by_rows, _, row_scales = fused(x, total, self.weight, EPS, weight_bias=-0.5, quantize="group_ue8m0")
         given = torch.empty_strided((len(x), 2), (1, (len(x) + 3) // 4 * 4))
         fused(x, total, self.weight, EPS, quantize="group_column_major_tma", scale=given)
         by_columns, _, scales = fused(x, total, self.weight, EPS, quantize="group_column_major_tma")
@@ -75,12 +77,14 @@ def check_operators() -> None:
             own = own_operands(name)
             operator = getattr(torch.ops.llm_comm, name)
             for r in (residual, None):
-                torch.library.opcheck(operator.default, (x, r, weight, EPS, comm.name, *own))
+                torch.library.opcheck(operator.default, (x, r, weight, EPS, 1.0, comm.name, *own))
             # What is declined is an error: nobody may take an input that was not reduced for a result.
             with pytest.raises(UnsupportedInputError, match="not contiguous"):
-                operator(x.t(), None, weight, EPS, comm.name, *own)
+                operator(x.t(), None, weight, EPS, 0.0, comm.name, *own)
+            with pytest.raises(UnsupportedInputError, match="weight_bias is inf"):
+                operator(x, None, weight, EPS, math.inf, comm.name, *own)
     with pytest.raises(RuntimeError, match="closed"):
-        torch.ops.llm_comm.all_reduce_add_rms_norm(x, None, weight, EPS, comm.name)
+        torch.ops.llm_comm.all_reduce_add_rms_norm(x, None, weight, EPS, 0.0, comm.name)
 
 
 def test_operators(ranks: RankPool) -> None:
@@ -93,7 +97,7 @@ def test_fake_results_are_like_the_real_ones(name: str, shape: tuple[int, ...]) 
     with FakeTensorMode():
         x = torch.empty(shape, dtype=torch.float16)
         own = [torch.empty(1)] if "static" in name else []
-        results = getattr(torch.ops.llm_comm, name)(x, x, torch.empty(HIDDEN), EPS, "any", *own)
+        results = getattr(torch.ops.llm_comm, name)(x, x, torch.empty(HIDDEN), EPS, 0.0, "any", *own)
     expected = [(shape, FP8 if "fp8" in name else torch.float16), (shape, torch.float16)]
     expected += [((*shape[:-1], 1), torch.float32)] if "dynamic" in name else []
     assert [(tuple(result.shape), result.dtype) for result in results] == expected
@@ -112,10 +116,10 @@ def test_fake_scales_of_groups(quantize: str, shape: tuple[int, ...], strides: t
     operator = torch.ops.llm_comm.all_reduce_add_rms_norm_group_fp8
     with FakeTensorMode():
         x, weight = torch.empty(shape, dtype=torch.float16), torch.empty(HIDDEN, dtype=torch.float16)
-        normed, residual, scale = operator(x, x, weight, EPS, "any", quantize)
+        normed, residual, scale = operator(x, x, weight, EPS, 0.0, "any", quantize)
         with pytest.raises(UnsupportedInputError, match=r"takes a multiple of 128|takes two dimensions"):
-            operator(x[..., :200], None, weight[:200], EPS, "any", quantize)
+            operator(x[..., :200], None, weight[:200], EPS, 0.0, "any", quantize)
         with pytest.raises(UnsupportedInputError, match="quantize is 'grouped'"):
-            operator(x, None, weight, EPS, "any", "grouped")
+            operator(x, None, weight, EPS, 0.0, "any", "grouped")
     assert (normed.dtype, normed.shape, residual.dtype) == (FP8, x.shape, x.dtype)
     assert (scale.dtype, scale.shape, scale.stride()) == (torch.float32, (*shape[:-1], 2), strides)

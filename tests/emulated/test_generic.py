@@ -137,16 +137,17 @@ def check_parameters_and_rows() -> None:
         patch.setattr(registry, "operations", lambda: known)
         x = torch.ones(4, 64, dtype=torch.bfloat16)
         operation = GenericOperation(OPERATION, comm._handle, comm._planner)
-        right = {"epsilon": 1e-5, "quantization": 0}
+        right = {"epsilon": 1e-5, "quantization": 0, "weight_bias": 0}
         plan = operation.plan(x, 64, right)
         assert (plan.algorithm, plan.row, plan.chunks) == ("one_shot", 64, 1)
         assert plan.chunk_rows * 64 == plan.chunk_elements
         assert "rows of 60 elements" in operation.plan(x, 60, right).reason
         assert "are not rows of 96" in operation.plan(x, 96, right).reason
+        assert "weight_bias is inf" in operation.plan(x, 64, {**right, "weight_bias": float("inf")}).reason
         assert "no quantization 17" in operation.plan(x, 64, {**right, "quantization": 17}).reason
         for parameters, message in (
-            ({}, "it needs parameter epsilon, quantization"),
-            ({"epsilon": 1}, "it needs parameter quantization"),
+            ({}, "it needs parameter epsilon, quantization, weight_bias"),
+            ({"epsilon": 1, "weight_bias": 1}, "it needs parameter quantization"),
             ({**right, "eps": 1}, r"parameter is 'eps' \(did you mean"),
             ({**right, "epsilon": "1"}, "parameter epsilon is '1'; it must be a number"),
         ):

@@ -64,7 +64,7 @@ class Layer(torch.nn.Module):
         comm.linear(x * 2, self.weight, out=written)
         total = comm.linear_all_reduce(x + 1, self.weight)
         comm.linear_all_reduce(x * 3, self.weight, out=y)
-        normed, residual = fused(x, weights[0], residual, weights[1], EPS)
+        normed, residual = fused(x, weights[0], residual, weights[1], EPS, weight_bias=1.0)
         in_place = residual.clone()
         fused(x * 4, weights[0], in_place, weights[1], EPS, out=normed, residual_out=in_place)
         static, residual = fused(x, weights[0], residual, weights[1], EPS, quantize="static", scale=self.scale)
@@ -156,10 +156,10 @@ def check_operators() -> None:
         for operator in NORMS:
             scale = [torch.ones(1)] if operator is NORMS[1] else []
             for r in (residual, None):
-                torch.library.opcheck(operator, (x, weight, r, norm_weight, None, None, EPS, comm.name, *scale))
-                operator(x, weight, r, norm_weight, None, None, EPS, comm.name, *scale, after=x)
+                torch.library.opcheck(operator, (x, weight, r, norm_weight, None, None, EPS, 0.0, comm.name, *scale))
+                operator(x, weight, r, norm_weight, None, None, EPS, 0.0, comm.name, *scale, after=x)
             with pytest.raises(UnsupportedInputError, match="not contiguous"):
-                operator(x.t(), weight, residual, norm_weight, None, None, EPS, comm.name, *scale)
+                operator(x.t(), weight, residual, norm_weight, None, None, EPS, 0.0, comm.name, *scale)
     for operator in (LAYER, torch.ops.llm_comm.linear_all_reduce.default):
         with pytest.raises(RuntimeError, match="closed"):
             operator(x, weight, *UNSCALED, comm.name)
@@ -176,7 +176,7 @@ def test_fake_results_are_like_the_real_ones(shape: tuple[int, ...]) -> None:
         x, weight = torch.empty(shape, dtype=torch.float16), torch.empty(OUTPUTS, INPUTS, dtype=torch.float16)
         residual, norm_weight = torch.empty(result, dtype=torch.float16), torch.empty(OUTPUTS, dtype=torch.float16)
         layers = [operator(x, weight, *UNSCALED, "any") for operator in (LAYER, torch.ops.llm_comm.linear_all_reduce)]
-        operands = x, weight, residual, norm_weight, None, None, EPS, "any"
+        operands = x, weight, residual, norm_weight, None, None, EPS, 0.0, "any"
         norms = [operator(*operands, *([torch.empty(1)] if operator is NORMS[1] else [])) for operator in NORMS]
     assert [(tuple(y.shape), y.dtype) for y in layers] == [(result, torch.float16)] * 2
     plain, rows, scales = (result, torch.float16), (result, FP8), ((*shape[:-1], 1), torch.float32)

@@ -238,6 +238,7 @@ def check_norm(dtype: torch.dtype) -> list[list[torch.Tensor]]:
                 if quantize in GROUPS and of.weight.shape[0] % GROUP_SIZE != 0:
                     continue
                 options = {"quantize": quantize, "scale": torch.tensor([0.05]) if quantize == "static" else None}
+                options["weight_bias"] = 1.0 if quantize in (None, "dynamic") else 0.0
                 expected = comm.all_reduce_add_rms_norm(y, residual, norm_weight, EPS, **options)
                 results = comm.linear_all_reduce_add_rms_norm(
                     of.x, of.weight, residual, norm_weight, EPS, **of.scales(), **options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 from unittest import mock
 
@@ -167,14 +168,17 @@ def try_each() -> None:
         assert torch.equal(comm.try_linear_silu_and_mul(X, gate_up), comm.linear_silu_and_mul(X, gate_up))
         operands = X, WEIGHT, RESIDUAL, NORM, EPS
         tried, called = (
-            call(*operands) for call in (comm.try_linear_all_reduce_add_rms_norm, comm.linear_all_reduce_add_rms_norm)
+            call(*operands, weight_bias=1.0)
+            for call in (comm.try_linear_all_reduce_add_rms_norm, comm.linear_all_reduce_add_rms_norm)
         )
         assert all(torch.equal(one, other) for one, other in zip(tried, called, strict=True))
+        assert not torch.equal(called[0], comm.linear_all_reduce_add_rms_norm(*operands)[0])
         # Not aligned, no layer, not contiguous, of another dtype.
         assert comm.try_linear(X, beside) is comm.try_linear(X, torch.nested.nested_tensor([WEIGHT])) is None
         assert comm.try_linear_silu_and_mul(X, gate_up.t()) is comm.try_linear_silu_and_mul(X, gate_up[:96]) is None
         assert comm.try_all_reduce_add_rms_norm(RESIDUAL, RESIDUAL.t().contiguous().t(), NORM, EPS) is None
         assert comm.try_all_reduce_add_rms_norm(RESIDUAL, None, NORM, EPS, out=RESIDUAL.half()) is None
+        assert comm.try_all_reduce_add_rms_norm(RESIDUAL, None, NORM, EPS, weight_bias=math.inf) is None
         compute_right(comm)
     with make_communicator(fuse_linear=False) as comm:
         assert comm.try_linear(X, WEIGHT) is comm.try_linear_silu_and_mul(X, gate_up) is None
@@ -239,6 +243,7 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "out is no tensor": ({"out": [1.0]}, "out is a list, not a tensor"),
     "no scale": ({"quantize": "static"}, "needs scale"),
     "scale without quantization": ({"scale": torch.ones(1)}, "scale without quantize"),
+    "weight_bias is infinite": ({"weight_bias": math.inf}, "weight_bias is inf"),
     **NORMS,
 }
 

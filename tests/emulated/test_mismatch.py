@@ -118,6 +118,7 @@ def disagree_when_fused(odd_one: str) -> str:
             options = {}
         residual = None if odd == "residual" else x
         epsilon = 1.0 if odd == "epsilon" else 1e-5
+        options["weight_bias"] = 1.0 if odd == "weight_bias" else 0.0
         fused = partial(comm.all_reduce_add_rms_norm, x, residual, x[0].clone(), epsilon, **options)
         call = partial(comm.all_reduce, x) if odd == "operation" else fused
         with pytest.raises(MismatchError) as caught:
@@ -134,6 +135,7 @@ FUSED = "one-shot all-reduce + RMSNorm of 512 bf16 in rows of 64"
         ("rows", FUSED, "one-shot all-reduce + RMSNorm of 512 bf16 in rows of 128"),
         ("operation", FUSED, "one-shot all-reduce of 512 bf16"),
         ("epsilon", f"{FUSED}, epsilon 1e-05", f"{FUSED}, epsilon 1"),
+        ("weight_bias", f"{FUSED}, weight_bias 0", f"{FUSED}, weight_bias 1"),
         ("residual", f"{FUSED}, with residual", f"{FUSED}, without residual"),
         ("quantization", f"{FUSED}, quantization static", f"{FUSED}, quantization dynamic"),
         (
@@ -142,7 +144,7 @@ FUSED = "one-shot all-reduce + RMSNorm of 512 bf16 in rows of 64"
             f"{FUSED}, quantization none, without scale",
         ),
     ],
-    ids=["rows", "operation", "epsilon", "residual", "quantization", "no quantization"],
+    ids=["rows", "operation", "epsilon", "weight_bias", "residual", "quantization", "no quantization"],
 )
 def test_fused_calls(ranks: RankPool, odd_one: str, usual: str, odd: str) -> None:
     for text in ranks.run(2, disagree_when_fused, odd_one):

@@ -142,7 +142,7 @@ def norm_over_nodes(layout: Layout) -> None:
                     scale = torch.tensor([0.07]) if quantize == "static" else None
                     for added in (residual, None) if quantize is None else (residual,):
                         what = f"{layout} {dtype} {shape} {quantize}{'' if added is None else ' with residual'}"
-                        how = {"quantize": quantize, "scale": scale}
+                        how = {"quantize": quantize, "scale": scale, "weight_bias": 1.0 if rows == 3 else 0.0}
                         found = comm.all_reduce_add_rms_norm(inputs[comm.rank], added, weight, EPS, **how)
                         wanted = of_one.all_reduce_add_rms_norm(share, added, weight, EPS, **how)
                         new_residual = total if added is None else canonical(total + added)

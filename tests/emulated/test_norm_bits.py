@@ -1,4 +1,5 @@
-"""The bits of normed rows: rounded once, with epsilon, and FP8 by the operations that the interface names.
+"""The bits of normed rows: rounded once, with epsilon and weight_bias, and FP8 by the operations that the interface
+names.
 
 An ulp too much here and there passes ``test_fused.py``. So these rows are ones whose norm is known to the bit, or so
 many that a second rounding shows in how often an element is off.
@@ -18,6 +19,7 @@ from fused_reference import (
     GROUP_SIZE,
     GROUPS,
     LARGEST_FP8,
+    canonical,
     exact_norm,
     group_scales,
     new_residual_of,
@@ -50,6 +52,7 @@ def call(
     eps: float,
     quantize: str | None = None,
     scale: torch.Tensor | None = None,
+    weight_bias: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The normed rows, the new residual and the scales of a fused call: the same on all ranks."""
     x = inputs[0]
@@ -64,7 +67,7 @@ def call(
         )
         for given in inputs
     ]
-    problem = problem_of(x, len(inputs), eps, CODES[quantize])
+    problem = problem_of(x, len(inputs), eps, CODES[quantize], weight_bias)
     tiling = tiling_of(len(x), blocks=2 * len(x), cluster=2, tile_lines=16 if quantize in GROUPS else 8)
     run_on_all(connected(len(inputs)), number_of(FUSED, algorithm), problem, tiling, buffers)
     for results in buffers[1:]:
@@ -76,14 +79,15 @@ def call(
 @every_dtype
 @every_algorithm
 @pytest.mark.parametrize("has_residual", [False, True])
-def test_norms_are_rounded_once(algorithm: str, dtype: torch.dtype, has_residual: bool) -> None:
+@pytest.mark.parametrize("weight_bias", [0.0, 1.0, 0.5])
+def test_norms_are_rounded_once(algorithm: str, dtype: torch.dtype, has_residual: bool, weight_bias: float) -> None:
     """What fp32 loses before the one rounding, 2^-22 or so, moves an element in a thousand across the middle between
     two values; another rounding on the way, or a factor that is half an ulp off, moves a good part of them."""
     inputs = rows_of(WORLD, 2, 8192, dtype)
     residual, weight = operands_of(2, 8192, dtype)
     given = residual if has_residual else None
-    normed, _, _ = call(algorithm, inputs, given, weight, EPS)
-    expected = exact_norm(new_residual_of(inputs, given), weight, EPS).to(dtype)
+    normed, _, _ = call(algorithm, inputs, given, weight, EPS, weight_bias=weight_bias)
+    expected = exact_norm(new_residual_of(inputs, given), weight, EPS, weight_bias).to(dtype)
     off = (places(normed) - places(expected)).abs()
     assert off.max() <= 1
     assert int((off > 0).sum()) <= off.numel() // 200, "normed rows are rounded more than once"
@@ -101,17 +105,18 @@ def norm_signs(
     has_residual: bool,
     quantize: str | None = None,
     scale: torch.Tensor | None = None,
+    weight_bias: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The norm of rows whose new residual is 1 and -1, which is ``weight`` with these signs over sqrt(1 + eps); what a
-    call makes of it; and its scales."""
+    """The norm of rows whose new residual is 1 and -1, which is ``weight + weight_bias`` with these signs over
+    sqrt(1 + eps); what a call makes of it; and its scales."""
     total = signs(2, weight.dtype)
     inputs = [torch.zeros_like(total)] * (WORLD - 1) + [2 * total if has_residual else total]
     found, new_residual, scales = call(
-        algorithm, inputs, -total if has_residual else None, weight, eps, quantize, scale
+        algorithm, inputs, -total if has_residual else None, weight, eps, quantize, scale, weight_bias
     )
     assert torch.equal(new_residual, total)
     return (
-        total * (weight.float() / math.sqrt(1 + eps)).to(weight.dtype),
+        total * ((weight.float() + weight_bias) / math.sqrt(1 + eps)).to(weight.dtype),
         found,
         torch.zeros(0) if scales is None else scales,
     )
@@ -133,6 +138,43 @@ def test_epsilon_counts_with_and_without_residual_and_fp8(
     normed, found, scales = norm_signs(algorithm, weight, eps, has_residual, "dynamic")
     assert torch.equal(scales, row_scales(normed))
     assert torch.equal(found.float(), quantized(normed, "dynamic", scales).float())
+
+
+@every_dtype
+@every_algorithm
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("weight_bias", [1.0, 0.5, -(2.0**-30), 1000.0])
+def test_weight_bias_is_added_in_fp32_with_and_without_fp8(
+    algorithm: str, dtype: torch.dtype, has_residual: bool, weight_bias: float
+) -> None:
+    weight = operands_of(1, HIDDEN, dtype)[1]
+    scale = torch.tensor([0.125])
+    normed, found, _ = norm_signs(algorithm, weight, 3.0, has_residual, weight_bias=weight_bias)
+    assert torch.equal(found, normed)
+    for quantize in ("static", "dynamic", "group", "group_column_major_ue8m0"):
+        given = scale if quantize == "static" else None
+        normed, found, scales = norm_signs(algorithm, weight, 3.0, has_residual, quantize, given, weight_bias)
+        if quantize == "static":
+            scales = scale
+        elif quantize == "dynamic":
+            assert torch.equal(scales, row_scales(normed))
+        else:
+            scales = scales.flatten().view(GROUPS_OF_ROW, -1).t() if "column" in quantize else scales
+            assert torch.equal(scales, group_scales(normed, quantize.endswith("_ue8m0")))
+        assert torch.equal(found.float(), quantized(normed, quantize, scales).float()), quantize
+
+
+@every_dtype
+@every_algorithm
+def test_without_weight_bias_weights_keep_their_bits(algorithm: str, dtype: torch.dtype) -> None:
+    """The sign of zero, the smallest and the largest number, and what is none."""
+    info = torch.finfo(dtype)
+    values = torch.tensor([-0.0, 0.0, info.smallest_normal * info.eps, info.max, torch.inf, -torch.inf, torch.nan])
+    weight = values.repeat(HIDDEN // 4)[:HIDDEN].to(dtype)
+    for weight_bias in (0.0, -0.0):
+        _, found, _ = norm_signs(algorithm, weight, 0.0, False, weight_bias=weight_bias)
+        expected = signs(2, dtype) * weight
+        assert torch.equal(canonical(found).view(torch.int16), canonical(expected).view(torch.int16))
 
 
 def fp8_values_and_middles() -> torch.Tensor:

@@ -399,7 +399,14 @@ def check_operators() -> None:
         tensors = [one.name for one in operator._schema.arguments if "Tensor" in str(one.type) and one.name != "after"]
         for operand, has_tangent in itertools.product(tensors, (False, True)):
             tensor = torch.ones(4)
-            values: dict[str, Any] = {"eps": EPS, "dim": 0, "rank": 0, "world_size": 2, "quantize": "group"}
+            values: dict[str, Any] = {
+                "eps": EPS,
+                "weight_bias": 1.0,
+                "dim": 0,
+                "rank": 0,
+                "world_size": 2,
+                "quantize": "group",
+            }
             given = [
                 tensor
                 if one.name in tensors

@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from fused_reference import EPS, assert_normed, exact_norm, operands_of
 from harness import RankPool, make_communicator
 from reference import DTYPES, assert_bitwise_equal
 
@@ -72,10 +73,12 @@ def fused(algorithm: str, seed: int) -> None:
                 numbers(rows * hidden, torch.bfloat16, rank, number).view(rows, hidden)
                 for rank in range(comm.world_size)
             ]
-            weight = torch.ones(hidden, dtype=torch.bfloat16)
+            weight = operands_of(1, hidden, torch.bfloat16)[1]
+            bias = draw.choice((0.0, 1.0, 0.5))
             assert comm.plan_all_reduce_add_rms_norm(inputs[comm.rank], weight).algorithm == algorithm
-            _, total = comm.all_reduce_add_rms_norm(inputs[comm.rank], None, weight, 1e-5)
+            normed, total = comm.all_reduce_add_rms_norm(inputs[comm.rank], None, weight, EPS, weight_bias=bias)
             assert_bitwise_equal(total, sum(x.float() for x in inputs).to(torch.bfloat16), f"call {number}")  # type: ignore[union-attr]
+            assert_normed(normed, exact_norm(total, weight, EPS, bias), f"call {number}, weight_bias {bias}")
 
 
 def parts(seed: int) -> None:

@@ -120,11 +120,12 @@ def check_keys() -> None:
     with make_communicator() as comm:
         for _ in range(2):
             for rows, hidden in ((6, 64), (3, 128), (2, 192), (1, 384)):
-                for eps in (1e-5, 0.5, 4.0):
+                for eps, weight_bias in ((1e-5, 0.0), (0.5, 0.0), (0.5, 1.0), (0.5, -0.25), (4.0, 0.0)):
                     for dtype in (torch.bfloat16, torch.float16):
                         inputs = rows_of(comm.world_size, rows, hidden, dtype)
                         residual, weight = operands_of(rows, hidden, dtype)
-                        check_call(comm, inputs, residual, weight, f"{rows} x {hidden}, {eps}", eps=eps)
+                        what = f"{rows} x {hidden}, {eps}, {weight_bias}"
+                        check_call(comm, inputs, residual, weight, what, eps, weight_bias)
             for rows, hidden in ((1, 64), (7, 64), (2, 64), (3, 128), (6, 64)):
                 x = rows_of(comm.world_size, rows, hidden, torch.bfloat16)[comm.rank]
                 weight = operands_of(rows, hidden, torch.bfloat16)[1]

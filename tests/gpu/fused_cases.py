@@ -50,10 +50,12 @@ class FusedCase:
     replays: int
     offsets: tuple[tuple[int, ...], ...]
     communicators: tuple[str, ...]
+    weight_bias: float
 
     def __str__(self) -> str:
         shape = f"{self.rows} x {self.hidden} {str(self.dtype).removeprefix('torch.')}, {self.values}"
-        how = f"eps {self.eps:g}, residual {self.has_residual}, in place {self.in_place}, quantize {self.quantize}"
+        norm = f"eps {self.eps:g}, weight_bias {self.weight_bias:g}"
+        how = f"{norm}, residual {self.has_residual}, in place {self.in_place}, quantize {self.quantize}"
         return f"{shape}, {how}, {self.replays} replays, offsets {self.offsets}"
 
 
@@ -83,6 +85,7 @@ def draw_fused_case(number: int, options: argparse.Namespace, world: int, commun
         replays=rng.choice((1, 2) if options.few_calls else (1, 2, 5)) if rng.random() < options.graph_share else 0,
         offsets=tuple(offsets() for _ in range(5)),
         communicators=(rng.choice(communicators),) if options.few_calls else communicators,
+        weight_bias=rng.choice((0.0, 0.0, 1.0, 1.0, 0.5, -1.25)),
     )
 
 
@@ -207,6 +210,7 @@ class FusedRunner:
                 residual,
                 weight,
                 case.eps,
+                weight_bias=case.weight_bias,
                 out=buffers.quantized.data.view(_FP8).view(shape),
                 residual_out=residual_out,
                 quantize=case.quantize,
@@ -214,7 +218,8 @@ class FusedRunner:
             )
         out = x if case.in_place else buffers.out.data.view(shape)
         new = residual if case.in_place and residual is not None else residual_out
-        comm.all_reduce_add_rms_norm(x, residual, weight, case.eps, out=out, residual_out=new)
+        options = {"weight_bias": case.weight_bias, "out": out, "residual_out": new}
+        comm.all_reduce_add_rms_norm(x, residual, weight, case.eps, **options)
 
     def _verify(
         self,
@@ -274,7 +279,7 @@ def _beyond_an_ulp(normed: torch.Tensor, new: torch.Tensor, weight: torch.Tensor
     x = new.view(case.rows, case.hidden).double()
     squares = x.square().sum(-1, keepdim=True)
     factor = torch.where(squares > _LARGEST_SQUARES, 0.0, (squares / case.hidden + case.eps).rsqrt())
-    exact = (x * factor * weight.double()).to(case.dtype).flatten()
+    exact = (x * factor * (weight.double() + case.weight_bias)).to(case.dtype).flatten()
     judged = ((squares < 0.99 * _LARGEST_SQUARES) | ~(squares < 1.01 * _LARGEST_SQUARES)).expand_as(x).flatten()
     off = (_places(normed) - _places(exact)).abs() > 1
     return judged & torch.where(exact.isnan(), ~normed.isnan(), off | normed.isnan())

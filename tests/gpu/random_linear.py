@@ -55,6 +55,7 @@ class Case:
     per_token: bool  # of FP8: whether each row of x has a scale of its own
     per_channel: bool
     is_exact: bool  # of FP8: whole numbers, whose sums no addition cuts
+    weight_bias: float
 
     @property
     def rows(self) -> int:
@@ -70,8 +71,8 @@ class Case:
         scales = f", FP8, per token {self.per_token}, per channel {self.per_channel}, exact {self.is_exact}"
         return (
             f"{self.kind} of {self.tokens} tokens, {self.inputs} inputs, {self.outputs} outputs, {self.dtype}, scale "
-            f"{self.scale:g}, quantize {self.quantize}, offset {self.offset}, out {self.has_out}, "
-            f"{self.replays} replays{scales if self.fp8 else ''}"
+            f"{self.scale:g}, quantize {self.quantize}, weight_bias {self.weight_bias:g}, offset {self.offset}, "
+            f"out {self.has_out}, {self.replays} replays{scales if self.fp8 else ''}"
         )
 
 
@@ -128,6 +129,7 @@ def draw_case(number: int, options: argparse.Namespace, world: int) -> Case:
         rng.choice((1, 2, 3)) if rng.random() < options.graph_share else 0,
         fp8,
         *(rng.random() < 0.5 for _ in range(3)),
+        rng.choice((0.0, 1.0, 0.5)),
     )
 
 
@@ -169,6 +171,7 @@ class Runner:
                 residual,
                 norm_weight,
                 EPSILON,
+                weight_bias=case.weight_bias,
                 out=target if case.quantize is None else None,
                 quantize=case.quantize,
                 scale=scale,
@@ -253,7 +256,10 @@ class Runner:
             expected = (rank_order_sum(rows).view(case.tokens, case.outputs),)
         else:
             expected = self._communicator.all_reduce_add_rms_norm(
-                layers[rank], residual, norm_weight, EPSILON, quantize=case.quantize, scale=scale
+                *(layers[rank], residual, norm_weight, EPSILON),
+                weight_bias=case.weight_bias,
+                quantize=case.quantize,
+                scale=scale,
             )
         wrong = torch.zeros((), dtype=torch.int64, device=self._ranks.device)
         for got, due in zip(results, expected, strict=True):

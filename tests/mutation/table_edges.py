@@ -524,11 +524,32 @@ EDGES: tuple[Mutant, ...] = (
         OF_FLASHINFER,
     ),
     python(
+        "norms of Gemma by FlashInfer's call lose their addend",
+        FLASHINFER_CALLS,
+        'weight_bias=call.get("weight_bias") or 0.0',
+        "weight_bias=0.0",
+        OF_FLASHINFER,
+    ),
+    python(
         "the new residual of FlashInfer's call goes elsewhere",
         FLASHINFER_CALLS,
         'residual_out=call.get("residual_out")',
         "residual_out=None",
         OF_FLASHINFER,
+    ),
+    python(
+        "the doctor takes Gemma 3 for a model with silu-and-mul",
+        "llm_comm/cli/model_verdicts.py",
+        'activation = str(config.get("hidden_act") or config.get("hidden_activation") or "silu")',
+        'activation = str(config.get("hidden_act") or "silu")',
+        "tests/unit/test_doctor_model.py",
+    ),
+    python(
+        "the doctor knows no usual numbers of Gemma 3",
+        "llm_comm/cli/model_verdicts.py",
+        "if kind in _GEMMA_3:",
+        "if False:",
+        "tests/unit/test_doctor_model.py",
     ),
     python(
         "a call that only tries raises where it is not served",

@@ -49,10 +49,32 @@ KERNELS = (
     cpp(
         "norm rounded before the weight too",
         RMS_NORM,
-        "E::value(values.element[i]) * factor * E::value(weight",
+        "E::value(values.element[i]) * factor * gamma",
         "(WITHOUT ? E::value(E::round(E::value(values.element[i]) * factor)) : E::value(values.element[i]) * factor)"
-        " * E::value(weight",
+        " * gamma",
         NORM_BITS,
+    ),
+    cpp(
+        "weight rounded with its addend",
+        RMS_NORM,
+        "E::value(weight.element[i]) + args_.weight_bias",
+        "E::value(E::round(E::value(weight.element[i]) + args_.weight_bias))",
+        NORM_BITS,
+    ),
+    cpp(
+        "weight_bias dropped with FP8",
+        FUSED,
+        "static_cast<float>(problem.parameter[kWeightBias])",
+        "args.quantization == Quantization::kNone ? static_cast<float>(problem.parameter[kWeightBias]) : 0.0f",
+        NORM_BITS,
+    ),
+    cpp("a weight of -0 loses its sign", FUSED, "bias == 0.0f ? -0.0f : bias", "bias", NORM_BITS),
+    cpp(
+        "weight_bias is finite in double precision alone",
+        FUSED,
+        "std::abs(bias) <= std::numeric_limits<float>::max()",
+        "std::isfinite(bias)",
+        "tests/emulated/test_fused.py -k test_tensor_that_does_not_fit",
     ),
     cpp(
         "factor too large by half an ulp of bf16",

@@ -31,8 +31,8 @@ def keys(name: str, file: str, old: str, new: str, kept: str, kept_new: str, *ch
     return Mutant(name, (Edit(file, old, new), Edit(file, kept, kept_new)), checks)
 
 
-ASKED = "prepared = self._prepared.get((x.numel(), weight.numel(), x.dtype, eps, quantize))"
-FILLED = "keep(self._prepared, (x.numel(), weight.numel(), x.dtype, eps, quantize), prepared)"
+ASKED = "prepared = self._prepared.get((x.numel(), weight.numel(), x.dtype, eps, weight_bias, quantize))"
+FILLED = "keep(self._prepared, (x.numel(), weight.numel(), x.dtype, eps, weight_bias, quantize), prepared)"
 
 
 def without(part: str, name: str) -> Mutant:
@@ -108,6 +108,28 @@ OPERATIONS: tuple[Mutant, ...] = (
     without(" weight.numel(),", "a cached fused call ignores the length of rows"),
     without(" x.dtype,", "a cached fused call ignores the type"),
     without(" eps,", "a cached fused call ignores epsilon"),
+    without(" weight_bias,", "a cached fused call ignores weight_bias"),
+    python(
+        "a compiled fused call ignores weight_bias",
+        OPERATORS,
+        "operator(*operands.values(), eps, weight_bias,",
+        "operator(*operands.values(), eps, 0.0,",
+        "tests/emulated/test_fused_compile.py",
+    ),
+    python(
+        "a norm behind a linear layer ignores weight_bias",
+        "llm_comm/operations/linear_all_reduce.py",
+        "y, residual, norm_weight, eps, weight_bias,",
+        "y, residual, norm_weight, eps, 0.0,",
+        "tests/emulated/test_linear_inputs.py -k test_what_only_tries",
+    ),
+    python(
+        "a call that only tries to norm ignores weight_bias",
+        "llm_comm/operations/sums.py",
+        "*operands, weight_bias=weight_bias,",
+        "*operands,",
+        "tests/emulated/test_linear_inputs.py -k test_what_only_tries",
+    ),
     without(", quantize", "a cached fused call ignores the quantization"),
     without("x.numel(), ", "a cached fused call ignores the size"),
     python(

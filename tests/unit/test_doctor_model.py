@@ -74,9 +74,10 @@ def test_a_model_that_no_table_has(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"model_type": "qwen2"}, "o_proj", "measured at start"),
         ({"attention_bias": True}, "o_proj", "the engine's: it has a bias, which is rank 0's"),
         ({"mlp_bias": True}, "down_proj", "the engine's: it has a bias"),
-        ({"model_type": "gemma2"}, "norms", "not fused: Gemma's norms multiply by 1 + weight"),
-        ({"model_type": "gemma2"}, "down_proj", "the engine's: the norm behind its sum is not fused"),
+        ({"model_type": "gemma2"}, "norms", "before them in vLLM; in SGLang summed by llm_comm, normed by SGLang"),
+        ({"model_type": "gemma2"}, "down_proj", "4096 x 7168: measured"),
         ({"model_type": "gemma2", "hidden_act": "gelu"}, "gate_up_proj", "14336 x 4096: measured"),
+        ({"rms_norm_eps": None}, "down_proj", "the engine's: the norm behind its sum is not fused"),
         ({"rms_norm_eps": None}, "norms", "not fused: they are no RMSNorm"),
         ({"rms_norm_eps": None}, "up_proj", "7168 x 4096: measured"),
         ({"hidden_size": 32768}, "norms", "not fused: rows of 32768 are longer than 16384"),
@@ -100,6 +101,20 @@ def test_a_model_that_no_table_has(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 )
 def test_what_is_not_served(tmp_path: Path, entries: dict[str, Any], layer: str, why: str) -> None:
     assert why in verdicts(tmp_path, **entries)[layer]
+
+
+def test_gemma_3_leaves_out_what_is_usual(tmp_path: Path) -> None:
+    """As google/gemma-3-4b-it: entries of the language model that are those of transformers are not in the file."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    found = model_verdicts.report(str(tmp_path), 2, EngineOptions.load({}))
+    assert found["model"].endswith("(gemma3_text), 34 layers, 2 ranks")
+    assert found["norms"].startswith("fused with the all-reduce before them in vLLM; ")
+    # Not with silu-and-mul: its activation is another.
+    shapes = {"qkv_proj": "2048 x 2560", "o_proj": "2560 x 1024", "gate_up_proj": "10240 x 2560"}
+    assert {name: found[name].partition(":")[0] for name in shapes} == shapes
+    found = model_verdicts.report(str(tmp_path), 4, EngineOptions.load({}))
+    assert found["down_proj"].startswith("2560 x 2560: served")
 
 
 @pytest.mark.parametrize(

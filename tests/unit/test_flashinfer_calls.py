@@ -34,7 +34,8 @@ class Sums:
         return x if self.accepts else None
 
     def try_all_reduce_add_rms_norm(self, x: torch.Tensor, *_: Any, **options: Any) -> Any:
-        self.asked.append((options["quantize"], options["out"], options["residual_out"], options["scale"]))
+        names = ("quantize", "out", "residual_out", "scale", "weight_bias")
+        self.asked.append(tuple(options[name] for name in names))
         return (options["out"], x) if self.accepts else None
 
 
@@ -69,15 +70,17 @@ def test_operands_go_where_flashinfer_would_put_them(sums: tuple[Sums, Call]) ->
     made, call = sums
     new = torch.empty(2, 8)
     assert call.by(0, output=new) == call.by(1, **NORM, residual_out=new, weight_bias=0.0) == "llm_comm"
-    assert call.by(2, **NORM_FP8, residual_out=ROWS, layout_code=0, scale_out=None) == "llm_comm"
+    of_gemma = {"residual_out": ROWS, "layout_code": 0, "scale_out": None, "weight_bias": 1.0}
+    assert call.by(2, **NORM_FP8, **of_gemma) == "llm_comm"
     expected = [("sum", new), (None, NORM["norm_out"], new, None), ("static", QUANTIZED, ROWS, SCALE)]
-    assert [list(map(id, asked)) for asked in made.asked] == [list(map(id, asked)) for asked in expected]
+    assert [list(map(id, asked[:4])) for asked in made.asked] == [list(map(id, asked)) for asked in expected]
+    assert [asked[4:] for asked in made.asked] == [(), (0.0,), (1.0,)]
 
 
 @pytest.mark.parametrize(
     ("pattern", "others"),
     [
-        (1, {**NORM, "weight_bias": 1.0}),
+        (0, {"weight_bias": 1.0}),
         (1, {**NORM, "output": ROWS}),
         (1, {**NORM, "an_argument_of_a_later_release": True}),
         (1, {**NORM, "residual_in": None}),

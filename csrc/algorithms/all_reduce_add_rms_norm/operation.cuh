@@ -6,6 +6,9 @@
 // (all_reduce/operation.cuh); a block is rounded up to whole warps, whose last threads have no line.
 #pragma once
 
+#include <cmath>
+#include <limits>
+
 #include "algorithms/algorithm.h"
 #include "llm_comm/operation.cuh"
 
@@ -67,6 +70,7 @@ struct AddRmsNormArgs {
   uint32_t depth;             // tiles that a block sends ahead of the one it reduces
   Quantization quantization;  // kGroup and kGroupUe8m0 wherever the scales lie
   float epsilon;
+  float weight_bias;  // added to each weight in fp32, as by norms of Gemma; none is -0, which changes no weight
   float reciprocal_hidden;
   uint32_t scale_row_stride;    // from a scale to that of the next row
   uint32_t scale_group_stride;  // of the next group
@@ -121,7 +125,7 @@ struct TileCursor {
 
 struct AllReduceAddRmsNorm {
   using Args = AddRmsNormArgs;
-  enum Parameter { kEpsilon, kQuantization };
+  enum Parameter { kEpsilon, kQuantization, kWeightBias };
   static constexpr OperationInfo kInfo{
       .name = "all_reduce_add_rms_norm",
       .title = "all-reduce + RMSNorm",
@@ -135,7 +139,8 @@ struct AllReduceAddRmsNorm {
                      {.name = "quantization",
                       .value_names = {"none", "static", "dynamic", "group", "group_column_major",
                                       "group_column_major_tma", "group_ue8m0", "group_column_major_ue8m0",
-                                      "group_column_major_tma_ue8m0"}}},
+                                      "group_column_major_tma_ue8m0"}},
+                     {"weight_bias"}},
       .row_multiple = kElementsPerLine,
       .max_row = kMaxHidden};
 
@@ -153,6 +158,10 @@ struct AllReduceAddRmsNorm {
     if (has_groups(quantization(problem)) && problem.row % kGroupSize != 0) {
       throw std::invalid_argument("rows of " + std::to_string(problem.row) +
                                   " elements; FP8 by groups takes a multiple of " + std::to_string(kGroupSize));
+    }
+    const double bias = problem.parameter[kWeightBias];
+    if (!(std::abs(bias) <= std::numeric_limits<float>::max())) {
+      throw std::invalid_argument("weight_bias is " + std::to_string(bias) + "; it must be a finite number in fp32");
     }
   }
 
@@ -178,6 +187,8 @@ struct AllReduceAddRmsNorm {
     args.depth = static_cast<uint32_t>(tiling.depth < tiles_of_block ? tiling.depth : tiles_of_block);
     set_quantization(args, problem);
     args.epsilon = static_cast<float>(problem.parameter[kEpsilon]);
+    const auto bias = static_cast<float>(problem.parameter[kWeightBias]);
+    args.weight_bias = bias == 0.0f ? -0.0f : bias;  // +0 would turn a weight of -0 into +0
     args.reciprocal_hidden = 1.0f / static_cast<float>(problem.row);
     return args;
   }

@@ -285,11 +285,14 @@ class RmsNorm {
     return magnitude;
   }
 
-  static LLM_COMM_DEVICE Values normalize(Values values, Values weight, float factor) {
+  // Rounds once, at the end, with any weight_bias. So do GemmaRMSNorm of vLLM and of SGLang; vLLM's RMSNorm rounds before the
+  // multiplication by the weight too.
+  LLM_COMM_DEVICE Values normalize(Values values, Values weight, float factor) const {
     Values result;
     LLM_COMM_UNROLL(8)
     for (uint32_t i = 0; i < Width; ++i) {
-      result.element[i] = E::round(E::value(values.element[i]) * factor * E::value(weight.element[i]));
+      const float gamma = E::value(weight.element[i]) + args_.weight_bias;
+      result.element[i] = E::round(E::value(values.element[i]) * factor * gamma);
     }
     return result;
   }

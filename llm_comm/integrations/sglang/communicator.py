@@ -407,10 +407,10 @@ class LlmCommAllReduce:
         return self._theirs.custom_all_reduce(input)  # type: ignore[no-any-return]
 
     def all_reduce_add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, weight_bias: float
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The RMSNorm of (the sum of ``x`` over the group + ``residual``), and what was normed; None, the same on all
-        ranks, if that is not served: nothing has been summed then.
+        """The RMSNorm of (the sum of ``x`` over the group + ``residual``) with ``weight + weight_bias``, and what was
+        normed; None, the same on all ranks, if that is not served: nothing has been summed then.
 
         Raises:
             UnsupportedInputError: It is not served, and must be: in deterministic mode a norm is llm_comm's in all
@@ -418,7 +418,8 @@ class LlmCommAllReduce:
         """
         if self._llm_comm is None:
             return None
-        return self._member.all_reduce_add_rms_norm(x, residual, weight, epsilon)  # type: ignore[return-value]
+        results = self._member.all_reduce_add_rms_norm(x, residual, weight, epsilon, weight_bias=weight_bias)
+        return results  # type: ignore[return-value]
 
     def sum_of(self, x: torch.Tensor) -> torch.Tensor | None:
         """The sum over the group by llm_comm, a new tensor; None, the same on all ranks, if it declines ``x``."""

@@ -12,8 +12,8 @@ from sglang.srt.runtime_context import get_parallel
 
 _library = torch.library.Library("llm_comm_sglang", "DEF")
 _library.define(
-    "all_reduce_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float epsilon, str group_name)"
-    " -> (Tensor, Tensor)"
+    "all_reduce_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float epsilon, float weight_bias, "
+    "str group_name) -> (Tensor, Tensor)"
 )
 
 
@@ -86,18 +86,18 @@ def sum_and_norm(
     """
     if x.shape[0] == 0:
         return x, residual
-    group = State.group
+    group, weight_bias = State.group, _weight_bias_of(norm)
     if torch.compiler.is_compiling():
         # Graphs are functional: a tensor that is written in them would be copied anyway.
-        if _is_plain(norm):
+        if weight_bias is not None:
             result: tuple[torch.Tensor, torch.Tensor] = torch.ops.llm_comm_sglang.all_reduce_add_rms_norm(
-                x, residual, norm.weight.data, norm.variance_epsilon, group.unique_name
+                x, residual, norm.weight.data, norm.variance_epsilon, weight_bias, group.unique_name
             )
             return result
         normed, new_residual = norm.forward(group.all_reduce(x.clone()), residual.clone(), None, **options)
         return normed, new_residual
-    if _is_plain(norm):
-        fused = _fused(group, x, residual, norm.weight.data, norm.variance_epsilon)
+    if weight_bias is not None:
+        fused = _fused(group, x, residual, norm.weight.data, norm.variance_epsilon, weight_bias)
         if fused is not None:
             return fused
     # What SGLang does where it does not fuse, in the tensors that it would use.
@@ -106,36 +106,40 @@ def sum_and_norm(
     return normed, new_residual
 
 
-def _is_plain(norm: Any) -> bool:
-    """Whether ``norm`` computes what the fused kernel does. Norms of Gemma, for one, add 1 to the weights in fp32."""
-    return (
+def _weight_bias_of(norm: Any) -> float | None:
+    """The addend of the weights of ``norm`` in fp32; None where it computes what the fused kernel does not."""
+    is_gemma = type(norm) is layernorm.GemmaRMSNorm
+    is_plain = (
         type(norm) is layernorm.RMSNorm
         and norm.variance_size_override is None
         and not norm.cast_x_before_out_mul
         and not norm.fp32_residual
         and norm.override_orig_dtype is None
-        and norm.weight.dtype in (torch.bfloat16, torch.float16)
     )
+    if not (is_gemma or is_plain) or norm.weight.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    return 1.0 if is_gemma else 0.0
 
 
 def _all_reduce_add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, group_name: str
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, weight_bias: float, group_name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same for a plain norm, in new tensors: the operator of compiled graphs."""
+    """The operator of compiled graphs: ``sum_and_norm`` of a norm that the fused kernel computes, in new tensors."""
     reference = parallel_state._groups.get(group_name)
     group = None if reference is None else reference()
     if group is None:
         raise ValueError(f"there is no group {group_name!r} in this process (any more)")
-    result = _fused(group, x, residual, weight, epsilon)
-    return _one_by_one(_sum(group, x), residual, weight, epsilon) if result is None else result
+    norm = (residual, weight, epsilon, weight_bias)
+    result = _fused(group, x, *norm)
+    return _one_by_one(_sum(group, x), *norm) if result is None else result
 
 
 def _fused(
-    group: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+    group: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, weight_bias: float
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """By llm_comm, in new tensors; None if it declines, or has left the group."""
     fused = getattr(group.ca_comm, "all_reduce_add_rms_norm", None)
-    return None if fused is None else fused(x, residual, weight, epsilon)
+    return None if fused is None else fused(x, residual, weight, epsilon, weight_bias)
 
 
 def _sum(group: Any, x: torch.Tensor) -> torch.Tensor:
@@ -149,10 +153,10 @@ def _sum(group: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _one_by_one(
-    total: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+    total: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, weight_bias: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What SGLang's norm makes of a sum, in new tensors."""
-    kernel = getattr(layernorm, "fused_add_rmsnorm", None)
+    kernel = getattr(layernorm, "fused_add_rmsnorm" if weight_bias == 0 else "gemma_fused_add_rmsnorm", None)
     if kernel is not None and total.is_cuda:
         new_residual = residual.clone()
         kernel(total, new_residual, weight, epsilon)  # in place; the sum is nobody else's
@@ -160,11 +164,11 @@ def _one_by_one(
     new_residual = total + residual
     values = new_residual.float()
     values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + epsilon)
-    return (values * weight.float()).to(total.dtype), new_residual
+    return (values * (weight.float() + weight_bias)).to(total.dtype), new_residual
 
 
 def _fake(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, group_name: str
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, weight_bias: float, group_name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x), torch.empty_like(residual)
 

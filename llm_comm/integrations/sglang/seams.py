@@ -116,6 +116,7 @@ ROWS = (
     *digest_rows(
         NORMS,
         "sglang.srt.layers.layernorm:RMSNorm",
+        "sglang.srt.layers.layernorm:GemmaRMSNorm",
         "sglang.srt.layers.dp_attention:is_dp_attention_enabled",
         f"{_STATE}:_groups",
         f"{_CONTEXT}:get_parallel",

@@ -103,6 +103,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         residual: torch.Tensor | None,
         weight: torch.Tensor,
         epsilon: float,
+        weight_bias: float,
         scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """See ``operators.py``; None, the same on all ranks, if it is not served: nothing has been summed then.
@@ -114,17 +115,28 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         member, quantize = self._serving(), None if scale is None else "static"
         if member is None:
             return None
-        results = member.all_reduce_add_rms_norm(x, residual, weight, epsilon, quantize=quantize, scale=scale)
+        results = member.all_reduce_add_rms_norm(
+            x, residual, weight, epsilon, weight_bias=weight_bias, quantize=quantize, scale=scale
+        )
         return results  # type: ignore[return-value]
 
     def all_reduce_add_rms_norm_group_fp8(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float, quantize: str
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        epsilon: float,
+        weight_bias: float,
+        quantize: str,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """See ``operators.py``; None as of ``all_reduce_add_rms_norm``."""
         member = self._serving()
         if member is None:
             return None
-        return member.all_reduce_add_rms_norm(x, residual, weight, epsilon, quantize=quantize)  # type: ignore[return-value]
+        results = member.all_reduce_add_rms_norm(
+            x, residual, weight, epsilon, weight_bias=weight_bias, quantize=quantize
+        )
+        return results  # type: ignore[return-value]
 
     def linear_all_reduce_add_rms_norm(
         self,
@@ -133,6 +145,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
         residual: torch.Tensor | None,
         weight: torch.Tensor,
         epsilon: float,
+        weight_bias: float,
         scale: torch.Tensor | None,
         scales: Scales | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -150,6 +163,7 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
             residual,
             weight,
             epsilon,
+            weight_bias=weight_bias,
             quantize=None if scale is None else "static",
             scale=scale,
             **linear.scaling(scales),
@@ -351,10 +365,11 @@ class LlmCommCommunicator(CudaCommunicator):  # type: ignore[misc]
     def _set_up_eager_fusion(self, config: EngineOptions) -> str:
         """The same for models that are not compiled, on all ranks or on none."""
         why_not = self._objection(fusion.why_not_fused_eagerly(config), "norms outside compiled graphs")
+        functions = f"{seams.FUNCTION} or {seams.GEMMA_FUNCTION}"
         if why_not is not None:
-            return f" (nor is it in models that call {seams.FUNCTION}: {why_not})"
+            return f" (nor is it in models that call {functions}: {why_not})"
         self.fuses_eagerly = True
-        return f" (it is in models that call {seams.FUNCTION})"
+        return f" (it is in models that call {functions})"
 
     def _set_up_invariant_linear(self, communicator: Communicator) -> str:
         """The same for layers whose bits must not depend on their batch, compiled or not."""

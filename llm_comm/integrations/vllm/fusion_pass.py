@@ -1,9 +1,9 @@
 """A pass of vLLM's compiler: all-reduce, residual add and RMSNorm become one operator (``operators.py``); and the pass
 manager that runs it among vLLM's own.
 
-The pass matches any epsilon, and one group, that of tensor parallelism. It does not match what llm_comm does not
-compute: weights of another dtype than the activations (Gemma's ``weight.float() + 1``), norms without weights or over a
-part of the row.
+The pass matches any epsilon, and one group, that of tensor parallelism. Norms of Gemma, whose graphs hold
+``weight.float() + 1``, are matched with the parameter itself. The pass does not match what llm_comm does not compute:
+weights of another dtype than the activations, norms without weights or over a part of the row.
 
 vLLM has a pass that fuses all-reduces with norms by FlashInfer (``AllReduceFusionPass``), which goes past the
 communicator and is off while llm_comm is active. Ours stand in its place: after the passes that tidy the graph, before

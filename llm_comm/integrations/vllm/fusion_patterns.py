@@ -37,39 +37,46 @@ class Pattern(NamedTuple):
 
 def patterns(group: str, device: str | None) -> Iterator[Pattern]:
     """All of them, the larger ones first: the matcher takes the first that fits."""
+    for weight_bias in (0.0, 1.0):
+        yield from _patterns(group, device, weight_bias)
+
+
+def _patterns(group: str, device: str | None, weight_bias: float) -> Iterator[Pattern]:
+    """Patterns of norms with one ``weight_bias``: 1 for norms of Gemma, 0 for others."""
     x, residual = (torch.empty(5, 16, dtype=torch.bfloat16, device=device) for _ in range(2))
     weight = torch.empty(16, dtype=torch.bfloat16, device=device)
     quantize = MatcherQuantFP8(kFp8StaticTensorSym)
     scale = torch.empty(1, 1, device=device)
 
     def add_norm(x: Any, residual: Any, weight: Any, epsilon: float) -> Any:
-        return vllm.ir.ops.fused_add_rms_norm(tensor_model_parallel_all_reduce(x), residual, weight, epsilon)
+        total = tensor_model_parallel_all_reduce(x)
+        return vllm.ir.ops.fused_add_rms_norm(total, residual, _biased(weight, weight_bias), epsilon)
 
     def fused_add_norm(x: Any, residual: Any, weight: Any, epsilon: float) -> Any:
-        return all_reduce_add_rms_norm(x, residual, weight, epsilon, None, group)
+        return all_reduce_add_rms_norm(x, residual, weight, epsilon, weight_bias, None, group)
 
     def norm(x: Any, weight: Any, epsilon: float) -> Any:
         total = tensor_model_parallel_all_reduce(x)
-        return vllm.ir.ops.rms_norm(total, weight, epsilon), total
+        return vllm.ir.ops.rms_norm(total, _biased(weight, weight_bias), epsilon), total
 
     def fused_norm(x: Any, weight: Any, epsilon: float) -> Any:
-        return all_reduce_add_rms_norm(x, None, weight, epsilon, None, group)
+        return all_reduce_add_rms_norm(x, None, weight, epsilon, weight_bias, None, group)
 
     def add_norm_quant(x: Any, residual: Any, weight: Any, scale: Any, epsilon: float) -> Any:
         normed, new_residual = add_norm(x, residual, weight, epsilon)
         return quantize(normed, scale)[0], new_residual
 
     def fused_add_norm_quant(x: Any, residual: Any, weight: Any, scale: Any, epsilon: float) -> Any:
-        return all_reduce_add_rms_norm(x, residual, weight, epsilon, scale, group)
+        return all_reduce_add_rms_norm(x, residual, weight, epsilon, weight_bias, scale, group)
 
     def norm_quant(x: Any, weight: Any, scale: Any, epsilon: float) -> Any:
         normed, total = norm(x, weight, epsilon)
         return quantize(normed, scale)[0], total
 
     def fused_norm_quant(x: Any, weight: Any, scale: Any, epsilon: float) -> Any:
-        return all_reduce_add_rms_norm(x, None, weight, epsilon, scale, group)
+        return all_reduce_add_rms_norm(x, None, weight, epsilon, weight_bias, scale, group)
 
-    yield from _group_patterns(group, x, residual, weight)
+    yield from _group_patterns(group, weight_bias, x, residual, weight)
     # Where nobody needs the residual, as at the end of a model, it is not among the outputs of the norm.
     yield Pattern(add_norm_quant, fused_add_norm_quant, [x, residual, weight, scale])
     yield Pattern(_first_of(add_norm_quant), _first_of(fused_add_norm_quant), [x, residual, weight, scale])
@@ -79,7 +86,14 @@ def patterns(group: str, device: str | None) -> Iterator[Pattern]:
     yield Pattern(norm, fused_norm, [x, weight])
 
 
-def _group_patterns(group: str, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Iterator[Pattern]:
+def _biased(weight: Any, weight_bias: float) -> Any:
+    """The weights that vLLM's norm is given: as they are, or as by GemmaRMSNorm."""
+    return weight if weight_bias == 0 else weight.float() + weight_bias
+
+
+def _group_patterns(
+    group: str, weight_bias: float, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+) -> Iterator[Pattern]:
     """Those with a quantization by groups: one for each way in which vLLM's layers want scales.
 
     The memory for scales is an argument, as in vLLM's own patterns (``rms_quant_fusion.py``): however it was made, the
@@ -94,11 +108,11 @@ def _group_patterns(group: str, x: torch.Tensor, residual: torch.Tensor, weight:
                 "dummy_is_scale_transposed": by_columns,
                 "dummy_is_tma_aligned": for_tma,
             }
-            yield from _patterns_of_groups(group, name, switches, [x, residual, weight, scale])
+            yield from _patterns_of_groups(group, weight_bias, name, switches, [x, residual, weight, scale])
 
 
 def _patterns_of_groups(
-    group: str, name: str, switches: dict[str, bool], examples: list[torch.Tensor]
+    group: str, weight_bias: float, name: str, switches: dict[str, bool], examples: list[torch.Tensor]
 ) -> Iterator[Pattern]:
     def quantize(normed: Any, scale: Any) -> tuple[Any, Any]:
         _, fp8, scales = auto_functionalized(  # type: ignore[misc]
@@ -116,19 +130,21 @@ def _patterns_of_groups(
 
     def add_norm(x: Any, residual: Any, weight: Any, scale: Any, epsilon: float) -> Any:
         total = tensor_model_parallel_all_reduce(x)
-        normed, new_residual = vllm.ir.ops.fused_add_rms_norm(total, residual, weight, epsilon)
+        normed, new_residual = vllm.ir.ops.fused_add_rms_norm(total, residual, _biased(weight, weight_bias), epsilon)
         return *quantize(normed, scale), new_residual
 
     def fused_add_norm(x: Any, residual: Any, weight: Any, scale: Any, epsilon: float) -> Any:
-        fp8, new_residual, scales = all_reduce_add_rms_norm_group_fp8(x, residual, weight, epsilon, name, group)
+        fp8, new_residual, scales = all_reduce_add_rms_norm_group_fp8(
+            x, residual, weight, epsilon, weight_bias, name, group
+        )
         return fp8, scales, new_residual
 
     def norm(x: Any, weight: Any, scale: Any, epsilon: float) -> Any:
         total = tensor_model_parallel_all_reduce(x)
-        return *quantize(vllm.ir.ops.rms_norm(total, weight, epsilon), scale), total
+        return *quantize(vllm.ir.ops.rms_norm(total, _biased(weight, weight_bias), epsilon), scale), total
 
     def fused_norm(x: Any, weight: Any, scale: Any, epsilon: float) -> Any:
-        fp8, total, scales = all_reduce_add_rms_norm_group_fp8(x, None, weight, epsilon, name, group)
+        fp8, total, scales = all_reduce_add_rms_norm_group_fp8(x, None, weight, epsilon, weight_bias, name, group)
         return fp8, scales, total
 
     x, _, weight, scale = examples

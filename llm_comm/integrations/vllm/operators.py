@@ -64,6 +64,7 @@ def _run(
     residual: _Tensor | None,
     weight: _Tensor,
     epsilon: float,
+    weight_bias: float,
     scale: _Tensor | None,
     group_name: str,
 ) -> tuple[_Tensor, _Tensor]:
@@ -74,6 +75,7 @@ def _run(
         residual: Like ``x``, the same on all ranks; None adds nothing.
         weight: [hidden], like ``x``.
         epsilon: Added to the mean of squares.
+        weight_bias: Added to the weights in fp32: 1 for norms of Gemma, 0 for others.
         scale: One fp32 number: the norm is divided by it and rounded to FP8 e4m3. None leaves it in the dtype of ``x``.
         group_name: vLLM's name of the group.
 
@@ -82,9 +84,9 @@ def _run(
     """
     group = find_group(group_name)
     fused = getattr(group.device_communicator, "all_reduce_add_rms_norm", None)
-    result = None if fused is None else fused(x, residual, weight, epsilon, scale)
+    result = None if fused is None else fused(x, residual, weight, epsilon, weight_bias, scale)
     if result is None:
-        return run_one_by_one(group, x, residual, weight, epsilon, scale)
+        return run_one_by_one(group, x, residual, weight, epsilon, weight_bias, scale)
     return result  # type: ignore[no-any-return]
 
 
@@ -107,10 +109,13 @@ def run_one_by_one(
     residual: _Tensor | None,
     weight: _Tensor,
     epsilon: float,
+    weight_bias: float,
     scale: _Tensor | None,
 ) -> tuple[_Tensor, _Tensor]:
     """What the graph held before: the group's all-reduce, whoever serves it, vLLM's norm, and its quantization."""
     total = group._all_reduce_out_place(x)
+    if weight_bias != 0:  # as GemmaRMSNorm
+        weight = weight.float() + weight_bias
     if residual is None:
         normed, new_residual = _run_ir(vllm.ir.ops.rms_norm, total, weight, epsilon), total
     else:
@@ -146,13 +151,19 @@ def name_of(by_columns: bool, for_tma: bool, ue8m0: bool) -> str:
 
 
 def _run_by_groups(
-    x: _Tensor, residual: _Tensor | None, weight: _Tensor, epsilon: float, quantize: str, group_name: str
+    x: _Tensor,
+    residual: _Tensor | None,
+    weight: _Tensor,
+    epsilon: float,
+    weight_bias: float,
+    quantize: str,
+    group_name: str,
 ) -> tuple[_Tensor, _Tensor, _Tensor]:
     """The RMSNorm of (the sum of ``x`` over the group + ``residual``) in FP8, what was normed, and the scales.
 
     Args:
         x: [tokens, hidden], this rank's addend.
-        residual, weight, epsilon, group_name: As of ``all_reduce_add_rms_norm``.
+        residual, weight, epsilon, weight_bias, group_name: As of ``all_reduce_add_rms_norm``.
         quantize: As of ``Communicator.all_reduce_add_rms_norm``: one of those by groups.
 
     Raises:
@@ -160,9 +171,9 @@ def _run_by_groups(
     """
     group = find_group(group_name)
     fused = getattr(group.device_communicator, "all_reduce_add_rms_norm_group_fp8", None)
-    result = None if fused is None else fused(x, residual, weight, epsilon, quantize)
+    result = None if fused is None else fused(x, residual, weight, epsilon, weight_bias, quantize)
     if result is None:  # what the graph held before
-        normed, new_residual = run_one_by_one(group, x, residual, weight, epsilon, None)
+        normed, new_residual = run_one_by_one(group, x, residual, weight, epsilon, weight_bias, None)
         return _quantize(normed, quantize, new_residual)
     return result  # type: ignore[no-any-return]
 
@@ -262,6 +273,7 @@ def _linear_all_reduce_add_rms_norm(
     residual: _Tensor | None,
     norm_weight: _Tensor,
     epsilon: float,
+    weight_bias: float,
     scale: _Tensor | None,
     group_name: str,
 ) -> tuple[_Tensor, _Tensor]:
@@ -271,7 +283,7 @@ def _linear_all_reduce_add_rms_norm(
         x, weight, x_scale, weight_scale: See above, of this rank.
         residual: [..., outputs], the same on all ranks; None adds nothing.
         norm_weight: [outputs], of the dtype of the layer's result.
-        epsilon, scale, group_name: As of ``all_reduce_add_rms_norm``.
+        epsilon, weight_bias, scale, group_name: As of ``all_reduce_add_rms_norm``.
 
     Raises:
         ValueError: There is no such group (any more).
@@ -280,9 +292,10 @@ def _linear_all_reduce_add_rms_norm(
     fused = getattr(communicator, "linear_all_reduce_add_rms_norm", None)
     operands = _Operands(x, weight, x_scale, weight_scale, norm_weight.dtype)
     ours, scales = operands.as_ours()
-    result = None if fused is None else fused(x, ours, residual, norm_weight, epsilon, scale, scales)
+    norm = (residual, norm_weight, epsilon, weight_bias, scale)
+    result = None if fused is None else fused(x, ours, *norm, scales)
     if result is None:
-        return _run(operands.as_before(), residual, norm_weight, epsilon, scale, group_name)
+        return _run(operands.as_before(), *norm, group_name)
     return result  # type: ignore[no-any-return]
 
 
@@ -301,7 +314,7 @@ def _fake_linear_silu_and_mul(*arguments: Any) -> _Tensor:
 def _fake_linear_all_reduce_add_rms_norm(
     x: _Tensor, weight: _Tensor, x_scale: Any, weight_scale: Any, residual: Any, norm_weight: _Tensor, *others: Any
 ) -> tuple[_Tensor, _Tensor]:
-    _, scale, _ = others
+    *_, scale, _ = others
     total = _Operands(x, weight, x_scale, weight_scale, norm_weight.dtype).empty_result()
     return torch.empty_like(total, dtype=total.dtype if scale is None else FP8), total
 
@@ -309,14 +322,14 @@ def _fake_linear_all_reduce_add_rms_norm(
 # ---- The operators as graphs have them ------------------------------------------------------------------------------
 
 all_reduce_add_rms_norm = define(
-    "all_reduce_add_rms_norm(Tensor x, Tensor? residual, Tensor weight, float epsilon, Tensor? scale, str group_name)"
-    " -> (Tensor, Tensor)",
+    "all_reduce_add_rms_norm(Tensor x, Tensor? residual, Tensor weight, float epsilon, float weight_bias, "
+    "Tensor? scale, str group_name) -> (Tensor, Tensor)",
     _run,
     _fake_norm,
 )
 all_reduce_add_rms_norm_group_fp8 = define(
-    "all_reduce_add_rms_norm_group_fp8(Tensor x, Tensor? residual, Tensor weight, float epsilon, str quantize, "
-    "str group_name) -> (Tensor, Tensor, Tensor)",
+    "all_reduce_add_rms_norm_group_fp8(Tensor x, Tensor? residual, Tensor weight, float epsilon, float weight_bias, "
+    "str quantize, str group_name) -> (Tensor, Tensor, Tensor)",
     _run_by_groups,
     _fake_by_groups,
 )
@@ -333,7 +346,7 @@ linear_silu_and_mul = define(
 )
 linear_all_reduce_add_rms_norm = define(
     f"linear_all_reduce_add_rms_norm(Tensor x, Tensor weight, {_SCALES}, Tensor? residual, Tensor norm_weight, "
-    "float epsilon, Tensor? scale, str group_name) -> (Tensor, Tensor)",
+    "float epsilon, float weight_bias, Tensor? scale, str group_name) -> (Tensor, Tensor)",
     _linear_all_reduce_add_rms_norm,
     _fake_linear_all_reduce_add_rms_norm,
 )

@@ -41,6 +41,9 @@ FUNCTION = "fused_allreduce_rms_norm"
 SUMMING_NORM = (
     f"vllm.models.common.ops.fused_allreduce_rms_norm:{FUNCTION} vllm.models.deepseek_v32.nvidia.fused_ops:{FUNCTION}"
 )
+#: The same with a norm of Gemma.
+GEMMA_FUNCTION = "fused_allreduce_gemma_rms_norm"
+SUMMING_GEMMA_NORM = f"vllm.model_executor.layers.{GEMMA_FUNCTION}:{GEMMA_FUNCTION}"
 
 
 ROWS = (
@@ -167,7 +170,18 @@ ROWS = (
     *named_rows(INVARIANT_LINEAR, "vllm.config:VllmConfig.offload_config"),
     # Norms outside compiled graphs.
     Row(EAGER_NORMS, SUMMING_NORM, patch=f"{_OURS}.eager_norms:fused_allreduce_rms_norm"),
-    *digest_rows(EAGER_NORMS, "vllm.model_executor.layers.layernorm:RMSNorm", "vllm.distributed:get_tp_group"),
+    Row(
+        EAGER_NORMS,
+        SUMMING_GEMMA_NORM,
+        patch=f"{_OURS}.eager_norms:fused_allreduce_rms_norm",
+        is_required=False,
+    ),
+    *digest_rows(
+        EAGER_NORMS,
+        "vllm.model_executor.layers.layernorm:RMSNorm",
+        "vllm.model_executor.layers.layernorm:GemmaRMSNorm",
+        "vllm.distributed:get_tp_group",
+    ),
     *named_rows(EAGER_NORMS, "vllm.config:ModelConfig.architectures"),
 )
 

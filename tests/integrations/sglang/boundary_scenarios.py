@@ -163,11 +163,11 @@ sys.modules["sglang.srt.layers.moe.utils"] = moe_utils
 layernorm = excerpt(
     "sglang.srt.layers.layernorm",
     "RMSNorm",
+    "GemmaRMSNorm",
     "_forward_with_allreduce_fusion",
     _use_aiter=False,
     **dict.fromkeys(("MultiPlatformOp", "BaseFusedOp"), Norm),
 )
-layernorm.GemmaRMSNorm = type("GemmaRMSNorm", (layernorm.RMSNorm,), {})  # type: ignore[attr-defined]
 layer_boundary = importlib.import_module("sglang.srt.layers.layer_boundary")
 add_norm = importlib.import_module("sglang.srt.layers.layer_boundary.residual.add_norm")
 

@@ -98,17 +98,18 @@ class Norm(nn.Module):
 layernorm = excerpt(
     "sglang.srt.layers.layernorm",
     "RMSNorm",
+    "GemmaRMSNorm",
     "_forward_with_allreduce_fusion",
     **dict.fromkeys(("MultiPlatformOp", "BaseFusedOp"), Norm),  # the latter since 0.5.18
 )
 
 
-class GemmaLike(layernorm.RMSNorm):  # type: ignore[name-defined,misc]
+class Another(layernorm.RMSNorm):  # type: ignore[name-defined,misc]
     def forward(self, x: torch.Tensor, residual: torch.Tensor, _: None) -> Any:
         residual = residual + x
         values = residual.float()
         values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return (values * (1 + self.weight.float())).to(x.dtype), residual
+        return (values * (2 + self.weight.float())).to(x.dtype), residual
 
 
 def no(*_: Any, **__: Any) -> Any:
@@ -312,20 +313,24 @@ def what_the_kernel_declines_is_reduced_all_the_same() -> None:
         calls = fused_calls()
         assert gate_says(4)
         check_norm(norm(1e-5))
+        check_norm(gemma_norm(1e-5))
+        check_compiled(gemma_norm(1e-5), 4)
         assert not calls
         # Also once llm_comm has left the group.
         ours("tp").leave()
         check_norm(norm(1e-5))
+        check_norm(gemma_norm(1e-5))
 
 
 @scenario()
 def norms_that_compute_something_else_are_summed_and_left_to_sglang() -> None:
     with sglang_groups(), server():
         calls = fused_calls()
-        for other in (GemmaLike(HIDDEN, eps=1e-5), layernorm.RMSNorm(HIDDEN, cast_x_before_out_mul=True)):
+        for other in (Another(HIDDEN, eps=1e-5), layernorm.RMSNorm(HIDDEN, cast_x_before_out_mul=True)):
             other.weight.data = torch.rand(HIDDEN).bfloat16()
             check_norm(other)
         check_norm(layernorm.RMSNorm(HIDDEN, weight_dtype=torch.float32))
+        check_norm(layernorm.GemmaRMSNorm(HIDDEN))  # of fp32
         assert not calls
 
 
@@ -333,20 +338,33 @@ def norms_that_compute_something_else_are_summed_and_left_to_sglang() -> None:
 def compiled_norms_sum_by_the_fused_kernel() -> None:
     with sglang_groups(), server(), torch.no_grad():
         calls = fused_calls()
-        norm_ = norm(1e-5)
+        for norm_ in (norm(1e-5), gemma_norm(1e-6)):
+            check_compiled(norm_, 4, 7)
+        assert calls == [(4, HIDDEN), (7, HIDDEN)] * 2
 
-        def model(x: torch.Tensor, residual: torch.Tensor) -> Any:
-            return layernorm._forward_with_allreduce_fusion(norm_, x * 2, residual, None, norm_.weight)
 
-        compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
-        for rows in (4, 7):
+def check_compiled(norm_: Any, *batches: int) -> None:
+    def model(x: torch.Tensor, residual: torch.Tensor) -> Any:
+        return layernorm._forward_with_allreduce_fusion(norm_, x * 2, residual, None, norm_.weight)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.no_grad():
+        for rows in batches:
             residual = torch.ones(rows, HIDDEN, dtype=torch.bfloat16)
             got, new_residual = compiled(data((rows, HIDDEN)), residual)
             total = expected_sum((rows, HIDDEN)) * 2
             want, _ = norm_.forward_native(total, residual)
             assert torch.equal(new_residual, total + residual)
             close(got, want)
-        assert calls == [(4, HIDDEN), (7, HIDDEN)]
+
+
+@scenario(smoke=True)
+def norms_of_gemma_sum_by_the_fused_kernel() -> None:
+    with sglang_groups(), server():
+        calls = fused_calls()
+        check_norm(gemma_norm(1e-6))
+        assert calls == [(4, HIDDEN)]
 
 
 @scenario()
@@ -686,6 +704,13 @@ def norm(epsilon: float) -> Any:
     torch.manual_seed(0)
     made = layernorm.RMSNorm(HIDDEN, eps=epsilon, weight_dtype=torch.bfloat16)
     made.weight.data.uniform_(0.5, 1.5)
+    return made
+
+
+def gemma_norm(epsilon: float) -> Any:
+    torch.manual_seed(0)
+    made = layernorm.GemmaRMSNorm(HIDDEN, eps=epsilon)
+    made.weight.data = torch.empty(HIDDEN).uniform_(-0.5, 0.5).bfloat16()
     return made
 
 

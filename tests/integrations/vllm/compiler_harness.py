@@ -24,7 +24,7 @@ from vllm.compilation.passes.vllm_inductor_pass import get_match_table
 from vllm.config import CompilationConfig, CompilationMode, PassConfig, VllmConfig
 from vllm.config.kernel import IrOpPriorityConfig, KernelConfig
 from vllm.config.utils import Range
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
@@ -226,6 +226,15 @@ def norms(*epsilons: float, hidden: int = HIDDEN) -> list[RMSNorm]:
     made = [RMSNorm(hidden, eps=epsilon, dtype=torch.bfloat16) for epsilon in epsilons]
     for norm in made:
         norm.weight.data.uniform_(0.5, 1.5)
+    return made
+
+
+def gemma_norms(*epsilons: float, hidden: int = HIDDEN) -> list[GemmaRMSNorm]:
+    """Norms that add 1 to their weights, the same on all ranks."""
+    torch.manual_seed(0)
+    made = [GemmaRMSNorm(hidden, eps=epsilon) for epsilon in epsilons]
+    for norm in made:
+        norm.weight.data = torch.empty(hidden).uniform_(-0.5, 0.5).bfloat16()
     return made
 
 

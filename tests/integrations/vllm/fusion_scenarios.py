@@ -23,6 +23,7 @@ from compiler_harness import (
     compiler,
     compiler_config,
     expect_no_fusion,
+    gemma_norms,
     matches,
     norms,
     quantization,
@@ -125,14 +126,15 @@ def what_llm_comm_declines_of_flashinfers_norms_goes_to_flashinfer() -> None:
         assert (theirs.calls, vllm.fused_calls) == ([1, 1, 1, 2], [])
         vllm.check(compiled, model, rows=2)
         assert len(vllm.fused_calls) == 4
-        adds_1 = GemmaRMSNorm(HIDDEN, eps=1e-6)
-        adds_1.weight.data = torch.full((HIDDEN,), 0.25, dtype=torch.bfloat16)
+        (adds_1,) = gemma_norms(1e-6)
 
         def gemma(x: torch.Tensor) -> Any:
             return adds_1(tensor_model_parallel_all_reduce(x * 2), x)
 
-        vllm.check(vllm.trace(gemma), gemma, rows=2)
-        assert (theirs.calls[4:], len(vllm.fused_calls)) == ([1], 4)
+        compiled = vllm.trace(gemma)
+        for rows, served in ((2, 5), (4, 5)):
+            vllm.check(compiled, gemma, rows)
+            assert (theirs.calls[4:], len(vllm.fused_calls)) == ([1] * (rows == 4), served)
 
 
 @scenario()
@@ -190,6 +192,79 @@ def norms_that_inductor_would_generate_are_fused_too() -> None:
             return end(x + residual), residual
 
         vllm.expect(model, fused=1)
+
+
+@scenario(smoke=True)
+def norms_of_gemma_are_fused() -> None:
+    """The layers of Gemma 3: a norm of each sum, and one of that and the residual."""
+    with compiler() as vllm:
+        before, attention, ahead, mlp, end = gemma_norms(1e-6, 1e-6, 2e-6, 1e-5, 1e-6)
+
+        def model(x: torch.Tensor) -> Any:
+            residual = x
+            x = attention(tensor_model_parallel_all_reduce(before(x)))
+            x, residual = ahead(x, residual)
+            x = mlp(tensor_model_parallel_all_reduce(x * 2))
+            return end(x, residual)
+
+        vllm.expect(model, fused=2)
+        vllm.expect(model, fused=2, compile=vllm.compile)
+
+
+@scenario(LLM_COMM_MAX_MESSAGE_BYTES="256")
+def norms_of_gemma_with_residual_are_fused_and_declined() -> None:
+    """The layers of Gemma and Qwen3-Next, in batches that the kernel takes and that it declines."""
+    with compiler() as vllm:
+        first, second, third = gemma_norms(1e-5, 1e-6, 3e-6)
+        (plain,) = norms(1e-5)
+
+        def model(x: torch.Tensor) -> Any:
+            x, residual = first(tensor_model_parallel_all_reduce(x), x * 1)
+            x, residual = second(tensor_model_parallel_all_reduce(x), residual)
+            x, residual = plain(tensor_model_parallel_all_reduce(x), residual)
+            return third(tensor_model_parallel_all_reduce(x), residual)[0]
+
+        compiled, before = vllm.trace(model), matches(OUR_PASS)
+        for rows, fused in ((4, 0), (2, 4)):
+            vllm.check(compiled, model, rows)
+            assert len(vllm.fused_calls) == fused
+        assert matches(OUR_PASS) - before == 4
+
+
+@scenario()
+def norms_of_gemma_are_fused_with_static_quantization() -> None:
+    with compiler() as vllm:
+        first, second, third = gemma_norms(1e-5, 2e-5, 3e-5)
+        quantize, scale = quantization(), torch.tensor([FP8_SCALE])
+
+        def model(x: torch.Tensor) -> Any:
+            total = tensor_model_parallel_all_reduce(x)
+            a, _ = quantize(first(total), scale)
+            normed, residual = second(tensor_model_parallel_all_reduce(x * 2), total)
+            b, _ = quantize(normed, scale)
+            c, _ = quantize(third(tensor_model_parallel_all_reduce(x * 4), residual + 1)[0], scale)
+            return a, b, residual, c
+
+        vllm.expect(model, fused=3, quantized=3)
+
+
+@scenario(LLM_COMM_MAX_MESSAGE_BYTES="1024")
+def norms_of_gemma_are_fused_with_quantization_by_groups() -> None:
+    with compiler(compiler_config(custom_ops=["+quant_fp8"])) as vllm:
+        first, second = gemma_norms(1e-5, 2e-5, hidden=OF_GROUPS)
+        for name in ("group", "group_column_major_tma_ue8m0"):
+            quantize = group_quantization(**GROUPS[name])
+
+            def model(x: torch.Tensor, quantize: QuantFP8 = quantize) -> Any:
+                total = tensor_model_parallel_all_reduce(x)
+                normed, residual = second(tensor_model_parallel_all_reduce(x * 2), total)
+                return *quantize(first(total)), *quantize(normed), residual
+
+            vllm.fused_calls.clear()
+            compiled = vllm.trace(model)
+            for rows in (3, 2):
+                vllm.check(compiled, model, rows, OF_GROUPS)
+            assert vllm.fused_calls == [((2, OF_GROUPS), name)] * 2
 
 
 @scenario(world=4, LLM_COMM_MULTI_NODE="1")
@@ -413,20 +488,20 @@ def each_group_sums_its_own_ranks() -> None:
 @scenario()
 def norms_that_compute_something_else_are_left_alone() -> None:
     with compiler() as vllm:
-        gemma = GemmaRMSNorm(HIDDEN)
-        gemma.weight.data.uniform_(-0.5, 0.5)
-        gemma.weight.data = gemma.weight.data.bfloat16()
+        (gemma,) = gemma_norms(1e-5)
+        gemma_of_float = GemmaRMSNorm(HIDDEN)
         weightless = RMSNorm(HIDDEN, has_weight=False)
         half = RMSNorm(HIDDEN, var_hidden_size=HIDDEN // 2, dtype=torch.bfloat16)
         of_float = RMSNorm(HIDDEN, dtype=torch.float32)
 
         def model(x: torch.Tensor) -> Any:
             total = tensor_model_parallel_all_reduce(x)
-            a, residual = gemma(total, x * 8)
+            a, residual = vllm_ir.fused_add_rms_norm(total, x * 8, gemma.weight.float() + 0.5, 1e-5)
             b = weightless(tensor_model_parallel_all_reduce(x * 2))
             c, _ = half(tensor_model_parallel_all_reduce(x * 4), x * 16)
             d = of_float(tensor_model_parallel_all_reduce(x.float()))
-            return a, residual, b, c, d
+            e = gemma_of_float(tensor_model_parallel_all_reduce(x * 3))
+            return a, residual, b, c, d, e
 
         vllm.expect(model, fused=0)
 
@@ -565,7 +640,7 @@ def inputs_of_the_operator_are_not_changed() -> None:
         x, residual = data((4, HIDDEN)), torch.ones(4, HIDDEN, dtype=torch.bfloat16)
         before = x.clone()
         operator = torch.ops.llm_comm_vllm.all_reduce_add_rms_norm
-        _, new_residual = operator(x, residual, norm.weight, 1e-5, None, "tp:0")
+        _, new_residual = operator(x, residual, norm.weight, 1e-5, 0.0, None, "tp:0")
         assert torch.equal(x, before)
         assert torch.equal(residual, torch.ones_like(residual))
         assert torch.equal(new_residual, expected_sum((4, HIDDEN)) + 1)
@@ -705,12 +780,12 @@ def what_llm_comm_does_not_norm_is_an_error_in_batch_invariant_mode() -> None:
         run = torch.ops.llm_comm_vllm.all_reduce_add_rms_norm
         name = parallel_state.get_tp_group().unique_name
         columns, weight = data((HIDDEN, 4)).t(), torch.ones(HIDDEN, dtype=torch.bfloat16)
-        normed, total = run(columns, columns, weight, 1e-5, None, name)
-        again, same = run(columns.contiguous(), columns.contiguous(), weight, 1e-5, None, name)
+        normed, total = run(columns, columns, weight, 1e-5, 0.0, None, name)
+        again, same = run(columns.contiguous(), columns.contiguous(), weight, 1e-5, 0.0, None, name)
         assert torch.equal(normed, again)
         assert torch.equal(total, same)
         with pytest.raises(UnsupportedInputError, match=r"weight is torch\.float32"):
-            run(columns, columns, weight.float(), 1e-5, None, name)
+            run(columns, columns, weight.float(), 1e-5, 0.0, None, name)
 
 
 @scenario(VLLM_BATCH_INVARIANT="1", LLM_COMM_BATCH_INVARIANT_NORM="llm_comm", LLM_COMM_MAX_MESSAGE_BYTES="1M")

@@ -25,6 +25,7 @@ from compiler_harness import (
     compiler,
     compiler_config,
     expect_no_fusion,
+    gemma_norms,
     matches,
     norms,
     quantization,
@@ -92,14 +93,15 @@ def linear_layers_go_into_the_operator_of_their_norm() -> None:
 def results_are_those_of_llm_comm_and_alike_on_all_ranks() -> None:
     with compiler() as vllm:
         for dtype in (torch.bfloat16, torch.float16):
-            check_results(vllm, dtype)
+            for weight_bias in (0.0, 1.0):
+                check_results(vllm, dtype, weight_bias)
 
 
-def check_results(vllm: Compiler, dtype: torch.dtype) -> None:
+def check_results(vllm: Compiler, dtype: torch.dtype, weight_bias: float) -> None:
     torch.manual_seed(7)
     xs, weights = torch.randn(2, 5, INPUTS).to(dtype), torch.randn(2, HIDDEN, INPUTS).to(dtype)
     before = torch.randn(5, HIDDEN).to(dtype)
-    layer, (norm,) = linear_layer(dtype=dtype), norms(1e-5)
+    layer, (norm,) = linear_layer(dtype=dtype), norms(1e-5) if weight_bias == 0 else gemma_norms(1e-5)
     layer.weight.data, norm.weight.data = weights[dist_rank()], norm.weight.data.to(dtype)
 
     def model(x: torch.Tensor) -> Any:
@@ -110,7 +112,7 @@ def check_results(vllm: Compiler, dtype: torch.dtype) -> None:
     assert len(vllm.linear_calls) == 1
     ours = parallel_state.get_tp_group().device_communicator._llm_comm
     y = ours.linear(xs[dist_rank()], weights[dist_rank()])
-    one_by_one = ours.all_reduce_add_rms_norm(y, before, norm.weight, 1e-5)
+    one_by_one = ours.all_reduce_add_rms_norm(y, before, norm.weight, 1e-5, weight_bias=weight_bias)
     assert torch.equal(normed, one_by_one[0])
     assert torch.equal(residual, one_by_one[1])
     told: list[Any] = [None, None]
@@ -124,7 +126,8 @@ def check_results(vllm: Compiler, dtype: torch.dtype) -> None:
     # Each rank's part is rounded, their sum, and the new residual.
     bound = rounding * (parts.abs().sum(0) + parts.sum(0).abs() + total.abs())
     assert bool(((residual.double() - total).abs() <= bound).all())
-    want = residual.double() * (residual.double().pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.weight.double()
+    factor = (residual.double().pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
+    want = residual.double() * factor * (norm.weight.double() + weight_bias)
     torch.testing.assert_close(normed.double(), want, rtol=rounding, atol=1e-6)
 
 
@@ -306,19 +309,19 @@ def what_is_declined_is_computed_and_reduced_all_the_same() -> None:
         operator = torch.ops.llm_comm_vllm.linear_all_reduce_add_rms_norm
         x, residual = wide(data((8, HIDDEN))), torch.ones(8, HIDDEN, dtype=torch.bfloat16)
         given = [t.clone() for t in (x, layer.weight, residual)]
-        want = operator(x, layer.weight, None, None, residual, norm.weight, 1e-5, None, "tp:0")
+        want = operator(x, layer.weight, None, None, residual, norm.weight, 1e-5, 0.0, None, "tp:0")
         assert len(vllm.linear_calls) == 3
         for t, before in zip((x, layer.weight, residual), given, strict=True):
             assert torch.equal(t, before), "an input of the operator was changed"
         # A weight that begins at an odd place is read by torch. The other rank goes on as ever.
         shifted = torch.empty(layer.weight.numel() + 1, dtype=torch.bfloat16)[1:].view_as(layer.weight)
         weight = shifted.copy_(layer.weight) if dist_rank() == 1 else layer.weight
-        got = operator(x, weight, None, None, residual, norm.weight, 1e-5, None, "tp:0")
+        got = operator(x, weight, None, None, residual, norm.weight, 1e-5, 0.0, None, "tp:0")
         assert all(map(torch.equal, got, want))
         assert len(vllm.linear_calls) == 3 + (dist_rank() == 0)
         # A residual that lies apart is declined by all.
         apart = torch.ones(8, HIDDEN + 8, dtype=torch.bfloat16)[:, :HIDDEN]
-        got = operator(x, layer.weight, None, None, apart, norm.weight, 1e-5, None, "tp:0")
+        got = operator(x, layer.weight, None, None, apart, norm.weight, 1e-5, 0.0, None, "tp:0")
         assert torch.equal(got[1], want[1])
         # Without a communicator of llm_comm, the graph is as right.
         parallel_state.get_tp_group().device_communicator._llm_comm = None

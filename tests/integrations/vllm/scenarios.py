@@ -57,7 +57,7 @@ from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_curr
 from vllm.distributed import parallel_state  # noqa: E402
 from vllm.distributed.communication_op import tensor_model_parallel_all_reduce  # noqa: E402
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator  # noqa: E402
-from vllm.model_executor.layers.layernorm import RMSNorm  # noqa: E402
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm  # noqa: E402
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 
 import llm_comm  # noqa: E402
@@ -718,11 +718,16 @@ def workspaces_are_released_for_a_checkpoint_of_the_process() -> None:
 
 
 class Layer:
-    """Of a model such as DeepSeek-V3.2: its attention and its MLP leave their sums to the norms behind them."""
+    """Of a model such as DeepSeek-V3.2: its attention and its MLP leave their sums to the norms behind them.
+    ``is_gemma``: of one such as MiniMax-M3."""
 
-    def __init__(self, made: Any, hidden: int) -> None:
-        self.module, self.function = made, seams.FUNCTION
-        self.norms = [RMSNorm(hidden, eps=1e-5, dtype=torch.bfloat16) for _ in range(2)]
+    def __init__(self, made: Any, hidden: int, is_gemma: bool = False) -> None:
+        self.module, self.function = made, seams.GEMMA_FUNCTION if is_gemma else seams.FUNCTION
+        self.weight_bias = 1.0 if is_gemma else 0.0
+        self.norms = [
+            GemmaRMSNorm(hidden, eps=1e-5) if is_gemma else RMSNorm(hidden, eps=1e-5, dtype=torch.bfloat16)
+            for _ in range(2)
+        ]
         for number, norm in enumerate(self.norms):
             norm.weight.data = torch.linspace(0.5, 1.5 + number, hidden).bfloat16()
 
@@ -737,7 +742,7 @@ class Layer:
             residual = (total.float() + residual.float()).bfloat16()
             values = residual.float()
             values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
-            x = (values * norm.weight.float()).bfloat16()
+            x = (values * (norm.weight.float() + self.weight_bias)).bfloat16()
         return x, residual
 
 
@@ -745,6 +750,7 @@ def model_module() -> ModuleType:
     """As of a model, which has imported vLLM's function by its name."""
     made = ModuleType("vllm.models.deepseek_v32.a_model")
     setattr(made, seams.FUNCTION, load(seams.TABLE.first_of(seams.SUMMING_NORM)))
+    setattr(made, seams.GEMMA_FUNCTION, load(seams.SUMMING_GEMMA_NORM))
     sys.modules[made.__name__] = made
     return made
 
@@ -783,9 +789,9 @@ def assert_near(got: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor]) -> 
         torch.testing.assert_close(one.float(), other.float(), rtol=0.02, atol=0.02)
 
 
-def run_layer(made: ModuleType, tokens: int = 4) -> list[tuple[int, ...]]:
+def run_layer(made: ModuleType, tokens: int = 4, is_gemma: bool = False) -> list[tuple[int, ...]]:
     """Runs a layer, looks at what it computes, and returns the shapes of fused calls."""
-    layer, x, residual = Layer(made, 64), data((tokens, 64), rank=0), data((tokens, 64), rank=1)
+    layer, x, residual = Layer(made, 64, is_gemma), data((tokens, 64), rank=0), data((tokens, 64), rank=1)
     before = residual.clone()
     with torch.no_grad(), served_calls("all_reduce_add_rms_norm") as calls:
         got = layer.forward(x, residual)
@@ -799,11 +805,13 @@ def norms_of_models_that_are_not_compiled_sum_by_the_fused_kernel() -> None:
     made = model_module()
     with vllm_groups(config=not_compiled()) as log:
         assert run_layer(made) == [(4, 64)] * 2
-        said = "vLLM does not compile the model (it is in models that call fused_allreduce_rms_norm)"
+        functions = "fused_allreduce_rms_norm or fused_allreduce_gemma_rms_norm"
+        said = f"vLLM does not compile the model (it is in models that call {functions})"
         assert len(log.having("not fused with RMSNorm: " + said)) == (dist_rank() == 0)
         assert len(log.having("llm_comm: first all-reduce fused with its RMSNorm")) == (dist_rank() == 0)
         # A model that is imported later.
         assert run_layer(model_module()) == [(4, 64)] * 2
+        assert run_layer(made, is_gemma=True) == run_layer(model_module(), is_gemma=True) == [(4, 64)] * 2
 
 
 @scenario(LLM_COMM_MAX_MESSAGE_BYTES="256")
@@ -812,6 +820,7 @@ def what_the_kernel_declines_is_summed_and_normed_by_vllm() -> None:
     with vllm_groups(config=not_compiled()):
         assert run_layer(made) == []
         assert run_layer(made, tokens=2) == [(2, 64)] * 2
+        assert run_layer(made, is_gemma=True) == []
 
 
 @scenario(LLM_COMM_FUSE="0")
@@ -844,7 +853,7 @@ def one_rank_without_the_function_takes_the_others_along() -> None:
         lose(seams.TABLE, seams.TABLE.first_of(seams.SUMMING_NORM))
     with vllm_groups(config=not_compiled()) as log:
         assert run_layer(made) == []
-        said = "(nor is it in models that call fused_allreduce_rms_norm: rank 1 (global rank 1): vLLM "
+        said = "or fused_allreduce_gemma_rms_norm: rank 1 (global rank 1): vLLM "
         assert len(log.having(said)) == (dist_rank() == 0)
 
 
