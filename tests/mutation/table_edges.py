@@ -539,14 +539,14 @@ EDGES: tuple[Mutant, ...] = (
     ),
     python(
         "the doctor takes Gemma 3 for a model with silu-and-mul",
-        "llm_comm/cli/model_verdicts.py",
+        "llm_comm/planning/models.py",
         'activation = str(config.get("hidden_act") or config.get("hidden_activation") or "silu")',
         'activation = str(config.get("hidden_act") or "silu")',
         "tests/unit/test_doctor_model.py",
     ),
     python(
         "the doctor knows no usual numbers of Gemma 3",
-        "llm_comm/cli/model_verdicts.py",
+        "llm_comm/planning/models.py",
         "if kind in _GEMMA_3:",
         "if False:",
         "tests/unit/test_doctor_model.py",

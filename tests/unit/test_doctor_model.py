@@ -114,7 +114,7 @@ def test_gemma_3_leaves_out_what_is_usual(tmp_path: Path) -> None:
     shapes = {"qkv_proj": "2048 x 2560", "o_proj": "2560 x 1024", "gate_up_proj": "10240 x 2560"}
     assert {name: found[name].partition(":")[0] for name in shapes} == shapes
     found = model_verdicts.report(str(tmp_path), 4, EngineOptions.load({}))
-    assert found["down_proj"].startswith("2560 x 2560: served")
+    assert found["down_proj"].startswith("2560 x 2560: measured")
 
 
 @pytest.mark.parametrize(
