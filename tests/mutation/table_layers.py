@@ -8,6 +8,7 @@ LAYERS = "llm_comm/planning/layers.py"
 TABLES = "llm_comm/planning/tables.py"
 TUNE = "llm_comm/bench/tune_layers.py"
 CALLS = "llm_comm/operations/linear.py"
+LINEAR_BIAS = "tests/emulated/test_linear_bias.py"
 SCALING = "llm_comm/operations/fp8.py"
 
 OF_TABLES = "tests/unit/test_layer_tables.py"
@@ -76,6 +77,34 @@ LINEAR_LAYERS: tuple[Mutant, ...] = (
         "else (scaling.x, scaling.weight)",
         "else (scaling.x, None)",
         "tests/emulated/test_linear_fp8.py",
+    ),
+    python(
+        "results go over a bias that is still read",
+        CALLS,
+        "check_written(x, weight, bias, *scales, out)",
+        "check_written(x, weight, None, *scales, out)",
+        LINEAR_BIAS,
+    ),
+    python(
+        "a bias of another dtype is read as the result's",
+        CALLS,
+        "if bias.dtype is not dtype:",
+        "if False:",
+        LINEAR_BIAS,
+    ),
+    python(
+        "a bias that is too short is read beyond its end",
+        CALLS,
+        "bias.dim() != 1 or bias.shape[0] != weight.shape[0]",
+        "bias.dim() != 1",
+        LINEAR_BIAS,
+    ),
+    python(
+        "a prepared layer takes any bias",
+        CALLS,
+        "            or (bias is not None and self._why_not_bias(bias, weight, prepared.dtype))\n",
+        "",
+        LINEAR_BIAS,
     ),
     python(
         "scales of another dtype are read as fp32",
