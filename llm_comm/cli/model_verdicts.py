@@ -31,8 +31,6 @@ from llm_comm.planning.tables import TuningTable
 _MOST_HIDDEN = 16384
 #: Where no GPU is found: those that shipped tables are of, with multiprocessors and compute capability.
 _MEASURED_GPUS = (("NVIDIA H100 80GB HBM3", 132, 90), ("NVIDIA H200", 132, 90))
-#: Of ``model_type``: bias in qkv that config.json does not speak of.
-_BIASED_QKV = ("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -48,9 +46,6 @@ class Model(NamedTuple):
     #: Of the MLP; 0 where there is none.
     inner: int
     layers: int
-    has_qkv_bias: bool
-    has_o_bias: bool
-    has_mlp_bias: bool
     is_gated: bool
     activation: str
     #: Why norms are not fused, or "".
@@ -147,7 +142,6 @@ def read(path: Path) -> Model:
 
     heads, hidden, kind = number("num_attention_heads"), number("hidden_size"), str(config.get("model_type"))
     experts = next((number(name) for name in _EXPERTS if config.get(name)), 0)
-    biased = bool(config.get("attention_bias"))
     activation = str(config.get("hidden_act") or config.get("hidden_activation") or "silu")
     of_checkpoint = config.get("quantization_config")
     why_quantized, is_fp8 = _quantization(of_checkpoint if isinstance(of_checkpoint, Mapping) else {})
@@ -160,9 +154,6 @@ def read(path: Path) -> Model:
         head_size=number("head_dim", max(1, hidden // heads)),
         inner=0 if experts else number("intermediate_size"),
         layers=number("num_hidden_layers"),
-        has_qkv_bias=biased or bool(config.get("qkv_bias")) or kind in _BIASED_QKV,
-        has_o_bias=biased and not kind.startswith("qwen"),
-        has_mlp_bias=bool(config.get("mlp_bias")),
         is_gated="rms_norm_eps" in config,
         activation=activation,
         why_not_norm=_why_not_norm(kind, hidden, config),
@@ -217,22 +208,20 @@ def layers_of(model: Model, ranks: int) -> Iterator[Layer]:
     heads, kv_heads = model.heads // ranks, max(1, model.kv_heads // ranks)
     behind = "the norm behind its sum is not fused" if model.why_not_norm else ""
     if not model.has_latent_attention:
-        bias = "it has a bias"
         outputs = (heads + 2 * kv_heads) * model.head_size
-        yield _layer(model, "qkv_proj", LINEAR, outputs, model.hidden, bias if model.has_qkv_bias else "")
-        of_o = f"{bias}, which is rank 0's" if model.has_o_bias else ""
-        yield _layer(model, "o_proj", LINEAR, model.hidden, heads * model.head_size, of_o or behind)
+        yield _layer(model, "qkv_proj", LINEAR, outputs, model.hidden)
+        yield _layer(model, "o_proj", LINEAR, model.hidden, heads * model.head_size, behind)
     if model.inner:
-        inner, bias = model.inner // ranks, "it has a bias" if model.has_mlp_bias else ""
+        inner = model.inner // ranks
         if model.is_gated and model.activation == "silu":
-            yield _layer(model, "gate_up_proj", LINEAR_SILU_AND_MUL, inner, model.hidden, bias)
+            yield _layer(model, "gate_up_proj", LINEAR_SILU_AND_MUL, inner, model.hidden)
         else:
             outputs = 2 * inner if model.is_gated else inner
-            yield _layer(model, "gate_up_proj" if model.is_gated else "up_proj", LINEAR, outputs, model.hidden, bias)
-        yield _layer(model, "down_proj", LINEAR, model.hidden, inner, bias or behind)
+            yield _layer(model, "gate_up_proj" if model.is_gated else "up_proj", LINEAR, outputs, model.hidden)
+        yield _layer(model, "down_proj", LINEAR, model.hidden, inner, behind)
 
 
-def _layer(model: Model, name: str, operation: str, outputs: int, inputs: int, why_not: str) -> Layer:
+def _layer(model: Model, name: str, operation: str, outputs: int, inputs: int, why_not: str = "") -> Layer:
     multiple = inputs_multiple(model.is_fp8)
     why_not = why_not or model.why_not_layers
     if not why_not and not takes_features(outputs):
