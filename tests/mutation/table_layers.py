@@ -8,6 +8,7 @@ LAYERS = "llm_comm/planning/layers.py"
 TABLES = "llm_comm/planning/tables.py"
 TUNE = "llm_comm/bench/tune_layers.py"
 CALLS = "llm_comm/operations/linear.py"
+SUMS_OF_LAYERS = "llm_comm/operations/linear_all_reduce.py"
 LINEAR_BIAS = "tests/emulated/test_linear_bias.py"
 SCALING = "llm_comm/operations/fp8.py"
 
@@ -83,6 +84,27 @@ LINEAR_LAYERS: tuple[Mutant, ...] = (
         CALLS,
         "check_written(x, weight, bias, *scales, out)",
         "check_written(x, weight, None, *scales, out)",
+        LINEAR_BIAS,
+    ),
+    python(
+        "a sum loses the bias of its layer",
+        SUMS_OF_LAYERS,
+        "partial(self._layers.enqueue, prepared, x, weight, y, scaling, bias)",
+        "partial(self._layers.enqueue, prepared, x, weight, y, scaling)",
+        LINEAR_BIAS,
+    ),
+    python(
+        "a norm loses the bias of the layer before it",
+        SUMS_OF_LAYERS,
+        "partial(self._layers.enqueue, prepared, x, linear_weight, y, scaling, bias)",
+        "partial(self._layers.enqueue, prepared, x, linear_weight, y, scaling)",
+        LINEAR_BIAS,
+    ),
+    python(
+        "graphs take a bias of any length",
+        CALLS,
+        "and bias.shape[0] == weight.shape[0]",
+        "and bias.shape[0] > 0",
         LINEAR_BIAS,
     ),
     python(

@@ -131,7 +131,7 @@ def _scaled_layer(mm: Any, reshape: Node | None) -> Layer | None:
 
 
 def _is_bias(layer: Layer) -> bool:
-    """Whether the bias is one that llm_comm adds, or there is none."""
+    """Return whether llm_comm adds the bias of a layer. A layer without a bias is as good."""
     bias: Any = layer.bias
     if bias is None:
         return True
