@@ -1,9 +1,9 @@
 """Linear layers in graphs of vLLM's compiler, for the passes that replace them.
 
 In both supported versions of vLLM a linear layer without bias is ``mm(x, permute(weight))`` there, between reshapes
-where activations have more than two dimensions. With bias it is an ``addmm``, or, where pointwise operators alone take
-the result on a GPU, the sum of an ``mm`` and the bias: inductor has taken it apart. A layer of FP8 whose scales are
-those of tensors, of tokens or of outputs is ``cutlass_scaled_mm`` on Hopper. That writes into an empty tensor, and
+where activations have more than two dimensions. With bias it is an ``addmm``. Where pointwise operators alone take the
+result on a GPU, inductor of older torch makes the sum of the bias and an ``mm`` of that. A layer of FP8 whose scales
+are those of tensors, of tokens or of outputs is ``cutlass_scaled_mm`` on Hopper. That writes into an empty tensor, and
 takes the weight transposed, as it is kept, and a bias. Other quantized layers are other operators of vLLM's, or have
 scales of blocks. They are left alone.
 """

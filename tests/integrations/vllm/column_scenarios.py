@@ -16,6 +16,7 @@ from compiler_harness import HIDDEN, Compiler, Model, compiler, compiler_config,
 from linear_scenarios import COLUMN_PASS, LINEAR_PASS, expect_no_linear, linear_layer, use_table
 from rank_processes import data, dist_rank, scenario
 from scenarios import parallel_state, tensor_model_parallel_all_reduce
+from torch._inductor.fx_passes import post_grad
 from vllm.compilation.passes.inductor_pass import pass_context
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.utils import Range
@@ -132,6 +133,31 @@ def a_bias_goes_with_its_layer() -> None:
         assert torch.equal(activated, ours.linear_silu_and_mul(x * 3, weight, bias=bias))
         assert torch.equal(written, ours.linear_silu_and_mul(x, weight, bias=bias))
         assert torch.equal(alone, ours.linear(x, halves.weight.data) + in_fp32)
+
+
+@scenario(LLM_COMM_FUSE_LINEAR="1")
+def a_bias_that_inductor_has_taken_apart_goes_with_its_layer() -> None:
+    """Through inductor, as on a GPU with older versions of torch, before pointwise operators."""
+    with compiler(compiler_config(norms_by="native")) as vllm:
+        from llm_comm.integrations.vllm import linear_passes  # needs vLLM's compiler, set up
+
+        gate_up, silu_and_mul = gate_up_layer(bias=True), SiluAndMul()
+        targets: list[Any] = []
+
+        def model(x: torch.Tensor) -> Any:
+            return silu_and_mul(gate_up(x * 2))
+
+        with (
+            mock.patch.object(post_grad, "is_gpu", return_value=True),
+            torch._inductor.config.patch(keep_addmm_fused_for_half_dtypes=False),
+            mock.patch.object(
+                linear_passes, "_replace_with_activation", wraps=linear_passes._replace_with_activation
+            ) as replace,
+        ):
+            replace.side_effect = lambda _, node, __: targets.append(node.args[0].target) or mock.DEFAULT
+            vllm.check(vllm.compile(model), model)
+        assert targets == [torch.ops.aten.add.Tensor], targets
+        assert [name for name, *_ in vllm.column_calls] == ["linear_silu_and_mul"], vllm.column_calls
 
 
 @scenario()
