@@ -180,6 +180,12 @@ class Linear:
                 f"{operation}: {weight_of(operation)} begins at {weight.data_ptr():#x}, which is no multiple of "
                 f"{ALIGNMENT} bytes: pass a copy, made once"
             )
+        # A tensor without memory is an error here, before anything is enqueued.
+        if bias is not None:
+            bias.data_ptr()
+        if scaling is not None:
+            scaling.x.data_ptr()
+            scaling.weight.data_ptr()
         return prepared
 
     def enqueue(

@@ -101,6 +101,20 @@ LINEAR_LAYERS: tuple[Mutant, ...] = (
         LINEAR_BIAS,
     ),
     python(
+        "a bias without memory ends the communicator",
+        CALLS,
+        "if bias is not None:\n            bias.data_ptr()",
+        "pass",
+        "tests/emulated/test_operands.py",
+    ),
+    python(
+        "a scale without memory ends the communicator",
+        CALLS,
+        "scaling.x.data_ptr()\n            scaling.weight.data_ptr()",
+        "pass",
+        "tests/emulated/test_operands.py",
+    ),
+    python(
         "graphs take a bias of any length",
         CALLS,
         "and bias.shape[0] == weight.shape[0]",
